@@ -1,0 +1,89 @@
+"""
+What a run leaves on disk, written so that a kill at any moment loses nothing.
+
+    config.json    every resolved value, versions, commit
+    log.jsonl      one row a step, on disk before the step's checkpoint
+    samples.jsonl  a few completions a step, with reward, advantage and keep decision
+    checkpoint/    a Hugging Face folder, and trainer.pt: optimizer, prompt history, step
+
+There is no random state to save: all randomness is a function of (seed, step, purpose).
+"""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+
+
+def save(out_dir: Path, model, tokenizer, optimizer, history, step: int) -> None:
+    """A Hugging Face folder plus trainer.pt, written beside and renamed: a kill at any moment leaves a whole one."""
+    final, beside, old = (out_dir / name for name in ("checkpoint", "checkpoint.new", "checkpoint.old"))
+    shutil.rmtree(beside, ignore_errors=True)
+    model.save_pretrained(beside)
+    tokenizer.save_pretrained(beside)
+    torch.save({"optimizer": optimizer.state_dict(), "history": history.score, "step": step}, beside / "trainer.pt")
+    for path in beside.iterdir():  # on disk before it takes the good one's name
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+    if final.exists():
+        final.rename(old)
+    beside.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def find(out_dir: Path, rank: int) -> Path | None:
+    """The last whole checkpoint, or None. Killed between the two renames, it is the one set aside: put it back."""
+    final, old = out_dir / "checkpoint", out_dir / "checkpoint.old"
+    if rank == 0 and old.exists():
+        shutil.rmtree(old) if final.exists() else old.rename(final)
+    if dist.is_initialized():
+        dist.barrier()
+    return final if final.exists() else None
+
+
+def cut_rows(path: Path, last_step: int) -> None:
+    """Drop what a JSONL file says of steps after the checkpoint, and a half-written last line."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
+        path.with_suffix(".new").write_text("".join(whole))
+        path.with_suffix(".new").replace(path)
+
+
+def append_rows(path: Path, rows: list[dict]) -> None:
+    """Append rows to a JSONL file, on disk when this returns; NaN and infinities become null."""
+
+    def plain(value):
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    with open(path, "a") as file:
+        file.writelines(json.dumps({key: plain(value) for key, value in row.items()}) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_config(out_dir: Path, config: dict, ranks: int) -> None:
+    """config.json: every resolved value, the versions and the commit that ran."""
+
+    def git(*words):
+        here = Path(__file__).parent
+        answer = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=False)
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
+    written = {
+        "config": config,
+        "versions": versions,
+        "ranks": ranks,
+        "threads": torch.get_num_threads(),
+        "commit": git("rev-parse", "HEAD"),
+        "changed_files": (git("status", "--porcelain", "--untracked-files=no") or "").splitlines(),
+    }
+    (out_dir / "config.json").write_text(json.dumps(written, indent=2) + "\n")

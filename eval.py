@@ -1,0 +1,141 @@
+"""
+How good is a model: avg@k on a set of problems, with a confidence interval; or its answer to one question.
+
+    python eval.py --model out/checkpoint --data arithmetic --k 4
+    python eval.py --model out/checkpoint --data arithmetic-longer
+    python eval.py --model out/checkpoint --prompt "7+9+5?"
+
+avg@k samples k completions per problem and averages over k, then over problems: the low-variance estimate of
+pass@1. Prints a line of text, then the same as one line of JSON.
+"""
+
+import json
+from dataclasses import dataclass
+
+import torch
+import tyro
+from transformers.utils import logging
+
+import data
+import rollout
+from data import InputError
+from sampler import generator_for, seed_for
+
+
+@dataclass
+class EvalConfig:
+    model: str  # a folder such as out/checkpoint, or a hub id
+    data: str = "arithmetic"  # arithmetic, arithmetic-mixed, arithmetic-longer or FILE.jsonl
+    k: int = 4  # completions per problem
+    problems: int = 300  # at most so many
+    prompt: str | None = None  # answer this one question instead
+    temperature: float = 1.0  # of the sampling distribution
+    max_new_tokens: int | None = None  # default: what the data needs
+    batch_size: int = 512  # sequences sampled at once
+    device: str = "auto"  # auto, cpu or cuda
+    seed: int = 0  # of the sampling
+
+
+def decode(completion_ids: torch.Tensor, lengths: torch.Tensor, tokenizer) -> list[str]:
+    """Texts of completions [..., T] with lengths [...], flattened, without special tokens."""
+    rows = zip(completion_ids.flatten(0, -2).tolist(), lengths.flatten().tolist(), strict=True)
+    return [tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
+
+
+def sample_rewards(model, tokenizer, problems, prompt_ids, reward, *, k, batch_size, seed, **sampling):
+    """(rewards, truncated), both [P, k] float64, of k completions for each of P problems; rewards NaN if unscorable.
+
+    `sampling` goes to rollout.sample; `seed` is a tuple, to which the batch's place is added.
+    """
+    table = torch.zeros(2, len(problems), k, dtype=torch.float64)
+    step = max(1, batch_size // k)
+    for start in range(0, len(problems), step):
+        chunk = slice(start, start + step)
+        rollouts = rollout.sample(model, prompt_ids[chunk], group_size=k, seed=seed_for(*seed, start), **sampling)
+        texts = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
+        golds = [problem.answer for problem in problems[chunk] for _ in range(k)]
+        scores = torch.tensor([as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)])
+        table[0, chunk] = scores.view(-1, k).double()
+        table[1, chunk] = rollouts.truncated.double().cpu()
+    return table[0], table[1]
+
+
+def as_number(reward: float | None) -> float:
+    """A reward as tensors hold it: NaN for None, so that it can neither be averaged nor mistaken for 0."""
+    return float("nan") if reward is None else float(reward)
+
+
+def avg_at_k(rewards: torch.Tensor) -> float:
+    """Mean over problems of the mean over scorable completions of rewards [P, k]; NaN if none is scorable."""
+    return rewards.nanmean(dim=1).nanmean().item()
+
+
+def bootstrap_interval(rewards: torch.Tensor, *, draws: int = 10_000) -> tuple[float, float]:
+    """95 % percentile interval of avg@k over resampled problems: the error of asking these P problems, not others."""
+    means = rewards.nanmean(dim=1)
+    means = means[~means.isnan()]  # [P]
+    if len(means) == 0:
+        return float("nan"), float("nan")
+    index = torch.randint(len(means), (draws, len(means)), generator=generator_for("bootstrap"))
+    low, high = means[index].mean(dim=1).quantile(torch.tensor([0.025, 0.975], dtype=means.dtype)).tolist()
+    return low, high
+
+
+def main(cfg: EvalConfig) -> dict:
+    """Evaluate and print; returns the JSON row."""
+    for name, low in (("k", 1), ("problems", 1), ("batch_size", 1)):
+        if getattr(cfg, name) < low:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {low}")
+    if not cfg.temperature > 0:
+        raise InputError(f"--temperature {cfg.temperature}: must be above 0")
+    problems = [data.Problem(cfg.prompt, "", "prompt")] if cfg.prompt else data.eval_problems(cfg.data, cfg.problems)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    model, tokenizer = rollout.load_policy(cfg.model, device)
+    max_new_tokens = cfg.max_new_tokens or data.max_new_tokens(cfg.data)
+    room = model.config.max_position_embeddings - max_new_tokens
+    problems, prompt_ids = data.encode_prompts(problems, tokenizer, room)
+    sampling = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": cfg.temperature,
+        "eos_ids": rollout.eos_token_ids(model, tokenizer),
+        "pad_id": tokenizer.pad_token_id,
+        "show_progress": True,
+    }
+    if cfg.prompt:
+        answer = rollout.sample(model, prompt_ids, group_size=1, seed=seed_for(cfg.seed), **sampling)
+        text = decode(answer.completion_ids, answer.lengths, tokenizer)[0]
+        print(text)
+        return {"prompt": cfg.prompt, "completion": text}
+
+    reward = data.reward_function(cfg.data)
+    rewards, truncated = sample_rewards(
+        model, tokenizer, problems, prompt_ids, reward, k=cfg.k, batch_size=cfg.batch_size, seed=(cfg.seed,), **sampling
+    )
+    low, high = bootstrap_interval(rewards)
+    row = {
+        "model": cfg.model,
+        "data": cfg.data,
+        "problems": len(problems),
+        "k": cfg.k,
+        f"avg@{cfg.k}": avg_at_k(rewards),
+        "ci95": [low, high],
+        "unscorable": int(rewards.isnan().sum()),
+        "truncated_share": truncated.mean().item(),
+        "temperature": cfg.temperature,
+        "max_new_tokens": max_new_tokens,
+        "seed": cfg.seed,
+    }
+    print(
+        f"{cfg.data}: avg@{cfg.k} {row[f'avg@{cfg.k}']:.3f}, 95 % interval {low:.3f} to {high:.3f} over "
+        f"{len(problems)} problems; {row['truncated_share']:.1%} cut off at {max_new_tokens} tokens"
+    )
+    print(json.dumps(row))
+    return row
+
+
+if __name__ == "__main__":
+    logging.disable_progress_bar()
+    try:
+        main(tyro.cli(EvalConfig))
+    except InputError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -1,0 +1,84 @@
+"""A Qwen3 small enough that a test can afford hundreds of backward passes, and a way to make rollouts by hand."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+import arithmetic
+import packing
+import rollout
+
+
+@pytest.fixture
+def make_policy():
+    """Build an untrained two-layer Qwen3 with grouped-query attention, and its byte tokenizer."""
+
+    def make(seed=0, dtype=torch.float32):
+        torch.manual_seed(seed)
+        tokenizer = arithmetic.make_tokenizer()
+        config = Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            initializer_range=0.2,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        config._attn_implementation = packing.ATTENTION
+        model = Qwen3ForCausalLM(config).to(dtype)
+        if dtype == torch.float64:  # Qwen3's RMSNorm computes in float32 whatever comes in
+            for norm in (module for module in model.modules() if isinstance(module, Qwen3RMSNorm)):
+                norm.forward = partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=1e-6)
+        model.generation_config = GenerationConfig(
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        )
+        return model, tokenizer
+
+    return make
+
+
+@pytest.fixture
+def policy_folder(make_policy, tmp_path):
+    """The same model as a Hugging Face folder, for --model."""
+    model, tokenizer = make_policy()
+    model.save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    return str(tmp_path / "policy")
+
+
+@pytest.fixture
+def make_rollouts():
+    """Random prompts and completions of ragged lengths; old log-probs are the model's own, moved by `drift`."""
+
+    def make(model, num_prompts, group_size, *, drift=0.0, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def integers(low, high, *shape):
+            return torch.randint(low, high, shape, generator=generator)
+
+        prompts = [integers(0, 256, int(integers(1, 5, 1))).tolist() for _ in range(num_prompts)]
+        completion_ids = integers(0, 256, num_prompts, group_size, 6)
+        lengths = integers(1, 7, num_prompts, group_size)
+        logprobs = torch.zeros(num_prompts, group_size, 6, dtype=model.dtype)
+        with torch.no_grad():
+            for q in range(num_prompts):
+                for g in range(group_size):
+                    completion = completion_ids[q, g, : lengths[q, g]].tolist()
+                    own = packing.packed_logprobs(model, packing.build_pack([prompts[q]], [completion]))
+                    noise = torch.randn(len(completion), generator=generator, dtype=own.dtype)
+                    logprobs[q, g, : len(completion)] = own + drift * noise
+        nothing = torch.zeros(num_prompts, group_size)
+        return rollout.Rollouts(prompts, completion_ids, logprobs, nothing, lengths, nothing.bool())
+
+    return make

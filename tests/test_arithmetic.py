@@ -1,0 +1,97 @@
+"""The embedded task: problems are functions of (split, index), the teacher errs at carries only, any text encodes."""
+
+import random
+import re
+
+import pytest
+
+import arithmetic
+
+
+def chains(split, count=400):
+    return [arithmetic.problem(split, index) for index in range(count)]
+
+
+@pytest.mark.parametrize("split", arithmetic.SPLITS)
+def test_problems_are_what_the_split_says(split):
+    low, high = {"longer": (9, 12), "mixed": (2, 18), "mixed-heldout": (2, 18)}.get(split, (2, 8))
+    problems = chains(split)
+    assert problems == chains(split)
+    numbers = [prompt[:-1].split("+") for prompt, _, _ in problems]
+    assert {len(chain) for chain in numbers} <= set(range(low, high + 1))
+    assert {low, high} <= {len(chain) for chain in numbers}
+    assert all(str(sum(map(int, chain))) == answer for chain, (_, answer, _) in zip(numbers, problems, strict=True))
+
+
+def test_nothing_held_out_is_trained_on():
+    """Kills: a held-out split that is just another seed (16 of its chains would be in the training split)."""
+    trained = {prompt for split in ("train", "mixed") for prompt, _, _ in chains(split, 4000)}
+    held_out = {prompt for split in ("heldout", "mixed-heldout") for prompt, _, _ in chains(split, 4000)}
+    assert not trained & held_out
+
+
+def test_mix_has_its_shares():
+    """35 % trivial, 30 % never solved, 35 % learnable, within 4 standard errors of 4,000 draws."""
+    problems = chains("mixed", 4000)
+    for source, share in (("trivial", 0.35), ("unsolved", 0.30), ("chain", 0.35)):
+        found = sum(kind == source for _, _, kind in problems) / 4000
+        assert abs(found - share) < 4 * (share * (1 - share) / 4000) ** 0.5
+    for prompt, answer, source in problems:
+        if source == "trivial":
+            assert int(answer) <= 9, "no carry anywhere"
+        if source == "unsolved":
+            assert 13 <= prompt.count("+") + 1 <= 18
+
+
+def test_teacher_forgets_carries_and_nothing_else():
+    """Kills: errors without a carry, a carry always or never remembered, a working that does not add up."""
+    rng, carries, forgotten = random.Random(0), 0, 0
+    for prompt, answer, _ in chains("train"):
+        assert arithmetic.worked_answer(prompt).rpartition("=")[2] == answer
+        for left, right, result in re.findall(r"(\d+)\+(\d+)=(\d+)", arithmetic.worked_answer(prompt, 0.45, rng)):
+            wrong = int(result) != int(left) + int(right)
+            carry = int(left) % 10 + int(right) > 9
+            assert carry or not wrong
+            assert not wrong or int(result) == int(left) + int(right) - 10
+            carries, forgotten = carries + carry, forgotten + wrong
+    assert abs(forgotten / carries - 0.55) < 4 * (0.55 * 0.45 / carries) ** 0.5
+
+
+@pytest.mark.parametrize("text", ["7+9+5?", "naïve 你好 🙂\n\t\x00", "costs $18, <b>", " two  spaces "])
+def test_any_text_encodes(text):
+    tokenizer = arithmetic.make_tokenizer()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id not in ids
+    assert len(ids) == len(text.encode())
+
+
+def test_longest_answers_fit():
+    """Room is measured on the largest chain; one more token is the end."""
+    tokenizer = arithmetic.make_tokenizer()
+    for data, split in (("arithmetic", "train"), ("arithmetic-longer", "longer"), ("arithmetic-mixed", "mixed")):
+        longest = max(len(tokenizer.encode(arithmetic.worked_answer(prompt))) + 1 for prompt, _, _ in chains(split))
+        assert longest <= arithmetic.longest_completion(data) <= longest + 40
+
+
+def test_unknown_split_is_named():
+    with pytest.raises(ValueError, match="unknown split 'test'"):
+        arithmetic.problem("test", 0)
+
+
+def test_base_is_cached_whole(monkeypatch, tmp_path):
+    """Made once, as a folder that transformers loads; half-made ones never carry the final name. Kills: saving in place."""
+    made = []
+
+    def train_few(steps, train_base=arithmetic.train_base):
+        made.append(steps)
+        assert not list(tmp_path.iterdir())
+        return train_base(2)
+
+    monkeypatch.setattr(arithmetic, "CACHE", tmp_path)
+    monkeypatch.setattr(arithmetic, "train_base", train_few)
+    folder = arithmetic.base_folder()
+    assert arithmetic.base_folder() == folder
+    assert made == [arithmetic.BASE_STEPS]
+    assert (folder / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]

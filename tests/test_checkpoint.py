@@ -1,0 +1,80 @@
+"""What a run leaves on disk survives a kill at any moment."""
+
+import json
+
+import pytest
+import torch
+
+import checkpoint
+import sampler
+
+
+@pytest.fixture
+def parts(make_policy):
+    model, tokenizer = make_policy()
+    return model, tokenizer, torch.optim.AdamW(model.parameters()), sampler.PromptHistory(4)
+
+
+def step_of(folder):
+    return torch.load(folder / "trainer.pt", weights_only=True)["step"]
+
+
+@pytest.mark.parametrize("killed_at", ["save_pretrained", "fsync", "rename", "second rename", "rmtree"])
+def test_killed_while_saving(parts, tmp_path, monkeypatch, killed_at):
+    """Whatever call of the second save never returns, a whole checkpoint is found. Kills: saving in place, removing the old one
+    first, forgetting the one set aside."""
+    checkpoint.save(tmp_path, *parts, 1)
+
+    class Killed(BaseException):
+        pass
+
+    calls = []
+
+    def die(*_args, **_kwargs):
+        raise Killed
+
+    def die_at_second(path, target, rename=type(tmp_path).rename):
+        calls.append(target)
+        if len(calls) == 2:
+            raise Killed
+        return rename(path, target)
+
+    if killed_at == "save_pretrained":
+        monkeypatch.setattr(parts[1], "save_pretrained", die)
+    elif killed_at == "fsync":
+        monkeypatch.setattr(checkpoint.os, "fsync", die)
+    elif killed_at == "rename":
+        monkeypatch.setattr(type(tmp_path), "rename", die)
+    elif killed_at == "second rename":
+        monkeypatch.setattr(type(tmp_path), "rename", die_at_second)
+    else:  # the last call: the first removes what an earlier kill left beside
+        real = checkpoint.shutil.rmtree
+        monkeypatch.setattr(
+            checkpoint.shutil, "rmtree", lambda path, **k: die() if path.name.endswith("old") else real(path, **k)
+        )
+    with pytest.raises(Killed):
+        checkpoint.save(tmp_path, *parts, 2)
+    monkeypatch.undo()
+    found = checkpoint.find(tmp_path, rank=0)
+    assert found == tmp_path / "checkpoint"
+    assert step_of(found) == (2 if killed_at == "rmtree" else 1)
+    checkpoint.save(tmp_path, *parts, 3)
+    assert step_of(checkpoint.find(tmp_path, rank=0)) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_no_checkpoint_yet(tmp_path):
+    assert checkpoint.find(tmp_path, rank=0) is None
+
+
+def test_rows_after_the_checkpoint_are_cut(tmp_path):
+    """And a line that was being written. Kills: cutting the checkpoint's own row, choking on the half line."""
+    log = tmp_path / "log.jsonl"
+    checkpoint.append_rows(log, [{"step": step, "x": float("nan")} for step in range(4)])
+    with open(log, "a") as file:
+        file.write('{"step": 1, "x"')
+    checkpoint.cut_rows(log, 2)
+    assert [json.loads(line) for line in log.read_text().splitlines()] == [{"step": s, "x": None} for s in range(3)]
+    checkpoint.cut_rows(log, -1)
+    assert log.read_text() == ""
+    checkpoint.cut_rows(tmp_path / "nothing.jsonl", 2)

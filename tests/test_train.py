@@ -1,0 +1,264 @@
+"""The whole run: GRPO is the special case, ranks agree, a kill loses nothing, and bad input is named."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toy import flags, toy_reward
+
+import data
+import dppo
+import train
+from data import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def run(policy_folder, tmp_path, monkeypatch):
+    """Train in this process with the toy reward; returns the log's rows."""
+    monkeypatch.setattr(data, "reward_function", lambda _name: toy_reward)
+
+    def go(name, **changes):
+        train.main(train.parse_config(flags(policy_folder, str(tmp_path / name), **changes)))
+        return rows(tmp_path / name)
+
+    return go
+
+
+def rows(folder, file="log.jsonl"):
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+def timeless(folder):
+    """What must repeat: the log without its times, the samples, the final weights."""
+    kept = [{key: row[key] for key in row if not key.startswith(("time/", "step_time"))} for row in rows(folder)]
+    return kept, rows(folder, "samples.jsonl"), load_file(folder / "checkpoint" / "model.safetensors")
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    assert one[1] == other[1]
+    assert one[2].keys() == other[2].keys()
+    assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+
+
+def test_without_rates_dppo_is_grpo_bit_for_bit(run, tmp_path):
+    """Same rewards, losses and weights; with rates, another run. Kills: a section that is not the identity at rate 0, draws
+    that depend on the rates."""
+    common = {"save_every": 4, "eval_every": 2, "eval_problems": 3}
+    run("grpo", method="grpo", **common)
+    run("dppo", method="dppo", prompt_prune_rate=0, completion_prune_rate=0, **common)
+    run("pruned", method="dppo", completion_prune_rate=0.5, **common)
+    assert_same(timeless(tmp_path / "grpo"), timeless(tmp_path / "dppo"))
+    assert timeless(tmp_path / "grpo")[0] != timeless(tmp_path / "pruned")[0]
+
+
+def test_log_rows(run, tmp_path):
+    """The documented names, steps 1..N, evaluation at 0 and at the end, and figures that agree with each other."""
+    log = run("run", steps=3, eval_every=2, eval_problems=3, prompt_prune_rate=0.5, completion_prune_rate=0.5)
+    assert [row["step"] for row in log] == [0, 1, 2, 3]
+    assert set(log[0]) == {"step", "eval/avg@4"}
+    assert ["eval/avg@4" in row for row in log] == [True, False, True, True]
+    names = """step loss reward reward_std frac_reward_zero_std completions/mean_length completions/clipped_ratio
+        clip_ratio/region_mean entropy grad_norm learning_rate step_time kept/prompts kept/completions kept/tokens
+        weight/max weight/ess pack/density tokens/generated tokens/trained time/rollout time/score time/train
+        sampling/sampling_logp_difference/mean""".split()
+    for row in log[1:]:
+        assert set(row) - {"eval/avg@4"} == set(names)
+        assert row["step_time"] == pytest.approx(row["time/rollout"] + row["time/score"] + row["time/train"])
+        assert 0 < row["kept/tokens"] <= row["kept/prompts"] <= 1
+        assert row["sampling/sampling_logp_difference/mean"] < 1e-5
+        assert row["clip_ratio/region_mean"] == 0, "one update a batch: the ratio is 1"
+    assert log[1]["kept/prompts"] == 1, "no history yet"
+    assert log[1]["tokens/generated"] == round(log[1]["completions/mean_length"] * 24)
+    sample = rows(tmp_path / "run", "samples.jsonl")[0]
+    assert set(sample) == {"step", "prompt", "completion", "answer", "reward", "advantage", "kept", "weight"}
+    assert sample["reward"] == toy_reward(sample["completion"], "")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["config"]["prompt_prune_rate"] == 0.5
+    assert config["versions"]["torch"] == torch.__version__
+    assert (tmp_path / "run" / "run.png").stat().st_size > 10_000
+
+
+def test_thirty_steps_raise_the_reward(run):
+    """From a quarter by chance. Kills: the sign of the loss, advantages of the wrong rows, gradients that are not applied."""
+    log = run("run", steps=30, prompts_per_step=6, group_size=8, max_new_tokens=2, lr=3e-3, prompt_prune_rate=0.3)
+    first, last = ([row["reward"] for row in part] for part in (log[:3], log[-3:]))
+    assert sum(last) / 3 > sum(first) / 3 + 0.3
+
+
+def test_a_step_that_keeps_nothing(run, tmp_path, monkeypatch):
+    """Still a step: gradient 0, nulls in the row. Kills: a division by what was kept, an empty pack, NaN in the log."""
+    monkeypatch.setattr(dppo, "draw", lambda keep_prob, generator: torch.zeros(keep_prob.shape, dtype=torch.bool))
+    before = load_file(tmp_path / "policy" / "model.safetensors")
+    log = run("run", steps=2, save_every=2)
+    for row in log:
+        assert (row["loss"], row["grad_norm"], row["kept/prompts"], row["tokens/trained"]) == (0, 0, 0, 0)
+        nothing = ("reward", "entropy", "weight/max", "weight/ess", "pack/density", "kept/tokens")
+        assert [row[name] for name in nothing] == [None] * 6
+    after = load_file(tmp_path / "run" / "checkpoint" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_unscorable_rewards(run, monkeypatch):
+    """Some completions, then whole groups, that cannot be scored: no NaN in the loss, null where nothing is left."""
+    monkeypatch.setattr(
+        data, "reward_function", lambda _: lambda text, _gold: None if text[:1] < "@" else len(text) % 2
+    )
+    for row in run("some"):
+        assert math.isfinite(row["loss"])
+        assert row["grad_norm"] > 0
+    monkeypatch.setattr(data, "reward_function", lambda _: lambda _text, _gold: None)
+    for row in run("none", eval_every=2, eval_problems=2)[1:]:
+        assert (row["loss"], row["grad_norm"], row["reward"]) == (0, 0, None)
+
+
+# ---------------------------------------------------------------------------- several ranks
+
+
+def test_two_ranks_are_one(policy_folder, tmp_path):
+    """The same rollouts on 1 and 2 gloo ranks: same keep decisions, gradient to 1e-6; also with a rank that keeps nothing and
+    one without prompts. Kills: a rank in the draw's seed, a local denominator, a mean for the sum over ranks."""
+    toy = str(ROOT / "tests" / "toy.py")
+    for count, command in ((1, [sys.executable]), (2, [*TORCHRUN, "--nproc-per-node", "2"])):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        subprocess.run([*command, toy, "ranks", str(folder), policy_folder], check=True, env=ONE_THREAD, timeout=200)
+    for name in ("plain", "dropped", "alone"):
+        one = torch.load(tmp_path / "1" / f"{name}-rank0.pt")
+        for rank in range(2):
+            two = torch.load(tmp_path / "2" / f"{name}-rank{rank}.pt")
+            assert len(one) == len(two) == 9, "three steps, each two draws and one gradient"
+            for here, there in zip(one, two, strict=True):
+                if here.dtype == torch.bool:
+                    assert torch.equal(here, there)
+                else:
+                    assert here.norm() > 0
+                    assert (here - there).norm() < 1e-6 * max(1.0, here.norm())
+        alone, together = rows(tmp_path / "1" / name), rows(tmp_path / "2" / name)
+        for here, there in zip(alone, together, strict=True):
+            for key in here:
+                if not key.startswith(("time/", "step_time", "pack/")):  # two ranks have two last slots
+                    assert here[key] == pytest.approx(there[key], rel=1e-5, abs=1e-7), key
+
+
+# ---------------------------------------------------------------------------- stopping and going on
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS", "2"))))
+def test_killed_and_resumed(policy_folder, tmp_path, seed):
+    """kill -9 at a random moment, --resume: log, samples and weights equal an uninterrupted run's bit for bit, times
+    excepted. KILLS=5 tries five moments. Kills: state that is not saved (optimizer, history, step), rows twice."""
+    common = {"steps": 24, "save_every": 5, "eval_every": 6, "eval_problems": 4, "prompt_prune_rate": 0.4, "seed": seed}
+    program = [sys.executable, str(ROOT / "tests" / "toy.py")]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    words = {folder: flags(policy_folder, str(folder), prompts_per_step=40, **common) for folder in (whole, broken)}
+    subprocess.run([*program, *words[whole]], check=True, env=ONE_THREAD, timeout=200)
+
+    moment = random.Random(f"kill {seed}")
+    wanted, wait = moment.randint(0, 23), moment.uniform(0, 0.2)
+    process = subprocess.Popen([*program, *words[broken]], env=ONE_THREAD)
+    log = broken / "log.jsonl"
+    while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= wanted):
+        time.sleep(0.005)
+    time.sleep(wait)
+    process.kill()
+    assert process.wait() == -9, "it was to be killed before its end"
+    subprocess.run([*program, *words[broken], "--resume"], check=True, env=ONE_THREAD, timeout=200)
+    assert_same(timeless(whole), timeless(broken))
+
+
+def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path):
+    """--resume needs no other flag than the folder; a changed one is refused, more steps are welcome."""
+    run("run", steps=4, save_every=2, prompt_prune_rate=0.25)
+    out = ["--out-dir", str(tmp_path / "run"), "--resume"]
+    cfg = train.parse_config(out)
+    assert (cfg.model, cfg.prompt_prune_rate, cfg.group_size, cfg.steps) == (policy_folder, 0.25, 6, 4)
+    with pytest.raises(InputError, match="--group-size 8: the run in .* has 6"):
+        train.parse_config([*out, "--group-size", "8"])
+    train.main(train.parse_config([*out, "--steps", "6"]))
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(InputError, match="holds a run: give --resume to continue it, or another --out-dir"):
+        run("run")
+
+
+def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
+    """A learning rate that blows the weights up. Kills: saving what is broken, a traceback instead of the step."""
+    with pytest.raises(InputError, match=r"step \d+ is not finite .*Lower --lr") as caught:
+        run("run", steps=9, lr=1e30, warmup=0, save_every=1)
+    assert "\n" not in str(caught.value)
+    saved = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt", weights_only=True)["step"]
+    assert saved == rows(tmp_path / "run")[-1]["step"]
+    assert f"after step {saved}" in str(caught.value)
+
+
+# ---------------------------------------------------------------------------- input
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prompt-prune-rate", "1.0"], "--prompt-prune-rate 1.0: must be at least 0 and below 1"),
+        (["--completion-prune-rate", "-0.1"], "--completion-prune-rate -0.1: must be at least 0 and below 1"),
+        (["--completion-prune-rate", "nan"], "--completion-prune-rate nan: must be"),
+        (["--method", "grpo", "--prompt-prune-rate", "0.5"], "--prompt-prune-rate 0.5: must be 0 with --method grpo"),
+        (["--group-size", "1"], "--group-size 1: must be at least 2"),
+        (["--steps", "-1"], "--steps -1: must be at least 1"),
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--steps", "many"], "invalid literal for int() with base 10: 'many'"),
+        (["--lr", "0"], "--lr 0.0: must be above 0"),
+        (["--lr", "inf"], "--lr inf: must be above 0 and finite"),
+        (["--temperature", "0"], "--temperature 0.0: must be above 0"),
+        (["--eps-low", "1"], "--eps-low 1.0: must be above 0 and below 1"),
+        (["--save-every", "-5"], "--save-every -5: must be at least 0"),
+        (["--pack-window", "0"], "--pack-window 0: must be at least 1"),
+        (["--loss", "ppo"], "invalid choice 'ppo' for argument '--loss'. Expected one of ('grpo', 'dr_grpo')"),
+        (["--lrr", "1"], "unknown flag --lrr: did you mean --lr?"),
+        (["--data", "nothing.jsonl"], "nothing.jsonl: no such file"),
+        (["--data", "arithmetic-longer"], "evaluation only"),
+        (["--eval-data", "nothing.jsonl"], "nothing.jsonl: no such file"),
+        (["--model", "/nowhere/model"], "--model /nowhere/model cannot be loaded"),
+        (["--prompts-per-step", "513"], "--prompts-per-step 513: the data holds only 512 prompts"),
+        (["--max-new-tokens", "512"], "all 512 prompts are longer than 0 tokens: lower --max-new-tokens"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, words, said):
+    with pytest.raises(InputError) as caught:
+        train.main(train.parse_config([*flags(policy_folder, str(tmp_path / "run")), *words]))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_input_has_no_traceback(tmp_path):
+    """As a program, alone and under torchrun, whose own report follows."""
+    (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "1"}\noops\n')
+    words = ["train.py", "--data", str(tmp_path / "bad.jsonl"), "--out-dir", str(tmp_path / "run")]
+    alone = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert alone.returncode == 2
+    assert alone.stderr.startswith("error: ")
+    assert alone.stderr.count("\n") == 1
+    assert "bad.jsonl, line 2 is not JSON" in alone.stderr
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="real problem files are not part of the repository")
+def test_real_gsm8k_file(policy_folder, tmp_path, capsys):
+    """Two steps and an evaluation on real problems; over-long prompts are dropped and counted."""
+    words = flags(policy_folder, str(tmp_path / "run"), data=str(SHARED / "gsm8k_train.jsonl"), steps=2, eval_every=1,
+                  eval_problems=4)  # fmt: skip
+    train.main(train.parse_config(words))
+    log = rows(tmp_path / "run")
+    assert [row["step"] for row in log] == [0, 1, 2]
+    assert "prompts: longer than 506 tokens" in capsys.readouterr().out

@@ -1,0 +1,88 @@
+"""train.py with a reward that an untrained model can earn, and with rollouts that do not depend on the rank.
+
+As a program: `toy.py FLAGS...` is `train.py FLAGS...` with the toy reward; `toy.py ranks FOLDER MODEL` is the run
+that test_train.py compares on one and on two ranks.
+"""
+
+import itertools
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import data
+import dppo
+import rollout
+import sampler
+import train
+
+
+def toy_reward(completion, _gold):
+    """1 if the completion starts with a digit, a sign or a control byte: one time in four by chance."""
+    return float(completion[:1] < "@")
+
+
+def flags(model, out_dir, **changes):
+    """A run of a few seconds, as command-line words."""
+    options = {
+        "model": model, "out_dir": out_dir, "device": "cpu", "steps": 4, "prompts_per_step": 4, "group_size": 6,
+        "max_new_tokens": 6, "pack_tokens": 48, "lr": 1e-3, "eval_every": 0, "save_every": 0,
+    } | changes  # fmt: skip
+    words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in options.items() if value is not True]
+    return [*itertools.chain(*words), *[f"--{name}" for name, value in options.items() if value is True]]
+
+
+def sample_by_prompt(model, prompt_ids, *, seed, real=rollout.sample, **sampling):
+    """Each prompt's group from a seed of its own, so that it is the same whoever rolls it out."""
+    parts = [real(model, [ids], seed=sampler.seed_for("toy", ids), **sampling) for ids in prompt_ids]
+    if not parts:
+        return real(model, [], seed=seed, **sampling)
+    width = max(part.completion_ids.shape[2] for part in parts)
+
+    def joined(name):
+        tensors = [getattr(part, name) for part in parts]
+        if tensors[0].dim() == 3:
+            tensors = [torch.nn.functional.pad(tensor, (0, width - tensor.shape[2])) for tensor in tensors]
+        return torch.cat(tensors)
+
+    return rollout.Rollouts(list(prompt_ids), *map(joined, list(vars(parts[0]))[1:]))
+
+
+def ranks(folder, model):
+    """Three runs whose gradients and keep decisions are written by every rank: a plain one, one where whatever the second
+    of two ranks holds is dropped, and one where the second rank gets no prompt."""
+    rollout.sample = sample_by_prompt
+    record = []
+    draw, sum_gradients = dppo.draw, train.sum_gradients
+
+    def recording_sum(model):
+        sum_gradients(model)
+        record.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+
+    for name, changes in (("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1})):
+
+        def recording_draw(keep_prob, generator, name=name):
+            keep = draw(keep_prob, generator)
+            if name == "dropped" and keep.dim() == 2:
+                keep[1::2] = False
+            record.append(keep)
+            return keep
+
+        record.clear()
+        dppo.draw, train.sum_gradients = recording_draw, recording_sum
+        rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3, "save_every": 3}
+        words = flags(model, f"{folder}/{name}", **(rates | changes))
+        train.main(train.parse_config(words))
+        torch.save(record, f"{folder}/{name}-rank{os.environ.get('RANK', '0')}.pt")
+
+
+if __name__ == "__main__":
+    data.reward_function = lambda _name: toy_reward
+    if sys.argv[1] == "ranks":
+        ranks(*sys.argv[2:])
+    else:
+        train.main(train.parse_config(sys.argv[1:]))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
