@@ -6,6 +6,7 @@ A file has one JSON object a line, with the problem under `problem`, `question` 
 """
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def encode_prompts(problems: list[Problem], tokenizer, max_prompt_tokens: int) -
     else:
         prompt_ids = tokenizer([problem.text for problem in problems])["input_ids"]
     fitting = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
-    if len(fitting) < len(problems):
+    if len(fitting) < len(problems) and os.environ.get("RANK", "0") == "0":
         print(
             f"dropped {len(problems) - len(fitting)} of {len(problems)} prompts: longer than {max_prompt_tokens} tokens"
         )

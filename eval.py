@@ -31,7 +31,7 @@ class EvalConfig:
     prompt: str | None = None  # answer this one question instead
     temperature: float = 1.0  # of the sampling distribution
     max_new_tokens: int | None = None  # default: what the data needs
-    batch_size: int = 512  # sequences sampled at once
+    batch_size: int | None = None  # sequences sampled at once; default: 128 on the CPU, 512 on CUDA
     device: str = "auto"  # auto, cpu or cuda
     seed: int = 0  # of the sampling
 
@@ -42,22 +42,16 @@ def decode(completion_ids: torch.Tensor, lengths: torch.Tensor, tokenizer) -> li
     return [tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
 
 
-def sample_rewards(model, tokenizer, problems, prompt_ids, reward, *, k, batch_size, seed, **sampling):
+def sample_rewards(model, tokenizer, problems, prompt_ids, reward, *, k, **sampling):
     """(rewards, truncated), both [P, k] float64, of k completions for each of P problems; rewards NaN if unscorable.
 
-    `sampling` goes to rollout.sample; `seed` is a tuple, to which the batch's place is added.
+    `sampling` goes to rollout.sample.
     """
-    table = torch.zeros(2, len(problems), k, dtype=torch.float64)
-    step = max(1, batch_size // k)
-    for start in range(0, len(problems), step):
-        chunk = slice(start, start + step)
-        rollouts = rollout.sample(model, prompt_ids[chunk], group_size=k, seed=seed_for(*seed, start), **sampling)
-        texts = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
-        golds = [problem.answer for problem in problems[chunk] for _ in range(k)]
-        scores = torch.tensor([as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)])
-        table[0, chunk] = scores.view(-1, k).double()
-        table[1, chunk] = rollouts.truncated.double().cpu()
-    return table[0], table[1]
+    rollouts = rollout.sample(model, prompt_ids, group_size=k, **sampling)
+    texts = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
+    golds = [problem.answer for problem in problems for _ in range(k)]
+    scores = [as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
+    return torch.tensor(scores, dtype=torch.float64).view(-1, k), rollouts.truncated.double().cpu()
 
 
 def as_number(reward: float | None) -> float:
@@ -84,7 +78,7 @@ def bootstrap_interval(rewards: torch.Tensor, *, draws: int = 10_000) -> tuple[f
 def main(cfg: EvalConfig) -> dict:
     """Evaluate and print; returns the JSON row."""
     for name, low in (("k", 1), ("problems", 1), ("batch_size", 1)):
-        if getattr(cfg, name) < low:
+        if getattr(cfg, name) is not None and getattr(cfg, name) < low:
             raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {low}")
     if not cfg.temperature > 0:
         raise InputError(f"--temperature {cfg.temperature}: must be above 0")
@@ -97,6 +91,7 @@ def main(cfg: EvalConfig) -> dict:
     sampling = {
         "max_new_tokens": max_new_tokens,
         "temperature": cfg.temperature,
+        "batch_size": cfg.batch_size or (128 if device == "cpu" else 512),
         "eos_ids": rollout.eos_token_ids(model, tokenizer),
         "pad_id": tokenizer.pad_token_id,
         "show_progress": True,
@@ -109,7 +104,7 @@ def main(cfg: EvalConfig) -> dict:
 
     reward = data.reward_function(cfg.data)
     rewards, truncated = sample_rewards(
-        model, tokenizer, problems, prompt_ids, reward, k=cfg.k, batch_size=cfg.batch_size, seed=(cfg.seed,), **sampling
+        model, tokenizer, problems, prompt_ids, reward, k=cfg.k, seed=seed_for(cfg.seed), **sampling
     )
     low, high = bootstrap_interval(rewards)
     row = {

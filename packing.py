@@ -111,16 +111,12 @@ def packed_attention(
 ):
     """Causal attention inside each segment; query [1, H, L, D], key and value [1, H_kv, L, D] -> [1, L, H, D]."""
     assert segment_bounds is not None, "packed attention needs segment_bounds: call the model through packed_logprobs"
+    lengths = [end - start for start, end in pairwise(segment_bounds)]
+    segments = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+    grouped = query.shape[1] != key.shape[1]
     out = [
-        F.scaled_dot_product_attention(
-            query[:, :, start:end],
-            key[:, :, start:end],
-            value[:, :, start:end],
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        for start, end in pairwise(segment_bounds)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        for q, k, v in segments
     ]
     return torch.cat(out, dim=2).transpose(1, 2), None  # [1, L, H, D]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 
 def draw_run(out_dir: Path) -> None:
@@ -50,7 +50,8 @@ def draw_run(out_dir: Path) -> None:
     series(axes[1, 2], "grad_norm", "gradient norm before clipping")
     axes[1, 2].set(xlabel="step", ylim=(0, None))
     for axis in axes.flat:
-        axis.legend(frameon=False)
+        if axis.get_lines():
+            axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
         f"{cfg['method']} on {cfg['data']}, {cfg['model']} model, seed {cfg['seed']}: "

@@ -6,7 +6,7 @@ the log-probabilities carry, no top-k, no top-p, no repetition penalty. The mode
 (Qwen3 ships temperature 0.6, top-k 20, top-p 0.95) is set aside while sampling: transformers would fill
 whatever a call leaves open from it.
 
-Letters: K prompts, G completions each, T tokens of the longest completion, V vocabulary.
+Letters: K prompts, G completions each, T = max_new_tokens, B sequences sampled at once, V vocabulary.
 """
 
 import contextlib
@@ -48,10 +48,10 @@ def eos_token_ids(model, tokenizer) -> list[int]:
 
 
 class _Recorder(LogitsProcessor):
-    """Applies the temperature, and records log-prob and entropy of what is sampled; [B, V] is held for one step only."""
+    """Applies the temperature; records log-prob and entropy of what is sampled, holding [B, V] for one step only."""
 
-    def __init__(self, temperature: float, prompt_width: int, progress: tqdm):
-        self.temperature, self.prompt_width, self.progress = temperature, prompt_width, progress
+    def __init__(self, temperature: float):
+        self.temperature = temperature
         self.logprobs, self.entropies = [], []  # one [B] a step
         self.scores = None  # [B, V] of the step being sampled
 
@@ -61,7 +61,6 @@ class _Recorder(LogitsProcessor):
         if not self.scores[:, 0].isfinite().all():  # a NaN or an infinity anywhere in a row spreads to all of it
             raise FloatingPointError("the model's logits are not finite")
         self.entropies.append(-(self.scores.exp() * self.scores).sum(-1))  # [B]
-        self.progress.update()
         return self.scores
 
     def take(self, input_ids):
@@ -86,7 +85,6 @@ def _sampling_setup(model, config: GenerationConfig):
         model.train(was_training)
 
 
-@torch.no_grad()
 def sample(
     model,
     prompt_ids: list[list[int]],
@@ -96,21 +94,25 @@ def sample(
     temperature: float,
     eos_ids: list[int],
     pad_id: int,
+    batch_size: int,
     seed: int,
     show_progress: bool = False,
 ) -> Rollouts:
-    """Sample `group_size` completions for each prompt. The draw is a function of (weights, prompts, seed).
+    """Sample `group_size` completions for each prompt. The draw is a function of (weights, prompts, batch_size, seed).
 
-    Raises FloatingPointError if the model's logits are not finite. No prompts: empty rollouts.
+    `batch_size` sequences are sampled at once, whole groups, shortest prompts first: it bounds the memory, and what
+    is short need not wait for what is long. Raises FloatingPointError if the model's logits are not finite.
     """
     K, G, device = len(prompt_ids), group_size, model.device
-    if K == 0:
-        empty = torch.zeros(0, G, device=device)
-        return Rollouts([], empty[..., None].long(), empty[..., None], empty, empty.long(), empty.bool())
+    T = max_new_tokens if K else 0
+    completion_ids = torch.full((K, G, T), pad_id, device=device)
+    logprobs, entropy = torch.zeros(K, G, T, device=device), torch.zeros(K, G, device=device)
+    lengths = torch.zeros(K, G, dtype=torch.long, device=device)
+    truncated = torch.zeros(K, G, dtype=torch.bool, device=device)
 
-    width = max(map(len, prompt_ids))  # left padding, so that all completions start in one column
-    rows = torch.tensor([[pad_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)  # [K, width]
-    real = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
+    order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
+    step = max(1, batch_size // G)
+    batches = [order[start : start + step] for start in range(0, K, step)]
     config = GenerationConfig(
         do_sample=True,
         temperature=1.0,  # the recorder applies ours, so that the log-probs carry it
@@ -122,33 +124,39 @@ def sample(
         pad_token_id=pad_id,
     )
     torch.manual_seed(seed)
-    progress = tqdm(total=max_new_tokens, desc="rollout", unit="token", delay=3, leave=False, disable=not show_progress)
-    recorder = _Recorder(temperature, width, progress)
-    with _sampling_setup(model, config), progress:
-        sequences = model.generate(
-            input_ids=rows,
-            attention_mask=real,
-            generation_config=config,
-            logits_processor=LogitsProcessorList([recorder]),
-        )
-    recorder.take(sequences)
+    progress = tqdm(total=K, desc="rollout", unit="prompt", delay=3, leave=False, disable=not show_progress)
+    with torch.no_grad(), _sampling_setup(model, config), progress:
+        for batch in batches:
+            ids, batch_logprobs, batch_entropy = _sample_batch(
+                model, [prompt_ids[k] for k in batch], config, temperature=temperature
+            )  # [len(batch) * G, t], the same, the same
+            t = ids.shape[1]
+            ends = torch.isin(ids, torch.tensor(eos_ids, device=device))
+            ended = ends.any(dim=1)
+            length = torch.where(ended, ends.int().argmax(dim=1) + 1, t)  # up to the first end token
+            sampled = torch.arange(t, device=device) < length[:, None]  # [len(batch) * G, t]
+            completion_ids[batch, :, :t] = ids.view(-1, G, t)
+            logprobs[batch, :, :t] = (batch_logprobs * sampled).view(-1, G, t)
+            entropy[batch] = (batch_entropy * sampled).sum(dim=1).view(-1, G)
+            lengths[batch], truncated[batch] = length.view(-1, G), ~ended.view(-1, G)
+            progress.update(len(batch))
+    return Rollouts(prompt_ids, completion_ids, logprobs, entropy, lengths, truncated)
 
-    completion_ids = sequences[:, width:]  # [K * G, T]
-    T = completion_ids.shape[1]
-    ends = torch.isin(completion_ids, torch.tensor(eos_ids, device=device))  # [K * G, T]
-    ended = ends.any(dim=1)
-    lengths = torch.where(ended, ends.int().argmax(dim=1) + 1, T)  # up to the first end token
-    sampled = torch.arange(T, device=device) < lengths[:, None]  # [K * G, T]
-    logprobs = torch.stack(recorder.logprobs, dim=1) * sampled
-    entropy = (torch.stack(recorder.entropies, dim=1) * sampled).sum(dim=1)  # [K * G]
-    return Rollouts(
-        prompt_ids,
-        completion_ids.view(K, G, T),
-        logprobs.view(K, G, T),
-        entropy.view(K, G),
-        lengths.view(K, G),
-        ~ended.view(K, G),
+
+def _sample_batch(model, prompt_ids, config, *, temperature):
+    """One call of generate: completion ids, their log-probs and the entropies they were drawn at, [B, t] each."""
+    width = max(map(len, prompt_ids))  # left padding, so that all completions start in one column
+    padded = [[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
+    real = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
+    recorder = _Recorder(temperature)
+    sequences = model.generate(
+        input_ids=torch.tensor(padded, device=model.device),
+        attention_mask=torch.tensor(real, device=model.device),
+        generation_config=config,
+        logits_processor=LogitsProcessorList([recorder]),
     )
+    recorder.take(sequences)
+    return sequences[:, width:], torch.stack(recorder.logprobs, dim=1), torch.stack(recorder.entropies, dim=1)
 
 
 def load_policy(name: str, device: str):

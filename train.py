@@ -34,12 +34,12 @@ import checkpoint
 import data
 import dppo
 import eval as evaluation
-import packing
 import plot
 import rollout
 import sampler
 from data import InputError
 from sampler import generator_for, seed_for
+from update import accumulate_gradients, all_reduce, autocast, sum_gradients
 
 
 @dataclass
@@ -47,20 +47,21 @@ class Config:
     # method
     method: Literal["grpo", "dppo"] = "dppo"  # grpo prunes nothing
     prompt_prune_rate: float | None = None  # r_q: chance of dropping a prompt of low history; default 0.3 (grpo: 0)
-    completion_prune_rate: float | None = None  # r_o: chance of dropping one of low |advantage|; default 0.5 (grpo: 0)
+    completion_prune_rate: float | None = None  # r_o: chance of dropping one of low |advantage|; default 0.7 (grpo: 0)
     loss: Literal["grpo", "dr_grpo"] = "grpo"  # mean over sequences of token means, or one constant denominator
     # model and data
     model: str = "tiny"  # tiny (the embedded base model), a hub id such as Qwen/Qwen3-0.6B, or a folder
     data: str = "arithmetic"  # arithmetic, arithmetic-mixed or FILE.jsonl
     eval_data: str | None = None  # default: the held-out split, or the last 5 % of FILE
     # batch
-    steps: int = 100  # optimizer updates
+    steps: int = 70  # optimizer updates
     prompts_per_step: int = 32  # Q: candidates of a step and the denominator; prompt pruning rolls out fewer
     group_size: int = 16  # G: completions per prompt
     max_new_tokens: int | None = None  # default: what the embedded task needs, 1,024 for files
     temperature: float = 1.0  # of sampling; the log-probs carry it
+    rollout_batch: int | None = None  # sequences sampled at once; default: 128 on the CPU, 512 on CUDA
     # optimizer
-    lr: float | None = None  # default: 4e-4 for tiny, 1e-6 otherwise; constant after warm-up
+    lr: float | None = None  # default: 2e-4 for tiny, 1e-6 otherwise; constant after warm-up
     warmup: int = 5  # steps over which the learning rate rises
     grad_clip: float = 1.0  # largest gradient norm
     weight_decay: float = 0.0  # AdamW's
@@ -136,7 +137,15 @@ def resolve(cfg: Config) -> Config:
         )
         if cfg.method == "grpo":
             check(name, lambda rate: rate == 0, "0 with --method grpo, which prunes nothing: use --method dppo")
-    for name in ("steps", "prompts_per_step", "max_new_tokens", "pack_tokens", "pack_window", "eval_problems"):
+    for name in (
+        "steps",
+        "prompts_per_step",
+        "max_new_tokens",
+        "rollout_batch",
+        "pack_tokens",
+        "pack_window",
+        "eval_problems",
+    ):
         check(name, lambda count: count >= 1, "at least 1")
     check("group_size", lambda size: size >= 2, "at least 2: a group of one has no advantage")
     for name in ("lr", "temperature", "grad_clip"):
@@ -150,92 +159,15 @@ def resolve(cfg: Config) -> Config:
         raise InputError("--device cuda: this PyTorch sees no CUDA device; use --device cpu")
     defaults = {
         "prompt_prune_rate": 0.0 if cfg.method == "grpo" else 0.3,
-        "completion_prune_rate": 0.0 if cfg.method == "grpo" else 0.5,
-        "max_new_tokens": data.max_new_tokens(cfg.data),
-        "lr": 4e-4 if cfg.model == "tiny" else 1e-6,
+        "completion_prune_rate": 0.0 if cfg.method == "grpo" else 0.7,
+        "max_new_tokens": max(data.max_new_tokens(name) for name in (cfg.data, cfg.eval_data or cfg.data)),
+        "rollout_batch": 128 if device == "cpu" else 512,
+        "lr": 2e-4 if cfg.model == "tiny" else 1e-6,
         "pack_tokens": 1024 if device == "cpu" else 16384,
     }
     dtype = ("float32" if device == "cpu" else "bfloat16") if cfg.dtype == "auto" else cfg.dtype
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     return replace(cfg, device=device, dtype=dtype, **missing)
-
-
-# ---------------------------------------------------------------------------- the update
-
-
-def accumulate_gradients(model, rollouts, advantages, scale, keep, *, cfg) -> torch.Tensor:
-    """Add the gradient of every kept sequence of this rank to .grad, pack by pack.
-
-    advantages, scale and keep are [K, G], this rank's rows. A sequence's tokens carry its scale and nothing
-    that depends on the pack, so any layout gives the same sum. Returns float64 sums [6]: loss, clipped tokens,
-    completion tokens, tokens forwarded, tokens of the slots, |trainer - sampler| log-prob gap.
-    """
-    device, G = model.device, keep.shape[1]
-    kept = keep.flatten().nonzero().squeeze(1).tolist()  # indices into K * G
-    lengths = rollouts.lengths.flatten().tolist()
-    completion_ids, old_logprobs = rollouts.completion_ids.flatten(0, 1), rollouts.logprobs.flatten(0, 1)
-    advantages, scale = advantages.flatten().to(device), scale.flatten().to(device)  # [K * G]
-    prompts = [rollouts.prompt_ids[index // G] for index in kept]
-    completions = [completion_ids[index, : lengths[index]].tolist() for index in kept]
-    totals = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
-
-    sums = torch.zeros(6, dtype=torch.float64)
-    for members in packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window):
-        pack = packing.build_pack([prompts[m] for m in members], [completions[m] for m in members], device)
-        owner = torch.tensor([kept[m] for m in members], device=device)[pack.owner]  # [N] into K * G
-        old = torch.cat([old_logprobs[kept[m], : lengths[kept[m]]] for m in members])  # [N]
-        with autocast(cfg):
-            logprobs = packing.packed_logprobs(model, pack, temperature=cfg.temperature)  # [N]
-        loss, clipped = dppo.policy_loss(
-            logprobs,
-            old.to(logprobs.dtype),
-            advantages[owner].to(logprobs.dtype),
-            scale[owner].to(logprobs.dtype),
-            eps_low=cfg.eps_low,
-            eps_high=cfg.eps_high,
-        )
-        loss.backward()
-        tokens, slot = pack.bounds[-1], max(cfg.pack_tokens, pack.bounds[-1])
-        gap = (logprobs.detach() - old).abs().sum()
-        sums += torch.tensor([loss.item(), clipped.item(), len(old), tokens, slot, gap.item()], dtype=torch.float64)
-    return sums
-
-
-def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over ranks, in place; NaN stays NaN. One process: nothing to do."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        if dist.get_backend() == "nccl" and tensor.device.type == "cpu":
-            tensor.copy_(all_reduce(tensor.cuda()))
-        else:
-            dist.all_reduce(tensor)
-    return tensor
-
-
-def sum_gradients(model) -> None:
-    """One all-reduce of all gradients. No wrapper: a rank that kept nothing contributes zeros and is done."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        flat = all_reduce(torch.cat([parameter.grad.flatten() for parameter in parameters]))
-        for parameter, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad.copy_(grad.view_as(parameter))
-
-
-@contextlib.contextmanager
-def first_rank_first(rank: int):
-    """What rank 0 makes (and caches), the others wait for and find."""
-    if dist.is_initialized() and rank > 0:
-        dist.barrier()
-    yield
-    if dist.is_initialized() and rank == 0:
-        dist.barrier()
-
-
-def autocast(cfg):
-    """bfloat16 arithmetic over float32 weights, if the run asks for it."""
-    return torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
 
 
 # ---------------------------------------------------------------------------- the run
@@ -256,21 +188,27 @@ def main(cfg: Config) -> None:
     log_path, samples_path = out_dir / "log.jsonl", out_dir / "samples.jsonl"
     if not cfg.resume and (out_dir / "config.json").exists():
         raise InputError(f"--out-dir {cfg.out_dir} holds a run: give --resume to continue it, or another --out-dir")
+    if dist.is_initialized():
+        dist.barrier()  # every rank has looked before rank 0 writes
 
     # setup: data before model, so that a bad file is known at once
     train_set = data.train_problems(cfg.data, hold_out=cfg.eval_data is None and cfg.eval_every > 0)
-    eval_set = data.eval_problems(cfg.eval_data or cfg.data, cfg.eval_problems, of_training_file=cfg.eval_data is None)
+    eval_set = []
+    if cfg.eval_every:
+        of_training_file = cfg.eval_data is None
+        eval_set = data.eval_problems(cfg.eval_data or cfg.data, cfg.eval_problems, of_training_file=of_training_file)
     reward, eval_reward = data.reward_function(cfg.data), data.reward_function(cfg.eval_data or cfg.data)
 
     # setup: model, tokenizer, optimizer; from the checkpoint where there is one
     saved = checkpoint.find(out_dir, rank) if cfg.resume else None
-    if cfg.model == "tiny":
+    source = str(saved or cfg.model)
+    if source == "tiny":
         with first_rank_first(rank):
-            base = arithmetic.base_folder()
-    model, tokenizer = rollout.load_policy(str(saved or (base if cfg.model == "tiny" else cfg.model)), cfg.device)
+            source = str(arithmetic.base_folder())
+    model, tokenizer = rollout.load_policy(source, cfg.device)
     room = model.config.max_position_embeddings - cfg.max_new_tokens
     train_set, train_ids = data.encode_prompts(train_set, tokenizer, room)
-    eval_set, eval_ids = data.encode_prompts(eval_set, tokenizer, room)
+    eval_set, eval_ids = data.encode_prompts(eval_set, tokenizer, room) if eval_set else ([], [])
     if len(train_set) < cfg.prompts_per_step:
         raise InputError(f"--prompts-per-step {cfg.prompts_per_step}: the data holds only {len(train_set)} prompts")
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay)
@@ -286,13 +224,16 @@ def main(cfg: Config) -> None:
             checkpoint.cut_rows(path, last_step=done if saved else -1)
         checkpoint.write_config(out_dir, asdict(cfg), world)
         parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-        print(f"{cfg.model}: {parameters:.1f} M parameters on {world} x {cfg.device}, {cfg.dtype}; {cfg.data}: "
-              f"{len(train_set)} problems to train on, {len(eval_set)} held out; {cfg.method}, {cfg.prompts_per_step} x "
-              f"{cfg.group_size} completions a step; steps {done + 1} to {cfg.steps}, in {out_dir}/")  # fmt: skip
+        print(
+            f"{cfg.model}: {parameters:.1f} M parameters on {world} x {cfg.device}, {cfg.dtype}; {cfg.data}: "
+            f"{len(train_set)} problems to train on, {len(eval_set)} held out; {cfg.method}, {cfg.prompts_per_step} x "
+            f"{cfg.group_size} completions a step; steps {done + 1} to {cfg.steps}, in {out_dir}/"
+        )
 
     sampling = {
         "max_new_tokens": cfg.max_new_tokens,
         "temperature": cfg.temperature,
+        "batch_size": cfg.rollout_batch,
         "eos_ids": rollout.eos_token_ids(model, tokenizer),
         "pad_id": tokenizer.pad_token_id,
         "show_progress": is_main and sys.stderr.isatty(),
@@ -305,7 +246,7 @@ def main(cfg: Config) -> None:
         with autocast(cfg):
             rewards[rank::world] = evaluation.sample_rewards(
                 model, tokenizer, eval_set[rank::world], eval_ids[rank::world], eval_reward, k=EVAL_K,
-                batch_size=num_sequences, seed=(cfg.seed, step, "eval", rank), **sampling,
+                seed=seed_for(cfg.seed, step, "eval", rank), **sampling,
             )[0]  # fmt: skip
         return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(all_reduce(rewards))}
 
@@ -419,13 +360,12 @@ def main(cfg: Config) -> None:
         if is_main:
             print(console_line(row, cfg.steps), flush=True)
             checkpoint.append_rows(log_path, [row])
-            first = range(0, len(texts), cfg.group_size)[:3]  # the first completion of three prompts of this rank
-            flat = [tensor[mine].flatten().tolist() for tensor in (rewards, advantages, keep, weights)]
+            own = range(len(chosen))[mine][:3]  # the first completions of three prompts of this rank
             checkpoint.append_rows(samples_path, [
-                {"step": step, "prompt": train_set[chosen[mine][index // cfg.group_size]].text, "completion": texts[index],
-                 "answer": golds[index], "reward": flat[0][index], "advantage": flat[1][index], "kept": flat[2][index],
-                 "weight": flat[3][index]}
-                for index in first
+                {"step": step, "prompt": train_set[chosen[k]].text, "completion": texts[n * cfg.group_size],
+                 "answer": train_set[chosen[k]].answer, "reward": rewards[k, 0].item(),
+                 "advantage": advantages[k, 0].item(), "kept": keep[k, 0].item(), "weight": weights[k, 0].item()}
+                for n, k in enumerate(own)
             ])  # fmt: skip
 
             # 9. save, after the row: a checkpoint's step is always in the log
@@ -438,6 +378,16 @@ def main(cfg: Config) -> None:
 
 
 # ---------------------------------------------------------------------------- small things of the run
+
+
+@contextlib.contextmanager
+def first_rank_first(rank: int):
+    """What rank 0 makes (and caches), the others wait for and find."""
+    if dist.is_initialized() and rank > 0:
+        dist.barrier()
+    yield
+    if dist.is_initialized() and rank == 0:
+        dist.barrier()
 
 
 def clock(cfg) -> float:

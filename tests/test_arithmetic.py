@@ -80,7 +80,7 @@ def test_unknown_split_is_named():
 
 
 def test_base_is_cached_whole(monkeypatch, tmp_path):
-    """Made once, as a folder that transformers loads; half-made ones never carry the final name. Kills: saving in place."""
+    """Made once, as a folder that transformers loads; a half-made one has another name. Kills: saving in place."""
     made = []
 
     def train_few(steps, train_base=arithmetic.train_base):

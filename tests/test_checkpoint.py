@@ -21,19 +21,20 @@ def step_of(folder):
 
 @pytest.mark.parametrize("killed_at", ["save_pretrained", "fsync", "rename", "second rename", "rmtree"])
 def test_killed_while_saving(parts, tmp_path, monkeypatch, killed_at):
-    """Whatever call of the second save never returns, a whole checkpoint is found. Kills: saving in place, removing the old one
-    first, forgetting the one set aside."""
+    """Whatever call of the second save never returns, a whole checkpoint is found. Kills: saving in place, removing
+    the old one first, forgetting the one set aside."""
     checkpoint.save(tmp_path, *parts, 1)
 
     class Killed(BaseException):
         pass
 
     calls = []
+    rename, rmtree = type(tmp_path).rename, checkpoint.shutil.rmtree
 
     def die(*_args, **_kwargs):
         raise Killed
 
-    def die_at_second(path, target, rename=type(tmp_path).rename):
+    def die_at_second(path, target):
         calls.append(target)
         if len(calls) == 2:
             raise Killed
@@ -48,9 +49,8 @@ def test_killed_while_saving(parts, tmp_path, monkeypatch, killed_at):
     elif killed_at == "second rename":
         monkeypatch.setattr(type(tmp_path), "rename", die_at_second)
     else:  # the last call: the first removes what an earlier kill left beside
-        real = checkpoint.shutil.rmtree
         monkeypatch.setattr(
-            checkpoint.shutil, "rmtree", lambda path, **k: die() if path.name.endswith("old") else real(path, **k)
+            checkpoint.shutil, "rmtree", lambda path, **k: die() if path.name.endswith("old") else rmtree(path, **k)
         )
     with pytest.raises(Killed):
         checkpoint.save(tmp_path, *parts, 2)

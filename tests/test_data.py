@@ -1,6 +1,7 @@
 """Data: files are read whole or refused with the line that is wrong; prompts that do not fit are counted out loud."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_bad_files_are_named_with_their_line(tmp_path, lines, words):
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path):
-    with pytest.raises(InputError, match="nothing.jsonl: no such file, nor one of arithmetic"):
+    with pytest.raises(InputError, match=r"nothing\.jsonl: no such file, nor one of arithmetic"):
         data.read_jsonl("nothing.jsonl")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="not UTF-8"):
@@ -110,5 +111,5 @@ def test_real_gsm8k():
     assert len(problems) == 7473
     reward = data.reward_function("gsm8k_train.jsonl")
     assert all(reward(problem.answer, problem.answer) == 1.0 for problem in problems)
-    wrong = [reward(problem.answer, other.answer) for problem, other in zip(problems, problems[1:], strict=False)]
+    wrong = [reward(problem.answer, other.answer) for problem, other in pairwise(problems)]
     assert sum(wrong) / len(wrong) < 0.05

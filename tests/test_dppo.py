@@ -9,6 +9,7 @@ import torch
 import dppo
 import sampler
 import train
+import update
 
 CFG = train.resolve(train.Config(pack_tokens=24, pack_window=4, device="cpu"))  # several packs of several segments
 ALL = slice(None)
@@ -21,8 +22,8 @@ def gradient(model, rollouts, advantages, scale, keep, rows=ALL):
         *[value[rows] if isinstance(value, torch.Tensor) else list(itertools.compress(value, rows)) for value in
           vars(rollouts).values()]
     ) if rows is not ALL else rollouts  # fmt: skip
-    train.accumulate_gradients(model, part, advantages, scale, keep, cfg=CFG)
-    train.sum_gradients(model)
+    update.accumulate_gradients(model, part, advantages, scale, keep, cfg=CFG)
+    update.sum_gradients(model)
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import eval as evaluation
-from data import InputError
+from data import InputError, Problem
 
 nan = math.nan
 
@@ -35,8 +35,6 @@ def test_interval_is_of_the_problems():
 
 def test_batches_do_not_change_what_is_asked(make_policy):
     """Every problem gets its own gold, whatever the batch. Kills: golds repeated per batch, a lost last batch."""
-    from data import Problem
-
     model, tokenizer = make_policy()
     problems = [Problem(str(i), str(i), "test") for i in range(7)]
     prompt_ids = [tokenizer.encode(problem.text) for problem in problems]
@@ -49,7 +47,7 @@ def test_batches_do_not_change_what_is_asked(make_policy):
     for batch_size in (1, 4, 100):
         asked.clear()
         rewards, truncated = evaluation.sample_rewards(
-            model, tokenizer, problems, prompt_ids, reward, k=2, batch_size=batch_size, seed=(0,),
+            model, tokenizer, problems, prompt_ids, reward, k=2, batch_size=batch_size, seed=0,
             max_new_tokens=3, temperature=1.0, eos_ids=[256], pad_id=257,
         )  # fmt: skip
         assert rewards.tolist() == [[float(i)] * 2 for i in range(7)]

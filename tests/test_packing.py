@@ -29,7 +29,7 @@ def test_plan_holds_each_sequence_once_within_capacity(seed):
 
 
 def test_plan_is_the_window_rule():
-    """By hand. Kills: refilling only when a slot closes, the shortest or the oldest that fits instead of the longest."""
+    """By hand. Kills: refilling only when a slot closes, the shortest or the oldest that fits for the longest."""
     assert packing.plan_packs([5, 3, 4, 2, 6], pack_tokens=10, window=3) == [[0, 2], [1, 4], [3]]
     assert packing.plan_packs([5, 1, 1, 3], pack_tokens=10, window=2) == [[0, 1, 3, 2]]
     assert packing.plan_packs([4, 4, 6], pack_tokens=10, window=1) == [[0, 1], [2]]

@@ -11,7 +11,8 @@ import rollout
 
 
 def sample(model, prompt_ids, **changes):
-    options = {"group_size": 6, "max_new_tokens": 12, "temperature": 1.0, "eos_ids": [256], "pad_id": 257, "seed": 5}
+    options = {"group_size": 6, "max_new_tokens": 12, "temperature": 1.0, "eos_ids": [256], "pad_id": 257, "seed": 5,
+               "batch_size": 12}  # fmt: skip
     return rollout.sample(model, prompt_ids, **(options | changes))
 
 
@@ -62,8 +63,8 @@ def test_seed_decides_everything(make_policy):
 
 
 def test_ends_and_cuts(make_policy):
-    """Several end tokens, one of which is the pad: each ends a completion, is part of it, and is no truncation. Kills: only
-    the first of the list, lengths from pad tokens, the end token left out."""
+    """Several end tokens, one of which is the pad: each ends a completion, is part of it, and is no truncation. Kills:
+    only the first of the list, lengths from pad tokens, the end token left out."""
     model, tokenizer = make_policy()
     ends = [257, 256, *range(0, 256, 8)]
     got = sample(model, [[65]], group_size=200, eos_ids=ends)

@@ -51,8 +51,8 @@ def sample_by_prompt(model, prompt_ids, *, seed, real=rollout.sample, **sampling
 
 
 def ranks(folder, model):
-    """Three runs whose gradients and keep decisions are written by every rank: a plain one, one where whatever the second
-    of two ranks holds is dropped, and one where the second rank gets no prompt."""
+    """Three runs whose gradients and keep decisions are written by every rank: a plain one, one where whatever the
+    second of two ranks holds is dropped, and one where the second rank gets no prompt."""
     rollout.sample = sample_by_prompt
     record = []
     draw, sum_gradients = dppo.draw, train.sum_gradients

@@ -1,0 +1,79 @@
+"""
+The update: gradients of what was kept, pack by pack, summed over ranks.
+
+Every sequence carries its own factor (weight x denominator), fixed before this file sees it. So the sum does not
+depend on how sequences are packed, or on which rank holds them.
+
+Letters: K prompts and G completions of this rank, N completion tokens of a pack.
+"""
+
+import torch
+import torch.distributed as dist
+
+import dppo
+import packing
+
+
+def accumulate_gradients(model, rollouts, advantages, scale, keep, *, cfg) -> torch.Tensor:
+    """Add the gradient of every kept sequence of this rank to .grad, pack by pack.
+
+    advantages, scale and keep are [K, G], this rank's rows. A sequence's tokens carry its scale and nothing
+    that depends on the pack, so any layout gives the same sum. Returns float64 sums [6]: loss, clipped tokens,
+    completion tokens, tokens forwarded, tokens of the slots, |trainer - sampler| log-prob gap.
+    """
+    device, G = model.device, keep.shape[1]
+    kept = keep.flatten().nonzero().squeeze(1).tolist()  # indices into K * G
+    lengths = rollouts.lengths.flatten().tolist()
+    completion_ids, old_logprobs = rollouts.completion_ids.flatten(0, 1), rollouts.logprobs.flatten(0, 1)
+    advantages, scale = advantages.flatten().to(device), scale.flatten().to(device)  # [K * G]
+    prompts = [rollouts.prompt_ids[index // G] for index in kept]
+    completions = [completion_ids[index, : lengths[index]].tolist() for index in kept]
+    totals = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+
+    sums = torch.zeros(6, dtype=torch.float64)
+    for members in packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window):
+        pack = packing.build_pack([prompts[m] for m in members], [completions[m] for m in members], device)
+        owner = torch.tensor([kept[m] for m in members], device=device)[pack.owner]  # [N] into K * G
+        old = torch.cat([old_logprobs[kept[m], : lengths[kept[m]]] for m in members])  # [N]
+        with autocast(cfg):
+            logprobs = packing.packed_logprobs(model, pack, temperature=cfg.temperature)  # [N]
+        loss, clipped = dppo.policy_loss(
+            logprobs,
+            old.to(logprobs.dtype),
+            advantages[owner].to(logprobs.dtype),
+            scale[owner].to(logprobs.dtype),
+            eps_low=cfg.eps_low,
+            eps_high=cfg.eps_high,
+        )
+        loss.backward()
+        tokens, slot = pack.bounds[-1], max(cfg.pack_tokens, pack.bounds[-1])
+        gap = (logprobs.detach() - old).abs().sum()
+        sums += torch.tensor([loss.item(), clipped.item(), len(old), tokens, slot, gap.item()], dtype=torch.float64)
+    return sums
+
+
+def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks, in place; NaN stays NaN. One process: nothing to do."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.get_backend() == "nccl" and tensor.device.type == "cpu":
+            tensor.copy_(all_reduce(tensor.cuda()))
+        else:
+            dist.all_reduce(tensor)
+    return tensor
+
+
+def sum_gradients(model) -> None:
+    """One all-reduce of all gradients. No wrapper: a rank that kept nothing contributes zeros and is done."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        flat = all_reduce(torch.cat([parameter.grad.flatten() for parameter in parameters]))
+        for parameter, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad.copy_(grad.view_as(parameter))
+
+
+def autocast(cfg):
+    """bfloat16 arithmetic over float32 weights, if the run asks for it."""
+    return torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
