@@ -10,6 +10,7 @@ pass@1. Prints a line of text, then the same as one line of JSON.
 """
 
 import json
+import math
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,9 @@ def sample_rewards(model, tokenizer, problems, prompt_ids, reward, *, k, **sampl
 
 def as_number(reward: float | None) -> float:
     """A reward as tensors hold it: NaN for None, so that it can neither be averaged nor mistaken for 0."""
-    return float("nan") if reward is None else float(reward)
+    if reward is not None and math.isinf(reward):
+        raise ValueError(f"a reward must be a finite number or None, got {reward}")
+    return math.nan if reward is None else float(reward)
 
 
 def avg_at_k(rewards: torch.Tensor) -> float:

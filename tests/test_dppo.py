@@ -58,6 +58,29 @@ def batch(make_policy, make_rollouts):
     return model, rollouts, rewards
 
 
+def test_unpruned_is_textbook_grpo(batch, loss):
+    """The packed gradient against the obvious one: a loop over sequences with transformers' own attention, and the
+    formula as TRL's documentation has it. Kills: a wrong sign, clip, length or denominator that both sides share."""
+    model, rollouts, rewards = batch
+    advantages = dppo.group_advantages(rewards, loss)
+    packed = gradient(model, rollouts, advantages, scale_of(rollouts, loss, 8), torch.ones(2, 4, dtype=torch.bool))
+    model.zero_grad()
+    model.set_attn_implementation("sdpa")
+    for q, g in itertools.product(range(2), range(4)):
+        group, length = rewards[q], int(rollouts.lengths[q, g])
+        advantage = group[g] - group.mean()
+        if loss == "grpo":
+            advantage = advantage / (group.std() + 1e-4)
+        ids = rollouts.prompt_ids[q] + rollouts.completion_ids[q, g, :length].tolist()
+        logprobs = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(dim=-1)
+        logprobs = logprobs[torch.arange(len(ids) - 1), ids[1:]][-length:]
+        ratio = (logprobs - rollouts.logprobs[q, g, :length]).exp()
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        (-(surrogate.mean() / 8 if loss == "grpo" else surrogate.sum() / (8 * 6))).backward()
+    plain = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert relative_error(packed, plain) < 1e-10
+
+
 def test_completion_level_is_unbiased(batch, loss):
     """Kills: weights left out, weight 1 - r, r applied above the mean, a denominator of what was kept."""
     model, rollouts, rewards = batch
@@ -164,13 +187,16 @@ def test_advantages_by_hand():
     assert got[3].tolist() == [0.0] * 4
     assert dppo.group_advantages(rewards, "dr_grpo")[0].tolist() == [0.75, -0.25, -0.25, -0.25]
     assert dppo.dead_groups(rewards).tolist() == [False, True, False, True]
+    ties = torch.full((1, 6), 0.7, dtype=torch.float64)
+    assert ((ties - ties.mean()) != 0).any(), "the mean rounds, so the differences are not 0"
+    assert (dppo.group_advantages(ties, "grpo") == 0).all()
     assert torch.equal(rewards, before) or rewards.isnan().any(), "arguments are not written to"
 
 
 def test_ties_at_the_mean_are_kept():
     """At pass rate 1/2 all |A| are equal up to rounding: nothing is below the mean. Kills: no margin."""
     rewards = torch.tensor([[1.0, 0, 1, 0, 0, 1]], dtype=torch.float64)
-    advantages = dppo.group_advantages(rewards, "grpo") * (1 + 1e-15 * torch.arange(6))
+    advantages = dppo.group_advantages(rewards, "grpo") * (1 + 1e-15 * torch.arange(6, dtype=torch.float64))
     assert (dppo.completion_keep_prob(advantages, rewards, 0.9) == 1).all()
 
 

@@ -20,6 +20,8 @@ def test_average_is_over_completions_then_problems():
     assert evaluation.avg_at_k(rewards) == pytest.approx((0.75 + 0 + 0.5) / 3)
     assert math.isnan(evaluation.avg_at_k(torch.full((2, 2), nan)))
     assert math.isnan(evaluation.as_number(None))
+    with pytest.raises(ValueError, match="finite number or None, got inf"):
+        evaluation.as_number(math.inf)
 
 
 def test_interval_is_of_the_problems():

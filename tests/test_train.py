@@ -1,5 +1,6 @@
 """The whole run: GRPO is the special case, ranks agree, a kill loses nothing, and bad input is named."""
 
+import itertools
 import json
 import math
 import os
@@ -58,7 +59,8 @@ def test_without_rates_dppo_is_grpo_bit_for_bit(run, tmp_path):
     """Same rewards, losses and weights; with rates, another run. Kills: a section that is not the identity at rate 0,
     draws that depend on the rates."""
     common = {"save_every": 4, "eval_every": 2, "eval_problems": 3}
-    run("grpo", method="grpo", **common)
+    for row in run("grpo", method="grpo", **common)[1:]:
+        assert (row["weight/max"], row["weight/ess"], row["kept/tokens"]) == (1, 24, 1)
     run("dppo", method="dppo", prompt_prune_rate=0, completion_prune_rate=0, **common)
     run("pruned", method="dppo", completion_prune_rate=0.5, **common)
     assert_same(timeless(tmp_path / "grpo"), timeless(tmp_path / "dppo"))
@@ -225,6 +227,18 @@ def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
     saved = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt", weights_only=True)["step"]
     assert saved == rows(tmp_path / "run")[-1]["step"]
     assert f"after step {saved}" in str(caught.value)
+
+
+def test_not_finite_loss_is_not_applied(run, tmp_path, monkeypatch):
+    """Advantages that break in step 3: the weights of step 2 stay. Kills: stepping with a NaN gradient."""
+    calls, advantages = itertools.count(1), dppo.group_advantages
+    broken = lambda rewards, loss: advantages(rewards, loss) + (math.nan if next(calls) == 3 else 0)
+    monkeypatch.setattr(dppo, "group_advantages", broken)
+    with pytest.raises(InputError, match=r"step 3 is not finite \(loss nan"):
+        run("run", steps=5, save_every=1)
+    weights = load_file(tmp_path / "run" / "checkpoint" / "model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
 # ---------------------------------------------------------------------------- input
