@@ -25,7 +25,7 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 
 class InputError(ValueError):
-    """Something the user gave cannot be used; the message names it and the way out. Shown without a traceback."""
+    """The run cannot start or go on; the message names the value and the way out. Shown without a traceback."""
 
 
 @dataclass(frozen=True)

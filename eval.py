@@ -11,6 +11,7 @@ pass@1. Prints a line of text, then the same as one line of JSON.
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -135,5 +136,6 @@ if __name__ == "__main__":
     logging.disable_progress_bar()
     try:
         main(tyro.cli(EvalConfig))
-    except InputError as error:
-        raise SystemExit(f"error: {error}") from None
+    except InputError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)

@@ -288,7 +288,12 @@ def main(cfg: Config) -> None:
         golds = [train_set[index].answer for index in chosen[mine].tolist() for _ in range(cfg.group_size)]
         scores = [evaluation.as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
         table = torch.zeros(len(chosen), cfg.group_size, 4, dtype=torch.float64)  # [K, G, 4]
-        own = (torch.tensor(scores).view(-1, cfg.group_size), rollouts.lengths, rollouts.truncated, rollouts.entropy)
+        own = (
+            torch.tensor(scores, dtype=torch.float64).view(-1, cfg.group_size),
+            rollouts.lengths,
+            rollouts.truncated,
+            rollouts.entropy,
+        )
         table[mine] = torch.stack([column.cpu().double() for column in own], dim=-1)
         rewards, lengths, truncated, entropy = all_reduce(table).unbind(dim=-1)  # [K, G] each
 
@@ -296,7 +301,7 @@ def main(cfg: Config) -> None:
         advantages = dppo.group_advantages(rewards, cfg.loss)  # [K, G]
         history.update(chosen, advantages)
 
-        # 5. prune, the method's whole difference from GRPO (with the two lines of 1); rates 0: all kept, weights 1
+        # 5. prune: with the line marked in 1, the method's whole difference from GRPO; rates 0: all kept, weights 1
         # --- DPPO, after reward: drop completions of low |advantage|, weigh the others
         keep, weights = dppo.prune(dppo.completion_keep_prob(advantages, rewards, cfg.completion_prune_rate), draws)
         weights = weights * prompt_weights[:, None]  # [K, G]

@@ -73,7 +73,7 @@ def test_command_line(policy_folder):
     assert (row["problems"], row["avg@2"], row["ci95"], row["max_new_tokens"]) == (5, 0.0, [0.0, 0.0], 4)
     assert run("--prompt", "7+9+5?", "--max-new-tokens", "4").returncode == 0
     bad = run("--data", "nothing.jsonl")
-    assert bad.returncode == 1
+    assert bad.returncode == 2
     assert bad.stderr.startswith("error: --data nothing.jsonl: no such file")
 
 
