@@ -33,6 +33,7 @@ BASE_STEPS, BASE_BATCH, BASE_LR = 500, 32, 3e-3
 CHAIN = (2, 8)  # shortest and longest chain the base and the default splits hold
 LONGER = (9, 12)  # longer than any trained on
 UNSOLVED = (13, 18)  # of the realistic mix: the base never solves these
+TRIVIAL = (2, 5)  # and always solves these: no carry anywhere
 
 TRAIN_PROBLEMS = 512
 CACHE = Path(__file__).resolve().parent / ".cache"  # holds the base model
@@ -68,10 +69,9 @@ def problem(split: str, index: int) -> tuple[str, str, str]:
 def _chain(split: str, rng: random.Random) -> tuple[list[int], str]:
     kind = rng.random() if split.startswith("mixed") else 1.0
     if kind < 0.35:
-        numbers, total = [], 0
-        for _ in range(rng.randint(*CHAIN)):
-            numbers.append(rng.randint(0, 9 - total))  # the running total never passes 9
-            total += numbers[-1]
+        count, numbers = rng.randint(*TRIVIAL), []
+        for left in reversed(range(count)):  # numbers still to come, each at least 1; the total never passes 9
+            numbers.append(rng.randint(1, 9 - left - sum(numbers)))
         return numbers, "trivial"
     if kind < 0.65:
         span, source = UNSOLVED, "unsolved"
