@@ -5,7 +5,7 @@ The embedded task: chains of additions, worked out step by step, and a base mode
     completion  7+9=16;16+5=21        then the end token; the answer is the number after the last "="
 
 The base model is trained on an imperfect teacher that forgets the carry with some probability and then goes
-on from the wrong total. So it always solves problems without carries, fails most long ones, and reinforcement
+on from the wrong total. So it nearly always solves problems without carries, fails most long ones, and reinforcement
 learning has to amplify the right habit, first on short chains and then on long ones: groups that are dead
 (all right or all wrong) come alive and die again.
 
@@ -21,6 +21,7 @@ import zlib
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -33,7 +34,7 @@ BASE_STEPS, BASE_BATCH, BASE_LR = 500, 32, 3e-3
 CHAIN = (2, 8)  # shortest and longest chain the base and the default splits hold
 LONGER = (9, 12)  # longer than any trained on
 UNSOLVED = (13, 18)  # of the realistic mix: the base never solves these
-TRIVIAL = (2, 5)  # and always solves these: no carry anywhere
+TRIVIAL = (2, 5)  # and nearly always solves these: no carry anywhere
 
 TRAIN_PROBLEMS = 512
 CACHE = Path(__file__).resolve().parent / ".cache"  # holds the base model
@@ -134,7 +135,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCaus
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        initializer_range=0.05,  # at the default 0.02 the first 100 steps of so narrow a model are lost
+        initializer_range=0.05,  # the default 0.02 learns much slower in so narrow a model
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -173,10 +174,11 @@ def train_base(steps: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
 def base_folder() -> Path:
     """Path of the cached base model, a Hugging Face folder; made at the first call (about a minute).
 
-    Keyed by the text of this file, so a changed recipe makes a new base; written beside and renamed, so a
-    kill leaves nothing half-made.
+    Keyed by the text of this file and the versions of the libraries, so a changed recipe makes a new base; written
+    beside and renamed, so a kill leaves nothing half-made.
     """
-    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    recipe = Path(__file__).read_text() + torch.__version__ + transformers.__version__
+    key = hashlib.sha256(recipe.encode()).hexdigest()[:12]
     folder = CACHE / f"base-{key}"
     if not folder.exists():
         print("making the base model of the embedded task, once; about a minute on 2 cores", flush=True)

@@ -29,7 +29,7 @@ def save(out_dir: Path, model, tokenizer, optimizer, history, step: int) -> None
     model.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
     torch.save({"optimizer": optimizer.state_dict(), "history": history.score, "step": step}, beside / "trainer.pt")
-    for path in beside.iterdir():  # on disk before it takes the good one's name
+    for path in (path for path in beside.rglob("*") if path.is_file()):  # on disk before it takes the good one's name
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
     if final.exists():
@@ -69,13 +69,21 @@ def append_rows(path: Path, rows: list[dict]) -> None:
         os.fsync(file.fileno())
 
 
+def stored_ranks(out_dir: Path) -> int:
+    """How many ranks the run in out_dir had last."""
+    return json.loads((out_dir / "config.json").read_text())["ranks"]
+
+
 def write_config(out_dir: Path, config: dict, ranks: int) -> None:
     """config.json: every resolved value, the versions and the commit that ran."""
 
     def git(*words):
-        here = Path(__file__).parent
-        answer = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=False)
-        return answer.stdout.strip() if answer.returncode == 0 else None
+        try:
+            command = ["git", "-C", str(Path(__file__).parent), *words]
+            answer = subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+            return None
+        return answer.stdout.strip()
 
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
     written = {
@@ -86,4 +94,5 @@ def write_config(out_dir: Path, config: dict, ranks: int) -> None:
         "commit": git("rev-parse", "HEAD"),
         "changed_files": (git("status", "--porcelain", "--untracked-files=no") or "").splitlines(),
     }
-    (out_dir / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    (out_dir / "config.new").write_text(json.dumps(written, indent=2) + "\n")
+    (out_dir / "config.new").replace(out_dir / "config.json")

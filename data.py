@@ -20,6 +20,7 @@ EMBEDDED = {  # data name -> its training and its evaluation split
     "arithmetic-mixed": ("mixed", "mixed-heldout"),
     "arithmetic-longer": (None, "longer"),  # to evaluate on only
 }
+FILE_TOKENS = 1024  # room for an answer to a file's problem
 HELD_OUT_SHARE = 0.05  # of a file, its last lines
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."  # for chat models, on files
 
@@ -64,7 +65,7 @@ def _held_out(path: str, problems: list[Problem]) -> int:
 def read_jsonl(path: str) -> list[Problem]:
     """Every problem of a JSONL file; InputError names the line that cannot be used. Blank lines are skipped."""
     if not Path(path).is_file():
-        raise InputError(f"--data {path}: no such file, nor one of {', '.join(EMBEDDED)}")
+        raise InputError(f"data {path}: no such file, nor one of {', '.join(EMBEDDED)}")
     problems = []
     with open(path, encoding="utf-8") as file:
         try:
@@ -128,4 +129,4 @@ def reward_function(data: str):
 
 def max_new_tokens(data: str) -> int:
     """Room for an answer: the longest right one of the embedded data, 1,024 tokens for files."""
-    return arithmetic.longest_completion(data) if data in EMBEDDED else 1024
+    return arithmetic.longest_completion(data) if data in EMBEDDED else FILE_TOKENS

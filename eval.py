@@ -13,6 +13,8 @@ import json
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -30,11 +32,12 @@ class EvalConfig:
     data: str = "arithmetic"  # arithmetic, arithmetic-mixed, arithmetic-longer or FILE.jsonl
     k: int = 4  # completions per problem
     problems: int = 300  # at most so many
+    held_out: bool = False  # of a FILE, only the last 5 %, which train.py holds out of its training
     prompt: str | None = None  # answer this one question instead
     temperature: float = 1.0  # of the sampling distribution
-    max_new_tokens: int | None = None  # default: what the data needs
-    batch_size: int | None = None  # sequences sampled at once; default: 128 on the CPU, 512 on CUDA
-    device: str = "auto"  # auto, cpu or cuda
+    max_new_tokens: int | None = None  # default: what the data needs; 1,024 for --prompt
+    batch_size: int = 128  # sequences sampled at once
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     seed: int = 0  # of the sampling
 
 
@@ -81,26 +84,33 @@ def bootstrap_interval(rewards: torch.Tensor, *, draws: int = 10_000) -> tuple[f
 
 def main(cfg: EvalConfig) -> dict:
     """Evaluate and print; returns the JSON row."""
-    for name, low in (("k", 1), ("problems", 1), ("batch_size", 1)):
+    for name, low in (("k", 1), ("problems", 1), ("batch_size", 1), ("max_new_tokens", 1)):
         if getattr(cfg, name) is not None and getattr(cfg, name) < low:
             raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {low}")
     if not cfg.temperature > 0:
         raise InputError(f"--temperature {cfg.temperature}: must be above 0")
-    problems = [data.Problem(cfg.prompt, "", "prompt")] if cfg.prompt else data.eval_problems(cfg.data, cfg.problems)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    if cfg.prompt is None:
+        problems = data.eval_problems(cfg.data, cfg.problems, of_training_file=cfg.held_out)
+    else:
+        problems = [data.Problem(cfg.prompt, "", "prompt")]
+    device = rollout.choose_device(cfg.device)
+    if Path(cfg.model).is_dir():  # loading takes no time; a download keeps its bar
+        logging.disable_progress_bar()
     model, tokenizer = rollout.load_policy(cfg.model, device)
-    max_new_tokens = cfg.max_new_tokens or data.max_new_tokens(cfg.data)
+    max_new_tokens = cfg.max_new_tokens
+    if max_new_tokens is None:
+        max_new_tokens = data.max_new_tokens(cfg.data) if cfg.prompt is None else data.FILE_TOKENS
     room = model.config.max_position_embeddings - max_new_tokens
     problems, prompt_ids = data.encode_prompts(problems, tokenizer, room)
     sampling = {
         "max_new_tokens": max_new_tokens,
         "temperature": cfg.temperature,
-        "batch_size": cfg.batch_size or (128 if device == "cpu" else 512),
+        "batch_size": cfg.batch_size,
         "eos_ids": rollout.eos_token_ids(model, tokenizer),
         "pad_id": tokenizer.pad_token_id,
         "show_progress": True,
     }
-    if cfg.prompt:
+    if cfg.prompt is not None:
         answer = rollout.sample(model, prompt_ids, group_size=1, seed=seed_for(cfg.seed), **sampling)
         text = decode(answer.completion_ids, answer.lengths, tokenizer)[0]
         print(text)
@@ -133,9 +143,8 @@ def main(cfg: EvalConfig) -> dict:
 
 
 if __name__ == "__main__":
-    logging.disable_progress_bar()
     try:
         main(tyro.cli(EvalConfig))
-    except InputError as problem:
+    except (InputError, FloatingPointError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)

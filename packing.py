@@ -110,6 +110,9 @@ def packed_attention(
     module, query, key, value, attention_mask, scaling=None, dropout=0.0, segment_bounds=None, **kwargs
 ):
     """Causal attention inside each segment; query [1, H, L, D], key and value [1, H_kv, L, D] -> [1, L, H, D]."""
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"packed attention has no {name}: this model would be trained on another policy")
     assert segment_bounds is not None, "packed attention needs segment_bounds: call the model through packed_logprobs"
     lengths = [end - start for start, end in pairwise(segment_bounds)]
     segments = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)

@@ -159,6 +159,13 @@ def _sample_batch(model, prompt_ids, config, *, temperature):
     return sequences[:, width:], torch.stack(recorder.logprobs, dim=1), torch.stack(recorder.entropies, dim=1)
 
 
+def choose_device(device: str) -> str:
+    """`auto` is cuda where there is one; InputError for a cuda that is not there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: this PyTorch sees no CUDA device; use --device cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
 def load_policy(name: str, device: str):
     """(model, tokenizer) from a hub id or a folder: float32 weights, packed attention, a pad token, no remote code."""
     try:
@@ -166,6 +173,9 @@ def load_policy(name: str, device: str):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=packing.ATTENTION)
     except (OSError, ValueError) as error:
         raise InputError(f"--model {name} cannot be loaded: {str(error).splitlines()[0]}") from None
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise InputError(f"--model {name} has layers of kinds {sorted(kinds)}: only full attention can be packed here")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     for parameter in model.parameters():  # loaded ones may be unaligned views of the file, and then the same

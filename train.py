@@ -59,7 +59,7 @@ class Config:
     group_size: int = 16  # G: completions per prompt
     max_new_tokens: int | None = None  # default: what the embedded task needs, 1,024 for files
     temperature: float = 1.0  # of sampling; the log-probs carry it
-    rollout_batch: int | None = None  # sequences sampled at once; default: 128 on the CPU, 512 on CUDA
+    rollout_batch: int = 128  # sequences sampled at once; bounds the memory of the key-value cache
     # optimizer
     lr: float | None = None  # default: 2e-4 for tiny, 1e-6 otherwise; constant after warm-up
     warmup: int = 5  # steps over which the learning rate rises
@@ -68,7 +68,7 @@ class Config:
     eps_low: float = 0.2  # the ratio is clipped to 1 - eps_low
     eps_high: float = 0.2  # and 1 + eps_high
     # packing and machine
-    pack_tokens: int | None = None  # tokens in a slot; default: 1,024 on the CPU, 16,384 on CUDA
+    pack_tokens: int | None = None  # tokens in a slot; default: 1,024 on the CPU, 4,096 on CUDA
     pack_window: int = 64  # sequences the packer looks at
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the arithmetic (weights stay float32); bfloat16 on CUDA
@@ -82,7 +82,9 @@ class Config:
 
 
 EVAL_K = 4  # completions per evaluation problem, as the log's eval/avg@4 says
-FREE_TO_CHANGE = ("steps", "device", "out_dir", "resume", "eval_every", "save_every")  # when resuming
+FREE_TO_CHANGE = (  # when resuming: what is not part of the experiment
+    "steps", "device", "rollout_batch", "pack_tokens", "pack_window", "out_dir", "resume", "eval_every", "save_every",
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- configuration
@@ -154,16 +156,13 @@ def resolve(cfg: Config) -> Config:
         check(name, lambda value: 0 <= value < math.inf, "at least 0")
     check("eps_low", lambda eps: 0 < eps < 1, "above 0 and below 1")
     check("eps_high", lambda eps: 0 < eps < math.inf, "above 0")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: this PyTorch sees no CUDA device; use --device cpu")
+    device = rollout.choose_device(cfg.device)
     defaults = {
         "prompt_prune_rate": 0.0 if cfg.method == "grpo" else 0.3,
         "completion_prune_rate": 0.0 if cfg.method == "grpo" else 0.7,
         "max_new_tokens": max(data.max_new_tokens(name) for name in (cfg.data, cfg.eval_data or cfg.data)),
-        "rollout_batch": 128 if device == "cpu" else 512,
         "lr": 2e-4 if cfg.model == "tiny" else 1e-6,
-        "pack_tokens": 1024 if device == "cpu" else 16384,
+        "pack_tokens": 1024 if device == "cpu" else 4096,
     }
     dtype = ("float32" if device == "cpu" else "bfloat16") if cfg.dtype == "auto" else cfg.dtype
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
@@ -192,7 +191,7 @@ def main(cfg: Config) -> None:
         dist.barrier()  # every rank has looked before rank 0 writes
 
     # setup: data before model, so that a bad file is known at once
-    train_set = data.train_problems(cfg.data, hold_out=cfg.eval_data is None and cfg.eval_every > 0)
+    train_set = data.train_problems(cfg.data, hold_out=cfg.eval_data is None)
     eval_set = []
     if cfg.eval_every:
         of_training_file = cfg.eval_data is None
@@ -205,6 +204,8 @@ def main(cfg: Config) -> None:
     if source == "tiny":
         with first_rank_first(rank):
             source = str(arithmetic.base_folder())
+    if Path(source).is_dir():  # loading and saving take no time; a download keeps its bar
+        transformers.utils.logging.disable_progress_bar()
     model, tokenizer = rollout.load_policy(source, cfg.device)
     room = model.config.max_position_embeddings - cfg.max_new_tokens
     train_set, train_ids = data.encode_prompts(train_set, tokenizer, room)
@@ -218,6 +219,13 @@ def main(cfg: Config) -> None:
         state = torch.load(saved / "trainer.pt", map_location="cpu", weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
         history.score, done = state["history"], state["step"]
+        if len(history.score) != len(train_set):
+            raise InputError(
+                f"--data {cfg.data}: {len(train_set)} prompts, but the run in {cfg.out_dir} was started with "
+                f"{len(history.score)}: give it the data it had, or use another --out-dir"
+            )
+    if saved and is_main and (ranks := checkpoint.stored_ranks(out_dir)) != world:
+        print(f"resuming on {world} ranks a run of {ranks}: what is sampled depends on the number of ranks")
     if is_main:
         out_dir.mkdir(parents=True, exist_ok=True)
         for path in (log_path, samples_path):
@@ -243,7 +251,7 @@ def main(cfg: Config) -> None:
     def evaluate(step: int) -> dict:
         """avg@4 over all ranks' shares of the held-out problems."""
         rewards = torch.zeros(len(eval_set), EVAL_K, dtype=torch.float64)
-        with autocast(cfg):
+        with autocast(cfg), stops_if_not_finite(step, out_dir):
             rewards[rank::world] = evaluation.sample_rewards(
                 model, tokenizer, eval_set[rank::world], eval_ids[rank::world], eval_reward, k=EVAL_K,
                 seed=seed_for(cfg.seed, step, "eval", rank), **sampling,
@@ -269,18 +277,10 @@ def main(cfg: Config) -> None:
         mine = slice(rank, None, world)  # this rank's rows of the K prompts
 
         # 2. sample
-        with autocast(cfg):
-            try:
-                prompt_ids = [train_ids[index] for index in chosen[mine].tolist()]
-                rollouts = rollout.sample(
-                    model,
-                    prompt_ids,
-                    group_size=cfg.group_size,
-                    seed=seed_for(cfg.seed, step, "rollout", rank),
-                    **sampling,
-                )
-            except FloatingPointError as error:
-                raise InputError(stopped(step, str(error), out_dir)) from None
+        prompt_ids = [train_ids[index] for index in chosen[mine].tolist()]
+        seed = seed_for(cfg.seed, step, "rollout", rank)
+        with autocast(cfg), stops_if_not_finite(step, out_dir):
+            rollouts = rollout.sample(model, prompt_ids, group_size=cfg.group_size, seed=seed, **sampling)
         sampled = clock(cfg)
 
         # 3. reward; then every rank sees every rollout's numbers
@@ -315,14 +315,17 @@ def main(cfg: Config) -> None:
 
         # 7. update: pack what is kept, sum gradients over packs, then over ranks
         optimizer.zero_grad()
-        sums = accumulate_gradients(model, rollouts, advantages[mine], scale[mine], keep[mine], cfg=cfg)
+        sums = accumulate_gradients(
+            model, rollouts, advantages[mine], scale[mine], keep[mine], cfg=cfg, show_progress=sampling["show_progress"]
+        )
         loss, clipped, tokens, forwarded, slots, gap = all_reduce(sums).tolist()
         sum_gradients(model)
         learning_rate = cfg.lr * min(1.0, step / max(1, cfg.warmup))
         optimizer.param_groups[0]["lr"] = learning_rate
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise InputError(stopped(step, f"loss {loss}, gradient norm {grad_norm}", out_dir))
+        with stops_if_not_finite(step, out_dir):
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                raise FloatingPointError(f"loss {loss}, gradient norm {grad_norm}")
         optimizer.step()
         trained = clock(cfg)
 
@@ -413,12 +416,16 @@ def nan_std(rewards: torch.Tensor) -> torch.Tensor:
     return (centred.square().nansum(dim=1) / ((~rewards.isnan()).sum(dim=1) - 1)).sqrt()
 
 
-def stopped(step: int, why: str, out_dir: Path) -> str:
-    """The message of a run that cannot go on."""
-    return (
-        f"step {step} is not finite ({why}): nothing was updated or saved after step {step - 1}; the last checkpoint, "
-        f"if any, is in {out_dir / 'checkpoint'}. Lower --lr, or look at {out_dir / 'log.jsonl'}"
-    )
+@contextlib.contextmanager
+def stops_if_not_finite(step: int, out_dir: Path):
+    """Turns a FloatingPointError into the message of a run that cannot go on; this step is not saved."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise InputError(
+            f"step {step} is not finite ({error}): nothing of it was saved; the last checkpoint, if any, is in "
+            f"{out_dir / 'checkpoint'}. Lower --lr, or look at {out_dir / 'log.jsonl'}"
+        ) from None
 
 
 def console_line(row: dict, steps: int) -> str:
@@ -433,12 +440,12 @@ def console_line(row: dict, steps: int) -> str:
 
 
 if __name__ == "__main__":
-    transformers.utils.logging.disable_progress_bar()
     try:
         main(parse_config(sys.argv[1:]))
     except InputError as problem:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            print(f"error: {problem}", file=sys.stderr, flush=True)
+        if int(os.environ.get("RANK", "0")) > 0:
+            time.sleep(5)  # rank 0 says it, and torchrun ends the others; whoever lives on has an error of its own
+        print(f"error: {problem}", file=sys.stderr, flush=True)
         sys.exit(2)
     finally:
         if dist.is_initialized():

@@ -9,12 +9,13 @@ Letters: K prompts and G completions of this rank, N completion tokens of a pack
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import dppo
 import packing
 
 
-def accumulate_gradients(model, rollouts, advantages, scale, keep, *, cfg) -> torch.Tensor:
+def accumulate_gradients(model, rollouts, advantages, scale, keep, *, cfg, show_progress=False) -> torch.Tensor:
     """Add the gradient of every kept sequence of this rank to .grad, pack by pack.
 
     advantages, scale and keep are [K, G], this rank's rows. A sequence's tokens carry its scale and nothing
@@ -31,7 +32,8 @@ def accumulate_gradients(model, rollouts, advantages, scale, keep, *, cfg) -> to
     totals = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
     sums = torch.zeros(6, dtype=torch.float64)
-    for members in packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window):
+    packs = packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window)
+    for members in tqdm(packs, desc="update", unit="pack", delay=3, leave=False, disable=not show_progress):
         pack = packing.build_pack([prompts[m] for m in members], [completions[m] for m in members], device)
         owner = torch.tensor([kept[m] for m in members], device=device)[pack.owner]  # [N] into K * G
         old = torch.cat([old_logprobs[kept[m], : lengths[kept[m]]] for m in members])  # [N]

@@ -78,3 +78,13 @@ def test_rows_after_the_checkpoint_are_cut(tmp_path):
     checkpoint.cut_rows(log, -1)
     assert log.read_text() == ""
     checkpoint.cut_rows(tmp_path / "nothing.jsonl", 2)
+
+
+def test_config_without_git(tmp_path, monkeypatch):
+    """A machine without git: no commit, no crash; and what was there before is replaced whole."""
+    monkeypatch.setenv("PATH", "")
+    checkpoint.write_config(tmp_path, {"seed": 1}, 2)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["config"], written["ranks"], written["commit"]) == ({"seed": 1}, 2, None)
+    assert checkpoint.stored_ranks(tmp_path) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

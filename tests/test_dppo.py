@@ -155,7 +155,7 @@ def test_biased_twins_fail(batch, twin):
 
 
 def test_draws_have_their_probabilities():
-    """Kills: <= instead of <, a float32 uniform, one number for all."""
+    """Within 4 standard errors, independent. Kills: probabilities that are off by 0.02, one number for all."""
     keep_prob = torch.tensor([1.0, 0.7, 0.3, 0.05], dtype=torch.float64)
     draws = 20_000
     kept = dppo.draw(keep_prob.expand(draws, 4), torch.Generator().manual_seed(0)).double()
@@ -190,7 +190,7 @@ def test_advantages_by_hand():
     ties = torch.full((1, 6), 0.7, dtype=torch.float64)
     assert ((ties - ties.mean()) != 0).any(), "the mean rounds, so the differences are not 0"
     assert (dppo.group_advantages(ties, "grpo") == 0).all()
-    assert torch.equal(rewards, before) or rewards.isnan().any(), "arguments are not written to"
+    assert torch.equal(rewards.nan_to_num(9), before.nan_to_num(9)), "arguments are not written to"
 
 
 def test_ties_at_the_mean_are_kept():

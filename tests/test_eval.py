@@ -74,12 +74,14 @@ def test_command_line(policy_folder):
     assert run("--prompt", "7+9+5?", "--max-new-tokens", "4").returncode == 0
     bad = run("--data", "nothing.jsonl")
     assert bad.returncode == 2
-    assert bad.stderr.startswith("error: --data nothing.jsonl: no such file")
+    assert bad.stderr.startswith("error: data nothing.jsonl: no such file")
 
 
 def test_bad_values_are_named():
     with pytest.raises(InputError, match="--k 0: must be at least 1"):
         evaluation.main(evaluation.EvalConfig("m", k=0))
+    with pytest.raises(InputError, match="--max-new-tokens 0: must be at least 1"):
+        evaluation.main(evaluation.EvalConfig("m", max_new_tokens=0))
     with pytest.raises(InputError, match="--temperature 0"):
         evaluation.main(evaluation.EvalConfig("m", temperature=0.0))
     with pytest.raises(InputError, match="--model /nowhere cannot be loaded"):

@@ -136,3 +136,11 @@ def test_transformers_own_packing_is_silently_off(make_policy):
     on = -F.cross_entropy(model(**inputs, use_cache=False).logits[0][pack.predictors], pack.targets, reduction="none")
     assert (on - wanted).abs().max() < 1e-5
     assert (off - wanted).abs().max() > 1e-2
+
+
+def test_attention_that_cannot_be_packed_is_refused(make_policy):
+    """A model with a sliding window would be sampled with it and trained without."""
+    model, _ = make_policy()
+    model.model.layers[1].self_attn.sliding_window = 4
+    with pytest.raises(NotImplementedError, match="sliding_window"):
+        packing.packed_logprobs(model, packing.build_pack([[1, 2]], [[3]]))

@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file
 from toy import flags, toy_reward
 
+import arithmetic
 import data
 import dppo
+import sampler
 import train
 from data import InputError
 
@@ -124,6 +126,42 @@ def test_thirty_steps_raise_the_reward(run):
     assert sum(last) / 3 > sum(first) / 3 + 0.3
 
 
+def test_the_factor_of_every_sequence(run, monkeypatch):
+    """What train.py multiplies each kept sequence by, against 1 / (L Q G p_q p_i) worked out here, over 3 epochs with
+    both prunings at work. Kills: what was kept in the denominator, prompt or completion weights left out."""
+    accumulate, recorded, drawn = train.accumulate_gradients, [], []
+    keep_prob, draw = sampler.PromptHistory.keep_prob, dppo.draw
+
+    def record_prompts(history, window, rate):
+        recorded.append([history.score[window].tolist()])
+        return keep_prob(history, window, rate)
+
+    def record(model, rollouts, advantages, scale, keep, **options):
+        recorded[-1] += [rollouts, advantages, scale, keep]
+        return accumulate(model, rollouts, advantages, scale, keep, **options)
+
+    monkeypatch.setattr(sampler.PromptHistory, "keep_prob", record_prompts)
+    monkeypatch.setattr(train, "accumulate_gradients", record)
+    monkeypatch.setattr(dppo, "draw", lambda *words: drawn.append(draw(*words)) or drawn[-1])
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)
+    run("run", steps=6, prompts_per_step=4, prompt_prune_rate=0.5, completion_prune_rate=0.6)
+    prompts_pruned = completions_pruned = 0
+    for (scores, rollouts, advantages, scale, keep), kept_prompts in zip(recorded, drawn[::2], strict=True):
+        seen = [score for score in scores if not math.isnan(score)]
+        mean = sum(seen) / len(seen) if seen else 0
+        p_q = [0.5 if score < mean - 1e-6 else 1.0 for score in scores]
+        p_q = [p for p, kept in zip(p_q, kept_prompts.tolist(), strict=True) if kept]
+        for k, row in enumerate(advantages.abs().tolist()):
+            p_i = [0.4 if size < sum(row) / 6 - 1e-6 else 1.0 for size in row]
+            for g in range(6):
+                factor = 1 / (rollouts.lengths[k, g].item() * 4 * 6 * p_q[k] * p_i[g])
+                assert scale[k, g].item() == pytest.approx(factor if keep[k, g] else 0.0, rel=1e-12)
+                completions_pruned += p_i[g] < 1 and bool(keep[k, g])
+            prompts_pruned += p_q[k] < 1
+    assert prompts_pruned > 0
+    assert completions_pruned > 0
+
+
 def test_a_step_that_keeps_nothing(run, tmp_path, monkeypatch):
     """Still a step: gradient 0, nulls in the row. Kills: a division by what was kept, an empty pack, NaN in the log."""
     monkeypatch.setattr(dppo, "draw", lambda keep_prob, generator: torch.zeros(keep_prob.shape, dtype=torch.bool))
@@ -193,7 +231,8 @@ def test_killed_and_resumed(policy_folder, tmp_path, seed):
     subprocess.run([*program, *words[whole]], check=True, env=ONE_THREAD, timeout=200)
 
     moment = random.Random(f"kill {seed}")
-    wanted, wait = moment.randint(0, 23), moment.uniform(0, 0.2)
+    wanted = moment.randint(0, 5) if seed % 4 == 0 else moment.randint(7, 22)  # before and after the first checkpoint
+    wait = moment.uniform(0, 0.1)
     process = subprocess.Popen([*program, *words[broken]], env=ONE_THREAD)
     log = broken / "log.jsonl"
     while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= wanted):
@@ -205,7 +244,7 @@ def test_killed_and_resumed(policy_folder, tmp_path, seed):
     assert_same(timeless(whole), timeless(broken))
 
 
-def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path):
+def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkeypatch):
     """--resume needs no other flag than the folder; a changed one is refused, more steps are welcome."""
     run("run", steps=4, save_every=2, prompt_prune_rate=0.25)
     out = ["--out-dir", str(tmp_path / "run"), "--resume"]
@@ -215,18 +254,38 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path):
         train.parse_config([*out, "--group-size", "8"])
     train.main(train.parse_config([*out, "--steps", "6"]))
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 412)
+    with pytest.raises(InputError, match=r"412 prompts, but the run in .* was started with 512"):
+        train.main(train.parse_config([*out, "--steps", "8"]))
     with pytest.raises(InputError, match="holds a run: give --resume to continue it, or another --out-dir"):
         run("run")
 
 
 def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
-    """A learning rate that blows the weights up. Kills: saving what is broken, a traceback instead of the step."""
+    """A learning rate that blows the weights up. Kills: a traceback instead of the step, a checkpoint of a step that
+    did not end."""
     with pytest.raises(InputError, match=r"step \d+ is not finite .*Lower --lr") as caught:
         run("run", steps=9, lr=1e30, warmup=0, save_every=1)
     assert "\n" not in str(caught.value)
     saved = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt", weights_only=True)["step"]
     assert saved == rows(tmp_path / "run")[-1]["step"]
-    assert f"after step {saved}" in str(caught.value)
+
+
+def test_not_finite_evaluation(run, tmp_path, monkeypatch):
+    """Weights that an update of step 2 broke, found by its evaluation: that step is neither logged nor saved."""
+    calls, evaluate = itertools.count(), train.evaluation.sample_rewards
+
+    def breaks_at_third(model, *words, **options):
+        if next(calls) == 2:
+            with torch.no_grad():
+                model.model.norm.weight.fill_(math.nan)
+        return evaluate(model, *words, **options)
+
+    monkeypatch.setattr(train.evaluation, "sample_rewards", breaks_at_third)
+    with pytest.raises(InputError, match=r"step 2 is not finite \(the model's logits are not finite"):
+        run("run", steps=4, eval_every=1, eval_problems=2, save_every=1)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1]
+    assert torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt", weights_only=True)["step"] == 1
 
 
 def test_not_finite_loss_is_not_applied(run, tmp_path, monkeypatch):
@@ -288,6 +347,10 @@ def test_bad_input_has_no_traceback(tmp_path):
     assert alone.stderr.startswith("error: ")
     assert alone.stderr.count("\n") == 1
     assert "bad.jsonl, line 2 is not JSON" in alone.stderr
+    command = [*TORCHRUN, "--nproc-per-node", "2", *words]
+    together = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=ONE_THREAD)
+    assert together.returncode != 0
+    assert together.stderr.count("bad.jsonl, line 2 is not JSON") == 1, "one rank says it"
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="real problem files are not part of the repository")
