@@ -154,6 +154,26 @@ def test_biased_twins_fail(batch, twin):
     assert relative_error(expected, full) > 1e-3
 
 
+@pytest.mark.parametrize("twin", ["no weights", "kept count"])
+def test_biased_twins_fail_at_the_prompt_level(make_policy, make_rollouts, twin):
+    """The same for whole prompts: without weights, or with weights over the prompts that were kept."""
+    model, _ = make_policy(dtype=torch.float64)
+    rollouts = make_rollouts(model, 3, 3, drift=0.3)
+    rewards = torch.tensor([[1.0, 0, 0], [0, 1, 1], [0, 0, 1]], dtype=torch.float64)
+    advantages = dppo.group_advantages(rewards, "grpo")
+    scale, everything = scale_of(rollouts, "grpo", 9), torch.ones(3, 3, dtype=torch.bool)
+    full = gradient(model, rollouts, advantages, scale, everything)
+    keep_prob = torch.tensor([0.7, 1.0, 0.7], dtype=torch.float64)
+    expected = torch.zeros_like(full)
+    for keep, chance in patterns(keep_prob):
+        weights = dppo.ht_weights(keep, keep_prob) * 3 / keep.sum() if twin == "kept count" else keep.double()
+        kept = keep.tolist()
+        expected += chance * gradient(
+            model, rollouts, advantages[keep], (scale * weights[:, None])[keep], everything[keep], kept
+        )
+    assert relative_error(expected, full) > 1e-3
+
+
 def test_draws_have_their_probabilities():
     """Within 4 standard errors, independent. Kills: probabilities that are off by 0.02, one number for all."""
     keep_prob = torch.tensor([1.0, 0.7, 0.3, 0.05], dtype=torch.float64)
