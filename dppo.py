@@ -28,6 +28,11 @@ THRESHOLD_MARGIN = 1e-6  # below the mean means below by more than this: at pass
 LOSSES = ("grpo", "dr_grpo")
 
 
+def _check_loss(loss: str) -> None:
+    if loss not in LOSSES:
+        raise ValueError(f"unknown loss {loss!r}: choose one of {', '.join(LOSSES)}")
+
+
 def group_advantages(rewards: torch.Tensor, loss: str) -> torch.Tensor:
     """Advantages [Q, G] of rewards [Q, G], from each prompt's full group, before anything is dropped.
 
@@ -35,6 +40,7 @@ def group_advantages(rewards: torch.Tensor, loss: str) -> torch.Tensor:
     completion (reward NaN) counts neither in mean nor deviation and gets 0. A group whose rewards are all
     equal gets exact zeros, not rounding errors blown up by 1e-4.
     """
+    _check_loss(loss)
     scored = ~rewards.isnan()
     count = scored.sum(dim=1, keepdim=True)  # [Q, 1]
     filled = torch.where(scored, rewards, 0.0)
@@ -98,6 +104,7 @@ def loss_scale(lengths: torch.Tensor, loss: str, *, num_sequences: int, max_new_
     num_sequences is Q * G of the step's candidates, counted before anything was pruned.
     grpo: 1 / (length * Q * G), a mean over sequences of token means. dr_grpo: 1 / (Q * G * max_new_tokens).
     """
+    _check_loss(loss)
     if loss == "grpo":
         return 1.0 / (lengths.double().clamp(min=1) * num_sequences)
     return torch.full_like(lengths, 1.0 / (num_sequences * max_new_tokens), dtype=torch.float64)

@@ -249,6 +249,14 @@ def test_loss_scale_by_hand():
     assert constant.tolist() == [[1 / 800, 1 / 800]]
 
 
+def test_unknown_loss_is_named():
+    """Kills: a misspelt loss that is silently the other one."""
+    with pytest.raises(ValueError, match="unknown loss 'drgrpo': choose one of grpo, dr_grpo"):
+        dppo.group_advantages(torch.zeros(1, 2), "drgrpo")
+    with pytest.raises(ValueError, match="unknown loss 'drgrpo'"):
+        dppo.loss_scale(torch.ones(1, 2), "drgrpo", num_sequences=2, max_new_tokens=4)
+
+
 def test_effective_sample_size():
     assert dppo.effective_sample_size(torch.tensor([2.0, 2, 0, 0])) == 2
     assert dppo.effective_sample_size(torch.tensor([3.0, 1])) == pytest.approx(1.6)
