@@ -14,6 +14,7 @@ import torch
 import transformers
 import tyro
 
+import config
 import train
 
 PARTS = ("step_time", "time/rollout", "time/score", "time/train", "tokens/generated", "tokens/trained")
@@ -38,7 +39,7 @@ def step(
         for method in ("grpo", "dppo"):
             with tempfile.TemporaryDirectory() as folder:
                 words = ["--method", method, "--steps", str(steps), "--seed", str(number), "--out-dir", f"{folder}/run"]
-                train.main(train.parse_config([*words, "--eval-every", "0", "--save-every", "0"]))
+                train.main(config.parse_config([*words, "--eval-every", "0", "--save-every", "0"]))
                 log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()][skip:]
             for part in PARTS:
                 median = statistics.median(row[part] for row in log)

@@ -34,6 +34,7 @@ class Rollouts:
     completion_ids: torch.Tensor  # [K, G, T] int64; beyond a completion's length: anything
     logprobs: torch.Tensor  # [K, G, T] float32, of the sampled tokens at the sampling temperature; 0 beyond
     entropy: torch.Tensor  # [K, G] float32, summed over the completion's tokens, in nats
+    energy: torch.Tensor  # [K, G] float32, sum over its tokens of |onehot(token) - softmax|^2, the logit gradient's
     lengths: torch.Tensor  # [K, G] int64, tokens sampled, end token included
     truncated: torch.Tensor  # [K, G] bool, cut off by max_new_tokens before an end token
 
@@ -48,25 +49,34 @@ def eos_token_ids(model, tokenizer) -> list[int]:
 
 
 class _Recorder(LogitsProcessor):
-    """Applies the temperature; records log-prob and entropy of what is sampled, holding [B, V] for one step only."""
+    """Applies the temperature; records log-prob, entropy and logit-gradient energy of what is sampled, holding [B, V]
+    for one step only."""
 
     def __init__(self, temperature: float):
         self.temperature = temperature
-        self.logprobs, self.entropies = [], []  # one [B] a step
-        self.scores = None  # [B, V] of the step being sampled
+        self.logprobs, self.entropies, self.energies = [], [], []  # one [B] a step
+        self.scores = self.probs = None  # [B, V] of the step being sampled
 
     def __call__(self, input_ids, scores):
         self.take(input_ids)
         self.scores = torch.log_softmax(scores.float() / self.temperature, dim=-1)  # [B, V]
         if not self.scores[:, 0].isfinite().all():  # a NaN or an infinity anywhere in a row spreads to all of it
             raise FloatingPointError("the model's logits are not finite")
-        self.entropies.append(-(self.scores.exp() * self.scores).sum(-1))  # [B]
+        self.probs = self.scores.exp()  # [B, V]
+        self.entropies.append(-(self.probs * self.scores).sum(-1))  # [B]
         return self.scores
 
     def take(self, input_ids):
-        """Read the log-prob of the newest token from the distribution it was drawn from."""
-        if self.scores is not None:
-            self.logprobs.append(self.scores.gather(1, input_ids[:, -1:]).squeeze(1))  # [B]
+        """Read what belongs to the newest token from the distribution it was drawn from."""
+        if self.scores is None:
+            return
+        token = input_ids[:, -1:]  # [B, 1]
+        logprob = self.scores.gather(1, token).squeeze(1)  # [B]
+        others = self.probs.scatter_(1, token, 0.0).square().sum(-1)  # [B]
+        self.logprobs.append(logprob)
+        self.energies.append(
+            torch.expm1(logprob).square() + others
+        )  # (1 - p)^2 + sum of the others' p^2: no cancellation
 
 
 @contextlib.contextmanager
@@ -106,7 +116,8 @@ def sample(
     K, G, device = len(prompt_ids), group_size, model.device
     T = max_new_tokens if K else 0
     completion_ids = torch.full((K, G, T), pad_id, device=device)
-    logprobs, entropy = torch.zeros(K, G, T, device=device), torch.zeros(K, G, device=device)
+    logprobs = torch.zeros(K, G, T, device=device)
+    entropy, energy = torch.zeros(K, G, device=device), torch.zeros(K, G, device=device)
     lengths = torch.zeros(K, G, dtype=torch.long, device=device)
     truncated = torch.zeros(K, G, dtype=torch.bool, device=device)
 
@@ -127,9 +138,8 @@ def sample(
     progress = tqdm(total=K, desc="rollout", unit="prompt", delay=3, leave=False, disable=not show_progress)
     with torch.no_grad(), _sampling_setup(model, config), progress:
         for batch in batches:
-            ids, batch_logprobs, batch_entropy = _sample_batch(
-                model, [prompt_ids[k] for k in batch], config, temperature=temperature
-            )  # [len(batch) * G, t], the same, the same
+            ids, recorder = _sample_batch(model, [prompt_ids[k] for k in batch], config, temperature=temperature)
+            batch_logprobs = torch.stack(recorder.logprobs, dim=1)  # [len(batch) * G, t], as ids
             t = ids.shape[1]
             ends = torch.isin(ids, torch.tensor(eos_ids, device=device))
             ended = ends.any(dim=1)
@@ -137,14 +147,15 @@ def sample(
             sampled = torch.arange(t, device=device) < length[:, None]  # [len(batch) * G, t]
             completion_ids[batch, :, :t] = ids.view(-1, G, t)
             logprobs[batch, :, :t] = (batch_logprobs * sampled).view(-1, G, t)
-            entropy[batch] = (batch_entropy * sampled).sum(dim=1).view(-1, G)
+            entropy[batch] = (torch.stack(recorder.entropies, dim=1) * sampled).sum(dim=1).view(-1, G)
+            energy[batch] = (torch.stack(recorder.energies, dim=1) * sampled).sum(dim=1).view(-1, G)
             lengths[batch], truncated[batch] = length.view(-1, G), ~ended.view(-1, G)
             progress.update(len(batch))
-    return Rollouts(prompt_ids, completion_ids, logprobs, entropy, lengths, truncated)
+    return Rollouts(prompt_ids, completion_ids, logprobs, entropy, energy, lengths, truncated)
 
 
 def _sample_batch(model, prompt_ids, config, *, temperature):
-    """One call of generate: completion ids, their log-probs and the entropies they were drawn at, [B, t] each."""
+    """One call of generate: completion ids [B, t], and what was recorded of their t steps."""
     width = max(map(len, prompt_ids))  # left padding, so that all completions start in one column
     padded = [[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
     real = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
@@ -156,7 +167,7 @@ def _sample_batch(model, prompt_ids, config, *, temperature):
         logits_processor=LogitsProcessorList([recorder]),
     )
     recorder.take(sequences)
-    return sequences[:, width:], torch.stack(recorder.logprobs, dim=1), torch.stack(recorder.entropies, dim=1)
+    return sequences[:, width:], recorder
 
 
 def choose_device(device: str) -> str:

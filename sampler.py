@@ -11,6 +11,7 @@ import hashlib
 
 import torch
 
+import baselines
 import dppo
 
 
@@ -47,11 +48,21 @@ class PromptHistory:
     def __init__(self, num_prompts: int):
         self.score = torch.full((num_prompts,), torch.nan, dtype=torch.float64)  # [num_prompts]
 
-    def keep_prob(self, prompts: torch.Tensor, prune_rate: float) -> torch.Tensor:
-        """Keep probabilities [Q] of the candidates: prune_rate (r_q) is the chance of dropping one whose score is
-        below the mean of the step's seen candidates. One that was never rolled out is always kept."""
+    def prune(
+        self, rule: str, prune_rate: float, prompts: torch.Tensor, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keep, weights) [Q] of the step's candidates.
+
+        none: all are kept. dppo: prune_rate (r_q) is the chance of dropping one whose score is below the mean of the
+        seen candidates; one that was never rolled out is always kept. dppo_floor: its deterministic form, baselines.py.
+        """
         score = self.score[prompts]
-        return dppo.threshold_keep_prob(score, ~score.isnan(), prune_rate)
+        seen = ~score.isnan()
+        if rule == "dppo_floor":
+            return baselines.floor_of_low(score, seen, prune_rate)
+        if rule not in ("none", "dppo"):
+            raise ValueError(f"unknown prompt rule {rule!r}: choose one of none, dppo, dppo_floor")
+        return dppo.prune(dppo.threshold_keep_prob(score, seen, prune_rate if rule == "dppo" else 0.0), generator)
 
     def update(self, prompts: torch.Tensor, advantages: torch.Tensor) -> None:
         """Remember the full groups' advantages [K, G] of the K prompts that were rolled out."""

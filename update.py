@@ -15,12 +15,15 @@ import dppo
 import packing
 
 
-def accumulate_gradients(model, rollouts, advantages, scale, keep, *, cfg, show_progress=False) -> torch.Tensor:
+def accumulate_gradients(
+    model, rollouts, advantages, scale, keep, *, cfg, reference=None, show_progress=False
+) -> torch.Tensor:
     """Add the gradient of every kept sequence of this rank to .grad, pack by pack.
 
     advantages, scale and keep are [K, G], this rank's rows. A sequence's tokens carry its scale and nothing
-    that depends on the pack, so any layout gives the same sum. Returns float64 sums [6]: loss, clipped tokens,
-    completion tokens, tokens forwarded, tokens of the slots, |trainer - sampler| log-prob gap.
+    that depends on the pack, so any layout gives the same sum. With cfg.beta, `reference` is the frozen model of
+    the KL term. Returns float64 sums [7]: loss, KL, clipped tokens, completion tokens, tokens forwarded, tokens of the
+    slots, |trainer - sampler| log-prob gap; loss and KL with the full batch's denominator.
     """
     device, G = model.device, keep.shape[1]
     kept = keep.flatten().nonzero().squeeze(1).tolist()  # indices into K * G
@@ -31,7 +34,7 @@ def accumulate_gradients(model, rollouts, advantages, scale, keep, *, cfg, show_
     completions = [completion_ids[index, : lengths[index]].tolist() for index in kept]
     totals = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
-    sums = torch.zeros(6, dtype=torch.float64)
+    sums = torch.zeros(7, dtype=torch.float64)
     packs = packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window)
     for members in tqdm(packs, desc="update", unit="pack", delay=3, leave=False, disable=not show_progress):
         pack = packing.build_pack([prompts[m] for m in members], [completions[m] for m in members], device)
@@ -39,18 +42,27 @@ def accumulate_gradients(model, rollouts, advantages, scale, keep, *, cfg, show_
         old = torch.cat([old_logprobs[kept[m], : lengths[kept[m]]] for m in members])  # [N]
         with autocast(cfg):
             logprobs = packing.packed_logprobs(model, pack, temperature=cfg.temperature)  # [N]
-        loss, clipped = dppo.policy_loss(
+        weight = scale[owner].to(logprobs.dtype)  # [N]; multiplies the finished loss of each token
+        loss, clipped = dppo.token_loss(
             logprobs,
             old.to(logprobs.dtype),
             advantages[owner].to(logprobs.dtype),
-            scale[owner].to(logprobs.dtype),
+            owner,
+            loss=cfg.loss,
             eps_low=cfg.eps_low,
             eps_high=cfg.eps_high,
-        )
-        loss.backward()
+        )  # [N], [N]
+        kl = torch.zeros_like(loss)  # [N]
+        if cfg.beta:
+            with torch.no_grad(), autocast(cfg):
+                ref_logprobs = packing.packed_logprobs(reference, pack, temperature=cfg.temperature)  # [N]
+            kl = dppo.kl_k3(logprobs, ref_logprobs)
+        total = ((loss + cfg.beta * kl) * weight).sum()
+        total.backward()
         tokens, slot = pack.bounds[-1], max(cfg.pack_tokens, pack.bounds[-1])
-        gap = (logprobs.detach() - old).abs().sum()
-        sums += torch.tensor([loss.item(), clipped.item(), len(old), tokens, slot, gap.item()], dtype=torch.float64)
+        gap, kl = (logprobs.detach() - old).abs().sum(), (kl.detach() * weight).sum()
+        row = [total.item(), kl.item(), clipped.sum().item(), len(old), tokens, slot, gap.item()]
+        sums += torch.tensor(row, dtype=torch.float64)
     return sums
 
 

@@ -79,6 +79,6 @@ def make_rollouts():
                     noise = torch.randn(len(completion), generator=generator, dtype=own.dtype)
                     logprobs[q, g, : len(completion)] = own + drift * noise
         nothing = torch.zeros(num_prompts, group_size)
-        return rollout.Rollouts(prompts, completion_ids, logprobs, nothing, lengths, nothing.bool())
+        return rollout.Rollouts(prompts, completion_ids, logprobs, nothing, nothing, lengths, nothing.bool())
 
     return make

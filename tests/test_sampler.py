@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 import dppo
@@ -27,6 +28,14 @@ def test_seeds_depend_on_every_part_of_the_key():
     torch.manual_seed(max(seeds))
 
 
+def weights_of(history, window, rate=0.25, rule="dppo"):
+    """The weights that each candidate can get, over many draws."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [history.prune(rule, rate, window, generator) for _ in range(100)]
+    assert all(torch.equal(weights > 0, keep) for keep, weights in drawn)
+    return [set(column) for column in zip(*(weights.tolist() for _, weights in drawn), strict=True)]
+
+
 def test_history_rule_by_hand():
     """r_q acts below the mean of the seen candidates of this step. Kills: unseen ones dropped or counted as 0,
     the mean of all prompts instead of the window's, dropping above the mean."""
@@ -34,10 +43,15 @@ def test_history_rule_by_hand():
     history.update(torch.tensor([0, 2, 4]), torch.tensor([[1.0, -1.0], [0.2, -0.4], [0.0, 0.0]]))
     assert history.score.nan_to_num(-1).tolist()[::2] == [1.0, 0.30000001192092896, 0.0]
     window = torch.tensor([0, 1, 2, 3])  # seen: 1.0 and 0.3, mean 0.65
-    assert history.keep_prob(window, 0.25).tolist() == [1.0, 1.0, 0.75, 1.0]
-    assert history.keep_prob(torch.tensor([1, 3, 5]), 0.25).tolist() == [1.0, 1.0, 1.0]
+    assert weights_of(history, window) == [{1.0}, {1.0}, {0.0, 4 / 3}, {1.0}]
+    assert weights_of(history, torch.tensor([1, 3, 5])) == [{1.0}] * 3
+    assert weights_of(history, window, rule="none") == [{1.0}] * 4
+    assert weights_of(history, window, 0.9) == [{1.0}, {1.0}, {0.0, 1 / (1 - 0.9)}, {1.0}]
+    assert weights_of(history, torch.tensor([0, 2, 4]), 0.5, rule="dppo_floor") == [{1.0}, {2.0}, {0.0}], "the lowest"
     history.update(torch.tensor([2]), torch.tensor([[3.0, -3.0]]))
-    assert history.keep_prob(window, 0.25).tolist() == [0.75, 1.0, 1.0, 1.0], "the last visit counts"
+    assert weights_of(history, window) == [{0.0, 4 / 3}, {1.0}, {1.0}, {1.0}], "the last visit counts"
+    with pytest.raises(ValueError, match="unknown prompt rule 'greso'"):
+        history.prune("greso", 0.5, window, torch.Generator())
 
 
 def test_average_over_many_steps_is_the_unpruned_mean():
@@ -50,7 +64,7 @@ def test_average_over_many_steps_is_the_unpruned_mean():
     for step in range(1, 5001):
         pass_rate = (torch.arange(200) / 200 + step / 3000) % 1.0
         window = sampler.candidates(200, 20, seed=0, step=step)
-        keep, weights = dppo.prune(history.keep_prob(window, 0.6), sampler.generator_for(0, step, "keep"))
+        keep, weights = history.prune("dppo", 0.6, window, sampler.generator_for(0, step, "keep"))
         rewards = (torch.rand(20, 4, generator=generator) < pass_rate[window, None]).double()
         advantages = dppo.group_advantages(rewards, "dr_grpo")
         history.update(window[keep], advantages[keep])

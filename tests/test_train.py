@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from toy import flags, toy_reward
 
 import arithmetic
+import config
 import data
 import dppo
 import sampler
@@ -34,7 +35,7 @@ def run(policy_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "reward_function", lambda _name: toy_reward)
 
     def go(name, **changes):
-        train.main(train.parse_config(flags(policy_folder, str(tmp_path / name), **changes)))
+        train.main(config.parse_config(flags(policy_folder, str(tmp_path / name), **changes)))
         return rows(tmp_path / name)
 
     return go
@@ -113,9 +114,9 @@ def test_log_rows(run, tmp_path):
     sample = rows(tmp_path / "run", "samples.jsonl")[0]
     assert set(sample) == {"step", "prompt", "completion", "answer", "reward", "advantage", "kept", "weight"}
     assert sample["reward"] == toy_reward(sample["completion"], "")
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["config"]["prompt_prune_rate"] == 0.5
-    assert config["versions"]["torch"] == torch.__version__
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert written["config"]["prompt_prune_rate"] == 0.5
+    assert written["versions"]["torch"] == torch.__version__
     assert (tmp_path / "run" / "run.png").stat().st_size > 10_000
 
 
@@ -248,15 +249,15 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
     """--resume needs no other flag than the folder; a changed one is refused, more steps are welcome."""
     run("run", steps=4, save_every=2, prompt_prune_rate=0.25)
     out = ["--out-dir", str(tmp_path / "run"), "--resume"]
-    cfg = train.parse_config(out)
+    cfg = config.parse_config(out)
     assert (cfg.model, cfg.prompt_prune_rate, cfg.group_size, cfg.steps) == (policy_folder, 0.25, 6, 4)
     with pytest.raises(InputError, match=r"--group-size 8: the run in .* has 6"):
-        train.parse_config([*out, "--group-size", "8"])
-    train.main(train.parse_config([*out, "--steps", "6"]))
+        config.parse_config([*out, "--group-size", "8"])
+    train.main(config.parse_config([*out, "--steps", "6"]))
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 412)
     with pytest.raises(InputError, match=r"412 prompts, but the run in .* was started with 512"):
-        train.main(train.parse_config([*out, "--steps", "8"]))
+        train.main(config.parse_config([*out, "--steps", "8"]))
     with pytest.raises(InputError, match="holds a run: give --resume to continue it, or another --out-dir"):
         run("run")
 
@@ -332,7 +333,7 @@ def test_not_finite_loss_is_not_applied(run, tmp_path, monkeypatch):
 )
 def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, words, said):
     with pytest.raises(InputError) as caught:
-        train.main(train.parse_config([*flags(policy_folder, str(tmp_path / "run")), *words]))
+        train.main(config.parse_config([*flags(policy_folder, str(tmp_path / "run")), *words]))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
@@ -358,7 +359,7 @@ def test_real_gsm8k_file(policy_folder, tmp_path, capsys):
     """Two steps and an evaluation on real problems; over-long prompts are dropped and counted."""
     words = flags(policy_folder, str(tmp_path / "run"), data=str(SHARED / "gsm8k_train.jsonl"), steps=2, eval_every=1,
                   eval_problems=4)  # fmt: skip
-    train.main(train.parse_config(words))
+    train.main(config.parse_config(words))
     log = rows(tmp_path / "run")
     assert [row["step"] for row in log] == [0, 1, 2]
     assert "prompts: longer than 506 tokens" in capsys.readouterr().out

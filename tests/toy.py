@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import config
 import data
 import dppo
 import rollout
@@ -74,7 +75,7 @@ def ranks(folder, model):
         dppo.draw, train.sum_gradients = recording_draw, recording_sum
         rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3, "save_every": 3}
         words = flags(model, f"{folder}/{name}", **(rates | changes))
-        train.main(train.parse_config(words))
+        train.main(config.parse_config(words))
         torch.save(record, f"{folder}/{name}-rank{os.environ.get('RANK', '0')}.pt")
 
 
@@ -83,6 +84,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "ranks":
         ranks(*sys.argv[2:])
     else:
-        train.main(train.parse_config(sys.argv[1:]))
+        train.main(config.parse_config(sys.argv[1:]))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

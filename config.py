@@ -1,0 +1,214 @@
+"""
+The flags of train.py: what each one means, what it may be, and what it is when it is not given.
+
+Bad values end in an InputError that names the flag, the value and the way out, before anything is loaded or written.
+"""
+
+import contextlib
+import difflib
+import io
+import json
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+import baselines
+import data
+import rollout
+from data import InputError
+
+METHODS = {  # --method is no more than this choice of --prompt-rule and --completion-rule
+    "grpo": ("none", "none"),
+    "grpo_zero": ("none", "zero"),
+    "dppo": ("dppo", "dppo"),
+    "dppo_floor": ("dppo_floor", "dppo_floor"),
+    "cppo": ("none", "cppo"),
+    "pps": ("none", "pps"),
+}
+LOSS_CLIPS = {  # --eps-low and --eps-high where they are not given, as the papers have them
+    "grpo": (0.2, 0.2),
+    "dr_grpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (1.0, 4.0),
+}
+
+
+@dataclass
+class Config:
+    # method
+    method: Literal["grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "pps"] = "dppo"  # a choice of the two rules
+    prompt_rule: Literal["none", "dppo", "dppo_floor"] | None = None  # default: the method's
+    completion_rule: Literal["none", "zero", "dppo", "pps", "uniform", "cppo", "cppo_batch", "dppo_floor"] | None = None
+    prompt_prune_rate: float | None = None  # r_q: chance of dropping a prompt of low history; default 0.3 (none: 0)
+    completion_prune_rate: float | None = None  # r_o, as the completion rule reads it; default 0.7 (none, zero: 0)
+    cppo_allocation: bool = False  # with cppo: roll out 1 / (1 - r_o) times the prompts, to fill the update
+    check_every: int = 0  # steps between running checks that the completion pruning is unbiased; 0 = never
+    # loss
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"  # ratio, clip and denominator
+    eps_low: float | None = None  # the ratio is clipped to 1 - eps_low; default: the loss's own, 0.2 for grpo
+    eps_high: float | None = None  # and 1 + eps_high
+    beta: float = 0.0  # of the KL term (k3) to the model the run began with; 0: no reference model
+    mask_truncated: bool = False  # completions cut off by max_new_tokens carry no loss
+    # model and data
+    model: str = "tiny"  # tiny (the embedded base model), a hub id such as Qwen/Qwen3-0.6B, or a folder
+    data: str = "arithmetic"  # arithmetic, arithmetic-mixed or FILE.jsonl
+    eval_data: str | None = None  # default: the held-out split, or the last 5 % of FILE
+    # batch
+    steps: int = 70  # rollout batches, each good for minibatches x epochs optimizer updates
+    prompts_per_step: int = 32  # Q: candidates of a step and the denominator; prompt pruning rolls out fewer
+    group_size: int = 16  # G: completions per prompt
+    minibatches: int = 1  # optimizer updates in one pass over a step's prompts
+    epochs: int = 1  # passes over a step's prompts, each with draws of its own
+    max_new_tokens: int | None = None  # default: what the embedded task needs, 1,024 for files
+    temperature: float = 1.0  # of sampling; the log-probs carry it
+    rollout_batch: int = 128  # sequences sampled at once; bounds the memory of the key-value cache
+    # optimizer
+    lr: float | None = None  # default: 2e-4 for tiny, 1e-6 otherwise; constant after warm-up
+    warmup: int = 5  # steps over which the learning rate rises
+    grad_clip: float = 1.0  # largest gradient norm
+    weight_decay: float = 0.0  # AdamW's
+    # packing and machine
+    pack_tokens: int | None = None  # tokens in a slot; default: 1,024 on the CPU, 4,096 on CUDA
+    pack_window: int = 64  # sequences the packer looks at
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the arithmetic (weights stay float32); bfloat16 on CUDA
+    # run
+    seed: int = 0  # of everything that is drawn
+    out_dir: str = "out"  # holds the log, the checkpoint and run.png
+    resume: bool = False  # continue the run in out_dir, with its own settings
+    eval_every: int = 20  # steps between evaluations; 0 = never
+    eval_problems: int = 300  # at most so many, 4 completions each
+    save_every: int = 20  # steps between checkpoints; 0 = never
+
+
+FREE_TO_CHANGE = (  # when resuming: what is not part of the experiment
+    "steps", "device", "rollout_batch", "pack_tokens", "pack_window", "out_dir", "resume", "eval_every", "save_every",
+    "check_every",
+)  # fmt: skip
+
+
+def parse_config(argv: list[str]) -> Config:
+    """The Config of a command line; with --resume, on top of what the run in out_dir was started with."""
+    cfg = _parse(argv, Config())
+    stored = Path(cfg.out_dir) / "config.json"
+    if cfg.resume and stored.exists():
+        run = Config(**json.loads(stored.read_text())["config"])
+        cfg = _parse(argv, run)
+        for field in fields(Config):
+            now, then = getattr(cfg, field.name), getattr(run, field.name)
+            if now != then and field.name not in FREE_TO_CHANGE:
+                flag = field.name.replace("_", "-")
+                raise InputError(
+                    f"--{flag} {now}: the run in {cfg.out_dir} has {then}; leave it, or use another --out-dir"
+                )
+    return cfg
+
+
+def _parse(argv: list[str], default: Config) -> Config:
+    """tyro's parser, with its complaint folded into one line."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            cfg, unknown = tyro.cli(Config, args=argv, default=default, return_unknown_args=True)
+    except SystemExit as stop:
+        if stop.code == 0:  # --help
+            raise
+        words = complaint.getvalue().translate({ord(c): " " for c in "╭─╮│╰╯"}).split()
+        raise InputError(" ".join(words)) from None
+    if unknown:
+        known = [f"--{field.name.replace('_', '-')}" for field in fields(Config)]
+        near = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see --help"
+        raise InputError(f"unknown flag {unknown[0]}: {hint}")
+    return cfg
+
+
+def resolve(cfg: Config) -> Config:
+    """Check every value and fill in the defaults that depend on others; InputError names the value."""
+    device = rollout.choose_device(cfg.device)
+    prompt_rule, completion_rule = METHODS[cfg.method]
+    cfg = replace(
+        cfg, prompt_rule=cfg.prompt_rule or prompt_rule, completion_rule=cfg.completion_rule or completion_rule
+    )
+    eps_low, eps_high = LOSS_CLIPS[cfg.loss]
+    defaults = {
+        "prompt_prune_rate": 0.0 if cfg.prompt_rule == "none" else 0.3,
+        "completion_prune_rate": 0.0 if cfg.completion_rule in ("none", "zero") else 0.7,
+        "eps_low": eps_low,
+        "eps_high": eps_high,
+        "max_new_tokens": max(data.max_new_tokens(name) for name in (cfg.data, cfg.eval_data or cfg.data)),
+        "lr": 2e-4 if cfg.model == "tiny" else 1e-6,
+        "pack_tokens": 1024 if device == "cpu" else 4096,
+    }
+    dtype = ("float32" if device == "cpu" else "bfloat16") if cfg.dtype == "auto" else cfg.dtype
+    missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
+    cfg = replace(cfg, device=device, dtype=dtype, **missing)
+
+    def check(name, good, rule):
+        if not good(getattr(cfg, name)):
+            raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be {rule}")
+
+    for name, rule, idle in (
+        ("prompt_prune_rate", cfg.prompt_rule, ("none",)),
+        ("completion_prune_rate", cfg.completion_rule, ("none", "zero")),
+    ):
+        check(name, lambda r: 0 <= r < 1, "at least 0 and below 1: at 1 nothing is kept, and no weight can mend it")
+        if rule in idle:
+            flag = name.replace("prune_rate", "rule").replace("_", "-")
+            check(name, lambda r: r == 0, f"0 with --{flag} {rule}, which has no rate: use --method dppo or pps")
+    counts = (
+        "steps", "prompts_per_step", "minibatches", "epochs", "max_new_tokens", "rollout_batch", "pack_tokens",
+        "pack_window", "eval_problems",
+    )  # fmt: skip
+    for name in counts:
+        check(name, lambda count: count >= 1, "at least 1")
+    check("group_size", lambda size: size >= 2, "at least 2: a group of one has no advantage")
+    for name in ("lr", "temperature", "grad_clip"):
+        check(name, lambda value: 0 < value < math.inf, "above 0 and finite")
+    for name in ("beta", "warmup", "weight_decay", "eval_every", "save_every", "check_every"):
+        check(name, lambda value: 0 <= value < math.inf, "at least 0")
+    check("eps_low", lambda eps: 0 < eps < 1 or (cfg.loss == "cispo" and eps == 1), "above 0 and below 1")
+    check("eps_high", lambda eps: 0 < eps < math.inf, "above 0")
+    if cfg.cppo_allocation and cfg.completion_rule not in ("cppo", "cppo_batch"):
+        raise InputError(f"--cppo-allocation: belongs to --method cppo, not to --completion-rule {cfg.completion_rule}")
+    if cfg.completion_rule == "cppo" and not baselines.kept_count(cfg.group_size, cfg.completion_prune_rate):
+        check("completion_prune_rate", lambda _: False, f"lower: it keeps none of {cfg.group_size} completions")
+    check(
+        "minibatches",
+        lambda count: num_candidates(cfg) % count == 0,
+        f"a divisor of the step's {num_candidates(cfg)} prompts, so that every update has the planned size",
+    )
+    return cfg
+
+
+def num_candidates(cfg: Config) -> int:
+    """How many prompts a step considers: --prompts-per-step, or what CPPO's allocation makes of it."""
+    if cfg.cppo_allocation:
+        return baselines.allocated_prompts(cfg.prompts_per_step, cfg.completion_prune_rate)
+    return cfg.prompts_per_step
+
+
+def warnings(cfg: Config) -> list[str]:
+    """What a resolved Config does that is not the unbiased gradient of its loss; dppo.py says why."""
+    said = []
+    if cfg.completion_rule in ("cppo", "cppo_batch", "dppo_floor"):
+        said.append(f"--completion-rule {cfg.completion_rule} is biased: it keeps by rank, not at random")
+    if cfg.prompt_rule == "dppo_floor":
+        said.append("--prompt-rule dppo_floor is biased: it keeps by rank, not at random")
+    if cfg.prompt_prune_rate > 0 and cfg.loss in ("dapo", "cispo"):
+        said.append(
+            f"--loss {cfg.loss} with pruned prompts is only consistent: the un-pruned batch's tokens are estimated; "
+            "--loss grpo, dr_grpo or gspo, or --prompt-rule none, is exact"
+        )
+    if cfg.prompt_prune_rate > 0 and cfg.epochs > 1:
+        said.append(
+            "--epochs above 1 with pruned prompts is inexact: later epochs see parameters that depend on the step's "
+            "one prompt draw; --prompt-rule none is exact"
+        )
+    if cfg.beta > 0 and cfg.completion_rule == "zero" and not cfg.mask_truncated:
+        said.append("--completion-rule zero drops nothing with --beta above 0: the KL term is never exactly zero")
+    return said

@@ -1,0 +1,248 @@
+"""
+The proof by enumeration: every outcome that a pruning rule can have, with its probability.
+
+    python dppo.py          prints the table for a toy policy of 36 parameters; `python proof.py` is the same
+
+Gradients are linear in the weights (the tests show it by real backwards), so the expectation over keep patterns is a
+product: sum over outcomes of probability x weights, times the per-sequence gradients. No sampling is involved, so
+an unbiased rule is off by rounding (1e-16) and nothing else. The tests use the same functions on a Qwen3 model.
+
+Letters: K prompts, G completions each, P parameters, N completion tokens, V vocabulary.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+import baselines
+import dppo
+
+BIASED = ("cppo", "cppo_batch", "dppo_floor")
+UNBIASED = ("none", "zero", "dppo", "pps", "uniform")
+TWINS = ("no weights", "kept count", "kept tokens", "advantages again")  # mistakes that are popular and biased
+
+
+@dataclass
+class Case:
+    """One batch, whose gradient can be taken for any advantages and any factor of each sequence."""
+
+    gradient: Callable  # (advantages [K, G], scale [K, G], keep [K, G], shift of the parameters [P] or 0) -> [P]
+    batch: dppo.Completions
+    scale: torch.Tensor  # [K, G], the full batch's: prompt weight x denominator
+    loss: str
+    beta: float
+
+    def full(self, shift=0.0) -> torch.Tensor:
+        """The un-pruned gradient [P]."""
+        return self.gradient(self.batch.advantages, self.scale, self.scale > 0, shift)
+
+    def of_each(self, shift=0.0) -> torch.Tensor:
+        """What each sequence adds to the full gradient, [K * G, P]: one backward each."""
+        alone = torch.eye(self.scale.numel(), dtype=torch.bool).view(-1, *self.scale.shape)
+        return torch.stack([self.gradient(self.batch.advantages, self.scale * one, one, shift) for one in alone])
+
+
+# ---------------------------------------------------------------------------- every outcome
+
+
+def independent_outcomes(keep_prob: torch.Tensor) -> Iterator[tuple[torch.Tensor, float]]:
+    """Every (keep, probability) of dppo.draw."""
+    flat = keep_prob.flatten().tolist()
+    for bits in itertools.product(*[(True,) if p == 1 else (False,) if p == 0 else (True, False) for p in flat]):
+        chance = math.prod(p if bit else 1 - p for p, bit in zip(flat, bits, strict=True))
+        yield torch.tensor(bits).view(keep_prob.shape), chance
+
+
+def systematic_outcomes(keep_prob: torch.Tensor, order: torch.Tensor) -> Iterator[tuple[torch.Tensor, float]]:
+    """Every (keep, probability) of dppo.systematic: it changes only where the start passes the end of an interval."""
+    laid = keep_prob.flatten()[order]
+    ends = torch.where(laid >= 1, 0.0, laid).cumsum(dim=0) % 1.0
+    edges = sorted({0.0, *ends.tolist(), 1.0})
+    for low, high in itertools.pairwise(edges):
+        yield dppo.systematic(keep_prob, order, (low + high) / 2), high - low
+
+
+def outcomes(
+    rule: str, prune_rate: float, batch: dppo.Completions
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+    """Every (keep, weights, probability) of a completion rule on a batch."""
+    shape = batch.size.shape
+    if rule in BIASED:
+        yield *baselines.prune_completions(rule, prune_rate, batch, torch.Generator()), 1.0
+        return
+    if rule == "uniform":  # a simple random sample of n (1 - rate) completions, rounded down or up
+        n, expected = batch.size.numel(), batch.size.numel() * (1 - prune_rate)
+        keep_prob = torch.full(shape, 1 - prune_rate, dtype=torch.float64)
+        draws = [
+            (torch.zeros(n, dtype=torch.bool).index_fill(0, torch.tensor(kept), True).view(shape), chance / ways)
+            for size, chance in ((math.floor(expected), 1 - expected % 1), (math.floor(expected) + 1, expected % 1))
+            for ways in (math.comb(n, size),)
+            for kept in itertools.combinations(range(n), size)
+        ]
+    else:
+        keep_prob = dppo.completion_keep_prob(rule, prune_rate, batch)
+        if rule == "pps":
+            draws = systematic_outcomes(keep_prob, dppo.strata_order(batch))
+        else:
+            draws = independent_outcomes(keep_prob)
+    for keep, chance in draws:
+        yield keep, dppo.ht_weights(keep, keep_prob), chance
+
+
+# ---------------------------------------------------------------------------- expectations
+
+
+def expected_gradient(case: Case, rule: str, prune_rate: float, *, each=None, twin: str | None = None) -> torch.Tensor:
+    """The pruned gradient [P], summed over every outcome times its probability; `twin` makes one of TWINS' mistakes."""
+    each = case.of_each() if each is None else each  # [K * G, P]
+    total, chances = torch.zeros_like(each[0]), 0.0
+    for keep, weights, chance in outcomes(rule, prune_rate, case.batch):
+        factor = weights
+        if twin == "no weights":
+            factor = keep.double()
+        elif twin == "kept count":  # the mean over what is kept
+            factor = weights * keep.numel() / max(1, keep.sum().item())
+        elif twin == "kept tokens":
+            lengths = case.batch.lengths.double()
+            factor = weights * lengths.sum() / max(1.0, (lengths * keep).sum().item())
+        if twin == "advantages again":  # mean and deviation of what is kept: other gradients for every outcome
+            again = dppo.group_advantages(torch.where(keep, case.batch.rewards, torch.nan), case.loss)
+            total += chance * case.gradient(again, case.scale * weights, keep, 0.0)
+        else:
+            total += chance * (factor.flatten() @ each)
+        chances += chance
+    assert abs(chances - 1.0) < 1e-9, f"the probabilities of {rule}'s outcomes sum to {chances}"
+    return total
+
+
+def second_step(
+    case: Case, rule: str, prune_rate: float, *, lr: float, fresh: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two updates on one batch (as two epochs are): the expected gradients [P] of the second one, pruned and full, over
+    every outcome of the first. `fresh`: the second has a draw of its own; else the first one's mask again."""
+    each, pruned, full = case.of_each(), 0.0, 0.0
+    for _keep, weights, chance in outcomes(rule, prune_rate, case.batch):
+        shift = -lr * (weights.flatten() @ each)  # where this outcome's update leads
+        there = case.of_each(shift)
+        full = full + chance * there.sum(dim=0)
+        if fresh:
+            pruned = pruned + chance * expected_gradient(case, rule, prune_rate, each=there)
+        else:
+            pruned = pruned + chance * (weights.flatten() @ there)
+    return pruned, full
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference over the largest entry."""
+    return ((got - wanted).abs().max() / wanted.abs().max()).item()
+
+
+# ---------------------------------------------------------------------------- a toy policy
+
+
+def toy_case(
+    loss: str = "grpo", *, beta: float = 0.0, drift: float = 0.3, prompts=(0, 1), prompt_weight: float = 1.0
+) -> Case:
+    """Four completions of up to 5 tokens for each prompt, under a table of next-token logits [V, V], float64.
+
+    `drift` moves the old log-probs away from the policy's, so that some tokens are clipped; `prompts` says which of the
+    two were kept by a prompt-level draw, `prompt_weight` what multiplies them.
+    """
+    V, G = 6, 4
+    generator = torch.Generator().manual_seed(2)
+    table = torch.randn(V, V, generator=generator, dtype=torch.float64)
+    lengths = torch.tensor([[5, 2, 3, 4], [1, 4, 2, 5]])
+    tokens = torch.randint(V, (2, G, 6), generator=generator)  # the first one stands for the prompt
+    noise, ref_noise = torch.randn(2, 2, G, 5, generator=generator, dtype=torch.float64)
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.float64)
+    sampled = torch.arange(5) < lengths[..., None]  # [2, G, 5]
+    owner = torch.arange(2 * G).view(2, G, 1).expand(2, G, 5)
+    eps_low, eps_high = {"gspo": (0.05, 0.05), "cispo": (1.0, 0.2)}.get(loss, (0.2, 0.28))
+
+    def logprobs_of(table):
+        return table.log_softmax(dim=-1)[tokens[..., :-1], tokens[..., 1:]]  # [2, G, 5]
+
+    own = logprobs_of(table)
+    rows = list(prompts)
+
+    def gradient(advantages, scale, keep, shift=0.0):
+        here = (table + torch.as_tensor(shift, dtype=torch.float64).expand(V * V).view(V, V)).requires_grad_()
+        mask = keep[..., None] & sampled[rows]  # [K, G, 5]
+        spread = lambda values: values[..., None].expand_as(mask)[mask]  # [N]
+        logprobs = logprobs_of(here)[rows][mask]  # [N]
+        old, ref = (own + drift * noise)[rows][mask], (own + ref_noise)[rows][mask]
+        losses, _ = dppo.token_loss(
+            logprobs, old, spread(advantages), owner[rows][mask], loss=loss, eps_low=eps_low, eps_high=eps_high
+        )
+        total = ((losses + beta * dppo.kl_k3(logprobs, ref)) * spread(scale)).sum()
+        return torch.autograd.grad(total, here, allow_unused=True, materialize_grads=True)[0].flatten()
+
+    probs = table.softmax(dim=-1)[tokens[..., :-1]]  # [2, G, 5, V]
+    energy = (torch.nn.functional.one_hot(tokens[..., 1:], V) - probs).square().sum(dim=-1)  # [2, G, 5]
+    num_tokens = prompt_weight * lengths[rows].sum().item()  # with dropped prompts an estimate, as in train.py
+    scale = prompt_weight * dppo.loss_scale(
+        lengths[rows], loss, num_sequences=2 * G, max_new_tokens=5, num_tokens=num_tokens
+    )
+    advantages = dppo.group_advantages(rewards, loss)[rows]
+    size = dppo.contribution_size(advantages, scale, (energy * sampled).sum(dim=-1)[rows], beta)
+    batch = dppo.Completions(advantages, rewards[rows], lengths[rows], lengths[rows] + 1, size)
+    return Case(gradient, batch, scale, loss, beta)
+
+
+def both_levels(loss: str, rule: str, prune_rate: float, *, beta: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expected gradients [P], pruned and full, where first each prompt is kept with probability 1/2 and weight 2, then
+    completions are pruned by probabilities worked out anew from what is left."""
+    total = torch.zeros(36, dtype=torch.float64)
+    for prompts in ((0, 1), (0,), (1,)):  # both dropped: no gradient
+        case = toy_case(loss, beta=beta, prompts=prompts, prompt_weight=2.0)
+        total += 0.25 * expected_gradient(case, rule, prune_rate)
+    return total, toy_case(loss, beta=beta).full()
+
+
+# ---------------------------------------------------------------------------- the table
+
+
+def main() -> None:
+    """Print, for every rule and loss, how far the expected gradient is from the full one."""
+    print(
+        "Every outcome of the draw, enumerated: largest error of the expected gradient, relative to its largest entry."
+    )
+    print(
+        "8 sequences, 36 parameters, float64, some tokens clipped; rate 0.6, losses without and with KL (beta 0.1).\n"
+    )
+    columns = [(loss, beta) for beta in (0.0, 0.1) for loss in dppo.LOSSES]
+    print(f"{'':30s}" + "".join(f"{loss + ('+kl' if beta else ''):>11s}" for loss, beta in columns))
+
+    def line(name, error):
+        print(f"{name:30s}" + "".join(f"{error(loss, beta):11.0e}" for loss, beta in columns), flush=True)
+
+    def one(rule, twin=None):
+        return lambda loss, beta: relative_error(
+            expected_gradient(case := toy_case(loss, beta=beta), rule, 0.6, twin=twin), case.full()
+        )
+
+    def two(fresh):
+        return lambda loss, beta: relative_error(
+            *second_step(toy_case(loss, beta=beta), "pps", 0.6, lr=2.0, fresh=fresh)
+        )
+
+    print("unbiased")
+    for rule in UNBIASED[1:]:
+        line(f"  {rule}", one(rule))
+    line("  pps, second epoch", two(fresh=True))
+    print("prompts pruned too: dapo and cispo divide by an estimate then, the un-pruned token count being unknown")
+    for rule in ("none", "dppo", "pps"):
+        line(f"  {rule}", lambda loss, beta, rule=rule: relative_error(*both_levels(loss, rule, 0.6, beta=beta)))
+    print("biased")
+    for rule in BIASED:
+        line(f"  {rule}", one(rule))
+    for twin in TWINS:
+        line(f"  dppo, {twin}", one("dppo", twin))
+    line("  pps, first epoch's mask again", two(fresh=False))
+
+
+if __name__ == "__main__":
+    main()
