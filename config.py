@@ -159,7 +159,8 @@ def resolve(cfg: Config) -> Config:
         check(name, lambda r: 0 <= r < 1, "at least 0 and below 1: at 1 nothing is kept, and no weight can mend it")
         if rule in idle:
             flag = name.replace("prune_rate", "rule").replace("_", "-")
-            check(name, lambda r: r == 0, f"0 with --{flag} {rule}, which has no rate: use --method dppo or pps")
+            hint = f"0 with --{flag} {rule} (--method {cfg.method}), which has no rate: choose another rule or method"
+            check(name, lambda r: r == 0, hint)
     counts = (
         "steps", "prompts_per_step", "minibatches", "epochs", "max_new_tokens", "rollout_batch", "pack_tokens",
         "pack_window", "eval_problems",

@@ -35,7 +35,7 @@ import torch
 
 ADVANTAGE_EPS = 1e-4  # added to the group's standard deviation, as TRL has it
 THRESHOLD_MARGIN = 1e-6  # below the mean means below by more than this: at pass rate 1/2 all |advantages| tie
-SIZE_FLOOR = 0.01  # of the mean size: below it an estimate is not believed, and no weight grows without bound
+SIZE_FLOOR = 0.03  # of the mean size: below it an estimate is not believed, and no weight grows without bound
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
 COMPLETION_RULES = ("none", "zero", "dppo", "pps")
@@ -201,12 +201,11 @@ def systematic(keep_prob: torch.Tensor, order: torch.Tensor, start: float) -> to
     return keep.view(keep_prob.shape)
 
 
-def strata_order(batch: Completions) -> torch.Tensor:
-    """The order [K * G] of pps's systematic draw: by prompt, then right before wrong, then length."""
-    keys = zip((batch.advantages < 0).flatten().tolist(), batch.lengths.flatten().tolist(), strict=True)
-    G = batch.advantages.shape[1]
-    ranked = sorted((index // G, *key, index) for index, key in enumerate(keys))
-    return torch.tensor([key[-1] for key in ranked], dtype=torch.long)
+def strata_order(size: torch.Tensor) -> torch.Tensor:
+    """The order [K * G] of pps's systematic draw over sizes [K, G]: by prompt, then by size, so that every prompt and
+    every kind of completion in it gets its fair share."""
+    K, G = size.shape
+    return (size.argsort(dim=1, stable=True) + G * torch.arange(K)[:, None]).flatten()
 
 
 def ht_weights(keep: torch.Tensor, keep_prob: torch.Tensor) -> torch.Tensor:
@@ -229,7 +228,7 @@ def prune_completions(
     if rule != "pps":
         return prune(keep_prob, generator)
     start = torch.rand((), dtype=torch.float64, generator=generator).item()
-    keep = systematic(keep_prob, strata_order(batch), start)
+    keep = systematic(keep_prob, strata_order(batch.size), start)
     return keep, ht_weights(keep, keep_prob)
 
 

@@ -10,10 +10,18 @@ import json
 import sys
 from pathlib import Path
 
-import matplotlib
+from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+COLORS = {  # one for each rule, in every picture (Okabe and Ito's, safe for the colour-blind)
+    "none": "#000000",
+    "zero": "#999999",
+    "uniform": "#56B4E9",
+    "dppo": "#0072B2",
+    "pps": "#009E73",
+    "cppo": "#D55E00",
+    "cppo_batch": "#E69F00",
+    "dppo_floor": "#CC79A7",
+}
 
 
 def draw_run(out_dir: Path) -> None:
@@ -30,7 +38,8 @@ def draw_run(out_dir: Path) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), label=label or key, **style)
 
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    axes = figure.subplots(2, 3)
     for axis, x, unit in (
         (axes[0, 0], lambda row: row["step"], "step"),
         (axes[0, 1], lambda row: seconds[row["step"]], "seconds, evaluation not counted"),
@@ -54,11 +63,10 @@ def draw_run(out_dir: Path) -> None:
             axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        f"{cfg['method']} on {cfg['data']}, {cfg['model']} model, seed {cfg['seed']}: "
-        f"prune rates {cfg['prompt_prune_rate']} (prompts), {cfg['completion_prune_rate']} (completions)"
+        f"{cfg['loss']} loss on {cfg['data']}, {cfg['model']} model, seed {cfg['seed']}: prompts {cfg['prompt_rule']} "
+        f"(rate {cfg['prompt_prune_rate']}), completions {cfg['completion_rule']} (rate {cfg['completion_prune_rate']})"
     )
     figure.savefig(out_dir / "run.png", dpi=100)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def outcomes(
     else:
         keep_prob = dppo.completion_keep_prob(rule, prune_rate, batch)
         if rule == "pps":
-            draws = systematic_outcomes(keep_prob, dppo.strata_order(batch))
+            draws = systematic_outcomes(keep_prob, dppo.strata_order(batch.size))
         else:
             draws = independent_outcomes(keep_prob)
     for keep, chance in draws:

@@ -298,13 +298,13 @@ def test_systematic_draw():
 
 
 def test_pps_draws_are_fresh_and_ordered():
-    """pps is the systematic draw with this generator's number, by prompt, right before wrong, length. Kills: one number
-    every time, an order that mixes prompts."""
+    """pps is the systematic draw with this generator's number, by prompt and size. Kills: one number every time, an
+    order that mixes prompts."""
     batch = dppo.Completions(
         advantages=table([[-1, 1, -1], [1, -1, -1]]), rewards=table([[0, 1, 0], [1, 0, 0]]),
-        lengths=torch.tensor([[3, 2, 1], [1, 2, 3]]), cost=torch.full((2, 3), 4), size=table([[1, 2, 3], [4, 5, 6]]),
+        lengths=torch.tensor([[3, 2, 1], [1, 2, 3]]), cost=torch.full((2, 3), 4), size=table([[3, 2, 1], [4, 6, 5]]),
     )  # fmt: skip
-    assert dppo.strata_order(batch).tolist() == [1, 2, 0, 3, 4, 5]
+    assert dppo.strata_order(batch.size).tolist() == [2, 1, 0, 3, 5, 4]
     generator = torch.Generator().manual_seed(0)
     drawn = {tuple(dppo.prune_completions("pps", 0.5, batch, generator)[0].flatten().tolist()) for _ in range(50)}
     expected = {tuple(keep.flatten().tolist()) for keep, _, p in proof.outcomes("pps", 0.5, batch) if p > 1e-9}

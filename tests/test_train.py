@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from toy import flags, toy_reward
 
 import arithmetic
+import baselines
 import config
 import data
 import dppo
@@ -131,17 +132,17 @@ def test_the_factor_of_every_sequence(run, monkeypatch):
     """What train.py multiplies each kept sequence by, against 1 / (L Q G p_q p_i) worked out here, over 3 epochs with
     both prunings at work. Kills: what was kept in the denominator, prompt or completion weights left out."""
     accumulate, recorded, drawn = train.accumulate_gradients, [], []
-    keep_prob, draw = sampler.PromptHistory.keep_prob, dppo.draw
+    prune, draw = sampler.PromptHistory.prune, dppo.draw
 
-    def record_prompts(history, window, rate):
+    def record_prompts(history, rule, rate, window, generator):
         recorded.append([history.score[window].tolist()])
-        return keep_prob(history, window, rate)
+        return prune(history, rule, rate, window, generator)
 
     def record(model, rollouts, advantages, scale, keep, **options):
         recorded[-1] += [rollouts, advantages, scale, keep]
         return accumulate(model, rollouts, advantages, scale, keep, **options)
 
-    monkeypatch.setattr(sampler.PromptHistory, "keep_prob", record_prompts)
+    monkeypatch.setattr(sampler.PromptHistory, "prune", record_prompts)
     monkeypatch.setattr(train, "accumulate_gradients", record)
     monkeypatch.setattr(dppo, "draw", lambda *words: drawn.append(draw(*words)) or drawn[-1])
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)
@@ -189,6 +190,149 @@ def test_unscorable_rewards(run, monkeypatch):
         assert (row["loss"], row["grad_norm"], row["reward"]) == (0, 0, None)
 
 
+# ---------------------------------------------------------------------------- rules, losses, updates
+
+
+@pytest.mark.parametrize("rule", ["none", *dppo.COMPLETION_RULES[1:], *baselines.COMPLETION_RULES])
+def test_every_rule_trains(run, rule):
+    """With KL, mini-batches and epochs; what is biased says so. Kills: a rule that the loop cannot call."""
+    options = {"completion_rule": rule, "minibatches": 2, "epochs": 2, "beta": 0.05, "check_every": 2}
+    log = run("run", method="dppo_floor", prompt_prune_rate=0.3, **options)
+    assert len(log) == 4
+    for row in log:
+        assert math.isfinite(row["loss"])
+        assert row["kl"] >= 0
+        assert 0 < row["kept/completions"] <= row["kept/prompts"] <= 1
+        assert ("check/bias2" in row) == (row["step"] % 2 == 0)
+
+
+@pytest.mark.parametrize("loss", dppo.LOSSES)
+def test_every_loss_raises_the_reward(run, loss):
+    """Thirty steps with pps, two mini-batches and two epochs, so that ratios leave 1. Kills: a sign, a loss that the
+    update does not know, a clip so wrong that nothing moves."""
+    options = {"prompts_per_step": 6, "group_size": 8, "max_new_tokens": 2, "minibatches": 2, "epochs": 2}
+    clip = {"eps_low": 0.2, "eps_high": 0.2} if loss == "gspo" else {}  # two tokens are too short for 3e-4
+    log = run("run", method="pps", loss=loss, steps=30, lr=2e-3, completion_prune_rate=0.5, **clip, **options)
+    first, last = ([row["reward"] for row in part] for part in (log[:3], log[-3:]))
+    assert sum(last) / 3 > sum(first) / 3 + 0.25
+    assert loss == "cispo" or sum(row["clip_ratio/region_mean"] or 0 for row in log) > 0
+
+
+def test_minibatches_and_epochs(run, monkeypatch):
+    """Four updates a step: every prompt in one mini-batch of each epoch, planned sizes as denominators, a draw of its
+    own for each update. Kills: one mask for both epochs, a mini-batch's kept count, everything in the first one."""
+    accumulate, calls = train.accumulate_gradients, []
+
+    def record(model, rollouts, advantages, scale, keep, **options):
+        calls.append((rollouts.lengths, scale, keep))
+        return accumulate(model, rollouts, advantages, scale, keep, **options)
+
+    monkeypatch.setattr(train, "accumulate_gradients", record)
+    run("run", method="dppo", steps=6, minibatches=2, epochs=2, prompt_prune_rate=0, completion_prune_rate=0.6)
+    assert len(calls) == 24
+    differ = 0
+    for step in range(6):
+        masks = [keep for _, _, keep in calls[4 * step : 4 * step + 4]]
+        assert not any(masks[n][2:].any() for n in (0, 2)), "the first mini-batch holds the first half of the window"
+        assert not any(masks[n][:2].any() for n in (1, 3))
+        differ += not torch.equal(masks[0], masks[2])
+        for lengths, scale, keep in calls[4 * step : 4 * step + 4]:
+            ratio = (scale * lengths * 2 * 6)[keep]  # 2 prompts x 6 completions are planned for one update
+            assert ((ratio - 1).abs() < 1e-9).logical_or((ratio - 1 / 0.4).abs() < 1e-9).all()
+    assert differ >= 3
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_masked_truncation(run, monkeypatch, loss):
+    """Completions cut off carry no loss and no token in DAPO's count; GRPO still divides by all sequences. Kills: a
+    mask after the count, a mask that also changes the advantages."""
+    accumulate, seen = train.accumulate_gradients, []
+
+    def record(model, rollouts, advantages, scale, keep, **options):
+        seen.append((rollouts, advantages, scale, keep))
+        return accumulate(model, rollouts, advantages, scale, keep, **options)
+
+    monkeypatch.setattr(train, "accumulate_gradients", record)
+    sample = train.rollout.sample
+
+    def cut(*words, **options):
+        rollouts = sample(*words, **options)
+        rollouts.truncated = torch.arange(6).expand(4, 6) % 3 == 0
+        return rollouts
+
+    monkeypatch.setattr(train.rollout, "sample", cut)
+    run("run", method="grpo_zero", loss=loss, mask_truncated=True, steps=2)
+    for rollouts, advantages, scale, keep in seen:
+        assert (scale[rollouts.truncated] == 0).all()
+        assert not keep[rollouts.truncated].any()
+        assert (advantages.sum(dim=1).abs() < 1e-6).all()
+        tokens = rollouts.lengths[~rollouts.truncated].sum().item()
+        factor = 1 / (rollouts.lengths * 24) if loss == "grpo" else torch.full((4, 6), 1 / tokens)
+        assert torch.allclose(scale[keep], factor[keep].double())
+
+
+def test_kl_reference_is_the_first_model(policy_folder, run, tmp_path):
+    """KL is 0 before the first update and grows; after --resume the reference is not the checkpoint. Kills: a reference
+    that trains, or that is loaded from the checkpoint."""
+    common = {"method": "grpo", "beta": 0.5, "lr": 3e-3, "save_every": 3}
+    whole = run("whole", steps=6, **common)
+    run("part", steps=3, **common)
+    out = ["--out-dir", str(tmp_path / "part"), "--resume", "--steps", "6"]
+    train.main(config.parse_config(out))
+    assert whole[0]["kl"] == pytest.approx(0, abs=1e-9)
+    assert whole[5]["kl"] > 1e-4
+    assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
+
+
+def test_cppo_allocation_fills_the_update(run):
+    """Three kept of six: twice the prompts, one un-pruned update's completions. Kills: a flag that does nothing."""
+    for row in run("run", method="cppo", completion_prune_rate=0.5, cppo_allocation=True, steps=2):
+        assert row["kept/completions"] == 0.5
+        assert row["tokens/generated"] == round(row["completions/mean_length"] * 8 * 6)
+
+
+def test_what_is_not_exact_is_said(run, capsys):
+    """Kills: a pair that dppo.py calls inexact and the run does not mention."""
+    for changes, words in (
+        ({"method": "cppo", "completion_prune_rate": 0.5}, "cppo is biased"),
+        ({"method": "dppo_floor"}, "--prompt-rule dppo_floor is biased"),
+        ({"loss": "dapo"}, "--loss dapo with pruned prompts is only consistent"),
+        ({"epochs": 2}, "--epochs above 1 with pruned prompts is inexact"),
+        ({"method": "grpo_zero", "beta": 0.1}, "zero drops nothing with --beta above 0"),
+    ):
+        run(f"run {words}", steps=1, **changes)
+        assert f"{words}" in capsys.readouterr().out
+    run("exact", steps=1, method="pps", loss="dapo", epochs=2, beta=0.1)
+    assert "note:" not in capsys.readouterr().out
+
+
+def test_running_check(run, tmp_path, monkeypatch):
+    """It changes nothing of the run; bias stays within 3 standard errors of 0 for dppo and pps, and weights times 0.9
+    are caught. Kills: a check that disturbs the draws, one draw for both estimates, a full gradient that is not."""
+    common = {"steps": 40, "prompts_per_step": 4, "completion_prune_rate": 0.6, "prompt_rule": "none", "save_every": 40}
+    common |= {"prompt_prune_rate": 0}
+    honest, found = dppo.ht_weights, {}
+    for name, rule, factor in (("dppo", "dppo", 1), ("pps", "pps", 1), ("twin", "pps", 0.9)):
+        monkeypatch.setattr(dppo, "ht_weights", lambda keep, p, factor=factor: factor * honest(keep, p))
+        log = run(name, completion_rule=rule, check_every=1, **common)
+        for key in ("check/bias2", "check/scale"):
+            values = torch.tensor([row[key] for row in log if row[key] is not None])
+            assert len(values) > 30
+            found[name, key] = values.mean().item() / (values.std().item() / len(values) ** 0.5)
+        assert sum(row["check/variance"] or 0 for row in log) > 1
+    for name in ("dppo", "pps"):
+        assert abs(found[name, "check/bias2"]) < 3
+        assert abs(found[name, "check/scale"]) < 3
+    assert found["twin", "check/scale"] < -3
+    monkeypatch.setattr(dppo, "ht_weights", honest)
+    run("unchecked", completion_rule="pps", **common)
+    plain = lambda folder: [{k: row[k] for k in row if not k.startswith("check/")} for row in timeless(folder)[0]]
+    assert plain(tmp_path / "pps") == plain(tmp_path / "unchecked")
+    for row in run("nothing", **(common | {"completion_rule": "none", "completion_prune_rate": 0, "steps": 3}),
+                   check_every=1):  # fmt: skip
+        assert {row[key] for key in ("check/bias2", "check/variance", "check/scale")} <= {0, None}
+
+
 # ---------------------------------------------------------------------------- several ranks
 
 
@@ -200,11 +344,12 @@ def test_two_ranks_are_one(policy_folder, tmp_path):
         folder = tmp_path / str(count)
         folder.mkdir()
         subprocess.run([*command, toy, "ranks", str(folder), policy_folder], check=True, env=ONE_THREAD, timeout=200)
-    for name in ("plain", "dropped", "alone"):
+    for name in ("plain", "dropped", "alone", "updates"):
         one = torch.load(tmp_path / "1" / f"{name}-rank0.pt")
         for rank in range(2):
             two = torch.load(tmp_path / "2" / f"{name}-rank{rank}.pt")
-            assert len(one) == len(two) == 9, "three steps, each two draws and one gradient"
+            each = 2 + 4 * 2 + 3 if name == "updates" else 3  # "updates": four of them, and the running check
+            assert len(one) == len(two) >= 3 * each, "three steps, each a prompt draw, then draws and gradients"
             assert any(part.dtype != torch.bool and part.norm() > 0 for part in one)
             for here, there in zip(one, two, strict=True):
                 if here.dtype == torch.bool:
@@ -310,7 +455,19 @@ def test_not_finite_loss_is_not_applied(run, tmp_path, monkeypatch):
         (["--prompt-prune-rate", "1.0"], "--prompt-prune-rate 1.0: must be at least 0 and below 1"),
         (["--completion-prune-rate", "-0.1"], "--completion-prune-rate -0.1: must be at least 0 and below 1"),
         (["--completion-prune-rate", "nan"], "--completion-prune-rate nan: must be"),
-        (["--method", "grpo", "--prompt-prune-rate", "0.5"], "--prompt-prune-rate 0.5: must be 0 with --method grpo"),
+        (
+            ["--method", "grpo", "--prompt-prune-rate", "0.5"],
+            "--prompt-prune-rate 0.5: must be 0 with --prompt-rule none (--method grpo)",
+        ),
+        (["--method", "grpo_zero", "--completion-prune-rate", "0.5"], "0.5: must be 0 with --completion-rule zero"),
+        (["--method", "cppo", "--completion-prune-rate", "0.9"], "0.9: must be lower: it keeps none of 6 completions"),
+        (["--method", "pps", "--cppo-allocation"], "--cppo-allocation: belongs to --method cppo, not to"),
+        (["--minibatches", "3"], "--minibatches 3: must be a divisor of the step's 4 prompts"),
+        (["--epochs", "0"], "--epochs 0: must be at least 1"),
+        (["--beta", "-1"], "--beta -1.0: must be at least 0"),
+        (["--check-every", "-1"], "--check-every -1: must be at least 0"),
+        (["--loss", "cispo", "--eps-low", "1.5"], "--eps-low 1.5: must be above 0"),
+        (["--completion-rule", "topk"], "invalid choice 'topk' for argument '--completion-rule'"),
         (["--group-size", "1"], "--group-size 1: must be at least 2"),
         (["--steps", "-1"], "--steps -1: must be at least 1"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
@@ -321,7 +478,7 @@ def test_not_finite_loss_is_not_applied(run, tmp_path, monkeypatch):
         (["--eps-low", "1"], "--eps-low 1.0: must be above 0 and below 1"),
         (["--save-every", "-5"], "--save-every -5: must be at least 0"),
         (["--pack-window", "0"], "--pack-window 0: must be at least 1"),
-        (["--loss", "ppo"], "invalid choice 'ppo' for argument '--loss'. Expected one of ('grpo', 'dr_grpo')"),
+        (["--loss", "ppo"], "invalid choice 'ppo' for argument '--loss'. Expected one of ('grpo', 'dr_grpo', 'dapo',"),
         (["--lrr", "1"], "unknown flag --lrr: did you mean --lr?"),
         (["--data", "nothing.jsonl"], "nothing.jsonl: no such file"),
         (["--data", "arithmetic-longer"], "evaluation only"),

@@ -52,17 +52,22 @@ def sample_by_prompt(model, prompt_ids, *, seed, real=rollout.sample, **sampling
 
 
 def ranks(folder, model):
-    """Three runs whose gradients and keep decisions are written by every rank: a plain one, one where whatever the
-    second of two ranks holds is dropped, and one where the second rank gets no prompt."""
+    """Four runs whose gradients and keep decisions are written by every rank: a plain one, one where whatever the
+    second of two ranks holds is dropped, one where the second rank gets no prompt, and one with pps, KL,
+    mini-batches, epochs and the running check."""
     rollout.sample = sample_by_prompt
     record = []
-    draw, sum_gradients = dppo.draw, train.sum_gradients
+    draw, systematic, sum_gradients = dppo.draw, dppo.systematic, train.sum_gradients
 
     def recording_sum(model):
         sum_gradients(model)
         record.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
 
-    for name, changes in (("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1})):
+    updates = {"method": "dppo", "completion_rule": "pps", "loss": "dapo", "minibatches": 2, "epochs": 2, "beta": 0.1,
+               "check_every": 1}  # fmt: skip
+    for name, changes in (
+        ("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1}), ("updates", updates)
+    ):  # fmt: skip
 
         def recording_draw(keep_prob, generator, name=name):
             keep = draw(keep_prob, generator)
@@ -71,7 +76,12 @@ def ranks(folder, model):
             record.append(keep)
             return keep
 
+        def recording_systematic(keep_prob, order, start):
+            record.append(systematic(keep_prob, order, start))
+            return record[-1]
+
         record.clear()
+        dppo.systematic = recording_systematic
         dppo.draw, train.sum_gradients = recording_draw, recording_sum
         rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3, "save_every": 3}
         words = flags(model, f"{folder}/{name}", **(rates | changes))
