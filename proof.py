@@ -207,41 +207,37 @@ def both_levels(loss: str, rule: str, prune_rate: float, *, beta: float = 0.0) -
 
 def main() -> None:
     """Print, for every rule and loss, how far the expected gradient is from the full one."""
-    print(
-        "Every outcome of the draw, enumerated: largest error of the expected gradient, relative to its largest entry."
-    )
-    print(
-        "8 sequences, 36 parameters, float64, some tokens clipped; rate 0.6, losses without and with KL (beta 0.1).\n"
-    )
-    columns = [(loss, beta) for beta in (0.0, 0.1) for loss in dppo.LOSSES]
-    print(f"{'':30s}" + "".join(f"{loss + ('+kl' if beta else ''):>11s}" for loss, beta in columns))
+    print("Every outcome of the draw, enumerated: largest error of the expected gradient, relative to its largest entry.")
+    print("8 sequences, 36 parameters, float64, some tokens clipped; rate 0.6; the worse of beta 0 and 0.1 (KL).\n")
+    print(f"{'':32s}" + "".join(f"{loss:>9s}" for loss in dppo.LOSSES))
 
-    def line(name, error):
-        print(f"{name:30s}" + "".join(f"{error(loss, beta):11.0e}" for loss, beta in columns), flush=True)
+    def line(name, expectations):  # of (loss, beta): the expected gradient and the full one
+        errors = [max(relative_error(*expectations(loss, beta)) for beta in (0.0, 0.1)) for loss in dppo.LOSSES]
+        print(f"  {name:30s}" + "".join(f"{error:9.0e}" for error in errors), flush=True)
 
     def one(rule, twin=None):
-        return lambda loss, beta: relative_error(
-            expected_gradient(case := toy_case(loss, beta=beta), rule, 0.6, twin=twin), case.full()
-        )
+        def expectations(loss, beta):
+            case = toy_case(loss, beta=beta)
+            return expected_gradient(case, rule, 0.6, twin=twin), case.full()
+
+        return expectations
 
     def two(fresh):
-        return lambda loss, beta: relative_error(
-            *second_step(toy_case(loss, beta=beta), "pps", 0.6, lr=2.0, fresh=fresh)
-        )
+        return lambda loss, beta: second_step(toy_case(loss, beta=beta), "pps", 0.6, lr=2.0, fresh=fresh)
 
     print("unbiased")
     for rule in UNBIASED[1:]:
-        line(f"  {rule}", one(rule))
-    line("  pps, second epoch", two(fresh=True))
-    print("prompts pruned too: dapo and cispo divide by an estimate then, the un-pruned token count being unknown")
+        line(rule, one(rule))
+    line("pps, second epoch", two(fresh=True))
+    print("prompts pruned too (dapo and cispo then divide by an estimate of the un-pruned token count)")
     for rule in ("none", "dppo", "pps"):
-        line(f"  {rule}", lambda loss, beta, rule=rule: relative_error(*both_levels(loss, rule, 0.6, beta=beta)))
+        line(rule, lambda loss, beta, rule=rule: both_levels(loss, rule, 0.6, beta=beta))
     print("biased")
     for rule in BIASED:
-        line(f"  {rule}", one(rule))
+        line(rule, one(rule))
     for twin in TWINS:
-        line(f"  dppo, {twin}", one("dppo", twin))
-    line("  pps, first epoch's mask again", two(fresh=False))
+        line(f"dppo, {twin}", one("dppo", twin))
+    line("pps, first epoch's mask again", two(fresh=False))
 
 
 if __name__ == "__main__":

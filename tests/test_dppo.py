@@ -197,7 +197,7 @@ def test_the_printed_table(capsys):
     proof.main()
     sections = re.split(r"\n(?=unbiased|prompts pruned|biased)", capsys.readouterr().out)[1:]
     numbers = [[float(word) for word in re.findall(r"\de[+-]\d\d", section)] for section in sections]
-    assert [len(section) for section in numbers] == [50, 30, 80]
+    assert [len(section) for section in numbers] == [25, 15, 40]
     assert max(numbers[0]) < 1e-10
     exact = [number for place, number in enumerate(numbers[1]) if place % 5 not in (2, 4)]
     assert max(exact) < 1e-10

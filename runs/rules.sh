@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Every completion rule, loss and kind of update on the embedded task for 30 steps, on 1 and on 2 ranks.
+# 2 cores without a GPU: about 30 minutes. Result: runs/rules.txt
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+try() {
+    for ranks in 1 2; do
+        rm -rf "$folder/run"
+        OMP_NUM_THREADS=$((2 / ranks)) torchrun --standalone --nproc-per-node "$ranks" train.py --steps 30 --eval-every 30 \
+            --save-every 0 --out-dir "$folder/run" "$@" > "$folder/text" 2>&1 || { tail -n 5 "$folder/text"; exit 1; }
+        python - "$folder/run/log.jsonl" "$ranks" "$*" <<'PYTHON'
+import json, statistics, sys
+rows = [json.loads(line) for line in open(sys.argv[1])]
+mean = lambda key, part: statistics.mean(row[key] for row in part)
+print(f"{sys.argv[3]:62s} ranks {sys.argv[2]}  avg@4 {rows[0]['eval/avg@4']:.3f} -> {rows[-1]['eval/avg@4']:.3f}  "
+      f"tokens kept {mean('kept/tokens', rows[1:]):.2f}  train {mean('time/train', rows[1:]):.2f} s", flush=True)
+PYTHON
+    done
+}
+for rule in none zero dppo pps uniform cppo cppo_batch dppo_floor; do
+    try --method grpo --completion-rule "$rule"
+done
+try --method dppo
+try --method dppo_floor
+try --method cppo --cppo-allocation --completion-prune-rate 0.5
+for loss in dr_grpo dapo gspo cispo; do
+    try --method pps --loss "$loss" --minibatches 2 --epochs 2
+done
+try --method pps --beta 0.05 --mask-truncated --check-every 10
