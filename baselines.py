@@ -3,7 +3,7 @@ The rivals' pruning rules, with the call of dppo.prune_completions: what they ke
 
     uniform      unbiased  drops a share of all completions blindly; weights 1 / (1 - share)
     cppo         BIASED    the largest |advantage| of each group, as CPPO's paper has it (arXiv:2503.22342)
-    cppo_batch   BIASED    the largest |advantage| of the whole batch, as CPPO's code has it (lzhxmu/CPPO)
+    cppo_batch   BIASED    the largest |advantage| of the whole mini-batch, as CPPO's code has it (lzhxmu/CPPO)
     dppo_floor   BIASED    the deterministic fraction that secondary sources describe as DPPO's appendix A
 
 Keeping by rank gives keep probabilities of 0 and 1, and no weight can mend a zero. These rules are here to be compared
@@ -24,15 +24,15 @@ def kept_count(size: int, prune_rate: float) -> int:
     return int(size * (1.0 - prune_rate) + 1e-9)
 
 
-def allocated_prompts(prompts: int, prune_rate: float) -> int:
+def allocated_prompts(prompts: int, group_size: int, prune_rate: float) -> int:
     """CPPO's dynamic completion allocation: so many prompts are rolled out that what is kept of their
     completions fills the update of `prompts` un-pruned ones."""
-    return int(prompts / (1.0 - prune_rate) + 1e-9)
+    return prompts * group_size // kept_count(group_size, prune_rate)
 
 
 def top_completions(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) [..., n]: the `count` highest scores of the last dimension, the first of equals, and a mean over
-    them: weights n / count on all that is kept, which is a denominator of kept completions."""
+    """(keep, weights) [..., n]: the `count` highest scores of the last dimension, the first of equals, and weights
+    n / count on them: where the denominator counts completions (grpo, dr_grpo, gspo), the mean over what is kept."""
     best = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
     keep = torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, best, True)
     return keep, keep.double() * (scores.shape[-1] / max(count, 1))

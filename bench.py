@@ -82,7 +82,8 @@ STAGES = {"early": 4, "midway": 32, "late": 64}  # steps of the embedded run
 class Gradients:
     """One batch of real rollouts, and the inner products of its completions' gradients."""
 
-    batch: dppo.Completions  # sizes are filled in for each loss
+    batch: dppo.Completions  # advantages and sizes are filled in for each loss
+    lengths: torch.Tensor  # [Q, G]
     energy: torch.Tensor  # [Q, G], exact
     bound: torch.Tensor  # [Q, G], from the sampled log-probs alone
     live: torch.Tensor  # [Q, G] bool: advantage not 0
@@ -122,10 +123,10 @@ def real_gradients(folder: Path, cfg, step: int) -> Gradients:
 
     prompt_tokens = torch.tensor([[len(ids[q])] for q in window])
     nothing = torch.zeros_like(rewards)
-    batch = dppo.Completions(nothing, rewards, rollouts.lengths, prompt_tokens + rollouts.lengths, nothing)
+    batch = dppo.Completions(nothing, rewards, prompt_tokens + rollouts.lengths, nothing)
     sampled = torch.arange(cfg.max_new_tokens) < rollouts.lengths[..., None]
     bound = (dppo.energy_bound(rollouts.logprobs) * sampled).sum(dim=-1)
-    return Gradients(batch, rollouts.energy, bound, live, gram, cfg.max_new_tokens)
+    return Gradients(batch, rollouts.lengths, rollouts.energy, bound, live, gram, cfg.max_new_tokens)
 
 
 def rule_draws(name, share, found, batch, sizes, norms, draws):
@@ -177,7 +178,7 @@ def rule_draws(name, share, found, batch, sizes, norms, draws):
 
 def variance_rows(found: Gradients, loss: str, stage: str, draws: int) -> list[dict]:
     """Every rule at every token share, for one loss and stage."""
-    lengths = found.batch.lengths
+    lengths = found.lengths
     scale = dppo.loss_scale(
         lengths, loss, num_sequences=lengths.numel(), max_new_tokens=found.max_new_tokens,
         num_tokens=lengths.sum().item(),

@@ -22,13 +22,14 @@ import torch.distributed as dist
 import transformers
 
 
-def save(out_dir: Path, model, tokenizer, optimizer, history, step: int) -> None:
+def save(out_dir: Path, model, tokenizer, optimizer, history, step: int, reference=None) -> None:
     """A Hugging Face folder plus trainer.pt, written beside and renamed: a kill at any moment leaves a whole one."""
     final, beside, old = (out_dir / name for name in ("checkpoint", "checkpoint.new", "checkpoint.old"))
     shutil.rmtree(beside, ignore_errors=True)
     model.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
-    torch.save({"optimizer": optimizer.state_dict(), "history": history.score, "step": step}, beside / "trainer.pt")
+    state = {"optimizer": optimizer.state_dict(), "history": history.score, "step": step}
+    torch.save(state | {"reference": fingerprint(reference) if reference else None}, beside / "trainer.pt")
     for path in (path for path in beside.rglob("*") if path.is_file()):  # on disk before it takes the good one's name
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
@@ -36,6 +37,11 @@ def save(out_dir: Path, model, tokenizer, optimizer, history, step: int) -> None
         final.rename(old)
     beside.rename(final)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def fingerprint(model) -> float:
+    """A number that other weights do not share: the reference of the KL term must be the same when a run goes on."""
+    return sum(parameter.detach().double().abs().sum().item() for parameter in model.parameters())
 
 
 def find(out_dir: Path, rank: int) -> Path | None:

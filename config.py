@@ -28,7 +28,7 @@ METHODS = {  # --method is no more than this choice of --prompt-rule and --compl
     "cppo": ("none", "cppo"),
     "pps": ("none", "pps"),
 }
-LOSS_CLIPS = {  # --eps-low and --eps-high where they are not given, as the papers have them
+LOSS_CLIPS = {  # --eps-low and --eps-high where they are not given: the papers'; cispo: no lower bound, and TRL's 5
     "grpo": (0.2, 0.2),
     "dr_grpo": (0.2, 0.2),
     "dapo": (0.2, 0.28),
@@ -50,7 +50,7 @@ class Config:
     # loss
     loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"  # ratio, clip and denominator
     eps_low: float | None = None  # the ratio is clipped to 1 - eps_low; default: the loss's own, 0.2 for grpo
-    eps_high: float | None = None  # and 1 + eps_high
+    eps_high: float | None = None  # and 1 + eps_high, also for cispo (TRL gives the sum)
     beta: float = 0.0  # of the KL term (k3) to the model the run began with; 0: no reference model
     mask_truncated: bool = False  # completions cut off by max_new_tokens carry no loss
     # model and data
@@ -176,40 +176,44 @@ def resolve(cfg: Config) -> Config:
     check("eps_high", lambda eps: 0 < eps < math.inf, "above 0")
     if cfg.cppo_allocation and cfg.completion_rule not in ("cppo", "cppo_batch"):
         raise InputError(f"--cppo-allocation: belongs to --method cppo, not to --completion-rule {cfg.completion_rule}")
-    if cfg.completion_rule == "cppo" and not baselines.kept_count(cfg.group_size, cfg.completion_prune_rate):
-        check("completion_prune_rate", lambda _: False, f"lower: it keeps none of {cfg.group_size} completions")
-    check(
-        "minibatches",
-        lambda count: num_candidates(cfg) % count == 0,
-        f"a divisor of the step's {num_candidates(cfg)} prompts, so that every update has the planned size",
-    )
+    ranked = {"cppo": cfg.group_size, "cppo_batch": cfg.prompts_per_step // cfg.minibatches * cfg.group_size}
+    if (size := ranked.get(cfg.completion_rule)) is not None:
+        check("completion_prune_rate", lambda r: baselines.kept_count(size, r) > 0, f"lower: it keeps none of {size}")
+    divides = f"a divisor of the step's {num_candidates(cfg)} prompts, so that every update has the planned size"
+    check("minibatches", lambda count: num_candidates(cfg) % count == 0, divides)
     return cfg
 
 
 def num_candidates(cfg: Config) -> int:
     """How many prompts a step considers: --prompts-per-step, or what CPPO's allocation makes of it."""
     if cfg.cppo_allocation:
-        return baselines.allocated_prompts(cfg.prompts_per_step, cfg.completion_prune_rate)
+        return baselines.allocated_prompts(cfg.prompts_per_step, cfg.group_size, cfg.completion_prune_rate)
     return cfg.prompts_per_step
 
 
 def warnings(cfg: Config) -> list[str]:
     """What a resolved Config does that is not the unbiased gradient of its loss; dppo.py says why."""
     said = []
-    if cfg.completion_rule in ("cppo", "cppo_batch", "dppo_floor"):
+    if cfg.completion_rule in ("cppo", "cppo_batch", "dppo_floor") and cfg.completion_prune_rate > 0:
         said.append(f"--completion-rule {cfg.completion_rule} is biased: it keeps by rank, not at random")
-    if cfg.prompt_rule == "dppo_floor":
-        said.append("--prompt-rule dppo_floor is biased: it keeps by rank, not at random")
-    if cfg.prompt_prune_rate > 0 and cfg.loss in ("dapo", "cispo"):
-        said.append(
-            f"--loss {cfg.loss} with pruned prompts is only consistent: the un-pruned batch's tokens are estimated; "
-            "--loss grpo, dr_grpo or gspo, or --prompt-rule none, is exact"
-        )
-    if cfg.prompt_prune_rate > 0 and cfg.epochs > 1:
-        said.append(
-            "--epochs above 1 with pruned prompts is inexact: later epochs see parameters that depend on the step's "
-            "one prompt draw; --prompt-rule none is exact"
-        )
+    if cfg.prompt_prune_rate > 0:
+        if cfg.prompt_rule == "dppo_floor":
+            said.append("--prompt-rule dppo_floor is biased: it keeps by rank, not at random")
+        if cfg.loss in ("dapo", "cispo"):
+            said.append(
+                f"--loss {cfg.loss} estimates the un-pruned batch's tokens where prompts are pruned: consistent at "
+                "best, not exact; --loss grpo, dr_grpo and gspo, or --prompt-rule none, have no such estimate"
+            )
+        if cfg.epochs > 1:
+            said.append(
+                "--epochs above 1 with pruned prompts is inexact: later epochs see parameters that depend on the "
+                "step's one prompt draw; --prompt-rule none avoids it"
+            )
     if cfg.beta > 0 and cfg.completion_rule == "zero" and not cfg.mask_truncated:
         said.append("--completion-rule zero drops nothing with --beta above 0: the KL term is never exactly zero")
+    if cfg.loss == "gspo" and cfg.dtype == "bfloat16" and cfg.eps_high < 1e-2:
+        said.append(
+            f"--loss gspo clips at {cfg.eps_high:g}, and sampler and trainer may differ by more in bfloat16: watch "
+            "clip_ratio/region_mean and sampling/sampling_logp_difference/mean, raise --eps-low and --eps-high"
+        )
     return said

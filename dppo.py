@@ -29,7 +29,7 @@ rule pps, minimum variance for a given number of tokens, is ours.
 Letters: Q prompts of a step, K of them rolled out, G completions each, N completion tokens, n completions in any shape.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -82,17 +82,13 @@ def dead_groups(rewards: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Completions:
-    """What a completion rule may look at; [K, G] each, known before any log-prob is computed again."""
+    """What a completion rule may look at: the groups of one mini-batch, [K, G] each, known before any log-prob is
+    computed again. Of other mini-batches it sees nothing: theirs is another update, at other parameters."""
 
     advantages: torch.Tensor
     rewards: torch.Tensor  # NaN: unscorable
-    lengths: torch.Tensor  # tokens of the completion
     cost: torch.Tensor  # tokens that training forwards: prompt + completion
     size: torch.Tensor  # contribution_size: how much it is expected to move the gradient
-
-    def rows(self, chosen: torch.Tensor) -> "Completions":
-        """The groups `chosen` (bool or indices), such as those of one mini-batch."""
-        return Completions(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
 
 
 def energy_bound(logprobs: torch.Tensor) -> torch.Tensor:
@@ -261,12 +257,13 @@ def token_loss(
     eps_low: float,
     eps_high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The surrogate of each completion token, [N], and whether it is clipped, bool [N]. Neither weights nor
+    """The surrogate of each completion token, [N], and whether the clip acts on it, bool [N]. Neither weights nor
     denominators come in here, so they can neither move the clip nor meet the ratio.
 
     grpo, dr_grpo, dapo: -min(r A, clip(r) A) with the token's ratio r (arXiv:2402.03300; dapo, arXiv:2503.14476, has
     a higher eps_high). gspo: the same with r the geometric mean of its sequence's ratios (arXiv:2507.18071); `owner`
-    [N] numbers the sequences. cispo: -stopgrad(clip(r)) A logprob, so no token loses its gradient (arXiv:2506.13585).
+    [N] numbers the sequences. cispo: -stopgrad(clip(r)) A logprob, so no token loses its gradient and the clip acts
+    whatever the sign of A (arXiv:2506.13585).
     """
     _check("loss", loss, LOSSES)
     log_ratio = logprobs - old_logprobs

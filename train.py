@@ -88,7 +88,9 @@ def main(cfg: Config) -> None:
     eval_set, eval_ids = data.encode_prompts(eval_set, tokenizer, room) if eval_set else ([], [])
     num_prompts = config.num_candidates(cfg)  # Q
     if len(train_set) < num_prompts:
-        raise InputError(f"--prompts-per-step {num_prompts}: the data holds only {len(train_set)} prompts")
+        allocated = f", which --cppo-allocation makes {num_prompts}" if cfg.cppo_allocation else ""
+        message = f"--prompts-per-step {cfg.prompts_per_step}{allocated}: the data holds only {len(train_set)} prompts"
+        raise InputError(message)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay)
     history = sampler.PromptHistory(len(train_set))
     done = 0
@@ -96,6 +98,8 @@ def main(cfg: Config) -> None:
         state = torch.load(saved / "trainer.pt", map_location="cpu", weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
         history.score, done = state["history"], state["step"]
+        if reference and not math.isclose(checkpoint.fingerprint(reference), state["reference"], rel_tol=1e-6):
+            raise InputError(f"--model {cfg.model} is not what the run in {cfg.out_dir} began with: --beta needs it")
         if len(history.score) != len(train_set):
             raise InputError(
                 f"--data {cfg.data}: {len(train_set)} prompts, but the run in {cfg.out_dir} was started with "
@@ -168,10 +172,10 @@ def main(cfg: Config) -> None:
         # 3. reward; then every rank sees every rollout's numbers
         texts = evaluation.decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
         golds = [train_set[index].answer for index in chosen[mine].tolist() for _ in range(cfg.group_size)]
-        scores = [evaluation.as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
+        judged = [evaluation.as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
         table = torch.zeros(len(chosen), cfg.group_size, 5, dtype=torch.float64)  # [K, G, 5]
         own = (
-            torch.tensor(scores, dtype=torch.float64).view(-1, cfg.group_size),
+            torch.tensor(judged, dtype=torch.float64).view(-1, cfg.group_size),
             rollouts.lengths,
             rollouts.truncated,
             rollouts.entropy,
@@ -192,19 +196,20 @@ def main(cfg: Config) -> None:
             num_tokens=(counts * lengths).sum().item() / cfg.minibatches,
         )  # [K, G]  # fmt: skip
         prompt_tokens = torch.tensor([len(train_ids[index]) for index in chosen.tolist()])[:, None]  # [K, 1]
-        size = dppo.contribution_size(advantages, full_scale, energy, cfg.beta)  # [K, G]
-        batch = dppo.Completions(advantages, rewards, lengths, prompt_tokens + lengths, size)
+        cost = prompt_tokens + lengths  # [K, G]
         minibatch_of = prompt_keep.nonzero().squeeze(1) * cfg.minibatches // num_prompts  # [K], by place in the window
         scored = clock(cfg)
 
         # 6. prune: with the line marked in 1, the method's whole difference from GRPO; rule none: all kept, weights 1
-        def prune(minibatch, draws):
+        def prune_minibatch(minibatch, generator):
             """(keep, weights) [K, G] of a draw that serves one update; nothing is kept of other mini-batches."""
-            keep, weights = torch.zeros_like(size, dtype=torch.bool), torch.zeros_like(size)
+            keep, weights = torch.zeros_like(full_scale, dtype=torch.bool), torch.zeros_like(full_scale)
             rows = minibatch_of == minibatch  # [K]
+            size = dppo.contribution_size(advantages[rows], full_scale[rows], energy[rows], cfg.beta)
+            batch = dppo.Completions(advantages[rows], rewards[rows], cost[rows], size)
             # --- DPPO, after reward: drop completions, weigh the others by 1 / (probability of keeping them)
             keep[rows], weights[rows] = prune_completions(
-                cfg.completion_rule, cfg.completion_prune_rate, batch.rows(rows), draws
+                cfg.completion_rule, cfg.completion_prune_rate, batch, generator
             )
             # ---
             return keep, weights
@@ -221,10 +226,17 @@ def main(cfg: Config) -> None:
 
         checks = {}
         if cfg.check_every and step % cfg.check_every == 0:
-            everything = (minibatch_of == 0)[:, None].expand_as(size)  # [K, G]
-            pairs = [(everything, everything.double())]
-            pairs += [prune(0, generator_for(cfg.seed, step, "check", number)) for number in range(2)]
-            checks = dppo.check_unbiased(*(flat_gradient(model, gradient(*pair)) for pair in pairs))
+            everything = (minibatch_of == 0)[:, None].expand_as(full_scale)  # [K, G]
+            vectors = []  # [P]: the full gradient of the first mini-batch, then two pruned ones
+            for keep, weights in (
+                (everything, everything.double()),
+                prune_minibatch(0, generator_for(cfg.seed, step, "check", 0)),
+                prune_minibatch(0, generator_for(cfg.seed, step, "check", 1)),
+            ):
+                gradient(keep, weights)
+                vectors.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+            checks = dppo.check_unbiased(*vectors)
+            del vectors
         checked = clock(cfg)
 
         # 7. update: one a mini-batch and epoch, each with a draw of its own
@@ -232,7 +244,7 @@ def main(cfg: Config) -> None:
         optimizer.param_groups[0]["lr"] = learning_rate
         updates = []
         for _epoch, minibatch in itertools.product(range(cfg.epochs), range(cfg.minibatches)):
-            keep, weights = prune(minibatch, draws)
+            keep, weights = prune_minibatch(minibatch, draws)
             sums = gradient(keep, weights)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
             with stops_if_not_finite(step, out_dir):
@@ -243,14 +255,16 @@ def main(cfg: Config) -> None:
         trained = clock(cfg)
 
         # 8. log; means over prompts carry the prompt weights, so that pruning does not colour them
-        def mean(values, weights=prompt_weights):  # of [K], NaN left out
+        def mean(values):  # of [K], NaN left out
             there = ~values.isnan()
-            return ((values * weights)[there].sum() / weights[there].sum()).item()
+            return ((values * prompt_weights)[there].sum() / prompt_weights[there].sum()).item()
 
         keeps, weights, sums, grad_norms = zip(*updates, strict=True)
-        keeps, weights = torch.stack(keeps), torch.stack(weights)  # [updates, K, G]
-        loss, kl, clipped, tokens, forwarded, slots, gap = torch.stack(sums).sum(dim=0).tolist()
-        full_tokens = (prompt_weights[:, None] * batch.cost).sum().item() * cfg.epochs  # expected, un-pruned
+        keeps, weights = torch.stack(keeps), torch.stack(weights) * prompt_weights[:, None]  # [updates, K, G]
+        contributes = (full_scale > 0) & ((advantages != 0) | (cfg.beta > 0))  # [K, G]
+        *_, first_tokens, _, _, first_gap = sums[0].tolist()
+        loss, kl, clipped, tokens, forwarded, slots, _ = torch.stack(sums).sum(dim=0).tolist()
+        full_tokens = (prompt_weights[:, None] * cost).sum().item() * cfg.epochs  # expected, un-pruned
         group_std = torch.where(dppo.dead_groups(rewards), 0.0, nan_std(rewards))  # [K]
         row = {
             "step": step,
@@ -262,14 +276,14 @@ def main(cfg: Config) -> None:
             "completions/clipped_ratio": mean(truncated.mean(dim=1)),
             "entropy": ratio(mean(entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
             "clip_ratio/region_mean": ratio(clipped, tokens),
-            "sampling/sampling_logp_difference/mean": ratio(gap, tokens),
+            "sampling/sampling_logp_difference/mean": ratio(first_gap, first_tokens),  # later updates have moved
             "grad_norm": sum(grad_norms) / len(updates),
             "learning_rate": learning_rate,
             "kept/prompts": len(chosen) / num_prompts,
             "kept/completions": keeps.sum().item() / (num_sequences * cfg.epochs),
             "kept/tokens": ratio(forwarded, full_tokens),
-            "weight/max": (weights * prompt_weights[:, None]).max().item() if keeps.any() else math.nan,
-            "weight/ess": dppo.effective_sample_size(weights * prompt_weights[:, None]) / cfg.epochs,
+            "weight/max": weights.max().item() if keeps.any() else math.nan,
+            "weight/ess": dppo.effective_sample_size(weights[:, contributes]) / cfg.epochs,  # of those that contribute
             "pack/density": ratio(forwarded, slots),
             "tokens/generated": int(lengths.sum()),
             "tokens/trained": int(forwarded),
@@ -280,7 +294,8 @@ def main(cfg: Config) -> None:
             **checks,
         }
         if cfg.beta:
-            row["kl"] = kl / len(updates)
+            mass = (full_scale * lengths * weights.sum(dim=0) / prompt_weights[:, None]).sum().item()
+            row["kl"] = ratio(kl, mass)  # nats a token, weighted as the loss weighs them
         if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
             row |= evaluate(step)
         if is_main:
@@ -291,13 +306,13 @@ def main(cfg: Config) -> None:
                 {"step": step, "prompt": train_set[chosen[k]].text, "completion": texts[n * cfg.group_size],
                  "answer": train_set[chosen[k]].answer, "reward": rewards[k, 0].item(),
                  "advantage": advantages[k, 0].item(), "kept": keeps[:, k, 0].any().item(),
-                 "weight": (prompt_weights[k] * weights[:, k, 0].sum()).item() / cfg.epochs}
+                 "weight": weights[:, k, 0].sum().item() / cfg.epochs}
                 for n, k in enumerate(own)
             ])  # fmt: skip
 
             # 9. save, after the row: a checkpoint's step is always in the log
             if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.steps):
-                checkpoint.save(out_dir, model, tokenizer, optimizer, history, step)
+                checkpoint.save(out_dir, model, tokenizer, optimizer, history, step, reference)
 
     if is_main:
         plot.draw_run(out_dir)
@@ -322,11 +337,6 @@ def clock(cfg) -> float:
     if cfg.device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def flat_gradient(model, _sums) -> torch.Tensor:
-    """A copy of the gradient as one vector [P]."""
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 def ratio(part: float, whole: float) -> float:

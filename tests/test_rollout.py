@@ -18,8 +18,9 @@ def sample(model, prompt_ids, **changes):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_the_trainers(make_policy, temperature):
-    """Against a teacher-forced forward at the same temperature, to 1e-5, with ragged prompts. Kills: the temperature on
-    one side only, log-probs shifted by a token, left padding that is attended to."""
+    """Log-probs and energies against a teacher-forced forward at the same temperature, with ragged prompts. Kills: the
+    temperature on one side only, values shifted by a token, left padding that is attended to, an energy without the
+    other tokens' part."""
     model, _ = make_policy()
     prompts = [[65], [66, 67, 68, 69, 70], [71, 72]]
     got = sample(model, prompts, temperature=temperature, eos_ids=[256, *range(0, 256, 8)])
@@ -30,6 +31,25 @@ def test_logprobs_are_the_trainers(make_policy, temperature):
         forced = packing.packed_logprobs(model, packing.build_pack([prompts[q]], [completion]), temperature=temperature)
         assert (got.logprobs[q, g, :length] - forced).abs().max() < 1e-5
         assert (got.logprobs[q, g, length:] == 0).all()
+        ids = torch.tensor([prompts[q] + completion])
+        options = {"position_ids": torch.arange(ids.shape[1])[None], "segment_bounds": (0, ids.shape[1])}
+        with torch.no_grad():
+            probs = (model(ids, use_cache=False, **options).logits[0] / temperature).softmax(dim=-1)
+        own = probs[len(prompts[q]) - 1 : -1]  # the distribution that each completion token came from
+        energy = (torch.nn.functional.one_hot(ids[0, len(prompts[q]) :], own.shape[1]) - own).square().sum()
+        assert got.energy[q, g].item() == pytest.approx(energy.item(), rel=1e-4)
+
+
+def test_energy_of_a_nearly_certain_token():
+    """In float32 against float64. Kills: 1 - 2 p + sum p^2 as written, which is rounding here."""
+    logits = torch.tensor([[9.0, 0.0, -1.0, 0.5]])
+    recorder = rollout._Recorder(1.0)
+    recorder(None, logits)
+    recorder.take(torch.tensor([[0]]))
+    probs = logits.double().softmax(dim=-1)
+    exact = (torch.tensor([[1.0, 0, 0, 0]]) - probs).square().sum().item()
+    assert 1e-8 < exact < 1e-6
+    assert recorder.energies[0].item() == pytest.approx(exact, rel=1e-3)
 
 
 def test_frequencies_and_entropy_are_those_of_the_policy(make_policy):
