@@ -268,7 +268,9 @@ def variance(
             cells = [_cell(rows, loss=loss, stage=stage, rule=rule, **column) for column in columns]
             print(f"{rule:24s}" + "".join(cells))
     if json_file:
-        json_file.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+        short = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in short)
+        json_file.write_text(f"[\n{lines}\n]\n")
 
 
 def _cell(rows, **wanted):

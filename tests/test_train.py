@@ -246,7 +246,7 @@ def test_minibatches_and_epochs(run, monkeypatch):
 def test_several_updates_of_a_pruned_window(run, monkeypatch):
     """Two mini-batches, two epochs, both levels, DAPO, KL and the running check: rows by place in the window, factors
     and the row of the log, each worked out from what was passed. Kills: mini-batches by place among the kept
-    prompts (which is biased), sizes that look at other mini-batches, a token count of the kept, sums logged as means."""
+    prompts (which is biased), sizes that look at other mini-batches, tokens of the kept, sums logged as means."""
     calls, windows, sizes, norms = [], [], [], []
     accumulate, prune = train.accumulate_gradients, sampler.PromptHistory.prune
     contribution_size, clip = dppo.contribution_size, torch.nn.utils.clip_grad_norm_
