@@ -1,7 +1,7 @@
 """
 Measurements behind the README's figures. Rivals alternate in one run; medians and ratios are reported.
 
-    python bench.py step --json runs/step.json          seconds of a training step and its parts, GRPO against DPPO
+    python bench.py step --json runs/step.json          seconds of a training step and its parts
     python bench.py variance --json runs/variance.json  error of each pruning rule, on real gradients, at equal tokens
     python bench.py check --json runs/check.json        the running check over whole runs, and a twin that it must catch
 """
@@ -32,13 +32,16 @@ from eval import as_number, decode
 PARTS = ("step_time", "time/rollout", "time/score", "time/train", "tokens/generated", "tokens/trained")
 
 
+METHODS = ("grpo", "dppo", "pps")
+
+
 def step(
     rounds: int = 3,
     steps: int = 32,
     skip: int = 16,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> None:
-    """Time train.py's steps from the same base model, `rounds` times GRPO then DPPO, each run with a seed of its own.
+    """Time train.py's steps from the same base model, `rounds` times each method in turn, each round with its seed.
 
     Args:
         rounds: runs of each method
@@ -47,26 +50,30 @@ def step(
         json_file: where to write the rows {method, round, part, median}
     """
     rows = []
-    for number in range(rounds):
-        for method in ("grpo", "dppo"):
-            with tempfile.TemporaryDirectory() as folder:
-                words = ["--method", method, "--steps", str(steps), "--seed", str(number), "--out-dir", f"{folder}/run"]
-                train.main(config.parse_config([*words, "--eval-every", "0", "--save-every", "0"]))
-                log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()][skip:]
-            for part in PARTS:
-                median = statistics.median(row[part] for row in log)
-                rows.append({"method": method, "round": number, "part": part, "median": median})
+    for number, method in itertools.product(range(rounds), METHODS):
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["--method", method, "--steps", str(steps), "--seed", str(number), "--out-dir", f"{folder}/run"]
+            train.main(config.parse_config([*words, "--eval-every", "0", "--save-every", "0"]))
+            log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()][skip:]
+        for part in PARTS:
+            median = statistics.median(row[part] for row in log)
+            rows.append({"method": method, "round": number, "part": part, "median": median})
 
     def medians(method, part):
         return [row["median"] for row in rows if (row["method"], row["part"]) == (method, part)]
 
-    print(f"\nmedians over {rounds} alternating runs of steps {skip + 1} to {steps}, {torch.get_num_threads()} threads")
-    print(f"{'':16s} {'grpo':>9s} {'dppo':>9s}  ratio, and its range over the runs")
+    print(
+        f"\nmedians over {rounds} alternating runs of steps {skip + 1} to {steps}, {torch.get_num_threads()} threads;"
+    )
+    print("in brackets the ratio to GRPO and its range over the runs")
+    print(f"{'':16s}" + "".join(f"{method:>28s}" for method in METHODS))
     for part in PARTS:
-        grpo, dppo = medians("grpo", part), medians("dppo", part)
-        ratios = sorted(d / g for d, g in zip(dppo, grpo, strict=True))
-        print(f"{part:16s} {statistics.median(grpo):9.3f} {statistics.median(dppo):9.3f}  "
-              f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")  # fmt: skip
+        line = f"{part:16s}"
+        for method in METHODS:
+            ratios = sorted(m / g for m, g in zip(medians(method, part), medians("grpo", part), strict=True))
+            spread = f"({statistics.median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f})"
+            line += f"{statistics.median(medians(method, part)):10.3f}{spread if method != 'grpo' else '':>20s}  "
+        print(line)
     if json_file:
         json_file.write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -261,9 +268,9 @@ def variance(
                 rows += [{"seed": seed} | row for row in variance_rows(found, loss, stage, draws)]
     columns = [{"tokens": share, "r_o": None} for share in SHARES] + [{"r_o": rate} for rate in RATES]
     for loss, stage in itertools.product(("grpo", "dr_grpo"), STAGES):
-        print(f"\n{loss}, {stage}: median relative squared error (/ the oracle's), at a share of the live tokens")
+        print(f"\n{loss}, {stage}: medians of relative squared error, squared bias (and error over the oracle's)")
         heads = [f"as r_o {column['r_o']}" if column["r_o"] else f"{column['tokens']}" for column in columns]
-        print(f"{'':24s}" + "".join(f"{head:>18s}" for head in heads))
+        print(f"{'':24s}" + "".join(f"{head:>26s}" for head in heads))
         for rule in dict.fromkeys(row["rule"] for row in rows):
             cells = [_cell(rows, loss=loss, stage=stage, rule=rule, **column) for column in columns]
             print(f"{rule:24s}" + "".join(cells))
@@ -277,9 +284,11 @@ def _cell(rows, **wanted):
     """Medians over seeds as text; a dash where some seed has none."""
     found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
     if not all(row["kept"] for row in found):
-        return f"{'-':>18s}"
-    mse, ratio = (statistics.median(row[key] for row in found) for key in ("rel_mse", "ratio_to_oracle"))
-    return f"{mse:9.4f} ({ratio:6.2f})"
+        return f"{'-':>26s}"
+    mse, bias2, ratio = (
+        statistics.median(row[key] for row in found) for key in ("rel_mse", "rel_bias2", "ratio_to_oracle")
+    )
+    return f"{mse:9.4f} {bias2:7.4f} ({ratio:6.2f})"
 
 
 # ---------------------------------------------------------------------------- the running check over whole runs

@@ -1,0 +1,61 @@
+"""The variance bench on made-up gradients, where the answer is known in closed form."""
+
+import pytest
+import torch
+
+import bench
+import dppo
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Eight groups of eight, gradients in 50 dimensions whose norms follow the root of the energy."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = (torch.rand(8, 8, generator=generator) < 0.3).double()
+    rewards[0] = 1.0  # a dead group
+    lengths = torch.randint(5, 30, (8, 8), generator=generator)
+    energy = torch.rand(8, 8, generator=generator) * lengths / 10
+    live = ~dppo.dead_groups(rewards)[:, None].expand(8, 8)
+    vectors = torch.randn(int(live.sum()), 50, generator=generator, dtype=torch.float64)
+    vectors *= energy[live].sqrt()[:, None]
+    nothing = torch.zeros(8, 8, dtype=torch.float64)
+    batch = dppo.Completions(nothing, rewards, lengths + 10, nothing)
+    found = bench.Gradients(batch, lengths, energy, energy, live, vectors @ vectors.T, 30)
+    return found, vectors, bench.variance_rows(found, "dr_grpo", "early", 3000)
+
+
+def test_variance_bench_agrees_with_the_formula(rows):
+    """Kills: errors of the dead counted, the square of something else, a share of all tokens instead of the live."""
+    found, vectors, table = rows
+    factors = dppo.group_advantages(found.batch.rewards, "dr_grpo")[found.live]
+    terms = factors[:, None] * vectors
+    excess = []
+    norms, cost = terms.norm(dim=1), found.batch.cost[found.live].double()
+    for row in table:
+        if row["rule"] == "oracle, independent":
+            p = dppo.pps_keep_prob(norms, cost, row["tokens"] * cost.sum().item())
+            exact = ((1 / p - 1) * norms.square()).sum() / terms.sum(dim=0).square().sum()
+            assert row["rel_mse"] == pytest.approx(exact.item(), rel=0.1, abs=1e-4)
+        if row["rule"] in ("pps", "dppo", "uniform") and row["kept"]:
+            assert row["kept"] == pytest.approx(row["tokens"], abs=0.03)
+            assert abs(row["rel_bias2"]) < 0.02 * row["rel_mse"] + 1e-9
+            excess.append(row["rel_bias2"] / row["rel_mse"] * 3000)  # 1 on average, were the draws' noise left in
+        if row["rule"] == "cppo, best length" and row["kept"]:
+            assert 0 <= row["rel_mse"] <= 1
+    assert len(excess) > 12
+    assert abs(sum(excess) / len(excess)) < 0.5
+
+
+def test_variance_bench_says_what_is_out_of_reach(rows):
+    """The paper's rule keeps all above the mean, so a tenth of the tokens is out of its reach. Kills: a row made up."""
+    found, _, table = rows
+    cells = {(row["rule"], row["tokens"], row["r_o"]): row for row in table}
+    assert cells["dppo", 0.1, None]["rel_mse"] is None
+    assert cells["pps", 0.1, None]["rel_mse"] > 0
+    spent = {row["r_o"]: row for row in table if row["rule"] == "dppo" and row["r_o"]}
+    low = dppo.group_advantages(found.batch.rewards, "dr_grpo").abs()
+    low = (low < low.mean(dim=1, keepdim=True) - 1e-6)[found.live]
+    cost = found.batch.cost[found.live].double()
+    for rate, row in spent.items():
+        assert row["tokens"] == pytest.approx((cost * (1 - rate * low)).sum().item() / cost.sum().item(), abs=1e-4)
+        assert row["kept"] == pytest.approx(row["tokens"], abs=0.02)
