@@ -4,7 +4,7 @@ The rivals' pruning rules, with the call of dppo.prune_completions: what they ke
     uniform      unbiased  drops a share of all completions blindly; weights 1 / (1 - share)
     cppo         BIASED    the largest |advantage| of each group, as CPPO's paper has it (arXiv:2503.22342)
     cppo_batch   BIASED    the largest |advantage| of the whole mini-batch, as CPPO's code has it (lzhxmu/CPPO)
-    dppo_floor   BIASED    the deterministic fraction that secondary sources describe as DPPO's appendix A
+    dppo_floor   BIASED    the deterministic fraction that secondary sources ascribe to DPPO
 
 Keeping by rank gives keep probabilities of 0 and 1, and no weight can mend a zero. These rules are here to be compared
 with.
@@ -17,6 +17,7 @@ import torch
 import dppo
 
 COMPLETION_RULES = ("uniform", "cppo", "cppo_batch", "dppo_floor")
+BIASED = ("cppo", "cppo_batch", "dppo_floor")
 
 
 def kept_count(size: int, prune_rate: float) -> int:

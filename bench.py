@@ -32,7 +32,7 @@ from eval import as_number, decode
 PARTS = ("step_time", "time/rollout", "time/score", "time/train", "tokens/generated", "tokens/trained")
 
 
-METHODS = ("grpo", "dppo", "pps")
+TIMED = ("grpo", "dppo", "pps")
 
 
 def step(
@@ -50,7 +50,7 @@ def step(
         json_file: where to write the rows {method, round, part, median}
     """
     rows = []
-    for number, method in itertools.product(range(rounds), METHODS):
+    for number, method in itertools.product(range(rounds), TIMED):
         with tempfile.TemporaryDirectory() as folder:
             words = ["--method", method, "--steps", str(steps), "--seed", str(number), "--out-dir", f"{folder}/run"]
             train.main(config.parse_config([*words, "--eval-every", "0", "--save-every", "0"]))
@@ -66,10 +66,10 @@ def step(
         f"\nmedians over {rounds} alternating runs of steps {skip + 1} to {steps}, {torch.get_num_threads()} threads;"
     )
     print("in brackets the ratio to GRPO and its range over the runs")
-    print(f"{'':16s}" + "".join(f"{method:>28s}" for method in METHODS))
+    print(f"{'':16s}" + "".join(f"{method:>28s}" for method in TIMED))
     for part in PARTS:
         line = f"{part:16s}"
-        for method in METHODS:
+        for method in TIMED:
             ratios = sorted(m / g for m, g in zip(medians(method, part), medians("grpo", part), strict=True))
             spread = f"({statistics.median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f})"
             line += f"{statistics.median(medians(method, part)):10.3f}{spread if method != 'grpo' else '':>20s}  "

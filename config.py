@@ -41,10 +41,13 @@ LOSS_CLIPS = {  # --eps-low and --eps-high where they are not given: the papers'
 class Config:
     # method
     method: Literal["grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "pps"] = "dppo"  # a choice of the two rules
-    prompt_rule: Literal["none", "dppo", "dppo_floor"] | None = None  # default: the method's
-    completion_rule: Literal["none", "zero", "dppo", "pps", "uniform", "cppo", "cppo_batch", "dppo_floor"] | None = None
+    prompt_rule: Literal["auto", "none", "dppo", "dppo_floor"] = "auto"  # auto: the method's; dppo: by history
+    # auto: the method's; the README has a table of them
+    completion_rule: Literal["auto", "none", "zero", "dppo", "pps", "uniform", "cppo", "cppo_batch", "dppo_floor"] = (
+        "auto"
+    )
     prompt_prune_rate: float | None = None  # r_q: chance of dropping a prompt of low history; default 0.3 (none: 0)
-    completion_prune_rate: float | None = None  # r_o, as the completion rule reads it; default 0.7 (none, zero: 0)
+    completion_prune_rate: float | None = None  # r_o: share dropped (dppo: of those below the mean); default 0.7
     cppo_allocation: bool = False  # with cppo: roll out 1 / (1 - r_o) times the prompts, to fill the update
     check_every: int = 0  # steps between running checks that the completion pruning is unbiased; 0 = never
     # loss
@@ -117,8 +120,9 @@ def _parse(argv: list[str], default: Config) -> Config:
     except SystemExit as stop:
         if stop.code == 0:  # --help
             raise
-        words = complaint.getvalue().translate({ord(c): " " for c in "╭─╮│╰╯"}).split()
-        raise InputError(" ".join(words)) from None
+        lines = [line for line in complaint.getvalue().splitlines() if not line.startswith("╭")]  # without the title
+        words = " ".join(" ".join(lines).translate({ord(c): " " for c in "─│╰╯"}).split())
+        raise InputError(words.split(" Argument helptext")[0].split(" For full helptext")[0]) from None
     if unknown:
         known = [f"--{field.name.replace('_', '-')}" for field in fields(Config)]
         near = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
@@ -130,10 +134,8 @@ def _parse(argv: list[str], default: Config) -> Config:
 def resolve(cfg: Config) -> Config:
     """Check every value and fill in the defaults that depend on others; InputError names the value."""
     device = rollout.choose_device(cfg.device)
-    prompt_rule, completion_rule = METHODS[cfg.method]
-    cfg = replace(
-        cfg, prompt_rule=cfg.prompt_rule or prompt_rule, completion_rule=cfg.completion_rule or completion_rule
-    )
+    rules = dict(zip(("prompt_rule", "completion_rule"), METHODS[cfg.method], strict=True))
+    cfg = replace(cfg, **{name: rule for name, rule in rules.items() if getattr(cfg, name) == "auto"})
     eps_low, eps_high = LOSS_CLIPS[cfg.loss]
     defaults = {
         "prompt_prune_rate": 0.0 if cfg.prompt_rule == "none" else 0.3,
@@ -177,7 +179,7 @@ def resolve(cfg: Config) -> Config:
     if cfg.cppo_allocation and cfg.completion_rule not in ("cppo", "cppo_batch"):
         raise InputError(f"--cppo-allocation: belongs to --method cppo, not to --completion-rule {cfg.completion_rule}")
     ranked = {"cppo": cfg.group_size, "cppo_batch": cfg.prompts_per_step // cfg.minibatches * cfg.group_size}
-    if (size := ranked.get(cfg.completion_rule)) is not None:
+    if size := cfg.group_size if cfg.cppo_allocation else ranked.get(cfg.completion_rule):
         check("completion_prune_rate", lambda r: baselines.kept_count(size, r) > 0, f"lower: it keeps none of {size}")
     divides = f"a divisor of the step's {num_candidates(cfg)} prompts, so that every update has the planned size"
     check("minibatches", lambda count: num_candidates(cfg) % count == 0, divides)
@@ -194,7 +196,7 @@ def num_candidates(cfg: Config) -> int:
 def warnings(cfg: Config) -> list[str]:
     """What a resolved Config does that is not the unbiased gradient of its loss; dppo.py says why."""
     said = []
-    if cfg.completion_rule in ("cppo", "cppo_batch", "dppo_floor") and cfg.completion_prune_rate > 0:
+    if cfg.completion_rule in baselines.BIASED and cfg.completion_prune_rate > 0:
         said.append(f"--completion-rule {cfg.completion_rule} is biased: it keeps by rank, not at random")
     if cfg.prompt_prune_rate > 0:
         if cfg.prompt_rule == "dppo_floor":

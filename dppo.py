@@ -97,19 +97,25 @@ def energy_bound(logprobs: torch.Tensor) -> torch.Tensor:
     return 2.0 * torch.expm1(logprobs).square()
 
 
+def contributes(advantages: torch.Tensor, scale: torch.Tensor, beta: float) -> torch.Tensor:
+    """Which completions' terms are not exactly 0, bool of their shape: not masked (scale 0), and an advantage or a KL
+    term to carry."""
+    return (scale > 0) & ((advantages != 0) | (beta > 0))
+
+
 def contribution_size(advantages: torch.Tensor, scale: torch.Tensor, energy: torch.Tensor, beta: float) -> torch.Tensor:
     """Estimated gradient norm of each completion's term, float64 [K, G]: scale (|A| + beta) sqrt(energy).
 
-    `scale` is everything that multiplies its tokens (prompt weight x denominator; 0: masked), `energy` the sum over its
-    tokens of |onehot - softmax|^2. The gradient passes through the logits, and scores of different tokens
+    `scale` is everything that multiplies its tokens (prompt weight over denominator; 0: masked), `energy` the sum over
+    its tokens of |onehot - softmax|^2. The gradient passes through the logits, and scores of different tokens
     are uncorrelated, so its square is about proportional to the energy; beta stands for the KL term's part.
     Exactly 0 where the term is exactly 0; elsewhere never below SIZE_FLOOR of the mean, so an estimate that
     underflows never drops anything for good.
     """
-    contributes = (scale > 0) & ((advantages != 0) | (beta > 0))
+    live = contributes(advantages, scale, beta)
     size = scale.double() * (advantages.double().abs() + beta) * energy.double().sqrt()
-    floor = SIZE_FLOOR * size[contributes].mean() if contributes.any() else 0.0
-    return torch.where(contributes, size.clamp(min=max(float(floor), 1e-30)), 0.0)
+    floor = SIZE_FLOOR * size[live].mean() if live.any() else 0.0
+    return torch.where(live, size.clamp(min=max(float(floor), 1e-30)), 0.0)
 
 
 # ---------------------------------------------------------------------------- keep probabilities
@@ -119,8 +125,8 @@ def threshold_keep_prob(scores: torch.Tensor, counted: torch.Tensor, prune_rate:
     """Keep probabilities, float64 of the scores' shape [..., n]: 1 - prune_rate below the mean, else 1.
 
     The mean is over the `counted` [..., n] entries of the last dimension; NaN scores (a prompt never seen)
-    are always kept. The paper's rule at both levels: |advantage| against its group's mean with r_o,
-    historical |advantage| against the step's mean with r_q.
+    are always kept. The paper's threshold (from secondary sources) at both levels: |advantage| against its group's mean
+    with r_o, historical |advantage| against the step's mean with r_q; the random form is ours.
     """
     scores = scores.double()
     total = torch.where(counted, scores, 0.0).sum(dim=-1, keepdim=True)
@@ -155,18 +161,18 @@ def completion_keep_prob(rule: str, prune_rate: float, batch: Completions) -> to
 
     none  everything
     zero  everything but what contributes exactly 0: equal rewards, unscorable or masked completions. No rate
-    dppo  the paper's: r_o is the chance of dropping a completion whose |advantage| is below its group's mean. (A
-          summary speaks of the intra-group advantage; the paper's scope is not known.)
-    pps   ours: 1 - r_o is the expected share kept of the tokens that contribute, at least variance
+    dppo  the paper's threshold, randomised by us: r_o is the chance of dropping a completion whose |advantage| is below
+          its group's mean. (A summary speaks of the intra-group advantage; the paper's scope is not known.)
+    pps   ours: 1 - r_o is the expected share kept of the tokens that contribute; minimum variance
     """
     _check("completion rule", rule, COMPLETION_RULES)
-    contributes = batch.size > 0
+    live = batch.size > 0
     if rule == "zero":
-        return contributes.double()
+        return live.double()
     if rule == "dppo":
         return threshold_keep_prob(batch.advantages.abs(), ~batch.rewards.isnan(), prune_rate)
     if rule == "pps":
-        return pps_keep_prob(batch.size, batch.cost, (1.0 - prune_rate) * batch.cost[contributes].sum().item())
+        return pps_keep_prob(batch.size, batch.cost, (1.0 - prune_rate) * batch.cost[live].sum().item())
     return torch.ones_like(batch.size, dtype=torch.float64)
 
 
@@ -234,7 +240,7 @@ def prune_completions(
 def loss_scale(
     lengths: torch.Tensor, loss: str, *, num_sequences: int, max_new_tokens: int, num_tokens: float
 ) -> torch.Tensor:
-    """What multiplies each token's loss in a full batch, float64 of lengths' shape: the one denominator.
+    """What multiplies each token's loss in a full batch, float64 of lengths' shape: one over the denominator.
 
     All three counts are of the full batch, fixed before anything is pruned: num_sequences = Q x G, num_tokens their
     completion tokens. grpo, gspo: 1 / (length x num_sequences), a mean over sequences of token means. dr_grpo:
@@ -243,7 +249,7 @@ def loss_scale(
     _check("loss", loss, LOSSES)
     if loss in ("grpo", "gspo"):
         return 1.0 / (lengths.double().clamp(min=1) * num_sequences)
-    denominator = num_sequences * max_new_tokens if loss == "dr_grpo" else num_tokens
+    denominator = {"dr_grpo": num_sequences * max_new_tokens, "dapo": num_tokens, "cispo": num_tokens}[loss]
     return torch.full_like(lengths, 1.0 / max(denominator, 1.0), dtype=torch.float64)
 
 

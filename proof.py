@@ -20,7 +20,6 @@ import torch
 import baselines
 import dppo
 
-BIASED = ("cppo", "cppo_batch", "dppo_floor")
 UNBIASED = ("zero", "dppo", "pps", "uniform")
 TWINS = ("no weights", "kept count", "kept tokens", "advantages again")  # mistakes that are popular and biased
 
@@ -31,7 +30,7 @@ class Case:
 
     gradient: Callable  # (advantages [K, G], scale [K, G], keep [K, G], shift of the parameters [P] or 0) -> [P]
     batch: dppo.Completions
-    scale: torch.Tensor  # [K, G], the full batch's: prompt weight x denominator
+    scale: torch.Tensor  # [K, G], the full batch's: prompt weight over denominator
     lengths: torch.Tensor  # [K, G], tokens of each completion
     loss: str
 
@@ -71,7 +70,7 @@ def outcomes(
     """Every (keep, weights, probability) of a completion rule on a batch. uniform's are those of a simple random
     sample; the tests show that its draw is one."""
     shape = batch.size.shape
-    if rule in BIASED:
+    if rule in baselines.BIASED:
         yield *baselines.prune_completions(rule, prune_rate, batch, torch.Generator()), 1.0
         return
     if rule == "uniform":  # a simple random sample of n (1 - rate) completions, rounded down or up
@@ -149,8 +148,8 @@ def toy_case(
 ) -> Case:
     """Four completions of up to 5 tokens for each prompt, under a table of next-token logits [V, V], float64.
 
-    `drift` moves the old log-probs away from the policy's, so that some tokens are clipped; `prompts` says which of the
-    two were kept by a prompt-level draw, `prompt_weight` what multiplies them.
+    `drift` moves the old log-probs away from the policy's, so that some tokens are clipped; one completion is masked;
+    `prompts` says which of the two were kept by a prompt-level draw, `prompt_weight` what multiplies them.
     """
     V, G = 6, 4
     generator = torch.Generator().manual_seed(2)
@@ -183,10 +182,11 @@ def toy_case(
 
     probs = table.softmax(dim=-1)[tokens[..., :-1]]  # [2, G, 5, V]
     energy = (torch.nn.functional.one_hot(tokens[..., 1:], V) - probs).square().sum(dim=-1)  # [2, G, 5]
-    num_tokens = prompt_weight * lengths[rows].sum().item()  # with dropped prompts an estimate, as in train.py
-    scale = prompt_weight * dppo.loss_scale(
-        lengths[rows], loss, num_sequences=2 * G, max_new_tokens=5, num_tokens=num_tokens
-    )
+    counts = torch.full((2, G), prompt_weight, dtype=torch.float64)
+    counts[0, 3] = 0.0  # masked
+    counts = counts[rows]
+    num_tokens = (counts * lengths[rows]).sum().item()  # with dropped prompts an estimate, as in train.py
+    scale = counts * dppo.loss_scale(lengths[rows], loss, num_sequences=2 * G, max_new_tokens=5, num_tokens=num_tokens)
     advantages = dppo.group_advantages(rewards, loss)[rows]
     size = dppo.contribution_size(advantages, scale, (energy * sampled).sum(dim=-1)[rows], beta)
     batch = dppo.Completions(advantages, rewards[rows], lengths[rows] + 1, size)
@@ -236,7 +236,7 @@ def main() -> None:
     for rule in ("none", "dppo", "pps"):
         line(rule, lambda loss, beta, rule=rule: both_levels(loss, rule, 0.6, beta=beta))
     print("biased")
-    for rule in BIASED:
+    for rule in baselines.BIASED:
         line(rule, one(rule))
     for twin in TWINS:
         line(f"dppo, {twin}", one("dppo", twin))

@@ -200,7 +200,7 @@ def main(cfg: Config) -> None:
         minibatch_of = prompt_keep.nonzero().squeeze(1) * cfg.minibatches // num_prompts  # [K], by place in the window
         scored = clock(cfg)
 
-        # 6. prune: with the line marked in 1, the method's whole difference from GRPO; rule none: all kept, weights 1
+        # 6. prune, once for each update in 7: with the line marked in 1, the method's whole difference from GRPO
         def prune_minibatch(minibatch, generator):
             """(keep, weights) [K, G] of a draw that serves one update; nothing is kept of other mini-batches."""
             keep, weights = torch.zeros_like(full_scale, dtype=torch.bool), torch.zeros_like(full_scale)
@@ -261,7 +261,7 @@ def main(cfg: Config) -> None:
 
         keeps, weights, sums, grad_norms = zip(*updates, strict=True)
         keeps, weights = torch.stack(keeps), torch.stack(weights) * prompt_weights[:, None]  # [updates, K, G]
-        contributes = (full_scale > 0) & ((advantages != 0) | (cfg.beta > 0))  # [K, G]
+        contributes = dppo.contributes(advantages, full_scale, cfg.beta)  # [K, G]
         *_, first_tokens, _, _, first_gap = sums[0].tolist()
         loss, kl, clipped, tokens, forwarded, slots, _ = torch.stack(sums).sum(dim=0).tolist()
         full_tokens = (prompt_weights[:, None] * cost).sum().item() * cfg.epochs  # expected, un-pruned

@@ -1,7 +1,7 @@
 """
 The update: gradients of what was kept, pack by pack, summed over ranks.
 
-Every sequence carries its own factor (weight x denominator), fixed before this file sees it. So the sum does not
+Every sequence carries its own factor (weight over denominator), fixed before this file sees it. So the sum does not
 depend on how sequences are packed, or on which rank holds them.
 
 Letters: K prompts and G completions of this rank, N completion tokens of a pack.

@@ -16,7 +16,6 @@ import sampler
 import update
 
 RUN = config.Config(pack_tokens=24, pack_window=4, device="cpu", temperature=0.7)  # several packs of several segments
-UNBIASED = ("zero", "dppo", "pps", "uniform")
 
 
 def make_case(make_policy, make_rollouts, rewards, loss, beta=0.0, *, masked=(), prompt_weights=None, kept=None):
@@ -136,7 +135,7 @@ def test_completion_rules_are_unbiased(make, loss, beta):
         real = case.gradient(case.batch.advantages, case.scale * weights, keep)
         assert proof.relative_error(real, (weights * keep).flatten() @ each) < 1e-10
     full = case.full()
-    for rule in UNBIASED:
+    for rule in proof.UNBIASED:
         assert proof.relative_error(proof.expected_gradient(case, rule, 0.6, each=each), full) <= 1e-10, rule
 
 
@@ -173,11 +172,11 @@ def test_second_update_has_a_draw_of_its_own(make, rule):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("twin", [*proof.TWINS, *proof.BIASED])
+@pytest.mark.parametrize("twin", [*proof.TWINS, *baselines.BIASED])
 def test_biased_twins_fail(make, twin, beta):
     """The enumeration can tell: each of these popular mistakes, and each rival, is off by more than 1e-3."""
     case = make(table([[1, 0, 0, 0], [1, 1, 0, 1]]), "grpo", beta)
-    rule, mistake = (twin, None) if twin in proof.BIASED else ("dppo", twin)
+    rule, mistake = (twin, None) if twin in baselines.BIASED else ("dppo", twin)
     assert proof.relative_error(proof.expected_gradient(case, rule, 0.6, twin=mistake), case.full()) > 1e-3
 
 
@@ -198,7 +197,11 @@ def test_the_printed_table(capsys):
     proof.main()
     sections = re.split(r"\n(?=unbiased|prompts pruned|biased)", capsys.readouterr().out)[1:]
     numbers = [[float(word) for word in re.findall(r"\de[+-]\d\d", section)] for section in sections]
-    assert [len(section) for section in numbers] == [25, 15, 40]
+    assert [len(section) for section in numbers] == [
+        5 * (len(proof.UNBIASED) + 1),
+        15,
+        5 * (len(baselines.BIASED) + len(proof.TWINS) + 1),
+    ]
     assert max(numbers[0]) < 1e-10
     exact = [number for place, number in enumerate(numbers[1]) if place % 5 not in (2, 4)]
     assert max(exact) < 1e-10
