@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every completion rule, loss and kind of update on the embedded task for 30 steps, on 1 and on 2 ranks.
-# 2 cores without a GPU: about 25 minutes. Result: runs/rules.txt
+# 2 cores without a GPU: about 25 minutes. runs/rules.sh > runs/rules.txt
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
