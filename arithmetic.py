@@ -78,7 +78,10 @@ def _chain(split: str, rng: random.Random) -> tuple[list[int], str]:
         span, source = UNSOLVED, "unsolved"
     else:
         span, source = (LONGER, "longer") if split == "longer" else (CHAIN, "chain")
-    numbers = [rng.randint(1, 9) for _ in range(rng.randint(*span))]
+    count = rng.randint(*span)
+    if split == "base":  # long chains need the most practice, or their last links are never right
+        count = max(count, rng.randint(*span))
+    numbers = [rng.randint(1, 9) for _ in range(count)]
     if split == "base" and rng.random() < 0.25:
         numbers[0] = rng.randint(10, 69)
     return numbers, source
