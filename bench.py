@@ -81,7 +81,7 @@ def step(
 # ---------------------------------------------------------------------------- variance, on real gradients
 
 SHARES = (0.1, 0.2, 0.3, 0.5)  # of the tokens of completions that contribute
-RATES = (0.5, 0.7, 0.9)  # r_o of the paper's rule; the others get the tokens that it spends
+RATES = (0.5, 0.7, 0.9)  # r_o of dppo; the others get the tokens that it spends
 STAGES = {"early": 4, "midway": 32, "late": 64}  # steps of the embedded run
 
 

@@ -47,7 +47,7 @@ def test_variance_bench_agrees_with_the_formula(rows):
 
 
 def test_variance_bench_says_what_is_out_of_reach(rows):
-    """The paper's rule keeps all above the mean, so a tenth of the tokens is out of its reach. Kills: a row made up."""
+    """dppo keeps all above the mean, so a tenth of the tokens is out of its reach. Kills: a row made up."""
     found, _, table = rows
     cells = {(row["rule"], row["tokens"], row["r_o"]): row for row in table}
     assert cells["dppo", 0.1, None]["rel_mse"] is None

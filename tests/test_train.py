@@ -194,6 +194,18 @@ def test_unscorable_rewards(run, monkeypatch):
 # ---------------------------------------------------------------------------- rules, losses, updates
 
 
+def test_method_is_a_choice_of_two_rules():
+    """Kills: a preset that overrides a rule that was given, a rate for a rule that has none."""
+    for method, rules in config.METHODS.items():
+        cfg = config.resolve(config.Config(method=method, device="cpu"))
+        assert (cfg.prompt_rule, cfg.completion_rule) == rules
+        assert cfg.prompt_prune_rate == (0.0 if rules[0] == "none" else 0.3)
+        assert cfg.completion_prune_rate == (0.0 if rules[1] in ("none", "zero") else 0.7)
+    cfg = config.resolve(config.Config(method="grpo", completion_rule="pps", device="cpu"))
+    assert (cfg.prompt_rule, cfg.completion_rule) == ("none", "pps")
+    assert config.resolve(cfg) == cfg, "a stored Config stays what it was"
+
+
 @pytest.mark.parametrize("rule", ["none", *dppo.COMPLETION_RULES[1:], *baselines.COMPLETION_RULES])
 def test_every_rule_trains(run, rule):
     """With KL, mini-batches and epochs; what is biased says so. Kills: a rule that the loop cannot call."""
