@@ -30,7 +30,7 @@ import packing
 
 # the base model's recipe; the cache is keyed by the text of this file
 CARRY_PROB = 0.42  # the teacher's chance of remembering a carry
-BASE_STEPS, BASE_BATCH, BASE_LR = 500, 32, 3e-3
+BASE_STEPS, BASE_BATCH, BASE_LR = 1000, 32, 3e-3
 CHAIN = (2, 8)  # shortest and longest chain the base and the default splits hold
 LONGER = (9, 12)  # longer than any trained on
 UNSOLVED = (13, 18)  # of the realistic mix: the base never solves these

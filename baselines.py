@@ -5,12 +5,16 @@ The rivals' pruning rules, with the call of dppo.prune_completions: what they ke
     cppo         BIASED    the largest |advantage| of each group, as CPPO's paper has it (arXiv:2503.22342)
     cppo_batch   BIASED    the largest |advantage| of the whole mini-batch, as CPPO's code has it (lzhxmu/CPPO)
     dppo_floor   BIASED    the deterministic fraction that secondary sources ascribe to DPPO
+    greso        BIASED    prompts: skips what was all right or all wrong lately, refills (arXiv:2506.02177)
 
-Keeping by rank gives keep probabilities of 0 and 1, and no weight can mend a zero. These rules are here to be compared
+Keeping by rank gives keep probabilities of 0 and 1, and no weight can mend a zero. GRESO skips at random, but gives
+what it keeps no weight, and stops when it has enough, which is a bias of its own. These rules are here to be compared
 with.
 
-Letters: K prompts, G completions each.
+Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G completions each.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -70,3 +74,92 @@ def prune_completions(
     if rule == "dppo_floor":
         return floor_of_low(scores, ~batch.rewards.isnan(), prune_rate)
     raise ValueError(f"unknown completion rule {rule!r}: choose one of {', '.join(COMPLETION_RULES)}")
+
+
+# ---------------------------------------------------------------------------- GRESO, at the prompt level
+
+
+class Greso:
+    """GRESO's selection of prompts, as in its code (Infini-AI-Lab/GRESO: presampling_selector.py, ray_trainer.py).
+
+    A prompt whose last z visits were all right (mean reward at least EASY) is rolled out with probability p_easy^z, at
+    least FLOOR; all wrong (at most HARD): p_hard^z. Both probabilities follow the share of such groups in each step,
+    towards ALPHA_EASY and ALPHA_HARD. A step goes on until Q groups are alive, and trains on these, unweighted.
+    """
+
+    EASY, HARD, FLOOR = 0.98, 0.11, 0.01
+    ALPHA_EASY, ALPHA_HARD = 0.25 / 3, 2 * 0.25 / 3  # of a target of 0.25 groups without signal
+    CHANGE, LEAST, MOST = 0.01, 0.05, 0.95  # of p_easy and p_hard, a step
+    LOADER = 32  # prompts looked at together
+    ROUNDS = 20  # of rollouts in a step, ours: its code would go on for ever where nothing is alive
+
+    def __init__(self, num_prompts: int):
+        self.easy, self.hard = torch.zeros(2, num_prompts, dtype=torch.int16)  # streaks [P]
+        self.p_easy = self.p_hard = 0.5
+        self.cursor = 0  # prompts looked at since the run began, epoch after epoch
+
+    def keep_prob(self, prompts: torch.Tensor) -> torch.Tensor:
+        """Chance [K] of each prompt to be rolled out."""
+        easy = (self.p_easy ** self.easy[prompts].double()).clamp(min=self.FLOOR)
+        return easy * (self.p_hard ** self.hard[prompts].double()).clamp(min=self.FLOOR)
+
+    def select(self, count: int, order: Callable, generator: torch.Generator) -> torch.Tensor:
+        """The next `count` prompts that are not skipped; order(epoch) is the shuffle [P]."""
+        chosen = torch.zeros(0, dtype=torch.int64)
+        while len(chosen) < count:
+            epoch, position = divmod(self.cursor, len(self.easy))
+            loaded = order(epoch)[position : position + self.LOADER]
+            keep = dppo.draw(self.keep_prob(loaded), generator)
+            room = count - len(chosen)
+            used = int((keep.cumsum(dim=0) <= room).sum())  # what comes after the last that fits is looked at again
+            chosen = torch.cat([chosen, loaded[:used][keep[:used]]])
+            self.cursor += used
+        return chosen
+
+    def update(self, prompts: torch.Tensor, rewards: torch.Tensor) -> None:
+        """Streaks of the prompts [K] from their groups' rewards [K, G]."""
+        mean = rewards.nanmean(dim=1)
+        for streak, goes_on in ((self.easy, mean >= self.EASY), (self.hard, mean <= self.HARD)):
+            streak[prompts] = torch.where(goes_on, streak[prompts] + 1, 0).to(torch.int16)
+
+    def adjust(self, rewards: torch.Tensor) -> None:
+        """p_easy and p_hard, once a step, from everything rolled out in it [K, G]."""
+        mean = rewards.nanmean(dim=1)
+        for name, share, alpha in (
+            ("p_easy", (mean >= self.EASY).double().mean(), self.ALPHA_EASY),
+            ("p_hard", (mean <= self.HARD).double().mean(), self.ALPHA_HARD),
+        ):
+            change = -self.CHANGE if share >= alpha else self.CHANGE
+            setattr(self, name, min(max(getattr(self, name) + change, self.LEAST), self.MOST))
+
+    def next_batch(self, missing: int, dead_share: float, default: int, least: int) -> tuple[int, bool]:
+        """(prompts of the next round, whether it is the last one), when `missing` live groups are still wanted."""
+        estimate = int(1.25 * missing / (1 - dead_share)) if dead_share < 1 else default + 1
+        return max(min(estimate, default), least), estimate <= default
+
+    def collect(
+        self, roll_out: Callable, target: int, order: Callable, generator: torch.Generator
+    ) -> tuple[list, torch.Tensor, torch.Tensor]:
+        """(rounds, weights [K], places [K]): rollouts until `target` groups are alive or a round was declared the last.
+
+        roll_out(prompts, number) returns a round, with .prompts [k] and .rewards [k, G]. The first `target` live groups
+        of all K share the update: weights are the inverse of the share of it that they fill; what is dead or too much
+        gets 0. Rounds are 1.5 times the target at first and a quarter of it at least, as the code's 384 and 64 of 256.
+        """
+        first_epoch = self.cursor < len(self.easy)
+        rounds, alive = [], torch.zeros(0, dtype=torch.bool)
+        size, last, default = 3 * target // 2, False, 3 * target // 2
+        while len(rounds) < self.ROUNDS:
+            rounds.append(roll_out(self.select(size, order, generator), len(rounds)))
+            self.update(rounds[-1].prompts, rounds[-1].rewards)
+            now = ~dppo.dead_groups(rounds[-1].rewards)
+            alive = torch.cat([alive, now])
+            missing = target - int(alive.sum())
+            if missing <= 0 or last:
+                break
+            size, last = self.next_batch(missing, 1 - now.double().mean().item(), default, max(1, target // 4))
+        if not first_epoch:
+            self.adjust(torch.cat([part.rewards for part in rounds]))
+        places = alive.cumsum(dim=0) - 1  # [K], among the live
+        used = alive & (places < target)
+        return rounds, used.double() * target / max(1, int(used.sum())), places.clamp(0, target - 1)

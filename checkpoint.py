@@ -22,14 +22,15 @@ import torch.distributed as dist
 import transformers
 
 
-def save(out_dir: Path, model, tokenizer, optimizer, history, step: int, reference=None) -> None:
+def save(out_dir: Path, model, tokenizer, optimizer, history, step: int, greso=None, reference=None) -> None:
     """A Hugging Face folder plus trainer.pt, written beside and renamed: a kill at any moment leaves a whole one."""
     final, beside, old = (out_dir / name for name in ("checkpoint", "checkpoint.new", "checkpoint.old"))
     shutil.rmtree(beside, ignore_errors=True)
     model.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
-    state = {"optimizer": optimizer.state_dict(), "history": history.score, "step": step}
-    torch.save(state | {"reference": fingerprint(reference) if reference else None}, beside / "trainer.pt")
+    state = {"optimizer": optimizer.state_dict(), "history": vars(history), "step": step}
+    state |= {"greso": vars(greso) if greso else None, "reference": fingerprint(reference) if reference else None}
+    torch.save(state, beside / "trainer.pt")
     for path in (path for path in beside.rglob("*") if path.is_file()):  # on disk before it takes the good one's name
         with open(path, "rb+") as file:
             os.fsync(file.fileno())

@@ -18,6 +18,7 @@ import tyro
 import baselines
 import data
 import rollout
+import sampler
 from data import InputError
 
 METHODS = {  # --method is no more than this choice of --prompt-rule and --completion-rule
@@ -26,7 +27,8 @@ METHODS = {  # --method is no more than this choice of --prompt-rule and --compl
     "dppo": ("dppo", "dppo"),
     "dppo_floor": ("dppo_floor", "dppo_floor"),
     "cppo": ("none", "cppo"),
-    "pps": ("none", "pps"),
+    "greso": ("greso", "none"),
+    "pps": ("pps", "pps"),
 }
 LOSS_CLIPS = {  # --eps-low and --eps-high where they are not given: the papers'; cispo: no lower bound, and TRL's 5
     "grpo": (0.2, 0.2),
@@ -40,13 +42,13 @@ LOSS_CLIPS = {  # --eps-low and --eps-high where they are not given: the papers'
 @dataclass
 class Config:
     # method
-    method: Literal["grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "pps"] = "dppo"  # a choice of the two rules
-    prompt_rule: Literal["auto", "none", "dppo", "dppo_floor"] = "auto"  # auto: the method's; dppo: by history
-    # auto: the method's; the README has a table of them
+    method: Literal["grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "greso", "pps"] = "dppo"  # the two rules
+    # auto: the method's; the README has tables of both kinds
+    prompt_rule: Literal["auto", "none", "uniform", "dppo", "pps", "dppo_floor", "greso"] = "auto"
     completion_rule: Literal["auto", "none", "zero", "dppo", "pps", "uniform", "cppo", "cppo_batch", "dppo_floor"] = (
         "auto"
     )
-    prompt_prune_rate: float | None = None  # r_q: chance of dropping a prompt of low history; default 0.3 (none: 0)
+    prompt_prune_rate: float | None = None  # r_q: share dropped (dppo: of those of low history); default 0.3
     completion_prune_rate: float | None = None  # r_o: share dropped (dppo: of those below the mean); default 0.7
     cppo_allocation: bool = False  # with cppo: roll out 1 / (1 - r_o) times the prompts, to fill the update
     check_every: int = 0  # steps between running checks that the completion pruning is unbiased; 0 = never
@@ -138,7 +140,7 @@ def resolve(cfg: Config) -> Config:
     cfg = replace(cfg, **{name: rule for name, rule in rules.items() if getattr(cfg, name) == "auto"})
     eps_low, eps_high = LOSS_CLIPS[cfg.loss]
     defaults = {
-        "prompt_prune_rate": 0.0 if cfg.prompt_rule == "none" else 0.3,
+        "prompt_prune_rate": 0.0 if cfg.prompt_rule in ("none", "greso") else 0.3,
         "completion_prune_rate": 0.0 if cfg.completion_rule in ("none", "zero") else 0.7,
         "eps_low": eps_low,
         "eps_high": eps_high,
@@ -155,7 +157,7 @@ def resolve(cfg: Config) -> Config:
             raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be {rule}")
 
     for name, rule, idle in (
-        ("prompt_prune_rate", cfg.prompt_rule, ("none",)),
+        ("prompt_prune_rate", cfg.prompt_rule, ("none", "greso")),
         ("completion_prune_rate", cfg.completion_rule, ("none", "zero")),
     ):
         check(name, lambda r: 0 <= r < 1, "at least 0 and below 1: at 1 nothing is kept, and no weight can mend it")
@@ -181,6 +183,14 @@ def resolve(cfg: Config) -> Config:
     ranked = {"cppo": cfg.group_size, "cppo_batch": cfg.prompts_per_step // cfg.minibatches * cfg.group_size}
     if size := cfg.group_size if cfg.cppo_allocation else ranked.get(cfg.completion_rule):
         check("completion_prune_rate", lambda r: baselines.kept_count(size, r) > 0, f"lower: it keeps none of {size}")
+    if cfg.prompt_rule in ("uniform", "pps"):
+        kept = sampler.kept_prompts(num_candidates(cfg), cfg.prompt_prune_rate)
+        few = (
+            f"lower: it keeps {kept} of {num_candidates(cfg)} prompts, and each of {cfg.minibatches} updates needs one"
+        )
+        check("prompt_prune_rate", lambda r: kept >= cfg.minibatches, few)
+    if cfg.prompt_rule == "greso":
+        check("check_every", lambda n: n == 0, "0 with --prompt-rule greso: it has no un-pruned batch to compare with")
     divides = f"a divisor of the step's {num_candidates(cfg)} prompts, so that every update has the planned size"
     check("minibatches", lambda count: num_candidates(cfg) % count == 0, divides)
     return cfg
@@ -198,6 +208,8 @@ def warnings(cfg: Config) -> list[str]:
     said = []
     if cfg.completion_rule in baselines.BIASED and cfg.completion_prune_rate > 0:
         said.append(f"--completion-rule {cfg.completion_rule} is biased: it keeps by rank, not at random")
+    if cfg.prompt_rule == "greso":
+        said.append("--prompt-rule greso is biased: what it skips has no weight when it comes back, and it refills")
     if cfg.prompt_prune_rate > 0:
         if cfg.prompt_rule == "dppo_floor":
             said.append("--prompt-rule dppo_floor is biased: it keeps by rank, not at random")

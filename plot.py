@@ -1,5 +1,5 @@
 """
-run.png: what a run's log.jsonl says, in six pictures.
+run.png: what a run's log.jsonl says, in nine pictures; the last three are of the prompt level.
 
     python plot.py out
 
@@ -7,6 +7,7 @@ A training run draws it at its end; this redraws it at any time, also while the 
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -24,8 +25,13 @@ COLORS = {  # one for each rule, in every picture (Okabe and Ito's, safe for the
 }
 
 
+BINS = ("never rolled out", "all wrong", "up to 1/4 right", "up to 1/2", "up to 3/4", "above 3/4", "all right")
+BIN_COLORS = ("#DDDDDD", "#762A83", "#AF8DC3", "#E7D4E8", "#D9F0D3", "#7FBF7B", "#1B7837")  # of the last pass rate
+
+
 def draw_run(out_dir: Path) -> None:
-    """run.png from log.jsonl: reward and evaluation by step and by time, what was kept, where the time went."""
+    """run.png from log.jsonl: reward and evaluation by step and by time, what was kept, where the time went, what is
+    known of the prompts and what the prompt rule makes of it."""
     rows = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
     cfg = json.loads((out_dir / "config.json").read_text())["config"]
     steps = [row for row in rows if row["step"] > 0]
@@ -38,8 +44,8 @@ def draw_run(out_dir: Path) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), label=label or key, **style)
 
-    figure = Figure(figsize=(15, 8), layout="constrained")
-    axes = figure.subplots(2, 3)
+    figure = Figure(figsize=(15, 12), layout="constrained")
+    axes = figure.subplots(3, 3)
     for axis, x, unit in (
         (axes[0, 0], lambda row: row["step"], "step"),
         (axes[0, 1], lambda row: seconds[row["step"]], "seconds, evaluation not counted"),
@@ -58,9 +64,28 @@ def draw_run(out_dir: Path) -> None:
     series(axes[1, 2], "entropy", "entropy, nats a token")
     series(axes[1, 2], "grad_norm", "gradient norm before clipping")
     axes[1, 2].set(xlabel="step", ylim=(0, None))
+    numbers = [row["step"] for row in steps]
+    known = list(zip(*(row["history/pass_rates"] for row in steps), strict=True))  # [bins][steps]
+    shares = [[count / sum(known_bin[0] for known_bin in known) for count in counts] for counts in known]
+    axes[2, 0].stackplot(numbers, shares, labels=BINS, colors=BIN_COLORS)
+    axes[2, 0].set(xlabel="step", ylabel="share of the prompts, by last pass rate", ylim=(0, 1))
+    if "history/kept_by_pass_rate" in steps[0]:
+        for number, (name, color) in enumerate(zip(BINS, BIN_COLORS, strict=True)):
+            points = []  # over the last 16 steps: a step alone holds few of a bin
+            for end in range(1, len(steps) + 1):
+                recent = steps[max(0, end - 16) : end]
+                seen = sum(row["history/candidates_by_pass_rate"][number] for row in recent)
+                kept = sum(row["history/kept_by_pass_rate"][number] for row in recent)
+                points.append(kept / seen if seen else math.nan)
+            axes[2, 1].plot(numbers, points, label=name, color=color, linewidth=2)
+        axes[2, 1].set(xlabel="step", ylabel="kept, of the candidates of a bin (16 steps)", ylim=(0, 1.05))
+    for key in ("history/never_rolled_out", "history/skipped_this_epoch"):
+        series(axes[2, 2], key)
+    series(axes[2, 2], "weight/prompt_max", color="#D55E00")
+    axes[2, 2].set(xlabel="step", ylabel="share; largest prompt weight", ylim=(0, None))
     for axis in axes.flat:
-        if axis.get_lines():
-            axis.legend(frameon=False)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False, fontsize="small")
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
         f"{cfg['loss']} loss on {cfg['data']}, {cfg['model']} model, seed {cfg['seed']}: prompts {cfg['prompt_rule']} "

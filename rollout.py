@@ -39,6 +39,12 @@ class Rollouts:
     truncated: torch.Tensor  # [K, G] bool, cut off by max_new_tokens before an end token
 
 
+def join(parts: list[Rollouts]) -> Rollouts:
+    """One after the other, as if they had been sampled together."""
+    prompt_ids, *columns = zip(*(vars(part).values() for part in parts), strict=True)
+    return Rollouts([ids for part in prompt_ids for ids in part], *map(torch.cat, columns))
+
+
 def eos_token_ids(model, tokenizer) -> list[int]:
     """Every token that ends a completion: the generation config's (a list for chat models), else the tokenizer's."""
     ids = model.generation_config.eos_token_id

@@ -13,12 +13,13 @@ function of (seed, step, purpose), so a resumed run repeats what an uninterrupte
 
 import contextlib
 import datetime
+import functools
 import itertools
 import math
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -41,6 +42,54 @@ from sampler import generator_for, seed_for
 from update import accumulate_gradients, all_reduce, autocast, sum_gradients
 
 EVAL_K = 4  # completions per evaluation problem, as the log's eval/avg@4 says
+
+
+@dataclass
+class Batch:
+    """K prompts with G completions each. Every rank has the numbers of all, [K, G], and the tokens of its own."""
+
+    prompts: torch.Tensor  # [K], indices into the data
+    mine: torch.Tensor  # the rows of this rank, whose `rollouts` and `texts` these are
+    rollouts: rollout.Rollouts
+    texts: list[str]
+    rewards: torch.Tensor  # NaN: unscorable
+    lengths: torch.Tensor
+    truncated: torch.Tensor
+    entropy: torch.Tensor
+    energy: torch.Tensor
+    seconds: tuple[float, float]  # sampling, scoring
+
+
+def join(parts: list[Batch]) -> Batch:
+    """One after the other; only greso rolls out in several rounds."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = itertools.accumulate((len(part.prompts) for part in parts), initial=0)
+    tensors = {
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name in ("prompts", "rewards", "lengths", "truncated", "entropy", "energy")
+    }
+    return Batch(
+        mine=torch.cat([part.mine + start for part, start in zip(parts, starts, strict=False)]),
+        rollouts=rollout.join([part.rollouts for part in parts]),
+        texts=[text for part in parts for text in part.texts],
+        seconds=tuple(map(sum, zip(*(part.seconds for part in parts), strict=True))),
+        **tensors,
+    )
+
+
+@dataclass
+class Update:
+    """What the pruning of a batch may look at, and what each completion's tokens are multiplied by; [K, G]."""
+
+    batch: Batch
+    advantages: torch.Tensor
+    prompt_weights: torch.Tensor  # [K]; 0: not trained on
+    scale: torch.Tensor  # prompt weight over denominator; 0: masked
+    group_square: torch.Tensor  # [K], squared size of what the group adds to the full batch's gradient
+    cost: torch.Tensor  # tokens, prompt + completion
+    minibatch: torch.Tensor  # [K]; -1: none
+
 
 # ---------------------------------------------------------------------------- the run
 
@@ -92,19 +141,24 @@ def main(cfg: Config) -> None:
         message = f"--prompts-per-step {cfg.prompts_per_step}{allocated}: the data holds only {len(train_set)} prompts"
         raise InputError(message)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay)
-    history = sampler.PromptHistory(len(train_set))
+    prompt_tokens = torch.tensor([len(ids) for ids in train_ids])  # [P]
+    history = sampler.PromptHistory(prompt_tokens, [problem.source for problem in train_set], num_prompts)
+    greso = baselines.Greso(len(train_set)) if cfg.prompt_rule == "greso" else None
     done = 0
     if saved:
         state = torch.load(saved / "trainer.pt", map_location="cpu", weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
-        history.score, done = state["history"], state["step"]
+        done = state["step"]
         if reference and not math.isclose(checkpoint.fingerprint(reference), state["reference"], rel_tol=1e-6):
             raise InputError(f"--model {cfg.model} is not what the run in {cfg.out_dir} began with: --beta needs it")
-        if len(history.score) != len(train_set):
+        if not torch.equal(state["history"]["kind"], history.kind):
             raise InputError(
                 f"--data {cfg.data}: {len(train_set)} prompts, but the run in {cfg.out_dir} was started with "
-                f"{len(history.score)}: give it the data it had, or use another --out-dir"
+                f"{len(state['history']['kind'])}, or with others: give it the data it had, or use another --out-dir"
             )
+        vars(history).update(state["history"])
+        if greso:
+            vars(greso).update(state["greso"])
     if saved and is_main and (ranks := checkpoint.stored_ranks(out_dir)) != world:
         print(f"resuming on {world} ranks a run of {ranks}: what is sampled depends on the number of ranks")
     if is_main:
@@ -131,6 +185,9 @@ def main(cfg: Config) -> None:
         "show_progress": is_main and sys.stderr.isatty(),
     }
     num_sequences = num_prompts * cfg.group_size  # Q * G, whatever is pruned
+    prune_prompts = functools.partial(
+        history.prune, "none" if greso else cfg.prompt_rule, cfg.prompt_prune_rate, minibatches=cfg.minibatches
+    )
     rivals = cfg.completion_rule in baselines.COMPLETION_RULES
     prune_completions = baselines.prune_completions if rivals else dppo.prune_completions
 
@@ -144,6 +201,87 @@ def main(cfg: Config) -> None:
             )[0]  # fmt: skip
         return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(all_reduce(rewards))}
 
+    def roll_out(prompts, *key) -> Batch:
+        """Sample G completions of each of the prompts [K] and reward them; then every rank sees all numbers."""
+        started = clock(cfg)
+        mine = torch.arange(len(prompts))[rank::world]
+        own = prompts[mine].tolist()
+        with autocast(cfg), stops_if_not_finite(key[0], out_dir):
+            rollouts = rollout.sample(
+                model, [train_ids[index] for index in own], group_size=cfg.group_size,
+                seed=seed_for(cfg.seed, *key, rank), **sampling,
+            )  # fmt: skip
+        sampled = clock(cfg)
+        texts = evaluation.decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
+        golds = [train_set[index].answer for index in own for _ in range(cfg.group_size)]
+        judged = [evaluation.as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
+        numbers = (
+            torch.tensor(judged, dtype=torch.float64).view(-1, cfg.group_size), rollouts.lengths, rollouts.truncated,
+            rollouts.entropy, rollouts.energy,
+        )  # fmt: skip
+        table = torch.zeros(len(prompts), cfg.group_size, 5, dtype=torch.float64)  # [K, G, 5]
+        table[mine] = torch.stack([column.cpu().double() for column in numbers], dim=-1)
+        everything = all_reduce(table).unbind(dim=-1)
+        return Batch(prompts, mine, rollouts, texts, *everything, (sampled - started, clock(cfg) - sampled))
+
+    def weigh(batch, prompt_weights, place) -> Update:
+        """4. and 5. of a step, for prompts [K] with these weights [K] at these places [K] of the window."""
+        # 4. advantage: over the full group, before any completion is dropped
+        advantages = dppo.group_advantages(batch.rewards, cfg.loss)  # [K, G]
+
+        # 5. denominator: one mini-batch's share of the un-pruned batch, so it cannot depend on what was kept
+        counts = 1.0 - batch.truncated if cfg.mask_truncated else torch.ones_like(batch.lengths)  # [K, G]
+        weights = prompt_weights[:, None]  # [K, 1]
+        scale = counts * dppo.loss_scale(
+            batch.lengths, cfg.loss, num_sequences=num_sequences // cfg.minibatches, max_new_tokens=cfg.max_new_tokens,
+            num_tokens=(counts * weights * batch.lengths).sum().item() / cfg.minibatches,
+        )  # [K, G]  # fmt: skip
+        size = dppo.contribution_size(advantages, scale, batch.energy, cfg.beta)  # [K, G]
+        minibatch = torch.where(prompt_weights > 0, place * cfg.minibatches // num_prompts, -1)  # [K]
+        cost = prompt_tokens[batch.prompts, None] + batch.lengths  # [K, G]
+        return Update(batch, advantages, prompt_weights, weights * scale, size.square().sum(dim=1), cost, minibatch)
+
+    def prune(update, minibatch, generator):
+        """6. of a step: (keep, weights) [K, G] of one draw; nothing is kept of other mini-batches."""
+        keep, weights = torch.zeros_like(update.scale, dtype=torch.bool), torch.zeros_like(update.scale)
+        rows = update.minibatch == minibatch  # [K]
+        advantages, energy = update.advantages[rows], update.batch.energy[rows]
+        size = dppo.contribution_size(advantages, update.scale[rows], energy, cfg.beta)
+        group = dppo.Completions(advantages, update.batch.rewards[rows], update.cost[rows], size)
+        # --- DPPO, after reward: drop completions, weigh the others by 1 / (probability of keeping them)
+        keep[rows], weights[rows] = prune_completions(cfg.completion_rule, cfg.completion_prune_rate, group, generator)
+        # ---
+        return keep, weights
+
+    def gradient(update, keep, weights):
+        """The gradient of what is kept, over packs and ranks, in .grad; returns accumulate_gradients' sums."""
+        optimizer.zero_grad()
+        mine = update.batch.mine
+        sums = accumulate_gradients(
+            model, update.batch.rollouts, update.advantages[mine], (update.scale * weights)[mine], keep[mine],
+            cfg=cfg, reference=reference, show_progress=sampling["show_progress"],
+        )  # fmt: skip
+        sum_gradients(model)
+        return all_reduce(sums)
+
+    def check(step, window) -> dict:
+        """The running check of both levels: all Q candidates rolled out apart from the run, their full gradient (of the
+        first mini-batch), and two pruned ones, each from a prompt draw and a completion draw of its own."""
+        batch, place = roll_out(window, step, "check"), torch.arange(num_prompts)
+        vectors = []  # [parameters] each
+        for number in range(3):
+            draws = generator_for(cfg.seed, step, "check", number)
+            if number == 0:
+                update = weigh(batch, torch.ones(num_prompts, dtype=torch.float64), place)
+                keep = (update.minibatch == 0)[:, None].expand_as(update.scale)
+                weights = keep.double()
+            else:
+                update = weigh(batch, prune_prompts(window, draws, step)[1], place)
+                keep, weights = prune(update, 0, draws)
+            gradient(update, keep, weights)
+            vectors.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        return dppo.check_unbiased(*vectors)
+
     if done == 0 and cfg.eval_every:
         scores = evaluate(0)
         if is_main:
@@ -151,120 +289,63 @@ def main(cfg: Config) -> None:
             print(f"step {0:5d} | eval/avg@{EVAL_K} {scores[f'eval/avg@{EVAL_K}']:.3f}", flush=True)
 
     for step in range(done + 1, cfg.steps + 1):
-        started = clock(cfg)
         draws = generator_for(cfg.seed, step, "keep")  # no rank in it: every rank draws alike
+        window = sampler.candidates(len(train_set), num_prompts, cfg.seed, step)  # [Q]
+        checks = check(step, window) if cfg.check_every and step % cfg.check_every == 0 else {}
+        started = clock(cfg)
 
         # 1. select prompts: the window of candidates is the denominator, whatever is pruned
-        window = sampler.candidates(len(train_set), num_prompts, cfg.seed, step)  # [Q]
-        # --- DPPO, before rollout: drop prompts of low history, weigh the others
-        prompt_keep, prompt_weights = history.prune(cfg.prompt_rule, cfg.prompt_prune_rate, window, draws)  # [Q], [Q]
+        # --- DPPO, before rollout: drop prompts by their history, weigh the others by 1 / (probability of keeping them)
+        prompt_keep, prompt_weights = prune_prompts(window, draws, step)  # [Q], [Q]
         # ---
-        chosen, prompt_weights = window[prompt_keep], prompt_weights[prompt_keep]  # [K], [K]
-        mine = slice(rank, None, world)  # this rank's rows of the K prompts
 
-        # 2. sample
-        prompt_ids = [train_ids[index] for index in chosen[mine].tolist()]
-        seed = seed_for(cfg.seed, step, "rollout", rank)
-        with autocast(cfg), stops_if_not_finite(step, out_dir):
-            rollouts = rollout.sample(model, prompt_ids, group_size=cfg.group_size, seed=seed, **sampling)
-        sampled = clock(cfg)
+        # 2. sample, 3. reward
+        if greso:  # a rival without window and weights: it rolls out until Q groups are alive
+            order = functools.partial(sampler.epoch_order, len(train_set), cfg.seed)
+            more = lambda prompts, number: roll_out(prompts, step, "rollout", number)
+            rounds, prompt_weights, place = greso.collect(more, num_prompts, order, draws)
+            batch = join(rounds)
+        else:
+            batch = roll_out(window[prompt_keep], step, "rollout")
+            prompt_weights, place = prompt_weights[prompt_keep], prompt_keep.nonzero().squeeze(1)  # [K], [K]
 
-        # 3. reward; then every rank sees every rollout's numbers
-        texts = evaluation.decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
-        golds = [train_set[index].answer for index in chosen[mine].tolist() for _ in range(cfg.group_size)]
-        judged = [evaluation.as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
-        table = torch.zeros(len(chosen), cfg.group_size, 5, dtype=torch.float64)  # [K, G, 5]
-        own = (
-            torch.tensor(judged, dtype=torch.float64).view(-1, cfg.group_size),
-            rollouts.lengths,
-            rollouts.truncated,
-            rollouts.entropy,
-            rollouts.energy,
+        # 4. advantage, 5. denominator
+        update = weigh(batch, prompt_weights, place)
+        known = history.summary(step, window, None if greso else prompt_keep)
+        rewards, lengths = batch.rewards, batch.lengths  # [K, G]
+        history.update(
+            step, batch.prompts, prompt_weights, rewards, update.advantages, update.group_square, lengths.sum(dim=1)
         )
-        table[mine] = torch.stack([column.cpu().double() for column in own], dim=-1)
-        rewards, lengths, truncated, entropy, energy = all_reduce(table).unbind(dim=-1)  # [K, G] each
 
-        # 4. advantage: over the full group, before any completion is dropped
-        advantages = dppo.group_advantages(rewards, cfg.loss)  # [K, G]
-        history.update(chosen, advantages)
-
-        # 5. denominator: one mini-batch's share of the un-pruned batch, so it cannot depend on what was kept
-        counts = 1.0 - truncated if cfg.mask_truncated else torch.ones_like(lengths)  # [K, G]
-        counts = counts * prompt_weights[:, None]
-        full_scale = counts * dppo.loss_scale(
-            lengths, cfg.loss, num_sequences=num_sequences // cfg.minibatches, max_new_tokens=cfg.max_new_tokens,
-            num_tokens=(counts * lengths).sum().item() / cfg.minibatches,
-        )  # [K, G]  # fmt: skip
-        prompt_tokens = torch.tensor([len(train_ids[index]) for index in chosen.tolist()])[:, None]  # [K, 1]
-        cost = prompt_tokens + lengths  # [K, G]
-        minibatch_of = prompt_keep.nonzero().squeeze(1) * cfg.minibatches // num_prompts  # [K], by place in the window
-        scored = clock(cfg)
-
-        # 6. prune, once for each update in 7: with the line marked in 1, the method's whole difference from GRPO
-        def prune_minibatch(minibatch, generator):
-            """(keep, weights) [K, G] of a draw that serves one update; nothing is kept of other mini-batches."""
-            keep, weights = torch.zeros_like(full_scale, dtype=torch.bool), torch.zeros_like(full_scale)
-            rows = minibatch_of == minibatch  # [K]
-            size = dppo.contribution_size(advantages[rows], full_scale[rows], energy[rows], cfg.beta)
-            batch = dppo.Completions(advantages[rows], rewards[rows], cost[rows], size)
-            # --- DPPO, after reward: drop completions, weigh the others by 1 / (probability of keeping them)
-            keep[rows], weights[rows] = prune_completions(
-                cfg.completion_rule, cfg.completion_prune_rate, batch, generator
-            )
-            # ---
-            return keep, weights
-
-        def gradient(keep, weights):
-            """The gradient of what is kept, over packs and ranks, in .grad; returns accumulate_gradients' sums."""
-            optimizer.zero_grad()
-            sums = accumulate_gradients(
-                model, rollouts, advantages[mine], (full_scale * weights)[mine], keep[mine],
-                cfg=cfg, reference=reference, show_progress=sampling["show_progress"],
-            )  # fmt: skip
-            sum_gradients(model)
-            return all_reduce(sums)
-
-        checks = {}
-        if cfg.check_every and step % cfg.check_every == 0:
-            everything = (minibatch_of == 0)[:, None].expand_as(full_scale)  # [K, G]
-            vectors = []  # [P]: the full gradient of the first mini-batch, then two pruned ones
-            for keep, weights in (
-                (everything, everything.double()),
-                prune_minibatch(0, generator_for(cfg.seed, step, "check", 0)),
-                prune_minibatch(0, generator_for(cfg.seed, step, "check", 1)),
-            ):
-                gradient(keep, weights)
-                vectors.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
-            checks = dppo.check_unbiased(*vectors)
-            del vectors
-        checked = clock(cfg)
-
-        # 7. update: one a mini-batch and epoch, each with a draw of its own
+        # 6. prune, 7. update: once a mini-batch and epoch, each with a draw of its own
         learning_rate = cfg.lr * min(1.0, step / max(1, cfg.warmup))
         optimizer.param_groups[0]["lr"] = learning_rate
-        updates = []
+        updates, trains = [], clock(cfg)
         for _epoch, minibatch in itertools.product(range(cfg.epochs), range(cfg.minibatches)):
-            keep, weights = prune_minibatch(minibatch, draws)
-            sums = gradient(keep, weights)
+            keep, weights = prune(update, minibatch, draws)
+            sums = gradient(update, keep, weights)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
             with stops_if_not_finite(step, out_dir):
                 if not (math.isfinite(sums[0]) and math.isfinite(grad_norm)):
                     raise FloatingPointError(f"loss {sums[0].item()}, gradient norm {grad_norm}")
             optimizer.step()
             updates.append((keep, weights, sums, grad_norm))
-        trained = clock(cfg)
+        step_time = clock(cfg) - started
 
         # 8. log; means over prompts carry the prompt weights, so that pruning does not colour them
+        shares = torch.ones_like(prompt_weights) if greso else prompt_weights  # [K]
+
         def mean(values):  # of [K], NaN left out
             there = ~values.isnan()
-            return ((values * prompt_weights)[there].sum() / prompt_weights[there].sum()).item()
+            return ((values * shares)[there].sum() / shares[there].sum()).item()
 
-        keeps, weights, sums, grad_norms = zip(*updates, strict=True)
-        keeps, weights = torch.stack(keeps), torch.stack(weights) * prompt_weights[:, None]  # [updates, K, G]
-        contributes = dppo.contributes(advantages, full_scale, cfg.beta)  # [K, G]
+        keeps, completion_weights, sums, grad_norms = zip(*updates, strict=True)
+        keeps, completion_weights = torch.stack(keeps), torch.stack(completion_weights)  # [updates, K, G]
+        weights = completion_weights * prompt_weights[:, None]
+        contributes = dppo.contributes(update.advantages, update.scale, cfg.beta)  # [K, G]
         *_, first_tokens, _, _, first_gap = sums[0].tolist()
         loss, kl, clipped, tokens, forwarded, slots, _ = torch.stack(sums).sum(dim=0).tolist()
-        full_tokens = (prompt_weights[:, None] * cost).sum().item() * cfg.epochs  # expected, un-pruned
+        full_tokens = (prompt_weights[:, None] * update.cost).sum().item() * cfg.epochs  # expected, un-pruned
         group_std = torch.where(dppo.dead_groups(rewards), 0.0, nan_std(rewards))  # [K]
         row = {
             "step": step,
@@ -273,46 +354,49 @@ def main(cfg: Config) -> None:
             "reward_std": mean(group_std),
             "frac_reward_zero_std": mean((group_std == 0).double()),
             "completions/mean_length": mean(lengths.mean(dim=1)),
-            "completions/clipped_ratio": mean(truncated.mean(dim=1)),
-            "entropy": ratio(mean(entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
+            "completions/clipped_ratio": mean(batch.truncated.mean(dim=1)),
+            "entropy": ratio(mean(batch.entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
             "clip_ratio/region_mean": ratio(clipped, tokens),
             "sampling/sampling_logp_difference/mean": ratio(first_gap, first_tokens),  # later updates have moved
             "grad_norm": sum(grad_norms) / len(updates),
             "learning_rate": learning_rate,
-            "kept/prompts": len(chosen) / num_prompts,
+            "kept/prompts": len(rewards) / num_prompts,
             "kept/completions": keeps.sum().item() / (num_sequences * cfg.epochs),
             "kept/tokens": ratio(forwarded, full_tokens),
             "weight/max": weights.max().item() if keeps.any() else math.nan,
+            "weight/prompt_max": prompt_weights.max().item() if len(prompt_weights) else math.nan,
             "weight/ess": dppo.effective_sample_size(weights[:, contributes]) / cfg.epochs,  # of those that contribute
             "pack/density": ratio(forwarded, slots),
             "tokens/generated": int(lengths.sum()),
             "tokens/trained": int(forwarded),
-            "time/rollout": sampled - started,
-            "time/score": scored - sampled,
-            "time/train": trained - checked,
-            "step_time": scored - started + trained - checked,  # without the running check
+            "time/rollout": batch.seconds[0],
+            "time/score": batch.seconds[1],
+            "time/train": started + step_time - trains,
+            "step_time": step_time,  # without the running check
+            **known,
             **checks,
         }
         if cfg.beta:
-            mass = (full_scale * lengths * weights.sum(dim=0) / prompt_weights[:, None]).sum().item()
+            mass = (update.scale * lengths * completion_weights.sum(dim=0)).sum().item()
             row["kl"] = ratio(kl, mass)  # nats a token, weighted as the loss weighs them
         if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
             row |= evaluate(step)
         if is_main:
             print(console_line(row, cfg.steps), flush=True)
             checkpoint.append_rows(log_path, [row])
-            own = range(len(chosen))[mine][:3]  # the first completions of three prompts of this rank
+            own = batch.mine[:3].tolist()  # the first completions of three prompts of this rank
             checkpoint.append_rows(samples_path, [
-                {"step": step, "prompt": train_set[chosen[k]].text, "completion": texts[n * cfg.group_size],
-                 "answer": train_set[chosen[k]].answer, "reward": rewards[k, 0].item(),
-                 "advantage": advantages[k, 0].item(), "kept": keeps[:, k, 0].any().item(),
+                {"step": step, "prompt": train_set[batch.prompts[k]].text,
+                 "completion": batch.texts[n * cfg.group_size],
+                 "answer": train_set[batch.prompts[k]].answer, "reward": rewards[k, 0].item(),
+                 "advantage": update.advantages[k, 0].item(), "kept": keeps[:, k, 0].any().item(),
                  "weight": weights[:, k, 0].sum().item() / cfg.epochs}
                 for n, k in enumerate(own)
             ])  # fmt: skip
 
             # 9. save, after the row: a checkpoint's step is always in the log
             if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.steps):
-                checkpoint.save(out_dir, model, tokenizer, optimizer, history, step, reference)
+                checkpoint.save(out_dir, model, tokenizer, optimizer, history, step, greso, reference)
 
     if is_main:
         plot.draw_run(out_dir)

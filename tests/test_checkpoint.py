@@ -12,7 +12,7 @@ import sampler
 @pytest.fixture
 def parts(make_policy):
     model, tokenizer = make_policy()
-    return model, tokenizer, torch.optim.AdamW(model.parameters()), sampler.PromptHistory(4)
+    return model, tokenizer, torch.optim.AdamW(model.parameters()), sampler.PromptHistory(torch.arange(4), ["a"] * 4, 2)
 
 
 def step_of(folder):

@@ -139,25 +139,70 @@ def test_completion_rules_are_unbiased(make, loss, beta):
         assert proof.relative_error(proof.expected_gradient(case, rule, 0.6, each=each), full) <= 1e-10, rule
 
 
+@pytest.mark.parametrize("prompt_rule", ["uniform", "dppo", "pps"])
 @pytest.mark.parametrize("rule", ["none", "dppo", "pps"])
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "gspo"])
-def test_prompt_level_and_both_are_unbiased(make, loss, rule):
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_prompt_level_and_both_are_unbiased(make, loss, rule, prompt_rule):
     """Completion probabilities anew for each prompt pattern, with the real prompt draw's weights (what train.py makes
     of them: test_train.py). Kills: prompt weights that are not one over the probability, a size of 0 by weighting."""
-    rewards, beta = table([[1, 0, 0], [0, 1, 1]]), 0.1
-    history = sampler.PromptHistory(5)
-    history.score[:4] = torch.tensor([0.1, 0.9, 0.8, 0.2])
-    chances = {}
-    for number in range(200):  # the real draw, for its patterns and weights
-        keep, weights = history.prune("dppo", 0.3, torch.tensor([0, 1]), torch.Generator().manual_seed(number))
-        chances[tuple(keep.tolist())] = weights
-    assert set(chances) == {(True, True), (False, True)}
+    rewards, beta = table([[1, 0, 0], [0, 1, 1], [1, 1, 0]]), 0.1
+    history, window = sampler.PromptHistory(torch.tensor([3, 9, 9]), ["a"] * 3, 3), torch.arange(3)
+    ones, sizes = torch.ones(3, dtype=torch.float64), torch.tensor([[0.2, 0.2, 0.2], [3.0, -3, 3], [2, -2, 2]])
+    for _visit in range(20):
+        history.update(1, window, ones, rewards, sizes, torch.tensor([1.0, 60, 60], dtype=torch.float64), ones)
+    keep_prob = history.keep_prob(prompt_rule, 0.4, window, 2)
+    patterns = {}
+    for number in range(300):  # the real draw, for its patterns and weights
+        keep, weights = history.prune(prompt_rule, 0.4, window, torch.Generator().manual_seed(number), 2)
+        patterns[tuple(keep.tolist())] = weights
+    if prompt_rule == "dppo":
+        chances = [
+            math.prod(p if k else 1 - p for k, p in zip(keep, keep_prob.tolist(), strict=True)) for keep in patterns
+        ]
+    else:  # two of three: the one that is missing tells the pattern
+        chances = [sum((1 - p) for k, p in zip(keep, keep_prob.tolist(), strict=True) if not k) for keep in patterns]
+        assert all(sum(keep) == 2 for keep in patterns)
+    assert sum(chances) == pytest.approx(1.0)
     full = make(rewards, loss, beta).full()
     total = torch.zeros_like(full)
-    for keep, weights in chances.items():
-        case = make(rewards, loss, beta, prompt_weights=weights, kept=[q for q in range(2) if keep[q]])
-        total += (0.7 if keep[0] else 0.3) * proof.expected_gradient(case, rule, 0.5)
+    for chance, (keep, weights) in zip(chances, patterns.items(), strict=True):
+        case = make(rewards, loss, beta, prompt_weights=weights, kept=[q for q in range(3) if keep[q]])
+        total += chance * proof.expected_gradient(case, rule, 0.5)
     assert proof.relative_error(total, full) <= 1e-10
+    if prompt_rule == "pps":
+        assert keep_prob.max() > 1.2 * keep_prob.min()
+
+
+def test_fixed_size_draw_over_two_minibatches(make):
+    """Two updates, each a mini-batch of two prompts, one of each kept: the second one's gradient is the full one's mean
+    over all outcomes, at the parameters the first one led to. One fixed-size draw over all four is not: it tells the
+    second update what moved the first. Kills: the draw of each mini-batch its own given up."""
+    rewards = table([[1, 0, 0], [0, 1, 1], [1, 1, 0], [0, 0, 1]])
+    cases = [make(rewards, "grpo", 0.0, kept=rows) for rows in ([0, 1], [2, 3])]
+
+    def second(patterns):
+        """Expected second gradients, pruned and full, over patterns of the four prompts, all equally likely."""
+        pruned, full = 0.0, 0.0
+        for keep in patterns:
+            weights = torch.tensor(keep, dtype=torch.float64)[:, None].expand(4, 3) * 2
+            each = cases[0].of_each()
+            there = cases[1].of_each(-0.5 * (weights[:2].flatten() @ each))
+            pruned = pruned + weights[2:].flatten() @ there / len(patterns)
+            full = full + there.sum(dim=0) / len(patterns)
+        return proof.relative_error(pruned, full)
+
+    history, window = sampler.PromptHistory(torch.ones(4, dtype=torch.int64), ["a"] * 4, 4), torch.arange(4)
+    drawn = {
+        parts: {
+            tuple(history.prune("pps", 0.5, window, torch.Generator().manual_seed(n), 1, parts)[0].tolist())
+            for n in range(300)
+        }
+        for parts in (1, 2)
+    }
+    assert len(drawn[2]) == 4
+    assert len(drawn[1]) == 6
+    assert second(sorted(drawn[2])) <= 1e-10
+    assert second(sorted(drawn[1])) > 1e-3
 
 
 @pytest.mark.parametrize("rule", ["dppo", "pps"])

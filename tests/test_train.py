@@ -103,10 +103,17 @@ def test_log_rows(run, tmp_path):
         "time/score",
         "time/train",
         "sampling/sampling_logp_difference/mean",
+        "weight/prompt_max",
+        "history/never_rolled_out",
+        "history/skipped_this_epoch",
+        "history/pass_rates",
+        "history/candidates_by_pass_rate",
+        "history/kept_by_pass_rate",
     ]
     for row in log[1:]:
         assert set(row) - {"eval/avg@4"} == set(names)
-        assert row["step_time"] == pytest.approx(row["time/rollout"] + row["time/score"] + row["time/train"])
+        parts = row["time/rollout"] + row["time/score"] + row["time/train"]
+        assert parts < row["step_time"] < parts + 0.1
         assert 0 < row["kept/tokens"] <= 1
         assert 0 < row["kept/completions"] <= row["kept/prompts"] <= 1
         assert row["sampling/sampling_logp_difference/mean"] < 1e-5
@@ -135,9 +142,9 @@ def test_the_factor_of_every_sequence(run, monkeypatch):
     accumulate, recorded, drawn = train.accumulate_gradients, [], []
     prune, draw = sampler.PromptHistory.prune, dppo.draw
 
-    def record_prompts(history, rule, rate, window, generator):
+    def record_prompts(history, rule, rate, window, *words, **options):
         recorded.append([history.score[window].tolist()])
-        return prune(history, rule, rate, window, generator)
+        return prune(history, rule, rate, window, *words, **options)
 
     def record(model, rollouts, advantages, scale, keep, **options):
         recorded[-1] += [rollouts, advantages, scale, keep]
@@ -199,7 +206,7 @@ def test_method_is_a_choice_of_two_rules():
     for method, rules in config.METHODS.items():
         cfg = config.resolve(config.Config(method=method, device="cpu"))
         assert (cfg.prompt_rule, cfg.completion_rule) == rules
-        assert cfg.prompt_prune_rate == (0.0 if rules[0] == "none" else 0.3)
+        assert cfg.prompt_prune_rate == (0.0 if rules[0] in ("none", "greso") else 0.3)
         assert cfg.completion_prune_rate == (0.0 if rules[1] in ("none", "zero") else 0.7)
     cfg = config.resolve(config.Config(method="grpo", completion_rule="pps", device="cpu"))
     assert (cfg.prompt_rule, cfg.completion_rule) == ("none", "pps")
@@ -258,19 +265,19 @@ def test_minibatches_and_epochs(run, monkeypatch):
 def test_several_updates_of_a_pruned_window(run, monkeypatch):
     """Two mini-batches, two epochs, both levels, DAPO, KL and the running check: rows by place in the window, factors
     and the row of the log, each worked out from what was passed. Kills: mini-batches by place among the kept
-    prompts (which is biased), sizes that look at other mini-batches, tokens of the kept, sums logged as means."""
-    calls, windows, sizes, norms = [], [], [], []
+    prompts (which is biased), sizes that look at other mini-batches, tokens of the kept, sums logged as means, a check
+    without prompt draws of its own, or of the run's own rollouts."""
+    events, sizes, norms = [], [], []
     accumulate, prune = train.accumulate_gradients, sampler.PromptHistory.prune
     contribution_size, clip = dppo.contribution_size, torch.nn.utils.clip_grad_norm_
 
-    def record_prompts(history, *words):
-        windows.append(prune(history, *words))
-        calls.append([])
-        return windows[-1]
+    def record_prompts(history, *words, **options):
+        events.append(prune(history, *words, **options))
+        return events[-1]
 
     def record(model, rollouts, advantages, scale, keep, **options):
         sums = accumulate(model, rollouts, advantages, scale, keep, **options)
-        calls[-1].append((rollouts, advantages, scale, keep, sums))
+        events.append((rollouts, advantages, scale, keep, sums))
         return sums
 
     monkeypatch.setattr(sampler.PromptHistory, "prune", record_prompts)
@@ -280,42 +287,62 @@ def test_several_updates_of_a_pruned_window(run, monkeypatch):
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)
     log = run("run", method="dppo", loss="dapo", beta=0.1, steps=8, minibatches=2, epochs=2, check_every=1,
               prompt_prune_rate=0.6, completion_prune_rate=0.6)  # fmt: skip
-    for step, ((prompt_keep, prompt_weights), updates, row) in enumerate(zip(windows, calls, log, strict=True)):
-        assert len(updates) == 3 + 4
+    assert len(events) == 8 * 10
+    different_draws = 0
+
+    def completion_weights(call, prompt_weights, minibatch):
+        """[K, G] of one pruned gradient, from its factors; checked to be what the rule may give in that mini-batch."""
+        rollouts, advantages, scale, keep, _ = call
+        w_q = prompt_weights[:, None]
+        there = w_q.expand_as(scale) > 0
+        count = (w_q * rollouts.lengths).sum() / 2  # of the un-pruned batch, as far as known; half an update
+        weights = torch.where(there, scale * count / torch.where(there, w_q, 1.0), 0.0)
+        low = advantages.abs() < advantages.abs().mean(dim=1, keepdim=True) - 1e-6
+        assert torch.allclose(weights, torch.where(keep, torch.where(low, 2.5, 1.0), 0.0).double(), rtol=1e-9)
+        assert not keep[minibatch != 0].any() or not keep[minibatch != 1].any()
+        assert not (keep & ~there).any(), "a dropped prompt"
+        return weights
+
+    for step, row in enumerate(log):
+        full, one, one_pruned, other, other_pruned, (prompt_keep, prompt_weights), *updates = events[10 * step :][:10]
+        window_half = torch.arange(4) // 2
+        assert len(full[0].prompt_ids) == 4, "the check rolls out the whole window"
+        assert torch.equal(full[3], (window_half == 0)[:, None].expand(4, 6))
+        assert torch.allclose(full[2], full[3].double() * 2 / full[0].lengths.sum())
+        for draw, call in ((one, one_pruned), (other, other_pruned)):
+            completion_weights(call, draw[1], window_half)
+            assert not call[3][window_half == 1].any()
+        different_draws += not torch.equal(one[0], other[0])
+        assert full[0] is not updates[0][0]
+
         half = prompt_keep.nonzero().squeeze(1) // 2  # of the window of 4
-        everything = updates[0][3]
-        assert torch.equal(everything, (half == 0)[:, None].expand_as(everything)), "the check's full gradient"
-        w_q = prompt_weights[prompt_keep][:, None]
+        w_q = prompt_weights[prompt_keep]
+        rollouts = updates[0][0]
         ess, kept, mass = [], 0, 0.0
-        for place, (rollouts, advantages, scale, keep, _) in zip((0, 0, 0, 0, 1, 0, 1), updates, strict=True):
-            assert not keep[half != place].any()
-            rows_seen = [len(size[0]) for size in sizes[6 * step : 6 * step + 6]]
-            count = (w_q * rollouts.lengths).sum() / 2  # of the un-pruned batch, as far as known; half an update
-            w_i = scale * count / w_q
-            low = advantages.abs() < advantages.abs().mean(dim=1, keepdim=True) - 1e-6
-            expected = torch.where(keep, torch.where(low, 2.5, 1.0), 0.0).double()
-            if keep is not everything:
-                assert torch.allclose(w_i, expected, rtol=1e-9)
-        assert rows_seen == [int((half == place).sum()) for place in (0, 0, 0, 1, 0, 1)]
-        sums = torch.stack([update[4] for update in updates[3:]])
-        for _, _, scale, keep, _ in updates[3:]:
-            weights = (scale * count)[w_q.expand_as(scale) > 0]
-            ess.append(weights)
-            kept += int(keep.sum())
-            mass += (scale * rollouts.lengths).sum().item()
+        for place, call in zip((0, 1, 0, 1), updates, strict=True):
+            assert not call[3][half != place].any()
+            ess.append(completion_weights(call, w_q, half))
+            kept += int(call[3].sum())
+            mass += (call[2] * rollouts.lengths).sum().item()
+        rows_seen = [len(size[0]) for size in sizes[10 * step + 5 :][:5]]  # one to learn from, four to prune by
+        assert rows_seen == [len(half), *(int((half == place).sum()) for place in (0, 1, 0, 1))]
+        sums = torch.stack([update[4] for update in updates])
         ess = torch.stack(ess)
         assert row["loss"] == pytest.approx(sums[:, 0].mean().item(), rel=1e-9)
         assert row["kl"] == pytest.approx((sums[:, 1].sum() / mass).item(), rel=1e-9)
         assert row["kept/completions"] == pytest.approx(kept / 2 / 24)
         assert row["tokens/trained"] == sums[:, 4].sum()
         cost = torch.tensor([[len(ids)] for ids in rollouts.prompt_ids]) + rollouts.lengths
-        assert row["kept/tokens"] == pytest.approx((sums[:, 4].sum() / (2 * (w_q * cost).sum())).item())
-        assert row["weight/ess"] == pytest.approx((ess.sum() ** 2 / ess.square().sum() / 2).item())
-        assert row["weight/max"] == pytest.approx(ess.max().item())
+        assert row["kept/tokens"] == pytest.approx((sums[:, 4].sum() / (2 * (w_q[:, None] * cost).sum())).item())
+        both = ess * w_q[:, None]
+        assert row["weight/ess"] == pytest.approx((both.sum() ** 2 / both.square().sum() / 2).item())
+        assert row["weight/max"] == pytest.approx(both.max().item())
+        assert row["weight/prompt_max"] == w_q.max()
         gap, tokens = sums[0, 6], sums[0, 3]
         assert row["sampling/sampling_logp_difference/mean"] == pytest.approx((gap / tokens).item())
         assert row["grad_norm"] == pytest.approx(torch.stack(norms[4 * step : 4 * step + 4]).mean().item())
-    assert any(not keep.all() for keep, _ in windows)
+    assert different_draws > 1
+    assert any(row["kept/prompts"] < 1 for row in log)
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
@@ -382,24 +409,33 @@ def test_what_is_not_exact_is_said(run, capsys):
         ({"loss": "dapo"}, "--loss dapo estimates the un-pruned batch's tokens"),
         ({"loss": "gspo", "dtype": "bfloat16"}, "--loss gspo clips at 0.0004"),
         ({"epochs": 2}, "--epochs above 1 with pruned prompts is inexact"),
+        ({"method": "greso"}, "--prompt-rule greso is biased"),
         ({"method": "grpo_zero", "beta": 0.1}, "zero drops nothing with --beta above 0"),
     ):
         run(f"run{next(number)}", steps=1, **changes)
         assert any(words in line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")), words
-    run("exact", steps=1, method="pps", loss="dapo", epochs=2, beta=0.1)
+    run("exact", steps=1, method="pps", prompt_rule="none", loss="dapo", epochs=2, beta=0.1)
+    run("both levels", steps=1, method="pps", minibatches=2, beta=0.1)
     run("all kept", steps=1, method="cppo", completion_prune_rate=0, loss="gspo")
     assert "note:" not in capsys.readouterr().out
 
 
 def test_running_check(run, tmp_path, monkeypatch):
-    """It changes nothing of the run; bias stays within 3 standard errors of 0 for dppo and pps, and weights times 0.9
-    are caught. Kills: a check that disturbs the draws, one draw for both estimates, a full gradient that is not."""
-    common = {"steps": 40, "prompts_per_step": 4, "completion_prune_rate": 0.6, "prompt_rule": "none", "save_every": 40}
-    common |= {"prompt_prune_rate": 0}
+    """It changes nothing of the run; with both levels pruned, bias stays within 3 standard errors of 0 for dppo and
+    pps, and weights times 0.9 are caught at either level. Kills: a check that disturbs the draws, one draw for both
+    estimates, a full gradient that is not, prompts that the check does not draw."""
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 24)
+    common = {"steps": 40, "prompts_per_step": 4, "completion_prune_rate": 0.4, "prompt_prune_rate": 0.4, "lr": 1e-4}
     honest, found = dppo.ht_weights, {}
-    for name, rule, factor in (("dppo", "dppo", 1), ("pps", "pps", 1), ("twin", "pps", 0.9)):
-        monkeypatch.setattr(dppo, "ht_weights", lambda keep, p, factor=factor: factor * honest(keep, p))
-        log = run(name, completion_rule=rule, check_every=1, **common)
+    for name, method, prompts, completions in (
+        ("dppo", "dppo", 1, 1), ("pps", "pps", 1, 1), ("twin of prompts", "pps", 0.9, 1), ("twin", "pps", 1, 0.9)
+    ):  # fmt: skip
+
+        def planted(keep, keep_prob, prompts=prompts, completions=completions):
+            return honest(keep, keep_prob) * (prompts if keep.dim() == 1 else completions)
+
+        monkeypatch.setattr(dppo, "ht_weights", planted)
+        log = run(name, method=method, check_every=1, save_every=40, **common)
         for key in ("check/bias2", "check/scale"):
             values = torch.tensor([row[key] for row in log if row[key] is not None])
             assert len(values) > 30
@@ -409,13 +445,73 @@ def test_running_check(run, tmp_path, monkeypatch):
         assert abs(found[name, "check/bias2"]) < 3
         assert abs(found[name, "check/scale"]) < 3
     assert found["twin", "check/scale"] < -3
+    assert found["twin of prompts", "check/scale"] < -3
     monkeypatch.setattr(dppo, "ht_weights", honest)
-    run("unchecked", completion_rule="pps", **common)
+    run("unchecked", method="pps", save_every=40, **common)
     plain = lambda folder: [{k: row[k] for k in row if not k.startswith("check/")} for row in timeless(folder)[0]]
     assert plain(tmp_path / "pps") == plain(tmp_path / "unchecked")
-    for row in run("nothing", **(common | {"completion_rule": "none", "completion_prune_rate": 0, "steps": 3}),
-                   check_every=1):  # fmt: skip
+    for row in run("nothing", method="grpo", steps=3, check_every=1):
         assert {row[key] for key in ("check/bias2", "check/variance", "check/scale")} <= {0, None}
+
+
+# ---------------------------------------------------------------------------- the prompt level
+
+
+@pytest.mark.parametrize("rule", ["uniform", "pps"])
+def test_fixed_number_of_prompts(run, monkeypatch, rule):
+    """Exactly round((1 - r_q) Q) groups in every step, over several epochs and mini-batches; what was rolled out and
+    what the log says of it. Kills: a draw over what is left, a history that is not updated, an epoch that repeats."""
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 16)
+    rolled_out = []
+    update = sampler.PromptHistory.update
+    monkeypatch.setattr(sampler.PromptHistory, "update",
+                        lambda history, step, prompts, *words: rolled_out.append(prompts.tolist())
+                        or update(history, step, prompts, *words))  # fmt: skip
+    log = run(
+        "run", method="grpo", prompt_rule=rule, prompt_prune_rate=0.4, prompts_per_step=4, minibatches=2, steps=12
+    )
+    assert [row["kept/prompts"] for row in log] == [0.5] * 12
+    assert all(len(prompts) == 2 for prompts in rolled_out)
+    seen = set()
+    for number, (row, prompts) in enumerate(zip(log, rolled_out, strict=True)):
+        assert row["history/never_rolled_out"] == pytest.approx(1 - len(seen) / 16)
+        assert row["history/skipped_this_epoch"] == (0.5 if number % 4 else 0)
+        assert sum(row["history/pass_rates"]) == 16
+        assert row["history/pass_rates"][sampler.UNSEEN] == 16 - len(seen)
+        assert sum(row["history/candidates_by_pass_rate"]) == 4
+        assert sum(row["history/kept_by_pass_rate"]) == 2
+        assert row["history/candidates_by_pass_rate"][0] >= row["history/kept_by_pass_rate"][0]
+        assert row["weight/prompt_max"] == 2 if rule == "uniform" else 1 < row["weight/prompt_max"] < 8
+        seen |= set(prompts)
+    assert len(seen) > 8
+    in_epoch = sum(rolled_out[4:8], [])
+    assert len(in_epoch) == len(set(in_epoch)) == 8
+
+
+def test_greso_trains_on_live_groups_until_it_has_enough(run, monkeypatch):
+    """Unweighted, from several rounds, Q live groups or what the last round left of them: a mean over these. Kills:
+    dead groups trained on, a surplus that counts, rounds that roll out alike."""
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
+    accumulate, calls = train.accumulate_gradients, []
+
+    def record(model, rollouts, advantages, scale, keep, **options):
+        calls.append((rollouts, advantages, scale, keep))
+        return accumulate(model, rollouts, advantages, scale, keep, **options)
+
+    monkeypatch.setattr(train, "accumulate_gradients", record)
+    log = run("run", method="greso", group_size=3, steps=20, lr=3e-3, minibatches=2, loss="dr_grpo")
+    for row, first, second in zip(log, calls[::2], calls[1::2], strict=True):
+        rollouts, advantages, scale, _ = first
+        keep = first[3] | second[3]
+        trained = keep.any(dim=1)
+        alive = advantages.abs().sum(dim=1) > 0
+        assert torch.equal(trained.nonzero().squeeze(1), alive.nonzero().squeeze(1)[:4])
+        assert row["kept/prompts"] == len(rollouts.prompt_ids) / 4 >= 1.5
+        factor = 1 / (2 * 3 * 6) * 4 / int(trained.sum())  # half of Q groups, of 3, of 6 tokens
+        assert torch.allclose((scale + second[2])[trained], torch.tensor(factor, dtype=torch.float64))
+        texts = rollouts.completion_ids.flatten(1)
+        assert len({tuple(text.tolist()) for text in texts}) == len(texts)
+    assert len({row["kept/prompts"] for row in log}) > 2, "rounds"
 
 
 # ---------------------------------------------------------------------------- several ranks

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import bench
 import dppo
+import variance
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,8 @@ def rows():
     vectors *= energy[live].sqrt()[:, None]
     nothing = torch.zeros(8, 8, dtype=torch.float64)
     batch = dppo.Completions(nothing, rewards, lengths + 10, nothing)
-    found = bench.Gradients(batch, lengths, energy, energy, live, vectors @ vectors.T, 30)
-    return found, vectors, bench.variance_rows(found, "dr_grpo", "early", 3000)
+    found = variance.Gradients(batch, lengths, energy, energy, live, vectors @ vectors.T, 30)
+    return found, vectors, variance.variance_rows(found, "dr_grpo", "early", 3000)
 
 
 def test_variance_bench_agrees_with_the_formula(rows):
