@@ -33,6 +33,7 @@ import config
 import data
 import dppo
 import eval as evaluation
+import log
 import plot
 import rollout
 import sampler
@@ -265,8 +266,8 @@ def main(cfg: Config) -> None:
         return all_reduce(sums)
 
     def check(step, window) -> dict:
-        """The running check of both levels: all Q candidates rolled out apart from the run, their full gradient (of the
-        first mini-batch), and two pruned ones, each from a prompt draw and a completion draw of its own."""
+        """The running check of both levels: all Q candidates rolled out apart from the run, their full gradient (of
+        the first mini-batch), and two pruned ones, each from a prompt draw and a completion draw of its own."""
         batch, place = roll_out(window, step, "check"), torch.arange(num_prompts)
         vectors = []  # [parameters] each
         for number in range(3):
@@ -312,10 +313,10 @@ def main(cfg: Config) -> None:
         # 4. advantage, 5. denominator
         update = weigh(batch, prompt_weights, place)
         known = history.summary(step, window, None if greso else prompt_keep)
-        rewards, lengths = batch.rewards, batch.lengths  # [K, G]
         history.update(
-            step, batch.prompts, prompt_weights, rewards, update.advantages, update.group_square, lengths.sum(dim=1)
-        )
+            step, batch.prompts, prompt_weights, batch.rewards, update.advantages, update.group_square,
+            batch.lengths.sum(dim=1),
+        )  # fmt: skip
 
         # 6. prune, 7. update: once a mini-batch and epoch, each with a draw of its own
         learning_rate = cfg.lr * min(1.0, step / max(1, cfg.warmup))
@@ -332,67 +333,23 @@ def main(cfg: Config) -> None:
             updates.append((keep, weights, sums, grad_norm))
         step_time = clock(cfg) - started
 
-        # 8. log; means over prompts carry the prompt weights, so that pruning does not colour them
-        shares = torch.ones_like(prompt_weights) if greso else prompt_weights  # [K]
-
-        def mean(values):  # of [K], NaN left out
-            there = ~values.isnan()
-            return ((values * shares)[there].sum() / shares[there].sum()).item()
-
-        keeps, completion_weights, sums, grad_norms = zip(*updates, strict=True)
-        keeps, completion_weights = torch.stack(keeps), torch.stack(completion_weights)  # [updates, K, G]
-        weights = completion_weights * prompt_weights[:, None]
-        contributes = dppo.contributes(update.advantages, update.scale, cfg.beta)  # [K, G]
-        *_, first_tokens, _, _, first_gap = sums[0].tolist()
-        loss, kl, clipped, tokens, forwarded, slots, _ = torch.stack(sums).sum(dim=0).tolist()
-        full_tokens = (prompt_weights[:, None] * update.cost).sum().item() * cfg.epochs  # expected, un-pruned
-        group_std = torch.where(dppo.dead_groups(rewards), 0.0, nan_std(rewards))  # [K]
+        # 8. log
         row = {
             "step": step,
-            "loss": loss / len(updates),
-            "reward": mean(rewards.nanmean(dim=1)),
-            "reward_std": mean(group_std),
-            "frac_reward_zero_std": mean((group_std == 0).double()),
-            "completions/mean_length": mean(lengths.mean(dim=1)),
-            "completions/clipped_ratio": mean(batch.truncated.mean(dim=1)),
-            "entropy": ratio(mean(batch.entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
-            "clip_ratio/region_mean": ratio(clipped, tokens),
-            "sampling/sampling_logp_difference/mean": ratio(first_gap, first_tokens),  # later updates have moved
-            "grad_norm": sum(grad_norms) / len(updates),
-            "learning_rate": learning_rate,
-            "kept/prompts": len(rewards) / num_prompts,
-            "kept/completions": keeps.sum().item() / (num_sequences * cfg.epochs),
-            "kept/tokens": ratio(forwarded, full_tokens),
-            "weight/max": weights.max().item() if keeps.any() else math.nan,
-            "weight/prompt_max": prompt_weights.max().item() if len(prompt_weights) else math.nan,
-            "weight/ess": dppo.effective_sample_size(weights[:, contributes]) / cfg.epochs,  # of those that contribute
-            "pack/density": ratio(forwarded, slots),
-            "tokens/generated": int(lengths.sum()),
-            "tokens/trained": int(forwarded),
-            "time/rollout": batch.seconds[0],
-            "time/score": batch.seconds[1],
+            **log.row(cfg, update, updates, learning_rate),
             "time/train": started + step_time - trains,
             "step_time": step_time,  # without the running check
             **known,
             **checks,
         }
-        if cfg.beta:
-            mass = (update.scale * lengths * completion_weights.sum(dim=0)).sum().item()
-            row["kl"] = ratio(kl, mass)  # nats a token, weighted as the loss weighs them
         if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
             row |= evaluate(step)
         if is_main:
-            print(console_line(row, cfg.steps), flush=True)
+            print(log.console_line(row, cfg.steps), flush=True)
             checkpoint.append_rows(log_path, [row])
-            own = batch.mine[:3].tolist()  # the first completions of three prompts of this rank
-            checkpoint.append_rows(samples_path, [
-                {"step": step, "prompt": train_set[batch.prompts[k]].text,
-                 "completion": batch.texts[n * cfg.group_size],
-                 "answer": train_set[batch.prompts[k]].answer, "reward": rewards[k, 0].item(),
-                 "advantage": update.advantages[k, 0].item(), "kept": keeps[:, k, 0].any().item(),
-                 "weight": weights[:, k, 0].sum().item() / cfg.epochs}
-                for n, k in enumerate(own)
-            ])  # fmt: skip
+            checkpoint.append_rows(
+                samples_path, [{"step": step} | row for row in log.samples(cfg, update, updates, train_set)]
+            )
 
             # 9. save, after the row: a checkpoint's step is always in the log
             if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.steps):
@@ -423,17 +380,6 @@ def clock(cfg) -> float:
     return time.perf_counter()
 
 
-def ratio(part: float, whole: float) -> float:
-    """part / whole, NaN (null in the log) where there is nothing to divide by."""
-    return part / whole if whole else math.nan
-
-
-def nan_std(rewards: torch.Tensor) -> torch.Tensor:
-    """Sample standard deviation [K] of rewards [K, G], unscorable ones left out; NaN for fewer than two."""
-    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
-    return (centred.square().nansum(dim=1) / ((~rewards.isnan()).sum(dim=1) - 1)).sqrt()
-
-
 @contextlib.contextmanager
 def stops_if_not_finite(step: int, out_dir: Path):
     """Turns a FloatingPointError into the message of a run that cannot go on; this step is not saved."""
@@ -444,17 +390,6 @@ def stops_if_not_finite(step: int, out_dir: Path):
             f"step {step} is not finite ({error}): nothing of it was saved; the last checkpoint, if any, is in "
             f"{out_dir / 'checkpoint'}. Lower --lr, or look at {out_dir / 'log.jsonl'}"
         ) from None
-
-
-def console_line(row: dict, steps: int) -> str:
-    """One aligned line a step."""
-    width = len(str(steps))
-    line = (
-        f"step {row['step']:{width}d}/{steps} | reward {row['reward']:.3f} | kept {row['kept/completions']:.2f} | "
-        f"w_max {row['weight/max']:4.1f} | density {row['pack/density']:.2f} | entropy {row['entropy']:.3f} | "
-        f"gnorm {row['grad_norm']:5.2f} | sample {row['time/rollout']:5.2f}s | train {row['time/train']:5.2f}s"
-    )
-    return line + (f" | eval/avg@{EVAL_K} {row[f'eval/avg@{EVAL_K}']:.3f}" if f"eval/avg@{EVAL_K}" in row else "")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,110 @@
+"""
+What a step's row in log.jsonl says, and the line on the console.
+
+Names are TRL's where it has one. A figure that does not exist in a step is NaN here and null in the file.
+
+Letters: K prompts rolled out, G completions each.
+"""
+
+import math
+
+import torch
+
+import config
+import dppo
+
+
+def row(cfg: config.Config, update, updates: list[tuple], learning_rate: float) -> dict:
+    """The figures of a step from its train.Update and, for each optimizer update, (keep [K, G], weights [K, G], sums of
+    accumulate_gradients, gradient norm).
+
+    Means over prompts carry the prompt weights, so that pruning does not colour them; greso's have none.
+    """
+    batch, prompt_weights = update.batch, update.prompt_weights
+    rewards, lengths = batch.rewards, batch.lengths  # [K, G]
+    shares = torch.ones_like(prompt_weights) if cfg.prompt_rule == "greso" else prompt_weights  # [K]
+
+    def mean(values):  # of [K], NaN left out
+        there = ~values.isnan()
+        return ((values * shares)[there].sum() / shares[there].sum()).item()
+
+    keeps, completion_weights, sums, grad_norms = zip(*updates, strict=True)
+    keeps, completion_weights = torch.stack(keeps), torch.stack(completion_weights)  # [updates, K, G]
+    weights = completion_weights * prompt_weights[:, None]
+    contributes = dppo.contributes(update.advantages, update.scale, cfg.beta)  # [K, G]
+    *_, first_tokens, _, _, first_gap = sums[0].tolist()
+    loss, kl, clipped, tokens, forwarded, slots, _ = torch.stack(sums).sum(dim=0).tolist()
+    full_tokens = (prompt_weights[:, None] * update.cost).sum().item() * cfg.epochs  # expected, un-pruned
+    group_std = torch.where(dppo.dead_groups(rewards), 0.0, nan_std(rewards))  # [K]
+    num_prompts = config.num_candidates(cfg)  # Q
+    figures = {
+        "loss": loss / len(updates),
+        "reward": mean(rewards.nanmean(dim=1)),
+        "reward_std": mean(group_std),
+        "frac_reward_zero_std": mean((group_std == 0).double()),
+        "completions/mean_length": mean(lengths.mean(dim=1)),
+        "completions/clipped_ratio": mean(batch.truncated.mean(dim=1)),
+        "entropy": ratio(mean(batch.entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
+        "clip_ratio/region_mean": ratio(clipped, tokens),
+        "sampling/sampling_logp_difference/mean": ratio(first_gap, first_tokens),  # later updates have moved
+        "grad_norm": sum(grad_norms) / len(updates),
+        "learning_rate": learning_rate,
+        "kept/prompts": len(rewards) / num_prompts,
+        "kept/completions": keeps.sum().item() / (num_prompts * cfg.group_size * cfg.epochs),
+        "kept/tokens": ratio(forwarded, full_tokens),
+        "weight/max": weights.max().item() if keeps.any() else math.nan,
+        "weight/prompt_max": prompt_weights.max().item() if len(prompt_weights) else math.nan,
+        "weight/ess": dppo.effective_sample_size(weights[:, contributes]) / cfg.epochs,  # of those that contribute
+        "pack/density": ratio(forwarded, slots),
+        "tokens/generated": int(lengths.sum()),
+        "tokens/trained": int(forwarded),
+        "time/rollout": batch.seconds[0],
+        "time/score": batch.seconds[1],
+    }
+    if cfg.beta:
+        mass = (update.scale * lengths * completion_weights.sum(dim=0)).sum().item()
+        figures["kl"] = ratio(kl, mass)  # nats a token, weighted as the loss weighs them
+    return figures
+
+
+def ratio(part: float, whole: float) -> float:
+    """part / whole, NaN where there is nothing to divide by."""
+    return part / whole if whole else math.nan
+
+
+def nan_std(rewards: torch.Tensor) -> torch.Tensor:
+    """Sample standard deviation [K] of rewards [K, G], unscorable ones left out; NaN for fewer than two."""
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+    return (centred.square().nansum(dim=1) / ((~rewards.isnan()).sum(dim=1) - 1)).sqrt()
+
+
+def samples(cfg: config.Config, update, updates: list[tuple], problems: list) -> list[dict]:
+    """Rows for samples.jsonl: the first completions of three prompts of this rank."""
+    batch = update.batch
+    return [
+        {
+            "prompt": problems[batch.prompts[k]].text,
+            "completion": batch.texts[number * cfg.group_size],
+            "answer": problems[batch.prompts[k]].answer,
+            "reward": batch.rewards[k, 0].item(),
+            "advantage": update.advantages[k, 0].item(),
+            "kept": any(keep[k, 0].item() for keep, *_ in updates),
+            "weight": sum(weights[k, 0].item() for _, weights, *_ in updates)
+            * update.prompt_weights[k].item()
+            / cfg.epochs,
+        }
+        for number, k in enumerate(batch.mine[:3].tolist())
+    ]
+
+
+def console_line(figures: dict, steps: int) -> str:
+    """One aligned line a step."""
+    width = len(str(steps))
+    line = (
+        f"step {figures['step']:{width}d}/{steps} | reward {figures['reward']:.3f} | kept "
+        f"{figures['kept/completions']:.2f} | w_max {figures['weight/max']:4.1f} | density "
+        f"{figures['pack/density']:.2f} | entropy {figures['entropy']:.3f} | gnorm {figures['grad_norm']:5.2f} | "
+        f"sample {figures['time/rollout']:5.2f}s | train {figures['time/train']:5.2f}s"
+    )
+    scores = [f" | {name} {value:.3f}" for name, value in figures.items() if name.startswith("eval/")]
+    return line + "".join(scores)
