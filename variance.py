@@ -30,6 +30,8 @@ from eval import as_number, decode
 
 # ---------------------------------------------------------------------------- completions
 
+SETTINGS = ("arithmetic", "arithmetic-mixed")  # the default and the realistic one
+LOSSES = ("grpo", "dr_grpo")
 SHARES = (0.1, 0.2, 0.3, 0.5)  # of the tokens of completions that contribute
 RATES = (0.5, 0.7, 0.9)  # r_o of dppo; the others get the tokens that it spends
 STAGES = {"early": 4, "midway": 32, "late": 64}  # steps of the embedded run
@@ -220,25 +222,29 @@ def main(
 
 
 def completion_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
-    """Rows {seed, loss, stage, rule, tokens, r_o, kept, rel_mse, rel_bias2, ratio_to_oracle}, and their table."""
+    """Rows {seed, data, loss, stage, rule, tokens, r_o, kept, rel_mse, rel_bias2, ratio_to_oracle}, and their table."""
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for seed, (stage, step) in itertools.product(seeds, STAGES.items()):
-            out = Path(folder, f"run{seed}")
-            words = ["--method", "grpo", "--out-dir", str(out), "--seed", str(seed), "--eval-every", "0"]
-            cfg = config.parse_config([*words, "--steps", str(step), *(["--resume"] if out.exists() else [])])
-            train.main(cfg)
-            found = real_gradients(out / "checkpoint", config.resolve(cfg), step)
-            print(f"seed {seed}, {stage}: {found.live.sum().item()} live completions", flush=True)
-            for loss in ("grpo", "dr_grpo"):
-                rows += [{"seed": seed} | row for row in variance_rows(found, loss, stage, draws)]
+    for seed, data_name in itertools.product(seeds, SETTINGS):
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["--method", "grpo", "--data", data_name, "--out-dir", f"{folder}/run", "--seed", str(seed)]
+            for stage, step in STAGES.items():
+                resume = ["--resume"] if Path(folder, "run").exists() else []
+                cfg = config.parse_config([*words, "--eval-every", "0", "--steps", str(step), *resume])
+                train.main(cfg)
+                found = real_gradients(Path(folder, "run", "checkpoint"), config.resolve(cfg), step)
+                print(f"{data_name}, seed {seed}, {stage}: {found.live.sum().item()} live completions", flush=True)
+                for loss in LOSSES:
+                    marks = {"seed": seed, "data": data_name}
+                    rows += [marks | row for row in variance_rows(found, loss, stage, draws)]
     columns = [{"tokens": share, "r_o": None} for share in SHARES] + [{"r_o": rate} for rate in RATES]
-    for loss, stage in itertools.product(("grpo", "dr_grpo"), STAGES):
-        print(f"\n{loss}, {stage}: medians of relative squared error, squared bias (and error over the oracle's)")
+    for data_name, loss, stage in itertools.product(SETTINGS, LOSSES, STAGES):
+        print(
+            f"\n{data_name}, {loss}, {stage}: medians of relative squared error, squared bias (error over the oracle's)"
+        )
         heads = [f"as r_o {column['r_o']}" if column["r_o"] else f"{column['tokens']}" for column in columns]
         print(f"{'':24s}" + "".join(f"{head:>26s}" for head in heads))
         for rule in dict.fromkeys(row["rule"] for row in rows):
-            cells = [_cell(rows, loss=loss, stage=stage, rule=rule, **column) for column in columns]
+            cells = [_cell(rows, data=data_name, loss=loss, stage=stage, rule=rule, **column) for column in columns]
             print(f"{rule:24s}" + "".join(cells))
     return rows
 
@@ -332,7 +338,7 @@ def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
     """Rows {seed, data, loss, rule, r_q, visit, dead, tokens, rel_mse, over_uniform, median_over_uniform}, one a visit
     (epoch), and their table. Errors are summed over a visit's steps before they are divided."""
     rows = []
-    for seed, data_name, loss in itertools.product(seeds, ("arithmetic", "arithmetic-mixed"), ("grpo", "dr_grpo")):
+    for seed, data_name, loss in itertools.product(seeds, SETTINGS, LOSSES):
         per_epoch = 512 // config.Config.prompts_per_step
         empty, recorded = recorded_run(data_name, loss, seed, EPOCHS * per_epoch)
         for rule, rate in itertools.product(("uniform", "dppo", "pps", "oracle"), PROMPT_RATES):
@@ -349,9 +355,7 @@ def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
                     "over_uniform": total["error"] / total["uniform"] if total["uniform"] else None,
                     "median_over_uniform": statistics.median(ratios) if ratios else None,
                 })  # fmt: skip
-    for data_name, loss, rate in itertools.product(
-        ("arithmetic", "arithmetic-mixed"), ("grpo", "dr_grpo"), PROMPT_RATES
-    ):
+    for data_name, loss, rate in itertools.product(SETTINGS, LOSSES, PROMPT_RATES):
         print(
             f"\n{data_name}, {loss}, r_q {rate}: error over that of a uniform draw of as many rollout tokens, by visit"
         )

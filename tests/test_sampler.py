@@ -246,6 +246,73 @@ def test_greso_is_biased():
         assert difference.mean().abs() > 10 * difference.std() / math.sqrt(len(difference))
 
 
+def test_greso_streaks_and_exploration_by_hand():
+    """The published thresholds, floor, steps, clamps and batch formula. Kills: a streak that survives its end, targets
+    the wrong way round, an adjustment in the first epoch, a last round that is not declared."""
+    greso = baselines.Greso(4)
+    groups = {0: [1.0] * 8, 1: [0.1] * 8, 2: [1.0] * 4 + [0.0] * 4, 3: [1.0] * 7 + [0.8]}  # 3: mean 0.975
+    for _visit in range(3):
+        greso.update(torch.arange(4), torch.tensor([groups[q] for q in range(4)]))
+    assert (greso.easy.tolist(), greso.hard.tolist()) == ([3, 0, 0, 0], [0, 3, 0, 0])
+    assert greso.keep_prob(torch.arange(4)).tolist() == [0.125, 0.125, 1.0, 1.0]
+    for _visit in range(17):
+        greso.update(torch.tensor([0]), torch.tensor([groups[0]]))
+    assert greso.keep_prob(torch.tensor([0])).tolist() == [0.01], "explored at 1 % at least"
+    greso.update(torch.tensor([0, 1]), torch.tensor([groups[2], groups[2]]))
+    assert greso.keep_prob(torch.arange(4)).tolist() == [1.0] * 4, "a live group ends the streak"
+
+    few, many = torch.tensor([groups[2]] * 10), torch.tensor([groups[0], *[groups[2]] * 7, groups[1], groups[1]])
+    greso.adjust(many)  # a tenth easy, a fifth hard: both above their targets of 1/12 and 1/6
+    assert (greso.p_easy, greso.p_hard) == pytest.approx((0.49, 0.49))
+    greso.adjust(few)
+    assert (greso.p_easy, greso.p_hard) == pytest.approx((0.5, 0.5))
+    for _step in range(100):
+        greso.adjust(few)
+    assert (greso.p_easy, greso.p_hard) == (0.95, 0.95)
+    for _step in range(200):
+        greso.adjust(many)
+    assert (greso.p_easy, greso.p_hard) == (0.05, 0.05)
+
+    assert greso.next_batch(100, 0.5, 384, 64) == (250, True)
+    assert greso.next_batch(10, 0.5, 384, 64) == (64, True)
+    assert greso.next_batch(200, 0.5, 384, 64) == (384, False)
+    assert greso.next_batch(200, 1.0, 384, 64) == (384, False), "nothing was alive"
+
+
+def test_greso_collects_in_rounds():
+    """Rounds until enough groups are alive; the surplus has weight 0; everything dead ends after ROUNDS. Kills: prompts
+    looked at twice, dead groups trained on, an endless step."""
+    greso, generator = baselines.Greso(1000), torch.Generator().manual_seed(0)
+    asked = []
+
+    def roll_out(prompts, number, alive=0.3):
+        asked.append(len(prompts))
+        rewards = torch.zeros(len(prompts), 4)
+        rewards[:, 0] = (torch.rand(len(prompts), generator=generator) < alive).float()
+        return SimpleNamespace(prompts=prompts, rewards=rewards)
+
+    rounds, weights, places = greso.collect(roll_out, 64, lambda epoch: torch.arange(1000), generator)
+    rewards = torch.cat([part.rewards for part in rounds])
+    alive = ~dppo.dead_groups(rewards)
+    prompts = torch.cat([part.prompts for part in rounds])
+    assert prompts.tolist() == list(range(len(prompts))), "in the epoch's order, none twice"
+    assert greso.cursor == len(prompts)
+    assert asked[0] == 96
+    assert all(16 <= size <= 96 for size in asked)
+    used = weights > 0
+    assert torch.equal(used.nonzero(), alive.nonzero()[:64])
+    assert places[used].tolist() == list(range(int(used.sum())))
+    assert weights.sum() == pytest.approx(64)
+    assert (greso.p_easy, greso.p_hard) == (0.5, 0.5), "the first epoch only watches"
+    dead = lambda prompts, number: roll_out(prompts, number, alive=0.0)
+    rounds, weights, _ = greso.collect(dead, 64, lambda epoch: torch.arange(1000), generator)
+    assert len(rounds) == baselines.Greso.ROUNDS
+    assert weights.sum() == 0
+    greso.cursor = 2000
+    greso.collect(roll_out, 64, lambda epoch: torch.arange(1000), generator)
+    assert (greso.p_easy, greso.p_hard) != (0.5, 0.5)
+
+
 def test_refilling_until_full_is_biased():
     """Roll out until 8 are kept at 0.4 each, weigh by 1 / 0.4 and divide by how many were looked at: 7.6 % too much.
     With a fixed window of 20, of which exactly 8 are kept: nothing. Kills: the window replaced by a refill."""
