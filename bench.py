@@ -146,12 +146,8 @@ def prompts(count: int = 1_000_000, candidates: int = 512, group_size: int = 16)
     with tempfile.TemporaryDirectory() as folder:
         torch.save(vars(history), f"{folder}/history.pt")
         weight = Path(folder, "history.pt").stat().st_size
-    print(
-        f"an epoch's first step, with the shuffle: {first:.1f} ms; others {later[50]:.1f} ms, at most {later[-1]:.1f} ms"
-    )
-    print(
-        f"memory {size / 1e6:.1f} MB, and {8 * count / 1e6:.1f} MB for the epoch's order; checkpoint {weight / 1e6:.1f} MB"
-    )
+    print(f"a step: median {later[50]:.1f} ms, at most {later[-1]:.1f} ms; one that shuffles an epoch: {first:.1f} ms")
+    print(f"history {size / 1e6:.1f} MB in memory, {weight / 1e6:.1f} MB in a checkpoint; order {count * 8e-6:.1f} MB")
 
 
 if __name__ == "__main__":
