@@ -22,7 +22,11 @@ PYTHON
 for rule in none zero dppo pps uniform cppo cppo_batch dppo_floor; do
     try --method grpo --completion-rule "$rule"
 done
+for rule in uniform dppo pps dppo_floor greso; do
+    try --method grpo --prompt-rule "$rule"
+done
 try --method dppo
+try --method pps --minibatches 2
 try --method dppo_floor
 try --method cppo --cppo-allocation --completion-prune-rate 0.5
 for loss in dr_grpo dapo gspo cispo; do
