@@ -84,7 +84,8 @@ class Greso:
 
     A prompt whose last z visits were all right (mean reward at least EASY) is rolled out with probability p_easy^z, at
     least FLOOR; all wrong (at most HARD): p_hard^z. Both probabilities follow the share of such groups in each step,
-    towards ALPHA_EASY and ALPHA_HARD. A step goes on until Q groups are alive, and trains on these, unweighted.
+    towards ALPHA_EASY and ALPHA_HARD. A step goes on until Q groups are alive, and trains on these, unweighted. The
+    code has groups of 8, where a mean past these bounds is a dead group; groups of any size are asked for both here.
     """
 
     EASY, HARD, FLOOR = 0.98, 0.11, 0.01
@@ -110,26 +111,26 @@ class Greso:
             epoch, position = divmod(self.cursor, len(self.easy))
             loaded = order(epoch)[position : position + self.LOADER]
             keep = dppo.draw(self.keep_prob(loaded), generator)
-            room = count - len(chosen)
-            used = int((keep.cumsum(dim=0) <= room).sum())  # what comes after the last that fits is looked at again
+            before = keep.cumsum(dim=0) - keep.long()  # kept ones ahead of each
+            used = int((before < count - len(chosen)).sum())  # the rest is looked at another time
             chosen = torch.cat([chosen, loaded[:used][keep[:used]]])
             self.cursor += used
         return chosen
 
     def update(self, prompts: torch.Tensor, rewards: torch.Tensor) -> None:
         """Streaks of the prompts [K] from their groups' rewards [K, G]."""
-        mean = rewards.nanmean(dim=1)
-        for streak, goes_on in ((self.easy, mean >= self.EASY), (self.hard, mean <= self.HARD)):
+        for streak, goes_on in zip((self.easy, self.hard), self._easy_and_hard(rewards), strict=True):
             streak[prompts] = torch.where(goes_on, streak[prompts] + 1, 0).to(torch.int16)
+
+    def _easy_and_hard(self, rewards):
+        dead, mean = dppo.dead_groups(rewards), rewards.nanmean(dim=1)
+        return dead & (mean >= self.EASY), dead & (mean <= self.HARD)
 
     def adjust(self, rewards: torch.Tensor) -> None:
         """p_easy and p_hard, once a step, from everything rolled out in it [K, G]."""
-        mean = rewards.nanmean(dim=1)
-        for name, share, alpha in (
-            ("p_easy", (mean >= self.EASY).double().mean(), self.ALPHA_EASY),
-            ("p_hard", (mean <= self.HARD).double().mean(), self.ALPHA_HARD),
-        ):
-            change = -self.CHANGE if share >= alpha else self.CHANGE
+        easy, hard = self._easy_and_hard(rewards)
+        for name, found, alpha in (("p_easy", easy, self.ALPHA_EASY), ("p_hard", hard, self.ALPHA_HARD)):
+            change = -self.CHANGE if found.double().mean() >= alpha else self.CHANGE
             setattr(self, name, min(max(getattr(self, name) + change, self.LEAST), self.MOST))
 
     def next_batch(self, missing: int, dead_share: float, default: int, least: int) -> tuple[int, bool]:
@@ -143,8 +144,9 @@ class Greso:
         """(rounds, weights [K], places [K]): rollouts until `target` groups are alive or a round was declared the last.
 
         roll_out(prompts, number) returns a round, with .prompts [k] and .rewards [k, G]. The first `target` live groups
-        of all K share the update: weights are the inverse of the share of it that they fill; what is dead or too much
-        gets 0. Rounds are 1.5 times the target at first and a quarter of it at least, as the code's 384 and 64 of 256.
+        of all K share the update: weights are the inverse of the share of it that they fill, places are spread over it;
+        what is dead or too much gets weight 0. Rounds are 1.5 times the target at first and a quarter of it at least,
+        as the code's 384 and 64 of 256.
         """
         first_epoch = self.cursor < len(self.easy)
         rounds, alive = [], torch.zeros(0, dtype=torch.bool)
@@ -160,6 +162,7 @@ class Greso:
             size, last = self.next_batch(missing, 1 - now.double().mean().item(), default, max(1, target // 4))
         if not first_epoch:
             self.adjust(torch.cat([part.rewards for part in rounds]))
-        places = alive.cumsum(dim=0) - 1  # [K], among the live
-        used = alive & (places < target)
-        return rounds, used.double() * target / max(1, int(used.sum())), places.clamp(0, target - 1)
+        rank = alive.cumsum(dim=0) - 1  # [K], among the live
+        used = alive & (rank < target)
+        count = max(1, int(used.sum()))
+        return rounds, used.double() * target / count, rank * target // count

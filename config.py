@@ -51,7 +51,7 @@ class Config:
     prompt_prune_rate: float | None = None  # r_q: share dropped (dppo: of those of low history); default 0.3
     completion_prune_rate: float | None = None  # r_o: share dropped (dppo: of those below the mean); default 0.7
     cppo_allocation: bool = False  # with cppo: roll out 1 / (1 - r_o) times the prompts, to fill the update
-    check_every: int = 0  # steps between running checks that the completion pruning is unbiased; 0 = never
+    check_every: int = 0  # steps between running checks that the pruning of both levels is unbiased; 0 = never
     # loss
     loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"  # ratio, clip and denominator
     eps_low: float | None = None  # the ratio is clipped to 1 - eps_low; default: the loss's own, 0.2 for grpo

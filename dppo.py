@@ -17,10 +17,10 @@ E[sum_i (kept_i / p_i) l_i] = sum_i l_i for any parameters, whatever is inside l
 
 Which pairs are exact, for the gradient of one update before it is clipped by norm:
     completions  none, zero, dppo, pps (here) and uniform (baselines.py): every loss, any --beta, mini-batches, epochs
-    prompts      dppo with grpo, dr_grpo, gspo. With dapo and cispo only consistent: the token count of the un-pruned
-                 batch is unknown, its weighted estimate makes a ratio. With --epochs > 1 inexact: later epochs see
-                 parameters that depend on the one prompt draw of the step
-    never        cppo, cppo_batch, dppo_floor: probabilities of 0 and 1 (baselines.py)
+    prompts      uniform, dppo, pps (sampler.py) with grpo, dr_grpo, gspo, any mini-batches. With dapo and cispo only
+                 consistent: the un-pruned batch's token count is unknown, its weighted estimate makes a ratio.
+                 With --epochs > 1 inexact: later epochs see parameters that come from the one prompt draw of the step
+    never        cppo, cppo_batch, dppo_floor: probabilities of 0 and 1; greso: no weights, and it refills (baselines.py)
 Adam and the clip by norm are not linear, and nothing here claims that they are.
 
 Public summaries say that the paper prunes a deterministic fraction; the random form here is our reconstruction. The

@@ -18,7 +18,8 @@ def row(cfg: config.Config, update, updates: list[tuple], learning_rate: float) 
     """The figures of a step from its train.Update and, for each optimizer update, (keep [K, G], weights [K, G], sums of
     accumulate_gradients, gradient norm).
 
-    Means over prompts carry the prompt weights, so that pruning does not colour them; greso's have none.
+    Means over prompts carry the prompt weights, so that pruning does not colour them. greso has none: its means are of
+    what it chose to roll out.
     """
     batch, prompt_weights = update.batch, update.prompt_weights
     rewards, lengths = batch.rewards, batch.lengths  # [K, G]
@@ -34,9 +35,11 @@ def row(cfg: config.Config, update, updates: list[tuple], learning_rate: float) 
     contributes = dppo.contributes(update.advantages, update.scale, cfg.beta)  # [K, G]
     *_, first_tokens, _, _, first_gap = sums[0].tolist()
     loss, kl, clipped, tokens, forwarded, slots, _ = torch.stack(sums).sum(dim=0).tolist()
-    full_tokens = (prompt_weights[:, None] * update.cost).sum().item() * cfg.epochs  # expected, un-pruned
     group_std = torch.where(dppo.dead_groups(rewards), 0.0, nan_std(rewards))  # [K]
     num_prompts = config.num_candidates(cfg)  # Q
+    full_tokens = (shares[:, None] * update.cost).sum().item() * cfg.epochs  # expected, un-pruned
+    if cfg.prompt_rule == "greso":
+        full_tokens *= num_prompts / len(shares)
     figures = {
         "loss": loss / len(updates),
         "reward": mean(rewards.nanmean(dim=1)),

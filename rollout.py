@@ -41,6 +41,7 @@ class Rollouts:
 
 def join(parts: list[Rollouts]) -> Rollouts:
     """One after the other, as if they had been sampled together."""
+    parts = [part for part in parts if part.prompt_ids] or parts[:1]  # those without a prompt have no width either
     prompt_ids, *columns = zip(*(vars(part).values() for part in parts), strict=True)
     return Rollouts([ids for part in prompt_ids for ids in part], *map(torch.cat, columns))
 

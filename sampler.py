@@ -19,14 +19,15 @@ import dppo
 
 PROMPT_RULES = ("none", "uniform", "dppo", "pps")
 
-# pps: the strata, and how quickly their moments are believed and forgotten; chosen by bench.py variance --level prompt
+# pps: its strata, and how much of their moments is believed; chosen on runs with seed 100 (runs/LOG.md)
 PASS_RATES = (0.25, 0.5, 0.75)  # edges between the bins of live groups; all wrong and all right have bins of their own
 UNSEEN, ALL_WRONG, ALL_RIGHT = 0, 1, len(PASS_RATES) + 3  # bins of the last pass rate
 LENGTHS = 6  # quantiles of the prompts' lengths
 AGES = 3  # last rolled out 1, 2, more epochs ago
-PRIOR = 16.0  # groups: so many in a stratum are believed as much as the coarser stratum
+PRIOR = 48.0  # groups: so many in a stratum are believed as much as the coarser stratum
 MEMORY = 64  # steps after which an observation counts 1/e
-FLOOR = 0.5  # of the root mean square: no stratum is believed to be smaller
+TEMPER = 0.5  # 0 is the uniform draw, 1 Neyman's allocation
+FLOOR = 0.5  # of the average
 
 
 def seed_for(*key) -> int:
@@ -75,7 +76,8 @@ class PromptHistory:
     epoch  [P] int16, of its last rollout; -1 until it had one
     kind   [P] int16, fixed: its source and the quantile of its length
     sums   [3, sources, lengths, bins, ages] float64: of the groups that were in a stratum when they were rolled out,
-           how many, their squared sizes (relative to their step's mean) and sampled tokens; all fading
+           how many, their squared sizes (relative to their step's mean) and sampled tokens, all weighted as the prompts
+           are, so that they stand for the candidates; all fading
     """
 
     def __init__(self, lengths: torch.Tensor, sources: list[str], prompts_per_step: int):
@@ -145,21 +147,22 @@ class PromptHistory:
         return kind // LENGTHS, kind % LENGTHS, self.bin[prompts].long(), torch.where(last < 0, 0, age)
 
     def size(self, prompts: torch.Tensor, step: int) -> torch.Tensor:
-        """What pps's keep probabilities are proportional to, float64 [K]: Neyman's allocation, the root mean square of
-        the stratum's group sizes over the root of its mean cost.
+        """What pps's keep probabilities are proportional to, float64 [K]; 1 is the average.
 
-        Strata are nested: source, length, pass rate, age. The coarser one's mean counts like PRIOR groups of the finer
-        one, so sizes are equal and the draw is uniform until the data say otherwise. Never below FLOOR of the overall
-        root mean square, so no prompt is forgotten and no weight grows without bound.
+        Neyman's allocation is a stratum's root mean square of group sizes over the root of its mean cost: the root of
+        r, summed squares over summed cost. Strata are nested: source, length, pass rate, age; the coarser one's r
+        counts like PRIOR groups of the finer one, so the draw is uniform until the data say otherwise. Of what they say
+        a power TEMPER is believed, for sizes are estimates with heavy tails; and none is below FLOOR, so no prompt is
+        forgotten and weights stay bounded.
         """
-        total = self.sums.sum(dim=(1, 2, 3, 4), keepdim=True)  # [3, 1, 1, 1, 1]
-        mean = (total[1:] + 1e-9) / (total[:1] + 1e-9)  # [2, ...]: square, cost
-        least = FLOOR * mean[0].sqrt()
-        for dims in ((2, 3, 4), (3, 4), (4,)):  # the source; with the length; with the bin; with the age
-            total = self.sums.sum(dim=dims, keepdim=True)
-            mean = (total[1:] + PRIOR * mean) / (total[:1] + PRIOR)
-        square, cost = (self.sums[1:] + PRIOR * mean) / (self.sums[:1] + PRIOR)  # [S, L, B, A] each
-        return (square.sqrt().maximum(least) / cost.sqrt())[self.strata(prompts, step)]
+        whole = self.sums.sum(dim=(1, 2, 3, 4), keepdim=True)  # [3, 1, 1, 1, 1]
+        count, square, cost = whole + 1e-9
+        prior, r = PRIOR * cost / count, square / cost
+        for finest in range(1, 5):  # the source; with the length; with the bin; with the age
+            _, square, cost = self.sums.sum(dim=tuple(range(finest + 1, 5)), keepdim=True) if finest < 4 else self.sums
+            r = (square + prior * r) / (cost + prior)
+        size = (r * whole[2] / whole[1]).pow(TEMPER / 2) if whole[1] > 0 else torch.ones_like(r)  # [S, L, B, A]
+        return size.clamp(min=FLOOR)[self.strata(prompts, step)]
 
     def update(
         self, step: int, prompts: torch.Tensor, weights: torch.Tensor, rewards: torch.Tensor,
@@ -170,7 +173,7 @@ class PromptHistory:
         mean = (weights * square).sum() / weights.sum()  # of the step, as if nothing were pruned
         if mean > 0:
             self.sums *= math.exp(-1 / MEMORY)
-            for total, seen in zip(self.sums, (torch.ones_like(square), square / mean, tokens.double()), strict=True):
+            for total, seen in zip(self.sums, (weights, weights * square / mean, weights * tokens), strict=True):
                 total.index_put_(self.strata(prompts, step), seen, accumulate=True)
         self.score[prompts] = advantages.abs().mean(dim=1).float()
         self.epoch[prompts] = (step - 1) // self.steps_per_epoch

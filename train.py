@@ -141,6 +141,9 @@ def main(cfg: Config) -> None:
         allocated = f", which --cppo-allocation makes {num_prompts}" if cfg.cppo_allocation else ""
         message = f"--prompts-per-step {cfg.prompts_per_step}{allocated}: the data holds only {len(train_set)} prompts"
         raise InputError(message)
+    if cfg.prompt_rule == "greso" and len(train_set) < 2 * num_prompts:
+        message = f"--prompt-rule greso: its first round is 1.5 x {num_prompts} prompts of {len(train_set)}"
+        raise InputError(f"{message}, too few: lower --prompts-per-step")
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay)
     prompt_tokens = torch.tensor([len(ids) for ids in train_ids])  # [P]
     history = sampler.PromptHistory(prompt_tokens, [problem.source for problem in train_set], num_prompts)
@@ -187,7 +190,7 @@ def main(cfg: Config) -> None:
     }
     num_sequences = num_prompts * cfg.group_size  # Q * G, whatever is pruned
     prune_prompts = functools.partial(
-        history.prune, "none" if greso else cfg.prompt_rule, cfg.prompt_prune_rate, minibatches=cfg.minibatches
+        history.prune, cfg.prompt_rule, cfg.prompt_prune_rate, minibatches=cfg.minibatches
     )
     rivals = cfg.completion_rule in baselines.COMPLETION_RULES
     prune_completions = baselines.prune_completions if rivals else dppo.prune_completions
@@ -249,7 +252,7 @@ def main(cfg: Config) -> None:
         advantages, energy = update.advantages[rows], update.batch.energy[rows]
         size = dppo.contribution_size(advantages, update.scale[rows], energy, cfg.beta)
         group = dppo.Completions(advantages, update.batch.rewards[rows], update.cost[rows], size)
-        # --- DPPO, after reward: drop completions, weigh the others by 1 / (probability of keeping them)
+        # --- DPPO, after reward: drop completions, weigh the others by 1 / (chance of being kept)
         keep[rows], weights[rows] = prune_completions(cfg.completion_rule, cfg.completion_prune_rate, group, generator)
         # ---
         return keep, weights
@@ -295,24 +298,22 @@ def main(cfg: Config) -> None:
         checks = check(step, window) if cfg.check_every and step % cfg.check_every == 0 else {}
         started = clock(cfg)
 
-        # 1. select prompts: the window of candidates is the denominator, whatever is pruned
-        # --- DPPO, before rollout: drop prompts by their history, weigh the others by 1 / (probability of keeping them)
-        prompt_keep, prompt_weights = prune_prompts(window, draws, step)  # [Q], [Q]
-        # ---
-
-        # 2. sample, 3. reward
+        # 1. select prompts: the window of candidates is the denominator, whatever is pruned; 2. sample; 3. reward
         if greso:  # a rival without window and weights: it rolls out until Q groups are alive
-            order = functools.partial(sampler.epoch_order, len(train_set), cfg.seed)
+            prompt_keep, order = None, functools.partial(sampler.epoch_order, len(train_set), cfg.seed)
             more = lambda prompts, number: roll_out(prompts, step, "rollout", number)
             rounds, prompt_weights, place = greso.collect(more, num_prompts, order, draws)
             batch = join(rounds)
         else:
-            batch = roll_out(window[prompt_keep], step, "rollout")
+            # --- DPPO, before rollout: drop prompts by their history, weigh the others by 1 / (chance of being kept)
+            prompt_keep, prompt_weights = prune_prompts(window, draws, step)  # [Q], [Q]
+            # ---
             prompt_weights, place = prompt_weights[prompt_keep], prompt_keep.nonzero().squeeze(1)  # [K], [K]
+            batch = roll_out(window[prompt_keep], step, "rollout")
 
         # 4. advantage, 5. denominator
         update = weigh(batch, prompt_weights, place)
-        known = history.summary(step, window, None if greso else prompt_keep)
+        known = history.summary(step, window, prompt_keep)
         history.update(
             step, batch.prompts, prompt_weights, batch.rewards, update.advantages, update.group_square,
             batch.lengths.sum(dim=1),

@@ -262,6 +262,7 @@ def _cell(rows, **wanted):
 
 # ---------------------------------------------------------------------------- prompts
 
+PROMPT_RULES = ("uniform", "uniform, coins", "dppo", "pps", "oracle")  # coins: independent keeps, as dppo has them
 PROMPT_RATES = (0.3, 0.5)  # r_q
 EPOCHS = 5  # of a run: visits of each prompt
 
@@ -320,8 +321,12 @@ def replay(rule: str, rate: float, empty, recorded: list[dict], draws: int, seed
             norm = gram.diagonal().clamp(min=0).sqrt()
             size = norm.clamp(min=1e-3 * norm.mean().item() + 1e-30) / tokens.sqrt()
             history.size = lambda *_, size=size: size  # for prune, in place of what was learned
-        name = "pps" if rule == "oracle" else rule
-        drawn = [history.prune(name, rate, window, generator, step) for _ in range(draws)]
+        if rule == "uniform, coins":
+            even = torch.full(window.shape, 1 - rate, dtype=torch.float64)
+            drawn = [dppo.prune(even, generator) for _ in range(draws)]
+        else:
+            name = "pps" if rule == "oracle" else rule
+            drawn = [history.prune(name, rate, window, generator, step) for _ in range(draws)]
         error = torch.stack([weights for _, weights in drawn]) - 1.0  # [draws, Q]
         share = (torch.stack([keep for keep, _ in drawn]).double() @ tokens).mean().item() / tokens.sum().item()
         rows.append({
@@ -341,7 +346,7 @@ def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
     for seed, data_name, loss in itertools.product(seeds, SETTINGS, LOSSES):
         per_epoch = 512 // config.Config.prompts_per_step
         empty, recorded = recorded_run(data_name, loss, seed, EPOCHS * per_epoch)
-        for rule, rate in itertools.product(("uniform", "dppo", "pps", "oracle"), PROMPT_RATES):
+        for rule, rate in itertools.product(PROMPT_RULES, PROMPT_RATES):
             replays = [replay(rule, rate, empty, recorded, draws, number) for number in range(4)]  # other histories
             for visit in range(EPOCHS):
                 part = slice(visit * per_epoch, (visit + 1) * per_epoch)
@@ -356,15 +361,14 @@ def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
                     "median_over_uniform": statistics.median(ratios) if ratios else None,
                 })  # fmt: skip
     for data_name, loss, rate in itertools.product(SETTINGS, LOSSES, PROMPT_RATES):
-        print(
-            f"\n{data_name}, {loss}, r_q {rate}: error over that of a uniform draw of as many rollout tokens, by visit"
-        )
-        for rule in ("uniform", "dppo", "pps", "oracle"):
-            line = f"{rule:10s}"
+        print(f"\n{data_name}, {loss}, r_q {rate}: error over a uniform draw's of as many rollout tokens (tokens)")
+        for rule in PROMPT_RULES:
+            line = f"{rule:14s}"
             for visit in range(1, EPOCHS + 1):
                 wanted = {"data": data_name, "loss": loss, "r_q": rate, "rule": rule, "visit": visit}
                 found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
                 over = sorted(row["over_uniform"] for row in found if row["over_uniform"] is not None)
-                line += f"{statistics.median(over):8.2f} ({over[0]:.2f} to {over[-1]:.2f})" if over else f"{'-':>22s}"
-            print(line + f"   tokens {statistics.median(row['tokens'] for row in found):.2f}")
+                spread = f"{statistics.median(over):6.2f} [{over[0]:.2f}, {over[-1]:.2f}]" if over else f"{'-':>19s}"
+                line += spread + f" ({statistics.median(row['tokens'] for row in found):.2f})"
+            print(line)
     return rows

@@ -511,7 +511,7 @@ def test_greso_trains_on_live_groups_until_it_has_enough(run, monkeypatch):
         assert torch.allclose((scale + second[2])[trained], torch.tensor(factor, dtype=torch.float64))
         texts = rollouts.completion_ids.flatten(1)
         assert len({tuple(text.tolist()) for text in texts}) == len(texts)
-    assert len({row["kept/prompts"] for row in log}) > 2, "rounds"
+    assert len({row["kept/prompts"] for row in log}) > 1, "rounds"
 
 
 # ---------------------------------------------------------------------------- several ranks
@@ -525,11 +525,11 @@ def test_two_ranks_are_one(policy_folder, tmp_path):
         folder = tmp_path / str(count)
         folder.mkdir()
         subprocess.run([*command, toy, "ranks", str(folder), policy_folder], check=True, env=ONE_THREAD, timeout=200)
-    for name in ("plain", "dropped", "alone", "updates"):
+    for name in ("plain", "dropped", "alone", "updates", "greso"):
         one = torch.load(tmp_path / "1" / f"{name}-rank0.pt")
         for rank in range(2):
             two = torch.load(tmp_path / "2" / f"{name}-rank{rank}.pt")
-            each = 2 + 4 * 2 + 3 if name == "updates" else 3  # "updates": four of them, and the running check
+            each = {"updates": 2 * 3 + 4 * 2 + 5, "greso": 3}.get(name, 3)  # "updates": mini-batches and the check
             assert len(one) == len(two) >= 3 * each, "three steps, each a prompt draw, then draws and gradients"
             assert any(part.dtype != torch.bool and part.norm() > 0 for part in one)
             for here, there in zip(one, two, strict=True):
@@ -546,6 +546,22 @@ def test_two_ranks_are_one(policy_folder, tmp_path):
 
 
 # ---------------------------------------------------------------------------- stopping and going on
+
+
+@pytest.mark.parametrize("method", ["pps", "greso"])
+def test_resumed_in_the_middle_of_an_epoch(run, tmp_path, monkeypatch, method):
+    """Log, samples and weights as if never stopped: the prompt level's memory is whole. Kills: strata, ages, streaks,
+    probabilities or the cursor not saved."""
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
+    common = {"method": method, "group_size": 3, "lr": 3e-3}
+    if method == "pps":
+        common |= {"prompt_prune_rate": 0.5}
+    run("whole", steps=30, save_every=30, **common)
+    run("part", steps=19, save_every=19, **common)
+    checkpoints = torch.load(tmp_path / "part" / "checkpoint" / "trainer.pt", weights_only=True)
+    assert checkpoints["history"]["sums"][0].sum() > 10
+    train.main(config.parse_config(["--out-dir", str(tmp_path / "part"), "--resume", "--steps", "30"]))
+    assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KILLS", "2"))))

@@ -1,9 +1,12 @@
 """The variance bench on made-up gradients, where the answer is known in closed form."""
 
+import itertools
+
 import pytest
 import torch
 
 import dppo
+import sampler
 import variance
 
 
@@ -59,3 +62,61 @@ def test_variance_bench_says_what_is_out_of_reach(rows):
     for rate, row in spent.items():
         assert row["tokens"] == pytest.approx((cost * (1 - rate * low)).sum().item() / cost.sum().item(), abs=1e-4)
         assert row["kept"] == pytest.approx(row["tokens"], abs=0.02)
+
+
+# ---------------------------------------------------------------------------- prompts
+
+
+def test_uniform_error_is_that_of_every_sample():
+    """Against all samples of 3 of 7, with a common direction in the groups. Kills: the formula of independent keeps."""
+    vectors = torch.randn(7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
+    samples = [list(kept) for kept in itertools.combinations(range(7), 3)]
+    errors = [(vectors[kept].sum(dim=0) * 7 / 3 - vectors.sum(dim=0)).square().sum() for kept in samples]
+    exact = (sum(errors) / len(errors)).item()
+    assert variance.uniform_error(vectors @ vectors.T, 3) == pytest.approx(exact)
+    assert variance.uniform_error(vectors @ vectors.T, 7) == pytest.approx(0, abs=1e-9)
+
+
+def made_up_run(steps=60, spread=10.0):
+    """A history and a record of 64 prompts, 16 a step: the longer half's groups are `spread` times as large."""
+    generator = torch.Generator().manual_seed(1)
+    empty = sampler.PromptHistory(torch.tensor([3, 9] * 32), ["a"] * 64, 16)
+    recorded = []
+    for step in range(1, steps + 1):
+        window = sampler.candidates(64, 16, 0, step)
+        vectors = (
+            torch.randn(16, 50, generator=generator, dtype=torch.float64) * (1 + (spread - 1) * (window % 2))[:, None]
+        )
+        rewards = (torch.rand(16, 4, generator=generator) < 0.5).double()
+        advantages = dppo.group_advantages(rewards, "dr_grpo")
+        told = (step, window, torch.ones(16, dtype=torch.float64), rewards, advantages, vectors.square().sum(dim=1),
+                torch.full((16,), 40.0, dtype=torch.float64))  # fmt: skip
+        recorded.append({"told": told, "gram": vectors @ vectors.T})
+    return empty, recorded
+
+
+def test_replay_of_prompt_rules():
+    """uniform is 1 by definition, coins a little more, pps near its oracle where strata tell all. Kills: errors over
+    another budget's, a replay that learns nothing, one that learns from what it did not roll out."""
+    empty, recorded = made_up_run()
+
+    def over_uniform(rule, recorded=recorded):
+        rows = variance.replay(rule, 0.5, empty, recorded, 300, 0)[20:]
+        assert all(row["tokens"] == pytest.approx(0.5, abs=0.06) for row in rows)
+        return sum(row["error"] for row in rows) / sum(row["uniform"] for row in rows)
+
+    assert over_uniform("uniform") == pytest.approx(1.0, abs=0.05)
+    assert over_uniform("uniform, coins") == pytest.approx(1.0, abs=0.1)
+    assert over_uniform("oracle") < 0.3
+    assert over_uniform("pps") < 0.65
+    assert empty.sums.sum() == 0, "a replay has a history of its own"
+    even = made_up_run(spread=1.0)[1]
+    assert over_uniform("pps", even) == pytest.approx(1.0, abs=0.1), "nothing to learn, nothing lost"
+
+    seen = []
+    update = sampler.PromptHistory.update
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler.PromptHistory, "update", lambda history, step, prompts, *told: seen.append(len(prompts))
+                      or update(history, step, prompts, *told))  # fmt: skip
+        variance.replay("pps", 0.5, empty, recorded, 2, 0)
+    assert set(seen) == {8}

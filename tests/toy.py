@@ -52,9 +52,9 @@ def sample_by_prompt(model, prompt_ids, *, seed, real=rollout.sample, **sampling
 
 
 def ranks(folder, model):
-    """Four runs whose gradients and keep decisions are written by every rank: a plain one, one where whatever the
-    second of two ranks holds is dropped, one where the second rank gets no prompt, and one with pps, KL,
-    mini-batches, epochs and the running check."""
+    """Five runs whose gradients and keep decisions are written by every rank: a plain one, one where whatever the
+    second of two ranks holds is dropped, one where the second rank gets no prompt, one with pps, KL, mini-batches,
+    epochs and the running check, and greso, of which a round may leave the second rank without a prompt."""
     rollout.sample = sample_by_prompt
     record = []
     draw, systematic, sum_gradients = dppo.draw, dppo.systematic, train.sum_gradients
@@ -63,10 +63,12 @@ def ranks(folder, model):
         sum_gradients(model)
         record.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
 
-    updates = {"method": "dppo", "completion_rule": "pps", "loss": "dapo", "minibatches": 2, "epochs": 2, "beta": 0.1,
+    updates = {"method": "pps", "loss": "dapo", "minibatches": 2, "epochs": 2, "beta": 0.1,
                "check_every": 1}  # fmt: skip
     for name, changes in (
-        ("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1}), ("updates", updates)
+        ("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1}), ("updates", updates),
+        ("greso", {"method": "greso", "group_size": 2, "prompts_per_step": 3, "prompt_prune_rate": 0,
+                   "completion_prune_rate": 0, "lr": 1e-3, "steps": 8}),
     ):  # fmt: skip
 
         def recording_draw(keep_prob, generator, name=name):
