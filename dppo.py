@@ -20,7 +20,7 @@ Which pairs are exact, for the gradient of one update before it is clipped by no
     prompts      uniform, dppo, pps (sampler.py) with grpo, dr_grpo, gspo, any mini-batches. With dapo and cispo only
                  consistent: the un-pruned batch's token count is unknown, its weighted estimate makes a ratio.
                  With --epochs > 1 inexact: later epochs see parameters that come from the one prompt draw of the step
-    never        cppo, cppo_batch, dppo_floor: probabilities of 0 and 1; greso: no weights, and it refills (baselines.py)
+    never        cppo, cppo_batch, dppo_floor: probabilities of 0 and 1; greso: no weights, refills (baselines.py)
 Adam and the clip by norm are not linear, and nothing here claims that they are.
 
 Public summaries say that the paper prunes a deterministic fraction; the random form here is our reconstruction. The

@@ -541,7 +541,8 @@ def test_two_ranks_are_one(policy_folder, tmp_path):
         for here, there in zip(alone, together, strict=True):
             for key in here:
                 if not key.startswith(("time/", "step_time", "pack/")):  # two ranks have two last slots
-                    close = pytest.approx(there[key], rel=1e-5, abs=1e-7) if there[key] is not None else None
+                    rounding = 1e-6 if key.startswith("sampling/") else 1e-7  # that figure is itself rounding
+                    close = pytest.approx(there[key], rel=1e-5, abs=rounding) if there[key] is not None else None
                     assert here[key] == close, key
 
 
