@@ -529,7 +529,7 @@ def test_two_ranks_are_one(policy_folder, tmp_path):
         one = torch.load(tmp_path / "1" / f"{name}-rank0.pt")
         for rank in range(2):
             two = torch.load(tmp_path / "2" / f"{name}-rank{rank}.pt")
-            each = {"updates": 2 * 3 + 4 * 2 + 5, "greso": 3}.get(name, 3)  # "updates": mini-batches and the check
+            each = 2 * 3 + 4 * 2 + 5 if name == "updates" else 3  # "updates": mini-batches and the check
             assert len(one) == len(two) >= 3 * each, "three steps, each a prompt draw, then draws and gradients"
             assert any(part.dtype != torch.bool and part.norm() > 0 for part in one)
             for here, there in zip(one, two, strict=True):
