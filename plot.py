@@ -71,12 +71,12 @@ def draw_run(out_dir: Path) -> None:
     axes[2, 0].set(xlabel="step", ylabel="share of the prompts, by last pass rate", ylim=(0, 1))
     if "history/kept_by_pass_rate" in steps[0]:
         for number, (name, color) in enumerate(zip(BINS, BIN_COLORS, strict=True)):
-            points = []  # over the last 16 steps: a step alone holds few of a bin
+            points = []  # over 16 steps, and 8 candidates at least: a step alone holds few of a bin
             for end in range(1, len(steps) + 1):
                 recent = steps[max(0, end - 16) : end]
                 seen = sum(row["history/candidates_by_pass_rate"][number] for row in recent)
                 kept = sum(row["history/kept_by_pass_rate"][number] for row in recent)
-                points.append(kept / seen if seen else math.nan)
+                points.append(kept / seen if seen >= 8 else math.nan)
             axes[2, 1].plot(numbers, points, label=name, color=color, linewidth=2)
         axes[2, 1].set(xlabel="step", ylabel="kept, of the candidates of a bin (16 steps)", ylim=(0, 1.05))
     for key in ("history/never_rolled_out", "history/skipped_this_epoch"):
@@ -85,7 +85,7 @@ def draw_run(out_dir: Path) -> None:
     axes[2, 2].set(xlabel="step", ylabel="share; largest prompt weight", ylim=(0, None))
     for axis in axes.flat:
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(frameon=False, fontsize="small")
+            axis.legend(frameon=axis is axes[2, 0], fontsize="small")
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
         f"{cfg['loss']} loss on {cfg['data']}, {cfg['model']} model, seed {cfg['seed']}: prompts {cfg['prompt_rule']} "

@@ -74,7 +74,7 @@ class PromptHistory:
     score  [P] float32, mean |advantage| of its group at its last rollout; NaN until it had one
     bin    [P] uint8, of the pass rate then: UNSEEN, ALL_WRONG, the bins between PASS_RATES, ALL_RIGHT
     epoch  [P] int16, of its last rollout; -1 until it had one
-    kind   [P] int16, fixed: its source and the quantile of its length
+    kind   [P] int32, fixed: its source and the quantile of its length
     sums   [3, sources, lengths, bins, ages] float64: of the groups that were in a stratum when they were rolled out,
            how many, their squared sizes (relative to their step's mean) and sampled tokens, all weighted as the prompts
            are, so that they stand for the candidates; all fading
@@ -86,7 +86,7 @@ class PromptHistory:
         number = {name: index for index, name in enumerate(names)}
         edges = lengths.sort().values[torch.arange(1, LENGTHS) * len(lengths) // LENGTHS].unique()
         source = torch.tensor([number[name] for name in sources])
-        self.kind = (source * LENGTHS + torch.bucketize(lengths, edges, right=True)).to(torch.int16)
+        self.kind = (source * LENGTHS + torch.bucketize(lengths, edges, right=True)).to(torch.int32)
         self.score = torch.full((len(lengths),), torch.nan)
         self.bin = torch.zeros(len(lengths), dtype=torch.uint8)
         self.epoch = torch.full((len(lengths),), -1, dtype=torch.int16)
@@ -194,7 +194,7 @@ class PromptHistory:
         skipped = position * len(window) - (self.epoch == epoch).sum().item()
         bins = self.bin[window]
         return row | {
-            "history/skipped_this_epoch": skipped / (position * len(window)) if position else 0.0,
+            "history/skipped_this_epoch": skipped / (position * len(window)) if position else math.nan,
             "history/candidates_by_pass_rate": counts(bins),
             "history/kept_by_pass_rate": counts(bins[keep]),
         }

@@ -475,7 +475,7 @@ def test_fixed_number_of_prompts(run, monkeypatch, rule):
     seen = set()
     for number, (row, prompts) in enumerate(zip(log, rolled_out, strict=True)):
         assert row["history/never_rolled_out"] == pytest.approx(1 - len(seen) / 16)
-        assert row["history/skipped_this_epoch"] == (0.5 if number % 4 else 0)
+        assert row["history/skipped_this_epoch"] == (0.5 if number % 4 else None)
         assert sum(row["history/pass_rates"]) == 16
         assert row["history/pass_rates"][sampler.UNSEEN] == 16 - len(seen)
         assert sum(row["history/candidates_by_pass_rate"]) == 4
@@ -662,6 +662,14 @@ def test_not_finite_loss_is_not_applied(run, tmp_path, monkeypatch):
         (["--method", "cppo", "--completion-prune-rate", "0.9"], "0.9: must be lower: it keeps none of 6"),
         (["--completion-rule", "cppo_batch", "--completion-prune-rate", "0.97"], "must be lower: it keeps none of 24"),
         (["--method", "pps", "--cppo-allocation"], "--cppo-allocation: belongs to --method cppo, not to"),
+        (["--method", "greso", "--prompt-prune-rate", "0.5"], "0.5: must be 0 with --prompt-rule greso"),
+        (["--method", "greso", "--check-every", "1"], "--check-every 1: must be 0 with --prompt-rule greso"),
+        (["--method", "greso", "--prompts-per-step", "300"], "its first round is 1.5 x 300 prompts of 512"),
+        (["--method", "pps", "--prompt-prune-rate", "0.9"], "0.9: must be lower: it keeps 0 of 4 prompts"),
+        (
+            ["--prompt-rule", "uniform", "--prompt-prune-rate", "0.7", "--minibatches", "2"],
+            "0.7: must be lower: it keeps 1 of 4 prompts, and each of 2 updates needs one",
+        ),
         (["--minibatches", "3"], "--minibatches 3: must be a divisor of the step's 4 prompts"),
         (["--epochs", "0"], "--epochs 0: must be at least 1"),
         (["--beta", "-1"], "--beta -1.0: must be at least 0"),
