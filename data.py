@@ -2,7 +2,8 @@
 Problems and how they become prompts: the embedded arithmetic by name, or a JSONL file of your own.
 
 A file has one JSON object a line, with the problem under `problem`, `question` or `prompt` and the gold under
-`answer`, `final_answer` or `solution`. Whatever is wrong with it is said with its line, before any training.
+`answer`, `final_answer` or `solution`; a `source` says what kind it is, for the pruning of prompts. Whatever is wrong
+with it is said with its line, before any training.
 """
 
 import json
@@ -33,7 +34,7 @@ class InputError(ValueError):
 class Problem:
     text: str
     answer: str
-    source: str  # the kind of embedded problem, or the file
+    source: str  # the kind of embedded problem, or what the file says, or the file
     instruction: str = ""  # what a chat model is told besides
 
 
@@ -96,7 +97,7 @@ def _read_line(line: str, where: str, path: str) -> Problem:
         if not isinstance(row[key], (str, int, float)) or row[key] == "":
             raise InputError(f"{where}: the value of {key!r} must be text or a number, got {row[key]!r}")
         values.append(str(row[key]))
-    return Problem(*values, source=path, instruction=f"\n{INSTRUCTION}")
+    return Problem(*values, source=str(row.get("source", path)), instruction=f"\n{INSTRUCTION}")
 
 
 def encode_prompts(problems: list[Problem], tokenizer, max_prompt_tokens: int) -> tuple[list[Problem], list[list[int]]]:

@@ -11,6 +11,7 @@ Letters: P prompts of the data, Q candidates of a step, K of them rolled out, G 
 import functools
 import hashlib
 import math
+from collections import Counter
 
 import torch
 
@@ -22,6 +23,7 @@ PROMPT_RULES = ("none", "uniform", "dppo", "pps")
 # pps: its strata, and how much of their moments is believed; chosen on runs with seed 100 (runs/LOG.md)
 PASS_RATES = (0.25, 0.5, 0.75)  # edges between the bins of live groups; all wrong and all right have bins of their own
 UNSEEN, ALL_WRONG, ALL_RIGHT = 0, 1, len(PASS_RATES) + 3  # bins of the last pass rate
+SOURCES = 32  # the most frequent ones; others share one
 LENGTHS = 6  # quantiles of the prompts' lengths
 AGES = 3  # last rolled out 1, 2, more epochs ago
 PRIOR = 48.0  # groups: so many in a stratum are believed as much as the coarser stratum
@@ -74,7 +76,7 @@ class PromptHistory:
     score  [P] float32, mean |advantage| of its group at its last rollout; NaN until it had one
     bin    [P] uint8, of the pass rate then: UNSEEN, ALL_WRONG, the bins between PASS_RATES, ALL_RIGHT
     epoch  [P] int16, of its last rollout; -1 until it had one
-    kind   [P] int32, fixed: its source and the quantile of its length
+    kind   [P] int16, fixed: its source and the quantile of its length
     sums   [3, sources, lengths, bins, ages] float64: of the groups that were in a stratum when they were rolled out,
            how many, their squared sizes (relative to their step's mean) and sampled tokens, all weighted as the prompts
            are, so that they stand for the candidates; all fading
@@ -82,15 +84,15 @@ class PromptHistory:
 
     def __init__(self, lengths: torch.Tensor, sources: list[str], prompts_per_step: int):
         """lengths [P] in tokens and sources of all prompts; prompts_per_step is Q."""
-        names = sorted(set(sources))
-        number = {name: index for index, name in enumerate(names)}
+        common = [name for name, _ in Counter(sources).most_common(SOURCES)]
+        number = {name: index for index, name in enumerate(common)}
         edges = lengths.sort().values[torch.arange(1, LENGTHS) * len(lengths) // LENGTHS].unique()
-        source = torch.tensor([number[name] for name in sources])
-        self.kind = (source * LENGTHS + torch.bucketize(lengths, edges, right=True)).to(torch.int32)
+        source = torch.tensor([number.get(name, len(common)) for name in sources])
+        self.kind = (source * LENGTHS + torch.bucketize(lengths, edges, right=True)).to(torch.int16)
         self.score = torch.full((len(lengths),), torch.nan)
         self.bin = torch.zeros(len(lengths), dtype=torch.uint8)
         self.epoch = torch.full((len(lengths),), -1, dtype=torch.int16)
-        self.sums = torch.zeros(3, len(names), LENGTHS, ALL_RIGHT + 1, AGES, dtype=torch.float64)
+        self.sums = torch.zeros(3, len(common) + 1, LENGTHS, ALL_RIGHT + 1, AGES, dtype=torch.float64)
         self.steps_per_epoch = max(1, len(lengths) // prompts_per_step)
 
     def keep_prob(

@@ -62,6 +62,12 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path):
         data.read_jsonl(str(tmp_path / "binary"))
 
 
+def test_sources_of_a_file(tmp_path):
+    """What a line says, else the file. Kills: strata by path where the data know better."""
+    path = write(tmp_path, {"problem": "1", "answer": "1", "source": "algebra"}, {"problem": "2", "answer": "2"})
+    assert [problem.source for problem in data.read_jsonl(path)] == ["algebra", path]
+
+
 def test_the_last_twentieth_is_held_out(tmp_path):
     """Kills: evaluating on what is trained on, holding out nothing of a small file."""
     path = write(tmp_path, *[{"question": f"q{i}", "answer": str(i)} for i in range(40)])

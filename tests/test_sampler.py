@@ -120,7 +120,13 @@ def test_strata_by_hand():
     lengths = [1, 2, 3, 4, 5, 100, 1, 2, 3, 4, 5, 100]
     history = history_of(12, 4, lengths=lengths, sources=["b", "a"] * 6)
     source, length, seen, age = history.strata(torch.arange(12), 1)
-    assert source.tolist() == [1, 0] * 6
+    assert source.tolist() == [0, 1] * 6
+    many = history_of(200, sources=[f"{q % 100 if q < 150 else 7}" for q in range(200)])
+    assert many.sums.shape[1] == sampler.SOURCES + 1
+    kinds = many.strata(torch.arange(200), 1)[0]
+    assert kinds[7] == kinds[150] == 0
+    assert kinds.max() == sampler.SOURCES
+    assert len(set(kinds.tolist())) == sampler.SOURCES + 1, "what is rare shares a stratum"
     assert length.tolist() == [0, 1, 2, 3, 4, 5] * 2, "six quantiles"
     assert not seen.any()
     assert not age.any()
