@@ -29,6 +29,24 @@ BINS = ("never rolled out", "all wrong", "up to 1/4 right", "up to 1/2", "up to 
 BIN_COLORS = ("#DDDDDD", "#762A83", "#AF8DC3", "#E7D4E8", "#D9F0D3", "#7FBF7B", "#1B7837")  # of the last pass rate
 
 
+def pass_rates(steps: list[dict]) -> list[list[float]]:
+    """[BINS][steps]: shares of all prompts by their last pass rate, as known before each step."""
+    return [
+        [row["history/pass_rates"][bin_] / sum(row["history/pass_rates"]) for row in steps] for bin_ in range(len(BINS))
+    ]
+
+
+def kept_by_pass_rate(steps: list[dict]) -> list[list[float]]:
+    """[BINS][steps]: share kept of a bin's candidates, over the last 16 steps; NaN where these held fewer than 8."""
+
+    def share(bin_, end):
+        recent = steps[max(0, end - 16) : end]
+        seen = sum(row["history/candidates_by_pass_rate"][bin_] for row in recent)
+        return sum(row["history/kept_by_pass_rate"][bin_] for row in recent) / seen if seen >= 8 else math.nan
+
+    return [[share(bin_, end) for end in range(1, len(steps) + 1)] for bin_ in range(len(BINS))]
+
+
 def draw_run(out_dir: Path) -> None:
     """run.png from log.jsonl: reward and evaluation by step and by time, what was kept, where the time went, what is
     known of the prompts and what the prompt rule makes of it."""
@@ -65,19 +83,12 @@ def draw_run(out_dir: Path) -> None:
     series(axes[1, 2], "grad_norm", "gradient norm before clipping")
     axes[1, 2].set(xlabel="step", ylim=(0, None))
     numbers = [row["step"] for row in steps]
-    known = list(zip(*(row["history/pass_rates"] for row in steps), strict=True))  # [bins][steps]
-    shares = [[count / sum(known_bin[0] for known_bin in known) for count in counts] for counts in known]
-    axes[2, 0].stackplot(numbers, shares, labels=BINS, colors=BIN_COLORS)
+    if steps:
+        axes[2, 0].stackplot(numbers, pass_rates(steps), labels=BINS, colors=BIN_COLORS)
     axes[2, 0].set(xlabel="step", ylabel="share of the prompts, by last pass rate", ylim=(0, 1))
-    if "history/kept_by_pass_rate" in steps[0]:
-        for number, (name, color) in enumerate(zip(BINS, BIN_COLORS, strict=True)):
-            points = []  # over 16 steps, and 8 candidates at least: a step alone holds few of a bin
-            for end in range(1, len(steps) + 1):
-                recent = steps[max(0, end - 16) : end]
-                seen = sum(row["history/candidates_by_pass_rate"][number] for row in recent)
-                kept = sum(row["history/kept_by_pass_rate"][number] for row in recent)
-                points.append(kept / seen if seen >= 8 else math.nan)
-            axes[2, 1].plot(numbers, points, label=name, color=color, linewidth=2)
+    if steps and "history/kept_by_pass_rate" in steps[0]:
+        for name, color, shares in zip(BINS, BIN_COLORS, kept_by_pass_rate(steps), strict=True):
+            axes[2, 1].plot(numbers, shares, label=name, color=color, linewidth=2)
         axes[2, 1].set(xlabel="step", ylabel="kept, of the candidates of a bin (16 steps)", ylim=(0, 1.05))
     for key in ("history/never_rolled_out", "history/skipped_this_epoch"):
         series(axes[2, 2], key)

@@ -20,6 +20,7 @@ import baselines
 import config
 import data
 import dppo
+import plot
 import sampler
 import train
 from data import InputError
@@ -486,6 +487,24 @@ def test_fixed_number_of_prompts(run, monkeypatch, rule):
     assert len(seen) > 8
     in_epoch = sum(rolled_out[4:8], [])
     assert len(in_epoch) == len(set(in_epoch)) == 8
+
+
+def test_picture_of_a_run_that_has_just_begun(run, tmp_path):
+    """plot.py at any time, also before the first step, and for a rule without a window. Kills: a step taken for
+    granted, a history key of other rules."""
+    run("run", method="greso", group_size=3, steps=3, eval_every=3, eval_problems=3)
+    (tmp_path / "run" / "run.png").unlink()
+    plot.draw_run(tmp_path / "run")
+    first = (tmp_path / "run" / "log.jsonl").read_text().splitlines(keepends=True)[0]
+    (tmp_path / "run" / "log.jsonl").write_text(first)
+    plot.draw_run(tmp_path / "run")
+    rows = [{"history/candidates_by_pass_rate": [4, 0, 0, 0, 0, 0, 1], "history/kept_by_pass_rate": [1] + [0] * 6,
+             "history/pass_rates": [6, 0, 0, 0, 0, 0, 2]}] * 20  # fmt: skip
+    shares = plot.kept_by_pass_rate(rows)
+    assert shares[0][1:] == [0.25] * 19
+    assert math.isnan(shares[0][0])
+    assert shares[6][7:] == [0.0] * 13
+    assert plot.pass_rates(rows)[6] == [0.25] * 20
 
 
 def test_greso_trains_on_live_groups_until_it_has_enough(run, monkeypatch):
