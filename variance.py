@@ -215,10 +215,10 @@ def main(
         json_file: where to write the rows
     """
     rows = completion_variance(seeds, draws) if level == "completion" else prompt_variance(seeds, draws // 10)
-    if json_file:
-        short = [{k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    if json_file:  # one line a row, without the names: a third of the size
+        short = [[float(f"{v:.4g}") if isinstance(v, float) else v for v in row.values()] for row in rows]
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in short)
-        json_file.write_text(f"[\n{lines}\n]\n")
+        json_file.write_text(f'{{"columns": {json.dumps(list(rows[0]))}, "rows": [\n{lines}\n]}}\n')
 
 
 def completion_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
