@@ -1,5 +1,5 @@
 """
-The rivals' pruning rules, with the call of dppo.prune_completions: what they keep, and what they multiply it by.
+The rivals' pruning rules, completions first: what they keep, and what they multiply it by.
 
     uniform      unbiased  drops a share of all completions blindly; weights 1 / (1 - share)
     cppo         BIASED    the largest |advantage| of each group, as CPPO's paper has it (arXiv:2503.22342)
@@ -84,7 +84,7 @@ class Greso:
 
     A prompt whose last z visits were all right (mean reward at least EASY) is rolled out with probability p_easy^z, at
     least FLOOR; all wrong (at most HARD): p_hard^z. Both probabilities follow the share of such groups in each step,
-    towards ALPHA_EASY and ALPHA_HARD. A step goes on until Q groups are alive, and trains on these, unweighted. The
+    towards ALPHA_EASY and ALPHA_HARD. A step refills towards Q live groups, and trains on these, unweighted. The
     code has groups of 8, where a mean past these bounds is a dead group; groups of any size are asked for both here.
     """
 

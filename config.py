@@ -43,13 +43,14 @@ LOSS_CLIPS = {  # --eps-low and --eps-high where they are not given: the papers'
 class Config:
     # method
     method: Literal["grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "greso", "pps"] = "dppo"  # the two rules
-    # auto: the method's; the README has tables of both kinds
+    # before rollout; auto: the method's; dppo by its own history, pps ours, dppo_floor and greso biased
     prompt_rule: Literal["auto", "none", "uniform", "dppo", "pps", "dppo_floor", "greso"] = "auto"
+    # after reward; zero drops what contributes 0, dppo by |advantage|, pps ours; cppo, cppo_batch, dppo_floor biased
     completion_rule: Literal["auto", "none", "zero", "dppo", "pps", "uniform", "cppo", "cppo_batch", "dppo_floor"] = (
         "auto"
     )
-    prompt_prune_rate: float | None = None  # r_q: share dropped (dppo: of those of low history); default 0.3
-    completion_prune_rate: float | None = None  # r_o: share dropped (dppo: of those below the mean); default 0.7
+    prompt_prune_rate: float | None = None  # r_q: share dropped (dppo: chance, if of low history); default 0.3
+    completion_prune_rate: float | None = None  # r_o: share dropped (dppo: chance, if below the mean); default 0.7
     cppo_allocation: bool = False  # with cppo: roll out 1 / (1 - r_o) times the prompts, to fill the update
     check_every: int = 0  # steps between running checks that the pruning of both levels is unbiased; 0 = never
     # loss
@@ -183,7 +184,7 @@ def resolve(cfg: Config) -> Config:
     ranked = {"cppo": cfg.group_size, "cppo_batch": cfg.prompts_per_step // cfg.minibatches * cfg.group_size}
     if size := cfg.group_size if cfg.cppo_allocation else ranked.get(cfg.completion_rule):
         check("completion_prune_rate", lambda r: baselines.kept_count(size, r) > 0, f"lower: it keeps none of {size}")
-    if cfg.prompt_rule in ("uniform", "pps"):
+    if cfg.prompt_rule in sampler.FIXED_SIZE:
         kept = sampler.kept_prompts(num_candidates(cfg), cfg.prompt_prune_rate)
         few = (
             f"lower: it keeps {kept} of {num_candidates(cfg)} prompts, and each of {cfg.minibatches} updates needs one"

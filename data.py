@@ -97,7 +97,7 @@ def _read_line(line: str, where: str, path: str) -> Problem:
         if not isinstance(row[key], (str, int, float)) or row[key] == "":
             raise InputError(f"{where}: the value of {key!r} must be text or a number, got {row[key]!r}")
         values.append(str(row[key]))
-    return Problem(*values, source=str(row.get("source", path)), instruction=f"\n{INSTRUCTION}")
+    return Problem(*values, source=str(row.get("source") or path), instruction=f"\n{INSTRUCTION}")
 
 
 def encode_prompts(problems: list[Problem], tokenizer, max_prompt_tokens: int) -> tuple[list[Problem], list[list[int]]]:

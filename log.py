@@ -1,5 +1,6 @@
 """
-What a step's row in log.jsonl says, and the line on the console.
+What a step's row in log.jsonl says, and the line on the console. train.py adds step, times, history/* (see
+sampler.PromptHistory.summary), check/* and eval/*.
 
 Names are TRL's where it has one. A figure that does not exist in a step is NaN here and null in the file.
 

@@ -19,6 +19,7 @@ import baselines
 import dppo
 
 PROMPT_RULES = ("none", "uniform", "dppo", "pps")
+FIXED_SIZE = ("uniform", "pps")  # exactly kept_prompts of the candidates; the others draw each prompt by itself
 
 # pps: its strata, and how much of their moments is believed; chosen on runs with seed 100 (runs/LOG.md)
 PASS_RATES = (0.25, 0.5, 0.75)  # edges between the bins of live groups; all wrong and all right have bins of their own
@@ -27,7 +28,7 @@ SOURCES = 32  # the most frequent ones; others share one
 LENGTHS = 6  # quantiles of the prompts' lengths
 AGES = 3  # last rolled out 1, 2, more epochs ago
 PRIOR = 48.0  # groups: so many in a stratum are believed as much as the coarser stratum
-MEMORY = 64  # steps after which an observation counts 1/e
+MEMORY = 64  # steps with a live group after which an observation counts 1/e
 TEMPER = 0.5  # 0 is the uniform draw, 1 Neyman's allocation
 FLOOR = 0.5  # of the average
 
@@ -104,19 +105,21 @@ class PromptHistory:
         uniform  the same for all, so that exactly round((1 - r_q) Q) are kept
         dppo     1 - r_q for one whose score is below the mean of the seen candidates, else 1, also for one that was
                  never rolled out. (A summary speaks of low historical advantage; the mean as threshold is ours.)
-        pps      ours: in proportion to `size`, as many as uniform
+        pps      ours: in proportion to `priority`, as many as uniform
         """
         if rule not in PROMPT_RULES:
             raise ValueError(f"unknown prompt rule {rule!r}: choose one of {', '.join(PROMPT_RULES)}")
-        if rule in ("none", "dppo"):
-            score = self.score[prompts]
-            return dppo.threshold_keep_prob(score, ~score.isnan(), prune_rate if rule == "dppo" else 0.0)
         equal = torch.ones(len(prompts), dtype=torch.float64)
-        size = self.size(prompts, step) if rule == "pps" else equal
+        if rule == "none":
+            return equal
+        if rule == "dppo":
+            score = self.score[prompts]
+            return dppo.threshold_keep_prob(score, ~score.isnan(), prune_rate)
+        priority = self.priority(prompts, step) if rule == "pps" else equal
         kept = kept_prompts(len(prompts), prune_rate)
         counts = [kept * (part + 1) // minibatches - kept * part // minibatches for part in range(minibatches)]
-        parts = zip(size.chunk(minibatches), equal.chunk(minibatches), counts, strict=True)
-        return torch.cat([dppo.pps_keep_prob(size, cost, count) for size, cost, count in parts])
+        parts = zip(priority.chunk(minibatches), equal.chunk(minibatches), counts, strict=True)
+        return torch.cat([dppo.pps_keep_prob(part, one, count) for part, one, count in parts])
 
     def prune(
         self, rule: str, prune_rate: float, prompts: torch.Tensor, generator: torch.Generator, step: int,
@@ -132,7 +135,7 @@ class PromptHistory:
             score = self.score[prompts]
             return baselines.floor_of_low(score, ~score.isnan(), prune_rate)
         keep_prob = self.keep_prob(rule, prune_rate, prompts, step, minibatches)
-        if rule in ("none", "dppo"):
+        if rule not in FIXED_SIZE:
             return dppo.prune(keep_prob, generator)
         keep = []
         for part in keep_prob.chunk(minibatches):
@@ -148,7 +151,7 @@ class PromptHistory:
         age = ((step - 1) // self.steps_per_epoch - last).clamp(1, AGES) - 1
         return kind // LENGTHS, kind % LENGTHS, self.bin[prompts].long(), torch.where(last < 0, 0, age)
 
-    def size(self, prompts: torch.Tensor, step: int) -> torch.Tensor:
+    def priority(self, prompts: torch.Tensor, step: int) -> torch.Tensor:
         """What pps's keep probabilities are proportional to, float64 [K]; 1 is the average.
 
         Neyman's allocation is a stratum's root mean square of group sizes over the root of its mean cost: the root of
@@ -163,8 +166,8 @@ class PromptHistory:
         for finest in range(1, 5):  # the source; with the length; with the bin; with the age
             _, square, cost = self.sums.sum(dim=tuple(range(finest + 1, 5)), keepdim=True) if finest < 4 else self.sums
             r = (square + prior * r) / (cost + prior)
-        size = (r * whole[2] / whole[1]).pow(TEMPER / 2) if whole[1] > 0 else torch.ones_like(r)  # [S, L, B, A]
-        return size.clamp(min=FLOOR)[self.strata(prompts, step)]
+        relative = (r * whole[2] / whole[1]).pow(TEMPER / 2) if whole[1] > 0 else torch.ones_like(r)  # [S, L, B, A]
+        return relative.clamp(min=FLOOR)[self.strata(prompts, step)]
 
     def update(
         self, step: int, prompts: torch.Tensor, weights: torch.Tensor, rewards: torch.Tensor,

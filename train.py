@@ -179,6 +179,9 @@ def main(cfg: Config) -> None:
         )
         for warning in config.warnings(cfg):
             print(f"note: {warning}")
+        steps_per_epoch = len(train_set) // num_prompts
+        if cfg.prompt_rule in ("dppo", "dppo_floor", "greso") and cfg.steps <= steps_per_epoch:
+            print(f"note: --prompt-rule {cfg.prompt_rule} drops nothing in the first {steps_per_epoch} steps, an epoch")
 
     sampling = {
         "max_new_tokens": cfg.max_new_tokens,
@@ -228,7 +231,7 @@ def main(cfg: Config) -> None:
         everything = all_reduce(table).unbind(dim=-1)
         return Batch(prompts, mine, rollouts, texts, *everything, (sampled - started, clock(cfg) - sampled))
 
-    def weigh(batch, prompt_weights, place) -> Update:
+    def prepare(batch, prompt_weights, place) -> Update:
         """4. and 5. of a step, for prompts [K] with these weights [K] at these places [K] of the window."""
         # 4. advantage: over the full group, before any completion is dropped
         advantages = dppo.group_advantages(batch.rewards, cfg.loss)  # [K, G]
@@ -245,7 +248,7 @@ def main(cfg: Config) -> None:
         cost = prompt_tokens[batch.prompts, None] + batch.lengths  # [K, G]
         return Update(batch, advantages, prompt_weights, weights * scale, size.square().sum(dim=1), cost, minibatch)
 
-    def prune(update, minibatch, generator):
+    def prune_minibatch(update, minibatch, generator):
         """6. of a step: (keep, weights) [K, G] of one draw; nothing is kept of other mini-batches."""
         keep, weights = torch.zeros_like(update.scale, dtype=torch.bool), torch.zeros_like(update.scale)
         rows = update.minibatch == minibatch  # [K]
@@ -276,12 +279,12 @@ def main(cfg: Config) -> None:
         for number in range(3):
             draws = generator_for(cfg.seed, step, "check", number)
             if number == 0:
-                update = weigh(batch, torch.ones(num_prompts, dtype=torch.float64), place)
+                update = prepare(batch, torch.ones(num_prompts, dtype=torch.float64), place)
                 keep = (update.minibatch == 0)[:, None].expand_as(update.scale)
                 weights = keep.double()
             else:
-                update = weigh(batch, prune_prompts(window, draws, step)[1], place)
-                keep, weights = prune(update, 0, draws)
+                update = prepare(batch, prune_prompts(window, draws, step)[1], place)
+                keep, weights = prune_minibatch(update, 0, draws)
             gradient(update, keep, weights)
             vectors.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
         return dppo.check_unbiased(*vectors)
@@ -312,7 +315,7 @@ def main(cfg: Config) -> None:
             batch = roll_out(window[prompt_keep], step, "rollout")
 
         # 4. advantage, 5. denominator
-        update = weigh(batch, prompt_weights, place)
+        update = prepare(batch, prompt_weights, place)
         known = history.summary(step, window, prompt_keep)
         history.update(
             step, batch.prompts, prompt_weights, batch.rewards, update.advantages, update.group_square,
@@ -324,7 +327,7 @@ def main(cfg: Config) -> None:
         optimizer.param_groups[0]["lr"] = learning_rate
         updates, trains = [], clock(cfg)
         for _epoch, minibatch in itertools.product(range(cfg.epochs), range(cfg.minibatches)):
-            keep, weights = prune(update, minibatch, draws)
+            keep, weights = prune_minibatch(update, minibatch, draws)
             sums = gradient(update, keep, weights)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
             with stops_if_not_finite(step, out_dir):

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import tyro
 
+import arithmetic
 import baselines
 import config
 import data
@@ -320,7 +321,7 @@ def replay(rule: str, rate: float, empty, recorded: list[dict], draws: int, seed
         if rule == "oracle":
             norm = gram.diagonal().clamp(min=0).sqrt()
             size = norm.clamp(min=1e-3 * norm.mean().item() + 1e-30) / tokens.sqrt()
-            history.size = lambda *_, size=size: size  # for prune, in place of what was learned
+            history.priority = lambda *_, size=size: size  # for prune, in place of what was learned
         if rule == "uniform, coins":
             even = torch.full(window.shape, 1 - rate, dtype=torch.float64)
             drawn = [dppo.prune(even, generator) for _ in range(draws)]
@@ -344,7 +345,7 @@ def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
     (epoch), and their table. Errors are summed over a visit's steps before they are divided."""
     rows = []
     for seed, data_name, loss in itertools.product(seeds, SETTINGS, LOSSES):
-        per_epoch = 512 // config.Config.prompts_per_step
+        per_epoch = arithmetic.TRAIN_PROBLEMS // config.Config.prompts_per_step
         empty, recorded = recorded_run(data_name, loss, seed, EPOCHS * per_epoch)
         for rule, rate in itertools.product(PROMPT_RULES, PROMPT_RATES):
             replays = [replay(rule, rate, empty, recorded, draws, number) for number in range(4)]  # other histories

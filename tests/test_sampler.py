@@ -85,7 +85,7 @@ def test_fixed_size_rules_keep_exactly_the_planned_number(rule):
         window = torch.arange(16 * step - 16, 16 * step)
         see(history, step, window.tolist(), rewards.tolist(), square.tolist(), (5.0 + window % 7).tolist())
     window = torch.arange(3, 61, 6)  # 10 of them
-    assert rule == "uniform" or history.size(window, 5).max() > 1.01 * history.size(window, 5).min()
+    assert rule == "uniform" or history.priority(window, 5).max() > 1.01 * history.priority(window, 5).min()
     for rate, minibatches, wanted in ((0.3, 1, [7]), (0.35, 1, [6]), (0.44, 2, [3, 3]), (0.5, 2, [2, 3])):
         keep_prob = history.keep_prob(rule, rate, window, 5, minibatches)
         assert keep_prob.sum() == pytest.approx(sum(wanted))
@@ -155,8 +155,8 @@ def test_pps_is_uniform_until_the_data_say_otherwise():
     again = history_of(8, lengths=[1, 2] * 4)
     for step in range(2, 30):
         see(again, step, [4, 5, 6, 7], [[0, 1, 1, 0]] * 4, [1.0, 4.0, 1.0, 4.0])
-    assert torch.allclose(history.size(window[4:], 30), again.size(window[4:], 30)), "only ratios count"
-    assert again.size(window, 30)[5] > 1.1 * again.size(window, 30)[4]
+    assert torch.allclose(history.priority(window[4:], 30), again.priority(window[4:], 30)), "only ratios count"
+    assert again.priority(window, 30)[5] > 1.1 * again.priority(window, 30)[4]
 
 
 def test_pps_learns_neymans_allocation():
@@ -184,12 +184,12 @@ def test_pps_learns_neymans_allocation():
 
     learn(1, 400, norm)
     window = torch.tensor([0, 1, 200, 201])
-    size = history.size(window, 400)
+    size = history.priority(window, 400)
     assert size.tolist() == pytest.approx(wanted(norm).tolist(), rel=0.1)
     assert size[3] == sampler.FLOOR < size[2]
     assert torch.allclose(history.keep_prob("pps", 0.75, window, 400), size / size.sum())
     learn(400, 800, norm.flip(0))
-    assert history.size(window, 800).tolist() == pytest.approx(wanted(norm.flip(0)).tolist(), rel=0.1), "it forgets"
+    assert history.priority(window, 800).tolist() == pytest.approx(wanted(norm.flip(0)).tolist(), rel=0.1), "it forgets"
 
 
 def test_strata_are_nested():
@@ -202,17 +202,17 @@ def test_strata_are_nested():
     sums[1, 0, lengths[0], 1, 0], sums[1, 0, lengths[1], 1, 0] = 1e6, 16e6  # source a: large where long
     sums[:, 1, :, 1, 0] = torch.tensor([1e6, 4e6, 1e6], dtype=torch.float64)[:, None]  # source b: all alike
     overall = (sums[1].sum() / sums[2].sum()).item()
-    r = history.size(torch.arange(8), 1) ** (2 / sampler.TEMPER) * overall  # all unseen: a bin without data
+    r = history.priority(torch.arange(8), 1) ** (2 / sampler.TEMPER) * overall  # all unseen: a bin without data
     assert r[4:].tolist() == pytest.approx([overall] * 4, rel=1e-3), "nothing is known of c and d"
     assert r[2:4].tolist() == pytest.approx([4.0] * 2, rel=1e-3)
     assert r[:2].tolist() == pytest.approx([1.0, 16.0], rel=1e-3)
     history.bin[:2] = 3  # a bin without data: as its length
-    assert history.size(torch.arange(2), 1).tolist() == pytest.approx(
+    assert history.priority(torch.arange(2), 1).tolist() == pytest.approx(
         (r[:2] / overall).pow(sampler.TEMPER / 2).tolist()
     )
     sums[:, 0, lengths[1], 3, 1] = torch.tensor([1e6, 81e6, 1e6], dtype=torch.float64)
     history.epoch[:2] = 0
-    aged = history.size(torch.arange(2), 1)  # of age 1 nothing is known: as the bin, at another age
+    aged = history.priority(torch.arange(2), 1)  # of age 1 nothing is known: as the bin, at another age
     assert aged[1] / aged[0] == pytest.approx(81 ** (sampler.TEMPER / 2), rel=1e-3)
 
 
