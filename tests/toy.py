@@ -68,7 +68,7 @@ def ranks(folder, model):
     for name, changes in (
         ("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1}), ("updates", updates),
         ("greso", {"method": "greso", "group_size": 2, "prompts_per_step": 3, "prompt_prune_rate": 0,
-                   "completion_prune_rate": 0, "lr": 1e-3, "steps": 8}),
+                   "completion_prune_rate": 0, "lr": 1e-5, "steps": 8}),
     ):  # fmt: skip
 
         def recording_draw(keep_prob, generator, name=name):
