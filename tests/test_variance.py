@@ -1,6 +1,7 @@
 """The variance bench on made-up gradients, where the answer is known in closed form."""
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -120,3 +121,13 @@ def test_replay_of_prompt_rules():
                       or update(history, step, prompts, *told))  # fmt: skip
         variance.replay("pps", 0.5, empty, recorded, 2, 0)
     assert set(seen) == {8}
+
+
+def test_rows_in_a_file(monkeypatch, tmp_path):
+    """As the notebook reads them. Kills: values under another's name, a level that runs the other one."""
+    rows = [{"seed": 0, "rule": "pps", "rel_mse": 0.123456}, {"seed": 1, "rule": "dppo", "rel_mse": None}]
+    monkeypatch.setattr(variance, "prompt_variance", lambda seeds, draws: [row for row in rows if row["seed"] in seeds])
+    variance.main(level="prompt", seeds=(0, 1), json_file=tmp_path / "rows.json")
+    table = json.loads((tmp_path / "rows.json").read_text())
+    found = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    assert found == [rows[0] | {"rel_mse": 0.1235}, rows[1]]
