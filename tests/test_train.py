@@ -411,6 +411,7 @@ def test_what_is_not_exact_is_said(run, capsys):
         ({"loss": "gspo", "dtype": "bfloat16"}, "--loss gspo clips at 0.0004"),
         ({"epochs": 2}, "--epochs above 1 with pruned prompts is inexact"),
         ({"method": "greso"}, "--prompt-rule greso is biased"),
+        ({"method": "dppo"}, "--prompt-rule dppo drops nothing in the first 128 steps, an epoch"),
         ({"method": "grpo_zero", "beta": 0.1}, "zero drops nothing with --beta above 0"),
     ):
         run(f"run{next(number)}", steps=1, **changes)
