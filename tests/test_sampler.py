@@ -200,7 +200,8 @@ def test_strata_are_nested():
     sums[0, 0, :, 1, 0], sums[2, 0, :, 1, 0] = 1e6, 1e6
     lengths = history.kind[:2].long() % sampler.LENGTHS
     sums[1, 0, lengths[0], 1, 0], sums[1, 0, lengths[1], 1, 0] = 1e6, 16e6  # source a: large where long
-    sums[:, 1, :, 1, 0] = torch.tensor([1e6, 4e6, 1e6], dtype=torch.float64)[:, None]  # source b: all alike
+    known = torch.tensor([1e6, 4e6, 1e6], dtype=torch.float64)
+    sums[:, 1, lengths[0], 1, 0] = known  # source b: only of the short ones anything is known
     overall = (sums[1].sum() / sums[2].sum()).item()
     r = history.priority(torch.arange(8), 1) ** (2 / sampler.TEMPER) * overall  # all unseen: a bin without data
     assert r[4:].tolist() == pytest.approx([overall] * 4, rel=1e-3), "nothing is known of c and d"
