@@ -192,6 +192,17 @@ def test_pps_learns_neymans_allocation():
     assert history.priority(window, 800).tolist() == pytest.approx(wanted(norm.flip(0)).tolist(), rel=0.1), "it forgets"
 
 
+def test_what_one_step_adds():
+    """By hand: weighted counts, squares in units of the step's weighted mean, weighted tokens. Kills: a mean of the
+    kept, squares that carry no weight."""
+    history = history_of(4, lengths=[1, 9, 1, 9])
+    see(history, 1, [0, 1], [[1, 0, 0, 0], [1, 1, 0, 0]], square=[6.0, 2.0], tokens=[10.0, 30.0], weights=[1.0, 3.0])
+    short, long = history.kind[:2].long().tolist()
+    found = history.sums[:, 0, [short, long], sampler.UNSEEN, 0]
+    assert found.tolist() == [[1.0, 3.0], [2.0, 2.0], [10.0, 90.0]], "the step's mean is (6 + 3 x 2) / 4 = 3"
+    assert history.sums.sum() == found.sum()
+
+
 def test_strata_are_nested():
     """What is known of a coarser stratum stands in for a finer one that was never seen: source, then length, then pass
     rate, then age. Kills: a level left out, levels in another order."""

@@ -506,6 +506,17 @@ def test_picture_of_a_run_that_has_just_begun(run, tmp_path):
     assert plot.pass_rates(rows)[6] == [0.25] * 20
 
 
+@pytest.mark.parametrize("method", ["pps", "greso"])
+def test_every_rollout_has_a_seed_of_its_own(run, monkeypatch, method):
+    """Of every step, round and running check. Kills: rounds or checks that sample what was sampled before."""
+    sample, seeds = train.rollout.sample, []
+    monkeypatch.setattr(train.rollout, "sample", lambda *a, **k: seeds.append(k["seed"]) or sample(*a, **k))
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
+    run("run", method=method, group_size=3, steps=12, lr=3e-3, check_every=0 if method == "greso" else 1)
+    assert len(seeds) > 12 if method == "greso" else len(seeds) == 24
+    assert len(set(seeds)) == len(seeds)
+
+
 def test_greso_trains_on_live_groups_until_it_has_enough(run, monkeypatch):
     """Unweighted, from several rounds, Q live groups or what the last round left of them: a mean over these. Kills:
     dead groups trained on, a surplus that counts, rounds that roll out alike."""
