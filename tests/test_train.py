@@ -473,7 +473,9 @@ def test_fixed_number_of_prompts(run, monkeypatch, rule):
         "run", method="grpo", prompt_rule=rule, prompt_prune_rate=0.4, prompts_per_step=4, minibatches=2, steps=12
     )
     assert [row["kept/prompts"] for row in log] == [0.5] * 12
-    assert all(len(prompts) == 2 for prompts in rolled_out)
+    for step, prompts in enumerate(rolled_out, 1):  # one of each mini-batch
+        window = sampler.candidates(16, 4, 0, step).tolist()
+        assert sorted(window.index(prompt) // 2 for prompt in prompts) == [0, 1]
     seen = set()
     for number, (row, prompts) in enumerate(zip(log, rolled_out, strict=True)):
         assert row["history/never_rolled_out"] == pytest.approx(1 - len(seen) / 16)
