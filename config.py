@@ -204,11 +204,13 @@ def num_candidates(cfg: Config) -> int:
     return cfg.prompts_per_step
 
 
-def warnings(cfg: Config) -> list[str]:
-    """What a resolved Config does that is not the unbiased gradient of its loss; dppo.py says why."""
+def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
+    """What a user may not expect of a resolved Config: above all, what is not the unbiased gradient of its loss."""
     said = []
     if cfg.completion_rule in baselines.BIASED and cfg.completion_prune_rate > 0:
         said.append(f"--completion-rule {cfg.completion_rule} is biased: it keeps by rank, not at random")
+    if cfg.prompt_rule in ("dppo", "dppo_floor", "greso") and cfg.steps <= steps_per_epoch:
+        said.append(f"--prompt-rule {cfg.prompt_rule} drops nothing in the first {steps_per_epoch} steps, an epoch")
     if cfg.prompt_rule == "greso":
         said.append("--prompt-rule greso is biased: what it skips has no weight when it comes back, and it refills")
     if cfg.prompt_prune_rate > 0:

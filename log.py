@@ -15,16 +15,15 @@ import config
 import dppo
 
 
-def row(cfg: config.Config, update, updates: list[tuple], learning_rate: float) -> dict:
+def row(cfg: config.Config, update, shares: torch.Tensor, updates: list[tuple], learning_rate: float) -> dict:
     """The figures of a step from its train.Update and, for each optimizer update, (keep [K, G], weights [K, G], sums of
     accumulate_gradients, gradient norm).
 
-    Means over prompts carry the prompt weights, so that pruning does not colour them. greso has none: its means are of
-    what it chose to roll out.
+    shares [K] says for how many of the Q candidates each prompt stands in means and in the un-pruned batch's tokens:
+    its weight, so that pruning does not colour them; greso has none, and its means are of what it rolled out.
     """
     batch, prompt_weights = update.batch, update.prompt_weights
     rewards, lengths = batch.rewards, batch.lengths  # [K, G]
-    shares = torch.ones_like(prompt_weights) if cfg.prompt_rule == "greso" else prompt_weights  # [K]
 
     def mean(values):  # of [K], NaN left out
         there = ~values.isnan()
@@ -39,8 +38,6 @@ def row(cfg: config.Config, update, updates: list[tuple], learning_rate: float) 
     group_std = torch.where(dppo.dead_groups(rewards), 0.0, nan_std(rewards))  # [K]
     num_prompts = config.num_candidates(cfg)  # Q
     full_tokens = (shares[:, None] * update.cost).sum().item() * cfg.epochs  # expected, un-pruned
-    if cfg.prompt_rule == "greso":
-        full_tokens *= num_prompts / len(shares)
     figures = {
         "loss": loss / len(updates),
         "reward": mean(rewards.nanmean(dim=1)),

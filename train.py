@@ -177,11 +177,8 @@ def main(cfg: Config) -> None:
             f"{cfg.prompt_rule}, completion rule {cfg.completion_rule}, {num_prompts} x {cfg.group_size} completions a "
             f"step; steps {done + 1} to {cfg.steps}, in {out_dir}/"
         )
-        for warning in config.warnings(cfg):
+        for warning in config.warnings(cfg, steps_per_epoch=len(train_set) // num_prompts):
             print(f"note: {warning}")
-        steps_per_epoch = len(train_set) // num_prompts
-        if cfg.prompt_rule in ("dppo", "dppo_floor", "greso") and cfg.steps <= steps_per_epoch:
-            print(f"note: --prompt-rule {cfg.prompt_rule} drops nothing in the first {steps_per_epoch} steps, an epoch")
 
     sampling = {
         "max_new_tokens": cfg.max_new_tokens,
@@ -306,13 +303,13 @@ def main(cfg: Config) -> None:
             prompt_keep, order = None, functools.partial(sampler.epoch_order, len(train_set), cfg.seed)
             more = lambda prompts, number: roll_out(prompts, step, "rollout", number)
             rounds, prompt_weights, place = greso.collect(more, num_prompts, order, draws)
-            batch = join(rounds)
+            batch, shares = join(rounds), torch.full_like(prompt_weights, num_prompts / len(prompt_weights))
         else:
             # --- DPPO, before rollout: drop prompts by their history, weigh the others by 1 / (chance of being kept)
             prompt_keep, prompt_weights = prune_prompts(window, draws, step)  # [Q], [Q]
             # ---
             prompt_weights, place = prompt_weights[prompt_keep], prompt_keep.nonzero().squeeze(1)  # [K], [K]
-            batch = roll_out(window[prompt_keep], step, "rollout")
+            batch, shares = roll_out(window[prompt_keep], step, "rollout"), prompt_weights
 
         # 4. advantage, 5. denominator
         update = prepare(batch, prompt_weights, place)
@@ -340,7 +337,7 @@ def main(cfg: Config) -> None:
         # 8. log
         row = {
             "step": step,
-            **log.row(cfg, update, updates, learning_rate),
+            **log.row(cfg, update, shares, updates, learning_rate),
             "time/train": started + step_time - trains,
             "step_time": step_time,  # without the running check
             **known,
