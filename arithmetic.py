@@ -166,7 +166,7 @@ def train_base(steps: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
         pack = packing.build_pack([tokenizer.encode(prompt) for prompt in prompts], completions)
         for group in optimizer.param_groups:
             group["lr"] = BASE_LR * min(1.0, (step + 1) / 20) * (1 - step / steps)
-        loss = -packing.packed_logprobs(model, pack).mean()
+        loss = -packing.packed_logprobs(model, pack)[0].mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -78,8 +78,10 @@ class Config:
     grad_clip: float = 1.0  # largest gradient norm
     weight_decay: float = 0.0  # AdamW's
     # packing and machine
-    pack_tokens: int | None = None  # tokens in a slot; default: 1,024 on the CPU, 4,096 on CUDA
+    pack_tokens: int | None = None  # tokens in a slot; default: 2,048 on the CPU, 16,384 on CUDA
     pack_window: int = 64  # sequences the packer looks at
+    share_prompts: bool | None = None  # completions of a prompt in one slot forward it once; default: on the CPU
+    gradient_checkpointing: bool = False  # layers are computed again in the backward pass: less memory, more time
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the arithmetic (weights stay float32); bfloat16 on CUDA
     # run
@@ -92,8 +94,8 @@ class Config:
 
 
 FREE_TO_CHANGE = (  # when resuming: what is not part of the experiment
-    "steps", "device", "rollout_batch", "pack_tokens", "pack_window", "out_dir", "resume", "eval_every", "save_every",
-    "check_every",
+    "steps", "device", "rollout_batch", "pack_tokens", "pack_window", "share_prompts", "gradient_checkpointing",
+    "out_dir", "resume", "eval_every", "save_every", "check_every",
 )  # fmt: skip
 
 
@@ -147,7 +149,8 @@ def resolve(cfg: Config) -> Config:
         "eps_high": eps_high,
         "max_new_tokens": max(data.max_new_tokens(name) for name in (cfg.data, cfg.eval_data or cfg.data)),
         "lr": 2e-4 if cfg.model == "tiny" else 1e-6,
-        "pack_tokens": 1024 if device == "cpu" else 4096,
+        "pack_tokens": 2048 if device == "cpu" else 16384,
+        "share_prompts": device == "cpu",
     }
     dtype = ("float32" if device == "cpu" else "bfloat16") if cfg.dtype == "auto" else cfg.dtype
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}

@@ -13,6 +13,7 @@ import torch
 
 import config
 import dppo
+from update import SUMS
 
 
 def row(cfg: config.Config, update, shares: torch.Tensor, updates: list[tuple], learning_rate: float) -> dict:
@@ -33,38 +34,40 @@ def row(cfg: config.Config, update, shares: torch.Tensor, updates: list[tuple], 
     keeps, completion_weights = torch.stack(keeps), torch.stack(completion_weights)  # [updates, K, G]
     weights = completion_weights * prompt_weights[:, None]
     contributes = dppo.contributes(update.advantages, update.scale, cfg.beta)  # [K, G]
-    *_, first_tokens, _, _, first_gap = sums[0].tolist()
-    loss, kl, clipped, tokens, forwarded, slots, _ = torch.stack(sums).sum(dim=0).tolist()
+    first, total = (dict(zip(SUMS, part.tolist(), strict=True)) for part in (sums[0], torch.stack(sums).sum(dim=0)))
     group_std = torch.where(dppo.dead_groups(rewards), 0.0, nan_std(rewards))  # [K]
     num_prompts = config.num_candidates(cfg)  # Q
     full_tokens = (shares[:, None] * update.cost).sum().item() * cfg.epochs  # expected, un-pruned
     figures = {
-        "loss": loss / len(updates),
+        "loss": total["loss"] / len(updates),
         "reward": mean(rewards.nanmean(dim=1)),
         "reward_std": mean(group_std),
         "frac_reward_zero_std": mean((group_std == 0).double()),
         "completions/mean_length": mean(lengths.mean(dim=1)),
         "completions/clipped_ratio": mean(batch.truncated.mean(dim=1)),
         "entropy": ratio(mean(batch.entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
-        "clip_ratio/region_mean": ratio(clipped, tokens),
-        "sampling/sampling_logp_difference/mean": ratio(first_gap, first_tokens),  # later updates have moved
+        "entropy/trained": ratio(first["entropy"], first["completion_tokens"]),
+        "clip_ratio/region_mean": ratio(total["clipped"], total["completion_tokens"]),
+        "sampling/sampling_logp_difference/mean": ratio(
+            first["gap"], first["completion_tokens"]
+        ),  # later updates have moved
         "grad_norm": sum(grad_norms) / len(updates),
         "learning_rate": learning_rate,
         "kept/prompts": len(rewards) / num_prompts,
         "kept/completions": keeps.sum().item() / (num_prompts * cfg.group_size * cfg.epochs),
-        "kept/tokens": ratio(forwarded, full_tokens),
+        "kept/tokens": ratio((keeps * update.cost).sum().item(), full_tokens),
         "weight/max": weights.max().item() if keeps.any() else math.nan,
         "weight/prompt_max": prompt_weights.max().item() if len(prompt_weights) else math.nan,
         "weight/ess": dppo.effective_sample_size(weights[:, contributes]) / cfg.epochs,  # of those that contribute
-        "pack/density": ratio(forwarded, slots),
+        "pack/density": ratio(total["tokens"], total["slots"]),
         "tokens/generated": int(lengths.sum()),
-        "tokens/trained": int(forwarded),
+        "tokens/trained": int(total["tokens"]),
         "time/rollout": batch.seconds[0],
         "time/score": batch.seconds[1],
     }
     if cfg.beta:
         mass = (update.scale * lengths * completion_weights.sum(dim=0)).sum().item()
-        figures["kl"] = ratio(kl, mass)  # nats a token, weighted as the loss weighs them
+        figures["kl"] = ratio(total["kl"], mass)  # nats a token, weighted as the loss weighs them
     return figures
 
 

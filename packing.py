@@ -1,144 +1,348 @@
 """
 Dense prompt packing: lay sequences of very different lengths, window by window, into token slots.
 
-Three parts, in the order they are used:
     plan_packs       integers only: which sequence goes into which slot
     build_pack       tensors: one slot, its segments end to end, positions restarted at each
-    packed_logprobs  the model's log-probabilities of the completion tokens of one slot
+    packed_logprobs  log-probabilities of the completion tokens of one slot, without a tensor of all its logits
 
-Segments never see each other. Their boundaries reach the attention function explicitly, through
-transformers' AttentionInterface, and are never guessed from position ids: transformers' own detection is
-silently off unless `use_cache=False`, and builds an L x L mask.
+Segments never see each other. What a segment may look at reaches the attention function explicitly, through
+transformers' AttentionInterface, and is never guessed from position ids: transformers' own detection is silently off
+unless `use_cache=False`, and builds an L x L mask.
 
-Packing cannot change the objective: nothing is dropped, split or truncated, and whatever multiplies a
-sequence in the loss travels with the sequence, not with the slot.
+The completions of a prompt may share it: its tokens are forwarded once, as a segment of their own, and each
+completion is a segment that looks at them and at itself. It is the same function of the weights.
 
-Source: arXiv:2603.04135 section 4.3 (window-based greedy); the details are our reconstruction.
-Letters: L tokens in a slot, S segments in it, N completion tokens in it, H heads, D head width.
+Packing cannot change the objective: nothing is dropped, split or truncated, and whatever multiplies a sequence in the
+loss travels with the sequence, not with the slot.
+
+`python packing.py` draws it. Source: arXiv:2603.04135 section 4.3 (window-based greedy); the details are our
+reconstruction, shared prompts are ours. Letters: L tokens in a slot, S segments in it, K keys that they look at,
+N completion tokens to predict, H heads, D head width, V vocabulary.
 """
 
-from collections import deque
+import bisect
+import inspect
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, groupby
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-ATTENTION = "packed"  # the name packed_attention is registered under
+try:
+    from flash_attn import flash_attn_varlen_func  # optional
+except ImportError:
+    flash_attn_varlen_func = None
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+ATTENTION, MASKED = "packed", "packed_masked"  # the names packed_attention and masked_attention are registered under
+HEAD_LOGITS = 2**27  # so many logits exist at once (0.5 GiB in float32): those of 883 tokens with Qwen3's vocabulary
 
 
-def plan_packs(lengths: list[int], pack_tokens: int, window: int) -> list[list[int]]:
+# ---------------------------------------------------------------------------- the plan
+
+
+def plan_packs(
+    lengths: list[int],
+    pack_tokens: int,
+    window: int,
+    prompts: list[int] | None = None,
+    prompt_lengths: list[int] | None = None,
+) -> list[list[int]]:
     """Assign each sequence to a slot of at most `pack_tokens` tokens; returns lists of indices into `lengths`.
 
-    A window of `window` sequences in arrival order: the oldest opens a slot, so nothing starves; then the
-    longest that fits is added and the window refilled, until none fits. A sequence longer than a slot gets
-    a slot of its own. Deterministic; of equal lengths the older goes first.
+    A window of `window` sequences in arrival order: the oldest opens a slot, so nothing starves; then the longest
+    that fits is added and the window refilled, until none fits. A sequence longer than a slot gets a slot of its own.
+    Deterministic; of equal lengths the older goes first. A window of 1 is next-fit. A window that holds everything
+    has no order to keep: the longest opens a slot, which makes it first-fit-decreasing.
+
+    With `prompts`, which prompt each sequence continues, and `prompt_lengths`, its tokens (part of `lengths`), a slot
+    holds a prompt once: others of its sequences cost that much less there, and go before those of other prompts.
 
         >>> plan_packs([5, 3, 4, 2, 6], pack_tokens=10, window=3)
         [[0, 2], [1, 4], [3]]
     """
     if pack_tokens < 1 or window < 1:
         raise ValueError(f"pack_tokens and window must be at least 1, got {pack_tokens} and {window}")
-    arrivals, waiting, packs = deque(range(len(lengths))), [], []
+    arrivals = list(range(len(lengths)))
+    if window >= len(lengths):
+        arrivals.sort(key=lambda index: -lengths[index])
+    arriving = ((lengths[index], -place) for place, index in enumerate(arrivals))
+    waiting = []  # the window, ascending (tokens, -place): of those that fit, the last is the longest and oldest
+    mates = {}  # the same by prompt
+    placed, packs = [False] * len(lengths), []
 
     def refill():
-        while arrivals and len(waiting) < window:
-            waiting.append(arrivals.popleft())
+        while len(waiting) < window and (entry := next(arriving, None)):
+            bisect.insort(waiting, entry)
+            if prompts:
+                bisect.insort(mates.setdefault(prompts[arrivals[-entry[1]]], []), entry)
 
-    refill()
-    while waiting:
-        pack = [waiting.pop(0)]
-        room = pack_tokens - lengths[pack[0]]
+    for oldest in range(len(lengths)):
+        if placed[oldest]:
+            continue
         refill()
-        while fitting := [index for index in waiting if lengths[index] <= room]:
-            longest = max(fitting, key=lambda index: lengths[index])  # the first, so the oldest, of equals
-            waiting.remove(longest)
-            pack.append(longest)
-            room -= lengths[longest]
+        entry, pack, room = (lengths[arrivals[oldest]], -oldest), [], pack_tokens
+        held = {}  # the prompts in this slot, and their tokens
+        while entry:
+            tokens, place = entry[0], -entry[1]
+            index, placed[place] = arrivals[place], True
+            del waiting[bisect.bisect_left(waiting, entry)]
+            room -= tokens
+            if prompts:
+                prompt = prompts[index]
+                del mates[prompt][bisect.bisect_left(mates[prompt], entry)]
+                room += held.get(prompt, 0)
+                held[prompt] = prompt_lengths[index]
+            pack.append(index)
             refill()
+            fitting = [_last_that_fits(mates[prompt], room + held[prompt]) for prompt in held]
+            entry = max(filter(None, fitting), default=None) or _last_that_fits(waiting, room)
         packs.append(pack)
     return packs
 
 
-def pack_density(lengths: list[int], packs: list[list[int]], pack_tokens: int) -> float:
-    """Share of the slots' tokens that are real: sum of lengths / (slots x pack_tokens). An over-long
-    sequence makes its slot as long as itself."""
-    slots = [max(pack_tokens, sum(lengths[index] for index in pack)) for pack in packs]
-    return sum(lengths[index] for pack in packs for index in pack) / sum(slots) if slots else float("nan")
+def _last_that_fits(entries, room):
+    """Of ascending (tokens, -place) the last with at most `room` tokens, or None."""
+    place = bisect.bisect_right(entries, (room, 0))
+    return entries[place - 1] if place else None
+
+
+def slot_tokens(pack: list[int], lengths: list[int], prompts=None, prompt_lengths=None) -> int:
+    """Tokens that the sequences of one slot take, as plan_packs counts them."""
+    tokens = sum(lengths[index] for index in pack)
+    if prompts:
+        own = {prompts[index]: prompt_lengths[index] for index in pack}
+        tokens += sum(own.values()) - sum(prompt_lengths[index] for index in pack)
+    return tokens
+
+
+def pack_density(slots: list[int], pack_tokens: int) -> float:
+    """Share of the slots' room that holds tokens, from the tokens in each. One over-long sequence makes its slot as
+    long as itself; nan without slots."""
+    return sum(slots) / sum(max(pack_tokens, tokens) for tokens in slots) if slots else float("nan")
+
+
+# ---------------------------------------------------------------------------- one slot
+
+
+@dataclass
+class Segments:
+    """What the tokens of a slot may look at. A segment's queries are its own tokens, its keys are those of its prompt,
+    if that is a segment of its own, and its own; the last query sees all of them, the one before all but one."""
+
+    runs: tuple[tuple[int, int, int], ...]  # neighbours of equal lengths: (how many, queries of each, keys of each)
+    key_index: (
+        torch.Tensor | None
+    )  # [K] where in the slot the keys are, segment by segment; None: where the queries are
+    cu_queries: torch.Tensor  # [S + 1] int32, cumulative
+    cu_keys: torch.Tensor  # [S + 1] int32
 
 
 @dataclass
 class Pack:
-    """One slot. Two segments, prompt `a b` completion `x y` and prompt `c` completion `z`, become
+    """One slot. Two sequences, prompt `a b` completion `x y` and prompt `c` completion `z`, become
 
-    input_ids     a b x y c z
-    position_ids  0 1 2 3 0 1
-    bounds        (0, 4, 6)
-    predictors    1 2 4        the positions whose output predicts a completion token
+    input_ids     a b x c      the last token of a sequence predicts nothing, and is left out
+    position_ids  0 1 2 0
+    predictors    1 2 3        the positions whose output predicts a completion token
     targets       x y z        the token each of them predicts
-    owner         0 0 1        the segment each target belongs to
+    owner         0 0 1        the sequence each target belongs to
     """
 
     input_ids: torch.Tensor  # [1, L]
     position_ids: torch.Tensor  # [1, L]
-    bounds: tuple[int, ...]  # S + 1 cumulative lengths
-    predictors: torch.Tensor  # [N]
+    segments: Segments
+    predictors: torch.Tensor  # [N], in the order of the sequences
     targets: torch.Tensor  # [N]
     owner: torch.Tensor  # [N]
 
 
-def build_pack(prompts: list[list[int]], completions: list[list[int]], device: str = "cpu") -> Pack:
-    """Lay the segments (prompt + completion, token ids) end to end. A prompt has at least one token."""
-    ids, positions, bounds, predictors, targets, owner = [], [], [0], [], [], []
-    for segment, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+def build_pack(
+    prompts: list[list[int]], completions: list[list[int]], device: str = "cpu", *, share_prompts: bool = False
+) -> Pack:
+    """Lay sequences (prompt + completion, token ids) end to end, long segments first, equal ones side by side.
+
+    share_prompts: equal prompts are laid out once. A prompt has at least one token; ValueError if not.
+    """
+    trunks, branches = {}, {}  # what sees itself only; what also sees a trunk
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if not prompt:
-            raise ValueError(f"segment {segment} has an empty prompt: no position predicts its first token")
-        first = bounds[-1] + len(prompt) - 1  # the last prompt token predicts the first completion token
-        predictors += range(first, first + len(completion))
+            raise ValueError(f"sequence {number} has an empty prompt: no position predicts its first token")
+        if share_prompts:
+            trunks[tuple(prompt)] = prompt
+            branches[number] = completion[:-1]
+        else:
+            trunks[number] = prompt + completion[:-1]
+
+    ids, positions, keys, shapes, starts = [], [], [], [], {}
+    for trunk in sorted(trunks, key=lambda trunk: -len(trunks[trunk])):
+        starts[trunk] = len(ids)
+        keys += range(len(ids), len(ids) + len(trunks[trunk]))
+        shapes.append((len(trunks[trunk]), len(trunks[trunk])))  # queries, keys
+        positions += range(len(trunks[trunk]))
+        ids += trunks[trunk]
+    for number in sorted(branches, key=lambda number: (-len(prompts[number]), -len(branches[number]))):
+        before, tokens = len(prompts[number]), len(branches[number])
+        trunk, start = starts[tuple(prompts[number])], len(ids)
+        starts[number] = start
+        if tokens:
+            keys += [*range(trunk, trunk + before), *range(start, start + tokens)]
+            shapes.append((tokens, before + tokens))
+        positions += range(before, before + tokens)
+        ids += branches[number]
+
+    predictors, targets, owner = [], [], []
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        last = starts[tuple(prompt) if share_prompts else number] + len(prompt) - 1  # it predicts the first
+        first = starts[number] if share_prompts else last + 1
+        predictors += [last, *range(first, first + len(completion) - 1)][: len(completion)]
         targets += completion
-        owner += [segment] * len(completion)
-        ids += prompt + completion
-        positions += range(len(prompt) + len(completion))
-        bounds.append(len(ids))
-    row = torch.tensor([ids, positions], device=device)  # [2, L]
+        owner += [number] * len(completion)
+
+    row = torch.tensor([ids, positions], dtype=torch.long, device=device)  # [2, L]
     index = torch.tensor([predictors, targets, owner], dtype=torch.long, device=device)  # [3, N]
-    return Pack(row[:1], row[1:], tuple(bounds), *index)
+    cumulative = [[0, *accumulate(column)] for column in zip(*shapes, strict=True)] or [[0], [0]]
+    cu_queries, cu_keys = torch.tensor(cumulative, dtype=torch.int32, device=device)  # [S + 1] each
+    runs = tuple((len(list(equal)), *shape) for shape, equal in groupby(shapes))
+    key_index = torch.tensor(keys, dtype=torch.long, device=device) if share_prompts else None
+    return Pack(row[:1], row[1:], Segments(runs, key_index, cu_queries, cu_keys), *index)
+
+
+# ---------------------------------------------------------------------------- attention inside segments
 
 
 def packed_attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, segment_bounds=None, **kwargs
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, segments: Segments | None = None, **kwargs
 ):
-    """Causal attention inside each segment; query [1, H, L, D], key and value [1, H_kv, L, D] -> [1, L, H, D]."""
+    """Causal attention inside each segment; query [1, H, L, D], key and value [1, H_kv, L, D] -> [1, L, H, D].
+
+    On CUDA in 16 bits one variable-length kernel call, flash-attn's where it is installed, else PyTorch's; elsewhere
+    one scaled_dot_product_attention a run of equal segments.
+    """
+    inside = (
+        _varlen
+        if value.is_cuda and value.dtype != torch.float32 and (flash_attn_varlen_func or varlen_attn)
+        else _by_runs
+    )
+    return _attend(inside, query, key, value, segments, scaling, dropout, kwargs)
+
+
+def masked_attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, segments: Segments | None = None, **kwargs
+):
+    """The same with one L x K mask: slow, obvious, what tests and bench.py compare packed_attention with."""
+    return _attend(_by_mask, query, key, value, segments, scaling, dropout, kwargs)
+
+
+def _attend(inside, query, key, value, segments, scaling, dropout, kwargs):
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"packed attention has no {name}: this model would be trained on another policy")
-    assert segment_bounds is not None, "packed attention needs segment_bounds: call the model through packed_logprobs"
-    lengths = [end - start for start, end in pairwise(segment_bounds)]
-    segments = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
-    grouped = query.shape[1] != key.shape[1]
-    out = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
-        for q, k, v in segments
-    ]
-    return torch.cat(out, dim=2).transpose(1, 2), None  # [1, L, H, D]
+    if dropout:
+        raise NotImplementedError(f"packed attention has no dropout, and the model asks for {dropout}")
+    assert segments is not None, "packed attention needs segments: call the model through packed_logprobs"
+    query, key, value = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))  # [L, H, D]
+    if segments.key_index is not None:  # normalised heads are float32 under autocast, values are not
+        key, value = key.index_select(0, segments.key_index), value.index_select(0, segments.key_index)  # [K, H_kv, D]
+    return inside(query, key, value, segments, scaling)[None], None  # [1, L, H, D]
+
+
+def _by_runs(query, key, value, segments, scaling):
+    """Slices by `split`: its backward is one cat, that of indexing writes a zero tensor as long as the slot each."""
+    runs, out = segments.runs, []
+    parts = zip(
+        runs,
+        query.split([count * queries for count, queries, _ in runs]),
+        *(states.split([count * keys for count, _, keys in runs]) for states in (key, value)),
+        strict=True,
+    )
+    for (count, queries, keys), *states in parts:
+        q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in states)  # [count, H, queries or keys, D]
+        mask = None if queries == keys else _causal(queries, keys, q.device)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        out.append(attended.transpose(1, 2).flatten(0, 1))  # [count * queries, H, D]
+    return torch.cat(out)
+
+
+def _by_mask(query, key, value, segments, scaling):
+    blocks = [_causal(queries, keys, query.device) for count, queries, keys in segments.runs for _ in range(count)]
+    q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))  # [1, H, L or K, D]
+    mask, grouped = torch.block_diag(*blocks).bool(), q.shape[1] != k.shape[1]  # [L, K]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)[0].transpose(0, 1)
+
+
+def _causal(queries, keys, device):
+    """[queries, keys] bool: the last query sees every key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def _varlen(query, key, value, segments, scaling):
+    """Flash kernels; where a segment has more keys than queries, they too let the last query see every key."""
+    longest = [max(shape) for shape in zip(*(run[1:] for run in segments.runs), strict=True)]
+    where = (segments.cu_queries, segments.cu_keys, *longest)
+    if flash_attn_varlen_func:
+        return flash_attn_varlen_func(query, key, value, *where, softmax_scale=scaling, causal=True)
+    signature = inspect.signature(varlen_attn).parameters  # torch 2.12 asks for enable_gqa, 2.11 does not know it
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature else {}
+    return varlen_attn(query, key, value, *where, scale=scaling, window_size=(-1, 0), **grouped)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
+AttentionInterface.register(MASKED, masked_attention)
 
 
-def packed_logprobs(model, pack: Pack, *, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities [N] of the pack's completion tokens under the policy that samples at `temperature`.
+# ---------------------------------------------------------------------------- log-probabilities
 
-    `model` is a causal LM loaded with `attn_implementation=packing.ATTENTION`. The LM head runs on the
-    predicting positions only; the softmax is float32 or wider whatever the model's dtype.
+
+def packed_logprobs(model, pack: Pack, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, entropies) [N] of the pack's completion tokens under the policy that samples at `temperature`.
+
+    `model` is a causal LM loaded with `attn_implementation=packing.ATTENTION`, whose logits are its output embedding
+    of its last hidden state and nothing more (rollout.load_policy checks it). Entropies, in nats, carry no gradient.
     """
-    logits = model(
-        input_ids=pack.input_ids,
-        position_ids=pack.position_ids,
-        use_cache=False,
-        logits_to_keep=pack.predictors,
-        segment_bounds=pack.bounds,
-    ).logits[0]  # [N, V]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    return -F.cross_entropy(logits, pack.targets, reduction="none")  # [N]
+    hidden = model.base_model(
+        input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, segments=pack.segments
+    ).last_hidden_state[0]  # [L, hidden]
+    return token_logprobs(hidden[pack.predictors], model.get_output_embeddings(), pack.targets, temperature)
+
+
+def token_logprobs(hidden, head, targets, temperature=1.0, head_logits=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, entropies) [N] of targets [N] from hidden states [N, hidden], at most `head_logits` logits at a time.
+
+    Chunks are computed again in the backward pass, so no more than one chunk's logits ever exists. Softmax in float32,
+    or wider.
+    """
+    rows = max(1, (head_logits or HEAD_LOGITS) // head.out_features)
+    if len(hidden) <= rows:
+        return _chunk_logprobs(hidden, head, targets, temperature)
+    chunks = [
+        checkpoint(_chunk_logprobs, part, head, some, temperature, use_reentrant=False, preserve_rng_state=False)
+        for part, some in zip(hidden.split(rows), targets.split(rows), strict=True)
+    ]
+    logprobs, entropy = (torch.cat(columns) for columns in zip(*chunks, strict=True))
+    return logprobs, entropy
+
+
+def _chunk_logprobs(hidden, head, targets, temperature):
+    logits = head(hidden)  # [n, V]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    every = torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=-1)  # [n, V]
+    with torch.no_grad():
+        entropy = -(every.exp() * every).sum(dim=-1)  # [n]
+    return every.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+def head_is_all(model) -> bool:
+    """Whether the model's logits are its output embedding of its last hidden state: no scale, no cap on top."""
+    pack, token = build_pack([[0]], [[0]], model.device), torch.tensor([[0]], device=model.device)
+    with torch.no_grad():
+        ours = packed_logprobs(model, pack)[0]
+        theirs = model(token, use_cache=False, segments=pack.segments).logits[0, 0].log_softmax(dim=-1)[:1]
+    return torch.allclose(ours, theirs.to(ours.dtype), atol=1e-4)

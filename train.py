@@ -130,6 +130,12 @@ def main(cfg: Config) -> None:
     if saved or Path(base).is_dir():  # loading and saving take no time; a download keeps its bar
         transformers.utils.logging.disable_progress_bar()
     model, tokenizer = rollout.load_policy(str(saved or base), cfg.device)
+    if cfg.gradient_checkpointing:
+        if any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules()):
+            raise InputError("--gradient-checkpointing: this model has dropout, and transformers would switch it on")
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})  # its older name is deprecated in transformers 5.23
+        model.train()  # transformers checkpoints in this mode only
     reference = None
     if cfg.beta:  # the model the run began with, also when it is resumed
         reference = rollout.load_policy(base, cfg.device)[0].requires_grad_(False)

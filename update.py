@@ -14,6 +14,8 @@ from tqdm import tqdm
 import dppo
 import packing
 
+SUMS = ("loss", "kl", "clipped", "gap", "entropy", "completion_tokens", "tokens", "slots")  # of accumulate_gradients
+
 
 def accumulate_gradients(
     model, rollouts, advantages, scale, keep, *, cfg, reference=None, show_progress=False
@@ -22,26 +24,29 @@ def accumulate_gradients(
 
     advantages, scale and keep are [K, G], this rank's rows. A sequence's tokens carry its scale and nothing
     that depends on the pack, so any layout gives the same sum. With cfg.beta, `reference` is the frozen model of
-    the KL term. Returns float64 sums [7]: loss, KL, clipped tokens, completion tokens, tokens forwarded, tokens of the
-    slots, |trainer - sampler| log-prob gap; loss and KL with the full batch's denominator.
+    the KL term. The old log-probs are those that were sampled at: no forward of their own. Returns float64 sums, by
+    name in SUMS: loss and KL with the full batch's denominator; clipped tokens, |trainer - sampler| log-prob gap and
+    entropy (nats) of the completion tokens; their number, that of tokens forwarded, and the slots' room for them.
     """
     device, G = model.device, keep.shape[1]
     kept = keep.flatten().nonzero().squeeze(1).tolist()  # indices into K * G
     lengths = rollouts.lengths.flatten().tolist()
-    completion_ids, old_logprobs = rollouts.completion_ids.flatten(0, 1), rollouts.logprobs.flatten(0, 1)
+    completion_ids, old_logprobs = rollouts.completion_ids.flatten(0, 1).tolist(), rollouts.logprobs.flatten(0, 1)
     advantages, scale = advantages.flatten().to(device), scale.flatten().to(device)  # [K * G]
     prompts = [rollouts.prompt_ids[index // G] for index in kept]
-    completions = [completion_ids[index, : lengths[index]].tolist() for index in kept]
-    totals = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    completions = [completion_ids[index][: lengths[index]] for index in kept]
+    totals = [len(prompt) + len(completion) - 1 for prompt, completion in zip(prompts, completions, strict=True)]
+    shared = ([index // G for index in kept], [len(prompt) for prompt in prompts]) if cfg.share_prompts else ()
 
-    sums = torch.zeros(7, dtype=torch.float64)
-    packs = packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window)
+    sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    packs = packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window, *shared)
     for members in tqdm(packs, desc="update", unit="pack", delay=3, leave=False, disable=not show_progress):
-        pack = packing.build_pack([prompts[m] for m in members], [completions[m] for m in members], device)
+        texts = [prompts[m] for m in members], [completions[m] for m in members]
+        pack = packing.build_pack(*texts, device, share_prompts=cfg.share_prompts)
         owner = torch.tensor([kept[m] for m in members], device=device)[pack.owner]  # [N] into K * G
         old = torch.cat([old_logprobs[kept[m], : lengths[kept[m]]] for m in members])  # [N]
         with autocast(cfg):
-            logprobs = packing.packed_logprobs(model, pack, temperature=cfg.temperature)  # [N]
+            logprobs, entropy = packing.packed_logprobs(model, pack, temperature=cfg.temperature)  # [N], [N]
         weight = scale[owner].to(logprobs.dtype)  # [N]; multiplies the finished loss of each token
         loss, clipped = dppo.token_loss(
             logprobs,
@@ -55,13 +60,13 @@ def accumulate_gradients(
         kl = torch.zeros_like(loss)  # [N]
         if cfg.beta:
             with torch.no_grad(), autocast(cfg):
-                ref_logprobs = packing.packed_logprobs(reference, pack, temperature=cfg.temperature)  # [N]
+                ref_logprobs, _ = packing.packed_logprobs(reference, pack, temperature=cfg.temperature)  # [N]
             kl = dppo.kl_k3(logprobs, ref_logprobs)
         total = ((loss + cfg.beta * kl) * weight).sum()
         total.backward()
-        tokens, slot = pack.bounds[-1], max(cfg.pack_tokens, pack.bounds[-1])
-        gap, kl = (logprobs.detach() - old).abs().sum(), (kl.detach() * weight).sum()
-        row = [total.item(), kl.item(), clipped.sum().item(), len(old), tokens, slot, gap.item()]
+        measured = torch.stack([total, (kl * weight).sum(), clipped.sum(), (logprobs - old).abs().sum(), entropy.sum()])
+        tokens = pack.input_ids.shape[1]
+        row = [*measured.tolist(), len(old), tokens, max(cfg.pack_tokens, tokens)]
         sums += torch.tensor(row, dtype=torch.float64)
     return sums
 

@@ -75,7 +75,7 @@ def make_rollouts():
             for q in range(num_prompts):
                 for g in range(group_size):
                     completion = completion_ids[q, g, : lengths[q, g]].tolist()
-                    own = packing.packed_logprobs(model, packing.build_pack([prompts[q]], [completion]))
+                    own, _ = packing.packed_logprobs(model, packing.build_pack([prompts[q]], [completion]))
                     noise = torch.randn(len(completion), generator=generator, dtype=own.dtype)
                     logprobs[q, g, : len(completion)] = own + drift * noise
         nothing = torch.zeros(num_prompts, group_size)

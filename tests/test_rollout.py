@@ -16,6 +16,15 @@ def sample(model, prompt_ids, **changes):
     return rollout.sample(model, prompt_ids, **(options | changes))
 
 
+def plain_logits(model, ids):
+    """[B, L, V] by transformers' own attention."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+    model.set_attn_implementation(packing.ATTENTION)
+    return logits
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_the_trainers(make_policy, temperature):
     """Log-probs and energies against a teacher-forced forward at the same temperature, with ragged prompts. Kills: the
@@ -28,13 +37,13 @@ def test_logprobs_are_the_trainers(make_policy, temperature):
     for q, g in itertools.product(range(3), range(6)):
         length = got.lengths[q, g]
         completion = got.completion_ids[q, g, :length].tolist()
-        forced = packing.packed_logprobs(model, packing.build_pack([prompts[q]], [completion]), temperature=temperature)
+        pack = packing.build_pack([prompts[q]], [completion])
+        forced, entropy = packing.packed_logprobs(model, pack, temperature=temperature)
         assert (got.logprobs[q, g, :length] - forced).abs().max() < 1e-5
         assert (got.logprobs[q, g, length:] == 0).all()
         ids = torch.tensor([prompts[q] + completion])
-        options = {"position_ids": torch.arange(ids.shape[1])[None], "segment_bounds": (0, ids.shape[1])}
-        with torch.no_grad():
-            probs = (model(ids, use_cache=False, **options).logits[0] / temperature).softmax(dim=-1)
+        assert got.entropy[q, g].item() == pytest.approx(entropy.sum().item(), rel=1e-4)
+        probs = (plain_logits(model, ids)[0] / temperature).softmax(dim=-1)
         own = probs[len(prompts[q]) - 1 : -1]  # the distribution that each completion token came from
         energy = (torch.nn.functional.one_hot(ids[0, len(prompts[q]) :], own.shape[1]) - own).square().sum()
         assert got.energy[q, g].item() == pytest.approx(energy.item(), rel=1e-4)
@@ -59,10 +68,7 @@ def test_frequencies_and_entropy_are_those_of_the_policy(make_policy):
     model, _ = make_policy()
     model.generation_config.update(do_sample=True, temperature=0.3, top_k=20, top_p=0.9, repetition_penalty=1.3)
     own_config = model.generation_config
-    with torch.no_grad():
-        logits = model(
-            torch.tensor([[65, 66]]), position_ids=torch.tensor([[0, 1]]), use_cache=False, segment_bounds=(0, 2)
-        ).logits[0, -1]
+    logits = plain_logits(model, torch.tensor([[65, 66]]))[0, -1]
     probability = torch.softmax(logits / 1.5, dim=0)
     got = sample(model, [[65, 66]], group_size=20_000, max_new_tokens=1, temperature=1.5)
     frequency = torch.bincount(got.completion_ids.flatten(), minlength=258) / 20_000

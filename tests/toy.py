@@ -32,7 +32,10 @@ def flags(model, out_dir, **changes):
         "max_new_tokens": 6, "pack_tokens": 48, "lr": 1e-3, "eval_every": 0, "save_every": 0,
     } | changes  # fmt: skip
     words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in options.items() if value is not True]
-    return [*itertools.chain(*words), *[f"--{name}" for name, value in options.items() if value is True]]
+    return [
+        *itertools.chain(*words),
+        *[f"--{name.replace('_', '-')}" for name, value in options.items() if value is True],
+    ]
 
 
 def sample_by_prompt(model, prompt_ids, *, seed, real=rollout.sample, **sampling):
