@@ -6,6 +6,8 @@ Measurements behind the README's figures. Rivals alternate in one run; medians a
     python bench.py variance --level prompt --json runs/variance-prompt.json    and of each prompt rule, over whole runs
     python bench.py check --json runs/check.json          the running check over whole runs, and a twin it must catch
     python bench.py prompts                               what a million prompts cost
+    python bench.py update --json runs/update.json        packed and padded updates on the lengths of real runs
+    python bench.py update --shape 0.6b --json runs/update-0.6b.json    the same at a size for a GPU, random weights
 """
 
 import itertools
@@ -23,6 +25,7 @@ import tyro
 
 import config
 import dppo
+import padding
 import sampler
 import train
 import variance
@@ -152,4 +155,6 @@ def prompts(count: int = 1_000_000, candidates: int = 512, group_size: int = 16)
 
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
-    tyro.extras.subcommand_cli_from_dict({"step": step, "variance": variance.main, "check": check, "prompts": prompts})
+    tyro.extras.subcommand_cli_from_dict(
+        {"step": step, "variance": variance.main, "check": check, "prompts": prompts, "update": padding.main}
+    )

@@ -335,7 +335,7 @@ def _chunk_logprobs(hidden, head, targets, temperature):
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     every = torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=-1)  # [n, V]
     with torch.no_grad():
-        entropy = -(every.exp() * every).sum(dim=-1)  # [n]
+        entropy = every.exp().mul_(every).sum(dim=-1).neg()  # [n]
     return every.gather(1, targets[:, None]).squeeze(1), entropy
 
 

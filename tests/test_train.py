@@ -590,8 +590,9 @@ def test_greso_trains_on_live_groups_until_it_has_enough(run, monkeypatch):
 
 
 def test_two_ranks_are_one(policy_folder, tmp_path):
-    """The same rollouts on 1 and 2 gloo ranks: same keep decisions, gradients to 5e-6 over several updates; also with a rank that keeps
-    nothing and one without prompts. Kills: a rank in the draw's seed, a local denominator, a mean for the sum."""
+    """The same rollouts on 1 and 2 gloo ranks: same keep decisions, gradients to 5e-6 over several updates; also with a
+    rank that keeps nothing and one without prompts. Kills: a rank in the draw's seed, a local denominator, a mean for
+    the sum."""
     toy = str(ROOT / "tests" / "toy.py")
     for count, command in ((1, [sys.executable]), (2, [*TORCHRUN, "--nproc-per-node", "2"])):
         folder = tmp_path / str(count)
