@@ -78,7 +78,7 @@ class Config:
     grad_clip: float = 1.0  # largest gradient norm
     weight_decay: float = 0.0  # AdamW's
     # packing and machine
-    pack_tokens: int | None = None  # tokens in a slot; default: 2,048 on the CPU, 16,384 on CUDA
+    pack_tokens: int | None = None  # tokens in a slot; default: 2,048 on the CPU, 8,192 on CUDA
     pack_window: int = 64  # sequences the packer looks at
     share_prompts: bool | None = None  # completions of a prompt in one slot forward it once; default: on the CPU
     gradient_checkpointing: bool = False  # layers are computed again in the backward pass: less memory, more time
@@ -149,7 +149,7 @@ def resolve(cfg: Config) -> Config:
         "eps_high": eps_high,
         "max_new_tokens": max(data.max_new_tokens(name) for name in (cfg.data, cfg.eval_data or cfg.data)),
         "lr": 2e-4 if cfg.model == "tiny" else 1e-6,
-        "pack_tokens": 2048 if device == "cpu" else 16384,
+        "pack_tokens": 2048 if device == "cpu" else 8192,
         "share_prompts": device == "cpu",
     }
     dtype = ("float32" if device == "cpu" else "bfloat16") if cfg.dtype == "auto" else cfg.dtype

@@ -22,6 +22,7 @@ N completion tokens to predict, H heads, D head width, V vocabulary.
 
 import bisect
 import inspect
+import random
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -346,3 +347,39 @@ def head_is_all(model) -> bool:
         ours = packed_logprobs(model, pack)[0]
         theirs = model(token, use_cache=False, segments=pack.segments).logits[0, 0].log_softmax(dim=-1)[:1]
     return torch.allclose(ours, theirs.to(ours.dtype), atol=1e-4)
+
+
+# ---------------------------------------------------------------------------- a picture
+
+
+def draw(pack_tokens: int = 72, window: int = 4, seed: int = 2) -> str:
+    """Twelve sequences of three prompts, padded and packed, as text: a character a token, digits for prompts, a letter
+    for each completion, dots where nothing is."""
+    rng = random.Random(seed)
+    prompts = [[ord(digit)] * rng.randint(5, 12) for digit in "123"]
+    prompts = [prompt for prompt in prompts for _ in range(4)]
+    completions = [[ord(letter)] * min(50, int(rng.lognormvariate(2.6, 0.6))) for letter in "abcdefghijkl"]
+    totals = [len(prompt) + len(completion) - 1 for prompt, completion in zip(prompts, completions, strict=True)]
+    width = [max(totals[start : start + 4]) for start in range(0, 12, 4)]
+
+    lines = ["padded, 4 to a micro-batch"]
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        lines.append("  " + "".join(map(chr, prompt + completion[:-1])).ljust(width[number // 4], "."))
+    lines.append(f"  {4 * sum(width)} tokens, {sum(totals) / sum(width) / 4:.0%} of them real")
+    for share in (False, True):
+        words = ([prompt[0] for prompt in prompts], [len(prompt) for prompt in prompts]) if share else ()
+        packs = plan_packs(totals, pack_tokens, window, *words)
+        lines += ["", f"packed, window {window}" + ", shared prompts" * share]
+        for pack in packs:
+            slot = build_pack([prompts[i] for i in pack], [completions[i] for i in pack], share_prompts=share)
+            lines.append("  " + "".join(map(chr, slot.input_ids[0].tolist())).ljust(pack_tokens, "."))
+        slots = [slot_tokens(pack, totals, *words) for pack in packs]
+        whole, but_last = (pack_density(some, pack_tokens) for some in (slots, slots[:-1]))
+        lines.append(
+            f"  {sum(slots)} tokens in {len(slots)} slots: density {whole:.0%}, {but_last:.0%} without the last"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(draw())

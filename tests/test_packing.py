@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -469,3 +470,19 @@ def test_a_head_that_is_not_all_is_refused(make_policy, policy_folder, monkeypat
     monkeypatch.setattr(type(model), "forward", scaled)
     with pytest.raises(InputError, match="more than its output embedding"):
         rollout.load_policy(policy_folder, "cpu")
+
+
+def test_the_picture_is_of_real_slots():
+    """`python packing.py`: every token that is forwarded is drawn, prompts once a sequence or once a slot. Kills: a
+    picture of something else than the plan, a count that is not what is drawn."""
+    drawn = []
+    for part in packing.draw().split("\n\n"):
+        _, *lines, summary = part.splitlines()
+        drawn.append([line.strip().rstrip(".") for line in lines])
+        if "packed" in part:
+            assert summary.startswith(f"  {sum(map(len, drawn[-1]))} tokens in {len(lines)} slots")
+    padded, packed, shared = (Counter("".join(lines)) for lines in drawn)
+    assert padded == packed
+    assert all(packed[letter] == shared[letter] for letter in "abcdefghijkl")
+    for digit in "123":
+        assert shared[digit] == packed[digit] // 4 * sum(digit in line for line in drawn[2]), "once a slot"
