@@ -209,8 +209,7 @@ def main(
         model, median = random_model(shape, cfg.device), 60 if shape == "tiny" else 600
         works = {"log-normal": log_normal_work(sequences // 8, 8, median, median // 4, SHAPES[shape][-1], cfg.device)}
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
+        update.checkpoint_layers(model)
     for name, work in works.items():
         rows += time_updates(model, name, work, cfg, rounds)
     rows += head_rows(cfg.device)

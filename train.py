@@ -40,7 +40,7 @@ import sampler
 from config import Config
 from data import InputError
 from sampler import generator_for, seed_for
-from update import accumulate_gradients, all_reduce, autocast, sum_gradients
+from update import accumulate_gradients, all_reduce, autocast, checkpoint_layers, sum_gradients
 
 EVAL_K = 4  # completions per evaluation problem, as the log's eval/avg@4 says
 
@@ -131,11 +131,7 @@ def main(cfg: Config) -> None:
         transformers.utils.logging.disable_progress_bar()
     model, tokenizer = rollout.load_policy(str(saved or base), cfg.device)
     if cfg.gradient_checkpointing:
-        if any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules()):
-            raise InputError("--gradient-checkpointing: this model has dropout, and transformers would switch it on")
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})  # its older name is deprecated in transformers 5.23
-        model.train()  # transformers checkpoints in this mode only
+        checkpoint_layers(model)
     reference = None
     if cfg.beta:  # the model the run began with, also when it is resumed
         reference = rollout.load_policy(base, cfg.device)[0].requires_grad_(False)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 import dppo
 import packing
+from data import InputError
 
 SUMS = ("loss", "kl", "clipped", "gap", "entropy", "completion_tokens", "tokens", "slots")  # of accumulate_gradients
 
@@ -91,6 +92,15 @@ def sum_gradients(model) -> None:
         flat = all_reduce(torch.cat([parameter.grad.flatten() for parameter in parameters]))
         for parameter, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             parameter.grad.copy_(grad.view_as(parameter))
+
+
+def checkpoint_layers(model) -> None:
+    """Keep no layer's inner activations: they are computed again in the backward pass. InputError for dropout."""
+    if any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules()):
+        raise InputError("--gradient-checkpointing: this model has dropout, and transformers would switch it on")
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})  # transformers 5.23 renamed it
+    model.train()  # transformers checkpoints in this mode only; sampling leaves it and comes back
 
 
 def autocast(cfg):
