@@ -330,8 +330,22 @@ def test_any_layout_is_the_same_update(make_policy, make_rollouts, loss):
             assert (grad - other_grad).abs().max() <= 1e-10 * grad.abs().max()
             for name in ("loss", "kl", "clipped", "gap", "entropy", "completion_tokens"):
                 assert other_sums[name] == pytest.approx(sums[name], rel=1e-9)
-            assert other_sums["tokens"] <= other_sums["slots"]
+        for _, each in results:
+            assert each["tokens"] <= each["slots"]
         if keep.all():
+            assert sums["slots"] == sums["tokens"], "over-long sequences make their slots as long as themselves"
+            lone = [
+                (rollouts.prompt_ids[q], ids[:length].tolist(), old[:length])
+                for q in range(5)
+                for ids, length, old in zip(
+                    rollouts.completion_ids[q], rollouts.lengths[q], rollouts.logprobs[q], strict=True
+                )
+            ]
+            own, entropy = packing.packed_logprobs(
+                model, packing.build_pack([p for p, _, _ in lone], [c for _, c, _ in lone])
+            )
+            assert sums["gap"] == pytest.approx((own - torch.cat([old for *_, old in lone])).abs().sum().item())
+            assert sums["entropy"] == pytest.approx(entropy.sum().item())
             prompts = sum(map(len, rollouts.prompt_ids))
             assert sums["tokens"] == 6 * prompts + sums["completion_tokens"] - 30
             assert others[-1][1]["tokens"] == prompts + sums["completion_tokens"] - 30, "each prompt once"
@@ -478,6 +492,7 @@ def test_the_picture_is_of_real_slots():
     drawn = []
     for part in packing.draw().split("\n\n"):
         _, *lines, summary = part.splitlines()
+        assert "padded" in part or {len(line) for line in lines} == {2 + 72}
         drawn.append([line.strip().rstrip(".") for line in lines])
         if "packed" in part:
             assert summary.startswith(f"  {sum(map(len, drawn[-1]))} tokens in {len(lines)} slots")

@@ -28,7 +28,17 @@ def flags_of(kind):
 
 def test_readme_flags_exist():
     """Kills: a renamed flag."""
-    others = {"--help", "--standalone", "--nproc-per-node", "--rounds", "--json", "--level", "--seeds", "--durations", "--shape"}
+    others = {
+        "--help",
+        "--standalone",
+        "--nproc-per-node",
+        "--rounds",
+        "--json",
+        "--level",
+        "--seeds",
+        "--durations",
+        "--shape",
+    }
     known = flags_of(config.Config) | flags_of(evaluation.EvalConfig) | others
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= known
 

@@ -240,6 +240,16 @@ def test_unscorable_rewards(run, monkeypatch):
 # ---------------------------------------------------------------------------- rules, losses, updates
 
 
+def test_packing_by_device(monkeypatch):
+    """What is on by default only where it is measured to win."""
+    assert config.resolve(config.Config(device="cpu")).share_prompts is True
+    assert config.resolve(config.Config(device="cpu", share_prompts=False)).share_prompts is False
+    monkeypatch.setattr(rollout, "choose_device", lambda _device: "cuda")
+    cfg = config.resolve(config.Config())
+    assert (cfg.share_prompts, cfg.gradient_checkpointing, cfg.dtype) == (False, False, "bfloat16")
+    assert config.parse_config(["--share-prompts", "True"]).share_prompts is True
+
+
 def test_method_is_a_choice_of_two_rules():
     """Kills: a preset that overrides a rule that was given, a rate for a rule that has none."""
     for method, rules in config.METHODS.items():
