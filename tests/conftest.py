@@ -5,12 +5,16 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from toy import flags, rows, toy_reward
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import arithmetic
+import config
+import data
 import packing
 import rollout
+import train
 
 
 @pytest.fixture
@@ -82,3 +86,15 @@ def make_rollouts():
         return rollout.Rollouts(prompts, completion_ids, logprobs, nothing, nothing, lengths, nothing.bool())
 
     return make
+
+
+@pytest.fixture
+def run(policy_folder, tmp_path, monkeypatch):
+    """Train in this process with the toy reward; returns the log's rows."""
+    monkeypatch.setattr(data, "reward_function", lambda _name: toy_reward)
+
+    def go(name, **changes):
+        train.main(config.parse_config(flags(policy_folder, str(tmp_path / name), **changes)))
+        return rows(tmp_path / name)
+
+    return go

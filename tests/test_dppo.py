@@ -144,7 +144,7 @@ def test_completion_rules_are_unbiased(make, loss, beta):
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_prompt_level_and_both_are_unbiased(make, loss, rule, prompt_rule):
     """Completion probabilities anew for each prompt pattern, with the real prompt draw's weights (what train.py makes
-    of them: test_train.py). Kills: prompt weights that are not one over the probability, a size of 0 by weighting."""
+    of them: test_rules.py). Kills: prompt weights that are not one over the probability, a size of 0 by weighting."""
     rewards, beta = table([[1, 0, 0], [0, 1, 1], [1, 1, 0]]), 0.1
     history, window = sampler.PromptHistory(torch.tensor([3, 9, 9]), ["a"] * 3, 3), torch.arange(3)
     ones, sizes = torch.ones(3, dtype=torch.float64), torch.tensor([[0.2, 0.2, 0.2], [3.0, -3, 3], [2, -2, 2]])

@@ -5,11 +5,13 @@ that test_train.py compares on one and on two ranks.
 """
 
 import itertools
+import json
 import os
 import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import config
@@ -52,6 +54,23 @@ def sample_by_prompt(model, prompt_ids, *, seed, real=rollout.sample, **sampling
         return torch.cat(tensors)
 
     return rollout.Rollouts(list(prompt_ids), *map(joined, list(vars(parts[0]))[1:]))
+
+
+def rows(folder, file="log.jsonl"):
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+def timeless(folder):
+    """What must repeat: the log without its times, the samples, the final weights."""
+    kept = [{key: row[key] for key in row if not key.startswith(("time/", "step_time"))} for row in rows(folder)]
+    return kept, rows(folder, "samples.jsonl"), load_file(folder / "checkpoint" / "model.safetensors")
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    assert one[1] == other[1]
+    assert one[2].keys() == other[2].keys()
+    assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
 
 
 def ranks(folder, model):
