@@ -137,9 +137,7 @@ class Segments:
     if that is a segment of its own, and its own; the last query sees all of them, the one before all but one."""
 
     runs: tuple[tuple[int, int, int], ...]  # neighbours of equal lengths: (how many, queries of each, keys of each)
-    key_index: (
-        torch.Tensor | None
-    )  # [K] where in the slot the keys are, segment by segment; None: where the queries are
+    key_index: torch.Tensor | None  # [K] where in the slot the keys are, by segment; None: where the queries are
     cu_queries: torch.Tensor  # [S + 1] int32, cumulative
     cu_keys: torch.Tensor  # [S + 1] int32
 
@@ -225,12 +223,8 @@ def packed_attention(
     On CUDA in 16 bits one variable-length kernel call, flash-attn's where it is installed, else PyTorch's; elsewhere
     one scaled_dot_product_attention a run of equal segments.
     """
-    inside = (
-        _varlen
-        if value.is_cuda and value.dtype != torch.float32 and (flash_attn_varlen_func or varlen_attn)
-        else _by_runs
-    )
-    return _attend(inside, query, key, value, segments, scaling, dropout, kwargs)
+    kernel = value.is_cuda and value.dtype.itemsize == 2 and (flash_attn_varlen_func or varlen_attn)
+    return _attend(_varlen if kernel else _by_runs, query, key, value, segments, scaling, dropout, kwargs)
 
 
 def masked_attention(
@@ -247,8 +241,9 @@ def _attend(inside, query, key, value, segments, scaling, dropout, kwargs):
     if dropout:
         raise NotImplementedError(f"packed attention has no dropout, and the model asks for {dropout}")
     assert segments is not None, "packed attention needs segments: call the model through packed_logprobs"
-    query, key, value = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))  # [L, H, D]
-    if segments.key_index is not None:  # normalised heads are float32 under autocast, values are not
+    # [L, H, D]; under autocast normalised queries and keys are float32, values are not
+    query, key, value = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
+    if segments.key_index is not None:
         key, value = key.index_select(0, segments.key_index), value.index_select(0, segments.key_index)  # [K, H_kv, D]
     return inside(query, key, value, segments, scaling)[None], None  # [1, L, H, D]
 
