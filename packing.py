@@ -41,7 +41,7 @@ except ImportError:
     varlen_attn = None
 
 ATTENTION, MASKED = "packed", "packed_masked"  # the names packed_attention and masked_attention are registered under
-HEAD_LOGITS = 2**27  # so many logits exist at once (0.5 GiB in float32): those of 883 tokens with Qwen3's vocabulary
+HEAD_LOGITS = 2**27  # of one chunk: 883 tokens of Qwen3's vocabulary, 0.5 GiB in float32, of which four copies live
 
 
 # ---------------------------------------------------------------------------- the plan
@@ -59,7 +59,7 @@ def plan_packs(
     A window of `window` sequences in arrival order: the oldest opens a slot, so nothing starves; then the longest
     that fits is added and the window refilled, until none fits. A sequence longer than a slot gets a slot of its own.
     Deterministic; of equal lengths the older goes first. A window of 1 is next-fit. A window that holds everything
-    has no order to keep: the longest opens a slot, which makes it first-fit-decreasing.
+    has no order to keep: the longest opens a slot, which makes it first-fit-decreasing (where prompts are not shared).
 
     With `prompts`, which prompt each sequence continues, and `prompt_lengths`, its tokens (part of `lengths`), a slot
     holds a prompt once: others of its sequences cost that much less there, and go before those of other prompts.
@@ -205,7 +205,7 @@ def build_pack(
 
     row = torch.tensor([ids, positions], dtype=torch.long, device=device)  # [2, L]
     index = torch.tensor([predictors, targets, owner], dtype=torch.long, device=device)  # [3, N]
-    cumulative = [[0, *accumulate(column)] for column in zip(*shapes, strict=True)] or [[0], [0]]
+    cumulative = [[0, *accumulate(column)] for column in zip(*shapes, strict=True)]
     cu_queries, cu_keys = torch.tensor(cumulative, dtype=torch.int32, device=device)  # [S + 1] each
     runs = tuple((len(list(equal)), *shape) for shape, equal in groupby(shapes))
     key_index = torch.tensor(keys, dtype=torch.long, device=device) if share_prompts else None
@@ -312,10 +312,10 @@ def packed_logprobs(model, pack: Pack, *, temperature: float = 1.0) -> tuple[tor
 def token_logprobs(hidden, head, targets, temperature=1.0, head_logits=None) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probs, entropies) [N] of targets [N] from hidden states [N, hidden], at most `head_logits` logits at a time.
 
-    Chunks are computed again in the backward pass, so no more than one chunk's logits ever exists. Softmax in float32,
-    or wider.
+    Chunks are computed again in the backward pass: there is never more than one chunk's logits, softmax and gradient.
+    Float32, or wider.
     """
-    rows = max(1, (head_logits or HEAD_LOGITS) // head.out_features)
+    rows = (head_logits or HEAD_LOGITS) // head.out_features
     if len(hidden) <= rows:
         return _chunk_logprobs(hidden, head, targets, temperature)
     chunks = [
@@ -330,18 +330,26 @@ def _chunk_logprobs(hidden, head, targets, temperature):
     logits = head(hidden)  # [n, V]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     every = torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=-1)  # [n, V]
+    logprobs = every.gather(1, targets[:, None]).squeeze(1)  # [n]; before the entropy, which is not computed again then
     with torch.no_grad():
         entropy = every.exp().mul_(every).sum(dim=-1).neg()  # [n]
-    return every.gather(1, targets[:, None]).squeeze(1), entropy
+    return logprobs, entropy
 
 
-def head_is_all(model) -> bool:
-    """Whether the model's logits are its output embedding of its last hidden state: no scale, no cap on top."""
-    pack, token = build_pack([[0]], [[0]], model.device), torch.tensor([[0]], device=model.device)
-    with torch.no_grad():
-        ours = packed_logprobs(model, pack)[0]
-        theirs = model(token, use_cache=False, segments=pack.segments).logits[0, 0].log_softmax(dim=-1)[:1]
-    return torch.allclose(ours, theirs.to(ours.dtype), atol=1e-4)
+def packs_exactly(model) -> bool:
+    """Whether two packed sequences have the log-probs that the model itself gives to each: not so if it ignores the
+    attention interface, scales or caps its logits, or (in training mode) has dropout."""
+    sequences = torch.tensor([[0, 1, 2], [2, 1, 0]], device=model.device)
+    pack, was_training = build_pack([[0], [2]], [[1, 2], [1, 0]], model.device), model.training
+    try:
+        with torch.no_grad():
+            ours, _ = packed_logprobs(model, pack)
+            model.eval().set_attn_implementation("sdpa")
+            theirs = model(sequences, use_cache=False).logits.log_softmax(dim=-1)[:, :-1]  # [2, 2, V]
+    except (AssertionError, NotImplementedError, TypeError, ValueError):
+        return False
+    model.train(was_training).set_attn_implementation(ATTENTION)
+    return torch.allclose(ours, theirs.gather(2, sequences[:, 1:, None]).flatten().to(ours.dtype), atol=1e-4)
 
 
 # ---------------------------------------------------------------------------- a picture

@@ -2,8 +2,8 @@
 What packing is compared with: padded micro-batches, and how fast either is (`python bench.py update`).
 
 Padded sequences are as long as the longest of their micro-batch. Here pad tokens stand at the end, where causal
-attention needs no mask, and log-probs come from the same chunked head: the fastest form of padding. Its two orders are
-that of arrival and that of length, which hardly pads.
+attention needs no mask, log-probs come from the same chunked head, and a micro-batch takes as many sequences as fit a
+budget of tokens, padding included. Its two orders are that of arrival and that of length, which hardly pads.
 
 Letters: K prompts, G completions each, N completion tokens of a micro-batch.
 """
@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import multiprocessing
-import resource
 import statistics
 import tempfile
 import time
@@ -40,7 +39,7 @@ SHAPES = {  # Qwen3's: hidden, feed-forward, layers, heads, key-value heads, hea
     "1.7b": (2048, 6144, 28, 16, 8, 128, 151_936),
 }
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bfloat16, of the makers' data sheets
-MICRO_BATCHES = (2, 4, 8, 16, 32, 64)  # sequences; the padded variants are given the best of these
+MICRO_BATCHES = (512, 1024, 2048, 4096, 8192, 16_384)  # tokens; the padded variants are given the best of these
 
 
 @dataclass
@@ -78,8 +77,20 @@ def packed_update(model, work: Work, cfg: config.Config, attention: str = packin
     return int(update.accumulate_gradients(*words, cfg=cfg)[update.SUMS.index("tokens")])
 
 
-def padded_update(model, work: Work, cfg: config.Config, rows: int, in_order_of_length: bool) -> int:
-    """The same gradient from micro-batches of `rows` sequences. Returns tokens forwarded, padding included."""
+def micro_batches(order: list[int], lengths: dict[int, int], tokens: int) -> list[list[int]]:
+    """Cut an order of sequences where one more would make it more than `tokens`, each as long as the longest."""
+    batches, longest = [], 0
+    for place in order:
+        longest = max(longest, lengths[place])
+        if not batches or (len(batches[-1]) + 1) * longest > tokens:
+            batches.append([])
+            longest = lengths[place]
+        batches[-1].append(place)
+    return batches
+
+
+def padded_update(model, work: Work, cfg: config.Config, tokens: int, in_order_of_length: bool) -> int:
+    """The same gradient from micro-batches of at most `tokens`. Returns tokens forwarded, padding included."""
     model.set_attn_implementation("sdpa")
     sequences, forwarded, device = work.sequences(), 0, model.device
     order = sorted(sequences, key=lambda place: sum(sequences[place])) if in_order_of_length else list(sequences)
@@ -87,8 +98,8 @@ def padded_update(model, work: Work, cfg: config.Config, rows: int, in_order_of_
         states.flatten(0, 1) for states in (work.rollouts.completion_ids, work.rollouts.logprobs)
     )
     advantages, scale = work.advantages.flatten().to(device), work.scale.flatten().to(device)  # [K * G]
-    for start in range(0, len(order), rows):
-        places = order[start : start + rows]
+    totals = {place: prompt + completion - 1 for place, (prompt, completion) in sequences.items()}
+    for places in micro_batches(order, totals, tokens):
         completions = [completion_ids[place, : sequences[place][1]].tolist() for place in places]
         prompts = [work.rollouts.prompt_ids[place // work.keep.shape[1]] for place in places]
         texts = [prompt + completion[:-1] for prompt, completion in zip(prompts, completions, strict=True)]
@@ -233,14 +244,13 @@ def density_rows(name: str, works: list[Work], pack_tokens: int) -> list[dict]:
 def time_updates(model, name: str, work: Work, cfg: config.Config, rounds: int) -> list[dict]:
     """Rows of one set of lengths. Each variant's gradient is compared with the first one's before it is timed."""
     lengths, cuda = list(work.sequences().values()), cfg.device == "cuda"
-    longest = max(map(sum, lengths))
     variants = {
-        ("padded, sorted" if in_order else "padded, arrival", rows): functools.partial(
-            padded_update, model, work, cfg, rows, in_order
+        ("padded, sorted" if in_order else "padded, arrival", budget): functools.partial(
+            padded_update, model, work, cfg, budget, in_order
         )
         for in_order in (False, True)
-        for rows in MICRO_BATCHES
-        if rows * longest <= 2 * max(cfg.pack_tokens, longest)
+        for budget in MICRO_BATCHES
+        if cfg.pack_tokens / 4 <= budget <= 2 * cfg.pack_tokens
     }
     for share in (False, True):
         packed = functools.partial(packed_update, model, work, replace(cfg, share_prompts=share))
@@ -259,7 +269,7 @@ def time_updates(model, name: str, work: Work, cfg: config.Config, rounds: int) 
     seconds, tokens, first = {}, {}, None
     for variant in variants:  # the first call warms up
         tokens[variant], _ = once(variant)
-        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        gradient = torch.cat([parameter.grad.flatten().cpu() for parameter in model.parameters()])
         first = gradient if first is None else first
         error = ((gradient - first).norm() / first.norm()).item()
         assert error < (1e-4 if cfg.dtype == "float32" else 0.1), f"{name}, {variant}: the gradient is off by {error}"
@@ -301,6 +311,8 @@ def head_rows(device: str) -> list[dict]:
 def measure_head(tokens: int, limit: int, device: str) -> tuple[float, float]:
     """(seconds, GiB above what was there before)."""
     head = torch.nn.Linear(64, 151_936, bias=False, device=device)
+    if device == "cpu":
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: a child begins with its parent's peak
 
     def go(count):
         hidden = torch.randn(count, 64, device=device, requires_grad=True)
@@ -311,7 +323,8 @@ def measure_head(tokens: int, limit: int, device: str) -> tuple[float, float]:
     def peak():
         if device == "cuda":
             return torch.cuda.max_memory_allocated() / 2**30
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
     go(8)
     before, started = peak(), time.perf_counter()

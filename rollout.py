@@ -194,8 +194,9 @@ def load_policy(name: str, device: str):
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise InputError(f"--model {name} has layers of kinds {sorted(kinds)}: only full attention can be packed here")
-    if not packing.head_is_all(model):
-        raise InputError(f"--model {name}: its logits are more than its output embedding of the last hidden state")
+    if not packing.packs_exactly(model):
+        why = "it has attention of its own, or logits that are more than its output embedding of the last hidden state"
+        raise InputError(f"--model {name} cannot be packed exactly: {why}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     for parameter in model.parameters():  # loaded ones may be unaligned views of the file, and then the same

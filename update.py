@@ -26,8 +26,8 @@ def accumulate_gradients(
     advantages, scale and keep are [K, G], this rank's rows. A sequence's tokens carry its scale and nothing
     that depends on the pack, so any layout gives the same sum. With cfg.beta, `reference` is the frozen model of
     the KL term. The old log-probs are those that were sampled at: no forward of their own. Returns float64 sums, by
-    name in SUMS: loss and KL with the full batch's denominator; clipped tokens, |trainer - sampler| log-prob gap and
-    entropy (nats) of the completion tokens; their number, that of tokens forwarded, and the slots' room for them.
+    name in SUMS: loss and the KL in it, with the full batch's denominator; clipped tokens, |trainer - sampler|
+    log-prob gap and entropy (nats) of the completion tokens; their number, that of tokens forwarded, the slots' room.
     """
     device, G = model.device, keep.shape[1]
     kept = keep.flatten().nonzero().squeeze(1).tolist()  # indices into K * G
@@ -36,17 +36,19 @@ def accumulate_gradients(
     advantages, scale = advantages.flatten().to(device), scale.flatten().to(device)  # [K * G]
     prompts = [rollouts.prompt_ids[index // G] for index in kept]
     completions = [completion_ids[index][: lengths[index]] for index in kept]
-    totals = [len(prompt) + len(completion) - 1 for prompt, completion in zip(prompts, completions, strict=True)]
+    totals = [
+        len(prompt) + max(0, len(completion) - 1) for prompt, completion in zip(prompts, completions, strict=True)
+    ]
     shared = ([index // G for index in kept], [len(prompt) for prompt in prompts]) if cfg.share_prompts else ()
 
-    sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    measured, counts = [], []
     packs = packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window, *shared)
     for members in tqdm(packs, desc="update", unit="pack", delay=3, leave=False, disable=not show_progress):
         texts = [prompts[m] for m in members], [completions[m] for m in members]
         pack = packing.build_pack(*texts, device, share_prompts=cfg.share_prompts)
         owner = torch.tensor([kept[m] for m in members], device=device)[pack.owner]  # [N] into K * G
         old = torch.cat([old_logprobs[kept[m], : lengths[kept[m]]] for m in members])  # [N]
-        with autocast(cfg):
+        with autocast(cfg, cache=False):
             logprobs, entropy = packing.packed_logprobs(model, pack, temperature=cfg.temperature)  # [N], [N]
         weight = scale[owner].to(logprobs.dtype)  # [N]; multiplies the finished loss of each token
         loss, clipped = dppo.token_loss(
@@ -60,16 +62,18 @@ def accumulate_gradients(
         )  # [N], [N]
         kl = torch.zeros_like(loss)  # [N]
         if cfg.beta:
-            with torch.no_grad(), autocast(cfg):
+            with torch.no_grad(), autocast(cfg, cache=False):
                 ref_logprobs, _ = packing.packed_logprobs(reference, pack, temperature=cfg.temperature)  # [N]
             kl = dppo.kl_k3(logprobs, ref_logprobs)
         total = ((loss + cfg.beta * kl) * weight).sum()
         total.backward()
-        measured = torch.stack([total, (kl * weight).sum(), clipped.sum(), (logprobs - old).abs().sum(), entropy.sum()])
-        tokens = pack.input_ids.shape[1]
-        row = [*measured.tolist(), len(old), tokens, max(cfg.pack_tokens, tokens)]
-        sums += torch.tensor(row, dtype=torch.float64)
-    return sums
+        row = [total, (kl * weight).sum(), clipped.sum(), (logprobs - old).abs().sum(), entropy.sum()]
+        measured.append(torch.stack(row).detach())  # read after the loop: here it would wait for the device
+        counts.append([len(old), pack.input_ids.shape[1], max(cfg.pack_tokens, pack.input_ids.shape[1])])
+    if not packs:
+        return torch.zeros(len(SUMS), dtype=torch.float64)
+    parts = (torch.stack(measured).cpu().double(), torch.tensor(counts, dtype=torch.float64))
+    return torch.cat(parts, dim=1).sum(dim=0)
 
 
 def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,13 +100,14 @@ def sum_gradients(model) -> None:
 
 def checkpoint_layers(model) -> None:
     """Keep no layer's inner activations: they are computed again in the backward pass. InputError for dropout."""
-    if any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules()):
-        raise InputError("--gradient-checkpointing: this model has dropout, and transformers would switch it on")
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})  # transformers 5.23 renamed it
     model.train()  # transformers checkpoints in this mode only; sampling leaves it and comes back
+    if not packing.packs_exactly(model):
+        raise InputError("--gradient-checkpointing: this model has dropout, and transformers would switch it on")
 
 
-def autocast(cfg):
-    """bfloat16 arithmetic over float32 weights, if the run asks for it."""
-    return torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
+def autocast(cfg, cache: bool = True):
+    """bfloat16 arithmetic over float32 weights, if the run asks for it. With the cache a weight that is used several
+    times, as the head's is by its chunks, has one cast, and its gradients are added up in bfloat16."""
+    return torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16", cache_enabled=cache)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import BloomConfig, BloomForCausalLM
 
 import config
 import packing
@@ -224,8 +225,10 @@ def test_200_sets_equal_one_by_one(make_policy, sequences):
 
 @pytest.mark.parametrize("share", [False, True])
 def test_float32_to_1e_5(make_policy, sequences, share):
-    """Logits' log-probs and gradients, in the precision of the CPU runs, for both attention functions."""
+    """Log-probs and gradients in the precision of the CPU runs, for both attention functions; one layer has a scale of
+    its own. Kills: a scale that is dropped."""
     model, _ = make_policy()
+    model.model.layers[1].self_attn.scaling = 0.1
     prompts, completions = zip(*sequences, strict=True)
     pack = packing.build_pack(prompts, completions, share_prompts=share)
     results = []
@@ -280,13 +283,16 @@ def test_transformers_own_packing_is_silently_off(make_policy):
     assert (off - wanted).abs().max() > 1e-2
 
 
-def test_attention_that_cannot_be_packed_is_refused(make_policy):
-    """A model with a sliding window or dropout would be sampled from one policy and trained as another."""
+@pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
+def test_attention_that_cannot_be_packed_is_refused(name):
+    states = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(NotImplementedError, match=name):
+        packing.packed_attention(None, states, states, states, None, **{name: 4})
+
+
+def test_attention_with_dropout_is_refused(make_policy):
+    """A model with it would be sampled from one policy and trained as another."""
     pack = packing.build_pack([[1, 2]], [[3]])
-    model, _ = make_policy()
-    model.model.layers[1].self_attn.sliding_window = 4
-    with pytest.raises(NotImplementedError, match="sliding_window"):
-        packing.packed_logprobs(model, pack)
     model, _ = make_policy()
     model.model.layers[1].self_attn.attention_dropout = 0.1
     packing.packed_logprobs(model.eval(), pack)
@@ -298,7 +304,7 @@ def test_attention_that_cannot_be_packed_is_refused(make_policy):
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo"])
-def test_any_layout_is_the_same_update(make_policy, make_rollouts, loss):
+def test_any_layout_is_the_same_update(make_policy, make_rollouts, monkeypatch, loss):
     """Loss, KL, clipped tokens and gradient of one batch, in float64, in slots of one sequence and of all, shared or
     not, whatever is kept. Kills: a mean over a slot, a weight that stays with the place in the slot, a prompt shared
     by the wrong completions, sums of what was not kept."""
@@ -321,6 +327,7 @@ def test_any_layout_is_the_same_update(make_policy, make_rollouts, loss):
                               beta=0.1, eps_low=0.05, eps_high=0.05)
             )  # fmt: skip
             model.zero_grad()
+            monkeypatch.setattr(packing, "HEAD_LOGITS", (7 if pack_tokens == 24 else 9999) * 258)  # in chunks of 7
             row = update.accumulate_gradients(model, rollouts, advantages, scale, keep, cfg=cfg, reference=reference)
             results.append((flat_grad(model), dict(zip(update.SUMS, row.tolist(), strict=True))))
         (grad, sums), *others = results
@@ -349,6 +356,39 @@ def test_any_layout_is_the_same_update(make_policy, make_rollouts, loss):
             prompts = sum(map(len, rollouts.prompt_ids))
             assert sums["tokens"] == 6 * prompts + sums["completion_tokens"] - 30
             assert others[-1][1]["tokens"] == prompts + sums["completion_tokens"] - 30, "each prompt once"
+
+
+def test_bfloat16_update(make_policy, make_rollouts):
+    """Arithmetic in bfloat16, weights and their gradients in float32, the reference's too. Kills: an update or a
+    reference without autocast, chunks of the head that share one bfloat16 gradient."""
+    (model, _), (reference, _) = make_policy(), make_policy(seed=1)
+    rollouts, seen = make_rollouts(model, 3, 4), []
+    for each in (model, reference):
+        each.get_output_embeddings().register_forward_hook(lambda *words: seen.append(words[-1].dtype))
+    ones, grads = torch.ones(3, 4, dtype=torch.float64), []
+    for dtype in ("float32", "bfloat16"):
+        cfg = config.resolve(config.Config(device="cpu", dtype=dtype, beta=0.1))
+        model.zero_grad()
+        update.accumulate_gradients(model, rollouts, ones, ones, ones > 0, cfg=cfg, reference=reference)
+        grads.append(flat_grad(model))
+    assert seen == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    assert 1e-6 < (grads[0] - grads[1]).norm() / grads[0].norm() < 0.1
+
+
+def test_autocast_without_cache_adds_up_in_float32():
+    """20 chunks of a head: the error of its gradient is that of one cast. Kills: the cache."""
+    torch.manual_seed(0)
+    head, hidden, targets = torch.nn.Linear(32, 50, bias=False), torch.randn(2000, 32), torch.randint(50, (2000,))
+    grads = {}
+    for name, cfg, limit in (("exact", "float32", 10**9), ("one", "bfloat16", 10**9), ("chunks", "bfloat16", 100 * 50)):
+        head.zero_grad()
+        with update.autocast(config.Config(device="cpu", dtype=cfg), cache=False):
+            logprobs, _ = packing.token_logprobs(hidden, head, targets, 1.0, limit)
+        logprobs.sum().backward()
+        grads[name] = head.weight.grad.clone()
+    errors = [(grads[name] - grads["exact"]).norm() / grads["exact"].norm() for name in ("one", "chunks")]
+    assert errors[1] < 1.3 * errors[0]
 
 
 # ---------------------------------------------------------------------------- kernels this machine may not have
@@ -472,7 +512,8 @@ def test_chunked_head_is_the_head(make_policy, rows):
 def test_a_head_that_is_not_all_is_refused(make_policy, policy_folder, monkeypatch):
     """Models that scale or cap their logits would be sampled from one policy and trained as another."""
     model, _ = make_policy()
-    assert packing.head_is_all(model)
+    assert packing.packs_exactly(model)
+    assert model.config._attn_implementation == packing.ATTENTION
     assert rollout.load_policy(policy_folder, "cpu")
     forward = type(model).forward
 
@@ -482,8 +523,23 @@ def test_a_head_that_is_not_all_is_refused(make_policy, policy_folder, monkeypat
         return out
 
     monkeypatch.setattr(type(model), "forward", scaled)
-    with pytest.raises(InputError, match="more than its output embedding"):
+    with pytest.raises(InputError, match="cannot be packed exactly"):
         rollout.load_policy(policy_folder, "cpu")
+
+
+def test_models_that_cannot_be_packed_are_refused(make_policy, tmp_path):
+    """One whose attention does not go through the interface, as transformers' Bloom, one whose layers want a window."""
+    _, tokenizer = make_policy()
+    bloom = BloomForCausalLM(
+        BloomConfig(vocab_size=len(tokenizer), hidden_size=32, n_layer=2, n_head=2, initializer_range=0.5)
+    )
+    for part in (bloom, tokenizer):
+        part.save_pretrained(tmp_path / "bloom")
+    with pytest.raises(InputError, match="cannot be packed exactly"):
+        rollout.load_policy(str(tmp_path / "bloom"), "cpu")
+    model, _ = make_policy()
+    model.model.layers[1].self_attn.sliding_window = 4
+    assert not packing.packs_exactly(model)
 
 
 def test_the_picture_is_of_real_slots():

@@ -34,20 +34,28 @@ def test_padded_is_the_same_update(work):
     real = padding.packed_update(model, some, configured(share_prompts=False))
     wanted = flat_grad(model)
     assert real == sum(prompt + completion - 1 for prompt, completion in some.sequences().values())
-    for rows in (1, 3, 64):
+    for budget in (1, 24, 9999):
         counts = []
         for in_order in (False, True):
             model.zero_grad()
-            counts.append(padding.padded_update(model, some, configured(), rows, in_order))
+            counts.append(padding.padded_update(model, some, configured(), budget, in_order))
             # factors are float32 here and float64 there
             assert (flat_grad(model) - wanted).abs().max() < 1e-6 * wanted.abs().max()
-        if rows == 1:
+        if budget == 1:
             assert counts == [real, real]
         else:
             assert real < counts[1] <= counts[0]
     model.zero_grad()
     assert padding.packed_update(model, some, configured(share_prompts=True), packing.MASKED) < real
     assert (flat_grad(model) - wanted).abs().max() < 1e-10 * wanted.abs().max()
+
+
+def test_micro_batches_by_hand():
+    """Kills: the shortest for the longest, one too many."""
+    lengths = dict(enumerate([3, 5, 2, 9, 4]))
+    assert padding.micro_batches([0, 1, 2, 3, 4], lengths, 15) == [[0, 1, 2], [3], [4]]
+    assert padding.micro_batches([2, 0, 4, 1, 3], lengths, 12) == [[2, 0, 4], [1], [3]]
+    assert padding.micro_batches([3, 0], lengths, 5) == [[3], [0]], "what is too long stands alone"
 
 
 def test_plan_counts_what_is_forwarded(work):
@@ -88,9 +96,11 @@ def test_rows_of_a_measurement(work, monkeypatch):
     model, some = work
     plain = padding.padded_update
 
-    def slow(model, work, cfg, rows, in_order):
-        time.sleep(0.0 if rows == 4 else 0.05)
-        return plain(model, work, cfg, rows, in_order)
+    def slow(model, work, cfg, tokens, in_order):
+        time.sleep(0.0 if tokens == 20 else 0.05)
+        return plain(model, work, cfg, tokens, in_order)
+
+    monkeypatch.setattr(padding, "MICRO_BATCHES", (10, 20, 40, 4000))
 
     monkeypatch.setattr(padding, "padded_update", slow)
     rows = padding.time_updates(model.float(), "name", some, configured(), rounds=1)
@@ -99,7 +109,8 @@ def test_rows_of_a_measurement(work, monkeypatch):
     ]  # fmt: skip
     assert all(row.keys() >= {"lengths", "variant", "tokens", "seconds", "ratio"} for row in rows)
     assert rows[0]["ratio"] == 1
-    assert [row["micro_batch"] for row in rows] == [4, 4, None, None, None]
+    assert [row["micro_batch"] for row in rows] == [20, 20, None, None, None]
+    assert rows[2]["tokens"] > rows[3]["tokens"], "shared prompts"
     for row in rows:
         assert row["ratio"] == pytest.approx(rows[0]["seconds"] / row["seconds"])
     densities = padding.density_rows("name", [some, some], 32)
@@ -112,9 +123,10 @@ def test_a_variant_that_computes_something_else_is_caught(work, monkeypatch):
     model, some = work
     plain, all_of_it = padding.padded_update, replace(some, keep=torch.ones_like(some.keep))
 
-    def wrong(model, work, cfg, rows, in_order):
-        return plain(model, all_of_it if in_order else work, cfg, rows, in_order)
+    def wrong(model, work, cfg, tokens, in_order):
+        return plain(model, all_of_it if in_order else work, cfg, tokens, in_order)
 
+    monkeypatch.setattr(padding, "MICRO_BATCHES", (32,))
     monkeypatch.setattr(padding, "padded_update", wrong)
     with pytest.raises(AssertionError, match=r"padded, sorted.*the gradient is off"):
         padding.time_updates(model.float(), "name", some, configured(), rounds=1)

@@ -27,6 +27,7 @@ def test_packing_by_device(monkeypatch):
     cfg = config.resolve(config.Config())
     assert (cfg.share_prompts, cfg.gradient_checkpointing, cfg.dtype) == (False, False, "bfloat16")
     assert config.parse_config(["--share-prompts", "True"]).share_prompts is True
+    assert {"share_prompts", "gradient_checkpointing", "pack_tokens"} < set(config.FREE_TO_CHANGE), "the same gradient"
 
 
 def test_method_is_a_choice_of_two_rules():

@@ -156,7 +156,10 @@ def test_gradient_checkpointing_is_the_same_run(run, tmp_path, monkeypatch):
         calls.clear()
         run(name, save_every=4, **flag)
         counts[name] = sum(grad for _, grad in calls)
-        assert not any(training for training, grad in calls if not grad), "sampling is in evaluation mode"
+        in_training = sum(training for training, grad in calls if not grad)
+        assert in_training == (2 if flag else 0), (
+            "two layers, in the search for dropout; sampling is in evaluation mode"
+        )
     assert counts["checkpointed"] == 2 * counts["plain"] > 0
     assert_same(timeless(tmp_path / "plain"), timeless(tmp_path / "checkpointed"))
 
@@ -229,6 +232,6 @@ def test_two_ranks_are_one(policy_folder, tmp_path):
         for here, there in zip(alone, together, strict=True):
             for key in here:
                 if not key.startswith(("time/", "step_time", "pack/", "tokens/trained")):  # two ranks have other slots
-                    rounding = 1e-6 if key.startswith("sampling/") else 1e-7  # that figure is itself rounding
+                    rounding = 1e-6 if key.startswith(("sampling/", "loss")) else 1e-7  # these may be rounding alone
                     close = pytest.approx(there[key], rel=1e-5, abs=rounding) if there[key] is not None else None
                     assert here[key] == close, key
