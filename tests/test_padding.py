@@ -51,10 +51,11 @@ def test_padded_is_the_same_update(work):
 
 
 def test_micro_batches_by_hand():
-    """Kills: the shortest for the longest, one too many."""
+    """Kills: the shortest for the longest, one too many, the longest of the one before."""
     lengths = dict(enumerate([3, 5, 2, 9, 4]))
     assert padding.micro_batches([0, 1, 2, 3, 4], lengths, 15) == [[0, 1, 2], [3], [4]]
     assert padding.micro_batches([2, 0, 4, 1, 3], lengths, 12) == [[2, 0, 4], [1], [3]]
+    assert padding.micro_batches([3, 0, 2], lengths, 10) == [[3], [0, 2]], "the longest of this one"
     assert padding.micro_batches([3, 0], lengths, 5) == [[3], [0]], "what is too long stands alone"
 
 
