@@ -48,9 +48,8 @@ def row(cfg: config.Config, update, shares: torch.Tensor, updates: list[tuple], 
         "entropy": ratio(mean(batch.entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
         "entropy/trained": ratio(first["entropy"], first["completion_tokens"]),
         "clip_ratio/region_mean": ratio(total["clipped"], total["completion_tokens"]),
-        "sampling/sampling_logp_difference/mean": ratio(
-            first["gap"], first["completion_tokens"]
-        ),  # later updates have moved
+        # of the first update: later ones have moved
+        "sampling/sampling_logp_difference/mean": ratio(first["gap"], first["completion_tokens"]),
         "grad_norm": sum(grad_norms) / len(updates),
         "learning_rate": learning_rate,
         "kept/prompts": len(rewards) / num_prompts,

@@ -112,7 +112,7 @@ def padded_update(model, work: Work, cfg: config.Config, tokens: int, in_order_o
         owner = torch.tensor([place for place in places for _ in range(sequences[place][1])], device=device)  # [N]
         targets = torch.tensor(list(itertools.chain(*completions)), device=device)  # [N]
         old = torch.cat([old_logprobs[place, : sequences[place][1]] for place in places])  # [N]
-        with update.autocast(cfg):
+        with update.autocast(cfg, cache=False):
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
             logprobs, _ = packing.token_logprobs(hidden[predictors], model.get_output_embeddings(), targets)
         loss, _ = dppo.token_loss(
@@ -205,7 +205,8 @@ def main(
         json_file: where to write the rows
     """
     words = ["--out-dir", "unused"] + (["--pack-tokens", str(pack_tokens)] if pack_tokens else [])
-    cfg, rows = config.resolve(config.parse_config(words)), []
+    cfg = config.resolve(config.parse_config(words))
+    rows = head_rows(cfg.device)  # first: what it cannot measure here, it says before anything else was worked out
     if shape == "embedded":
         runs = {method: recorded_works(method, steps) for method in ("dppo", "pps")}
         last = runs["dppo"][-1]
@@ -223,7 +224,6 @@ def main(
         update.checkpoint_layers(model)
     for name, work in works.items():
         rows += time_updates(model, name, work, cfg, rounds)
-    rows += head_rows(cfg.device)
     for row in rows:
         print("  ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     if json_file:

@@ -1,9 +1,6 @@
-"""Packing: the plan loses nothing, and a packed model is the model."""
+"""One slot: a packed model is the model, whatever the layout. The plan is tested in test_plan.py."""
 
 import random
-import time
-from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -15,110 +12,6 @@ import packing
 import rollout
 import update
 from data import InputError
-
-# ---------------------------------------------------------------------------- the plan
-
-
-def random_set(seed):
-    """(lengths, window, prompts, prompt_lengths): up to five sequences a prompt, one of them may be over-long."""
-    rng = random.Random(seed)
-    prompts = [rng.randrange(12) for _ in range(rng.randint(0, 60))]
-    of_prompt = [rng.randint(1, 9) for _ in range(12)]
-    lengths = [of_prompt[prompt] + min(31, int(rng.lognormvariate(2, 0.8))) for prompt in prompts]
-    return lengths, rng.randint(1, 12), prompts, [of_prompt[prompt] for prompt in prompts]
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_plan_holds_each_sequence_once_within_capacity(seed):
-    """With and without shared prompts. Kills: a sequence lost at the end of the window, an over-full slot, a prompt
-    that is free where it is not, the newest opening a slot, more of a window than was asked for."""
-    lengths, window, *shared = random_set(seed)
-    for words in ((), shared):
-        packs = packing.plan_packs(lengths, 32, window, *words)
-        order = [index for pack in packs for index in pack]
-        assert sorted(order) == list(range(len(lengths)))
-        assert all(packing.slot_tokens(pack, lengths, *words) <= 32 or len(pack) == 1 for pack in packs)
-        assert packs == packing.plan_packs(lengths, 32, window, *words)
-        if window < len(lengths):
-            placed = set()
-            for pack in packs:
-                assert pack[0] == min(set(range(len(lengths))) - placed), "the oldest opens a slot"
-                placed |= set(pack)
-            assert all(place > index - window for place, index in enumerate(order)), "order is nearly kept"
-
-
-def test_plan_is_the_window_rule():
-    """By hand. Kills: refilling only when a slot closes, the shortest or the oldest that fits for the longest."""
-    assert packing.plan_packs([5, 3, 4, 2, 6], pack_tokens=10, window=3) == [[0, 2], [1, 4], [3]]
-    assert packing.plan_packs([5, 1, 1, 3], pack_tokens=10, window=2) == [[0, 1, 3, 2]]
-    assert packing.plan_packs([4, 4, 6], pack_tokens=10, window=1) == [[0, 1], [2]]
-    assert packing.plan_packs([4, 4, 6], pack_tokens=10, window=2) == [[0, 2], [1]]
-    assert packing.plan_packs([99, 1, 2], pack_tokens=10, window=2) == [[0], [1, 2]]
-    assert packing.plan_packs([], pack_tokens=10, window=8) == []
-
-
-def test_plan_shares_prompts():
-    """By hand; prompts of 3 tokens. Of a prompt that is there a sequence costs 3 less, and goes before longer ones.
-    Kills: the prompt paid twice, or never, mates not preferred, a prompt remembered beyond its slot."""
-    plan = partial(packing.plan_packs, pack_tokens=10, prompt_lengths=[3] * 5)
-    assert plan([5, 9, 4, 5, 5], window=3, prompts=[7, 8, 7, 7, 8]) == [[0, 3, 2], [1], [4]]
-    assert plan([5, 5, 4, 4, 4], window=1, prompts=[7, 8, 7, 7, 8]) == [[0, 1], [2, 3, 4]], "a window knows no more"
-    assert plan([5, 5, 4, 4, 4], window=4, prompts=[7, 8, 7, 7, 8]) == [[0, 2, 3], [1, 4]]
-    assert packing.slot_tokens([0, 3, 2], [5, 9, 4, 5, 5], [7, 8, 7, 7, 8], [3] * 5) == 8
-
-
-def first_fit_decreasing(lengths, capacity):
-    bins = []
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        for content in bins:
-            if sum(lengths[other] for other in content) + lengths[index] <= capacity:
-                content.append(index)
-                break
-        else:
-            bins.append([index])
-    return bins
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_widest_window_is_first_fit_decreasing_and_narrowest_next_fit(seed):
-    lengths = random_set(seed)[0] + [3, 4]
-    assert packing.plan_packs(lengths, 32, len(lengths)) == first_fit_decreasing(lengths, 32)
-    next_fit = []
-    for index, length in enumerate(lengths):
-        if next_fit and sum(lengths[other] for other in next_fit[-1]) + length <= 32:
-            next_fit[-1].append(index)
-        else:
-            next_fit.append([index])
-    assert packing.plan_packs(lengths, 32, 1) == next_fit
-
-
-def test_density_and_speed():
-    """Log-normal lengths with a tenfold spread: W = 64 at least 0.97 and within 1 % of first-fit-decreasing, next-fit
-    less; 100,000 in under a second. Kills: a plan that is quadratic, a window that is not used."""
-    rng = random.Random(0)
-    lengths = [int(120 * 10 ** max(-0.5, min(0.5, rng.gauss(0, 0.25)))) for _ in range(100_000)]
-    started = time.perf_counter()
-    packs = packing.plan_packs(lengths, 2048, 64)
-    assert time.perf_counter() - started < 1
-    few = lengths[:5000]
-
-    def density(packs):
-        return packing.pack_density([packing.slot_tokens(pack, lengths) for pack in packs[:-1]], 2048)
-
-    window, widest, next_fit = (density(packing.plan_packs(few, 2048, size)) for size in (64, 5000, 1))
-    assert window > max(0.97, widest - 0.01)
-    assert next_fit < 0.97
-    assert density(packs) > 0.97
-    assert packing.pack_density([20, 5], 10) == pytest.approx(25 / 30), "an over-long slot counts as its own length"
-
-
-def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        packing.plan_packs([1], 0, 4)
-    for share in (False, True):
-        with pytest.raises(ValueError, match="sequence 1 has an empty prompt"):
-            packing.build_pack([[1], []], [[2], [3]], share_prompts=share)
-
 
 # ---------------------------------------------------------------------------- one slot
 
@@ -540,20 +433,3 @@ def test_models_that_cannot_be_packed_are_refused(make_policy, tmp_path):
     model, _ = make_policy()
     model.model.layers[1].self_attn.sliding_window = 4
     assert not packing.packs_exactly(model)
-
-
-def test_the_picture_is_of_real_slots():
-    """`python packing.py`: every token that is forwarded is drawn, prompts once a sequence or once a slot. Kills: a
-    picture of something else than the plan, a count that is not what is drawn."""
-    drawn = []
-    for part in packing.draw().split("\n\n"):
-        _, *lines, summary = part.splitlines()
-        assert "padded" in part or {len(line) for line in lines} == {2 + 72}
-        drawn.append([line.strip().rstrip(".") for line in lines])
-        if "packed" in part:
-            assert summary.startswith(f"  {sum(map(len, drawn[-1]))} tokens in {len(lines)} slots")
-    padded, packed, shared = (Counter("".join(lines)) for lines in drawn)
-    assert padded == packed
-    assert all(packed[letter] == shared[letter] for letter in "abcdefghijkl")
-    for digit in "123":
-        assert shared[digit] == packed[digit] // 4 * sum(digit in line for line in drawn[2]), "once a slot"
