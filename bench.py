@@ -8,27 +8,38 @@ Measurements behind the README's figures. Rivals alternate in one run; medians a
     python bench.py prompts                               what a million prompts cost
     python bench.py update --json runs/update.json        packed and padded updates on the lengths of real runs
     python bench.py update --shape 0.6b --json runs/update-0.6b.json    the same at a size for a GPU, random weights
+    python bench.py rollout --json runs/rollout.json      every engine that is installed, on the embedded task
+    python bench.py rollout --shape 0.6b --batches 256 1024 --json runs/rollout-0.6b.json     the same for a GPU
+    python bench.py trl --json runs/trl.json              whole steps against TRL's trainer (requirements-trl.txt)
 """
 
+import functools
+import importlib.util
 import itertools
 import json
 import math
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import transformers
 import tyro
 
+import arithmetic
 import config
+import data
 import dppo
 import padding
+import rollout
 import sampler
 import train
+import update
 import variance
+import vllm_engine
 
 PARTS = ("step_time", "time/rollout", "time/score", "time/train", "tokens/generated", "tokens/trained")
 
@@ -77,6 +88,169 @@ def step(
         print(line)
     if json_file:
         json_file.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+# ---------------------------------------------------------------------------- engines that sample
+
+
+def rollout_engines(
+    rounds: int = 7,
+    batches: tuple[int, ...] = (128, 512),
+    shape: Literal["embedded", "tiny", "0.6b", "1.7b"] = "embedded",
+    new_tokens: int = 512,
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+) -> None:
+    """Time one step's rollouts by every engine that is installed; engines alternate, prompts change with the round.
+
+    Args:
+        rounds: timed rollouts of each engine and batch
+        batches: sequences sampled at once; embedded: 512 in all, so smaller ones take several turns
+        shape: embedded: base model and problems of the embedded task; else random weights of that size and random
+            prompts, one batch of sequences in all, each of `new_tokens`
+        new_tokens: of each completion, with a shape that is not embedded
+        json_file: where to write the rows {engine, batch, seconds, tokens_per_s, max_logprob_gap}
+    """
+    cfg = config.resolve(config.Config())
+    group, folder = cfg.group_size, tempfile.TemporaryDirectory()
+    if shape == "embedded":
+        base = str(arithmetic.base_folder())
+        model, tokenizer = rollout.load_policy(base, cfg.device)
+        _, prompts = data.encode_prompts(data.train_problems(cfg.data, hold_out=True), tokenizer, 400)
+        eos_ids, sequences = rollout.eos_token_ids(model, tokenizer), [512] * len(batches)
+    else:
+        base, model, generator = folder.name, padding.random_model(shape, cfg.device), torch.Generator().manual_seed(0)
+        model.save_pretrained(base)
+        lengths = torch.randint(50, 250, (max(batches) // group * (rounds + 1),), generator=generator).tolist()
+        prompts = [torch.randint(model.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+        cfg, eos_ids, sequences = replace(cfg, max_new_tokens=new_tokens), [], batches
+    engines = ["hf", "compact"]
+    if importlib.util.find_spec("vllm"):
+        engines.append(vllm_engine.Engine(
+            base, max_tokens=max(map(len, prompts)) + cfg.max_new_tokens, sequences=max(batches), dtype=cfg.dtype,
+            device=cfg.device, memory=cfg.vllm_memory,
+        ))  # fmt: skip
+    seconds, rates, gaps = ({} for _ in range(3))
+    for number, (batch, total), engine in itertools.product(
+        range(rounds + 1), zip(batches, sequences, strict=True), engines
+    ):
+        sampling = rollout.Sampling(cfg.max_new_tokens, eos_ids, 0, batch_size=batch, engine=engine)
+        asked = [prompts[(number * total // group + k) % len(prompts)] for k in range(total // group)]
+        started = train.clock(cfg)
+        with update.autocast(cfg):
+            rollouts = rollout.sample(model, asked, sampling, group_size=group, seed=number)
+        spent = train.clock(cfg) - started
+        key = (engine if isinstance(engine, str) else "vllm", batch)
+        if number == 0:  # the first warms up
+            gap = (update.trainer_logprobs(model, rollouts, cfg) - rollouts.logprobs).abs()
+            gaps[key], seconds[key], rates[key] = gap.max().item(), [], []
+        else:
+            seconds[key].append(spent)
+            rates[key].append(int(rollouts.lengths.sum()) / spent)
+    rows = [
+        {"engine": engine, "batch": batch, "seconds": statistics.median(times),
+         "tokens_per_s": statistics.median(rates[engine, batch]), "max_logprob_gap": gaps[engine, batch],
+         "all_seconds": times}
+        for (engine, batch), times in seconds.items()
+    ]  # fmt: skip
+    best = {name: min((row for row in rows if row["engine"] == name), key=lambda row: row["seconds"] / row["batch"]
+                      if shape != "embedded" else row["seconds"]) for name in dict.fromkeys(r["engine"] for r in rows)}  # fmt: skip
+    for row in rows:
+        ratios = sorted(slow / fast for slow, fast in zip(best["hf"]["all_seconds"], row["all_seconds"], strict=True))
+        row["times_as_fast"] = [statistics.median(ratios), ratios[0], ratios[-1]]
+        print("  ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    if json_file:
+        json_file.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+# ---------------------------------------------------------------------------- TRL
+
+
+def trl(
+    rounds: int = 4,
+    steps: int = 6,
+    micro_batches: tuple[int, ...] = (32, 128, 512),
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+) -> None:
+    """Whole steps of TRL's GRPOTrainer and of train.py: same base model, problems, reward, group size, lengths and
+    learning rate, from the start of training. Runs alternate; the first step of each is left out.
+
+    Args:
+        rounds: runs of each
+        steps: steps of a run, of which all but the first are timed
+        micro_batches: TRL's per_device_train_batch_size; the best one in the first round is kept
+        json_file: where to write the rows {trainer, seconds, ratio, all_seconds}
+    """
+    seconds = {}
+    for number, (name, run) in itertools.product(
+        range(rounds),
+        [(f"TRL, micro-batches of {size}", functools.partial(_trl_steps, size)) for size in micro_batches]
+        + [(method, functools.partial(_our_steps, method)) for method in TIMED],
+    ):
+        if number == 1:  # all but the best of TRL's are out
+            theirs = [other for other in seconds if other.startswith("TRL")]
+            best = min(theirs, key=lambda other: statistics.median(seconds[other]))
+            if name.startswith("TRL") and name != best:
+                continue
+        elif number > 1 and name.startswith("TRL") and len(seconds[name]) < number * (steps - 1):
+            continue
+        seconds.setdefault(name, []).extend(run(steps, number))
+    best = min((name for name in seconds if name.startswith("TRL")), key=lambda name: statistics.median(seconds[name]))
+    rows = []
+    for name, times in seconds.items():
+        of_run = [statistics.median(times[start : start + steps - 1]) for start in range(0, len(times), steps - 1)]
+        pairs = zip(of_run, [statistics.median(seconds[best][start : start + steps - 1])
+                             for start in range(0, len(seconds[best]), steps - 1)], strict=False)  # fmt: skip
+        ratios = sorted(ours / theirs for ours, theirs in pairs)
+        rows.append({"trainer": name, "seconds": statistics.median(times), "timed_steps": len(times),
+                     "ratio": [statistics.median(ratios), ratios[0], ratios[-1]], "all_seconds": times})  # fmt: skip
+        print(f"{name:28s} {rows[-1]['seconds']:7.3f} s   {rows[-1]['ratio'][0]:.2f} of TRL's best, "
+              f"{ratios[0]:.2f} to {ratios[-1]:.2f} over runs; {len(times)} steps")  # fmt: skip
+    if json_file:
+        json_file.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _our_steps(method: str, steps: int, seed: int) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--method", method, "--steps", str(steps), "--seed", str(seed), "--out-dir", f"{folder}/run"]
+        train.main(config.parse_config([*words, "--eval-every", "0", "--save-every", "0"]))
+        log = Path(folder, "run", "log.jsonl").read_text().splitlines()
+    return [json.loads(line)["step_time"] for line in log[1:]]
+
+
+def _trl_steps(micro_batch: int, steps: int, seed: int) -> list[float]:
+    """Seconds of TRL's steps but the first, each from the end of the one before."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    cfg = config.resolve(config.Config())
+    base = str(arithmetic.base_folder())
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base, padding_side="left")
+    problems, reward = data.train_problems(cfg.data, hold_out=True), data.reward_function(cfg.data)
+    table = Dataset.from_list([{"prompt": problem.text, "gold": problem.answer} for problem in problems])
+    ends, sequences = [], cfg.prompts_per_step * cfg.group_size
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_end(self, *words, **options):
+            ends.append(time.perf_counter())
+
+    def judge(completions, gold, **columns):
+        return [reward(completion, answer) for completion, answer in zip(completions, gold, strict=True)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = GRPOConfig(
+            output_dir=folder, max_steps=steps, seed=seed, use_cpu=cfg.device == "cpu", bf16=cfg.dtype == "bfloat16",
+            per_device_train_batch_size=micro_batch, gradient_accumulation_steps=sequences // micro_batch,
+            num_generations=cfg.group_size, max_completion_length=cfg.max_new_tokens, temperature=cfg.temperature,
+            learning_rate=cfg.lr, lr_scheduler_type="constant_with_warmup", warmup_steps=cfg.warmup,
+            max_grad_norm=cfg.grad_clip, loss_type="grpo", beta=0.0, gradient_checkpointing=False, report_to="none",
+            save_strategy="no", logging_steps=1, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            model, judge, args=arguments, train_dataset=table, processing_class=tokenizer, callbacks=[Clock()]
+        )
+        trainer.train()
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 # ---------------------------------------------------------------------------- the running check over whole runs
@@ -156,5 +330,13 @@ def prompts(count: int = 1_000_000, candidates: int = 512, group_size: int = 16)
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
     tyro.extras.subcommand_cli_from_dict(
-        {"step": step, "variance": variance.main, "check": check, "prompts": prompts, "update": padding.main}
+        {
+            "step": step,
+            "variance": variance.main,
+            "check": check,
+            "prompts": prompts,
+            "update": padding.main,
+            "rollout": rollout_engines,
+            "trl": trl,
+        }
     )

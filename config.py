@@ -57,6 +57,9 @@ class Config:
     loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"  # ratio, clip and denominator
     eps_low: float | None = None  # the ratio is clipped to 1 - eps_low; default: the loss's own, 0.2 for grpo
     eps_high: float | None = None  # and 1 + eps_high, also for cispo (TRL gives the sum)
+    importance_cap: float | None = (
+        None  # correct each token for its sampler, by at most this; 0: no; default 2 for vllm
+    )
     beta: float = 0.0  # of the KL term (k3) to the model the run began with; 0: no reference model
     mask_truncated: bool = False  # completions cut off by max_new_tokens carry no loss
     # model and data
@@ -71,7 +74,9 @@ class Config:
     epochs: int = 1  # passes over a step's prompts, each with draws of its own
     max_new_tokens: int | None = None  # default: what the embedded task needs, 1,024 for files
     temperature: float = 1.0  # of sampling; the log-probs carry it
-    rollout_batch: int = 128  # sequences sampled at once; bounds the memory of the key-value cache
+    engine: Literal["compact", "hf", "vllm"] = "compact"  # what samples: our loop, transformers' generate, vLLM
+    vllm_memory: float = 0.3  # share of the GPU's memory that vLLM may take while it samples
+    rollout_batch: int = 512  # sequences sampled at once; bounds the memory of the key-value cache
     # optimizer
     lr: float | None = None  # default: 2e-4 for tiny, 1e-6 otherwise; constant after warm-up
     warmup: int = 5  # steps over which the learning rate rises
@@ -94,8 +99,8 @@ class Config:
 
 
 FREE_TO_CHANGE = (  # when resuming: what is not part of the experiment
-    "steps", "device", "rollout_batch", "pack_tokens", "pack_window", "share_prompts", "gradient_checkpointing",
-    "out_dir", "resume", "eval_every", "save_every", "check_every",
+    "steps", "device", "engine", "vllm_memory", "rollout_batch", "pack_tokens", "pack_window", "share_prompts",
+    "gradient_checkpointing", "out_dir", "resume", "eval_every", "save_every", "check_every",
 )  # fmt: skip
 
 
@@ -132,6 +137,8 @@ def _parse(argv: list[str], default: Config) -> Config:
         known = [f"--{field.name.replace('_', '-')}" for field in fields(Config)]
         near = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
         hint = f"did you mean {near[0]}?" if near else "see --help"
+        if unknown[0].split("=")[0].replace("_", "-") in ("--top-p", "--top-k", "--min-p", "--repetition-penalty"):
+            hint = "what is trained must be the distribution that was sampled, whole; eval.py has such flags"
         raise InputError(f"unknown flag {unknown[0]}: {hint}")
     return cfg
 
@@ -151,6 +158,7 @@ def resolve(cfg: Config) -> Config:
         "lr": 2e-4 if cfg.model == "tiny" else 1e-6,
         "pack_tokens": 2048 if device == "cpu" else 8192,
         "share_prompts": device == "cpu",
+        "importance_cap": 2.0 if cfg.engine == "vllm" else 0.0,
     }
     dtype = ("float32" if device == "cpu" else "bfloat16") if cfg.dtype == "auto" else cfg.dtype
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
@@ -181,6 +189,8 @@ def resolve(cfg: Config) -> Config:
     for name in ("beta", "warmup", "weight_decay", "eval_every", "save_every", "check_every"):
         check(name, lambda value: 0 <= value < math.inf, "at least 0")
     check("eps_low", lambda eps: 0 < eps < 1 or (cfg.loss == "cispo" and eps == 1), "above 0 and below 1")
+    check("importance_cap", lambda cap: cap == 0 or 1 <= cap < math.inf, "0 (no correction) or at least 1")
+    check("vllm_memory", lambda share: 0 < share < 1, "above 0 and below 1")
     check("eps_high", lambda eps: 0 < eps < math.inf, "above 0")
     if cfg.cppo_allocation and cfg.completion_rule not in ("cppo", "cppo_batch"):
         raise InputError(f"--cppo-allocation: belongs to --method cppo, not to --completion-rule {cfg.completion_rule}")
@@ -229,6 +239,8 @@ def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
                 "--epochs above 1 with pruned prompts is inexact: later epochs see parameters that depend on the "
                 "step's one prompt draw; --prompt-rule none avoids it"
             )
+    if cfg.engine == "vllm" and "pps" in (cfg.prompt_rule, cfg.completion_rule):
+        said.append("--engine vllm tells pps an upper bound of each completion's size: unbiased, a little noisier")
     if cfg.beta > 0 and cfg.completion_rule == "zero" and not cfg.mask_truncated:
         said.append("--completion-rule zero drops nothing with --beta above 0: the KL term is never exactly zero")
     if cfg.loss == "gspo" and cfg.dtype == "bfloat16" and cfg.eps_high < 1e-2:

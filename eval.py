@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 import data
 import rollout
+import vllm_engine
 from data import InputError
 from sampler import generator_for, seed_for
 
@@ -34,9 +35,14 @@ class EvalConfig:
     problems: int = 300  # at most so many
     held_out: bool = False  # of a FILE, only the last 5 %, which train.py holds out of its training
     prompt: str | None = None  # answer this one question instead
-    temperature: float = 1.0  # of the sampling distribution
+    temperature: float = 1.0  # of the sampling distribution; 0: greedy
+    top_k: int = 0  # only the k likeliest tokens; 0: all
+    top_p: float = 1.0  # only the likeliest tokens that have this probability together
+    repetition_penalty: float = 1.0  # above 1: what was said is less likely
     max_new_tokens: int | None = None  # default: what the data needs; 1,024 for --prompt
-    batch_size: int = 128  # sequences sampled at once
+    engine: Literal["compact", "hf", "vllm"] = "compact"  # what samples
+    vllm_memory: float = 0.8  # share of the GPU's memory that vLLM may take
+    batch_size: int = 512  # sequences sampled at once
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     seed: int = 0  # of the sampling
 
@@ -47,12 +53,9 @@ def decode(completion_ids: torch.Tensor, lengths: torch.Tensor, tokenizer) -> li
     return [tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
 
 
-def sample_rewards(model, tokenizer, problems, prompt_ids, reward, *, k, **sampling):
-    """(rewards, truncated), both [P, k] float64, of k completions for each of P problems; rewards NaN if unscorable.
-
-    `sampling` goes to rollout.sample.
-    """
-    rollouts = rollout.sample(model, prompt_ids, group_size=k, **sampling)
+def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, k, seed):
+    """(rewards, truncated), both [P, k] float64, of k completions for each of P problems; rewards NaN if unscorable."""
+    rollouts = rollout.sample(model, prompt_ids, sampling, group_size=k, seed=seed)
     texts = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
     golds = [problem.answer for problem in problems for _ in range(k)]
     scores = [as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
@@ -87,8 +90,14 @@ def main(cfg: EvalConfig) -> dict:
     for name, low in (("k", 1), ("problems", 1), ("batch_size", 1), ("max_new_tokens", 1)):
         if getattr(cfg, name) is not None and getattr(cfg, name) < low:
             raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {low}")
-    if not cfg.temperature > 0:
-        raise InputError(f"--temperature {cfg.temperature}: must be above 0")
+    for name, good, rule in (
+        ("temperature", 0 <= cfg.temperature < math.inf, "at least 0"),
+        ("top_k", cfg.top_k >= 0, "at least 0"),
+        ("top_p", 0 < cfg.top_p <= 1, "above 0 and at most 1"),
+        ("repetition_penalty", 0 < cfg.repetition_penalty < math.inf, "above 0"),
+    ):
+        if not good:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be {rule}")
     if cfg.prompt is None:
         problems = data.eval_problems(cfg.data, cfg.problems, of_training_file=cfg.held_out)
     else:
@@ -102,23 +111,26 @@ def main(cfg: EvalConfig) -> dict:
         max_new_tokens = data.max_new_tokens(cfg.data) if cfg.prompt is None else data.FILE_TOKENS
     room = model.config.max_position_embeddings - max_new_tokens
     problems, prompt_ids = data.encode_prompts(problems, tokenizer, room)
-    sampling = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": cfg.temperature,
-        "batch_size": cfg.batch_size,
-        "eos_ids": rollout.eos_token_ids(model, tokenizer),
-        "pad_id": tokenizer.pad_token_id,
-        "show_progress": True,
-    }
+    engine = cfg.engine
+    if engine == "vllm":
+        longest, dtype = max(map(len, prompt_ids)), "float32" if device == "cpu" else "bfloat16"
+        engine = vllm_engine.Engine(
+            cfg.model, max_tokens=longest + max_new_tokens, sequences=cfg.batch_size, dtype=dtype, device=device,
+            memory=cfg.vllm_memory,
+        )  # fmt: skip
+    sampling = rollout.Sampling(
+        max_new_tokens, rollout.eos_token_ids(model, tokenizer), tokenizer.pad_token_id, cfg.temperature,
+        cfg.batch_size, engine, cfg.top_k, cfg.top_p, cfg.repetition_penalty, show_progress=True,
+    )  # fmt: skip
     if cfg.prompt is not None:
-        answer = rollout.sample(model, prompt_ids, group_size=1, seed=seed_for(cfg.seed), **sampling)
+        answer = rollout.sample(model, prompt_ids, sampling, group_size=1, seed=seed_for(cfg.seed))
         text = decode(answer.completion_ids, answer.lengths, tokenizer)[0]
         print(text)
         return {"prompt": cfg.prompt, "completion": text}
 
     reward = data.reward_function(cfg.data)
     rewards, truncated = sample_rewards(
-        model, tokenizer, problems, prompt_ids, reward, k=cfg.k, seed=seed_for(cfg.seed), **sampling
+        model, tokenizer, problems, prompt_ids, reward, sampling, k=cfg.k, seed=seed_for(cfg.seed)
     )
     low, high = bootstrap_interval(rewards)
     row = {
@@ -131,6 +143,9 @@ def main(cfg: EvalConfig) -> dict:
         "unscorable": int(rewards.isnan().sum()),
         "truncated_share": truncated.mean().item(),
         "temperature": cfg.temperature,
+        "top_k": cfg.top_k,
+        "top_p": cfg.top_p,
+        "repetition_penalty": cfg.repetition_penalty,
         "max_new_tokens": max_new_tokens,
         "seed": cfg.seed,
     }

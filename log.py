@@ -64,6 +64,10 @@ def row(cfg: config.Config, update, shares: torch.Tensor, updates: list[tuple], 
         "time/rollout": batch.seconds[0],
         "time/score": batch.seconds[1],
     }
+    if cfg.importance_cap:
+        tokens = first["completion_tokens"]
+        figures["sampling/importance_sampling_ratio/mean"] = ratio(first["importance"], tokens)
+        figures["sampling/importance_sampling_ratio/capped"] = ratio(first["capped"], tokens)
     if cfg.beta:
         mass = (update.scale * lengths * completion_weights.sum(dim=0)).sum().item()
         figures["kl"] = ratio(total["kl"], mass)  # nats a token, weighted as the loss weighs them
@@ -103,10 +107,11 @@ def samples(cfg: config.Config, update, updates: list[tuple], problems: list) ->
 def console_line(figures: dict, steps: int) -> str:
     """One aligned line a step."""
     width = len(str(steps))
+    entropy = figures["entropy/trained"] if math.isnan(figures["entropy"]) else figures["entropy"]  # vLLM gives none
     line = (
         f"step {figures['step']:{width}d}/{steps} | reward {figures['reward']:.3f} | kept "
         f"{figures['kept/completions']:.2f} | w_max {figures['weight/max']:4.1f} | density "
-        f"{figures['pack/density']:.2f} | entropy {figures['entropy']:.3f} | gnorm {figures['grad_norm']:5.2f} | "
+        f"{figures['pack/density']:.2f} | entropy {entropy:.3f} | gnorm {figures['grad_norm']:5.2f} | "
         f"sample {figures['time/rollout']:5.2f}s | train {figures['time/train']:5.2f}s"
     )
     scores = [f" | {name} {value:.3f}" for name, value in figures.items() if name.startswith("eval/")]

@@ -306,28 +306,33 @@ def packed_logprobs(model, pack: Pack, *, temperature: float = 1.0) -> tuple[tor
     hidden = model.base_model(
         input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, segments=pack.segments
     ).last_hidden_state[0]  # [L, hidden]
-    return token_logprobs(hidden[pack.predictors], model.get_output_embeddings(), pack.targets, temperature)
+    head, vocab_size = model.get_output_embeddings(), model.vocab_size
+    return token_logprobs(hidden[pack.predictors], head, pack.targets, temperature, vocab_size)
 
 
-def token_logprobs(hidden, head, targets, temperature=1.0, head_logits=None) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(
+    hidden, head, targets, temperature=1.0, vocab_size=None, head_logits=None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probs, entropies) [N] of targets [N] from hidden states [N, hidden], at most `head_logits` logits at a time.
 
-    Chunks are computed again in the backward pass: there is never more than one chunk's logits, softmax and gradient.
-    Float32, or wider.
+    Of the head only the first `vocab_size` rows are tokens (Qwen3 pads it). Chunks are computed again in the backward
+    pass: there is never more than one chunk's logits, softmax and gradient. Float32, or wider.
     """
     rows = (head_logits or HEAD_LOGITS) // head.out_features
     if len(hidden) <= rows:
-        return _chunk_logprobs(hidden, head, targets, temperature)
+        return _chunk_logprobs(hidden, head, targets, temperature, vocab_size)
     chunks = [
-        checkpoint(_chunk_logprobs, part, head, some, temperature, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(
+            _chunk_logprobs, part, head, some, temperature, vocab_size, use_reentrant=False, preserve_rng_state=False
+        )
         for part, some in zip(hidden.split(rows), targets.split(rows), strict=True)
     ]
     logprobs, entropy = (torch.cat(columns) for columns in zip(*chunks, strict=True))
     return logprobs, entropy
 
 
-def _chunk_logprobs(hidden, head, targets, temperature):
-    logits = head(hidden)  # [n, V]
+def _chunk_logprobs(hidden, head, targets, temperature, vocab_size):
+    logits = head(hidden)[:, :vocab_size]  # [n, V]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     every = torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=-1)  # [n, V]
     logprobs = every.gather(1, targets[:, None]).squeeze(1)  # [n]; before the entropy, which is not computed again then
@@ -345,11 +350,13 @@ def packs_exactly(model) -> bool:
         with torch.no_grad():
             ours, _ = packed_logprobs(model, pack)
             model.eval().set_attn_implementation("sdpa")
-            theirs = model(sequences, use_cache=False).logits.log_softmax(dim=-1)[:, :-1]  # [2, 2, V]
+            logits = model(sequences, use_cache=False).logits[:, :-1, : model.vocab_size]  # [2, 2, V]
     except (AssertionError, NotImplementedError, TypeError, ValueError):
         return False
     model.train(was_training).set_attn_implementation(ATTENTION)
-    return torch.allclose(ours, theirs.gather(2, sequences[:, 1:, None]).flatten().to(ours.dtype), atol=1e-4)
+    return torch.allclose(
+        ours, logits.log_softmax(dim=-1).gather(2, sequences[:, 1:, None]).flatten().to(ours.dtype), atol=1e-4
+    )
 
 
 # ---------------------------------------------------------------------------- a picture

@@ -114,7 +114,9 @@ def padded_update(model, work: Work, cfg: config.Config, tokens: int, in_order_o
         old = torch.cat([old_logprobs[place, : sequences[place][1]] for place in places])  # [N]
         with update.autocast(cfg, cache=False):
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
-            logprobs, _ = packing.token_logprobs(hidden[predictors], model.get_output_embeddings(), targets)
+            logprobs, _ = packing.token_logprobs(
+                hidden[predictors], model.get_output_embeddings(), targets, vocab_size=model.vocab_size
+            )
         loss, _ = dppo.token_loss(
             logprobs, old, advantages[owner].float(), owner, loss=cfg.loss, eps_low=cfg.eps_low, eps_high=cfg.eps_high
         )
@@ -317,7 +319,7 @@ def measure_head(tokens: int, limit: int, device: str) -> tuple[float, float]:
     def go(count):
         hidden = torch.randn(count, 64, device=device, requires_grad=True)
         targets = torch.arange(count, device=device)
-        packing.token_logprobs(hidden, head, targets, 1.0, limit)[0].sum().backward()
+        packing.token_logprobs(hidden, head, targets, head_logits=limit)[0].sum().backward()
         return hidden.grad.sum().item()  # waits for the device
 
     def peak():

@@ -37,10 +37,11 @@ import log
 import plot
 import rollout
 import sampler
+import vllm_engine
 from config import Config
 from data import InputError
 from sampler import generator_for, seed_for
-from update import accumulate_gradients, all_reduce, autocast, checkpoint_layers, sum_gradients
+from update import accumulate_gradients, all_reduce, autocast, checkpoint_layers, sum_gradients, trainer_logprobs
 
 EVAL_K = 4  # completions per evaluation problem, as the log's eval/avg@4 says
 
@@ -146,6 +147,25 @@ def main(cfg: Config) -> None:
     if cfg.prompt_rule == "greso" and len(train_set) < 2 * num_prompts:
         message = f"--prompt-rule greso: its first round is 1.5 x {num_prompts} prompts of {len(train_set)}"
         raise InputError(f"{message}, too few: lower --prompts-per-step")
+
+    # setup: how to sample
+    show_progress = is_main and sys.stderr.isatty()
+    engine = cfg.engine
+    if engine == "vllm":
+        max_tokens = max(map(len, train_ids + eval_ids)) + cfg.max_new_tokens
+        engine = vllm_engine.Engine(
+            str(saved or base), max_tokens=max_tokens, sequences=cfg.rollout_batch, dtype=cfg.dtype, device=cfg.device,
+            memory=cfg.vllm_memory,
+        )  # fmt: skip
+    sampling = rollout.Sampling(
+        cfg.max_new_tokens, rollout.eos_token_ids(model, tokenizer), tokenizer.pad_token_id, cfg.temperature,
+        cfg.rollout_batch, engine, show_progress=show_progress,
+    )  # fmt: skip
+    if cfg.engine == "vllm":
+        longest = sorted(train_ids, key=len)[-4:]  # blocks of them are cached, if of any
+        engine.check(model, longest, sampling, lambda rollouts: trainer_logprobs(model, rollouts, cfg))
+
+    # setup: what a checkpoint holds
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay)
     prompt_tokens = torch.tensor([len(ids) for ids in train_ids])  # [P]
     history = sampler.PromptHistory(prompt_tokens, [problem.source for problem in train_set], num_prompts)
@@ -182,14 +202,6 @@ def main(cfg: Config) -> None:
         for warning in config.warnings(cfg, steps_per_epoch=len(train_set) // num_prompts):
             print(f"note: {warning}")
 
-    sampling = {
-        "max_new_tokens": cfg.max_new_tokens,
-        "temperature": cfg.temperature,
-        "batch_size": cfg.rollout_batch,
-        "eos_ids": rollout.eos_token_ids(model, tokenizer),
-        "pad_id": tokenizer.pad_token_id,
-        "show_progress": is_main and sys.stderr.isatty(),
-    }
     num_sequences = num_prompts * cfg.group_size  # Q * G, whatever is pruned
     prune_prompts = functools.partial(
         history.prune, cfg.prompt_rule, cfg.prompt_prune_rate, minibatches=cfg.minibatches
@@ -202,8 +214,8 @@ def main(cfg: Config) -> None:
         rewards = torch.zeros(len(eval_set), EVAL_K, dtype=torch.float64)
         with autocast(cfg), stops_if_not_finite(step, out_dir):
             rewards[rank::world] = evaluation.sample_rewards(
-                model, tokenizer, eval_set[rank::world], eval_ids[rank::world], eval_reward, k=EVAL_K,
-                seed=seed_for(cfg.seed, step, "eval", rank), **sampling,
+                model, tokenizer, eval_set[rank::world], eval_ids[rank::world], eval_reward,
+                sampling, k=EVAL_K, seed=seed_for(cfg.seed, step, "eval", rank),
             )[0]  # fmt: skip
         return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(all_reduce(rewards))}
 
@@ -214,8 +226,8 @@ def main(cfg: Config) -> None:
         own = prompts[mine].tolist()
         with autocast(cfg), stops_if_not_finite(key[0], out_dir):
             rollouts = rollout.sample(
-                model, [train_ids[index] for index in own], group_size=cfg.group_size,
-                seed=seed_for(cfg.seed, *key, rank), **sampling,
+                model, [train_ids[index] for index in own], sampling, group_size=cfg.group_size,
+                seed=seed_for(cfg.seed, *key, rank),
             )  # fmt: skip
         sampled = clock(cfg)
         texts = evaluation.decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
@@ -259,13 +271,13 @@ def main(cfg: Config) -> None:
         # ---
         return keep, weights
 
-    def gradient(update, keep, weights):
+    def gradient(update, keep, weights, old_logprobs=None):
         """The gradient of what is kept, over packs and ranks, in .grad; returns accumulate_gradients' sums."""
         optimizer.zero_grad()
         mine = update.batch.mine
         sums = accumulate_gradients(
             model, update.batch.rollouts, update.advantages[mine], (update.scale * weights)[mine], keep[mine],
-            cfg=cfg, reference=reference, show_progress=sampling["show_progress"],
+            cfg=cfg, old_logprobs=old_logprobs, reference=reference, show_progress=show_progress,
         )  # fmt: skip
         sum_gradients(model)
         return all_reduce(sums)
@@ -324,10 +336,14 @@ def main(cfg: Config) -> None:
         # 6. prune, 7. update: once a mini-batch and epoch, each with a draw of its own
         learning_rate = cfg.lr * min(1.0, step / max(1, cfg.warmup))
         optimizer.param_groups[0]["lr"] = learning_rate
-        updates, trains = [], clock(cfg)
+        updates, trains, old_logprobs = [], clock(cfg), None
+        if cfg.engine == "vllm":
+            engine.release()
+        if cfg.importance_cap and cfg.epochs * cfg.minibatches > 1:
+            old_logprobs = trainer_logprobs(model, batch.rollouts, cfg)
         for _epoch, minibatch in itertools.product(range(cfg.epochs), range(cfg.minibatches)):
             keep, weights = prune_minibatch(update, minibatch, draws)
-            sums = gradient(update, keep, weights)
+            sums = gradient(update, keep, weights, old_logprobs)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
             with stops_if_not_finite(step, out_dir):
                 if not (math.isfinite(sums[0]) and math.isfinite(grad_norm)):
@@ -358,6 +374,8 @@ def main(cfg: Config) -> None:
             if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.steps):
                 checkpoint.save(out_dir, model, tokenizer, optimizer, history, step, greso, reference)
 
+    if cfg.engine == "vllm":
+        engine.close()
     if is_main:
         plot.draw_run(out_dir)
         print(f"done: {log_path}, {out_dir / 'run.png'}" + (f", {out_dir / 'checkpoint'}/" if cfg.save_every else ""))
@@ -404,5 +422,5 @@ if __name__ == "__main__":
         print(f"error: {problem}", file=sys.stderr, flush=True)
         sys.exit(2)
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and "vllm" not in sys.modules:  # vLLM destroys the group, with its own in it
             dist.destroy_process_group()

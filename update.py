@@ -7,6 +7,8 @@ depend on how sequences are packed, or on which rank holds them.
 Letters: K prompts and G completions of this rank, N completion tokens of a pack.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -15,45 +17,47 @@ import dppo
 import packing
 from data import InputError
 
-SUMS = ("loss", "kl", "clipped", "gap", "entropy", "completion_tokens", "tokens", "slots")  # of accumulate_gradients
+SUMS = (  # of accumulate_gradients
+    "loss", "kl", "clipped", "gap", "importance", "capped", "entropy", "completion_tokens", "tokens", "slots",
+)  # fmt: skip
 
 
 def accumulate_gradients(
-    model, rollouts, advantages, scale, keep, *, cfg, reference=None, show_progress=False
+    model, rollouts, advantages, scale, keep, *, cfg, old_logprobs=None, reference=None, show_progress=False
 ) -> torch.Tensor:
     """Add the gradient of every kept sequence of this rank to .grad, pack by pack.
 
     advantages, scale and keep are [K, G], this rank's rows. A sequence's tokens carry its scale and nothing
     that depends on the pack, so any layout gives the same sum. With cfg.beta, `reference` is the frozen model of
-    the KL term. The old log-probs are those that were sampled at: no forward of their own. Returns float64 sums, by
-    name in SUMS: loss and the KL in it, with the full batch's denominator; clipped tokens, |trainer - sampler|
-    log-prob gap and entropy (nats) of the completion tokens; their number, that of tokens forwarded, the slots' room.
+    the KL term. The old log-probs are those that were sampled at: no forward of their own. With cfg.importance_cap they
+    are the trainer's, `old_logprobs` [K, G, T] or, if None, those of now, and each token carries min(cap, trainer's
+    probability / sampler's) as well. Returns float64 sums, by name in SUMS: loss and the KL in it, with the full
+    batch's denominator; clipped tokens, |trainer - sampler| log-prob gap, ratio of their probabilities, tokens above
+    the cap, and entropy (nats) of the completion tokens; their number, that of tokens forwarded, the slots' room.
     """
-    device, G = model.device, keep.shape[1]
-    kept = keep.flatten().nonzero().squeeze(1).tolist()  # indices into K * G
-    lengths = rollouts.lengths.flatten().tolist()
-    completion_ids, old_logprobs = rollouts.completion_ids.flatten(0, 1).tolist(), rollouts.logprobs.flatten(0, 1)
+    device = model.device
+    sampled_logprobs, lengths = rollouts.logprobs.flatten(0, 1), rollouts.lengths.flatten().tolist()
     advantages, scale = advantages.flatten().to(device), scale.flatten().to(device)  # [K * G]
-    prompts = [rollouts.prompt_ids[index // G] for index in kept]
-    completions = [completion_ids[index][: lengths[index]] for index in kept]
-    totals = [
-        len(prompt) + max(0, len(completion) - 1) for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    shared = ([index // G for index in kept], [len(prompt) for prompt in prompts]) if cfg.share_prompts else ()
 
     measured, counts = [], []
-    packs = packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window, *shared)
-    for members in tqdm(packs, desc="update", unit="pack", delay=3, leave=False, disable=not show_progress):
-        texts = [prompts[m] for m in members], [completions[m] for m in members]
-        pack = packing.build_pack(*texts, device, share_prompts=cfg.share_prompts)
-        owner = torch.tensor([kept[m] for m in members], device=device)[pack.owner]  # [N] into K * G
-        old = torch.cat([old_logprobs[kept[m], : lengths[kept[m]]] for m in members])  # [N]
+    for rows, pack in _packed(rollouts, keep, cfg, device, show_progress):
+        owner = torch.tensor(rows, device=device)[pack.owner]  # [N] into K * G
+        sampled = torch.cat([sampled_logprobs[row, : lengths[row]] for row in rows])  # [N]
         with autocast(cfg, cache=False):
             logprobs, entropy = packing.packed_logprobs(model, pack, temperature=cfg.temperature)  # [N], [N]
         weight = scale[owner].to(logprobs.dtype)  # [N]; multiplies the finished loss of each token
+        sampled, now = sampled.to(logprobs.dtype), logprobs.detach()
+        old, importance = sampled, (now - sampled).exp()  # [N], [N]
+        if cfg.importance_cap:
+            if old_logprobs is None:
+                old = now
+            else:
+                old = torch.cat([old_logprobs.flatten(0, 1)[row, : lengths[row]] for row in rows]).to(now.dtype)
+            importance = (old - sampled).exp()
+            weight = weight * importance.clamp(max=cfg.importance_cap)
         loss, clipped = dppo.token_loss(
             logprobs,
-            old.to(logprobs.dtype),
+            old,
             advantages[owner].to(logprobs.dtype),
             owner,
             loss=cfg.loss,
@@ -67,13 +71,44 @@ def accumulate_gradients(
             kl = dppo.kl_k3(logprobs, ref_logprobs)
         total = ((loss + cfg.beta * kl) * weight).sum()
         total.backward()
-        row = [total, (kl * weight).sum(), clipped.sum(), (logprobs - old).abs().sum(), entropy.sum()]
+        row = [total, (kl * weight).sum(), clipped.sum(), (now - sampled).abs().sum(), importance.sum()]
+        row += [(importance > (cfg.importance_cap or math.inf)).sum(), entropy.sum()]
         measured.append(torch.stack(row).detach())  # read after the loop: here it would wait for the device
         counts.append([len(old), pack.input_ids.shape[1], max(cfg.pack_tokens, pack.input_ids.shape[1])])
-    if not packs:
+    if not counts:
         return torch.zeros(len(SUMS), dtype=torch.float64)
     parts = (torch.stack(measured).cpu().double(), torch.tensor(counts, dtype=torch.float64))
     return torch.cat(parts, dim=1).sum(dim=0)
+
+
+@torch.no_grad()
+def trainer_logprobs(model, rollouts, cfg) -> torch.Tensor:
+    """Log-probs [K, G, T] of the sampled tokens by the trainer's own arithmetic; 0 beyond a completion's end."""
+    found, lengths = torch.zeros_like(rollouts.logprobs), rollouts.lengths.flatten().tolist()
+    for rows, pack in _packed(rollouts, torch.ones_like(rollouts.truncated), cfg, model.device):
+        with autocast(cfg, cache=False):
+            logprobs, _ = packing.packed_logprobs(model, pack, temperature=cfg.temperature)
+        for row, part in zip(rows, logprobs.split([lengths[row] for row in rows]), strict=True):
+            found.flatten(0, 1)[row, : len(part)] = part
+    return found
+
+
+def _packed(rollouts, keep, cfg, device, show_progress=False):
+    """The kept completions, slot by slot: (which of K * G they are, in the pack's order, and the pack)."""
+    G = keep.shape[1]
+    kept = keep.flatten().nonzero().squeeze(1).tolist()
+    lengths, completion_ids = rollouts.lengths.flatten().tolist(), rollouts.completion_ids.flatten(0, 1).tolist()
+    prompts = [rollouts.prompt_ids[row // G] for row in kept]
+    completions = [completion_ids[row][: lengths[row]] for row in kept]
+    totals = [
+        len(prompt) + max(0, len(completion) - 1) for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    shared = ([row // G for row in kept], [len(prompt) for prompt in prompts]) if cfg.share_prompts else ()
+    packs = packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window, *shared)
+    for members in tqdm(packs, desc="update", unit="pack", delay=3, leave=False, disable=not show_progress):
+        texts = [prompts[m] for m in members], [completions[m] for m in members]
+        pack = packing.build_pack(*texts, device, share_prompts=cfg.share_prompts)
+        yield [kept[m] for m in members], pack
 
 
 def all_reduce(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,11 +58,12 @@ def real_gradients(folder: Path, cfg, step: int) -> Gradients:
     room = model.config.max_position_embeddings - cfg.max_new_tokens
     problems, ids = data.encode_prompts(problems, tokenizer, room)
     window = sampler.candidates(len(problems), cfg.prompts_per_step, cfg.seed, step + 1).tolist()
-    rollouts = rollout.sample(
-        model, [ids[q] for q in window], group_size=cfg.group_size, max_new_tokens=cfg.max_new_tokens,
-        temperature=cfg.temperature, eos_ids=rollout.eos_token_ids(model, tokenizer), pad_id=tokenizer.pad_token_id,
-        batch_size=cfg.rollout_batch, seed=sampler.seed_for(cfg.seed, step, "bench"),
+    sampling = rollout.Sampling(
+        cfg.max_new_tokens, rollout.eos_token_ids(model, tokenizer), tokenizer.pad_token_id, cfg.temperature,
+        cfg.rollout_batch, cfg.engine,
     )  # fmt: skip
+    seed = sampler.seed_for(cfg.seed, step, "bench")
+    rollouts = rollout.sample(model, [ids[q] for q in window], sampling, group_size=cfg.group_size, seed=seed)
     texts = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
     golds = [problems[q].answer for q in window for _ in range(cfg.group_size)]
     reward = data.reward_function(cfg.data)

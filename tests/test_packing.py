@@ -277,7 +277,7 @@ def test_autocast_without_cache_adds_up_in_float32():
     for name, cfg, limit in (("exact", "float32", 10**9), ("one", "bfloat16", 10**9), ("chunks", "bfloat16", 100 * 50)):
         head.zero_grad()
         with update.autocast(config.Config(device="cpu", dtype=cfg), cache=False):
-            logprobs, _ = packing.token_logprobs(hidden, head, targets, 1.0, limit)
+            logprobs, _ = packing.token_logprobs(hidden, head, targets, head_logits=limit)
         logprobs.sum().backward()
         grads[name] = head.weight.grad.clone()
     errors = [(grads[name] - grads["exact"]).norm() / grads["exact"].norm() for name in ("one", "chunks")]
@@ -387,7 +387,7 @@ def test_chunked_head_is_the_head(make_policy, rows):
     for limit in (10**6, rows * head.out_features + 5):
         hidden = torch.randn(7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
         model.zero_grad()
-        logprobs, entropy = packing.token_logprobs(hidden, head, targets, 0.7, limit)
+        logprobs, entropy = packing.token_logprobs(hidden, head, targets, 0.7, head_logits=limit)
         assert not entropy.requires_grad
         (logprobs * torch.arange(1.0, 8.0)).sum().backward()
         results.append((logprobs.detach(), entropy, hidden.grad, head.weight.grad))

@@ -1,19 +1,23 @@
 """Rollouts: the log-probs are those of the policy that sampled, and the ends are where they should be."""
 
+import collections
 import itertools
 
 import pytest
 import torch
+from tqdm import tqdm
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import eval as evaluation
 import packing
 import rollout
 
+ENGINES = pytest.mark.parametrize("engine", ["compact", "hf"])
 
-def sample(model, prompt_ids, **changes):
-    options = {"group_size": 6, "max_new_tokens": 12, "temperature": 1.0, "eos_ids": [256], "pad_id": 257, "seed": 5,
-               "batch_size": 12}  # fmt: skip
-    return rollout.sample(model, prompt_ids, **(options | changes))
+
+def sample(model, prompt_ids, *, group_size=6, seed=5, **changes):
+    options = {"max_new_tokens": 12, "eos_ids": [256], "pad_id": 257, "batch_size": 12}
+    return rollout.sample(model, prompt_ids, rollout.Sampling(**options | changes), group_size=group_size, seed=seed)
 
 
 def plain_logits(model, ids):
@@ -25,14 +29,15 @@ def plain_logits(model, ids):
     return logits
 
 
+@ENGINES
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_the_trainers(make_policy, temperature):
+def test_logprobs_are_the_trainers(make_policy, temperature, engine):
     """Log-probs and energies against a teacher-forced forward at the same temperature, with ragged prompts. Kills: the
     temperature on one side only, values shifted by a token, left padding that is attended to, an energy without the
     other tokens' part."""
     model, _ = make_policy()
     prompts = [[65], [66, 67, 68, 69, 70], [71, 72]]
-    got = sample(model, prompts, temperature=temperature, eos_ids=[256, *range(0, 256, 8)])
+    got = sample(model, prompts, temperature=temperature, eos_ids=[256, *range(0, 256, 8)], engine=engine)
     assert 1 < got.lengths.float().mean() < 12, "some end early, some do not"
     for q, g in itertools.product(range(3), range(6)):
         length = got.lengths[q, g]
@@ -52,16 +57,16 @@ def test_logprobs_are_the_trainers(make_policy, temperature):
 def test_energy_of_a_nearly_certain_token():
     """In float32 against float64. Kills: 1 - 2 p + sum p^2 as written, which is rounding here."""
     logits = torch.tensor([[9.0, 0.0, -1.0, 0.5]])
-    recorder = rollout._Recorder(1.0)
-    recorder(None, logits)
-    recorder.take(torch.tensor([[0]]))
+    record = rollout._Record(rollout.Sampling(1, [3], 3), 1, 4, "cpu")
+    record.take(torch.tensor([0]), 0, record.distribution(None, logits), torch.tensor([0]))
     probs = logits.double().softmax(dim=-1)
     exact = (torch.tensor([[1.0, 0, 0, 0]]) - probs).square().sum().item()
     assert 1e-8 < exact < 1e-6
-    assert recorder.energies[0].item() == pytest.approx(exact, rel=1e-3)
+    assert record.statistics[2].item() == pytest.approx(exact, rel=1e-3)
 
 
-def test_frequencies_and_entropy_are_those_of_the_policy(make_policy):
+@ENGINES
+def test_frequencies_and_entropy_are_those_of_the_policy(make_policy, engine):
     """One-token completions, 20,000 of them, by the settings a model such as Qwen3 ships: frequencies within 4.5
     standard errors of softmax(logits / temperature), and the entropy recorded is that distribution's. Kills: top-k or
     top-p leaking in from the model's generation config, the temperature applied twice."""
@@ -70,7 +75,7 @@ def test_frequencies_and_entropy_are_those_of_the_policy(make_policy):
     own_config = model.generation_config
     logits = plain_logits(model, torch.tensor([[65, 66]]))[0, -1]
     probability = torch.softmax(logits / 1.5, dim=0)
-    got = sample(model, [[65, 66]], group_size=20_000, max_new_tokens=1, temperature=1.5)
+    got = sample(model, [[65, 66]], group_size=20_000, max_new_tokens=1, temperature=1.5, engine=engine)
     frequency = torch.bincount(got.completion_ids.flatten(), minlength=258) / 20_000
     error = (probability * (1 - probability) / 20_000).sqrt()
     assert ((frequency - probability).abs() <= 4.5 * error + 1e-4).all()
@@ -80,20 +85,128 @@ def test_frequencies_and_entropy_are_those_of_the_policy(make_policy):
     assert model.config._attn_implementation == packing.ATTENTION
 
 
-def test_seed_decides_everything(make_policy):
+@pytest.fixture
+def small_world():
+    """A Qwen3 of five tokens whose head is padded to eight; the chance of every completion of at most three tokens, by
+    a forward of its own: {tokens: probability}, for prompt [1, 2] and two end tokens."""
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, initializer_range=0.4, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM._from_config(config, attn_implementation=packing.ATTENTION)
+    model.vocab_size = 5
+    chances, unfinished = {}, {(): 1.0}
+    for length in (1, 2, 3):
+        longer = {}
+        for begun, chance in unfinished.items():
+            probs = plain_logits(model, torch.tensor([[1, 2, *begun]]))[0, -1, :5].double().softmax(dim=0)
+            for token, prob in enumerate(probs.tolist()):
+                ended = token in (0, 4) or length == 3
+                (chances if ended else longer)[*begun, token] = chance * prob
+        unfinished = longer
+    return model, chances
+
+
+@ENGINES
+def test_every_completion_is_as_frequent_as_the_policy_says(small_world, engine):
+    """50,000 draws, beside groups of other lengths: each of the 53 completions within 4 standard errors of its chance,
+    and its log-probs those of the trainer. Kills: rows that change places when others leave, an end that is not one,
+    completions of a group that copy each other, a vocabulary's padding that is sampled or counted."""
+    model, chances = small_world
+    assert len(chances) == 53
+    assert sum(chances.values()) == pytest.approx(1)
+    got = sample(model, [[3], [1, 2], [2, 2, 1, 3]], group_size=50_000, max_new_tokens=3, eos_ids=[0, 4], pad_id=4,
+                 batch_size=150_000, engine=engine)  # fmt: skip
+    found = [tuple(ids[:length]) for ids, length in zip(got.completion_ids[1].tolist(), got.lengths[1], strict=True)]
+    counts = collections.Counter(found)
+    for completion, chance in chances.items():
+        error = (chance * (1 - chance) / 50_000) ** 0.5
+        assert abs(counts[completion] / 50_000 - chance) <= 4 * error + 1e-5, completion
+    for number in range(200):
+        pack = packing.build_pack([[1, 2]], [list(found[number])])
+        forced, _ = packing.packed_logprobs(model, pack)
+        assert (got.logprobs[1, number, : len(found[number])] - forced).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"repetition_penalty": 1.7}, {"temperature": 0.7, "top_k": 1}, {"top_p": 1e-6}]
+)
+def test_greedy_tokens_are_those_of_generate(make_policy, changes):
+    """Ragged prompts, several ends. Kills: positions that count the padding, a mask that grows in the wrong place, a
+    penalty that sees the padding or forgets the prompt."""
+    model, _ = make_policy(seed=4)
+    prompts, ends = [[65], [66, 67, 68, 69, 70], [71, 72], [1, 2, 3]], [256, *range(0, 256, 8)]
+    options = {"temperature": 0.0, "eos_ids": ends, "max_new_tokens": 40, "batch_size": 3} | changes
+    ours, theirs = (sample(model, prompts, group_size=1, engine=engine, **options) for engine in ("compact", "hf"))
+    assert torch.equal(ours.lengths, theirs.lengths)
+    assert len(set(ours.lengths.flatten().tolist())) > 1
+    for k in range(4):
+        length = ours.lengths[k, 0]
+        assert torch.equal(ours.completion_ids[k, 0, :length], theirs.completion_ids[k, 0, :length])
+    for name in ("logprobs", "entropy", "energy"):
+        assert torch.allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5), name
+
+
+def test_greedy_is_what_the_bare_model_says(make_policy):
+    """Token by token, by a forward without a cache. Kills: both engines wrong alike."""
+    model, _ = make_policy(seed=4)
+    got = sample(model, [[65, 66]], group_size=1, temperature=0.0, repetition_penalty=1.7)
+    sequence = [65, 66]
+    for token in got.completion_ids[0, 0, : got.lengths[0, 0]].tolist():
+        logits = plain_logits(model, torch.tensor([sequence]))[0, -1]
+        seen = sorted(set(sequence))
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.7, logits[seen] * 1.7)
+        assert token == logits.argmax()
+        sequence.append(token)
+
+
+def test_top_p_and_top_k_cut_the_tail(make_policy):
+    """One token, 5,000 times. Kills: a flag of eval.py that does nothing."""
     model, _ = make_policy()
-    one, same, other = (sample(model, [[65], [66]], seed=seed) for seed in (1, 1, 2))
+    probs = plain_logits(model, torch.tensor([[65, 66]]))[0, -1].softmax(dim=0)
+    ranked = probs.sort(descending=True)
+    nucleus = ranked.indices[: int((ranked.values.cumsum(dim=0) < 0.5).sum()) + 1].tolist()
+    for engine, (changes, allowed) in itertools.product(
+        ("compact", "hf"), (({"top_p": 0.5}, nucleus), ({"top_k": 3}, ranked.indices[:3].tolist()))
+    ):
+        got = sample(model, [[65, 66]], group_size=5_000, max_new_tokens=1, engine=engine, **changes)
+        assert set(got.completion_ids.flatten().tolist()) == set(allowed)
+        assert got.entropy.isfinite().all()
+
+
+def test_prompts_are_read_once_and_rows_leave(make_policy, monkeypatch):
+    """Positions that the model computes: every prompt once, every sampled token but the last once. And the bar counts
+    completions. Kills: a prefill for each completion, finished rows that stay."""
+    model, _ = make_policy()
+    computed, told = [], []
+    model.register_forward_pre_hook(lambda module, words: computed.append(words[0].numel()))
+    update = tqdm.update
+    monkeypatch.setattr(tqdm, "update", lambda bar, n=1: told.append(n) or update(bar, n))
+    got = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, eos_ids=list(range(0, 258, 8)), batch_size=100)
+    assert got.truncated.any()
+    cut = int(got.truncated.sum())
+    assert sum(computed) == 6 + int(got.lengths.sum()) - 100
+    assert sum(told) == 100
+    assert told[-1] == cut
+
+
+@ENGINES
+def test_seed_decides_everything(make_policy, engine):
+    model, _ = make_policy()
+    one, same, other = (sample(model, [[65], [66]], seed=seed, engine=engine) for seed in (1, 1, 2))
     assert torch.equal(one.completion_ids, same.completion_ids)
     assert torch.equal(one.logprobs, same.logprobs)
     assert not torch.equal(one.completion_ids, other.completion_ids)
 
 
-def test_ends_and_cuts(make_policy):
+@ENGINES
+def test_ends_and_cuts(make_policy, engine):
     """Several end tokens, one of which is the pad: each ends a completion, is part of it, and is no truncation. Kills:
     only the first of the list, lengths from pad tokens, the end token left out."""
     model, tokenizer = make_policy()
     ends = [257, 256, *range(0, 256, 8)]
-    got = sample(model, [[65]], group_size=200, eos_ids=ends)
+    got = sample(model, [[65]], group_size=200, eos_ids=ends, engine=engine)
     assert got.truncated.any()
     assert not got.truncated.all()
     for ids, length, cut in zip(got.completion_ids[0].tolist(), got.lengths[0], got.truncated[0], strict=True):
@@ -106,19 +219,21 @@ def test_ends_and_cuts(make_policy):
     assert not any("<|" in text for text in texts)
 
 
-def test_no_prompts_is_an_empty_rollout(make_policy):
+@ENGINES
+def test_no_prompts_is_an_empty_rollout(make_policy, engine):
     """A rank without prompts still takes part."""
-    got = sample(make_policy()[0], [])
+    got = sample(make_policy()[0], [], engine=engine)
     assert got.completion_ids.shape[:2] == (0, 6)
     assert got.lengths.shape == (0, 6)
 
 
-def test_broken_weights_are_named(make_policy):
+@ENGINES
+def test_broken_weights_are_named(make_policy, engine):
     model, _ = make_policy()
     with torch.no_grad():
         model.get_input_embeddings().weight[65] = torch.nan
     with pytest.raises(FloatingPointError, match="not finite"):
-        sample(model, [[65]])
+        sample(model, [[65]], engine=engine)
     assert model.config._attn_implementation == packing.ATTENTION, "restored all the same"
 
 

@@ -40,20 +40,10 @@ def flags(model, out_dir, **changes):
     ]
 
 
-def sample_by_prompt(model, prompt_ids, *, seed, real=rollout.sample, **sampling):
+def sample_by_prompt(model, prompt_ids, sampling, *, group_size, seed, real=rollout.sample):
     """Each prompt's group from a seed of its own, so that it is the same whoever rolls it out."""
-    parts = [real(model, [ids], seed=sampler.seed_for("toy", ids), **sampling) for ids in prompt_ids]
-    if not parts:
-        return real(model, [], seed=seed, **sampling)
-    width = max(part.completion_ids.shape[2] for part in parts)
-
-    def joined(name):
-        tensors = [getattr(part, name) for part in parts]
-        if tensors[0].dim() == 3:
-            tensors = [torch.nn.functional.pad(tensor, (0, width - tensor.shape[2])) for tensor in tensors]
-        return torch.cat(tensors)
-
-    return rollout.Rollouts(list(prompt_ids), *map(joined, list(vars(parts[0]))[1:]))
+    own = [([ids], sampler.seed_for("toy", ids)) for ids in prompt_ids] or [([], seed)]
+    return rollout.join([real(model, ids, sampling, group_size=group_size, seed=one) for ids, one in own])
 
 
 def rows(folder, file="log.jsonl"):

@@ -1,0 +1,152 @@
+"""
+vLLM as the engine that samples, in this process, one engine per rank: `--engine vllm`. Optional; the README says how
+to install it, and how its tests run on a CPU.
+
+Its policy is the trainer's only if nobody forgets anything: the weights after every update, the head as well where it
+is tied to the embedding, the cached prefixes of the old weights, the log-probs after the temperature rather than
+before. Whatever is forgotten fails silently, so `Engine.check` moves the weights before the first step and compares.
+
+vLLM returns the log-prob of the sampled token and no more: the entropy of its Rollouts is NaN, and their energy is the
+bound dppo.energy_bound. Pruning stays unbiased with it: any size that is fixed before the draw does.
+"""
+
+import contextlib
+import dataclasses
+import os
+
+import torch
+import torch.distributed as dist
+
+import dppo
+import rollout
+from data import InputError
+
+MAX_GAP = {"float32": 1e-3, "bfloat16": 0.2}  # mean |log-prob difference|, nats; bfloat16 alone makes some 0.01
+NOISE = 1.0  # of the weights while the check looks, relative to their size
+
+
+class Engine:
+    """A vLLM engine that holds a copy of the trainer's policy."""
+
+    def __init__(self, folder: str, *, max_tokens: int, sequences: int, dtype: str, device: str, memory: float):
+        """`folder` is a hub id or folder; `max_tokens` those of prompt and completion, `sequences` as many at once."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, or tensors cannot be handed over
+        if device == "cpu":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads are the same ones
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            from vllm import LLM, SamplingParams
+        except ImportError as error:
+            raise InputError(
+                f"--engine vllm: cannot import it ({error}); install vLLM, or use --engine compact"
+            ) from None
+        self.make_params, self.dtype, self.sleeps, self.fresh = SamplingParams, dtype, device == "cuda", False
+        self.llm = LLM(
+            folder,
+            dtype=dtype,
+            max_model_len=max_tokens,
+            max_num_seqs=sequences,
+            gpu_memory_utilization=memory,
+            enable_sleep_mode=self.sleeps,
+            enforce_eager=device == "cpu",
+            distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
+            logprobs_mode="processed_logprobs",  # after the temperature
+            generation_config="vllm",  # not the model's own temperature, top-k and top-p
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            seed=0,  # every call sets torch's own
+        )
+
+    def sample(self, model, prompt_ids: list[list[int]], sampling: rollout.Sampling, *, group_size: int):
+        """Rollouts by the weights of `model`, which are sent first if they may have changed. See rollout.sample."""
+        if not self.fresh:
+            self.load(model)
+        padded = model.vocab_size < model.config.vocab_size
+        params = self.make_params(
+            n=group_size,
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            repetition_penalty=sampling.repetition_penalty,
+            stop_token_ids=sampling.eos_ids,
+            allowed_token_ids=list(range(model.vocab_size)) if padded else None,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+        )
+        K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
+        ids, logprobs = torch.full((K * G, T), sampling.pad_id), torch.zeros(K * G, T)
+        lengths, truncated = torch.zeros(K * G, dtype=torch.long), torch.zeros(K * G, dtype=torch.bool)
+        with torch.autocast(model.device.type, enabled=False):  # the trainer's is not vLLM's
+            requests = [{"prompt_token_ids": prompt} for prompt in prompt_ids]
+            outputs = self.llm.generate(requests, params, use_tqdm=sampling.show_progress) if requests else []
+        for row, completion in enumerate(one for output in outputs for one in output.outputs):
+            length = lengths[row] = len(completion.token_ids)
+            ids[row, :length] = torch.tensor(completion.token_ids)
+            steps = zip(completion.logprobs, completion.token_ids, strict=True)
+            logprobs[row, :length] = torch.tensor([step[token].logprob for step, token in steps])
+            truncated[row] = completion.finish_reason != "stop"
+        energy = dppo.energy_bound(logprobs).sum(dim=1)  # 0 beyond the end, where the log-prob is 0
+        columns = (ids.view(K, G, T), logprobs.view(K, G, T), torch.full((K, G), torch.nan))
+        columns += tuple(column.view(K, G) for column in (energy, lengths, truncated))
+        return rollout.Rollouts(prompt_ids, *(column.to(model.device) for column in columns))
+
+    def load(self, model) -> None:
+        """Send the weights of `model` and forget what was computed with others."""
+        if self.sleeps and self.llm.llm_engine.is_sleeping():
+            self.llm.wake_up(tags=["weights"])
+        weights, dtype = model.state_dict(), getattr(torch, self.dtype)  # a tied head is in it, under its own name
+        weights = ((name, tensor.to(dtype)) for name, tensor in weights.items())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if self.sleeps:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()
+        self.fresh = True
+
+    def release(self) -> None:
+        """Before an update: its weights will be stale, and on CUDA its memory is the update's."""
+        self.fresh = False
+        if self.sleeps:
+            self.llm.sleep(level=2)  # keeps nothing: `load` brings the weights
+
+    def close(self) -> None:
+        """Before the process group goes, in which vLLM has its own; outside of torchrun it made even that."""
+        self.llm.llm_engine.engine_core.shutdown()
+        if dist.is_initialized() and "RANK" not in os.environ:
+            dist.destroy_process_group()
+
+    def check(self, model, prompt_ids, sampling: rollout.Sampling, logprobs_of) -> None:
+        """InputError unless vLLM's log-probs are those of the trainer, for the weights as they are and for quite other
+        ones after the same prompts. `logprobs_of(rollouts)` are the trainer's [K, G, T]. Leaves the weights unchanged.
+        """
+        sampling = dataclasses.replace(sampling, max_new_tokens=4, show_progress=False)
+        for moved in (False, True):
+            with moved_weights(model) if moved else contextlib.nullcontext():
+                rollouts = rollout.sample(model, prompt_ids, sampling, group_size=2, seed=0)
+                tokens = rollouts.lengths.sum().item()
+                gap = (logprobs_of(rollouts) - rollouts.logprobs).abs().sum().item() / tokens
+                self.release()
+            if not gap <= MAX_GAP[self.dtype]:
+                raise InputError(
+                    f"--engine vllm: its log-probs are {gap:.2g} nats a token from the trainer's "
+                    f"{'after the weights were changed and sent' if moved else 'for the same weights'}, more than "
+                    f"{MAX_GAP[self.dtype]:g} in {self.dtype}: it samples another policy. Use --engine compact"
+                )
+
+
+@contextlib.contextmanager
+def moved_weights(model):
+    """Noise as large as the weights themselves on every one of them; as they were after."""
+    kept = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_((NOISE * parameter.square().mean().sqrt().cpu() * noise).to(parameter.device))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, old in zip(model.parameters(), kept, strict=True):
+                parameter.copy_(old)
