@@ -108,7 +108,7 @@ def rollout_engines(
         shape: embedded: base model and problems of the embedded task; else random weights of that size and random
             prompts, one batch of sequences in all, each of `new_tokens`
         new_tokens: of each completion, with a shape that is not embedded
-        json_file: where to write the rows {engine, batch, seconds, tokens_per_s, max_logprob_gap}
+        json_file: where to write the rows {engine, batch, seconds, tokens_per_s, max_logprob_gap, ...}
     """
     cfg = config.resolve(config.Config())
     group, folder = cfg.group_size, tempfile.TemporaryDirectory()
@@ -129,37 +129,50 @@ def rollout_engines(
             base, max_tokens=max(map(len, prompts)) + cfg.max_new_tokens, sequences=max(batches), dtype=cfg.dtype,
             device=cfg.device, memory=cfg.vllm_memory,
         ))  # fmt: skip
-    seconds, rates, gaps = ({} for _ in range(3))
+    rows = {}
     for number, (batch, total), engine in itertools.product(
         range(rounds + 1), zip(batches, sequences, strict=True), engines
     ):
+        name = engine if isinstance(engine, str) else "vllm"
+        if name == "vllm" and batch < max(batches):
+            continue  # it schedules by itself
         sampling = rollout.Sampling(cfg.max_new_tokens, eos_ids, 0, batch_size=batch, engine=engine)
         asked = [prompts[(number * total // group + k) % len(prompts)] for k in range(total // group)]
         started = train.clock(cfg)
         with update.autocast(cfg):
             rollouts = rollout.sample(model, asked, sampling, group_size=group, seed=number)
-        spent = train.clock(cfg) - started
-        key = (engine if isinstance(engine, str) else "vllm", batch)
-        if number == 0:  # the first warms up
-            gap = (update.trainer_logprobs(model, rollouts, cfg) - rollouts.logprobs).abs()
-            gaps[key], seconds[key], rates[key] = gap.max().item(), [], []
-        else:
-            seconds[key].append(spent)
-            rates[key].append(int(rollouts.lengths.sum()) / spent)
-    rows = [
-        {"engine": engine, "batch": batch, "seconds": statistics.median(times),
-         "tokens_per_s": statistics.median(rates[engine, batch]), "max_logprob_gap": gaps[engine, batch],
-         "all_seconds": times}
-        for (engine, batch), times in seconds.items()
-    ]  # fmt: skip
-    best = {name: min((row for row in rows if row["engine"] == name), key=lambda row: row["seconds"] / row["batch"]
-                      if shape != "embedded" else row["seconds"]) for name in dict.fromkeys(r["engine"] for r in rows)}  # fmt: skip
-    for row in rows:
-        ratios = sorted(slow / fast for slow, fast in zip(best["hf"]["all_seconds"], row["all_seconds"], strict=True))
-        row["times_as_fast"] = [statistics.median(ratios), ratios[0], ratios[-1]]
-        print("  ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        spent, tokens = train.clock(cfg) - started, int(rollouts.lengths.sum())
+        gaps = (update.trainer_logprobs(model, rollouts, cfg) - rollouts.logprobs).abs()
+        row = rows.setdefault((name, batch), {"all_seconds": [], "rates": [], "gaps": []})
+        if number > 0:  # the first warms up
+            row["all_seconds"].append(spent)
+            row["rates"].append(tokens / spent)
+            row["gaps"].append((gaps.max().item(), int((gaps > 1e-5).sum()), tokens))
+    plain = max((row["rates"] for (name, _), row in rows.items() if name == "hf"), key=statistics.median)
+    table = []
+    for (name, batch), row in rows.items():
+        ratios = sorted(fast / slow for fast, slow in zip(row["rates"], plain, strict=True))
+        largest, above, tokens = zip(*row["gaps"], strict=True)
+        table.append(
+            {
+                "engine": name,
+                "batch": batch,
+                "seconds": statistics.median(row["all_seconds"]),
+                "tokens_per_s": statistics.median(row["rates"]),
+                "times_as_fast": [statistics.median(ratios), *ratios[:: len(ratios) - 1]],
+                "max_logprob_gap": max(largest),
+                "tokens_above_1e-5": sum(above),
+                "tokens": sum(tokens),
+                "all_seconds": row["all_seconds"],
+            }
+        )
+        print(
+            f"{name:8s} {batch:5d} at once {table[-1]['seconds']:8.3f} s {table[-1]['tokens_per_s']:10.0f} tokens/s   "
+            f"{table[-1]['times_as_fast'][0]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) times hf's best   largest "
+            f"log-prob gap {max(largest):.1e}, above 1e-5: {sum(above)} of {sum(tokens)}"
+        )
     if json_file:
-        json_file.write_text(json.dumps(rows, indent=1) + "\n")
+        json_file.write_text(json.dumps(table, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------------------- TRL
@@ -177,34 +190,25 @@ def trl(
     Args:
         rounds: runs of each
         steps: steps of a run, of which all but the first are timed
-        micro_batches: TRL's per_device_train_batch_size; the best one in the first round is kept
-        json_file: where to write the rows {trainer, seconds, ratio, all_seconds}
+        micro_batches: TRL's per_device_train_batch_size; a pilot run of each finds the best
+        json_file: where to write the rows {trainer, seconds, ratio, ratio_low, ratio_high, all_seconds}
     """
-    seconds = {}
-    for number, (name, run) in itertools.product(
-        range(rounds),
-        [(f"TRL, micro-batches of {size}", functools.partial(_trl_steps, size)) for size in micro_batches]
-        + [(method, functools.partial(_our_steps, method)) for method in TIMED],
-    ):
-        if number == 1:  # all but the best of TRL's are out
-            theirs = [other for other in seconds if other.startswith("TRL")]
-            best = min(theirs, key=lambda other: statistics.median(seconds[other]))
-            if name.startswith("TRL") and name != best:
-                continue
-        elif number > 1 and name.startswith("TRL") and len(seconds[name]) < number * (steps - 1):
-            continue
-        seconds.setdefault(name, []).extend(run(steps, number))
-    best = min((name for name in seconds if name.startswith("TRL")), key=lambda name: statistics.median(seconds[name]))
-    rows = []
-    for name, times in seconds.items():
-        of_run = [statistics.median(times[start : start + steps - 1]) for start in range(0, len(times), steps - 1)]
-        pairs = zip(of_run, [statistics.median(seconds[best][start : start + steps - 1])
-                             for start in range(0, len(seconds[best]), steps - 1)], strict=False)  # fmt: skip
-        ratios = sorted(ours / theirs for ours, theirs in pairs)
-        rows.append({"trainer": name, "seconds": statistics.median(times), "timed_steps": len(times),
-                     "ratio": [statistics.median(ratios), ratios[0], ratios[-1]], "all_seconds": times})  # fmt: skip
-        print(f"{name:28s} {rows[-1]['seconds']:7.3f} s   {rows[-1]['ratio'][0]:.2f} of TRL's best, "
-              f"{ratios[0]:.2f} to {ratios[-1]:.2f} over runs; {len(times)} steps")  # fmt: skip
+    pilot = {size: statistics.median(_trl_steps(size, steps, 0)) for size in micro_batches}
+    best = min(pilot, key=pilot.get)
+    trainers = {"TRL": functools.partial(_trl_steps, best)}
+    trainers |= {method: functools.partial(_our_steps, method) for method in TIMED}
+    runs = {name: [] for name in trainers}
+    for number, name in itertools.product(range(rounds), trainers):
+        runs[name].append(trainers[name](steps, number))
+    rows = [{"trainer": f"TRL, pilot, micro-batches of {size}", "seconds": seconds} for size, seconds in pilot.items()]
+    for name, times in runs.items():
+        pairs = zip(times, runs["TRL"], strict=True)
+        ratios = sorted(statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs)
+        seconds = statistics.median(itertools.chain(*times))
+        rows.append({"trainer": name, "seconds": seconds, "ratio": statistics.median(ratios), "ratio_low": ratios[0],
+                     "ratio_high": ratios[-1], "all_seconds": times})  # fmt: skip
+    for row in rows:
+        print("  ".join(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
     if json_file:
         json_file.write_text(json.dumps(rows, indent=1) + "\n")
 

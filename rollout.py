@@ -153,7 +153,7 @@ class _Record:
         others = probs.scatter_(1, token[:, None], 0.0).square().sum(dim=-1)  # [B]
         energy = torch.expm1(logprob[:, 0]).square() + others  # (1 - p)^2 + sum of the others' p^2: no cancellation
         self.ids[rows, step] = token
-        self.statistics[:, rows, step] = torch.stack([logprob[:, 0], entropy, energy])
+        self.statistics[:, rows, step] = torch.stack([logprob[:, 0], entropy, energy]).float()
 
 
 def _pad_left(prompt_ids, device):
@@ -198,7 +198,7 @@ def _compact(model, prompt_ids, group_size, record, progress):
                 tensor.repeat_interleave(group_size, dim=0) for tensor in (logits, sequences, mask, positions)
             )
         scores = record.distribution(sequences, logits)
-        token = torch.multinomial(scores.exp(), 1) if record.sampling.temperature else scores.argmax(1, keepdim=True)
+        token = _draw(scores) if record.sampling.temperature else scores.argmax(dim=1, keepdim=True)
         record.take(rows, step, scores, token[:, 0])
         live = (~torch.isin(token[:, 0], record.eos)).nonzero()[:, 0]
         progress.update(len(rows) - len(live))
@@ -211,6 +211,14 @@ def _compact(model, prompt_ids, group_size, record, progress):
             rows, tokens, sequences, mask, positions = (t[live] for t in (rows, tokens, sequences, mask, positions))
     else:  # these are cut off
         progress.update(len(rows))
+
+
+def _draw(scores):
+    """A token [B, 1] from log-probs [B, V]: where one random number a row falls in the cumulated probabilities. Float64
+    sums to the last bit; torch.multinomial takes a random number a token, and three times as long."""
+    cumulated = scores.double().exp().cumsum(dim=1)
+    point = torch.rand(len(scores), 1, dtype=torch.float64, device=scores.device) * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, point, right=True).clamp(max=scores.shape[1] - 1)
 
 
 # ---------------------------------------------------------------------------- engine: hf

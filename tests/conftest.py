@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from toy import flags, rows, toy_reward
+from toy import flags, plain_logits, rows, toy_reward
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -59,6 +59,29 @@ def policy_folder(make_policy, tmp_path):
     model.save_pretrained(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy")
     return str(tmp_path / "policy")
+
+
+@pytest.fixture
+def small_world():
+    """A Qwen3 of five tokens whose head is padded to eight; the chance of every completion of at most three tokens, by
+    a forward of its own: {tokens: probability}, for prompt [1, 2] and two end tokens."""
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, initializer_range=0.4, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM._from_config(config, attn_implementation=packing.ATTENTION)
+    model.vocab_size = 5
+    chances, unfinished = {}, {(): 1.0}
+    for length in (1, 2, 3):
+        longer = {}
+        for begun, chance in unfinished.items():
+            probs = plain_logits(model, torch.tensor([[1, 2, *begun]]))[0, -1, :5].double().softmax(dim=0)
+            for token, prob in enumerate(probs.tolist()):
+                ended = token in (0, 4) or length == 3
+                (chances if ended else longer)[*begun, token] = chance * prob
+        unfinished = longer
+    return model, chances
 
 
 @pytest.fixture

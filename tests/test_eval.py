@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import eval as evaluation
+import rollout
 from data import InputError, Problem
 
 nan = math.nan
@@ -49,8 +50,8 @@ def test_batches_do_not_change_what_is_asked(make_policy):
     for batch_size in (1, 4, 100):
         asked.clear()
         rewards, truncated = evaluation.sample_rewards(
-            model, tokenizer, problems, prompt_ids, reward, k=2, batch_size=batch_size, seed=0,
-            max_new_tokens=3, temperature=1.0, eos_ids=[256], pad_id=257,
+            model, tokenizer, problems, prompt_ids, reward, rollout.Sampling(3, [256], 257, batch_size=batch_size),
+            k=2, seed=0,
         )  # fmt: skip
         assert rewards.tolist() == [[float(i)] * 2 for i in range(7)]
         assert asked == [str(i) for i in range(7) for _ in range(2)]
@@ -82,7 +83,14 @@ def test_bad_values_are_named():
         evaluation.main(evaluation.EvalConfig("m", k=0))
     with pytest.raises(InputError, match="--max-new-tokens 0: must be at least 1"):
         evaluation.main(evaluation.EvalConfig("m", max_new_tokens=0))
-    with pytest.raises(InputError, match="--temperature 0"):
-        evaluation.main(evaluation.EvalConfig("m", temperature=0.0))
+    for name, value in (
+        ("temperature", -0.1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("repetition_penalty", 0.0),
+    ):
+        with pytest.raises(InputError, match=f"--{name.replace('_', '-')} {value}: must be"):
+            evaluation.main(evaluation.EvalConfig("m", **{name: value}))
     with pytest.raises(InputError, match="--model /nowhere cannot be loaded"):
         evaluation.main(evaluation.EvalConfig("/nowhere"))

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
+from toy import plain_logits
 from tqdm import tqdm
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import eval as evaluation
 import packing
@@ -18,15 +18,6 @@ ENGINES = pytest.mark.parametrize("engine", ["compact", "hf"])
 def sample(model, prompt_ids, *, group_size=6, seed=5, **changes):
     options = {"max_new_tokens": 12, "eos_ids": [256], "pad_id": 257, "batch_size": 12}
     return rollout.sample(model, prompt_ids, rollout.Sampling(**options | changes), group_size=group_size, seed=seed)
-
-
-def plain_logits(model, ids):
-    """[B, L, V] by transformers' own attention."""
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        logits = model(ids, use_cache=False).logits
-    model.set_attn_implementation(packing.ATTENTION)
-    return logits
 
 
 @ENGINES
@@ -83,29 +74,6 @@ def test_frequencies_and_entropy_are_those_of_the_policy(make_policy, engine):
     assert torch.allclose(got.entropy, entropy.expand(1, 20_000), atol=1e-4)
     assert model.generation_config is own_config, "set aside, not lost"
     assert model.config._attn_implementation == packing.ATTENTION
-
-
-@pytest.fixture
-def small_world():
-    """A Qwen3 of five tokens whose head is padded to eight; the chance of every completion of at most three tokens, by
-    a forward of its own: {tokens: probability}, for prompt [1, 2] and two end tokens."""
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, initializer_range=0.4, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM._from_config(config, attn_implementation=packing.ATTENTION)
-    model.vocab_size = 5
-    chances, unfinished = {}, {(): 1.0}
-    for length in (1, 2, 3):
-        longer = {}
-        for begun, chance in unfinished.items():
-            probs = plain_logits(model, torch.tensor([[1, 2, *begun]]))[0, -1, :5].double().softmax(dim=0)
-            for token, prob in enumerate(probs.tolist()):
-                ended = token in (0, 4) or length == 3
-                (chances if ended else longer)[*begun, token] = chance * prob
-        unfinished = longer
-    return model, chances
 
 
 @ENGINES

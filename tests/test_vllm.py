@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy import assert_same, flags, rows, timeless, toy_reward
+from toy import assert_same, flags, plain_logits, rows, timeless, toy_reward
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import arithmetic
@@ -109,19 +109,10 @@ def test_first_tokens_are_as_frequent_as_the_policy_says(pair):
     model, engine = pair
     got = sample(model, engine, group_size=1000, max_new_tokens=1)
     for k in (0, 3):
-        probs = plain(model, k).softmax(dim=-1).tolist()
+        probs = plain_logits(model, torch.tensor([PROMPTS[k]]))[0, -1].softmax(dim=-1).tolist()
         counts = collections.Counter(got.completion_ids[k].flatten().tolist())
         for token, prob in enumerate(probs):
             assert abs(counts[token] / 1000 - prob) <= 4.5 * (prob * (1 - prob) / 1000) ** 0.5 + 2e-3
-
-
-def plain(model, k):
-    """Logits [V] after prompt k, by transformers' own attention."""
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        logits = model(torch.tensor([PROMPTS[k]]), use_cache=False).logits[0, -1]
-    model.set_attn_implementation(packing.ATTENTION)
-    return logits
 
 
 def test_ten_updates_arrive(pair):

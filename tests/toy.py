@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import config
 import data
 import dppo
+import packing
 import rollout
 import sampler
 import train
@@ -44,6 +45,15 @@ def sample_by_prompt(model, prompt_ids, sampling, *, group_size, seed, real=roll
     """Each prompt's group from a seed of its own, so that it is the same whoever rolls it out."""
     own = [([ids], sampler.seed_for("toy", ids)) for ids in prompt_ids] or [([], seed)]
     return rollout.join([real(model, ids, sampling, group_size=group_size, seed=one) for ids, one in own])
+
+
+def plain_logits(model, ids):
+    """[B, L, V] by transformers' own attention."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+    model.set_attn_implementation(packing.ATTENTION)
+    return logits
 
 
 def rows(folder, file="log.jsonl"):
