@@ -33,6 +33,7 @@ import arithmetic
 import config
 import data
 import dppo
+import log
 import padding
 import rollout
 import sampler
@@ -66,9 +67,9 @@ def step(
         with tempfile.TemporaryDirectory() as folder:
             words = ["--method", method, "--steps", str(steps), "--seed", str(number), "--out-dir", f"{folder}/run"]
             train.main(config.parse_config([*words, "--eval-every", "0", "--save-every", "0"]))
-            log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()][skip:]
+            steps_log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()][skip:]
         for part in PARTS:
-            median = statistics.median(row[part] for row in log)
+            median = statistics.median(row[part] for row in steps_log)
             rows.append({"method": method, "round": number, "part": part, "median": median})
 
     def medians(method, part):
@@ -214,11 +215,14 @@ def trl(
 
 
 def _our_steps(method: str, steps: int, seed: int) -> list[float]:
+    """Seconds of train.py's steps but the first, each from the end of the one before, log and all."""
+    ends, line = [], log.console_line
+    log.console_line = lambda *words: ends.append(time.perf_counter()) or line(*words)
     with tempfile.TemporaryDirectory() as folder:
         words = ["--method", method, "--steps", str(steps), "--seed", str(seed), "--out-dir", f"{folder}/run"]
         train.main(config.parse_config([*words, "--eval-every", "0", "--save-every", "0"]))
-        log = Path(folder, "run", "log.jsonl").read_text().splitlines()
-    return [json.loads(line)["step_time"] for line in log[1:]]
+    log.console_line = line
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 def _trl_steps(micro_batch: int, steps: int, seed: int) -> list[float]:
@@ -278,10 +282,10 @@ def check(
         with tempfile.TemporaryDirectory() as folder:
             words = ["--method", method, "--steps", str(steps), "--check-every", str(every)]
             train.main(config.parse_config([*words, "--out-dir", f"{folder}/run", "--eval-every", "0"]))
-            log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()]
+            steps_log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()]
         dppo.ht_weights = honest
         for key in ("check/bias2", "check/scale", "check/variance"):
-            values = [row[key] for row in log if row.get(key) is not None]
+            values = [row[key] for row in steps_log if row.get(key) is not None]
             error = statistics.stdev(values) / math.sqrt(len(values))
             rows.append({"rule": name, "key": key, "mean": statistics.mean(values), "error": error,
                          "checks": len(values)})  # fmt: skip

@@ -94,12 +94,13 @@ class Engine:
 
     def load(self, model) -> None:
         """Send the weights of `model` and forget what was computed with others."""
-        if self.sleeps and self.llm.llm_engine.is_sleeping():
+        asleep = self.sleeps and self.llm.llm_engine.is_sleeping()
+        if asleep:
             self.llm.wake_up(tags=["weights"])
         weights, dtype = model.state_dict(), getattr(torch, self.dtype)  # a tied head is in it, under its own name
         weights = ((name, tensor.to(dtype)) for name, tensor in weights.items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if self.sleeps:
+        if asleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
         self.fresh = True

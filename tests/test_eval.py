@@ -78,6 +78,21 @@ def test_command_line(policy_folder):
     assert bad.stderr.startswith("error: data nothing.jsonl: no such file")
 
 
+def test_every_flag_reaches_the_sampler(policy_folder, monkeypatch):
+    """Kills: a flag of eval.py that does nothing."""
+    asked, sample = [], rollout.sample
+
+    def record(model, prompt_ids, sampling, **options):
+        asked.append(sampling)
+        return sample(model, prompt_ids, sampling, **options)
+
+    monkeypatch.setattr(rollout, "sample", record)
+    given = {"temperature": 0.5, "top_k": 3, "top_p": 0.7, "repetition_penalty": 1.2, "engine": "hf", "batch_size": 7}
+    row = evaluation.main(evaluation.EvalConfig(policy_folder, problems=2, max_new_tokens=3, **given))
+    assert given.items() <= vars(asked[0]).items()
+    assert all(row[name] == given[name] for name in ("temperature", "top_k", "top_p", "repetition_penalty"))
+
+
 def test_bad_values_are_named():
     with pytest.raises(InputError, match="--k 0: must be at least 1"):
         evaluation.main(evaluation.EvalConfig("m", k=0))

@@ -76,6 +76,14 @@ def test_frequencies_and_entropy_are_those_of_the_policy(make_policy, engine):
     assert model.config._attn_implementation == packing.ATTENTION
 
 
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.49, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_what_has_no_chance_is_not_drawn(monkeypatch, number, token):
+    """At the ends and on the borders of the random number's range. Kills: a border that belongs to the token before."""
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, number, **options))
+    scores = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).log()
+    assert rollout._draw(scores).tolist() == [[token]]
+
+
 @ENGINES
 def test_every_completion_is_as_frequent_as_the_policy_says(small_world, engine):
     """50,000 draws, beside groups of other lengths: each of the 53 completions within 4 standard errors of its chance,
@@ -101,8 +109,8 @@ def test_every_completion_is_as_frequent_as_the_policy_says(small_world, engine)
     "changes", [{}, {"repetition_penalty": 1.7}, {"temperature": 0.7, "top_k": 1}, {"top_p": 1e-6}]
 )
 def test_greedy_tokens_are_those_of_generate(make_policy, changes):
-    """Ragged prompts, several ends. Kills: positions that count the padding, a mask that grows in the wrong place, a
-    penalty that sees the padding or forgets the prompt."""
+    """Ragged prompts, several ends. Kills: a mask that grows in the wrong place, a penalty that sees the padding or
+    forgets the prompt, a flag that one engine ignores."""
     model, _ = make_policy(seed=4)
     prompts, ends = [[65], [66, 67, 68, 69, 70], [71, 72], [1, 2, 3]], [256, *range(0, 256, 8)]
     options = {"temperature": 0.0, "eos_ids": ends, "max_new_tokens": 40, "batch_size": 3} | changes
