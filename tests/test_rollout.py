@@ -151,20 +151,31 @@ def test_top_p_and_top_k_cut_the_tail(make_policy):
         assert got.entropy.isfinite().all()
 
 
-def test_prompts_are_read_once_and_rows_leave(make_policy, monkeypatch):
-    """Positions that the model computes: every prompt once, every sampled token but the last once. And the bar counts
-    completions. Kills: a prefill for each completion, finished rows that stay."""
+@pytest.mark.parametrize("batch_size", [50, 100])
+def test_prompts_are_read_once_and_rows_leave(make_policy, batch_size):
+    """Positions that the model computes: every prompt once, every sampled token but the last once, never more than a
+    batch at once. Kills: a prefill for each completion, finished rows that stay, a batch size that is ignored."""
     model, _ = make_policy()
-    computed, told = [], []
+    computed = []
     model.register_forward_pre_hook(lambda module, words: computed.append(words[0].numel()))
-    update = tqdm.update
-    monkeypatch.setattr(tqdm, "update", lambda bar, n=1: told.append(n) or update(bar, n))
-    got = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, eos_ids=list(range(0, 258, 8)), batch_size=100)
+    got = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, eos_ids=list(range(0, 258, 8)),
+                 batch_size=batch_size)  # fmt: skip
     assert got.truncated.any()
-    cut = int(got.truncated.sum())
+    assert max(computed) <= batch_size
     assert sum(computed) == 6 + int(got.lengths.sum()) - 100
-    assert sum(told) == 100
-    assert told[-1] == cut
+
+
+@ENGINES
+def test_the_bar_counts_completions(make_policy, monkeypatch, engine):
+    """Also those that are cut off, and those of several batches. Kills: a bar that stands still or runs over."""
+    told, totals, update = [], [], tqdm.update
+    monkeypatch.setattr(tqdm, "update", lambda bar, n=1: told.append(n) or totals.append(bar.total) or update(bar, n))
+    got = sample(
+        make_policy()[0], [[65], [66], [67]], eos_ids=list(range(0, 258, 8)), engine=engine, show_progress=True
+    )
+    assert got.truncated.any()
+    assert sum(told) == 18
+    assert set(totals) == {18}
 
 
 @ENGINES
