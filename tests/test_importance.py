@@ -57,6 +57,10 @@ def test_importance_weights_give_the_policys_gradient(small_world):
     assert error(importance_cap=0.0)[1] > 0.05
     cut, biased = error(importance_cap=1.0)
     assert biased > 0.02
+    _, found = gradient(model, one_token_rollouts(sampler), advantages, sampler.exp()[:, None], importance_cap=1.0)
+    lower = torch.minimum(policy, sampler).exp()[:, None]
+    _, constant = gradient(model, one_token_rollouts(policy), advantages, lower)
+    assert torch.allclose(found, constant, atol=1e-6), "weights are constants, cut or not"
     assert cut["capped"] == (policy > sampler).sum().item()
     policy = policy.view(5, 1, 1)
     assert error(importance_cap=10.0, old_logprobs=policy)[1] < 1e-5, "the same, looked up instead of now"
@@ -102,6 +106,14 @@ def test_a_run_whose_sampler_is_off(run, monkeypatch):
         looked_up.append(fingerprint(model))
         return real(model, rollouts, cfg)
 
+    accumulate, given = train.accumulate_gradients, []
+
+    def record(*words, old_logprobs, **options):
+        given.append(old_logprobs)
+        return accumulate(*words, old_logprobs=old_logprobs, **options)
+
+    monkeypatch.setattr(train, "accumulate_gradients", record)
+
     def fingerprint(model):
         return sum(parameter.sum().item() for parameter in model.parameters())
 
@@ -114,6 +126,8 @@ def test_a_run_whose_sampler_is_off(run, monkeypatch):
     assert not looked_up
     twice = run("twice", method="grpo", importance_cap=2.0, minibatches=2)
     assert len(looked_up) == len(set(looked_up)) == 4
+    assert [old is None for old in given] == 8 * [True] + 8 * [False]
+    assert all(first is second for first, second in zip(given[8::2], given[9::2], strict=True))
     for row in itertools.chain(corrected, twice):
         assert 0.05 < row["sampling/sampling_logp_difference/mean"] < 0.1
         assert 1.05 < row["sampling/importance_sampling_ratio/mean"] < 1.11
