@@ -231,3 +231,19 @@ def test_end_tokens_of_a_chat_model(make_policy):
     assert rollout.eos_token_ids(model, tokenizer) == [151645, 151643]
     model.generation_config.eos_token_id = None
     assert rollout.eos_token_ids(model, tokenizer) == [256]
+
+
+@ENGINES
+def test_a_loaded_models_vocabulary_is_its_tokenizers(make_policy, tmp_path, engine):
+    """Sixty-two rows of the head that are no tokens. Kills: the vocabulary's size taken from the config."""
+    model, tokenizer = make_policy()
+    model.resize_token_embeddings(320)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded, _ = rollout.load_policy(str(tmp_path), "cpu")
+    assert loaded.config.vocab_size == 320
+    got = sample(loaded, [[65, 66]], group_size=500, engine=engine)
+    assert got.completion_ids.max() < 258
+    pack = packing.build_pack([[65, 66]], [got.completion_ids[0, 0, : got.lengths[0, 0]].tolist()])
+    forced, _ = packing.packed_logprobs(loaded, pack)
+    assert (forced - got.logprobs[0, 0, : got.lengths[0, 0]]).abs().max() < 1e-5
