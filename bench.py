@@ -127,8 +127,8 @@ def rollout_engines(
     engines = ["hf", "compact"]
     if importlib.util.find_spec("vllm"):
         engines.append(vllm_engine.Engine(
-            base, max_tokens=max(map(len, prompts)) + cfg.max_new_tokens, sequences=max(batches), dtype=cfg.dtype,
-            device=cfg.device, memory=cfg.vllm_memory,
+            base, vocab_size=model.vocab_size, max_tokens=max(map(len, prompts)) + cfg.max_new_tokens,
+            sequences=max(batches), dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
         ))  # fmt: skip
     rows = {}
     for number, (batch, total), engine in itertools.product(
@@ -138,6 +138,8 @@ def rollout_engines(
         if name == "vllm" and batch < max(batches):
             continue  # it schedules by itself
         sampling = rollout.Sampling(cfg.max_new_tokens, eos_ids, 0, batch_size=batch, engine=engine)
+        if name == "vllm":
+            engine.release()  # as before an update: every step sends the weights
         asked = [prompts[(number * total // group + k) % len(prompts)] for k in range(total // group)]
         started = train.clock(cfg)
         with update.autocast(cfg):

@@ -99,7 +99,7 @@ class Config:
 
 
 FREE_TO_CHANGE = (  # when resuming: what is not part of the experiment
-    "steps", "device", "engine", "vllm_memory", "rollout_batch", "pack_tokens", "pack_window", "share_prompts",
+    "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "pack_window", "share_prompts",
     "gradient_checkpointing", "out_dir", "resume", "eval_every", "save_every", "check_every",
 )  # fmt: skip
 
@@ -243,9 +243,9 @@ def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
         said.append("--engine vllm tells pps an upper bound of each completion's size: unbiased, a little noisier")
     if cfg.beta > 0 and cfg.completion_rule == "zero" and not cfg.mask_truncated:
         said.append("--completion-rule zero drops nothing with --beta above 0: the KL term is never exactly zero")
-    if cfg.loss == "gspo" and cfg.dtype == "bfloat16" and cfg.eps_high < 1e-2:
+    if cfg.loss == "gspo" and cfg.dtype == "bfloat16" and cfg.eps_high < 1e-2 and not cfg.importance_cap:
         said.append(
             f"--loss gspo clips at {cfg.eps_high:g}, and sampler and trainer may differ by more in bfloat16: watch "
-            "clip_ratio/region_mean and sampling/sampling_logp_difference/mean, raise --eps-low and --eps-high"
+            "clip_ratio/region_mean and sampling/sampling_logp_difference/mean; --importance-cap 2 measures ratios anew"
         )
     return said

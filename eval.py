@@ -115,8 +115,8 @@ def main(cfg: EvalConfig) -> dict:
     if engine == "vllm":
         longest, dtype = max(map(len, prompt_ids)), "float32" if device == "cpu" else "bfloat16"
         engine = vllm_engine.Engine(
-            cfg.model, max_tokens=longest + max_new_tokens, sequences=cfg.batch_size, dtype=dtype, device=device,
-            memory=cfg.vllm_memory,
+            cfg.model, vocab_size=model.vocab_size, max_tokens=longest + max_new_tokens, sequences=cfg.batch_size,
+            dtype=dtype, device=device, memory=cfg.vllm_memory,
         )  # fmt: skip
     sampling = rollout.Sampling(
         max_new_tokens, rollout.eos_token_ids(model, tokenizer), tokenizer.pad_token_id, cfg.temperature,
@@ -142,6 +142,7 @@ def main(cfg: EvalConfig) -> dict:
         "ci95": [low, high],
         "unscorable": int(rewards.isnan().sum()),
         "truncated_share": truncated.mean().item(),
+        "engine": cfg.engine,
         "temperature": cfg.temperature,
         "top_k": cfg.top_k,
         "top_p": cfg.top_p,

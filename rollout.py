@@ -15,7 +15,7 @@ Letters: K prompts, G completions each, T = max_new_tokens, B sequences sampled 
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -87,9 +87,13 @@ def sample(model, prompt_ids: list[list[int]], sampling: Sampling, *, group_size
     sampling.batch_size sequences are sampled at once, shortest prompts first. Raises FloatingPointError if the model's
     logits are not finite.
     """
-    torch.manual_seed(seed)
+    if sampling.temperature == 0 and group_size > 1:  # all the same, and generate and vLLM refuse to do it twice
+        one = sample(model, prompt_ids, sampling, group_size=1, seed=seed)
+        columns = [getattr(one, field.name) for field in fields(one)[1:]]
+        return Rollouts(prompt_ids, *(column.repeat_interleave(group_size, dim=1) for column in columns))
     if not isinstance(sampling.engine, str):
-        return sampling.engine.sample(model, prompt_ids, sampling, group_size=group_size)
+        return sampling.engine.sample(model, prompt_ids, sampling, group_size=group_size, seed=seed)
+    torch.manual_seed(seed)
     decode = {"compact": _compact, "hf": _generate}[sampling.engine]
     K, G, T, device = len(prompt_ids), group_size, sampling.max_new_tokens, model.device
     progress = tqdm(
@@ -273,7 +277,8 @@ def load_policy(name: str, device: str):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=packing.ATTENTION)
     except (OSError, ValueError) as error:
         raise InputError(f"--model {name} cannot be loaded: {str(error).splitlines()[0]}") from None
-    model.vocab_size = min(len(tokenizer), model.config.vocab_size)  # Qwen3 pads its head with tokens that are none
+    tokens = max(tokenizer.get_vocab().values()) + 1  # Qwen3 pads its head with rows that are no tokens
+    model.vocab_size = min(tokens, model.config.vocab_size)
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise InputError(f"--model {name} has layers of kinds {sorted(kinds)}: only full attention can be packed here")

@@ -154,8 +154,8 @@ def main(cfg: Config) -> None:
     if engine == "vllm":
         max_tokens = max(map(len, train_ids + eval_ids)) + cfg.max_new_tokens
         engine = vllm_engine.Engine(
-            str(saved or base), max_tokens=max_tokens, sequences=cfg.rollout_batch, dtype=cfg.dtype, device=cfg.device,
-            memory=cfg.vllm_memory,
+            str(saved or base), vocab_size=model.vocab_size, max_tokens=max_tokens, sequences=cfg.rollout_batch,
+            dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
         )  # fmt: skip
     sampling = rollout.Sampling(
         cfg.max_new_tokens, rollout.eos_token_ids(model, tokenizer), tokenizer.pad_token_id, cfg.temperature,
@@ -286,6 +286,8 @@ def main(cfg: Config) -> None:
         """The running check of both levels: all Q candidates rolled out apart from the run, their full gradient (of
         the first mini-batch), and two pruned ones, each from a prompt draw and a completion draw of its own."""
         batch, place = roll_out(window, step, "check"), torch.arange(num_prompts)
+        if cfg.engine == "vllm":
+            engine.release()
         vectors = []  # [parameters] each
         for number in range(3):
             draws = generator_for(cfg.seed, step, "check", number)

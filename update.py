@@ -31,9 +31,10 @@ def accumulate_gradients(
     that depends on the pack, so any layout gives the same sum. With cfg.beta, `reference` is the frozen model of
     the KL term. The old log-probs are those that were sampled at: no forward of their own. With cfg.importance_cap they
     are the trainer's, `old_logprobs` [K, G, T] or, if None, those of now, and each token carries min(cap, trainer's
-    probability / sampler's) as well. Returns float64 sums, by name in SUMS: loss and the KL in it, with the full
-    batch's denominator; clipped tokens, |trainer - sampler| log-prob gap, ratio of their probabilities, tokens above
-    the cap, and entropy (nats) of the completion tokens; their number, that of tokens forwarded, the slots' room.
+    probability / sampler's) as well (gspo: each sequence the mean of that over its tokens). Returns float64 sums, by
+    name in SUMS: loss and the KL in it, with the full batch's denominator; clipped tokens, |trainer - sampler| log-prob
+    gap, ratio of their probabilities, tokens above the cap, and entropy (nats) of the completion tokens; their number,
+    that of tokens forwarded, the slots' room.
     """
     device = model.device
     sampled_logprobs, lengths = rollouts.logprobs.flatten(0, 1), rollouts.lengths.flatten().tolist()

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import os
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -21,15 +22,19 @@ import dppo
 import rollout
 from data import InputError
 
-MAX_GAP = {"float32": 1e-3, "bfloat16": 0.2}  # mean |log-prob difference|, nats; bfloat16 alone makes some 0.01
-NOISE = 1.0  # of the weights while the check looks, relative to their size
+MAX_GAP = {"float32": 0.01, "bfloat16": 0.3}  # mean |log-prob difference|, nats; bfloat16 alone makes some 0.02
+MAX_MOVED_GAP = 0.25  # the same for moved weights, as a share of how far the log-probs moved
+NOISE, VOCABULARY_NOISE = 0.1, 1.0  # of moved weights, relative to their size; deep layers amplify what is more
 
 
 class Engine:
     """A vLLM engine that holds a copy of the trainer's policy."""
 
-    def __init__(self, folder: str, *, max_tokens: int, sequences: int, dtype: str, device: str, memory: float):
-        """`folder` is a hub id or folder; `max_tokens` those of prompt and completion, `sequences` as many at once."""
+    def __init__(
+        self, folder: str, *, vocab_size: int, max_tokens: int, sequences: int, dtype: str, device: str, memory: float
+    ):
+        """`folder` is a hub id or folder, of which only the shape is read; `vocab_size` its tokens without padding;
+        `max_tokens` those of prompt and completion, `sequences` as many at once. InputError if vLLM cannot start."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, or tensors cannot be handed over
         if device == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -38,31 +43,43 @@ class Engine:
         try:
             from vllm import LLM, SamplingParams
         except ImportError as error:
+            message = f"--engine vllm: cannot import it ({error}); install vLLM, or use --engine compact"
+            raise InputError(message) from None
+        self.make_params, self.vocab_size, self.dtype = SamplingParams, vocab_size, dtype
+        self.sleeps, self.fresh = device == "cuda", False  # fresh: it holds the trainer's weights, and is awake
+        try:
+            self.llm = LLM(
+                folder,
+                load_format="dummy",  # `load` brings the weights
+                hf_overrides={"vocab_size": vocab_size},  # the head's padding is not sampled
+                dtype=dtype,
+                max_model_len=max_tokens,
+                max_num_seqs=sequences,
+                gpu_memory_utilization=memory,
+                enable_sleep_mode=self.sleeps,
+                enforce_eager=device == "cpu",
+                distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
+                logprobs_mode="processed_logprobs",  # after the temperature
+                generation_config="vllm",  # not the model's own temperature, top-k and top-p
+                skip_tokenizer_init=True,
+                disable_log_stats=True,
+            )
+        except (ValueError, RuntimeError) as error:
+            message = str(error).strip().splitlines()[-1]
             raise InputError(
-                f"--engine vllm: cannot import it ({error}); install vLLM, or use --engine compact"
+                f"--engine vllm: cannot start it ({message}); see --vllm-memory and --rollout-batch"
             ) from None
-        self.make_params, self.dtype, self.sleeps, self.fresh = SamplingParams, dtype, device == "cuda", False
-        self.llm = LLM(
-            folder,
-            dtype=dtype,
-            max_model_len=max_tokens,
-            max_num_seqs=sequences,
-            gpu_memory_utilization=memory,
-            enable_sleep_mode=self.sleeps,
-            enforce_eager=device == "cpu",
-            distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
-            logprobs_mode="processed_logprobs",  # after the temperature
-            generation_config="vllm",  # not the model's own temperature, top-k and top-p
-            skip_tokenizer_init=True,
-            disable_log_stats=True,
-            seed=0,  # every call sets torch's own
-        )
 
-    def sample(self, model, prompt_ids: list[list[int]], sampling: rollout.Sampling, *, group_size: int):
+    def sample(self, model, prompt_ids: list[list[int]], sampling: rollout.Sampling, *, group_size: int, seed: int):
         """Rollouts by the weights of `model`, which are sent first if they may have changed. See rollout.sample."""
+        if 0 < sampling.temperature < 0.01:
+            raise InputError(f"--temperature {sampling.temperature}: vLLM samples at 0.01 at least")
         if not self.fresh:
             self.load(model)
-        padded = model.vocab_size < model.config.vocab_size
+        torch.manual_seed(
+            seed
+        )  # one of vLLM's runners draws from torch's generator, the other takes seeds from NumPy's
+        numpy.random.seed(seed % 2**32)  # noqa: NPY002
         params = self.make_params(
             n=group_size,
             max_tokens=sampling.max_new_tokens,
@@ -71,7 +88,6 @@ class Engine:
             top_p=sampling.top_p,
             repetition_penalty=sampling.repetition_penalty,
             stop_token_ids=sampling.eos_ids,
-            allowed_token_ids=list(range(model.vocab_size)) if padded else None,
             logprobs=0,  # of the sampled token alone
             detokenize=False,
         )
@@ -87,6 +103,8 @@ class Engine:
             steps = zip(completion.logprobs, completion.token_ids, strict=True)
             logprobs[row, :length] = torch.tensor([step[token].logprob for step, token in steps])
             truncated[row] = completion.finish_reason != "stop"
+        if not logprobs.isfinite().all():
+            raise FloatingPointError("vLLM's log-probs are not finite")
         energy = dppo.energy_bound(logprobs).sum(dim=1)  # 0 beyond the end, where the log-prob is 0
         columns = (ids.view(K, G, T), logprobs.view(K, G, T), torch.full((K, G), torch.nan))
         columns += tuple(column.view(K, G) for column in (energy, lengths, truncated))
@@ -98,7 +116,13 @@ class Engine:
         if asleep:
             self.llm.wake_up(tags=["weights"])
         weights, dtype = model.state_dict(), getattr(torch, self.dtype)  # a tied head is in it, under its own name
-        weights = ((name, tensor.to(dtype)) for name, tensor in weights.items())
+        vocabulary = [
+            module.weight.data_ptr() for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        ]
+        weights = (
+            (name, (tensor[: self.vocab_size] if tensor.data_ptr() in vocabulary else tensor).to(dtype))
+            for name, tensor in weights.items()
+        )
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if asleep:
             self.llm.wake_up(tags=["kv_cache"])
@@ -107,9 +131,9 @@ class Engine:
 
     def release(self) -> None:
         """Before an update: its weights will be stale, and on CUDA its memory is the update's."""
-        self.fresh = False
-        if self.sleeps:
+        if self.sleeps and self.fresh:
             self.llm.sleep(level=2)  # keeps nothing: `load` brings the weights
+        self.fresh = False
 
     def close(self) -> None:
         """Before the process group goes, in which vLLM has its own; outside of torchrun it made even that."""
@@ -118,21 +142,23 @@ class Engine:
             dist.destroy_process_group()
 
     def check(self, model, prompt_ids, sampling: rollout.Sampling, logprobs_of) -> None:
-        """InputError unless vLLM's log-probs are those of the trainer, for the weights as they are and for quite other
-        ones after the same prompts. `logprobs_of(rollouts)` are the trainer's [K, G, T]. Leaves the weights unchanged.
-        """
+        """InputError unless vLLM's log-probs are those of the trainer, for the weights as they are and for moved ones
+        after the same prompts. `logprobs_of(rollouts)` are the trainer's, [K, G, T]. Leaves the weights unchanged."""
         sampling = dataclasses.replace(sampling, max_new_tokens=4, show_progress=False)
         for moved in (False, True):
             with moved_weights(model) if moved else contextlib.nullcontext():
                 rollouts = rollout.sample(model, prompt_ids, sampling, group_size=2, seed=0)
-                tokens = rollouts.lengths.sum().item()
-                gap = (logprobs_of(rollouts) - rollouts.logprobs).abs().sum().item() / tokens
+                ours = logprobs_of(rollouts)
                 self.release()
-            if not gap <= MAX_GAP[self.dtype]:
+            tokens = rollouts.lengths.sum().item()
+            gap, bound = (ours - rollouts.logprobs).abs().sum().item() / tokens, MAX_GAP[self.dtype]
+            if moved:
+                bound = MAX_MOVED_GAP * (ours - logprobs_of(rollouts)).abs().sum().item() / tokens
+            if not gap <= bound:
                 raise InputError(
                     f"--engine vllm: its log-probs are {gap:.2g} nats a token from the trainer's "
                     f"{'after the weights were changed and sent' if moved else 'for the same weights'}, more than "
-                    f"{MAX_GAP[self.dtype]:g} in {self.dtype}: it samples another policy. Use --engine compact"
+                    f"{bound:.2g} ({self.dtype}): it samples another policy. Use --engine compact"
                 )
 
 
@@ -143,8 +169,9 @@ def moved_weights(model):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_((NOISE * parameter.square().mean().sqrt().cpu() * noise).to(parameter.device))
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            share = VOCABULARY_NOISE if len(parameter) == model.config.vocab_size else NOISE
+            parameter.add_(share * parameter.square().mean().sqrt() * noise)
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """A sampler that is not quite the policy: measured, and corrected by truncated importance weights."""
 
 import itertools
+import math
 import sys
 from dataclasses import replace
 
@@ -63,6 +64,8 @@ def test_importance_weights_give_the_policys_gradient(small_world):
     assert torch.allclose(found, constant, atol=1e-6), "weights are constants, cut or not"
     assert cut["capped"] == (policy > sampler).sum().item()
     policy = policy.view(5, 1, 1)
+    looked_up = error(importance_cap=10.0, old_logprobs=policy - 0.4)[0]["importance"]
+    assert looked_up == pytest.approx(sums["importance"] * math.exp(-0.4), rel=1e-4)
     assert error(importance_cap=10.0, old_logprobs=policy)[1] < 1e-5, "the same, looked up instead of now"
     assert error(importance_cap=10.0, old_logprobs=policy - 0.4)[0]["clipped"] > 0, "they are what the clip looks at"
 
@@ -71,11 +74,12 @@ def test_trainer_logprobs_are_in_their_places(make_policy):
     """Ragged completions, one of them empty, in slots that mix prompts. Kills: rows in the order of the packs."""
     model, _ = make_policy()
     prompts = [[65, 66], [67], [68, 69, 70]]
-    got = rollout.sample(model, prompts, rollout.Sampling(9, [256, *range(0, 256, 8)], 257), group_size=5, seed=1)
+    sampling = rollout.Sampling(9, [256, *range(0, 256, 8)], 257, temperature=0.6)
+    got = rollout.sample(model, prompts, sampling, group_size=5, seed=1)
     got.lengths[1, 2] = 0
     got.logprobs[1, 2] = 0.0
     for share in (False, True):
-        cfg = replace(CFG, pack_tokens=20, share_prompts=share, temperature=1.0)
+        cfg = replace(CFG, pack_tokens=20, share_prompts=share, temperature=0.6)
         assert (update.trainer_logprobs(model, got, cfg) - got.logprobs).abs().max() < 1e-5
 
 
@@ -125,8 +129,10 @@ def test_a_run_whose_sampler_is_off(run, monkeypatch):
     corrected = run("corrected", method="grpo", importance_cap=1.05)
     assert not looked_up
     twice = run("twice", method="grpo", importance_cap=2.0, minibatches=2)
-    assert len(looked_up) == len(set(looked_up)) == 4
-    assert [old is None for old in given] == 8 * [True] + 8 * [False]
+    run("again", method="grpo", importance_cap=2.0, epochs=2, steps=1)
+    assert len(looked_up) == 5, "once a step, with mini-batches or epochs"
+    assert len(set(looked_up[:4])) == 4
+    assert [old is None for old in given] == 8 * [True] + 10 * [False]
     assert all(first is second for first, second in zip(given[8::2], given[9::2], strict=True))
     for row in itertools.chain(corrected, twice):
         assert 0.05 < row["sampling/sampling_logp_difference/mean"] < 0.1

@@ -397,6 +397,8 @@ def test_chunked_head_is_the_head(make_policy, rows):
     assert seen[0] == 7
     assert max(seen[1:]) == rows
     assert sum(seen[1:]) == (7 if rows == 7 else 14), "once forward, once backward"
+    part, _ = packing.token_logprobs(hidden, head, targets, 0.7, 200, rows * head.out_features)
+    assert torch.allclose(part, (hidden @ head.weight[:200].T / 0.7).log_softmax(dim=-1)[range(7), targets], atol=1e-12)
     each = (hidden @ head.weight.T / 0.7).log_softmax(dim=-1)
     assert torch.allclose(results[0][0], each[torch.arange(7), targets], atol=1e-12)
     assert torch.allclose(results[0][1], -(each.exp() * each).sum(dim=1), atol=1e-12)

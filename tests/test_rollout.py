@@ -27,8 +27,10 @@ def test_logprobs_are_the_trainers(make_policy, temperature, engine):
     temperature on one side only, values shifted by a token, left padding that is attended to, an energy without the
     other tokens' part."""
     model, _ = make_policy()
-    prompts = [[65], [66, 67, 68, 69, 70], [71, 72]]
-    got = sample(model, prompts, temperature=temperature, eos_ids=[256, *range(0, 256, 8)], engine=engine)
+    prompts = [[66, 67, 68, 69, 70], [65], [71, 72]]
+    got = sample(
+        model, prompts, batch_size=18, temperature=temperature, eos_ids=[256, *range(0, 256, 8)], engine=engine
+    )
     assert 1 < got.lengths.float().mean() < 12, "some end early, some do not"
     for q, g in itertools.product(range(3), range(6)):
         length = got.lengths[q, g]
@@ -113,13 +115,13 @@ def test_greedy_tokens_are_those_of_generate(make_policy, changes):
     forgets the prompt, a flag that one engine ignores."""
     model, _ = make_policy(seed=4)
     prompts, ends = [[65], [66, 67, 68, 69, 70], [71, 72], [1, 2, 3]], [256, *range(0, 256, 8)]
-    options = {"temperature": 0.0, "eos_ids": ends, "max_new_tokens": 40, "batch_size": 3} | changes
-    ours, theirs = (sample(model, prompts, group_size=1, engine=engine, **options) for engine in ("compact", "hf"))
+    options = {"temperature": 0.0, "eos_ids": ends, "max_new_tokens": 40, "batch_size": 6} | changes
+    ours, theirs = (sample(model, prompts, group_size=2, engine=engine, **options) for engine in ("compact", "hf"))
     assert torch.equal(ours.lengths, theirs.lengths)
     assert len(set(ours.lengths.flatten().tolist())) > 1
-    for k in range(4):
-        length = ours.lengths[k, 0]
-        assert torch.equal(ours.completion_ids[k, 0, :length], theirs.completion_ids[k, 0, :length])
+    for k, g in itertools.product(range(4), range(2)):
+        length = ours.lengths[k, g]
+        assert torch.equal(ours.completion_ids[k, g, :length], theirs.completion_ids[k, g, :length])
     for name in ("logprobs", "entropy", "energy"):
         assert torch.allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5), name
 

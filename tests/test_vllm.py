@@ -46,7 +46,9 @@ def make_model(folder, *, tied, padding=0):
 
 
 def make_engine(folder):
-    return vllm_engine.Engine(str(folder), max_tokens=400, sequences=64, dtype="float32", device="cpu", memory=0.3)
+    return vllm_engine.Engine(
+        str(folder), vocab_size=258, max_tokens=400, sequences=64, dtype="float32", device="cpu", memory=0.3
+    )
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -95,6 +97,21 @@ def test_rollouts_are_those_of_the_policy(pair, temperature):
     )  # its energies are of other completions, of the same policy
     assert got.energy.mean() > exact.energy.mean() * 0.9, "a bound from above"
     assert got.entropy.isnan().all()
+
+
+def test_greedy_tokens_and_cut_tails_are_those_of_compact(pair):
+    """Whole groups of equal completions, penalties and all. Kills: a flag of eval.py that vLLM never hears of."""
+    model, engine = pair
+    for changes in (
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.5},
+        {"top_k": 1},
+        {"top_p": 1e-6},
+    ):
+        ours, theirs = (sample(model, one, group_size=3, **changes) for one in ("compact", engine))
+        assert torch.equal(ours.lengths, theirs.lengths)
+        inside = torch.arange(12) < ours.lengths[..., None]
+        assert torch.equal(ours.completion_ids * inside, theirs.completion_ids * inside), changes
 
 
 def test_seed_decides_everything(pair):
