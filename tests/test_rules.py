@@ -170,9 +170,9 @@ def test_several_updates_of_a_pruned_window(run, monkeypatch):
         assert row["weight/ess"] == pytest.approx((both.sum() ** 2 / both.square().sum() / 2).item())
         assert row["weight/max"] == pytest.approx(both.max().item())
         assert row["weight/prompt_max"] == w_q.max()
-        gap = first["gap"] / first["completion_tokens"] if first["completion_tokens"] else None
-        assert row["sampling/sampling_logp_difference/mean"] == pytest.approx(gap)
-        assert row["entropy/trained"] == pytest.approx(first["entropy"] / first["completion_tokens"])
+        mean = lambda key, first=first: first[key] / first["completion_tokens"] if first["completion_tokens"] else None
+        assert row["sampling/sampling_logp_difference/mean"] == pytest.approx(mean("gap"))
+        assert row["entropy/trained"] == pytest.approx(mean("entropy"))
         assert row["grad_norm"] == pytest.approx(torch.stack(norms[4 * step : 4 * step + 4]).mean().item())
     assert different_draws > 1
     assert any(row["kept/prompts"] < 1 for row in log)
