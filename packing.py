@@ -307,7 +307,8 @@ def packed_logprobs(model, pack: Pack, *, temperature: float = 1.0) -> tuple[tor
         input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, segments=pack.segments
     ).last_hidden_state[0]  # [L, hidden]
     head, vocab_size = model.get_output_embeddings(), model.vocab_size
-    return token_logprobs(hidden[pack.predictors], head, pack.targets, temperature, vocab_size)
+    # index_select, because what indexing does backward adds up in parallel: in no fixed order where a prompt is shared
+    return token_logprobs(hidden.index_select(0, pack.predictors), head, pack.targets, temperature, vocab_size)
 
 
 def token_logprobs(
