@@ -76,10 +76,8 @@ class Engine:
             raise InputError(f"--temperature {sampling.temperature}: vLLM samples at 0.01 at least")
         if not self.fresh:
             self.load(model)
-        torch.manual_seed(
-            seed
-        )  # one of vLLM's runners draws from torch's generator, the other takes seeds from NumPy's
-        numpy.random.seed(seed % 2**32)  # noqa: NPY002
+        torch.manual_seed(seed)  # which one of vLLM's runners draws from
+        numpy.random.seed(seed % 2**32)  # noqa: NPY002, and where the other takes its seeds from
         params = self.make_params(
             n=group_size,
             max_tokens=sampling.max_new_tokens,

@@ -2,12 +2,14 @@
 
 import collections
 import itertools
+import json
 
 import pytest
 import torch
 from toy import plain_logits
 from tqdm import tqdm
 
+import bench
 import eval as evaluation
 import packing
 import rollout
@@ -249,3 +251,14 @@ def test_a_loaded_models_vocabulary_is_its_tokenizers(make_policy, tmp_path, eng
     pack = packing.build_pack([[65, 66]], [got.completion_ids[0, 0, : got.lengths[0, 0]].tolist()])
     forced, _ = packing.packed_logprobs(loaded, pack)
     assert (forced - got.logprobs[0, 0, : got.lengths[0, 0]]).abs().max() < 1e-5
+
+
+def test_bench_times_every_engine(tmp_path):
+    """At a size that is not embedded. Kills: a bench that only runs on the machine that it was written on."""
+    bench.rollout_engines(rounds=1, batches=(32,), shape="tiny", new_tokens=4, json_file=tmp_path / "rows.json")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["engine"] for row in rows][:2] == ["hf", "compact"]
+    for row in rows:
+        assert row["tokens"] == 32 * 4
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
+        assert row["max_logprob_gap"] < 1e-5
