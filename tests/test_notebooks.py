@@ -6,6 +6,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import arithmetic
+
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
 
 
@@ -19,4 +21,5 @@ def test_notebook(path):
     assert "assert" in code[-1].source
     pictures = sum("image/png" in output.get("data", {}) for cell in code for output in cell.outputs)
     assert pictures >= sum("plt.show()" in cell.source for cell in code) > 0
+    arithmetic.base_folder()  # a fresh clone trains it here, for minutes on a slow machine, and not within a cell's timeout
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": path.parent}}).execute()
