@@ -138,8 +138,6 @@ def rollout_engines(
         if name == "vllm" and batch < max(batches):
             continue  # it schedules by itself
         sampling = rollout.Sampling(cfg.max_new_tokens, eos_ids, 0, batch_size=batch, engine=engine)
-        if name == "vllm":
-            engine.release()  # as before an update: every step sends the weights
         asked = [prompts[(number * total // group + k) % len(prompts)] for k in range(total // group)]
         started = train.clock(cfg)
         with update.autocast(cfg):

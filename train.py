@@ -150,20 +150,18 @@ def main(cfg: Config) -> None:
 
     # setup: how to sample
     show_progress = is_main and sys.stderr.isatty()
-    engine = cfg.engine
-    if engine == "vllm":
+    sampling = rollout.Sampling(
+        cfg.max_new_tokens, rollout.eos_token_ids(model, tokenizer), tokenizer.pad_token_id, cfg.temperature,
+        cfg.rollout_batch, cfg.engine, show_progress=show_progress,
+    )  # fmt: skip
+    if cfg.engine == "vllm":
         max_tokens = max(map(len, train_ids + eval_ids)) + cfg.max_new_tokens
-        engine = vllm_engine.Engine(
+        sampling.engine = vllm_engine.Engine(
             str(saved or base), vocab_size=model.vocab_size, max_tokens=max_tokens, sequences=cfg.rollout_batch,
             dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
         )  # fmt: skip
-    sampling = rollout.Sampling(
-        cfg.max_new_tokens, rollout.eos_token_ids(model, tokenizer), tokenizer.pad_token_id, cfg.temperature,
-        cfg.rollout_batch, engine, show_progress=show_progress,
-    )  # fmt: skip
-    if cfg.engine == "vllm":
         longest = sorted(train_ids, key=len)[-4:]  # blocks of them are cached, if of any
-        engine.check(model, longest, sampling, lambda rollouts: trainer_logprobs(model, rollouts, cfg))
+        sampling.engine.check(model, longest, sampling, lambda rollouts: trainer_logprobs(model, rollouts, cfg))
 
     # setup: what a checkpoint holds
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay)
@@ -286,8 +284,6 @@ def main(cfg: Config) -> None:
         """The running check of both levels: all Q candidates rolled out apart from the run, their full gradient (of
         the first mini-batch), and two pruned ones, each from a prompt draw and a completion draw of its own."""
         batch, place = roll_out(window, step, "check"), torch.arange(num_prompts)
-        if cfg.engine == "vllm":
-            engine.release()
         vectors = []  # [parameters] each
         for number in range(3):
             draws = generator_for(cfg.seed, step, "check", number)
@@ -339,8 +335,6 @@ def main(cfg: Config) -> None:
         learning_rate = cfg.lr * min(1.0, step / max(1, cfg.warmup))
         optimizer.param_groups[0]["lr"] = learning_rate
         updates, trains, old_logprobs = [], clock(cfg), None
-        if cfg.engine == "vllm":
-            engine.release()
         if cfg.importance_cap and cfg.epochs * cfg.minibatches > 1:
             old_logprobs = trainer_logprobs(model, batch.rollouts, cfg)
         for _epoch, minibatch in itertools.product(range(cfg.epochs), range(cfg.minibatches)):
@@ -377,7 +371,7 @@ def main(cfg: Config) -> None:
                 checkpoint.save(out_dir, model, tokenizer, optimizer, history, step, greso, reference)
 
     if cfg.engine == "vllm":
-        engine.close()
+        sampling.engine.close()
     if is_main:
         plot.draw_run(out_dir)
         print(f"done: {log_path}, {out_dir / 'run.png'}" + (f", {out_dir / 'checkpoint'}/" if cfg.save_every else ""))

@@ -46,7 +46,7 @@ class Engine:
             message = f"--engine vllm: cannot import it ({error}); install vLLM, or use --engine compact"
             raise InputError(message) from None
         self.make_params, self.vocab_size, self.dtype = SamplingParams, vocab_size, dtype
-        self.sleeps, self.fresh = device == "cuda", False  # fresh: it holds the trainer's weights, and is awake
+        self.sleeps = device == "cuda"  # between two calls, when its memory is the trainer's
         try:
             self.llm = LLM(
                 folder,
@@ -71,11 +71,10 @@ class Engine:
             ) from None
 
     def sample(self, model, prompt_ids: list[list[int]], sampling: rollout.Sampling, *, group_size: int, seed: int):
-        """Rollouts by the weights of `model`, which are sent first if they may have changed. See rollout.sample."""
+        """Rollouts by the weights of `model`, which are sent first. See rollout.sample."""
         if 0 < sampling.temperature < 0.01:
             raise InputError(f"--temperature {sampling.temperature}: vLLM samples at 0.01 at least")
-        if not self.fresh:
-            self.load(model)
+        self.load(model)
         torch.manual_seed(seed)  # which one of vLLM's runners draws from
         numpy.random.seed(seed % 2**32)  # noqa: NPY002, and where the other takes its seeds from
         params = self.make_params(
@@ -95,6 +94,8 @@ class Engine:
         with torch.autocast(model.device.type, enabled=False):  # the trainer's is not vLLM's
             requests = [{"prompt_token_ids": prompt} for prompt in prompt_ids]
             outputs = self.llm.generate(requests, params, use_tqdm=sampling.show_progress) if requests else []
+        if self.sleeps:
+            self.llm.sleep(level=2)  # keeps nothing
         for row, completion in enumerate(one for output in outputs for one in output.outputs):
             length = lengths[row] = len(completion.token_ids)
             ids[row, :length] = torch.tensor(completion.token_ids)
@@ -125,13 +126,6 @@ class Engine:
         if asleep:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        self.fresh = True
-
-    def release(self) -> None:
-        """Before an update: its weights will be stale, and on CUDA its memory is the update's."""
-        if self.sleeps and self.fresh:
-            self.llm.sleep(level=2)  # keeps nothing: `load` brings the weights
-        self.fresh = False
 
     def close(self) -> None:
         """Before the process group goes, in which vLLM has its own; outside of torchrun it made even that."""
@@ -147,7 +141,6 @@ class Engine:
             with moved_weights(model) if moved else contextlib.nullcontext():
                 rollouts = rollout.sample(model, prompt_ids, sampling, group_size=2, seed=0)
                 ours = logprobs_of(rollouts)
-                self.release()
             tokens = rollouts.lengths.sum().item()
             gap, bound = (ours - rollouts.logprobs).abs().sum().item() / tokens, MAX_GAP[self.dtype]
             if moved:

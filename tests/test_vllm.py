@@ -147,10 +147,8 @@ def test_ten_updates_arrive(pair):
         loss.backward()
         optimizer.step()
         moves.append(largest_gap(model, rollouts))
-        engine.release()
     print("gaps", " ".join(f"{gap:.0e}" for gap in gaps), "moves", " ".join(f"{move:.1f}" for move in moves))
     model.load_state_dict(first)
-    engine.release()
     assert max(gaps) < 1e-4
     assert min(moves) > 0.1
 
@@ -184,7 +182,6 @@ def test_the_check_finds_what_was_forgotten(pair, monkeypatch):
         patch.setattr(engine.llm, "collective_rpc", lambda *words, **options: None)
         with pytest.raises(InputError, match=complaint):
             check()
-    engine.release()
     check()
 
 
