@@ -55,13 +55,18 @@ def find(out_dir: Path, rank: int) -> Path | None:
     return final if final.exists() else None
 
 
-def cut_rows(path: Path, last_step: int) -> None:
-    """Drop what a JSONL file says of steps after the checkpoint, and a half-written last line."""
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a JSONL file; a half-written last line is none, nor is anything in a file that is not there."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def cut_rows(path: Path, keep) -> list[dict]:
+    """Drop the rows of a JSONL file of which keep(row) is false, and a half-written last line; returns the others."""
+    rows = [row for row in read_rows(path) if keep(row)]
     if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
-        path.with_suffix(".new").write_text("".join(whole))
+        path.with_suffix(".new").write_text("".join(json.dumps(row) + "\n" for row in rows))
         path.with_suffix(".new").replace(path)
+    return rows
 
 
 def append_rows(path: Path, rows: list[dict]) -> None:

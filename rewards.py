@@ -3,12 +3,26 @@ Rewards: 1.0 for a right answer, 0.0 for a wrong one, None where it cannot be to
 
 None takes a completion out of its group's mean and deviation and gives it advantage 0; it is for golds that
 are missing or have no answer in them, never for a completion that is hard to read (that is wrong: 0.0).
+
+Mathematics is judged by math-verify, in a process of its own. Some answers (10^{10^{10}}, nested powers) would take
+for ever or all memory; in a thread nothing could stop them, and a signal handler would wait for the end of one long
+multiplication. There the kernel's own timer kills whoever takes too long, and the next one is forked.
 """
 
+import functools
+import json
 import re
+import subprocess
+import sys
+import threading
 from decimal import Decimal
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+SECONDS = 1.0  # for one comparison; what takes longer is wrong. A usual one takes half a millisecond
+MEMORY = 2**30  # bytes
+LONGEST_ANSWER = 2000  # characters; what is longer is no answer
+NUMBER = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?|-?\.\d+")
+BARE_FRACTION = re.compile(r"\\[dt]?frac\s*(\\[a-zA-Z]+|[^\\{\s])\s*(\\[a-zA-Z]+|[^\\{\s])")
+SPELLINGS = re.compile(r"\\left|\\right|\\[!,;: ]|\s|(?<=\\)[dt](?=frac)")  # that change how it looks, not what it is
 
 
 def arithmetic_reward(completion: str, gold: str) -> float | None:
@@ -22,32 +36,137 @@ def arithmetic_reward(completion: str, gold: str) -> float | None:
     return float(completion.rpartition("=")[2] == gold)
 
 
-def number_reward(completion: str, gold: str) -> float | None:
-    """The last number of the last \\boxed{} (or, without one, of the completion) equals the gold's last number.
+def math_reward(completion: str, gold: str) -> float | None:
+    """The last \\boxed{} after the last </think> equals the gold, by math-verify; None if the gold has no value.
 
-    >>> number_reward("It is \\\\boxed{1,200.0}, I think 7.", "5 * 240 = 1200 #### 1200")
+    >>> math_reward("I think \\\\boxed{7}</think> so it is \\\\boxed{\\\\frac{2400}{2}}.", "1,200")
     1.0
     """
-    wanted, given = last_number(gold), last_number(last_boxed(completion) or completion)
-    if wanted is None:
+    if not has_value(gold):
         return None
-    return float(given == wanted)
+    answer = final_answer(completion)
+    if answer is None:
+        return 0.0
+    if normal_form(answer) == normal_form(gold):
+        return 1.0
+    numbers = _number(gold) is not None and _number(answer) is not None  # then they are two
+    return float(not numbers and verify(gold, answer))
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number written in a text, thousands commas allowed; None if there is none."""
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+def has_value(gold: str) -> bool:
+    """Whether math-verify can read a gold at all. What it cannot read would earn every completion the same."""
+    return _number(gold) is not None or (0 < len(gold.strip()) <= LONGEST_ANSWER and ask(gold, None))
+
+
+def normal_form(answer: str) -> str:
+    """One spelling of many: what has the same one is the same, what has not may be so yet."""
+    number = _number(answer)
+    return SPELLINGS.sub("", answer) if number is None else f"{number.normalize():f}"
+
+
+def verify(gold: str, answer: str) -> bool:
+    """Whether math-verify holds an answer for the same as a gold, both without \\boxed; False after SECONDS."""
+    return ask(gold, answer)
+
+
+def final_answer(completion: str) -> str | None:
+    """What is in the last \\boxed{} after the last </think>; None if there is none, or thinking never ended."""
+    _thought, end, said = completion.rpartition("</think>")
+    return None if not end and "<think>" in said else last_boxed(said)
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...}, braces balanced; None if there is none or it is never closed."""
+    """The content of the last \\boxed{...}, braces balanced; None if there is none, it is never closed or too long."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
     start, depth = start + len("\\boxed{"), 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    for brace in re.finditer(r"[{}]", text[start : start + LONGEST_ANSWER + 1]):
+        depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[start:position]
+            return text[start : start + brace.start()]
     return None
+
+
+def _number(text: str) -> Decimal | None:
+    """A plain number, thousands commas and dollars around it allowed; None for anything else."""
+    text = text.strip().strip("$").strip()
+    return Decimal(text.replace(",", "")) if NUMBER.fullmatch(text) else None
+
+
+# ---------------------------------------------------------------------------- the process that judges
+
+_judge, _turn = None, threading.Lock()
+
+
+@functools.lru_cache(maxsize=2**17)
+def ask(gold: str, answer: str | None) -> bool:
+    """One verdict: answer equals gold; or, of None, gold can be read. From any thread; RuntimeError without a judge."""
+    global _judge  # noqa: PLW0603, one for the whole process
+    with _turn:
+        for _attempt in range(2):
+            if _judge is None or _judge.poll() is not None:
+                _judge = subprocess.Popen(
+                    [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C is for the trainer, which may want to score what it has
+                )  # fmt: skip
+                if _judge.stdout.readline() != b"ready\n":
+                    complaint = _judge.stderr.read().decode(errors="replace").strip().splitlines()
+                    message = complaint[-1] if complaint else "it says nothing"
+                    raise RuntimeError(f"the process that judges mathematics cannot start: {message}")
+            try:
+                _judge.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
+                _judge.stdin.flush()
+                if verdict := _judge.stdout.readline():
+                    return verdict == b"1\n"
+            except BrokenPipeError:
+                pass
+            _judge.kill()  # it died, by no fault of this pair perhaps: once more
+            _judge.wait()
+    raise RuntimeError("the process that judges mathematics was killed twice")
+
+
+def judge() -> None:
+    """A line [gold, answer] comes in, 1 or 0 goes out. A child does the work under limits that the kernel sees to; this
+    process only waits, says 0 when the child was killed, and forks the next. Ends with its input."""
+    import logging
+    import os
+    import resource
+    import signal
+
+    from math_verify import parse, verify
+
+    logging.disable()  # the library warns that it does not watch the time
+
+    @functools.lru_cache
+    def read(text):
+        text = BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)  # of 1 + \frac\pi 2 it would read no more than the 2
+        return parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+
+    def compare(gold, answer):
+        golds = read(gold)
+        return bool(golds and (answer is None or verify(golds, read(answer), timeout_seconds=None)))
+
+    requests = os.fdopen(0, "rb", buffering=0)  # nothing that a killed child has read is lost with it
+    compare("1", "1")  # whatever the library puts off until it is used
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nobody reads what it complains of
+    os.write(1, b"ready\n")
+    while (child := os.fork()) > 0:
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return
+        os.write(1, b"0\n")
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    while line := requests.readline():
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)  # SIGALRM without a handler: the end
+        try:
+            verdict = compare(*json.loads(line))
+        except (Exception, RecursionError):
+            verdict = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        os.write(1, b"1\n" if verdict else b"0\n")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    judge()

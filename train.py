@@ -188,7 +188,7 @@ def main(cfg: Config) -> None:
     if is_main:
         out_dir.mkdir(parents=True, exist_ok=True)
         for path in (log_path, samples_path):
-            checkpoint.cut_rows(path, last_step=done if saved else -1)
+            checkpoint.cut_rows(path, lambda row: saved and row["step"] <= done)  # of what was not saved
         checkpoint.write_config(out_dir, asdict(cfg), world)
         parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         print(

@@ -73,11 +73,11 @@ def test_rows_after_the_checkpoint_are_cut(tmp_path):
     checkpoint.append_rows(log, [{"step": step, "x": float("nan")} for step in range(4)])
     with open(log, "a") as file:
         file.write('{"step": 1, "x"')
-    checkpoint.cut_rows(log, 2)
+    assert len(checkpoint.cut_rows(log, lambda row: row["step"] <= 2)) == 3
     assert [json.loads(line) for line in log.read_text().splitlines()] == [{"step": s, "x": None} for s in range(3)]
-    checkpoint.cut_rows(log, -1)
+    checkpoint.cut_rows(log, lambda row: False)
     assert log.read_text() == ""
-    checkpoint.cut_rows(tmp_path / "nothing.jsonl", 2)
+    assert checkpoint.cut_rows(tmp_path / "nothing.jsonl", lambda row: True) == []
 
 
 def test_config_without_git(tmp_path, monkeypatch):

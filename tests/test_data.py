@@ -1,9 +1,9 @@
 """Data: files are read whole or refused with the line that is wrong; prompts that do not fit are counted out loud."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
+import datasets
 import pytest
 
 import arithmetic
@@ -25,12 +25,22 @@ def test_a_file_is_read_by_any_of_its_keys(tmp_path):
         {"question": "a?", "answer": "1"},
         "\n",
         {"problem": "b?", "final_answer": 2.5, "answer": None},
-        {"prompt": "c?", "solution": "#### 3", "id": 7},
+        {"prompt": "c?", "solution": "so #### 1,003", "id": 7},
+        {"prompt": [{"role": "user", "content": "d?"}], "target": "$x$"},
+        {"problem": "e?", "solution": "It is \\boxed{3}, no, \\boxed{\\frac{1}{2}}."},
+        {"problem": "f?", "answer": 27.0, "solution": "not \\boxed{1}"},
+        {"problem": "g?", "final_answer": ["$2$", 3.0]},
+        {"problem": "h?", "answer": None},
     )
-    assert [(problem.text, problem.answer) for problem in data.read_jsonl(path)] == [
+    assert [(problem.text, problem.answer) for problem in data.read_problems(path)] == [
         ("a?", "1"),
         ("b?", "2.5"),
-        ("c?", "#### 3"),
+        ("c?", "1,003"),
+        ("d?", "x"),
+        ("e?", "\\frac{1}{2}"),
+        ("f?", "27"),
+        ("g?", "2, 3"),
+        ("h?", ""),
     ]
 
 
@@ -39,7 +49,7 @@ def test_a_file_is_read_by_any_of_its_keys(tmp_path):
     [
         (['{"question": "a", "answer": "1"}\n', "{oops}\n"], "problems.jsonl, line 2 is not JSON"),
         (["[1]\n"], "line 1 is not a JSON object but list"),
-        ([{"question": "a", "gold": "1"}], "line 1 has none of the keys answer, final_answer, solution"),
+        ([{"question": "a", "gold": "1"}], "line 1 has none of the keys answer, final_answer, target, solution"),
         ([{"answer": "1"}], "line 1 has none of the keys problem, question, prompt"),
         ([{"question": "a", "answer": {"x": 1}}], "line 1: the value of 'answer' must be text or a number"),
         ([{"question": "", "answer": "1"}], "line 1: the value of 'question' must be text"),
@@ -49,23 +59,23 @@ def test_a_file_is_read_by_any_of_its_keys(tmp_path):
 )
 def test_bad_files_are_named_with_their_line(tmp_path, lines, words):
     with pytest.raises(InputError) as caught:
-        data.read_jsonl(write(tmp_path, *lines))
+        data.read_problems(write(tmp_path, *lines))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path):
     with pytest.raises(InputError, match=r"nothing\.jsonl: no such file, nor one of arithmetic"):
-        data.read_jsonl("nothing.jsonl")
+        data.read_problems("nothing.jsonl")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="not UTF-8"):
-        data.read_jsonl(str(tmp_path / "binary"))
+        data.read_problems(str(tmp_path / "binary"))
 
 
 def test_sources_of_a_file(tmp_path):
     """What a line says, else the file. Kills: strata by path where the data know better."""
     path = write(tmp_path, {"problem": "1", "answer": "1", "source": "algebra"}, {"problem": "2", "answer": "2"})
-    assert [problem.source for problem in data.read_jsonl(path)] == ["algebra", path]
+    assert [problem.source for problem in data.read_problems(path)] == ["algebra", path]
 
 
 def test_the_last_twentieth_is_held_out(tmp_path):
@@ -103,19 +113,97 @@ def test_prompts_that_do_not_fit_are_counted(capsys):
         data.encode_prompts(problems, arithmetic.make_tokenizer(), 2)
 
 
-def test_chat_models_get_a_chat():
+def test_prompt_formats():
+    """Kills: a template that never hears of --thinking, an instruction that base models do not get."""
     tokenizer = arithmetic.make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     problems = [data.Problem("1+1", "2", "file", instruction="\nBox it."), data.Problem("1+1?", "2", "chain")]
-    _, ids = data.encode_prompts(problems, tokenizer, 100)
-    assert [tokenizer.decode(each) for each in ids] == ["<user>1+1\nBox it.<assistant>", "<user>1+1?<assistant>"]
+
+    def texts(*words):
+        return [tokenizer.decode(ids) for ids in data.encode_prompts(problems, tokenizer, 100, *words)[1]]
+
+    assert texts() == texts("plain") == ["1+1\nBox it.\n", "1+1?"]
+    with pytest.raises(InputError, match="--prompt-format chat: the tokenizer has no chat template"):
+        texts("chat")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+        "{% if not enable_thinking %}<think></think>{% endif %}"
+    )
+    assert texts() == ["<user>1+1\nBox it.<assistant><think></think>", "<user>1+1?<assistant><think></think>"]
+    assert texts("chat", True) == ["<user>1+1\nBox it.<assistant>", "<user>1+1?<assistant>"]
+    assert texts("plain", True) == ["1+1\nBox it.\n", "1+1?"]
+
+
+def test_arrays_and_parquet(tmp_path):
+    """The same rows from each kind of file. Kills: an array read as one line, a parquet file that is opened as text."""
+    rows = [{"problem": f"p{n}", "answer": str(n), "subject": "algebra"} for n in range(3)]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    found = [data.read_problems(str(tmp_path / f"a.{kind}")) for kind in ("json", "jsonl", "parquet")]
+    assert found[0] == found[1] == found[2]
+    assert [(problem.text, problem.source) for problem in found[0]] == [(f"p{n}", "algebra") for n in range(3)]
+    (tmp_path / "b.json").write_text('[{"problem": "p", "answer": "1"},\n {"problem" "p"}]')
+    with pytest.raises(InputError, match=r"b\.json is not JSON .* at line 2, column 13"):
+        data.read_problems(str(tmp_path / "b.json"))
+    (tmp_path / "b.parquet").write_text("no")
+    with pytest.raises(InputError, match=r"b\.parquet cannot be read as parquet"):
+        data.read_problems(str(tmp_path / "b.parquet"))
+
+
+def test_hub_sets(monkeypatch):
+    """Every name is asked for by id, configuration and split, with the columns it has there; without a network the
+    message says so. Kills: a wrong split, a column that no key names, GSM8K's whole solution as gold."""
+    columns = {
+        "openai/gsm8k": {"question": "q", "answer": "so 1+1=2 #### 2"},
+        "DigitalLearningGmbH/MATH-lighteval": {"problem": "q", "level": "Level 1", "type": "Algebra",
+                                               "solution": "\\boxed{2}"},
+        "haizhongzheng/DAPO-Math-17K-cleaned": {"prompt": "q", "target": "2"},
+        "HuggingFaceH4/MATH-500": {"problem": "q", "solution": "\\boxed{3}", "answer": "2", "subject": "Algebra"},
+        "HuggingFaceH4/aime_2024": {"id": 1, "problem": "q", "solution": "\\boxed{3}", "answer": "002", "year": "2024"},
+        "math-ai/amc23": {"id": 1, "question": "q", "answer": 2.0, "url": ""},
+        "math-ai/minervamath": {"question": "q", "answer": "2"},
+        "math-ai/olympiadbench": {"question": "q", "solution": ["three"], "final_answer": ["$2$"]},
+        "MARIO-Math-Reasoning/Gaokao2023-Math-En": {"question": "q", "answer": "$2$", "source": "gaokao"},
+    }  # fmt: skip
+    asked = []
+
+    def load_dataset(name, configuration=None, *, split):
+        asked.append((name, configuration, split))
+        return datasets.Dataset.from_list([columns[name]] * 3)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for name in data.HUB:
+        assert [(problem.text, problem.answer.lstrip("0")) for problem in data.eval_problems(name, None)] == [
+            ("q", "2")
+        ] * 3
+    assert ("openai/gsm8k", "main", "test") in asked
+    assert {name for name, *_ in asked} == set(columns)
+    assert data.train_problems("math", hold_out=True)[0].source == "Algebra"
+
+    def no_network(*words, **options):
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", no_network)
+    with pytest.raises(InputError, match=r"--data gsm8k: openai/gsm8k cannot be loaded \(Couldn't reach the hub\)"):
+        data.train_problems("gsm8k", hold_out=True)
+
+
+def test_golds_without_a_value_are_dropped_out_loud(tmp_path, capsys):
+    path = write(
+        tmp_path, *[{"problem": f"p{n}", "answer": gold} for n, gold in enumerate(["1", "", None, "x+1", " "])]
+    )
+    assert [problem.text for problem in data.train_problems(path, hold_out=False)] == ["p0", "p3"]
+    assert f"dropped 3 of 5 problems of {path}: their golds have no value" in capsys.readouterr().out
+    with pytest.raises(InputError, match="none of its 1 golds has a value"):
+        data.eval_problems(write(tmp_path, {"problem": "p", "answer": ""}), 3)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="real problem files are not part of the repository")
-def test_real_gsm8k():
-    problems = data.read_jsonl(str(SHARED / "gsm8k_train.jsonl"))
-    assert len(problems) == 7473
-    reward = data.reward_function("gsm8k_train.jsonl")
-    assert all(reward(problem.answer, problem.answer) == 1.0 for problem in problems)
-    wrong = [reward(problem.answer, other.answer) for problem, other in pairwise(problems)]
-    assert sum(wrong) / len(wrong) < 0.05
+def test_real_files(capsys):
+    """GSM8K and MATH as they come. Four of MATH's golds are missing: two null, two empty."""
+    assert len(data.train_problems(str(SHARED / "gsm8k_train.jsonl"), hold_out=False)) == 7473
+    assert capsys.readouterr().out == ""
+    problems = data.train_problems(str(SHARED / "math_train.json"), hold_out=False)
+    assert len(problems) == 7470
+    assert len({problem.source for problem in problems}) == 7
+    assert "dropped 4 of 7474 problems" in capsys.readouterr().out
