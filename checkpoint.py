@@ -1,58 +1,115 @@
 """
 What a run leaves on disk, written so that a kill at any moment loses nothing.
 
-    config.json    every resolved value, versions, commit
-    log.jsonl      one row a step, on disk before the step's checkpoint
-    samples.jsonl  a few completions a step, with reward, advantage and keep decision
-    checkpoint/    a Hugging Face folder, and trainer.pt: optimizer, prompt history, step
+    config.json          every resolved value, versions, commit
+    log.jsonl            one row a step, on disk before the step's checkpoint
+    samples.jsonl        a few completions a step, with reward, advantage and keep decision
+    checkpoint-000020/   after step 20: a Hugging Face folder, trainer.pt (optimizer, prompt history, step), and
+                         files.json, the size and checksum of each file
+    checkpoint           a link to the newest
 
 There is no random state to save: all randomness is a function of (seed, step, purpose).
 """
 
+import contextlib
+import itertools
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
+
+import shard
+from data import InputError
 
 
-def save(out_dir: Path, model, tokenizer, optimizer, history, step: int, greso=None, reference=None) -> None:
-    """A Hugging Face folder plus trainer.pt, written beside and renamed: a kill at any moment leaves a whole one."""
-    final, beside, old = (out_dir / name for name in ("checkpoint", "checkpoint.new", "checkpoint.old"))
+def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: int) -> None:
+    """A Hugging Face folder of `weights` plus `state` (with its step) as trainer.pt, written beside and renamed: a kill
+    at any moment leaves whole ones. The `keep` newest stay."""
+    final, beside = out_dir / f"checkpoint-{state['step']:06d}", out_dir / "checkpoint.new"
     shutil.rmtree(beside, ignore_errors=True)
-    model.save_pretrained(beside)
-    tokenizer.save_pretrained(beside)
-    state = {"optimizer": optimizer.state_dict(), "history": vars(history), "step": step}
-    state |= {"greso": vars(greso) if greso else None, "reference": fingerprint(reference) if reference else None}
-    torch.save(state, beside / "trainer.pt")
-    for path in (path for path in beside.rglob("*") if path.is_file()):  # on disk before it takes the good one's name
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-    if final.exists():
-        final.rename(old)
-    beside.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
+    with no_loss_if_full(beside):
+        model.save_pretrained(beside, state_dict=weights)
+        tokenizer.save_pretrained(beside)
+        torch.save(state, beside / "trainer.pt")
+        files = {path.name: _size_and_checksum(path) for path in beside.iterdir()}
+        (beside / "files.json").write_text(json.dumps(files, indent=1) + "\n")
+        for path in beside.iterdir():  # on disk before it has a name that is looked for
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        shutil.rmtree(final, ignore_errors=True)  # there, if it was not whole and the run went back beyond it
+        beside.rename(final)
+        _link(out_dir, final)
+    for path in sorted(out_dir.glob("checkpoint-*"))[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _link(out_dir, final):
+    (out_dir / "checkpoint.link").unlink(missing_ok=True)
+    (out_dir / "checkpoint.link").symlink_to(final.name)
+    (out_dir / "checkpoint.link").replace(out_dir / "checkpoint")
+
+
+def _size_and_checksum(path):
+    with open(path, "rb") as file:
+        checksum = 0
+        while block := file.read(2**24):
+            checksum = zlib.crc32(block, checksum)
+        return [file.tell(), checksum]
+
+
+@contextlib.contextmanager
+def no_loss_if_full(path: Path):
+    """Turns what a full disk raises while `path` is written into an InputError; what was saved before stays."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise InputError(
+            f"{path} cannot be written ({str(error).splitlines()[0]}): what was saved before is whole. Make room, or "
+            f"give a lower --keep-checkpoints, then go on with --resume --out-dir {path.parent}"
+        ) from None
 
 
 def fingerprint(model) -> float:
     """A number that other weights do not share: the reference of the KL term must be the same when a run goes on."""
-    return sum(parameter.detach().double().abs().sum().item() for parameter in model.parameters())
+    return sum(shard.whole(parameter.detach()).double().abs().sum().item() for parameter in model.parameters())
+
+
+def is_whole(path: Path) -> bool:
+    """Whether every file of a checkpoint is there as it was written."""
+    try:
+        files = json.loads((path / "files.json").read_text())
+        return all(_size_and_checksum(path / name) == value for name, value in files.items())
+    except (OSError, ValueError):
+        return False
 
 
 def find(out_dir: Path, rank: int) -> Path | None:
-    """The last whole checkpoint, or None. Killed between the two renames, it is the one set aside: put it back."""
-    final, old = out_dir / "checkpoint", out_dir / "checkpoint.old"
-    if rank == 0 and old.exists():
-        shutil.rmtree(old) if final.exists() else old.rename(final)
+    """The newest whole checkpoint, or None where there is none at all; says which ones are not whole."""
+    found = [None]
+    if rank == 0:
+        paths = sorted(out_dir.glob("checkpoint-*"), reverse=True)
+        found[0] = next((path for path in paths if is_whole(path)), None)
+        for path in itertools.takewhile(lambda path: path != found[0], paths):
+            print(f"{path} is not whole, its files are not what was written: " + (
+                f"going on from {found[0].name}" if found[0] else "there is no other"))  # fmt: skip
+        if found[0]:
+            _link(out_dir, found[0])
+        elif paths:
+            found[0] = InputError(f"--resume: {out_dir} has no whole checkpoint: remove the folder to start anew")
     if dist.is_initialized():
-        dist.barrier()
-    return final if final.exists() else None
+        dist.broadcast_object_list(found)
+    if isinstance(found[0], InputError):
+        raise found[0]
+    return found[0]
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -75,7 +132,7 @@ def append_rows(path: Path, rows: list[dict]) -> None:
     def plain(value):
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    with open(path, "a") as file:
+    with no_loss_if_full(path), open(path, "a") as file:
         file.writelines(json.dumps({key: plain(value) for key, value in row.items()}) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())

@@ -58,14 +58,16 @@ class Config:
     eps_low: float | None = None  # the ratio is clipped to 1 - eps_low; default: the loss's own, 0.2 for grpo
     eps_high: float | None = None  # and 1 + eps_high, also for cispo (TRL gives the sum)
     importance_cap: float | None = (
-        None  # correct each token for its sampler, by at most this; 0: no; default 2 for vllm
+        None  # correct each token for its sampler, by at most this; 0: no; default 2 for vllm, fsdp in bfloat16
     )
     beta: float = 0.0  # of the KL term (k3) to the model the run began with; 0: no reference model
     mask_truncated: bool = False  # completions cut off by max_new_tokens carry no loss
     # model and data
     model: str = "tiny"  # tiny (the embedded base model), a hub id such as Qwen/Qwen3-0.6B, or a folder
-    data: str = "arithmetic"  # arithmetic, arithmetic-mixed or FILE.jsonl
-    eval_data: str | None = None  # default: the held-out split, or the last 5 % of FILE
+    data: str = "arithmetic"  # arithmetic, arithmetic-mixed, gsm8k, math, dapo or a file
+    eval_data: str | None = None  # default: the held-out split, or the last 5 % of what is trained on
+    prompt_format: Literal["auto", "chat", "plain"] = "auto"  # auto: chat where the tokenizer has a template
+    thinking: bool = False  # let the chat template open a thought
     # batch
     steps: int = 70  # rollout batches, each good for minibatches x epochs optimizer updates
     prompts_per_step: int = 32  # Q: candidates of a step and the denominator; prompt pruning rolls out fewer
@@ -78,8 +80,9 @@ class Config:
     vllm_memory: float = 0.3  # share of the GPU's memory that vLLM may take while it samples
     rollout_batch: int = 512  # sequences sampled at once; bounds the memory of the key-value cache
     # optimizer
-    lr: float | None = None  # default: 2e-4 for tiny, 1e-6 otherwise; constant after warm-up
+    lr: float | None = None  # default: 2e-4 for tiny, 1e-6 otherwise
     warmup: int = 5  # steps over which the learning rate rises
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up; the others fall to 0
     grad_clip: float = 1.0  # largest gradient norm
     weight_decay: float = 0.0  # AdamW's
     # packing and machine
@@ -87,6 +90,7 @@ class Config:
     pack_window: int = 64  # sequences the packer looks at
     share_prompts: bool | None = None  # completions of a prompt in one slot forward it once; default: on the CPU
     gradient_checkpointing: bool = False  # layers are computed again in the backward pass: less memory, more time
+    shard: Literal["none", "fsdp"] = "none"  # fsdp: weights, gradients and Adam's state are split over the ranks
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the arithmetic (weights stay float32); bfloat16 on CUDA
     # run
@@ -96,11 +100,14 @@ class Config:
     eval_every: int = 20  # steps between evaluations; 0 = never
     eval_problems: int = 300  # at most so many, 4 completions each
     save_every: int = 20  # steps between checkpoints; 0 = never
+    keep_checkpoints: int = 2  # the newest
+    track: str | None = None  # wandb, trackio or a module of yours that has their calls
 
 
 FREE_TO_CHANGE = (  # when resuming: what is not part of the experiment
     "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "pack_window", "share_prompts",
-    "gradient_checkpointing", "out_dir", "resume", "eval_every", "save_every", "check_every",
+    "gradient_checkpointing", "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "track",
+    "check_every",
 )  # fmt: skip
 
 
@@ -113,7 +120,8 @@ def parse_config(argv: list[str]) -> Config:
         cfg = _parse(argv, run)
         for field in fields(Config):
             now, then = getattr(cfg, field.name), getattr(run, field.name)
-            if now != then and field.name not in FREE_TO_CHANGE:
+            free = field.name in FREE_TO_CHANGE and (field.name != "steps" or run.lr_schedule == "constant")
+            if now != then and not free:
                 flag = field.name.replace("_", "-")
                 raise InputError(
                     f"--{flag} {now}: the run in {cfg.out_dir} has {then}; leave it, or use another --out-dir"
@@ -158,9 +166,10 @@ def resolve(cfg: Config) -> Config:
         "lr": 2e-4 if cfg.model == "tiny" else 1e-6,
         "pack_tokens": 2048 if device == "cpu" else 8192,
         "share_prompts": device == "cpu",
-        "importance_cap": 2.0 if cfg.engine == "vllm" else 0.0,
     }
     dtype = ("float32" if device == "cpu" else "bfloat16") if cfg.dtype == "auto" else cfg.dtype
+    other_sampler = cfg.engine == "vllm" or (cfg.shard == "fsdp" and dtype == "bfloat16")  # its arithmetic is not ours
+    defaults["importance_cap"] = 2.0 if other_sampler else 0.0
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     cfg = replace(cfg, device=device, dtype=dtype, **missing)
 
@@ -179,7 +188,7 @@ def resolve(cfg: Config) -> Config:
             check(name, lambda r: r == 0, hint)
     counts = (
         "steps", "prompts_per_step", "minibatches", "epochs", "max_new_tokens", "rollout_batch", "pack_tokens",
-        "pack_window", "eval_problems",
+        "pack_window", "eval_problems", "keep_checkpoints",
     )  # fmt: skip
     for name in counts:
         check(name, lambda count: count >= 1, "at least 1")

@@ -7,12 +7,17 @@ Names are TRL's where it has one. A figure that does not exist in a step is NaN 
 Letters: K prompts rolled out, G completions each.
 """
 
+import importlib
 import math
+import uuid
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 import config
 import dppo
+from data import InputError
 from update import SUMS
 
 
@@ -116,3 +121,25 @@ def console_line(figures: dict, steps: int) -> str:
     )
     scores = [f" | {name} {value:.3f}" for name, value in figures.items() if name.startswith("eval/")]
     return line + "".join(scores)
+
+
+def start_tracker(cfg: config.Config, out_dir: Path):
+    """The module --track names, wandb or one with its init, log and finish (trackio). A resumed run is the same run
+    there. log.jsonl stays the record."""
+    try:
+        tracker = importlib.import_module(cfg.track)
+    except ImportError as error:
+        raise InputError(f"--track {cfg.track}: cannot import it ({error}); pip install {cfg.track}") from None
+    path = out_dir / "track-id"
+    if not path.exists():
+        path.write_text(f"{out_dir.name}-{uuid.uuid4().hex[:8]}")
+    name = path.read_text()
+    options = {"id": name} if cfg.track == "wandb" else {}  # others know a run by its name
+    tracker.init(project="nanodppo", name=name, config=asdict(cfg), resume="allow", **options)
+    return tracker
+
+
+def track(tracker, row: dict) -> None:
+    """A step's row, without what does not exist in it."""
+    if tracker:
+        tracker.log({key: value for key, value in row.items() if not math.isnan(value)}, step=row["step"])

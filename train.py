@@ -6,12 +6,14 @@ Train a language model with DPPO (or GRPO, which is DPPO that prunes nothing).
     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen3-0.6B --data FILE.jsonl --lr 1e-6
 
 `python train.py` is the one-process form; the flags are in config.py. Reads top to bottom: setup, then the steps.
-Every rank holds the whole model and rolls out its share of the prompts; keep decisions, advantages and denominators
-are computed by every rank from the gathered batch, and gradients are summed once an update. All randomness is a
-function of (seed, step, purpose), so a resumed run repeats what an uninterrupted one would have done.
+Every rank holds the whole model (--shard fsdp: a copy to sample from and a share of what is trained) and rolls out its
+share of the prompts; keep decisions, advantages and denominators are computed by every rank from the gathered batch,
+and gradients are summed once an update. All randomness is a function of (seed, step, purpose), so a resumed run repeats
+what an uninterrupted one would have done.
 """
 
 import contextlib
+import copy
 import datetime
 import functools
 import itertools
@@ -37,6 +39,8 @@ import log
 import plot
 import rollout
 import sampler
+import shard
+import stop
 import vllm_engine
 from config import Config
 from data import InputError
@@ -107,6 +111,8 @@ def main(cfg: Config) -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "nccl" if cfg.device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))  # ranks wait for the longest rollout
+    if cfg.shard == "fsdp" and not dist.is_initialized():
+        raise InputError("--shard fsdp: there are no ranks to share the weights; start train.py with torchrun")
     out_dir, is_main = Path(cfg.out_dir), rank == 0
     log_path, samples_path = out_dir / "log.jsonl", out_dir / "samples.jsonl"
     if not cfg.resume and (out_dir / "config.json").exists():
@@ -136,9 +142,18 @@ def main(cfg: Config) -> None:
     reference = None
     if cfg.beta:  # the model the run began with, also when it is resumed
         reference = rollout.load_policy(base, cfg.device)[0].requires_grad_(False)
-    room = model.config.max_position_embeddings - cfg.max_new_tokens
-    train_set, train_ids = data.encode_prompts(train_set, tokenizer, room)
-    eval_set, eval_ids = data.encode_prompts(eval_set, tokenizer, room) if eval_set else ([], [])
+    policy = model  # what samples
+    if cfg.shard == "fsdp":
+        for sharded in filter(None, (model, reference)):
+            shard.shard(sharded, cfg.device)
+        policy = rollout.load_policy(str(saved or base), cfg.device)[0].requires_grad_(False)
+        policy.to(getattr(torch, cfg.dtype))
+    encode = functools.partial(
+        data.encode_prompts, tokenizer=tokenizer, prompt_format=cfg.prompt_format, thinking=cfg.thinking,
+        max_prompt_tokens=model.config.max_position_embeddings - cfg.max_new_tokens,
+    )  # fmt: skip
+    train_set, train_ids = encode(train_set)
+    eval_set, eval_ids = encode(eval_set) if eval_set else ([], [])
     num_prompts = config.num_candidates(cfg)  # Q
     if len(train_set) < num_prompts:
         allocated = f", which --cppo-allocation makes {num_prompts}" if cfg.cppo_allocation else ""
@@ -161,18 +176,19 @@ def main(cfg: Config) -> None:
             dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
         )  # fmt: skip
         longest = sorted(train_ids, key=len)[-4:]  # blocks of them are cached, if of any
-        sampling.engine.check(model, longest, sampling, lambda rollouts: trainer_logprobs(model, rollouts, cfg))
+        sampling.engine.check(policy, longest, sampling, lambda rollouts: trainer_logprobs(policy, rollouts, cfg))
 
     # setup: what a checkpoint holds
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay)
+    fused = cfg.device == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=fused)
     prompt_tokens = torch.tensor([len(ids) for ids in train_ids])  # [P]
     history = sampler.PromptHistory(prompt_tokens, [problem.source for problem in train_set], num_prompts)
     greso = baselines.Greso(len(train_set)) if cfg.prompt_rule == "greso" else None
-    done = 0
+    done, evaluated = 0, False  # steps that are in the log; whether the evaluation due after them is
     if saved:
         state = torch.load(saved / "trainer.pt", map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
-        done = state["step"]
+        shard.load_optimizer(optimizer, state["optimizer"])
+        done, evaluated = state["step"], state["evaluated"]
         if reference and not math.isclose(checkpoint.fingerprint(reference), state["reference"], rel_tol=1e-6):
             raise InputError(f"--model {cfg.model} is not what the run in {cfg.out_dir} began with: --beta needs it")
         if not torch.equal(state["history"]["kind"], history.kind):
@@ -188,7 +204,7 @@ def main(cfg: Config) -> None:
     if is_main:
         out_dir.mkdir(parents=True, exist_ok=True)
         for path in (log_path, samples_path):
-            checkpoint.cut_rows(path, lambda row: saved and row["step"] <= done)  # of what was not saved
+            checkpoint.cut_rows(path, lambda row: saved and row["step"] <= done)  # drops what was not saved
         checkpoint.write_config(out_dir, asdict(cfg), world)
         parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         print(
@@ -200,6 +216,7 @@ def main(cfg: Config) -> None:
         for warning in config.warnings(cfg, steps_per_epoch=len(train_set) // num_prompts):
             print(f"note: {warning}")
 
+    tracker = log.start_tracker(cfg, out_dir) if is_main and cfg.track else None
     num_sequences = num_prompts * cfg.group_size  # Q * G, whatever is pruned
     prune_prompts = functools.partial(
         history.prune, cfg.prompt_rule, cfg.prompt_prune_rate, minibatches=cfg.minibatches
@@ -207,30 +224,41 @@ def main(cfg: Config) -> None:
     rivals = cfg.completion_rule in baselines.COMPLETION_RULES
     prune_completions = baselines.prune_completions if rivals else dppo.prune_completions
 
+    asked = stop.Stop()  # by SIGTERM or Ctrl-C
+    cuts = asked.may_cut if cfg.shard == "none" else contextlib.nullcontext  # a sharded forward is a collective
+    due = lambda step: cfg.eval_every > 0 and (step % cfg.eval_every == 0 or step == cfg.steps)
+
     def evaluate(step: int) -> dict:
-        """avg@4 over all ranks' shares of the held-out problems."""
+        """avg@4 over all ranks' shares of the held-out problems, if it is due; {} if not, or if the run is to stop."""
+        if not due(step):
+            return {}
         rewards = torch.zeros(len(eval_set), EVAL_K, dtype=torch.float64)
-        with autocast(cfg), stops_if_not_finite(step, out_dir):
+        shard.refresh(policy, model)
+        with asked.may_cut(), autocast(cfg), stops_if_not_finite(step, out_dir):
             rewards[rank::world] = evaluation.sample_rewards(
-                model, tokenizer, eval_set[rank::world], eval_ids[rank::world], eval_reward,
+                policy, tokenizer, eval_set[rank::world], eval_ids[rank::world], eval_reward,
                 sampling, k=EVAL_K, seed=seed_for(cfg.seed, step, "eval", rank),
             )[0]  # fmt: skip
-        return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(all_reduce(rewards))}
+        return {} if asked.agreed() else {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(all_reduce(rewards))}
 
     def roll_out(prompts, *key) -> Batch:
         """Sample G completions of each of the prompts [K] and reward them; then every rank sees all numbers."""
         started = clock(cfg)
+        shard.refresh(policy, model)
         mine = torch.arange(len(prompts))[rank::world]
         own = prompts[mine].tolist()
-        with autocast(cfg), stops_if_not_finite(key[0], out_dir):
-            rollouts = rollout.sample(
-                model, [train_ids[index] for index in own], sampling, group_size=cfg.group_size,
-                seed=seed_for(cfg.seed, *key, rank),
-            )  # fmt: skip
-        sampled = clock(cfg)
-        texts = evaluation.decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
-        golds = [train_set[index].answer for index in own for _ in range(cfg.group_size)]
-        judged = [evaluation.as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
+        with asked.may_cut(), stops_if_not_finite(key[0], out_dir):
+            with autocast(cfg):
+                rollouts = rollout.sample(
+                    policy, [train_ids[index] for index in own], sampling, group_size=cfg.group_size,
+                    seed=seed_for(cfg.seed, *key, rank),
+                )  # fmt: skip
+            sampled = clock(cfg)
+            texts = evaluation.decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
+            golds = [train_set[index].answer for index in own for _ in range(cfg.group_size)]
+            judged = [evaluation.as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
+        if asked.agreed():
+            raise stop.Stopped
         numbers = (
             torch.tensor(judged, dtype=torch.float64).view(-1, cfg.group_size), rollouts.lengths, rollouts.truncated,
             rollouts.entropy, rollouts.energy,
@@ -273,10 +301,13 @@ def main(cfg: Config) -> None:
         """The gradient of what is kept, over packs and ranks, in .grad; returns accumulate_gradients' sums."""
         optimizer.zero_grad()
         mine = update.batch.mine
-        sums = accumulate_gradients(
-            model, update.batch.rollouts, update.advantages[mine], (update.scale * weights)[mine], keep[mine],
-            cfg=cfg, old_logprobs=old_logprobs, reference=reference, show_progress=show_progress,
-        )  # fmt: skip
+        with cuts():
+            sums = accumulate_gradients(
+                model, update.batch.rollouts, update.advantages[mine], (update.scale * weights)[mine], keep[mine],
+                cfg=cfg, old_logprobs=old_logprobs, reference=reference, show_progress=show_progress,
+            )  # fmt: skip
+        if asked.agreed():
+            raise stop.Stopped
         sum_gradients(model)
         return all_reduce(sums)
 
@@ -295,16 +326,11 @@ def main(cfg: Config) -> None:
                 update = prepare(batch, prune_prompts(window, draws, step)[1], place)
                 keep, weights = prune_minibatch(update, 0, draws)
             gradient(update, keep, weights)
-            vectors.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+            vectors.append(torch.cat([shard.whole(parameter.grad).flatten() for parameter in model.parameters()]))
         return dppo.check_unbiased(*vectors)
 
-    if done == 0 and cfg.eval_every:
-        scores = evaluate(0)
-        if is_main:
-            checkpoint.append_rows(log_path, [{"step": 0, **scores}])
-            print(f"step {0:5d} | eval/avg@{EVAL_K} {scores[f'eval/avg@{EVAL_K}']:.3f}", flush=True)
-
-    for step in range(done + 1, cfg.steps + 1):
+    def train_step(step: int) -> tuple[dict, list[dict]]:
+        """One step: its rows for the log and the samples. Until the first update nothing that is saved has changed."""
         draws = generator_for(cfg.seed, step, "keep")  # no rank in it: every rank draws alike
         window = sampler.candidates(len(train_set), num_prompts, cfg.seed, step)  # [Q]
         checks = check(step, window) if cfg.check_every and step % cfg.check_every == 0 else {}
@@ -326,26 +352,28 @@ def main(cfg: Config) -> None:
         # 4. advantage, 5. denominator
         update = prepare(batch, prompt_weights, place)
         known = history.summary(step, window, prompt_keep)
+
+        # 6. prune, 7. update: once a mini-batch and epoch, each with a draw of its own
+        learning_rate = cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay(cfg, step)
+        optimizer.param_groups[0]["lr"] = learning_rate
+        updates, trains, old_logprobs = [], clock(cfg), None
+        if cfg.importance_cap and cfg.epochs * cfg.minibatches > 1:
+            with cuts():
+                old_logprobs = trainer_logprobs(model, batch.rollouts, cfg)
+        for _epoch, minibatch in itertools.product(range(cfg.epochs), range(cfg.minibatches)):
+            keep, weights = prune_minibatch(update, minibatch, draws)
+            sums = gradient(update, keep, weights, old_logprobs)
+            grad_norm = shard.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)).item()
+            with stops_if_not_finite(step, out_dir):
+                if not (math.isfinite(sums[0]) and math.isfinite(grad_norm)):
+                    raise FloatingPointError(f"loss {sums[0].item()}, gradient norm {grad_norm}")
+            asked.held = True  # from here on the step is finished, whoever asks
+            optimizer.step()
+            updates.append((keep, weights, sums, grad_norm))
         history.update(
             step, batch.prompts, prompt_weights, batch.rewards, update.advantages, update.group_square,
             batch.lengths.sum(dim=1),
         )  # fmt: skip
-
-        # 6. prune, 7. update: once a mini-batch and epoch, each with a draw of its own
-        learning_rate = cfg.lr * min(1.0, step / max(1, cfg.warmup))
-        optimizer.param_groups[0]["lr"] = learning_rate
-        updates, trains, old_logprobs = [], clock(cfg), None
-        if cfg.importance_cap and cfg.epochs * cfg.minibatches > 1:
-            old_logprobs = trainer_logprobs(model, batch.rollouts, cfg)
-        for _epoch, minibatch in itertools.product(range(cfg.epochs), range(cfg.minibatches)):
-            keep, weights = prune_minibatch(update, minibatch, draws)
-            sums = gradient(update, keep, weights, old_logprobs)
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip).item()
-            with stops_if_not_finite(step, out_dir):
-                if not (math.isfinite(sums[0]) and math.isfinite(grad_norm)):
-                    raise FloatingPointError(f"loss {sums[0].item()}, gradient norm {grad_norm}")
-            optimizer.step()
-            updates.append((keep, weights, sums, grad_norm))
         step_time = clock(cfg) - started
 
         # 8. log
@@ -357,24 +385,67 @@ def main(cfg: Config) -> None:
             **known,
             **checks,
         }
-        if cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
-            row |= evaluate(step)
+        return row, [{"step": step} | row for row in log.samples(cfg, update, updates, train_set)]
+
+    def save(step: int, evaluated: bool) -> None:
+        """A checkpoint after this step, whose row is in the log. Of a sharded model all ranks give their part."""
+        if not is_main and cfg.shard == "none":
+            return
+        state = {
+            "step": step, "evaluated": evaluated, "optimizer": shard.gather(optimizer.state_dict()),
+            "history": vars(history), "greso": vars(greso) if greso else None,
+            "reference": checkpoint.fingerprint(reference) if reference else None,
+        }  # fmt: skip
+        weights = shard.weights(model)
         if is_main:
-            print(log.console_line(row, cfg.steps), flush=True)
-            checkpoint.append_rows(log_path, [row])
-            checkpoint.append_rows(
-                samples_path, [{"step": step} | row for row in log.samples(cfg, update, updates, train_set)]
-            )
+            checkpoint.save(out_dir, model, weights, tokenizer, state, keep=cfg.keep_checkpoints)
+
+    # the run: done counts the steps whose rows are in the log, saved_at those of the newest checkpoint
+    saved_at, before = done, None
+    with asked.listening(), contextlib.suppress(stop.Stopped):
+        if due(done) and not evaluated:  # before the first step, or where a run was stopped while it evaluated
+            scores = evaluate(done)
+            if is_main and scores:
+                print(f"step {done:5d} | eval/avg@{EVAL_K} {scores[f'eval/avg@{EVAL_K}']:.3f}", flush=True)
+                last = checkpoint.read_rows(log_path)[-1] if done else {"step": 0}
+                checkpoint.cut_rows(log_path, lambda row: row["step"] < done)
+                checkpoint.append_rows(log_path, [last | scores])
+            evaluated = bool(scores)
+        while done < cfg.steps and not asked.agreed():
+            before = copy.deepcopy(vars(greso)) if greso else None
+            row, some = train_step(done + 1)
+            asked.held = False
+            scores = evaluate(done + 1)
+            if is_main:
+                row |= scores
+                print(log.console_line(row, cfg.steps), flush=True)
+                checkpoint.append_rows(log_path, [row])
+                checkpoint.append_rows(samples_path, some)
+                log.track(tracker, row)
+            done, evaluated, before = done + 1, bool(scores) or not due(done + 1), None
 
             # 9. save, after the row: a checkpoint's step is always in the log
-            if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.steps):
-                checkpoint.save(out_dir, model, tokenizer, optimizer, history, step, greso, reference)
+            if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps):
+                save(done, evaluated)
+                saved_at = done
+    if before:  # a step that was given up: what it did to greso's memory is not to be saved
+        vars(greso).update(before)
+    if asked.asked_anywhere and done > saved_at:
+        save(done, evaluated)
 
-    if cfg.engine == "vllm":
-        sampling.engine.close()
     if is_main:
         plot.draw_run(out_dir)
-        print(f"done: {log_path}, {out_dir / 'run.png'}" + (f", {out_dir / 'checkpoint'}/" if cfg.save_every else ""))
+        if done < cfg.steps or not evaluated:
+            print(f"stopped after step {done}; go on with: {stop.resume_command(cfg.out_dir)}", flush=True)
+        else:
+            print(f"done: {log_path}, {out_dir / 'run.png'}" + (f", {out_dir / 'checkpoint'}/" if saved_at else ""))
+        if tracker:
+            tracker.finish()
+    if dist.is_initialized():
+        dist.barrier()  # torchrun ends all ranks if one dies, so none leaves before the first has written
+        time.sleep(0.2)  # gloo's threads abort a process that ends before they have let go of its last tensors
+    if cfg.engine == "vllm":
+        sampling.engine.close()
 
 
 # ---------------------------------------------------------------------------- small things of the run
@@ -388,6 +459,12 @@ def first_rank_first(rank: int):
     yield
     if dist.is_initialized() and rank == 0:
         dist.barrier()
+
+
+def decay(cfg, step: int) -> float:
+    """Factor of the learning rate after warm-up: 1, or from 1 down to almost 0 in the last step."""
+    left = min(1.0, (cfg.steps + 1 - step) / max(1, cfg.steps + 1 - cfg.warmup))
+    return {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[cfg.lr_schedule]
 
 
 def clock(cfg) -> float:

@@ -7,6 +7,7 @@ depend on how sequences are packed, or on which rank holds them.
 Letters: K prompts and G completions of this rank, N completion tokens of a pack.
 """
 
+import functools
 import math
 
 import torch
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 import dppo
 import packing
+import shard
 from data import InputError
 
 SUMS = (  # of accumulate_gradients
@@ -42,18 +44,14 @@ def accumulate_gradients(
 
     measured, counts = [], []
     for rows, pack in _packed(rollouts, keep, cfg, device, show_progress):
-        owner = torch.tensor(rows, device=device)[pack.owner]  # [N] into K * G
-        sampled = torch.cat([sampled_logprobs[row, : lengths[row]] for row in rows])  # [N]
-        with autocast(cfg, cache=False):
-            logprobs, entropy = packing.packed_logprobs(model, pack, temperature=cfg.temperature)  # [N], [N]
+        owner = torch.tensor(rows, dtype=torch.long, device=device)[pack.owner]  # [N] into K * G
+        sampled = _tokens(sampled_logprobs, rows, lengths)  # [N]
+        logprobs, entropy = _logprobs(model, pack, cfg)  # [N], [N]
         weight = scale[owner].to(logprobs.dtype)  # [N]; multiplies the finished loss of each token
         sampled, now = sampled.to(logprobs.dtype), logprobs.detach()
         old, importance = sampled, (now - sampled).exp()  # [N], [N]
         if cfg.importance_cap:
-            if old_logprobs is None:
-                old = now
-            else:
-                old = torch.cat([old_logprobs.flatten(0, 1)[row, : lengths[row]] for row in rows]).to(now.dtype)
+            old = now if old_logprobs is None else _tokens(old_logprobs.flatten(0, 1), rows, lengths).to(now.dtype)
             importance = (old - sampled).exp()
             weight = weight * importance.clamp(max=cfg.importance_cap)
         loss, clipped = dppo.token_loss(
@@ -67,11 +65,13 @@ def accumulate_gradients(
         )  # [N], [N]
         kl = torch.zeros_like(loss)  # [N]
         if cfg.beta:
-            with torch.no_grad(), autocast(cfg, cache=False):
-                ref_logprobs, _ = packing.packed_logprobs(reference, pack, temperature=cfg.temperature)  # [N]
+            with torch.no_grad():
+                ref_logprobs, _ = _logprobs(reference, pack, cfg)  # [N]
             kl = dppo.kl_k3(logprobs, ref_logprobs)
         total = ((loss + cfg.beta * kl) * weight).sum()
         total.backward()
+        if not rows:
+            continue
         row = [total, (kl * weight).sum(), clipped.sum(), (now - sampled).abs().sum(), importance.sum()]
         row += [(importance > (cfg.importance_cap or math.inf)).sum(), entropy.sum()]
         measured.append(torch.stack(row).detach())  # read after the loop: here it would wait for the device
@@ -87,15 +87,26 @@ def trainer_logprobs(model, rollouts, cfg) -> torch.Tensor:
     """Log-probs [K, G, T] of the sampled tokens by the trainer's own arithmetic; 0 beyond a completion's end."""
     found, lengths = torch.zeros_like(rollouts.logprobs), rollouts.lengths.flatten().tolist()
     for rows, pack in _packed(rollouts, torch.ones_like(rollouts.truncated), cfg, model.device):
-        with autocast(cfg, cache=False):
-            logprobs, _ = packing.packed_logprobs(model, pack, temperature=cfg.temperature)
+        logprobs, _ = _logprobs(model, pack, cfg)
         for row, part in zip(rows, logprobs.split([lengths[row] for row in rows]), strict=True):
             found.flatten(0, 1)[row, : len(part)] = part
     return found
 
 
+def _logprobs(model, pack, cfg):
+    compute = model.packed_logprobs if shard.is_sharded(model) else functools.partial(packing.packed_logprobs, model)
+    with autocast(cfg, cache=False):
+        return compute(pack, temperature=cfg.temperature)
+
+
+def _tokens(table, rows, lengths):
+    """What the table [K * G, T] has for the tokens of some completions, [N]."""
+    return torch.cat([table[:0].flatten(), *(table[row, : lengths[row]] for row in rows)])
+
+
 def _packed(rollouts, keep, cfg, device, show_progress=False):
-    """The kept completions, slot by slot: (which of K * G they are, in the pack's order, and the pack)."""
+    """The kept completions, slot by slot: (which of K * G they are, in the pack's order, and the pack). Where weights
+    are sharded, a rank with fewer packs than another goes on with empty ones: a token that nothing is asked of."""
     G = keep.shape[1]
     kept = keep.flatten().nonzero().squeeze(1).tolist()
     lengths, completion_ids = rollouts.lengths.flatten().tolist(), rollouts.completion_ids.flatten(0, 1).tolist()
@@ -106,29 +117,33 @@ def _packed(rollouts, keep, cfg, device, show_progress=False):
     ]
     shared = ([row // G for row in kept], [len(prompt) for prompt in prompts]) if cfg.share_prompts else ()
     packs = packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window, *shared)
+    if cfg.shard == "fsdp":
+        most = all_reduce(torch.tensor(len(packs)), dist.ReduceOp.MAX).item()
+        packs += [[]] * (most - len(packs))
     for members in tqdm(packs, desc="update", unit="pack", delay=3, leave=False, disable=not show_progress):
-        texts = [prompts[m] for m in members], [completions[m] for m in members]
+        texts = [prompts[m] for m in members] or [[0]], [completions[m] for m in members] or [[]]
         pack = packing.build_pack(*texts, device, share_prompts=cfg.share_prompts)
         yield [kept[m] for m in members], pack
 
 
-def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
     """Sum over ranks, in place; NaN stays NaN. One process: nothing to do."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         if dist.get_backend() == "nccl" and tensor.device.type == "cpu":
-            tensor.copy_(all_reduce(tensor.cuda()))
+            tensor.copy_(all_reduce(tensor.cuda(), op))
         else:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, op)
     return tensor
 
 
 def sum_gradients(model) -> None:
-    """One all-reduce of all gradients. No wrapper: a rank that kept nothing contributes zeros and is done."""
+    """One all-reduce of all gradients. No wrapper: a rank that kept nothing contributes zeros and is done. FSDP has
+    summed those of sharded weights."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1 and not shard.is_sharded(model):
         flat = all_reduce(torch.cat([parameter.grad.flatten() for parameter in parameters]))
         for parameter, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             parameter.grad.copy_(grad.view_as(parameter))

@@ -207,15 +207,21 @@ def test_unscorable_rewards(run, monkeypatch):
 # ---------------------------------------------------------------------------- several ranks
 
 
-def test_two_ranks_are_one(policy_folder, tmp_path):
-    """The same rollouts on 1 and 2 gloo ranks: same keep decisions, gradients to 5e-6 over several updates; also with a
-    rank that keeps nothing and one without prompts. Kills: a rank in the draw's seed, a local denominator, a mean for
-    the sum."""
+@pytest.mark.parametrize("kind", ["none", "fsdp"])
+def test_two_ranks_are_one(policy_folder, tmp_path, kind):
+    """The same rollouts on 1 and 2 gloo ranks, each with the whole model or a share of it: same keep decisions,
+    gradients to 5e-6 over several updates; also with a rank that keeps nothing and one without prompts. Kills: a rank
+    in the draw's seed, a local denominator, a mean for the sum."""
     toy = str(ROOT / "tests" / "toy.py")
-    for count, command in ((1, [sys.executable]), (2, [*TORCHRUN, "--nproc-per-node", "2"])):
+    for count, command, words in (
+        (1, [sys.executable], []),
+        (2, [*TORCHRUN, "--nproc-per-node", "2"], ["--shard", kind]),
+    ):
         folder = tmp_path / str(count)
         folder.mkdir()
-        subprocess.run([*command, toy, "ranks", str(folder), policy_folder], check=True, env=ONE_THREAD, timeout=200)
+        subprocess.run(
+            [*command, toy, "ranks", str(folder), policy_folder, *words], check=True, env=ONE_THREAD, timeout=200
+        )
     for name in ("plain", "dropped", "alone", "updates", "greso"):
         one = torch.load(tmp_path / "1" / f"{name}-rank0.pt")
         for rank in range(2):

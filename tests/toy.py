@@ -1,7 +1,8 @@
 """train.py with a reward that an untrained model can earn, and with rollouts that do not depend on the rank.
 
-As a program: `toy.py FLAGS...` is `train.py FLAGS...` with the toy reward; `toy.py ranks FOLDER MODEL` is the run
-that test_train.py compares on one and on two ranks.
+As a program: `toy.py FLAGS...` is `train.py FLAGS...` with the toy reward; `toy.py by-prompt FLAGS...` the same with
+rollouts that do not depend on the ranks; `toy.py ranks FOLDER MODEL [FLAGS...]` is the run that test_train.py compares
+on one and on two ranks.
 """
 
 import itertools
@@ -20,6 +21,7 @@ import dppo
 import packing
 import rollout
 import sampler
+import shard
 import train
 
 
@@ -73,7 +75,7 @@ def assert_same(one, other):
     assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
 
 
-def ranks(folder, model):
+def ranks(folder, model, *words):
     """Five runs whose gradients and keep decisions are written by every rank: a plain one, one where whatever the
     second of two ranks holds is dropped, one where the second rank gets no prompt, one with pps, KL, mini-batches,
     epochs and the running check, and greso, of which a round may leave the second rank without a prompt."""
@@ -83,7 +85,7 @@ def ranks(folder, model):
 
     def recording_sum(model):
         sum_gradients(model)
-        record.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        record.append(torch.cat([shard.whole(parameter.grad).flatten() for parameter in model.parameters()]))
 
     updates = {"method": "pps", "loss": "dapo", "minibatches": 2, "epochs": 2, "beta": 0.1,
                "check_every": 1}  # fmt: skip
@@ -108,8 +110,8 @@ def ranks(folder, model):
         dppo.systematic = recording_systematic
         dppo.draw, train.sum_gradients = recording_draw, recording_sum
         rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3, "save_every": 3}
-        words = flags(model, f"{folder}/{name}", **(rates | changes))
-        train.main(config.parse_config(words))
+        own = flags(model, f"{folder}/{name}", **(rates | changes))
+        train.main(config.parse_config([*own, *words]))
         torch.save(record, f"{folder}/{name}-rank{os.environ.get('RANK', '0')}.pt")
 
 
@@ -117,6 +119,9 @@ if __name__ == "__main__":
     data.reward_function = lambda _name: toy_reward
     if sys.argv[1] == "ranks":
         ranks(*sys.argv[2:])
+    elif sys.argv[1] == "by-prompt":
+        rollout.sample = sample_by_prompt
+        train.main(config.parse_config(sys.argv[2:]))
     else:
         train.main(config.parse_config(sys.argv[1:]))
     if torch.distributed.is_initialized():
