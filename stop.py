@@ -47,16 +47,14 @@ class Stop:
         if self._cuttable:
             raise Stopped
 
-    @contextlib.contextmanager
-    def may_cut(self):
-        """Ends at once, without an error, when asked. Inside is no collective: another rank may not be asked yet."""
+    def unless_asked(self, work, *words, **options):
+        """work(*words, **options), or None as soon as the run is asked to stop. No collective is in it: another rank
+        may not be asked yet, and would wait."""
         try:
             self._cuttable = not self.held
-            if self.asked and self._cuttable:
-                raise Stopped
-            yield
+            return None if self.asked and self._cuttable else work(*words, **options)
         except Stopped:
-            pass
+            return None
         finally:
             self._cuttable = False
 

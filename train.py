@@ -225,7 +225,8 @@ def main(cfg: Config) -> None:
     prune_completions = baselines.prune_completions if rivals else dppo.prune_completions
 
     asked = stop.Stop()  # by SIGTERM or Ctrl-C
-    cuts = asked.may_cut if cfg.shard == "none" else contextlib.nullcontext  # a sharded forward is a collective
+    call = lambda work, *words, **options: work(*words, **options)
+    unless_asked = asked.unless_asked if cfg.shard == "none" else call  # a sharded forward is a collective
     due = lambda step: cfg.eval_every > 0 and (step % cfg.eval_every == 0 or step == cfg.steps)
 
     def evaluate(step: int) -> dict:
@@ -234,12 +235,25 @@ def main(cfg: Config) -> None:
             return {}
         rewards = torch.zeros(len(eval_set), EVAL_K, dtype=torch.float64)
         shard.refresh(policy, model)
-        with asked.may_cut(), autocast(cfg), stops_if_not_finite(step, out_dir):
-            rewards[rank::world] = evaluation.sample_rewards(
-                policy, tokenizer, eval_set[rank::world], eval_ids[rank::world], eval_reward,
+        with autocast(cfg), stops_if_not_finite(step, out_dir):
+            scores = asked.unless_asked(
+                evaluation.sample_rewards, policy, tokenizer, eval_set[rank::world], eval_ids[rank::world], eval_reward,
                 sampling, k=EVAL_K, seed=seed_for(cfg.seed, step, "eval", rank),
-            )[0]  # fmt: skip
-        return {} if asked.agreed() else {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(all_reduce(rewards))}
+            )  # fmt: skip
+        if asked.agreed():
+            return {}
+        rewards[rank::world] = scores[0]
+        return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(all_reduce(rewards))}
+
+    def sample_and_score(own, seed):
+        with autocast(cfg):
+            prompt_ids = [train_ids[index] for index in own]
+            rollouts = rollout.sample(policy, prompt_ids, sampling, group_size=cfg.group_size, seed=seed)
+        sampled = clock(cfg)
+        texts = evaluation.decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
+        golds = [train_set[index].answer for index in own for _ in range(cfg.group_size)]
+        judged = [evaluation.as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
+        return rollouts, texts, judged, sampled
 
     def roll_out(prompts, *key) -> Batch:
         """Sample G completions of each of the prompts [K] and reward them; then every rank sees all numbers."""
@@ -247,18 +261,11 @@ def main(cfg: Config) -> None:
         shard.refresh(policy, model)
         mine = torch.arange(len(prompts))[rank::world]
         own = prompts[mine].tolist()
-        with asked.may_cut(), stops_if_not_finite(key[0], out_dir):
-            with autocast(cfg):
-                rollouts = rollout.sample(
-                    policy, [train_ids[index] for index in own], sampling, group_size=cfg.group_size,
-                    seed=seed_for(cfg.seed, *key, rank),
-                )  # fmt: skip
-            sampled = clock(cfg)
-            texts = evaluation.decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
-            golds = [train_set[index].answer for index in own for _ in range(cfg.group_size)]
-            judged = [evaluation.as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
+        with stops_if_not_finite(key[0], out_dir):
+            done = asked.unless_asked(sample_and_score, own, seed_for(cfg.seed, *key, rank))
         if asked.agreed():
             raise stop.Stopped
+        rollouts, texts, judged, sampled = done
         numbers = (
             torch.tensor(judged, dtype=torch.float64).view(-1, cfg.group_size), rollouts.lengths, rollouts.truncated,
             rollouts.entropy, rollouts.energy,
@@ -301,11 +308,11 @@ def main(cfg: Config) -> None:
         """The gradient of what is kept, over packs and ranks, in .grad; returns accumulate_gradients' sums."""
         optimizer.zero_grad()
         mine = update.batch.mine
-        with cuts():
-            sums = accumulate_gradients(
-                model, update.batch.rollouts, update.advantages[mine], (update.scale * weights)[mine], keep[mine],
-                cfg=cfg, old_logprobs=old_logprobs, reference=reference, show_progress=show_progress,
-            )  # fmt: skip
+        sums = unless_asked(
+            accumulate_gradients, model, update.batch.rollouts, update.advantages[mine],
+            (update.scale * weights)[mine], keep[mine], cfg=cfg, old_logprobs=old_logprobs, reference=reference,
+            show_progress=show_progress,
+        )  # fmt: skip
         if asked.agreed():
             raise stop.Stopped
         sum_gradients(model)
@@ -358,8 +365,7 @@ def main(cfg: Config) -> None:
         optimizer.param_groups[0]["lr"] = learning_rate
         updates, trains, old_logprobs = [], clock(cfg), None
         if cfg.importance_cap and cfg.epochs * cfg.minibatches > 1:
-            with cuts():
-                old_logprobs = trainer_logprobs(model, batch.rollouts, cfg)
+            old_logprobs = unless_asked(trainer_logprobs, model, batch.rollouts, cfg)
         for _epoch, minibatch in itertools.product(range(cfg.epochs), range(cfg.minibatches)):
             keep, weights = prune_minibatch(update, minibatch, draws)
             sums = gradient(update, keep, weights, old_logprobs)
@@ -434,7 +440,8 @@ def main(cfg: Config) -> None:
         save(done, evaluated)
 
     if is_main:
-        plot.draw_run(out_dir)
+        if log_path.exists():  # not if it was stopped before its first row
+            plot.draw_run(out_dir)
         if done < cfg.steps or not evaluated:
             print(f"stopped after step {done}; go on with: {stop.resume_command(cfg.out_dir)}", flush=True)
         else:

@@ -4,63 +4,115 @@ import json
 
 import pytest
 import torch
+import transformers
+from safetensors import SafetensorError
 
 import checkpoint
-import sampler
+from data import InputError
 
 
 @pytest.fixture
-def parts(make_policy):
+def save(make_policy, tmp_path):
     model, tokenizer = make_policy()
-    return model, tokenizer, torch.optim.AdamW(model.parameters()), sampler.PromptHistory(torch.arange(4), ["a"] * 4, 2)
+
+    def go(step, keep=2):
+        checkpoint.save(tmp_path, model, model.state_dict(), tokenizer, {"step": step}, keep=keep)
+
+    return go
 
 
 def step_of(folder):
     return torch.load(folder / "trainer.pt", weights_only=True)["step"]
 
 
-@pytest.mark.parametrize("killed_at", ["save_pretrained", "fsync", "rename", "second rename", "rmtree"])
-def test_killed_while_saving(parts, tmp_path, monkeypatch, killed_at):
-    """Whatever call of the second save never returns, a whole checkpoint is found. Kills: saving in place, removing
-    the old one first, forgetting the one set aside."""
-    checkpoint.save(tmp_path, *parts, 1)
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("killed_at", ["save_pretrained", "fsync", "rename", "symlink_to", "replace", "rmtree"])
+def test_killed_while_saving(save, tmp_path, monkeypatch, killed_at):
+    """Whatever call of the second save never returns, a whole checkpoint is found, the link leads to it, and the next
+    save is whole. Kills: saving in place, removing the old one first, a link to what is not there yet."""
+    save(1)
 
     class Killed(BaseException):
         pass
 
-    calls = []
-    rename, rmtree = type(tmp_path).rename, checkpoint.shutil.rmtree
-
     def die(*_args, **_kwargs):
         raise Killed
 
-    def die_at_second(path, target):
-        calls.append(target)
-        if len(calls) == 2:
-            raise Killed
-        return rename(path, target)
-
-    if killed_at == "save_pretrained":
-        monkeypatch.setattr(parts[1], "save_pretrained", die)
-    elif killed_at == "fsync":
-        monkeypatch.setattr(checkpoint.os, "fsync", die)
-    elif killed_at == "rename":
-        monkeypatch.setattr(type(tmp_path), "rename", die)
-    elif killed_at == "second rename":
-        monkeypatch.setattr(type(tmp_path), "rename", die_at_second)
-    else:  # the last call: the first removes what an earlier kill left beside
-        monkeypatch.setattr(
-            checkpoint.shutil, "rmtree", lambda path, **k: die() if path.name.endswith("old") else rmtree(path, **k)
-        )
-    with pytest.raises(Killed):
-        checkpoint.save(tmp_path, *parts, 2)
-    monkeypatch.undo()
+    owner = {
+        "save_pretrained": transformers.Qwen3ForCausalLM, "fsync": checkpoint.os, "rmtree": checkpoint.shutil,
+    }.get(killed_at, type(tmp_path))  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, killed_at, die)
+        with pytest.raises(Killed):
+            save(2)
     found = checkpoint.find(tmp_path, rank=0)
-    assert found == tmp_path / "checkpoint"
-    assert step_of(found) == (2 if killed_at == "rmtree" else 1)
-    checkpoint.save(tmp_path, *parts, 3)
-    assert step_of(checkpoint.find(tmp_path, rank=0)) == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+    assert step_of(found) == step_of(tmp_path / "checkpoint") == (2 if killed_at in ("symlink_to", "replace") else 1)
+    save(3)
+    assert step_of(checkpoint.find(tmp_path, rank=0)) == step_of(tmp_path / "checkpoint") == 3
+    assert {"checkpoint", "checkpoint-000003"} < set(names(tmp_path))
+    assert not {"checkpoint.new", "checkpoint.link"} & set(names(tmp_path))
+
+
+def test_the_newest_are_kept(save, tmp_path):
+    """Kills: the oldest that are kept, names that sort as text."""
+    for step in (8, 9, 10, 100):
+        save(step, keep=3)
+    assert names(tmp_path) == ["checkpoint", "checkpoint-000009", "checkpoint-000010", "checkpoint-000100"]
+    assert (tmp_path / "checkpoint").resolve().name == "checkpoint-000100"
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "list gone", "folder empty"])
+def test_a_damaged_checkpoint_is_passed_over(save, tmp_path, capsys, damage):
+    """The one before is found, the damage is said, and the step can be saved anew. Kills: a check of the names only."""
+    save(1)
+    save(2)
+    victim = tmp_path / "checkpoint-000002"
+    weights = (victim / "model.safetensors").read_bytes()
+    if damage == "cut":
+        (victim / "trainer.pt").write_bytes((victim / "trainer.pt").read_bytes()[:-1])
+    elif damage == "flipped":
+        (victim / "model.safetensors").write_bytes(weights[:-9] + bytes([weights[-9] ^ 1]) + weights[-8:])
+    elif damage == "gone":
+        (victim / "tokenizer.json").unlink()
+    elif damage == "list gone":
+        (victim / "files.json").unlink()
+    else:
+        for path in victim.iterdir():
+            path.unlink()
+    assert step_of(checkpoint.find(tmp_path, rank=0)) == step_of(tmp_path / "checkpoint") == 1
+    assert "checkpoint-000002 is not whole, its files are not what was written: going on from checkpoint-000001" in (
+        capsys.readouterr().out
+    )
+    save(2)
+    assert step_of(checkpoint.find(tmp_path, rank=0)) == 2
+    for path in tmp_path.glob("checkpoint-*"):
+        (path / "trainer.pt").write_bytes(b"")
+    with pytest.raises(InputError, match="has no whole checkpoint: remove the folder to start anew"):
+        checkpoint.find(tmp_path, rank=0)
+
+
+@pytest.mark.parametrize("where", ["weights", "trainer.pt", "sync", "log"])
+def test_a_full_disk_is_said(save, tmp_path, monkeypatch, where):
+    """One line that says what stays and what to do; the checkpoint before is whole."""
+    save(1)
+
+    def full(*_words, **_options):
+        raise {"weights": SafetensorError("No space left"), "trainer.pt": RuntimeError("write failed")}.get(
+            where, OSError(28, "No space left on device")
+        )
+
+    owner, name = {
+        "weights": (transformers.Qwen3ForCausalLM, "save_pretrained"), "trainer.pt": (torch, "save"),
+    }.get(where, (checkpoint.os, "fsync"))  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        with pytest.raises(InputError, match=r"cannot be written .*what was saved before is whole. Make room") as error:
+            checkpoint.append_rows(tmp_path / "log.jsonl", [{"step": 2}]) if where == "log" else save(2)
+    assert "\n" not in str(error.value)
+    assert step_of(checkpoint.find(tmp_path, rank=0)) == 1
 
 
 def test_no_checkpoint_yet(tmp_path):

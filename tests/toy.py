@@ -119,10 +119,13 @@ if __name__ == "__main__":
     data.reward_function = lambda _name: toy_reward
     if sys.argv[1] == "ranks":
         ranks(*sys.argv[2:])
-    elif sys.argv[1] == "by-prompt":
-        rollout.sample = sample_by_prompt
-        train.main(config.parse_config(sys.argv[2:]))
     else:
-        train.main(config.parse_config(sys.argv[1:]))
+        if sys.argv[1] == "by-prompt":
+            rollout.sample = sample_by_prompt
+            del sys.argv[1]
+        try:
+            train.main(config.parse_config(sys.argv[1:]))
+        except data.InputError as problem:
+            sys.exit(f"error: {problem}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
