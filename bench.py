@@ -11,16 +11,15 @@ Measurements behind the README's figures. Rivals alternate in one run; medians a
     python bench.py rollout --json runs/rollout.json      every engine that is installed, on the embedded task
     python bench.py rollout --shape 0.6b --batches 256 1024 --json runs/rollout-0.6b.json     the same for a GPU
     python bench.py hostile --json runs/hostile.json      answers that are made to hang whoever judges them
+    python bench.py kills --json runs/kills.json          a run that is killed twenty times, and one that is not
     python bench.py trl --json runs/trl.json              whole steps against TRL's trainer (requirements-trl.txt)
 """
 
-import concurrent.futures
 import functools
 import importlib.util
 import itertools
 import json
 import math
-import resource
 import statistics
 import tempfile
 import time
@@ -36,9 +35,9 @@ import arithmetic
 import config
 import data
 import dppo
+import faults
 import log
 import padding
-import rewards
 import rollout
 import sampler
 import train
@@ -93,89 +92,6 @@ def step(
         print(line)
     if json_file:
         json_file.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-# ---------------------------------------------------------------------------- answers that mean harm
-
-
-def hostile_answers() -> list[tuple[str, str]]:
-    """A hundred (completion, gold) made to hang, fill the memory of or crash whoever compares them; all wrong."""
-    tower = lambda base, height: "^{".join([base] * height) + "}" * (height - 1)
-    nested = lambda word, depth: word * depth + "2" + "}" * depth
-    answers = [tower(base, height) for base in ("10", "9", "99", "2", "x", "1.5") for height in (3, 4, 5, 9, 40)]  # 30
-    answers += [f"{n}!" for n in (10**5, 10**6, 10**8, 10**20)] + ["3" + "!" * n for n in (3, 5, 9, 30)]
-    answers += [
-        f"{function}{{10^{{10^{{10}}}}}}" for function in ("\\sqrt", "\\sin", "\\log", "\\cos", "\\ln", "\\exp")
-    ]
-    answers += [f"\\frac{{{tower('7', n)}}}{{{tower('5', n)}}}" for n in (4, 6)] + ["-" * n + "2" for n in (500, 1900)]
-    answers += [f"\\{word}_{{i=1}}^{{10^{{{n}}}}} i^{{i}}" for word in ("sum", "prod") for n in (6, 12, 100)]
-    answers += [f"\\binom{{10^{{{n}}}}}{{10^{{{n - 1}}}}}" for n in (5, 9, 20)]
-    answers += [f"\\int_0^{{{n}}} e^{{x^{{x^x}}}} \\sin(x^{n}) dx" for n in (1, 7)]
-    answers += [nested(word, n) for word in ("\\sqrt{", "\\frac{1}{1+", "{", "\\text{") for n in (50, 150)]
-    answers += ["(" * n + "2" + ")" * n for n in (100, 900)] + ["|" * n + "2" + "|" * n for n in (100, 900)]
-    answers += [
-        "x=" + tower("10", 4),
-        "x>" + tower("10", 4),
-        f"({tower('10', 4)}, \\infty)",
-        f"\\{{1, {tower('9', 4)}\\}}",
-    ]
-    answers += [
-        "9" * 1900,
-        "0." + "1" * 1900,
-        "1," * 900,
-        "+".join("abcdefgh" * 100),
-        "x^" * 900 + "2",
-        "1/" * 900 + "0",
-    ]
-    answers += ["(x+1)^{10^5}", "(a+b+c+d+e)^{300}", "10^{-10^{10^{10}}}", "0^{0^{0}}", "1/0", "\\infty", "\\text{nan}"]
-    answers += [
-        "\\begin{pmatrix}" + " \\\\ ".join([" & ".join("9" * 20)] * 20) + "\\end{pmatrix}",
-        "",
-        " ",
-        "\0",
-        "\\",
-        "}",
-    ]
-    answers += ["\ud7ff" * 900, "٣", "³", "\\boxed{}", "import os", "__import__('os').abort()", "lambda: 0", "%" * 900]
-    texts = [f"\\boxed{{{answer}}}" for answer in answers] + ["\\boxed{" + "{" * 10**7, "\\boxed{" * 10**6, "}" * 10**7]
-    texts += [
-        "\\boxed{" + "{" * 10**7 + "}" * 10**7 + "}",
-        "<think>" * 10**6 + "\\boxed{7}",
-        "\\boxed{" + "7" * 10**7 + "}",
-    ]
-    golds = ("7", "\\frac{1}{7}", "x^{7}+1", "(1, 7)")
-    return [(text, golds[number % len(golds)]) for number, text in enumerate(texts)]
-
-
-def hostile(json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None) -> None:
-    """Score every hostile completion, from the main thread and from another one, and say what it took.
-
-    Args:
-        json_file: where to write the rows {completion, gold, thread, reward, seconds}, and the peak memory
-    """
-    rows = []
-    rewards.math_reward("\\boxed{\\frac{1}{2}}", "0.5")  # the judge's start is not theirs
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        for thread, (completion, gold) in itertools.product((False, True), hostile_answers()):
-            rewards.ask.cache_clear()
-            started = time.perf_counter()
-            reward = (
-                pool.submit(rewards.math_reward, completion, gold).result()
-                if thread
-                else rewards.math_reward(completion, gold)
-            )
-            rows.append({"completion": completion[:60], "gold": gold, "thread": thread, "reward": reward,
-                         "seconds": time.perf_counter() - started})  # fmt: skip
-    alive = rewards.math_reward("\\boxed{\\frac{2}{4}}", "0.5") == 1.0
-    rewards._judge.stdin.close()
-    rewards._judge.wait()
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20  # GiB, of the judge and who worked for it
-    seconds = [row["seconds"] for row in rows]
-    summary = {"answers": len(rows), "not 0": sum(row["reward"] != 0 for row in rows), "slowest_s": max(seconds),
-               "above_2_s": sum(spent > 2 for spent in seconds), "peak_gib": peak, "judge_works": alive}  # fmt: skip
-    print(json.dumps(summary))
-    if json_file:
-        json_file.write_text(json.dumps({"summary": summary, "rows": rows}, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------------------- engines that sample
@@ -432,7 +348,8 @@ if __name__ == "__main__":
             "prompts": prompts,
             "update": padding.main,
             "rollout": rollout_engines,
-            "hostile": hostile,
+            "hostile": faults.hostile,
+            "kills": faults.kills,
             "trl": trl,
         }
     )

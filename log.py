@@ -140,6 +140,7 @@ def start_tracker(cfg: config.Config, out_dir: Path):
 
 
 def track(tracker, row: dict) -> None:
-    """A step's row, without what does not exist in it."""
+    """The numbers of a step's row that exist."""
     if tracker:
-        tracker.log({key: value for key, value in row.items() if not math.isnan(value)}, step=row["step"])
+        numbers = {key: value for key, value in row.items() if not isinstance(value, list) and math.isfinite(value)}
+        tracker.log(numbers, step=row["step"])

@@ -21,7 +21,6 @@ import train
 from data import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared" / "data"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -75,6 +74,9 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
     with pytest.raises(InputError, match=r"--group-size 8: the run in .* has 6"):
         config.parse_config([*out, "--group-size", "8"])
     train.main(config.parse_config([*out, "--steps", "6"]))
+    run("falling", steps=2, save_every=2, lr_schedule="linear")
+    with pytest.raises(InputError, match=r"--steps 4: the run in .* has 2"):
+        config.parse_config(["--out-dir", str(tmp_path / "falling"), "--resume", "--steps", "4"])
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 412)
     with pytest.raises(InputError, match=r"412 prompts, but the run in .* was started with 512"):
@@ -173,6 +175,10 @@ def test_not_finite_loss_is_not_applied(run, tmp_path, monkeypatch):
         (["--engine", "fast"], "invalid choice 'fast' for argument '--engine'"),
         (["--vllm-memory", "1.5"], "--vllm-memory 1.5: must be above 0 and below 1"),
         (["--importance-cap", "0.5"], "--importance-cap 0.5: must be 0 (no correction) or at least 1"),
+        (["--lr-schedule", "step"], "invalid choice 'step' for argument '--lr-schedule'"),
+        (["--keep-checkpoints", "0"], "--keep-checkpoints 0: must be at least 1"),
+        (["--shard", "fsdp"], "--shard fsdp: there are no ranks to share the weights; start train.py with torchrun"),
+        (["--prompt-format", "chat"], "--prompt-format chat: the tokenizer has no chat template; use plain"),
         (["--data", "nothing.jsonl"], "nothing.jsonl: no such file"),
         (["--data", "arithmetic-longer"], "evaluation only"),
         (["--eval-every", "1", "--eval-data", "nothing.jsonl"], "nothing.jsonl: no such file"),
@@ -202,14 +208,3 @@ def test_bad_input_has_no_traceback(tmp_path):
     together = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=ONE_THREAD)
     assert together.returncode != 0
     assert together.stderr.count("bad.jsonl, line 2 is not JSON") == 1, "one rank says it"
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="real problem files are not part of the repository")
-def test_real_gsm8k_file(policy_folder, tmp_path, capsys):
-    """Two steps and an evaluation on real problems; over-long prompts are dropped and counted."""
-    words = flags(policy_folder, str(tmp_path / "run"), data=str(SHARED / "gsm8k_train.jsonl"), steps=2, eval_every=1,
-                  eval_problems=4)  # fmt: skip
-    train.main(config.parse_config(words))
-    log = rows(tmp_path / "run")
-    assert [row["step"] for row in log] == [0, 1, 2]
-    assert "prompts: longer than 506 tokens" in capsys.readouterr().out

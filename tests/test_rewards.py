@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import bench
 import data
+import faults
 import rewards
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -89,7 +89,7 @@ def test_hostile_answers(thread):
     """Ten of bench.py hostile's, from the main thread and another: 0 in at most 2 s, and the next answer is judged.
     Kills: math-verify's own timer (main thread only, and not within one multiplication), no limit of the memory."""
     rewards.ask.cache_clear()
-    pairs = bench.hostile_answers()[:: 11 if thread else 10][-10:]
+    pairs = faults.hostile_answers()[:: 11 if thread else 10][-10:]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         call = (lambda *words: pool.submit(rewards.math_reward, *words).result()) if thread else rewards.math_reward
         assert call("\\boxed{\\frac{1}{2}}", "0.5") == 1.0  # the judge is there

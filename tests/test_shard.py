@@ -12,10 +12,6 @@ from safetensors.torch import load_file
 from toy import flags, rows
 from transformers import Qwen3ForCausalLM
 
-import config
-import train
-from data import InputError
-
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -71,9 +67,3 @@ def test_resumed_on_other_ranks(policy_folder, tmp_path, beta):
     for index, entries in here["state"].items():
         for name, value in entries.items():
             torch.testing.assert_close(value, there["state"][index][name], rtol=1e-3, atol=1e-6)
-
-
-def test_sharding_needs_ranks(policy_folder, tmp_path):
-    with pytest.raises(InputError, match=r"--shard fsdp: .* start train.py with torchrun"):
-        train.main(config.parse_config(flags(policy_folder, str(tmp_path / "run"), shard="fsdp")))
-    assert not (tmp_path / "run").exists()

@@ -38,7 +38,7 @@ MOMENTS = (
     [{"method": "pps"}, {"method": "greso"}, {"method": "dppo", "minibatches": 2, "epochs": 2, "engine": "hf"}],
     ids=["pps", "greso", "updates"],
 )
-def test_stopped_anywhere(run, tmp_path, monkeypatch, capsys, changes):
+def test_stopped_anywhere(run, policy_folder, tmp_path, monkeypatch, capsys, changes):
     """SIGTERM within the n-th call of whatever a run calls; then again at a later one; then to the end: log, samples
     and weights of a run that was never stopped. Kills: half a step in the log, memory of a step that was given up, an
     evaluation that is lost, a stop between two updates of a step, a stop that is not heard."""
@@ -60,7 +60,7 @@ def test_stopped_anywhere(run, tmp_path, monkeypatch, capsys, changes):
     for number in range(4):
         counter, moment = itertools.count(), rng.randrange(events)
         folder = tmp_path / f"part{number}"
-        run(folder.name, **COMMON, **changes)
+        train.main(config.parse_config(flags(policy_folder, str(folder), **COMMON, **changes)))
         for _ in range(2):
             said = re.findall(r"stopped after step (\d+); go on with: (.*)\n", capsys.readouterr().out)
             log_rows = rows(folder) if (folder / "log.jsonl").exists() else [{"step": 0}]
@@ -148,7 +148,7 @@ def test_two_ranks_killed_and_stopped(policy_folder, tmp_path):
 
 
 def test_full_disk(policy_folder, tmp_path):
-    """A small disk that the second checkpoint does not fit on, for real: one line, and with room again the run goes on to
+    """A small disk that the second checkpoint does not fit on: one line, and with room again the run goes on to
     the end of one that was never short. Kills: a broken checkpoint with a whole one's name."""
     common = COMMON | {"eval_every": 0, "save_every": 1}
     subprocess.run(
