@@ -120,7 +120,7 @@ def kills(
         count: kills
         steps: of the run, which saves every third
         seed: of the moments, 3 to 13 s after the start of Python, of which it needs some 5 to take its first step
-        json_file: where to write the rows {kill, seconds, logged, resumed_from}
+        json_file: where to write the rows {killed, after_s, logged, resumed_from}
     """
     arithmetic.base_folder()
     rng, table = random.Random(seed), []
@@ -136,7 +136,7 @@ def kills(
             return rows[-1]["step"] if rows else 0
 
         subprocess.run(command(whole), check=True, stdout=subprocess.DEVNULL)
-        for number in range(1, count + 1):
+        while sum(row["killed"] for row in table) < count:
             before = sorted(killed.glob("checkpoint-*"))
             process = subprocess.Popen(command(killed, "--resume"), stdout=subprocess.DEVNULL)
             wait = rng.uniform(3, 13)
@@ -144,17 +144,16 @@ def kills(
                 process.wait(wait)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
-            table.append({"kill": number, "after_s": wait, "was_running": process.returncode == -9, "logged": logged(),
+            finished = process.wait() == 0
+            table.append({"killed": not finished, "after_s": wait, "logged": logged(),
                           "resumed_from": int(before[-1].name[-6:]) if before else 0})  # fmt: skip
             print(json.dumps(table[-1]), flush=True)
-            if process.returncode == 0:  # it got to its end: the others are of another run
+            if finished:  # it got to its end: the other kills are of another run
                 compare(whole, killed, steps)
-                killed = Path(folder, f"killed{number}")
+                killed = Path(folder, f"killed{len(table)}")
         subprocess.run(command(killed, "--resume"), check=True, stdout=subprocess.DEVNULL)
         compare(whole, killed, steps)
-    survived = sum(row["was_running"] for row in table)
-    print(f"{survived} kills, {len(table)} resumes: logs, samples and weights are those of the run that was left alone")
+    print(f"{count} kills, each resumed: logs, samples and weights are those of the run that was left alone")
     if json_file:
         json_file.write_text(json.dumps(table, indent=1) + "\n")
 
