@@ -2,6 +2,7 @@
 Measurements behind the README's figures. Rivals alternate in one run; medians and ratios are reported.
 
     python bench.py step --json runs/step.json            seconds of a training step and its parts
+    python bench.py step --shape 0.6b --steps 10 --skip 2 --methods grpo pps --json runs/step-0.6b.json    for a GPU
     python bench.py variance --json runs/variance.json    error of each completion rule, on real gradients
     python bench.py variance --level prompt --json runs/variance-prompt.json    and of each prompt rule, over whole runs
     python bench.py check --json runs/check.json          the running check over whole runs, and a twin it must catch
@@ -23,9 +24,11 @@ import math
 import statistics
 import tempfile
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
+from unittest import mock
 
 import torch
 import transformers
@@ -55,6 +58,9 @@ def step(
     rounds: int = 3,
     steps: int = 32,
     skip: int = 16,
+    methods: tuple[str, ...] = TIMED,
+    shape: Literal["embedded", "tiny", "0.6b", "1.7b"] = "embedded",
+    new_tokens: int = 512,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> None:
     """Time train.py's steps from the same base model, `rounds` times each method in turn, each round with its seed.
@@ -63,15 +69,24 @@ def step(
         rounds: runs of each method
         steps: steps of a run
         skip: first steps of a run left out: the first epoch (16 steps), in which there is no history to prune by
+        methods: to compare; the first is what the others are divided by
+        shape: embedded: base model and problems of the embedded task; else random weights of that size, 256 random
+            prompts of 20 to 200 tokens, 32 of them a step with 8 completions of `new_tokens`, rewards by chance
+        new_tokens: of a completion, with a shape that is not embedded
         json_file: where to write the rows {method, round, part, median}
     """
-    rows = []
-    for number, method in itertools.product(range(rounds), TIMED):
-        with tempfile.TemporaryDirectory() as folder:
+    rows, parts = [], PARTS + (("memory/peak_gib",) if torch.cuda.is_available() else ())
+    for number, method in itertools.product(range(rounds), methods):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(data, "reward_function", data.reward_function):
             words = ["--method", method, "--steps", str(steps), "--seed", str(number), "--out-dir", f"{folder}/run"]
+            if shape != "embedded":
+                padding.random_policy(shape, folder)
+                data.reward_function = lambda _name: lambda text, _gold: float(zlib.crc32(text.encode()) % 2)
+                words += ["--model", folder, "--data", f"{folder}/problems.jsonl", "--max-new-tokens", str(new_tokens)]
+                words += ["--group-size", "8", "--gradient-checkpointing"]
             train.main(config.parse_config([*words, "--eval-every", "0", "--save-every", "0"]))
             steps_log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()][skip:]
-        for part in PARTS:
+        for part in parts:
             median = statistics.median(row[part] for row in steps_log)
             rows.append({"method": method, "round": number, "part": part, "median": median})
 
@@ -81,14 +96,14 @@ def step(
     print(
         f"\nmedians over {rounds} alternating runs of steps {skip + 1} to {steps}, {torch.get_num_threads()} threads;"
     )
-    print("in brackets the ratio to GRPO and its range over the runs")
-    print(f"{'':16s}" + "".join(f"{method:>28s}" for method in TIMED))
-    for part in PARTS:
+    print(f"in brackets the ratio to {methods[0]} and its range over the runs")
+    print(f"{'':16s}" + "".join(f"{method:>28s}" for method in methods))
+    for part in parts:
         line = f"{part:16s}"
-        for method in TIMED:
-            ratios = sorted(m / g for m, g in zip(medians(method, part), medians("grpo", part), strict=True))
+        for method in methods:
+            ratios = sorted(m / g for m, g in zip(medians(method, part), medians(methods[0], part), strict=True))
             spread = f"({statistics.median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f})"
-            line += f"{statistics.median(medians(method, part)):10.3f}{spread if method != 'grpo' else '':>20s}  "
+            line += f"{statistics.median(medians(method, part)):10.3f}{spread if method != methods[0] else '':>20s}  "
         print(line)
     if json_file:
         json_file.write_text(json.dumps(rows, indent=1) + "\n")

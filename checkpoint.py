@@ -27,7 +27,7 @@ import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
 
-import shard
+import ranks
 from data import InputError
 
 
@@ -80,7 +80,7 @@ def no_loss_if_full(path: Path):
 
 def fingerprint(model) -> float:
     """A number that other weights do not share: the reference of the KL term must be the same when a run goes on."""
-    return sum(shard.whole(parameter.detach()).double().abs().sum().item() for parameter in model.parameters())
+    return sum(ranks.whole(parameter.detach()).double().abs().sum().item() for parameter in model.parameters())
 
 
 def is_whole(path: Path) -> bool:
@@ -90,6 +90,23 @@ def is_whole(path: Path) -> bool:
         return all(_size_and_checksum(path / name) == value for name, value in files.items())
     except (OSError, ValueError):
         return False
+
+
+def restore(folder: Path, cfg, prompts: int, optimizer, history, greso, reference) -> dict:
+    """trainer.pt, put where it belongs; returns it. InputError if model or data are not those of the run."""
+    state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+    if reference and not math.isclose(fingerprint(reference), state["reference"], rel_tol=1e-6):
+        raise InputError(f"--model {cfg.model} is not what the run in {cfg.out_dir} began with: --beta needs it")
+    if not torch.equal(state["history"]["kind"], history.kind):
+        raise InputError(
+            f"--data {cfg.data}: {prompts} prompts, but the run in {cfg.out_dir} was started with "
+            f"{len(state['history']['kind'])}, or with others: give it the data it had, or use another --out-dir"
+        )
+    ranks.load_optimizer(optimizer, state["optimizer"])
+    vars(history).update(state["history"])
+    if greso:
+        vars(greso).update(state["greso"])
+    return state
 
 
 def find(out_dir: Path, rank: int) -> Path | None:

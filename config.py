@@ -226,6 +226,17 @@ def num_candidates(cfg: Config) -> int:
     return cfg.prompts_per_step
 
 
+def check_prompts(cfg: Config, prompts: int) -> None:
+    """InputError if a step asks for more prompts than there are."""
+    asked = num_candidates(cfg)
+    if prompts < asked:
+        allocated = f", which --cppo-allocation makes {asked}" if cfg.cppo_allocation else ""
+        raise InputError(f"--prompts-per-step {cfg.prompts_per_step}{allocated}: the data holds only {prompts} prompts")
+    if cfg.prompt_rule == "greso" and prompts < 2 * asked:
+        message = f"--prompt-rule greso: its first round is 1.5 x {asked} prompts of {prompts}"
+        raise InputError(f"{message}, too few: lower --prompts-per-step")
+
+
 def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
     """What a user may not expect of a resolved Config: above all, what is not the unbiased gradient of its loss."""
     said = []

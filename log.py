@@ -73,6 +73,9 @@ def row(cfg: config.Config, update, shares: torch.Tensor, updates: list[tuple], 
         tokens = first["completion_tokens"]
         figures["sampling/importance_sampling_ratio/mean"] = ratio(first["importance"], tokens)
         figures["sampling/importance_sampling_ratio/capped"] = ratio(first["capped"], tokens)
+    if cfg.device == "cuda":  # since the last row
+        figures["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
     if cfg.beta:
         mass = (update.scale * lengths * completion_weights.sum(dim=0)).sum().item()
         figures["kl"] = ratio(total["kl"], mass)  # nats a token, weighted as the loss weighs them
@@ -107,6 +110,18 @@ def samples(cfg: config.Config, update, updates: list[tuple], problems: list) ->
         }
         for number, k in enumerate(batch.mine[:3].tolist())
     ]
+
+
+def first_lines(cfg: config.Config, model, world: int, problems: int, held_out: int, step: int) -> str:
+    """What the run is, and what a user may not expect of it."""
+    parameters, prompts = sum(parameter.numel() for parameter in model.parameters()) / 1e6, config.num_candidates(cfg)
+    return "\n".join([
+        f"{cfg.model}: {parameters:.1f} M parameters on {world} x {cfg.device}, {cfg.dtype}; {cfg.data}: {problems} "
+        f"problems to train on, {held_out} held out; loss {cfg.loss}, prompt rule {cfg.prompt_rule}, completion rule "
+        f"{cfg.completion_rule}, {prompts} x {cfg.group_size} completions a step; steps {step} to {cfg.steps}, in "
+        f"{cfg.out_dir}/",
+        *(f"note: {warning}" for warning in config.warnings(cfg, steps_per_epoch=problems // prompts)),
+    ])  # fmt: skip
 
 
 def console_line(figures: dict, steps: int) -> str:

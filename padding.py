@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import random
 import statistics
 import tempfile
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from unittest import mock
 
+import tokenizers
 import torch
 import transformers
 import tyro
@@ -170,6 +172,21 @@ def random_model(shape: str, device: str):
     torch.manual_seed(0)
     with torch.device(device):
         return transformers.Qwen3ForCausalLM(options)
+
+
+def random_policy(shape: str, folder: str) -> None:
+    """A folder for --model with such a model, a tokenizer of as many words, and problems.jsonl."""
+    vocabulary, rng = SHAPES[shape][-1], random.Random(0)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"t{n}": n for n in range(vocabulary)}, unk_token="t0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t2")
+    tokenizer.save_pretrained(folder)
+    model = random_model(shape, "cpu")
+    model.generation_config = transformers.GenerationConfig(eos_token_id=1, pad_token_id=2)
+    model.save_pretrained(folder)
+    problems = (" ".join(f"t{rng.randrange(vocabulary)}" for _ in range(rng.randint(20, 200))) for _ in range(256))
+    lines = (json.dumps({"problem": problem, "answer": "1"}) + "\n" for problem in problems)
+    Path(folder, "problems.jsonl").write_text("".join(lines))
 
 
 def model_flops(options, sequences: list[tuple[int, int]]) -> float:

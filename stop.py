@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from update import all_reduce
+from ranks import all_reduce
 
 
 class Stopped(Exception):

@@ -14,7 +14,6 @@ what an uninterrupted one would have done.
 
 import contextlib
 import copy
-import datetime
 import functools
 import itertools
 import math
@@ -37,15 +36,16 @@ import dppo
 import eval as evaluation
 import log
 import plot
+import ranks
 import rollout
 import sampler
-import shard
 import stop
 import vllm_engine
 from config import Config
 from data import InputError
+from ranks import all_reduce, sum_gradients
 from sampler import generator_for, seed_for
-from update import accumulate_gradients, all_reduce, autocast, checkpoint_layers, sum_gradients, trainer_logprobs
+from update import accumulate_gradients, autocast, checkpoint_layers, trainer_logprobs
 
 EVAL_K = 4  # completions per evaluation problem, as the log's eval/avg@4 says
 
@@ -105,20 +105,14 @@ def main(cfg: Config) -> None:
 
     # setup: ranks, device, folder
     cfg = config.resolve(cfg)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if "RANK" in os.environ and not dist.is_initialized():
-        if cfg.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "nccl" if cfg.device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))  # ranks wait for the longest rollout
+    rank, world = ranks.start(cfg.device)
     if cfg.shard == "fsdp" and not dist.is_initialized():
         raise InputError("--shard fsdp: there are no ranks to share the weights; start train.py with torchrun")
     out_dir, is_main = Path(cfg.out_dir), rank == 0
     log_path, samples_path = out_dir / "log.jsonl", out_dir / "samples.jsonl"
     if not cfg.resume and (out_dir / "config.json").exists():
         raise InputError(f"--out-dir {cfg.out_dir} holds a run: give --resume to continue it, or another --out-dir")
-    if dist.is_initialized():
-        dist.barrier()  # every rank has looked before rank 0 writes
+    ranks.barrier()  # every rank has looked before rank 0 writes
 
     # setup: data before model, so that a bad file is known at once
     train_set = data.train_problems(cfg.data, hold_out=cfg.eval_data is None)
@@ -132,7 +126,7 @@ def main(cfg: Config) -> None:
     saved = checkpoint.find(out_dir, rank) if cfg.resume else None
     base = cfg.model
     if base == "tiny" and (cfg.beta or not saved):
-        with first_rank_first(rank):
+        with ranks.first_rank_first(rank):
             base = str(arithmetic.base_folder())
     if saved or Path(base).is_dir():  # loading and saving take no time; a download keeps its bar
         transformers.utils.logging.disable_progress_bar()
@@ -145,7 +139,7 @@ def main(cfg: Config) -> None:
     policy = model  # what samples
     if cfg.shard == "fsdp":
         for sharded in filter(None, (model, reference)):
-            shard.shard(sharded, cfg.device)
+            ranks.shard(sharded, cfg.device)
         policy = rollout.load_policy(str(saved or base), cfg.device)[0].requires_grad_(False)
         policy.to(getattr(torch, cfg.dtype))
     encode = functools.partial(
@@ -155,13 +149,7 @@ def main(cfg: Config) -> None:
     train_set, train_ids = encode(train_set)
     eval_set, eval_ids = encode(eval_set) if eval_set else ([], [])
     num_prompts = config.num_candidates(cfg)  # Q
-    if len(train_set) < num_prompts:
-        allocated = f", which --cppo-allocation makes {num_prompts}" if cfg.cppo_allocation else ""
-        message = f"--prompts-per-step {cfg.prompts_per_step}{allocated}: the data holds only {len(train_set)} prompts"
-        raise InputError(message)
-    if cfg.prompt_rule == "greso" and len(train_set) < 2 * num_prompts:
-        message = f"--prompt-rule greso: its first round is 1.5 x {num_prompts} prompts of {len(train_set)}"
-        raise InputError(f"{message}, too few: lower --prompts-per-step")
+    config.check_prompts(cfg, len(train_set))
 
     # setup: how to sample
     show_progress = is_main and sys.stderr.isatty()
@@ -186,35 +174,16 @@ def main(cfg: Config) -> None:
     greso = baselines.Greso(len(train_set)) if cfg.prompt_rule == "greso" else None
     done, evaluated = 0, False  # steps that are in the log; whether the evaluation due after them is
     if saved:
-        state = torch.load(saved / "trainer.pt", map_location="cpu", weights_only=True)
-        shard.load_optimizer(optimizer, state["optimizer"])
+        state = checkpoint.restore(saved, cfg, len(train_set), optimizer, history, greso, reference)
         done, evaluated = state["step"], state["evaluated"]
-        if reference and not math.isclose(checkpoint.fingerprint(reference), state["reference"], rel_tol=1e-6):
-            raise InputError(f"--model {cfg.model} is not what the run in {cfg.out_dir} began with: --beta needs it")
-        if not torch.equal(state["history"]["kind"], history.kind):
-            raise InputError(
-                f"--data {cfg.data}: {len(train_set)} prompts, but the run in {cfg.out_dir} was started with "
-                f"{len(state['history']['kind'])}, or with others: give it the data it had, or use another --out-dir"
-            )
-        vars(history).update(state["history"])
-        if greso:
-            vars(greso).update(state["greso"])
-    if saved and is_main and (ranks := checkpoint.stored_ranks(out_dir)) != world:
-        print(f"resuming on {world} ranks a run of {ranks}: what is sampled depends on the number of ranks")
+    if saved and is_main and (stored := checkpoint.stored_ranks(out_dir)) != world:
+        print(f"resuming on {world} ranks a run of {stored}: what is sampled depends on the number of ranks")
     if is_main:
         out_dir.mkdir(parents=True, exist_ok=True)
         for path in (log_path, samples_path):
             checkpoint.cut_rows(path, lambda row: saved and row["step"] <= done)  # drops what was not saved
         checkpoint.write_config(out_dir, asdict(cfg), world)
-        parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-        print(
-            f"{cfg.model}: {parameters:.1f} M parameters on {world} x {cfg.device}, {cfg.dtype}; {cfg.data}: "
-            f"{len(train_set)} problems to train on, {len(eval_set)} held out; loss {cfg.loss}, prompt rule "
-            f"{cfg.prompt_rule}, completion rule {cfg.completion_rule}, {num_prompts} x {cfg.group_size} completions a "
-            f"step; steps {done + 1} to {cfg.steps}, in {out_dir}/"
-        )
-        for warning in config.warnings(cfg, steps_per_epoch=len(train_set) // num_prompts):
-            print(f"note: {warning}")
+        print(log.first_lines(cfg, model, world, len(train_set), len(eval_set), done + 1))
 
     tracker = log.start_tracker(cfg, out_dir) if is_main and cfg.track else None
     num_sequences = num_prompts * cfg.group_size  # Q * G, whatever is pruned
@@ -234,7 +203,7 @@ def main(cfg: Config) -> None:
         if not due(step):
             return {}
         rewards = torch.zeros(len(eval_set), EVAL_K, dtype=torch.float64)
-        shard.refresh(policy, model)
+        ranks.refresh(policy, model)
         with autocast(cfg), stops_if_not_finite(step, out_dir):
             scores = asked.unless_asked(
                 evaluation.sample_rewards, policy, tokenizer, eval_set[rank::world], eval_ids[rank::world], eval_reward,
@@ -258,7 +227,7 @@ def main(cfg: Config) -> None:
     def roll_out(prompts, *key) -> Batch:
         """Sample G completions of each of the prompts [K] and reward them; then every rank sees all numbers."""
         started = clock(cfg)
-        shard.refresh(policy, model)
+        ranks.refresh(policy, model)
         mine = torch.arange(len(prompts))[rank::world]
         own = prompts[mine].tolist()
         with stops_if_not_finite(key[0], out_dir):
@@ -333,7 +302,7 @@ def main(cfg: Config) -> None:
                 update = prepare(batch, prune_prompts(window, draws, step)[1], place)
                 keep, weights = prune_minibatch(update, 0, draws)
             gradient(update, keep, weights)
-            vectors.append(torch.cat([shard.whole(parameter.grad).flatten() for parameter in model.parameters()]))
+            vectors.append(torch.cat([ranks.whole(parameter.grad).flatten() for parameter in model.parameters()]))
         return dppo.check_unbiased(*vectors)
 
     def train_step(step: int) -> tuple[dict, list[dict]]:
@@ -369,7 +338,7 @@ def main(cfg: Config) -> None:
         for _epoch, minibatch in itertools.product(range(cfg.epochs), range(cfg.minibatches)):
             keep, weights = prune_minibatch(update, minibatch, draws)
             sums = gradient(update, keep, weights, old_logprobs)
-            grad_norm = shard.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)).item()
+            grad_norm = ranks.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)).item()
             with stops_if_not_finite(step, out_dir):
                 if not (math.isfinite(sums[0]) and math.isfinite(grad_norm)):
                     raise FloatingPointError(f"loss {sums[0].item()}, gradient norm {grad_norm}")
@@ -398,11 +367,11 @@ def main(cfg: Config) -> None:
         if not is_main and cfg.shard == "none":
             return
         state = {
-            "step": step, "evaluated": evaluated, "optimizer": shard.gather(optimizer.state_dict()),
+            "step": step, "evaluated": evaluated, "optimizer": ranks.gather(optimizer.state_dict()),
             "history": vars(history), "greso": vars(greso) if greso else None,
             "reference": checkpoint.fingerprint(reference) if reference else None,
         }  # fmt: skip
-        weights = shard.weights(model)
+        weights = ranks.weights(model)
         if is_main:
             checkpoint.save(out_dir, model, weights, tokenizer, state, keep=cfg.keep_checkpoints)
 
@@ -448,24 +417,14 @@ def main(cfg: Config) -> None:
             print(f"done: {log_path}, {out_dir / 'run.png'}" + (f", {out_dir / 'checkpoint'}/" if saved_at else ""))
         if tracker:
             tracker.finish()
-    if dist.is_initialized():
-        dist.barrier()  # torchrun ends all ranks if one dies, so none leaves before the first has written
+    ranks.barrier()  # torchrun ends all ranks if one dies, so none leaves before the first has written
+    if world > 1:
         time.sleep(0.2)  # gloo's threads abort a process that ends before they have let go of its last tensors
     if cfg.engine == "vllm":
         sampling.engine.close()
 
 
 # ---------------------------------------------------------------------------- small things of the run
-
-
-@contextlib.contextmanager
-def first_rank_first(rank: int):
-    """What rank 0 makes (and caches), the others wait for and find."""
-    if dist.is_initialized() and rank > 0:
-        dist.barrier()
-    yield
-    if dist.is_initialized() and rank == 0:
-        dist.barrier()
 
 
 def decay(cfg, step: int) -> float:

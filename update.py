@@ -11,12 +11,11 @@ import functools
 import math
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 import dppo
 import packing
-import shard
+import ranks
 from data import InputError
 
 SUMS = (  # of accumulate_gradients
@@ -94,7 +93,7 @@ def trainer_logprobs(model, rollouts, cfg) -> torch.Tensor:
 
 
 def _logprobs(model, pack, cfg):
-    compute = model.packed_logprobs if shard.is_sharded(model) else functools.partial(packing.packed_logprobs, model)
+    compute = model.packed_logprobs if ranks.is_sharded(model) else functools.partial(packing.packed_logprobs, model)
     with autocast(cfg, cache=False):
         return compute(pack, temperature=cfg.temperature)
 
@@ -118,35 +117,12 @@ def _packed(rollouts, keep, cfg, device, show_progress=False):
     shared = ([row // G for row in kept], [len(prompt) for prompt in prompts]) if cfg.share_prompts else ()
     packs = packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window, *shared)
     if cfg.shard == "fsdp":
-        most = all_reduce(torch.tensor(len(packs)), dist.ReduceOp.MAX).item()
+        most = ranks.all_reduce(torch.tensor(len(packs)), ranks.MAX).item()
         packs += [[]] * (most - len(packs))
     for members in tqdm(packs, desc="update", unit="pack", delay=3, leave=False, disable=not show_progress):
         texts = [prompts[m] for m in members] or [[0]], [completions[m] for m in members] or [[]]
         pack = packing.build_pack(*texts, device, share_prompts=cfg.share_prompts)
         yield [kept[m] for m in members], pack
-
-
-def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
-    """Sum over ranks, in place; NaN stays NaN. One process: nothing to do."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        if dist.get_backend() == "nccl" and tensor.device.type == "cpu":
-            tensor.copy_(all_reduce(tensor.cuda(), op))
-        else:
-            dist.all_reduce(tensor, op)
-    return tensor
-
-
-def sum_gradients(model) -> None:
-    """One all-reduce of all gradients. No wrapper: a rank that kept nothing contributes zeros and is done. FSDP has
-    summed those of sharded weights."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    if dist.is_initialized() and dist.get_world_size() > 1 and not shard.is_sharded(model):
-        flat = all_reduce(torch.cat([parameter.grad.flatten() for parameter in parameters]))
-        for parameter, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad.copy_(grad.view_as(parameter))
 
 
 def checkpoint_layers(model) -> None:

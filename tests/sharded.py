@@ -1,4 +1,4 @@
-"""What test_shard.py starts under torchrun: the same updates of a whole model and of a sharded one, side by side.
+"""What test_ranks.py starts under torchrun: the same updates of a whole model and of a sharded one, side by side.
 
 sharded.py TIED UNTIED        two folders of models; every rank ends with an assertion or prints "same"
 """
@@ -16,8 +16,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import config
 import packing
+import ranks
 import rollout
-import shard
 import update
 
 K, G, T = 4, 3, 6
@@ -53,7 +53,7 @@ def updates(folder, checkpointing, head_logits, loss):
         if checkpointing:
             update.checkpoint_layers(models[kind])
     for model in (models["fsdp"], references["fsdp"]):
-        shard.shard(model, "cpu")
+        ranks.shard(model, "cpu")
     for kind, model in models.items():
         optimizers[kind] = torch.optim.AdamW(model.parameters(), lr=1e-3)
     copy = rollout.load_policy(folder, "cpu")[0].requires_grad_(False)
@@ -76,14 +76,14 @@ def updates(folder, checkpointing, head_logits, loss):
                 model, rollouts, advantages, scale, keep,
                 cfg=settings[kind], old_logprobs=old, reference=references[kind],
             )  # fmt: skip
-            update.sum_gradients(model)
-            sums = update.all_reduce(sums)
-            grads = [shard.whole(parameter.grad).clone() for parameter in model.parameters()]
-            norm = shard.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            ranks.sum_gradients(model)
+            sums = ranks.all_reduce(sums)
+            grads = [ranks.whole(parameter.grad).clone() for parameter in model.parameters()]
+            norm = ranks.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
             optimizers[kind].step()
-            after = torch.cat([shard.whole(parameter.detach()).flatten() for parameter in model.parameters()])
+            after = torch.cat([ranks.whole(parameter.detach()).flatten() for parameter in model.parameters()])
             found[kind] = [old, sums, *grads, norm, after]
-        shard.refresh(copy, models["fsdp"])
+        ranks.refresh(copy, models["fsdp"])
         assert torch.equal(torch.cat([parameter.flatten() for parameter in copy.parameters()]), found["fsdp"][-1])
         names = ["log-probs", "sums", *(name for name, _ in copy.named_parameters()), "norm", "after"]
         for name, one, other in zip(names, found["none"], found["fsdp"], strict=True):

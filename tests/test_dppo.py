@@ -12,6 +12,7 @@ import baselines
 import config
 import dppo
 import proof
+import ranks
 import sampler
 import update
 
@@ -39,7 +40,7 @@ def make_case(make_policy, make_rollouts, rewards, loss, beta=0.0, *, masked=(),
         torch.nn.utils.vector_to_parameters(start + shift, model.parameters())
         model.zero_grad()
         update.accumulate_gradients(model, part, advantages, scale, keep, cfg=cfg, reference=reference)
-        update.sum_gradients(model)
+        ranks.sum_gradients(model)
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     counts = torch.ones(Q, G, dtype=torch.float64)

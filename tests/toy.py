@@ -19,9 +19,9 @@ import config
 import data
 import dppo
 import packing
+import ranks
 import rollout
 import sampler
-import shard
 import train
 
 
@@ -75,7 +75,7 @@ def assert_same(one, other):
     assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
 
 
-def ranks(folder, model, *words):
+def on_ranks(folder, model, *words):
     """Five runs whose gradients and keep decisions are written by every rank: a plain one, one where whatever the
     second of two ranks holds is dropped, one where the second rank gets no prompt, one with pps, KL, mini-batches,
     epochs and the running check, and greso, of which a round may leave the second rank without a prompt."""
@@ -85,7 +85,7 @@ def ranks(folder, model, *words):
 
     def recording_sum(model):
         sum_gradients(model)
-        record.append(torch.cat([shard.whole(parameter.grad).flatten() for parameter in model.parameters()]))
+        record.append(torch.cat([ranks.whole(parameter.grad).flatten() for parameter in model.parameters()]))
 
     updates = {"method": "pps", "loss": "dapo", "minibatches": 2, "epochs": 2, "beta": 0.1,
                "check_every": 1}  # fmt: skip
@@ -118,7 +118,7 @@ def ranks(folder, model, *words):
 if __name__ == "__main__":
     data.reward_function = lambda _name: toy_reward
     if sys.argv[1] == "ranks":
-        ranks(*sys.argv[2:])
+        on_ranks(*sys.argv[2:])
     else:
         if sys.argv[1] == "by-prompt":
             rollout.sample = sample_by_prompt

@@ -1,12 +1,16 @@
 """
+Several processes, under torchrun: each rank rolls out its share of the prompts, and gradients are summed.
+
 `--shard fsdp`: every rank keeps a share of the weights, of their gradients and of the optimizer's state (PyTorch's
 FSDP2). A layer's weights are gathered when it computes and let go after; its gradients are summed over ranks and cut
-up at once. So every forward and backward is a collective, and all ranks make equally many (update._packed).
-
-Sampling is no such thing: each rank ends when its completions do. It has a whole copy of the model, refreshed before.
+up at once. So every forward and backward is a collective, and all ranks make equally many (update._packed). Sampling is
+no such thing: each rank ends when its completions do. It has a whole copy of the model, refreshed before.
 """
 
+import contextlib
+import datetime
 import functools
+import os
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,61 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import packing
+
+MAX = dist.ReduceOp.MAX
+
+
+def start(device: str) -> tuple[int, int]:
+    """(rank, how many): joins the group if torchrun made one."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if "RANK" in os.environ and not dist.is_initialized():
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))  # ranks wait for the longest rollout
+    return rank, world
+
+
+def barrier() -> None:
+    """All have come here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def first_rank_first(rank: int):
+    """What rank 0 makes (and caches), the others wait for and find."""
+    if rank > 0:
+        barrier()
+    yield
+    if rank == 0:
+        barrier()
+
+
+def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
+    """Sum over ranks, in place; NaN stays NaN. One process: nothing to do."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.get_backend() == "nccl" and tensor.device.type == "cpu":
+            tensor.copy_(all_reduce(tensor.cuda(), op))
+        else:
+            dist.all_reduce(tensor, op)
+    return tensor
+
+
+def sum_gradients(model) -> None:
+    """One all-reduce of all gradients. No wrapper: a rank that kept nothing contributes zeros and is done. FSDP has
+    summed those of sharded weights."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    if dist.is_initialized() and dist.get_world_size() > 1 and not is_sharded(model):
+        flat = all_reduce(torch.cat([parameter.grad.flatten() for parameter in parameters]))
+        for parameter, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad.copy_(grad.view_as(parameter))
+
+
+# ---------------------------------------------------------------------------- --shard fsdp
 
 
 def shard(model, device: str) -> None:
