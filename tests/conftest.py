@@ -1,5 +1,6 @@
 """A Qwen3 small enough that a test can afford hundreds of backward passes, and a way to make rollouts by hand."""
 
+import os
 from functools import partial
 
 import pytest
@@ -16,8 +17,11 @@ import packing
 import rollout
 import train
 
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):  # else each worker takes all cores
+    torch.set_num_threads(max(1, os.cpu_count() // workers))
 
-@pytest.fixture
+
+@pytest.fixture(scope="session")
 def make_policy():
     """Build an untrained two-layer Qwen3 with grouped-query attention, and its byte tokenizer."""
 

@@ -21,5 +21,6 @@ def test_notebook(path):
     assert "assert" in code[-1].source
     pictures = sum("image/png" in output.get("data", {}) for cell in code for output in cell.outputs)
     assert pictures >= sum("plt.show()" in cell.source for cell in code) > 0
-    arithmetic.base_folder()  # a fresh clone trains it, and on a slow machine for longer than a cell may take
+    if "base_folder" in path.read_text():  # a fresh clone trains it, on a slow machine for longer than a cell may take
+        arithmetic.base_folder()
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": path.parent}}).execute()

@@ -35,12 +35,11 @@ def test_gradients_of_a_sharded_model(make_policy, tmp_path):
     assert done.stdout.count("same") == 16
 
 
-@pytest.mark.parametrize("beta", [0, 0.1])
-def test_resumed_on_other_ranks(policy_folder, tmp_path, beta):
+def test_resumed_on_other_ranks(policy_folder, tmp_path):
     """Two steps sharded over 2 ranks, two on one rank, two sharded over 3: the run of one rank, and its checkpoint.
     Kills: a share saved as the whole, Adam's state of another parameter, a fingerprint of a share."""
     toy = [str(ROOT / "tests" / "toy.py"), "by-prompt"]
-    common = {"save_every": 2, "eval_every": 2, "eval_problems": 3, "beta": beta, "weight_decay": 0.1}
+    common = {"save_every": 2, "eval_every": 2, "eval_problems": 3, "beta": 0.1, "weight_decay": 0.1}
 
     def go(name, steps, ranks, *words):
         command = [sys.executable] if ranks == 1 else [*TORCHRUN, str(ranks)]
@@ -52,8 +51,9 @@ def test_resumed_on_other_ranks(policy_folder, tmp_path, beta):
     go("broken", 4, 1, "--resume", "--shard", "none")
     go("broken", 6, 3, "--resume", "--shard", "fsdp")
     for here, there in zip(rows(tmp_path / "whole"), rows(tmp_path / "broken"), strict=True):
-        for key in ("step", "reward", "grad_norm", "loss", "eval/avg@4"):
-            assert here.get(key) == pytest.approx(there.get(key), rel=1e-4, abs=1e-6), key
+        assert here.keys() == there.keys()
+        for key in {"step", "reward", "grad_norm", "loss", "eval/avg@4"} & here.keys():
+            assert here[key] == pytest.approx(there[key], rel=1e-4, abs=1e-6), key
     one, other = tmp_path / "whole" / "checkpoint", tmp_path / "broken" / "checkpoint"
     assert {path.name for path in one.iterdir()} == {path.name for path in other.iterdir()}
     assert json.loads((one / "config.json").read_text()) == json.loads((other / "config.json").read_text())

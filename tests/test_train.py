@@ -207,25 +207,39 @@ def test_unscorable_rewards(run, monkeypatch):
 # ---------------------------------------------------------------------------- several ranks
 
 
+@pytest.fixture(scope="module")
+def on_ranks(make_policy, tmp_path_factory):
+    """What toy.on_ranks leaves: the folder of each command, by its name."""
+    folder = tmp_path_factory.mktemp("ranks")
+    model, tokenizer = make_policy()
+    model.save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
+    launch = [*TORCHRUN, "--nproc-per-node", "2"]
+    for name, command, words in (
+        ("one", [sys.executable], []), ("none", launch, ["--shard", "none"]), ("fsdp", launch, ["--shard", "fsdp"]),
+    ):  # fmt: skip
+        (folder / name).mkdir()
+        program = [
+            *command,
+            str(ROOT / "tests" / "toy.py"),
+            "ranks",
+            str(folder / name),
+            str(folder / "policy"),
+            *words,
+        ]
+        subprocess.run(program, check=True, env=ONE_THREAD, timeout=200)
+    return folder
+
+
 @pytest.mark.parametrize("kind", ["none", "fsdp"])
-def test_two_ranks_are_one(policy_folder, tmp_path, kind):
+def test_two_ranks_are_one(on_ranks, kind):
     """The same rollouts on 1 and 2 gloo ranks, each with the whole model or a share of it: same keep decisions,
     gradients to 5e-6 over several updates; also with a rank that keeps nothing and one without prompts. Kills: a rank
     in the draw's seed, a local denominator, a mean for the sum."""
-    toy = str(ROOT / "tests" / "toy.py")
-    for count, command, words in (
-        (1, [sys.executable], []),
-        (2, [*TORCHRUN, "--nproc-per-node", "2"], ["--shard", kind]),
-    ):
-        folder = tmp_path / str(count)
-        folder.mkdir()
-        subprocess.run(
-            [*command, toy, "ranks", str(folder), policy_folder, *words], check=True, env=ONE_THREAD, timeout=200
-        )
     for name in ("plain", "dropped", "alone", "updates", "greso"):
-        one = torch.load(tmp_path / "1" / f"{name}-rank0.pt")
+        one = torch.load(on_ranks / "one" / f"{name}-rank0.pt")
         for rank in range(2):
-            two = torch.load(tmp_path / "2" / f"{name}-rank{rank}.pt")
+            two = torch.load(on_ranks / kind / f"{name}-rank{rank}.pt")
             each = 2 * 3 + 4 * 2 + 5 if name == "updates" else 3  # "updates": mini-batches and the check
             assert len(one) == len(two) >= 3 * each, "three steps, each a prompt draw, then draws and gradients"
             assert any(part.dtype != torch.bool and part.norm() > 0 for part in one)
@@ -234,7 +248,7 @@ def test_two_ranks_are_one(policy_folder, tmp_path, kind):
                     assert torch.equal(here, there)
                 else:
                     assert (here - there).norm() < 5e-6 * max(1.0, here.norm())
-        alone, together = rows(tmp_path / "1" / name), rows(tmp_path / "2" / name)
+        alone, together = rows(on_ranks / "one" / name), rows(on_ranks / kind / name)
         for here, there in zip(alone, together, strict=True):
             for key in here:
                 if not key.startswith(("time/", "step_time", "pack/", "tokens/trained")):  # two ranks have other slots

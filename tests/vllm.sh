@@ -9,4 +9,4 @@ if [ ! -x "$venv/bin/pytest" ]; then
     "$venv/bin/pip" uninstall -q -y torchvision torchaudio torchcodec # CUDA builds, which break transformers here
     "$venv/bin/pip" install -q pytest==9.2.0
 fi
-"$venv/bin/python" -m pytest -m vllm -s -p no:cacheprovider tests/test_vllm.py
+"$venv/bin/python" -m pytest -o addopts= -m vllm -s -p no:cacheprovider tests/test_vllm.py
