@@ -121,6 +121,9 @@ def ask(gold: str, answer: str | None) -> bool:
                     return verdict == b"1\n"
             except BrokenPipeError:
                 pass
+            except BaseException:  # stopped before the verdict came: the next one to ask would take it for its own
+                _judge.kill()
+                raise
             _judge.kill()  # it died, by no fault of this pair perhaps: once more
             _judge.wait()
     raise RuntimeError("the process that judges mathematics was killed twice")

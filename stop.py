@@ -45,6 +45,7 @@ class Stop:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self.asked = True
         if self._cuttable:
+            self._cuttable = False  # once: what is being cleaned up now is not cut
             raise Stopped
 
     def unless_asked(self, work, *words, **options):

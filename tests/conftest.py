@@ -21,6 +21,12 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):  # else eac
     torch.set_num_threads(max(1, os.cpu_count() // workers))
 
 
+def pytest_collection_modifyitems(items):
+    """The long ones first, so that no worker is left alone with one."""
+    long = ("test_notebooks", "test_ranks", "test_stop", "test_train.py::test_two_ranks", "test_resume.py::test_killed")
+    items.sort(key=lambda item: not any(name in item.nodeid for name in long))
+
+
 @pytest.fixture(scope="session")
 def make_policy():
     """Build an untrained two-layer Qwen3 with grouped-query attention, and its byte tokenizer."""

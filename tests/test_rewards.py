@@ -157,3 +157,18 @@ def test_wrong_answers_to_real_problems():
         golds = [problem.answer for problem in data.read_problems(str(SHARED / name))]
         for gold, other in zip(golds, random.Random(0).sample(golds, len(golds)), strict=True):
             assert rewards.math_reward(f"\\boxed{{{other}}}", gold) == float(gold == other), (gold, other)
+
+
+def test_whoever_is_stopped_leaves_no_verdict_behind(monkeypatch):
+    """Kills: the verdict on one pair that the next one to ask takes for its own."""
+    rewards.ask.cache_clear()
+    assert not rewards.verify("\\frac{1}{9}", "\\frac{2}{9}")
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rewards._judge.stdin, "flush", lambda real=rewards._judge.stdin.flush: real() or stopped())
+        with pytest.raises(KeyboardInterrupt):
+            rewards.verify("\\frac{3}{9}", "\\frac{1}{3}")
+    assert not rewards.verify("\\frac{1}{9}", "\\frac{4}{9}")
