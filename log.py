@@ -158,4 +158,4 @@ def track(tracker, row: dict) -> None:
     """The numbers of a step's row that exist."""
     if tracker:
         numbers = {key: value for key, value in row.items() if not isinstance(value, list) and math.isfinite(value)}
-        tracker.log(numbers, step=row["step"])
+        tracker.log(numbers, step=numbers.pop("step"))

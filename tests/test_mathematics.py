@@ -135,7 +135,7 @@ def test_tracking(run, monkeypatch, tmp_path):
     assert (first["project"], first["resume"], first["config"]["steps"]) == ("nanodppo", "allow", 2)
     for (_, step, row), logged in zip([call for call in calls if call[0] == "log"], log[1:], strict=False):
         assert step == logged["step"]
-        assert row == {name: value for name, value in logged.items() if isinstance(value, int | float)}
+        assert {"step": step} | row == {name: value for name, value in logged.items() if isinstance(value, int | float)}
     assert "eval/avg@4" in calls[2][2]
     with pytest.raises(InputError, match=r"--track nothing: cannot import it .*; pip install nothing"):
         run("other", track="nothing")
