@@ -3,7 +3,6 @@
 import concurrent.futures
 import random
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -120,7 +119,7 @@ def test_a_killed_judge_is_replaced():
 def test_a_verdict_is_asked_for_once(monkeypatch):
     rewards.ask.cache_clear()
     assert rewards.math_reward("\\boxed{\\frac{5}{15}}", "\\frac{1}{3}") == 1.0
-    monkeypatch.setattr(rewards, "_turn", threading.Semaphore(0))  # whoever asks now would wait for ever
+    monkeypatch.setattr(rewards, "_turn", None)  # who asks now cannot
     assert rewards.math_reward("then \\boxed{\\frac{5}{15}}", "\\frac{1}{3}") == 1.0
 
 
