@@ -127,9 +127,16 @@ def test_a_stopped_evaluation_goes_on(policy_folder, tmp_path, monkeypatch):
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
     (tmp_path / "part" / "arithmetic.jsonl").write_text("\n".join(text.split("\n")[:3]) + '\n{"index": 3, "pro')
-    drawn, sample = [], rollout.sample
-    monkeypatch.setattr(rollout, "sample", lambda *words, **kw: drawn.append(len(words[1])) or sample(*words, **kw))
+    drawn, seeds, sample = [], [], rollout.sample
+
+    def record(model, prompt_ids, sampling, **options):
+        drawn.append(len(prompt_ids))
+        seeds.append(options["seed"])
+        return sample(model, prompt_ids, sampling, **options)
+
+    monkeypatch.setattr(rollout, "sample", record)
     assert go("part") == whole
+    assert len(set(seeds)) == 2, "two batches are not two draws of the same"
     assert (tmp_path / "part" / "arithmetic.jsonl").read_text() == text
     assert drawn == [2, 1]
     assert go("part") == whole

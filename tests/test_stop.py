@@ -1,6 +1,6 @@
 """Stopping a run loses nothing: signals at any moment, a dead rank, a full disk."""
 
-import itertools
+import collections
 import os
 import random
 import re
@@ -42,23 +42,28 @@ def test_stopped_anywhere(run, policy_folder, tmp_path, monkeypatch, capsys, cha
     """SIGTERM within the n-th call of whatever a run calls; then again at a later one; then to the end: log, samples
     and weights of a run that was never stopped. Kills: half a step in the log, memory of a step that was given up, an
     evaluation that is lost, a stop between two updates of a step, a stop that is not heard."""
-    counter = itertools.count()
-    moment = None
+    calls, moment = collections.Counter(), None
 
-    def count(real):
+    def count(name, real):
         def counted(*words, **options):
-            if next(counter) == moment:
+            calls[name] += 1
+            if moment == (name, calls[name]):
                 os.kill(os.getpid(), signal.SIGTERM)
             return real(*words, **options)
 
         return counted
 
+    def next_moment():
+        calls.clear()
+        name = rng.choice(MOMENTS)[1]
+        return name, rng.randint(1, total[name])
+
     for owner, name in MOMENTS:
-        monkeypatch.setattr(owner, name, count(getattr(owner, name)))
+        monkeypatch.setattr(owner, name, count(name, getattr(owner, name)))
     run("whole", **COMMON, **changes)
-    events, rng, stops = next(counter), random.Random(str(changes)), 0
-    for number in range(4):
-        counter, moment = itertools.count(), rng.randrange(events)
+    total, rng, stops = calls.copy(), random.Random(str(changes)), 0
+    for number in range(5):
+        moment = next_moment()
         folder = tmp_path / f"part{number}"
         train.main(config.parse_config(flags(policy_folder, str(folder), **COMMON, **changes)))
         for _ in range(2):
@@ -68,13 +73,31 @@ def test_stopped_anywhere(run, policy_folder, tmp_path, monkeypatch, capsys, cha
                 stops += 1
                 assert said == [(str(log_rows[-1]["step"]), f"python train.py --resume --out-dir {folder}")]
                 assert (folder / "checkpoint").exists() == (said[0][0] != "0")
-            counter, moment = itertools.count(), rng.randrange(events)
+            moment = next_moment()
             train.main(config.parse_config(["--out-dir", str(folder), "--resume"]))
         moment = None
         train.main(config.parse_config(["--out-dir", str(folder), "--resume"]))
         assert "done: " in capsys.readouterr().out
         assert_same(timeless(tmp_path / "whole"), timeless(folder))
     assert stops >= 4
+
+
+def test_a_step_is_finished_once_it_has_changed_the_weights(run, tmp_path, monkeypatch, capsys):
+    """SIGTERM in the second of step 2's four updates. Kills: weights of half a step in a checkpoint of the step before."""
+    calls, step = [], torch.optim.AdamW.step
+
+    def counted(*words, **options):
+        calls.append(1)
+        if len(calls) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*words, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    log_rows = run("run", steps=5, save_every=3, minibatches=2, epochs=2)
+    assert len(calls) == 8
+    assert "stopped after step 2" in capsys.readouterr().out
+    assert [row["step"] for row in log_rows] == [1, 2]
+    assert (tmp_path / "run" / "checkpoint").resolve().name == "checkpoint-000002"
 
 
 def test_what_may_be_cut():
