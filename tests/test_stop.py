@@ -83,7 +83,7 @@ def test_stopped_anywhere(run, policy_folder, tmp_path, monkeypatch, capsys, cha
 
 
 def test_a_step_is_finished_once_it_has_changed_the_weights(run, tmp_path, monkeypatch, capsys):
-    """SIGTERM in the second of step 2's four updates. Kills: weights of half a step in a checkpoint of the step before."""
+    """SIGTERM in the second of step 2's four updates. Kills: half a step in the checkpoint of the one before."""
     calls, step = [], torch.optim.AdamW.step
 
     def counted(*words, **options):
