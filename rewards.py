@@ -9,9 +9,12 @@ for ever or all memory; in a thread nothing could stop them, and a signal handle
 multiplication. There the kernel's own timer kills whoever takes too long, and the next one is forked.
 """
 
+import contextlib
 import functools
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -122,20 +125,24 @@ def ask(gold: str, answer: str | None) -> bool:
             except BrokenPipeError:
                 pass
             except BaseException:  # stopped before the verdict came: the next one to ask would take it for its own
-                _judge.kill()
+                _end_judge()
                 raise
-            _judge.kill()  # it died, by no fault of this pair perhaps: once more
-            _judge.wait()
+            _end_judge()  # it died, by no fault of this pair perhaps: once more
     raise RuntimeError("the process that judges mathematics was killed twice")
+
+
+def _end_judge() -> None:
+    """With whoever works for it, who would go on answering."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(_judge.pid, signal.SIGKILL)
+    _judge.wait()
 
 
 def judge() -> None:
     """A line [gold, answer] comes in, 1 or 0 goes out. A child does the work under limits that the kernel sees to; this
     process only waits, says 0 when the child was killed, and forks the next. Ends with its input."""
     import logging
-    import os
     import resource
-    import signal
 
     from math_verify import parse, verify
 
