@@ -23,7 +23,6 @@ import zlib
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
 
@@ -48,11 +47,19 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
         shutil.rmtree(final, ignore_errors=True)  # there, if it was not whole and the run went back beyond it
         beside.rename(final)
         _link(out_dir, final)
-    for path in sorted(out_dir.glob("checkpoint-*"))[:-keep]:
+    paths = _numbered(out_dir)
+    place = paths.index(final)
+    for path in paths[: max(0, place + 1 - keep)] + paths[place + 1 :]:  # later ones were not whole: it went back
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _numbered(out_dir):
+    return sorted(out_dir.glob("checkpoint-" + 6 * "[0-9]"))  # not a checkpoint-best of the user's
+
+
 def _link(out_dir, final):
+    if not (out_dir / "checkpoint").is_symlink():  # a copy, if whoever copied the folder followed it
+        shutil.rmtree(out_dir / "checkpoint", ignore_errors=True)
     (out_dir / "checkpoint.link").unlink(missing_ok=True)
     (out_dir / "checkpoint.link").symlink_to(final.name)
     (out_dir / "checkpoint.link").replace(out_dir / "checkpoint")
@@ -73,8 +80,8 @@ def no_loss_if_full(path: Path):
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         raise InputError(
-            f"{path} cannot be written ({str(error).splitlines()[0]}): what was saved before is whole. Make room, or "
-            f"give a lower --keep-checkpoints, then go on with --resume --out-dir {path.parent}"
+            f"{path} cannot be written ({str(error).splitlines()[0]}): what was saved before is whole. Make room, then "
+            f"go on: train.py with --resume, eval.py with the same command"
         ) from None
 
 
@@ -109,24 +116,20 @@ def restore(folder: Path, cfg, prompts: int, optimizer, history, greso, referenc
     return state
 
 
-def find(out_dir: Path, rank: int) -> Path | None:
+def find(out_dir: Path) -> Path | None:
     """The newest whole checkpoint, or None where there is none at all; says which ones are not whole."""
-    found = [None]
-    if rank == 0:
-        paths = sorted(out_dir.glob("checkpoint-*"), reverse=True)
-        found[0] = next((path for path in paths if is_whole(path)), None)
-        for path in itertools.takewhile(lambda path: path != found[0], paths):
-            print(f"{path} is not whole, its files are not what was written: " + (
-                f"going on from {found[0].name}" if found[0] else "there is no other"))  # fmt: skip
-        if found[0]:
-            _link(out_dir, found[0])
-        elif paths:
-            found[0] = InputError(f"--resume: {out_dir} has no whole checkpoint: remove the folder to start anew")
-    if dist.is_initialized():
-        dist.broadcast_object_list(found)
-    if isinstance(found[0], InputError):
-        raise found[0]
-    return found[0]
+    paths = _numbered(out_dir)[::-1]
+    found = next((path for path in paths if is_whole(path)), None)
+    for path in itertools.takewhile(lambda path: path != found, paths):
+        print(f"{path} is not whole, its files are not what was written: "
+              + (f"going on from {found.name}" if found else "there is no other"))  # fmt: skip
+    if found:
+        _link(out_dir, found)
+    elif paths:
+        raise InputError(f"--resume: {out_dir} has no whole checkpoint: remove the folder to start anew")
+    elif (out_dir / "checkpoint").exists():
+        raise InputError(f"--resume: {out_dir / 'checkpoint'} is not of this version: use another --out-dir")
+    return found
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -138,21 +141,34 @@ def cut_rows(path: Path, keep) -> list[dict]:
     """Drop the rows of a JSONL file of which keep(row) is false, and a half-written last line; returns the others."""
     rows = [row for row in read_rows(path) if keep(row)]
     if path.exists():
-        path.with_suffix(".new").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        path.with_suffix(".new").replace(path)
+        write_rows(path, rows)
     return rows
 
 
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """A JSONL file of these rows, all at once: a kill leaves the old one or the new one."""
+    path.with_suffix(".new").unlink(missing_ok=True)
+    append_rows(path.with_suffix(".new"), rows)
+    path.with_suffix(".new").replace(path)
+
+
 def append_rows(path: Path, rows: list[dict]) -> None:
-    """Append rows to a JSONL file, on disk when this returns; NaN and infinities become null."""
-
-    def plain(value):
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
+    """Append rows to a JSONL file, on disk when this returns."""
     with no_loss_if_full(path), open(path, "a") as file:
-        file.writelines(json.dumps({key: plain(value) for key, value in row.items()}) + "\n" for row in rows)
+        file.writelines(as_json(row) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
+
+
+def as_json(row: dict) -> str:
+    """One line; NaN and infinities become null, in lists as well."""
+
+    def plain(value):
+        if isinstance(value, list):
+            return [plain(part) for part in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({key: plain(value) for key, value in row.items()})
 
 
 def stored_ranks(out_dir: Path) -> int:

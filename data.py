@@ -8,8 +8,10 @@ is said with its line, before any training.
 """
 
 import json
+import math
 import os
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 import arithmetic
@@ -184,8 +186,10 @@ def gold_answer(value: str | int | float) -> str:
     >>> gold_answer("24+48=72 #### 72"), gold_answer(27.0), gold_answer("$2x$"), gold_answer("so \\\\boxed{3}.")
     ('72', '27', '2x', '3')
     """
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return ""
+        value = f"{Decimal(repr(value)).normalize():f}"
     _before, mark, text = str(value).rpartition("####")
     if not mark and "\\boxed{" in text:
         text = rewards.last_boxed(text) or ""

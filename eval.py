@@ -179,7 +179,7 @@ def compare(first: str, second: str) -> list[dict]:
         row = {"set": name.removesuffix(".jsonl"), "problems": len(common), "first": before.nanmean().item(),
                "second": after.nanmean().item(), "difference": avg_at_k((after - before)[:, None]),
                "ci95": [low, high]}  # fmt: skip
-        print(json.dumps(row))
+        print(checkpoint.as_json(row))
         table.append(row)
     print(f"{'set':16s} problems  first   second  difference (95 % interval, the same problems resampled)")
     for row in table:
@@ -269,7 +269,7 @@ def main(cfg: EvalConfig) -> list[dict]:
             rows = complete(model, tokenizer, name, problems, prompt_ids, replace(sampling, max_new_tokens=rooms[name]),
                             cfg, path)  # fmt: skip
         table.append({"data": name, **figures(rows), **settings, "max_new_tokens": rooms[name]})
-        print(json.dumps(table[-1]), flush=True)
+        print(checkpoint.as_json(table[-1]), flush=True)
     k = cfg.k
     print(f"{'set':18s} problems   avg@{k:<4d} (95 % interval)   pass@{k:<4d} maj@{k:<4d} cut off   tokens")
     for row in table:
@@ -288,8 +288,8 @@ def complete(model, tokenizer, name, problems, prompt_ids, sampling, cfg, path: 
     what `path` holds is not done again."""
     chunk = max(1, cfg.batch_size // cfg.k)
     rows = checkpoint.read_rows(path)[: len(problems)] if path else []
-    if [row["problem"] for row in rows] != [problem.text for problem in problems[: len(rows)]]:
-        raise InputError(f"{path} holds other problems than {name}: use another --out-dir")
+    if [(row["problem"], row["gold"]) for row in rows] != [(one.text, one.answer) for one in problems[: len(rows)]]:
+        raise InputError(f"{path} holds other problems or golds than {name}: use another --out-dir")
     if path and len(rows) < len(problems):  # a batch that was cut short is drawn again, whole
         rows = checkpoint.cut_rows(path, lambda row: row["index"] < len(rows) // chunk * chunk)
     reward = data.reward_function(name)

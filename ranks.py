@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import packing
+from data import InputError
 
 MAX = dist.ReduceOp.MAX
 
@@ -39,6 +40,22 @@ def barrier() -> None:
     """All have come here."""
     if dist.is_initialized():
         dist.barrier()
+
+
+def first_says(work, *words, **options):
+    """work(*words, **options) of rank 0, or its InputError, on every rank: what a clock or a disk has a part in is
+    decided once."""
+    found = [None]
+    if int(os.environ.get("RANK", "0")) == 0:
+        try:
+            found[0] = work(*words, **options)
+        except InputError as error:
+            found[0] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    if isinstance(found[0], InputError):
+        raise found[0]
+    return found[0]
 
 
 @contextlib.contextmanager

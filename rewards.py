@@ -18,14 +18,18 @@ import signal
 import subprocess
 import sys
 import threading
-from decimal import Decimal
+from decimal import Context, Decimal
 
-SECONDS = 1.0  # for one comparison; what takes longer is wrong. A usual one takes half a millisecond
+SECONDS = 1.0  # of computing for one comparison; what takes longer is wrong. A usual one takes half a millisecond
+PATIENCE = 1.7  # seconds by the clock, on a machine that is busy
 MEMORY = 2**30  # bytes
 LONGEST_ANSWER = 2000  # characters; what is longer is no answer
-NUMBER = re.compile(r"-?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?|-?\.\d+")
+NUMBER = re.compile(r"-?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
+SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?!\w)")
 BARE_FRACTION = re.compile(r"\\[dt]?frac\s*(\\[a-zA-Z]+|[^\\{\s])\s*(\\[a-zA-Z]+|[^\\{\s])")
-SPELLINGS = re.compile(r"\\left|\\right|\\[!,;: ]|\s|(?<=\\)[dt](?=frac)")  # that change how it looks, not what it is
+SPELLINGS = re.compile(  # what changes how it looks, and not what it is; between two digits a space may
+    r"\\(?:left|right)(?![a-zA-Z])|(?<!\d)(?:\\[!,;: ]|\s)+|(?:\\[!,;: ]|\s)+(?!\d)|(?<=\\)[dt](?=frac)"
+)
 
 
 def arithmetic_reward(completion: str, gold: str) -> float | None:
@@ -64,7 +68,9 @@ def has_value(gold: str) -> bool:
 def normal_form(answer: str) -> str:
     """One spelling of many: what has the same one is the same, what has not may be so yet."""
     number = _number(answer)
-    return SPELLINGS.sub("", answer) if number is None else f"{number.normalize():f}"
+    if number is None:
+        return SPELLINGS.sub("", answer)
+    return f"{number.normalize(Context(prec=len(answer))):f}"  # prec: every digit counts
 
 
 def verify(gold: str, answer: str) -> bool:
@@ -108,16 +114,8 @@ def ask(gold: str, answer: str | None) -> bool:
     global _judge  # noqa: PLW0603, one for the whole process
     with _turn:
         for _attempt in range(2):
-            if _judge is None or _judge.poll() is not None:
-                _judge = subprocess.Popen(
-                    [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                    start_new_session=True,  # Ctrl-C is for the trainer, which may want to score what it has
-                )  # fmt: skip
-                if _judge.stdout.readline() != b"ready\n":
-                    complaint = _judge.stderr.read().decode(errors="replace").strip().splitlines()
-                    message = complaint[-1] if complaint else "it says nothing"
-                    raise RuntimeError(f"the process that judges mathematics cannot start: {message}")
             try:
+                _judge = _judge or _start_judge()
                 _judge.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
                 _judge.stdin.flush()
                 if verdict := _judge.stdout.readline():
@@ -125,17 +123,33 @@ def ask(gold: str, answer: str | None) -> bool:
             except BrokenPipeError:
                 pass
             except BaseException:  # stopped before the verdict came: the next one to ask would take it for its own
-                _end_judge()
+                _judge = _end_judge(_judge)
                 raise
-            _end_judge()  # it died, by no fault of this pair perhaps: once more
+            _judge = _end_judge(_judge)  # it died, by no fault of this pair perhaps: once more
     raise RuntimeError("the process that judges mathematics was killed twice")
 
 
-def _end_judge() -> None:
+def _start_judge():
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the trainer, which may want to score what it has
+    )  # fmt: skip
+    try:
+        if process.stdout.readline() == b"ready\n":
+            return process
+        complaint = process.stderr.read().decode(errors="replace").strip().splitlines() or ["it says nothing"]
+        raise RuntimeError(f"the process that judges mathematics cannot start: {complaint[-1]}")
+    except BaseException:
+        _end_judge(process)
+        raise
+
+
+def _end_judge(process) -> None:
     """With whoever works for it, who would go on answering."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(_judge.pid, signal.SIGKILL)
-    _judge.wait()
+    if process:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def judge() -> None:
@@ -150,31 +164,46 @@ def judge() -> None:
 
     @functools.lru_cache
     def read(text):
+        text = SCIENTIFIC.sub(r"\1\\times10^{\2}", text)
         text = BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)  # of 1 + \frac\pi 2 it would read no more than the 2
         return parse(f"\\boxed{{{text}}}", parsing_timeout=None)
 
     def compare(gold, answer):
         golds = read(gold)
-        return bool(golds and (answer is None or verify(golds, read(answer), timeout_seconds=None)))
+        if answer is None or not golds:
+            return bool(golds)
+        answers = read(answer)
+        return verify(golds, answers, timeout_seconds=None) and not differ(golds[:1] + answers[:1])
 
+    def differ(pair):
+        """Two numbers that math-verify, which rounds to six decimals, cannot tell apart."""
+        if not all(getattr(value, "is_number", False) and value.is_real for value in pair):
+            return False
+        one, other = (abs(float(value)) for value in pair)
+        return one < 1e-3 and other < 1e-3 and abs(one - other) > 1e-3 * max(one, other)
+
+    verdicts = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the library prints is no verdict
     requests = os.fdopen(0, "rb", buffering=0)  # nothing that a killed child has read is lost with it
     compare("1", "1")  # whatever the library puts off until it is used
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nobody reads what it complains of
-    os.write(1, b"ready\n")
+    os.write(verdicts, b"ready\n")
+    os.dup2(1, 2)  # nobody reads what the library complains of
     while (child := os.fork()) > 0:
         _, status = os.waitpid(child, 0)
         if status == 0:
             return
-        os.write(1, b"0\n")
+        os.write(verdicts, b"0\n")
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     while line := requests.readline():
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)  # SIGALRM without a handler: the end
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signals have no handler: the end
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
         try:
             verdict = compare(*json.loads(line))
         except (Exception, RecursionError):
             verdict = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        os.write(1, b"1\n" if verdict else b"0\n")
+        os.write(verdicts, b"1\n" if verdict else b"0\n")
     os._exit(0)
 
 

@@ -8,7 +8,9 @@ take minutes, are cut short. All ranks decide together, where all of them come b
 
 import contextlib
 import os
+import shlex
 import signal
+import sys
 import threading
 
 import torch
@@ -68,5 +70,8 @@ class Stop:
 
 def resume_command(out_dir: str) -> str:
     """What the user types to go on."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE")
-    return f"{f'torchrun --nproc-per-node {ranks}' if ranks else 'python'} train.py --resume --out-dir {out_dir}"
+    here, world = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    if here != world:
+        return "the same commands with --resume"
+    launch = f"torchrun --nproc-per-node {here}" if here else "python"
+    return f"{launch} {shlex.quote(sys.argv[0])} --resume --out-dir {shlex.quote(out_dir)}"

@@ -115,15 +115,16 @@ def main(cfg: Config) -> None:
     ranks.barrier()  # every rank has looked before rank 0 writes
 
     # setup: data before model, so that a bad file is known at once
-    train_set = data.train_problems(cfg.data, hold_out=cfg.eval_data is None)
+    train_set = ranks.first_says(data.train_problems, cfg.data, hold_out=cfg.eval_data is None)
     eval_set = []
     if cfg.eval_every:
         of_training_file = cfg.eval_data is None
-        eval_set = data.eval_problems(cfg.eval_data or cfg.data, cfg.eval_problems, of_training_file=of_training_file)
+        name, limit = cfg.eval_data or cfg.data, cfg.eval_problems
+        eval_set = ranks.first_says(data.eval_problems, name, limit, of_training_file=of_training_file)
     reward, eval_reward = data.reward_function(cfg.data), data.reward_function(cfg.eval_data or cfg.data)
 
     # setup: model, tokenizer, optimizer; from the checkpoint where there is one
-    saved = checkpoint.find(out_dir, rank) if cfg.resume else None
+    saved = ranks.first_says(checkpoint.find, out_dir) if cfg.resume else None
     base = cfg.model
     if base == "tiny" and (cfg.beta or not saved):
         with ranks.first_rank_first(rank):
@@ -377,36 +378,36 @@ def main(cfg: Config) -> None:
 
     # the run: done counts the steps whose rows are in the log, saved_at those of the newest checkpoint
     saved_at, before = done, None
-    with asked.listening(), contextlib.suppress(stop.Stopped):
-        if due(done) and not evaluated:  # before the first step, or where a run was stopped while it evaluated
-            scores = evaluate(done)
-            if is_main and scores:
-                print(f"step {done:5d} | eval/avg@{EVAL_K} {scores[f'eval/avg@{EVAL_K}']:.3f}", flush=True)
-                last = checkpoint.read_rows(log_path)[-1] if done else {"step": 0}
-                checkpoint.cut_rows(log_path, lambda row: row["step"] < done)
-                checkpoint.append_rows(log_path, [last | scores])
-            evaluated = bool(scores)
-        while done < cfg.steps and not asked.agreed():
-            before = copy.deepcopy(vars(greso)) if greso else None
-            row, some = train_step(done + 1)
-            asked.held = False
-            scores = evaluate(done + 1)
-            if is_main:
-                row |= scores
-                print(log.console_line(row, cfg.steps), flush=True)
-                checkpoint.append_rows(log_path, [row])
-                checkpoint.append_rows(samples_path, some)
-                log.track(tracker, row)
-            done, evaluated, before = done + 1, bool(scores) or not due(done + 1), None
+    with asked.listening():
+        with contextlib.suppress(stop.Stopped):
+            if due(done) and not evaluated:  # before the first step, or where a run was stopped while it evaluated
+                scores = evaluate(done)
+                if is_main and scores:
+                    print(f"step {done:5d} | eval/avg@{EVAL_K} {scores[f'eval/avg@{EVAL_K}']:.3f}", flush=True)
+                    *earlier, last = checkpoint.read_rows(log_path) if done else [{"step": 0}]
+                    checkpoint.write_rows(log_path, [*earlier, last | scores])
+                evaluated = bool(scores)
+            while done < cfg.steps and not asked.agreed():
+                before = copy.deepcopy(vars(greso)) if greso else None
+                row, some = train_step(done + 1)
+                asked.held = False
+                scores = evaluate(done + 1)
+                if is_main:
+                    row |= scores
+                    print(log.console_line(row, cfg.steps), flush=True)
+                    checkpoint.append_rows(log_path, [row])
+                    checkpoint.append_rows(samples_path, some)
+                    log.track(tracker, row)
+                done, evaluated, before = done + 1, bool(scores) or not due(done + 1), None
 
-            # 9. save, after the row: a checkpoint's step is always in the log
-            if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps):
-                save(done, evaluated)
-                saved_at = done
-    if before:  # a step that was given up: what it did to greso's memory is not to be saved
-        vars(greso).update(before)
-    if asked.asked_anywhere and done > saved_at:
-        save(done, evaluated)
+                # 9. save, after the row: a checkpoint's step is always in the log
+                if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps):
+                    save(done, evaluated)
+                    saved_at = done
+        if before:  # a step that was given up: what it did to greso's memory is not to be saved
+            vars(greso).update(before)
+        if asked.asked_anywhere and done > saved_at:
+            save(done, evaluated)
 
     if is_main:
         if log_path.exists():  # not if it was stopped before its first row

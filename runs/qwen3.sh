@@ -2,6 +2,7 @@
 # Presets for real models on real mathematics: bash runs/qwen3.sh NAME [more flags of train.py, which win]
 # Written from the memory table of the README; no GPU has run them yet.
 set -euo pipefail
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600  # torchrun kills who still saves after that many seconds, else 30
 cd "$(dirname "$0")/.."
 name=${1:-}
 gpus=1

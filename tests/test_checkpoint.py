@@ -1,6 +1,7 @@
 """What a run leaves on disk survives a kill at any moment."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -48,10 +49,10 @@ def test_killed_while_saving(save, tmp_path, monkeypatch, killed_at):
         patch.setattr(owner, killed_at, die)
         with pytest.raises(Killed):
             save(2)
-    found = checkpoint.find(tmp_path, rank=0)
+    found = checkpoint.find(tmp_path)
     assert step_of(found) == step_of(tmp_path / "checkpoint") == (2 if killed_at in ("symlink_to", "replace") else 1)
     save(3)
-    assert step_of(checkpoint.find(tmp_path, rank=0)) == step_of(tmp_path / "checkpoint") == 3
+    assert step_of(checkpoint.find(tmp_path)) == step_of(tmp_path / "checkpoint") == 3
     assert {"checkpoint", "checkpoint-000003"} < set(names(tmp_path))
     assert not {"checkpoint.new", "checkpoint.link"} & set(names(tmp_path))
 
@@ -62,6 +63,27 @@ def test_the_newest_are_kept(save, tmp_path):
         save(step, keep=3)
     assert names(tmp_path) == ["checkpoint", "checkpoint-000009", "checkpoint-000010", "checkpoint-000100"]
     assert (tmp_path / "checkpoint").resolve().name == "checkpoint-000100"
+
+
+def test_only_its_own_checkpoints_are_looked_at_and_removed(save, tmp_path):
+    """Kills: a folder of the user's that sorts last, a damaged later one that pushes out the only whole one, a copied
+    folder whose link became a folder, a run of an older layout that is begun anew over its log."""
+    save(1)
+    shutil.copytree(tmp_path / "checkpoint-000001", tmp_path / "checkpoint-best")
+    for step in (2, 3, 6):
+        save(step)
+    (tmp_path / "checkpoint-000006" / "trainer.pt").write_bytes(b"")
+    assert step_of(checkpoint.find(tmp_path)) == 3
+    save(4, keep=1)
+    assert names(tmp_path) == ["checkpoint", "checkpoint-000004", "checkpoint-best"]
+    (tmp_path / "checkpoint").unlink()
+    shutil.copytree(tmp_path / "checkpoint-000004", tmp_path / "checkpoint")
+    assert step_of(checkpoint.find(tmp_path)) == 4
+    assert (tmp_path / "checkpoint").is_symlink()
+    (tmp_path / "checkpoint").unlink()
+    (tmp_path / "checkpoint-000004").rename(tmp_path / "checkpoint")
+    with pytest.raises(InputError, match="is not of this version"):
+        checkpoint.find(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "list gone", "folder empty"])
@@ -82,16 +104,16 @@ def test_a_damaged_checkpoint_is_passed_over(save, tmp_path, capsys, damage):
     else:
         for path in victim.iterdir():
             path.unlink()
-    assert step_of(checkpoint.find(tmp_path, rank=0)) == step_of(tmp_path / "checkpoint") == 1
+    assert step_of(checkpoint.find(tmp_path)) == step_of(tmp_path / "checkpoint") == 1
     assert "checkpoint-000002 is not whole, its files are not what was written: going on from checkpoint-000001" in (
         capsys.readouterr().out
     )
     save(2)
-    assert step_of(checkpoint.find(tmp_path, rank=0)) == 2
+    assert step_of(checkpoint.find(tmp_path)) == 2
     for path in tmp_path.glob("checkpoint-*"):
         (path / "trainer.pt").write_bytes(b"")
     with pytest.raises(InputError, match="has no whole checkpoint: remove the folder to start anew"):
-        checkpoint.find(tmp_path, rank=0)
+        checkpoint.find(tmp_path)
 
 
 @pytest.mark.parametrize("where", ["weights", "trainer.pt", "sync", "log"])
@@ -112,11 +134,11 @@ def test_a_full_disk_is_said(save, tmp_path, monkeypatch, where):
         with pytest.raises(InputError, match=r"cannot be written .*what was saved before is whole. Make room") as error:
             checkpoint.append_rows(tmp_path / "log.jsonl", [{"step": 2}]) if where == "log" else save(2)
     assert "\n" not in str(error.value)
-    assert step_of(checkpoint.find(tmp_path, rank=0)) == 1
+    assert step_of(checkpoint.find(tmp_path)) == 1
 
 
 def test_no_checkpoint_yet(tmp_path):
-    assert checkpoint.find(tmp_path, rank=0) is None
+    assert checkpoint.find(tmp_path) is None
 
 
 def test_rows_after_the_checkpoint_are_cut(tmp_path):

@@ -31,6 +31,8 @@ def test_a_file_is_read_by_any_of_its_keys(tmp_path):
         {"problem": "f?", "answer": 27.0, "solution": "not \\boxed{1}"},
         {"problem": "g?", "final_answer": ["$2$", 3.0]},
         {"problem": "h?", "answer": None},
+        {"problem": "i?", "answer": 1.5e-7},
+        {"problem": "j?", "answer": float("nan")},
     )
     assert [(problem.text, problem.answer) for problem in data.read_problems(path)] == [
         ("a?", "1"),
@@ -41,6 +43,8 @@ def test_a_file_is_read_by_any_of_its_keys(tmp_path):
         ("f?", "27"),
         ("g?", "2, 3"),
         ("h?", ""),
+        ("i?", "0.00000015"),
+        ("j?", ""),
     ]
 
 

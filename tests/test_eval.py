@@ -145,9 +145,9 @@ def test_a_stopped_evaluation_goes_on(policy_folder, tmp_path, monkeypatch):
     assert (tmp_path / "part" / "arithmetic.jsonl").read_text() == text
     with pytest.raises(InputError, match=r"has temperature 1\.0, not 0\.5: give what it has, or another folder"):
         go("part", temperature=0.5)
-    problems = [Problem(f"{n}+1?", str(n + 1), "other") for n in range(5)]
+    problems = [Problem(json.loads(line)["problem"], "another gold", "other") for line in text.splitlines()]
     monkeypatch.setattr(data, "eval_problems", lambda *words, **kw: problems)
-    with pytest.raises(InputError, match="holds other problems than arithmetic: use another --out-dir"):
+    with pytest.raises(InputError, match="holds other problems or golds than arithmetic: use another --out-dir"):
         go("part")
 
 
@@ -155,7 +155,7 @@ def test_paired_comparison(tmp_path, capsys):
     """The interval is that of the differences. Kills: two intervals instead of one, pairs of different problems."""
     for folder, shift in (("old", 0), ("new", 1)):
         rows = [
-            {"index": n, "problem": f"p{n}", "rewards": [float(n % 10 < 5 + shift), float(n % 10 < 5)]}
+            {"index": n, "problem": f"p{n}", "gold": "1", "rewards": [float(n % 10 < 5 + shift), float(n % 10 < 5)]}
             for n in range(100)
         ]
         (tmp_path / folder).mkdir()

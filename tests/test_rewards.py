@@ -1,8 +1,10 @@
 """Rewards: a table of answers, right and wrong, None for what cannot be told, and answers that mean harm."""
 
 import concurrent.futures
+import os
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -60,6 +62,19 @@ def test_arithmetic_reward(completion, gold, reward):
         ("\\boxed{(3, \\frac{\\pi}{3})}", "\\left( 3, \\frac{\\pi}{2} \\right)", 0.0),
         ("\\boxed{3}", "\\left( 3, \\frac{\\pi}{2} \\right)", 0.0),
         ("\\boxed{x+1}", "1+x", 1.0),
+        ("\\boxed{1267650600228229401496703205377}", "1267650600228229401496703205376", 0.0),
+        ("\\boxed{1 1/2}", "11/2", 0.0),
+        ("\\boxed{31\\frac{1}{2}}", "3 1\\frac{1}{2}", 0.0),
+        ("\\boxed{3 \\frac{1}{2}}", "3\\frac{1}{2}", 1.0),
+        ("\\boxed{\\leftarrow}", "\\rightarrow", 0.0),
+        ("\\boxed{5.}", "5", 1.0),
+        ("\\boxed{1e-3}", "0.001", 1.0),
+        ("\\boxed{4.5\\times 10^{33}}", "4.5e33", 1.0),
+        ("\\boxed{4.5\\times 10^{32}}", "4.5e33", 0.0),
+        ("\\boxed{1.6\\times 10^{-19}}", "1.6e-19", 1.0),
+        ("\\boxed{1.7\\times 10^{-19}}", "1.6e-19", 0.0),
+        ("\\boxed{\\frac{1}{1500}}", "\\frac{1}{1501}", 0.0),
+        ("\\boxed{0}", "0", 1.0),
         ("\\boxed{2, 1}", "1, 2", 1.0),
         ("\\boxed{1}", "1, 2", 0.0),
         ("\\boxed{Evelyn}", "\\text{Evelyn}", 1.0),
@@ -111,7 +126,7 @@ def test_many_threads_ask_one_judge():
 
 def test_a_killed_judge_is_replaced():
     assert rewards.verify("\\frac{1}{3}", "\\frac{2}{6}")
-    rewards._judge.send_signal(signal.SIGKILL)
+    os.killpg(rewards._judge.pid, signal.SIGKILL)
     rewards._judge.wait()
     assert rewards.verify("\\frac{1}{3}", "\\frac{3}{9}")
 
@@ -171,3 +186,23 @@ def test_whoever_is_stopped_leaves_no_verdict_behind(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             rewards.verify("\\frac{3}{9}", "\\frac{1}{3}")
     assert not rewards.verify("\\frac{1}{9}", "\\frac{4}{9}")
+
+
+def test_interrupted_while_the_judge_starts(monkeypatch):
+    """Ctrl-C in a notebook, and on. Kills: the start's "ready" that is read as a verdict."""
+    rewards.ask.cache_clear()
+    rewards._end_judge(rewards._judge)
+    monkeypatch.setattr(rewards, "_judge", None)
+    real = subprocess.Popen
+
+    def interrupted(*words, **options):
+        process = real(*words, **options)
+        monkeypatch.setattr(process.stdout, "readline", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+        return process
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rewards.subprocess, "Popen", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rewards.verify("\\frac{1}{2}", "\\frac{2}{4}")
+    assert rewards.verify("\\frac{1}{2}", "\\frac{2}{4}")
+    assert not rewards.verify("\\frac{2}{7}", "\\frac{1}{3}")

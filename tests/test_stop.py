@@ -4,6 +4,7 @@ import collections
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def test_stopped_anywhere(run, policy_folder, tmp_path, monkeypatch, capsys, cha
     def count(name, real):
         def counted(*words, **options):
             calls[name] += 1
-            if moment == (name, calls[name]):
+            if moment == (name, calls[name]) and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # not in the setup
                 os.kill(os.getpid(), signal.SIGTERM)
             return real(*words, **options)
 
@@ -71,7 +72,8 @@ def test_stopped_anywhere(run, policy_folder, tmp_path, monkeypatch, capsys, cha
             log_rows = rows(folder) if (folder / "log.jsonl").exists() else [{"step": 0}]
             if said:
                 stops += 1
-                assert said == [(str(log_rows[-1]["step"]), f"python train.py --resume --out-dir {folder}")]
+                command = f"python {shlex.quote(sys.argv[0])} --resume --out-dir {folder}"
+                assert said == [(str(log_rows[-1]["step"]), command)]
                 assert (folder / "checkpoint").exists() == (said[0][0] != "0")
             moment = next_moment()
             train.main(config.parse_config(["--out-dir", str(folder), "--resume"]))
@@ -98,6 +100,23 @@ def test_a_step_is_finished_once_it_has_changed_the_weights(run, tmp_path, monke
     assert "stopped after step 2" in capsys.readouterr().out
     assert [row["step"] for row in log_rows] == [1, 2]
     assert (tmp_path / "run" / "checkpoint").resolve().name == "checkpoint-000002"
+
+
+def test_the_second_signal_does_not_cut_the_save(run, tmp_path, monkeypatch, capsys):
+    """A cluster that tells torchrun and the ranks. Kills: a save when the handlers are gone."""
+    fsync = os.fsync
+
+    def signalled(*words):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return fsync(*words)
+
+    stop_after = lambda *words, **options: os.kill(os.getpid(), signal.SIGTERM) or row(*words, **options)
+    row = log.row
+    monkeypatch.setattr(log, "row", stop_after)
+    monkeypatch.setattr(checkpoint.os, "fsync", signalled)
+    run("run", steps=5, save_every=0)
+    assert "stopped after step 1" in capsys.readouterr().out
+    assert checkpoint.is_whole(tmp_path / "run" / "checkpoint-000001")
 
 
 def test_what_may_be_cut():
@@ -137,7 +156,7 @@ def test_a_program_exits_with_0(policy_folder, tmp_path):
     said, _ = process.communicate(timeout=60)
     assert time.perf_counter() - started < 20
     assert process.returncode == 0
-    assert f"stopped after step 0; go on with: python train.py --resume --out-dir {tmp_path / 'run'}\n" in said
+    assert f"stopped after step 0; go on with: python {TOY} --resume --out-dir {tmp_path / 'run'}\n" in said
 
 
 def test_two_ranks_killed_and_stopped(policy_folder, tmp_path):
@@ -165,7 +184,7 @@ def test_two_ranks_killed_and_stopped(policy_folder, tmp_path):
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=100)
     assert process.returncode != 0, "torchrun's own status"
-    assert re.search(r"stopped after step \d+; go on with: torchrun --nproc-per-node 2 train.py --resume", said)
+    assert re.search(r"stopped after step \d+; go on with: torchrun --nproc-per-node 2 \S+toy.py --resume", said)
     subprocess.run([*words["broken"], "--resume"], check=True, env=ONE_THREAD, timeout=200, capture_output=True)
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "broken"))
 
