@@ -30,8 +30,7 @@ import packing
 
 # the base model's recipe; the cache is keyed by the text of this file
 CARRY_PROB = 0.42  # the teacher's chance of remembering a carry
-BASE_STEPS = int(os.environ.get("NANODPPO_BASE_STEPS", "1000"))  # fewer make a worse base, for tests
-BASE_BATCH, BASE_LR = 32, 3e-3
+BASE_STEPS, BASE_BATCH, BASE_LR = 1000, 32, 3e-3
 CHAIN = (2, 8)  # shortest and longest chain the base and the default splits hold
 LONGER = (9, 12)  # longer than any trained on
 UNSOLVED = (13, 18)  # of the realistic mix: the base never solves these
@@ -181,7 +180,7 @@ def base_folder() -> Path:
     Keyed by the text of this file and the versions of the libraries, so a changed recipe makes a new base; written
     beside and renamed, so a kill leaves nothing half-made.
     """
-    recipe = f"{Path(__file__).read_text()}{BASE_STEPS}" + torch.__version__ + transformers.__version__
+    recipe = Path(__file__).read_text() + torch.__version__ + transformers.__version__
     key = hashlib.sha256(recipe.encode()).hexdigest()[:12]
     folder = CACHE / f"base-{key}"
     if not folder.exists():
