@@ -7,7 +7,6 @@ up at once. So every forward and backward is a collective, and all ranks make eq
 no such thing: each rank ends when its completions do. It has a whole copy of the model, refreshed before.
 """
 
-import contextlib
 import datetime
 import functools
 import os
@@ -44,7 +43,7 @@ def barrier() -> None:
 
 def first_says(work, *words, **options):
     """work(*words, **options) of rank 0, or its InputError, on every rank: what a clock or a disk has a part in is
-    decided once."""
+    decided once, and what is made is made once."""
     found = [None]
     if int(os.environ.get("RANK", "0")) == 0:
         try:
@@ -56,16 +55,6 @@ def first_says(work, *words, **options):
     if isinstance(found[0], InputError):
         raise found[0]
     return found[0]
-
-
-@contextlib.contextmanager
-def first_rank_first(rank: int):
-    """What rank 0 makes (and caches), the others wait for and find."""
-    if rank > 0:
-        barrier()
-    yield
-    if rank == 0:
-        barrier()
 
 
 def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:

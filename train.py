@@ -127,8 +127,7 @@ def main(cfg: Config) -> None:
     saved = ranks.first_says(checkpoint.find, out_dir) if cfg.resume else None
     base = cfg.model
     if base == "tiny" and (cfg.beta or not saved):
-        with ranks.first_rank_first(rank):
-            base = str(arithmetic.base_folder())
+        base = str(ranks.first_says(arithmetic.base_folder))
     if saved or Path(base).is_dir():  # loading and saving take no time; a download keeps its bar
         transformers.utils.logging.disable_progress_bar()
     model, tokenizer = rollout.load_policy(str(saved or base), cfg.device)
