@@ -70,7 +70,8 @@ def test_resumed_on_other_ranks(policy_folder, tmp_path):
 
 
 def test_the_first_rank_decides(tmp_path):
-    """What it found, and what it found wrong, on both ranks. Kills: problems that each rank picks by its own clock."""
+    """What it found, and what it found wrong, on both ranks. Kills: problems that each rank picks by its
+    own clock, a base model that each one trains."""
     program = tmp_path / "program.py"
     program.write_text(
         "import os, sys\n"
@@ -78,11 +79,12 @@ def test_the_first_rank_decides(tmp_path):
         "import data, ranks\n"
         "rank, world = ranks.start('cpu')\n"
         "def fail(): raise data.InputError(f'wrong on {rank}')\n"
-        "said = ranks.first_says(lambda: f'found by {rank}')\n"
+        "said = ranks.first_says(lambda: print('called', flush=True) or f'found by {rank}')\n"
         "try: ranks.first_says(fail)\n"
         "except data.InputError as error: print(f'<{rank} of {world}: {said}, {error}>', flush=True)\n"
         "ranks.barrier()\n"
     )
     done = subprocess.run([*TORCHRUN, "2", str(program)], capture_output=True, text=True, env=ONE_THREAD, check=False)
+    assert done.stdout.count("called") == 1, done.stderr
     for rank in range(2):
         assert f"<{rank} of 2: found by 0, wrong on 0>" in done.stdout, done.stderr
