@@ -14,9 +14,9 @@ Measurements behind the README's figures. Rivals alternate in one run; medians a
     python bench.py hostile --json runs/hostile.json      answers that are made to hang whoever judges them
     python bench.py kills --json runs/kills.json          a run that is killed twenty times, and one that is not
     python bench.py trl --json runs/trl.json              whole steps against TRL's trainer (requirements-trl.txt)
+    python bench.py race --methods grpo,pps --seeds 1     who reaches GRPO's accuracy first, live
 """
 
-import functools
 import importlib.util
 import itertools
 import json
@@ -39,11 +39,12 @@ import config
 import data
 import dppo
 import faults
-import log
 import padding
+import race
 import rollout
 import sampler
 import train
+import trl_trainer
 import update
 import variance
 import vllm_engine
@@ -51,14 +52,11 @@ import vllm_engine
 PARTS = ("step_time", "time/rollout", "time/score", "time/train", "tokens/generated", "tokens/trained")
 
 
-TIMED = ("grpo", "dppo", "pps")
-
-
 def step(
     rounds: int = 3,
     steps: int = 32,
     skip: int = 16,
-    methods: tuple[str, ...] = TIMED,
+    methods: tuple[str, ...] = trl_trainer.TIMED,
     shape: Literal["embedded", "tiny", "0.6b", "1.7b"] = "embedded",
     new_tokens: int = 512,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
@@ -194,91 +192,6 @@ def rollout_engines(
         json_file.write_text(json.dumps(table, indent=1) + "\n")
 
 
-# ---------------------------------------------------------------------------- TRL
-
-
-def trl(
-    rounds: int = 4,
-    steps: int = 6,
-    micro_batches: tuple[int, ...] = (32, 128, 512),
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
-) -> None:
-    """Whole steps of TRL's GRPOTrainer and of train.py: same base model, problems, reward, group size, lengths and
-    learning rate, from the start of training. Runs alternate; the first step of each is left out.
-
-    Args:
-        rounds: runs of each
-        steps: steps of a run, of which all but the first are timed
-        micro_batches: TRL's per_device_train_batch_size; a pilot run of each finds the best
-        json_file: where to write the rows {trainer, seconds, ratio, ratio_low, ratio_high, all_seconds}
-    """
-    pilot = {size: statistics.median(_trl_steps(size, steps, 0)) for size in micro_batches}
-    best = min(pilot, key=pilot.get)
-    trainers = {"TRL": functools.partial(_trl_steps, best)}
-    trainers |= {method: functools.partial(_our_steps, method) for method in TIMED}
-    runs = {name: [] for name in trainers}
-    for number, name in itertools.product(range(rounds), trainers):
-        runs[name].append(trainers[name](steps, number))
-    rows = [{"trainer": f"TRL, pilot, micro-batches of {size}", "seconds": seconds} for size, seconds in pilot.items()]
-    for name, times in runs.items():
-        pairs = zip(times, runs["TRL"], strict=True)
-        ratios = sorted(statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs)
-        seconds = statistics.median(itertools.chain(*times))
-        rows.append({"trainer": name, "seconds": seconds, "ratio": statistics.median(ratios), "ratio_low": ratios[0],
-                     "ratio_high": ratios[-1], "all_seconds": times})  # fmt: skip
-    for row in rows:
-        print("  ".join(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
-    if json_file:
-        json_file.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-def _our_steps(method: str, steps: int, seed: int) -> list[float]:
-    """Seconds of train.py's steps but the first, each from the end of the one before, log and all."""
-    ends, line = [], log.console_line
-    log.console_line = lambda *words: ends.append(time.perf_counter()) or line(*words)
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["--method", method, "--steps", str(steps), "--seed", str(seed), "--out-dir", f"{folder}/run"]
-        train.main(config.parse_config([*words, "--eval-every", "0", "--save-every", "0"]))
-    log.console_line = line
-    return [end - start for start, end in itertools.pairwise(ends)]
-
-
-def _trl_steps(micro_batch: int, steps: int, seed: int) -> list[float]:
-    """Seconds of TRL's steps but the first, each from the end of the one before."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    cfg = config.resolve(config.Config())
-    base = str(arithmetic.base_folder())
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base, padding_side="left")
-    problems, reward = data.train_problems(cfg.data, hold_out=True), data.reward_function(cfg.data)
-    table = Dataset.from_list([{"prompt": problem.text, "gold": problem.answer} for problem in problems])
-    ends, sequences = [], cfg.prompts_per_step * cfg.group_size
-
-    class Clock(transformers.TrainerCallback):
-        def on_step_end(self, *words, **options):
-            ends.append(time.perf_counter())
-
-    def judge(completions, gold, **columns):
-        return [reward(completion, answer) for completion, answer in zip(completions, gold, strict=True)]
-
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = GRPOConfig(
-            output_dir=folder, max_steps=steps, seed=seed, use_cpu=cfg.device == "cpu", bf16=cfg.dtype == "bfloat16",
-            per_device_train_batch_size=micro_batch, gradient_accumulation_steps=sequences // micro_batch,
-            num_generations=cfg.group_size, max_completion_length=cfg.max_new_tokens, temperature=cfg.temperature,
-            learning_rate=cfg.lr, lr_scheduler_type="constant_with_warmup", warmup_steps=cfg.warmup,
-            max_grad_norm=cfg.grad_clip, loss_type="grpo", beta=0.0, gradient_checkpointing=False, report_to="none",
-            save_strategy="no", logging_steps=1, disable_tqdm=True,
-        )  # fmt: skip
-        trainer = GRPOTrainer(
-            model, judge, args=arguments, train_dataset=table, processing_class=tokenizer, callbacks=[Clock()]
-        )
-        trainer.train()
-    return [end - start for start, end in itertools.pairwise(ends)]
-
-
 # ---------------------------------------------------------------------------- the running check over whole runs
 
 
@@ -365,6 +278,7 @@ if __name__ == "__main__":
             "rollout": rollout_engines,
             "hostile": faults.hostile,
             "kills": faults.kills,
-            "trl": trl,
+            "trl": trl_trainer.main,
+            "race": race.main,
         }
     )

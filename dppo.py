@@ -163,7 +163,8 @@ def completion_keep_prob(rule: str, prune_rate: float, batch: Completions) -> to
     zero  everything but what contributes exactly 0: equal rewards, unscorable or masked completions. No rate
     dppo  the paper's threshold, randomised by us: r_o is the chance of dropping a completion whose |advantage| is below
           its group's mean. (A summary speaks of the intra-group advantage; the paper's scope is not known.)
-    pps   ours: 1 - r_o is the expected share kept of the tokens that contribute; minimum variance
+    pps   ours: minimum variance for an expected 1 - r_o of the mini-batch's tokens, spent on what contributes. What is
+          exactly 0 goes first, so where groups are mostly dead nothing else has to
     """
     _check("completion rule", rule, COMPLETION_RULES)
     live = batch.size > 0
@@ -172,7 +173,7 @@ def completion_keep_prob(rule: str, prune_rate: float, batch: Completions) -> to
     if rule == "dppo":
         return threshold_keep_prob(batch.advantages.abs(), ~batch.rewards.isnan(), prune_rate)
     if rule == "pps":
-        return pps_keep_prob(batch.size, batch.cost, (1.0 - prune_rate) * batch.cost[live].sum().item())
+        return pps_keep_prob(batch.size, batch.cost, (1.0 - prune_rate) * batch.cost.sum().item())
     return torch.ones_like(batch.size, dtype=torch.float64)
 
 

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The race (bench.py race, race.py). 2 cores without a GPU.
+#   bash runs/race.sh        grpo, dppo and pps, default setting, 2 seeds, live: half an hour at most
+#   bash runs/race.sh all    what the README reports: hours, two runs at a time after the first seed; goes on where it was stopped
+# Records go to runs/race.jsonl; notebooks/04_race.ipynb draws them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+if [ "${1:-}" != all ]; then
+    exec python bench.py race --methods grpo,dppo,pps --seeds 2 --folder out-race-short
+fi
+race() { python bench.py race --folder out-race --json runs/race.jsonl --alone 1 --settings "$@"; }
+race arithmetic --methods grpo,grpo_zero,dppo,pps,cppo:3,cppo_allocated:3,greso:3,dppo_floor:3 --seeds 5
+race arithmetic-mixed --methods grpo,grpo_zero,dppo,pps,cppo:3,cppo_allocated:3,greso:3,dppo_floor:3 --seeds 5
+race arithmetic --methods grpo,trl --seeds 1  # pip install -r requirements-trl.txt
