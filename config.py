@@ -49,7 +49,7 @@ class Config:
     completion_rule: Literal["auto", "none", "zero", "dppo", "pps", "uniform", "cppo", "cppo_batch", "dppo_floor"] = (
         "auto"
     )
-    prompt_prune_rate: float | None = None  # r_q: share dropped (dppo: chance, if of low history); default 0.3
+    prompt_prune_rate: float | None = None  # r_q: share dropped (dppo: chance, if of low history); default 0.3, pps 0.6
     completion_prune_rate: float | None = None  # r_o: share dropped (dppo: chance, if below the mean); default 0.7
     cppo_allocation: bool = False  # with cppo: roll out 1 / (1 - r_o) times the prompts, to fill the update
     check_every: int = 0  # steps between running checks that the pruning of both levels is unbiased; 0 = never
@@ -70,7 +70,7 @@ class Config:
     thinking: bool = False  # let the chat template open a thought
     # batch
     steps: int = 70  # rollout batches, each good for minibatches x epochs optimizer updates
-    prompts_per_step: int = 32  # Q: candidates of a step and the denominator; prompt pruning rolls out fewer
+    prompts_per_step: int | None = None  # Q: candidates of a step and the denominator; default 32, pps 64
     group_size: int = 16  # G: completions per prompt
     minibatches: int = 1  # optimizer updates in one pass over a step's prompts
     epochs: int = 1  # passes over a step's prompts, each with draws of its own
@@ -80,7 +80,7 @@ class Config:
     vllm_memory: float = 0.3  # share of the GPU's memory that vLLM may take while it samples
     rollout_batch: int = 512  # sequences sampled at once; bounds the memory of the key-value cache
     # optimizer
-    lr: float | None = None  # default: 2e-4 for tiny, 1e-6 otherwise
+    lr: float | None = None  # default: 4e-4 for tiny, 1e-6 otherwise
     warmup: int = 5  # steps over which the learning rate rises
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up; the others fall to 0
     grad_clip: float = 1.0  # largest gradient norm
@@ -158,12 +158,13 @@ def resolve(cfg: Config) -> Config:
     cfg = replace(cfg, **{name: rule for name, rule in rules.items() if getattr(cfg, name) == "auto"})
     eps_low, eps_high = LOSS_CLIPS[cfg.loss]
     defaults = {
-        "prompt_prune_rate": 0.0 if cfg.prompt_rule in ("none", "greso") else 0.3,
+        "prompt_prune_rate": {"none": 0.0, "greso": 0.0, "pps": 0.6}.get(cfg.prompt_rule, 0.3),
+        "prompts_per_step": 64 if cfg.prompt_rule == "pps" else 32,  # pps: a wider choice, fewer rollouts
         "completion_prune_rate": 0.0 if cfg.completion_rule in ("none", "zero") else 0.7,
         "eps_low": eps_low,
         "eps_high": eps_high,
         "max_new_tokens": max(data.max_new_tokens(name) for name in (cfg.data, cfg.eval_data or cfg.data)),
-        "lr": 2e-4 if cfg.model == "tiny" else 1e-6,
+        "lr": 4e-4 if cfg.model == "tiny" else 1e-6,
         "pack_tokens": 2048 if device == "cpu" else 8192,
         "share_prompts": device == "cpu",
     }

@@ -36,7 +36,7 @@ import data
 import train
 import trl_trainer
 
-ROWS = {  # flags of each row; pps and the others have the rates that are train.py's defaults
+ROWS = {  # flags of each row, at the rates that are train.py's defaults; uniform: pps's rollouts, drawn blindly
     "grpo": "--method grpo",
     "grpo_zero": "--method grpo_zero",
     "cppo": "--method cppo",
@@ -45,6 +45,7 @@ ROWS = {  # flags of each row; pps and the others have the rates that are train.
     "dppo": "--method dppo",
     "dppo_floor": "--method dppo_floor",
     "pps": "--method pps",
+    "uniform": "--prompt-rule uniform --completion-rule uniform --prompts-per-step 64 --prompt-prune-rate 0.6",
 }
 PLANNED = {"arithmetic": 66, "arithmetic-mixed": 84}  # last step of a run
 EVAL_DATA = "arithmetic"  # held-out chains of 2 to 8 numbers: of the mix, all that can be learned
@@ -67,7 +68,7 @@ def main(
     alone: int | None = None,
     steps: int | None = None,
     every: int = 3,
-    eval_problems: int = 200,
+    eval_problems: int = 150,
     lr: float | None = None,
     folder: Path = Path("out-race"),
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
@@ -347,7 +348,7 @@ def table(rows: list[dict], setting: str) -> str:
 
 COLORS = {
     "grpo": "#000000", "grpo_zero": "#999999", "cppo": "#D55E00", "cppo_allocated": "#E69F00", "greso": "#56B4E9",
-    "dppo": "#0072B2", "dppo_floor": "#CC79A7", "pps": "#009E73", "trl": "#8B4513",
+    "dppo": "#0072B2", "dppo_floor": "#CC79A7", "pps": "#009E73", "uniform": "#F0E442", "trl": "#8B4513",
 }  # fmt: skip
 
 

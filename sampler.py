@@ -30,7 +30,7 @@ AGES = 3  # last rolled out 1, 2, more epochs ago
 PRIOR = 48.0  # groups: so many in a stratum are believed as much as the coarser stratum
 MEMORY = 64  # steps with a live group after which an observation counts 1/e
 TEMPER = 0.5  # 0 is the uniform draw, 1 Neyman's allocation
-FLOOR = 0.5  # of the average
+FLOOR = 0.25  # of the average
 
 
 def seed_for(*key) -> int:

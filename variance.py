@@ -108,8 +108,10 @@ def rule_draws(name, share, found, batch, sizes, norms, draws):
         return high
 
     if name in ("pps", "uniform"):
-        module = dppo if name == "pps" else baselines
-        drawn = [module.prune_completions(name, 1 - share, batch, generator)[1] for _ in range(draws)]
+        module, rate = dppo, 1 - share * tokens / batch.cost.sum().item()  # pps counts all tokens, dead ones too
+        if name == "uniform":
+            module, rate = baselines, 1 - share
+        drawn = [module.prune_completions(name, rate, batch, generator)[1] for _ in range(draws)]
     elif name == "dppo":
         rate = search(lambda rate: kept(dppo.completion_keep_prob("dppo", rate, batch)))
         if rate is None:
@@ -346,7 +348,7 @@ def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
     (epoch), and their table. Errors are summed over a visit's steps before they are divided."""
     rows = []
     for seed, data_name, loss in itertools.product(seeds, SETTINGS, LOSSES):
-        per_epoch = arithmetic.TRAIN_PROBLEMS // config.Config.prompts_per_step
+        per_epoch = arithmetic.TRAIN_PROBLEMS // config.resolve(config.Config(method="grpo")).prompts_per_step
         empty, recorded = recorded_run(data_name, loss, seed, EPOCHS * per_epoch)
         for rule, rate in itertools.product(PROMPT_RULES, PROMPT_RATES):
             replays = [replay(rule, rate, empty, recorded, draws, number) for number in range(4)]  # other histories

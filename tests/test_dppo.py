@@ -363,7 +363,18 @@ def test_pps_draws_are_fresh_and_ordered():
     keep, weights = dppo.prune_completions("pps", 0.5, batch, generator)
     keep_prob = dppo.completion_keep_prob("pps", 0.5, batch)
     assert torch.equal(weights, torch.where(keep, 1 / keep_prob, 0.0))
-    assert (keep_prob * batch.cost).sum().item() == pytest.approx(10.0), "1 - r_o of the live tokens"
+    assert (keep_prob * batch.cost).sum().item() == pytest.approx(12.0), "1 - r_o of all tokens, the dead one's too"
+
+
+def test_pps_drops_what_is_zero_first():
+    """A budget of 30 % of the tokens, of which 25 % are live: these are all kept, at weight 1. Kills: a share of the
+    live tokens."""
+    size = torch.zeros(4, 4, dtype=torch.float64)
+    size[1] = table([1, 2, 3, 40])
+    batch = dppo.Completions(size, size, torch.full((4, 4), 7), size)
+    keep, weights = dppo.prune_completions("pps", 0.7, batch, torch.Generator().manual_seed(0))
+    assert torch.equal(keep, size > 0)
+    assert torch.equal(weights, (size > 0).double())
 
 
 def test_uniform_removes_the_share():

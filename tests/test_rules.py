@@ -35,7 +35,8 @@ def test_method_is_a_choice_of_two_rules():
     for method, rules in config.METHODS.items():
         cfg = config.resolve(config.Config(method=method, device="cpu"))
         assert (cfg.prompt_rule, cfg.completion_rule) == rules
-        assert cfg.prompt_prune_rate == (0.0 if rules[0] in ("none", "greso") else 0.3)
+        assert cfg.prompt_prune_rate == {"none": 0.0, "greso": 0.0, "pps": 0.6}.get(rules[0], 0.3)
+        assert cfg.prompts_per_step == (64 if method == "pps" else 32)
         assert cfg.completion_prune_rate == (0.0 if rules[1] in ("none", "zero") else 0.7)
     cfg = config.resolve(config.Config(method="grpo", completion_rule="pps", device="cpu"))
     assert (cfg.prompt_rule, cfg.completion_rule) == ("none", "pps")
