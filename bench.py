@@ -198,8 +198,8 @@ def rollout_engines(
 def check(
     steps: int = 60, every: int = 1, json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
 ) -> None:
-    """Mean and standard error of the running check of both levels over whole runs: dppo, pps, and pps with the weights
-    of prompts and of completions times 0.9 each.
+    """Mean and standard error of the running check of both levels over whole runs: the exact rules, pps with the
+    weights of prompts and of completions times 0.9 each, and two biased rules.
 
     Args:
         steps: steps of each run
@@ -208,7 +208,10 @@ def check(
     """
     rows = []
     honest = dppo.ht_weights
-    for name, method, factor in (("dppo", "dppo", 1.0), ("pps", "pps", 1.0), ("pps, weights x 0.9", "pps", 0.9)):
+    for name, method, factor in (
+        ("grpo_zero", "grpo_zero", 1.0), ("dppo", "dppo", 1.0), ("pps", "pps", 1.0), ("pps, weights x 0.9", "pps", 0.9),
+        ("dppo_floor", "dppo_floor", 1.0), ("cppo", "cppo", 1.0),
+    ):  # fmt: skip
         dppo.ht_weights = lambda keep, keep_prob, factor=factor: factor * honest(keep, keep_prob)
         with tempfile.TemporaryDirectory() as folder:
             words = ["--method", method, "--steps", str(steps), "--check-every", str(every)]

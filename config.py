@@ -42,7 +42,7 @@ LOSS_CLIPS = {  # --eps-low and --eps-high where they are not given: the papers'
 @dataclass
 class Config:
     # method
-    method: Literal["grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "greso", "pps"] = "dppo"  # the two rules
+    method: Literal["grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "greso", "pps"] = "pps"  # the two rules
     # before rollout; auto: the method's; dppo by its own history, pps ours, dppo_floor and greso biased
     prompt_rule: Literal["auto", "none", "uniform", "dppo", "pps", "dppo_floor", "greso"] = "auto"
     # after reward; zero drops what contributes 0, dppo by |advantage|, pps ours; cppo, cppo_batch, dppo_floor biased
@@ -69,7 +69,7 @@ class Config:
     prompt_format: Literal["auto", "chat", "plain"] = "auto"  # auto: chat where the tokenizer has a template
     thinking: bool = False  # let the chat template open a thought
     # batch
-    steps: int = 70  # rollout batches, each good for minibatches x epochs optimizer updates
+    steps: int = 60  # rollout batches, each good for minibatches x epochs optimizer updates
     prompts_per_step: int | None = None  # Q: candidates of a step and the denominator; default 32, pps 64
     group_size: int = 16  # G: completions per prompt
     minibatches: int = 1  # optimizer updates in one pass over a step's prompts
@@ -80,9 +80,9 @@ class Config:
     vllm_memory: float = 0.3  # share of the GPU's memory that vLLM may take while it samples
     rollout_batch: int = 512  # sequences sampled at once; bounds the memory of the key-value cache
     # optimizer
-    lr: float | None = None  # default: 4e-4 for tiny, 1e-6 otherwise
+    lr: float | None = None  # default: 6e-4 for tiny, 1e-6 otherwise
     warmup: int = 5  # steps over which the learning rate rises
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up; the others fall to 0
+    lr_schedule: Literal["constant", "linear", "cosine"] | None = None  # after warm-up; default: linear (to 0) for tiny
     grad_clip: float = 1.0  # largest gradient norm
     weight_decay: float = 0.0  # AdamW's
     # packing and machine
@@ -164,7 +164,8 @@ def resolve(cfg: Config) -> Config:
         "eps_low": eps_low,
         "eps_high": eps_high,
         "max_new_tokens": max(data.max_new_tokens(name) for name in (cfg.data, cfg.eval_data or cfg.data)),
-        "lr": 4e-4 if cfg.model == "tiny" else 1e-6,
+        "lr": 6e-4 if cfg.model == "tiny" else 1e-6,
+        "lr_schedule": "linear" if cfg.model == "tiny" else "constant",
         "pack_tokens": 2048 if device == "cpu" else 8192,
         "share_prompts": device == "cpu",
     }

@@ -79,10 +79,17 @@ def decode(completion_ids: torch.Tensor, lengths: torch.Tensor, tokenizer) -> li
 def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, k, seed):
     """(rewards, truncated), both [P, k] float64, of k completions for each of P problems; rewards NaN if unscorable."""
     rollouts = rollout.sample(model, prompt_ids, sampling, group_size=k, seed=seed)
-    texts = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
-    golds = [problem.answer for problem in problems for _ in range(k)]
-    scores = [as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
-    return torch.tensor(scores, dtype=torch.float64).view(-1, k), rollouts.truncated.double().cpu()
+    return score(rollouts, problems, tokenizer, reward)[1], rollouts.truncated.double().cpu()
+
+
+def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch.Tensor]:
+    """What was said to each of K problems, [K][G], and what it is worth, [K, G] float64, NaN if unscorable."""
+    texts, G = decode(rollouts.completion_ids, rollouts.lengths, tokenizer), rollouts.lengths.shape[1]
+    said = [texts[k * G : (k + 1) * G] for k in range(len(problems))]
+    rewards = [
+        [as_number(reward(text, problem.answer)) for text in own] for own, problem in zip(said, problems, strict=True)
+    ]
+    return said, torch.tensor(rewards, dtype=torch.float64).view(len(problems), G)
 
 
 def as_number(reward: float | None) -> float:
@@ -298,17 +305,17 @@ def complete(model, tokenizer, name, problems, prompt_ids, sampling, cfg, path: 
         rollouts = rollout.sample(
             model, prompt_ids[some], sampling, group_size=cfg.k, seed=seed_for(cfg.seed, name, start)
         )
-        texts = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
-        new = []
-        for number, problem in enumerate(problems[some]):
-            said = texts[number * cfg.k : (number + 1) * cfg.k]
-            new.append({
+        texts, rewards = score(rollouts, problems[some], tokenizer, reward)
+        new = [
+            {
                 "index": start + number, "problem": problem.text, "gold": problem.answer,
-                "rewards": [reward(text, problem.answer) for text in said],
-                "answers": [data.final_answer(name, text) for text in said],
+                "rewards": [None if math.isnan(value) else value for value in rewards[number].tolist()],
+                "answers": [data.final_answer(name, text) for text in texts[number]],
                 "lengths": rollouts.lengths[number].tolist(), "truncated": rollouts.truncated[number].tolist(),
-                "completions": said,
-            })  # fmt: skip
+                "completions": texts[number],
+            }
+            for number, problem in enumerate(problems[some])
+        ]  # fmt: skip
         if path:
             checkpoint.append_rows(path, new)
         rows += new

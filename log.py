@@ -99,7 +99,7 @@ def samples(cfg: config.Config, update, updates: list[tuple], problems: list) ->
     return [
         {
             "prompt": problems[batch.prompts[k]].text,
-            "completion": batch.texts[number * cfg.group_size],
+            "completion": batch.texts[number][0],
             "answer": problems[batch.prompts[k]].answer,
             "reward": batch.rewards[k, 0].item(),
             "advantage": update.advantages[k, 0].item(),

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
+from unittest import mock
 
 import torch
 import tyro
@@ -33,6 +35,7 @@ from matplotlib.figure import Figure  # not pyplot, whose backend is the caller'
 import checkpoint
 import config
 import data
+import log
 import train
 import trl_trainer
 
@@ -47,7 +50,7 @@ ROWS = {  # flags of each row, at the rates that are train.py's defaults; unifor
     "pps": "--method pps",
     "uniform": "--prompt-rule uniform --completion-rule uniform --prompts-per-step 64 --prompt-prune-rate 0.6",
 }
-PLANNED = {"arithmetic": 66, "arithmetic-mixed": 84}  # last step of a run
+PLANNED = {"arithmetic": 60, "arithmetic-mixed": 75}  # last step of a run
 EVAL_DATA = "arithmetic"  # held-out chains of 2 to 8 numbers: of the mix, all that can be learned
 REACHED, ABSOLUTE = 0.98, 0.8  # of GRPO's final accuracy; and an accuracy of its own
 WINDOW = 3  # evaluations that are averaged
@@ -141,9 +144,9 @@ class Run:
         rows = checkpoint.read_rows(self.out_dir / "log.jsonl") if (self.out_dir / "race.json").exists() else []
         return rows[-1]["step"] if rows else 0
 
-    def words(self, upto: int) -> list[str]:
-        """train.py's arguments, to go on up to a step."""
-        words = ["--out-dir", str(self.out_dir), "--steps", str(upto)]
+    def words(self) -> list[str]:
+        """train.py's arguments, to start or to go on."""
+        words = ["--out-dir", str(self.out_dir), "--steps", str(self.steps)]
         if (self.out_dir / "checkpoint").exists():
             return [*words, "--resume"]
         words += [*ROWS[self.row].split(), "--data", self.setting, "--eval-data", EVAL_DATA, "--seed", str(self.seed)]
@@ -171,7 +174,8 @@ def _take_turns(runs: list[Run]) -> None:
 
 
 def _turn(run: Run, upto: int) -> None:
-    """Some steps of a run in this process. TRL's trainer makes all of its steps in the first turn."""
+    """Some steps of a run in this process; a turn is ended as a user would. TRL's trainer makes all of its steps in
+    the first turn."""
     if run.done() >= upto:
         return
     if run.row == "trl":
@@ -180,8 +184,15 @@ def _turn(run: Run, upto: int) -> None:
         checkpoint.write_rows(run.out_dir / "log.jsonl", rows)
         checkpoint.write_config(run.out_dir, asdict(cfg), 1)
     else:
-        with contextlib.redirect_stdout(io.StringIO()):
-            train.main(config.parse_config(run.words(upto)))
+        line = log.console_line
+
+        def stop(figures, steps):  # the rate falls to 0 at the last step, so it has to know which one that is
+            if figures["step"] >= upto:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return line(figures, steps)
+
+        with contextlib.redirect_stdout(io.StringIO()), mock.patch.object(log, "console_line", stop):
+            train.main(config.parse_config(run.words()))
     run.finish(threads=torch.get_num_threads(), alone=True)
 
 
@@ -189,7 +200,7 @@ def _process(run: Run) -> None:
     """A whole run in a process of its own, with one thread."""
     if run.done() >= run.steps:
         return
-    words = [sys.executable, "train.py", *run.words(run.steps)]
+    words = [sys.executable, "train.py", *run.words()]
     with open(os.devnull, "w") as nowhere:
         process = subprocess.Popen(words, stdout=nowhere, env=os.environ | {"OMP_NUM_THREADS": "1"})
         _, status, usage = os.wait4(process.pid, 0)

@@ -57,7 +57,7 @@ class Batch:
     prompts: torch.Tensor  # [K], indices into the data
     mine: torch.Tensor  # the rows of this rank, whose `rollouts` and `texts` these are
     rollouts: rollout.Rollouts
-    texts: list[str]
+    texts: list[list[str]]
     rewards: torch.Tensor  # NaN: unscorable
     lengths: torch.Tensor
     truncated: torch.Tensor
@@ -219,10 +219,8 @@ def main(cfg: Config) -> None:
             prompt_ids = [train_ids[index] for index in own]
             rollouts = rollout.sample(policy, prompt_ids, sampling, group_size=cfg.group_size, seed=seed)
         sampled = clock(cfg)
-        texts = evaluation.decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
-        golds = [train_set[index].answer for index in own for _ in range(cfg.group_size)]
-        judged = [evaluation.as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
-        return rollouts, texts, judged, sampled
+        texts, rewards = evaluation.score(rollouts, [train_set[index] for index in own], tokenizer, reward)
+        return rollouts, texts, rewards, sampled
 
     def roll_out(prompts, *key) -> Batch:
         """Sample G completions of each of the prompts [K] and reward them; then every rank sees all numbers."""
@@ -234,11 +232,8 @@ def main(cfg: Config) -> None:
             done = asked.unless_asked(sample_and_score, own, seed_for(cfg.seed, *key, rank))
         if asked.agreed():
             raise stop.Stopped
-        rollouts, texts, judged, sampled = done
-        numbers = (
-            torch.tensor(judged, dtype=torch.float64).view(-1, cfg.group_size), rollouts.lengths, rollouts.truncated,
-            rollouts.entropy, rollouts.energy,
-        )  # fmt: skip
+        rollouts, texts, rewards, sampled = done
+        numbers = (rewards, rollouts.lengths, rollouts.truncated, rollouts.entropy, rollouts.energy)  # [K, G] each
         table = torch.zeros(len(prompts), cfg.group_size, 5, dtype=torch.float64)  # [K, G, 5]
         table[mine] = torch.stack([column.cpu().double() for column in numbers], dim=-1)
         everything = all_reduce(table).unbind(dim=-1)

@@ -118,7 +118,7 @@ def trl_steps(
             output_dir=folder, max_steps=steps, seed=seed, use_cpu=cfg.device == "cpu", bf16=cfg.dtype == "bfloat16",
             per_device_train_batch_size=micro_batch, gradient_accumulation_steps=sequences // micro_batch,
             num_generations=cfg.group_size, max_completion_length=cfg.max_new_tokens, temperature=cfg.temperature,
-            learning_rate=lr or cfg.lr, lr_scheduler_type="constant_with_warmup", warmup_steps=cfg.warmup,
+            learning_rate=lr or cfg.lr, lr_scheduler_type=cfg.lr_schedule, warmup_steps=cfg.warmup,
             max_grad_norm=cfg.grad_clip, loss_type="grpo", beta=0.0, gradient_checkpointing=False, report_to="none",
             save_strategy="no", logging_steps=1, disable_tqdm=True,
         )  # fmt: skip

@@ -27,7 +27,7 @@ import rollout
 import sampler
 import train
 import update
-from eval import as_number, decode
+from eval import score
 
 # ---------------------------------------------------------------------------- completions
 
@@ -64,11 +64,8 @@ def real_gradients(folder: Path, cfg, step: int) -> Gradients:
     )  # fmt: skip
     seed = sampler.seed_for(cfg.seed, step, "bench")
     rollouts = rollout.sample(model, [ids[q] for q in window], sampling, group_size=cfg.group_size, seed=seed)
-    texts = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
-    golds = [problems[q].answer for q in window for _ in range(cfg.group_size)]
     reward = data.reward_function(cfg.data)
-    scores = [as_number(reward(text, gold)) for text, gold in zip(texts, golds, strict=True)]
-    rewards = torch.tensor(scores, dtype=torch.float64).view(-1, cfg.group_size)  # [Q, G]
+    _, rewards = score(rollouts, [problems[q] for q in window], tokenizer, reward)  # [Q, G]
 
     live = ~dppo.dead_groups(rewards)[:, None].expand_as(rewards) & ~rewards.isnan()
     ones, alone = torch.ones_like(rewards), torch.zeros_like(live)

@@ -12,6 +12,6 @@ done
 python eval.py --model .cache/base-* --data arithmetic-longer
 cp out-0/run.png runs/main-seed0.png
 # what pps learns of the prompts, on the realistic mix: another 6 minutes
-torchrun train.py --method pps --data arithmetic-mixed --steps 80 --out-dir out-mixed
+torchrun train.py --data arithmetic-mixed --steps 80 --out-dir out-mixed
 cp out-mixed/log.jsonl runs/pps-mixed.jsonl
 cp out-mixed/run.png runs/pps-mixed.png

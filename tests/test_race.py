@@ -1,5 +1,6 @@
 """The race: runs that take turns or run two at a time, and what the records are made to say."""
 
+import itertools
 import math
 
 import pytest
@@ -78,7 +79,7 @@ def test_turns_processes_and_what_is_there(policy_folder, tmp_path, monkeypatch,
     """A seed that takes turns and one in a process of its own; called again, nothing runs; a race that was stopped
     goes on and makes the same rows. Kills: a turn that starts anew, a chosen rate that is not passed on, a run that is
     run twice, an evaluation set of the training data's."""
-    small = f"--model {policy_folder} --prompts-per-step 4 --group-size 4 --max-new-tokens 6"
+    small = f"--model {policy_folder} --prompts-per-step 4 --group-size 4 --max-new-tokens 6 --lr-schedule linear"
     monkeypatch.setattr(race, "ROWS", {name: f"--method {name} {small}" for name in ("grpo", "pps")})
     options = {"methods": "grpo,pps:1", "seeds": 2, "alone": 1, "every": 2, "eval_problems": 3, "lr": 3e-4}
     race.main(steps=4, folder=tmp_path / "whole", json_file=tmp_path / "log" / "race.jsonl", **options)
@@ -93,7 +94,12 @@ def test_turns_processes_and_what_is_there(policy_folder, tmp_path, monkeypatch,
     assert 0.05 < records[1]["peak_gib"] < 5
     assert "     4" in shown, "live"
     assert "s" in shown.splitlines()[-1]
-    race.main(steps=2, folder=tmp_path / "stopped", **(options | {"seeds": 1}))
+    calls, real = itertools.count(), race.train.main
+    breaks_off = lambda cfg: pytest.fail("stopped") if next(calls) == 2 else real(cfg)
+    monkeypatch.setattr(race.train, "main", breaks_off)
+    with pytest.raises(pytest.fail.Exception, match="stopped"):
+        race.main(steps=4, folder=tmp_path / "stopped", **(options | {"seeds": 1}))
+    monkeypatch.setattr(race.train, "main", real)
     race.main(steps=4, folder=tmp_path / "stopped", **(options | {"seeds": 1}))
     again = {run["row"]: run for run in race.collect(tmp_path / "stopped")}
     same = [column for column in race.COLUMNS if column != "step_time"]
