@@ -139,10 +139,11 @@ class Run:
     def out_dir(self) -> Path:
         return self.folder / self.setting / (f"{self.row}-seed{self.seed}" + (f"-lr{self.lr:g}" if self.lr else ""))
 
-    def done(self) -> int:
-        """Steps that are saved."""
-        rows = checkpoint.read_rows(self.out_dir / "log.jsonl") if (self.out_dir / "race.json").exists() else []
-        return rows[-1]["step"] if rows else 0
+    def is_at(self, step: int) -> bool:
+        """Whether the step is in the log, with its evaluation, and `finish` has been told."""
+        rows = checkpoint.read_rows(self.out_dir / "log.jsonl")
+        evaluated = any(row["step"] >= step and "eval/avg@4" in row for row in rows)
+        return evaluated and (self.out_dir / "race.json").exists()
 
     def words(self) -> list[str]:
         """train.py's arguments, to start or to go on."""
@@ -176,7 +177,7 @@ def _take_turns(runs: list[Run]) -> None:
 def _turn(run: Run, upto: int) -> None:
     """Some steps of a run in this process; a turn is ended as a user would. TRL's trainer makes all of its steps in
     the first turn."""
-    if run.done() >= upto:
+    if run.is_at(upto):
         return
     if run.row == "trl":
         cfg, rows = trl_trainer.curve(run.steps, run.seed, run.lr, run.every, EVAL_DATA, run.eval_problems)
@@ -194,11 +195,13 @@ def _turn(run: Run, upto: int) -> None:
         with contextlib.redirect_stdout(io.StringIO()), mock.patch.object(log, "console_line", stop):
             train.main(config.parse_config(run.words()))
     run.finish(threads=torch.get_num_threads(), alone=True)
+    if not run.is_at(upto):
+        raise SystemExit("stopped; the same command goes on")
 
 
 def _process(run: Run) -> None:
     """A whole run in a process of its own, with one thread."""
-    if run.done() >= run.steps:
+    if run.is_at(run.steps):
         return
     words = [sys.executable, "train.py", *run.words()]
     with open(os.devnull, "w") as nowhere:
@@ -262,14 +265,16 @@ def reached(record: dict, accuracy: float) -> float:
 
 def seconds(record: dict, records: list[dict]) -> list[float]:
     """Seconds of training [steps + 1] up to each step: the run's own, if it had the machine to itself, else the mean
-    of those that had, step by step; beyond their last step as in their last ten."""
+    of those that had, step by step; beyond their last step as in their last ten. A step counts the median of the nine
+    around it: on two cores whatever else runs for a second makes a step ten times as long."""
     own = [record] if record["alone"] else [
         other for other in records
         if other["alone"] and (other["setting"], other["row"]) == (record["setting"], record["row"])
     ]  # fmt: skip
     if not own:
         return [math.nan] * len(record["step_time"])
-    steps = [statistics.mean(column) for column in zip(*(other["step_time"] for other in own), strict=False)]
+    middle = lambda times: [0.0] + [statistics.median(times[max(1, s - 4) : s + 5]) for s in range(1, len(times))]
+    steps = [statistics.mean(column) for column in zip(*(middle(other["step_time"]) for other in own), strict=False)]
     steps += [statistics.mean(steps[-10:])] * (len(record["step_time"]) - len(steps))
     return list(itertools.accumulate(steps[: len(record["step_time"])]))
 

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import os
+import signal
 
 import pytest
 
@@ -107,6 +109,25 @@ def test_turns_processes_and_what_is_there(policy_folder, tmp_path, monkeypatch,
         assert {column: again[run["row"]][column] for column in same} == {column: run[column] for column in same}
     monkeypatch.setattr(race.train, "main", lambda _cfg: pytest.fail("it is done"))
     race.main(steps=4, folder=tmp_path / "whole", **options)
+
+
+def test_a_stop_is_a_stop(policy_folder, tmp_path, monkeypatch):
+    """SIGTERM or Ctrl-C in a turn ends the race, not the turn alone. Kills: a race that goes on with the next row."""
+    small = f"--model {policy_folder} --prompts-per-step 4 --group-size 4 --max-new-tokens 6"
+    monkeypatch.setattr(race, "ROWS", {name: f"--method {name} {small}" for name in ("grpo", "pps")})
+    draw, calls = race.train.dppo.prune_completions, itertools.count(1)
+
+    def asks(*words):
+        if next(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return draw(*words)
+
+    monkeypatch.setattr(race.train.dppo, "prune_completions", asks)
+    with pytest.raises(SystemExit, match="the same command goes on"):
+        race.main(methods="grpo,pps", seeds=1, steps=4, every=2, eval_problems=3, folder=tmp_path)
+    assert not (tmp_path / "arithmetic" / "pps-seed0").exists()
+    race.main(methods="grpo,pps", seeds=1, steps=4, every=2, eval_problems=3, folder=tmp_path)
+    assert len(race.collect(tmp_path)) == 2
 
 
 def test_names_are_checked(tmp_path):
