@@ -148,7 +148,7 @@ class Run:
     def words(self) -> list[str]:
         """train.py's arguments, to start or to go on."""
         words = ["--out-dir", str(self.out_dir), "--steps", str(self.steps)]
-        if (self.out_dir / "checkpoint").exists():
+        if (self.out_dir / "config.json").exists():
             return [*words, "--resume"]
         words += [*ROWS[self.row].split(), "--data", self.setting, "--eval-data", EVAL_DATA, "--seed", str(self.seed)]
         words += ["--eval-every", str(self.every), "--eval-problems", str(self.eval_problems)]

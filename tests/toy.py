@@ -33,8 +33,8 @@ def toy_reward(completion, _gold):
 def flags(model, out_dir, **changes):
     """A run of a few seconds, as command-line words."""
     options = {
-        "model": model, "out_dir": out_dir, "device": "cpu", "steps": 4, "prompts_per_step": 4, "group_size": 6,
-        "max_new_tokens": 6, "pack_tokens": 48, "lr": 1e-3, "eval_every": 0, "save_every": 0,
+        "model": model, "method": "dppo", "out_dir": out_dir, "device": "cpu", "steps": 4, "prompts_per_step": 4,
+        "group_size": 6, "max_new_tokens": 6, "pack_tokens": 48, "lr": 1e-3, "eval_every": 0, "save_every": 0,
     } | changes  # fmt: skip
     words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in options.items() if value is not True]
     return [
