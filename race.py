@@ -333,7 +333,7 @@ def summary(records: list[dict]) -> list[dict]:
         for column in ("kept/prompts", "kept/tokens", "weight/ess"):
             values = [value for run in runs for value in run[column] if value is not None]
             row[column] = statistics.mean(values) if values else math.nan
-        row["peak_gib"] = max(run.get("peak_gib", math.nan) for run in runs)
+        row["peak_gib"] = max([run["peak_gib"] for run in runs if "peak_gib" in run], default=math.nan)
         found.append(row)
     return found
 

@@ -36,6 +36,7 @@ def test_readme_flags_exist():
         "--rdzv-backend",
         "--rdzv-endpoint",
         "--rounds",
+        "--methods",
         "--json",
         "--level",
         "--seeds",
