@@ -56,7 +56,7 @@ def step(
     rounds: int = 3,
     steps: int = 32,
     skip: int = 16,
-    methods: tuple[str, ...] = trl_trainer.TIMED,
+    methods: tuple[str, ...] = ("grpo", "dppo", "pps"),
     shape: Literal["embedded", "tiny", "0.6b", "1.7b"] = "embedded",
     new_tokens: int = 512,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,

@@ -207,9 +207,9 @@ def _process(run: Run) -> None:
     with open(os.devnull, "w") as nowhere:
         process = subprocess.Popen(words, stdout=nowhere, env=os.environ | {"OMP_NUM_THREADS": "1"})
         _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise RuntimeError(f"{' '.join(words)} ended with {os.waitstatus_to_exitcode(status)}")
     run.finish(threads=1, alone=False, peak_gib=usage.ru_maxrss / 2**20)
+    if status or not run.is_at(run.steps):  # a run that is asked to stop ends with 0, too
+        raise RuntimeError(f"{' '.join(words)} ended early, with {os.waitstatus_to_exitcode(status)}")
     print(f"{run.out_dir}: {final(_record(run.out_dir)):.3f} after {run.steps} steps", flush=True)
 
 
@@ -233,8 +233,10 @@ def _short(value):
 
 
 def collect(folder: Path) -> list[dict]:
-    """The records of all runs in a folder."""
-    return [_record(path.parent) for path in sorted(folder.glob("*/*/race.json"))]
+    """The records of all runs in a folder that are done: an unfinished one has no final accuracy."""
+    folders = [path.parent for path in sorted(folder.glob("*/*/race.json"))]
+    last = {path: json.loads((path / "config.json").read_text())["config"]["steps"] for path in folders}
+    return [_record(path) for path in folders if checkpoint.read_rows(path / "log.jsonl")[-1]["step"] == last[path]]
 
 
 def load(*files: Path) -> list[dict]:
@@ -295,15 +297,22 @@ def interval(values: list[float], middle=statistics.median, draws: int = 10_000)
     return middle(values), found[draws // 40], found[-1 - draws // 40]
 
 
+def scales(records: list[dict]) -> dict:
+    """What a race is measured on: {axis: function of a record}, each giving [steps + 1] figures."""
+    return {
+        "steps": lambda run: range(len(run["step_time"])),
+        "seconds": lambda run: seconds(run, records),
+        "tokens": tokens,
+    }
+
+
 def summary(records: list[dict]) -> list[dict]:
     """The figures of each setting and row against the GRPO of the same seeds: when 0.98 of its final accuracy, and
     0.8, are reached, on three axes. Ratios are GRPO's figure over the row's: 2 is twice as soon, 0 is never. Triples
     are (middle, low, high) over seeds: medians of ratios, means of differences."""
-    found, order = [], [*ROWS, "trl"]
+    found, axes = [], scales(records)
     grpo = {(record["setting"], record["seed"]): record for record in records if record["row"] == "grpo"}
-    axes = {"steps": lambda run: range(len(run["step_time"])), "seconds": lambda run: seconds(run, records)}
-    axes |= {"tokens": tokens}
-    for setting, name in itertools.product(PLANNED, order):
+    for setting, name in itertools.product(PLANNED, COLORS):
         runs = [run for run in records if (run["setting"], run["row"]) == (setting, name)]
         runs = [run for run in runs if (setting, run["seed"]) in grpo]
         if not runs:
@@ -362,7 +371,7 @@ def table(rows: list[dict], setting: str) -> str:
 # ---------------------------------------------------------------------------- pictures
 
 
-COLORS = {
+COLORS = {  # in the order of the tables; trl is the one row that is not in ROWS
     "grpo": "#000000", "grpo_zero": "#999999", "cppo": "#D55E00", "cppo_allocated": "#E69F00", "greso": "#56B4E9",
     "dppo": "#0072B2", "dppo_floor": "#CC79A7", "pps": "#009E73", "uniform": "#F0E442", "trl": "#8B4513",
 }  # fmt: skip
@@ -373,11 +382,10 @@ def draw(records: list[dict], axis: str = "seconds") -> Figure:
     of the seeds at each step thick, 0.98 of GRPO's final accuracy dotted."""
     settings = [setting for setting in PLANNED if any(record["setting"] == setting for record in records)]
     figure = Figure(figsize=(6 * len(settings), 3.6), dpi=110, layout="constrained")
-    scales = {"steps": lambda run: range(len(run["step_time"])), "seconds": lambda run: seconds(run, records)}
-    scale, names = (scales | {"tokens": tokens})[axis], [*ROWS, "trl"]
+    scale = scales(records)[axis]
     panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
     for panel, setting in zip(panels, settings, strict=True):
-        for name in reversed(names):
+        for name in reversed(COLORS):
             runs = [run for run in records if (run["setting"], run["row"]) == (setting, name)]
             lines = [[(scale(run)[step], value) for step, value in smoothed(run)] for run in runs]
             for line in lines:

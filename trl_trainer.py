@@ -87,7 +87,7 @@ def trl_steps(
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    cfg = config.resolve(config.Config())
+    cfg = config.resolve(config.Config(method="grpo"))  # the prompts of a step are GRPO's
     base = str(arithmetic.base_folder())
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base, padding_side="left")
@@ -133,7 +133,7 @@ def curve(
     steps: int, seed: int, lr: float | None, every: int, eval_data: str, eval_problems: int
 ) -> tuple[config.Config, list[dict]]:
     """The configuration and the log's rows, as train.py has them, of one run of TRL's trainer."""
-    cfg = config.resolve(config.Config(lr=lr, seed=seed))
+    cfg = config.resolve(config.Config(method="grpo", lr=lr, seed=seed, steps=steps))
     _, tokenizer = rollout.load_policy(str(arithmetic.base_folder()), cfg.device)
     problems, prompt_ids = data.encode_prompts(data.eval_problems(eval_data, eval_problems), tokenizer, 400)
     sampling = rollout.Sampling(cfg.max_new_tokens, [tokenizer.eos_token_id], tokenizer.pad_token_id)

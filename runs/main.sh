@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The README's accuracy table: the main command from its warm start, 3 seeds, then the longer chains.
+# The README's accuracies of the main run: the main command from its warm start, 3 seeds, then the longer chains.
 # 2 cores without a GPU: about 40 seconds a seed, the base model 1.5 minutes more the first time. Logs: runs/main-seed{0,1,2}.jsonl
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -127,6 +127,7 @@ def test_a_stop_is_a_stop(policy_folder, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="the same command goes on"):
         race.main(methods="grpo,pps", seeds=1, steps=4, every=2, eval_problems=3, folder=tmp_path)
     assert not (tmp_path / "arithmetic" / "pps-seed0").exists()
+    assert race.collect(tmp_path) == [], "what is not done has no final accuracy"
     race.main(methods="grpo,pps", seeds=1, steps=4, every=2, eval_problems=3, folder=tmp_path)
     assert len(race.collect(tmp_path)) == 2
 
