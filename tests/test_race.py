@@ -66,6 +66,8 @@ def test_summary():
     assert rows["cppo"]["reached/seconds"] == math.inf
     assert rows["cppo"]["reached/seconds_ratio"] == (0, 0, 0), "never is no time at all"
     assert rows["cppo"]["final_gap"][0] == pytest.approx(-0.6)
+    flat = [record(name, 0, [0.1, 0.2, 0.3, 0.3, 0.3], 1.0) for name in ("grpo", "pps")]
+    assert race.summary(flat)[1]["absolute/seconds_ratio"] == (0, 0, 0), "where neither arrives there is no ratio"
     assert "never" in race.table([rows["cppo"]], "arithmetic")
     assert pps["at_equal_time"] == pytest.approx(0.9), "when the first is done, at 3.5 s"
     assert rows["grpo"]["at_equal_time"] == pytest.approx((0.2 + 0.1) / 2), "then it was at steps 1 and 0"

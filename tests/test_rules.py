@@ -38,6 +38,9 @@ def test_method_is_a_choice_of_two_rules():
         assert cfg.prompt_prune_rate == {"none": 0.0, "greso": 0.0, "pps": 0.6}.get(rules[0], 0.3)
         assert cfg.prompts_per_step == (64 if method == "pps" else 32)
         assert cfg.completion_prune_rate == (0.0 if rules[1] in ("none", "zero") else 0.7)
+    for model, rate in (("tiny", (6e-4, "linear")), ("folder", (1e-6, "constant"))):
+        cfg = config.resolve(config.Config(model=model, device="cpu"))
+        assert (cfg.method, cfg.lr, cfg.lr_schedule) == ("pps", *rate)
     cfg = config.resolve(config.Config(method="grpo", completion_rule="pps", device="cpu"))
     assert (cfg.prompt_rule, cfg.completion_rule) == ("none", "pps")
     assert config.resolve(cfg) == cfg, "a stored Config stays what it was"
