@@ -29,7 +29,6 @@ LENGTHS = 6  # quantiles of the prompts' lengths
 AGES = 3  # last rolled out 1, 2, more epochs ago
 PRIOR = 48.0  # groups: so many in a stratum are believed as much as the coarser stratum
 MEMORY = 64  # steps with a live group after which an observation counts 1/e
-TEMPER = 0.5  # 0 is the uniform draw, 1 Neyman's allocation
 FLOOR = 0.25  # of the average
 
 
@@ -156,9 +155,8 @@ class PromptHistory:
 
         Neyman's allocation is a stratum's root mean square of group sizes over the root of its mean cost: the root of
         r, summed squares over summed cost. Strata are nested: source, length, pass rate, age; the coarser one's r
-        counts like PRIOR groups of the finer one, so the draw is uniform until the data say otherwise. Of what they say
-        a power TEMPER is believed, for sizes are estimates with heavy tails; and none is below FLOOR, so no prompt is
-        forgotten and weights stay bounded.
+        counts like PRIOR groups of the finer one, so the draw is uniform until the data say otherwise. None is below
+        FLOOR, so no prompt is forgotten and weights stay bounded.
         """
         whole = self.sums.sum(dim=(1, 2, 3, 4), keepdim=True)  # [3, 1, 1, 1, 1]
         count, square, cost = whole + 1e-9
@@ -166,7 +164,7 @@ class PromptHistory:
         for finest in range(1, 5):  # the source; with the length; with the bin; with the age
             _, square, cost = self.sums.sum(dim=tuple(range(finest + 1, 5)), keepdim=True) if finest < 4 else self.sums
             r = (square + prior * r) / (cost + prior)
-        relative = (r * whole[2] / whole[1]).pow(TEMPER / 2) if whole[1] > 0 else torch.ones_like(r)  # [S, L, B, A]
+        relative = (r * whole[2] / whole[1]).sqrt() if whole[1] > 0 else torch.ones_like(r)  # [S, L, B, A]
         return relative.clamp(min=FLOOR)[self.strata(prompts, step)]
 
     def update(

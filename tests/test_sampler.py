@@ -160,7 +160,7 @@ def test_pps_is_uniform_until_the_data_say_otherwise():
 
 
 def test_pps_learns_neymans_allocation():
-    """Sizes are the tempered ratio of mean squares to costs, by source and length, learned from pps's own draws; what
+    """Priorities are the root of mean squares over costs, by source and length, learned from pps's own draws; what
     is small stays at the floor; newer observations count more. Kills: means instead of mean squares, cost left out or
     the wrong way up, no floor, no forgetting, strata not kept apart, moments of the kept instead of the candidates."""
     history = history_of(400, 40, lengths=[1, 50] * 200, sources=["a"] * 200 + ["b"] * 200)
@@ -180,16 +180,16 @@ def test_pps_learns_neymans_allocation():
 
     def wanted(norm):
         ratio = (norm.square() / cost) / (norm.square().mean() / cost.mean())
-        return ratio.pow(sampler.TEMPER / 2).clamp(min=sampler.FLOOR)[[0, 0, 1, 1], [0, 1, 0, 1]]
+        return ratio.sqrt().clamp(min=sampler.FLOOR)[[0, 0, 1, 1], [0, 1, 0, 1]]
 
     learn(1, 400, norm)
     window = torch.tensor([0, 1, 200, 201])
     size = history.priority(window, 400)
-    assert size.tolist() == pytest.approx(wanted(norm).tolist(), rel=0.06)
+    assert size.tolist() == pytest.approx(wanted(norm).tolist(), rel=0.12)
     assert size[3] == sampler.FLOOR < size[2]
     assert torch.allclose(history.keep_prob("pps", 0.75, window, 400), size / size.sum())
     learn(400, 800, norm.flip(0))
-    assert history.priority(window, 800).tolist() == pytest.approx(wanted(norm.flip(0)).tolist(), rel=0.1), "it forgets"
+    assert history.priority(window, 800).tolist() == pytest.approx(wanted(norm.flip(0)).tolist(), rel=0.2), "it forgets"
 
 
 def test_what_one_step_adds():
@@ -214,18 +214,16 @@ def test_strata_are_nested():
     known = torch.tensor([1e6, 4e6, 1e6], dtype=torch.float64)
     sums[:, 1, lengths[0], 1, 0] = known  # source b: only of the short ones anything is known
     overall = (sums[1].sum() / sums[2].sum()).item()
-    r = history.priority(torch.arange(8), 1) ** (2 / sampler.TEMPER) * overall  # all unseen: a bin without data
+    r = history.priority(torch.arange(8), 1) ** 2 * overall  # all unseen: a bin without data
     assert r[4:].tolist() == pytest.approx([overall] * 4, rel=1e-3), "nothing is known of c and d"
     assert r[2:4].tolist() == pytest.approx([4.0] * 2, rel=1e-3)
     assert r[:2].tolist() == pytest.approx([1.0, 16.0], rel=1e-3)
     history.bin[:2] = 3  # a bin without data: as its length
-    assert history.priority(torch.arange(2), 1).tolist() == pytest.approx(
-        (r[:2] / overall).pow(sampler.TEMPER / 2).tolist()
-    )
+    assert history.priority(torch.arange(2), 1).tolist() == pytest.approx((r[:2] / overall).sqrt().tolist())
     sums[:, 0, lengths[1], 3, 1] = torch.tensor([1e6, 81e6, 1e6], dtype=torch.float64)
     history.epoch[:2] = 0
     aged = history.priority(torch.arange(2), 1)  # of age 1 nothing is known: as the bin, at another age
-    assert aged[1] / aged[0] == pytest.approx(81 ** (sampler.TEMPER / 2), rel=1e-3)
+    assert aged[1] / aged[0] == pytest.approx(9, rel=1e-3)
 
 
 # ---------------------------------------------------------------------------- unbiased over time
