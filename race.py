@@ -379,7 +379,7 @@ COLORS = {  # in the order of the tables; trl is the one row that is not in ROWS
 
 def draw(records: list[dict], axis: str = "seconds") -> Figure:
     """Accuracy (means of three evaluations) over seconds, tokens or steps, a panel a setting: each seed thin, the mean
-    of the seeds at each step thick, 0.98 of GRPO's final accuracy dotted."""
+    of the seeds at each step thick, 0.98 of GRPO's final accuracy dotted; cut at twice GRPO's end."""
     settings = [setting for setting in PLANNED if any(record["setting"] == setting for record in records)]
     figure = Figure(figsize=(6 * len(settings), 3.6), dpi=110, layout="constrained")
     scale = scales(records)[axis]
@@ -395,9 +395,12 @@ def draw(records: list[dict], axis: str = "seconds") -> Figure:
                     tuple(map(statistics.mean, zip(*points, strict=True))) for points in zip(*lines, strict=False)
                 ]
                 panel.plot(*zip(*middle, strict=True), color=COLORS[name], lw=2, label=f"{name} ({len(runs)})")
-        goals = [REACHED * final(run) for run in records if (run["setting"], run["row"]) == (setting, "grpo")]
-        panel.axhline(statistics.mean(goals), color="#000000", ls=":", lw=1)
-        panel.set(title=setting, xlabel={"seconds": "seconds of training"}.get(axis, axis), xlim=(0, None))
+        grpo = [run for run in records if (run["setting"], run["row"]) == (setting, "grpo")]
+        end = panel.get_xlim()[1]
+        if grpo:
+            panel.axhline(statistics.mean(REACHED * final(run) for run in grpo), color="#000000", ls=":", lw=1)
+            end = min(end, 2 * max(scale(run)[-1] for run in grpo))
+        panel.set(title=setting, xlabel={"seconds": "seconds of training"}.get(axis, axis), xlim=(0, end))
         panel.grid(alpha=0.2)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(*(part[::-1] for part in panel.get_legend_handles_labels()), frameon=False, fontsize=8)
