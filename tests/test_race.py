@@ -134,6 +134,13 @@ def test_a_stop_is_a_stop(policy_folder, tmp_path, monkeypatch):
     assert len(race.collect(tmp_path)) == 2
 
 
+def test_the_picture_ends_at_twice_grpos_end():
+    """Kills: a slow rival that squeezes all others into a corner, a picture that needs GRPO."""
+    rows = [record("grpo", 0, RISING, 2.0), record("trl", 0, RISING, 20.0)]
+    assert race.draw(rows).axes[0].get_xlim() == (0, 2 * 6 * 2.0)
+    assert race.draw(rows[1:]).axes[0].get_xlim()[1] > 6 * 20.0
+
+
 def test_names_are_checked(tmp_path):
     """Kills: a run that starts and fails at its end."""
     with pytest.raises(data.InputError, match="--methods grop: choose of grpo, grpo_zero"):
