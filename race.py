@@ -2,7 +2,7 @@
 The race: who reaches GRPO's accuracy first, from the same base model, on the same problems, with the same evaluation.
 
     python bench.py race --methods grpo,pps --seeds 1        both side by side, live, in about 3 minutes
-    bash runs/race.sh                                        grpo, dppo and pps, 2 seeds, in half an hour
+    bash runs/race.sh                                        grpo, dppo and pps, 2 seeds, in 10 minutes
     bash runs/race.sh all                                    everything that the README reports, in hours
 
 A run is a call of train.py (of TRL's trainer) that is evaluated every few steps and whose seconds are those of its

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The race (bench.py race, race.py). 2 cores without a GPU.
-#   bash runs/race.sh        grpo, dppo and pps, default setting, 2 seeds, live: half an hour at most
+#   bash runs/race.sh        grpo, dppo and pps, default setting, 2 seeds, live: 10 minutes
 #   bash runs/race.sh all    what the README reports: hours, two runs at a time after the first seed; goes on where it was stopped
 # Records go to runs/race.jsonl; notebooks/04_race.ipynb draws them.
 set -euo pipefail
