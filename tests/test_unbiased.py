@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_dppo import table
 
 import baselines
 import config
@@ -62,10 +63,6 @@ def make_case(make_policy, make_rollouts, rewards, loss, beta=0.0, *, masked=(),
 def make(make_policy, make_rollouts):
     """make_case with the two fixtures filled in."""
     return lambda *words, **options: make_case(make_policy, make_rollouts, *words, **options)
-
-
-def table(rows):
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
