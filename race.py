@@ -115,7 +115,7 @@ def main(
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(_process, run) for run in pairs]:
             done.result()
-    records = collect(folder)
+    records = collect(folder, lr)
     if json_file:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -232,9 +232,11 @@ def _short(value):
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def collect(folder: Path) -> list[dict]:
-    """The records of all runs in a folder that are done: an unfinished one has no final accuracy."""
+def collect(folder: Path, lr: float | None = None) -> list[dict]:
+    """The records of all runs in a folder at this --lr (None: at train.py's own) that are done: an unfinished one has
+    no final accuracy."""
     folders = [path.parent for path in sorted(folder.glob("*/*/race.json"))]
+    folders = [path for path in folders if path.name.partition("-lr")[2] == (f"{lr:g}" if lr else "")]
     last = {path: json.loads((path / "config.json").read_text())["config"]["steps"] for path in folders}
     return [_record(path) for path in folders if checkpoint.read_rows(path / "log.jsonl")[-1]["step"] == last[path]]
 
@@ -267,22 +269,26 @@ def reached(record: dict, accuracy: float) -> float:
 
 def seconds(record: dict, records: list[dict]) -> list[float]:
     """Seconds of training [steps + 1] up to each step: the run's own, if it had the machine to itself, else the mean
-    of those that had, step by step; beyond their last step as in their last ten. A step counts the median of the nine
-    around it: on two cores whatever else runs for a second makes a step ten times as long."""
+    of those that had, step by step; beyond their last step as in their last ten. A step of more than three times the
+    median of the nine around it counts this median: on two cores something else ran."""
     own = [record] if record["alone"] else [
         other for other in records
         if other["alone"] and (other["setting"], other["row"]) == (record["setting"], record["row"])
     ]  # fmt: skip
     if not own:
         return [math.nan] * len(record["step_time"])
-    middle = lambda times: [0.0] + [statistics.median(times[max(1, s - 4) : s + 5]) for s in range(1, len(times))]
-    steps = [statistics.mean(column) for column in zip(*(middle(other["step_time"]) for other in own), strict=False)]
+    steps = [statistics.mean(column) for column in zip(*(_undisturbed(run["step_time"]) for run in own), strict=False)]
     steps += [statistics.mean(steps[-10:])] * (len(record["step_time"]) - len(steps))
     return list(itertools.accumulate(steps[: len(record["step_time"])]))
 
 
+def _undisturbed(times):
+    around = [statistics.median(times[max(1, step - 4) : step + 5]) for step in range(1, len(times))]
+    return [0.0] + [time if time <= 3 * usual else usual for time, usual in zip(times[1:], around, strict=True)]
+
+
 def tokens(record: dict) -> list[float]:
-    """Tokens generated and trained [steps + 1] up to each step."""
+    """Tokens generated, and prompts and completions trained on, [steps + 1] up to each step. (TRL's: generated twice.)"""
     pairs = zip(record["tokens/generated"], record["tokens/trained"], strict=True)
     return list(itertools.accumulate((a or 0) + (b or 0) for a, b in pairs))
 
@@ -379,30 +385,34 @@ COLORS = {  # in the order of the tables; trl is the one row that is not in ROWS
 
 def draw(records: list[dict], axis: str = "seconds") -> Figure:
     """Accuracy (means of three evaluations) over seconds, tokens or steps, a panel a setting: each seed thin, the mean
-    of the seeds at each step thick, 0.98 of GRPO's final accuracy dotted; cut at twice GRPO's end."""
+    of the seeds at each step thick, a single seed in between, 0.98 of GRPO's final accuracy dotted; cut at twice GRPO's
+    end. From the third evaluation on, and the base model's own."""
     settings = [setting for setting in PLANNED if any(record["setting"] == setting for record in records)]
     figure = Figure(figsize=(6 * len(settings), 3.6), dpi=110, layout="constrained")
     scale = scales(records)[axis]
     panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
     for panel, setting in zip(panels, settings, strict=True):
-        for name in reversed(COLORS):
+        for name in COLORS:
             runs = [run for run in records if (run["setting"], run["row"]) == (setting, name)]
-            lines = [[(scale(run)[step], value) for step, value in smoothed(run)] for run in runs]
+            points = [smoothed(run)[:1] + smoothed(run)[WINDOW:] for run in runs]
+            lines = [[(scale(run)[s], value) for s, value in found] for run, found in zip(runs, points, strict=True)]
             for line in lines:
                 panel.plot(*zip(*line, strict=True), color=COLORS[name], lw=0.6, alpha=0.35)
             if lines:
                 middle = [
                     tuple(map(statistics.mean, zip(*points, strict=True))) for points in zip(*lines, strict=False)
                 ]
-                panel.plot(*zip(*middle, strict=True), color=COLORS[name], lw=2, label=f"{name} ({len(runs)})")
+                width = 2 if len(runs) > 1 else 1
+                panel.plot(*zip(*middle, strict=True), color=COLORS[name], lw=width, label=f"{name} ({len(runs)})")
         grpo = [run for run in records if (run["setting"], run["row"]) == (setting, "grpo")]
         end = panel.get_xlim()[1]
         if grpo:
-            panel.axhline(statistics.mean(REACHED * final(run) for run in grpo), color="#000000", ls=":", lw=1)
+            goal = statistics.mean(REACHED * final(run) for run in grpo)
+            panel.axhline(goal, color="#000000", ls=":", lw=1, label=f"{REACHED} of grpo's final")
             end = min(end, 2 * max(scale(run)[-1] for run in grpo))
         panel.set(title=setting, xlabel={"seconds": "seconds of training"}.get(axis, axis), xlim=(0, end))
         panel.grid(alpha=0.2)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(*(part[::-1] for part in panel.get_legend_handles_labels()), frameon=False, fontsize=8)
+        panel.legend(frameon=False, fontsize=8)
     panels[0].set(ylabel="avg@4, held out (mean of 3 evaluations)", ylim=(None, 1))
     return figure

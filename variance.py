@@ -264,7 +264,7 @@ def _cell(rows, **wanted):
 # ---------------------------------------------------------------------------- prompts
 
 PROMPT_RULES = ("uniform", "uniform, coins", "dppo", "pps", "oracle")  # coins: independent keeps, as dppo has them
-PROMPT_RATES = (0.3, 0.5)  # r_q
+PROMPT_RATES = (0.3, 0.6)  # r_q; 0.6 is the default of pps
 EPOCHS = 5  # of a run: visits of each prompt
 
 

@@ -35,7 +35,8 @@ def test_reached_is_the_mean_of_three():
 
 def test_seconds_of_runs_that_shared_the_machine():
     """Their own only if they were alone; else those of the same row and setting that were, step by step, and beyond
-    these their last ten. Kills: their own, another row's, another setting's."""
+    these their last ten. Kills: their own, another row's, another setting's, a disturbed step, first steps that cost
+    more taken for one."""
     alone = [record("pps", seed, RISING, 1.0 + seed) for seed in (0, 1)]
     others = [record("grpo", 0, RISING, 50.0), record("pps", 0, RISING, 70.0, setting="arithmetic-mixed")]
     shared = record("pps", 2, [*RISING, 0.9, 0.9], 30.0, alone=False)
@@ -43,6 +44,8 @@ def test_seconds_of_runs_that_shared_the_machine():
     assert found == pytest.approx([1.5 * step for step in range(7)] + [9 + 1.5 * 6 / 7, 9 + 3 * 6 / 7])
     alone[1]["step_time"][4] = 90.0  # something else ran on the machine
     assert race.seconds(alone[1], alone) == pytest.approx([2.0 * step for step in range(7)])
+    alone[1]["step_time"][1] = 4.0  # its own work
+    assert race.seconds(alone[1], alone) == pytest.approx([0.0] + [2.0 * step + 2 for step in range(1, 7)])
     assert math.isnan(race.seconds(shared, [shared])[3]), "nobody was alone: nothing is known"
 
 
@@ -83,7 +86,7 @@ def test_interval_covers():
 def test_turns_processes_and_what_is_there(policy_folder, tmp_path, monkeypatch, capsys):
     """A seed that takes turns and one in a process of its own; called again, nothing runs; a race that was stopped
     goes on and makes the same rows. Kills: a turn that starts anew, a chosen rate that is not passed on, a run that is
-    run twice, an evaluation set of the training data's."""
+    run twice, an evaluation set of the training data's, runs of another rate in the records."""
     small = f"--model {policy_folder} --prompts-per-step 4 --group-size 4 --max-new-tokens 6 --lr-schedule linear"
     monkeypatch.setattr(race, "ROWS", {name: f"--method {name} {small}" for name in ("grpo", "pps")})
     options = {"methods": "grpo,pps:1", "seeds": 2, "alone": 1, "every": 2, "eval_problems": 3, "lr": 3e-4}
@@ -106,7 +109,8 @@ def test_turns_processes_and_what_is_there(policy_folder, tmp_path, monkeypatch,
         race.main(steps=4, folder=tmp_path / "stopped", **(options | {"seeds": 1}))
     monkeypatch.setattr(race.train, "main", real)
     race.main(steps=4, folder=tmp_path / "stopped", **(options | {"seeds": 1}))
-    again = {run["row"]: run for run in race.collect(tmp_path / "stopped")}
+    again = {run["row"]: run for run in race.collect(tmp_path / "stopped", 3e-4)}
+    assert race.collect(tmp_path / "stopped") == [], "another rate is another race"
     same = [column for column in race.COLUMNS if column != "step_time"]
     for run in (records[0], records[2]):
         assert {column: again[run["row"]][column] for column in same} == {column: run[column] for column in same}
