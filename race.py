@@ -269,22 +269,16 @@ def reached(record: dict, accuracy: float) -> float:
 
 def seconds(record: dict, records: list[dict]) -> list[float]:
     """Seconds of training [steps + 1] up to each step: the run's own, if it had the machine to itself, else the mean
-    of those that had, step by step; beyond their last step as in their last ten. A step of more than three times the
-    median of the nine around it counts this median: on two cores something else ran."""
+    of those that had, step by step; beyond their last step as in their last ten."""
     own = [record] if record["alone"] else [
         other for other in records
         if other["alone"] and (other["setting"], other["row"]) == (record["setting"], record["row"])
     ]  # fmt: skip
     if not own:
         return [math.nan] * len(record["step_time"])
-    steps = [statistics.mean(column) for column in zip(*(_undisturbed(run["step_time"]) for run in own), strict=False)]
+    steps = [statistics.mean(column) for column in zip(*(run["step_time"] for run in own), strict=False)]
     steps += [statistics.mean(steps[-10:])] * (len(record["step_time"]) - len(steps))
     return list(itertools.accumulate(steps[: len(record["step_time"])]))
-
-
-def _undisturbed(times):
-    around = [statistics.median(times[max(1, step - 4) : step + 5]) for step in range(1, len(times))]
-    return [0.0] + [time if time <= 3 * usual else usual for time, usual in zip(times[1:], around, strict=True)]
 
 
 def tokens(record: dict) -> list[float]:
