@@ -282,7 +282,7 @@ def seconds(record: dict, records: list[dict]) -> list[float]:
 
 
 def tokens(record: dict) -> list[float]:
-    """Tokens generated, and prompts and completions trained on, [steps + 1] up to each step. (TRL's: generated twice.)"""
+    """Tokens generated plus trained on, prompts with the latter, [steps + 1] up to each step. (TRL's: generated twice.)"""
     pairs = zip(record["tokens/generated"], record["tokens/trained"], strict=True)
     return list(itertools.accumulate((a or 0) + (b or 0) for a, b in pairs))
 
@@ -386,18 +386,18 @@ def draw(records: list[dict], axis: str = "seconds") -> Figure:
     scale = scales(records)[axis]
     panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
     for panel, setting in zip(panels, settings, strict=True):
-        for name in COLORS:
+        for name, color in COLORS.items():
             runs = [run for run in records if (run["setting"], run["row"]) == (setting, name)]
             points = [smoothed(run)[:1] + smoothed(run)[WINDOW:] for run in runs]
             lines = [[(scale(run)[s], value) for s, value in found] for run, found in zip(runs, points, strict=True)]
             for line in lines:
-                panel.plot(*zip(*line, strict=True), color=COLORS[name], lw=0.6, alpha=0.35)
+                panel.plot(*zip(*line, strict=True), color=color, lw=0.6, alpha=0.35)
             if lines:
                 middle = [
                     tuple(map(statistics.mean, zip(*points, strict=True))) for points in zip(*lines, strict=False)
                 ]
                 width = 2 if len(runs) > 1 else 1
-                panel.plot(*zip(*middle, strict=True), color=COLORS[name], lw=width, label=f"{name} ({len(runs)})")
+                panel.plot(*zip(*middle, strict=True), color=color, lw=width, label=f"{name} ({len(runs)})")
         grpo = [run for run in records if (run["setting"], run["row"]) == (setting, "grpo")]
         end = panel.get_xlim()[1]
         if grpo:

@@ -274,9 +274,9 @@ def recorded_run(data_name: str, loss: str, seed: int, steps: int) -> tuple[samp
     recorded, empty, plain_update, plain = [], [], sampler.PromptHistory.update, train.accumulate_gradients
 
     def update_and_record(history, *told):
-        if not recorded:
+        if not empty:
             empty.append(copy.deepcopy(history))
-        recorded.append({"told": told})
+        recorded[-1]["told"] = told
         plain_update(history, *told)
 
     def group_by_group(model, rollouts, advantages, scale, keep, **options):
@@ -287,7 +287,7 @@ def recorded_run(data_name: str, loss: str, seed: int, steps: int) -> tuple[samp
             sums = sums + plain(model, rollouts, advantages, scale, only, **options)
             gradients.append(torch.cat([(p * 0 if p.grad is None else p.grad).flatten() for p in model.parameters()]))
         stacked = torch.stack(gradients)  # [Q, parameters]
-        recorded[-1]["gram"] = sum(part.double() @ part.double().T for part in stacked.split(50_000, dim=1))
+        recorded.append({"gram": sum(part.double() @ part.double().T for part in stacked.split(50_000, dim=1))})
         sizes = [p.numel() for p in model.parameters()]
         for p, grad in zip(model.parameters(), stacked.sum(dim=0).split(sizes), strict=True):
             p.grad = grad.view_as(p)

@@ -9,6 +9,6 @@ if [ "${1:-}" != all ]; then
     exec python bench.py race --methods grpo,dppo,pps --seeds 2 --folder out-race-short
 fi
 race() { python bench.py race --folder out-race --json runs/race.jsonl --alone 1 --settings "$@"; }
-race arithmetic --methods grpo,grpo_zero:1,cppo:3,cppo_allocated:1,greso:3,dppo,dppo_floor:3,pps --seeds 5
-race arithmetic-mixed --methods grpo:8,grpo_zero:1,cppo:3,cppo_allocated:1,greso:3,dppo,dppo_floor:3,pps:8 --seeds 5
+race arithmetic --methods grpo,grpo_zero,cppo:3,cppo_allocated:3,greso:3,dppo,dppo_floor:3,pps --seeds 5
+race arithmetic-mixed --methods grpo:8,grpo_zero,cppo:3,cppo_allocated:3,greso:3,dppo,dppo_floor:3,pps:8 --seeds 5
 race arithmetic --methods grpo,trl --seeds 1  # pip install -r requirements-trl.txt

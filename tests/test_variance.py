@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import zlib
 
 import pytest
 import torch
@@ -76,6 +77,27 @@ def test_uniform_error_is_that_of_every_sample():
     exact = (sum(errors) / len(errors)).item()
     assert variance.uniform_error(vectors @ vectors.T, 3) == pytest.approx(exact)
     assert variance.uniform_error(vectors @ vectors.T, 7) == pytest.approx(0, abs=1e-9)
+
+
+def test_a_recorded_run(policy_folder, monkeypatch, tmp_path):
+    """Every step's inner products belong to what the history was told in it, and add up to the gradient that the step
+    has when nobody records. Kills: a record of another step, a group that is all of them, a history not empty."""
+    small = ["--model", str(policy_folder), "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "6"]
+    parse, clip, norms = variance.config.parse_config, torch.nn.utils.clip_grad_norm_, []
+    monkeypatch.setattr(variance.config, "parse_config", lambda words: parse([*words, *small]))
+    by_chance = lambda text, _gold: float(zlib.crc32(text.encode()) % 2)
+    monkeypatch.setattr(variance.data, "reward_function", lambda _name: by_chance)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *words: norms.append(clip(*words)) or norms[-1])
+    empty, recorded = variance.recorded_run("arithmetic", "grpo", 0, 2)
+    assert [record["told"][0] for record in recorded] == [1, 2]
+    words = ["--method", "grpo", "--steps", "2", "--eval-every", "0", "--out-dir", str(tmp_path / "plain")]
+    variance.train.main(variance.config.parse_config(words))
+    lengths = [record["gram"].sum().item() ** 0.5 for record in recorded]
+    assert lengths == pytest.approx([*map(float, norms[:2])], rel=1e-4)
+    assert lengths == pytest.approx([*map(float, norms[2:])], rel=1e-4)
+    assert all(record["gram"].diagonal().count_nonzero() > 1 for record in recorded)
+    assert empty.sums.sum() == 0
+    assert (empty.bin == sampler.UNSEEN).all()
 
 
 def made_up_run(steps=60, spread=10.0):
