@@ -282,7 +282,7 @@ def seconds(record: dict, records: list[dict]) -> list[float]:
 
 
 def tokens(record: dict) -> list[float]:
-    """Tokens generated plus trained on, prompts with the latter, [steps + 1] up to each step. (TRL's: generated twice.)"""
+    """Tokens generated plus trained on (with prompts), [steps + 1] up to each step. TRL's: generated, twice."""
     pairs = zip(record["tokens/generated"], record["tokens/trained"], strict=True)
     return list(itertools.accumulate((a or 0) + (b or 0) for a, b in pairs))
 
