@@ -182,8 +182,8 @@ def variance_rows(found: Gradients, loss: str, stage: str, draws: int) -> list[d
             rows.append(row | {"kept": kept, "rel_mse": mse, "rel_bias2": bias2, "ratio_to_oracle": mse / oracle})
             if rule in ("cppo", "cppo_batch"):  # how much of its error is the step's length, which Adam may forgive
                 with_error = error[0] + 1.0
-                along = (with_error @ gram).sum().item()
-                best = 1 - along**2 / (square * (with_error @ gram @ with_error).item())
+                along, length2 = (with_error @ gram).sum().item(), (with_error @ gram @ with_error).item()
+                best = 1 - along**2 / (square * length2) if length2 else 1.0  # nothing kept
                 rows.append(row | {"rule": f"{rule}, best length", "kept": kept, "rel_mse": best, "rel_bias2": best,
                                    "ratio_to_oracle": best / oracle})  # fmt: skip
     return rows
@@ -228,11 +228,11 @@ def completion_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
     for seed, data_name in itertools.product(seeds, SETTINGS):
         with tempfile.TemporaryDirectory() as folder:
             words = ["--method", "grpo", "--data", data_name, "--out-dir", f"{folder}/run", "--seed", str(seed)]
+            words += ["--steps", str(max(STAGES.values())), "--save-every", str(math.gcd(*STAGES.values()))]
+            cfg = config.parse_config([*words, "--keep-checkpoints", "99", "--eval-every", "0"])
+            train.main(cfg)
             for stage, step in STAGES.items():
-                resume = ["--resume"] if Path(folder, "run").exists() else []
-                cfg = config.parse_config([*words, "--eval-every", "0", "--steps", str(step), *resume])
-                train.main(cfg)
-                found = real_gradients(Path(folder, "run", "checkpoint"), config.resolve(cfg), step)
+                found = real_gradients(Path(folder, "run", f"checkpoint-{step:06d}"), config.resolve(cfg), step)
                 print(f"{data_name}, seed {seed}, {stage}: {found.live.sum().item()} live completions", flush=True)
                 for loss in LOSSES:
                     marks = {"seed": seed, "data": data_name}
@@ -253,7 +253,7 @@ def completion_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
 def _cell(rows, **wanted):
     """Medians over seeds as text; a dash where some seed has none."""
     found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
-    if not all(row["kept"] for row in found):
+    if not found or not all(row["kept"] for row in found):
         return f"{'-':>26s}"
     mse, bias2, ratio = (
         statistics.median(row[key] for row in found) for key in ("rel_mse", "rel_bias2", "ratio_to_oracle")

@@ -79,14 +79,20 @@ def test_uniform_error_is_that_of_every_sample():
     assert variance.uniform_error(vectors @ vectors.T, 7) == pytest.approx(0, abs=1e-9)
 
 
-def test_a_recorded_run(policy_folder, monkeypatch, tmp_path):
-    """Every step's inner products belong to what the history was told in it, and add up to the gradient that the step
-    has when nobody records. Kills: a record of another step, a group that is all of them, a history not empty."""
+@pytest.fixture
+def small_runs(policy_folder, monkeypatch):
+    """Whatever is trained is tiny, and rewarded by chance."""
     small = ["--model", str(policy_folder), "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "6"]
-    parse, clip, norms = variance.config.parse_config, torch.nn.utils.clip_grad_norm_, []
+    parse = variance.config.parse_config
     monkeypatch.setattr(variance.config, "parse_config", lambda words: parse([*words, *small]))
     by_chance = lambda text, _gold: float(zlib.crc32(text.encode()) % 2)
     monkeypatch.setattr(variance.data, "reward_function", lambda _name: by_chance)
+
+
+def test_a_recorded_run(small_runs, monkeypatch, tmp_path):
+    """Every step's inner products belong to what the history was told in it, and add up to the gradient that the step
+    has when nobody records. Kills: a record of another step, a group that is all of them, a history not empty."""
+    clip, norms = torch.nn.utils.clip_grad_norm_, []
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *words: norms.append(clip(*words)) or norms[-1])
     empty, recorded = variance.recorded_run("arithmetic", "grpo", 0, 2)
     assert [record["told"][0] for record in recorded] == [1, 2]
@@ -98,6 +104,32 @@ def test_a_recorded_run(policy_folder, monkeypatch, tmp_path):
     assert all(record["gram"].diagonal().count_nonzero() > 1 for record in recorded)
     assert empty.sums.sum() == 0
     assert (empty.bin == sampler.UNSEEN).all()
+
+
+def test_both_levels_run(small_runs, monkeypatch, capsys, tmp_path):
+    """From the command to the table, on runs of a few steps. Kills: a bench that train.py has outgrown, a stage whose
+    checkpoint is another's."""
+    monkeypatch.setattr(variance, "SETTINGS", ("arithmetic",))
+    monkeypatch.setattr(variance, "STAGES", {"early": 1, "late": 3})
+    monkeypatch.setattr(variance, "EPOCHS", 1)
+    asked, real = [], variance.real_gradients
+
+    def from_checkpoint(folder, cfg, step):
+        asked.append((torch.load(folder / "trainer.pt", weights_only=True)["step"], step))
+        return real(folder, cfg, step)
+
+    monkeypatch.setattr(variance, "real_gradients", from_checkpoint)
+    rules = {}
+    for level in ("completion", "prompt"):
+        variance.main(level=level, seeds=(0,), draws=200, json_file=tmp_path / level)
+        table = json.loads((tmp_path / level).read_text())
+        rules[level] = {row[table["columns"].index("rule")] for row in table["rows"]}
+    assert asked == [(1, 1), (3, 3)]
+    assert rules["completion"] >= {*variance.RULES}
+    assert rules["prompt"] == {*variance.PROMPT_RULES}
+    shown = capsys.readouterr().out
+    assert "arithmetic, dr_grpo, late: medians" in shown
+    assert "arithmetic, dr_grpo, r_q 0.6: error over" in shown
 
 
 def made_up_run(steps=60, spread=10.0):
