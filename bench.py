@@ -198,8 +198,8 @@ def rollout_engines(
 def check(
     steps: int = 60, every: int = 1, json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
 ) -> None:
-    """Mean and standard error of the running check of both levels over whole runs: the exact rules, pps with the
-    weights of prompts and of completions times 0.9 each, and two biased rules.
+    """The running check of both levels over whole runs, its sums over steps relative to that of |full|^2, with standard
+    errors: the exact rules, pps with the weights of prompts and of completions times 0.9 each, and two biased rules.
 
     Args:
         steps: steps of each run
@@ -218,15 +218,17 @@ def check(
             train.main(config.parse_config([*words, "--out-dir", f"{folder}/run", "--eval-every", "0"]))
             steps_log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()]
         dppo.ht_weights = honest
+        found = [row for row in steps_log if row.get("check/square")]
+        total = math.fsum(row["check/square"] for row in found)
         for key in ("check/bias2", "check/scale", "check/variance"):
-            values = [row[key] for row in steps_log if row.get(key) is not None]
-            error = statistics.stdev(values) / math.sqrt(len(values))
-            rows.append({"rule": name, "key": key, "mean": statistics.mean(values), "error": error,
-                         "checks": len(values)})  # fmt: skip
+            mean = math.fsum(row[key] * row["check/square"] for row in found) / total
+            rest = math.fsum(((row[key] - mean) * row["check/square"]) ** 2 for row in found)
+            error = math.sqrt(rest * len(found) / (len(found) - 1)) / total
+            rows.append({"rule": name, "key": key, "mean": mean, "error": error, "checks": len(found)})
     print(f"\n{'':20s} {'':16s} {'mean':>10s} {'std. error':>10s}  mean / error")
     for row in rows:
         print(f"{row['rule']:20s} {row['key']:16s} {row['mean']:10.5f} {row['error']:10.5f}  "
-              f"{row['mean'] / row['error']:+6.1f}  ({row['checks']} checks)")  # fmt: skip
+              f"{row['mean'] / (row['error'] or math.nan):+6.1f}  ({row['checks']} checks)")  # fmt: skip
     if json_file:
         json_file.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -1,6 +1,7 @@
 """A Qwen3 small enough that a test can afford hundreds of backward passes, and a way to make rollouts by hand."""
 
 import os
+import zlib
 from functools import partial
 
 import pytest
@@ -69,6 +70,15 @@ def policy_folder(make_policy, tmp_path):
     model.save_pretrained(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy")
     return str(tmp_path / "policy")
+
+
+@pytest.fixture
+def small_runs(policy_folder, monkeypatch):
+    """Whatever a bench trains is tiny, and rewarded by chance."""
+    small = ["--model", policy_folder, "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "6"]
+    parse = config.parse_config
+    monkeypatch.setattr(config, "parse_config", lambda words: parse([*words, *small]))
+    monkeypatch.setattr(data, "reward_function", lambda _name: lambda text, _gold: float(zlib.crc32(text.encode()) % 2))
 
 
 @pytest.fixture

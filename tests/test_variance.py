@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import zlib
 
 import pytest
 import torch
@@ -77,16 +76,6 @@ def test_uniform_error_is_that_of_every_sample():
     exact = (sum(errors) / len(errors)).item()
     assert variance.uniform_error(vectors @ vectors.T, 3) == pytest.approx(exact)
     assert variance.uniform_error(vectors @ vectors.T, 7) == pytest.approx(0, abs=1e-9)
-
-
-@pytest.fixture
-def small_runs(policy_folder, monkeypatch):
-    """Whatever is trained is tiny, and rewarded by chance."""
-    small = ["--model", str(policy_folder), "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "6"]
-    parse = variance.config.parse_config
-    monkeypatch.setattr(variance.config, "parse_config", lambda words: parse([*words, *small]))
-    by_chance = lambda text, _gold: float(zlib.crc32(text.encode()) % 2)
-    monkeypatch.setattr(variance.data, "reward_function", lambda _name: by_chance)
 
 
 def test_a_recorded_run(small_runs, monkeypatch, tmp_path):
