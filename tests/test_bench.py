@@ -8,7 +8,7 @@ import padding
 
 
 def test_step(tmp_path):
-    """Kills: a bench that train.py has outgrown, first steps that are not left out, a method's rows under another's."""
+    """Kills: a bench that train.py has outgrown, rows under another method's name."""
     bench.step(rounds=2, steps=2, skip=1, shape="tiny", new_tokens=4, methods=("grpo", "pps"), json_file=tmp_path / "a")
     rows = json.loads((tmp_path / "a").read_text())
     assert [(row["method"], row["round"]) for row in rows if row["part"] == "step_time"] == [
