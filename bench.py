@@ -198,8 +198,9 @@ def rollout_engines(
 def check(
     steps: int = 60, every: int = 1, json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
 ) -> None:
-    """The running check of both levels over whole runs, its sums over steps relative to that of |full|^2, with standard
-    errors: the exact rules, pps with the weights of prompts and of completions times 0.9 each, and two biased rules.
+    """Means and standard errors of the running check of both levels over whole runs: the exact rules, pps with the
+    weights of prompts and of completions times 0.9 each, and two biased rules. A step counts as its |full|: what is
+    relative to it is noisy where there is hardly a gradient, and a few large ones would decide if |full|^2 counted.
 
     Args:
         steps: steps of each run
@@ -218,11 +219,11 @@ def check(
             train.main(config.parse_config([*words, "--out-dir", f"{folder}/run", "--eval-every", "0"]))
             steps_log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()]
         dppo.ht_weights = honest
-        found = [row for row in steps_log if row.get("check/square")]
-        total = math.fsum(row["check/square"] for row in found)
+        found = [row for row in steps_log if row.get("check/norm")]
+        total = math.fsum(row["check/norm"] for row in found)
         for key in ("check/bias2", "check/scale", "check/variance"):
-            mean = math.fsum(row[key] * row["check/square"] for row in found) / total
-            rest = math.fsum(((row[key] - mean) * row["check/square"]) ** 2 for row in found)
+            mean = math.fsum(row[key] * row["check/norm"] for row in found) / total
+            rest = math.fsum(((row[key] - mean) * row["check/norm"]) ** 2 for row in found)
             error = math.sqrt(rest * len(found) / (len(found) - 1)) / total
             rows.append({"rule": name, "key": key, "mean": mean, "error": error, "checks": len(found)})
     print(f"\n{'':20s} {'':16s} {'mean':>10s} {'std. error':>10s}  mean / error")

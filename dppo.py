@@ -306,7 +306,7 @@ def check_unbiased(full: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -
 
     bias2: its mean over many batches is the squared relative bias. variance: of one pruned gradient, relative to
     |full|^2. scale: its mean is the relative error of the length along the full gradient. Where the pruning is
-    unbiased, the first and the last average to 0, with any weights that do not depend on the draws, such as square.
+    unbiased, the first and the last average to 0, with any weights that do not depend on the draws, such as norm.
     """
     square = full.square().sum()
     one_error, other_error = one - full, other - full
@@ -314,7 +314,7 @@ def check_unbiased(full: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -
         "check/bias2": ((one_error * other_error).sum() / square).item(),
         "check/variance": ((one - other).square().sum() / (2 * square)).item(),
         "check/scale": (((one_error + other_error) / 2 * full).sum() / square).item(),
-        "check/square": square.item(),
+        "check/norm": square.sqrt().item(),  # |full|
     }
 
 

@@ -35,13 +35,13 @@ def test_check(small_runs, tmp_path):
 
 
 def test_check_sums_over_steps(small_runs, monkeypatch, tmp_path):
-    """A step counts as its |full|^2. Kills: a mean of ratios, which steps with hardly a gradient decide."""
+    """A step counts as its |full|. Kills: a mean of ratios, which steps with hardly a gradient decide."""
     found = iter(range(100))
 
     def told(*_vectors):
         number = next(found) % 2
         return {f"check/{key}": (9.0, 1.0)[number] for key in ("bias2", "variance", "scale")} | {
-            "check/square": (1.0, 7.0)[number]
+            "check/norm": (1.0, 7.0)[number]
         }
 
     monkeypatch.setattr(dppo, "check_unbiased", told)
