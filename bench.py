@@ -199,8 +199,8 @@ def check(
     steps: int = 60, every: int = 1, json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
 ) -> None:
     """Means and standard errors of the running check of both levels over whole runs: the exact rules, pps with the
-    weights of prompts and of completions times 0.9 each, and two biased rules. A step counts as its |full|: what is
-    relative to it is noisy where there is hardly a gradient, and a few large ones would decide if |full|^2 counted.
+    weights of prompts and of completions times 0.9 each, and two biased rules. A step counts as its |full|: a plain
+    mean is decided by steps with hardly a gradient, one by |full|^2 by a few large ones (runs/LOG.md).
 
     Args:
         steps: steps of each run
@@ -213,12 +213,11 @@ def check(
         ("grpo_zero", "grpo_zero", 1.0), ("dppo", "dppo", 1.0), ("pps", "pps", 1.0), ("pps, weights x 0.9", "pps", 0.9),
         ("dppo_floor", "dppo_floor", 1.0), ("cppo", "cppo", 1.0),
     ):  # fmt: skip
-        dppo.ht_weights = lambda keep, keep_prob, factor=factor: factor * honest(keep, keep_prob)
-        with tempfile.TemporaryDirectory() as folder:
+        fault = lambda keep, keep_prob, factor=factor: factor * honest(keep, keep_prob)
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(dppo, "ht_weights", fault):
             words = ["--method", method, "--steps", str(steps), "--check-every", str(every)]
             train.main(config.parse_config([*words, "--out-dir", f"{folder}/run", "--eval-every", "0"]))
             steps_log = [json.loads(line) for line in Path(folder, "run", "log.jsonl").read_text().splitlines()]
-        dppo.ht_weights = honest
         found = [row for row in steps_log if row.get("check/norm")]
         total = math.fsum(row["check/norm"] for row in found)
         for key in ("check/bias2", "check/scale", "check/variance"):

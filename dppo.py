@@ -305,8 +305,8 @@ def check_unbiased(full: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -
     """The running check, from the full gradient and two independent pruned ones of the same batch, [P] each.
 
     bias2: its mean over many batches is the squared relative bias. variance: of one pruned gradient, relative to
-    |full|^2. scale: its mean is the relative error of the length along the full gradient. Where the pruning is
-    unbiased, the first and the last average to 0, with any weights that do not depend on the draws, such as norm.
+    |full|^2. scale: its mean is the relative error of the length along the full gradient. norm: |full|. Where the
+    pruning is unbiased, bias2 and scale average to 0, also if a batch counts as its norm, which no draw changes.
     """
     square = full.square().sum()
     one_error, other_error = one - full, other - full
@@ -314,7 +314,7 @@ def check_unbiased(full: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -
         "check/bias2": ((one_error * other_error).sum() / square).item(),
         "check/variance": ((one - other).square().sum() / (2 * square)).item(),
         "check/scale": (((one_error + other_error) / 2 * full).sum() / square).item(),
-        "check/norm": square.sqrt().item(),  # |full|
+        "check/norm": square.sqrt().item(),
     }
 
 

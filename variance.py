@@ -231,7 +231,7 @@ def completion_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
             words += ["--steps", str(max(STAGES.values())), "--save-every", str(math.gcd(*STAGES.values()))]
             cfg = config.parse_config([*words, "--keep-checkpoints", "99", "--eval-every", "0"])
             train.main(cfg)
-            for stage, step in STAGES.items():
+            for stage, step in STAGES.items():  # the rate falls to 0 over the run, so late is at its end
                 found = real_gradients(Path(folder, "run", f"checkpoint-{step:06d}"), config.resolve(cfg), step)
                 print(f"{data_name}, seed {seed}, {stage}: {found.live.sum().item()} live completions", flush=True)
                 for loss in LOSSES:

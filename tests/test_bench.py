@@ -1,6 +1,9 @@
 """Every measurement that has no test elsewhere, from its command to its rows, at a size at which it takes seconds."""
 
 import json
+import re
+
+import pytest
 
 import bench
 import dppo
@@ -20,9 +23,10 @@ def test_step(tmp_path):
     assert all(1000 < tokens <= 32 * 8 * 4 for tokens in sampled)
 
 
-def test_check(small_runs, tmp_path):
+def test_check(small_runs, monkeypatch, tmp_path):
     """The twin has its fault, and nobody after it. Kills: a fault that is not planted, one that stays."""
-    honest = dppo.ht_weights
+    honest, real, told = dppo.ht_weights, dppo.check_unbiased, []
+    monkeypatch.setattr(dppo, "check_unbiased", lambda *vectors: told.append(real(*vectors)) or told[-1])
     bench.check(steps=2, json_file=tmp_path / "rows.json")
     assert dppo.ht_weights is honest
     rows = json.loads((tmp_path / "rows.json").read_text())
@@ -30,7 +34,8 @@ def test_check(small_runs, tmp_path):
     assert [row["rule"] for row in rows[::3]] == rules
     scale = {row["rule"]: row["mean"] for row in rows if row["key"] == "check/scale"}
     assert abs(scale["grpo_zero"]) < 1e-6
-    assert scale["pps, weights x 0.9"] != scale["pps"]
+    pps, twin = (1 + told[2 * rules.index(rule)]["check/scale"] for rule in ("pps", "pps, weights x 0.9"))
+    assert twin == pytest.approx(0.81 * pps, rel=1e-4), "the first step's draws are the same"
     assert {row["checks"] for row in rows} == {2}
 
 
@@ -52,8 +57,12 @@ def test_check_sums_over_steps(small_runs, monkeypatch, tmp_path):
 
 
 def test_prompts(capsys):
+    """Kills: a bench that the history has outgrown."""
     bench.prompts(count=2000, candidates=64)
-    assert "2000 prompts, 64 candidates a step" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "2000 prompts, 64 candidates a step" in shown
+    assert re.search(r"a step: median \d+\.\d ms", shown)
+    assert re.search(r"history 0\.\d MB in memory", shown)
 
 
 def test_update(monkeypatch, tmp_path):
