@@ -29,6 +29,7 @@ rule pps, minimum variance for a given number of tokens, is ours.
 Letters: Q prompts of a step, K of them rolled out, G completions each, N completion tokens, n completions in any shape.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -301,19 +302,23 @@ def effective_sample_size(weights: torch.Tensor) -> float:
     return (weights.sum().square() / weights.square().sum()).item()
 
 
-def check_unbiased(full: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
-    """The running check, from the full gradient and two independent pruned ones of the same batch, [P] each.
+def check_unbiased(full: torch.Tensor, pruned: Iterable[torch.Tensor]) -> dict[str, float]:
+    """The running check, from the full gradient [P] and n independent pruned ones of the same batch, one at a time.
 
     bias2: its mean over many batches is the squared relative bias. variance: of one pruned gradient, relative to
     |full|^2. scale: its mean is the relative error of the length along the full gradient. norm: |full|. Where the
     pruning is unbiased, bias2 and scale average to 0, also if a batch counts as its norm, which no draw changes.
     """
-    square = full.square().sum()
-    one_error, other_error = one - full, other - full
+    n, total, squares, square = 0, torch.zeros_like(full), 0.0, full.square().sum()
+    for gradient in pruned:
+        error = gradient - full
+        n, squares = n + 1, squares + error.square().sum()
+        total += error
+    between = total.square().sum() - squares  # n (n - 1) times the mean product of two errors
     return {
-        "check/bias2": ((one_error * other_error).sum() / square).item(),
-        "check/variance": ((one - other).square().sum() / (2 * square)).item(),
-        "check/scale": (((one_error + other_error) / 2 * full).sum() / square).item(),
+        "check/bias2": (between / (n * (n - 1) * square)).item(),
+        "check/variance": ((squares - between / (n - 1)) / (n * square)).item(),
+        "check/scale": ((total * full).sum() / (n * square)).item(),
         "check/norm": square.sqrt().item(),
     }
 

@@ -48,6 +48,7 @@ from sampler import generator_for, seed_for
 from update import accumulate_gradients, autocast, checkpoint_layers, trainer_logprobs
 
 EVAL_K = 4  # completions per evaluation problem, as the log's eval/avg@4 says
+CHECK_DRAWS = 8  # pruned gradients of a running check
 
 
 @dataclass
@@ -284,21 +285,21 @@ def main(cfg: Config) -> None:
 
     def check(step, window) -> dict:
         """The running check of both levels: all Q candidates rolled out apart from the run, their full gradient (of
-        the first mini-batch), and two pruned ones, each from a prompt draw and a completion draw of its own."""
+        the first mini-batch), and CHECK_DRAWS pruned ones, each from a prompt draw and a completion draw of its own."""
         batch, place = roll_out(window, step, "check"), torch.arange(num_prompts)
-        vectors = []  # [parameters] each
-        for number in range(3):
-            draws = generator_for(cfg.seed, step, "check", number)
-            if number == 0:
-                update = prepare(batch, torch.ones(num_prompts, dtype=torch.float64), place)
-                keep = (update.minibatch == 0)[:, None].expand_as(update.scale)
-                weights = keep.double()
-            else:
-                update = prepare(batch, prune_prompts(window, draws, step)[1], place)
-                keep, weights = prune_minibatch(update, 0, draws)
+
+        def whole_gradient(update, keep, weights):  # [parameters]
             gradient(update, keep, weights)
-            vectors.append(torch.cat([ranks.whole(parameter.grad).flatten() for parameter in model.parameters()]))
-        return dppo.check_unbiased(*vectors)
+            return torch.cat([ranks.whole(parameter.grad).flatten() for parameter in model.parameters()])
+
+        def pruned(number):
+            draws = generator_for(cfg.seed, step, "check", number)
+            update = prepare(batch, prune_prompts(window, draws, step)[1], place)
+            return whole_gradient(update, *prune_minibatch(update, 0, draws))
+
+        update = prepare(batch, torch.ones(num_prompts, dtype=torch.float64), place)
+        keep = (update.minibatch == 0)[:, None].expand_as(update.scale)
+        return dppo.check_unbiased(whole_gradient(update, keep, keep.double()), map(pruned, range(CHECK_DRAWS)))
 
     def train_step(step: int) -> tuple[dict, list[dict]]:
         """One step: its rows for the log and the samples. Until the first update nothing that is saved has changed."""

@@ -331,19 +331,20 @@ def test_loss_scale_by_hand():
 
 def test_running_check_formula():
     """Unbiased estimates leave bias2 and scale at 0 on average, weights times 0.9 do not. Kills: a square that holds
-    the variance, the difference of the two for the bias."""
+    the variance, a variance that holds the square, a sum over the draws for their mean."""
     generator = torch.Generator().manual_seed(0)
     full = torch.randn(500, generator=generator)
     rows = {1.0: [], 0.9: []}
     for _ in range(400):
-        one, other = (full + torch.randn(500, generator=generator) for _ in range(2))
+        some = [full + torch.randn(500, generator=generator) for _ in range(3)]
         for factor, found in rows.items():
-            check = dppo.check_unbiased(full, factor * one, factor * other)
+            check = dppo.check_unbiased(full, (factor * one for one in some))
             found.append([check["check/bias2"], check["check/variance"], check["check/scale"]])
     right, twin = (torch.tensor(rows[factor]) for factor in (1.0, 0.9))
     error = right.std(dim=0) / 20
     assert (right.mean(dim=0)[[0, 2]].abs() < 3 * error[[0, 2]]).all()
     assert right.mean(dim=0)[1].item() == pytest.approx(500 / full.square().sum().item(), rel=0.05)
+    assert torch.allclose(twin[:, 1], 0.81 * right[:, 1], rtol=1e-3), "a bias is no variance"
     assert twin.mean(dim=0)[0].item() == pytest.approx(0.01, abs=4 * error[0].item())
     assert twin.mean(dim=0)[2].item() == pytest.approx(-0.1, abs=4 * error[2].item())
 
