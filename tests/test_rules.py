@@ -117,6 +117,7 @@ def test_several_updates_of_a_pruned_window(run, monkeypatch):
     monkeypatch.setattr(train, "accumulate_gradients", record)
     monkeypatch.setattr(dppo, "contribution_size", lambda *words: sizes.append(words) or contribution_size(*words))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *words: norms.append(clip(*words)) or norms[-1])
+    monkeypatch.setattr(train, "CHECK_DRAWS", 2)
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)
     log = run("run", method="dppo", loss="dapo", beta=0.1, steps=8, minibatches=2, epochs=2, check_every=1,
               prompt_prune_rate=0.6, completion_prune_rate=0.6)  # fmt: skip
