@@ -1,16 +1,16 @@
 """
-The embedded task: chains of additions, worked out step by step, and a base model that does them badly.
+The embedded task: chains of additions, worked out step by step, and a base model that often fails.
 
     prompt      7+9+5?
-    completion  7+9=16;16+5=21        then the end token; the answer is the number after the last "="
+    completion  7+9=16;16+5=21      then the end token; the answer is the number after the last "="
 
-The base model is trained on an imperfect teacher that forgets the carry with some probability and then goes
-on from the wrong total. So it nearly always solves problems without carries, fails most long ones, and reinforcement
-learning has to amplify the right habit, first on short chains and then on long ones: groups that are dead
-(all right or all wrong) come alive and die again.
+The base model imitates an imperfect teacher, which sometimes forgets a carry and continues from the
+wrong total. It therefore solves nearly all problems without carries and fails most long ones.
+Reinforcement learning has to amplify the right habit, first on short chains, then on long ones, so
+groups that are dead (all right or all wrong) come alive and die again.
 
-Nothing is stored: a problem is a function of (split, index), and the tokenizer and the base model are made
-on the spot (the model once, then cached beside this file).
+No data is stored. A problem is a function of (split, index), the tokenizer is built on the spot,
+and the base model is trained once and cached beside this file.
 """
 
 import hashlib
@@ -28,13 +28,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 import packing
 
-# the base model's recipe; the cache is keyed by the text of this file
-CARRY_PROB = 0.42  # the teacher's chance of remembering a carry
-BASE_STEPS, BASE_BATCH, BASE_LR = 1000, 32, 3e-3
-CHAIN = (2, 8)  # shortest and longest chain the base and the default splits hold
-LONGER = (9, 12)  # longer than any trained on
-UNSOLVED = (13, 18)  # of the realistic mix: the base never solves these
-TRIVIAL = (2, 5)  # and nearly always solves these: no carry anywhere
+# The recipe of the base model. Editing this file in any way changes the cache key: see base_folder.
+CARRY_PROB = 0.42  # the probability that the teacher remembers a carry
+BASE_STEPS = 1000
+BASE_BATCH = 32
+BASE_LR = 3e-3
+CHAIN = (2, 8)  # shortest and longest chain in the base split and the default splits
+LONGER = (9, 12)  # longer than any chain seen in training
+UNSOLVED = (13, 18)  # in the mixed splits; the base model never solves these
+TRIVIAL = (2, 5)  # in the mixed splits; no carries, so the base model nearly always solves these
 
 TRAIN_PROBLEMS = 512
 CACHE = Path(__file__).resolve().parent / ".cache"  # holds the base model
@@ -45,16 +47,17 @@ SPLITS = ("train", "heldout", "longer", "mixed", "mixed-heldout", "base")
 
 
 def problem(split: str, index: int) -> tuple[str, str, str]:
-    """(prompt, answer, source) number `index` of a split; source names the kind of chain.
+    """Problem number `index` of a split, as (prompt, answer, source); source is the kind of chain.
 
-    train          chains of 2 to 8, never a held-out one
-    heldout        chains of 2 to 8 that no training split holds (a fifth of all chains, by checksum)
-    longer         chains of 9 to 12
+    train          chains of 2 to 8 numbers, none of them held out
+    heldout        chains of 2 to 8 that no training split contains (a fifth of all, by checksum)
+    longer         chains of 9 to 12, held out
     mixed          35 % trivial chains without carries, 30 % chains of 13 to 18, 35 % like `train`
     mixed-heldout  the same mix, held out
-    base           what the base model learns from: like `train`, but every fourth chain starts from a two-digit
-                   number. Totals grow slowly where carries are forgotten; without these chains the base would give
-                   a carry past 40 a chance of 0.02 and less, and there would be nothing to amplify.
+    base           training data of the base model: like `train`, but long chains are more frequent,
+                   and a quarter of the chains start from a two-digit number. Totals grow slowly
+                   when carries are forgotten, so without these chains the base model would give a
+                   carry past 40 a probability of at most 0.02, which leaves nothing to amplify.
     """
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
@@ -70,8 +73,9 @@ def problem(split: str, index: int) -> tuple[str, str, str]:
 def _chain(split: str, rng: random.Random) -> tuple[list[int], str]:
     kind = rng.random() if split.startswith("mixed") else 1.0
     if kind < 0.35:
-        count, numbers = rng.randint(*TRIVIAL), []
-        for left in reversed(range(count)):  # numbers still to come, each at least 1; the total never passes 9
+        numbers = []
+        for left in reversed(range(rng.randint(*TRIVIAL))):
+            # Each of the `left` numbers still to come is at least 1, and the total stays below 10.
             numbers.append(rng.randint(1, 9 - left - sum(numbers)))
         return numbers, "trivial"
     if kind < 0.65:
@@ -79,7 +83,7 @@ def _chain(split: str, rng: random.Random) -> tuple[list[int], str]:
     else:
         span, source = (LONGER, "longer") if split == "longer" else (CHAIN, "chain")
     count = rng.randint(*span)
-    if split == "base":  # long chains need the most practice, or their last links are never right
+    if split == "base":  # without extra practice the last links of long chains are never right
         count = max(count, rng.randint(*span))
     numbers = [rng.randint(1, 9) for _ in range(count)]
     if split == "base" and rng.random() < 0.25:
@@ -88,7 +92,7 @@ def _chain(split: str, rng: random.Random) -> tuple[list[int], str]:
 
 
 def worked_answer(prompt: str, carry_prob: float = 1.0, rng: random.Random | None = None) -> str:
-    """The completion a teacher writes; with carry_prob < 1 it forgets carries (16+5=11) and goes on.
+    """The teacher's completion; with carry_prob < 1 it forgets carries (16+5=11) and continues.
 
     >>> worked_answer("7+9+5?")
     '7+9=16;16+5=21'
@@ -104,18 +108,20 @@ def worked_answer(prompt: str, carry_prob: float = 1.0, rng: random.Random | Non
 
 
 def longest_completion(data: str) -> int:
-    """Room for the longest right answer of a data name, end token included, in tokens (= characters)."""
-    numbers = {"arithmetic": CHAIN, "arithmetic-longer": LONGER, "arithmetic-mixed": UNSOLVED}[data][1]
-    return len(worked_answer("+".join(["9"] * numbers) + "?")) + 1
+    """Tokens (= characters) in a data name's longest right answer, including the end token."""
+    spans = {"arithmetic": CHAIN, "arithmetic-longer": LONGER, "arithmetic-mixed": UNSOLVED}
+    longest = spans[data][1]
+    return len(worked_answer("+".join(["9"] * longest) + "?")) + 1
 
 
-# ---------------------------------------------------------------------------- tokenizer and base model
+# ---------------------------------------------------------------------------- tokenizer, base model
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level: one token a byte, so any text encodes and decodes; then pad and end."""
+    """A byte-level tokenizer: one token per byte, so any text round-trips, then pad and end."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, merges=[]))
+    vocab = {char: index for index, char in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
@@ -128,7 +134,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 of about 0.8 M parameters that takes 8,192 positions."""
+    """An untrained Qwen3 with about 0.8 M parameters and 8,192 positions."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -138,7 +144,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCaus
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        initializer_range=0.05,  # the default 0.02 learns much slower in so narrow a model
+        initializer_range=0.05,  # a model this narrow learns much more slowly with 0.02
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -154,10 +160,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCaus
 
 
 def train_base(steps: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
-    """Supervised training on what the imperfect teacher writes for the base split."""
+    """Train a new model on the imperfect teacher's completions of the base split."""
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_LR, weight_decay=0.0, betas=(0.9, 0.98))
+    weights = model.parameters()
+    optimizer = torch.optim.AdamW(weights, lr=BASE_LR, weight_decay=0.0, betas=(0.9, 0.98))
     for step in tqdm(range(steps), desc="base model", unit="step", leave=False, disable=None):
         rng = random.Random(f"teacher/{step}")
         prompts = [problem("base", step * BASE_BATCH + i)[0] for i in range(BASE_BATCH)]
@@ -175,22 +182,22 @@ def train_base(steps: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
 
 
 def base_folder() -> Path:
-    """Path of the cached base model, a Hugging Face folder; made at the first call (about a minute).
+    """The Hugging Face folder of the cached base model. The first call makes it, in about a minute.
 
-    Keyed by the text of this file and the versions of the libraries, so a changed recipe makes a new base; written
-    beside and renamed, so a kill leaves nothing half-made.
+    The cache key is the text of this file plus the library versions, so a changed recipe makes a
+    new base model. The folder is renamed once it is complete, so a kill never leaves half of it.
     """
     recipe = Path(__file__).read_text() + torch.__version__ + transformers.__version__
     key = hashlib.sha256(recipe.encode()).hexdigest()[:12]
     folder = CACHE / f"base-{key}"
     if not folder.exists():
-        print("making the base model of the embedded task, once; about a minute on 2 cores", flush=True)
+        print("training the base model of the embedded task (once, about a minute)", flush=True)
         model, tokenizer = train_base(BASE_STEPS)
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         try:
             unfinished.rename(folder)
-        except OSError:  # another process was first
+        except OSError:  # another process finished first
             shutil.rmtree(unfinished)
     return folder

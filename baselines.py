@@ -1,19 +1,20 @@
 """
-The rivals' pruning rules, completions first: what they keep, and what they multiply it by.
+The baselines' pruning rules: what they keep, and what they multiply it by.
 
-    uniform      unbiased  drops a share of all completions blindly; weights 1 / (1 - share)
-    cppo         BIASED    the largest |advantage| of each group, as CPPO's paper has it (arXiv:2503.22342)
-    cppo_batch   BIASED    the largest |advantage| of the whole mini-batch, as CPPO's code has it (lzhxmu/CPPO)
-    dppo_floor   BIASED    the deterministic fraction that secondary sources ascribe to DPPO
-    greso        BIASED    prompts: skips what was all right or all wrong lately, refills (arXiv:2506.02177)
+    uniform     unbiased  drops a fixed share of all completions blindly; weights 1 / (1 - share)
+    cppo        BIASED    the largest |advantage| of each group: CPPO's paper (arXiv:2503.22342)
+    cppo_batch  BIASED    the largest |advantage| of the whole mini-batch: CPPO's code (lzhxmu/CPPO)
+    dppo_floor  BIASED    the deterministic fraction that secondary sources ascribe to DPPO
+    greso       BIASED    skips prompts all right or all wrong lately, refills (arXiv:2506.02177)
 
-Keeping by rank gives keep probabilities of 0 and 1, and no weight can mend a zero. GRESO skips at random, but gives
-what it keeps no weight, and stops when it has enough, which is a bias of its own. These rules are here to be compared
-with.
+Keeping by rank gives keep probabilities of 0 and 1, and no weight can correct for a zero. GRESO
+skips at random but does not weight what it keeps, and it stops once it has enough live groups,
+which is a bias of its own. These rules are here for comparison.
 
 Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G completions each.
 """
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -30,22 +31,30 @@ def kept_count(size: int, prune_rate: float) -> int:
 
 
 def allocated_prompts(prompts: int, group_size: int, prune_rate: float) -> int:
-    """CPPO's dynamic completion allocation: so many prompts are rolled out that what is kept of their
-    completions fills the update of `prompts` un-pruned ones."""
+    """CPPO's dynamic completion allocation: how many prompts to roll out so that their kept
+    completions fill the update of `prompts` un-pruned ones."""
     return prompts * group_size // kept_count(group_size, prune_rate)
 
 
 def top_completions(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) [..., n]: the `count` highest scores of the last dimension, the first of equals, and weights
-    n / count on them: where the denominator counts completions (grpo, dr_grpo, gspo), the mean over what is kept."""
+    """(keep, weights) [..., n]: the `count` highest scores of the last dimension; ties keep order.
+
+    Their weights are n / count: if the denominator counts completions (grpo, dr_grpo, gspo), the
+    result is the mean over what is kept.
+    """
     best = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
     keep = torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, best, True)
     return keep, keep.double() * (scores.shape[-1] / max(count, 1))
 
 
-def floor_of_low(scores: torch.Tensor, counted: torch.Tensor, prune_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) [..., n]: of the n_low scores below the mean of the last dimension, the floor(rate n_low) lowest
-    go, the first of equals; what is left of them gets 1 / (1 - rate). Also for prompts, by history."""
+def floor_of_low(
+    scores: torch.Tensor, counted: torch.Tensor, prune_rate: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keep, weights) [..., n], for completions by |advantage| and for prompts by history.
+
+    Of the n_low scores below the mean of the last dimension, the floor(rate n_low) lowest are
+    dropped, and ties keep order; the rest of them gets weight 1 / (1 - rate).
+    """
     low = dppo.threshold_keep_prob(scores, counted, 1.0) == 0  # below the mean
     num_dropped = (low.sum(dim=-1, keepdim=True) * prune_rate + 1e-9).floor()
     rank = torch.where(low, scores, torch.inf).argsort(dim=-1, stable=True).argsort(dim=-1)
@@ -56,13 +65,16 @@ def floor_of_low(scores: torch.Tensor, counted: torch.Tensor, prune_rate: float)
 def prune_completions(
     rule: str, prune_rate: float, batch: dppo.Completions, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) [K, G] of one of COMPLETION_RULES; prune_rate is the share removed (dppo_floor: of those below
-    the mean)."""
+    """(keep, weights) [K, G] of one of COMPLETION_RULES.
+
+    prune_rate is the share removed (dppo_floor: of those below the mean).
+    """
+    dppo.check_known("completion rule", rule, COMPLETION_RULES)
     scores = batch.advantages.abs()
     K, G = scores.shape
     if rule == "uniform":
         keep_prob = torch.full((K, G), 1.0 - prune_rate, dtype=torch.float64)
-        order = torch.randperm(K * G, generator=generator)  # systematic in random order: a simple random sample
+        order = torch.randperm(K * G, generator=generator)  # makes it a simple random sample
         start = torch.rand((), dtype=torch.float64, generator=generator).item()
         keep = dppo.systematic(keep_prob, order, start)
         return keep, dppo.ht_weights(keep, keep_prob)
@@ -71,33 +83,41 @@ def prune_completions(
     if rule == "cppo_batch":
         keep, weights = top_completions(scores.flatten(), kept_count(K * G, prune_rate))
         return keep.view(K, G), weights.view(K, G)
-    if rule == "dppo_floor":
-        return floor_of_low(scores, ~batch.rewards.isnan(), prune_rate)
-    raise ValueError(f"unknown completion rule {rule!r}: choose one of {', '.join(COMPLETION_RULES)}")
+    return floor_of_low(scores, ~batch.rewards.isnan(), prune_rate)
 
 
-# ---------------------------------------------------------------------------- GRESO, at the prompt level
+# ---------------------------------------------------------------------------- GRESO (prompt level)
 
 
 class Greso:
-    """GRESO's selection of prompts, as in its code (Infini-AI-Lab/GRESO: presampling_selector.py, ray_trainer.py).
+    """GRESO's selection of prompts, as in its code (Infini-AI-Lab/GRESO: presampling_selector.py,
+    ray_trainer.py).
 
-    A prompt whose last z visits were all right (mean reward at least EASY) is rolled out with probability p_easy^z, at
-    least FLOOR; all wrong (at most HARD): p_hard^z. Both probabilities follow the share of such groups in each step,
-    towards ALPHA_EASY and ALPHA_HARD. A step refills towards Q live groups, and trains on these, unweighted. The
-    code has groups of 8, where a mean past these bounds is a dead group; groups of any size are asked for both here.
+    A prompt that was all right (mean reward at least EASY) on each of its last z visits is rolled
+    out with probability p_easy^z, at least FLOOR; all wrong (at most HARD): p_hard^z. Both
+    probabilities follow the share of such groups in each step, towards ALPHA_EASY and ALPHA_HARD. A
+    step rolls out until about Q groups are live, and trains on these without weights. The original
+    uses groups of 8, where a mean beyond these bounds implies a dead group; here groups have any
+    size, so both are required.
     """
 
     EASY, HARD, FLOOR = 0.98, 0.11, 0.01
-    ALPHA_EASY, ALPHA_HARD = 0.25 / 3, 2 * 0.25 / 3  # of a target of 0.25 groups without signal
-    CHANGE, LEAST, MOST = 0.01, 0.05, 0.95  # of p_easy and p_hard, a step
-    LOADER = 32  # prompts looked at together
-    ROUNDS = 20  # of rollouts in a step, ours: its code would go on for ever where nothing is alive
+    ALPHA_EASY, ALPHA_HARD = 0.25 / 3, 2 * 0.25 / 3  # of a target of 0.25 dead groups
+    CHANGE, LEAST, MOST = 0.01, 0.05, 0.95  # step size and bounds of p_easy and p_hard
+    LOADER = 32  # prompts loaded together
+    ROUNDS = 20  # of rollouts in a step; ours: without live groups the original never stops
 
     def __init__(self, num_prompts: int):
         self.easy, self.hard = torch.zeros(2, num_prompts, dtype=torch.int16)  # streaks [P]
         self.p_easy = self.p_hard = 0.5
-        self.cursor = 0  # prompts looked at since the run began, epoch after epoch
+        self.cursor = 0  # prompts visited since the run began, over all epochs
+
+    def copy(self) -> "Greso":
+        """The same state in tensors of its own. A step collects with a copy and keeps it only
+        after its updates, so an interrupted step leaves no trace."""
+        twin = copy.copy(self)
+        twin.easy, twin.hard = self.easy.clone(), self.hard.clone()
+        return twin
 
     def keep_prob(self, prompts: torch.Tensor) -> torch.Tensor:
         """Chance [K] of each prompt to be rolled out."""
@@ -111,46 +131,54 @@ class Greso:
             epoch, position = divmod(self.cursor, len(self.easy))
             loaded = order(epoch)[position : position + self.LOADER]
             keep = dppo.draw(self.keep_prob(loaded), generator)
-            before = keep.cumsum(dim=0) - keep.long()  # kept ones ahead of each
-            used = int((before < count - len(chosen)).sum())  # the rest is looked at another time
+            before = keep.cumsum(dim=0) - keep.long()  # kept prompts ahead of each
+            used = int((before < count - len(chosen)).sum())  # the rest stays for the next call
             chosen = torch.cat([chosen, loaded[:used][keep[:used]]])
             self.cursor += used
         return chosen
 
     def update(self, prompts: torch.Tensor, rewards: torch.Tensor) -> None:
         """Streaks of the prompts [K] from their groups' rewards [K, G]."""
-        for streak, goes_on in zip((self.easy, self.hard), self._easy_and_hard(rewards), strict=True):
-            streak[prompts] = torch.where(goes_on, streak[prompts] + 1, 0).to(torch.int16)
+        for streak, found in zip((self.easy, self.hard), self._easy_and_hard(rewards), strict=True):
+            streak[prompts] = torch.where(found, streak[prompts] + 1, 0).to(torch.int16)
 
     def _easy_and_hard(self, rewards):
         dead, mean = dppo.dead_groups(rewards), rewards.nanmean(dim=1)
         return dead & (mean >= self.EASY), dead & (mean <= self.HARD)
 
     def adjust(self, rewards: torch.Tensor) -> None:
-        """p_easy and p_hard, once a step, from everything rolled out in it [K, G]."""
-        easy, hard = self._easy_and_hard(rewards)
-        for name, found, alpha in (("p_easy", easy, self.ALPHA_EASY), ("p_hard", hard, self.ALPHA_HARD)):
-            change = -self.CHANGE if found.double().mean() >= alpha else self.CHANGE
-            setattr(self, name, min(max(getattr(self, name) + change, self.LEAST), self.MOST))
+        """Move p_easy and p_hard, once a step, by all groups rolled out in it [K, G]."""
+        easy, hard = (found.double().mean() for found in self._easy_and_hard(rewards))
+        self.p_easy = self._moved(self.p_easy, easy >= self.ALPHA_EASY)
+        self.p_hard = self._moved(self.p_hard, hard >= self.ALPHA_HARD)
 
-    def next_batch(self, missing: int, dead_share: float, default: int, least: int) -> tuple[int, bool]:
-        """(prompts of the next round, whether it is the last one), when `missing` live groups are still wanted."""
+    def _moved(self, chance, too_many):
+        change = -self.CHANGE if too_many else self.CHANGE
+        return min(max(chance + change, self.LEAST), self.MOST)
+
+    def next_batch(
+        self, missing: int, dead_share: float, default: int, least: int
+    ) -> tuple[int, bool]:
+        """(prompts of the next round, whether it is the last), with `missing` live groups to go."""
         estimate = int(1.25 * missing / (1 - dead_share)) if dead_share < 1 else default + 1
         return max(min(estimate, default), least), estimate <= default
 
     def collect(
         self, roll_out: Callable, target: int, order: Callable, generator: torch.Generator
     ) -> tuple[list, torch.Tensor, torch.Tensor]:
-        """(rounds, weights [K], places [K]): rollouts until `target` groups are alive or a round was declared the last.
+        """(rounds, weights [K], places [K]): roll out until `target` groups are live, or until the
+        round that was expected to suffice.
 
-        roll_out(prompts, number) returns a round, with .prompts [k] and .rewards [k, G]. The first `target` live groups
-        of all K share the update: weights are the inverse of the share of it that they fill, places are spread over it;
-        what is dead or too much gets weight 0. Rounds are 1.5 times the target at first and a quarter of it at least,
-        as the code's 384 and 64 of 256.
+        roll_out(prompts, number) returns a round, with .prompts [k] and .rewards [k, G]. The first
+        `target` live groups of all K share the update: their weights are target / their number, and
+        their places are spread over the target. Dead and surplus groups get weight 0. The first
+        round is 1.5 times the target; later ones are between that and a quarter of it, like the
+        original's 384 and 64 of 256.
         """
         first_epoch = self.cursor < len(self.easy)
         rounds, alive = [], torch.zeros(0, dtype=torch.bool)
-        size, last, default = 3 * target // 2, False, 3 * target // 2
+        size = default = 3 * target // 2
+        last = False
         while len(rounds) < self.ROUNDS:
             rounds.append(roll_out(self.select(size, order, generator), len(rounds)))
             self.update(rounds[-1].prompts, rounds[-1].rewards)
@@ -159,7 +187,8 @@ class Greso:
             missing = target - int(alive.sum())
             if missing <= 0 or last:
                 break
-            size, last = self.next_batch(missing, 1 - now.double().mean().item(), default, max(1, target // 4))
+            dead_share = 1 - now.double().mean().item()
+            size, last = self.next_batch(missing, dead_share, default, max(1, target // 4))
         if not first_epoch:
             self.adjust(torch.cat([part.rewards for part in rounds]))
         rank = alive.cumsum(dim=0) - 1  # [K], among the live

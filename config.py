@@ -1,7 +1,8 @@
 """
-The flags of train.py: what each one means, what it may be, and what it is when it is not given.
+The flags of train.py: their meaning, their defaults, and the checks of their values.
 
-Bad values end in an InputError that names the flag, the value and the way out, before anything is loaded or written.
+A bad value raises an InputError that names the flag, the value and a remedy before anything is
+loaded or written.
 """
 
 import contextlib
@@ -19,9 +20,9 @@ import baselines
 import data
 import rollout
 import sampler
-from data import InputError
+from runtime import InputError
 
-METHODS = {  # --method is no more than this choice of --prompt-rule and --completion-rule
+METHODS = {  # --method sets --prompt-rule and --completion-rule, and nothing else
     "grpo": ("none", "none"),
     "grpo_zero": ("none", "zero"),
     "dppo": ("dppo", "dppo"),
@@ -30,89 +31,159 @@ METHODS = {  # --method is no more than this choice of --prompt-rule and --compl
     "greso": ("greso", "none"),
     "pps": ("pps", "pps"),
 }
-LOSS_CLIPS = {  # --eps-low and --eps-high where they are not given: the papers'; cispo: no lower bound, and TRL's 5
+LOSS_CLIPS = {  # default (--eps-low, --eps-high): the papers'; cispo: no lower bound, and TRL's 5
     "grpo": (0.2, 0.2),
     "dr_grpo": (0.2, 0.2),
     "dapo": (0.2, 0.28),
     "gspo": (3e-4, 4e-4),
     "cispo": (1.0, 4.0),
 }
+PromptRule = Literal["auto", "none", "uniform", "dppo", "pps", "dppo_floor", "greso"]
+CompletionRule = Literal[
+    "auto", "none", "zero", "dppo", "pps", "uniform", "cppo", "cppo_batch", "dppo_floor"
+]
 
 
 @dataclass
 class Config:
-    # method
-    method: Literal["grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "greso", "pps"] = "pps"  # the two rules
-    # before rollout; auto: the method's; dppo by its own history, pps ours, dppo_floor and greso biased
-    prompt_rule: Literal["auto", "none", "uniform", "dppo", "pps", "dppo_floor", "greso"] = "auto"
-    # after reward; zero drops what contributes 0, dppo by |advantage|, pps ours; cppo, cppo_batch, dppo_floor biased
-    completion_rule: Literal["auto", "none", "zero", "dppo", "pps", "uniform", "cppo", "cppo_batch", "dppo_floor"] = (
-        "auto"
-    )
-    prompt_prune_rate: float | None = None  # r_q: share dropped (dppo: chance, if of low history); default 0.3, pps 0.6
-    completion_prune_rate: float | None = None  # r_o: share dropped (dppo: chance, if below the mean); default 0.7
-    cppo_allocation: bool = False  # with cppo: roll out 1 / (1 - r_o) times the prompts, to fill the update
-    check_every: int = 0  # steps between running checks that the pruning of both levels is unbiased; 0 = never
-    # loss
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"  # ratio, clip and denominator
-    eps_low: float | None = None  # the ratio is clipped to 1 - eps_low; default: the loss's own, 0.2 for grpo
-    eps_high: float | None = None  # and 1 + eps_high, also for cispo (TRL gives the sum)
-    importance_cap: float | None = (
-        None  # correct each token for its sampler, by at most this; 0: no; default 2 for vllm, fsdp in bfloat16
-    )
-    beta: float = 0.0  # of the KL term (k3) to the model the run began with; 0: no reference model
-    mask_truncated: bool = False  # completions cut off by max_new_tokens carry no loss
-    # model and data
-    model: str = "tiny"  # tiny (the embedded base model), a hub id such as Qwen/Qwen3-0.6B, or a folder
-    data: str = "arithmetic"  # arithmetic, arithmetic-mixed, gsm8k, math, dapo or a file
-    eval_data: str | None = None  # default: the held-out split, or the last 5 % of what is trained on
-    prompt_format: Literal["auto", "chat", "plain"] = "auto"  # auto: chat where the tokenizer has a template
-    thinking: bool = False  # let the chat template open a thought
-    # batch
-    steps: int = 60  # rollout batches, each good for minibatches x epochs optimizer updates
-    prompts_per_step: int | None = None  # Q: candidates of a step and the denominator; default 32, pps 64
-    group_size: int = 16  # G: completions per prompt
-    minibatches: int = 1  # optimizer updates in one pass over a step's prompts
-    epochs: int = 1  # passes over a step's prompts, each with draws of its own
-    max_new_tokens: int | None = None  # default: what the embedded task needs, 1,024 for files
-    temperature: float = 1.0  # of sampling; the log-probs carry it
-    engine: Literal["compact", "hf", "vllm"] = "compact"  # what samples: our loop, transformers' generate, vLLM
-    vllm_memory: float = 0.3  # share of the GPU's memory that vLLM may take while it samples
-    rollout_batch: int = 512  # sequences sampled at once; bounds the memory of the key-value cache
-    # optimizer
-    lr: float | None = None  # default: 6e-4 for tiny, 1e-6 otherwise
-    warmup: int = 5  # steps over which the learning rate rises
-    lr_schedule: Literal["constant", "linear", "cosine"] | None = None  # after warm-up; default: linear (to 0) for tiny
-    grad_clip: float = 1.0  # largest gradient norm
-    weight_decay: float = 0.0  # AdamW's
-    # packing and machine
-    pack_tokens: int | None = None  # tokens in a slot; default: 2,048 on the CPU, 8,192 on CUDA
-    pack_window: int = 64  # sequences the packer looks at
-    share_prompts: bool | None = None  # completions of a prompt in one slot forward it once; default: on the CPU
-    gradient_checkpointing: bool = False  # layers are computed again in the backward pass: less memory, more time
-    shard: Literal["none", "fsdp"] = "none"  # fsdp: weights, gradients and Adam's state are split over the ranks
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the arithmetic (weights stay float32); bfloat16 on CUDA
-    # run
-    seed: int = 0  # of everything that is drawn
-    out_dir: str = "out"  # holds the log, the checkpoint and run.png
-    resume: bool = False  # continue the run in out_dir, with its own settings
-    eval_every: int = 20  # steps between evaluations; 0 = never
-    eval_problems: int = 300  # at most so many, 4 completions each
-    save_every: int = 20  # steps between checkpoints; 0 = never
-    keep_checkpoints: int = 2  # the newest
-    track: str | None = None  # wandb, trackio or a module of yours that has their calls
+    # ------------------------------------------------------------------------ method
+    method: Literal["grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "greso", "pps"] = "pps"
+    """Sets --prompt-rule and --completion-rule together. grpo prunes nothing."""
+    prompt_rule: PromptRule = "auto"
+    """Which prompts are dropped before rollout. uniform (blind), dppo (the paper's, by past
+    |advantage|) and pps (ours) are unbiased; dppo_floor and greso are biased. auto takes the
+    method's rule."""
+    completion_rule: CompletionRule = "auto"
+    """Which completions are dropped after reward. zero (terms that are exactly 0), dppo (by
+    |advantage|), pps (ours) and uniform are unbiased; cppo, cppo_batch and dppo_floor are biased.
+    auto takes the method's rule."""
+    prompt_prune_rate: float | None = None
+    """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
+    By default 0.3, or 0.6 for pps."""
+    completion_prune_rate: float | None = None
+    """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
+    its group's mean. pps: the share of sampled tokens not trained on. By default 0.7."""
+    cppo_allocation: bool = False
+    """With cppo, roll out 1 / (1 - r_o) times the prompts, so that the kept completions fill the
+    update."""
+    check_every: int = 0
+    """Steps between running checks that the pruning is unbiased. 0 means never."""
+
+    # ------------------------------------------------------------------------ loss
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
+    """The surrogate loss: its ratio, clip and denominator."""
+    eps_low: float | None = None
+    """The ratio is clipped to at least 1 - eps_low. By default the loss's own, such as 0.2 for
+    grpo."""
+    eps_high: float | None = None
+    """The ratio is clipped to at most 1 + eps_high, also for cispo (where TRL gives the sum). By
+    default the loss's own."""
+    importance_cap: float | None = None
+    """Corrects each token for its sampler's probability, with a factor of at most this; 0 turns it
+    off. By default 2 with vLLM and, in bfloat16, with --shard fsdp or --loss gspo; else 0."""
+    beta: float = 0.0
+    """Coefficient of the KL term (k3) to the model that the run began with. 0 loads no reference
+    model."""
+    mask_truncated: bool = False
+    """Exclude completions from the loss that --max-new-tokens cut off."""
+
+    # ------------------------------------------------------------------------ model and data
+    model: str = "tiny"
+    """The model to train: tiny (the embedded base model), a hub id such as Qwen/Qwen3-0.6B, or a
+    folder."""
+    data: str = "arithmetic"
+    """The problems to train on: arithmetic, arithmetic-mixed, gsm8k, math, dapo, or a file."""
+    eval_data: str | None = None
+    """The problems to evaluate on. By default the held-out split, or the last 5 % of --data."""
+    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    """How a problem becomes a prompt. auto is chat if the tokenizer has a chat template."""
+    thinking: bool = False
+    """Let the chat template open a thinking block."""
+
+    # ------------------------------------------------------------------------ batch
+    steps: int = 60
+    """Steps of the run. Each makes one rollout batch and minibatches x epochs optimizer updates."""
+    prompts_per_step: int | None = None
+    """Q, the candidate prompts of a step, which also set the denominator. By default 32, or 64 for
+    pps."""
+    group_size: int = 16
+    """G, the completions sampled for each prompt."""
+    minibatches: int = 1
+    """Optimizer updates in one pass over a step's prompts."""
+    epochs: int = 1
+    """Passes over a step's prompts. Each makes its own keep draws."""
+    max_new_tokens: int | None = None
+    """Longest completion, in tokens. By default what the embedded task needs, or 1,024."""
+    temperature: float = 1.0
+    """Sampling temperature. The trained log-probs include it."""
+    engine: Literal["compact", "hf", "vllm"] = "compact"
+    """What samples: this repository's loop, transformers' generate, or vLLM."""
+    vllm_memory: float = 0.3
+    """Share of the GPU's memory that vLLM may use while it samples."""
+    rollout_batch: int = 512
+    """Sequences sampled at once. Bounds the memory of the key-value cache."""
+
+    # ------------------------------------------------------------------------ optimizer
+    lr: float | None = None
+    """Learning rate of AdamW. By default 6e-4 for tiny, else 1e-6."""
+    warmup: int = 5
+    """Steps over which the learning rate rises linearly."""
+    lr_schedule: Literal["constant", "linear", "cosine"] | None = None
+    """Learning rate after warm-up. By default linear (down to 0) for tiny, else constant."""
+    grad_clip: float = 1.0
+    """Largest gradient norm of an update; longer gradients are scaled down to it."""
+    weight_decay: float = 0.0
+    """Weight decay of AdamW."""
+
+    # ------------------------------------------------------------------------ packing and machine
+    pack_tokens: int | None = None
+    """Tokens in a slot, the unit of one forward pass. By default 2,048 on the CPU, 8,192 on
+    CUDA."""
+    pack_window: int = 64
+    """Sequences that the packer chooses from at a time."""
+    share_prompts: bool | None = None
+    """Forward a prompt once for all its completions in a slot. By default only on the CPU."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass: less memory, more time."""
+    shard: Literal["none", "fsdp"] = "none"
+    """fsdp splits weights, gradients and the optimizer's state over the ranks."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. auto is cuda if there is a GPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the arithmetic; weights stay float32. auto is bfloat16 on CUDA, else float32."""
+
+    # ------------------------------------------------------------------------ run
+    seed: int = 0
+    """Seed of every random draw of the run."""
+    out_dir: str = "out"
+    """The run folder: log, samples, checkpoints and run.png."""
+    resume: bool = False
+    """Continue the run in --out-dir from its newest checkpoint, with its own settings."""
+    eval_every: int = 20
+    """Steps between evaluations. 0 means never."""
+    eval_problems: int = 300
+    """Evaluate on at most this many problems, with 4 completions each."""
+    save_every: int = 20
+    """Steps between checkpoints. 0 means never."""
+    keep_checkpoints: int = 2
+    """Number of checkpoints to keep, the newest ones."""
+    track: str | None = None
+    """Also log to wandb, trackio, or a module of yours with the same calls."""
 
 
-FREE_TO_CHANGE = (  # when resuming: what is not part of the experiment
-    "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "pack_window", "share_prompts",
-    "gradient_checkpointing", "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "track",
-    "check_every",
+FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the experiment
+    "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "pack_window",
+    "share_prompts", "gradient_checkpointing", "shard", "out_dir", "resume", "eval_every",
+    "save_every", "keep_checkpoints", "track", "check_every",
 )  # fmt: skip
+TRUNCATING = ("--top-p", "--top-k", "--min-p", "--repetition-penalty")  # flags of eval.py, not ours
+
+
+# ---------------------------------------------------------------------------- the command line
 
 
 def parse_config(argv: list[str]) -> Config:
-    """The Config of a command line; with --resume, on top of what the run in out_dir was started with."""
+    """The Config of a command line. With --resume, the defaults are the settings of that run."""
     cfg = _parse(argv, Config())
     stored = Path(cfg.out_dir) / "config.json"
     if cfg.resume and stored.exists():
@@ -120,17 +191,19 @@ def parse_config(argv: list[str]) -> Config:
         cfg = _parse(argv, run)
         for field in fields(Config):
             now, then = getattr(cfg, field.name), getattr(run, field.name)
-            free = field.name in FREE_TO_CHANGE and (field.name != "steps" or run.lr_schedule == "constant")
+            free = field.name in FREE_TO_CHANGE
+            if field.name == "steps" and run.lr_schedule != "constant":
+                free = False  # the schedule would change
             if now != then and not free:
-                flag = field.name.replace("_", "-")
                 raise InputError(
-                    f"--{flag} {now}: the run in {cfg.out_dir} has {then}; leave it, or use another --out-dir"
+                    f"{flag(field.name)} {now}: the run in {cfg.out_dir} has {then}; leave it, or "
+                    f"use another --out-dir"
                 )
     return cfg
 
 
 def _parse(argv: list[str], default: Config) -> Config:
-    """tyro's parser, with its complaint folded into one line."""
+    """Parse with tyro; its error message becomes one line."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -138,136 +211,187 @@ def _parse(argv: list[str], default: Config) -> Config:
     except SystemExit as stop:
         if stop.code == 0:  # --help
             raise
-        lines = [line for line in complaint.getvalue().splitlines() if not line.startswith("╭")]  # without the title
-        words = " ".join(" ".join(lines).translate({ord(c): " " for c in "─│╰╯"}).split())
-        raise InputError(words.split(" Argument helptext")[0].split(" For full helptext")[0]) from None
+        lines = [line for line in complaint.getvalue().splitlines() if not line.startswith("╭")]
+        frameless = " ".join(lines).translate({ord(c): " " for c in "─│╰╯"})
+        message = " ".join(frameless.split()).split(" Argument helptext")[0]
+        raise InputError(message.split(" For full helptext")[0]) from None
     if unknown:
-        known = [f"--{field.name.replace('_', '-')}" for field in fields(Config)]
-        near = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
+        name = unknown[0].split("=")[0].replace("_", "-")
+        near = difflib.get_close_matches(name, [flag(field.name) for field in fields(Config)], n=1)
         hint = f"did you mean {near[0]}?" if near else "see --help"
-        if unknown[0].split("=")[0].replace("_", "-") in ("--top-p", "--top-k", "--min-p", "--repetition-penalty"):
-            hint = "what is trained must be the distribution that was sampled, whole; eval.py has such flags"
+        if name in TRUNCATING:
+            hint = "training needs the distribution that was sampled; only eval.py has such flags"
         raise InputError(f"unknown flag {unknown[0]}: {hint}")
     return cfg
 
 
+def flag(name: str) -> str:
+    """The command-line flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+# ---------------------------------------------------------------------------- defaults and checks
+
+
 def resolve(cfg: Config) -> Config:
-    """Check every value and fill in the defaults that depend on others; InputError names the value."""
+    """Fill in the defaults that depend on other flags, then check every value."""
     device = rollout.choose_device(cfg.device)
-    rules = dict(zip(("prompt_rule", "completion_rule"), METHODS[cfg.method], strict=True))
-    cfg = replace(cfg, **{name: rule for name, rule in rules.items() if getattr(cfg, name) == "auto"})
+    prompt_rule, completion_rule = METHODS[cfg.method]
+    if cfg.prompt_rule == "auto":
+        cfg = replace(cfg, prompt_rule=prompt_rule)
+    if cfg.completion_rule == "auto":
+        cfg = replace(cfg, completion_rule=completion_rule)
+    dtype = cfg.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    # Sampler and trainer round differently if they are different programs, or if the sampler has a
+    # bfloat16 copy of the weights. Any bfloat16 run differs by more than gspo's clip of 3e-4.
+    rounds_differently = dtype == "bfloat16" and (cfg.shard == "fsdp" or cfg.loss == "gspo")
     eps_low, eps_high = LOSS_CLIPS[cfg.loss]
+    tiny = cfg.model == "tiny"
     defaults = {
         "prompt_prune_rate": {"none": 0.0, "greso": 0.0, "pps": 0.6}.get(cfg.prompt_rule, 0.3),
-        "prompts_per_step": 64 if cfg.prompt_rule == "pps" else 32,  # pps: a wider choice, fewer rollouts
+        "prompts_per_step": 64 if cfg.prompt_rule == "pps" else 32,  # pps: wider choice, fewer kept
         "completion_prune_rate": 0.0 if cfg.completion_rule in ("none", "zero") else 0.7,
         "eps_low": eps_low,
         "eps_high": eps_high,
-        "max_new_tokens": max(data.max_new_tokens(name) for name in (cfg.data, cfg.eval_data or cfg.data)),
-        "lr": 6e-4 if cfg.model == "tiny" else 1e-6,
-        "lr_schedule": "linear" if cfg.model == "tiny" else "constant",
+        "importance_cap": 2.0 if cfg.engine == "vllm" or rounds_differently else 0.0,
+        "max_new_tokens": max(map(data.max_new_tokens, (cfg.data, cfg.eval_data or cfg.data))),
+        "lr": 6e-4 if tiny else 1e-6,
+        "lr_schedule": "linear" if tiny else "constant",
         "pack_tokens": 2048 if device == "cpu" else 8192,
         "share_prompts": device == "cpu",
     }
-    dtype = ("float32" if device == "cpu" else "bfloat16") if cfg.dtype == "auto" else cfg.dtype
-    other_sampler = cfg.engine == "vllm" or (cfg.shard == "fsdp" and dtype == "bfloat16")  # its arithmetic is not ours
-    defaults["importance_cap"] = 2.0 if other_sampler else 0.0
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     cfg = replace(cfg, device=device, dtype=dtype, **missing)
-
-    def check(name, good, rule):
-        if not good(getattr(cfg, name)):
-            raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be {rule}")
-
-    for name, rule, idle in (
-        ("prompt_prune_rate", cfg.prompt_rule, ("none", "greso")),
-        ("completion_prune_rate", cfg.completion_rule, ("none", "zero")),
-    ):
-        check(name, lambda r: 0 <= r < 1, "at least 0 and below 1: at 1 nothing is kept, and no weight can mend it")
-        if rule in idle:
-            flag = name.replace("prune_rate", "rule").replace("_", "-")
-            hint = f"0 with --{flag} {rule} (--method {cfg.method}), which has no rate: choose another rule or method"
-            check(name, lambda r: r == 0, hint)
-    counts = (
-        "steps", "prompts_per_step", "minibatches", "epochs", "max_new_tokens", "rollout_batch", "pack_tokens",
-        "pack_window", "eval_problems", "keep_checkpoints",
-    )  # fmt: skip
-    for name in counts:
-        check(name, lambda count: count >= 1, "at least 1")
-    check("group_size", lambda size: size >= 2, "at least 2: a group of one has no advantage")
-    for name in ("lr", "temperature", "grad_clip"):
-        check(name, lambda value: 0 < value < math.inf, "above 0 and finite")
-    for name in ("beta", "warmup", "weight_decay", "eval_every", "save_every", "check_every"):
-        check(name, lambda value: 0 <= value < math.inf, "at least 0")
-    check("eps_low", lambda eps: 0 < eps < 1 or (cfg.loss == "cispo" and eps == 1), "above 0 and below 1")
-    check("importance_cap", lambda cap: cap == 0 or 1 <= cap < math.inf, "0 (no correction) or at least 1")
-    check("vllm_memory", lambda share: 0 < share < 1, "above 0 and below 1")
-    check("eps_high", lambda eps: 0 < eps < math.inf, "above 0")
-    if cfg.cppo_allocation and cfg.completion_rule not in ("cppo", "cppo_batch"):
-        raise InputError(f"--cppo-allocation: belongs to --method cppo, not to --completion-rule {cfg.completion_rule}")
-    ranked = {"cppo": cfg.group_size, "cppo_batch": cfg.prompts_per_step // cfg.minibatches * cfg.group_size}
-    if size := cfg.group_size if cfg.cppo_allocation else ranked.get(cfg.completion_rule):
-        check("completion_prune_rate", lambda r: baselines.kept_count(size, r) > 0, f"lower: it keeps none of {size}")
-    if cfg.prompt_rule in sampler.FIXED_SIZE:
-        kept = sampler.kept_prompts(num_candidates(cfg), cfg.prompt_prune_rate)
-        few = (
-            f"lower: it keeps {kept} of {num_candidates(cfg)} prompts, and each of {cfg.minibatches} updates needs one"
-        )
-        check("prompt_prune_rate", lambda r: kept >= cfg.minibatches, few)
-    if cfg.prompt_rule == "greso":
-        check("check_every", lambda n: n == 0, "0 with --prompt-rule greso: it has no un-pruned batch to compare with")
-    divides = f"a divisor of the step's {num_candidates(cfg)} prompts, so that every update has the planned size"
-    check("minibatches", lambda count: num_candidates(cfg) % count == 0, divides)
+    _check_values(cfg)
+    _check_rules(cfg)
     return cfg
 
 
+def require(cfg: Config, name: str, good: bool, rule: str) -> None:
+    """InputError if a value is not good; `rule` says what it must be."""
+    if not good:
+        raise InputError(f"{flag(name)} {getattr(cfg, name)}: must be {rule}")
+
+
+def _check_values(cfg: Config) -> None:
+    """Check each value by itself."""
+    for level in ("prompt", "completion"):
+        name = f"{level}_prune_rate"
+        rate = getattr(cfg, name)
+        why = "at 1 nothing is kept, and no weight can mend it"
+        require(cfg, name, 0 <= rate < 1, f"at least 0 and below 1: {why}")
+        rule = getattr(cfg, f"{level}_rule")
+        if rule in ("none", "zero", "greso"):
+            given = f"0 with --{level}-rule {rule} (--method {cfg.method})"
+            require(
+                cfg, name, rate == 0, f"{given}, which has no rate: choose another rule or method"
+            )
+    counts = (
+        "steps", "prompts_per_step", "minibatches", "epochs", "max_new_tokens", "rollout_batch",
+        "pack_tokens", "pack_window", "eval_problems", "keep_checkpoints",
+    )  # fmt: skip
+    for name in counts:
+        require(cfg, name, getattr(cfg, name) >= 1, "at least 1")
+    why = "a group of one has no advantage"
+    require(cfg, "group_size", cfg.group_size >= 2, f"at least 2: {why}")
+    for name in ("lr", "temperature", "grad_clip"):
+        require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
+    for name in ("beta", "warmup", "weight_decay", "eval_every", "save_every", "check_every"):
+        require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0")
+    no_lower_bound = cfg.loss == "cispo" and cfg.eps_low == 1
+    require(cfg, "eps_low", 0 < cfg.eps_low < 1 or no_lower_bound, "above 0 and below 1")
+    cap = cfg.importance_cap
+    correct = cap == 0 or 1 <= cap < math.inf
+    require(cfg, "importance_cap", correct, "0 (no correction) or at least 1")
+    require(cfg, "vllm_memory", 0 < cfg.vllm_memory < 1, "above 0 and below 1")
+    require(cfg, "eps_high", 0 < cfg.eps_high < math.inf, "above 0")
+
+
+def _check_rules(cfg: Config) -> None:
+    """Check the values that depend on the two rules."""
+    if cfg.cppo_allocation and cfg.completion_rule not in ("cppo", "cppo_batch"):
+        rule = f"not to --completion-rule {cfg.completion_rule}"
+        raise InputError(f"--cppo-allocation: belongs to --method cppo, {rule}")
+    part = cfg.prompts_per_step // cfg.minibatches * cfg.group_size  # completions of a mini-batch
+    ranked = {"cppo": cfg.group_size, "cppo_batch": part}
+    size = cfg.group_size if cfg.cppo_allocation else ranked.get(cfg.completion_rule)
+    if size:
+        enough = baselines.kept_count(size, cfg.completion_prune_rate) > 0
+        require(cfg, "completion_prune_rate", enough, f"lower: it keeps none of {size}")
+    total = num_candidates(cfg)
+    if cfg.prompt_rule in sampler.FIXED_SIZE:
+        kept = sampler.kept_prompts(total, cfg.prompt_prune_rate)
+        few = f"it keeps {kept} of {total} prompts, and each of {cfg.minibatches} updates needs one"
+        require(cfg, "prompt_prune_rate", kept >= cfg.minibatches, f"lower: {few}")
+    if cfg.prompt_rule == "greso":
+        why = "it has no un-pruned batch to compare with"
+        require(cfg, "check_every", cfg.check_every == 0, f"0 with --prompt-rule greso: {why}")
+    why = "so that every update has the planned size"
+    divisor = f"a divisor of the step's {total} prompts, {why}"
+    require(cfg, "minibatches", total % cfg.minibatches == 0, divisor)
+
+
 def num_candidates(cfg: Config) -> int:
-    """How many prompts a step considers: --prompts-per-step, or what CPPO's allocation makes of it."""
-    if cfg.cppo_allocation:
-        return baselines.allocated_prompts(cfg.prompts_per_step, cfg.group_size, cfg.completion_prune_rate)
-    return cfg.prompts_per_step
+    """Q, the prompts a step considers: --prompts-per-step, more with CPPO's allocation."""
+    args = (cfg.prompts_per_step, cfg.group_size, cfg.completion_prune_rate)
+    return baselines.allocated_prompts(*args) if cfg.cppo_allocation else cfg.prompts_per_step
 
 
 def check_prompts(cfg: Config, prompts: int) -> None:
-    """InputError if a step asks for more prompts than there are."""
-    asked = num_candidates(cfg)
-    if prompts < asked:
-        allocated = f", which --cppo-allocation makes {asked}" if cfg.cppo_allocation else ""
-        raise InputError(f"--prompts-per-step {cfg.prompts_per_step}{allocated}: the data holds only {prompts} prompts")
-    if cfg.prompt_rule == "greso" and prompts < 2 * asked:
-        message = f"--prompt-rule greso: its first round is 1.5 x {asked} prompts of {prompts}"
-        raise InputError(f"{message}, too few: lower --prompts-per-step")
+    """InputError if the data hold fewer prompts than a step needs."""
+    needed = num_candidates(cfg)
+    if prompts < needed:
+        allocated = f", which --cppo-allocation makes {needed}" if cfg.cppo_allocation else ""
+        given = f"--prompts-per-step {cfg.prompts_per_step}{allocated}"
+        raise InputError(f"{given}: the data holds only {prompts} prompts")
+    if cfg.prompt_rule == "greso" and prompts < 2 * needed:
+        first = f"--prompt-rule greso: its first round is 1.5 x {needed} prompts of {prompts}"
+        raise InputError(f"{first}, too few: lower --prompts-per-step")
 
 
 def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
-    """What a user may not expect of a resolved Config: above all, what is not the unbiased gradient of its loss."""
-    said = []
+    """What may surprise a user of a resolved Config, above all a gradient that is not unbiased."""
+    notes = []
     if cfg.completion_rule in baselines.BIASED and cfg.completion_prune_rate > 0:
-        said.append(f"--completion-rule {cfg.completion_rule} is biased: it keeps by rank, not at random")
+        rule = cfg.completion_rule
+        notes.append(f"--completion-rule {rule} is biased: it keeps by rank, not at random")
     if cfg.prompt_rule in ("dppo", "dppo_floor", "greso") and cfg.steps <= steps_per_epoch:
-        said.append(f"--prompt-rule {cfg.prompt_rule} drops nothing in the first {steps_per_epoch} steps, an epoch")
+        first = f"the first {steps_per_epoch} steps, an epoch"
+        notes.append(f"--prompt-rule {cfg.prompt_rule} drops nothing in {first}")
     if cfg.prompt_rule == "greso":
-        said.append("--prompt-rule greso is biased: what it skips has no weight when it comes back, and it refills")
+        notes.append(
+            "--prompt-rule greso is biased: it gives no weight to prompts that return after being "
+            "skipped, and it refills the batch"
+        )
     if cfg.prompt_prune_rate > 0:
         if cfg.prompt_rule == "dppo_floor":
-            said.append("--prompt-rule dppo_floor is biased: it keeps by rank, not at random")
+            notes.append("--prompt-rule dppo_floor is biased: it keeps by rank, not at random")
         if cfg.loss in ("dapo", "cispo"):
-            said.append(
-                f"--loss {cfg.loss} estimates the un-pruned batch's tokens where prompts are pruned: consistent at "
-                "best, not exact; --loss grpo, dr_grpo and gspo, or --prompt-rule none, have no such estimate"
+            notes.append(
+                f"--loss {cfg.loss} estimates the un-pruned batch's tokens if prompts are pruned: "
+                f"consistent, but not exact. --loss grpo, dr_grpo and gspo, or --prompt-rule none, "
+                f"need no estimate"
             )
         if cfg.epochs > 1:
-            said.append(
-                "--epochs above 1 with pruned prompts is inexact: later epochs see parameters that depend on the "
-                "step's one prompt draw; --prompt-rule none avoids it"
+            notes.append(
+                "--epochs above 1 with pruned prompts is inexact: later epochs use parameters that "
+                "depend on the step's one prompt draw; --prompt-rule none avoids it"
             )
     if cfg.engine == "vllm" and "pps" in (cfg.prompt_rule, cfg.completion_rule):
-        said.append("--engine vllm tells pps an upper bound of each completion's size: unbiased, a little noisier")
-    if cfg.beta > 0 and cfg.completion_rule == "zero" and not cfg.mask_truncated:
-        said.append("--completion-rule zero drops nothing with --beta above 0: the KL term is never exactly zero")
-    if cfg.loss == "gspo" and cfg.dtype == "bfloat16" and cfg.eps_high < 1e-2 and not cfg.importance_cap:
-        said.append(
-            f"--loss gspo clips at {cfg.eps_high:g}, and sampler and trainer may differ by more in bfloat16: watch "
-            "clip_ratio/region_mean and sampling/sampling_logp_difference/mean; --importance-cap 2 measures ratios anew"
+        notes.append(
+            "--engine vllm gives pps an upper bound of each completion's size: still unbiased, a "
+            "little noisier"
         )
-    return said
+    if cfg.beta > 0 and cfg.completion_rule == "zero" and not cfg.mask_truncated:
+        why = "the KL term is never exactly zero"
+        notes.append(f"--completion-rule zero drops nothing with --beta above 0: {why}")
+    tight = cfg.loss == "gspo" and cfg.eps_high < 1e-2
+    if tight and cfg.dtype == "bfloat16" and not cfg.importance_cap:
+        notes.append(
+            f"--loss gspo clips at {cfg.eps_high:g}, and in bfloat16 sampler and trainer differ by "
+            f"more: watch clip_ratio/region_mean. Without --importance-cap 0, ratios are taken "
+            f"from the trainer's own log-probs"
+        )
+    return notes

@@ -1,10 +1,10 @@
 """
-Problems and how they become prompts: the embedded arithmetic by name, data sets of the Hugging Face hub by name, or a
-file of your own, JSON lines, one JSON array or parquet.
+Problems and their prompts: embedded arithmetic, data sets of the Hugging Face hub, or your file.
 
-A row has the problem under `problem`, `question` or `prompt` and the gold under `answer`, `final_answer`, `target` or
-`solution`; a `source`, `subject` or `type` says what kind it is, for the pruning of prompts. Whatever is wrong with it
-is said with its line, before any training.
+A file is JSON lines, one JSON array, or parquet. A row has the problem under `problem`, `question`
+or `prompt` and the gold under `answer`, `final_answer`, `target` or `solution`. An optional
+`source`, `subject` or `type` names its kind, for the pruning of prompts. Bad rows are reported by
+line number before training starts.
 """
 
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import arithmetic
 import rewards
+from runtime import InputError
 
 PROBLEM_KEYS = ("problem", "question", "prompt")
 ANSWER_KEYS = ("answer", "final_answer", "target", "solution")
@@ -23,9 +24,9 @@ SOURCE_KEYS = ("source", "subject", "type")
 EMBEDDED = {  # data name -> its training and its evaluation split
     "arithmetic": ("train", "heldout"),
     "arithmetic-mixed": ("mixed", "mixed-heldout"),
-    "arithmetic-longer": (None, "longer"),  # to evaluate on only
+    "arithmetic-longer": (None, "longer"),  # for evaluation only
 }
-HUB = {  # data name -> id, configuration and split there
+HUB = {  # data name -> id, configuration and split on the hub
     "gsm8k": ("openai/gsm8k", "main", "train"),
     "math": ("DigitalLearningGmbH/MATH-lighteval", "default", "train"),
     "dapo": ("haizhongzheng/DAPO-Math-17K-cleaned", None, "train"),
@@ -37,60 +38,72 @@ HUB = {  # data name -> id, configuration and split there
     "olympiadbench": ("math-ai/olympiadbench", None, "test"),
     "gaokao2023en": ("MARIO-Math-Reasoning/Gaokao2023-Math-En", None, "train"),
 }
-EMBEDDED_PROBLEMS = 300  # of an embedded split to evaluate on, where nothing else is asked for
-FILE_TOKENS = 1024  # room for an answer to what is not embedded
-HELD_OUT_SHARE = 0.05  # of what is not embedded, its last rows
+EMBEDDED_PROBLEMS = 300  # default number of evaluation problems of an embedded split
+FILE_TOKENS = 1024  # default --max-new-tokens for data that are not embedded
+HELD_OUT_SHARE = 0.05  # of data that are not embedded: the last rows
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-
-
-class InputError(ValueError):
-    """The run cannot start or go on; the message names the value and the way out. Shown without a traceback."""
 
 
 @dataclass(frozen=True)
 class Problem:
     text: str
     answer: str
-    source: str  # the kind of embedded problem, or what the row says, or the data's name
-    instruction: str = ""  # what the model is told besides
+    source: str  # the kind of embedded problem, the row's own source, or else the data's name
+    instruction: str = ""  # appended to the text in the prompt
 
 
-def train_problems(data: str, *, hold_out: bool) -> list[Problem]:
-    """The problems to train on; with hold_out, the last 5 % of what is not embedded are left to eval_problems."""
+def train_problems(data: str, *, hold_out: bool, reward=None) -> list[Problem]:
+    """The problems to train on. With hold_out, data that are not embedded lose their last 5 %.
+
+    Golds that `reward` (default: the data's own) cannot score are dropped.
+    """
     if data in EMBEDDED:
         split = EMBEDDED[data][0]
         if split is None:
-            raise InputError(f"--data {data} is for evaluation only: train on arithmetic or arithmetic-mixed")
-        return [Problem(*arithmetic.problem(split, index)) for index in range(arithmetic.TRAIN_PROBLEMS)]
-    problems = _scorable(data)
+            message = "is for evaluation only: train on arithmetic or arithmetic-mixed"
+            raise InputError(f"--data {data} {message}")
+        indices = range(arithmetic.TRAIN_PROBLEMS)
+        return [Problem(*arithmetic.problem(split, index)) for index in indices]
+    problems = _scorable(data, reward)
     return problems[: -_held_out(data, problems)] if hold_out else problems
 
 
-def eval_problems(data: str, limit: int | None, *, of_training_file: bool = False) -> list[Problem]:
-    """At most `limit` problems to evaluate on: an embedded held-out split, or a set (its last 5 % if trained on)."""
+def eval_problems(
+    data: str, limit: int | None, *, of_training_file: bool = False, reward=None
+) -> list[Problem]:
+    """At most `limit` problems to evaluate on: a held-out embedded split, or a whole set.
+
+    With of_training_file, only the last 5 % of the set, which train_problems holds out. Golds that
+    `reward` (default: the data's own) cannot score are dropped.
+    """
     if data in EMBEDDED:
-        return [Problem(*arithmetic.problem(EMBEDDED[data][1], index)) for index in range(limit or EMBEDDED_PROBLEMS)]
-    problems = _scorable(data)
+        split = EMBEDDED[data][1]
+        indices = range(limit or EMBEDDED_PROBLEMS)
+        return [Problem(*arithmetic.problem(split, index)) for index in indices]
+    problems = _scorable(data, reward)
     return (problems[-_held_out(data, problems) :] if of_training_file else problems)[:limit]
 
 
 def _held_out(data: str, problems: list[Problem]) -> int:
     if len(problems) < 2:
-        raise InputError(f"{data} holds {len(problems)} problem: too few to hold some out, give --eval-data")
+        found = f"{data} has {len(problems)} problem"
+        raise InputError(f"{found}: too few to hold some out, give --eval-data")
     return max(1, round(HELD_OUT_SHARE * len(problems)))
 
 
-def _scorable(data: str) -> list[Problem]:
-    """What read_problems finds, without golds that the reward cannot tell from anything; says how many."""
-    problems, reward = read_problems(data), reward_function(data)
+def _scorable(data: str, reward) -> list[Problem]:
+    """The problems whose golds the reward can score; prints how many others there are."""
+    problems = read_problems(data)
+    reward = reward or reward_function(data)
     kept = [problem for problem in problems if reward("", problem.answer) is not None]
     if len(kept) < len(problems) and os.environ.get("RANK", "0") == "0":
         print(
-            f"dropped {len(problems) - len(kept)} of {len(problems)} problems of {data}: their golds have no value "
-            f"(python eval.py --check-golds --data {data} lists them)"
+            f"dropped {len(problems) - len(kept)} of {len(problems)} problems of {data}: their "
+            f"golds have no value (python eval.py --check-golds --data {data} lists them)"
         )
     if not kept:
-        raise InputError(f"{data}: none of its {len(problems)} golds has a value; see eval.py --check-golds")
+        none = f"{data}: none of its {len(problems)} golds has a value"
+        raise InputError(f"{none}; see eval.py --check-golds")
     return kept
 
 
@@ -98,19 +111,24 @@ def _scorable(data: str) -> list[Problem]:
 
 
 def read_problems(data: str) -> list[Problem]:
-    """Every problem of a set of the hub or of a file; InputError names what cannot be used."""
+    """Every problem of a hub set or a file; InputError names what cannot be used."""
     if data in HUB:
-        rows = ((f"{data}, row {number}", row) for number, row in enumerate(_hub_rows(data), 1))
+        rows = _numbered(data, _hub_rows(data))
     elif not Path(data).is_file():
         raise InputError(f"data {data}: no such file, nor one of {', '.join([*EMBEDDED, *HUB])}")
     elif data.endswith(".parquet"):
-        rows = ((f"{data}, row {number}", row) for number, row in enumerate(_parquet_rows(data), 1))
+        rows = _numbered(data, _parquet_rows(data))
     else:
         rows = _json_rows(data)
     problems = [_problem(row, where, data) for where, row in rows]
     if not problems:
-        raise InputError(f"{data} is empty: give one JSON object a line, with a problem and an answer")
+        hint = "give one JSON object a line, with a problem and an answer"
+        raise InputError(f"{data} is empty: {hint}")
     return problems
+
+
+def _numbered(data: str, rows):
+    return ((f"{data}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
 def _hub_rows(name: str):
@@ -119,9 +137,10 @@ def _hub_rows(name: str):
     hub_id, configuration, split = HUB[name]
     try:
         return datasets.load_dataset(hub_id, configuration, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # what there is not, or not now, comes as any of them
+    except (OSError, ValueError, RuntimeError) as error:  # a missing set or network raises any
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"--data {name}: {hub_id} cannot be loaded ({why}): give a file instead") from None
+        message = f"--data {name}: {hub_id} cannot be loaded ({why}): give a file instead"
+        raise InputError(message) from None
 
 
 def _parquet_rows(path: str):
@@ -129,23 +148,22 @@ def _parquet_rows(path: str):
 
     try:
         return datasets.Dataset.from_parquet(path)
-    except Exception as error:  # whatever pyarrow and datasets raise, it is this file
-        raise InputError(f"{path} cannot be read as parquet ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # pyarrow and datasets raise many kinds for a bad file
+        why = str(error).splitlines()[0]
+        raise InputError(f"{path} cannot be read as parquet ({why})") from None
 
 
 def _json_rows(path: str):
-    """(where, row) of a file of JSON lines, blank ones skipped, or of one JSON array."""
+    """(where, row) for every row of a JSON-lines file, blank lines skipped, or of a JSON array."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text ({error.reason}): give JSON lines, a JSON array or parquet"
-        ) from None
+        hint = "give JSON lines, a JSON array or parquet"
+        raise InputError(f"{path} is not UTF-8 text ({error.reason}): {hint}") from None
     if text.lstrip().startswith("[") and not path.endswith(".jsonl"):
-        for number, row in enumerate(_json(text, path), 1):
-            yield f"{path}, row {number}", row
+        yield from _numbered(path, _json(text, path))
         return
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut at characters that JSON allows
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines also splits inside strings
         if line.strip():
             yield f"{path}, line {number}", _json(line, f"{path}, line {number}")
 
@@ -154,37 +172,47 @@ def _json(text: str, where: str):
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise InputError(f"{where} is not JSON ({error.msg} at {place}): mend or remove it") from None
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        place = f"{error.msg} at {line}column {error.colno}"
+        raise InputError(f"{where} is not JSON ({place}): correct or remove it") from None
 
 
 def _problem(row: dict, where: str, data: str) -> Problem:
     if not isinstance(row, dict):
-        raise InputError(f"{where} is not a JSON object but {type(row).__name__}: mend or remove it")
-    found = []
-    for keys in (PROBLEM_KEYS, ANSWER_KEYS):
-        there = [key for key in keys if key in row]
-        if not there:
-            raise InputError(f"{where} has none of the keys {', '.join(keys)} (it has: {', '.join(row) or 'none'})")
-        found.append(next((key for key in there if row[key] is not None), there[0]))
-    problem_key, answer_key = found
-    text, answer = row[problem_key], "" if row[answer_key] is None else row[answer_key]  # no gold: _scorable counts it
-    if isinstance(text, list) and text and isinstance(text[-1], dict):  # a chat: what the user said last
+        kind = type(row).__name__
+        raise InputError(f"{where} is not a JSON object but {kind}: correct or remove it")
+    problem_key = _first_key(row, PROBLEM_KEYS, where)
+    answer_key = _first_key(row, ANSWER_KEYS, where)
+    text = row[problem_key]
+    answer = "" if row[answer_key] is None else row[answer_key]  # no gold: _scorable counts it
+    if isinstance(text, list) and text and isinstance(text[-1], dict):  # a chat: its last message
         text = text[-1].get("content")
     answers = answer if isinstance(answer, list) and answer else [answer]
     for key, value in ((problem_key, text), *((answer_key, value) for value in answers)):
         if not isinstance(value, (str, int, float)) or (key == problem_key and value == ""):
-            raise InputError(f"{where}: the value of {key!r} must be text or a number, got {value!r}")
-    source = next((row[key] for key in SOURCE_KEYS if isinstance(row.get(key), str) and row[key]), data)
+            bad = f"the value of {key!r} must be text or a number, got {value!r}"
+            raise InputError(f"{where}: {bad}")
+    sources = (row[key] for key in SOURCE_KEYS if isinstance(row.get(key), str) and row[key])
     gold = ", ".join(map(gold_answer, answers))
-    return Problem(str(text), gold, source, instruction=f"\n{INSTRUCTION}")
+    return Problem(str(text), gold, next(sources, data), instruction=f"\n{INSTRUCTION}")
+
+
+def _first_key(row: dict, keys: tuple[str, ...], where: str) -> str:
+    """The first of `keys` that the row has, preferably with a value that is not null."""
+    present = [key for key in keys if key in row]
+    if not present:
+        has = f"it has: {', '.join(row) or 'none'}"
+        raise InputError(f"{where} has none of the keys {', '.join(keys)} ({has})")
+    return next((key for key in present if row[key] is not None), present[0])
 
 
 def gold_answer(value: str | int | float) -> str:
-    """The gold of an answer or solution: after the last ####, in the last \\boxed{}, or all of it; 27.0 is 27.
+    """The gold in an answer or solution: after the last ####, in the last \\boxed{}, or all of it.
 
-    >>> gold_answer("24+48=72 #### 72"), gold_answer(27.0), gold_answer("$2x$"), gold_answer("so \\\\boxed{3}.")
-    ('72', '27', '2x', '3')
+    >>> gold_answer("24+48=72 #### 72"), gold_answer(27.0), gold_answer("$2x$")
+    ('72', '27', '2x')
+    >>> gold_answer("so \\\\boxed{3}.")
+    '3'
     """
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -194,53 +222,66 @@ def gold_answer(value: str | int | float) -> str:
     if not mark and "\\boxed{" in text:
         text = rewards.last_boxed(text) or ""
     text = text.strip()
-    return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text[1:-1] else text
+    dollars = len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text[1:-1]
+    return text[1:-1].strip() if dollars else text
 
 
 # ---------------------------------------------------------------------------- prompts
 
 
 def encode_prompts(
-    problems: list[Problem], tokenizer, max_prompt_tokens: int, prompt_format: str = "auto", thinking: bool = False
+    problems: list[Problem],
+    tokenizer,
+    max_prompt_tokens: int,
+    prompt_format: str = "auto",
+    thinking: bool = False,
 ) -> tuple[list[Problem], list[list[int]]]:
-    """(the problems that fit, their prompt token ids); says how many were too long. InputError if none is left.
+    """The problems that fit and their prompt token ids; prints how many were too long.
 
-    chat: the problem and its instruction are a user's message in the tokenizer's chat template; plain: they are the
-    text that the model goes on with; auto: chat where there is a template.
+    chat   problem and instruction are a user message in the tokenizer's chat template
+    plain  problem and instruction are text that the model continues
+    auto   chat if the tokenizer has a template
+
+    Raises InputError if no problem fits.
     """
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise InputError("--prompt-format chat: the tokenizer has no chat template; use plain")
     if tokenizer.chat_template and prompt_format != "plain":
-        chats = [[{"role": "user", "content": problem.text + problem.instruction}] for problem in problems]
+        contents = [problem.text + problem.instruction for problem in problems]
         texts = tokenizer.apply_chat_template(
-            chats, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-        )
+            [[{"role": "user", "content": content}] for content in contents],
+            tokenize=False, add_generation_prompt=True, enable_thinking=thinking,
+        )  # fmt: skip
         prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     else:
-        texts = [problem.text + (problem.instruction and problem.instruction + "\n") for problem in problems]
+        endings = [problem.instruction and problem.instruction + "\n" for problem in problems]
+        texts = [problem.text + end for problem, end in zip(problems, endings, strict=True)]
         prompt_ids = tokenizer(texts)["input_ids"]
-    fitting = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
-    if len(fitting) < len(problems) and os.environ.get("RANK", "0") == "0":
-        print(
-            f"dropped {len(problems) - len(fitting)} of {len(problems)} prompts: longer than {max_prompt_tokens} tokens"
-        )
-    if not fitting:
-        raise InputError(
-            f"all {len(problems)} prompts are longer than {max_prompt_tokens} tokens: lower --max-new-tokens"
-        )
-    return [problems[index] for index in fitting], [prompt_ids[index] for index in fitting]
+    fits = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
+    too_long = f"longer than {max_prompt_tokens} tokens"
+    if len(fits) < len(problems) and os.environ.get("RANK", "0") == "0":
+        print(f"dropped {len(problems) - len(fits)} of {len(problems)} prompts: {too_long}")
+    if not fits:
+        hint = "lower --max-new-tokens"
+        raise InputError(f"all {len(problems)} prompts are {too_long}: {hint}")
+    return [problems[index] for index in fits], [prompt_ids[index] for index in fits]
+
+
+# ---------------------------------------------------------------------------- scoring
 
 
 def reward_function(data: str):
-    """The reward for a data name: (completion text, gold) -> 1.0, 0.0, or None for a gold without a value."""
+    """The default reward of a data name: (completion text, gold) -> 1.0, 0.0 or None."""
     return rewards.arithmetic_reward if data in EMBEDDED else rewards.math_reward
 
 
 def final_answer(data: str, completion: str) -> str | None:
-    """What a completion answers, as far as a majority is concerned; None: nothing."""
-    return completion.rpartition("=")[2] if data in EMBEDDED else rewards.final_answer(completion)
+    """A completion's vote in a majority; None abstains."""
+    if data in EMBEDDED:
+        return completion.rpartition("=")[2]
+    return rewards.final_answer(completion)
 
 
 def max_new_tokens(data: str) -> int:
-    """Room for an answer: the longest right one of the embedded data, 1,024 tokens for others."""
+    """Default room for a completion: embedded data's longest right answer, else 1,024 tokens."""
     return arithmetic.longest_completion(data) if data in EMBEDDED else FILE_TOKENS

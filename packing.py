@@ -1,23 +1,26 @@
 """
-Dense prompt packing: lay sequences of very different lengths, window by window, into token slots.
+Dense prompt packing: lay sequences of very different lengths end to end in slots of a fixed size.
 
     plan_packs       integers only: which sequence goes into which slot
-    build_pack       tensors: one slot, its segments end to end, positions restarted at each
-    packed_logprobs  log-probabilities of the completion tokens of one slot, without a tensor of all its logits
+    build_pack       tensors: one slot, its segments end to end, with positions that restart in each
+    packed_logprobs  log-probabilities of a slot's completion tokens, a chunk of logits at a time
 
-Segments never see each other. What a segment may look at reaches the attention function explicitly, through
-transformers' AttentionInterface, and is never guessed from position ids: transformers' own detection is silently off
-unless `use_cache=False`, and builds an L x L mask.
+Segments never attend to each other. Their boundaries reach the attention function explicitly,
+through transformers' AttentionInterface, and are never inferred from position ids. transformers'
+own detection of packed sequences is silently off unless `use_cache=False`, and it builds an L x L
+mask.
 
-The completions of a prompt may share it: its tokens are forwarded once, as a segment of their own, and each
-completion is a segment that looks at them and at itself. It is the same function of the weights.
+Completions of one prompt may share it: its tokens are forwarded once, as a segment of their own,
+and each completion is a segment that attends to the prompt and to itself. The result is the same
+function of the weights.
 
-Packing cannot change the objective: nothing is dropped, split or truncated, and whatever multiplies a sequence in the
-loss travels with the sequence, not with the slot.
+Packing cannot change the objective: nothing is dropped, split or truncated, and the factor of a
+sequence in the loss belongs to the sequence, not to its slot.
 
-`python packing.py` draws it. Source: arXiv:2603.04135 section 4.3 (window-based greedy); the details are our
-reconstruction, shared prompts are ours. Letters: L tokens in a slot, S segments in it, K keys that they look at,
-N completion tokens to predict, H heads, D head width, V vocabulary.
+`python packing.py` draws it. Source: arXiv:2603.04135 section 4.3 (window-based greedy). The
+details are our reconstruction; shared prompts are our addition. Letters: L tokens in a slot,
+S segments in it, K keys they attend to, N completion tokens to predict, H heads, D head width,
+V vocabulary.
 """
 
 import bisect
@@ -40,11 +43,13 @@ try:
 except ImportError:
     varlen_attn = None
 
-ATTENTION, MASKED = "packed", "packed_masked"  # the names packed_attention and masked_attention are registered under
-HEAD_LOGITS = 2**27  # of one chunk: 883 tokens of Qwen3's vocabulary, 0.5 GiB in float32, of which four copies live
+ATTENTION = "packed"  # packed_attention is registered under this name
+MASKED = "packed_masked"  # and masked_attention under this one
+# Logits of one chunk: 883 tokens of Qwen3's vocabulary, 0.5 GiB in float32; four copies are live.
+HEAD_LOGITS = 2**27
 
 
-# ---------------------------------------------------------------------------- the plan
+# ------------------------------------------------------------------------- the plan
 
 
 def plan_packs(
@@ -54,67 +59,75 @@ def plan_packs(
     prompts: list[int] | None = None,
     prompt_lengths: list[int] | None = None,
 ) -> list[list[int]]:
-    """Assign each sequence to a slot of at most `pack_tokens` tokens; returns lists of indices into `lengths`.
+    """Assign each sequence to a slot of `pack_tokens` tokens; a slot is a list of indices.
 
-    A window of `window` sequences in arrival order: the oldest opens a slot, so nothing starves; then the longest
-    that fits is added and the window refilled, until none fits. A sequence longer than a slot gets a slot of its own.
-    Deterministic; of equal lengths the older goes first. A window of 1 is next-fit. A window that holds everything
-    has no order to keep: the longest opens a slot, which makes it first-fit-decreasing (where prompts are not shared).
+    The planner sees a window of `window` sequences in arrival order. The oldest opens a slot, so
+    none starves. Then the longest that fits is added and the window refilled, until none fits. A
+    sequence longer than a slot gets a slot of its own. The plan is deterministic; ties go to the
+    older sequence. A window of 1 is next-fit. A window that holds everything has no order to keep:
+    the longest opens a slot, which is first-fit-decreasing (if prompts are not shared).
 
-    With `prompts`, which prompt each sequence continues, and `prompt_lengths`, its tokens (part of `lengths`), a slot
-    holds a prompt once: others of its sequences cost that much less there, and go before those of other prompts.
+    `prompts` says which prompt each sequence continues, and `prompt_lengths` how many of its
+    `lengths` are the prompt. Then a slot holds a prompt once: further sequences of that prompt cost
+    that much less there, and are placed before sequences of other prompts.
 
         >>> plan_packs([5, 3, 4, 2, 6], pack_tokens=10, window=3)
         [[0, 2], [1, 4], [3]]
     """
     if pack_tokens < 1 or window < 1:
-        raise ValueError(f"pack_tokens and window must be at least 1, got {pack_tokens} and {window}")
+        got = f"{pack_tokens} and {window}"
+        raise ValueError(f"pack_tokens and window must be at least 1, got {got}")
     arrivals = list(range(len(lengths)))
     if window >= len(lengths):
         arrivals.sort(key=lambda index: -lengths[index])
     arriving = ((lengths[index], -place) for place, index in enumerate(arrivals))
-    waiting = []  # the window, ascending (tokens, -place): of those that fit, the last is the longest and oldest
-    mates = {}  # the same by prompt
-    placed, packs = [False] * len(lengths), []
+    # Both are sorted by (tokens, -place), so the last entry that fits is the longest, then oldest.
+    waiting = []  # the window
+    siblings = {}  # the window by prompt
+    placed = [False] * len(lengths)
+    packs = []
 
     def refill():
         while len(waiting) < window and (entry := next(arriving, None)):
             bisect.insort(waiting, entry)
             if prompts:
-                bisect.insort(mates.setdefault(prompts[arrivals[-entry[1]]], []), entry)
+                bisect.insort(siblings.setdefault(prompts[arrivals[-entry[1]]], []), entry)
 
     for oldest in range(len(lengths)):
         if placed[oldest]:
             continue
         refill()
-        entry, pack, room = (lengths[arrivals[oldest]], -oldest), [], pack_tokens
-        held = {}  # the prompts in this slot, and their tokens
+        entry = (lengths[arrivals[oldest]], -oldest)
+        pack = []
+        room = pack_tokens
+        held = {}  # the prompts in this slot, with their lengths
         while entry:
             tokens, place = entry[0], -entry[1]
-            index, placed[place] = arrivals[place], True
+            index = arrivals[place]
+            placed[place] = True
             del waiting[bisect.bisect_left(waiting, entry)]
             room -= tokens
             if prompts:
                 prompt = prompts[index]
-                del mates[prompt][bisect.bisect_left(mates[prompt], entry)]
+                del siblings[prompt][bisect.bisect_left(siblings[prompt], entry)]
                 room += held.get(prompt, 0)
                 held[prompt] = prompt_lengths[index]
             pack.append(index)
             refill()
-            fitting = [_last_that_fits(mates[prompt], room + held[prompt]) for prompt in held]
+            fitting = [_last_that_fits(siblings[prompt], room + held[prompt]) for prompt in held]
             entry = max(filter(None, fitting), default=None) or _last_that_fits(waiting, room)
         packs.append(pack)
     return packs
 
 
 def _last_that_fits(entries, room):
-    """Of ascending (tokens, -place) the last with at most `room` tokens, or None."""
+    """The last of the ascending (tokens, -place) that has at most `room` tokens, or None."""
     place = bisect.bisect_right(entries, (room, 0))
     return entries[place - 1] if place else None
 
 
 def slot_tokens(pack: list[int], lengths: list[int], prompts=None, prompt_lengths=None) -> int:
-    """Tokens that the sequences of one slot take, as plan_packs counts them."""
+    """Tokens that the sequences of one slot take, counted as in plan_packs."""
     tokens = sum(lengths[index] for index in pack)
     if prompts:
         own = {prompts[index]: prompt_lengths[index] for index in pack}
@@ -123,34 +136,37 @@ def slot_tokens(pack: list[int], lengths: list[int], prompts=None, prompt_length
 
 
 def pack_density(slots: list[int], pack_tokens: int) -> float:
-    """Share of the slots' room that holds tokens, from the tokens in each. One over-long sequence makes its slot as
-    long as itself; nan without slots."""
+    """Share of the slots' room that holds tokens, given the tokens in each slot; nan without slots.
+    An over-long sequence makes its slot as long as itself."""
     return sum(slots) / sum(max(pack_tokens, tokens) for tokens in slots) if slots else float("nan")
 
 
-# ---------------------------------------------------------------------------- one slot
+# ------------------------------------------------------------------------- one slot
 
 
 @dataclass
 class Segments:
-    """What the tokens of a slot may look at. A segment's queries are its own tokens, its keys are those of its prompt,
-    if that is a segment of its own, and its own; the last query sees all of them, the one before all but one."""
+    """What the tokens of a slot may attend to.
 
-    runs: tuple[tuple[int, int, int], ...]  # neighbours of equal lengths: (how many, queries of each, keys of each)
-    key_index: torch.Tensor | None  # [K] where in the slot the keys are, by segment; None: where the queries are
+    A segment's queries are its own tokens. Its keys are its own tokens, preceded by those of its
+    prompt if the prompt is a segment of its own. The last query sees all keys, the one before it
+    all but one, and so on."""
+
+    runs: tuple[tuple[int, int, int], ...]  # adjacent equal segments: (count, queries, keys)
+    key_index: torch.Tensor | None  # [K] slot positions of the keys, by segment; None: the queries'
     cu_queries: torch.Tensor  # [S + 1] int32, cumulative
     cu_keys: torch.Tensor  # [S + 1] int32
 
 
 @dataclass
 class Pack:
-    """One slot. Two sequences, prompt `a b` completion `x y` and prompt `c` completion `z`, become
+    """One slot. Prompt `a b` with completion `x y`, and prompt `c` with completion `z`, become
 
-    input_ids     a b x c      the last token of a sequence predicts nothing, and is left out
+    input_ids     a b x c      without each sequence's last token, which predicts nothing
     position_ids  0 1 2 0
     predictors    1 2 3        the positions whose output predicts a completion token
-    targets       x y z        the token each of them predicts
-    owner         0 0 1        the sequence each target belongs to
+    targets       x y z        the token that each of them predicts
+    owner         0 0 1        the sequence that each target belongs to
     """
 
     input_ids: torch.Tensor  # [1, L]
@@ -162,30 +178,33 @@ class Pack:
 
 
 def build_pack(
-    prompts: list[list[int]], completions: list[list[int]], device: str = "cpu", *, share_prompts: bool = False
+    prompts: list[list[int]], completions: list[list[int]], device="cpu", *, share_prompts=False
 ) -> Pack:
-    """Lay sequences (prompt + completion, token ids) end to end, long segments first, equal ones side by side.
-
-    share_prompts: equal prompts are laid out once. A prompt has at least one token; ValueError if not.
-    """
-    trunks, branches = {}, {}  # what sees itself only; what also sees a trunk
+    """Lay sequences (prompt + completion, token ids) end to end: long segments first, so that equal
+    ones are adjacent. With share_prompts, equal prompts are laid out once. An empty prompt raises
+    ValueError."""
+    trunks = {}  # segments that attend to themselves only
+    branches = {}  # segments that also attend to a trunk
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if not prompt:
-            raise ValueError(f"sequence {number} has an empty prompt: no position predicts its first token")
+            problem = "has an empty prompt: no position predicts its first token"
+            raise ValueError(f"sequence {number} {problem}")
         if share_prompts:
             trunks[tuple(prompt)] = prompt
             branches[number] = completion[:-1]
         else:
             trunks[number] = prompt + completion[:-1]
 
-    ids, positions, keys, shapes, starts = [], [], [], [], {}
+    ids, positions = [], []
+    keys, shapes = [], []  # shapes: (queries, keys) of each segment
+    starts = {}
     for trunk in sorted(trunks, key=lambda trunk: -len(trunks[trunk])):
         starts[trunk] = len(ids)
         keys += range(len(ids), len(ids) + len(trunks[trunk]))
-        shapes.append((len(trunks[trunk]), len(trunks[trunk])))  # queries, keys
+        shapes.append((len(trunks[trunk]), len(trunks[trunk])))
         positions += range(len(trunks[trunk]))
         ids += trunks[trunk]
-    for number in sorted(branches, key=lambda number: (-len(prompts[number]), -len(branches[number]))):
+    for number in sorted(branches, key=lambda n: (-len(prompts[n]), -len(branches[n]))):
         before, tokens = len(prompts[number]), len(branches[number])
         trunk, start = starts[tuple(prompts[number])], len(ids)
         starts[number] = start
@@ -197,7 +216,8 @@ def build_pack(
 
     predictors, targets, owner = [], [], []
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        last = starts[tuple(prompt) if share_prompts else number] + len(prompt) - 1  # it predicts the first
+        # The prompt's last token predicts the completion's first.
+        last = starts[tuple(prompt) if share_prompts else number] + len(prompt) - 1
         first = starts[number] if share_prompts else last + 1
         predictors += [last, *range(first, first + len(completion) - 1)][: len(completion)]
         targets += completion
@@ -212,66 +232,75 @@ def build_pack(
     return Pack(row[:1], row[1:], Segments(runs, key_index, cu_queries, cu_keys), *index)
 
 
-# ---------------------------------------------------------------------------- attention inside segments
+# ------------------------------------------------------------------------- attention
 
 
 def packed_attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, segments: Segments | None = None, **kwargs
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, segments=None, **kwargs
 ):
-    """Causal attention inside each segment; query [1, H, L, D], key and value [1, H_kv, L, D] -> [1, L, H, D].
+    """Causal attention inside each segment; query [1, H, L, D], key and value [1, H_kv, L, D] ->
+    [1, L, H, D].
 
-    On CUDA in 16 bits one variable-length kernel call, flash-attn's where it is installed, else PyTorch's; elsewhere
-    one scaled_dot_product_attention a run of equal segments.
-    """
+    On CUDA in 16 bits it is one call of a variable-length kernel: flash-attn's if that is
+    installed, else PyTorch's. Elsewhere it is one scaled_dot_product_attention for each run of
+    equal segments."""
     kernel = value.is_cuda and value.dtype.itemsize == 2 and (flash_attn_varlen_func or varlen_attn)
-    return _attend(_varlen if kernel else _by_runs, query, key, value, segments, scaling, dropout, kwargs)
+    inside = _varlen if kernel else _by_runs
+    return _attend(inside, query, key, value, segments, scaling, dropout, kwargs)
 
 
 def masked_attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, segments: Segments | None = None, **kwargs
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, segments=None, **kwargs
 ):
-    """The same with one L x K mask: slow, obvious, what tests and bench.py compare packed_attention with."""
+    """The same with one L x K mask: slow and obvious; tests and benches compare against it."""
     return _attend(_by_mask, query, key, value, segments, scaling, dropout, kwargs)
 
 
 def _attend(inside, query, key, value, segments, scaling, dropout, kwargs):
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
-            raise NotImplementedError(f"packed attention has no {name}: this model would be trained on another policy")
+            problem = f"no {name}: this model would be trained on another policy"
+            raise NotImplementedError(f"packed attention has {problem}")
     if dropout:
-        raise NotImplementedError(f"packed attention has no dropout, and the model asks for {dropout}")
-    assert segments is not None, "packed attention needs segments: call the model through packed_logprobs"
-    # [L, H, D]; under autocast normalised queries and keys are float32, values are not
-    query, key, value = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
+        problem = f"no dropout, and the model asks for {dropout}"
+        raise NotImplementedError(f"packed attention has {problem}")
+    assert segments is not None, "packed attention needs segments: call it through packed_logprobs"
+    # Under autocast, normalized queries and keys are float32 while values are not.
+    dtype = value.dtype
+    query, key, value = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))
     if segments.key_index is not None:
-        key, value = key.index_select(0, segments.key_index), value.index_select(0, segments.key_index)  # [K, H_kv, D]
+        key = key.index_select(0, segments.key_index)  # [K, H_kv, D]
+        value = value.index_select(0, segments.key_index)  # [K, H_kv, D]
     return inside(query, key, value, segments, scaling)[None], None  # [1, L, H, D]
 
 
 def _by_runs(query, key, value, segments, scaling):
-    """Slices by `split`: its backward is one cat, that of indexing writes a zero tensor as long as the slot each."""
-    runs, out = segments.runs, []
+    """Sliced by `split`, whose backward is one cat; each index slice's backward would write a zero
+    tensor as long as the slot."""
+    runs = segments.runs
     parts = zip(
         runs,
         query.split([count * queries for count, queries, _ in runs]),
         *(states.split([count * keys for count, _, keys in runs]) for states in (key, value)),
         strict=True,
     )
+    out = []
     for (count, queries, keys), *states in parts:
-        q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in states)  # [count, H, queries or keys, D]
+        # [count, H, queries or keys, D]
+        q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in states)
         mask = None if queries == keys else _causal(queries, keys, q.device)
-        attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
+        attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, **options)
         out.append(attended.transpose(1, 2).flatten(0, 1))  # [count * queries, H, D]
     return torch.cat(out)
 
 
 def _by_mask(query, key, value, segments, scaling):
-    blocks = [_causal(queries, keys, query.device) for count, queries, keys in segments.runs for _ in range(count)]
+    shapes = [shape for count, *shape in segments.runs for _ in range(count)]
+    mask = torch.block_diag(*(_causal(*shape, query.device) for shape in shapes)).bool()  # [L, K]
     q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))  # [1, H, L or K, D]
-    mask, grouped = torch.block_diag(*blocks).bool(), q.shape[1] != k.shape[1]  # [L, K]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)[0].transpose(0, 1)
+    options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
+    return F.scaled_dot_product_attention(q, k, v, mask, **options)[0].transpose(0, 1)
 
 
 def _causal(queries, keys, device):
@@ -280,52 +309,57 @@ def _causal(queries, keys, device):
 
 
 def _varlen(query, key, value, segments, scaling):
-    """Flash kernels; where a segment has more keys than queries, they too let the last query see every key."""
+    """Flash kernels; with more keys than queries they too let the last query see every key."""
     longest = [max(shape) for shape in zip(*(run[1:] for run in segments.runs), strict=True)]
-    where = (segments.cu_queries, segments.cu_keys, *longest)
+    bounds = (segments.cu_queries, segments.cu_keys, *longest)
     if flash_attn_varlen_func:
-        return flash_attn_varlen_func(query, key, value, *where, softmax_scale=scaling, causal=True)
-    signature = inspect.signature(varlen_attn).parameters  # torch 2.12 asks for enable_gqa, 2.11 does not know it
-    grouped = {"enable_gqa": True} if "enable_gqa" in signature else {}
-    return varlen_attn(query, key, value, *where, scale=scaling, window_size=(-1, 0), **grouped)
+        options = {"softmax_scale": scaling, "causal": True}
+        return flash_attn_varlen_func(query, key, value, *bounds, **options)
+    options = {"scale": scaling, "window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # required since torch 2.12
+        options["enable_gqa"] = True
+    return varlen_attn(query, key, value, *bounds, **options)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
 AttentionInterface.register(MASKED, masked_attention)
 
 
-# ---------------------------------------------------------------------------- log-probabilities
+# ------------------------------------------------------------------------- log-probabilities
 
 
-def packed_logprobs(model, pack: Pack, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, entropies) [N] of the pack's completion tokens under the policy that samples at `temperature`.
+def packed_logprobs(
+    model, pack: Pack, *, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, entropies) [N] of the pack's completion tokens, for sampling at `temperature`.
 
-    `model` is a causal LM loaded with `attn_implementation=packing.ATTENTION`, whose logits are its output embedding
-    of its last hidden state and nothing more (rollout.load_policy checks it). Entropies, in nats, carry no gradient.
+    `model` is a causal LM loaded with `attn_implementation=packing.ATTENTION`. Its logits must be
+    its output embedding of its last hidden state and nothing more (rollout.load_policy checks it).
+    Entropies, in nats, carry no gradient.
     """
-    hidden = model.base_model(
-        input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, segments=pack.segments
-    ).last_hidden_state[0]  # [L, hidden]
-    head, vocab_size = model.get_output_embeddings(), model.vocab_size
-    # index_select, because what indexing does backward adds up in parallel: in no fixed order where a prompt is shared
-    return token_logprobs(hidden.index_select(0, pack.predictors), head, pack.targets, temperature, vocab_size)
+    inputs = {"input_ids": pack.input_ids, "position_ids": pack.position_ids, "use_cache": False}
+    output = model.base_model(**inputs, segments=pack.segments)
+    # The backward pass of indexing would add gradients of a shared prompt in no fixed order.
+    hidden = output.last_hidden_state[0].index_select(0, pack.predictors)  # [N, hidden]
+    head = model.get_output_embeddings()
+    return token_logprobs(hidden, head, pack.targets, temperature, model.vocab_size)
 
 
 def token_logprobs(
     hidden, head, targets, temperature=1.0, vocab_size=None, head_logits=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, entropies) [N] of targets [N] from hidden states [N, hidden], at most `head_logits` logits at a time.
+    """(log-probs, entropies) [N] of targets [N], given hidden states [N, hidden].
 
-    Of the head only the first `vocab_size` rows are tokens (Qwen3 pads it). Chunks are computed again in the backward
-    pass: there is never more than one chunk's logits, softmax and gradient. Float32, or wider.
+    Works in chunks of at most `head_logits` logits. Each chunk is recomputed in the backward pass,
+    so that only one chunk's logits, softmax and gradient are live at a time. Only the first
+    `vocab_size` rows of the head are tokens (Qwen3 pads it). Computes in float32 or wider.
     """
     rows = (head_logits or HEAD_LOGITS) // head.out_features
     if len(hidden) <= rows:
         return _chunk_logprobs(hidden, head, targets, temperature, vocab_size)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
     chunks = [
-        checkpoint(
-            _chunk_logprobs, part, head, some, temperature, vocab_size, use_reentrant=False, preserve_rng_state=False
-        )
+        checkpoint(_chunk_logprobs, part, head, some, temperature, vocab_size, **options)
         for part, some in zip(hidden.split(rows), targets.split(rows), strict=True)
     ]
     logprobs, entropy = (torch.cat(columns) for columns in zip(*chunks, strict=True))
@@ -335,60 +369,70 @@ def token_logprobs(
 def _chunk_logprobs(hidden, head, targets, temperature, vocab_size):
     logits = head(hidden)[:, :vocab_size]  # [n, V]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    every = torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=-1)  # [n, V]
-    logprobs = every.gather(1, targets[:, None]).squeeze(1)  # [n]; before the entropy, which is not computed again then
+    logits = logits / temperature if temperature != 1.0 else logits
+    every = torch.log_softmax(logits, dim=-1)  # [n, V]
+    # Gathered before the entropy, so that the backward pass need not recompute the entropy.
+    logprobs = every.gather(1, targets[:, None]).squeeze(1)  # [n]
     with torch.no_grad():
         entropy = every.exp().mul_(every).sum(dim=-1).neg()  # [n]
     return logprobs, entropy
 
 
 def packs_exactly(model) -> bool:
-    """Whether two packed sequences have the log-probs that the model itself gives to each: not so if it ignores the
-    attention interface, scales or caps its logits, or (in training mode) has dropout."""
+    """Whether two packed sequences get the log-probs that the model itself gives to each of them.
+
+    They do not if the model ignores the attention interface, scales or caps its logits, or (in
+    training mode) has dropout."""
     sequences = torch.tensor([[0, 1, 2], [2, 1, 0]], device=model.device)
-    pack, was_training = build_pack([[0], [2]], [[1, 2], [1, 0]], model.device), model.training
+    pack = build_pack([[0], [2]], [[1, 2], [1, 0]], model.device)
+    was_training = model.training
     try:
         with torch.no_grad():
             ours, _ = packed_logprobs(model, pack)
             model.eval().set_attn_implementation("sdpa")
-            logits = model(sequences, use_cache=False).logits[:, :-1, : model.vocab_size]  # [2, 2, V]
+            logits = model(sequences, use_cache=False).logits  # [2, 3, padded V]
     except (AssertionError, NotImplementedError, TypeError, ValueError):
         return False
     model.train(was_training).set_attn_implementation(ATTENTION)
-    return torch.allclose(
-        ours, logits.log_softmax(dim=-1).gather(2, sequences[:, 1:, None]).flatten().to(ours.dtype), atol=1e-4
-    )
+    every = logits[:, :-1, : model.vocab_size].log_softmax(dim=-1)  # [2, 2, V]
+    theirs = every.gather(2, sequences[:, 1:, None]).flatten()  # [4]
+    return torch.allclose(ours, theirs.to(ours.dtype), atol=1e-4)
 
 
-# ---------------------------------------------------------------------------- a picture
+# ------------------------------------------------------------------------- a picture
 
 
 def draw(pack_tokens: int = 72, window: int = 4, seed: int = 2) -> str:
-    """Twelve sequences of three prompts, padded and packed, as text: a character a token, digits for prompts, a letter
-    for each completion, dots where nothing is."""
+    """Twelve sequences of three prompts, padded and packed, as text with one character a token:
+    digits for prompts, a letter for each completion, dots for empty room."""
     rng = random.Random(seed)
     prompts = [[ord(digit)] * rng.randint(5, 12) for digit in "123"]
     prompts = [prompt for prompt in prompts for _ in range(4)]
-    completions = [[ord(letter)] * min(50, int(rng.lognormvariate(2.6, 0.6))) for letter in "abcdefghijkl"]
-    totals = [len(prompt) + len(completion) - 1 for prompt, completion in zip(prompts, completions, strict=True)]
+    sizes = [min(50, int(rng.lognormvariate(2.6, 0.6))) for _ in range(12)]
+    completions = [[ord(letter)] * size for letter, size in zip("abcdefghijkl", sizes, strict=True)]
+    sequences = list(zip(prompts, completions, strict=True))
+    totals = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
     width = [max(totals[start : start + 4]) for start in range(0, 12, 4)]
 
+    def line(ids, width):
+        return "  " + "".join(map(chr, ids)).ljust(width, ".")
+
     lines = ["padded, 4 to a micro-batch"]
-    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        lines.append("  " + "".join(map(chr, prompt + completion[:-1])).ljust(width[number // 4], "."))
+    for number, (prompt, completion) in enumerate(sequences):
+        lines.append(line(prompt + completion[:-1], width[number // 4]))
     lines.append(f"  {4 * sum(width)} tokens, {sum(totals) / sum(width) / 4:.0%} of them real")
     for share in (False, True):
-        words = ([prompt[0] for prompt in prompts], [len(prompt) for prompt in prompts]) if share else ()
-        packs = plan_packs(totals, pack_tokens, window, *words)
+        sharing = ([prompt[0] for prompt in prompts], list(map(len, prompts))) if share else ()
+        packs = plan_packs(totals, pack_tokens, window, *sharing)
         lines += ["", f"packed, window {window}" + ", shared prompts" * share]
         for pack in packs:
-            slot = build_pack([prompts[i] for i in pack], [completions[i] for i in pack], share_prompts=share)
-            lines.append("  " + "".join(map(chr, slot.input_ids[0].tolist())).ljust(pack_tokens, "."))
-        slots = [slot_tokens(pack, totals, *words) for pack in packs]
+            members = [prompts[i] for i in pack], [completions[i] for i in pack]
+            slot = build_pack(*members, share_prompts=share)
+            lines.append(line(slot.input_ids[0].tolist(), pack_tokens))
+        slots = [slot_tokens(pack, totals, *sharing) for pack in packs]
         whole, but_last = (pack_density(some, pack_tokens) for some in (slots, slots[:-1]))
-        lines.append(
-            f"  {sum(slots)} tokens in {len(slots)} slots: density {whole:.0%}, {but_last:.0%} without the last"
-        )
+        density = f"density {whole:.0%}, {but_last:.0%} without the last"
+        lines.append(f"  {sum(slots)} tokens in {len(slots)} slots: {density}")
     return "\n".join(lines)
 
 

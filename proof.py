@@ -1,11 +1,12 @@
 """
 The proof by enumeration: every outcome that a pruning rule can have, with its probability.
 
-    python dppo.py          prints the table for a toy policy of 36 parameters; `python proof.py` is the same
+    python proof.py          prints the table for a toy policy of 36 parameters
 
-Gradients are linear in the weights (the tests show it by real backwards), so the expectation over keep patterns is a
-product: sum over outcomes of probability x weights, times the per-sequence gradients. No sampling is involved, so
-an unbiased rule is off by rounding (1e-16) and nothing else. The tests use the same functions on a Qwen3 model.
+Gradients are linear in the weights (the tests show it with real backward passes). So the expected
+gradient is the sum over outcomes of probability x weights, times the per-sequence gradients.
+Nothing is sampled: an unbiased rule is off by rounding (1e-16) and nothing else. The tests use the
+same functions on a Qwen3 model.
 
 Letters: K prompts, G completions each, P parameters, N completion tokens, V vocabulary.
 """
@@ -21,16 +22,20 @@ import baselines
 import dppo
 
 UNBIASED = ("zero", "dppo", "pps", "uniform")
-TWINS = ("no weights", "kept count", "kept tokens", "advantages again")  # mistakes that are popular and biased
+TWINS = ("no weights", "kept count", "kept tokens", "advantages again")  # popular biased mistakes
 
 
 @dataclass
 class Case:
-    """One batch, whose gradient can be taken for any advantages and any factor of each sequence."""
+    """One batch, and a function that takes its gradient.
 
-    gradient: Callable  # (advantages [K, G], scale [K, G], keep [K, G], shift of the parameters [P] or 0) -> [P]
+    gradient(advantages [K, G], scale [K, G], keep [K, G], shift=0.0) -> [P]; `shift` [P] moves the
+    parameters first.
+    """
+
+    gradient: Callable
     batch: dppo.Completions
-    scale: torch.Tensor  # [K, G], the full batch's: prompt weight over denominator
+    scale: torch.Tensor  # [K, G], of the full batch: prompt weight over denominator
     lengths: torch.Tensor  # [K, G], tokens of each completion
     loss: str
 
@@ -39,9 +44,10 @@ class Case:
         return self.gradient(self.batch.advantages, self.scale, self.scale > 0, shift)
 
     def of_each(self, shift=0.0) -> torch.Tensor:
-        """What each sequence adds to the full gradient, [K * G, P]: one backward each."""
-        alone = torch.eye(self.scale.numel(), dtype=torch.bool).view(-1, *self.scale.shape)
-        return torch.stack([self.gradient(self.batch.advantages, self.scale * one, one, shift) for one in alone])
+        """What each sequence adds to the full gradient, [K * G, P]: one backward pass each."""
+        advantages, scale = self.batch.advantages, self.scale
+        alone = torch.eye(scale.numel(), dtype=torch.bool).view(-1, *scale.shape)
+        return torch.stack([self.gradient(advantages, scale * one, one, shift) for one in alone])
 
 
 # ---------------------------------------------------------------------------- every outcome
@@ -50,13 +56,17 @@ class Case:
 def independent_outcomes(keep_prob: torch.Tensor) -> Iterator[tuple[torch.Tensor, float]]:
     """Every (keep, probability) of dppo.draw."""
     flat = keep_prob.flatten().tolist()
-    for bits in itertools.product(*[(True,) if p == 1 else (False,) if p == 0 else (True, False) for p in flat]):
+    choices = [(True,) if p == 1 else (False,) if p == 0 else (True, False) for p in flat]
+    for bits in itertools.product(*choices):
         chance = math.prod(p if bit else 1 - p for p, bit in zip(flat, bits, strict=True))
         yield torch.tensor(bits).view(keep_prob.shape), chance
 
 
-def systematic_outcomes(keep_prob: torch.Tensor, order: torch.Tensor) -> Iterator[tuple[torch.Tensor, float]]:
-    """Every (keep, probability) of dppo.systematic: it changes only where the start passes the end of an interval."""
+def systematic_outcomes(
+    keep_prob: torch.Tensor, order: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, float]]:
+    """Every (keep, probability) of dppo.systematic, which changes only where the start passes the
+    end of an interval."""
     laid = keep_prob.flatten()[order]
     ends = torch.where(laid >= 1, 0.0, laid).cumsum(dim=0) % 1.0
     edges = sorted({0.0, *ends.tolist(), 1.0})
@@ -64,24 +74,29 @@ def systematic_outcomes(keep_prob: torch.Tensor, order: torch.Tensor) -> Iterato
         yield dppo.systematic(keep_prob, order, (low + high) / 2), high - low
 
 
+def uniform_outcomes(
+    keep_prob: torch.Tensor, prune_rate: float
+) -> Iterator[tuple[torch.Tensor, float]]:
+    """Every (keep, probability) of a simple random sample of n (1 - rate) completions, rounded down
+    or up. The tests show that uniform's draw is one."""
+    n = keep_prob.numel()
+    whole, part = divmod(n * (1 - prune_rate), 1)
+    for size, chance in ((int(whole), 1 - part), (int(whole) + 1, part)):
+        for kept in itertools.combinations(range(n), size):
+            keep = torch.zeros(n, dtype=torch.bool).index_fill(0, torch.tensor(kept), True)
+            yield keep.view(keep_prob.shape), chance / math.comb(n, size)
+
+
 def outcomes(
     rule: str, prune_rate: float, batch: dppo.Completions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """Every (keep, weights, probability) of a completion rule on a batch. uniform's are those of a simple random
-    sample; the tests show that its draw is one."""
-    shape = batch.size.shape
+    """Every (keep, weights, probability) of a completion rule on a batch."""
     if rule in baselines.BIASED:
         yield *baselines.prune_completions(rule, prune_rate, batch, torch.Generator()), 1.0
         return
-    if rule == "uniform":  # a simple random sample of n (1 - rate) completions, rounded down or up
-        n, expected = batch.size.numel(), batch.size.numel() * (1 - prune_rate)
-        keep_prob = torch.full(shape, 1 - prune_rate, dtype=torch.float64)
-        draws = [
-            (torch.zeros(n, dtype=torch.bool).index_fill(0, torch.tensor(kept), True).view(shape), chance / ways)
-            for size, chance in ((math.floor(expected), 1 - expected % 1), (math.floor(expected) + 1, expected % 1))
-            for ways in (math.comb(n, size),)
-            for kept in itertools.combinations(range(n), size)
-        ]
+    if rule == "uniform":
+        keep_prob = torch.full(batch.size.shape, 1 - prune_rate, dtype=torch.float64)
+        draws = uniform_outcomes(keep_prob, prune_rate)
     else:
         keep_prob = dppo.completion_keep_prob(rule, prune_rate, batch)
         if rule == "pps":
@@ -95,9 +110,15 @@ def outcomes(
 # ---------------------------------------------------------------------------- expectations
 
 
-def expected_gradient(case: Case, rule: str, prune_rate: float, *, each=None, twin: str | None = None) -> torch.Tensor:
-    """The pruned gradient [P], summed over every outcome times its probability; `twin` makes one of TWINS' mistakes."""
+def expected_gradient(
+    case: Case, rule: str, prune_rate: float, *, each=None, twin: str | None = None
+) -> torch.Tensor:
+    """The pruned gradient [P], summed over every outcome times its probability.
+
+    `twin` makes one of the mistakes in TWINS; `each` saves computing case.of_each() again.
+    """
     each = case.of_each() if each is None else each  # [K * G, P]
+    lengths = case.lengths.double()
     total, chances = torch.zeros_like(each[0]), 0.0
     for keep, weights, chance in outcomes(rule, prune_rate, case.batch):
         factor = weights
@@ -106,10 +127,10 @@ def expected_gradient(case: Case, rule: str, prune_rate: float, *, each=None, tw
         elif twin == "kept count":  # the mean over what is kept
             factor = weights * keep.numel() / max(1, keep.sum().item())
         elif twin == "kept tokens":
-            lengths = case.lengths.double()
             factor = weights * lengths.sum() / max(1.0, (lengths * keep).sum().item())
-        if twin == "advantages again":  # mean and deviation of what is kept: other gradients for every outcome
-            again = dppo.group_advantages(torch.where(keep, case.batch.rewards, torch.nan), case.loss)
+        if twin == "advantages again":  # from the kept completions only: new gradients each time
+            rewards = torch.where(keep, case.batch.rewards, torch.nan)
+            again = dppo.group_advantages(rewards, case.loss)
             total += chance * case.gradient(again, case.scale * weights, keep, 0.0)
         else:
             total += chance * (factor.flatten() @ each)
@@ -121,8 +142,11 @@ def expected_gradient(case: Case, rule: str, prune_rate: float, *, each=None, tw
 def second_step(
     case: Case, rule: str, prune_rate: float, *, lr: float, fresh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two updates on one batch (as two epochs are): the expected gradients [P] of the second one, pruned and full, over
-    every outcome of the first. `fresh`: the second has a draw of its own; else the first one's mask again."""
+    """Expected gradients [P], pruned and full, of the second of two updates on one batch.
+
+    The expectation is over every outcome of the first update's draw. If `fresh`, the second update
+    makes its own draw; otherwise it reuses the first one's mask.
+    """
     each, pruned, full = case.of_each(), 0.0, 0.0
     for _keep, weights, chance in outcomes(rule, prune_rate, case.batch):
         shift = -lr * (weights.flatten() @ each)  # where this outcome's update leads
@@ -144,14 +168,21 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def toy_case(
-    loss: str = "grpo", *, beta: float = 0.0, drift: float = 0.3, prompts=(0, 1), prompt_weight: float = 1.0
+    loss: str = "grpo",
+    *,
+    beta: float = 0.0,
+    drift: float = 0.3,
+    prompts=(0, 1),
+    prompt_weight: float = 1.0,
 ) -> Case:
-    """Four completions of up to 5 tokens for each prompt, under a table of next-token logits [V, V], float64.
+    """Four completions of up to 5 tokens per prompt, under a table of next-token logits [V, V].
 
-    `drift` moves the old log-probs away from the policy's, so that some tokens are clipped; one completion is masked;
-    `prompts` says which of the two were kept by a prompt-level draw, `prompt_weight` what multiplies them.
+    Everything is float64. `drift` moves the old log-probs away from the policy's, so that some
+    tokens are clipped; one completion is masked. `prompts` are those of the two that a prompt-level
+    draw kept, and `prompt_weight` multiplies them.
     """
     V, G = 6, 4
+    rows = list(prompts)
     generator = torch.Generator().manual_seed(2)
     table = torch.randn(V, V, generator=generator, dtype=torch.float64)
     lengths = torch.tensor([[5, 2, 3, 4], [1, 4, 2, 5]])
@@ -166,38 +197,56 @@ def toy_case(
         return table.log_softmax(dim=-1)[tokens[..., :-1], tokens[..., 1:]]  # [2, G, 5]
 
     own = logprobs_of(table)
-    rows = list(prompts)
 
     def gradient(advantages, scale, keep, shift=0.0):
-        here = (table + torch.as_tensor(shift, dtype=torch.float64).expand(V * V).view(V, V)).requires_grad_()
+        shift = torch.as_tensor(shift, dtype=torch.float64).expand(V * V).view(V, V)
+        here = (table + shift).requires_grad_()
         mask = keep[..., None] & sampled[rows]  # [K, G, 5]
+        tokens_of = lambda values: values[rows][mask]  # [N]
         spread = lambda values: values[..., None].expand_as(mask)[mask]  # [N]
-        logprobs = logprobs_of(here)[rows][mask]  # [N]
-        old, ref = (own + drift * noise)[rows][mask], (own + ref_noise)[rows][mask]
+        logprobs, ref = tokens_of(logprobs_of(here)), tokens_of(own + ref_noise)  # [N]
         losses, _ = dppo.token_loss(
-            logprobs, old, spread(advantages), owner[rows][mask], loss=loss, eps_low=eps_low, eps_high=eps_high
+            logprobs,
+            tokens_of(own + drift * noise),
+            spread(advantages),
+            tokens_of(owner),
+            loss=loss,
+            eps_low=eps_low,
+            eps_high=eps_high,
         )
         total = ((losses + beta * dppo.kl_k3(logprobs, ref)) * spread(scale)).sum()
-        return torch.autograd.grad(total, here, allow_unused=True, materialize_grads=True)[0].flatten()
+        (found,) = torch.autograd.grad(total, here, allow_unused=True, materialize_grads=True)
+        return found.flatten()
 
     probs = table.softmax(dim=-1)[tokens[..., :-1]]  # [2, G, 5, V]
-    energy = (torch.nn.functional.one_hot(tokens[..., 1:], V) - probs).square().sum(dim=-1)  # [2, G, 5]
+    onehot = torch.nn.functional.one_hot(tokens[..., 1:], V)
+    energy = (onehot - probs).square().sum(dim=-1)  # [2, G, 5]
     counts = torch.full((2, G), prompt_weight, dtype=torch.float64)
     counts[0, 3] = 0.0  # masked
-    counts = counts[rows]
-    num_tokens = (counts * lengths[rows]).sum().item()  # with dropped prompts an estimate, as in train.py
-    scale = counts * dppo.loss_scale(lengths[rows], loss, num_sequences=2 * G, max_new_tokens=5, num_tokens=num_tokens)
+    counts, lengths = counts[rows], lengths[rows]
+    scale = counts * dppo.loss_scale(
+        lengths,
+        loss,
+        num_sequences=2 * G,
+        max_new_tokens=5,
+        num_tokens=(counts * lengths).sum().item(),  # an estimate if prompts were dropped
+    )
     advantages = dppo.group_advantages(rewards, loss)[rows]
     size = dppo.contribution_size(advantages, scale, (energy * sampled).sum(dim=-1)[rows], beta)
-    batch = dppo.Completions(advantages, rewards[rows], lengths[rows] + 1, size)
-    return Case(gradient, batch, scale, lengths[rows], loss)
+    batch = dppo.Completions(advantages, rewards[rows], lengths + 1, size)
+    return Case(gradient, batch, scale, lengths, loss)
 
 
-def both_levels(loss: str, rule: str, prune_rate: float, *, beta: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expected gradients [P], pruned and full, where first each prompt is kept with probability 1/2 and weight 2, then
-    completions are pruned by probabilities worked out anew from what is left."""
+def both_levels(
+    loss: str, rule: str, prune_rate: float, *, beta: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expected gradients [P], pruned and full, with both levels pruned.
+
+    Each prompt is kept with probability 1/2 and weight 2. Then completions are pruned, with keep
+    probabilities computed from the prompts that are left.
+    """
     total = torch.zeros(36, dtype=torch.float64)
-    for prompts in ((0, 1), (0,), (1,)):  # both dropped: no gradient
+    for prompts in ((0, 1), (0,), (1,)):  # no gradient if both are dropped
         case = toy_case(loss, beta=beta, prompts=prompts, prompt_weight=2.0)
         total += 0.25 * expected_gradient(case, rule, prune_rate)
     return total, toy_case(loss, beta=beta).full()
@@ -209,13 +258,17 @@ def both_levels(loss: str, rule: str, prune_rate: float, *, beta: float = 0.0) -
 def main() -> None:
     """Print, for every rule and loss, how far the expected gradient is from the full one."""
     print(
-        "Every outcome of the draw, enumerated: largest error of the expected gradient, relative to its largest entry."
+        "The expected gradient over every outcome of the draw, enumerated: its largest error, "
+        "relative to the\nlargest entry of the full gradient. 8 sequences, 36 parameters, float64, "
+        "some tokens clipped; rate 0.6;\nthe worse of beta 0 and 0.1 (KL).\n"
     )
-    print("8 sequences, 36 parameters, float64, some tokens clipped; rate 0.6; the worse of beta 0 and 0.1 (KL).\n")
     print(f"{'':32s}" + "".join(f"{loss:>9s}" for loss in dppo.LOSSES))
 
     def line(name, expectations):  # of (loss, beta): the expected gradient and the full one
-        errors = [max(relative_error(*expectations(loss, beta)) for beta in (0.0, 0.1)) for loss in dppo.LOSSES]
+        errors = [
+            max(relative_error(*expectations(loss, beta)) for beta in (0.0, 0.1))
+            for loss in dppo.LOSSES
+        ]
         print(f"  {name:30s}" + "".join(f"{error:9.0e}" for error in errors), flush=True)
 
     def one(rule, twin=None):
@@ -226,13 +279,15 @@ def main() -> None:
         return expectations
 
     def two(fresh):
-        return lambda loss, beta: second_step(toy_case(loss, beta=beta), "pps", 0.6, lr=2.0, fresh=fresh)
+        return lambda loss, beta: second_step(
+            toy_case(loss, beta=beta), "pps", 0.6, lr=2.0, fresh=fresh
+        )
 
     print("unbiased")
     for rule in UNBIASED:
         line(rule, one(rule))
     line("pps, second epoch", two(fresh=True))
-    print("prompts pruned too (dapo and cispo then divide by an estimate of the un-pruned token count)")
+    print("prompts pruned too (dapo and cispo then divide by an estimated token count)")
     for rule in ("none", "dppo", "pps"):
         line(rule, lambda loss, beta, rule=rule: both_levels(loss, rule, 0.6, beta=beta))
     print("biased")

@@ -1,19 +1,23 @@
 """
-Train a language model with DPPO (or GRPO, which is DPPO that prunes nothing).
+Train a language model with DPPO. GRPO is the special case that prunes nothing.
 
-    torchrun train.py                                                the embedded task: no GPU, no download
-    torchrun train.py --method grpo --out-dir out-grpo               the same without pruning
+    torchrun train.py                                     the embedded task: no GPU, no download
+    torchrun train.py --method grpo --out-dir out-grpo    the same task without pruning
     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen3-0.6B --data FILE.jsonl --lr 1e-6
 
-`python train.py` is the one-process form; the flags are in config.py. Reads top to bottom: setup, then the steps.
-Every rank holds the whole model (--shard fsdp: a copy to sample from and a share of what is trained) and rolls out its
-share of the prompts; keep decisions, advantages and denominators are computed by every rank from the gathered batch,
-and gradients are summed once an update. All randomness is a function of (seed, step, purpose), so a resumed run repeats
-what an uninterrupted one would have done.
+`python train.py` runs one process. config.py explains the flags. `Trainer.step` is the algorithm;
+`main` is the run around it.
+
+Every rank holds the whole model (with --shard fsdp: a copy to sample from, and a share of the
+weights that are trained) and rolls out its share of the prompts. Every rank computes the keep
+decisions, advantages and denominators from the gathered batch. Gradients are summed over ranks once
+per update. All randomness is a function of (seed, step, purpose), so a resumed run repeats what an
+uninterrupted run would have done.
+
+Letters: Q candidates of a step, K prompts rolled out, G completions each, P parameters.
 """
 
 import contextlib
-import copy
 import functools
 import itertools
 import math
@@ -22,6 +26,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,34 +34,41 @@ import transformers
 
 import arithmetic
 import baselines
-import checkpoint
 import config
 import data
 import dppo
 import eval as evaluation
-import log
-import plot
-import ranks
+import metrics
 import rollout
 import sampler
-import stop
 import vllm_engine
 from config import Config
-from data import InputError
-from ranks import all_reduce, sum_gradients
-from sampler import generator_for, seed_for
-from update import accumulate_gradients, autocast, checkpoint_layers, trainer_logprobs
+from runtime import InputError, checkpoint, log, ranks
+from runtime.clock import Timer
+from runtime.stop import Stop, Stopped, resume_command
+from runtime.threads import Threads
+from update import Sums, accumulate_gradients, autocast, checkpoint_layers, shard, trainer_logprobs
 
-EVAL_K = 4  # completions per evaluation problem, as the log's eval/avg@4 says
+EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
 CHECK_DRAWS = 8  # pruned gradients of a running check
+NUMBERS = ("lengths", "truncated", "entropy", "energy")  # of Rollouts, that all ranks share
+
+
+class Selection(NamedTuple):
+    """Which of the Q candidates are rolled out, and how each of these K enters the update."""
+
+    kept: torch.Tensor | None  # [Q] bool; None: greso, which has no window
+    weights: torch.Tensor  # [K], 1 / P(kept); 0: rolled out, but not trained on
+    place: torch.Tensor  # [K], position among the Q candidates, which decides the mini-batch
+    shares: torch.Tensor  # [K], how many of the Q candidates it stands for in logged means
 
 
 @dataclass
 class Batch:
-    """K prompts with G completions each. Every rank has the numbers of all, [K, G], and the tokens of its own."""
+    """K prompts with G completions each. Tensors [K, G] are of all ranks, tokens of this rank."""
 
     prompts: torch.Tensor  # [K], indices into the data
-    mine: torch.Tensor  # the rows of this rank, whose `rollouts` and `texts` these are
+    mine: torch.Tensor  # the rows of this rank; `rollouts` and `texts` are theirs
     rollouts: rollout.Rollouts
     texts: list[list[str]]
     rewards: torch.Tensor  # NaN: unscorable
@@ -64,388 +76,521 @@ class Batch:
     truncated: torch.Tensor
     entropy: torch.Tensor
     energy: torch.Tensor
-    seconds: tuple[float, float]  # sampling, scoring
+
+
+@dataclass
+class FullBatch:
+    """The batch before completions are pruned: what each completion adds to its gradient."""
+
+    batch: Batch
+    chosen: Selection
+    advantages: torch.Tensor  # [K, G]
+    scale: torch.Tensor  # [K, G], prompt weight over denominator; 0: masked
+    group_square: torch.Tensor  # [K], squared size of the group's term in the full gradient
+    cost: torch.Tensor  # [K, G], tokens, prompt + completion
+    minibatch: torch.Tensor  # [K]; -1: none
+
+
+class Update(NamedTuple):
+    """One optimizer update: what its draw kept, and what was measured."""
+
+    keep: torch.Tensor  # [K, G] bool
+    weights: torch.Tensor  # [K, G]
+    sums: Sums
+    grad_norm: float
 
 
 def join(parts: list[Batch]) -> Batch:
-    """One after the other; only greso rolls out in several rounds."""
+    """Concatenate batches; only greso rolls out in several rounds."""
     if len(parts) == 1:
         return parts[0]
     starts = itertools.accumulate((len(part.prompts) for part in parts), initial=0)
-    tensors = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("prompts", "rewards", "lengths", "truncated", "entropy", "energy")
-    }
+    names = ("prompts", "rewards", *NUMBERS)
     return Batch(
         mine=torch.cat([part.mine + start for part, start in zip(parts, starts, strict=False)]),
         rollouts=rollout.join([part.rollouts for part in parts]),
         texts=[text for part in parts for text in part.texts],
-        seconds=tuple(map(sum, zip(*(part.seconds for part in parts), strict=True))),
-        **tensors,
+        **{name: torch.cat([getattr(part, name) for part in parts]) for name in names},
     )
 
 
-@dataclass
-class Update:
-    """What the pruning of a batch may look at, and what each completion's tokens are multiplied by; [K, G]."""
+# ---------------------------------------------------------------------------- the trainer
 
-    batch: Batch
-    advantages: torch.Tensor
-    prompt_weights: torch.Tensor  # [K]; 0: not trained on
-    scale: torch.Tensor  # prompt weight over denominator; 0: masked
-    group_square: torch.Tensor  # [K], squared size of what the group adds to the full batch's gradient
-    cost: torch.Tensor  # tokens, prompt + completion
-    minibatch: torch.Tensor  # [K]; -1: none
+
+class Trainer:
+    """A run: model, optimizer, prompt history, tokenizer and data. `step` is the algorithm.
+
+    reward(completion, gold) is a finite number, or None for a gold that has no value; None takes
+    the data's own. Raises InputError for bad input before anything is written.
+    """
+
+    def __init__(self, cfg: Config, reward=None):
+        self.cfg = cfg = config.resolve(cfg)
+        self.rank, self.world = ranks.start(cfg.device)
+        if cfg.shard == "fsdp" and not dist.is_initialized():
+            raise InputError("--shard fsdp: needs ranks to share the weights; start with torchrun")
+        self.out_dir = Path(cfg.out_dir)
+        self.is_main = self.rank == 0
+        self.show_progress = self.is_main and sys.stderr.isatty()
+        self.stop = Stop()
+        self.timer = Timer(cfg.device)
+        self.threads = Threads(cfg.device)
+        self.threads.fit()
+        self._check_folder()
+        self._load_data(reward)  # before the model, so that a bad file is reported at once
+        saved = ranks.broadcast(checkpoint.find, self.out_dir) if cfg.resume else None
+        self._load_model(saved)
+        self._make_sampling()
+        self._make_state(saved)
+
+    # ------------------------------------------------------------------------ the algorithm
+
+    def step(self, step: int) -> tuple[dict, list[dict]]:
+        """One step of DPPO; returns its rows for log.jsonl and samples.jsonl.
+
+        Raises Stopped only before the first update, when nothing that is saved has changed.
+        """
+        started = self.timer.start()
+        draws = sampler.generator_for(self.cfg.seed, step, "keep")  # the same on every rank
+        greso = self.greso and self.greso.copy()
+
+        # 1. Select prompts. The window of Q candidates is the denominator, whatever is pruned.
+        window = self.candidates(step)  # [Q]
+        if greso:  # a biased baseline without weights: it rolls out until Q groups are alive
+            batch, chosen = self.roll_out_greso(greso, step, draws)
+        else:
+            # --- DPPO, before rollout: drop prompts by history, weight the rest by 1 / P(kept)
+            kept, weights = self.prune_prompts(window, step, draws)  # [Q], [Q]
+            # ---
+            chosen = Selection(kept, weights[kept], kept.nonzero().squeeze(1), weights[kept])
+            # 2. Sample G completions for each prompt, and 3. reward each of them.
+            batch = self.roll_out(window[kept], step, "rollout")
+
+        # 4. Advantage, over the full group, and 5. denominator, over the full batch.
+        full = self.full_batch(batch, chosen)
+        known = self.history.summary(step, window, chosen.kept)
+
+        # 6. Prune completions and 7. update, once per mini-batch and epoch, each with its own draw.
+        updates = []
+        with self.timer.measure("train"):
+            learning_rate = self.set_learning_rate(step)
+            old_logprobs = self.old_logprobs(batch)
+            for minibatch in [*range(self.cfg.minibatches)] * self.cfg.epochs:
+                # --- DPPO, after reward: drop completions, weight the rest by 1 / P(kept)
+                keep, weights = self.prune_completions(full, minibatch, draws)  # [K, G], [K, G]
+                # ---
+                updates.append(self.update(step, full, keep, weights, old_logprobs))
+            self.learn(step, full)
+            self.greso = greso
+        times = self.timer.seconds | {"step_time": self.timer.now() - started}
+        row = {"step": step} | metrics.row(self.cfg, full, updates, learning_rate) | times | known
+        return row, metrics.samples(step, self.cfg, full, updates, self.train_set)
+
+    def candidates(self, step: int) -> torch.Tensor:
+        """The window [Q] of prompts that a step considers."""
+        num_train = len(self.train_set)
+        return sampler.candidates(num_train, self.num_prompts, self.cfg.seed, step)
+
+    def prune_prompts(self, window, step, draws) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stage 1: (keep, weights) [Q] of one draw. The identity with --prompt-rule none."""
+        rule, rate = self.cfg.prompt_rule, self.cfg.prompt_prune_rate
+        return self.history.prune(rule, rate, window, draws, step, self.cfg.minibatches)
+
+    def roll_out(self, prompts, *key) -> Batch:
+        """Stages 2 and 3 for prompts [K]; every rank gets the numbers of all."""
+        with self.timer.measure("rollout"):
+            ranks.refresh(self.policy, self.model)
+        mine = torch.arange(len(prompts))[self.rank :: self.world]
+        own = prompts[mine].tolist()
+        seed = sampler.seed_for(self.cfg.seed, *key, self.rank)
+        with self.stops_if_not_finite(step=key[0]):
+            rollouts, texts, rewards = self.stop.run(self._sample_and_score, own, seed)
+        columns = [rewards, *(getattr(rollouts, name) for name in NUMBERS)]  # of this rank
+        table = torch.zeros(len(prompts), self.cfg.group_size, 5, dtype=torch.float64)  # [K, G, 5]
+        table[mine] = torch.stack([column.cpu().double() for column in columns], dim=-1)
+        return Batch(prompts, mine, rollouts, texts, *ranks.all_reduce(table).unbind(dim=-1))
+
+    def _sample_and_score(self, own, seed):
+        prompt_ids = [self.train_ids[index] for index in own]
+        group_size = self.cfg.group_size
+        with self.timer.measure("rollout"), autocast(self.cfg):
+            rollouts = rollout.sample(
+                self.policy, prompt_ids, self.sampling, group_size=group_size, seed=seed
+            )
+        with self.timer.measure("score"):
+            problems = [self.train_set[index] for index in own]
+            texts, rewards = evaluation.score(rollouts, problems, self.tokenizer, self.reward)
+        return rollouts, texts, rewards
+
+    def roll_out_greso(self, greso, step, draws) -> tuple[Batch, Selection]:
+        """Stages 1 to 3 of GRESO (baselines.py); `greso` is a copy, which this advances."""
+        order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
+        roll_out = lambda prompts, number: self.roll_out(prompts, step, "rollout", number)
+        rounds, weights, place = greso.collect(roll_out, self.num_prompts, order, draws)
+        shares = torch.full_like(weights, self.num_prompts / len(weights))
+        return join(rounds), Selection(None, weights, place, shares)
+
+    def full_batch(self, batch: Batch, chosen: Selection) -> FullBatch:
+        """Stages 4 and 5. The denominator is one mini-batch's share of the un-pruned batch."""
+        cfg = self.cfg
+        advantages = dppo.group_advantages(batch.rewards, cfg.loss)  # [K, G]
+        counts = torch.ones_like(batch.lengths)  # [K, G]; 0: masked
+        if cfg.mask_truncated:
+            counts = 1.0 - batch.truncated
+        weights = chosen.weights[:, None]  # [K, 1]
+        planned = {
+            "num_sequences": self.num_prompts * cfg.group_size // cfg.minibatches,
+            "num_tokens": (counts * weights * batch.lengths).sum().item() / cfg.minibatches,
+            "max_new_tokens": cfg.max_new_tokens,
+        }
+        scale = counts * dppo.loss_scale(batch.lengths, cfg.loss, **planned)  # [K, G]
+        size = dppo.contribution_size(advantages, scale, batch.energy, cfg.beta)  # [K, G]
+        group_square = size.square().sum(dim=1)  # [K]
+        cost = self.prompt_tokens[batch.prompts, None] + batch.lengths  # [K, G]
+        minibatch = chosen.place * cfg.minibatches // self.num_prompts  # [K]
+        minibatch = torch.where(chosen.weights > 0, minibatch, -1)
+        return FullBatch(batch, chosen, advantages, weights * scale, group_square, cost, minibatch)
+
+    def prune_completions(self, full, minibatch, draws) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stage 6: (keep, weights) [K, G] of one draw; other mini-batches are not kept.
+
+        With --completion-rule none everything is kept, with weight 1.
+        """
+        cfg = self.cfg
+        keep = torch.zeros_like(full.scale, dtype=torch.bool)
+        weights = torch.zeros_like(full.scale)
+        rows = full.minibatch == minibatch  # [K]
+        advantages = full.advantages[rows]
+        energy = full.batch.energy[rows]
+        size = dppo.contribution_size(advantages, full.scale[rows], energy, cfg.beta)
+        part = dppo.Completions(advantages, full.batch.rewards[rows], full.cost[rows], size)
+        module = baselines if cfg.completion_rule in baselines.COMPLETION_RULES else dppo
+        rule, rate = cfg.completion_rule, cfg.completion_prune_rate
+        keep[rows], weights[rows] = module.prune_completions(rule, rate, part, draws)
+        return keep, weights
+
+    def backward(self, full, keep, weights, old_logprobs=None) -> Sums:
+        """The gradient of what is kept, summed over packs and ranks, in .grad."""
+        self.optimizer.zero_grad()
+        mine = full.batch.mine
+        rows = (full.advantages[mine], (full.scale * weights)[mine], keep[mine])  # of this rank
+        options = {"cfg": self.cfg, "old_logprobs": old_logprobs, "reference": self.reference}
+        sums = self.stop.run(
+            accumulate_gradients, self.model, full.batch.rollouts, *rows, **options,
+            show_progress=self.show_progress, collective=self.cfg.shard == "fsdp",
+        )  # fmt: skip
+        ranks.sum_gradients(self.model)
+        return Sums(*ranks.all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist())
+
+    def update(self, step, full, keep, weights, old_logprobs=None) -> Update:
+        """Stage 7: one optimizer update. From the first one on, the step must be finished."""
+        sums = self.backward(full, keep, weights, old_logprobs)
+        parameters = self.model.parameters()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.cfg.grad_clip)
+        grad_norm = ranks.whole(norm).item()
+        with self.stops_if_not_finite(step):
+            if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
+                raise FloatingPointError(f"loss {sums.loss}, gradient norm {grad_norm}")
+        self.stop.held = True
+        self.optimizer.step()
+        return Update(keep, weights, sums, grad_norm)
+
+    def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
+        """The trainer's log-probs before the step's first update, if a later one needs them."""
+        cfg = self.cfg
+        if not cfg.importance_cap or cfg.epochs * cfg.minibatches == 1:
+            return None
+        args = (trainer_logprobs, self.model, batch.rollouts, cfg)
+        return self.stop.run(*args, collective=cfg.shard == "fsdp")
+
+    def learn(self, step: int, full: FullBatch) -> None:
+        """Update the prompt history with the groups that were rolled out."""
+        batch, tokens = full.batch, full.batch.lengths.sum(dim=1)  # [K]
+        seen = (batch.rewards, full.advantages, full.group_square, tokens)
+        self.history.update(step, batch.prompts, full.chosen.weights, *seen)
+
+    def set_learning_rate(self, step: int) -> float:
+        """Warm-up, then --lr-schedule; a decay reaches almost 0 in the last step."""
+        cfg = self.cfg
+        left = min(1.0, (cfg.steps + 1 - step) / max(1, cfg.steps + 1 - cfg.warmup))
+        cosine = (1 - math.cos(math.pi * left)) / 2
+        decay = {"constant": 1.0, "linear": left, "cosine": cosine}[cfg.lr_schedule]
+        learning_rate = cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        return learning_rate
+
+    # ------------------------------------------------------------------------ beside the algorithm
+
+    def check(self, step: int) -> dict:
+        """The running check that both prunings are unbiased; {} if it is not due.
+
+        All Q candidates are rolled out apart from the run. Their full gradient (of the first
+        mini-batch) is compared with CHECK_DRAWS pruned ones, each with its own prompt draw and its
+        own completion draw.
+        """
+        every = self.cfg.check_every
+        if not every or step % every:
+            return {}
+        window = self.candidates(step)
+        batch = self.roll_out(window, step, "check rollout")
+        ones = torch.ones(len(window), dtype=torch.float64)
+        place = torch.arange(len(window))
+
+        def gradient(full, keep, weights):  # [P]
+            self.backward(full, keep, weights)
+            parameters = self.model.parameters()
+            return torch.cat([ranks.whole(parameter.grad).flatten() for parameter in parameters])
+
+        def pruned(number):  # [P]
+            draws = sampler.generator_for(self.cfg.seed, step, "check keep", number)
+            _, weights = self.prune_prompts(window, step, draws)
+            full = self.full_batch(batch, Selection(None, weights, place, weights))
+            return gradient(full, *self.prune_completions(full, 0, draws))
+
+        full = self.full_batch(batch, Selection(None, ones, place, ones))
+        keep = (full.minibatch == 0)[:, None].expand_as(full.scale)
+        everything = gradient(full, keep, keep.double())
+        return dppo.check_unbiased(everything, map(pruned, range(CHECK_DRAWS)))
+
+    def evaluation_due(self, step: int) -> bool:
+        every = self.cfg.eval_every
+        return every > 0 and (step % every == 0 or step == self.cfg.steps)
+
+    def evaluate(self, step: int) -> dict:
+        """avg@4 on the held-out problems, of all ranks; {} if it is not due or was interrupted."""
+        if not self.evaluation_due(step):
+            return {}
+        mine = slice(self.rank, None, self.world)
+        seed = sampler.seed_for(self.cfg.seed, step, "eval", self.rank)
+        ranks.refresh(self.policy, self.model)
+        problems, ids = self.eval_set[mine], self.eval_ids[mine]
+        args = (self.policy, self.tokenizer, problems, ids, self.eval_reward, self.sampling)
+        try:
+            with autocast(self.cfg), self.stops_if_not_finite(step):
+                scores = self.stop.run(evaluation.sample_rewards, *args, k=EVAL_K, seed=seed)
+        except Stopped:
+            return {}
+        rewards = torch.zeros(len(self.eval_set), EVAL_K, dtype=torch.float64)
+        rewards[mine] = scores[0]
+        return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(ranks.all_reduce(rewards))}
+
+    @contextlib.contextmanager
+    def stops_if_not_finite(self, step: int):
+        """Turn a FloatingPointError into the message of a run that cannot continue."""
+        try:
+            yield
+        except FloatingPointError as error:
+            raise InputError(
+                f"step {step} is not finite ({error}): nothing of it was saved; the last "
+                f"checkpoint, if any, is in {self.out_dir / 'checkpoint'}. Lower --lr, or look at "
+                f"{self.out_dir / 'log.jsonl'}"
+            ) from None
+
+    # ------------------------------------------------------------------------ set-up
+
+    def _check_folder(self) -> None:
+        if not self.cfg.resume and (self.out_dir / "config.json").exists():
+            raise InputError(
+                f"--out-dir {self.cfg.out_dir} holds a run: give --resume to continue it, or "
+                f"another --out-dir"
+            )
+        ranks.barrier()  # every rank has looked before rank 0 writes
+
+    def _load_data(self, reward) -> None:
+        cfg = self.cfg
+        of_training_file = cfg.eval_data is None
+        name = cfg.eval_data or cfg.data
+        self.reward = reward or data.reward_function(cfg.data)
+        self.eval_reward = reward or data.reward_function(name)
+        self.train_set = ranks.broadcast(
+            data.train_problems, cfg.data, hold_out=of_training_file, reward=self.reward
+        )
+        self.eval_set = []
+        if cfg.eval_every:
+            options = {"of_training_file": of_training_file, "reward": self.eval_reward}
+            limit = cfg.eval_problems
+            self.eval_set = ranks.broadcast(data.eval_problems, name, limit, **options)
+
+    def _load_model(self, saved: Path | None) -> None:
+        cfg = self.cfg
+        base = cfg.model
+        if base == "tiny" and (cfg.beta or not saved):
+            base = str(ranks.broadcast(arithmetic.base_folder))
+        self.source = str(saved or base)
+        if Path(self.source).is_dir():  # loading is instant; a download keeps its progress bar
+            transformers.utils.logging.disable_progress_bar()
+        self.model, self.tokenizer = rollout.load_policy(self.source, cfg.device)
+        if cfg.gradient_checkpointing:
+            checkpoint_layers(self.model)
+        self.reference = None
+        if cfg.beta:  # the model that the run began with, also when it is resumed
+            self.reference = rollout.load_policy(base, cfg.device)[0].requires_grad_(False)
+        self.policy = self.model  # what samples
+        if cfg.shard == "fsdp":
+            for sharded in filter(None, (self.model, self.reference)):
+                shard(sharded, cfg.device)
+            self.policy = rollout.load_policy(self.source, cfg.device)[0].requires_grad_(False)
+            self.policy.to(getattr(torch, cfg.dtype))
+
+    def _make_sampling(self) -> None:
+        """Encode the prompts, and decide how to sample."""
+        cfg = self.cfg
+        room = self.model.config.max_position_embeddings - cfg.max_new_tokens
+        encode = lambda problems: data.encode_prompts(
+            problems, self.tokenizer, room, cfg.prompt_format, cfg.thinking
+        )
+        self.train_set, self.train_ids = encode(self.train_set)
+        self.eval_ids = []
+        if self.eval_set:
+            self.eval_set, self.eval_ids = encode(self.eval_set)
+        config.check_prompts(cfg, len(self.train_set))
+        self.sampling = rollout.Sampling.for_policy(
+            self.model, self.tokenizer, cfg.max_new_tokens, temperature=cfg.temperature,
+            batch_size=cfg.rollout_batch, engine=cfg.engine, show_progress=self.show_progress,
+        )  # fmt: skip
+        if cfg.engine == "vllm":
+            most_tokens = max(map(len, self.train_ids + self.eval_ids)) + cfg.max_new_tokens
+            self.sampling.engine = vllm_engine.Engine(
+                self.source, vocab_size=self.model.vocab_size, max_tokens=most_tokens,
+                sequences=cfg.rollout_batch, dtype=cfg.dtype, device=cfg.device,
+                memory=cfg.vllm_memory,
+            )  # fmt: skip
+            longest = sorted(self.train_ids, key=len)[-4:]  # their blocks are cached, if any are
+            logprobs = lambda rollouts: trainer_logprobs(self.policy, rollouts, cfg)
+            self.sampling.engine.check(self.policy, longest, self.sampling, logprobs)
+
+    def _make_state(self, saved: Path | None) -> None:
+        """Everything that a checkpoint holds beside the weights, from `saved` if there is one."""
+        cfg = self.cfg
+        self.num_prompts = config.num_candidates(cfg)  # Q
+        self.prompt_tokens = torch.tensor([len(ids) for ids in self.train_ids])  # [prompts]
+        sources = [problem.source for problem in self.train_set]
+        self.history = sampler.PromptHistory(self.prompt_tokens, sources, self.num_prompts)
+        self.greso = baselines.Greso(len(sources)) if cfg.prompt_rule == "greso" else None
+        options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": cfg.device == "cuda"}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        self.done = 0  # steps whose rows are in the log
+        self.evaluated = not self.evaluation_due(0)  # whether the evaluation due after `done` is
+        self.saved_at = 0  # the step of the newest checkpoint
+        if saved:
+            self._restore(checkpoint.load_state(saved))
+
+    def _restore(self, state: dict) -> None:
+        cfg = self.cfg
+        if self.reference:
+            fingerprint = checkpoint.fingerprint(self.reference)
+            if not math.isclose(fingerprint, state["reference"], rel_tol=1e-6):
+                raise InputError(
+                    f"--model {cfg.model} is not the model that the run in {cfg.out_dir} began "
+                    f"with, which --beta needs"
+                )
+        if not torch.equal(state["history"]["kind"], self.history.kind):
+            raise InputError(
+                f"--data {cfg.data}: {len(self.train_set)} prompts, but the run in {cfg.out_dir} "
+                f"was started with {len(state['history']['kind'])}, or with others: give it the "
+                f"data it had, or use another --out-dir"
+            )
+        ranks.load_optimizer(self.optimizer, state["optimizer"])
+        vars(self.history).update(state["history"])
+        if self.greso:
+            vars(self.greso).update(state["greso"])
+        self.done = self.saved_at = state["step"]
+        self.evaluated = state["evaluated"] or not self.evaluation_due(self.done)
+
+    # ------------------------------------------------------------------------ the run folder
+
+    def open_folder(self) -> None:
+        """Write config.json, cut the log back to the checkpoint, and say what the run is."""
+        cfg = self.cfg
+        self.log = log.Log(self.out_dir) if self.is_main else None
+        if self.is_main:
+            if self.done and (stored := checkpoint.stored_ranks(self.out_dir)) != self.world:
+                print(f"resuming a run of {stored} ranks on {self.world}: samples will differ")
+            self.log.open(self.done)
+            checkpoint.write_config(self.out_dir, asdict(cfg), self.world)
+            sizes = (len(self.train_set), len(self.eval_set))
+            print(metrics.first_lines(cfg, self.model, self.world, *sizes, self.done + 1))
+            if cfg.track:
+                self.log.start_tracker(cfg.track, asdict(cfg))
+
+    def write(self, row: dict, samples: list[dict]) -> None:
+        """Log a finished step."""
+        if self.is_main:
+            self.log.write(row, samples, metrics.console_line(row, self.cfg.steps))
+        self.done = row["step"]
+        self.evaluated = f"eval/avg@{EVAL_K}" in row or not self.evaluation_due(self.done)
+
+    def write_evaluation(self, scores: dict) -> None:
+        """Add a late evaluation to the row of the last step; step 0 is the model as loaded."""
+        if self.is_main and scores:
+            self.log.amend(self.done, scores)
+        self.evaluated = bool(scores)
+
+    def save(self) -> None:
+        """A checkpoint of the last logged step. All ranks contribute to that of a sharded model."""
+        self.saved_at = self.done
+        if not self.is_main and self.cfg.shard == "none":
+            return
+        state = {
+            "step": self.done,
+            "evaluated": self.evaluated,
+            "optimizer": ranks.gather(self.optimizer.state_dict()),
+            "history": vars(self.history),
+            "greso": vars(self.greso) if self.greso else None,
+            "reference": checkpoint.fingerprint(self.reference) if self.reference else None,
+        }
+        weights = ranks.weights(self.model)
+        if self.is_main:
+            args = (self.out_dir, self.model, weights, self.tokenizer, state)
+            checkpoint.save(*args, keep=self.cfg.keep_checkpoints)
+
+    def close(self) -> None:
+        """Draw run.png, say how the run ended, and wait for the other ranks."""
+        if self.is_main:
+            self.log.close()
+            if self.done < self.cfg.steps or not self.evaluated:
+                command = resume_command(self.cfg.out_dir)
+                print(f"stopped after step {self.done}; resume with: {command}", flush=True)
+            else:
+                saved = f", {self.out_dir / 'checkpoint'}/" if self.saved_at else ""
+                print(f"done: {self.log.path}, {self.out_dir / 'run.png'}{saved}")
+        ranks.finish()
+        if self.cfg.engine == "vllm":
+            self.sampling.engine.close()
 
 
 # ---------------------------------------------------------------------------- the run
 
 
-def main(cfg: Config) -> None:
-    """One training run. Bad input raises InputError before anything is written."""
+def main(cfg: Config, *, reward=None, until: int | None = None) -> None:
+    """One training run. Raises InputError for bad input before anything is written.
 
-    # setup: ranks, device, folder
-    cfg = config.resolve(cfg)
-    rank, world = ranks.start(cfg.device)
-    if cfg.shard == "fsdp" and not dist.is_initialized():
-        raise InputError("--shard fsdp: there are no ranks to share the weights; start train.py with torchrun")
-    out_dir, is_main = Path(cfg.out_dir), rank == 0
-    log_path, samples_path = out_dir / "log.jsonl", out_dir / "samples.jsonl"
-    if not cfg.resume and (out_dir / "config.json").exists():
-        raise InputError(f"--out-dir {cfg.out_dir} holds a run: give --resume to continue it, or another --out-dir")
-    ranks.barrier()  # every rank has looked before rank 0 writes
+    reward: see Trainer. until: stop after this step as if by SIGTERM; learning-rate schedules still
+    end at cfg.steps.
+    """
+    trainer = Trainer(cfg, reward)
+    trainer.open_folder()
+    cfg, stop = trainer.cfg, trainer.stop
+    with stop.listening():
+        with contextlib.suppress(Stopped):
+            if not trainer.evaluated:  # before the first step, or if an evaluation was interrupted
+                trainer.write_evaluation(trainer.evaluate(trainer.done))
+            while trainer.done < cfg.steps and not stop.agree():
+                step = trainer.done + 1
+                trainer.threads.fit()
+                checks = trainer.check(step)
+                row, samples = trainer.step(step)
+                stop.held = False
+                trainer.write(row | checks | trainer.evaluate(step), samples)
 
-    # setup: data before model, so that a bad file is known at once
-    train_set = ranks.first_says(data.train_problems, cfg.data, hold_out=cfg.eval_data is None)
-    eval_set = []
-    if cfg.eval_every:
-        of_training_file = cfg.eval_data is None
-        name, limit = cfg.eval_data or cfg.data, cfg.eval_problems
-        eval_set = ranks.first_says(data.eval_problems, name, limit, of_training_file=of_training_file)
-    reward, eval_reward = data.reward_function(cfg.data), data.reward_function(cfg.eval_data or cfg.data)
-
-    # setup: model, tokenizer, optimizer; from the checkpoint where there is one
-    saved = ranks.first_says(checkpoint.find, out_dir) if cfg.resume else None
-    base = cfg.model
-    if base == "tiny" and (cfg.beta or not saved):
-        base = str(ranks.first_says(arithmetic.base_folder))
-    if saved or Path(base).is_dir():  # loading and saving take no time; a download keeps its bar
-        transformers.utils.logging.disable_progress_bar()
-    model, tokenizer = rollout.load_policy(str(saved or base), cfg.device)
-    if cfg.gradient_checkpointing:
-        checkpoint_layers(model)
-    reference = None
-    if cfg.beta:  # the model the run began with, also when it is resumed
-        reference = rollout.load_policy(base, cfg.device)[0].requires_grad_(False)
-    policy = model  # what samples
-    if cfg.shard == "fsdp":
-        for sharded in filter(None, (model, reference)):
-            ranks.shard(sharded, cfg.device)
-        policy = rollout.load_policy(str(saved or base), cfg.device)[0].requires_grad_(False)
-        policy.to(getattr(torch, cfg.dtype))
-    encode = functools.partial(
-        data.encode_prompts, tokenizer=tokenizer, prompt_format=cfg.prompt_format, thinking=cfg.thinking,
-        max_prompt_tokens=model.config.max_position_embeddings - cfg.max_new_tokens,
-    )  # fmt: skip
-    train_set, train_ids = encode(train_set)
-    eval_set, eval_ids = encode(eval_set) if eval_set else ([], [])
-    num_prompts = config.num_candidates(cfg)  # Q
-    config.check_prompts(cfg, len(train_set))
-
-    # setup: how to sample
-    show_progress = is_main and sys.stderr.isatty()
-    sampling = rollout.Sampling(
-        cfg.max_new_tokens, rollout.eos_token_ids(model, tokenizer), tokenizer.pad_token_id, cfg.temperature,
-        cfg.rollout_batch, cfg.engine, show_progress=show_progress,
-    )  # fmt: skip
-    if cfg.engine == "vllm":
-        max_tokens = max(map(len, train_ids + eval_ids)) + cfg.max_new_tokens
-        sampling.engine = vllm_engine.Engine(
-            str(saved or base), vocab_size=model.vocab_size, max_tokens=max_tokens, sequences=cfg.rollout_batch,
-            dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
-        )  # fmt: skip
-        longest = sorted(train_ids, key=len)[-4:]  # blocks of them are cached, if of any
-        sampling.engine.check(policy, longest, sampling, lambda rollouts: trainer_logprobs(policy, rollouts, cfg))
-
-    # setup: what a checkpoint holds
-    fused = cfg.device == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=cfg.weight_decay, fused=fused)
-    prompt_tokens = torch.tensor([len(ids) for ids in train_ids])  # [P]
-    history = sampler.PromptHistory(prompt_tokens, [problem.source for problem in train_set], num_prompts)
-    greso = baselines.Greso(len(train_set)) if cfg.prompt_rule == "greso" else None
-    done, evaluated = 0, False  # steps that are in the log; whether the evaluation due after them is
-    if saved:
-        state = checkpoint.restore(saved, cfg, len(train_set), optimizer, history, greso, reference)
-        done, evaluated = state["step"], state["evaluated"]
-    if saved and is_main and (stored := checkpoint.stored_ranks(out_dir)) != world:
-        print(f"resuming on {world} ranks a run of {stored}: what is sampled depends on the number of ranks")
-    if is_main:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        for path in (log_path, samples_path):
-            checkpoint.cut_rows(path, lambda row: saved and row["step"] <= done)  # drops what was not saved
-        checkpoint.write_config(out_dir, asdict(cfg), world)
-        print(log.first_lines(cfg, model, world, len(train_set), len(eval_set), done + 1))
-
-    tracker = log.start_tracker(cfg, out_dir) if is_main and cfg.track else None
-    num_sequences = num_prompts * cfg.group_size  # Q * G, whatever is pruned
-    prune_prompts = functools.partial(
-        history.prune, cfg.prompt_rule, cfg.prompt_prune_rate, minibatches=cfg.minibatches
-    )
-    rivals = cfg.completion_rule in baselines.COMPLETION_RULES
-    prune_completions = baselines.prune_completions if rivals else dppo.prune_completions
-
-    asked = stop.Stop()  # by SIGTERM or Ctrl-C
-    call = lambda work, *words, **options: work(*words, **options)
-    unless_asked = asked.unless_asked if cfg.shard == "none" else call  # a sharded forward is a collective
-    due = lambda step: cfg.eval_every > 0 and (step % cfg.eval_every == 0 or step == cfg.steps)
-
-    def evaluate(step: int) -> dict:
-        """avg@4 over all ranks' shares of the held-out problems, if it is due; {} if not, or if the run is to stop."""
-        if not due(step):
-            return {}
-        rewards = torch.zeros(len(eval_set), EVAL_K, dtype=torch.float64)
-        ranks.refresh(policy, model)
-        with autocast(cfg), stops_if_not_finite(step, out_dir):
-            scores = asked.unless_asked(
-                evaluation.sample_rewards, policy, tokenizer, eval_set[rank::world], eval_ids[rank::world], eval_reward,
-                sampling, k=EVAL_K, seed=seed_for(cfg.seed, step, "eval", rank),
-            )  # fmt: skip
-        if asked.agreed():
-            return {}
-        rewards[rank::world] = scores[0]
-        return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(all_reduce(rewards))}
-
-    def sample_and_score(own, seed):
-        with autocast(cfg):
-            prompt_ids = [train_ids[index] for index in own]
-            rollouts = rollout.sample(policy, prompt_ids, sampling, group_size=cfg.group_size, seed=seed)
-        sampled = clock(cfg)
-        texts, rewards = evaluation.score(rollouts, [train_set[index] for index in own], tokenizer, reward)
-        return rollouts, texts, rewards, sampled
-
-    def roll_out(prompts, *key) -> Batch:
-        """Sample G completions of each of the prompts [K] and reward them; then every rank sees all numbers."""
-        started = clock(cfg)
-        ranks.refresh(policy, model)
-        mine = torch.arange(len(prompts))[rank::world]
-        own = prompts[mine].tolist()
-        with stops_if_not_finite(key[0], out_dir):
-            done = asked.unless_asked(sample_and_score, own, seed_for(cfg.seed, *key, rank))
-        if asked.agreed():
-            raise stop.Stopped
-        rollouts, texts, rewards, sampled = done
-        numbers = (rewards, rollouts.lengths, rollouts.truncated, rollouts.entropy, rollouts.energy)  # [K, G] each
-        table = torch.zeros(len(prompts), cfg.group_size, 5, dtype=torch.float64)  # [K, G, 5]
-        table[mine] = torch.stack([column.cpu().double() for column in numbers], dim=-1)
-        everything = all_reduce(table).unbind(dim=-1)
-        return Batch(prompts, mine, rollouts, texts, *everything, (sampled - started, clock(cfg) - sampled))
-
-    def prepare(batch, prompt_weights, place) -> Update:
-        """4. and 5. of a step, for prompts [K] with these weights [K] at these places [K] of the window."""
-        # 4. advantage: over the full group, before any completion is dropped
-        advantages = dppo.group_advantages(batch.rewards, cfg.loss)  # [K, G]
-
-        # 5. denominator: one mini-batch's share of the un-pruned batch, so it cannot depend on what was kept
-        counts = 1.0 - batch.truncated if cfg.mask_truncated else torch.ones_like(batch.lengths)  # [K, G]
-        weights = prompt_weights[:, None]  # [K, 1]
-        scale = counts * dppo.loss_scale(
-            batch.lengths, cfg.loss, num_sequences=num_sequences // cfg.minibatches, max_new_tokens=cfg.max_new_tokens,
-            num_tokens=(counts * weights * batch.lengths).sum().item() / cfg.minibatches,
-        )  # [K, G]  # fmt: skip
-        size = dppo.contribution_size(advantages, scale, batch.energy, cfg.beta)  # [K, G]
-        minibatch = torch.where(prompt_weights > 0, place * cfg.minibatches // num_prompts, -1)  # [K]
-        cost = prompt_tokens[batch.prompts, None] + batch.lengths  # [K, G]
-        return Update(batch, advantages, prompt_weights, weights * scale, size.square().sum(dim=1), cost, minibatch)
-
-    def prune_minibatch(update, minibatch, generator):
-        """6. of a step: (keep, weights) [K, G] of one draw; nothing is kept of other mini-batches."""
-        keep, weights = torch.zeros_like(update.scale, dtype=torch.bool), torch.zeros_like(update.scale)
-        rows = update.minibatch == minibatch  # [K]
-        advantages, energy = update.advantages[rows], update.batch.energy[rows]
-        size = dppo.contribution_size(advantages, update.scale[rows], energy, cfg.beta)
-        group = dppo.Completions(advantages, update.batch.rewards[rows], update.cost[rows], size)
-        # --- DPPO, after reward: drop completions, weigh the others by 1 / (chance of being kept)
-        keep[rows], weights[rows] = prune_completions(cfg.completion_rule, cfg.completion_prune_rate, group, generator)
-        # ---
-        return keep, weights
-
-    def gradient(update, keep, weights, old_logprobs=None):
-        """The gradient of what is kept, over packs and ranks, in .grad; returns accumulate_gradients' sums."""
-        optimizer.zero_grad()
-        mine = update.batch.mine
-        sums = unless_asked(
-            accumulate_gradients, model, update.batch.rollouts, update.advantages[mine],
-            (update.scale * weights)[mine], keep[mine], cfg=cfg, old_logprobs=old_logprobs, reference=reference,
-            show_progress=show_progress,
-        )  # fmt: skip
-        if asked.agreed():
-            raise stop.Stopped
-        sum_gradients(model)
-        return all_reduce(sums)
-
-    def check(step, window) -> dict:
-        """The running check of both levels: all Q candidates rolled out apart from the run, their full gradient (of
-        the first mini-batch), and CHECK_DRAWS pruned ones, each from a prompt draw and a completion draw of its own."""
-        batch, place = roll_out(window, step, "check"), torch.arange(num_prompts)
-
-        def whole_gradient(update, keep, weights):  # [parameters]
-            gradient(update, keep, weights)
-            return torch.cat([ranks.whole(parameter.grad).flatten() for parameter in model.parameters()])
-
-        def pruned(number):
-            draws = generator_for(cfg.seed, step, "check", number)
-            update = prepare(batch, prune_prompts(window, draws, step)[1], place)
-            return whole_gradient(update, *prune_minibatch(update, 0, draws))
-
-        update = prepare(batch, torch.ones(num_prompts, dtype=torch.float64), place)
-        keep = (update.minibatch == 0)[:, None].expand_as(update.scale)
-        return dppo.check_unbiased(whole_gradient(update, keep, keep.double()), map(pruned, range(CHECK_DRAWS)))
-
-    def train_step(step: int) -> tuple[dict, list[dict]]:
-        """One step: its rows for the log and the samples. Until the first update nothing that is saved has changed."""
-        draws = generator_for(cfg.seed, step, "keep")  # no rank in it: every rank draws alike
-        window = sampler.candidates(len(train_set), num_prompts, cfg.seed, step)  # [Q]
-        checks = check(step, window) if cfg.check_every and step % cfg.check_every == 0 else {}
-        started = clock(cfg)
-
-        # 1. select prompts: the window of candidates is the denominator, whatever is pruned; 2. sample; 3. reward
-        if greso:  # a rival without window and weights: it rolls out until Q groups are alive
-            prompt_keep, order = None, functools.partial(sampler.epoch_order, len(train_set), cfg.seed)
-            more = lambda prompts, number: roll_out(prompts, step, "rollout", number)
-            rounds, prompt_weights, place = greso.collect(more, num_prompts, order, draws)
-            batch, shares = join(rounds), torch.full_like(prompt_weights, num_prompts / len(prompt_weights))
-        else:
-            # --- DPPO, before rollout: drop prompts by their history, weigh the others by 1 / (chance of being kept)
-            prompt_keep, prompt_weights = prune_prompts(window, draws, step)  # [Q], [Q]
-            # ---
-            prompt_weights, place = prompt_weights[prompt_keep], prompt_keep.nonzero().squeeze(1)  # [K], [K]
-            batch, shares = roll_out(window[prompt_keep], step, "rollout"), prompt_weights
-
-        # 4. advantage, 5. denominator
-        update = prepare(batch, prompt_weights, place)
-        known = history.summary(step, window, prompt_keep)
-
-        # 6. prune, 7. update: once a mini-batch and epoch, each with a draw of its own
-        learning_rate = cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay(cfg, step)
-        optimizer.param_groups[0]["lr"] = learning_rate
-        updates, trains, old_logprobs = [], clock(cfg), None
-        if cfg.importance_cap and cfg.epochs * cfg.minibatches > 1:
-            old_logprobs = unless_asked(trainer_logprobs, model, batch.rollouts, cfg)
-        for _epoch, minibatch in itertools.product(range(cfg.epochs), range(cfg.minibatches)):
-            keep, weights = prune_minibatch(update, minibatch, draws)
-            sums = gradient(update, keep, weights, old_logprobs)
-            grad_norm = ranks.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)).item()
-            with stops_if_not_finite(step, out_dir):
-                if not (math.isfinite(sums[0]) and math.isfinite(grad_norm)):
-                    raise FloatingPointError(f"loss {sums[0].item()}, gradient norm {grad_norm}")
-            asked.held = True  # from here on the step is finished, whoever asks
-            optimizer.step()
-            updates.append((keep, weights, sums, grad_norm))
-        history.update(
-            step, batch.prompts, prompt_weights, batch.rewards, update.advantages, update.group_square,
-            batch.lengths.sum(dim=1),
-        )  # fmt: skip
-        step_time = clock(cfg) - started
-
-        # 8. log
-        row = {
-            "step": step,
-            **log.row(cfg, update, shares, updates, learning_rate),
-            "time/train": started + step_time - trains,
-            "step_time": step_time,  # without the running check
-            **known,
-            **checks,
-        }
-        return row, [{"step": step} | row for row in log.samples(cfg, update, updates, train_set)]
-
-    def save(step: int, evaluated: bool) -> None:
-        """A checkpoint after this step, whose row is in the log. Of a sharded model all ranks give their part."""
-        if not is_main and cfg.shard == "none":
-            return
-        state = {
-            "step": step, "evaluated": evaluated, "optimizer": ranks.gather(optimizer.state_dict()),
-            "history": vars(history), "greso": vars(greso) if greso else None,
-            "reference": checkpoint.fingerprint(reference) if reference else None,
-        }  # fmt: skip
-        weights = ranks.weights(model)
-        if is_main:
-            checkpoint.save(out_dir, model, weights, tokenizer, state, keep=cfg.keep_checkpoints)
-
-    # the run: done counts the steps whose rows are in the log, saved_at those of the newest checkpoint
-    saved_at, before = done, None
-    with asked.listening():
-        with contextlib.suppress(stop.Stopped):
-            if due(done) and not evaluated:  # before the first step, or where a run was stopped while it evaluated
-                scores = evaluate(done)
-                if is_main and scores:
-                    print(f"step {done:5d} | eval/avg@{EVAL_K} {scores[f'eval/avg@{EVAL_K}']:.3f}", flush=True)
-                    *earlier, last = checkpoint.read_rows(log_path) if done else [{"step": 0}]
-                    checkpoint.write_rows(log_path, [*earlier, last | scores])
-                evaluated = bool(scores)
-            while done < cfg.steps and not asked.agreed():
-                before = copy.deepcopy(vars(greso)) if greso else None
-                row, some = train_step(done + 1)
-                asked.held = False
-                scores = evaluate(done + 1)
-                if is_main:
-                    row |= scores
-                    print(log.console_line(row, cfg.steps), flush=True)
-                    checkpoint.append_rows(log_path, [row])
-                    checkpoint.append_rows(samples_path, some)
-                    log.track(tracker, row)
-                done, evaluated, before = done + 1, bool(scores) or not due(done + 1), None
-
-                # 9. save, after the row: a checkpoint's step is always in the log
-                if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps):
-                    save(done, evaluated)
-                    saved_at = done
-        if before:  # a step that was given up: what it did to greso's memory is not to be saved
-            vars(greso).update(before)
-        if asked.asked_anywhere and done > saved_at:
-            save(done, evaluated)
-
-    if is_main:
-        if log_path.exists():  # not if it was stopped before its first row
-            plot.draw_run(out_dir)
-        if done < cfg.steps or not evaluated:
-            print(f"stopped after step {done}; go on with: {stop.resume_command(cfg.out_dir)}", flush=True)
-        else:
-            print(f"done: {log_path}, {out_dir / 'run.png'}" + (f", {out_dir / 'checkpoint'}/" if saved_at else ""))
-        if tracker:
-            tracker.finish()
-    ranks.barrier()  # torchrun ends all ranks if one dies, so none leaves before the first has written
-    if world > 1:
-        time.sleep(0.2)  # gloo's threads abort a process that ends before they have let go of its last tensors
-    if cfg.engine == "vllm":
-        sampling.engine.close()
-
-
-# ---------------------------------------------------------------------------- small things of the run
-
-
-def decay(cfg, step: int) -> float:
-    """Factor of the learning rate after warm-up: 1, or from 1 down to almost 0 in the last step."""
-    left = min(1.0, (cfg.steps + 1 - step) / max(1, cfg.steps + 1 - cfg.warmup))
-    return {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[cfg.lr_schedule]
-
-
-def clock(cfg) -> float:
-    """Seconds, after the device has finished what it was given."""
-    if cfg.device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-@contextlib.contextmanager
-def stops_if_not_finite(step: int, out_dir: Path):
-    """Turns a FloatingPointError into the message of a run that cannot go on; this step is not saved."""
-    try:
-        yield
-    except FloatingPointError as error:
-        raise InputError(
-            f"step {step} is not finite ({error}): nothing of it was saved; the last checkpoint, if any, is in "
-            f"{out_dir / 'checkpoint'}. Lower --lr, or look at {out_dir / 'log.jsonl'}"
-        ) from None
+                # after the row, so that a checkpoint's step is always in the log
+                if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.steps):
+                    trainer.save()
+                if step == until:
+                    stop.requested = True
+        if stop.agreed and trainer.done > trainer.saved_at:
+            trainer.save()
+    trainer.close()
 
 
 if __name__ == "__main__":
@@ -453,9 +598,9 @@ if __name__ == "__main__":
         main(config.parse_config(sys.argv[1:]))
     except InputError as problem:
         if int(os.environ.get("RANK", "0")) > 0:
-            time.sleep(5)  # rank 0 says it, and torchrun ends the others; whoever lives on has an error of its own
+            time.sleep(5)  # rank 0 reports it first, and torchrun then ends the other ranks
         print(f"error: {problem}", file=sys.stderr, flush=True)
         sys.exit(2)
     finally:
-        if dist.is_initialized() and "vllm" not in sys.modules:  # vLLM destroys the group, with its own in it
+        if dist.is_initialized() and "vllm" not in sys.modules:  # vLLM destroys the group itself
             dist.destroy_process_group()

@@ -1,67 +1,79 @@
 """
-The update: gradients of what was kept, pack by pack, summed over ranks.
+The update: the gradient of what was kept, pack by pack, summed over ranks.
 
-Every sequence carries its own factor (weight over denominator), fixed before this file sees it. So the sum does not
-depend on how sequences are packed, or on which rank holds them.
+Every sequence carries its own factor (weight over denominator), fixed before this file sees it.
+So the sum does not depend on how sequences are packed, or on which rank holds them.
 
-Letters: K prompts and G completions of this rank, N completion tokens of a pack.
+Letters: K prompts and G completions of this rank, T max_new_tokens, N completion tokens of a pack.
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
 from tqdm import tqdm
 
 import dppo
 import packing
-import ranks
-from data import InputError
+from runtime import InputError, ranks
 
-SUMS = (  # of accumulate_gradients
-    "loss", "kl", "clipped", "gap", "importance", "capped", "entropy", "completion_tokens", "tokens", "slots",
-)  # fmt: skip
+
+class Sums(NamedTuple):
+    """Sums over the completion tokens of one optimizer update."""
+
+    loss: float  # with the full batch's denominator, the KL term included
+    kl: float  # the KL term alone, before beta
+    clipped: float  # tokens on which the clip acts
+    gap: float  # |trainer's log-prob - sampler's|, nats
+    importance: float  # trainer's probability / sampler's
+    capped: float  # tokens whose importance ratio is above the cap
+    entropy: float  # nats
+    completion_tokens: float
+    tokens: float  # forwarded, prompts included
+    slots: float  # room in the slots, in tokens
 
 
 def accumulate_gradients(
-    model, rollouts, advantages, scale, keep, *, cfg, old_logprobs=None, reference=None, show_progress=False
-) -> torch.Tensor:
-    """Add the gradient of every kept sequence of this rank to .grad, pack by pack.
+    model, rollouts, advantages, scale, keep, *, cfg, old_logprobs=None, reference=None,
+    show_progress=False,
+) -> Sums:  # fmt: skip
+    """Add the gradient of every kept sequence of this rank to .grad; returns this rank's sums.
 
-    advantages, scale and keep are [K, G], this rank's rows. A sequence's tokens carry its scale and nothing
-    that depends on the pack, so any layout gives the same sum. With cfg.beta, `reference` is the frozen model of
-    the KL term. The old log-probs are those that were sampled at: no forward of their own. With cfg.importance_cap they
-    are the trainer's, `old_logprobs` [K, G, T] or, if None, those of now, and each token carries min(cap, trainer's
-    probability / sampler's) as well (gspo: each sequence the mean of that over its tokens). Returns float64 sums, by
-    name in SUMS: loss and the KL in it, with the full batch's denominator; clipped tokens, |trainer - sampler| log-prob
-    gap, ratio of their probabilities, tokens above the cap, and entropy (nats) of the completion tokens; their number,
-    that of tokens forwarded, the slots' room.
+    advantages, scale and keep are [K, G], this rank's rows. Each token of a sequence is multiplied
+    by the sequence's scale and by nothing that depends on the pack, so any layout gives the same
+    gradient. With cfg.beta, `reference` is the frozen model of the KL term.
+
+    By default the old log-probs are the sampler's, which need no extra forward. With
+    cfg.importance_cap they are the trainer's: `old_logprobs` [K, G, T], or the current ones if
+    None. Each token is then also multiplied by min(cap, trainer's probability / sampler's).
     """
     device = model.device
-    sampled_logprobs, lengths = rollouts.logprobs.flatten(0, 1), rollouts.lengths.flatten().tolist()
-    advantages, scale = advantages.flatten().to(device), scale.flatten().to(device)  # [K * G]
+    sampled_logprobs = rollouts.logprobs.flatten(0, 1)  # [K * G, T]
+    lengths = rollouts.lengths.flatten().tolist()
+    advantages = advantages.flatten().to(device)  # [K * G]
+    scale = scale.flatten().to(device)  # [K * G]
 
     measured, counts = [], []
-    for rows, pack in _packed(rollouts, keep, cfg, device, show_progress):
+    for rows, pack in _packs(rollouts, keep, cfg, device, show_progress):
         owner = torch.tensor(rows, dtype=torch.long, device=device)[pack.owner]  # [N] into K * G
-        sampled = _tokens(sampled_logprobs, rows, lengths)  # [N]
         logprobs, entropy = _logprobs(model, pack, cfg)  # [N], [N]
-        weight = scale[owner].to(logprobs.dtype)  # [N]; multiplies the finished loss of each token
-        sampled, now = sampled.to(logprobs.dtype), logprobs.detach()
-        old, importance = sampled, (now - sampled).exp()  # [N], [N]
+        now = logprobs.detach()
+        sampled = _tokens(sampled_logprobs, rows, lengths).to(logprobs.dtype)  # [N]
+        weight = scale[owner].to(logprobs.dtype)  # [N]; multiplies each token's finished loss
+        old = sampled  # [N]
+        importance = (now - sampled).exp()  # [N]
         if cfg.importance_cap:
-            old = now if old_logprobs is None else _tokens(old_logprobs.flatten(0, 1), rows, lengths).to(now.dtype)
+            old = now
+            if old_logprobs is not None:
+                old = _tokens(old_logprobs.flatten(0, 1), rows, lengths).to(now.dtype)
             importance = (old - sampled).exp()
             weight = weight * importance.clamp(max=cfg.importance_cap)
         loss, clipped = dppo.token_loss(
-            logprobs,
-            old,
-            advantages[owner].to(logprobs.dtype),
-            owner,
-            loss=cfg.loss,
-            eps_low=cfg.eps_low,
-            eps_high=cfg.eps_high,
-        )  # [N], [N]
+            logprobs, old, advantages[owner].to(logprobs.dtype), owner,
+            loss=cfg.loss, eps_low=cfg.eps_low, eps_high=cfg.eps_high,
+        )  # [N], [N]  # fmt: skip
         kl = torch.zeros_like(loss)  # [N]
         if cfg.beta:
             with torch.no_grad():
@@ -71,21 +83,26 @@ def accumulate_gradients(
         total.backward()
         if not rows:
             continue
-        row = [total, (kl * weight).sum(), clipped.sum(), (now - sampled).abs().sum(), importance.sum()]
-        row += [(importance > (cfg.importance_cap or math.inf)).sum(), entropy.sum()]
-        measured.append(torch.stack(row).detach())  # read after the loop: here it would wait for the device
-        counts.append([len(old), pack.input_ids.shape[1], max(cfg.pack_tokens, pack.input_ids.shape[1])])
+        capped = (importance > (cfg.importance_cap or math.inf)).sum()
+        gap = (now - sampled).abs().sum()
+        row = [
+            total, (kl * weight).sum(), clipped.sum(), gap, importance.sum(), capped, entropy.sum()
+        ]  # fmt: skip
+        measured.append(torch.stack(row).detach())  # read after the loop; here the host would wait
+        tokens = pack.input_ids.shape[1]
+        counts.append([len(old), tokens, max(cfg.pack_tokens, tokens)])
     if not counts:
-        return torch.zeros(len(SUMS), dtype=torch.float64)
+        return Sums(*[0.0] * len(Sums._fields))
     parts = (torch.stack(measured).cpu().double(), torch.tensor(counts, dtype=torch.float64))
-    return torch.cat(parts, dim=1).sum(dim=0)
+    return Sums(*torch.cat(parts, dim=1).sum(dim=0).tolist())
 
 
 @torch.no_grad()
 def trainer_logprobs(model, rollouts, cfg) -> torch.Tensor:
-    """Log-probs [K, G, T] of the sampled tokens by the trainer's own arithmetic; 0 beyond a completion's end."""
-    found, lengths = torch.zeros_like(rollouts.logprobs), rollouts.lengths.flatten().tolist()
-    for rows, pack in _packed(rollouts, torch.ones_like(rollouts.truncated), cfg, model.device):
+    """The sampled tokens' log-probs [K, G, T] in the trainer's arithmetic; 0 past the end."""
+    found = torch.zeros_like(rollouts.logprobs)
+    lengths = rollouts.lengths.flatten().tolist()
+    for rows, pack in _packs(rollouts, torch.ones_like(rollouts.truncated), cfg, model.device):
         logprobs, _ = _logprobs(model, pack, cfg)
         for row, part in zip(rows, logprobs.split([lengths[row] for row in rows]), strict=True):
             found.flatten(0, 1)[row, : len(part)] = part
@@ -93,48 +110,75 @@ def trainer_logprobs(model, rollouts, cfg) -> torch.Tensor:
 
 
 def _logprobs(model, pack, cfg):
-    compute = model.packed_logprobs if ranks.is_sharded(model) else functools.partial(packing.packed_logprobs, model)
+    sharded = ranks.is_sharded(model)
+    compute = (
+        model.packed_logprobs if sharded else functools.partial(packing.packed_logprobs, model)
+    )
     with autocast(cfg, cache=False):
         return compute(pack, temperature=cfg.temperature)
 
 
 def _tokens(table, rows, lengths):
-    """What the table [K * G, T] has for the tokens of some completions, [N]."""
+    """The entries [N] of table [K * G, T] that belong to the tokens of these completions."""
     return torch.cat([table[:0].flatten(), *(table[row, : lengths[row]] for row in rows)])
 
 
-def _packed(rollouts, keep, cfg, device, show_progress=False):
-    """The kept completions, slot by slot: (which of K * G they are, in the pack's order, and the pack). Where weights
-    are sharded, a rank with fewer packs than another goes on with empty ones: a token that nothing is asked of."""
+def _packs(rollouts, keep, cfg, device, show_progress=False):
+    """Yield (rows, pack) for each slot: which of the K * G completions it holds, in pack order.
+
+    Under FSDP every forward is a collective, so every rank must run as many. A rank that runs out
+    of completions yields dummy packs without targets.
+    """
     G = keep.shape[1]
     kept = keep.flatten().nonzero().squeeze(1).tolist()
-    lengths, completion_ids = rollouts.lengths.flatten().tolist(), rollouts.completion_ids.flatten(0, 1).tolist()
+    lengths = rollouts.lengths.flatten().tolist()
+    completion_ids = rollouts.completion_ids.flatten(0, 1).tolist()
     prompts = [rollouts.prompt_ids[row // G] for row in kept]
     completions = [completion_ids[row][: lengths[row]] for row in kept]
-    totals = [
-        len(prompt) + max(0, len(completion) - 1) for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    shared = ([row // G for row in kept], [len(prompt) for prompt in prompts]) if cfg.share_prompts else ()
+    pairs = zip(prompts, completions, strict=True)
+    totals = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in pairs]
+    shared = ()
+    if cfg.share_prompts:
+        shared = ([row // G for row in kept], [len(prompt) for prompt in prompts])
     packs = packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window, *shared)
     if cfg.shard == "fsdp":
         most = ranks.all_reduce(torch.tensor(len(packs)), ranks.MAX).item()
         packs += [[]] * (most - len(packs))
-    for members in tqdm(packs, desc="update", unit="pack", delay=3, leave=False, disable=not show_progress):
+    bar = {"desc": "update", "unit": "pack", "delay": 3, "leave": False}
+    for members in tqdm(packs, **bar, disable=not show_progress):
         texts = [prompts[m] for m in members] or [[0]], [completions[m] for m in members] or [[]]
         pack = packing.build_pack(*texts, device, share_prompts=cfg.share_prompts)
         yield [kept[m] for m in members], pack
 
 
 def checkpoint_layers(model) -> None:
-    """Keep no layer's inner activations: they are computed again in the backward pass. InputError for dropout."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})  # transformers 5.23 renamed it
-    model.train()  # transformers checkpoints in this mode only; sampling leaves it and comes back
+    """Recompute each layer's activations in the backward pass. Raises InputError for dropout."""
+    enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    model.train()  # transformers checkpoints in training mode only; sampling restores the mode
     if not packing.packs_exactly(model):
-        raise InputError("--gradient-checkpointing: this model has dropout, and transformers would switch it on")
+        raise InputError(
+            "--gradient-checkpointing: this model has dropout, which training mode would enable"
+        )
+
+
+def shard(model, device: str) -> None:
+    """--shard fsdp: leave this rank its share of the weights, gathered around packed_logprobs."""
+    ranks.shard(model, device)
+
+    def packed_logprobs(pack, *, temperature):
+        logprobs, entropy = packing.packed_logprobs(model, pack, temperature=temperature)
+        return logprobs.clone(), entropy  # it may be a view, which FSDP warns about
+
+    model.packed_logprobs = packed_logprobs
+    register_fsdp_forward_method(model, "packed_logprobs")  # FSDP hooks only `forward` by itself
 
 
 def autocast(cfg, cache: bool = True):
-    """bfloat16 arithmetic over float32 weights, if the run asks for it. With the cache a weight that is used several
-    times, as the head's is by its chunks, has one cast, and its gradients are added up in bfloat16."""
-    return torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == "bfloat16", cache_enabled=cache)
+    """bfloat16 arithmetic over float32 weights, if the run uses it.
+
+    With the cache, a weight that is used several times, such as the head over its chunks, is cast
+    once, and its gradients are added up in bfloat16.
+    """
+    enabled = cfg.dtype == "bfloat16"
+    return torch.autocast(cfg.device, torch.bfloat16, enabled=enabled, cache_enabled=cache)

@@ -1,13 +1,16 @@
-"""A Qwen3 small enough that a test can afford hundreds of backward passes, and a way to make rollouts by hand."""
+"""A Qwen3 small enough for hundreds of backward passes, rollouts made by hand, and short runs."""
 
 import os
+import types
 import zlib
 from functools import partial
+
+os.environ["OMP_NUM_THREADS"] = "1"  # the workers fill the cores; and a run must not choose by load
 
 import pytest
 import torch
 import torch.nn.functional as F
-from toy import flags, plain_logits, rows, toy_reward
+import toy
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -17,15 +20,26 @@ import data
 import packing
 import rollout
 import train
+from runtime import log, plot
 
-if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):  # else each worker takes all cores
-    torch.set_num_threads(max(1, os.cpu_count() // workers))
+LONG = ("test_notebooks", "test_ranks", "test_stop", "test_train.py::test_two_ranks")
 
 
 def pytest_collection_modifyitems(items):
     """The long ones first, so that no worker is left alone with one."""
-    long = ("test_notebooks", "test_ranks", "test_stop", "test_train.py::test_two_ranks", "test_resume.py::test_killed")
-    items.sort(key=lambda item: not any(name in item.nodeid for name in long))
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Runs draw no run.png, which takes four times as long as the rest of a short run."""
+    monkeypatch.setattr(log, "plot", types.SimpleNamespace(draw_run=lambda out_dir: None))
+
+
+@pytest.fixture
+def pictures(monkeypatch, no_pictures):
+    """Runs draw run.png all the same."""
+    monkeypatch.setattr(log, "plot", plot)
 
 
 @pytest.fixture(scope="session")
@@ -52,9 +66,12 @@ def make_policy():
         )
         config._attn_implementation = packing.ATTENTION
         model = Qwen3ForCausalLM(config).to(dtype)
-        if dtype == torch.float64:  # Qwen3's RMSNorm computes in float32 whatever comes in
+        if dtype == torch.float64:  # Qwen3's RMSNorm computes in float32 whatever the input is
             for norm in (module for module in model.modules() if isinstance(module, Qwen3RMSNorm)):
-                norm.forward = partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=1e-6)
+                shape = norm.weight.shape
+                norm.forward = partial(
+                    F.rms_norm, normalized_shape=shape, weight=norm.weight, eps=1e-6
+                )
         model.generation_config = GenerationConfig(
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
         )
@@ -75,29 +92,40 @@ def policy_folder(make_policy, tmp_path):
 @pytest.fixture
 def small_runs(policy_folder, monkeypatch):
     """Whatever a bench trains is tiny, and rewarded by chance."""
-    small = ["--model", policy_folder, "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "6"]
+    small = {"--model": policy_folder, "--prompts-per-step": 4, "--group-size": 4}
+    small |= {"--max-new-tokens": 6}
+    more = [str(part) for pair in small.items() for part in pair]
     parse = config.parse_config
-    monkeypatch.setattr(config, "parse_config", lambda words: parse([*words, *small]))
-    monkeypatch.setattr(data, "reward_function", lambda _name: lambda text, _gold: float(zlib.crc32(text.encode()) % 2))
+    reward = lambda text, _gold: float(zlib.crc32(text.encode()) % 2)
+    monkeypatch.setattr(config, "parse_config", lambda args: parse([*args, *more]))
+    monkeypatch.setattr(data, "reward_function", lambda _name: reward)
 
 
 @pytest.fixture
 def small_world():
-    """A Qwen3 of five tokens whose head is padded to eight; the chance of every completion of at most three tokens, by
-    a forward of its own: {tokens: probability}, for prompt [1, 2] and two end tokens."""
+    """(model, chances): a Qwen3 of five tokens whose head is padded to eight, and the probability
+    of every completion of at most three tokens, {tokens: probability}, for the prompt [1, 2] and
+    two end tokens. Each probability comes from a forward of its own."""
     torch.manual_seed(3)
     config = Qwen3Config(
-        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, initializer_range=0.4, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        initializer_range=0.4,
+        tie_word_embeddings=True,
+    )
     model = Qwen3ForCausalLM._from_config(config, attn_implementation=packing.ATTENTION)
     model.vocab_size = 5
     chances, unfinished = {}, {(): 1.0}
     for length in (1, 2, 3):
         longer = {}
         for begun, chance in unfinished.items():
-            probs = plain_logits(model, torch.tensor([[1, 2, *begun]]))[0, -1, :5].double().softmax(dim=0)
-            for token, prob in enumerate(probs.tolist()):
+            logits = toy.plain_logits(model, torch.tensor([[1, 2, *begun]]))[0, -1, :5]
+            for token, prob in enumerate(logits.double().softmax(dim=0).tolist()):
                 ended = token in (0, 4) or length == 3
                 (chances if ended else longer)[*begun, token] = chance * prob
         unfinished = longer
@@ -106,7 +134,8 @@ def small_world():
 
 @pytest.fixture
 def make_rollouts():
-    """Random prompts and completions of ragged lengths; old log-probs are the model's own, moved by `drift`."""
+    """Random prompts and completions of ragged lengths; their log-probs are the model's own, moved
+    by `drift`."""
 
     def make(model, num_prompts, group_size, *, drift=0.0, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -122,22 +151,24 @@ def make_rollouts():
             for q in range(num_prompts):
                 for g in range(group_size):
                     completion = completion_ids[q, g, : lengths[q, g]].tolist()
-                    own, _ = packing.packed_logprobs(model, packing.build_pack([prompts[q]], [completion]))
+                    pack = packing.build_pack([prompts[q]], [completion])
+                    own, _ = packing.packed_logprobs(model, pack)
                     noise = torch.randn(len(completion), generator=generator, dtype=own.dtype)
                     logprobs[q, g, : len(completion)] = own + drift * noise
         nothing = torch.zeros(num_prompts, group_size)
-        return rollout.Rollouts(prompts, completion_ids, logprobs, nothing, nothing, lengths, nothing.bool())
+        rest = (nothing, nothing, lengths, nothing.bool())
+        return rollout.Rollouts(prompts, completion_ids, logprobs, *rest)
 
     return make
 
 
 @pytest.fixture
-def run(policy_folder, tmp_path, monkeypatch):
-    """Train in this process with the toy reward; returns the log's rows."""
-    monkeypatch.setattr(data, "reward_function", lambda _name: toy_reward)
+def run(policy_folder, tmp_path):
+    """Train in this process with the toy reward, or another; returns the log's rows."""
 
-    def go(name, **changes):
-        train.main(config.parse_config(flags(policy_folder, str(tmp_path / name), **changes)))
-        return rows(tmp_path / name)
+    def go(name, reward=toy.toy_reward, until=None, **changes):
+        args = toy.flags(policy_folder, str(tmp_path / name), **changes)
+        train.main(config.parse_config(args), reward=reward, until=until)
+        return toy.rows(tmp_path / name)
 
     return go

@@ -1,4 +1,4 @@
-"""The embedded task: problems are functions of (split, index), the teacher errs at carries only, any text encodes."""
+"""The embedded task: problems are functions of (split, index), the teacher errs only at carries."""
 
 import random
 import re
@@ -13,51 +13,60 @@ def chains(split, count=400):
 
 
 @pytest.mark.parametrize("split", arithmetic.SPLITS)
-def test_problems_are_what_the_split_says(split):
+def test_problems_match_their_split(split):
     low, high = {"longer": (9, 12), "mixed": (2, 18), "mixed-heldout": (2, 18)}.get(split, (2, 8))
     problems = chains(split)
     assert problems == chains(split)
     numbers = [prompt[:-1].split("+") for prompt, _, _ in problems]
     assert {len(chain) for chain in numbers} <= set(range(low, high + 1))
     assert {low, high} <= {len(chain) for chain in numbers}
-    assert all(str(sum(map(int, chain))) == answer for chain, (_, answer, _) in zip(numbers, problems, strict=True))
+    for chain, (_, answer, _) in zip(numbers, problems, strict=True):
+        assert str(sum(map(int, chain))) == answer
 
 
 def test_nothing_held_out_is_trained_on():
-    """Kills: a held-out split that is just another seed (16 of its chains would be in the training split)."""
-    trained = {prompt for split in ("train", "mixed") for prompt, _, _ in chains(split, 4000)}
-    held_out = {prompt for split in ("heldout", "mixed-heldout") for prompt, _, _ in chains(split, 4000)}
-    assert not trained & held_out
+    """Catches a held-out split that is just another seed: 16 of its chains would be trained on."""
+
+    def prompts(*splits):
+        return {prompt for split in splits for prompt, _, _ in chains(split, 4000)}
+
+    assert not prompts("train", "mixed") & prompts("heldout", "mixed-heldout")
 
 
 def test_mix_has_its_shares():
-    """35 % trivial, 30 % never solved, 35 % learnable, within 4 standard errors of 4,000 draws."""
+    """35 % trivial, 30 % unsolved and 35 % learnable, within 4 standard errors of 4,000 draws."""
     problems = chains("mixed", 4000)
     for source, share in (("trivial", 0.35), ("unsolved", 0.30), ("chain", 0.35)):
         found = sum(kind == source for _, _, kind in problems) / 4000
         assert abs(found - share) < 4 * (share * (1 - share) / 4000) ** 0.5
     for prompt, answer, source in problems:
         if source == "trivial":
-            assert int(answer) <= 9, "no carry anywhere"
+            assert int(answer) <= 9, "there must be no carry"
         if source == "unsolved":
             assert 13 <= prompt.count("+") + 1 <= 18
 
 
 def test_teacher_forgets_carries_and_nothing_else():
-    """Kills: errors without a carry, a carry always or never remembered, a working that does not add up."""
-    rng, carries, forgotten = random.Random(0), 0, 0
+    """Catches errors without a carry, carries that are always or never remembered, and workings
+    that do not add up."""
+    rng = random.Random(0)
+    carries = forgotten = 0
     for prompt, answer, _ in chains("train"):
         assert arithmetic.worked_answer(prompt).rpartition("=")[2] == answer
-        for left, right, result in re.findall(r"(\d+)\+(\d+)=(\d+)", arithmetic.worked_answer(prompt, 0.45, rng)):
+        worked = arithmetic.worked_answer(prompt, 0.45, rng)
+        for left, right, result in re.findall(r"(\d+)\+(\d+)=(\d+)", worked):
             wrong = int(result) != int(left) + int(right)
             carry = int(left) % 10 + int(right) > 9
             assert carry or not wrong
             assert not wrong or int(result) == int(left) + int(right) - 10
-            carries, forgotten = carries + carry, forgotten + wrong
+            carries += carry
+            forgotten += wrong
     assert abs(forgotten / carries - 0.55) < 4 * (0.55 * 0.45 / carries) ** 0.5
 
 
-@pytest.mark.parametrize("text", ["7+9+5?", "naïve 你好 🙂\n\t\x00", "costs $18, <b>", " two  spaces "])
+@pytest.mark.parametrize(
+    "text", ["7+9+5?", "naïve 你好 🙂\n\t\x00", "costs $18, <b>", " two  spaces "]
+)
 def test_any_text_encodes(text):
     tokenizer = arithmetic.make_tokenizer()
     ids = tokenizer.encode(text)
@@ -67,10 +76,15 @@ def test_any_text_encodes(text):
 
 
 def test_longest_answers_fit():
-    """Room is measured on the largest chain; one more token is the end."""
+    """The room is that of the largest chain, plus one for the end token."""
     tokenizer = arithmetic.make_tokenizer()
-    for data, split in (("arithmetic", "train"), ("arithmetic-longer", "longer"), ("arithmetic-mixed", "mixed")):
-        longest = max(len(tokenizer.encode(arithmetic.worked_answer(prompt))) + 1 for prompt, _, _ in chains(split))
+    for data, split in (
+        ("arithmetic", "train"),
+        ("arithmetic-longer", "longer"),
+        ("arithmetic-mixed", "mixed"),
+    ):
+        answers = [arithmetic.worked_answer(prompt) for prompt, _, _ in chains(split)]
+        longest = max(len(tokenizer.encode(answer)) + 1 for answer in answers)
         assert longest <= arithmetic.longest_completion(data) <= longest + 40
 
 
@@ -80,7 +94,7 @@ def test_unknown_split_is_named():
 
 
 def test_base_is_cached_whole(monkeypatch, tmp_path):
-    """Made once, as a folder that transformers loads; a half-made one has another name. Kills: saving in place."""
+    """The folder is made once, and has its name only when complete. Catches saving in place."""
     made = []
 
     def train_few(steps, train_base=arithmetic.train_base):

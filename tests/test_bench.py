@@ -1,74 +1,154 @@
-"""Every measurement that has no test elsewhere, from its command to its rows, at a size at which it takes seconds."""
+"""Every bench command without a test file of its own, from its command line to its rows, at a size
+at which it takes seconds. kills trains for minutes and is only run by hand."""
 
 import json
 import re
 
 import pytest
+import torch
 
 import bench
-import dppo
-import padding
+import config
+from bench import __main__ as command_line
+from bench import check, hostile, step, trl, update
 
 
-def test_step(tmp_path):
-    """Kills: a bench that train.py has outgrown, rows under another method's name."""
-    bench.step(rounds=2, steps=2, skip=1, shape="tiny", new_tokens=4, methods=("grpo", "pps"), json_file=tmp_path / "a")
-    rows = json.loads((tmp_path / "a").read_text())
-    assert [(row["method"], row["round"]) for row in rows if row["part"] == "step_time"] == [
-        ("grpo", 0), ("pps", 0), ("grpo", 1), ("pps", 1)
-    ]  # fmt: skip
-    trained = {(row["method"], row["round"]): row["median"] for row in rows if row["part"] == "tokens/trained"}
-    assert trained["pps", 0] < 0.8 * trained["grpo", 0]
-    sampled = [row["median"] for row in rows if row["part"] == "tokens/generated" and row["method"] == "grpo"]
-    assert all(1000 < tokens <= 32 * 8 * 4 for tokens in sampled)
+@pytest.fixture
+def command(tmp_path):
+    """Run a command line, and return the content of its --json."""
+
+    def go(line):
+        command_line.main([*line.split(), "--json", str(tmp_path / "rows.json")])
+        return json.loads((tmp_path / "rows.json").read_text())
+
+    return go
 
 
-def test_check(small_runs, monkeypatch, tmp_path):
-    """The twin has its fault, and nobody after it. Kills: a fault that is not planted, one that stays."""
-    honest, real, told = dppo.ht_weights, dppo.check_unbiased, []
-    monkeypatch.setattr(dppo, "check_unbiased", lambda *vectors: told.append(real(*vectors)) or told[-1])
-    bench.check(steps=2, json_file=tmp_path / "rows.json")
-    assert dppo.ht_weights is honest
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    rules = ["grpo_zero", "dppo", "pps", "pps, weights x 0.9", "dppo_floor", "cppo"]
-    assert [row["rule"] for row in rows[::3]] == rules
+@pytest.fixture
+def float32(monkeypatch):
+    """On a GPU the default would be bfloat16, which rounds at 4e-3."""
+    parse = config.parse_config
+    monkeypatch.setattr(config, "parse_config", lambda args: parse([*args, "--device", "cpu"]))
+
+
+@pytest.mark.parametrize("name", command_line.COMMANDS)
+def test_help(name, capsys):
+    """Every command has help for each of its flags. Catches a command that is not in the list."""
+    with pytest.raises(SystemExit) as end:
+        command_line.main([name, "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"python -m bench {name}" in shown
+    assert ("--json" in shown) == (name != "prompts")
+
+
+def test_step(command, monkeypatch, capsys):
+    """On made-up runs. Catches rows under another method's name, a first step that counts, a seed
+    that is the same in every round, and a ratio upside down."""
+
+    def run(args, reward):
+        flags = dict(zip(args[::2], args[1::2], strict=True))
+        seconds = {"grpo": 10.0, "pps": 5.0}[flags["--method"]] + float(flags["--seed"])
+        return None, [dict.fromkeys(step.PARTS, value) for value in (99.0, seconds, seconds)]
+
+    monkeypatch.setattr(step, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # else memory is a part
+    rows = command("step --rounds 2 --steps 3 --skip 1 --methods grpo pps")
+    found = [(r["method"], r["round"], r["median"]) for r in rows if r["part"] == "time/train"]
+    assert found == [("grpo", 0, 10), ("pps", 0, 5), ("grpo", 1, 11), ("pps", 1, 6)]
+    assert "5.500 (0.52, 0.50 to 0.55)" in capsys.readouterr().out
+
+
+def test_step_of_random_weights(command):
+    """Real runs. Catches a bench that train.py has outgrown, and a method that is not passed on."""
+    size = "--rounds 1 --steps 1 --skip 0 --shape tiny --new-tokens 4"
+    rows = command(f"step {size} --methods grpo pps")
+    found = {(row["method"], row["part"]): row["median"] for row in rows}
+    assert found["pps", "tokens/trained"] < 0.8 * found["grpo", "tokens/trained"]
+    assert 1000 < found["grpo", "tokens/generated"] <= 32 * 8 * 4
+    assert found["grpo", "step_time"] > found["grpo", "time/train"] > 0
+
+
+def test_rollout(command):
+    """Catches a bench that runs only where it was written, and tokens of another engine."""
+    rows = command("rollout --rounds 1 --batches 32 --shape tiny --new-tokens 4")
+    assert [row["engine"] for row in rows][:2] == ["hf", "compact"]
+    limit = 1e-5 if config.resolve(config.Config()).dtype == "float32" else 0.1
+    for row in rows:
+        assert row["tokens"] == 32 * 4
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
+        assert row["max_logprob_gap"] < limit
+
+
+def test_check(small_runs, float32, command):
+    """Catches rows of another run, and a check that does not run at every step."""
+    rows = command("check --steps 2")
+    assert [row["rule"] for row in rows[::3]] == [name for name, *_ in check.RUNS]
+    assert {row["checks"] for row in rows} == {2}
     scale = {row["rule"]: row["mean"] for row in rows if row["key"] == "check/scale"}
     assert abs(scale["grpo_zero"]) < 1e-6
-    pps, twin = (1 + told[2 * rules.index(rule)]["check/scale"] for rule in ("pps", "pps, weights x 0.9"))
-    assert twin == pytest.approx(0.81 * pps, rel=1e-4), "the first step's draws are the same"
-    assert {row["checks"] for row in rows} == {2}
 
 
-def test_check_sums_over_steps(small_runs, monkeypatch, tmp_path):
-    """A step counts as its |full|. Kills: a mean of ratios, which steps with hardly a gradient decide."""
-    found = iter(range(100))
+def test_the_twins_fault(small_runs, float32):
+    """The first step's draws are the same, so the pruned gradients are 0.81 times as long. Fails if
+    one of the two levels has no fault."""
+    args = ["--method", "pps", "--steps", "1", "--check-every", "1"]
+    scales = []
+    for trainer_class in (bench.Trainer, check.Underweighted):
+        _, rows = bench.run(args, trainer_class)
+        scales.append(1 + rows[0]["check/scale"])
+    assert scales[1] == pytest.approx(0.81 * scales[0], rel=1e-4)
 
-    def told(*_vectors):
-        number = next(found) % 2
-        return {f"check/{key}": (9.0, 1.0)[number] for key in ("bias2", "variance", "scale")} | {
-            "check/norm": (1.0, 7.0)[number]
-        }
 
-    monkeypatch.setattr(dppo, "check_unbiased", told)
-    bench.check(steps=2, json_file=tmp_path / "rows.json")
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert {row["mean"] for row in rows} == {2.0}
-    assert {row["error"] for row in rows} == {1.75}, "((7 x 1)^2 + (1 x 7)^2) x 2 / 1, its root over 8"
+def test_check_weights_steps_by_their_gradient():
+    """Catches a plain mean, which steps with hardly a gradient would decide."""
+    mean, error = check.mean_and_error([9.0, 1.0], [1.0, 7.0])
+    assert mean == 2.0
+    assert error == 1.75, "((7 x 1)^2 + (1 x 7)^2) x 2 / 1, its root over 8"
 
 
 def test_prompts(capsys):
-    """Kills: a bench that the history has outgrown."""
-    bench.prompts(count=2000, candidates=64)
+    """Catches a bench that the history has outgrown."""
+    command_line.main(["prompts", "--count", "2000", "--candidates", "64"])
     shown = capsys.readouterr().out
     assert "2000 prompts, 64 candidates a step" in shown
     assert re.search(r"a step: median \d+\.\d ms", shown)
     assert re.search(r"history 0\.\d MB in memory", shown)
 
 
-def test_update(monkeypatch, tmp_path):
-    """Every layout has the first one's gradient, which the bench asserts. Kills: a layout that fell behind."""
-    monkeypatch.setattr(padding, "head_rows", lambda _device: [])  # 16,384 tokens of Qwen3's vocabulary
-    padding.main(shape="tiny", rounds=1, sequences=16, json_file=tmp_path / "rows.json")
-    rows = json.loads((tmp_path / "rows.json").read_text())
+def test_update(command, monkeypatch):
+    """Every layout has the first one's gradient, which the bench asserts. Catches a layout that was
+    not kept up to date."""
+    monkeypatch.setattr(update, "head_rows", lambda _device: [])  # 16,384 x 151,936 logits
+    rows = command("update --shape tiny --rounds 1 --sequences 16 --pack-tokens 512")
     timed = {row["variant"] for row in rows if row["seconds"]}
-    assert timed == {"padded, arrival", "padded, sorted", "packed", "packed, shared prompts", "packed, masked SDPA"}
+    assert timed == {
+        "padded, arrival", "padded, sorted", "packed", "packed, shared prompts",
+        "packed, masked SDPA",
+    }  # fmt: skip
+
+
+def test_hostile(command, monkeypatch):
+    """From both threads, and the judge survives. Catches a bench that leaves an ended judge to the
+    next caller."""
+    answers = [("\\boxed{1/0}", "7"), ("\\boxed{\\infty}", "x^{7}+1")]
+    monkeypatch.setattr(hostile, "hostile_answers", lambda: answers)
+    found = command("hostile")
+    assert [row["thread"] for row in found["rows"]] == [False, False, True, True]
+    assert (found["summary"]["answers"], found["summary"]["not 0"]) == (4, 0)
+    assert found["summary"]["judge_works"]
+    assert 0.01 < found["summary"]["peak_gib"] < 2
+    assert hostile.rewards.verify("x^2", "x x")
+
+
+def test_trl(small_runs, command, monkeypatch):
+    """Our side of the comparison; TRL's steps are made up. Catches a pilot that picks the slowest,
+    first steps that count, and ratios upside down."""
+    monkeypatch.setattr(trl, "trl_steps", lambda size, steps, _seed: [900.0] + [size] * (steps - 1))
+    rows = command("trl --rounds 1 --steps 3 --micro-batches 200 100 300")
+    assert [row["seconds"] for row in rows[:4]] == [200, 100, 300, 100]
+    assert [row["trainer"] for row in rows[3:]] == ["TRL", "grpo", "dppo", "pps"]
+    for row in rows[4:]:
+        assert len(row["all_seconds"][0]) == 2
+        assert 0 < row["seconds"] < 50
+        assert row["ratio"] == pytest.approx(row["seconds"] / 100)

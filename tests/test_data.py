@@ -1,5 +1,6 @@
-"""Data: files are read whole or refused with the line that is wrong; prompts that do not fit are counted out loud."""
+"""Data: a file is read whole or refused by line number; prompts that do not fit are reported."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -8,14 +9,16 @@ import pytest
 
 import arithmetic
 import data
-from data import InputError
+import rewards
+from runtime import InputError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def write(tmp_path, *lines):
     path = tmp_path / "problems.jsonl"
-    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    texts = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
+    path.write_text("".join(texts))
     return str(path)
 
 
@@ -49,26 +52,32 @@ def test_a_file_is_read_by_any_of_its_keys(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("lines", "message"),
     [
         (['{"question": "a", "answer": "1"}\n', "{oops}\n"], "problems.jsonl, line 2 is not JSON"),
         (["[1]\n"], "line 1 is not a JSON object but list"),
-        ([{"question": "a", "gold": "1"}], "line 1 has none of the keys answer, final_answer, target, solution"),
+        (
+            [{"question": "a", "gold": "1"}],
+            "line 1 has none of the keys answer, final_answer, target, solution",
+        ),
         ([{"answer": "1"}], "line 1 has none of the keys problem, question, prompt"),
-        ([{"question": "a", "answer": {"x": 1}}], "line 1: the value of 'answer' must be text or a number"),
+        (
+            [{"question": "a", "answer": {"x": 1}}],
+            "line 1: the value of 'answer' must be text or a number",
+        ),
         ([{"question": "", "answer": "1"}], "line 1: the value of 'question' must be text"),
         ([], "is empty"),
         (["\n"], "is empty"),
     ],
 )
-def test_bad_files_are_named_with_their_line(tmp_path, lines, words):
+def test_bad_rows_are_reported_by_line(tmp_path, lines, message):
     with pytest.raises(InputError) as caught:
         data.read_problems(write(tmp_path, *lines))
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_or_not_text(tmp_path):
+def test_a_file_that_is_missing_or_not_text(tmp_path):
     with pytest.raises(InputError, match=r"nothing\.jsonl: no such file, nor one of arithmetic"):
         data.read_problems("nothing.jsonl")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -77,13 +86,14 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path):
 
 
 def test_sources_of_a_file(tmp_path):
-    """What a line says, else the file. Kills: strata by path where the data know better."""
-    path = write(tmp_path, {"problem": "1", "answer": "1", "source": "algebra"}, {"problem": "2", "answer": "2"})
+    """The row's own source, else the file's name. Fails if the file's name replaces the row's."""
+    first = {"problem": "1", "answer": "1", "source": "algebra"}
+    path = write(tmp_path, first, {"problem": "2", "answer": "2"})
     assert [problem.source for problem in data.read_problems(path)] == ["algebra", path]
 
 
 def test_the_last_twentieth_is_held_out(tmp_path):
-    """Kills: evaluating on what is trained on, holding out nothing of a small file."""
+    """Fails if training problems are evaluated on, or if nothing of a small file is held out."""
     path = write(tmp_path, *[{"question": f"q{i}", "answer": str(i)} for i in range(40)])
     train = data.train_problems(path, hold_out=True)
     held_out = data.eval_problems(path, 300, of_training_file=True)
@@ -96,13 +106,11 @@ def test_the_last_twentieth_is_held_out(tmp_path):
 
 
 def test_embedded_splits():
-    assert len(data.train_problems("arithmetic", hold_out=True)) == arithmetic.TRAIN_PROBLEMS == 512
+    problems = data.train_problems("arithmetic", hold_out=True)
+    assert len(problems) == arithmetic.TRAIN_PROBLEMS == 512
     assert data.eval_problems("arithmetic", 5)[0].text == arithmetic.problem("heldout", 0)[0]
-    assert {problem.source for problem in data.train_problems("arithmetic-mixed", hold_out=True)} == {
-        "trivial",
-        "unsolved",
-        "chain",
-    }
+    mixed = data.train_problems("arithmetic-mixed", hold_out=True)
+    assert {problem.source for problem in mixed} == {"trivial", "unsolved", "chain"}
     with pytest.raises(InputError, match="evaluation only"):
         data.train_problems("arithmetic-longer", hold_out=True)
 
@@ -118,34 +126,40 @@ def test_prompts_that_do_not_fit_are_counted(capsys):
 
 
 def test_prompt_formats():
-    """Kills: a template that never hears of --thinking, an instruction that base models do not get."""
+    """Fails if the template does not get --thinking, or if base models get no instruction."""
     tokenizer = arithmetic.make_tokenizer()
-    problems = [data.Problem("1+1", "2", "file", instruction="\nBox it."), data.Problem("1+1?", "2", "chain")]
+    boxed = data.Problem("1+1", "2", "file", instruction="\nBox it.")
+    problems = [boxed, data.Problem("1+1?", "2", "chain")]
 
-    def texts(*words):
-        return [tokenizer.decode(ids) for ids in data.encode_prompts(problems, tokenizer, 100, *words)[1]]
+    def texts(*args):
+        _, prompt_ids = data.encode_prompts(problems, tokenizer, 100, *args)
+        return [tokenizer.decode(ids) for ids in prompt_ids]
 
     assert texts() == texts("plain") == ["1+1\nBox it.\n", "1+1?"]
-    with pytest.raises(InputError, match="--prompt-format chat: the tokenizer has no chat template"):
+    with pytest.raises(InputError, match="--prompt-format chat: the tokenizer has no chat templ"):
         texts("chat")
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
         "{% if not enable_thinking %}<think></think>{% endif %}"
     )
-    assert texts() == ["<user>1+1\nBox it.<assistant><think></think>", "<user>1+1?<assistant><think></think>"]
-    assert texts("chat", True) == ["<user>1+1\nBox it.<assistant>", "<user>1+1?<assistant>"]
+    users = ["<user>1+1\nBox it.<assistant>", "<user>1+1?<assistant>"]
+    assert texts() == [user + "<think></think>" for user in users]
+    assert texts("chat", True) == users
     assert texts("plain", True) == ["1+1\nBox it.\n", "1+1?"]
 
 
 def test_arrays_and_parquet(tmp_path):
-    """The same rows from each kind of file. Kills: an array read as one line, a parquet file that is opened as text."""
+    """Every kind of file gives the same rows. Fails if an array is read as one line, or a parquet
+    file as text."""
     rows = [{"problem": f"p{n}", "answer": str(n), "subject": "algebra"} for n in range(3)]
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
-    found = [data.read_problems(str(tmp_path / f"a.{kind}")) for kind in ("json", "jsonl", "parquet")]
+    kinds = ("json", "jsonl", "parquet")
+    found = [data.read_problems(str(tmp_path / f"a.{kind}")) for kind in kinds]
     assert found[0] == found[1] == found[2]
-    assert [(problem.text, problem.source) for problem in found[0]] == [(f"p{n}", "algebra") for n in range(3)]
+    read = [(problem.text, problem.source) for problem in found[0]]
+    assert read == [(f"p{n}", "algebra") for n in range(3)]
     (tmp_path / "b.json").write_text('[{"problem": "p", "answer": "1"},\n {"problem" "p"}]')
     with pytest.raises(InputError, match=r"b\.json is not JSON .* at line 2, column 13"):
         data.read_problems(str(tmp_path / "b.json"))
@@ -154,60 +168,109 @@ def test_arrays_and_parquet(tmp_path):
         data.read_problems(str(tmp_path / "b.parquet"))
 
 
+HUB_COLUMNS = {
+    "openai/gsm8k": {"question": "q", "answer": "so 1+1=2 #### 2"},
+    "DigitalLearningGmbH/MATH-lighteval": {
+        "problem": "q",
+        "level": "Level 1",
+        "type": "Algebra",
+        "solution": "\\boxed{2}",
+    },
+    "haizhongzheng/DAPO-Math-17K-cleaned": {"prompt": "q", "target": "2"},
+    "HuggingFaceH4/MATH-500": {
+        "problem": "q",
+        "solution": "\\boxed{3}",
+        "answer": "2",
+        "subject": "Algebra",
+    },
+    "HuggingFaceH4/aime_2024": {
+        "id": 1,
+        "problem": "q",
+        "solution": "\\boxed{3}",
+        "answer": "002",
+        "year": "2024",
+    },
+    "math-ai/amc23": {"id": 1, "question": "q", "answer": 2.0, "url": ""},
+    "math-ai/minervamath": {"question": "q", "answer": "2"},
+    "math-ai/olympiadbench": {"question": "q", "solution": ["three"], "final_answer": ["$2$"]},
+    "MARIO-Math-Reasoning/Gaokao2023-Math-En": {
+        "question": "q",
+        "answer": "$2$",
+        "source": "gaokao",
+    },
+}
+
+
 def test_hub_sets(monkeypatch):
-    """Every name is asked for by id, configuration and split, with the columns it has there; without a network the
-    message says so. Kills: a wrong split, a column that no key names, GSM8K's whole solution as gold."""
-    columns = {
-        "openai/gsm8k": {"question": "q", "answer": "so 1+1=2 #### 2"},
-        "DigitalLearningGmbH/MATH-lighteval": {"problem": "q", "level": "Level 1", "type": "Algebra",
-                                               "solution": "\\boxed{2}"},
-        "haizhongzheng/DAPO-Math-17K-cleaned": {"prompt": "q", "target": "2"},
-        "HuggingFaceH4/MATH-500": {"problem": "q", "solution": "\\boxed{3}", "answer": "2", "subject": "Algebra"},
-        "HuggingFaceH4/aime_2024": {"id": 1, "problem": "q", "solution": "\\boxed{3}", "answer": "002", "year": "2024"},
-        "math-ai/amc23": {"id": 1, "question": "q", "answer": 2.0, "url": ""},
-        "math-ai/minervamath": {"question": "q", "answer": "2"},
-        "math-ai/olympiadbench": {"question": "q", "solution": ["three"], "final_answer": ["$2$"]},
-        "MARIO-Math-Reasoning/Gaokao2023-Math-En": {"question": "q", "answer": "$2$", "source": "gaokao"},
-    }  # fmt: skip
-    asked = []
+    """Every name is loaded by id, configuration and split, with the columns it has on the hub.
+
+    Catches a wrong split, a column that no key names, and GSM8K's whole solution as the gold.
+    """
+    loaded = []
 
     def load_dataset(name, configuration=None, *, split):
-        asked.append((name, configuration, split))
-        return datasets.Dataset.from_list([columns[name]] * 3)
+        loaded.append((name, configuration, split))
+        return datasets.Dataset.from_list([HUB_COLUMNS[name]] * 3)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for name in data.HUB:
-        assert [(problem.text, problem.answer.lstrip("0")) for problem in data.eval_problems(name, None)] == [
-            ("q", "2")
-        ] * 3
-    assert ("openai/gsm8k", "main", "test") in asked
-    assert {name for name, *_ in asked} == set(columns)
+        problems = data.eval_problems(name, None)
+        assert [(one.text, one.answer.lstrip("0")) for one in problems] == [("q", "2")] * 3
+    assert ("openai/gsm8k", "main", "test") in loaded
+    assert {name for name, *_ in loaded} == set(HUB_COLUMNS)
     assert data.train_problems("math", hold_out=True)[0].source == "Algebra"
 
-    def no_network(*words, **options):
+    def no_network(*args, **options):
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", no_network)
-    with pytest.raises(InputError, match=r"--data gsm8k: openai/gsm8k cannot be loaded \(Couldn't reach the hub\)"):
+    message = r"--data gsm8k: openai/gsm8k cannot be loaded \(Couldn't reach the hub\)"
+    with pytest.raises(InputError, match=message):
         data.train_problems("gsm8k", hold_out=True)
 
 
-def test_golds_without_a_value_are_dropped_out_loud(tmp_path, capsys):
-    path = write(
-        tmp_path, *[{"problem": f"p{n}", "answer": gold} for n, gold in enumerate(["1", "", None, "x+1", " "])]
-    )
-    assert [problem.text for problem in data.train_problems(path, hold_out=False)] == ["p0", "p3"]
-    assert f"dropped 3 of 5 problems of {path}: their golds have no value" in capsys.readouterr().out
+def test_golds_without_a_value_are_reported_and_dropped(tmp_path, capsys):
+    golds = ["1", "", None, "x+1", " "]
+    path = write(tmp_path, *[{"problem": f"p{n}", "answer": g} for n, g in enumerate(golds)])
+    kept = data.train_problems(path, hold_out=False)
+    assert [problem.text for problem in kept] == ["p0", "p3"]
+    dropped = f"dropped 3 of 5 problems of {path}: their golds have no value"
+    assert dropped in capsys.readouterr().out
     with pytest.raises(InputError, match="none of its 1 golds has a value"):
         data.eval_problems(write(tmp_path, {"problem": "p", "answer": ""}), 3)
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="real problem files are not part of the repository")
+def test_the_given_reward_decides_which_golds_have_a_value(tmp_path):
+    """Fails if the default reward decides although another one is given."""
+    golds = ["1", "", "x", "2"]
+    path = write(tmp_path, *[{"problem": f"p{n}", "answer": g} for n, g in enumerate(golds)])
+
+    def reward(_completion, gold):
+        return None if gold == "x" else 0.0
+
+    for problems in (
+        data.train_problems(path, hold_out=False, reward=reward),
+        data.eval_problems(path, None, reward=reward),
+    ):
+        assert [problem.answer for problem in problems] == ["1", "", "2"]
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the real problem files are not in the repository")
 def test_real_files(capsys):
-    """GSM8K and MATH as they come. Four of MATH's golds are missing: two null, two empty."""
+    """GSM8K and MATH as published. Four golds of MATH are missing: two are null, two are empty.
+
+    math-verify takes milliseconds for a gold of MATH, so only every tenth of those is tried here.
+    """
+    numbers = itertools.count()
+
+    def reward(completion, gold):
+        tried = not gold or next(numbers) % 10 == 0
+        return rewards.math_reward(completion, gold) if tried else 0.0
+
     assert len(data.train_problems(str(SHARED / "gsm8k_train.jsonl"), hold_out=False)) == 7473
     assert capsys.readouterr().out == ""
-    problems = data.train_problems(str(SHARED / "math_train.json"), hold_out=False)
+    path = str(SHARED / "math_train.json")
+    problems = data.train_problems(path, hold_out=False, reward=reward)
     assert len(problems) == 7470
     assert len({problem.source for problem in problems}) == 7
     assert "dropped 4 of 7474 problems" in capsys.readouterr().out

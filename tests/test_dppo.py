@@ -1,4 +1,4 @@
-"""The estimator's parts by hand: keep probabilities, draws, advantages, losses, the running check."""
+"""The estimator by hand: keep probabilities, draws, advantages, losses, the running check."""
 
 import math
 
@@ -14,7 +14,7 @@ def table(rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-# ---------------------------------------------------------------------------- probabilities and draws
+# ---------------------------------------------------------------------------- keep probabilities
 
 
 def random_instance(generator, n=40):
@@ -27,14 +27,14 @@ def random_instance(generator, n=40):
 
 
 def variance(keep_prob, size):
-    there = size > 0
-    return ((1 / keep_prob[there] - 1) * size[there].square()).sum().item()
+    live = size > 0
+    return ((1 / keep_prob[live] - 1) * size[live].square()).sum().item()
 
 
 def at_cost(keep_prob, cost, live, budget):
     """The same probabilities scaled, and capped at 1, until they cost `budget`."""
     low, high = 1e-12, 1e12
-    for _ in range(100):
+    for _ in range(50):
         middle = math.sqrt(low * high)
         if (keep_prob * middle).clamp(max=1)[live] @ cost[live] < budget:
             low = middle
@@ -44,11 +44,14 @@ def at_cost(keep_prob, cost, live, budget):
 
 
 def test_water_filling_is_optimal():
-    """KKT conditions and cost on 1,000 random instances, and no other rule of that cost has less variance. Kills: one
-    round of saturation, a / c for a / sqrt(c), a budget of what is not live."""
+    """KKT conditions and cost on 100 random instances; no other rule of that cost varies less.
+
+    Catches a single round of saturation, a / c in place of a / sqrt(c), and a budget that counts
+    terms of size 0.
+    """
     generator = torch.Generator().manual_seed(0)
     saturated = compared = 0
-    for _ in range(1000):
+    for _ in range(100):
         size, cost, budget = random_instance(generator)
         live, p = size > 0, dppo.pps_keep_prob(size, cost, budget)
         assert (p[~live] == 0).all()
@@ -61,30 +64,166 @@ def test_water_filling_is_optimal():
         assert ((price[inner] - level).abs() / level).max() < 1e-9
         assert (price[~inner] >= level * (1 - 1e-9)).all()
         best = variance(p, size)
-        rivals = [
+        noise = torch.rand(size.shape, generator=generator, dtype=torch.float64)
+        others = [
             torch.ones_like(size),
-            p * (1 + 0.2 * torch.rand(size.shape, generator=generator, dtype=torch.float64)),
+            p * (1 + 0.2 * noise),
             size / size[live].mean(),
             torch.where(size >= size[live].mean(), 1.0, 0.1).double(),
         ]
-        for rival in rivals:
-            q = at_cost(rival, cost, live, budget)
+        for other in others:
+            q = at_cost(other, cost, live, budget)
             compared += (q[live] @ cost[live]).item() == pytest.approx(budget, rel=1e-6)
             assert best <= variance(q, size) * (1 + 1e-6)
-    assert saturated > 1000, "the instances saturate"
-    assert compared > 3900, "nearly every rival reaches the cost"
+    assert saturated > 100, "the instances saturate"
+    assert compared > 390, "nearly every other rule reaches the cost"
 
 
 def test_water_filling_with_room_for_all():
-    """Kills: a probability above 1, a division by zero where everything is kept or nothing counts."""
+    """Catches a probability above 1, and a division by zero if all or none are kept.
+
+    A budget of exactly the whole cost keeps everything with probability exactly 1.
+    """
     size, cost = table([3.0, 0.0, 1e-12]), table([4.0, 5.0, 6.0])
     assert dppo.pps_keep_prob(size, cost, 10.0).tolist() == [1, 0, 1]
     assert dppo.pps_keep_prob(torch.zeros(3), cost, 0.0).tolist() == [0, 0, 0]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        size, cost, _ = random_instance(generator)
+        p = dppo.pps_keep_prob(size, cost, cost[size > 0].sum().item())
+        assert torch.equal(p, (size > 0).double())
+
+
+def test_one_live_completion():
+    """Its probability is the budget over its cost, and 1 from there on. The dead ones cost nothing.
+
+    Catches a probability that depends on the only size, and a live completion that is never kept.
+    """
+    for size in (1e-20, 1.0, 1e20):
+        sizes, cost = table([0.0, size, 0.0]), table([10.0, 8.0, 10.0])
+        assert dppo.pps_keep_prob(sizes, cost, 2.0).tolist() == pytest.approx([0, 0.25, 0])
+        assert dppo.pps_keep_prob(sizes, cost, 7.999).tolist()[1] == pytest.approx(7.999 / 8)
+        assert dppo.pps_keep_prob(sizes, cost, 8.0).tolist() == [0, 1, 0]
+
+
+def test_threshold_margin():
+    """Scores that tie up to rounding are kept; scores 2e-6 below the mean are not ties.
+
+    Catches no margin, a margin of 1e-5 or 1e-7, and a margin on the wrong side.
+    """
+    rewards = table([[1.0, 0, 1, 0, 0, 1]])  # at pass rate 1/2 all |A| are equal up to rounding
+    advantages = dppo.group_advantages(rewards, "grpo") * (1 + 1e-15 * torch.arange(6))
+    assert (dppo.threshold_keep_prob(advantages.abs(), ~rewards.isnan(), 0.9) == 1).all()
+    for below, keep_prob in ((0.4e-6, 1.0), (2e-6, 0.75)):
+        scores = table([1 - below, 1 + below])  # of mean 1
+        found = dppo.threshold_keep_prob(scores, torch.ones(2, dtype=torch.bool), 0.25)
+        assert found.tolist() == [keep_prob, 1.0]
+
+
+def test_mean_is_of_the_group_and_of_scorable_completions():
+    """Catches a batch-wide mean, and unscorable completions (|A| = 0) that lower the mean."""
+    nan = math.nan
+    rewards = table([[1.0, 0, 0, nan, nan, nan], [0, 0, 0, 0, 0, 1], [nan] * 6])
+    advantages = dppo.group_advantages(rewards, "dr_grpo")
+    batch = dppo.Completions(advantages, rewards, *[torch.ones(3, 6)] * 2)
+    keep_prob = dppo.completion_keep_prob("dppo", 0.5, batch)
+    # group 0: |A| is 2/3, 1/3, 1/3 and 0; the mean of three is 4/9, of six 2/9, of the batch 1/4
+    assert keep_prob[:2].tolist() == [[1, 0.5, 0.5, 0.5, 0.5, 0.5], [0.5] * 5 + [1]]
+    assert keep_prob[2].tolist() == [1.0] * 6, "nothing is below a mean of nothing"
+
+
+def test_contribution_size():
+    """Catches a missing length or prompt factor, an underflow that drops for good, a dead group
+    dropped although it has a KL term, and a masked completion that is kept."""
+    advantages, scale = table([[1.0, -2, 0, 1, 1]]), table([[0.5, 0.5, 0.5, 0.0, 0.5]])
+    energy = table([[4.0, 1, 9, 1, 0]])
+    size = dppo.contribution_size(advantages, scale, energy, 0.0)
+    assert size[0, :4].tolist() == pytest.approx([1, 1, 0, 0])
+    assert size[0, 4].item() == pytest.approx(dppo.SIZE_FLOOR * 2 / 3), "floored, not dropped"
+    with_kl = dppo.contribution_size(advantages, scale, energy, 0.1)
+    assert with_kl[0, :4].tolist() == pytest.approx([1.1, 1.05, 0.15, 0])
+    peaked = dppo.contribution_size(advantages, scale, torch.zeros(1, 5), 0.0)
+    assert ((peaked > 0) == (scale * advantages != 0)).all(), "not even if all of them underflow"
+    assert (dppo.contribution_size(torch.zeros(1, 5), scale, energy, 0.0) == 0).all()
+
+
+def test_size_floor():
+    """A size just below 3 % of the mean is raised to it, one just above is not changed.
+
+    Catches a floor that is missing, that applies to masked completions, or whose value changed: it
+    bounds the weights.
+    """
+    energy = table([[1.0] * 97 + [0.028**2, 0.032**2, 1.0]])
+    scale = torch.ones(1, 100, dtype=torch.float64)
+    scale[0, 99] = 0.0
+    size = dppo.contribution_size(torch.ones(1, 100), scale, energy, 0.0)
+    mean = (97 + 0.06) / 99
+    assert size[0, 97:].tolist() == pytest.approx([0.03 * mean, 0.032, 0.0])
+    keep_prob = dppo.pps_keep_prob(size, torch.ones(1, 100), 50.0)
+    assert (1 / keep_prob[size > 0]).max() < 2 / 0.029
+
+
+@pytest.mark.parametrize("rule", dppo.COMPLETION_RULES)
+@pytest.mark.parametrize("rewards", [[[1.0, 0.0]], [[0.0, math.nan]], [[math.nan, math.nan]]])
+def test_one_prompt_with_two_completions(rule, rewards):
+    """Groups of two, also with unscorable completions: the mean weight is 1 if the term is not 0.
+
+    Catches NaN probabilities, a division by a count of zero, and a rule that drops a live pair.
+    """
+    rewards = table(rewards)
+    advantages = dppo.group_advantages(rewards, "grpo")
+    assert advantages.isfinite().all()
+    scale, cost = torch.ones(1, 2, dtype=torch.float64), table([[1.0, 6.0]])
+    size = dppo.contribution_size(advantages, scale, table([[0.5, 3.0]]), 0.0)
+    batch = dppo.Completions(advantages, rewards, cost, size)
+    mean = sum(chance * weights for _, weights, chance in proof.outcomes(rule, 0.6, batch))
+    wanted = torch.where(size > 0, 1.0, 0.0) if rule in ("zero", "pps") else torch.ones(1, 2)
+    assert mean.flatten().tolist() == pytest.approx(wanted.flatten().tolist())
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        keep, weights = dppo.prune_completions(rule, 0.6, batch, generator)
+        assert weights.isfinite().all()
+        assert torch.equal(weights > 0, keep)
+
+
+# ---------------------------------------------------------------------------- draws and weights
+
+
+def test_draws_have_their_probabilities():
+    """Independent, within 4 standard errors. Catches probabilities that are off by 0.02, and a
+    single uniform number for all."""
+    keep_prob = table([1.0, 0.7, 0.3, 0.05])
+    draws = 20_000
+    kept = dppo.draw(keep_prob.expand(draws, 4), torch.Generator().manual_seed(0)).double()
+    error = (keep_prob * (1 - keep_prob) / draws).sqrt()
+    assert ((kept.mean(0) - keep_prob).abs() <= 4 * error).all()
+    assert (kept[:, 0] == 1).all()
+    assert torch.corrcoef(kept[:, 1:3].T)[0, 1].abs() < 0.03, "draws are independent"
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
+def test_draw_at_the_ends(monkeypatch, uniform):
+    """Probability 0 is never kept and 1 always, at both ends of the generator's range.
+
+    Catches <= in place of <, whose weight would be 1 / 0, a float32 uniform number, which can round
+    up to 1, and probabilities next to 0 or 1 that are treated as 0 or 1.
+    """
+
+    def rand(shape, *, dtype, generator):
+        return torch.full(shape, uniform, dtype=dtype)
+
+    monkeypatch.setattr(torch, "rand", rand)
+    near = [0.0, 1e-12, 1 - 1e-12, 1.0]
+    kept = dppo.draw(table(near), torch.Generator()).tolist()
+    assert kept == [uniform < p for p in near]
 
 
 def test_systematic_draw():
-    """Inclusion within 4 standard errors, size constant where the sum is an integer, exact by enumeration. Kills: an
-    order applied twice or not undone, a sure one lost by rounding, points that miss the first interval."""
+    """Inclusion within 4 standard errors, size constant if the sum is an integer, exact by
+    enumeration.
+
+    Catches an order that is applied twice or not undone, and points that miss the first interval.
+    """
     generator = torch.Generator().manual_seed(1)
     p = torch.rand(2, 10, generator=generator, dtype=torch.float64)
     p[0, 3], p[1, 4], p[1, 5] = 1.0, 0.0, 1.0
@@ -93,7 +232,7 @@ def test_systematic_draw():
     size = round(p.sum().item())
     assert p.sum().item() == pytest.approx(size, abs=1e-12)
     order = torch.randperm(20, generator=generator)
-    starts = torch.rand(20_000, generator=generator, dtype=torch.float64).tolist()
+    starts = torch.rand(5_000, generator=generator, dtype=torch.float64).tolist()
     kept = torch.stack([dppo.systematic(p, order, start) for start in starts]).double()
     assert ((kept.mean(0) - p).abs() <= 4 * (p * (1 - p) / len(starts)).sqrt()).all()
     assert (kept.sum(dim=(1, 2)) == size).all()
@@ -101,33 +240,64 @@ def test_systematic_draw():
     assert (exact - p).abs().max() < 1e-12
     stretch = kept.flatten(1)[:, order[5:12]].sum(dim=1)
     share = p.flatten()[order[5:12]].sum()
-    assert ((stretch - share).abs() < 1).all(), "each stretch of the order gets its share, to within one"
+    assert ((stretch - share).abs() < 1).all(), "each stretch gets its share, to within one"
     half = dppo.systematic(table([0.5, 0.5, 0.25, 0.5]), torch.arange(4), 0.0)
     assert half.tolist() == [True, False, True, False], "[0, 0.5) holds 0 and [1, 1.25) holds 1"
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6], [4, 2, 6, 0, 5, 1, 3]])
+def test_systematic_draw_next_to_zero_and_one(order):
+    """Probabilities next to 0 and 1 are exact, too: neither end is rounded.
+
+    Catches a keep probability of 0.9995 that counts as 1 (at a weight of 1.0005), and a tiny one
+    that is dropped for good.
+    """
+    p = table([0.9995, 1.0, 1e-6, 1 - 1e-9, 0.5, 0.0, 1e-9])
+    outcomes = list(proof.systematic_outcomes(p, torch.tensor(order)))
+    exact = sum(chance * keep.double() for keep, chance in outcomes)
+    assert (exact - p).abs().max() < 1e-15
+    for keep, chance in outcomes:
+        assert keep[1], "probability 1"
+        assert not keep[5] or chance == 0, "probability 0"
+
+
+def test_systematic_draw_keeps_the_sure_ones():
+    """Catches a probability of 1 that takes part in the sum, where rounding can lose it: between
+    1e-17 and 1 + 1e-17 there is no whole unit left."""
+    keep = dppo.systematic(table([1e-17, 1.0, 1.0, 0.5]), torch.arange(4), 0.0)
+    assert keep.tolist() == [True, True, True, False]
+
+
 def test_pps_draws_are_fresh_and_ordered():
-    """pps is the systematic draw with this generator's number, by prompt and size. Kills: one number every time, an
-    order that mixes prompts."""
+    """pps is the systematic draw with the generator's number, by prompt and by size.
+
+    Catches the same number for every draw, and an order that mixes prompts.
+    """
     batch = dppo.Completions(
-        advantages=table([[-1, 1, -1], [1, -1, -1]]), rewards=table([[0, 1, 0], [1, 0, 0]]),
-        cost=torch.full((2, 3), 4), size=table([[3, 2, 0], [4, 6, 5]]),
-    )  # fmt: skip
+        advantages=table([[-1, 1, -1], [1, -1, -1]]),
+        rewards=table([[0, 1, 0], [1, 0, 0]]),
+        cost=torch.full((2, 3), 4),
+        size=table([[3, 2, 0], [4, 6, 5]]),
+    )
     assert dppo.strata_order(batch.size).tolist() == [2, 1, 0, 3, 5, 4]
     generator = torch.Generator().manual_seed(0)
-    drawn = {tuple(dppo.prune_completions("pps", 0.5, batch, generator)[0].flatten().tolist()) for _ in range(50)}
-    expected = {tuple(keep.flatten().tolist()) for keep, _, p in proof.outcomes("pps", 0.5, batch) if p > 1e-9}
-    assert drawn == expected
+    draws = [dppo.prune_completions("pps", 0.5, batch, generator) for _ in range(50)]
+    drawn = {tuple(keep.flatten().tolist()) for keep, _ in draws}
+    outcomes = proof.outcomes("pps", 0.5, batch)
+    assert drawn == {tuple(keep.flatten().tolist()) for keep, _, p in outcomes if p > 1e-9}
     assert len(drawn) > 3
-    keep, weights = dppo.prune_completions("pps", 0.5, batch, generator)
+    keep, weights = draws[-1]
     keep_prob = dppo.completion_keep_prob("pps", 0.5, batch)
     assert torch.equal(weights, torch.where(keep, 1 / keep_prob, 0.0))
-    assert (keep_prob * batch.cost).sum().item() == pytest.approx(12.0), "1 - r_o of all tokens, the dead one's too"
+    cost = (keep_prob * batch.cost).sum().item()
+    assert cost == pytest.approx(12.0), "1 - r_o of all tokens, those of size 0 included"
 
 
-def test_pps_drops_what_is_zero_first():
-    """A budget of 30 % of the tokens, of which 25 % are live: these are all kept, at weight 1. Kills: a share of the
-    live tokens."""
+def test_pps_drops_terms_of_zero_first():
+    """If the budget is 30 % of the tokens and 25 % are live, these are all kept, at weight 1.
+
+    Catches a budget that is a share of the live tokens.
+    """
     size = torch.zeros(4, 4, dtype=torch.float64)
     size[1] = table([1, 2, 3, 40])
     batch = dppo.Completions(size, size, torch.full((4, 4), 7), size)
@@ -136,13 +306,51 @@ def test_pps_drops_what_is_zero_first():
     assert torch.equal(weights, (size > 0).double())
 
 
+@pytest.mark.parametrize("size", [2, 3, 5, 7])
+@pytest.mark.parametrize("rate", [0.3, 0.5, 0.9])
+def test_small_groups_have_exact_probabilities(size, rate):
+    """Groups so small that floor(r n) is far from r n: the mean weight of each completion is 1.
+
+    Catches rounding in the draw.
+    """
+    draws = 4000
+    rewards = table([[1.0] + [0.0] * (size - 1)]).expand(draws, size)
+    advantages = dppo.group_advantages(rewards, "grpo")
+    batch = dppo.Completions(advantages, rewards, torch.ones(draws, size), advantages.abs())
+    _, weights = dppo.prune_completions("dppo", rate, batch, torch.Generator().manual_seed(0))
+    assert (weights[:, 0] == 1).all()
+    error = math.sqrt(rate / (1 - rate) / draws)  # of a mean of weights, each 0 or 1 / (1 - r)
+    if size > 2:  # in a group of two, both |A| equal the mean
+        assert ((weights.mean(dim=0) - 1).abs()[1:] < 4 * error).all()
+        assert (weights[:, 1:] != 1).all()
+    else:
+        assert (weights == 1).all()
+
+
+def test_prune_rate_zero_is_the_identity():
+    """Catches a threshold that drops at rate 0, and weights that are almost 1."""
+    generator = torch.Generator().manual_seed(0)
+    advantages = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    batch = dppo.Completions(advantages, advantages, torch.ones(5, 7), advantages.abs())
+    for rule in dppo.COMPLETION_RULES:
+        keep, weights = dppo.prune_completions(rule, 0.0, batch, torch.Generator().manual_seed(0))
+        assert keep.all()
+        assert torch.equal(weights, torch.ones(5, 7, dtype=torch.float64))
+
+
+# ---------------------------------------------------------------------------- baselines
+
+
 def test_uniform_removes_the_share():
-    """A simple random sample: each with its chance, and each pair with its own. Kills: an independent draw, a
-    systematic one in a fixed order."""
+    """A simple random sample: each completion, and each pair, with its own probability.
+
+    Catches an independent draw, and a systematic one in a fixed order.
+    """
     batch = dppo.Completions(*[torch.ones(4, 5, dtype=torch.float64)] * 4)
     kept, together = torch.zeros(4, 5), torch.zeros(20, 20)
     for seed in range(2000):
-        keep, weights = baselines.prune_completions("uniform", 0.7, batch, torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        keep, weights = baselines.prune_completions("uniform", 0.7, batch, generator)
         assert keep.sum() == 6
         assert weights[keep].tolist() == pytest.approx([1 / 0.3] * 6)
         kept += keep
@@ -153,157 +361,139 @@ def test_uniform_removes_the_share():
     assert ((together / 2000 - pair).abs()[off] < 5 * math.sqrt(pair * (1 - pair) / 2000)).all()
 
 
-def test_contribution_size():
-    """Kills: the length's or the prompt's factor left out, an underflow that drops for good, a dead group dropped with
-    KL, a masked one kept."""
-    advantages, scale = table([[1.0, -2, 0, 1, 1]]), table([[0.5, 0.5, 0.5, 0.0, 0.5]])
-    energy = table([[4.0, 1, 9, 1, 0]])
-    size = dppo.contribution_size(advantages, scale, energy, 0.0)
-    assert size[0, :4].tolist() == pytest.approx([1, 1, 0, 0])
-    assert size[0, 4].item() == pytest.approx(dppo.SIZE_FLOOR * 2 / 3), "floored, not dropped"
-    with_kl = dppo.contribution_size(advantages, scale, energy, 0.1)
-    assert with_kl[0, :4].tolist() == pytest.approx([1.1, 1.05, 0.15, 0])
-    peaked = dppo.contribution_size(advantages, scale, torch.zeros(1, 5), 0.0)
-    assert ((peaked > 0) == (scale * advantages != 0)).all(), "not even where all of them underflow"
-    assert (dppo.contribution_size(torch.zeros(1, 5), scale, energy, 0.0) == 0).all()
+def test_baselines_by_hand():
+    """CPPO keeps floor(G (1 - P)) of a group and takes their mean; its code ranks the whole batch;
+    the floor form drops floor(r n_low).
 
-
-def test_rivals_by_hand():
-    """CPPO keeps floor(G (1 - P)) of a group and takes the mean over them; its code ranks the whole batch; the floor
-    form drops floor(r n_low). Kills: a rounding that keeps none of 10 at 0.9, ranks within the wrong scope."""
+    Catches a rounding that keeps none of 10 at rate 0.9, and ranks within the wrong scope.
+    """
     advantages = table([[0.1, -0.9, 0.2, 0.3], [2.0, -1.5, 1.4, 0.4]])
     batch = dppo.Completions(advantages, torch.zeros(2, 4), torch.ones(2, 4), advantages.abs())
-    results = {
-        rule: baselines.prune_completions(rule, rate, batch, torch.Generator())
-        for rule, rate in (("cppo", 0.5), ("cppo_batch", 0.6), ("dppo_floor", 0.7))
-    }
-    keep, weights = results["cppo"]
+    prune = lambda rule, rate: baselines.prune_completions(rule, rate, batch, torch.Generator())
+    keep, weights = prune("cppo", 0.5)
     assert keep.tolist() == [[False, True, False, True], [True, True, False, False]]
     assert weights[keep].tolist() == [2.0] * 4
-    keep, weights = results["cppo_batch"]
+    keep, weights = prune("cppo_batch", 0.6)
     assert keep.tolist() == [[False] * 4, [True, True, True, False]]
     assert weights[keep].tolist() == pytest.approx([8 / 3] * 3)
-    keep, weights = results[
-        "dppo_floor"
-    ]  # below the means 0.375 and 1.325: three and one; floor(2.1) and floor(0.7) go
+    keep, weights = prune("dppo_floor", 0.7)
+    # below the means 0.375 and 1.325 are three and one: floor(2.1) and floor(0.7) are dropped
     assert keep.tolist() == [[False, True, False, True], [True, True, True, True]]
     assert weights[0].tolist() == pytest.approx([0, 1, 0, 1 / 0.3])
     assert weights[1].tolist() == pytest.approx([1, 1, 1, 1 / 0.3])
-    assert baselines.kept_count(10, 0.9) == 1
-    assert baselines.allocated_prompts(32, 16, 0.75) == 128
-    assert baselines.allocated_prompts(32, 16, 0.7) == 128, "4 of 16 are kept"
-    with pytest.raises(ValueError, match="unknown completion rule 'topk'"):
-        baselines.prune_completions("topk", 0.5, batch, torch.Generator())
-    with pytest.raises(ValueError, match="unknown completion rule 'topk': choose one of none, zero, dppo, pps"):
+    with pytest.raises(ValueError, match="unknown completion rule 'topk': choose one of uniform"):
+        prune("topk", 0.5)
+    with pytest.raises(ValueError, match="unknown completion rule 'topk': choose one of none, ze"):
         dppo.prune_completions("topk", 0.5, batch, torch.Generator())
 
 
-@pytest.mark.parametrize("size", [3, 4, 5, 7])
-@pytest.mark.parametrize("rate", [0.3, 0.5, 0.9])
-def test_small_groups_have_exact_probabilities(size, rate):
-    """Groups of 5 and their like, where floor(r n) of 3 is far from r: what is kept of a group, times its weight,
-    averages to the group. Kills: rounding in the draw."""
-    rewards = table([[1.0] + [0.0] * (size - 1)])
-    advantages = dppo.group_advantages(rewards, "grpo")
-    batch = dppo.Completions(advantages, rewards, torch.ones(1, size), advantages.abs())
-    generator, draws = torch.Generator().manual_seed(0), 4000
-    total = torch.zeros(1, size, dtype=torch.float64)
-    for _ in range(draws):
-        total += dppo.prune_completions("dppo", rate, batch, generator)[1]
-    error = math.sqrt(rate / (1 - rate) / draws)  # of a mean of weights, each 0 or 1 / (1 - r)
-    assert total[0, 0] == draws
-    assert ((total / draws - 1).abs()[0, 1:] < 4 * error).all()
+def test_counts_of_the_baselines():
+    """Catches counts that rounding makes one too small, ties that do not keep their order, and a
+    division by zero if nothing is kept."""
+    assert baselines.kept_count(10, 0.9) == 1
+    assert baselines.allocated_prompts(32, 16, 0.75) == 128
+    assert baselines.allocated_prompts(32, 16, 0.7) == 128, "4 of 16 are kept"
+    keep, weights = baselines.top_completions(torch.ones(2, 50), 20)
+    assert keep[:, :20].all()
+    assert keep.sum() == 40
+    assert weights[keep].tolist() == [2.5] * 40
+    keep, weights = baselines.top_completions(torch.ones(1, 2), 0)
+    assert not keep.any()
+    assert weights.tolist() == [[0, 0]]
+    low = torch.cat([torch.zeros(100), torch.ones(50)])  # 0.29 x 100 rounds to less than 29
+    keep, weights = baselines.floor_of_low(low, torch.ones(150, dtype=torch.bool), 0.29)
+    assert not keep[:29].any()
+    assert keep[29:].all()
+    assert weights[[29, 149]].tolist() == pytest.approx([1 / 0.71, 1])
 
 
-def test_draws_have_their_probabilities():
-    """Within 4 standard errors, independent. Kills: probabilities that are off by 0.02, one number for all."""
-    keep_prob = torch.tensor([1.0, 0.7, 0.3, 0.05], dtype=torch.float64)
-    draws = 20_000
-    kept = dppo.draw(keep_prob.expand(draws, 4), torch.Generator().manual_seed(0)).double()
-    error = (keep_prob * (1 - keep_prob) / draws).sqrt()
-    assert ((kept.mean(0) - keep_prob).abs() <= 4 * error).all()
-    assert (kept[:, 0] == 1).all()
-    assert torch.corrcoef(kept[:, 1:3].T)[0, 1].abs() < 0.03, "draws are independent"
-
-
-def test_prune_rate_zero_is_the_identity():
-    """Kills: a threshold that drops at rate 0, weights that are almost 1."""
-    advantages = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    batch = dppo.Completions(advantages, advantages, torch.ones(5, 7), advantages.abs())
-    for rule in dppo.COMPLETION_RULES:
-        keep, weights = dppo.prune_completions(rule, 0.0, batch, torch.Generator().manual_seed(0))
-        assert keep.all()
-        assert torch.equal(weights, torch.ones(5, 7, dtype=torch.float64))
+# ---------------------------------------------------------------------------- advantages
 
 
 def test_advantages_by_hand():
-    """Kills: the population deviation, the epsilon inside the root, dead groups with rounding noise, None as 0."""
+    """Catches the population deviation, the epsilon inside the root, dead groups with rounding
+    noise, and an unscorable completion that counts as 0."""
     nan = math.nan
-    rewards = torch.tensor([[1.0, 0, 0, 0], [0.1, 0.1, 0.1, 0.1], [1, nan, 0, nan], [nan] * 4], dtype=torch.float64)
+    rewards = table([[1.0, 0, 0, 0], [0.1] * 4, [1, nan, 0, nan], [nan] * 4, [nan, 1, nan, nan]])
     before = rewards.clone()
     got = dppo.group_advantages(rewards, "grpo")
-    assert got[0].tolist() == pytest.approx([0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001])
+    assert got[0].tolist() == pytest.approx([0.75 / 0.5001] + [-0.25 / 0.5001] * 3)
     assert got[1].tolist() == [0.0] * 4
     half = 0.5 / (math.sqrt(0.5) + 1e-4)
     assert got[2].tolist() == pytest.approx([half, 0, -half, 0])
     assert got[3].tolist() == [0.0] * 4
-    assert dppo.group_advantages(rewards, "dr_grpo")[0].tolist() == [0.75, -0.25, -0.25, -0.25]
-    assert dppo.dead_groups(rewards).tolist() == [False, True, False, True]
+    assert got[4].tolist() == [0.0] * 4
+    for loss in dppo.LOSSES:
+        expected = [0.75, -0.25, -0.25, -0.25] if loss == "dr_grpo" else got[0].tolist()
+        assert dppo.group_advantages(rewards, loss)[0].tolist() == expected
+    assert dppo.dead_groups(rewards).tolist() == [False, True, False, True, True]
     ties = torch.full((1, 6), 0.7, dtype=torch.float64)
     assert ((ties - ties.mean()) != 0).any(), "the mean rounds, so the differences are not 0"
     assert (dppo.group_advantages(ties, "grpo") == 0).all()
-    assert torch.equal(rewards.nan_to_num(9), before.nan_to_num(9)), "arguments are not written to"
+    assert torch.equal(rewards.nan_to_num(9), before.nan_to_num(9)), "arguments are not changed"
 
 
-def test_ties_at_the_mean_are_kept():
-    """At pass rate 1/2 all |A| are equal up to rounding: nothing is below the mean. Kills: no margin."""
-    rewards = torch.tensor([[1.0, 0, 1, 0, 0, 1]], dtype=torch.float64)
-    advantages = dppo.group_advantages(rewards, "grpo") * (1 + 1e-15 * torch.arange(6, dtype=torch.float64))
-    assert (dppo.threshold_keep_prob(advantages.abs(), ~rewards.isnan(), 0.9) == 1).all()
+# ---------------------------------------------------------------------------- the loss
 
 
-def test_mean_is_of_the_group_and_of_scorable_completions():
-    """Kills: a batch-wide mean, unscorable completions (|A| = 0) pulling the mean down."""
-    nan = math.nan
-    rewards = torch.tensor([[1.0, 0, 0, nan, nan, nan], [0, 0, 0, 0, 0, 1]], dtype=torch.float64)
-    advantages = dppo.group_advantages(rewards, "dr_grpo")
-    keep_prob = dppo.completion_keep_prob("dppo", 0.5, dppo.Completions(advantages, rewards, *[torch.ones(2, 6)] * 2))
-    # group 0: |A| 2/3, 1/3, 1/3 and zeros; the mean of the three is 4/9, of all six 2/9, of the batch 1/4
-    assert keep_prob.tolist() == [[1, 0.5, 0.5, 0.5, 0.5, 0.5], [0.5] * 5 + [1]]
+def surrogate(loss, ratio, advantages, owner, eps_low, eps_high):
+    """(values, clipped, gradient), as lists, of token_loss at these ratios."""
+    old = torch.full_like(ratio, -1.0)
+    logprobs = (old + ratio.log()).requires_grad_()
+    values, clipped = dppo.token_loss(
+        logprobs, old, advantages, owner, loss=loss, eps_low=eps_low, eps_high=eps_high
+    )
+    values.sum().backward()
+    return values.tolist(), clipped.tolist(), logprobs.grad.tolist()
 
 
 def test_token_loss_by_hand():
-    """Kills: max for min, the clip on one side only, a sum for GSPO's mean, a CISPO that loses clipped gradients."""
+    """Catches max in place of min, a clip on one side only, a sum in place of GSPO's mean, and a
+    CISPO that loses the gradients of clipped tokens."""
     ratio = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.1])
     advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, 1.0])
-    owner, old = torch.tensor([0, 0, 1, 1, 1]), torch.full((5,), -1.0)
+    batch = (ratio, advantages, torch.tensor([0, 0, 1, 1, 1]))
 
-    def of(loss, eps_low=0.2, eps_high=0.3):
-        logprobs = (old + ratio.log()).requires_grad_()
-        values, clipped = dppo.token_loss(
-            logprobs, old, advantages, owner, loss=loss, eps_low=eps_low, eps_high=eps_high
-        )
-        values.sum().backward()
-        return values.tolist(), clipped.tolist(), logprobs.grad.tolist()
-
-    values, clipped, gradient = of("dapo")
+    values, clipped, gradient = surrogate("dapo", *batch, 0.2, 0.3)
     assert values == pytest.approx([-2.6, -1.0, 3.0, 1.6, -1.1])
     assert clipped == [True, False, False, True, False]
     assert gradient == pytest.approx([0, -1, 3, 0, -1.1])
-    values, clipped, gradient = of("cispo")
-    assert values == pytest.approx([-1.3 * 2 * x for x in (-1 + math.log(1.5),)] + [-0.8 * 2 * (-1 + math.log(0.5)),
-        1.3 * 2 * (-1 + math.log(1.5)), 0.8 * 2 * (-1 + math.log(0.5)), -1.1 * (-1 + math.log(1.1))])  # fmt: skip
+    values, clipped, gradient = surrogate("cispo", *batch, 0.2, 0.3)
+    factors = [-2.6, -1.6, 2.6, 1.6, -1.1]
+    logprobs = (ratio.log() - 1).tolist()
+    assert values == pytest.approx([f * x for f, x in zip(factors, logprobs, strict=True)])
     assert clipped == [True, True, True, True, False]
-    assert gradient == pytest.approx([-2.6, -1.6, 2.6, 1.6, -1.1]), "clipped, and still a gradient"
+    assert gradient == pytest.approx(factors), "clipped, and still a gradient"
     first, second = math.sqrt(0.75), (1.5 * 0.5 * 1.1) ** (1 / 3)
-    values, clipped, gradient = of("gspo", 0.1, 0.1)
-    assert values == pytest.approx([-2 * first, -2 * first, 2 * second, 2 * second, -second], rel=1e-5)
+    values, clipped, gradient = surrogate("gspo", *batch, 0.1, 0.1)
+    expected = [-2 * first, -2 * first, 2 * second, 2 * second, -second]
+    assert values == pytest.approx(expected, rel=1e-5)
     assert clipped == [False, False, False, False, False]
-    assert gradient == pytest.approx([-2 * first] * 2 + [second] * 3, rel=1e-5), "each token moves the whole sequence"
+    expected = [-2 * first] * 2 + [second] * 3
+    assert gradient == pytest.approx(expected, rel=1e-5), "each token moves the whole sequence"
+
+
+def test_token_loss_of_short_sequences():
+    """In sequences of one token GSPO is GRPO; a pack without tokens has no loss.
+
+    Catches a length of at least 2 in GSPO's mean, and a zero advantage that counts as clipped.
+    """
+    ratio, advantages = torch.tensor([1.5, 0.5, 1.1]), torch.tensor([2.0, 2.0, 0.0])
+    batch = (ratio, advantages, torch.tensor([4, 0, 2]))
+    values, clipped, gradient = surrogate("gspo", *batch, 0.2, 0.3)
+    assert values == pytest.approx([-2.6, -1.0, 0.0])
+    assert clipped == [True, False, False]
+    assert gradient == pytest.approx([0, -1, 0])
+    for ratio in (0.5, 1.5):
+        batch = (torch.tensor([ratio]), torch.zeros(1), torch.tensor([0]))
+        assert surrogate("grpo", *batch, 0.2, 0.2)[1] == [False], "an advantage of 0"
+    empty = (torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.long))
+    for loss in dppo.LOSSES:
+        assert surrogate(loss, *empty, 0.2, 0.3) == ([], [], [])
 
 
 def test_kl_by_hand():
-    """Never negative, also where the two nearly agree. Kills: the difference the other way round."""
+    """Never negative, even if the two nearly agree. Catches the difference with swapped sign."""
     logprobs, ref = torch.tensor([-1.0, -1.0, -3.0]), torch.tensor([-1.0, -1.00001, -1.0])
     kl = dppo.kl_k3(logprobs, ref)
     assert kl.tolist() == pytest.approx([0, 5e-11, math.e**2 - 3], rel=1e-4)
@@ -311,27 +501,81 @@ def test_kl_by_hand():
 
 
 def test_energy_bound():
-    """Above the exact energy for any softmax, equal to it where all the rest is on one token."""
-    logits = torch.randn(200, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+    """Catches a bound below the exact energy of some softmax. It is tight if all the remaining
+    probability is on one token."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, 7, generator=generator, dtype=torch.float64) * 3
     probs = logits.softmax(dim=-1)
-    exact = (torch.nn.functional.one_hot(torch.arange(200) % 7, 7) - probs).square().sum(dim=-1)
+    onehot = torch.nn.functional.one_hot(torch.arange(200) % 7, 7)
+    exact = (onehot - probs).square().sum(dim=-1)
     sampled = probs[torch.arange(200), torch.arange(200) % 7]
     assert (dppo.energy_bound(sampled.log()) >= exact - 1e-12).all()
     assert dppo.energy_bound(torch.tensor(0.25).log()).item() == pytest.approx(2 * 0.75**2)
 
 
 def test_loss_scale_by_hand():
-    """Kills: the denominators swapped, max_new_tokens in grpo."""
+    """Lengths 1 and T included. Catches swapped denominators, max_new_tokens in grpo, and a
+    completion of one token (the end token alone) that gets half its term."""
     counts = {"num_sequences": 8, "max_new_tokens": 100, "num_tokens": 50.0}
-    wanted = {"grpo": [1 / 16, 1 / 32], "gspo": [1 / 16, 1 / 32], "dr_grpo": [1 / 800] * 2, "dapo": [1 / 50] * 2,
-              "cispo": [1 / 50] * 2}  # fmt: skip
+    by_length = [1 / 8, 1 / 16, 1 / 32, 1 / 800]
+    expected = {
+        "grpo": by_length,
+        "gspo": by_length,
+        "dr_grpo": [1 / 800] * 4,
+        "dapo": [1 / 50] * 4,
+        "cispo": [1 / 50] * 4,
+    }
     for loss in dppo.LOSSES:
-        assert dppo.loss_scale(torch.tensor([[2.0, 4.0]]), loss, **counts).tolist() == [wanted[loss]]
+        scale = dppo.loss_scale(torch.tensor([[1.0, 2.0, 4.0, 100.0]]), loss, **counts)
+        assert scale.tolist() == [expected[loss]]
+
+
+def test_loss_scale_of_nothing():
+    """Catches a division by zero if every completion is masked, or has no token, and a token count
+    of 1 that is raised."""
+    for loss in ("dapo", "cispo"):
+        for num_tokens in (0.0, 1.0):
+            counts = {"num_sequences": 2, "max_new_tokens": 4, "num_tokens": num_tokens}
+            assert dppo.loss_scale(torch.ones(1, 2), loss, **counts).tolist() == [[1.0, 1.0]]
+    counts = {"num_sequences": 2, "max_new_tokens": 4, "num_tokens": 1.0}
+    assert dppo.loss_scale(torch.zeros(1, 1), "grpo", **counts).tolist() == [[0.5]]
+
+
+def test_unknown_loss_is_named():
+    """Catches a misspelt loss that silently becomes another one."""
+    one = torch.zeros(1)
+    counts = {"num_sequences": 2, "max_new_tokens": 4, "num_tokens": 2.0}
+    with pytest.raises(ValueError, match="unknown loss 'drgrpo': choose one of grpo, dr_grpo"):
+        dppo.group_advantages(torch.zeros(1, 2), "drgrpo")
+    with pytest.raises(ValueError, match="unknown loss 'drgrpo'"):
+        dppo.loss_scale(torch.ones(1, 2), "drgrpo", **counts)
+    with pytest.raises(ValueError, match="unknown loss 'drgrpo'"):
+        dppo.token_loss(one, one, one, one.long(), loss="drgrpo", eps_low=0.2, eps_high=0.2)
+
+
+# ---------------------------------------------------------------------------- what to watch
+
+
+def test_running_check_by_hand():
+    """Two pruned gradients of two parameters: errors (1, 0) and (1, 2), whose product is 1.
+
+    Catches n^2 in place of n (n - 1), and a norm that is not the full gradient's.
+    """
+    check = dppo.check_unbiased(table([3, 4]), iter(table([[4, 4], [4, 6]])))
+    assert check == {
+        "check/bias2": pytest.approx(1 / 25),
+        "check/variance": pytest.approx(2 / 25),  # around their mean: (0, -1) and (0, 1)
+        "check/scale": pytest.approx((3 + 3 + 8) / 2 / 25),
+        "check/norm": pytest.approx(5.0),
+    }
 
 
 def test_running_check_formula():
-    """Unbiased estimates leave bias2 and scale at 0 on average, weights times 0.9 do not. Kills: a square that holds
-    the variance, a variance that holds the square, a sum over the draws for their mean."""
+    """Unbiased estimates leave bias2 and scale at 0 on average; weights times 0.9 do not.
+
+    Catches a square that includes the variance, a variance that includes the square, and a sum over
+    the draws in place of their mean.
+    """
     generator = torch.Generator().manual_seed(0)
     full = torch.randn(500, generator=generator)
     rows = {1.0: [], 0.9: []}
@@ -339,24 +583,18 @@ def test_running_check_formula():
         some = [full + torch.randn(500, generator=generator) for _ in range(3)]
         for factor, found in rows.items():
             check = dppo.check_unbiased(full, (factor * one for one in some))
-            found.append([check["check/bias2"], check["check/variance"], check["check/scale"]])
+            found.append([check[f"check/{name}"] for name in ("bias2", "variance", "scale")])
     right, twin = (torch.tensor(rows[factor]) for factor in (1.0, 0.9))
     error = right.std(dim=0) / 20
     assert (right.mean(dim=0)[[0, 2]].abs() < 3 * error[[0, 2]]).all()
-    assert right.mean(dim=0)[1].item() == pytest.approx(500 / full.square().sum().item(), rel=0.05)
+    expected = 500 / full.square().sum().item()
+    assert right.mean(dim=0)[1].item() == pytest.approx(expected, rel=0.05)
     assert torch.allclose(twin[:, 1], 0.81 * right[:, 1], rtol=1e-3), "a bias is no variance"
     assert twin.mean(dim=0)[0].item() == pytest.approx(0.01, abs=4 * error[0].item())
     assert twin.mean(dim=0)[2].item() == pytest.approx(-0.1, abs=4 * error[2].item())
 
 
-def test_unknown_loss_is_named():
-    """Kills: a misspelt loss that is silently the other one."""
-    with pytest.raises(ValueError, match="unknown loss 'drgrpo': choose one of grpo, dr_grpo"):
-        dppo.group_advantages(torch.zeros(1, 2), "drgrpo")
-    with pytest.raises(ValueError, match="unknown loss 'drgrpo'"):
-        dppo.loss_scale(torch.ones(1, 2), "drgrpo", num_sequences=2, max_new_tokens=4, num_tokens=2.0)
-
-
 def test_effective_sample_size():
+    """Catches a count of the nonzero weights, which ignores their spread."""
     assert dppo.effective_sample_size(torch.tensor([2.0, 2, 0, 0])) == 2
     assert dppo.effective_sample_size(torch.tensor([3.0, 1])) == pytest.approx(1.6)

@@ -1,10 +1,14 @@
-"""Evaluation: the average, its interval, and the command line."""
+"""Evaluation: averages, their intervals, and the command line."""
 
+import ast
 import itertools
 import json
 import math
+import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +16,15 @@ import torch
 import data
 import eval as evaluation
 import rollout
-from data import InputError, Problem
+from data import Problem
+from runtime import InputError
 
+ROOT = Path(__file__).resolve().parents[1]
 nan = math.nan
 
 
 def test_average_is_over_completions_then_problems():
-    """Kills: pooling all completions (then 4/7), counting an unscorable one as wrong."""
+    """Fails if all completions are pooled (then 4/7), or an unscorable one counts as wrong."""
     rewards = torch.tensor([[1.0, 1, 1, 0], [0, nan, nan, nan], [1, 0, nan, nan], [nan] * 4])
     assert evaluation.avg_at_k(rewards) == pytest.approx((0.75 + 0 + 0.5) / 3)
     assert math.isnan(evaluation.avg_at_k(torch.full((2, 2), nan)))
@@ -27,9 +33,9 @@ def test_average_is_over_completions_then_problems():
         evaluation.as_number(math.inf)
 
 
-def test_interval_is_of_the_problems():
-    """200 problems solved always or never: the interval is 1.96 binomial standard errors, k does not narrow it. Kills:
-    resampling completions instead of problems."""
+def test_interval_is_over_problems():
+    """200 problems, each solved always or never: the interval is 1.96 binomial standard errors,
+    which a larger k does not narrow. Fails if completions are resampled instead of problems."""
     solved = (torch.arange(200) % 4 == 0).double()
     low, high = evaluation.bootstrap_interval(solved[:, None].expand(200, 8))
     error = 1.96 * math.sqrt(0.25 * 0.75 / 200)
@@ -38,35 +44,41 @@ def test_interval_is_of_the_problems():
     assert all(map(math.isnan, evaluation.bootstrap_interval(torch.full((2, 2), nan))))
 
 
-def test_batches_do_not_change_what_is_asked(make_policy):
-    """Every problem gets its own gold, whatever the batch. Kills: golds repeated per batch, a lost last batch."""
+def test_batches_do_not_mix_up_golds(make_policy):
+    """Every problem gets its own gold, whatever the batch size.
+
+    Fails if golds are repeated in every batch, or if the last batch is lost.
+    """
     model, tokenizer = make_policy()
     problems = [Problem(str(i), str(i), "test") for i in range(7)]
     prompt_ids = [tokenizer.encode(problem.text) for problem in problems]
-    asked = []
+    golds = []
 
     def reward(_completion, gold):
-        asked.append(gold)
+        golds.append(gold)
         return float(gold)
 
     for batch_size in (1, 4, 100):
-        asked.clear()
-        rewards, truncated = evaluation.sample_rewards(
-            model, tokenizer, problems, prompt_ids, reward, rollout.Sampling(3, [256], 257, batch_size=batch_size),
-            k=2, seed=0,
-        )  # fmt: skip
+        golds.clear()
+        sampling = rollout.Sampling(3, [256], 257, batch_size=batch_size)
+        args = (model, tokenizer, problems, prompt_ids, reward, sampling)
+        rewards, truncated = evaluation.sample_rewards(*args, k=2, seed=0)
         assert rewards.tolist() == [[float(i)] * 2 for i in range(7)]
-        assert asked == [str(i) for i in range(7) for _ in range(2)]
+        assert golds == [str(i) for i in range(7) for _ in range(2)]
         assert truncated.shape == (7, 2)
 
 
 def test_pass_at_k_by_enumeration():
-    """The share of all choices of k among n with a right one. Kills: 1 - (1 - c/n)^k, counting an unscorable one."""
-    rewards = torch.tensor([[1.0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, nan, nan]])
+    """The share of all choices of k out of n that include a right completion.
+
+    Catches 1 - (1 - c/n)^k, and an unscorable completion that is counted.
+    """
+    rewards = torch.tensor([[1.0, 0, 0, 0, 1], [0] * 5, [1] * 5, [1, 0, 0, nan, nan]])
     for k in (1, 2, 3, 4, 5):
         shares = []
         for row in rewards.tolist():
-            choices = list(itertools.combinations([score for score in row if not math.isnan(score)], k))
+            scorable = [score for score in row if not math.isnan(score)]
+            choices = list(itertools.combinations(scorable, k))
             if choices:
                 shares.append(sum(any(choice) for choice in choices) / len(choices))
         assert evaluation.pass_at_k(rewards, k) == pytest.approx(sum(shares) / len(shares))
@@ -74,88 +86,168 @@ def test_pass_at_k_by_enumeration():
 
 
 def test_majority():
-    """One spelling of many, ties shared, no vote for no answer. Kills: the first answer, None that wins."""
-    answers = [["1,000", "7", "$1000$", "7.5"], ["3", "4", None, None], [None] * 4, ["a b", "ab", "c", "d"]]
+    """Spellings of one answer vote together, ties share the reward, and no answer is no vote.
+
+    Catches a vote of the first answer only, and None as the winner.
+    """
+    answers = [
+        ["1,000", "7", "$1000$", "7.5"],
+        ["3", "4", None, None],
+        [None] * 4,
+        ["a b", "ab", "c", "d"],
+    ]
     rewards = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0], [nan] * 4])
     assert evaluation.maj_at_k(rewards, answers) == pytest.approx((1 + 0.5 + 0) / 3)
-    assert evaluation.maj_at_k(rewards[:1], [["7", "7", "1000", "7.0"]]) == 1.0  # the reward of the one first named
+    spellings = [["7", "7", "1000", "7.0"]]
+    assert evaluation.maj_at_k(rewards[:1], spellings) == 1.0  # the first spelling's reward
 
 
-def run(*flags):
-    return subprocess.run([sys.executable, "eval.py", *flags], capture_output=True, text=True, check=False)
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run eval.py as the main program; returns (exit code, output, errors)."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["eval.py", *args])
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run
 
 
 def test_command_line(policy_folder):
-    """A line of JSON a set, then the table; --prompt answers; bad values end in one line."""
-    model = ("--model", policy_folder, "--max-new-tokens", "4")
-    done = run(*model, "--data", "arithmetic-longer", "arithmetic", "--k", "2", "--problems", "5")
-    assert done.returncode == 0, done.stderr
-    first, second, head, *table = done.stdout.splitlines()
-    assert [json.loads(line)["data"] for line in (first, second)] == ["arithmetic-longer", "arithmetic"]
+    """One line of JSON per set, then the table."""
+    args = ["--model", policy_folder, "--max-new-tokens", "4", "--k", "2", "--problems", "5"]
+    program = [sys.executable, "eval.py", *args, "--data", "arithmetic-longer", "arithmetic"]
+    out = subprocess.run(program, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    first, second, head, *table = out.splitlines()
+    names = [json.loads(line)["data"] for line in (first, second)]
+    assert names == ["arithmetic-longer", "arithmetic"]
     row = json.loads(first)
-    assert (row["problems"], row["avg@2"], row["ci95"], row["max_new_tokens"]) == (5, 0.0, [0.0, 0.0], 4)
+    assert (row["problems"], row["avg@2"], row["ci95"]) == (5, 0.0, [0.0, 0.0])
+    assert row["max_new_tokens"] == 4
     assert head.split()[:3] == ["set", "problems", "avg@2"]
     assert [line.split()[0] for line in table] == ["arithmetic-longer", "arithmetic", "average"]
-    assert run(*model, "--prompt", "7+9+5?").returncode == 0
-    bad = run(*model, "--data", "nothing.jsonl")
-    assert bad.returncode == 2
-    assert bad.stderr.startswith("error: data nothing.jsonl: no such file")
 
 
-def test_check_golds(tmp_path):
-    """Lists what fails, counts the others, exits 0. Kills: a check that a gold's own text passes."""
+def test_prompt_and_errors(policy_folder, command):
+    """--prompt prints an answer. A bad value ends in one line and exit code 2."""
+    model = ("--model", policy_folder, "--max-new-tokens", "4")
+    code, out, _ = command(*model, "--prompt", "7+9+5?")
+    assert code == 0
+    assert out.endswith("\n")
+    code, _, errors = command(*model, "--data", "nothing.jsonl")
+    assert code == 2
+    assert errors.startswith("error: data nothing.jsonl: no such file")
+
+
+def test_help_has_a_sentence_for_every_flag(command, monkeypatch):
+    """Fails if a flag has no docstring, or if --help cuts it off."""
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = command("--help")
+    assert code == 0
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split())
+    tree = ast.parse((ROOT / "eval.py").read_text())
+    body = next(node for node in tree.body if getattr(node, "name", "") == "EvalConfig").body
+    for field, docstring in zip(body[::2], body[1::2], strict=True):
+        assert f"--{field.target.id.replace('_', '-')}" in shown
+        assert docstring.value.value in shown
+
+
+def test_check_golds(tmp_path, command):
+    """Lists the golds that fail, counts the others and exits with 0.
+
+    Fails if a gold passes just because its text equals itself.
+    """
     golds = ["\\frac{1}{2}", "", None, "1,200", " ", "so $x$ is \\boxed{7}"]
+    rows = [{"problem": f"p{n}", "answer": gold} for n, gold in enumerate(golds)]
     path = tmp_path / "mine.jsonl"
-    path.write_text("".join(json.dumps({"problem": f"p{n}", "answer": gold}) + "\n" for n, gold in enumerate(golds)))
-    done = run("--check-golds", "--data", str(path))
-    assert done.returncode == 0, done.stderr
-    *listed, last = done.stdout.splitlines()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, _ = command("--check-golds", "--data", str(path))
+    assert code == 0
+    *listed, last = out.splitlines()
     assert last == "verified 3 of 6"
     assert [line.split("row ")[1][0] for line in listed] == ["2", "3", "5"]
 
 
-def test_a_stopped_evaluation_goes_on(policy_folder, tmp_path, monkeypatch):
-    """Killed within the second of three batches: the same rows as without, the first not drawn again. Kills: a seed
-    by how much is left, half a batch that is kept, completions of another model taken for this one's."""
-    flags = {"k": 2, "problems": 5, "max_new_tokens": 3, "batch_size": 4}
+def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatch):
+    """Killed within the second of three batches, it ends with the rows of a whole evaluation, and
+    does not sample the first batch again.
+
+    Fails if a seed depends on how much is left, if half a batch is kept, or if the completions of
+    another model are taken for this one's.
+    """
+    options = {"k": 2, "problems": 5, "max_new_tokens": 3, "batch_size": 4}
 
     def go(folder, **changes):
-        return evaluation.main(evaluation.EvalConfig(policy_folder, out_dir=str(tmp_path / folder), **flags | changes))
+        changes = options | changes
+        cfg = evaluation.EvalConfig(policy_folder, out_dir=str(tmp_path / folder), **changes)
+        return evaluation.main(cfg)
 
     whole = go("whole")
     text = (tmp_path / "whole" / "arithmetic.jsonl").read_text()
-    (tmp_path / "part").mkdir()
-    (tmp_path / "part" / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
-    (tmp_path / "part" / "arithmetic.jsonl").write_text("\n".join(text.split("\n")[:3]) + '\n{"index": 3, "pro')
-    drawn, seeds, sample = [], [], rollout.sample
+    part = tmp_path / "part"
+    part.mkdir()
+    (part / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    half = "\n".join(text.split("\n")[:3]) + '\n{"index": 3, "pro'
+    (part / "arithmetic.jsonl").write_text(half)
+    sampled, seeds = [], []
+    sample = rollout.sample
 
     def record(model, prompt_ids, sampling, **options):
-        drawn.append(len(prompt_ids))
+        sampled.append(len(prompt_ids))
         seeds.append(options["seed"])
         return sample(model, prompt_ids, sampling, **options)
 
     monkeypatch.setattr(rollout, "sample", record)
     assert go("part") == whole
-    assert len(set(seeds)) == 2, "two batches are not two draws of the same"
-    assert (tmp_path / "part" / "arithmetic.jsonl").read_text() == text
-    assert drawn == [2, 1]
+    assert len(set(seeds)) == 2, "two batches must not be the same draw"
+    assert (part / "arithmetic.jsonl").read_text() == text
+    assert sampled == [2, 1]
     assert go("part") == whole
     assert go("part", problems=3)[0]["problems"] == 3
-    assert drawn == [2, 1]
-    assert (tmp_path / "part" / "arithmetic.jsonl").read_text() == text
-    with pytest.raises(InputError, match=r"has temperature 1\.0, not 0\.5: give what it has, or another folder"):
+    assert sampled == [2, 1]
+    assert (part / "arithmetic.jsonl").read_text() == text
+    message = r"has temperature 1\.0, not 0\.5: use the same value, or another folder"
+    with pytest.raises(InputError, match=message):
         go("part", temperature=0.5)
-    problems = [Problem(json.loads(line)["problem"], "another gold", "other") for line in text.splitlines()]
-    monkeypatch.setattr(data, "eval_problems", lambda *words, **kw: problems)
-    with pytest.raises(InputError, match="holds other problems or golds than arithmetic: use another --out-dir"):
+    texts = [json.loads(line)["problem"] for line in text.splitlines()]
+    others = [Problem(text, "another gold", "other") for text in texts]
+    monkeypatch.setattr(data, "eval_problems", lambda *args, **options: others)
+    message = "has other problems or golds than arithmetic: use another --out-dir"
+    with pytest.raises(InputError, match=message):
         go("part")
 
 
+def test_a_given_reward_is_used(policy_folder, tmp_path, monkeypatch):
+    """Fails if the default reward scores completions, or selects golds, although one is given."""
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"problem": "p", "answer": ""}\n{"problem": "q", "answer": "none"}\n')
+
+    def reward(_completion, gold):
+        return None if gold == "none" else 0.5
+
+    cfg = evaluation.EvalConfig(policy_folder, data=(str(path),), k=2, max_new_tokens=3)
+    (row,) = evaluation.main(cfg, reward=reward)
+    assert (row["problems"], row["avg@2"]) == (1, 0.5)
+
+
 def test_paired_comparison(tmp_path, capsys):
-    """The interval is that of the differences. Kills: two intervals instead of one, pairs of different problems."""
+    """The interval is that of the differences.
+
+    Catches two separate intervals, and pairs of different problems.
+    """
     for folder, shift in (("old", 0), ("new", 1)):
         rows = [
-            {"index": n, "problem": f"p{n}", "gold": "1", "rewards": [float(n % 10 < 5 + shift), float(n % 10 < 5)]}
+            {
+                "index": n,
+                "problem": f"p{n}",
+                "gold": "1",
+                "rewards": [float(n % 10 < 5 + shift), float(n % 10 < 5)],
+            }
             for n in range(100)
         ]
         (tmp_path / folder).mkdir()
@@ -171,18 +263,21 @@ def test_paired_comparison(tmp_path, capsys):
 
 
 def test_every_flag_reaches_the_sampler(policy_folder, monkeypatch):
-    """Kills: a flag of eval.py that does nothing."""
-    asked, sample = [], rollout.sample
+    """Catches a flag of eval.py that does nothing."""
+    samplings = []
+    sample = rollout.sample
 
     def record(model, prompt_ids, sampling, **options):
-        asked.append(sampling)
+        samplings.append(sampling)
         return sample(model, prompt_ids, sampling, **options)
 
     monkeypatch.setattr(rollout, "sample", record)
-    given = {"temperature": 0.5, "top_k": 3, "top_p": 0.7, "repetition_penalty": 1.2, "engine": "hf", "batch_size": 7}
-    (row,) = evaluation.main(evaluation.EvalConfig(policy_folder, problems=2, max_new_tokens=3, **given))
-    assert given.items() <= vars(asked[0]).items()
-    assert all(row[name] == given[name] for name in ("temperature", "top_k", "top_p", "repetition_penalty"))
+    logged = {"temperature": 0.5, "top_k": 3, "top_p": 0.7, "repetition_penalty": 1.2}
+    given = {**logged, "engine": "hf", "batch_size": 7}
+    cfg = evaluation.EvalConfig(policy_folder, problems=2, max_new_tokens=3, **given)
+    (row,) = evaluation.main(cfg)
+    assert given.items() <= vars(samplings[0]).items()
+    assert logged.items() <= row.items()
 
 
 def test_bad_values_are_named():

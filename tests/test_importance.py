@@ -1,4 +1,4 @@
-"""A sampler that is not quite the policy: measured, and corrected by truncated importance weights."""
+"""A sampler that differs from the policy is measured, and corrected by truncated weights."""
 
 import itertools
 import math
@@ -7,71 +7,82 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy import plain_logits
+from toy import flags, plain_logits, toy_reward
 
 import config
 import rollout
 import train
 import update
-from data import InputError
+from runtime import InputError
 
-CFG = config.resolve(config.Config(device="cpu", loss="dr_grpo", max_new_tokens=3, share_prompts=False))
+CFG = config.resolve(
+    config.Config(device="cpu", loss="dr_grpo", max_new_tokens=3, share_prompts=False)
+)
 
 
-def gradient(model, rollouts, advantages, scale, **changes):
-    """(sums by name, gradient [P]) of everything."""
+def gradient(model, rollouts, advantages, scale, old_logprobs=None, **changes):
+    """(sums, gradient [P]) with everything kept."""
     model.zero_grad()
-    keep, old_logprobs = torch.ones_like(rollouts.truncated), changes.pop("old_logprobs", None)
-    cfg = replace(CFG, **changes)
-    sums = update.accumulate_gradients(model, rollouts, advantages, scale, keep, cfg=cfg, old_logprobs=old_logprobs)
-    return dict(zip(update.SUMS, sums.tolist(), strict=True)), torch.cat([p.grad.flatten() for p in model.parameters()])
+    keep = torch.ones_like(rollouts.truncated)
+    sums = update.accumulate_gradients(
+        model, rollouts, advantages, scale, keep, cfg=replace(CFG, **changes),
+        old_logprobs=old_logprobs,
+    )  # fmt: skip
+    return sums, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 def one_token_rollouts(logprobs):
-    """All five completions of one token, a prompt [1, 2] each, with these log-probs [5]."""
-    nothing = torch.zeros(5, 1)
-    ones = torch.ones(5, 1, dtype=torch.long)
-    return rollout.Rollouts(
-        [[1, 2]] * 5, torch.arange(5).view(5, 1, 1), logprobs.view(5, 1, 1), nothing, nothing, ones, nothing.bool()
-    )
+    """All five one-token completions of prompt [1, 2], each a group of 1, with log-probs [5]."""
+    ids = torch.arange(5).view(5, 1, 1)
+    zeros = torch.zeros(5, 1)
+    lengths = torch.ones(5, 1, dtype=torch.long)
+    columns = (logprobs.view(5, 1, 1), zeros, zeros, lengths, zeros.bool())
+    return rollout.Rollouts([[1, 2]] * 5, ids, *columns)
 
 
 def test_importance_weights_give_the_policys_gradient(small_world):
-    """Every outcome of a one-token completion, times its chance under a sampler that is 0.5 nats off: with the weights
-    the expected gradient is that of the policy's own samples; without, or with a low cap, it is not. Kills: the inverse
-    ratio, weights that carry a gradient, a cap that does nothing, a clip that is measured from the sampler."""
+    """Every one-token completion, weighted by its probability under a sampler that is 0.5 nats off:
+    with importance weights, the expected gradient is that of the policy's own samples; without
+    them, or with a low cap, it is not. Catches the inverse ratio, weights that carry a gradient, a
+    cap without effect, and a clip that is measured from the sampler."""
     model, _ = small_world
     policy = plain_logits(model, torch.tensor([[1, 2]]))[0, -1, :5].log_softmax(dim=0)
     sampler = (policy + torch.tensor([0.5, -0.5, 0.3, -0.2, 0.1])).log_softmax(dim=0)
     advantages = torch.tensor([[1.0], [-2.0], [0.5], [3.0], [-1.0]])
     _, truth = gradient(model, one_token_rollouts(policy), advantages, policy.exp()[:, None])
 
-    def error(**changes):
-        sums, found = gradient(model, one_token_rollouts(sampler), advantages, sampler.exp()[:, None], **changes)
-        return sums, ((found - truth).norm() / truth.norm()).item()
+    def sampled(**changes):
+        rollouts = one_token_rollouts(sampler)
+        return gradient(model, rollouts, advantages, sampler.exp()[:, None], **changes)
 
-    sums, exact = error(importance_cap=10.0)
-    assert exact < 1e-5
-    assert sums["gap"] == pytest.approx((policy - sampler).abs().sum().item(), rel=1e-4)
-    assert sums["importance"] == pytest.approx((policy - sampler).exp().sum().item(), rel=1e-4)
-    assert sums["capped"] == sums["clipped"] == 0
-    assert error(importance_cap=0.0)[1] > 0.05
-    cut, biased = error(importance_cap=1.0)
-    assert biased > 0.02
-    _, found = gradient(model, one_token_rollouts(sampler), advantages, sampler.exp()[:, None], importance_cap=1.0)
+    def error(found):
+        return ((found - truth).norm() / truth.norm()).item()
+
+    sums, exact = sampled(importance_cap=10.0)
+    assert error(exact) < 1e-5
+    assert sums.gap == pytest.approx((policy - sampler).abs().sum().item(), rel=1e-4)
+    assert sums.importance == pytest.approx((policy - sampler).exp().sum().item(), rel=1e-4)
+    assert sums.capped == sums.clipped == 0
+    assert error(sampled(importance_cap=0.0)[1]) > 0.05
+
+    cut, biased = sampled(importance_cap=1.0)
+    assert error(biased) > 0.02
     lower = torch.minimum(policy, sampler).exp()[:, None]
     _, constant = gradient(model, one_token_rollouts(policy), advantages, lower)
-    assert torch.allclose(found, constant, atol=1e-6), "weights are constants, cut or not"
-    assert cut["capped"] == (policy > sampler).sum().item()
-    policy = policy.view(5, 1, 1)
-    looked_up = error(importance_cap=10.0, old_logprobs=policy - 0.4)[0]["importance"]
-    assert looked_up == pytest.approx(sums["importance"] * math.exp(-0.4), rel=1e-4)
-    assert error(importance_cap=10.0, old_logprobs=policy)[1] < 1e-5, "the same, looked up instead of now"
-    assert error(importance_cap=10.0, old_logprobs=policy - 0.4)[0]["clipped"] > 0, "they are what the clip looks at"
+    assert torch.allclose(biased, constant, atol=1e-6), "weights are constants, cut or not"
+    assert cut.capped == (policy > sampler).sum().item()
+
+    old = policy.view(5, 1, 1)
+    same = sampled(importance_cap=10.0, old_logprobs=old)[1]
+    assert error(same) < 1e-5, "looked up instead of current"
+    moved, _ = sampled(importance_cap=10.0, old_logprobs=old - 0.4)
+    assert moved.importance == pytest.approx(sums.importance * math.exp(-0.4), rel=1e-4)
+    assert moved.clipped > 0, "the clip starts from the old log-probs"
 
 
 def test_trainer_logprobs_are_in_their_places(make_policy):
-    """Ragged completions, one of them empty, in slots that mix prompts. Kills: rows in the order of the packs."""
+    """Ragged completions, one of them empty, in slots that mix prompts. Catches rows in the order
+    of the packs."""
     model, _ = make_policy()
     prompts = [[65, 66], [67], [68, 69, 70]]
     sampling = rollout.Sampling(9, [256, *range(0, 256, 8)], 257, temperature=0.6)
@@ -84,75 +95,139 @@ def test_trainer_logprobs_are_in_their_places(make_policy):
 
 
 def test_an_empty_completion_adds_nothing(make_policy):
-    """Kills: a division by its length, a target that is not there."""
+    """Catches a division by its length, and a target that does not exist."""
     model, _ = make_policy()
     got = rollout.sample(model, [[65, 66]], rollout.Sampling(6, [256], 257), group_size=3, seed=1)
-    scale, advantages = torch.ones(1, 3), torch.tensor([[1.0, -1.0, 1.0]])
+    scale = torch.ones(1, 3)
+    advantages = torch.tensor([[1.0, -1.0, 1.0]])
     got.lengths[0, 2] = 0
     sums, with_empty = gradient(model, got, advantages, scale)
     scale[0, 2] = 0.0
     assert torch.equal(with_empty, gradient(model, got, advantages, scale)[1])
-    assert sums["completion_tokens"] == got.lengths.sum()
+    assert sums.completion_tokens == got.lengths.sum()
     assert with_empty.isfinite().all()
 
 
-def test_a_run_whose_sampler_is_off(run, monkeypatch):
-    """Reported log-probs 0.1 too low in every other place: the log says so, and corrected runs differ from plain ones.
-    Two mini-batches look their old log-probs up, once a step. Kills: old log-probs of after the first update."""
-    sample, looked_up = rollout.sample, []
+def test_the_cap_is_above_not_at_it(make_policy, make_rollouts):
+    """A sampler that equals the trainer has ratios of exactly 1, so a cap of 1 cuts none of them.
+    Catches >= in place of >, and a ratio of other tokens."""
+    model, _ = make_policy()
+    rollouts = make_rollouts(model, 3, 2)
+    rollouts.logprobs = update.trainer_logprobs(model, rollouts, CFG)
+    sums, _ = gradient(model, rollouts, torch.ones(3, 2), torch.ones(3, 2), importance_cap=1.0)
+    assert sums.importance == sums.completion_tokens == rollouts.lengths.sum()
+    assert sums.capped == sums.gap == 0
 
-    def off(*words, **options):
-        rollouts = sample(*words, **options)
-        rollouts.logprobs[..., ::2] -= 0.1
-        return rollouts
 
-    def look_up(model, rollouts, cfg):
-        looked_up.append(fingerprint(model))
-        return real(model, rollouts, cfg)
+class SamplerIsOff(train.Trainer):
+    """Reports log-probs that are 0.1 too low in every other place; records what updates get."""
 
-    accumulate, given = train.accumulate_gradients, []
+    def __init__(self, cfg):
+        super().__init__(cfg, reward=toy_reward)
+        self.looked_up = []  # the weights at each look-up of old log-probs
+        self.given = []  # the old log-probs of each update
 
-    def record(*words, old_logprobs, **options):
-        given.append(old_logprobs)
-        return accumulate(*words, old_logprobs=old_logprobs, **options)
+    def roll_out(self, prompts, *key):
+        batch = super().roll_out(prompts, *key)
+        batch.rollouts.logprobs[..., ::2] -= 0.1
+        return batch
 
-    monkeypatch.setattr(train, "accumulate_gradients", record)
+    def old_logprobs(self, batch):
+        found = super().old_logprobs(batch)
+        if found is not None:
+            self.looked_up.append(sum(weight.sum().item() for weight in self.model.parameters()))
+        return found
 
-    def fingerprint(model):
-        return sum(parameter.sum().item() for parameter in model.parameters())
+    def backward(self, full, keep, weights, old_logprobs=None):
+        self.given.append(old_logprobs)
+        return super().backward(full, keep, weights, old_logprobs)
 
-    real = train.trainer_logprobs
-    monkeypatch.setattr(rollout, "sample", off)
-    monkeypatch.setattr(train, "trainer_logprobs", look_up)
-    plain = run("plain", method="grpo")
+
+def test_a_run_whose_sampler_is_off(policy_folder, tmp_path):
+    """The log shows the gap, and corrected runs differ from plain ones. With two mini-batches or
+    epochs, old log-probs are looked up once a step, before its first update. Catches a look-up
+    after an update, and updates that use current log-probs instead."""
+
+    def run(**changes):
+        args = flags(policy_folder, str(tmp_path), method="grpo", **changes)
+        trainer = SamplerIsOff(config.parse_config(args))
+        return [trainer.step(step)[0] for step in range(1, trainer.cfg.steps + 1)], trainer
+
+    plain, _ = run()
     assert not any("sampling/importance_sampling_ratio/mean" in row for row in plain)
-    corrected = run("corrected", method="grpo", importance_cap=1.05)
-    assert not looked_up
-    twice = run("twice", method="grpo", importance_cap=2.0, minibatches=2)
-    run("again", method="grpo", importance_cap=2.0, epochs=2, steps=1)
-    assert len(looked_up) == 5, "once a step, with mini-batches or epochs"
-    assert len(set(looked_up[:4])) == 4
-    assert [old is None for old in given] == 8 * [True] + 10 * [False]
-    assert all(first is second for first, second in zip(given[8::2], given[9::2], strict=True))
+    corrected, trainer = run(importance_cap=1.05)
+    assert not trainer.looked_up
+    assert trainer.given == [None] * 4
+    twice, trainer = run(importance_cap=2.0, minibatches=2)
+    assert len(trainer.looked_up) == len(set(trainer.looked_up)) == 4
+    given = trainer.given
+    assert len(given) == 8
+    assert all(old is not None for old in given)
+    assert all(old is again for old, again in zip(given[::2], given[1::2], strict=True))
+    _, trainer = run(importance_cap=2.0, epochs=2, steps=1)
+    assert len(trainer.looked_up) == 1
+    assert trainer.given[0] is trainer.given[1] is not None
+
+    ratio = "sampling/importance_sampling_ratio"
     for row in itertools.chain(corrected, twice):
         assert 0.05 < row["sampling/sampling_logp_difference/mean"] < 0.1
-        assert 1.05 < row["sampling/importance_sampling_ratio/mean"] < 1.11
-        assert row["sampling/importance_sampling_ratio/capped"] == pytest.approx(
-            0.58 if row in corrected else 0, abs=0.2
-        )
+        assert 1.05 < row[f"{ratio}/mean"] < 1.11
+        assert row[f"{ratio}/capped"] == pytest.approx(0.58 if row in corrected else 0, abs=0.2)
     assert corrected[0]["grad_norm"] != plain[0]["grad_norm"]
     assert plain[0]["clip_ratio/region_mean"] == corrected[0]["clip_ratio/region_mean"] == 0
 
 
-def test_vllm_that_is_not_there(run, monkeypatch, tmp_path):
-    """Said before anything is written; with it the correction is on unless it is turned off. Kills: a bare ImportError,
-    a folder that then holds a run, a correction that nobody asked for."""
+def test_gspo_in_bfloat16_clips_nothing_before_an_update(make_policy):
+    """In bfloat16, sampler and trainer round differently by much more than gspo's clip of 3e-4.
+    With the default cap, ratios start from the trainer's own log-probs, so that no token is clipped
+    before any update. Fails if gspo's default does not count bfloat16 as another sampler.
+    """
+    model, _ = make_policy()
+    given = config.Config(device="cpu", loss="gspo", dtype="bfloat16", max_new_tokens=12)
+    cfg = config.resolve(given)
+    prompts = [[65 + n] * (1 + n % 5) for n in range(16)]
+    sampling = rollout.Sampling(12, [256], 257)
+    with update.autocast(cfg):
+        rollouts = rollout.sample(model, prompts, sampling, group_size=8, seed=1)
+    advantages = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
+    ones = torch.ones(16, 8)
+
+    def clipped(cfg):
+        args = (model, rollouts, advantages, ones, ones.bool())
+        sums = update.accumulate_gradients(*args, cfg=cfg)
+        return sums.clipped / sums.completion_tokens
+
+    assert clipped(cfg) == 0
+    assert clipped(replace(cfg, importance_cap=0.0)) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("given", "cap"),
+    [
+        ({}, 0.0),
+        ({"dtype": "bfloat16"}, 0.0),
+        ({"loss": "gspo"}, 0.0),
+        ({"loss": "gspo", "dtype": "bfloat16"}, 2.0),
+        ({"loss": "gspo", "dtype": "bfloat16", "importance_cap": 0.0}, 0.0),
+        ({"shard": "fsdp"}, 0.0),
+        ({"shard": "fsdp", "dtype": "bfloat16"}, 2.0),
+        ({"engine": "vllm"}, 2.0),
+        ({"engine": "vllm", "importance_cap": 0.0}, 0.0),
+    ],
+)
+def test_the_cap_is_on_where_the_sampler_differs(given, cap):
+    """By more than the clip tolerates. Fails if the correction is on where it is not needed, or off
+    where it is, or if it cannot be turned off."""
+    assert config.resolve(config.Config(device="cpu", **given)).importance_cap == cap
+
+
+def test_vllm_that_is_not_installed(run, monkeypatch, tmp_path):
+    """Reported before anything is written. Catches a bare ImportError, and a folder that then holds
+    a run."""
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(InputError, match=r"--engine vllm: cannot import it .*install vLLM, or use --engine compact"):
+    complaint = r"--engine vllm: cannot import it .*install vLLM, or use --engine compact"
+    with pytest.raises(InputError, match=complaint):
         run("run", engine="vllm")
     assert not (tmp_path / "run").exists()
-    caps = [({}, 0.0), ({"engine": "vllm"}, 2.0), ({"engine": "vllm", "importance_cap": 0.0}, 0.0)]
-    for given, cap in caps:
-        assert config.resolve(config.Config(device="cpu", **given)).importance_cap == cap
-    said = config.warnings(config.resolve(config.Config(device="cpu", engine="vllm", method="pps")), 16)
-    assert any("upper bound" in line for line in said)
+    cfg = config.resolve(config.Config(device="cpu", engine="vllm", method="pps"))
+    assert any("upper bound" in line for line in config.warnings(cfg, 16))

@@ -1,6 +1,7 @@
-"""One slot: a packed model is the model, whatever the layout. The plan is tested in test_plan.py."""
+"""One slot: packing changes no log-prob and no gradient. test_plan.py tests the plan."""
 
 import random
+import types
 
 import pytest
 import torch
@@ -8,12 +9,12 @@ import torch.nn.functional as F
 
 import packing
 
-# ---------------------------------------------------------------------------- one slot
+# ------------------------------------------------------------------------- one slot
 
 
 def test_pack_layout_by_hand():
-    """The docstring's example. Kills: predictors off by one, positions that run on, owners mixed up, the last token
-    forwarded for nothing."""
+    """The docstring's example. Catches predictors off by one, positions that do not restart,
+    mixed-up owners, and a last token that is forwarded for nothing."""
     pack = packing.build_pack([[10, 11], [20]], [[12, 13], [21]])
     assert pack.input_ids.tolist() == [[10, 11, 12, 20]]
     assert pack.position_ids.tolist() == [[0, 1, 2, 0]]
@@ -26,11 +27,12 @@ def test_pack_layout_by_hand():
 
 
 def test_pack_layout_with_shared_prompts_by_hand():
-    """Two prompts, one of them three times, completions of 0 to 3 tokens; what is predicted stays in the caller's
-    order. Kills: a branch that sees another branch or the other prompt, positions that restart in it, the first token
-    predicted by anything but the prompt's end."""
+    """Two prompts with two and three completions of 0 to 3 tokens; targets keep the caller's order.
+    Catches a branch that sees another branch or the other prompt, positions that restart in a
+    branch, and a first token that is not predicted by the end of its prompt."""
     prompts = [[20], [10, 11], [10, 11], [10, 11], [20]]
-    pack = packing.build_pack(prompts, [[21], [12, 13, 14], [15, 16], [], [22, 23, 24]], share_prompts=True)
+    completions = [[21], [12, 13, 14], [15, 16], [], [22, 23, 24]]
+    pack = packing.build_pack(prompts, completions, share_prompts=True)
     assert pack.input_ids.tolist() == [[10, 11, 20, 12, 13, 15, 22, 23]]
     assert pack.position_ids.tolist() == [[0, 1, 0, 2, 3, 2, 1, 2]]
     assert pack.segments.runs == ((1, 2, 2), (1, 1, 1), (1, 2, 4), (1, 1, 3), (1, 2, 3))
@@ -43,23 +45,27 @@ def test_pack_layout_with_shared_prompts_by_hand():
 
 
 def test_equal_segments_are_one_run():
-    """So that attention takes them at once. Kills: runs in the order of arrival."""
+    """Attention takes a run in one call. Catches segments laid out in the order of arrival."""
     pack = packing.build_pack([[1], [2], [3], [4]], [[5, 6], [7], [8, 9], [1]])
     assert pack.segments.runs == ((2, 2, 2), (2, 1, 1))
-    pack = packing.build_pack([[1], [2], [1], [2]], [[5, 6], [7, 8], [8, 9], [1, 1]], share_prompts=True)
+    completions = [[5, 6], [7, 8], [8, 9], [1, 1]]
+    pack = packing.build_pack([[1], [2], [1], [2]], completions, share_prompts=True)
     assert pack.segments.runs == ((2, 1, 1), (4, 1, 2))
 
 
-# ---------------------------------------------------------------------------- the packed model is the model
+# ------------------------------------------------------------------------- packed against plain
 
 
 def plain_logprobs(model, prompt, completion, temperature=1.0):
-    """The obvious twin: one sequence, transformers' own attention, no packing, the whole logits tensor."""
+    """The obvious way: one sequence, transformers' own attention, the whole logits tensor."""
     model.set_attn_implementation("sdpa")  # "eager" rounds its softmax to float32
-    logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0] / temperature
+    logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]
+    logits = logits / temperature
     model.set_attn_implementation(packing.ATTENTION)
     each = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
-    return each.gather(1, torch.tensor(completion)[:, None]).squeeze(1), -(each.exp() * each).sum(dim=1)
+    return each.gather(1, torch.tensor(completion)[:, None]).squeeze(1), -(each.exp() * each).sum(
+        dim=1
+    )
 
 
 def flat_grad(model):
@@ -68,17 +74,23 @@ def flat_grad(model):
 
 @pytest.fixture(scope="module")
 def sequences():
-    """30 (prompt, completion): prompts come up to six times, completions have 0, 1 or more tokens."""
+    """30 pairs of a prompt, each used several times, and a completion of 0, 1 or more tokens."""
     rng = random.Random(1)
     prompts = [[rng.randrange(256) for _ in range(length)] for length in (1, 1, 2, 3, 5, 9)]
     lengths = [0, 1, 1, 2, 3, 3, 3, 8, 17, 30]
-    return [(rng.choice(prompts), [rng.randrange(256) for _ in range(rng.choice(lengths))]) for _ in range(30)]
+
+    def sequence():
+        prompt = rng.choice(prompts)
+        return prompt, [rng.randrange(256) for _ in range(rng.choice(lengths))]
+
+    return [sequence() for _ in range(30)]
 
 
-def test_200_sets_equal_one_by_one(make_policy, sequences):
-    """Log-probs, entropies and gradients of random sets, in float64: a slot of one, many, or all of them, whatever the
-    window, shared prompts or not. Kills: attention across segments, positions that do not restart, key and value heads
-    in the wrong order, runs split in the wrong place, the mask of a branch one off."""
+def test_random_sets_equal_one_by_one(make_policy, sequences):
+    """Log-probs, entropies and gradients of 80 random sets, in float64, for slots of one to all of
+    the sequences, several windows, and prompts shared or not. Catches attention across segments,
+    positions that do not restart, key and value heads in the wrong order, runs split in the wrong
+    place, and a branch's mask that is off by one."""
     model, _ = make_policy(dtype=torch.float64)
     plain, grads = [], []
     for prompt, completion in sequences:
@@ -88,19 +100,21 @@ def test_200_sets_equal_one_by_one(make_policy, sequences):
         plain.append((logprobs.detach(), entropy.detach()))
         grads.append(flat_grad(model))
     rng = random.Random(2)
-    for number in range(200):
+    for number in range(80):
         members = rng.sample(range(30), (1, 2, 5, 12, 30)[number % 5])
         prompts, completions = zip(*(sequences[m] for m in members), strict=True)
         coefficients = torch.randn(len(members), dtype=torch.float64)
         lengths = [len(p) + max(0, len(c) - 1) for p, c in zip(prompts, completions, strict=True)]
-        share, window = number % 2 == 1, rng.choice([1, 4, 64])
-        words = ([str(prompt) for prompt in prompts], [len(prompt) for prompt in prompts]) if share else ()
+        share = number % 2 == 1
+        window = rng.choice([1, 4, 64])
+        sharing = (list(map(str, prompts)), list(map(len, prompts))) if share else ()
         model.zero_grad()
-        packs = packing.plan_packs(lengths, 40, window, *words)
+        packs = packing.plan_packs(lengths, 40, window, *sharing)
         for pack_members in packs:
             some = [prompts[m] for m in pack_members], [completions[m] for m in pack_members]
             pack = packing.build_pack(*some, share_prompts=share)
-            assert pack.input_ids.shape[1] == packing.slot_tokens(pack_members, lengths, *words), "as planned"
+            planned = packing.slot_tokens(pack_members, lengths, *sharing)
+            assert pack.input_ids.shape[1] == planned
             logprobs, entropy = packing.packed_logprobs(model, pack, temperature=0.7)
             (logprobs * coefficients[torch.tensor(pack_members)[pack.owner]]).sum().backward()
             for place, m in enumerate(pack_members):
@@ -113,8 +127,8 @@ def test_200_sets_equal_one_by_one(make_policy, sequences):
 
 @pytest.mark.parametrize("share", [False, True])
 def test_float32_to_1e_5(make_policy, sequences, share):
-    """Log-probs and gradients in the precision of the CPU runs, for both attention functions; one layer has a scale of
-    its own. Kills: a scale that is dropped."""
+    """Log-probs and gradients in the precision of the CPU runs, for both attention functions. One
+    layer has a scale of its own. Catches a scale that is dropped."""
     model, _ = make_policy()
     model.model.layers[1].self_attn.scaling = 0.1
     prompts, completions = zip(*sequences, strict=True)
@@ -136,39 +150,53 @@ def test_float32_to_1e_5(make_policy, sequences, share):
 
 @pytest.mark.parametrize("share", [False, True])
 def test_no_leakage_from_neighbours(make_policy, share):
-    """Another neighbour changes nothing, exactly: log-probs of the middle sequence, and no gradient to the others."""
+    """Other neighbours leave the middle sequence's log-probs exactly as they were, and the middle
+    sequence sends no gradient to its neighbours."""
     model, _ = make_policy()
-    one = packing.build_pack([[1, 2], [3, 4], [3, 4]], [[6, 7], [8, 9, 10], [11, 12]], share_prompts=share)
-    other = packing.build_pack([[99, 98], [3, 4], [3, 4]], [[96, 95], [8, 9, 10], [94, 93]], share_prompts=share)
+
+    def pack(prompt, before, after):
+        texts = [prompt, [3, 4], [3, 4]], [before, [8, 9, 10], after]
+        return packing.build_pack(*texts, share_prompts=share)
+
+    one = pack([1, 2], [6, 7], [11, 12])
+    other = pack([99, 98], [96, 95], [94, 93])
     middle = one.owner == 1
     with torch.no_grad():
-        change = packing.packed_logprobs(model, one)[0][middle] - packing.packed_logprobs(model, other)[0][middle]
-    assert change.abs().max() == 0
+        first, second = (packing.packed_logprobs(model, each)[0][middle] for each in (one, other))
+    assert torch.equal(first, second)
 
     seen = {}
-    embedding = model.get_input_embeddings()
-    hook = embedding.register_forward_hook(lambda _module, _inputs, out: seen.update(out=out) or out.retain_grad())
+
+    def remember(_module, _inputs, out):
+        out.retain_grad()
+        seen["out"] = out
+
+    hook = model.get_input_embeddings().register_forward_hook(remember)
     packing.packed_logprobs(model, one)[0][middle].sum().backward()
     hook.remove()
     gradient = seen["out"].grad[0].abs().sum(dim=1)  # [L]
     in_use = torch.zeros_like(one.input_ids[0], dtype=torch.bool)
-    for token in (3, 4, 8, 9):  # its own; of a prompt that is there twice, the first
+    for token in (3, 4, 8, 9):  # its own tokens; an unshared prompt occurs twice, first its own
         in_use[(one.input_ids[0] == token).nonzero()[0]] = True
     assert gradient[in_use].min() > 0
     assert gradient[~in_use].max() == 0
 
 
 def test_transformers_own_packing_is_silently_off(make_policy):
-    """The trap this design avoids: position ids alone do not separate segments unless use_cache=False."""
+    """The trap that explicit segments avoid: position ids alone separate segments only with
+    use_cache=False."""
     model, _ = make_policy()
     pack = packing.build_pack([[1, 2], [3]], [[6, 7], [8, 9]])
     wanted, _ = packing.packed_logprobs(model, pack)
     model.set_attn_implementation("eager")
     inputs = {"input_ids": pack.input_ids, "position_ids": pack.position_ids}
-    off = -F.cross_entropy(model(**inputs).logits[0][pack.predictors], pack.targets, reduction="none")
-    on = -F.cross_entropy(model(**inputs, use_cache=False).logits[0][pack.predictors], pack.targets, reduction="none")
-    assert (on - wanted).abs().max() < 1e-5
-    assert (off - wanted).abs().max() > 1e-2
+
+    def logprobs(**options):
+        logits = model(**inputs, **options).logits[0][pack.predictors]
+        return -F.cross_entropy(logits, pack.targets, reduction="none")
+
+    assert (logprobs(use_cache=False) - wanted).abs().max() < 1e-5
+    assert (logprobs() - wanted).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
@@ -179,7 +207,7 @@ def test_attention_that_cannot_be_packed_is_refused(name):
 
 
 def test_attention_with_dropout_is_refused(make_policy):
-    """A model with it would be sampled from one policy and trained as another."""
+    """With dropout the trained policy would not be the one that sampled."""
     pack = packing.build_pack([[1, 2]], [[3]])
     model, _ = make_policy()
     model.model.layers[1].self_attn.attention_dropout = 0.1
@@ -188,11 +216,11 @@ def test_attention_with_dropout_is_refused(make_policy):
         packing.packed_logprobs(model.train(), pack)
 
 
-# ---------------------------------------------------------------------------- kernels this machine may not have
+# ------------------------------------------------------------------------- GPU kernels, imitated
 
 
 def fake_kernel(query, key, value, cu_q, cu_k, max_q, max_k, scale, grouped):
-    """What the documentation says a variable-length kernel does: causal, aligned at the ends of queries and keys."""
+    """A variable-length kernel as documented: causal, the last query aligned to the last key."""
     assert query.shape[1:] == (4, 8)
     assert key.shape[1:] == value.shape[1:] == (2, 8)
     assert grouped
@@ -201,36 +229,42 @@ def fake_kernel(query, key, value, cu_q, cu_k, max_q, max_k, scale, grouped):
     assert (max_q, max_k) == (q_lengths.max(), k_lengths.max())
     assert (cu_q[-1], cu_k[-1]) == (len(query), len(key))
     out = []
-    parts = (part.split(sizes.tolist()) for part, sizes in ((query, q_lengths), (key, k_lengths), (value, k_lengths)))
+    pairs = ((query, q_lengths), (key, k_lengths), (value, k_lengths))
+    parts = (part.split(sizes.tolist()) for part, sizes in pairs)
     for q, *shared in zip(*parts, strict=True):
         k, v = (heads.repeat_interleave(2, dim=1) for heads in shared)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         mask = torch.ones(len(q), len(k)).tril(len(k) - len(q)) == 0
-        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(mask, -torch.inf).softmax(-1), v))
+        weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(out)
 
 
-def torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+def torch_2_11(q, k, v, *bounds, return_aux=None, scale=None, window_size=(-1, -1)):
     assert window_size == (-1, 0)
-    return fake_kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale, grouped=True)
+    return fake_kernel(q, k, v, *bounds, scale, grouped=True)
 
 
-def torch_2_13(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
-               enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):  # fmt: skip
+def torch_2_13(
+    q, k, v, *bounds, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False
+):
     assert window_size == (-1, 0)
-    return fake_kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale, grouped=enable_gqa)
+    return fake_kernel(q, k, v, *bounds, scale, grouped=enable_gqa)
 
 
-def flash_attn(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p=0.0, softmax_scale=None, causal=False, **kwargs):
+def flash_attn(q, k, v, *bounds, softmax_scale=None, causal=False):
     assert causal
-    return fake_kernel(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale, grouped=True)
+    return fake_kernel(q, k, v, *bounds, softmax_scale, grouped=True)
 
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("kernel", [torch_2_11, torch_2_13, flash_attn])
-def test_variable_length_kernels_are_called_as_documented(make_policy, sequences, monkeypatch, kernel, share):
-    """Their signatures, with the kernel itself replaced: what is passed gives the same log-probs. Kills: boundaries of
-    queries for those of keys, no causal window, no scale, an argument that 2.11 does not know."""
+def test_variable_length_kernels_are_called_as_documented(
+    make_policy, sequences, monkeypatch, kernel, share
+):
+    """The arguments give the same log-probs with an imitation of each kernel. Catches query bounds
+    passed for key bounds, a missing causal window or scale, and an argument that torch 2.11 does
+    not know."""
     monkeypatch.setattr(packing, "flash_attn_varlen_func", kernel if kernel is flash_attn else None)
     monkeypatch.setattr(packing, "varlen_attn", None if kernel is flash_attn else kernel)
     model, _ = make_policy()
@@ -241,26 +275,42 @@ def test_variable_length_kernels_are_called_as_documented(make_policy, sequences
     assert (got - wanted).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("is_cuda", "dtype", "kernel"),
+    [(True, torch.bfloat16, True), (True, torch.float32, False), (False, torch.bfloat16, False)],
+)
+def test_kernels_take_16_bits_on_cuda_only(monkeypatch, is_cuda, dtype, kernel):
+    """Fails if float32 on CUDA, or 16 bits on a CPU, reaches a kernel that cannot take it."""
+    chosen = []
+    monkeypatch.setattr(packing, "_attend", lambda inside, *_args: chosen.append(inside))
+    monkeypatch.setattr(packing, "varlen_attn", torch_2_13)
+    value = types.SimpleNamespace(is_cuda=is_cuda, dtype=dtype)
+    packing.packed_attention(None, None, None, value, None)
+    assert chosen == [packing._varlen if kernel else packing._by_runs]
+
+
 def test_autocast_reaches_the_kernels_in_one_dtype(make_policy, monkeypatch):
-    """Qwen3's normalised queries and keys are float32 under autocast, its values are not. Kills: no cast."""
+    """Under autocast, Qwen3's normalized queries and keys are float32 and its values bfloat16.
+    Catches a missing cast."""
     seen = []
 
-    def kernel(query, key, value, *_words, **_options):
+    def kernel(query, key, value, *_args):
         seen.append({query.dtype, key.dtype, value.dtype})
         return query
 
     monkeypatch.setattr(packing, "_by_runs", kernel)
     model, _ = make_policy()
     with torch.autocast("cpu", torch.bfloat16):
-        logprobs, entropy = packing.packed_logprobs(model, packing.build_pack([[1, 2]], [[3, 4]]))
+        pack = packing.build_pack([[1, 2]], [[3, 4]])
+        logprobs, entropy = packing.packed_logprobs(model, pack)
     assert seen == [{torch.bfloat16}] * 2
     assert logprobs.dtype == entropy.dtype == torch.float32
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: the kernels' own arithmetic is not tested here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the real kernels need a GPU")
 @pytest.mark.parametrize("share", [False, True])
 def test_kernels_on_cuda(make_policy, sequences, share):
-    """bfloat16 kernel against the masked twin in float32: log-probs and gradients to bfloat16's precision."""
+    """The bfloat16 kernel against masked attention in float32, to bfloat16's precision."""
     model = make_policy()[0].to("cuda")
     pack = packing.build_pack(*zip(*sequences, strict=True), "cuda", share_prompts=share)
     results = []

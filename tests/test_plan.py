@@ -1,5 +1,6 @@
-"""The plan: every sequence once, densely, in nearly its order; and its picture."""
+"""The plan places every sequence once, densely and nearly in order; and the picture of it."""
 
+import math
 import random
 import time
 from collections import Counter
@@ -11,7 +12,7 @@ import packing
 
 
 def random_set(seed):
-    """(lengths, window, prompts, prompt_lengths): up to five sequences a prompt, one of them may be over-long."""
+    """(lengths, window, prompts, prompt_lengths): about five sequences a prompt, some over-long."""
     rng = random.Random(seed)
     prompts = [rng.randrange(12) for _ in range(rng.randint(0, 60))]
     of_prompt = [rng.randint(1, 9) for _ in range(12)]
@@ -21,25 +22,30 @@ def random_set(seed):
 
 @pytest.mark.parametrize("seed", range(200))
 def test_plan_holds_each_sequence_once_within_capacity(seed):
-    """With and without shared prompts. Kills: a sequence lost at the end of the window, an over-full slot, a prompt
-    that is free where it is not, the newest opening a slot, more of a window than was asked for."""
+    """With and without shared prompts. Catches a sequence lost at the end of the window, an
+    over-full slot, a prompt that is not counted, the newest opening a slot, and a window that is
+    wider than requested."""
     lengths, window, *shared = random_set(seed)
-    for words in ((), shared):
-        packs = packing.plan_packs(lengths, 32, window, *words)
+    for sharing in ((), shared):
+        packs = packing.plan_packs(lengths, 32, window, *sharing)
         order = [index for pack in packs for index in pack]
         assert sorted(order) == list(range(len(lengths)))
-        assert all(packing.slot_tokens(pack, lengths, *words) <= 32 or len(pack) == 1 for pack in packs)
-        assert packs == packing.plan_packs(lengths, 32, window, *words)
+        tokens = [packing.slot_tokens(pack, lengths, *sharing) for pack in packs]
+        assert all(n <= 32 or len(pack) == 1 for n, pack in zip(tokens, packs, strict=True))
+        assert packs == packing.plan_packs(lengths, 32, window, *sharing)
         if window < len(lengths):
             placed = set()
             for pack in packs:
                 assert pack[0] == min(set(range(len(lengths))) - placed), "the oldest opens a slot"
                 placed |= set(pack)
-            assert all(place > index - window for place, index in enumerate(order)), "order is nearly kept"
+            assert all(place > index - window for place, index in enumerate(order)), (
+                "order is nearly kept"
+            )
 
 
 def test_plan_is_the_window_rule():
-    """By hand. Kills: refilling only when a slot closes, the shortest or the oldest that fits for the longest."""
+    """By hand. Fails if the window is refilled only when a slot closes, or if the shortest or the
+    oldest that fits is chosen."""
     assert packing.plan_packs([5, 3, 4, 2, 6], pack_tokens=10, window=3) == [[0, 2], [1, 4], [3]]
     assert packing.plan_packs([5, 1, 1, 3], pack_tokens=10, window=2) == [[0, 1, 3, 2]]
     assert packing.plan_packs([4, 4, 6], pack_tokens=10, window=1) == [[0, 1], [2]]
@@ -49,13 +55,23 @@ def test_plan_is_the_window_rule():
 
 
 def test_plan_shares_prompts():
-    """By hand; prompts of 3 tokens. Of a prompt that is there a sequence costs 3 less, and goes before longer ones.
-    Kills: the prompt paid twice, or never, mates not preferred, a prompt remembered beyond its slot."""
+    """By hand, with prompts of 3 tokens. Another sequence of a prompt in the slot costs 3 less, and
+    is placed before longer sequences of other prompts. Fails if a prompt is counted twice or never,
+    if siblings are not preferred, or if a prompt is remembered beyond its slot."""
     plan = partial(packing.plan_packs, pack_tokens=10, prompt_lengths=[3] * 5)
     assert plan([5, 9, 4, 5, 5], window=3, prompts=[7, 8, 7, 7, 8]) == [[0, 3, 2], [1], [4]]
-    assert plan([5, 5, 4, 4, 4], window=1, prompts=[7, 8, 7, 7, 8]) == [[0, 1], [2, 3, 4]], "a window knows no more"
+    assert plan([5, 5, 4, 4, 4], window=1, prompts=[7, 8, 7, 7, 8]) == [[0, 1], [2, 3, 4]]
     assert plan([5, 5, 4, 4, 4], window=4, prompts=[7, 8, 7, 7, 8]) == [[0, 2, 3], [1, 4]]
     assert packing.slot_tokens([0, 3, 2], [5, 9, 4, 5, 5], [7, 8, 7, 7, 8], [3] * 5) == 8
+
+
+def test_the_longest_sibling_of_any_prompt_in_the_slot_comes_first():
+    """By hand. When prompts 7 and 8 are both in the slot, 5 tokens of room are left, and siblings
+    of both wait: the one of 7 tokens costs 4, the other of 5 tokens costs 2. Catches the shortest
+    sibling, and the siblings of the first prompt."""
+    lengths, prompts = [4, 7, 9, 30, 5], [7, 8, 8, 9, 7]
+    packs = packing.plan_packs(lengths, 18, 3, prompts, prompt_lengths=[3] * 5)
+    assert packs == [[0, 2, 1], [3], [4]]
 
 
 def first_fit_decreasing(lengths, capacity):
@@ -84,23 +100,30 @@ def test_widest_window_is_first_fit_decreasing_and_narrowest_next_fit(seed):
 
 
 def test_density_and_speed():
-    """Log-normal lengths with a tenfold spread: W = 64 at least 0.97 and within 1 % of first-fit-decreasing, next-fit
-    less; 100,000 in under a second. Kills: a plan that is quadratic, a window that is not used."""
+    """Log-normal lengths with a tenfold spread: a window of 64 reaches a density of 0.97 and comes
+    within 1 % of first-fit-decreasing, while next-fit does not. 100,000 sequences take less than
+    5 s of this thread's CPU time, ten times the usual. Catches a quadratic plan and a window that
+    is not used."""
     rng = random.Random(0)
     lengths = [int(120 * 10 ** max(-0.5, min(0.5, rng.gauss(0, 0.25)))) for _ in range(100_000)]
-    started = time.perf_counter()
+    started = time.thread_time()
     packs = packing.plan_packs(lengths, 2048, 64)
-    assert time.perf_counter() - started < 1
+    assert time.thread_time() - started < 5
     few = lengths[:5000]
 
     def density(packs):
-        return packing.pack_density([packing.slot_tokens(pack, lengths) for pack in packs[:-1]], 2048)
+        return packing.pack_density(
+            [packing.slot_tokens(pack, lengths) for pack in packs[:-1]], 2048
+        )
 
-    window, widest, next_fit = (density(packing.plan_packs(few, 2048, size)) for size in (64, 5000, 1))
+    window, widest, next_fit = (
+        density(packing.plan_packs(few, 2048, size)) for size in (64, 5000, 1)
+    )
     assert window > max(0.97, widest - 0.01)
     assert next_fit < 0.97
     assert density(packs) > 0.97
-    assert packing.pack_density([20, 5], 10) == pytest.approx(25 / 30), "an over-long slot counts as its own length"
+    assert packing.pack_density([20, 5], 10) == pytest.approx(25 / 30), "over-long: its own length"
+    assert math.isnan(packing.pack_density([], 10))
 
 
 def test_bad_arguments_are_refused():
@@ -112,8 +135,8 @@ def test_bad_arguments_are_refused():
 
 
 def test_the_picture_is_of_real_slots():
-    """`python packing.py`: every token that is forwarded is drawn, prompts once a sequence or once a slot. Kills: a
-    picture of something else than the plan, a count that is not what is drawn."""
+    """`python packing.py` draws every token that is forwarded: a prompt once per sequence, or once
+    per slot if shared. Fails if the picture is not of the plan, or if a printed count is wrong."""
     drawn = []
     for part in packing.draw().split("\n\n"):
         _, *lines, summary = part.splitlines()
@@ -125,4 +148,6 @@ def test_the_picture_is_of_real_slots():
     assert padded == packed
     assert all(packed[letter] == shared[letter] for letter in "abcdefghijkl")
     for digit in "123":
-        assert shared[digit] == packed[digit] // 4 * sum(digit in line for line in drawn[2]), "once a slot"
+        assert shared[digit] == packed[digit] // 4 * sum(digit in line for line in drawn[2]), (
+            "once a slot"
+        )

@@ -1,92 +1,108 @@
-"""Stopping and going on: a kill loses nothing, what is not finite is not applied, and bad input is named."""
+"""Resuming: a kill loses nothing, a step that is not finite is not applied, bad input is named."""
 
 import itertools
 import math
 import os
 import random
+import runpy
+import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+import toy
 from safetensors.torch import load_file
-from toy import assert_same, flags, rows, timeless
+from toy import ROOT, assert_same, flags, in_processes, rows, timeless
 
 import arithmetic
 import config
 import dppo
-import train
-from data import InputError
-
-ROOT = Path(__file__).resolve().parents[1]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+import eval as evaluation
+from runtime import InputError, log
 
 
 @pytest.mark.parametrize("method", ["pps", "greso"])
 def test_resumed_in_the_middle_of_an_epoch(run, tmp_path, monkeypatch, method):
-    """Log, samples and weights as if never stopped: the prompt level's memory is whole. Kills: strata, ages, streaks,
-    probabilities or the cursor not saved."""
+    """Log, samples and weights as if never stopped: the whole prompt history is saved.
+
+    Fails if strata, ages, streaks, probabilities or the cursor are lost.
+    """
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
     common = {"method": method, "group_size": 3, "lr": 3e-3}
     if method == "pps":
         common |= {"prompt_prune_rate": 0.5}
     run("whole", steps=30, save_every=30, **common)
     run("part", steps=19, save_every=19, **common)
-    checkpoints = torch.load(tmp_path / "part" / "checkpoint" / "trainer.pt", weights_only=True)
-    assert checkpoints["history"]["sums"][0].sum() > 10
-    train.main(config.parse_config(["--out-dir", str(tmp_path / "part"), "--resume", "--steps", "30"]))
+    state = torch.load(tmp_path / "part" / "checkpoint" / "trainer.pt", weights_only=True)
+    assert state["history"]["sums"][0].sum() > 10
+    toy.main(["--out-dir", str(tmp_path / "part"), "--resume", "--steps", "30"])
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
 
 
+def main_until_killed(args, wanted, seconds):
+    """A run that the kernel ends so many seconds of CPU time after its log has `wanted` rows."""
+    append = log.append_rows
+
+    def append_rows(path, new):
+        append(path, new)
+        if path.name == "log.jsonl" and len(log.read_rows(path)) == wanted:
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF has no handler: it kills
+
+    log.append_rows = append_rows
+    toy.main(args)
+
+
 def test_killed_and_resumed(policy_folder, tmp_path):
-    """kill -9 at random moments before and after the first checkpoint, --resume: log, samples and weights equal an
-    uninterrupted run's bit for bit, times excepted; `bench.py kills` has twenty. Kills: state that is not saved
-    (optimizer, history, step), rows twice."""
-    common = {"steps": 24, "save_every": 5, "eval_every": 6, "eval_problems": 4, "prompt_prune_rate": 0.4}
-    program = [sys.executable, str(ROOT / "tests" / "toy.py")]
+    """Killed at random moments before and after the first checkpoint, then resumed: log, samples
+    and weights equal an uninterrupted run's bit for bit, times excepted. `python -m bench kills`
+    does this twenty times.
+
+    The moments are counted in rows and CPU time, so that a busy machine cannot miss them. Catches
+    state that is not saved (optimizer, history, step), and rows that are written twice.
+    """
+    common = {"steps": 24, "save_every": 5, "eval_every": 6, "eval_problems": 4}
+    common |= {"prompts_per_step": 40, "prompt_prune_rate": 0.4}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    words = {folder: flags(policy_folder, str(folder), prompts_per_step=40, **common) for folder in (whole, broken)}
-    subprocess.run([*program, *words[whole]], check=True, env=ONE_THREAD, timeout=200)
-    log = broken / "log.jsonl"
-    for number, (least, most) in enumerate(((0, 5), (7, 22))):
+    in_processes(1, toy.main, flags(policy_folder, str(whole), **common))
+    args = flags(policy_folder, str(broken), **common)
+    for number, (least, most) in enumerate(((2, 5), (8, 18))):
         moment = random.Random(f"kill {number}")
-        wanted = moment.randint(least, most)
-        process = subprocess.Popen([*program, *words[broken], *["--resume"][:number]], env=ONE_THREAD)
-        while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) >= wanted):
-            time.sleep(0.005)
-        time.sleep(moment.uniform(0, 0.1))
-        process.kill()
-        assert process.wait() == -9, "it was to be killed before its end"
-    subprocess.run([*program, *words[broken], "--resume"], check=True, env=ONE_THREAD, timeout=200)
+        killed = (moment.randint(least, most), moment.uniform(0, 0.1))
+        resume = ["--resume"][:number]
+        in_processes(1, main_until_killed, args + resume, *killed, codes=[-signal.SIGPROF])
+    in_processes(1, toy.main, [*args, "--resume"])
     assert_same(timeless(whole), timeless(broken))
 
 
 def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkeypatch):
-    """--resume needs no other flag than the folder; a changed one is refused, more steps are welcome."""
+    """--resume needs no flag but the folder; a changed one is refused, more steps are fine."""
     run("run", steps=4, save_every=2, prompt_prune_rate=0.25)
     out = ["--out-dir", str(tmp_path / "run"), "--resume"]
     cfg = config.parse_config(out)
-    assert (cfg.model, cfg.prompt_prune_rate, cfg.group_size, cfg.steps) == (policy_folder, 0.25, 6, 4)
+    settings = (cfg.model, cfg.prompt_prune_rate, cfg.group_size, cfg.steps)
+    assert settings == (policy_folder, 0.25, 6, 4)
     with pytest.raises(InputError, match=r"--group-size 8: the run in .* has 6"):
         config.parse_config([*out, "--group-size", "8"])
-    train.main(config.parse_config([*out, "--steps", "6"]))
+    toy.main([*out, "--steps", "6"])
     run("falling", steps=2, save_every=2, lr_schedule="linear")
     with pytest.raises(InputError, match=r"--steps 4: the run in .* has 2"):
         config.parse_config(["--out-dir", str(tmp_path / "falling"), "--resume", "--steps", "4"])
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 412)
     with pytest.raises(InputError, match=r"412 prompts, but the run in .* was started with 512"):
-        train.main(config.parse_config([*out, "--steps", "8"]))
-    with pytest.raises(InputError, match="holds a run: give --resume to continue it, or another --out-dir"):
+        toy.main([*out, "--steps", "8"])
+    holds = "holds a run: give --resume to continue it, or another --out-dir"
+    with pytest.raises(InputError, match=holds):
         run("run")
 
 
 def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
-    """A learning rate that blows the weights up. Kills: a traceback instead of the step, a checkpoint of a step that
-    did not end."""
+    """A learning rate that makes the weights explode.
+
+    Catches a traceback in place of the message, and a checkpoint of a step that did not end.
+    """
     with pytest.raises(InputError, match=r"step \d+ is not finite .*Lower --lr") as caught:
         run("run", steps=9, lr=1e30, warmup=0, save_every=1)
     assert "\n" not in str(caught.value)
@@ -95,26 +111,33 @@ def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
 
 
 def test_not_finite_evaluation(run, tmp_path, monkeypatch):
-    """Weights that an update of step 2 broke, found by its evaluation: that step is neither logged nor saved."""
-    calls, evaluate = itertools.count(), train.evaluation.sample_rewards
+    """An update of step 2 broke the weights, and its evaluation finds it: that step is neither
+    logged nor saved."""
+    calls, evaluate = itertools.count(), evaluation.sample_rewards
 
-    def breaks_at_third(model, *words, **options):
+    def breaks_at_third(model, *args, **kwargs):
         if next(calls) == 2:
             with torch.no_grad():
                 model.model.norm.weight.fill_(math.nan)
-        return evaluate(model, *words, **options)
+        return evaluate(model, *args, **kwargs)
 
-    monkeypatch.setattr(train.evaluation, "sample_rewards", breaks_at_third)
-    with pytest.raises(InputError, match=r"step 2 is not finite \(the model's logits are not finite"):
+    monkeypatch.setattr(evaluation, "sample_rewards", breaks_at_third)
+    message = r"step 2 is not finite \(the model's logits are not finite"
+    with pytest.raises(InputError, match=message):
         run("run", steps=4, eval_every=1, eval_problems=2, save_every=1)
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1]
-    assert torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt", weights_only=True)["step"] == 1
+    saved = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt", weights_only=True)["step"]
+    assert saved == 1
 
 
 def test_not_finite_loss_is_not_applied(run, tmp_path, monkeypatch):
-    """Advantages that break in step 3: the weights of step 2 stay. Kills: stepping with a NaN gradient."""
+    """Advantages become NaN in step 3: the weights of step 2 stay.
+
+    Catches an optimizer step with a NaN gradient.
+    """
     calls, advantages = itertools.count(1), dppo.group_advantages
-    broken = lambda rewards, loss: advantages(rewards, loss) + (math.nan if next(calls) == 3 else 0)
+    error = lambda: math.nan if next(calls) == 3 else 0
+    broken = lambda rewards, loss: advantages(rewards, loss) + error()
     monkeypatch.setattr(dppo, "group_advantages", broken)
     with pytest.raises(InputError, match=r"step 3 is not finite \(loss nan"):
         run("run", steps=5, save_every=1)
@@ -126,84 +149,89 @@ def test_not_finite_loss_is_not_applied(run, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------- input
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--prompt-prune-rate", "1.0"], "--prompt-prune-rate 1.0: must be at least 0 and below 1"),
-        (["--completion-prune-rate", "-0.1"], "--completion-prune-rate -0.1: must be at least 0 and below 1"),
-        (["--completion-prune-rate", "nan"], "--completion-prune-rate nan: must be"),
-        (
-            ["--method", "grpo", "--prompt-prune-rate", "0.5"],
-            "--prompt-prune-rate 0.5: must be 0 with --prompt-rule none (--method grpo)",
-        ),
-        (["--method", "grpo_zero", "--completion-prune-rate", "0.5"], "0.5: must be 0 with --completion-rule zero"),
-        (["--method", "cppo", "--completion-prune-rate", "0.9"], "0.9: must be lower: it keeps none of 6"),
-        (["--completion-rule", "cppo_batch", "--completion-prune-rate", "0.97"], "must be lower: it keeps none of 24"),
-        (["--method", "pps", "--cppo-allocation"], "--cppo-allocation: belongs to --method cppo, not to"),
-        (["--method", "greso", "--prompt-prune-rate", "0.5"], "0.5: must be 0 with --prompt-rule greso"),
-        (["--method", "greso", "--check-every", "1"], "--check-every 1: must be 0 with --prompt-rule greso"),
-        (["--method", "greso", "--prompts-per-step", "300"], "its first round is 1.5 x 300 prompts of 512"),
-        (["--method", "pps", "--prompt-prune-rate", "0.9"], "0.9: must be lower: it keeps 0 of 4 prompts"),
-        (
-            ["--prompt-rule", "uniform", "--prompt-prune-rate", "0.7", "--minibatches", "2"],
-            "0.7: must be lower: it keeps 1 of 4 prompts, and each of 2 updates needs one",
-        ),
-        (["--minibatches", "3"], "--minibatches 3: must be a divisor of the step's 4 prompts"),
-        (["--epochs", "0"], "--epochs 0: must be at least 1"),
-        (["--beta", "-1"], "--beta -1.0: must be at least 0"),
-        (["--check-every", "-1"], "--check-every -1: must be at least 0"),
-        (["--loss", "cispo", "--eps-low", "1.5"], "--eps-low 1.5: must be above 0"),
-        (["--completion-rule", "topk"], "invalid choice 'topk' for argument '--completion-rule'"),
-        (["--group-size", "1"], "--group-size 1: must be at least 2"),
-        (["--steps", "-1"], "--steps -1: must be at least 1"),
-        (["--steps", "0"], "--steps 0: must be at least 1"),
-        (["--steps", "many"], "invalid literal for int() with base 10: 'many'"),
-        (["--lr", "0"], "--lr 0.0: must be above 0"),
-        (["--lr", "inf"], "--lr inf: must be above 0 and finite"),
-        (["--temperature", "0"], "--temperature 0.0: must be above 0"),
-        (["--eps-low", "1"], "--eps-low 1.0: must be above 0 and below 1"),
-        (["--save-every", "-5"], "--save-every -5: must be at least 0"),
-        (["--pack-window", "0"], "--pack-window 0: must be at least 1"),
-        (["--loss", "ppo"], "invalid choice 'ppo' for argument '--loss'. Expected one of ('grpo', 'dr_grpo', 'dapo',"),
-        (["--lrr", "1"], "unknown flag --lrr: did you mean --lr?"),
-        (["--top-p", "0.9"], "unknown flag --top-p: what is trained must be the distribution that was sampled, whole"),
-        (
-            ["--repetition_penalty=1.1"],
-            "unknown flag --repetition_penalty=1.1: what is trained must be the distribution",
-        ),
-        (["--engine", "fast"], "invalid choice 'fast' for argument '--engine'"),
-        (["--vllm-memory", "1.5"], "--vllm-memory 1.5: must be above 0 and below 1"),
-        (["--importance-cap", "0.5"], "--importance-cap 0.5: must be 0 (no correction) or at least 1"),
-        (["--lr-schedule", "step"], "invalid choice 'step' for argument '--lr-schedule'"),
-        (["--keep-checkpoints", "0"], "--keep-checkpoints 0: must be at least 1"),
-        (["--shard", "fsdp"], "--shard fsdp: there are no ranks to share the weights; start train.py with torchrun"),
-        (["--prompt-format", "chat"], "--prompt-format chat: the tokenizer has no chat template; use plain"),
-        (["--data", "nothing.jsonl"], "nothing.jsonl: no such file"),
-        (["--data", "arithmetic-longer"], "evaluation only"),
-        (["--eval-every", "1", "--eval-data", "nothing.jsonl"], "nothing.jsonl: no such file"),
-        (["--model", "/nowhere/model"], "--model /nowhere/model cannot be loaded"),
-        (["--prompts-per-step", "513"], "--prompts-per-step 513: the data holds only 512 prompts"),
-        (["--max-new-tokens", "512"], "all 512 prompts are longer than 0 tokens: lower --max-new-tokens"),
-    ],
-)
-def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, words, said):
+BAD_INPUT = """
+--prompt-prune-rate 1.0 | --prompt-prune-rate 1.0: must be at least 0 and below 1
+--completion-prune-rate -0.1 | --completion-prune-rate -0.1: must be at least 0 and below 1
+--completion-prune-rate nan | --completion-prune-rate nan: must be
+--method grpo --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule none (--method grpo)
+--method grpo_zero --completion-prune-rate 0.5 | 0.5: must be 0 with --completion-rule zero
+--method cppo --completion-prune-rate 0.9 | 0.9: must be lower: it keeps none of 6
+--completion-rule cppo_batch --completion-prune-rate 0.97 | must be lower: it keeps none of 24
+--method pps --cppo-allocation | --cppo-allocation: belongs to --method cppo, not to
+--method greso --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule greso
+--method greso --check-every 1 | --check-every 1: must be 0 with --prompt-rule greso
+--method greso --prompts-per-step 300 | its first round is 1.5 x 300 prompts of 512
+--method pps --prompt-prune-rate 0.9 | 0.9: must be lower: it keeps 0 of 4 prompts
+--prompt-rule uniform --prompt-prune-rate 0.7 --minibatches 2 | 1 of 4 prompts, and each of 2
+--minibatches 3 | --minibatches 3: must be a divisor of the step's 4 prompts
+--epochs 0 | --epochs 0: must be at least 1
+--beta -1 | --beta -1.0: must be at least 0
+--check-every -1 | --check-every -1: must be at least 0
+--loss cispo --eps-low 1.5 | --eps-low 1.5: must be above 0
+--completion-rule topk | invalid choice 'topk' for argument '--completion-rule'
+--group-size 1 | --group-size 1: must be at least 2
+--steps -1 | --steps -1: must be at least 1
+--steps 0 | --steps 0: must be at least 1
+--steps many | invalid literal for int() with base 10: 'many'
+--lr 0 | --lr 0.0: must be above 0
+--lr inf | --lr inf: must be above 0 and finite
+--temperature 0 | --temperature 0.0: must be above 0
+--eps-low 1 | --eps-low 1.0: must be above 0 and below 1
+--save-every -5 | --save-every -5: must be at least 0
+--pack-window 0 | --pack-window 0: must be at least 1
+--loss ppo | invalid choice 'ppo' for argument '--loss'. Expected one of ('grpo', 'dr_grpo', 'dapo',
+--lrr 1 | unknown flag --lrr: did you mean --lr?
+--top-p 0.9 | unknown flag --top-p: training needs the distribution that was sampled
+--repetition_penalty=1.1 | unknown flag --repetition_penalty=1.1: training needs the distribution
+--engine fast | invalid choice 'fast' for argument '--engine'
+--vllm-memory 1.5 | --vllm-memory 1.5: must be above 0 and below 1
+--importance-cap 0.5 | --importance-cap 0.5: must be 0 (no correction) or at least 1
+--lr-schedule step | invalid choice 'step' for argument '--lr-schedule'
+--keep-checkpoints 0 | --keep-checkpoints 0: must be at least 1
+--shard fsdp | --shard fsdp: needs ranks to share the weights; start with torchrun
+--prompt-format chat | --prompt-format chat: the tokenizer has no chat template; use plain
+--data nothing.jsonl | nothing.jsonl: no such file
+--data arithmetic-longer | evaluation only
+--eval-every 1 --eval-data nothing.jsonl | nothing.jsonl: no such file
+--model /nowhere/model | --model /nowhere/model cannot be loaded
+--prompts-per-step 513 | --prompts-per-step 513: the data holds only 512 prompts
+--max-new-tokens 512 | all 512 prompts are longer than 0 tokens: lower --max-new-tokens
+"""  # arguments | a part of the message
+
+
+@pytest.mark.parametrize("line", BAD_INPUT.strip().splitlines())
+def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, line):
+    args, message = line.split(" | ")
     with pytest.raises(InputError) as caught:
-        train.main(config.parse_config([*flags(policy_folder, str(tmp_path / "run")), *words]))
-    assert said in str(caught.value)
+        toy.main([*flags(policy_folder, str(tmp_path / "run")), *args.split()])
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
+def program(args):
+    """train.py as a program that ends with status 77 where it would wait for torchrun to end it."""
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(seconds) if seconds < 1 else os._exit(77)
+    sys.argv = ["train.py", *args]
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+
 def test_bad_input_has_no_traceback(tmp_path):
-    """As a program, alone and under torchrun, whose own report follows."""
+    """As a program, alone and on two ranks, of which only the first reports it: the second waits.
+
+    Catches an error that every rank prints.
+    """
     (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "1"}\noops\n')
-    words = ["train.py", "--data", str(tmp_path / "bad.jsonl"), "--out-dir", str(tmp_path / "run")]
-    alone = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    message = "bad.jsonl, line 2 is not JSON"
+    args = ["--data", str(tmp_path / "bad.jsonl"), "--out-dir", str(tmp_path / "run")]
+    command = [sys.executable, "train.py", *args]
+    alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert alone.returncode == 2
     assert alone.stderr.startswith("error: ")
     assert alone.stderr.count("\n") == 1
-    assert "bad.jsonl, line 2 is not JSON" in alone.stderr
-    command = [*TORCHRUN, "--nproc-per-node", "2", *words]
-    together = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=ONE_THREAD)
-    assert together.returncode != 0
-    assert together.stderr.count("bad.jsonl, line 2 is not JSON") == 1, "one rank says it"
+    assert message in alone.stderr
+    first, second = in_processes(2, program, args, codes=[2, 77])
+    assert first.count(message) == 1
+    assert message not in second
+    assert "Traceback" not in first + second

@@ -1,20 +1,27 @@
-"""Rewards: a table of answers, right and wrong, None for what cannot be told, and answers that mean harm."""
+"""Rewards: right, wrong, unscorable and hostile answers, and the process that compares them."""
 
 import concurrent.futures
+import contextlib
 import os
 import random
+import resource
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import data
-import faults
 import rewards
+from bench.hostile import hostile_answers
+from runtime import judge
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+needs_problems = pytest.mark.skipif(
+    not SHARED.exists(), reason="the real problem files are not part of the repository"
+)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +30,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
         ("7+9=16;16+5=21", "21", 1.0),
         ("7+9=16;16+5=11", "21", 0.0),
         ("7+9=6;16+5=21", "21", 1.0),  # only the answer counts
-        ("21", "21", 1.0),  # no working shown: the text after no "=" is all of it
+        ("21", "21", 1.0),  # without an "=" the whole text is the answer
         ("7+9=16;16+5=021", "21", 0.0),
         ("7+9=16;16+5=21;", "21", 0.0),
         ("7+9=16;16+5=2", "21", 0.0),  # cut off
@@ -46,9 +53,9 @@ def test_arithmetic_reward(completion, gold, reward):
         ("\\boxed{71} no, \\boxed{72}", "72", 1.0),  # the last box; both together would be a set
         ("\\boxed{72} no, \\boxed{71}", "72", 0.0),
         ("\\boxed{72", "72", 0.0),  # never closed
-        ("\\boxed{72}</think> so I say 71", "72", 0.0),  # a thought is no answer
+        ("\\boxed{72}</think> so I say 71", "72", 0.0),  # a box in a thought is not an answer
         ("\\boxed{71}</think>\\boxed{72}", "72", 1.0),
-        ("<think>\\boxed{72}", "72", 0.0),  # it never stopped thinking
+        ("<think>\\boxed{72}", "72", 0.0),  # thinking never ended
         ("<think></think>\\boxed{72}", "72", 1.0),
         ("\\boxed{1,234}", "1234", 1.0),
         ("\\boxed{27}", "27.0", 1.0),
@@ -86,39 +93,126 @@ def test_arithmetic_reward(completion, gold, reward):
     ],
 )
 def test_math_reward(completion, gold, reward):
-    """Kills: the first box, a box in a thought, sets of two boxes, a gold that is not boxed, 0 for what has no gold."""
+    """Fails if the first box is used, one in a thought, two as a set, or the gold is not boxed; or
+    if a completion without a gold earns 0."""
     assert rewards.math_reward(completion, gold) == reward
 
 
 def test_long_texts_are_quick():
-    """No judge sees them. Kills: a scan of the whole text after the box, a number of a million digits."""
-    started = time.perf_counter()
-    for text in ("{" * 10_000_000, "\\boxed{" * 100_000, "\\boxed{" + "{" * 10_000_000, "\\boxed{" + "9" * 10_000_000):
+    """The judge never sees these texts.
+
+    Fails if all the text after the box is scanned, or a number of ten million digits is converted.
+    """
+    before = time.process_time()
+    texts = ("{" * 10_000_000, "\\boxed{" * 100_000, "\\boxed{" + "{" * 10_000_000)
+    for text in (*texts, "\\boxed{" + "9" * 10_000_000):
         assert rewards.math_reward(text + "}", "3") == 0.0
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - before < 2
+
+
+# ---------------------------------------------------------------------------- the judge
+
+
+@contextlib.contextmanager
+def fresh_judge():
+    """A new judge; afterwards the list has the CPU seconds that it and its children used."""
+    judge.ask.cache_clear()
+    judge._judge = judge._end_judge(judge._judge)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = []
+    try:
+        yield spent
+        judge._judge.stdin.close()
+        judge._judge.wait()
+        judge._judge = None
+    finally:
+        judge._judge = judge._end_judge(judge._judge)
+        judge.ask.cache_clear()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+@contextlib.contextmanager
+def changed_judge(monkeypatch, tmp_path, old, new):
+    """A judge in whose source `new` replaces `old`."""
+    source = Path(judge.__file__).read_text()
+    assert old in source
+    (tmp_path / "judge.py").write_text(source.replace(old, new))
+    judge.ask.cache_clear()
+    monkeypatch.setattr(judge, "_judge", None)
+    monkeypatch.setattr(judge, "__file__", str(tmp_path / "judge.py"))
+    try:
+        yield
+    finally:
+        judge._end_judge(judge._judge)
+        judge.ask.cache_clear()
 
 
 @pytest.mark.parametrize("thread", [False, True])
 def test_hostile_answers(thread):
-    """Ten of bench.py hostile's, from the main thread and another: 0 in at most 2 s, and the next answer is judged.
-    Kills: math-verify's own timer (main thread only, and not within one multiplication), no limit of the memory."""
-    rewards.ask.cache_clear()
-    pairs = faults.hostile_answers()[:: 11 if thread else 10][-10:]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        call = (lambda *words: pool.submit(rewards.math_reward, *words).result()) if thread else rewards.math_reward
-        assert call("\\boxed{\\frac{1}{2}}", "0.5") == 1.0  # the judge is there
-        for completion, gold in pairs:
-            started = time.perf_counter()
-            assert call(completion, gold) == 0.0, completion[:80]
-            assert time.perf_counter() - started < 2, completion[:80]
-            assert call(f"\\boxed{{\\frac{{{len(completion)}}}{{2}}}}", f"{len(completion) / 2}") == 1.0
+    """Hostile answers get 0 after about a second of CPU time each, and the next answer is judged.
+
+    Catches math-verify's own timer, which runs in the main thread only and not within one
+    multiplication: then some of these would run until PATIENCE ends.
+    """
+    pairs = hostile_answers()[::36] if thread else hostile_answers()[::10][-10:]
+    with fresh_judge() as spent, concurrent.futures.ThreadPoolExecutor() as pool:
+        for number, (completion, gold) in enumerate(pairs):
+            right = (f"\\boxed{{\\frac{{{number}}}{{2}}}}", f"{number / 2}")
+            for args, reward in (((completion, gold), 0.0), (right, 1.0)):
+                if thread:
+                    found = pool.submit(rewards.math_reward, *args).result()
+                else:
+                    found = rewards.math_reward(*args)
+                assert found == reward, args[0][:80]
+    assert spent[0] < 2 * judge.SECONDS * len(pairs)
+
+
+FAKE = """
+import mmap, os, time
+
+def parse(text, parsing_timeout):
+    started = time.process_time()
+    while "spin" in text and time.process_time() < started + 8: pass
+    time.sleep({"wait": 2.0, "hang": 60}.get(text[7:-1], 0))
+    if "memory" in text: mmap.mmap(-1, 2**31)
+    if "crash" in text: os._exit(3)
+    return [text]
+
+def verify(gold, answer, timeout_seconds):
+    return True
+"""
+
+
+def test_limits_of_the_judge(monkeypatch, tmp_path):
+    """CPU time, memory and crashes make an answer wrong, and the next answer is still judged.
+
+    Waiting does not: on a busy machine a short computation can take seconds. Fails if a comparison
+    that sleeps for two seconds is wrong, and if CPU time or memory is not limited.
+    """
+    (tmp_path / "math_verify.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with fresh_judge() as spent:
+        found = {name: judge.ask("1", name) for name in ("wait", "memory", "crash", "spin", "1+1")}
+    assert found == {"wait": True, "memory": False, "crash": False, "spin": False, "1+1": True}
+    assert spent[0] < 5 * judge.SECONDS
+
+
+def test_patience_of_the_judge(monkeypatch, tmp_path):
+    """Catches a judge that waits forever for a comparison that neither computes nor returns."""
+    (tmp_path / "math_verify.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with changed_judge(monkeypatch, tmp_path, "PATIENCE = 20.0", "PATIENCE = 0.2"):
+        assert not judge.ask("1", "hang")
+        assert judge.ask("1", "1+1")
 
 
 def test_many_threads_ask_one_judge():
-    """Kills: two threads that read each other's verdicts."""
-    rewards.ask.cache_clear()
+    """Fails if a thread reads another's verdict."""
+    judge.ask.cache_clear()
     rng = random.Random(0)
-    pairs = [(f"\\frac{{{n}}}{{7}}", f"\\frac{{{n + rng.randrange(2)}}}{{7}}") for n in range(300)]
+    golds = [f"\\frac{{{n}}}{{7}}" for n in range(100)]
+    pairs = [(gold, rng.choice((gold, "\\frac{1}{9}"))) for gold in golds]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         verdicts = list(pool.map(lambda pair: rewards.verify(*pair), pairs))
     assert verdicts == [gold == answer for gold, answer in pairs]
@@ -126,83 +220,91 @@ def test_many_threads_ask_one_judge():
 
 def test_a_killed_judge_is_replaced():
     assert rewards.verify("\\frac{1}{3}", "\\frac{2}{6}")
-    os.killpg(rewards._judge.pid, signal.SIGKILL)
-    rewards._judge.wait()
+    os.killpg(judge._judge.pid, signal.SIGKILL)
+    judge._judge.wait()
     assert rewards.verify("\\frac{1}{3}", "\\frac{3}{9}")
 
 
-def test_a_verdict_is_asked_for_once(monkeypatch):
-    rewards.ask.cache_clear()
+def test_verdicts_are_cached(monkeypatch):
+    judge.ask.cache_clear()
     assert rewards.math_reward("\\boxed{\\frac{5}{15}}", "\\frac{1}{3}") == 1.0
-    monkeypatch.setattr(rewards, "_turn", None)  # who asks now cannot
+    monkeypatch.setattr(judge, "_turn", None)  # any query now fails
     assert rewards.math_reward("then \\boxed{\\frac{5}{15}}", "\\frac{1}{3}") == 1.0
 
 
 def test_without_math_verify(monkeypatch, tmp_path):
-    """Numbers need no judge; others say what is missing. Kills: a silent 0 for every formula."""
-    monkeypatch.setattr(rewards, "_judge", None)
-    monkeypatch.setattr(rewards, "__file__", str(tmp_path / "rewards.py"))
-    source = Path(data.__file__).with_name("rewards.py").read_text()
-    (tmp_path / "rewards.py").write_text(source.replace("from math_verify", "from math_verify_that_is_not_there"))
-    rewards.ask.cache_clear()
-    assert rewards.math_reward("\\boxed{3}", "3.0") == 1.0
-    with pytest.raises(RuntimeError, match="cannot start: ModuleNotFoundError: No module named 'math_verify_that"):
-        rewards.math_reward("\\boxed{x}", "y")
+    """Numbers need no judge; for others the error names what is missing.
+
+    Catches a silent reward of 0 for every formula.
+    """
+    missing = "from math_verify_that_is_not_there"
+    with changed_judge(monkeypatch, tmp_path, "from math_verify", missing):
+        assert rewards.math_reward("\\boxed{3}", "3.0") == 1.0
+        message = "cannot start: ModuleNotFoundError: No module named 'math_verify_that"
+        with pytest.raises(RuntimeError, match=message):
+            rewards.math_reward("\\boxed{x}", "y")
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="real problem files are not part of the repository")
-@pytest.mark.parametrize(
-    ("name", "verified"),
-    [("math500.jsonl", 500), ("aime24.jsonl", 30), ("amc23.jsonl", 40), ("gsm8k_test.jsonl", 1319)],
-)
-def test_real_golds(name, verified):
-    """Each verifies against itself, by math-verify too; another's does where it is the same answer, and only there."""
-    golds = [problem.answer for problem in data.read_problems(str(SHARED / name))]
-    assert len(golds) == verified
-    for gold in golds:
-        assert rewards.math_reward(f"\\boxed{{{gold}}}", gold) == 1.0
-        assert name == "gsm8k_test.jsonl" or rewards.verify(gold, gold)
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="real problem files are not part of the repository")
-def test_wrong_answers_to_real_problems():
-    """The answer to another problem is accepted where it is the same answer. Kills: a judge that is too kind."""
-    for name in ("math500.jsonl", "aime24.jsonl", "amc23.jsonl"):
-        golds = [problem.answer for problem in data.read_problems(str(SHARED / name))]
-        for gold, other in zip(golds, random.Random(0).sample(golds, len(golds)), strict=True):
-            assert rewards.math_reward(f"\\boxed{{{other}}}", gold) == float(gold == other), (gold, other)
-
-
-def test_whoever_is_stopped_leaves_no_verdict_behind(monkeypatch):
-    """Kills: the verdict on one pair that the next one to ask takes for its own."""
-    rewards.ask.cache_clear()
+def test_an_interrupted_query_leaves_no_verdict_behind(monkeypatch):
+    """Fails if the next query reads the verdict of the interrupted one."""
+    judge.ask.cache_clear()
     assert not rewards.verify("\\frac{1}{9}", "\\frac{2}{9}")
 
-    def stopped():
+    def interrupted(real=judge._judge.stdin.flush):
+        real()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rewards._judge.stdin, "flush", lambda real=rewards._judge.stdin.flush: real() or stopped())
+        patch.setattr(judge._judge.stdin, "flush", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rewards.verify("\\frac{3}{9}", "\\frac{1}{3}")
     assert not rewards.verify("\\frac{1}{9}", "\\frac{4}{9}")
 
 
-def test_interrupted_while_the_judge_starts(monkeypatch):
-    """Ctrl-C in a notebook, and on. Kills: the start's "ready" that is read as a verdict."""
-    rewards.ask.cache_clear()
-    rewards._end_judge(rewards._judge)
-    monkeypatch.setattr(rewards, "_judge", None)
+def test_an_interrupt_while_the_judge_starts(monkeypatch):
+    """Ctrl-C in a notebook, after which the user continues. Fails if "ready" becomes a verdict."""
+    judge.ask.cache_clear()
+    judge._end_judge(judge._judge)
+    monkeypatch.setattr(judge, "_judge", None)
     real = subprocess.Popen
 
-    def interrupted(*words, **options):
-        process = real(*words, **options)
-        monkeypatch.setattr(process.stdout, "readline", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def popen(*args, **options):
+        process = real(*args, **options)
+        monkeypatch.setattr(process.stdout, "readline", interrupted)
         return process
 
     with monkeypatch.context() as patch:
-        patch.setattr(rewards.subprocess, "Popen", interrupted)
+        patch.setattr(judge.subprocess, "Popen", popen)
         with pytest.raises(KeyboardInterrupt):
             rewards.verify("\\frac{1}{2}", "\\frac{2}{4}")
     assert rewards.verify("\\frac{1}{2}", "\\frac{2}{4}")
     assert not rewards.verify("\\frac{2}{7}", "\\frac{1}{3}")
+
+
+def test_the_judge_is_light():
+    """It runs under a limit of 1 GiB. Fails if rewards or the judge need torch."""
+    code = "import sys, rewards; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(data.__file__).parent)
+
+
+# ---------------------------------------------------------------------------- real problems
+
+
+@needs_problems
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("math500.jsonl", 500), ("aime24.jsonl", 30), ("amc23.jsonl", 40), ("gsm8k_test.jsonl", 1319)],
+)
+def test_real_golds(name, number):
+    """Every gold equals itself, by math-verify alone too; another problem's gold, two rows above,
+    is right only if it is the same. Catches a judge that is too strict or too lenient."""
+    golds = [problem.answer for problem in data.read_problems(str(SHARED / name))]
+    assert len(golds) == number
+    for gold, other in zip(golds, golds[-2:] + golds[:-2], strict=True):
+        assert rewards.math_reward(f"\\boxed{{{gold}}}", gold) == 1.0
+        assert name == "gsm8k_test.jsonl" or rewards.verify(gold, gold)
+        reward = rewards.math_reward(f"\\boxed{{{other}}}", gold)
+        assert reward == float(gold == other), (gold, other)

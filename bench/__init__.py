@@ -1,0 +1,45 @@
+"""
+Everything that measures, one file per command: `python -m bench` lists them.
+
+What is compared takes turns within one call; reports are medians and ratios.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+import config
+from runtime import log
+from train import Trainer
+
+JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]  # a parameter that is the flag --json
+
+
+def run(
+    args: list[str], trainer_class: type[Trainer] = Trainer, reward=None
+) -> tuple[Trainer, list[dict]]:
+    """Train in a temporary folder, without evaluations, checkpoints or run.png.
+
+    args are flags of train.py; trainer_class may be a subclass that records or breaks something.
+    Returns the trainer and the rows of its log.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = ["--out-dir", folder, "--eval-every", "0", "--save-every", "0"]
+        trainer = trainer_class(config.parse_config([*args, *fixed]), reward)
+        trainer.open_folder()
+        while trainer.done < trainer.cfg.steps:
+            step = trainer.done + 1
+            trainer.threads.fit()
+            checks = trainer.check(step)
+            row, samples = trainer.step(step)
+            trainer.write(row | checks, samples)
+        return trainer, log.read_rows(Path(folder, "log.jsonl"))
+
+
+def write_json(path: Path | None, content) -> None:
+    """Write a table to the file of --json, if there is one."""
+    if path:
+        path.write_text(json.dumps(content, indent=1) + "\n")

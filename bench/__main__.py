@@ -1,0 +1,47 @@
+"""
+The measurements behind the tables in docs/. Run from the root of the repository.
+
+    python -m bench step        seconds of a training step and its parts
+    python -m bench rollout     completions per second of every installed engine
+    python -m bench update      packed and padded updates
+    python -m bench variance    error of each pruning rule, from real gradients
+    python -m bench check       the running check over whole runs, and a faulty twin it must find
+    python -m bench prompts     what a million prompts cost
+    python -m bench race        which method reaches GRPO's accuracy first, live
+    python -m bench kills       a run that is killed twenty times, and one that is not
+    python -m bench hostile     answers that are made to hang the judge
+    python -m bench trl         whole steps beside TRL's trainer (requirements-trl.txt)
+
+`--json FILE` writes the rows; runs/*.json come from it. With `--shape 0.6b`, step, rollout and
+update use random weights of a size for a GPU. Examples:
+
+    python -m bench variance --level prompt --json runs/variance-prompt.json
+    python -m bench race --methods grpo,pps --seeds 1
+    python -m bench step --shape 0.6b --steps 10 --skip 2 --methods grpo pps
+    python -m bench rollout --shape 0.6b --batches 256 1024
+"""
+
+import sys
+
+import transformers
+import tyro
+
+from bench import check, hostile, kills, prompts, race, rollout, step, trl, update, variance
+from runtime import InputError
+
+MODULES = (step, rollout, update, variance, check, prompts, race, kills, hostile, trl)
+COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run one command; args default to the command line's."""
+    tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m bench", args=args)
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        main()
+    except InputError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,80 @@
+"""Models with random weights in the shapes of real ones, for measurements that need no download."""
+
+import json
+import random
+from pathlib import Path
+from typing import Literal
+
+import tokenizers
+import torch
+import transformers
+
+import packing
+
+Shape = Literal[
+    "embedded", "tiny", "0.6b", "1.7b"
+]  # embedded: the embedded task and its base model
+SHAPES = {  # Qwen3's: hidden, feed-forward, layers, heads, key-value heads, head width, vocabulary
+    "tiny": (128, 384, 4, 4, 2, 32, 2048),
+    "0.6b": (1024, 3072, 28, 16, 8, 128, 151_936),
+    "1.7b": (2048, 6144, 28, 16, 8, 128, 151_936),
+}
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bfloat16, from data sheets
+
+
+def random_model(shape: str, device: str):
+    """An untrained Qwen3 of that shape with float32 weights."""
+    hidden, inner, layers, heads, kv_heads, width, vocabulary = SHAPES[shape]
+    options = transformers.Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+    )
+    options._attn_implementation = packing.ATTENTION
+    torch.manual_seed(0)
+    with torch.device(device):
+        return transformers.Qwen3ForCausalLM(options)
+
+
+def random_policy(shape: str, folder: str) -> None:
+    """Write a folder for --model: such a model, a tokenizer of its vocabulary, and problems.jsonl.
+
+    The problems are 256 random prompts of 20 to 200 tokens.
+    """
+    vocabulary, rng = SHAPES[shape][-1], random.Random(0)
+    numbers = {f"t{number}": number for number in range(vocabulary)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="t0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"eos_token": "t1", "pad_token": "t2"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    tokenizer.save_pretrained(folder)
+    model = random_model(shape, "cpu")
+    model.generation_config = transformers.GenerationConfig(eos_token_id=1, pad_token_id=2)
+    model.save_pretrained(folder)
+    with open(Path(folder, "problems.jsonl"), "w") as file:
+        for _ in range(256):
+            length = rng.randint(20, 200)
+            problem = " ".join(f"t{rng.randrange(vocabulary)}" for _ in range(length))
+            file.write(json.dumps({"problem": problem, "answer": "1"}) + "\n")
+
+
+def model_flops(options, sequences: list[tuple[int, int]]) -> float:
+    """Operations of forward and backward for sequences of (prompt, completion) tokens.
+
+    2 + 4 per weight and token: the layers' weights x all tokens + the head's x completion tokens.
+    Causal attention: 6 x layers x heads x width x sum of squared lengths. Padding and recomputation
+    do not count, and shared prompts count as often as they occur.
+    """
+    hidden = options.hidden_size
+    queries = options.num_attention_heads * options.head_dim
+    keys = options.num_key_value_heads * options.head_dim
+    layer = hidden * (2 * queries + 2 * keys + 3 * options.intermediate_size)  # weights
+    lengths = [sum(both) for both in sequences]
+    layers = sum(layer * length + queries * length**2 for length in lengths)
+    head = options.vocab_size * hidden * sum(completion for _, completion in sequences)
+    return 6 * (options.num_hidden_layers * layers + head)

@@ -1,0 +1,198 @@
+"""
+TRL's GRPOTrainer on the embedded task: its steps beside train.py's, and whole runs for the race.
+
+    pip install -r requirements-trl.txt
+    python -m bench trl --json runs/trl.json
+    python -m bench race --methods trl,grpo,pps --seeds 1
+"""
+
+import functools
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+
+import arithmetic
+import config
+import data
+import eval as evaluation
+import rollout
+from bench import JsonFile, run, write_json
+from sampler import seed_for
+from train import Trainer
+
+TIMED = ("grpo", "dppo", "pps")
+MICRO_BATCH = 32  # the fastest of `python -m bench trl` on 2 cores
+
+
+def main(
+    rounds: int = 4,
+    steps: int = 6,
+    micro_batches: tuple[int, ...] = (32, 128, 512),
+    json_file: JsonFile = None,
+) -> None:
+    """Time whole steps of TRL's GRPOTrainer and of train.py from the start of training.
+
+    Base model, problems, reward, group size, lengths and learning rate are the same. Runs take
+    turns; the first step of each does not count.
+
+    Args:
+        rounds: runs of each trainer
+        steps: steps of a run, all but the first of which are timed
+        micro_batches: values of TRL's per_device_train_batch_size; a pilot run each finds the best
+        json_file: where to write the rows {trainer, seconds, ratio, ratio_low, ratio_high,
+            all_seconds}
+    """
+    pilot = {size: statistics.median(trl_steps(size, steps, 0)[1:]) for size in micro_batches}
+    best = min(pilot, key=pilot.get)
+    trainers = {"TRL": lambda *args: trl_steps(best, *args)[1:]}
+    trainers |= {method: functools.partial(our_steps, method) for method in TIMED}
+    runs = {name: [] for name in trainers}
+    for number, name in itertools.product(range(rounds), trainers):
+        runs[name].append(trainers[name](steps, number))
+    rows = [
+        {"trainer": f"TRL, pilot, micro-batches of {size}", "seconds": seconds}
+        for size, seconds in pilot.items()
+    ]
+    for name, times in runs.items():
+        pairs = zip(times, runs["TRL"], strict=True)
+        ratios = sorted(statistics.median(own) / statistics.median(trl) for own, trl in pairs)
+        row = {
+            "trainer": name,
+            "seconds": statistics.median(itertools.chain(*times)),
+            "ratio": statistics.median(ratios),
+            "ratio_low": ratios[0],
+            "ratio_high": ratios[-1],
+            "all_seconds": times,
+        }
+        rows.append(row)
+    for row in rows:
+        cells = (f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values())
+        print("  ".join(cells))
+    write_json(json_file, rows)
+
+
+def our_steps(method: str, steps: int, seed: int) -> list[float]:
+    """Seconds of train.py's steps after the first, each from the end of the one before.
+
+    A step ends when its rows are on disk.
+    """
+    ends = []
+
+    class Timed(Trainer):
+        def write(self, row, samples):
+            super().write(row, samples)
+            ends.append(time.perf_counter())
+
+    run(["--method", method, "--steps", str(steps), "--seed", str(seed)], Timed)
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
+def trl_steps(
+    micro_batch: int,
+    steps: int,
+    seed: int,
+    lr: float | None = None,
+    at_step: Callable | None = None,
+) -> list[float]:
+    """Seconds of TRL's steps, each from the end of the one before; lr None is train.py's default.
+
+    at_step(model, step, seconds, tokens generated) is called before step 1, as step 0, and after
+    each step. Its own time does not count.
+    """
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    cfg = config.resolve(config.Config(method="grpo"))  # the prompts of a step are GRPO's
+    base = str(arithmetic.base_folder())
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base, padding_side="left")
+    problems = data.train_problems(cfg.data, hold_out=True)
+    rows = [{"prompt": problem.text, "gold": problem.answer} for problem in problems]
+    reward = data.reward_function(cfg.data)
+    spent, generated = [], [0]
+
+    class Clock(transformers.TrainerCallback):
+        def on_train_begin(self, *args, **options):
+            spent.append(0.0)
+            self.next(model, 0)
+
+        def on_step_end(self, args, state, control, model, **options):
+            spent.append(time.perf_counter() - self.began)
+            self.next(model, state.global_step)
+
+        def next(self, model, step):
+            if at_step:
+                at_step(model, step, spent[-1], generated[0])
+            generated[0] = 0
+            self.began = time.perf_counter()
+
+    def score(completions, completion_ids, gold, **columns):
+        generated[0] += sum(map(len, completion_ids))
+        return [reward(text, answer) for text, answer in zip(completions, gold, strict=True)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = GRPOConfig(
+            output_dir=folder,
+            max_steps=steps,
+            seed=seed,
+            use_cpu=cfg.device == "cpu",
+            bf16=cfg.dtype == "bfloat16",
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=cfg.prompts_per_step * cfg.group_size // micro_batch,
+            num_generations=cfg.group_size,
+            max_completion_length=cfg.max_new_tokens,
+            temperature=cfg.temperature,
+            learning_rate=lr or cfg.lr,
+            lr_scheduler_type=cfg.lr_schedule,
+            warmup_steps=cfg.warmup,
+            max_grad_norm=cfg.grad_clip,
+            loss_type="grpo",
+            beta=0.0,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            model,
+            score,
+            args=options,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    return spent[1:]
+
+
+def curve(
+    steps: int, seed: int, lr: float | None, every: int, eval_data: str, eval_problems: int
+) -> tuple[config.Config, list[dict]]:
+    """One run of TRL's trainer: its configuration and the rows of a log, as train.py has them."""
+    cfg = config.resolve(config.Config(method="grpo", lr=lr, seed=seed, steps=steps))
+    _, tokenizer = rollout.load_policy(str(arithmetic.base_folder()), cfg.device)
+    problems = data.eval_problems(eval_data, eval_problems)
+    problems, prompt_ids = data.encode_prompts(problems, tokenizer, 400)
+    ends, pad = [tokenizer.eos_token_id], tokenizer.pad_token_id
+    sampling = rollout.Sampling(cfg.max_new_tokens, ends, pad)
+    reward, rows = data.reward_function(eval_data), []
+
+    def at_step(model, step, seconds, generated):
+        tokens = {"tokens/generated": generated, "tokens/trained": generated}
+        row = {"step": step, "step_time": seconds} | tokens
+        if step % every == 0 or step == steps:
+            model.vocab_size = len(tokenizer)
+            args = (model, tokenizer, problems, prompt_ids, reward, sampling)
+            draw = {"k": 4, "seed": seed_for(seed, step, "eval", 0)}
+            rewards, _truncated = evaluation.sample_rewards(*args, **draw)
+            row["eval/avg@4"] = evaluation.avg_at_k(rewards)
+        rows.append(row)
+
+    trl_steps(MICRO_BATCH, steps, seed, cfg.lr, at_step)
+    return cfg, rows

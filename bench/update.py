@@ -1,0 +1,390 @@
+"""
+Packed and padded updates, and how fast each is: `python -m bench update`.
+
+A padded micro-batch is as wide as its longest sequence. Here pad tokens stand at the end, where
+causal attention needs no mask; log-probs come from the same chunked head as in packing.py; and a
+micro-batch takes as many sequences as fit a budget of tokens, padding included. Sequences are taken
+in order of arrival, or sorted by length, which leaves hardly any padding.
+
+Letters: K prompts, G completions each, N completion tokens of a micro-batch.
+"""
+
+import functools
+import itertools
+import math
+import multiprocessing
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+import arithmetic
+import config
+import dppo
+import packing
+import rollout
+from bench import JsonFile, run, shapes, write_json
+from runtime.clock import clock
+from train import Trainer
+from update import accumulate_gradients, autocast, checkpoint_layers
+
+MICRO_BATCHES = (512, 1024, 2048, 4096, 8192, 16_384)  # tokens; padded variants get the best one
+
+
+@dataclass
+class Work:
+    """The arguments of one update.accumulate_gradients. Tensors are [K, G]."""
+
+    rollouts: rollout.Rollouts
+    advantages: torch.Tensor
+    scale: torch.Tensor
+    keep: torch.Tensor
+
+    def sequences(self) -> dict[int, tuple[int, int]]:
+        """(prompt, completion) lengths of the kept sequences, by their index in K * G."""
+        lengths, G = self.rollouts.lengths.flatten().tolist(), self.keep.shape[1]
+        kept = self.keep.flatten().nonzero().squeeze(1).tolist()
+        return {row: (len(self.rollouts.prompt_ids[row // G]), lengths[row]) for row in kept}
+
+    def plan(self, pack_tokens: int, window: int, share_prompts: bool) -> list[int]:
+        """Tokens in each slot of this work's plan."""
+        sequences = self.sequences()
+        prompts, lengths = zip(*sequences.values(), strict=True)
+        totals = [prompt + length - 1 for prompt, length in zip(prompts, lengths, strict=True)]
+        shared = ()
+        if share_prompts:
+            shared = ([row // self.keep.shape[1] for row in sequences], prompts)
+        packs = packing.plan_packs(totals, pack_tokens, window, *shared)
+        return [packing.slot_tokens(pack, totals, *shared) for pack in packs]
+
+
+# ---------------------------------------------------------------------------- two ways to update
+
+
+def packed_update(model, work: Work, cfg: config.Config, attention: str = packing.ATTENTION) -> int:
+    """The update that train.py runs. Returns the tokens forwarded."""
+    model.set_attn_implementation(attention)
+    args = (model, work.rollouts, work.advantages, work.scale, work.keep)
+    return int(accumulate_gradients(*args, cfg=cfg).tokens)
+
+
+def micro_batches(order: list[int], lengths: dict[int, int], tokens: int) -> list[list[int]]:
+    """Cut an order of sequences into micro-batches of at most `tokens`, padding included."""
+    batches, longest = [], 0
+    for row in order:
+        longest = max(longest, lengths[row])
+        if not batches or (len(batches[-1]) + 1) * longest > tokens:
+            batches.append([])
+            longest = lengths[row]
+        batches[-1].append(row)
+    return batches
+
+
+def padded_update(
+    model, work: Work, cfg: config.Config, tokens: int, in_order_of_length: bool
+) -> int:
+    """The same gradient, from micro-batches of at most `tokens`.
+
+    Returns the tokens forwarded, padding included.
+    """
+    model.set_attn_implementation("sdpa")
+    device, forwarded = model.device, 0
+    sequences = work.sequences()
+    order = list(sequences)
+    if in_order_of_length:
+        order = sorted(sequences, key=lambda row: sum(sequences[row]))
+    completion_ids = work.rollouts.completion_ids.flatten(0, 1)  # [K * G, T]
+    old_logprobs = work.rollouts.logprobs.flatten(0, 1)  # [K * G, T]
+    advantages = work.advantages.flatten().to(device)  # [K * G]
+    scale = work.scale.flatten().to(device)  # [K * G]
+    totals = {row: prompt + completion - 1 for row, (prompt, completion) in sequences.items()}
+    for rows in micro_batches(order, totals, tokens):
+        completions = [completion_ids[row, : sequences[row][1]].tolist() for row in rows]
+        prompts = [work.rollouts.prompt_ids[row // work.keep.shape[1]] for row in rows]
+        pairs = zip(prompts, completions, strict=True)
+        texts = [prompt + completion[:-1] for prompt, completion in pairs]
+        width = max(map(len, texts))
+        padded = [text + [0] * (width - len(text)) for text in texts]
+        ids = torch.tensor(padded, device=device)  # [rows, width]
+        predictors = []  # [N], positions in the flattened batch
+        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            first = number * width + len(prompt) - 1
+            predictors += range(first, first + len(completion))
+        owner = [row for row in rows for _ in range(sequences[row][1])]
+        owner = torch.tensor(owner, device=device)  # [N]
+        targets = torch.tensor(list(itertools.chain(*completions)), device=device)  # [N]
+        old = torch.cat([old_logprobs[row, : sequences[row][1]] for row in rows])  # [N]
+        with autocast(cfg, cache=False):
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            logprobs, _ = packing.token_logprobs(
+                hidden.flatten(0, 1)[predictors],
+                model.get_output_embeddings(),
+                targets,
+                vocab_size=model.vocab_size,
+            )
+        clip = {"loss": cfg.loss, "eps_low": cfg.eps_low, "eps_high": cfg.eps_high}
+        loss, _ = dppo.token_loss(logprobs, old, advantages[owner].float(), owner, **clip)
+        (loss * scale[owner].float()).sum().backward()
+        forwarded += ids.numel()
+    return forwarded
+
+
+# ---------------------------------------------------------------------------- what is updated
+
+
+class Recorder(Trainer):
+    """Records the work of every update."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.works = []
+
+    def backward(self, full, keep, weights, old_logprobs=None):
+        rows = (full.advantages, full.scale * weights, keep)
+        self.works.append(Work(full.batch.rollouts, *(table[full.batch.mine] for table in rows)))
+        return super().backward(full, keep, weights, old_logprobs)
+
+
+def recorded_works(method: str, steps: int) -> list[Work]:
+    """Every update of a run of the embedded task."""
+    trainer, _ = run(["--method", method, "--steps", str(steps)], Recorder)
+    return trainer.works
+
+
+def log_normal_work(
+    K: int, G: int, median: int, prompt_tokens: int, vocabulary: int, device: str
+) -> Work:
+    """Random tokens with log-normal completion lengths.
+
+    They range from median / sqrt(10) to median * sqrt(10), two standard deviations each way.
+    Prompts have half to one and a half times prompt_tokens.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lengths = (median * 10 ** (torch.randn(K, G, generator=generator).clamp(-2, 2) / 4)).long()
+    shortest, longest = prompt_tokens // 2, 3 * prompt_tokens // 2
+    counts = torch.randint(shortest, longest + 1, (K,), generator=generator)
+    ids = torch.randint(vocabulary, (K, G, int(lengths.max())), generator=generator)
+    prompt_ids = [
+        torch.randint(vocabulary, (count,), generator=generator).tolist()
+        for count in counts.tolist()
+    ]
+    old = torch.full(ids.shape, -math.log(vocabulary), device=device)
+    zeros = torch.zeros(K, G)
+    rollouts = rollout.Rollouts(
+        prompt_ids, ids.to(device), old, zeros, zeros, lengths, zeros.bool()
+    )
+    advantages = torch.randn(K, G, generator=generator, dtype=torch.float64)
+    scale = torch.full_like(advantages, 1 / lengths.sum())
+    return Work(rollouts, advantages, scale, torch.ones(K, G, dtype=torch.bool))
+
+
+# ---------------------------------------------------------------------------- the measurement
+
+
+def main(
+    shape: shapes.Shape = "embedded",
+    rounds: int = 7,
+    pack_tokens: int | None = None,
+    steps: int = 24,
+    sequences: int = 256,
+    gradient_checkpointing: bool = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Time forward and backward of one update, packed and padded, in turn.
+
+    Rows {lengths, variant, tokens, seconds, ratio}: tokens forwarded, median seconds, and the speed
+    relative to padding in order of arrival.
+
+    Args:
+        shape: embedded: the embedded base model and the lengths of real runs. Otherwise random
+            weights of that size
+        rounds: how often each variant is timed
+        pack_tokens: tokens in a slot; default: train.py's
+        steps: steps of the runs that the lengths come from
+        sequences: how many sequences, unless the shape is embedded
+        gradient_checkpointing: recompute layers in the backward pass
+        json_file: where to write the rows
+    """
+    args = ["--out-dir", "unused"]
+    if pack_tokens:
+        args += ["--pack-tokens", str(pack_tokens)]
+    cfg = config.resolve(config.parse_config(args))
+    rows = head_rows(cfg.device)  # first, because it fails at once where it cannot measure
+    if shape == "embedded":
+        runs = {method: recorded_works(method, steps) for method in ("dppo", "pps")}
+        last = runs["dppo"][-1]
+        everything = {"keep": torch.ones_like(last.keep), "scale": torch.ones_like(last.scale)}
+        works = {"embedded, all": replace(last, **everything)}
+        works |= {f"embedded, kept by {method}": runs[method][-1] for method in runs}
+        model, tokenizer = rollout.load_policy(str(arithmetic.base_folder()), cfg.device)
+        works["log-normal"] = log_normal_work(16, 16, 120, 24, len(tokenizer), cfg.device)
+        for method, recorded in runs.items():
+            rows += density_rows(f"embedded, kept by {method}", recorded, cfg.pack_tokens)
+        rows += density_rows("log-normal", [works["log-normal"]], cfg.pack_tokens)
+    else:
+        model = shapes.random_model(shape, cfg.device)
+        median, vocabulary = 60 if shape == "tiny" else 600, shapes.SHAPES[shape][-1]
+        sizes = (sequences // 8, 8, median, median // 4, vocabulary)
+        works = {"log-normal": log_normal_work(*sizes, cfg.device)}
+    if gradient_checkpointing:
+        checkpoint_layers(model)
+    for name, work in works.items():
+        rows += time_updates(model, name, work, cfg, rounds)
+    for row in rows:
+        cells = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
+        print("  ".join(cells))
+    write_json(json_file, rows)
+
+
+def density_rows(name: str, works: list[Work], pack_tokens: int) -> list[dict]:
+    """Density over all slots but the last of each step.
+
+    A window of 1 is next-fit, 64 is train.py's, and all is first-fit-decreasing.
+    """
+    rows = []
+    for window, share in itertools.product((1, 64, 10**6), (False, True)):
+        slots = [tokens for work in works for tokens in work.plan(pack_tokens, window, share)[:-1]]
+        size = "all" if window > 64 else window
+        row = {
+            "lengths": name,
+            "variant": f"density, window {size}" + ", shared prompts" * share,
+            "tokens": sum(slots),
+            "seconds": None,
+            "ratio": None,
+            "density": packing.pack_density(slots, pack_tokens),
+        }
+        rows.append(row)
+    return rows
+
+
+def variants(model, work: Work, cfg: config.Config) -> dict:
+    """{(name, micro-batch): an update to call}; packed ones have no micro-batch."""
+    found = {}
+    for name, in_order in (("padded, arrival", False), ("padded, sorted", True)):
+        for budget in MICRO_BATCHES:
+            if cfg.pack_tokens / 4 <= budget <= 2 * cfg.pack_tokens:
+                update = functools.partial(padded_update, model, work, cfg, budget, in_order)
+                found[name, budget] = update
+    alone = replace(cfg, share_prompts=False)
+    shared = replace(cfg, share_prompts=True)
+    packed = functools.partial(packed_update, model, work)
+    found["packed", None] = functools.partial(packed, alone)
+    found["packed, shared prompts", None] = functools.partial(packed, shared)
+    found["packed, masked SDPA", None] = functools.partial(packed, alone, packing.MASKED)
+    return found
+
+
+def time_updates(model, name: str, work: Work, cfg: config.Config, rounds: int) -> list[dict]:
+    """Rows for one set of lengths.
+
+    Before a variant is timed, its gradient is compared with the first one's.
+    """
+    updates = variants(model, work, cfg)
+    cuda = cfg.device == "cuda"
+
+    def once(variant):  # (tokens, seconds)
+        model.zero_grad()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        started = clock(cfg.device)
+        return updates[variant](), clock(cfg.device) - started
+
+    seconds, tokens, first = {}, {}, None
+    limit = 1e-4 if cfg.dtype == "float32" else 0.1
+    for variant in updates:  # the first call warms up
+        tokens[variant], _ = once(variant)
+        gradient = torch.cat([parameter.grad.flatten().cpu() for parameter in model.parameters()])
+        first = gradient if first is None else first
+        error = ((gradient - first).norm() / first.norm()).item()
+        assert error < limit, f"{name}, {variant}: the gradient is off by {error}"
+        seconds[variant] = min(once(variant)[1] for _ in range(2))
+    names = dict.fromkeys(kind for kind, _ in updates)
+    same = lambda kind: [variant for variant in updates if variant[0] == kind]
+    chosen = [min(same(kind), key=seconds.get) for kind in names]  # the best micro-batches
+    times, peaks = {variant: [] for variant in chosen}, {}
+    for _, variant in itertools.product(range(rounds), chosen):
+        times[variant].append(once(variant)[1])
+        peaks[variant] = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+    lengths = list(work.sequences().values())
+    rows = []
+    for variant in chosen:
+        median = statistics.median(times[variant])
+        pairs = zip(times[chosen[0]], times[variant], strict=True)
+        ratios = [slow / fast for slow, fast in pairs]
+        row = {
+            "lengths": name,
+            "variant": variant[0],
+            "tokens": tokens[variant],
+            "seconds": median,
+            "ratio": statistics.median(ratios),
+            "ratio_low": min(ratios),
+            "ratio_high": max(ratios),
+            "micro_batch": variant[1],
+        }
+        if cuda:
+            row |= {
+                "tokens_per_s": sum(map(sum, lengths)) / median,  # without padding
+                "utilisation": shapes.model_flops(model.config, lengths) / median / peak_flops(),
+                "peak_gib": peaks[variant],
+            }
+        rows.append(row)
+    return rows
+
+
+def peak_flops() -> float:
+    """The GPU's dense bfloat16 operations a second; NaN if its name is not in the table."""
+    name = torch.cuda.get_device_name()
+    return next((flops for gpu, flops in shapes.PEAK_FLOPS.items() if gpu in name), math.nan)
+
+
+# ---------------------------------------------------------------------------- the head
+
+
+def head_rows(device: str) -> list[dict]:
+    """Seconds and peak memory of log-probs and their gradient with Qwen3's vocabulary.
+
+    Hidden states are 64 wide. Each measurement has a process, and so a peak, of its own.
+    """
+    rows = []
+    sizes = ((2048, 2**62), (2048, packing.HEAD_LOGITS), (16_384, packing.HEAD_LOGITS))
+    for tokens, limit in sizes:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            seconds, peak = pool.apply(measure_head, (tokens, limit, device))
+        how = "chunked" if limit == packing.HEAD_LOGITS else "all logits at once"
+        row = {
+            "lengths": f"{tokens} x 151936 logits",
+            "variant": f"head, {how}",
+            "tokens": tokens,
+            "seconds": seconds,
+            "ratio": None,
+            "peak_gib": peak,
+        }
+        rows.append(row)
+    return rows
+
+
+def measure_head(tokens: int, limit: int, device: str) -> tuple[float, float]:
+    """(seconds, GiB above the peak before)."""
+    head = torch.nn.Linear(64, 151_936, bias=False, device=device)
+    if device == "cpu":
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: a child starts at its parent's peak
+
+    def go(count):
+        hidden = torch.randn(count, 64, device=device, requires_grad=True)
+        targets = torch.arange(count, device=device)
+        logprobs, _ = packing.token_logprobs(hidden, head, targets, head_logits=limit)
+        logprobs.sum().backward()
+        return hidden.grad.sum().item()  # waits for the device
+
+    def peak():
+        if device == "cuda":
+            return torch.cuda.max_memory_allocated() / 2**30
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) / 2**20
+
+    go(8)
+    before, started = peak(), time.perf_counter()
+    go(tokens)
+    return time.perf_counter() - started, peak() - before

@@ -1,0 +1,490 @@
+"""
+How noisy each pruning rule is on real gradients: `python -m bench variance`. Completions first,
+then prompts.
+
+Rollouts and gradients are computed on the run's device; everything after that is small and on the
+CPU.
+
+Letters: Q prompts, G completions each, n completions with an advantage, P parameters.
+"""
+
+import copy
+import functools
+import itertools
+import json
+import math
+import statistics
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+import arithmetic
+import baselines
+import config
+import data
+import dppo
+import rollout
+import sampler
+import train
+from bench import JsonFile, run
+from eval import score
+from update import Sums, accumulate_gradients, autocast
+
+SETTINGS = ("arithmetic", "arithmetic-mixed")  # the default and the realistic one
+LOSSES = ("grpo", "dr_grpo")
+
+
+def main(
+    level: Literal["completion", "prompt"] = "completion",
+    seeds: tuple[int, ...] = (0, 1, 2),
+    draws: int = 2000,
+    json_file: JsonFile = None,
+) -> None:
+    """Squared error |g - full|^2 of each pruning rule from true gradients, over its own draws.
+
+    completion: relative to |full|^2, from the gradient of every completion, with rollouts of the
+    embedded run (GRPO) early, midway and late. Tokens are the prompt + completion tokens of the
+    completions that contribute. "oracle" knows the true gradient norms; ratios are to its
+    independent draw.
+
+    prompt: relative to a uniform draw of as many rollout tokens, from the gradient of every group
+    at every step of a run that prunes nothing. "oracle" knows norms and tokens.
+
+    Args:
+        level: which of the two prunings
+        seeds: seeds of the runs; the tables show medians
+        draws: draws of each rule and batch (prompt: a tenth of it)
+        json_file: where to write the rows
+    """
+    if level == "completion":
+        rows = completion_variance(seeds, draws)
+    else:
+        rows = prompt_variance(seeds, draws // 10)
+    if json_file:  # one line a row, names only once: a third of the size
+        short = lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
+        lists = [[short(value) for value in row.values()] for row in rows]
+        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in lists)
+        columns = json.dumps(list(rows[0]))
+        json_file.write_text(f'{{"columns": {columns}, "rows": [\n{lines}\n]}}\n')
+
+
+def gradient(model) -> torch.Tensor:
+    """Its gradient [P], on its device."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def inner_products(gradients: torch.Tensor) -> torch.Tensor:
+    """Of gradients [n, P] with each other: [n, n] float64, on the CPU."""
+    parts = gradients.split(50_000, dim=1)
+    return sum(part.double() @ part.double().T for part in parts).cpu()
+
+
+# ---------------------------------------------------------------------------- completions
+
+SHARES = (0.1, 0.2, 0.3, 0.5)  # of the tokens of completions that contribute
+RATES = (0.5, 0.7, 0.9)  # r_o of dppo; the other rules get the tokens that it spends
+STAGES = {"early": 4, "midway": 32, "late": 64}  # steps of the embedded run
+RULES = (
+    "oracle, independent", "oracle", "pps", "pps, independent", "pps from log-probs",
+    "size |A| sqrt(length)", "size |A|", "dppo", "uniform", "cppo", "cppo_batch", "dppo_floor",
+)  # fmt: skip
+
+
+@dataclass
+class Gradients:
+    """One batch of real rollouts, and the inner products of its completions' gradients."""
+
+    batch: dppo.Completions  # advantages and sizes are filled in for each loss
+    lengths: torch.Tensor  # [Q, G]
+    energy: torch.Tensor  # [Q, G], exact
+    bound: torch.Tensor  # [Q, G], from the sampled log-probs alone
+    live: torch.Tensor  # [Q, G] bool: advantage not 0
+    gram: torch.Tensor  # [n, n] float64, of the live completions' sums of grad log-prob
+    max_new_tokens: int
+
+
+def real_gradients(folder: Path, cfg, step: int) -> Gradients:
+    """Roll out the window after `step` from a checkpoint; every live completion's own gradient."""
+    model, tokenizer = rollout.load_policy(str(folder), cfg.device)
+    problems = data.train_problems(cfg.data, hold_out=True)
+    room = model.config.max_position_embeddings - cfg.max_new_tokens
+    problems, ids = data.encode_prompts(problems, tokenizer, room)
+    window = sampler.candidates(len(problems), cfg.prompts_per_step, cfg.seed, step + 1).tolist()
+    sampling = rollout.Sampling.for_policy(
+        model,
+        tokenizer,
+        cfg.max_new_tokens,
+        temperature=cfg.temperature,
+        batch_size=cfg.rollout_batch,
+        engine=cfg.engine,
+    )
+    options = {"group_size": cfg.group_size, "seed": sampler.seed_for(cfg.seed, step, "bench")}
+    with autocast(cfg):
+        rollouts = rollout.sample(model, [ids[q] for q in window], sampling, **options)
+    reward = data.reward_function(cfg.data)
+    _, rewards = score(rollouts, [problems[q] for q in window], tokenizer, reward)  # [Q, G]
+
+    live = ~dppo.dead_groups(rewards)[:, None].expand_as(rewards) & ~rewards.isnan()
+    ones, alone = torch.ones_like(rewards), torch.zeros_like(live)
+    gradients = []
+    for place in live.nonzero().tolist():  # advantage and scale 1: minus the sum of grad log-prob
+        keep = alone.index_put(tuple(torch.tensor(place)), torch.tensor(True))
+        model.zero_grad()
+        accumulate_gradients(model, rollouts, ones, ones, keep, cfg=cfg)
+        gradients.append(gradient(model))
+
+    lengths, logprobs = rollouts.lengths.cpu(), rollouts.logprobs.cpu()
+    prompt_tokens = torch.tensor([[len(ids[q])] for q in window])
+    zeros = torch.zeros_like(rewards)
+    sampled = torch.arange(cfg.max_new_tokens) < lengths[..., None]  # [Q, G, T]
+    return Gradients(
+        dppo.Completions(zeros, rewards, prompt_tokens + lengths, zeros),
+        lengths,
+        energy=rollouts.energy.cpu(),
+        bound=(dppo.energy_bound(logprobs) * sampled).sum(dim=-1),
+        live=live,
+        gram=inner_products(torch.stack(gradients)),
+        max_new_tokens=cfg.max_new_tokens,
+    )
+
+
+def search(share_at, share: float) -> float | None:
+    """The rate at which share_at(rate), which falls, is `share`; None if it never is."""
+    low, high = 0.0, 1 - 1e-6
+    if share_at(high) > share * 1.001:
+        return None
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share_at(middle) > share else (low, middle)
+    return high
+
+
+def rule_draws(name, share, found, batch, sizes, norms, draws):
+    """(weights [draws, Q, G], share of the live tokens kept) of one rule at a share of the tokens.
+
+    None if the rule cannot keep that few.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = batch.cost[found.live].sum().item()
+
+    def kept(keep_prob):
+        return (keep_prob * batch.cost)[found.live].sum().item() / tokens
+
+    if name in ("pps", "uniform"):
+        module, rate = dppo, 1 - share * tokens / batch.cost.sum().item()  # of all tokens
+        if name == "uniform":
+            module, rate = baselines, 1 - share
+        drawn = [module.prune_completions(name, rate, batch, generator)[1] for _ in range(draws)]
+    elif name == "dppo":
+        expected = lambda rate: kept(dppo.completion_keep_prob("dppo", rate, batch))
+        rate = search(expected, share)
+        if rate is None:
+            return None
+        drawn = [dppo.prune_completions("dppo", rate, batch, generator)[1] for _ in range(draws)]
+    elif name in ("cppo", "cppo_batch", "dppo_floor"):
+        lowest = 1 - 1 / batch.size.shape[1] if name == "cppo" else 1.0  # one of a group at least
+        keep = lambda rate: baselines.prune_completions(name, min(rate, lowest), batch, generator)
+        rate = search(lambda rate: kept(keep(rate)[0].double()), share)
+        if rate is None:
+            return None
+        drawn = [keep(rate)[1]]
+    else:  # pps with other sizes, or with an independent draw
+        size = norms if name.startswith("oracle") else sizes.get(name, batch.size)
+        keep_prob = dppo.pps_keep_prob(size, batch.cost, share * tokens)
+        order = dppo.strata_order(size)
+        drawn = []
+        for _ in range(draws):
+            start = torch.rand((), dtype=torch.float64, generator=generator).item()
+            if name.endswith("independent"):
+                keep = dppo.draw(keep_prob, generator)
+            else:
+                keep = dppo.systematic(keep_prob, order, start)
+            drawn.append(dppo.ht_weights(keep, keep_prob))
+    weights = torch.stack(drawn)
+    return weights, kept((weights > 0).double().mean(dim=0))
+
+
+def variance_rows(found: Gradients, loss: str, stage: str, draws: int) -> list[dict]:
+    """Every rule at every share of the tokens, for one loss and stage."""
+    lengths, live = found.lengths, found.live
+    scale = dppo.loss_scale(
+        lengths,
+        loss,
+        num_sequences=lengths.numel(),
+        max_new_tokens=found.max_new_tokens,
+        num_tokens=lengths.sum().item(),
+    )
+    advantages = dppo.group_advantages(found.batch.rewards, loss)
+    factor = (scale * advantages)[live]
+    gram = factor[:, None] * found.gram * factor  # of the completions' terms in the full gradient
+    norms = torch.zeros_like(scale)
+    norms[live] = gram.diagonal().sqrt()
+    energies = {
+        "pps": found.energy,
+        "pps from log-probs": found.bound,
+        "size |A| sqrt(length)": lengths,
+        "size |A|": 1 / scale.square(),
+    }
+    estimate = functools.partial(dppo.contribution_size, advantages, scale, beta=0.0)
+    sizes = {kind: estimate(energy) for kind, energy in energies.items()}
+    batch = replace(found.batch, advantages=advantages, size=sizes["pps"])
+    columns = [(share, None) for share in SHARES]
+    for rate in RATES:
+        spent = dppo.completion_keep_prob("dppo", rate, batch) * batch.cost
+        columns.append(((spent[live].sum() / batch.cost[live].sum()).item(), rate))
+    rows = []
+    for share, rate in columns:
+        oracle = None
+        for rule in RULES:
+            drawn = rule_draws(rule, share, found, batch, sizes, norms, draws)
+            name = {"loss": loss, "stage": stage, "rule": rule}
+            name |= {"tokens": round(share, 4), "r_o": rate}
+            if drawn is None:
+                errors = dict.fromkeys(("kept", "rel_mse", "rel_bias2", "ratio_to_oracle"))
+                rows.append(name | errors)
+                continue
+            weights, kept = drawn
+            mse, bias2 = relative_errors(weights[:, live], gram)
+            oracle = mse if rule == "oracle, independent" else oracle
+            errors = {"rel_mse": mse, "rel_bias2": bias2, "ratio_to_oracle": mse / oracle}
+            rows.append(name | {"kept": kept} | errors)
+            if rule in ("cppo", "cppo_batch"):  # see best_length_error
+                best = best_length_error(weights[0, live], gram)
+                errors = {"rel_mse": best, "rel_bias2": best, "ratio_to_oracle": best / oracle}
+                rows.append(name | {"rule": f"{rule}, best length", "kept": kept} | errors)
+    return rows
+
+
+def relative_errors(weights: torch.Tensor, gram: torch.Tensor) -> tuple[float, float]:
+    """(mean squared error, squared bias) of weights [draws, n], relative to |full|^2.
+
+    The squared bias is that of the mean error, without the noise of the draws in it.
+    """
+    square = gram.sum().item()
+    error = weights - 1.0
+    squares = ((error @ gram) * error).sum(dim=1)  # [draws]
+    mse = squares.mean().item() / square
+    count = len(error)
+    if count == 1:
+        return mse, mse
+    mean = error.sum(dim=0)
+    between = (mean @ gram @ mean - squares.sum()).item()
+    return mse, between / (count * (count - 1)) / square
+
+
+def best_length_error(weights: torch.Tensor, gram: torch.Tensor) -> float:
+    """Relative squared error of weights [n] times the best constant.
+
+    Adam may forgive an error in the length of a step, but not one in its direction.
+    """
+    square = gram.sum().item()
+    along = (weights @ gram).sum().item()
+    length2 = (weights @ gram @ weights).sum().item()
+    return 1 - along**2 / (square * length2) if length2 else 1.0  # 0: nothing was kept
+
+
+def completion_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
+    """Print a table, and return its rows.
+
+    {seed, data, loss, stage, rule, tokens, r_o, kept, rel_mse, rel_bias2, ratio_to_oracle}
+    """
+    rows = []
+    for seed, data_name in itertools.product(seeds, SETTINGS):
+        with tempfile.TemporaryDirectory() as folder:
+            args = ["--method", "grpo", "--data", data_name, "--seed", str(seed)]
+            args += ["--steps", str(max(STAGES.values())), "--eval-every", "0"]
+            args += ["--save-every", str(math.gcd(*STAGES.values())), "--keep-checkpoints", "99"]
+            cfg = config.parse_config([*args, "--out-dir", f"{folder}/run"])
+            train.main(cfg)
+            for stage, step in STAGES.items():  # the learning rate reaches 0 at the last
+                checkpoint = Path(folder, "run", f"checkpoint-{step:06d}")
+                found = real_gradients(checkpoint, config.resolve(cfg), step)
+                live = found.live.sum().item()
+                print(f"{data_name}, seed {seed}, {stage}: {live} live completions", flush=True)
+                for loss in LOSSES:
+                    marks = {"seed": seed, "data": data_name}
+                    rows += [marks | row for row in variance_rows(found, loss, stage, draws)]
+    columns = [{"tokens": share, "r_o": None} for share in SHARES] + [{"r_o": r} for r in RATES]
+    for data_name, loss, stage in itertools.product(SETTINGS, LOSSES, STAGES):
+        what = "medians of relative squared error, squared bias (error over the oracle's)"
+        print(f"\n{data_name}, {loss}, {stage}: {what}")
+        heads = [f"as r_o {c['r_o']}" if c["r_o"] else f"{c['tokens']}" for c in columns]
+        print(f"{'':24s}" + "".join(f"{head:>26s}" for head in heads))
+        for rule in dict.fromkeys(row["rule"] for row in rows):
+            wanted = {"data": data_name, "loss": loss, "stage": stage, "rule": rule}
+            print(f"{rule:24s}" + "".join(_cell(rows, wanted | column) for column in columns))
+    return rows
+
+
+def _matching(rows: list[dict], wanted: dict) -> list[dict]:
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def _cell(rows: list[dict], wanted: dict) -> str:
+    """Medians over seeds as text; a dash if some seed has none."""
+    found = _matching(rows, wanted)
+    if not found or not all(row["kept"] for row in found):
+        return f"{'-':>26s}"
+    median = lambda key: statistics.median(row[key] for row in found)
+    return f"{median('rel_mse'):9.4f} {median('rel_bias2'):7.4f} ({median('ratio_to_oracle'):6.2f})"
+
+
+# ---------------------------------------------------------------------------- prompts
+
+PROMPT_RULES = ("uniform", "uniform, coins", "dppo", "pps", "oracle")  # coins: independent draws
+PROMPT_RATES = (0.3, 0.6)  # r_q; 0.6 is the default of pps
+EPOCHS = 5  # of a run: visits of each prompt
+
+
+class Step(NamedTuple):
+    """The groups of one un-pruned step: what the prompt history learns, and their gradients."""
+
+    step: int
+    window: torch.Tensor  # [Q]
+    rewards: torch.Tensor  # [Q, G]
+    advantages: torch.Tensor  # [Q, G]
+    square: torch.Tensor  # [Q], squared group sizes
+    tokens: torch.Tensor  # [Q], sampled
+    gram: torch.Tensor  # [Q, Q] float64, of the groups' terms in the full gradient
+
+
+class GroupByGroup(train.Trainer):
+    """Computes each group's gradient alone; keeps the empty history and every step."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.empty = copy.deepcopy(self.history)
+        self.recorded = []
+
+    def backward(self, full, keep, weights, old_logprobs=None):
+        parts, gradients = [], []
+        for row in range(len(keep)):
+            only = keep & (torch.arange(len(keep)) == row)[:, None]
+            parts.append(super().backward(full, only, weights, old_logprobs))
+            gradients.append(gradient(self.model))
+        stacked = torch.stack(gradients)  # [Q, P]
+        self.gram = inner_products(stacked)
+        parameters = list(self.model.parameters())
+        sizes = [parameter.numel() for parameter in parameters]
+        for parameter, total in zip(parameters, stacked.sum(dim=0).split(sizes), strict=True):
+            parameter.grad = total.view_as(parameter)
+        return Sums(*map(math.fsum, zip(*parts, strict=True)))
+
+    def learn(self, step, full):
+        batch, tokens = full.batch, full.batch.lengths.sum(dim=1)
+        seen = (batch.prompts, batch.rewards, full.advantages, full.group_square, tokens)
+        self.recorded.append(Step(step, *seen, self.gram))
+        super().learn(step, full)
+
+
+def recorded_run(
+    data_name: str, loss: str, seed: int, steps: int
+) -> tuple[sampler.PromptHistory, list[Step]]:
+    """An un-pruned run, group by group: the history before it, and its steps."""
+    args = ["--method", "grpo", "--data", data_name, "--loss", loss]
+    args += ["--seed", str(seed), "--steps", str(steps)]
+    trainer, _ = run(args, GroupByGroup)
+    return trainer.empty, trainer.recorded
+
+
+def uniform_error(gram: torch.Tensor, count: float) -> float:
+    """Expected |g - full|^2 of a simple random sample of `count` of the Q groups.
+
+    A fractional count interpolates.
+    """
+    Q = len(gram)
+    return (Q / count - 1) * Q / (Q - 1) * (gram.trace() - gram.sum() / Q).item()
+
+
+def replay(
+    rule: str, rate: float, empty: sampler.PromptHistory, steps: list[Step], draws: int, seed: int
+) -> list[dict]:
+    """What a rule would have done at every step if it had only seen the groups it rolled out.
+
+    Rows have its error, that of a uniform draw of as many rollout tokens, and their share.
+    """
+    history, rows = copy.deepcopy(empty), []
+    for step, window, rewards, advantages, square, tokens, gram in steps:
+        generator = sampler.generator_for(seed, step, "replay")
+        drawn = prompt_draws(rule, rate, history, window, gram, tokens, generator, step, draws)
+        keeps, weights = (torch.stack(tables) for tables in zip(*drawn, strict=True))  # [draws, Q]
+        error = weights - 1.0
+        share = (keeps.double() @ tokens).mean().item() / tokens.sum().item()
+        row = {
+            "step": step,
+            "error": ((error @ gram) * error).sum(dim=1).mean().item(),
+            "uniform": uniform_error(gram, len(window) * share),
+            "tokens": share,
+            "square": gram.sum().item(),
+            "dead": dppo.dead_groups(rewards).double().mean().item(),
+        }
+        rows.append(row)
+        keep = keeps[0]
+        seen = (rewards[keep], advantages[keep], square[keep], tokens[keep])
+        history.update(step, window[keep], weights[0, keep], *seen)
+    return rows
+
+
+def prompt_draws(rule, rate, history, window, gram, tokens, generator, step, draws) -> list[tuple]:
+    """(keep, weights) [Q] of each draw of one rule."""
+    if rule == "uniform, coins":
+        even = torch.full(window.shape, 1 - rate, dtype=torch.float64)
+        return [dppo.prune(even, generator) for _ in range(draws)]
+    if rule == "oracle":  # pps, with the true norms in place of what the history learned
+        norm = gram.diagonal().clamp(min=0).sqrt()
+        size = norm.clamp(min=1e-3 * norm.mean().item() + 1e-30) / tokens.sqrt()
+        history.priority = lambda prompts, step: size
+        rule = "pps"
+    return [history.prune(rule, rate, window, generator, step) for _ in range(draws)]
+
+
+def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
+    """Print a table, and return its rows, one per visit (epoch).
+
+    {seed, data, loss, rule, r_q, visit, dead, tokens, rel_mse, over_uniform, median_over_uniform}
+    Errors are summed over a visit's steps before they are divided.
+    """
+    rows = []
+    prompts_per_step = config.resolve(config.Config(method="grpo")).prompts_per_step
+    per_epoch = arithmetic.TRAIN_PROBLEMS // prompts_per_step
+    for seed, data_name, loss in itertools.product(seeds, SETTINGS, LOSSES):
+        empty, steps = recorded_run(data_name, loss, seed, EPOCHS * per_epoch)
+        for rule, rate in itertools.product(PROMPT_RULES, PROMPT_RATES):
+            replays = [replay(rule, rate, empty, steps, draws, number) for number in range(4)]
+            for visit in range(EPOCHS):
+                part = slice(visit * per_epoch, (visit + 1) * per_epoch)
+                of_visit = [row for replayed in replays for row in replayed[part]]
+                marks = {"seed": seed, "data": data_name, "loss": loss, "rule": rule, "r_q": rate}
+                rows.append(marks | {"visit": visit + 1} | visit_figures(of_visit))
+    for data_name, loss, rate in itertools.product(SETTINGS, LOSSES, PROMPT_RATES):
+        what = "error over that of a uniform draw of as many rollout tokens (tokens)"
+        print(f"\n{data_name}, {loss}, r_q {rate}: {what}")
+        for rule in PROMPT_RULES:
+            line = f"{rule:14s}"
+            for visit in range(1, EPOCHS + 1):
+                wanted = {"data": data_name, "loss": loss, "r_q": rate, "rule": rule}
+                found = _matching(rows, wanted | {"visit": visit})
+                ratios = (row["over_uniform"] for row in found)
+                over = sorted(ratio for ratio in ratios if ratio is not None)
+                spread = f"{'-':>19s}"
+                if over:
+                    spread = f"{statistics.median(over):6.2f} [{over[0]:.2f}, {over[-1]:.2f}]"
+                line += f"{spread} ({statistics.median(row['tokens'] for row in found):.2f})"
+            print(line)
+    return rows
+
+
+def visit_figures(rows: list[dict]) -> dict:
+    """What all replays of one visit come to."""
+    total = {key: math.fsum(row[key] for row in rows) for key in rows[0]}
+    ratios = [row["error"] / row["uniform"] for row in rows if row["uniform"] > 0]
+    return {
+        "dead": total["dead"] / len(rows),
+        "tokens": total["tokens"] / len(rows),
+        "rel_mse": total["error"] / total["square"],
+        "over_uniform": total["error"] / total["uniform"] if total["uniform"] else None,
+        "median_over_uniform": statistics.median(ratios) if ratios else None,
+    }

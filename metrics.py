@@ -1,0 +1,150 @@
+"""
+The figures of a step's row in log.jsonl, the sampled completions beside it, and the console line.
+
+train.py adds step, step_time, time/*, history/* (see sampler.PromptHistory.summary), check/* and
+eval/*. Names are TRL's where it has one. A figure that does not exist in a step is NaN here and
+null in the file.
+
+Letters: K prompts rolled out, G completions each.
+"""
+
+import math
+
+import torch
+
+import config
+import dppo
+from update import Sums
+
+
+def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
+    """The figures of a step, from its train.FullBatch and the train.Update of each of its updates.
+
+    full.chosen.shares [K] says for how many of the Q candidates a prompt stands in means: its
+    weight, so that pruning does not bias them. greso has no weights, and its means are over what it
+    rolled out.
+    """
+    batch, chosen = full.batch, full.chosen
+    rewards, lengths = batch.rewards, batch.lengths  # [K, G]
+    first = updates[0].sums
+    total = Sums(*torch.tensor([u.sums for u in updates], dtype=torch.float64).sum(dim=0).tolist())
+    group_std = torch.where(dppo.dead_groups(rewards), 0.0, nan_std(rewards))  # [K]
+
+    def mean(values):  # of [K], NaN left out
+        there = ~values.isnan()
+        return ((values * chosen.shares)[there].sum() / chosen.shares[there].sum()).item()
+
+    figures = {
+        "loss": total.loss / len(updates),
+        "reward": mean(rewards.nanmean(dim=1)),
+        "reward_std": mean(group_std),
+        "frac_reward_zero_std": mean((group_std == 0).double()),
+        "completions/mean_length": mean(lengths.mean(dim=1)),
+        "completions/clipped_ratio": mean(batch.truncated.mean(dim=1)),
+        "entropy": ratio(mean(batch.entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
+        "entropy/trained": ratio(first.entropy, first.completion_tokens),
+        "clip_ratio/region_mean": ratio(total.clipped, total.completion_tokens),
+        # of the first update only, because later ones compare a policy that has moved
+        "sampling/sampling_logp_difference/mean": ratio(first.gap, first.completion_tokens),
+        "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
+        "learning_rate": learning_rate,
+        **kept(cfg, full, updates),
+        "pack/density": ratio(total.tokens, total.slots),
+        "tokens/generated": int(lengths.sum()),
+        "tokens/trained": int(total.tokens),
+    }
+    if cfg.importance_cap:
+        name = "sampling/importance_sampling_ratio"
+        figures[f"{name}/mean"] = ratio(first.importance, first.completion_tokens)
+        figures[f"{name}/capped"] = ratio(first.capped, first.completion_tokens)
+    if cfg.device == "cuda":  # since the last row
+        figures["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+    if cfg.beta:
+        weights = torch.stack([u.weights for u in updates]).sum(dim=0)  # [K, G]
+        mass = (full.scale * lengths * weights).sum().item()
+        figures["kl"] = ratio(total.kl, mass)  # nats per token, weighted as in the loss
+    return figures
+
+
+def kept(cfg: config.Config, full, updates: list) -> dict:
+    """How much both prunings kept, and the weights that make up for the rest."""
+    prompt_weights = full.chosen.weights  # [K]
+    keep = torch.stack([u.keep for u in updates])  # [updates, K, G]
+    weights = torch.stack([u.weights for u in updates]) * prompt_weights[:, None]
+    live = dppo.contributes(full.advantages, full.scale, cfg.beta)  # [K, G]
+    num_prompts = config.num_candidates(cfg)  # Q
+    # of the un-pruned batch, expected
+    full_tokens = (full.chosen.shares[:, None] * full.cost).sum().item() * cfg.epochs
+    return {
+        "kept/prompts": len(prompt_weights) / num_prompts,
+        "kept/completions": keep.sum().item() / (num_prompts * cfg.group_size * cfg.epochs),
+        "kept/tokens": ratio((keep * full.cost).sum().item(), full_tokens),
+        "weight/max": weights.max().item() if keep.any() else math.nan,
+        "weight/prompt_max": prompt_weights.max().item() if len(prompt_weights) else math.nan,
+        "weight/ess": dppo.effective_sample_size(weights[:, live]) / cfg.epochs,
+    }
+
+
+def ratio(part: float, whole: float) -> float:
+    """part / whole, or NaN if whole is 0."""
+    return part / whole if whole else math.nan
+
+
+def nan_std(rewards: torch.Tensor) -> torch.Tensor:
+    """Sample standard deviation [K] of rewards [K, G] without NaN; NaN for fewer than two."""
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+    return (centred.square().nansum(dim=1) / ((~rewards.isnan()).sum(dim=1) - 1)).sqrt()
+
+
+def samples(step: int, cfg: config.Config, full, updates: list, problems: list) -> list[dict]:
+    """Rows for samples.jsonl: the first completion of each of three prompts of this rank."""
+    batch = full.batch
+    return [
+        {
+            "step": step,
+            "prompt": problems[batch.prompts[k]].text,
+            "completion": batch.texts[number][0],
+            "answer": problems[batch.prompts[k]].answer,
+            "reward": batch.rewards[k, 0].item(),
+            "advantage": full.advantages[k, 0].item(),
+            "kept": any(u.keep[k, 0].item() for u in updates),
+            "weight": sum(u.weights[k, 0].item() for u in updates)
+            * full.chosen.weights[k].item()
+            / cfg.epochs,
+        }
+        for number, k in enumerate(batch.mine[:3].tolist())
+    ]
+
+
+def first_lines(
+    cfg: config.Config, model, world: int, problems: int, held_out: int, step: int
+) -> str:
+    """What the run is, and notes on what may surprise its user."""
+    parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    prompts = config.num_candidates(cfg)
+    summary = (
+        f"{cfg.model}: {parameters:.1f} M parameters on {world} x {cfg.device}, {cfg.dtype}; "
+        f"{cfg.data}: {problems} problems to train on, {held_out} held out; loss {cfg.loss}, "
+        f"prompt rule {cfg.prompt_rule}, completion rule {cfg.completion_rule}, {prompts} x "
+        f"{cfg.group_size} completions a step; steps {step} to {cfg.steps}, in {cfg.out_dir}/"
+    )
+    notes = config.warnings(cfg, steps_per_epoch=problems // prompts)
+    return "\n".join([summary, *(f"note: {note}" for note in notes)])
+
+
+def console_line(figures: dict, steps: int) -> str:
+    """One aligned line for a step."""
+    width = len(str(steps))
+    entropy = figures["entropy"]
+    if math.isnan(entropy):  # vLLM returns none
+        entropy = figures["entropy/trained"]
+    line = (
+        f"step {figures['step']:{width}d}/{steps} | reward {figures['reward']:.3f} | kept "
+        f"{figures['kept/completions']:.2f} | w_max {figures['weight/max']:4.1f} | density "
+        f"{figures['pack/density']:.2f} | entropy {entropy:.3f} | gnorm "
+        f"{figures['grad_norm']:5.2f} | sample {figures['time/rollout']:5.2f}s | train "
+        f"{figures['time/train']:5.2f}s"
+    )
+    scores = [f" | {name} {value:.3f}" for name, value in figures.items() if name[:5] == "eval/"]
+    return line + "".join(scores)

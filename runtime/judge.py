@@ -1,0 +1,143 @@
+"""
+The process that compares mathematical answers with math-verify, and `ask`, which queries it.
+
+Some answers (10^{10^{10}}, nested powers) would take forever or exhaust the memory. A thread cannot
+be stopped, and a Python signal handler would have to wait for one long multiplication to end. So a
+child process does the comparing, kernel timers kill it if it takes too long, and another is forked.
+
+This file imports neither torch nor anything of the repository: the child runs under a 1 GiB limit.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+SECONDS = 1.0  # CPU time of one comparison, after which the answer is wrong; most take 3 ms
+PATIENCE = 20.0  # wall time; far above SECONDS, so that a busy machine does not change rewards
+MEMORY = 2**30  # bytes
+SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?!\w)")
+BARE_FRACTION = re.compile(r"\\[dt]?frac\s*(\\[a-zA-Z]+|[^\\{\s])\s*(\\[a-zA-Z]+|[^\\{\s])")
+
+_judge = None  # the running process, shared by all threads
+_turn = threading.Lock()
+
+
+@functools.lru_cache(maxsize=2**17)
+def ask(gold: str, answer: str | None) -> bool:
+    """Whether the answer equals the gold; if the answer is None, whether the gold can be read.
+
+    Thread-safe. Raises RuntimeError if the judge cannot run.
+    """
+    global _judge  # noqa: PLW0603, one for the whole process
+    with _turn:
+        for _attempt in range(2):
+            try:
+                _judge = _judge or _start_judge()
+                _judge.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
+                _judge.stdin.flush()
+                if verdict := _judge.stdout.readline():
+                    return verdict == b"1\n"
+            except BrokenPipeError:
+                pass
+            except BaseException:  # interrupted: the next caller must not read this pair's verdict
+                _judge = _end_judge(_judge)
+                raise
+            _judge = _end_judge(_judge)  # it died, perhaps not because of this pair: try once more
+    raise RuntimeError("the process that judges mathematics was killed twice")
+
+
+def _start_judge():
+    # -P keeps this file's folder off sys.path. The session is new so that Ctrl-C reaches only the
+    # trainer, which may still have completions to score.
+    command = [sys.executable, "-P", __file__]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, **pipes, start_new_session=True)
+    try:
+        if process.stdout.readline() == b"ready\n":
+            return process
+        lines = process.stderr.read().decode(errors="replace").strip().splitlines()
+        complaint = lines[-1] if lines else "no error message"
+        raise RuntimeError(f"the process that judges mathematics cannot start: {complaint}")
+    except BaseException:
+        _end_judge(process)
+        raise
+
+
+def _end_judge(process) -> None:
+    """Kill the judge and its child, which would otherwise go on answering."""
+    if process:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+# ---------------------------------------------------------------------------- in the judge
+
+
+def judge() -> None:
+    """Read lines [gold, answer] and write 1 or 0 for each, until the input ends.
+
+    A forked child does the work under limits that the kernel enforces. This process only waits: if
+    the child was killed, it answers 0 and forks another.
+    """
+    import logging
+    import resource
+
+    from math_verify import parse, verify
+
+    logging.disable()  # math-verify warns that its own timeouts are off
+
+    @functools.lru_cache
+    def read(text):
+        text = SCIENTIFIC.sub(r"\1\\times10^{\2}", text)
+        text = BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)  # it would read 1 + \frac\pi 2 as just 2
+        return parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+
+    def compare(gold, answer):
+        golds = read(gold)
+        if answer is None or not golds:
+            return bool(golds)
+        answers = read(answer)
+        equal = verify(golds, answers, timeout_seconds=None)
+        return equal and not differ(golds[:1] + answers[:1])
+
+    def differ(pair):
+        """Whether two small numbers differ that math-verify, rounding to six decimals, equates."""
+        if not all(getattr(value, "is_number", False) and value.is_real for value in pair):
+            return False
+        one, other = (abs(float(value)) for value in pair)
+        return one < 1e-3 and other < 1e-3 and abs(one - other) > 1e-3 * max(one, other)
+
+    verdicts = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the library's own output is not a verdict
+    requests = os.fdopen(0, "rb", buffering=0)  # a killed child must not take buffered lines along
+    compare("1", "1")  # triggers whatever the library initializes lazily, before the fork
+    os.write(verdicts, b"ready\n")
+    os.dup2(1, 2)  # from here on nobody reads stderr
+    while (child := os.fork()) > 0:
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return
+        os.write(verdicts, b"0\n")
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    while line := requests.readline():
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # without a handler, its signal kills
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        try:
+            verdict = compare(*json.loads(line))
+        except (Exception, RecursionError):
+            verdict = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        os.write(verdicts, b"1\n" if verdict else b"0\n")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    judge()

@@ -1,0 +1,129 @@
+"""
+JSON-lines files that survive a kill, and the log that a run writes with them.
+
+A row is on disk when `append_rows` returns. A half-written last line, which a kill may leave, is
+never read. `write_rows` replaces the whole file at once.
+"""
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import uuid
+from pathlib import Path
+
+from runtime import InputError, plot
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The complete rows of a JSON-lines file; none if there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def cut_rows(path: Path, keep) -> list[dict]:
+    """Remove the rows for which keep(row) is false, and a half-written line; returns the rest."""
+    rows = [row for row in read_rows(path) if keep(row)]
+    if path.exists():
+        write_rows(path, rows)
+    return rows
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """Replace a JSON-lines file. A kill leaves either the old file or the new one."""
+    path.with_suffix(".new").unlink(missing_ok=True)
+    append_rows(path.with_suffix(".new"), rows)
+    path.with_suffix(".new").replace(path)
+
+
+def append_rows(path: Path, rows: list[dict]) -> None:
+    """Append rows to a JSON-lines file. They are on disk when this returns."""
+    with nothing_lost_if_full(path), open(path, "a") as file:
+        file.writelines(as_json(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def as_json(row: dict) -> str:
+    """One line of JSON; NaN and infinities become null, inside lists too."""
+
+    def plain(value):
+        if isinstance(value, list):
+            return [plain(part) for part in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({key: plain(value) for key, value in row.items()})
+
+
+@contextlib.contextmanager
+def nothing_lost_if_full(path: Path, errors: tuple = (OSError,)):
+    """Turn the errors of a full disk while `path` is written into an InputError."""
+    try:
+        yield
+    except errors as error:
+        raise InputError(
+            f"{path} cannot be written ({str(error).splitlines()[0]}): everything saved before is "
+            f"intact. Make room, then continue: train.py with --resume, eval.py with the same "
+            f"command"
+        ) from None
+
+
+# ---------------------------------------------------------------------------- a run's log
+
+
+class Log:
+    """The log of a run: console, log.jsonl, samples.jsonl, and a tracker if there is one."""
+
+    def __init__(self, out_dir: Path):
+        self.out_dir = out_dir
+        self.path = out_dir / "log.jsonl"
+        self.samples_path = out_dir / "samples.jsonl"
+        self.tracker = None
+
+    def open(self, done: int) -> None:
+        """Make the folder, and remove the rows of steps after `done`, which no checkpoint holds."""
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        for path in (self.path, self.samples_path):
+            cut_rows(path, lambda row: 0 < done >= row["step"])
+
+    def start_tracker(self, name: str, config: dict) -> None:
+        """Import and initialise wandb, or a module with its init, log and finish, such as trackio.
+
+        A resumed run continues the same run there. log.jsonl stays the record.
+        """
+        try:
+            self.tracker = importlib.import_module(name)
+        except ImportError as error:
+            message = f"--track {name}: cannot import it ({error}); pip install {name}"
+            raise InputError(message) from None
+        path = self.out_dir / "track-id"
+        if not path.exists():
+            path.write_text(f"{self.out_dir.name}-{uuid.uuid4().hex[:8]}")
+        run = path.read_text()
+        options = {"id": run} if name == "wandb" else {}  # the others identify a run by its name
+        self.tracker.init(project="nanodppo", name=run, config=config, resume="allow", **options)
+
+    def write(self, row: dict, samples: list[dict], line: str) -> None:
+        """Print the line of a step, store its rows, and send its finite numbers to the tracker."""
+        print(line, flush=True)
+        append_rows(self.path, [row])
+        append_rows(self.samples_path, samples)
+        if self.tracker:
+            numbers = {k: v for k, v in row.items() if not isinstance(v, list) and math.isfinite(v)}
+            self.tracker.log(numbers, step=numbers.pop("step"))
+
+    def amend(self, step: int, scores: dict) -> None:
+        """Add scores to the last row, which is that of `step`; step 0 has none yet."""
+        for name, score in scores.items():
+            print(f"step {step:5d} | {name} {score:.3f}", flush=True)
+        *earlier, last = read_rows(self.path) if step else [{"step": 0}]
+        write_rows(self.path, [*earlier, last | scores])
+
+    def close(self) -> None:
+        """Draw run.png, and end the tracker's run."""
+        if self.path.exists():  # not if the run was stopped before its first row
+            plot.draw_run(self.out_dir)
+        if self.tracker:
+            self.tracker.finish()

@@ -1,0 +1,167 @@
+"""
+Several processes under torchrun: each rank rolls out its share of the prompts; gradients are
+summed over ranks.
+
+With --shard fsdp every rank keeps a share of the weights, of their gradients and of the optimizer's
+state (PyTorch's FSDP2). A layer's weights are gathered when it computes and released after; its
+gradients are summed over ranks and split at once. So every forward and backward is a collective,
+and all ranks must run equally many. Sampling cannot be a collective, because each rank stops when
+its own completions end: it uses a whole copy of the model, refreshed beforehand.
+"""
+
+import datetime
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from runtime import InputError
+
+MAX = dist.ReduceOp.MAX
+
+
+def start(device: str) -> tuple[int, int]:
+    """(rank, number of ranks); joins the process group if torchrun launched this process."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if "RANK" in os.environ and not dist.is_initialized():
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "nccl" if device == "cuda" else "gloo"
+        longest_rollout = datetime.timedelta(hours=2)  # the others wait for it in a collective
+        dist.init_process_group(backend, timeout=longest_rollout)
+    return rank, world
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def broadcast(work, *args, **kwargs):
+    """work(*args, **kwargs) on rank 0; every rank returns its result or raises its InputError.
+
+    Anything that depends on time or disk is decided on rank 0 and broadcast. All ranks call this.
+    """
+    found = [None]
+    if int(os.environ.get("RANK", "0")) == 0:
+        try:
+            found[0] = work(*args, **kwargs)
+        except InputError as error:
+            found[0] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    if isinstance(found[0], InputError):
+        raise found[0]
+    return found[0]
+
+
+def finish() -> None:
+    """Wait for the others at the end of a run: torchrun kills all ranks when one exits early."""
+    barrier()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        time.sleep(0.2)  # gloo aborts a process that exits before its last tensors are released
+
+
+def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
+    """Sum over ranks, in place; NaN stays NaN. With one process, the tensor as it is."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.get_backend() == "nccl" and tensor.device.type == "cpu":
+            tensor.copy_(all_reduce(tensor.cuda(), op))
+        else:
+            dist.all_reduce(tensor, op)
+    return tensor
+
+
+def sum_gradients(model) -> None:
+    """Sum all gradients over ranks in one all-reduce; FSDP has already summed sharded ones.
+
+    There is no DDP wrapper, so a rank that kept nothing simply contributes zeros.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    if dist.is_initialized() and dist.get_world_size() > 1 and not is_sharded(model):
+        flat = all_reduce(torch.cat([parameter.grad.flatten() for parameter in parameters]))
+        sizes = [parameter.numel() for parameter in parameters]
+        for parameter, grad in zip(parameters, flat.split(sizes), strict=True):
+            parameter.grad.copy_(grad.view_as(parameter))
+
+
+# ---------------------------------------------------------------------------- --shard fsdp
+
+
+def shard(model, device: str) -> None:
+    """Leave this rank its share of every parameter. Call before making an optimizer."""
+    if not dist.is_initialized():
+        raise InputError(
+            "--shard fsdp: there are no ranks to share the weights; start train.py with torchrun"
+        )
+    mesh = init_device_mesh(device, (dist.get_world_size(),))  # else FSDP takes CUDA if it exists
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    for module in (*layers, model):
+        # The root is resharded too. Left whole after a forward without a backward, the embedding
+        # and the head would keep the weights from before the update, and model.parameters() would
+        # not be the optimizer's.
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        module.set_gradient_divide_factor(1.0)  # sum over ranks; FSDP's default is the mean
+        module.set_force_sum_reduction_for_comms(True)  # as a plain sum, the only one gloo has
+
+
+def is_sharded(model) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a sharded one, on every rank; all ranks call. Others come back as is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def refresh(copy, model) -> None:
+    """Copy the sharded model's weights into the whole copy. Does nothing if they are one model."""
+    if copy is not model:
+        for target, source in zip(copy.parameters(), model.parameters(), strict=True):
+            target.copy_(whole(source))
+
+
+def gather(state):
+    """A nested dict with full tensors on rank 0's CPU and None in their place on other ranks.
+
+    All ranks call.
+    """
+    if isinstance(state, dict):
+        return {key: gather(value) for key, value in state.items()}
+    if isinstance(state, DTensor):
+        full = state.full_tensor()
+        return full.cpu() if dist.get_rank() == 0 else None
+    return state
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    """The state_dict to write: full tensors on rank 0, tied weights once under the first name."""
+    names = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, name)
+    return gather({name: tensor.detach() for tensor, name in names.items()})
+
+
+def load_optimizer(optimizer, state: dict) -> None:
+    """optimizer.load_state_dict from full tensors; sharded parameters keep this rank's share."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entries in state["state"].items():
+        parameter = parameters[index]
+        if not isinstance(parameter, DTensor):
+            continue
+        mesh, placements = parameter.device_mesh, parameter.placements
+        for name, value in entries.items():
+            if value.shape == parameter.shape:  # not the step count
+                share = distribute_tensor(value, mesh, placements, src_data_rank=None)
+                entries[name] = share.clone()  # a view would keep the full tensor alive
+    optimizer.load_state_dict(state)
