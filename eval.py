@@ -33,6 +33,7 @@ import update
 import vllm_engine
 from rewards import math_reward, normal_form, verify
 from runtime import InputError, checkpoint, log
+from runtime.threads import Threads
 from sampler import generator_for, seed_for
 
 
@@ -294,6 +295,7 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
     device = rollout.choose_device(cfg.device)
     dtype = ("float32" if device == "cpu" else "bfloat16") if cfg.dtype == "auto" else cfg.dtype
     cfg = replace(cfg, device=device, dtype=dtype)
+    Threads(device).fit()
     model, tokenizer, sets, sampling = load(cfg, reward)
     if cfg.prompt is not None:
         with update.autocast(cfg):

@@ -83,7 +83,8 @@ def uniform_outcomes(
     whole, part = divmod(n * (1 - prune_rate), 1)
     for size, chance in ((int(whole), 1 - part), (int(whole) + 1, part)):
         for kept in itertools.combinations(range(n), size):
-            keep = torch.zeros(n, dtype=torch.bool).index_fill(0, torch.tensor(kept), True)
+            keep = torch.zeros(n, dtype=torch.bool)
+            keep[list(kept)] = True
             yield keep.view(keep_prob.shape), chance / math.comb(n, size)
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The README's accuracies of the main run: the main command from its warm start, 3 seeds, then the longer chains.
-# 2 cores without a GPU: about 40 seconds a seed, the base model 1.5 minutes more the first time. Logs: runs/main-seed{0,1,2}.jsonl
+# The accuracies of the main command from the base model, 3 seeds, also on longer chains.
+# 2 cores without a GPU: about 40 seconds a seed; the base model takes 1.5 minutes the first time.
+# Logs: runs/main-seed{0,1,2}.jsonl
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf .cache
@@ -11,7 +12,7 @@ for seed in 0 1 2; do
 done
 python eval.py --model .cache/base-* --data arithmetic-longer
 cp out-0/run.png runs/main-seed0.png
-# what pps learns of the prompts, on the realistic mix: another minute
+# what pps learns about the prompts of the realistic mix: another minute
 torchrun train.py --data arithmetic-mixed --steps 80 --out-dir out-mixed
 cp out-mixed/log.jsonl runs/pps-mixed.jsonl
 cp out-mixed/run.png runs/pps-mixed.png

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every completion rule, loss and kind of update on the embedded task for 30 steps, on 1 and on 2 ranks.
-# 2 cores without a GPU: about 25 minutes. runs/rules.sh > runs/rules.txt
+# Every completion rule, loss and kind of update on the embedded task for 30 steps, on 1 rank and
+# on 2. 2 cores without a GPU: about 25 minutes. runs/rules.sh > runs/rules.txt
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
@@ -8,14 +8,17 @@ trap 'rm -rf "$folder"' EXIT
 try() {
     for ranks in 1 2; do
         rm -rf "$folder/run"
-        OMP_NUM_THREADS=$((2 / ranks)) torchrun --standalone --nproc-per-node "$ranks" train.py --steps 30 --eval-every 30 \
-            --save-every 0 --out-dir "$folder/run" "$@" > "$folder/text" 2>&1 || { tail -n 5 "$folder/text"; exit 1; }
+        OMP_NUM_THREADS=$((2 / ranks)) torchrun --standalone --nproc-per-node "$ranks" train.py \
+            --steps 30 --eval-every 30 --save-every 0 --out-dir "$folder/run" "$@" \
+            > "$folder/text" 2>&1 || { tail -n 5 "$folder/text"; exit 1; }
         python - "$folder/run/log.jsonl" "$ranks" "$*" <<'PYTHON'
 import json, statistics, sys
 rows = [json.loads(line) for line in open(sys.argv[1])]
 mean = lambda key, part: statistics.mean(row[key] for row in part)
-print(f"{sys.argv[3]:62s} ranks {sys.argv[2]}  avg@4 {rows[0]['eval/avg@4']:.3f} -> {rows[-1]['eval/avg@4']:.3f}  "
-      f"tokens kept {mean('kept/tokens', rows[1:]):.2f}  train {mean('time/train', rows[1:]):.2f} s", flush=True)
+first, last = (rows[place]["eval/avg@4"] for place in (0, -1))
+kept, seconds = (mean(key, rows[1:]) for key in ("kept/tokens", "time/train"))
+print(f"{sys.argv[3]:62s} ranks {sys.argv[2]}  avg@4 {first:.3f} -> {last:.3f}  "
+      f"tokens kept {kept:.2f}  train {seconds:.2f} s", flush=True)
 PYTHON
     done
 }

@@ -1,5 +1,6 @@
 """The same updates of a whole model and of a sharded one, side by side, on the ranks of a group."""
 
+import copy
 import itertools
 
 import torch
@@ -38,7 +39,7 @@ def flat(tensors):
     return torch.cat([ranks.whole(tensor.detach()).flatten() for tensor in tensors])
 
 
-def updates(folder, checkpointing, head_logits, loss):
+def updates(policy, checkpointing, head_logits, loss):
     """Three updates: with unequal packs, with prompts on one rank, with nothing kept on the other.
 
     Log-probs, sums, gradients, norms and weights agree to 1e-5.
@@ -50,17 +51,17 @@ def updates(folder, checkpointing, head_logits, loss):
     for kind in ("none", "fsdp"):
         given = [*args, "--loss", loss, "--shard", kind]
         settings[kind] = config.resolve(config.parse_config(given))
-        models[kind] = rollout.load_policy(folder, "cpu")[0]
-        references[kind] = rollout.load_policy(folder, "cpu")[0].requires_grad_(False)
+        models[kind] = copy.deepcopy(policy)
+        references[kind] = copy.deepcopy(policy).requires_grad_(False)
         if checkpointing:
             update.checkpoint_layers(models[kind])
     for model in (models["fsdp"], references["fsdp"]):
         update.shard(model, "cpu")
     for kind, model in models.items():
         optimizers[kind] = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    copy = rollout.load_policy(folder, "cpu")[0].requires_grad_(False)
+    sampler = copy.deepcopy(policy).requires_grad_(False)
     elements = sum(parameter.to_local().numel() for parameter in models["fsdp"].parameters())
-    whole = sum(parameter.numel() for parameter in copy.parameters())
+    whole = sum(parameter.numel() for parameter in policy.parameters())
     assert elements < 0.7 * whole, "a share, not all"
 
     for seed in range(3):
@@ -85,17 +86,20 @@ def updates(folder, checkpointing, head_logits, loss):
             norm = ranks.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
             optimizers[kind].step()
             found[kind] = [old, sums, *grads, norm, flat(model.parameters())]
-        ranks.refresh(copy, models["fsdp"])
-        assert torch.equal(flat(copy.parameters()), found["fsdp"][-1])
-        names = ["log-probs", "sums", *(name for name, _ in copy.named_parameters()), "norm", "all"]
+        ranks.refresh(sampler, models["fsdp"])
+        assert torch.equal(flat(sampler.parameters()), found["fsdp"][-1])
+        layers = [name for name, _ in policy.named_parameters()]
+        names = ["log-probs", "sums", *layers, "norm", "after"]
         for name, one, other in zip(names, found["none"], found["fsdp"], strict=True):
             if one.numel():
                 compare(name, one, other, 1e-5)
 
 
 def main(*folders):
-    """All cases for the models in these folders."""
+    """Every combination of any three of: model, checkpointing, head chunks, loss."""
     ranks.start("cpu")
-    for case in itertools.product(folders, (False, True), (2**27, 1024), ("grpo", "gspo")):
-        updates(*case)
-        print("same", *case[1:], flush=True)
+    policies = [rollout.load_policy(folder, "cpu")[0] for folder in folders]
+    for tied, checkpointing, chunks in itertools.product((0, 1), repeat=3):
+        loss = ("grpo", "gspo")[tied ^ checkpointing ^ chunks]
+        updates(policies[tied], bool(checkpointing), (2**27, 1024)[chunks], loss)
+        print("same", flush=True)

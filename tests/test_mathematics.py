@@ -1,9 +1,11 @@
 """Real problems in whole runs: training on GSM8K and MATH, evaluation on three benchmarks, each
 also interrupted and continued. And what such runs need: presets, schedules, a tracker, a reward."""
 
+import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -26,6 +28,17 @@ needs_problems = pytest.mark.skipif(
 )
 
 
+def first_problems(tmp_path, name, count):
+    """A file with the first problems of a real one; test_data.py reads them all."""
+    text = (SHARED / name).read_text()
+    if name.endswith(".jsonl"):
+        text = "\n".join(text.split("\n")[:count])
+    else:
+        text = json.dumps(json.loads(text)[:count])
+    (tmp_path / name).write_text(text)
+    return str(tmp_path / name)
+
+
 @needs_problems
 @pytest.mark.parametrize("name", ["gsm8k_train.jsonl", "math_train.json"])
 def test_training(policy_folder, tmp_path, capsys, name):
@@ -37,7 +50,8 @@ def test_training(policy_folder, tmp_path, capsys, name):
     def reward(text, gold):
         return float(len(text) % 2) if gold else None
 
-    common = {"data": str(SHARED / name), "eval_every": 2, "eval_problems": 4, "save_every": 1}
+    path = first_problems(tmp_path, name, 400)
+    common = {"data": path, "eval_every": 2, "eval_problems": 4, "save_every": 1}
     for folder, steps in (("whole", 3), ("broken", 2)):
         args = flags(policy_folder, str(tmp_path / folder), **common, steps=steps)
         train.main(config.parse_config(args), reward=reward)
@@ -55,7 +69,7 @@ def test_rewards_of_a_run(policy_folder, tmp_path):
 
     Fails if a completion is compared with another problem's gold, or with the raw solution.
     """
-    path = str(SHARED / "math500.jsonl")
+    path = first_problems(tmp_path, "math500.jsonl", 100)
     golds = {problem.text: problem.answer for problem in data.read_problems(path)}
 
     def boxes_the_gold(text, gold):
@@ -172,7 +186,7 @@ def test_tracking(run, monkeypatch, tmp_path):
         run("other", track="nothing")
 
 
-def test_the_recipe_for_a_reward(policy_folder, tmp_path):
+def test_the_recipe_for_a_reward(policy_folder, tmp_path, monkeypatch):
     """The README's program for a custom reward trains. Catches a recipe that no longer works."""
     readme = (ROOT / "README.md").read_text()
     code = re.search(r"`myreward\.py`.*?```python\n(.*?)```", readme, re.DOTALL)[1]
@@ -184,6 +198,6 @@ def test_the_recipe_for_a_reward(policy_folder, tmp_path):
     (tmp_path / "problems.jsonl").write_text(problems)
     path = str(tmp_path / "problems.jsonl")
     args = flags(policy_folder, str(tmp_path / "run"), data=path, steps=1, method="grpo")
-    command = [sys.executable, str(tmp_path / "myreward.py"), *args]
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    monkeypatch.setattr(sys, "argv", ["myreward.py", *args])
+    runpy.run_path(str(tmp_path / "myreward.py"), run_name="__main__")
     assert rows(tmp_path / "run")[0]["reward"] == 1.0

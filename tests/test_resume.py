@@ -63,13 +63,13 @@ def test_killed_and_resumed(policy_folder, tmp_path):
     state that is not saved (optimizer, history, step), and rows that are written twice.
     """
     common = {"steps": 24, "save_every": 5, "eval_every": 6, "eval_problems": 4}
-    common |= {"prompts_per_step": 40, "prompt_prune_rate": 0.4}
+    common |= {"prompts_per_step": 12, "prompt_prune_rate": 0.4}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     in_processes(1, toy.main, flags(policy_folder, str(whole), **common))
     args = flags(policy_folder, str(broken), **common)
     for number, (least, most) in enumerate(((2, 5), (8, 18))):
         moment = random.Random(f"kill {number}")
-        killed = (moment.randint(least, most), moment.uniform(0, 0.1))
+        killed = (moment.randint(least, most), moment.uniform(0, 0.05))
         resume = ["--resume"][:number]
         in_processes(1, main_until_killed, args + resume, *killed, codes=[-signal.SIGPROF])
     in_processes(1, toy.main, [*args, "--resume"])

@@ -165,7 +165,7 @@ def test_hostile_answers(thread):
                 else:
                     found = rewards.math_reward(*args)
                 assert found == reward, args[0][:80]
-    assert spent[0] < 2 * judge.SECONDS * len(pairs)
+    assert spent[0] < judge.SECONDS * len(pairs) + 5, "it takes 1.5 s to start"
 
 
 FAKE = """
@@ -195,7 +195,7 @@ def test_limits_of_the_judge(monkeypatch, tmp_path):
     with fresh_judge() as spent:
         found = {name: judge.ask("1", name) for name in ("wait", "memory", "crash", "spin", "1+1")}
     assert found == {"wait": True, "memory": False, "crash": False, "spin": False, "1+1": True}
-    assert spent[0] < 5 * judge.SECONDS
+    assert spent[0] < 2 * judge.SECONDS
 
 
 def test_patience_of_the_judge(monkeypatch, tmp_path):

@@ -158,6 +158,31 @@ def test_greedy_is_what_the_bare_model_says(make_policy):
         sequence.append(token)
 
 
+@ENGINES
+def test_padding_changes_nothing(make_policy, engine):
+    """A short prompt with a repetition penalty, alone and beside a long one. Catches padding that
+    is penalized as if the prompt held it."""
+    model, _ = make_policy()
+    options = {"temperature": 0.0, "repetition_penalty": 1.7, "engine": engine}
+    alone = sample(model, [[65, 66]], group_size=1, **options)
+    beside = sample(model, [[65, 66], [1] * 9], group_size=1, **options)
+    assert torch.equal(alone.completion_ids[0], beside.completion_ids[0])
+    for name in ("logprobs", "entropy", "energy"):
+        assert torch.allclose(getattr(alone, name)[0], getattr(beside, name)[0], atol=1e-5), name
+
+
+def test_positions_of_padding_are_not_negative(make_policy):
+    """A model with a table of positions has no entry for them. Catches a missing clamp."""
+    model, _ = make_policy()
+    lowest = []
+    model.register_forward_pre_hook(
+        lambda _module, _args, inputs: lowest.append(inputs["position_ids"].min().item()),
+        with_kwargs=True,
+    )
+    sample(model, [[65], [66] * 4], max_new_tokens=1)
+    assert lowest == [0]
+
+
 def test_top_p_and_top_k_cut_the_tail(make_policy):
     """One token, 5,000 times. Catches a flag of eval.py that does nothing."""
     model, _ = make_policy()

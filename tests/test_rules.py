@@ -236,7 +236,7 @@ def test_backward_multiplies_weight_and_scale(start):
 
     Catches a factor that is left out, and gradients of an earlier update that are added.
     """
-    trainer = start(method="pps", beta=0.1, completion_prune_rate=0.6, minibatches=2)
+    trainer = start(method="pps", beta=0.1, prompt_prune_rate=0, completion_prune_rate=0.6)
     trainer.step(1)
     full, keep, weights, _, norm = trainer.events[-1]
     assert len(set(weights[keep].tolist())) > 2

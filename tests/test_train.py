@@ -13,11 +13,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 import arithmetic
 import config
 import dppo
+import eval as evaluation
 import rollout
 import sampler
 import train
 import update
-from runtime import InputError, ranks
+from runtime import InputError, clock, ranks
 from runtime.stop import Stop
 
 
@@ -71,6 +72,33 @@ def test_log_rows(run, pictures, tmp_path):
     assert written["config"]["prompt_prune_rate"] == 0.5
     assert written["versions"]["torch"] == torch.__version__
     assert (tmp_path / "run" / "run.png").stat().st_size > 10_000
+
+
+def test_times_of_a_step(run, monkeypatch):
+    """By a clock that moves on only within each part: an evaluation and a running check are not in
+    the step's time.
+
+    Catches a part that is counted twice or under another name.
+    """
+    now = [0.0]
+
+    def takes(owner, name, seconds):
+        real = getattr(owner, name)
+
+        def slow(*args, **kwargs):
+            now[0] += seconds
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    monkeypatch.setattr(clock, "clock", lambda device: now[0])
+    takes(rollout, "sample", 1.0)
+    takes(evaluation, "score", 10.0)
+    takes(torch.optim.AdamW, "step", 100.0)
+    takes(dppo, "check_unbiased", 1000.0)
+    parts = {"time/rollout": 1, "time/score": 10, "time/train": 200, "step_time": 211}
+    for row in run("run", steps=2, eval_every=1, eval_problems=2, check_every=1, epochs=2)[1:]:
+        assert {name: row[name] for name in parts} == parts
 
 
 def test_thirty_steps_raise_the_reward(run):
@@ -225,9 +253,9 @@ def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch, chan
         train.main(config.parse_config(flags(policy_folder, folder, **options)), reward=toy_reward)
         used.append([key for key in keys if key[-1] != "epoch"])
     shared = {"keep", "check keep"} if "check_every" in changes else {"keep"}
-    assert {key[2] for key in used[0]} - shared == purposes
     for of_rank in used:
         assert len(set(of_rank)) == len(of_rank)
+    assert {key[2] for key in used[0]} == purposes | shared
     assert {key[2] for key in set(used[1]) & set(used[2])} == shared
     distinct = set().union(*used)
     assert len({seed_for(*key) for key in distinct}) == len(distinct)
@@ -247,12 +275,14 @@ def test_two_ranks_are_one(policy_folder, tmp_path, kind):
     in_processes(1, toy.record_runs, one, policy_folder)
     in_processes(2, toy.record_runs, two, policy_folder, "--shard", kind)
     for name in ("plain", "dropped", "alone", "updates", "greso"):
-        whole = torch.load(one / f"{name}-rank0.pt")
-        each = 4 + 1 + train.CHECK_DRAWS if name == "updates" else 1  # updates and the check
-        assert len(whole) == each * (8 if name == "greso" else 3)
+        rounds, whole = torch.load(one / f"{name}-rank0.pt")
+        check = 1 + train.CHECK_DRAWS  # gradients
+        assert len(whole) == {"updates": 3 * 4 + check, "greso": 8}.get(name, 3)
+        assert (1 in rounds) == (name in ("alone", "greso")), "the second rank has no prompt"
         assert any(gradient.norm() > 0 for *_, gradient in whole)
         for rank in range(2):
-            together = torch.load(two / f"{name}-rank{rank}.pt")
+            of_rank, together = torch.load(two / f"{name}-rank{rank}.pt")
+            assert rounds == of_rank
             for here, there in zip(whole, together, strict=True):
                 prompts, weights, keep, gradient = here
                 assert torch.equal(prompts, there[0])

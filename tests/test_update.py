@@ -118,6 +118,30 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss):
     assert (grad - flat_grad(model)).abs().max() < 1e-10 * grad.abs().max()
 
 
+def test_slots_hold_exactly_what_is_forwarded(make_policy, make_rollouts):
+    """Prompts of 2 tokens with completions of 3, 1, 0 and 1 take 10 tokens: one slot of 10, or two
+    of 9. Two shared prompts of 4, each with two completions of 2, take two slots of 6. Catches a
+    last token that is counted, an empty completion that counts as -1, and the wrong siblings."""
+    model, _ = make_policy()
+
+    def slots(rollouts, **changes):
+        cfg = config.resolve(config.Config(device="cpu", pack_window=4, **changes))
+        ones = torch.ones_like(rollouts.truncated, dtype=torch.float32)
+        args = (model, rollouts, ones, ones, ones.bool())
+        sums = update.accumulate_gradients(*args, cfg=cfg)
+        return sums.tokens, sums.slots
+
+    rollouts = make_rollouts(model, 1, 4)
+    rollouts.prompt_ids = [[1, 2]]
+    rollouts.lengths = torch.tensor([[3, 1, 0, 1]])
+    assert slots(rollouts, pack_tokens=10, share_prompts=False) == (10, 10)
+    assert slots(rollouts, pack_tokens=9, share_prompts=False) == (10, 18)
+    rollouts = make_rollouts(model, 2, 2)
+    rollouts.prompt_ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    rollouts.lengths = torch.full((2, 2), 2)
+    assert slots(rollouts, pack_tokens=6, share_prompts=True) == (12, 12)
+
+
 def test_bfloat16_update(make_policy, make_rollouts):
     """Arithmetic is in bfloat16, weights and gradients in float32, for the reference too. Catches
     an update or a reference without autocast."""
@@ -214,17 +238,19 @@ def test_chunked_head_is_the_head(make_policy, rows):
 
 
 def test_scaled_logits_are_refused(make_policy, policy_folder, monkeypatch):
-    """A model that scales or caps its logits would sample from a policy other than the trained
-    one."""
+    """Even slightly: such a model would sample from a policy other than the trained one. Catches a
+    loose tolerance, and a check that changes the model's mode."""
     model, _ = make_policy()
-    assert packing.packs_exactly(model)
+    for training in (True, False):
+        assert packing.packs_exactly(model.train(training))
+        assert model.training == training, "restored"
     assert model.config._attn_implementation == packing.ATTENTION
     assert rollout.load_policy(policy_folder, "cpu")
     forward = type(model).forward
 
     def scaled(self, *args, **options):
         out = forward(self, *args, **options)
-        out.logits = 0.5 * out.logits
+        out.logits = 0.99 * out.logits
         return out
 
     monkeypatch.setattr(type(model), "forward", scaled)

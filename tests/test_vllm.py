@@ -10,11 +10,12 @@ import os
 import random
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
-from toy import assert_same, flags, plain_logits, rows, timeless, toy_reward
+from toy import assert_same, flags, plain_logits, rows, timeless
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import arithmetic
@@ -226,9 +227,14 @@ def test_the_vocabularys_padding_is_never_sampled(tmp_path):
         engine.close()
 
 
+def coin(completion, _gold):
+    """0 or 1 by a checksum, so that the first groups have unequal rewards and move the weights."""
+    return float(zlib.crc32(completion.encode()) % 2)
+
+
 @pytest.fixture
 def train_with_vllm(tmp_path):
-    """Train ten steps on prompts of 300 tokens with the toy reward; returns the log's rows."""
+    """Train ten steps on prompts of 300 tokens; returns the log's rows."""
     make_model(tmp_path / "policy", tied=True)
     problems = [{"problem": "x" * (300 + n % 8) + str(n), "answer": "0"} for n in range(9)]
     file = tmp_path / "problems.jsonl"  # the last one is held out
@@ -239,7 +245,7 @@ def train_with_vllm(tmp_path):
     def go(name, **changes):
         policy, folder = str(tmp_path / "policy"), str(tmp_path / name)
         args = flags(policy, folder, **options | changes)
-        train.main(config.parse_config(args), reward=toy_reward)
+        train.main(config.parse_config(args), reward=coin)
         return rows(tmp_path / name)
 
     return go
@@ -287,7 +293,7 @@ def test_resume_is_bit_for_bit(train_with_vllm, tmp_path):
     train_with_vllm("whole", steps=4, method="pps", save_every=2)
     train_with_vllm("part", steps=2, method="pps", save_every=2)
     args = ["--out-dir", str(tmp_path / "part"), "--resume", "--steps", "4"]
-    train.main(config.parse_config(args), reward=toy_reward)
+    train.main(config.parse_config(args), reward=coin)
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
 
 

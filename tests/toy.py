@@ -159,13 +159,18 @@ def _wait(processes, codes):
 
 
 class Recorder(train.Trainer):
-    """Records each backward pass: the prompts, what was drawn, and the whole gradient."""
+    """Records how many prompts each round has, and of each backward pass its prompts, what was
+    drawn, and the whole gradient."""
 
     drops = False  # whether nothing that the second of two ranks holds is kept
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.record = []
+        self.record, self.rounds = [], []
+
+    def roll_out(self, prompts, *key):
+        self.rounds.append(len(prompts))
+        return super().roll_out(prompts, *key)
 
     def prune_completions(self, *args):
         keep, weights = super().prune_completions(*args)
@@ -184,8 +189,8 @@ class Recorder(train.Trainer):
 def record_runs(folder, model, *args):
     """Short runs that must not depend on the number of ranks; every rank writes its record.
 
-    In `dropped` the second of two ranks keeps nothing, in `alone` it gets no prompt, and in a round
-    of `greso` it may get none. `updates` has pps, KL, mini-batches, epochs and the running check.
+    In `dropped` the second of two ranks keeps nothing; in `alone`, and in rounds of `greso`, it
+    has no prompt. `updates` has pps, KL, mini-batches, epochs and a running check.
     """
     rollout.sample = sample_by_prompt
     updates = {"method": "pps", "loss": "dapo", "minibatches": 2, "epochs": 2, "beta": 0.1}
@@ -193,7 +198,7 @@ def record_runs(folder, model, *args):
     no_rates = {"prompt_prune_rate": 0, "completion_prune_rate": 0}
     for name, changes in (
         ("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1}),
-        ("updates", updates | {"check_every": 1}), ("greso", greso | no_rates),
+        ("updates", updates | {"check_every": 3}), ("greso", greso | no_rates),
     ):  # fmt: skip
         rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3}
         own = flags(model, f"{folder}/{name}", **(rates | changes))
@@ -205,7 +210,7 @@ def record_runs(folder, model, *args):
             row, samples = trainer.step(step)
             trainer.stop.held = False
             trainer.write(row | checks, samples)
-        torch.save(trainer.record, f"{folder}/{name}-rank{trainer.rank}.pt")
+        torch.save((trainer.rounds, trainer.record), f"{folder}/{name}-rank{trainer.rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+"""The number of threads follows the idle cores, and never an idle machine's noise."""
+
+import os
+
+import pytest
+import torch
+
+from runtime import threads
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine of four cores whose idle shares the test sets, and torch with four threads."""
+    idle, clock, before = [1.0] * 4, [0.0], torch.get_num_threads()
+    looks = []
+
+    def ticks():
+        looks.append(len(looks))
+        number = len(looks)  # each look reads the counters twice, 100 ticks apart
+        return {core: (100 * share * number, 100 * number) for core, share in enumerate(idle)}
+
+    monkeypatch.setattr(threads, "_ticks", ticks)
+    monkeypatch.setattr(threads, "LOOK", 0.0)
+    monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(4)
+    yield idle, clock, looks
+    torch.set_num_threads(before)
+
+
+def test_one_thread_for_each_idle_core(machine, capsys):
+    """Fewer when other processes compute, all of them again afterwards, and one at the least.
+
+    Fails if busy cores are counted, if the number never recovers, or if it reaches 0.
+    """
+    idle, clock, _ = machine
+    chosen = threads.Threads("cpu")
+    for shares, expected in (
+        ([1.0] * 4, 4), ([0.9, 0.95, 1.0, 0.8], 4), ([1.0, 0.0, 1.0, 1.0], 3), ([0.0] * 4, 1),
+        ([0.5, 0.0, 0.0, 0.0], 1), ([1.0] * 4, 4),
+    ):  # fmt: skip
+        idle[:] = shares
+        clock[0] += threads.PERIOD
+        chosen.fit()
+        assert torch.get_num_threads() == expected, shares
+    assert capsys.readouterr().out.splitlines() == [
+        f"computing with {number} of 4 threads, one for each idle core" for number in (3, 1, 4)
+    ]
+
+
+def test_a_fixed_number_stays(machine, monkeypatch):
+    """Fails if OMP_NUM_THREADS is overruled, or a GPU run pays for looking at the cores."""
+    idle, _, looks = machine
+    idle[:] = [0.0] * 4
+    threads.Threads("cuda").fit()
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "4")
+    threads.Threads("cpu").fit()
+    assert torch.get_num_threads() == 4
+    assert not looks
+
+
+def test_looks_are_rare(machine):
+    """One look in PERIOD seconds. Fails if every step pays for one."""
+    _, clock, looks = machine
+    chosen = threads.Threads("cpu")
+    for seconds in range(20):
+        clock[0] = float(seconds)
+        chosen.fit()
+    assert len(looks) == 2 * 4
+
+
+def test_this_machine():
+    """The real counters: between none and all of the cores that this process may use."""
+    assert 0 <= threads.idle_cores() <= len(os.sched_getaffinity(0))
