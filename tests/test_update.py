@@ -144,13 +144,17 @@ def test_slots_hold_exactly_what_is_forwarded(make_policy, make_rollouts):
 
 def test_bfloat16_update(make_policy, make_rollouts):
     """Arithmetic is in bfloat16, weights and gradients in float32, for the reference too. Catches
-    an update or a reference without autocast."""
+    an update or a reference without autocast, and a cache of casts, whose gradients are bfloat16.
+    """
     (model, _), (reference, _) = make_policy(), make_policy(seed=1)
     rollouts = make_rollouts(model, 3, 4)
     seen = []
+
+    def remember(_module, _args, out):
+        seen.append((out.dtype, torch.is_autocast_cache_enabled()))
+
     for each in (model, reference):
-        head = each.get_output_embeddings()
-        head.register_forward_hook(lambda _module, _args, out: seen.append(out.dtype))
+        each.get_output_embeddings().register_forward_hook(remember)
     ones = torch.ones(3, 4, dtype=torch.float64)
     grads = []
     for dtype in ("float32", "bfloat16"):
@@ -160,7 +164,7 @@ def test_bfloat16_update(make_policy, make_rollouts):
             model, rollouts, ones, ones, ones > 0, cfg=cfg, reference=reference
         )
         grads.append(flat_grad(model))
-    assert seen == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert seen == [(torch.float32, False)] * 2 + [(torch.bfloat16, False)] * 2
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
     assert 1e-6 < (grads[0] - grads[1]).norm() / grads[0].norm() < 0.1
 

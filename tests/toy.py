@@ -138,8 +138,7 @@ def _start(rank, world, port, output, work, args):
         }  # fmt: skip
     work(*args)
     if torch.distributed.is_initialized():
-        ranks.barrier()
-        time.sleep(0.2)  # see Trainer.close
+        ranks.finish()
         torch.distributed.destroy_process_group()
 
 
