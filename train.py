@@ -12,7 +12,7 @@ Every rank holds the whole model (with --shard fsdp: a copy to sample from, and 
 weights that are trained) and rolls out its share of the prompts. Every rank computes the keep
 decisions, advantages and denominators from the gathered batch. Gradients are summed over ranks once
 per update. All randomness is a function of (seed, step, purpose), so a resumed run repeats what an
-uninterrupted run would have done.
+uninterrupted run on as many ranks would have done.
 
 Letters: Q candidates of a step, K prompts rolled out, G completions each, P parameters.
 """
@@ -50,32 +50,32 @@ from runtime.threads import Threads
 from update import Sums, accumulate_gradients, autocast, checkpoint_layers, shard, trainer_logprobs
 
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
-CHECK_DRAWS = 8  # pruned gradients of a running check
-NUMBERS = ("lengths", "truncated", "entropy", "energy")  # of Rollouts, that all ranks share
+CHECK_DRAWS = 8  # pruned gradients that a running check compares with the full one
+STATISTICS = ("lengths", "truncated", "entropy", "energy")  # of Rollouts; every rank gets all
 
 
 class Selection(NamedTuple):
     """Which of the Q candidates are rolled out, and how each of these K enters the update."""
 
-    kept: torch.Tensor | None  # [Q] bool; None: greso, which has no window
+    kept: torch.Tensor | None  # [Q] bool; None: greso, which has no window of candidates
     weights: torch.Tensor  # [K], 1 / P(kept); 0: rolled out, but not trained on
-    place: torch.Tensor  # [K], position among the Q candidates, which decides the mini-batch
+    position: torch.Tensor  # [K], among the Q candidates; it decides the mini-batch
     shares: torch.Tensor  # [K], how many of the Q candidates it stands for in logged means
 
 
 @dataclass
 class Batch:
-    """K prompts with G completions each. Tensors [K, G] are of all ranks, tokens of this rank."""
+    """K prompts with G completions each. [K, G] tensors cover all ranks, token ids this one."""
 
     prompts: torch.Tensor  # [K], indices into the data
     mine: torch.Tensor  # the rows of this rank; `rollouts` and `texts` are theirs
     rollouts: rollout.Rollouts
     texts: list[list[str]]
-    rewards: torch.Tensor  # NaN: unscorable
+    rewards: torch.Tensor  # [K, G] and all below; NaN: unscorable
     lengths: torch.Tensor
     truncated: torch.Tensor
-    entropy: torch.Tensor
-    energy: torch.Tensor
+    entropy: torch.Tensor  # nats, summed over a completion's tokens
+    energy: torch.Tensor  # |onehot - softmax|^2 of the logits, summed likewise; sizes its gradient
 
 
 @dataclass
@@ -105,7 +105,7 @@ def join(parts: list[Batch]) -> Batch:
     if len(parts) == 1:
         return parts[0]
     starts = itertools.accumulate((len(part.prompts) for part in parts), initial=0)
-    names = ("prompts", "rewards", *NUMBERS)
+    names = ("prompts", "rewards", *STATISTICS)
     return Batch(
         mine=torch.cat([part.mine + start for part, start in zip(parts, starts, strict=False)]),
         rollouts=rollout.join([part.rollouts for part in parts]),
@@ -120,8 +120,8 @@ def join(parts: list[Batch]) -> Batch:
 class Trainer:
     """A run: model, optimizer, prompt history, tokenizer and data. `step` is the algorithm.
 
-    reward(completion, gold) is a finite number, or None for a gold that has no value; None takes
-    the data's own. Raises InputError for bad input before anything is written.
+    reward(completion, gold) returns a finite number, or None if the gold cannot be scored. Without
+    one, the data's own reward is used. Raises InputError for bad input before anything is written.
     """
 
     def __init__(self, cfg: Config, reward=None):
@@ -140,6 +140,7 @@ class Trainer:
         self._load_data(reward)  # before the model, so that a bad file is reported at once
         saved = ranks.broadcast(checkpoint.find, self.out_dir) if cfg.resume else None
         self._load_model(saved)
+        self._encode_prompts()
         self._make_sampling()
         self._make_state(saved)
 
@@ -151,16 +152,16 @@ class Trainer:
         Raises Stopped only before the first update, when nothing that is saved has changed.
         """
         started = self.timer.start()
-        draws = sampler.generator_for(self.cfg.seed, step, "keep")  # the same on every rank
+        generator = sampler.generator_for(self.cfg.seed, step, "keep")  # the same on every rank
         greso = self.greso and self.greso.copy()
 
         # 1. Select prompts. The window of Q candidates is the denominator, whatever is pruned.
         window = self.candidates(step)  # [Q]
-        if greso:  # a biased baseline without weights: it rolls out until Q groups are alive
-            batch, chosen = self.roll_out_greso(greso, step, draws)
+        if greso:  # a biased baseline: no window, no 1 / P(kept); it refills until Q groups live
+            batch, chosen = self.roll_out_greso(greso, step, generator)
         else:
             # --- DPPO, before rollout: drop prompts by history, weight the rest by 1 / P(kept)
-            kept, weights = self.prune_prompts(window, step, draws)  # [Q], [Q]
+            kept, weights = self.prune_prompts(window, step, generator)  # [Q], [Q]
             # ---
             chosen = Selection(kept, weights[kept], kept.nonzero().squeeze(1), weights[kept])
             # 2. Sample G completions for each prompt, and 3. reward each of them.
@@ -168,7 +169,7 @@ class Trainer:
 
         # 4. Advantage, over the full group, and 5. denominator, over the full batch.
         full = self.full_batch(batch, chosen)
-        known = self.history.summary(step, window, chosen.kept)
+        history = self.history.summary(step, window, chosen.kept)
 
         # 6. Prune completions and 7. update, once per mini-batch and epoch, each with its own draw.
         updates = []
@@ -177,36 +178,37 @@ class Trainer:
             old_logprobs = self.old_logprobs(batch)
             for minibatch in [*range(self.cfg.minibatches)] * self.cfg.epochs:
                 # --- DPPO, after reward: drop completions, weight the rest by 1 / P(kept)
-                keep, weights = self.prune_completions(full, minibatch, draws)  # [K, G], [K, G]
+                keep, weights = self.prune_completions(full, minibatch, generator)  # [K, G]
                 # ---
                 updates.append(self.update(step, full, keep, weights, old_logprobs))
             self.learn(step, full)
             self.greso = greso
         times = self.timer.seconds | {"step_time": self.timer.now() - started}
-        row = {"step": step} | metrics.row(self.cfg, full, updates, learning_rate) | times | known
+        row = {"step": step} | metrics.row(self.cfg, full, updates, learning_rate) | times | history
         return row, metrics.samples(step, self.cfg, full, updates, self.train_set)
 
     def candidates(self, step: int) -> torch.Tensor:
         """The window [Q] of prompts that a step considers."""
         num_train = len(self.train_set)
-        return sampler.candidates(num_train, self.num_prompts, self.cfg.seed, step)
+        return sampler.candidates(num_train, self.num_candidates, self.cfg.seed, step)
 
-    def prune_prompts(self, window, step, draws) -> tuple[torch.Tensor, torch.Tensor]:
+    def prune_prompts(self, window, step, generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Stage 1: (keep, weights) [Q] of one draw. The identity with --prompt-rule none."""
         rule, rate = self.cfg.prompt_rule, self.cfg.prompt_prune_rate
-        return self.history.prune(rule, rate, window, draws, step, self.cfg.minibatches)
+        return self.history.prune(rule, rate, window, generator, step, self.cfg.minibatches)
 
-    def roll_out(self, prompts, *key) -> Batch:
-        """Stages 2 and 3 for prompts [K]; every rank gets the numbers of all."""
+    def roll_out(self, prompts, step, *purpose) -> Batch:
+        """Stages 2 and 3 for prompts [K], with seeds of their own for each purpose."""
         with self.timer.measure("rollout"):
             ranks.refresh(self.policy, self.model)
         mine = torch.arange(len(prompts))[self.rank :: self.world]
         own = prompts[mine].tolist()
-        seed = sampler.seed_for(self.cfg.seed, *key, self.rank)
-        with self.stops_if_not_finite(step=key[0]):
+        seed = sampler.seed_for(self.cfg.seed, step, *purpose, self.rank)
+        with self.stops_if_not_finite(step):
             rollouts, texts, rewards = self.stop.run(self._sample_and_score, own, seed)
-        columns = [rewards, *(getattr(rollouts, name) for name in NUMBERS)]  # of this rank
-        table = torch.zeros(len(prompts), self.cfg.group_size, 5, dtype=torch.float64)  # [K, G, 5]
+        columns = [rewards, *(getattr(rollouts, name) for name in STATISTICS)]  # of this rank
+        shape = (len(prompts), self.cfg.group_size, len(columns))
+        table = torch.zeros(shape, dtype=torch.float64)  # [K, G, columns]
         table[mine] = torch.stack([column.cpu().double() for column in columns], dim=-1)
         return Batch(prompts, mine, rollouts, texts, *ranks.all_reduce(table).unbind(dim=-1))
 
@@ -222,36 +224,39 @@ class Trainer:
             texts, rewards = evaluation.score(rollouts, problems, self.tokenizer, self.reward)
         return rollouts, texts, rewards
 
-    def roll_out_greso(self, greso, step, draws) -> tuple[Batch, Selection]:
+    def roll_out_greso(self, greso, step, generator) -> tuple[Batch, Selection]:
         """Stages 1 to 3 of GRESO (baselines.py); `greso` is a copy, which this advances."""
         order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
         roll_out = lambda prompts, number: self.roll_out(prompts, step, "rollout", number)
-        rounds, weights, place = greso.collect(roll_out, self.num_prompts, order, draws)
-        shares = torch.full_like(weights, self.num_prompts / len(weights))
-        return join(rounds), Selection(None, weights, place, shares)
+        rounds, weights, position = greso.collect(roll_out, self.num_candidates, order, generator)
+        shares = torch.full_like(weights, self.num_candidates / len(weights))
+        return join(rounds), Selection(None, weights, position, shares)
 
     def full_batch(self, batch: Batch, chosen: Selection) -> FullBatch:
-        """Stages 4 and 5. The denominator is one mini-batch's share of the un-pruned batch."""
+        """Stages 4 and 5. The denominator is that of one mini-batch of the un-pruned batch.
+
+        dapo and cispo divide by its tokens, which 1 / P(kept) estimates where prompts are pruned.
+        """
         cfg = self.cfg
         advantages = dppo.group_advantages(batch.rewards, cfg.loss)  # [K, G]
         counts = torch.ones_like(batch.lengths)  # [K, G]; 0: masked
         if cfg.mask_truncated:
             counts = 1.0 - batch.truncated
         weights = chosen.weights[:, None]  # [K, 1]
-        planned = {
-            "num_sequences": self.num_prompts * cfg.group_size // cfg.minibatches,
+        denominator = {
+            "num_sequences": self.num_candidates * cfg.group_size // cfg.minibatches,
             "num_tokens": (counts * weights * batch.lengths).sum().item() / cfg.minibatches,
             "max_new_tokens": cfg.max_new_tokens,
         }
-        scale = counts * dppo.loss_scale(batch.lengths, cfg.loss, **planned)  # [K, G]
+        scale = counts * dppo.loss_scale(batch.lengths, cfg.loss, **denominator)  # [K, G]
         size = dppo.contribution_size(advantages, scale, batch.energy, cfg.beta)  # [K, G]
         group_square = size.square().sum(dim=1)  # [K]
         cost = self.prompt_tokens[batch.prompts, None] + batch.lengths  # [K, G]
-        minibatch = chosen.place * cfg.minibatches // self.num_prompts  # [K]
+        minibatch = chosen.position * cfg.minibatches // self.num_candidates  # [K]
         minibatch = torch.where(chosen.weights > 0, minibatch, -1)
         return FullBatch(batch, chosen, advantages, weights * scale, group_square, cost, minibatch)
 
-    def prune_completions(self, full, minibatch, draws) -> tuple[torch.Tensor, torch.Tensor]:
+    def prune_completions(self, full, minibatch, generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Stage 6: (keep, weights) [K, G] of one draw; other mini-batches are not kept.
 
         With --completion-rule none everything is kept, with weight 1.
@@ -266,7 +271,7 @@ class Trainer:
         part = dppo.Completions(advantages, full.batch.rewards[rows], full.cost[rows], size)
         module = baselines if cfg.completion_rule in baselines.COMPLETION_RULES else dppo
         rule, rate = cfg.completion_rule, cfg.completion_prune_rate
-        keep[rows], weights[rows] = module.prune_completions(rule, rate, part, draws)
+        keep[rows], weights[rows] = module.prune_completions(rule, rate, part, generator)
         return keep, weights
 
     def backward(self, full, keep, weights, old_logprobs=None) -> Sums:
@@ -283,7 +288,7 @@ class Trainer:
         return Sums(*ranks.all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist())
 
     def update(self, step, full, keep, weights, old_logprobs=None) -> Update:
-        """Stage 7: one optimizer update. From the first one on, the step must be finished."""
+        """Stage 7: one optimizer update. After the first, a stop waits for the end of the step."""
         sums = self.backward(full, keep, weights, old_logprobs)
         parameters = self.model.parameters()
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.cfg.grad_clip)
@@ -312,21 +317,21 @@ class Trainer:
     def set_learning_rate(self, step: int) -> float:
         """Warm-up, then --lr-schedule; a decay reaches almost 0 in the last step."""
         cfg = self.cfg
-        left = min(1.0, (cfg.steps + 1 - step) / max(1, cfg.steps + 1 - cfg.warmup))
-        cosine = (1 - math.cos(math.pi * left)) / 2
-        decay = {"constant": 1.0, "linear": left, "cosine": cosine}[cfg.lr_schedule]
+        remaining = min(1.0, (cfg.steps + 1 - step) / max(1, cfg.steps + 1 - cfg.warmup))
+        cosine = (1 - math.cos(math.pi * remaining)) / 2
+        decay = {"constant": 1.0, "linear": remaining, "cosine": cosine}[cfg.lr_schedule]
         learning_rate = cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay
         self.optimizer.param_groups[0]["lr"] = learning_rate
         return learning_rate
 
-    # ------------------------------------------------------------------------ beside the algorithm
+    # ------------------------------------------------------------------------ check and evaluate
 
     def check(self, step: int) -> dict:
         """The running check that both prunings are unbiased; {} if it is not due.
 
-        All Q candidates are rolled out apart from the run. Their full gradient (of the first
-        mini-batch) is compared with CHECK_DRAWS pruned ones, each with its own prompt draw and its
-        own completion draw.
+        All Q candidates are rolled out once more; training does not use these rollouts. Their full
+        gradient (of the first mini-batch) is compared with CHECK_DRAWS pruned ones, each with its
+        own prompt draw and its own completion draw.
         """
         every = self.cfg.check_every
         if not every or step % every:
@@ -334,7 +339,7 @@ class Trainer:
         window = self.candidates(step)
         batch = self.roll_out(window, step, "check rollout")
         ones = torch.ones(len(window), dtype=torch.float64)
-        place = torch.arange(len(window))
+        position = torch.arange(len(window))
 
         def gradient(full, keep, weights):  # [P]
             self.backward(full, keep, weights)
@@ -342,12 +347,12 @@ class Trainer:
             return torch.cat([ranks.whole(parameter.grad).flatten() for parameter in parameters])
 
         def pruned(number):  # [P]
-            draws = sampler.generator_for(self.cfg.seed, step, "check keep", number)
-            _, weights = self.prune_prompts(window, step, draws)
-            full = self.full_batch(batch, Selection(None, weights, place, weights))
-            return gradient(full, *self.prune_completions(full, 0, draws))
+            generator = sampler.generator_for(self.cfg.seed, step, "check keep", number)
+            _, weights = self.prune_prompts(window, step, generator)
+            full = self.full_batch(batch, Selection(None, weights, position, weights))
+            return gradient(full, *self.prune_completions(full, 0, generator))
 
-        full = self.full_batch(batch, Selection(None, ones, place, ones))
+        full = self.full_batch(batch, Selection(None, ones, position, ones))
         keep = (full.minibatch == 0)[:, None].expand_as(full.scale)
         everything = gradient(full, keep, keep.double())
         return dppo.check_unbiased(everything, map(pruned, range(CHECK_DRAWS)))
@@ -423,7 +428,7 @@ class Trainer:
         if cfg.gradient_checkpointing:
             checkpoint_layers(self.model)
         self.reference = None
-        if cfg.beta:  # the model that the run began with, also when it is resumed
+        if cfg.beta:  # the model that the run began with, even on resume
             self.reference = rollout.load_policy(base, cfg.device)[0].requires_grad_(False)
         self.policy = self.model  # what samples
         if cfg.shard == "fsdp":
@@ -432,8 +437,7 @@ class Trainer:
             self.policy = rollout.load_policy(self.source, cfg.device)[0].requires_grad_(False)
             self.policy.to(getattr(torch, cfg.dtype))
 
-    def _make_sampling(self) -> None:
-        """Encode the prompts, and decide how to sample."""
+    def _encode_prompts(self) -> None:
         cfg = self.cfg
         room = self.model.config.max_position_embeddings - cfg.max_new_tokens
         encode = lambda problems: data.encode_prompts(
@@ -444,6 +448,9 @@ class Trainer:
         if self.eval_set:
             self.eval_set, self.eval_ids = encode(self.eval_set)
         config.check_prompts(cfg, len(self.train_set))
+
+    def _make_sampling(self) -> None:
+        cfg = self.cfg
         self.sampling = rollout.Sampling.for_policy(
             self.model, self.tokenizer, cfg.max_new_tokens, temperature=cfg.temperature,
             batch_size=cfg.rollout_batch, engine=cfg.engine, show_progress=self.show_progress,
@@ -455,22 +462,22 @@ class Trainer:
                 sequences=cfg.rollout_batch, dtype=cfg.dtype, device=cfg.device,
                 memory=cfg.vllm_memory,
             )  # fmt: skip
-            longest = sorted(self.train_ids, key=len)[-4:]  # their blocks are cached, if any are
+            longest = sorted(self.train_ids, key=len)[-4:]  # vLLM caches whole blocks of prompts
             logprobs = lambda rollouts: trainer_logprobs(self.policy, rollouts, cfg)
             self.sampling.engine.check(self.policy, longest, self.sampling, logprobs)
 
     def _make_state(self, saved: Path | None) -> None:
-        """Everything that a checkpoint holds beside the weights, from `saved` if there is one."""
+        """Everything that a checkpoint holds besides the weights, from `saved` if there is one."""
         cfg = self.cfg
-        self.num_prompts = config.num_candidates(cfg)  # Q
+        self.num_candidates = config.num_candidates(cfg)  # Q
         self.prompt_tokens = torch.tensor([len(ids) for ids in self.train_ids])  # [prompts]
         sources = [problem.source for problem in self.train_set]
-        self.history = sampler.PromptHistory(self.prompt_tokens, sources, self.num_prompts)
+        self.history = sampler.PromptHistory(self.prompt_tokens, sources, self.num_candidates)
         self.greso = baselines.Greso(len(sources)) if cfg.prompt_rule == "greso" else None
         options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": cfg.device == "cuda"}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
         self.done = 0  # steps whose rows are in the log
-        self.evaluated = not self.evaluation_due(0)  # whether the evaluation due after `done` is
+        self.evaluated = not self.evaluation_due(0)  # no evaluation is pending after step `done`
         self.saved_at = 0  # the step of the newest checkpoint
         if saved:
             self._restore(checkpoint.load_state(saved))
@@ -593,9 +600,10 @@ def main(cfg: Config, *, reward=None, until: int | None = None) -> None:
     trainer.close()
 
 
-if __name__ == "__main__":
+def cli(reward=None) -> None:
+    """The command line: train with its flags. Bad input ends in one line and exit status 2."""
     try:
-        main(config.parse_config(sys.argv[1:]))
+        main(config.parse_config(sys.argv[1:]), reward=reward)
     except InputError as problem:
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(5)  # rank 0 reports it first, and torchrun then ends the other ranks
@@ -604,3 +612,7 @@ if __name__ == "__main__":
     finally:
         if dist.is_initialized() and "vllm" not in sys.modules:  # vLLM destroys the group itself
             dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    cli()

@@ -249,13 +249,17 @@ def variance_rows(found: Gradients, loss: str, stage: str, draws: int) -> list[d
             weights, kept = drawn
             mse, bias2 = relative_errors(weights[:, live], gram)
             oracle = mse if rule == "oracle, independent" else oracle
-            errors = {"rel_mse": mse, "rel_bias2": bias2, "ratio_to_oracle": mse / oracle}
-            rows.append(name | {"kept": kept} | errors)
+            rows.append(name | {"kept": kept} | _errors(mse, bias2, oracle))
             if rule in ("cppo", "cppo_batch"):  # see best_length_error
                 best = best_length_error(weights[0, live], gram)
-                errors = {"rel_mse": best, "rel_bias2": best, "ratio_to_oracle": best / oracle}
-                rows.append(name | {"rule": f"{rule}, best length", "kept": kept} | errors)
+                name["rule"] = f"{rule}, best length"
+                rows.append(name | {"kept": kept} | _errors(best, best, oracle))
     return rows
+
+
+def _errors(mse: float, bias2: float, oracle: float) -> dict:
+    ratio = mse / oracle if oracle else None  # at a share of 1 the oracle makes no error
+    return {"rel_mse": mse, "rel_bias2": bias2, "ratio_to_oracle": ratio}
 
 
 def relative_errors(weights: torch.Tensor, gram: torch.Tensor) -> tuple[float, float]:
@@ -326,7 +330,7 @@ def _matching(rows: list[dict], wanted: dict) -> list[dict]:
 def _cell(rows: list[dict], wanted: dict) -> str:
     """Medians over seeds as text; a dash if some seed has none."""
     found = _matching(rows, wanted)
-    if not found or not all(row["kept"] for row in found):
+    if not found or not all(row["kept"] and row["ratio_to_oracle"] is not None for row in found):
         return f"{'-':>26s}"
     median = lambda key: statistics.median(row[key] for row in found)
     return f"{median('rel_mse'):9.4f} {median('rel_bias2'):7.4f} ({median('ratio_to_oracle'):6.2f})"

@@ -151,17 +151,14 @@ def find(module, label):
 
 def test_reward_of_the_readme():
     """Fails if the README's example of a reward no longer runs."""
-    (code,) = re.findall(r"^```python\n(import sys.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(r"^```python\n(import .*?)^```$", README, re.DOTALL | re.MULTILINE)
     names = {"__name__": "myreward"}
     exec(code, names)
-    assert [names["my_reward"](*pair) for pair in (("so 7", "7"), ("so 8", "7"), ("", ""))] == [
-        1,
-        0,
-        None,
-    ]
+    pairs = (("so 7", "7"), ("so 8", "7"), ("", ""))
+    assert [names["my_reward"](*pair) for pair in pairs] == [1, 0, None]
     call = ast.parse(code).body[-1].body[0].value
-    assert ast.unparse(call.func) == "train.main"
-    inspect.signature(names["train"].main).bind(None, **{word.arg: None for word in call.keywords})
+    assert ast.unparse(call.func) == "train.cli"
+    inspect.signature(names["train"].cli).bind(*call.args)
 
 
 # ---------------------------------------------------------------------------- the code

@@ -73,6 +73,20 @@ def test_what_a_rule_cannot_reach_has_no_row(rows):
         assert row["kept"] == pytest.approx(row["tokens"], abs=0.02)
 
 
+def test_an_oracle_without_error_has_no_ratio():
+    """Both |advantages| of the only group tie, so dppo spends all tokens and the oracle errs in
+    nothing. Fails if the bench divides by that."""
+    ones, zeros = torch.ones(1, 2, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)
+    batch = dppo.Completions(zeros, torch.tensor([[1.0, 0.0]]), 10 * ones, zeros)
+    gram = torch.eye(2, dtype=torch.float64)
+    found = variance.Gradients(batch, 5 * ones, ones, ones, ones.bool(), gram, 30)
+    table = variance.variance_rows(found, "grpo", "early", 20)
+    at_all = [row for row in table if row["r_o"] and row["rule"] == "oracle, independent"]
+    assert [row["ratio_to_oracle"] for row in at_all] == [None] * 3
+    assert {row["rel_mse"] for row in at_all} == {0}
+    assert {row["ratio_to_oracle"] for row in table if row["rule"] == "dppo"} == {None}
+
+
 def test_error_at_the_best_length():
     """Two orthogonal gradients of length 1, one of them kept. Catches the error of another
     constant, and one above 1 where nothing is kept."""
