@@ -582,7 +582,8 @@ def main(cfg: Config, *, reward=None, until: int | None = None) -> None:
         with contextlib.suppress(Stopped):
             if not trainer.evaluated:  # before the first step, or if an evaluation was interrupted
                 trainer.write_evaluation(trainer.evaluate(trainer.done))
-            while trainer.done < cfg.steps and not stop.agree():
+            last = min(cfg.steps, until or cfg.steps)
+            while trainer.done < last and not stop.agree():
                 step = trainer.done + 1
                 trainer.threads.fit()
                 checks = trainer.check(step)
@@ -593,9 +594,7 @@ def main(cfg: Config, *, reward=None, until: int | None = None) -> None:
                 # after the row, so that a checkpoint's step is always in the log
                 if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.steps):
                     trainer.save()
-                if step == until:
-                    stop.requested = True
-        if stop.agreed and trainer.done > trainer.saved_at:
+        if trainer.done > trainer.saved_at and (stop.agreed or trainer.done < cfg.steps):
             trainer.save()
     trainer.close()
 

@@ -40,9 +40,7 @@ def main(json_file: JsonFile = None) -> None:
             }
             rows.append(row)
     alive = rewards.math_reward("\\boxed{\\frac{2}{4}}", "0.5") == 1.0
-    process, judge._judge = judge._judge, None
-    process.stdin.close()  # it ends, and then the peak memory of its children is known
-    process.wait()
+    judge.stop()  # then the peak memory of its children is known
     seconds = [row["seconds"] for row in rows]
     summary = {
         "answers": len(rows),

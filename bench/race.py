@@ -454,7 +454,7 @@ COLORS = {  # in the order of the tables; trl is the one row that is not in ROWS
 }
 
 
-def draw(records: list[dict], axis: str = "seconds") -> Figure:
+def draw(records: list[dict], axis: str = "seconds", rows=tuple(COLORS)) -> Figure:
     """Accuracy (means of three evaluations) over seconds, tokens or steps, a panel per setting.
 
     Seeds are thin, their mean at each step is thick, a single seed is in between, and 0.98 of
@@ -467,9 +467,9 @@ def draw(records: list[dict], axis: str = "seconds") -> Figure:
     scale = scales(records)[axis]
     panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
     for panel, setting in zip(panels, settings, strict=True):
-        for name, color in COLORS.items():
+        for name in rows:
             runs = [run for run in records if (run["setting"], run["row"]) == (setting, name)]
-            _draw_row(panel, runs, scale, name, color)
+            _draw_row(panel, runs, scale, name)
         grpo = [run for run in records if (run["setting"], run["row"]) == (setting, "grpo")]
         end = panel.get_xlim()[1]
         if grpo:
@@ -486,9 +486,9 @@ def draw(records: list[dict], axis: str = "seconds") -> Figure:
     return figure
 
 
-def _draw_row(panel, runs: list[dict], scale, name: str, color: str) -> None:
+def _draw_row(panel, runs: list[dict], scale, name: str) -> None:
     """The lines of one row: its seeds, and their mean."""
-    lines = []
+    lines, color = [], COLORS[name]
     for run in runs:
         points = smoothed(run)[:1] + smoothed(run)[WINDOW:]
         lines.append([(scale(run)[step], value) for step, value in points])

@@ -14,26 +14,25 @@ import time
 
 import torch
 
+MOST = torch.get_num_threads()  # torch's own choice, before any run has changed it
 PERIOD = 5.0  # seconds between two looks at the machine
 LOOK = 0.05  # seconds that a look takes
 
 
 class Threads:
     def __init__(self, device: str):
-        self.most = torch.get_num_threads()
-        if device != "cpu" or "OMP_NUM_THREADS" in os.environ:
-            self.most = 1  # nothing to choose: torch's number stays
+        self.chooses = device == "cpu" and MOST > 1 and "OMP_NUM_THREADS" not in os.environ
         self.looked = -PERIOD
 
     def fit(self) -> None:
         """Compute with as many threads as there are idle cores, from 1 to torch's own choice."""
-        if self.most == 1 or time.monotonic() - self.looked < PERIOD:
+        if not self.chooses or time.monotonic() - self.looked < PERIOD:
             return
-        threads = max(1, min(self.most, idle_cores()))
+        threads = max(1, min(MOST, idle_cores()))
         self.looked = time.monotonic()
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
-            print(f"computing with {threads} of {self.most} threads, one for each idle core")
+            print(f"computing with {threads} of {MOST} threads, one for each idle core")
 
 
 def idle_cores() -> int:

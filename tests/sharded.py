@@ -40,10 +40,8 @@ def flat(tensors):
 
 
 def updates(policy, checkpointing, head_logits, loss):
-    """Three updates: with unequal packs, with prompts on one rank, with nothing kept on the other.
-
-    Log-probs, sums, gradients, norms and weights agree to 1e-5.
-    """
+    """Four updates: with unequal packs, with prompts on one rank, with nothing kept on the other,
+    and with nothing kept at all. Log-probs, sums, gradients, norms and weights agree to 1e-5."""
     rank = dist.get_rank()
     packing.HEAD_LOGITS = head_logits
     args = ["--device", "cpu", "--pack-tokens", "24", "--beta", "0.1", "--importance-cap", "2"]
@@ -64,12 +62,12 @@ def updates(policy, checkpointing, head_logits, loss):
     whole = sum(parameter.numel() for parameter in policy.parameters())
     assert elements < 0.7 * whole, "a share, not all"
 
-    for seed in range(3):
+    for seed in range(4):
         rollouts = make_rollouts(rank, seed)
         shape = (len(rollouts.prompt_ids), G)
         generator = torch.Generator().manual_seed(seed)
         keep = torch.rand(shape, generator=generator) < (0.9 if rank == 0 else 0.5)
-        if seed == 2 and rank > 0:
+        if seed == 3 or (seed == 2 and rank > 0):
             keep[:] = False
         advantages = torch.randn(shape, generator=generator)
         scale = torch.rand(shape, generator=generator) / K / G

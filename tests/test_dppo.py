@@ -400,7 +400,7 @@ def test_counts_of_the_baselines():
     keep, weights = baselines.top_completions(torch.ones(1, 2), 0)
     assert not keep.any()
     assert weights.tolist() == [[0, 0]]
-    low = torch.cat([torch.zeros(100), torch.ones(50)])  # 0.29 x 100 rounds to less than 29
+    low = torch.cat([torch.zeros(100), torch.ones(50)])  # 29 of 100 are dropped
     keep, weights = baselines.floor_of_low(low, torch.ones(150, dtype=torch.bool), 0.29)
     assert not keep[:29].any()
     assert keep[29:].all()

@@ -14,11 +14,11 @@ from runtime import InputError, ranks
 
 
 def test_gradients_of_a_sharded_model(make_policy, tmp_path):
-    """Three updates with clipping, AdamW and the KL term: tied and untied heads, with and without
-    gradient checkpointing and head chunks, two losses, ranks with unequal packs and one with none.
+    """Updates with clipping, AdamW and the KL term: tied and untied heads, with and without
+    gradient checkpointing and head chunks, two losses, ranks with unequal packs and with none.
 
-    Catches a mean over ranks, a rank that runs fewer forwards, weights from before the update, and
-    a tied weight in two shards.
+    Catches a mean over ranks, a rank that runs fewer forwards, a tied weight in two shards, and
+    gradients of gathered weights in place of the optimizer's.
     """
     for name, tied in (("tied", True), ("untied", False)):
         model, tokenizer = make_policy()

@@ -122,9 +122,7 @@ def fresh_judge():
     spent = []
     try:
         yield spent
-        judge._judge.stdin.close()
-        judge._judge.wait()
-        judge._judge = None
+        judge.stop()
     finally:
         judge._judge = judge._end_judge(judge._judge)
         judge.ask.cache_clear()

@@ -2,14 +2,12 @@
 
 import collections
 import itertools
-import json
 
 import pytest
 import torch
 from toy import plain_logits
 from tqdm import tqdm
 
-import bench.rollout
 import eval as evaluation
 import packing
 import rollout
@@ -371,15 +369,3 @@ def test_a_model_with_a_sliding_window_is_refused(make_policy, tmp_path):
         part.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"layers of kinds .*sliding_attention"):
         rollout.load_policy(str(tmp_path), "cpu")
-
-
-def test_bench_times_every_engine(tmp_path):
-    """At a size that is not embedded. Catches a bench that runs only where it was written."""
-    file = tmp_path / "rows.json"
-    bench.rollout.main(rounds=1, batches=(32,), shape="tiny", new_tokens=4, json_file=file)
-    rows = json.loads(file.read_text())
-    assert [row["engine"] for row in rows][:2] == ["hf", "compact"]
-    for row in rows:
-        assert row["tokens"] == 32 * 4
-        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
-        assert row["max_logprob_gap"] < 1e-5

@@ -454,21 +454,25 @@ def test_greso_is_biased():
 
 
 def test_greso_streaks_by_hand():
-    """The published thresholds and floor. Catches a streak that survives its end, and a bound that
-    is off: dead groups of mean 0.97 or 0.12 have no streak."""
-    greso = baselines.Greso(6)
+    """The published thresholds and floor.
+
+    Catches a streak that survives its end, a bound that is off (dead groups of mean 0.97 or 0.12
+    have no streak), and live groups beyond the bounds that have one.
+    """
     live = [1.0] * 4 + [0.0] * 4
     groups = [[1.0] * 8, [0.1] * 8, live, [1.0] * 7 + [0.8], [0.97] * 8, [0.12] * 8]
+    groups += [[1.0] * 7 + [0.9], [0.0] * 7 + [0.5]]  # live, of mean 0.9875 and 0.0625
+    greso = baselines.Greso(8)
     for _visit in range(3):
-        greso.update(torch.arange(6), torch.tensor(groups))
-    assert greso.easy.tolist() == [3, 0, 0, 0, 0, 0]
-    assert greso.hard.tolist() == [0, 3, 0, 0, 0, 0]
-    assert greso.keep_prob(torch.arange(6)).tolist() == [0.125, 0.125, 1, 1, 1, 1]
+        greso.update(torch.arange(8), torch.tensor(groups))
+    assert greso.easy.tolist() == [3] + [0] * 7
+    assert greso.hard.tolist() == [0, 3] + [0] * 6
+    assert greso.keep_prob(torch.arange(8)).tolist() == [0.125] * 2 + [1.0] * 6
     for _visit in range(17):
         greso.update(torch.tensor([0, 1]), torch.tensor(groups[:2]))
     assert greso.keep_prob(torch.tensor([0, 1])).tolist() == [0.01, 0.01], "explored at 1 %"
     greso.update(torch.tensor([0, 1]), torch.tensor([live, live]))
-    assert greso.keep_prob(torch.arange(6)).tolist() == [1.0] * 6, "a live group ends the streak"
+    assert greso.keep_prob(torch.arange(8)).tolist() == [1.0] * 8, "a live group ends the streak"
 
 
 def test_greso_exploration_by_hand():

@@ -72,13 +72,14 @@ def test_stopped_anywhere(run, policy_folder, tmp_path, monkeypatch, capsys, cha
 
     def next_moment():
         calls.clear()
-        name = rng.choice(MOMENTS)[1]
+        name = next(names)
         return name, rng.randint(1, total[name])
 
     for owner, name in MOMENTS:
         monkeypatch.setattr(owner, name, counted(name, getattr(owner, name)))
     run("whole", **COMMON, **changes)
-    total, rng, stops = calls.copy(), random.Random(str(changes)), 0
+    total, rng, stops = calls.copy(), random.Random(f"{changes} 1"), 0
+    names = itertools.cycle(rng.sample([name for _, name in MOMENTS], len(MOMENTS)))
     for number in range(5):
         moment = next_moment()
         folder = tmp_path / f"part{number}"

@@ -18,7 +18,7 @@ from bench import variance
 
 @pytest.fixture(scope="module")
 def rows():
-    """Eight groups of eight, with gradients in 50 dimensions whose norms follow the energies."""
+    """Eight groups of eight, with gradients in 50 dimensions; norms roughly follow the energies."""
     generator = torch.Generator().manual_seed(0)
     rewards = (torch.rand(8, 8, generator=generator) < 0.3).double()
     rewards[0] = 1.0  # a dead group
@@ -27,15 +27,18 @@ def rows():
     live = ~dppo.dead_groups(rewards)[:, None].expand(8, 8)
     vectors = torch.randn(int(live.sum()), 50, generator=generator, dtype=torch.float64)
     vectors *= energy[live].sqrt()[:, None]
+    vectors *= 4 ** torch.rand(
+        len(vectors), 1, generator=generator
+    )  # so that energies only estimate
     nothing = torch.zeros(8, 8, dtype=torch.float64)
     batch = dppo.Completions(nothing, rewards, lengths + 10, nothing)
     found = variance.Gradients(batch, lengths, energy, energy, live, vectors @ vectors.T, 30)
-    return found, vectors, variance.variance_rows(found, "dr_grpo", "early", 3000)
+    return found, vectors, variance.variance_rows(found, "dr_grpo", "early", 1000)
 
 
 def test_errors_agree_with_the_formula(rows):
     """Catches errors that count dead groups, the square of something else, and a share of all
-    tokens in place of those that contribute."""
+    tokens in place of those that contribute, and an oracle that only knows the energies."""
     found, vectors, table = rows
     factors = dppo.group_advantages(found.batch.rewards, "dr_grpo")[found.live]
     terms = factors[:, None] * vectors
@@ -49,7 +52,7 @@ def test_errors_agree_with_the_formula(rows):
         if row["rule"] in ("pps", "dppo", "uniform") and row["kept"]:
             assert row["kept"] == pytest.approx(row["tokens"], abs=0.03)
             assert abs(row["rel_bias2"]) < 0.02 * row["rel_mse"] + 1e-9
-            excess.append(row["rel_bias2"] / row["rel_mse"] * 3000)  # 1 with the draws' noise in it
+            excess.append(row["rel_bias2"] / row["rel_mse"] * 1000)  # 1 with the draws' noise in it
         if row["rule"] == "cppo, best length" and row["kept"]:
             assert 0 <= row["rel_mse"] <= 1
     assert len(excess) > 12
