@@ -94,13 +94,13 @@ def _held_out(data: str, problems: list[Problem]) -> int:
 def _scorable(data: str, reward) -> list[Problem]:
     """The problems whose golds the reward can score; prints how many others there are."""
     problems = read_problems(data)
+    default = reward in (None, reward_function(data))
     reward = reward or reward_function(data)
     kept = [problem for problem in problems if reward("", problem.answer) is not None]
     if len(kept) < len(problems) and os.environ.get("RANK", "0") == "0":
-        print(
-            f"dropped {len(problems) - len(kept)} of {len(problems)} problems of {data}: their "
-            f"golds have no value (python eval.py --check-golds --data {data} lists them)"
-        )
+        hint = f" (python eval.py --check-golds --data {data} lists them)" if default else ""
+        dropped = f"dropped {len(problems) - len(kept)} of {len(problems)} problems of {data}"
+        print(f"{dropped}: their golds have no value{hint}")
     if not kept:
         none = f"{data}: none of its {len(problems)} golds has a value"
         raise InputError(f"{none}; see eval.py --check-golds")

@@ -187,8 +187,8 @@ def completion_keep_prob(rule: str, prune_rate: float, batch: Completions) -> to
           |advantage| is below its group's mean. (A summary speaks of the intra-group advantage; the
           paper's scope is not known.)
     pps   ours: minimum variance at an expected 1 - r_o of the mini-batch's tokens, all spent on
-          terms that are not 0. Terms of 0 are dropped first, so where most groups are dead nothing
-          else has to go
+          terms that are not 0. Terms of 0 are dropped first, so if most groups are dead, nothing
+          else is dropped
     """
     check_known("completion rule", rule, COMPLETION_RULES)
     live = batch.size > 0

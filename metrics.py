@@ -146,5 +146,7 @@ def console_line(figures: dict, steps: int) -> str:
         f"{figures['grad_norm']:5.2f} | sample {figures['time/rollout']:5.2f}s | train "
         f"{figures['time/train']:5.2f}s"
     )
-    scores = [f" | {name} {value:.3f}" for name, value in figures.items() if name[:5] == "eval/"]
+    scores = [
+        f" | {name} {value:.3f}" for name, value in figures.items() if name.startswith("eval/")
+    ]
     return line + "".join(scores)

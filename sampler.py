@@ -81,7 +81,7 @@ class PromptHistory:
     kind   [P] int16, fixed: its source and the quantile of its length
     sums   [3, sources, lengths, bins, ages] float64, for the groups that were in each stratum when
            they were rolled out: their number, their squared sizes (relative to the step's mean) and
-           their sampled tokens. The prompts' weights make them stand for all candidates; all decay
+           their sampled tokens. Weighted as the prompts are, to stand for all candidates; decaying
     """
 
     def __init__(self, lengths: torch.Tensor, sources: list[str], prompts_per_step: int):

@@ -12,7 +12,7 @@ Every rank holds the whole model (with --shard fsdp: a copy to sample from, and 
 weights that are trained) and rolls out its share of the prompts. Every rank computes the keep
 decisions, advantages and denominators from the gathered batch. Gradients are summed over ranks once
 per update. All randomness is a function of (seed, step, purpose), so a resumed run repeats what an
-uninterrupted run on as many ranks would have done.
+uninterrupted run would have done, with as many ranks and threads.
 
 Letters: Q candidates of a step, K prompts rolled out, G completions each, P parameters.
 """
@@ -60,7 +60,7 @@ class Selection(NamedTuple):
     kept: torch.Tensor | None  # [Q] bool; None: greso, which has no window of candidates
     weights: torch.Tensor  # [K], 1 / P(kept); 0: rolled out, but not trained on
     position: torch.Tensor  # [K], among the Q candidates; it decides the mini-batch
-    shares: torch.Tensor  # [K], how many of the Q candidates it stands for in logged means
+    shares: torch.Tensor  # [K], how many of the Q candidates it represents in logged means
 
 
 @dataclass
@@ -128,7 +128,9 @@ class Trainer:
         self.cfg = cfg = config.resolve(cfg)
         self.rank, self.world = ranks.start(cfg.device)
         if cfg.shard == "fsdp" and not dist.is_initialized():
-            raise InputError("--shard fsdp: needs ranks to share the weights; start with torchrun")
+            raise InputError(
+                "--shard fsdp: no ranks share the weights; start train.py with torchrun"
+            )
         self.out_dir = Path(cfg.out_dir)
         self.is_main = self.rank == 0
         self.show_progress = self.is_main and sys.stderr.isatty()
@@ -324,7 +326,16 @@ class Trainer:
         self.optimizer.param_groups[0]["lr"] = learning_rate
         return learning_rate
 
-    # ------------------------------------------------------------------------ check and evaluate
+    # ------------------------------------------------------------------------ around the algorithm
+
+    def advance(self) -> tuple[dict, list[dict]]:
+        """The next step, and the running check before it if it is due; returns what `step` does."""
+        step = self.done + 1
+        self.threads.fit()
+        checks = self.check(step)
+        row, samples = self.step(step)
+        self.stop.held = False
+        return row | checks, samples
 
     def check(self, step: int) -> dict:
         """The running check that both prunings are unbiased; {} if it is not due.
@@ -514,11 +525,11 @@ class Trainer:
             if self.done and (stored := checkpoint.stored_ranks(self.out_dir)) != self.world:
                 print(f"resuming a run of {stored} ranks on {self.world}: samples will differ")
             self.log.open(self.done)
+            if cfg.track:
+                self.log.start_tracker(cfg.track, asdict(cfg))
             checkpoint.write_config(self.out_dir, asdict(cfg), self.world)
             sizes = (len(self.train_set), len(self.eval_set))
             print(metrics.first_lines(cfg, self.model, self.world, *sizes, self.done + 1))
-            if cfg.track:
-                self.log.start_tracker(cfg.track, asdict(cfg))
 
     def write(self, row: dict, samples: list[dict]) -> None:
         """Log a finished step."""
@@ -582,17 +593,14 @@ def main(cfg: Config, *, reward=None, until: int | None = None) -> None:
         with contextlib.suppress(Stopped):
             if not trainer.evaluated:  # before the first step, or if an evaluation was interrupted
                 trainer.write_evaluation(trainer.evaluate(trainer.done))
-            last = min(cfg.steps, until or cfg.steps)
+            last = cfg.steps if until is None else min(cfg.steps, until)
             while trainer.done < last and not stop.agree():
-                step = trainer.done + 1
-                trainer.threads.fit()
-                checks = trainer.check(step)
-                row, samples = trainer.step(step)
-                stop.held = False
-                trainer.write(row | checks | trainer.evaluate(step), samples)
+                row, samples = trainer.advance()
+                trainer.write(row | trainer.evaluate(row["step"]), samples)
 
                 # after the row, so that a checkpoint's step is always in the log
-                if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.steps):
+                done = trainer.done
+                if cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps):
                     trainer.save()
         if trainer.done > trainer.saved_at and (stop.agreed or trainer.done < cfg.steps):
             trainer.save()

@@ -1,7 +1,7 @@
 """
 Everything that measures, one file per command: `python -m bench` lists them.
 
-What is compared takes turns within one call; reports are medians and ratios.
+Variants alternate within one call; the output is medians and ratios.
 """
 
 import json
@@ -31,11 +31,7 @@ def run(
         trainer = trainer_class(config.parse_config([*args, *fixed]), reward)
         trainer.open_folder()
         while trainer.done < trainer.cfg.steps:
-            step = trainer.done + 1
-            trainer.threads.fit()
-            checks = trainer.check(step)
-            row, samples = trainer.step(step)
-            trainer.write(row | checks, samples)
+            trainer.write(*trainer.advance())
         return trainer, log.read_rows(Path(folder, "log.jsonl"))
 
 

@@ -55,7 +55,7 @@ def main(json_file: JsonFile = None) -> None:
 
 
 def hostile_answers() -> list[tuple[str, str]]:
-    """A hundred (completion, gold) that try to hang or crash the judge, or to fill its memory.
+    """108 pairs (completion, gold) that try to hang or crash the judge, or to fill its memory.
 
     All of them are wrong.
     """

@@ -1,6 +1,7 @@
 """A run that is killed again and again, and one that is not: `python -m bench kills`."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -34,10 +35,11 @@ def main(count: int = 20, steps: int = 90, seed: int = 0, json_file: JsonFile = 
             args += ["--eval-problems", "60", "--method", "pps", "--out-dir", str(out_dir)]
             return [sys.executable, "train.py", *args, *more]
 
-        subprocess.run(command(whole), check=True, stdout=subprocess.DEVNULL)
+        fixed = {"stdout": subprocess.DEVNULL, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+        subprocess.run(command(whole), check=True, **fixed)
         while sum(row["killed"] for row in rows) < count:
             before = sorted(killed.glob("checkpoint-*"))
-            process = subprocess.Popen(command(killed, "--resume"), stdout=subprocess.DEVNULL)
+            process = subprocess.Popen(command(killed, "--resume"), **fixed)
             wait = rng.uniform(3, 13)
             try:
                 process.wait(wait)
@@ -56,7 +58,7 @@ def main(count: int = 20, steps: int = 90, seed: int = 0, json_file: JsonFile = 
             if finished:  # before it could be killed: the next kills are of another run
                 compare(whole, killed, steps)
                 killed = Path(folder, f"killed{len(rows)}")
-        subprocess.run(command(killed, "--resume"), check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command(killed, "--resume"), check=True, **fixed)
         compare(whole, killed, steps)
     print(f"{count} kills, each resumed: logs, samples and weights equal the uninterrupted run's")
     write_json(json_file, rows)

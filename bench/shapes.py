@@ -48,10 +48,10 @@ def random_policy(shape: str, folder: str) -> None:
     """
     vocabulary, rng = SHAPES[shape][-1], random.Random(0)
     numbers = {f"t{number}": number for number in range(vocabulary)}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="t0"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    vocabulary_only = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="t0"))
+    vocabulary_only.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = {"eos_token": "t1", "pad_token": "t2"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=vocabulary_only, **special)
     tokenizer.save_pretrained(folder)
     model = random_model(shape, "cpu")
     model.generation_config = transformers.GenerationConfig(eos_token_id=1, pad_token_id=2)

@@ -176,11 +176,10 @@ def curve(
 ) -> tuple[config.Config, list[dict]]:
     """One run of TRL's trainer: its configuration and the rows of a log, as train.py has them."""
     cfg = config.resolve(config.Config(method="grpo", lr=lr, seed=seed, steps=steps))
-    _, tokenizer = rollout.load_policy(str(arithmetic.base_folder()), cfg.device)
+    policy, tokenizer = rollout.load_policy(str(arithmetic.base_folder()), cfg.device)
     problems = data.eval_problems(eval_data, eval_problems)
     problems, prompt_ids = data.encode_prompts(problems, tokenizer, 400)
-    ends, pad = [tokenizer.eos_token_id], tokenizer.pad_token_id
-    sampling = rollout.Sampling(cfg.max_new_tokens, ends, pad)
+    sampling = rollout.Sampling.for_policy(policy, tokenizer, cfg.max_new_tokens)
     reward, rows = data.reward_function(eval_data), []
 
     def at_step(model, step, seconds, generated):

@@ -482,7 +482,7 @@ def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
 
 
 def visit_figures(rows: list[dict]) -> dict:
-    """What all replays of one visit come to."""
+    """Aggregate the replays of one visit."""
     total = {key: math.fsum(row[key] for row in rows) for key in rows[0]}
     ratios = [row["error"] / row["uniform"] for row in rows if row["uniform"] > 0]
     return {

@@ -1,4 +1,4 @@
-"""What has nothing to do with the method: processes, signals, files, pictures, the judge.
+"""Infrastructure, independent of the method: processes, signals, files, pictures, the judge.
 
 Nothing here imports from the repository's root.
 """

@@ -51,7 +51,7 @@ def kept_by_pass_rate(steps: list[dict]) -> list[list[float]]:
 
 def draw_run(out_dir: Path) -> None:
     """Draw run.png: accuracy by step and by time, what was kept, where the time went, the
-    completions, and what is known of the prompts and made of it."""
+    completions, and the prompts' history and how pruning used it."""
     lines = (out_dir / "log.jsonl").read_text().split("\n")[:-1]  # without a half-written last line
     rows = [json.loads(line) for line in lines]
     cfg = json.loads((out_dir / "config.json").read_text())["config"]

@@ -99,10 +99,6 @@ def sum_gradients(model) -> None:
 
 def shard(model, device: str) -> None:
     """Leave this rank its share of every parameter. Call before making an optimizer."""
-    if not dist.is_initialized():
-        raise InputError(
-            "--shard fsdp: there are no ranks to share the weights; start train.py with torchrun"
-        )
     mesh = init_device_mesh(device, (dist.get_world_size(),))  # else FSDP takes CUDA if it exists
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in (*layers, model):

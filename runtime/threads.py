@@ -6,10 +6,11 @@ occupies the core that the other thread needs: on 2 cores a step of 0.7 s took 2
 loop, and up to 25 s beside a program with two threads. With one thread it takes 0.9 and 1.6 s.
 Spinning less helps too, but costs a fifth to a third of a step on an idle machine (runs/LOG.md).
 
-Another number of threads rounds sums differently. Set OMP_NUM_THREADS to fix the number.
+Results differ in rounding with the number of threads. Set OMP_NUM_THREADS to fix it.
 """
 
 import os
+import sys
 import time
 
 import torch
@@ -17,6 +18,7 @@ import torch
 MOST = torch.get_num_threads()  # torch's own choice, before any run has changed it
 PERIOD = 5.0  # seconds between two looks at the machine
 LOOK = 0.05  # seconds that a look takes
+SLACK = 0.75  # cores: a smaller difference changes nothing, so that noise does not
 
 
 class Threads:
@@ -28,26 +30,31 @@ class Threads:
         """Compute with as many threads as there are idle cores, from 1 to torch's own choice."""
         if not self.chooses or time.monotonic() - self.looked < PERIOD:
             return
-        threads = max(1, min(MOST, idle_cores()))
+        idle = min(MOST, idle_cores())
         self.looked = time.monotonic()
+        if abs(idle - torch.get_num_threads()) < SLACK:
+            return
+        threads = max(1, round(idle))
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
-            print(f"computing with {threads} of {MOST} threads, one for each idle core")
+            message = f"computing with {threads} of {MOST} threads, one for each idle core"
+            print(message, file=sys.stderr, flush=True)
 
 
-def idle_cores() -> int:
-    """How many of this process's cores are idle while it sleeps. Without /proc: all."""
+def idle_cores() -> float:
+    """How many of this process's cores other processes leave idle; all, if that is not known."""
     try:
-        before = _ticks()
+        before, own = _ticks(), time.process_time()
         time.sleep(LOOK)
-        after = _ticks()
+        after, own = _ticks(), time.process_time() - own  # own threads may spin for a while
     except (OSError, ValueError, AttributeError):  # not Linux
-        return os.cpu_count() or 1
-    idle = 0.0
-    for core, (idle_after, total_after) in after.items():
-        idle_before, total_before = before[core]
-        idle += (idle_after - idle_before) / max(1, total_after - total_before)
-    return round(idle)
+        return float(MOST)
+    idle, known = own / LOOK, False
+    for core in before.keys() & after.keys():
+        total = after[core][1] - before[core][1]
+        known |= total > 0
+        idle += (after[core][0] - before[core][0]) / max(1, total)
+    return idle if known else float(MOST)
 
 
 def _ticks() -> dict[int, tuple[int, int]]:

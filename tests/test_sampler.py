@@ -485,6 +485,8 @@ def test_greso_exploration_by_hand():
     assert (greso.p_easy, greso.p_hard) == pytest.approx((0.49, 0.49))
     greso.adjust(few)
     assert (greso.p_easy, greso.p_hard) == pytest.approx((0.5, 0.5))
+    greso.adjust(torch.tensor([easy, hard, hard, *[live] * 9]))  # exactly on both targets
+    assert (greso.p_easy, greso.p_hard) == pytest.approx((0.49, 0.49))
     for _step in range(100):
         greso.adjust(few)
     assert (greso.p_easy, greso.p_hard) == (0.95, 0.95)

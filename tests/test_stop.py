@@ -83,7 +83,7 @@ def test_stopped_anywhere(run, policy_folder, tmp_path, monkeypatch, capsys, cha
     for number in range(5):
         moment = next_moment()
         folder = tmp_path / f"part{number}"
-        run(folder.name, **COMMON, **changes)
+        toy.main(flags(policy_folder, str(folder), **COMMON, **changes))
         for _ in range(2):
             printed = capsys.readouterr().out
             found = re.findall(r"stopped after step (\d+); resume with: (.*)\n", printed)

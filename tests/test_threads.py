@@ -1,4 +1,4 @@
-"""The number of threads follows the idle cores, and never an idle machine's noise."""
+"""The number of threads follows the idle cores, and ignores noise."""
 
 import os
 
@@ -20,7 +20,8 @@ def machine(monkeypatch):
         return {core: (100 * share * number, 100 * number) for core, share in enumerate(idle)}
 
     monkeypatch.setattr(threads, "_ticks", ticks)
-    monkeypatch.setattr(threads, "LOOK", 0.0)
+    monkeypatch.setattr(threads, "LOOK", 1e-9)
+    monkeypatch.setattr(threads.time, "process_time", lambda: 0.0)
     monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads, "MOST", 4)
@@ -32,19 +33,23 @@ def machine(monkeypatch):
 def test_one_thread_for_each_idle_core(machine, capsys):
     """Fewer when other processes compute, all of them again afterwards, and one at the least.
 
-    Fails if busy cores are counted, if the number never recovers, or if it reaches 0.
+    Fails if busy cores are counted, if the number never recovers, if it reaches 0, or if part of a
+    core changes it.
     """
     idle, *_ = machine
     for shares, expected in (
         ([1.0] * 4, 4), ([0.9, 0.95, 1.0, 0.8], 4), ([1.0, 0.0, 1.0, 1.0], 3), ([0.0] * 4, 1),
-        ([0.5, 0.0, 0.0, 0.0], 1), ([1.0] * 4, 4),
+        ([0.5, 0.0, 0.0, 0.0], 1), ([0.9, 0.8, 0.0, 0.0], 1), ([1.0, 1.0, 0.0, 0.0], 2),
+        ([1.0, 1.0, 0.6, 0.0], 2), ([1.0] * 4, 4),
     ):  # fmt: skip
         idle[:] = shares
         threads.Threads("cpu").fit()  # every run knows what the machine has
         assert torch.get_num_threads() == expected, shares
-    assert capsys.readouterr().out.splitlines() == [
-        f"computing with {number} of 4 threads, one for each idle core" for number in (3, 1, 4)
+    out, err = capsys.readouterr()
+    said = [
+        f"computing with {number} of 4 threads, one for each idle core" for number in (3, 1, 2, 4)
     ]
+    assert (out, err.splitlines()) == ("", said), "the output of eval.py is for other programs"
 
 
 def test_a_fixed_number_stays(machine, monkeypatch):
@@ -56,6 +61,31 @@ def test_a_fixed_number_stays(machine, monkeypatch):
     threads.Threads("cpu").fit()
     assert torch.get_num_threads() == 4
     assert not looks
+
+
+@pytest.mark.parametrize("ticks", [lambda: {}, lambda: {0: (7, 9)}, lambda: {}["cpu"]])
+def test_an_unknown_machine_is_idle(machine, monkeypatch, ticks):
+    """Counters that are missing, stand still or cannot be read. Fails if they mean one thread."""
+
+    def read():
+        try:
+            return ticks()
+        except KeyError:
+            raise OSError from None
+
+    monkeypatch.setattr(threads, "_ticks", read)
+    threads.Threads("cpu").fit()
+    assert torch.get_num_threads() == 4
+
+
+def test_own_threads_are_no_load(machine, monkeypatch):
+    """Fails if threads of this process that still spin count as another process."""
+    idle, *_ = machine
+    idle[:] = [0.0, 1.0, 1.0, 1.0]
+    spent = iter((0.0, threads.LOOK))
+    monkeypatch.setattr(threads.time, "process_time", lambda: next(spent))
+    threads.Threads("cpu").fit()
+    assert torch.get_num_threads() == 4
 
 
 def test_looks_are_rare(machine):

@@ -274,11 +274,12 @@ def test_two_ranks_are_one(policy_folder, tmp_path, kind):
     one, two = tmp_path / "one", tmp_path / "two"
     in_processes(1, toy.record_runs, one, policy_folder)
     in_processes(2, toy.record_runs, two, policy_folder, "--shard", kind)
-    for name in ("plain", "dropped", "alone", "updates", "greso"):
+    for name in ("plain", "dropped", "alone", "updates", "greso", "greso_alone"):
         rounds, whole = torch.load(one / f"{name}-rank0.pt")
         check = 1 + train.CHECK_DRAWS  # gradients
-        assert len(whole) == {"updates": 3 * 4 + check, "greso": 8}.get(name, 3)
-        assert (1 in rounds) == (name in ("alone", "greso")), "the second rank has no prompt"
+        assert len(whole) == {"updates": 3 * 4 + check, "greso": 5}.get(name, 3)
+        assert (1 in rounds) == name.endswith("alone")
+        assert (len(rounds) > len(whole)) == name.startswith("greso")
         assert any(gradient.norm() > 0 for *_, gradient in whole)
         for rank in range(2):
             of_rank, together = torch.load(two / f"{name}-rank{rank}.pt")

@@ -188,16 +188,17 @@ class Recorder(train.Trainer):
 def record_runs(folder, model, *args):
     """Short runs that must not depend on the number of ranks; every rank writes its record.
 
-    In `dropped` the second of two ranks keeps nothing; in `alone`, and in rounds of `greso`, it
-    has no prompt. `updates` has pps, KL, mini-batches, epochs and a running check.
+    In `dropped` the second of two ranks keeps nothing; in `alone` and `greso_alone` it has no
+    prompt. `updates` has pps, KL, mini-batches, epochs and a running check; greso several rounds.
     """
     rollout.sample = sample_by_prompt
     updates = {"method": "pps", "loss": "dapo", "minibatches": 2, "epochs": 2, "beta": 0.1}
-    greso = {"method": "greso", "group_size": 2, "prompts_per_step": 3, "lr": 1e-5, "steps": 8}
-    no_rates = {"prompt_prune_rate": 0, "completion_prune_rate": 0}
+    greso = {"method": "greso", "group_size": 2, "prompts_per_step": 3, "lr": 1e-5, "steps": 5}
+    greso |= {"prompt_prune_rate": 0, "completion_prune_rate": 0}
     for name, changes in (
         ("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1}),
-        ("updates", updates | {"check_every": 3}), ("greso", greso | no_rates),
+        ("updates", updates | {"check_every": 3}), ("greso", greso),
+        ("greso_alone", greso | {"prompts_per_step": 1, "steps": 3}),
     ):  # fmt: skip
         rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3}
         own = flags(model, f"{folder}/{name}", **(rates | changes))
