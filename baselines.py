@@ -56,7 +56,8 @@ def floor_of_low(
     dropped, and ties keep order; the rest of them gets weight 1 / (1 - rate).
     """
     low = dppo.threshold_keep_prob(scores, counted, 1.0) == 0  # below the mean
-    num_dropped = (low.sum(dim=-1, keepdim=True) * prune_rate + 1e-9).floor()
+    num_low = low.sum(dim=-1, keepdim=True).double()
+    num_dropped = (num_low * prune_rate + 1e-9).floor()
     rank = torch.where(low, scores, torch.inf).argsort(dim=-1, stable=True).argsort(dim=-1)
     keep = ~(low & (rank < num_dropped))
     return keep, keep.double() * torch.where(low, 1.0 / (1.0 - prune_rate), 1.0)

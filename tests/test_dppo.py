@@ -400,11 +400,13 @@ def test_counts_of_the_baselines():
     keep, weights = baselines.top_completions(torch.ones(1, 2), 0)
     assert not keep.any()
     assert weights.tolist() == [[0, 0]]
-    low = torch.cat([torch.zeros(100), torch.ones(50)])  # 29 of 100 are dropped
-    keep, weights = baselines.floor_of_low(low, torch.ones(150, dtype=torch.bool), 0.29)
-    assert not keep[:29].any()
-    assert keep[29:].all()
-    assert weights[[29, 149]].tolist() == pytest.approx([1 / 0.71, 1])
+    for num_low, rate, dropped in ((100, 0.29, 29), (300, 0.21, 63)):  # in float32: 62
+        low = torch.cat([torch.zeros(num_low), torch.ones(50)])
+        counted = torch.ones(num_low + 50, dtype=torch.bool)
+        keep, weights = baselines.floor_of_low(low, counted, rate)
+        assert not keep[:dropped].any()
+        assert keep[dropped:].all()
+        assert weights[[dropped, -1]].tolist() == pytest.approx([1 / (1 - rate), 1])
 
 
 # ---------------------------------------------------------------------------- advantages

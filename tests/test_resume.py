@@ -188,7 +188,7 @@ BAD_INPUT = """
 --importance-cap 0.5 | --importance-cap 0.5: must be 0 (no correction) or at least 1
 --lr-schedule step | invalid choice 'step' for argument '--lr-schedule'
 --keep-checkpoints 0 | --keep-checkpoints 0: must be at least 1
---shard fsdp | --shard fsdp: needs ranks to share the weights; start with torchrun
+--shard fsdp | --shard fsdp: no ranks share the weights; start train.py with torchrun
 --prompt-format chat | --prompt-format chat: the tokenizer has no chat template; use plain
 --data nothing.jsonl | nothing.jsonl: no such file
 --data arithmetic-longer | evaluation only

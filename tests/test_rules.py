@@ -515,7 +515,7 @@ def test_fixed_number_of_prompts(start, monkeypatch, rule):
     assert len(seen) > 8
 
 
-def test_picture_of_a_run_that_has_just_begun(run, tmp_path):
+def test_picture_of_a_run_that_has_just_begun(run, tmp_path, pictures):
     """runtime.plot at any time, also before the first step, and for a rule without a window.
 
     Catches a picture that requires a step, or the history keys of other rules.
