@@ -182,7 +182,7 @@ def train_base(steps: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
 
 
 def base_folder() -> Path:
-    """The Hugging Face folder of the cached base model. The first call makes it, in about a minute.
+    """The Hugging Face folder of the cached base model. The first call makes it, in two minutes.
 
     The cache key is the text of this file plus the library versions, so a changed recipe makes a
     new base model. The folder is renamed once it is complete, so a kill never leaves half of it.
@@ -191,7 +191,7 @@ def base_folder() -> Path:
     key = hashlib.sha256(recipe.encode()).hexdigest()[:12]
     folder = CACHE / f"base-{key}"
     if not folder.exists():
-        print("training the base model of the embedded task (once, about a minute)", flush=True)
+        print("training the base model of the embedded task (once, about two minutes)", flush=True)
         model, tokenizer = train_base(BASE_STEPS)
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
         model.save_pretrained(unfinished)
