@@ -2,7 +2,7 @@
 The race: which method reaches GRPO's accuracy first, from the same base model and problems, and
 with the same evaluation.
 
-    python -m bench race --methods grpo,pps --seeds 1        side by side, live, about 3 minutes
+    python -m bench race --methods grpo,pps --seeds 1        side by side, live, about 4 minutes
     bash runs/race.sh                                        grpo, dppo and pps, 2 seeds, 10 minutes
     bash runs/race.sh all                                    everything in docs/race.md, hours
 
