@@ -85,7 +85,7 @@ class Config:
     """Coefficient of the KL term (k3) to the model that the run began with. 0 loads no reference
     model."""
     mask_truncated: bool = False
-    """Exclude completions from the loss that --max-new-tokens cut off."""
+    """Completions that --max-new-tokens cut off carry no loss."""
 
     # ------------------------------------------------------------------------ model and data
     model: str = "tiny"
