@@ -18,9 +18,9 @@ import tyro
 
 import baselines
 import data
-import rollout
 import sampler
 from runtime import InputError
+from runtime.device import choose_device
 
 METHODS = {  # --method sets --prompt-rule and --completion-rule, and nothing else
     "grpo": ("none", "none"),
@@ -80,7 +80,7 @@ class Config:
     default the loss's own."""
     importance_cap: float | None = None
     """Corrects each token for its sampler's probability, with a factor of at most this; 0 turns it
-    off. By default 2 with vLLM and, in bfloat16, with --shard fsdp or --loss gspo; else 0."""
+    off. By default 2 with vLLM and in bfloat16, else 0."""
     beta: float = 0.0
     """Coefficient of the KL term (k3) to the model that the run began with. 0 loads no reference
     model."""
@@ -235,7 +235,7 @@ def flag(name: str) -> str:
 
 def resolve(cfg: Config) -> Config:
     """Fill in the defaults that depend on other flags, then check every value."""
-    device = rollout.choose_device(cfg.device)
+    device = choose_device(cfg.device)
     prompt_rule, completion_rule = METHODS[cfg.method]
     if cfg.prompt_rule == "auto":
         cfg = replace(cfg, prompt_rule=prompt_rule)
@@ -244,9 +244,9 @@ def resolve(cfg: Config) -> Config:
     dtype = cfg.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
-    # Sampler and trainer round differently if they are different programs, or if the sampler has a
-    # bfloat16 copy of the weights. Any bfloat16 run differs by more than gspo's clip of 3e-4.
-    rounds_differently = dtype == "bfloat16" and (cfg.shard == "fsdp" or cfg.loss == "gspo")
+    # Sampler and trainer round differently if they are different programs, and in bfloat16, where
+    # the sampler has a copy of the weights.
+    rounds_differently = cfg.engine == "vllm" or dtype == "bfloat16"
     eps_low, eps_high = LOSS_CLIPS[cfg.loss]
     tiny = cfg.model == "tiny"
     defaults = {
@@ -255,7 +255,7 @@ def resolve(cfg: Config) -> Config:
         "completion_prune_rate": 0.0 if cfg.completion_rule in ("none", "zero") else 0.7,
         "eps_low": eps_low,
         "eps_high": eps_high,
-        "importance_cap": 2.0 if cfg.engine == "vllm" or rounds_differently else 0.0,
+        "importance_cap": 2.0 if rounds_differently else 0.0,
         "max_new_tokens": max(map(data.max_new_tokens, (cfg.data, cfg.eval_data or cfg.data))),
         "lr": 6e-4 if tiny else 1e-6,
         "lr_schedule": "linear" if tiny else "constant",

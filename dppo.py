@@ -291,6 +291,7 @@ def token_loss(
     loss: str,
     eps_low: float,
     eps_high: float,
+    num_sequences: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The surrogate of each completion token, [N], and whether the clip acts on it, bool [N].
 
@@ -298,16 +299,16 @@ def token_loss(
 
     grpo, dr_grpo, dapo: -min(r A, clip(r) A) with the token's ratio r (arXiv:2402.03300; dapo,
     arXiv:2503.14476, has a higher eps_high). gspo: the same with r the geometric mean of its
-    sequence's ratios (arXiv:2507.18071); `owner` [N] numbers the sequences. cispo:
+    sequence's ratios (arXiv:2507.18071); `owner` [N] numbers the sequences from 0. cispo:
     -stopgrad(clip(r)) A logprob, so no token loses its gradient and the clip acts whatever the sign
     of A (arXiv:2506.13585).
     """
     check_known("loss", loss, LOSSES)
     log_ratio = logprobs - old_logprobs
     if loss == "gspo":
-        sequences = int(owner.max()) + 1 if len(owner) else 0
-        lengths = torch.bincount(owner, minlength=sequences).clamp(min=1)
-        log_ratio = (log_ratio.new_zeros(sequences).index_add(0, owner, log_ratio) / lengths)[owner]
+        zeros = log_ratio.new_zeros(num_sequences)
+        lengths = zeros.index_add(0, owner, torch.ones_like(log_ratio)).clamp(min=1)
+        log_ratio = (zeros.index_add(0, owner, log_ratio) / lengths)[owner]
     ratio = log_ratio.exp()
     inside = ratio.clamp(1.0 - eps_low, 1.0 + eps_high)
     if loss == "cispo":

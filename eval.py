@@ -29,10 +29,10 @@ from transformers.utils import logging
 
 import data
 import rollout
-import update
 import vllm_engine
 from rewards import math_reward, normal_form, verify
 from runtime import InputError, checkpoint, log
+from runtime.device import choose_device
 from runtime.threads import Threads
 from sampler import generator_for, seed_for
 
@@ -114,7 +114,7 @@ def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, 
     A reward is NaN if the completion cannot be scored.
     """
     rollouts = rollout.sample(model, prompt_ids, sampling, group_size=k, seed=seed)
-    return score(rollouts, problems, tokenizer, reward)[1], rollouts.truncated.double().cpu()
+    return score(rollouts, problems, tokenizer, reward)[1], rollouts.truncated.double()
 
 
 def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch.Tensor]:
@@ -292,15 +292,14 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
         return []
     if cfg.model is None:
         raise InputError("--model: give a folder such as out/checkpoint, or a hub id")
-    device = rollout.choose_device(cfg.device)
+    device = choose_device(cfg.device)
     dtype = ("float32" if device == "cpu" else "bfloat16") if cfg.dtype == "auto" else cfg.dtype
     cfg = replace(cfg, device=device, dtype=dtype)
     Threads(device).fit()
     model, tokenizer, sets, sampling = load(cfg, reward)
     if cfg.prompt is not None:
-        with update.autocast(cfg):
-            seed = seed_for(cfg.seed)
-            answer = rollout.sample(model, sets[0].prompt_ids, sampling, group_size=1, seed=seed)
+        seed = seed_for(cfg.seed)
+        answer = rollout.sample(model, sets[0].prompt_ids, sampling, group_size=1, seed=seed)
         text = decode(answer.completion_ids, answer.lengths, tokenizer)[0]
         print(text)
         return [{"prompt": cfg.prompt, "completion": text}]
@@ -334,7 +333,7 @@ def load(cfg: EvalConfig, reward):
         found[name] = data.eval_problems(name, cfg.problems, of_training_file=part, reward=reward)
     if Path(cfg.model).is_dir():  # no bar for loading a folder; a download keeps its own
         logging.disable_progress_bar()
-    model, tokenizer = rollout.load_policy(cfg.model, cfg.device)
+    model, tokenizer = rollout.load_policy(cfg.model, cfg.device, cfg.dtype)
     sets = []
     for name, problems in found.items():
         room = cfg.max_new_tokens or data.max_new_tokens(name)
@@ -364,8 +363,7 @@ def evaluate_sets(model, tokenizer, sets, sampling, cfg, reward=None) -> list[di
     for one in sets:
         path = folder and folder / f"{Path(one.name).stem}.jsonl"
         own = replace(sampling, max_new_tokens=one.max_new_tokens)
-        with update.autocast(cfg):
-            rows = complete(model, tokenizer, one, own, cfg, path, reward)
+        rows = complete(model, tokenizer, one, own, cfg, path, reward)
         row = {"data": one.name, **figures(rows), **settings, "max_new_tokens": one.max_new_tokens}
         table.append(row)
         print(log.as_json(row), flush=True)

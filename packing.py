@@ -27,12 +27,14 @@ import bisect
 import inspect
 import random
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
+
+from runtime.device import send
 
 try:
     from flash_attn import flash_attn_varlen_func  # optional
@@ -175,6 +177,7 @@ class Pack:
     predictors: torch.Tensor  # [N], in the order of the sequences
     targets: torch.Tensor  # [N]
     owner: torch.Tensor  # [N]
+    num_sequences: int
 
 
 def build_pack(
@@ -223,13 +226,15 @@ def build_pack(
         targets += completion
         owner += [number] * len(completion)
 
-    row = torch.tensor([ids, positions], dtype=torch.long, device=device)  # [2, L]
-    index = torch.tensor([predictors, targets, owner], dtype=torch.long, device=device)  # [3, N]
-    cumulative = [[0, *accumulate(column)] for column in zip(*shapes, strict=True)]
-    cu_queries, cu_keys = torch.tensor(cumulative, dtype=torch.int32, device=device)  # [S + 1] each
     runs = tuple((len(list(equal)), *shape) for shape, equal in groupby(shapes))
-    key_index = torch.tensor(keys, dtype=torch.long, device=device) if share_prompts else None
-    return Pack(row[:1], row[1:], Segments(runs, key_index, cu_queries, cu_keys), *index)
+    cumulative = ([0, *accumulate(column)] for column in zip(*shapes, strict=True))
+    columns = [ids, positions, predictors, targets, owner, *cumulative]
+    columns += [keys] if share_prompts else []
+    buffer = send(torch.tensor([*chain(*columns)]), device)  # one copy
+    ids, positions, *index, cu_queries, cu_keys = buffer.split(list(map(len, columns)))[:7]
+    key_index = buffer[-len(keys) :] if share_prompts else None
+    segments = Segments(runs, key_index, cu_queries.int(), cu_keys.int())
+    return Pack(ids[None], positions[None], segments, *index, len(prompts))
 
 
 # ------------------------------------------------------------------------- attention

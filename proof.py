@@ -214,6 +214,7 @@ def toy_case(
             loss=loss,
             eps_low=eps_low,
             eps_high=eps_high,
+            num_sequences=2 * G,
         )
         total = ((losses + beta * dppo.kl_k3(logprobs, ref)) * spread(scale)).sum()
         (found,) = torch.autograd.grad(total, here, allow_unused=True, materialize_grads=True)

@@ -7,13 +7,13 @@ temperature that the log-probabilities include, without top-k, top-p or a repeti
 top-k 20, top-p 0.95) plays no part, except for its end tokens.
 
 `sample` is the entry point of all three engines; two live here, the third in vllm_engine.py:
-    compact  our own decoding loop. A prompt is prefilled once for all its G completions, and each
-             completion leaves the batch when it ends. The default.
+    compact  our own decoding loop. A prompt is prefilled once for all its G completions, and
+             completions that have ended leave the batch. The default.
     hf       transformers' model.generate, the plain reference.
     vllm     vLLM in this process, for large models on GPUs.
 
-Letters: K prompts, G completions each, T = max_new_tokens, B sequences sampled at once,
-V vocabulary.
+Letters: K prompts, G completions each, T = max_new_tokens, B sequences sampled at once, W tokens
+of their longest prompt, V vocabulary.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
@@ -35,12 +34,16 @@ from transformers import (
 )
 
 import packing
-from runtime import InputError
+from runtime import InputError, categorical
+from runtime.device import LOOK, cast_weights, fuse_norms, send
+from runtime.kv_cache import growing_cache
+
+NOT_FINITE = "the model's logits are not finite"
 
 
 @dataclass
 class Rollouts:
-    """What sampling returns. Derive masks from `lengths`, not from ids: pad may be an end token."""
+    """What sampling returns, on the CPU. Derive masks from `lengths`: pad may be an end token."""
 
     prompt_ids: list[list[int]]  # K prompts
     completion_ids: torch.Tensor  # [K, G, T] int64; arbitrary beyond a completion's length
@@ -106,34 +109,32 @@ def sample(
         return Rollouts(prompt_ids, *(c.repeat_interleave(group_size, dim=1) for c in columns))
     if not isinstance(sampling.engine, str):
         return sampling.engine.sample(model, prompt_ids, sampling, group_size=group_size, seed=seed)
-    torch.manual_seed(seed)
     decode = {"compact": _compact, "hf": _generate}[sampling.engine]
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
-    device = model.device
     bar = {"desc": "rollout", "unit": " completions", "delay": 3, "leave": False}
     progress = tqdm(total=K * G, disable=not sampling.show_progress, **bar)
     with progress, torch.no_grad(), _plain_generation(model):
-        ids = torch.full((K, G, T), sampling.pad_id, device=device)
-        statistics = torch.zeros(3, K, G, T, device=device)  # log-prob, entropy, energy
+        torch.manual_seed(seed)
+        uniforms = torch.rand(K, G, T, dtype=torch.float64)  # one number for each token
+        ids = torch.full((K, G, T), sampling.pad_id)
+        statistics = torch.zeros(3, K, G, T)  # log-prob, entropy, energy
         order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
         step = max(1, sampling.batch_size // G)
         for batch in (order[start : start + step] for start in range(0, K, step)):
-            record = _Record(sampling, len(batch) * G, model.vocab_size, device)
+            record = _Record(sampling, uniforms[batch].flatten(0, 1), model)
             decode(model, [prompt_ids[k] for k in batch], G, record, progress)
-            ids[batch] = record.ids.view(-1, G, T)
-            statistics[:, batch] = record.statistics.view(3, -1, G, T)
-    return _finish(prompt_ids, ids, *statistics, sampling)
+            ids[batch] = record.ids.cpu().view(-1, G, T)
+            statistics[:, batch] = record.statistics.cpu().view(3, -1, G, T)
+    return _finish(prompt_ids, ids, statistics, sampling)
 
 
-def _finish(prompt_ids, ids, logprobs, entropy, energy, sampling) -> Rollouts:
-    """Cut each completion after its first end token; all tensors are [K, G, T]."""
-    ends = torch.isin(ids, torch.tensor(sampling.eos_ids, device=ids.device))
+def _finish(prompt_ids, ids, statistics, sampling) -> Rollouts:
+    """Cut each completion after its first end token; ids [K, G, T], statistics [3, K, G, T]."""
+    ends = torch.isin(ids, torch.tensor(sampling.eos_ids))
     ended = ends.any(dim=-1)  # [K, G]
     lengths = torch.where(ended, ends.int().argmax(dim=-1) + 1, ids.shape[-1])
-    inside = torch.arange(ids.shape[-1], device=ids.device) < lengths[..., None]  # [K, G, T]
-    logprobs, entropy, energy = (
-        torch.where(inside, table, 0.0) for table in (logprobs, entropy, energy)
-    )
+    inside = torch.arange(ids.shape[-1]) < lengths[..., None]  # [K, G, T]
+    logprobs, entropy, energy = torch.where(inside, statistics, 0.0)
     sums = entropy.sum(dim=-1), energy.sum(dim=-1)
     return Rollouts(prompt_ids, ids, logprobs, *sums, lengths, ~ended)
 
@@ -142,15 +143,16 @@ def _finish(prompt_ids, ids, logprobs, entropy, energy, sampling) -> Rollouts:
 
 
 class _Record:
-    """Computes the distribution of the next tokens of B sequences, and records what was sampled."""
+    """What is sampled for B completions: draws each token from its distribution and records it."""
 
-    def __init__(self, sampling: Sampling, rows: int, vocab_size: int, device):
-        T = sampling.max_new_tokens
+    def __init__(self, sampling: Sampling, uniforms, model):
+        device, shape = model.device, uniforms.shape
         self.sampling = sampling
-        self.vocab_size = vocab_size
+        self.vocab_size = model.vocab_size
         self.eos = torch.tensor(sampling.eos_ids, device=device)
-        self.ids = torch.full((rows, T), sampling.pad_id, device=device)  # [B, T]
-        self.statistics = torch.zeros(3, rows, T, device=device)  # log-prob, entropy, energy
+        self.uniforms = send(uniforms, device)  # [B, T]
+        self.ids = torch.full(shape, sampling.pad_id, device=device)  # [B, T]
+        self.statistics = torch.zeros(3, *shape, device=device)  # log-prob, entropy, energy
         self.warpers = LogitsProcessorList()  # in transformers' order
         if sampling.repetition_penalty != 1:
             self.warpers.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -163,22 +165,42 @@ class _Record:
 
     def distribution(self, sequences, logits):
         """Log-probs [B, V] of the token after `sequences` [B, n]; padding of V is excluded."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         logits = logits[:, : self.vocab_size]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if not logits.sum().isfinite():
-            raise FloatingPointError("the model's logits are not finite")
-        return torch.log_softmax(self.warpers(sequences, logits), dim=-1)
+        if self.warpers:
+            logits = self.warpers(sequences, logits.to(dtype))
+        return torch.log_softmax(logits, dim=-1, dtype=dtype)
 
-    def take(self, rows, step: int, scores, token):
-        """Record token [B], drawn from log-probs [B, V], as token `step` of completions `rows`."""
+    def draw(self, rows, step: int, scores):
+        """Draw token `step` of completions `rows` from log-probs [B, V]; returns it as [B, 1]."""
         probs = scores.exp()  # [B, V]
-        logprob = scores.gather(1, token[:, None])  # [B, 1]
-        entropy = -torch.nansum(probs * scores, dim=-1)  # [B]; top-k and top-p leave 0 * -inf
+        if self.sampling.temperature:
+            token = categorical.draw(probs, self.uniforms[rows, step, None])
+        else:
+            token = scores.argmax(dim=1, keepdim=True)
+        self.take(rows, step, scores, probs, token)
+        return token
+
+    def take(self, rows, step: int, scores, probs, token):
+        """Record token [B, 1] as token `step` of completions `rows`. Overwrites probs [B, V]."""
+        logprob = scores.gather(1, token)[:, 0]  # [B]
+        probs.scatter_(1, token, 0.0)  # the others'
         # (1 - p)^2 + sum of the others' p^2, which does not cancel for p near 1.
-        others = probs.scatter_(1, token[:, None], 0.0).square().sum(dim=-1)  # [B]
-        energy = torch.expm1(logprob[:, 0]).square() + others  # [B]
-        self.ids[rows, step] = token
-        self.statistics[:, rows, step] = torch.stack([logprob[:, 0], entropy, energy]).float()
+        energy = torch.expm1(logprob).square() + torch.linalg.vector_norm(probs, dim=1).square()
+        others = torch.nansum(probs.mul_(scores), dim=1)  # top-k and top-p leave 0 * -inf
+        entropy = -(others + logprob.exp() * logprob)
+        self.ids[rows, step] = token[:, 0]
+        self.statistics[:, rows, step] = torch.stack([logprob, entropy, energy]).float()
+
+    def ended(self, rows, start: int, stop: int):
+        """Which of `rows` drew an end token from `start` to `stop`, [B] on the CPU. The host waits
+        for the device. FloatingPointError if the model's logits were not finite."""
+        ends = torch.isin(self.ids[rows, start:stop], self.eos).any(dim=1)
+        finite = self.statistics[0, rows, start:stop].isfinite().all(dim=1)
+        ends, finite = torch.stack([ends, finite]).cpu()
+        if not finite.all():
+            raise FloatingPointError(NOT_FINITE)
+        return ends
 
 
 def _pad_left(prompt_ids, device):
@@ -212,50 +234,45 @@ def _plain_generation(model):
 
 def _compact(model, prompt_ids, group_size, record, progress):
     """Prefill each prompt once, repeat its keys and values for its completions, then decode these
-    in step; each leaves the batch when it ends."""
-    sequences, mask = _pad_left(prompt_ids, model.device)
-    tokens = sequences
+    in step. At each look, completions that have ended leave the batch."""
+    T, device = record.sampling.max_new_tokens, model.device
+    look = LOOK[device.type]
+    prompts, mask = _pad_left(prompt_ids, device)  # [K, W]
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    rows = torch.arange(len(record.ids), device=model.device)  # the completion in each batch row
-    cache = DynamicCache(config=model.config)
-    for step in range(record.sampling.max_new_tokens):
-        inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-        logits = model(tokens, **inputs, logits_to_keep=1).logits[:, -1]
-        if step == 0:
-            cache.batch_repeat_interleave(group_size)
-            logits, sequences, mask, positions = (
-                tensor.repeat_interleave(group_size, dim=0)
-                for tensor in (logits, sequences, mask, positions)
-            )
-        scores = record.distribution(sequences, logits)
-        token = _draw(scores) if record.sampling.temperature else scores.argmax(dim=1, keepdim=True)
-        record.take(rows, step, scores, token[:, 0])
-        live = (~torch.isin(token[:, 0], record.eos)).nonzero()[:, 0]
-        progress.update(len(rows) - len(live))
-        if len(live) == 0:
-            break
-        tokens = token
-        sequences = torch.cat([sequences, token], dim=1)
-        positions = positions[:, -1:] + 1
-        mask = F.pad(mask, (0, 1), value=1)
-        if len(live) < len(rows):
-            cache.batch_select_indices(live)
-            rows, tokens, sequences, mask, positions = (
-                tensor[live] for tensor in (rows, tokens, sequences, mask, positions)
-            )
-    else:  # the rest is cut off
-        progress.update(len(rows))
-
-
-def _draw(scores):
-    """Sample a token [B, 1] from log-probs [B, V], with one random number per row.
-
-    The cumulative sum is in float64, so no token's share is lost to rounding. torch.multinomial
-    draws a random number per token and takes three times as long."""
-    cumulated = scores.double().exp().cumsum(dim=1)  # [B, V]
-    point = torch.rand(len(scores), 1, dtype=torch.float64, device=scores.device)
-    point = point * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, point, right=True).clamp(max=scores.shape[1] - 1)
+    cache = growing_cache()
+    inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+    logits = model(prompts, **inputs, logits_to_keep=1).logits[:, -1]  # [K, V]
+    cache.batch_repeat_interleave(group_size)
+    rows = torch.arange(len(record.ids), device=device)  # the completion in each row of the batch
+    of_row = rows // group_size  # its prompt
+    logits, prompts, positions = logits[of_row], prompts[of_row], positions[of_row, -1:]
+    # Four dimensions: transformers takes such a mask as it is, without reading it.
+    mask = F.pad(mask.bool(), (0, T), value=True)[of_row, None, None]  # [B, 1, 1, W + T]
+    ragged = len(set(map(len, prompt_ids))) > 1
+    for step in range(T):
+        seen = torch.cat([prompts, record.ids[rows, :step]], dim=1) if record.warpers else None
+        token = record.draw(rows, step, record.distribution(seen, logits))  # [B, 1]
+        last = step + 1 == T
+        if last or (step + 1) % look == 0:
+            ended = record.ended(rows, step // look * look, step + 1)
+            live = 0 if last else len(rows) - int(ended.sum())
+            progress.update(len(rows) - live)
+            if live == 0:
+                break
+            if live < len(rows):  # the last ones that go on take the places of those that ended
+                gaps = ended[:live].nonzero()[:, 0]
+                movers = live + (~ended[live:]).nonzero()[:, 0]
+                order = torch.arange(live).index_copy(0, gaps, movers)
+                gaps, movers, order = (send(places, device) for places in (gaps, movers, order))
+                for layer in cache.layers:
+                    layer.keep(live, gaps, movers)
+                rows, token, prompts, positions, mask = (
+                    tensor[order] for tensor in (rows, token, prompts, positions, mask)
+                )
+        width = prompts.shape[1] + step + 1
+        inputs["attention_mask"] = mask[..., :width] if ragged else None
+        inputs["position_ids"] = positions + step + 1
+        logits = model(token, **inputs).logits[:, -1]  # [B, V]
 
 
 # ------------------------------------------------------------------------- engine: hf
@@ -269,11 +286,17 @@ def _generate(model, prompt_ids, group_size, record, progress):
     width = sequences.shape[1]
     scores = None
 
+    def take(sequences):
+        step = sequences.shape[1] - width - 1
+        record.take(rows, step, scores, scores.exp(), sequences[:, -1:])
+
     def process(sequences, logits):
         nonlocal scores
         if scores is not None:
-            record.take(rows, sequences.shape[1] - width - 1, scores, sequences[:, -1])
+            take(sequences)
         scores = record.distribution(sequences, logits)
+        if scores.isnan().any():  # generate cannot draw from such scores
+            raise FloatingPointError(NOT_FINITE)
         return scores
 
     sequences = model.generate(
@@ -291,25 +314,18 @@ def _generate(model, prompt_ids, group_size, record, progress):
             pad_token_id=record.sampling.pad_id,
         ),
     )
-    record.take(rows, sequences.shape[1] - width - 1, scores, sequences[:, -1])
+    take(sequences)
     progress.update(len(rows))
 
 
 # ------------------------------------------------------------------------- loading
 
 
-def choose_device(device: str) -> str:
-    """Resolve `auto` to cuda if it is available, else cpu; InputError for an unavailable cuda."""
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise InputError("--device cuda: this PyTorch sees no CUDA device; use --device cpu")
-    return ("cuda" if available else "cpu") if device == "auto" else device
-
-
-def load_policy(name: str, device: str):
+def load_policy(name: str, device: str, dtype: str = "float32"):
     """(model, tokenizer) from a hub id or a folder, without remote code.
 
-    The model has float32 weights and packed attention; the tokenizer has a pad token."""
+    The model has packed attention; the tokenizer has a pad token. Training needs float32 weights;
+    sampling in bfloat16 needs weights of that type, or each would be cast for every token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
         options = {"dtype": torch.float32, "attn_implementation": packing.ATTENTION}
@@ -330,8 +346,6 @@ def load_policy(name: str, device: str):
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    # Loaded weights may be unaligned views of the file, and then the same arithmetic can round
-    # differently from one load to the next.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
+    cast_weights(model, dtype)
+    fuse_norms(model)
     return model.to(device), tokenizer

@@ -47,7 +47,7 @@ from runtime import InputError, checkpoint, log, ranks
 from runtime.clock import Timer
 from runtime.stop import Stop, Stopped, resume_command
 from runtime.threads import Threads
-from update import Sums, accumulate_gradients, autocast, checkpoint_layers, shard, trainer_logprobs
+from update import Sums, accumulate_gradients, checkpoint_layers, shard, trainer_logprobs
 
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
 CHECK_DRAWS = 8  # pruned gradients that a running check compares with the full one
@@ -211,13 +211,13 @@ class Trainer:
         columns = [rewards, *(getattr(rollouts, name) for name in STATISTICS)]  # of this rank
         shape = (len(prompts), self.cfg.group_size, len(columns))
         table = torch.zeros(shape, dtype=torch.float64)  # [K, G, columns]
-        table[mine] = torch.stack([column.cpu().double() for column in columns], dim=-1)
+        table[mine] = torch.stack([column.double() for column in columns], dim=-1)
         return Batch(prompts, mine, rollouts, texts, *ranks.all_reduce(table).unbind(dim=-1))
 
     def _sample_and_score(self, own, seed):
         prompt_ids = [self.train_ids[index] for index in own]
         group_size = self.cfg.group_size
-        with self.timer.measure("rollout"), autocast(self.cfg):
+        with self.timer.measure("rollout"):
             rollouts = rollout.sample(
                 self.policy, prompt_ids, self.sampling, group_size=group_size, seed=seed
             )
@@ -382,7 +382,7 @@ class Trainer:
         problems, ids = self.eval_set[mine], self.eval_ids[mine]
         args = (self.policy, self.tokenizer, problems, ids, self.eval_reward, self.sampling)
         try:
-            with autocast(self.cfg), self.stops_if_not_finite(step):
+            with self.stops_if_not_finite(step):
                 scores = self.stop.run(evaluation.sample_rewards, *args, k=EVAL_K, seed=seed)
         except Stopped:
             return {}
@@ -442,11 +442,12 @@ class Trainer:
         if cfg.beta:  # the model that the run began with, even on resume
             self.reference = rollout.load_policy(base, cfg.device)[0].requires_grad_(False)
         self.policy = self.model  # what samples
+        if cfg.shard == "fsdp" or (cfg.dtype == "bfloat16" and cfg.engine != "vllm"):
+            self.policy = rollout.load_policy(self.source, cfg.device, cfg.dtype)[0]
+            self.policy.requires_grad_(False)
         if cfg.shard == "fsdp":
             for sharded in filter(None, (self.model, self.reference)):
                 shard(sharded, cfg.device)
-            self.policy = rollout.load_policy(self.source, cfg.device)[0].requires_grad_(False)
-            self.policy.to(getattr(torch, cfg.dtype))
 
     def _encode_prompts(self) -> None:
         cfg = self.cfg

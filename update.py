@@ -8,6 +8,7 @@ Letters: K prompts and G completions of this rank, T max_new_tokens, N completio
 """
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from tqdm import tqdm
 import dppo
 import packing
 from runtime import InputError, ranks
+from runtime.device import send
 
 
 class Sums(NamedTuple):
@@ -49,30 +51,28 @@ def accumulate_gradients(
     cfg.importance_cap they are the trainer's: `old_logprobs` [K, G, T], or the current ones if
     None. Each token is then also multiplied by min(cap, trainer's probability / sampler's).
     """
-    device = model.device
-    sampled_logprobs = rollouts.logprobs.flatten(0, 1)  # [K * G, T]
-    lengths = rollouts.lengths.flatten().tolist()
-    advantages = advantages.flatten().to(device)  # [K * G]
-    scale = scale.flatten().to(device)  # [K * G]
+    T = rollouts.logprobs.shape[2]
+    given = rollouts.logprobs if old_logprobs is None else old_logprobs
+    tables = torch.stack([rollouts.logprobs, given]).flatten(1).double()  # [2, K * G * T]
+    factors = torch.stack([advantages, scale]).flatten(1).double()  # [2, K * G]
 
     measured, counts = [], []
-    for rows, pack in _packs(rollouts, keep, cfg, device, show_progress):
-        owner = torch.tensor(rows, dtype=torch.long, device=device)[pack.owner]  # [N] into K * G
+    for pack, places in _packs(rollouts, keep, cfg, model.device, show_progress):
+        per_token = torch.cat([tables[:, places], factors[:, places // T]])  # [4, N]
+        per_token = send(per_token, model.device)
         logprobs, entropy = _logprobs(model, pack, cfg)  # [N], [N]
         now = logprobs.detach()
-        sampled = _tokens(sampled_logprobs, rows, lengths).to(logprobs.dtype)  # [N]
-        weight = scale[owner].to(logprobs.dtype)  # [N]; multiplies each token's finished loss
+        # [N] each; the weight multiplies each token's finished loss
+        sampled, given, advantage, weight = per_token.to(now.dtype)
         old = sampled  # [N]
         importance = (now - sampled).exp()  # [N]
         if cfg.importance_cap:
-            old = now
-            if old_logprobs is not None:
-                old = _tokens(old_logprobs.flatten(0, 1), rows, lengths).to(now.dtype)
+            old = now if old_logprobs is None else given
             importance = (old - sampled).exp()
             weight = weight * importance.clamp(max=cfg.importance_cap)
         loss, clipped = dppo.token_loss(
-            logprobs, old, advantages[owner].to(logprobs.dtype), owner,
-            loss=cfg.loss, eps_low=cfg.eps_low, eps_high=cfg.eps_high,
+            logprobs, old, advantage, pack.owner, loss=cfg.loss, eps_low=cfg.eps_low,
+            eps_high=cfg.eps_high, num_sequences=pack.num_sequences,
         )  # [N], [N]  # fmt: skip
         kl = torch.zeros_like(loss)  # [N]
         if cfg.beta:
@@ -81,7 +81,7 @@ def accumulate_gradients(
             kl = dppo.kl_k3(logprobs, ref_logprobs)
         total = ((loss + cfg.beta * kl) * weight).sum()
         total.backward()
-        if not rows:
+        if not len(places):
             continue
         capped = (importance > (cfg.importance_cap or math.inf)).sum()
         gap = (now - sampled).abs().sum()
@@ -90,7 +90,7 @@ def accumulate_gradients(
         ]  # fmt: skip
         measured.append(torch.stack(row).detach())  # read after the loop; here the host would wait
         tokens = pack.input_ids.shape[1]
-        counts.append([len(old), tokens, max(cfg.pack_tokens, tokens)])
+        counts.append([len(places), tokens, max(cfg.pack_tokens, tokens)])
     if not counts:
         return Sums(*[0.0] * len(Sums._fields))
     parts = (torch.stack(measured).cpu().double(), torch.tensor(counts, dtype=torch.float64))
@@ -100,13 +100,14 @@ def accumulate_gradients(
 @torch.no_grad()
 def trainer_logprobs(model, rollouts, cfg) -> torch.Tensor:
     """The sampled tokens' log-probs [K, G, T] in the trainer's arithmetic; 0 past the end."""
-    found = torch.zeros_like(rollouts.logprobs)
-    lengths = rollouts.lengths.flatten().tolist()
-    for rows, pack in _packs(rollouts, torch.ones_like(rollouts.truncated), cfg, model.device):
-        logprobs, _ = _logprobs(model, pack, cfg)
-        for row, part in zip(rows, logprobs.split([lengths[row] for row in rows]), strict=True):
-            found.flatten(0, 1)[row, : len(part)] = part
-    return found
+    found, order = [], []
+    for pack, places in _packs(rollouts, torch.ones_like(rollouts.truncated), cfg, model.device):
+        found.append(_logprobs(model, pack, cfg)[0])
+        order.append(places)
+    table = rollouts.logprobs.new_zeros(rollouts.logprobs.shape)
+    if found:
+        table.view(-1)[torch.cat(order)] = torch.cat(found).to(table)
+    return table
 
 
 def _logprobs(model, pack, cfg):
@@ -114,22 +115,18 @@ def _logprobs(model, pack, cfg):
     compute = (
         model.packed_logprobs if sharded else functools.partial(packing.packed_logprobs, model)
     )
-    with autocast(cfg, cache=False):
+    with autocast(cfg):
         return compute(pack, temperature=cfg.temperature)
 
 
-def _tokens(table, rows, lengths):
-    """The entries [N] of table [K * G, T] that belong to the tokens of these completions."""
-    return torch.cat([table[:0].flatten(), *(table[row, : lengths[row]] for row in rows)])
-
-
 def _packs(rollouts, keep, cfg, device, show_progress=False):
-    """Yield (rows, pack) for each slot: which of the K * G completions it holds, in pack order.
+    """Yield (pack, places) for each slot: its tensors on the device, and on the CPU where its
+    completion tokens [N] are in a table [K, G, T].
 
     Under FSDP every forward is a collective, so every rank must run as many. A rank that runs out
     of completions yields dummy packs without targets.
     """
-    G = keep.shape[1]
+    _, G, T = rollouts.logprobs.shape
     kept = keep.flatten().nonzero().squeeze(1).tolist()
     lengths = rollouts.lengths.flatten().tolist()
     completion_ids = rollouts.completion_ids.flatten(0, 1).tolist()
@@ -148,7 +145,8 @@ def _packs(rollouts, keep, cfg, device, show_progress=False):
     for members in tqdm(packs, **bar, disable=not show_progress):
         texts = [prompts[m] for m in members] or [[0]], [completions[m] for m in members] or [[]]
         pack = packing.build_pack(*texts, device, share_prompts=cfg.share_prompts)
-        yield [kept[m] for m in members], pack
+        places = [range(kept[m] * T, kept[m] * T + lengths[kept[m]]) for m in members]
+        yield pack, torch.tensor([*itertools.chain(*places)], dtype=torch.long)
 
 
 def checkpoint_layers(model) -> None:
@@ -174,11 +172,10 @@ def shard(model, device: str) -> None:
     register_fsdp_forward_method(model, "packed_logprobs")  # FSDP hooks only `forward` by itself
 
 
-def autocast(cfg, cache: bool = True):
+def autocast(cfg):
     """bfloat16 arithmetic over float32 weights, if the run uses it.
 
-    With the cache, a weight that is used several times, such as the head over its chunks, is cast
-    once, and its gradients are added up in bfloat16.
-    """
+    Without autocast's cache: a weight that is used several times, such as the head over its chunks,
+    is cast each time, so that its gradients are added up in float32."""
     enabled = cfg.dtype == "bfloat16"
-    return torch.autocast(cfg.device, torch.bfloat16, enabled=enabled, cache_enabled=cache)
+    return torch.autocast(cfg.device, torch.bfloat16, enabled=enabled, cache_enabled=False)

@@ -107,10 +107,9 @@ class Engine:
             logprobs=0,  # of the sampled token only
             detokenize=False,
         )
-        with torch.autocast(model.device.type, enabled=False):  # the trainer's is not vLLM's
-            requests = [{"prompt_token_ids": prompt} for prompt in prompt_ids]
-            options = {"use_tqdm": sampling.show_progress}
-            outputs = self.llm.generate(requests, params, **options) if requests else []
+        requests = [{"prompt_token_ids": prompt} for prompt in prompt_ids]
+        options = {"use_tqdm": sampling.show_progress}
+        outputs = self.llm.generate(requests, params, **options) if requests else []
         if self.sleeps:
             self.llm.sleep(level=2)  # frees all of its memory
 
@@ -130,8 +129,7 @@ class Engine:
         entropy = torch.full((K * G,), torch.nan)
         energy = dppo.energy_bound(logprobs).sum(dim=1)  # padding adds 0: its log-prob is 0
         columns = (ids, logprobs, entropy, energy, lengths, truncated)
-        columns = (column.unflatten(0, (K, G)).to(model.device) for column in columns)
-        return rollout.Rollouts(prompt_ids, *columns)
+        return rollout.Rollouts(prompt_ids, *(column.unflatten(0, (K, G)) for column in columns))
 
     def load(self, model) -> None:
         """Send the weights of `model`, and drop what vLLM cached under the previous ones."""

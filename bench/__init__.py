@@ -4,6 +4,7 @@ Everything that measures, one file per command: `python -m bench` lists them.
 Variants alternate within one call; the output is medians and ratios.
 """
 
+import copy
 import json
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ import tyro
 
 import config
 from runtime import log
+from runtime.device import cast_weights
 from train import Trainer
 
 JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]  # a parameter that is the flag --json
@@ -33,6 +35,15 @@ def run(
         while trainer.done < trainer.cfg.steps:
             trainer.write(*trainer.advance())
         return trainer, log.read_rows(Path(folder, "log.jsonl"))
+
+
+def sampling_copy(model, cfg: config.Config):
+    """What train.py would sample from: the model itself, or in bfloat16 a copy of that type."""
+    if cfg.dtype == "float32":
+        return model
+    copied = copy.deepcopy(model)
+    cast_weights(copied, cfg.dtype)
+    return copied
 
 
 def write_json(path: Path | None, content) -> None:

@@ -13,9 +13,9 @@ import config
 import data
 import rollout
 import vllm_engine
-from bench import JsonFile, shapes, write_json
+from bench import JsonFile, sampling_copy, shapes, write_json
 from runtime.clock import clock
-from update import autocast, trainer_logprobs
+from update import trainer_logprobs
 
 
 def main(
@@ -53,6 +53,7 @@ def main(
             model = shapes.random_model(shape, cfg.device)
             model.save_pretrained(base)
             prompts = random_prompts(max(batches) // group_size * (rounds + 1), model.vocab_size)
+        policy = sampling_copy(model, cfg)
         engines = ["hf", "compact"]
         if importlib.util.find_spec("vllm"):
             vllm = vllm_engine.Engine(
@@ -75,7 +76,7 @@ def main(
             sampling = rollout.Sampling(cfg.max_new_tokens, eos_ids, 0, **options)
             first, count = number * total // group_size, total // group_size
             some = [prompts[(first + place) % len(prompts)] for place in range(count)]
-            found = measure(model, some, sampling, cfg, seed=number)
+            found = measure(model, policy, some, sampling, cfg, seed=number)
             runs = timed.setdefault((name, batch), [])
             if number > 0:  # the first warms up
                 runs.append(found)
@@ -89,11 +90,10 @@ def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def measure(model, prompts, sampling, cfg, seed: int) -> dict:
+def measure(model, policy, prompts, sampling, cfg, seed: int) -> dict:
     """Seconds and tokens of one rollout, and how far its log-probs are from the trainer's."""
     started = clock(cfg.device)
-    with autocast(cfg):
-        rollouts = rollout.sample(model, prompts, sampling, group_size=cfg.group_size, seed=seed)
+    rollouts = rollout.sample(policy, prompts, sampling, group_size=cfg.group_size, seed=seed)
     seconds = clock(cfg.device) - started
     gaps = (trainer_logprobs(model, rollouts, cfg) - rollouts.logprobs).abs()
     return {

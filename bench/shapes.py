@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import packing
+from runtime.device import fuse_norms
 
 Shape = Literal[
     "embedded", "tiny", "0.6b", "1.7b"
@@ -38,7 +39,9 @@ def random_model(shape: str, device: str):
     options._attn_implementation = packing.ATTENTION
     torch.manual_seed(0)
     with torch.device(device):
-        return transformers.Qwen3ForCausalLM(options)
+        model = transformers.Qwen3ForCausalLM(options)
+    fuse_norms(model)
+    return model
 
 
 def random_policy(shape: str, folder: str) -> None:

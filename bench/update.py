@@ -97,8 +97,8 @@ def padded_update(
         order = sorted(sequences, key=lambda row: sum(sequences[row]))
     completion_ids = work.rollouts.completion_ids.flatten(0, 1)  # [K * G, T]
     old_logprobs = work.rollouts.logprobs.flatten(0, 1)  # [K * G, T]
-    advantages = work.advantages.flatten().to(device)  # [K * G]
-    scale = work.scale.flatten().to(device)  # [K * G]
+    advantages = work.advantages.flatten()  # [K * G]
+    scale = work.scale.flatten()  # [K * G]
     totals = {row: prompt + completion - 1 for row, (prompt, completion) in sequences.items()}
     for rows in micro_batches(order, totals, tokens):
         completions = [completion_ids[row, : sequences[row][1]].tolist() for row in rows]
@@ -112,11 +112,11 @@ def padded_update(
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             first = number * width + len(prompt) - 1
             predictors += range(first, first + len(completion))
-        owner = [row for row in rows for _ in range(sequences[row][1])]
-        owner = torch.tensor(owner, device=device)  # [N]
+        owner = [number for number, row in enumerate(rows) for _ in range(sequences[row][1])]
+        owner = torch.tensor(owner)  # [N]
         targets = torch.tensor(list(itertools.chain(*completions)), device=device)  # [N]
         old = torch.cat([old_logprobs[row, : sequences[row][1]] for row in rows])  # [N]
-        with autocast(cfg, cache=False):
+        with autocast(cfg):
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             logprobs, _ = packing.token_logprobs(
                 hidden.flatten(0, 1)[predictors],
@@ -125,8 +125,13 @@ def padded_update(
                 vocab_size=model.vocab_size,
             )
         clip = {"loss": cfg.loss, "eps_low": cfg.eps_low, "eps_high": cfg.eps_high}
-        loss, _ = dppo.token_loss(logprobs, old, advantages[owner].float(), owner, **clip)
-        (loss * scale[owner].float()).sum().backward()
+        clip["num_sequences"] = len(rows)
+        own = torch.tensor(rows)[owner]  # [N] into K * G
+        advantage, weight, old = (
+            values.float().to(device) for values in (advantages[own], scale[own], old)
+        )
+        loss, _ = dppo.token_loss(logprobs, old, advantage, owner.to(device), **clip)
+        (loss * weight).sum().backward()
         forwarded += ids.numel()
     return forwarded
 
@@ -153,9 +158,7 @@ def recorded_works(method: str, steps: int) -> list[Work]:
     return trainer.works
 
 
-def log_normal_work(
-    K: int, G: int, median: int, prompt_tokens: int, vocabulary: int, device: str
-) -> Work:
+def log_normal_work(K: int, G: int, median: int, prompt_tokens: int, vocabulary: int) -> Work:
     """Random tokens with log-normal completion lengths.
 
     They range from median / sqrt(10) to median * sqrt(10), two standard deviations each way.
@@ -170,11 +173,9 @@ def log_normal_work(
         torch.randint(vocabulary, (count,), generator=generator).tolist()
         for count in counts.tolist()
     ]
-    old = torch.full(ids.shape, -math.log(vocabulary), device=device)
+    old = torch.full(ids.shape, -math.log(vocabulary))
     zeros = torch.zeros(K, G)
-    rollouts = rollout.Rollouts(
-        prompt_ids, ids.to(device), old, zeros, zeros, lengths, zeros.bool()
-    )
+    rollouts = rollout.Rollouts(prompt_ids, ids, old, zeros, zeros, lengths, zeros.bool())
     advantages = torch.randn(K, G, generator=generator, dtype=torch.float64)
     scale = torch.full_like(advantages, 1 / lengths.sum())
     return Work(rollouts, advantages, scale, torch.ones(K, G, dtype=torch.bool))
@@ -219,7 +220,7 @@ def main(
         works = {"embedded, all": replace(last, **everything)}
         works |= {f"embedded, kept by {method}": runs[method][-1] for method in runs}
         model, tokenizer = rollout.load_policy(str(arithmetic.base_folder()), cfg.device)
-        works["log-normal"] = log_normal_work(16, 16, 120, 24, len(tokenizer), cfg.device)
+        works["log-normal"] = log_normal_work(16, 16, 120, 24, len(tokenizer))
         for method, recorded in runs.items():
             rows += density_rows(f"embedded, kept by {method}", recorded, cfg.pack_tokens)
         rows += density_rows("log-normal", [works["log-normal"]], cfg.pack_tokens)
@@ -227,7 +228,7 @@ def main(
         model = shapes.random_model(shape, cfg.device)
         median, vocabulary = 60 if shape == "tiny" else 600, shapes.SHAPES[shape][-1]
         sizes = (sequences // 8, 8, median, median // 4, vocabulary)
-        works = {"log-normal": log_normal_work(*sizes, cfg.device)}
+        works = {"log-normal": log_normal_work(*sizes)}
     if gradient_checkpointing:
         checkpoint_layers(model)
     for name, work in works.items():

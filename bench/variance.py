@@ -29,9 +29,9 @@ import dppo
 import rollout
 import sampler
 import train
-from bench import JsonFile, run
+from bench import JsonFile, run, sampling_copy
 from eval import score
-from update import Sums, accumulate_gradients, autocast
+from update import Sums, accumulate_gradients
 
 SETTINGS = ("arithmetic", "arithmetic-mixed")  # the default and the realistic one
 LOSSES = ("grpo", "dr_grpo")
@@ -122,8 +122,8 @@ def real_gradients(folder: Path, cfg, step: int) -> Gradients:
         engine=cfg.engine,
     )
     options = {"group_size": cfg.group_size, "seed": sampler.seed_for(cfg.seed, step, "bench")}
-    with autocast(cfg):
-        rollouts = rollout.sample(model, [ids[q] for q in window], sampling, **options)
+    policy = sampling_copy(model, cfg)
+    rollouts = rollout.sample(policy, [ids[q] for q in window], sampling, **options)
     reward = data.reward_function(cfg.data)
     _, rewards = score(rollouts, [problems[q] for q in window], tokenizer, reward)  # [Q, G]
 
@@ -136,14 +136,14 @@ def real_gradients(folder: Path, cfg, step: int) -> Gradients:
         accumulate_gradients(model, rollouts, ones, ones, keep, cfg=cfg)
         gradients.append(gradient(model))
 
-    lengths, logprobs = rollouts.lengths.cpu(), rollouts.logprobs.cpu()
+    lengths, logprobs = rollouts.lengths, rollouts.logprobs
     prompt_tokens = torch.tensor([[len(ids[q])] for q in window])
     zeros = torch.zeros_like(rewards)
     sampled = torch.arange(cfg.max_new_tokens) < lengths[..., None]  # [Q, G, T]
     return Gradients(
         dppo.Completions(zeros, rewards, prompt_tokens + lengths, zeros),
         lengths,
-        energy=rollouts.energy.cpu(),
+        energy=rollouts.energy,
         bound=(dppo.energy_bound(logprobs) * sampled).sum(dim=-1),
         live=live,
         gram=inner_products(torch.stack(gradients)),

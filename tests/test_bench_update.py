@@ -94,7 +94,7 @@ def test_recorded_works(small_runs):
 
 def test_log_normal_lengths_spread_tenfold():
     """From the median over the root of ten to the median times it, symmetric in the logarithm."""
-    work = update.log_normal_work(200, 16, 120, 24, 258, "cpu")
+    work = update.log_normal_work(200, 16, 120, 24, 258)
     lengths = work.rollouts.lengths.double()
     assert lengths.min() == int(120 / 10**0.5)
     assert lengths.max() == int(120 * 10**0.5)

@@ -442,9 +442,8 @@ def surrogate(loss, ratio, advantages, owner, eps_low, eps_high):
     """(values, clipped, gradient), as lists, of token_loss at these ratios."""
     old = torch.full_like(ratio, -1.0)
     logprobs = (old + ratio.log()).requires_grad_()
-    values, clipped = dppo.token_loss(
-        logprobs, old, advantages, owner, loss=loss, eps_low=eps_low, eps_high=eps_high
-    )
+    options = {"eps_low": eps_low, "eps_high": eps_high, "num_sequences": 9}
+    values, clipped = dppo.token_loss(logprobs, old, advantages, owner, loss=loss, **options)
     values.sum().backward()
     return values.tolist(), clipped.tolist(), logprobs.grad.tolist()
 
@@ -551,8 +550,9 @@ def test_unknown_loss_is_named():
         dppo.group_advantages(torch.zeros(1, 2), "drgrpo")
     with pytest.raises(ValueError, match="unknown loss 'drgrpo'"):
         dppo.loss_scale(torch.ones(1, 2), "drgrpo", **counts)
+    options = {"eps_low": 0.2, "eps_high": 0.2, "num_sequences": 1}
     with pytest.raises(ValueError, match="unknown loss 'drgrpo'"):
-        dppo.token_loss(one, one, one, one.long(), loss="drgrpo", eps_low=0.2, eps_high=0.2)
+        dppo.token_loss(one, one, one, one.long(), loss="drgrpo", **options)
 
 
 # ---------------------------------------------------------------------------- what to watch

@@ -117,7 +117,7 @@ def test_evaluation(policy_folder, tmp_path, monkeypatch):
 
 def test_presets(monkeypatch):
     """Every preset of runs/qwen3.sh is a valid command line on its GPUs. Catches a renamed flag."""
-    monkeypatch.setattr("rollout.choose_device", lambda device: "cuda")
+    monkeypatch.setattr("config.choose_device", lambda device: "cuda")
     script = ROOT / "runs" / "qwen3.sh"
     lines = [line.strip() for line in script.read_text().splitlines()]
     names = [line.split(")")[0] for line in lines if line[:2] in ("0.", "1.", "4b", "8b")]

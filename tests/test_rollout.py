@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import types
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tqdm import tqdm
 import eval as evaluation
 import packing
 import rollout
-from runtime import InputError
+from runtime import InputError, kv_cache
 
 ENGINES = pytest.mark.parametrize("engine", ["compact", "hf"])
 
@@ -54,8 +55,10 @@ def test_logprobs_are_the_trainers(make_policy, temperature, engine):
 def test_energy_of_a_nearly_certain_token():
     """In float32 against float64. Catches 1 - 2 p + sum p^2, which is all rounding error here."""
     logits = torch.tensor([[9.0, 0.0, -1.0, 0.5]])
-    record = rollout._Record(rollout.Sampling(1, [3], 3), 1, 4, "cpu")
-    record.take(torch.tensor([0]), 0, record.distribution(None, logits), torch.tensor([0]))
+    model = types.SimpleNamespace(device="cpu", vocab_size=4)
+    record = rollout._Record(rollout.Sampling(1, [3], 3), torch.rand(1, 1), model)
+    scores = record.distribution(None, logits)
+    record.take(torch.tensor([0]), 0, scores, scores.exp(), torch.tensor([[0]]))
     probs = logits.double().softmax(dim=-1)
     exact = (torch.tensor([[1.0, 0, 0, 0]]) - probs).square().sum().item()
     assert 1e-8 < exact < 1e-6
@@ -83,16 +86,6 @@ def test_frequencies_and_entropy_are_those_of_the_policy(make_policy, engine):
     assert torch.allclose(got.entropy, entropy.expand(1, 20_000), atol=1e-4)
     assert model.generation_config is own_config, "restored"
     assert model.config._attn_implementation == packing.ATTENTION
-
-
-@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.49, 1), (0.5, 3), (1 - 2**-53, 3)])
-def test_a_token_of_probability_0_is_not_drawn(monkeypatch, number, token):
-    """For random numbers at the ends of their range and on a token's border. Fails if a border
-    belongs to the token before it."""
-    constant = lambda *shape, **options: torch.full(shape, number, **options)
-    monkeypatch.setattr(torch, "rand", constant)
-    scores = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).log()
-    assert rollout._draw(scores).tolist() == [[token]]
 
 
 @ENGINES
@@ -279,10 +272,36 @@ def test_no_prompts_is_an_empty_rollout(make_policy, engine):
     assert got.lengths.shape == (0, 6)
 
 
+@pytest.mark.parametrize("words", [{}, {"temperature": 0.7, "repetition_penalty": 1.3}])
+def test_a_completion_does_not_depend_on_its_batch(make_policy, monkeypatch, words):
+    """Batches of other sizes, looks at the device after 1, 3 or 16 tokens, and buffers of keys and
+    values that grow by 1, 4 or 64 columns: the same tokens and log-probs in float64. Catches a row
+    that takes a place together with another row's keys, mask, position or random numbers, and a
+    completion that goes on past its end."""
+    model, _ = make_policy(dtype=torch.float64)
+    prompts = [[65, 66, 67], [68], [69, 70], [71] * 5]
+    options = {"max_new_tokens": 30, "eos_ids": list(range(0, 258, 24)), **words}
+    found = []
+    for batch_size, look, room in ((24, 1, 64), (6, 3, 1), (12, 16, 4), (24, 16, 64)):
+        monkeypatch.setitem(rollout.LOOK, "cpu", look)
+        monkeypatch.setattr(kv_cache, "ROOM", room)
+        found.append(sample(model, prompts, batch_size=batch_size, **options))
+    inside = torch.arange(30) < found[0].lengths[..., None]
+    assert len(set(found[0].lengths.flatten().tolist())) > 4
+    for other in found[1:]:
+        assert torch.equal(other.lengths, found[0].lengths)
+        assert torch.equal(other.completion_ids[inside], found[0].completion_ids[inside])
+        for name in ("logprobs", "entropy", "energy"):
+            assert torch.allclose(getattr(other, name), getattr(found[0], name), atol=1e-6), name
+
+
 @ENGINES
 @pytest.mark.parametrize("token", [65, 66])
-def test_broken_weights_are_reported(make_policy, engine, token):
-    """All logits are NaN, or a single one. Catches a check that is satisfied by any finite one."""
+@pytest.mark.parametrize("look", [1, 16])
+def test_broken_weights_are_reported(make_policy, monkeypatch, engine, token, look):
+    """All logits are NaN, or a single one. Catches a check that is satisfied by any finite one, and
+    completions that end before the first look."""
+    monkeypatch.setitem(rollout.LOOK, "cpu", look)
     model, _ = make_policy()
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = torch.nan
@@ -359,6 +378,17 @@ def test_a_loaded_policy_can_be_padded_and_trained(make_policy, tmp_path):
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 256
     assert loaded.vocab_size == 258
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+
+
+def test_a_policy_in_bfloat16_keeps_its_positions(policy_folder):
+    """Weights are cast, the frequencies of rotary positions are not. Fails if the whole module is
+    cast."""
+    exact, _ = rollout.load_policy(policy_folder, "cpu")
+    policy, _ = rollout.load_policy(policy_folder, "cpu", "bfloat16")
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
+    own, rounded = (model.model.rotary_emb.inv_freq for model in (exact, policy))
+    assert torch.equal(own, rounded)
+    assert not torch.equal(own, own.bfloat16().float())
 
 
 def test_a_model_with_a_sliding_window_is_refused(make_policy, tmp_path):

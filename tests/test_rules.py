@@ -79,7 +79,7 @@ def test_packing_by_device(monkeypatch):
     """Catches an option that is on by default where it was not measured to be faster."""
     assert config.resolve(config.Config(device="cpu")).share_prompts is True
     assert config.resolve(config.Config(device="cpu", share_prompts=False)).share_prompts is False
-    monkeypatch.setattr(rollout, "choose_device", lambda _device: "cuda")
+    monkeypatch.setattr(config, "choose_device", lambda _device: "cuda")
     cfg = config.resolve(config.Config())
     assert (cfg.share_prompts, cfg.gradient_checkpointing, cfg.dtype) == (False, False, "bfloat16")
     assert config.parse_config(["--share-prompts", "True"]).share_prompts is True

@@ -2,6 +2,7 @@
 
 import json
 import math
+import zlib
 
 import pytest
 import torch
@@ -212,7 +213,7 @@ def test_a_step_that_keeps_nothing(run, tmp_path, monkeypatch):
 
 def test_unscorable_rewards(run):
     """No NaN in the loss if some completions cannot be scored, and null if no group can."""
-    some = lambda text, _gold: None if text[:1] < "@" else len(text) % 2
+    some = lambda text, _gold: None if text[:1] < "@" else zlib.crc32(text.encode()) % 2
     for row in run("some", reward=some):
         assert math.isfinite(row["loss"])
         assert row["grad_norm"] > 0

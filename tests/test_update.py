@@ -187,9 +187,9 @@ def test_gradients_are_added_in_a_fixed_order(make_policy, share_prompts):
     assert not names & {"IndexBackward0", "IndexPutBackward0"}
 
 
-def test_autocast_without_cache_adds_up_in_float32():
-    """With 20 chunks of a head, the error of its gradient is that of one cast. Catches the cache,
-    which makes the chunks add up one bfloat16 gradient."""
+def test_autocast_adds_up_in_float32():
+    """With 20 chunks of a head, the error of its gradient is that of one cast. Catches a cache of
+    casts, which makes the chunks add up one bfloat16 gradient."""
     torch.manual_seed(0)
     head = torch.nn.Linear(32, 50, bias=False)
     hidden = torch.randn(2000, 32)
@@ -198,7 +198,7 @@ def test_autocast_without_cache_adds_up_in_float32():
     cases = [("exact", "float32", 10**9), ("one", "bfloat16", 10**9), ("chunks", "bfloat16", 5000)]
     for name, dtype, limit in cases:
         head.zero_grad()
-        with update.autocast(config.Config(device="cpu", dtype=dtype), cache=False):
+        with update.autocast(config.Config(device="cpu", dtype=dtype)):
             logprobs, _ = packing.token_logprobs(hidden, head, targets, head_logits=limit)
         logprobs.sum().backward()
         grads[name] = head.weight.grad.clone()

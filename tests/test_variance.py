@@ -128,22 +128,13 @@ def short(small_runs, policy_folder, tmp_path):
 
 
 def test_results_are_on_the_cpu(short, monkeypatch):
-    """Rollouts and gradients stay on the device, and what is made of them does not mix with it.
-    Fails if a tensor of the device meets one of the CPU, as CUDA does."""
-    real = variance.rollout.sample
-
-    def sample(*args, **options):
-        found = real(*args, **options)
-        for name, value in vars(found).items():
-            if isinstance(value, torch.Tensor):
-                setattr(found, name, value.as_subclass(OtherDevice))
-        return found
+    """Gradients stay on the device, and what is made of them does not mix with it. Fails if a
+    tensor of the device meets one of the CPU, as CUDA does."""
 
     def random_gradients(model, *_args, **_options):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter).as_subclass(OtherDevice)
 
-    monkeypatch.setattr(variance.rollout, "sample", sample)
     monkeypatch.setattr(variance, "accumulate_gradients", random_gradients)
     found = variance.real_gradients(*short())
     tensors = [*vars(found).values(), *vars(found.batch).values()]
@@ -156,7 +147,7 @@ def test_results_are_on_the_cpu(short, monkeypatch):
 
 
 def test_everything_is_in_the_runs_arithmetic(short, monkeypatch):
-    """Fails if the bench samples, or computes gradients, outside autocast."""
+    """Fails if the bench samples, or computes gradients, in float32."""
     dtypes, load = [], variance.rollout.load_policy
 
     def load_policy(*args):

@@ -1,0 +1,35 @@
+"""Draws from categorical distributions."""
+
+import pytest
+import torch
+
+from runtime import categorical
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.49, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_a_token_of_probability_0_is_not_drawn(monkeypatch, number, token):
+    """For random numbers at the ends of their range and on a token's border, whatever the blocks.
+    Fails if a border belongs to the token before it."""
+    probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
+    for block in (1, 2, 3, 5, 512):
+        monkeypatch.setattr(categorical, "BLOCK", block)
+        drawn = categorical.draw(probs, torch.tensor([[number]], dtype=torch.float64))
+        assert drawn.tolist() == [[token]], block
+
+
+@pytest.mark.parametrize("vocabulary", [7, 512, 1024, 1300])
+def test_a_draw_inverts_the_cumulative_distribution(vocabulary):
+    """Of random probabilities with many zeros, in blocks, against one sum over all of them.
+    Catches a block that is off by one, tokens of the last, shorter block that are never drawn, and
+    sums in float32."""
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(4000, vocabulary, generator=generator)
+    probs *= torch.rand(4000, vocabulary, generator=generator) < 0.3
+    probs[:, -1] += 0.01
+    probs /= probs.sum(dim=1, keepdim=True)
+    uniform = torch.rand(4000, 1, dtype=torch.float64, generator=generator)
+    cumulated = probs.double().cumsum(dim=1)
+    exact = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)
+    drawn = categorical.draw(probs, uniform)
+    assert torch.equal(drawn, exact)
+    assert (drawn == vocabulary - 1).any()
