@@ -40,8 +40,8 @@ def cast_weights(model, dtype: str) -> None:
     """Give every parameter memory of its own, of this type.
 
     Loaded weights may be unaligned views of the file, and then the same arithmetic can round
-    differently from one load to the next. Buffers keep their type: in bfloat16, the frequencies of
-    rotary positions would be off by a radian after a few hundred tokens."""
+    differently from one load to the next. Buffers keep their type: in bfloat16, one of Qwen3's
+    rotary frequencies would be off by a radian after 866 tokens."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype), copy=True)
 
@@ -55,5 +55,6 @@ def fuse_norms(model) -> None:
 
 
 def _rms_norm(norm, hidden_states):
+    dtype = torch.promote_types(hidden_states.dtype, norm.weight.dtype)  # as transformers returns
     shape = hidden_states.shape[-1:]
-    return F.rms_norm(hidden_states, shape, norm.weight, norm.variance_epsilon)
+    return F.rms_norm(hidden_states.to(dtype), shape, norm.weight, norm.variance_epsilon)

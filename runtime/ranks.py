@@ -121,7 +121,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def refresh(copy, model) -> None:
-    """Copy the sharded model's weights into the whole copy. Does nothing if they are one model."""
+    """Copy the trained weights into the copy that samples. Does nothing if they are one model."""
     if copy is not model:
         for target, source in zip(copy.parameters(), model.parameters(), strict=True):
             target.copy_(whole(source))

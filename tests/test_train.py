@@ -222,6 +222,15 @@ def test_unscorable_rewards(run):
         assert (row["loss"], row["grad_norm"], row["reward"]) == (0, 0, None)
 
 
+def test_bfloat16_samples_from_a_fresh_copy(run):
+    """Sampler and trainer differ by rounding only, after updates that move the weights a lot. Fails
+    if the sampler's copy keeps the first weights."""
+    rows = run("run", dtype="bfloat16", lr=0.02, steps=4)
+    gaps = [row["sampling/sampling_logp_difference/mean"] for row in rows]
+    assert min(gaps) > 0
+    assert max(gaps) < 0.05, gaps
+
+
 # ---------------------------------------------------------------------------- seeds
 
 
