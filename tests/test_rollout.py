@@ -188,19 +188,21 @@ def test_top_p_and_top_k_cut_the_tail(make_policy):
         assert got.entropy.isfinite().all()
 
 
-@pytest.mark.parametrize("batch_size", [50, 100])
-def test_prompts_are_read_once_and_rows_leave(make_policy, batch_size):
-    """The model computes every prompt once and every sampled token but the last once, and at most a
-    batch at once. Catches a prefill for each completion, finished rows that stay, and a batch size
-    that is ignored."""
+@pytest.mark.parametrize(("batch_size", "look"), [(50, 1), (100, 1), (50, 4)])
+def test_prompts_are_read_once_and_rows_leave(make_policy, monkeypatch, batch_size, look):
+    """The model computes every prompt once and every sampled token but the last once, up to the
+    next look at the device, and at most a batch at once. Catches a prefill for each completion,
+    finished rows that stay, a look at the last token only, and a batch size that is ignored."""
     model, _ = make_policy()
+    monkeypatch.setitem(rollout.LOOK, "cpu", look)
     computed = []
     model.register_forward_pre_hook(lambda module, args: computed.append(args[0].numel()))
     options = {"eos_ids": list(range(0, 258, 8)), "batch_size": batch_size}
     got = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, **options)
     assert got.truncated.any()
     assert max(computed) <= batch_size
-    assert sum(computed) == 6 + int(got.lengths.sum()) - 100
+    until_look = (got.lengths + look - 1) // look * look
+    assert sum(computed) == 6 + int(until_look.sum()) - 100
 
 
 def test_prompts_of_one_length_share_a_batch(make_policy):
