@@ -65,6 +65,17 @@ def test_energy_of_a_nearly_certain_token():
     assert record.statistics[2].item() == pytest.approx(exact, rel=1e-3)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_distribution_of_a_bfloat16_model(temperature):
+    """Its logits are bfloat16, log-probs are computed in float32. Fails if they are rounded before
+    or after the temperature divides them."""
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    model = types.SimpleNamespace(device="cpu", vocab_size=50)
+    sampling = rollout.Sampling(1, [3], 3, temperature=temperature)
+    scores = rollout._Record(sampling, torch.rand(3, 1), model).distribution(None, logits)
+    assert torch.equal(scores, (logits.float() / temperature).log_softmax(dim=1))
+
+
 @ENGINES
 def test_frequencies_and_entropy_are_those_of_the_policy(make_policy, engine):
     """20,000 one-token completions of a model that ships settings of its own, as Qwen3 does:
