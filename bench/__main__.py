@@ -1,6 +1,8 @@
 """
 The measurements behind the tables in docs/. Run from the root of the repository.
 
+    python -m bench gpu         all that a first run on a GPU should measure (runs/gpu.sh)
+    python -m bench roofline    what a step should take at best on a GPU, by arithmetic
     python -m bench step        seconds of a training step and its parts
     python -m bench rollout     completions per second of every installed engine
     python -m bench update      packed and padded updates
@@ -26,10 +28,25 @@ import sys
 import transformers
 import tyro
 
-from bench import check, hostile, kills, prompts, race, rollout, step, trl, update, variance
+from bench import (
+    check,
+    gpu,
+    hostile,
+    kills,
+    prompts,
+    race,
+    rollout,
+    roofline,
+    step,
+    trl,
+    update,
+    variance,
+)
 from runtime import InputError
 
-MODULES = (step, rollout, update, variance, check, prompts, race, kills, hostile, trl)
+MODULES = (
+    gpu, roofline, step, rollout, update, variance, check, prompts, race, kills, hostile, trl
+)  # fmt: skip
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 
 

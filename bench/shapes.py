@@ -3,7 +3,7 @@
 import json
 import random
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import tokenizers
 import torch
@@ -12,21 +12,40 @@ import transformers
 import packing
 from runtime.device import fuse_norms
 
-Shape = Literal[
-    "embedded", "tiny", "0.6b", "1.7b"
-]  # embedded: the embedded task and its base model
+# embedded: the embedded task and its base model
+Shape = Literal["embedded", "tiny", "0.6b", "1.7b", "4b", "8b"]
 SHAPES = {  # Qwen3's: hidden, feed-forward, layers, heads, key-value heads, head width, vocabulary
     "tiny": (128, 384, 4, 4, 2, 32, 2048),
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151_936),
     "1.7b": (2048, 6144, 28, 16, 8, 128, 151_936),
+    "4b": (2560, 9728, 36, 32, 8, 128, 151_936),
+    "8b": (4096, 12_288, 36, 32, 8, 128, 151_936),
 }
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bfloat16, from data sheets
+UNTIED = ("8b",)  # these have a head of their own
 
 
-def random_model(shape: str, device: str):
-    """An untrained Qwen3 of that shape with float32 weights."""
+class GPU(NamedTuple):
+    flops: float  # dense bfloat16 operations a second
+    bandwidth: float  # bytes of memory read or written a second
+
+
+GPUS = {  # from data sheets: H100 SXM, H200 SXM, A100 SXM of 80 GB
+    "H100": GPU(989e12, 3.35e12),
+    "H200": GPU(989e12, 4.8e12),
+    "A100": GPU(312e12, 2.0e12),
+}
+
+
+def this_gpu() -> GPU | None:
+    """The data sheet of CUDA's device; None if it is not in the table."""
+    name = torch.cuda.get_device_name()
+    return next((sheet for gpu, sheet in GPUS.items() if gpu in name), None)
+
+
+def qwen3(shape: str) -> transformers.Qwen3Config:
+    """The configuration of that shape."""
     hidden, inner, layers, heads, kv_heads, width, vocabulary = SHAPES[shape]
-    options = transformers.Qwen3Config(
+    return transformers.Qwen3Config(
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,
@@ -34,8 +53,13 @@ def random_model(shape: str, device: str):
         num_key_value_heads=kv_heads,
         head_dim=width,
         vocab_size=vocabulary,
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape not in UNTIED,
     )
+
+
+def random_model(shape: str, device: str):
+    """An untrained Qwen3 of that shape with float32 weights."""
+    options = qwen3(shape)
     options._attn_implementation = packing.ATTENTION
     torch.manual_seed(0)
     with torch.device(device):

@@ -336,8 +336,8 @@ def time_updates(model, name: str, work: Work, cfg: config.Config, rounds: int) 
 
 def peak_flops() -> float:
     """The GPU's dense bfloat16 operations a second; NaN if its name is not in the table."""
-    name = torch.cuda.get_device_name()
-    return next((flops for gpu, flops in shapes.PEAK_FLOPS.items() if gpu in name), math.nan)
+    gpu = shapes.this_gpu()
+    return gpu.flops if gpu else math.nan
 
 
 # ---------------------------------------------------------------------------- the head
