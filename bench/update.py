@@ -208,7 +208,7 @@ def main(
         gradient_checkpointing: recompute layers in the backward pass
         json_file: where to write the rows
     """
-    args = ["--out-dir", "unused"]
+    args = ["--out-dir", "unused", "--importance-cap", "0"]  # padded_update has no correction
     if pack_tokens:
         args += ["--pack-tokens", str(pack_tokens)]
     cfg = config.resolve(config.parse_config(args))

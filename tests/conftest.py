@@ -22,7 +22,9 @@ import rollout
 import train
 from runtime import log, plot
 
-LONG = ("test_notebooks", "test_ranks", "test_stop", "test_train.py::test_two_ranks")
+LONG = (
+    "test_gpu_tier", "test_notebooks", "test_ranks", "test_stop", "test_train.py::test_two_ranks",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

@@ -222,10 +222,18 @@ def test_unscorable_rewards(run):
         assert (row["loss"], row["grad_norm"], row["reward"]) == (0, 0, None)
 
 
-def test_bfloat16_samples_from_a_fresh_copy(run):
+def test_bfloat16_samples_from_a_fresh_copy(run, monkeypatch):
     """Sampler and trainer differ by rounding only, after updates that move the weights a lot. Fails
-    if the sampler's copy keeps the first weights."""
+    if the sampler's copy keeps the first weights, or is not bfloat16."""
+    sample, dtypes = rollout.sample, set()
+
+    def watched(model, *args, **options):
+        dtypes.update(parameter.dtype for parameter in model.parameters())
+        return sample(model, *args, **options)
+
+    monkeypatch.setattr(rollout, "sample", watched)
     rows = run("run", dtype="bfloat16", lr=0.02, steps=4)
+    assert dtypes == {torch.bfloat16}
     gaps = [row["sampling/sampling_logp_difference/mean"] for row in rows]
     assert min(gaps) > 0
     assert max(gaps) < 0.05, gaps

@@ -6,11 +6,14 @@ import re
 import time
 import types
 
+import pretend_cuda
 import pytest
 import torch
 
+import packing
 from bench import gpu, gpu_sections
 
+KERNELS = ("flash_attn_varlen_func", "varlen_attn")
 EXPECTED = ("not installed", "the profiler recorded no kernel", "Legacy CUDA profiling")
 NAMES = [name for name in gpu.SECTIONS if name != "tests"]
 
@@ -23,10 +26,13 @@ def tables(page):
     return {part.splitlines()[0]: split(part) for part in parts}
 
 
-def test_every_section(tmp_path, monkeypatch):
+def test_every_section(tmp_path, monkeypatch, pretend):
     """Real measurements, then three made-up ones. Catches a section that the code has outgrown, a
     failure that stops the others or leaves no trace, a time limit that is not kept, a share upside
     down, and columns of the page that no row has."""
+    if pretend:
+        for kernel in KERNELS:
+            monkeypatch.setattr(packing, kernel, getattr(pretend_cuda, kernel))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     files = {"json_file": tmp_path / "rows.json", "page": tmp_path / "page.md"}
     gpu.main(tiny=True, only=NAMES, **files)

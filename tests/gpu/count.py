@@ -1,0 +1,132 @@
+"""
+How often the host waits for the device, and how much it launches, line by line.
+
+    python tests/gpu/count.py
+
+It runs on the pretend device (tests/pretend_cuda.py), so no number here is a time.
+"""
+
+import contextlib
+import copy
+import io
+import sys
+import tempfile
+import zlib
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import pretend_cuda
+
+import arithmetic
+import config
+import packing
+import rollout
+import update
+from runtime.device import cast_weights, fuse_norms
+from train import Trainer
+
+UPDATES = {
+    "defaults of CUDA": {},
+    "shared prompts": {"share_prompts": True},
+    "gspo": {"loss": "gspo"},
+    "cap": {"importance_cap": 2.0},
+    "beta": {"beta": 0.1},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+}
+
+
+def make_model(seed=0):
+    model = arithmetic.make_model(TOKENIZER, seed=seed)
+    model.vocab_size = len(TOKENIZER)
+    fuse_norms(model)
+    return model.to("cuda")
+
+
+def sample(model, prompts, new_tokens, engine="compact"):
+    """Rollouts of which none ends before `new_tokens`, from weights in bfloat16."""
+    prompt_ids = [TOKENIZER.encode(arithmetic.problem("train", n)[0]) for n in range(prompts)]
+    sampling = rollout.Sampling(new_tokens, [10**6], TOKENIZER.pad_token_id, engine=engine)
+    policy = copy.deepcopy(model)
+    cast_weights(policy, "bfloat16")
+    return rollout.sample(policy, prompt_ids, sampling, group_size=4, seed=1)
+
+
+def first(rollouts, prompts):
+    """The rollouts of the first prompts."""
+    return rollout.Rollouts(*(getattr(rollouts, f.name)[:prompts] for f in fields(rollouts)))
+
+
+def show(title, seen, times):
+    for kinds in (pretend_cuda.WAITS, ("launch",)):
+        print(f"\n{title}: {seen.total(*kinds) / times:.2f} {'/'.join(kinds)}")
+        print(seen.table(*kinds, most=14, divide=times))
+
+
+def count_rollout(engine):
+    """A decoded token, from the difference of two lengths."""
+    model, seen = make_model(), {}
+    for new_tokens in (16, 48):
+        with pretend_cuda.counting() as seen[new_tokens]:
+            sample(model, 4, new_tokens, engine)
+    show(f"{engine}, a decoded token of {len(model.model.layers)} layers", seen[48] - seen[16], 32)
+
+
+def count_update(name, options):
+    """A pack, from the difference of few and many packs."""
+    options = {"dtype": "bfloat16", "pack_tokens": 100, **options}
+    cfg = config.resolve(config.Config(device="cuda", **options))
+    model = make_model()
+    reference = make_model(seed=1).requires_grad_(False) if cfg.beta else None
+    if cfg.gradient_checkpointing:
+        update.checkpoint_layers(model)
+    everything, seen = sample(model, 12, 12), {}
+    for prompts in (3, 3, 12):  # the first makes .grad, and does not count
+        rollouts = first(everything, prompts)
+        ones = torch.ones(prompts, 4, dtype=torch.float64)
+        with pretend_cuda.counting() as found:
+            sums = update.accumulate_gradients(
+                model, rollouts, ones, ones, ones > 0, cfg=cfg, reference=reference
+            )
+        seen[int(sums.slots) // cfg.pack_tokens] = found
+    (few, before), (many, after) = seen.items()
+    print(
+        f"\nupdate, {name}: {few} packs wait {before.waits()} times, {many} {after.waits()} times"
+    )
+    show(f"update, {name}, a pack", after - before, many - few)
+
+
+def count_step(method):
+    """The third step of a run: the first ones fill the history and the optimizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_model().save_pretrained(f"{folder}/model")
+        TOKENIZER.save_pretrained(f"{folder}/model")
+        args = ["--method", method, "--model", f"{folder}/model", "--data", "arithmetic"]
+        args += ["--device", "cuda", "--out-dir", f"{folder}/run", "--eval-every", "0"]
+        args += ["--steps", "3", "--prompts-per-step", "12", "--group-size", "4"]
+        args += ["--max-new-tokens", "24", "--pack-tokens", "256"]
+        reward = lambda text, _gold: float(zlib.crc32(text.encode()) % 2)
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer = Trainer(config.parse_config(args), reward)
+            trainer.open_folder()
+            for _ in range(3):
+                with pretend_cuda.counting() as seen:
+                    trainer.write(*trainer.advance())
+    show(f"a step of {method}", seen, 1)
+
+
+if __name__ == "__main__":
+    pretend_cuda.install()
+    transformers.utils.logging.disable_progress_bar()
+    packing.flash_attn_varlen_func = pretend_cuda.flash_attn_varlen_func
+    TOKENIZER = arithmetic.make_tokenizer()
+    for engine in ("compact", "hf"):
+        count_rollout(engine)
+    for name, options in UPDATES.items():
+        count_update(name, options)
+    for method in ("grpo", "pps"):
+        count_step(method)

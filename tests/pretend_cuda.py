@@ -1,0 +1,446 @@
+"""
+A pretend CUDA device, so that the code for GPUs runs, and its waits are counted, without a GPU.
+
+    pretend_cuda.install()
+    torch.ones(2, device="cuda") + torch.ones(2)  # RuntimeError: ... tensors ... on the same device
+    with pretend_cuda.counting() as seen:
+        ...
+    print(seen.table("d2h", "h2d", "hidden", "sync"))
+
+A CPU build of PyTorch has everything of CUDA but its kernels. pretend_cuda.cpp adds a device guard,
+an allocator whose memory says cuda:0, and a fallback for every operator that reaches the CUDA key:
+it checks devices as CUDA's own operator would, counts, and runs the CPU kernel on the same memory.
+Everything above that is PyTorch's own code: autograd, autocast, modules, optimizers, torch.save.
+
+What is counted, by the innermost line of this repository on the stack (a backward pass has its
+.backward() line or none):
+
+    launch   operators that compute: at least as many kernels
+    d2h      copies to the CPU and .item(): the host waits for all that was queued
+    h2d      blocking copies from pageable memory: the host waits too
+    copy     copies with non_blocking=True that do not wait (to the CPU: into pinned memory)
+    hidden   operators whose CUDA kernel reads a size or a flag back: nonzero, x[mask], equal, ...
+    sync     torch.cuda.synchronize()
+
+It cannot show times, streams, races, CUDA's random numbers and rounding, NCCL, torch.compile, or
+what real kernels lack. A NotImplementedError that names the 'CUDA' backend, and "DispatchStub:
+missing CUDA kernel", are faults of this file.
+"""
+
+import collections
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import types
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = Path(__file__).with_suffix(".cpp")
+TORCH = Path(torch.__file__).parent
+WAITS = ("d2h", "h2d", "hidden", "sync")
+
+# ------------------------------------------------------------------------- counting
+
+
+class Seen:
+    """Counts by (kind, operator, line of the repository, line of the library that it called)."""
+
+    def __init__(self, events=()):
+        self.events = collections.Counter(events)
+
+    def __sub__(self, other: "Seen") -> "Seen":
+        return Seen(self.events - other.events)
+
+    def total(self, *kinds) -> int:
+        return sum(n for (kind, *_), n in self.events.items() if kind in kinds)
+
+    def waits(self) -> int:
+        """How often the host waited for the device."""
+        return self.total(*WAITS)
+
+    def table(self, *kinds, most: int = 20, divide: float = 1.0) -> str:
+        """Rows: count / divide, kind, operator, line, and a library's line if that called it."""
+        rows = [(n, key) for key, n in self.events.most_common() if key[0] in kinds]
+        return "\n".join(
+            f"{n / divide:9.2f}  {kind:6s} {op:36s} {line}{'  <- ' + via if via else ''}"
+            for n, (kind, op, line, via) in rows[:most]
+        )
+
+
+_active: list[Seen] = []
+_quiet = threading.local()
+_aten = torch.library.Library("aten", "IMPL")  # what it implements ends with this object
+_kinds = {}  # file name -> "ours", "torch" or "library"
+
+
+@contextlib.contextmanager
+def counting():
+    """Count what happens inside; may be nested."""
+    seen = Seen()
+    _active.append(seen)
+    try:
+        yield seen
+    finally:
+        _active.remove(seen)
+
+
+@contextlib.contextmanager
+def _fused(name: str):
+    """One launch, whatever PyTorch does inside: for stand-ins of kernels."""
+    _note("launch", name)
+    before, _quiet.on = getattr(_quiet, "on", False), True
+    try:
+        yield
+    finally:
+        _quiet.on = before
+
+
+def _note(kind: str, op: str) -> None:
+    if _active and not getattr(_quiet, "on", False):
+        line, via = _where()
+        for seen in _active:
+            seen.events[kind, op, line, via] += 1
+
+
+def _where() -> tuple[str, str]:
+    """(innermost line of the repository, innermost line of a library below it, PyTorch left out)"""
+    frame, via = sys._getframe(), ""
+    while frame:
+        name = frame.f_code.co_filename
+        kind = _kinds.get(name) or _kinds.setdefault(name, _kind_of(Path(name)))
+        if kind == "ours":
+            return f"{os.path.relpath(name, ROOT)}:{frame.f_lineno}", via
+        if kind == "library" and not via:
+            via = f"{'/'.join(Path(name).parts[-2:])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "(backward pass)", via  # autograd's own thread has no other frame
+
+
+def _kind_of(path: Path) -> str:
+    outside = {"contextlib.py", "functools.py", "threading.py"}
+    if path.is_relative_to(TORCH) or path == Path(__file__) or path.name in outside:
+        return "torch"
+    ours = path.is_relative_to(ROOT) and "site-packages" not in path.parts
+    return "ours" if ours else "library" if path.is_absolute() else "torch"
+
+
+# ------------------------------------------------------------------------- installation
+
+SYNCS = {  # operators whose CUDA implementation reads something back, and how often
+    "_local_scalar_dense": 1, "nonzero": 1, "masked_select": 1, "equal": 1, "bincount": 2,
+    "_unique2": 1, "unique_dim": 1, "unique_consecutive": 1, "unique_dim_consecutive": 1,
+    "repeat_interleave.Tensor": 1, "histc": 1, "_linalg_check_errors": 1,
+}  # fmt: skip
+FREE = {  # no kernel
+    "view", "as_strided", "_reshape_alias", "unfold", "resize_", "set_", "set_.source_Tensor",
+    "alias", "detach", "_local_scalar_dense", "is_set_to", "equal", "record_stream", "view_as_real",
+    "view_as_complex", "squeeze", "unsqueeze", "t", "transpose", "permute", "expand", "select",
+    "slice", "lift_fresh", "_unsafe_view",
+}  # fmt: skip
+INDEXING = {"index.Tensor", "index.Tensor_out", "_index_put_impl_", "index_put_", "index_put"}
+MOVING = {"copy_", "resize_", "set_", "set_.source_Tensor", "record_stream", "is_set_to"}
+
+
+def unavailable() -> str | None:
+    """Why this machine can have no pretend device, or None."""
+    if torch.version.cuda or torch.version.hip:
+        return "this PyTorch is built for GPUs; the pretend device needs a CPU build"
+    if not sys.platform.startswith("linux"):
+        return "the pretend device needs Linux"
+    return None if shutil.which("g++") else "the pretend device needs g++"
+
+
+def install() -> None:
+    """Make this process believe that it has one CUDA device; there is no way back.
+
+    Call it once, before anything asks for CUDA or runs a backward pass."""
+    _patch_torch_cuda()
+    if not _native().start(_note, *_operators()):
+        raise RuntimeError("this PyTorch does not take the hooks of the pretend device")
+    _implement_attention()
+    _implement_norm()
+
+
+def _operators():
+    """({operator: (check, launches, syncs)}, names of operators whose kernel for CUDA replaces a
+    composite one). The numbers of checks are those of pretend_cuda.cpp."""
+    import torchgen
+    import yaml
+
+    path = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    table, kernels = {}, []
+    for function in yaml.load(path.read_text(), loader):
+        name = function["func"].split("(")[0]
+        keys = [key for keys in function.get("dispatch", {}) for key in keys.split(", ")]
+        generated = "CUDA" in keys or "structured_delegate" in function
+        exact, iterator, index, anything = range(4)
+        check = exact if generated and function.get("device_check") != "NoCheck" else iterator
+        if name in INDEXING:
+            check = index
+        if name in MOVING or name.startswith("_foreach"):
+            check = anything
+        table[f"aten::{name}"] = (check, name not in FREE, SYNCS.get(name, 0))
+        composite = any(key.startswith("Composite") for key in keys)
+        if "CUDA" in keys and composite and name != "_fused_rms_norm":
+            kernels.append(name)
+    return table, kernels
+
+
+@functools.cache
+def _native():
+    """The compiled part. It takes half a minute, once for each version of it and of PyTorch; other
+    processes wait for the one that compiles."""
+    recipe = SOURCE.read_text() + torch.__version__ + sys.version
+    key = hashlib.sha256(recipe.encode()).hexdigest()[:12]
+    folder = ROOT / ".cache" / f"pretend-cuda-{key}"
+    library = folder / f"pretend_cuda_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            unfinished = folder / f"{os.getpid()}.so"
+            _compile(unfinished)
+            unfinished.rename(library)
+    spec = importlib.util.spec_from_file_location("pretend_cuda_native", library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compile(library: Path) -> None:
+    headers = [TORCH / "include", TORCH / "include/torch/csrc/api/include"]
+    headers += [sysconfig.get_paths()["include"]]
+    command = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", "-w", str(SOURCE)]
+    command += [f"-isystem{path}" for path in headers]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    command += [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch_python"]
+    subprocess.run([*command, "-o", str(library)], check=True)
+
+
+def _patch_torch_cuda() -> None:
+    cuda = torch.cuda
+    memory = 80 * 2**30
+    properties = types.SimpleNamespace(name="pretend CUDA", major=9, minor=0, total_memory=memory)
+    answers = {
+        "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 1,
+        "current_device": 0, "set_device": None, "is_bf16_supported": True, "empty_cache": None,
+        "memory_stats": {}, "mem_get_info": (memory, memory), "get_device_capability": (9, 0),
+        "get_device_name": "pretend CUDA", "get_device_properties": properties,
+        "manual_seed": None, "manual_seed_all": None,  # the CPU's generator draws
+        "is_current_stream_capturing": False, "ipc_collect": None,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        setattr(cuda, name, lambda *_, answer=answer, **__: answer)
+    cuda.synchronize = lambda device=None: _note("sync", "torch.cuda.synchronize")
+    cuda.reset_peak_memory_stats = lambda device=None: _native().reset_peak()
+    cuda.memory_allocated = cuda.memory_reserved = lambda device=None: _native().allocated()
+    cuda.max_memory_allocated = cuda.max_memory_reserved = lambda device=None: _native().peak()
+    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
+    cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
+    cuda.device = type("device", (contextlib.nullcontext,), {})
+
+    # Storages are made by the name of their device, which a CPU build does not know.
+    storage = torch.storage
+    to, clone = storage._to, storage._StorageBase.clone
+    on_cuda = lambda some: torch.device(getattr(some, "device", some)).type == "cuda"
+    whole = lambda own: torch.empty(0, dtype=torch.uint8, device=own.device).set_(own)
+    storage._to = lambda own, device, non_blocking=False: (
+        whole(own).to(device).untyped_storage()
+        if on_cuda(device) and not on_cuda(own)
+        else to(own, device, non_blocking)
+    )
+    storage._StorageBase.clone = lambda own: (
+        whole(own).clone().untyped_storage() if on_cuda(own) else clone(own)
+    )
+
+
+# ------------------------------------------------------------------------- RMSNorm
+
+
+def _implement_norm() -> None:
+    """rms_norm's fused forward and backward, of which the CPU has none."""
+    wide = lambda *tensors: [_native().alias(t).float() for t in tensors]
+
+    def forward(x, shape, weight, eps):
+        _same_device(x, weight)
+        with _fused("norm kernel"):
+            own, scale = wide(x, weight)
+            rstd = (own.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+            return _native().wrap((own * rstd * scale).to(x.dtype)), _native().wrap(rstd)
+
+    def backward(grad, x, shape, rstd, weight, mask):
+        _same_device(grad, x, rstd, weight)
+        with _fused("norm kernel, backward"):
+            grad, own, rstd, scale = wide(grad, x, rstd, weight)
+            unit = own * rstd
+            scaled = grad * scale
+            of_x = rstd * (scaled - unit * (scaled * unit).mean(dim=-1, keepdim=True))
+            of_weight = (grad * unit).flatten(0, -2).sum(dim=0)
+            return _native().wrap(of_x.to(x.dtype)), _native().wrap(of_weight.to(weight.dtype))
+
+    _aten.impl("_fused_rms_norm", forward, "CUDA")
+    _aten.impl("_fused_rms_norm_backward", backward, "CUDA")
+
+
+# ------------------------------------------------------------------------- attention
+
+
+def _attend(query, key, value, bias, scale):
+    """(output, probabilities) of query [..., H, n, D] and key, value [..., H_kv, m, D], float32."""
+    groups = query.shape[-3] // key.shape[-3]
+    key, value = (t.float().repeat_interleave(groups, dim=-3) for t in (key, value))
+    scores = query.float() @ key.mT * scale + bias
+    probs = scores.softmax(dim=-1).nan_to_num()  # a query without keys gets 0
+    return probs @ value, probs
+
+
+def _attend_backward(grad, query, key, value, bias, scale):
+    """Gradients by hand, because autograd is off inside a kernel."""
+    groups = query.shape[-3] // key.shape[-3]
+    wide_key, wide_value = (t.float().repeat_interleave(groups, dim=-3) for t in (key, value))
+    probs, grad = _attend(query, key, value, bias, scale)[1], grad.float()
+    of_probs = grad @ wide_value.mT
+    of_scores = probs * (of_probs - (of_probs * probs).sum(dim=-1, keepdim=True)) * scale
+    narrow = lambda t: t.unflatten(-3, (-1, groups)).sum(dim=-3)
+    grads = of_scores @ wide_key, narrow(of_scores.mT @ query.float()), narrow(probs.mT @ grad)
+    return [grad.to(t.dtype) for grad, t in zip(grads, (query, key, value), strict=True)]
+
+
+def _causal(queries: int, keys: int, last: int):
+    """0 where a query may look, else -inf; the first query sees `last` + 1 keys."""
+    hidden = ~torch.ones(queries, keys, dtype=torch.bool).tril(last)
+    return torch.zeros(queries, keys).masked_fill(hidden, -torch.inf)
+
+
+def _implement_attention() -> None:
+    """scaled_dot_product_attention's fused forward and backward, in Python."""
+    name = "_scaled_dot_product_fused_attention_overrideable"
+
+    def plain(query, key, value, attn_bias, is_causal, scale):
+        bias = torch.zeros(())
+        if attn_bias is not None and attn_bias.numel():
+            bias = _native().alias(attn_bias).float()
+        if is_causal:
+            bias = bias + _causal(query.shape[-2], key.shape[-2], 0)  # top left
+        return *map(_native().alias, (query, key, value)), bias, scale or query.shape[-1] ** -0.5
+
+    def forward(
+        query, key, value, attn_bias=None, dropout_p=0.0, is_causal=False, return_debug_mask=False,
+        *, scale=None,
+    ):  # fmt: skip
+        _same_device(query, key, value, attn_bias)
+        with _fused("attention kernel"):
+            own = plain(query, key, value, attn_bias, is_causal, scale)
+            out = _attend(*own)[0].to(query.dtype)
+            out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as flash attention lays it out
+            nothing = _native().wrap(torch.empty(0, dtype=torch.int64))
+            lse = _native().wrap(torch.empty(query.shape[:-1]))
+        sizes = query.shape[-2], key.shape[-2]
+        return _native().wrap(out), lse, nothing, nothing, *sizes, nothing, nothing, nothing
+
+    def backward(grad, query, key, value, attn_bias, *rest, scale=None):
+        _same_device(grad, query, key, value, attn_bias)
+        is_causal = rest[-3]
+        with _fused("attention kernel, backward"):
+            own = plain(query, key, value, attn_bias, is_causal, scale)
+            grads = _attend_backward(_native().alias(grad), *own)
+        return *map(_native().wrap, grads), None
+
+    _aten.impl(name, forward, "CUDA")
+    _aten.impl(f"{name}_backward", backward, "CUDA")
+
+
+def _same_device(*tensors) -> None:
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_cuda:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"cuda:0 and {tensor.device}"
+            )
+
+
+class _Varlen(torch.autograd.Function):
+    """Segment by segment: [tokens, heads, D], where the last query of a segment sees all keys."""
+
+    @staticmethod
+    def parts(tensors, queries, keys, scale):
+        sizes = (queries, keys, keys, queries)
+        split = (t.split(some) for t, some in zip(tensors, sizes, strict=False))
+        for part in zip(*split, strict=True):
+            query, key, value, *grad = (t.transpose(0, 1) for t in part)  # [H, n, D]
+            shape = query.shape[1], key.shape[1]
+            yield *grad, query, key, value, _causal(*shape, shape[1] - shape[0]), scale
+
+    @staticmethod
+    def forward(ctx, query, key, value, cu_q, cu_k, scale):
+        ctx.save_for_backward(query, key, value)
+        with _fused("varlen kernel"):
+            ctx.shape = *(_native().alias(cu).diff().tolist() for cu in (cu_q, cu_k)), scale
+            own = [_native().alias(t) for t in (query, key, value)]
+            outs = [_attend(*part)[0].transpose(0, 1) for part in _Varlen.parts(own, *ctx.shape)]
+            return _native().wrap(torch.cat(outs).to(query.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        with _fused("varlen kernel, backward"):
+            own = [_native().alias(t) for t in (*ctx.saved_tensors, grad)]
+            grads = [_attend_backward(*part) for part in _Varlen.parts(own, *ctx.shape)]
+            columns = zip(*grads, strict=True)
+            whole = (torch.cat([t.transpose(0, 1) for t in column]) for column in columns)
+            return *map(_native().wrap, whole), None, None, None
+
+
+def _check_varlen(query, key, value, cu_q, cu_k, max_q, max_k):
+    """Raise where the kernels would refuse their arguments, or read out of bounds."""
+    _same_device(query, key, value, cu_q, cu_k)
+    for t in (query, key, value):
+        if t.dtype not in (torch.bfloat16, torch.float16) or t.dtype != query.dtype:
+            raise RuntimeError(f"flash attention needs one dtype of 16 bits, not {t.dtype}")
+        if t.dim() != 3 or t.shape[-1] % 8 or t.shape[-1] > 256 or t.stride(-1) != 1:
+            raise RuntimeError(f"{tuple(t.shape)}, strides {t.stride()}: not [tokens, heads, D]")
+    for cu, t, longest in ((cu_q, query, max_q), (cu_k, key, max_k)):
+        if cu.dtype != torch.int32 or not cu.is_contiguous() or len(cu) != len(cu_q):
+            raise RuntimeError(f"cu_seqlens must be contiguous and int32, not {cu.dtype}")
+        if not isinstance(longest, int):
+            raise TypeError(f"max_seqlen must be an int, not {type(longest)}")
+        bounds = _native().alias(cu)
+        sizes = bounds.diff()
+        if bounds[0] != 0 or bounds[-1] != len(t) or sizes.min() < 0 or sizes.max() > longest:
+            raise ValueError(f"cu_seqlens {bounds.tolist()}: {len(t)} tokens, longest {longest}")
+    if query.shape[1] % key.shape[1]:
+        raise RuntimeError("the number of key-value heads must divide the number of heads")
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False,
+):  # fmt: skip
+    """Stand-in with flash-attn 2's signature; causal is bottom right."""
+    _check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    assert causal
+    assert not dropout_p
+    return _Varlen.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale or q.shape[-1] ** -0.5)
+
+
+def varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
+    enable_gqa=False,
+):  # fmt: skip
+    """Stand-in of torch.nn.attention.varlen.varlen_attn; window_size (-1, 0) is causal."""
+    _check_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+    assert tuple(window_size) == (-1, 0)
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError("query and key have different numbers of heads: enable_gqa")
+    return _Varlen.apply(query, key, value, cu_seq_q, cu_seq_k, scale or query.shape[-1] ** -0.5)
