@@ -246,8 +246,9 @@ def _compact(model, prompt_ids, group_size, record, progress):
     rows = torch.arange(len(record.ids), device=device)  # the completion in each row of the batch
     of_row = rows // group_size  # its prompt
     logits, prompts, positions = logits[of_row], prompts[of_row], positions[of_row, -1:]
-    # Four dimensions: transformers takes such a mask as it is, without reading it.
-    mask = F.pad(mask.bool(), (0, T), value=True)[of_row, None, None]  # [B, 1, 1, W + T]
+    # transformers takes a mask of four dimensions as it is, and attention one of its own dtype.
+    bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
+    bias = F.pad(bias, (0, T))[of_row, None, None]  # [B, 1, 1, W + T]
     ragged = len(set(map(len, prompt_ids))) > 1
     for step in range(T):
         seen = torch.cat([prompts, record.ids[rows, :step]], dim=1) if record.warpers else None
@@ -266,11 +267,11 @@ def _compact(model, prompt_ids, group_size, record, progress):
                 gaps, movers, order = (send(places, device) for places in (gaps, movers, order))
                 for layer in cache.layers:
                     layer.keep(live, gaps, movers)
-                rows, token, prompts, positions, mask = (
-                    tensor[order] for tensor in (rows, token, prompts, positions, mask)
+                rows, token, prompts, positions, bias = (
+                    tensor[order] for tensor in (rows, token, prompts, positions, bias)
                 )
         width = prompts.shape[1] + step + 1
-        inputs["attention_mask"] = mask[..., :width] if ragged else None
+        inputs["attention_mask"] = bias[..., :width] if ragged else None
         inputs["position_ids"] = positions + step + 1
         logits = model(token, **inputs).logits[:, -1]  # [B, V]
 
