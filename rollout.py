@@ -113,9 +113,10 @@ def sample(
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
     bar = {"desc": "rollout", "unit": " completions", "delay": 3, "leave": False}
     progress = tqdm(total=K * G, disable=not sampling.show_progress, **bar)
+    generator = torch.Generator().manual_seed(seed)
+    uniforms = torch.rand(K, G, T, dtype=torch.float64, generator=generator)  # one for each token
+    torch.manual_seed(seed)  # hf draws from this generator
     with progress, torch.no_grad(), _plain_generation(model):
-        torch.manual_seed(seed)
-        uniforms = torch.rand(K, G, T, dtype=torch.float64)  # one number for each token
         ids = torch.full((K, G, T), sampling.pad_id)
         statistics = torch.zeros(3, K, G, T)  # log-prob, entropy, energy
         order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
@@ -135,8 +136,7 @@ def _finish(prompt_ids, ids, statistics, sampling) -> Rollouts:
     lengths = torch.where(ended, ends.int().argmax(dim=-1) + 1, ids.shape[-1])
     inside = torch.arange(ids.shape[-1]) < lengths[..., None]  # [K, G, T]
     logprobs, entropy, energy = torch.where(inside, statistics, 0.0)
-    sums = entropy.sum(dim=-1), energy.sum(dim=-1)
-    return Rollouts(prompt_ids, ids, logprobs, *sums, lengths, ~ended)
+    return Rollouts(prompt_ids, ids, logprobs, entropy.sum(-1), energy.sum(-1), lengths, ~ended)
 
 
 # ------------------------------------------------------------------------- shared by both engines
