@@ -386,6 +386,8 @@ def measure_head(tokens: int, limit: int, device: str) -> tuple[float, float]:
         return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
     go(8)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     before, started = peak(), time.perf_counter()
     go(tokens)
     return time.perf_counter() - started, peak() - before
