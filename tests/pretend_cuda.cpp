@@ -238,7 +238,8 @@ static void note_cost(const std::string& name, const Stack& args, const About& w
     const auto to = args[0].toTensor(), from = args[1].toTensor();
     launches = from.is_cuda() && to.is_cuda();
     if (!launches && from.numel()) {
-      const bool free = args[2].toBool() && (to.is_cuda() || is_pinned(to.data_ptr()));
+      const auto& host = from.is_cuda() ? to : from;
+      const bool free = args[2].toBool() && is_pinned(host.data_ptr());
       note(free ? "copy" : from.is_cuda() ? "d2h" : "h2d", name);
     }
     if (to.dtype() != from.dtype())

@@ -263,20 +263,23 @@ def test_paired_comparison(tmp_path, capsys):
 
 
 def test_every_flag_reaches_the_sampler(policy_folder, monkeypatch):
-    """Catches a flag of eval.py that does nothing."""
-    samplings = []
+    """Catches a flag of eval.py that does nothing, and weights in another type than --dtype."""
+    samplings, dtypes = [], set()
     sample = rollout.sample
 
     def record(model, prompt_ids, sampling, **options):
         samplings.append(sampling)
+        dtypes.update(parameter.dtype for parameter in model.parameters())
         return sample(model, prompt_ids, sampling, **options)
 
     monkeypatch.setattr(rollout, "sample", record)
     logged = {"temperature": 0.5, "top_k": 3, "top_p": 0.7, "repetition_penalty": 1.2}
     given = {**logged, "engine": "hf", "batch_size": 7}
-    cfg = evaluation.EvalConfig(policy_folder, problems=2, max_new_tokens=3, **given)
+    common = {"problems": 2, "max_new_tokens": 3, "dtype": "bfloat16"}
+    cfg = evaluation.EvalConfig(policy_folder, **common, **given)
     (row,) = evaluation.main(cfg)
     assert given.items() <= vars(samplings[0]).items()
+    assert dtypes == {torch.bfloat16}
     assert logged.items() <= row.items()
 
 

@@ -8,6 +8,7 @@ import toy
 
 import config
 import eval as evaluation
+import rollout
 from runtime import log
 
 RUNS = {  # changes of toy.flags, and the attention kernel
@@ -33,10 +34,13 @@ def without_memory(folder):
 
 
 @pytest.mark.parametrize("method", RUNS)
-def test_train(run, kernel, tmp_path, method):
+def test_train(run, kernel, tmp_path, monkeypatch, method):
     """Three steps with evaluations and a checkpoint, the weights on the GPU and every loss finite.
-    Catches a tensor on the wrong device anywhere in a run."""
+    Catches a tensor on the wrong device anywhere in a run, and a copy that samples on the CPU."""
     changes, attention = RUNS[method]
+    sample, devices = rollout.sample, set()
+    watched = lambda model, *a, **b: devices.add(model.device.type) or sample(model, *a, **b)
+    monkeypatch.setattr(rollout, "sample", watched)
     kernel(attention)
     common = {"device": "cuda", "steps": 3, "eval_every": 2, "eval_problems": 3, "save_every": 2}
     rows = run("run", method=method, **(common | changes))
@@ -48,6 +52,7 @@ def test_train(run, kernel, tmp_path, method):
     state = torch.load(tmp_path / "run/checkpoint/trainer.pt", weights_only=True)
     moments = state["optimizer"]["state"].values()
     assert any(moment["exp_avg"].abs().max() > 0 for moment in moments)
+    assert devices == {"cuda"}
 
 
 @pytest.mark.parametrize("method", RESUMED)

@@ -25,6 +25,7 @@ def test_the_device_is_one(waits):
         (lambda: pinned.to("cuda", non_blocking=True), 0),
         (lambda: cuda.masked_fill_(cuda > 2, 1.0), 0),
         (lambda: cpu.to("cuda"), 1),
+        (lambda: cpu.to("cuda", non_blocking=True), 1),
         (lambda: torch.tensor([1, 2], device="cuda"), 1),
         (cuda.cpu, 1),
         (lambda: cuda.sum().item(), 1),
