@@ -80,7 +80,7 @@ class Config:
     default the loss's own."""
     importance_cap: float | None = None
     """Corrects each token for its sampler's probability, with a factor of at most this; 0 turns it
-    off. By default 2 with vLLM and in bfloat16, else 0."""
+    off. By default 2 with vLLM or in bfloat16, else 0."""
     beta: float = 0.0
     """Coefficient of the KL term (k3) to the model that the run began with. 0 loads no reference
     model."""
@@ -150,7 +150,8 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto is cuda if there is a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the arithmetic; weights stay float32. auto is bfloat16 on CUDA, else float32."""
+    """Precision of the arithmetic; trained weights stay float32. auto is bfloat16 on CUDA, else
+    float32."""
 
     # ------------------------------------------------------------------------ run
     seed: int = 0

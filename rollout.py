@@ -16,7 +16,6 @@ Letters: K prompts, G completions each, T = max_new_tokens, B sequences sampled 
 of their longest prompt, V vocabulary.
 """
 
-import contextlib
 from dataclasses import dataclass, fields
 
 import torch
@@ -35,8 +34,8 @@ from transformers import (
 
 import packing
 from runtime import InputError, categorical
+from runtime.decoding import growing_cache, plain_generation
 from runtime.device import LOOK, cast_weights, fuse_norms, send
-from runtime.kv_cache import growing_cache
 
 NOT_FINITE = "the model's logits are not finite"
 
@@ -116,7 +115,7 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(K, G, T, dtype=torch.float64, generator=generator)  # one for each token
     torch.manual_seed(seed)  # hf draws from this generator
-    with progress, torch.no_grad(), _plain_generation(model):
+    with progress, torch.no_grad(), plain_generation(model):
         ids = torch.full((K, G, T), sampling.pad_id)
         statistics = torch.zeros(3, K, G, T)  # log-prob, entropy, energy
         order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
@@ -213,22 +212,6 @@ def _pad_left(prompt_ids, device):
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-@contextlib.contextmanager
-def _plain_generation(model):
-    """Evaluation mode, transformers' attention and an empty generation config; restored on exit."""
-    was_training = model.training
-    own_config = model.generation_config
-    attention = model.config._attn_implementation
-    model.eval().set_attn_implementation("sdpa")
-    # transformers fills whatever a call leaves open from the model's generation config.
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.train(was_training).set_attn_implementation(attention)
-        model.generation_config = own_config
-
-
 # ------------------------------------------------------------------------- engine: compact
 
 
@@ -238,18 +221,24 @@ def _compact(model, prompt_ids, group_size, record, progress):
     T, device = record.sampling.max_new_tokens, model.device
     look = LOOK[device.type]
     prompts, mask = _pad_left(prompt_ids, device)  # [K, W]
+    K, W = mask.shape
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     cache = growing_cache()
-    inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+    inputs = {"position_ids": positions, "past_key_values": cache}
+    # transformers takes a mask of four dimensions as it is. Padding attends to itself, because
+    # kernels differ in what a query without keys gets.
+    ragged = len(set(map(len, prompt_ids))) > 1
+    visible = mask.bool()[:, None, None].expand(K, 1, W, W).tril()
+    visible = visible | torch.eye(W, dtype=torch.bool, device=device)
+    inputs["attention_mask"] = visible if ragged else None
     logits = model(prompts, **inputs, logits_to_keep=1).logits[:, -1]  # [K, V]
     cache.batch_repeat_interleave(group_size)
     rows = torch.arange(len(record.ids), device=device)  # the completion in each row of the batch
     of_row = rows // group_size  # its prompt
     logits, prompts, positions = logits[of_row], prompts[of_row], positions[of_row, -1:]
-    # transformers takes a mask of four dimensions as it is, and attention one of its own dtype.
+    # Attention takes a mask as it is if it has the queries' dtype, and rows of whole 16 bytes.
     bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
-    bias = F.pad(bias, (0, T))[of_row, None, None]  # [B, 1, 1, W + T]
-    ragged = len(set(map(len, prompt_ids))) > 1
+    bias = F.pad(bias, (0, T + -(W + T) % 8))[of_row, None, None]  # [B, 1, 1, W + T or more]
     for step in range(T):
         seen = torch.cat([prompts, record.ids[rows, :step]], dim=1) if record.warpers else None
         token = record.draw(rows, step, record.distribution(seen, logits))  # [B, 1]
@@ -270,8 +259,7 @@ def _compact(model, prompt_ids, group_size, record, progress):
                 rows, token, prompts, positions, bias = (
                     tensor[order] for tensor in (rows, token, prompts, positions, bias)
                 )
-        width = prompts.shape[1] + step + 1
-        inputs["attention_mask"] = bias[..., :width] if ragged else None
+        inputs["attention_mask"] = bias[..., : W + step + 1] if ragged else None
         inputs["position_ids"] = positions + step + 1
         logits = model(token, **inputs).logits[:, -1]  # [B, V]
 

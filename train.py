@@ -442,12 +442,12 @@ class Trainer:
         if cfg.beta:  # the model that the run began with, even on resume
             self.reference = rollout.load_policy(base, cfg.device)[0].requires_grad_(False)
         self.policy = self.model  # what samples
-        if cfg.shard == "fsdp" or (cfg.dtype == "bfloat16" and cfg.engine != "vllm"):
-            self.policy = rollout.load_policy(self.source, cfg.device, cfg.dtype)[0]
-            self.policy.requires_grad_(False)
         if cfg.shard == "fsdp":
             for sharded in filter(None, (self.model, self.reference)):
                 shard(sharded, cfg.device)
+        if cfg.shard == "fsdp" or (cfg.dtype == "bfloat16" and cfg.engine != "vllm"):
+            self.policy = rollout.load_policy(self.source, cfg.device, cfg.dtype)[0]
+            self.policy.requires_grad_(False)
 
     def _encode_prompts(self) -> None:
         cfg = self.cfg

@@ -53,12 +53,12 @@ def accumulate_gradients(
     """
     T = rollouts.logprobs.shape[2]
     given = rollouts.logprobs if old_logprobs is None else old_logprobs
-    tables = torch.stack([rollouts.logprobs, given]).flatten(1).double()  # [2, K * G * T]
+    tables = torch.stack([rollouts.logprobs, given]).flatten(1)  # [2, K * G * T]
     factors = torch.stack([advantages, scale]).flatten(1).double()  # [2, K * G]
 
     measured, counts = [], []
     for pack, places in _packs(rollouts, keep, cfg, model.device, show_progress):
-        per_token = torch.cat([tables[:, places], factors[:, places // T]])  # [4, N]
+        per_token = torch.cat([tables[:, places].double(), factors[:, places // T]])  # [4, N]
         per_token = send(per_token, model.device)
         logprobs, entropy = _logprobs(model, pack, cfg)  # [N], [N]
         now = logprobs.detach()

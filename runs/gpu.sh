@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # All that a first run on a GPU should measure, in at most 9 minutes: correctness, speed, memory.
 #   bash runs/gpu.sh [flags of python -m bench gpu]
-# Rows: runs/gpu.json; tables: runs/gpu.md. It needs torch, transformers, and from wheels/, if that
-# folder exists, or PyPI:
-#   pip download -d wheels --only-binary :all: tyro tqdm matplotlib pytest pytest-xdist
+# Rows: runs/gpu.json; tables: runs/gpu.md. It needs torch, and packages that it takes from the
+# folder wheels, if there is one, or else from PyPI. To make that folder on another machine:
+#   pip download -d wheels --only-binary :all: PACKAGES of the next line
 set -euo pipefail
 cd "$(dirname "$0")/.."
-if ! python -c "import tyro, tqdm, matplotlib, pytest, xdist" 2> /dev/null; then
-    source=()
-    [ -d wheels ] && source=(--no-index --find-links wheels)
-    pip install -q "${source[@]}" tyro tqdm matplotlib pytest pytest-xdist
-fi
+packages=(transformers==5.23.0 tyro tqdm matplotlib pytest pytest-xdist)
+source=()
+[ ! -d wheels ] || source=(--no-index --find-links wheels)
+pip install -q "${source[@]}" "${packages[@]}"
 exec python -m bench gpu --json runs/gpu.json --page runs/gpu.md "$@"

@@ -1,9 +1,9 @@
 """
 Draws from many categorical distributions at once, one random number each.
 
-The cumulated sums must be in float64, or rounding takes the shares of unlikely tokens away. Over a
-vocabulary of 150,000 that would be the slowest part of sampling. So only blocks are summed up, and
-then one block of each row is searched. torch.multinomial draws a random number per entry.
+Cumulative sums must be in float64, or rounding takes the shares of unlikely tokens away. Over a
+vocabulary of 150,000 that would be the slowest part of sampling. So a draw first chooses one of the
+blocks of the vocabulary, by their sums, and then a token of that block.
 """
 
 import torch
@@ -13,25 +13,27 @@ BLOCK = 512  # entries
 
 def draw(probs, uniform):
     """Indices [B, 1] drawn from probabilities [B, V], which need not be normalized, with one number
-    [B, 1] in [0, 1) per row: the first index whose cumulated sum is above that share of the total.
-    """
+    [B, 1] in [0, 1) per row: the first index whose cumulative sum is above that share of the total.
+
+    Each block's sum is rounded to probs' type, and its tokens share exactly what it got. So every
+    token's probability is as exact as its entry."""
     V = probs.shape[1]
     size = min(BLOCK, V)
     whole = V // size * size
-    sums = probs[:, :whole].unflatten(1, (-1, size)).sum(dim=2, dtype=torch.float64)
-    rest = probs[:, whole:].sum(dim=1, keepdim=True, dtype=torch.float64)
-    sums = torch.cat([sums, rest], dim=1)  # [B, blocks]
-    before = sums.cumsum(dim=1)
-    point = uniform * before[:, -1:]
-    block = _place(before, point)  # [B, 1]
-    point = point - (before - sums).gather(1, block)
-    columns = (block * size + torch.arange(size, device=probs.device)).clamp(max=V - 1)
-    inside = probs.gather(1, columns).double().cumsum(dim=1)  # [B, size]
-    return columns.gather(1, _place(inside, point))
+    sums = probs[:, :whole].unflatten(1, (-1, size)).sum(dim=2)
+    sums = torch.cat([sums, probs[:, whole:].sum(dim=1, keepdim=True)], dim=1).double()
+    ends = sums.cumsum(dim=1)  # [B, blocks]
+    point = uniform * ends[:, -1:]
+    block = _place(ends, point)  # [B, 1]
+    share = (point - (ends - sums).gather(1, block)) / sums.gather(1, block)
+    columns = block * size + torch.arange(size, device=probs.device)  # [B, size]
+    inside = probs.gather(1, columns.clamp(max=V - 1)).double()
+    inside = inside.masked_fill(columns >= V, 0.0).cumsum(dim=1)
+    return columns.gather(1, _place(inside, share * inside[:, -1:]))
 
 
-def _place(cumulated, point):
-    """The first column whose cumulated sum is above the point [B, 1]: never one that adds 0."""
-    total = cumulated[:, -1:]
+def _place(ends, point):
+    """The first column whose cumulative sum is above the point [B, 1]: never one that adds 0."""
+    total = ends[:, -1:]
     point = point.clamp(min=0.0).minimum(total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, point, right=True).clamp(max=cumulated.shape[1] - 1)
+    return torch.searchsorted(ends, point, right=True).clamp(max=ends.shape[1] - 1)

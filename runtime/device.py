@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from runtime import InputError
 
-# Tokens between two looks at which completions have ended. A look makes the host wait for the
-# device, and rows that have ended are computed until the next one. On the CPU a look is free.
+# Tokens between two checks of which completions have ended. A check makes the host wait for the
+# device, and rows that have ended are computed until the next one. On the CPU a check is free.
 LOOK = {"cpu": 1, "cuda": 16}
 
 # transformers' classes that compute weight * x / sqrt(mean(x^2) + variance_epsilon)

@@ -53,12 +53,14 @@ def test_only_entries_above_0_are_drawn(monkeypatch):
         assert (probs.gather(1, categorical.draw(probs, uniform)) > 0).all()
 
 
-def test_sums_are_in_float64():
-    """One entry of 1 and 1,500 of 1e-9, of which 40 are looked up. In float32 the small ones add
-    nothing. Fails if blocks, or the entries of a block, are summed up in float32."""
-    probs = torch.full((40, 1501), 1e-9)
+def test_unlikely_entries_keep_their_shares():
+    """One entry of 1, and 1,500 of 1e-9 that each get 10 of the random numbers 1 - 1e-10,
+    1 - 2e-10, ... In float32 they add nothing to a sum. Fails if a block's entries, or the blocks,
+    are summed up in float32, and if what rounding adds to a block goes to one of its entries."""
+    probs = torch.full((1, 1501), 1e-9)
     probs[:, 0] = 1.0
-    expected = torch.arange(20, 1500, 37)
-    cumulated = probs[0].double().cumsum(dim=0)
-    uniform = (cumulated[expected] - 0.5e-9) / cumulated[-1]
-    assert categorical.draw(probs, uniform[:, None]).tolist() == expected[:, None].tolist()
+    uniform = 1 - (torch.arange(16_000, dtype=torch.float64) + 0.5) * 1e-10
+    drawn = categorical.draw(probs.expand(16_000, -1), uniform[:, None])
+    counts = torch.bincount(drawn.flatten(), minlength=1501)
+    assert counts[1:].min() >= 9
+    assert counts[1:].max() <= 11

@@ -12,7 +12,7 @@ from tqdm import tqdm
 import eval as evaluation
 import packing
 import rollout
-from runtime import InputError, kv_cache
+from runtime import InputError, decoding
 
 ENGINES = pytest.mark.parametrize("engine", ["compact", "hf"])
 
@@ -297,7 +297,7 @@ def test_a_completion_does_not_depend_on_its_batch(make_policy, monkeypatch, wor
     found = []
     for batch_size, look, room in ((24, 1, 64), (6, 3, 1), (12, 16, 4), (24, 16, 64)):
         monkeypatch.setitem(rollout.LOOK, "cpu", look)
-        monkeypatch.setattr(kv_cache, "ROOM", room)
+        monkeypatch.setattr(decoding, "ROOM", room)
         found.append(sample(model, prompts, batch_size=batch_size, **options))
     inside = torch.arange(30) < found[0].lengths[..., None]
     assert len(set(found[0].lengths.flatten().tolist())) > 4
@@ -323,14 +323,45 @@ def test_broken_weights_are_reported(make_policy, monkeypatch, engine, token, lo
     assert model.config._attn_implementation == packing.ATTENTION, "restored after an error too"
 
 
+def test_masks_suit_the_kernels(make_policy):
+    """Attention masks of a prefill and of decoded tokens, with padding. Catches a query that sees
+    nothing (some kernels give it NaN), and what a kernel would convert or copy in every layer: a
+    mask of another type, or rows that do not begin at a multiple of 16 bytes. For prompts of one
+    length there is no mask."""
+    model, _ = make_policy(dtype=torch.bfloat16)
+    masks = []
+    model.register_forward_pre_hook(
+        lambda _module, _args, inputs: masks.append(inputs["attention_mask"]), with_kwargs=True
+    )
+    sample(model, [[65], [66] * 4], max_new_tokens=3, eos_ids=[-1])
+    first, *others = masks
+    assert first.any(dim=-1).all()
+    assert first[0, 0].tolist() == torch.eye(4, dtype=torch.bool).tolist()
+    assert first[1, 0].tolist() == torch.ones(4, 4, dtype=torch.bool).tril().tolist()
+    for width, mask in zip((5, 6), others, strict=True):
+        assert mask.shape == (12, 1, 1, width)
+        assert mask.dtype == torch.bfloat16
+        assert mask.stride(0) % 8 == 0
+        assert mask.isinf().sum(dim=-1).flatten().tolist() == [3] * 6 + [0] * 6
+    masks.clear()
+    sample(model, [[65], [66]], max_new_tokens=3, eos_ids=[-1])
+    assert masks == [None] * 3
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_the_models_mode_is_restored(make_policy, training):
     """Dropout and gradient checkpointing depend on it. Fails if sampling leaves a trained model in
     evaluation mode, or the reverse."""
     model, _ = make_policy()
     model.train(training)
+    cudnn = []
+    model.register_forward_pre_hook(
+        lambda *_: cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
     sample(model, [[65]], max_new_tokens=1)
     assert model.training == training
+    assert cudnn == [False], "it would plan each token anew"
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_joined_parts_are_in_order(make_policy):

@@ -59,7 +59,8 @@ def test_every_section(tmp_path, monkeypatch, pretend):
         assert 0 < least < seconds
         assert share == pytest.approx(least / seconds)
     measured, computed = good["updates"][0]["state GiB, computed"]
-    assert measured == pytest.approx(computed, rel=0.05)
+    workspaces = 0.0 if pretend else 0.5  # cuBLAS's
+    assert 0.95 * computed < measured < 1.05 * computed + workspaces
     assert good["updates"][0]["peak GiB, computed"][0] > computed
     grpo, pps = (row["tokens generated, trained"] for row in good["steps"])
     assert 0 < pps[1] < grpo[1]

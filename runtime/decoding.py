@@ -1,8 +1,38 @@
-"""Keys and values of the tokens so far. transformers' own cache copies all of them per token."""
+"""
+What sampling needs of transformers: a model in its plain state, and a cache of keys and values.
 
+transformers' own cache copies the keys and values of all tokens for every new one.
+"""
+
+import contextlib
+
+import torch
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 ROOM = 64  # columns that are allocated ahead
+
+
+@contextlib.contextmanager
+def plain_generation(model):
+    """Evaluation mode, transformers' attention and an empty generation config; restored on exit.
+
+    Without cuDNN's attention: it makes a plan for each shape, and each token is a shape of its own.
+    """
+    was_training = model.training
+    own_config = model.generation_config
+    attention = model.config._attn_implementation
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    model.eval().set_attn_implementation("sdpa")
+    # transformers fills whatever a call leaves open from the model's generation config.
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        model.train(was_training).set_attn_implementation(attention)
+        model.generation_config = own_config
 
 
 class GrowingLayer(DynamicLayer):
