@@ -29,7 +29,8 @@ def draw(probs, uniform):
     columns = block * size + torch.arange(size, device=probs.device)  # [B, size]
     inside = probs.gather(1, columns.clamp(max=V - 1)).double()
     inside = inside.masked_fill(columns >= V, 0.0).cumsum(dim=1)
-    return columns.gather(1, _place(inside, share * inside[:, -1:]))
+    token = columns.gather(1, _place(inside, share * inside[:, -1:]))
+    return token.clamp(max=V - 1)  # for NaN: an index all the same
 
 
 def _place(ends, point):
