@@ -40,10 +40,15 @@ UPDATES = {
 }
 
 
-def make_model(seed=0):
+def make_model(seed=0, layers=4):
     model = arithmetic.make_model(TOKENIZER, seed=seed)
     model.vocab_size = len(TOKENIZER)
     fuse_norms(model)
+    for index in range(len(model.model.layers), layers):
+        model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+        model.model.layers[index].self_attn.layer_idx = index
+    model.config.num_hidden_layers = layers
+    model.config.layer_types = ["full_attention"] * layers
     return model.to("cuda")
 
 
@@ -67,9 +72,9 @@ def show(title, seen, times):
         print(seen.table(*kinds, most=14, divide=times))
 
 
-def count_rollout(engine):
+def count_rollout(engine, layers=4):
     """A decoded token, from the difference of two lengths."""
-    model, seen = make_model(), {}
+    model, seen = make_model(layers=layers), {}
     for new_tokens in (16, 48):
         with pretend_cuda.counting() as seen[new_tokens]:
             sample(model, 4, new_tokens, engine)
@@ -124,8 +129,9 @@ if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
     packing.flash_attn_varlen_func = pretend_cuda.flash_attn_varlen_func
     TOKENIZER = arithmetic.make_tokenizer()
-    for engine in ("compact", "hf"):
-        count_rollout(engine)
+    count_rollout("hf")
+    count_rollout("compact")
+    count_rollout("compact", layers=28)
     for name, options in UPDATES.items():
         count_update(name, options)
     for method in ("grpo", "pps"):
