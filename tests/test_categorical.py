@@ -64,3 +64,10 @@ def test_unlikely_entries_keep_their_shares():
     counts = torch.bincount(drawn.flatten(), minlength=1501)
     assert counts[1:].min() >= 9
     assert counts[1:].max() <= 11
+
+
+def test_a_point_at_the_total_is_inside():
+    """Rounding may take a point to the total, behind which only entries of 0 follow. Catches an
+    entry of 0 that is drawn then."""
+    ends = torch.tensor([[0.5, 1.0, 1.0]], dtype=torch.float64)
+    assert categorical._place(ends, torch.tensor([[1.0]], dtype=torch.float64)).tolist() == [[1]]

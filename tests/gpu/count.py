@@ -46,7 +46,8 @@ def make_model(seed=0, layers=4):
     fuse_norms(model)
     for index in range(len(model.model.layers), layers):
         model.model.layers.append(copy.deepcopy(model.model.layers[0]))
-        model.model.layers[index].self_attn.layer_idx = index
+        attention = model.model.layers[index].self_attn
+        attention.layer_idx, attention.config = index, model.config
     model.config.num_hidden_layers = layers
     model.config.layer_types = ["full_attention"] * layers
     return model.to("cuda")
