@@ -8,11 +8,11 @@ Train a language model with DPPO. GRPO is the special case that prunes nothing.
 `python train.py` runs one process. config.py explains the flags. `Trainer.step` is the algorithm;
 `main` is the run around it.
 
-Every rank holds the whole model (with --shard fsdp: a copy to sample from, and a share of the
-weights that are trained) and rolls out its share of the prompts. Every rank computes the keep
-decisions, advantages and denominators from the gathered batch. Gradients are summed over ranks once
-per update. All randomness is a function of (seed, step, purpose), so a resumed run repeats what an
-uninterrupted run would have done, with as many ranks and threads.
+Every rank holds the whole model, or with --shard fsdp a share of the weights that are trained. With
+--shard fsdp and in bfloat16 it samples from a copy. It rolls out its share of the prompts. Every
+rank computes the keep decisions, advantages and denominators from the gathered batch. Gradients are
+summed over ranks once per update. All randomness is a function of (seed, step, purpose), so a
+resumed run repeats what an uninterrupted run would have done, with as many ranks and threads.
 
 Letters: Q candidates of a step, K prompts rolled out, G completions each, P parameters.
 """
