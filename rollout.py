@@ -35,7 +35,7 @@ from transformers import (
 import packing
 from runtime import InputError, categorical
 from runtime.decoding import growing_cache, plain_generation
-from runtime.device import LOOK, cast_weights, fuse_norms, send
+from runtime.device import CHECK_EVERY, cast_weights, fuse_norms, send
 
 NOT_FINITE = "the model's logits are not finite"
 
@@ -217,9 +217,9 @@ def _pad_left(prompt_ids, device):
 
 def _compact(model, prompt_ids, group_size, record, progress):
     """Prefill each prompt once, repeat its keys and values for its completions, then decode these
-    in step. At each look, completions that have ended leave the batch."""
+    in step. At each check, completions that have ended leave the batch."""
     T, device = record.sampling.max_new_tokens, model.device
-    look = LOOK[device.type]
+    every = CHECK_EVERY[device.type]
     prompts, mask = _pad_left(prompt_ids, device)  # [K, W]
     K, W = mask.shape
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -243,8 +243,8 @@ def _compact(model, prompt_ids, group_size, record, progress):
         seen = torch.cat([prompts, record.ids[rows, :step]], dim=1) if record.warpers else None
         token = record.draw(rows, step, record.distribution(seen, logits))  # [B, 1]
         last = step + 1 == T
-        if last or (step + 1) % look == 0:
-            ended = record.ended(rows, step // look * look, step + 1)
+        if last or (step + 1) % every == 0:
+            ended = record.ended(rows, step // every * every, step + 1)
             live = 0 if last else len(rows) - int(ended.sum())
             progress.update(len(rows) - live)
             if live == 0:

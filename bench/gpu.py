@@ -103,7 +103,7 @@ def attempt(measure: Callable, left: float, needed: float) -> list[dict]:
         return [{"skipped": f"needs about {needed} s, and --minutes leaves {max(0, left):.0f} s"}]
     started = time.monotonic()
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(1.0, left), 5.0)  # again, if a destructor ate it
+    signal.setitimer(signal.ITIMER_REAL, max(1.0, left), 5.0)  # repeated, in case one is swallowed
     try:
         found = measure()
     except sections.Skipped as reason:

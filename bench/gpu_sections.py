@@ -244,8 +244,8 @@ def time_rollout(bench: Bench, engine: str, batch: int) -> dict:
         if engine == "vllm":
             longest = max(map(len, prompts)) + new_tokens
             sizes = {"vocab_size": policy.vocab_size, "max_tokens": longest, "sequences": batch}
-            machine = {"dtype": cfg.dtype, "device": "cuda", "memory": cfg.vllm_memory}
-            engine = vllm_engine.Engine(bench.folder, **sizes, **machine)
+            options = {"dtype": cfg.dtype, "device": "cuda", "memory": cfg.vllm_memory}
+            engine = vllm_engine.Engine(bench.folder, **sizes, **options)
             stack.callback(engine.close)
         sampling = rollout.Sampling(new_tokens, [], 0, batch_size=batch, engine=engine)
         short = replace(sampling, max_new_tokens=2)

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # All that a first run on a GPU should measure, in at most 9 minutes: correctness, speed, memory.
 #   bash runs/gpu.sh [flags of python -m bench gpu]
-# Rows: runs/gpu.json; tables: runs/gpu.md. It needs torch, and packages that it takes from the
-# folder wheels, if there is one, or else from PyPI. To make that folder on another machine:
-#   pip download -d wheels --only-binary :all: PACKAGES of the next line
+# Rows: runs/gpu.json; tables: runs/gpu.md. torch must be installed; the packages below come from the
+# folder wheels if there is one, else from PyPI. On a machine with internet access, this makes it:
+#   pip download -d wheels --only-binary :all: transformers==5.23.0 tyro tqdm matplotlib \
+#       pytest pytest-xdist
 set -euo pipefail
 cd "$(dirname "$0")/.."
 packages=(transformers==5.23.0 tyro tqdm matplotlib pytest pytest-xdist)

@@ -199,21 +199,21 @@ def test_top_p_and_top_k_cut_the_tail(make_policy):
         assert got.entropy.isfinite().all()
 
 
-@pytest.mark.parametrize(("batch_size", "look"), [(50, 1), (100, 1), (50, 4)])
-def test_prompts_are_read_once_and_rows_leave(make_policy, monkeypatch, batch_size, look):
+@pytest.mark.parametrize(("batch_size", "every"), [(50, 1), (100, 1), (50, 4)])
+def test_prompts_are_read_once_and_rows_leave(make_policy, monkeypatch, batch_size, every):
     """The model computes every prompt once and every sampled token but the last once, up to the
-    next look at the device, and at most a batch at once. Catches a prefill for each completion,
-    finished rows that stay, a look at the last token only, and a batch size that is ignored."""
+    next check, and at most a batch at once. Catches a prefill for each completion,
+    finished rows that stay, a check of the last token only, and a batch size that is ignored."""
     model, _ = make_policy()
-    monkeypatch.setitem(rollout.LOOK, "cpu", look)
+    monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
     computed = []
     model.register_forward_pre_hook(lambda module, args: computed.append(args[0].numel()))
     options = {"eos_ids": list(range(0, 258, 8)), "batch_size": batch_size}
     got = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, **options)
     assert got.truncated.any()
     assert max(computed) <= batch_size
-    until_look = (got.lengths + look - 1) // look * look
-    assert sum(computed) == 6 + int(until_look.sum()) - 100
+    until_check = (got.lengths + every - 1) // every * every
+    assert sum(computed) == 6 + int(until_check.sum()) - 100
 
 
 def test_prompts_of_one_length_share_a_batch(make_policy):
@@ -287,7 +287,7 @@ def test_no_prompts_is_an_empty_rollout(make_policy, engine):
 
 @pytest.mark.parametrize("words", [{}, {"temperature": 0.7, "repetition_penalty": 1.3}])
 def test_a_completion_does_not_depend_on_its_batch(make_policy, monkeypatch, words):
-    """Batches of other sizes, looks at the device after 1, 3 or 16 tokens, and buffers of keys and
+    """Batches of other sizes, checks after 1, 3 or 16 tokens, and buffers of keys and
     values that grow by 1, 4 or 64 columns: the same tokens and log-probs in float64. Catches a row
     that takes a place together with another row's keys, mask, position or random numbers, and a
     completion that goes on past its end."""
@@ -295,8 +295,8 @@ def test_a_completion_does_not_depend_on_its_batch(make_policy, monkeypatch, wor
     prompts = [[65, 66, 67], [68], [69, 70], [71] * 5]
     options = {"max_new_tokens": 30, "eos_ids": list(range(0, 258, 24)), **words}
     found = []
-    for batch_size, look, room in ((24, 1, 64), (6, 3, 1), (12, 16, 4), (24, 16, 64)):
-        monkeypatch.setitem(rollout.LOOK, "cpu", look)
+    for batch_size, every, room in ((24, 1, 64), (6, 3, 1), (12, 16, 4), (24, 16, 64)):
+        monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
         monkeypatch.setattr(decoding, "ROOM", room)
         found.append(sample(model, prompts, batch_size=batch_size, **options))
     inside = torch.arange(30) < found[0].lengths[..., None]
@@ -310,11 +310,11 @@ def test_a_completion_does_not_depend_on_its_batch(make_policy, monkeypatch, wor
 
 @ENGINES
 @pytest.mark.parametrize("token", [65, 66])
-@pytest.mark.parametrize("look", [1, 16])
-def test_broken_weights_are_reported(make_policy, monkeypatch, engine, token, look):
+@pytest.mark.parametrize("every", [1, 16])
+def test_broken_weights_are_reported(make_policy, monkeypatch, engine, token, every):
     """All logits are NaN, or a single one. Catches a check that is satisfied by any finite one, and
-    completions that end before the first look."""
-    monkeypatch.setitem(rollout.LOOK, "cpu", look)
+    completions that end before the first check."""
+    monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
     model, _ = make_policy()
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = torch.nan

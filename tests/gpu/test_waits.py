@@ -9,7 +9,7 @@ import config
 import rollout
 import update
 
-TOKENS = 16  # decoded between two looks at what has ended
+TOKENS = 16  # decoded between two checks of what has ended
 
 
 def test_the_device_is_one(waits):
@@ -37,8 +37,8 @@ def test_the_device_is_one(waits):
 
 @pytest.mark.parametrize("ends", [[-1], [256, 17, 99, 180]], ids=["nobody ends", "some end"])
 def test_decoding(policy, sample, waits, ends):
-    """The waits of 64 more tokens. Catches a look at every token's ends, and a check of logits that
-    waits."""
+    """The waits of 64 more tokens. Catches a check of the ends after every token, and one of logits
+    that waits."""
     model = policy()
     options = {"prompts": 6, "group_size": 8, "eos_ids": ends, "batch_size": 48}
     lengths = sample(model, max_new_tokens=96, **options).lengths
