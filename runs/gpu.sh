@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # All that a first run on a GPU should measure, in at most 9 minutes: correctness, speed, memory.
 #   bash runs/gpu.sh [flags of python -m bench gpu]
-# Rows: runs/gpu.json; tables: runs/gpu.md. torch must be installed; the packages below come from the
-# folder wheels if there is one, else from PyPI. On a machine with internet access, this makes it:
+# Rows: runs/gpu.json; tables: runs/gpu.md. torch must be installed; the packages below come from
+# the folder wheels if there is one, else from PyPI. With internet access, this makes the folder:
 #   pip download -d wheels --only-binary :all: transformers==5.23.0 tyro tqdm matplotlib \
 #       pytest pytest-xdist
 set -euo pipefail
