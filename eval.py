@@ -31,8 +31,8 @@ import data
 import rollout
 import vllm_engine
 from rewards import math_reward, normal_form, verify
-from runtime import InputError, checkpoint, log
-from runtime.device import choose_device
+from runtime import InputError, checkpoint, gguf, log
+from runtime.device import choose_device, choose_dtype
 from runtime.threads import Threads
 from sampler import generator_for, seed_for
 
@@ -40,7 +40,7 @@ from sampler import generator_for, seed_for
 @dataclass
 class EvalConfig:
     model: str | None = None
-    """The model to evaluate: a folder such as out/checkpoint, or a hub id."""
+    """The model to evaluate: a folder such as out/checkpoint, a hub id, smollm2 or a .gguf file."""
     data: tuple[str, ...] = ("arithmetic",)
     """One or more sets: names of embedded or hub sets, or files."""
     k: int = 4
@@ -291,10 +291,9 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
         check_golds(cfg.data)
         return []
     if cfg.model is None:
-        raise InputError("--model: give a folder such as out/checkpoint, or a hub id")
+        raise InputError("--model: give a folder such as out/checkpoint, a hub id or a .gguf file")
     device = choose_device(cfg.device)
-    dtype = ("float32" if device == "cpu" else "bfloat16") if cfg.dtype == "auto" else cfg.dtype
-    cfg = replace(cfg, device=device, dtype=dtype)
+    cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device))
     Threads(device).fit()
     model, tokenizer, sets, sampling = load(cfg, reward)
     if cfg.prompt is not None:
@@ -331,9 +330,10 @@ def load(cfg: EvalConfig, reward):
     for name in cfg.data if cfg.prompt is None else ():
         part = cfg.held_out and name not in data.EMBEDDED
         found[name] = data.eval_problems(name, cfg.problems, of_training_file=part, reward=reward)
-    if Path(cfg.model).is_dir():  # no bar for loading a folder; a download keeps its own
+    source = gguf.model_folder(cfg.model)
+    if Path(source).is_dir():  # no bar for loading a folder; a download keeps its own
         logging.disable_progress_bar()
-    model, tokenizer = rollout.load_policy(cfg.model, cfg.device, cfg.dtype)
+    model, tokenizer = rollout.load_policy(source, cfg.device, cfg.dtype)
     sets = []
     for name, problems in found.items():
         room = cfg.max_new_tokens or data.max_new_tokens(name)
@@ -348,7 +348,7 @@ def load(cfg: EvalConfig, reward):
     if cfg.engine == "vllm":
         longest = max(len(ids) + one.max_new_tokens for one in sets for ids in one.prompt_ids)
         sampling.engine = vllm_engine.Engine(
-            cfg.model, vocab_size=model.vocab_size, max_tokens=longest, sequences=cfg.batch_size,
+            source, vocab_size=model.vocab_size, max_tokens=longest, sequences=cfg.batch_size,
             dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
         )  # fmt: skip
     return model, tokenizer, sets, sampling

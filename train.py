@@ -43,7 +43,7 @@ import rollout
 import sampler
 import vllm_engine
 from config import Config
-from runtime import InputError, checkpoint, log, ranks
+from runtime import InputError, checkpoint, gguf, log, ranks
 from runtime.clock import Timer
 from runtime.stop import Stop, Stopped, resume_command
 from runtime.threads import Threads
@@ -432,6 +432,8 @@ class Trainer:
         base = cfg.model
         if base == "tiny" and (cfg.beta or not saved):
             base = str(ranks.broadcast(arithmetic.base_folder))
+        elif cfg.beta or not saved:
+            base = ranks.broadcast(gguf.model_folder, base)
         self.source = str(saved or base)
         if Path(self.source).is_dir():  # loading is instant; a download keeps its progress bar
             transformers.utils.logging.disable_progress_bar()

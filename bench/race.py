@@ -26,6 +26,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the caller
@@ -44,11 +45,28 @@ ROWS = {  # flags of each row; rates are train.py's defaults. uniform: as many r
     "dppo": "--method dppo",
     "dppo_floor": "--method dppo_floor",
     "pps": "--method pps",
-    "uniform": "--prompt-rule uniform --completion-rule uniform --prompts-per-step 64 "
-    "--prompt-prune-rate 0.6",
+    "uniform": "--prompt-rule uniform --completion-rule uniform --prompt-prune-rate 0.6",
 }
-PLANNED = {"arithmetic": 60, "arithmetic-mixed": 75}  # last step of a run
-EVAL_DATA = "arithmetic"  # held-out chains of 2 to 8 numbers: all of the mix that can be learned
+WIDE = ("pps", "uniform")  # rows with twice the candidates, of which they roll out 40 %
+
+
+class Setting(NamedTuple):
+    """What all rows of a setting have in common."""
+
+    steps: int  # the last step of a run
+    prompts: int  # candidates of a step
+    eval_data: str  # for the mix, arithmetic: all of it that can be learned
+    flags: str = ""
+
+
+SETTINGS = {
+    "arithmetic": Setting(60, 32, "arithmetic"),
+    "arithmetic-mixed": Setting(75, 32, "arithmetic"),
+    "words": Setting(  # runs/smollm2.sh makes its model
+        24, 16, "words", "--model out-smollm2/sft/checkpoint --prompt-format plain "
+        "--lr-schedule linear --warmup 2",
+    ),
+}  # fmt: skip
 REACHED = 0.98  # of GRPO's final accuracy
 ABSOLUTE = 0.8  # a fixed accuracy
 WINDOW = 3  # evaluations that are averaged
@@ -78,7 +96,7 @@ def main(
 
     Args:
         methods: rows, separated by commas; `cppo:3` has 3 seeds; trl needs requirements-trl.txt
-        settings: arithmetic, arithmetic-mixed
+        settings: arithmetic, arithmetic-mixed, words (after runs/smollm2.sh has made its model)
         seeds: seeds of every row without a number of its own
         first_seed: the first of them; use 100 and up for trials that are not reported
         alone: seeds that take turns alone on the machine; the others run two at a time; default:
@@ -94,7 +112,7 @@ def main(
     check_names(counts, settings)
     turns, pairs = [], []
     for setting, number in itertools.product(settings, range(max(map(int, counts.values())))):
-        options = (steps or PLANNED[setting], every, eval_problems, lr, folder)
+        options = (steps or SETTINGS[setting].steps, every, eval_problems, lr, folder)
         names = [name for name, count in counts.items() if number < int(count)]
         runs = [Run(setting, name, first_seed + number, *options) for name in names]
         if alone is None or number < alone:
@@ -121,8 +139,8 @@ def check_names(methods, settings) -> None:
         if name not in ROWS and name != "trl":
             raise InputError(f"--methods {name}: choose from {', '.join(ROWS)}, trl")
     for setting in settings:
-        if setting not in PLANNED:
-            raise InputError(f"--settings {setting}: choose from {', '.join(PLANNED)}")
+        if setting not in SETTINGS:
+            raise InputError(f"--settings {setting}: choose from {', '.join(SETTINGS)}")
     if "trl" in methods and settings != ("arithmetic",):
         flags = f"--methods trl --settings {' '.join(settings)}"
         raise InputError(f"{flags}: trl is raced in arithmetic only")
@@ -157,7 +175,11 @@ class Run:
         args = ["--out-dir", str(self.out_dir), "--steps", str(self.steps)]
         if (self.out_dir / "config.json").exists():
             return [*args, "--resume"]
-        args += [*ROWS[self.row].split(), "--data", self.setting, "--eval-data", EVAL_DATA]
+        setting = SETTINGS[self.setting]
+        prompts = setting.prompts * (2 if self.row in WIDE else 1)
+        args += [*ROWS[self.row].split(), *setting.flags.split()]
+        args += ["--prompts-per-step", str(prompts)]
+        args += ["--data", self.setting, "--eval-data", setting.eval_data]
         args += ["--eval-every", str(self.every), "--eval-problems", str(self.eval_problems)]
         args += ["--save-every", str(10 * self.every), "--keep-checkpoints", "1"]
         args += ["--seed", str(self.seed)]
@@ -191,7 +213,7 @@ def _turn(run: Run, upto: int) -> None:
     if run.is_at(upto):
         return
     if run.row == "trl":
-        evaluation = (run.every, EVAL_DATA, run.eval_problems)
+        evaluation = (run.every, SETTINGS[run.setting].eval_data, run.eval_problems)
         cfg, rows = trl.curve(run.steps, run.seed, run.lr, *evaluation)
         run.out_dir.mkdir(parents=True, exist_ok=True)
         log.write_rows(run.out_dir / "log.jsonl", rows)
@@ -345,7 +367,7 @@ def summary(records: list[dict]) -> list[dict]:
     """
     found = []
     grpo = {(run["setting"], run["seed"]): run for run in records if run["row"] == "grpo"}
-    for setting, name in itertools.product(PLANNED, COLORS):
+    for setting, name in itertools.product(SETTINGS, COLORS):
         runs = [run for run in records if (run["setting"], run["row"]) == (setting, name)]
         runs = [run for run in runs if (setting, run["seed"]) in grpo]
         if runs:
@@ -462,7 +484,7 @@ def draw(records: list[dict], axis: str = "seconds", rows=tuple(COLORS)) -> Figu
     third one. Panels end at twice GRPO's end.
     """
     used = {record["setting"] for record in records}
-    settings = [setting for setting in PLANNED if setting in used]
+    settings = [setting for setting in SETTINGS if setting in used]
     figure = Figure(figsize=(6 * len(settings), 3.6), dpi=110, layout="constrained")
     scale = scales(records)[axis]
     panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]

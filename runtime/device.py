@@ -29,6 +29,11 @@ def choose_device(device: str) -> str:
     return ("cuda" if available else "cpu") if device == "auto" else device
 
 
+def choose_dtype(dtype: str, device: str) -> str:
+    """Resolve `auto` to bfloat16 on CUDA, else float32."""
+    return ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
+
+
 def send(tensor: torch.Tensor, device) -> torch.Tensor:
     """Copy a CPU tensor to the device without waiting for the copy."""
     if torch.device(device).type == "cuda":

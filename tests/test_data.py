@@ -10,6 +10,7 @@ import pytest
 import arithmetic
 import data
 import rewards
+import words
 from runtime import InputError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -113,6 +114,71 @@ def test_embedded_splits():
     assert {problem.source for problem in mixed} == {"trivial", "unsolved", "chain"}
     with pytest.raises(InputError, match="evaluation only"):
         data.train_problems("arithmetic-longer", hold_out=True)
+
+
+def test_word_problems():
+    """Catches text and solution in each other's place, and a split used for another purpose."""
+    for found, split in (
+        (data.train_problems("words", hold_out=True), "train"),
+        (data.eval_problems("words", 9), "heldout"),
+        (data.sft_problems("words", 9), "sft"),
+    ):
+        assert len(found) == (words.TRAIN_PROBLEMS if split == "train" else 9)
+        text, solution, answer, source = words.problem(split, 8)
+        assert found[8] == data.Problem(text, answer, source, "", solution)
+    assert len(data.eval_problems("words", None)) == data.EMBEDDED_PROBLEMS
+    assert data.sft_problems("words", 0) == []
+    assert len(data.sft_problems("words")) == data.SFT_PROBLEMS
+
+
+def test_defaults_of_embedded_data():
+    """Catches words treated as chains, whose answer is not boxed, or chains treated as words."""
+    assert data.reward_function("words") is data.reward_function("file.jsonl")
+    assert data.reward_function("arithmetic-mixed") is rewards.arithmetic_reward
+    assert data.final_answer("words", "16+25=41\n\\boxed{41}") == "41"
+    assert data.final_answer("arithmetic", "7+9=16") == "16"
+    assert data.max_new_tokens("words") == data.WORDS_TOKENS < data.max_new_tokens("file.jsonl")
+    assert data.max_new_tokens("arithmetic") == arithmetic.longest_completion("arithmetic")
+
+
+@pytest.mark.parametrize(
+    ("row", "solution"),
+    [
+        (
+            {"answer": "1+1 = <<1+1=2>>2.\n2*2=<<2*2=4>>4, <<4>>4\n#### 4"},
+            "1+1 = 2.\n2*2=4, 4\n\\boxed{4}",
+        ),
+        ({"answer": "2", "solution": "So $x=\\boxed{2}$."}, "So $x=\\boxed{2}$."),
+        ({"answer": "so \\boxed{2}", "solution": "no \\boxed{3}"}, "so \\boxed{2}"),
+        ({"answer": "a << b, so \\boxed{2} >> 1"}, "a << b, so \\boxed{2} >> 1"),
+        *(({"answer": gold}, "") for gold in ("72", 72, "#### 72", "\\boxed{72}", "by 72", None)),
+        ({"answer": "2", "solution": ["three"]}, ""),
+    ],
+)
+def test_worked_solutions(tmp_path, row, solution):
+    """Catches calculator marks that stay, an answer that is not boxed, a bare answer taken for a
+    solution, and a solution overlooked beside the gold."""
+    (problem,) = data.read_problems(write(tmp_path, {"question": "q", **row}))
+    assert problem.solution == solution
+    assert problem.instruction
+
+
+def test_sft_problems_of_a_file(tmp_path):
+    """Catches held-out rows or rows without a solution that would be learned."""
+    rows = [{"question": f"q{n}", "answer": f"so #### {n}" if n % 2 else n} for n in range(40)]
+    found = data.sft_problems(write(tmp_path, *rows))
+    assert [problem.text for problem in found] == [f"q{n}" for n in range(1, 38, 2)]
+    assert [one.solution for one in data.sft_problems(write(tmp_path, *rows), 2)] == [
+        "so\n\\boxed{1}",
+        "so\n\\boxed{3}",
+    ]
+    path = write(tmp_path, *rows[::2])
+    with pytest.raises(
+        InputError, match="none of its 19 problems has a worked solution; use words"
+    ):
+        data.sft_problems(path)
+    with pytest.raises(InputError, match="--data arithmetic: none of its 512 problems"):
+        data.sft_problems("arithmetic")
 
 
 def test_prompts_that_do_not_fit_are_counted(capsys):
@@ -267,7 +333,11 @@ def test_real_files(capsys):
         tried = not gold or next(numbers) % 10 == 0
         return rewards.math_reward(completion, gold) if tried else 0.0
 
-    assert len(data.train_problems(str(SHARED / "gsm8k_train.jsonl"), hold_out=False)) == 7473
+    path = str(SHARED / "gsm8k_train.jsonl")
+    problems = data.train_problems(path, hold_out=False)
+    assert len(problems) == 7473
+    assert all(rewards.last_boxed(one.solution) == one.answer for one in problems)
+    assert not any("<<" in one.solution or "####" in one.solution for one in problems)
     assert capsys.readouterr().out == ""
     path = str(SHARED / "math_train.json")
     problems = data.train_problems(path, hold_out=False, reward=reward)

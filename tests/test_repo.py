@@ -21,8 +21,9 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "runs" / "LOG.md"]
 CODE = [*ROOT.glob("*.py"), *ROOT.glob("runtime/*.py"), *ROOT.glob("bench/*.py")]
 READING_PATH = ("dppo", "sampler", "packing", "rollout", "update", "train")
-OTHER_FLAGS = {  # of torchrun
+OTHER_FLAGS = {  # of torchrun and pip
     "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
+    "--no-deps",
 }  # fmt: skip
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -199,8 +200,8 @@ def test_functions_fit_on_a_screen():
 
 
 def test_root_is_small():
-    """Fails if the root holds more than 15 Python files, or its reading path grows too long."""
-    assert len(list(ROOT.glob("*.py"))) <= 15
+    """Fails if the root holds more than 17 Python files, or its reading path grows too long."""
+    assert len(list(ROOT.glob("*.py"))) <= 17
     paths = [ROOT / f"{name}.py" for name in READING_PATH]
     assert sum(len(path.read_text().splitlines()) for path in paths) < 2200
 
