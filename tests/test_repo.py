@@ -206,6 +206,11 @@ def test_root_is_small():
     assert sum(len(path.read_text().splitlines()) for path in paths) < 2200
 
 
+def test_supervised_training_is_short():
+    """Fails if sft.py grows beyond 150 lines: it is a start for train.py, not a second trainer."""
+    assert len((ROOT / "sft.py").read_text().splitlines()) <= 150
+
+
 def imports(path, modules):
     """Names of our modules that a file imports anywhere, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
