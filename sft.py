@@ -64,8 +64,7 @@ def check(cfg: Config) -> Config:
     device = choose_device(cfg.device)
     cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device), data=list(cfg.data))
     path = Path(cfg.out_dir) / "config.json"
-    run = json.loads(path.read_text())["config"] if path.exists() else asdict(cfg)
-    if (path.exists() and not cfg.resume) or run | {"resume": cfg.resume} != asdict(cfg):
+    if path.exists() and json.loads(path.read_text())["config"] | {"resume": True} != asdict(cfg):
         raise InputError(f"--out-dir {cfg.out_dir} holds a run: --resume and its flags continue it")
     return cfg
 
@@ -107,8 +106,8 @@ def main(cfg: Config) -> None:
     """One supervised run. Raises InputError for bad input before anything is written."""
     cfg = check(cfg)
     rank, world = ranks.start(cfg.device)
-    share, out_dir, stop = slice(rank, None, world), Path(cfg.out_dir), Stop()
-    Threads(cfg.device).fit()
+    share, out_dir = slice(rank, None, world), Path(cfg.out_dir)
+    stop, threads = Stop(), Threads(cfg.device)
     saved = ranks.broadcast(checkpoint.find, out_dir) if cfg.resume else None
     source = str(saved or ranks.broadcast(gguf.model_folder, cfg.model))
     model, tokenizer = rollout.load_policy(source, cfg.device)
@@ -123,6 +122,7 @@ def main(cfg: Config) -> None:
         checkpoint.write_config(out_dir, asdict(cfg), world)
     with stop.listening():
         for step in range(state["step"] + 1, cfg.steps + 1):
+            threads.fit()
             started = clock(cfg.device)
             rate = cfg.lr * min(step / WARMUP, 1.0) * (1 - (step - 1) / cfg.steps)
             optimizer.param_groups[0]["lr"] = rate

@@ -24,6 +24,7 @@ SPANS = {
     "s": range(20, 101, 10),  # the sum that is paid with
 }
 RESULTS = range(2, 1000)  # of every step
+CARRY_PROB = 0.3  # the probability that the teacher of supervised training remembers a carry
 
 TRAIN_PROBLEMS = 512
 SPLITS = ("sft", "train", "heldout")
@@ -155,13 +156,14 @@ def problem(split: str, index: int) -> tuple[str, str, str, str]:
         raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
     rng = random.Random(f"{split}/{index}")
     plot = _plot(rng)
-    while not (solved := _solve(rng, plot)):
+    while not (lines := _work(plot, drawn := _draw(rng, plot))):
         pass
-    drawn, lines = solved
-    answer = lines[-1].rpartition("=")[2]
-    solution = "\n".join([*lines, f"\\boxed{{{answer}}}"])
-    source = f"{len(lines)} step" + "s" * (len(lines) > 1)
-    return _tell(rng, plot, drawn, held_out=split == "heldout"), solution, answer, source
+    answer = _result(lines)
+    text = _tell(rng, plot, drawn, held_out=split == "heldout")
+    if split == "sft":
+        lines = _work(plot, drawn, rng) or lines
+    solution = "\n".join([*lines, f"\\boxed{{{_result(lines)}}}"])
+    return text, solution, answer, f"{len(lines)} step" + "s" * (len(lines) > 1)
 
 
 def _plot(rng: random.Random) -> list[str]:
@@ -177,23 +179,48 @@ def _plot(rng: random.Random) -> list[str]:
             return plot
 
 
-def _solve(rng: random.Random, plot: list[str]) -> tuple[list[dict[str, int]], list[str]] | None:
-    """The numbers of each part and the solution's equations; None if a result is not allowed."""
-    value = result = rng.choice(SPANS["n"])
-    drawn, lines = [], []
-    for part in plot:
-        numbers = {letter: rng.choice(span) for letter, span in SPANS.items()} | {"v": value}
+def _draw(rng: random.Random, plot: list[str]) -> list[dict[str, int]]:
+    """The numbers of each part; v is what the hero has at first."""
+    spans = SPANS | {"v": SPANS["n"]}
+    return [{letter: rng.choice(span) for letter, span in spans.items()} for _ in plot]
+
+
+def _work(
+    plot: list[str], drawn: list[dict[str, int]], teacher: random.Random | None = None
+) -> list[str] | None:
+    """The solution's equations; None if a result is not allowed. A teacher forgets carries."""
+    value = result = drawn[0]["v"]
+    lines = []
+    for part, numbers in zip(plot, drawn, strict=True):
         result = numbers["n"] if part == "other" else result
         for first, sign, second in EQUATIONS.get(part, "").split():
-            numbers["p"] = result
-            a, b = numbers[first], numbers[second]
+            a, b = ({"v": value, "p": result}.get(x, numbers.get(x)) for x in (first, second))
+            if sign == "/" and a % b:
+                return None
             result = SIGNS[sign](a, b)
-            if result not in RESULTS or (sign == "/" and a % b):
+            if teacher and teacher.random() >= CARRY_PROB:
+                result -= _carried(a, sign, b)
+            if result not in RESULTS:
                 return None
             lines.append(f"{a}{sign}{b}={result}")
         value = value if part in ("more", "fewer", "multiple", "other") else result  # B's, not A's
-        drawn.append(numbers)
-    return drawn, lines
+    return lines
+
+
+def _carried(a: int, sign: str, b: int) -> int:
+    """What the units carry into the result; below 0 if they borrow. 7*8=56 is known by heart.
+
+    >>> _carried(16, "+", 25), _carried(41, "-", 5), _carried(12, "*", 7), _carried(7, "*", 8)
+    (10, -10, 10, 0)
+    """
+    if sign == "/" or (sign == "*" and max(a, b) < 10):
+        return 0
+    units = SIGNS[sign](a % 10, b % 10)
+    return units - units % 10
+
+
+def _result(lines: list[str]) -> str:
+    return lines[-1].rpartition("=")[2]
 
 
 def _tell(rng: random.Random, plot: list[str], drawn: list[dict], *, held_out: bool) -> str:

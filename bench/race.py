@@ -177,9 +177,8 @@ class Run:
             return [*args, "--resume"]
         setting = SETTINGS[self.setting]
         prompts = setting.prompts * (2 if self.row in WIDE else 1)
-        args += [*ROWS[self.row].split(), *setting.flags.split()]
-        args += ["--prompts-per-step", str(prompts)]
-        args += ["--data", self.setting, "--eval-data", setting.eval_data]
+        args += ["--prompts-per-step", str(prompts), *setting.flags.split()]
+        args += [*ROWS[self.row].split(), "--data", self.setting, "--eval-data", setting.eval_data]
         args += ["--eval-every", str(self.every), "--eval-problems", str(self.eval_problems)]
         args += ["--save-every", str(10 * self.every), "--keep-checkpoints", "1"]
         args += ["--seed", str(self.seed)]
