@@ -17,7 +17,7 @@ function of the weights.
 Packing cannot change the objective: nothing is dropped, split or truncated, and the factor of a
 sequence in the loss belongs to the sequence, not to its slot.
 
-`python packing.py` draws it. Source: arXiv:2603.04135 section 4.3 (window-based greedy). The
+`python -m bench packing` draws it. Source: arXiv:2603.04135 section 4.3 (window-based greedy). The
 details are our reconstruction; shared prompts are our addition. Letters: L tokens in a slot,
 S segments in it, K keys they attend to, N completion tokens to predict, H heads, D head width,
 V vocabulary.
@@ -25,7 +25,6 @@ V vocabulary.
 
 import bisect
 import inspect
-import random
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
 
@@ -402,44 +401,3 @@ def packs_exactly(model) -> bool:
     every = logits[:, :-1, : model.vocab_size].log_softmax(dim=-1)  # [2, 2, V]
     theirs = every.gather(2, sequences[:, 1:, None]).flatten()  # [4]
     return torch.allclose(ours, theirs.to(ours.dtype), atol=1e-4)
-
-
-# ------------------------------------------------------------------------- a picture
-
-
-def draw(pack_tokens: int = 72, window: int = 4, seed: int = 2) -> str:
-    """Twelve sequences of three prompts, padded and packed, as text with one character a token:
-    digits for prompts, a letter for each completion, dots for empty room."""
-    rng = random.Random(seed)
-    prompts = [[ord(digit)] * rng.randint(5, 12) for digit in "123"]
-    prompts = [prompt for prompt in prompts for _ in range(4)]
-    sizes = [min(50, int(rng.lognormvariate(2.6, 0.6))) for _ in range(12)]
-    completions = [[ord(letter)] * size for letter, size in zip("abcdefghijkl", sizes, strict=True)]
-    sequences = list(zip(prompts, completions, strict=True))
-    totals = [len(prompt) + len(completion) - 1 for prompt, completion in sequences]
-    width = [max(totals[start : start + 4]) for start in range(0, 12, 4)]
-
-    def line(ids, width):
-        return "  " + "".join(map(chr, ids)).ljust(width, ".")
-
-    lines = ["padded, 4 to a micro-batch"]
-    for number, (prompt, completion) in enumerate(sequences):
-        lines.append(line(prompt + completion[:-1], width[number // 4]))
-    lines.append(f"  {4 * sum(width)} tokens, {sum(totals) / sum(width) / 4:.0%} of them real")
-    for share in (False, True):
-        sharing = ([prompt[0] for prompt in prompts], list(map(len, prompts))) if share else ()
-        packs = plan_packs(totals, pack_tokens, window, *sharing)
-        lines += ["", f"packed, window {window}" + ", shared prompts" * share]
-        for pack in packs:
-            members = [prompts[i] for i in pack], [completions[i] for i in pack]
-            slot = build_pack(*members, share_prompts=share)
-            lines.append(line(slot.input_ids[0].tolist(), pack_tokens))
-        slots = [slot_tokens(pack, totals, *sharing) for pack in packs]
-        whole, but_last = (pack_density(some, pack_tokens) for some in (slots, slots[:-1]))
-        density = f"density {whole:.0%}, {but_last:.0%} without the last"
-        lines.append(f"  {sum(slots)} tokens in {len(slots)} slots: {density}")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(draw())

@@ -7,13 +7,14 @@ temperature that the log-probabilities include, without top-k, top-p or a repeti
 top-k 20, top-p 0.95) plays no part, except for its end tokens.
 
 `sample` is the entry point of all three engines; two live here, the third in vllm_engine.py:
-    compact  our own decoding loop. A prompt is prefilled once for all its G completions, and
-             completions that have ended leave the batch. The default.
+    compact  our own decoding loop. Completions of a prompt whose texts are equal so far are one
+             row of the batch, and completions that have ended leave it. The default.
     hf       transformers' model.generate, the plain reference.
     vllm     vLLM in this process, for large models on GPUs.
 
 Letters: K prompts, G completions each, T = max_new_tokens, B sequences sampled at once, W tokens
-of their longest prompt, V vocabulary.
+of their longest prompt, V vocabulary. In `compact`, R rows of the batch are the distinct texts of
+n completions that go on, and C texts are one token longer.
 """
 
 from dataclasses import dataclass, fields
@@ -34,7 +35,7 @@ from transformers import (
 
 import packing
 from runtime import InputError, categorical
-from runtime.decoding import growing_cache, plain_generation
+from runtime.decoding import growing_cache, next_rows, plain_generation
 from runtime.device import CHECK_EVERY, cast_weights, fuse_norms, send
 
 NOT_FINITE = "the model's logits are not finite"
@@ -170,26 +171,39 @@ class _Record:
             logits = self.warpers(sequences, logits.to(dtype))
         return torch.log_softmax(logits, dim=-1, dtype=dtype)
 
-    def draw(self, rows, step: int, scores):
-        """Draw token `step` of completions `rows` from log-probs [B, V]; returns it as [B, 1]."""
-        probs = scores.exp()  # [B, V]
+    def draw(self, slots, row, step: int, scores):
+        """Draw token `step` of completions `slots` [n] from log-probs [R, V]: completion i from row
+        `row[i]`, or with None from row i. Returns the texts that go on: their last tokens [C, 1],
+        the rows [C] that they continue, ascending, and the text of each completion [n]. With None
+        there is one text for each completion, and no rows."""
+        probs = scores.exp()  # [R, V]
         if self.sampling.temperature:
-            token = categorical.draw(probs, self.uniforms[rows, step, None])
-        else:
+            token = categorical.draw(probs, self.uniforms[slots, step, None], row)  # [n, 1]
+        else:  # there is one completion of each prompt
             token = scores.argmax(dim=1, keepdim=True)
-        self.take(rows, step, scores, probs, token)
-        return token
+        if row is None:
+            self.take(slots, step, scores, probs, token)
+            return token, None, None
+        V = scores.shape[1]
+        texts, text = torch.unique(row * V + token[:, 0], return_inverse=True)  # [C], [n]
+        parent, token = texts // V, texts[:, None] % V
+        if len(texts) > len(scores):
+            scores, probs = scores[parent], probs[parent]  # [C, V]
+        self.take(slots, step, scores, probs, token, text)
+        return token, parent, text
 
-    def take(self, rows, step: int, scores, probs, token):
-        """Record token [B, 1] as token `step` of completions `rows`. Overwrites probs [B, V]."""
+    def take(self, rows, step: int, scores, probs, token, text=slice(None)):
+        """Record token [B, 1] as token `step` of completions `rows`, or token[text] if several have
+        the same. Overwrites probs [B, V]."""
         logprob = scores.gather(1, token)[:, 0]  # [B]
         probs.scatter_(1, token, 0.0)  # the others'
         # (1 - p)^2 + sum of the others' p^2, which does not cancel for p near 1.
         energy = torch.expm1(logprob).square() + torch.linalg.vector_norm(probs, dim=1).square()
         others = torch.nansum(probs.mul_(scores), dim=1)  # top-k and top-p leave 0 * -inf
         entropy = -(others + logprob.exp() * logprob)
-        self.ids[rows, step] = token[:, 0]
-        self.statistics[:, rows, step] = torch.stack([logprob, entropy, energy]).float()
+        self.ids[rows, step] = token[text, 0]
+        statistics = torch.stack([logprob, entropy, energy]).float()  # [3, B]
+        self.statistics[:, rows, step] = statistics[:, text]
 
     def ended(self, rows, start: int, stop: int):
         """Which of `rows` drew an end token from `start` to `stop`, [B] on the CPU. The host waits
@@ -216,8 +230,12 @@ def _pad_left(prompt_ids, device):
 
 
 def _compact(model, prompt_ids, group_size, record, progress):
-    """Prefill each prompt once, repeat its keys and values for its completions, then decode these
-    in step. At each check, completions that have ended leave the batch."""
+    """Prefill each prompt once, then decode its completions in step. A row of the batch serves all
+    completions whose texts are equal so far, and splits when they draw different tokens. At each
+    check, completions that have ended leave.
+
+    To know which tokens differ, the host needs them. Where it does not read every token, each
+    completion has a row of its own from the start."""
     T, device = record.sampling.max_new_tokens, model.device
     every = CHECK_EVERY[device.type]
     prompts, mask = _pad_left(prompt_ids, device)  # [K, W]
@@ -232,36 +250,41 @@ def _compact(model, prompt_ids, group_size, record, progress):
     visible = visible | torch.eye(W, dtype=torch.bool, device=device)
     inputs["attention_mask"] = visible if ragged else None
     logits = model(prompts, **inputs, logits_to_keep=1).logits[:, -1]  # [K, V]
-    cache.batch_repeat_interleave(group_size)
-    rows = torch.arange(len(record.ids), device=device)  # the completion in each row of the batch
-    of_row = rows // group_size  # its prompt
-    logits, prompts, positions = logits[of_row], prompts[of_row], positions[of_row, -1:]
+    positions = positions[:, -1:]
     # Attention takes a mask as it is if it has the queries' dtype, and rows of whole 16 bytes.
     bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
-    bias = F.pad(bias, (0, T + -(W + T) % 8))[of_row, None, None]  # [B, 1, 1, W + T or more]
+    bias = F.pad(bias, (0, T + -(W + T) % 8))[:, None, None]  # [K, 1, 1, W + T or more]
+    slots = torch.arange(len(record.ids), device=device)  # the completions that go on
+    row = slots // group_size  # of the batch, for each of them; None: their own
+    if every > 1 or group_size == 1:
+        for layer in cache.layers:
+            layer.keep(len(slots), slots, row, most=len(slots))
+        logits, prompts, positions, bias = (x[row] for x in (logits, prompts, positions, bias))
+        row = None
     for step in range(T):
-        seen = torch.cat([prompts, record.ids[rows, :step]], dim=1) if record.warpers else None
-        token = record.draw(rows, step, record.distribution(seen, logits))  # [B, 1]
+        seen = None
+        if record.warpers:
+            one = slots if row is None else slots.new_zeros(len(logits)).scatter_(0, row, slots)
+            seen = torch.cat([prompts, record.ids[one, :step]], dim=1)  # [R, W + step]
+        scores = record.distribution(seen, logits)
+        token, parent, row = record.draw(slots, row, step, scores)  # [C, 1], [C], [n]
         last = step + 1 == T
         if last or (step + 1) % every == 0:
-            ended = record.ended(rows, step // every * every, step + 1)
-            live = 0 if last else len(rows) - int(ended.sum())
-            progress.update(len(rows) - live)
+            ended = record.ended(slots, step // every * every, step + 1)
+            live = 0 if last else len(slots) - int(ended.sum())
+            progress.update(len(slots) - live)
             if live == 0:
                 break
-            if live < len(rows):  # the last ones that go on take the places of those that ended
-                gaps = ended[:live].nonzero()[:, 0]
-                movers = live + (~ended[live:]).nonzero()[:, 0]
-                order = torch.arange(live).index_copy(0, gaps, movers)
-                gaps, movers, order = (send(places, device) for places in (gaps, movers, order))
+            if live < len(slots) or len(token) > len(logits):
+                places, row = next_rows(parent, row, ended)
+                going, texts, sources, gaps, movers = (send(place, device) for place in places)
                 for layer in cache.layers:
-                    layer.keep(live, gaps, movers)
-                rows, token, prompts, positions, bias = (
-                    tensor[order] for tensor in (rows, token, prompts, positions, bias)
-                )
+                    layer.keep(len(texts), gaps, movers, most=live)
+                slots, token = slots[going], token[texts]
+                prompts, positions, bias = (x[sources] for x in (prompts, positions, bias))
         inputs["attention_mask"] = bias[..., : W + step + 1] if ragged else None
         inputs["position_ids"] = positions + step + 1
-        logits = model(token, **inputs).logits[:, -1]  # [B, V]
+        logits = model(token, **inputs).logits[:, -1]  # [R, V]
 
 
 # ------------------------------------------------------------------------- engine: hf

@@ -6,6 +6,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench step        seconds of a training step and its parts
     python -m bench rollout     completions per second of every installed engine
     python -m bench update      packed and padded updates
+    python -m bench packing     how sequences are packed, as a picture
     python -m bench variance    error of each pruning rule, from real gradients
     python -m bench check       the running check over whole runs, and a faulty twin it must find
     python -m bench prompts     what a million prompts cost
@@ -33,6 +34,7 @@ from bench import (
     gpu,
     hostile,
     kills,
+    packing,
     prompts,
     race,
     rollout,
@@ -45,7 +47,8 @@ from bench import (
 from runtime import InputError
 
 MODULES = (
-    gpu, roofline, step, rollout, update, variance, check, prompts, race, kills, hostile, trl
+    gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, kills, hostile,
+    trl,
 )  # fmt: skip
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 

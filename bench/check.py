@@ -28,7 +28,9 @@ RUNS = (  # name of the row, --method, trainer
 )
 
 
-def main(steps: int = 60, every: int = 1, json_file: JsonFile = None) -> None:
+def main(
+    steps: int = 60, every: int = 1, methods: str = "", flags: str = "", json_file: JsonFile = None
+) -> None:
     """Means and standard errors of the running check over whole runs, both levels at once.
 
     The runs are the exact rules, a twin of pps whose weights are 10 % too small, and two biased
@@ -37,11 +39,16 @@ def main(steps: int = 60, every: int = 1, json_file: JsonFile = None) -> None:
     Args:
         steps: steps of each run
         every: steps between checks
+        methods: only these, separated by commas; pps is checked with its twin
+        flags: flags of train.py for every run, such as "--model FOLDER --data words"
         json_file: where to write the rows {rule, key, mean, error, checks}
     """
     rows = []
     for name, method, trainer_class in RUNS:
+        if methods and method not in methods.split(","):
+            continue
         args = ["--method", method, "--steps", str(steps), "--check-every", str(every)]
+        args += flags.split()
         _, log_rows = run(args, trainer_class)
         found = [row for row in log_rows if row.get("check/norm")]
         norms = [row["check/norm"] for row in found]

@@ -41,6 +41,7 @@ def main(
     level: Literal["completion", "prompt"] = "completion",
     seeds: tuple[int, ...] = (0, 1, 2),
     draws: int = 2000,
+    flags: str = "",
     json_file: JsonFile = None,
 ) -> None:
     """Squared error |g - full|^2 of each pruning rule from true gradients, over its own draws.
@@ -57,9 +58,13 @@ def main(
         level: which of the two prunings
         seeds: seeds of the runs; the tables show medians
         draws: draws of each rule and batch (prompt: a tenth of it)
+        flags: completion: instead of the embedded runs, one batch of a model, given by flags of
+            train.py such as "--model FOLDER --data words"; every completion's gradient is in memory
         json_file: where to write the rows
     """
-    if level == "completion":
+    if flags:
+        rows = batch_variance(config.resolve(config.parse_config(flags.split())), draws)
+    elif level == "completion":
         rows = completion_variance(seeds, draws)
     else:
         rows = prompt_variance(seeds, draws // 10)
@@ -76,10 +81,11 @@ def gradient(model) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def inner_products(gradients: torch.Tensor) -> torch.Tensor:
-    """Of gradients [n, P] with each other: [n, n] float64, on the CPU."""
-    parts = gradients.split(50_000, dim=1)
-    return sum(part.double() @ part.double().T for part in parts).cpu()
+def inner_products(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Of n gradients [P] with each other: [n, n] float64, on the CPU."""
+    parts = zip(*(gradient.split(50_000) for gradient in gradients), strict=True)
+    parts = (torch.stack(part).double() for part in parts)  # a few numbers of each
+    return sum(part @ part.T for part in parts).cpu()
 
 
 # ---------------------------------------------------------------------------- completions
@@ -111,7 +117,8 @@ def real_gradients(folder: Path, cfg, step: int) -> Gradients:
     model, tokenizer = rollout.load_policy(str(folder), cfg.device)
     problems = data.train_problems(cfg.data, hold_out=True)
     room = model.config.max_position_embeddings - cfg.max_new_tokens
-    problems, ids = data.encode_prompts(problems, tokenizer, room)
+    format_ = (cfg.prompt_format, cfg.thinking)
+    problems, ids = data.encode_prompts(problems, tokenizer, room, *format_)
     window = sampler.candidates(len(problems), cfg.prompts_per_step, cfg.seed, step + 1).tolist()
     sampling = rollout.Sampling.for_policy(
         model,
@@ -146,7 +153,7 @@ def real_gradients(folder: Path, cfg, step: int) -> Gradients:
         energy=rollouts.energy,
         bound=(dppo.energy_bound(logprobs) * sampled).sum(dim=-1),
         live=live,
-        gram=inner_products(torch.stack(gradients)),
+        gram=inner_products(gradients),
         max_new_tokens=cfg.max_new_tokens,
     )
 
@@ -323,6 +330,26 @@ def completion_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
     return rows
 
 
+def batch_variance(cfg: config.Config, draws: int) -> list[dict]:
+    """Print how well sizes predict the gradient norms of one batch, and a table; its rows."""
+    found = real_gradients(Path(cfg.model), cfg, 0)
+    norms = found.gram.diagonal().sqrt()  # of the live completions' sums of grad log-prob
+    energy, lengths = found.energy[found.live].double(), found.lengths[found.live].double()
+    print(f"{len(norms)} live completions; correlation of their gradients' norms")
+    for name, size in (("energy", energy), ("length", lengths)):
+        print(f"with sqrt({name}): {torch.corrcoef(torch.stack([norms, size.sqrt()]))[0, 1]:.3f}")
+    marks = {"data": cfg.data, "seed": cfg.seed}
+    rows = [marks | row for loss in LOSSES for row in variance_rows(found, loss, "start", draws)]
+    for loss in LOSSES:
+        print(f"\n{loss}: relative squared error, squared bias (error over the oracle's)")
+        print(f"{'':24s}" + "".join(f"{share:>26}" for share in SHARES))
+        for rule in dict.fromkeys(row["rule"] for row in rows):
+            wanted = {"loss": loss, "rule": rule, "r_o": None}
+            cells = (_cell(rows, wanted | {"tokens": share}) for share in SHARES)
+            print(f"{rule:24s}" + "".join(cells))
+    return rows
+
+
 def _matching(rows: list[dict], wanted: dict) -> list[dict]:
     return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
@@ -370,7 +397,7 @@ class GroupByGroup(train.Trainer):
             parts.append(super().backward(full, only, weights, old_logprobs))
             gradients.append(gradient(self.model))
         stacked = torch.stack(gradients)  # [Q, P]
-        self.gram = inner_products(stacked)
+        self.gram = inner_products(gradients)
         parameters = list(self.model.parameters())
         sizes = [parameter.numel() for parameter in parameters]
         for parameter, total in zip(parameters, stacked.sum(dim=0).split(sizes), strict=True):

@@ -39,7 +39,7 @@ def test_help(name, capsys):
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert f"python -m bench {name}" in shown
-    assert ("--json" in shown) == (name != "prompts")
+    assert ("--json" in shown) == (name not in ("packing", "prompts"))
 
 
 def test_step(command, monkeypatch, capsys):

@@ -66,6 +66,19 @@ def test_unlikely_entries_keep_their_shares():
     assert counts[1:].max() <= 11
 
 
+@pytest.mark.parametrize("vocabulary", [7, 1024, 1300])
+def test_draws_that_share_a_row(vocabulary):
+    """Catches a draw with the blocks of another row than its entries, and work that is not that of
+    a row of its own."""
+    generator = torch.Generator().manual_seed(2)
+    probs = torch.rand(5, vocabulary, generator=generator)
+    row = torch.randint(5, (3000,), generator=generator)
+    uniform = torch.rand(3000, 1, dtype=torch.float64, generator=generator)
+    shared = categorical.draw(probs, uniform, row)
+    assert torch.equal(shared, categorical.draw(probs[row], uniform))
+    assert not torch.equal(shared, categorical.draw(probs[row.flip(0)], uniform))
+
+
 def test_a_point_at_the_total_is_inside():
     """Rounding may take a point to the total, behind which only entries of 0 follow. Catches an
     entry of 0 that is drawn then."""

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 import packing
+from bench import packing as bench_packing
 
 
 def random_set(seed):
@@ -134,11 +135,13 @@ def test_bad_arguments_are_refused():
             packing.build_pack([[1], []], [[2], [3]], share_prompts=share)
 
 
-def test_the_picture_is_of_real_slots():
-    """`python packing.py` draws every token that is forwarded: a prompt once per sequence, or once
-    per slot if shared. Fails if the picture is not of the plan, or if a printed count is wrong."""
+def test_the_picture_is_of_real_slots(capsys):
+    """`python -m bench packing` draws every token that is forwarded: a prompt once per sequence, or
+    once per slot if shared. Fails if the picture is not of the plan, or if a printed count is
+    wrong."""
     drawn = []
-    for part in packing.draw().split("\n\n"):
+    bench_packing.main()
+    for part in capsys.readouterr().out.rstrip().split("\n\n"):
         _, *lines, summary = part.splitlines()
         assert "padded" in part or {len(line) for line in lines} == {2 + 72}
         drawn.append([line.strip().rstrip(".") for line in lines])

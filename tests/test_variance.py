@@ -141,7 +141,7 @@ def test_results_are_on_the_cpu(short, monkeypatch):
     assert not [value for value in tensors if isinstance(value, OtherDevice)]
     assert found.gram.dtype == torch.float64
     assert len(found.gram) == found.live.sum() > 1
-    gram = variance.inner_products(torch.ones(2, 3).as_subclass(OtherDevice))
+    gram = variance.inner_products([torch.ones(3).as_subclass(OtherDevice)] * 2)
     assert type(gram) is torch.Tensor
     assert gram.tolist() == [[3, 3], [3, 3]]
 
