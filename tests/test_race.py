@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+import config
 from bench import race
 from runtime import InputError
 
@@ -151,6 +152,27 @@ def test_turns_processes_and_finished_runs(tiny_rows, tmp_path, monkeypatch, cap
     race.main(folder=tmp_path / "whole", **options)
 
 
+def test_rows_of_a_setting(tmp_path):
+    """pps considers twice the prompts of the others, in every setting, and --lr beats the setting's
+    own. Catches a setting's flag that is not passed on, and a row that loses its own flags."""
+
+    def resolved(setting, row, lr=None):
+        run = race.Run(setting, row, 0, 9, 3, 5, lr, "tiny", tmp_path)
+        return config.resolve(config.parse_config(run.args()))
+
+    for setting, prompts in (("arithmetic", 32), ("arithmetic-mixed", 32), ("words", 16)):
+        for row in race.ROWS:
+            cfg = resolved(setting, row)
+            assert cfg.prompts_per_step == prompts * (2 if row in ("pps", "uniform") else 1)
+            assert cfg.data == setting
+            assert cfg.lr == (1e-5 if setting == "words" else 6e-4)
+        assert resolved(setting, "pps", 3e-4).lr == 3e-4
+    uniform = resolved("words", "uniform")
+    assert (uniform.prompt_rule, uniform.prompt_prune_rate) == ("uniform", 0.6)
+    assert (uniform.prompt_format, uniform.eval_data) == ("plain", "words")
+    assert resolved("arithmetic-mixed", "pps").eval_data == "arithmetic"
+
+
 def test_a_stop_ends_the_race(tiny_rows, tmp_path, monkeypatch):
     """A run that ends before its turn is over was stopped by SIGTERM or Ctrl-C. Catches a race that
     goes on with the next row."""
@@ -177,6 +199,7 @@ def test_the_picture_ends_at_twice_grpos_end():
     ("options", "message"),
     [
         ({"methods": "grpo,grop"}, "--methods grop: choose from grpo, grpo_zero"),
+        ({"settings": ("words",)}, "--settings words: tiny cannot read; give --model"),
         ({"settings": ("gsm8k",)}, "--settings gsm8k: choose from arithmetic, arithmetic-mixed"),
         (
             {"methods": "trl", "settings": ("arithmetic-mixed",)},

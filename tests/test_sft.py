@@ -311,6 +311,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(teach, tmp_path, changes, row,
     assert not (tmp_path / "run").exists()
 
 
+def test_a_gradient_that_is_not_finite(teach, tmp_path):
+    """Catches a run that goes on with weights of NaN, and saves them over good ones."""
+    with pytest.raises(InputError, match=r"--lr 1e\+38: the gradient is nan"):
+        teach("run", lr=1e38)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1]
+    assert not [*(tmp_path / "run").glob("checkpoint*")]
+
+
 def test_a_folder_that_holds_a_run(teach):
     """Only --resume with the run's own flags may continue it; a finished run stays as it is.
 
