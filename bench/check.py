@@ -40,7 +40,7 @@ def main(
         steps: steps of each run
         every: steps between checks
         methods: only these, separated by commas; pps is checked with its twin
-        flags: flags of train.py for every run, such as "--model FOLDER --data words"
+        flags: flags of train.py for every run, such as --flags="--model FOLDER --data words"
         json_file: where to write the rows {rule, key, mean, error, checks}
     """
     rows = []
@@ -76,4 +76,6 @@ def mean_and_error(values: list[float], norms: list[float]) -> tuple[float, floa
     mean = math.fsum(value * norm for value, norm in zip(values, norms, strict=True)) / total
     pairs = zip(values, norms, strict=True)
     rest = math.fsum(((value - mean) * norm) ** 2 for value, norm in pairs)
+    if count == 1:
+        return mean, math.nan
     return mean, math.sqrt(rest * count / (count - 1)) / total

@@ -59,7 +59,7 @@ def main(
         seeds: seeds of the runs; the tables show medians
         draws: draws of each rule and batch (prompt: a tenth of it)
         flags: completion: instead of the embedded runs, one batch of a model, given by flags of
-            train.py such as "--model FOLDER --data words"; every completion's gradient is in memory
+            train.py: --flags="--model FOLDER --data words"; all their gradients are in memory
         json_file: where to write the rows
     """
     if flags:

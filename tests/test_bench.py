@@ -2,6 +2,7 @@
 at which it takes seconds. kills trains for minutes and is only run by hand."""
 
 import json
+import math
 import re
 
 import pytest
@@ -87,6 +88,25 @@ def test_check(small_runs, float32, command):
     assert {row["checks"] for row in rows} == {2}
     scale = {row["rule"]: row["mean"] for row in rows if row["key"] == "check/scale"}
     assert abs(scale["grpo_zero"]) < 1e-6
+
+
+def test_check_of_some_runs(small_runs, monkeypatch, tmp_path):
+    """One step of pps and its twin, with flags of train.py. Catches flags or methods without
+    effect, and a standard error of one check, which would divide by 0."""
+    given, real = [], check.run
+
+    def recorded(args, trainer_class):
+        given.append(args)
+        return real(args, trainer_class)
+
+    monkeypatch.setattr(check, "run", recorded)
+    file = tmp_path / "rows.json"
+    args = ["check", "--steps", "1", "--methods", "pps", "--json", str(file)]
+    command_line.main([*args, "--flags=--data words --seed 5"])
+    rows = json.loads(file.read_text())
+    assert {row["rule"] for row in rows} == {"pps", "pps, weights x 0.9"}
+    assert all(math.isnan(row["error"]) and row["checks"] == 1 for row in rows)
+    assert [args[-4:] for args in given] == [["--data", "words", "--seed", "5"]] * 2
 
 
 def test_the_twins_fault(small_runs, float32):

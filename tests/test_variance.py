@@ -3,6 +3,7 @@ on real ones."""
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -230,6 +231,32 @@ def test_both_levels_run(small_runs, monkeypatch, capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "arithmetic, dr_grpo, late: medians" in shown
     assert "arithmetic, dr_grpo, r_q 0.6: error over" in shown
+
+
+def test_a_batch_of_a_model(small_runs, monkeypatch, capsys, tmp_path):
+    """With --flags, one batch of that model and data. Catches flags without effect, and a
+    correlation with something else than the square roots of energies and lengths."""
+    file, real = tmp_path / "rows.json", variance.real_gradients
+
+    def planted(*args):
+        found = real(*args)
+        found.lengths[found.live] = torch.arange(len(found.gram)).flip(0)
+        found.gram.diagonal().copy_(torch.arange(len(found.gram)).flip(0).square())
+        found.energy[found.live] = found.gram.diagonal().float()
+        return found
+
+    monkeypatch.setattr(variance, "real_gradients", planted)
+    args = ["variance", "--draws", "60", "--json", str(file)]
+    command_line.main([*args, "--flags=--data words --prompt-format plain --seed 5"])
+    table = json.loads(file.read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    assert {(row["data"], row["seed"], row["stage"]) for row in rows} == {("words", 5, "start")}
+    assert {row["rule"] for row in rows} >= {*variance.RULES}
+    shown = capsys.readouterr().out
+    energy, length = (float(x) for x in re.findall(r"with sqrt\(\w+\): (\S+)", shown))
+    assert energy == pytest.approx(1.0)
+    assert 0.9 < length < 0.99, "norms rise in proportion to the length"
+    assert "dr_grpo: relative squared error" in shown
 
 
 def made_up_run(steps=45, spread=10.0):
