@@ -157,15 +157,15 @@ def test_rows_of_a_setting(tmp_path):
     own. Catches a setting's flag that is not passed on, and a row that loses its own flags."""
 
     def resolved(setting, row, lr=None):
-        run = race.Run(setting, row, 0, 9, 3, 5, lr, "tiny", tmp_path)
+        run = race.Run(setting, row, 0, 9, 3, 5, lr, "a-model", tmp_path)
         return config.resolve(config.parse_config(run.args()))
 
     for setting, prompts in (("arithmetic", 32), ("arithmetic-mixed", 32), ("words", 16)):
         for row in race.ROWS:
             cfg = resolved(setting, row)
             assert cfg.prompts_per_step == prompts * (2 if row in ("pps", "uniform") else 1)
-            assert cfg.data == setting
-            assert cfg.lr == (1e-5 if setting == "words" else 6e-4)
+            assert (cfg.data, cfg.model) == (setting, "a-model")
+            assert cfg.lr == (1e-5 if setting == "words" else 1e-6)
         assert resolved(setting, "pps", 3e-4).lr == 3e-4
     uniform = resolved("words", "uniform")
     assert (uniform.prompt_rule, uniform.prompt_prune_rate) == ("uniform", 0.6)
