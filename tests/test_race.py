@@ -165,7 +165,7 @@ def test_rows_of_a_setting(tmp_path):
             cfg = resolved(setting, row)
             assert cfg.prompts_per_step == prompts * (2 if row in ("pps", "uniform") else 1)
             assert (cfg.data, cfg.model) == (setting, "a-model")
-            assert cfg.lr == (1e-5 if setting == "words" else 1e-6)
+            assert cfg.lr == (2e-5 if setting == "words" else 1e-6)
         assert resolved(setting, "pps", 3e-4).lr == 3e-4
     uniform = resolved("words", "uniform")
     assert (uniform.prompt_rule, uniform.prompt_prune_rate) == ("uniform", 0.6)

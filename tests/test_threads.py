@@ -99,5 +99,6 @@ def test_looks_are_rare(machine):
 
 
 def test_this_machine():
-    """The real counters: between none and all of the cores that this process may use."""
-    assert 0 <= threads.idle_cores() <= len(os.sched_getaffinity(0))
+    """The real counters: between none and all of the cores that this process may use, up to the
+    length of a clock tick."""
+    assert 0 <= threads.idle_cores() <= len(os.sched_getaffinity(0)) + 0.5
