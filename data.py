@@ -42,7 +42,7 @@ HUB = {  # data name -> id, configuration and split on the hub
     "olympiadbench": ("math-ai/olympiadbench", None, "test"),
     "gaokao2023en": ("MARIO-Math-Reasoning/Gaokao2023-Math-En", None, "train"),
 }
-SFT_PROBLEMS = 10_000  # default number of words' problems for supervised training
+SFT_PROBLEMS = 10_000  # of words, for supervised training
 EMBEDDED_PROBLEMS = 300  # default number of evaluation problems of an embedded split
 WORDS_TOKENS = 60  # the longest solution of 20,000 problems, 44 characters, plus a third
 FILE_TOKENS = 1024  # default --max-new-tokens for data that are not embedded
@@ -89,20 +89,17 @@ def eval_problems(
     return (problems[-_held_out(data, problems) :] if of_training_file else problems)[:limit]
 
 
-def sft_problems(data: str, count: int | None = None) -> list[Problem]:
-    """At most `count` problems with worked solutions, for supervised training.
-
-    Of words as many as asked, by default 10,000. Of other data the rows that train_problems trains
-    on and that have a solution, by default all.
-    """
+def sft_problems(data: str) -> list[Problem]:
+    """Problems with worked solutions, for supervised training: 10,000 of words; of other data the
+    rows that train_problems trains on and that have a solution."""
     if data == "words":
-        return _embedded(data, "sft", SFT_PROBLEMS if count is None else count)
+        return _embedded(data, "sft", SFT_PROBLEMS)
     problems = train_problems(data, hold_out=True)
     worked = [problem for problem in problems if problem.solution]
     if not worked:
         none = f"--data {data}: none of its {len(problems)} problems has a worked solution"
         raise InputError(f"{none}; use words, gsm8k, math, or a file with solutions")
-    return worked[:count]
+    return worked
 
 
 def _embedded(data: str, split: str, count: int) -> list[Problem]:

@@ -71,7 +71,7 @@ def check(cfg: Config) -> Config:
 
 def encode(cfg: Config, tokenizer, longest: int) -> list[tuple[list[int], list[int]]]:
     """(prompt, solution) token ids of each problem; a solution ends with the end token."""
-    problems = [problem for name in cfg.data for problem in data.sft_problems(name)]
+    problems = [one for name in cfg.data for one in ranks.broadcast(data.sft_problems, name)]
     problems, prompts = data.encode_prompts(problems, tokenizer, longest, cfg.prompt_format)
     texts = [problem.solution + tokenizer.eos_token for problem in problems]
     solutions = tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -121,14 +121,13 @@ def test_word_problems():
     for found, split in (
         (data.train_problems("words", hold_out=True), "train"),
         (data.eval_problems("words", 9), "heldout"),
-        (data.sft_problems("words", 9), "sft"),
+        (data.sft_problems("words"), "sft"),
     ):
-        assert len(found) == (words.TRAIN_PROBLEMS if split == "train" else 9)
+        sizes = {"train": words.TRAIN_PROBLEMS, "heldout": 9, "sft": data.SFT_PROBLEMS}
+        assert len(found) == sizes[split]
         text, solution, answer, source = words.problem(split, 8)
         assert found[8] == data.Problem(text, answer, source, "", solution)
     assert len(data.eval_problems("words", None)) == data.EMBEDDED_PROBLEMS
-    assert data.sft_problems("words", 0) == []
-    assert len(data.sft_problems("words")) == data.SFT_PROBLEMS
 
 
 def test_defaults_of_embedded_data():
@@ -168,10 +167,7 @@ def test_sft_problems_of_a_file(tmp_path):
     rows = [{"question": f"q{n}", "answer": f"so #### {n}" if n % 2 else n} for n in range(40)]
     found = data.sft_problems(write(tmp_path, *rows))
     assert [problem.text for problem in found] == [f"q{n}" for n in range(1, 38, 2)]
-    assert [one.solution for one in data.sft_problems(write(tmp_path, *rows), 2)] == [
-        "so\n\\boxed{1}",
-        "so\n\\boxed{3}",
-    ]
+    assert [one.solution for one in found[:2]] == ["so\n\\boxed{1}", "so\n\\boxed{3}"]
     path = write(tmp_path, *rows[::2])
     with pytest.raises(
         InputError, match="none of its 19 problems has a worked solution; use words"
