@@ -15,6 +15,7 @@ import pytest
 import bench.__main__
 import config
 import eval as evaluation
+import sft
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -106,7 +107,10 @@ def test_links_exist(path):
 @page
 def test_flags_exist(path):
     """Fails if a page names a flag that no program has, say after a rename."""
-    known = flags_of(config.Config) | flags_of(evaluation.EvalConfig) | bench_flags() | OTHER_FLAGS
+    known = flags_of(config.Config) | flags_of(evaluation.EvalConfig) | flags_of(sft.Config)
+    known |= bench_flags() | OTHER_FLAGS
+    for script in ROOT.glob("runs/*.sh"):  # the labels of its `case`
+        known |= set(re.findall(r"^ *(--[a-z0-9-]+)\)", script.read_text(), re.M))
     assert set(FLAG.findall(path.read_text())) <= known
 
 
