@@ -108,12 +108,13 @@ def decode(completion_ids: torch.Tensor, lengths: torch.Tensor, tokenizer) -> li
     return [tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
 
 
-def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, k, seed):
+def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, k, seed, keys=None):
     """(rewards, truncated) of k completions for each of P problems, both [P, k] float64.
 
-    A reward is NaN if the completion cannot be scored.
+    A reward is NaN if the completion cannot be scored. keys: see rollout.sample.
     """
-    rollouts = rollout.sample(model, prompt_ids, sampling, group_size=k, seed=seed)
+    options = {"group_size": k, "seed": seed, "keys": keys}
+    rollouts = rollout.sample(model, prompt_ids, sampling, **options)
     return score(rollouts, problems, tokenizer, reward)[1], rollouts.truncated.double()
 
 
@@ -402,8 +403,8 @@ def complete(model, tokenizer, one: ProblemSet, sampling, cfg, path, reward=None
     starts = range(len(rows), len(problems), chunk)
     for start in tqdm(starts, desc=name, unit="batch", delay=3, leave=False):
         some = slice(start, start + chunk)
-        seed = seed_for(cfg.seed, name, start)
-        rollouts = rollout.sample(model, prompt_ids[some], sampling, group_size=cfg.k, seed=seed)
+        options = {"seed": seed_for(cfg.seed, name), "keys": range(len(problems))[some]}
+        rollouts = rollout.sample(model, prompt_ids[some], sampling, group_size=cfg.k, **options)
         texts, rewards = score(rollouts, problems[some], tokenizer, reward)
         scores = [[None if math.isnan(x) else x for x in row] for row in rewards.tolist()]
         new = [

@@ -34,6 +34,7 @@ from transformers import (
 )
 
 import packing
+import sampler
 from runtime import InputError, categorical
 from runtime.decoding import growing_cache, next_rows, plain_generation
 from runtime.device import CHECK_EVERY, cast_weights, fuse_norms, send
@@ -95,27 +96,33 @@ def eos_token_ids(model, tokenizer) -> list[int]:
 
 
 def sample(
-    model, prompt_ids: list[list[int]], sampling: Sampling, *, group_size: int, seed: int
+    model, prompt_ids: list[list[int]], sampling: Sampling, *, group_size: int, seed: int, keys=None
 ) -> Rollouts:
     """Sample `group_size` completions of each prompt, shortest prompts first, batch by batch.
 
-    The draw is a function of (weights, prompts, sampling, seed). Raises FloatingPointError if the
-    model's logits are not finite.
+    A prompt has a key, by default its place in the list. The random numbers of its tokens follow
+    from (seed, key), so a completion is a function of (weights, prompt, sampling, seed, key): it
+    does not depend, but for rounding, on other prompts, their order, the size of a batch, or the
+    engine (of compact and hf; vLLM's samples depend on all prompts).
+
+    Raises FloatingPointError if the model's logits are not finite.
     """
+    keys = range(len(prompt_ids)) if keys is None else keys
     if sampling.temperature == 0 and group_size > 1:
         # Greedy completions are all equal, and generate and vLLM refuse to return several.
-        one = sample(model, prompt_ids, sampling, group_size=1, seed=seed)
+        one = sample(model, prompt_ids, sampling, group_size=1, seed=seed, keys=keys)
         columns = [getattr(one, field.name) for field in fields(one)[1:]]
         return Rollouts(prompt_ids, *(c.repeat_interleave(group_size, dim=1) for c in columns))
     if not isinstance(sampling.engine, str):
+        seed = sampler.seed_for(seed, *keys)
         return sampling.engine.sample(model, prompt_ids, sampling, group_size=group_size, seed=seed)
     decode = {"compact": _compact, "hf": _generate}[sampling.engine]
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
     bar = {"desc": "rollout", "unit": " completions", "delay": 3, "leave": False}
     progress = tqdm(total=K * G, disable=not sampling.show_progress, **bar)
-    generator = torch.Generator().manual_seed(seed)
-    uniforms = torch.rand(K, G, T, dtype=torch.float64, generator=generator)  # one for each token
-    torch.manual_seed(seed)  # hf draws from this generator
+    uniforms = torch.zeros(K, G, T, dtype=torch.float64)
+    for key, uniform in zip(keys, uniforms, strict=True):
+        uniform.uniform_(generator=sampler.generator_for(seed, key))
     with progress, torch.no_grad(), plain_generation(model):
         ids = torch.full((K, G, T), sampling.pad_id)
         statistics = torch.zeros(3, K, G, T)  # log-prob, entropy, energy
@@ -291,43 +298,31 @@ def _compact(model, prompt_ids, group_size, record, progress):
 
 
 def _generate(model, prompt_ids, group_size, record, progress):
-    """One call of model.generate. It passes each drawn token back with its request for the next
-    distribution, so the token is recorded one call late."""
-    sequences, mask = _pad_left(prompt_ids, model.device)
-    rows = torch.arange(len(prompt_ids) * group_size, device=model.device)
-    width = sequences.shape[1]
-    scores = None
+    """One call of model.generate. It gets scores that leave only the token that we have drawn."""
+    repeated = [ids for ids in prompt_ids for _ in range(group_size)]
+    sequences, mask = _pad_left(repeated, model.device)
+    B, width = sequences.shape
+    slots = torch.arange(B, device=model.device)
 
-    def take(sequences):
-        step = sequences.shape[1] - width - 1
-        record.take(rows, step, scores, scores.exp(), sequences[:, -1:])
-
-    def process(sequences, logits):
-        nonlocal scores
-        if scores is not None:
-            take(sequences)
+    def draw(sequences, logits):
         scores = record.distribution(sequences, logits)
-        if scores.isnan().any():  # generate cannot draw from such scores
+        if scores.isnan().any():  # generate would go on with them
             raise FloatingPointError(NOT_FINITE)
-        return scores
+        token, _, _ = record.draw(slots, None, sequences.shape[1] - width, scores)
+        return torch.full_like(logits, -torch.inf).scatter_(1, token, 0.0)
 
-    sequences = model.generate(
+    model.generate(
         sequences,
         attention_mask=mask,
-        logits_processor=LogitsProcessorList([process]),
+        logits_processor=LogitsProcessorList([draw]),
         generation_config=GenerationConfig(
-            do_sample=record.sampling.temperature > 0,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            num_return_sequences=group_size,
+            do_sample=False,
             max_new_tokens=record.sampling.max_new_tokens,
             eos_token_id=record.sampling.eos_ids,
             pad_token_id=record.sampling.pad_id,
         ),
     )
-    take(sequences)
-    progress.update(len(rows))
+    progress.update(B)
 
 
 # ------------------------------------------------------------------------- loading

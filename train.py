@@ -11,8 +11,8 @@ Train a language model with DPPO. GRPO is the special case that prunes nothing.
 Every rank holds the whole model, or with --shard fsdp a share of the weights that are trained. With
 --shard fsdp and in bfloat16 it samples from a copy. It rolls out its share of the prompts. Every
 rank computes the keep decisions, advantages and denominators from the gathered batch. Gradients are
-summed over ranks once per update. All randomness is a function of (seed, step, purpose), so a
-resumed run repeats what an uninterrupted run would have done, with as many ranks and threads.
+summed over ranks once per update. All randomness is a function of (seed, step, purpose, prompt), so
+a resumed run repeats what an uninterrupted run would have done, with as many ranks and threads.
 
 Letters: Q candidates of a step, K prompts rolled out, G completions each, P parameters.
 """
@@ -200,13 +200,15 @@ class Trainer:
         return self.history.prune(rule, rate, window, generator, step, self.cfg.minibatches)
 
     def roll_out(self, prompts, step, *purpose) -> Batch:
-        """Stages 2 and 3 for prompts [K], with seeds of their own for each purpose."""
+        """Stages 2 and 3 for prompts [K], with random numbers of their own for each purpose."""
         with self.timer.measure("rollout"):
             ranks.refresh(self.policy, self.model)
         mine = torch.arange(len(prompts))[self.rank :: self.world]
-        own = prompts[mine].tolist()
-        seed = sampler.seed_for(self.cfg.seed, step, *purpose, self.rank)
+        # A prompt's key is its index, and how many times it came before: greso may repeat it.
+        keys = [(q.item(), int((prompts[:place] == q).sum())) for place, q in enumerate(prompts)]
+        seed = sampler.seed_for(self.cfg.seed, step, *purpose)
         with self.stops_if_not_finite(step):
+            own = [keys[k] for k in mine]
             rollouts, texts, rewards = self.stop.run(self._sample_and_score, own, seed)
         columns = [rewards, *(getattr(rollouts, name) for name in STATISTICS)]  # of this rank
         shape = (len(prompts), self.cfg.group_size, len(columns))
@@ -214,15 +216,13 @@ class Trainer:
         table[mine] = torch.stack([column.double() for column in columns], dim=-1)
         return Batch(prompts, mine, rollouts, texts, *ranks.all_reduce(table).unbind(dim=-1))
 
-    def _sample_and_score(self, own, seed):
-        prompt_ids = [self.train_ids[index] for index in own]
-        group_size = self.cfg.group_size
+    def _sample_and_score(self, keys, seed):
+        prompt_ids = [self.train_ids[index] for index, _ in keys]
+        options = {"group_size": self.cfg.group_size, "seed": seed, "keys": keys}
         with self.timer.measure("rollout"):
-            rollouts = rollout.sample(
-                self.policy, prompt_ids, self.sampling, group_size=group_size, seed=seed
-            )
+            rollouts = rollout.sample(self.policy, prompt_ids, self.sampling, **options)
         with self.timer.measure("score"):
-            problems = [self.train_set[index] for index in own]
+            problems = [self.train_set[index] for index, _ in keys]
             texts, rewards = evaluation.score(rollouts, problems, self.tokenizer, self.reward)
         return rollouts, texts, rewards
 
@@ -377,13 +377,14 @@ class Trainer:
         if not self.evaluation_due(step):
             return {}
         mine = slice(self.rank, None, self.world)
-        seed = sampler.seed_for(self.cfg.seed, step, "eval", self.rank)
+        options = {"seed": sampler.seed_for(self.cfg.seed, step, "eval"), "k": EVAL_K}
+        options["keys"] = range(len(self.eval_set))[mine]
         ranks.refresh(self.policy, self.model)
         problems, ids = self.eval_set[mine], self.eval_ids[mine]
         args = (self.policy, self.tokenizer, problems, ids, self.eval_reward, self.sampling)
         try:
             with self.stops_if_not_finite(step):
-                scores = self.stop.run(evaluation.sample_rewards, *args, k=EVAL_K, seed=seed)
+                scores = self.stop.run(evaluation.sample_rewards, *args, **options)
         except Stopped:
             return {}
         rewards = torch.zeros(len(self.eval_set), EVAL_K, dtype=torch.float64)
@@ -526,7 +527,8 @@ class Trainer:
         self.log = log.Log(self.out_dir) if self.is_main else None
         if self.is_main:
             if self.done and (stored := checkpoint.stored_ranks(self.out_dir)) != self.world:
-                print(f"resuming a run of {stored} ranks on {self.world}: samples will differ")
+                how = "sums round differently, so samples will in time"
+                print(f"resuming a run of {stored} ranks on {self.world}: {how}")
             self.log.open(self.done)
             if cfg.track:
                 self.log.start_tracker(cfg.track, asdict(cfg))

@@ -42,7 +42,7 @@ def test_resumed_on_other_ranks(policy_folder, tmp_path):
 
     def go(name, steps, world, *args):
         run = flags(policy_folder, str(tmp_path / name), weight_decay=0.1, steps=steps, **common)
-        in_processes(world, toy.main_by_prompt, [*run, *args])
+        in_processes(world, toy.main, [*run, *args])
 
     go("whole", 6, 1)
     go("broken", 2, 2, "--shard", "fsdp")

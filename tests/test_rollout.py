@@ -17,10 +17,11 @@ from runtime import InputError, decoding
 ENGINES = pytest.mark.parametrize("engine", ["compact", "hf"])
 
 
-def sample(model, prompt_ids, *, group_size=6, seed=5, **changes):
+def sample(model, prompt_ids, *, group_size=6, seed=5, keys=None, **changes):
     options = {"max_new_tokens": 12, "eos_ids": [256], "pad_id": 257, "batch_size": 12}
     sampling = rollout.Sampling(**options | changes)
-    return rollout.sample(model, prompt_ids, sampling, group_size=group_size, seed=seed)
+    draw = {"group_size": group_size, "seed": seed, "keys": keys}
+    return rollout.sample(model, prompt_ids, sampling, **draw)
 
 
 @ENGINES
@@ -256,6 +257,29 @@ def test_the_bar_counts_completions(make_policy, monkeypatch, engine):
     assert got.truncated.any()
     assert sum(counts) == 18
     assert set(totals) == {18}
+
+
+@ENGINES
+def test_a_completion_follows_from_its_key(make_policy, engine):
+    """Some of the prompts, in another order and smaller groups, with their keys: the same ids in
+    float64, from both engines; with other keys, others. Catches random numbers that follow from a
+    prompt's place, or that the completions or tokens of a group share."""
+    model, _ = make_policy(dtype=torch.float64)
+    prompts = [[65, 66, 67], [68], [65, 66, 67], [71] * 5]
+    options = {"eos_ids": list(range(0, 258, 24)), "max_new_tokens": 20}
+    whole = sample(model, prompts, keys=["a", "b", "c", "d"], **options)
+    parts = {"d": 3, "a": 0, "c": 2}
+    some = [prompts[number] for number in parts.values()]
+    part = sample(model, some, keys=list(parts), group_size=4, engine=engine, **options)
+    wanted = whole.completion_ids[[*parts.values()], :4]
+    inside = torch.arange(20) < part.lengths[..., None]
+    assert torch.equal(part.lengths, whole.lengths[[*parts.values()], :4])
+    assert torch.equal(part.completion_ids[inside], wanted[inside])
+    other = sample(model, some, keys=["d", "a", "e"], group_size=4, engine=engine, **options)
+    assert torch.equal(other.lengths[:2], part.lengths[:2])
+    assert not torch.equal(other.completion_ids[2], part.completion_ids[2])
+    first = whole.completion_ids[:, :, 0]
+    assert len(set(first[[0, 2]].flatten().tolist())) > 6, "prompts and groups differ"
 
 
 @ENGINES

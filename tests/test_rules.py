@@ -539,17 +539,25 @@ def test_picture_of_a_run_that_has_just_begun(run, tmp_path, pictures):
 
 
 @pytest.mark.parametrize("method", ["pps", "greso"])
-def test_every_rollout_has_a_seed_of_its_own(start, monkeypatch, method):
+def test_every_group_has_random_numbers_of_its_own(start, monkeypatch, method):
     """In every step, round and running check. Catches rounds or checks that sample again what was
-    sampled before."""
-    sample, seeds = rollout.sample, []
-    record = lambda *args, **options: seeds.append(options["seed"]) or sample(*args, **options)
+    sampled before, and equal groups of a prompt that greso meets twice in a round."""
+    sample, seeds, keys = rollout.sample, [], []
+
+    def record(*args, **options):
+        seeds.append(options["seed"])
+        keys.append(options["keys"])
+        return sample(*args, **options)
+
     monkeypatch.setattr(rollout, "sample", record)
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
     checks = 0 if method == "greso" else 1
     take_steps(start(method=method, group_size=3, steps=12, lr=3e-3, check_every=checks))
     assert len(seeds) > 12 if method == "greso" else len(seeds) == 24
     assert len(set(seeds)) == len(seeds)
+    assert all(len(set(own)) == len(own) for own in keys)
+    twice = [own for own in keys if len({prompt for prompt, _ in own}) < len(own)]
+    assert bool(twice) == (method == "greso")
 
 
 def test_greso_trains_on_live_groups_until_it_has_enough(start, monkeypatch):

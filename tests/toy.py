@@ -21,8 +21,6 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import config
 import packing
-import rollout
-import sampler
 import train
 from runtime import InputError, log, ranks
 
@@ -51,19 +49,6 @@ def flags(model, out_dir, **changes):
 def main(args):
     """`train.py ARGS...` with the toy reward."""
     train.main(config.parse_config(args), reward=toy_reward)
-
-
-def sample_by_prompt(model, prompt_ids, sampling, *, group_size, seed, real=rollout.sample):
-    """rollout.sample with a seed per prompt, so that a group does not depend on its rank."""
-    parts = [([ids], sampler.seed_for("toy", ids)) for ids in prompt_ids] or [([], seed)]
-    one = lambda ids, own: real(model, ids, sampling, group_size=group_size, seed=own)
-    return rollout.join([one(*part) for part in parts])
-
-
-def main_by_prompt(args):
-    """`main`, in a process of its own, with rollouts that do not depend on the number of ranks."""
-    rollout.sample = sample_by_prompt
-    main(args)
 
 
 def plain_logits(model, ids):
@@ -191,7 +176,6 @@ def record_runs(folder, model, *args):
     In `dropped` the second of two ranks keeps nothing; in `alone` and `greso_alone` it has no
     prompt. `updates` has pps, KL, mini-batches, epochs and a running check; greso several rounds.
     """
-    rollout.sample = sample_by_prompt
     updates = {"method": "pps", "loss": "dapo", "minibatches": 2, "epochs": 2, "beta": 0.1}
     greso = {"method": "greso", "group_size": 2, "prompts_per_step": 3, "lr": 1e-5, "steps": 5}
     greso |= {"prompt_prune_rate": 0, "completion_prune_rate": 0}
