@@ -368,12 +368,6 @@ def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
     if cfg.prompt_prune_rate > 0:
         if cfg.prompt_rule == "dppo_floor":
             notes.append("--prompt-rule dppo_floor is biased: it keeps by rank, not at random")
-        if cfg.loss in ("dapo", "cispo"):
-            notes.append(
-                f"--loss {cfg.loss} estimates the un-pruned batch's tokens if prompts are pruned: "
-                f"consistent, but not exact. --loss grpo, dr_grpo and gspo, or --prompt-rule none, "
-                f"need no estimate"
-            )
         if cfg.epochs > 1:
             notes.append(
                 "--epochs above 1 with pruned prompts is inexact: later epochs use parameters that "

@@ -19,10 +19,11 @@ and prints the error. Four mistakes would break it:
 Where the gradient of one update is exact in expectation, before it is clipped by norm:
     completions  none, zero, dppo, pps (here) and uniform (baselines.py): with every loss, any
                  --beta, any number of mini-batches and epochs
-    prompts      uniform, dppo, pps (sampler.py): with grpo, dr_grpo and gspo, any number of
-                 mini-batches. dapo and cispo are only consistent: the full batch's token count is
-                 unknown, and dividing by its weighted estimate makes a ratio. --epochs > 1 is
-                 inexact: later epochs use parameters that came from the step's one prompt draw
+    prompts      uniform, dppo, pps (sampler.py): with every loss, any number of mini-batches.
+                 dapo and cispo divide by a token count that was known before the draw, the mean of
+                 earlier batches; their own is unknown, and an estimate of it would make a biased
+                 ratio. --epochs > 1 is inexact: later epochs use parameters that came from the
+                 step's one prompt draw
     never        cppo, cppo_batch, dppo_floor: keep probabilities of 0 and 1;
                  greso: refills without weights (baselines.py)
 Adam and the clip by norm are not linear, so none of this carries over to their output.

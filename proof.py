@@ -175,12 +175,14 @@ def toy_case(
     drift: float = 0.3,
     prompts=(0, 1),
     prompt_weight: float = 1.0,
+    num_tokens: float | None = None,
 ) -> Case:
     """Four completions of up to 5 tokens per prompt, under a table of next-token logits [V, V].
 
     Everything is float64. `drift` moves the old log-probs away from the policy's, so that some
     tokens are clipped; one completion is masked. `prompts` are those of the two that a prompt-level
-    draw kept, and `prompt_weight` multiplies them.
+    draw kept, and `prompt_weight` multiplies them. dapo and cispo divide by `num_tokens`, by
+    default this batch's weighted tokens.
     """
     V, G = 6, 4
     rows = list(prompts)
@@ -231,7 +233,7 @@ def toy_case(
         loss,
         num_sequences=2 * G,
         max_new_tokens=5,
-        num_tokens=(counts * lengths).sum().item(),  # an estimate if prompts were dropped
+        num_tokens=num_tokens or (counts * lengths).sum().item(),
     )
     advantages = dppo.group_advantages(rewards, loss)[rows]
     size = dppo.contribution_size(advantages, scale, (energy * sampled).sum(dim=-1)[rows], beta)
@@ -240,18 +242,20 @@ def toy_case(
 
 
 def both_levels(
-    loss: str, rule: str, prune_rate: float, *, beta: float = 0.0
+    loss: str, rule: str, prune_rate: float, *, beta: float = 0.0, num_tokens: float | None = 20.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expected gradients [P], pruned and full, with both levels pruned.
 
     Each prompt is kept with probability 1/2 and weight 2. Then completions are pruned, with keep
-    probabilities computed from the prompts that are left.
+    probabilities computed from the prompts that are left. dapo and cispo divide by a number that
+    was known before the draw; num_tokens None: by the tokens of each outcome, which is biased.
     """
+    options = {"beta": beta, "num_tokens": num_tokens}
     total = torch.zeros(36, dtype=torch.float64)
     for prompts in ((0, 1), (0,), (1,)):  # no gradient if both are dropped
-        case = toy_case(loss, beta=beta, prompts=prompts, prompt_weight=2.0)
+        case = toy_case(loss, prompts=prompts, prompt_weight=2.0, **options)
         total += 0.25 * expected_gradient(case, rule, prune_rate)
-    return total, toy_case(loss, beta=beta).full()
+    return total, toy_case(loss, **options).full()
 
 
 # ---------------------------------------------------------------------------- the table
@@ -280,6 +284,9 @@ def main() -> None:
 
         return expectations
 
+    def both(rule, **options):
+        return lambda loss, beta: both_levels(loss, rule, 0.6, beta=beta, **options)
+
     def two(fresh):
         return lambda loss, beta: second_step(
             toy_case(loss, beta=beta), "pps", 0.6, lr=2.0, fresh=fresh
@@ -289,9 +296,10 @@ def main() -> None:
     for rule in UNBIASED:
         line(rule, one(rule))
     line("pps, second epoch", two(fresh=True))
-    print("prompts pruned too (dapo and cispo then divide by an estimated token count)")
+    print("prompts pruned too (dapo and cispo then divide by earlier batches' tokens)")
     for rule in ("none", "dppo", "pps"):
-        line(rule, lambda loss, beta, rule=rule: both_levels(loss, rule, 0.6, beta=beta))
+        line(rule, both(rule))
+    line("pps, tokens of what is kept", both("pps", num_tokens=None))
     print("biased")
     for rule in baselines.BIASED:
         line(rule, one(rule))

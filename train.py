@@ -50,6 +50,7 @@ from runtime.threads import Threads
 from update import Sums, accumulate_gradients, checkpoint_layers, shard, trainer_logprobs
 
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
+TOKENS_MEMORY = 10  # steps after which a batch's token count counts 1/e in the mean
 CHECK_DRAWS = 8  # pruned gradients that a running check compares with the full one
 STATISTICS = ("lengths", "truncated", "entropy", "energy")  # of Rollouts; every rank gets all
 
@@ -89,6 +90,7 @@ class FullBatch:
     group_square: torch.Tensor  # [K], squared size of the group's term in the full gradient
     cost: torch.Tensor  # [K, G], tokens, prompt + completion
     minibatch: torch.Tensor  # [K]; -1: none
+    num_tokens: float  # completion tokens of the Q candidates, estimated if prompts are pruned
 
 
 class Update(NamedTuple):
@@ -197,6 +199,8 @@ class Trainer:
     def prune_prompts(self, window, step, generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Stage 1: (keep, weights) [Q] of one draw. The identity with --prompt-rule none."""
         rule, rate = self.cfg.prompt_rule, self.cfg.prompt_prune_rate
+        if self.needs_mean_tokens and self.mean_tokens is None:
+            rule = "none"  # the first step, which counts the un-pruned batch's tokens
         return self.history.prune(rule, rate, window, generator, step, self.cfg.minibatches)
 
     def roll_out(self, prompts, step, *purpose) -> Batch:
@@ -237,7 +241,8 @@ class Trainer:
     def full_batch(self, batch: Batch, chosen: Selection) -> FullBatch:
         """Stages 4 and 5. The denominator is that of one mini-batch of the un-pruned batch.
 
-        dapo and cispo divide by its tokens, which 1 / P(kept) estimates where prompts are pruned.
+        dapo and cispo divide by its tokens. Where prompts are pruned these are not known, and a
+        count that depends on the draw would be biased, so it is that of the last steps, on average.
         """
         cfg = self.cfg
         advantages = dppo.group_advantages(batch.rewards, cfg.loss)  # [K, G]
@@ -245,9 +250,11 @@ class Trainer:
         if cfg.mask_truncated:
             counts = 1.0 - batch.truncated
         weights = chosen.weights[:, None]  # [K, 1]
+        num_tokens = (counts * weights * batch.lengths).sum().item()  # unbiased
+        known_tokens = self.mean_tokens if self.mean_tokens else num_tokens
         denominator = {
             "num_sequences": self.num_candidates * cfg.group_size // cfg.minibatches,
-            "num_tokens": (counts * weights * batch.lengths).sum().item() / cfg.minibatches,
+            "num_tokens": known_tokens / cfg.minibatches,
             "max_new_tokens": cfg.max_new_tokens,
         }
         scale = counts * dppo.loss_scale(batch.lengths, cfg.loss, **denominator)  # [K, G]
@@ -256,7 +263,8 @@ class Trainer:
         cost = self.prompt_tokens[batch.prompts, None] + batch.lengths  # [K, G]
         minibatch = chosen.position * cfg.minibatches // self.num_candidates  # [K]
         minibatch = torch.where(chosen.weights > 0, minibatch, -1)
-        return FullBatch(batch, chosen, advantages, weights * scale, group_square, cost, minibatch)
+        sizes = (weights * scale, group_square, cost)
+        return FullBatch(batch, chosen, advantages, *sizes, minibatch, num_tokens)
 
     def prune_completions(self, full, minibatch, generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Stage 6: (keep, weights) [K, G] of one draw; other mini-batches are not kept.
@@ -311,10 +319,13 @@ class Trainer:
         return self.stop.run(*args, collective=cfg.shard == "fsdp")
 
     def learn(self, step: int, full: FullBatch) -> None:
-        """Update the prompt history with the groups that were rolled out."""
+        """Update what later steps draw and divide by, with the groups that were rolled out."""
         batch, tokens = full.batch, full.batch.lengths.sum(dim=1)  # [K]
         seen = (batch.rewards, full.advantages, full.group_square, tokens)
         self.history.update(step, batch.prompts, full.chosen.weights, *seen)
+        if self.needs_mean_tokens:
+            mean = self.mean_tokens or full.num_tokens
+            self.mean_tokens = mean + (full.num_tokens - mean) / TOKENS_MEMORY
 
     def set_learning_rate(self, step: int) -> float:
         """Warm-up, then --lr-schedule; a decay reaches almost 0 in the last step."""
@@ -489,6 +500,9 @@ class Trainer:
         sources = [problem.source for problem in self.train_set]
         self.history = sampler.PromptHistory(self.prompt_tokens, sources, self.num_candidates)
         self.greso = baselines.Greso(len(sources)) if cfg.prompt_rule == "greso" else None
+        prunes_prompts = cfg.prompt_rule not in ("none", "greso") and cfg.prompt_prune_rate > 0
+        self.needs_mean_tokens = cfg.loss in ("dapo", "cispo") and prunes_prompts
+        self.mean_tokens = None  # of the un-pruned batches of the last steps
         options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": cfg.device == "cuda"}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
         self.done = 0  # steps whose rows are in the log
@@ -516,6 +530,7 @@ class Trainer:
         vars(self.history).update(state["history"])
         if self.greso:
             vars(self.greso).update(state["greso"])
+        self.mean_tokens = state.get("mean_tokens")
         self.done = self.saved_at = state["step"]
         self.evaluated = state["evaluated"] or not self.evaluation_due(self.done)
 
@@ -560,6 +575,7 @@ class Trainer:
             "optimizer": ranks.gather(self.optimizer.state_dict()),
             "history": vars(self.history),
             "greso": vars(self.greso) if self.greso else None,
+            "mean_tokens": self.mean_tokens,
             "reference": checkpoint.fingerprint(self.reference) if self.reference else None,
         }
         weights = ranks.weights(self.model)

@@ -27,12 +27,12 @@ from runtime import InputError, log
 def test_resumed_in_the_middle_of_an_epoch(run, tmp_path, monkeypatch, method):
     """Log, samples and weights as if never stopped: the whole prompt history is saved.
 
-    Fails if strata, ages, streaks, probabilities or the cursor are lost.
+    Fails if strata, ages, streaks, probabilities, the cursor or dapo's mean token count are lost.
     """
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
     common = {"method": method, "group_size": 3, "lr": 3e-3}
     if method == "pps":
-        common |= {"prompt_prune_rate": 0.5}
+        common |= {"prompt_prune_rate": 0.5, "loss": "dapo"}
     run("whole", steps=30, save_every=30, **common)
     run("part", steps=19, save_every=19, **common)
     state = torch.load(tmp_path / "part" / "checkpoint" / "trainer.pt", weights_only=True)

@@ -33,10 +33,13 @@ def make(make_policy, make_rollouts):
     """Build a proof.Case of a real Qwen3 in float64 through update.accumulate_gradients.
 
     Old log-probs are far enough away that some tokens are clipped. `masked` completions carry no
-    loss; `kept` prompts are those that a prompt draw left; `seed` is that of the rollouts.
+    loss; `kept` prompts are those that a prompt draw left; dapo and cispo divide by `tokens`, by
+    default this batch's; `seed` is that of the rollouts.
     """
 
-    def make(rewards, loss, beta=0.0, *, masked=(), prompt_weights=None, kept=None, seed=0):
+    def make(
+        rewards, loss, beta=0.0, *, masked=(), prompt_weights=None, kept=None, tokens=None, seed=0
+    ):
         model, _ = make_policy(dtype=torch.float64)
         reference, _ = make_policy(seed=1, dtype=torch.float64)
         Q, G = rewards.shape
@@ -62,7 +65,7 @@ def make(make_policy, make_rollouts):
         if prompt_weights is not None:
             counts = counts * prompt_weights[:, None]
         counts = counts[kept]
-        tokens = (counts * part.lengths).sum().item()
+        tokens = tokens or (counts * part.lengths).sum().item()
         scale = counts * dppo.loss_scale(
             part.lengths, loss, num_sequences=Q * G, max_new_tokens=6, num_tokens=tokens
         )
@@ -201,7 +204,7 @@ def learned_history(rewards):
 
 @pytest.mark.parametrize("prompt_rule", ["uniform", "dppo", "pps"])
 @pytest.mark.parametrize("rule", ["none", "dppo", "pps"])
-@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "dapo", "cispo"])
 def test_prompt_level_and_both_are_unbiased(make, loss, rule, prompt_rule):
     """Completion probabilities anew for each prompt pattern, with the real prompt draw's weights.
 
@@ -226,11 +229,12 @@ def test_prompt_level_and_both_are_unbiased(make, loss, rule, prompt_rule):
 
     chances = {pattern: chance_of(pattern) for pattern in patterns}
     assert sum(chances.values()) == pytest.approx(1.0)
-    full = make(rewards, loss, beta).full()
+    known = {"tokens": 30.0}  # before the draw
+    full = make(rewards, loss, beta, **known).full()
     total = torch.zeros_like(full)
     for keep, weights in patterns.items():
         kept = [q for q in range(3) if keep[q]]
-        case = make(rewards, loss, beta, prompt_weights=weights, kept=kept)
+        case = make(rewards, loss, beta, prompt_weights=weights, kept=kept, **known)
         total += chances[keep] * proof.expected_gradient(case, rule, 0.5)
     assert proof.relative_error(total, full) <= 1e-10
     if prompt_rule == "pps":
@@ -317,9 +321,9 @@ def test_the_printed_table(capsys):
     ]
     unbiased = 5 * (len(proof.UNBIASED) + 1)
     biased = 5 * (len(baselines.BIASED) + len(proof.TWINS) + 1)
-    assert [len(section) for section in numbers] == [unbiased, 15, biased]
+    assert [len(section) for section in numbers] == [unbiased, 20, biased]
     assert max(numbers[0]) < 1e-10
-    inexact = [loss in ("dapo", "cispo") for loss in dppo.LOSSES] * 3
-    for error, estimated in zip(numbers[1], inexact, strict=True):
-        assert error > 1e-3 if estimated else error < 1e-10
+    assert max(numbers[1][:15]) < 1e-10
+    for error, loss in zip(numbers[1][15:], dppo.LOSSES, strict=True):
+        assert error > 1e-3 if loss in ("dapo", "cispo") else error < 1e-10
     assert min(numbers[2]) > 1e-3
