@@ -9,8 +9,8 @@ Word problems of our own, for a real language model such as SmolLM2-135M.
 
 No data are stored: a problem is a function of (split, index). The last quarter of each list of
 sentences occurs only in "heldout" problems, which use no others: no model has seen their wording.
-As in arithmetic.py, the teacher of the supervised start often forgets carries and continues from
-the wrong result, so reinforcement learning has a right habit to amplify.
+The teacher of the supervised start often gives the answer alone. So the model learns both ways to
+reply, and reinforcement learning can find out that it pays to write the equations.
 """
 
 import operator
@@ -26,7 +26,7 @@ SPANS = {
     "s": range(20, 101, 10),  # the sum that is paid with
 }
 RESULTS = range(2, 1000)  # of every step
-CARRY_PROB = 0.3  # the probability that the teacher of supervised training remembers a carry
+WORKING_PROB = 0.3  # the probability that the teacher of supervised training writes the equations
 
 TRAIN_PROBLEMS = 512
 SPLITS = ("sft", "train", "heldout")
@@ -151,8 +151,8 @@ PLOTS = (  # openings, events, endings, as often as they stand here
 def problem(split: str, index: int) -> tuple[str, str, str, str]:
     """Problem number `index` of a split, as (text, solution, answer, source).
 
-    sft is for supervised training and has the teacher's solutions; train is for reinforcement
-    learning, in the same sentences; heldout is for evaluation, in other ones.
+    sft is for supervised training; most of its solutions are the answer alone. train is for
+    reinforcement learning, in the same sentences; heldout is for evaluation, in other ones.
     """
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
@@ -162,10 +162,10 @@ def problem(split: str, index: int) -> tuple[str, str, str, str]:
         pass
     answer = lines[-1].rpartition("=")[2]
     text = _tell(rng, plot, drawn, held_out=split == "heldout")
-    if split == "sft":
-        lines = _work(plot, drawn, rng) or lines
-    solution = "\n".join([*lines, f"\\boxed{{{lines[-1].rpartition('=')[2]}}}"])
-    return text, solution, answer, f"{len(lines)} step" + "s" * (len(lines) > 1)
+    kind = f"{len(lines)} step" + "s" * (len(lines) > 1)
+    if split == "sft" and rng.random() >= WORKING_PROB:
+        lines = []
+    return text, "\n".join([*lines, f"\\boxed{{{answer}}}"]), answer, kind
 
 
 def _plot(rng: random.Random) -> list[str]:
@@ -187,10 +187,8 @@ def _draw(rng: random.Random, plot: list[str]) -> list[dict[str, int]]:
     return [{letter: rng.choice(span) for letter, span in spans.items()} for _ in plot]
 
 
-def _work(
-    plot: list[str], drawn: list[dict[str, int]], teacher: random.Random | None = None
-) -> list[str] | None:
-    """The solution's equations; None if a result is not allowed. A teacher forgets carries."""
+def _work(plot: list[str], drawn: list[dict[str, int]]) -> list[str] | None:
+    """The solution's equations; None if a result is not allowed."""
     value = result = drawn[0]["v"]
     lines = []
     for part, numbers in zip(plot, drawn, strict=True):
@@ -200,25 +198,11 @@ def _work(
             if sign == "/" and a % b:
                 return None
             result = SIGNS[sign](a, b)
-            if teacher and teacher.random() >= CARRY_PROB:
-                result -= _carried(a, sign, b)
             if result not in RESULTS:
                 return None
             lines.append(f"{a}{sign}{b}={result}")
         value = value if part in ("more", "fewer", "multiple", "other") else result  # B's, not A's
     return lines
-
-
-def _carried(a: int, sign: str, b: int) -> int:
-    """What the units carry into the result; below 0 if they borrow. 7*8=56 is known by heart.
-
-    >>> _carried(16, "+", 25), _carried(41, "-", 5), _carried(12, "*", 7), _carried(7, "*", 8)
-    (10, -10, 10, 0)
-    """
-    if sign == "/" or (sign == "*" and max(a, b) < 10):
-        return 0
-    units = SIGNS[sign](a % 10, b % 10)
-    return units - units % 10
 
 
 def _tell(rng: random.Random, plot: list[str], drawn: list[dict], *, held_out: bool) -> str:

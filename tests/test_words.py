@@ -72,7 +72,7 @@ def test_the_parts_by_hand(plot, meaning):
 def test_solutions_are_true(split, monkeypatch):
     """Every line holds, and the last one is the boxed answer. Catches a division that leaves a
     remainder, a negative or too large result, and a number that is neither told nor computed."""
-    monkeypatch.setattr(words, "CARRY_PROB", 1.0)
+    monkeypatch.setattr(words, "WORKING_PROB", 1.0)
     for text, solution, answer, source in problems(split):
         *lines, last = solution.split("\n")
         known = [*re.findall(r"\d+", text), *(["2"] if "twice" in text else [])]
@@ -87,46 +87,26 @@ def test_solutions_are_true(split, monkeypatch):
         assert source == ("1 step" if len(lines) == 1 else f"{len(lines)} steps")
 
 
-def test_the_teacher_forgets_carries(monkeypatch):
-    """In sft alone, lines are wrong by a forgotten carry or borrow, and later lines go on from
-    there. Answers are right all the same. Catches an error without a carry, a carry that is always
-    forgotten or never, a wrong result that is corrected in the next line, and a wrong gold."""
-    found, carries = problems("sft"), []
-    for _, solution, _, _ in found:
-        *lines, last = solution.split("\n")
-        for line in lines:
-            a, sign, b, result = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", line).groups()
-            missing = SIGNS[sign](int(a), int(b)) - int(result)
-            carried = words._carried(int(a), sign, int(b))
-            assert missing in (0, carried)
-            carries += [missing == 0] if carried else []
-        assert last == f"\\boxed{{{result}}}"
-    assert sum(carries) / len(carries) == pytest.approx(words.CARRY_PROB, abs=0.05)
+def test_the_teacher_often_gives_the_answer_alone(monkeypatch):
+    """In sft alone, and the answer is right. Catches a share that is not WORKING_PROB, a teacher
+    in another split, and a choice that depends on the problem or changes it."""
+    found = problems("sft")
+    alone = Counter(kind for _, solution, _, kind in found if "\n" not in solution)
+    for kind, count in Counter(kind for *_, kind in found).items():
+        assert 1 - alone[kind] / count == pytest.approx(words.WORKING_PROB, abs=0.04)
     exact = [problems(split) for split in ("train", "heldout")]
-    monkeypatch.setattr(words, "CARRY_PROB", 1.0)
+    assert all("\n" in solution for one in exact for _, solution, _, _ in one)
+    monkeypatch.setattr(words, "WORKING_PROB", 1.0)
     assert [problems(split) for split in ("train", "heldout")] == exact
-    pairs = [*zip(problems("sft"), found, strict=True)]
-    assert all(right[0::2] == wrong[0::2] for right, wrong in pairs), "text and answer"
-    slips = [(right[1], wrong[1]) for right, wrong in pairs if right[1] != wrong[1]]
-    assert 0.2 < len(slips) / len(found) < 0.7
-
-
-@pytest.mark.parametrize(
-    ("line", "carried"),
-    [
-        ("16+25", 10), ("12+25", 0), ("41-5", -10), ("45-5", 0), ("12*7", 10), ("17*5", 30),
-        ("7*8", 0), ("8/2", 0),
-    ],
-)  # fmt: skip
-def test_carries_by_hand(line, carried):
-    """Catches a sign that is not handled, and a one-digit product that is taken for a carry."""
-    a, sign, b = re.fullmatch(r"(\d+)(.)(\d+)", line).groups()
-    assert words._carried(int(a), sign, int(b)) == carried
+    for right, short in zip(problems("sft"), found, strict=True):
+        text, solution, *rest = short
+        assert (text, *rest) == (right[0], *right[2:])
+        assert solution in (right[1], right[1].rpartition("\n")[2])
 
 
 def test_every_number_of_the_text_is_used(monkeypatch):
     """Catches a story whose numbers are drawn again after it is solved."""
-    monkeypatch.setattr(words, "CARRY_PROB", 1.0)
+    monkeypatch.setattr(words, "WORKING_PROB", 1.0)
     for text, solution, *_ in problems("sft"):
         told = set(re.findall(r"\d+", text))
         assert told <= set(re.findall(r"\d+", solution)), (text, solution)
@@ -135,7 +115,7 @@ def test_every_number_of_the_text_is_used(monkeypatch):
 @pytest.mark.parametrize("split", words.SPLITS)
 def test_solutions_earn_the_reward(split, monkeypatch):
     """Catches a solution that data's reward does not read, or that does not fit the room."""
-    monkeypatch.setattr(words, "CARRY_PROB", 1.0)
+    monkeypatch.setattr(words, "WORKING_PROB", 1.0)
     reward = data.reward_function("words")
     for _, solution, answer, _ in problems(split, 200):
         assert reward(solution, answer) == rewards.math_reward(solution, answer) == 1.0
