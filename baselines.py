@@ -4,10 +4,14 @@ The baselines' pruning rules: what they keep, and what they multiply it by.
     uniform     unbiased  drops a fixed share of all completions blindly; weights 1 / (1 - share)
     cppo        BIASED    the largest |advantage| of each group: CPPO's paper (arXiv:2503.22342)
     cppo_batch  BIASED    the largest |advantage| of the whole mini-batch: CPPO's code (lzhxmu/CPPO)
+    pods        BIASED    the m rewards of each group with the largest variance, and advantages
+                          within these (PODS, arXiv:2504.13818, YixuanEvenXu/pods)
     dppo_floor  BIASED    the deterministic fraction that secondary sources ascribe to DPPO
     greso       BIASED    skips prompts all right or all wrong lately, refills (arXiv:2506.02177)
+    dynamic     BIASED    DAPO's dynamic sampling (arXiv:2503.14476): refills, skips no prompt
 
-Keeping by rank gives keep probabilities of 0 and 1, and no weight can correct for a zero. GRESO
+Keeping by rank gives keep probabilities of 0 and 1, and no weight can correct for a zero. The mean
+and standard deviation of a chosen subset are not those of the group. GRESO
 skips at random but does not weight what it keeps, and it stops once it has enough live groups,
 which is a bias of its own. These rules are here for comparison.
 
@@ -21,8 +25,9 @@ import torch
 
 import dppo
 
-COMPLETION_RULES = ("uniform", "cppo", "cppo_batch", "dppo_floor")
-BIASED = ("cppo", "cppo_batch", "dppo_floor")
+COMPLETION_RULES = ("uniform", "cppo", "cppo_batch", "pods", "dppo_floor")
+BIASED = ("cppo", "cppo_batch", "pods", "dppo_floor")
+REFILLING = ("greso", "dynamic")  # prompt rules that roll out until enough groups are live
 
 
 def kept_count(size: int, prune_rate: float) -> int:
@@ -63,6 +68,29 @@ def floor_of_low(
     return keep, keep.double() * torch.where(low, 1.0 / (1.0 - prune_rate), 1.0)
 
 
+def most_varied(advantages: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keep, weights) [K, G]: PODS. Of each group, the `count` completions with the largest
+    variance: the best i and the worst of the rest, for one i.
+
+    PODS normalizes the subset's rewards anew. Within a group advantages are rewards, shifted and
+    scaled, so this normalizes advantages [K, G]. Weights turn a given advantage into the new one;
+    one of exactly 0 stays 0, which happens to groups of three and more different rewards only.
+    """
+    K, G = advantages.shape
+    ranked, order = advantages.sort(dim=1, descending=True, stable=True)
+    place = torch.arange(G)
+    choices = torch.stack([(place < i) | (place >= G - count + i) for i in range(count + 1)])
+    subsets = torch.stack([ranked[:, choice] for choice in choices], dim=1)  # [K, choices, count]
+    best = subsets.var(dim=2, correction=0).argmax(dim=1)  # the first of equal ones
+    keep = torch.zeros(K, G, dtype=torch.bool).scatter(1, order, choices[best])
+    kept = advantages[keep].view(K, count)
+    std = kept.std(dim=1, keepdim=True) if count > 1 else torch.zeros(K, 1)
+    new = (kept - kept.mean(dim=1, keepdim=True)) / (std + dppo.ADVANTAGE_EPS)
+    weights = torch.zeros(K, G, dtype=torch.float64)
+    weights[keep] = (new / kept).nan_to_num(0.0, 0.0, 0.0).flatten().double() * G / count
+    return keep, weights
+
+
 def prune_completions(
     rule: str, prune_rate: float, batch: dppo.Completions, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,6 +112,8 @@ def prune_completions(
     if rule == "cppo_batch":
         keep, weights = top_completions(scores.flatten(), kept_count(K * G, prune_rate))
         return keep.view(K, G), weights.view(K, G)
+    if rule == "pods":
+        return most_varied(batch.advantages, kept_count(G, prune_rate))
     return floor_of_low(scores, ~batch.rewards.isnan(), prune_rate)
 
 
@@ -99,7 +129,8 @@ class Greso:
     probabilities follow the share of such groups in each step, towards ALPHA_EASY and ALPHA_HARD. A
     step rolls out until about Q groups are live, and trains on these without weights. The original
     uses groups of 8, where a mean beyond these bounds implies a dead group; here groups have any
-    size, so both are required.
+    size, so both are required. Without `skips` no prompt is skipped, which is DAPO's dynamic
+    sampling with GRESO's sizes of rounds.
     """
 
     EASY, HARD, FLOOR = 0.98, 0.11, 0.01
@@ -108,7 +139,8 @@ class Greso:
     LOADER = 32  # prompts loaded together
     ROUNDS = 20  # of rollouts in a step; ours: without live groups the original never stops
 
-    def __init__(self, num_prompts: int):
+    def __init__(self, num_prompts: int, skips: bool = True):
+        self.skips = skips
         self.easy, self.hard = torch.zeros(2, num_prompts, dtype=torch.int16)  # streaks [P]
         self.p_easy = self.p_hard = 0.5
         self.cursor = 0  # prompts visited since the run began, over all epochs
@@ -122,6 +154,8 @@ class Greso:
 
     def keep_prob(self, prompts: torch.Tensor) -> torch.Tensor:
         """Chance [K] of each prompt to be rolled out."""
+        if not self.skips:
+            return torch.ones(len(prompts), dtype=torch.float64)
         easy = (self.p_easy ** self.easy[prompts].double()).clamp(min=self.FLOOR)
         return easy * (self.p_hard ** self.hard[prompts].double()).clamp(min=self.FLOOR)
 

@@ -28,7 +28,9 @@ METHODS = {  # --method sets --prompt-rule and --completion-rule, and nothing el
     "dppo": ("dppo", "dppo"),
     "dppo_floor": ("dppo_floor", "dppo_floor"),
     "cppo": ("none", "cppo"),
+    "pods": ("none", "pods"),
     "greso": ("greso", "none"),
+    "dynamic": ("dynamic", "none"),
     "pps": ("pps", "pps"),
 }
 LOSS_CLIPS = {  # default (--eps-low, --eps-high): the papers'; cispo: no lower bound, and TRL's 5
@@ -38,25 +40,28 @@ LOSS_CLIPS = {  # default (--eps-low, --eps-high): the papers'; cispo: no lower 
     "gspo": (3e-4, 4e-4),
     "cispo": (1.0, 4.0),
 }
-PromptRule = Literal["auto", "none", "uniform", "dppo", "pps", "dppo_floor", "greso"]
+Method = Literal[
+    "grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "pods", "greso", "dynamic", "pps"
+]
+PromptRule = Literal["auto", "none", "uniform", "dppo", "pps", "dppo_floor", "greso", "dynamic"]
 CompletionRule = Literal[
-    "auto", "none", "zero", "dppo", "pps", "uniform", "cppo", "cppo_batch", "dppo_floor"
+    "auto", "none", "zero", "dppo", "pps", "uniform", "cppo", "cppo_batch", "pods", "dppo_floor"
 ]
 
 
 @dataclass
 class Config:
     # ------------------------------------------------------------------------ method
-    method: Literal["grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "greso", "pps"] = "pps"
+    method: Method = "pps"
     """Sets --prompt-rule and --completion-rule together. grpo prunes nothing."""
     prompt_rule: PromptRule = "auto"
     """Which prompts are dropped before rollout. uniform (blind), dppo (the paper's, by past
-    |advantage|) and pps (ours) are unbiased; dppo_floor and greso are biased. auto takes the
-    method's rule."""
+    |advantage|) and pps (ours) are unbiased; dppo_floor, greso and dynamic (DAPO's sampling) are
+    biased. auto takes the method's rule."""
     completion_rule: CompletionRule = "auto"
     """Which completions are dropped after reward. zero (terms that are exactly 0), dppo (by
-    |advantage|), pps (ours) and uniform are unbiased; cppo, cppo_batch and dppo_floor are biased.
-    auto takes the method's rule."""
+    |advantage|), pps (ours) and uniform are unbiased; cppo, cppo_batch, pods and dppo_floor are
+    biased. auto takes the method's rule."""
     prompt_prune_rate: float | None = None
     """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
     By default 0.3, or 0.6 for pps."""
@@ -248,10 +253,11 @@ def resolve(cfg: Config) -> Config:
     # the sampler has a copy of the weights.
     rounds_differently = cfg.engine == "vllm" or dtype == "bfloat16"
     eps_low, eps_high = LOSS_CLIPS[cfg.loss]
-    tiny = cfg.model == "tiny"
+    tiny, pps_prompts = cfg.model == "tiny", cfg.prompt_rule == "pps"
+    no_rate = ("none", *baselines.REFILLING)
     defaults = {
-        "prompt_prune_rate": {"none": 0.0, "greso": 0.0, "pps": 0.6}.get(cfg.prompt_rule, 0.3),
-        "prompts_per_step": 64 if cfg.prompt_rule == "pps" else 32,  # pps: wider choice, fewer kept
+        "prompt_prune_rate": 0.0 if cfg.prompt_rule in no_rate else 0.6 if pps_prompts else 0.3,
+        "prompts_per_step": 64 if pps_prompts else 32,  # pps: wider choice, fewer kept
         "completion_prune_rate": 0.0 if cfg.completion_rule in ("none", "zero") else 0.7,
         "eps_low": eps_low,
         "eps_high": eps_high,
@@ -283,7 +289,7 @@ def _check_values(cfg: Config) -> None:
         why = "at 1 nothing is kept, and no weight can mend it"
         require(cfg, name, 0 <= rate < 1, f"at least 0 and below 1: {why}")
         rule = getattr(cfg, f"{level}_rule")
-        if rule in ("none", "zero", "greso"):
+        if rule in ("none", "zero", *baselines.REFILLING):
             given = f"0 with --{level}-rule {rule} (--method {cfg.method})"
             require(
                 cfg, name, rate == 0, f"{given}, which has no rate: choose another rule or method"
@@ -315,7 +321,7 @@ def _check_rules(cfg: Config) -> None:
         rule = f"not to --completion-rule {cfg.completion_rule}"
         raise InputError(f"--cppo-allocation: belongs to --method cppo, {rule}")
     part = cfg.prompts_per_step // cfg.minibatches * cfg.group_size  # completions of a mini-batch
-    ranked = {"cppo": cfg.group_size, "cppo_batch": part}
+    ranked = {"cppo": cfg.group_size, "pods": cfg.group_size, "cppo_batch": part}
     size = cfg.group_size if cfg.cppo_allocation else ranked.get(cfg.completion_rule)
     if size:
         enough = baselines.kept_count(size, cfg.completion_prune_rate) > 0
@@ -325,9 +331,9 @@ def _check_rules(cfg: Config) -> None:
         kept = sampler.kept_prompts(total, cfg.prompt_prune_rate)
         few = f"it keeps {kept} of {total} prompts, and each of {cfg.minibatches} updates needs one"
         require(cfg, "prompt_prune_rate", kept >= cfg.minibatches, f"lower: {few}")
-    if cfg.prompt_rule == "greso":
-        why = "it has no un-pruned batch to compare with"
-        require(cfg, "check_every", cfg.check_every == 0, f"0 with --prompt-rule greso: {why}")
+    if cfg.prompt_rule in baselines.REFILLING:
+        rule = f"--prompt-rule {cfg.prompt_rule}: it has no un-pruned batch to compare with"
+        require(cfg, "check_every", cfg.check_every == 0, f"0 with {rule}")
     why = "so that every update has the planned size"
     divisor = f"a divisor of the step's {total} prompts, {why}"
     require(cfg, "minibatches", total % cfg.minibatches == 0, divisor)
@@ -346,9 +352,9 @@ def check_prompts(cfg: Config, prompts: int) -> None:
         allocated = f", which --cppo-allocation makes {needed}" if cfg.cppo_allocation else ""
         given = f"--prompts-per-step {cfg.prompts_per_step}{allocated}"
         raise InputError(f"{given}: the data holds only {prompts} prompts")
-    if cfg.prompt_rule == "greso" and prompts < 2 * needed:
-        first = f"--prompt-rule greso: its first round is 1.5 x {needed} prompts of {prompts}"
-        raise InputError(f"{first}, too few: lower --prompts-per-step")
+    if cfg.prompt_rule in baselines.REFILLING and prompts < 2 * needed:
+        first = f"its first round is 1.5 x {needed} prompts of {prompts}, too few"
+        raise InputError(f"--prompt-rule {cfg.prompt_rule}: {first}: lower --prompts-per-step")
 
 
 def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
@@ -364,6 +370,10 @@ def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
         notes.append(
             "--prompt-rule greso is biased: it gives no weight to prompts that return after being "
             "skipped, and it refills the batch"
+        )
+    if cfg.prompt_rule == "dynamic":
+        notes.append(
+            "--prompt-rule dynamic is biased: the live groups get the weight of all groups"
         )
     if cfg.prompt_prune_rate > 0:
         if cfg.prompt_rule == "dppo_floor":

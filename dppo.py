@@ -24,7 +24,7 @@ Where the gradient of one update is exact in expectation, before it is clipped b
                  earlier batches; their own is unknown, and an estimate of it would make a biased
                  ratio. --epochs > 1 is inexact: later epochs use parameters that came from the
                  step's one prompt draw
-    never        cppo, cppo_batch, dppo_floor: keep probabilities of 0 and 1;
+    never        cppo, cppo_batch, pods, dppo_floor: keep probabilities of 0 and 1;
                  greso: refills without weights (baselines.py)
 Adam and the clip by norm are not linear, so none of this carries over to their output.
 

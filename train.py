@@ -499,8 +499,10 @@ class Trainer:
         self.prompt_tokens = torch.tensor([len(ids) for ids in self.train_ids])  # [prompts]
         sources = [problem.source for problem in self.train_set]
         self.history = sampler.PromptHistory(self.prompt_tokens, sources, self.num_candidates)
-        self.greso = baselines.Greso(len(sources)) if cfg.prompt_rule == "greso" else None
-        prunes_prompts = cfg.prompt_rule not in ("none", "greso") and cfg.prompt_prune_rate > 0
+        self.greso = None
+        if cfg.prompt_rule in baselines.REFILLING:
+            self.greso = baselines.Greso(len(sources), skips=cfg.prompt_rule == "greso")
+        prunes_prompts = cfg.prompt_prune_rate > 0
         self.needs_mean_tokens = cfg.loss in ("dapo", "cispo") and prunes_prompts
         self.mean_tokens = None  # of the un-pruned batches of the last steps
         options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": cfg.device == "cuda"}

@@ -95,7 +95,8 @@ RATES = (0.5, 0.7, 0.9)  # r_o of dppo; the other rules get the tokens that it s
 STAGES = {"early": 4, "midway": 32, "late": 64}  # steps of the embedded run
 RULES = (
     "oracle, independent", "oracle", "pps", "pps, independent", "pps from log-probs",
-    "size |A| sqrt(length)", "size |A|", "dppo", "uniform", "cppo", "cppo_batch", "dppo_floor",
+    "size |A| sqrt(length)", "size |A|", "dppo", "uniform", "cppo", "cppo_batch", "pods",
+    "dppo_floor",
 )  # fmt: skip
 
 
@@ -191,7 +192,7 @@ def rule_draws(name, share, found, batch, sizes, norms, draws):
         if rate is None:
             return None
         drawn = [dppo.prune_completions("dppo", rate, batch, generator)[1] for _ in range(draws)]
-    elif name in ("cppo", "cppo_batch", "dppo_floor"):
+    elif name in baselines.BIASED:
         lowest = 1 - 1 / batch.size.shape[1] if name == "cppo" else 1.0  # one of a group at least
         keep = lambda rate: baselines.prune_completions(name, min(rate, lowest), batch, generator)
         rate = search(lambda rate: kept(keep(rate)[0].double()), share)

@@ -22,10 +22,10 @@ print(f"{sys.argv[3]:62s} ranks {sys.argv[2]}  avg@4 {first:.3f} -> {last:.3f}  
 PYTHON
     done
 }
-for rule in none zero dppo pps uniform cppo cppo_batch dppo_floor; do
+for rule in none zero dppo pps uniform cppo cppo_batch pods dppo_floor; do
     try --method grpo --completion-rule "$rule"
 done
-for rule in uniform dppo pps dppo_floor greso; do
+for rule in uniform dppo pps dppo_floor greso dynamic; do
     try --method grpo --prompt-rule "$rule"
 done
 try --method dppo

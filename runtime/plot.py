@@ -20,6 +20,7 @@ COLORS = {  # of each rule in every picture; safe for colour-blind readers (Okab
     "dppo": "#0072B2",
     "pps": "#009E73",
     "cppo": "#D55E00",
+    "pods": "#999933",
     "cppo_batch": "#E69F00",
     "dppo_floor": "#CC79A7",
 }

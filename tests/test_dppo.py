@@ -409,6 +409,28 @@ def test_counts_of_the_baselines():
         assert weights[[dropped, -1]].tolist() == pytest.approx([1 / (1 - rate), 1])
 
 
+def test_pods_by_hand():
+    """Rewards 1 0 0 0 1 0, 0.2 0.9 0.1 1 and two dead groups. PODS keeps the best i and the worst
+    of the rest, as varied as they can be, and normalizes these anew. Catches a subset of another
+    size, the top alone, the whole group's mean, and a weight that is not the mean over the kept."""
+    rewards = torch.tensor([[1.0, 0, 0, 0, 1, 0], [0.2, 0.9, 0.1, 1, 0.5, 0.6], [1] * 6, [0] * 6])
+    advantages = dppo.group_advantages(rewards, "grpo")
+    keep, weights = baselines.most_varied(advantages, 3)
+    assert keep.sum(dim=1).tolist() == [3] * 4
+    assert keep[1].tolist() == [True, False, True, True, False, False]
+    assert sorted(rewards[0][keep[0]].tolist()) in ([0, 0, 1], [0, 1, 1])
+    for row in (0, 1):
+        subset = rewards[row][keep[row]]
+        wanted = (subset - subset.mean()) / (subset.std() + 1e-4) * 6 / 3
+        got = (weights * advantages)[row][keep[row]]
+        assert got.tolist() == pytest.approx(wanted.tolist(), rel=2e-3)
+    assert (weights[2:] == 0).all()
+    assert (weights[~keep] == 0).all()
+    keep, weights = baselines.most_varied(advantages, 1)
+    assert (keep.sum(dim=1) == 1).all()
+    assert (weights == 0).all(), "one reward does not vary"
+
+
 # ---------------------------------------------------------------------------- advantages
 
 

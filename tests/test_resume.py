@@ -159,6 +159,9 @@ BAD_INPUT = """
 --completion-rule cppo_batch --completion-prune-rate 0.97 | must be lower: it keeps none of 24
 --method pps --cppo-allocation | --cppo-allocation: belongs to --method cppo, not to
 --method greso --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule greso
+--method pods --completion-prune-rate 0.9 | 0.9: must be lower: it keeps none of 6
+--method dynamic --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule dynamic
+--method dynamic --prompts-per-step 300 | --prompt-rule dynamic: its first round is 1.5 x 300
 --method greso --check-every 1 | --check-every 1: must be 0 with --prompt-rule greso
 --method greso --prompts-per-step 300 | its first round is 1.5 x 300 prompts of 512
 --method pps --prompt-prune-rate 0.9 | 0.9: must be lower: it keeps 0 of 4 prompts

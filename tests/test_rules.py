@@ -92,7 +92,7 @@ def test_method_is_a_choice_of_two_rules():
     for method, rules in config.METHODS.items():
         cfg = config.resolve(config.Config(method=method, device="cpu"))
         assert (cfg.prompt_rule, cfg.completion_rule) == rules
-        rate = {"none": 0.0, "greso": 0.0, "pps": 0.6}.get(rules[0], 0.3)
+        rate = {"none": 0.0, "greso": 0.0, "dynamic": 0.0, "pps": 0.6}.get(rules[0], 0.3)
         assert cfg.prompt_prune_rate == rate
         assert cfg.prompts_per_step == (64 if method == "pps" else 32)
         assert cfg.completion_prune_rate == (0.0 if rules[1] in ("none", "zero") else 0.7)
@@ -118,6 +118,8 @@ def notes_of(**changes):
         ({"loss": "gspo", "dtype": "bfloat16", "importance_cap": 0}, "--loss gspo clips at 0.0004"),
         ({"epochs": 2}, "--epochs above 1 with pruned prompts is inexact"),
         ({"method": "greso"}, "--prompt-rule greso is biased"),
+        ({"method": "dynamic"}, "--prompt-rule dynamic is biased"),
+        ({"method": "pods"}, "--completion-rule pods is biased"),
         ({"method": "dppo"}, "--prompt-rule dppo drops nothing in the first 128 steps, an epoch"),
         ({"method": "grpo_zero", "beta": 0.1}, "zero drops nothing with --beta above 0"),
     ],
@@ -564,14 +566,16 @@ def test_every_group_has_random_numbers_of_its_own(start, monkeypatch, method):
     assert bool(twice) == (method == "greso")
 
 
-def test_greso_trains_on_live_groups_until_it_has_enough(start, monkeypatch):
+@pytest.mark.parametrize("method", ["greso", "dynamic"])
+def test_refilling_rules_train_on_live_groups(start, monkeypatch, method):
     """Without weights, from several rounds: Q live groups, or as many as the last round left.
 
-    Catches training on dead groups, a surplus that counts, and rounds that roll out alike.
+    Catches training on dead groups, a surplus that counts, rounds that roll out alike, and a rule
+    that skips prompts although it should not, or the reverse.
     """
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
     options = {"group_size": 3, "steps": 20, "lr": 3e-3, "minibatches": 2, "loss": "dr_grpo"}
-    trainer = start(method="greso", **options)
+    trainer = start(method=method, **options)
     rows = take_steps(trainer)
     for row, first, second in zip(rows, trainer.events[::2], trainer.events[1::2], strict=True):
         full = first.full
@@ -586,6 +590,8 @@ def test_greso_trains_on_live_groups_until_it_has_enough(start, monkeypatch):
         texts = full.batch.rollouts.completion_ids.flatten(1)
         assert len({tuple(text.tolist()) for text in texts}) == len(texts)
     assert len({row["kept/prompts"] for row in rows}) > 1, "rounds"
+    rolled_out = sum(round(4 * row["kept/prompts"]) for row in rows)
+    assert (trainer.greso.cursor == rolled_out) == (method == "dynamic")
 
 
 class Failing(train.Trainer):
