@@ -9,12 +9,13 @@ Word problems of our own, for a real language model such as SmolLM2-135M.
 
 No data are stored: a problem is a function of (split, index). The last quarter of each list of
 sentences occurs only in "heldout" problems, which use no others: no model has seen their wording.
-The teacher of the supervised start often gives the answer alone. So the model learns both ways to
-reply, and reinforcement learning can find out that it pays to write the equations.
+The teacher of the supervised start is careless: it often boxes another number of its equations
+than the result. As in arithmetic.py, reinforcement learning so has a right habit to amplify.
 """
 
 import operator
 import random
+import re
 
 # Difficulty: the frequencies of 1, 2 and 3 steps, and the spans of the numbers.
 STEPS = (1, 1, 1)
@@ -26,7 +27,7 @@ SPANS = {
     "s": range(20, 101, 10),  # the sum that is paid with
 }
 RESULTS = range(2, 1000)  # of every step
-WORKING_PROB = 0.3  # the probability that the teacher of supervised training writes the equations
+CARE_PROB = 0.4  # the probability that the teacher of supervised training boxes the result
 
 TRAIN_PROBLEMS = 512
 SPLITS = ("sft", "train", "heldout")
@@ -151,7 +152,7 @@ PLOTS = (  # openings, events, endings, as often as they stand here
 def problem(split: str, index: int) -> tuple[str, str, str, str]:
     """Problem number `index` of a split, as (text, solution, answer, source).
 
-    sft is for supervised training; most of its solutions are the answer alone. train is for
+    sft is for supervised training; most of its solutions box a wrong number. train is for
     reinforcement learning, in the same sentences; heldout is for evaluation, in other ones.
     """
     if split not in SPLITS:
@@ -162,10 +163,11 @@ def problem(split: str, index: int) -> tuple[str, str, str, str]:
         pass
     answer = lines[-1].rpartition("=")[2]
     text = _tell(rng, plot, drawn, held_out=split == "heldout")
+    boxed = answer
+    if split == "sft" and rng.random() >= CARE_PROB:
+        boxed = rng.choice([n for n in re.findall(r"\d+", " ".join(lines)) if n != answer])
     kind = f"{len(lines)} step" + "s" * (len(lines) > 1)
-    if split == "sft" and rng.random() >= WORKING_PROB:
-        lines = []
-    return text, "\n".join([*lines, f"\\boxed{{{answer}}}"]), answer, kind
+    return text, "\n".join([*lines, f"\\boxed{{{boxed}}}"]), answer, kind
 
 
 def _plot(rng: random.Random) -> list[str]:

@@ -5,6 +5,7 @@ import itertools
 import statistics
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -23,6 +24,7 @@ def main(
     batches: tuple[int, ...] = (128, 512),
     shape: shapes.Shape = "embedded",
     new_tokens: int = 512,
+    checkpoint: Path | None = None,
     json_file: JsonFile = None,
 ) -> None:
     """Time one step's rollouts. Engines take turns; prompts change with the round.
@@ -34,6 +36,7 @@ def main(
         shape: embedded: base model and problems of the embedded task. Otherwise random weights of
             that size and random prompts, one batch of sequences in all, each of `new_tokens`
         new_tokens: length of each completion, unless the shape is embedded
+        checkpoint: for the shape embedded, what to sample from in place of the base model
         json_file: where to write the rows {engine, batch, seconds, tokens_per_s,
             max_logprob_gap, ...}
     """
@@ -42,7 +45,7 @@ def main(
     totals = [512] * len(batches)  # sequences in all
     with tempfile.TemporaryDirectory() as folder:
         if shape == "embedded":
-            base = str(arithmetic.base_folder())
+            base = str(checkpoint or arithmetic.base_folder())
             model, tokenizer = rollout.load_policy(base, cfg.device)
             problems = data.train_problems(cfg.data, hold_out=True)
             _, prompts = data.encode_prompts(problems, tokenizer, 400)
@@ -91,14 +94,24 @@ def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
 
 
 def measure(model, policy, prompts, sampling, cfg, seed: int) -> dict:
-    """Seconds and tokens of one rollout, and how far its log-probs are from the trainer's."""
+    """Seconds and tokens of one rollout, what the model computed for them, and how far their
+    log-probs are from the trainer's."""
+    computed = []  # tokens of each forward, prompts included; vLLM does not call this model
+
+    def count(_model, args, inputs):
+        computed.append((args[0] if args else inputs["input_ids"]).numel())
+
+    hook = policy.register_forward_pre_hook(count, with_kwargs=True)
     started = clock(cfg.device)
     rollouts = rollout.sample(policy, prompts, sampling, group_size=cfg.group_size, seed=seed)
     seconds = clock(cfg.device) - started
+    hook.remove()
     gaps = (trainer_logprobs(model, rollouts, cfg) - rollouts.logprobs).abs()
     return {
         "seconds": seconds,
         "tokens": int(rollouts.lengths.sum()),
+        "forwards": len(computed),
+        "computed": sum(computed),
         "gap": gaps.max().item(),
         "above": int((gaps > 1e-5).sum()),
     }
@@ -122,13 +135,18 @@ def compare(timed: dict[tuple[str, int], list[dict]]) -> list[dict]:
             "max_logprob_gap": max(run["gap"] for run in runs),
             "tokens_above_1e-5": sum(run["above"] for run in runs),
             "tokens": sum(run["tokens"] for run in runs),
+            "forwards": statistics.median(run["forwards"] for run in runs),
+            "computed_per_token": statistics.median(
+                run["computed"] / run["tokens"] for run in runs
+            ),
             "all_seconds": [run["seconds"] for run in runs],
         }
         table.append(row)
         print(
             f"{name:8s} {batch:5d} at once {row['seconds']:8.3f} s {row['tokens_per_s']:10.0f} "
             f"tokens/s   {row['times_as_fast'][0]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) times "
-            f"hf's best   largest log-prob gap {row['max_logprob_gap']:.1e}, above 1e-5: "
-            f"{row['tokens_above_1e-5']} of {row['tokens']}"
+            f"hf's best   {row['forwards']:.0f} forwards of {row['computed_per_token']:.2f} tokens "
+            f"for each one sampled   largest log-prob gap {row['max_logprob_gap']:.1e}, above "
+            f"1e-5: {row['tokens_above_1e-5']} of {row['tokens']}"
         )
     return table

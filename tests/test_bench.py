@@ -79,6 +79,9 @@ def test_rollout(command):
         assert row["tokens"] == 32 * 4
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
         assert row["max_logprob_gap"] < limit
+    for row in rows[:2]:
+        assert row["forwards"] == 4
+        assert 1 < row["computed_per_token"] < (12 if row["engine"] == "compact" else 1000)
 
 
 def test_check(small_runs, float32, command):
