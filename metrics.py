@@ -51,6 +51,7 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
         **kept(cfg, full, updates),
         "pack/density": ratio(total.tokens, total.slots),
         "tokens/generated": int(lengths.sum()),
+        "tokens/computed": batch.computed,  # to generate them; vLLM does not say
         "tokens/trained": int(total.tokens),
     }
     if cfg.importance_cap:

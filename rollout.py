@@ -17,7 +17,8 @@ of their longest prompt, V vocabulary. In `compact`, R rows of the batch are the
 n completions that go on, and C texts are one token longer.
 """
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,7 @@ class Rollouts:
     energy: torch.Tensor  # [K, G] float32, sum of |onehot(token) - softmax|^2; vllm: a bound of it
     lengths: torch.Tensor  # [K, G] int64, tokens sampled, end token included
     truncated: torch.Tensor  # [K, G] bool, cut off by max_new_tokens before an end token
+    computed: float = math.nan  # tokens that the model computed to draw these; prompts not counted
 
 
 @dataclass
@@ -80,8 +82,9 @@ class Sampling:
 
 def join(parts: list[Rollouts]) -> Rollouts:
     """Concatenate, as if all parts had been sampled together."""
-    prompt_ids, *columns = zip(*(vars(part).values() for part in parts), strict=True)
-    return Rollouts([ids for part in prompt_ids for ids in part], *map(torch.cat, columns))
+    prompt_ids, *columns, computed = zip(*(vars(part).values() for part in parts), strict=True)
+    prompt_ids = [ids for part in prompt_ids for ids in part]
+    return Rollouts(prompt_ids, *map(torch.cat, columns), sum(computed))
 
 
 def eos_token_ids(model, tokenizer) -> list[int]:
@@ -111,8 +114,9 @@ def sample(
     if sampling.temperature == 0 and group_size > 1:
         # Greedy completions are all equal, and generate and vLLM refuse to return several.
         one = sample(model, prompt_ids, sampling, group_size=1, seed=seed, keys=keys)
-        columns = [getattr(one, field.name) for field in fields(one)[1:]]
-        return Rollouts(prompt_ids, *(c.repeat_interleave(group_size, dim=1) for c in columns))
+        _, *columns, computed = vars(one).values()
+        columns = (column.repeat_interleave(group_size, dim=1) for column in columns)
+        return Rollouts(prompt_ids, *columns, computed)
     if not isinstance(sampling.engine, str):
         seed = sampler.seed_for(seed, *keys)
         return sampling.engine.sample(model, prompt_ids, sampling, group_size=group_size, seed=seed)
@@ -125,7 +129,7 @@ def sample(
         uniform.uniform_(generator=sampler.generator_for(seed, key))
     with progress, torch.no_grad(), plain_generation(model):
         ids = torch.full((K, G, T), sampling.pad_id)
-        statistics = torch.zeros(3, K, G, T)  # log-prob, entropy, energy
+        statistics, computed = torch.zeros(3, K, G, T), 0  # log-prob, entropy, energy
         order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
         step = max(1, sampling.batch_size // G)
         for batch in (order[start : start + step] for start in range(0, K, step)):
@@ -133,17 +137,19 @@ def sample(
             decode(model, [prompt_ids[k] for k in batch], G, record, progress)
             ids[batch] = record.ids.cpu().view(-1, G, T)
             statistics[:, batch] = record.statistics.cpu().view(3, -1, G, T)
-    return _finish(prompt_ids, ids, statistics, sampling)
+            computed += record.computed
+    return _finish(prompt_ids, ids, statistics, computed, sampling)
 
 
-def _finish(prompt_ids, ids, statistics, sampling) -> Rollouts:
+def _finish(prompt_ids, ids, statistics, computed, sampling) -> Rollouts:
     """Cut each completion after its first end token; ids [K, G, T], statistics [3, K, G, T]."""
     ends = torch.isin(ids, torch.tensor(sampling.eos_ids))
     ended = ends.any(dim=-1)  # [K, G]
     lengths = torch.where(ended, ends.int().argmax(dim=-1) + 1, ids.shape[-1])
     inside = torch.arange(ids.shape[-1]) < lengths[..., None]  # [K, G, T]
     logprobs, entropy, energy = torch.where(inside, statistics, 0.0)
-    return Rollouts(prompt_ids, ids, logprobs, entropy.sum(-1), energy.sum(-1), lengths, ~ended)
+    totals = (entropy.sum(-1), energy.sum(-1), lengths, ~ended, computed)
+    return Rollouts(prompt_ids, ids, logprobs, *totals)
 
 
 # ------------------------------------------------------------------------- shared by both engines
@@ -156,6 +162,7 @@ class _Record:
         device, shape = model.device, uniforms.shape
         self.sampling = sampling
         self.vocab_size = model.vocab_size
+        self.computed = 0  # rows of all forwards but the prefill
         self.eos = torch.tensor(sampling.eos_ids, device=device)
         self.uniforms = send(uniforms, device)  # [B, T]
         self.ids = torch.full(shape, sampling.pad_id, device=device)  # [B, T]
@@ -184,6 +191,7 @@ class _Record:
         the rows [C] that they continue, ascending, and the text of each completion [n]. With None
         there is one text for each completion, and no rows."""
         probs = scores.exp()  # [R, V]
+        self.computed += len(scores) if step else 0
         if self.sampling.temperature:
             token = categorical.draw(probs, self.uniforms[slots, step, None], row)  # [n, 1]
         else:  # there is one completion of each prompt

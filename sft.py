@@ -38,11 +38,11 @@ class Config:
     """One or more sets with worked solutions: words, gsm8k, math, or files."""
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
     """How a problem becomes a prompt, as in train.py, which needs the same value."""
-    steps: int = 45
+    steps: int = 100
     """Optimizer updates."""
     batch_size: int = 32
     """Problems in an update."""
-    lr: float = 1e-4
+    lr: float = 2e-4
     """Learning rate of AdamW, times a warm-up of 10 steps, times a linear fall to 0."""
     seed: int = 0
     """Seed of the order of the problems."""

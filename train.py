@@ -77,6 +77,7 @@ class Batch:
     truncated: torch.Tensor
     entropy: torch.Tensor  # nats, summed over a completion's tokens
     energy: torch.Tensor  # |onehot - softmax|^2 of the logits, summed likewise; sizes its gradient
+    computed: float  # tokens that the model computed to sample these; see Rollouts
 
 
 @dataclass
@@ -113,6 +114,7 @@ def join(parts: list[Batch]) -> Batch:
         rollouts=rollout.join([part.rollouts for part in parts]),
         texts=[text for part in parts for text in part.texts],
         **{name: torch.cat([getattr(part, name) for part in parts]) for name in names},
+        computed=sum(part.computed for part in parts),
     )
 
 
@@ -218,7 +220,9 @@ class Trainer:
         shape = (len(prompts), self.cfg.group_size, len(columns))
         table = torch.zeros(shape, dtype=torch.float64)  # [K, G, columns]
         table[mine] = torch.stack([column.double() for column in columns], dim=-1)
-        return Batch(prompts, mine, rollouts, texts, *ranks.all_reduce(table).unbind(dim=-1))
+        computed = ranks.all_reduce(torch.tensor(rollouts.computed, dtype=torch.float64)).item()
+        columns = ranks.all_reduce(table).unbind(dim=-1)
+        return Batch(prompts, mine, rollouts, texts, *columns, computed)
 
     def _sample_and_score(self, keys, seed):
         prompt_ids = [self.train_ids[index] for index, _ in keys]

@@ -65,7 +65,7 @@ SETTINGS = {
     "arithmetic": Setting(60, 32, "arithmetic"),
     "arithmetic-mixed": Setting(75, 32, "arithmetic"),
     "words": Setting(
-        40, 16, "words", "--prompt-format plain --lr 2e-5 --lr-schedule linear --rollout-batch 256"
+        24, 16, "words", "--prompt-format plain --lr 2e-5 --lr-schedule linear --rollout-batch 256"
     ),
 }  # fmt: skip
 REACHED = 0.98  # of GRPO's final accuracy

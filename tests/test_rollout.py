@@ -226,6 +226,7 @@ def test_prompts_are_read_once_and_rows_leave(make_policy, monkeypatch, batch_si
         assert len(begun) < tokens
         tokens = len(begun)
     assert sum(computed) == 6 + tokens
+    assert got.computed == tokens
 
 
 def test_prompts_of_one_length_share_a_batch(make_policy):
@@ -408,7 +409,8 @@ def test_joined_parts_are_in_order(make_policy):
     first, second = sample(model, [[65], [66, 67]]), sample(model, [[68]], seed=6)
     whole = rollout.join([first, second])
     assert whole.prompt_ids == [[65], [66, 67], [68]]
-    for name, column in list(vars(whole).items())[1:]:
+    assert whole.computed == first.computed + second.computed > 0
+    for name, column in list(vars(whole).items())[1:-1]:
         assert torch.equal(column[:2], getattr(first, name)), name
         assert torch.equal(column[2:], getattr(second, name)), name
 

@@ -42,7 +42,7 @@ NAMES = """
     step loss reward reward_std frac_reward_zero_std completions/mean_length
     completions/clipped_ratio clip_ratio/region_mean entropy entropy/trained grad_norm learning_rate
     step_time kept/prompts kept/completions kept/tokens weight/max weight/ess pack/density
-    tokens/generated tokens/trained time/rollout time/score time/train
+    tokens/generated tokens/computed tokens/trained time/rollout time/score time/train
     sampling/sampling_logp_difference/mean weight/prompt_max history/never_rolled_out
     history/skipped_this_epoch history/pass_rates history/candidates_by_pass_rate
     history/kept_by_pass_rate
@@ -65,6 +65,7 @@ def test_log_rows(run, pictures, tmp_path):
         assert row["clip_ratio/region_mean"] == 0, "one update a batch: the ratio is 1"
     assert log[1]["kept/prompts"] == 1, "no history yet"
     assert log[1]["tokens/generated"] == round(log[1]["completions/mean_length"] * 24)
+    assert 0 < log[1]["tokens/computed"] <= log[1]["tokens/generated"] - 24, "all but the last"
     sample = rows(tmp_path / "run", "samples.jsonl")[0]
     names = ("step", "prompt", "completion", "answer", "reward", "advantage", "kept", "weight")
     assert set(sample) == set(names)
@@ -254,10 +255,11 @@ def test_bfloat16_samples_from_a_fresh_copy(run, monkeypatch):
     ids=["check", "greso"],
 )
 def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch, changes, purposes):
-    """Every key of a run on one rank and on two is used once; ranks share only the keep draws.
+    """Every key of a run on one rank and on two is used once, and no prompt's on both ranks.
 
     Epoch shuffles are excepted: a step may look one up again. Fails if the running check draws from
-    the seed of its rollouts, or if two rounds, ranks or evaluations sample from one seed.
+    the seed of its rollouts, if two rounds or evaluations sample from one seed, and if two ranks
+    sample a prompt from one key.
     """
     seed_for, keys = sampler.seed_for, []
     monkeypatch.setattr(sampler, "seed_for", lambda *key: keys.append(key) or seed_for(*key))
@@ -271,10 +273,16 @@ def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch, chan
         train.main(config.parse_config(flags(policy_folder, folder, **options)), reward=toy_reward)
         used.append([key for key in keys if key[-1] != "epoch"])
     shared = {"keep", "check keep"} if "check_every" in changes else {"keep"}
+    named = [{key for key in of_rank if len(key) > 2} for of_rank in used]
+    groups = [set(of_rank) - names for of_rank, names in zip(used, named, strict=True)]
     for of_rank in used:
         assert len(set(of_rank)) == len(of_rank)
-    assert {key[2] for key in used[0]} == purposes | shared
-    assert {key[2] for key in set(used[1]) & set(used[2])} == shared
+    assert {key[2] for key in named[0]} == purposes | shared
+    # Later steps of these two ranks prune by what they have seen, so their prompts differ.
+    first = {seed_for(*key) for key in named[0] if key[1:3] == (1, "rollout") or key[2] == "eval"}
+    on_rank = [{key for key in keys if key[0] in first} for keys in groups]
+    assert on_rank[1] | on_rank[2] >= on_rank[0]
+    assert on_rank[1] & on_rank[2] == set()
     distinct = set().union(*used)
     assert len({seed_for(*key) for key in distinct}) == len(distinct)
 

@@ -48,7 +48,8 @@ def make(make_policy, make_rollouts):
         start = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         kept = list(range(Q)) if kept is None else kept
         pick = lambda value: value[kept] if torch.is_tensor(value) else [value[q] for q in kept]
-        part = type(rollouts)(*map(pick, vars(rollouts).values()))
+        *columns, _ = vars(rollouts).values()
+        part = type(rollouts)(*map(pick, columns))
 
         def gradient(advantages, scale, keep, shift=0.0):
             torch.nn.utils.vector_to_parameters(start + shift, model.parameters())
