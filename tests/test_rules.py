@@ -401,6 +401,14 @@ def test_several_updates_of_a_pruned_window(start, monkeypatch):
     assert any(row["kept/prompts"] < 1 for row in rows)
 
 
+@pytest.mark.parametrize(("loss", "first"), [("dapo", 1.0), ("cispo", 1.0), ("grpo", 0.5)])
+def test_the_first_step_counts_tokens(start, loss, first):
+    """It rolls out all prompts where later steps divide by a count; others prune at once. Catches a
+    first denominator that its own draw decided."""
+    rows = take_steps(start(method="pps", loss=loss, prompt_prune_rate=0.5, steps=3))
+    assert [row["kept/prompts"] for row in rows] == [first, 0.5, 0.5]
+
+
 # ---------------------------------------------------------------------------- the running check
 
 
