@@ -13,7 +13,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench race        which method reaches GRPO's accuracy first, live
     python -m bench kills       a run that is killed twenty times, and one that is not
     python -m bench hostile     answers that are made to hang the judge
-    python -m bench trl         whole steps beside TRL's trainer (requirements-trl.txt)
+    python -m bench trl         TRL's trainer with and without pruning (requirements-trl.txt)
 
 `--json FILE` writes the rows; runs/*.json come from it. With `--shape 0.6b`, step, rollout and
 update use random weights of a size for a GPU. Examples:

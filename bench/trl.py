@@ -1,5 +1,6 @@
 """
-TRL's GRPOTrainer on the embedded task: its steps beside train.py's, and whole runs for the race.
+TRL's GRPOTrainer on the embedded task, beside dppo_trl.DPPOTrainer and train.py: steps, work, the
+time to an accuracy; and whole runs for the race.
 
     pip install -r requirements-trl.txt
     python -m bench trl --json runs/trl.json
@@ -8,6 +9,7 @@ TRL's GRPOTrainer on the embedded task: its steps beside train.py's, and whole r
 
 import functools
 import itertools
+import math
 import statistics
 import tempfile
 import time
@@ -25,6 +27,13 @@ from bench import JsonFile, run, write_json
 from sampler import seed_for
 from train import Trainer
 
+PPS = {"completion_rule": "pps", "completion_prune_rate": 0.7}
+BOTH = PPS | {"prompt_rule": "pps", "prompt_prune_rate": 0.6}
+VARIANTS = {  # rules of DPPOTrainer, and how many times GRPO's prompts it considers in a step
+    "TRL": (None, 1),
+    "TRL, pps": (PPS, 1),
+    "TRL, pps for prompts too": (BOTH, 2),  # 64 prompts, as train.py's pps
+}
 TIMED = ("grpo", "dppo", "pps")
 MICRO_BATCH = 32  # the fastest of `python -m bench trl` on 2 cores
 
@@ -33,51 +42,71 @@ def main(
     rounds: int = 4,
     steps: int = 6,
     micro_batches: tuple[int, ...] = (32, 128, 512),
+    seeds: int = 3,
+    goal: float = 0.9,
     json_file: JsonFile = None,
 ) -> None:
-    """Time whole steps of TRL's GRPOTrainer and of train.py from the start of training.
+    """Time whole steps from the start of training, of TRL's GRPOTrainer, of DPPOTrainer and of
+    train.py; and how long TRL with and without pruning needs to an accuracy.
 
     Base model, problems, reward, group size, lengths and learning rate are the same. Runs take
-    turns; the first step of each does not count.
+    turns; the first step of each does not count. DPPOTrainer has GRPOTrainer's best micro-batch.
 
     Args:
         rounds: runs of each trainer
         steps: steps of a run, all but the first of which are timed
         micro_batches: values of TRL's per_device_train_batch_size; a pilot run each finds the best
+        seeds: runs of each of TRL's variants to the accuracy; 0: none
+        goal: the accuracy (avg@4 of 150 held-out problems, looked at every 3 of 60 steps)
         json_file: where to write the rows {trainer, seconds, ratio, ratio_low, ratio_high,
-            all_seconds}
+            all_seconds}; TRL's have the forwards and the token slots of a step's gradient, too
     """
     pilot = {size: statistics.median(trl_steps(size, steps, 0)[1:]) for size in micro_batches}
     best = min(pilot, key=pilot.get)
-    trainers = {"TRL": lambda *args: trl_steps(best, *args)[1:]}
-    trainers |= {method: functools.partial(our_steps, method) for method in TIMED}
-    runs = {name: [] for name in trainers}
-    for number, name in itertools.product(range(rounds), trainers):
-        runs[name].append(trainers[name](steps, number))
     rows = [
         {"trainer": f"TRL, pilot, micro-batches of {size}", "seconds": seconds}
         for size, seconds in pilot.items()
     ]
+    work = {name: [] for name in VARIANTS}
+    options = lambda name: {"variant": name, "work": work[name]}
+    trainers = {name: functools.partial(trl_steps, best, **options(name)) for name in VARIANTS}
+    trainers |= {method: functools.partial(our_steps, method) for method in TIMED}
+    runs = {name: [] for name in trainers}
+    for number, name in itertools.product(range(rounds), trainers):
+        runs[name].append(trainers[name](steps, number)[1:])
     for name, times in runs.items():
-        pairs = zip(times, runs["TRL"], strict=True)
-        ratios = sorted(statistics.median(own) / statistics.median(trl) for own, trl in pairs)
-        row = {
-            "trainer": name,
-            "seconds": statistics.median(itertools.chain(*times)),
-            "ratio": statistics.median(ratios),
-            "ratio_low": ratios[0],
-            "ratio_high": ratios[-1],
-            "all_seconds": times,
-        }
+        row = {"trainer": name} | compared(times, runs["TRL"])
+        if work.get(name):
+            forwards, slots = zip(*work[name], strict=True)
+            row |= {"forwards": statistics.mean(forwards), "slots": statistics.mean(slots)}
         rows.append(row)
+    arrivals = {name: [] for name in VARIANTS}
+    for seed, name in itertools.product(range(seeds), VARIANTS):
+        arrivals[name].append([arrival(name, seed, goal)])
+    for name, times in arrivals.items():
+        if seeds:
+            rows.append({"trainer": f"{name}, to {goal}"} | compared(times, arrivals["TRL"]))
     for row in rows:
         cells = (f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values())
         print("  ".join(cells))
     write_json(json_file, rows)
 
 
+def compared(times: list[list[float]], reference: list[list[float]]) -> dict:
+    """Median seconds of all runs, and the ratio to the reference's run of the same number."""
+    pairs = zip(times, reference, strict=True)
+    ratios = sorted(statistics.median(own) / statistics.median(other) for own, other in pairs)
+    return {
+        "seconds": statistics.median(itertools.chain(*times)),
+        "ratio": statistics.median(ratios),
+        "ratio_low": ratios[0],
+        "ratio_high": ratios[-1],
+        "all_seconds": times,
+    }
+
+
 def our_steps(method: str, steps: int, seed: int) -> list[float]:
-    """Seconds of train.py's steps after the first, each from the end of the one before.
+    """Seconds of train.py's steps, each from the end of the one before; the first is unknown.
 
     A step ends when its rows are on disk.
     """
@@ -89,7 +118,7 @@ def our_steps(method: str, steps: int, seed: int) -> list[float]:
             ends.append(time.perf_counter())
 
     run(["--method", method, "--steps", str(steps), "--seed", str(seed)], Timed)
-    return [end - start for start, end in itertools.pairwise(ends)]
+    return [math.nan] + [end - start for start, end in itertools.pairwise(ends)]
 
 
 def trl_steps(
@@ -98,15 +127,24 @@ def trl_steps(
     seed: int,
     lr: float | None = None,
     at_step: Callable | None = None,
+    variant: str = "TRL",
+    work: list | None = None,
 ) -> list[float]:
     """Seconds of TRL's steps, each from the end of the one before; lr None is train.py's default.
 
     at_step(model, step, seconds, tokens generated) is called before step 1, as step 0, and after
-    each step. Its own time does not count.
+    each step; if it returns True, training ends. Its own time does not count. `work` gets
+    (forwards, token slots) of each step's gradient.
     """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
+    rules, times = VARIANTS[variant]
+    trainer_class = GRPOTrainer
+    if rules:
+        from dppo_trl import DPPOTrainer
+
+        trainer_class = functools.partial(DPPOTrainer, **rules)
     cfg = config.resolve(config.Config(method="grpo"))  # the prompts of a step are GRPO's
     base = str(arithmetic.base_folder())
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -114,7 +152,7 @@ def trl_steps(
     problems = data.train_problems(cfg.data, hold_out=True)
     rows = [{"prompt": problem.text, "gold": problem.answer} for problem in problems]
     reward = data.reward_function(cfg.data)
-    spent, generated = [], [0]
+    spent, generated, gradient = [], [0], [0, 0]
 
     class Clock(transformers.TrainerCallback):
         def on_train_begin(self, *args, **options):
@@ -123,13 +161,19 @@ def trl_steps(
 
         def on_step_end(self, args, state, control, model, **options):
             spent.append(time.perf_counter() - self.began)
-            self.next(model, state.global_step)
+            if work is not None:
+                work.append(tuple(gradient))
+            control.should_training_stop |= self.next(model, state.global_step)
 
         def next(self, model, step):
-            if at_step:
-                at_step(model, step, spent[-1], generated[0])
-            generated[0] = 0
+            ends = bool(at_step and at_step(model, step, spent[-1], generated[0]))
+            generated[0], gradient[:] = 0, [0, 0]
             self.began = time.perf_counter()
+            return ends
+
+    def count(_model, _args, inputs):
+        if torch.is_grad_enabled():
+            gradient[:] = [gradient[0] + 1, gradient[1] + inputs["input_ids"].numel()]
 
     def score(completions, completion_ids, gold, **columns):
         generated[0] += sum(map(len, completion_ids))
@@ -143,7 +187,10 @@ def trl_steps(
             use_cpu=cfg.device == "cpu",
             bf16=cfg.dtype == "bfloat16",
             per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=cfg.prompts_per_step * cfg.group_size // micro_batch,
+            gradient_accumulation_steps=times
+            * cfg.prompts_per_step
+            * cfg.group_size
+            // micro_batch,
             num_generations=cfg.group_size,
             max_completion_length=cfg.max_new_tokens,
             temperature=cfg.temperature,
@@ -159,7 +206,7 @@ def trl_steps(
             logging_steps=1,
             disable_tqdm=True,
         )
-        trainer = GRPOTrainer(
+        trainer = trainer_class(
             model,
             score,
             args=options,
@@ -167,14 +214,32 @@ def trl_steps(
             processing_class=tokenizer,
             callbacks=[Clock()],
         )
+        if work is not None:
+            model.register_forward_pre_hook(count, with_kwargs=True)
         trainer.train()
     return spent[1:]
 
 
+def arrival(variant: str, seed: int, goal: float) -> float:
+    """Seconds of training until the held-out accuracy reaches the goal; infinity if it never does
+    in 60 steps."""
+    _cfg, rows = curve(60, seed, None, 3, "arithmetic", 150, variant, goal)
+    reached = rows[-1].get("eval/avg@4", 0.0) >= goal
+    return sum(row["step_time"] for row in rows) if reached else math.inf
+
+
 def curve(
-    steps: int, seed: int, lr: float | None, every: int, eval_data: str, eval_problems: int
+    steps: int,
+    seed: int,
+    lr: float | None,
+    every: int,
+    eval_data: str,
+    eval_problems: int,
+    variant: str = "TRL",
+    goal: float = math.inf,
 ) -> tuple[config.Config, list[dict]]:
-    """One run of TRL's trainer: its configuration and the rows of a log, as train.py has them."""
+    """One run of TRL's trainer: its configuration and the rows of a log, as train.py has them. It
+    ends at the last step, or once an evaluation reaches the goal."""
     cfg = config.resolve(config.Config(method="grpo", lr=lr, seed=seed, steps=steps))
     policy, tokenizer = rollout.load_policy(str(arithmetic.base_folder()), cfg.device)
     problems = data.eval_problems(eval_data, eval_problems)
@@ -192,6 +257,7 @@ def curve(
             rewards, _truncated = evaluation.sample_rewards(*args, **draw)
             row["eval/avg@4"] = evaluation.avg_at_k(rewards)
         rows.append(row)
+        return row.get("eval/avg@4", 0.0) >= goal
 
-    trl_steps(MICRO_BATCH, steps, seed, cfg.lr, at_step)
+    trl_steps(MICRO_BATCH, steps, seed, cfg.lr, at_step, variant)
     return cfg, rows

@@ -167,11 +167,24 @@ def test_hostile(command, monkeypatch):
 def test_trl(small_runs, command, monkeypatch):
     """Our side of the comparison; TRL's steps are made up. Catches a pilot that picks the slowest,
     first steps that count, and ratios upside down."""
-    monkeypatch.setattr(trl, "trl_steps", lambda size, steps, _seed: [900.0] + [size] * (steps - 1))
-    rows = command("trl --rounds 1 --steps 3 --micro-batches 200 100 300")
+
+    def trl_steps(size, steps, _seed, variant="TRL", work=None):
+        if work is not None:
+            work += [(3, 500), (5, 700)]
+        return [900.0] + [size * len(variant) / 3] * (steps - 1)
+
+    monkeypatch.setattr(trl, "trl_steps", trl_steps)
+    monkeypatch.setattr(trl, "arrival", lambda variant, seed, goal: goal * len(variant) + seed)
+    rows = command("trl --rounds 1 --steps 3 --micro-batches 200 100 300 --seeds 2 --goal 10")
+    names = list(trl.VARIANTS)
     assert [row["seconds"] for row in rows[:4]] == [200, 100, 300, 100]
-    assert [row["trainer"] for row in rows[3:]] == ["TRL", "grpo", "dppo", "pps"]
-    for row in rows[4:]:
+    assert [row["trainer"] for row in rows[3:9]] == [*names, "grpo", "dppo", "pps"]
+    ratios = [len(name) / 3 for name in names]
+    assert [row["ratio"] for row in rows[3:6]] == pytest.approx(ratios)
+    assert {(row["forwards"], row["slots"]) for row in rows[3:6]} == {(4, 600)}
+    assert [row["trainer"] for row in rows[9:]] == [f"{name}, to 10.0" for name in names]
+    assert [row["all_seconds"] for row in rows[9:10]] == [[[30.0], [31.0]]]
+    for row in rows[6:9]:
         assert len(row["all_seconds"][0]) == 2
         assert 0 < row["seconds"] < 50
         assert row["ratio"] == pytest.approx(row["seconds"] / 100)

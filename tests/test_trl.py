@@ -1,0 +1,340 @@
+"""dppo_trl.py: exact by enumeration through TRL's own loss, on one rank and two; whole runs.
+
+tests/trl.sh builds an environment with TRL and runs these tests in it; without TRL they are
+skipped.
+"""
+
+import importlib
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from toy import in_processes
+
+import arithmetic
+from runtime import InputError
+
+trl = pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
+trl_toy = importlib.import_module("trl_toy")  # after the line above: it needs TRL, too
+dppo_trl, Measured, make_trainer = trl_toy.dppo_trl, trl_toy.Measured, trl_toy.make_trainer
+error, over_completions = trl_toy.error, trl_toy.over_completions
+over_prompts = trl_toy.over_prompts
+
+NONE = {"completion_rule": "none"}
+ZERO = {"completion_rule": "zero"}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A folder with the GPT-2 in float64."""
+    folder = tmp_path_factory.mktemp("trl") / "gpt2"
+    trl_toy.save_model(folder)
+    return folder
+
+
+@pytest.fixture
+def exact_world():
+    with trl_toy.exact_world():
+        yield
+
+
+# ---------------------------------------------------------------------------- the proof
+
+
+@pytest.mark.parametrize("loss", dppo_trl.LOSSES)
+@pytest.mark.parametrize("rule", ["zero", "dppo", "pps"])
+def test_completions_are_exact(model, exact_world, loss, rule):
+    """Every outcome of the draw, through TRL's loss with KL, clip and vLLM's correction: the mean
+    gradient is GRPOTrainer's. Completions have 1 to 6 tokens, prompts 1 to 3.
+
+    Catches a denominator that depends on the draw, a weight that misses a part of the loss, a
+    trimmed token, and a row that is forwarded twice or never.
+    """
+    options = {"loss_type": loss}
+    if rule == "dppo":  # its outcomes double with every completion below the mean
+        options |= {"prompts": ["ccc", "ee"], "per_device_train_batch_size": 2}
+    if rule == "zero":  # with the KL term it would drop nothing
+        options |= {"beta": 0.0}
+    stock = Measured(model, trl.GRPOTrainer, **options).gradients()
+    measured = Measured(model, **options, rules={"completion_rule": rule})
+    assert error(over_completions(measured), stock) < 1e-12
+    if rule != "zero":
+        assert error(measured.gradients(), stock) > 0.01
+    assert None in measured.trainer.plan, "nothing was dropped"
+
+
+@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dapo"])
+@pytest.mark.parametrize(
+    ("accumulation", "generation", "iterations", "batch"),
+    [(1, 1, 1, 16), (8, 4, 1, 4), (2, 4, 1, 4), (4, 4, 2, 4), (2, 4, 2, 4), (8, 2, 2, 4)],
+)
+def test_layouts_are_exact(model, exact_world, loss, accumulation, generation, iterations, batch):
+    """Updates of part of a generation batch, of several, and of one more than once; each window's
+    draw is enumerated while the others keep everything.
+
+    Catches a window that is cut in the wrong place, rows of another window in a draw's budget, and
+    a second iteration that trains on the first one's draw.
+    """
+    options = {
+        "gradient_accumulation_steps": accumulation, "steps_per_generation": generation,
+        "num_iterations": iterations, "per_device_train_batch_size": batch, "loss_type": loss,
+    }  # fmt: skip
+    stock = Measured(model, trl.GRPOTrainer, **options).gradients()
+    found = over_completions(Measured(model, **options))
+    assert error(found, stock) < 1e-12
+
+
+@pytest.mark.parametrize("loss", dppo_trl.EXACT_WITH_PROMPTS["loss_type"])
+@pytest.mark.parametrize("rule", ["uniform", "dppo", "pps"])
+def test_prompts_are_exact(model, exact_world, loss, rule):
+    """Every outcome of the prompt draw. A loss per token divides by a number known before it.
+
+    Catches prompt weights that do not reach the loss, a denominator of the kept prompts, and a
+    count that is taken from the draw.
+    """
+    options = {"loss_type": loss, "prompts": trl_toy.SAME_LENGTH}
+    stock = Measured(model, trl.GRPOTrainer, **options)
+    rules = {"prompt_rule": rule, "prompt_prune_rate": 0.3, "completion_rule": "none"}
+    measured = Measured(model, **options, rules=rules)
+    measured.state["so_far"]["mean_tokens"] = 64.0
+    wanted = stock.gradients()
+    if loss in dppo_trl.PER_TOKEN:
+        wanted *= stock.trainer._buffered_inputs[0]["num_items_in_batch"].item() / 64
+    assert error(over_prompts(measured.gradients), wanted) < 1e-12
+
+
+def test_both_levels_are_exact(model, exact_world):
+    """Every outcome of the completion draw for every outcome of the prompt draw. Catches a prompt
+    weight that counts twice or never."""
+    options = {"loss_type": "grpo", "prompts": trl_toy.SAME_LENGTH}
+    stock = Measured(model, trl.GRPOTrainer, **options).gradients()
+    rules = {"prompt_rule": "pps", "prompt_prune_rate": 0.3}
+    measured = Measured(model, **options, rules=rules)
+    found = over_prompts(lambda: over_completions(measured)[0])
+    assert error(found, stock) < 1e-12
+
+
+def test_two_ranks_are_exact(model):
+    """The same with DistributedDataParallel: every loss, groups that straddle the ranks, and the
+    twin whose dummies are weighted, which no single rank can tell."""
+    assert in_processes(2, trl_toy.check_ranks, str(model))[0].splitlines()[-1] == "exact"
+
+
+@pytest.mark.parametrize("loss", ["grpo", "bnpo"])
+@pytest.mark.parametrize("twin", [trl_toy.KeptCount, trl_toy.WeightedAdvantages])
+def test_biased_twins_fail(model, exact_world, loss, twin):
+    """Fails if the enumeration cannot tell a mistake."""
+    options = {"loss_type": loss}
+    stock = Measured(model, trl.GRPOTrainer, **options).gradients()
+    assert error(over_completions(Measured(model, twin, **options)), stock) > 1e-3
+
+
+# ---------------------------------------------------------------------------- runs
+
+
+def run(*args, steps=3, **options):
+    """(weights, rows of the log) of a run with TRL's own rollouts."""
+    trainer = make_trainer(*args, prompts=trl_toy.MANY, max_steps=steps, **options)
+    trainer.train()
+    return flat(trainer.model), trl_toy.repeatable(trainer)
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_none_is_grpo_trainer(model):
+    """Both rules none: every weight and every figure of the log, bit for bit. Catches a wrapper
+    that does something when it is switched off."""
+    stock = run(model, trl.GRPOTrainer)
+    none = run(model, rules=NONE)
+    assert torch.equal(stock[0], none[0])
+    assert stock[1] == none[1]
+
+
+@pytest.mark.parametrize("loss", dppo_trl.LOSSES)
+def test_zero_is_grpo(model, monkeypatch, loss):
+    """Three steps with TRL's own rollouts, without completions whose term is 0: the same weights up
+    to rounding. Catches a dropped row that has a gradient, and another order of random numbers."""
+    monkeypatch.setattr(trl_toy.utils, "_ChunkedLogProbFunction", trl_toy.DoubleHead)
+    options = {"loss_type": loss, "optim": "sgd", "learning_rate": 1.0}
+    none, _ = run(model, rules=NONE, **options)
+    zero, log = run(model, rules=ZERO, **options)
+    start = flat(transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto"))
+    assert (none - start).abs().max() > 1e-3
+    assert error(zero - start, none - start) < 1e-12
+    assert 0 < log[0]["dppo/kept_completions"] < 1
+
+
+def test_dropped_rows_are_not_forwarded(model, exact_world):
+    """The rows that a gradient is taken of are those that were kept, in the fewest micro-batches
+    and without padding that all of them share; the log says so. Catches work that is only masked,
+    and a figure of something else."""
+    measured = Measured(model, loss_type="grpo", rules={"completion_prune_rate": 0.6})
+    trainer, forwards = measured.trainer, []
+
+    def record(_model, _args, options):
+        if torch.is_grad_enabled():
+            forwards.append(options["attention_mask"])
+
+    trainer.model.register_forward_pre_hook(record, with_kwargs=True)
+    measured.gradients()
+    rows = sum(len(mask) for mask in forwards)
+    plan = [x for x in trainer.plan if x is not None]
+    assert rows == sum(len(x["place"]) for x in plan) < 16
+    assert len(forwards) == len(plan) == -(-rows // 4)
+    assert trainer.plan[: 4 - len(plan)] == [None] * (4 - len(plan))
+    for x, mask in zip(plan, forwards, strict=True):  # prompts of up to 3 tokens
+        assert mask.shape[1] == 3 + x["completion_mask"].sum(dim=1).max()
+    assert sum(mask.numel() for mask in forwards) < rows * (3 + 6)
+    lengths = [int(mask.sum()) for x in forwards for mask in x]
+    assert lengths == sorted(lengths)
+    figures = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    assert figures["dppo/kept_completions"] == rows / 16
+    assert figures["dppo/kept_tokens"] == sum(lengths) / trainer.batch.cost.sum().item()
+    assert figures["dppo/forwards"] == len(plan) / 4
+    weights = torch.cat([x["factor"] / (len(x["place"]) / 4) for x in plan])
+    assert figures["dppo/weight_max"] == pytest.approx(weights.max().item())
+    ess = weights.sum().square() / weights.square().sum()
+    assert figures["dppo/effective_sample_size"] == pytest.approx(ess.item())
+
+
+@pytest.mark.parametrize(("kind", "narrowest"), [("llama", 1), ("gpt2", 8)])
+def test_padding_on_the_left(tmp_path, exact_world, kind, narrowest):
+    """Prompts of 1 and 8 tokens, in float32. A Llama loses padding on the left; a GPT-2 must not,
+    because it would move its positions. Catches a trimmed prompt, and a shift."""
+    trl_toy.save_model(tmp_path / kind, kind, torch.float32)
+    options = {"prompts": ["a", "b", "abcdefgh", "c"], "loss_type": "grpo"}
+    stock = Measured(tmp_path / kind, trl.GRPOTrainer, **options).gradients()
+    measured = Measured(tmp_path / kind, **options, rules=ZERO)
+    assert error(measured.gradients(), stock) < 1e-4
+    widths = [x["prompt_ids"].shape[1] for x in measured.trainer.plan if x is not None]
+    assert (min(widths), max(widths)) == (narrowest, 8)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "generation", "iterations", "group"),
+    [(1, 1, 1, 4), (4, 4, 1, 4), (8, 8, 1, 4), (8, 4, 1, 4), (2, 4, 2, 4), (4, 4, 1, 3)],
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_whole_runs(model, accumulation, generation, iterations, group, world):
+    """Steps, rollouts and draws are as many as there should be, and no rollout is lost between two
+    ranks. Catches ranks that wait for each other, a window that is drawn anew in each micro-step,
+    and five prompts of three completions on two ranks."""
+    layout = {
+        "gradient_accumulation_steps": accumulation, "steps_per_generation": generation,
+        "num_iterations": iterations, "per_device_train_batch_size": group,
+        "num_generations": group,
+    }  # fmt: skip
+    prompts = generation <= accumulation and iterations == 1
+    rules = {"prompt_rule": "pps" if prompts else "none", "prompt_prune_rate": 0.35}
+    first = in_processes(world, trl_toy.count_draws, str(model), layout, rules)[0]
+    counts = json.loads(first.splitlines()[-1])
+    micro_steps = 4 * accumulation
+    assert counts["steps"] == 4
+    assert counts["draws"] == micro_steps // min(accumulation, generation)
+    assert counts["batches"] == micro_steps // (generation * iterations)
+    assert counts["rows"] == counts["rows_of_ranks"]
+    unit = 2 if (group, world) == (3, 2) else 1
+    kept = unit * max(1, round(0.65 * generation * world / unit)) if prompts else generation * world
+    assert counts["rows"] == kept * group
+
+
+def test_killed_and_resumed(model, tmp_path):
+    """kill -9 in step 5, resumed from the checkpoint of step 4: the log, the weights, the draws and
+    the history are those of a run that went through. Catches a draw that starts anew, a history
+    that is forgotten, and a denominator that is.
+
+    Resumed with other prompts, it says so.
+    """
+    whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
+    in_processes(1, trl_toy.train, str(model), whole, 0, None)
+    in_processes(1, trl_toy.train, str(model), broken, 5, None, codes=[-signal.SIGKILL])
+    assert {path.name for path in Path(broken).iterdir()} >= {"checkpoint-2", "checkpoint-4"}
+    in_processes(1, trl_toy.train, str(model), broken, 0, True)
+    one, other = (torch.load(f"{folder}/end.pt") for folder in (whole, broken))
+    assert one[0] == other[0]
+    assert one[0]["draws"] == one[0]["batches"] == 6
+    for name, value in one[1].items():
+        torch.testing.assert_close(value, other[1][name], rtol=0, atol=0, equal_nan=True)
+    assert not one[1]["score"].isnan().all()
+    assert all(map(torch.equal, one[2], other[2]))
+    assert one[3] == other[3]
+    shares = [row["dppo/kept_prompts"] for row in one[3][:6]]
+    assert shares == [1.0] + [0.75] * 5, "the first batch gives the denominator"
+    with pytest.raises(InputError, match=r"dppo\.pt: its history is of other prompts"):
+        trl_toy.train(model, broken, 0, True, prompts=trl_toy.MANY[:-1])
+
+
+def test_the_page(policy_folder, monkeypatch, tmp_path):
+    """Two small steps of the program in docs/trl.md. Catches a program that no longer runs."""
+    page = Path(trl_toy.__file__).parents[1] / "docs" / "trl.md"
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    for large, small in (("max_steps=60", "max_steps=2"), ("size=32", "size=8"), ("ns=16", "ns=4")):
+        assert large in program
+        program = program.replace(large, small)
+    monkeypatch.setattr(arithmetic, "base_folder", lambda: policy_folder)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(program, names)
+    explained = set(re.findall(r"^\| `(dppo/\w+)` \|", page.read_text(), re.MULTILINE))
+    logged = {name for name in names["trainer"].state.log_history[0] if name.startswith("dppo/")}
+    assert logged == explained - {"dppo/kept_prompts", "dppo/reward"}
+
+
+def test_evaluation_is_grpos(model, exact_world):
+    """Nothing is drawn while TRL evaluates. Catches a wrapper that forgets to ask."""
+    trainer = Measured(model, rules=trl_toy.BOTH).trainer
+    trainer.model.eval()
+    rows = trainer._prepare_inputs([{"prompt": "a"}] * 4)
+    assert len(rows["completion_ids"]) == 4
+    assert "factor" not in rows
+    assert trainer.so_far["draws"] == trainer.so_far["batches"] == 0
+
+
+PROMPTS = {"prompt_rule": "uniform"}
+
+
+@pytest.mark.parametrize(
+    ("options", "rules", "message"),
+    [
+        ({}, {"completion_rule": "psp"}, "unknown completion_rule 'psp'.*none, zero, dppo, pps"),
+        ({}, {"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz'.*none, uniform, dppo, pps"),
+        ({}, {"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .* below 1"),
+        ({}, {"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .* from 0"),
+        ({"entropy_coef": 0.01}, {}, "entropy_coef=0.01 .*choose 0.0,"),
+        ({"use_adaptive_entropy": True}, {}, "use_adaptive_entropy=True .*choose False"),
+        ({"top_entropy_quantile": 0.5}, {}, "top_entropy_quantile=0.5 .*choose 1.0"),
+        ({"steps_per_generation": 3, "per_device_train_batch_size": 8}, {}, "let one divide"),
+        ({"loss_type": "bnpo"}, PROMPTS, "loss_type='bnpo' .*choose 'grpo' or"),
+        ({"scale_rewards": "batch"}, PROMPTS, "scale_rewards='batch' .*'group' or 'none'"),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum"},
+            PROMPTS,
+            "normalize_then_sum' .*choose 'sum_then_normalize'",
+        ),
+        ({"num_iterations": 2}, PROMPTS, "num_iterations=2 .*choose 1"),
+        ({"steps_per_generation": 8}, PROMPTS, "steps_per_generation=8 .*set it to 4"),
+    ],
+)
+def test_refusals(model, options, rules, message):
+    """What would not be exact is refused with the option and the way out; without pruning, TRL's
+    own options are TRL's business. Catches a sentence about another option."""
+    with pytest.raises(ValueError, match=message):
+        make_trainer(model, rules=rules, **options)
+    if options:
+        make_trainer(model, rules=NONE, **options)
+
+
+def test_unknown_losses_are_refused(model, monkeypatch):
+    """A loss that a later TRL adds, and that TRL itself. Catches a denominator that is guessed."""
+    with pytest.raises(InputError, match=r"loss_type='new' .*choose 'grpo' or"):
+        make_trainer(model, loss_type="new")
+    monkeypatch.setattr(trl, "__version__", "1.17.0")
+    with pytest.raises(InputError, match=r"trl 1\.17\.0: .*pip install 'trl==1\.16\.\*'"):
+        make_trainer(model)
+    make_trainer(model, rules=NONE)
