@@ -594,4 +594,4 @@ def test_greso_copy_leaves_the_original_alone():
     twin.collect(roll_out, 8, order, generator)
     assert {name: str(value) for name, value in vars(greso).items()} == before
     after = {name: str(value) for name, value in vars(twin).items()}
-    assert {name for name in after if after[name] != before[name]} == before.keys()
+    assert {name for name in after if after[name] != before[name]} == before.keys() - {"skips"}
