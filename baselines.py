@@ -77,6 +77,9 @@ def most_varied(advantages: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     one of exactly 0 stays 0, which happens to groups of three and more different rewards only.
     """
     K, G = advantages.shape
+    weights = torch.zeros(K, G, dtype=torch.float64)
+    if count < 2:  # one reward does not vary
+        return top_completions(advantages, count)[0], weights
     ranked, order = advantages.sort(dim=1, descending=True, stable=True)
     place = torch.arange(G)
     choices = torch.stack([(place < i) | (place >= G - count + i) for i in range(count + 1)])
@@ -84,9 +87,8 @@ def most_varied(advantages: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     best = subsets.var(dim=2, correction=0).argmax(dim=1)  # the first of equal ones
     keep = torch.zeros(K, G, dtype=torch.bool).scatter(1, order, choices[best])
     kept = advantages[keep].view(K, count)
-    std = kept.std(dim=1, keepdim=True) if count > 1 else torch.zeros(K, 1)
+    std = kept.std(dim=1, keepdim=True)
     new = (kept - kept.mean(dim=1, keepdim=True)) / (std + dppo.ADVANTAGE_EPS)
-    weights = torch.zeros(K, G, dtype=torch.float64)
     weights[keep] = (new / kept).nan_to_num(0.0, 0.0, 0.0).flatten().double() * G / count
     return keep, weights
 

@@ -324,8 +324,11 @@ def _check_rules(cfg: Config) -> None:
     ranked = {"cppo": cfg.group_size, "pods": cfg.group_size, "cppo_batch": part}
     size = cfg.group_size if cfg.cppo_allocation else ranked.get(cfg.completion_rule)
     if size:
-        enough = baselines.kept_count(size, cfg.completion_prune_rate) > 0
-        require(cfg, "completion_prune_rate", enough, f"lower: it keeps none of {size}")
+        kept = baselines.kept_count(size, cfg.completion_prune_rate)
+        require(cfg, "completion_prune_rate", kept > 0, f"lower: it keeps none of {size}")
+        varies = kept > 1 or cfg.completion_rule != "pods"
+        only = f"lower: of {size} it keeps one, whose reward cannot vary"
+        require(cfg, "completion_prune_rate", varies, only)
     total = num_candidates(cfg)
     if cfg.prompt_rule in sampler.FIXED_SIZE:
         kept = sampler.kept_prompts(total, cfg.prompt_prune_rate)

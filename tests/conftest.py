@@ -1,5 +1,6 @@
 """A Qwen3 small enough for hundreds of backward passes, rollouts made by hand, and short runs."""
 
+import importlib.util
 import os
 import types
 import zlib
@@ -22,6 +23,7 @@ import rollout
 import train
 from runtime import log, plot
 
+collect_ignore = [] if importlib.util.find_spec("trl") else ["trl_toy.py"]
 LONG = (
     "test_gpu_tier", "test_notebooks", "test_ranks", "test_stop", "test_train.py::test_two_ranks",
 )  # fmt: skip

@@ -160,6 +160,7 @@ BAD_INPUT = """
 --method pps --cppo-allocation | --cppo-allocation: belongs to --method cppo, not to
 --method greso --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule greso
 --method pods --completion-prune-rate 0.9 | 0.9: must be lower: it keeps none of 6
+--method pods | --completion-prune-rate 0.7: must be lower: of 6 it keeps one, whose reward
 --method dynamic --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule dynamic
 --method dynamic --prompts-per-step 300 | --prompt-rule dynamic: its first round is 1.5 x 300
 --method greso --check-every 1 | --check-every 1: must be 0 with --prompt-rule greso

@@ -119,7 +119,7 @@ def notes_of(**changes):
         ({"epochs": 2}, "--epochs above 1 with pruned prompts is inexact"),
         ({"method": "greso"}, "--prompt-rule greso is biased"),
         ({"method": "dynamic"}, "--prompt-rule dynamic is biased"),
-        ({"method": "pods"}, "--completion-rule pods is biased"),
+        ({"method": "pods", "completion_prune_rate": 0.5}, "--completion-rule pods is biased"),
         ({"method": "dppo"}, "--prompt-rule dppo drops nothing in the first 128 steps, an epoch"),
         ({"method": "grpo_zero", "beta": 0.1}, "zero drops nothing with --beta above 0"),
     ],
@@ -147,6 +147,7 @@ def test_exact_runs_have_no_notes(run, capsys):
 def test_every_rule_trains(run, rule):
     """With KL, mini-batches and epochs. Catches a rule that the loop cannot call."""
     options = {"completion_rule": rule, "minibatches": 2, "epochs": 2, "beta": 0.05}
+    options |= {"completion_prune_rate": 0.5} if rule == "pods" else {}
     log = run("run", method="dppo_floor", prompt_prune_rate=0.3, check_every=2, **options)
     assert len(log) == 4
     for row in log:

@@ -63,7 +63,7 @@ def test_every_section(tmp_path, monkeypatch, pretend):
     assert 0.95 * computed < measured < 1.05 * computed + workspaces
     assert good["updates"][0]["peak GiB, computed"][0] > computed
     grpo, pps = (row["tokens generated, trained"] for row in good["steps"])
-    assert 0 < pps[1] < grpo[1]
+    assert 0 <= pps[1] < grpo[1], "0 if both groups of this tiny step are dead"
     shown = tables(files["page"].read_text())
     assert list(shown) == NAMES
     for name, found in rows.items():
