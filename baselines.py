@@ -10,10 +10,10 @@ The baselines' pruning rules: what they keep, and what they multiply it by.
     greso       BIASED    skips prompts all right or all wrong lately, refills (arXiv:2506.02177)
     dynamic     BIASED    DAPO's dynamic sampling (arXiv:2503.14476): refills, skips no prompt
 
-Keeping by rank gives keep probabilities of 0 and 1, and no weight can correct for a zero. The mean
-and standard deviation of a chosen subset are not those of the group. GRESO
-skips at random but does not weight what it keeps, and it stops once it has enough live groups,
-which is a bias of its own. These rules are here for comparison.
+Keeping by rank gives keep probabilities of 0 and 1, and no weight can correct for a zero. PODS also
+takes the mean and standard deviation of what it keeps. GRESO skips at random but does not weight
+what it keeps, and it stops once it has enough live groups, which is a bias of its own. These rules
+are here for comparison.
 
 Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G completions each.
 """
@@ -73,8 +73,8 @@ def most_varied(advantages: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     variance: the best i and the worst of the rest, for one i.
 
     PODS normalizes the subset's rewards anew. Within a group advantages are rewards, shifted and
-    scaled, so this normalizes advantages [K, G]. Weights turn a given advantage into the new one;
-    one of exactly 0 stays 0, which happens to groups of three and more different rewards only.
+    scaled, so this normalizes advantages [K, G]. A weight turns the given advantage into the new
+    one. An advantage of exactly 0 stays 0; rewards of 0 and 1 have none in a live group.
     """
     K, G = advantages.shape
     weights = torch.zeros(K, G, dtype=torch.float64)

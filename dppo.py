@@ -45,6 +45,7 @@ THRESHOLD_MARGIN = 1e-6  # below the mean by more than this; at pass rate 1/2 al
 SIZE_FLOOR = 0.03  # of the mean size: a smaller estimate is not trusted, so weights stay bounded
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
+TOKEN_MEANS = ("dapo", "cispo")  # losses that divide by the tokens of a batch
 COMPLETION_RULES = ("none", "zero", "dppo", "pps")
 
 

@@ -205,7 +205,8 @@ class DPPOTrainer(trl.GRPOTrainer):
             estimate = (weights[:, None] * tokens).sum().item()
             mean = self.so_far["mean_tokens"] or estimate
             rows["num_items_in_batch"] = torch.tensor(mean, device=rows["place"].device)
-            self.so_far["mean_tokens"] = mean + (estimate - mean) / MEMORY
+            # 0 is not known: then the next batch is whole, too.
+            self.so_far["mean_tokens"] = mean + (estimate - mean) / MEMORY or None
             share = self.num_generations / self.args.generation_batch_size  # 1 / Q
             reward = share * (weights * rewards.nanmean(dim=1)).nansum()
             self._metrics["train"]["dppo/reward"].append(reward.item())

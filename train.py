@@ -254,11 +254,10 @@ class Trainer:
         if cfg.mask_truncated:
             counts = 1.0 - batch.truncated
         weights = chosen.weights[:, None]  # [K, 1]
-        num_tokens = (counts * weights * batch.lengths).sum().item()  # unbiased
-        known_tokens = self.mean_tokens if self.mean_tokens else num_tokens
+        num_tokens = (counts * weights * batch.lengths).sum().item()  # an unbiased estimate
         denominator = {
             "num_sequences": self.num_candidates * cfg.group_size // cfg.minibatches,
-            "num_tokens": known_tokens / cfg.minibatches,
+            "num_tokens": (self.mean_tokens or num_tokens) / cfg.minibatches,
             "max_new_tokens": cfg.max_new_tokens,
         }
         scale = counts * dppo.loss_scale(batch.lengths, cfg.loss, **denominator)  # [K, G]
@@ -329,7 +328,8 @@ class Trainer:
         self.history.update(step, batch.prompts, full.chosen.weights, *seen)
         if self.needs_mean_tokens:
             mean = self.mean_tokens or full.num_tokens
-            self.mean_tokens = mean + (full.num_tokens - mean) / TOKENS_MEMORY
+            # 0 is not known: then the next step counts again.
+            self.mean_tokens = mean + (full.num_tokens - mean) / TOKENS_MEMORY or None
 
     def set_learning_rate(self, step: int) -> float:
         """Warm-up, then --lr-schedule; a decay reaches almost 0 in the last step."""
@@ -506,8 +506,7 @@ class Trainer:
         self.greso = None
         if cfg.prompt_rule in baselines.REFILLING:
             self.greso = baselines.Greso(len(sources), skips=cfg.prompt_rule == "greso")
-        prunes_prompts = cfg.prompt_prune_rate > 0
-        self.needs_mean_tokens = cfg.loss in ("dapo", "cispo") and prunes_prompts
+        self.needs_mean_tokens = cfg.loss in dppo.TOKEN_MEANS and cfg.prompt_prune_rate > 0
         self.mean_tokens = None  # of the un-pruned batches of the last steps
         options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": cfg.device == "cuda"}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
@@ -548,7 +547,7 @@ class Trainer:
         self.log = log.Log(self.out_dir) if self.is_main else None
         if self.is_main:
             if self.done and (stored := checkpoint.stored_ranks(self.out_dir)) != self.world:
-                how = "sums round differently, so samples will in time"
+                how = "sums round differently, so samples will differ in time"
                 print(f"resuming a run of {stored} ranks on {self.world}: {how}")
             self.log.open(self.done)
             if cfg.track:

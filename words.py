@@ -9,8 +9,8 @@ Word problems of our own, for a real language model such as SmolLM2-135M.
 
 No data are stored: a problem is a function of (split, index). The last quarter of each list of
 sentences occurs only in "heldout" problems, which use no others: no model has seen their wording.
-The teacher of the supervised start is careless: it often boxes another number of its equations
-than the result. As in arithmetic.py, reinforcement learning so has a right habit to amplify.
+The teacher of the supervised start is careless: it often boxes a number of its equations that
+is not the result. As in arithmetic.py, this leaves reinforcement learning a good habit to amplify.
 """
 
 import operator

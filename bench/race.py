@@ -116,7 +116,7 @@ def main(
     if "words" in settings and model == "tiny":
         raise InputError("--settings words: tiny cannot read; give --model, see runs/smollm2.sh")
     if alone == 0:
-        raise InputError("--alone 0: all seconds are those of seeds alone; give at least 1")
+        raise InputError("--alone 0: seconds come from seeds that ran alone; give at least 1")
     turns, pairs = [], []
     for setting, number in itertools.product(settings, range(max(map(int, counts.values())))):
         options = (steps or SETTINGS[setting].steps, every, eval_problems, lr, model, folder)

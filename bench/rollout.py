@@ -145,8 +145,8 @@ def compare(timed: dict[tuple[str, int], list[dict]]) -> list[dict]:
         print(
             f"{name:8s} {batch:5d} at once {row['seconds']:8.3f} s {row['tokens_per_s']:10.0f} "
             f"tokens/s   {row['times_as_fast'][0]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) times "
-            f"hf's best   {row['forwards']:.0f} forwards of {row['computed_per_token']:.2f} tokens "
-            f"for each one sampled   largest log-prob gap {row['max_logprob_gap']:.1e}, above "
-            f"1e-5: {row['tokens_above_1e-5']} of {row['tokens']}"
+            f"hf's best   {row['forwards']:.0f} forwards, {row['computed_per_token']:.2f} tokens "
+            f"computed for each one sampled   largest log-prob gap {row['max_logprob_gap']:.1e}, "
+            f"above 1e-5: {row['tokens_above_1e-5']} of {row['tokens']}"
         )
     return table

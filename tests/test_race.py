@@ -198,7 +198,7 @@ def test_the_picture_ends_at_twice_grpos_end():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"alone": 0}, "--alone 0: all seconds are those of seeds alone"),
+        ({"alone": 0}, "--alone 0: seconds come from seeds that ran alone"),
         ({"methods": "grpo,grop"}, "--methods grop: choose from grpo, grpo_zero"),
         ({"settings": ("words",)}, "--settings words: tiny cannot read; give --model"),
         ({"settings": ("gsm8k",)}, "--settings gsm8k: choose from arithmetic, arithmetic-mixed"),

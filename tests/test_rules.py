@@ -410,6 +410,17 @@ def test_the_first_step_counts_tokens(start, loss, first):
     assert [row["kept/prompts"] for row in rows] == [first, 0.5, 0.5]
 
 
+def test_a_count_of_zero_tokens_is_not_known(start):
+    """All completions of the first step may be masked. Catches a mean of 0 for which the next step
+    takes its own estimate, although it prunes prompts."""
+    trainer = start(method="pps", loss="dapo", steps=1)
+    take_steps(trainer)
+    full = trainer.events[-1].full
+    trainer.mean_tokens, full.num_tokens = None, 0.0
+    trainer.learn(2, full)
+    assert trainer.prune_prompts(torch.arange(4), 3, torch.Generator())[0].all()
+
+
 # ---------------------------------------------------------------------------- the running check
 
 
