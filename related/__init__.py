@@ -1,0 +1,1 @@
+"""Other published prunings, one file each, for comparison. train.py needs none of them."""
