@@ -9,16 +9,24 @@ The baselines' pruning rules: what they keep, and what they multiply it by.
     dppo_floor  BIASED    the deterministic fraction that secondary sources ascribe to DPPO
     greso       BIASED    skips prompts all right or all wrong lately, refills (arXiv:2506.02177)
     dynamic     BIASED    DAPO's dynamic sampling (arXiv:2503.14476): refills, skips no prompt
+    mopps       BIASED    the prompts whose guessed pass rates are nearest 1/2 (arXiv:2507.04632)
 
 Keeping by rank gives keep probabilities of 0 and 1, and no weight can correct for a zero. PODS also
 takes the mean and standard deviation of what it keeps. GRESO skips at random but does not weight
-what it keeps, and it stops once it has enough live groups, which is a bias of its own. These rules
-are here for comparison.
+what it keeps, and it stops once it has enough live groups, which is a bias of its own. MoPPS's draw
+is random, too, but nothing divides by the chance of being among the nearest. These rules are here
+for comparison.
+
+Two are left out. SPEED-RL (arXiv:2506.09016) begins its groups in one step and completes them in a
+later one, so their token ids and log-probs would have to wait in the checkpoint, and the groups of
+a step would differ in size. SPEC-RL (arXiv:2509.23232) reuses old texts leniently, for which it
+needs drafts, and these saved no time here (runs/LOG.md).
 
 Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G completions each.
 """
 
 import copy
+import random
 from collections.abc import Callable
 
 import torch
@@ -27,7 +35,7 @@ import dppo
 
 COMPLETION_RULES = ("uniform", "cppo", "cppo_batch", "pods", "dppo_floor")
 BIASED = ("cppo", "cppo_batch", "pods", "dppo_floor")
-REFILLING = ("greso", "dynamic")  # prompt rules that roll out until enough groups are live
+SELECTORS = ("greso", "dynamic", "mopps")  # prompt rules with a state, and without a window
 
 
 def kept_count(size: int, prune_rate: float) -> int:
@@ -232,3 +240,50 @@ class Greso:
         used = alive & (rank < target)
         count = max(1, int(used.sum()))
         return rounds, used.double() * target / count, rank * target // count
+
+
+# ---------------------------------------------------------------------------- MoPPS (prompt level)
+
+
+class Mopps:
+    """MoPPS's selection of prompts, as in its code (thu-rllab/MoPPS: mopps.py, the scripts' topk).
+
+    Each prompt has a Beta distribution of its pass rate. A step draws one rate for each prompt of a
+    pool of POOL Q, rolls out the Q nearest to 1/2, and trains on them without weights. An observed
+    group adds its right and wrong completions; before that, what was known is decayed by half
+    towards the prior Beta(1, 1).
+    """
+
+    POOL = 8  # times Q
+    DECAY = 0.5
+
+    def __init__(self, num_prompts: int):
+        self.posterior = torch.ones(2, num_prompts, dtype=torch.float64)  # right, wrong
+        self.cursor = 0  # pools since the run began
+
+    def copy(self) -> "Mopps":
+        """The same state in a tensor of its own; see Greso.copy."""
+        return copy.deepcopy(self)
+
+    def collect(
+        self, roll_out: Callable, target: int, order: Callable, generator: torch.Generator
+    ) -> tuple[list, torch.Tensor, torch.Tensor]:
+        """(rounds, weights [Q], places [Q]) as Greso.collect, with one round of Q = `target`."""
+        epoch, place = divmod(self.cursor, self.posterior.shape[1] // (self.POOL * target))
+        pool = order(epoch)[self.POOL * target * place :][: self.POOL * target]
+        draw = random.Random(int(torch.randint(2**62, (), generator=generator)))
+        known = self.posterior[:, pool].T.tolist()
+        rates = torch.tensor([draw.betavariate(right, wrong) for right, wrong in known])
+        nearest = (rates - 0.5).abs().argsort(stable=True)[:target].sort().values  # as in the pool
+        part = roll_out(pool[nearest], 0)
+        rewards = part.rewards.clamp(0, 1)
+        counts = torch.stack([rewards.nansum(dim=1), (1 - rewards).nansum(dim=1)])  # [2, Q]
+        known = self.posterior[:, part.prompts]
+        self.posterior[:, part.prompts] = self.DECAY * known + (1 - self.DECAY) + counts
+        self.cursor += 1
+        return [part], torch.ones(target, dtype=torch.float64), torch.arange(target)
+
+
+def selector(rule: str, num_prompts: int) -> Greso | Mopps:
+    """The state of one of SELECTORS when a run begins."""
+    return Mopps(num_prompts) if rule == "mopps" else Greso(num_prompts, skips=rule == "greso")

@@ -31,6 +31,7 @@ METHODS = {  # --method sets --prompt-rule and --completion-rule, and nothing el
     "pods": ("none", "pods"),
     "greso": ("greso", "none"),
     "dynamic": ("dynamic", "none"),
+    "mopps": ("mopps", "none"),
     "pps": ("pps", "pps"),
 }
 LOSS_CLIPS = {  # default (--eps-low, --eps-high): the papers'; cispo: no lower bound, and TRL's 5
@@ -41,9 +42,11 @@ LOSS_CLIPS = {  # default (--eps-low, --eps-high): the papers'; cispo: no lower 
     "cispo": (1.0, 4.0),
 }
 Method = Literal[
-    "grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "pods", "greso", "dynamic", "pps"
+    "grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "pods", "greso", "dynamic", "mopps", "pps"
 ]
-PromptRule = Literal["auto", "none", "uniform", "dppo", "pps", "dppo_floor", "greso", "dynamic"]
+PromptRule = Literal[
+    "auto", "none", "uniform", "dppo", "pps", "dppo_floor", "greso", "dynamic", "mopps"
+]
 CompletionRule = Literal[
     "auto", "none", "zero", "dppo", "pps", "uniform", "cppo", "cppo_batch", "pods", "dppo_floor"
 ]
@@ -56,8 +59,8 @@ class Config:
     """Sets --prompt-rule and --completion-rule together. grpo prunes nothing."""
     prompt_rule: PromptRule = "auto"
     """Which prompts are dropped before rollout. uniform (blind), dppo (the paper's, by past
-    |advantage|) and pps (ours) are unbiased; dppo_floor, greso and dynamic (DAPO's sampling) are
-    biased. auto takes the method's rule."""
+    |advantage|) and pps (ours) are unbiased; dppo_floor, greso, dynamic (DAPO's sampling) and mopps
+    are biased. auto takes the method's rule."""
     completion_rule: CompletionRule = "auto"
     """Which completions are dropped after reward. zero (terms that are exactly 0), dppo (by
     |advantage|), pps (ours) and uniform are unbiased; cppo, cppo_batch, pods and dppo_floor are
@@ -254,7 +257,7 @@ def resolve(cfg: Config) -> Config:
     rounds_differently = cfg.engine == "vllm" or dtype == "bfloat16"
     eps_low, eps_high = LOSS_CLIPS[cfg.loss]
     tiny, pps_prompts = cfg.model == "tiny", cfg.prompt_rule == "pps"
-    no_rate = ("none", *baselines.REFILLING)
+    no_rate = ("none", *baselines.SELECTORS)
     defaults = {
         "prompt_prune_rate": 0.0 if cfg.prompt_rule in no_rate else 0.6 if pps_prompts else 0.3,
         "prompts_per_step": 64 if pps_prompts else 32,  # pps: wider choice, fewer kept
@@ -289,7 +292,7 @@ def _check_values(cfg: Config) -> None:
         why = "at 1 nothing is kept, and no weight can mend it"
         require(cfg, name, 0 <= rate < 1, f"at least 0 and below 1: {why}")
         rule = getattr(cfg, f"{level}_rule")
-        if rule in ("none", "zero", *baselines.REFILLING):
+        if rule in ("none", "zero", *baselines.SELECTORS):
             given = f"0 with --{level}-rule {rule} (--method {cfg.method})"
             require(
                 cfg, name, rate == 0, f"{given}, which has no rate: choose another rule or method"
@@ -334,7 +337,7 @@ def _check_rules(cfg: Config) -> None:
         kept = sampler.kept_prompts(total, cfg.prompt_prune_rate)
         few = f"it keeps {kept} of {total} prompts, and each of {cfg.minibatches} updates needs one"
         require(cfg, "prompt_prune_rate", kept >= cfg.minibatches, f"lower: {few}")
-    if cfg.prompt_rule in baselines.REFILLING:
+    if cfg.prompt_rule in baselines.SELECTORS:
         rule = f"--prompt-rule {cfg.prompt_rule}: it has no un-pruned batch to compare with"
         require(cfg, "check_every", cfg.check_every == 0, f"0 with {rule}")
     why = "so that every update has the planned size"
@@ -355,9 +358,12 @@ def check_prompts(cfg: Config, prompts: int) -> None:
         allocated = f", which --cppo-allocation makes {needed}" if cfg.cppo_allocation else ""
         given = f"--prompts-per-step {cfg.prompts_per_step}{allocated}"
         raise InputError(f"{given}: the data holds only {prompts} prompts")
-    if cfg.prompt_rule in baselines.REFILLING and prompts < 2 * needed:
+    if cfg.prompt_rule in ("greso", "dynamic") and prompts < 2 * needed:
         first = f"its first round is 1.5 x {needed} prompts of {prompts}, too few"
         raise InputError(f"--prompt-rule {cfg.prompt_rule}: {first}: lower --prompts-per-step")
+    if cfg.prompt_rule == "mopps" and prompts < baselines.Mopps.POOL * needed:
+        pool = f"its pool is {baselines.Mopps.POOL} x {needed} prompts of {prompts}, too few"
+        raise InputError(f"--prompt-rule mopps: {pool}: lower --prompts-per-step")
 
 
 def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
@@ -377,6 +383,10 @@ def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
     if cfg.prompt_rule == "dynamic":
         notes.append(
             "--prompt-rule dynamic is biased: the live groups get the weight of all groups"
+        )
+    if cfg.prompt_rule == "mopps":
+        notes.append(
+            "--prompt-rule mopps is biased: nothing weights a prompt by its chance to be chosen"
         )
     if cfg.prompt_prune_rate > 0:
         if cfg.prompt_rule == "dppo_floor":

@@ -25,7 +25,7 @@ Where the gradient of one update is exact in expectation, before it is clipped b
                  ratio. --epochs > 1 is inexact: later epochs use parameters that came from the
                  step's one prompt draw
     never        cppo, cppo_batch, pods, dppo_floor: keep probabilities of 0 and 1;
-                 greso: refills without weights (baselines.py)
+                 greso, dynamic, mopps: choose prompts without weights (baselines.py)
 Adam and the clip by norm are not linear, so none of this carries over to their output.
 
 Public summaries say that the paper prunes a deterministic fraction; the random form here is our

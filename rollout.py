@@ -36,7 +36,7 @@ from transformers import (
 
 import packing
 import sampler
-from runtime import InputError, categorical
+from runtime import InputError, categorical, pruned
 from runtime.decoding import growing_cache, next_rows, plain_generation
 from runtime.device import CHECK_EVERY, cast_weights, fuse_norms, send
 
@@ -341,6 +341,7 @@ def load_policy(name: str, device: str, dtype: str = "float32"):
 
     The model has packed attention; the tokenizer has a pad token. Training needs float32 weights;
     sampling in bfloat16 needs weights of that type, or each would be cast for every token."""
+    pruned.register()  # models that related/structured.py took sub-layers from
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
         options = {"dtype": torch.float32, "attn_implementation": packing.ATTENTION}

@@ -163,7 +163,7 @@ class Trainer:
 
         # 1. Select prompts. The window of Q candidates is the denominator, whatever is pruned.
         window = self.candidates(step)  # [Q]
-        if greso:  # a biased baseline: no window, no 1 / P(kept); it refills until Q groups live
+        if greso:  # a biased baseline (greso, dynamic, mopps): no window, no 1 / P(kept)
             batch, chosen = self.roll_out_greso(greso, step, generator)
         else:
             # --- DPPO, before rollout: drop prompts by history, weight the rest by 1 / P(kept)
@@ -504,8 +504,8 @@ class Trainer:
         sources = [problem.source for problem in self.train_set]
         self.history = sampler.PromptHistory(self.prompt_tokens, sources, self.num_candidates)
         self.greso = None
-        if cfg.prompt_rule in baselines.REFILLING:
-            self.greso = baselines.Greso(len(sources), skips=cfg.prompt_rule == "greso")
+        if cfg.prompt_rule in baselines.SELECTORS:
+            self.greso = baselines.selector(cfg.prompt_rule, len(sources))
         self.needs_mean_tokens = cfg.loss in dppo.TOKEN_MEANS and cfg.prompt_prune_rate > 0
         self.mean_tokens = None  # of the un-pruned batches of the last steps
         options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": cfg.device == "cuda"}

@@ -11,8 +11,11 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench check       the running check over whole runs, and a faulty twin it must find
     python -m bench prompts     what a million prompts cost
     python -m bench race        which method reaches GRPO's accuracy first, live
+    python -m bench search      the batch and learning rate that reach it first, by halving
     python -m bench kills       a run that is killed twenty times, and one that is not
     python -m bench hostile     answers that are made to hang the judge
+    python -m bench branch      BranchGRPO's trees and their pruning, in two dimensions
+    python -m bench structured  structured pruning: perplexity and seconds of each method
     python -m bench trl         TRL's trainer with and without pruning (requirements-trl.txt)
 
 `--json FILE` writes the rows; runs/*.json come from it. With `--shape 0.6b`, step, rollout and
@@ -30,6 +33,7 @@ import transformers
 import tyro
 
 from bench import (
+    branch,
     check,
     gpu,
     hostile,
@@ -39,7 +43,9 @@ from bench import (
     race,
     rollout,
     roofline,
+    search,
     step,
+    structured,
     trl,
     update,
     variance,
@@ -47,8 +53,8 @@ from bench import (
 from runtime import InputError
 
 MODULES = (
-    gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, kills, hostile,
-    trl,
+    gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, search, kills,
+    hostile, branch, structured, trl,
 )  # fmt: skip
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 

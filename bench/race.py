@@ -5,12 +5,14 @@ with the same evaluation.
     python -m bench race --methods grpo,pps --seeds 1        side by side, live, about 4 minutes
     bash runs/race.sh                                        grpo, dppo and pps, 2 seeds, 10 minutes
     bash runs/race.sh all                                    everything in docs/race.md, hours
+    python -m bench race --methods grpo,best_grpo,best_pps --against best_grpo --seeds 5
 
 A run is a call of train.py (or of TRL's trainer) with an evaluation every few steps. Its seconds
 are those of its steps, without evaluation. The first seeds take turns, a few steps each, alone on
 the machine. Later seeds may run two at a time with one thread each; their seconds are those of the
-first seeds, step by step. Finished runs are not repeated. `summary` makes the tables from the
-records alone, so it also works on the committed logs.
+first seeds, step by step. Rows whose steps sample other numbers of completions sample as many in
+all, and as many between evaluations. Finished runs are not repeated. `summary` makes the tables
+from the records alone, so it also works on the committed logs.
 """
 
 import contextlib
@@ -23,6 +25,8 @@ import random
 import statistics
 import subprocess
 import sys
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,19 +48,25 @@ ROWS = {  # flags of each row; rates are train.py's defaults. uniform: as many r
     "pods": "--method pods",
     "greso": "--method greso",
     "dynamic": "--method dynamic",
+    "mopps": "--method mopps",
     "dppo": "--method dppo",
     "dppo_floor": "--method dppo_floor",
     "pps": "--method pps",
     "uniform": "--prompt-rule uniform --completion-rule uniform --prompt-prune-rate 0.6",
 }
 WIDE = ("pps", "uniform")  # rows with twice the candidates, of which they roll out 40 %
+BEST = {  # rows with the flags that won `python -m bench search`, and of which methods
+    "best_grpo": ("grpo_zero", "grpo"),
+    "best_pps": ("pps",),
+}
+SEARCH = Path("runs/search.jsonl")  # every trial of the search
 
 
 class Setting(NamedTuple):
     """What all rows of a setting have in common."""
 
     steps: int  # the last step of a run
-    prompts: int  # candidates of a step
+    prompts: int  # candidates of a step, and what GRPO rolls out
     eval_data: str  # for the mix, arithmetic: all of it that can be learned
     flags: str = ""
 
@@ -86,6 +96,7 @@ def main(
     seeds: int = 2,
     first_seed: int = 0,
     alone: int | None = None,
+    against: str = "grpo",
     steps: int | None = None,
     every: int = 3,
     eval_problems: int = 150,
@@ -103,7 +114,8 @@ def main(
         first_seed: the first of them; use 100 and up for trials that are not reported
         alone: seeds that take turns alone on the machine; the others run two at a time; default:
             all
-        steps: last step; default: the setting's
+        against: the row whose time the speed-ups divide; the targets stay GRPO's
+        steps: last step of 32 x 16 completions each (words: 16 x 16); default: the setting's
         every: steps between evaluations, and steps of a turn
         eval_problems: problems of an evaluation, 4 completions each
         lr: a learning rate other than the setting's
@@ -112,16 +124,17 @@ def main(
         json_file: where to write the records of all runs in the folder; a picture goes beside it
     """
     counts = dict(row.split(":") if ":" in row else (row, seeds) for row in methods.split(","))
-    check_names(counts, settings)
-    if "words" in settings and model == "tiny":
-        raise InputError("--settings words: tiny cannot read; give --model, see runs/smollm2.sh")
+    check_names([*counts, against], settings, model)
     if alone == 0:
         raise InputError("--alone 0: seconds come from seeds that ran alone; give at least 1")
     turns, pairs = [], []
     for setting, number in itertools.product(settings, range(max(map(int, counts.values())))):
         options = (steps or SETTINGS[setting].steps, every, eval_problems, lr, model, folder)
         names = [name for name, count in counts.items() if number < int(count)]
-        runs = [Run(setting, name, first_seed + number, *options) for name in names]
+        runs = [make_run(setting, name, first_seed + number, *options) for name in names]
+        for run in runs:
+            if run.row != "trl":
+                config.parse_config(run.args())  # refuses a folder made with other flags
         if alone is None or number < alone:
             turns.append(runs)
         else:
@@ -137,20 +150,67 @@ def main(
         json_file.write_text("".join(json.dumps(record) + "\n" for record in records))
         draw(records).savefig(json_file.with_suffix(".png"))
     for setting in settings:
-        print(f"\n{setting}\n{table(summary(records), setting)}")
+        print(f"\n{setting}, against {against}\n{table(summary(records, against), setting)}")
 
 
-def check_names(methods, settings) -> None:
+def check_names(methods, settings, model: str) -> None:
     """InputError for an unknown row or setting, before anything runs."""
     for name in methods:
-        if name not in ROWS and name != "trl":
-            raise InputError(f"--methods {name}: choose from {', '.join(ROWS)}, trl")
+        if name not in (known := (*ROWS, *BEST, "trl")):
+            raise InputError(f"--methods {name}: choose from {', '.join(known)}")
     for setting in settings:
         if setting not in SETTINGS:
             raise InputError(f"--settings {setting}: choose from {', '.join(SETTINGS)}")
     if "trl" in methods and settings != ("arithmetic",):
         flags = f"--methods trl --settings {' '.join(settings)}"
         raise InputError(f"{flags}: trl is raced in arithmetic only")
+    if "words" in settings and model == "tiny":
+        raise InputError("--settings words: tiny cannot read; give --model, see runs/smollm2.sh")
+
+
+def make_run(setting: str, row: str, seed: int, steps: int, every: int, *options) -> "Run":
+    """The run of a row; options are Run's, from eval_problems to folder.
+
+    A row of BEST has its winner's flags, and steps and evaluations by completions.
+    """
+    if row not in BEST:
+        return Run(setting, row, seed, steps, every, *options)
+    best = winner(log.read_rows(SEARCH), row, setting)
+    steps, every = rescaled(setting, best["completions"], steps, every)
+    return Run(setting, row, seed, steps, every, *options, best["flags"])
+
+
+def rescaled(setting: str, completions: int, steps: int, every: int) -> tuple[int, int]:
+    """(steps, every) for another number of completions a step than the setting's GRPO samples, so
+    that as many are sampled in all, and between evaluations. To the nearest whole step."""
+    ratio = SETTINGS[setting].prompts * config.Config.group_size / completions
+    return round(steps * ratio), max(1, round(every * ratio))
+
+
+def winner(trials: list[dict], row: str, setting: str) -> dict:
+    """A trial of the configuration that was at the target soonest, on average over its seeds.
+
+    trials: the rows of bench/search.py. InputError if a search of the row has not ended, if there
+    is none, or if no configuration was at the target with every seed.
+    """
+    own = [t for t in trials if t["setting"] == setting and t["method"] in BEST[row]]
+    counts = Counter((trial["method"], trial["trials"]) for trial in own)
+    if not own or any(there < planned for (_, planned), there in counts.items()):
+        command = f"python -m bench search --settings {setting}"
+        raise InputError(f"{row}: {SEARCH} has no whole search in {setting}; run {command}")
+    found = {}
+    for trial in own:
+        found.setdefault((trial["method"], trial["flags"]), []).append(trial)
+    best = min(found.values(), key=mean_seconds)
+    if mean_seconds(best) == math.inf:
+        raise InputError(f"{row}: no configuration was at the target in {setting} with all seeds")
+    return best[0]
+
+
+def mean_seconds(trials: list[dict]) -> float:
+    """Seconds to the target of a configuration; infinite if a seed was not there."""
+    times = [trial["seconds"] for trial in trials]
+    return math.inf if None in times else statistics.mean(times)
 
 
 @dataclass(frozen=True)
@@ -166,11 +226,17 @@ class Run:
     lr: float | None
     model: str
     folder: Path  # of all runs
+    flags: str | None = None  # of train.py, for a row that is not in ROWS
 
     @property
     def out_dir(self) -> Path:
         name = f"{self.row}-seed{self.seed}" + (f"-lr{self.lr:g}" if self.lr else "")
         return self.folder / self.setting / name
+
+    @property
+    def turns(self) -> int:
+        """Evaluations after the base model's; a turn ends with one."""
+        return math.ceil(self.steps / self.every)
 
     def is_at(self, step: int) -> bool:
         """Whether the log has the step with its evaluation, and `finish` was called."""
@@ -178,15 +244,21 @@ class Run:
         evaluated = any(row["step"] >= step and "eval/avg@4" in row for row in rows)
         return evaluated and (self.out_dir / "race.json").exists()
 
+    @property
+    def wall(self) -> float:
+        """Seconds that its turns took, with evaluations and loading."""
+        facts = self.out_dir / "race.json"
+        return json.loads(facts.read_text()).get("wall", 0.0) if facts.exists() else 0.0
+
     def args(self) -> list[str]:
-        """train.py's arguments, to start the run or to resume it."""
+        """train.py's arguments, to start the run, or to resume it if it has the same flags."""
         args = ["--out-dir", str(self.out_dir), "--steps", str(self.steps)]
-        if (self.out_dir / "config.json").exists():
-            return [*args, "--resume"]
+        args += ["--resume"] * (self.out_dir / "config.json").exists()
         setting = SETTINGS[self.setting]
+        flags = ROWS[self.row] if self.flags is None else self.flags
         prompts = setting.prompts * (2 if self.row in WIDE else 1)
         args += ["--model", self.model, "--prompts-per-step", str(prompts), *setting.flags.split()]
-        args += [*ROWS[self.row].split(), "--data", self.setting, "--eval-data", setting.eval_data]
+        args += [*flags.split(), "--data", self.setting, "--eval-data", setting.eval_data]
         args += ["--eval-every", str(self.every), "--eval-problems", str(self.eval_problems)]
         args += ["--save-every", str(10 * self.every), "--keep-checkpoints", "1"]
         args += ["--seed", str(self.seed)]
@@ -203,22 +275,24 @@ def _take_turns(runs: list[Run]) -> None:
         f"\n{runs[0].setting}, seed {runs[0].seed}: mean of the last {WINDOW} evaluations, "
         f"seconds of training"
     )
-    print("  step" + "".join(f"{run.row:>20s}" for run in runs))
-    for upto in [*range(runs[0].every, runs[0].steps, runs[0].every), runs[0].steps]:
-        line = f"{upto:6d}"
+    print("  step" + "".join(f"{run.row:>20s}" for run in runs))  # the first row's steps
+    for number in range(1, max(run.turns for run in runs) + 1):
+        line = f"{min(number * runs[0].every, runs[0].steps):6d}"
         for run in runs:
-            _turn(run, upto)
-            record = _record(run.out_dir)
+            upto = min(number * run.every, run.steps)
+            turn(run, upto)
+            record = read_record(run.out_dir)
             accuracy = [value for step, value in smoothed(record) if step <= upto][-1]
             line += f"{accuracy:11.3f} {sum(record['step_time'][: upto + 1]):6.0f} s"
             print("\r" + line, end="", flush=True)
         print()
 
 
-def _turn(run: Run, upto: int) -> None:
+def turn(run: Run, upto: int) -> None:
     """Train to a step in this process. TRL's trainer runs all of its steps in the first turn."""
     if run.is_at(upto):
         return
+    started, before = time.monotonic(), run.wall
     if run.row == "trl":
         evaluation = (run.every, SETTINGS[run.setting].eval_data, run.eval_problems)
         cfg, rows = trl.curve(run.steps, run.seed, run.lr, *evaluation)
@@ -228,7 +302,8 @@ def _turn(run: Run, upto: int) -> None:
     else:  # --steps stays the last one of all, because the learning rate falls to 0 there
         with contextlib.redirect_stdout(io.StringIO()):
             train.main(config.parse_config(run.args()), until=upto)
-    run.finish(threads=torch.get_num_threads(), alone=True)
+    wall = round(before + time.monotonic() - started, 2)
+    run.finish(threads=torch.get_num_threads(), alone=True, wall=wall)
     if not run.is_at(upto):
         raise SystemExit("stopped; the same command continues")
 
@@ -246,13 +321,14 @@ def _run_process(run: Run) -> None:
     if status or not run.is_at(run.steps):  # a run that was stopped ends with 0, too
         code = os.waitstatus_to_exitcode(status)
         raise RuntimeError(f"{' '.join(command)} ended early, with {code}")
-    print(f"{run.out_dir}: {final(_record(run.out_dir)):.3f} after {run.steps} steps", flush=True)
+    accuracy = final(read_record(run.out_dir))
+    print(f"{run.out_dir}: {accuracy:.3f} after {run.steps} steps", flush=True)
 
 
 # ---------------------------------------------------------------------------- records
 
 
-def _record(out_dir: Path) -> dict:
+def read_record(out_dir: Path) -> dict:
     """What is kept of a run: {setting, row, seed, lr, threads, alone, columns}.
 
     Each column is a list with an entry for each step from 0 on, null if the log has none.
@@ -284,7 +360,7 @@ def collect(folder: Path, lr: float | None = None) -> list[dict]:
         if path.name.partition("-lr")[2] == (f"{lr:g}" if lr else ""):
             steps = json.loads((path / "config.json").read_text())["config"]["steps"]
             if log.read_rows(path / "log.jsonl")[-1]["step"] == steps:
-                records.append(_record(path))
+                records.append(read_record(path))
     return records
 
 
@@ -365,28 +441,30 @@ def scales(records: list[dict]) -> dict:
     }
 
 
-def summary(records: list[dict]) -> list[dict]:
+def summary(records: list[dict], against: str = "grpo") -> list[dict]:
     """The figures of each setting and row, paired with the GRPO runs of the same seeds.
 
     reached/* and absolute/* say when 0.98 of GRPO's final accuracy, and 0.8, are reached, on three
-    axes. Ratios are GRPO's figure over the row's: 2 is twice as soon, 0 is never. Triples are
-    (middle, low, high) over seeds: medians of ratios, means of differences.
+    axes. Ratios are the figure of the row `against`, with the same seed, over the row's: 2 is twice
+    as soon, 0 is never, and infinite is never for the row `against` alone. Triples are (middle,
+    low, high) over seeds: medians of ratios, means of differences.
     """
     found = []
-    grpo = {(run["setting"], run["seed"]): run for run in records if run["row"] == "grpo"}
+    found_by = {(run["setting"], run["row"], run["seed"]): run for run in records}
+    twin = lambda run, row: found_by.get((run["setting"], row, run["seed"]))
     for setting, name in itertools.product(SETTINGS, COLORS):
         runs = [run for run in records if (run["setting"], run["row"]) == (setting, name)]
-        runs = [run for run in runs if (setting, run["seed"]) in grpo]
+        runs = [run for run in runs if twin(run, "grpo") and twin(run, against)]
         if runs:
-            baselines = [grpo[setting, run["seed"]] for run in runs]
+            baselines, rivals = ([twin(run, row) for run in runs] for row in ("grpo", against))
             row = {"setting": setting, "row": name, "seeds": len(runs)}
-            row |= _targets(runs, baselines, scales(records))
+            row |= _targets(runs, baselines, rivals, scales(records))
             found.append(row | _averages(setting, runs, baselines, records))
     return found
 
 
-def _targets(runs: list[dict], baselines: list[dict], axes: dict) -> dict:
-    """When each target is reached on each axis, and how much later GRPO reaches it."""
+def _targets(runs: list[dict], baselines: list[dict], rivals: list[dict], axes: dict) -> dict:
+    """When each target of the baselines is reached on each axis, and how much later by rivals."""
 
     def cost(run, axis, accuracy):
         step = reached(run, accuracy)
@@ -395,11 +473,11 @@ def _targets(runs: list[dict], baselines: list[dict], axes: dict) -> dict:
     figures = {}
     for goal, axis in itertools.product(("reached", "absolute"), axes):
         costs, ratios = [], []
-        for run, baseline in zip(runs, baselines, strict=True):
+        for run, baseline, rival in zip(runs, baselines, rivals, strict=True):
             accuracy = REACHED * final(baseline) if goal == "reached" else ABSOLUTE
             own = cost(run, axis, accuracy)
             costs.append(own)
-            ratios.append(cost(baseline, axis, accuracy) / own if own < math.inf else 0.0)
+            ratios.append(cost(rival, axis, accuracy) / own if own < math.inf else 0.0)
         figures[f"{goal}/{axis}"] = statistics.median(costs)
         figures[f"{goal}/{axis}_ratio"] = interval(ratios)
     return figures
@@ -472,14 +550,17 @@ def table(rows: list[dict], setting: str) -> str:
 COLORS = {  # in the order of the tables; trl is the one row that is not in ROWS
     "grpo": "#000000",
     "grpo_zero": "#999999",
+    "best_grpo": "#555555",
     "cppo": "#D55E00",
     "pods": "#999933",
     "cppo_allocated": "#E69F00",
     "greso": "#56B4E9",
     "dynamic": "#882255",
+    "mopps": "#44AA99",
     "dppo": "#0072B2",
     "dppo_floor": "#CC79A7",
     "pps": "#009E73",
+    "best_pps": "#005F45",
     "uniform": "#F0E442",
     "trl": "#8B4513",
 }

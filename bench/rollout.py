@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import math
 import statistics
 import tempfile
 from dataclasses import replace
@@ -97,11 +98,13 @@ def measure(model, policy, prompts, sampling, cfg, seed: int) -> dict:
     """Seconds and tokens of one rollout, what the model computed for them, and how far their
     log-probs are from the trainer's."""
     computed = []  # tokens of each forward, prompts included; vLLM does not call this model
+    memory = []  # bytes of keys and values after each
 
-    def count(_model, args, inputs):
+    def count(_model, args, inputs, _output):
         computed.append((args[0] if args else inputs["input_ids"]).numel())
+        memory.append(cache_bytes(inputs["past_key_values"]))
 
-    hook = policy.register_forward_pre_hook(count, with_kwargs=True)
+    hook = policy.register_forward_hook(count, with_kwargs=True)
     started = clock(cfg.device)
     rollouts = rollout.sample(policy, prompts, sampling, group_size=cfg.group_size, seed=seed)
     seconds = clock(cfg.device) - started
@@ -112,9 +115,16 @@ def measure(model, policy, prompts, sampling, cfg, seed: int) -> dict:
         "tokens": int(rollouts.lengths.sum()),
         "forwards": len(computed),
         "computed": sum(computed),
+        "cache_mib": max(memory, default=math.nan) / 2**20,
         "gap": gaps.max().item(),
         "above": int((gaps > 1e-5).sum()),
     }
+
+
+def cache_bytes(cache) -> int:
+    """What a cache has allocated. GrowingLayer keeps larger buffers than it shows."""
+    owned = (getattr(layer, "buffers", (layer.keys, layer.values)) for layer in cache.layers)
+    return sum(tensor.nbytes for tensors in owned for tensor in tensors)
 
 
 def compare(timed: dict[tuple[str, int], list[dict]]) -> list[dict]:
@@ -136,6 +146,7 @@ def compare(timed: dict[tuple[str, int], list[dict]]) -> list[dict]:
             "tokens_above_1e-5": sum(run["above"] for run in runs),
             "tokens": sum(run["tokens"] for run in runs),
             "forwards": statistics.median(run["forwards"] for run in runs),
+            "cache_mib": max(run["cache_mib"] for run in runs),
             "computed_per_token": statistics.median(
                 run["computed"] / run["tokens"] for run in runs
             ),
@@ -146,7 +157,8 @@ def compare(timed: dict[tuple[str, int], list[dict]]) -> list[dict]:
             f"{name:8s} {batch:5d} at once {row['seconds']:8.3f} s {row['tokens_per_s']:10.0f} "
             f"tokens/s   {row['times_as_fast'][0]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) times "
             f"hf's best   {row['forwards']:.0f} forwards, {row['computed_per_token']:.2f} tokens "
-            f"computed for each one sampled   largest log-prob gap {row['max_logprob_gap']:.1e}, "
+            f"computed for each one sampled, {row['cache_mib']:.0f} MiB of keys and values   "
+            f"largest log-prob gap {row['max_logprob_gap']:.1e}, "
             f"above 1e-5: {row['tokens_above_1e-5']} of {row['tokens']}"
         )
     return table

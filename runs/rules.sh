@@ -25,7 +25,7 @@ PYTHON
 for rule in none zero dppo pps uniform cppo cppo_batch pods dppo_floor; do
     try --method grpo --completion-rule "$rule"
 done
-for rule in uniform dppo pps dppo_floor greso dynamic; do
+for rule in uniform dppo pps dppo_floor greso dynamic mopps; do
     try --method grpo --prompt-rule "$rule"
 done
 try --method dppo

@@ -11,7 +11,8 @@ import torch
 import bench
 import config
 from bench import __main__ as command_line
-from bench import check, hostile, step, trl, update
+from bench import check, hostile, rollout, shapes, step, trl, update
+from runtime import decoding
 
 
 @pytest.fixture
@@ -82,6 +83,11 @@ def test_rollout(command):
     for row in rows[:2]:
         assert row["forwards"] == 4
         assert 1 < row["computed_per_token"] < (12 if row["engine"] == "compact" else 1000)
+    vocabulary, layers = shapes.SHAPES["tiny"][-1], 4
+    width = max(map(len, rollout.random_prompts(4, vocabulary)[2:]))  # the first two warm up
+    token = layers * 2 * 2 * 32 * (4 if limit == 1e-5 else 2)  # keys and values of 2 heads, bytes
+    mib = [row["cache_mib"] for row in rows[:2]]
+    assert mib == [32 * token * columns / 2**20 for columns in (width + 3, width + decoding.ROOM)]
 
 
 def test_check(small_runs, float32, command):

@@ -63,7 +63,8 @@ def test_seconds_of_runs_that_shared_the_machine():
 def test_summary():
     """Each seed's target comes from its own GRPO run, and ratios pair seeds. Catches an unpaired
     ratio, a target from the row itself, a ratio upside down, a row that never gets there counted as
-    fast, and evaluations of the wrong setting."""
+    fast, evaluations of the wrong setting, and, against another row, its targets or unpaired
+    seeds."""
     slow = [0.1, 0.1, 0.2, 0.5, 0.8, 0.9, 0.9, 0.9]
     runs = [record("grpo", seed, [*RISING, 0.9], time) for seed, time in ((0, 2.0), (1, 4.0))]
     runs += [record("pps", 0, slow, 0.5), record("pps", 1, [*RISING, 0.9], 0.5)]
@@ -82,6 +83,15 @@ def test_summary():
     assert rows["cppo"]["reached/seconds"] == math.inf
     assert rows["cppo"]["reached/seconds_ratio"] == (0, 0, 0), "never is 0"
     assert rows["cppo"]["final_gap"][0] == pytest.approx(-0.6)
+    others = {row["row"]: row for row in race.summary(runs, "pps")}
+    assert [*others] == ["grpo", "cppo", "pps"]
+    inverse = (3.5 / 12, 3.0 / 24)
+    assert others["grpo"]["reached/seconds_ratio"][0] == pytest.approx(sum(inverse) / 2)
+    assert others["pps"]["reached/seconds_ratio"] == (1, 1, 1)
+    others = race.summary(runs, "cppo")
+    assert [row["seeds"] for row in others] == [1, 1, 1], "its only seed"
+    assert others[2]["reached/seconds"] == 3.5, "the target stays GRPO's"
+    assert others[2]["reached/seconds_ratio"] == (math.inf,) * 3, "cppo never gets there"
     flat = [record(name, 0, [0.1, 0.2, 0.3, 0.3, 0.3], 1.0) for name in ("grpo", "pps")]
     assert race.summary(flat)[1]["absolute/seconds_ratio"] == (0, 0, 0), "neither gets there"
     assert "never" in race.table([rows["cppo"]], "arithmetic")

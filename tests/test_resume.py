@@ -23,11 +23,12 @@ import eval as evaluation
 from runtime import InputError, log
 
 
-@pytest.mark.parametrize("method", ["pps", "greso"])
+@pytest.mark.parametrize("method", ["pps", "greso", "mopps"])
 def test_resumed_in_the_middle_of_an_epoch(run, tmp_path, monkeypatch, method):
     """Log, samples and weights as if never stopped: the whole prompt history is saved.
 
-    Fails if strata, ages, streaks, probabilities, the cursor or dapo's mean token count are lost.
+    Fails if strata, ages, streaks, probabilities, the cursor, MoPPS's counts or dapo's mean token
+    count are lost.
     """
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
     common = {"method": method, "group_size": 3, "lr": 3e-3}
@@ -164,6 +165,8 @@ BAD_INPUT = """
 --method dynamic --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule dynamic
 --method dynamic --prompts-per-step 300 | --prompt-rule dynamic: its first round is 1.5 x 300
 --method greso --check-every 1 | --check-every 1: must be 0 with --prompt-rule greso
+--method mopps --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule mopps
+--method mopps --prompts-per-step 65 | its pool is 8 x 65 prompts of 512, too few
 --method greso --prompts-per-step 300 | its first round is 1.5 x 300 prompts of 512
 --method pps --prompt-prune-rate 0.9 | 0.9: must be lower: it keeps 0 of 4 prompts
 --prompt-rule uniform --prompt-prune-rate 0.7 --minibatches 2 | 1 of 4 prompts, and each of 2

@@ -1,5 +1,6 @@
 """Rules, losses and updates of a step, through train.py: what each does with the same batch."""
 
+import copy
 import math
 from typing import NamedTuple
 
@@ -92,7 +93,8 @@ def test_method_is_a_choice_of_two_rules():
     for method, rules in config.METHODS.items():
         cfg = config.resolve(config.Config(method=method, device="cpu"))
         assert (cfg.prompt_rule, cfg.completion_rule) == rules
-        rate = {"none": 0.0, "greso": 0.0, "dynamic": 0.0, "pps": 0.6}.get(rules[0], 0.3)
+        rate = 0.0 if rules[0] in ("none", *baselines.SELECTORS) else 0.3
+        rate = 0.6 if rules[0] == "pps" else rate
         assert cfg.prompt_prune_rate == rate
         assert cfg.prompts_per_step == (64 if method == "pps" else 32)
         assert cfg.completion_prune_rate == (0.0 if rules[1] in ("none", "zero") else 0.7)
@@ -119,6 +121,7 @@ def notes_of(**changes):
         ({"epochs": 2}, "--epochs above 1 with pruned prompts is inexact"),
         ({"method": "greso"}, "--prompt-rule greso is biased"),
         ({"method": "dynamic"}, "--prompt-rule dynamic is biased"),
+        ({"method": "mopps"}, "--prompt-rule mopps is biased"),
         ({"method": "pods", "completion_prune_rate": 0.5}, "--completion-rule pods is biased"),
         ({"method": "dppo"}, "--prompt-rule dppo drops nothing in the first 128 steps, an epoch"),
         ({"method": "grpo_zero", "beta": 0.1}, "zero drops nothing with --beta above 0"),
@@ -621,11 +624,12 @@ class Failing(train.Trainer):
         raise train.Stopped
 
 
-def test_greso_keeps_nothing_of_an_interrupted_step(start):
+@pytest.mark.parametrize("method", ["greso", "mopps"])
+def test_selectors_keep_nothing_of_an_interrupted_step(start, method):
     """Catches a step that changes what a checkpoint holds before its first update."""
-    trainer = start(Failing, method="greso", group_size=3)
-    before = {name: str(value) for name, value in vars(trainer.greso).items()}
+    trainer = start(Failing, method=method, group_size=3)
+    before = copy.deepcopy(vars(trainer.greso))
     with pytest.raises(train.Stopped):
         trainer.step(1)
-    assert {name: str(value) for name, value in vars(trainer.greso).items()} == before
+    torch.testing.assert_close(vars(trainer.greso), before, rtol=0, atol=0)
     assert trainer.history.epoch.max() == -1

@@ -595,3 +595,85 @@ def test_greso_copy_leaves_the_original_alone():
     assert {name: str(value) for name, value in vars(greso).items()} == before
     after = {name: str(value) for name, value in vars(twin).items()}
     assert {name for name in after if after[name] != before[name]} == before.keys() - {"skips"}
+
+
+# ---------------------------------------------------------------------------- MoPPS
+
+
+def mopps_step(mopps, rewards_of, target=2, seed=0, order=torch.arange):
+    """A step of `target` prompts; rewards_of(prompts) are their groups' rewards [K, G]."""
+    calls = []
+
+    def roll_out(prompts, number):
+        calls.append((prompts.tolist(), number))
+        return SimpleNamespace(prompts=prompts, rewards=rewards_of(prompts))
+
+    shuffle = lambda _epoch: order(mopps.posterior.shape[1])
+    found = mopps.collect(roll_out, target, shuffle, torch.Generator().manual_seed(seed))
+    ((prompts, number),) = calls
+    assert number == 0
+    return prompts, *found
+
+
+def test_mopps_posterior_by_hand():
+    """Half of what was known, half a prior, and the group. Catches a decay of prompts that were not
+    rolled out, one after the counts, right and wrong exchanged, and rewards of NaN that count."""
+    mopps = baselines.Mopps(8)
+    mopps.posterior[:, 5] = torch.tensor([1e6, 1e6])  # surely the nearest
+    mopps.posterior[:, 2] = torch.tensor([8.0, 2.0])
+    (first,), *_ = mopps_step(mopps, lambda _: torch.tensor([[1.0, 1, 1, 0]]), target=1)
+    expected = torch.ones(2, 8, dtype=torch.float64)
+    expected[:, 2] = torch.tensor([8.0, 2.0])
+    expected[:, 5] = torch.tensor([5e5 + 0.5 + 3, 5e5 + 0.5 + 1])
+    assert (first, mopps.posterior.tolist()) == (5, expected.tolist())
+    mopps_step(mopps, lambda _: torch.tensor([[0.0, 0, math.nan, 2]]), target=1)
+    again = [0.5 * (5e5 + 3.5) + 0.5 + 1, 0.5 * (5e5 + 1.5) + 0.5 + 2]
+    assert mopps.posterior[:, 5].tolist() == again
+
+
+def test_mopps_takes_the_nearest_to_a_half():
+    """Of each pool of 8 Q prompts in turn; all of an epoch's before the next shuffle.
+
+    Catches the farthest, a mean in place of a draw, a pool that is not the next one, the remainder
+    of an epoch, and prompts that are not in the order of the pool.
+    """
+    rates = torch.tensor([0.9, 0.45, 0.1, 0.6, 0.2, 0.8, 0.95, 0.3] * 5)[:35]
+    rates[9::16] = 0.48
+    groups = lambda prompts: torch.zeros(len(prompts), 4, dtype=torch.float64)
+    mopps = baselines.Mopps(35)
+    for step in range(5):  # two pools of 16 in an epoch
+        mopps.posterior[:] = 1e7 * torch.stack([rates, 1 - rates])
+        prompts, rounds, weights, places = mopps_step(mopps, groups)
+        assert prompts == [[1, 9], [17, 25]][step % 2]
+        assert (weights.tolist(), places.tolist(), len(rounds)) == ([1, 1], [0, 1], 1)
+    assert mopps.cursor == 5
+    mopps.posterior[:] = 1.0  # nothing is known: any two
+    drawn = {tuple(mopps_step(mopps, groups, seed=seed)[0]) for seed in range(20)}
+    assert len(drawn) > 10
+    fresh = [mopps_step(baselines.Mopps(35), groups, seed=3)[0] for _ in range(2)]
+    assert fresh[0] == fresh[1], "a function of the state and the generator"
+    backwards = lambda count: torch.arange(count).flip(0)
+    mopps.posterior[:, :] = 1e7 * torch.stack([rates, 1 - rates])
+    mopps.cursor = 0
+    assert mopps_step(mopps, groups, order=backwards)[0] == [33, 25]
+
+
+def test_mopps_is_biased():
+    """The mean signal over what it trains on, against the un-pruned mean. Fails if MoPPS is so mild
+    that the comparison is unfair."""
+    mopps, generator = baselines.Mopps(200), torch.Generator().manual_seed(0)
+    order = lambda epoch: sampler.epoch_order(200, 0, epoch)
+    trained, truth = [], []
+    for step in range(1, 301):
+        pass_rate = drifting_pass_rate(step)
+
+        def roll_out(prompts, _number, pass_rate=pass_rate):
+            solved = torch.rand(len(prompts), 4, generator=generator) < pass_rate[prompts, None]
+            return SimpleNamespace(prompts=prompts, rewards=solved.double())
+
+        (part,), weights, _ = mopps.collect(roll_out, 10, order, generator)
+        signal = dppo.group_advantages(part.rewards, "dr_grpo").square().sum(dim=1)
+        trained.append((weights * signal).sum().item() / 10)
+        truth.append((4 * pass_rate * (1 - pass_rate) * 3 / 4).mean().item())
+    difference = torch.tensor(trained) - torch.tensor(truth)
+    assert difference.mean() > 10 * difference.std() / math.sqrt(len(difference))

@@ -300,7 +300,7 @@ def test_two_ranks_are_one(policy_folder, tmp_path, kind):
     one, two = tmp_path / "one", tmp_path / "two"
     in_processes(1, toy.record_runs, one, policy_folder)
     in_processes(2, toy.record_runs, two, policy_folder, "--shard", kind)
-    for name in ("plain", "dropped", "alone", "updates", "greso", "greso_alone"):
+    for name in ("plain", "dropped", "alone", "updates", "greso", "greso_alone", "mopps"):
         rounds, whole = torch.load(one / f"{name}-rank0.pt")
         check = 1 + train.CHECK_DRAWS  # gradients
         assert len(whole) == {"updates": 3 * 4 + check, "greso": 5}.get(name, 3)

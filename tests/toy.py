@@ -174,7 +174,8 @@ def record_runs(folder, model, *args):
     """Short runs that must not depend on the number of ranks; every rank writes its record.
 
     In `dropped` the second of two ranks keeps nothing; in `alone` and `greso_alone` it has no
-    prompt. `updates` has pps, KL, mini-batches, epochs and a running check; greso several rounds.
+    prompt. `updates` has pps, KL, mini-batches, epochs and a running check; greso several rounds;
+    mopps a pool.
     """
     updates = {"method": "pps", "loss": "dapo", "minibatches": 2, "epochs": 2, "beta": 0.1}
     greso = {"method": "greso", "group_size": 2, "prompts_per_step": 3, "lr": 1e-5, "steps": 5}
@@ -183,6 +184,7 @@ def record_runs(folder, model, *args):
         ("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1}),
         ("updates", updates | {"check_every": 3}), ("greso", greso),
         ("greso_alone", greso | {"prompts_per_step": 1, "steps": 3}),
+        ("mopps", greso | {"method": "mopps", "steps": 3}),
     ):  # fmt: skip
         rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3}
         own = flags(model, f"{folder}/{name}", **(rates | changes))
