@@ -30,24 +30,21 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import transformers
 
-import arithmetic
 import baselines
 import config
-import data
 import dppo
 import eval as evaluation
+import loading
 import metrics
 import rollout
 import sampler
-import vllm_engine
 from config import Config
-from runtime import InputError, checkpoint, gguf, log, ranks
+from runtime import InputError, checkpoint, log, ranks
 from runtime.clock import Timer
 from runtime.stop import Stop, Stopped, resume_command
 from runtime.threads import Threads
-from update import Sums, accumulate_gradients, checkpoint_layers, shard, trainer_logprobs
+from update import Sums, accumulate_gradients, trainer_logprobs
 
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
 TOKENS_MEMORY = 10  # steps after which a batch's token count counts 1/e in the mean
@@ -143,11 +140,16 @@ class Trainer:
         self.threads = Threads(cfg.device)
         self.threads.fit()
         self._check_folder()
-        self._load_data(reward)  # before the model, so that a bad file is reported at once
+        problems = loading.load_problems(cfg, reward)  # first: a bad file is reported at once
+        self.train_set, self.eval_set, self.reward, self.eval_reward = problems
         saved = ranks.broadcast(checkpoint.find, self.out_dir) if cfg.resume else None
-        self._load_model(saved)
-        self._encode_prompts()
-        self._make_sampling()
+        models = loading.load_models(cfg, saved)
+        self.model, self.tokenizer, self.policy, self.reference, _ = models
+        self.train_set, self.train_ids = loading.encode(cfg, models, self.train_set)
+        self.eval_set, self.eval_ids = loading.encode(cfg, models, self.eval_set)
+        config.check_prompts(cfg, len(self.train_set))
+        prompts = self.train_ids + self.eval_ids
+        self.sampling = loading.make_sampling(cfg, models, prompts, self.show_progress)
         self._make_state(saved)
 
     # ------------------------------------------------------------------------ the algorithm
@@ -427,74 +429,6 @@ class Trainer:
                 f"another --out-dir"
             )
         ranks.barrier()  # every rank has looked before rank 0 writes
-
-    def _load_data(self, reward) -> None:
-        cfg = self.cfg
-        of_training_file = cfg.eval_data is None
-        name = cfg.eval_data or cfg.data
-        self.reward = reward or data.reward_function(cfg.data)
-        self.eval_reward = reward or data.reward_function(name)
-        self.train_set = ranks.broadcast(
-            data.train_problems, cfg.data, hold_out=of_training_file, reward=self.reward
-        )
-        self.eval_set = []
-        if cfg.eval_every:
-            options = {"of_training_file": of_training_file, "reward": self.eval_reward}
-            limit = cfg.eval_problems
-            self.eval_set = ranks.broadcast(data.eval_problems, name, limit, **options)
-
-    def _load_model(self, saved: Path | None) -> None:
-        cfg = self.cfg
-        base = cfg.model
-        if base == "tiny" and (cfg.beta or not saved):
-            base = str(ranks.broadcast(arithmetic.base_folder))
-        elif cfg.beta or not saved:
-            base = ranks.broadcast(gguf.model_folder, base)
-        self.source = str(saved or base)
-        if Path(self.source).is_dir():  # loading is instant; a download keeps its progress bar
-            transformers.utils.logging.disable_progress_bar()
-        self.model, self.tokenizer = rollout.load_policy(self.source, cfg.device)
-        if cfg.gradient_checkpointing:
-            checkpoint_layers(self.model)
-        self.reference = None
-        if cfg.beta:  # the model that the run began with, even on resume
-            self.reference = rollout.load_policy(base, cfg.device)[0].requires_grad_(False)
-        self.policy = self.model  # what samples
-        if cfg.shard == "fsdp":
-            for sharded in filter(None, (self.model, self.reference)):
-                shard(sharded, cfg.device)
-        if cfg.shard == "fsdp" or (cfg.dtype == "bfloat16" and cfg.engine != "vllm"):
-            self.policy = rollout.load_policy(self.source, cfg.device, cfg.dtype)[0]
-            self.policy.requires_grad_(False)
-
-    def _encode_prompts(self) -> None:
-        cfg = self.cfg
-        room = self.model.config.max_position_embeddings - cfg.max_new_tokens
-        encode = lambda problems: data.encode_prompts(
-            problems, self.tokenizer, room, cfg.prompt_format, cfg.thinking
-        )
-        self.train_set, self.train_ids = encode(self.train_set)
-        self.eval_ids = []
-        if self.eval_set:
-            self.eval_set, self.eval_ids = encode(self.eval_set)
-        config.check_prompts(cfg, len(self.train_set))
-
-    def _make_sampling(self) -> None:
-        cfg = self.cfg
-        self.sampling = rollout.Sampling.for_policy(
-            self.model, self.tokenizer, cfg.max_new_tokens, temperature=cfg.temperature,
-            batch_size=cfg.rollout_batch, engine=cfg.engine, show_progress=self.show_progress,
-        )  # fmt: skip
-        if cfg.engine == "vllm":
-            most_tokens = max(map(len, self.train_ids + self.eval_ids)) + cfg.max_new_tokens
-            self.sampling.engine = vllm_engine.Engine(
-                self.source, vocab_size=self.model.vocab_size, max_tokens=most_tokens,
-                sequences=cfg.rollout_batch, dtype=cfg.dtype, device=cfg.device,
-                memory=cfg.vllm_memory,
-            )  # fmt: skip
-            longest = sorted(self.train_ids, key=len)[-4:]  # vLLM caches whole blocks of prompts
-            logprobs = lambda rollouts: trainer_logprobs(self.policy, rollouts, cfg)
-            self.sampling.engine.check(self.policy, longest, self.sampling, logprobs)
 
     def _make_state(self, saved: Path | None) -> None:
         """Everything that a checkpoint holds besides the weights, from `saved` if there is one."""

@@ -205,8 +205,8 @@ def test_functions_fit_on_a_screen():
 
 
 def test_root_is_small():
-    """Fails if the root holds more than 18 Python files, or its reading path grows too long."""
-    assert len(list(ROOT.glob("*.py"))) <= 18
+    """Fails if the root holds more than 19 Python files, or its reading path grows too long."""
+    assert len(list(ROOT.glob("*.py"))) <= 19
     paths = [ROOT / f"{name}.py" for name in READING_PATH]
     assert sum(len(path.read_text().splitlines()) for path in paths) < 2200
 
