@@ -16,6 +16,7 @@ import bench.__main__
 import config
 import eval as evaluation
 import sft
+from related import structured
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -47,11 +48,8 @@ def flags_of(kind):
 
 
 def bench_flags():
-    names = {
-        name
-        for command in bench.__main__.COMMANDS.values()
-        for name in inspect.signature(command).parameters
-    }
+    commands = [*bench.__main__.COMMANDS.values(), structured.main]
+    names = {name for command in commands for name in inspect.signature(command).parameters}
     return {config.flag(name) for name in names} | {"--json"}  # the parameter json_file
 
 
