@@ -16,6 +16,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench hostile     answers that are made to hang the judge
     python -m bench branch      BranchGRPO's trees and their pruning, in two dimensions
     python -m bench structured  structured pruning: perplexity and seconds of each method
+    python -m bench law         how much training a pruned model deserves, by P^2 Law
     python -m bench trl         TRL's trainer with and without pruning (requirements-trl.txt)
 
 `--json FILE` writes the rows; runs/*.json come from it. With `--shape 0.6b`, step, rollout and
@@ -38,6 +39,7 @@ from bench import (
     gpu,
     hostile,
     kills,
+    law,
     packing,
     prompts,
     race,
@@ -54,7 +56,7 @@ from runtime import InputError
 
 MODULES = (
     gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, search, kills,
-    hostile, branch, structured, trl,
+    hostile, branch, structured, law, trl,
 )  # fmt: skip
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 
