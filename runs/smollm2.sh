@@ -42,12 +42,12 @@ if [ "${1:-}" = --gsm8k ]; then
     for part in train test; do  # problems of at most two calculations
         grep -v '<<.*<<.*<<' "$2/gsm8k_$part.jsonl" >$gsm8k/$part.jsonl
     done
-    train sft.py $gsm8k/sft --model $start --data $gsm8k/train.jsonl --steps 60 --lr 1e-4
+    train sft.py $gsm8k/sft --model $start --data $gsm8k/train.jsonl --steps 20 --lr 1e-4
     for method in grpo pps; do
         train train.py $gsm8k/$method --method $method --model $gsm8k/sft/checkpoint \
             --data $gsm8k/train.jsonl --max-new-tokens 128 --rollout-batch 256 --eval-every 0 \
             --prompts-per-step $([ $method = grpo ] && echo 8 || echo 16) \
-            --steps 12 --lr 2e-5 --lr-schedule linear --save-every 4
+            --steps 6 --lr 2e-5 --lr-schedule linear --save-every 3
     done
     for model in sft grpo pps; do
         evaluate gsm8k-$model $gsm8k/$model/checkpoint $gsm8k/test.jsonl --max-new-tokens 128

@@ -70,8 +70,10 @@ def test_errors_by_hand():
     assert found["r2"] == pytest.approx(1 - (1 + 1 + 0.25) / spread)
 
 
-def test_the_bench(tmp_path, capsys):
+def test_the_bench(tmp_path, capsys, monkeypatch):
     """Fails if a row is missing, a finished run is repeated, or a holdout tests what it fitted."""
+    monkeypatch.setattr(law, "STARTS", 4)
+    monkeypatch.setattr(bench, "HELD_OUT", 16)
     path = tmp_path / "law.json"
     flags = "--widths 32 64 --rates 0.25 0.5 --methods l2 --base-steps 3 --steps 32"
     args = ["law", *flags.split()]
@@ -94,6 +96,18 @@ def test_the_bench(tmp_path, capsys):
     again = capsys.readouterr().out
     assert "width" not in again
     assert again.splitlines()[-1] == said.splitlines()[-1]
+
+
+def test_what_is_held_out(monkeypatch):
+    """Fails if a fit is tested on other rows than the largest size, highest rate or last tokens."""
+    monkeypatch.setattr(law, "STARTS", 4)
+    rows = [
+        {"method": "l2", "width": width, "rate": rate, "step": step, "tokens": 1e4 * step,
+         "size": 1e4 * width, "whole": 0.1, "loss": 0.2 + rate / step}
+        for width, rate in ((32, 0.25), (32, 0.5), (64, 0.25)) for step in (1, 2, 4)
+    ]  # fmt: skip
+    found = {fit["held_out"]: (fit["fitted"], fit["tested"]) for fit in bench.table(rows)}
+    assert found == {"none": (9, 9), "size": (6, 3), "rate": (6, 3), "tokens": (6, 3)}
 
 
 @pytest.mark.parametrize(
