@@ -594,7 +594,7 @@ def draw(records: list[dict], axis: str = "seconds", rows=tuple(COLORS)) -> Figu
         panel.grid(alpha=0.2)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False, fontsize=8)
-    panels[0].set(ylabel="avg@4, held out (mean of 3 evaluations)", ylim=(None, 1))
+    panels[0].set_ylabel("avg@4, held out (mean of 3 evaluations)")
     return figure
 
 
