@@ -5,7 +5,7 @@
 #
 #   bash runs/smollm2.sh --short        fewer steps, 17 minutes
 #   bash runs/smollm2.sh                grpo and pps with one seed, an hour
-#   bash runs/smollm2.sh --all          every row and seed of docs/real-models.md: hours
+#   bash runs/smollm2.sh --all          two seeds of grpo and pps, and other methods: hours
 #   bash runs/smollm2.sh --gsm8k DIR    after one of the last two: GSM8K, an hour and a half more
 # Everything is in out-smollm2/, or out-smollm2-short/. The same command goes on where it stopped.
 # DIR holds gsm8k_train.jsonl and gsm8k_test.jsonl, with the data set's own keys.
