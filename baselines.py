@@ -287,3 +287,10 @@ class Mopps:
 def selector(rule: str, num_prompts: int) -> Greso | Mopps:
     """The state of one of SELECTORS when a run begins."""
     return Mopps(num_prompts) if rule == "mopps" else Greso(num_prompts, skips=rule == "greso")
+
+
+def fewest_prompts(rule: str, target: int) -> tuple[int, str]:
+    """How many prompts of the data one of SELECTORS needs to select `target` a step, and why."""
+    if rule == "mopps":
+        return Mopps.POOL * target, f"its pool is {Mopps.POOL} x {target}"
+    return 2 * target, f"its first round is 1.5 x {target}"

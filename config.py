@@ -358,12 +358,11 @@ def check_prompts(cfg: Config, prompts: int) -> None:
         allocated = f", which --cppo-allocation makes {needed}" if cfg.cppo_allocation else ""
         given = f"--prompts-per-step {cfg.prompts_per_step}{allocated}"
         raise InputError(f"{given}: the data holds only {prompts} prompts")
-    if cfg.prompt_rule in ("greso", "dynamic") and prompts < 2 * needed:
-        first = f"its first round is 1.5 x {needed} prompts of {prompts}, too few"
-        raise InputError(f"--prompt-rule {cfg.prompt_rule}: {first}: lower --prompts-per-step")
-    if cfg.prompt_rule == "mopps" and prompts < baselines.Mopps.POOL * needed:
-        pool = f"its pool is {baselines.Mopps.POOL} x {needed} prompts of {prompts}, too few"
-        raise InputError(f"--prompt-rule mopps: {pool}: lower --prompts-per-step")
+    if cfg.prompt_rule in baselines.SELECTORS:
+        fewest, why = baselines.fewest_prompts(cfg.prompt_rule, needed)
+        if prompts < fewest:
+            few = f"{why} prompts of {prompts}, too few"
+            raise InputError(f"--prompt-rule {cfg.prompt_rule}: {few}: lower --prompts-per-step")
 
 
 def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:

@@ -1,7 +1,7 @@
 """How much training a pruned model deserves, by P^2 Law (related/law.py): `python -m bench law`.
 
-Models like that of the embedded task, in three widths, learn it from its teacher, lose a share of
-their blocks' parameters, and learn on. The law is fitted to some of the runs and predicts the rest.
+Models like that of the embedded task, in three widths, are trained on it, pruned, and trained
+again. The law is fitted to some of these runs and predicts the others.
 """
 
 import copy
@@ -173,7 +173,7 @@ def table(rows: list[dict]) -> list[dict]:
                 tested = tested_by == tested_by.max()
                 fitted = ~tested
             constants = law.fit(all_rows.where(fitted))
-            # A slope needs two measurements: that of the last doubling starts inside the fit.
+            # A slope needs two losses; that of the last doubling starts at one that was fitted.
             shown = last >= last.max() / 2 if held_out == "tokens" else tested
             counts = {"fitted": int(fitted.sum()), "tested": int(tested.sum())}
             wrong = law.errors(constants, all_rows.where(tested), run[tested])

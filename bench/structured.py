@@ -18,7 +18,7 @@ from runtime import gguf, pruned
 from runtime.clock import clock
 from runtime.device import choose_device
 
-DEAR = ("logit", "loss")  # a forward for each unit
+EXPENSIVE = ("logit", "loss")  # a forward for each unit
 KEY = ("method", "units", "sparsity", "seed", "recovery", "data", "samples", "tokens", "rank")
 COLUMNS = "{:8} {:9} {:8} {:4} {:8} {:>10} {:>10} {:>9} {:>7} {:>8}"
 DECODED, AT_ONCE, ROUNDS = 8, 16, 3  # tokens of each of the completions that are timed
@@ -122,7 +122,7 @@ class Measure:
     def _score(self, method, units, seed):
         candidates = structured.units_of(self.policy, units)
         half = len(self.calibration) // 2
-        part = self.calibration[:half] if method in DEAR else self.calibration
+        part = self.calibration[:half] if method in EXPENSIVE else self.calibration
         started = self.clock()
         scores = structured.importance(self.policy, part, candidates, method, seed)
         return candidates, scores, self.clock() - started

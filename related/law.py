@@ -4,8 +4,8 @@ P^2 Law (arXiv:2411.10272): how far a pruned model's loss falls while it is trai
     L = L0 + rho^-gamma N0^-delta (N_C N0^-alpha + D_C D^-beta + E)
 
 L0 and N0 are the loss and the size of the whole model, rho is the share that was removed, and D is
-the number of tokens since. The seven constants are fitted to runs that are cheap, and tell whether
-a dear one is worth it. gamma is negative: the more is removed, the higher the loss.
+the number of tokens since. The seven constants are fitted to cheap runs, and tell whether an
+expensive one is worth it. gamma is negative: the more is removed, the higher the loss.
 
 The form is as a summary of the paper gives it. How it is fitted and the unit of a slope are our
 reconstruction.
