@@ -31,7 +31,7 @@ import numpy
 
 import config
 import sampler
-from bench import JsonFile, race
+from bench import JsonFile, race, records
 from runtime import InputError, log
 
 RUNGS = 3
@@ -149,10 +149,10 @@ def main(
 def race_target(setting: str) -> float:
     """0.98 of the final accuracy of 32 x 16 GRPO, the mean over the seeds of the committed race."""
     path = Path("runs/race.jsonl")
-    runs = [run for run in race.load(path) if (run["setting"], run["row"]) == (setting, "grpo")]
+    runs = [run for run in records.load(path) if (run["setting"], run["row"]) == (setting, "grpo")]
     if not runs:
         raise InputError(f"--settings {setting}: {path} has no run of grpo there; give --target")
-    return race.REACHED * statistics.mean(map(race.final, runs))
+    return records.REACHED * statistics.mean(map(records.final, runs))
 
 
 # ---------------------------------------------------------------------------- successive halving
@@ -218,10 +218,10 @@ def curve_of(run: race.Run, target: float) -> Curve:
     """The Curve of a trial, from its log."""
     if not (run.out_dir / "race.json").exists():
         return Curve([], math.inf, False)
-    record = race.read_record(run.out_dir)
+    record = records.read_record(run.out_dir)
     spent = [round(seconds, 3) for seconds in itertools.accumulate(record["step_time"])]
-    points = [(spent[step], round(value, 4)) for step, value in race.smoothed(record)]
-    step = race.reached(record, target)
+    points = [(spent[step], round(value, 4)) for step, value in records.smoothed(record)]
+    step = records.reached(record, target)
     reached = spent[step] if step < math.inf else math.inf
     return Curve(points, reached, reached < math.inf or len(points) > run.turns)
 

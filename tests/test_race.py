@@ -7,14 +7,14 @@ import math
 import pytest
 
 import config
-from bench import race
+from bench import race, records
 from runtime import InputError
 
 
 def record(name, seed, accuracy, step_time, alone=True, setting="arithmetic", **more):
     """A record of steps 0, 1, ... with an evaluation at each."""
     steps = len(accuracy)
-    columns = {column: [None] + [1.0] * (steps - 1) for column in race.COLUMNS}
+    columns = {column: [None] + [1.0] * (steps - 1) for column in records.COLUMNS}
     columns |= {"eval/avg@4": accuracy, "step_time": [0.0] + [step_time] * (steps - 1)}
     columns |= {
         "tokens/generated": [None] + [30] * (steps - 1),
@@ -35,12 +35,12 @@ def test_reached_is_the_mean_of_three():
     fewer than three."""
     run = record("grpo", 0, RISING, 2.0)
     means = [0.1, 0.2, 0.35, 0.5, 2.2 / 3, 2.6 / 3, 0.9]
-    assert [value for _, value in race.smoothed(run)] == pytest.approx(means)
-    assert race.final(run) == pytest.approx(0.9)
-    assert race.reached(run, 0.8) == 5, "not 3, where a single evaluation is there"
-    assert race.reached(run, 0.95) == math.inf
+    assert [value for _, value in records.smoothed(run)] == pytest.approx(means)
+    assert records.final(run) == pytest.approx(0.9)
+    assert records.reached(run, 0.8) == 5, "not 3, where a single evaluation is there"
+    assert records.reached(run, 0.95) == math.inf
     early = record("grpo", 0, [0.1, 0.9, 0.9, 0.9, 0.9], 1.0)
-    assert race.reached(early, 0.8) == 3, "three evaluations, not one"
+    assert records.reached(early, 0.8) == 3, "three evaluations, not one"
 
 
 def test_seconds_of_runs_that_shared_the_machine():
@@ -51,13 +51,13 @@ def test_seconds_of_runs_that_shared_the_machine():
     others = [record("grpo", 0, RISING, 50.0)]
     others += [record("pps", 0, RISING, 70.0, setting="arithmetic-mixed")]
     shared = record("pps", 2, [*RISING, 0.9, 0.9], 30.0, alone=False)
-    found = race.seconds(shared, [*alone, *others, shared])
+    found = records.seconds(shared, [*alone, *others, shared])
     beyond = [9 + 1.5 * 6 / 7, 9 + 3 * 6 / 7]
     assert found == pytest.approx([1.5 * step for step in range(7)] + beyond)
     alone[1]["step_time"][1] = 4.0
     own = [0.0] + [2.0 * step + 2 for step in range(1, 7)]
-    assert race.seconds(alone[1], alone) == pytest.approx(own)
-    assert math.isnan(race.seconds(shared, [shared])[3]), "none was alone: unknown"
+    assert records.seconds(alone[1], alone) == pytest.approx(own)
+    assert math.isnan(records.seconds(shared, [shared])[3]), "none was alone: unknown"
 
 
 def test_summary():
@@ -70,7 +70,7 @@ def test_summary():
     runs += [record("pps", 0, slow, 0.5), record("pps", 1, [*RISING, 0.9], 0.5)]
     runs += [record("cppo", 0, [0.1, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3], 0.5)]
     runs += [record("pps", 0, slow, 0.1, setting="arithmetic-mixed")]  # no GRPO there: no row
-    rows = {row["row"]: row for row in race.summary(runs)}
+    rows = {row["row"]: row for row in records.summary(runs)}
     assert [*rows] == ["grpo", "cppo", "pps"]
     assert rows["grpo"]["reached/seconds"] == pytest.approx((12 + 24) / 2), "0.882 at step 6"
     pps = rows["pps"]
@@ -83,18 +83,18 @@ def test_summary():
     assert rows["cppo"]["reached/seconds"] == math.inf
     assert rows["cppo"]["reached/seconds_ratio"] == (0, 0, 0), "never is 0"
     assert rows["cppo"]["final_gap"][0] == pytest.approx(-0.6)
-    others = {row["row"]: row for row in race.summary(runs, "pps")}
+    others = {row["row"]: row for row in records.summary(runs, "pps")}
     assert [*others] == ["grpo", "cppo", "pps"]
     inverse = (3.5 / 12, 3.0 / 24)
     assert others["grpo"]["reached/seconds_ratio"][0] == pytest.approx(sum(inverse) / 2)
     assert others["pps"]["reached/seconds_ratio"] == (1, 1, 1)
-    others = race.summary(runs, "cppo")
+    others = records.summary(runs, "cppo")
     assert [row["seeds"] for row in others] == [1, 1, 1], "its only seed"
     assert others[2]["reached/seconds"] == 3.5, "the target stays GRPO's"
     assert others[2]["reached/seconds_ratio"] == (math.inf,) * 3, "cppo never gets there"
     flat = [record(name, 0, [0.1, 0.2, 0.3, 0.3, 0.3], 1.0) for name in ("grpo", "pps")]
-    assert race.summary(flat)[1]["absolute/seconds_ratio"] == (0, 0, 0), "neither gets there"
-    assert "never" in race.table([rows["cppo"]], "arithmetic")
+    assert records.summary(flat)[1]["absolute/seconds_ratio"] == (0, 0, 0), "neither gets there"
+    assert "never" in records.table([rows["cppo"]], "arithmetic")
     assert pps["at_equal_time"] == pytest.approx(0.9), "at 3.5 s, the first end"
     assert rows["grpo"]["at_equal_time"] == pytest.approx((0.2 + 0.1) / 2), (
         "then it was at steps 1 and 0"
@@ -105,7 +105,7 @@ def test_interval_covers():
     """The mean of five numbers. Catches an interval of the values in place of their average, and
     one-sided ends."""
     mean = lambda values: sum(values) / len(values)
-    middle, low, high = race.interval([1.0, 2.0, 3.0, 4.0, 5.0], mean)
+    middle, low, high = records.interval([1.0, 2.0, 3.0, 4.0, 5.0], mean)
     assert middle == 3
     assert (low, high) == pytest.approx((1.8, 4.2), abs=0.11), "3 -+ 1.96 sqrt(2 / 5)"
 
@@ -128,15 +128,15 @@ def test_turns_processes_and_finished_runs(tiny_rows, tmp_path, monkeypatch, cap
     file = tmp_path / "log" / "race.jsonl"
     race.main(folder=tmp_path / "whole", json_file=file, **options)
     shown = capsys.readouterr().out
-    records = race.load(file)
+    runs = records.load(file)
     names = [("grpo", 0, True), ("grpo", 1, False), ("pps", 0, True)]
-    assert [(run["row"], run["seed"], run["alone"]) for run in records] == names
-    for run in records:
-        assert all(len(run[column]) == 5 for column in race.COLUMNS)
+    assert [(run["row"], run["seed"], run["alone"]) for run in runs] == names
+    for run in runs:
+        assert all(len(run[column]) == 5 for column in records.COLUMNS)
         evaluated = [value is not None for value in run["eval/avg@4"]]
         assert evaluated == [True, False, True, False, True]
         assert run["lr"] == 3e-4
-    assert 0.05 < records[1]["peak_gib"] < 5
+    assert 0.05 < runs[1]["peak_gib"] < 5
     assert "     4" in shown, "live"
     assert "s" in shown.splitlines()[-1]
 
@@ -153,10 +153,10 @@ def test_turns_processes_and_finished_runs(tiny_rows, tmp_path, monkeypatch, cap
         race.main(**again)
     monkeypatch.setattr(race.train, "main", real)
     race.main(**again)
-    same = lambda run: {name: run[name] for name in race.COLUMNS if name != "step_time"}
-    continued = {run["row"]: run for run in race.collect(again["folder"], 3e-4)}
-    assert race.collect(again["folder"]) == [], "another --lr is another race"
-    for run in (records[0], records[2]):
+    same = lambda run: {name: run[name] for name in records.COLUMNS if name != "step_time"}
+    continued = {run["row"]: run for run in records.collect(again["folder"], 3e-4)}
+    assert records.collect(again["folder"]) == [], "another --lr is another race"
+    for run in (runs[0], runs[2]):
         assert same(continued[run["row"]]) == same(run)
     monkeypatch.setattr(race.train, "main", lambda *_args, **_options: pytest.fail("repeated"))
     race.main(folder=tmp_path / "whole", **options)
@@ -192,17 +192,17 @@ def test_a_stop_ends_the_race(tiny_rows, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="the same command continues"):
         start(eval_problems=3, folder=tmp_path)
     assert not (tmp_path / "arithmetic" / "pps-seed0").exists()
-    assert race.collect(tmp_path) == [], "an unfinished run has no final accuracy"
+    assert records.collect(tmp_path) == [], "an unfinished run has no final accuracy"
     monkeypatch.setattr(race.train, "main", real)
     start(eval_problems=3, folder=tmp_path)
-    assert len(race.collect(tmp_path)) == 2
+    assert len(records.collect(tmp_path)) == 2
 
 
 def test_the_picture_ends_at_twice_grpos_end():
     """Catches a slow row that squeezes all others into a corner, and a picture that needs GRPO."""
     rows = [record("grpo", 0, RISING, 2.0), record("trl", 0, RISING, 20.0)]
-    assert race.draw(rows).axes[0].get_xlim() == (0, 2 * 6 * 2.0)
-    assert race.draw(rows[1:]).axes[0].get_xlim()[1] > 6 * 20.0
+    assert records.draw(rows).axes[0].get_xlim() == (0, 2 * 6 * 2.0)
+    assert records.draw(rows[1:]).axes[0].get_xlim()[1] > 6 * 20.0
 
 
 @pytest.mark.parametrize(

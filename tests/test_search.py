@@ -11,7 +11,7 @@ import time
 import pytest
 
 import config
-from bench import race, search
+from bench import race, records, search
 from runtime import InputError, log
 
 
@@ -270,7 +270,7 @@ def test_search_and_race(small, tmp_path, capsys, monkeypatch):
     race_options = small | {"seeds": 1, "methods": "grpo,best_grpo", "against": "best_grpo"}
     del race_options["settings"]
     race.main(folder=tmp_path / "race", json_file=tmp_path / "race.jsonl", **race_options)
-    raced = {run["row"]: run for run in race.load(tmp_path / "race.jsonl")}
+    raced = {run["row"]: run for run in records.load(tmp_path / "race.jsonl")}
     assert raced["best_grpo"]["lr"] == float(best["flags"].split()[-1])
     assert len(raced["best_grpo"]["step_time"]) == best["steps"] + 1
     assert len(raced["grpo"]["step_time"]) == 5
@@ -305,6 +305,6 @@ def test_bad_values_are_named_first(options, message, tmp_path):
 def test_the_target_is_grpos():
     """0.98 of the mean final accuracy of the committed runs. Catches another row's or setting's."""
     for setting in ("arithmetic", "arithmetic-mixed"):
-        runs = race.load(race.Path("runs/race.jsonl"))
-        finals = [race.final(r) for r in runs if (r["row"], r["setting"]) == ("grpo", setting)]
+        runs = records.load(race.Path("runs/race.jsonl"))
+        finals = [records.final(r) for r in runs if (r["row"], r["setting"]) == ("grpo", setting)]
         assert search.race_target(setting) == pytest.approx(0.98 * sum(finals) / len(finals))
