@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
 # The race (python -m bench race). 2 cores without a GPU.
 #   bash runs/race.sh        grpo, dppo and pps, default setting, 2 seeds, live: 10 minutes
-#   bash runs/race.sh all    everything in docs/race.md: hours, two runs at a time after the first
-#                            seed; continues where it was stopped
-# Records go to runs/race.jsonl; notebooks/04_race.ipynb draws them.
+#   bash runs/race.sh all    everything in docs/race.md: hours. Both settings at once, one thread
+#                            each; continues where it was stopped
+# Records go to runs/race.jsonl; notebooks/04_race.ipynb draws them. best_grpo and best_pps have the
+# flags that won `python -m bench search` (runs/search.jsonl).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "${1:-}" != all ]; then
     exec python -m bench race --methods grpo,dppo,pps --seeds 2 --folder out-race-short
 fi
-race() {
-    python -m bench race --folder out-race --json runs/race.jsonl --alone 1 --settings "$@"
+race() {  # whichever ends last writes the records of both
+    OMP_NUM_THREADS=1 python -m bench race --folder out-race --json runs/race.jsonl --settings "$@"
 }
-few=cppo:3,cppo_allocated:3,greso:3,dppo,dppo_floor:3
-race arithmetic --methods "grpo,grpo_zero,$few,pps" --seeds 5
-race arithmetic-mixed --methods "grpo:8,grpo_zero,$few,pps:8" --seeds 5
+rows=grpo,best_grpo,best_pps,pps,grpo_zero,dppo
+rows+=,cppo:3,cppo_allocated:3,pods:3,greso:3,dynamic:3,mopps:3,dppo_floor:3
+race arithmetic --methods $rows --seeds 5 & first=$!
+race arithmetic-mixed --methods $rows --seeds 5
+wait $first
 race arithmetic --methods grpo,trl --seeds 1  # pip install -r requirements-trl.txt
