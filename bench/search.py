@@ -1,7 +1,8 @@
 """
 The tuned baseline: which batch and learning rate take a method to GRPO's accuracy soonest.
 
-    python -m bench search                                      2.5 hours on 2 cores, alone on them
+    python -m bench search --minutes 110                        the first round, of 24 each
+    python -m bench search --second --minutes 40                the second, of 8 each
     python -m bench race --methods grpo,best_grpo,best_pps      the winners, with seeds of the race
 
 A trial is one configuration with one seed that the race never has. Every trial samples as many
@@ -15,6 +16,10 @@ fewest seconds of training always goes next, up to its next evaluation. So all t
 have trained about equally long when the rung's time is over. Then the better half of the
 configurations goes on where it stopped. Those at the target with all seeds come first, by seconds;
 then the others, by accuracy after the same seconds. A trial that is at the target stops.
+
+A second round tries 8 more of each method, which the winners of the first suggested: for GRPO half
+steps of the learning rate and groups of 4, for pps a wider window and fewer completions. Its rows
+are added to those of the first, and the best of all is raced.
 
 grpo is not searched by default: it makes the same steps as grpo_zero, only slower. What is dropped
 is appended to the file of --json after each rung, the rest after the last one. After a kill the
@@ -43,6 +48,7 @@ class Configuration(NamedTuple):
     group: int
     rate: float  # r_q, the share of the candidates that is not rolled out
     lr: float
+    drop: float | None = None  # r_o, the share of the tokens that is not trained on; None: default
 
     @property
     def completions(self) -> int:
@@ -52,22 +58,30 @@ class Configuration(NamedTuple):
     @property
     def flags(self) -> str:
         rate = f" --prompt-prune-rate {self.rate:g}" if self.rate else ""
+        rate += f" --completion-prune-rate {self.drop:g}" if self.drop else ""
         size = f"--prompts-per-step {self.prompts} --group-size {self.group}{rate}"
         return f"--method {self.method} {size} --lr {self.lr:g}"
 
 
-def configurations(method: str, lr: float) -> list[Configuration]:
-    """The 24 of a method, in the order of their first turns; lr is that of 32 x 16 completions.
+def configurations(method: str, lr: float, second: bool = False) -> list[Configuration]:
+    """The 24 of a method, or the 8 of the second round, in the order of their first turns; lr is
+    that of 32 x 16 completions.
 
     Learning rates are around lr times the square root of the completions over 512: at half of it,
     once and twice, or for pps, which also has a rate to choose, at 0.7 and 1.4 times.
     """
-    sizes = itertools.product((4, 8, 16, 32), (8, 16), (0.0,), (0.5, 1.0, 2.0))
+    product = itertools.product
+    sizes = product((4, 8, 16, 32), (8, 16), (0.0,), (0.5, 1.0, 2.0), (None,))
     if method == "pps":
-        sizes = itertools.product((16, 32, 64), (8, 16), (0.6, 0.75), (0.7, 1.4))
+        sizes = product((16, 32, 64), (8, 16), (0.6, 0.75), (0.7, 1.4), (None,))
+    if second and method == "pps":
+        sizes = product((64, 128), (8, 16), (0.6,), (1.4,), (0.8, 0.9))
+    elif second:
+        between = product((16, 32), (8,), (0.0,), (0.7, 1.4), (None,))
+        sizes = [*between, *product((32, 64), (4,), (0.0,), (1.0, 1.4), (None,))]
     found = []
-    for prompts, group, rate, factor in sizes:
-        one = Configuration(method, prompts, group, rate, lr)
+    for prompts, group, rate, factor, drop in sizes:
+        one = Configuration(method, prompts, group, rate, lr, drop)
         own = lr * factor * math.sqrt(one.completions / 512)
         found.append(one._replace(lr=float(f"{own:.2g}")))
     return found
@@ -91,6 +105,7 @@ def main(
     minutes: float = 150.0,
     seeds: int = 2,
     first_seed: int = 100,
+    second: bool = False,
     target: float | None = None,
     steps: int | None = None,
     every: int = 3,
@@ -107,6 +122,7 @@ def main(
         minutes: of all methods and settings together, with evaluations
         seeds: of each configuration
         first_seed: the first of them, at least 100, because lower ones are the race's
+        second: the second round, which has other configurations
         target: the accuracy to reach; default: 0.98 of grpo's final one in runs/race.jsonl
         steps: of 32 x 16 completions each, of which others make more or fewer; default: as the race
         every: such steps between evaluations
@@ -126,7 +142,8 @@ def main(
     for setting, method in brackets:
         of_all = [*race.SETTINGS[setting].flags.split(), "--model", model]
         trials = {}
-        for one in configurations(method, config.resolve(config.parse_config(of_all)).lr):
+        lr = config.resolve(config.parse_config(of_all)).lr
+        for one in configurations(method, lr, second):
             length = (steps or race.SETTINGS[setting].steps, every)
             length = race.rescaled(setting, one.completions, *length)
             name = one.flags.replace("--", "").replace(" ", "-")

@@ -50,6 +50,27 @@ def test_configurations(method):
         assert rates(8, 16) == [1.5e-4, 3e-4, 6e-4], "a quarter of the completions"
 
 
+def test_second_round():
+    """As many for both methods, none of the first round, in the search's own flags.
+
+    Catches a larger second search for pps, a repeated trial, and a rate that is not passed on."""
+    rounds = {method: search.configurations(method, 6e-4, True) for method in ("grpo_zero", "pps")}
+    for method, found in rounds.items():
+        before = {one.flags for one in search.configurations(method, 6e-4)}
+        assert len({one.flags for one in found} - before) == len(found) == 8
+        for one in found:
+            cfg = config.resolve(config.parse_config(one.flags.split()))
+            assert (cfg.prompts_per_step, cfg.group_size, cfg.lr) == (
+                one.prompts,
+                one.group,
+                one.lr,
+            )
+            assert cfg.prompt_prune_rate == one.rate
+            assert one.drop in {None, cfg.completion_prune_rate}
+    assert {one.drop for one in rounds["pps"]} == {0.8, 0.9}
+    assert {one.drop for one in rounds["grpo_zero"]} == {None}
+
+
 def test_as_many_completions_in_all_and_between_evaluations():
     """Catches steps that are the same for all batches, and evaluations counted in steps."""
     for method in ("grpo", "pps"):
@@ -226,7 +247,9 @@ def small(policy_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(race, "SETTINGS", {"arithmetic": race.Setting(4, 2, "arithmetic", flags)})
     monkeypatch.setattr(race, "SEARCH", tmp_path / "search.jsonl")
     sizes = ((2, 8, 2e-3), (1, 16, 1e-3))
-    some = lambda method, lr: [search.Configuration(method, *s[:2], 0.0, s[2] * lr) for s in sizes]
+    some = lambda method, lr, _: [
+        search.Configuration(method, *s[:2], 0.0, s[2] * lr) for s in sizes
+    ]
     monkeypatch.setattr(search, "configurations", some)
     return {"eval_problems": 3, "every": 1, "model": policy_folder, "settings": ("arithmetic",)}
 
