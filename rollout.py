@@ -127,12 +127,11 @@ def sample(
     uniforms = torch.zeros(K, G, T, dtype=torch.float64)
     for key, uniform in zip(keys, uniforms, strict=True):
         uniform.uniform_(generator=sampler.generator_for(seed, key))
-    # Allocated outside of inference mode, because the update saves them for its backward pass.
-    ids = torch.full((K, G, T), sampling.pad_id)
-    statistics, computed = torch.zeros(3, K, G, T), 0  # log-prob, entropy, energy
-    order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
-    step = max(1, sampling.batch_size // G)
-    with progress, torch.inference_mode(), plain_generation(model):
+    with progress, torch.no_grad(), plain_generation(model):
+        ids = torch.full((K, G, T), sampling.pad_id)
+        statistics, computed = torch.zeros(3, K, G, T), 0  # log-prob, entropy, energy
+        order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
+        step = max(1, sampling.batch_size // G)
         for batch in (order[start : start + step] for start in range(0, K, step)):
             record = _Record(sampling, uniforms[batch].flatten(0, 1), model)
             decode(model, [prompt_ids[k] for k in batch], G, record, progress)
