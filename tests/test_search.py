@@ -60,12 +60,8 @@ def test_second_round():
         assert len({one.flags for one in found} - before) == len(found) == 8
         for one in found:
             cfg = config.resolve(config.parse_config(one.flags.split()))
-            assert (cfg.prompts_per_step, cfg.group_size, cfg.lr) == (
-                one.prompts,
-                one.group,
-                one.lr,
-            )
-            assert cfg.prompt_prune_rate == one.rate
+            assert (cfg.prompts_per_step, cfg.group_size) == (one.prompts, one.group)
+            assert (cfg.lr, cfg.prompt_prune_rate) == (one.lr, one.rate)
             assert one.drop in {None, cfg.completion_prune_rate}
     assert {one.drop for one in rounds["pps"]} == {0.8, 0.9}
     assert {one.drop for one in rounds["grpo_zero"]} == {None}
@@ -247,9 +243,8 @@ def small(policy_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(race, "SETTINGS", {"arithmetic": race.Setting(4, 2, "arithmetic", flags)})
     monkeypatch.setattr(race, "SEARCH", tmp_path / "search.jsonl")
     sizes = ((2, 8, 2e-3), (1, 16, 1e-3))
-    some = lambda method, lr, _: [
-        search.Configuration(method, *s[:2], 0.0, s[2] * lr) for s in sizes
-    ]
+    new = search.Configuration
+    some = lambda method, lr, second: [new(method, *s[:2], 0.0, s[2] * lr) for s in sizes]
     monkeypatch.setattr(search, "configurations", some)
     return {"eval_problems": 3, "every": 1, "model": policy_folder, "settings": ("arithmetic",)}
 
