@@ -13,9 +13,10 @@ fi
 race() {  # whichever ends last writes the records of both
     OMP_NUM_THREADS=1 python -m bench race --folder out-race --json runs/race.jsonl --settings "$@"
 }
-rows=grpo,best_grpo,best_pps,pps,grpo_zero,dppo
-rows+=,cppo:3,cppo_allocated:3,pods:3,greso:3,dynamic:3,mopps:3,dppo_floor:3
-race arithmetic --methods $rows --seeds 5 & first=$!
-race arithmetic-mixed --methods $rows --seeds 5
+rows=grpo,best_grpo,best_pps,pps
+race arithmetic --seeds 5 --methods $rows,grpo_zero:4,dppo:4,cppo:3,pods:3,mopps:3,dppo_floor:3,\
+cppo_allocated:2,greso:2,dynamic:2 & first=$!
+race arithmetic-mixed --seeds 5 --methods $rows,grpo_zero:3,dppo:3,cppo:2,pods:2,mopps:2,\
+dppo_floor:2,cppo_allocated:1,greso:1,dynamic:1
 wait $first
 race arithmetic --methods grpo,trl --seeds 1  # pip install -r requirements-trl.txt

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Reinforcement learning of a pruned model against that of the whole one (docs/other-prunings.md):
+# SmolLM2 without a quarter of its blocks' parameters (2ssp), and as it comes. Both get the same
+# supervised start on word problems, then 24 steps of pps with two seeds. 2 cores, one for each.
+#   bash runs/pruned-policy.sh [DTYPE]   resumable; float32 on CPUs without AMX
+# Records go to runs/pruned-policy.jsonl.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1
+out=out-pruned-policy dtype=${1:-bfloat16}
+
+train() {  # train PROGRAM FOLDER FLAGS...: start it, or resume it
+    [ ! -e "$2/config.json" ] || set -- "$@" --resume
+    python "$1" --prompt-format plain --dtype "$dtype" --out-dir "$2" "${@:3}"
+}
+policy() {  # policy NAME MODEL: its supervised start, and pps with both seeds
+    train sft.py $out/$1 --model $2
+    for seed in 0 1; do
+        train train.py $out/words/$1-seed$seed --model $out/$1/checkpoint --data words --seed $seed \
+            --method pps --prompts-per-step 32 --rollout-batch 256 --lr 2e-5 --lr-schedule linear \
+            --steps 24 --eval-every 4 --eval-problems 128 --keep-checkpoints 1
+        echo '{"threads": 1, "alone": true}' >$out/words/$1-seed$seed/race.json
+    done
+}
+[ -e $out/2ssp/config.json ] || python -m related.structured --model smollm2 --sparsity 0.25 \
+    --method 2ssp --out-dir $out/2ssp
+policy whole smollm2 & first=$!
+policy pruned $out/2ssp
+wait $first
+python - <<END
+import json
+from pathlib import Path
+from bench import records
+runs = records.collect(Path("$out"))
+Path("runs/pruned-policy.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+END
