@@ -18,7 +18,8 @@ policy() {  # policy NAME MODEL: its supervised start, and pps with both seeds
     for seed in 0 1; do
         train train.py $out/words/$1-seed$seed --model $out/$1/checkpoint --seed $seed \
             --data words --method pps --prompts-per-step 32 --rollout-batch 256 \
-            --lr 2e-5 --lr-schedule linear --steps 24 --eval-every 4 --eval-problems 128 --keep-checkpoints 1
+            --lr 2e-5 --lr-schedule linear --steps 24 \
+            --eval-every 4 --eval-problems 128 --keep-checkpoints 1
         echo '{"threads": 1, "alone": true}' >$out/words/$1-seed$seed/race.json
     done
 }
