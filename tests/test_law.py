@@ -42,7 +42,7 @@ def test_a_law_is_found_again(held_out):
     found = law.fit(spoiled.where(~tested))
     excess = (rows.loss - rows.whole)[tested]
     off = (found.predict(rows)[tested] - rows.loss[tested]).abs()
-    assert (off / excess).max() < 0.05
+    assert (off / excess).max() < 0.1
 
 
 def test_the_fit_is_robust():
