@@ -7,6 +7,7 @@ loaded or written.
 
 import contextlib
 import difflib
+import importlib
 import io
 import json
 import math
@@ -14,57 +15,33 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 import tyro
 
-import baselines
 import data
+import dppo
 import sampler
 from runtime import InputError
 from runtime.device import choose_device, choose_dtype
 
-METHODS = {  # --method sets --prompt-rule and --completion-rule, and nothing else
-    "grpo": ("none", "none"),
-    "grpo_zero": ("none", "zero"),
-    "dppo": ("dppo", "dppo"),
-    "dppo_floor": ("dppo_floor", "dppo_floor"),
-    "cppo": ("none", "cppo"),
-    "pods": ("none", "pods"),
-    "greso": ("greso", "none"),
-    "dynamic": ("dynamic", "none"),
-    "mopps": ("mopps", "none"),
-    "pps": ("pps", "pps"),
-}
-LOSS_CLIPS = {  # default (--eps-low, --eps-high): the papers'; cispo: no lower bound, and TRL's 5
-    "grpo": (0.2, 0.2),
-    "dr_grpo": (0.2, 0.2),
-    "dapo": (0.2, 0.28),
-    "gspo": (3e-4, 4e-4),
-    "cispo": (1.0, 4.0),
-}
-Method = Literal[
-    "grpo", "grpo_zero", "dppo", "dppo_floor", "cppo", "pods", "greso", "dynamic", "mopps", "pps"
-]
-PromptRule = Literal[
-    "auto", "none", "uniform", "dppo", "pps", "dppo_floor", "greso", "dynamic", "mopps"
-]
-CompletionRule = Literal[
-    "auto", "none", "zero", "dppo", "pps", "uniform", "cppo", "cppo_batch", "pods", "dppo_floor"
-]
+GRPO = {"grpo": "none", "grpo_zero": "zero"}  # methods that are not called as their rules are
 
 
 @dataclass
 class Config:
     # ------------------------------------------------------------------------ method
-    method: Method = "pps"
-    """Sets --prompt-rule and --completion-rule together. grpo prunes nothing."""
-    prompt_rule: PromptRule = "auto"
+    method: str = "pps"
+    """Sets --prompt-rule and --completion-rule to the rules of this name, or to none: pps, dppo,
+    uniform, a rival's or one of yours. grpo prunes nothing; grpo_zero only terms that are 0. With a
+    prompt rule pps, 64 prompts are considered a step, else 32."""
+    prompt_rule: str = "auto"
     """Which prompts are dropped before rollout. uniform (blind), dppo (the paper's, by past
     |advantage|) and pps (ours) are unbiased; dppo_floor, greso, dynamic (DAPO's sampling) and mopps
-    are biased. auto takes the method's rule."""
-    completion_rule: CompletionRule = "auto"
-    """Which completions are dropped after reward. zero (terms that are exactly 0), dppo (by
-    |advantage|), pps (ours) and uniform are unbiased; cppo, cppo_batch, pods and dppo_floor are
-    biased. auto takes the method's rule."""
+    are biased; none. auto takes the method's rule."""
+    completion_rule: str = "auto"
+    """Which completions are dropped after reward. zero (terms that are exactly 0), uniform, dppo
+    (by |advantage|) and pps (ours) are unbiased; cppo, cppo_batch, pods and dppo_floor are biased;
+    none. auto takes the method's rule."""
     prompt_prune_rate: float | None = None
     """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
     By default 0.3, or 0.6 for pps."""
@@ -78,8 +55,9 @@ class Config:
     """Steps between running checks that the pruning is unbiased. 0 means never."""
 
     # ------------------------------------------------------------------------ loss
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
-    """The surrogate loss: its ratio, clip and denominator."""
+    loss: str = "grpo"
+    """The surrogate loss, with its ratio, clip and denominator: grpo, dr_grpo, dapo, gspo, cispo,
+    or one of yours."""
     eps_low: float | None = None
     """The ratio is clipped to at least 1 - eps_low. By default the loss's own, such as 0.2 for
     grpo."""
@@ -246,22 +224,19 @@ def flag(name: str) -> str:
 def resolve(cfg: Config) -> Config:
     """Fill in the defaults that depend on other flags, then check every value."""
     device = choose_device(cfg.device)
-    prompt_rule, completion_rule = METHODS[cfg.method]
-    if cfg.prompt_rule == "auto":
-        cfg = replace(cfg, prompt_rule=prompt_rule)
-    if cfg.completion_rule == "auto":
-        cfg = replace(cfg, completion_rule=completion_rule)
+    cfg = _with_rules(cfg)
+    prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
+    completion_rule = dppo.COMPLETION_RULES[cfg.completion_rule]
     dtype = choose_dtype(cfg.dtype, device)
     # Sampler and trainer round differently if they are different programs, and in bfloat16, where
     # the sampler has a copy of the weights.
     rounds_differently = cfg.engine == "vllm" or dtype == "bfloat16"
-    eps_low, eps_high = LOSS_CLIPS[cfg.loss]
-    tiny, pps_prompts = cfg.model == "tiny", cfg.prompt_rule == "pps"
-    no_rate = ("none", *baselines.SELECTORS)
+    eps_low, eps_high = dppo.LOSSES[cfg.loss].clip
+    tiny = cfg.model == "tiny"
     defaults = {
-        "prompt_prune_rate": 0.0 if cfg.prompt_rule in no_rate else 0.6 if pps_prompts else 0.3,
-        "prompts_per_step": 64 if pps_prompts else 32,  # pps: wider choice, fewer kept
-        "completion_prune_rate": 0.0 if cfg.completion_rule in ("none", "zero") else 0.7,
+        "prompt_prune_rate": prompt_rule.rate or 0.0,
+        "prompts_per_step": 64 if cfg.prompt_rule == "pps" else 32,  # wider choice, fewer kept
+        "completion_prune_rate": completion_rule.rate or 0.0,
         "eps_low": eps_low,
         "eps_high": eps_high,
         "importance_cap": 2.0 if rounds_differently else 0.0,
@@ -278,6 +253,30 @@ def resolve(cfg: Config) -> Config:
     return cfg
 
 
+def _with_rules(cfg: Config) -> Config:
+    """The Config with the method's rules in place of auto; InputError for an unknown name."""
+    tables = {"prompt_rule": sampler.PROMPT_RULES, "completion_rule": dppo.COMPLETION_RULES}
+    ours = {"auto", *GRPO, *sampler.PROMPT_RULES, *dppo.COMPLETION_RULES}
+    if not {cfg.method, cfg.prompt_rule, cfg.completion_rule} <= ours:
+        importlib.import_module("related.rivals")  # adds its entries, which the core does not need
+    methods = dict.fromkeys((*GRPO, *sampler.PROMPT_RULES, *dppo.COMPLETION_RULES))
+    method = GRPO.get(cfg.method, cfg.method)
+    for name, known in ({"method": methods, "loss": dppo.LOSSES} | tables).items():
+        value = getattr(cfg, name)
+        if value == "auto" and name in tables:
+            cfg = replace(cfg, **{name: method if method in known else "none"})
+        elif value not in known:
+            raise InputError(f"{flag(name)} {value}: choose one of {', '.join(known)}")
+    return cfg
+
+
+def prunes_prompts(cfg: Config) -> bool:
+    """Whether a resolved Config drops prompts at random, before rollout."""
+    rule = sampler.PROMPT_RULES[cfg.prompt_rule]
+    without_rate = rule.rate is None and cfg.prompt_rule != "none" and not rule.selector
+    return cfg.prompt_prune_rate > 0 or without_rate
+
+
 def require(cfg: Config, name: str, good: bool, rule: str) -> None:
     """InputError if a value is not good; `rule` says what it must be."""
     if not good:
@@ -292,11 +291,10 @@ def _check_values(cfg: Config) -> None:
         why = "at 1 nothing is kept, and no weight can mend it"
         require(cfg, name, 0 <= rate < 1, f"at least 0 and below 1: {why}")
         rule = getattr(cfg, f"{level}_rule")
-        if rule in ("none", "zero", *baselines.SELECTORS):
-            given = f"0 with --{level}-rule {rule} (--method {cfg.method})"
-            require(
-                cfg, name, rate == 0, f"{given}, which has no rate: choose another rule or method"
-            )
+        table = sampler.PROMPT_RULES if level == "prompt" else dppo.COMPLETION_RULES
+        why = f"--{level}-rule {rule} (--method {cfg.method}), which has no rate"
+        given = rate == 0 or table[rule].rate is not None
+        require(cfg, name, given, f"0 with {why}: choose another rule or method")
     counts = (
         "steps", "prompts_per_step", "minibatches", "epochs", "max_new_tokens", "rollout_batch",
         "pack_tokens", "pack_window", "eval_problems", "keep_checkpoints",
@@ -309,8 +307,8 @@ def _check_values(cfg: Config) -> None:
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
     for name in ("beta", "warmup", "weight_decay", "eval_every", "save_every", "check_every"):
         require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0")
-    no_lower_bound = cfg.loss == "cispo" and cfg.eps_low == 1
-    require(cfg, "eps_low", 0 < cfg.eps_low < 1 or no_lower_bound, "above 0 and below 1")
+    good = 0 < cfg.eps_low < 1 or cfg.eps_low == dppo.LOSSES[cfg.loss].clip[0]  # cispo: 1
+    require(cfg, "eps_low", good, "above 0 and below 1")
     cap = cfg.importance_cap
     correct = cap == 0 or 1 <= cap < math.inf
     require(cfg, "importance_cap", correct, "0 (no correction) or at least 1")
@@ -323,21 +321,23 @@ def _check_rules(cfg: Config) -> None:
     if cfg.cppo_allocation and cfg.completion_rule not in ("cppo", "cppo_batch"):
         rule = f"not to --completion-rule {cfg.completion_rule}"
         raise InputError(f"--cppo-allocation: belongs to --method cppo, {rule}")
-    part = cfg.prompts_per_step // cfg.minibatches * cfg.group_size  # completions of a mini-batch
-    ranked = {"cppo": cfg.group_size, "pods": cfg.group_size, "cppo_batch": part}
-    size = cfg.group_size if cfg.cppo_allocation else ranked.get(cfg.completion_rule)
-    if size:
-        kept = baselines.kept_count(size, cfg.completion_prune_rate)
-        require(cfg, "completion_prune_rate", kept > 0, f"lower: it keeps none of {size}")
-        varies = kept > 1 or cfg.completion_rule != "pods"
-        only = f"lower: of {size} it keeps one, whose reward cannot vary"
-        require(cfg, "completion_prune_rate", varies, only)
+    prompts = 1 if cfg.cppo_allocation else max(1, cfg.prompts_per_step // cfg.minibatches)
+    scores = torch.arange(1.0, prompts * cfg.group_size + 1).view(prompts, -1)
+    example = dppo.Completions(*[scores] * 4)  # a rule that fails does so before anything is loaded
+    rule, rate = cfg.completion_rule, cfg.completion_prune_rate
+    _, weights = dppo.prune_completions(rule, rate, example, torch.Generator())
+    if dppo.COMPLETION_RULES[rule].select:
+        none = f"lower: of {prompts} x {cfg.group_size} completions it trains on none"
+        require(cfg, "completion_prune_rate", weights.any(), none)
     total = num_candidates(cfg)
-    if cfg.prompt_rule in sampler.FIXED_SIZE:
+    prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
+    if not prompt_rule.selector:
+        sampler.keeps_unseen(cfg.prompt_rule)  # the same for a prompt rule that fails
+    if prompt_rule.priority:
         kept = sampler.kept_prompts(total, cfg.prompt_prune_rate)
         few = f"it keeps {kept} of {total} prompts, and each of {cfg.minibatches} updates needs one"
         require(cfg, "prompt_prune_rate", kept >= cfg.minibatches, f"lower: {few}")
-    if cfg.prompt_rule in baselines.SELECTORS:
+    if prompt_rule.selector:
         rule = f"--prompt-rule {cfg.prompt_rule}: it has no un-pruned batch to compare with"
         require(cfg, "check_every", cfg.check_every == 0, f"0 with {rule}")
     why = "so that every update has the planned size"
@@ -347,8 +347,10 @@ def _check_rules(cfg: Config) -> None:
 
 def num_candidates(cfg: Config) -> int:
     """Q, the prompts a step considers: --prompts-per-step, more with CPPO's allocation."""
-    args = (cfg.prompts_per_step, cfg.group_size, cfg.completion_prune_rate)
-    return baselines.allocated_prompts(*args) if cfg.cppo_allocation else cfg.prompts_per_step
+    if not cfg.cppo_allocation:
+        return cfg.prompts_per_step
+    allocated = importlib.import_module("related.rivals").allocated_prompts
+    return allocated(cfg.prompts_per_step, cfg.group_size, cfg.completion_prune_rate)
 
 
 def check_prompts(cfg: Config, prompts: int) -> None:
@@ -358,8 +360,8 @@ def check_prompts(cfg: Config, prompts: int) -> None:
         allocated = f", which --cppo-allocation makes {needed}" if cfg.cppo_allocation else ""
         given = f"--prompts-per-step {cfg.prompts_per_step}{allocated}"
         raise InputError(f"{given}: the data holds only {prompts} prompts")
-    if cfg.prompt_rule in baselines.SELECTORS:
-        fewest, why = baselines.fewest_prompts(cfg.prompt_rule, needed)
+    if selector := sampler.PROMPT_RULES[cfg.prompt_rule].selector:
+        fewest, why = selector.fewest_prompts(needed)
         if prompts < fewest:
             few = f"{why} prompts of {prompts}, too few"
             raise InputError(f"--prompt-rule {cfg.prompt_rule}: {few}: lower --prompts-per-step")
@@ -368,28 +370,16 @@ def check_prompts(cfg: Config, prompts: int) -> None:
 def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
     """What may surprise a user of a resolved Config, above all a gradient that is not unbiased."""
     notes = []
-    if cfg.completion_rule in baselines.BIASED and cfg.completion_prune_rate > 0:
-        rule = cfg.completion_rule
-        notes.append(f"--completion-rule {rule} is biased: it keeps by rank, not at random")
-    if cfg.prompt_rule in ("dppo", "dppo_floor", "greso") and cfg.steps <= steps_per_epoch:
-        first = f"the first {steps_per_epoch} steps, an epoch"
-        notes.append(f"--prompt-rule {cfg.prompt_rule} drops nothing in {first}")
-    if cfg.prompt_rule == "greso":
-        notes.append(
-            "--prompt-rule greso is biased: it gives no weight to prompts that return after being "
-            "skipped, and it refills the batch"
-        )
-    if cfg.prompt_rule == "dynamic":
-        notes.append(
-            "--prompt-rule dynamic is biased: the live groups get the weight of all groups"
-        )
-    if cfg.prompt_rule == "mopps":
-        notes.append(
-            "--prompt-rule mopps is biased: nothing weights a prompt by its chance to be chosen"
-        )
-    if cfg.prompt_prune_rate > 0:
-        if cfg.prompt_rule == "dppo_floor":
-            notes.append("--prompt-rule dppo_floor is biased: it keeps by rank, not at random")
+    completion_rule = dppo.COMPLETION_RULES[cfg.completion_rule]
+    prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
+    if completion_rule.biased and (cfg.completion_prune_rate > 0 or completion_rule.rate is None):
+        notes.append(f"--completion-rule {cfg.completion_rule} is biased: {completion_rule.biased}")
+    if prompt_rule.biased and (cfg.prompt_prune_rate > 0 or prompt_rule.rate is None):
+        notes.append(f"--prompt-rule {cfg.prompt_rule} is biased: {prompt_rule.biased}")
+    if prunes_prompts(cfg):
+        if cfg.steps <= steps_per_epoch and sampler.keeps_unseen(cfg.prompt_rule):
+            first = f"the first {steps_per_epoch} steps, an epoch"
+            notes.append(f"--prompt-rule {cfg.prompt_rule} drops nothing in {first}")
         if cfg.epochs > 1:
             notes.append(
                 "--epochs above 1 with pruned prompts is inexact: later epochs use parameters that "

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import arithmetic
 import rewards
-import words
-from runtime import InputError
+from runtime import InputError, words
 
 PROBLEM_KEYS = ("problem", "question", "prompt")
 ANSWER_KEYS = ("answer", "final_answer", "target", "solution")

@@ -17,16 +17,17 @@ and prints the error. Four mistakes would break it:
     - parameters that depend on the draw: here each (mini-batch, epoch) makes its own draw
 
 Where the gradient of one update is exact in expectation, before it is clipped by norm:
-    completions  none, zero, dppo, pps (here) and uniform (baselines.py): with every loss, any
-                 --beta, any number of mini-batches and epochs
-    prompts      uniform, dppo, pps (sampler.py): with every loss, any number of mini-batches.
+    completions  every rule of COMPLETION_RULES: with every loss, any --beta, any number of
+                 mini-batches and epochs
+    prompts      every rule of sampler.PROMPT_RULES: with every loss, any number of mini-batches.
                  dapo and cispo divide by a token count that was known before the draw, the mean of
                  earlier batches; their own is unknown, and an estimate of it would make a biased
                  ratio. --epochs > 1 is inexact: later epochs use parameters that came from the
                  step's one prompt draw
-    never        cppo, cppo_batch, pods, dppo_floor: keep probabilities of 0 and 1;
-                 greso, dynamic, mopps: choose prompts without weights (baselines.py)
+    never        rules with an entry in `biased`, such as those of related/rivals.py
 Adam and the clip by norm are not linear, so none of this carries over to their output.
+
+A rule or a loss is one function and one entry, in COMPLETION_RULES or LOSSES below.
 
 Public summaries say that the paper prunes a deterministic fraction; the random form here is our
 reconstruction. The rule pps, minimum variance for a given number of tokens, is ours.
@@ -35,7 +36,8 @@ Letters: Q prompts of a step, K of them rolled out, G completions each, N comple
 n completions in any shape.
 """
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,15 +46,15 @@ ADVANTAGE_EPS = 1e-4  # added to the group's standard deviation, as in TRL
 THRESHOLD_MARGIN = 1e-6  # below the mean by more than this; at pass rate 1/2 all |advantages| tie
 SIZE_FLOOR = 0.03  # of the mean size: a smaller estimate is not trusted, so weights stay bounded
 
-LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
-TOKEN_MEANS = ("dapo", "cispo")  # losses that divide by the tokens of a batch
-COMPLETION_RULES = ("none", "zero", "dppo", "pps")
+
+class RuleError(ValueError):
+    """A rule or a loss cannot be used. The message names it, the value and the way out."""
 
 
-def check_known(kind: str, name: str, known: tuple[str, ...]) -> None:
-    """ValueError for a misspelt rule or loss, with the names there are."""
+def check_known(kind: str, name: str, known) -> None:
+    """RuleError for a misspelt rule or loss, with the names there are."""
     if name not in known:
-        raise ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
+        raise RuleError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
 
 
 # ---------------------------------------------------------------------------- advantages
@@ -73,7 +75,7 @@ def group_advantages(rewards: torch.Tensor, loss: str) -> torch.Tensor:
     mean = filled.sum(dim=1, keepdim=True) / count.clamp(min=1)  # [Q, 1]
     centred = torch.where(scored, rewards - mean, 0.0)  # [Q, G]
     dead = dead_groups(rewards)[:, None]  # [Q, 1]
-    if loss != "dr_grpo":
+    if LOSSES[loss].divides_by_std:
         variance = centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)  # [Q, 1]
         centred = centred / (variance.sqrt() + ADVANTAGE_EPS)
     return torch.where(dead, 0.0, centred)
@@ -113,26 +115,26 @@ def energy_bound(logprobs: torch.Tensor) -> torch.Tensor:
     return 2.0 * torch.expm1(logprobs).square()
 
 
-def contributes(advantages: torch.Tensor, scale: torch.Tensor, beta: float) -> torch.Tensor:
+def contributes(advantages: torch.Tensor, factor: torch.Tensor, beta: float) -> torch.Tensor:
     """Which completions' terms are not exactly 0, bool of their shape: those that are not masked
-    (scale 0) and have an advantage or a KL term."""
-    return (scale > 0) & ((advantages != 0) | (beta > 0))
+    (factor 0) and have an advantage or a KL term."""
+    return (factor > 0) & ((advantages != 0) | (beta > 0))
 
 
 def contribution_size(
-    advantages: torch.Tensor, scale: torch.Tensor, energy: torch.Tensor, beta: float
+    advantages: torch.Tensor, factor: torch.Tensor, energy: torch.Tensor, beta: float
 ) -> torch.Tensor:
-    """Estimated gradient norm of each term, float64 [K, G]: scale (|A| + beta) sqrt(energy).
+    """Estimated gradient norm of each term, float64 [K, G]: factor (|A| + beta) sqrt(energy).
 
-    `scale` is everything that multiplies its tokens (prompt weight over denominator; 0: masked),
+    `factor` is what multiplies the loss of its tokens (prompt weight over denominator; 0: masked),
     `energy` the sum over its tokens of |onehot - softmax|^2. The gradient passes through the
     logits, and the scores of different tokens are uncorrelated, so the squared norm is roughly
     proportional to the energy; beta stands for the KL term's part. The size is exactly 0 where the
     term is exactly 0. Elsewhere it is at least SIZE_FLOOR of the mean, so an estimate that
     underflows never leads to a keep probability of 0.
     """
-    live = contributes(advantages, scale, beta)
-    size = scale.double() * (advantages.double().abs() + beta) * energy.double().sqrt()
+    live = contributes(advantages, factor, beta)
+    size = factor.double() * (advantages.double().abs() + beta) * energy.double().sqrt()
     floor = SIZE_FLOOR * size[live].mean() if live.any() else 0.0
     return torch.where(live, size.clamp(min=max(float(floor), 1e-30)), 0.0)
 
@@ -180,30 +182,21 @@ def pps_keep_prob(size: torch.Tensor, cost: torch.Tensor, budget: float) -> torc
         sure, open_ = sure | over, open_ & ~over
 
 
-def completion_keep_prob(rule: str, prune_rate: float, batch: Completions) -> torch.Tensor:
-    """Keep probabilities, float64 [K, G], of the unbiased completion rules. prune_rate is r_o.
-
-    none  everything
-    zero  everything but terms that are exactly 0: equal rewards, unscorable or masked. No rate
-    dppo  the paper's threshold, randomised by us: r_o is the chance of dropping a completion whose
-          |advantage| is below its group's mean. (A summary speaks of the intra-group advantage; the
-          paper's scope is not known.)
-    pps   ours: minimum variance at an expected 1 - r_o of the mini-batch's tokens, all spent on
-          terms that are not 0. Terms of 0 are dropped first, so if most groups are dead, nothing
-          else is dropped
-    """
-    check_known("completion rule", rule, COMPLETION_RULES)
-    live = batch.size > 0
-    if rule == "zero":
-        return live.double()
-    if rule == "dppo":
-        return threshold_keep_prob(batch.advantages.abs(), ~batch.rewards.isnan(), prune_rate)
-    if rule == "pps":
-        return pps_keep_prob(batch.size, batch.cost, (1.0 - prune_rate) * batch.cost.sum().item())
-    return torch.ones_like(batch.size, dtype=torch.float64)
-
-
 # ---------------------------------------------------------------------------- draws and weights
+
+
+def seed_for(*key) -> int:
+    """A seed from its purpose, such as (seed, step, purpose): the source of all a run's randomness.
+
+    >>> seed_for(0, 1, "rollout") == seed_for(0, 1, "rollout") != seed_for(0, 2, "rollout")
+    True
+    """
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
+
+
+def generator_for(*key) -> torch.Generator:
+    """A CPU generator seeded by seed_for(*key)."""
+    return torch.Generator().manual_seed(seed_for(*key))
 
 
 def draw(keep_prob: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -233,13 +226,6 @@ def systematic(keep_prob: torch.Tensor, order: torch.Tensor, start: float) -> to
     return keep.view(keep_prob.shape)
 
 
-def strata_order(size: torch.Tensor) -> torch.Tensor:
-    """The order [K * G] of pps's systematic draw over sizes [K, G]: by prompt, then by size. Every
-    prompt, and every range of sizes within it, gets its fair share of the draw."""
-    K, G = size.shape
-    return (size.argsort(dim=1, stable=True) + G * torch.arange(K)[:, None]).flatten()
-
-
 def ht_weights(keep: torch.Tensor, keep_prob: torch.Tensor) -> torch.Tensor:
     """Horvitz-Thompson weights, float64 of keep's shape: 1 / keep_prob if kept, 0 if dropped."""
     return torch.where(keep, 1.0 / keep_prob, 0.0)
@@ -252,19 +238,155 @@ def prune(keep_prob: torch.Tensor, generator: torch.Generator) -> tuple[torch.Te
     return keep, ht_weights(keep, keep_prob)
 
 
+# ---------------------------------------------------------------------------- completion rules
+
+
+@dataclass(frozen=True)
+class CompletionRule:
+    """How completions are dropped: an entry of COMPLETION_RULES.
+
+    keep_prob(batch, prune_rate) -> [K, G] for a Completions. It is positive wherever batch.size is,
+    so wherever a term is not exactly 0; a `biased` rule need not keep to that.
+    """
+
+    keep_prob: Callable | None
+    rate: float | None = 0.7  # default r_o; at 0 nothing is dropped. None: the rule has no rate
+    order: Callable | None = None  # (batch, generator) -> [K * G], of a systematic draw; or None
+    biased: str = ""  # why, as the run's first lines say it
+    select: Callable | None = None  # (batch, prune_rate) -> (keep, weights), without probabilities
+
+
+def low_advantages(batch: Completions, prune_rate: float) -> torch.Tensor:
+    """The paper's threshold, randomised by us: r_o is the chance of dropping a completion whose
+    |advantage| is below its group's mean. (A summary speaks of the intra-group advantage; the
+    paper's scope is not known.)"""
+    return threshold_keep_prob(batch.advantages.abs(), ~batch.rewards.isnan(), prune_rate)
+
+
+def proportional_to_size(batch: Completions, prune_rate: float) -> torch.Tensor:
+    """Ours: minimum variance at an expected 1 - r_o of the mini-batch's tokens. Terms of 0 are
+    dropped first, so if most groups are dead, nothing else is."""
+    return pps_keep_prob(batch.size, batch.cost, (1.0 - prune_rate) * batch.cost.sum().item())
+
+
+def any_order(batch: Completions, generator: torch.Generator) -> torch.Tensor:
+    """At random: then a systematic draw of equal probabilities is a simple random sample."""
+    return torch.randperm(batch.size.numel(), generator=generator)
+
+
+def strata_order(batch: Completions, generator=None) -> torch.Tensor:
+    """By prompt, then by size: every prompt, and every range of sizes within it, gets its fair
+    share of a systematic draw."""
+    K, G = batch.size.shape
+    return (batch.size.argsort(dim=1, stable=True) + G * torch.arange(K)[:, None]).flatten()
+
+
+COMPLETION_RULES = {
+    "none": CompletionRule(lambda batch, _: torch.ones_like(batch.size), rate=None),
+    # all but terms that are exactly 0: equal rewards, unscorable or masked
+    "zero": CompletionRule(lambda batch, _: (batch.size > 0).double(), rate=None),
+    # blindly, a fixed share
+    "uniform": CompletionRule(
+        lambda batch, r: torch.full_like(batch.size, 1.0 - r, dtype=torch.float64), order=any_order
+    ),
+    "dppo": CompletionRule(low_advantages),
+    "pps": CompletionRule(proportional_to_size, order=strata_order),
+}
+
+
+def check_keep_prob(kind: str, name: str, rule, prune_rate: float, keep_prob, counts) -> None:
+    """RuleError unless keep_prob has the shape of `counts`, lies in [0, 1] and, where it counts, is
+    positive (if the rule is to be unbiased) and 1 at rate 0."""
+    problem, wanted = "", list(counts.shape)
+    if not torch.is_tensor(keep_prob) or list(keep_prob.shape) != wanted:
+        got = getattr(keep_prob, "shape", keep_prob)
+        problem = f"returned {got}: return a tensor of shape {wanted}"
+    elif (outside := ~((keep_prob >= 0) & (keep_prob <= 1))).any():  # NaN, too
+        problem = f"returned the probability {keep_prob[outside][0]:g}: clamp it to 0..1"
+    elif not rule.biased and (zero := counts & (keep_prob == 0)).any():
+        problem = (
+            f"returned the probability 0 at {zero.nonzero()[0].tolist()}, where the term is not 0, "
+            f'and no weight makes up for it: return more, or give its entry biased="the reason"'
+        )
+    elif prune_rate == 0 and rule.rate is not None and (keep_prob[counts] < 1).any():
+        problem = (
+            f"returned the probability {keep_prob[counts].min():g} at prune rate 0: return 1, or "
+            f"give its entry rate=None if it has no rate"
+        )
+    if problem:
+        raise RuleError(f"{kind} {name!r} {problem}")
+
+
+def completion_keep_prob(name: str, prune_rate: float, batch: Completions) -> torch.Tensor:
+    """Keep probabilities, float64 [K, G], of one of COMPLETION_RULES at rate r_o, checked."""
+    kind, rule = "completion rule", COMPLETION_RULES[name]
+    keep_prob = rule.keep_prob(batch, prune_rate)
+    check_keep_prob(kind, name, rule, prune_rate, keep_prob, batch.size > 0)
+    return keep_prob.double()
+
+
 def prune_completions(
-    rule: str, prune_rate: float, batch: Completions, generator: torch.Generator
+    name: str, prune_rate: float, batch: Completions, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(keep, weights) [K, G] of one of COMPLETION_RULES. Each draw serves exactly one update."""
-    keep_prob = completion_keep_prob(rule, prune_rate, batch)
-    if rule != "pps":
+    check_known("completion rule", name, COMPLETION_RULES)
+    rule = COMPLETION_RULES[name]
+    if rule.select:
+        return rule.select(batch, prune_rate)
+    keep_prob = completion_keep_prob(name, prune_rate, batch)
+    if not rule.order:
         return prune(keep_prob, generator)
+    order = rule.order(batch, generator)
     start = torch.rand((), dtype=torch.float64, generator=generator).item()
-    keep = systematic(keep_prob, strata_order(batch.size), start)
+    keep = systematic(keep_prob, order, start)
     return keep, ht_weights(keep, keep_prob)
 
 
-# ---------------------------------------------------------------------------- the loss
+# ---------------------------------------------------------------------------- losses
+
+DENOMINATORS = ("own length", "constant", "batch tokens")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is minimized: an entry of LOSSES.
+
+    surrogate(ratio, logprobs, advantages, eps_low, eps_high) -> (loss, clipped) of N tokens, [N]
+    each; `clipped` is True where the clip acts. A token's loss may depend on its own sequence only.
+    """
+
+    surrogate: Callable
+    denominator: str  # of the sum over tokens, one of DENOMINATORS; see loss_scale
+    clip: tuple[float, float] = (0.2, 0.2)  # default --eps-low and --eps-high
+    sequence_ratio: bool = False  # the geometric mean of a sequence's ratios, for all its tokens
+    divides_by_std: bool = True  # advantages (R - mean) / std; else R - mean
+
+    def __post_init__(self):
+        check_known("denominator", self.denominator, DENOMINATORS)
+
+
+def clipped_ratio(ratio, logprobs, advantages, eps_low, eps_high):
+    """-min(r A, clip(r) A) (arXiv:2402.03300)."""
+    inside = ratio.clamp(1.0 - eps_low, 1.0 + eps_high)
+    too_low = (ratio < 1.0 - eps_low) & (advantages < 0)
+    too_high = (ratio > 1.0 + eps_high) & (advantages > 0)
+    return -torch.minimum(ratio * advantages, inside * advantages), too_low | too_high
+
+
+def clipped_weight(ratio, logprobs, advantages, eps_low, eps_high):
+    """-stopgrad(clip(r)) A logprob (arXiv:2506.13585): no token loses its gradient, and the clip
+    acts whatever the sign of A."""
+    inside = ratio.clamp(1.0 - eps_low, 1.0 + eps_high)
+    return -inside.detach() * advantages * logprobs, ratio != inside
+
+
+LOSSES = {  # clips are the papers'; cispo: no lower bound, and TRL's 5
+    "grpo": Loss(clipped_ratio, "own length"),
+    "dr_grpo": Loss(clipped_ratio, "constant", divides_by_std=False),  # arXiv:2503.20783
+    "dapo": Loss(clipped_ratio, "batch tokens", clip=(0.2, 0.28)),  # arXiv:2503.14476
+    "gspo": Loss(clipped_ratio, "own length", (3e-4, 4e-4), sequence_ratio=True),  # 2507.18071
+    "cispo": Loss(clipped_weight, "batch tokens", clip=(1.0, 4.0)),  # arXiv:2506.13585
+}
 
 
 def loss_scale(
@@ -273,14 +395,16 @@ def loss_scale(
     """The factor of each token's loss in a full batch, float64 of lengths' shape: 1 / denominator.
 
     All three counts are of the full batch, fixed before anything is pruned: num_sequences = Q x G,
-    num_tokens their completion tokens. grpo, gspo: 1 / (length x num_sequences), a mean over
-    sequences of token means. dr_grpo: 1 / (num_sequences x max_new_tokens). dapo, cispo:
-    1 / num_tokens.
+    num_tokens their completion tokens.
+        own length    length x num_sequences: a mean over sequences of token means
+        constant      num_sequences x max_new_tokens
+        batch tokens  num_tokens
     """
     check_known("loss", loss, LOSSES)
-    if loss in ("grpo", "gspo"):
+    kind = LOSSES[loss].denominator
+    if kind == "own length":
         return 1.0 / (lengths.double().clamp(min=1) * num_sequences)
-    denominator = num_sequences * max_new_tokens if loss == "dr_grpo" else num_tokens
+    denominator = num_sequences * max_new_tokens if kind == "constant" else num_tokens
     return torch.full_like(lengths, 1.0 / max(denominator, 1.0), dtype=torch.float64)
 
 
@@ -297,27 +421,21 @@ def token_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The surrogate of each completion token, [N], and whether the clip acts on it, bool [N].
 
-    Weights and denominators multiply the result afterwards, so they cannot move the clip.
-
-    grpo, dr_grpo, dapo: -min(r A, clip(r) A) with the token's ratio r (arXiv:2402.03300; dapo,
-    arXiv:2503.14476, has a higher eps_high). gspo: the same with r the geometric mean of its
-    sequence's ratios (arXiv:2507.18071); `owner` [N] numbers the sequences from 0. cispo:
-    -stopgrad(clip(r)) A logprob, so no token loses its gradient and the clip acts whatever the sign
-    of A (arXiv:2506.13585).
+    `owner` [N] numbers the sequences from 0. Weights and denominators multiply the result
+    afterwards, so they cannot move the clip.
     """
     check_known("loss", loss, LOSSES)
     log_ratio = logprobs - old_logprobs
-    if loss == "gspo":
+    if LOSSES[loss].sequence_ratio:
         zeros = log_ratio.new_zeros(num_sequences)
         lengths = zeros.index_add(0, owner, torch.ones_like(log_ratio)).clamp(min=1)
         log_ratio = (zeros.index_add(0, owner, log_ratio) / lengths)[owner]
-    ratio = log_ratio.exp()
-    inside = ratio.clamp(1.0 - eps_low, 1.0 + eps_high)
-    if loss == "cispo":
-        return -inside.detach() * advantages * logprobs, ratio != inside
-    too_low = (ratio < 1.0 - eps_low) & (advantages < 0)
-    too_high = (ratio > 1.0 + eps_high) & (advantages > 0)
-    return -torch.minimum(ratio * advantages, inside * advantages), too_low | too_high
+    found = LOSSES[loss].surrogate(log_ratio.exp(), logprobs, advantages, eps_low, eps_high)
+    shapes = [list(part.shape) if torch.is_tensor(part) else part for part in found]
+    if shapes != [list(logprobs.shape)] * 2:
+        wanted = f"(loss, clipped), two tensors of shape {list(logprobs.shape)}"
+        raise RuleError(f"loss {loss!r} returned {shapes}: return {wanted}")
+    return found
 
 
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -327,37 +445,3 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """
     difference = ref_logprobs - logprobs
     return difference.expm1() - difference
-
-
-# ---------------------------------------------------------------------------- what to watch
-
-
-def effective_sample_size(weights: torch.Tensor) -> float:
-    """(sum w)^2 / sum w^2 of all weights: how many equal weights vary as much (Kish 1965)."""
-    return (weights.sum().square() / weights.square().sum()).item()
-
-
-def check_unbiased(full: torch.Tensor, pruned: Iterable[torch.Tensor]) -> dict[str, float]:
-    """The running check: the full gradient [P] against n independent pruned ones of the same batch.
-
-    `pruned` yields them one at a time, so only one is in memory.
-    bias2     its mean over many batches is the squared relative bias
-    variance  of one pruned gradient, relative to |full|^2
-    scale     its mean is the relative error of the length along the full gradient
-    norm      |full|
-    Where the pruning is unbiased, bias2 and scale average to 0. That also holds for an average
-    weighted by norm, because no draw changes it.
-    """
-    n, total, squares = 0, torch.zeros_like(full), 0.0
-    square = full.square().sum()
-    for gradient in pruned:
-        error = gradient - full
-        n, squares = n + 1, squares + error.square().sum()
-        total += error
-    between = total.square().sum() - squares  # n (n - 1) times the mean product of two errors
-    return {
-        "check/bias2": (between / (n * (n - 1) * square)).item(),
-        "check/variance": ((squares - between / (n - 1)) / (n * square)).item(),
-        "check/scale": ((total * full).sum() / (n * square)).item(),
-        "check/norm": square.sqrt().item(),
-    }

@@ -31,7 +31,7 @@ from trl.trainer.utils import shuffle_sequence_dict
 
 import dppo
 import sampler
-from runtime import InputError
+from dppo import RuleError
 
 TRL = "1.16."  # the version in which the losses divide by
 PER_ROW = ("grpo", "sapo", "dr_grpo", "luspo")  # the rows of the micro-batch
@@ -94,22 +94,22 @@ class DPPOTrainer(trl.GRPOTrainer):
             sources = data["source"] if "source" in data.column_names else [""] * len(data)
             lengths = torch.tensor([len(str(prompt)) for prompt in data["prompt"]])  # characters
             self.history = sampler.PromptHistory(lengths, list(sources), Q)
-            self.index = {sampler.seed_for(prompt): i for i, prompt in enumerate(data["prompt"])}
+            self.index = {dppo.seed_for(prompt): i for i, prompt in enumerate(data["prompt"])}
 
     def check(self) -> None:
-        """InputError, with the option and the way out, for what would not be exact."""
+        """RuleError, with the option and the way out, for what would not be exact."""
         args, rule, world = self.args, self.prompt_rule, self.accelerator.num_processes
         steps = (args.gradient_accumulation_steps, args.steps_per_generation)
         dppo.check_known("completion_rule", self.completion_rule, dppo.COMPLETION_RULES)
         dppo.check_known("prompt_rule", rule, sampler.PROMPT_RULES)
         for name in ("completion_prune_rate", "prompt_prune_rate"):
             if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: choose a rate from 0 to below 1")
+                raise RuleError(f"{name}={getattr(self, name)}: choose a rate from 0 to below 1")
         exact = EXACT_WITH_PROMPTS if self.prunes_prompts else EXACT if self.prunes else {}
         for name, values in exact.items():
             value, rules = getattr(args, name), f"{self.completion_rule!r}, prompt_rule={rule!r}"
             if value not in values:
-                raise InputError(
+                raise RuleError(
                     f"{name}={value!r} with completion_rule={rules}: what a completion adds to the "
                     "gradient would depend on what else is sampled or kept; choose "
                     f"{' or '.join(map(repr, values))}, or set the rules to 'none'"
@@ -133,7 +133,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         }
         for sentence, wrong in problems.items():
             if self.prunes and wrong:
-                raise InputError(sentence)
+                raise RuleError(sentence)
 
     # ------------------------------------------------------------------------------------- prompts
 
@@ -146,15 +146,15 @@ class DPPOTrainer(trl.GRPOTrainer):
         rank = self.accelerator.process_index
         heads = [x for place, x in enumerate(inputs, rank * len(inputs)) if place % G == 0]
         candidates = gather_object(heads)  # [Q]
-        prompts = torch.tensor([self.index[sampler.seed_for(x["prompt"])] for x in candidates])
+        prompts = torch.tensor([self.index[dppo.seed_for(x["prompt"])] for x in candidates])
         rule, rate, Q = self.prompt_rule, self.prompt_prune_rate, len(candidates)
         if self.loss_type in PER_TOKEN and self.so_far["mean_tokens"] is None:
             rule = "none"  # the first generation batch is whole, and gives the denominator
-        if rule in sampler.FIXED_SIZE:
+        if sampler.PROMPT_RULES[rule].priority:
             unit = world // gcd(world, G)
             rate = 1.0 - unit * max(1, round((1.0 - rate) * Q / unit)) / Q
         batch = self.so_far["batches"]
-        generator = sampler.generator_for(self.args.seed, "prompts", batch)
+        generator = dppo.generator_for(self.args.seed, "prompts", batch)
         drawn = self.history.prune(rule, rate, prompts, generator, batch)
         keep, weights = broadcast_object_list(list(drawn))  # ranks might round differently
         rows = [dict(candidates[q]) for q in keep.nonzero().flatten().tolist() for _ in range(G)]
@@ -172,7 +172,7 @@ class DPPOTrainer(trl.GRPOTrainer):
             inputs, prompts, weights = self.draw_prompts(inputs)
         rows = super()._generate_and_score_completions(inputs)
         if "num_images" in rows:
-            raise InputError("images: pruning was never tried with them; set both rules to 'none'")
+            raise RuleError("images: pruning was never tried with them; set both rules to 'none'")
         rows["place"] = torch.arange(len(inputs), device=self.accelerator.device)  # among all N
         rows["place"] += self.accelerator.process_index * len(inputs)
         self.gather(rows, prompts, weights)
@@ -246,7 +246,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         inside[places] = True
         inside = inside.view_as(self.batch.size)  # [K, G]
         batch = replace(self.batch, cost=self.batch.cost * inside, size=self.batch.size * inside)
-        generator = sampler.generator_for(self.args.seed, "completions", self.so_far["draws"])
+        generator = dppo.generator_for(self.args.seed, "completions", self.so_far["draws"])
         self.so_far["draws"] += 1
         rule, rate = self.completion_rule, self.completion_prune_rate
         _keep, weights = dppo.prune_completions(rule, rate, batch, generator)
@@ -323,7 +323,7 @@ class DPPOTrainer(trl.GRPOTrainer):
             folder.mkdir(parents=True, exist_ok=True)
             state = {"so_far": self.so_far}
             if self.prunes_prompts:
-                state["prompts"] = sampler.seed_for(*self.index)
+                state["prompts"] = dppo.seed_for(*self.index)
                 state["history"] = vars(self.history)
             torch.save(state, folder / "dppo.pt")
         super()._save_checkpoint(model, trial)
@@ -337,8 +337,8 @@ class DPPOTrainer(trl.GRPOTrainer):
         state = torch.load(path, weights_only=True)
         self.so_far = state["so_far"]
         if self.prunes_prompts and "history" in state:
-            if state["prompts"] != sampler.seed_for(*self.index):
-                raise InputError(
+            if state["prompts"] != dppo.seed_for(*self.index):
+                raise RuleError(
                     f"{path}: its history is of other prompts; resume with the train_dataset of "
                     "that run, or delete the file to forget them"
                 )

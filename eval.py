@@ -28,13 +28,14 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 import data
+import loading
 import rollout
 import vllm_engine
-from rewards import math_reward, normal_form, verify
+from dppo import generator_for, seed_for
+from rewards import as_number, decode, math_reward, normal_form, score, verify
 from runtime import InputError, checkpoint, gguf, log
 from runtime.device import choose_device, choose_dtype
 from runtime.threads import Threads
-from sampler import generator_for, seed_for
 
 
 @dataclass
@@ -99,13 +100,7 @@ class ProblemSet(NamedTuple):
     max_new_tokens: int
 
 
-# ---------------------------------------------------------------------------- scoring
-
-
-def decode(completion_ids: torch.Tensor, lengths: torch.Tensor, tokenizer) -> list[str]:
-    """Texts of completions [..., T] with lengths [...], flattened, without special tokens."""
-    rows = zip(completion_ids.flatten(0, -2).tolist(), lengths.flatten().tolist(), strict=True)
-    return [tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
+# ---------------------------------------------------------------------------- figures
 
 
 def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, k, seed, keys=None):
@@ -116,31 +111,6 @@ def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, 
     options = {"group_size": k, "seed": seed, "keys": keys}
     rollouts = rollout.sample(model, prompt_ids, sampling, **options)
     return score(rollouts, problems, tokenizer, reward)[1], rollouts.truncated.double()
-
-
-def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch.Tensor]:
-    """(texts, rewards) of G completions for each of K problems: lists [K][G], float64 [K, G].
-
-    A reward is NaN if the completion cannot be scored.
-    """
-    flat = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
-    G = rollouts.lengths.shape[1]
-    texts = [flat[k * G : (k + 1) * G] for k in range(len(problems))]
-    rewards = [
-        [as_number(reward(text, problem.answer)) for text in group]
-        for group, problem in zip(texts, problems, strict=True)
-    ]
-    return texts, torch.tensor(rewards, dtype=torch.float64).view(len(problems), G)
-
-
-def as_number(reward: float | None) -> float:
-    """None becomes NaN, which can neither be averaged nor mistaken for 0."""
-    if reward is not None and math.isinf(reward):
-        raise ValueError(f"a reward must be a finite number or None, got {reward}")
-    return math.nan if reward is None else float(reward)
-
-
-# ---------------------------------------------------------------------------- figures
 
 
 def avg_at_k(rewards: torch.Tensor) -> float:
@@ -334,7 +304,7 @@ def load(cfg: EvalConfig, reward):
     source = gguf.model_folder(cfg.model)
     if Path(source).is_dir():  # no bar for loading a folder; a download keeps its own
         logging.disable_progress_bar()
-    model, tokenizer = rollout.load_policy(source, cfg.device, cfg.dtype)
+    model, tokenizer = loading.load_policy(source, cfg.device, cfg.dtype)
     sets = []
     for name, problems in found.items():
         room = cfg.max_new_tokens or data.max_new_tokens(name)

@@ -10,14 +10,18 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import arithmetic
 import data
+import packing
 import rollout
 import vllm_engine
 from config import Config
-from runtime import gguf, ranks
-from update import checkpoint_layers, shard, trainer_logprobs
+from runtime import InputError, gguf, pruned, ranks
+from runtime.device import cast_weights, fuse_norms
+from update import trainer_logprobs
 
 
 class Problems(NamedTuple):
@@ -63,18 +67,18 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     source = str(saved or base)
     if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
         transformers.utils.logging.disable_progress_bar()
-    model, tokenizer = rollout.load_policy(source, cfg.device)
+    model, tokenizer = load_policy(source, cfg.device)
     if cfg.gradient_checkpointing:
         checkpoint_layers(model)
     reference = None
     if cfg.beta:  # the model that the run began with, even on resume
-        reference = rollout.load_policy(base, cfg.device)[0].requires_grad_(False)
+        reference = load_policy(base, cfg.device)[0].requires_grad_(False)
     policy = model
     if cfg.shard == "fsdp":
         for sharded in filter(None, (model, reference)):
             shard(sharded, cfg.device)
     if cfg.shard == "fsdp" or (cfg.dtype == "bfloat16" and cfg.engine != "vllm"):
-        policy = rollout.load_policy(source, cfg.device, cfg.dtype)[0].requires_grad_(False)
+        policy = load_policy(source, cfg.device, cfg.dtype)[0].requires_grad_(False)
     return Models(model, tokenizer, policy, reference, source)
 
 
@@ -102,3 +106,81 @@ def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> 
         logprobs = lambda rollouts: trainer_logprobs(models.policy, rollouts, cfg)
         sampling.engine.check(models.policy, longest, sampling, logprobs)
     return sampling
+
+
+# ---------------------------------------------------------------------------- one model
+
+
+def load_policy(name: str, device: str, dtype: str = "float32"):
+    """(model, tokenizer) from a hub id or a folder, without remote code.
+
+    The model has packed attention; the tokenizer has a pad token. Training needs float32 weights;
+    sampling in bfloat16 needs weights of that type, or each would be cast for every token."""
+    pruned.register()  # models that related/structured.py took sub-layers from
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        options = {"dtype": torch.float32, "attn_implementation": packing.ATTENTION}
+        model = AutoModelForCausalLM.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"--model {name} cannot be loaded: {reason}") from None
+    tokens = max(tokenizer.get_vocab().values()) + 1  # Qwen3 pads its head beyond these
+    model.vocab_size = min(tokens, model.config.vocab_size)
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        problem = f"layers of kinds {sorted(kinds)}: only full attention can be packed here"
+        raise InputError(f"--model {name} has {problem}")
+    if not packs_exactly(model):
+        raise InputError(
+            f"--model {name} cannot be packed exactly: it has attention of its own, or its logits "
+            "are more than its output embedding applied to its last hidden state"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    cast_weights(model, dtype)
+    fuse_norms(model)
+    return model.to(device), tokenizer
+
+
+def packs_exactly(model) -> bool:
+    """Whether two packed sequences get the log-probs that the model itself gives to each of them.
+
+    They do not if the model ignores the attention interface, scales or caps its logits, or (in
+    training mode) has dropout."""
+    sequences = torch.tensor([[0, 1, 2], [2, 1, 0]], device=model.device)
+    pack = packing.build_pack([[0], [2]], [[1, 2], [1, 0]], model.device)
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            ours, _ = packing.packed_logprobs(model, pack)
+            model.eval().set_attn_implementation("sdpa")
+            logits = model(sequences, use_cache=False).logits  # [2, 3, padded V]
+    except (AssertionError, NotImplementedError, TypeError, ValueError):
+        return False
+    model.train(was_training).set_attn_implementation(packing.ATTENTION)
+    every = logits[:, :-1, : model.vocab_size].log_softmax(dim=-1)  # [2, 2, V]
+    theirs = every.gather(2, sequences[:, 1:, None]).flatten()  # [4]
+    return torch.allclose(ours, theirs.to(ours.dtype), atol=1e-4)
+
+
+def checkpoint_layers(model) -> None:
+    """Recompute each layer's activations in the backward pass. Raises InputError for dropout."""
+    enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    model.train()  # transformers checkpoints in training mode only; sampling restores the mode
+    if not packs_exactly(model):
+        raise InputError(
+            "--gradient-checkpointing: this model has dropout, which training mode would enable"
+        )
+
+
+def shard(model, device: str) -> None:
+    """--shard fsdp: leave this rank its share of the weights, gathered around packed_logprobs."""
+    ranks.shard(model, device)
+
+    def packed_logprobs(pack, *, temperature):
+        logprobs, entropy = packing.packed_logprobs(model, pack, temperature=temperature)
+        return logprobs.clone(), entropy  # it may be a view, which FSDP warns about
+
+    model.packed_logprobs = packed_logprobs
+    register_fsdp_forward_method(model, "packed_logprobs")  # FSDP hooks only `forward` by itself

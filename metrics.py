@@ -9,6 +9,8 @@ Letters: K prompts rolled out, G completions each.
 """
 
 import math
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -20,11 +22,11 @@ from update import Sums
 def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
     """The figures of a step, from its train.FullBatch and the train.Update of each of its updates.
 
-    full.chosen.shares [K] says for how many of the Q candidates a prompt stands in means: its
-    weight, so that pruning does not bias them. greso has no weights, and its means are over what it
-    rolled out.
+    In means a prompt stands for as many of the Q candidates as its weight says, so that pruning
+    does not bias them. greso has no weights, and its means are over what it rolled out.
     """
-    batch, chosen = full.batch, full.chosen
+    batch = full.batch
+    stands_for = shares(cfg, full)  # [K]
     rewards, lengths = batch.rewards, batch.lengths  # [K, G]
     first = updates[0].sums
     total = Sums(*torch.tensor([u.sums for u in updates], dtype=torch.float64).sum(dim=0).tolist())
@@ -32,7 +34,7 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
 
     def mean(values):  # of [K], NaN left out
         there = ~values.isnan()
-        return ((values * chosen.shares)[there].sum() / chosen.shares[there].sum()).item()
+        return ((values * stands_for)[there].sum() / stands_for[there].sum()).item()
 
     figures = {
         "loss": total.loss / len(updates),
@@ -63,9 +65,17 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
         torch.cuda.reset_peak_memory_stats()
     if cfg.beta:
         weights = torch.stack([u.weights for u in updates]).sum(dim=0)  # [K, G]
-        mass = (full.scale * lengths * weights).sum().item()
+        mass = (full.factor * lengths * weights).sum().item()
         figures["kl"] = ratio(total.kl, mass)  # nats per token, weighted as in the loss
     return figures
+
+
+def shares(cfg: config.Config, full) -> torch.Tensor:
+    """For how many of the Q candidates each of K prompts stands in means, [K]."""
+    weights = full.chosen.weights
+    if full.chosen.batch is None:
+        return weights
+    return torch.full_like(weights, config.num_candidates(cfg) / len(weights))  # a selector's
 
 
 def kept(cfg: config.Config, full, updates: list) -> dict:
@@ -73,17 +83,17 @@ def kept(cfg: config.Config, full, updates: list) -> dict:
     prompt_weights = full.chosen.weights  # [K]
     keep = torch.stack([u.keep for u in updates])  # [updates, K, G]
     weights = torch.stack([u.weights for u in updates]) * prompt_weights[:, None]
-    live = dppo.contributes(full.advantages, full.scale, cfg.beta)  # [K, G]
+    live = dppo.contributes(full.advantages, full.factor, cfg.beta)  # [K, G]
     num_prompts = config.num_candidates(cfg)  # Q
     # of the un-pruned batch, expected
-    full_tokens = (full.chosen.shares[:, None] * full.cost).sum().item() * cfg.epochs
+    full_tokens = (shares(cfg, full)[:, None] * full.cost).sum().item() * cfg.epochs
     return {
         "kept/prompts": len(prompt_weights) / num_prompts,
         "kept/completions": keep.sum().item() / (num_prompts * cfg.group_size * cfg.epochs),
         "kept/tokens": ratio((keep * full.cost).sum().item(), full_tokens),
         "weight/max": weights.max().item() if keep.any() else math.nan,
         "weight/prompt_max": prompt_weights.max().item() if len(prompt_weights) else math.nan,
-        "weight/ess": dppo.effective_sample_size(weights[:, live]) / cfg.epochs,
+        "weight/ess": effective_sample_size(weights[:, live]) / cfg.epochs,
     }
 
 
@@ -134,6 +144,19 @@ def first_lines(
     return "\n".join([summary, *(f"note: {note}" for note in notes)])
 
 
+def nothing_learned(reward: float, steps: int, samples: Path) -> str:
+    """A note for a run of which no group was live for some steps, given their mean reward."""
+    cause = "each problem is too easy or too hard for the model"
+    if math.isnan(reward):
+        cause = "no gold can be scored"
+    elif reward == 0:
+        cause = "the reward never finds the answer in a completion, or the problems are too hard"
+    return (
+        f"note: for {steps} steps all completions of each prompt had the same reward ({reward:.3f} "
+        f"on average), so nothing was learned. Likely cause: {cause}. See {samples}"
+    )
+
+
 def console_line(figures: dict, steps: int) -> str:
     """One aligned line for a step."""
     width = len(str(steps))
@@ -151,3 +174,34 @@ def console_line(figures: dict, steps: int) -> str:
         f" | {name} {value:.3f}" for name, value in figures.items() if name.startswith("eval/")
     ]
     return line + "".join(scores)
+
+
+def effective_sample_size(weights: torch.Tensor) -> float:
+    """(sum w)^2 / sum w^2 of all weights: how many equal weights vary as much (Kish 1965)."""
+    return (weights.sum().square() / weights.square().sum()).item()
+
+
+def check_unbiased(full: torch.Tensor, pruned: Iterable[torch.Tensor]) -> dict[str, float]:
+    """The running check: the full gradient [P] against n independent pruned ones of the same batch.
+
+    `pruned` yields them one at a time, so only one is in memory.
+    bias2     its mean over many batches is the squared relative bias
+    variance  of one pruned gradient, relative to |full|^2
+    scale     its mean is the relative error of the length along the full gradient
+    norm      |full|
+    Where the pruning is unbiased, bias2 and scale average to 0. That also holds for an average
+    weighted by norm, because no draw changes it.
+    """
+    n, total, squares = 0, torch.zeros_like(full), 0.0
+    square = full.square().sum()
+    for gradient in pruned:
+        error = gradient - full
+        n, squares = n + 1, squares + error.square().sum()
+        total += error
+    between = total.square().sum() - squares  # n (n - 1) times the mean product of two errors
+    return {
+        "check/bias2": (between / (n * (n - 1) * square)).item(),
+        "check/variance": ((squares - between / (n - 1)) / (n * square)).item(),
+        "check/scale": ((total * full).sum() / (n * square)).item(),
+        "check/norm": square.sqrt().item(),
+    }

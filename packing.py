@@ -338,7 +338,7 @@ def packed_logprobs(
     """(log-probs, entropies) [N] of the pack's completion tokens, for sampling at `temperature`.
 
     `model` is a causal LM loaded with `attn_implementation=packing.ATTENTION`. Its logits must be
-    its output embedding of its last hidden state and nothing more (rollout.load_policy checks it).
+    its output embedding of its last hidden state and nothing more (loading.load_policy checks it).
     Entropies, in nats, carry no gradient.
     """
     inputs = {"input_ids": pack.input_ids, "position_ids": pack.position_ids, "use_cache": False}
@@ -380,24 +380,3 @@ def _chunk_logprobs(hidden, head, targets, temperature, vocab_size):
     with torch.no_grad():
         entropy = every.exp().mul_(every).sum(dim=-1).neg()  # [n]
     return logprobs, entropy
-
-
-def packs_exactly(model) -> bool:
-    """Whether two packed sequences get the log-probs that the model itself gives to each of them.
-
-    They do not if the model ignores the attention interface, scales or caps its logits, or (in
-    training mode) has dropout."""
-    sequences = torch.tensor([[0, 1, 2], [2, 1, 0]], device=model.device)
-    pack = build_pack([[0], [2]], [[1, 2], [1, 0]], model.device)
-    was_training = model.training
-    try:
-        with torch.no_grad():
-            ours, _ = packed_logprobs(model, pack)
-            model.eval().set_attn_implementation("sdpa")
-            logits = model(sequences, use_cache=False).logits  # [2, 3, padded V]
-    except (AssertionError, NotImplementedError, TypeError, ValueError):
-        return False
-    model.train(was_training).set_attn_implementation(ATTENTION)
-    every = logits[:, :-1, : model.vocab_size].log_softmax(dim=-1)  # [2, 2, V]
-    theirs = every.gather(2, sequences[:, 1:, None]).flatten()  # [4]
-    return torch.allclose(ours, theirs.to(ours.dtype), atol=1e-4)

@@ -2,6 +2,7 @@
 The proof by enumeration: every outcome that a pruning rule can have, with its probability.
 
     python proof.py          prints the table for a toy policy of 36 parameters
+    python proof.py FILE     imports a Python file first, to prove the rules and losses that it adds
 
 Gradients are linear in the weights (the tests show it with real backward passes). So the expected
 gradient is the sum over outcomes of probability x weights, times the per-sequence gradients.
@@ -11,43 +12,60 @@ same functions on a Qwen3 model.
 Letters: K prompts, G completions each, P parameters, N completion tokens, V vocabulary.
 """
 
+import importlib.util
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-import baselines
 import dppo
+import sampler
+from related import rivals  # noqa: F401 (adds its rules, which are biased)
 
-UNBIASED = ("zero", "dppo", "pps", "uniform")
 TWINS = ("no weights", "kept count", "kept tokens", "advantages again")  # popular biased mistakes
+KNOWN_TOKENS = 30.0  # what dapo and cispo divide by where prompts are pruned: earlier batches' mean
+
+
+def rules(table: dict, *, biased: bool) -> list[str]:
+    """The rules of a table that claim to be unbiased, or those that do not; without `none`, and
+    without selectors, which have no draw to enumerate."""
+    selects = lambda rule: getattr(rule, "selector", None)
+    named = [name for name, rule in table.items() if bool(rule.biased) == biased]
+    return [name for name in named if name != "none" and not selects(table[name])]
+
+
+def rate_of(rule, prune_rate: float) -> float:
+    """prune_rate, or 0 for an entry without a rate."""
+    return 0.0 if rule.rate is None else prune_rate
 
 
 @dataclass
 class Case:
     """One batch, and a function that takes its gradient.
 
-    gradient(advantages [K, G], scale [K, G], keep [K, G], shift=0.0) -> [P]; `shift` [P] moves the
+    gradient(advantages [K, G], factor [K, G], keep [K, G], shift=0.0) -> [P]; `shift` [P] moves the
     parameters first.
     """
 
     gradient: Callable
     batch: dppo.Completions
-    scale: torch.Tensor  # [K, G], of the full batch: prompt weight over denominator
+    factor: torch.Tensor  # [K, G], prompt weight over denominator of the full batch
     lengths: torch.Tensor  # [K, G], tokens of each completion
     loss: str
 
     def full(self, shift=0.0) -> torch.Tensor:
         """The un-pruned gradient [P]."""
-        return self.gradient(self.batch.advantages, self.scale, self.scale > 0, shift)
+        return self.gradient(self.batch.advantages, self.factor, self.factor > 0, shift)
 
     def of_each(self, shift=0.0) -> torch.Tensor:
         """What each sequence adds to the full gradient, [K * G, P]: one backward pass each."""
-        advantages, scale = self.batch.advantages, self.scale
-        alone = torch.eye(scale.numel(), dtype=torch.bool).view(-1, *scale.shape)
-        return torch.stack([self.gradient(advantages, scale * one, one, shift) for one in alone])
+        advantages, factor = self.batch.advantages, self.factor
+        alone = torch.eye(factor.numel(), dtype=torch.bool).view(-1, *factor.shape)
+        return torch.stack([self.gradient(advantages, factor * one, one, shift) for one in alone])
 
 
 # ---------------------------------------------------------------------------- every outcome
@@ -74,38 +92,50 @@ def systematic_outcomes(
         yield dppo.systematic(keep_prob, order, (low + high) / 2), high - low
 
 
-def uniform_outcomes(
-    keep_prob: torch.Tensor, prune_rate: float
-) -> Iterator[tuple[torch.Tensor, float]]:
-    """Every (keep, probability) of a simple random sample of n (1 - rate) completions, rounded down
-    or up. The tests show that uniform's draw is one."""
-    n = keep_prob.numel()
-    whole, part = divmod(n * (1 - prune_rate), 1)
-    for size, chance in ((int(whole), 1 - part), (int(whole) + 1, part)):
-        for kept in itertools.combinations(range(n), size):
-            keep = torch.zeros(n, dtype=torch.bool)
-            keep[list(kept)] = True
-            yield keep.view(keep_prob.shape), chance / math.comb(n, size)
-
-
 def outcomes(
-    rule: str, prune_rate: float, batch: dppo.Completions
+    name: str, prune_rate: float, batch: dppo.Completions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """Every (keep, weights, probability) of a completion rule on a batch."""
-    if rule in baselines.BIASED:
-        yield *baselines.prune_completions(rule, prune_rate, batch, torch.Generator()), 1.0
+    """Every (keep, weights, probability) of a completion rule on a batch. A random order is
+    enumerated for one order: a systematic draw is exact in each."""
+    rule = dppo.COMPLETION_RULES[name]
+    prune_rate = rate_of(rule, prune_rate)
+    if rule.select:
+        yield *rule.select(batch, prune_rate), 1.0
         return
-    if rule == "uniform":
-        keep_prob = torch.full(batch.size.shape, 1 - prune_rate, dtype=torch.float64)
-        draws = uniform_outcomes(keep_prob, prune_rate)
-    else:
-        keep_prob = dppo.completion_keep_prob(rule, prune_rate, batch)
-        if rule == "pps":
-            draws = systematic_outcomes(keep_prob, dppo.strata_order(batch.size))
-        else:
-            draws = independent_outcomes(keep_prob)
+    keep_prob = dppo.completion_keep_prob(name, prune_rate, batch)
+    draws = independent_outcomes(keep_prob)
+    if rule.order:
+        order = rule.order(batch, torch.Generator().manual_seed(0))
+        draws = systematic_outcomes(keep_prob, order)
     for keep, chance in draws:
         yield keep, dppo.ht_weights(keep, keep_prob), chance
+
+
+def prompt_outcomes(
+    name: str, prune_rate: float, history: sampler.PromptHistory, prompts: torch.Tensor, step: int
+) -> dict[tuple[int, ...], tuple[torch.Tensor, float]]:
+    """{kept: (weights [Q], probability)} of a prompt rule, for every outcome; `kept` are places in
+    prompts [Q]. A draw of fixed size orders equals at random: every permutation is enumerated."""
+    rule = sampler.PROMPT_RULES[name]
+    prune_rate = rate_of(rule, prune_rate)
+    if rule.select:
+        keep, weights = rule.select(history, prompts, prune_rate)
+        return {tuple(keep.nonzero().flatten().tolist()): (weights, 1.0)}
+    keep_prob = history.keep_prob(name, prune_rate, prompts, step)
+    draws = [*independent_outcomes(keep_prob)]
+    if rule.priority:
+        draws = []
+        for permutation in itertools.permutations(range(len(prompts))):
+            order = torch.tensor(permutation)
+            order = order[keep_prob[order].argsort(stable=True)]
+            share = 1 / math.factorial(len(prompts))
+            draws += [(keep, share * p) for keep, p in systematic_outcomes(keep_prob, order)]
+    found = {}
+    for keep, chance in draws:
+        kept = tuple(keep.nonzero().flatten().tolist())
+        before = found.get(kept, (None, 0.0))[1]
+        found[kept] = (dppo.ht_weights(keep, keep_prob), before + chance)
+    return found
 
 
 # ---------------------------------------------------------------------------- expectations
@@ -132,7 +162,7 @@ def expected_gradient(
         if twin == "advantages again":  # from the kept completions only: new gradients each time
             rewards = torch.where(keep, case.batch.rewards, torch.nan)
             again = dppo.group_advantages(rewards, case.loss)
-            total += chance * case.gradient(again, case.scale * weights, keep, 0.0)
+            total += chance * case.gradient(again, case.factor * weights, keep, 0.0)
         else:
             total += chance * (factor.flatten() @ each)
         chances += chance
@@ -174,34 +204,35 @@ def toy_case(
     beta: float = 0.0,
     drift: float = 0.3,
     prompts=(0, 1),
-    prompt_weight: float = 1.0,
+    prompt_weights=None,
+    num_prompts: int = 2,
     num_tokens: float | None = None,
 ) -> Case:
     """Four completions of up to 5 tokens per prompt, under a table of next-token logits [V, V].
 
     Everything is float64. `drift` moves the old log-probs away from the policy's, so that some
-    tokens are clipped; one completion is masked. `prompts` are those of the two that a prompt-level
-    draw kept, and `prompt_weight` multiplies them. dapo and cispo divide by `num_tokens`, by
-    default this batch's weighted tokens.
+    tokens are clipped; one completion is masked. `prompts` are those of the first num_prompts of
+    three that a prompt-level draw kept, and prompt_weights [len(prompts)] multiply them. dapo and
+    cispo divide by `num_tokens`, by default this batch's weighted tokens.
     """
-    V, G = 6, 4
+    V, G, Q = 6, 4, 3
     rows = list(prompts)
     generator = torch.Generator().manual_seed(2)
     table = torch.randn(V, V, generator=generator, dtype=torch.float64)
-    lengths = torch.tensor([[5, 2, 3, 4], [1, 4, 2, 5]])
-    tokens = torch.randint(V, (2, G, 6), generator=generator)  # the first one stands for the prompt
-    noise, ref_noise = torch.randn(2, 2, G, 5, generator=generator, dtype=torch.float64)
-    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.float64)
-    sampled = torch.arange(5) < lengths[..., None]  # [2, G, 5]
-    owner = torch.arange(2 * G).view(2, G, 1).expand(2, G, 5)
+    lengths = torch.tensor([[5, 2, 3, 4], [1, 4, 2, 5], [1, 1, 2, 1]])
+    tokens = torch.randint(V, (Q, G, 6), generator=generator)  # the first one stands for the prompt
+    noise, ref_noise = torch.randn(2, Q, G, 5, generator=generator, dtype=torch.float64)
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 1], [0, 1, 0, 1]], dtype=torch.float64)
+    sampled = torch.arange(5) < lengths[..., None]  # [Q, G, 5]
+    owner = torch.arange(Q * G).view(Q, G, 1).expand(Q, G, 5)
     eps_low, eps_high = {"gspo": (0.05, 0.05), "cispo": (1.0, 0.2)}.get(loss, (0.2, 0.28))
 
     def logprobs_of(table):
-        return table.log_softmax(dim=-1)[tokens[..., :-1], tokens[..., 1:]]  # [2, G, 5]
+        return table.log_softmax(dim=-1)[tokens[..., :-1], tokens[..., 1:]]  # [Q, G, 5]
 
     own = logprobs_of(table)
 
-    def gradient(advantages, scale, keep, shift=0.0):
+    def gradient(advantages, factor, keep, shift=0.0):
         shift = torch.as_tensor(shift, dtype=torch.float64).expand(V * V).view(V, V)
         here = (table + shift).requires_grad_()
         mask = keep[..., None] & sampled[rows]  # [K, G, 5]
@@ -216,57 +247,80 @@ def toy_case(
             loss=loss,
             eps_low=eps_low,
             eps_high=eps_high,
-            num_sequences=2 * G,
+            num_sequences=Q * G,
         )
-        total = ((losses + beta * dppo.kl_k3(logprobs, ref)) * spread(scale)).sum()
+        total = ((losses + beta * dppo.kl_k3(logprobs, ref)) * spread(factor)).sum()
         (found,) = torch.autograd.grad(total, here, allow_unused=True, materialize_grads=True)
         return found.flatten()
 
-    probs = table.softmax(dim=-1)[tokens[..., :-1]]  # [2, G, 5, V]
+    probs = table.softmax(dim=-1)[tokens[..., :-1]]  # [Q, G, 5, V]
     onehot = torch.nn.functional.one_hot(tokens[..., 1:], V)
-    energy = (onehot - probs).square().sum(dim=-1)  # [2, G, 5]
-    counts = torch.full((2, G), prompt_weight, dtype=torch.float64)
-    counts[0, 3] = 0.0  # masked
-    counts, lengths = counts[rows], lengths[rows]
-    scale = counts * dppo.loss_scale(
+    energy = (onehot - probs).square().sum(dim=-1)  # [Q, G, 5]
+    trained = torch.ones(Q, G, dtype=torch.float64)
+    trained[0, 3] = 0.0  # masked
+    trained, lengths = trained[rows], lengths[rows]
+    if prompt_weights is not None:
+        trained = trained * prompt_weights[:, None]
+    factor = trained * dppo.loss_scale(
         lengths,
         loss,
-        num_sequences=2 * G,
+        num_sequences=num_prompts * G,
         max_new_tokens=5,
-        num_tokens=num_tokens or (counts * lengths).sum().item(),
+        num_tokens=num_tokens or (trained * lengths).sum().item(),
     )
     advantages = dppo.group_advantages(rewards, loss)[rows]
-    size = dppo.contribution_size(advantages, scale, (energy * sampled).sum(dim=-1)[rows], beta)
+    size = dppo.contribution_size(advantages, factor, (energy * sampled).sum(dim=-1)[rows], beta)
     batch = dppo.Completions(advantages, rewards[rows], lengths + 1, size)
-    return Case(gradient, batch, scale, lengths, loss)
+    return Case(gradient, batch, factor, lengths, loss)
+
+
+def toy_history() -> sampler.PromptHistory:
+    """A history of three prompts that were rolled out once, with different scores and sizes."""
+    history = sampler.PromptHistory(torch.tensor([3, 9, 9]), ["a", "a", "b"], 3)
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]], dtype=torch.float64)
+    advantages, square = torch.tensor([[0.2], [3.0], [2.0]]).double(), torch.tensor([1.0, 60, 20])
+    seen = (rewards, advantages.expand(3, 4), square.double(), torch.full((3,), 9.0).double())
+    for _visit in range(20):
+        history.update(1, torch.arange(3), torch.ones(3, dtype=torch.float64), *seen)
+    return history
 
 
 def both_levels(
-    loss: str, rule: str, prune_rate: float, *, beta: float = 0.0, num_tokens: float | None = 20.0
+    loss: str, prompt_rule: str, rule: str, prune_rate: float, *, beta=0.0, own_tokens=False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expected gradients [P], pruned and full, with both levels pruned.
+    """Expected gradients [P], pruned and full, with three prompts pruned by prompt_rule and then
+    their completions by `rule`, with keep probabilities computed from the prompts that are left.
 
-    Each prompt is kept with probability 1/2 and weight 2. Then completions are pruned, with keep
-    probabilities computed from the prompts that are left. dapo and cispo divide by a number that
-    was known before the draw; num_tokens None: by the tokens of each outcome, which is biased.
+    The prompts' completions differ in length, so the tokens of what is rolled out depend on the
+    draw. A loss with "batch tokens" divides by a number that was known before it; with own_tokens
+    by the tokens of each outcome, which is biased.
     """
-    options = {"beta": beta, "num_tokens": num_tokens}
-    total = torch.zeros(36, dtype=torch.float64)
-    for prompts in ((0, 1), (0,), (1,)):  # no gradient if both are dropped
-        case = toy_case(loss, prompts=prompts, prompt_weight=2.0, **options)
-        total += 0.25 * expected_gradient(case, rule, prune_rate)
-    return total, toy_case(loss, **options).full()
+    known = dppo.LOSSES[loss].denominator == "batch tokens" and not own_tokens
+    options = {"beta": beta, "num_prompts": 3, "num_tokens": KNOWN_TOKENS if known else None}
+    total, chances = torch.zeros(36, dtype=torch.float64), 0.0
+    draws = prompt_outcomes(prompt_rule, prune_rate, toy_history(), torch.arange(3), step=2)
+    for kept, (weights, chance) in draws.items():
+        chances += chance
+        if kept:  # else there is no gradient
+            case = toy_case(loss, prompts=kept, prompt_weights=weights[[*kept]], **options)
+            total += chance * expected_gradient(case, rule, prune_rate)
+    assert abs(chances - 1.0) < 1e-9, f"probabilities of {prompt_rule}'s outcomes: {chances}"
+    return total, toy_case(loss, prompts=range(3), **options).full()
 
 
 # ---------------------------------------------------------------------------- the table
 
 
-def main() -> None:
+def main(file: str | None = None) -> None:
     """Print, for every rule and loss, how far the expected gradient is from the full one."""
+    if file:
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
     print(
         "The expected gradient over every outcome of the draw, enumerated: its largest error, "
-        "relative to the\nlargest entry of the full gradient. 8 sequences, 36 parameters, float64, "
-        "some tokens clipped; rate 0.6;\nthe worse of beta 0 and 0.1 (KL).\n"
+        "relative to the\nlargest entry of the full gradient. 8 to 12 sequences, 36 parameters, "
+        "float64, some tokens clipped;\nrate 0.6, of prompts 0.4; the worse of beta 0 and 0.1 (KL)."
+        "\n"
     )
     print(f"{'':32s}" + "".join(f"{loss:>9s}" for loss in dppo.LOSSES))
 
@@ -284,24 +338,26 @@ def main() -> None:
 
         return expectations
 
-    def both(rule, **options):
-        return lambda loss, beta: both_levels(loss, rule, 0.6, beta=beta, **options)
+    def both(prompt_rule, **options):
+        return lambda loss, beta: both_levels(loss, prompt_rule, "pps", 0.4, beta=beta, **options)
 
     def two(fresh):
         return lambda loss, beta: second_step(
             toy_case(loss, beta=beta), "pps", 0.6, lr=2.0, fresh=fresh
         )
 
-    print("unbiased")
-    for rule in UNBIASED:
+    print("unbiased: rules that drop completions")
+    for rule in rules(dppo.COMPLETION_RULES, biased=False):
         line(rule, one(rule))
     line("pps, second epoch", two(fresh=True))
-    print("prompts pruned too (dapo and cispo then divide by earlier batches' tokens)")
-    for rule in ("none", "dppo", "pps"):
+    print("unbiased: rules that drop prompts, and pps after them")
+    for rule in rules(sampler.PROMPT_RULES, biased=False):
         line(rule, both(rule))
-    line("pps, tokens of what is kept", both("pps", num_tokens=None))
     print("biased")
-    for rule in baselines.BIASED:
+    line("prompts, own tokens", both("pps", own_tokens=True))
+    for rule in rules(sampler.PROMPT_RULES, biased=True):
+        line(f"prompts, {rule}", both(rule))
+    for rule in rules(dppo.COMPLETION_RULES, biased=True):
         line(rule, one(rule))
     for twin in TWINS:
         line(f"dppo, {twin}", one("dppo", twin))
@@ -309,4 +365,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 2 or not all(Path(file).is_file() for file in sys.argv[1:]):
+        raise SystemExit("usage: python proof.py [FILE], a Python file that adds rules or losses")
+    try:
+        main(*sys.argv[1:])
+    except dppo.RuleError as problem:
+        raise SystemExit(f"error: {problem}") from None

@@ -8,10 +8,14 @@ Plain numbers are compared here. Other answers go to math-verify, in a process o
 runtime/judge.py.
 """
 
+import math
 import re
+import traceback
 from decimal import Context, Decimal
 
-from runtime import judge
+import torch
+
+from runtime import InputError, judge
 
 LONGEST_ANSWER = 2000  # characters; anything longer is not an answer
 NUMBER = re.compile(r"-?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
@@ -97,3 +101,52 @@ def _number(text: str) -> Decimal | None:
     """The value of a plain number, which may have thousands commas and dollar signs; else None."""
     text = text.strip().strip("$").strip()
     return Decimal(text.replace(",", "")) if NUMBER.fullmatch(text) else None
+
+
+# ---------------------------------------------------------------------------- of a batch
+
+
+def decode(completion_ids: torch.Tensor, lengths: torch.Tensor, tokenizer) -> list[str]:
+    """Texts of completions [..., T] with lengths [...], flattened, without special tokens."""
+    rows = zip(completion_ids.flatten(0, -2).tolist(), lengths.flatten().tolist(), strict=True)
+    return [tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
+
+
+def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch.Tensor]:
+    """(texts, rewards) of G completions for each of K problems: lists [K][G], float64 [K, G].
+
+    A reward is NaN if the completion cannot be scored. A reward that raises an exception, or
+    returns anything but a finite number or None, raises InputError with its completion.
+    """
+    flat = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
+    G = rollouts.lengths.shape[1]
+    texts = [flat[k * G : (k + 1) * G] for k in range(len(problems))]
+    rewards = [
+        [_reward_of(text, problem.answer, reward) for text in group]
+        for group, problem in zip(texts, problems, strict=True)
+    ]
+    return texts, torch.tensor(rewards, dtype=torch.float64).view(len(problems), G)
+
+
+def _reward_of(completion, gold, reward):
+    where = f"of the completion {completion[:80]!r} with the gold {gold[:80]!r}"
+    try:
+        found = reward(completion, gold)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        problem = f"{said} ({place.filename}:{place.lineno})"
+        raise InputError(f"the reward {where} raised {problem}") from error
+    try:
+        number = as_number(found)
+    except (TypeError, ValueError):
+        number = math.nan
+    if found is not None and not math.isfinite(number):
+        wanted = "return a finite number, or None if the gold cannot be scored"
+        raise InputError(f"the reward {where} is {found!r}: {wanted}")
+    return number
+
+
+def as_number(reward: float | None) -> float:
+    """None becomes NaN, which can neither be averaged nor mistaken for 0."""
+    return math.nan if reward is None else float(reward)

@@ -24,8 +24,6 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
@@ -34,11 +32,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-import packing
-import sampler
-from runtime import InputError, categorical, pruned
+import dppo
+from runtime import categorical
 from runtime.decoding import growing_cache, next_rows, plain_generation
-from runtime.device import CHECK_EVERY, cast_weights, fuse_norms, send
+from runtime.device import CHECK_EVERY, send
 
 NOT_FINITE = "the model's logits are not finite"
 
@@ -80,13 +77,6 @@ class Sampling:
         return cls(max_new_tokens, ends, tokenizer.pad_token_id, **options)
 
 
-def join(parts: list[Rollouts]) -> Rollouts:
-    """Concatenate, as if all parts had been sampled together."""
-    prompt_ids, *columns, computed = zip(*(vars(part).values() for part in parts), strict=True)
-    prompt_ids = [ids for part in prompt_ids for ids in part]
-    return Rollouts(prompt_ids, *map(torch.cat, columns), sum(computed))
-
-
 def eos_token_ids(model, tokenizer) -> list[int]:
     """Every token that ends a completion, from the generation config, else from the tokenizer.
 
@@ -118,7 +108,7 @@ def sample(
         columns = (column.repeat_interleave(group_size, dim=1) for column in columns)
         return Rollouts(prompt_ids, *columns, computed)
     if not isinstance(sampling.engine, str):
-        seed = sampler.seed_for(seed, *keys)
+        seed = dppo.seed_for(seed, *keys)
         return sampling.engine.sample(model, prompt_ids, sampling, group_size=group_size, seed=seed)
     decode = {"compact": _compact, "hf": _generate}[sampling.engine]
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
@@ -126,7 +116,7 @@ def sample(
     progress = tqdm(total=K * G, disable=not sampling.show_progress, **bar)
     uniforms = torch.zeros(K, G, T, dtype=torch.float64)
     for key, uniform in zip(keys, uniforms, strict=True):
-        uniform.uniform_(generator=sampler.generator_for(seed, key))
+        uniform.uniform_(generator=dppo.generator_for(seed, key))
     with progress, torch.no_grad(), plain_generation(model):
         ids = torch.full((K, G, T), sampling.pad_id)
         statistics, computed = torch.zeros(3, K, G, T), 0  # log-prob, entropy, energy
@@ -331,37 +321,3 @@ def _generate(model, prompt_ids, group_size, record, progress):
         ),
     )
     progress.update(B)
-
-
-# ------------------------------------------------------------------------- loading
-
-
-def load_policy(name: str, device: str, dtype: str = "float32"):
-    """(model, tokenizer) from a hub id or a folder, without remote code.
-
-    The model has packed attention; the tokenizer has a pad token. Training needs float32 weights;
-    sampling in bfloat16 needs weights of that type, or each would be cast for every token."""
-    pruned.register()  # models that related/structured.py took sub-layers from
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-        options = {"dtype": torch.float32, "attn_implementation": packing.ATTENTION}
-        model = AutoModelForCausalLM.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"--model {name} cannot be loaded: {reason}") from None
-    tokens = max(tokenizer.get_vocab().values()) + 1  # Qwen3 pads its head beyond these
-    model.vocab_size = min(tokens, model.config.vocab_size)
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        problem = f"layers of kinds {sorted(kinds)}: only full attention can be packed here"
-        raise InputError(f"--model {name} has {problem}")
-    if not packing.packs_exactly(model):
-        raise InputError(
-            f"--model {name} cannot be packed exactly: it has attention of its own, or its logits "
-            "are more than its output embedding applied to its last hidden state"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    cast_weights(model, dtype)
-    fuse_norms(model)
-    return model.to(device), tokenizer

@@ -6,22 +6,22 @@ So all ranks agree without communication, and there is no random state to save. 
 what was known before the step began, so the weights 1 / (keep probability) make the expected
 gradient of each step that of all its candidates.
 
+A rule is one function and one entry, in PROMPT_RULES below.
+
 Letters: P prompts of the data, Q candidates of a step, K of them rolled out, G completions each.
 """
 
 import functools
-import hashlib
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-import baselines
 import dppo
-
-PROMPT_RULES = ("none", "uniform", "dppo", "pps")
-FIXED_SIZE = ("uniform", "pps")  # keep exactly kept_prompts; the others draw independently
 
 # pps: its strata, and how far their moments are trusted; chosen on runs with seed 100 (runs/LOG.md)
 PASS_RATES = (0.25, 0.5, 0.75)  # edges of the live groups' bins; all wrong and all right are extra
@@ -34,24 +34,10 @@ MEMORY = 64  # steps with a live group after which an observation counts 1/e
 FLOOR = 0.25  # smallest priority, relative to the average
 
 
-def seed_for(*key) -> int:
-    """A seed from its purpose, such as (seed, step, purpose): the source of all a run's randomness.
-
-    >>> seed_for(0, 1, "rollout") == seed_for(0, 1, "rollout") != seed_for(0, 2, "rollout")
-    True
-    """
-    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
-
-
-def generator_for(*key) -> torch.Generator:
-    """A CPU generator seeded by seed_for(*key)."""
-    return torch.Generator().manual_seed(seed_for(*key))
-
-
 @functools.lru_cache(maxsize=2)
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> torch.Tensor:
     """The shuffle [P] of an epoch (0, 1, ...)."""
-    return torch.randperm(num_prompts, generator=generator_for(seed, epoch, "epoch"))
+    return torch.randperm(num_prompts, generator=dppo.generator_for(seed, epoch, "epoch"))
 
 
 def candidates(num_prompts: int, prompts_per_step: int, seed: int, step: int) -> torch.Tensor:
@@ -68,8 +54,19 @@ def candidates(num_prompts: int, prompts_per_step: int, seed: int, step: int) ->
 
 
 def kept_prompts(num_candidates: int, prune_rate: float) -> int:
-    """How many of Q candidates uniform and pps roll out: exactly round((1 - r_q) Q)."""
+    """How many of Q candidates a rule with priorities rolls out: exactly round((1 - r_q) Q)."""
     return round((1.0 - prune_rate) * num_candidates)
+
+
+class Selection(NamedTuple):
+    """Which prompts a step rolls out, and how each of these K enters the update."""
+
+    prompts: torch.Tensor  # [K], indices into the data
+    weights: torch.Tensor  # [K], 1 / P(kept); 0: rolled out, but not trained on
+    position: torch.Tensor  # [K], among the Q candidates; it decides the mini-batch
+    kept: torch.Tensor | None = None  # [Q] bool; None: there was no window of candidates
+    batch: object = None  # of a selector: a train.Batch, which it has rolled out already
+    selector: object = None  # what it becomes if the step is finished
 
 
 class PromptHistory:
@@ -99,52 +96,44 @@ class PromptHistory:
         self.steps_per_epoch = max(1, len(lengths) // prompts_per_step)
 
     def keep_prob(
-        self, rule: str, prune_rate: float, prompts: torch.Tensor, step: int, minibatches: int = 1
+        self, name: str, prune_rate: float, prompts: torch.Tensor, step: int, minibatches: int = 1
     ) -> torch.Tensor:
-        """Probabilities [Q] that the step's candidates are rolled out, float64; prune_rate is r_q.
-
-        none     1
-        uniform  equal, so that exactly round((1 - r_q) Q) are kept
-        dppo     1 - r_q if its score is below the mean score of the candidates, else 1; also 1 if
-                 it was never rolled out. (A summary speaks of low historical advantage; the mean
-                 as the threshold is ours.)
-        pps      ours: proportional to `priority`; keeps as many as uniform
-        """
-        dppo.check_known("prompt rule", rule, PROMPT_RULES)
-        equal = torch.ones(len(prompts), dtype=torch.float64)
-        if rule == "none":
-            return equal
-        if rule == "dppo":
-            score = self.score[prompts]
-            return dppo.threshold_keep_prob(score, ~score.isnan(), prune_rate)
-        priority = self.priority(prompts, step) if rule == "pps" else equal
-        kept = kept_prompts(len(prompts), prune_rate)
-        ends = [kept * part // minibatches for part in range(minibatches + 1)]
-        counts = [end - start for start, end in itertools.pairwise(ends)]
-        parts = (priority.chunk(minibatches), equal.chunk(minibatches), counts)
-        return torch.cat([dppo.pps_keep_prob(*part) for part in zip(*parts, strict=True)])
+        """Probabilities [Q] that the step's candidates are rolled out by one of PROMPT_RULES,
+        float64, checked; prune_rate is r_q."""
+        dppo.check_known("prompt rule", name, PROMPT_RULES)
+        rule = PROMPT_RULES[name]
+        if rule.priority:
+            keep_prob = rule.priority(self, prompts, step)
+            if keep_prob.shape == prompts.shape:
+                keep_prob = _fixed_size(keep_prob, prune_rate, minibatches)
+        else:
+            keep_prob = rule.keep_prob(self, prompts, prune_rate, step)
+        everything = torch.ones(len(prompts), dtype=torch.bool)
+        dppo.check_keep_prob("prompt rule", name, rule, prune_rate, keep_prob, everything)
+        return keep_prob.double()
 
     def prune(
         self,
-        rule: str,
+        name: str,
         prune_rate: float,
         prompts: torch.Tensor,
         generator: torch.Generator,
         step: int,
         minibatches: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keep, weights) [Q] of the step's candidates; one of PROMPT_RULES, or dppo_floor.
+        """(keep, weights) [Q] of the step's candidates, by one of PROMPT_RULES.
 
-        uniform and pps draw systematically, ordered by probability and at random among equals, so
-        uniform is a simple random sample; dppo draws independently. Each mini-batch has its own
-        fixed-size draw. With a single draw, the number kept for the first update would determine
-        the number left for the second, whose parameters depend on the first.
+        Rules with priorities draw systematically, ordered by probability and at random among
+        equals, so uniform is a simple random sample; others draw independently. Each mini-batch has
+        its own fixed-size draw. With a single draw, the number kept for the first update would
+        determine the number left for the second, whose parameters depend on the first.
         """
-        if rule == "dppo_floor":
-            score = self.score[prompts]
-            return baselines.floor_of_low(score, ~score.isnan(), prune_rate)
-        keep_prob = self.keep_prob(rule, prune_rate, prompts, step, minibatches)
-        if rule not in FIXED_SIZE:
+        dppo.check_known("prompt rule", name, PROMPT_RULES)
+        rule = PROMPT_RULES[name]
+        if rule.select:
+            return rule.select(self, prompts, prune_rate)
+        keep_prob = self.keep_prob(name, prune_rate, prompts, step, minibatches)
+        if not rule.priority:
             return dppo.prune(keep_prob, generator)
         kept = []
         for part in keep_prob.chunk(minibatches):
@@ -166,24 +155,36 @@ class PromptHistory:
     def priority(self, prompts: torch.Tensor, step: int) -> torch.Tensor:
         """What pps's keep probabilities are proportional to, float64 [K]; 1 is the average.
 
-        Neyman's allocation for a stratum is the root mean square of its group sizes over the root
-        of its mean cost: the root of r, summed squares over summed cost. Strata are nested: source,
-        length, pass rate, age. The coarser stratum's r counts like PRIOR groups of the finer one,
-        so the draw is uniform until the data say otherwise. No priority is below FLOOR, so no
-        prompt is forgotten and weights stay bounded.
+        The variance at a given cost is smallest if a stratum is drawn in proportion to the root of
+        (mean squared group size / mean tokens) (Neyman 1934). Strata are nested: source, length,
+        pass rate, age. Each estimate is mixed with that of the coarser stratum, which weighs as
+        much as PRIOR groups, so the draw is uniform until the data say otherwise. No priority is
+        below FLOOR, so no prompt is forgotten and weights stay bounded.
+
+        Two sources with squared group sizes of 3 and 1, as long, and seen so often that the prior
+        no longer matters. Their average is 2, so the roots are those of 3 / 2 and 1 / 2:
+
+            >>> history = PromptHistory(torch.tensor([5, 5]), ["a", "b"], prompts_per_step=2)
+            >>> both, often = torch.arange(2), torch.full((2,), 1e6).double()
+            >>> rewards = torch.tensor([[1.0, 0.0]] * 2)
+            >>> history.update(1, both, often, rewards, rewards, torch.tensor([3, 1]), often)
+            >>> history.update(1, both, often, rewards, rewards, torch.tensor([3, 1]), often)
+            >>> history.priority(both, step=2).numpy().round(2).tolist()
+            [1.22, 0.71]
         """
         whole = self.sums.sum(dim=(1, 2, 3, 4), keepdim=True)  # [3, 1, 1, 1, 1]
         if whole[1] <= 0:  # no live group yet
             return torch.ones(len(prompts), dtype=torch.float64)
-        count, square, cost = whole + 1e-9
-        prior = PRIOR * cost / count
-        r = square / cost
+        groups, squares, tokens = whole + 1e-9
+        prior_tokens = PRIOR * tokens / groups  # of PRIOR groups
+        square_per_token = squares / tokens  # of all prompts, then of ever finer strata
         for finest in range(1, 5):  # the source; with the length; with the bin; with the age
             finer = tuple(range(finest + 1, 5))
-            _, square, cost = self.sums.sum(dim=finer, keepdim=True) if finer else self.sums
-            r = (square + prior * r) / (cost + prior)
-        relative = (r * whole[2] / whole[1]).sqrt().clamp(min=FLOOR)  # [S, L, B, A]
-        return relative[self.strata(prompts, step)]
+            _, squares, tokens = self.sums.sum(dim=finer, keepdim=True) if finer else self.sums
+            coarser = prior_tokens * square_per_token
+            square_per_token = (squares + coarser) / (tokens + prior_tokens)
+        relative = square_per_token * whole[2] / whole[1]  # to that of all prompts, [S, L, B, A]
+        return relative.sqrt().clamp(min=FLOOR)[self.strata(prompts, step)]
 
     def update(
         self,
@@ -232,3 +233,62 @@ class PromptHistory:
             "history/candidates_by_pass_rate": counts(bins),
             "history/kept_by_pass_rate": counts(bins[keep]),
         }
+
+
+# ---------------------------------------------------------------------------- prompt rules
+
+
+@dataclass(frozen=True)
+class PromptRule:
+    """How prompts are dropped before rollout: an entry of PROMPT_RULES. It has either
+    keep_prob(history, prompts, prune_rate, step) -> [Q], above 0, for independent draws, or
+    priority(history, prompts, step) -> [Q], above 0: round((1 - r_q) Q) are kept, in proportion.
+    """
+
+    keep_prob: Callable | None = None
+    priority: Callable | None = None
+    rate: float | None = 0.3  # default r_q; at 0 nothing is dropped. None: the rule has no rate
+    biased: str = ""  # why, as the run's first lines say it
+    select: Callable | None = None  # (history, prompts, prune_rate) -> (keep, weights)
+    selector: Callable | None = None  # chooses by rewards, so it rolls out itself: related/rivals
+
+
+def _fixed_size(priority: torch.Tensor, prune_rate: float, minibatches: int) -> torch.Tensor:
+    """Keep probabilities [Q] proportional to priority [Q] in each mini-batch, whose sums are whole
+    numbers and together kept_prompts(Q, prune_rate)."""
+    equal = torch.ones(len(priority), dtype=torch.float64)
+    kept = kept_prompts(len(priority), prune_rate)
+    ends = [kept * part // minibatches for part in range(minibatches + 1)]
+    counts = [end - start for start, end in itertools.pairwise(ends)]
+    parts = (priority.chunk(minibatches), equal.chunk(minibatches), counts)
+    return torch.cat([dppo.pps_keep_prob(*part) for part in zip(*parts, strict=True)])
+
+
+def equal(history: PromptHistory, prompts: torch.Tensor, *_) -> torch.Tensor:
+    """1 for each prompt: as probabilities, all are kept; as priorities, none is preferred."""
+    return torch.ones(len(prompts), dtype=torch.float64)
+
+
+def low_scores(history: PromptHistory, prompts, prune_rate: float, step: int) -> torch.Tensor:
+    """1 - r_q if a prompt's score is below the mean score of the candidates, else 1; also 1 if it
+    was never rolled out. (A summary speaks of low historical advantage; the mean as the threshold
+    is ours.)"""
+    score = history.score[prompts]
+    return dppo.threshold_keep_prob(score, ~score.isnan(), prune_rate)
+
+
+PROMPT_RULES = {
+    "none": PromptRule(equal, rate=None),
+    "uniform": PromptRule(priority=equal),
+    "dppo": PromptRule(low_scores),
+    "pps": PromptRule(priority=lambda history, *where: history.priority(*where), rate=0.6),
+}
+
+
+def keeps_unseen(name: str) -> bool:
+    """Whether one of PROMPT_RULES keeps every prompt that was never rolled out."""
+    history = PromptHistory(torch.ones(2, dtype=torch.long), ["", ""], prompts_per_step=2)
+    rule, prompts = PROMPT_RULES[name], torch.arange(2)
+    if rule.select:
+        return bool(rule.select(history, prompts, 0.5)[0].all())
+    return bool((history.keep_prob(name, 0.5 if rule.rate else 0.0, prompts, step=1) == 1).all())

@@ -17,15 +17,14 @@ import torch
 import tyro
 
 import data
+import loading
 import packing
-import rollout
 import sampler
 from runtime import InputError, checkpoint, gguf, log, ranks
 from runtime.clock import clock
-from runtime.device import choose_device, choose_dtype
+from runtime.device import autocast, choose_device, choose_dtype
 from runtime.stop import Stop
 from runtime.threads import Threads
-from update import autocast
 
 PACK_TOKENS, WARMUP, SAVE_EVERY = 2048, 10, 20  # tokens of a slot, steps, steps
 
@@ -110,7 +109,7 @@ def main(cfg: Config) -> None:
     stop, threads = Stop(), Threads(cfg.device)
     saved = ranks.broadcast(checkpoint.find, out_dir) if cfg.resume else None
     source = str(saved or ranks.broadcast(gguf.model_folder, cfg.model))
-    model, tokenizer = rollout.load_policy(source, cfg.device)
+    model, tokenizer = loading.load_policy(source, cfg.device)
     pairs = encode(cfg, tokenizer, model.config.max_position_embeddings)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     state = checkpoint.load_state(saved) if saved else {"step": 0}

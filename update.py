@@ -13,13 +13,12 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.distributed.fsdp import register_fsdp_forward_method
 from tqdm import tqdm
 
 import dppo
 import packing
-from runtime import InputError, ranks
-from runtime.device import send
+from runtime import ranks
+from runtime.device import autocast, send
 
 
 class Sums(NamedTuple):
@@ -147,35 +146,3 @@ def _packs(rollouts, keep, cfg, device, show_progress=False):
         pack = packing.build_pack(*texts, device, share_prompts=cfg.share_prompts)
         places = [range(kept[m] * T, kept[m] * T + lengths[kept[m]]) for m in members]
         yield pack, torch.tensor([*itertools.chain(*places)], dtype=torch.long)
-
-
-def checkpoint_layers(model) -> None:
-    """Recompute each layer's activations in the backward pass. Raises InputError for dropout."""
-    enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    model.train()  # transformers checkpoints in training mode only; sampling restores the mode
-    if not packing.packs_exactly(model):
-        raise InputError(
-            "--gradient-checkpointing: this model has dropout, which training mode would enable"
-        )
-
-
-def shard(model, device: str) -> None:
-    """--shard fsdp: leave this rank its share of the weights, gathered around packed_logprobs."""
-    ranks.shard(model, device)
-
-    def packed_logprobs(pack, *, temperature):
-        logprobs, entropy = packing.packed_logprobs(model, pack, temperature=temperature)
-        return logprobs.clone(), entropy  # it may be a view, which FSDP warns about
-
-    model.packed_logprobs = packed_logprobs
-    register_fsdp_forward_method(model, "packed_logprobs")  # FSDP hooks only `forward` by itself
-
-
-def autocast(cfg):
-    """bfloat16 arithmetic over float32 weights, if the run uses it.
-
-    Without autocast's cache: a weight that is used several times, such as the head over its chunks,
-    is cast each time, so that its gradients are added up in float32."""
-    enabled = cfg.dtype == "bfloat16"
-    return torch.autocast(cfg.device, torch.bfloat16, enabled=enabled, cache_enabled=False)

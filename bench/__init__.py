@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 
 import config
+from run import Run
 from runtime import log
 from runtime.device import cast_weights
 from train import Trainer
@@ -21,19 +22,20 @@ JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]  # a parameter tha
 
 
 def run(
-    args: list[str], trainer_class: type[Trainer] = Trainer, reward=None
+    args: list[str], trainer_class: type[Trainer] = Trainer, reward=None, *, kind: type[Run] = Run
 ) -> tuple[Trainer, list[dict]]:
     """Train in a temporary folder, without evaluations, checkpoints or run.png.
 
-    args are flags of train.py; trainer_class may be a subclass that records or breaks something.
+    args are flags of train.py; both classes may be subclasses that record or break something.
     Returns the trainer and the rows of its log.
     """
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--out-dir", folder, "--eval-every", "0", "--save-every", "0"]
         trainer = trainer_class(config.parse_config([*args, *fixed]), reward)
-        trainer.open_folder()
-        while trainer.done < trainer.cfg.steps:
-            trainer.write(*trainer.advance())
+        training = kind(trainer)
+        training.open_folder()
+        while training.done < trainer.cfg.steps:
+            training.write(*training.advance())
         return trainer, log.read_rows(Path(folder, "log.jsonl"))
 
 

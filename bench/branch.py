@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 import dppo
 from bench import JsonFile
+from dppo import generator_for
 from related import branch
-from sampler import generator_for
 
 DEPTHS, TREES = 20, 8
 LAST_SPLIT = 10  # the depth of the last split's children

@@ -10,8 +10,8 @@ class Underweighted(Trainer):
     """A faulty twin that the check must find: the weights of both levels are 10 % too small."""
 
     def prune_prompts(self, *args):
-        keep, weights = super().prune_prompts(*args)
-        return keep, 0.9 * weights
+        chosen = super().prune_prompts(*args)
+        return chosen._replace(weights=0.9 * chosen.weights)
 
     def prune_completions(self, *args):
         keep, weights = super().prune_completions(*args)

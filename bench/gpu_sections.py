@@ -28,14 +28,17 @@ from unittest import mock
 import torch
 
 import config
+import dppo
 import packing
 import rollout
 import vllm_engine
 from bench import rollout as bench_rollout
 from bench import roofline, run, shapes, update
+from loading import checkpoint_layers
 from runtime.clock import clock
-from train import Selection, Trainer
-from update import checkpoint_layers, trainer_logprobs
+from sampler import Selection
+from train import Trainer
+from update import trainer_logprobs
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -194,7 +197,7 @@ def attention_errors(bench: Bench, kernel: str, width: int, shared: bool) -> dic
 def gap(bench: Bench) -> Iterator:
     prompts = torch.arange(bench.size.gap_prompts)
     sample = functools.cache(lambda: bench.trainer.roll_out(prompts, 1, "gap"))
-    for loss in config.LOSS_CLIPS:
+    for loss in dppo.LOSSES:
         yield {"loss": loss}, functools.partial(gap_of_loss, bench, sample, loss)
 
 
@@ -202,7 +205,7 @@ def gap_of_loss(bench: Bench, sample: Callable, loss: str) -> dict:
     """How far sampler and trainer are apart before any update, and what the clip makes of it."""
     batch, trainer = sample(), bench.trainer
     ones = torch.ones(len(batch.prompts), dtype=torch.float64)
-    chosen = Selection(None, ones, torch.arange(len(ones)), ones)
+    chosen = Selection(batch.prompts, ones, torch.arange(len(ones)))
     row, before = {}, trainer.cfg
     difference = trainer_logprobs(trainer.model, batch.rollouts, before) - batch.rollouts.logprobs
     try:

@@ -17,6 +17,7 @@ import statistics
 from pathlib import Path
 
 from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the caller
+from matplotlib.ticker import EngFormatter
 
 from runtime import log
 
@@ -249,10 +250,10 @@ def table(rows: list[dict], setting: str) -> str:
 # ---------------------------------------------------------------------------- pictures
 
 
-COLORS = {  # in the order of the tables: the race's ROWS and BEST, and trl
+COLORS = {  # in the order of the tables: the race's ROWS and BEST, and trl; best_* is dashed
     "grpo": "#000000",
     "grpo_zero": "#999999",
-    "best_grpo": "#555555",
+    "best_grpo": "#000000",
     "cppo": "#D55E00",
     "pods": "#999933",
     "cppo_allocated": "#E69F00",
@@ -266,48 +267,67 @@ COLORS = {  # in the order of the tables: the race's ROWS and BEST, and trl
     "uniform": "#F0E442",
     "trl": "#8B4513",
 }
+OTHERS, OTHERS_COLOR = "other methods", "#C4C4C4"
+GOAL = f"{REACHED} of grpo's final"
 
 
-def draw(records: list[dict], axis: str = "seconds", rows=tuple(COLORS)) -> Figure:
+def draw(
+    records: list[dict], axis: str = "seconds", rows=tuple(COLORS), colored=tuple(COLORS)
+) -> Figure:
     """Accuracy (means of three evaluations) over seconds, tokens or steps, a panel per setting.
 
     Seeds are thin, their mean at each step is thick, a single seed is in between, and 0.98 of
-    GRPO's final accuracy is dotted. Lines start with the base model's evaluation and go on from the
-    third one. Panels end at twice GRPO's end.
+    GRPO's final accuracy is dotted. Rows that are not `colored` are grey, without their seeds.
+    Lines start with the base model's evaluation and go on from the third one. Panels end where the
+    last colored row does, but at most at twice GRPO's end.
     """
     settings = list(dict.fromkeys(record["setting"] for record in records))
-    figure = Figure(figsize=(6 * len(settings), 3.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(5.2 * len(settings) + 2, 3.6), dpi=110, layout="constrained")
     scale = scales(records)[axis]
     panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
+    lines = {}  # of the legend, by name
     for panel, setting in zip(panels, settings, strict=True):
+        here = [record for record in records if record["setting"] == setting]
         for name in rows:
-            runs = [run for run in records if (run["setting"], run["row"]) == (setting, name)]
-            _draw_row(panel, runs, scale, name)
-        grpo = [run for run in records if (run["setting"], run["row"]) == (setting, "grpo")]
-        end = panel.get_xlim()[1]
-        if grpo:
+            runs = [run for run in here if run["row"] == name]
+            lines |= _draw_row(panel, runs, scale, name, name in colored)
+        end = 1.05 * max(scale(run)[-1] for run in here if run["row"] in {*rows} & {*colored})
+        if grpo := [run for run in here if run["row"] == "grpo"]:
             goal = statistics.mean(REACHED * final(run) for run in grpo)
-            label = f"{REACHED} of grpo's final"
-            panel.axhline(goal, color="#000000", ls=":", lw=1, label=label)
+            lines[GOAL] = panel.axhline(goal, color="#000000", ls=":", lw=1)
             end = min(end, 2 * max(scale(run)[-1] for run in grpo))
         xlabel = "seconds of training" if axis == "seconds" else axis
         panel.set(title=setting, xlabel=xlabel, xlim=(0, end))
+        if axis == "tokens":
+            panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1.5M
         panel.grid(alpha=0.2)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=8)
     panels[0].set_ylabel("avg@4, held out (mean of 3 evaluations)")
+
+    def label(name):
+        own = [run["setting"] for run in records if run["row"] == name]
+        counts = [own.count(setting) for setting in settings]
+        return f"{name} ({', '.join(map(str, counts))})" if any(counts) else name
+
+    names = [name for name in (*COLORS, OTHERS, GOAL) if name in lines]
+    style = {"title": "method (seeds)", "frameon": False, "loc": "outside right center"}
+    figure.legend([lines[name] for name in names], map(label, names), fontsize=9, **style)
     return figure
 
 
-def _draw_row(panel, runs: list[dict], scale, name: str) -> None:
-    """The lines of one row: its seeds, and their mean."""
-    lines, color = [], COLORS[name]
+def _draw_row(panel, runs: list[dict], scale, name: str, colored: bool) -> dict:
+    """Draw the lines of a row: its seeds, and their mean. Returns {name in the legend: line}."""
+    lines, color = [], COLORS[name] if colored else OTHERS_COLOR
     for run in runs:
         points = smoothed(run)[:1] + smoothed(run)[WINDOW:]
         lines.append([(scale(run)[step], value) for step, value in points])
-        panel.plot(*zip(*lines[-1], strict=True), color=color, lw=0.6, alpha=0.35)
-    if lines:
-        columns = zip(*lines, strict=False)
-        mean = [tuple(map(statistics.mean, zip(*points, strict=True))) for points in columns]
-        width, label = 2 if len(runs) > 1 else 1, f"{name} ({len(runs)})"
-        panel.plot(*zip(*mean, strict=True), color=color, lw=width, label=label)
+        if colored:
+            panel.plot(*zip(*lines[-1], strict=True), color=color, lw=0.5, alpha=0.7)
+    if not lines:
+        return {}
+    columns = zip(*lines, strict=False)
+    mean = [tuple(map(statistics.mean, zip(*points, strict=True))) for points in columns]
+    style = {"ls": "--" if name.startswith("best_") else "-", "zorder": 2 if colored else 1}
+    style["lw"] = 2 if len(runs) > 1 and colored else 1.2
+    (line,) = panel.plot(*zip(*mean, strict=True), color=color, **style)
+    return {name if colored else OTHERS: line}

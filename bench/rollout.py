@@ -13,6 +13,7 @@ import torch
 import arithmetic
 import config
 import data
+import loading
 import rollout
 import vllm_engine
 from bench import JsonFile, sampling_copy, shapes, write_json
@@ -47,7 +48,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         if shape == "embedded":
             base = str(checkpoint or arithmetic.base_folder())
-            model, tokenizer = rollout.load_policy(base, cfg.device)
+            model, tokenizer = loading.load_policy(base, cfg.device)
             problems = data.train_problems(cfg.data, hold_out=True)
             _, prompts = data.encode_prompts(problems, tokenizer, 400)
             eos_ids = rollout.eos_token_ids(model, tokenizer)

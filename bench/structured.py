@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 
+import loading
 import rollout
 from bench import JsonFile, write_json
 from related import recovery, stream, structured, text
@@ -81,7 +82,7 @@ class Measure:
 
     def __init__(self, model, data, samples, tokens, rank):
         device = choose_device("auto")
-        self.policy, tokenizer = rollout.load_policy(gguf.model_folder(model), device)
+        self.policy, tokenizer = loading.load_policy(gguf.model_folder(model), device)
         self.policy.set_attn_implementation("sdpa")
         windows = text.read(data, tokenizer, samples, tokens).to(device)
         self.calibration, self.held_out = windows

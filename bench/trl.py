@@ -22,10 +22,11 @@ import arithmetic
 import config
 import data
 import eval as evaluation
+import loading
 import rollout
 from bench import JsonFile, run, write_json
-from sampler import seed_for
-from train import Trainer
+from dppo import seed_for
+from run import Run
 
 PPS = {"completion_rule": "pps", "completion_prune_rate": 0.7}
 BOTH = PPS | {"prompt_rule": "pps", "prompt_prune_rate": 0.6}
@@ -112,12 +113,12 @@ def our_steps(method: str, steps: int, seed: int) -> list[float]:
     """
     ends = []
 
-    class Timed(Trainer):
+    class Timed(Run):
         def write(self, row, samples):
             super().write(row, samples)
             ends.append(time.perf_counter())
 
-    run(["--method", method, "--steps", str(steps), "--seed", str(seed)], Timed)
+    run(["--method", method, "--steps", str(steps), "--seed", str(seed)], kind=Timed)
     return [math.nan] + [end - start for start, end in itertools.pairwise(ends)]
 
 
@@ -241,7 +242,7 @@ def curve(
     """One run of TRL's trainer: its configuration and the rows of a log, as train.py has them. It
     ends at the last step, or once an evaluation reaches the goal."""
     cfg = config.resolve(config.Config(method="grpo", lr=lr, seed=seed, steps=steps))
-    policy, tokenizer = rollout.load_policy(str(arithmetic.base_folder()), cfg.device)
+    policy, tokenizer = loading.load_policy(str(arithmetic.base_folder()), cfg.device)
     problems = data.eval_problems(eval_data, eval_problems)
     problems, prompt_ids = data.encode_prompts(problems, tokenizer, 400)
     sampling = rollout.Sampling.for_policy(policy, tokenizer, cfg.max_new_tokens)

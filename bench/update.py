@@ -23,12 +23,15 @@ import torch
 import arithmetic
 import config
 import dppo
+import loading
 import packing
 import rollout
 from bench import JsonFile, run, shapes, write_json
+from loading import checkpoint_layers
 from runtime.clock import clock
+from runtime.device import autocast
 from train import Trainer
-from update import accumulate_gradients, autocast, checkpoint_layers
+from update import accumulate_gradients
 
 MICRO_BATCHES = (512, 1024, 2048, 4096, 8192, 16_384)  # tokens; padded variants get the best one
 
@@ -219,7 +222,7 @@ def main(
         everything = {"keep": torch.ones_like(last.keep), "scale": torch.ones_like(last.scale)}
         works = {"embedded, all": replace(last, **everything)}
         works |= {f"embedded, kept by {method}": runs[method][-1] for method in runs}
-        model, tokenizer = rollout.load_policy(str(arithmetic.base_folder()), cfg.device)
+        model, tokenizer = loading.load_policy(str(arithmetic.base_folder()), cfg.device)
         works["log-normal"] = log_normal_work(16, 16, 120, 24, len(tokenizer))
         for method, recorded in runs.items():
             rows += density_rows(f"embedded, kept by {method}", recorded, cfg.pack_tokens)

@@ -22,15 +22,15 @@ from typing import Literal, NamedTuple
 import torch
 
 import arithmetic
-import baselines
 import config
 import data
 import dppo
+import loading
 import rollout
 import sampler
 import train
 from bench import JsonFile, run, sampling_copy
-from eval import score
+from rewards import score
 from update import Sums, accumulate_gradients
 
 SETTINGS = ("arithmetic", "arithmetic-mixed")  # the default and the realistic one
@@ -115,7 +115,7 @@ class Gradients:
 
 def real_gradients(folder: Path, cfg, step: int) -> Gradients:
     """Roll out the window after `step` from a checkpoint; every live completion's own gradient."""
-    model, tokenizer = rollout.load_policy(str(folder), cfg.device)
+    model, tokenizer = loading.load_policy(str(folder), cfg.device)
     problems = data.train_problems(cfg.data, hold_out=True)
     room = model.config.max_position_embeddings - cfg.max_new_tokens
     format_ = (cfg.prompt_format, cfg.thinking)
@@ -129,7 +129,7 @@ def real_gradients(folder: Path, cfg, step: int) -> Gradients:
         batch_size=cfg.rollout_batch,
         engine=cfg.engine,
     )
-    options = {"group_size": cfg.group_size, "seed": sampler.seed_for(cfg.seed, step, "bench")}
+    options = {"group_size": cfg.group_size, "seed": dppo.seed_for(cfg.seed, step, "bench")}
     policy = sampling_copy(model, cfg)
     rollouts = rollout.sample(policy, [ids[q] for q in window], sampling, **options)
     reward = data.reward_function(cfg.data)
@@ -182,19 +182,19 @@ def rule_draws(name, share, found, batch, sizes, norms, draws):
         return (keep_prob * batch.cost)[found.live].sum().item() / tokens
 
     if name in ("pps", "uniform"):
-        module, rate = dppo, 1 - share * tokens / batch.cost.sum().item()  # of all tokens
+        rate = 1 - share * tokens / batch.cost.sum().item()  # of all tokens
         if name == "uniform":
-            module, rate = baselines, 1 - share
-        drawn = [module.prune_completions(name, rate, batch, generator)[1] for _ in range(draws)]
+            rate = 1 - share
+        drawn = [dppo.prune_completions(name, rate, batch, generator)[1] for _ in range(draws)]
     elif name == "dppo":
         expected = lambda rate: kept(dppo.completion_keep_prob("dppo", rate, batch))
         rate = search(expected, share)
         if rate is None:
             return None
         drawn = [dppo.prune_completions("dppo", rate, batch, generator)[1] for _ in range(draws)]
-    elif name in baselines.BIASED:
+    elif name in dppo.COMPLETION_RULES and dppo.COMPLETION_RULES[name].biased:
         lowest = 1 - 1 / batch.size.shape[1] if name == "cppo" else 1.0  # one of a group at least
-        keep = lambda rate: baselines.prune_completions(name, min(rate, lowest), batch, generator)
+        keep = lambda rate: dppo.prune_completions(name, min(rate, lowest), batch, generator)
         rate = search(lambda rate: kept(keep(rate)[0].double()), share)
         if rate is None:
             return None
@@ -202,7 +202,7 @@ def rule_draws(name, share, found, batch, sizes, norms, draws):
     else:  # pps with other sizes, or with an independent draw
         size = norms if name.startswith("oracle") else sizes.get(name, batch.size)
         keep_prob = dppo.pps_keep_prob(size, batch.cost, share * tokens)
-        order = dppo.strata_order(size)
+        order = dppo.strata_order(replace(batch, size=size))
         drawn = []
         for _ in range(draws):
             start = torch.rand((), dtype=torch.float64, generator=generator).item()
@@ -407,7 +407,7 @@ class GroupByGroup(train.Trainer):
 
     def learn(self, step, full):
         batch, tokens = full.batch, full.batch.lengths.sum(dim=1)
-        seen = (batch.prompts, batch.rewards, full.advantages, full.group_square, tokens)
+        seen = (batch.prompts, batch.rewards, full.advantages, self.group_squares(full), tokens)
         self.recorded.append(Step(step, *seen, self.gram))
         super().learn(step, full)
 
@@ -440,7 +440,7 @@ def replay(
     """
     history, rows = copy.deepcopy(empty), []
     for step, window, rewards, advantages, square, tokens, gram in steps:
-        generator = sampler.generator_for(seed, step, "replay")
+        generator = dppo.generator_for(seed, step, "replay")
         drawn = prompt_draws(rule, rate, history, window, gram, tokens, generator, step, draws)
         keeps, weights = (torch.stack(tables) for tables in zip(*drawn, strict=True))  # [draws, Q]
         error = weights - 1.0

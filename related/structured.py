@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-import rollout
+import loading
 from related import stream, text
 from related.recovery import recover
 from runtime import InputError, gguf, pruned
@@ -221,7 +221,7 @@ def main(
     if out_dir.exists():
         raise InputError(f"--out-dir {out_dir} exists: give another")
     device = choose_device("auto")
-    policy, tokenizer = rollout.load_policy(gguf.model_folder(model), device)
+    policy, tokenizer = loading.load_policy(gguf.model_folder(model), device)
     policy.set_attn_implementation("sdpa")
     calibration, held_out = text.read(data, tokenizer, samples, tokens).to(device)
     started = clock(device)

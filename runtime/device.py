@@ -34,6 +34,15 @@ def choose_dtype(dtype: str, device: str) -> str:
     return ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
 
 
+def autocast(cfg):
+    """bfloat16 arithmetic over float32 weights, if the run uses it.
+
+    Without autocast's cache: a weight that is used several times, such as the head over its chunks,
+    is cast each time, so that its gradients are added up in float32."""
+    enabled = cfg.dtype == "bfloat16"
+    return torch.autocast(cfg.device, torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
 def send(tensor: torch.Tensor, device) -> torch.Tensor:
     """Copy a CPU tensor to the device without waiting for the copy."""
     if torch.device(device).type == "cuda":

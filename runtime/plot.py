@@ -1,5 +1,5 @@
 """
-run.png: a run's log.jsonl in nine pictures. The last three show the prompt level.
+run.png: a run's log.jsonl in twelve panels. The last row shows the prompt level.
 
     python -m runtime.plot out
 
@@ -28,7 +28,9 @@ BINS = (  # of a prompt's last pass rate
     "never rolled out", "all wrong", "up to 1/4 right", "up to 1/2", "up to 3/4", "above 3/4",
     "all right",
 )  # fmt: skip
-BIN_COLORS = ("#DDDDDD", "#762A83", "#AF8DC3", "#E7D4E8", "#D9F0D3", "#7FBF7B", "#1B7837")
+BIN_COLORS = ("#BBBBBB", "#0D0887", "#6A00A8", "#A51F99", "#D04D73", "#EF7E50", "#FEBE2A")
+CURVES = ("#0072B2", "#D55E00", "#009E73", "#000000")  # of a panel whose curves are not rules
+LEGEND = {"frameon": False, "fontsize": "small", "handlelength": 1.2, "columnspacing": 1}
 
 
 def pass_rates(steps: list[dict]) -> list[list[float]]:
@@ -51,32 +53,44 @@ def kept_by_pass_rate(steps: list[dict]) -> list[list[float]]:
 
 
 def draw_run(out_dir: Path) -> None:
-    """Draw run.png: accuracy by step and by time, what was kept, where the time went, the
-    completions, and the prompts' history and how pruning used it."""
+    """Draw run.png, one unit per panel: reward by step and by time, seconds and density; groups,
+    lengths, entropy and gradient norm; the prompts' history, what was kept, and the weights."""
     lines = (out_dir / "log.jsonl").read_text().split("\n")[:-1]  # without a half-written last line
     rows = [json.loads(line) for line in lines]
     cfg = json.loads((out_dir / "config.json").read_text())["config"]
     steps = [row for row in rows if row["step"] > 0]
-    figure = Figure(figsize=(15, 12), layout="constrained")
-    axes = figure.subplots(3, 3)
-    draw_accuracy(axes[0, :2], rows)
-    shares = ("prompts", "completions", "tokens")
-    for key in (*(f"kept/{name}" for name in shares), "pack/density", "frac_reward_zero_std"):
-        series(axes[0, 2], steps, key)
-    axes[0, 2].set(xlabel="step", ylabel="share", ylim=(0, 1.05))
-    for key in ("time/rollout", "time/train", "time/score"):
-        series(axes[1, 0], steps, key)
-    axes[1, 0].set(xlabel="step", ylabel="seconds per step", ylim=(0, None))
-    series(axes[1, 1], steps, "completions/mean_length", color="#1b9e77")
-    axes[1, 1].set(xlabel="step", ylabel="tokens per completion", ylim=(0, None))
-    series(axes[1, 2], steps, "entropy", "entropy, nats per token")
-    series(axes[1, 2], steps, "grad_norm", "gradient norm before clipping")
-    axes[1, 2].set(xlabel="step", ylim=(0, None))
-    draw_prompts(axes[2], steps)
+    figure = Figure(figsize=(16, 11), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    axes = figure.subplots(3, 4)
     for axis in axes.flat:
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(frameon=axis is axes[2, 0], fontsize="small")
+        axis.set_prop_cycle(color=CURVES)
+        axis.set_xlabel("step")
         axis.spines[["top", "right"]].set_visible(False)
+    draw_reward(axes[0, :2], rows)
+    panels = {  # axis: (its name, {key of a row: name of the curve}); every y axis begins at 0
+        axes[0, 2]: ("seconds per step", {f"time/{x}": x for x in ("rollout", "train", "score")}),
+        axes[0, 3]: ("share of the slots in use (density)", {"pack/density": None}),
+        axes[1, 0]: ("share of groups with equal rewards", {"frac_reward_zero_std": None}),
+        axes[1, 1]: ("tokens per completion, mean", {"completions/mean_length": None}),
+        axes[1, 2]: ("entropy, nats per token", {"entropy": None}),
+        axes[1, 3]: ("gradient norm before clipping", {"grad_norm": None}),
+        axes[2, 2]: ("share", {
+            "kept/prompts": "prompts kept",
+            "kept/completions": "completions kept",
+            "kept/tokens": "tokens kept",
+            "history/skipped_this_epoch": "prompts skipped this epoch",
+        }),
+        axes[2, 3]: ("largest prompt weight", {"weight/prompt_max": None}),
+    }  # fmt: skip
+    for axis, (name, curves) in panels.items():
+        for key, label in curves.items():
+            series(axis, steps, key, label)
+        axis.set(ylabel=name, ylim=(0, 1.05) if name.startswith("share") else (0, None))
+    draw_prompts(figure, axes[2, :2], steps)
+    for axis in axes.flat:
+        if axis.get_legend_handles_labels()[0]:  # above the panel, where no curve is
+            columns = 3 if axis is axes[0, 2] else 2
+            axis.legend(ncols=columns, bbox_to_anchor=(0, 1), loc="lower left", **LEGEND)
     figure.suptitle(
         f"{cfg['loss']} loss on {cfg['data']}, {cfg['model']} model, seed {cfg['seed']}: "
         f"prompts {cfg['prompt_rule']} (rate {cfg['prompt_prune_rate']}), "
@@ -89,10 +103,10 @@ def series(axis, rows, key, label=None, x=lambda row: row["step"], **style) -> N
     """One curve of the rows that have the key."""
     points = [(x(row), row[key]) for row in rows if row.get(key) is not None]
     if points:
-        axis.plot(*zip(*points, strict=True), label=label or key, **style)
+        axis.plot(*zip(*points, strict=True), label=label, **style)
 
 
-def draw_accuracy(axes, rows: list[dict]) -> None:
+def draw_reward(axes, rows: list[dict]) -> None:
     """Reward and evaluation, by step and by seconds."""
     steps = [row for row in rows if row["step"] > 0]
     seconds = {0: 0.0}
@@ -100,29 +114,28 @@ def draw_accuracy(axes, rows: list[dict]) -> None:
         seconds[row["step"]] = seconds[row["step"] - 1] + row["step_time"]
     units = {
         "step": lambda row: row["step"],
-        "seconds without evaluations": lambda row: seconds[row["step"]],
+        "seconds of training, without evaluations": lambda row: seconds[row["step"]],
     }
     for axis, (unit, x) in zip(axes, units.items(), strict=True):
-        series(axis, steps, "reward", "reward, training batch", x, color="#9ecae1")
-        series(axis, rows, "eval/avg@4", "avg@4, held out", x, color="#d95f02", marker="o")
-        axis.set(xlabel=unit, ylabel="accuracy", ylim=(0, 1))
+        series(axis, steps, "reward", "reward (train)", x)
+        series(axis, rows, "eval/avg@4", "avg@4 (held out)", x, marker="o")
+        axis.set(xlabel=unit, ylabel="reward (train), avg@4 (held out)")
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(0, low), max(1.05, high))  # a reward may lie outside 0 to 1
 
 
-def draw_prompts(axes, steps: list[dict]) -> None:
-    """The prompts' last pass rates, what was kept of each bin, and the largest prompt weight."""
-    numbers = [row["step"] for row in steps]
+def draw_prompts(figure, axes, steps: list[dict]) -> None:
+    """The prompts' last pass rates, and what was kept of each bin."""
+    axes[0].set(ylabel="share of the prompts", ylim=(0, 1))
+    axes[1].set(ylabel="share kept, over 16 steps", ylim=(0, 1.05))
     if steps:
-        axes[0].stackplot(numbers, pass_rates(steps), labels=BINS, colors=BIN_COLORS)
-    axes[0].set(xlabel="step", ylabel="share of the prompts, by last pass rate", ylim=(0, 1))
-    if steps and "history/kept_by_pass_rate" in steps[0]:
-        for name, color, shares in zip(BINS, BIN_COLORS, kept_by_pass_rate(steps), strict=True):
-            axes[1].plot(numbers, shares, label=name, color=color, linewidth=2)
-        kept = "share kept of a bin's candidates (16 steps)"
-        axes[1].set(xlabel="step", ylabel=kept, ylim=(0, 1.05))
-    for key in ("history/never_rolled_out", "history/skipped_this_epoch"):
-        series(axes[2], steps, key)
-    series(axes[2], steps, "weight/prompt_max", color="#D55E00")
-    axes[2].set(xlabel="step", ylabel="share; largest prompt weight", ylim=(0, None))
+        numbers = [row["step"] for row in steps]
+        bands = axes[0].stackplot(numbers, pass_rates(steps), colors=BIN_COLORS)
+        title = "the two panels above: prompts by their last pass rate"
+        figure.legend(bands, BINS, title=title, ncols=7, loc="outside lower left", **LEGEND)
+        if "history/kept_by_pass_rate" in steps[0]:
+            for color, shares in zip(BIN_COLORS, kept_by_pass_rate(steps), strict=True):
+                axes[1].plot(numbers, shares, color=color, linewidth=2)
 
 
 if __name__ == "__main__":

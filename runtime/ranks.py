@@ -11,6 +11,8 @@ its own completions end: it uses a whole copy of the model, refreshed beforehand
 
 import datetime
 import os
+import subprocess
+import sys
 import time
 
 import torch
@@ -66,6 +68,24 @@ def finish() -> None:
     barrier()
     if dist.is_initialized() and dist.get_world_size() > 1:
         time.sleep(0.2)  # gloo aborts a process that exits before its last tensors are released
+
+
+def report(problem: Exception) -> None:
+    """Print the error that ends this process, on rank 0 if it has it, too.
+
+    torchrun prints some sixty lines after a process has failed. So under torchrun a process of its
+    own waits for torchrun's end and prints the error again, as the last line."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        time.sleep(5)  # torchrun ends this rank if rank 0 has reported meanwhile
+    print(f"error: {problem}", file=sys.stderr, flush=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(os, "pidfd_open"):
+        wait_and_print = (
+            "import os, select, sys; "
+            "select.select([os.pidfd_open(int(sys.argv[1]))], [], [], 60); "
+            "print(sys.argv[2], file=sys.stderr)"
+        )
+        command = [sys.executable, "-c", wait_and_print, str(os.getppid()), f"error: {problem}"]
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:

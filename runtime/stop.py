@@ -19,8 +19,9 @@ import torch
 from runtime.ranks import all_reduce
 
 
-class Stopped(Exception):
-    """A stop was requested. The current step has changed nothing that is saved."""
+class Stopped(BaseException):
+    """A stop was requested. The current step has changed nothing that is saved. Not an Exception,
+    so that a reward's `except Exception` lets it pass."""
 
 
 class Stop:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import config
+import loading
 import packing
 import rollout
 import update
@@ -52,9 +53,9 @@ def updates(policy, checkpointing, head_logits, loss):
         models[kind] = copy.deepcopy(policy)
         references[kind] = copy.deepcopy(policy).requires_grad_(False)
         if checkpointing:
-            update.checkpoint_layers(models[kind])
+            loading.checkpoint_layers(models[kind])
     for model in (models["fsdp"], references["fsdp"]):
-        update.shard(model, "cpu")
+        loading.shard(model, "cpu")
     for kind, model in models.items():
         optimizers[kind] = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sampler = copy.deepcopy(policy).requires_grad_(False)
@@ -96,7 +97,7 @@ def updates(policy, checkpointing, head_logits, loss):
 def main(*folders):
     """Every combination of any three of: model, checkpointing, head chunks, loss."""
     ranks.start("cpu")
-    policies = [rollout.load_policy(folder, "cpu")[0] for folder in folders]
+    policies = [loading.load_policy(folder, "cpu")[0] for folder in folders]
     for tied, checkpointing, chunks in itertools.product((0, 1), repeat=3):
         loss = ("grpo", "gspo")[tied ^ checkpointing ^ chunks]
         updates(policies[tied], bool(checkpointing), (2**27, 1024)[chunks], loss)

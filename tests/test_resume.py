@@ -156,12 +156,12 @@ BAD_INPUT = """
 --completion-prune-rate nan | --completion-prune-rate nan: must be
 --method grpo --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule none (--method grpo)
 --method grpo_zero --completion-prune-rate 0.5 | 0.5: must be 0 with --completion-rule zero
---method cppo --completion-prune-rate 0.9 | 0.9: must be lower: it keeps none of 6
---completion-rule cppo_batch --completion-prune-rate 0.97 | must be lower: it keeps none of 24
+--method cppo --completion-prune-rate 0.9 | 0.9: must be lower: of 4 x 6 completions
+--completion-rule cppo_batch --completion-prune-rate 0.97 | must be lower: of 4 x 6 completions
 --method pps --cppo-allocation | --cppo-allocation: belongs to --method cppo, not to
 --method greso --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule greso
---method pods --completion-prune-rate 0.9 | 0.9: must be lower: it keeps none of 6
---method pods | --completion-prune-rate 0.7: must be lower: of 6 it keeps one, whose reward
+--method pods --completion-prune-rate 0.9 | 0.9: must be lower: of 4 x 6 completions
+--method pods | --completion-prune-rate 0.7: must be lower: of 4 x 6 completions
 --method dynamic --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule dynamic
 --method dynamic --prompts-per-step 300 | --prompt-rule dynamic: its first round is 1.5 x 300
 --method greso --check-every 1 | --check-every 1: must be 0 with --prompt-rule greso
@@ -175,7 +175,7 @@ BAD_INPUT = """
 --beta -1 | --beta -1.0: must be at least 0
 --check-every -1 | --check-every -1: must be at least 0
 --loss cispo --eps-low 1.5 | --eps-low 1.5: must be above 0
---completion-rule topk | invalid choice 'topk' for argument '--completion-rule'
+--completion-rule topk | --completion-rule topk: choose one of none, zero, uniform, dppo, pps
 --group-size 1 | --group-size 1: must be at least 2
 --steps -1 | --steps -1: must be at least 1
 --steps 0 | --steps 0: must be at least 1
@@ -186,7 +186,7 @@ BAD_INPUT = """
 --eps-low 1 | --eps-low 1.0: must be above 0 and below 1
 --save-every -5 | --save-every -5: must be at least 0
 --pack-window 0 | --pack-window 0: must be at least 1
---loss ppo | invalid choice 'ppo' for argument '--loss'. Expected one of ('grpo', 'dr_grpo', 'dapo',
+--loss ppo | --loss ppo: choose one of grpo, dr_grpo, dapo, gspo, cispo
 --lrr 1 | unknown flag --lrr: did you mean --lr?
 --top-p 0.9 | unknown flag --top-p: training needs the distribution that was sampled
 --repetition_penalty=1.1 | unknown flag --repetition_penalty=1.1: training needs the distribution

@@ -9,8 +9,9 @@ import torch
 from toy import plain_logits
 from tqdm import tqdm
 
-import eval as evaluation
+import loading
 import packing
+import rewards
 import rollout
 from runtime import InputError, decoding
 
@@ -308,7 +309,7 @@ def test_ends_and_cuts(make_policy, engine):
         assert not any(inside[:-1])
         assert inside[-1] != bool(cut)
         assert length == 12 or not cut
-    texts = evaluation.decode(got.completion_ids, got.lengths, tokenizer)
+    texts = rewards.decode(got.completion_ids, got.lengths, tokenizer)
     assert len(texts) == 200
     assert not any("<|" in text for text in texts)
 
@@ -402,19 +403,6 @@ def test_the_models_mode_is_restored(make_policy, training):
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_joined_parts_are_in_order(make_policy):
-    """Two prompts and one, as if they had been sampled together. Catches columns that change
-    places, or that are joined along the group."""
-    model, _ = make_policy()
-    first, second = sample(model, [[65], [66, 67]]), sample(model, [[68]], seed=6)
-    whole = rollout.join([first, second])
-    assert whole.prompt_ids == [[65], [66, 67], [68]]
-    assert whole.computed == first.computed + second.computed > 0
-    for name, column in list(vars(whole).items())[1:-1]:
-        assert torch.equal(column[:2], getattr(first, name)), name
-        assert torch.equal(column[2:], getattr(second, name)), name
-
-
 def test_settings_come_from_the_policy(make_policy):
     """Catches end tokens taken from the tokenizer of a chat model, and an option that is lost."""
     model, tokenizer = make_policy()
@@ -439,7 +427,7 @@ def test_a_loaded_models_vocabulary_is_its_tokenizers(make_policy, tmp_path, eng
     model.resize_token_embeddings(320)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    loaded, _ = rollout.load_policy(str(tmp_path), "cpu")
+    loaded, _ = loading.load_policy(str(tmp_path), "cpu")
     assert loaded.config.vocab_size == 320
     got = sample(loaded, [[65, 66]], group_size=500, engine=engine)
     assert got.completion_ids.max() < 258
@@ -457,7 +445,7 @@ def test_a_loaded_policy_can_be_padded_and_trained(make_policy, tmp_path):
     tokenizer.pad_token = None
     tokenizer.add_tokens(["<|more|>"])
     tokenizer.save_pretrained(tmp_path)
-    loaded, tokenizer = rollout.load_policy(str(tmp_path), "cpu")
+    loaded, tokenizer = loading.load_policy(str(tmp_path), "cpu")
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 256
     assert loaded.vocab_size == 258
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
@@ -466,8 +454,8 @@ def test_a_loaded_policy_can_be_padded_and_trained(make_policy, tmp_path):
 def test_a_policy_in_bfloat16_keeps_its_positions(policy_folder):
     """Weights are cast, the frequencies of rotary positions are not. Fails if the whole module is
     cast."""
-    exact, _ = rollout.load_policy(policy_folder, "cpu")
-    policy, _ = rollout.load_policy(policy_folder, "cpu", "bfloat16")
+    exact, _ = loading.load_policy(policy_folder, "cpu")
+    policy, _ = loading.load_policy(policy_folder, "cpu", "bfloat16")
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
     own, rounded = (model.model.rotary_emb.inv_freq for model in (exact, policy))
     assert torch.equal(own, rounded)
@@ -481,4 +469,4 @@ def test_a_model_with_a_sliding_window_is_refused(make_policy, tmp_path):
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"layers of kinds .*sliding_attention"):
-        rollout.load_policy(str(tmp_path), "cpu")
+        loading.load_policy(str(tmp_path), "cpu")

@@ -10,21 +10,20 @@ import toy
 from toy import assert_same, timeless
 
 import arithmetic
-import baselines
 import config
 import dppo
+import loading
 import rollout
+import run as training_run
 import sampler
 import train
 import update
 from runtime import InputError, plot
+from runtime.stop import Stopped
 
-
-class Draw(NamedTuple):
-    """A prompt draw: which of the Q candidates it kept, and their weights."""
-
-    keep: torch.Tensor
-    weights: torch.Tensor
+COMPLETION_RULES = (
+    "none", "zero", "uniform", "dppo", "pps", "cppo", "cppo_batch", "pods", "dppo_floor",
+)  # fmt: skip
 
 
 class Backward(NamedTuple):
@@ -45,7 +44,7 @@ class Recorder(train.Trainer):
         self.events = []
 
     def prune_prompts(self, *args):
-        self.events.append(Draw(*super().prune_prompts(*args)))
+        self.events.append(super().prune_prompts(*args))
         return self.events[-1]
 
     def backward(self, full, keep, weights, *args):
@@ -59,7 +58,10 @@ class Recorder(train.Trainer):
 def take_steps(trainer):
     """The rows of all steps, with the running check, as train.main makes them."""
     steps = range(1, trainer.cfg.steps + 1)
-    return [trainer.check(step) | trainer.step(step)[0] for step in steps]
+    every = trainer.cfg.check_every
+    due = lambda step: every and step % every == 0
+    check = lambda step: training_run.check(trainer, step) if due(step) else {}
+    return [check(step) | trainer.step(step)[0] for step in steps]
 
 
 @pytest.fixture
@@ -90,12 +92,17 @@ def test_packing_by_device(monkeypatch):
 
 def test_method_is_a_choice_of_two_rules():
     """Catches a preset that overrides a rule that was given, and a rate for a rule without one."""
-    for method, rules in config.METHODS.items():
+    for method, rules in (
+        ("grpo", ("none", "none")), ("grpo_zero", ("none", "zero")), ("dppo", ("dppo", "dppo")),
+        ("uniform", ("uniform", "uniform")), ("pps", ("pps", "pps")), ("cppo", ("none", "cppo")),
+        ("dppo_floor", ("dppo_floor", "dppo_floor")), ("pods", ("none", "pods")),
+        ("greso", ("greso", "none")), ("dynamic", ("dynamic", "none")),
+        ("mopps", ("mopps", "none")),
+    ):  # fmt: skip
         cfg = config.resolve(config.Config(method=method, device="cpu"))
         assert (cfg.prompt_rule, cfg.completion_rule) == rules
-        rate = 0.0 if rules[0] in ("none", *baselines.SELECTORS) else 0.3
-        rate = 0.6 if rules[0] == "pps" else rate
-        assert cfg.prompt_prune_rate == rate
+        rates = {"pps": 0.6, "dppo": 0.3, "uniform": 0.3, "dppo_floor": 0.3}
+        assert cfg.prompt_prune_rate == rates.get(rules[0], 0.0)
         assert cfg.prompts_per_step == (64 if method == "pps" else 32)
         assert cfg.completion_prune_rate == (0.0 if rules[1] in ("none", "zero") else 0.7)
     for model, rate in (("tiny", (6e-4, "linear")), ("folder", (1e-6, "constant"))):
@@ -146,7 +153,7 @@ def test_exact_runs_have_no_notes(run, capsys):
 # ---------------------------------------------------------------------------- rules and losses
 
 
-@pytest.mark.parametrize("rule", ["none", *dppo.COMPLETION_RULES[1:], *baselines.COMPLETION_RULES])
+@pytest.mark.parametrize("rule", COMPLETION_RULES)
 def test_every_rule_trains(run, rule):
     """With KL, mini-batches and epochs. Catches a rule that the loop cannot call."""
     options = {"completion_rule": rule, "minibatches": 2, "epochs": 2, "beta": 0.05}
@@ -188,7 +195,7 @@ def test_kl_reference_is_the_first_model(policy_folder, run, tmp_path):
     assert whole[0]["kl"] == pytest.approx(0, abs=1e-9)
     assert whole[5]["kl"] > 1e-4
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
-    model, _ = rollout.load_policy(policy_folder, "cpu")
+    model, _ = loading.load_policy(policy_folder, "cpu")
     with torch.no_grad():
         model.model.norm.weight.mul_(1.1)
     model.save_pretrained(policy_folder)
@@ -225,13 +232,13 @@ def test_masked_truncation(start, loss):
     assert len(calls) == 2
     for full, keep, *_ in calls:
         masked = full.batch.truncated > 0
-        assert (full.scale[masked] == 0).all()
+        assert (full.factor[masked] == 0).all()
         assert not keep[masked].any()
         assert (full.advantages.sum(dim=1).abs() < 1e-6).all()
         lengths = full.batch.lengths
         tokens = lengths[~masked].sum().item()
         factor = 1 / (lengths * 24) if loss == "grpo" else torch.full((4, 6), 1 / tokens).double()
-        assert torch.allclose(full.scale[keep], factor[keep])
+        assert torch.allclose(full.factor[keep], factor[keep])
 
 
 # ---------------------------------------------------------------------------- several updates
@@ -256,7 +263,7 @@ def test_backward_multiplies_weight_and_scale(start):
         sums = trainer.backward(full, keep, weights)
     found = gradient()
     optimizer.zero_grad()
-    factor = (full.advantages, full.scale * weights, keep)
+    factor = (full.advantages, full.factor * weights, keep)
     options = {"cfg": trainer.cfg, "reference": trainer.reference}
     expected = update.accumulate_gradients(model, full.batch.rollouts, *factor, **options)
     assert torch.equal(gradient(), found)
@@ -273,7 +280,7 @@ def test_a_draw_sees_only_its_own_minibatch(start):
     trainer = start(method="pps", prompt_prune_rate=0, minibatches=2, completion_prune_rate=0.6)
     trainer.step(1)
     full = next(event.full for event in trainer.events if isinstance(event, Backward))
-    draw = lambda: trainer.prune_completions(full, 0, sampler.generator_for("draw"))
+    draw = lambda: trainer.prune_completions(full, 0, dppo.generator_for("draw"))
     keep, weights = draw()
     assert 0 < keep.sum() < 12
     other = full.minibatch == 1
@@ -308,7 +315,7 @@ def test_minibatches_and_epochs(start):
         assert not any(masks[n][:2].any() for n in (1, 3))
         differ += not torch.equal(masks[0], masks[2])
         for full, keep, weights, *_ in updates:
-            planned = full.scale * full.batch.lengths * 2 * 6  # 2 prompts x 6 completions
+            planned = full.factor * full.batch.lengths * 2 * 6  # 2 prompts x 6 completions
             assert ((planned - 1).abs() < 1e-9).all()
             kept = weights[keep]
             assert ((kept == 1) | ((kept - 1 / 0.4).abs() < 1e-9)).all()
@@ -323,7 +330,7 @@ def assert_drawn(call, prompt_weights, minibatch, tokens):
     """
     full, keep, weights, *_ = call
     w_q = prompt_weights[:, None]
-    assert torch.allclose(full.scale, (2 * w_q / tokens).expand_as(full.scale), rtol=1e-9)
+    assert torch.allclose(full.factor, (2 * w_q / tokens).expand_as(full.factor), rtol=1e-9)
     mean = full.advantages.abs().mean(dim=1, keepdim=True)
     low = full.advantages.abs() < mean - 1e-6
     expected = torch.where(keep, torch.where(low, 2.5, 1.0), 0.0).double()
@@ -339,7 +346,7 @@ def assert_logged(row, updates, prompt_weights):
     first = updates[0].sums
     sums = torch.tensor([call.sums for call in updates], dtype=torch.float64)
     total = update.Sums(*sums.sum(dim=0).tolist())
-    mass = sum((full.scale * call.weights * lengths).sum().item() for call in updates)
+    mass = sum((full.factor * call.weights * lengths).sum().item() for call in updates)
     assert row["loss"] == pytest.approx(total.loss / 4, rel=1e-9)
     assert row["kl"] == pytest.approx(total.kl / mass, rel=1e-9)
     assert row["clip_ratio/region_mean"] == pytest.approx(total.clipped / total.completion_tokens)
@@ -362,6 +369,13 @@ def assert_logged(row, updates, prompt_weights):
     assert row["grad_norm"] == pytest.approx(sum(call.norm for call in updates) / 4, rel=1e-5)
 
 
+def over_window(drawn):
+    """The weights [Q] of a prompt draw, 0 where it dropped."""
+    weights = torch.zeros(len(drawn.kept), dtype=torch.float64)
+    weights[drawn.position] = drawn.weights
+    return weights
+
+
 def test_several_updates_of_a_pruned_window(start, monkeypatch):
     """Two mini-batches, two epochs, both levels, DAPO, KL and the running check: rows by place in
     the window, factors and the row of the log, each worked out again.
@@ -376,7 +390,7 @@ def test_several_updates_of_a_pruned_window(start, monkeypatch):
     trainer = start(method="dppo", loss="dapo", **options, **rates)
     rows = take_steps(trainer)
     window_half = torch.arange(4) // 2
-    different_draws, of_step, known = 0, 1 + 2 * train.CHECK_DRAWS + 1 + 4, None
+    different_draws, of_step, known = 0, 1 + 2 * training_run.CHECK_DRAWS + 1 + 4, None
     assert len(trainer.events) == 8 * of_step
     for step, row in enumerate(rows):
         full, *events = trainer.events[of_step * step :][:of_step]
@@ -386,19 +400,18 @@ def test_several_updates_of_a_pruned_window(start, monkeypatch):
         assert torch.equal(full.keep, (window_half == 0)[:, None].expand(4, 6))
         assert torch.equal(full.weights, full.keep.double())
         tokens = known or full.full.batch.lengths.sum().item()
-        assert torch.allclose(full.full.scale, torch.full((4, 6), 2.0 / tokens).double())
+        assert torch.allclose(full.full.factor, torch.full((4, 6), 2.0 / tokens).double())
         draws = checked[::2]
         for draw, call in zip(draws, checked[1::2], strict=True):
-            assert_drawn(call, draw.weights, window_half, tokens)
-        different_draws += any(not torch.equal(draw.keep, draws[0].keep) for draw in draws)
+            assert_drawn(call, over_window(draw), window_half, tokens)
+        different_draws += any(not torch.equal(draw.kept, draws[0].kept) for draw in draws)
 
-        half = drawn.keep.nonzero().squeeze(1) // 2  # of the window of 4
-        w_q = drawn.weights[drawn.keep]
+        half, w_q = drawn.position // 2, drawn.weights  # of the window of 4
         found = (w_q[:, None] * one.full.batch.lengths).sum().item()
         tokens = known or found
         for place, call in zip((0, 1, 0, 1), (one, two, three, four), strict=True):
             assert_drawn(call, w_q, (half != place).int(), tokens)
-        assert drawn.keep.all() or known, "the first step counts the un-pruned batch"
+        assert drawn.kept.all() or known, "the first step counts the un-pruned batch"
         known = tokens + (found - tokens) / 10
         assert_logged(row, (one, two, three, four), w_q)
     assert different_draws > 1
@@ -421,7 +434,7 @@ def test_a_count_of_zero_tokens_is_not_known(start):
     full = trainer.events[-1].full
     trainer.mean_tokens, full.num_tokens = None, 0.0
     trainer.learn(2, full)
-    assert trainer.prune_prompts(torch.arange(4), 3, torch.Generator())[0].all()
+    assert trainer.prune_prompts(torch.arange(4), 3, torch.Generator()).kept.all()
 
 
 # ---------------------------------------------------------------------------- the running check
@@ -433,8 +446,8 @@ class Planted(train.Trainer):
     prompts = completions = 1.0
 
     def prune_prompts(self, *args):
-        keep, weights = super().prune_prompts(*args)
-        return keep, weights * self.prompts
+        chosen = super().prune_prompts(*args)
+        return chosen._replace(weights=chosen.weights * self.prompts)
 
     def prune_completions(self, *args):
         keep, weights = super().prune_completions(*args)
@@ -600,36 +613,37 @@ def test_refilling_rules_train_on_live_groups(start, monkeypatch, method):
     options = {"group_size": 3, "steps": 20, "lr": 3e-3, "minibatches": 2, "loss": "dr_grpo"}
     trainer = start(method=method, **options)
     rows = take_steps(trainer)
-    for row, first, second in zip(rows, trainer.events[::2], trainer.events[1::2], strict=True):
+    updates = [event for event in trainer.events if isinstance(event, Backward)]
+    for row, first, second in zip(rows, updates[::2], updates[1::2], strict=True):
         full = first.full
         trained = (first.keep | second.keep).any(dim=1)
         alive = full.advantages.abs().sum(dim=1) > 0
         assert torch.equal(trained.nonzero().squeeze(1), alive.nonzero().squeeze(1)[:4])
         assert row["kept/prompts"] == len(full.batch.prompts) / 4 >= 1.5
         factor = 1 / (2 * 3 * 6) * 4 / int(trained.sum())  # half of Q groups, of 3, of 6 tokens
-        expected = torch.full_like(full.scale, factor)[trained]
-        assert torch.allclose(full.scale[trained], expected)
+        expected = torch.full_like(full.factor, factor)[trained]
+        assert torch.allclose(full.factor[trained], expected)
         assert torch.equal((first.weights + second.weights)[trained], torch.ones_like(expected))
         texts = full.batch.rollouts.completion_ids.flatten(1)
         assert len({tuple(text.tolist()) for text in texts}) == len(texts)
     assert len({row["kept/prompts"] for row in rows}) > 1, "rounds"
     rolled_out = sum(round(4 * row["kept/prompts"]) for row in rows)
-    assert (trainer.greso.cursor == rolled_out) == (method == "dynamic")
+    assert (trainer.selector.cursor == rolled_out) == (method == "dynamic")
 
 
 class Failing(train.Trainer):
     """Gives up a step before its first update."""
 
     def backward(self, *args):
-        raise train.Stopped
+        raise Stopped
 
 
 @pytest.mark.parametrize("method", ["greso", "mopps"])
 def test_selectors_keep_nothing_of_an_interrupted_step(start, method):
     """Catches a step that changes what a checkpoint holds before its first update."""
     trainer = start(Failing, method=method, group_size=3)
-    before = copy.deepcopy(vars(trainer.greso))
-    with pytest.raises(train.Stopped):
+    before = copy.deepcopy(vars(trainer.selector))
+    with pytest.raises(Stopped):
         trainer.step(1)
-    torch.testing.assert_close(vars(trainer.greso), before, rtol=0, atol=0)
+    torch.testing.assert_close(vars(trainer.selector), before, rtol=0, atol=0)
     assert trainer.history.epoch.max() == -1

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import baselines
 import dppo
 import sampler
+from related import selectors
 
 
 def test_an_epoch_shows_each_prompt_once():
@@ -31,7 +31,7 @@ def test_one_candidate_a_step():
     assert sampler.candidates(1, 1, seed=0, step=9).tolist() == [0]
     history = history_of(1, 1)
     for step in (1, 2):
-        for rule in sampler.PROMPT_RULES:
+        for rule in ("none", "uniform", "dppo", "pps"):
             generator = torch.Generator().manual_seed(step)
             keep, weights = history.prune(rule, 0.3, torch.tensor([0]), generator, step)
             assert (keep.tolist(), weights.tolist()) == ([True], [1.0]), rule
@@ -42,7 +42,7 @@ def test_seeds_depend_on_every_part_of_the_key():
     """Catches a purpose or a rank that is left out, and seeds that torch refuses."""
     keys = [(0, 1, "keep"), (0, 2, "keep"), (1, 1, "keep"), (0, 11, "keep")]
     keys += [(0, 1, "rollout", 0), (0, 1, "rollout", 1)]
-    seeds = [sampler.seed_for(*key) for key in keys]
+    seeds = [dppo.seed_for(*key) for key in keys]
     assert len(set(seeds)) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
     torch.manual_seed(max(seeds))
@@ -92,9 +92,9 @@ def test_threshold_rule_by_hand():
     see(history, 2, [2], [[6.0, 0, 6, 0]])
     last_visit_counts = [{0.0, 4 / 3}, {1.0}, {1.0}, {1.0}]
     assert weights_of(history, window) == last_visit_counts
-    message = "unknown prompt rule 'greso': choose one of none, uniform, dppo, pps"
+    message = "unknown prompt rule 'gresso': choose one of none, uniform, dppo, pps"
     with pytest.raises(ValueError, match=message):
-        history.prune("greso", 0.5, window, torch.Generator(), 1)
+        history.prune("gresso", 0.5, window, torch.Generator(), 1)
 
 
 def trained_history():
@@ -370,7 +370,7 @@ def drifting_run(rule, steps=1000):
     for step in range(1, steps + 1):
         pass_rate = drifting_pass_rate(step)
         window = sampler.candidates(200, 20, seed=0, step=step)
-        draws = sampler.generator_for(0, step, "keep")
+        draws = dppo.generator_for(0, step, "keep")
         keep, weights = history.prune(rule, 0.6, window, draws, step)
         rewards = (torch.rand(20, 4, generator=generator) < pass_rate[window, None]).double()
         advantages = dppo.group_advantages(rewards, "dr_grpo")
@@ -420,7 +420,7 @@ def rounds_of(alive, generator):
         sizes.append(len(prompts))
         rewards = torch.zeros(len(prompts), 4)
         rewards[:, 0] = (torch.rand(len(prompts), generator=generator) < alive).float()
-        return SimpleNamespace(prompts=prompts, rewards=rewards)
+        return SimpleNamespace(prompts=prompts, mine=prompts, rewards=rewards)
 
     return roll_out, sizes
 
@@ -431,7 +431,7 @@ def test_greso_is_biased():
 
     Fails if GRESO is so mild that the comparison is unfair.
     """
-    greso, generator = baselines.Greso(200), torch.Generator().manual_seed(0)
+    greso, generator = selectors.Greso(200), torch.Generator().manual_seed(0)
     order = lambda epoch: sampler.epoch_order(200, 0, epoch)
     trained, sampled, truth = [], [], []
     for step in range(1, 601):
@@ -439,10 +439,10 @@ def test_greso_is_biased():
 
         def roll_out(prompts, _number, pass_rate=pass_rate):
             solved = torch.rand(len(prompts), 4, generator=generator) < pass_rate[prompts, None]
-            return SimpleNamespace(prompts=prompts, rewards=solved.double())
+            return SimpleNamespace(prompts=prompts, mine=prompts, rewards=solved.double())
 
-        rounds, weights, _ = greso.collect(roll_out, 20, order, generator)
-        rewards = torch.cat([part.rewards for part in rounds])
+        batch, weights, _ = greso.collect(roll_out, 20, order, generator)
+        rewards = batch.rewards
         signal = dppo.group_advantages(rewards, "dr_grpo").square().sum(dim=1)
         trained.append((weights * signal).sum().item() / 20)
         sampled.append(signal.mean().item())
@@ -462,7 +462,7 @@ def test_greso_streaks_by_hand():
     live = [1.0] * 4 + [0.0] * 4
     groups = [[1.0] * 8, [0.1] * 8, live, [1.0] * 7 + [0.8], [0.97] * 8, [0.12] * 8]
     groups += [[1.0] * 7 + [0.9], [0.0] * 7 + [0.5]]  # live, of mean 0.9875 and 0.0625
-    greso = baselines.Greso(8)
+    greso = selectors.Greso(8)
     for _visit in range(3):
         greso.update(torch.arange(8), torch.tensor(groups))
     assert greso.easy.tolist() == [3] + [0] * 7
@@ -480,7 +480,7 @@ def test_greso_exploration_by_hand():
     round that is not declared."""
     easy, hard, live = [1.0] * 8, [0.1] * 8, [1.0] * 4 + [0.0] * 4
     few, many = torch.tensor([live] * 10), torch.tensor([easy, *[live] * 7, hard, hard])
-    greso = baselines.Greso(4)
+    greso = selectors.Greso(4)
     greso.adjust(many)  # a tenth is easy, a fifth hard: both above their targets of 1/12 and 1/6
     assert (greso.p_easy, greso.p_hard) == pytest.approx((0.49, 0.49))
     greso.adjust(few)
@@ -507,7 +507,7 @@ def test_greso_selects_in_order():
     Catches a cursor that skips or repeats prompts at the end of an epoch or of a load, and one that
     moves past prompts after the last that was chosen.
     """
-    greso, generator = baselines.Greso(40), torch.Generator().manual_seed(0)
+    greso, generator = selectors.Greso(40), torch.Generator().manual_seed(0)
     order = lambda epoch: (torch.arange(40) + epoch) % 40
     chosen = torch.cat([greso.select(count, order, generator) for count in (1, 70, 33, 16)])
     assert torch.equal(chosen, torch.cat([order(epoch) for epoch in range(3)]))
@@ -526,12 +526,13 @@ def test_greso_collects_in_rounds():
     Catches prompts that are visited twice, training on dead groups, an endless step, and an
     adjustment in the first epoch.
     """
-    greso, generator = baselines.Greso(1000), torch.Generator().manual_seed(0)
+    greso, generator = selectors.Greso(1000), torch.Generator().manual_seed(0)
     order = lambda epoch: torch.arange(1000)
     roll_out, sizes = rounds_of(0.3, generator)
-    rounds, weights, places = greso.collect(roll_out, 64, order, generator)
-    alive = ~dppo.dead_groups(torch.cat([part.rewards for part in rounds]))
-    prompts = torch.cat([part.prompts for part in rounds])
+    batch, weights, places = greso.collect(roll_out, 64, order, generator)
+    alive, prompts = ~dppo.dead_groups(batch.rewards), batch.prompts
+    starts = torch.tensor([0, *sizes[:-1]]).cumsum(dim=0).repeat_interleave(torch.tensor(sizes))
+    assert torch.equal(batch.mine - starts, prompts), "rows of a later round follow the first's"
     assert prompts.tolist() == list(range(len(prompts))), "in the epoch's order, none twice"
     assert greso.cursor == len(prompts)
     assert sizes[0] == 96
@@ -541,12 +542,38 @@ def test_greso_collects_in_rounds():
     assert places[used].tolist() == list(range(int(used.sum())))
     assert weights.sum() == pytest.approx(64)
     assert (greso.p_easy, greso.p_hard) == (0.5, 0.5), "the first epoch only watches"
-    rounds, weights, _ = greso.collect(rounds_of(0.0, generator)[0], 64, order, generator)
-    assert len(rounds) == baselines.Greso.ROUNDS
+    dead, sizes = rounds_of(0.0, generator)
+    _, weights, _ = greso.collect(dead, 64, order, generator)
+    assert len(sizes) == selectors.Greso.ROUNDS
     assert weights.sum() == 0
     greso.cursor = 2000
     greso.collect(roll_out, 64, order, generator)
     assert (greso.p_easy, greso.p_hard) != (0.5, 0.5)
+
+
+def test_joined_rounds_are_in_order():
+    """Two prompts and one, as if they had been rolled out together. Catches columns that change
+    places, rows of this rank that are not moved, and rollouts that are not joined."""
+    table = lambda *rows: torch.tensor(rows, dtype=torch.float64)
+
+    def batch(ids, mine, rows, texts):
+        rollouts = SimpleNamespace(prompt_ids=ids, logprobs=table(*rows) / 10, computed=len(ids))
+        columns = {"rewards": table(*rows), "texts": texts, "computed": 3.0 * len(ids)}
+        prompts, mine = torch.tensor([one[0] for one in ids]), torch.tensor(mine)
+        return SimpleNamespace(prompts=prompts, mine=mine, rollouts=rollouts, **columns)
+
+    first = batch([[65], [66, 67]], [0, 1], [[1, 0], [2, 0]], [["a", "b"], ["c", "d"]])
+    second = batch([[68]], [0], [[3, 0]], [["e", "f"]])
+    whole = selectors.join([first, second])
+    assert whole.prompts.tolist() == [65, 66, 68]
+    assert whole.mine.tolist() == [0, 1, 2]
+    assert whole.rewards.tolist() == [[1, 0], [2, 0], [3, 0]]
+    assert whole.texts == [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert whole.computed == 9
+    assert whole.rollouts.prompt_ids == [[65], [66, 67], [68]]
+    assert whole.rollouts.logprobs.tolist() == [[0.1, 0], [0.2, 0], [0.3, 0]]
+    assert whole.rollouts.computed == 3
+    assert (first.mine.tolist(), first.texts) == ([0, 1], [["a", "b"], ["c", "d"]]), "untouched"
 
 
 @pytest.mark.parametrize("live", [1, 2, 3, 4, 6])
@@ -556,13 +583,13 @@ def test_greso_shares_the_update(live):
     Catches a round more than needed if exactly enough are live, weights that do not sum to the
     target, and places that leave a mini-batch empty.
     """
-    greso, calls = baselines.Greso(100), []
+    greso, calls = selectors.Greso(100), []
 
     def roll_out(prompts, number):
         calls.append(number)
         rewards = torch.zeros(len(prompts), 2)
         rewards[: live if number == 0 else 0, 0] = 1.0
-        return SimpleNamespace(prompts=prompts, rewards=rewards)
+        return SimpleNamespace(prompts=prompts, mine=prompts, rewards=rewards)
 
     order = lambda epoch: torch.arange(100)
     _, weights, places = greso.collect(roll_out, 4, order, torch.Generator().manual_seed(0))
@@ -578,13 +605,13 @@ def test_greso_copy_leaves_the_original_alone():
 
     Catches a copy that shares its streaks, or that forgets the cursor or a probability.
     """
-    greso, generator = baselines.Greso(50), torch.Generator().manual_seed(0)
+    greso, generator = selectors.Greso(50), torch.Generator().manual_seed(0)
     order = lambda epoch: torch.arange(50)
     groups = torch.tensor([[0.0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0]])
 
     def roll_out(prompts, _number):
         kind = torch.randint(3, (len(prompts),), generator=generator)
-        return SimpleNamespace(prompts=prompts, rewards=groups[kind])
+        return SimpleNamespace(prompts=prompts, mine=prompts, rewards=groups[kind])
 
     for _step in range(4):  # past the first epoch, so that the probabilities have moved
         greso.collect(roll_out, 8, order, generator)
@@ -594,7 +621,7 @@ def test_greso_copy_leaves_the_original_alone():
     twin.collect(roll_out, 8, order, generator)
     assert {name: str(value) for name, value in vars(greso).items()} == before
     after = {name: str(value) for name, value in vars(twin).items()}
-    assert {name for name in after if after[name] != before[name]} == before.keys() - {"skips"}
+    assert {name for name in after if after[name] != before[name]} == before.keys()
 
 
 # ---------------------------------------------------------------------------- MoPPS
@@ -606,7 +633,7 @@ def mopps_step(mopps, rewards_of, target=2, seed=0, order=torch.arange):
 
     def roll_out(prompts, number):
         calls.append((prompts.tolist(), number))
-        return SimpleNamespace(prompts=prompts, rewards=rewards_of(prompts))
+        return SimpleNamespace(prompts=prompts, mine=prompts, rewards=rewards_of(prompts))
 
     shuffle = lambda _epoch: order(mopps.posterior.shape[1])
     found = mopps.collect(roll_out, target, shuffle, torch.Generator().manual_seed(seed))
@@ -618,7 +645,7 @@ def mopps_step(mopps, rewards_of, target=2, seed=0, order=torch.arange):
 def test_mopps_posterior_by_hand():
     """Half of what was known, half a prior, and the group. Catches a decay of prompts that were not
     rolled out, one after the counts, right and wrong exchanged, and rewards of NaN that count."""
-    mopps = baselines.Mopps(8)
+    mopps = selectors.Mopps(8)
     mopps.posterior[:, 5] = torch.tensor([1e6, 1e6])  # surely the nearest
     mopps.posterior[:, 2] = torch.tensor([8.0, 2.0])
     (first,), *_ = mopps_step(mopps, lambda _: torch.tensor([[1.0, 1, 1, 0]]), target=1)
@@ -640,17 +667,18 @@ def test_mopps_takes_the_nearest_to_a_half():
     rates = torch.tensor([0.9, 0.45, 0.1, 0.6, 0.2, 0.8, 0.95, 0.3] * 5)[:35]
     rates[9::16] = 0.48
     groups = lambda prompts: torch.zeros(len(prompts), 4, dtype=torch.float64)
-    mopps = baselines.Mopps(35)
+    mopps = selectors.Mopps(35)
     for step in range(5):  # two pools of 16 in an epoch
         mopps.posterior[:] = 1e7 * torch.stack([rates, 1 - rates])
-        prompts, rounds, weights, places = mopps_step(mopps, groups)
+        prompts, batch, weights, places = mopps_step(mopps, groups)
         assert prompts == [[1, 9], [17, 25]][step % 2]
-        assert (weights.tolist(), places.tolist(), len(rounds)) == ([1, 1], [0, 1], 1)
+        assert (weights.tolist(), places.tolist()) == ([1, 1], [0, 1])
+        assert batch.prompts.tolist() == prompts
     assert mopps.cursor == 5
     mopps.posterior[:] = 1.0  # nothing is known: any two
     drawn = {tuple(mopps_step(mopps, groups, seed=seed)[0]) for seed in range(20)}
     assert len(drawn) > 10
-    fresh = [mopps_step(baselines.Mopps(35), groups, seed=3)[0] for _ in range(2)]
+    fresh = [mopps_step(selectors.Mopps(35), groups, seed=3)[0] for _ in range(2)]
     assert fresh[0] == fresh[1], "a function of the state and the generator"
     backwards = lambda count: torch.arange(count).flip(0)
     mopps.posterior[:, :] = 1e7 * torch.stack([rates, 1 - rates])
@@ -661,7 +689,7 @@ def test_mopps_takes_the_nearest_to_a_half():
 def test_mopps_is_biased():
     """The mean signal over what it trains on, against the un-pruned mean. Fails if MoPPS is so mild
     that the comparison is unfair."""
-    mopps, generator = baselines.Mopps(200), torch.Generator().manual_seed(0)
+    mopps, generator = selectors.Mopps(200), torch.Generator().manual_seed(0)
     order = lambda epoch: sampler.epoch_order(200, 0, epoch)
     trained, truth = [], []
     for step in range(1, 301):
@@ -669,9 +697,9 @@ def test_mopps_is_biased():
 
         def roll_out(prompts, _number, pass_rate=pass_rate):
             solved = torch.rand(len(prompts), 4, generator=generator) < pass_rate[prompts, None]
-            return SimpleNamespace(prompts=prompts, rewards=solved.double())
+            return SimpleNamespace(prompts=prompts, mine=prompts, rewards=solved.double())
 
-        (part,), weights, _ = mopps.collect(roll_out, 10, order, generator)
+        part, weights, _ = mopps.collect(roll_out, 10, order, generator)
         signal = dppo.group_advantages(part.rewards, "dr_grpo").square().sum(dim=1)
         trained.append((weights * signal).sum().item() / 10)
         truth.append((4 * pass_rate * (1 - pass_rate) * 3 / 4).mean().item())

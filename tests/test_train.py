@@ -15,7 +15,11 @@ import arithmetic
 import config
 import dppo
 import eval as evaluation
+import loading
+import metrics
+import rewards
 import rollout
+import run as training_run
 import sampler
 import train
 import update
@@ -95,9 +99,10 @@ def test_times_of_a_step(run, monkeypatch):
 
     monkeypatch.setattr(clock, "clock", lambda device: now[0])
     takes(rollout, "sample", 1.0)
+    takes(rewards, "score", 10.0)
     takes(evaluation, "score", 10.0)
     takes(torch.optim.AdamW, "step", 100.0)
-    takes(dppo, "check_unbiased", 1000.0)
+    takes(metrics, "check_unbiased", 1000.0)
     parts = {"time/rollout": 1, "time/score": 10, "time/train": 200, "step_time": 211}
     for row in run("run", steps=2, eval_every=1, eval_problems=2, check_every=1, epochs=2)[1:]:
         assert {name: row[name] for name in parts} == parts
@@ -182,14 +187,14 @@ def test_gradient_checkpointing_is_the_same_run(run, tmp_path, monkeypatch):
 
 def test_dropout_and_checkpointing_do_not_meet(policy_folder, run, monkeypatch):
     """Checkpointing needs transformers' training mode, which would enable dropout."""
-    load = rollout.load_policy
+    load = loading.load_policy
 
     def with_dropout(*args):
         model, tokenizer = load(*args)
         model.model.layers[0].mlp.act_fn = torch.nn.Dropout(0.1)
         return model, tokenizer
 
-    monkeypatch.setattr(rollout, "load_policy", with_dropout)
+    monkeypatch.setattr(loading, "load_policy", with_dropout)
     with pytest.raises(InputError, match="--gradient-checkpointing: this model has dropout"):
         run("run", gradient_checkpointing=True)
 
@@ -261,8 +266,8 @@ def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch, chan
     the seed of its rollouts, if two rounds or evaluations sample from one seed, and if two ranks
     sample a prompt from one key.
     """
-    seed_for, keys = sampler.seed_for, []
-    monkeypatch.setattr(sampler, "seed_for", lambda *key: keys.append(key) or seed_for(*key))
+    seed_for, keys = dppo.seed_for, []
+    monkeypatch.setattr(dppo, "seed_for", lambda *key: keys.append(key) or seed_for(*key))
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 24)
     options = {"steps": 6, "eval_every": 2, "eval_problems": 4, "lr": 1e-5} | changes
     used = []
@@ -302,7 +307,7 @@ def test_two_ranks_are_one(policy_folder, tmp_path, kind):
     in_processes(2, toy.record_runs, two, policy_folder, "--shard", kind)
     for name in ("plain", "dropped", "alone", "updates", "greso", "greso_alone", "mopps"):
         rounds, whole = torch.load(one / f"{name}-rank0.pt")
-        check = 1 + train.CHECK_DRAWS  # gradients
+        check = 1 + training_run.CHECK_DRAWS  # gradients
         assert len(whole) == {"updates": 3 * 4 + check, "greso": 5}.get(name, 3)
         assert (1 in rounds) == name.endswith("alone")
         assert (len(rounds) > len(whole)) == name.startswith("greso")

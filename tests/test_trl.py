@@ -16,7 +16,7 @@ import transformers
 from toy import in_processes
 
 import arithmetic
-from runtime import InputError
+from dppo import RuleError
 
 trl = pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
 trl_toy = importlib.import_module("trl_toy")  # after the line above: it needs TRL, too
@@ -266,7 +266,7 @@ def test_killed_and_resumed(model, tmp_path):
     assert one[3] == other[3]
     shares = [row["dppo/kept_prompts"] for row in one[3][:6]]
     assert shares == [1.0] + [0.75] * 5, "the first batch gives the denominator"
-    with pytest.raises(InputError, match=r"dppo\.pt: its history is of other prompts"):
+    with pytest.raises(RuleError, match=r"dppo\.pt: its history is of other prompts"):
         trl_toy.train(model, broken, 0, True, prompts=trl_toy.MANY[:-1])
 
 
@@ -332,9 +332,9 @@ def test_refusals(model, options, rules, message):
 
 def test_unknown_losses_are_refused(model, monkeypatch):
     """A loss that a later TRL adds, and that TRL itself. Catches a denominator that is guessed."""
-    with pytest.raises(InputError, match=r"loss_type='new' .*choose 'grpo' or"):
+    with pytest.raises(RuleError, match=r"loss_type='new' .*choose 'grpo' or"):
         make_trainer(model, loss_type="new")
     monkeypatch.setattr(trl, "__version__", "1.17.0")
-    with pytest.raises(InputError, match=r"trl 1\.17\.0: .*pip install 'trl==1\.16\.\*'"):
+    with pytest.raises(RuleError, match=r"trl 1\.17\.0: .*pip install 'trl==1\.16\.\*'"):
         make_trainer(model)
     make_trainer(model, rules=NONE)

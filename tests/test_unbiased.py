@@ -9,7 +9,6 @@ import pytest
 import torch
 from test_dppo import table
 
-import baselines
 import config
 import dppo
 import proof
@@ -19,6 +18,10 @@ from runtime import ranks
 
 # several packs of several segments
 RUN = config.Config(pack_tokens=24, pack_window=4, device="cpu", temperature=0.7)
+
+
+UNBIASED = ("zero", "uniform", "dppo", "pps")
+BIASED = ("cppo", "cppo_batch", "pods", "dppo_floor")
 
 
 def configured(loss, beta):
@@ -141,9 +144,9 @@ def test_unpruned_is_the_textbook_loss(make_policy, make_rollouts, make, loss, b
 
 
 def assert_unbiased(case, rate, each):
-    """Every rule of proof.UNBIASED, by enumeration."""
+    """Every unbiased rule, by enumeration."""
     full = case.full()
-    for rule in proof.UNBIASED:
+    for rule in UNBIASED:
         pruned = proof.expected_gradient(case, rule, rate, each=each)
         assert proof.relative_error(pruned, full) <= 1e-10, rule
 
@@ -167,7 +170,7 @@ def test_completion_rules_are_unbiased(make, loss, beta):
     for _ in range(3):
         weights = torch.rand(3, 3, generator=generator, dtype=torch.float64) * 3
         keep = torch.rand(3, 3, generator=generator) < 0.6
-        real = case.gradient(case.batch.advantages, case.scale * weights, keep)
+        real = case.gradient(case.batch.advantages, case.factor * weights, keep)
         assert proof.relative_error(real, (weights * keep).flatten() @ each) < 1e-10
     assert_unbiased(case, 0.6, each)
 
@@ -291,12 +294,12 @@ def test_second_update_has_a_draw_of_its_own(make, rule):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("twin", [*proof.TWINS, *baselines.BIASED])
+@pytest.mark.parametrize("twin", [*proof.TWINS, *BIASED])
 def test_biased_twins_fail(make, twin, beta):
     """Fails if the enumeration cannot tell: each of these popular mistakes, and each biased
     baseline, is off by more than 1e-3."""
     case = make(table([[1, 0, 0, 0], [1, 1, 0, 1]]), "grpo", beta)
-    rule, mistake = (twin, None) if twin in baselines.BIASED else ("dppo", twin)
+    rule, mistake = (twin, None) if twin in BIASED else ("dppo", twin)
     pruned = proof.expected_gradient(case, rule, 0.6, twin=mistake)
     assert proof.relative_error(pruned, case.full()) > 1e-3
 
@@ -314,17 +317,40 @@ def test_biased_twins_fail_at_the_prompt_level(make, twin):
 
 
 def test_the_printed_table(capsys):
-    """Catches a table that is not computed: each error agrees with the heading above it."""
+    """Catches a table that is not computed: each error agrees with the heading above it; and a rule
+    that is in no section, or in the wrong one."""
     proof.main()
-    sections = re.split(r"\n(?=unbiased|prompts pruned|biased)", capsys.readouterr().out)[1:]
-    numbers = [
-        [float(word) for word in re.findall(r"\de[+-]\d\d", section)] for section in sections
-    ]
-    unbiased = 5 * (len(proof.UNBIASED) + 1)
-    biased = 5 * (len(baselines.BIASED) + len(proof.TWINS) + 1)
-    assert [len(section) for section in numbers] == [unbiased, 20, biased]
-    assert max(numbers[0]) < 1e-10
-    assert max(numbers[1][:15]) < 1e-10
-    for error, loss in zip(numbers[1][15:], dppo.LOSSES, strict=True):
-        assert error > 1e-3 if loss in ("dapo", "cispo") else error < 1e-10
-    assert min(numbers[2]) > 1e-3
+    printed = capsys.readouterr().out
+    completions, prompts, biased = re.split(r"\n(?:unbiased: .*|biased)\n", printed)[1:]
+    table = lambda part: [re.split(r"  +", line.strip()) for line in part.strip().splitlines()]
+    assert [row[0] for row in table(completions)] == [*UNBIASED, "pps, second epoch"]
+    assert [row[0] for row in table(prompts)] == ["uniform", "dppo", "pps"]
+    named = ["prompts, own tokens", "prompts, dppo_floor", *BIASED]
+    named += [*(f"dppo, {twin}" for twin in proof.TWINS), "pps, first epoch's mask again"]
+    assert [row[0] for row in table(biased)] == named
+    errors = lambda part: [float(word) for row in table(part) for word in row[1:]]
+    assert len(errors(completions)) == 25
+    assert max(errors(completions) + errors(prompts)) < 1e-10
+    own, *rest = table(biased)
+    for error, loss in zip(own[1:], dppo.LOSSES, strict=True):
+        assert float(error) > 1e-3 if loss in ("dapo", "cispo") else float(error) < 1e-10
+    assert min(float(word) for row in rest for word in row[1:]) > 1e-3
+
+
+def test_prompt_outcomes_are_those_of_the_draw():
+    """Frequencies of 4,000 real draws. Catches a pattern that the enumeration lacks, and one whose
+    probability is off."""
+    history, prompts = proof.toy_history(), torch.arange(3)
+    for rule in ("uniform", "dppo", "pps"):
+        found = proof.prompt_outcomes(rule, 0.4, history, prompts, step=2)
+        assert sum(chance for _, chance in found.values()) == pytest.approx(1)
+        generator, counts = torch.Generator().manual_seed(1), dict.fromkeys(found, 0)
+        for _ in range(4000):
+            keep, weights = history.prune(rule, 0.4, prompts, generator, 2)
+            kept = tuple(keep.nonzero().flatten().tolist())
+            counts[kept] += 1
+            assert torch.equal(weights, found[kept][0])
+        for kept, (_, chance) in found.items():
+            assert counts[kept] / 4000 == pytest.approx(chance, abs=0.03), (rule, kept)
+        if rule == "pps":
+            assert len({round(chance, 6) for _, chance in found.values()}) > 1

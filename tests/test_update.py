@@ -8,10 +8,10 @@ from test_packing import flat_grad
 from transformers import BloomConfig, BloomForCausalLM
 
 import config
+import loading
 import packing
-import rollout
 import update
-from runtime import InputError
+from runtime import InputError, device
 
 # ------------------------------------------------------------------------- the update
 
@@ -198,7 +198,7 @@ def test_autocast_adds_up_in_float32():
     cases = [("exact", "float32", 10**9), ("one", "bfloat16", 10**9), ("chunks", "bfloat16", 5000)]
     for name, dtype, limit in cases:
         head.zero_grad()
-        with update.autocast(config.Config(device="cpu", dtype=dtype)):
+        with device.autocast(config.Config(device="cpu", dtype=dtype)):
             logprobs, _ = packing.token_logprobs(hidden, head, targets, head_logits=limit)
         logprobs.sum().backward()
         grads[name] = head.weight.grad.clone()
@@ -246,10 +246,10 @@ def test_scaled_logits_are_refused(make_policy, policy_folder, monkeypatch):
     loose tolerance, and a check that changes the model's mode."""
     model, _ = make_policy()
     for training in (True, False):
-        assert packing.packs_exactly(model.train(training))
+        assert loading.packs_exactly(model.train(training))
         assert model.training == training, "restored"
     assert model.config._attn_implementation == packing.ATTENTION
-    assert rollout.load_policy(policy_folder, "cpu")
+    assert loading.load_policy(policy_folder, "cpu")
     forward = type(model).forward
 
     def scaled(self, *args, **options):
@@ -259,7 +259,7 @@ def test_scaled_logits_are_refused(make_policy, policy_folder, monkeypatch):
 
     monkeypatch.setattr(type(model), "forward", scaled)
     with pytest.raises(InputError, match="cannot be packed exactly"):
-        rollout.load_policy(policy_folder, "cpu")
+        loading.load_policy(policy_folder, "cpu")
 
 
 def test_models_that_cannot_be_packed_are_refused(make_policy, tmp_path):
@@ -271,7 +271,7 @@ def test_models_that_cannot_be_packed_are_refused(make_policy, tmp_path):
     for part in (bloom, tokenizer):
         part.save_pretrained(tmp_path / "bloom")
     with pytest.raises(InputError, match="cannot be packed exactly"):
-        rollout.load_policy(str(tmp_path / "bloom"), "cpu")
+        loading.load_policy(str(tmp_path / "bloom"), "cpu")
     model, _ = make_policy()
     model.model.layers[1].self_attn.sliding_window = 4
-    assert not packing.packs_exactly(model)
+    assert not loading.packs_exactly(model)

@@ -149,7 +149,7 @@ def test_results_are_on_the_cpu(short, monkeypatch):
 
 def test_everything_is_in_the_runs_arithmetic(short, monkeypatch):
     """Fails if the bench samples, or computes gradients, in float32."""
-    dtypes, load = [], variance.rollout.load_policy
+    dtypes, load = [], variance.loading.load_policy
 
     def load_policy(*args):
         model, tokenizer = load(*args)
@@ -159,7 +159,7 @@ def test_everything_is_in_the_runs_arithmetic(short, monkeypatch):
         model.model.layers[0].self_attn.q_proj.register_forward_hook(watch)
         return model, tokenizer
 
-    monkeypatch.setattr(variance.rollout, "load_policy", load_policy)
+    monkeypatch.setattr(variance.loading, "load_policy", load_policy)
     variance.real_gradients(*short(**{"--dtype": "bfloat16"}))
     assert set(dtypes) == {(False, torch.bfloat16), (True, torch.bfloat16)}
 

@@ -20,6 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import arithmetic
 import config
+import loading
 import packing
 import rollout
 import train
@@ -57,7 +58,7 @@ def make_model(folder, *, tied, padding=0):
     )
     Qwen3ForCausalLM(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return rollout.load_policy(str(folder), "cpu")[0]
+    return loading.load_policy(str(folder), "cpu")[0]
 
 
 def make_engine(folder):

@@ -11,7 +11,7 @@ import pytest
 
 import data
 import rewards
-import words
+from runtime import words
 
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 NAMES = f"{words.BOYS} {words.GIRLS}".split()

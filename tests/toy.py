@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import config
 import packing
 import train
+from run import Run
 from runtime import InputError, log, ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,12 +191,10 @@ def record_runs(folder, model, *args):
         own = flags(model, f"{folder}/{name}", **(rates | changes))
         trainer = Recorder(config.parse_config([*own, *args]), toy_reward)
         trainer.drops = name == "dropped"
-        trainer.open_folder()
-        for step in range(1, trainer.cfg.steps + 1):
-            checks = trainer.check(step)
-            row, samples = trainer.step(step)
-            trainer.stop.held = False
-            trainer.write(row | checks, samples)
+        training = Run(trainer)
+        training.open_folder()
+        while training.done < trainer.cfg.steps:
+            training.write(*training.advance())
         torch.save((trainer.rounds, trainer.record), f"{folder}/{name}-rank{trainer.rank}.pt")
 
 

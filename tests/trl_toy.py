@@ -228,7 +228,7 @@ class PromptOutcome:
     def prune(self, history, rule, rate, prompts, _generator, step):
         keep_prob = history.keep_prob(rule, rate, prompts, step)
         outcomes = list(proof.independent_outcomes(keep_prob))
-        if rule in sampler.FIXED_SIZE:
+        if rule in [name for name, found in sampler.PROMPT_RULES.items() if found.priority]:
             assert sampler.kept_prompts(len(prompts), rate) == len(prompts) - 1
             odds = (1 - keep_prob).tolist()
             outcomes = [(torch.arange(len(prompts)) != q, odd) for q, odd in enumerate(odds)]

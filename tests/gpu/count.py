@@ -24,9 +24,11 @@ import pretend_cuda
 
 import arithmetic
 import config
+import loading
 import packing
 import rollout
 import update
+from run import Run
 from runtime.device import cast_weights, fuse_norms
 from train import Trainer
 
@@ -89,7 +91,7 @@ def count_update(name, options):
     model = make_model()
     reference = make_model(seed=1).requires_grad_(False) if cfg.beta else None
     if cfg.gradient_checkpointing:
-        update.checkpoint_layers(model)
+        loading.checkpoint_layers(model)
     everything, seen = sample(model, 12, 12), {}
     for prompts in (3, 3, 12):  # the first makes .grad, and does not count
         rollouts = first(everything, prompts)
@@ -117,11 +119,11 @@ def count_step(method):
         args += ["--max-new-tokens", "24", "--pack-tokens", "256"]
         reward = lambda text, _gold: float(zlib.crc32(text.encode()) % 2)
         with contextlib.redirect_stdout(io.StringIO()):
-            trainer = Trainer(config.parse_config(args), reward)
-            trainer.open_folder()
+            run = Run(Trainer(config.parse_config(args), reward))
+            run.open_folder()
             for _ in range(3):
                 with pretend_cuda.counting() as seen:
-                    trainer.write(*trainer.advance())
+                    run.write(*run.advance())
     show(f"a step of {method}", seen, 1)
 
 

@@ -1,21 +1,11 @@
 """
-The baselines' pruning rules: what they keep, and what they multiply it by.
+Prompt selectors of GRESO, DAPO and MoPPS: rivals that choose prompts by what they see, and train on
+the groups that they like without weights. They have a state, roll out by themselves, and know no
+window of candidates. rivals.py lists them.
 
-    uniform     unbiased  drops a fixed share of all completions blindly; weights 1 / (1 - share)
-    cppo        BIASED    the largest |advantage| of each group: CPPO's paper (arXiv:2503.22342)
-    cppo_batch  BIASED    the largest |advantage| of the whole mini-batch: CPPO's code (lzhxmu/CPPO)
-    pods        BIASED    the m rewards of each group with the largest variance, and advantages
-                          within these (PODS, arXiv:2504.13818, YixuanEvenXu/pods)
-    dppo_floor  BIASED    the deterministic fraction that secondary sources ascribe to DPPO
-    greso       BIASED    skips prompts all right or all wrong lately, refills (arXiv:2506.02177)
-    dynamic     BIASED    DAPO's dynamic sampling (arXiv:2503.14476): refills, skips no prompt
-    mopps       BIASED    the prompts whose guessed pass rates are nearest 1/2 (arXiv:2507.04632)
-
-Keeping by rank gives keep probabilities of 0 and 1, and no weight can correct for a zero. PODS also
-takes the mean and standard deviation of what it keeps. GRESO skips at random but does not weight
-what it keeps, and it stops once it has enough live groups, which is a bias of its own. MoPPS's draw
-is random, too, but nothing divides by the chance of being among the nearest. These rules are here
-for comparison.
+GRESO skips at random but does not weight what it keeps, and it stops once it has enough live
+groups, which is a bias of its own. MoPPS's draw is random, too, but nothing divides by the chance
+of being among the nearest.
 
 Two are left out. SPEED-RL (arXiv:2506.09016) begins its groups in one step and completes them in a
 later one, so their token ids and log-probs would have to wait in the checkpoint, and the groups of
@@ -26,6 +16,7 @@ Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G com
 """
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 
@@ -33,101 +24,28 @@ import torch
 
 import dppo
 
-COMPLETION_RULES = ("uniform", "cppo", "cppo_batch", "pods", "dppo_floor")
-BIASED = ("cppo", "cppo_batch", "pods", "dppo_floor")
-SELECTORS = ("greso", "dynamic", "mopps")  # prompt rules with a state, and without a window
+
+def join(rounds: list):
+    """One train.Batch of the Batches of several rounds, as if rolled out together."""
+    starts = itertools.accumulate((len(part.prompts) for part in rounds), initial=0)
+    shifted = [
+        vars(part) | {"mine": part.mine + n} for part, n in zip(rounds, starts, strict=False)
+    ]
+    return _joined(copy.copy(rounds[0]), shifted)
 
 
-def kept_count(size: int, prune_rate: float) -> int:
-    """floor(size (1 - prune_rate)), safe from rounding: of 10 at rate 0.9, one is kept."""
-    return int(size * (1.0 - prune_rate) + 1e-9)
-
-
-def allocated_prompts(prompts: int, group_size: int, prune_rate: float) -> int:
-    """CPPO's dynamic completion allocation: how many prompts to roll out so that their kept
-    completions fill the update of `prompts` un-pruned ones."""
-    return prompts * group_size // kept_count(group_size, prune_rate)
-
-
-def top_completions(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) [..., n]: the `count` highest scores of the last dimension; ties keep order.
-
-    Their weights are n / count: if the denominator counts completions (grpo, dr_grpo, gspo), the
-    result is the mean over what is kept.
-    """
-    best = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
-    keep = torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, best, True)
-    return keep, keep.double() * (scores.shape[-1] / max(count, 1))
-
-
-def floor_of_low(
-    scores: torch.Tensor, counted: torch.Tensor, prune_rate: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) [..., n], for completions by |advantage| and for prompts by history.
-
-    Of the n_low scores below the mean of the last dimension, the floor(rate n_low) lowest are
-    dropped, and ties keep order; the rest of them gets weight 1 / (1 - rate).
-    """
-    low = dppo.threshold_keep_prob(scores, counted, 1.0) == 0  # below the mean
-    num_low = low.sum(dim=-1, keepdim=True).double()
-    num_dropped = (num_low * prune_rate + 1e-9).floor()
-    rank = torch.where(low, scores, torch.inf).argsort(dim=-1, stable=True).argsort(dim=-1)
-    keep = ~(low & (rank < num_dropped))
-    return keep, keep.double() * torch.where(low, 1.0 / (1.0 - prune_rate), 1.0)
-
-
-def most_varied(advantages: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) [K, G]: PODS. Of each group, the `count` completions with the largest
-    variance: the best i and the worst of the rest, for one i.
-
-    PODS normalizes the subset's rewards anew. Within a group advantages are rewards, shifted and
-    scaled, so this normalizes advantages [K, G]. A weight turns the given advantage into the new
-    one. An advantage of exactly 0 stays 0; rewards of 0 and 1 have none in a live group.
-    """
-    K, G = advantages.shape
-    weights = torch.zeros(K, G, dtype=torch.float64)
-    if count < 2:  # one reward does not vary
-        return top_completions(advantages, count)[0], weights
-    ranked, order = advantages.sort(dim=1, descending=True, stable=True)
-    place = torch.arange(G)
-    choices = torch.stack([(place < i) | (place >= G - count + i) for i in range(count + 1)])
-    subsets = torch.stack([ranked[:, choice] for choice in choices], dim=1)  # [K, choices, count]
-    best = subsets.var(dim=2, correction=0).argmax(dim=1)  # the first of equal ones
-    keep = torch.zeros(K, G, dtype=torch.bool).scatter(1, order, choices[best])
-    kept = advantages[keep].view(K, count)
-    std = kept.std(dim=1, keepdim=True)
-    new = (kept - kept.mean(dim=1, keepdim=True)) / (std + dppo.ADVANTAGE_EPS)
-    weights[keep] = (new / kept).nan_to_num(0.0, 0.0, 0.0).flatten().double() * G / count
-    return keep, weights
-
-
-def prune_completions(
-    rule: str, prune_rate: float, batch: dppo.Completions, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) [K, G] of one of COMPLETION_RULES.
-
-    prune_rate is the share removed (dppo_floor: of those below the mean).
-    """
-    dppo.check_known("completion rule", rule, COMPLETION_RULES)
-    scores = batch.advantages.abs()
-    K, G = scores.shape
-    if rule == "uniform":
-        keep_prob = torch.full((K, G), 1.0 - prune_rate, dtype=torch.float64)
-        order = torch.randperm(K * G, generator=generator)  # makes it a simple random sample
-        start = torch.rand((), dtype=torch.float64, generator=generator).item()
-        keep = dppo.systematic(keep_prob, order, start)
-        return keep, dppo.ht_weights(keep, keep_prob)
-    if rule == "cppo":
-        return top_completions(scores, kept_count(G, prune_rate))
-    if rule == "cppo_batch":
-        keep, weights = top_completions(scores.flatten(), kept_count(K * G, prune_rate))
-        return keep.view(K, G), weights.view(K, G)
-    if rule == "pods":
-        return most_varied(batch.advantages, kept_count(G, prune_rate))
-    return floor_of_low(scores, ~batch.rewards.isnan(), prune_rate)
-
-
-# ---------------------------------------------------------------------------- GRESO (prompt level)
+def _joined(whole, fields: list[dict]):
+    """`whole`, each of its fields now those of all parts end to end; numbers are summed."""
+    for name in fields[0]:
+        values = [own[name] for own in fields]
+        if torch.is_tensor(values[0]):
+            value = torch.cat(values)
+        elif hasattr(values[0], "__dict__"):  # Rollouts
+            value = _joined(copy.copy(values[0]), [vars(own) for own in values])
+        else:
+            value = sum(values[1:], start=values[0])  # lists, numbers
+        setattr(whole, name, value)
+    return whole
 
 
 class Greso:
@@ -139,9 +57,10 @@ class Greso:
     probabilities follow the share of such groups in each step, towards ALPHA_EASY and ALPHA_HARD. A
     step rolls out until about Q groups are live, and trains on these without weights. The original
     uses groups of 8, where a mean beyond these bounds implies a dead group; here groups have any
-    size, so both are required. Without `skips` no prompt is skipped, which is DAPO's dynamic
-    sampling with GRESO's sizes of rounds.
+    size, so both are required.
     """
+
+    skips = True
 
     EASY, HARD, FLOOR = 0.98, 0.11, 0.01
     ALPHA_EASY, ALPHA_HARD = 0.25 / 3, 2 * 0.25 / 3  # of a target of 0.25 dead groups
@@ -149,8 +68,7 @@ class Greso:
     LOADER = 32  # prompts loaded together
     ROUNDS = 20  # of rollouts in a step; ours: without live groups the original never stops
 
-    def __init__(self, num_prompts: int, skips: bool = True):
-        self.skips = skips
+    def __init__(self, num_prompts: int):
         self.easy, self.hard = torch.zeros(2, num_prompts, dtype=torch.int16)  # streaks [P]
         self.p_easy = self.p_hard = 0.5
         self.cursor = 0  # prompts visited since the run began, over all epochs
@@ -210,8 +128,8 @@ class Greso:
 
     def collect(
         self, roll_out: Callable, target: int, order: Callable, generator: torch.Generator
-    ) -> tuple[list, torch.Tensor, torch.Tensor]:
-        """(rounds, weights [K], places [K]): roll out until `target` groups are live, or until the
+    ) -> tuple:
+        """(batch, weights [K], places [K]): roll out until `target` groups are live, or until the
         round that was expected to suffice.
 
         roll_out(prompts, number) returns a round, with .prompts [k] and .rewards [k, G]. The first
@@ -239,7 +157,18 @@ class Greso:
         rank = alive.cumsum(dim=0) - 1  # [K], among the live
         used = alive & (rank < target)
         count = max(1, int(used.sum()))
-        return rounds, used.double() * target / count, rank * target // count
+        return join(rounds), used.double() * target / count, rank * target // count
+
+    @staticmethod
+    def fewest_prompts(target: int) -> tuple[int, str]:
+        """How many prompts the data must have to select `target` a step, and why."""
+        return 2 * target, f"its first round is 1.5 x {target}"
+
+
+class Dynamic(Greso):
+    """DAPO's dynamic sampling with GRESO's sizes of rounds: no prompt is skipped."""
+
+    skips = False
 
 
 # ---------------------------------------------------------------------------- MoPPS (prompt level)
@@ -267,8 +196,8 @@ class Mopps:
 
     def collect(
         self, roll_out: Callable, target: int, order: Callable, generator: torch.Generator
-    ) -> tuple[list, torch.Tensor, torch.Tensor]:
-        """(rounds, weights [Q], places [Q]) as Greso.collect, with one round of Q = `target`."""
+    ) -> tuple:
+        """(batch, weights [Q], places [Q]) as Greso.collect, with one round of Q = `target`."""
         epoch, place = divmod(self.cursor, self.posterior.shape[1] // (self.POOL * target))
         pool = order(epoch)[self.POOL * target * place :][: self.POOL * target]
         draw = random.Random(int(torch.randint(2**62, (), generator=generator)))
@@ -281,16 +210,9 @@ class Mopps:
         known = self.posterior[:, part.prompts]
         self.posterior[:, part.prompts] = self.DECAY * known + (1 - self.DECAY) + counts
         self.cursor += 1
-        return [part], torch.ones(target, dtype=torch.float64), torch.arange(target)
+        return part, torch.ones(target, dtype=torch.float64), torch.arange(target)
 
-
-def selector(rule: str, num_prompts: int) -> Greso | Mopps:
-    """The state of one of SELECTORS when a run begins."""
-    return Mopps(num_prompts) if rule == "mopps" else Greso(num_prompts, skips=rule == "greso")
-
-
-def fewest_prompts(rule: str, target: int) -> tuple[int, str]:
-    """How many prompts of the data one of SELECTORS needs to select `target` a step, and why."""
-    if rule == "mopps":
+    @staticmethod
+    def fewest_prompts(target: int) -> tuple[int, str]:
+        """As Greso.fewest_prompts."""
         return Mopps.POOL * target, f"its pool is {Mopps.POOL} x {target}"
-    return 2 * target, f"its first round is 1.5 x {target}"

@@ -1,0 +1,143 @@
+"""
+The rivals' pruning rules: what they keep, and what they multiply it by. All are biased. Importing
+this file adds them to dppo.COMPLETION_RULES and sampler.PROMPT_RULES; config.py does so when one is
+asked for by name.
+
+    cppo        the largest |advantage| of each group: CPPO's paper (arXiv:2503.22342)
+    cppo_batch  the largest |advantage| of the whole mini-batch: CPPO's code (lzhxmu/CPPO)
+    pods        the m rewards of each group with the largest variance, and advantages within these
+                (PODS, arXiv:2504.13818, YixuanEvenXu/pods)
+    dppo_floor  the deterministic fraction that secondary sources ascribe to DPPO, at both levels
+    greso       skips prompts all right or all wrong lately, refills (arXiv:2506.02177)
+    dynamic     DAPO's dynamic sampling (arXiv:2503.14476): refills, skips no prompt
+    mopps       the prompts whose guessed pass rates are nearest 1/2 (arXiv:2507.04632)
+
+Keeping by rank gives keep probabilities of 0 and 1, and no weight can correct for a zero. PODS also
+takes the mean and standard deviation of what it keeps. The last three are in selectors.py.
+
+Letters: Q prompts of a step, K of them rolled out, G completions each, n completions.
+"""
+
+import torch
+
+import dppo
+import sampler
+from related import selectors
+
+
+def kept_count(size: int, prune_rate: float) -> int:
+    """floor(size (1 - prune_rate)), safe from rounding: of 10 at rate 0.9, one is kept."""
+    return int(size * (1.0 - prune_rate) + 1e-9)
+
+
+def allocated_prompts(prompts: int, group_size: int, prune_rate: float) -> int:
+    """CPPO's dynamic completion allocation: how many prompts to roll out so that their kept
+    completions fill the update of `prompts` un-pruned ones."""
+    return prompts * group_size // kept_count(group_size, prune_rate)
+
+
+def top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keep, weights) [..., n]: the `count` highest scores of the last dimension; ties keep order.
+
+    Their weights are n / count: if the denominator counts completions (grpo, dr_grpo, gspo), the
+    result is the mean over what is kept.
+    """
+    best = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    keep = torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, best, True)
+    return keep, keep.double() * (scores.shape[-1] / max(count, 1))
+
+
+def floor_of_low(
+    scores: torch.Tensor, counted: torch.Tensor, prune_rate: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keep, weights) [..., n], for completions by |advantage| and for prompts by history.
+
+    Of the n_low scores below the mean of the last dimension, the floor(rate n_low) lowest are
+    dropped, and ties keep order; the rest of them gets weight 1 / (1 - rate).
+    """
+    low = dppo.threshold_keep_prob(scores, counted, 1.0) == 0  # below the mean
+    num_low = low.sum(dim=-1, keepdim=True).double()
+    num_dropped = (num_low * prune_rate + 1e-9).floor()
+    rank = torch.where(low, scores, torch.inf).argsort(dim=-1, stable=True).argsort(dim=-1)
+    keep = ~(low & (rank < num_dropped))
+    return keep, keep.double() * torch.where(low, 1.0 / (1.0 - prune_rate), 1.0)
+
+
+def most_varied(advantages: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keep, weights) [K, G]: PODS. Of each group, the `count` completions with the largest
+    variance: the best i and the worst of the rest, for one i.
+
+    PODS normalizes the subset's rewards anew. Within a group advantages are rewards, shifted and
+    scaled, so this normalizes advantages [K, G]. A weight turns the given advantage into the new
+    one. An advantage of exactly 0 stays 0; rewards of 0 and 1 have none in a live group.
+    """
+    K, G = advantages.shape
+    weights = torch.zeros(K, G, dtype=torch.float64)
+    if count < 2:  # one reward does not vary
+        return top(advantages, count)[0], weights
+    ranked, order = advantages.sort(dim=1, descending=True, stable=True)
+    place = torch.arange(G)
+    choices = torch.stack([(place < i) | (place >= G - count + i) for i in range(count + 1)])
+    subsets = torch.stack([ranked[:, choice] for choice in choices], dim=1)  # [K, choices, count]
+    best = subsets.var(dim=2, correction=0).argmax(dim=1)  # the first of equal ones
+    keep = torch.zeros(K, G, dtype=torch.bool).scatter(1, order, choices[best])
+    kept = advantages[keep].view(K, count)
+    std = kept.std(dim=1, keepdim=True)
+    new = (kept - kept.mean(dim=1, keepdim=True)) / (std + dppo.ADVANTAGE_EPS)
+    weights[keep] = (new / kept).nan_to_num(0.0, 0.0, 0.0).flatten().double() * G / count
+    return keep, weights
+
+
+# ---------------------------------------------------------------------------- the entries
+
+
+def cppo(batch: dppo.Completions, prune_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keep, weights) [K, G], as of the other rules; prune_rate is the share removed."""
+    scores = batch.advantages.abs()
+    return top(scores, kept_count(scores.shape[1], prune_rate))
+
+
+def cppo_batch(batch, prune_rate):
+    scores = batch.advantages.abs()
+    keep, weights = top(scores.flatten(), kept_count(scores.numel(), prune_rate))
+    return keep.view(scores.shape), weights.view(scores.shape)
+
+
+def pods(batch, prune_rate):
+    return most_varied(batch.advantages, kept_count(batch.advantages.shape[1], prune_rate))
+
+
+def low_completions(batch, prune_rate):
+    return floor_of_low(batch.advantages.abs(), ~batch.rewards.isnan(), prune_rate)
+
+
+def low_prompts(history: sampler.PromptHistory, prompts: torch.Tensor, prune_rate: float):
+    """(keep, weights) [Q]."""
+    score = history.score[prompts]
+    return floor_of_low(score, ~score.isnan(), prune_rate)
+
+
+BY_RANK = "it keeps by rank, not at random"
+dppo.COMPLETION_RULES |= {
+    "cppo": dppo.CompletionRule(None, select=cppo, biased=BY_RANK),
+    "cppo_batch": dppo.CompletionRule(None, select=cppo_batch, biased=BY_RANK),
+    "pods": dppo.CompletionRule(None, select=pods, biased=BY_RANK),
+    "dppo_floor": dppo.CompletionRule(None, select=low_completions, biased=BY_RANK),
+}
+sampler.PROMPT_RULES |= {
+    "dppo_floor": sampler.PromptRule(select=low_prompts, biased=BY_RANK),
+    "greso": sampler.PromptRule(
+        selector=selectors.Greso,
+        rate=None,
+        biased="it gives no weight to prompts that return after being skipped (none is in the "
+        "first epoch), and it refills the batch",
+    ),
+    "dynamic": sampler.PromptRule(
+        selector=selectors.Dynamic, rate=None, biased="the live groups get the weight of all groups"
+    ),
+    "mopps": sampler.PromptRule(
+        selector=selectors.Mopps,
+        rate=None,
+        biased="nothing weights a prompt by its chance to be chosen",
+    ),
+}
