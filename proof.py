@@ -322,14 +322,17 @@ def main(file: str | None = None) -> None:
         "float64, some tokens clipped;\nrate 0.6, of prompts 0.4; the worse of beta 0 and 0.1 (KL)."
         "\n"
     )
-    print(f"{'':32s}" + "".join(f"{loss:>9s}" for loss in dppo.LOSSES))
+    print(f"{'':32s}" + "".join(f" {loss:>8s}" for loss in dppo.LOSSES))
 
     def line(name, expectations):  # of (loss, beta): the expected gradient and the full one
         errors = [
-            max(relative_error(*expectations(loss, beta)) for beta in (0.0, 0.1))
+            (loss, max(relative_error(*expectations(loss, beta)) for beta in (0.0, 0.1)))
             for loss in dppo.LOSSES
         ]
-        print(f"  {name:30s}" + "".join(f"{error:9.0e}" for error in errors), flush=True)
+        print(
+            f"  {name:30s}" + "".join(f" {e:{max(8, len(loss))}.0e}" for loss, e in errors),
+            flush=True,
+        )
 
     def one(rule, twin=None):
         def expectations(loss, beta):

@@ -104,7 +104,7 @@ class PromptHistory:
         rule = PROMPT_RULES[name]
         if rule.priority:
             keep_prob = rule.priority(self, prompts, step)
-            if keep_prob.shape == prompts.shape:
+            if getattr(keep_prob, "shape", None) == prompts.shape:
                 keep_prob = _fixed_size(keep_prob, prune_rate, minibatches)
         else:
             keep_prob = rule.keep_prob(self, prompts, prune_rate, step)

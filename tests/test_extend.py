@@ -1,0 +1,367 @@
+"""What a user adds works, or says why not: rewards, rules and losses, from the README and wrong."""
+
+import contextlib
+import copy
+import inspect
+import itertools
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import toy
+
+import arithmetic
+import config
+import dppo
+import proof
+import rewards
+import sampler
+import train
+from runtime import InputError
+
+README = (toy.ROOT / "README.md").read_text()
+REWARD, RULES = re.findall(r"^```python\n(import .*?)^```$", README, re.DOTALL | re.MULTILINE)
+ones = lambda shape: torch.ones(shape, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def clean_tables():
+    """Forget what a test adds."""
+    tables = (dppo.COMPLETION_RULES, dppo.LOSSES, sampler.PROMPT_RULES)
+    before = [copy.copy(table) for table in tables]
+    yield
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)
+
+
+def program(folder, code, *args, launcher=()):
+    """Run `code` as a program beside train.py, as the README says; returns the process."""
+    (folder / "mine.py").write_text(code)
+    command = [sys.executable, *launcher, str(folder / "mine.py"), *args]
+    environment = {"PYTHONPATH": str(toy.ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+# ---------------------------------------------------------------------------- the README's snippets
+
+
+def test_reward_of_the_readme():
+    """It agrees with the embedded task's own reward on what the base model imitates, so training
+    with it is training. Catches a reward that is 0 for ever, as an earlier README's was."""
+    names = {"__name__": "myreward"}
+    exec(REWARD, names)
+    found, rng = [], random.Random(0)
+    for index in range(200):
+        prompt, gold, _ = arithmetic.problem("train", index)
+        completion = arithmetic.worked_answer(prompt, arithmetic.CARRY_PROB, rng)
+        found.append(names["my_reward"](completion, gold))
+        assert found[-1] == rewards.arithmetic_reward(completion, gold)
+    assert 0.1 < sum(found) / 200 < 0.9
+    assert names["my_reward"]("7+9=16", "") is None
+    inspect.signature(train.cli).bind(names["my_reward"])
+    assert "train.cli(my_reward)" in REWARD
+
+
+def test_rules_and_loss_of_the_readme(policy_folder, tmp_path, capsys):
+    """Word for word: trained with --method mine --loss unclipped as a program, and proven by
+    proof.py. Catches a renamed argument, a rule that the method does not pick, and one that drops
+    nothing."""
+    command = "torchrun mine.py --method mine --loss unclipped"
+    assert command in README
+    assert "`python proof.py mine.py`" in README
+    flags = toy.flags(policy_folder, str(tmp_path / "run"), method="mine", loss="unclipped")
+    code = RULES.replace("train.cli()", 'train.cli(lambda text, gold: float(text[:1] < "@"))')
+    more = ["--prompts-per-step", "16", "--steps", "40", "--data", "arithmetic"]
+    done = program(tmp_path, code, *flags, *more)
+    assert done.returncode == 0, done.stderr
+    log = toy.rows(tmp_path / "run")
+    assert "prompt rule mine, completion rule mine" in done.stdout
+    assert all(0 < row["kept/completions"] < 1 for row in log)
+    assert {round(row["weight/max"], 3) for row in log} >= {round(1 / 0.3, 3)}
+
+    (tmp_path / "mine.py").write_text(RULES)
+    proof.main(str(tmp_path / "mine.py"))
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[4].split()[-1] == "unclipped"
+    lines = re.findall(r"^  mine  +(.*)$", printed.split("\nbiased\n")[0], re.MULTILINE)
+    assert len(lines) == 2, "at both levels"
+    assert all(float(error) < 1e-10 for line in lines for error in line.split())
+    own_column = [line.split()[-1] for line in printed.split("\nbiased\n")[0].splitlines()[6:]]
+    assert all(float(error) < 1e-10 for error in own_column if "e-" in error)
+
+
+# ---------------------------------------------------------------------------- rules that are wrong
+
+
+def completions():
+    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0], [0.0, 0.0, 0.0, 0.0]]).double()
+    return dppo.Completions(advantages, advantages, ones((2, 4)), advantages.abs())
+
+
+WRONG = [
+    (lambda shape: ones(shape)[:1], r"returned torch.Size\(.*: return a tensor of shape \["),
+    (lambda shape: 0.5, r"returned 0.5: return a tensor of shape \["),
+    (lambda shape: ones(shape) * 1.5, r"returned the probability 1.5: clamp it to 0..1"),
+    (lambda shape: ones(shape) * -0.5, r"returned the probability -0.5: clamp"),
+    (lambda shape: ones(shape) * torch.nan, r"returned the probability nan: clamp"),
+    (lambda shape: ones(shape) * 0.0, r"returned the probability 0 at \[.*biased="),
+]
+
+
+@pytest.mark.parametrize(("result", "message"), WRONG)
+def test_wrong_completion_rules(result, message):
+    """Catches a bias without a word, and a raw traceback from deep inside a draw."""
+    dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(lambda batch, rate: result((2, 4)))
+    with pytest.raises(dppo.RuleError, match=r"completion rule 'mine' " + message):
+        dppo.prune_completions("mine", 0.5, completions(), torch.Generator())
+
+
+@pytest.mark.parametrize("kind", ["keep_prob", "priority"])
+@pytest.mark.parametrize(("result", "message"), WRONG)
+def test_wrong_prompt_rules(result, message, kind):
+    """The same for prompts, all of which count."""
+    rule = sampler.PromptRule(**{kind: lambda history, prompts, *_: result((len(prompts),))})
+    sampler.PROMPT_RULES["mine"] = rule
+    if kind == "priority" and message.startswith("returned the probability 1.5"):
+        return  # priorities have any scale
+    message = (
+        r"returned the probability (0|nan)"
+        if kind == "priority" and "[" not in message
+        else message
+    )
+    history = sampler.PromptHistory(torch.tensor([1, 1]), ["a", "a"], 2)
+    expected = pytest.raises(dppo.RuleError, match=r"prompt rule 'mine' " + message)
+    with expected if message else contextlib.nullcontext():
+        history.prune("mine", 0.5, torch.arange(2), torch.Generator(), 1)
+
+
+def test_zeros_that_are_allowed():
+    """Where a term is exactly 0, and where the entry says that the rule is biased. Catches a check
+    that refuses pps's own zeros."""
+    live_only = lambda batch, rate: (batch.size > 0).double()
+    dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(live_only)
+    keep, weights = dppo.prune_completions("mine", 0.5, completions(), torch.Generator())
+    assert keep.tolist() == [[True] * 4, [False] * 4]
+    nothing = lambda batch, rate: torch.zeros_like(batch.size)
+    dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(nothing, biased="it keeps nothing")
+    keep, weights = dppo.prune_completions("mine", 0.5, completions(), torch.Generator())
+    assert not keep.any()
+    assert not weights.any()
+
+
+def test_a_rule_that_ignores_its_rate():
+    """At rate 0 the identity is promised, and dapo's denominator relies on it. Catches a rule that
+    drops there; rate=None says that it has no rate."""
+    half = lambda *_: torch.full((2,), 0.5)
+    history = sampler.PromptHistory(torch.tensor([1, 1]), ["a", "a"], 2)
+    sampler.PROMPT_RULES["mine"] = sampler.PromptRule(half)
+    with pytest.raises(dppo.RuleError, match=r"the probability 0.5 at prune rate 0: .*rate=None"):
+        history.keep_prob("mine", 0.0, torch.arange(2), 1)
+    sampler.PROMPT_RULES["mine"] = sampler.PromptRule(half, rate=None)
+    assert history.keep_prob("mine", 0.0, torch.arange(2), 1).tolist() == [0.5, 0.5]
+
+
+def test_a_wrong_rule_stops_before_anything_is_loaded(tmp_path):
+    """Catches a rule whose error comes after the first rollout."""
+    dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(lambda batch, rate: batch.size * 0)
+    with pytest.raises(dppo.RuleError, match="completion rule 'mine'"):
+        config.resolve(config.Config(method="mine", model=str(tmp_path / "nothing")))
+    del dppo.COMPLETION_RULES["mine"]
+    sampler.PROMPT_RULES["mine"] = sampler.PromptRule(lambda *_: torch.zeros(3))
+    with pytest.raises(dppo.RuleError, match="prompt rule 'mine'"):
+        config.resolve(config.Config(method="mine", model=str(tmp_path / "nothing")))
+
+
+def test_methods_and_rules_of_yours():
+    """--method takes the rules of its name at both levels; a rule alone keeps the other of pps."""
+    dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(lambda batch, rate: ones(batch.size.shape))
+    found = config.resolve(config.Config(method="mine"))
+    assert (found.prompt_rule, found.completion_rule, found.completion_prune_rate) == (
+        "none", "mine", 0.7,
+    )  # fmt: skip
+    found = config.resolve(config.Config(completion_rule="mine"))
+    assert (found.prompt_rule, found.completion_rule) == ("pps", "mine")
+    with pytest.raises(InputError, match=r"--method mime: choose one of grpo, .*, pps,.* mine"):
+        config.resolve(config.Config(method="mime"))
+
+
+def test_a_rule_that_waits_for_history_says_so():
+    """Catches a run of one epoch that prunes no prompts and does not mention it."""
+    low = lambda history, prompts, rate, step: 1 - rate * (history.epoch[prompts] >= 0).double()
+    sampler.PROMPT_RULES["mine"] = sampler.PromptRule(low)
+    cfg = config.resolve(config.Config(method="mine", steps=3))
+    (note,) = config.warnings(cfg, steps_per_epoch=16)
+    assert note == "--prompt-rule mine drops nothing in the first 16 steps, an epoch"
+    assert not config.warnings(cfg, steps_per_epoch=2)
+    assert not config.warnings(config.resolve(config.Config(prompt_rule="uniform", steps=3)), 16)
+
+
+# ---------------------------------------------------------------------------- losses
+
+
+def plain(ratio, logprobs, advantages, eps_low, eps_high):
+    return -ratio * advantages, ratio < 0
+
+
+def test_a_loss_needs_a_kind_of_denominator():
+    """Catches a loss that falls through to another's count."""
+    with pytest.raises(TypeError, match="denominator"):
+        dppo.Loss(plain)
+    with pytest.raises(dppo.RuleError, match="unknown denominator 'tokens': choose one of own len"):
+        dppo.Loss(plain, "tokens")
+
+
+def test_a_loss_that_returns_nonsense():
+    dppo.LOSSES["mine"] = dppo.Loss(lambda ratio, *_: (ratio.sum(), ratio > 1), "constant")
+    clip = {"eps_low": 0.2, "eps_high": 0.2, "num_sequences": 1}
+    with pytest.raises(dppo.RuleError, match=r"loss 'mine' returned \[\[\], \[3\]\]: return"):
+        dppo.token_loss(*[torch.zeros(3)] * 3, torch.zeros(3).long(), loss="mine", **clip)
+
+
+@pytest.mark.parametrize(
+    ("denominator", "prompt_rule", "rate", "known_before"),
+    [
+        ("batch tokens", "uniform", 0.5, True), ("batch tokens", "uniform", 0.0, False),
+        ("batch tokens", "mine", 0.0, True), ("batch tokens", "none", 0.0, False),
+        ("own length", "uniform", 0.5, False), ("constant", "mine", 0.0, False),
+    ],
+)  # fmt: skip
+def test_the_count_of_tokens_is_known_before_the_draw(
+    policy_folder, tmp_path, denominator, prompt_rule, rate, known_before
+):
+    """Where a loss divides by the batch's tokens and prompts are pruned, also by a rule without a
+    rate. Catches a denominator that the draw decides, which proof.py cannot see in a run."""
+    half = lambda history, prompts, *_: torch.full((len(prompts),), 0.5)
+    sampler.PROMPT_RULES["mine"] = sampler.PromptRule(half, rate=None)
+    dppo.LOSSES["mine"] = dppo.Loss(plain, denominator)
+    options = {"method": "grpo", "prompt_rule": prompt_rule, "loss": "mine"}
+    options |= {"prompt_prune_rate": rate}
+    args = toy.flags(policy_folder, str(tmp_path / "run"), **options)
+    trainer = train.Trainer(config.parse_config(args), toy.toy_reward)
+    assert trainer.needs_mean_tokens == known_before
+    all_are_kept = known_before or prompt_rule == "none" or (prompt_rule, rate) == ("uniform", 0.0)
+    assert (trainer.step(1)[0]["kept/prompts"] == 1.0) == all_are_kept
+
+
+def test_the_proof_sees_a_ratio():
+    """A loss that divides by the tokens that it is given is biased, and the enumeration shows it.
+    Catches a proof whose outcomes all have as many tokens."""
+
+    def ratio_of_kept(ratio, *others):
+        loss, clipped = plain(ratio, *others)
+        return loss / len(ratio), clipped
+
+    dppo.LOSSES["mine"] = dppo.Loss(ratio_of_kept, "constant")
+    case = proof.toy_case("mine")
+    assert proof.relative_error(proof.expected_gradient(case, "pps", 0.6), case.full()) > 1e-2
+    assert proof.relative_error(*proof.both_levels("mine", "uniform", "none", 0.4)) > 1e-2
+    dppo.LOSSES["mine"] = dppo.Loss(plain, "constant")
+    assert proof.relative_error(*proof.both_levels("mine", "uniform", "none", 0.4)) < 1e-12
+
+
+# ---------------------------------------------------------------------------- rewards
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda text, gold: 1 / 0, r"raised ZeroDivisionError: division by zero \(.*test_extend"),
+        (lambda text, gold: "good", r"is 'good': return a finite number, or None"),
+        (lambda text, gold: torch.inf, "is inf: return a finite number"),
+        (lambda text, gold: torch.nan, "is nan: return a finite number"),
+        (lambda text, gold: [1.0], r"is \[1.0\]: return a finite number"),
+    ],
+)
+def test_a_reward_that_fails(run, reward, message):
+    """One line with the completion's first 80 characters. Catches a traceback, a NaN that counts as
+    unscorable, and a message that is as long as the completion."""
+    with pytest.raises(
+        InputError, match=r"^the reward of the completion ['\"].*" + message
+    ) as caught:
+        run("run", reward=reward, max_new_tokens=200, steps=1)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert len(text) < 700
+
+
+def test_the_last_line_under_torchrun(policy_folder, tmp_path):
+    """torchrun prints some sixty lines about a process that failed. Catches an error above them."""
+    code = REWARD.replace("return float(", "return float(None or ")
+    assert code != REWARD
+    broken = code.replace("completion.endswith", "completion.ends_with")
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    done = program(
+        tmp_path, broken, *toy.flags(policy_folder, str(tmp_path / "run")), launcher=launcher
+    )
+    assert done.returncode != 0
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("error: the reward of the completion ")
+    assert "has no attribute 'ends_with'" in last
+
+
+# ---------------------------------------------------------------------------- runs that cannot be
+
+
+def test_a_run_without_signal_says_so(run, tmp_path, capsys):
+    """Once, after five steps in a row, with what the rewards were. Catches a run that trains
+    nothing without a word, a note at every step, and one for a run whose groups are live."""
+
+    def notes(name, reward, **options):
+        run(name, reward=reward, steps=12, **options)
+        printed = capsys.readouterr().out.splitlines()
+        found = [place for place, line in enumerate(printed) if "nothing was learned" in line]
+        return [printed[place] for place in found], [printed[place - 1] for place in found]
+
+    (note,), (before,) = notes("zero", lambda text, gold: 0.0)
+    assert before.startswith("step  5/12")
+    assert "the same reward (0.000 on average)" in note
+    assert "the reward never finds the answer" in note
+    assert str(tmp_path / "zero" / "samples.jsonl") in note
+    (note,), _ = notes("one", lambda text, gold: 1.0, method="pps")
+    assert "(1.000 on average), so nothing was learned. Likely cause: each problem is too" in note
+    (note,), _ = notes("none", lambda text, gold: None)
+    assert "no gold can be scored" in note
+    assert notes("live", toy.toy_reward) == ([], [])
+    calls = itertools.count()
+    only_in_step_6 = lambda text, gold: toy.toy_reward(text, gold) * (next(calls) // 24 == 5)
+    found, _ = notes("twice", only_in_step_6, method="grpo")
+    assert len(found) == 1
+
+
+def test_nothing_to_resume(run, tmp_path):
+    """Catches --resume that starts a fresh run, and one that has ended and does nothing."""
+    with pytest.raises(InputError, match=r"--resume: .*elsewhere holds no run: give the --out-dir"):
+        run("elsewhere", resume=True)
+    assert not (tmp_path / "elsewhere").exists()
+    run("run", steps=3, save_every=3)
+    with pytest.raises(InputError, match=r"has ended after its 3 steps; use another --out-dir, or"):
+        run("run", steps=3, save_every=3, resume=True)
+    run("constant", steps=3, save_every=3, lr_schedule="constant")
+    log = run("constant", steps=4, save_every=3, lr_schedule="constant", resume=True)
+    assert [row["step"] for row in log] == [1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------------------- the core
+
+
+def test_the_core_imports_no_rival(policy_folder, tmp_path):
+    """In a run of pps, too; in one of cppo they are there. Catches an import that came back."""
+    code = f"import sys; sys.path.insert(0, {str(toy.ROOT / 'tests')!r}); import toy\n"
+    code += "toy.main(sys.argv[1:])\n"
+    code += "print('rivals', any(name.startswith('related') for name in sys.modules))"
+    for method, found in (("pps", "rivals False"), ("cppo", "rivals True")):
+        flags = toy.flags(policy_folder, str(tmp_path / method), method=method)
+        done = program(tmp_path, code, *flags, "--completion-prune-rate", "0.5")
+        assert found in done.stdout, done.stderr
+
+
+def test_help_names_every_rule_and_loss():
+    """Catches a rule of ours that --help does not mention. Rivals are in it, too."""
+    names = {*sampler.PROMPT_RULES, *dppo.COMPLETION_RULES, *dppo.LOSSES}
+    source = inspect.getsource(config.Config)
+    for name in names - {"mine"}:
+        assert re.search(rf"\b{name}\b", source), name
