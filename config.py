@@ -325,14 +325,17 @@ def _check_rules(cfg: Config) -> None:
     scores = torch.arange(1.0, prompts * cfg.group_size + 1).view(prompts, -1)
     example = dppo.Completions(*[scores] * 4)  # a rule that fails does so before anything is loaded
     rule, rate = cfg.completion_rule, cfg.completion_prune_rate
-    _, weights = dppo.prune_completions(rule, rate, example, torch.Generator())
-    if dppo.COMPLETION_RULES[rule].select:
+    select = dppo.COMPLETION_RULES[rule].select
+    if not select:
+        dppo.completion_keep_prob(rule, rate, example)
+    else:
+        _, weights = select(example, rate)
         none = f"lower: of {prompts} x {cfg.group_size} completions it trains on none"
         require(cfg, "completion_prune_rate", weights.any(), none)
     total = num_candidates(cfg)
     prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
     if not prompt_rule.selector:
-        sampler.keeps_unseen(cfg.prompt_rule)  # the same for a prompt rule that fails
+        keeps_unseen(cfg.prompt_rule)  # the same for a prompt rule that fails
     if prompt_rule.priority:
         kept = sampler.kept_prompts(total, cfg.prompt_prune_rate)
         few = f"it keeps {kept} of {total} prompts, and each of {cfg.minibatches} updates needs one"
@@ -343,6 +346,14 @@ def _check_rules(cfg: Config) -> None:
     why = "so that every update has the planned size"
     divisor = f"a divisor of the step's {total} prompts, {why}"
     require(cfg, "minibatches", total % cfg.minibatches == 0, divisor)
+
+
+def learning_rate(cfg: Config, step: int) -> float:
+    """Warm-up, then --lr-schedule; a decay reaches almost 0 in the last step."""
+    remaining = min(1.0, (cfg.steps + 1 - step) / max(1, cfg.steps + 1 - cfg.warmup))
+    cosine = (1 - math.cos(math.pi * remaining)) / 2
+    decay = {"constant": 1.0, "linear": remaining, "cosine": cosine}[cfg.lr_schedule]
+    return cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay
 
 
 def num_candidates(cfg: Config) -> int:
@@ -367,6 +378,15 @@ def check_prompts(cfg: Config, prompts: int) -> None:
             raise InputError(f"--prompt-rule {cfg.prompt_rule}: {few}: lower --prompts-per-step")
 
 
+def keeps_unseen(name: str) -> bool:
+    """Whether a prompt rule keeps every prompt that was never rolled out."""
+    history = sampler.PromptHistory(torch.ones(2, dtype=torch.long), ["", ""], prompts_per_step=2)
+    rule, prompts = sampler.PROMPT_RULES[name], torch.arange(2)
+    if rule.select:
+        return bool(rule.select(history, prompts, 0.5)[0].all())
+    return bool((history.keep_prob(name, 0.5 if rule.rate else 0.0, prompts, step=1) == 1).all())
+
+
 def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
     """What may surprise a user of a resolved Config, above all a gradient that is not unbiased."""
     notes = []
@@ -377,7 +397,7 @@ def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
     if prompt_rule.biased and (cfg.prompt_prune_rate > 0 or prompt_rule.rate is None):
         notes.append(f"--prompt-rule {cfg.prompt_rule} is biased: {prompt_rule.biased}")
     if prunes_prompts(cfg):
-        if cfg.steps <= steps_per_epoch and sampler.keeps_unseen(cfg.prompt_rule):
+        if cfg.steps <= steps_per_epoch and keeps_unseen(cfg.prompt_rule):
             first = f"the first {steps_per_epoch} steps, an epoch"
             notes.append(f"--prompt-rule {cfg.prompt_rule} drops nothing in {first}")
         if cfg.epochs > 1:

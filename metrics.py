@@ -1,7 +1,7 @@
 """
 The figures of a step's row in log.jsonl, the sampled completions beside it, and the console line.
 
-train.py adds step, step_time, time/*, history/* (see sampler.PromptHistory.summary), check/* and
+train.py adds step, step_time, time/*, history/* (see `history`), check/* and
 eval/*. Names are TRL's where it has one. A figure that does not exist in a step is NaN here and
 null in the file.
 
@@ -16,6 +16,7 @@ import torch
 
 import config
 import dppo
+import sampler
 from update import Sums
 
 
@@ -68,6 +69,29 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
         mass = (full.factor * lengths * weights).sum().item()
         figures["kl"] = ratio(total.kl, mass)  # nats per token, weighted as in the loss
     return figures
+
+
+def history(seen, step: int, window: torch.Tensor, keep: torch.Tensor | None) -> dict:
+    """What a sampler.PromptHistory knows before a step rolls out, and about the draw from it.
+
+    keep [Q] is of the window [Q], or None for a rule without one. Lists count prompts by the bin of
+    their last pass rate, UNSEEN to ALL_RIGHT.
+    """
+    counts = lambda bins: torch.bincount(bins.long(), minlength=sampler.ALL_RIGHT + 1).tolist()
+    known = counts(seen.bin)
+    unseen = known[sampler.UNSEEN] / len(seen.bin)
+    row = {"history/never_rolled_out": unseen, "history/pass_rates": known}
+    if keep is None:
+        return row
+    epoch, position = divmod(step - 1, seen.steps_per_epoch)
+    before = position * len(window)  # candidates of this epoch's earlier steps
+    skipped = before - (seen.epoch == epoch).sum().item()
+    bins = seen.bin[window]
+    return row | {
+        "history/skipped_this_epoch": ratio(skipped, before),
+        "history/candidates_by_pass_rate": counts(bins),
+        "history/kept_by_pass_rate": counts(bins[keep]),
+    }
 
 
 def shares(cfg: config.Config, full) -> torch.Tensor:

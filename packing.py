@@ -45,7 +45,6 @@ except ImportError:
     varlen_attn = None
 
 ATTENTION = "packed"  # packed_attention is registered under this name
-MASKED = "packed_masked"  # and masked_attention under this one
 # Logits of one chunk: 883 tokens of Qwen3's vocabulary, 0.5 GiB in float32; four copies are live.
 HEAD_LOGITS = 2**27
 
@@ -125,21 +124,6 @@ def _last_that_fits(entries, room):
     """The last of the ascending (tokens, -place) that has at most `room` tokens, or None."""
     place = bisect.bisect_right(entries, (room, 0))
     return entries[place - 1] if place else None
-
-
-def slot_tokens(pack: list[int], lengths: list[int], prompts=None, prompt_lengths=None) -> int:
-    """Tokens that the sequences of one slot take, counted as in plan_packs."""
-    tokens = sum(lengths[index] for index in pack)
-    if prompts:
-        own = {prompts[index]: prompt_lengths[index] for index in pack}
-        tokens += sum(own.values()) - sum(prompt_lengths[index] for index in pack)
-    return tokens
-
-
-def pack_density(slots: list[int], pack_tokens: int) -> float:
-    """Share of the slots' room that holds tokens, given the tokens in each slot; nan without slots.
-    An over-long sequence makes its slot as long as itself."""
-    return sum(slots) / sum(max(pack_tokens, tokens) for tokens in slots) if slots else float("nan")
 
 
 # ------------------------------------------------------------------------- one slot
@@ -226,14 +210,13 @@ def build_pack(
         owner += [number] * len(completion)
 
     runs = tuple((len(list(equal)), *shape) for shape, equal in groupby(shapes))
-    cumulative = ([0, *accumulate(column)] for column in zip(*shapes, strict=True))
-    columns = [ids, positions, predictors, targets, owner, *cumulative]
-    columns += [keys] if share_prompts else []
-    buffer = send(torch.tensor([*chain(*columns)]), device)  # one copy
-    ids, positions, *index, cu_queries, cu_keys = buffer.split(list(map(len, columns)))[:7]
-    key_index = buffer[-len(keys) :] if share_prompts else None
-    segments = Segments(runs, key_index, cu_queries.int(), cu_keys.int())
-    return Pack(ids[None], positions[None], segments, *index, len(prompts))
+    queries, cumulative_keys = ([0, *accumulate(column)] for column in zip(*shapes, strict=True))
+    columns = [ids, positions, predictors, targets, owner, queries, cumulative_keys, keys]
+    buffer = send(torch.tensor([*chain(*columns)]), device)  # one copy to the device
+    ids, positions, *targets_of, queries, cumulative_keys, keys = buffer.split([*map(len, columns)])
+    key_index = keys if share_prompts else None
+    segments = Segments(runs, key_index, queries.int(), cumulative_keys.int())
+    return Pack(ids[None], positions[None], segments, *targets_of, len(prompts))
 
 
 # ------------------------------------------------------------------------- attention
@@ -251,13 +234,6 @@ def packed_attention(
     kernel = value.is_cuda and value.dtype.itemsize == 2 and (flash_attn_varlen_func or varlen_attn)
     inside = _varlen if kernel else _by_runs
     return _attend(inside, query, key, value, segments, scaling, dropout, kwargs)
-
-
-def masked_attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, segments=None, **kwargs
-):
-    """The same with one L x K mask: slow and obvious; tests and benches compare against it."""
-    return _attend(_by_mask, query, key, value, segments, scaling, dropout, kwargs)
 
 
 def _attend(inside, query, key, value, segments, scaling, dropout, kwargs):
@@ -299,14 +275,6 @@ def _by_runs(query, key, value, segments, scaling):
     return torch.cat(out)
 
 
-def _by_mask(query, key, value, segments, scaling):
-    shapes = [shape for count, *shape in segments.runs for _ in range(count)]
-    mask = torch.block_diag(*(_causal(*shape, query.device) for shape in shapes)).bool()  # [L, K]
-    q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))  # [1, H, L or K, D]
-    options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
-    return F.scaled_dot_product_attention(q, k, v, mask, **options)[0].transpose(0, 1)
-
-
 def _causal(queries, keys, device):
     """[queries, keys] bool: the last query sees every key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
@@ -326,7 +294,6 @@ def _varlen(query, key, value, segments, scaling):
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
-AttentionInterface.register(MASKED, masked_attention)
 
 
 # ------------------------------------------------------------------------- log-probabilities

@@ -295,8 +295,7 @@ def both_levels(
     draw. A loss with "batch tokens" divides by a number that was known before it; with own_tokens
     by the tokens of each outcome, which is biased.
     """
-    known = dppo.LOSSES[loss].denominator == "batch tokens" and not own_tokens
-    options = {"beta": beta, "num_prompts": 3, "num_tokens": KNOWN_TOKENS if known else None}
+    options = {"beta": beta, "num_prompts": 3, "num_tokens": None if own_tokens else KNOWN_TOKENS}
     total, chances = torch.zeros(36, dtype=torch.float64), 0.0
     draws = prompt_outcomes(prompt_rule, prune_rate, toy_history(), torch.arange(3), step=2)
     for kept, (weights, chance) in draws.items():

@@ -6,15 +6,15 @@ temperature that the log-probabilities include, without top-k, top-p or a repeti
 (eval.py may ask for those). The model's own generation config (Qwen3 ships temperature 0.6,
 top-k 20, top-p 0.95) plays no part, except for its end tokens.
 
-`sample` is the entry point of all three engines; two live here, the third in vllm_engine.py:
-    compact  our own decoding loop. Completions of a prompt whose texts are equal so far are one
-             row of the batch, and completions that have ended leave it. The default.
-    hf       transformers' model.generate, the plain reference.
-    vllm     vLLM in this process, for large models on GPUs.
+`sample` is the entry point of all three engines:
+    compact  our own decoding loop, below. Completions of a prompt whose texts are equal so far are
+             one row of the batch, and completions that have ended leave it. The default.
+    hf       transformers' model.generate, the plain reference (runtime/decoding.py).
+    vllm     vLLM in this process, for large models on GPUs (vllm_engine.py).
 
 Letters: K prompts, G completions each, T = max_new_tokens, B sequences sampled at once, W tokens
-of their longest prompt, V vocabulary. In `compact`, R rows of the batch are the distinct texts of
-n completions that go on, and C texts are one token longer.
+of their longest prompt, V vocabulary. In `compact`, n completions go on, R rows of the batch hold
+their distinct texts, and C texts are one token longer.
 """
 
 import math
@@ -23,21 +23,19 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 import dppo
 from runtime import categorical
-from runtime.decoding import growing_cache, next_rows, plain_generation
+from runtime.decoding import (
+    NOT_FINITE,
+    generate,
+    growing_cache,
+    next_rows,
+    pad_left,
+    plain_generation,
+    warpers,
+)  # fmt: skip
 from runtime.device import CHECK_EVERY, send
-
-NOT_FINITE = "the model's logits are not finite"
 
 
 @dataclass
@@ -110,7 +108,7 @@ def sample(
     if not isinstance(sampling.engine, str):
         seed = dppo.seed_for(seed, *keys)
         return sampling.engine.sample(model, prompt_ids, sampling, group_size=group_size, seed=seed)
-    decode = {"compact": _compact, "hf": _generate}[sampling.engine]
+    decode = {"compact": _compact, "hf": generate}[sampling.engine]
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
     bar = {"desc": "rollout", "unit": " completions", "delay": 3, "leave": False}
     progress = tqdm(total=K * G, disable=not sampling.show_progress, **bar)
@@ -157,15 +155,7 @@ class _Record:
         self.uniforms = send(uniforms, device)  # [B, T]
         self.ids = torch.full(shape, sampling.pad_id, device=device)  # [B, T]
         self.statistics = torch.zeros(3, *shape, device=device)  # log-prob, entropy, energy
-        self.warpers = LogitsProcessorList()  # in transformers' order
-        if sampling.repetition_penalty != 1:
-            self.warpers.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        if sampling.temperature not in (0, 1):
-            self.warpers.append(TemperatureLogitsWarper(sampling.temperature))
-        if sampling.top_k:
-            self.warpers.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            self.warpers.append(TopPLogitsWarper(sampling.top_p))
+        self.warpers = warpers(sampling)
 
     def distribution(self, sequences, logits):
         """Log-probs [B, V] of the token after `sequences` [B, n]; padding of V is excluded."""
@@ -175,60 +165,50 @@ class _Record:
             logits = self.warpers(sequences, logits.to(dtype))
         return torch.log_softmax(logits, dim=-1, dtype=dtype)
 
-    def draw(self, slots, row, step: int, scores):
-        """Draw token `step` of completions `slots` [n] from log-probs [R, V]: completion i from row
-        `row[i]`, or with None from row i. Returns the texts that go on: their last tokens [C, 1],
-        the rows [C] that they continue, ascending, and the text of each completion [n]. With None
-        there is one text for each completion, and no rows."""
+    def draw(self, active, row_of, step: int, scores):
+        """Draw token `step` of completions `active` [n] from log-probs [R, V]: completion i from
+        row row_of[i], or with None from row i. Returns the texts after it: their last tokens
+        [C, 1], the rows [C] that they continue, ascending, and the text of each completion [n].
+        With None there is one text for each completion, and no rows."""
         probs = scores.exp()  # [R, V]
         self.computed += len(scores) if step else 0
         if self.sampling.temperature:
-            token = categorical.draw(probs, self.uniforms[slots, step, None], row)  # [n, 1]
+            token = categorical.draw(probs, self.uniforms[active, step, None], row_of)  # [n, 1]
         else:  # there is one completion of each prompt
             token = scores.argmax(dim=1, keepdim=True)
-        if row is None:
-            self.take(slots, step, scores, probs, token)
+        if row_of is None:
+            self.take(active, step, scores, probs, token)
             return token, None, None
         V = scores.shape[1]
-        texts, text = torch.unique(row * V + token[:, 0], return_inverse=True)  # [C], [n]
-        parent, token = texts // V, texts[:, None] % V
+        texts, text_of = torch.unique(row_of * V + token[:, 0], return_inverse=True)  # [C], [n]
+        continued, token = texts // V, texts[:, None] % V
         if len(texts) > len(scores):
-            scores, probs = scores[parent], probs[parent]  # [C, V]
-        self.take(slots, step, scores, probs, token, text)
-        return token, parent, text
+            scores, probs = scores[continued], probs[continued]  # [C, V]
+        self.take(active, step, scores, probs, token, text_of)
+        return token, continued, text_of
 
-    def take(self, rows, step: int, scores, probs, token, text=slice(None)):
-        """Record token [B, 1] as token `step` of completions `rows`, or token[text] if several have
-        the same. Overwrites probs [B, V]."""
-        logprob = scores.gather(1, token)[:, 0]  # [B]
+    def take(self, active, step: int, scores, probs, token, text_of=slice(None)):
+        """Record token [C, 1] as token `step` of completions `active`, or token[text_of] if several
+        have the same text. Overwrites probs [C, V]."""
+        logprob = scores.gather(1, token)[:, 0]  # [C]
         probs.scatter_(1, token, 0.0)  # the others'
         # (1 - p)^2 + sum of the others' p^2, which does not cancel for p near 1.
         energy = torch.expm1(logprob).square() + torch.linalg.vector_norm(probs, dim=1).square()
         others = torch.nansum(probs.mul_(scores), dim=1)  # top-k and top-p leave 0 * -inf
         entropy = -(others + logprob.exp() * logprob)
-        self.ids[rows, step] = token[text, 0]
-        statistics = torch.stack([logprob, entropy, energy]).float()  # [3, B]
-        self.statistics[:, rows, step] = statistics[:, text]
+        self.ids[active, step] = token[text_of, 0]
+        statistics = torch.stack([logprob, entropy, energy]).float()  # [3, C]
+        self.statistics[:, active, step] = statistics[:, text_of]
 
-    def ended(self, rows, start: int, stop: int):
-        """Which of `rows` drew an end token from `start` to `stop`, [B] on the CPU. The host waits
-        for the device. FloatingPointError if the model's logits were not finite."""
-        ends = torch.isin(self.ids[rows, start:stop], self.eos).any(dim=1)
-        finite = self.statistics[0, rows, start:stop].isfinite().all(dim=1)
+    def ended(self, active, start: int, stop: int):
+        """Which of `active` drew an end token from `start` to `stop`, [n] on the CPU, for which the
+        host waits. FloatingPointError if the model's logits were not finite."""
+        ends = torch.isin(self.ids[active, start:stop], self.eos).any(dim=1)
+        finite = self.statistics[0, active, start:stop].isfinite().all(dim=1)
         ends, finite = torch.stack([ends, finite]).cpu()
         if not finite.all():
             raise FloatingPointError(NOT_FINITE)
         return ends
-
-
-def _pad_left(prompt_ids, device):
-    """(ids, mask) [K, width]: all completions start in the same column.
-
-    The padding repeats a token of the prompt, so that it adds nothing to a repetition penalty."""
-    width = max(map(len, prompt_ids))
-    ids = [[ids[0]] * (width - len(ids)) + ids for ids in prompt_ids]
-    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 # ------------------------------------------------------------------------- engine: compact
@@ -243,7 +223,7 @@ def _compact(model, prompt_ids, group_size, record, progress):
     completion has a row of its own from the start."""
     T, device = record.sampling.max_new_tokens, model.device
     every = CHECK_EVERY[device.type]
-    prompts, mask = _pad_left(prompt_ids, device)  # [K, W]
+    prompts, mask = pad_left(prompt_ids, device)  # [K, W]
     K, W = mask.shape
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     cache = growing_cache()
@@ -259,65 +239,37 @@ def _compact(model, prompt_ids, group_size, record, progress):
     # Attention takes a mask as it is if it has the queries' dtype, and rows of whole 16 bytes.
     bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
     bias = F.pad(bias, (0, T + -(W + T) % 8))[:, None, None]  # [K, 1, 1, W + T or more]
-    slots = torch.arange(len(record.ids), device=device)  # the completions that go on
-    row = slots // group_size  # of the batch, for each of them; None: their own
+    active = torch.arange(len(record.ids), device=device)  # the completions that go on, [n]
+    row_of = active // group_size  # the batch's row of each of them; None: a row of its own
     if every > 1 or group_size == 1:
         for layer in cache.layers:
-            layer.keep(len(slots), slots, row, most=len(slots))
-        logits, prompts, positions, bias = (x[row] for x in (logits, prompts, positions, bias))
-        row = None
+            layer.keep(len(active), active, row_of, most=len(active))
+        logits, prompts, positions, bias = (x[row_of] for x in (logits, prompts, positions, bias))
+        row_of = None
     for step in range(T):
-        seen = None
+        texts = None
         if record.warpers:
-            one = slots if row is None else slots.new_zeros(len(logits)).scatter_(0, row, slots)
-            seen = torch.cat([prompts, record.ids[one, :step]], dim=1)  # [R, W + step]
-        scores = record.distribution(seen, logits)
-        token, parent, row = record.draw(slots, row, step, scores)  # [C, 1], [C], [n]
+            one = active  # a completion of each row
+            if row_of is not None:
+                one = active.new_zeros(len(logits)).scatter_(0, row_of, active)
+            texts = torch.cat([prompts, record.ids[one, :step]], dim=1)  # [R, W + step]
+        scores = record.distribution(texts, logits)
+        # Each text gets a row: the one of its number, if no row is free or new.
+        token, continued, row_of = record.draw(active, row_of, step, scores)  # [C, 1], [C], [n]
         last = step + 1 == T
         if last or (step + 1) % every == 0:
-            ended = record.ended(slots, step // every * every, step + 1)
-            live = 0 if last else len(slots) - int(ended.sum())
-            progress.update(len(slots) - live)
+            ended = record.ended(active, step // every * every, step + 1)
+            live = 0 if last else len(active) - int(ended.sum())
+            progress.update(len(active) - live)
             if live == 0:
                 break
-            if live < len(slots) or len(token) > len(logits):
-                places, row = next_rows(parent, row, ended)
-                going, texts, sources, gaps, movers = (send(place, device) for place in places)
+            if live < len(active) or len(token) > len(logits):
+                *rows, row_of = next_rows(continued, row_of, ended)
+                going, text, source, copied_to, copied_from = (send(x, device) for x in rows)
                 for layer in cache.layers:
-                    layer.keep(len(texts), gaps, movers, most=live)
-                slots, token = slots[going], token[texts]
-                prompts, positions, bias = (x[sources] for x in (prompts, positions, bias))
+                    layer.keep(len(text), copied_to, copied_from, most=live)
+                active, token = active[going], token[text]
+                prompts, positions, bias = (x[source] for x in (prompts, positions, bias))
         inputs["attention_mask"] = bias[..., : W + step + 1] if ragged else None
         inputs["position_ids"] = positions + step + 1
         logits = model(token, **inputs).logits[:, -1]  # [R, V]
-
-
-# ------------------------------------------------------------------------- engine: hf
-
-
-def _generate(model, prompt_ids, group_size, record, progress):
-    """One call of model.generate. It gets scores that leave only the token that we have drawn."""
-    repeated = [ids for ids in prompt_ids for _ in range(group_size)]
-    sequences, mask = _pad_left(repeated, model.device)
-    B, width = sequences.shape
-    slots = torch.arange(B, device=model.device)
-
-    def draw(sequences, logits):
-        scores = record.distribution(sequences, logits)
-        if scores.isnan().any():  # generate would go on with them
-            raise FloatingPointError(NOT_FINITE)
-        token, _, _ = record.draw(slots, None, sequences.shape[1] - width, scores)
-        return torch.full_like(logits, -torch.inf).scatter_(1, token, 0.0)
-
-    model.generate(
-        sequences,
-        attention_mask=mask,
-        logits_processor=LogitsProcessorList([draw]),
-        generation_config=GenerationConfig(
-            do_sample=False,
-            max_new_tokens=record.sampling.max_new_tokens,
-            eos_token_id=record.sampling.eos_ids,
-            pad_token_id=record.sampling.pad_id,
-        ),
-    )
-    progress.update(B)

@@ -121,7 +121,8 @@ class Run:
 
     def write(self, row: dict, samples: list[dict]) -> None:
         """Log a finished step."""
-        self.dead_steps = self.dead_steps + 1 if row["frac_reward_zero_std"] == 1 else 0
+        dead = row["frac_reward_zero_std"] == 1
+        self.dead_steps = self.dead_steps + 1 if dead else min(0, self.dead_steps)
         if self.trainer.is_main:
             self.log.write(row, samples, metrics.console_line(row, self.cfg.steps))
             if self.dead_steps == DEAD_STEPS:

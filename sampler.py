@@ -212,28 +212,6 @@ class PromptHistory:
         bins = torch.where(dppo.dead_groups(rewards), dead_bin, live_bin)
         self.bin[prompts] = bins.to(torch.uint8)
 
-    def summary(self, step: int, window: torch.Tensor, keep: torch.Tensor | None) -> dict:
-        """What the log says about the history before a step rolls out, and about the draw from it.
-
-        keep [Q] is of the window, or None for a rule without one. Lists count prompts by the bin of
-        their last pass rate, UNSEEN to ALL_RIGHT.
-        """
-        counts = lambda bins: torch.bincount(bins.long(), minlength=ALL_RIGHT + 1).tolist()
-        known = counts(self.bin)
-        unseen = known[UNSEEN] / len(self.bin)
-        row = {"history/never_rolled_out": unseen, "history/pass_rates": known}
-        if keep is None:
-            return row
-        epoch, position = divmod(step - 1, self.steps_per_epoch)
-        before = position * len(window)  # candidates of this epoch's earlier steps
-        skipped = before - (self.epoch == epoch).sum().item()
-        bins = self.bin[window]
-        return row | {
-            "history/skipped_this_epoch": skipped / before if before else math.nan,
-            "history/candidates_by_pass_rate": counts(bins),
-            "history/kept_by_pass_rate": counts(bins[keep]),
-        }
-
 
 # ---------------------------------------------------------------------------- prompt rules
 
@@ -283,12 +261,3 @@ PROMPT_RULES = {
     "dppo": PromptRule(low_scores),
     "pps": PromptRule(priority=lambda history, *where: history.priority(*where), rate=0.6),
 }
-
-
-def keeps_unseen(name: str) -> bool:
-    """Whether one of PROMPT_RULES keeps every prompt that was never rolled out."""
-    history = PromptHistory(torch.ones(2, dtype=torch.long), ["", ""], prompts_per_step=2)
-    rule, prompts = PROMPT_RULES[name], torch.arange(2)
-    if rule.select:
-        return bool(rule.select(history, prompts, 0.5)[0].all())
-    return bool((history.keep_prob(name, 0.5 if rule.rate else 0.0, prompts, step=1) == 1).all())

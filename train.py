@@ -17,7 +17,6 @@ a resumed run repeats what an uninterrupted run would have done, with as many ra
 Letters: Q candidates of a step, K prompts rolled out, G completions each, P parameters.
 """
 
-import functools
 import math
 import sys
 from dataclasses import dataclass
@@ -144,12 +143,13 @@ class Trainer:
 
         # 4. Advantage, over the full group, and 5. denominator, over the full batch.
         full = self.full_batch(batch, chosen)
-        history = self.history.summary(step, window, chosen.kept)
+        history = metrics.history(self.history, step, window, chosen.kept)
 
         # 6. Prune completions and 7. update, once per mini-batch and epoch, each with its own draw.
         updates = []
         with self.timer.measure("train"):
-            learning_rate = self.set_learning_rate(step)
+            learning_rate = config.learning_rate(self.cfg, step)
+            self.optimizer.param_groups[0]["lr"] = learning_rate
             old_logprobs = self.old_logprobs(batch)
             for minibatch in [*range(self.cfg.minibatches)] * self.cfg.epochs:
                 # --- DPPO, after reward: drop completions, weight the rest by 1 / P(kept)
@@ -170,12 +170,7 @@ class Trainer:
         """Stage 1: one draw from the window [Q]. Everything, with --prompt-rule none."""
         cfg = self.cfg
         if self.selector:  # a rival that sees rewards before it has chosen: related/selectors.py
-            selector = self.selector.copy()
-            order = functools.partial(sampler.epoch_order, len(self.train_set), cfg.seed)
-            roll_out = lambda prompts, number: self.roll_out(prompts, step, "rollout", number)
-            found = selector.collect(roll_out, self.num_candidates, order, generator)
-            batch, weights, position = found
-            return sampler.Selection(batch.prompts, weights, position, None, batch, selector)
+            return self.selector.choose(self, step, generator)
         rule = cfg.prompt_rule
         if self.needs_mean_tokens and self.mean_tokens is None:
             rule = "none"  # the first step, which counts the un-pruned batch's tokens
@@ -269,8 +264,7 @@ class Trainer:
     def update(self, step, full, keep, weights, old_logprobs=None) -> Update:
         """Stage 7: one optimizer update. After the first, a stop waits for the end of the step."""
         sums = self.backward(full, keep, weights, old_logprobs)
-        parameters = self.model.parameters()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.cfg.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)
         grad_norm = ranks.whole(norm).item()
         with run.stops_if_not_finite(self.cfg, step):
             if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
@@ -303,16 +297,6 @@ class Trainer:
             mean = self.mean_tokens or full.num_tokens
             # 0 is not known: then the next step counts again.
             self.mean_tokens = mean + (full.num_tokens - mean) / TOKENS_MEMORY or None
-
-    def set_learning_rate(self, step: int) -> float:
-        """Warm-up, then --lr-schedule; a decay reaches almost 0 in the last step."""
-        cfg = self.cfg
-        remaining = min(1.0, (cfg.steps + 1 - step) / max(1, cfg.steps + 1 - cfg.warmup))
-        cosine = (1 - math.cos(math.pi * remaining)) / 2
-        decay = {"constant": 1.0, "linear": remaining, "cosine": cosine}[cfg.lr_schedule]
-        learning_rate = cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay
-        self.optimizer.param_groups[0]["lr"] = learning_rate
-        return learning_rate
 
 
 def main(cfg: Config, *, reward=None, until: int | None = None) -> None:

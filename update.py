@@ -7,7 +7,6 @@ So the sum does not depend on how sequences are packed, or on which rank holds t
 Letters: K prompts and G completions of this rank, T max_new_tokens, N completion tokens of a pack.
 """
 
-import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -37,38 +36,38 @@ class Sums(NamedTuple):
 
 
 def accumulate_gradients(
-    model, rollouts, advantages, scale, keep, *, cfg, old_logprobs=None, reference=None,
+    model, rollouts, advantages, factor, keep, *, cfg, old_logprobs=None, reference=None,
     show_progress=False,
 ) -> Sums:  # fmt: skip
     """Add the gradient of every kept sequence of this rank to .grad; returns this rank's sums.
 
-    advantages, scale and keep are [K, G], this rank's rows. Each token of a sequence is multiplied
-    by the sequence's scale and by nothing that depends on the pack, so any layout gives the same
-    gradient. With cfg.beta, `reference` is the frozen model of the KL term.
+    advantages, factor and keep are [K, G], this rank's rows. The loss of each token is multiplied
+    by its sequence's factor, which is weight over denominator, and by nothing that depends on the
+    pack, so any layout gives the same gradient. With cfg.beta, `reference` is the frozen model of
+    the KL term.
 
     By default the old log-probs are the sampler's, which need no extra forward. With
     cfg.importance_cap they are the trainer's: `old_logprobs` [K, G, T], or the current ones if
     None. Each token is then also multiplied by min(cap, trainer's probability / sampler's).
     """
     T = rollouts.logprobs.shape[2]
-    given = rollouts.logprobs if old_logprobs is None else old_logprobs
-    tables = torch.stack([rollouts.logprobs, given]).flatten(1)  # [2, K * G * T]
-    factors = torch.stack([advantages, scale]).flatten(1).double()  # [2, K * G]
+    trainers = rollouts.logprobs if old_logprobs is None else old_logprobs
+    of_tokens = torch.stack([rollouts.logprobs, trainers]).flatten(1)  # [2, K * G * T]
+    of_sequences = torch.stack([advantages, factor]).flatten(1).double()  # [2, K * G]
 
     measured, counts = [], []
-    for pack, places in _packs(rollouts, keep, cfg, model.device, show_progress):
-        per_token = torch.cat([tables[:, places].double(), factors[:, places // T]])  # [4, N]
+    for pack, index in _packs(rollouts, keep, cfg, model.device, show_progress):
+        per_token = torch.cat([of_tokens[:, index].double(), of_sequences[:, index // T]])  # [4, N]
         per_token = send(per_token, model.device)
         logprobs, entropy = _logprobs(model, pack, cfg)  # [N], [N]
         now = logprobs.detach()
-        # [N] each; the weight multiplies each token's finished loss
-        sampled, given, advantage, weight = per_token.to(now.dtype)
+        sampled, before, advantage, token_factor = per_token.to(now.dtype)  # [N] each
         old = sampled  # [N]
         importance = (now - sampled).exp()  # [N]
         if cfg.importance_cap:
-            old = now if old_logprobs is None else given
+            old = now if old_logprobs is None else before
             importance = (old - sampled).exp()
-            weight = weight * importance.clamp(max=cfg.importance_cap)
+            token_factor = token_factor * importance.clamp(max=cfg.importance_cap)
         loss, clipped = dppo.token_loss(
             logprobs, old, advantage, pack.owner, loss=cfg.loss, eps_low=cfg.eps_low,
             eps_high=cfg.eps_high, num_sequences=pack.num_sequences,
@@ -78,18 +77,17 @@ def accumulate_gradients(
             with torch.no_grad():
                 ref_logprobs, _ = _logprobs(reference, pack, cfg)  # [N]
             kl = dppo.kl_k3(logprobs, ref_logprobs)
-        total = ((loss + cfg.beta * kl) * weight).sum()
+        total = ((loss + cfg.beta * kl) * token_factor).sum()  # it cannot move the clip
         total.backward()
-        if not len(places):
+        if not len(index):
             continue
         capped = (importance > (cfg.importance_cap or math.inf)).sum()
         gap = (now - sampled).abs().sum()
-        row = [
-            total, (kl * weight).sum(), clipped.sum(), gap, importance.sum(), capped, entropy.sum()
-        ]  # fmt: skip
-        measured.append(torch.stack(row).detach())  # read after the loop; here the host would wait
+        row = [total, (kl * token_factor).sum(), clipped.sum(), gap, importance.sum(), capped]
+        row = torch.stack([*row, entropy.sum()]).detach()
+        measured.append(row)  # read after the loop; here the host would wait
         tokens = pack.input_ids.shape[1]
-        counts.append([len(places), tokens, max(cfg.pack_tokens, tokens)])
+        counts.append([len(index), tokens, max(cfg.pack_tokens, tokens)])
     if not counts:
         return Sums(*[0.0] * len(Sums._fields))
     parts = (torch.stack(measured).cpu().double(), torch.tensor(counts, dtype=torch.float64))
@@ -100,9 +98,9 @@ def accumulate_gradients(
 def trainer_logprobs(model, rollouts, cfg) -> torch.Tensor:
     """The sampled tokens' log-probs [K, G, T] in the trainer's arithmetic; 0 past the end."""
     found, order = [], []
-    for pack, places in _packs(rollouts, torch.ones_like(rollouts.truncated), cfg, model.device):
+    for pack, index in _packs(rollouts, torch.ones_like(rollouts.truncated), cfg, model.device):
         found.append(_logprobs(model, pack, cfg)[0])
-        order.append(places)
+        order.append(index)
     table = rollouts.logprobs.new_zeros(rollouts.logprobs.shape)
     if found:
         table.view(-1)[torch.cat(order)] = torch.cat(found).to(table)
@@ -110,17 +108,15 @@ def trainer_logprobs(model, rollouts, cfg) -> torch.Tensor:
 
 
 def _logprobs(model, pack, cfg):
-    sharded = ranks.is_sharded(model)
-    compute = (
-        model.packed_logprobs if sharded else functools.partial(packing.packed_logprobs, model)
-    )
     with autocast(cfg):
-        return compute(pack, temperature=cfg.temperature)
+        if ranks.is_sharded(model):  # a method, which gathers the weights: see loading.shard
+            return model.packed_logprobs(pack, temperature=cfg.temperature)
+        return packing.packed_logprobs(model, pack, temperature=cfg.temperature)
 
 
 def _packs(rollouts, keep, cfg, device, show_progress=False):
-    """Yield (pack, places) for each slot: its tensors on the device, and on the CPU where its
-    completion tokens [N] are in a table [K, G, T].
+    """Yield (pack, index) for each slot: its tensors on the device, and on the CPU the indices [N]
+    of its completion tokens in a flat table [K, G, T].
 
     Under FSDP every forward is a collective, so every rank must run as many. A rank that runs out
     of completions yields dummy packs without targets.
@@ -144,5 +140,5 @@ def _packs(rollouts, keep, cfg, device, show_progress=False):
     for members in tqdm(packs, **bar, disable=not show_progress):
         texts = [prompts[m] for m in members] or [[0]], [completions[m] for m in members] or [[]]
         pack = packing.build_pack(*texts, device, share_prompts=cfg.share_prompts)
-        places = [range(kept[m] * T, kept[m] * T + lengths[kept[m]]) for m in members]
-        yield pack, torch.tensor([*itertools.chain(*places)], dtype=torch.long)
+        index = [range(kept[m] * T, kept[m] * T + lengths[kept[m]]) for m in members]
+        yield pack, torch.tensor([*itertools.chain(*index)], dtype=torch.long)

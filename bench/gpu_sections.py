@@ -34,6 +34,7 @@ import rollout
 import vllm_engine
 from bench import rollout as bench_rollout
 from bench import roofline, run, shapes, update
+from bench.masked import masked_attention
 from loading import checkpoint_layers
 from runtime.clock import clock
 from sampler import Selection
@@ -183,8 +184,8 @@ def attention_errors(bench: Bench, kernel: str, width: int, shared: bool) -> dic
         out.backward(upstream.to(dtype))
         return [out.detach(), *(one.grad for one in inputs)]
 
-    exact = compute(packing.masked_attention, torch.float32)
-    masked = compute(packing.masked_attention, torch.bfloat16)
+    exact = compute(masked_attention, torch.float32)
+    masked = compute(masked_attention, torch.bfloat16)
     with mock.patch.multiple(packing, **others | {kernel: counted}):
         packed = compute(packing.packed_attention, torch.bfloat16)
     if not calls:

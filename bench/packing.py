@@ -43,8 +43,23 @@ def draw(pack_tokens: int, window: int, seed: int) -> str:
             members = [prompts[i] for i in pack], [completions[i] for i in pack]
             slot = packing.build_pack(*members, share_prompts=share)
             lines.append(line(slot.input_ids[0].tolist(), pack_tokens))
-        slots = [packing.slot_tokens(pack, totals, *sharing) for pack in packs]
-        whole, but_last = (packing.pack_density(some, pack_tokens) for some in (slots, slots[:-1]))
+        slots = [slot_tokens(pack, totals, *sharing) for pack in packs]
+        whole, but_last = (pack_density(some, pack_tokens) for some in (slots, slots[:-1]))
         density = f"density {whole:.0%}, {but_last:.0%} without the last"
         lines.append(f"  {sum(slots)} tokens in {len(slots)} slots: {density}")
     return "\n".join(lines)
+
+
+def slot_tokens(pack: list[int], lengths: list[int], prompts=None, prompt_lengths=None) -> int:
+    """Tokens that the sequences of one slot take, counted as in plan_packs."""
+    tokens = sum(lengths[index] for index in pack)
+    if prompts:
+        own = {prompts[index]: prompt_lengths[index] for index in pack}
+        tokens += sum(own.values()) - sum(prompt_lengths[index] for index in pack)
+    return tokens
+
+
+def pack_density(slots: list[int], pack_tokens: int) -> float:
+    """Share of the slots' room that holds tokens, given the tokens in each slot; nan without slots.
+    An over-long sequence makes its slot as long as itself."""
+    return sum(slots) / sum(max(pack_tokens, tokens) for tokens in slots) if slots else float("nan")

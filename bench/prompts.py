@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 import dppo
+import metrics
 import sampler
 
 
@@ -30,7 +31,7 @@ def main(count: int = 1_000_000, candidates: int = 512, group_size: int = 16) ->
         started = time.perf_counter()
         window = sampler.candidates(count, candidates, 0, step)
         keep, weights = history.prune("pps", 0.3, window, generator, step)
-        history.summary(step, window, keep)
+        metrics.history(history, step, window, keep)
         before = time.perf_counter() - started
         rewards = (torch.rand(int(keep.sum()), group_size, generator=generator) < 0.5).double()
         advantages = dppo.group_advantages(rewards, "grpo")

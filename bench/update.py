@@ -26,7 +26,8 @@ import dppo
 import loading
 import packing
 import rollout
-from bench import JsonFile, run, shapes, write_json
+from bench import JsonFile, masked, run, shapes, write_json
+from bench import packing as bench_packing
 from loading import checkpoint_layers
 from runtime.clock import clock
 from runtime.device import autocast
@@ -60,7 +61,7 @@ class Work:
         if share_prompts:
             shared = ([row // self.keep.shape[1] for row in sequences], prompts)
         packs = packing.plan_packs(totals, pack_tokens, window, *shared)
-        return [packing.slot_tokens(pack, totals, *shared) for pack in packs]
+        return [bench_packing.slot_tokens(pack, totals, *shared) for pack in packs]
 
 
 # ---------------------------------------------------------------------------- two ways to update
@@ -257,7 +258,7 @@ def density_rows(name: str, works: list[Work], pack_tokens: int) -> list[dict]:
             "tokens": sum(slots),
             "seconds": None,
             "ratio": None,
-            "density": packing.pack_density(slots, pack_tokens),
+            "density": bench_packing.pack_density(slots, pack_tokens),
         }
         rows.append(row)
     return rows
@@ -276,7 +277,7 @@ def variants(model, work: Work, cfg: config.Config) -> dict:
     packed = functools.partial(packed_update, model, work)
     found["packed", None] = functools.partial(packed, alone)
     found["packed, shared prompts", None] = functools.partial(packed, shared)
-    found["packed, masked SDPA", None] = functools.partial(packed, alone, packing.MASKED)
+    found["packed, masked SDPA", None] = functools.partial(packed, alone, masked.MASKED)
     return found
 
 

@@ -16,6 +16,7 @@ Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G com
 """
 
 import copy
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from collections.abc import Callable
 import torch
 
 import dppo
+import sampler
 
 
 def join(rounds: list):
@@ -48,6 +50,17 @@ def _joined(whole, fields: list[dict]):
     return whole
 
 
+def choose(selector, trainer, step: int, generator: torch.Generator) -> sampler.Selection:
+    """What a train.Trainer trains on in a step. A copy of the selector rolls it out, and replaces
+    the selector if the step is finished."""
+    copied = selector.copy()
+    order = functools.partial(sampler.epoch_order, len(trainer.train_set), trainer.cfg.seed)
+    roll_out = lambda prompts, number: trainer.roll_out(prompts, step, "rollout", number)
+    found = copied.collect(roll_out, trainer.num_candidates, order, generator)
+    batch, weights, position = found
+    return sampler.Selection(batch.prompts, weights, position, None, batch, copied)
+
+
 class Greso:
     """GRESO's selection of prompts, as in its code (Infini-AI-Lab/GRESO: presampling_selector.py,
     ray_trainer.py).
@@ -61,6 +74,7 @@ class Greso:
     """
 
     skips = True
+    choose = choose
 
     EASY, HARD, FLOOR = 0.98, 0.11, 0.01
     ALPHA_EASY, ALPHA_HARD = 0.25 / 3, 2 * 0.25 / 3  # of a target of 0.25 dead groups
@@ -183,6 +197,7 @@ class Mopps:
     towards the prior Beta(1, 1).
     """
 
+    choose = choose
     POOL = 8  # times Q
     DECAY = 0.5
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The accuracies of the main command from the base model, 3 seeds, also on longer chains.
-# 2 cores without a GPU: about 40 seconds a seed; the base model takes 1.5 minutes the first time.
+# 2 cores without a GPU: about 40 seconds a seed. The base model takes 80 to 180 s, depending on the
+# machine, the first time.
 # Logs: runs/main-seed{0,1,2}.jsonl
 set -euo pipefail
 cd "$(dirname "$0")/.."

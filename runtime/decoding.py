@@ -1,17 +1,26 @@
 """
-What sampling needs of transformers: a model in its plain state, and a cache of keys and values
-whose rows can be split and dropped.
+What sampling needs of transformers: a model in its plain state, its generate function, and a cache
+of keys and values whose rows can be split and dropped.
 
 transformers' own cache copies the keys and values of all tokens for every new one.
 """
 
 import contextlib
+from typing import NamedTuple
 
 import torch
-from transformers import GenerationConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.cache_utils import Cache, DynamicLayer
 
 ROOM = 64  # columns that are allocated ahead
+NOT_FINITE = "the model's logits are not finite"
 
 
 @contextlib.contextmanager
@@ -34,6 +43,59 @@ def plain_generation(model):
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         model.train(was_training).set_attn_implementation(attention)
         model.generation_config = own_config
+
+
+def warpers(sampling) -> LogitsProcessorList:
+    """What turns logits into those of a rollout.Sampling's distribution, in transformers' order;
+    empty for plain sampling at temperature 1 or 0."""
+    found = LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        found.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.temperature not in (0, 1):
+        found.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        found.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        found.append(TopPLogitsWarper(sampling.top_p))
+    return found
+
+
+def pad_left(prompt_ids, device):
+    """(ids, mask) [K, width]: all completions start in the same column.
+
+    The padding repeats a token of the prompt, so that it adds nothing to a repetition penalty."""
+    width = max(map(len, prompt_ids))
+    ids = [[ids[0]] * (width - len(ids)) + ids for ids in prompt_ids]
+    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def generate(model, prompt_ids, group_size, record, progress):
+    """One call of model.generate. It gets scores that leave only the token that we have drawn."""
+    repeated = [ids for ids in prompt_ids for _ in range(group_size)]
+    sequences, mask = pad_left(repeated, model.device)
+    B, width = sequences.shape
+    active = torch.arange(B, device=model.device)
+
+    def draw(sequences, logits):
+        scores = record.distribution(sequences, logits)
+        if scores.isnan().any():  # generate would go on with them
+            raise FloatingPointError(NOT_FINITE)
+        token, _, _ = record.draw(active, None, sequences.shape[1] - width, scores)
+        return torch.full_like(logits, -torch.inf).scatter_(1, token, 0.0)
+
+    model.generate(
+        sequences,
+        attention_mask=mask,
+        logits_processor=LogitsProcessorList([draw]),
+        generation_config=GenerationConfig(
+            do_sample=False,
+            max_new_tokens=record.sampling.max_new_tokens,
+            eos_token_id=record.sampling.eos_ids,
+            pad_token_id=record.sampling.pad_id,
+        ),
+    )
+    progress.update(B)
 
 
 class GrowingLayer(DynamicLayer):
@@ -83,28 +145,35 @@ def growing_cache() -> Cache:
     return Cache(layer_class_to_replicate=GrowingLayer)
 
 
-def next_rows(parent, text, ended):
-    """Which rows the batch has after a token. All tensors are small and on the CPU.
+class Rows(NamedTuple):
+    """The rows of the batch after a token, R of them. All tensors are small and on the CPU."""
 
-    parent [C] is the row that each text continues, ascending; text [n] the text of each completion;
-    ended [n] says which completions leave. Without texts (None), each completion is its own row and
-    text. A row's first text stays in its place. Other texts fill places that are free, then new
-    ones at the end, so that few keys and values are copied.
+    going: torch.Tensor  # [n] the completions that go on, in the order of their rows
+    text: torch.Tensor  # [R] the text in each row
+    source: torch.Tensor  # [R] the row that it continues
+    copied_to: torch.Tensor  # the rows whose keys and values come from another row,
+    copied_from: torch.Tensor  # and from which
+    row_of: torch.Tensor | None  # [n] the row of each completion that goes on; None: its own
 
-    Returns (completions that go on, in the order of their rows; the text in each row; the row that
-    it continues; the rows that it is copied to; the rows that it is copied from), and the row of
-    each completion that goes on, or None if each has its own."""
+
+def next_rows(continued, text_of, ended) -> Rows:
+    """Which rows the batch has after a token.
+
+    continued [C] is the row that each text continues, ascending; text_of [n] the text of each
+    completion; ended [n] says which completions leave. Without texts (None), each completion is its
+    own row and text. A row's first text stays in its place. Other texts fill places that are free,
+    then new ones at the end, so that few keys and values are copied."""
     every = torch.arange(len(ended))
-    parent, text = (every, every) if text is None else (parent, text)
+    continued, text_of = (every, every) if text_of is None else (continued, text_of)
     going = every[~ended]
-    kept, text = text[going].unique(return_inverse=True)  # the texts of completions that go on
-    parent = parent[kept]
-    stays = (parent.diff(prepend=torch.tensor([-1])) > 0) & (parent < len(kept))
-    order = torch.full_like(parent, -1)  # which of the texts comes in each row
-    order[parent[stays]] = stays.nonzero()[:, 0]
-    gaps = (order < 0).nonzero()[:, 0]
-    order[gaps] = (~stays).nonzero()[:, 0]
-    row, by_row = order.argsort()[text].sort(stable=True)
-    sources = parent[order]
-    places = going[by_row], kept[order], sources, gaps, sources[gaps]
-    return places, row if len(kept) < len(going) else None
+    kept, text_of = text_of[going].unique(return_inverse=True)  # texts of completions that go on
+    continued = continued[kept]
+    stays = (continued.diff(prepend=torch.tensor([-1])) > 0) & (continued < len(kept))
+    order = torch.full_like(continued, -1)  # which of the texts comes in each row
+    order[continued[stays]] = stays.nonzero()[:, 0]
+    free = (order < 0).nonzero()[:, 0]
+    order[free] = (~stays).nonzero()[:, 0]
+    row, by_row = order.argsort()[text_of].sort(stable=True)
+    source = continued[order]
+    row_of = row if len(kept) < len(going) else None
+    return Rows(going[by_row], kept[order], source, free, source[free], row_of)

@@ -8,8 +8,8 @@ from test_packing import flat_grad
 
 import bench
 import config
-import packing
-from bench import shapes, update
+from bench import masked, shapes, update
+from bench import packing as bench_packing
 from update import accumulate_gradients
 
 VARIANTS = [
@@ -52,7 +52,7 @@ def test_padded_is_the_same_update(work):
         else:
             assert real < counts[1] <= counts[0]
     model.zero_grad()
-    assert update.packed_update(model, some, configured(share_prompts=True), packing.MASKED) < real
+    assert update.packed_update(model, some, configured(share_prompts=True), masked.MASKED) < real
     assert (flat_grad(model) - wanted).abs().max() < 1e-10 * wanted.abs().max()
 
 
@@ -147,7 +147,7 @@ def test_density(work):
     """Catches a density that counts the last slot, and one of another window."""
     _, some = work
     found = {row["variant"]: row["density"] for row in update.density_rows("name", [some] * 2, 32)}
-    wanted = packing.pack_density(some.plan(32, 64, False)[:-1], 32)
+    wanted = bench_packing.pack_density(some.plan(32, 64, False)[:-1], 32)
     assert found["density, window 64"] == pytest.approx(wanted)
 
 

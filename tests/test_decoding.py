@@ -150,7 +150,7 @@ def test_next_rows():
         ended = torch.tensor([number in gone for number in text])
         if ended.all():
             continue
-        places, row = decoding.next_rows(torch.tensor(parent), torch.tensor(text), ended)
+        *places, row = decoding.next_rows(torch.tensor(parent), torch.tensor(text), ended)
         going, texts, sources, gaps, movers = (place.tolist() for place in places)
         kept = [number for number in range(len(parent)) if number not in gone]
         assert sorted(texts) == kept
@@ -169,7 +169,7 @@ def test_next_rows():
 
 def test_completions_in_rows_of_their_own():
     """Catches rows that move although one that ended is last, or that need the texts."""
-    places, row = decoding.next_rows(None, None, torch.tensor([False, True, False, False, True]))
+    *places, row = decoding.next_rows(None, None, torch.tensor([False, True, False, False, True]))
     assert row is None
     assert [place.tolist() for place in places] == [[0, 3, 2], [0, 3, 2], [0, 3, 2], [1], [3]]
 

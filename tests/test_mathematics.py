@@ -135,13 +135,7 @@ def test_presets(monkeypatch):
 
 def test_learning_rate_schedules():
     cfg = config.Config(steps=14, warmup=5, lr=2.0)
-    optimizer = types.SimpleNamespace(param_groups=[{}])
-    trainer = types.SimpleNamespace(cfg=cfg, optimizer=optimizer)
-
-    def factor(step):
-        learning_rate = train.Trainer.set_learning_rate(trainer, step)
-        assert optimizer.param_groups[0]["lr"] == learning_rate
-        return learning_rate / 2.0
+    factor = lambda step: config.learning_rate(cfg, step) / 2.0
 
     tenths = [n / 10 for n in range(10, 0, -1)]
     for schedule, wanted in (("constant", [1.0] * 10), ("linear", tenths)):
@@ -191,8 +185,8 @@ def test_the_recipe_for_a_reward(policy_folder, tmp_path, monkeypatch):
     readme = (ROOT / "README.md").read_text()
     code = re.search(r"`myreward\.py`.*?```python\n(.*?)```", readme, re.DOTALL)[1]
     assert len(code.splitlines()) <= 10
-    assert "gold in completion.split()" in code
-    code = code.replace("gold in completion.split()", "'a' in completion + gold")
+    assert 'completion.endswith("=" + gold)' in code
+    code = code.replace('completion.endswith("=" + gold)', "'a' in completion + gold")
     (tmp_path / "myreward.py").write_text(code)
     problems = "".join(f'{{"problem": "{n}", "answer": "a"}}\n' for n in range(8))
     (tmp_path / "problems.jsonl").write_text(problems)

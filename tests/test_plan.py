@@ -31,7 +31,7 @@ def test_plan_holds_each_sequence_once_within_capacity(seed):
         packs = packing.plan_packs(lengths, 32, window, *sharing)
         order = [index for pack in packs for index in pack]
         assert sorted(order) == list(range(len(lengths)))
-        tokens = [packing.slot_tokens(pack, lengths, *sharing) for pack in packs]
+        tokens = [bench_packing.slot_tokens(pack, lengths, *sharing) for pack in packs]
         assert all(n <= 32 or len(pack) == 1 for n, pack in zip(tokens, packs, strict=True))
         assert packs == packing.plan_packs(lengths, 32, window, *sharing)
         if window < len(lengths):
@@ -63,7 +63,7 @@ def test_plan_shares_prompts():
     assert plan([5, 9, 4, 5, 5], window=3, prompts=[7, 8, 7, 7, 8]) == [[0, 3, 2], [1], [4]]
     assert plan([5, 5, 4, 4, 4], window=1, prompts=[7, 8, 7, 7, 8]) == [[0, 1], [2, 3, 4]]
     assert plan([5, 5, 4, 4, 4], window=4, prompts=[7, 8, 7, 7, 8]) == [[0, 2, 3], [1, 4]]
-    assert packing.slot_tokens([0, 3, 2], [5, 9, 4, 5, 5], [7, 8, 7, 7, 8], [3] * 5) == 8
+    assert bench_packing.slot_tokens([0, 3, 2], [5, 9, 4, 5, 5], [7, 8, 7, 7, 8], [3] * 5) == 8
 
 
 def test_the_longest_sibling_of_any_prompt_in_the_slot_comes_first():
@@ -113,8 +113,8 @@ def test_density_and_speed():
     few = lengths[:5000]
 
     def density(packs):
-        return packing.pack_density(
-            [packing.slot_tokens(pack, lengths) for pack in packs[:-1]], 2048
+        return bench_packing.pack_density(
+            [bench_packing.slot_tokens(pack, lengths) for pack in packs[:-1]], 2048
         )
 
     window, widest, next_fit = (
@@ -123,8 +123,10 @@ def test_density_and_speed():
     assert window > max(0.97, widest - 0.01)
     assert next_fit < 0.97
     assert density(packs) > 0.97
-    assert packing.pack_density([20, 5], 10) == pytest.approx(25 / 30), "over-long: its own length"
-    assert math.isnan(packing.pack_density([], 10))
+    assert bench_packing.pack_density([20, 5], 10) == pytest.approx(25 / 30), (
+        "over-long: its own length"
+    )
+    assert math.isnan(bench_packing.pack_density([], 10))
 
 
 def test_bad_arguments_are_refused():

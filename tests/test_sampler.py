@@ -8,7 +8,7 @@ import torch
 
 import dppo
 import sampler
-from related import selectors
+from related import rivals, selectors  # noqa: F401 (rivals adds dppo_floor)
 
 
 def test_an_epoch_shows_each_prompt_once():

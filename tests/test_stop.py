@@ -102,6 +102,23 @@ def test_stopped_anywhere(run, policy_folder, tmp_path, monkeypatch, capsys, cha
     assert stops >= 4
 
 
+def test_a_reward_cannot_swallow_a_stop(run, capsys):
+    """SIGTERM inside a reward that catches every Exception. Catches a stop that becomes a reward of
+    0, or the error of a reward that fails."""
+    calls = itertools.count()
+
+    def reward(text, gold):
+        try:
+            if next(calls) == 30:  # of 24 in a step
+                os.kill(os.getpid(), signal.SIGTERM)
+            return toy_reward(text, gold)
+        except Exception:
+            return 0.0
+
+    run("run", reward=reward, method="grpo", steps=4)
+    assert "stopped after step 1;" in capsys.readouterr().out
+
+
 def test_a_step_is_finished_once_it_has_changed_the_weights(run, tmp_path, monkeypatch, capsys):
     """SIGTERM in the second of step 2's four updates.
 

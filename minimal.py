@@ -1,0 +1,159 @@
+"""
+GRPO with unbiased pruning on one page: train on a fraction, keep the expected gradient.
+
+    python minimal.py           drops prompts before rollout and completions after reward
+    python minimal.py --grpo    keeps everything: the same loop with every weight 1
+
+The loss of a full GRPO batch is a sum of terms l_i, one for each completion. Keep l_i with
+probability p_i, and multiply it by 1 / p_i if it is kept: then the expected sum is the full sum,
+and the expected gradient is the full gradient (Horvitz and Thompson, 1952). Four conditions:
+    - advantages and denominators are those of the full groups and batch, whatever is dropped
+    - p_i > 0 wherever l_i is not 0; a term that is exactly 0 (advantage 0) may go for free
+    - p_i is the true probability of keeping l_i
+    - the draw comes before the update, and each update has its own
+So pruning only adds variance. pps, probability proportional to size, adds little: p_i grows with
+the estimated gradient norm of l_i. A prompt is a sum of terms and is drawn the same way, before it
+is sampled, when only its history can tell its size. The two weights multiply.
+"""
+
+import argparse
+import random
+import time
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, DynamicCache, set_seed
+
+import arithmetic
+
+Q, K, G, T = 64, 32, 8, 64  # candidate prompts, prompts kept, completions each, tokens at most
+TOKEN_SHARE = 0.4  # of the tokens of sampled completions and their prompts: to be trained on
+DULL = 0.25  # size of a prompt whose last group was all right or all wrong; others have size 1
+FLOOR = 0.1  # of the mean size: a smaller estimate is not trusted, so weights stay bounded
+STEPS, WARMUP, LR, CLIP, ROWS = 60, 5, 6e-4, 0.2, 64  # ROWS: completions in one backward pass
+PROBLEMS, HELD_OUT, EVAL_EVERY = 512, 200, 5
+
+tokenizer = arithmetic.make_tokenizer()  # one token per character; pads on the left
+PAD, END = tokenizer.pad_token_id, tokenizer.eos_token_id
+
+
+def completion_size(advantage, factor, logprobs):
+    """Estimated gradient norm [N] of each completion's term, exactly 0 where the term is. At the
+    logits, a token's gradient is onehot - softmax, of squared norm at most 2 (1 - prob)^2; over
+    tokens these add up, because the gradients of different tokens are uncorrelated."""
+    energy = 2 * logprobs.expm1().square().sum(1)  # [N]; not sampled: log-prob 0 adds nothing
+    size = factor * advantage.abs() * energy.sqrt()
+    live = advantage != 0
+    return torch.where(live, size.clamp(min=FLOOR * size[live].mean()), 0.0)
+
+
+def keep_prob(size, cost, budget):
+    """Keep probabilities p [n] that spend sum(p cost) = budget with the least variance. What has
+    size 0 has p = 0; a budget that suffices for all the rest keeps it.
+
+    The variance is about sum((1 / p - 1) size^2), least at p = min(1, tau size / sqrt(cost)). To
+    find tau, fill up: what would pass 1 is kept for sure, and the others share what is left.
+    """
+    score, sure = size / cost.sqrt(), size < 0  # none is sure yet
+    while True:
+        tau = (budget - cost[sure].sum()) / (score * cost)[~sure].sum().clamp(min=1e-30)
+        p = torch.where(sure, 1.0, tau * score)
+        if not (p > 1).any():
+            return p
+        sure |= p > 1
+
+
+def prune(p, start):
+    """Weights [n]: 1 / p with probability p, else 0. So they are 1 on average wherever p > 0.
+
+    Lay the p end to end from `start`, and keep each that reaches the next integer. If `start` is
+    uniform in [0, 1), each is kept with probability p, and together sum(p), rounded up or down.
+    """
+    integers = (start + p.cumsum(0)).floor()  # how many were reached so far
+    return torch.where(integers.diff(prepend=torch.zeros(1)) > 0, 1 / p, 0.0)
+
+
+@torch.no_grad()
+def sample(model, problems):
+    """A completion of each of N problems at temperature 1: token ids, which of them were sampled,
+    their log-probs, all [N, W + T] with W tokens of padded prompt, and rewards [N]."""
+    texts, golds, _ = zip(*problems, strict=True)
+    token = tokenizer(list(texts), padding=True, return_tensors="pt").input_ids
+    N, W = token.shape
+    ids, logprobs = F.pad(token, (0, T), value=PAD), torch.zeros(N, W + T)
+    sampled = torch.zeros(N, W + T, dtype=torch.bool)
+    rows, cache = torch.arange(N), DynamicCache()  # the rows that go on
+    for t in range(W, W + T):  # rotary positions are relative, so padding on the left does no harm
+        logits = model(token, attention_mask=ids[rows, :t] != PAD, past_key_values=cache).logits
+        every = logits[:, -1].log_softmax(-1)  # [rows, V]
+        token = every.exp().multinomial(1)  # [rows, 1]
+        ids[rows, t], logprobs[rows, t] = token[:, 0], every.gather(1, token)[:, 0]
+        sampled[rows, t] = True
+        going = token[:, 0] != END
+        if not going.any():
+            break
+        rows, token = rows[going], token[going]
+        cache.batch_select_indices(going)
+    answers = tokenizer.batch_decode(ids[:, W:], skip_special_tokens=True)
+    right = [text.rpartition("=")[2] == gold for text, gold in zip(answers, golds, strict=True)]
+    return ids, sampled, logprobs, torch.tensor(right, dtype=torch.float64)
+
+
+def loss(model, ids, sampled, old_logprobs, advantage, factor):
+    """The sum of n completions' clipped terms, each times its factor [n], weight / denominator."""
+    used = (sampled | (ids != PAD)).any(0)  # [W + T], the L columns that are not all padding
+    ids, sampled, old_logprobs = ids[:, used], sampled[:, used], old_logprobs[:, used]  # [n, L]
+    logits = model(ids, attention_mask=ids != PAD).logits[:, :-1]  # [n, L - 1, V]
+    logprobs = -F.cross_entropy(logits.mT, ids[:, 1:], reduction="none")  # [n, L - 1]
+    ratio, advantage = (logprobs - old_logprobs[:, 1:]).exp(), advantage[:, None]
+    term = -torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+    return ((term * sampled[:, 1:]).sum(1) * factor).sum()
+
+
+def train(grpo=False, seed=0):
+    set_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(arithmetic.base_folder())
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    problems = [arithmetic.problem("train", i) for i in range(PROBLEMS)]
+    held_out = [arithmetic.problem("heldout", i) for i in range(HELD_OUT)] * 4
+    prompt_size, seconds = torch.ones(PROBLEMS, dtype=torch.float64), 0.0
+    for step in range(STEPS):
+        started = time.perf_counter()
+        # Drop prompts, before they are sampled: more of those whose last group was dull.
+        prompts = torch.randperm(PROBLEMS)[:Q]  # the candidates [Q]
+        p = keep_prob(prompt_size[prompts], torch.ones(Q), budget=K)
+        weight = prune(torch.ones_like(p) if grpo else p, random.random())  # [Q]
+        prompts, weight = prompts[weight > 0], weight[weight > 0]  # [K]
+        # Sample and reward. Advantages are of full groups, and exactly 0 if all rewards are equal.
+        groups = [problems[q] for q in prompts for _ in range(G)]
+        ids, sampled, logprobs, rewards = sample(model, groups)  # N = K x G
+        std, mean = torch.std_mean(rewards.view(-1, G), 1, keepdim=True)  # [K, 1]
+        advantage = ((rewards.view(-1, G) - mean) / (std + 1e-4)).flatten()  # [N]
+        prompt_size[prompts] = torch.where(std[:, 0] > 0, 1.0, DULL).double()
+        # The denominator, own length x Q x G, is the full batch's: Q prompts, kept or not.
+        factor = weight.repeat_interleave(G) / (sampled.sum(1) * Q * G)  # [N]
+        # Drop completions, before they are trained on: by size, and those of size 0 always.
+        cost = (ids != PAD).sum(1).double()  # [N], tokens to train on, with the prompt
+        p = keep_prob(completion_size(advantage, factor, logprobs), cost, TOKEN_SHARE * cost.sum())
+        factor *= prune(torch.ones_like(p) if grpo else p, random.random())
+        kept = factor.nonzero()[:, 0]
+        kept = kept[cost[kept].argsort()]  # similar lengths share a pass, so little is padding
+        optimizer.zero_grad(set_to_none=False)  # as in GRPO, it is 0 if all advantages are
+        for n in (kept[i : i + ROWS] for i in range(0, len(kept), ROWS)):
+            loss(model, ids[n], sampled[n], logprobs[n], advantage[n], factor[n]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = LR * min((step + 1) / WARMUP, 1 - step / STEPS)
+        optimizer.step()
+        seconds += time.perf_counter() - started
+        line = f"step {step + 1:2} | reward {weight @ mean[:, 0] / weight.sum():.3f} | "
+        line += f"kept {len(kept):3} | tokens {cost[kept].sum():5.0f} | {seconds:5.1f} s"
+        if (step + 1) % EVAL_EVERY == 0:
+            line += f" | held-out accuracy {sample(model, held_out)[3].mean():.3f}"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--grpo", action="store_true", help="keep everything, with weight 1")
+    parser.add_argument("--seed", type=int, default=0)
+    train(**vars(parser.parse_args()))

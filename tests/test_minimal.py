@@ -1,0 +1,276 @@
+"""minimal.py: both draws enumerated, the trainer's gradient, GRPO as the identity, one page."""
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+from transformers import AutoModelForCausalLM
+
+import arithmetic
+import config
+import minimal
+import train
+
+FILE = Path(minimal.__file__)
+
+
+def outcomes(p):
+    """Every weight vector that a systematic draw from p [n] can give, with its probability.
+
+    The draw changes only where `start` lets another cumulative sum reach the next integer.
+    """
+    cuts = sorted({0.0, 1.0, *(-p.cumsum(0) % 1).tolist()})
+    for low, high in itertools.pairwise(cuts):
+        yield high - low, minimal.prune(p, (low + high) / 2)
+
+
+def assert_unbiased(size, cost, budget):
+    """Enumerate the draw of these sizes; returns its keep probabilities."""
+    p = minimal.keep_prob(size, cost, budget)
+    mean, tokens = torch.zeros_like(p), 0.0
+    counts = set()
+    for chance, weights in outcomes(p):
+        mean += chance * weights
+        tokens += chance * cost[weights > 0].sum().item()
+        if chance > 1e-9:
+            counts.add(int((weights > 0).sum()))
+        assert (weights[size == 0] == 0).all(), "a term of 0 was trained on"
+    assert mean[size > 0] == pytest.approx(1.0, abs=1e-6)
+    assert tokens == pytest.approx(min(budget, cost[size > 0].sum().item()), abs=1e-6)
+    assert max(counts) - min(counts) <= 1, "the number kept is fixed, but for rounding"
+    return p
+
+
+# ---------------------------------------------------------------------------- the two draws
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 1.0])
+def test_completion_draw_is_unbiased(share):
+    """Weights are 1 on average wherever the size is not 0, and the expected tokens are the budget.
+
+    Catches a weight other than 1 / p, a probability other than p, a budget that ignores what is
+    kept for sure, and an estimated size of 0 that is trusted.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rewards = (torch.rand(6, 8, generator=generator) < torch.linspace(0, 1, 6)[:, None]).double()
+    std, mean = torch.std_mean(rewards, 1, keepdim=True)
+    advantage = ((rewards - mean) / (std + 1e-4)).flatten()
+    logprobs = -5 * torch.rand(48, 12, generator=generator).pow(8)
+    logprobs[20] = 0.0  # probabilities that were rounded to 1: no energy, but an advantage
+    factor = torch.rand(48, generator=generator, dtype=torch.float64).pow(4)
+    cost = torch.randint(5, 70, (48,), generator=generator).double()
+    size = minimal.completion_size(advantage, factor, logprobs)
+    assert advantage[20] != 0
+    assert torch.equal(size > 0, advantage != 0)
+    assert 8 <= (size == 0).sum() < 40, "some groups are dead"
+    p = assert_unbiased(size, cost, share * cost.sum().item())
+    assert ((p > 0) & (p < 1)).any() or share == 1.0
+    assert (p == 1).any() or share == 0.05, "water-filling is needed"
+
+
+def test_size_is_a_gradient_norm(monkeypatch):
+    """With two tokens to choose from, it is exactly the norm of the term's gradient at the logits.
+
+    Catches a wrong energy, a sign, and tokens that count although they were not sampled.
+    """
+    monkeypatch.setattr(minimal, "FLOOR", 0.0)
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(5, 7, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+    advantage, factor = torch.tensor([1.5, -0.5, 0.0, 2.0, -1.0]), torch.rand(5).double()
+    sampled = torch.rand(5, 7, generator=generator) < 0.7
+    logprobs = torch.where(sampled, logits.log_softmax(-1)[..., 1], 0.0)
+    ((logprobs.sum(1) * advantage) * factor).sum().backward()
+    size = minimal.completion_size(advantage, factor, logprobs.detach())
+    assert size.numpy() == pytest.approx(logits.grad.norm(dim=(1, 2)).numpy(), rel=1e-9)
+
+
+def test_prompt_draw_is_unbiased():
+    """The same for prompts, whose cost is 1: K are kept, dull ones less often.
+
+    Catches a dull prompt that is never drawn.
+    """
+    size = torch.ones(64, dtype=torch.float64)
+    size[10:50] = minimal.DULL
+    p = assert_unbiased(size, torch.ones(64), minimal.K)
+    assert 0 < p[10] < p[0] < 1
+    few = torch.ones(64, dtype=torch.float64) * minimal.DULL
+    few[:3] = 1.0
+    p = assert_unbiased(few, torch.ones(64), minimal.K)
+    assert (p[:3] == 1).all(), "the few live ones are sure"
+
+
+def test_keep_prob_has_the_least_variance():
+    """No shift of budget between two terms lowers sum((1 / p - 1) size^2).
+
+    Catches a size that is not divided by the root of its cost.
+    """
+    generator = torch.Generator().manual_seed(1)
+    size = torch.rand(20, generator=generator, dtype=torch.float64)
+    cost = torch.randint(1, 9, (20,), generator=generator).double()
+    p = minimal.keep_prob(size, cost, 0.4 * cost.sum())
+    marginal = size.square() / (p.square() * cost)  # variance saved by a token more
+    inner = p < 1
+    assert 0 < inner.sum() < 20
+    assert marginal[inner] == pytest.approx(marginal[inner][0].item(), rel=1e-9)
+    assert (marginal[~inner] >= marginal[inner][0] * (1 - 1e-9)).all()
+
+
+def test_nothing_live_keeps_nothing():
+    """Fails if a batch of dead groups divides by 0, or waits forever."""
+    zeros, cost = torch.zeros(6, dtype=torch.float64), torch.full((6,), 9.0).double()
+    size = minimal.completion_size(zeros, cost, torch.full((6, 3), -0.5))
+    assert torch.equal(minimal.keep_prob(size, cost, 20.0), zeros)
+    assert torch.equal(minimal.prune(zeros, 0.0), zeros)
+
+
+@pytest.mark.parametrize("start", [0.0, 0.3, 1 - 2**-53])
+def test_grpo_is_the_identity(start):
+    """Keep probabilities of 1 keep everything with weight exactly 1, whatever the draw."""
+    assert torch.equal(minimal.prune(torch.ones(512).double(), start), torch.ones(512).double())
+
+
+# ---------------------------------------------------------------------------- the gradient
+
+
+def test_sampled_log_probs_are_the_models(policy_folder):
+    """Every ratio is 1: with advantage 1 and factor 1 / length, the loss is minus the completions.
+
+    Catches padding that attention sees, a wrong cache row after some completions ended, and
+    log-probs or masks that are shifted by one.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(policy_folder)
+    model.lm_head.weight.data[minimal.END] *= 3  # completions end early, at different tokens
+    problems = [arithmetic.problem("train", i) for i in range(24)]
+    ids, sampled, logprobs, rewards = minimal.sample(model, problems)
+    lengths = sampled.sum(1)
+    assert rewards.shape == (24,)
+    assert len(lengths.unique()) > 3
+    assert torch.equal(logprobs != 0, sampled)
+    ones = torch.ones(24, dtype=torch.float64)
+    for advantage in (ones, -ones):
+        for row in range(24):
+            part = slice(row, row + 1)
+            rest = (advantage[part], 1 / lengths[part].double())
+            loss = minimal.loss(model, ids[part], sampled[part], logprobs[part], *rest)
+            assert loss.item() == pytest.approx(-advantage[row].item(), rel=1e-4)
+        loss = minimal.loss(model, ids, sampled, logprobs, advantage, 1 / lengths.double())
+        assert loss.item() == pytest.approx(-24 * advantage[0].item(), rel=1e-4)
+
+
+def test_gradient_is_the_trainers(policy_folder, tmp_path):
+    """The same rollouts, draw and weights give the gradient of train.py, packed and unclipped.
+
+    Catches a denominator of kept completions, a missing weight, a clip on the wrong side, and
+    padding that leaks into attention.
+    """
+    options = {"method": "pps", "prompts_per_step": 6, "importance_cap": 0, "seed": 3}
+    options |= {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.6}
+    args = toy.flags(policy_folder, str(tmp_path / "run"), **options)
+    trainer = train.Trainer(config.parse_config(args), toy.toy_reward)
+    generator = torch.Generator().manual_seed(0)
+    window = trainer.candidates(1)
+    chosen = trainer.prune_prompts(window, 1, generator)
+    batch = trainer.roll_out(chosen.prompts, 1, "rollout")
+    full = trainer.full_batch(batch, chosen)
+    keep, weights = trainer.prune_completions(full, 0, generator)
+    drift = 0.5 * torch.randn(batch.rollouts.logprobs.shape, generator=generator)
+    batch.rollouts.logprobs += drift  # as after some updates, so that the clip acts
+    trainer.backward(full, keep, weights)
+    expected = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+
+    K, G, T = batch.rollouts.completion_ids.shape
+    assert 0 < keep.sum() < K * G
+    assert len(set(weights[keep].tolist())) > 2
+    W = max(map(len, batch.rollouts.prompt_ids))
+    ids = torch.full((K * G, W + T), minimal.PAD)
+    sampled, old = torch.zeros(K * G, W + T, dtype=torch.bool), torch.zeros(K * G, W + T)
+    lengths = batch.rollouts.lengths.flatten()
+    for row, length in enumerate(lengths.tolist()):
+        prompt = torch.tensor(batch.rollouts.prompt_ids[row // G])
+        ids[row, W - len(prompt) : W] = prompt
+        completion = slice(W, W + length)
+        ids[row, completion] = batch.rollouts.completion_ids.flatten(0, 1)[row, :length]
+        old[row, completion] = batch.rollouts.logprobs.flatten(0, 1)[row, :length]
+        sampled[row, completion] = True
+    assert not (ids[sampled] == minimal.PAD).any(), "minimal.py takes it for padding"
+    factor = chosen.weights.repeat_interleave(G) / (lengths * len(window) * G)
+    factor = factor * weights.flatten()
+    model = AutoModelForCausalLM.from_pretrained(policy_folder)
+    advantage = full.advantages.flatten()
+    for n in factor.nonzero().squeeze(1).split(3):
+        minimal.loss(model, ids[n], sampled[n], old[n], advantage[n], factor[n]).backward()
+    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert expected.norm() > 0
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+# ---------------------------------------------------------------------------- the whole file
+
+
+@pytest.mark.parametrize("grpo", [False, True])
+def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
+    """Each completion's factor is (prompt weight x completion weight) / (own length x Q x G), its
+    advantage that of the full group; with --grpo everything is trained on with weight 1.
+
+    Catches a loop that does not run, a denominator or advantage of what was kept, and a weight that
+    is left out.
+    """
+    small = {"Q": 4, "K": 2, "G": 4, "T": 6, "STEPS": 2, "HELD_OUT": 3, "EVAL_EVERY": 2, "ROWS": 5}
+    for name, value in small.items():
+        monkeypatch.setattr(minimal, name, value)
+    problem, golds = arithmetic.problem, itertools.cycle("01")
+    chance = lambda *key: (problem(*key)[0], next(golds), "chain")
+    monkeypatch.setattr(arithmetic, "problem", chance)
+    monkeypatch.setattr(arithmetic, "base_folder", lambda: policy_folder)
+    every = torch.arange(16, dtype=torch.float64) % 3  # rewards, and no group is dead
+    groups = every.view(4, 4)
+    expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    draws, trained = [], []
+    prune, loss, sample = minimal.prune, minimal.loss, minimal.sample
+
+    def spy_prune(*args):
+        draws.append(prune(*args))
+        return draws[-1]
+
+    def spy_loss(model, ids, sampled, old_logprobs, advantage, factor):
+        assert ((advantage[:, None] - expected.flatten()).abs().amin(dim=1) < 1e-9).all()
+        trained[-1].append(factor * sampled.sum(1) * 4 * 4)
+        return loss(model, ids, sampled, old_logprobs, advantage, factor)
+
+    def spy_sample(*args):
+        *rollouts, rewards = sample(*args)
+        trained.append([])
+        return *rollouts, every[: len(rewards)]
+
+    monkeypatch.setattr(minimal, "prune", spy_prune)
+    monkeypatch.setattr(minimal, "loss", spy_loss)
+    monkeypatch.setattr(minimal, "sample", spy_sample)
+    minimal.train(grpo=grpo, seed=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert "held-out accuracy" in lines[1]
+    for step in range(2):
+        prompts, completions = draws[2 * step : 2 * step + 2]
+        weights = prompts[prompts > 0].repeat_interleave(4) * completions
+        found = torch.cat(trained[step])
+        assert found.sort().values == pytest.approx(weights[weights > 0].sort().values, rel=1e-9)
+        assert int(lines[step].split("kept")[1].split("|")[0]) == len(found)
+        assert (found == 1).all() and len(found) == 16 if grpo else 0 < len(found) < 8
+
+
+def test_one_page():
+    """The file is short, and imports nothing of ours but the task."""
+    text = FILE.read_text()
+    assert len(text.splitlines()) <= 160
+    imported = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            imported.add(node.module.split(".")[0])
+    ours = {path.stem for path in FILE.parent.glob("*.py")} | {"runtime", "bench", "related"}
+    assert imported & ours == {"arithmetic"}
