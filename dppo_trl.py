@@ -100,8 +100,10 @@ class DPPOTrainer(trl.GRPOTrainer):
         """RuleError, with the option and the way out, for what would not be exact."""
         args, rule, world = self.args, self.prompt_rule, self.accelerator.num_processes
         steps = (args.gradient_accumulation_steps, args.steps_per_generation)
-        dppo.check_known("completion_rule", self.completion_rule, dppo.COMPLETION_RULES)
-        dppo.check_known("prompt_rule", rule, sampler.PROMPT_RULES)
+        tables = {"completion_rule": dppo.COMPLETION_RULES, "prompt_rule": sampler.PROMPT_RULES}
+        for name, table in tables.items():
+            unbiased = [rule for rule, entry in table.items() if not entry.biased]
+            dppo.check_known(name, getattr(self, name), unbiased)
         for name in ("completion_prune_rate", "prompt_prune_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise RuleError(f"{name}={getattr(self, name)}: choose a rate from 0 to below 1")
@@ -261,7 +263,8 @@ class DPPOTrainer(trl.GRPOTrainer):
         order = length[index].argsort(stable=True)
         plan = [self.micro_batch(index[some] + part * n, factor[some]) for some in order.split(B)]
         full = (self.prompt_weights * batch.cost).sum()  # expected of the un-pruned window
-        ess = dppo.effective_sample_size(weights[batch.size > 0])
+        live = weights[batch.size > 0]
+        ess = (live.sum().square() / live.square().sum()).item()  # see metrics.py
         for name, value in {
             "kept_completions": keep.sum().item() / (B * self.window * len(places)),
             "kept_tokens": ((batch.cost * (weights > 0)).sum() / full).item(),

@@ -158,11 +158,12 @@ def first_lines(
     """What the run is, and notes on what may surprise its user."""
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     prompts = config.num_candidates(cfg)
+    rest = f"steps {step} to {cfg.steps}" if step <= cfg.steps else "only its last evaluation"
     summary = (
         f"{cfg.model}: {parameters:.1f} M parameters on {world} x {cfg.device}, {cfg.dtype}; "
         f"{cfg.data}: {problems} problems to train on, {held_out} held out; loss {cfg.loss}, "
         f"prompt rule {cfg.prompt_rule}, completion rule {cfg.completion_rule}, {prompts} x "
-        f"{cfg.group_size} completions a step; steps {step} to {cfg.steps}, in {cfg.out_dir}/"
+        f"{cfg.group_size} completions a step; {rest}, in {cfg.out_dir}/"
     )
     notes = config.warnings(cfg, steps_per_epoch=problems // prompts)
     return "\n".join([summary, *(f"note: {note}" for note in notes)])

@@ -2,7 +2,7 @@
 GRPO with unbiased pruning on one page: train on a fraction, keep the expected gradient.
 
     python minimal.py           drops prompts before rollout and completions after reward
-    python minimal.py --grpo    keeps everything: the same loop with every weight 1
+    python minimal.py --grpo    keeps all 64 prompts and all completions, with weight 1
 
 The loss of a full GRPO batch is a sum of terms l_i, one for each completion. Keep l_i with
 probability p_i, and multiply it by 1 / p_i if it is kept: then the expected sum is the full sum,
@@ -10,10 +10,11 @@ and the expected gradient is the full gradient (Horvitz and Thompson, 1952). Fou
     - advantages and denominators are those of the full groups and batch, whatever is dropped
     - p_i > 0 wherever l_i is not 0; a term that is exactly 0 (advantage 0) may go for free
     - p_i is the true probability of keeping l_i
-    - the draw comes before the update, and each update has its own
-So pruning only adds variance. pps, probability proportional to size, adds little: p_i grows with
-the estimated gradient norm of l_i. A prompt is a sum of terms and is drawn the same way, before it
-is sampled, when only its history can tell its size. The two weights multiply.
+    - each update has its own draw, made at the parameters that it starts from
+This is the gradient before it is clipped by norm: clipping and Adam are not linear. Pruning only
+adds variance. pps, probability proportional to size, adds little: p_i grows with the estimated
+gradient norm of l_i. A prompt's group is a sum of such terms, so prompts are drawn the same way,
+before they are sampled; their sizes come from their history. The two weights multiply.
 """
 
 import argparse
@@ -40,7 +41,7 @@ PAD, END = tokenizer.pad_token_id, tokenizer.eos_token_id
 def completion_size(advantage, factor, logprobs):
     """Estimated gradient norm [N] of each completion's term, exactly 0 where the term is. At the
     logits, a token's gradient is onehot - softmax, of squared norm at most 2 (1 - prob)^2; over
-    tokens these add up, because the gradients of different tokens are uncorrelated."""
+    tokens these roughly add up, because the scores of different tokens are uncorrelated."""
     energy = 2 * logprobs.expm1().square().sum(1)  # [N]; not sampled: log-prob 0 adds nothing
     size = factor * advantage.abs() * energy.sqrt()
     live = advantage != 0
@@ -138,7 +139,7 @@ def train(grpo=False, seed=0):
         factor *= prune(torch.ones_like(p) if grpo else p, random.random())
         kept = factor.nonzero()[:, 0]
         kept = kept[cost[kept].argsort()]  # similar lengths share a pass, so little is padding
-        optimizer.zero_grad(set_to_none=False)  # as in GRPO, it is 0 if all advantages are
+        optimizer.zero_grad(set_to_none=False)  # a gradient of 0, not none, if nothing is kept
         for n in (kept[i : i + ROWS] for i in range(0, len(kept), ROWS)):
             loss(model, ids[n], sampled[n], logprobs[n], advantage[n], factor[n]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -40,9 +40,10 @@ class Run:
         self.evaluated = saved["evaluated"] or not self.evaluation_due(self.done)
         self.dead_steps = 0  # in a row, without a live group; -inf: it was said
         if self.cfg.resume and self.done >= self.cfg.steps and self.evaluated:
+            more = ", or give more --steps" * (self.cfg.lr_schedule == "constant")
             raise InputError(
-                f"--resume: the run in {self.out_dir} has ended after its {self.done} steps; use "
-                f"another --out-dir, or with --lr-schedule constant more --steps"
+                f"--resume: the run in {self.out_dir} has ended after its {self.done} steps: use "
+                f"another --out-dir{more}"
             )
 
     def go(self, until: int | None = None) -> None:

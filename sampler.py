@@ -29,7 +29,7 @@ UNSEEN, ALL_WRONG, ALL_RIGHT = 0, 1, len(PASS_RATES) + 3  # bins of the last pas
 SOURCES = 32  # the most frequent ones; the rest share one
 LENGTHS = 6  # quantiles of the prompts' lengths
 AGES = 3  # last rolled out 1, 2, or more epochs ago
-PRIOR = 48.0  # groups: a coarser stratum weighs as much as this many groups of the finer one
+PRIOR = 48.0  # a coarser stratum counts as this many groups of average tokens
 MEMORY = 64  # steps with a live group after which an observation counts 1/e
 FLOOR = 0.25  # smallest priority, relative to the average
 
@@ -145,7 +145,7 @@ class PromptHistory:
         return keep, dppo.ht_weights(keep, keep_prob)
 
     def strata(self, prompts: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
-        """(source, length, bin, age) of prompts [K] before `step` rolls them out; indices [K]."""
+        """(source, length, bin, age) of prompts [n] before `step` rolls them out; indices [n]."""
         kind = self.kind[prompts].long()
         last = self.epoch[prompts].long()
         age = ((step - 1) // self.steps_per_epoch - last).clamp(1, AGES) - 1
@@ -153,22 +153,22 @@ class PromptHistory:
         return kind // LENGTHS, kind % LENGTHS, self.bin[prompts].long(), age
 
     def priority(self, prompts: torch.Tensor, step: int) -> torch.Tensor:
-        """What pps's keep probabilities are proportional to, float64 [K]; 1 is the average.
+        """Priorities, float64 [Q]; pps keeps the candidates in proportion to them.
 
-        The variance at a given cost is smallest if a stratum is drawn in proportion to the root of
-        (mean squared group size / mean tokens) (Neyman 1934). Strata are nested: source, length,
-        pass rate, age. Each estimate is mixed with that of the coarser stratum, which weighs as
-        much as PRIOR groups, so the draw is uniform until the data say otherwise. No priority is
-        below FLOOR, so no prompt is forgotten and weights stay bounded.
+        At a given cost the variance is least if each stratum is drawn in proportion to the root of
+        mean squared group size / mean tokens (Neyman 1934). Where that ratio is the one of all
+        prompts, the priority is 1. Strata are nested: source, length, pass rate, age. Each takes in
+        the next coarser estimate as PRIOR groups of average tokens, so the draw starts uniform.
+        FLOOR keeps every prompt in play and bounds the weights.
 
-        Two sources with squared group sizes of 3 and 1, as long, and seen so often that the prior
-        no longer matters. Their average is 2, so the roots are those of 3 / 2 and 1 / 2:
+        Two sources with squared group sizes 3 and 1, equal tokens, and so much data that PRIOR
+        hardly counts. The mean is 2, so the priorities are the roots of 3 / 2 and 1 / 2:
 
             >>> history = PromptHistory(torch.tensor([5, 5]), ["a", "b"], prompts_per_step=2)
-            >>> both, often = torch.arange(2), torch.full((2,), 1e6).double()
-            >>> rewards = torch.tensor([[1.0, 0.0]] * 2)
-            >>> history.update(1, both, often, rewards, rewards, torch.tensor([3, 1]), often)
-            >>> history.update(1, both, often, rewards, rewards, torch.tensor([3, 1]), often)
+            >>> both, many = torch.arange(2), torch.full((2,), 1e6).double()
+            >>> rewards, squares, tokens = torch.tensor([[1, 0], [1, 0.0]]), [3, 1], many
+            >>> seen = (rewards, rewards, torch.tensor(squares), tokens)
+            >>> history.update(1, both, many, *seen)
             >>> history.priority(both, step=2).numpy().round(2).tolist()
             [1.22, 0.71]
         """
@@ -176,14 +176,13 @@ class PromptHistory:
         if whole[1] <= 0:  # no live group yet
             return torch.ones(len(prompts), dtype=torch.float64)
         groups, squares, tokens = whole + 1e-9
-        prior_tokens = PRIOR * tokens / groups  # of PRIOR groups
-        square_per_token = squares / tokens  # of all prompts, then of ever finer strata
-        for finest in range(1, 5):  # the source; with the length; with the bin; with the age
-            finer = tuple(range(finest + 1, 5))
-            _, squares, tokens = self.sums.sum(dim=finer, keepdim=True) if finer else self.sums
-            coarser = prior_tokens * square_per_token
-            square_per_token = (squares + coarser) / (tokens + prior_tokens)
-        relative = square_per_token * whole[2] / whole[1]  # to that of all prompts, [S, L, B, A]
+        prior_tokens = PRIOR * tokens / groups
+        ratio = squares / tokens  # of all prompts, then of ever finer strata
+        for level in range(1, 5):  # the source; with the length; with the bin; with the age
+            summed = tuple(range(level + 1, 5))  # finer levels; () would sum over everything
+            _, squares, tokens = self.sums.sum(dim=summed, keepdim=True) if summed else self.sums
+            ratio = (squares + prior_tokens * ratio) / (tokens + prior_tokens)
+        relative = ratio * whole[2] / whole[1]  # to that of all prompts, [S, L, B, A]
         return relative.sqrt().clamp(min=FLOOR)[self.strata(prompts, step)]
 
     def update(
@@ -234,12 +233,11 @@ class PromptRule:
 def _fixed_size(priority: torch.Tensor, prune_rate: float, minibatches: int) -> torch.Tensor:
     """Keep probabilities [Q] proportional to priority [Q] in each mini-batch, whose sums are whole
     numbers and together kept_prompts(Q, prune_rate)."""
-    equal = torch.ones(len(priority), dtype=torch.float64)
     kept = kept_prompts(len(priority), prune_rate)
     ends = [kept * part // minibatches for part in range(minibatches + 1)]
     counts = [end - start for start, end in itertools.pairwise(ends)]
-    parts = (priority.chunk(minibatches), equal.chunk(minibatches), counts)
-    return torch.cat([dppo.pps_keep_prob(*part) for part in zip(*parts, strict=True)])
+    parts = zip(priority.chunk(minibatches), counts, strict=True)
+    return torch.cat([dppo.pps_keep_prob(part, torch.ones_like(part), n) for part, n in parts])
 
 
 def equal(history: PromptHistory, prompts: torch.Tensor, *_) -> torch.Tensor:

@@ -62,13 +62,13 @@ class Batch:
 
 @dataclass
 class FullBatch:
-    """The batch before completions are pruned: what each completion adds to its gradient."""
+    """The K prompts before completions are pruned: what each adds to the gradient of all Q."""
 
     batch: Batch
     chosen: sampler.Selection
     advantages: torch.Tensor  # [K, G]
     scale: torch.Tensor  # [K, G], 1 / denominator of the un-pruned batch; 0: masked
-    factor: torch.Tensor  # [K, G], prompt weight x scale: what multiplies the loss of its tokens
+    factor: torch.Tensor  # [K, G], prompt weight x scale; a completion's own weight comes later
     cost: torch.Tensor  # [K, G], tokens, prompt + completion
     minibatch: torch.Tensor  # [K]; -1: none
     num_tokens: float  # completion tokens of the Q candidates, estimated if prompts are pruned
@@ -132,7 +132,7 @@ class Trainer:
         started = self.timer.start()
         generator = dppo.generator_for(self.cfg.seed, step, "keep")  # the same on every rank
 
-        # 1. Select prompts. The window of Q candidates is the denominator, whatever is pruned.
+        # 1. Select prompts. The denominator counts all Q candidates, whatever is pruned.
         window = self.candidates(step)  # [Q]
         # --- DPPO, before rollout: drop prompts by history, weight the rest by 1 / P(kept)
         chosen = self.prune_prompts(window, step, generator)  # K of them
@@ -167,7 +167,7 @@ class Trainer:
         return sampler.candidates(num_train, self.num_candidates, self.cfg.seed, step)
 
     def prune_prompts(self, window, step, generator) -> sampler.Selection:
-        """Stage 1: one draw from the window [Q]. Everything, with --prompt-rule none."""
+        """Stage 1: draw from the window [Q]. With --prompt-rule none all are kept, weight 1."""
         cfg = self.cfg
         if self.selector:  # a rival that sees rewards before it has chosen: related/selectors.py
             return self.selector.choose(self, step, generator)
@@ -208,10 +208,10 @@ class Trainer:
         return rollouts, texts, scores
 
     def full_batch(self, batch: Batch, chosen: sampler.Selection) -> FullBatch:
-        """Stages 4 and 5. The denominator is that of one mini-batch of the un-pruned batch.
+        """Stages 4 and 5. The denominator is the un-pruned batch's, over the mini-batches.
 
-        dapo and cispo divide by its tokens. Where prompts are pruned these are not known, and a
-        count that depends on the draw would be biased, so it is that of the last steps, on average.
+        dapo and cispo divide by its tokens. Where prompts are pruned these are not known, and to
+        divide by this draw's estimate would be biased: the divisor is the last steps' mean.
         """
         cfg = self.cfg
         advantages = dppo.group_advantages(batch.rewards, cfg.loss)  # [K, G]
@@ -219,7 +219,7 @@ class Trainer:
         if cfg.mask_truncated:
             trained = 1.0 - batch.truncated
         prompt_weights = chosen.weights[:, None]  # [K, 1]
-        num_tokens = (trained * prompt_weights * batch.lengths).sum().item()  # unbiased
+        num_tokens = (trained * prompt_weights * batch.lengths).sum().item()  # expected: all Q's
         denominator = {
             "num_sequences": self.num_candidates * cfg.group_size // cfg.minibatches,
             "num_tokens": (self.mean_tokens or num_tokens) / cfg.minibatches,
@@ -295,7 +295,7 @@ class Trainer:
         self.selector = full.chosen.selector
         if self.needs_mean_tokens:
             mean = self.mean_tokens or full.num_tokens
-            # 0 is not known: then the next step counts again.
+            # 0 cannot be divided by. None makes the next step keep all prompts and count.
             self.mean_tokens = mean + (full.num_tokens - mean) / TOKENS_MEMORY or None
 
 

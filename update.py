@@ -21,7 +21,7 @@ from runtime.device import autocast, send
 
 
 class Sums(NamedTuple):
-    """Sums over the completion tokens of one optimizer update."""
+    """Sums over one optimizer update's completion tokens, but for the last two."""
 
     loss: float  # with the full batch's denominator, the KL term included
     kl: float  # the KL term alone, before beta
@@ -77,9 +77,9 @@ def accumulate_gradients(
             with torch.no_grad():
                 ref_logprobs, _ = _logprobs(reference, pack, cfg)  # [N]
             kl = dppo.kl_k3(logprobs, ref_logprobs)
-        total = ((loss + cfg.beta * kl) * token_factor).sum()  # it cannot move the clip
+        total = ((loss + cfg.beta * kl) * token_factor).sum()  # after the clip
         total.backward()
-        if not len(index):
+        if not len(index):  # a dummy pack, which FSDP needs
             continue
         capped = (importance > (cfg.importance_cap or math.inf)).sum()
         gap = (now - sampled).abs().sum()

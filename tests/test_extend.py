@@ -339,9 +339,11 @@ def test_nothing_to_resume(run, tmp_path):
         run("elsewhere", resume=True)
     assert not (tmp_path / "elsewhere").exists()
     run("run", steps=3, save_every=3)
-    with pytest.raises(InputError, match=r"has ended after its 3 steps; use another --out-dir, or"):
+    with pytest.raises(InputError, match=r"has ended after its 3 steps: use another --out-dir$"):
         run("run", steps=3, save_every=3, resume=True)
     run("constant", steps=3, save_every=3, lr_schedule="constant")
+    with pytest.raises(InputError, match=r"another --out-dir, or give more --steps$"):
+        run("constant", steps=3, save_every=3, lr_schedule="constant", resume=True)
     log = run("constant", steps=4, save_every=3, lr_schedule="constant", resume=True)
     assert [row["step"] for row in log] == [1, 2, 3, 4]
 

@@ -46,7 +46,7 @@ def exact_world():
 
 
 @pytest.mark.parametrize("loss", dppo_trl.LOSSES)
-@pytest.mark.parametrize("rule", ["zero", "dppo", "pps"])
+@pytest.mark.parametrize("rule", ["zero", "uniform", "dppo", "pps"])
 def test_completions_are_exact(model, exact_world, loss, rule):
     """Every outcome of the draw, through TRL's loss with KL, clip and vLLM's correction: the mean
     gradient is GRPOTrainer's. Completions have 1 to 6 tokens, prompts 1 to 3.
@@ -302,7 +302,7 @@ PROMPTS = {"prompt_rule": "uniform"}
 @pytest.mark.parametrize(
     ("options", "rules", "message"),
     [
-        ({}, {"completion_rule": "psp"}, "unknown completion_rule 'psp'.*none, zero, dppo, pps"),
+        ({}, {"completion_rule": "psp"}, "unknown completion_rule 'psp'.*none, zero, uniform, dppo, pps"),
         ({}, {"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz'.*none, uniform, dppo, pps"),
         ({}, {"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .* below 1"),
         ({}, {"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .* from 0"),
