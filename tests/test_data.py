@@ -105,6 +105,13 @@ def test_the_last_twentieth_is_held_out(tmp_path):
         data.train_problems(write(tmp_path, {"question": "q", "answer": "1"}), hold_out=True)
 
 
+@pytest.mark.parametrize(("count", "held_out"), [(2, 1), (45, 2), (50, 2), (51, 3), (70, 4)])
+def test_the_held_out_share_is_rounded(count, held_out):
+    """To the nearest number, at a half to the even one; at least 1. Catches rounding up or down."""
+    problems = [data.Problem("p", "1", "file")] * count
+    assert data._held_out("FILE", problems) == held_out
+
+
 def test_embedded_splits():
     problems = data.train_problems("arithmetic", hold_out=True)
     assert len(problems) == arithmetic.TRAIN_PROBLEMS == 512
@@ -182,6 +189,10 @@ def test_prompts_that_do_not_fit_are_counted(capsys):
     assert [problem.text for problem in kept] == ["short", "also short"]
     assert [len(each) for each in ids] == [5, 10]
     assert "dropped 1 of 3 prompts: longer than 20 tokens" in capsys.readouterr().out
+    fitting = lambda limit: len(
+        data.encode_prompts(problems, arithmetic.make_tokenizer(), limit)[0]
+    )
+    assert (fitting(50), fitting(49)) == (3, 2), "50 tokens just fit"
     with pytest.raises(InputError, match="all 3 prompts are longer than 2 tokens"):
         data.encode_prompts(problems, arithmetic.make_tokenizer(), 2)
 

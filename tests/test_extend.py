@@ -338,9 +338,9 @@ def test_nothing_to_resume(run, tmp_path):
     with pytest.raises(InputError, match=r"--resume: .*elsewhere holds no run: give the --out-dir"):
         run("elsewhere", resume=True)
     assert not (tmp_path / "elsewhere").exists()
-    run("run", steps=3, save_every=3)
+    run("run", steps=3, save_every=3, lr_schedule="linear")
     with pytest.raises(InputError, match=r"has ended after its 3 steps: use another --out-dir$"):
-        run("run", steps=3, save_every=3, resume=True)
+        run("run", steps=3, save_every=3, lr_schedule="linear", resume=True)
     run("constant", steps=3, save_every=3, lr_schedule="constant")
     with pytest.raises(InputError, match=r"another --out-dir, or give more --steps$"):
         run("constant", steps=3, save_every=3, lr_schedule="constant", resume=True)

@@ -97,6 +97,14 @@ def test_math_reward(completion, gold, reward):
     assert rewards.math_reward(completion, gold) == reward
 
 
+def test_the_longest_answer():
+    """Exactly LONGEST_ANSWER characters in a box are an answer; one more is none. Catches a limit
+    that is off by one."""
+    longest = "1" * rewards.LONGEST_ANSWER
+    assert rewards.last_boxed(f"\\boxed{{{longest}}} .") == longest
+    assert rewards.last_boxed(f"\\boxed{{{longest}1}} .") is None
+
+
 def test_long_texts_are_quick():
     """The judge never sees these texts.
 

@@ -16,6 +16,8 @@ import transformers
 from toy import in_processes
 
 import arithmetic
+import dppo
+import sampler
 from dppo import RuleError
 
 trl = pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
@@ -244,6 +246,57 @@ def test_whole_runs(model, accumulation, generation, iterations, group, world):
     assert counts["rows"] == kept * group
 
 
+def test_draws_and_lessons_of_a_run(model, exact_world, monkeypatch):
+    """Four batches of dapo with both levels pruned. Each draw has random numbers of its own; the
+    history learns with the prompts' weights; the denominator follows the weighted tokens.
+
+    Catches one seed for every draw, weights of 1 for the history, and a mean of what was kept.
+    """
+    generator_for, update = dppo.generator_for, sampler.PromptHistory.update
+    keys, lessons, matter = [], [], False
+    record = lambda *key: keys.append(key) or generator_for(*key)
+    monkeypatch.setattr(dppo, "generator_for", record)
+    teach = lambda *args: lessons.append(args[1:]) or update(*args)
+    monkeypatch.setattr(sampler.PromptHistory, "update", teach)
+    rules = {"prompt_rule": "pps", "prompt_prune_rate": 0.5, "completion_prune_rate": 0.5}
+    measured = Measured(model, loss_type="dapo", rules=rules)
+    trainer, lessons[:] = measured.trainer, []
+    for batch in range(4):
+        before = measured.state["so_far"]["mean_tokens"]
+        measured.gradients()
+        _step, prompts, weights, *_, tokens = lessons[-1]
+        assert len(prompts) == (4 if batch == 0 else 2), "the first is whole, and counts"
+        assert torch.equal(weights[:, None], trainer.prompt_weights)
+        estimate = (weights * tokens).sum().item()
+        mean = before or estimate
+        mean += (estimate - mean) / dppo_trl.MEMORY
+        assert trainer.so_far["mean_tokens"] == pytest.approx(mean)
+        matter |= estimate != pytest.approx(tokens.sum().item())
+        measured.state = {"so_far": dict(trainer.so_far), "history": trainer.history}
+    assert matter
+    draws = [key for key in keys if key[1] in ("prompts", "completions")]
+    assert len(draws) == len(set(draws)) == 8
+
+
+def test_padding_is_not_a_surprise(model, exact_world):
+    """Log-probs at padded places change no size. Catches energies that count them."""
+    measured = Measured(model, loss_type="grpo", rules={"completion_prune_rate": 0.5})
+    trainer, sizes = measured.trainer, []
+    gather = trainer.gather
+
+    def spoilt(rows, prompts, weights):
+        for padding in (0.0, -9.0):
+            logprobs = rows["sampling_per_token_logps"]
+            logprobs = logprobs.where(dppo_trl.loss_mask(rows) > 0, padding)
+            gather(rows | {"sampling_per_token_logps": logprobs}, prompts, weights)
+            sizes.append(trainer.batch.size)
+
+    trainer.gather = spoilt
+    measured.gradients()
+    assert len(sizes[0].unique()) > 2
+    assert torch.equal(*sizes)
+
+
 def test_killed_and_resumed(model, tmp_path):
     """kill -9 in step 5, resumed from the checkpoint of step 4: the log, the weights, the draws and
     the history are those of a run that went through. Catches a draw that starts anew, a history
@@ -302,7 +355,7 @@ PROMPTS = {"prompt_rule": "uniform"}
 @pytest.mark.parametrize(
     ("options", "rules", "message"),
     [
-        ({}, {"completion_rule": "psp"}, "unknown completion_rule 'psp'.*none, zero, uniform, dppo, pps"),
+        ({}, {"completion_rule": "psp"}, "unknown completion_rule 'psp'.*none, zero, uniform, d"),
         ({}, {"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz'.*none, uniform, dppo, pps"),
         ({}, {"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .* below 1"),
         ({}, {"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .* from 0"),
