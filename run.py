@@ -202,7 +202,7 @@ def find_checkpoint(cfg: Config) -> Path | None:
 
 
 def restore(trainer, folder: Path) -> dict:
-    """Give a Trainer what a checkpoint holds besides the weights; returns all of it."""
+    """Give a Trainer what a checkpoint holds besides the weights; returns how far the run was."""
     cfg, state = trainer.cfg, checkpoint.load_state(folder)
     if trainer.reference:
         fingerprint = checkpoint.fingerprint(trainer.reference)
@@ -222,7 +222,7 @@ def restore(trainer, folder: Path) -> dict:
     if trainer.selector:
         vars(trainer.selector).update(state["selector"])
     trainer.mean_tokens = state.get("mean_tokens")
-    return state
+    return {"step": state["step"], "evaluated": state["evaluated"]}
 
 
 @contextlib.contextmanager

@@ -356,8 +356,15 @@ def test_the_core_imports_no_rival(policy_folder, tmp_path):
     code = f"import sys; sys.path.insert(0, {str(toy.ROOT / 'tests')!r}); import toy\n"
     code += "toy.main(sys.argv[1:])\n"
     code += "print('rivals', any(name.startswith('related') for name in sys.modules))"
-    for method, found in (("pps", "rivals False"), ("cppo", "rivals True")):
-        flags = toy.flags(policy_folder, str(tmp_path / method), method=method)
+    by_rule = {"method": "grpo", "completion_rule": "cppo_batch"}
+    for number, (changes, found) in enumerate(
+        [
+            ({"method": "pps"}, "rivals False"),
+            ({"method": "cppo"}, "rivals True"),
+            (by_rule, "True"),
+        ]
+    ):
+        flags = toy.flags(policy_folder, str(tmp_path / str(number)), **changes)
         done = program(tmp_path, code, *flags, "--completion-prune-rate", "0.5")
         assert found in done.stdout, done.stderr
 

@@ -19,6 +19,7 @@ import arithmetic
 import dppo
 import sampler
 from dppo import RuleError
+from related import rivals  # noqa: F401 (adds rules that are biased)
 
 trl = pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
 trl_toy = importlib.import_module("trl_toy")  # after the line above: it needs TRL, too
@@ -356,6 +357,7 @@ PROMPTS = {"prompt_rule": "uniform"}
     ("options", "rules", "message"),
     [
         ({}, {"completion_rule": "psp"}, "unknown completion_rule 'psp'.*none, zero, uniform, d"),
+        ({}, {"completion_rule": "cppo"}, "unknown completion_rule 'cppo'.*none, zero, uniform, d"),
         ({}, {"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz'.*none, uniform, dppo, pps"),
         ({}, {"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .* below 1"),
         ({}, {"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .* from 0"),
