@@ -267,6 +267,16 @@ def _with_rules(cfg: Config) -> Config:
             cfg = replace(cfg, **{name: method if method in known else "none"})
         elif value not in known:
             raise InputError(f"{flag(name)} {value}: choose one of {', '.join(known)}")
+    for name, table, kind in (
+        (cfg.prompt_rule, sampler.PROMPT_RULES, sampler.PromptRule),
+        (cfg.completion_rule, dppo.COMPLETION_RULES, dppo.CompletionRule),
+        (cfg.loss, dppo.LOSSES, dppo.Loss),
+    ):
+        if not isinstance(table[name], kind):
+            found = type(table[name]).__name__
+            raise InputError(f"the entry {name!r} is a {found}: wrap it in a {kind.__name__}(..)")
+    denominator = dppo.LOSSES[cfg.loss].denominator
+    dppo.check_known(f"denominator of loss {cfg.loss!r},", denominator, dppo.DENOMINATORS)
     return cfg
 
 

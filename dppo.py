@@ -26,7 +26,6 @@ Where the gradient of one update is exact in expectation, before it is clipped b
                  step's one prompt draw
     never        rules with an entry in `biased`, such as those of related/rivals.py
 Adam and the clip by norm are not linear, so none of this carries over to their output.
-
 A rule or a loss is one function and one entry, in COMPLETION_RULES or LOSSES below.
 
 Public summaries say that the paper prunes a deterministic fraction; the random form here is our
@@ -37,6 +36,7 @@ n completions in any shape.
 """
 
 import hashlib
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,6 +49,16 @@ SIZE_FLOOR = 0.03  # of the mean size: a smaller estimate is not trusted, so wei
 
 class RuleError(ValueError):
     """A rule or a loss cannot be used. The message names it, the value and the way out."""
+
+
+def call(kind: str, name: str, function: Callable, *args):
+    """function(*args) of a rule or a loss; what it raises becomes a RuleError of one line."""
+    try:
+        return function(*args)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        raise RuleError(f"{kind} {name!r} raised {said}") from error
 
 
 def check_known(kind: str, name: str, known) -> None:
@@ -299,14 +309,16 @@ def check_keep_prob(kind: str, name: str, rule, prune_rate: float, keep_prob, co
     positive (if the rule is to be unbiased) and 1 at rate 0."""
     problem, wanted = "", list(counts.shape)
     if not torch.is_tensor(keep_prob) or list(keep_prob.shape) != wanted:
-        got = getattr(keep_prob, "shape", keep_prob)
+        got = list(keep_prob.shape) if torch.is_tensor(keep_prob) else type(keep_prob).__name__
         problem = f"returned {got}: return a tensor of shape {wanted}"
-    elif (outside := ~((keep_prob >= 0) & (keep_prob <= 1))).any():  # NaN, too
+    elif keep_prob.isnan().any():
+        problem = "returned NaN: a dead group has sizes of 0, an unseen prompt has no score"
+    elif (outside := (keep_prob < 0) | (keep_prob > 1)).any():
         problem = f"returned the probability {keep_prob[outside][0]:g}: clamp it to 0..1"
     elif not rule.biased and (zero := counts & (keep_prob == 0)).any():
         problem = (
-            f"returned the probability 0 at {zero.nonzero()[0].tolist()}, where the term is not 0, "
-            f'and no weight makes up for it: return more, or give its entry biased="the reason"'
+            f"returned the probability 0 at {zero.nonzero()[0].tolist()} for what may have a "
+            f'gradient: no weight can mend that. Return more, or give its entry biased="the reason"'
         )
     elif prune_rate == 0 and rule.rate is not None and (keep_prob[counts] < 1).any():
         problem = (
@@ -320,7 +332,7 @@ def check_keep_prob(kind: str, name: str, rule, prune_rate: float, keep_prob, co
 def completion_keep_prob(name: str, prune_rate: float, batch: Completions) -> torch.Tensor:
     """Keep probabilities, float64 [K, G], of one of COMPLETION_RULES at rate r_o, checked."""
     kind, rule = "completion rule", COMPLETION_RULES[name]
-    keep_prob = rule.keep_prob(batch, prune_rate)
+    keep_prob = call(kind, name, rule.keep_prob, batch, prune_rate)
     check_keep_prob(kind, name, rule, prune_rate, keep_prob, batch.size > 0)
     return keep_prob.double()
 
@@ -361,9 +373,6 @@ class Loss:
     sequence_ratio: bool = False  # the geometric mean of a sequence's ratios, for all its tokens
     divides_by_std: bool = True  # advantages (R - mean) / std; else R - mean
 
-    def __post_init__(self):
-        check_known("denominator", self.denominator, DENOMINATORS)
-
 
 def clipped_ratio(ratio, logprobs, advantages, eps_low, eps_high):
     """-min(r A, clip(r) A) (arXiv:2402.03300)."""
@@ -402,6 +411,7 @@ def loss_scale(
     """
     check_known("loss", loss, LOSSES)
     kind = LOSSES[loss].denominator
+    check_known(f"denominator of loss {loss!r},", kind, DENOMINATORS)
     if kind == "own length":
         return 1.0 / (lengths.double().clamp(min=1) * num_sequences)
     denominator = num_sequences * max_new_tokens if kind == "constant" else num_tokens
@@ -430,11 +440,11 @@ def token_loss(
         zeros = log_ratio.new_zeros(num_sequences)
         lengths = zeros.index_add(0, owner, torch.ones_like(log_ratio)).clamp(min=1)
         log_ratio = (zeros.index_add(0, owner, log_ratio) / lengths)[owner]
-    found = LOSSES[loss].surrogate(log_ratio.exp(), logprobs, advantages, eps_low, eps_high)
-    shapes = [list(part.shape) if torch.is_tensor(part) else part for part in found]
-    if shapes != [list(logprobs.shape)] * 2:
-        wanted = f"(loss, clipped), two tensors of shape {list(logprobs.shape)}"
-        raise RuleError(f"loss {loss!r} returned {shapes}: return {wanted}")
+    args = (log_ratio.exp(), logprobs, advantages, eps_low, eps_high)
+    found = call("loss", loss, LOSSES[loss].surrogate, *args)
+    if not isinstance(found, tuple) or [part.shape for part in found] != [logprobs.shape] * 2:
+        wanted = f"two tensors of shape {list(logprobs.shape)}"
+        raise RuleError(f"loss {loss!r} must return (loss, clipped), {wanted}")
     return found
 
 

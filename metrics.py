@@ -42,6 +42,7 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
         "reward": mean(rewards.nanmean(dim=1)),
         "reward_std": mean(group_std),
         "frac_reward_zero_std": mean((group_std == 0).double()),
+        "frac_reward_some_none": mean(some_none(rewards).double()),
         "completions/mean_length": mean(lengths.mean(dim=1)),
         "completions/clipped_ratio": mean(batch.truncated.mean(dim=1)),
         "entropy": ratio(mean(batch.entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
@@ -130,6 +131,12 @@ def nan_std(rewards: torch.Tensor) -> torch.Tensor:
     """Sample standard deviation [K] of rewards [K, G] without NaN; NaN for fewer than two."""
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     return (centred.square().nansum(dim=1) / ((~rewards.isnan()).sum(dim=1) - 1)).sqrt()
+
+
+def some_none(rewards: torch.Tensor) -> torch.Tensor:
+    """Which groups [K] have both scored and unscorable completions, given their rewards [K, G]."""
+    unscorable = rewards.isnan()
+    return unscorable.any(dim=1) & ~unscorable.all(dim=1)
 
 
 def samples(step: int, cfg: config.Config, full, updates: list, problems: list) -> list[dict]:

@@ -27,6 +27,7 @@ import sampler
 from related import rivals  # noqa: F401 (adds its rules, which are biased)
 
 TWINS = ("no weights", "kept count", "kept tokens", "advantages again")  # popular biased mistakes
+LIMIT = 1e-9  # rounding stays far below, a bias far above
 KNOWN_TOKENS = 30.0  # what dapo and cispo divide by where prompts are pruned: earlier batches' mean
 
 
@@ -222,7 +223,7 @@ def toy_case(
     lengths = torch.tensor([[5, 2, 3, 4], [1, 4, 2, 5], [1, 1, 2, 1]])
     tokens = torch.randint(V, (Q, G, 6), generator=generator)  # the first one stands for the prompt
     noise, ref_noise = torch.randn(2, Q, G, 5, generator=generator, dtype=torch.float64)
-    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 1], [0, 1, 0, 1]], dtype=torch.float64)
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0]], dtype=torch.float64)
     sampled = torch.arange(5) < lengths[..., None]  # [Q, G, 5]
     owner = torch.arange(Q * G).view(Q, G, 1).expand(Q, G, 5)
     eps_low, eps_high = {"gspo": (0.05, 0.05), "cispo": (1.0, 0.2)}.get(loss, (0.2, 0.28))
@@ -275,13 +276,13 @@ def toy_case(
 
 
 def toy_history() -> sampler.PromptHistory:
-    """A history of three prompts that were rolled out once, with different scores and sizes."""
+    """A history of three prompts. Two were rolled out, with different scores and sizes."""
     history = sampler.PromptHistory(torch.tensor([3, 9, 9]), ["a", "a", "b"], 3)
-    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]], dtype=torch.float64)
-    advantages, square = torch.tensor([[0.2], [3.0], [2.0]]).double(), torch.tensor([1.0, 60, 20])
-    seen = (rewards, advantages.expand(3, 4), square.double(), torch.full((3,), 9.0).double())
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0]], dtype=torch.float64)
+    advantages, square = torch.tensor([[0.2], [3.0]]).double(), torch.tensor([1.0, 60]).double()
+    seen = (rewards, advantages.expand(2, 4), square, torch.full((2,), 9.0).double())
     for _visit in range(20):
-        history.update(1, torch.arange(3), torch.ones(3, dtype=torch.float64), *seen)
+        history.update(1, torch.arange(2), torch.ones(2, dtype=torch.float64), *seen)
     return history
 
 
@@ -310,11 +311,27 @@ def both_levels(
 # ---------------------------------------------------------------------------- the table
 
 
-def main(file: str | None = None) -> None:
-    """Print, for every rule and loss, how far the expected gradient is from the full one."""
-    if file:
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+def import_file(file: str) -> None:
+    """Import a Python file that adds rules or losses; SystemExit with a line if it cannot be."""
+    tables = (dppo.COMPLETION_RULES, sampler.PROMPT_RULES, dppo.LOSSES)
+    before = sum(map(len, tables))
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    if spec is None or not Path(file).is_file():
+        raise SystemExit(f"error: {file} is no Python file")
+    try:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except SystemExit:
+        guard = 'put train.cli() under if __name__ == "__main__":'
+        raise SystemExit(f"error: {file} starts a run when it is imported: {guard}") from None
+    if sum(map(len, tables)) == before:
+        raise SystemExit(f"error: {file} adds no rule and no loss to the tables")
+
+
+def main(file: str | None = None) -> None:
+    """Print, for every rule and loss, how far the expected gradient is from the full one.
+    SystemExit if one that claims to be unbiased is not."""
+    if file:
+        import_file(file)
     print(
         "The expected gradient over every outcome of the draw, enumerated: its largest error, "
         "relative to the\nlargest entry of the full gradient. 8 to 12 sequences, 36 parameters, "
@@ -323,19 +340,22 @@ def main(file: str | None = None) -> None:
     )
     print(f"{'':32s}" + "".join(f" {loss:>8s}" for loss in dppo.LOSSES))
 
+    wrong = []  # of what claims to be unbiased
+
+    wrong = []  # of what claims to be unbiased
+
     def line(name, expectations):  # of (loss, beta): the expected gradient and the full one
         errors = [
             (loss, max(relative_error(*expectations(loss, beta)) for beta in (0.0, 0.1)))
             for loss in dppo.LOSSES
         ]
-        print(
-            f"  {name:30s}" + "".join(f" {e:{max(8, len(loss))}.0e}" for loss, e in errors),
-            flush=True,
-        )
+        cells = (f" {error:{max(8, len(loss))}.0e}" for loss, error in errors)
+        print(f"  {name:30s}" + "".join(cells), flush=True)
+        return [f"{name} with {loss}" for loss, error in errors if not error < LIMIT]
 
     def one(rule, twin=None):
         def expectations(loss, beta):
-            case = toy_case(loss, beta=beta)
+            case = toy_case(loss, beta=beta, prompts=range(3), num_prompts=3)
             return expected_gradient(case, rule, 0.6, twin=twin), case.full()
 
         return expectations
@@ -348,13 +368,13 @@ def main(file: str | None = None) -> None:
             toy_case(loss, beta=beta), "pps", 0.6, lr=2.0, fresh=fresh
         )
 
-    print("unbiased: rules that drop completions")
+    print("claimed to be unbiased: rules that drop completions")
     for rule in rules(dppo.COMPLETION_RULES, biased=False):
-        line(rule, one(rule))
-    line("pps, second epoch", two(fresh=True))
-    print("unbiased: rules that drop prompts, and pps after them")
+        wrong += line(rule, one(rule))
+    wrong += line("pps, second epoch", two(fresh=True))
+    print("claimed to be unbiased: rules that drop prompts, and pps after them")
     for rule in rules(sampler.PROMPT_RULES, biased=False):
-        line(rule, both(rule))
+        wrong += line(rule, both(rule))
     print("biased")
     line("prompts, own tokens", both("pps", own_tokens=True))
     for rule in rules(sampler.PROMPT_RULES, biased=True):
@@ -364,11 +384,16 @@ def main(file: str | None = None) -> None:
     for twin in TWINS:
         line(f"dppo, {twin}", one("dppo", twin))
     line("pps, first epoch's mask again", two(fresh=False))
+    if wrong:
+        why = "A loss that is off in every row lets a token's term depend on other sequences"
+        raise SystemExit(f"NOT unbiased: {', '.join(wrong)}. {why}")
+    print(f"\nEverything that claims to be unbiased is, within {LIMIT:.0e}.")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2 or not all(Path(file).is_file() for file in sys.argv[1:]):
-        raise SystemExit("usage: python proof.py [FILE], a Python file that adds rules or losses")
+    if len(sys.argv) > 2 or "--help" in sys.argv:
+        print(__doc__.strip())
+        raise SystemExit(0 if "--help" in sys.argv else 2)
     try:
         main(*sys.argv[1:])
     except dppo.RuleError as problem:

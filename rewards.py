@@ -138,7 +138,7 @@ def _reward_of(completion, gold, reward):
         problem = f"{said} ({place.filename}:{place.lineno})"
         raise InputError(f"the reward {where} raised {problem}") from error
     try:
-        number = as_number(found)
+        number = math.nan if isinstance(found, str) else as_number(found)
     except (TypeError, ValueError):
         number = math.nan
     if found is not None and not math.isfinite(number):

@@ -28,6 +28,7 @@ import dppo
 from runtime import categorical
 from runtime.decoding import (
     NOT_FINITE,
+    eos_token_ids,
     generate,
     growing_cache,
     next_rows,
@@ -73,17 +74,6 @@ class Sampling:
         """With the end tokens and the pad token of a loaded policy; `options` are other fields."""
         ends = eos_token_ids(model, tokenizer)
         return cls(max_new_tokens, ends, tokenizer.pad_token_id, **options)
-
-
-def eos_token_ids(model, tokenizer) -> list[int]:
-    """Every token that ends a completion, from the generation config, else from the tokenizer.
-
-    Chat models have a list of them in the generation config."""
-    ids = model.generation_config.eos_token_id
-    ids = tokenizer.eos_token_id if ids is None else ids
-    if ids is None:
-        raise ValueError("neither the generation config nor the tokenizer names an end token")
-    return ids if isinstance(ids, list) else [ids]
 
 
 def sample(

@@ -8,6 +8,8 @@ Letters: Q candidates of a step, P parameters.
 """
 
 import contextlib
+import inspect
+import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +41,7 @@ class Run:
         self.saved_at = self.done  # the step of the newest checkpoint
         self.evaluated = saved["evaluated"] or not self.evaluation_due(self.done)
         self.dead_steps = 0  # in a row, without a live group; -inf: it was said
+        self.said_none = False  # that a reward is None for some completions of a prompt
         if self.cfg.resume and self.done >= self.cfg.steps and self.evaluated:
             more = ", or give more --steps" * (self.cfg.lr_schedule == "constant")
             raise InputError(
@@ -116,7 +119,7 @@ class Run:
             self.log.open(self.done)
             if self.cfg.track:
                 self.log.start_tracker(self.cfg.track, asdict(self.cfg))
-            checkpoint.write_config(self.out_dir, asdict(self.cfg), t.world)
+            checkpoint.write_config(self.out_dir, asdict(self.cfg), t.world, name_of(t.reward))
             sizes = (len(t.train_set), len(t.eval_set))
             print(metrics.first_lines(self.cfg, t.model, t.world, *sizes, self.done + 1))
 
@@ -126,8 +129,14 @@ class Run:
         self.dead_steps = self.dead_steps + 1 if dead else min(0, self.dead_steps)
         if self.trainer.is_main:
             self.log.write(row, samples, metrics.console_line(row, self.cfg.steps))
+            if row["frac_reward_some_none"] > 0 and not self.said_none:
+                print(
+                    "note: the reward is None for some completions and a number for others of the "
+                    "same prompt. None leaves a completion out; if it is wrong, return 0.0"
+                )
             if self.dead_steps == DEAD_STEPS:
                 print(metrics.nothing_learned(row["reward"], DEAD_STEPS, self.log.samples_path))
+        self.said_none |= row["frac_reward_some_none"] > 0
         if self.dead_steps == DEAD_STEPS:
             self.dead_steps = -math.inf  # once
         self.done = row["step"]
@@ -165,9 +174,13 @@ class Run:
             self.log.close()
             if self.done < self.cfg.steps or not self.evaluated:
                 command = resume_command(self.cfg.out_dir)
-                print(f"stopped after step {self.done}; resume with: {command}", flush=True)
+                line = f"stopped after step {self.done}; resume with: {command}"
+                print(line, flush=True)
+                if self.trainer.stop.agreed:
+                    ranks.repeat_below_torchrun(line)
             else:
-                saved = f", {self.out_dir / 'checkpoint'}/" if self.saved_at else ""
+                current = self.saved_at == self.done
+                saved = f", {self.out_dir / 'checkpoint'}/" if current else ""
                 print(f"done: {self.log.path}, {self.out_dir / 'run.png'}{saved}")
         ranks.finish()
         if self.cfg.engine == "vllm":
@@ -177,11 +190,19 @@ class Run:
 # ---------------------------------------------------------------------------- the start of a run
 
 
-def check_start(cfg: Config) -> None:
-    """InputError if there is a run that would be overwritten, none to resume, or no rank to share
-    the weights with."""
-    holds_run = (Path(cfg.out_dir) / "config.json").exists()
-    if holds_run and not cfg.resume:
+def name_of(reward) -> str:
+    """What a run's config.json calls its reward function: its name and its file's."""
+    file = Path(inspect.getsourcefile(reward) or "").name
+    return f"{reward.__qualname__} of {file}"
+
+
+def check_start(cfg: Config, reward) -> None:
+    """InputError if there is a run that would be overwritten, none to resume, one with another
+    reward, or no rank to share the weights with."""
+    folder = Path(cfg.out_dir)
+    holds_run = (folder / "config.json").exists()
+    has_steps = any(row["step"] > 0 for row in log.read_rows(folder / "log.jsonl"))
+    if holds_run and has_steps and not cfg.resume:
         raise InputError(
             f"--out-dir {cfg.out_dir} holds a run: give --resume to continue it, or another "
             f"--out-dir"
@@ -191,6 +212,13 @@ def check_start(cfg: Config) -> None:
             f"--resume: {cfg.out_dir} holds no run: give the --out-dir of a run, or leave --resume "
             f"out to start one there"
         )
+    if cfg.resume:
+        before = json.loads((folder / "config.json").read_text()).get("reward")
+        if before and before != name_of(reward):
+            raise InputError(
+                f"--resume: the run in {cfg.out_dir} has the reward {before}, not "
+                f"{name_of(reward)}: resume it with the program that started it"
+            )
     if cfg.shard == "fsdp" and not dist.is_initialized():
         raise InputError("--shard fsdp: no ranks share the weights; start train.py with torchrun")
     ranks.barrier()  # every rank has looked before rank 0 writes

@@ -99,9 +99,9 @@ class Trainer:
         self.timer = Timer(cfg.device)
         self.threads = Threads(cfg.device)
         self.threads.fit()
-        run.check_start(cfg)
         problems = loading.load_problems(cfg, reward)  # first: a bad file is reported at once
         self.train_set, self.eval_set, self.reward, self.eval_reward = problems
+        run.check_start(cfg, self.reward)
         saved = run.find_checkpoint(cfg)
         models = loading.load_models(cfg, saved)
         self.model, self.tokenizer, self.policy, self.reference, _ = models

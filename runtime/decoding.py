@@ -45,6 +45,17 @@ def plain_generation(model):
         model.generation_config = own_config
 
 
+def eos_token_ids(model, tokenizer) -> list[int]:
+    """Every token that ends a completion, from the generation config, else from the tokenizer.
+
+    Chat models have a list of them in the generation config."""
+    ids = model.generation_config.eos_token_id
+    ids = tokenizer.eos_token_id if ids is None else ids
+    if ids is None:
+        raise ValueError("neither the generation config nor the tokenizer names an end token")
+    return ids if isinstance(ids, list) else [ids]
+
+
 def warpers(sampling) -> LogitsProcessorList:
     """What turns logits into those of a rollout.Sampling's distribution, in transformers' order;
     empty for plain sampling at temperature 1 or 0."""

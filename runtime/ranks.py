@@ -71,20 +71,23 @@ def finish() -> None:
 
 
 def report(problem: Exception) -> None:
-    """Print the error that ends this process, on rank 0 if it has it, too.
-
-    torchrun prints some sixty lines after a process has failed. So under torchrun a process of its
-    own waits for torchrun's end and prints the error again, as the last line."""
+    """Print the error that ends this process, on rank 0 if it has it, too."""
     if int(os.environ.get("RANK", "0")) > 0:
         time.sleep(5)  # torchrun ends this rank if rank 0 has reported meanwhile
     print(f"error: {problem}", file=sys.stderr, flush=True)
+    repeat_below_torchrun(f"error: {problem}")
+
+
+def repeat_below_torchrun(line: str) -> None:
+    """torchrun prints dozens of lines after a process has failed or was stopped. So under torchrun
+    a process of its own waits for torchrun's end and prints the line again, as the last one."""
     if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(os, "pidfd_open"):
         wait_and_print = (
             "import os, select, sys; "
             "select.select([os.pidfd_open(int(sys.argv[1]))], [], [], 60); "
             "print(sys.argv[2], file=sys.stderr)"
         )
-        command = [sys.executable, "-c", wait_and_print, str(os.getppid()), f"error: {problem}"]
+        command = [sys.executable, "-c", wait_and_print, str(os.getppid()), line]
         subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
 

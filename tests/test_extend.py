@@ -103,12 +103,13 @@ def completions():
 
 
 WRONG = [
-    (lambda shape: ones(shape)[:1], r"returned torch.Size\(.*: return a tensor of shape \["),
-    (lambda shape: 0.5, r"returned 0.5: return a tensor of shape \["),
+    (lambda shape: ones(shape)[:1], r"returned \[\d.*\]: return a tensor of shape \["),
+    (lambda shape: [0.5], r"returned list: return a tensor of shape \["),
     (lambda shape: ones(shape) * 1.5, r"returned the probability 1.5: clamp it to 0..1"),
     (lambda shape: ones(shape) * -0.5, r"returned the probability -0.5: clamp"),
-    (lambda shape: ones(shape) * torch.nan, r"returned the probability nan: clamp"),
+    (lambda shape: ones(shape) * torch.nan, r"returned NaN: a dead group has sizes of 0, an"),
     (lambda shape: ones(shape) * 0.0, r"returned the probability 0 at \[.*biased="),
+    (lambda shape: shape.size, r"raised AttributeError: .* has no attribute 'size' \(.*test_ext"),
 ]
 
 
@@ -126,13 +127,10 @@ def test_wrong_prompt_rules(result, message, kind):
     """The same for prompts, all of which count."""
     rule = sampler.PromptRule(**{kind: lambda history, prompts, *_: result((len(prompts),))})
     sampler.PROMPT_RULES["mine"] = rule
-    if kind == "priority" and message.startswith("returned the probability 1.5"):
-        return  # priorities have any scale
-    message = (
-        r"returned the probability (0|nan)"
-        if kind == "priority" and "[" not in message
-        else message
-    )
+    if kind == "priority" and "1.5" in message:
+        message = ""  # priorities have any scale
+    elif kind == "priority" and ("probability" in message or "NaN" in message):
+        message = r"returned (the probability 0|NaN)"
     history = sampler.PromptHistory(torch.tensor([1, 1]), ["a", "a"], 2)
     expected = pytest.raises(dppo.RuleError, match=r"prompt rule 'mine' " + message)
     with expected if message else contextlib.nullcontext():
@@ -211,14 +209,28 @@ def test_a_loss_needs_a_kind_of_denominator():
     """Catches a loss that falls through to another's count."""
     with pytest.raises(TypeError, match="denominator"):
         dppo.Loss(plain)
-    with pytest.raises(dppo.RuleError, match="unknown denominator 'tokens': choose one of own len"):
-        dppo.Loss(plain, "tokens")
+    dppo.LOSSES["mine"] = dppo.Loss(plain, "tokens")
+    message = "unknown denominator of loss 'mine', 'tokens': choose one of own length, constant"
+    counts = {"num_sequences": 1, "max_new_tokens": 1, "num_tokens": 1}
+    with pytest.raises(dppo.RuleError, match=message):
+        dppo.loss_scale(torch.ones(1, 1), "mine", **counts)
+    with pytest.raises(dppo.RuleError, match=message):
+        config.resolve(config.Config(loss="mine"))
 
 
-def test_a_loss_that_returns_nonsense():
-    dppo.LOSSES["mine"] = dppo.Loss(lambda ratio, *_: (ratio.sum(), ratio > 1), "constant")
+@pytest.mark.parametrize(
+    ("surrogate", "message"),
+    [
+        (lambda ratio, *_: (ratio.sum(), ratio > 1), "must return (loss, clipped), two tensors of"),
+        (lambda ratio, *_: ratio, "must return (loss, clipped), two tensors of shape [3]"),
+        (lambda ratio, *_: ratio.nothing, "raised AttributeError: 'Tensor' object has no"),
+    ],
+)
+def test_a_loss_that_returns_nonsense(surrogate, message):
+    """Catches a raw traceback from inside an update."""
+    dppo.LOSSES["mine"] = dppo.Loss(surrogate, "constant")
     clip = {"eps_low": 0.2, "eps_high": 0.2, "num_sequences": 1}
-    with pytest.raises(dppo.RuleError, match=r"loss 'mine' returned \[\[\], \[3\]\]: return"):
+    with pytest.raises(dppo.RuleError, match=re.escape(f"loss 'mine' {message}")):
         dppo.token_loss(*[torch.zeros(3)] * 3, torch.zeros(3).long(), loss="mine", **clip)
 
 
@@ -270,7 +282,7 @@ def test_the_proof_sees_a_ratio():
     ("reward", "message"),
     [
         (lambda text, gold: 1 / 0, r"raised ZeroDivisionError: division by zero \(.*test_extend"),
-        (lambda text, gold: "good", r"is 'good': return a finite number, or None"),
+        (lambda text, gold: "11", r"is '11': return a finite number, or None"),
         (lambda text, gold: torch.inf, "is inf: return a finite number"),
         (lambda text, gold: torch.nan, "is nan: return a finite number"),
         (lambda text, gold: [1.0], r"is \[1.0\]: return a finite number"),
@@ -346,6 +358,63 @@ def test_nothing_to_resume(run, tmp_path):
         run("constant", steps=3, save_every=3, lr_schedule="constant", resume=True)
     log = run("constant", steps=4, save_every=3, lr_schedule="constant", resume=True)
     assert [row["step"] for row in log] == [1, 2, 3, 4]
+
+
+def test_the_reward_of_a_resumed_run(run, tmp_path):
+    """Catches a run that goes on with another reward without a word."""
+
+    def mine(text, gold):
+        return float(text[:1] < "@")
+
+    run("run", reward=mine, steps=2, save_every=1)
+    flags = {"steps": 3, "save_every": 1, "resume": True}
+    with pytest.raises(InputError, match=r"the reward .*mine of test_extend.py, not toy_reward"):
+        run("run", **flags)
+    assert len(run("run", reward=mine, **flags)) == 3
+
+
+def test_a_folder_without_a_step_is_free(run, tmp_path):
+    """After an error before the first step. Catches a second try that needs another folder."""
+    with pytest.raises(InputError, match="raised ZeroDivisionError"):
+        run("run", reward=lambda text, gold: 1 / 0)
+    assert (tmp_path / "run" / "config.json").exists()
+    assert len(run("run", steps=2)) == 2
+    with pytest.raises(InputError, match="holds a run"):
+        run("run", steps=2)
+
+
+def test_a_reward_that_forgets_to_return(run, capsys):
+    """A note, once, if None comes back for some completions of a prompt. Catches the commonest
+    slip: a run whose every reward is 1, and which learns nothing."""
+
+    def forgets(text, gold):
+        if text[:1] < "@":
+            return 1.0
+
+    run("run", reward=forgets, method="grpo", steps=3)
+    printed = capsys.readouterr().out
+    assert printed.count("note: the reward is None for some completions") == 1
+    run("none", reward=lambda text, gold: None if int(gold) % 2 else 1.0, steps=3)
+    assert "None for some completions" not in capsys.readouterr().out
+
+
+def test_verdict_of_the_proof(tmp_path, capsys, monkeypatch):
+    """It fails for a file whose rule or loss is biased, and says so for one that adds nothing or
+    starts a run. Catches an error of 1e+00 under the heading "unbiased" and exit status 0."""
+    code = "import dppo\ndppo.LOSSES['mean'] = dppo.Loss(lambda ratio, logprobs, advantages, *_: "
+    code += "(-ratio * (advantages - advantages.mean()), ratio < 0), 'own length')\n"
+    monkeypatch.setattr(sys, "argv", ["proof.py", "--nonsense"])
+    for text, message in (
+        (code, r"NOT unbiased: zero with mean, .*A loss that is off in every row"),
+        ("import dppo\n", r"adds no rule and no loss"),
+        ("import train\ntrain.cli()\n", r"starts a run when it is imported: put train.cli\(\)"),
+    ):
+        (tmp_path / "mine.py").write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            proof.main(str(tmp_path / "mine.py"))
+    with pytest.raises(SystemExit, match=r"nothere.py is no Python file"):
+        proof.main(str(tmp_path / "nothere.py"))
+    assert "claimed to be unbiased" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------- the core

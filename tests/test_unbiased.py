@@ -321,7 +321,9 @@ def test_the_printed_table(capsys):
     that is in no section, or in the wrong one."""
     proof.main()
     printed = capsys.readouterr().out
-    completions, prompts, biased = re.split(r"\n(?:unbiased: .*|biased)\n", printed)[1:]
+    completions, prompts, biased = re.split(r"\n(?:claimed to be .*|biased)\n", printed)[1:]
+    biased, verdict = biased.strip().split("\n\n")
+    assert verdict == "Everything that claims to be unbiased is, within 1e-09."
     table = lambda part: [re.split(r"  +", line.strip()) for line in part.strip().splitlines()]
     assert [row[0] for row in table(completions)] == [*UNBIASED, "pps, second epoch"]
     assert [row[0] for row in table(prompts)] == ["uniform", "dppo", "pps"]
