@@ -120,7 +120,7 @@ def stored_ranks(out_dir: Path) -> int:
     return json.loads((out_dir / "config.json").read_text())["ranks"]
 
 
-def write_config(out_dir: Path, config: dict, ranks: int, reward: str) -> None:
+def write_config(out_dir: Path, config: dict, ranks: int, reward: str | None = None) -> None:
     """config.json: every resolved value, the reward's name, the versions, and the commit."""
 
     def git(*args):

@@ -43,7 +43,7 @@ def test_without_rates_dppo_is_grpo_bit_for_bit(run, tmp_path):
 
 
 NAMES = """
-    step loss reward reward_std frac_reward_zero_std completions/mean_length
+    step loss reward reward_std frac_reward_zero_std frac_reward_some_none completions/mean_length
     completions/clipped_ratio clip_ratio/region_mean entropy entropy/trained grad_norm learning_rate
     step_time kept/prompts kept/completions kept/tokens weight/max weight/ess pack/density
     tokens/generated tokens/computed tokens/trained time/rollout time/score time/train
