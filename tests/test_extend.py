@@ -417,6 +417,40 @@ def test_verdict_of_the_proof(tmp_path, capsys, monkeypatch):
     assert "claimed to be unbiased" in capsys.readouterr().out
 
 
+def test_the_proof_sees_dead_groups_and_unseen_prompts(tmp_path):
+    """Rules that fail there would fail in a run's first steps. Catches a proof without them."""
+    head = "import dppo, sampler\n"
+    for text, kind in (
+        ("dppo.COMPLETION_RULES['mine'] = dppo.CompletionRule(lambda batch, rate: "
+         "(batch.size / batch.size.sum(1, keepdim=True)).clamp(max=1))\n", "completion rule"),
+        ("sampler.PROMPT_RULES['mine'] = sampler.PromptRule(lambda history, prompts, *_: "
+         "history.score[prompts].clamp(0.1, 1))\n", "prompt rule"),
+    ):  # fmt: skip
+        (tmp_path / "mine.py").write_text(head + text)
+        with pytest.raises(dppo.RuleError, match=f"{kind} 'mine' returned NaN"):
+            proof.main(str(tmp_path / "mine.py"))
+        dppo.COMPLETION_RULES.pop("mine", None)
+
+
+def test_entries_that_are_bare_functions():
+    """Catches an AttributeError in place of the remedy."""
+    dppo.COMPLETION_RULES["mine"] = lambda batch, rate: ones(batch.size.shape)
+    with pytest.raises(InputError, match=r"entry 'mine' is a function: wrap it in a CompletionRul"):
+        config.resolve(config.Config(method="mine"))
+
+
+def test_the_last_line_names_no_old_checkpoint(run, tmp_path, capsys):
+    """Without --save-every only a stop saves. Catches a line that calls it the end's."""
+    run("run", steps=3, until=1)
+    assert (tmp_path / "run" / "checkpoint").exists()
+    run("run", steps=3, resume=True)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("done: ")
+    assert "checkpoint" not in last
+    run("saved", steps=3, save_every=2)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("checkpoint/")
+
+
 # ---------------------------------------------------------------------------- the core
 
 
