@@ -223,6 +223,7 @@ def test_a_loss_needs_a_kind_of_denominator():
     [
         (lambda ratio, *_: (ratio.sum(), ratio > 1), "must return (loss, clipped), two tensors of"),
         (lambda ratio, *_: ratio, "must return (loss, clipped), two tensors of shape [3]"),
+        (lambda ratio, *_: None, "must return (loss, clipped), two tensors of shape [3]"),
         (lambda ratio, *_: ratio.nothing, "raised AttributeError: 'Tensor' object has no"),
     ],
 )
