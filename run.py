@@ -8,9 +8,9 @@ Letters: Q candidates of a step, P parameters.
 """
 
 import contextlib
-import inspect
 import json
 import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -191,9 +191,12 @@ class Run:
 
 
 def name_of(reward) -> str:
-    """What a run's config.json calls its reward function: its name and its file's."""
-    file = Path(inspect.getsourcefile(reward) or "").name
-    return f"{reward.__qualname__} of {file}"
+    """What a run's config.json calls its reward: its name and its module's file. It may be a
+    function, a partial of one, or an object that can be called."""
+    function = getattr(reward, "func", reward)
+    named = function if hasattr(function, "__qualname__") else type(function)
+    file = getattr(sys.modules.get(named.__module__), "__file__", None) or named.__module__
+    return f"{named.__qualname__} of {Path(file).name}"
 
 
 def check_start(cfg: Config, reward) -> None:

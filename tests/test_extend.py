@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
+import json
 import random
 import re
 import subprocess
@@ -372,6 +374,21 @@ def test_the_reward_of_a_resumed_run(run, tmp_path):
     with pytest.raises(InputError, match=r"the reward .*mine of test_extend.py, not toy_reward"):
         run("run", **flags)
     assert len(run("run", reward=mine, **flags)) == 3
+
+
+class Reward:
+    def __call__(self, text, gold):
+        return toy.toy_reward(text, gold)
+
+
+def test_names_of_rewards(run, tmp_path):
+    """Functions, partials and objects. Catches a run that fails because its reward has no name."""
+    half = functools.partial(toy.toy_reward)
+    wanted = ("toy_reward of toy.py", "toy_reward of toy.py", "Reward of test_extend.py")
+    for number, reward in enumerate((toy.toy_reward, half, Reward())):
+        run(str(number), reward=reward, steps=1)
+        stored = json.loads((tmp_path / str(number) / "config.json").read_text())
+        assert stored["reward"] == wanted[number]
 
 
 def test_a_folder_without_a_step_is_free(run, tmp_path):
