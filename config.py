@@ -24,7 +24,7 @@ import sampler
 from runtime import InputError
 from runtime.device import choose_device, choose_dtype
 
-GRPO = {"grpo": "none", "grpo_zero": "zero"}  # methods that are not called as their rules are
+GRPO = {"grpo": "none", "grpo_zero": "zero"}  # methods whose rule has another name
 
 
 @dataclass
@@ -235,7 +235,7 @@ def resolve(cfg: Config) -> Config:
     tiny = cfg.model == "tiny"
     defaults = {
         "prompt_prune_rate": prompt_rule.rate or 0.0,
-        "prompts_per_step": 64 if cfg.prompt_rule == "pps" else 32,  # wider choice, fewer kept
+        "prompts_per_step": prompt_rule.candidates,
         "completion_prune_rate": completion_rule.rate or 0.0,
         "eps_low": eps_low,
         "eps_high": eps_high,
@@ -276,14 +276,14 @@ def _with_rules(cfg: Config) -> Config:
             found = type(table[name]).__name__
             raise InputError(f"the entry {name!r} is a {found}: wrap it in a {kind.__name__}(..)")
     denominator = dppo.LOSSES[cfg.loss].denominator
-    dppo.check_known(f"denominator of loss {cfg.loss!r},", denominator, dppo.DENOMINATORS)
+    dppo.check_known(f"denominator (loss {cfg.loss!r})", denominator, dppo.DENOMINATORS)
     return cfg
 
 
 def prunes_prompts(cfg: Config) -> bool:
     """Whether a resolved Config drops prompts at random, before rollout."""
     rule = sampler.PROMPT_RULES[cfg.prompt_rule]
-    without_rate = rule.rate is None and cfg.prompt_rule != "none" and not rule.selector
+    without_rate = rule.rate is None and rule.keep_prob not in (None, sampler.equal)
     return cfg.prompt_prune_rate > 0 or without_rate
 
 
@@ -331,9 +331,11 @@ def _check_rules(cfg: Config) -> None:
     if cfg.cppo_allocation and cfg.completion_rule not in ("cppo", "cppo_batch"):
         rule = f"not to --completion-rule {cfg.completion_rule}"
         raise InputError(f"--cppo-allocation: belongs to --method cppo, {rule}")
+    # Try both rules on an example: one that fails does so before anything is loaded.
     prompts = 1 if cfg.cppo_allocation else max(1, cfg.prompts_per_step // cfg.minibatches)
-    scores = torch.arange(1.0, prompts * cfg.group_size + 1).view(prompts, -1)
-    example = dppo.Completions(*[scores] * 4)  # a rule that fails does so before anything is loaded
+    rewards = (torch.arange(cfg.group_size).double() % 2).repeat(prompts, 1)
+    ones = torch.ones_like(rewards)
+    example = dppo.Completions(2 * rewards - 1, rewards, cost=100 * ones, size=ones)
     rule, rate = cfg.completion_rule, cfg.completion_prune_rate
     select = dppo.COMPLETION_RULES[rule].select
     if not select:
@@ -345,7 +347,7 @@ def _check_rules(cfg: Config) -> None:
     total = num_candidates(cfg)
     prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
     if not prompt_rule.selector:
-        keeps_unseen(cfg.prompt_rule)  # the same for a prompt rule that fails
+        keeps_unseen(cfg.prompt_rule)
     if prompt_rule.priority:
         kept = sampler.kept_prompts(total, cfg.prompt_prune_rate)
         few = f"it keeps {kept} of {total} prompts, and each of {cfg.minibatches} updates needs one"

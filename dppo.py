@@ -57,8 +57,9 @@ def call(kind: str, name: str, function: Callable, *args):
         return function(*args)
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-        raise RuleError(f"{kind} {name!r} raised {said}") from error
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        where = f"({place.filename}:{place.lineno})"
+        raise RuleError(f"{kind} {name!r} raised {said} {where}") from error
 
 
 def check_known(kind: str, name: str, known) -> None:
@@ -411,7 +412,7 @@ def loss_scale(
     """
     check_known("loss", loss, LOSSES)
     kind = LOSSES[loss].denominator
-    check_known(f"denominator of loss {loss!r},", kind, DENOMINATORS)
+    check_known(f"denominator (loss {loss!r})", kind, DENOMINATORS)
     if kind == "own length":
         return 1.0 / (lengths.double().clamp(min=1) * num_sequences)
     denominator = num_sequences * max_new_tokens if kind == "constant" else num_tokens

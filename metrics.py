@@ -19,6 +19,11 @@ import dppo
 import sampler
 from update import Sums
 
+SOME_NONE = (
+    "the reward is None for some completions of a prompt and a number for others. None leaves a "
+    "completion out of its group. Return 0.0 for a wrong one"
+)
+
 
 def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
     """The figures of a step, from its train.FullBatch and the train.Update of each of its updates.
@@ -184,7 +189,7 @@ def nothing_learned(reward: float, steps: int, samples: Path) -> str:
     elif reward == 0:
         cause = "the reward never finds the answer in a completion, or the problems are too hard"
     return (
-        f"note: for {steps} steps all completions of each prompt had the same reward ({reward:.3f} "
+        f"for {steps} steps all completions of each prompt had the same reward ({reward:.3f} "
         f"on average), so nothing was learned. Likely cause: {cause}. See {samples}"
     )
 

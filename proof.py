@@ -342,8 +342,6 @@ def main(file: str | None = None) -> None:
 
     wrong = []  # of what claims to be unbiased
 
-    wrong = []  # of what claims to be unbiased
-
     def line(name, expectations):  # of (loss, beta): the expected gradient and the full one
         errors = [
             (loss, max(relative_error(*expectations(loss, beta)) for beta in (0.0, 0.1)))

@@ -25,17 +25,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import dppo
-from runtime import categorical
-from runtime.decoding import (
-    NOT_FINITE,
-    eos_token_ids,
-    generate,
-    growing_cache,
-    next_rows,
-    pad_left,
-    plain_generation,
-    warpers,
-)  # fmt: skip
+from runtime import categorical, decoding
 from runtime.device import CHECK_EVERY, send
 
 
@@ -72,7 +62,7 @@ class Sampling:
     @classmethod
     def for_policy(cls, model, tokenizer, max_new_tokens: int, **options) -> "Sampling":
         """With the end tokens and the pad token of a loaded policy; `options` are other fields."""
-        ends = eos_token_ids(model, tokenizer)
+        ends = decoding.eos_token_ids(model, tokenizer)
         return cls(max_new_tokens, ends, tokenizer.pad_token_id, **options)
 
 
@@ -98,14 +88,14 @@ def sample(
     if not isinstance(sampling.engine, str):
         seed = dppo.seed_for(seed, *keys)
         return sampling.engine.sample(model, prompt_ids, sampling, group_size=group_size, seed=seed)
-    decode = {"compact": _compact, "hf": generate}[sampling.engine]
+    decode = {"compact": _compact, "hf": decoding.generate}[sampling.engine]
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
     bar = {"desc": "rollout", "unit": " completions", "delay": 3, "leave": False}
     progress = tqdm(total=K * G, disable=not sampling.show_progress, **bar)
     uniforms = torch.zeros(K, G, T, dtype=torch.float64)
     for key, uniform in zip(keys, uniforms, strict=True):
         uniform.uniform_(generator=dppo.generator_for(seed, key))
-    with progress, torch.no_grad(), plain_generation(model):
+    with progress, torch.no_grad(), decoding.plain_generation(model):
         ids = torch.full((K, G, T), sampling.pad_id)
         statistics, computed = torch.zeros(3, K, G, T), 0  # log-prob, entropy, energy
         order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
@@ -145,7 +135,7 @@ class _Record:
         self.uniforms = send(uniforms, device)  # [B, T]
         self.ids = torch.full(shape, sampling.pad_id, device=device)  # [B, T]
         self.statistics = torch.zeros(3, *shape, device=device)  # log-prob, entropy, energy
-        self.warpers = warpers(sampling)
+        self.warpers = decoding.warpers(sampling)
 
     def distribution(self, sequences, logits):
         """Log-probs [B, V] of the token after `sequences` [B, n]; padding of V is excluded."""
@@ -197,7 +187,7 @@ class _Record:
         finite = self.statistics[0, active, start:stop].isfinite().all(dim=1)
         ends, finite = torch.stack([ends, finite]).cpu()
         if not finite.all():
-            raise FloatingPointError(NOT_FINITE)
+            raise FloatingPointError(decoding.NOT_FINITE)
         return ends
 
 
@@ -213,10 +203,10 @@ def _compact(model, prompt_ids, group_size, record, progress):
     completion has a row of its own from the start."""
     T, device = record.sampling.max_new_tokens, model.device
     every = CHECK_EVERY[device.type]
-    prompts, mask = pad_left(prompt_ids, device)  # [K, W]
+    prompts, mask = decoding.pad_left(prompt_ids, device)  # [K, W]
     K, W = mask.shape
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    cache = growing_cache()
+    cache = decoding.growing_cache()
     inputs = {"position_ids": positions, "past_key_values": cache}
     # transformers takes a mask of four dimensions as it is. Padding attends to itself, because
     # kernels differ in what a query without keys gets.
@@ -254,7 +244,7 @@ def _compact(model, prompt_ids, group_size, record, progress):
             if live == 0:
                 break
             if live < len(active) or len(token) > len(logits):
-                *rows, row_of = next_rows(continued, row_of, ended)
+                *rows, row_of = decoding.next_rows(continued, row_of, ended)
                 going, text, source, copied_to, copied_from = (send(x, device) for x in rows)
                 for layer in cache.layers:
                     layer.keep(len(text), copied_to, copied_from, most=live)

@@ -40,8 +40,8 @@ class Run:
         self.done = saved["step"]  # steps whose rows are in the log
         self.saved_at = self.done  # the step of the newest checkpoint
         self.evaluated = saved["evaluated"] or not self.evaluation_due(self.done)
-        self.dead_steps = 0  # in a row, without a live group; -inf: it was said
-        self.said_none = False  # that a reward is None for some completions of a prompt
+        self.dead_steps = 0  # in a row, without a live group
+        self.said = set()  # notes that are not repeated
         if self.cfg.resume and self.done >= self.cfg.steps and self.evaluated:
             more = ", or give more --steps" * (self.cfg.lr_schedule == "constant")
             raise InputError(
@@ -126,21 +126,23 @@ class Run:
     def write(self, row: dict, samples: list[dict]) -> None:
         """Log a finished step."""
         dead = row["frac_reward_zero_std"] == 1
-        self.dead_steps = self.dead_steps + 1 if dead else min(0, self.dead_steps)
+        self.dead_steps = self.dead_steps + 1 if dead else 0
         if self.trainer.is_main:
             self.log.write(row, samples, metrics.console_line(row, self.cfg.steps))
-            if row["frac_reward_some_none"] > 0 and not self.said_none:
-                print(
-                    "note: the reward is None for some completions and a number for others of the "
-                    "same prompt. None leaves a completion out; if it is wrong, return 0.0"
-                )
-            if self.dead_steps == DEAD_STEPS:
-                print(metrics.nothing_learned(row["reward"], DEAD_STEPS, self.log.samples_path))
-        self.said_none |= row["frac_reward_some_none"] > 0
+        if row["frac_reward_some_none"] > 0:
+            self.note_once("some none", metrics.SOME_NONE)
         if self.dead_steps == DEAD_STEPS:
-            self.dead_steps = -math.inf  # once
+            samples_path = self.out_dir / "samples.jsonl"
+            note = metrics.nothing_learned(row["reward"], DEAD_STEPS, samples_path)
+            self.note_once("nothing learned", note)
         self.done = row["step"]
         self.evaluated = f"eval/avg@{EVAL_K}" in row or not self.evaluation_due(self.done)
+
+    def note_once(self, topic: str, note: str) -> None:
+        """Print a note, unless the run has printed one of this topic."""
+        if self.trainer.is_main and topic not in self.said:
+            print(f"note: {note}")
+        self.said.add(topic)
 
     def write_evaluation(self, scores: dict) -> None:
         """Add a late evaluation to the row of the last step; step 0 is the model as loaded."""

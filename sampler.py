@@ -225,6 +225,7 @@ class PromptRule:
     keep_prob: Callable | None = None
     priority: Callable | None = None
     rate: float | None = 0.3  # default r_q; at 0 nothing is dropped. None: the rule has no rate
+    candidates: int = 32  # default Q
     biased: str = ""  # why, as the run's first lines say it
     select: Callable | None = None  # (history, prompts, prune_rate) -> (keep, weights)
     selector: Callable | None = None  # chooses by rewards, so it rolls out itself: related/rivals
@@ -257,5 +258,5 @@ PROMPT_RULES = {
     "none": PromptRule(equal, rate=None),
     "uniform": PromptRule(priority=equal),
     "dppo": PromptRule(low_scores),
-    "pps": PromptRule(priority=lambda history, *where: history.priority(*where), rate=0.6),
+    "pps": PromptRule(priority=PromptHistory.priority, rate=0.6, candidates=64),
 }

@@ -17,6 +17,7 @@ import loading
 import rollout
 import vllm_engine
 from bench import JsonFile, sampling_copy, shapes, write_json
+from runtime import decoding
 from runtime.clock import clock
 from update import trainer_logprobs
 
@@ -51,7 +52,7 @@ def main(
             model, tokenizer = loading.load_policy(base, cfg.device)
             problems = data.train_problems(cfg.data, hold_out=True)
             _, prompts = data.encode_prompts(problems, tokenizer, 400)
-            eos_ids = rollout.eos_token_ids(model, tokenizer)
+            eos_ids = decoding.eos_token_ids(model, tokenizer)
         else:
             base, totals, eos_ids = folder, batches, []
             cfg = replace(cfg, max_new_tokens=new_tokens)

@@ -18,6 +18,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -465,12 +466,13 @@ def prompt_draws(rule, rate, history, window, gram, tokens, generator, step, dra
     if rule == "uniform, coins":
         even = torch.full(window.shape, 1 - rate, dtype=torch.float64)
         return [dppo.prune(even, generator) for _ in range(draws)]
+    own = {}
     if rule == "oracle":  # pps, with the true norms in place of what the history learned
         norm = gram.diagonal().clamp(min=0).sqrt()
         size = norm.clamp(min=1e-3 * norm.mean().item() + 1e-30) / tokens.sqrt()
-        history.priority = lambda prompts, step: size
-        rule = "pps"
-    return [history.prune(rule, rate, window, generator, step) for _ in range(draws)]
+        own["oracle"] = sampler.PromptRule(priority=lambda *_: size)
+    with mock.patch.dict(sampler.PROMPT_RULES, own):
+        return [history.prune(rule, rate, window, generator, step) for _ in range(draws)]
 
 
 def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:

@@ -9,20 +9,8 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
 out=out-pruned-policy dtype=${1:-bfloat16}
 
-ended() {  # ended FOLDER: its last step is saved and, if the first row is, evaluated
-    local steps; steps=$(sed -n 's/^ *"steps": \([0-9]*\),*$/\1/p' "$1/config.json")
-    [ "$(readlink "$1/checkpoint")" = "$(printf 'checkpoint-%06d' "$steps")" ] &&
-        [ "$(head -n 1 "$1/log.jsonl" | grep -c eval/)" = \
-            "$(tail -n 1 "$1/log.jsonl" | grep -c eval/)" ]
-}
-train() {  # train PROGRAM FOLDER FLAGS...: start it, resume it, or skip it if it has ended
-    if [ -e "$2/config.json" ]; then
-        ! ended "$2" || return 0
-        set -- "$@" --resume
-    fi
-    python "$1" --prompt-format plain --dtype "$dtype" --out-dir "$2" "${@:3}"
-    ended "$2"  # one that was stopped ends this script; the same command goes on
-}
+common=(--prompt-format plain --dtype "$dtype")
+source runs/resumable.sh
 policy() {  # policy NAME MODEL: its supervised start, and pps with both seeds
     train sft.py $out/$1 --model $2
     for seed in 0 1; do

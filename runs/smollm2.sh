@@ -21,20 +21,8 @@ case ${1:-} in
 esac
 json=${json:-$out/race.jsonl} start=$out/sft/checkpoint
 
-ended() {  # ended FOLDER: its last step is saved and, if the first row is, evaluated
-    local steps; steps=$(sed -n 's/^ *"steps": \([0-9]*\),*$/\1/p' "$1/config.json")
-    [ "$(readlink "$1/checkpoint")" = "$(printf 'checkpoint-%06d' "$steps")" ] &&
-        [ "$(head -n 1 "$1/log.jsonl" | grep -c eval/)" = \
-            "$(tail -n 1 "$1/log.jsonl" | grep -c eval/)" ]
-}
-train() {  # train PROGRAM FOLDER FLAGS...: start it, resume it, or skip it if it has ended
-    if [ -e "$2/config.json" ]; then
-        ! ended "$2" || return 0
-        set -- "$@" --resume
-    fi
-    python "$1" --prompt-format plain --out-dir "$2" "${@:3}"
-    ended "$2"  # one that was stopped ends this script; the same command goes on
-}
+common=(--prompt-format plain)
+source runs/resumable.sh
 evaluate() {  # evaluate NAME MODEL DATA FLAGS...
     python eval.py --out-dir "$out/evals/$1" --model "$2" --data "${@:3}" --prompt-format plain \
         --problems $problems

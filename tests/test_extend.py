@@ -176,6 +176,13 @@ def test_a_wrong_rule_stops_before_anything_is_loaded(tmp_path):
         config.resolve(config.Config(method="mine", model=str(tmp_path / "nothing")))
 
 
+def test_the_example_is_like_a_real_batch():
+    """Rewards of 0 and 1. Catches a rule that is refused for an example it would never meet."""
+    by_reward = lambda batch, rate: 0.5 + 0.5 * batch.rewards
+    dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(by_reward, rate=None)
+    config.resolve(config.Config(method="mine", group_size=3))
+
+
 def test_methods_and_rules_of_yours():
     """--method takes the rules of its name at both levels; a rule alone keeps the other of pps."""
     dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(lambda batch, rate: ones(batch.size.shape))
@@ -212,7 +219,7 @@ def test_a_loss_needs_a_kind_of_denominator():
     with pytest.raises(TypeError, match="denominator"):
         dppo.Loss(plain)
     dppo.LOSSES["mine"] = dppo.Loss(plain, "tokens")
-    message = "unknown denominator of loss 'mine', 'tokens': choose one of own length, constant"
+    message = "unknown denominator \\(loss 'mine'\\) 'tokens': choose one of own length, constant"
     counts = {"num_sequences": 1, "max_new_tokens": 1, "num_tokens": 1}
     with pytest.raises(dppo.RuleError, match=message):
         dppo.loss_scale(torch.ones(1, 1), "mine", **counts)
@@ -226,6 +233,10 @@ def test_a_loss_needs_a_kind_of_denominator():
         (lambda ratio, *_: (ratio.sum(), ratio > 1), "must return (loss, clipped), two tensors of"),
         (lambda ratio, *_: ratio, "must return (loss, clipped), two tensors of shape [3]"),
         (lambda ratio, *_: None, "must return (loss, clipped), two tensors of shape [3]"),
+        (
+            lambda *_: exec("raise ValueError('two\\nlines')"),
+            "raised ValueError: two lines (<string>",
+        ),
         (lambda ratio, *_: ratio.nothing, "raised AttributeError: 'Tensor' object has no"),
     ],
 )
@@ -233,8 +244,9 @@ def test_a_loss_that_returns_nonsense(surrogate, message):
     """Catches a raw traceback from inside an update."""
     dppo.LOSSES["mine"] = dppo.Loss(surrogate, "constant")
     clip = {"eps_low": 0.2, "eps_high": 0.2, "num_sequences": 1}
-    with pytest.raises(dppo.RuleError, match=re.escape(f"loss 'mine' {message}")):
+    with pytest.raises(dppo.RuleError, match=re.escape(f"loss 'mine' {message}")) as caught:
         dppo.token_loss(*[torch.zeros(3)] * 3, torch.zeros(3).long(), loss="mine", **clip)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

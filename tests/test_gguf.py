@@ -17,9 +17,8 @@ import arithmetic
 import config
 import eval as evaluation
 import loading
-import rollout
 import train
-from runtime import InputError
+from runtime import InputError, decoding
 from runtime import gguf as ours
 
 gguf = pytest.importorskip("gguf")
@@ -201,7 +200,7 @@ def test_end_tokens(tmp_path):
         path = tmp_path / f"{number}.gguf"
         write(path, change=change)
         model, tokenizer = loading.load_policy(ours.model_folder(str(path)), "cpu")
-        assert rollout.eos_token_ids(model, tokenizer) == ends
+        assert decoding.eos_token_ids(model, tokenizer) == ends
         assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, pad)
         assert model.get_input_embeddings().padding_idx is None
 

@@ -413,11 +413,11 @@ def test_settings_come_from_the_policy(make_policy):
 
 def test_end_tokens_of_a_chat_model(make_policy):
     model, tokenizer = make_policy()
-    assert rollout.eos_token_ids(model, tokenizer) == [256]
+    assert decoding.eos_token_ids(model, tokenizer) == [256]
     model.generation_config.eos_token_id = [151645, 151643]
-    assert rollout.eos_token_ids(model, tokenizer) == [151645, 151643]
+    assert decoding.eos_token_ids(model, tokenizer) == [151645, 151643]
     model.generation_config.eos_token_id = None
-    assert rollout.eos_token_ids(model, tokenizer) == [256]
+    assert decoding.eos_token_ids(model, tokenizer) == [256]
 
 
 @ENGINES
