@@ -65,8 +65,12 @@ class Config:
     """The ratio is clipped to at most 1 + eps_high, also for cispo (where TRL gives the sum). By
     default the loss's own."""
     importance_cap: float | None = None
-    """Corrects each token for its sampler's probability, with a factor of at most this; 0 turns it
-    off. By default 2 with vLLM or in bfloat16, else 0."""
+    """Corrects for the sampler's probabilities by the ratio of the trainer's to them, up to this; 0
+    turns it off. By default 2 with vLLM or in bfloat16, else 0."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Whose probabilities the ratio compares: each token's own, or its whole completion's."""
+    importance_mode: Literal["truncate", "mask"] = "truncate"
+    """What becomes of a ratio above --importance-cap: the cap, or 0."""
     beta: float = 0.0
     """Coefficient of the KL term (k3) to the model that the run began with. 0 loads no reference
     model."""
@@ -112,15 +116,19 @@ class Config:
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
-    """Learning rate of AdamW. By default 6e-4 for tiny, else 1e-6."""
+    """Learning rate. By default, with AdamW, 6e-4 for tiny, else 1e-6."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """sgd with --grad-clip 0 is linear: then an unbiased gradient makes an unbiased update."""
+    momentum: float = 0.0
+    """Momentum of SGD."""
     warmup: int = 5
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
     """Learning rate after warm-up. By default linear (down to 0) for tiny, else constant."""
     grad_clip: float = 1.0
-    """Largest gradient norm of an update; longer gradients are scaled down to it."""
+    """Largest gradient norm of an update; longer gradients are scaled down to it. 0: no limit."""
     weight_decay: float = 0.0
-    """Weight decay of AdamW."""
+    """Weight decay."""
 
     # ------------------------------------------------------------------------ packing and machine
     pack_tokens: int | None = None
@@ -313,15 +321,23 @@ def _check_values(cfg: Config) -> None:
         require(cfg, name, getattr(cfg, name) >= 1, "at least 1")
     why = "a group of one has no advantage"
     require(cfg, "group_size", cfg.group_size >= 2, f"at least 2: {why}")
-    for name in ("lr", "temperature", "grad_clip"):
+    for name in ("lr", "temperature"):
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
-    for name in ("beta", "warmup", "weight_decay", "eval_every", "save_every", "check_every"):
+    for name in (
+        "beta", "warmup", "grad_clip", "weight_decay", "eval_every", "save_every", "check_every",
+    ):  # fmt: skip
         require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0")
+    require(cfg, "momentum", 0 <= cfg.momentum < 1, "at least 0 and below 1")
+    why = "--optimizer adamw, which has its own: give --optimizer sgd"
+    require(cfg, "momentum", cfg.optimizer == "sgd" or not cfg.momentum, f"0 with {why}")
     good = 0 < cfg.eps_low < 1 or cfg.eps_low == dppo.LOSSES[cfg.loss].clip[0]  # cispo: 1
     require(cfg, "eps_low", good, "above 0 and below 1")
     cap = cfg.importance_cap
     correct = cap == 0 or 1 <= cap < math.inf
     require(cfg, "importance_cap", correct, "0 (no correction) or at least 1")
+    for name, default in (("importance_level", "token"), ("importance_mode", "truncate")):
+        why = "--importance-cap 0, which corrects nothing: give --importance-cap 2"
+        require(cfg, name, cap or getattr(cfg, name) == default, f"{default} with {why}")
     require(cfg, "vllm_memory", 0 < cfg.vllm_memory < 1, "above 0 and below 1")
     require(cfg, "eps_high", 0 < cfg.eps_high < math.inf, "above 0")
 

@@ -41,6 +41,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from numpy.random import Generator, Philox
 
 ADVANTAGE_EPS = 1e-4  # added to the group's standard deviation, as in TRL
 THRESHOLD_MARGIN = 1e-6  # below the mean by more than this; at pass rate 1/2 all |advantages| tie
@@ -205,14 +206,16 @@ def seed_for(*key) -> int:
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
 
 
-def generator_for(*key) -> torch.Generator:
-    """A CPU generator seeded by seed_for(*key)."""
-    return torch.Generator().manual_seed(seed_for(*key))
+def generator_for(*key) -> Generator:
+    """A generator of its own for each key: Philox (Salmon et al. 2011), with 128 bits of the key's
+    hash. torch's CPU generator uses 32 bits of its seed, so keys of a long run would collide."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return Generator(Philox(key=int.from_bytes(digest[:16], "big")))
 
 
-def draw(keep_prob: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def draw(keep_prob: torch.Tensor, generator: Generator) -> torch.Tensor:
     """Keep or drop, bool of keep_prob's shape: independent, with exactly these probabilities."""
-    uniform = torch.rand(keep_prob.shape, dtype=torch.float64, generator=generator)  # CPU, [0, 1)
+    uniform = torch.as_tensor(generator.random(keep_prob.shape))  # float64 in [0, 1)
     return uniform < keep_prob  # 1.0 is always kept, 0.0 never
 
 
@@ -242,7 +245,7 @@ def ht_weights(keep: torch.Tensor, keep_prob: torch.Tensor) -> torch.Tensor:
     return torch.where(keep, 1.0 / keep_prob, 0.0)
 
 
-def prune(keep_prob: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def prune(keep_prob: torch.Tensor, generator: Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """(keep, weights) of an independent draw, both of keep_prob's shape. If every probability is 1,
     everything is kept and every weight is exactly 1."""
     keep = draw(keep_prob, generator)
@@ -280,9 +283,9 @@ def proportional_to_size(batch: Completions, prune_rate: float) -> torch.Tensor:
     return pps_keep_prob(batch.size, batch.cost, (1.0 - prune_rate) * batch.cost.sum().item())
 
 
-def any_order(batch: Completions, generator: torch.Generator) -> torch.Tensor:
+def any_order(batch: Completions, generator: Generator) -> torch.Tensor:
     """At random: then a systematic draw of equal probabilities is a simple random sample."""
-    return torch.randperm(batch.size.numel(), generator=generator)
+    return torch.from_numpy(generator.permutation(batch.size.numel()))
 
 
 def strata_order(batch: Completions, generator=None) -> torch.Tensor:
@@ -339,7 +342,7 @@ def completion_keep_prob(name: str, prune_rate: float, batch: Completions) -> to
 
 
 def prune_completions(
-    name: str, prune_rate: float, batch: Completions, generator: torch.Generator
+    name: str, prune_rate: float, batch: Completions, generator: Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(keep, weights) [K, G] of one of COMPLETION_RULES. Each draw serves exactly one update."""
     check_known("completion rule", name, COMPLETION_RULES)
@@ -349,9 +352,7 @@ def prune_completions(
     keep_prob = completion_keep_prob(name, prune_rate, batch)
     if not rule.order:
         return prune(keep_prob, generator)
-    order = rule.order(batch, generator)
-    start = torch.rand((), dtype=torch.float64, generator=generator).item()
-    keep = systematic(keep_prob, order, start)
+    keep = systematic(keep_prob, rule.order(batch, generator), start=generator.random())
     return keep, ht_weights(keep, keep_prob)
 
 

@@ -158,7 +158,8 @@ def bootstrap_interval(rewards: torch.Tensor, *, draws: int = 10_000) -> tuple[f
     means = means[~means.isnan()]  # [P]
     if len(means) == 0:
         return float("nan"), float("nan")
-    index = torch.randint(len(means), (draws, len(means)), generator=generator_for("bootstrap"))
+    generator = generator_for("bootstrap")
+    index = torch.from_numpy(generator.integers(len(means), size=(draws, len(means))))
     ends = torch.tensor([0.025, 0.975], dtype=means.dtype)
     low, high = means[index].mean(dim=1).quantile(ends).tolist()
     return low, high

@@ -90,6 +90,14 @@ def encode(cfg: Config, models: Models, problems: list) -> tuple[list, list[list
     return data.encode_prompts(problems, models.tokenizer, room, cfg.prompt_format, cfg.thinking)
 
 
+def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
+    """AdamW or SGD. SGD is linear: the mean of its updates is the update by the mean gradient."""
+    options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": cfg.device == "cuda"}
+    if cfg.optimizer == "sgd":
+        return torch.optim.SGD(parameters, momentum=cfg.momentum, **options)
+    return torch.optim.AdamW(parameters, **options)
+
+
 def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> rollout.Sampling:
     """How the run samples. Starts vLLM for --engine vllm and checks its log-probs."""
     sampling = rollout.Sampling.for_policy(

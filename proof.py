@@ -106,7 +106,7 @@ def outcomes(
     keep_prob = dppo.completion_keep_prob(name, prune_rate, batch)
     draws = independent_outcomes(keep_prob)
     if rule.order:
-        order = rule.order(batch, torch.Generator().manual_seed(0))
+        order = rule.order(batch, dppo.generator_for(0))
         draws = systematic_outcomes(keep_prob, order)
     for keep, chance in draws:
         yield keep, dppo.ht_weights(keep, keep_prob), chance

@@ -71,10 +71,10 @@ def sample(
 ) -> Rollouts:
     """Sample `group_size` completions of each prompt, shortest prompts first, batch by batch.
 
-    A prompt has a key, by default its place in the list. The random numbers of its tokens follow
-    from (seed, key), so a completion is a function of (weights, prompt, sampling, seed, key): it
-    does not depend, but for rounding, on other prompts, their order, the size of a batch, or the
-    engine (of compact and hf; vLLM's samples depend on all prompts).
+    A prompt has a key, by default its place in the list. A completion's random numbers follow from
+    (seed, key, its place in the group). So it does not depend, but for rounding, on other prompts
+    and completions, their order, the size of a batch, or the engine (of compact and hf; vLLM's
+    samples depend on all prompts).
 
     Raises FloatingPointError if the model's logits are not finite.
     """
@@ -92,9 +92,9 @@ def sample(
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
     bar = {"desc": "rollout", "unit": " completions", "delay": 3, "leave": False}
     progress = tqdm(total=K * G, disable=not sampling.show_progress, **bar)
-    uniforms = torch.zeros(K, G, T, dtype=torch.float64)
-    for key, uniform in zip(keys, uniforms, strict=True):
-        uniform.uniform_(generator=dppo.generator_for(seed, key))
+    uniforms = torch.empty(K, G, T, dtype=torch.float64)
+    for key, of_prompt in zip(keys, uniforms, strict=True):
+        categorical.fill(of_prompt, dppo.generator_for(seed, key))
     with progress, torch.no_grad(), decoding.plain_generation(model):
         ids = torch.full((K, G, T), sampling.pad_id)
         statistics, computed = torch.zeros(3, K, G, T), 0  # log-prob, entropy, energy

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from numpy.random import Generator
 
 import dppo
 
@@ -37,7 +38,7 @@ FLOOR = 0.25  # smallest priority, relative to the average
 @functools.lru_cache(maxsize=2)
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> torch.Tensor:
     """The shuffle [P] of an epoch (0, 1, ...)."""
-    return torch.randperm(num_prompts, generator=dppo.generator_for(seed, epoch, "epoch"))
+    return torch.from_numpy(dppo.generator_for(seed, epoch, "epoch").permutation(num_prompts))
 
 
 def candidates(num_prompts: int, prompts_per_step: int, seed: int, step: int) -> torch.Tensor:
@@ -117,7 +118,7 @@ class PromptHistory:
         name: str,
         prune_rate: float,
         prompts: torch.Tensor,
-        generator: torch.Generator,
+        generator: Generator,
         step: int,
         minibatches: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,10 +138,9 @@ class PromptHistory:
             return dppo.prune(keep_prob, generator)
         kept = []
         for part in keep_prob.chunk(minibatches):
-            order = torch.randperm(len(part), generator=generator)
+            order = torch.from_numpy(generator.permutation(len(part)))
             order = order[part[order].argsort(stable=True)]
-            start = torch.rand((), dtype=torch.float64, generator=generator).item()
-            kept.append(dppo.systematic(part, order, start))
+            kept.append(dppo.systematic(part, order, start=generator.random()))
         keep = torch.cat(kept)
         return keep, dppo.ht_weights(keep, keep_prob)
 

@@ -120,8 +120,7 @@ class Trainer:
         known_before = dppo.LOSSES[cfg.loss].denominator != "batch tokens"
         self.needs_mean_tokens = config.prunes_prompts(cfg) and not known_before
         self.mean_tokens = None  # of the un-pruned batches of the last steps
-        options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": cfg.device == "cuda"}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        self.optimizer = loading.make_optimizer(cfg, self.model.parameters())
         self.saved = run.restore(self, saved) if saved else None
 
     def step(self, step: int) -> tuple[dict, list[dict]]:
@@ -264,7 +263,8 @@ class Trainer:
     def update(self, step, full, keep, weights, old_logprobs=None) -> Update:
         """Stage 7: one optimizer update. After the first, a stop waits for the end of the step."""
         sums = self.backward(full, keep, weights, old_logprobs)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)
+        longest = self.cfg.grad_clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), longest)
         grad_norm = ranks.whole(norm).item()
         with run.stops_if_not_finite(self.cfg, step):
             if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):

@@ -27,8 +27,8 @@ class Sums(NamedTuple):
     kl: float  # the KL term alone, before beta
     clipped: float  # tokens on which the clip acts
     gap: float  # |trainer's log-prob - sampler's|, nats
-    importance: float  # trainer's probability / sampler's
-    capped: float  # tokens whose importance ratio is above the cap
+    importance: float  # importance ratios, before the cap
+    capped: float  # tokens whose ratio is above it
     entropy: float  # nats
     completion_tokens: float
     tokens: float  # forwarded, prompts included
@@ -48,7 +48,7 @@ def accumulate_gradients(
 
     By default the old log-probs are the sampler's, which need no extra forward. With
     cfg.importance_cap they are the trainer's: `old_logprobs` [K, G, T], or the current ones if
-    None. Each token is then also multiplied by min(cap, trainer's probability / sampler's).
+    None. Each token is then also multiplied by its importance ratio, see `importance_ratio`.
     """
     T = rollouts.logprobs.shape[2]
     trainers = rollouts.logprobs if old_logprobs is None else old_logprobs
@@ -63,11 +63,12 @@ def accumulate_gradients(
         now = logprobs.detach()
         sampled, before, advantage, token_factor = per_token.to(now.dtype)  # [N] each
         old = sampled  # [N]
-        importance = (now - sampled).exp()  # [N]
-        if cfg.importance_cap:
+        importance = torch.ones_like(now)  # [N]
+        if cap := cfg.importance_cap:
             old = now if old_logprobs is None else before
-            importance = (old - sampled).exp()
-            token_factor = token_factor * importance.clamp(max=cfg.importance_cap)
+            importance = importance_ratio(old - sampled, pack, cfg.importance_level)
+            above = 0.0 if cfg.importance_mode == "mask" else cap
+            token_factor = token_factor * torch.where(importance > cap, above, importance)
         loss, clipped = dppo.token_loss(
             logprobs, old, advantage, pack.owner, loss=cfg.loss, eps_low=cfg.eps_low,
             eps_high=cfg.eps_high, num_sequences=pack.num_sequences,
@@ -81,7 +82,7 @@ def accumulate_gradients(
         total.backward()
         if not len(index):  # a dummy pack, which FSDP needs
             continue
-        capped = (importance > (cfg.importance_cap or math.inf)).sum()
+        capped = (importance > (cap or math.inf)).sum()
         gap = (now - sampled).abs().sum()
         row = [total, (kl * token_factor).sum(), clipped.sum(), gap, importance.sum(), capped]
         row = torch.stack([*row, entropy.sum()]).detach()
@@ -92,6 +93,15 @@ def accumulate_gradients(
         return Sums(*[0.0] * len(Sums._fields))
     parts = (torch.stack(measured).cpu().double(), torch.tensor(counts, dtype=torch.float64))
     return Sums(*torch.cat(parts, dim=1).sum(dim=0).tolist())
+
+
+def importance_ratio(log_ratio, pack, level: str):
+    """Trainer's probability / sampler's, [N]: of each token, or with level "sequence" of the whole
+    completion, for all its tokens; given the logarithms [N] of the tokens' ratios."""
+    if level == "sequence":
+        sums = log_ratio.new_zeros(pack.num_sequences).index_add(0, pack.owner, log_ratio)
+        log_ratio = sums[pack.owner]
+    return log_ratio.clamp(max=20.0).exp()  # above any cap, but the logged mean stays finite
 
 
 @torch.no_grad()

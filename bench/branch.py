@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import dppo
 from bench import JsonFile
-from dppo import generator_for
+from dppo import generator_for, seed_for
 from related import branch
 
 DEPTHS, TREES = 20, 8
@@ -110,7 +110,8 @@ class Run:
         self.method, self.seed, self.net = method, seed, copy.deepcopy(net)
         self.tree, self.credit, self.pruning = METHODS[method]
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=5e-4)
-        self.generator = generator_for(seed, "branch")
+        self.draws = generator_for(seed, "branch")
+        self.generator = torch.Generator().manual_seed(seed_for(seed, "branch"))
         self.steps, self.seconds, self.sampled, self.trained = 0, 0.0, 0, 0
         self.mean, self.std = 0.0, 1.0  # of the last step's rewards
         self.curve = []
@@ -132,7 +133,7 @@ class Run:
             if self.pruning == "roulette" and depth == LAST_SPLIT:  # half of the branches go on
                 guess[:, level] = reward(x - sigma * v) - self.mean  # of the expected clean sample
                 equal = torch.ones(live.shape)
-                weights[:, level] = branch.draw(equal, equal, 0.5, self.generator)[1].float()
+                weights[:, level] = branch.draw(equal, equal, 0.5, self.draws)[1].float()
             mean = next_mean(x, v, sigma)[:, tree.parent[below] - level.start]
             states[:, below] = mean + STD * noise[:, below]
             alive[:, below] = (alive & (weights > 0))[:, tree.parent[below]]
@@ -166,7 +167,7 @@ class Run:
             scale = branch.planned_mean(tree).expand(factors.shape)
             size = dppo.contribution_size(advantages, scale, energy, 0.0)[:, 1:]
             rate = 1 - KEPT_EDGES / size.shape[1]
-            drawn = branch.draw(size, torch.ones_like(size), rate, self.generator)[1]
+            drawn = branch.draw(size, torch.ones_like(size), rate, self.draws)[1]
             factors *= F.pad(drawn, (1, 0))
         went_on = branch.branch_weights(tree, weights)[:, tree.levels[-1]]
         self.mean = (rewards * went_on).sum().item() / went_on.sum().item()

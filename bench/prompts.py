@@ -19,7 +19,7 @@ def main(count: int = 1_000_000, candidates: int = 512, group_size: int = 16) ->
         candidates: Q of a step
         group_size: G
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, draws = torch.Generator().manual_seed(0), dppo.generator_for(0)
     lengths = torch.randint(20, 500, (count,), generator=generator)
     sources = [f"source {index % 8}" for index in range(count)]
     started = time.perf_counter()
@@ -30,7 +30,7 @@ def main(count: int = 1_000_000, candidates: int = 512, group_size: int = 16) ->
     for step in range(1, 103):
         started = time.perf_counter()
         window = sampler.candidates(count, candidates, 0, step)
-        keep, weights = history.prune("pps", 0.3, window, generator, step)
+        keep, weights = history.prune("pps", 0.3, window, draws, step)
         metrics.history(history, step, window, keep)
         before = time.perf_counter() - started
         rewards = (torch.rand(int(keep.sum()), group_size, generator=generator) < 0.5).double()

@@ -176,7 +176,7 @@ def rule_draws(name, share, found, batch, sizes, norms, draws):
 
     None if the rule cannot keep that few.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = dppo.generator_for(0)
     tokens = batch.cost[found.live].sum().item()
 
     def kept(keep_prob):
@@ -206,11 +206,10 @@ def rule_draws(name, share, found, batch, sizes, norms, draws):
         order = dppo.strata_order(replace(batch, size=size))
         drawn = []
         for _ in range(draws):
-            start = torch.rand((), dtype=torch.float64, generator=generator).item()
             if name.endswith("independent"):
                 keep = dppo.draw(keep_prob, generator)
             else:
-                keep = dppo.systematic(keep_prob, order, start)
+                keep = dppo.systematic(keep_prob, order, generator.random())
             drawn.append(dppo.ht_weights(keep, keep_prob))
     weights = torch.stack(drawn)
     return weights, kept((weights > 0).double().mean(dim=0))

@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from numpy.random import Generator
 
 import dppo
 from runtime import InputError
@@ -220,7 +221,7 @@ def random_window(
 
 
 def draw(
-    size: torch.Tensor, cost: torch.Tensor, prune_rate: float, generator: torch.Generator
+    size: torch.Tensor, cost: torch.Tensor, prune_rate: float, generator: Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(keep, weights) [B, n] at an average 1 - prune_rate of the cost: dppo.py's rule pps.
 

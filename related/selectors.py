@@ -22,6 +22,7 @@ import random
 from collections.abc import Callable
 
 import torch
+from numpy.random import Generator
 
 import dppo
 import sampler
@@ -50,7 +51,7 @@ def _joined(whole, fields: list[dict]):
     return whole
 
 
-def choose(selector, trainer, step: int, generator: torch.Generator) -> sampler.Selection:
+def choose(selector, trainer, step: int, generator: Generator) -> sampler.Selection:
     """What a train.Trainer trains on in a step. A copy of the selector rolls it out, and replaces
     the selector if the step is finished."""
     copied = selector.copy()
@@ -101,7 +102,7 @@ class Greso:
         easy = (self.p_easy ** self.easy[prompts].double()).clamp(min=self.FLOOR)
         return easy * (self.p_hard ** self.hard[prompts].double()).clamp(min=self.FLOOR)
 
-    def select(self, count: int, order: Callable, generator: torch.Generator) -> torch.Tensor:
+    def select(self, count: int, order: Callable, generator: Generator) -> torch.Tensor:
         """The next `count` prompts that are not skipped; order(epoch) is the shuffle [P]."""
         chosen = torch.zeros(0, dtype=torch.int64)
         while len(chosen) < count:
@@ -141,7 +142,7 @@ class Greso:
         return max(min(estimate, default), least), estimate <= default
 
     def collect(
-        self, roll_out: Callable, target: int, order: Callable, generator: torch.Generator
+        self, roll_out: Callable, target: int, order: Callable, generator: Generator
     ) -> tuple:
         """(batch, weights [K], places [K]): roll out until `target` groups are live, or until the
         round that was expected to suffice.
@@ -210,12 +211,12 @@ class Mopps:
         return copy.deepcopy(self)
 
     def collect(
-        self, roll_out: Callable, target: int, order: Callable, generator: torch.Generator
+        self, roll_out: Callable, target: int, order: Callable, generator: Generator
     ) -> tuple:
         """(batch, weights [Q], places [Q]) as Greso.collect, with one round of Q = `target`."""
         epoch, place = divmod(self.cursor, self.posterior.shape[1] // (self.POOL * target))
         pool = order(epoch)[self.POOL * target * place :][: self.POOL * target]
-        draw = random.Random(int(torch.randint(2**62, (), generator=generator)))
+        draw = random.Random(int(generator.integers(2**62)))
         known = self.posterior[:, pool].T.tolist()
         rates = torch.tensor([draw.betavariate(right, wrong) for right, wrong in known])
         nearest = (rates - 0.5).abs().argsort(stable=True)[:target].sort().values  # as in the pool

@@ -1,14 +1,25 @@
 """
-Draws from many categorical distributions at once, one random number each.
+Draws from many categorical distributions at once, one random number each; and these numbers.
 
 Cumulative sums must be in float64, or rounding takes the shares of unlikely tokens away. Over a
 vocabulary of 150,000 that would be the slowest part of sampling. So a draw first chooses one of the
 blocks of the vocabulary, by their sums, and then a token of that block.
 """
 
+import math
+
 import torch
 
 BLOCK = 512  # entries
+
+
+def fill(uniforms, generator):
+    """Fill a tensor [G, T] on the CPU with random numbers in [0, 1), by a numpy Generator of
+    Philox. Row g begins where the generator's counter is g * 2^64, so a row depends neither on the
+    other rows nor, but for its length, on T."""
+    for row in uniforms.numpy():
+        generator.random(out=row)
+        generator.bit_generator.advance(2**64 - math.ceil(len(row) / 4))  # a count: four numbers
 
 
 def draw(probs, uniform, row=None):

@@ -383,7 +383,7 @@ def test_draw():
     size = torch.tensor([[1.0, 2.0, 0.0, 9.0], [1.0, 1.0, 3.0, 3.0]]).double()
     cost = torch.tensor([[1.0, 1.0, 1.0, 1.0], [4.0, 1.0, 1.0, 1.0]]).double()
     keep_prob = dppo.pps_keep_prob(size, cost, 0.3 * 11)
-    generator = torch.Generator().manual_seed(0)
+    generator = dppo.generator_for(0)
     drawn = [branch.draw(size, cost, 0.7, generator) for _ in range(400)]
     for keep, weights in drawn:
         torch.testing.assert_close(weights, keep / keep_prob.clamp(min=1e-9))

@@ -1,8 +1,10 @@
 """Draws from categorical distributions."""
 
+import numpy as np
 import pytest
 import torch
 
+import dppo
 from runtime import categorical
 
 
@@ -84,3 +86,14 @@ def test_a_point_at_the_total_is_inside():
     entry of 0 that is drawn then."""
     ends = torch.tensor([[0.5, 1.0, 1.0]], dtype=torch.float64)
     assert categorical._place(ends, torch.tensor([[1.0]], dtype=torch.float64)).tolist() == [[1]]
+
+
+def test_a_completions_random_numbers_can_be_drawn_alone():
+    """Those of completion 5 of a group, from the generator's counter alone: then a rank that holds
+    part of a group draws what it needs. Fails if they depend on other completions, or repeat."""
+    uniforms = torch.empty(8, 11, dtype=torch.float64)
+    categorical.fill(uniforms, dppo.generator_for("group"))
+    alone = dppo.generator_for("group")
+    alone.bit_generator.advance(5 * 2**64)
+    assert (alone.random(11) == uniforms[5].numpy()).all()
+    assert len(np.unique(uniforms)) == uniforms.numel()

@@ -1,7 +1,9 @@
 """The estimator by hand: keep probabilities, draws, advantages, losses, the running check."""
 
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -183,7 +185,7 @@ def test_one_prompt_with_two_completions(rule, rewards):
     wanted = torch.where(size > 0, 1.0, 0.0) if rule in ("zero", "pps") else torch.ones(1, 2)
     assert mean.flatten().tolist() == pytest.approx(wanted.flatten().tolist())
     for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
+        generator = dppo.generator_for(seed)
         keep, weights = dppo.prune_completions(rule, 0.6, batch, generator)
         assert weights.isfinite().all()
         assert torch.equal(weights > 0, keep)
@@ -197,7 +199,7 @@ def test_draws_have_their_probabilities():
     single uniform number for all."""
     keep_prob = table([1.0, 0.7, 0.3, 0.05])
     draws = 20_000
-    kept = dppo.draw(keep_prob.expand(draws, 4), torch.Generator().manual_seed(0)).double()
+    kept = dppo.draw(keep_prob.expand(draws, 4), dppo.generator_for(0)).double()
     error = (keep_prob * (1 - keep_prob) / draws).sqrt()
     assert ((kept.mean(0) - keep_prob).abs() <= 4 * error).all()
     assert (kept[:, 0] == 1).all()
@@ -212,12 +214,9 @@ def test_draw_at_the_ends(monkeypatch, uniform):
     up to 1, and probabilities next to 0 or 1 that are treated as 0 or 1.
     """
 
-    def rand(shape, *, dtype, generator):
-        return torch.full(shape, uniform, dtype=dtype)
-
-    monkeypatch.setattr(torch, "rand", rand)
+    generator = SimpleNamespace(random=lambda shape: np.full(shape, uniform))
     near = [0.0, 1e-12, 1 - 1e-12, 1.0]
-    kept = dppo.draw(table(near), torch.Generator()).tolist()
+    kept = dppo.draw(table(near), generator).tolist()
     assert kept == [uniform < p for p in near]
 
 
@@ -283,7 +282,7 @@ def test_pps_draws_are_fresh_and_ordered():
         size=table([[3, 2, 0], [4, 6, 5]]),
     )
     assert dppo.strata_order(batch).tolist() == [2, 1, 0, 3, 5, 4]
-    generator = torch.Generator().manual_seed(0)
+    generator = dppo.generator_for(0)
     draws = [dppo.prune_completions("pps", 0.5, batch, generator) for _ in range(50)]
     drawn = {tuple(keep.flatten().tolist()) for keep, _ in draws}
     outcomes = proof.outcomes("pps", 0.5, batch)
@@ -304,7 +303,7 @@ def test_pps_drops_terms_of_zero_first():
     size = torch.zeros(4, 4, dtype=torch.float64)
     size[1] = table([1, 2, 3, 40])
     batch = dppo.Completions(size, size, torch.full((4, 4), 7), size)
-    keep, weights = dppo.prune_completions("pps", 0.7, batch, torch.Generator().manual_seed(0))
+    keep, weights = dppo.prune_completions("pps", 0.7, batch, dppo.generator_for(0))
     assert torch.equal(keep, size > 0)
     assert torch.equal(weights, (size > 0).double())
 
@@ -320,7 +319,7 @@ def test_small_groups_have_exact_probabilities(size, rate):
     rewards = table([[1.0] + [0.0] * (size - 1)]).expand(draws, size)
     advantages = dppo.group_advantages(rewards, "grpo")
     batch = dppo.Completions(advantages, rewards, torch.ones(draws, size), advantages.abs())
-    _, weights = dppo.prune_completions("dppo", rate, batch, torch.Generator().manual_seed(0))
+    _, weights = dppo.prune_completions("dppo", rate, batch, dppo.generator_for(0))
     assert (weights[:, 0] == 1).all()
     error = math.sqrt(rate / (1 - rate) / draws)  # of a mean of weights, each 0 or 1 / (1 - r)
     if size > 2:  # in a group of two, both |A| equal the mean
@@ -336,7 +335,7 @@ def test_prune_rate_zero_is_the_identity():
     advantages = torch.randn(5, 7, generator=generator, dtype=torch.float64)
     batch = dppo.Completions(advantages, advantages, torch.ones(5, 7), advantages.abs())
     for rule in UNBIASED:
-        keep, weights = dppo.prune_completions(rule, 0.0, batch, torch.Generator().manual_seed(0))
+        keep, weights = dppo.prune_completions(rule, 0.0, batch, dppo.generator_for(0))
         assert keep.all()
         assert torch.equal(weights, torch.ones(5, 7, dtype=torch.float64))
 
@@ -352,7 +351,7 @@ def test_uniform_removes_the_share():
     batch = dppo.Completions(*[torch.ones(4, 5, dtype=torch.float64)] * 4)
     kept, together = torch.zeros(4, 5), torch.zeros(20, 20)
     for seed in range(2000):
-        generator = torch.Generator().manual_seed(seed)
+        generator = dppo.generator_for(seed)
         keep, weights = dppo.prune_completions("uniform", 0.7, batch, generator)
         assert keep.sum() == 6
         assert weights[keep].tolist() == pytest.approx([1 / 0.3] * 6)
@@ -372,7 +371,7 @@ def test_baselines_by_hand():
     """
     advantages = table([[0.1, -0.9, 0.2, 0.3], [2.0, -1.5, 1.4, 0.4]])
     batch = dppo.Completions(advantages, torch.zeros(2, 4), torch.ones(2, 4), advantages.abs())
-    prune = lambda rule, rate: dppo.prune_completions(rule, rate, batch, torch.Generator())
+    prune = lambda rule, rate: dppo.prune_completions(rule, rate, batch, dppo.generator_for(0))
     keep, weights = prune("cppo", 0.5)
     assert keep.tolist() == [[False, True, False, True], [True, True, False, False]]
     assert weights[keep].tolist() == [2.0] * 4
@@ -385,7 +384,7 @@ def test_baselines_by_hand():
     assert weights[0].tolist() == pytest.approx([0, 1, 0, 1 / 0.3])
     assert weights[1].tolist() == pytest.approx([1, 1, 1, 1 / 0.3])
     with pytest.raises(ValueError, match="unknown completion rule 'topk': choose one of none, ze"):
-        dppo.prune_completions("topk", 0.5, batch, torch.Generator())
+        dppo.prune_completions("topk", 0.5, batch, dppo.generator_for(0))
 
 
 def test_counts_of_the_baselines():

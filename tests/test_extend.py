@@ -120,7 +120,7 @@ def test_wrong_completion_rules(result, message):
     """Catches a bias without a word, and a raw traceback from deep inside a draw."""
     dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(lambda batch, rate: result((2, 4)))
     with pytest.raises(dppo.RuleError, match=r"completion rule 'mine' " + message):
-        dppo.prune_completions("mine", 0.5, completions(), torch.Generator())
+        dppo.prune_completions("mine", 0.5, completions(), dppo.generator_for(0))
 
 
 @pytest.mark.parametrize("kind", ["keep_prob", "priority"])
@@ -136,7 +136,7 @@ def test_wrong_prompt_rules(result, message, kind):
     history = sampler.PromptHistory(torch.tensor([1, 1]), ["a", "a"], 2)
     expected = pytest.raises(dppo.RuleError, match=r"prompt rule 'mine' " + message)
     with expected if message else contextlib.nullcontext():
-        history.prune("mine", 0.5, torch.arange(2), torch.Generator(), 1)
+        history.prune("mine", 0.5, torch.arange(2), dppo.generator_for(0), 1)
 
 
 def test_zeros_that_are_allowed():
@@ -144,11 +144,11 @@ def test_zeros_that_are_allowed():
     that refuses pps's own zeros."""
     live_only = lambda batch, rate: (batch.size > 0).double()
     dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(live_only)
-    keep, weights = dppo.prune_completions("mine", 0.5, completions(), torch.Generator())
+    keep, weights = dppo.prune_completions("mine", 0.5, completions(), dppo.generator_for(0))
     assert keep.tolist() == [[True] * 4, [False] * 4]
     nothing = lambda batch, rate: torch.zeros_like(batch.size)
     dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(nothing, biased="it keeps nothing")
-    keep, weights = dppo.prune_completions("mine", 0.5, completions(), torch.Generator())
+    keep, weights = dppo.prune_completions("mine", 0.5, completions(), dppo.generator_for(0))
     assert not keep.any()
     assert not weights.any()
 

@@ -4,11 +4,13 @@ import collections
 import itertools
 import types
 
+import numpy as np
 import pytest
 import torch
 from toy import plain_logits
 from tqdm import tqdm
 
+import dppo
 import loading
 import packing
 import rewards
@@ -263,9 +265,9 @@ def test_the_bar_counts_completions(make_policy, monkeypatch, engine):
 
 @ENGINES
 def test_a_completion_follows_from_its_key(make_policy, engine):
-    """Some of the prompts, in another order and smaller groups, with their keys: the same ids in
-    float64, from both engines; with other keys, others. Catches random numbers that follow from a
-    prompt's place, or that the completions or tokens of a group share."""
+    """Some of the prompts, in another order, in smaller groups, cut off earlier, with their keys:
+    the same ids in float64, from both engines; with other keys, others. Catches random numbers that
+    follow from a prompt's place, that depend on G or T, or that completions or tokens share."""
     model, _ = make_policy(dtype=torch.float64)
     prompts = [[65, 66, 67], [68], [65, 66, 67], [71] * 5]
     options = {"eos_ids": list(range(0, 258, 24)), "max_new_tokens": 20}
@@ -280,8 +282,26 @@ def test_a_completion_follows_from_its_key(make_policy, engine):
     other = sample(model, some, keys=["d", "a", "e"], group_size=4, engine=engine, **options)
     assert torch.equal(other.lengths[:2], part.lengths[:2])
     assert not torch.equal(other.completion_ids[2], part.completion_ids[2])
+    short = sample(model, some, keys=list(parts), engine=engine, **options | {"max_new_tokens": 7})
+    inside = torch.arange(7) < short.lengths[..., None]
+    wanted = whole.completion_ids[[*parts.values()], :, :7]
+    assert torch.equal(short.completion_ids[inside], wanted[inside])
     first = whole.completion_ids[:, :, 0]
     assert len(set(first[[0, 2]].flatten().tolist())) > 6, "prompts and groups differ"
+
+
+def test_no_two_prompts_share_their_random_numbers(make_policy):
+    """Prompt 123 in step 31 of seed 0 and prompt 44 in step 77, which did when torch's generator
+    took 32 bits of a seed. Fails if fewer than 64 bits of a key count."""
+    seeds = [dppo.seed_for(0, 31, "rollout"), dppo.seed_for(0, 77, "rollout")]
+    keys = [(123, 0), (44, 0)]
+    pairs = [dppo.seed_for(seed, key) for seed, key in zip(seeds, keys, strict=True)]
+    assert len({pair % 2**32 for pair in pairs}) == 1, "the couple still collides in 32 bits"
+    model, _ = make_policy(dtype=torch.float64)
+    one, other = (sample(model, [[65]], seed=s, keys=[k]) for s, k in zip(seeds, keys, strict=True))
+    assert not torch.equal(one.completion_ids, other.completion_ids)
+    numbers = [dppo.generator_for(s, k).random(50) for s, k in zip(seeds, keys, strict=True)]
+    assert not np.isin(numbers[0], numbers[1]).any()
 
 
 @ENGINES
@@ -372,7 +392,7 @@ def test_masks_suit_the_kernels(make_policy, monkeypatch, every):
     model.register_forward_pre_hook(
         lambda _module, _args, inputs: masks.append(inputs["attention_mask"]), with_kwargs=True
     )
-    sample(model, [[65], [66] * 4], max_new_tokens=3, eos_ids=[-1])
+    sample(model, [[65], [66] * 4], max_new_tokens=3, eos_ids=[-1], seed=0)
     first, *others = masks
     assert first.any(dim=-1).all()
     assert first[0, 0].tolist() == torch.eye(4, dtype=torch.bool).tolist()

@@ -434,7 +434,7 @@ def test_a_count_of_zero_tokens_is_not_known(start):
     full = trainer.events[-1].full
     trainer.mean_tokens, full.num_tokens = None, 0.0
     trainer.learn(2, full)
-    assert trainer.prune_prompts(torch.arange(4), 3, torch.Generator()).kept.all()
+    assert trainer.prune_prompts(torch.arange(4), 3, dppo.generator_for(0)).kept.all()
 
 
 # ---------------------------------------------------------------------------- the running check

@@ -32,7 +32,7 @@ def test_one_candidate_a_step():
     history = history_of(1, 1)
     for step in (1, 2):
         for rule in ("none", "uniform", "dppo", "pps"):
-            generator = torch.Generator().manual_seed(step)
+            generator = dppo.generator_for(step)
             keep, weights = history.prune(rule, 0.3, torch.tensor([0]), generator, step)
             assert (keep.tolist(), weights.tolist()) == ([True], [1.0]), rule
         see(history, step, [0], [[1, 0]])
@@ -64,7 +64,7 @@ def see(history, step, prompts, rewards, square=None, tokens=None, weights=None)
 
 def weights_of(history, window, rate=0.25, rule="dppo"):
     """The weights that each candidate can get, over many draws."""
-    generator = torch.Generator().manual_seed(0)
+    generator = dppo.generator_for(0)
     drawn = [history.prune(rule, rate, window, generator, 9) for _ in range(100)]
     assert all(torch.equal(weights > 0, keep) for keep, weights in drawn)
     return [set(column) for column in zip(*(weights.tolist() for _, weights in drawn), strict=True)]
@@ -94,16 +94,16 @@ def test_threshold_rule_by_hand():
     assert weights_of(history, window) == last_visit_counts
     message = "unknown prompt rule 'gresso': choose one of none, uniform, dppo, pps"
     with pytest.raises(ValueError, match=message):
-        history.prune("gresso", 0.5, window, torch.Generator(), 1)
+        history.prune("gresso", 0.5, window, dppo.generator_for(0), 1)
 
 
 def trained_history():
     """64 prompts that were rolled out once, with sizes and costs of their own; step 5 is next."""
     history = history_of(64, 16, lengths=[5 + q % 7 for q in range(64)])
-    generator = torch.Generator().manual_seed(1)
+    generator = dppo.generator_for(1)
     for step in range(1, 5):
-        square = torch.rand(16, generator=generator, dtype=torch.float64).square() * 9
-        rewards = (torch.rand(16, 4, generator=generator) < 0.5).double()
+        square = torch.from_numpy(generator.random(16)).square() * 9
+        rewards = torch.from_numpy(generator.random((16, 4)) < 0.5).double()
         window = torch.arange(16 * step - 16, 16 * step)
         tokens = 5.0 + window % 7
         see(history, step, window.tolist(), rewards.tolist(), square.tolist(), tokens.tolist())
@@ -163,7 +163,7 @@ def test_pps_draws_by_probability():
 def test_uniform_is_a_simple_random_sample():
     """Every pair is as likely as every other. Catches a systematic draw in a fixed order, which
     never keeps neighbours."""
-    history, generator = history_of(6), torch.Generator().manual_seed(0)
+    history, generator = history_of(6), dppo.generator_for(0)
     window = torch.arange(6)
     drawn = [history.prune("uniform", 0.5, window, generator, 1)[0] for _ in range(4000)]
     keep = torch.stack(drawn).double()
@@ -245,7 +245,7 @@ def test_pps_learns_neymans_allocation():
     """
     lengths, sources = [1, 50] * 200, ["a"] * 200 + ["b"] * 200
     history = history_of(400, 200, lengths=lengths, sources=sources)
-    generator = torch.Generator().manual_seed(0)
+    generator = dppo.generator_for(0)
     norm = torch.tensor([[2.0, 8.0], [1.0, 0.01]], dtype=torch.float64)  # [source, length]
     cost = torch.tensor([100.0, 400.0], dtype=torch.float64)
 
@@ -254,7 +254,7 @@ def test_pps_learns_neymans_allocation():
             window = sampler.candidates(400, 200, 0, step)
             keep, weights = history.prune("pps", 0.5, window, generator, step)
             prompts = window[keep]
-            spread = torch.rand(len(prompts), generator=generator, dtype=torch.float64)
+            spread = torch.from_numpy(generator.random(len(prompts)))
             square = norm[prompts // 200, prompts % 2].square() * 2 * spread  # 2 spread has mean 1
             rewards = torch.tensor([[0.0, 1, 1, 0]], dtype=torch.float64).expand(len(prompts), 4)
             learned = (rewards, rewards - 0.5, square, cost[prompts % 2])
@@ -394,9 +394,8 @@ def test_refilling_until_full_is_biased():
 
     Catches a window that is replaced by a refill.
     """
-    generator = torch.Generator().manual_seed(0)
-    values = torch.rand(20_000, 80, generator=generator, dtype=torch.float64)  # of mean 1/2
-    generator = torch.Generator().manual_seed(1)
+    generator = dppo.generator_for(0)
+    values = torch.from_numpy(generator.random((20_000, 80)))  # of mean 1/2
     keep, weights = dppo.prune(torch.full_like(values, 0.4), generator)
     last = (keep.cumsum(dim=1) >= 8).int().argmax(dim=1)  # where the eighth stands
     visited = torch.arange(80) <= last[:, None]
@@ -419,7 +418,7 @@ def rounds_of(alive, generator):
     def roll_out(prompts, _number):
         sizes.append(len(prompts))
         rewards = torch.zeros(len(prompts), 4)
-        rewards[:, 0] = (torch.rand(len(prompts), generator=generator) < alive).float()
+        rewards[:, 0] = torch.from_numpy(generator.random(len(prompts)) < alive).float()
         return SimpleNamespace(prompts=prompts, mine=prompts, rewards=rewards)
 
     return roll_out, sizes
@@ -431,14 +430,15 @@ def test_greso_is_biased():
 
     Fails if GRESO is so mild that the comparison is unfair.
     """
-    greso, generator = selectors.Greso(200), torch.Generator().manual_seed(0)
+    greso, generator = selectors.Greso(200), dppo.generator_for(0)
     order = lambda epoch: sampler.epoch_order(200, 0, epoch)
     trained, sampled, truth = [], [], []
     for step in range(1, 601):
         pass_rate = drifting_pass_rate(step)
 
         def roll_out(prompts, _number, pass_rate=pass_rate):
-            solved = torch.rand(len(prompts), 4, generator=generator) < pass_rate[prompts, None]
+            uniform = torch.from_numpy(generator.random((len(prompts), 4)))
+            solved = uniform < pass_rate[prompts, None]
             return SimpleNamespace(prompts=prompts, mine=prompts, rewards=solved.double())
 
         batch, weights, _ = greso.collect(roll_out, 20, order, generator)
@@ -507,7 +507,7 @@ def test_greso_selects_in_order():
     Catches a cursor that skips or repeats prompts at the end of an epoch or of a load, and one that
     moves past prompts after the last that was chosen.
     """
-    greso, generator = selectors.Greso(40), torch.Generator().manual_seed(0)
+    greso, generator = selectors.Greso(40), dppo.generator_for(0)
     order = lambda epoch: (torch.arange(40) + epoch) % 40
     chosen = torch.cat([greso.select(count, order, generator) for count in (1, 70, 33, 16)])
     assert torch.equal(chosen, torch.cat([order(epoch) for epoch in range(3)]))
@@ -526,7 +526,7 @@ def test_greso_collects_in_rounds():
     Catches prompts that are visited twice, training on dead groups, an endless step, and an
     adjustment in the first epoch.
     """
-    greso, generator = selectors.Greso(1000), torch.Generator().manual_seed(0)
+    greso, generator = selectors.Greso(1000), dppo.generator_for(0)
     order = lambda epoch: torch.arange(1000)
     roll_out, sizes = rounds_of(0.3, generator)
     batch, weights, places = greso.collect(roll_out, 64, order, generator)
@@ -592,7 +592,7 @@ def test_greso_shares_the_update(live):
         return SimpleNamespace(prompts=prompts, mine=prompts, rewards=rewards)
 
     order = lambda epoch: torch.arange(100)
-    _, weights, places = greso.collect(roll_out, 4, order, torch.Generator().manual_seed(0))
+    _, weights, places = greso.collect(roll_out, 4, order, dppo.generator_for(0))
     assert (len(calls) == 1) == (live >= 4)
     used = min(live, 4)
     assert weights[:6].tolist() == pytest.approx([4 / used] * used + [0.0] * (6 - used))
@@ -605,12 +605,12 @@ def test_greso_copy_leaves_the_original_alone():
 
     Catches a copy that shares its streaks, or that forgets the cursor or a probability.
     """
-    greso, generator = selectors.Greso(50), torch.Generator().manual_seed(0)
+    greso, generator = selectors.Greso(50), dppo.generator_for(0)
     order = lambda epoch: torch.arange(50)
     groups = torch.tensor([[0.0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0]])
 
     def roll_out(prompts, _number):
-        kind = torch.randint(3, (len(prompts),), generator=generator)
+        kind = torch.from_numpy(generator.integers(3, size=len(prompts)))
         return SimpleNamespace(prompts=prompts, mine=prompts, rewards=groups[kind])
 
     for _step in range(4):  # past the first epoch, so that the probabilities have moved
@@ -636,7 +636,7 @@ def mopps_step(mopps, rewards_of, target=2, seed=0, order=torch.arange):
         return SimpleNamespace(prompts=prompts, mine=prompts, rewards=rewards_of(prompts))
 
     shuffle = lambda _epoch: order(mopps.posterior.shape[1])
-    found = mopps.collect(roll_out, target, shuffle, torch.Generator().manual_seed(seed))
+    found = mopps.collect(roll_out, target, shuffle, dppo.generator_for(seed))
     ((prompts, number),) = calls
     assert number == 0
     return prompts, *found
@@ -689,14 +689,15 @@ def test_mopps_takes_the_nearest_to_a_half():
 def test_mopps_is_biased():
     """The mean signal over what it trains on, against the un-pruned mean. Fails if MoPPS is so mild
     that the comparison is unfair."""
-    mopps, generator = selectors.Mopps(200), torch.Generator().manual_seed(0)
+    mopps, generator = selectors.Mopps(200), dppo.generator_for(0)
     order = lambda epoch: sampler.epoch_order(200, 0, epoch)
     trained, truth = [], []
     for step in range(1, 301):
         pass_rate = drifting_pass_rate(step)
 
         def roll_out(prompts, _number, pass_rate=pass_rate):
-            solved = torch.rand(len(prompts), 4, generator=generator) < pass_rate[prompts, None]
+            uniform = torch.from_numpy(generator.random((len(prompts), 4)))
+            solved = uniform < pass_rate[prompts, None]
             return SimpleNamespace(prompts=prompts, mine=prompts, rewards=solved.double())
 
         part, weights, _ = mopps.collect(roll_out, 10, order, generator)

@@ -267,7 +267,9 @@ def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch, chan
     sample a prompt from one key.
     """
     seed_for, keys = dppo.seed_for, []
-    monkeypatch.setattr(dppo, "seed_for", lambda *key: keys.append(key) or seed_for(*key))
+    for name in ("seed_for", "generator_for"):
+        use = getattr(dppo, name)
+        monkeypatch.setattr(dppo, name, lambda *key, use=use: keys.append(key) or use(*key))
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 24)
     options = {"steps": 6, "eval_every": 2, "eval_problems": 4, "lr": 1e-5} | changes
     used = []

@@ -220,7 +220,7 @@ def test_prompt_level_and_both_are_unbiased(make, loss, rule, prompt_rule):
     keep_prob = history.keep_prob(prompt_rule, 0.4, window, 2)
     patterns = {}
     for number in range(100):  # the real draw, for its patterns and weights
-        generator = torch.Generator().manual_seed(number)
+        generator = dppo.generator_for(number)
         keep, weights = history.prune(prompt_rule, 0.4, window, generator, 2)
         patterns[tuple(keep.tolist())] = weights
 
@@ -270,7 +270,7 @@ def test_fixed_size_draw_over_two_minibatches(make):
 
     def drawn(minibatches):
         """Patterns that the real draw makes."""
-        generator, window = torch.Generator().manual_seed(0), torch.arange(4)
+        generator, window = dppo.generator_for(0), torch.arange(4)
         draws = [history.prune("pps", 0.5, window, generator, 1, minibatches) for _ in range(200)]
         return sorted({tuple(keep.tolist()) for keep, _ in draws})
 
@@ -346,7 +346,7 @@ def test_prompt_outcomes_are_those_of_the_draw():
     for rule in ("uniform", "dppo", "pps"):
         found = proof.prompt_outcomes(rule, 0.4, history, prompts, step=2)
         assert sum(chance for _, chance in found.values()) == pytest.approx(1)
-        generator, counts = torch.Generator().manual_seed(1), dict.fromkeys(found, 0)
+        generator, counts = dppo.generator_for(1), dict.fromkeys(found, 0)
         for _ in range(4000):
             keep, weights = history.prune(rule, 0.4, prompts, generator, 2)
             kept = tuple(keep.nonzero().flatten().tolist())
