@@ -116,7 +116,8 @@ class Config:
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
-    """Learning rate. By default, with AdamW, 6e-4 for tiny, else 1e-6."""
+    """Learning rate. By default 6e-4 for tiny, else 1e-6; with sgd SGD_LR x (1 - momentum) for tiny,
+    else it must be given."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd with --grad-clip 0 is linear: then an unbiased gradient makes an unbiased update."""
     momentum: float = 0.0

@@ -33,6 +33,8 @@ DEAD_STEPS = 5  # without a live group, before a run says so
 class Run:
     """The run of a Trainer, new or restored."""
 
+    check_draws = CHECK_DRAWS
+
     def __init__(self, trainer):
         self.trainer, self.cfg = trainer, trainer.cfg
         self.out_dir = Path(trainer.cfg.out_dir)
@@ -75,7 +77,8 @@ class Run:
         step = self.done + 1
         self.trainer.threads.fit()
         every = self.cfg.check_every
-        checks = check(self.trainer, step) if every and step % every == 0 else {}
+        due = every and step % every == 0
+        checks = check(self.trainer, step, self.check_draws) if due else {}
         row, samples = self.trainer.step(step)
         self.trainer.stop.held = False
         return row | checks, samples
@@ -274,11 +277,11 @@ def stops_if_not_finite(cfg: Config, step: int):
 # ---------------------------------------------------------------------------- the running check
 
 
-def check(trainer, step: int) -> dict:
+def check(trainer, step: int, draws: int) -> dict:
     """The running check that both prunings are unbiased.
 
     All Q candidates are rolled out once more; training does not use these rollouts. Their full
-    gradient (of the first mini-batch) is compared with CHECK_DRAWS pruned ones, each with its own
+    gradient (of the first mini-batch) is compared with `draws` pruned ones, each with its own
     prompt draw and its own completion draw.
     """
     window = trainer.candidates(step)
@@ -305,4 +308,4 @@ def check(trainer, step: int) -> dict:
     full = full_batch(torch.ones(len(window), dtype=torch.float64))
     keep = (full.minibatch == 0)[:, None].expand_as(full.factor)
     everything = gradient(full, keep, keep.double())
-    return metrics.check_unbiased(everything, map(pruned, range(CHECK_DRAWS)))
+    return metrics.check_unbiased(everything, map(pruned, range(draws)))

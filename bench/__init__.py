@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 
 import config
+from bench import code
 from run import Run
 from runtime import log
 from runtime.device import cast_weights
@@ -49,6 +50,6 @@ def sampling_copy(model, cfg: config.Config):
 
 
 def write_json(path: Path | None, content) -> None:
-    """Write a table to the file of --json, if there is one."""
+    """Write a table to the file of --json, if there is one, with the code that made it."""
     if path:
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text(json.dumps(code.stamped(content), indent=1) + "\n")

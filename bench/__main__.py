@@ -13,6 +13,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench race        which method reaches GRPO's accuracy first, live
     python -m bench search      the batch and learning rate that reach it first, by halving
     python -m bench kills       a run that is killed twenty times, and one that is not
+    python -m bench code        which code made which record of runs/
     python -m bench hostile     answers that are made to hang the judge
     python -m bench branch      BranchGRPO's trees and their pruning, in two dimensions
     python -m bench structured  structured pruning: perplexity and seconds of each method
@@ -36,6 +37,7 @@ import tyro
 from bench import (
     branch,
     check,
+    code,
     gpu,
     hostile,
     kills,
@@ -56,7 +58,7 @@ from runtime import InputError
 
 MODULES = (
     gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, search, kills,
-    hostile, branch, structured, law, trl,
+    code, hostile, branch, structured, law, trl,
 )  # fmt: skip
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 import dppo
 from bench import JsonFile
+from bench.code import stamped
 from dppo import generator_for, seed_for
 from related import branch
 
@@ -236,7 +237,7 @@ def main(
     }
     print(table(content["curves"]))
     if json_file:  # a line for each curve
-        text = json.dumps(content, separators=(",", ":"))
+        text = json.dumps(stamped(content), separators=(",", ":"))
         json_file.write_text(text.replace("},{", "},\n{") + "\n")
 
 

@@ -3,6 +3,7 @@
 import math
 
 from bench import JsonFile, run, write_json
+from run import Run
 from train import Trainer
 
 
@@ -26,10 +27,16 @@ RUNS = (  # name of the row, --method, trainer
     ("dppo_floor", "dppo_floor", Trainer),
     ("cppo", "cppo", Trainer),
 )
+WITHOUT_CHANCE = ("grpo_zero", "dppo_floor", "cppo")  # two draws are as good as many
 
 
 def main(
-    steps: int = 60, every: int = 1, methods: str = "", flags: str = "", json_file: JsonFile = None
+    steps: int = 60,
+    every: int = 1,
+    draws: int = 64,
+    methods: str = "",
+    flags: str = "",
+    json_file: JsonFile = None,
 ) -> None:
     """Means and standard errors of the running check over whole runs, both levels at once.
 
@@ -39,6 +46,7 @@ def main(
     Args:
         steps: steps of each run
         every: steps between checks
+        draws: pruned gradients of a check; the standard error of bias2 falls as 1 / draws
         methods: only these, separated by commas; pps is checked with its twin
         flags: flags of train.py for every run, such as --flags="--model FOLDER --data words"
         json_file: where to write the rows {rule, key, mean, error, checks}
@@ -49,7 +57,9 @@ def main(
             continue
         args = ["--method", method, "--steps", str(steps), "--check-every", str(every)]
         args += flags.split()
-        _, log_rows = run(args, trainer_class)
+        number = 2 if method in WITHOUT_CHANCE else draws
+        kind = type("Checked", (Run,), {"check_draws": number})
+        _, log_rows = run(args, trainer_class, kind=kind)
         found = [row for row in log_rows if row.get("check/norm")]
         norms = [row["check/norm"] for row in found]
         for key in ("check/bias2", "check/scale", "check/variance"):

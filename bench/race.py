@@ -36,6 +36,7 @@ import torch
 import config
 import train
 from bench import JsonFile, records, trl
+from bench.code import this_code
 from runtime import InputError, checkpoint, log
 
 ROWS = {  # flags of each row; rates are train.py's defaults. uniform: as many rollouts as pps
@@ -257,8 +258,8 @@ class Run:
         return args + (["--lr", str(self.lr)] if self.lr else [])
 
     def finish(self, **facts) -> None:
-        """Record how the run was made: threads, and whether it was alone on the machine."""
-        (self.out_dir / "race.json").write_text(json.dumps(facts))
+        """Record how the run was made: code, threads, and whether it was alone on the machine."""
+        (self.out_dir / "race.json").write_text(json.dumps(facts | this_code()))
 
 
 def _take_turns(runs: list[Run]) -> None:

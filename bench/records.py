@@ -19,6 +19,7 @@ from pathlib import Path
 from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the caller
 from matplotlib.ticker import EngFormatter
 
+from bench import code
 from runtime import log
 
 REACHED = 0.98  # of GRPO's final accuracy
@@ -68,7 +69,7 @@ def collect(folder: Path, lr: float | None = None) -> list[dict]:
 
 def load(*files: Path) -> list[dict]:
     """The records of committed logs."""
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [record for file in files for record in code.read(file)]
 
 
 def smoothed(record: dict) -> list[tuple[int, float]]:

@@ -37,6 +37,7 @@ import numpy
 import config
 import sampler
 from bench import JsonFile, race, records
+from bench.code import this_code
 from runtime import InputError, log
 
 RUNGS = 3
@@ -202,7 +203,7 @@ def halve(
                 "setting": setting, "method": one.method, "flags": one.flags, "seed": run.seed,
                 "completions": one.completions, "steps": run.steps, "every": run.every,
                 "target": target, "trials": count, "rung": rung, "seconds": curves[run].reached,
-                "wall": run.wall, "points": curves[run].points,
+                "wall": run.wall, "points": curves[run].points, **this_code(),
             }
             for one in alive[0 if last else (len(alive) + 1) // 2 :]
             for run in trials[one]

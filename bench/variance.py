@@ -31,6 +31,7 @@ import rollout
 import sampler
 import train
 from bench import JsonFile, run, sampling_copy
+from bench.code import this_code
 from rewards import score
 from update import Sums, accumulate_gradients
 
@@ -73,8 +74,9 @@ def main(
         short = lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
         lists = [[short(value) for value in row.values()] for row in rows]
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in lists)
+        made = "".join(f"{json.dumps(k)}: {json.dumps(v)}, " for k, v in this_code().items())
         columns = json.dumps(list(rows[0]))
-        json_file.write_text(f'{{"columns": {columns}, "rows": [\n{lines}\n]}}\n')
+        json_file.write_text(f'{{{made}"columns": {columns}, "rows": [\n{lines}\n]}}\n')
 
 
 def gradient(model) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 import bench
 import config
+import metrics
 from bench import __main__ as command_line
 from bench import check, hostile, rollout, shapes, step, trl, update
 from runtime import decoding
@@ -92,7 +93,7 @@ def test_rollout(command):
 
 def test_check(small_runs, float32, command):
     """Catches rows of another run, and a check that does not run at every step."""
-    rows = command("check --steps 2")
+    rows = command("check --steps 2 --draws 4")
     assert [row["rule"] for row in rows[::3]] == [name for name, *_ in check.RUNS]
     assert {row["checks"] for row in rows} == {2}
     scale = {row["rule"]: row["mean"] for row in rows if row["key"] == "check/scale"}
@@ -100,18 +101,26 @@ def test_check(small_runs, float32, command):
 
 
 def test_check_of_some_runs(small_runs, monkeypatch, tmp_path):
-    """One step of pps and its twin, with flags of train.py. Catches flags or methods without
-    effect, and a standard error of one check, which would divide by 0."""
+    """One step of pps and its twin, with flags of train.py and three draws. Catches flags, methods
+    or draws without effect, and a standard error of one check, which would divide by 0."""
     given, real = [], check.run
 
-    def recorded(args, trainer_class):
+    def recorded(args, trainer_class, kind):
         given.append(args)
-        return real(args, trainer_class)
+        return real(args, trainer_class, kind=kind)
 
+    def counted(full, pruned):
+        pruned = [*pruned]
+        draws.append(len(pruned))
+        return formula(full, pruned)
+
+    draws, formula = [], metrics.check_unbiased
+    monkeypatch.setattr(metrics, "check_unbiased", counted)
     monkeypatch.setattr(check, "run", recorded)
     file = tmp_path / "rows.json"
-    args = ["check", "--steps", "1", "--methods", "pps", "--json", str(file)]
+    args = ["check", "--steps", "1", "--methods", "pps", "--draws", "3", "--json", str(file)]
     command_line.main([*args, "--flags=--data words --seed 5"])
+    assert draws == [3, 3]
     rows = json.loads(file.read_text())
     assert {row["rule"] for row in rows} == {"pps", "pps, weights x 0.9"}
     assert all(math.isnan(row["error"]) and row["checks"] == 1 for row in rows)

@@ -60,7 +60,8 @@ def take_steps(trainer):
     steps = range(1, trainer.cfg.steps + 1)
     every = trainer.cfg.check_every
     due = lambda step: every and step % every == 0
-    check = lambda step: training_run.check(trainer, step) if due(step) else {}
+    draws = training_run.CHECK_DRAWS
+    check = lambda step: training_run.check(trainer, step, draws) if due(step) else {}
     return [check(step) | trainer.step(step)[0] for step in steps]
 
 

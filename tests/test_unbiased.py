@@ -8,11 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from test_dppo import table
+from toy import flags, toy_reward
 
 import config
 import dppo
+import loading
 import proof
 import sampler
+import train
 import update
 from runtime import ranks
 
@@ -24,11 +27,12 @@ UNBIASED = ("zero", "uniform", "dppo", "pps")
 BIASED = ("cppo", "cppo_batch", "pods", "dppo_floor")
 
 
-def configured(loss, beta):
+def configured(loss, beta, **changes):
     """RUN with this loss, and with a clip so narrow that it acts on some tokens."""
     eps_low = 0.05 if loss == "gspo" else None
     eps_high = {"gspo": 0.05, "cispo": 0.2}.get(loss)
-    return config.resolve(replace(RUN, loss=loss, beta=beta, eps_low=eps_low, eps_high=eps_high))
+    changes |= {"loss": loss, "beta": beta, "eps_low": eps_low, "eps_high": eps_high}
+    return config.resolve(replace(RUN, **changes))
 
 
 @pytest.fixture
@@ -41,13 +45,14 @@ def make(make_policy, make_rollouts):
     """
 
     def make(
-        rewards, loss, beta=0.0, *, masked=(), prompt_weights=None, kept=None, tokens=None, seed=0
-    ):
+        rewards, loss, beta=0.0, *, masked=(), prompt_weights=None, kept=None, tokens=None, seed=0,
+        **changes,
+    ):  # fmt: skip
         model, _ = make_policy(dtype=torch.float64)
         reference, _ = make_policy(seed=1, dtype=torch.float64)
         Q, G = rewards.shape
         rollouts = make_rollouts(model, Q, G, drift=0.3, seed=seed)
-        cfg = configured(loss, beta)
+        cfg = configured(loss, beta, **changes)
         start = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         kept = list(range(Q)) if kept is None else kept
         pick = lambda value: value[kept] if torch.is_tensor(value) else [value[q] for q in kept]
@@ -194,6 +199,81 @@ def test_edges_are_unbiased(make, loss, rewards, masked, rate):
     """
     case = make(table(rewards), loss, masked=masked, seed=8)
     assert_unbiased(case, rate, case.of_each())
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_a_corrected_batch_is_unbiased(make, loss, level, mode):
+    """The corrections of sampler and trainer, of which some are above the cap: pruning weights
+    multiply them. Catches a ratio that depends on which other completions are kept."""
+    changes = {"importance_cap": 1.1, "importance_level": level, "importance_mode": mode}
+    case = make(table([[1, 0, 0], [1, 1, 0]]), loss, 0.1, **changes)
+    plain = make(table([[1, 0, 0], [1, 1, 0]]), loss, 0.1)
+    assert proof.relative_error(case.full(), plain.full()) > 0.01, "the correction acts"
+    each = case.of_each()
+    keep = torch.tensor([[True, False, True], [False, True, True]])
+    real = case.gradient(case.batch.advantages, case.factor * 2.0, keep)
+    assert proof.relative_error(real, 2.0 * keep.double().flatten() @ each) < 1e-10
+    assert_unbiased(case, 0.6, each)
+
+
+class InFloat64(train.Trainer):
+    """A toy run whose single updates can be tried."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg, reward=toy_reward)
+        self.model.double()
+
+    def parameters(self):
+        return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
+
+    def updated(self, full, keep, weights, start):
+        """The parameters after one update from the parameters `start` and a used optimizer."""
+        torch.nn.utils.vector_to_parameters(start.clone(), self.model.parameters())
+        self.optimizer = loading.make_optimizer(self.cfg, self.model.parameters())
+        everything = torch.ones_like(keep)
+        self.update(1, full, everything, everything.double())  # fills moments and momentum
+        torch.nn.utils.vector_to_parameters(start.clone(), self.model.parameters())
+        self.update(1, full, keep, weights)
+        return self.parameters()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "exact"),
+    [
+        ({"optimizer": "sgd"}, True),
+        ({"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1}, True),
+        ({"optimizer": "sgd", "grad_clip": 1e-3}, False),
+        ({"optimizer": "adamw"}, False),
+    ],
+    ids=["sgd", "momentum", "clipped", "adamw"],
+)
+def test_sgd_updates_are_unbiased(policy_folder, tmp_path, optimizer, exact):
+    """The parameters after one real update, averaged over every outcome of pps: without a clip by
+    norm, SGD's are the full batch's; AdamW's, and those of clipped gradients, are not. Catches a
+    norm clip that --grad-clip 0 leaves on, and a momentum that is not passed on."""
+    changes = {"method": "pps", "prompt_rule": "none", "grad_clip": 0, "lr": 0.1, "warmup": 0}
+    args = flags(policy_folder, str(tmp_path / "run"), **changes | optimizer)
+    trainer = InFloat64(config.parse_config(args))
+    seen = []
+    prune = dppo.prune_completions
+    with pytest.MonkeyPatch.context() as patch:
+        record = lambda name, rate, batch, rng: seen.append(batch) or prune(name, rate, batch, rng)
+        patch.setattr(dppo, "prune_completions", record)
+        chosen = trainer.prune_prompts(trainer.candidates(1), 1, dppo.generator_for(0))
+        full = trainer.full_batch(trainer.roll_out(chosen.prompts, 1, "rollout"), chosen)
+        keep, _ = trainer.prune_completions(full, 0, dppo.generator_for(0))
+    start = trainer.parameters()
+    everything = torch.ones_like(keep)
+    whole = trainer.updated(full, everything, everything.double(), start)
+    drawn = [*proof.outcomes("pps", 0.7, seen[0])]
+    assert len(drawn) > 5
+    mean = sum(p * (trainer.updated(full, keep, w, start) - start) for keep, w, p in drawn)
+    error = proof.relative_error(mean, whole - start)
+    assert (error < 1e-10) if exact else (error > 1e-3)
+    state = trainer.optimizer.state_dict()["state"]
+    assert bool(state) == (optimizer != {"optimizer": "sgd"} and "grad_clip" not in optimizer)
 
 
 def learned_history(rewards):
