@@ -116,8 +116,8 @@ class Config:
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
-    """Learning rate. By default 6e-4 for tiny, else 1e-6; with sgd SGD_LR x (1 - momentum) for tiny,
-    else it must be given."""
+    """Learning rate. By default, with adamw, 6e-4 for tiny, else 1e-6; with sgd, 0.5 for tiny, or
+    0.05 if it has a momentum of 0.9."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd with --grad-clip 0 is linear: then an unbiased gradient makes an unbiased update."""
     momentum: float = 0.0
@@ -250,7 +250,7 @@ def resolve(cfg: Config) -> Config:
         "eps_high": eps_high,
         "importance_cap": 2.0 if rounds_differently else 0.0,
         "max_new_tokens": max(map(data.max_new_tokens, (cfg.data, cfg.eval_data or cfg.data))),
-        "lr": 6e-4 if tiny else 1e-6,
+        "lr": _default_lr(cfg),
         "lr_schedule": "linear" if tiny else "constant",
         "pack_tokens": 2048 if device == "cpu" else 8192,
         "share_prompts": device == "cpu",
@@ -260,6 +260,18 @@ def resolve(cfg: Config) -> Config:
     _check_values(cfg)
     _check_rules(cfg)
     return cfg
+
+
+def _default_lr(cfg: Config) -> float:
+    """--lr if it is not given. SGD's was searched for tiny only."""
+    require(cfg, "momentum", 0 <= cfg.momentum < 1, "at least 0 and below 1")
+    if cfg.optimizer == "adamw":
+        return 6e-4 if cfg.model == "tiny" else 1e-6
+    if cfg.lr is None and cfg.model != "tiny":
+        raise InputError(
+            f"--optimizer sgd with --model {cfg.model}: give --lr, for none was searched"
+        )
+    return 0.5 * (1 - cfg.momentum)
 
 
 def _with_rules(cfg: Config) -> Config:
@@ -328,7 +340,6 @@ def _check_values(cfg: Config) -> None:
         "beta", "warmup", "grad_clip", "weight_decay", "eval_every", "save_every", "check_every",
     ):  # fmt: skip
         require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0")
-    require(cfg, "momentum", 0 <= cfg.momentum < 1, "at least 0 and below 1")
     why = "--optimizer adamw, which has its own: give --optimizer sgd"
     require(cfg, "momentum", cfg.optimizer == "sgd" or not cfg.momentum, f"0 with {why}")
     good = 0 < cfg.eps_low < 1 or cfg.eps_low == dppo.LOSSES[cfg.loss].clip[0]  # cispo: 1

@@ -206,6 +206,15 @@ def test_draws_have_their_probabilities():
     assert torch.corrcoef(kept[:, 1:3].T)[0, 1].abs() < 0.03, "draws are independent"
 
 
+def test_a_generators_key_has_128_bits():
+    """Each bit of Philox's key is 0 for some of a run's keys and 1 for others. Fails if fewer bits
+    count, so that two keys of a long run would share all their random numbers."""
+    keys = [dppo.generator_for(0, step, "keep").bit_generator.state for step in range(200)]
+    words = np.array([state["state"]["key"] for state in keys])  # [200, 2] of 64 bits
+    assert np.bitwise_or.reduce(words).tolist() == [2**64 - 1] * 2
+    assert np.bitwise_and.reduce(words).tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
 def test_draw_at_the_ends(monkeypatch, uniform):
     """Probability 0 is never kept and 1 always, at both ends of the generator's range.

@@ -11,6 +11,7 @@ import arithmetic
 import config
 import metrics
 import train
+from runtime import InputError
 
 
 class Recorder(train.Trainer):
@@ -134,3 +135,16 @@ def test_flags_of_the_optimizer(steps, monkeypatch):
     trainer, _, _ = steps(count=1, **options)
     (group,) = trainer.optimizer.param_groups
     assert (seen, group["weight_decay"], group["lr"]) == ([0.37], 0.123, 0.01)
+
+
+def test_the_default_rate_is_the_optimizers():
+    """Fails if SGD gets AdamW's rate, a thousand times too small for it, if a momentum does not
+    divide it, or if a model for which no rate was searched gets one."""
+    rate = lambda **given: config.resolve(config.Config(device="cpu", **given)).lr
+    assert rate() == 6e-4
+    assert rate(model="Qwen/Qwen3-0.6B") == 1e-6
+    assert rate(optimizer="sgd") == 0.5
+    assert rate(optimizer="sgd", momentum=0.9) == pytest.approx(0.05)
+    assert rate(optimizer="sgd", model="Qwen/Qwen3-0.6B", lr=0.1) == 0.1
+    with pytest.raises(InputError, match=r"--optimizer sgd with --model Qwen/.* give --lr"):
+        rate(optimizer="sgd", model="Qwen/Qwen3-0.6B")

@@ -182,6 +182,10 @@ BAD_INPUT = """
 --steps many | invalid literal for int() with base 10: 'many'
 --lr 0 | --lr 0.0: must be above 0
 --lr inf | --lr inf: must be above 0 and finite
+--grad-clip -1 | --grad-clip -1.0: must be at least 0
+--grad-clip inf | --grad-clip inf: must be at least 0
+--momentum 0.9 | --momentum 0.9: must be 0 with --optimizer adamw, which has its own: give --opt
+--optimizer sgd --momentum 1 | --momentum 1.0: must be at least 0 and below 1
 --temperature 0 | --temperature 0.0: must be above 0
 --eps-low 1 | --eps-low 1.0: must be above 0 and below 1
 --save-every -5 | --save-every -5: must be at least 0
