@@ -212,14 +212,17 @@ def test_an_empty_completion_adds_nothing(make_policy):
 
 
 def test_the_cap_is_above_not_at_it(make_policy, make_rollouts):
-    """A sampler that equals the trainer has ratios of exactly 1, so a cap of 1 cuts none of them.
-    Catches >= in place of >, and a ratio of other tokens."""
+    """A sampler that equals the trainer has ratios of exactly 1, so a cap of 1 cuts none of them and
+    masks none. Catches >= in place of >, and a ratio of other tokens."""
     model, _ = make_policy()
     rollouts = make_rollouts(model, 3, 2)
     rollouts.logprobs = update.trainer_logprobs(model, rollouts, CFG)
-    sums, _ = gradient(model, rollouts, torch.ones(3, 2), torch.ones(3, 2), importance_cap=1.0)
+    ones = torch.ones(3, 2)
+    sums, whole = gradient(model, rollouts, ones, ones, importance_cap=1.0)
     assert sums.importance == sums.completion_tokens == rollouts.lengths.sum()
     assert sums.capped == sums.gap == 0
+    masked = {"importance_cap": 1.0, "importance_mode": "mask"}
+    assert torch.equal(gradient(model, rollouts, ones, ones, **masked)[1], whole)
 
 
 class SamplerIsOff(train.Trainer):
