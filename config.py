@@ -117,7 +117,7 @@ class Config:
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
     """Learning rate. By default, with adamw, 6e-4 for tiny, else 1e-6; with sgd, 0.5 for tiny, or
-    0.05 if it has a momentum of 0.9."""
+    0.07 if it has a momentum of 0.9."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd with --grad-clip 0 is linear: then an unbiased gradient makes an unbiased update."""
     momentum: float = 0.0
@@ -271,7 +271,7 @@ def _default_lr(cfg: Config) -> float:
         raise InputError(
             f"--optimizer sgd with --model {cfg.model}: give --lr, for none was searched"
         )
-    return 0.5 * (1 - cfg.momentum)
+    return 0.7 * (1 - cfg.momentum) if cfg.momentum else 0.5
 
 
 def _with_rules(cfg: Config) -> Config:

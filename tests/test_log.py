@@ -144,7 +144,7 @@ def test_the_default_rate_is_the_optimizers():
     assert rate() == 6e-4
     assert rate(model="Qwen/Qwen3-0.6B") == 1e-6
     assert rate(optimizer="sgd") == 0.5
-    assert rate(optimizer="sgd", momentum=0.9) == pytest.approx(0.05)
+    assert rate(optimizer="sgd", momentum=0.9) == pytest.approx(0.07)
     assert rate(optimizer="sgd", model="Qwen/Qwen3-0.6B", lr=0.1) == 0.1
     with pytest.raises(InputError, match=r"--optimizer sgd with --model Qwen/.* give --lr"):
         rate(optimizer="sgd", model="Qwen/Qwen3-0.6B")
