@@ -212,8 +212,8 @@ def test_an_empty_completion_adds_nothing(make_policy):
 
 
 def test_the_cap_is_above_not_at_it(make_policy, make_rollouts):
-    """A sampler that equals the trainer has ratios of exactly 1, so a cap of 1 cuts none of them and
-    masks none. Catches >= in place of >, and a ratio of other tokens."""
+    """A sampler that equals the trainer has ratios of exactly 1, so a cap of 1 cuts and masks none
+    of them. Catches >= in place of >, and a ratio of other tokens."""
     model, _ = make_policy()
     rollouts = make_rollouts(model, 3, 2)
     rollouts.logprobs = update.trainer_logprobs(model, rollouts, CFG)
