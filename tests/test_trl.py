@@ -266,6 +266,9 @@ def test_draws_and_lessons_of_a_run(model, exact_world, monkeypatch):
     monkeypatch.setattr(dppo, "generator_for", record)
     teach = lambda *args: lessons.append(args[1:]) or update(*args)
     monkeypatch.setattr(sampler.PromptHistory, "update", teach)
+    prune, drawn = sampler.PromptHistory.prune, []
+    draw = lambda *args: drawn.append(args[-1]) or prune(*args)
+    monkeypatch.setattr(sampler.PromptHistory, "prune", draw)
     rules = {"prompt_rule": "pps", "prompt_prune_rate": 0.5, "completion_prune_rate": 0.5}
     measured = Measured(model, loss_type="dapo", rules=rules)
     trainer, lessons[:] = measured.trainer, []
@@ -288,6 +291,7 @@ def test_draws_and_lessons_of_a_run(model, exact_world, monkeypatch):
         matter |= estimate != pytest.approx(tokens.sum().item())
         measured.state = {"so_far": dict(trainer.so_far), "history": trainer.history}
     assert matter
+    assert drawn == [step for step, *_ in lessons] == [1, 2, 3, 4], "the ages of lessons"
     draws = [key for key in keys if key[1] in ("prompts", "completions")]
     assert len(draws) == len(set(draws)) == 8
 
