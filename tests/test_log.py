@@ -172,13 +172,14 @@ def test_shares_without_weights(steps):
     assert row["kept/tokens"] == pytest.approx(wanted.item())
 
 
-def test_pps_learns_sizes_without_its_own_draw(steps):
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_pps_learns_sizes_without_its_own_draw(steps, beta):
     """What the history learns of a group is its size in the full gradient. Catches squares with the
-    prompt's weight, from which pps would learn its own draw."""
-    trainer, _, _ = steps(count=6, reward=some_fail)
+    prompt's weight, from which pps would learn its own draw, and without the KL term."""
+    trainer, _, _ = steps(count=6, reward=some_fail, beta=beta)
     full, batch = trainer.full, trainer.full.batch
-    size = full.advantages.abs() * batch.energy.sqrt() / (batch.lengths * 8 * 6)
-    live = full.advantages != 0
+    size = (full.advantages.abs() + beta) * batch.energy.sqrt() / (batch.lengths * 8 * 6)
+    live = (full.advantages != 0) | (beta > 0)
     size = torch.where(live, size.clamp(min=0.03 * size[live].mean()), 0.0)
     _step, prompts, weights, _rewards, _advantages, square, tokens = trainer.taught
     assert torch.equal(prompts, batch.prompts)
