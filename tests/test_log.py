@@ -98,18 +98,19 @@ def test_samples_of_a_rank(steps):
     weights = torch.arange(2.0 * K * G).view(2, K, G) % 5
     updates = [train.Update(weight > 0, weight, None, 0.0) for weight in weights]
     prompt_weights = torch.arange(2.0, K + 2)
-    batch, chosen = full.batch, full.chosen._replace(weights=prompt_weights)
+    batch = replace(full.batch, rewards=torch.arange(1.0 * K * G).view(K, G))
+    chosen = full.chosen._replace(weights=prompt_weights)
     for mine in (torch.tensor([0, 2]), torch.tensor([1, 3])):  # as of two ranks
         texts = [batch.texts[k] for k in mine]
-        of_rank = replace(full, batch=replace(batch, mine=mine, texts=texts), chosen=chosen)
+        of_rank = replace(batch, mine=mine, texts=texts)
+        of_rank = replace(full, batch=of_rank, chosen=chosen, advantages=-batch.rewards)
         rows = metrics.samples(1, trainer.cfg, of_rank, updates, problems)
         for k, row in zip(mine, rows, strict=True):
             assert row["weight"] == prompt_weights[k] * weights[:, k, 0].mean()
             assert row["kept"]
             assert row["completion"] == batch.texts[k][0]
             assert row["prompt"] == problems[batch.prompts[k]].text
-            assert row["reward"] == batch.rewards[k, 0]
-            assert row["advantage"] == full.advantages[k, 0]
+            assert row["reward"] == -row["advantage"] == batch.rewards[k, 0]
     nothing = [train.Update(weight < 0, 0 * weight, None, 0.0) for weight in weights]
     assert not metrics.samples(1, trainer.cfg, full, nothing, problems)[0]["kept"]
 
