@@ -339,7 +339,7 @@ def _check_values(cfg: Config) -> None:
     for name in (
         "beta", "warmup", "grad_clip", "weight_decay", "eval_every", "save_every", "check_every",
     ):  # fmt: skip
-        require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0")
+        require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0 and finite")
     why = "--optimizer adamw, which has its own: give --optimizer sgd"
     require(cfg, "momentum", cfg.optimizer == "sgd" or not cfg.momentum, f"0 with {why}")
     good = 0 < cfg.eps_low < 1 or cfg.eps_low == dppo.LOSSES[cfg.loss].clip[0]  # cispo: 1

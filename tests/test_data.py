@@ -99,6 +99,7 @@ def test_the_last_twentieth_is_held_out(tmp_path):
     held_out = data.eval_problems(path, 300, of_training_file=True)
     assert [problem.text for problem in train + held_out] == [f"q{i}" for i in range(40)]
     assert len(held_out) == 2
+    assert data.eval_problems(path, 1, of_training_file=True) == held_out[:1]
     assert len(data.train_problems(path, hold_out=False)) == 40
     assert len(data.eval_problems(path, 3)) == 3
     with pytest.raises(InputError, match="too few"):
@@ -118,6 +119,9 @@ def test_embedded_splits():
     assert data.eval_problems("arithmetic", 5)[0].text == arithmetic.problem("heldout", 0)[0]
     mixed = data.train_problems("arithmetic-mixed", hold_out=True)
     assert {problem.source for problem in mixed} == {"trivial", "unsolved", "chain"}
+    held_out = data.eval_problems("arithmetic-mixed", 200)
+    assert {problem.source for problem in held_out} == {"trivial", "unsolved", "chain"}
+    assert not {problem.text for problem in held_out} & {problem.text for problem in mixed}
     with pytest.raises(InputError, match="evaluation only"):
         data.train_problems("arithmetic-longer", hold_out=True)
 
@@ -193,6 +197,9 @@ def test_prompts_that_do_not_fit_are_counted(capsys):
         data.encode_prompts(problems, arithmetic.make_tokenizer(), limit)[0]
     )
     assert (fitting(50), fitting(49)) == (3, 2), "50 tokens just fit"
+    problems.append(data.Problem("", "1", "file"))
+    assert fitting(50) == 3, "nothing predicts the first token after no prompt"
+    problems.pop()
     with pytest.raises(InputError, match="all 3 prompts are longer than 2 tokens"):
         data.encode_prompts(problems, arithmetic.make_tokenizer(), 2)
 
@@ -235,6 +242,9 @@ def test_arrays_and_parquet(tmp_path):
     (tmp_path / "b.json").write_text('[{"problem": "p", "answer": "1"},\n {"problem" "p"}]')
     with pytest.raises(InputError, match=r"b\.json is not JSON .* at line 2, column 13"):
         data.read_problems(str(tmp_path / "b.json"))
+    (tmp_path / "c.json").write_text('[{"problem": "p", "answer": "1"}, 7]')
+    with pytest.raises(InputError, match=r"c\.json, row 2 is not a JSON object but int"):
+        data.read_problems(str(tmp_path / "c.json"))
     (tmp_path / "b.parquet").write_text("no")
     with pytest.raises(InputError, match=r"b\.parquet cannot be read as parquet"):
         data.read_problems(str(tmp_path / "b.parquet"))
@@ -312,8 +322,9 @@ def test_golds_without_a_value_are_reported_and_dropped(tmp_path, capsys):
         data.eval_problems(write(tmp_path, {"problem": "p", "answer": ""}), 3)
 
 
-def test_the_given_reward_decides_which_golds_have_a_value(tmp_path):
-    """Fails if the default reward decides although another one is given."""
+def test_the_given_reward_decides_which_golds_have_a_value(tmp_path, capsys):
+    """Fails if the default reward decides although another one is given, or if the hint names a
+    list that another reward made."""
     golds = ["1", "", "x", "2"]
     path = write(tmp_path, *[{"problem": f"p{n}", "answer": g} for n, g in enumerate(golds)])
 
@@ -325,6 +336,9 @@ def test_the_given_reward_decides_which_golds_have_a_value(tmp_path):
         data.eval_problems(path, None, reward=reward),
     ):
         assert [problem.answer for problem in problems] == ["1", "", "2"]
+    assert "golds have no value\n" in capsys.readouterr().out, "eval.py would list other golds"
+    data.train_problems(path, hold_out=False, reward=data.reward_function(path))
+    assert "no value (python eval.py --check-golds --data" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the real problem files are not in the repository")

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,10 @@ def test_interval_is_over_problems():
     error = 1.96 * math.sqrt(0.25 * 0.75 / 200)
     assert low == pytest.approx(0.25 - error, abs=0.01)
     assert high == pytest.approx(0.25 + error, abs=0.01)
-    assert all(map(math.isnan, evaluation.bootstrap_interval(torch.full((2, 2), nan))))
+    unscorable = torch.full((50, 8), nan)
+    more = torch.cat([solved[:, None].expand(200, 8), unscorable])
+    assert evaluation.bootstrap_interval(more) == (low, high), "they are not wrong"
+    assert all(map(math.isnan, evaluation.bootstrap_interval(unscorable)))
 
 
 def test_batches_do_not_mix_up_golds(make_policy):
@@ -82,6 +86,7 @@ def test_pass_at_k_by_enumeration():
                 shares.append(sum(any(choice) for choice in choices) / len(choices))
         assert evaluation.pass_at_k(rewards, k) == pytest.approx(sum(shares) / len(shares))
     assert math.isnan(evaluation.pass_at_k(rewards, 6))
+    assert evaluation.pass_at_k(torch.tensor([[0.5, 1.0]]), 1) == 0.5, "half a point is not right"
 
 
 def test_majority():
@@ -99,6 +104,29 @@ def test_majority():
     assert evaluation.maj_at_k(rewards, answers) == pytest.approx((1 + 0.5 + 0) / 3)
     spellings = [["7", "7", "1000", "7.0"]]
     assert evaluation.maj_at_k(rewards[:1], spellings) == 1.0  # the first spelling's reward
+
+
+def test_figures_by_hand(capsys):
+    """Fails if a share or a mean is of problems instead of completions, if pass@k lacks k, or if
+    the table's average of two sets is their sum."""
+    rows = [
+        {
+            "rewards": [1.0, 0.0, None], "answers": ["7", "8", None], "lengths": [2, 3, 9],
+            "truncated": [False, False, True],
+        },
+        {
+            "rewards": [0.0, 0.0, 0.0], "answers": ["1", "2", "2"], "lengths": [9, 9, 4],
+            "truncated": [True, True, False],
+        },
+    ]  # fmt: skip
+    found = evaluation.figures(rows)
+    evaluation.print_table([found | {"data": "one"}, found | {"data": "two", "avg@3": 0.75}], k=3)
+    assert capsys.readouterr().out.split()[-2:] == ["average", "0.500"]
+    assert 0 <= found["ci95"][0] < found.pop("ci95")[1]
+    assert found == {
+        "problems": 2, "k": 3, "avg@3": 0.25, "pass@1": 0.25, "pass@2": 0.5, "pass@3": 0.0,
+        "maj@3": 0.25, "unscorable": 1, "truncated_share": 0.5, "mean_length": 6.0,
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -213,12 +241,47 @@ def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatc
     message = r"has temperature 1\.0, not 0\.5: use the same value, or another folder"
     with pytest.raises(InputError, match=message):
         go("part", temperature=0.5)
+    with pytest.raises(InputError, match="has seed 0, not 1"):
+        go("part", seed=1)
     texts = [json.loads(line)["problem"] for line in text.splitlines()]
     others = [Problem(text, "another gold", "other") for text in texts]
     monkeypatch.setattr(data, "eval_problems", lambda *args, **options: others)
     message = "has other problems or golds than arithmetic: use another --out-dir"
     with pytest.raises(InputError, match=message):
         go("part")
+
+
+def test_settings_of_a_folder(tmp_path):
+    """Fails if weights that were trained a little pass for the same, or other threads' rounding for
+    others."""
+    folder = str(tmp_path / "evals")
+    evaluation.open_folder(folder, {"weights": 2.5, "seed": 0})
+    evaluation.open_folder(folder, {"weights": 2.5 * (1 + 1e-12), "seed": 0})
+    for name, other in (("weights", 2.5 * (1 + 1e-6)), ("seed", 1)):
+        settings = {"weights": 2.5, "seed": 0} | {name: other}
+        with pytest.raises(InputError, match=f"--out-dir {folder} has {name} .*, not {other}"):
+            evaluation.open_folder(folder, settings)
+
+
+def test_seeds_and_rooms_of_sets(policy_folder, monkeypatch):
+    """Fails if two sets or two --seed share their draws, if --prompt ignores --seed, if a set gets
+    the room of another one, or if a batch has no room for the k completions of a problem."""
+    calls, sample = [], rollout.sample
+
+    def record(model, prompt_ids, sampling, *, seed, **options):
+        calls.append((sampling.max_new_tokens, seed))
+        return sample(model, prompt_ids, sampling, seed=seed, **options)
+
+    monkeypatch.setattr(rollout, "sample", record)
+    names = ("arithmetic", "arithmetic-longer")
+    for seed in (0, 1):
+        cfg = evaluation.EvalConfig(policy_folder, data=names, problems=1, seed=seed)
+        evaluation.main(replace(cfg, k=3, batch_size=2))
+        evaluation.main(replace(cfg, prompt="7+9+5?", max_new_tokens=2))
+    rooms, seeds = zip(*calls, strict=True)
+    assert rooms == (*map(data.max_new_tokens, names), 2) * 2
+    assert rooms[0] != rooms[1]
+    assert len(set(seeds)) == len(seeds) == 6
 
 
 def test_a_given_reward_is_used(policy_folder, tmp_path, monkeypatch):
@@ -234,16 +297,33 @@ def test_a_given_reward_is_used(policy_folder, tmp_path, monkeypatch):
     assert (row["problems"], row["avg@2"]) == (1, 0.5)
 
 
+def test_held_out_rows_that_fit(policy_folder, tmp_path, capsys):
+    """Fails if --held-out evaluates on training rows, or if a prompt has no room to be answered."""
+    path = tmp_path / "mine.jsonl"
+    rows = [{"problem": f"p{n}", "answer": "1"} for n in range(60)]
+    rows[-1]["problem"] = "x" * (512 - len(data.INSTRUCTION) - 4)  # of 512 places; two newlines
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"data": (str(path),), "held_out": True, "k": 1, "out_dir": str(tmp_path / "evals")}
+    for room, held_out in ((2, 3), (3, 2)):
+        cfg = evaluation.EvalConfig(policy_folder, max_new_tokens=room, **options)
+        (row,) = evaluation.main(replace(cfg, out_dir=f"{cfg.out_dir}{room}"))
+        assert row["problems"] == held_out
+    assert "dropped 1 of 3 prompts: longer than 509 tokens" in capsys.readouterr().out
+    stored = (tmp_path / "evals3" / "mine.jsonl").read_text().splitlines()
+    assert [json.loads(line)["problem"] for line in stored] == ["p57", "p58"]
+
+
 def test_paired_comparison(tmp_path, capsys):
     """The interval is that of the differences.
 
-    Catches two separate intervals, and pairs of different problems.
+    Catches two separate intervals, pairs of different problems, and a problem that is there twice
+    but counts once.
     """
     for folder, shift in (("old", 0), ("new", 1)):
         rows = [
             {
                 "index": n,
-                "problem": f"p{n}",
+                "problem": f"p{max(n, 2)}",  # the first three are the same
                 "gold": "1",
                 "rewards": [float(n % 10 < 5 + shift), float(n % 10 < 5)],
             }

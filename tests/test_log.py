@@ -2,6 +2,7 @@
 optimizer sees."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import config
 import metrics
 import train
 from runtime import InputError
+from update import Sums
 
 
 class Recorder(train.Trainer):
@@ -86,16 +88,78 @@ def test_deviation_of_scored_rewards():
     assert found[2].isnan()
 
 
-def test_weights_of_samples(steps):
-    """A sample's weight is its prompt's times its own. Catches one that is left out."""
-    trainer, _, samples = steps(count=6, reward=some_fail)
-    ((keep, weights),) = trainer.drawn
-    prompt_weights = trainer.full.chosen.weights
-    wanted = [(prompt_weights[k] * weights[k, 0]).item() for k in range(3)]
-    assert [row["weight"] for row in samples] == pytest.approx(wanted)
-    assert [row["kept"] for row in samples] == keep[:3, 0].tolist()
-    both = [weight > 0 and prompt_weights[k] != 1 for k, weight in enumerate(wanted)]
-    assert any(both)
+def test_samples_of_a_rank(steps):
+    """A sample's weight is its prompt's times the mean of its own over two epochs. Catches one that
+    is left out, a sample that only one epoch kept, and rows of another rank's prompts."""
+    trainer, _, samples = steps(count=1, reward=some_fail, epochs=2)
+    full, problems = trainer.full, trainer.train_set
+    updates = [train.Update(*found, None, 0.0) for found in trainer.drawn]
+    assert metrics.samples(1, trainer.cfg, full, updates, problems) == samples
+    K, G = full.advantages.shape
+    weights = torch.arange(2.0 * K * G).view(2, K, G) % 5
+    updates = [train.Update(weight > 0, weight, None, 0.0) for weight in weights]
+    prompt_weights = torch.arange(2.0, K + 2)
+    batch = replace(full.batch, rewards=torch.arange(1.0 * K * G).view(K, G))
+    chosen = full.chosen._replace(weights=prompt_weights)
+    for mine in (torch.tensor([0, 2]), torch.tensor([1, 3])):  # as of two ranks
+        texts = [batch.texts[k] for k in mine]
+        of_rank = replace(batch, mine=mine, texts=texts)
+        of_rank = replace(full, batch=of_rank, chosen=chosen, advantages=-batch.rewards)
+        rows = metrics.samples(1, trainer.cfg, of_rank, updates, problems)
+        for k, row in zip(mine, rows, strict=True):
+            assert row["weight"] == prompt_weights[k] * weights[:, k, 0].mean()
+            assert row["kept"]
+            assert row["completion"] == batch.texts[k][0]
+            assert row["prompt"] == problems[batch.prompts[k]].text
+            assert row["reward"] == -row["advantage"] == batch.rewards[k, 0]
+    nothing = [train.Update(weight < 0, 0 * weight, None, 0.0) for weight in weights]
+    assert not metrics.samples(1, trainer.cfg, full, nothing, problems)[0]["kept"]
+
+
+def test_unscorable_completions_are_left_out(steps):
+    """Fails if they lower the mean reward, or if a group without a score counts in it."""
+
+    def some(text, gold):
+        return None if int(gold) % 3 == 0 or text[:1] < "@" else float(text[:1] < "P")
+
+    trainer, row, _ = steps(count=1, reward=some, prompts_per_step=16, prompt_prune_rate=0)
+    rewards = trainer.full.batch.rewards
+    none, all_none = rewards.isnan().any(dim=1), rewards.isnan().all(dim=1)
+    assert 0 < all_none.sum() < none.sum()
+    assert row["reward"] == pytest.approx(rewards[~all_none].nanmean(dim=1).mean().item())
+    assert row["frac_reward_some_none"] == (none & ~all_none).double().mean()
+
+
+def test_effective_sample_size_is_of_live_completions(steps):
+    """Fails if it counts completions that are kept although their term is 0."""
+    rates = {"prompt_prune_rate": 0, "completion_prune_rate": 0}
+    trainer, row, _ = steps(count=1, method="grpo", reward=some_fail, **rates)
+    live = (trainer.full.advantages != 0).sum().item()
+    assert 0 < live < trainer.full.advantages.numel()
+    assert row["weight/ess"] == pytest.approx(live)
+
+
+def test_figures_of_the_first_update(steps):
+    """What compares sampler and trainer is of the first update only, and clipping is of all. Fails
+    if one is the other."""
+    trainer, _, _ = steps(count=1, importance_cap=2.0)
+    one, other = (Sums(*[value] * len(Sums._fields)) for value in (2.0, 5.0))
+    sums = (one, other._replace(completion_tokens=1.0))
+    updates = [train.Update(*trainer.drawn[0], found, 1.0) for found in sums]
+    row = metrics.row(trainer.cfg, trainer.full, updates, 0.1)
+    ratio, gap = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference/mean"
+    assert [row[name] for name in (f"{ratio}/mean", f"{ratio}/capped", gap)] == [1.0] * 3
+    assert row["clip_ratio/region_mean"] == pytest.approx(7 / 3)
+
+
+def test_an_epoch_is_of_all_candidates():
+    """Fails if the first note's epoch leaves out the prompts that --cppo-allocation adds."""
+    options = {"method": "cppo", "cppo_allocation": True, "completion_prune_rate": 0.5}
+    options |= {"prompt_rule": "dppo", "prompts_per_step": 4, "steps": 3, "device": "cpu"}
+    cfg = config.resolve(config.Config(**options))
+    text = metrics.first_lines(cfg, torch.nn.Linear(1, 1), 1, problems=64, held_out=0, step=1)
+    assert "8 x 16 completions a step" in text
+    assert "drops nothing in the first 8 steps, an epoch" in text
 
 
 def test_shares_without_weights(steps):
@@ -110,13 +174,14 @@ def test_shares_without_weights(steps):
     assert row["kept/tokens"] == pytest.approx(wanted.item())
 
 
-def test_pps_learns_sizes_without_its_own_draw(steps):
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_pps_learns_sizes_without_its_own_draw(steps, beta):
     """What the history learns of a group is its size in the full gradient. Catches squares with the
-    prompt's weight, from which pps would learn its own draw."""
-    trainer, _, _ = steps(count=6, reward=some_fail)
+    prompt's weight, from which pps would learn its own draw, and without the KL term."""
+    trainer, _, _ = steps(count=6, reward=some_fail, beta=beta)
     full, batch = trainer.full, trainer.full.batch
-    size = full.advantages.abs() * batch.energy.sqrt() / (batch.lengths * 8 * 6)
-    live = full.advantages != 0
+    size = (full.advantages.abs() + beta) * batch.energy.sqrt() / (batch.lengths * 8 * 6)
+    live = (full.advantages != 0) | (beta > 0)
     size = torch.where(live, size.clamp(min=0.03 * size[live].mean()), 0.0)
     _step, prompts, weights, _rewards, _advantages, square, tokens = trainer.taught
     assert torch.equal(prompts, batch.prompts)

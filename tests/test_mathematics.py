@@ -134,6 +134,8 @@ def test_presets(monkeypatch):
 
 
 def test_learning_rate_schedules():
+    """Fails if a schedule ends early or begins late, or if a run that ends within its warm-up
+    decays."""
     cfg = config.Config(steps=14, warmup=5, lr=2.0)
     factor = lambda step: config.learning_rate(cfg, step) / 2.0
 
@@ -147,6 +149,8 @@ def test_learning_rate_schedules():
     assert factor(10) == pytest.approx(0.5)
     assert 0 < factor(14) == pytest.approx((1 - math.cos(math.pi / 10)) / 2)
     assert factor(1) == pytest.approx(0.2), "warm-up only"
+    cfg.steps = 4
+    assert [factor(step) for step in range(1, 5)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
 
 
 def test_tracking(run, monkeypatch, tmp_path):

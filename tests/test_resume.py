@@ -185,10 +185,12 @@ BAD_INPUT = """
 --lr 0 | --lr 0.0: must be above 0
 --lr inf | --lr inf: must be above 0 and finite
 --grad-clip -1 | --grad-clip -1.0: must be at least 0
---grad-clip inf | --grad-clip inf: must be at least 0
+--grad-clip inf | --grad-clip inf: must be at least 0 and finite
 --momentum 0.9 | --momentum 0.9: must be 0 with --optimizer adamw, which has its own: give --opt
 --optimizer sgd --momentum 1 | --momentum 1.0: must be at least 0 and below 1
 --temperature 0 | --temperature 0.0: must be above 0
+--weight-decay inf | --weight-decay inf: must be at least 0 and finite
+--eps-high 0 | --eps-high 0.0: must be above 0
 --eps-low 1 | --eps-low 1.0: must be above 0 and below 1
 --save-every -5 | --save-every -5: must be at least 0
 --pack-window 0 | --pack-window 0: must be at least 1
@@ -197,7 +199,7 @@ BAD_INPUT = """
 --top-p 0.9 | unknown flag --top-p: training needs the distribution that was sampled
 --repetition_penalty=1.1 | unknown flag --repetition_penalty=1.1: training needs the distribution
 --engine fast | invalid choice 'fast' for argument '--engine'
---vllm-memory 1.5 | --vllm-memory 1.5: must be above 0 and below 1
+--vllm-memory 1 | --vllm-memory 1.0: must be above 0 and below 1
 --importance-cap 0.5 | --importance-cap 0.5: must be 0 (no correction) or at least 1
 --lr-schedule step | invalid choice 'step' for argument '--lr-schedule'
 --keep-checkpoints 0 | --keep-checkpoints 0: must be at least 1
@@ -220,6 +222,15 @@ def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, line)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("method", "largest"), [("grpo", 24), ("mopps", 3), ("greso", 12)])
+def test_just_enough_prompts(method, largest):
+    """Fails if a step that needs each of 24 prompts is refused, or one that needs more is not."""
+    cfg = config.resolve(config.Config(device="cpu", method=method, prompts_per_step=largest))
+    config.check_prompts(cfg, 24)
+    with pytest.raises(InputError, match=f"--prompts-per-step|--prompt-rule {method}"):
+        config.check_prompts(cfg, 23)
 
 
 def program(args):

@@ -438,6 +438,26 @@ def test_a_count_of_zero_tokens_is_not_known(start):
     assert trainer.prune_prompts(torch.arange(4), 3, dppo.generator_for(0)).kept.all()
 
 
+def test_unpruned_batches_divide_by_their_own_tokens(start):
+    """Fails if a mean over steps, which lags, takes the place of a count that is exact."""
+    trainer = start(method="grpo", loss="dapo", steps=1)
+    take_steps(trainer)
+    full = trainer.events[-1].full
+    full.num_tokens *= 100
+    trainer.learn(2, full)
+    assert torch.equal(trainer.full_batch(full.batch, full.chosen).factor, full.factor)
+
+
+def test_minibatches_are_by_place_in_the_window(start):
+    """Fails if they depend on which prompts were kept: here none of the second half."""
+    trainer = start(method="grpo", minibatches=2, steps=1)
+    take_steps(trainer)
+    full = trainer.events[-1].full
+    for places, wanted in (([0, 1, 1, 0], [0, 0, 0, 0]), ([3, 2, 2, 3], [1, 1, 1, 1])):
+        chosen = full.chosen._replace(position=torch.tensor(places))
+        assert trainer.full_batch(full.batch, chosen).minibatch.tolist() == wanted
+
+
 # ---------------------------------------------------------------------------- the running check
 
 

@@ -6,6 +6,7 @@ skipped.
 
 import importlib
 import json
+import math
 import re
 import signal
 from pathlib import Path
@@ -29,6 +30,8 @@ over_prompts = trl_toy.over_prompts
 
 NONE = {"completion_rule": "none"}
 ZERO = {"completion_rule": "zero"}
+PROMPTS = {"prompt_rule": "uniform"}
+NO_RATE = {"completion_prune_rate": 0.0}
 
 
 @pytest.fixture(scope="session")
@@ -217,6 +220,10 @@ def test_padding_on_the_left(tmp_path, exact_world, kind, narrowest):
     assert error(measured.gradients(), stock) < 1e-4
     widths = [x["prompt_ids"].shape[1] for x in measured.trainer.plan if x is not None]
     assert (min(widths), max(widths)) == (narrowest, 8)
+    measured = Measured(tmp_path / kind, **options, pad_to_multiple_of=5, rules=ZERO)
+    measured.gradients()
+    (rows, *_) = (x for x in measured.trainer.plan if x is not None)
+    assert (rows["prompt_ids"].shape[1], rows["completion_ids"].shape[1]) == (10, 10), "TRL's own"
 
 
 @pytest.mark.parametrize(
@@ -259,6 +266,9 @@ def test_draws_and_lessons_of_a_run(model, exact_world, monkeypatch):
     monkeypatch.setattr(dppo, "generator_for", record)
     teach = lambda *args: lessons.append(args[1:]) or update(*args)
     monkeypatch.setattr(sampler.PromptHistory, "update", teach)
+    prune, drawn = sampler.PromptHistory.prune, []
+    draw = lambda *args: drawn.append(args[-1]) or prune(*args)
+    monkeypatch.setattr(sampler.PromptHistory, "prune", draw)
     rules = {"prompt_rule": "pps", "prompt_prune_rate": 0.5, "completion_prune_rate": 0.5}
     measured = Measured(model, loss_type="dapo", rules=rules)
     trainer, lessons[:] = measured.trainer, []
@@ -267,6 +277,12 @@ def test_draws_and_lessons_of_a_run(model, exact_world, monkeypatch):
         measured.gradients()
         _step, prompts, weights, *_, tokens = lessons[-1]
         assert len(prompts) == (4 if batch == 0 else 2), "the first is whole, and counts"
+        kept = [x["place"][x["factor"] > 0] for x in trainer.plan if x is not None]
+        kept, cost = torch.cat(kept), trainer.batch.cost
+        share = cost.flatten()[kept].sum() / (weights[:, None] * cost).sum()  # of what is expected
+        figures = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+        assert figures["dppo/kept_completions"] == len(kept) / 16
+        assert figures["dppo/kept_tokens"] == pytest.approx(share.item())
         assert torch.equal(weights[:, None], trainer.prompt_weights)
         estimate = (weights * tokens).sum().item()
         mean = before or estimate
@@ -275,8 +291,101 @@ def test_draws_and_lessons_of_a_run(model, exact_world, monkeypatch):
         matter |= estimate != pytest.approx(tokens.sum().item())
         measured.state = {"so_far": dict(trainer.so_far), "history": trainer.history}
     assert matter
+    assert drawn == [step for step, *_ in lessons] == [1, 2, 3, 4], "the ages of lessons"
     draws = [key for key in keys if key[1] in ("prompts", "completions")]
     assert len(draws) == len(set(draws)) == 8
+
+
+@pytest.mark.parametrize("loss", dppo_trl.LOSSES)
+def test_what_the_rules_see(model, loss):
+    """Fails if sizes are not of the loss's own scale, the KL term and the sampler's log-probs, or
+    if a reward has not TRL's weights; a NaN of vLLM's is no surprise, None alone is no reward."""
+    trainer = make_trainer(model, loss_type=loss, beta=0.1, rules={"completion_rule": "pps"})
+    trainer.reward_weights = torch.tensor([2.0, 1.0])
+    nan = torch.nan
+    trainer.rewards = torch.tensor([[1.0, nan], [nan, nan], [0, 3], [1, 1]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    logprobs = torch.full((4, 4), -1.0)
+    logprobs[2, 0] = nan
+    rows = {
+        "prompt_mask": torch.ones(4, 2), "completion_mask": mask,
+        "advantages": torch.tensor([1.0, -1, 0, 1]), "sampling_per_token_logps": logprobs,
+        "old_per_token_logps": torch.full((4, 4), -9.0),
+    }  # fmt: skip
+    trainer.gather(rows, None, None)
+    per_token = 2 * (1 - math.exp(-1)) ** 2
+    own_length = torch.tensor([[4, 2, 4]]) if loss in ("grpo", "sapo") else 1
+    wanted = torch.tensor([[1.1, 1.1, 0.1]]) * (per_token * torch.tensor([[4, 2, 3]])).sqrt()
+    assert torch.allclose(trainer.batch.size[:, :3], (wanted / own_length).double())
+    assert trainer.batch.size[0, 3] == 0
+    assert trainer.batch.cost.tolist() == [[6, 4, 6, 2]]
+    torch.testing.assert_close(
+        trainer.batch.rewards, torch.tensor([[2, nan, 3, 3]]), equal_nan=True, check_dtype=False
+    )
+
+
+def test_lessons_of_two_prompts_of_four(model):
+    """Fails if the logged reward is not of all candidates, or if the next batch divides by a count
+    of zero tokens, which is not known: it must be whole, too."""
+    trainer = make_trainer(model, loss_type="dapo", rules=PROMPTS)
+    mask = torch.ones(8, 3)
+    rows = {"prompt_mask": mask, "completion_mask": 0 * mask, "advantages": mask[:, 0]}
+    rows["place"] = torch.arange(8)
+    trainer.rewards = torch.tensor([[1.0]] * 4 + [[0.5]] * 4)
+    trainer.so_far["batches"] = 1
+    trainer.gather(rows, torch.tensor([0, 2]), torch.tensor([1.0, 3.0]).double())
+    assert trainer._metrics["train"]["dppo/reward"] == [pytest.approx((1 * 1.0 + 3 * 0.5) / 4)]
+    assert trainer.so_far["mean_tokens"] is None
+
+
+def test_micro_batches_without_tokens(model, exact_world):
+    """Fails if a micro-batch whose completions are all masked has an infinite factor, which today's
+    TRL never multiplies by, or no column."""
+    options = {
+        "loss_type": "bnpo", "mask_truncated_completions": True, "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 16,
+    }  # fmt: skip
+    stock = Measured(model, trl.GRPOTrainer, **options).gradients()
+    measured = Measured(model, **options, rules={"completion_rule": "uniform", **NO_RATE})
+    assert error(measured.gradients(), stock) < 1e-12
+    plan = measured.trainer.plan
+    assert min(x["completion_mask"].sum() for x in plan) == 0, "else nothing was masked"
+    assert all(x["factor"].isfinite().all() for x in plan)
+
+
+def test_a_window_that_keeps_nothing(model, exact_world):
+    """Fails if it runs no forward, for which other ranks would wait, or one without rows."""
+    measured = Measured(model, beta=0.0, prompts=["f"] * 4, rules=ZERO)
+    assert not measured.gradients().any()
+    plan = measured.trainer.plan
+    assert [None if x is None else x["factor"].tolist() for x in plan] == [None] * 3 + [[0.0]]
+
+
+def test_effective_sample_size_is_of_live_rows(model, exact_world):
+    """Fails if it counts completions that are kept although their term is 0."""
+    measured = Measured(model, beta=0.0, rules={"completion_rule": "uniform", **NO_RATE})
+    measured.gradients()
+    live = (measured.trainer.batch.size > 0).sum().item()
+    assert 0 < live < 16
+    found = measured.trainer._metrics["train"]["dppo/effective_sample_size"][-1]
+    assert found == pytest.approx(live)
+
+
+def test_at_least_one_prompt_at_once(model, exact_world):
+    """Fails if a high rate leaves none, or if a loss that needs no count waits for one."""
+    rules = {"prompt_rule": "uniform", "prompt_prune_rate": 0.99}
+    measured = Measured(model, loss_type="grpo", rules=rules)
+    measured.gradients()
+    assert measured.trainer.prompt_weights.tolist() == [[4.0]]
+
+
+def test_sources_are_strata(model, monkeypatch):
+    """Fails if the data set's `source` column does not reach the prompt history."""
+    from_dict, sources = trl_toy.Dataset.from_dict, ["one", "one", "two", "one"]
+    more = lambda columns: from_dict(columns | {"source": sources})
+    monkeypatch.setattr(trl_toy.Dataset, "from_dict", more)
+    kind = make_trainer(model, rules=PROMPTS).history.kind // sampler.LENGTHS
+    assert kind.tolist() == [0, 0, 1, 0]
 
 
 def test_padding_is_not_a_surprise(model, exact_world):
@@ -324,6 +433,22 @@ def test_killed_and_resumed(model, tmp_path):
         trl_toy.train(model, broken, 0, True, prompts=trl_toy.MANY[:-1])
 
 
+def test_other_runs_are_resumed(model, tmp_path, monkeypatch):
+    """Fails if a run of GRPOTrainer, which has no dppo.pt, or one whose prompts were not pruned
+    cannot go on with pruned prompts, or if every rank writes the file."""
+    trainer = make_trainer(model, rules=PROMPTS, output_dir=str(tmp_path))
+    trainer._load_optimizer_and_scheduler(str(tmp_path))
+    assert trainer.so_far["draws"] == 0
+    torch.save({"so_far": trainer.so_far | {"draws": 7}}, tmp_path / "dppo.pt")
+    trainer._load_optimizer_and_scheduler(str(tmp_path))
+    assert trainer.so_far["draws"] == 7
+    monkeypatch.setattr(trl.GRPOTrainer, "_save_checkpoint", lambda *args: None)
+    for writes in (False, True):
+        monkeypatch.setattr(type(trainer.args), "should_save", writes)
+        trainer._save_checkpoint(trainer.model, None)
+        assert (tmp_path / "checkpoint-0" / "dppo.pt").exists() == writes
+
+
 def test_the_page(policy_folder, monkeypatch, tmp_path):
     """Two small steps of the program in docs/trl.md. Catches a program that no longer runs."""
     page = Path(trl_toy.__file__).parents[1] / "docs" / "trl.md"
@@ -348,9 +473,6 @@ def test_evaluation_is_grpos(model, exact_world):
     assert len(rows["completion_ids"]) == 4
     assert "factor" not in rows
     assert trainer.so_far["draws"] == trainer.so_far["batches"] == 0
-
-
-PROMPTS = {"prompt_rule": "uniform"}
 
 
 @pytest.mark.parametrize(
@@ -393,3 +515,32 @@ def test_unknown_losses_are_refused(model, monkeypatch):
     with pytest.raises(RuleError, match=r"trl 1\.17\.0: .*pip install 'trl==1\.16\.\*'"):
         make_trainer(model)
     make_trainer(model, rules=NONE)
+
+
+def test_trainers_are_refused(model, monkeypatch):
+    """Fails if a router's loss, environments, or ranks among which no group can be divided pass."""
+    trainer = make_trainer(model, rules={"prompt_rule": "dppo"})
+    trainer.check()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "aux_loss_enabled", True)
+        with pytest.raises(RuleError, match=r"router_aux_loss_coef: .*set it to 0\.0"):
+            trainer.check()
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "environment_factories", [object])
+        with pytest.raises(RuleError, match="no environment_factory"):
+            trainer.check()
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 3)
+    with pytest.raises(RuleError, match="3 processes must divide num_generations=4; or choose"):
+        trainer.check()
+    trainer.prompt_rule = "pps"
+    trainer.check()
+
+
+def test_images_are_refused(model, monkeypatch):
+    """Fails if rows with images are pruned, whose pixels are not one row each."""
+    images = lambda *args: {"num_images": [1]}
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate_and_score_completions", images)
+    trainer = make_trainer(model)
+    trainer.model.train()
+    with pytest.raises(RuleError, match=r"images: .*set both rules to 'none'"):
+        trainer._generate_and_score_completions([{"prompt": "a"}])
