@@ -34,7 +34,7 @@ import rollout
 import run
 import sampler
 from config import Config
-from runtime import InputError, ranks
+from runtime import InputError, deal, ranks
 from runtime.clock import Timer
 from runtime.stop import Stop
 from runtime.threads import Threads
@@ -57,6 +57,7 @@ class Batch:
     truncated: torch.Tensor
     entropy: torch.Tensor  # nats, summed over a completion's tokens
     energy: torch.Tensor  # |onehot - softmax|^2 of the logits, summed likewise; sizes its gradient
+    rank: torch.Tensor  # that sampled it
     computed: float  # tokens that the model computed to sample these; see Rollouts
 
 
@@ -149,11 +150,12 @@ class Trainer:
         with self.timer.measure("train"):
             learning_rate = config.learning_rate(self.cfg, step)
             self.optimizer.param_groups[0]["lr"] = learning_rate
-            old_logprobs = self.old_logprobs(batch)
-            for minibatch in [*range(self.cfg.minibatches)] * self.cfg.epochs:
-                # --- DPPO, after reward: drop completions, weight the rest by 1 / P(kept)
-                keep, weights = self.prune_completions(full, minibatch, generator)  # [K, G]
-                # ---
+            minibatches = [*range(self.cfg.minibatches)] * self.cfg.epochs
+            # --- DPPO, after reward: drop completions, weight the rest by 1 / P(kept)
+            draws = [self.prune_completions(full, number, generator) for number in minibatches]
+            # ---
+            old_logprobs = self.old_logprobs(batch, draws)
+            for keep, weights in draws:  # [K, G]
                 updates.append(self.update(step, full, keep, weights, old_logprobs))
             self.learn(step, full)
         times = self.timer.seconds | {"step_time": self.timer.now() - started}
@@ -189,6 +191,7 @@ class Trainer:
             own = [keys[k] for k in mine]
             rollouts, texts, scores = self.stop.run(self._sample_and_score, own, seed)
         columns = [scores, *(getattr(rollouts, name) for name in STATISTICS)]  # of this rank
+        columns.append(torch.full_like(scores, self.rank))
         shape = (len(prompts), self.cfg.group_size, len(columns))
         table = torch.zeros(shape, dtype=torch.float64)  # [K, G, columns]
         table[mine] = torch.stack([column.double() for column in columns], dim=-1)
@@ -250,11 +253,17 @@ class Trainer:
     def backward(self, full, keep, weights, old_logprobs=None) -> Sums:
         """The gradient of what is kept, summed over packs and ranks, in .grad."""
         self.optimizer.zero_grad()
-        mine = full.batch.mine
-        rows = (full.advantages[mine], (full.factor * weights)[mine], keep[mine])  # of this rank
+        batch, rollouts = full.batch, full.batch.rollouts
+        rows = (full.advantages, full.factor * weights, keep)  # [K, G] each
+        if self.world > 1:  # each rank gets its share of what all of them have kept
+            prompt_ids = [self.train_ids[index] for index in batch.prompts.tolist()]
+            width = (self.cfg.share_prompts, self.model.config.hidden_size)
+            where = (batch.rank, keep, batch.lengths, prompt_ids, *width)
+            rollouts, places, old_logprobs = deal.exchange(rollouts, *where, old_logprobs)
+            rows = [table.flatten()[places, None] for table in rows]  # [n, 1] each
         options = {"cfg": self.cfg, "old_logprobs": old_logprobs, "reference": self.reference}
         sums = self.stop.run(
-            accumulate_gradients, self.model, full.batch.rollouts, *rows, **options,
+            accumulate_gradients, self.model, rollouts, *rows, **options,
             show_progress=self.show_progress, collective=self.cfg.shard == "fsdp",
         )  # fmt: skip
         ranks.sum_gradients(self.model)
@@ -273,12 +282,14 @@ class Trainer:
         self.optimizer.step()
         return Update(keep, weights, sums, grad_norm)
 
-    def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        """The trainer's log-probs before the step's first update, if a later one needs them."""
+    def old_logprobs(self, batch: Batch, draws: list) -> torch.Tensor | None:
+        """The trainer's log-probs before the step's first update of what any draw has kept, if a
+        later update needs them; on the rank that sampled it, [., G, T]."""
         cfg = self.cfg
-        if not cfg.importance_cap or cfg.epochs * cfg.minibatches == 1:
+        if not cfg.importance_cap or len(draws) == 1:
             return None
-        args = (trainer_logprobs, self.model, batch.rollouts, cfg)
+        kept = torch.stack([keep for keep, _ in draws]).any(dim=0)[batch.mine]
+        args = (trainer_logprobs, self.model, batch.rollouts, cfg, kept)
         return self.stop.run(*args, collective=cfg.shard == "fsdp")
 
     def group_squares(self, full: FullBatch) -> torch.Tensor:

@@ -41,7 +41,7 @@ def accumulate_gradients(
 ) -> Sums:  # fmt: skip
     """Add the gradient of every kept sequence of this rank to .grad; returns this rank's sums.
 
-    advantages, factor and keep are [K, G], this rank's rows. The loss of each token is multiplied
+    advantages, factor and keep are [K, G], of these rollouts. The loss of each token is multiplied
     by its sequence's factor, which is weight over denominator, and by nothing that depends on the
     pack, so any layout gives the same gradient. With cfg.beta, `reference` is the frozen model of
     the KL term.
@@ -105,10 +105,12 @@ def importance_ratio(log_ratio, pack, level: str):
 
 
 @torch.no_grad()
-def trainer_logprobs(model, rollouts, cfg) -> torch.Tensor:
-    """The sampled tokens' log-probs [K, G, T] in the trainer's arithmetic; 0 past the end."""
+def trainer_logprobs(model, rollouts, cfg, keep=None) -> torch.Tensor:
+    """The sampled tokens' log-probs [K, G, T] in the trainer's arithmetic; 0 past the end, and of
+    completions that are not in keep [K, G]."""
     found, order = [], []
-    for pack, index in _packs(rollouts, torch.ones_like(rollouts.truncated), cfg, model.device):
+    keep = torch.ones_like(rollouts.truncated) if keep is None else keep
+    for pack, index in _packs(rollouts, keep, cfg, model.device):
         found.append(_logprobs(model, pack, cfg)[0])
         order.append(index)
     table = rollouts.logprobs.new_zeros(rollouts.logprobs.shape)
@@ -141,7 +143,7 @@ def _packs(rollouts, keep, cfg, device, show_progress=False):
     totals = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in pairs]
     shared = ()
     if cfg.share_prompts:
-        shared = ([row // G for row in kept], [len(prompt) for prompt in prompts])
+        shared = ([id(prompt) for prompt in prompts], [len(prompt) for prompt in prompts])
     packs = packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window, *shared)
     if cfg.shard == "fsdp":
         most = ranks.all_reduce(torch.tensor(len(packs)), ranks.MAX).item()

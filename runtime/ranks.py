@@ -101,6 +101,16 @@ def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
     return tensor
 
 
+def all_to_all(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    """Rows [sum(received), C] in the order of the ranks that they come from, for rows [sum(sent),
+    C] in the order of the ranks that they go to. All ranks call."""
+    if dist.get_backend() == "nccl" and rows.device.type == "cpu":
+        return all_to_all(rows.cuda(), sent, received).cpu()
+    found = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(found, rows.contiguous(), received, sent)
+    return found
+
+
 def sum_gradients(model) -> None:
     """Sum all gradients over ranks in one all-reduce; FSDP has already summed sharded ones.
 

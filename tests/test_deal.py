@@ -1,0 +1,102 @@
+"""What is kept is dealt to the ranks: evenly, all of it once, and with its own log-probs."""
+
+import statistics
+
+import pytest
+import torch
+from toy import in_processes
+
+from bench.deal import tokens
+from rollout import Rollouts
+from runtime import deal, ranks
+
+
+def test_pieces_by_hand():
+    """Largest first, each to the rank with the least work; d is so large that only tokens count.
+
+    Fails if small pieces come first, if a tie goes to a later rank, or if equal groups are parted
+    although they are small."""
+    alone = lambda completions, world: deal.deal(
+        [*range(len(completions))], [0] * len(completions), completions, world, False, 10**9
+    )
+    assert alone([2, 3, 7, 2], 2) == [1, 1, 0, 1]
+    assert alone([5, 5, 5], 3) == [0, 1, 2]
+    assert alone([], 2) == []
+    groups = [0, 0, 1, 1, *range(2, 34)]
+    together = deal.deal(groups, [9] * 36, [1, 1, 1, 1, *[10] * 32], 2, True, 10**9)
+    assert together[0] == together[1]
+    assert together[2] == together[3]
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("world", [2, 8, 64])
+def test_work_is_even(world, share):
+    """Ragged sequences of 100 groups. Fails if a rank gets more than the mean and one piece, or if
+    sharing parts groups so much that more is forwarded than without it."""
+    draw = torch.Generator().manual_seed(world)
+    groups = torch.arange(100).repeat_interleave(torch.randint(1, 9, (100,), generator=draw))
+    prompts = torch.randint(5, 40, (100,), generator=draw)[groups]
+    lengths = torch.randint(1, 60, groups.shape, generator=draw)
+    args = (groups.tolist(), prompts.tolist(), lengths.tolist())
+    dealt = deal.deal(*args, world, share, 10**9)
+    found = tokens(*args, dealt, world, share)
+    largest = int((prompts + lengths).max())
+    assert max(found) <= statistics.mean(found) + largest
+    assert sum(found) <= sum(tokens(*args, dealt, world, False))
+    if share and world == 2:
+        whole = tokens(*args, [0] * len(groups), 1, True)
+        assert sum(found) < 1.05 * sum(whole)
+
+
+def test_long_sequences_cost_more_than_their_tokens():
+    """At width 50 attention makes the sequence of 1,000 tokens the largest load to the end. Fails
+    if only tokens count."""
+    dealt = lambda d: deal.deal([0, 1, 2, 3], [0] * 4, [1000, 700, 400, 200], 2, False, d)
+    assert dealt(10**9) == [0, 1, 1, 0]
+    assert dealt(50) == [0, 1, 1, 1]
+
+
+def exchanged(with_old):
+    """On each rank: groups 0, 1, .. are sampled by turns, and the table of what comes back."""
+    rank, world = ranks.start("cpu")
+    K, G, T = 5, 4, 6
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, T + 1, (K, G), generator=draw)
+    keep = torch.rand(K, G, generator=draw) < 0.6
+    keep[1] = False
+    prompt_ids = [[100 + k] * (k + 1) for k in range(K)]
+    mine = torch.arange(K)[rank::world]
+    # a token's id says whose it is; its log-probs follow from it
+    ids = torch.arange(K * G * T).view(K, G, T)
+    inside = torch.arange(T) < lengths[..., None]
+    own = ids[mine]
+    rollouts = Rollouts(
+        [prompt_ids[k] for k in mine.tolist()], own, (-own / 1000.0) * inside[mine],
+        torch.zeros(own.shape[:2]), torch.zeros(own.shape[:2]), lengths[mine],
+        torch.zeros(own.shape[:2], dtype=torch.bool),
+    )  # fmt: skip
+    sampled_by = (torch.arange(K) % world)[:, None].expand(K, G)
+    old = 2 * rollouts.logprobs if with_old else None
+    dealt, places, before = deal.exchange(
+        rollouts, sampled_by, keep, lengths, prompt_ids, True, 64, old
+    )
+    assert torch.equal(dealt.lengths[:, 0], lengths.flatten()[places])
+    assert dealt.prompt_ids == [prompt_ids[place // G] for place in places.tolist()]
+    assert places.tolist() == sorted(places.tolist())
+    inside = torch.arange(T) < dealt.lengths[:, :, None]  # [n, 1, T]
+    expected = ids.flatten(0, 1)[places][:, None]
+    assert torch.equal(dealt.completion_ids[inside], expected[inside])
+    torch.testing.assert_close(dealt.logprobs, -expected / 1000.0 * inside)
+    assert (before is None) == (not with_old)
+    if with_old:
+        assert torch.equal(before, 2 * dealt.logprobs)
+    print(places.tolist(), keep.flatten().nonzero()[:, 0].tolist(), sep=";")
+
+
+@pytest.mark.parametrize(("world", "with_old"), [(2, True), (3, False), (6, True)])
+def test_sequences_arrive_whole_and_once(world, with_old):
+    """On 2, 3 and 6 ranks, of which the last one has sampled nothing. Fails if a sequence is lost,
+    comes twice, or comes with another's tokens or log-probs."""
+    printed = [line.split(";") for line in in_processes(world, exchanged, with_old)]
+    got = sorted(place for places, _ in printed for place in eval(places))
+    assert got == eval(printed[0][1])
