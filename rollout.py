@@ -21,11 +21,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import dppo
-from runtime import categorical, decoding
+from runtime import categorical, compared, decoding
 from runtime.device import CHECK_EVERY, send
 
 
@@ -203,22 +202,9 @@ def _compact(model, prompt_ids, group_size, record, progress):
     completion has a row of its own from the start."""
     T, device = record.sampling.max_new_tokens, model.device
     every = CHECK_EVERY[device.type]
-    prompts, mask = decoding.pad_left(prompt_ids, device)  # [K, W]
-    K, W = mask.shape
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    cache = decoding.growing_cache()
-    inputs = {"position_ids": positions, "past_key_values": cache}
-    # transformers takes a mask of four dimensions as it is. Padding attends to itself, because
-    # kernels differ in what a query without keys gets.
-    ragged = len(set(map(len, prompt_ids))) > 1
-    visible = mask.bool()[:, None, None].expand(K, 1, W, W).tril()
-    visible = visible | torch.eye(W, dtype=torch.bool, device=device)
-    inputs["attention_mask"] = visible if ragged else None
-    logits = model(prompts, **inputs, logits_to_keep=1).logits[:, -1]  # [K, V]
-    positions = positions[:, -1:]
-    # Attention takes a mask as it is if it has the queries' dtype, and rows of whole 16 bytes.
-    bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
-    bias = F.pad(bias, (0, T + -(W + T) % 8))[:, None, None]  # [K, 1, 1, W + T or more]
+    logits, prompts, positions, bias, cache = decoding.prefill(model, prompt_ids, T)
+    W, ragged = prompts.shape[1], decoding.is_ragged(prompt_ids)
+    decode = compared.decoder(model, W + T)
     active = torch.arange(len(record.ids), device=device)  # the completions that go on, [n]
     row_of = active // group_size  # the batch's row of each of them; None: a row of its own
     if every > 1 or group_size == 1:
@@ -250,6 +236,5 @@ def _compact(model, prompt_ids, group_size, record, progress):
                     layer.keep(len(text), copied_to, copied_from, most=live)
                 active, token = active[going], token[text]
                 prompts, positions, bias = (x[source] for x in (prompts, positions, bias))
-        inputs["attention_mask"] = bias[..., : W + step + 1] if ragged else None
-        inputs["position_ids"] = positions + step + 1
-        logits = model(token, **inputs).logits[:, -1]  # [R, V]
+        visible = bias[..., : W + step + 1] if ragged else None
+        logits = decode(token, positions + step + 1, cache, visible)  # [R, V]
