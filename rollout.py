@@ -96,7 +96,7 @@ def sample(
         uniform.uniform_(generator=dppo.generator_for(seed, key))
     with progress, torch.no_grad(), decoding.plain_generation(model):
         ids = torch.full((K, G, T), sampling.pad_id)
-        statistics, computed = torch.zeros(3, K, G, T), 0  # log-prob, entropy, energy
+        statistics, computed = torch.zeros(3, K, G, T), 0
         order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
         step = max(1, sampling.batch_size // G)
         for batch in (order[start : start + step] for start in range(0, K, step)):
@@ -114,8 +114,11 @@ def _finish(prompt_ids, ids, statistics, computed, sampling) -> Rollouts:
     ended = ends.any(dim=-1)  # [K, G]
     lengths = torch.where(ended, ends.int().argmax(dim=-1) + 1, ids.shape[-1])
     inside = torch.arange(ids.shape[-1]) < lengths[..., None]  # [K, G, T]
-    logprobs, entropy, energy = torch.where(inside, statistics, 0.0)
-    totals = (entropy.sum(-1), energy.sum(-1), lengths, ~ended, computed)
+    logprobs, others, spread = torch.where(inside, statistics, 0.0)
+    entropy = -(others + logprobs.exp() * logprobs).sum(dim=-1)
+    # (1 - p)^2 + sum of the others' p^2, which does not cancel for p near 1
+    energy = (torch.expm1(logprobs).square() + spread.square()).sum(dim=-1)
+    totals = (entropy, energy, lengths, ~ended, computed)
     return Rollouts(prompt_ids, ids, logprobs, *totals)
 
 
@@ -133,7 +136,9 @@ class _Record:
         self.eos = torch.tensor(sampling.eos_ids, device=device)
         self.uniforms = send(uniforms, device)  # [B, T]
         self.ids = torch.full(shape, sampling.pad_id, device=device)  # [B, T]
-        self.statistics = torch.zeros(3, *shape, device=device)  # log-prob, entropy, energy
+        # log-probs, and of the tokens not drawn the sum of p log p and the root of that of p^2
+        self.statistics = torch.zeros(3, *shape, device=device)
+        self.recent = []  # [3, n] of each token since the last check
         self.warpers = decoding.warpers(sampling)
 
     def distribution(self, sequences, logits):
@@ -142,7 +147,9 @@ class _Record:
         logits = logits[:, : self.vocab_size]
         if self.warpers:
             logits = self.warpers(sequences, logits.to(dtype))
-        return torch.log_softmax(logits, dim=-1, dtype=dtype)
+        scores = torch.log_softmax(logits, dim=-1, dtype=dtype)
+        # Finite, so that 0 * log 0 is 0 for the tokens that top-k and top-p leave out.
+        return scores.clamp_(min=torch.finfo(dtype).min) if self.warpers else scores
 
     def draw(self, active, row_of, step: int, scores):
         """Draw token `step` of completions `active` [n] from log-probs [R, V]: completion i from
@@ -168,20 +175,25 @@ class _Record:
 
     def take(self, active, step: int, scores, probs, token, text_of=slice(None)):
         """Record token [C, 1] as token `step` of completions `active`, or token[text_of] if several
-        have the same text. Overwrites probs [C, V]."""
+        have the same text. Overwrites probs [C, V], of scores [C, V]."""
         logprob = scores.gather(1, token)[:, 0]  # [C]
         probs.scatter_(1, token, 0.0)  # the others'
-        # (1 - p)^2 + sum of the others' p^2, which does not cancel for p near 1.
-        energy = torch.expm1(logprob).square() + torch.linalg.vector_norm(probs, dim=1).square()
-        others = torch.nansum(probs.mul_(scores), dim=1)  # top-k and top-p leave 0 * -inf
-        entropy = -(others + logprob.exp() * logprob)
+        others = (probs[:, None] @ scores[..., None]).flatten()  # the sum of p log p
+        spread = torch.linalg.vector_norm(probs, dim=1)
         self.ids[active, step] = token[text_of, 0]
-        statistics = torch.stack([logprob, entropy, energy]).float()  # [3, C]
-        self.statistics[:, active, step] = statistics[:, text_of]
+        statistics = torch.stack([logprob, others, spread]).float()  # [3, C]
+        self.recent.append(statistics[:, text_of])
+
+    def keep_recent(self, active, start: int):
+        """Keep the statistics of the last tokens, from token `start`, of completions `active`."""
+        stop = start + len(self.recent)
+        self.statistics[:, active, start:stop] = torch.stack(self.recent, dim=2)
+        self.recent.clear()
 
     def ended(self, active, start: int, stop: int):
         """Which of `active` drew an end token from `start` to `stop`, [n] on the CPU, for which the
         host waits. FloatingPointError if the model's logits were not finite."""
+        self.keep_recent(active, start)
         ends = torch.isin(self.ids[active, start:stop], self.eos).any(dim=1)
         finite = self.statistics[0, active, start:stop].isfinite().all(dim=1)
         ends, finite = torch.stack([ends, finite]).cpu()
@@ -237,4 +249,4 @@ def _compact(model, prompt_ids, group_size, record, progress):
                 active, token = active[going], token[text]
                 prompts, positions, bias = (x[source] for x in (prompts, positions, bias))
         visible = bias[..., : W + step + 1] if ragged else None
-        logits = decode(token, positions + step + 1, cache, visible)  # [R, V]
+        logits = decode(token, positions, step + 1, cache, visible)  # [R, V]

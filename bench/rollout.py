@@ -112,8 +112,8 @@ def measure(model, policy, prompts, sampling, cfg, seed: int) -> dict:
     def by_transformers(_model, args, inputs, _output):
         count(args[0] if args else inputs["input_ids"], inputs["past_key_values"])
 
-    def by_decoder(decoder, token, positions, cache, bias=None):
-        logits = decode(decoder, token, positions, cache, bias)
+    def by_decoder(decoder, token, positions, step, cache, bias=None):
+        logits = decode(decoder, token, positions, step, cache, bias)
         count(token, cache)
         return logits
 

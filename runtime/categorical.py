@@ -19,7 +19,12 @@ def draw(probs, uniform, row=None):
     Each block's sum is rounded to probs' type, and its tokens share exactly what it got. So every
     token's probability is as exact as its entry."""
     V = probs.shape[1]
-    size = min(BLOCK, V)
+    if V <= BLOCK:
+        ends = probs.cumsum(dim=1, dtype=torch.float64)
+        ends = ends if row is None else ends[row]  # [B, V]
+        place = torch.searchsorted(ends, uniform * ends[:, -1:], right=True)
+        return place.clamp(max=V - 1)  # for NaN: an index all the same
+    size = BLOCK
     whole = V // size * size
     sums = probs[:, :whole].unflatten(1, (-1, size)).sum(dim=2)
     sums = torch.cat([sums, probs[:, whole:].sum(dim=1, keepdim=True)], dim=1).double()
@@ -33,7 +38,7 @@ def draw(probs, uniform, row=None):
     inside = probs.gather(1, real) if row is None else probs[row[:, None], real]
     inside = inside.double().masked_fill(columns >= V, 0.0).cumsum(dim=1)
     token = columns.gather(1, _place(inside, share * inside[:, -1:]))
-    return token.clamp(max=V - 1)  # for NaN: an index all the same
+    return token.clamp(max=V - 1)
 
 
 def _place(ends, point):

@@ -17,8 +17,8 @@ LENGTH = 11  # tokens that are compared: a prompt of 8, then 3
 
 
 def decoder(model, length: int):
-    """decode(token, positions, cache, bias) for the first `length` positions, see lean.Decoder; by
-    transformers unless `compare` has found that the model needs it not."""
+    """decode(token, positions, step, cache, bias) for the first `length` positions: a lean.Decoder
+    if `compare` has accepted the model, else transformers."""
     needs = getattr(model, "needs_transformers", "it was not compared")
     return _transformers(model) if needs else Decoder(model, length)
 
@@ -65,7 +65,7 @@ def _unfit(model) -> str:
 @torch.no_grad()
 def logits(model, decode=None) -> torch.Tensor:
     """Logits [3, 4, V] of three tokens after prompts of 3 and 8 tokens, all random, by transformers
-    or by another decode(token, positions, cache, bias)."""
+    or by another decode(token, positions, step, cache, bias)."""
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (4, LENGTH), generator=draw)
     prompts = [row[:width].tolist() for row, width in zip(ids, (3, 8, 8, 8), strict=True)]
@@ -73,16 +73,20 @@ def logits(model, decode=None) -> torch.Tensor:
     with decoding.plain_generation(model):
         _, _, positions, bias, cache = decoding.prefill(model, prompts, 3)
         for step, token in enumerate(ids[:, 8:].to(model.device).split(1, dim=1)):
-            inputs = (token, positions + step + 1, cache, bias[..., : 9 + step])
+            inputs = (token, positions, step + 1, cache, bias[..., : 9 + step])
             found.append((decode or _transformers(model))(*inputs))
     return torch.stack(found).float()
 
 
 def _transformers(model):
-    """decode(token, positions, cache, bias) of any model."""
+    """decode(token, positions, step, cache, bias) of any model."""
 
-    def decode(token, positions, cache, bias=None):
-        inputs = {"position_ids": positions, "past_key_values": cache, "attention_mask": bias}
+    def decode(token, positions, step, cache, bias=None):
+        inputs = {
+            "position_ids": positions + step,
+            "past_key_values": cache,
+            "attention_mask": bias,
+        }
         return model(token, **inputs).logits[:, -1]
 
     return decode

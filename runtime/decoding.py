@@ -134,6 +134,7 @@ def generate(model, prompt_ids, group_size, record, progress):
             pad_token_id=record.sampling.pad_id,
         ),
     )
+    record.keep_recent(active, 0)
     progress.update(B)
 
 

@@ -34,7 +34,7 @@ class Layer(NamedTuple):
 
 
 class Decoder:
-    """decoder(token, positions, cache, bias) are the logits after one more token of every row.
+    """decoder(token, positions, step, cache, bias): the logits after one more token of each row.
 
     Make one for each batch of a rollout: it takes the weights that the model has then, and knows
     the rotations of the first `length` positions."""
@@ -46,13 +46,15 @@ class Decoder:
         self.layers = [self._layer(block, block.self_attn, block.mlp) for block in base.layers]
         self.embedding, self.norm = model.get_input_embeddings().weight, base.norm.weight
         self.head = model.get_output_embeddings().weight
-        # A rotated x is x * cos + (x with its halves exchanged) * sin, where sin has the signs.
+        # A rotated x is x * cos + (x with its halves exchanged) * sin, where sin has the signs. On
+        # a GPU it is one product with a matrix, one kernel where the formula takes three.
         places = torch.arange(length, device=self.head.device)[None]
-        cos, sin = (table[0] for table in base.rotary_emb(self.head, places))  # [P, D]
-        sin = torch.cat([-sin[:, : self.width // 2], sin[:, self.width // 2 :]], dim=1)
-        self.rotations = torch.stack([cos, sin], dim=1)[:, :, None]  # [P, 2, 1, D]
-        self.identity = torch.eye(self.width, dtype=sin.dtype, device=sin.device)
-        self.exchange = self.identity.roll(self.width // 2, dims=0)  # [D, D]
+        cos, sin = (table[0, :, None] for table in base.rotary_emb(self.head, places))  # [P, 1, D]
+        sin = torch.cat([-sin[..., : self.width // 2], sin[..., self.width // 2 :]], dim=2)
+        self.rotations = torch.cat([cos, sin], dim=1)  # [P, 2, D], or on a GPU [P, D, D]
+        if sin.is_cuda:
+            same = torch.eye(self.width, dtype=sin.dtype, device=sin.device)
+            self.rotations = cos * same + sin * same.roll(self.width // 2, dims=0)
 
     def _layer(self, block, attention, mlp) -> Layer:
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
@@ -71,11 +73,12 @@ class Decoder:
             down=mlp.down_proj.weight,
         )
 
-    def __call__(self, token, positions, cache, bias=None):
-        """Logits [R, V] after token [R, 1] at positions [R, 1]. Its keys and values are added to
-        the cache, a decoding.growing_cache. bias [R, 1, 1, n]: 0, or -inf at padding."""
+    def __call__(self, token, positions, step, cache, bias=None):
+        """Logits [R, V] after token [R, 1], which is `step` tokens after positions [R, 1]. Its keys
+        and values are added to the cache, a decoding.growing_cache. bias [R, 1, 1, n] is 0, or -inf
+        at padding."""
         R, H, H_kv, D = len(token), self.heads, self.kv_heads, self.width
-        rotation = self._rotation(positions[:, 0])
+        rotation = self.rotations[step:].index_select(0, positions[:, 0])  # [R, ...]
         x = F.embedding(token[:, 0], self.embedding)  # [R, d]
         for layer, cached in zip(self.layers, cache.layers, strict=True):
             states = F.linear(self._normed(x, layer.norm), layer.qkv, layer.qkv_bias)
@@ -95,21 +98,14 @@ class Decoder:
     def _normed(self, x, weight):
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
-    def _rotation(self, positions):
-        """(cos, sin) [R, 1, D], or on a GPU matrices [R, D, D]: one kernel in place of three."""
-        cos, sin = self.rotations[positions].unbind(dim=1)
-        if not cos.is_cuda:
-            return cos, sin
-        return torch.addcmul(cos * self.identity, sin, self.exchange)
-
 
 def rotate(x, rotation, out) -> None:
-    """Write x [R, heads, D], rotated by its positions, to `out`."""
-    if torch.is_tensor(rotation):
+    """Write x [R, heads, D], rotated by a table [R, 2, D] or by matrices [R, D, D], to `out`."""
+    if x.is_cuda:
         torch.bmm(x.contiguous(), rotation, out=out)
     else:
-        cos, sin = rotation
-        torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, out=out)
+        cos, sin = rotation[:, :, None].unbind(dim=1)
+        torch.addcmul(x * cos, x.roll(x.shape[2] // 2, 2), sin, out=out)
 
 
 def joined(*parameters):

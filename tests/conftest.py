@@ -100,8 +100,8 @@ def forwards(monkeypatch):
             mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
             seen.append((args[0], mask, cache))
 
-        def spy(decoder, token, positions, cache, bias=None):
-            logits = decode(decoder, token, positions, cache, bias)
+        def spy(decoder, token, positions, step, cache, bias=None):
+            logits = decode(decoder, token, positions, step, cache, bias)
             seen.append((token, bias, cache))
             return logits
 

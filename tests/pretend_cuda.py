@@ -276,7 +276,8 @@ def _implement_norm() -> None:
     def forward(x, shape, weight, eps):
         _same_device(x, weight)
         with _fused("norm kernel"):
-            own, scale = wide(x, weight)
+            (own,) = wide(x)
+            scale = 1.0 if weight is None else wide(weight)[0]
             rstd = (own.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
             return _native().wrap((own * rstd * scale).to(x.dtype)), _native().wrap(rstd)
 

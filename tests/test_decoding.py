@@ -117,8 +117,8 @@ def test_keys_and_values_are_those_of_the_texts(sample, monkeypatch):
     one whose older columns are not copied."""
     cached, decode = [None], Decoder.__call__
 
-    def spy(decoder, token, positions, cache, bias=None):
-        logits = decode(decoder, token, positions, cache, bias)
+    def spy(decoder, token, positions, step, cache, bias=None):
+        logits = decode(decoder, token, positions, step, cache, bias)
         cached.append([(layer.keys.clone(), layer.values.clone()) for layer in cache.layers])
         return logits
 

@@ -58,13 +58,17 @@ def test_energy_of_a_nearly_certain_token():
     """In float32 against float64. Catches 1 - 2 p + sum p^2, which is all rounding error here."""
     logits = torch.tensor([[9.0, 0.0, -1.0, 0.5]])
     model = types.SimpleNamespace(device="cpu", vocab_size=4)
-    record = rollout._Record(rollout.Sampling(1, [3], 3), torch.rand(1, 1), model)
+    sampling = rollout.Sampling(1, [3], 3)
+    record = rollout._Record(sampling, torch.rand(1, 1), model)
     scores = record.distribution(None, logits)
     record.take(torch.tensor([0]), 0, scores, scores.exp(), torch.tensor([[0]]))
+    record.keep_recent(torch.tensor([0]), 0)
+    columns = record.ids[None], record.statistics[:, None]
+    energy = rollout._finish([[0]], *columns, 0, sampling).energy
     probs = logits.double().softmax(dim=-1)
     exact = (torch.tensor([[1.0, 0, 0, 0]]) - probs).square().sum().item()
     assert 1e-8 < exact < 1e-6
-    assert record.statistics[2].item() == pytest.approx(exact, rel=1e-3)
+    assert energy.item() == pytest.approx(exact, rel=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
