@@ -94,9 +94,10 @@ def sample(
     uniforms = torch.zeros(K, G, T, dtype=torch.float64)
     for key, uniform in zip(keys, uniforms, strict=True):
         uniform.uniform_(generator=dppo.generator_for(seed, key))
-    with progress, torch.no_grad(), decoding.plain_generation(model):
-        ids = torch.full((K, G, T), sampling.pad_id)
-        statistics, computed = torch.zeros(3, K, G, T), 0
+    # Made before inference mode, whose own tensors training could not use.
+    ids = torch.full((K, G, T), sampling.pad_id)
+    statistics, computed = torch.zeros(3, K, G, T), 0
+    with progress, torch.inference_mode(), decoding.plain_generation(model):
         order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
         step = max(1, sampling.batch_size // G)
         for batch in (order[start : start + step] for start in range(0, K, step)):

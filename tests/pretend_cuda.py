@@ -165,6 +165,8 @@ def install() -> None:
 
     Call it once, before anything asks for CUDA or runs a backward pass."""
     _patch_torch_cuda()
+    # The CPU kernels' results are aliases, which PyTorch refuses to make of inference tensors.
+    torch.inference_mode = lambda on=True: torch.no_grad() if on else contextlib.nullcontext()
     if not _native().start(_note, *_operators()):
         raise RuntimeError("this PyTorch does not take the hooks of the pretend device")
     _implement_attention()
