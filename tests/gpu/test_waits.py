@@ -50,8 +50,8 @@ def test_decoding(policy, sample, waits, ends):
 
 
 def test_launches_of_a_decoded_token(policy, sample, pretend):
-    """Fails if a token of the two-layer model takes more than 14 launches a layer and 19 besides, as
-    where transformers decodes it, or a copy or a separate norm comes back."""
+    """Fails if a token takes more than 14 launches a layer (of two) and 19 besides: if transformers
+    decodes it, or a copy or a separate norm comes back."""
     if not pretend:
         pytest.skip("launches are counted on the pretend device")
     model, counts = policy(), []
