@@ -19,7 +19,7 @@ import packing
 import rollout
 import vllm_engine
 from config import Config
-from runtime import InputError, gguf, pruned, ranks
+from runtime import InputError, compared, gguf, pruned, ranks
 from runtime.device import cast_weights, fuse_norms
 from update import trainer_logprobs
 
@@ -67,17 +67,18 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     source = str(saved or base)
     if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
         transformers.utils.logging.disable_progress_bar()
-    model, tokenizer = load_policy(source, cfg.device)
+    apart = cfg.shard == "fsdp" or (cfg.dtype == "bfloat16" and cfg.engine != "vllm")
+    model, tokenizer = load_policy(source, cfg.device, samples=not apart)
     if cfg.gradient_checkpointing:
         checkpoint_layers(model)
     reference = None
     if cfg.beta:  # the model that the run began with, even on resume
-        reference = load_policy(base, cfg.device)[0].requires_grad_(False)
+        reference = load_policy(base, cfg.device, samples=False)[0].requires_grad_(False)
     policy = model
     if cfg.shard == "fsdp":
         for sharded in filter(None, (model, reference)):
             shard(sharded, cfg.device)
-    if cfg.shard == "fsdp" or (cfg.dtype == "bfloat16" and cfg.engine != "vllm"):
+    if apart:
         policy = load_policy(source, cfg.device, cfg.dtype)[0].requires_grad_(False)
     return Models(model, tokenizer, policy, reference, source)
 
@@ -119,11 +120,12 @@ def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> 
 # ---------------------------------------------------------------------------- one model
 
 
-def load_policy(name: str, device: str, dtype: str = "float32"):
+def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = True):
     """(model, tokenizer) from a hub id or a folder, without remote code.
 
     The model has packed attention; the tokenizer has a pad token. Training needs float32 weights;
-    sampling in bfloat16 needs weights of that type, or each would be cast for every token."""
+    sampling in bfloat16 needs weights of that type, or each would be cast for every token. If it
+    `samples`, it is compared with the lean decoder, see runtime/compared.py."""
     pruned.register()  # models that related/structured.py took sub-layers from
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
@@ -145,9 +147,13 @@ def load_policy(name: str, device: str, dtype: str = "float32"):
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    cast_weights(model, dtype)
     fuse_norms(model)
-    return model.to(device), tokenizer
+    exact = None if dtype == "float32" or not samples else compared.logits(model)
+    cast_weights(model, dtype)
+    model = model.to(device)
+    if samples:
+        compared.compare(model, exact)
+    return model, tokenizer
 
 
 def packs_exactly(model) -> bool:

@@ -165,10 +165,10 @@ def samples(step: int, cfg: config.Config, full, updates: list, problems: list) 
 
 
 def first_lines(
-    cfg: config.Config, model, world: int, problems: int, held_out: int, step: int
+    cfg: config.Config, policy, world: int, problems: int, held_out: int, step: int
 ) -> str:
     """What the run is, and notes on what may surprise its user."""
-    parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    parameters = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
     prompts = config.num_candidates(cfg)
     rest = f"steps {step} to {cfg.steps}" if step <= cfg.steps else "only its last evaluation"
     summary = (
@@ -178,6 +178,11 @@ def first_lines(
         f"{cfg.group_size} completions a step; {rest}, in {cfg.out_dir}/"
     )
     notes = config.warnings(cfg, steps_per_epoch=problems // prompts)
+    if cfg.engine == "compact" and policy.needs_transformers:
+        summary += "; transformers decodes tokens"
+        notes.append(f"the lean decoder is not used, because {policy.needs_transformers}")
+    elif cfg.engine == "compact":
+        summary += "; the lean decoder decodes tokens"
     return "\n".join([summary, *(f"note: {note}" for note in notes)])
 
 

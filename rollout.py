@@ -21,11 +21,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import dppo
-from runtime import categorical, decoding
+from runtime import categorical, compared, decoding
 from runtime.device import CHECK_EVERY, send
 
 
@@ -95,9 +94,10 @@ def sample(
     uniforms = torch.empty(K, G, T, dtype=torch.float64)
     for key, of_prompt in zip(keys, uniforms, strict=True):
         categorical.fill(of_prompt, dppo.generator_for(seed, key))
-    with progress, torch.no_grad(), decoding.plain_generation(model):
-        ids = torch.full((K, G, T), sampling.pad_id)
-        statistics, computed = torch.zeros(3, K, G, T), 0  # log-prob, entropy, energy
+    # Made before inference mode, whose own tensors training could not use.
+    ids = torch.full((K, G, T), sampling.pad_id)
+    statistics, computed = torch.zeros(3, K, G, T), 0
+    with progress, torch.inference_mode(), decoding.plain_generation(model):
         order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
         step = max(1, sampling.batch_size // G)
         for batch in (order[start : start + step] for start in range(0, K, step)):
@@ -115,8 +115,11 @@ def _finish(prompt_ids, ids, statistics, computed, sampling) -> Rollouts:
     ended = ends.any(dim=-1)  # [K, G]
     lengths = torch.where(ended, ends.int().argmax(dim=-1) + 1, ids.shape[-1])
     inside = torch.arange(ids.shape[-1]) < lengths[..., None]  # [K, G, T]
-    logprobs, entropy, energy = torch.where(inside, statistics, 0.0)
-    totals = (entropy.sum(-1), energy.sum(-1), lengths, ~ended, computed)
+    logprobs, others, spread = torch.where(inside, statistics, 0.0)
+    entropy = -(others + logprobs.exp() * logprobs).sum(dim=-1)
+    # (1 - p)^2 + sum of the others' p^2, which does not cancel for p near 1
+    energy = (torch.expm1(logprobs).square() + spread.square()).sum(dim=-1)
+    totals = (entropy, energy, lengths, ~ended, computed)
     return Rollouts(prompt_ids, ids, logprobs, *totals)
 
 
@@ -134,7 +137,9 @@ class _Record:
         self.eos = torch.tensor(sampling.eos_ids, device=device)
         self.uniforms = send(uniforms, device)  # [B, T]
         self.ids = torch.full(shape, sampling.pad_id, device=device)  # [B, T]
-        self.statistics = torch.zeros(3, *shape, device=device)  # log-prob, entropy, energy
+        # log-probs, and of the tokens not drawn the sum of p log p and the root of that of p^2
+        self.statistics = torch.zeros(3, *shape, device=device)
+        self.recent = []  # [3, n] of each token since the last check
         self.warpers = decoding.warpers(sampling)
 
     def distribution(self, sequences, logits):
@@ -143,7 +148,9 @@ class _Record:
         logits = logits[:, : self.vocab_size]
         if self.warpers:
             logits = self.warpers(sequences, logits.to(dtype))
-        return torch.log_softmax(logits, dim=-1, dtype=dtype)
+        scores = torch.log_softmax(logits, dim=-1, dtype=dtype)
+        # Finite, so that 0 * log 0 is 0 for the tokens that top-k and top-p leave out.
+        return scores.clamp_(min=torch.finfo(dtype).min) if self.warpers else scores
 
     def draw(self, active, row_of, step: int, scores):
         """Draw token `step` of completions `active` [n] from log-probs [R, V]: completion i from
@@ -169,20 +176,25 @@ class _Record:
 
     def take(self, active, step: int, scores, probs, token, text_of=slice(None)):
         """Record token [C, 1] as token `step` of completions `active`, or token[text_of] if several
-        have the same text. Overwrites probs [C, V]."""
+        have the same text. Overwrites probs [C, V], of scores [C, V]."""
         logprob = scores.gather(1, token)[:, 0]  # [C]
         probs.scatter_(1, token, 0.0)  # the others'
-        # (1 - p)^2 + sum of the others' p^2, which does not cancel for p near 1.
-        energy = torch.expm1(logprob).square() + torch.linalg.vector_norm(probs, dim=1).square()
-        others = torch.nansum(probs.mul_(scores), dim=1)  # top-k and top-p leave 0 * -inf
-        entropy = -(others + logprob.exp() * logprob)
+        others = (probs[:, None] @ scores[..., None]).flatten()  # the sum of p log p
+        spread = torch.linalg.vector_norm(probs, dim=1)
         self.ids[active, step] = token[text_of, 0]
-        statistics = torch.stack([logprob, entropy, energy]).float()  # [3, C]
-        self.statistics[:, active, step] = statistics[:, text_of]
+        statistics = torch.stack([logprob, others, spread]).float()  # [3, C]
+        self.recent.append(statistics[:, text_of])
+
+    def keep_recent(self, active, start: int):
+        """Keep the statistics of the last tokens, from token `start`, of completions `active`."""
+        stop = start + len(self.recent)
+        self.statistics[:, active, start:stop] = torch.stack(self.recent, dim=2)
+        self.recent.clear()
 
     def ended(self, active, start: int, stop: int):
         """Which of `active` drew an end token from `start` to `stop`, [n] on the CPU, for which the
         host waits. FloatingPointError if the model's logits were not finite."""
+        self.keep_recent(active, start)
         ends = torch.isin(self.ids[active, start:stop], self.eos).any(dim=1)
         finite = self.statistics[0, active, start:stop].isfinite().all(dim=1)
         ends, finite = torch.stack([ends, finite]).cpu()
@@ -203,22 +215,9 @@ def _compact(model, prompt_ids, group_size, record, progress):
     completion has a row of its own from the start."""
     T, device = record.sampling.max_new_tokens, model.device
     every = CHECK_EVERY[device.type]
-    prompts, mask = decoding.pad_left(prompt_ids, device)  # [K, W]
-    K, W = mask.shape
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    cache = decoding.growing_cache()
-    inputs = {"position_ids": positions, "past_key_values": cache}
-    # transformers takes a mask of four dimensions as it is. Padding attends to itself, because
-    # kernels differ in what a query without keys gets.
-    ragged = len(set(map(len, prompt_ids))) > 1
-    visible = mask.bool()[:, None, None].expand(K, 1, W, W).tril()
-    visible = visible | torch.eye(W, dtype=torch.bool, device=device)
-    inputs["attention_mask"] = visible if ragged else None
-    logits = model(prompts, **inputs, logits_to_keep=1).logits[:, -1]  # [K, V]
-    positions = positions[:, -1:]
-    # Attention takes a mask as it is if it has the queries' dtype, and rows of whole 16 bytes.
-    bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
-    bias = F.pad(bias, (0, T + -(W + T) % 8))[:, None, None]  # [K, 1, 1, W + T or more]
+    logits, prompts, positions, bias, cache = decoding.prefill(model, prompt_ids, T)
+    W, ragged = prompts.shape[1], decoding.is_ragged(prompt_ids)
+    decode = compared.decoder(model, W + T)
     active = torch.arange(len(record.ids), device=device)  # the completions that go on, [n]
     row_of = active // group_size  # the batch's row of each of them; None: a row of its own
     if every > 1 or group_size == 1:
@@ -250,6 +249,5 @@ def _compact(model, prompt_ids, group_size, record, progress):
                     layer.keep(len(text), copied_to, copied_from, most=live)
                 active, token = active[going], token[text]
                 prompts, positions, bias = (x[source] for x in (prompts, positions, bias))
-        inputs["attention_mask"] = bias[..., : W + step + 1] if ragged else None
-        inputs["position_ids"] = positions + step + 1
-        logits = model(token, **inputs).logits[:, -1]  # [R, V]
+        visible = bias[..., : W + step + 1] if ragged else None
+        logits = decode(token, positions, step + 1, cache, visible)  # [R, V]

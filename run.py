@@ -124,7 +124,7 @@ class Run:
                 self.log.start_tracker(self.cfg.track, asdict(self.cfg))
             checkpoint.write_config(self.out_dir, asdict(self.cfg), t.world, name_of(t.reward))
             sizes = (len(t.train_set), len(t.eval_set))
-            print(metrics.first_lines(self.cfg, t.model, t.world, *sizes, self.done + 1))
+            print(metrics.first_lines(self.cfg, t.policy, t.world, *sizes, self.done + 1))
 
     def write(self, row: dict, samples: list[dict]) -> None:
         """Log a finished step."""

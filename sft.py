@@ -109,7 +109,7 @@ def main(cfg: Config) -> None:
     stop, threads = Stop(), Threads(cfg.device)
     saved = ranks.broadcast(checkpoint.find, out_dir) if cfg.resume else None
     source = str(saved or ranks.broadcast(gguf.model_folder, cfg.model))
-    model, tokenizer = loading.load_policy(source, cfg.device)
+    model, tokenizer = loading.load_policy(source, cfg.device, samples=False)
     pairs = encode(cfg, tokenizer, model.config.max_position_embeddings)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     state = checkpoint.load_state(saved) if saved else {"step": 0}

@@ -32,7 +32,7 @@ WITHOUT_CHANCE = ("grpo_zero", "dppo_floor", "cppo")  # two draws are as good as
 
 def main(
     steps: int = 60,
-    every: int = 1,
+    every: int = 6,
     draws: int = 64,
     methods: str = "",
     flags: str = "",

@@ -7,6 +7,7 @@ import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -19,6 +20,7 @@ import vllm_engine
 from bench import JsonFile, sampling_copy, shapes, write_json
 from runtime import decoding
 from runtime.clock import clock
+from runtime.lean import Decoder
 from update import trainer_logprobs
 
 
@@ -101,15 +103,25 @@ def measure(model, policy, prompts, sampling, cfg, seed: int) -> dict:
     log-probs are from the trainer's."""
     computed = []  # tokens of each forward, prompts included; vLLM does not call this model
     memory = []  # bytes of keys and values after each
+    decode = Decoder.__call__
 
-    def count(_model, args, inputs, _output):
-        computed.append((args[0] if args else inputs["input_ids"]).numel())
-        memory.append(cache_bytes(inputs["past_key_values"]))
+    def count(tokens, cache):
+        computed.append(tokens.numel())
+        memory.append(cache_bytes(cache))
 
-    hook = policy.register_forward_hook(count, with_kwargs=True)
-    started = clock(cfg.device)
-    rollouts = rollout.sample(policy, prompts, sampling, group_size=cfg.group_size, seed=seed)
-    seconds = clock(cfg.device) - started
+    def by_transformers(_model, args, inputs, _output):
+        count(args[0] if args else inputs["input_ids"], inputs["past_key_values"])
+
+    def by_decoder(decoder, token, positions, step, cache, bias=None):
+        logits = decode(decoder, token, positions, step, cache, bias)
+        count(token, cache)
+        return logits
+
+    hook = policy.register_forward_hook(by_transformers, with_kwargs=True)
+    with mock.patch.object(Decoder, "__call__", by_decoder):
+        started = clock(cfg.device)
+        rollouts = rollout.sample(policy, prompts, sampling, group_size=cfg.group_size, seed=seed)
+        seconds = clock(cfg.device) - started
     hook.remove()
     gaps = (trainer_logprobs(model, rollouts, cfg) - rollouts.logprobs).abs()
     return {
@@ -124,8 +136,11 @@ def measure(model, policy, prompts, sampling, cfg, seed: int) -> dict:
 
 
 def cache_bytes(cache) -> int:
-    """What a cache has allocated. GrowingLayer keeps larger buffers than it shows."""
-    owned = (getattr(layer, "buffers", (layer.keys, layer.values)) for layer in cache.layers)
+    """What a cache has allocated. GrowingLayer keeps a larger buffer than it shows."""
+    owned = (
+        [layer.buffer] if hasattr(layer, "buffer") else [layer.keys, layer.values]
+        for layer in cache.layers
+    )
     return sum(tensor.nbytes for tensors in owned for tensor in tensors)
 
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import packing
+from runtime import compared
 from runtime.device import fuse_norms
 
 # embedded: the embedded task and its base model
@@ -65,6 +66,8 @@ def random_model(shape: str, device: str):
     with torch.device(device):
         model = transformers.Qwen3ForCausalLM(options)
     fuse_norms(model)
+    if device != "meta":
+        compared.compare(model)
     return model
 
 

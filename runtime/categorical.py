@@ -11,6 +11,7 @@ import math
 import torch
 
 BLOCK = 512  # entries
+BELOW_1 = 1 - 2**-53  # the largest share
 
 
 def fill(uniforms, generator):
@@ -30,25 +31,26 @@ def draw(probs, uniform, row=None):
     Each block's sum is rounded to probs' type, and its tokens share exactly what it got. So every
     token's probability is as exact as its entry."""
     V = probs.shape[1]
-    size = min(BLOCK, V)
-    whole = V // size * size
-    sums = probs[:, :whole].unflatten(1, (-1, size)).sum(dim=2)
+    if V <= BLOCK:
+        ends = probs.cumsum(dim=1, dtype=torch.float64)
+        return _place(ends if row is None else ends[row], uniform)
+    whole = V // BLOCK * BLOCK
+    sums = probs[:, :whole].unflatten(1, (-1, BLOCK)).sum(dim=2)
     sums = torch.cat([sums, probs[:, whole:].sum(dim=1, keepdim=True)], dim=1).double()
     ends = sums.cumsum(dim=1)
     sums, ends = (sums, ends) if row is None else (sums[row], ends[row])  # [B, blocks]
-    point = uniform * ends[:, -1:]
-    block = _place(ends, point)  # [B, 1]
-    share = (point - (ends - sums).gather(1, block)) / sums.gather(1, block)
-    columns = block * size + torch.arange(size, device=probs.device)  # [B, size]
+    block = _place(ends, uniform)  # [B, 1]
+    point = uniform * ends[:, -1:] - (ends - sums).gather(1, block)
+    share = (point / sums.gather(1, block)).clamp(0.0, BELOW_1)
+    columns = block * BLOCK + torch.arange(BLOCK, device=probs.device)  # [B, BLOCK]
     real = columns.clamp(max=V - 1)
     inside = probs.gather(1, real) if row is None else probs[row[:, None], real]
     inside = inside.double().masked_fill(columns >= V, 0.0).cumsum(dim=1)
-    token = columns.gather(1, _place(inside, share * inside[:, -1:]))
-    return token.clamp(max=V - 1)  # for NaN: an index all the same
+    return columns.gather(1, _place(inside, share)).clamp(max=V - 1)
 
 
-def _place(ends, point):
-    """The first column whose cumulative sum is above the point [B, 1]: never one that adds 0."""
-    total = ends[:, -1:]
-    point = point.clamp(min=0.0).minimum(total.nextafter(torch.zeros_like(total)))
+def _place(ends, share):
+    """The first column [B, 1] whose cumulative sum is above this share of the total: never one that
+    adds 0, since a share below 1 of a total rounds to less than the total. For NaN any column."""
+    point = share * ends[:, -1:]
     return torch.searchsorted(ends, point, right=True).clamp(max=ends.shape[1] - 1)

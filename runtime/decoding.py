@@ -9,6 +9,7 @@ import contextlib
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -81,6 +82,33 @@ def pad_left(prompt_ids, device):
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
+def prefill(model, prompt_ids, room):
+    """Read K prompts, the longest of W tokens; `room` tokens will follow each.
+
+    Returns the logits [K, V] after them, their ids [K, W], the positions [K, 1] of their last
+    tokens, what attention adds at each column [K, 1, 1, W + room or more], and the cache."""
+    ids, mask = pad_left(prompt_ids, model.device)
+    K, W = mask.shape
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    cache = growing_cache()
+    inputs = {"position_ids": positions, "past_key_values": cache, "attention_mask": None}
+    if is_ragged(prompt_ids):
+        # transformers takes a mask of four dimensions as it is. Padding attends to itself, because
+        # kernels differ in what a query without keys gets.
+        visible = mask.bool()[:, None, None].expand(K, 1, W, W).tril()
+        inputs["attention_mask"] = visible | torch.eye(W, dtype=torch.bool, device=mask.device)
+    logits = model(ids, **inputs, logits_to_keep=1).logits[:, -1]
+    # Attention takes a mask as it is if it has the queries' dtype, and rows of whole 16 bytes.
+    bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
+    bias = F.pad(bias, (0, room + -(W + room) % 8))[:, None, None]
+    return logits, ids, positions[:, -1:], bias, cache
+
+
+def is_ragged(prompt_ids) -> bool:
+    """Whether prompts have padding, which attention must not see."""
+    return len(set(map(len, prompt_ids))) > 1
+
+
 def generate(model, prompt_ids, group_size, record, progress):
     """One call of model.generate. It gets scores that leave only the token that we have drawn."""
     repeated = [ids for ids in prompt_ids for _ in range(group_size)]
@@ -106,49 +134,61 @@ def generate(model, prompt_ids, group_size, record, progress):
             pad_token_id=record.sampling.pad_id,
         ),
     )
+    record.keep_recent(active, 0)
     progress.update(B)
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values [R, H, n, D] of one layer: the first part of buffers with more rows and
-    columns."""
+    """Keys and values [R, H, n, D] of one layer: the first rows and columns of one buffer
+    [2, rows, H, columns, D]."""
+
+    buffer = None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Write the columns of new tokens; returns the keys and values of all tokens."""
-        new = (key_states, value_states)
+        """Write the columns of new tokens, [R, H, new, D] each; returns the keys and values of all
+        tokens, [R, H, n, D] each."""
         if not self.is_initialized:
-            self.lazy_initialization(*new)
-            self.buffers = [states[:, :, :0] for states in new]
-            self._show(len(key_states), 0)
-        start = self.get_seq_length()
-        end = start + key_states.shape[2]
-        if end > self.buffers[0].shape[2]:
-            self._allocate(len(key_states), end + ROOM)
-        for buffer, states in zip(self.buffers, new, strict=True):
-            buffer[: len(states), :, start:end] = states
-        self._show(len(key_states), end)
+            self.lazy_initialization(key_states, value_states)
+            R, H, _, D = key_states.shape
+            self.buffer = key_states.new_empty(2, R, H, 0, D)
+            self._show(R, 0)
+        keys, values = self._room(key_states.shape[2])
+        keys.copy_(key_states)
+        values.copy_(value_states)
+        return self.keys, self.values
+
+    def append(self, states):
+        """`update` by one token, whose keys and values are one tensor [R, 2, H, D]: one copy."""
+        self._room(1)[:, :, :, 0].copy_(states.transpose(0, 1))
         return self.keys, self.values
 
     def keep(self, count, gaps, movers, most):
         """Keep the first `count` rows, after rows `movers` have been copied to rows `gaps`. There
         may be more rows than before, and later up to `most`."""
         length = self.get_seq_length()
-        if count > len(self.buffers[0]):
-            self._allocate(min(2 * count, most), self.buffers[0].shape[2])
-        for buffer in self.buffers:
-            used = buffer[:, :, :length]
-            used.index_copy_(0, gaps, used.index_select(0, movers))
+        if count > self.buffer.shape[1]:
+            self._allocate(min(2 * count, most), self.buffer.shape[3])
+        used = self.buffer[:, :, :, :length]
+        used.index_copy_(1, gaps, used.index_select(1, movers))
         self._show(count, length)
 
+    def _room(self, new):
+        """The columns [2, R, H, new, D] of new tokens, which the keys and values now include."""
+        rows, start = len(self.keys), self.get_seq_length()
+        if start + new > self.buffer.shape[3]:
+            self._allocate(rows, start + new + ROOM)
+        self._show(rows, start + new)
+        return self.buffer[:, :rows, :, start : start + new]
+
     def _allocate(self, rows, columns):
-        """Move the keys and values to buffers of this size."""
-        for number, old in enumerate((self.keys, self.values)):
-            R, H, n, D = old.shape
-            self.buffers[number] = old.new_empty(rows, H, columns, D)
-            self.buffers[number][:R, :, :n] = old
+        """Move the keys and values to a buffer of this size."""
+        old = self.buffer[:, : len(self.keys), :, : self.get_seq_length()]
+        _, R, H, n, D = old.shape
+        self.buffer = old.new_empty(2, rows, H, columns, D)
+        self.buffer[:, :R, :, :n] = old
 
     def _show(self, rows, length):
-        self.keys, self.values = (buffer[:rows, :, :length] for buffer in self.buffers)
+        self.keys, self.values = self.buffer[:, :rows, :, :length]
 
 
 def growing_cache() -> Cache:

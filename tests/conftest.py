@@ -21,7 +21,8 @@ import data
 import packing
 import rollout
 import train
-from runtime import log, plot
+from runtime import compared, log, plot
+from runtime.lean import Decoder
 
 collect_ignore = [] if importlib.util.find_spec("trl") else ["trl_toy.py"]
 LONG = (
@@ -79,9 +80,36 @@ def make_policy():
         model.generation_config = GenerationConfig(
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
         )
+        if dtype != torch.bfloat16:
+            compared.compare(model)
+            assert not model.needs_transformers
         return model, tokenizer
 
     return make
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """forwards(model): a list that gets (token ids, mask, cache) of each forward of a rollout, by
+    transformers (prompts) and by the lean decoder, when it is done."""
+
+    def watch(model):
+        seen, decode = [], Decoder.__call__
+
+        def hook(_model, args, inputs, _output):
+            mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+            seen.append((args[0], mask, cache))
+
+        def spy(decoder, token, positions, step, cache, bias=None):
+            logits = decode(decoder, token, positions, step, cache, bias)
+            seen.append((token, bias, cache))
+            return logits
+
+        model.register_forward_hook(hook, with_kwargs=True)
+        monkeypatch.setattr(Decoder, "__call__", spy)
+        return seen
+
+    return watch
 
 
 @pytest.fixture
@@ -124,6 +152,7 @@ def small_world():
     )
     model = Qwen3ForCausalLM._from_config(config, attn_implementation=packing.ATTENTION)
     model.vocab_size = 5
+    compared.compare(model)
     chances, unfinished = {}, {(): 1.0}
     for length in (1, 2, 3):
         longer = {}

@@ -165,6 +165,8 @@ def install() -> None:
 
     Call it once, before anything asks for CUDA or runs a backward pass."""
     _patch_torch_cuda()
+    # The CPU kernels' results are aliases, which PyTorch refuses to make of inference tensors.
+    torch.inference_mode = lambda on=True: torch.no_grad() if on else contextlib.nullcontext()
     if not _native().start(_note, *_operators()):
         raise RuntimeError("this PyTorch does not take the hooks of the pretend device")
     _implement_attention()
@@ -276,7 +278,8 @@ def _implement_norm() -> None:
     def forward(x, shape, weight, eps):
         _same_device(x, weight)
         with _fused("norm kernel"):
-            own, scale = wide(x, weight)
+            (own,) = wide(x)
+            scale = 1.0 if weight is None else wide(weight)[0]
             rstd = (own.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
             return _native().wrap((own * rstd * scale).to(x.dtype)), _native().wrap(rstd)
 

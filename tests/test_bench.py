@@ -93,7 +93,7 @@ def test_rollout(command):
 
 def test_check(small_runs, float32, command):
     """Catches rows of another run, and a check that does not run at every step."""
-    rows = command("check --steps 2 --draws 4")
+    rows = command("check --steps 2 --every 1 --draws 4")
     assert [row["rule"] for row in rows[::3]] == [name for name, *_ in check.RUNS]
     assert {row["checks"] for row in rows} == {2}
     scale = {row["rule"]: row["mean"] for row in rows if row["key"] == "check/scale"}
@@ -118,7 +118,7 @@ def test_check_of_some_runs(small_runs, monkeypatch, tmp_path):
     monkeypatch.setattr(metrics, "check_unbiased", counted)
     monkeypatch.setattr(check, "run", recorded)
     file = tmp_path / "rows.json"
-    args = ["check", "--steps", "1", "--methods", "pps", "--draws", "3", "--json", str(file)]
+    args = ["check", "--steps", "1", "--every", "1", "--methods", "pps", "--draws", "3", "--json", str(file)]
     command_line.main([*args, "--flags=--data words --seed 5"])
     assert draws == [3, 3]
     rows = json.loads(file.read_text())

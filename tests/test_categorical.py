@@ -81,11 +81,24 @@ def test_draws_that_share_a_row(vocabulary):
     assert not torch.equal(shared, categorical.draw(probs[row.flip(0)], uniform))
 
 
-def test_a_point_at_the_total_is_inside():
-    """Rounding may take a point to the total, behind which only entries of 0 follow. Catches an
-    entry of 0 that is drawn then."""
-    ends = torch.tensor([[0.5, 1.0, 1.0]], dtype=torch.float64)
-    assert categorical._place(ends, torch.tensor([[1.0]], dtype=torch.float64)).tolist() == [[1]]
+def test_the_largest_share_is_inside():
+    """Fails if it rounds to the total, behind which only entries of 0 follow."""
+    random = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    totals = torch.cat([random + 0.5, 2.0 ** torch.arange(-40, 4, dtype=torch.float64)])
+    ends = totals[:, None] * torch.tensor([[0.5, 1.0, 1.0]], dtype=torch.float64)
+    share = torch.full_like(totals[:, None], categorical.BELOW_1)
+    assert (categorical._place(ends, share) == 1).all()
+
+
+@pytest.mark.parametrize("size", [500, 1100])
+def test_entries_of_0_are_not_drawn(size):
+    """Fails if the rounding of a block's share, or the least and largest numbers, reach an entry of
+    0 before or behind the others."""
+    probs = torch.rand(500, size, generator=torch.Generator().manual_seed(0))
+    probs[:, :40] = probs[:, size - 40 :] = 0
+    for share in (0.0, 2**-53, 0.5, categorical.BELOW_1):
+        token = categorical.draw(probs, torch.full((500, 1), share, dtype=torch.float64))
+        assert (probs.gather(1, token) > 0).all()
 
 
 def test_a_completions_random_numbers_can_be_drawn_alone():

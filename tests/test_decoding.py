@@ -9,28 +9,28 @@ import torch
 import packing
 import rollout
 from runtime import decoding
+from runtime.lean import Decoder
 
 ENDS = [256, *range(0, 256, 16)]
 PROMPTS = [[65, 66, 67], [68], [65, 66, 67], [71] * 5]  # ragged, and one of them twice
 
 
 @pytest.fixture
-def sample(make_policy, monkeypatch):
+def sample(make_policy, forwards, monkeypatch):
     """Rollouts of a float64 model, and the rows of each token that the loop forwards. The model is
     sure enough of its tokens for completions to part at very different times."""
     model, _ = make_policy(dtype=torch.float64)
     with torch.no_grad():
         model.model.norm.weight *= 2
-    rows = []
-    model.register_forward_pre_hook(lambda _module, args: rows.append(len(args[0])))
+    seen = forwards(model)
 
     def go(prompts, shared=True, group_size=8, **changes):
         monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", 1 if shared else 2)
         options = {"max_new_tokens": 14, "eos_ids": ENDS, "pad_id": 257} | changes
         sampling = rollout.Sampling(**options)
-        rows.clear()
+        seen.clear()
         found = rollout.sample(model, prompts, sampling, group_size=group_size, seed=3)
-        return found, rows[1:]
+        return found, [len(tokens) for tokens, _, _ in seen[1:]]
 
     go.model = model
     return go
@@ -112,17 +112,19 @@ def test_extremes(sample, monkeypatch, sharpness, rows):
     assert not compared, "or never, if there are no siblings"
 
 
-def test_keys_and_values_are_those_of_the_texts(sample):
+def test_keys_and_values_are_those_of_the_texts(sample, monkeypatch):
     """Of every row, after every token. Catches a new row that is copied from the wrong one, and
     one whose older columns are not copied."""
-    cached = []
-    hook = lambda _module, _args, inputs, _output: cached.append(
-        [(layer.keys.clone(), layer.values.clone()) for layer in inputs["past_key_values"].layers]
-    )
-    handle = sample.model.register_forward_hook(hook, with_kwargs=True)
+    cached, decode = [None], Decoder.__call__
+
+    def spy(decoder, token, positions, step, cache, bias=None):
+        logits = decode(decoder, token, positions, step, cache, bias)
+        cached.append([(layer.keys.clone(), layer.values.clone()) for layer in cache.layers])
+        return logits
+
+    monkeypatch.setattr(Decoder, "__call__", spy)
     prompts = [[65, 66, 67], [68, 69, 70]]
     found, _ = sample(prompts, temperature=0.7)
-    handle.remove()
     sample.model.set_attn_implementation("sdpa")
     for step, layers in enumerate(cached[1:]):
         texts = sorted(texts_of(found, step))
@@ -183,8 +185,8 @@ def test_buffers_grow_by_doubling():
     moved = set()
     for count in range(2, 41):
         layer.keep(count, torch.tensor([count - 1]), torch.tensor([count - 2]), most=40)
-        moved.add(layer.buffers[0].data_ptr())
-        assert len(layer.buffers[0]) <= 40
+        moved.add(layer.buffer.data_ptr())
+        assert layer.buffer.shape[1] <= 40
         assert torch.equal(layer.keys, states.expand(count, -1, -1, -1))
         assert torch.equal(layer.values, -layer.keys)
     assert len(moved) <= 5, "4, 10, 22 and 40 rows"

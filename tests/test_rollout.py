@@ -60,13 +60,17 @@ def test_energy_of_a_nearly_certain_token():
     """In float32 against float64. Catches 1 - 2 p + sum p^2, which is all rounding error here."""
     logits = torch.tensor([[9.0, 0.0, -1.0, 0.5]])
     model = types.SimpleNamespace(device="cpu", vocab_size=4)
-    record = rollout._Record(rollout.Sampling(1, [3], 3), torch.rand(1, 1), model)
+    sampling = rollout.Sampling(1, [3], 3)
+    record = rollout._Record(sampling, torch.rand(1, 1), model)
     scores = record.distribution(None, logits)
     record.take(torch.tensor([0]), 0, scores, scores.exp(), torch.tensor([[0]]))
+    record.keep_recent(torch.tensor([0]), 0)
+    columns = record.ids[None], record.statistics[:, None]
+    energy = rollout._finish([[0]], *columns, 0, sampling).energy
     probs = logits.double().softmax(dim=-1)
     exact = (torch.tensor([[1.0, 0, 0, 0]]) - probs).square().sum().item()
     assert 1e-8 < exact < 1e-6
-    assert record.statistics[2].item() == pytest.approx(exact, rel=1e-3)
+    assert energy.item() == pytest.approx(exact, rel=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -204,17 +208,19 @@ def test_top_p_and_top_k_cut_the_tail(make_policy):
 
 
 @pytest.mark.parametrize(("batch_size", "every"), [(50, 1), (100, 1), (50, 4)])
-def test_prompts_are_read_once_and_rows_leave(make_policy, monkeypatch, batch_size, every):
+def test_prompts_are_read_once_and_rows_leave(
+    make_policy, forwards, monkeypatch, batch_size, every
+):
     """The model computes every prompt once and every sampled token but the last once, up to the
     next check, and at most a batch at once; tokens of equal texts once, if each is checked. Catches
     a prefill for each completion, finished rows that stay, a check of the last token only, and a
     batch size that is ignored."""
     model, _ = make_policy()
     monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
-    computed = []
-    model.register_forward_pre_hook(lambda module, args: computed.append(args[0].numel()))
+    seen = forwards(model)
     options = {"eos_ids": list(range(0, 258, 8)), "batch_size": batch_size}
     got = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, **options)
+    computed = [tokens.numel() for tokens, _, _ in seen]
     assert got.truncated.any()
     assert max(computed) <= batch_size
     until_check = (got.lengths + every - 1) // every * every
@@ -381,19 +387,17 @@ def test_broken_weights_are_reported(make_policy, monkeypatch, engine, token, ev
 
 
 @pytest.mark.parametrize("every", [1, 16])
-def test_masks_suit_the_kernels(make_policy, monkeypatch, every):
+def test_masks_suit_the_kernels(make_policy, forwards, monkeypatch, every):
     """Attention masks of a prefill and of decoded tokens, with padding. Catches a query that sees
     nothing (some kernels give it NaN), and what a kernel would convert or copy in every layer: a
     mask of another type, or rows that do not begin at a multiple of 16 bytes. For prompts of one
     length there is no mask."""
     model, _ = make_policy(dtype=torch.bfloat16)
     monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
-    masks = []
-    model.register_forward_pre_hook(
-        lambda _module, _args, inputs: masks.append(inputs["attention_mask"]), with_kwargs=True
-    )
+    model.needs_transformers = ""
+    seen = forwards(model)
     sample(model, [[65], [66] * 4], max_new_tokens=3, eos_ids=[-1], seed=0)
-    first, *others = masks
+    first, *others = (mask for _, mask, _ in seen)
     assert first.any(dim=-1).all()
     assert first[0, 0].tolist() == torch.eye(4, dtype=torch.bool).tolist()
     assert first[1, 0].tolist() == torch.ones(4, 4, dtype=torch.bool).tril().tolist()
@@ -402,9 +406,9 @@ def test_masks_suit_the_kernels(make_policy, monkeypatch, every):
         assert mask.dtype == torch.bfloat16
         assert mask.stride(0) % 8 == 0
         assert sorted(mask.isinf().sum(dim=-1).flatten().tolist()) == [0] * 6 + [3] * 6
-    masks.clear()
+    seen.clear()
     sample(model, [[65], [66]], max_new_tokens=3, eos_ids=[-1])
-    assert masks == [None] * 3
+    assert [mask for _, mask, _ in seen] == [None] * 3
 
 
 @pytest.mark.parametrize("training", [True, False])

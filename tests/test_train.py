@@ -189,8 +189,8 @@ def test_dropout_and_checkpointing_do_not_meet(policy_folder, run, monkeypatch):
     """Checkpointing needs transformers' training mode, which would enable dropout."""
     load = loading.load_policy
 
-    def with_dropout(*args):
-        model, tokenizer = load(*args)
+    def with_dropout(*args, **options):
+        model, tokenizer = load(*args, **options)
         model.model.layers[0].mlp.act_fn = torch.nn.Dropout(0.1)
         return model, tokenizer
 

@@ -17,6 +17,7 @@ import torch
 
 import packing
 import rollout
+from runtime import compared
 from runtime.device import cast_weights, fuse_norms
 
 KERNELS = {"flash": "flash_attn_varlen_func", "torch": "varlen_attn"}
@@ -46,7 +47,10 @@ def policy(make_policy):
         model, _ = make_policy(seed=seed)
         model.vocab_size = model.config.vocab_size
         fuse_norms(model)
-        return model.to(device)
+        model = model.to(device)
+        compared.compare(model)
+        assert not model.needs_transformers
+        return model
 
     return make
 

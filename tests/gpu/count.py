@@ -29,6 +29,7 @@ import packing
 import rollout
 import update
 from run import Run
+from runtime import compared
 from runtime.device import cast_weights, fuse_norms
 from train import Trainer
 
@@ -52,7 +53,9 @@ def make_model(seed=0, layers=4):
         attention.layer_idx, attention.config = index, model.config
     model.config.num_hidden_layers = layers
     model.config.layer_types = ["full_attention"] * layers
-    return model.to("cuda")
+    model = model.to("cuda")
+    compared.compare(model)
+    return model
 
 
 def sample(model, prompts, new_tokens, engine="compact"):

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+import pretend_cuda
 import pytest
 import torch
 
@@ -46,6 +47,19 @@ def test_decoding(policy, sample, waits, ends):
     assert (lengths.min() < 96) == (len(ends) > 1)
     few, many = (waits(sample, model, max_new_tokens=count, **options) for count in (32, 96))
     assert many - few <= (96 - 32) / TOKENS
+
+
+def test_launches_of_a_decoded_token(policy, sample, pretend):
+    """Fails if a token takes more than 14 launches a layer (of two) and 19 besides: if transformers
+    decodes it, or a copy or a separate norm comes back."""
+    if not pretend:
+        pytest.skip("launches are counted on the pretend device")
+    model, counts = policy(), []
+    for tokens in (32, 96):
+        with pretend_cuda.counting() as seen:
+            sample(model, dtype="bfloat16", max_new_tokens=tokens, eos_ids=[-1])
+        counts.append(seen.total("launch"))
+    assert (counts[1] - counts[0]) / 64 <= 2 * 14 + 19
 
 
 UPDATES = [

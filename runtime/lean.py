@@ -1,0 +1,126 @@
+"""
+A lean decoder: the forward of one token a row, with half of transformers' operations.
+
+A decoded token costs operations more than arithmetic: each takes microseconds to start, on a CPU
+and on a GPU. transformers starts 29 a layer on a GPU. This decoder starts 14: one product for
+queries, keys and values, one norm and one rotation for queries and keys, and sums that are part of
+a product. Query heads that share keys are rows of one product, where transformers copies the keys.
+
+It computes with the weights of transformers' model, whose parameters become views of joined ones:
+nothing is stored twice, and nothing is copied after an update. Prompts are left to transformers,
+which fills the same cache. runtime/compared.py decides which models it decodes.
+
+Letters: R rows, d hidden width, H heads of queries, H_kv of keys, D the width of a head, n tokens
+in the cache, P positions, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class Layer(NamedTuple):
+    """The weights of one layer; those of products are [outputs, inputs], as F.linear takes them."""
+
+    norm: torch.Tensor  # [d]
+    qkv: torch.Tensor  # [(H + 2 H_kv) D, d]
+    qkv_bias: torch.Tensor | None  # [(H + 2 H_kv) D]
+    qk_norm: torch.Tensor | None  # [H + H_kv, D]
+    out: torch.Tensor  # [d, H D]
+    mlp_norm: torch.Tensor  # [d]
+    gate_up: torch.Tensor  # [2 x inner width, d]
+    down: torch.Tensor  # [d, inner width]
+
+
+class Decoder:
+    """decoder(token, positions, step, cache, bias): the logits after one more token of each row.
+
+    Make one for each batch of a rollout: it takes the weights that the model has then, and knows
+    the rotations of the first `length` positions."""
+
+    def __init__(self, model, length: int):
+        base, config = model.base_model, model.config
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.width, self.eps = base.layers[0].self_attn.head_dim, config.rms_norm_eps
+        self.layers = [self._layer(block, block.self_attn, block.mlp) for block in base.layers]
+        self.embedding, self.norm = model.get_input_embeddings().weight, base.norm.weight
+        self.head = model.get_output_embeddings().weight
+        # A rotated x is x * cos + (x with its halves exchanged) * sin, where sin has the signs. On
+        # a GPU it is one product with a matrix, one kernel where the formula takes three.
+        places = torch.arange(length, device=self.head.device)[None]
+        cos, sin = (table[0, :, None] for table in base.rotary_emb(self.head, places))  # [P, 1, D]
+        sin = torch.cat([-sin[..., : self.width // 2], sin[..., self.width // 2 :]], dim=2)
+        self.rotations = torch.cat([cos, sin], dim=1)  # [P, 2, D], or on a GPU [P, D, D]
+        if sin.is_cuda:
+            same = torch.eye(self.width, dtype=sin.dtype, device=sin.device)
+            self.rotations = cos * same + sin * same.roll(self.width // 2, dims=0)
+
+    def _layer(self, block, attention, mlp) -> Layer:
+        q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+        norms = None
+        if hasattr(attention, "q_norm"):
+            of_queries = attention.q_norm.weight.expand(self.heads, -1)
+            norms = torch.cat([of_queries, attention.k_norm.weight.expand(self.kv_heads, -1)])
+        return Layer(
+            norm=block.input_layernorm.weight,
+            qkv=joined(q.weight, k.weight, v.weight),
+            qkv_bias=None if q.bias is None else joined(q.bias, k.bias, v.bias),
+            qk_norm=norms,
+            out=attention.o_proj.weight,
+            mlp_norm=block.post_attention_layernorm.weight,
+            gate_up=joined(mlp.gate_proj.weight, mlp.up_proj.weight),
+            down=mlp.down_proj.weight,
+        )
+
+    def __call__(self, token, positions, step, cache, bias=None):
+        """Logits [R, V] after token [R, 1], which is `step` tokens after positions [R, 1]. Its keys
+        and values are added to the cache, a decoding.growing_cache. bias [R, 1, 1, n] is 0, or -inf
+        at padding."""
+        R, H, H_kv, D = len(token), self.heads, self.kv_heads, self.width
+        rotation = self.rotations[step:].index_select(0, positions[:, 0])  # [R, ...]
+        x = F.embedding(token[:, 0], self.embedding)  # [R, d]
+        for layer, cached in zip(self.layers, cache.layers, strict=True):
+            states = F.linear(self._normed(x, layer.norm), layer.qkv, layer.qkv_bias)
+            states = states.view(R, -1, D)
+            qk = states[:, : H + H_kv]
+            if layer.qk_norm is not None:
+                qk = F.rms_norm(qk, (D,), eps=self.eps) * layer.qk_norm
+            rotate(qk, rotation, out=states[:, : H + H_kv])
+            keys, values = cached.append(states[:, H:].view(R, 2, H_kv, D))  # [R, H_kv, n, D]
+            queries = states[:, :H].view(R, H_kv, -1, D)  # those that share keys are rows
+            attended = F.scaled_dot_product_attention(queries, keys, values, bias)
+            x = torch.addmm(x, attended.reshape(R, -1), layer.out.T)
+            gate, up = F.linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=1)
+            x = torch.addmm(x, F.silu(gate) * up, layer.down.T)
+        return F.linear(self._normed(x, self.norm), self.head)
+
+    def _normed(self, x, weight):
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+def rotate(x, rotation, out) -> None:
+    """Write x [R, heads, D], rotated by a table [R, 2, D] or by matrices [R, D, D], to `out`."""
+    if x.is_cuda:
+        torch.bmm(x.contiguous(), rotation, out=out)
+    else:
+        cos, sin = rotation[:, :, None].unbind(dim=1)
+        torch.addcmul(x * cos, x.roll(x.shape[2] // 2, 2), sin, out=out)
+
+
+def joined(*parameters):
+    """Parameters [n_i, ...] as one tensor [sum of n_i, ...], of which they become views.
+
+    Whatever trains, saves or copies them sees no difference. They are joined again if they have
+    been given other memory since, by a cast, a move to a device or a deep copy."""
+    places = [parameter.data_ptr() for parameter in parameters]
+    ends = [parameter.data_ptr() + parameter.nbytes for parameter in parameters]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    rows = [len(parameter) for parameter in parameters]
+    if len(storages) > 1 or places[1:] != ends[:-1]:
+        with torch.inference_mode(False), torch.no_grad():
+            whole = torch.cat(parameters)
+        for parameter, part in zip(parameters, whole.split(rows), strict=True):
+            parameter.data = part
+    first = parameters[0].detach()
+    return first.as_strided((sum(rows), *first.shape[1:]), first.stride())
