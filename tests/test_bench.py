@@ -118,7 +118,19 @@ def test_check_of_some_runs(small_runs, monkeypatch, tmp_path):
     monkeypatch.setattr(metrics, "check_unbiased", counted)
     monkeypatch.setattr(check, "run", recorded)
     file = tmp_path / "rows.json"
-    args = ["check", "--steps", "1", "--every", "1", "--methods", "pps", "--draws", "3", "--json", str(file)]
+    args = [
+        "check",
+        "--steps",
+        "1",
+        "--every",
+        "1",
+        "--methods",
+        "pps",
+        "--draws",
+        "3",
+        "--json",
+        str(file),
+    ]
     command_line.main([*args, "--flags=--data words --seed 5"])
     assert draws == [3, 3]
     rows = json.loads(file.read_text())

@@ -26,6 +26,8 @@ def test_pieces_by_hand():
     together = deal.deal(groups, [9] * 36, [1, 1, 1, 1, *[10] * 32], 2, True, 10**9)
     assert together[0] == together[1]
     assert together[2] == together[3]
+    one_group = deal.deal([0] * 16, [9] * 16, [10] * 16, 4, True, 10**9)
+    assert sorted(one_group) == sorted([*range(4)] * 4), "a large group is parted"
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -238,10 +238,15 @@ class SamplerIsOff(train.Trainer):
         batch.rollouts.logprobs[..., ::2] -= 0.1
         return batch
 
-    def old_logprobs(self, batch):
-        found = super().old_logprobs(batch)
+    def old_logprobs(self, batch, draws):
+        found = super().old_logprobs(batch, draws)
         if found is not None:
             self.looked_up.append(sum(weight.sum().item() for weight in self.model.parameters()))
+            kept = torch.stack([keep for keep, _ in draws]).any(dim=0) & (batch.lengths > 0)
+            assert torch.equal((found != 0).any(dim=2), kept), "of what any draw has kept"
+            trained = update.trainer_logprobs(self.model, batch.rollouts, self.cfg)
+            inside = kept[..., None].expand_as(found)
+            torch.testing.assert_close(found[inside], trained[inside], rtol=1e-4, atol=1e-5)
         return found
 
     def backward(self, full, keep, weights, old_logprobs=None):
@@ -270,7 +275,8 @@ def test_a_run_whose_sampler_is_off(policy_folder, tmp_path):
     assert len(given) == 8
     assert all(old is not None for old in given)
     assert all(old is again for old, again in zip(given[::2], given[1::2], strict=True))
-    _, trainer = run(importance_cap=2.0, epochs=2, steps=1)
+    pruned = {"completion_rule": "pps", "completion_prune_rate": 0.7}
+    _, trainer = run(importance_cap=2.0, epochs=2, steps=1, **pruned)
     assert len(trainer.looked_up) == 1
     assert trainer.given[0] is trainer.given[1] is not None
 

@@ -297,24 +297,27 @@ def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch, chan
 # ---------------------------------------------------------------------------- several ranks
 
 
-@pytest.mark.parametrize("kind", ["none", "fsdp"])
-def test_two_ranks_are_one(policy_folder, tmp_path, kind):
-    """The same rollouts on one rank and on two, each with the whole model or a share of it, give
-    the same draws and, to 5e-6, the same gradients; also if a rank keeps nothing or has no prompt.
+@pytest.mark.parametrize(("world", "kind"), [(2, "none"), (2, "fsdp"), (4, "none")])
+def test_several_ranks_are_one(policy_folder, tmp_path, world, kind):
+    """The same rollouts on one rank and on 2 or 4, each with the whole model or a share of it, give
+    the same draws and, to 5e-6, the same gradients; also if what a rank has sampled is not kept, or
+    if it has no prompt.
 
-    Catches a rank in a draw's seed, a rank's own denominator, and a mean in place of a sum.
+    Catches a rank in a draw's seed, a rank's own denominator, a mean in place of a sum, and
+    sequences that are dealt without their own log-probs, factors or advantages.
     """
     one, two = tmp_path / "one", tmp_path / "two"
     in_processes(1, toy.record_runs, one, policy_folder)
-    in_processes(2, toy.record_runs, two, policy_folder, "--shard", kind)
-    for name in ("plain", "dropped", "alone", "updates", "greso", "greso_alone", "mopps"):
+    in_processes(world, toy.record_runs, two, policy_folder, "--shard", kind)
+    check = 1 + training_run.CHECK_DRAWS  # gradients
+    updates = {"updates": 3 * 4 + check, "greso": 5, "cispo": 6, "gspo": 6, "dr_grpo": 3}
+    for name in ("plain", "dropped", "alone", *updates, "greso_alone", "mopps"):
         rounds, whole = torch.load(one / f"{name}-rank0.pt")
-        check = 1 + training_run.CHECK_DRAWS  # gradients
-        assert len(whole) == {"updates": 3 * 4 + check, "greso": 5}.get(name, 3)
+        assert len(whole) == updates.get(name, 3)
         assert (1 in rounds) == name.endswith("alone")
         assert (len(rounds) > len(whole)) == name.startswith("greso")
         assert any(gradient.norm() > 0 for *_, gradient in whole)
-        for rank in range(2):
+        for rank in range(world):
             of_rank, together = torch.load(two / f"{name}-rank{rank}.pt")
             assert rounds == of_rank
             for here, there in zip(whole, together, strict=True):
@@ -326,7 +329,7 @@ def test_two_ranks_are_one(policy_folder, tmp_path, kind):
         for here, there in zip(rows(one / name), rows(two / name), strict=True):
             for key in here:
                 if key.startswith(("time/", "step_time", "pack/", "tokens/trained")):
-                    continue  # two ranks have other slots
+                    continue  # several ranks have other slots
                 rounding = 1e-6  # may be all there is
                 close = there[key]
                 if close is not None:

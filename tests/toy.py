@@ -175,15 +175,20 @@ def record_runs(folder, model, *args):
     """Short runs that must not depend on the number of ranks; every rank writes its record.
 
     In `dropped` the second of two ranks keeps nothing; in `alone` and `greso_alone` it has no
-    prompt. `updates` has pps, KL, mini-batches, epochs and a running check; greso several rounds;
-    mopps a pool.
+    prompt. `updates` has pps, KL, mini-batches, epochs and a running check; `cispo`, `gspo` and
+    `dr_grpo` a correction of the sampler, by tokens and by sequences, and masks; greso several
+    rounds; mopps a pool.
     """
     updates = {"method": "pps", "loss": "dapo", "minibatches": 2, "epochs": 2, "beta": 0.1}
     greso = {"method": "greso", "group_size": 2, "prompts_per_step": 3, "lr": 1e-5, "steps": 5}
     greso |= {"prompt_prune_rate": 0, "completion_prune_rate": 0}
+    corrected = {"method": "pps", "importance_cap": 1.5, "mask_truncated": True, "lr": 1e-2}
     for name, changes in (
         ("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1}),
         ("updates", updates | {"check_every": 3}), ("greso", greso),
+        ("cispo", corrected | {"loss": "cispo", "minibatches": 2}),
+        ("gspo", corrected | {"loss": "gspo", "epochs": 2}),
+        ("dr_grpo", corrected | {"loss": "dr_grpo", "importance_level": "sequence"}),
         ("greso_alone", greso | {"prompts_per_step": 1, "steps": 3}),
         ("mopps", greso | {"method": "mopps", "steps": 3}),
     ):  # fmt: skip
