@@ -12,6 +12,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench prompts     what a million prompts cost
     python -m bench race        which method reaches GRPO's accuracy first, live
     python -m bench search      the batch and learning rate that reach it first, by halving
+    python -m bench deal        how evenly an update is dealt to 2 to 64 ranks
     python -m bench kills       a run that is killed twenty times, and one that is not
     python -m bench code        which code made which record of runs/
     python -m bench hostile     answers that are made to hang the judge
@@ -38,6 +39,7 @@ from bench import (
     branch,
     check,
     code,
+    deal,
     gpu,
     hostile,
     kills,
@@ -57,8 +59,8 @@ from bench import (
 from runtime import InputError
 
 MODULES = (
-    gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, search, kills,
-    code, hostile, branch, structured, law, trl,
+    gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, search, deal,
+    kills, code, hostile, branch, structured, law, trl,
 )  # fmt: skip
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 

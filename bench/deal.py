@@ -36,8 +36,8 @@ class Recorder(Trainer):
 def main(
     steps: int = 12,
     prompts: int = 256,
-    flags: str = "",
     long: int = 1000,
+    flags: str = "",
     json_file: JsonFile = None,
 ) -> None:
     """Busiest rank over the mean, in forwarded tokens, for 2 to 64 ranks.
@@ -45,46 +45,63 @@ def main(
     Args:
         steps: of a run of pps on arithmetic-mixed
         prompts: candidates of a step
+        long: median tokens of a second setting. Its lengths are log-normal, its keeps those of the
+            run, and its prompts are not shared
         flags: more flags of train.py
-        long: median tokens of a second setting, whose lengths are log-normal and whose keeps are
-            those of the run; its prompts are not shared
         json_file: where to write the rows {setting, ranks, how, mean, worst}
     """
     args = ["--data", "arithmetic-mixed", "--prompts-per-step", str(prompts), "--steps", str(steps)]
     trainer, _ = run([*args, *flags.split()], Recorder)
-    hidden = trainer.model.config.hidden_size
     draw = torch.Generator().manual_seed(0)
+    longer = [
+        (groups, tokens, _long(len(groups), long, draw)) for groups, tokens, _ in trainer.updates
+    ]
+    width = trainer.model.config.hidden_size
     rows = []
-    for setting, share in (("arithmetic-mixed", trainer.cfg.share_prompts), ("long", False)):
-        updates = trainer.updates
-        if setting == "long":
-            updates, hidden = [(g, p, _long(len(g), long, draw)) for g, p, _ in updates], 1024
+    for setting, updates, share, hidden in (
+        ("arithmetic-mixed", trainer.updates, trainer.cfg.share_prompts, width),
+        (f"{long} tokens", longer, False, 1024),
+    ):
         for world in WORLDS:
-            of = {"where sampled": [], "dealt": [], "prompt tokens twice": []}
-            for groups, prompt, completion in updates:
-                here = [group % world for group in groups]
-                there = deal.deal(groups, prompt, completion, world, share, hidden)
-                for how, ranks in (("where sampled", here), ("dealt", there)):
-                    of[how].append(spread(groups, prompt, completion, ranks, world, share))
-                totals = [
-                    sum(tokens(groups, prompt, completion, r, world, share)) for r in (here, there)
-                ]
-                of["prompt tokens twice"].append(totals[1] / totals[0] - 1 + 1)
-            for how, found in of.items():
+            found = [spread(*update, world, share, hidden) for update in updates]
+            columns = zip(*found, strict=True)
+            for how, ratios in zip(("sampled", "dealt", "bound", "more"), columns, strict=True):
                 row = {"setting": setting, "ranks": world, "how": how}
-                rows.append(row | {"mean": statistics.mean(found), "worst": max(found)})
-    print(f"{'':18s}{'ranks':>6s}{'where sampled':>20s}{'dealt':>16s}{'tokens, dealt':>16s}")
-    for first, second, third in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
-        print(
-            f"{first['setting']:18s}{first['ranks']:6d}{first['mean']:12.2f} ({first['worst']:.2f})"
-            f"{second['mean']:9.3f} ({second['worst']:.3f}) {third['mean']:9.3f}"
-        )
+                rows.append(row | {"mean": statistics.mean(ratios), "worst": max(ratios)})
+    print(table(rows))
     groups = [number // 16 for number in range(65_536)]
     lengths = _long(len(groups), long, draw)
     started = time.perf_counter()
     deal.deal(groups, [100] * len(groups), lengths, 1024, False, 1024)
     print(f"65,536 completions to 1,024 ranks: {time.perf_counter() - started:.2f} s")
     write_json(json_file, rows)
+
+
+def table(rows: list[dict]) -> str:
+    """A line for each setting and number of ranks: means over updates, and the worst update."""
+    lines = [
+        f"{'':18s}{'ranks':>6s}{'where sampled':>18s}{'dealt':>18s}{'at best':>10s}{'tokens':>10s}"
+    ]
+    for start in range(0, len(rows), 4):
+        sampled, dealt, bound, more = rows[start : start + 4]
+        lines.append(
+            f"{sampled['setting']:18s}{sampled['ranks']:6d}"
+            f"{sampled['mean']:10.2f} ({sampled['worst']:.2f}) {dealt['mean']:9.3f} "
+            f"({dealt['worst']:.3f}){bound['mean']:10.3f}{more['mean']:10.3f}"
+        )
+    return "\n".join(lines)
+
+
+def spread(groups, prompts, completions, world: int, share: bool, hidden: int) -> tuple:
+    """Of an update: busiest rank over the mean where sampled, and dealt; the same if only the
+    longest sequence stood in the way; and the tokens forwarded, dealt over where sampled."""
+    of = (groups, prompts, completions)
+    here = tokens(*of, [group % world for group in groups], world, share)
+    there = tokens(*of, deal.deal(*of, world, share, hidden), world, share)
+    longest = max(sum(pair) - 1 for pair in zip(prompts, completions, strict=True))
+    mean = statistics.mean(there)
+    busiest = max(here) / statistics.mean(here)
+    return busiest, max(there) / mean, max(1.0, longest / mean), sum(there) / sum(here)
 
 
 def tokens(groups, prompts, completions, ranks, world: int, share: bool) -> list[int]:
@@ -98,13 +115,7 @@ def tokens(groups, prompts, completions, ranks, world: int, share: bool) -> list
     return found
 
 
-def spread(*args) -> float:
-    """The tokens of the busiest rank over the mean."""
-    found = tokens(*args)
-    return max(found) / statistics.mean(found)
-
-
 def _long(number: int, median: int, generator) -> list[int]:
-    """Log-normal lengths in tokens, at most 16 times the median."""
-    lengths = median * torch.randn(number, generator=generator).exp()
-    return lengths.clamp(1, 16 * median).long().tolist()
+    """Log-normal lengths in tokens, half to twice the median for most."""
+    lengths = median * (0.5 * torch.randn(number, generator=generator)).exp()
+    return lengths.clamp(min=1).long().tolist()

@@ -215,3 +215,18 @@ def test_trl(small_runs, command, monkeypatch):
         assert len(row["all_seconds"][0]) == 2
         assert 0 < row["seconds"] < 50
         assert row["ratio"] == pytest.approx(row["seconds"] / 100)
+
+
+def test_deal(small_runs, float32, command):
+    """Two steps, dealt to 2 to 64 ranks. Fails if what is dealt is less even than where it was
+    sampled, or more even than the longest sequence allows."""
+    rows = command("deal --steps 2 --prompts 8 --long 30")
+    found = {(row["setting"], row["ranks"], row["how"]): row["mean"] for row in rows}
+    assert len(found) == 2 * 6 * 4
+    for setting in ("arithmetic-mixed", "30 tokens"):
+        for world in (2, 4, 8, 16, 32, 64):
+            here, there, bound = (
+                found[setting, world, how] for how in ("sampled", "dealt", "bound")
+            )
+            assert 0.999 * bound <= there <= 1.02 * max(here, bound)
+    assert found["arithmetic-mixed", 2, "more"] < 1.2
