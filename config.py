@@ -121,7 +121,7 @@ class Config:
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd with --grad-clip 0 is linear: then an unbiased gradient makes an unbiased update."""
     momentum: float = 0.0
-    """Momentum of SGD."""
+    """Of SGD, from 0 to below 1."""
     warmup: int = 5
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
@@ -129,7 +129,7 @@ class Config:
     grad_clip: float = 1.0
     """Largest gradient norm of an update; longer gradients are scaled down to it. 0: no limit."""
     weight_decay: float = 0.0
-    """Weight decay."""
+    """Decay of the weights, in both optimizers."""
 
     # ------------------------------------------------------------------------ packing and machine
     pack_tokens: int | None = None

@@ -63,7 +63,7 @@ def accumulate_gradients(
         now = logprobs.detach()
         sampled, before, advantage, token_factor = per_token.to(now.dtype)  # [N] each
         old = sampled  # [N]
-        importance = torch.ones_like(now)  # [N]
+        importance = (now - sampled).exp()  # [N]
         if cap := cfg.importance_cap:
             old = now if old_logprobs is None else before
             importance = importance_ratio(old - sampled, pack, cfg.importance_level)

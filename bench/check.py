@@ -4,6 +4,7 @@ import math
 
 from bench import JsonFile, run, write_json
 from run import Run
+from runtime import InputError
 from train import Trainer
 
 
@@ -51,6 +52,8 @@ def main(
         flags: flags of train.py for every run, such as --flags="--model FOLDER --data words"
         json_file: where to write the rows {rule, key, mean, error, checks}
     """
+    if every > steps:
+        raise InputError(f"--steps {steps} --every {every}: no check; give more steps")
     rows = []
     for name, method, trainer_class in RUNS:
         if methods and method not in methods.split(","):

@@ -7,6 +7,7 @@ lists all records, and a notebook that reads one with `read` says if other code 
 """
 
 import ast
+import functools
 import hashlib
 import json
 import subprocess
@@ -70,14 +71,19 @@ def _is_text(node) -> bool:
 
 def this_code() -> dict[str, str]:
     """{commit, code_hash}: the commit that is checked out, and the hash of the reading path now."""
+    sources = [(ROOT / f"{name}.py").read_text() for name in READING_PATH]
+    return {"commit": _commit(), "code_hash": code_hash(sources)}
+
+
+@functools.cache
+def _commit() -> str:
+    """The commit that was checked out when the process first asked; unknown without git."""
     command = ["git", "rev-parse", "--short=10", "HEAD"]
     try:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        commit = found.stdout.strip()
+        return found.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
-    sources = [(ROOT / f"{name}.py").read_text() for name in READING_PATH]
-    return {"commit": commit, "code_hash": code_hash(sources)}
+        return "unknown"
 
 
 def stamped(content):

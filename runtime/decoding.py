@@ -21,6 +21,7 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicLayer
 
 ROOM = 64  # columns that are allocated ahead
+SHARED = 16  # tokens that prompts have in common, from which on they are read once
 NOT_FINITE = "the model's logits are not finite"
 
 
@@ -83,25 +84,47 @@ def pad_left(prompt_ids, device):
 
 
 def prefill(model, prompt_ids, room):
-    """Read K prompts, the longest of W tokens; `room` tokens will follow each.
+    """Read K prompts, the longest of W tokens; `room` tokens will follow each. What all of them
+    begin with (a system prompt, examples) is read once.
 
     Returns the logits [K, V] after them, their ids [K, W], the positions [K, 1] of their last
     tokens, what attention adds at each column [K, 1, 1, W + room or more], and the cache."""
-    ids, mask = pad_left(prompt_ids, model.device)
-    K, W = mask.shape
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    begun = common_beginning(prompt_ids)  # P tokens
+    ids, mask = pad_left([prompt[len(begun) :] for prompt in prompt_ids], model.device)
+    K, P, device = len(ids), len(begun), model.device
     cache = growing_cache()
-    inputs = {"position_ids": positions, "past_key_values": cache, "attention_mask": None}
-    if is_ragged(prompt_ids):
+    if begun:
+        begun = torch.tensor([begun], device=device)
+        model(begun, past_key_values=cache, logits_to_keep=1)
+        others = torch.arange(1, K, device=device)
+        for layer in cache.layers:
+            layer.keep(K, others, torch.zeros_like(others), most=K)
+        ids = torch.cat([begun.expand(K, -1), ids], dim=1)  # [K, W]
+        mask = F.pad(mask, (P, 0), value=1)  # [K, W]
+    W = mask.shape[1]
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    inputs = {"position_ids": positions[:, P:], "past_key_values": cache, "attention_mask": None}
+    if P or is_ragged(prompt_ids):
         # transformers takes a mask of four dimensions as it is. Padding attends to itself, because
         # kernels differ in what a query without keys gets.
         visible = mask.bool()[:, None, None].expand(K, 1, W, W).tril()
-        inputs["attention_mask"] = visible | torch.eye(W, dtype=torch.bool, device=mask.device)
-    logits = model(ids, **inputs, logits_to_keep=1).logits[:, -1]
+        visible = visible | torch.eye(W, dtype=torch.bool, device=device)
+        inputs["attention_mask"] = visible[:, :, P:]
+    logits = model(ids[:, P:], **inputs, logits_to_keep=1).logits[:, -1]
     # Attention takes a mask as it is if it has the queries' dtype, and rows of whole 16 bytes.
     bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
     bias = F.pad(bias, (0, room + -(W + room) % 8))[:, None, None]
     return logits, ids, positions[:, -1:], bias, cache
+
+
+def common_beginning(prompt_ids) -> list[int]:
+    """The tokens that all prompts begin with, without the last token of any; [] if there are fewer
+    than SHARED of them, which would not be worth a forward of their own."""
+    least, most = min(prompt_ids), max(prompt_ids)  # in the order of lists: these two differ first
+    shortest = min(map(len, prompt_ids)) - 1
+    pairs = zip(least[:shortest], most, strict=False)
+    number = next((place for place, (a, b) in enumerate(pairs) if a != b), shortest)
+    return least[:number] if number >= SHARED and len(prompt_ids) > 1 else []
 
 
 def is_ragged(prompt_ids) -> bool:

@@ -42,7 +42,7 @@ def test_help(name, capsys):
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert f"python -m bench {name}" in shown
-    assert ("--json" in shown) == (name not in ("packing", "prompts"))
+    assert ("--json" in shown) == (name not in ("packing", "prompts", "code"))
 
 
 def test_step(command, monkeypatch, capsys):
@@ -67,7 +67,7 @@ def test_step_of_random_weights(command):
     size = "--rounds 1 --steps 1 --skip 0 --shape tiny --new-tokens 4"
     rows = command(f"step {size} --methods grpo pps")
     found = {(row["method"], row["part"]): row["median"] for row in rows}
-    assert found["pps", "tokens/trained"] < 0.8 * found["grpo", "tokens/trained"]
+    assert found["pps", "tokens/trained"] < 0.9 * found["grpo", "tokens/trained"]
     assert 1000 < found["grpo", "tokens/generated"] <= 32 * 8 * 4
     assert found["grpo", "step_time"] > found["grpo", "time/train"] > 0
 

@@ -190,3 +190,42 @@ def test_buffers_grow_by_doubling():
         assert torch.equal(layer.keys, states.expand(count, -1, -1, -1))
         assert torch.equal(layer.values, -layer.keys)
     assert len(moved) <= 5, "4, 10, 22 and 40 rows"
+
+
+def test_common_beginning(monkeypatch):
+    """Fails if the last token of a prompt is counted, which predicts the first sampled one, if
+    short beginnings or single prompts are read apart, or if prompts differ in it."""
+    monkeypatch.setattr(decoding, "SHARED", 2)
+    assert decoding.common_beginning([[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3, 4, 7]]) == [1, 2, 3]
+    assert decoding.common_beginning([[1, 2, 3], [1, 2, 3, 4]]) == [1, 2]
+    assert decoding.common_beginning([[1, 2, 3], [1, 2, 3]]) == [1, 2]
+    assert decoding.common_beginning([[1, 2, 3], [1, 9, 3]]) == []
+    assert decoding.common_beginning([[1, 2, 3]]) == []
+    assert decoding.common_beginning([[1], [1, 2]]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "first"),  # and the shapes of the first forward without sharing, and with it
+    [
+        ([[7] * 4 + [1], [7] * 4 + [2, 3, 4]], {100: (2, 7), 3: (1, 4)}),
+        ([[7] * 4 + [1, 2]] * 3, {100: (3, 6), 3: (1, 5)}),
+    ],
+)
+def test_a_shared_beginning_is_read_once(make_policy, monkeypatch, prompts, first):
+    """Ragged prompts, and equal ones: the same logits, positions and completions as without
+    sharing. Fails if the rest of a prompt does not see the beginning, or has its positions."""
+    model, _ = make_policy(dtype=torch.float64)
+    shapes, forward = [], model.forward
+    record = lambda ids, **inputs: shapes.append(ids.shape) or forward(ids, **inputs)
+    monkeypatch.setattr(model, "forward", record)
+    sampling = rollout.Sampling(8, [256], 257, repetition_penalty=1.3)
+    found = {}
+    for shared in (100, 3):
+        monkeypatch.setattr(decoding, "SHARED", shared)
+        shapes.clear()
+        with torch.inference_mode(), decoding.plain_generation(model):
+            logits, _, positions, *_ = decoding.prefill(model, prompts, 8)
+        got = rollout.sample(model, prompts, sampling, group_size=4, seed=1)
+        found[shared] = (logits, positions, got.completion_ids, got.logprobs)
+        assert shapes[0] == first[shared]
+    torch.testing.assert_close(found[3], found[100], rtol=1e-6, atol=1e-6)

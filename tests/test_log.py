@@ -157,7 +157,9 @@ def test_an_epoch_is_of_all_candidates():
     options = {"method": "cppo", "cppo_allocation": True, "completion_prune_rate": 0.5}
     options |= {"prompt_rule": "dppo", "prompts_per_step": 4, "steps": 3, "device": "cpu"}
     cfg = config.resolve(config.Config(**options))
-    text = metrics.first_lines(cfg, torch.nn.Linear(1, 1), 1, problems=64, held_out=0, step=1)
+    policy = torch.nn.Linear(1, 1)
+    policy.needs_transformers = ""
+    text = metrics.first_lines(cfg, policy, 1, problems=64, held_out=0, step=1)
     assert "8 x 16 completions a step" in text
     assert "drops nothing in the first 8 steps, an epoch" in text
 

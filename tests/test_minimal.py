@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import arithmetic
 import config
+import dppo
 import minimal
 import train
 
@@ -171,12 +172,12 @@ def test_gradient_is_the_trainers(policy_folder, tmp_path):
     options |= {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.6}
     args = toy.flags(policy_folder, str(tmp_path / "run"), **options)
     trainer = train.Trainer(config.parse_config(args), toy.toy_reward)
-    generator = torch.Generator().manual_seed(0)
+    generator, draws = torch.Generator().manual_seed(0), dppo.generator_for(0)
     window = trainer.candidates(1)
-    chosen = trainer.prune_prompts(window, 1, generator)
+    chosen = trainer.prune_prompts(window, 1, draws)
     batch = trainer.roll_out(chosen.prompts, 1, "rollout")
     full = trainer.full_batch(batch, chosen)
-    keep, weights = trainer.prune_completions(full, 0, generator)
+    keep, weights = trainer.prune_completions(full, 0, draws)
     drift = 0.5 * torch.randn(batch.rollouts.logprobs.shape, generator=generator)
     batch.rollouts.logprobs += drift  # as after some updates, so that the clip acts
     trainer.backward(full, keep, weights)

@@ -23,7 +23,7 @@ import run as training_run
 import sampler
 import train
 import update
-from runtime import InputError, clock, ranks
+from runtime import InputError, clock, deal, ranks
 from runtime.stop import Stop
 
 
@@ -272,6 +272,8 @@ def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch, chan
         monkeypatch.setattr(dppo, name, lambda *key, use=use: keys.append(key) or use(*key))
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 24)
     options = {"steps": 6, "eval_every": 2, "eval_problems": 4, "lr": 1e-5} | changes
+    alone = lambda rollouts, of_rank, keep, *_: (rollouts, torch.arange(keep.numel())[:0], None)
+    monkeypatch.setattr(deal, "exchange", alone)  # there are no other ranks
     used = []
     for place in ((0, 1), (0, 2), (1, 2)):  # of which a rank sees its own rewards alone
         monkeypatch.setattr(ranks, "start", lambda device, place=place: place)

@@ -69,7 +69,7 @@ def test_head():
 def test_check(small_runs, command, monkeypatch):
     """Catches a full and a pruned gradient on two devices."""
     monkeypatch.setattr(check, "RUNS", check.RUNS[2:5])
-    rows = command("check --steps 2")
+    rows = command("check --steps 2 --every 1 --draws 8")
     assert {row["checks"] for row in rows} == {2}
 
 
