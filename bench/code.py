@@ -50,7 +50,8 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def code_hash(sources: list[str]) -> str:
+@functools.cache
+def code_hash(*sources: str) -> str:
     """A hash of Python files' syntax trees without docstrings."""
     digest = hashlib.sha256()
     for source in sources:
@@ -72,7 +73,7 @@ def _is_text(node) -> bool:
 def this_code() -> dict[str, str]:
     """{commit, code_hash}: the commit that is checked out, and the hash of the reading path now."""
     sources = [(ROOT / f"{name}.py").read_text() for name in READING_PATH]
-    return {"commit": _commit(), "code_hash": code_hash(sources)}
+    return {"commit": _commit(), "code_hash": code_hash(*sources)}
 
 
 @functools.cache
