@@ -10,9 +10,10 @@ run.py is the run around it: log, evaluations, checkpoints.
 
 Every rank holds the whole model, or with --shard fsdp a share of the weights that are trained. With
 --shard fsdp and in bfloat16 it samples from a copy. It rolls out its share of the prompts. Every
-rank computes the keep decisions, advantages and denominators from the gathered batch. Gradients are
-summed over ranks once per update. All randomness is a function of (seed, step, purpose, prompt), so
-a resumed run repeats what an uninterrupted run would have done, with as many ranks and threads.
+rank computes the keep decisions, advantages and denominators from the gathered batch. What is kept
+is dealt to the ranks evenly. Gradients are summed over ranks once per update. All randomness is a
+function of (seed, step, purpose, prompt), so a resumed run repeats what an uninterrupted run would
+have done, with as many ranks and threads.
 
 Letters: Q candidates of a step, K prompts rolled out, G completions each, P parameters.
 """
