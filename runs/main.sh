@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The accuracies of the main command from the base model, 3 seeds, also on longer chains.
-# 2 cores without a GPU: about 40 seconds a seed. The base model takes 80 to 180 s, depending on the
+# 2 cores without a GPU: about 30 seconds a seed. The base model takes 80 to 180 s, depending on the
 # machine, the first time.
 # Logs: runs/main-seed{0,1,2}.jsonl
 set -euo pipefail
@@ -13,7 +13,7 @@ for seed in 0 1 2; do
 done
 python eval.py --model .cache/base-* --data arithmetic-longer
 cp out-0/run.png runs/main-seed0.png
-# What pps learns about the prompts of the realistic mix: another minute. It ends at 0.73, because
+# What pps learns about the prompts of the realistic mix: another minute. It ends at 0.72, because
 # 30 % of the mix's held-out chains are too long; the race evaluates with --eval-data arithmetic.
 torchrun train.py --data arithmetic-mixed --steps 80 --out-dir out-mixed
 python -m bench code --keep out-mixed/log.jsonl runs/pps-mixed.jsonl
