@@ -65,10 +65,10 @@ class Config:
     """The ratio is clipped to at most 1 + eps_high, also for cispo (where TRL gives the sum). By
     default the loss's own."""
     importance_cap: float | None = None
-    """Corrects for the sampler's probabilities by the ratio of the trainer's to them, up to this; 0
-    turns it off. By default 2 with vLLM or in bfloat16, else 0."""
+    """Largest ratio of trainer's to sampler's probability by which a loss is corrected; 0 turns the
+    correction off. By default 2 with vLLM or in bfloat16, else 0."""
     importance_level: Literal["token", "sequence"] = "token"
-    """Whose probabilities the ratio compares: each token's own, or its whole completion's."""
+    """Whether the ratio is that of each token, or that of its whole completion."""
     importance_mode: Literal["truncate", "mask"] = "truncate"
     """What becomes of a ratio above --importance-cap: the cap, or 0."""
     beta: float = 0.0
@@ -121,7 +121,7 @@ class Config:
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd with --grad-clip 0 is linear: then an unbiased gradient makes an unbiased update."""
     momentum: float = 0.0
-    """Of SGD, from 0 to below 1."""
+    """Momentum of SGD; 0 is none."""
     warmup: int = 5
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
@@ -129,7 +129,7 @@ class Config:
     grad_clip: float = 1.0
     """Largest gradient norm of an update; longer gradients are scaled down to it. 0: no limit."""
     weight_decay: float = 0.0
-    """Decay of the weights, in both optimizers."""
+    """Weight decay of either optimizer."""
 
     # ------------------------------------------------------------------------ packing and machine
     pack_tokens: int | None = None
@@ -264,7 +264,6 @@ def resolve(cfg: Config) -> Config:
 
 def _default_lr(cfg: Config) -> float:
     """--lr if it is not given. SGD's was searched for tiny only."""
-    require(cfg, "momentum", 0 <= cfg.momentum < 1, "at least 0 and below 1")
     if cfg.optimizer == "adamw":
         return 6e-4 if cfg.model == "tiny" else 1e-6
     if cfg.lr is None and cfg.model != "tiny":
@@ -334,14 +333,15 @@ def _check_values(cfg: Config) -> None:
         require(cfg, name, getattr(cfg, name) >= 1, "at least 1")
     why = "a group of one has no advantage"
     require(cfg, "group_size", cfg.group_size >= 2, f"at least 2: {why}")
+    require(cfg, "momentum", 0 <= cfg.momentum < 1, "at least 0 and below 1")
+    why = "--optimizer adamw, which has its own: give --optimizer sgd"
+    require(cfg, "momentum", cfg.optimizer == "sgd" or not cfg.momentum, f"0 with {why}")
     for name in ("lr", "temperature"):
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
     for name in (
         "beta", "warmup", "grad_clip", "weight_decay", "eval_every", "save_every", "check_every",
     ):  # fmt: skip
         require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0 and finite")
-    why = "--optimizer adamw, which has its own: give --optimizer sgd"
-    require(cfg, "momentum", cfg.optimizer == "sgd" or not cfg.momentum, f"0 with {why}")
     good = 0 < cfg.eps_low < 1 or cfg.eps_low == dppo.LOSSES[cfg.loss].clip[0]  # cispo: 1
     require(cfg, "eps_low", good, "above 0 and below 1")
     cap = cfg.importance_cap

@@ -26,9 +26,8 @@ def exchange(rollouts, sampled_by, keep, lengths, prompt_ids, share: bool, hidde
 
     rollouts [.., G, T] and old, its old log-probs or None, hold what this rank has sampled; the
     tables [K, G] cover all ranks: the rank that sampled each completion, what is kept, and lengths.
-    prompt_ids are those of K prompts. share: completions of a prompt that one rank has share it.
-    Statistics such as the entropy do not travel: in the rollouts that come back they are the old
-    ones.
+    prompt_ids are those of K prompts. share: whether a rank forwards a prompt once for all of its
+    completions. Statistics such as the entropy do not travel; they stay those of the old rollouts.
     """
     G, T = keep.shape[1], rollouts.logprobs.shape[2]
     kept = keep.flatten().nonzero()[:, 0]  # [n of all ranks], places in [K * G]

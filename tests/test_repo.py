@@ -16,6 +16,7 @@ import bench.__main__
 import config
 import eval as evaluation
 import sft
+from bench.code import READING_PATH
 from related import structured
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +24,6 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "runs" / "LOG.md"]
 FOLDERS = (".", "runtime", "bench", "related")
 CODE = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.py")]
-READING_PATH = ("dppo", "sampler", "packing", "rollout", "update", "train")
 OTHER_FLAGS = {  # of torchrun and pip
     "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
     "--no-deps",
