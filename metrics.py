@@ -145,22 +145,23 @@ def some_none(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def samples(step: int, cfg: config.Config, full, updates: list, problems: list) -> list[dict]:
-    """Rows for samples.jsonl: the first completion of each of three prompts of this rank."""
+    """Rows for samples.jsonl: of each of three prompts, the first completion of this rank."""
     batch = full.batch
+    first = (batch.rollouts.lengths > 0).int().argmax(dim=1).tolist()
     return [
         {
             "step": step,
             "prompt": problems[batch.prompts[k]].text,
-            "completion": batch.texts[number][0],
+            "completion": batch.texts[number][g],
             "answer": problems[batch.prompts[k]].answer,
-            "reward": batch.rewards[k, 0].item(),
-            "advantage": full.advantages[k, 0].item(),
-            "kept": any(u.keep[k, 0].item() for u in updates),
-            "weight": sum(u.weights[k, 0].item() for u in updates)
+            "reward": batch.rewards[k, g].item(),
+            "advantage": full.advantages[k, g].item(),
+            "kept": any(u.keep[k, g].item() for u in updates),
+            "weight": sum(u.weights[k, g].item() for u in updates)
             * full.chosen.weights[k].item()
             / cfg.epochs,
         }
-        for number, k in enumerate(batch.mine[:3].tolist())
+        for number, (k, g) in enumerate(zip(batch.mine[:3].tolist(), first, strict=False))
     ]
 
 

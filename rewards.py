@@ -115,15 +115,16 @@ def decode(completion_ids: torch.Tensor, lengths: torch.Tensor, tokenizer) -> li
 def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch.Tensor]:
     """(texts, rewards) of G completions for each of K problems: lists [K][G], float64 [K, G].
 
-    A reward is NaN if the completion cannot be scored. A reward that raises an exception, or
+    A reward is NaN if the completion cannot be scored, or was not sampled. A reward that raises an exception, or
     returns anything but a finite number or None, raises InputError with its completion.
     """
     flat = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
     G = rollouts.lengths.shape[1]
     texts = [flat[k * G : (k + 1) * G] for k in range(len(problems))]
+    sampled = (rollouts.lengths > 0).flatten().tolist()
     rewards = [
-        [_reward_of(text, problem.answer, reward) for text in group]
-        for group, problem in zip(texts, problems, strict=True)
+        _reward_of(text, problems[number // G].answer, reward) if sampled[number] else math.nan
+        for number, text in enumerate(flat)
     ]
     return texts, torch.tensor(rewards, dtype=torch.float64).view(len(problems), G)
 

@@ -66,9 +66,13 @@ class Sampling:
 
 
 def sample(
-    model, prompt_ids: list[list[int]], sampling: Sampling, *, group_size: int, seed: int, keys=None
-) -> Rollouts:
+    model, prompt_ids: list[list[int]], sampling: Sampling, *, group_size: int, seed: int,
+    keys=None, wanted=None,
+) -> Rollouts:  # fmt: skip
     """Sample `group_size` completions of each prompt, shortest prompts first, batch by batch.
+
+    wanted [K, G] bool, by default all: the others are not sampled, and their lengths are 0. vLLM
+    samples whole groups, and so does temperature 0.
 
     A prompt has a key, by default its place in the list. A completion's random numbers follow from
     (seed, key, its place in the group). So it does not depend, but for rounding, on other prompts
@@ -89,8 +93,9 @@ def sample(
         return sampling.engine.sample(model, prompt_ids, sampling, group_size=group_size, seed=seed)
     decode = {"compact": _compact, "hf": decoding.generate}[sampling.engine]
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
+    wanted = torch.ones(K, G, dtype=torch.bool) if wanted is None else wanted
     bar = {"desc": "rollout", "unit": " completions", "delay": 3, "leave": False}
-    progress = tqdm(total=K * G, disable=not sampling.show_progress, **bar)
+    progress = tqdm(total=int(wanted.sum()), disable=not sampling.show_progress, **bar)
     uniforms = torch.empty(K, G, T, dtype=torch.float64)
     for key, of_prompt in zip(keys, uniforms, strict=True):
         categorical.fill(of_prompt, dppo.generator_for(seed, key))
@@ -101,19 +106,19 @@ def sample(
         order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
         step = max(1, sampling.batch_size // G)
         for batch in (order[start : start + step] for start in range(0, K, step)):
-            record = _Record(sampling, uniforms[batch].flatten(0, 1), model)
+            record = _Record(sampling, uniforms[batch], wanted[batch], model)
             decode(model, [prompt_ids[k] for k in batch], G, record, progress)
             ids[batch] = record.ids.cpu().view(-1, G, T)
             statistics[:, batch] = record.statistics.cpu().view(3, -1, G, T)
             computed += record.computed
-    return _finish(prompt_ids, ids, statistics, computed, sampling)
+    return _finish(prompt_ids, ids, statistics, computed, sampling, wanted)
 
 
-def _finish(prompt_ids, ids, statistics, computed, sampling) -> Rollouts:
+def _finish(prompt_ids, ids, statistics, computed, sampling, wanted) -> Rollouts:
     """Cut each completion after its first end token; ids [K, G, T], statistics [3, K, G, T]."""
     ends = torch.isin(ids, torch.tensor(sampling.eos_ids))
-    ended = ends.any(dim=-1)  # [K, G]
-    lengths = torch.where(ended, ends.int().argmax(dim=-1) + 1, ids.shape[-1])
+    ended = ends.any(dim=-1) | ~wanted  # [K, G]
+    lengths = torch.where(ended, ends.int().argmax(dim=-1) + 1, ids.shape[-1]) * wanted
     inside = torch.arange(ids.shape[-1]) < lengths[..., None]  # [K, G, T]
     logprobs, others, spread = torch.where(inside, statistics, 0.0)
     entropy = -(others + logprobs.exp() * logprobs).sum(dim=-1)
@@ -127,10 +132,13 @@ def _finish(prompt_ids, ids, statistics, computed, sampling) -> Rollouts:
 
 
 class _Record:
-    """What is sampled for B completions: draws each token from its distribution and records it."""
+    """What is sampled for K groups of G, B completions: draws each token from its distribution and
+    records it; uniforms [K, G, T], wanted [K, G]."""
 
-    def __init__(self, sampling: Sampling, uniforms, model):
-        device, shape = model.device, uniforms.shape
+    def __init__(self, sampling: Sampling, uniforms, wanted, model):
+        device, uniforms = model.device, uniforms.flatten(0, 1)
+        shape = uniforms.shape
+        self.wanted = send(wanted.flatten().nonzero()[:, 0], device)  # [n], of B
         self.sampling = sampling
         self.vocab_size = model.vocab_size
         self.computed = 0  # rows of all forwards but the prefill
@@ -218,11 +226,11 @@ def _compact(model, prompt_ids, group_size, record, progress):
     logits, prompts, positions, bias, cache = decoding.prefill(model, prompt_ids, T)
     W, ragged = prompts.shape[1], decoding.is_ragged(prompt_ids)
     decode = compared.decoder(model, W + T)
-    active = torch.arange(len(record.ids), device=device)  # the completions that go on, [n]
+    active = record.wanted  # the completions that go on, [n]
     row_of = active // group_size  # the batch's row of each of them; None: a row of its own
     if every > 1 or group_size == 1:
         for layer in cache.layers:
-            layer.keep(len(active), active, row_of, most=len(active))
+            layer.keep(len(active), torch.arange(len(active)).to(device), row_of, most=len(active))
         logits, prompts, positions, bias = (x[row_of] for x in (logits, prompts, positions, bias))
         row_of = None
     for step in range(T):

@@ -172,18 +172,26 @@ class PromptHistory:
             >>> history.priority(both, step=2).numpy().round(2).tolist()
             [1.22, 0.71]
         """
+        return self._relative(1, 2, prompts, step).sqrt().clamp(min=FLOOR)
+
+    def relative_tokens(self, prompts: torch.Tensor, step: int) -> torch.Tensor:
+        """Tokens that a group of each prompt is expected to sample, over the mean; float64 [Q]."""
+        return self._relative(2, 0, prompts, step)
+
+    def _relative(self, over: int, under: int, prompts, step: int) -> torch.Tensor:
+        """Of each prompt's stratum, sums[over] / sums[under], relative to that of all prompts."""
         whole = self.sums.sum(dim=(1, 2, 3, 4), keepdim=True)  # [3, 1, 1, 1, 1]
         if whole[1] <= 0:  # no live group yet
             return torch.ones(len(prompts), dtype=torch.float64)
-        groups, squares, tokens = whole + 1e-9
-        prior_tokens = PRIOR * tokens / groups
-        ratio = squares / tokens  # of all prompts, then of ever finer strata
+        known = whole + 1e-9
+        prior = PRIOR * known[under] / known[0]
+        ratio = known[over] / known[under]  # of all prompts, then of ever finer strata
         for level in range(1, 5):  # the source; with the length; with the bin; with the age
             summed = tuple(range(level + 1, 5))  # finer levels; () would sum over everything
-            _, squares, tokens = self.sums.sum(dim=summed, keepdim=True) if summed else self.sums
-            ratio = (squares + prior_tokens * ratio) / (tokens + prior_tokens)
-        relative = ratio * whole[2] / whole[1]  # to that of all prompts, [S, L, B, A]
-        return relative.sqrt().clamp(min=FLOOR)[self.strata(prompts, step)]
+            sums = self.sums.sum(dim=summed, keepdim=True) if summed else self.sums
+            ratio = (sums[over] + prior * ratio) / (sums[under] + prior)
+        relative = ratio * whole[under] / whole[over]  # [S, L, B, A]
+        return relative[self.strata(prompts, step)]
 
     def update(
         self,

@@ -50,7 +50,8 @@ class Batch:
     """K prompts with G completions each. [K, G] tensors cover all ranks, token ids this one."""
 
     prompts: torch.Tensor  # [K], indices into the data
-    mine: torch.Tensor  # the rows of this rank; `rollouts` and `texts` are theirs
+    rank: torch.Tensor  # [K, G], that sampled it
+    mine: torch.Tensor  # the rows with completions of this rank; `rollouts` and `texts` are theirs
     rollouts: rollout.Rollouts
     texts: list[list[str]]
     rewards: torch.Tensor  # [K, G] and all below; NaN: unscorable
@@ -58,7 +59,6 @@ class Batch:
     truncated: torch.Tensor
     entropy: torch.Tensor  # nats, summed over a completion's tokens
     energy: torch.Tensor  # |onehot - softmax|^2 of the logits, summed likewise; sizes its gradient
-    rank: torch.Tensor  # that sampled it
     computed: float  # tokens that the model computed to sample these; see Rollouts
 
 
@@ -184,25 +184,29 @@ class Trainer:
         """Stages 2 and 3 for prompts [K], with random numbers of their own for each purpose."""
         with self.timer.measure("rollout"):
             ranks.refresh(self.policy, self.model)
-        mine = torch.arange(len(prompts))[self.rank :: self.world]
+        expected = self.history.relative_tokens(prompts, step)  # [K]
+        whole = self.cfg.engine == "vllm"
+        rank = deal.rollouts(expected.tolist(), self.cfg.group_size, self.world, whole)  # [K, G]
+        wanted = rank == self.rank
+        mine = wanted.any(dim=1).nonzero()[:, 0]
         # A prompt's key is its index, and how many times it came before: greso may repeat it.
         keys = [(q.item(), int((prompts[:place] == q).sum())) for place, q in enumerate(prompts)]
         seed = dppo.seed_for(self.cfg.seed, step, *purpose)
         with run.stops_if_not_finite(self.cfg, step):
             own = [keys[k] for k in mine]
-            rollouts, texts, scores = self.stop.run(self._sample_and_score, own, seed)
+            found = self.stop.run(self._sample_and_score, own, seed, wanted[mine])
+        rollouts, texts, scores = found
         columns = [scores, *(getattr(rollouts, name) for name in STATISTICS)]  # of this rank
-        columns.append(torch.full_like(scores, self.rank))
         shape = (len(prompts), self.cfg.group_size, len(columns))
         table = torch.zeros(shape, dtype=torch.float64)  # [K, G, columns]
-        table[mine] = torch.stack([column.double() for column in columns], dim=-1)
+        table[wanted] = torch.stack([c[wanted[mine]].double() for c in columns], dim=-1)
         computed = ranks.all_reduce(torch.tensor(rollouts.computed, dtype=torch.float64)).item()
         columns = ranks.all_reduce(table).unbind(dim=-1)
-        return Batch(prompts, mine, rollouts, texts, *columns, computed)
+        return Batch(prompts, rank, mine, rollouts, texts, *columns, computed)
 
-    def _sample_and_score(self, keys, seed):
+    def _sample_and_score(self, keys, seed, wanted):
         prompt_ids = [self.train_ids[index] for index, _ in keys]
-        options = {"group_size": self.cfg.group_size, "seed": seed, "keys": keys}
+        options = {"group_size": self.cfg.group_size, "seed": seed, "keys": keys, "wanted": wanted}
         with self.timer.measure("rollout"):
             rollouts = rollout.sample(self.policy, prompt_ids, self.sampling, **options)
         with self.timer.measure("score"):
@@ -289,8 +293,8 @@ class Trainer:
         cfg = self.cfg
         if not cfg.importance_cap or len(draws) == 1:
             return None
-        kept = torch.stack([keep for keep, _ in draws]).any(dim=0)[batch.mine]
-        args = (trainer_logprobs, self.model, batch.rollouts, cfg, kept)
+        kept = torch.stack([keep for keep, _ in draws]).any(dim=0) & (batch.rank == self.rank)
+        args = (trainer_logprobs, self.model, batch.rollouts, cfg, kept[batch.mine])
         return self.stop.run(*args, collective=cfg.shard == "fsdp")
 
     def group_squares(self, full: FullBatch) -> torch.Tensor:

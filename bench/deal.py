@@ -1,8 +1,9 @@
 """
-How evenly an update's work is spread over ranks: `python -m bench deal`.
+How evenly rollouts and updates are spread over ranks: `python -m bench deal`.
 
-The keeps and lengths of real steps on one rank are dealt to many simulated ones. *Where sampled* is
-what an update would do if each rank trained on what is kept of its own samples.
+The prompts, keeps and lengths of real steps on one rank are dealt to many simulated ones. *Where
+sampled* is what an update would do if each rank trained on what is kept of its own samples; rollouts
+*by turns* give prompt k to rank k mod R.
 """
 
 import statistics
@@ -23,6 +24,13 @@ class Recorder(Trainer):
     def __init__(self, *args):
         super().__init__(*args)
         self.updates = []  # (groups, prompt tokens, completion tokens) of the sequences
+        self.sampled = []  # (expected tokens [K], tokens [K, G]) of each step's rollouts
+
+    def roll_out(self, prompts, step, *purpose):
+        batch = super().roll_out(prompts, step, *purpose)
+        expected = self.history.relative_tokens(prompts, step)
+        self.sampled.append((expected, batch.lengths))
+        return batch
 
     def backward(self, full, keep, *args):
         kept = keep.flatten().nonzero()[:, 0]
@@ -69,12 +77,31 @@ def main(
                 row = {"setting": setting, "ranks": world, "how": how}
                 rows.append(row | {"mean": statistics.mean(ratios), "worst": max(ratios)})
     print(table(rows))
-    groups = [number // 16 for number in range(65_536)]
-    lengths = _long(len(groups), long, draw)
-    started = time.perf_counter()
-    deal.deal(groups, [100] * len(groups), lengths, 1024, False, 1024)
-    print(f"65,536 completions to 1,024 ranks: {time.perf_counter() - started:.2f} s")
+    for world in WORLDS:
+        for how, ratios in rollouts(trainer.sampled, world).items():
+            row = {"setting": "rollouts", "ranks": world, "how": how}
+            rows.append(row | {"mean": statistics.mean(ratios), "worst": max(ratios)})
+            print("rollouts{ranks:>4d} {how:20s} {mean:.3f} ({worst:.3f})".format(**rows[-1]))
     write_json(json_file, rows)
+
+
+def rollouts(sampled, world: int) -> dict[str, list[float]]:
+    """Busiest rank over the mean in each step's rollouts, in tokens: by turns, and dealt; the
+    expected ones of the deal; and the actual ones had the deal known them."""
+    found = {"by turns": [], "dealt": [], "dealt, expected": [], "dealt, foreknown": []}
+    for expected, tokens in sampled:
+        K, G = tokens.shape
+        groups = tokens.sum(dim=1)
+        to = lambda sizes: deal.rollouts(sizes.tolist(), G, world, whole=False)  # noqa: B023
+        evenly = (expected / G)[:, None].expand(K, G)
+        turns = (torch.arange(K) % world)[:, None].expand(K, G)
+        for how, ranks, load in (
+            ("by turns", turns, tokens), ("dealt", to(expected), tokens),
+            ("dealt, expected", to(expected), evenly), ("dealt, foreknown", to(groups), tokens),
+        ):  # fmt: skip
+            loads = torch.bincount(ranks.flatten(), load.flatten(), minlength=world)
+            found[how].append((loads.max() / loads.mean()).item())
+    return found
 
 
 def table(rows: list[dict]) -> str:

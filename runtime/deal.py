@@ -40,16 +40,15 @@ def exchange(rollouts, sampled_by, keep, lengths, prompt_ids, share: bool, hidde
     # From the rows of this rank to those of all ranks, in the order of the ranks and of `kept`.
     columns = [rollouts.completion_ids, rollouts.logprobs, *([] if old is None else [old])]
     table = torch.stack([column.flatten(0, 1).double() for column in columns], dim=-1)  # [., T, C]
-    row = torch.full((keep.numel(),), -1)  # of each completion in `table`
-    mine = (sampled_by.flatten() == rank).nonzero()[:, 0]
-    row[mine] = torch.arange(len(mine))
+    mine = (sampled_by == rank).any(dim=1)  # [K], the groups that have rows in `table`
+    row = (mine.cumsum(dim=0) - 1)[:, None] * G + torch.arange(G)  # [K, G], of each completion
     leaving = (owner == rank).nonzero()[:, 0]
     leaving = leaving[target[leaving].argsort(stable=True)]
     inside = torch.arange(T) < lengths[leaving, None]
     count = lambda some, by: torch.bincount(by[some], lengths[some], world).long().tolist()
     coming = (target == rank).nonzero()[:, 0]
     coming = coming[owner[coming].argsort(stable=True)]
-    sent = table[row[kept[leaving]]][inside]  # [N, C]
+    sent = table[row.flatten()[kept[leaving]]][inside]  # [N, C]
     got = ranks.all_to_all(sent, count(leaving, target), count(coming, owner))
 
     order = coming.argsort()  # of `kept`, as if this rank had sampled them in this order
@@ -65,6 +64,35 @@ def exchange(rollouts, sampled_by, keep, lengths, prompt_ids, share: bool, hidde
         lengths=lengths[coming[order], None],
     )
     return dealt, places, old[0].to(rollouts.logprobs) if old else None
+
+
+def rollouts(expected: list[float], group_size: int, world: int, whole: bool) -> torch.Tensor:
+    """The rank [K, G] that samples each completion: equally many on each, or as nearly as can be,
+    and about as many of the K groups' expected tokens.
+
+    Groups stay whole, but for the K mod R with the fewest tokens, which are laid end to end and cut
+    into equal shares. With `whole` these stay whole, too.
+    """
+    K = len(expected)
+    order = sorted(range(K), key=lambda group: -expected[group])
+    parted = 0 if whole else K % world
+    found = torch.zeros(K, group_size, dtype=torch.long)
+    loads = [0.0] * world
+    if parted:
+        cut = torch.arange(parted * group_size) * world // (parted * group_size)
+        found[order[K - parted :]] = cut.view(parted, group_size)
+        for group in order[K - parted :]:
+            for rank in found[group].tolist():
+                loads[rank] += expected[group] / group_size
+    most = -(-(K - parted) // world)  # groups of a rank
+    least = [(load, rank, most) for rank, load in enumerate(loads)]
+    heapq.heapify(least)
+    for group in order[: K - parted]:
+        load, rank, room = heapq.heappop(least)
+        found[group] = rank
+        if room > 1:
+            heapq.heappush(least, (load + expected[group], rank, room - 1))
+    return found
 
 
 def deal(

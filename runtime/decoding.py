@@ -134,10 +134,10 @@ def is_ragged(prompt_ids) -> bool:
 
 def generate(model, prompt_ids, group_size, record, progress):
     """One call of model.generate. It gets scores that leave only the token that we have drawn."""
-    repeated = [ids for ids in prompt_ids for _ in range(group_size)]
+    active = record.wanted
+    repeated = [prompt_ids[number // group_size] for number in active.tolist()]
     sequences, mask = pad_left(repeated, model.device)
     B, width = sequences.shape
-    active = torch.arange(B, device=model.device)
 
     def draw(sequences, logits):
         scores = record.distribution(sequences, logits)

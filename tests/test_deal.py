@@ -30,6 +30,40 @@ def test_pieces_by_hand():
     assert sorted(one_group) == sorted([*range(4)] * 4), "a large group is parted"
 
 
+def test_rollouts_by_hand():
+    """Expected tokens 9, 1, 5, 4 and 2 of groups of 4. Fails if the largest group does not come
+    first, if a rank gets more groups than another, if another group than the smallest is parted, or
+    if a part is not counted."""
+    expected = [9.0, 1.0, 5.0, 4.0, 2.0]
+    two = deal.rollouts(expected, 4, 2, False)
+    assert two.tolist() == [[0] * 4, [0, 0, 1, 1], [1] * 4, [1] * 4, [0] * 4]
+    three = deal.rollouts(expected, 4, 3, False)
+    assert three.tolist() == [[2] * 4, [1, 1, 2, 2], [1] * 4, [0] * 4, [0, 0, 0, 1]]
+    whole = deal.rollouts(expected, 4, 3, True)
+    assert whole.tolist() == [[0] * 4, [1] * 4, [1] * 4, [2] * 4, [2] * 4]
+    found = deal.rollouts([9.0, 8.0, 7.0, 6.0], 3, 3, False)
+    assert found.tolist() == [[0] * 3, [1] * 3, [2] * 3, [0, 1, 2]]
+    assert deal.rollouts([1.0] * 5, 2, 1, False).tolist() == [[0, 0]] * 5
+    assert deal.rollouts([1.0] * 5, 2, 5, False)[:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert deal.rollouts([], 2, 3, False).shape == (0, 2)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8, 64])
+@pytest.mark.parametrize("whole", [False, True])
+def test_rollouts_are_even(world, whole):
+    """205 groups of 16. Fails if ranks sample unequal numbers of completions, if more groups are
+    parted than must be, or if a rank expects more tokens than the mean and one group."""
+    draw = torch.Generator().manual_seed(world)
+    expected = torch.randn(205, generator=draw).exp()
+    found = deal.rollouts(expected.tolist(), 16, world, whole)
+    counts = torch.bincount(found.flatten(), minlength=world)
+    parted = int((found != found[:, :1]).any(dim=1).sum())
+    assert parted <= (0 if whole else world - 1)
+    assert whole or counts.max() - counts.min() <= 1
+    loads = torch.bincount(found.flatten(), expected.repeat_interleave(16), minlength=world) / 16
+    assert loads.max() <= loads.mean() + expected.max()
+
+
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("world", [2, 8, 64])
 def test_work_is_even(world, share):
@@ -72,7 +106,8 @@ def test_long_sequences_cost_more_than_their_tokens():
 
 
 def exchanged(with_old):
-    """On each rank: groups 0, 1, .. are sampled by turns, and the table of what comes back."""
+    """On each rank: groups 0, 1, .. are sampled by turns, but the fourth is parted; and the table
+    of what comes back."""
     rank, world = ranks.start("cpu")
     K, G, T = 5, 4, 6
     draw = torch.Generator().manual_seed(3)
@@ -80,7 +115,9 @@ def exchanged(with_old):
     keep = torch.rand(K, G, generator=draw) < 0.6
     keep[1] = False
     prompt_ids = [[100 + k] * (k + 1) for k in range(K)]
-    mine = torch.arange(K)[rank::world]
+    sampled_by = (torch.arange(K) % world)[:, None].repeat(1, G)
+    sampled_by[3] = torch.arange(G) * world // G
+    mine = (sampled_by == rank).any(dim=1).nonzero()[:, 0]
     # a token's id says whose it is; its log-probs follow from it
     ids = torch.arange(K * G * T).view(K, G, T)
     inside = torch.arange(T) < lengths[..., None]
@@ -90,7 +127,6 @@ def exchanged(with_old):
         torch.zeros(own.shape[:2]), torch.zeros(own.shape[:2]), lengths[mine],
         torch.zeros(own.shape[:2], dtype=torch.bool),
     )  # fmt: skip
-    sampled_by = (torch.arange(K) % world)[:, None].expand(K, G)
     old = 2 * rollouts.logprobs if with_old else None
     dealt, places, before = deal.exchange(
         rollouts, sampled_by, keep, lengths, prompt_ids, True, 64, old

@@ -101,17 +101,20 @@ def test_samples_of_a_rank(steps):
     prompt_weights = torch.arange(2.0, K + 2)
     batch = replace(full.batch, rewards=torch.arange(1.0 * K * G).view(K, G))
     chosen = full.chosen._replace(weights=prompt_weights)
-    for mine in (torch.tensor([0, 2]), torch.tensor([1, 3])):  # as of two ranks
+    for mine, g in ((torch.tensor([0, 2]), 0), (torch.tensor([1, 3]), 1)):  # as of two ranks
+        lengths = batch.rollouts.lengths[mine]
+        lengths[:, :g] = 0  # the second has none of the first completions
         texts = [batch.texts[k] for k in mine]
-        of_rank = replace(batch, mine=mine, texts=texts)
+        rollouts = replace(batch.rollouts, lengths=lengths)
+        of_rank = replace(batch, mine=mine, texts=texts, rollouts=rollouts)
         of_rank = replace(full, batch=of_rank, chosen=chosen, advantages=-batch.rewards)
         rows = metrics.samples(1, trainer.cfg, of_rank, updates, problems)
         for k, row in zip(mine, rows, strict=True):
-            assert row["weight"] == prompt_weights[k] * weights[:, k, 0].mean()
+            assert row["weight"] == prompt_weights[k] * weights[:, k, g].mean()
             assert row["kept"]
-            assert row["completion"] == batch.texts[k][0]
+            assert row["completion"] == batch.texts[k][g]
             assert row["prompt"] == problems[batch.prompts[k]].text
-            assert row["reward"] == -row["advantage"] == batch.rewards[k, 0]
+            assert row["reward"] == -row["advantage"] == batch.rewards[k, g]
     nothing = [train.Update(weight < 0, 0 * weight, None, 0.0) for weight in weights]
     assert not metrics.samples(1, trainer.cfg, full, nothing, problems)[0]["kept"]
 

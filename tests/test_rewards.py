@@ -9,8 +9,10 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import data
 import rewards
@@ -95,6 +97,22 @@ def test_math_reward(completion, gold, reward):
     """Fails if the first box is used, one in a thought, two as a set, or the gold is not boxed; or
     if a completion without a gold earns 0."""
     assert rewards.math_reward(completion, gold) == reward
+
+
+def test_what_was_not_sampled_is_not_scored():
+    """Completions without a token are those of other ranks. Fails if the reward sees them, or if a
+    completion meets another prompt's gold."""
+    seen = []
+    reward = lambda text, gold: seen.append((text, gold)) or len(seen)
+    ids = torch.tensor([[[1, 2], [3, 4]], [[5, 6], [7, 8]]])
+    rollouts = SimpleNamespace(completion_ids=ids, lengths=torch.tensor([[2, 0], [0, 1]]))
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
+    problems = [SimpleNamespace(answer="a"), SimpleNamespace(answer="b")]
+    texts, found = rewards.score(rollouts, problems, tokenizer, reward)
+    assert seen == [("[1, 2]", "a"), ("[7]", "b")]
+    assert texts == [["[1, 2]", "[]"], ["[]", "[7]"]]
+    assert found.isnan().tolist() == [[False, True], [True, False]]
+    assert (found[0, 0], found[1, 1]) == (1, 2)
 
 
 def test_the_longest_answer():

@@ -20,10 +20,10 @@ from runtime import InputError, decoding
 ENGINES = pytest.mark.parametrize("engine", ["compact", "hf"])
 
 
-def sample(model, prompt_ids, *, group_size=6, seed=5, keys=None, **changes):
+def sample(model, prompt_ids, *, group_size=6, seed=5, keys=None, wanted=None, **changes):
     options = {"max_new_tokens": 12, "eos_ids": [256], "pad_id": 257, "batch_size": 12}
     sampling = rollout.Sampling(**options | changes)
-    draw = {"group_size": group_size, "seed": seed, "keys": keys}
+    draw = {"group_size": group_size, "seed": seed, "keys": keys, "wanted": wanted}
     return rollout.sample(model, prompt_ids, sampling, **draw)
 
 
@@ -61,12 +61,13 @@ def test_energy_of_a_nearly_certain_token():
     logits = torch.tensor([[9.0, 0.0, -1.0, 0.5]])
     model = types.SimpleNamespace(device="cpu", vocab_size=4)
     sampling = rollout.Sampling(1, [3], 3)
-    record = rollout._Record(sampling, torch.rand(1, 1), model)
+    one = torch.ones(1, 1, dtype=torch.bool)
+    record = rollout._Record(sampling, torch.rand(1, 1, 1), one, model)
     scores = record.distribution(None, logits)
     record.take(torch.tensor([0]), 0, scores, scores.exp(), torch.tensor([[0]]))
     record.keep_recent(torch.tensor([0]), 0)
     columns = record.ids[None], record.statistics[:, None]
-    energy = rollout._finish([[0]], *columns, 0, sampling).energy
+    energy = rollout._finish([[0]], *columns, 0, sampling, one).energy
     probs = logits.double().softmax(dim=-1)
     exact = (torch.tensor([[1.0, 0, 0, 0]]) - probs).square().sum().item()
     assert 1e-8 < exact < 1e-6
@@ -80,7 +81,9 @@ def test_distribution_of_a_bfloat16_model(temperature):
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
     model = types.SimpleNamespace(device="cpu", vocab_size=50)
     sampling = rollout.Sampling(1, [3], 3, temperature=temperature)
-    scores = rollout._Record(sampling, torch.rand(3, 1), model).distribution(None, logits)
+    wanted = torch.ones(3, 1, dtype=torch.bool)
+    record = rollout._Record(sampling, torch.rand(3, 1, 1), wanted, model)
+    scores = record.distribution(None, logits)
     assert torch.equal(scores, (logits.float() / temperature).log_softmax(dim=1))
 
 
@@ -166,6 +169,33 @@ def test_greedy_is_what_the_bare_model_says(make_policy):
         logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.7, logits[seen] * 1.7)
         assert token == logits.argmax()
         sequence.append(token)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@ENGINES
+def test_parts_of_groups(make_policy, monkeypatch, engine, every):
+    """The completions that are wanted are those of whole groups, also where the host looks at
+    tokens only now and then. Fails if one gets another's random numbers or prompt, if one that is
+    not wanted is sampled, or if its figures are not 0."""
+    monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
+    model, _ = make_policy()
+    prompts = [[65, 66, 67], [68], [69, 70]]
+    options = {"engine": engine, "eos_ids": [256, *range(0, 256, 8)], "max_new_tokens": 12}
+    whole = sample(model, prompts, group_size=4, **options)
+    wanted = torch.tensor([[1, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 1]]).bool()
+    part = sample(model, prompts, group_size=4, wanted=wanted, **options)
+    assert len(set(whole.lengths.flatten().tolist())) > 2
+    assert torch.equal(part.lengths, whole.lengths * wanted)
+    assert torch.equal(part.truncated, whole.truncated & wanted)
+    for k, g in wanted.nonzero().tolist():
+        length = whole.lengths[k, g]
+        same = whole.completion_ids[k, g, :length] == part.completion_ids[k, g, :length]
+        assert same.all()
+    for name in ("logprobs", "entropy", "energy"):
+        there, expected = getattr(part, name), getattr(whole, name)
+        there, expected = there.reshape(3, 4, -1), expected.reshape(3, 4, -1) * wanted[..., None]
+        assert torch.allclose(there, expected, atol=1e-5), name
+    assert part.computed < whole.computed
 
 
 @ENGINES

@@ -343,6 +343,25 @@ def test_prior_counts_like_groups():
     assert found == pytest.approx([(0.3 + halfway) / 2, 0.1, 0.1], rel=1e-4)
 
 
+def test_expected_tokens():
+    """Of unseen prompts, groups of source a sample 10 tokens and those of b 30, three times as many
+    groups; nothing is known before the first live group. Fails if squares count, if the figure is
+    not relative to the mean group, or if the prior is in tokens."""
+    history = history_of(4, sources=["a", "b", "b", "b"], lengths=[5] * 4)
+    assert history.relative_tokens(torch.arange(4), 1).tolist() == [1.0] * 4
+    kind = history.kind[0].long() % sampler.LENGTHS
+    a, b = history.kind[:2].long() // sampler.LENGTHS
+    history.sums[:, a, kind, 0, 0] = torch.tensor([1e7, 7e7, 1e8], dtype=torch.float64)
+    history.sums[:, b, kind, 0, 0] = torch.tensor([3e7, 1e7, 9e8], dtype=torch.float64)
+    found = history.relative_tokens(torch.arange(4), 1).tolist()
+    assert found == pytest.approx([10 / 25, *[30 / 25] * 3], rel=1e-4)
+    # 48 groups of a, so each of four levels takes half of the coarser one's: 10 + 15 / 16
+    history.sums[:, b, kind, 0, 0] = torch.tensor([144.0, 1, 144 * 30], dtype=torch.float64)
+    history.sums[:, a, kind, 0, 0] = torch.tensor([48.0, 1, 480], dtype=torch.float64)
+    found = history.relative_tokens(torch.arange(1), 1).item()
+    assert found == pytest.approx((10 + 15 / 16) / 25, rel=1e-4)
+
+
 # ---------------------------------------------------------------------------- unbiased over time
 
 

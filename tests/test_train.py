@@ -332,6 +332,9 @@ def test_several_ranks_are_one(policy_folder, tmp_path, world, kind):
             for key in here:
                 if key.startswith(("time/", "step_time", "pack/", "tokens/trained")):
                     continue  # several ranks have other slots
+                if key == "tokens/computed":  # equal beginnings of a parted group are read twice
+                    assert here[key] <= there[key]
+                    continue
                 rounding = 1e-6  # may be all there is
                 close = there[key]
                 if close is not None:
