@@ -115,8 +115,9 @@ def decode(completion_ids: torch.Tensor, lengths: torch.Tensor, tokenizer) -> li
 def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch.Tensor]:
     """(texts, rewards) of G completions for each of K problems: lists [K][G], float64 [K, G].
 
-    A reward is NaN if the completion cannot be scored, or was not sampled. A reward that raises an exception, or
-    returns anything but a finite number or None, raises InputError with its completion.
+    A reward is NaN if the completion cannot be scored, or was not sampled. A reward that raises an
+    exception, or returns anything but a finite number or None, raises InputError with its
+    completion.
     """
     flat = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
     G = rollouts.lengths.shape[1]

@@ -2,18 +2,23 @@
 How evenly rollouts and updates are spread over ranks: `python -m bench deal`.
 
 The prompts, keeps and lengths of real steps on one rank are dealt to many simulated ones. *Where
-sampled* is what an update would do if each rank trained on what is kept of its own samples; rollouts
-*by turns* give prompt k to rank k mod R.
+sampled* is what an update would do if each rank trained on what is kept of its own samples. *By
+turns*, rank k mod R samples prompt k.
 """
 
 import statistics
 import time
 
 import torch
+import torch.distributed as dist
 
+import dppo
+import packing
+import sampler
 from bench import JsonFile, run, write_json
-from runtime import deal
+from runtime import deal, ranks
 from train import Trainer
+from update import accumulate_gradients
 
 WORLDS = (2, 4, 8, 16, 32, 64)
 
@@ -41,6 +46,38 @@ class Recorder(Trainer):
         return super().backward(full, keep, *args)
 
 
+class Timed(Trainer):
+    """Under torchrun: computes each update's gradient twice, from what each rank has sampled itself
+    and from what is dealt, in turns, and times both until the gradients are summed."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seconds = {"sampled": [], "dealt": []}
+        self.gradients = {}
+
+    def backward(self, full, keep, weights, *args):
+        turn = len(self.seconds["dealt"]) % 2
+        for how in sorted(self.seconds, reverse=turn == 1):
+            self.optimizer.zero_grad()
+            ranks.barrier()
+            started = time.perf_counter()
+            if how == "dealt":
+                super().backward(full, keep, weights, *args)
+            else:
+                own = full.batch.rank == self.rank
+                tables = (full.advantages, full.factor * weights, keep & own)
+                rows = (table[full.batch.mine] for table in tables)
+                accumulate_gradients(self.model, full.batch.rollouts, *rows, cfg=self.cfg)
+                ranks.sum_gradients(self.model)
+            self.seconds[how].append(time.perf_counter() - started)
+            of = [p.grad.flatten().clone() for p in self.model.parameters() if p.requires_grad]
+            self.gradients[how] = torch.cat(of)
+        here, there = self.gradients["sampled"], self.gradients["dealt"]
+        assert (here - there).norm() <= 1e-5 * here.norm(), "the deal changes the gradient"
+        self.optimizer.zero_grad()
+        return super().backward(full, keep, weights, *args)
+
+
 def main(
     steps: int = 12,
     prompts: int = 256,
@@ -48,7 +85,10 @@ def main(
     flags: str = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Busiest rank over the mean, in forwarded tokens, for 2 to 64 ranks.
+    """Busiest rank over the mean, in tokens, for 2 to 64 ranks; and the seconds of what every rank
+    computes alike with 1 M prompts, 65,536 completions and 1,024 ranks.
+
+    `torchrun --nproc-per-node 2 -m bench deal` measures seconds of an update on real ranks instead.
 
     Args:
         steps: of a run of pps on arithmetic-mixed
@@ -59,7 +99,10 @@ def main(
         json_file: where to write the rows {setting, ranks, how, mean, worst}
     """
     args = ["--data", "arithmetic-mixed", "--prompts-per-step", str(prompts), "--steps", str(steps)]
-    trainer, _ = run([*args, *flags.split()], Recorder)
+    args += flags.split()
+    if dist.is_torchelastic_launched():
+        return _in_seconds(args)
+    trainer, _ = run(args, Recorder)
     draw = torch.Generator().manual_seed(0)
     longer = [
         (groups, tokens, _long(len(groups), long, draw)) for groups, tokens, _ in trainer.updates
@@ -82,7 +125,62 @@ def main(
             row = {"setting": "rollouts", "ranks": world, "how": how}
             rows.append(row | {"mean": statistics.mean(ratios), "worst": max(ratios)})
             print("rollouts{ranks:>4d} {how:20s} {mean:.3f} ({worst:.3f})".format(**rows[-1]))
+    for how, seconds in large_step().items():
+        rows.append({"setting": "1 M prompts", "ranks": 1024, "how": how, "seconds": seconds})
+        print(f"1 M prompts, 65,536 completions, 1,024 ranks: {how} {seconds:.3f} s")
     write_json(json_file, rows)
+
+
+def _in_seconds(args):
+    trainer, _ = run(args, Timed)
+    if trainer.is_main:
+        for how, seconds in trainer.seconds.items():
+            quarters = statistics.quantiles(seconds, n=4)
+            middle = " to ".join(f"{value:.3f}" for value in (quarters[0], quarters[2]))
+            print(f"{how}: {quarters[1]:.3f} s an update (middle half {middle})")
+        pairs = zip(trainer.seconds["sampled"], trainer.seconds["dealt"], strict=True)
+        print(f"ratio, median: {statistics.median(here / there for here, there in pairs):.2f}")
+
+
+def large_step(
+    prompts: int = 1_000_000, candidates: int = 10_240, group: int = 16, world: int = 1024
+) -> dict[str, float]:
+    """Seconds of one rank in the second step of an epoch for what grows with the whole batch: the
+    prompts' draw, the deal of rollouts, the completions' draw, the deal of what is kept, packs, and
+    the history."""
+    draw = torch.Generator().manual_seed(0)
+    history = sampler.PromptHistory(torch.full((prompts,), 100), ["a"] * prompts, candidates)
+    generator, seconds, step = dppo.generator_for(0), {}, 1
+
+    def timed(name, work, *args):
+        started = time.perf_counter()
+        found = work(*args)
+        seconds[name] = time.perf_counter() - started
+        return found
+
+    for step in (1, 2):
+        window = timed("candidates", sampler.candidates, prompts, candidates, 0, step)
+        found = timed("select", history.prune, "pps", 0.6, window, generator, step)
+        keep, weights = found
+        chosen = window[keep]
+        expected = history.relative_tokens(chosen, step).tolist()
+        timed("deal rollouts", deal.rollouts, expected, group, world, False)
+        K = len(chosen)
+        rewards = (torch.rand(K, group, generator=draw) < 0.5).double()
+        advantages = timed("advantages", dppo.group_advantages, rewards, "grpo")
+        lengths = torch.tensor(_long(K * group, 1000, draw)).view(K, group)
+        size = advantages.abs() / lengths.sqrt()
+        part = dppo.Completions(advantages, rewards, lengths + 100.0, size)
+        kept, _ = timed("prune", dppo.prune_completions, "pps", 0.5, part, generator)
+        places = kept.flatten().nonzero()[:, 0]
+        groups, some = (places // group).tolist(), lengths.flatten()[places].tolist()
+        ranks_of = timed("deal", deal.deal, groups, [100] * len(some), some, world, False, 1024)
+        own = [length for length, rank in zip(some, ranks_of, strict=True) if rank == 0]
+        timed("plan", packing.plan_packs, own, 16_384, 256)
+        squares, tokens = size.square().sum(dim=1), lengths.sum(dim=1).double()
+        seen = (chosen, weights[keep], rewards, advantages, squares, tokens)
+        timed("history", history.update, step, *seen)
+    return seconds | {"all": sum(seconds.values())}
 
 
 def rollouts(sampled, world: int) -> dict[str, list[float]]:
@@ -95,11 +193,11 @@ def rollouts(sampled, world: int) -> dict[str, list[float]]:
         to = lambda sizes: deal.rollouts(sizes.tolist(), G, world, whole=False)  # noqa: B023
         evenly = (expected / G)[:, None].expand(K, G)
         turns = (torch.arange(K) % world)[:, None].expand(K, G)
-        for how, ranks, load in (
+        for how, rank_of, load in (
             ("by turns", turns, tokens), ("dealt", to(expected), tokens),
             ("dealt, expected", to(expected), evenly), ("dealt, foreknown", to(groups), tokens),
         ):  # fmt: skip
-            loads = torch.bincount(ranks.flatten(), load.flatten(), minlength=world)
+            loads = torch.bincount(rank_of.flatten(), load.flatten(), minlength=world)
             found[how].append((loads.max() / loads.mean()).item())
     return found
 

