@@ -105,14 +105,14 @@ def test_what_was_not_sampled_is_not_scored():
     seen = []
     reward = lambda text, gold: seen.append((text, gold)) or len(seen)
     ids = torch.tensor([[[1, 2], [3, 4]], [[5, 6], [7, 8]]])
-    rollouts = SimpleNamespace(completion_ids=ids, lengths=torch.tensor([[2, 0], [0, 1]]))
+    rollouts = SimpleNamespace(completion_ids=ids, lengths=torch.tensor([[2, 1], [0, 1]]))
     tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
     problems = [SimpleNamespace(answer="a"), SimpleNamespace(answer="b")]
     texts, found = rewards.score(rollouts, problems, tokenizer, reward)
-    assert seen == [("[1, 2]", "a"), ("[7]", "b")]
-    assert texts == [["[1, 2]", "[]"], ["[]", "[7]"]]
-    assert found.isnan().tolist() == [[False, True], [True, False]]
-    assert (found[0, 0], found[1, 1]) == (1, 2)
+    assert seen == [("[1, 2]", "a"), ("[3]", "a"), ("[7]", "b")]
+    assert texts == [["[1, 2]", "[3]"], ["[]", "[7]"]]
+    assert found.isnan().tolist() == [[False, False], [True, False]]
+    assert (found[0, 0], found[1, 1]) == (1, 3)
 
 
 def test_the_longest_answer():
