@@ -62,6 +62,7 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
         "tokens/generated": int(lengths.sum()),
         "tokens/computed": batch.computed,  # to generate them; vLLM does not say
         "tokens/trained": int(total.tokens),
+        "tokens/repeated": int(total.tokens) - least_tokens(full, updates),
     }
     if cfg.importance_cap:
         name = "sampling/importance_sampling_ratio"
@@ -125,6 +126,14 @@ def kept(cfg: config.Config, full, updates: list) -> dict:
         "weight/prompt_max": prompt_weights.max().item() if len(prompt_weights) else math.nan,
         "weight/ess": effective_sample_size(weights[:, live]) / cfg.epochs,
     }
+
+
+def least_tokens(full, updates: list) -> int:
+    """Tokens that updates forward if each forwards a prompt once for all of its completions. Slots
+    and ranks that hold parts of a group repeat its prompt; without --share-prompts all do."""
+    prompts = (full.cost - full.batch.lengths)[:, 0]  # [K]
+    completions = sum((u.keep * (full.batch.lengths - 1)).sum() for u in updates)
+    return int(completions + sum((u.keep.any(dim=1) * prompts).sum() for u in updates))
 
 
 def ratio(part: float, whole: float) -> float:

@@ -79,6 +79,26 @@ def test_means_stand_for_all_candidates(steps):
     assert row["entropy"] != pytest.approx(kept_only.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize(("share", "room"), [(True, 4096), (True, 60), (False, 4096)])
+def test_repeated_prompts(steps, share, room):
+    """Of two epochs, from the slots themselves. Fails if a prompt's first time counts, if an update
+    is left out, or if the last token of a completion counts as forwarded."""
+    alone = {} if share else {"share_prompts": False}
+    trainer, row, _ = steps(pack_tokens=room, epochs=2, count=3, **alone)
+    batch, expected = trainer.full.batch, 0
+    for keep, _ in trainer.drawn:
+        of_prompt = [len(trainer.train_ids[index]) for index in batch.prompts.tolist()]
+        kept = keep.sum(dim=1).tolist()
+        if not share:
+            expected += sum(n * max(0, count - 1) for n, count in zip(of_prompt, kept, strict=True))
+    assert len(trainer.drawn) == 2
+    assert max(kept) > 1
+    if share and room == 60:
+        assert row["tokens/repeated"] > 0
+    else:
+        assert row["tokens/repeated"] == expected
+
+
 def test_deviation_of_scored_rewards():
     """Of a group's scorable rewards only. Catches a divisor that counts the others."""
     nan = math.nan
