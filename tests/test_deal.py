@@ -4,11 +4,14 @@ import statistics
 
 import pytest
 import torch
+import toy
 from toy import in_processes
 
+import config
 from bench.deal import spread, tokens
 from rollout import Rollouts
 from runtime import deal, ranks
+from train import Trainer
 
 
 def test_pieces_by_hand():
@@ -62,6 +65,25 @@ def test_rollouts_are_even(world, whole):
     assert whole or counts.max() - counts.min() <= 1
     loads = torch.bincount(found.flatten(), expected.repeat_interleave(16), minlength=world) / 16
     assert loads.max() <= loads.mean() + expected.max()
+
+
+def test_rollouts_follow_the_history(policy_folder, tmp_path, monkeypatch):
+    """What a step hands to the dealer, once strata differ. Fails if it is not what the history
+    expects of these prompts, or if vLLM, which samples whole groups, is given parts of them."""
+    flags = toy.flags(policy_folder, str(tmp_path), method="pps", prompts_per_step=8)
+    trainer = Trainer(config.parse_config(flags), toy.toy_reward)
+    seen, dealer = [], deal.rollouts
+    monkeypatch.setattr(deal, "rollouts", lambda *args: seen.append(args) or dealer(*args))
+    for step in range(1, 7):
+        trainer.cfg.engine = "vllm" if step == 6 else "compact"  # the sampler stays the same
+        prompts = torch.arange(step, step + 4)
+        expected = trainer.history.relative_tokens(prompts, step).tolist()
+        trainer.roll_out(prompts, step, "test")
+        assert seen.pop() == (expected, trainer.cfg.group_size, 1, step == 6)
+        trainer.step(step)
+        trainer.stop.held = False
+        seen.clear()
+    assert len(set(expected)) > 1
 
 
 @pytest.mark.parametrize("share", [False, True])
