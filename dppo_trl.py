@@ -8,7 +8,8 @@ TRL still samples, rewards and computes the loss: its methods are wrapped, none 
 copied. Rules, draws and weights come from dppo.py and sampler.py.
     prompts      are dropped before rollout, from each generation batch
     completions  are dropped after reward. What is kept of all that an update trains on (a window)
-                 is sorted by length and fills the last of its micro-steps; the others do nothing
+                 is sorted by length, dealt to the ranks and fills the last of its micro-steps; the
+                 others do nothing
     weights      TRL's loss depends on the parameters through log-probs alone. Multiplying the
                  gradient by f_i there multiplies row i's whole term: clip, KL, masks and vLLM's
                  correction. f_i is the weight 1 / P(kept) times a correction, because TRL takes
@@ -24,6 +25,7 @@ from math import gcd
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import trl
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
@@ -84,6 +86,8 @@ class DPPOTrainer(trl.GRPOTrainer):
         self.prunes = self.prunes_prompts or completion_rule != "none"
         self.check()
         steps = (self.args.gradient_accumulation_steps, self.args.steps_per_generation)
+        text = self.model.config.get_text_config()
+        self.rotary = bool(getattr(text, "rope_parameters", None))  # its positions are relative
         self.window = min(steps)  # micro-steps that share a draw
         self.rows = None  # the generation batch on this rank, [n, ...], in TRL's shuffled order
         self.plan = None  # of each micro-step of the window: its micro-batch, or None
@@ -235,15 +239,16 @@ class DPPOTrainer(trl.GRPOTrainer):
         return self.plan[step % self.window]
 
     def draw_completions(self, part: int) -> list[dict | None]:
-        """The plan of a window, the part-th of the generation batch: a draw of its own.
-
-        TRL gathers metrics in each micro-step, so every rank runs as many rows as the rank with the
-        most. Where one has fewer, its shortest row fills up, with factor 0.
-        """
+        """The plan of a window, the part-th of the generation batch: a draw of its own."""
         B, rank = self.args.per_device_train_batch_size, self.accelerator.process_index
         n = len(self.rows["place"]) * self.window // self.args.steps_per_generation
-        place = self.rows["place"][part * n : (part + 1) * n]
-        places = self.accelerator.gather(place).cpu().view(-1, n)  # [R, n]
+        rows = {
+            name: x[part * n : (part + 1) * n] if x.ndim else x for name, x in self.rows.items()
+        }
+        if self.loss_type == "bnpo":  # it divides by the tokens of the un-pruned micro-batch
+            tokens = loss_mask(rows).sum(dim=1).view(-1, B).sum(dim=1)
+            rows["denominator"] = tokens.clamp(min=1).double().repeat_interleave(B)
+        places = self.accelerator.gather(rows["place"]).cpu()  # [R * n]
         inside = torch.zeros(self.batch.size.numel(), dtype=torch.bool)
         inside[places] = True
         inside = inside.view_as(self.batch.size)  # [K, G]
@@ -253,20 +258,16 @@ class DPPOTrainer(trl.GRPOTrainer):
         rule, rate = self.completion_rule, self.completion_prune_rate
         _keep, weights = dppo.prune_completions(rule, rate, batch, generator)
         (weights,) = broadcast_object_list([weights * inside * self.prompt_weights])  # [K, G]
-        keep = weights.flatten()[places] > 0  # [R, n]
-        count = max(1, keep.sum(dim=1).max().item())
-        kept = keep[rank].nonzero().flatten()
-        length, factor = (table.flatten()[places[rank]] for table in (batch.cost, weights))  # [n]
-        index = torch.cat([kept, length.argmin().expand(count - len(kept))])
-        factor = factor[index]
-        factor[len(kept) :] = 0.0  # by position: the row that fills up may be kept as well
-        order = length[index].argsort(stable=True)
-        plan = [self.micro_batch(index[some] + part * n, factor[some]) for some in order.split(B)]
+        length, factor = (table.flatten()[places] for table in (batch.cost, weights))  # [R * n]
+        table, fills = self.deal((factor > 0).view(-1, n), length)  # [R, m]
+        rows = self.exchange(rows, table)
+        factor = torch.where(fills, 0.0, factor[table])[rank]  # [m]
+        plan = [self.micro_batch(rows, factor, some) for some in torch.arange(len(factor)).split(B)]
         full = (self.prompt_weights * batch.cost).sum()  # expected of the un-pruned window
         live = weights[batch.size > 0]
         ess = (live.sum().square() / live.square().sum()).item()  # see metrics.py
         for name, value in {
-            "kept_completions": keep.sum().item() / (B * self.window * len(places)),
+            "kept_completions": (weights > 0).sum().item() / (B * self.window * len(table)),
             "kept_tokens": ((batch.cost * (weights > 0)).sum() / full).item(),
             "effective_sample_size": ess,
             "weight_max": weights.max().item(),
@@ -275,28 +276,73 @@ class DPPOTrainer(trl.GRPOTrainer):
             self._metrics["train"][f"dppo/{name}"].append(value)
         return [None] * (self.window - len(plan)) + plan
 
-    def micro_batch(self, index: torch.Tensor, weights: torch.Tensor) -> dict:
-        """Some rows of the generation batch, without columns that only pad them, and factors f."""
-        rows = {name: x[index] if x.ndim else x for name, x in self.rows.items()}
+    def deal(self, kept: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows [R, m] that each rank trains on, shortest first, and which of them only fill up;
+        given which are kept [R, n] of those that each has sampled, and lengths [R * n].
+
+        TRL gathers metrics in each micro-step, so all ranks run equally many rows. Where a rank has
+        fewer than another, its shortest row fills up. Positions of a model that are not relative
+        depend on a rank's padding; there, rows stay if padding differs.
+        """
+        world, n = kept.shape
+        rows = torch.arange(world * n).view(world, n)
+        width = torch.tensor([self.rows["prompt_ids"].shape[1]], device=self.accelerator.device)
+        if self.rotary or len(self.accelerator.gather(width).unique()) == 1:
+            rows_kept = rows[kept][length[rows[kept]].argsort(stable=True)]
+            of_ranks = [rows_kept[rank::world] for rank in range(world)]
+        else:
+            of_ranks = [some[mask] for some, mask in zip(rows, kept, strict=True)]
+        m = max(1, *map(len, of_ranks))
+        shortest = length.view(world, n).argmin(dim=1, keepdim=True) + rows[:, :1]  # [R, 1]
+        table, fills = shortest.repeat(1, m), torch.ones(world, m, dtype=torch.bool)
+        for rank, some in enumerate(of_ranks):
+            table[rank, : len(some)], fills[rank, : len(some)] = some, False
+        order = length[table].argsort(dim=1, stable=True)
+        return table.gather(1, order), fills.gather(1, order)
+
+    def exchange(self, rows: dict, table: torch.Tensor) -> dict:
+        """The rows [m] of this rank's line of table [R, m], each from the rank that has it among
+        its n."""
+        world, rank, n = len(table), self.accelerator.process_index, len(rows["place"])
+        owner = table // n  # [R, m]
+        if (owner == torch.arange(world)[:, None]).all():  # they stay
+            return {name: x[table[rank] - rank * n] if x.ndim else x for name, x in rows.items()}
+        columns = {name: x.view(n, -1) for name, x in rows.items() if x.ndim}  # [n, T or 1]
+        for name, x in columns.items():
+            left = name in PADDED_LEFT
+            columns[name] = self.accelerator.pad_across_processes(x, dim=1, pad_first=left)
+        leaving = [line[of == rank] - rank * n for line, of in zip(table, owner, strict=True)]
+        sent = torch.cat([x.double() for x in columns.values()], dim=1)[torch.cat(leaving)]
+        order = owner[rank].argsort(stable=True)
+        found, counts = sent.new_empty(len(order), sent.shape[1]), owner[rank].bincount(None, world)
+        dist.all_to_all_single(found, sent, counts.tolist(), list(map(len, leaving)))
+        found = found[order.argsort()].split([x.shape[1] for x in columns.values()], dim=1)
+        found = dict(zip(columns, found, strict=True))
+        return {
+            name: found[name].to(x.dtype).view(-1, *columns[name].shape[1 : x.ndim])
+            if x.ndim
+            else x
+            for name, x in rows.items()
+        }
+
+    def micro_batch(self, rows: dict, factor: torch.Tensor, index: torch.Tensor) -> dict:
+        """Some of these rows, without columns that only pad them, and their factors f."""
+        rows = {name: x[index] if x.ndim else x for name, x in rows.items()}
         if self.pad_to_multiple_of is None:
             width = max(1, rows["completion_mask"].any(dim=0).sum().item())
             rows |= {name: rows[name][:, :width] for name in PADDED_RIGHT if name in rows}
-            # only rotary positions are relative, so that a shift changes nothing
-            if getattr(self.model.config.get_text_config(), "rope_parameters", None):
+            if self.rotary:  # positions are relative, so that a shift changes nothing
                 width = rows["prompt_mask"].any(dim=0).sum().item()
                 rows |= {name: rows[name][:, -width:] for name in PADDED_LEFT}
-        return rows | {"factor": weights * self.correction(index)}
+        return rows | {"factor": factor[index] * self.correction(rows)}
 
-    def correction(self, index: torch.Tensor) -> torch.Tensor | float:
+    def correction(self, rows: dict) -> torch.Tensor | float:
         """TRL's denominator for these rows over their denominator in the un-pruned batch."""
         if self.loss_type in PER_TOKEN:
             return 1.0
-        B = self.args.per_device_train_batch_size
         if self.loss_type in PER_ROW:
-            return len(index) / B
-        tokens = loss_mask(self.rows).sum(dim=1).cpu().double()  # [n]
-        full = tokens.view(-1, B).sum(dim=1).clamp(min=1)  # of each un-pruned micro-batch
-        return tokens[index].sum().clamp(min=1) / full[index // B]
+            return len(rows["place"]) / self.args.per_device_train_batch_size
+        return (loss_mask(rows).sum().clamp(min=1) / rows["denominator"]).cpu()
 
     # ------------------------------------------------------------------------------------ the loss
 

@@ -130,6 +130,16 @@ def test_two_ranks_are_exact(model):
     assert in_processes(2, trl_toy.check_ranks, str(model))[0].splitlines()[-1] == "exact"
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_rows_change_ranks(model, tmp_path, world):
+    """What is kept is dealt evenly, and every loss stays exact. Catches rows without their own
+    factors or log-probs, a denominator of the rank that they go to, and padding on the wrong
+    side."""
+    trl_toy.save_model(tmp_path / "llama", "llama", torch.float32)
+    printed = in_processes(world, trl_toy.check_dealt, str(model), str(tmp_path / "llama"))
+    assert printed[0].splitlines()[-1] == "exact"
+
+
 @pytest.mark.parametrize("loss", ["grpo", "bnpo"])
 @pytest.mark.parametrize("twin", [trl_toy.KeptCount, trl_toy.WeightedAdvantages])
 def test_biased_twins_fail(model, exact_world, loss, twin):

@@ -342,6 +342,33 @@ def check_ranks(folder):
     print("exact")
 
 
+def check_dealt(folder, llama):
+    """Rows change ranks, and every loss is exact. Each rank trains on its share, to one row, and
+    fills up by at most one. A Llama's prompts of other lengths travel, too."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    layout = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8 // world}
+    with exact_world():
+        for loss in dppo_trl.LOSSES:
+            options = {"loss_type": loss, "prompts": SAME_LENGTH, **layout}
+            stock = Measured(folder, trl.GRPOTrainer, **options).gradients()
+            measured = Measured(folder, **options)
+            assert error(found := over_completions(measured), stock) < 1e-12, (loss, found, stock)
+            rows = [rows for rows in measured.trainer.plan if rows is not None]
+            place = torch.cat([x["place"][x["factor"] > 0] for x in rows])
+            mine = measured.trainer.rows["place"]
+            count = torch.tensor([len(place), int(torch.isin(place, mine).sum())])
+            count = measured.trainer.accelerator.gather(count[None])  # [R, 2]
+            assert count[:, 0].max() - count[:, 0].min() <= 1
+            assert sum(len(x["place"]) for x in rows) == count[:, 0].max()
+            assert (count[:, 1] < count[:, 0]).any(), "no row has changed ranks"
+        for loss in ("grpo", "bnpo"):
+            options = {"loss_type": loss, "prompts": ["a", "b", "cdefg", "c"], **layout}
+            stock = Measured(llama, trl.GRPOTrainer, **options).gradients()
+            measured = Measured(llama, **options, rules={"completion_rule": "zero"})
+            assert error(measured.gradients(), stock) < 1e-4, (loss, rank)
+    print("exact")
+
+
 MANY = [a + b for a, b in itertools.product(LETTERS, LETTERS)]
 BOTH = {"prompt_rule": "pps", "prompt_prune_rate": 0.3}
 
