@@ -285,20 +285,19 @@ class DPPOTrainer(trl.GRPOTrainer):
         depend on a rank's padding; there, rows stay if padding differs.
         """
         world, n = kept.shape
-        rows = torch.arange(world * n).view(world, n)
+        order = length.argsort(stable=True)
+        order = order[kept.flatten()[order]]
         width = torch.tensor([self.rows["prompt_ids"].shape[1]], device=self.accelerator.device)
         if self.rotary or len(self.accelerator.gather(width).unique()) == 1:
-            rows_kept = rows[kept][length[rows[kept]].argsort(stable=True)]
-            of_ranks = [rows_kept[rank::world] for rank in range(world)]
+            of_ranks = [order[rank::world] for rank in range(world)]
         else:
-            of_ranks = [some[mask] for some, mask in zip(rows, kept, strict=True)]
+            of_ranks = [order[order // n == rank] for rank in range(world)]
         m = max(1, *map(len, of_ranks))
-        shortest = length.view(world, n).argmin(dim=1, keepdim=True) + rows[:, :1]  # [R, 1]
-        table, fills = shortest.repeat(1, m), torch.ones(world, m, dtype=torch.bool)
-        for rank, some in enumerate(of_ranks):
-            table[rank, : len(some)], fills[rank, : len(some)] = some, False
-        order = length[table].argsort(dim=1, stable=True)
-        return table.gather(1, order), fills.gather(1, order)
+        fills = torch.arange(m) < m - torch.tensor(list(map(len, of_ranks)))[:, None]
+        shortest = length.view(world, n).argmin(dim=1) + n * torch.arange(world)
+        table = shortest[:, None].repeat(1, m)
+        table[~fills] = torch.cat(of_ranks)
+        return table, fills
 
     def exchange(self, rows: dict, table: torch.Tensor) -> dict:
         """The rows [m] of this rank's line of table [R, m], each from the rank that has it among
