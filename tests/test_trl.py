@@ -140,6 +140,22 @@ def test_rows_change_ranks(model, tmp_path, world):
     assert printed[0].splitlines()[-1] == "exact"
 
 
+def test_rows_of_absolute_positions_stay(model, monkeypatch):
+    """Fails if a row leaves its rank although the ranks' prompts have other widths, even one that
+    only fills up, or if a kept row is lost."""
+    trainer = make_trainer(model)
+    monkeypatch.setattr(type(trainer.accelerator), "gather", lambda self, _: torch.tensor([2, 3]))
+    trainer.rows = {"prompt_ids": torch.zeros(4, 2)}
+    kept = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 0]]).bool()
+    table, fills = trainer.deal(kept, torch.tensor([9, 5, 7, 4, 6, 8, 7, 6]))
+    assert table.tolist() == [[1, 2, 0], [4, 4, 6]]
+    assert fills.tolist() == [[False] * 3, [True, True, False]]
+    trainer.rotary = True
+    table, fills = trainer.deal(kept, torch.tensor([9, 5, 7, 4, 6, 8, 7, 6]))
+    assert table.tolist() == [[1, 6], [2, 0]]
+    assert not fills.any()
+
+
 @pytest.mark.parametrize("loss", ["grpo", "bnpo"])
 @pytest.mark.parametrize("twin", [trl_toy.KeptCount, trl_toy.WeightedAdvantages])
 def test_biased_twins_fail(model, exact_world, loss, twin):
