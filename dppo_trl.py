@@ -274,7 +274,10 @@ class DPPOTrainer(trl.GRPOTrainer):
             "forwards": len(plan) / self.window,
         }.items():
             self._metrics["train"][f"dppo/{name}"].append(value)
-        return [None] * (self.window - len(plan)) + plan
+        idle = None
+        if self.is_deepspeed_enabled:  # ZeRO starts a sum of gradients at the first micro-step's
+            idle = self.micro_batch(rows, 0.0 * factor, torch.tensor([0]))
+        return [idle] * (self.window - len(plan)) + plan
 
     def deal(self, kept: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows [R, m] that each rank trains on, shortest first, and which of them only fill up;

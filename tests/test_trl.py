@@ -280,6 +280,27 @@ def test_whole_runs(model, accumulation, generation, iterations, group, world):
     assert counts["rows"] == kept * group
 
 
+@pytest.mark.parametrize("kind", ["fsdp2", "zero2", "zero3"])
+def test_sharded_runs(tmp_path, kind):
+    """Three steps on two ranks under FSDP2 and DeepSpeed's ZeRO give the weights of DDP, with
+    micro-steps that have nothing to do. Catches an idle micro-step whose loss a wrapper refuses, or
+    after which it forgets to clear the last update's gradients."""
+    if kind != "fsdp2":
+        pytest.importorskip("deepspeed", reason="tests/trl.sh installs it")
+    folder, found = tmp_path / "llama", {}
+    trl_toy.save_model(folder, "llama", torch.float32)
+    start = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, rule in (("ddp", "none"), ("ddp", "pps"), (kind, "zero"), (kind, "pps")):
+        out = str(tmp_path / f"{name}-{rule}")
+        in_processes(2, trl_toy.train_sharded, str(folder), name, rule, out)
+        found[name, rule], forwards = torch.load(f"{out}.pt")
+        assert rule == "none" or min(forwards) < 1, "no micro-step was idle"
+    for rule, reference in (("zero", "none"), ("pps", "pps")):
+        for name, there in found["ddp", reference].items():
+            error = (found[kind, rule][name] - there).norm()
+            assert error < 1e-5 * (there - start[name]).norm() + 1e-7, (name, rule, error)
+
+
 def test_draws_and_lessons_of_a_run(model, exact_world, monkeypatch):
     """Four batches of dapo with both levels pruned. Each draw has random numbers of its own; the
     history learns with the prompts' weights; the denominator follows the weighted tokens.

@@ -16,6 +16,8 @@ from unittest import mock
 import torch
 import transformers
 import trl
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from trl.trainer import utils
@@ -380,6 +382,40 @@ def count_draws(folder, layout, rules):
     rows, ranks = trainer.batch.size.numel(), trainer.accelerator.num_processes
     counts = {"rows": rows, "rows_of_ranks": ranks * len(trainer.rows["place"])}
     print(json.dumps(counts | {"steps": trainer.state.global_step} | trainer.so_far))
+
+
+def train_sharded(folder, kind, rule, out):
+    """Three steps of SGD on CPUs that accelerate takes for GPUs, under DDP, FSDP2 or DeepSpeed's
+    ZeRO. `out` gets all weights and how many micro-steps computed something."""
+    if kind != "ddp":
+        PartialState._prepare_backend = lambda *args: ("gloo", DistributedType.MULTI_GPU)
+        PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
+    wrapped = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    zero = {
+        "zero_optimization": {
+            "stage": 3 if kind == "zero3" else 2, "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "zero_allow_untested_optimizer": True, "gradient_clipping": "auto",
+        "train_batch_size": 16, "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+    }  # fmt: skip
+    options = {
+        "ddp": {}, "fsdp2": {"use_cpu": False, "fsdp": True, "fsdp_config": wrapped}
+    }.get(kind, {"use_cpu": False, "deepspeed": zero})  # fmt: skip
+    flag = {"fsdp2": "ACCELERATE_USE_FSDP"}.get(kind, "ACCELERATE_USE_DEEPSPEED")
+    os.environ |= {} if kind == "ddp" else {flag: "true"}
+    trainer = make_trainer(
+        folder, prompts=MANY, rules={"completion_rule": rule}, max_steps=3, optim="sgd",
+        learning_rate=1.0, output_dir=out, **batch, **options,
+    )  # fmt: skip
+    trainer.train()
+    kinds = {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}
+    assert trainer.accelerator.distributed_type.name == kinds.get(kind, "DEEPSPEED")
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    forwards = [row.get("dppo/forwards", 1.0) for row in trainer.state.log_history[:3]]
+    if trainer.accelerator.is_main_process:
+        torch.save(({name: x.float() for name, x in weights.items()}, forwards), f"{out}.pt")
 
 
 class Kill(transformers.TrainerCallback):
