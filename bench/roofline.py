@@ -11,6 +11,8 @@ near one comes is a share that can be compared between GPUs, models and changes 
              forward. AdamW then reads and writes float32 weights, gradients and moments.
 """
 
+import numpy as np
+
 from bench import JsonFile, shapes, write_json
 
 LAUNCH = 5e-6  # seconds that a host takes to launch a kernel, the usual figure
@@ -107,12 +109,13 @@ def token_bytes(options) -> tuple[int, int]:
     return 2 * (parameters(options) - lookup), 2 * 2 * keys
 
 
-def decode_seconds(options, gpu: shapes.GPU, sequences: int, context: float) -> float:
-    """One more token of each sequence; `context` is the tokens that they all attend to, summed."""
+def decode_seconds(options, gpu: shapes.GPU, sequences, context):
+    """One more token of each sequence; `context` is the tokens that they all attend to, summed.
+    Numbers, or arrays of them."""
     weights, cached = token_bytes(options)
     queries = options.num_hidden_layers * options.num_attention_heads * options.head_dim
     flops = weights * sequences + 4 * queries * context  # two for each weight of two bytes
-    return max((weights + cached * context) / gpu.bandwidth, flops / gpu.flops)
+    return np.maximum((weights + cached * context) / gpu.bandwidth, flops / gpu.flops)
 
 
 def rollout_seconds(
