@@ -275,17 +275,19 @@ class DPPOTrainer(trl.GRPOTrainer):
         }.items():
             self._metrics["train"][f"dppo/{name}"].append(value)
         idle = None
-        if self.is_deepspeed_enabled:  # ZeRO starts a sum of gradients at the first micro-step's
+        if self.is_deepspeed_enabled:
+            # ZeRO clears old gradients when the first micro-step brings new ones; these are 0
             idle = self.micro_batch(rows, 0.0 * factor, torch.tensor([0]))
         return [idle] * (self.window - len(plan)) + plan
 
     def deal(self, kept: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows [R, m] that each rank trains on, shortest first, and which of them only fill up;
-        given which are kept [R, n] of those that each has sampled, and lengths [R * n].
+        """The rows [R, m] that each rank trains on, shortest first, and bool [R, m]: which of them
+        are fillers, to be given factor 0. `kept` [R, n] is what the draw has kept of the rows that
+        each rank sampled; their lengths are [R * n].
 
-        TRL gathers metrics in each micro-step, so all ranks run equally many rows. Where a rank has
-        fewer than another, its shortest row fills up. Positions of a model that are not relative
-        depend on a rank's padding; there, rows stay if padding differs.
+        TRL gathers metrics in each micro-step, so all ranks must run equally many rows. A rank that
+        gets fewer repeats its shortest row. A model without relative positions sees how a rank has
+        padded its prompts, so rows change ranks only if all ranks pad to the same width.
         """
         world, n = kept.shape
         order = length.argsort(stable=True)
@@ -303,13 +305,13 @@ class DPPOTrainer(trl.GRPOTrainer):
         return table, fills
 
     def exchange(self, rows: dict, table: torch.Tensor) -> dict:
-        """The rows [m] of this rank's line of table [R, m], each from the rank that has it among
-        its n."""
+        """This rank's rows [m] in the table [R, m] of all ranks. Row number r was sampled on rank
+        r // n, as its row r % n."""
         world, rank, n = len(table), self.accelerator.process_index, len(rows["place"])
         owner = table // n  # [R, m]
         if (owner == torch.arange(world)[:, None]).all():  # they stay
             return {name: x[table[rank] - rank * n] if x.ndim else x for name, x in rows.items()}
-        columns = {name: x.view(n, -1) for name, x in rows.items() if x.ndim}  # [n, T or 1]
+        columns = {name: x.reshape(n, -1) for name, x in rows.items() if x.ndim}  # [n, T or 1]
         for name, x in columns.items():
             left = name in PADDED_LEFT
             columns[name] = self.accelerator.pad_across_processes(x, dim=1, pad_first=left)
@@ -319,13 +321,10 @@ class DPPOTrainer(trl.GRPOTrainer):
         found, counts = sent.new_empty(len(order), sent.shape[1]), owner[rank].bincount(None, world)
         dist.all_to_all_single(found, sent, counts.tolist(), list(map(len, leaving)))
         found = found[order.argsort()].split([x.shape[1] for x in columns.values()], dim=1)
-        found = dict(zip(columns, found, strict=True))
-        return {
-            name: found[name].to(x.dtype).view(-1, *columns[name].shape[1 : x.ndim])
-            if x.ndim
-            else x
-            for name, x in rows.items()
-        }
+        rows = dict(rows)  # scalars stay
+        for name, x in zip(columns, found, strict=True):
+            rows[name] = (x if rows[name].ndim > 1 else x[:, 0]).to(rows[name].dtype)
+        return rows
 
     def micro_batch(self, rows: dict, factor: torch.Tensor, index: torch.Tensor) -> dict:
         """Some of these rows, without columns that only pad them, and their factors f."""

@@ -24,7 +24,7 @@ import train
 from runtime import compared, log, plot
 from runtime.lean import Decoder
 
-collect_ignore = [] if importlib.util.find_spec("trl") else ["trl_toy.py"]
+collect_ignore = [] if importlib.util.find_spec("trl") else ["trl_toy.py", "trl_ranks.py"]
 LONG = (
     "test_gpu_tier", "test_notebooks", "test_ranks", "test_stop", "test_train.py::test_two_ranks",
 )  # fmt: skip
@@ -45,6 +45,14 @@ def no_pictures(monkeypatch):
 def pictures(monkeypatch, no_pictures):
     """Runs draw run.png all the same."""
     monkeypatch.setattr(log, "plot", plot)
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory):
+    """The folder of the GPT-2 in float64 that TRL's tests train."""
+    folder = tmp_path_factory.mktemp("trl") / "gpt2"
+    importlib.import_module("trl_toy").save_model(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

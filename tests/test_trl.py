@@ -1,11 +1,10 @@
-"""dppo_trl.py: exact by enumeration through TRL's own loss, on one rank and two; whole runs.
+"""dppo_trl.py on one process: exact by enumeration through TRL's own loss; whole runs.
 
 tests/trl.sh builds an environment with TRL and runs these tests in it; without TRL they are
 skipped.
 """
 
 import importlib
-import json
 import math
 import re
 import signal
@@ -34,14 +33,6 @@ PROMPTS = {"prompt_rule": "uniform"}
 NO_RATE = {"completion_prune_rate": 0.0}
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    """A folder with the GPT-2 in float64."""
-    folder = tmp_path_factory.mktemp("trl") / "gpt2"
-    trl_toy.save_model(folder)
-    return folder
-
-
 @pytest.fixture
 def exact_world():
     with trl_toy.exact_world():
@@ -53,7 +44,7 @@ def exact_world():
 
 @pytest.mark.parametrize("loss", dppo_trl.LOSSES)
 @pytest.mark.parametrize("rule", ["zero", "uniform", "dppo", "pps"])
-def test_completions_are_exact(model, exact_world, loss, rule):
+def test_completions_are_exact(gpt2, exact_world, loss, rule):
     """Every outcome of the draw, through TRL's loss with KL, clip and vLLM's correction: the mean
     gradient is GRPOTrainer's. Completions have 1 to 6 tokens, prompts 1 to 3.
 
@@ -65,8 +56,8 @@ def test_completions_are_exact(model, exact_world, loss, rule):
         options |= {"prompts": ["ccc", "ee"], "per_device_train_batch_size": 2}
     if rule == "zero":  # with the KL term it would drop nothing
         options |= {"beta": 0.0}
-    stock = Measured(model, trl.GRPOTrainer, **options).gradients()
-    measured = Measured(model, **options, rules={"completion_rule": rule})
+    stock = Measured(gpt2, trl.GRPOTrainer, **options).gradients()
+    measured = Measured(gpt2, **options, rules={"completion_rule": rule})
     assert error(over_completions(measured), stock) < 1e-12
     if rule != "zero":
         assert error(measured.gradients(), stock) > 0.01
@@ -78,7 +69,7 @@ def test_completions_are_exact(model, exact_world, loss, rule):
     ("accumulation", "generation", "iterations", "batch"),
     [(1, 1, 1, 16), (8, 4, 1, 4), (2, 4, 1, 4), (4, 4, 2, 4), (2, 4, 2, 4), (8, 2, 2, 4)],
 )
-def test_layouts_are_exact(model, exact_world, loss, accumulation, generation, iterations, batch):
+def test_layouts_are_exact(gpt2, exact_world, loss, accumulation, generation, iterations, batch):
     """Updates of part of a generation batch, of several, and of one more than once; each window's
     draw is enumerated while the others keep everything.
 
@@ -89,23 +80,23 @@ def test_layouts_are_exact(model, exact_world, loss, accumulation, generation, i
         "gradient_accumulation_steps": accumulation, "steps_per_generation": generation,
         "num_iterations": iterations, "per_device_train_batch_size": batch, "loss_type": loss,
     }  # fmt: skip
-    stock = Measured(model, trl.GRPOTrainer, **options).gradients()
-    found = over_completions(Measured(model, **options))
+    stock = Measured(gpt2, trl.GRPOTrainer, **options).gradients()
+    found = over_completions(Measured(gpt2, **options))
     assert error(found, stock) < 1e-12
 
 
 @pytest.mark.parametrize("loss", dppo_trl.EXACT_WITH_PROMPTS["loss_type"])
 @pytest.mark.parametrize("rule", ["uniform", "dppo", "pps"])
-def test_prompts_are_exact(model, exact_world, loss, rule):
+def test_prompts_are_exact(gpt2, exact_world, loss, rule):
     """Every outcome of the prompt draw. A loss per token divides by a number known before it.
 
     Catches prompt weights that do not reach the loss, a denominator of the kept prompts, and a
     count that is taken from the draw.
     """
     options = {"loss_type": loss, "prompts": trl_toy.SAME_LENGTH}
-    stock = Measured(model, trl.GRPOTrainer, **options)
+    stock = Measured(gpt2, trl.GRPOTrainer, **options)
     rules = {"prompt_rule": rule, "prompt_prune_rate": 0.3, "completion_rule": "none"}
-    measured = Measured(model, **options, rules=rules)
+    measured = Measured(gpt2, **options, rules=rules)
     measured.state["so_far"]["mean_tokens"] = 64.0
     wanted = stock.gradients()
     if loss in dppo_trl.PER_TOKEN:
@@ -113,56 +104,24 @@ def test_prompts_are_exact(model, exact_world, loss, rule):
     assert error(over_prompts(measured.gradients), wanted) < 1e-12
 
 
-def test_both_levels_are_exact(model, exact_world):
+def test_both_levels_are_exact(gpt2, exact_world):
     """Every outcome of the completion draw for every outcome of the prompt draw. Catches a prompt
     weight that counts twice or never."""
     options = {"loss_type": "grpo", "prompts": trl_toy.SAME_LENGTH}
-    stock = Measured(model, trl.GRPOTrainer, **options).gradients()
+    stock = Measured(gpt2, trl.GRPOTrainer, **options).gradients()
     rules = {"prompt_rule": "pps", "prompt_prune_rate": 0.3}
-    measured = Measured(model, **options, rules=rules)
+    measured = Measured(gpt2, **options, rules=rules)
     found = over_prompts(lambda: over_completions(measured)[0])
     assert error(found, stock) < 1e-12
 
 
-def test_two_ranks_are_exact(model):
-    """The same with DistributedDataParallel: every loss, groups that straddle the ranks, and the
-    twin whose dummies are weighted, which no single rank can tell."""
-    assert in_processes(2, trl_toy.check_ranks, str(model))[0].splitlines()[-1] == "exact"
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_rows_change_ranks(model, tmp_path, world):
-    """What is kept is dealt evenly, and every loss stays exact. Catches rows without their own
-    factors or log-probs, a denominator of the rank that they go to, and padding on the wrong
-    side."""
-    trl_toy.save_model(tmp_path / "llama", "llama", torch.float32)
-    printed = in_processes(world, trl_toy.check_dealt, str(model), str(tmp_path / "llama"))
-    assert printed[0].splitlines()[-1] == "exact"
-
-
-def test_rows_of_absolute_positions_stay(model, monkeypatch):
-    """Fails if a row leaves its rank although the ranks' prompts have other widths, even one that
-    only fills up, or if a kept row is lost."""
-    trainer = make_trainer(model)
-    monkeypatch.setattr(type(trainer.accelerator), "gather", lambda self, _: torch.tensor([2, 3]))
-    trainer.rows = {"prompt_ids": torch.zeros(4, 2)}
-    kept = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 0]]).bool()
-    table, fills = trainer.deal(kept, torch.tensor([9, 5, 7, 4, 6, 8, 7, 6]))
-    assert table.tolist() == [[1, 2, 0], [4, 4, 6]]
-    assert fills.tolist() == [[False] * 3, [True, True, False]]
-    trainer.rotary = True
-    table, fills = trainer.deal(kept, torch.tensor([9, 5, 7, 4, 6, 8, 7, 6]))
-    assert table.tolist() == [[1, 6], [2, 0]]
-    assert not fills.any()
-
-
 @pytest.mark.parametrize("loss", ["grpo", "bnpo"])
 @pytest.mark.parametrize("twin", [trl_toy.KeptCount, trl_toy.WeightedAdvantages])
-def test_biased_twins_fail(model, exact_world, loss, twin):
+def test_biased_twins_fail(gpt2, exact_world, loss, twin):
     """Fails if the enumeration cannot tell a mistake."""
     options = {"loss_type": loss}
-    stock = Measured(model, trl.GRPOTrainer, **options).gradients()
-    assert error(over_completions(Measured(model, twin, **options)), stock) > 1e-3
+    stock = Measured(gpt2, trl.GRPOTrainer, **options).gradients()
+    assert error(over_completions(Measured(gpt2, twin, **options)), stock) > 1e-3
 
 
 # ---------------------------------------------------------------------------- runs
@@ -179,34 +138,34 @@ def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_none_is_grpo_trainer(model):
+def test_none_is_grpo_trainer(gpt2):
     """Both rules none: every weight and every figure of the log, bit for bit. Catches a wrapper
     that does something when it is switched off."""
-    stock = run(model, trl.GRPOTrainer)
-    none = run(model, rules=NONE)
+    stock = run(gpt2, trl.GRPOTrainer)
+    none = run(gpt2, rules=NONE)
     assert torch.equal(stock[0], none[0])
     assert stock[1] == none[1]
 
 
 @pytest.mark.parametrize("loss", dppo_trl.LOSSES)
-def test_zero_is_grpo(model, monkeypatch, loss):
+def test_zero_is_grpo(gpt2, monkeypatch, loss):
     """Three steps with TRL's own rollouts, without completions whose term is 0: the same weights up
     to rounding. Catches a dropped row that has a gradient, and another order of random numbers."""
     monkeypatch.setattr(trl_toy.utils, "_ChunkedLogProbFunction", trl_toy.DoubleHead)
     options = {"loss_type": loss, "optim": "sgd", "learning_rate": 1.0}
-    none, _ = run(model, rules=NONE, **options)
-    zero, log = run(model, rules=ZERO, **options)
-    start = flat(transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto"))
+    none, _ = run(gpt2, rules=NONE, **options)
+    zero, log = run(gpt2, rules=ZERO, **options)
+    start = flat(transformers.AutoModelForCausalLM.from_pretrained(gpt2, dtype="auto"))
     assert (none - start).abs().max() > 1e-3
     assert error(zero - start, none - start) < 1e-12
     assert 0 < log[0]["dppo/kept_completions"] < 1
 
 
-def test_dropped_rows_are_not_forwarded(model, exact_world):
+def test_dropped_rows_are_not_forwarded(gpt2, exact_world):
     """The rows that a gradient is taken of are those that were kept, in the fewest micro-batches
     and without padding that all of them share; the log says so. Catches work that is only masked,
     and a figure of something else."""
-    measured = Measured(model, loss_type="grpo", rules={"completion_prune_rate": 0.6})
+    measured = Measured(gpt2, loss_type="grpo", rules={"completion_prune_rate": 0.6})
     trainer, forwards = measured.trainer, []
 
     def record(_model, _args, options):
@@ -252,56 +211,7 @@ def test_padding_on_the_left(tmp_path, exact_world, kind, narrowest):
     assert (rows["prompt_ids"].shape[1], rows["completion_ids"].shape[1]) == (10, 10), "TRL's own"
 
 
-@pytest.mark.parametrize(
-    ("accumulation", "generation", "iterations", "group"),
-    [(1, 1, 1, 4), (4, 4, 1, 4), (8, 8, 1, 4), (8, 4, 1, 4), (2, 4, 2, 4), (4, 4, 1, 3)],
-)
-@pytest.mark.parametrize("world", [1, 2])
-def test_whole_runs(model, accumulation, generation, iterations, group, world):
-    """Steps, rollouts and draws are as many as there should be, and no rollout is lost between two
-    ranks. Catches ranks that wait for each other, a window that is drawn anew in each micro-step,
-    and five prompts of three completions on two ranks."""
-    layout = {
-        "gradient_accumulation_steps": accumulation, "steps_per_generation": generation,
-        "num_iterations": iterations, "per_device_train_batch_size": group,
-        "num_generations": group,
-    }  # fmt: skip
-    prompts = generation <= accumulation and iterations == 1
-    rules = {"prompt_rule": "pps" if prompts else "none", "prompt_prune_rate": 0.35}
-    first = in_processes(world, trl_toy.count_draws, str(model), layout, rules)[0]
-    counts = json.loads(first.splitlines()[-1])
-    micro_steps = 4 * accumulation
-    assert counts["steps"] == 4
-    assert counts["draws"] == micro_steps // min(accumulation, generation)
-    assert counts["batches"] == micro_steps // (generation * iterations)
-    assert counts["rows"] == counts["rows_of_ranks"]
-    unit = 2 if (group, world) == (3, 2) else 1
-    kept = unit * max(1, round(0.65 * generation * world / unit)) if prompts else generation * world
-    assert counts["rows"] == kept * group
-
-
-@pytest.mark.parametrize("kind", ["fsdp2", "zero2", "zero3"])
-def test_sharded_runs(tmp_path, kind):
-    """Three steps on two ranks under FSDP2 and DeepSpeed's ZeRO give the weights of DDP, with
-    micro-steps that have nothing to do. Catches an idle micro-step whose loss a wrapper refuses, or
-    after which it forgets to clear the last update's gradients."""
-    if kind != "fsdp2":
-        pytest.importorskip("deepspeed", reason="tests/trl.sh installs it")
-    folder, found = tmp_path / "llama", {}
-    trl_toy.save_model(folder, "llama", torch.float32)
-    start = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    for name, rule in (("ddp", "none"), ("ddp", "pps"), (kind, "zero"), (kind, "pps")):
-        out = str(tmp_path / f"{name}-{rule}")
-        in_processes(2, trl_toy.train_sharded, str(folder), name, rule, out)
-        found[name, rule], forwards = torch.load(f"{out}.pt")
-        assert rule == "none" or min(forwards) < 1, "no micro-step was idle"
-    for rule, reference in (("zero", "none"), ("pps", "pps")):
-        for name, there in found["ddp", reference].items():
-            error = (found[kind, rule][name] - there).norm()
-            assert error < 1e-5 * (there - start[name]).norm() + 1e-7, (name, rule, error)
-
-
-def test_draws_and_lessons_of_a_run(model, exact_world, monkeypatch):
+def test_draws_and_lessons_of_a_run(gpt2, exact_world, monkeypatch):
     """Four batches of dapo with both levels pruned. Each draw has random numbers of its own; the
     history learns with the prompts' weights; the denominator follows the weighted tokens.
 
@@ -317,7 +227,7 @@ def test_draws_and_lessons_of_a_run(model, exact_world, monkeypatch):
     draw = lambda *args: drawn.append(args[-1]) or prune(*args)
     monkeypatch.setattr(sampler.PromptHistory, "prune", draw)
     rules = {"prompt_rule": "pps", "prompt_prune_rate": 0.5, "completion_prune_rate": 0.5}
-    measured = Measured(model, loss_type="dapo", rules=rules)
+    measured = Measured(gpt2, loss_type="dapo", rules=rules)
     trainer, lessons[:] = measured.trainer, []
     for batch in range(4):
         before = measured.state["so_far"]["mean_tokens"]
@@ -344,10 +254,10 @@ def test_draws_and_lessons_of_a_run(model, exact_world, monkeypatch):
 
 
 @pytest.mark.parametrize("loss", dppo_trl.LOSSES)
-def test_what_the_rules_see(model, loss):
+def test_what_the_rules_see(gpt2, loss):
     """Fails if sizes are not of the loss's own scale, the KL term and the sampler's log-probs, or
     if a reward has not TRL's weights; a NaN of vLLM's is no surprise, None alone is no reward."""
-    trainer = make_trainer(model, loss_type=loss, beta=0.1, rules={"completion_rule": "pps"})
+    trainer = make_trainer(gpt2, loss_type=loss, beta=0.1, rules={"completion_rule": "pps"})
     trainer.reward_weights = torch.tensor([2.0, 1.0])
     nan = torch.nan
     trainer.rewards = torch.tensor([[1.0, nan], [nan, nan], [0, 3], [1, 1]])
@@ -371,10 +281,10 @@ def test_what_the_rules_see(model, loss):
     )
 
 
-def test_lessons_of_two_prompts_of_four(model):
+def test_lessons_of_two_prompts_of_four(gpt2):
     """Fails if the logged reward is not of all candidates, or if the next batch divides by a count
     of zero tokens, which is not known: it must be whole, too."""
-    trainer = make_trainer(model, loss_type="dapo", rules=PROMPTS)
+    trainer = make_trainer(gpt2, loss_type="dapo", rules=PROMPTS)
     mask = torch.ones(8, 3)
     rows = {"prompt_mask": mask, "completion_mask": 0 * mask, "advantages": mask[:, 0]}
     rows["place"] = torch.arange(8)
@@ -385,32 +295,32 @@ def test_lessons_of_two_prompts_of_four(model):
     assert trainer.so_far["mean_tokens"] is None
 
 
-def test_micro_batches_without_tokens(model, exact_world):
+def test_micro_batches_without_tokens(gpt2, exact_world):
     """Fails if a micro-batch whose completions are all masked has an infinite factor, which today's
     TRL never multiplies by, or no column."""
     options = {
         "loss_type": "bnpo", "mask_truncated_completions": True, "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 16,
     }  # fmt: skip
-    stock = Measured(model, trl.GRPOTrainer, **options).gradients()
-    measured = Measured(model, **options, rules={"completion_rule": "uniform", **NO_RATE})
+    stock = Measured(gpt2, trl.GRPOTrainer, **options).gradients()
+    measured = Measured(gpt2, **options, rules={"completion_rule": "uniform", **NO_RATE})
     assert error(measured.gradients(), stock) < 1e-12
     plan = measured.trainer.plan
     assert min(x["completion_mask"].sum() for x in plan) == 0, "else nothing was masked"
     assert all(x["factor"].isfinite().all() for x in plan)
 
 
-def test_a_window_that_keeps_nothing(model, exact_world):
+def test_a_window_that_keeps_nothing(gpt2, exact_world):
     """Fails if it runs no forward, for which other ranks would wait, or one without rows."""
-    measured = Measured(model, beta=0.0, prompts=["f"] * 4, rules=ZERO)
+    measured = Measured(gpt2, beta=0.0, prompts=["f"] * 4, rules=ZERO)
     assert not measured.gradients().any()
     plan = measured.trainer.plan
     assert [None if x is None else x["factor"].tolist() for x in plan] == [None] * 3 + [[0.0]]
 
 
-def test_effective_sample_size_is_of_live_rows(model, exact_world):
+def test_effective_sample_size_is_of_live_rows(gpt2, exact_world):
     """Fails if it counts completions that are kept although their term is 0."""
-    measured = Measured(model, beta=0.0, rules={"completion_rule": "uniform", **NO_RATE})
+    measured = Measured(gpt2, beta=0.0, rules={"completion_rule": "uniform", **NO_RATE})
     measured.gradients()
     live = (measured.trainer.batch.size > 0).sum().item()
     assert 0 < live < 16
@@ -418,26 +328,26 @@ def test_effective_sample_size_is_of_live_rows(model, exact_world):
     assert found == pytest.approx(live)
 
 
-def test_at_least_one_prompt_at_once(model, exact_world):
+def test_at_least_one_prompt_at_once(gpt2, exact_world):
     """Fails if a high rate leaves none, or if a loss that needs no count waits for one."""
     rules = {"prompt_rule": "uniform", "prompt_prune_rate": 0.99}
-    measured = Measured(model, loss_type="grpo", rules=rules)
+    measured = Measured(gpt2, loss_type="grpo", rules=rules)
     measured.gradients()
     assert measured.trainer.prompt_weights.tolist() == [[4.0]]
 
 
-def test_sources_are_strata(model, monkeypatch):
+def test_sources_are_strata(gpt2, monkeypatch):
     """Fails if the data set's `source` column does not reach the prompt history."""
     from_dict, sources = trl_toy.Dataset.from_dict, ["one", "one", "two", "one"]
     more = lambda columns: from_dict(columns | {"source": sources})
     monkeypatch.setattr(trl_toy.Dataset, "from_dict", more)
-    kind = make_trainer(model, rules=PROMPTS).history.kind // sampler.LENGTHS
+    kind = make_trainer(gpt2, rules=PROMPTS).history.kind // sampler.LENGTHS
     assert kind.tolist() == [0, 0, 1, 0]
 
 
-def test_padding_is_not_a_surprise(model, exact_world):
+def test_padding_is_not_a_surprise(gpt2, exact_world):
     """Log-probs at padded places change no size. Catches energies that count them."""
-    measured = Measured(model, loss_type="grpo", rules={"completion_prune_rate": 0.5})
+    measured = Measured(gpt2, loss_type="grpo", rules={"completion_prune_rate": 0.5})
     trainer, sizes = measured.trainer, []
     gather = trainer.gather
 
@@ -454,7 +364,7 @@ def test_padding_is_not_a_surprise(model, exact_world):
     assert torch.equal(*sizes)
 
 
-def test_killed_and_resumed(model, tmp_path):
+def test_killed_and_resumed(gpt2, tmp_path):
     """kill -9 in step 5, resumed from the checkpoint of step 4: the log, the weights, the draws and
     the history are those of a run that went through. Catches a draw that starts anew, a history
     that is forgotten, and a denominator that is.
@@ -462,10 +372,10 @@ def test_killed_and_resumed(model, tmp_path):
     Resumed with other prompts, it says so.
     """
     whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
-    in_processes(1, trl_toy.train, str(model), whole, 0, None)
-    in_processes(1, trl_toy.train, str(model), broken, 5, None, codes=[-signal.SIGKILL])
+    in_processes(1, trl_toy.train, str(gpt2), whole, 0, None)
+    in_processes(1, trl_toy.train, str(gpt2), broken, 5, None, codes=[-signal.SIGKILL])
     assert {path.name for path in Path(broken).iterdir()} >= {"checkpoint-2", "checkpoint-4"}
-    in_processes(1, trl_toy.train, str(model), broken, 0, True)
+    in_processes(1, trl_toy.train, str(gpt2), broken, 0, True)
     one, other = (torch.load(f"{folder}/end.pt") for folder in (whole, broken))
     assert one[0] == other[0]
     assert one[0]["draws"] == one[0]["batches"] == 6
@@ -477,13 +387,13 @@ def test_killed_and_resumed(model, tmp_path):
     shares = [row["dppo/kept_prompts"] for row in one[3][:6]]
     assert shares == [1.0] + [0.75] * 5, "the first batch gives the denominator"
     with pytest.raises(RuleError, match=r"dppo\.pt: its history is of other prompts"):
-        trl_toy.train(model, broken, 0, True, prompts=trl_toy.MANY[:-1])
+        trl_toy.train(gpt2, broken, 0, True, prompts=trl_toy.MANY[:-1])
 
 
-def test_other_runs_are_resumed(model, tmp_path, monkeypatch):
+def test_other_runs_are_resumed(gpt2, tmp_path, monkeypatch):
     """Fails if a run of GRPOTrainer, which has no dppo.pt, or one whose prompts were not pruned
     cannot go on with pruned prompts, or if every rank writes the file."""
-    trainer = make_trainer(model, rules=PROMPTS, output_dir=str(tmp_path))
+    trainer = make_trainer(gpt2, rules=PROMPTS, output_dir=str(tmp_path))
     trainer._load_optimizer_and_scheduler(str(tmp_path))
     assert trainer.so_far["draws"] == 0
     torch.save({"so_far": trainer.so_far | {"draws": 7}}, tmp_path / "dppo.pt")
@@ -512,9 +422,9 @@ def test_the_page(policy_folder, monkeypatch, tmp_path):
     assert logged == explained - {"dppo/kept_prompts", "dppo/reward"}
 
 
-def test_evaluation_is_grpos(model, exact_world):
+def test_evaluation_is_grpos(gpt2, exact_world):
     """Nothing is drawn while TRL evaluates. Catches a wrapper that forgets to ask."""
-    trainer = Measured(model, rules=trl_toy.BOTH).trainer
+    trainer = Measured(gpt2, rules=trl_toy.BOTH).trainer
     trainer.model.eval()
     rows = trainer._prepare_inputs([{"prompt": "a"}] * 4)
     assert len(rows["completion_ids"]) == 4
@@ -545,28 +455,28 @@ def test_evaluation_is_grpos(model, exact_world):
         ({"steps_per_generation": 8}, PROMPTS, "steps_per_generation=8 .*set it to 4"),
     ],
 )
-def test_refusals(model, options, rules, message):
+def test_refusals(gpt2, options, rules, message):
     """What would not be exact is refused with the option and the way out; without pruning, TRL's
     own options are TRL's business. Catches a sentence about another option."""
     with pytest.raises(ValueError, match=message):
-        make_trainer(model, rules=rules, **options)
+        make_trainer(gpt2, rules=rules, **options)
     if options:
-        make_trainer(model, rules=NONE, **options)
+        make_trainer(gpt2, rules=NONE, **options)
 
 
-def test_unknown_losses_are_refused(model, monkeypatch):
+def test_unknown_losses_are_refused(gpt2, monkeypatch):
     """A loss that a later TRL adds, and that TRL itself. Catches a denominator that is guessed."""
     with pytest.raises(RuleError, match=r"loss_type='new' .*choose 'grpo' or"):
-        make_trainer(model, loss_type="new")
+        make_trainer(gpt2, loss_type="new")
     monkeypatch.setattr(trl, "__version__", "1.17.0")
     with pytest.raises(RuleError, match=r"trl 1\.17\.0: .*pip install 'trl==1\.16\.\*'"):
-        make_trainer(model)
-    make_trainer(model, rules=NONE)
+        make_trainer(gpt2)
+    make_trainer(gpt2, rules=NONE)
 
 
-def test_trainers_are_refused(model, monkeypatch):
+def test_trainers_are_refused(gpt2, monkeypatch):
     """Fails if a router's loss, environments, or ranks among which no group can be divided pass."""
-    trainer = make_trainer(model, rules={"prompt_rule": "dppo"})
+    trainer = make_trainer(gpt2, rules={"prompt_rule": "dppo"})
     trainer.check()
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "aux_loss_enabled", True)
@@ -583,11 +493,11 @@ def test_trainers_are_refused(model, monkeypatch):
     trainer.check()
 
 
-def test_images_are_refused(model, monkeypatch):
+def test_images_are_refused(gpt2, monkeypatch):
     """Fails if rows with images are pruned, whose pixels are not one row each."""
     images = lambda *args: {"num_images": [1]}
     monkeypatch.setattr(trl.GRPOTrainer, "_generate_and_score_completions", images)
-    trainer = make_trainer(model)
+    trainer = make_trainer(gpt2)
     trainer.model.train()
     with pytest.raises(RuleError, match=r"images: .*set both rules to 'none'"):
         trainer._generate_and_score_completions([{"prompt": "a"}])

@@ -7,7 +7,6 @@ the head is replaced by log_softmax, and the model is a GPT-2.
 import contextlib
 import copy
 import itertools
-import json
 import os
 import signal
 import zlib
@@ -16,8 +15,6 @@ from unittest import mock
 import torch
 import transformers
 import trl
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from trl.trainer import utils
@@ -289,21 +286,6 @@ class KeptCount(dppo_trl.DPPOTrainer):
         return 1.0
 
 
-class WeightedDummies(dppo_trl.DPPOTrainer):
-    """Rows that fill up a rank's micro-batches have their weights."""
-
-    def draw_completions(self, part):
-        plan = super().draw_completions(part)
-        rows = [rows for rows in plan if rows is not None]
-        weight = {}
-        for places, factors in ((x["place"].tolist(), x["factor"].tolist()) for x in rows):
-            for place, factor in zip(places, factors, strict=True):
-                weight[place] = max(factor, weight.get(place, 0.0))
-        for x in rows:
-            x["factor"] = torch.tensor([weight[place] for place in x["place"].tolist()]).double()
-        return plan
-
-
 class WeightedAdvantages(dppo_trl.DPPOTrainer):
     """Multiplies advantages instead of gradients, which leaves the KL term without weights."""
 
@@ -317,105 +299,8 @@ class WeightedAdvantages(dppo_trl.DPPOTrainer):
 # ---------------------------------------------------------------------------- in processes
 
 
-def check_ranks(folder):
-    """Both levels of pruning are exact, also over several updates; a weighted dummy is not."""
-    layout = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    with exact_world():
-        for loss in dppo_trl.LOSSES:
-            options = {"loss_type": loss, **layout}
-            stock = Measured(folder, trl.GRPOTrainer, **options).gradients()
-            found = over_completions(Measured(folder, **options))
-            assert error(found, stock) < 1e-12, (loss, error(found, stock))
-        options = {"loss_type": "grpo", **layout}
-        stock = Measured(folder, trl.GRPOTrainer, **options).gradients()
-        twin = over_completions(Measured(folder, WeightedDummies, **options))
-        assert error(twin, stock) > 1e-3, error(twin, stock)
-        several = {"loss_type": "bnpo", "per_device_train_batch_size": 2, "num_iterations": 2}
-        several |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
-        stock = Measured(folder, trl.GRPOTrainer, **several).gradients()
-        found = over_completions(Measured(folder, **several))
-        assert error(found, stock) < 1e-12, error(found, stock)
-        options |= {"prompts": SAME_LENGTH}
-        stock = Measured(folder, trl.GRPOTrainer, **options).gradients()
-        for rule in ("uniform", "dppo", "pps"):
-            rules = {"prompt_rule": rule, "prompt_prune_rate": 0.3, "completion_rule": "zero"}
-            found = over_prompts(Measured(folder, **options, rules=rules).gradients)
-            assert error(found, stock) < 1e-12, (rule, error(found, stock))
-    print("exact")
-
-
-def check_dealt(folder, llama):
-    """Rows change ranks, and every loss is exact. Each rank trains on its share, to one row, and
-    fills up by at most one. A Llama's prompts of other lengths travel, too."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    layout = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8 // world}
-    with exact_world():
-        for loss in dppo_trl.LOSSES:
-            options = {"loss_type": loss, "prompts": SAME_LENGTH, **layout}
-            stock = Measured(folder, trl.GRPOTrainer, **options).gradients()
-            measured = Measured(folder, **options)
-            assert error(found := over_completions(measured), stock) < 1e-12, (loss, found, stock)
-            rows = [rows for rows in measured.trainer.plan if rows is not None]
-            place = torch.cat([x["place"][x["factor"] > 0] for x in rows])
-            mine = measured.trainer.rows["place"]
-            count = torch.tensor([len(place), int(torch.isin(place, mine).sum())])
-            count = measured.trainer.accelerator.gather(count[None])  # [R, 2]
-            assert count[:, 0].max() - count[:, 0].min() <= 1
-            assert sum(len(x["place"]) for x in rows) == count[:, 0].max()
-            assert (count[:, 1] < count[:, 0]).any(), "no row has changed ranks"
-        for loss in ("grpo", "bnpo"):
-            options = {"loss_type": loss, "prompts": ["a", "b", "cdefg", "c"], **layout}
-            stock = Measured(llama, trl.GRPOTrainer, **options).gradients()
-            measured = Measured(llama, **options, rules={"completion_rule": "zero"})
-            assert error(measured.gradients(), stock) < 1e-4, (loss, rank)
-    print("exact")
-
-
 MANY = [a + b for a, b in itertools.product(LETTERS, LETTERS)]
 BOTH = {"prompt_rule": "pps", "prompt_prune_rate": 0.3}
-
-
-def count_draws(folder, layout, rules):
-    """Prints how many steps a run made, and how many draws."""
-    trainer = make_trainer(folder, prompts=MANY, rules=rules, max_steps=4, **layout)
-    trainer.train()
-    rows, ranks = trainer.batch.size.numel(), trainer.accelerator.num_processes
-    counts = {"rows": rows, "rows_of_ranks": ranks * len(trainer.rows["place"])}
-    print(json.dumps(counts | {"steps": trainer.state.global_step} | trainer.so_far))
-
-
-def train_sharded(folder, kind, rule, out):
-    """Three steps of SGD on CPUs that accelerate takes for GPUs, under DDP, FSDP2 or DeepSpeed's
-    ZeRO. `out` gets all weights and how many micro-steps computed something."""
-    if kind != "ddp":
-        PartialState._prepare_backend = lambda *args: ("gloo", DistributedType.MULTI_GPU)
-        PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
-    wrapped = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    zero = {
-        "zero_optimization": {
-            "stage": 3 if kind == "zero3" else 2, "stage3_gather_16bit_weights_on_model_save": True,
-        },
-        "zero_allow_untested_optimizer": True, "gradient_clipping": "auto",
-        "train_batch_size": 16, "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4,
-    }  # fmt: skip
-    options = {
-        "ddp": {}, "fsdp2": {"use_cpu": False, "fsdp": True, "fsdp_config": wrapped}
-    }.get(kind, {"use_cpu": False, "deepspeed": zero})  # fmt: skip
-    flag = {"fsdp2": "ACCELERATE_USE_FSDP"}.get(kind, "ACCELERATE_USE_DEEPSPEED")
-    os.environ |= {} if kind == "ddp" else {flag: "true"}
-    trainer = make_trainer(
-        folder, prompts=MANY, rules={"completion_rule": rule}, max_steps=3, optim="sgd",
-        learning_rate=1.0, output_dir=out, **batch, **options,
-    )  # fmt: skip
-    trainer.train()
-    kinds = {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}
-    assert trainer.accelerator.distributed_type.name == kinds.get(kind, "DEEPSPEED")
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    forwards = [row.get("dppo/forwards", 1.0) for row in trainer.state.log_history[:3]]
-    if trainer.accelerator.is_main_process:
-        torch.save(({name: x.float() for name, x in weights.items()}, forwards), f"{out}.pt")
 
 
 class Kill(transformers.TrainerCallback):
