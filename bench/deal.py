@@ -8,6 +8,7 @@ turns*, rank k mod R samples prompt k.
 
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,26 +24,36 @@ from update import accumulate_gradients
 WORLDS = (2, 4, 8, 16, 32, 64)
 
 
+class Batch(NamedTuple):
+    """What a step rolls out and trains on."""
+
+    expected: torch.Tensor  # [K], what the history expects of each group's tokens
+    prompts: torch.Tensor  # [K], tokens
+    lengths: torch.Tensor  # [K, G], tokens of the completions
+    keep: torch.Tensor  # [K, G] bool
+
+    def kept(self) -> tuple[list[int], list[int], list[int]]:
+        """Group, prompt tokens and completion tokens of each kept sequence."""
+        places = self.keep.flatten().nonzero()[:, 0]
+        groups = places // self.keep.shape[1]
+        tokens = (self.prompts[groups], self.lengths.flatten()[places])
+        return groups.tolist(), *(column.long().tolist() for column in tokens)
+
+
 class Recorder(Trainer):
-    """Records what each update of a run is about to train on."""
+    """Keeps every step's batch."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.updates = []  # (groups, prompt tokens, completion tokens) of the sequences
-        self.sampled = []  # (expected tokens [K], tokens [K, G]) of each step's rollouts
+        self.batches = []
 
     def roll_out(self, prompts, step, *purpose):
-        batch = super().roll_out(prompts, step, *purpose)
-        expected = self.history.relative_tokens(prompts, step)
-        self.sampled.append((expected, batch.lengths))
-        return batch
+        self.expected = self.history.relative_tokens(prompts, step)
+        return super().roll_out(prompts, step, *purpose)
 
     def backward(self, full, keep, *args):
-        kept = keep.flatten().nonzero()[:, 0]
-        groups = kept // keep.shape[1]
-        prompts = self.prompt_tokens[full.batch.prompts][groups]
-        lengths = full.batch.lengths.flatten()[kept].long()
-        self.updates.append((groups.tolist(), prompts.tolist(), lengths.tolist()))
+        prompts = self.prompt_tokens[full.batch.prompts]
+        self.batches.append(Batch(self.expected, prompts, full.batch.lengths, keep))
         return super().backward(full, keep, *args)
 
 
@@ -104,13 +115,12 @@ def main(
         return _in_seconds(args)
     trainer, _ = run(args, Recorder)
     draw = torch.Generator().manual_seed(0)
-    longer = [
-        (groups, tokens, _long(len(groups), long, draw)) for groups, tokens, _ in trainer.updates
-    ]
+    kept = [batch.kept() for batch in trainer.batches]
+    longer = [(groups, prompts, _long(len(groups), long, draw)) for groups, prompts, _ in kept]
     width = trainer.model.config.hidden_size
     rows = []
     for setting, updates, share, hidden in (
-        ("arithmetic-mixed", trainer.updates, trainer.cfg.share_prompts, width),
+        ("arithmetic-mixed", kept, trainer.cfg.share_prompts, width),
         (f"{long} tokens", longer, False, 1024),
     ):
         for world in WORLDS:
@@ -121,7 +131,7 @@ def main(
                 rows.append(row | {"mean": statistics.mean(ratios), "worst": max(ratios)})
     print(table(rows))
     for world in WORLDS:
-        for how, ratios in rollouts(trainer.sampled, world).items():
+        for how, ratios in rollouts(trainer.batches, world).items():
             row = {"setting": "rollouts", "ranks": world, "how": how}
             rows.append(row | {"mean": statistics.mean(ratios), "worst": max(ratios)})
             print("rollouts{ranks:>4d} {how:20s} {mean:.3f} ({worst:.3f})".format(**rows[-1]))
@@ -183,11 +193,11 @@ def large_step(
     return seconds | {"all": sum(seconds.values())}
 
 
-def rollouts(sampled, world: int) -> dict[str, list[float]]:
+def rollouts(batches: list[Batch], world: int) -> dict[str, list[float]]:
     """Busiest rank over the mean in each step's rollouts, in tokens: by turns, and dealt; the
     expected ones of the deal; and the actual ones had the deal known them."""
     found = {"by turns": [], "dealt": [], "dealt, expected": [], "dealt, foreknown": []}
-    for expected, tokens in sampled:
+    for expected, _, tokens, _ in batches:
         K, G = tokens.shape
         groups = tokens.sum(dim=1)
         to = lambda sizes: deal.rollouts(sizes.tolist(), G, world, whole=False)  # noqa: B023

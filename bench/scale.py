@@ -1,21 +1,22 @@
 """
-One synchronous step on 1 to 10,000 GPUs, by arithmetic: `python -m bench scale`.
+A synchronous step on 1 to 10,000 GPUs, by arithmetic: `python -m bench scale`.
 
 Lengths and keeps are those of a real run, or log-normal with the long tail of mathematics. Groups
-and what is kept of them go to ranks by runtime/deal.py, or stay by turns. A rank's seconds follow
-from data sheets (bench/roofline.py), and a stage takes as long as its slowest rank:
-    rollout   continuous batching: a sequence that ends makes room for the next, until none is left
-              and the longest ones run alone
-    update    operations of forward and backward, with activations computed again; AdamW's bytes
-    traffic   rings: the table of rewards and lengths, what the deal moves, FSDP's weights and
-              gradients of each pack (beside the operations), and the sampler's copy of the weights
-    host      this machine's own seconds for both deals
-It leaves out what every method pays alike: kernel launches, rewards, waits for stragglers.
+and what is kept of them are dealt to ranks by runtime/deal.py; or prompt k is sampled on rank k mod
+R, and what is kept stays there ("by turns"). Seconds follow from data sheets (bench/roofline.py),
+and each part takes as long as on its slowest rank:
+    rollout   Continuous batching: when a sequence ends, the next one takes its place. At last the
+              longest ones run alone.
+    update    Operations of forward and backward, with activations computed again. Or the traffic of
+              --shard fsdp, if that takes longer: each pack gathers float32 weights twice, and sums
+              gradients. Then AdamW's bytes.
+    traffic   The sampler's copy of the weights, the table that all ranks get, what the deal moves.
+              Collectives are rings, whose latency grows with R.
+    host      The deals, measured on this machine. Rewards and kernel launches are left out.
 
-Letters: Q candidates, K prompts rolled out, G completions each, R ranks, n sequences.
+Letters: Q candidates, K prompts rolled out, G completions each, R ranks, n kept sequences.
 """
 
-import functools
 import heapq
 import itertools
 import time
@@ -26,36 +27,27 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+import config
 import dppo
 import sampler
 from bench import JsonFile, roofline, run, shapes, write_json
+from bench.deal import Batch, Recorder
 from runtime import deal
-from train import Trainer
 
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 10_000)
-WEIGHT, GRADIENT = 2, 4  # bytes of one under FSDP: bfloat16 gathered, float32 reduced
-TOKEN = 2 * 8  # bytes of a token that moves: id and log-prob, as float64 (deal.exchange)
-COLUMNS = 5 * 8  # bytes of a completion in the table that all ranks get (train.Trainer.roll_out)
-PAYS = 1.5  # grpo's seconds over pps's, below which pruning saves less than a third
-PROMPT, GROUP, PACK = 150, 16, 16_384  # tokens of a prompt, completions of it, tokens of a pack
+TOKEN = 2 * 8  # bytes of a token that moves: id and log-prob, float64 (deal.exchange)
+COLUMNS = 5 * 8  # bytes of a completion in the table that all ranks get (Trainer.roll_out)
+PAYS = 1.5  # times as fast as grpo; below it, pruning saves less than a third of a step
+PROMPT, GROUP, PACK = 150, 16, 16_384  # tokens of a prompt, its completions, tokens of a pack
 
 
 class Rates(NamedTuple):
-    """What one GPU and its share of the network do: operations, bytes, bytes a second; seconds."""
+    """Operations and bytes a second of each GPU; seconds of a message."""
 
     flops: float
     memory: float
     network: float
-    latency: float  # of one message
-
-
-class Batch(NamedTuple):
-    """What a step rolls out and trains on."""
-
-    expected: torch.Tensor  # [K], tokens of each group that the history expects
-    prompts: torch.Tensor  # [K], tokens
-    lengths: torch.Tensor  # [K, G]
-    keep: torch.Tensor  # [K, G] bool
+    latency: float
 
 
 def main(
@@ -64,67 +56,64 @@ def main(
     network: float = 50e9,
     latency: float = 5e-6,
     candidates: int = 1024,
-    at_once: int = 256,
     flags: str = "",
     picture: Path | None = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Print seconds of a step of grpo and pps with as many candidates, and where pruning stops
-    paying.
+    """Print the seconds of a step of grpo and of pps with as many candidates, and how many GPUs
+    make pruning save less than a third of it.
 
     Args:
         shape: of the Qwen3
         gpu: H100, H200 or A100, by its data sheet
-        network: bytes a second of each GPU; the default is one 400 Gb/s adapter for each
+        network: bytes a second of each GPU; the default is a 400 Gb/s adapter for each
         latency: seconds of a message
-        candidates: prompts of a step; pps rolls out 0.4 of them
-        at_once: sequences that a GPU samples at once
+        candidates: prompts of a step, of which pps rolls out 0.4
         flags: more flags of train.py, for the run whose lengths and keeps are recorded
-        picture: where to draw seconds and efficiency
+        picture: where to draw the log-normal setting
         json_file: where to write the rows
     """
     options, sheet = shapes.qwen3(shape), shapes.GPUS[gpu]
     rates = Rates(sheet.flops, sheet.bandwidth, network, latency)
-    changes = [{field: rate * by} for field, rate in rates._asdict().items() for by in (0.5, 2.0)]
-    step = lambda *args: seconds(*args, options, at_once)
+    changes = [{name: rate * by} for name, rate in rates._asdict().items() for by in (0.5, 2.0)]
+    step = lambda batch, world, rates, dealt=True: seconds(
+        batch, place(batch, world, dealt, options.hidden_size), world, rates, options
+    )
     rows = []
-    works = {"log-normal": log_normal, "recorded": functools.partial(recorded, flags=flags)}
-    for name, make in works.items():
+    for work, make in (("log-normal", log_normal), ("recorded", recorded(flags))):
         batches = {method: make(method, candidates) for method in ("grpo", "pps")}
         for method, dealt, world in itertools.product(batches, (True, False), WORLDS):
-            row = {"work": name, "method": method, "dealt": dealt, "ranks": world}
-            rows.append(row | step(batches[method], world, dealt, rates))
-        print(table([row for row in rows if row["work"] == name]))
+            row = {"work": work, "method": method, "dealt": dealt, "ranks": world}
+            rows.append(row | step(batches[method], world, rates, dealt))
+        print(table([row for row in rows if row["work"] == work]))
         for change in ({}, *changes):
             at = crossover(batches, step, rates._replace(**change))
-            rows.append({"work": name, "below": PAYS, "ranks": at, "rates": change})
-            print(f"{name}: grpo / pps falls below {PAYS} at {at} GPUs; {change or 'data sheet'}")
+            rows.append({"work": work, "below": PAYS, "ranks": at, "rates": change})
+            print(f"{work}: grpo / pps first below {PAYS} at {at} GPUs; {change or 'data sheet'}")
         at = crossover(batches, step, rates)
-        for more in (2, 4, 8, 16) if at else ():
-            both = (make(method, more * candidates) for method in ("grpo", "pps"))
-            grpo, pps = (step(batch, at, True, rates)["seconds"] for batch in both)
-            rows.append({"work": name, "ranks": at, "candidates": more, "saving": grpo / pps})
-            print(f"{name}: {grpo / pps:.2f} with {more} times as many candidates on {at} GPUs")
+        for more in (2, 4, 8) if at else ():
+            both = (make(method, more * candidates) for method in batches)
+            grpo, pps = (step(batch, at, rates)["seconds"] for batch in both)
+            rows.append({"work": work, "ranks": at, "more": more, "ratio": grpo / pps})
+            print(f"{work}: {grpo / pps:.2f} on {at} GPUs with {more} x the candidates")
     if picture:
-        draw([row for row in rows if "seconds" in row and row["work"] == "log-normal"], picture)
+        draw([row for row in rows if row["work"] == "log-normal" and "seconds" in row], picture)
     write_json(json_file, rows)
 
 
-# ---------------------------------------------------------------------------- what is sampled
-
-
 def log_normal(method: str, candidates: int) -> Batch:
-    """The second visit of prompts whose completions have a median of 1,000 tokens, at most 16,384.
-    Harder prompts have longer completions and lower pass rates; a truncated one is wrong."""
+    """The sixth visit of prompts whose completions have a median of 1,000 tokens, at most 16,384.
+    Harder prompts have longer completions and lower pass rates; truncated ones are wrong."""
+    cfg = config.resolve(config.Config(method=method))
     draw = torch.Generator().manual_seed(0)
     hard = torch.randn(candidates, 1, generator=draw)
     prompts = torch.full((candidates,), PROMPT)
     history = sampler.PromptHistory(prompts, [""] * candidates, candidates)
     chosen, weights = torch.arange(candidates), torch.ones(candidates, dtype=torch.float64)
-    for step in (1, 2):
-        if step == 2 and method == "pps":
-            generator = dppo.generator_for(0)
-            keep, weights = history.prune("pps", 0.6, chosen, generator, step)
+    for step in range(1, 7):
+        if step == 6:
+            rule = (cfg.prompt_rule, cfg.prompt_prune_rate)
+            keep, weights = history.prune(*rule, chosen, dppo.generator_for(0), step)
             chosen, weights = keep.nonzero()[:, 0], weights[keep]
         expected = history.relative_tokens(chosen, step)
         own = torch.randn(len(chosen), GROUP, generator=draw)
@@ -136,99 +125,81 @@ def log_normal(method: str, candidates: int) -> Batch:
         seen = (rewards, advantages, size.square().sum(dim=1), lengths.sum(dim=1).double())
         history.update(step, chosen, weights, *seen)
     part = dppo.Completions(advantages, rewards, lengths + PROMPT, weights[:, None] * size)
-    rule = ("pps", 0.7) if method == "pps" else ("none", 0.0)
+    rule = (cfg.completion_rule, cfg.completion_prune_rate)
     keep, _ = dppo.prune_completions(*rule, part, dppo.generator_for(1))
     return Batch(expected, prompts[chosen], lengths, keep)
 
 
-class Recorder(Trainer):
-    """Keeps each step's batch."""
+def recorded(flags: str):
+    """A function like log_normal. It repeats the last of twelve steps of a real run as often as it
+    needs groups."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.batches = []
+    last = {}
+    for method in ("grpo", "pps"):
+        args = ["--method", method, "--data", "arithmetic-mixed", "--prompts-per-step", "256"]
+        args += ["--steps", "12", "--group-size", str(GROUP), *flags.split()]
+        trainer, _ = run(args, Recorder)
+        last[method] = (trainer.batches[-1], trainer.num_candidates)
 
-    def roll_out(self, prompts, step, *purpose):
-        self.expected = self.history.relative_tokens(prompts, step)
-        return super().roll_out(prompts, step, *purpose)
+    def make(method: str, candidates: int) -> Batch:
+        batch, of = last[method]
+        index = torch.arange(round(len(batch.prompts) * candidates / of)) % len(batch.prompts)
+        return Batch(*(column[index] for column in batch))
 
-    def backward(self, full, keep, *args):
-        prompts = self.prompt_tokens[full.batch.prompts]
-        self.batches.append(Batch(self.expected, prompts, full.batch.lengths.long(), keep))
-        return super().backward(full, keep, *args)
-
-
-def recorded(method: str, candidates: int, flags: str) -> Batch:
-    """The last of twelve steps of a real run, again and again until there are enough groups."""
-    last, per_step = _last_batch(method, flags)
-    groups = round(len(last.prompts) * candidates / per_step)
-    index = torch.arange(groups) % len(last.prompts)
-    return Batch(*(column[index] for column in last))
+    return make
 
 
-@functools.cache
-def _last_batch(method, flags):
-    args = ["--method", method, "--data", "arithmetic-mixed", "--prompts-per-step", "256"]
-    args += ["--steps", "12", "--group-size", str(GROUP), *flags.split()]
-    trainer, _ = run(args, Recorder)
-    return trainer.batches[-1], trainer.num_candidates
-
-
-# ---------------------------------------------------------------------------- seconds
-
-
-def seconds(batch: Batch, world: int, dealt: bool, rates: Rates, options, at_once: int) -> dict:
-    """Seconds of a step's parts on R ranks, and of the whole. Data-sheet rates; see above."""
+def place(batch: Batch, world: int, dealt: bool, hidden: int) -> tuple:
+    """Deal a batch, as train.py does if prompts are not shared, or leave it by turns. Returns the
+    ranks [K, G] that sample it and [n] that train on it, prompt and completion tokens [2, n] of
+    what is kept, bytes [R] of ids and log-probs that leave a rank, and seconds that this took."""
     K, G = batch.lengths.shape
     started = time.perf_counter()
-    rank_of = (torch.arange(K) % world)[:, None].expand(K, G)
+    sampled_on = (torch.arange(K) % world)[:, None].expand(K, G)
     if dealt:
-        rank_of = deal.rollouts(batch.expected.tolist(), G, world, whole=False)
-    kept = batch.keep.flatten().nonzero()[:, 0]
-    prompts, lengths = batch.prompts[kept // G], batch.lengths.flatten()[kept]
-    owner = target = rank_of.flatten()[kept]
+        sampled_on = deal.rollouts(batch.expected.tolist(), G, world, whole=False)
+    kept = batch.kept()
+    owner = trained_on = sampled_on[batch.keep]
     if dealt:
-        args = ((kept // G).tolist(), prompts.tolist(), lengths.tolist(), world, False)
-        target = torch.tensor(deal.deal(*args, options.hidden_size), dtype=torch.long)
+        trained_on = torch.tensor(deal.deal(*kept, world, False, hidden), dtype=torch.long)
+    tokens = torch.tensor(kept[1:])
+    leaves = owner != trained_on
+    moved = TOKEN * torch.bincount(owner[leaves], tokens[1, leaves], world).double()
     host = time.perf_counter() - started if world > 1 else 0.0
+    return sampled_on, trained_on, tokens, moved, host
 
-    gpu = shapes.GPU(rates.flops, rates.memory)
-    every = batch.prompts[:, None].expand(K, G).flatten().numpy()
-    order = (rank_of.flatten().numpy(), every, batch.lengths.flatten().numpy())
-    rollout = rollout_seconds(options, gpu, *order, world, at_once).max()
-    prefill = torch.zeros(world, dtype=torch.float64)
-    one = [shapes.model_flops(options, [(tokens, 1)]) / 3 for tokens in batch.prompts.tolist()]
-    prefill.index_add_(0, rank_of.flatten(), torch.tensor(one).repeat_interleave(G).double() / G)
-    rollout += prefill.max().item() / rates.flops
 
-    flops = [
-        4 / 3 * shapes.model_flops(options, [pair])
-        for pair in zip(prompts.tolist(), lengths.tolist(), strict=True)
-    ]
-    flops = torch.bincount(target, torch.tensor(flops).double(), world)
-    packs = -(-torch.bincount(target, (prompts + lengths).double(), world).max().item() // PACK)
-    ring, messages = (world - 1) / world / rates.network, rates.latency * (world - 1)
-    weights = roofline.parameters(options)
+def seconds(batch: Batch, placed: tuple, world: int, rates: Rates, options) -> dict:
+    """Seconds of a step on R ranks, and of its parts."""
+    K, G = batch.lengths.shape
+    ranks, trained_on, kept, moved, host = placed
+    gpu, weights = shapes.GPU(rates.flops, rates.memory), roofline.parameters(options)
+    each, ranks = batch.prompts[:, None].expand(K, G).flatten(), ranks.flatten()
+    arrays = (ranks.numpy(), each.numpy(), batch.lengths.flatten().numpy())
+    prefill = {p: shapes.model_flops(options, [(p, 1)]) / 3 / G for p in set(each.tolist())}
+    prefill = torch.tensor([prefill[p] for p in each.tolist()], dtype=torch.float64)
+    rollout = decoding_seconds(options, gpu, *arrays, world)
+    rollout += torch.bincount(ranks, prefill, world).numpy() / rates.flops
+
+    flops = [4 / 3 * shapes.model_flops(options, [pair]) for pair in kept.T.tolist()]
+    flops = torch.bincount(trained_on, torch.tensor(flops).double(), world).max().item()
+    tokens = torch.bincount(trained_on, kept.sum(dim=0).double(), world)
+    packs = -(-tokens.max().item() // PACK)
+    ring = lambda size: (world - 1) * (size / world / rates.network + rates.latency)  # one way
     layers = options.num_hidden_layers
-    gathers = packs * ((2 * WEIGHT + GRADIENT) * weights * ring + 3 * layers * messages)
-    update = max(flops.max().item() / rates.flops, gathers)
-    update += roofline.ADAMW * weights / world / rates.memory
-    moved = moved_bytes(owner, target, lengths, world).max().item()
-    traffic = WEIGHT * weights * ring + messages  # the sampler's copy
-    traffic += 2 * (COLUMNS * K * G * ring + messages)  # an all-reduce
-    traffic += moved / rates.network + (messages if dealt else 0.0)
-    parts = {"rollout": float(rollout), "update": update, "traffic": traffic, "host": host}
+    update = max(flops / rates.flops, packs * 3 * layers * ring(4 * weights / layers))
+    parts = {
+        "rollout": rollout.max().item(),
+        "update": update + roofline.ADAMW * weights / world / rates.memory,
+        "traffic": ring(4 * weights) + 2 * ring(COLUMNS * K * G)
+        + moved.max().item() / rates.network + ring(0),
+        "host": host,
+    }  # fmt: skip
     return {"seconds": sum(parts.values())} | parts
 
 
-def moved_bytes(owner, target, lengths, world: int) -> torch.Tensor:
-    """Bytes [R] that each rank sends to others in deal.exchange, for n sequences."""
-    there = owner != target
-    return TOKEN * torch.bincount(owner[there], lengths[there], world).double()
-
-
-def rollout_seconds(options, gpu, rank_of, prompts, lengths, world: int, at_once: int):
-    """Seconds [R] of decoding with continuous batching; three arrays [n] of all sequences."""
+def decoding_seconds(options, gpu, rank_of, prompts, lengths, world: int, at_once=256):
+    """Seconds [R] of decoding with continuous batching, of arrays [K * G] of all sequences."""
     start = np.zeros(len(lengths))
     order = np.argsort(rank_of, kind="stable")
     for some in np.split(order, np.searchsorted(rank_of[order], np.arange(1, world))):
@@ -237,7 +208,8 @@ def rollout_seconds(options, gpu, rank_of, prompts, lengths, world: int, at_once
             for number in some:
                 start[number] = room[0]
                 heapq.heapreplace(room, room[0] + lengths[number])
-    # Between two events as many sequences are active; all are gone at the end of a rank.
+    # Sequences start and end at events. Between two events the same ones are active; after the
+    # last event of a rank, none is.
     rank = np.concatenate([rank_of, rank_of])
     at = np.concatenate([start, start + lengths])
     change = np.repeat([1.0, -1.0], len(lengths))
@@ -252,15 +224,12 @@ def rollout_seconds(options, gpu, rank_of, prompts, lengths, world: int, at_once
 
 
 def crossover(batches, step, rates) -> int | None:
-    """The fewest GPUs on which grpo's seconds are less than PAYS times those of pps; both dealt."""
+    """The fewest GPUs on which grpo's seconds are less than PAYS times those of pps, both dealt."""
     for world in WORLDS:
-        grpo, pps = (step(batches[method], world, True, rates) for method in ("grpo", "pps"))
-        if grpo["seconds"] < PAYS * pps["seconds"]:
+        grpo, pps = (step(batches[method], world, rates)["seconds"] for method in ("grpo", "pps"))
+        if grpo < PAYS * pps:
             return world
     return None
-
-
-# ---------------------------------------------------------------------------- output
 
 
 def table(rows: list[dict]) -> str:
@@ -277,19 +246,13 @@ def table(rows: list[dict]) -> str:
 def draw(rows: list[dict], path: Path) -> None:
     """Seconds of a step, and the share of ideal speed-up, over the number of GPUs."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for method, color in (("grpo", "C7"), ("pps", "C0")):
-        for dealt, style in ((True, "-"), (False, "--")):
-            some = [r for r in rows if (r["method"], r["dealt"]) == (method, dealt)]
-            worlds, whole = [r["ranks"] for r in some], [r["seconds"] for r in some]
-            label = f"{method}, {'dealt' if dealt else 'by turns'}"
-            left.plot(worlds, whole, style, color=color, label=label)
-            ideal = [whole[0] / (world * now) for world, now in zip(worlds, whole, strict=True)]
-            right.plot(worlds, ideal, style, color=color, label=label)
+    for method, dealt in itertools.product(("grpo", "pps"), (True, False)):
+        took = [r["seconds"] for r in rows if (r["method"], r["dealt"]) == (method, dealt)]
+        how = {"color": "C7" if method == "grpo" else "C0", "ls": "-" if dealt else "--"}
+        left.plot(WORLDS, took, label=f"{method}, {'dealt' if dealt else 'by turns'}", **how)
+        right.plot(WORLDS, [took[0] / w / now for w, now in zip(WORLDS, took, strict=True)], **how)
     left.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="seconds a step")
     right.set(xscale="log", ylim=(0, 1.02), xlabel="GPUs", ylabel="share of the ideal speed-up")
     left.legend(frameon=False)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     plt.close(figure)
