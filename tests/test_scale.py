@@ -58,7 +58,7 @@ class Counting(Recorder):
 
 def count_work(folder, model):
     """Three steps of pps; each rank writes its counts."""
-    flags = toy.flags(model, f"{folder}/run", method="pps", prompts_per_step=11, steps=3)
+    flags = toy.flags(model, f"{folder}/run", method="pps", prompts_per_step=61, steps=3)
     trainer = Counting(config.parse_config([*flags, "--share-prompts", "False"]), toy.toy_reward)
     training = Run(trainer)
     training.open_folder()
