@@ -51,6 +51,12 @@ class Config:
     cppo_allocation: bool = False
     """With cppo, roll out 1 / (1 - r_o) times the prompts, so that the kept completions fill the
     update."""
+    rollout_checkpoint: int = 0
+    """Tokens after which some steps stop sampling. They drop the groups that are not finished, and
+    the other steps weight those up. It saves time where a rollout waits for few long completions; 0
+    means never."""
+    rollout_prune_rate: float = 0.5
+    """The chance that a step stops at --rollout-checkpoint."""
     check_every: int = 0
     """Steps between running checks that the pruning is unbiased. 0 means never."""
 
@@ -383,9 +389,25 @@ def _check_rules(cfg: Config) -> None:
     if prompt_rule.selector:
         rule = f"--prompt-rule {cfg.prompt_rule}: it has no un-pruned batch to compare with"
         require(cfg, "check_every", cfg.check_every == 0, f"0 with {rule}")
+    if cfg.rollout_checkpoint:
+        _check_tail(cfg, prompt_rule)
     why = "so that every update has the planned size"
     divisor = f"a divisor of the step's {total} prompts, {why}"
     require(cfg, "minibatches", total % cfg.minibatches == 0, divisor)
+
+
+def _check_tail(cfg: Config, prompt_rule) -> None:
+    """Check --rollout-checkpoint and what it cannot be combined with."""
+    most = f"below --max-new-tokens {cfg.max_new_tokens}, which no completion passes"
+    good = 0 < cfg.rollout_checkpoint < cfg.max_new_tokens
+    require(cfg, "rollout_checkpoint", good, f"at least 1 and {most}")
+    why = "at 1 no long group is ever trained on, and no weight can mend it"
+    require(cfg, "rollout_prune_rate", 0 <= cfg.rollout_prune_rate < 1, f"0 to below 1: {why}")
+    updates = f"--minibatches {cfg.minibatches} and --epochs {cfg.epochs}: a step has one coin, and"
+    why = f"{updates} a later update would use parameters that depend on it"
+    require(cfg, "rollout_checkpoint", cfg.minibatches * cfg.epochs == 1, f"0 with {why}")
+    why = f"--prompt-rule {cfg.prompt_rule}, which chooses by the rewards of finished groups"
+    require(cfg, "rollout_checkpoint", not prompt_rule.selector, f"0 with {why}")
 
 
 def learning_rate(cfg: Config, step: int) -> float:

@@ -68,6 +68,8 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
         name = "sampling/importance_sampling_ratio"
         figures[f"{name}/mean"] = ratio(first.importance, first.completion_tokens)
         figures[f"{name}/capped"] = ratio(first.capped, first.completion_tokens)
+    if cfg.rollout_checkpoint:  # the share of groups that the step did not finish
+        figures["rollout/stopped"] = (full.chosen.weights == 0).double().mean().item()
     if cfg.device == "cuda":  # since the last row
         figures["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()

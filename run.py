@@ -21,6 +21,7 @@ import dppo
 import eval as evaluation
 import metrics
 import sampler
+import tail
 from config import Config
 from runtime import InputError, checkpoint, log, ranks
 from runtime.stop import Stopped, resume_command
@@ -278,7 +279,7 @@ def stops_if_not_finite(cfg: Config, step: int):
 
 
 def check(trainer, step: int, draws: int) -> dict:
-    """The running check that both prunings are unbiased.
+    """The running check that the prunings are unbiased.
 
     All Q candidates are rolled out once more; training does not use these rollouts. Their full
     gradient (of the first mini-batch) is compared with `draws` pruned ones, each with its own
@@ -289,8 +290,9 @@ def check(trainer, step: int, draws: int) -> dict:
 
     position = torch.arange(len(window))
 
-    def full_batch(weights):  # [Q]; as if all prompts had been rolled out, some for nothing
-        return trainer.full_batch(batch, sampler.Selection(window, weights, position))
+    def full_batch(weights, beyond=1.0):  # [Q]; as if all had been rolled out, some for nothing
+        chosen = sampler.Selection(window, weights, position)
+        return trainer.full_batch(batch, tail.weigh(chosen, batch, trainer.cfg, beyond))
 
     def gradient(full, keep, weights):  # [P]
         trainer.backward(full, keep, weights)
@@ -302,7 +304,7 @@ def check(trainer, step: int, draws: int) -> dict:
         chosen = trainer.prune_prompts(window, step, generator)
         weights = torch.zeros(len(window), dtype=torch.float64)
         weights[chosen.position] = chosen.weights
-        full = full_batch(weights)
+        full = full_batch(weights, tail.toss(trainer, generator).weight)
         return gradient(full, *trainer.prune_completions(full, 0, generator))
 
     full = full_batch(torch.ones(len(window), dtype=torch.float64))

@@ -20,7 +20,7 @@ Letters: Q candidates of a step, K prompts rolled out, G completions each, P par
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ import rewards
 import rollout
 import run
 import sampler
+import tail
 from config import Config
 from runtime import InputError, deal, ranks
 from runtime.clock import Timer
@@ -119,8 +120,8 @@ class Trainer:
         self.history = sampler.PromptHistory(self.prompt_tokens, sources, self.num_candidates)
         selector = sampler.PROMPT_RULES[cfg.prompt_rule].selector
         self.selector = selector and selector(len(sources))
-        known_before = dppo.LOSSES[cfg.loss].denominator != "batch tokens"
-        self.needs_mean_tokens = config.prunes_prompts(cfg) and not known_before
+        drops = config.prunes_prompts(cfg) or cfg.rollout_checkpoint > 0
+        self.needs_mean_tokens = drops and dppo.LOSSES[cfg.loss].denominator == "batch tokens"
         self.mean_tokens = None  # of the un-pruned batches of the last steps
         self.optimizer = loading.make_optimizer(cfg, self.model.parameters())
         self.saved = run.restore(self, saved) if saved else None
@@ -137,10 +138,12 @@ class Trainer:
         window = self.candidates(step)  # [Q]
         # --- DPPO, before rollout: drop prompts by history, weight the rest by 1 / P(kept)
         chosen = self.prune_prompts(window, step, generator)  # K of them
+        limit, weight = tail.toss(self, generator)  # in some steps, long groups are not finished
         # ---
 
         # 2. Sample G completions for each prompt, and 3. reward each of them.
-        batch = chosen.batch or self.roll_out(chosen.prompts, step, "rollout")
+        batch = chosen.batch or self.roll_out(chosen.prompts, step, "rollout", limit=limit)
+        chosen = tail.weigh(chosen, batch, self.cfg, weight)
 
         # 4. Advantage, over the full group, and 5. denominator, over the full batch.
         full = self.full_batch(batch, chosen)
@@ -165,8 +168,7 @@ class Trainer:
 
     def candidates(self, step: int) -> torch.Tensor:
         """The window [Q] of prompts that a step considers."""
-        num_train = len(self.train_set)
-        return sampler.candidates(num_train, self.num_candidates, self.cfg.seed, step)
+        return sampler.candidates(len(self.train_set), self.num_candidates, self.cfg.seed, step)
 
     def prune_prompts(self, window, step, generator) -> sampler.Selection:
         """Stage 1: draw from the window [Q]. With --prompt-rule none all are kept, weight 1."""
@@ -180,8 +182,9 @@ class Trainer:
         keep, weights = self.history.prune(rule, cfg.prompt_prune_rate, *where)  # [Q], [Q]
         return sampler.Selection(window[keep], weights[keep], keep.nonzero().squeeze(1), keep)
 
-    def roll_out(self, prompts, step, *purpose) -> Batch:
-        """Stages 2 and 3 for prompts [K], with random numbers of their own for each purpose."""
+    def roll_out(self, prompts, step, *purpose, limit=None) -> Batch:
+        """Stages 2 and 3 for prompts [K], with random numbers of their own for each purpose, and
+        completions of at most `limit` tokens."""
         with self.timer.measure("rollout"):
             ranks.refresh(self.policy, self.model)
         expected = self.history.relative_tokens(prompts, step)  # [K]
@@ -194,21 +197,21 @@ class Trainer:
         seed = dppo.seed_for(self.cfg.seed, step, *purpose)
         with run.stops_if_not_finite(self.cfg, step):
             own = [keys[k] for k in mine]
-            found = self.stop.run(self._sample_and_score, own, seed, wanted[mine])
+            found = self.stop.run(self._sample_and_score, own, seed, wanted[mine], limit)
         rollouts, texts, scores = found
         columns = [scores, *(getattr(rollouts, name) for name in STATISTICS)]  # of this rank
-        shape = (len(prompts), self.cfg.group_size, len(columns))
-        table = torch.zeros(shape, dtype=torch.float64)  # [K, G, columns]
+        table = torch.zeros(*rank.shape, len(columns), dtype=torch.float64)  # [K, G, columns]
         table[wanted] = torch.stack([c[wanted[mine]].double() for c in columns], dim=-1)
         computed = ranks.all_reduce(torch.tensor(rollouts.computed, dtype=torch.float64)).item()
         columns = ranks.all_reduce(table).unbind(dim=-1)
         return Batch(prompts, rank, mine, rollouts, texts, *columns, computed)
 
-    def _sample_and_score(self, keys, seed, wanted):
+    def _sample_and_score(self, keys, seed, wanted, limit):
+        sampling = replace(self.sampling, max_new_tokens=limit or self.cfg.max_new_tokens)
         prompt_ids = [self.train_ids[index] for index, _ in keys]
         options = {"group_size": self.cfg.group_size, "seed": seed, "keys": keys, "wanted": wanted}
         with self.timer.measure("rollout"):
-            rollouts = rollout.sample(self.policy, prompt_ids, self.sampling, **options)
+            rollouts = rollout.sample(self.policy, prompt_ids, sampling, **options)
         with self.timer.measure("score"):
             problems = [self.train_set[index] for index, _ in keys]
             texts, scores = rewards.score(rollouts, problems, self.tokenizer, self.reward)
@@ -222,9 +225,7 @@ class Trainer:
         """
         cfg = self.cfg
         advantages = dppo.group_advantages(batch.rewards, cfg.loss)  # [K, G]
-        trained = torch.ones_like(batch.lengths)  # [K, G]; 0: masked
-        if cfg.mask_truncated:
-            trained = 1.0 - batch.truncated
+        trained = 1.0 - batch.truncated * cfg.mask_truncated  # [K, G]; 0: masked
         prompt_weights = chosen.weights[:, None]  # [K, 1]
         num_tokens = (trained * prompt_weights * batch.lengths).sum().item()  # expected: all Q's
         denominator = {
@@ -299,15 +300,17 @@ class Trainer:
 
     def group_squares(self, full: FullBatch) -> torch.Tensor:
         """Squared size [K] of each group's term in the full gradient, without prompt weights."""
-        energy = full.batch.energy
-        size = dppo.contribution_size(full.advantages, full.scale, energy, self.cfg.beta)  # [K, G]
+        terms = (full.advantages, full.scale, full.batch.energy)  # [K, G] each
+        size = dppo.contribution_size(*terms, self.cfg.beta)
         return size.square().sum(dim=1)
 
     def learn(self, step: int, full: FullBatch) -> None:
         """Update what later steps draw and divide by, with the groups that were rolled out."""
         batch, tokens = full.batch, full.batch.lengths.sum(dim=1)  # [K]
         seen = (batch.rewards, full.advantages, self.group_squares(full), tokens)
-        self.history.update(step, batch.prompts, full.chosen.weights, *seen)
+        columns = (batch.prompts, full.chosen.weights, *seen)
+        whole = (full.chosen.weights > 0) | ~tail.beyond(batch, self.cfg)  # [K]
+        self.history.update(step, *(column[whole] for column in columns))
         self.selector = full.chosen.selector
         if self.needs_mean_tokens:
             mean = self.mean_tokens or full.num_tokens
@@ -316,11 +319,8 @@ class Trainer:
 
 
 def main(cfg: Config, *, reward=None, until: int | None = None) -> None:
-    """One training run. Raises InputError for bad input before anything is written.
-
-    reward: see Trainer. until: stop after this step as if by SIGTERM; learning-rate schedules still
-    end at cfg.steps.
-    """
+    """One training run. Raises InputError for bad input before anything is written. `until`: stop
+    after this step as if by SIGTERM; learning-rate schedules still end at cfg.steps."""
     run.Run(Trainer(cfg, reward)).go(until)
 
 

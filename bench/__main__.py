@@ -14,6 +14,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench search      the batch and learning rate that reach it first, by halving
     python -m bench deal        how evenly an update is dealt to 2 to 64 ranks
     python -m bench scale       a step on 1 to 10,000 GPUs, by arithmetic
+    python -m bench tail        what --rollout-checkpoint saves at equal noise, by arithmetic
     python -m bench kills       a run that is killed twenty times, and one that is not
     python -m bench code        which code made which record of runs/
     python -m bench hostile     answers that are made to hang the judge
@@ -54,6 +55,7 @@ from bench import (
     search,
     step,
     structured,
+    tail,
     trl,
     update,
     variance,
@@ -62,7 +64,7 @@ from runtime import InputError
 
 MODULES = (
     gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, search, deal,
-    scale, kills, code, hostile, branch, structured, law, trl,
+    scale, tail, kills, code, hostile, branch, structured, law, trl,
 )  # fmt: skip
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 

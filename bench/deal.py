@@ -31,6 +31,8 @@ class Batch(NamedTuple):
     prompts: torch.Tensor  # [K], tokens
     lengths: torch.Tensor  # [K, G], tokens of the completions
     keep: torch.Tensor  # [K, G] bool
+    size: torch.Tensor | None = None  # [K, G], dppo.contribution_size, without prompt weights
+    weight: torch.Tensor | None = None  # [K], of the prompts
 
     def kept(self) -> tuple[list[int], list[int], list[int]]:
         """Group, prompt tokens and completion tokens of each kept sequence."""
@@ -47,13 +49,15 @@ class Recorder(Trainer):
         super().__init__(*args)
         self.batches = []
 
-    def roll_out(self, prompts, step, *purpose):
+    def roll_out(self, prompts, step, *purpose, **limit):
         self.expected = self.history.relative_tokens(prompts, step)
-        return super().roll_out(prompts, step, *purpose)
+        return super().roll_out(prompts, step, *purpose, **limit)
 
     def backward(self, full, keep, *args):
         prompts = self.prompt_tokens[full.batch.prompts]
-        self.batches.append(Batch(self.expected, prompts, full.batch.lengths, keep))
+        terms = (full.advantages, full.scale, full.batch.energy)
+        sizes = (dppo.contribution_size(*terms, self.cfg.beta), full.chosen.weights)
+        self.batches.append(Batch(self.expected, prompts, full.batch.lengths, keep, *sizes))
         return super().backward(full, keep, *args)
 
 

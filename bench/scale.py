@@ -127,7 +127,7 @@ def log_normal(method: str, candidates: int) -> Batch:
     part = dppo.Completions(advantages, rewards, lengths + PROMPT, weights[:, None] * size)
     rule = (cfg.completion_rule, cfg.completion_prune_rate)
     keep, _ = dppo.prune_completions(*rule, part, dppo.generator_for(1))
-    return Batch(expected, prompts[chosen], lengths, keep)
+    return Batch(expected, prompts[chosen], lengths, keep, size, weights)
 
 
 def recorded(flags: str):

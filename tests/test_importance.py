@@ -233,8 +233,8 @@ class SamplerIsOff(train.Trainer):
         self.looked_up = []  # the weights at each look-up of old log-probs
         self.given = []  # the old log-probs of each update
 
-    def roll_out(self, prompts, *key):
-        batch = super().roll_out(prompts, *key)
+    def roll_out(self, prompts, *key, **limit):
+        batch = super().roll_out(prompts, *key, **limit)
         batch.rollouts.logprobs[..., ::2] -= 0.1
         return batch
 

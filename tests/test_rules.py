@@ -217,8 +217,8 @@ def test_cppo_allocation_fills_the_update(run):
 class Truncating(Recorder):
     """Calls every third completion truncated."""
 
-    def roll_out(self, *args):
-        batch = super().roll_out(*args)
+    def roll_out(self, *args, **limit):
+        batch = super().roll_out(*args, **limit)
         batch.truncated = (torch.arange(6).expand(4, 6) % 3 == 0).double()
         return batch
 

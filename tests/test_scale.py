@@ -27,11 +27,11 @@ class Counting(Recorder):
         super().__init__(*args)
         self.real = []
 
-    def roll_out(self, *args):
+    def roll_out(self, *args, **limit):
         sum_up = ranks.all_reduce
         tables = []
         ranks.all_reduce = lambda table, *how: tables.append(table.nbytes) or sum_up(table, *how)
-        batch = super().roll_out(*args)
+        batch = super().roll_out(*args, **limit)
         ranks.all_reduce = sum_up
         self.real.append([int(batch.rollouts.lengths.sum()), max(tables), 0])
         return batch

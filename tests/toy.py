@@ -153,9 +153,9 @@ class Recorder(train.Trainer):
         super().__init__(*args, **kwargs)
         self.record, self.rounds = [], []
 
-    def roll_out(self, prompts, *key):
+    def roll_out(self, prompts, *key, **limit):
         self.rounds.append(len(prompts))
-        return super().roll_out(prompts, *key)
+        return super().roll_out(prompts, *key, **limit)
 
     def prune_completions(self, *args):
         keep, weights = super().prune_completions(*args)
