@@ -143,9 +143,9 @@ class Trainer:
 
         # 2. Sample G completions for each prompt, and 3. reward each of them.
         batch = chosen.batch or self.roll_out(chosen.prompts, step, "rollout", limit=limit)
-        chosen = tail.weigh(chosen, batch, self.cfg, weight)
 
         # 4. Advantage, over the full group, and 5. denominator, over the full batch.
+        chosen = tail.weigh(chosen, batch, self.cfg, weight)  # --- DPPO; 1 without a checkpoint
         full = self.full_batch(batch, chosen)
         history = metrics.history(self.history, step, window, chosen.kept)
 

@@ -10,7 +10,7 @@ import toy
 from toy import in_processes
 
 import config
-from bench import roofline, scale, shapes
+from bench import roofline, scale, shapes, tail
 from bench.deal import Batch, Recorder
 from run import Run
 from runtime import deal, ranks
@@ -175,6 +175,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     does not reach the seconds, or if no picture is drawn."""
     lengths = torch.tensor([[2.0, 9], [4, 5], [1, 1]])
     batch = Batch(torch.tensor([3.0, 2, 1]), torch.tensor([4, 5, 6]), lengths, lengths > 1)
+    batch = batch._replace(size=lengths, weight=torch.ones(3))
     trainer = types.SimpleNamespace(batches=[batch], num_candidates=6)
     monkeypatch.setattr(scale, "run", lambda args, _: (trainer, None))
     many = scale.recorded("")("pps", 10)
@@ -189,3 +190,37 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "grpo / pps first below 1.5 at" in out
     assert "recorded" in out
+
+
+# ---------------------------------------------------------------------------- bench tail
+
+
+def test_noise_and_seconds_of_a_tail(monkeypatch):
+    """Four groups of two, one beyond the checkpoint, by hand: noise, prompts and seconds. Catches
+    sizes of a stopped step that count, a coin's noise that more prompts average out, and seconds
+    that are not weighted by the coin's chance."""
+    lengths = torch.tensor([[2, 3], [9, 1], [4, 4], [1, 1]])
+    size = torch.tensor([[1.0, 1], [1, 0], [2, 0], [0, 0]], dtype=torch.float64)
+    ones = torch.ones(4, dtype=torch.float64)
+    prompts, keep = torch.full((4,), 2), torch.ones(4, 2, dtype=torch.bool)
+    batch = Batch(ones, prompts, lengths, keep, size, ones)
+    short = tail.Tail(batch, 4, 0.0)
+    assert short.beyond.tolist() == [False, True, False, False]
+    assert short.share == pytest.approx(1 / 7)
+    assert short.facts()["mean_length_within"] == 2.5
+    stopped = short.stopped()
+    assert stopped.lengths.tolist() == [[2, 3], [4, 1], [4, 4], [1, 1]]
+    assert stopped.keep.tolist() == [[True, True], [False, False], [True, True], [True, True]]
+    assert short.kept(0.0)[1] == 6
+    assert short.kept(2.0)[1] == 10  # the group's 1 became 4
+    machine = tail.Machine("tiny", RATES)
+    longest = lambda batch, world, prompts=1.0: prompts * batch.lengths.max().item()
+    monkeypatch.setattr(machine, "seconds", longest)
+    ratio, more = machine.ratio(short, 0.5, 0.5, 1, 9.0)
+    assert more == pytest.approx((6 + 10) / 2 / 7 / (1 - 2 / 49))
+    assert ratio == pytest.approx(more * (4 + 9) / 2 / 9)
+    assert machine.ratio(short, 0.5, 1 / 49, 1, 9.0) == (None, None)
+    # pps keeps a share of what a stopped step has sampled, so the noise of the rest grows
+    pruned = tail.Tail(batch, 4, 0.5)
+    assert pruned.kept(0.0)[1] > 6
+    assert pruned.kept(1.0)[1] > 7
