@@ -42,7 +42,7 @@ def main(
     flags: str = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Print, for checkpoints and rates, the seconds of equally exact steps over those without.
+    """Print, for each checkpoint and rate, the seconds of equally exact steps over those without.
 
     Args:
         shape: of the Qwen3
@@ -54,7 +54,8 @@ def main(
     """
     sheet = shapes.GPUS[gpu]
     machine = Machine(shape, scale.Rates(sheet.flops, sheet.bandwidth, 50e9, 5e-6))
-    rows = []
+    rows, rates = [], " ".join(f"{r:4.1f}" for r in RATES)
+    print(f"lengths       GPUs  tokens  beyond: groups, squares  r: {rates}  cut, its mean length")
     works = {"log-normal": scale.log_normal, "recorded": scale.recorded(flags)}
     for (work, make), method in itertools.product(works.items(), ("grpo", "pps")):
         batch, rate = make(method, candidates), 0.0
@@ -62,17 +63,15 @@ def main(
             rate = dppo.COMPLETION_RULES["pps"].rate
         for world in WORLDS:
             before = machine.seconds(batch, world)
-            some = []
             for share in SHARES:
                 tail = Tail(batch, round(share * batch.lengths.max().item()), rate)
                 cut = machine.seconds(tail.stopped(), world) / before
-                some.append(tail.facts() | {"rate": None, "ratio": cut})
+                some = [tail.facts() | {"rate": None, "ratio": cut}]
                 for r in RATES:
                     ratio, prompts = machine.ratio(tail, r, noise, world, before)
                     some.append(tail.facts() | {"rate": r, "ratio": ratio, "prompts": prompts})
-            for row in some:
-                print(line(work, method, world, row))
-            rows += [{"work": work, "method": method, "ranks": world} | row for row in some]
+                print(line(work, method, world, some), flush=True)
+                rows += [{"work": work, "method": method, "ranks": world} | row for row in some]
     write_json(json_file, rows)
 
 
@@ -127,12 +126,14 @@ class Machine:
         self.options, self.rates = shapes.qwen3(shape), rates
 
     def seconds(self, batch: Batch, world: int, prompts: float = 1.0) -> float:
-        """Of a step on this many GPUs, with `prompts` times as many prompts."""
+        """Of a step on this many GPUs, with `prompts` times as many prompts; what the host takes to
+        deal them, which scale.seconds measures, is left out."""
         K = len(batch.prompts)
         index = torch.arange(max(1, round(prompts * K))) % K
         batch = Batch(*(column[index] for column in batch))
         placed = scale.place(batch, world, True, self.options.hidden_size)
-        return scale.seconds(batch, placed, world, self.rates, self.options)["seconds"]
+        parts = scale.seconds(batch, placed, world, self.rates, self.options)
+        return parts["seconds"] - parts["host"]
 
     def ratio(self, tail: Tail, r: float, noise: float, world: int, before: float):
         """(seconds of steps with a coin over `before`, their prompts), equally exact; None where no
@@ -150,14 +151,12 @@ class Machine:
         return (r * stopped + (1 - r) * finished) / before, prompts
 
 
-def line(work: str, method: str, world: int, row: dict) -> str:
-    """A row of the table."""
-    at = f"{work:10s} {method:4s} {world:4d} GPUs, {row['checkpoint']:6,d} tokens"
-    of = f"beyond: {row['groups_beyond']:.2f} of the groups, {row['squares_beyond']:.3f} of squares"
-    if row["rate"] is None:
-        lengths = f"{row['mean_length_within']:,.0f} for {row['mean_length']:,.0f}"
-        return f"{at}; {of}; cut, biased: {row['ratio']:.2f} (trains on lengths of {lengths})"
-    if row["ratio"] is None:
-        return f"{at}; {of}; r {row['rate']}: no more prompts would do"
-    more = f"{row['ratio']:.2f} with {row['prompts']:.2f} x the prompts"
-    return f"{at}; {of}; r {row['rate']}: {more}"
+def line(work: str, method: str, world: int, rows: list[dict]) -> str:
+    """A line of the table: the rows of a checkpoint."""
+    cut, *others = rows
+    ratios = " ".join("   -" if row["ratio"] is None else f"{row['ratio']:.2f}" for row in others)
+    return (
+        f"{work:10s} {method:4s} {world:4d} {cut['checkpoint']:7,d} {cut['groups_beyond']:7.2f} "
+        f"{cut['squares_beyond']:8.3f}   {ratios}   {cut['ratio']:.2f} "
+        f"({cut['mean_length_within']:,.0f} for {cut['mean_length']:,.0f})"
+    )

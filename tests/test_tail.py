@@ -112,12 +112,12 @@ class Watched(train.Trainer):
         return self.fulls[-1]
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dapo"])
-def test_steps(start, loss):
+@pytest.mark.parametrize(("method", "loss"), [("pps", "grpo"), ("pps", "dapo"), ("grpo", "dapo")])
+def test_steps(start, method, loss):
     """Steps of both kinds: limits, weights, what the update and the history see, and the log.
     Catches a history that learns from unfinished groups, or forgets those of other steps, a coin
     in dapo's first step, which counts tokens, and a step that samples on."""
-    trainer = start(Watched, method="pps", loss=loss, steps=6, prompts_per_step=12, **TAIL)
+    trainer = start(Watched, method=method, loss=loss, steps=6, prompts_per_step=12, **TAIL)
     rows = [trainer.step(step)[0] for step in range(1, 7)]
     kinds = set()
     for number, (row, full, seen) in enumerate(
@@ -136,6 +136,7 @@ def test_steps(start, loss):
         assert torch.equal(seen[2], full.chosen.weights[full.chosen.weights > 0])
         assert row["tokens/generated"] == full.batch.lengths.sum()
         first = loss == "dapo" and number == 1
+        assert loss == "grpo" or trainer.needs_mean_tokens
         if not stopped:
             ratio = full.chosen.weights[beyond].min() / full.chosen.weights[~beyond].min()
             assert first or ratio > 1.01
