@@ -76,9 +76,7 @@ def measure_denominator(client, loss_fn: str, ids: list) -> tuple:
     for alone, both, *means in (1, 4, 0, 0), (0.5, 2.5, 1, 0), (1, 2, 0, 1), (0.5, 1.25, 1, 1):
         if torch.allclose(norms / norms[0], torch.tensor([1.0, alone, both, both]), rtol=0.02):
             return tuple(map(bool, means))
-    raise RuleError(
-        f"loss_fn={loss_fn!r}: norms {norms.tolist()} are of no sum and no mean; use another server"
-    )
+    raise RuleError(f"{loss_fn}: norms {norms.tolist()}, of no sum and no mean: use another server")
 
 
 class Trainer:
@@ -132,8 +130,8 @@ class Trainer:
             raise RuleError("the server returns no log-probs of what it samples: use one that does")
         texts = [self.tokenizer.decode(tokens, skip_special_tokens=True) for _, tokens, _ in rows]
         scores = [self.reward(text, problems[i // count][1]) for i, text in enumerate(texts)]
-        rewards = torch.tensor([math.nan if score is None else score for score in scores])
-        return rows, rewards.double().view(-1, count)
+        rewards = torch.tensor([math.nan if s is None else s for s in scores], dtype=torch.float64)
+        return rows, rewards.view(-1, count)
 
     def step(self, step: int) -> dict:
         """One step of DPPO: Q candidates, K of them sampled, G completions each; gives its row."""
@@ -170,8 +168,9 @@ class Trainer:
         seen = weights[:, 0], rewards, advantages, square, lengths.sum(dim=1)
         self.history.update(step, prompts, *seen)
         self.mean_tokens = mean_tokens + (num_tokens - mean_tokens) / TOKENS_MEMORY
+        scores = rewards.nanmean(dim=1, keepdim=True)  # [K, 1]; nan: unscorable
         return {
-            "reward": ((weights * rewards.nanmean(1, True)).nansum() / weights.sum()).item(),
+            "reward": ((weights * scores).nansum() / (weights + 0 * scores).nansum()).item(),
             "grad_norm": grad_norm,
             "kept/prompts": len(prompts) / Q,
             "kept/completions": keep.sum().item() / (Q * G),

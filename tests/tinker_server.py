@@ -11,7 +11,7 @@ import typing
 
 import typing_extensions
 
-typing.TypedDict = typing_extensions.TypedDict  # pydantic wants it on Python 3.11; SkyRL has typing's
+typing.TypedDict = typing_extensions.TypedDict  # before Python 3.12 pydantic wants this one
 
 BACKEND = {
     "max_lora_adapters": 8, "max_lora_rank": 32, "train_micro_batch_size": 16,
