@@ -191,7 +191,7 @@ def test_a_step_that_keeps_nothing(tmp_path):
     """All rewards are equal: one datum without an advantage, and a step of Adam by its momentum.
     Catches an empty request, which the SDK refuses, and a step that train.py makes and this not."""
     trainer = fixed(tmp_path, completion_rule="zero")
-    with mock.patch.object(tinker_toy, "reward", lambda text, gold: 1.0):
+    with mock.patch.object(tinker_toy, "reward", return_value=1.0):
         trainer.reward = tinker_toy.reward
         gradient, row = tinker_toy.gradient_of(trainer)
     assert not gradient.any()
@@ -345,7 +345,7 @@ def test_evaluations(tmp_path):
     assert rows[6]["eval/avg@4"] == rewards.nanmean().item()
     assert rows[0].keys() == {"step", "eval/avg@4"}
     train(tmp_path / "none", Server(), held_out=[])
-    with mock.patch.object(tinker_toy, "reward", lambda text, gold: None):
+    with mock.patch.object(tinker_toy, "reward", return_value=None):
         train(tmp_path / "nan", Server(), steps=1)
     last = (tmp_path / "nan" / "log.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["reward"] is None
