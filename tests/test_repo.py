@@ -24,9 +24,9 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "runs" / "LOG.md"]
 FOLDERS = (".", "runtime", "bench", "related")
 CODE = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.py")]
-OTHER_FLAGS = {  # of torchrun and pip
+OTHER_FLAGS = {  # of torchrun, pip and SkyRL
     "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
-    "--no-deps",
+    "--no-deps", "--extra", "--base-model", "--backend", "--port",
 }  # fmt: skip
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -191,8 +191,8 @@ def test_functions_fit_on_a_screen():
 
 
 def test_root_is_small():
-    """Fails if the root holds more than 21 Python files, or its reading path grows too long."""
-    assert len(list(ROOT.glob("*.py"))) <= 21
+    """Fails if the root holds more than 23 Python files, or its reading path grows too long."""
+    assert len(list(ROOT.glob("*.py"))) <= 23
     lines = {name: len((ROOT / f"{name}.py").read_text().splitlines()) for name in READING_PATH}
     assert sum(lines.values()) <= 1835
     assert lines["train"] <= 340

@@ -4,6 +4,7 @@ These tests need no SDK; tests/tinker.sh runs them with it, and test_tinker_serv
 server.
 """
 
+import inspect
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import tinker_toy
 import torch
 from tinker_toy import MEANS, PROBLEMS, Server, dppo_tinker, error, full_gradient, make_trainer
 
+import arithmetic
 import dppo
 import sampler
 from dppo import RuleError
@@ -462,3 +464,37 @@ def test_no_key(tmp_path, monkeypatch):
     with pytest.raises(RuleError, match=r"ServiceClient failed with .*TINKER_API_KEY"):
         dppo_tinker.ask(dppo_tinker.tinker.ServiceClient, base_url="http://127.0.0.1:1")
     assert "TINKER_API_KEY" not in os.environ
+
+
+# ---------------------------------------------------------------------------- the page
+
+PAGE = (ROOT / "docs" / "tinker.md").read_text()
+
+
+def test_the_program(policy_folder, monkeypatch, tmp_path):
+    """Two small steps of the program in docs/tinker.md. Catches one that no longer runs, and a
+    figure of the log that the page does not have."""
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    for large, small in (("steps=25", "steps=2"), ("step=32", "step=8"), ('c", 100', 'c", 8')):
+        assert large in program
+        program = program.replace(large, small)
+    monkeypatch.setattr(arithmetic, "base_folder", lambda: policy_folder)
+    monkeypatch.setattr(dppo_tinker, "tinker", tinker_toy.SDK)
+    monkeypatch.setattr(tinker_toy.SDK, "ServiceClient", Server(), raising=False)
+    monkeypatch.setitem(sys.modules, "dppo_tinker", dppo_tinker)
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
+    log = (tmp_path / "out-tinker" / "log.jsonl").read_text().splitlines()
+    named = set(re.findall(r"^\| `(tokens/\w+)` \|", PAGE, re.MULTILINE))
+    assert {name for name in json.loads(log[2]) if name.startswith("tokens/")} == named
+
+
+def test_options_are_explained():
+    """Fails if the page names an option that there is not, or with another default."""
+    signature = inspect.signature(dppo_tinker.Trainer).parameters
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \|", PAGE, re.MULTILINE)
+    for names, defaults in rows:
+        found = [signature[name].default for name in re.findall(r"\w+", names)]
+        read = [float(x) if x[0].isdigit() else x for x in defaults.split(", ")]
+        assert found == read, names
+    assert len(rows) == 8

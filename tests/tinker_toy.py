@@ -88,13 +88,14 @@ def reward(text, gold):
 def log_probs(theta, ids):
     """[T, V] after each of ids [T]; causal."""
     embedding, head = theta.split(D * V)
-    hidden = embedding.view(V, D)[ids].cumsum(0).tanh()
+    hidden = embedding.view(V, D)[ids % V].cumsum(0).tanh()  # a larger vocabulary is folded
     return (hidden @ head.view(D, V)).log_softmax(-1)
 
 
 def token_losses(theta, loss_fn, ids, targets, logprobs, advantages):
     """The server's losses [T], as Tinker's documentation has them."""
-    now = log_probs(theta, torch.tensor(ids)).gather(1, torch.tensor(targets)[:, None])[:, 0]
+    targets = torch.tensor(targets)[:, None] % V
+    now = log_probs(theta, torch.tensor(ids)).gather(1, targets)[:, 0]
     before, A = (torch.tensor(x, dtype=torch.float64) for x in (logprobs, advantages))
     ratio = (now - before).exp()
     if loss_fn == "importance_sampling":
@@ -218,7 +219,7 @@ class Policy:
         self.server, self.theta = server, theta
 
     def sample(self, prompt, count, options):
-        assert options.stop == [0]
+        assert len(options.stop) == 1
         key = prompt.ids if self.server.fixed else options.seed
         generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
         sequences = [self.one(prompt.ids, options, generator) for _ in range(count)]
