@@ -249,6 +249,24 @@ def test_the_log(tmp_path):
     assert row.keys() - {"tokens/prefilled"} <= names.keys()
 
 
+def test_the_divisor_of_dapo(tmp_path):
+    """The first step is whole and counts its tokens; later ones are weighted, and a tenth of each
+    enters the mean. Catches a mean of what was sampled, and one that follows too fast."""
+    trainer = taught(tmp_path, loss="dapo", prompt_rule="pps")
+    learned, update = [], trainer.history.update
+    trainer.history.update = lambda *args: learned.append(args) or update(*args)
+    with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):
+        first = trainer.step(1)
+        mean = trainer.mean_tokens
+        second = trainer.step(2)
+    assert (first["kept/prompts"], second["kept/prompts"]) == (1, 0.5)
+    assert mean == first["tokens/generated"]
+    _step, _prompts, weights, *_, tokens = learned[1]
+    estimate = (weights * tokens).sum().item()
+    assert estimate != pytest.approx(second["tokens/generated"])
+    assert trainer.mean_tokens == pytest.approx(mean + (estimate - mean) / 10)
+
+
 def test_sizes_are_those_of_surprises(tmp_path):
     """Fails if sizes do not come from the log-probs that sampling returns."""
     trainer, seen = fixed(tmp_path, completion_rule="pps"), []

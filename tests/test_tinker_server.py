@@ -148,9 +148,10 @@ class Batch:
                 dppo, "prune_completions", lambda *a: batches.append(a[2]) or prune(*a)
             ),
         ):
-            self.trainer, self.row = one_step(folder, completion_rule="none", lr=0.0)
+            options = {"completion_rule": "none", "prompts_per_step": 4}
+            self.trainer, self.row = one_step(folder, **options, lr=0.0)
         (self.batch,), self.rows = batches, rows[-1]
-        self.n, self.fixed = len(self.rows), 32  # datums of the batch, and of each draw
+        self.n, self.fixed = len(self.rows), 16  # datums of the batch, and of each draw
 
     def datums(self, weights, n):
         """The n datums with the largest weights [K, G]; more than those that have one."""

@@ -20,7 +20,7 @@ import typing_extensions
 ROOT = Path(__file__).resolve().parents[1]
 PORT = 8077
 BACKEND = {  # of 2 CPU cores; 16 x 96 tokens are trained on at once
-    "max_lora_adapters": 8, "max_lora_rank": 32, "train_micro_batch_size": 16,
+    "max_lora_adapters": 24, "max_lora_rank": 32, "train_micro_batch_size": 16,
     "sample_max_num_sequences": 64,
 }  # fmt: skip
 ONE_THREAD = {
