@@ -34,7 +34,7 @@ def ask(request, *args, **options):
         return answer.result(TIMEOUT) if hasattr(answer, "result") else answer
     except Exception as error:  # the SDK's own kinds, ValueError and TimeoutError
         said = " ".join(f"{request.__name__} failed with {error!r}".split())[:300]
-        raise RuleError(f"{said}; run it again when the server is up with its weights") from error
+        raise RuleError(f"{said}; once the server is back, the same program goes on") from error
 
 
 def make_datums(rows: list, means: tuple = (False, False), multiple: int = 1) -> list:
@@ -89,7 +89,7 @@ class Trainer:
     ):  # fmt: skip
         """A run, new or from out_dir. problems and held_out are lists of (prompt tokens, gold,
         source); reward(text, gold) is a number, or None if the gold cannot be scored."""
-        vars(self).update(locals())
+        vars(self).update((name, value) for name, value in locals().items() if name != "self")
         known = {"loss": LOSSES, "loss_fn": LOSS_FNS, "beta": (0.0,)}
         tables = {"completion_rule": dppo.COMPLETION_RULES, "prompt_rule": sampler.PROMPT_RULES}
         known |= {k: [n for n in t if not t[n].biased] for k, t in tables.items()}
@@ -139,7 +139,8 @@ class Trainer:
         generator = dppo.generator_for(self.seed, step, "keep")
         window = sampler.candidates(len(self.problems), Q, self.seed, step)  # [Q]
         # --- DPPO, before sampling: drop prompts by history, weight the rest by 1 / P(kept)
-        rule = self.prompt_rule if self.mean_tokens or "grpo" in self.loss else "none"  # to count
+        # (dapo and cispo divide by a batch's tokens: their first batch is whole, to count them)
+        rule = self.prompt_rule if self.mean_tokens or "grpo" in self.loss else "none"
         kept, weights = self.history.prune(rule, self.prompt_prune_rate, window, generator, step)
         prompts, weights = window[kept], weights[kept, None]  # [K], [K, 1]
         rows, rewards = self.sample([self.problems[q] for q in prompts], G, "step", step)

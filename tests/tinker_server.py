@@ -20,7 +20,7 @@ import typing_extensions
 ROOT = Path(__file__).resolve().parents[1]
 PORT = 8077
 BACKEND = {  # of 2 CPU cores; 16 x 96 tokens are trained on at once
-    "max_lora_adapters": 24, "max_lora_rank": 32, "train_micro_batch_size": 16,
+    "max_lora_adapters": 16, "max_lora_rank": 32, "train_micro_batch_size": 16,
     "sample_max_num_sequences": 64,
 }  # fmt: skip
 ONE_THREAD = {
@@ -36,21 +36,31 @@ def base_folder() -> str:
     return str(arithmetic.base_folder())
 
 
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/healthz", timeout=5)
+        return True
+    return False
+
+
 @contextlib.contextmanager
 def serving(folder: Path, port: int = PORT, **env):
-    """The process of a server, once it answers; it is killed at the end. `folder` keeps its state,
-    and server.log."""
+    """The process of a server, once it answers; it is ended afterwards. `folder` keeps its state,
+    what it compiles, and server.log."""
     folder = Path(folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    if answers(port):
+        raise RuntimeError(f"port {port} is taken by another server: stop it")
     command = [sys.executable, __file__, "--serve", base_folder(), str(folder), str(port)]
     with open(folder / "server.log", "a") as log:
-        env = os.environ | ONE_THREAD | env
+        env = (
+            os.environ | ONE_THREAD | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")} | env
+        )
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         try:
-            while process.poll() is None:
-                with contextlib.suppress(OSError):
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/healthz", timeout=5)
-                    break
+            while not answers(port):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the server has ended: see {folder / 'server.log'}")
                 time.sleep(0.5)
             yield process
         finally:
