@@ -130,6 +130,7 @@ def test_zero_is_none(still, monkeypatch, capsys, loss_fn):
     assert still.means == (True, True)
     monkeypatch.setattr(still, "loss_fn", loss_fn)
     monkeypatch.setattr(still, "completion_rule", "none")
+    monkeypatch.setattr(still, "pad_datums", 1)  # no completion without an advantage is sent
     row = still.step(1)
     still.completion_rule = "zero"
     fewer = still.step(1)
@@ -174,7 +175,7 @@ class Batch:
 
     def draw(self, number, factor=1.0):
         generator = dppo.generator_for(number)
-        _keep, weights = dppo.prune_completions("pps", 0.5, self.batch, generator)
+        _keep, weights = dppo.prune_completions("pps", 0.6, self.batch, generator)
         return self.datums(factor * weights, self.fixed)
 
     def norm(self, calls):

@@ -53,9 +53,8 @@ def serving(folder: Path, port: int = PORT, **env):
         raise RuntimeError(f"port {port} is taken by another server: stop it")
     command = [sys.executable, __file__, "--serve", base_folder(), str(folder), str(port)]
     with open(folder / "server.log", "a") as log:
-        env = (
-            os.environ | ONE_THREAD | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")} | env
-        )
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+        env = cache | os.environ | ONE_THREAD | env
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         try:
             while not answers(port):
