@@ -114,7 +114,7 @@ def still(served, tmp_path_factory):
         patch.setenv("TINKER_API_KEY", "tml-mine")
         served.start()
         folder = tmp_path_factory.mktemp("still")
-        return make_trainer(folder, prompts_per_step=4, prompt_rule="none", lr=0.0)
+        return make_trainer(folder, prompt_rule="none", lr=0.0)
 
 
 def log_of(folder):
@@ -160,7 +160,7 @@ class Batch:
         ):
             self.row = trainer.step(1)
         (self.rows,), (self.batch,) = rows, batches
-        self.n, self.fixed = len(self.rows), 16  # datums of the batch, and of each draw
+        self.n, self.fixed = len(self.rows), 32  # datums of the batch, and of each draw
 
     def datums(self, weights, n):
         """The n datums with the largest weights [K, G]; more than those that have one."""
