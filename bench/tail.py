@@ -65,6 +65,8 @@ def main(
             before = machine.seconds(batch, world)
             for share in SHARES:
                 tail = Tail(batch, round(share * batch.lengths.max().item()), rate)
+                if tail.beyond.all():
+                    continue
                 cut = machine.seconds(tail.stopped(), world) / before
                 some = [tail.facts() | {"rate": None, "ratio": cut}]
                 for r in RATES:

@@ -24,9 +24,9 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "runs" / "LOG.md"]
 FOLDERS = (".", "runtime", "bench", "related")
 CODE = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.py")]
-OTHER_FLAGS = {  # of torchrun and pip
+OTHER_FLAGS = {  # of torchrun, pip and SkyRL
     "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
-    "--no-deps",
+    "--no-deps", "--extra", "--base-model", "--backend", "--port",
 }  # fmt: skip
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)

@@ -1,0 +1,200 @@
+"""
+Unbiased pruning through the Tinker API: a server samples and trains, and is sent less of both.
+
+The server has the model and Adam; loop and draws are here, by dppo.py and sampler.py. Prompts are
+dropped before they are sampled, completions after reward. The server's losses are proportional to
+the advantage, so it carries all factors: the weight 1 / P(kept), the un-pruned batch's denominator,
+and the server's own, which `measure_denominator` finds. docs/tinker.md has a program.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+import dppo
+import sampler
+from dppo import RuleError
+
+try:
+    import tinker
+except ImportError:
+    raise RuleError("Tinker's SDK is missing: pip install tinker==0.18.2") from None
+
+LOSSES = ("grpo", "dr_grpo", "dapo", "cispo")  # of dppo.LOSSES, all but gspo's ratio of a sequence
+LOSS_FNS = ("importance_sampling", "ppo", "cispo")  # the server's, proportional to the advantage
+WARMUP, TOKENS_MEMORY, TIMEOUT = 5, 10, 1800  # steps, steps, seconds
+
+
+def ask(request, *args, **options):
+    """A server's answer. RuleError of one line once the SDK's retries, of minutes, were in vain."""
+    try:
+        answer = request(*args, **options)
+        return answer.result(TIMEOUT) if hasattr(answer, "result") else answer
+    except Exception as error:  # the SDK's own kinds, ValueError and TimeoutError
+        said = " ".join(f"{request.__name__} failed with {error!r}".split())[:300]
+        raise RuleError(f"{said}; once the server is back, the same program goes on") from error
+
+
+def make_datums(rows: list, means: tuple = (False, False), multiple: int = 1) -> list:
+    """A tinker.Datum of each row (prompt, tokens, logprobs, advantages). Their gradient is the sum
+    of the tokens', on a server with the `means` of measure_denominator."""
+    datums = []
+    for prompt, tokens, logprobs, advantages in rows:
+        ids, zeros = [*prompt, *tokens], [0.0] * (len(prompt) - 1)
+        pad = -(len(ids) - 1) % multiple
+        factor = (len(ids) - 1 + pad if means[0] else 1) * (len(rows) if means[1] else 1)
+        columns = ids[1:], [*zeros, *logprobs], [*zeros, *(factor * a for a in advantages)]
+        names = "target_tokens", "logprobs", "advantages"
+        inputs = {name: [*x, *[0] * pad] for name, x in zip(names, columns, strict=True)}
+        ids = tinker.ModelInput.from_ints([*ids[:-1], *[0] * pad])
+        datums.append(tinker.Datum(model_input=ids, loss_fn_inputs=inputs))
+    return datums
+
+
+def update(client, loss_fn: str, calls: list, lr: float) -> float:
+    """A step of Adam with the gradients of lists of datums; returns the gradient's norm."""
+    for datums in calls:
+        ask(client.forward_backward, datums, loss_fn)
+    adam = tinker.AdamParams(learning_rate=lr, beta1=0.9, beta2=0.999, eps=1e-8)
+    found = (ask(client.optim_step, adam).metrics or {}).items()
+    return next((x for name, x in found if "grad_norm" in name or "grad_l2" in name), math.nan)
+
+
+def measure_denominator(client, loss_fn: str, ids: list) -> tuple:
+    """Whether a server's loss is a mean over a datum's tokens, and over the datums of an update.
+    A datum of 4 tokens, and one of 8 whose last 4 have no advantage or almost none, have the same
+    gradient but for that. In units of the short one's norm, those of the long one and of short plus
+    3 long are 1 and 4 (a sum), 1/2 and 5/2 (tokens), 1 and 2 (datums) or 1/2 and 5/4 (both).
+    RuleError for anything else. `ids` are 9 tokens; the client is not to be used afterwards."""
+    advantages = [1.0] * 4, [1.0] * 4 + [1e-6] * 4, [3.0] * 4 + [0.0] * 4
+    rows = [(ids[:1], ids[1 : len(a) + 1], [0.0] * len(a), a) for a in advantages]
+    short, long, triple = make_datums(rows)
+    calls = [[short]], [[long]], [[short, triple]], [[short], [triple]]
+    norms = torch.tensor([update(client, loss_fn, lists, lr=0.0) for lists in calls])
+    for alone, both, *means in (1, 4, 0, 0), (0.5, 2.5, 1, 0), (1, 2, 0, 1), (0.5, 1.25, 1, 1):
+        if torch.allclose(norms / norms[0], torch.tensor([1.0, alone, both, both]), rtol=0.02):
+            return tuple(map(bool, means))
+    raise RuleError(f"{loss_fn}: norms {norms.tolist()}, of no sum and no mean: use another server")
+
+
+class Trainer:
+    def __init__(
+        self, problems, held_out, reward, tokenizer, base_model, base_url=None, *, steps=60,
+        out_dir="out-tinker", prompts_per_step=64, group_size=16, max_new_tokens=256, seed=0,
+        prompt_rule="pps", prompt_prune_rate=0.6, completion_rule="pps", completion_prune_rate=0.7,
+        loss="grpo", loss_fn="ppo", beta=0.0, lr=1e-4, lora_rank=32, pad_tokens=1, pad_datums=1,
+        eval_every=10, save_every=10,
+    ):  # fmt: skip
+        """A run, new or from out_dir. problems and held_out are lists of (prompt tokens, gold,
+        source); reward(text, gold) is a number, or None if the gold cannot be scored."""
+        vars(self).update((name, value) for name, value in locals().items() if name != "self")
+        known = {"loss": LOSSES, "loss_fn": LOSS_FNS, "beta": (0.0,)}
+        tables = {"completion_rule": dppo.COMPLETION_RULES, "prompt_rule": sampler.PROMPT_RULES}
+        known |= {k: [n for n in t if not t[n].biased] for k, t in tables.items()}
+        for option, names in known.items():
+            if (value := getattr(self, option)) not in names:
+                raise RuleError(f"{option}={value!r} is not exact through this API: use {names}")
+        if not (0 <= completion_prune_rate < 1 and 0 <= prompt_prune_rate < 1):
+            raise RuleError("completion_prune_rate and prompt_prune_rate are from 0 to below 1")
+        if len(problems) < prompts_per_step:
+            raise RuleError(f"prompts_per_step={prompts_per_step}: only {len(problems)} problems")
+        prompts, _golds, sources = zip(*problems, strict=True)
+        self.prompt_tokens = torch.tensor([len(ids) for ids in prompts])
+        self.history = sampler.PromptHistory(self.prompt_tokens, sources, prompts_per_step)
+        self.log, self.mean_tokens, self.path, weights = [], None, Path(out_dir, "state.pt"), None
+        self.of = dppo.seed_for(base_model, lora_rank, seed, prompts_per_step, problems)
+        if self.path.exists():
+            of, history, weights, self.log, self.mean_tokens = torch.load(self.path)
+            if of != self.of:
+                raise RuleError(f"{self.path} is of another model, seed or data: set out_dir")
+            vars(self.history).update(history)
+        self.service = ask(tinker.ServiceClient, base_url=base_url)
+        new = self.service.create_lora_training_client, base_model, lora_rank, seed
+        self.means = measure_denominator(ask(*new), loss_fn, (prompts[0] * 9)[:9])
+        old = self.service.create_training_client_from_state_with_optimizer, weights
+        self.client = ask(*(old if weights else new))
+
+    def sample(self, problems: list, count: int, *key) -> tuple[list, torch.Tensor]:
+        """`count` rows (prompt, tokens, logprobs) of each problem, and their rewards [K, count]."""
+        path = ask(self.client.save_weights_for_sampler, "-".join(map(str, key)), 3600).path
+        policy, futures = ask(self.service.create_sampling_client, path), []
+        end = {"max_tokens": self.max_new_tokens, "stop": [self.tokenizer.eos_token_id]}
+        for number, (prompt, _gold, _source) in enumerate(problems):
+            options = tinker.SamplingParams(seed=dppo.seed_for(self.seed, key, number) >> 33, **end)
+            futures.append(policy.sample(tinker.ModelInput.from_ints(prompt), count, options))
+        found = [ask(future.result, TIMEOUT).sequences for future in futures]
+        rows = [(problems[k][0], x.tokens, x.logprobs) for k, xs in enumerate(found) for x in xs]
+        if any(logprobs is None for *_, logprobs in rows):
+            raise RuleError("the server returns no log-probs of what it samples: use one that does")
+        texts = [self.tokenizer.decode(tokens, skip_special_tokens=True) for _, tokens, _ in rows]
+        scores = [self.reward(text, problems[i // count][1]) for i, text in enumerate(texts)]
+        rewards = torch.tensor([math.nan if s is None else s for s in scores], dtype=torch.float64)
+        return rows, rewards.view(-1, count)
+
+    def step(self, step: int) -> dict:
+        """One step of DPPO: Q candidates, K of them sampled, G completions each; gives its row."""
+        Q, G = self.prompts_per_step, self.group_size
+        generator = dppo.generator_for(self.seed, step, "keep")
+        window = sampler.candidates(len(self.problems), Q, self.seed, step)  # [Q]
+        # --- DPPO, before sampling: drop prompts by history, weight the rest by 1 / P(kept)
+        # (dapo and cispo divide by a batch's tokens: their first batch is whole, to count them)
+        rule = self.prompt_rule if self.mean_tokens or "grpo" in self.loss else "none"
+        kept, weights = self.history.prune(rule, self.prompt_prune_rate, window, generator, step)
+        prompts, weights = window[kept], weights[kept, None]  # [K], [K, 1]
+        rows, rewards = self.sample([self.problems[q] for q in prompts], G, "step", step)
+        each = lambda f: torch.tensor([f(*row) for row in rows], dtype=torch.float64).view(-1, G)
+        lengths = each(lambda prompt, tokens, logprobs: len(tokens))  # [K, G], as all below
+        energy = each(lambda *row: dppo.energy_bound(torch.tensor(row[2])).sum())
+        cost = self.prompt_tokens[prompts, None] + lengths
+        num_tokens = (weights * lengths).sum().item()  # expected of all Q
+        mean_tokens = self.mean_tokens or num_tokens
+        advantages = dppo.group_advantages(rewards, self.loss)
+        sizes = {"num_sequences": Q * G, "max_new_tokens": self.max_new_tokens}
+        scale = dppo.loss_scale(lengths, self.loss, **sizes, num_tokens=mean_tokens)
+        size = dppo.contribution_size(advantages, weights * scale, energy, beta=0.0)
+        # --- DPPO, after reward: drop completions, weight the rest by 1 / P(kept)
+        batch = dppo.Completions(advantages, rewards, cost, size)
+        rule, rate = self.completion_rule, self.completion_prune_rate
+        keep, own_weights = dppo.prune_completions(rule, rate, batch, generator)
+        # --- Send what is kept and, as fillers, the shortest of the others, which carry 0
+        carried = (advantages * scale * weights * own_weights).flatten().tolist()
+        n = -(-max(1, int(keep.sum())) // self.pad_datums) * self.pad_datums
+        order = torch.where(keep, 0.0, cost).flatten().argsort(stable=True)[:n].tolist()
+        rows = [(*rows[i], [carried[i]] * len(rows[i][1])) for i in order]
+        datums = make_datums(rows, self.means, self.pad_tokens)
+        grad_norm = update(self.client, self.loss_fn, [datums], self.lr * min(1, step / WARMUP))
+        square = dppo.contribution_size(advantages, scale, energy, beta=0.0).square().sum(dim=1)
+        seen = weights[:, 0], rewards, advantages, square, lengths.sum(dim=1)
+        self.history.update(step, prompts, *seen)
+        self.mean_tokens = mean_tokens + (num_tokens - mean_tokens) / TOKENS_MEMORY
+        scores = rewards.nanmean(dim=1, keepdim=True)  # [K, 1]; nan: unscorable
+        return {
+            "reward": ((weights * scores).nansum() / (weights + 0 * scores).nansum()).item(),
+            "grad_norm": grad_norm,
+            "kept/prompts": len(prompts) / Q,
+            "kept/completions": keep.sum().item() / (Q * G),
+            "kept/tokens": ((keep * cost).sum() / (weights * cost).sum()).item(),
+            "weight/max": (weights * own_weights).max().item(),
+            "tokens/prefilled": self.prompt_tokens[prompts].sum().item(),
+            "tokens/generated": int(lengths.sum()),
+            "tokens/trained": sum(one.model_input.length for one in datums),
+        }
+
+    def train(self) -> None:
+        """All steps that are left; step 0 only evaluates. A row is logged before it is saved."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for step in range(len(self.log), self.steps + 1):
+            row = {"step": step} | (self.step(step) if step else {})
+            if self.held_out and step % self.eval_every == 0:
+                row["eval/avg@4"] = self.sample(self.held_out, 4, "eval", step)[1].nanmean().item()
+            row = {name: x if math.isfinite(x) else None for name, x in row.items()}
+            self.log.append(json.dumps(row))
+            self.path.with_name("log.jsonl").write_text("\n".join([*self.log, ""]))
+            print(self.log[-1], flush=True)
+            if step % self.save_every == 0 or step == self.steps:
+                saved = ask(self.client.save_state, f"step-{step}").path
+                state = (self.of, vars(self.history), saved, self.log, self.mean_tokens)
+                torch.save(state, self.path.with_suffix(".new"))
+                self.path.with_suffix(".new").replace(self.path)

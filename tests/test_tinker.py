@@ -1,0 +1,520 @@
+"""dppo_tinker.py against a service in this process: exact by enumeration, in each denominator.
+
+These tests need no SDK; tests/tinker.sh runs them with it, and test_tinker_server.py with SkyRL's
+server.
+"""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import tinker_toy
+import torch
+from tinker_toy import MEANS, PROBLEMS, Server, dppo_tinker, error, full_gradient, make_trainer
+
+import arithmetic
+import dppo
+import sampler
+from dppo import RuleError
+from related import rivals  # noqa: F401 (adds rules that are biased)
+
+ROOT = Path(__file__).resolve().parents[1]
+OWN_LENGTH = lambda length, n, tokens: length * n
+SCALES = {
+    "grpo": OWN_LENGTH,
+    "dr_grpo": lambda length, n, tokens: n * tinker_toy.LONGEST,
+    "dapo": lambda length, n, tokens: tokens,
+    "cispo": lambda length, n, tokens: tokens,
+}
+
+
+def fixed(folder, denominator="both", **options):
+    """A trainer whose completions are the same each time, from a policy somewhat different."""
+    return make_trainer(folder, Server(denominator, fixed=True), **options)
+
+
+# ---------------------------------------------------------------------------- the proof
+
+
+@pytest.mark.parametrize("denominator", MEANS)
+@pytest.mark.parametrize("loss_fn", dppo_tinker.LOSS_FNS)
+@pytest.mark.parametrize("rule", ["none", "zero", "uniform", "pps"])
+def test_completions_are_exact(tmp_path, denominator, loss_fn, rule):
+    """Every outcome of the draw through a whole step, in all denominators a server may have: the
+    mean gradient is that of all completions. They have 1 to 5 tokens, prompts 1 to 3.
+
+    Catches a token count without the prompt or with a token too many, a number of datums that is
+    not what was sent, a weight that misses, and a shifted column.
+    """
+    trainer = fixed(tmp_path, denominator, loss_fn=loss_fn, completion_rule=rule)
+    assert trainer.means == MEANS[denominator]
+    wanted = full_gradient(trainer, OWN_LENGTH)
+    assert error(tinker_toy.over_completions(trainer), wanted) < 1e-12
+    gradient, row = tinker_toy.gradient_of(trainer)
+    assert (error(gradient, wanted) > 0.01) == (rule in ("uniform", "pps"))
+    assert (row["kept/completions"] == 1) == (rule == "none")
+
+
+@pytest.mark.parametrize("denominator", ["sum", "both"])
+@pytest.mark.parametrize("loss", dppo_tinker.LOSSES)
+def test_losses_are_exact(tmp_path, denominator, loss):
+    """Each loss has its own advantages and denominator of the un-pruned batch. Catches a
+    denominator of what is kept, and advantages divided by a deviation where they should not be."""
+    loss_fn = "cispo" if loss == "cispo" else "ppo"
+    trainer = fixed(tmp_path, denominator, loss=loss, loss_fn=loss_fn, completion_rule="pps")
+    found = tinker_toy.over_completions(trainer)
+    assert error(found, full_gradient(trainer, SCALES[loss])) < 1e-12
+
+
+def test_dropped_below_the_mean_is_exact(tmp_path):
+    """The paper's rule, whose outcomes double with every completion below the mean."""
+    trainer = fixed(tmp_path, problems=PROBLEMS[:2], completion_rule="dppo")
+    found = tinker_toy.over_completions(trainer)
+    assert error(found, full_gradient(trainer, OWN_LENGTH)) < 1e-12
+
+
+def taught(folder, **options):
+    """A trainer whose history prefers some prompts; rate 0.5 keeps two of four, with dppo any."""
+    trainer = fixed(folder, prompt_prune_rate=0.5, **options)
+    prompts, ones = torch.arange(4), torch.ones(4, dtype=torch.float64)
+    rewards = torch.tensor([[0.0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]])
+    square = torch.tensor([0.0, 1, 40, 60], dtype=torch.float64)
+    for _visit in range(20):
+        trainer.history.update(1, prompts, ones, rewards, rewards.double() - 0.1, square, ones)
+    return trainer
+
+
+@pytest.mark.parametrize("denominator", ["sum", "both"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+@pytest.mark.parametrize("rule", ["uniform", "dppo", "pps"])
+def test_prompts_are_exact(tmp_path, denominator, loss, rule):
+    """Every outcome of the prompt draw. dapo divides by a number known before it. Catches a
+    denominator of the prompts that were kept, and a prompt's weight that counts twice or never."""
+    trainer = taught(tmp_path, denominator=denominator, loss=loss, prompt_rule=rule)
+    trainer.mean_tokens = 77.0
+    found = tinker_toy.over_prompts(trainer, lambda: tinker_toy.gradient_of(trainer)[0])
+    scale = OWN_LENGTH if loss == "grpo" else lambda length, n, tokens: 77.0
+    assert error(found, full_gradient(trainer, scale)) < 1e-12
+
+
+def test_both_levels_are_exact(tmp_path):
+    """Every outcome of the completion draw for every outcome of the prompt draw."""
+    trainer = taught(tmp_path, prompt_rule="pps", completion_rule="pps")
+    found = tinker_toy.over_prompts(trainer, lambda: tinker_toy.over_completions(trainer))
+    assert error(found, full_gradient(trainer, OWN_LENGTH)) < 1e-12
+
+
+def test_padding_is_exact(tmp_path):
+    """Lengths in multiples of 8 and datums in multiples of 5, by fillers. Catches a length without
+    the padding, a number of datums without the fillers, and fillers that have a gradient."""
+    options = {"pad_tokens": 8, "pad_datums": 5, "completion_rule": "pps"}
+    trainer, sent = fixed(tmp_path, **options), []
+    step = tinker_toy.Client.forward_backward
+    record = lambda client, datums, loss_fn: sent.append(datums) or step(client, datums, loss_fn)
+    with mock.patch.object(tinker_toy.Client, "forward_backward", record):
+        found = tinker_toy.over_completions(trainer)
+    assert error(found, full_gradient(trainer, OWN_LENGTH)) < 1e-12
+    assert {one.model_input.length for datums in sent for one in datums} == {8}
+    assert {len(datums) % 5 for datums in sent} == {0}
+    live = [sum(any(one.loss_fn_inputs["advantages"]) for one in datums) for datums in sent]
+    assert any(n % 5 for n in live), "no fillers were needed"
+
+
+@pytest.mark.parametrize(
+    ("denominator", "means"),
+    [("sum", (1, 1)), ("both", (0, 0)), ("tokens", (0, 0)), ("datums", (0, 0)), ("both", (1, 0))],
+)
+def test_wrong_denominators_fail(tmp_path, denominator, means):
+    """Fails if the enumeration cannot tell a denominator that is taken for another."""
+    trainer = fixed(tmp_path, denominator, completion_rule="pps")
+    trainer.means = means
+    wanted, found = full_gradient(trainer, OWN_LENGTH), tinker_toy.over_completions(trainer)
+    found *= (found @ wanted) / (found @ found)  # whatever its length
+    assert error(found, wanted) > 1e-3
+
+
+def test_wrong_weights_fail(tmp_path, monkeypatch):
+    """Fails if the enumeration cannot tell weights x 0.9, or none."""
+    trainer = fixed(tmp_path, completion_rule="pps")
+    wanted, weights = full_gradient(trainer, OWN_LENGTH), dppo.ht_weights
+    for wrong in (lambda *x: 0.9 * weights(*x), lambda keep, p: keep.double()):
+        monkeypatch.setattr(dppo, "ht_weights", wrong)
+        assert error(tinker_toy.over_completions(trainer), wanted) > 0.05
+
+
+# ---------------------------------------------------------------------------- the probe
+
+
+@pytest.mark.parametrize("norm", ["skyrl.ai/grad_norm", "unclipped_grad_l2:mean"])
+@pytest.mark.parametrize("denominator", MEANS)
+def test_the_denominator_is_measured(tmp_path, denominator, norm):
+    """By either name of the gradient's norm, and on a client of its own."""
+    trainer = fixed(tmp_path, denominator)
+    trainer.service.norm = norm
+    client = trainer.service.create_lora_training_client("toy", 1, 2)
+    with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):
+        found = dppo_tinker.measure_denominator(client, "ppo", [1, 2, 3, 4, 5, 6, 1, 2, 3])
+    assert found == MEANS[denominator]
+    assert trainer.client.moments[2] == 0, "the probe's steps count as the run's"
+
+
+@pytest.mark.parametrize("denominator", ["all tokens", "live tokens", "call", "scaled"])
+def test_other_denominators_are_refused(tmp_path, denominator):
+    """A mean over all tokens, over those with an advantage, over each call's datums, and scaled
+    advantages. Catches a probe that takes one of them for a sum or a mean."""
+    with pytest.raises(RuleError, match=r"ppo: norms \[.*use another server"):
+        fixed(tmp_path, denominator)
+
+
+def test_servers_without_norms_are_refused(tmp_path):
+    with pytest.raises(RuleError, match=r"norms \[nan, nan, nan, nan\], .*use another server"):
+        make_trainer(tmp_path, Server(norm=None))
+
+
+# ---------------------------------------------------------------------------- a step
+
+
+def test_zero_is_none(tmp_path):
+    """Fails if a completion without an advantage is sent, or one with an advantage is not."""
+    none, row = tinker_toy.gradient_of(fixed(tmp_path))
+    zero, fewer = tinker_toy.gradient_of(fixed(tmp_path, completion_rule="zero"))
+    assert error(zero, none) < 1e-12
+    assert fewer["tokens/trained"] < row["tokens/trained"]
+    assert fewer["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-12)
+
+
+def test_a_step_that_keeps_nothing(tmp_path):
+    """All rewards are equal: one datum without an advantage, and a step of Adam by its momentum.
+    Catches an empty request, which the SDK refuses, and a step that train.py makes and this not."""
+    trainer = fixed(tmp_path, completion_rule="zero")
+    with mock.patch.object(tinker_toy, "reward", return_value=1.0):
+        trainer.reward = tinker_toy.reward
+        gradient, row = tinker_toy.gradient_of(trainer)
+    assert not gradient.any()
+    assert row["kept/completions"] == 0
+    assert 0 < row["tokens/trained"] <= 7
+
+
+def test_the_log(tmp_path):
+    """Names are train.py's but for the prompts' tokens; figures are those of a step done by hand.
+    Catches a reward without the prompts' weights, tokens that were not sent, and a wrong share."""
+    trainer = taught(tmp_path, prompt_rule="pps", completion_rule="pps")
+    drawn, learned = [], []
+    prune, update = trainer.history.prune, trainer.history.update
+    trainer.history.prune = lambda *args: drawn.append(prune(*args)) or drawn[-1]
+    trainer.history.update = lambda *args: learned.append(args) or update(*args)
+    weights, own = dppo.prune_completions, []
+    record = lambda *args: own.append((args[2], *weights(*args))) or own[-1][1:]
+    with (
+        mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK),
+        mock.patch.object(dppo, "prune_completions", record),
+    ):
+        row = trainer.step(3)
+    (keep, prompt_weights), (batch, kept, completion_weights) = drawn[0], own[0]
+    prompt_weights = prompt_weights[keep]
+    step, prompts, w, rewards, advantages, square, tokens = learned[0]
+    assert step == 3
+    assert torch.equal(w, prompt_weights)
+    assert torch.equal(rewards.nan_to_num(9), batch.rewards.nan_to_num(9))
+    assert torch.equal(prompts, sampler.candidates(4, 4, 0, 3)[keep])
+    scored = ~rewards.nanmean(dim=1).isnan()
+    mean = (prompt_weights * rewards.nanmean(dim=1))[scored].sum() / prompt_weights[scored].sum()
+    lengths = torch.tensor([len(PROBLEMS[q][0]) for q in prompts])
+    assert torch.equal(batch.cost.sum(dim=1), tokens + tinker_toy.G * lengths)
+    sent = (kept * (batch.cost - 1)).sum().item()
+    wanted = {
+        "reward": mean.item(),
+        "kept/prompts": 0.5,
+        "kept/completions": kept.sum().item() / 16,
+        "kept/tokens": ((kept * batch.cost).sum() / (w[:, None] * batch.cost).sum()).item(),
+        "weight/max": (w[:, None] * completion_weights).max().item(),
+        "tokens/prefilled": lengths.sum().item(),
+        "tokens/generated": tokens.sum().item(),
+        "tokens/trained": sent,
+        "grad_norm": trainer.client.gradients[-1].norm().item(),
+    }
+    assert row == pytest.approx(wanted)
+    assert 0 < row["kept/completions"] < 0.5
+    scale = 1 / (batch.cost - lengths[:, None]) / 16
+    energy = batch.size / (w[:, None] * scale * advantages.abs())  # roots
+    size = torch.where(advantages == 0, 0.0, energy * scale * advantages.abs())
+    assert torch.allclose(square, size.square().sum(dim=1))
+    names = json.loads((ROOT / "runs" / "main-seed0.jsonl").read_text().splitlines()[1])
+    assert row.keys() - {"tokens/prefilled"} <= names.keys()
+
+
+def test_the_divisor_of_dapo(tmp_path):
+    """The first step is whole and counts its tokens; later ones are weighted, and a tenth of each
+    enters the mean. Catches a mean of what was sampled, and one that follows too fast."""
+    trainer = taught(tmp_path, loss="dapo", prompt_rule="pps")
+    learned, update = [], trainer.history.update
+    trainer.history.update = lambda *args: learned.append(args) or update(*args)
+    with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):
+        first = trainer.step(1)
+        mean = trainer.mean_tokens
+        second = trainer.step(2)
+    assert (first["kept/prompts"], second["kept/prompts"]) == (1, 0.5)
+    assert mean == first["tokens/generated"]
+    _step, _prompts, weights, *_, tokens = learned[1]
+    estimate = (weights * tokens).sum().item()
+    assert estimate != pytest.approx(second["tokens/generated"])
+    assert trainer.mean_tokens == pytest.approx(mean + (estimate - mean) / 10)
+
+
+def test_sizes_are_those_of_surprises(tmp_path):
+    """Fails if sizes do not come from the log-probs that sampling returns."""
+    trainer, seen = fixed(tmp_path, completion_rule="pps"), []
+    prune = dppo.prune_completions
+    record = lambda *args: seen.append(args[2]) or prune(*args)
+    with mock.patch.object(dppo, "prune_completions", record):
+        tinker_toy.gradient_of(trainer)
+    policy = trainer.service.create_sampling_client(next(iter(trainer.service.saved)))
+    order = sampler.candidates(4, 4, 0, 1).tolist()
+    options = tinker_toy.SamplingParams(tinker_toy.LONGEST, [0], 0)
+    for k, q in enumerate(order):
+        prompt = tinker_toy.ModelInput(PROBLEMS[q][0])
+        for g, one in enumerate(policy.sample(prompt, 4, options).value.sequences):
+            energy = sum(2 * (1 - torch.tensor(x).exp()) ** 2 for x in one.logprobs)
+            size = abs(seen[0].advantages[k, g]) * energy.sqrt() / len(one.tokens) / 16
+            floor = dppo.SIZE_FLOOR * seen[0].size.max()
+            if size > floor:
+                assert seen[0].size[k, g] == pytest.approx(size.item(), rel=1e-6)
+
+
+def test_datums_have_the_sdks_types():
+    """With the SDK: ids shifted by one, zeros on the prompt, float32. Catches a list that the SDK
+    takes for something else."""
+    tinker = pytest.importorskip("tinker", reason="tests/tinker.sh runs this, with the SDK")
+    rows = [([5, 6, 7], [1, 2], [-1.0, -2.0], [0.5, 0.5]), ([3], [4], [-3.0], [1.0])]
+    long, short = dppo_tinker.make_datums(rows, (True, True), multiple=6)
+    assert isinstance(long, tinker.Datum)
+    assert long.model_input.to_ints() == [5, 6, 7, 1, 0, 0]
+    assert short.model_input.to_ints() == [3, 0, 0, 0, 0, 0]
+    columns = {name: (x.dtype, x.tolist()) for name, x in long.loss_fn_inputs.items()}
+    assert columns == {
+        "target_tokens": ("int64", [6, 7, 1, 2, 0, 0]),
+        "logprobs": ("float32", [0, 0, -1, -2, 0, 0]),
+        "advantages": ("float32", [0, 0, 6, 6, 0, 0]),  # 0.5 x 6 tokens x 2 datums
+    }
+    assert short.loss_fn_inputs["advantages"].tolist() == [12, 0, 0, 0, 0, 0]
+
+
+# ---------------------------------------------------------------------------- runs
+
+HELD_OUT = [([6], "gold", ""), ([1, 1], "gold", "")]
+BOTH = {"prompt_rule": "pps", "prompt_prune_rate": 0.5, "completion_rule": "pps"}
+
+
+def train(folder, server, **options):
+    options = {"steps": 6, "save_every": 2, "eval_every": 3, "problems": PROBLEMS * 4} | options
+    held_out = options.pop("held_out", HELD_OUT)
+    trainer = make_trainer(folder, server, held_out=held_out, prompts_per_step=4, **BOTH, **options)
+    with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):
+        trainer.train()
+    return trainer
+
+
+def state(folder):
+    return torch.load(folder / "state.pt")
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_stopped_and_resumed(tmp_path, loss):
+    """The server fails in step 6, after the checkpoint of step 4: one line says so. The same call
+    goes on: log, weights, Adam's moments, history and denominator are those of a run that went
+    through. Catches a draw that starts anew, and anything that a checkpoint forgets."""
+    whole = train(tmp_path / "whole", Server(), loss=loss)
+    server = Server(dies_at=5)
+    with pytest.raises(RuleError, match=r"optim_step failed with TinkerError\('connection") as said:
+        train(tmp_path / "broken", server, loss=loss)
+    assert "\n" not in str(said.value)
+    log = (tmp_path / "broken" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in log] == [0, 1, 2, 3, 4, 5]
+    assert len(state(tmp_path / "broken")[3]) == 5, "steps 0 to 4"
+    server.dies_at = -1
+    resumed = train(tmp_path / "broken", server, loss=loss)
+    texts = [(tmp_path / name / "log.jsonl").read_text() for name in ("whole", "broken")]
+    assert texts[0] == texts[1]
+    assert len(texts[0].splitlines()) == 7
+    assert torch.equal(whole.client.theta, resumed.client.theta)
+    assert all(map(torch.equal, whole.client.moments[:2], resumed.client.moments[:2]))
+    assert resumed.client.moments[2] == 6
+    for name, value in vars(whole.history).items():
+        other = vars(resumed.history)[name]
+        torch.testing.assert_close(value, other, rtol=0, atol=0, equal_nan=True)
+    assert not whole.history.score.isnan().all()
+    assert whole.mean_tokens == resumed.mean_tokens
+    first = json.loads(texts[0].splitlines()[1])
+    assert first["kept/prompts"] == (1.0 if loss == "dapo" else 0.5), "dapo counts tokens first"
+
+
+def test_evaluations(tmp_path):
+    """At step 0 and every third: the mean of four completions of each. Catches one of trained
+    problems, and a nan in the file."""
+    trainer = train(tmp_path, Server(), held_out=[([2], "gold 1", ""), ([3], "gold 1", "")])
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval/avg@4" in row] == [0, 3, 6]
+    with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):
+        _, rewards = trainer.sample(trainer.held_out, 4, "eval", 6)
+    assert rows[6]["eval/avg@4"] == rewards.nanmean().item()
+    assert rows[0].keys() == {"step", "eval/avg@4"}
+    train(tmp_path / "none", Server(), held_out=[])
+    with mock.patch.object(tinker_toy, "reward", return_value=None):
+        train(tmp_path / "nan", Server(), steps=1)
+    last = (tmp_path / "nan" / "log.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["reward"] is None
+
+
+def test_learning_rates(tmp_path):
+    """Fails if the warm-up is not of five steps, or reaches more than lr."""
+    rates = []
+    step = tinker_toy.Client.optim_step
+    record = lambda client, adam: rates.append(adam) or step(client, adam)
+    with mock.patch.object(tinker_toy.Client, "optim_step", record):
+        train(tmp_path, Server(), lr=0.1)
+    assert [one.learning_rate for one in rates] == pytest.approx(
+        [0.0] * 4 + [0.02, 0.04, 0.06, 0.08, 0.1, 0.1]
+    )
+    assert {(one.beta1, one.beta2, one.eps) for one in rates} == {(0.9, 0.999, 1e-8)}
+
+
+def test_samples_are_new(tmp_path):
+    """Fails if two steps, two prompts or an evaluation share random numbers, or if seeds are more
+    than servers take."""
+    seeds = []
+    sample = tinker_toy.Policy.sample
+    record = lambda policy, prompt, count, options: (
+        seeds.append(options.seed) or sample(policy, prompt, count, options)
+    )
+    with mock.patch.object(tinker_toy.Policy, "sample", record):
+        train(tmp_path, Server())
+    assert len(seeds) == len(set(seeds)) == 6 * 2 + 3 * 2
+    assert 0 <= min(seeds) < max(seeds) < 2**30
+
+
+# ---------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "gspo"}, "loss='gspo' is not exact .*'grpo', 'dr_grpo', 'dapo', 'cispo'"),
+        ({"loss": "gppo"}, "loss='gppo' is not exact .*'grpo'"),
+        ({"loss_fn": "dro"}, "loss_fn='dro' is not exact .*'importance_sampling', 'ppo', 'cispo'"),
+        ({"loss_fn": "dppo"}, "loss_fn='dppo' is not exact"),
+        ({"loss_fn": "cross_entropy"}, "loss_fn='cross_entropy' is not exact"),
+        ({"beta": 0.04}, r"beta=0\.04 is not exact .*\(0\.0,\)"),
+        (
+            {"completion_rule": "psp"},
+            "completion_rule='psp' .*'none', 'zero', 'uniform', 'dppo', 'p",
+        ),
+        ({"completion_rule": "cppo"}, "completion_rule='cppo' is not exact"),
+        ({"prompt_rule": "ppz"}, "prompt_rule='ppz' .*'none', 'uniform', 'dppo', 'pps'"),
+        ({"completion_prune_rate": 1.0}, "completion_prune_rate .*from 0 to below 1"),
+        ({"prompt_prune_rate": -0.1}, "prompt_prune_rate are from 0 to below 1"),
+        ({"prompts_per_step": 5}, "prompts_per_step=5: only 4 problems"),
+    ],
+)
+def test_refusals(tmp_path, options, message):
+    """What would not be exact is refused with the option and the way out, before the server is
+    asked for anything."""
+    server = Server()
+    with pytest.raises(RuleError, match=message):
+        make_trainer(tmp_path, server, **options)
+    assert not server.clients
+
+
+def test_rules_of_ones_own(tmp_path, monkeypatch):
+    """Fails if a rule that is added after the import is refused."""
+    rule = dppo.CompletionRule(lambda batch, rate: (batch.size > 0).double(), rate=None)
+    monkeypatch.setitem(dppo.COMPLETION_RULES, "mine", rule)
+    make_trainer(tmp_path, Server(), completion_rule="mine")
+
+
+def test_other_runs_are_not_resumed(tmp_path):
+    """Fails if a run goes on with other data, model, seed or sizes; what is there stays."""
+    server = Server()
+    train(tmp_path, server)
+    before = (tmp_path / "state.pt").read_bytes()
+    for other in ({"problems": PROBLEMS[:3] * 4}, {"seed": 1}, {"lora_rank": 8}):
+        with pytest.raises(RuleError, match=r"state\.pt is of another model, seed or data"):
+            train(tmp_path, server, **other)
+    with pytest.raises(RuleError, match="create_training_client_from_state_with_optimizer failed"):
+        train(tmp_path, Server())  # it does not have the weights
+    assert (tmp_path / "state.pt").read_bytes() == before
+
+
+def test_missing_log_probs(tmp_path):
+    with pytest.raises(RuleError, match=r"returns no log-probs .*use one that does"):
+        train(tmp_path, Server(logprobs=False))
+
+
+def test_answers_are_not_awaited_for_ever(monkeypatch):
+    """Fails if a server that hangs hangs the client: TimeoutError is one line, too."""
+    monkeypatch.setattr(dppo_tinker, "TIMEOUT", 0.01)
+    from concurrent.futures import Future
+
+    def forward_backward(*_):
+        return Future()
+
+    with pytest.raises(
+        RuleError, match=r"forward_backward failed with TimeoutError.*program goes on"
+    ):
+        dppo_tinker.ask(forward_backward)
+
+
+def test_no_sdk():
+    """Without the SDK there is one sentence, with the way out."""
+    check = "import sys; sys.modules['tinker'] = None; import dppo_tinker"
+    command = [sys.executable, "-c", check]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert re.search(r"RuleError: Tinker's SDK is missing: pip install tinker==\S+$", done.stderr)
+
+
+def test_no_key(tmp_path, monkeypatch):
+    """With the SDK and without a key there is one sentence that names the variable."""
+    pytest.importorskip("tinker", reason="tests/tinker.sh runs this, with the SDK")
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    with pytest.raises(RuleError, match=r"ServiceClient failed with .*TINKER_API_KEY"):
+        dppo_tinker.ask(dppo_tinker.tinker.ServiceClient, base_url="http://127.0.0.1:1")
+    assert "TINKER_API_KEY" not in os.environ
+
+
+# ---------------------------------------------------------------------------- the page
+
+PAGE = (ROOT / "docs" / "tinker.md").read_text()
+
+
+def test_the_program(policy_folder, monkeypatch, tmp_path):
+    """Two small steps of the program in docs/tinker.md. Catches one that no longer runs, and a
+    figure of the log that the page does not have."""
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    for large, small in (("steps=25", "steps=2"), ("step=32", "step=8"), ('c", 100', 'c", 8')):
+        assert large in program
+        program = program.replace(large, small)
+    monkeypatch.setattr(arithmetic, "base_folder", lambda: policy_folder)
+    monkeypatch.setattr(dppo_tinker, "tinker", tinker_toy.SDK)
+    monkeypatch.setattr(tinker_toy.SDK, "ServiceClient", Server(), raising=False)
+    monkeypatch.setitem(sys.modules, "dppo_tinker", dppo_tinker)
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
+    log = (tmp_path / "out-tinker" / "log.jsonl").read_text().splitlines()
+    named = set(re.findall(r"^\| `(tokens/\w+)` \|", PAGE, re.MULTILINE))
+    assert {name for name in json.loads(log[2]) if name.startswith("tokens/")} == named
+
+
+def test_options_are_explained():
+    """Fails if the page names an option that there is not, or with another default."""
+    signature = inspect.signature(dppo_tinker.Trainer).parameters
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \|", PAGE, re.MULTILINE)
+    for names, defaults in rows:
+        found = [signature[name].default for name in re.findall(r"\w+", names)]
+        read = [float(x) if x[0].isdigit() else x for x in defaults.split(", ")]
+        assert found == read, names
+    assert len(rows) == 8

@@ -1,0 +1,319 @@
+"""dppo_tinker.py through SkyRL's server on this CPU: exact, unbiased, killed and resumed.
+
+tests/tinker.sh builds an environment with SkyRL and runs these tests in it; without SkyRL they are
+skipped. The server serves the embedded model.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("skyrl.tinker", reason="tests/tinker.sh runs these, with SkyRL")
+
+import tinker_server
+
+import arithmetic
+import data
+import dppo
+import dppo_tinker
+from dppo import RuleError
+
+ROOT = Path(__file__).resolve().parents[1]
+PORT = 8078
+URL = f"http://127.0.0.1:{PORT}"
+DRAWS = 100
+PROGRAM = """
+import sys
+import test_tinker_server as here
+here.make_trainer(sys.argv[1], **here.RUN).train()
+"""
+SHORT = {"prompts_per_step": 8, "group_size": 8, "max_new_tokens": 24, "pad_datums": 16}
+RUN = SHORT | {"steps": 6, "save_every": 2, "eval_every": 3, "lr": 2e-3}
+
+
+class Served:
+    """A server that tests share, and may kill. What it has saved outlives it."""
+
+    def __init__(self, folder):
+        self.folder, self.stack = folder, None
+
+    def start(self):
+        if not self.stack:
+            self.stack = contextlib.ExitStack()
+            serving = tinker_server.serving(self.folder, PORT, JAX_LOG_COMPILES="1")
+            self.process = self.stack.enter_context(serving)
+
+    def stop(self, *signals):
+        """With ("-9",), as abruptly as it gets."""
+        if signals:
+            children = ["pgrep", "-P", str(self.process.pid)]
+            found = subprocess.run(children, capture_output=True, text=True, check=True).stdout
+            subprocess.run(["kill", *signals, str(self.process.pid), *found.split()], check=True)
+        if self.stack:
+            self.stack.close()
+        self.stack = None
+
+    def compiled(self):
+        """How often it has compiled an update or a sampler."""
+        names = r"Compiling (?:jit\()?(forward_backward_and_accumulate|_prefill_and_decode)"
+        return len(re.findall(names, (self.folder / "server.log").read_text()))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    server = Served(tmp_path_factory.mktemp("server"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(served):
+    served.start()
+    return served
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", "tml-mine")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
+def problems(split, count, longest=8):
+    """Chains of few numbers, of at most 32 tokens with their answers: one shape for the server."""
+    tokenizer = arithmetic.make_tokenizer()
+    found = (data.Problem(*arithmetic.problem(split, i)) for i in range(10 * count))
+    return [
+        (tokenizer.encode(one.text), one.answer, one.source)
+        for one in found
+        if len(one.text) <= longest
+    ][:count]
+
+
+def make_trainer(folder, **options):
+    return dppo_tinker.Trainer(
+        problems("train", 64), problems("heldout", 16), data.reward_function("arithmetic"),
+        arithmetic.make_tokenizer(), tinker_server.base_folder(), URL, out_dir=str(folder),
+        **(SHORT | options),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def still(served, tmp_path_factory):
+    """A trainer that samples all prompts and learns nothing, so that it samples the same again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_API_KEY", "tml-mine")
+        served.start()
+        folder = tmp_path_factory.mktemp("still")
+        return make_trainer(folder, prompt_rule="none", lr=0.0)
+
+
+def log_of(folder):
+    path = folder / "log.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize("loss_fn", dppo_tinker.LOSS_FNS)
+def test_zero_is_none(still, monkeypatch, capsys, loss_fn):
+    """The measured denominator is a mean of tokens and of datums. The gradient of the completions
+    with an advantage is that of all, to the last digits of float32. Catches a denominator that was
+    measured wrongly, and a factor that does not make up for it."""
+    assert still.means == (True, True)
+    monkeypatch.setattr(still, "loss_fn", loss_fn)
+    monkeypatch.setattr(still, "completion_rule", "none")
+    monkeypatch.setattr(still, "pad_datums", 1)  # no completion without an advantage is sent
+    row = still.step(1)
+    still.completion_rule = "zero"
+    fewer = still.step(1)
+    monkeypatch.setattr(still, "means", (False, False))  # as if the server summed
+    wrong = still.step(1)
+    with capsys.disabled():
+        print(f"\n{loss_fn}: none {row['grad_norm']:.9f}, zero {fewer['grad_norm']:.9f}, ", end="")
+        print(f"without the factor {wrong['grad_norm']:.9f}")
+    assert fewer["tokens/trained"] < row["tokens/trained"]
+    assert row["tokens/generated"] == fewer["tokens/generated"]
+    assert fewer["grad_norm"] == pytest.approx(row["grad_norm"], rel=3e-6)
+    assert wrong["grad_norm"] != pytest.approx(row["grad_norm"], rel=0.1)
+
+
+class Batch:
+    """One un-pruned batch, and the gradients of its draws, all at the same parameters."""
+
+    def __init__(self, trainer):
+        self.trainer, rows, batches = trainer, [], []
+        make, prune = dppo_tinker.make_datums, dppo.prune_completions
+        record = lambda *a: rows.append(a[0]) or make(*a)
+        look = lambda *a: batches.append(a[2]) or prune(*a)
+        with (
+            mock.patch.object(dppo_tinker, "make_datums", record),
+            mock.patch.object(dppo, "prune_completions", look),
+            mock.patch.object(trainer, "completion_rule", "none"),
+        ):
+            self.row = trainer.step(1)
+        (self.rows,), (self.batch,) = rows, batches
+        self.n, self.fixed = len(self.rows), 32  # datums of the batch, and of each draw
+
+    def datums(self, weights, n):
+        """The n datums with the largest weights [K, G]; more than those that have one."""
+        order = weights.flatten().argsort(descending=True, stable=True)[:n].tolist()
+        assert (weights > 0).sum() <= n
+        weights = weights.flatten().tolist()
+        rows = [(*self.rows[i][:3], [weights[i] * a for a in self.rows[i][3]]) for i in order]
+        return dppo_tinker.make_datums(rows, self.trainer.means)
+
+    def full(self, times=1.0):
+        return self.datums(torch.full_like(self.batch.size, times), self.n)
+
+    def draw(self, number, factor=1.0):
+        generator = dppo.generator_for(number)
+        _keep, weights = dppo.prune_completions("pps", 0.6, self.batch, generator)
+        return self.datums(factor * weights, self.fixed)
+
+    def norm(self, calls):
+        """Of the sum of the calls' gradients. The server averages over all datums that it gets, so
+        a call of n of them has the share n / all."""
+        found = dppo_tinker.update(self.trainer.client, self.trainer.loss_fn, calls, 0.0)
+        return found * sum(map(len, calls))
+
+
+def test_pps_is_unbiased(still, capsys):
+    """100 draws of one batch. The norm of their mean is that of the full gradient, but for the
+    excess that the variance of a single draw predicts; their mean lies along the full gradient, and
+    is as long. With weights x 0.9 it is too short, by more than what chance allows.
+
+    Catches a bias of one part in ten.
+    """
+    batch = Batch(still)
+    n = batch.fixed
+    full = batch.norm([batch.full()]) / batch.n
+    assert full == pytest.approx(batch.row["grad_norm"], rel=1e-5)
+    single = torch.tensor([batch.norm([batch.draw(i)]) / n for i in range(DRAWS)]).double()
+    variance = (single.square().mean() - full**2).item()  # of one draw
+    assert variance > 0.01 * full**2
+    # in blocks of ten: the part of ten draws along the full gradient, which also is sent
+    slopes = []
+    for block in range(10):
+        draws = [batch.draw(i) for i in range(10 * block, 10 * block + 10)]
+        alone = batch.norm(draws) / n
+        both = batch.norm([*draws, batch.full(10 * n / batch.n)]) / n  # the sum, plus 10 x full
+        slopes.append((both**2 - alone**2 - 100 * full**2) / (20 * full) / (10 * full))
+    slopes = torch.tensor(slopes).double()
+    mean, se = slopes.mean().item(), (slopes.std() / math.sqrt(10)).item()
+    together = batch.norm([batch.draw(i) for i in range(DRAWS)]) / n / DRAWS
+    wanted = math.sqrt(full**2 + variance / DRAWS)
+    cosine = mean * full / together
+    with capsys.disabled():
+        print(
+            f"\nfull {full:.6f}; {DRAWS} draws together {together:.6f}, predicted {wanted:.6f} "
+            f"+- {se * full:.6f}; relative variance of a draw {variance / full**2:.3f}; along the "
+            f"full gradient {mean:.4f} +- {se:.4f}; cosine {cosine:.4f}, predicted "
+            f"{full / wanted:.4f}; weights x 0.9: {0.9 * together:.6f}"
+        )
+    assert se < 0.03
+    assert abs(mean - 1) < 3.7 * se  # 99.5 % of Student's t with 9 degrees of freedom
+    assert abs(0.9 * mean - 1) > 3.7 * se
+    assert abs(together - wanted) < 3.7 * se * full
+    assert abs(0.9 * together - wanted) > 3.7 * se * full
+    assert cosine > 0.97
+    wrong = batch.norm([batch.draw(i, 0.9) for i in range(10)]) / n / 10
+    right = batch.norm([batch.draw(i) for i in range(10)]) / n / 10
+    assert wrong == pytest.approx(0.9 * right, rel=1e-4)
+
+
+def test_a_forgotten_session_is_one_line(still, monkeypatch):
+    """Fails if a server that has unloaded the client's model gives more than one line."""
+    monkeypatch.setattr(still.client, "model_id", "model_0")
+    with pytest.raises(RuleError, match=r"save_weights_for_sampler failed with .*program goes on"):
+        still.step(2)
+
+
+def run_program(folder, log):
+    """A client in a process of its own."""
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    env = {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | env, cwd=ROOT)
+
+
+def test_killed(server, tmp_path, capsys):
+    """A client is killed in step 4 and the server in step 6, with kill -9, and both are started
+    again. The log is that of a run that went through, but for the rounding of batches that a server
+    forms by chance. Nothing is compiled after the third step.
+
+    Catches a checkpoint that lacks something, and one that names weights which are gone.
+    """
+    counts, whole = [], make_trainer(tmp_path / "whole", **RUN)
+    step = whole.step
+    whole.step = lambda number: counts.append(server.compiled()) or step(number)
+    whole.train()
+    assert counts[0] > 0, "compilations are not seen"
+    assert counts[3:] == counts[3:4] * 3, counts
+    with open(tmp_path / "client.txt", "w") as log:
+        for last in (3, 5):
+            client = run_program(tmp_path / "broken", log)
+            wait_for(tmp_path / "broken", last, client)
+            if last == 5:
+                server.stop("-9")
+            client.kill()
+            assert client.wait() == -9
+    server.start()
+    make_trainer(tmp_path / "broken", **RUN).train()
+    one, other = log_of(tmp_path / "whole"), log_of(tmp_path / "broken")
+    assert [row["step"] for row in other] == list(range(7))
+    for row, again in zip(one, other, strict=True):
+        assert again == pytest.approx(row, rel=1e-3), (row, again)
+    with capsys.disabled():
+        print(f"\nclient and server killed; the last row is {other[-1]}; {counts} compilations")
+
+
+def wait_for(folder, step, client):
+    while not any(row["step"] >= step for row in log_of(folder)):
+        assert client.poll() is None, "the client ended"
+        time.sleep(0.2)
+
+
+def test_a_dead_server_is_one_line(server, tmp_path, monkeypatch):
+    """Fails if a server that dies in the middle of a run hangs it, or costs a checkpoint."""
+    trainer = make_trainer(tmp_path, **RUN | {"steps": 3, "save_every": 1, "eval_every": 3})
+    step = trainer.step
+
+    def dies(number):
+        if number == 2:
+            monkeypatch.setattr(dppo_tinker, "TIMEOUT", 20)
+            server.stop()
+        return step(number)
+
+    trainer.step = dies
+    with pytest.raises(RuleError, match=r"failed with .*program goes on") as said:
+        trainer.train()
+    assert "\n" not in str(said.value)
+    assert [row["step"] for row in log_of(tmp_path)] == [0, 1]
+    assert len(torch.load(tmp_path / "state.pt")[3]) == 2
+
+
+def test_the_page(served, tmp_path):
+    """The second command of docs/tinker.md, word for word, with two small steps of its program.
+    Catches a command or a program that no longer runs."""
+    served.stop()
+    page = (ROOT / "docs" / "tinker.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    for large, small in (("steps=25", "steps=2"), ("step=32", "step=8"), ('c", 100', 'c", 8')):
+        assert large in program
+        program = program.replace(large, small)
+    (tmp_path / "train_tinker.py").write_text(program)
+    (command,) = re.findall(r"^    \S+/python (tests/tinker_server\.py .*)$", page, re.MULTILINE)
+    server, *arguments = command.split()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / server), *arguments], cwd=tmp_path, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["step"] for row in log_of(tmp_path / "out-tinker")] == [0, 1, 2]

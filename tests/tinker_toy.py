@@ -1,0 +1,336 @@
+"""A Tinker service in this process: a policy of 60 parameters in float64, with Adam, whose losses
+have a denominator of one's choice.
+
+The SDK converts what it sends to float32, so exact tests use the few types below in its place, and
+need no SDK.
+"""
+
+import copy
+import importlib
+import itertools
+import sys
+import types
+import zlib
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+
+import dppo
+import proof
+import sampler
+
+PROMPTS = [[1], [2, 3], [4, 5, 6], [2, 1]]  # of tokens 0 to 6; 0 ends a completion
+PROBLEMS = [(ids, f"gold {k}", "") for k, ids in enumerate(PROMPTS)]
+V, D, G, LONGEST = 7, 5, 4, 5  # tokens, width, completions, tokens of a completion
+MEANS = {"sum": (0, 0), "tokens": (1, 0), "datums": (0, 1), "both": (1, 1)}
+
+
+@dataclass
+class ModelInput:
+    ids: list
+
+    from_ints = classmethod(lambda cls, ids: cls(list(ids)))
+    length = property(lambda self: len(self.ids))
+
+
+@dataclass
+class Datum:
+    model_input: ModelInput
+    loss_fn_inputs: dict
+
+
+@dataclass
+class AdamParams:
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+
+
+@dataclass
+class SamplingParams:
+    max_tokens: int
+    stop: list
+    seed: int
+
+
+class TinkerError(Exception):
+    pass
+
+
+NAMES = ("ModelInput", "Datum", "AdamParams", "SamplingParams", "TinkerError")
+SDK = types.SimpleNamespace(**{name: globals()[name] for name in NAMES})
+try:
+    dppo_tinker = importlib.import_module("dppo_tinker")
+except dppo.RuleError:  # without the SDK
+    with mock.patch.dict(sys.modules, tinker=SDK):
+        dppo_tinker = importlib.import_module("dppo_tinker")
+
+
+class Tokenizer:
+    eos_token_id = 0
+
+    def decode(self, tokens, skip_special_tokens):
+        assert skip_special_tokens
+        return " ".join(str(token) for token in tokens if token)
+
+
+def reward(text, gold):
+    """0 or 1, and None for some texts of the second prompt."""
+    number = zlib.crc32(f"{text}|{gold}".encode())
+    return None if gold == "gold 1" and number % 7 == 0 else float(number % 2)
+
+
+# ---------------------------------------------------------------------------- the policy
+
+
+def log_probs(theta, ids):
+    """[T, V] after each of ids [T]; causal."""
+    embedding, head = theta.split(D * V)
+    hidden = embedding.view(V, D)[ids % V].cumsum(0).tanh()  # a larger vocabulary is folded
+    return (hidden @ head.view(D, V)).log_softmax(-1)
+
+
+def token_losses(theta, loss_fn, ids, targets, logprobs, advantages):
+    """The server's losses [T], as Tinker's documentation has them."""
+    targets = torch.tensor(targets)[:, None] % V
+    now = log_probs(theta, torch.tensor(ids)).gather(1, targets)[:, 0]
+    before, A = (torch.tensor(x, dtype=torch.float64) for x in (logprobs, advantages))
+    ratio = (now - before).exp()
+    if loss_fn == "importance_sampling":
+        return -ratio * A
+    if loss_fn == "ppo":
+        return -torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
+    assert loss_fn == "cispo"
+    return -ratio.clamp(0.8, 1.2).detach() * now * A
+
+
+def noise(*key):
+    """A number from -1 to 1, always the same for a key."""
+    return zlib.crc32(repr(key).encode()) % 2001 / 1000 - 1
+
+
+# ---------------------------------------------------------------------------- the service
+
+
+@dataclass
+class Future:
+    value: object = None
+    error: Exception | None = None
+
+    def result(self, timeout=None):
+        assert timeout == dppo_tinker.TIMEOUT
+        if self.error:
+            raise self.error
+        return self.value
+
+
+@dataclass
+class Server:
+    """What lives as long as the server: saved weights. In place of tinker.ServiceClient."""
+
+    __name__ = "ServiceClient"
+
+    denominator: str = "both"
+    norm: str | None = "skyrl.ai/grad_norm"
+    fixed: bool = False  # a prompt's completions are always the same, and not quite of the policy
+    saved: dict = field(default_factory=dict)
+    clients: list = field(default_factory=list)
+    dies_at: int = -1  # the request number (of optimizer steps) that fails
+    logprobs: bool = True
+
+    def __call__(self, base_url):
+        self.base_url = base_url
+        return self
+
+    def create_lora_training_client(self, base_model, rank, seed):
+        generator = torch.Generator().manual_seed(seed)
+        theta = 0.7 * torch.randn(2 * D * V, generator=generator, dtype=torch.float64)
+        self.clients.append(Client(self, theta))
+        return self.clients[-1]
+
+    def create_training_client_from_state_with_optimizer(self, path):
+        self.clients.append(Client(self, *copy.deepcopy(self.saved[path])))
+        return self.clients[-1]
+
+    def create_sampling_client(self, path):
+        return Policy(self, self.saved[path][0])
+
+
+class Client:
+    def __init__(self, server, theta, moments=None):
+        self.server, self.theta = server, theta
+        self.moments = moments or [torch.zeros_like(theta), torch.zeros_like(theta), 0]
+        self.calls, self.gradients = [], []
+
+    def forward_backward(self, datums, loss_fn):
+        assert datums
+        self.calls.append([(datum, loss_fn) for datum in datums])
+        return Future()
+
+    def gradient(self):
+        """Of all calls since the last one, over the server's denominator."""
+        theta, kind = self.theta.clone().requires_grad_(), self.server.denominator
+        total, n = 0.0, sum(map(len, self.calls))
+        tokens = sum(datum.model_input.length for call in self.calls for datum, _ in call)
+        for call in self.calls:
+            largest = max(abs(a) for datum, _ in call for a in datum.loss_fn_inputs["advantages"])
+            for datum, loss_fn in call:
+                columns, T = datum.loss_fn_inputs, datum.model_input.length
+                assert {len(column) for column in columns.values()} == {T}
+                loss = token_losses(
+                    theta, loss_fn, datum.model_input.ids, columns["target_tokens"],
+                    columns["logprobs"], columns["advantages"],
+                ).sum()  # fmt: skip
+                live = sum(a != 0 for a in columns["advantages"])
+                total = total + loss / {
+                    "sum": 1, "tokens": T, "datums": n, "both": T * n, "all tokens": tokens,
+                    "live tokens": max(live, 1), "call": T * len(call), "scaled": largest or 1,
+                }[kind]  # fmt: skip
+        (found,) = torch.autograd.grad(total, theta)
+        return found
+
+    def optim_step(self, adam):
+        if len(self.gradients) == self.server.dies_at:
+            return Future(error=TinkerError("connection\nrefused"))
+        self.gradients.append(gradient := self.gradient())
+        self.calls = []
+        m, v, count = self.moments
+        m, v = (b * x + (1 - b) * g for b, x, g in
+                ((adam.beta1, m, gradient), (adam.beta2, v, gradient**2)))  # fmt: skip
+        self.moments = [m, v, count + 1]
+        m, v = m / (1 - adam.beta1 ** (count + 1)), v / (1 - adam.beta2 ** (count + 1))
+        self.theta = self.theta - adam.learning_rate * m / (v.sqrt() + adam.eps)
+        norm = {self.server.norm: gradient.norm().item()} if self.server.norm else None
+        return Future(types.SimpleNamespace(metrics=norm))
+
+    def save_state(self, name):
+        path = f"tinker://{self.server.clients.index(self)}/weights/{name}"
+        self.server.saved[path] = copy.deepcopy((self.theta, self.moments))
+        return Future(types.SimpleNamespace(path=path))
+
+    def save_weights_for_sampler(self, name, ttl_seconds):
+        return self.save_state(f"sampler-{name}")
+
+
+class Policy:
+    def __init__(self, server, theta):
+        self.server, self.theta = server, theta
+
+    def sample(self, prompt, count, options):
+        assert len(options.stop) == 1
+        key = prompt.ids if self.server.fixed else options.seed
+        generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+        sequences = [self.one(prompt.ids, options, generator) for _ in range(count)]
+        return Future(types.SimpleNamespace(sequences=sequences))
+
+    def one(self, prompt, options, generator):
+        tokens, logprobs = [], []
+        while len(tokens) < options.max_tokens and tokens[-1:] != options.stop:
+            table = log_probs(self.theta, torch.tensor(prompt + tokens))[-1]
+            token = table.exp().multinomial(1, generator=generator).item()
+            tokens.append(token)
+            off = 0.5 * noise(prompt, tokens) if self.server.fixed else 0.0
+            logprobs.append(min(0.0, table[token].item() + off))
+        return types.SimpleNamespace(
+            tokens=tokens, logprobs=logprobs if self.server.logprobs else None
+        )
+
+
+# ---------------------------------------------------------------------------- one step
+
+
+def make_trainer(folder, server, problems=PROBLEMS, held_out=(), **options):
+    """A Trainer of `server`; the types of the SDK are those above."""
+    options = {
+        "prompts_per_step": len(problems), "group_size": G, "max_new_tokens": LONGEST, "lr": 0.1,
+        "prompt_rule": "none", "completion_rule": "none", "out_dir": str(folder),
+    } | options  # fmt: skip
+    SDK.ServiceClient = server
+    with mock.patch.object(dppo_tinker, "tinker", SDK):
+        return dppo_tinker.Trainer(
+            problems, list(held_out), reward, Tokenizer(), "toy", "http://toy", **options
+        )
+
+
+def gradient_of(trainer, step=1):
+    """What one step sends to Adam, from the same parameters and history each time."""
+    before = copy.deepcopy((trainer.history, trainer.mean_tokens, trainer.client))
+    with mock.patch.object(dppo_tinker, "tinker", SDK):
+        row = trainer.step(step)
+    gradient = trainer.client.gradients[-1]
+    trainer.history, trainer.mean_tokens, client = before
+    client.server = trainer.client.server
+    trainer.client = trainer.client.server.clients[-1] = client
+    return gradient, row
+
+
+def full_gradient(trainer, denominator):
+    """The gradient of all Q x G completions: sum of A x loss / denominator(length, Q x G, their
+    tokens), by dppo.py's own losses."""
+    server, loss_fn = trainer.service, trainer.loss_fn
+    theta = trainer.client.theta.clone().requires_grad_()
+    options = SamplingParams(LONGEST, [0], 0)
+    policy, found = Policy(server, trainer.client.theta), []
+    for prompt, gold, _ in trainer.problems:
+        rows = policy.sample(ModelInput(prompt), G, options).value.sequences
+        scores = [reward(Tokenizer().decode(one.tokens, True), gold) for one in rows]
+        scores = torch.tensor([torch.nan if x is None else x for x in scores]).double()
+        advantages = dppo.group_advantages(scores[None], trainer.loss)[0].tolist()
+        found += [(prompt, one, A) for one, A in zip(rows, advantages, strict=True)]
+    tokens, total = sum(len(one.tokens) for _, one, _ in found), 0.0
+    for prompt, one, A in found:
+        ids, n = torch.tensor(prompt + one.tokens), len(one.tokens)
+        now = log_probs(theta, ids[:-1])[-n:].gather(1, ids[-n:, None])[:, 0]
+        rest = torch.full((n,), A, dtype=torch.float64), torch.zeros(n, dtype=torch.long)
+        clip = {"eps_low": 0.2, "eps_high": 0.2} if loss_fn != "importance_sampling" else {
+            "eps_low": 1.0, "eps_high": torch.inf}  # fmt: skip
+        loss, _ = dppo.token_loss(
+            now, torch.tensor(one.logprobs, dtype=torch.float64), *rest, **clip, num_sequences=1,
+            loss="cispo" if loss_fn == "cispo" else "grpo",
+        )  # fmt: skip
+        total = total + loss.sum() / denominator(n, len(found), tokens)
+    return torch.autograd.grad(total, theta)[0]
+
+
+def over_completions(trainer):
+    """The expected gradient over every outcome of the completion draw."""
+    total = chances = number = 0
+    more = True
+    while more:
+
+        def prune(rule, rate, batch, _generator, number=number):
+            nonlocal more, chance
+            outcomes = list(itertools.islice(proof.outcomes(rule, rate, batch), number, number + 2))
+            more = len(outcomes) > 1
+            keep, weights, chance = outcomes[0]
+            return keep, weights
+
+        chance = None
+        with mock.patch.object(dppo, "prune_completions", prune):
+            gradient, _ = gradient_of(trainer)
+        total, chances, number = total + chance * gradient, chances + chance, number + 1
+    assert abs(chances - 1) < 1e-9
+    return total
+
+
+def over_prompts(trainer, gradient):
+    """The expectation of gradient() over every outcome of the prompt draw."""
+    rule, rate = trainer.prompt_rule, trainer.prompt_prune_rate
+    window = sampler.candidates(len(trainer.problems), trainer.prompts_per_step, trainer.seed, 1)
+    outcomes = proof.prompt_outcomes(rule, rate, trainer.history, window, 1)
+    total = chances = 0
+    for kept, (weights, chance) in outcomes.items():
+        keep = torch.zeros(len(window), dtype=torch.bool)
+        keep[list(kept)] = True
+        drawn = lambda *_, found=(keep, weights): found
+        with mock.patch.object(sampler.PromptHistory, "prune", drawn):
+            total, chances = total + chance * gradient(), chances + chance
+    assert abs(chances - 1) < 1e-9
+    return total
+
+
+def error(found, wanted):
+    """Largest difference over the largest entry."""
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
