@@ -1,0 +1,85 @@
+"""Runs of verl's main_ppo on the embedded task, on a CPU. It does not import verl.
+
+As a program: `python tests/verl_runs.py FOLDER STEPS [NAME=VALUE...]` trains in FOLDER.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOAT32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+
+
+
+def settings(model, folder, workers=1):
+    """verl's options for the embedded task on a CPU."""
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    parts = {
+        "data.train_files": f"{folder}/train.parquet", "data.val_files": f"{folder}/val.parquet",
+        "data.train_batch_size": 8, "data.max_prompt_length": 32, "data.max_response_length": 32,
+        "data.seed": 0, "data.dataloader_num_workers": 0,
+        "reward.custom_reward_function.path": f"{ROOT}/tests/verl_reward.py",
+        "reward.num_workers": 1,
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.use_remove_padding": False,
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        f"{actor}.strategy": "fsdp2", f"+{actor}.fsdp_config.mixed_precision": FLOAT32,
+        f"{actor}.use_torch_compile": False, f"{actor}.ppo_mini_batch_size": 8,
+        f"{actor}.use_dynamic_bsz": True, f"{actor}.ppo_max_token_len_per_gpu": 4096,
+        f"{actor}.optim.lr": 6e-4, f"{actor}.loss_agg_mode": "seq-mean-token-mean",
+        f"{rollout}.name": "cpu", f"{rollout}.n": 4, f"{rollout}.free_cache_engine": False,
+        f"{rollout}.log_prob_use_dynamic_bsz": True,
+        f"{rollout}.log_prob_max_token_len_per_gpu": 4096,
+        f"{rollout}.calculate_log_probs": True, f"{rollout}.agent.num_workers": 1,
+        f"{rollout}.agent.default_agent_loop": "plain",
+        f"{rollout}.tensor_model_parallel_size": 1,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "trainer.device": "cpu", "trainer.n_gpus_per_node": workers, "trainer.nnodes": 1,
+        "trainer.logger": "[file]", "trainer.val_before_train": False, "trainer.test_freq": -1,
+        "trainer.total_training_steps": 3, "trainer.default_local_dir": f"{folder}/checkpoints",
+        "ray_kwargs.ray_init.num_cpus": 16, "+ray_kwargs.ray_init.num_gpus": workers,
+        "+ray_kwargs.ray_init.include_dashboard": False,
+    }  # fmt: skip
+    return parts
+
+
+def start(model, folder, changes, workers=1, **environment):
+    """A Popen of verl's main_ppo, with the embedded task's data in `folder`."""
+    options = settings(model, folder, workers) | changes
+    command = [sys.executable, "-m", "verl.trainer.main_ppo"]
+    command += [f"{name}={value}" for name, value in options.items()]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {
+        "PYTHONPATH": paths, "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+        "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "OMP_NUM_THREADS": "1",
+        "VERL_FILE_LOGGER_PATH": f"{folder}/log.jsonl", "HYDRA_FULL_ERROR": "1",
+        "RAY_DEDUP_LOGS": "0", "PYTHONWARNINGS": "ignore",
+    } | environment  # fmt: skip
+    output = open(Path(folder, "output.txt"), "a")
+    return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=folder)
+
+
+def log(folder):
+    """verl's log, a dict for each step."""
+    rows = map(json.loads, Path(folder, "log.jsonl").read_text().splitlines())
+    return [row["data"] for row in rows]
+
+
+def write_data(folder, problems, held_out=()):
+    """The embedded task as parquet, the way verl reads it."""
+    import pandas as pd
+
+    for name, split in (("train", problems), ("val", held_out or problems[:4])):
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": problem.text}], "data_source": "arithmetic",
+                "reward_model": {"style": "rule", "ground_truth": problem.answer},
+                "extra_info": {"index": i},
+            }
+            for i, problem in enumerate(split)
+        ]  # fmt: skip
+        pd.DataFrame(rows).to_parquet(Path(folder, f"{name}.parquet"))
