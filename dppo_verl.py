@@ -315,7 +315,7 @@ class DPPOTrainer(PPOTrainerSync):
         seen[1] = torch.nan  # and no reward
         seen[:, places] = self.look_at(batch)
         advantages, rewards, tokens, cost, energy = seen.view(5, K, G)
-        place, prompt_weights = torch.tensor(list(self.groups.values())).double().T
+        place, prompt_weights = torch.tensor([*self.groups.values()], dtype=torch.float64).T
         update_of, prompt_weights = (
             place.long() // actor.ppo_mini_batch_size,
             prompt_weights[:, None],

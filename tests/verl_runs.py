@@ -70,9 +70,10 @@ def log(folder):
 
 
 def write_data(folder, problems, held_out=()):
-    """The embedded task as parquet, the way verl reads it."""
+    """The embedded task as parquet, the way verl reads it, and each prompt once."""
     import pandas as pd
 
+    problems = list({problem.text: problem for problem in problems}.values())
     for name, split in (("train", problems), ("val", held_out or problems[:4])):
         rows = [
             {

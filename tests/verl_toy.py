@@ -64,11 +64,12 @@ class Queue:
     """TransferQueue in memory: {key: {field: value}}."""
 
     def __init__(self):
-        self.rows = {}
+        self.rows, self.tags = {}, {}
 
     def get(self, keys, partition_id=None, select_fields=None):
         found = [self.rows[key] for key in keys]
-        names = [x for x in found[0] if select_fields is None or x in select_fields]
+        names = [x for x in found[0] if all(x in row for row in found)]
+        names = [x for x in names if select_fields is None or x in select_fields]
         whole = {x: [row[x] for row in found] for x in names}
         nested = lambda some: torch.nested.as_nested_tensor(some, layout=torch.jagged)
         stack = lambda some: nested(some) if torch.is_tensor(some[0]) else NonTensorStack(*some)
@@ -80,7 +81,8 @@ class Queue:
             row = self.rows.setdefault(key, {})
             values = {name: fields[name][i] for name in fields.keys()}
             row |= {name: plain(x) for name, x in values.items()}
-        return tq.KVBatchMeta(keys, tags or [{} for _ in keys], partition_id)
+        self.tags |= dict(zip(keys, tags or (), strict=bool(tags)))
+        return tq.KVBatchMeta(keys, [self.tags[key] for key in keys], partition_id)
 
 
 def completion(prompt, g):
@@ -105,6 +107,12 @@ def completion(prompt, g):
     }  # fmt: skip
 
 
+def entropy(logits):
+    """[tokens] of logits [tokens, V]."""
+    table = logits.log_softmax(dim=-1)
+    return -(table.exp() * table).sum(dim=-1)
+
+
 class Policy:
     """Logits of the next token by the last one: [V, V]."""
 
@@ -112,14 +120,23 @@ class Policy:
         generator = torch.Generator().manual_seed(0)
         self.logits = torch.randn(V, V, generator=generator).double().requires_grad_()
 
-    def __call__(self, data):
-        """verl's model_output of a micro-batch, as with use_remove_padding: jagged."""
+    def forward(self, data):
+        """verl's model_output of a micro-batch: jagged."""
         ids, offsets = data["input_ids"].values(), data["input_ids"].offsets()
-        table = self.logits[ids].log_softmax(dim=-1)  # [tokens, V]
-        logprobs = table.gather(1, ids.roll(-1)[:, None])[:, 0]
-        entropy = -(table.exp() * table).sum(dim=1)
+        logits = self.logits[ids]  # [tokens, V]
+        logprobs = logits.log_softmax(dim=-1).gather(1, ids.roll(-1)[:, None])[:, 0]
         nested = torch.nested.nested_tensor_from_jagged
-        return {"log_probs": nested(logprobs, offsets), "entropy": nested(entropy, offsets)}
+        return {"log_probs": nested(logprobs, offsets), "entropy": nested(entropy(logits), offsets)}
+
+    def zero(self):
+        self.logits.grad = None
+
+    def gradient(self):
+        return self.logits.grad.flatten().clone()
+
+    def move(self, lr):
+        with torch.no_grad():
+            self.logits -= lr * self.logits.grad
 
 
 class Toy:
@@ -131,7 +148,9 @@ class Toy:
         if issubclass(kind, dppo_verl.DPPOTrainer):
             changes = {"trainer__v1__trainer_mode": "nanodppo"} | changes
         self.config = configure(data__train_batch_size=len(prompts), **changes)
-        self.trainer, self.queue, self.policy = kind(self.config), Queue(), Policy()
+        self.trainer, self.queue, self.make_policy = kind(self.config), Queue(), Policy
+        self.remove_padding, self.dynamic = True, True  # for verl's engine
+        self.padded, self.limit = 0, 160  # rows in all steps; tokens of a micro-batch
         self.trainer.train_dataset = [
             {"raw_prompt": [{"role": "user", "content": x}], "data_source": "toy"} for x in prompts
         ]
@@ -166,12 +185,13 @@ class Toy:
                 keys.append(f"{uid}_{g}_0")
                 self.queue.rows[keys[-1]] = row
                 tags.append({"seq_len": len(row["input_ids"])})
+        self.queue.tags |= dict(zip(keys, tags, strict=True))
         return tq.KVBatchMeta(keys, tags, "train"), {}
 
     def step(self):
         """A step of the trainer through verl's own methods: the gradient [P] of each update."""
-        self.gradients, self.forwarded, self.metrics = [], [], {}
-        self.policy = Policy()
+        self.gradients, self.forwarded, self.sizes, self.metrics = [], [], [], {}
+        self.policy, self.trained = self.make_policy(), []
         prompts = np.empty(len(self.trainer.train_dataset), dtype=object)
         prompts[:] = [row["raw_prompt"] for row in self.trainer.train_dataset]
         index = np.array([0] * len(prompts), dtype=object)
@@ -186,6 +206,7 @@ class Toy:
             self.submitted = self.trainer._next_train_batch()
             size = self.config.data.train_batch_size
             self.returned = self.trainer._step_once(self.metrics, {}, size)
+        self.padded += sum(tag.get("is_padding", False) for tag in self.returned.tags)
         return torch.stack(self.gradients)
 
     def update(self, batch):
@@ -197,28 +218,32 @@ class Toy:
         options = {"epochs": extra["epochs"], "seed": 1, "dataloader_kwargs": {"shuffle": False}}
         for parts in zip(*(tu.make_iterator(x, size, **options) for x in data), strict=True):
             tokens = sum(part["loss_mask"].values().sum().item() for part in parts)
-            self.policy.logits.grad = None
+            self.policy.zero()
+            self.sizes.append(sum(map(len, parts)))
             for part in parts:
                 tu.assign_non_tensor(
-                    part, batch_num_tokens=tokens, dp_size=self.ranks, use_dynamic_bsz=True,
-                    global_batch_size=extra["global_batch_size"], max_token_len_per_gpu=160,
+                    part, batch_num_tokens=tokens, dp_size=self.ranks, use_dynamic_bsz=self.dynamic,
+                    global_batch_size=extra["global_batch_size"], max_token_len_per_gpu=self.limit,
+                    micro_batch_size_per_gpu=1, use_remove_padding=self.remove_padding,
+                    temperature=1.0, calculate_entropy=True,
                 )  # fmt: skip
-                micro_batches, _ = prepare_micro_batches(part)
-                for micro in micro_batches:
+                self.trained.append(part)
+                for micro in prepare_micro_batches(part)[0]:
                     self.forwarded.append(len(micro))
-                    loss, _ = self.loss(model_output=self.policy(micro), data=micro, dp_group=None)
+                    output = self.policy.forward(micro)
+                    loss, _ = self.loss(model_output=output, data=micro, dp_group=None)
                     (loss / self.ranks).backward()
-            self.gradients.append(self.policy.logits.grad.flatten().clone())
-            with torch.no_grad():
-                self.policy.logits -= self.lr * self.policy.logits.grad
+            self.gradients.append(self.policy.gradient())
+            self.policy.move(self.lr)
         return TensorDict({}, []).set_non_tensor("metrics", {"mfu": 0.0})
 
 
 def stock(prompts=Toy.PROMPTS, policy=None, **changes):
-    """verl's gradient [P] of an un-pruned batch of these prompts, on one rank, in one micro-batch."""
+    """verl's own gradient [P] of one un-pruned update of these prompts, on one rank."""
+    changes["actor_rollout_ref__actor__ppo_mini_batch_size"] = len(prompts)
     toy = Toy(PPOTrainerSync, prompts, ranks=1, **changes)
     if policy is not None:
-        toy.policy = policy
+        toy.make_policy = lambda: policy
     (gradient,) = toy.step()
     return gradient
 
