@@ -196,7 +196,7 @@ class Toy:
         prompts[:] = [row["raw_prompt"] for row in self.trainer.train_dataset]
         index = np.array([0] * len(prompts), dtype=object)
         self.trainer.train_dataloader_it = iter([{"raw_prompt": prompts, "index": index}])
-        old = lambda trainer, batch, metrics: batch  # they are in the queue already
+        old = lambda trainer, batch, metrics: self.log_probs(batch)
         with (
             mock.patch.object(tq, "kv_batch_get", self.queue.get),
             mock.patch.object(tq, "kv_batch_put", self.queue.put),
@@ -208,6 +208,15 @@ class Toy:
             self.returned = self.trainer._step_once(self.metrics, {}, size)
         self.padded += sum(tag.get("is_padding", False) for tag in self.returned.tags)
         return torch.stack(self.gradients)
+
+    def log_probs(self, batch):
+        """In place of the training processes: fixed ones of another policy, 0 for padding."""
+        for key, tag in zip(batch.keys, batch.tags, strict=True):
+            row = self.queue.rows[key]
+            zeros = torch.zeros(len(row["responses"]), dtype=torch.float64)
+            for name in ("old_log_probs", "ref_log_prob"):
+                row[name] = zeros if tag.get("is_padding") else row[name]
+        return batch
 
     def update(self, batch):
         """In place of the training processes: FSDP's mean of the ranks' gradients."""
