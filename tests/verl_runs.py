@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOAT32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
 
-
 def settings(model, folder, workers=1):
     """verl's options for the embedded task on a CPU."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

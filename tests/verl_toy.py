@@ -90,7 +90,9 @@ def completion(prompt, g):
     length = 1 + zlib.crc32(f"{prompt}{g}".encode()) % 6
     prompts = torch.tensor([1 + zlib.crc32(prompt.encode()) % 5, 3][: 1 + len(prompt) % 2])
     ids = [1 + zlib.crc32(f"{prompt}{g}{t}".encode()) % (V - 1) for t in range(length)]
-    mask = [int(t == 0 or zlib.crc32(f"{prompt}{g}{t}mask".encode()) % 5 > 0) for t in range(length)]
+    mask = [
+        int(t == 0 or zlib.crc32(f"{prompt}{g}{t}mask".encode()) % 5 > 0) for t in range(length)
+    ]
     rollout = [-1.5 + noise(prompt, g, t) for t in range(length)]
     scores = torch.zeros(length).double()
     scores[-1] = float(g < len(prompt) % G)  # as many are right as the prompt has letters
@@ -296,4 +298,3 @@ def over_completions(toy, part=0):
 def error(found, wanted):
     """Largest difference over the largest entry."""
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
-
