@@ -219,12 +219,15 @@ class PlainLoop(AgentLoopBase):
 
     def __init__(self, trainer_config, server_manager, tokenizer, **options):
         self.same = os.environ.get("SAME_ROLLOUTS")  # in every step
+        self.seed = trainer_config.config.data.seed
         self.server, self.tokenizer = server_manager, tokenizer
 
     async def run(self, sampling_params, **row):
         text, step = row["raw_prompt"][0]["content"], 0 if self.same else int(row["global_steps"])
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        params = sampling_params | {"seed": dppo.seed_for(text, int(row["session_id"]), step)}
+        params = sampling_params | {
+            "seed": dppo.seed_for(self.seed, text, int(row["session_id"]), step)
+        }
         out = await self.server.generate(text, prompt_ids=ids, sampling_params=params)
         seconds = {"generate_sequences": 0.0, "tool_calls": 0.0, "compute_score": 0.0}
         return AgentLoopOutput(
