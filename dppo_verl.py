@@ -4,12 +4,10 @@ Unbiased pruning in verl: its synchronous trainer, with less work for the same e
     VERL_USE_EXTERNAL_MODULES=dppo_verl python -m verl.trainer.main_ppo \
         trainer.v1.trainer_mode=nanodppo +trainer.v1.nanodppo.completion_rule=pps ...
 
-verl still samples, rewards and computes the loss: its methods are wrapped, none of its code is
-copied. Rules, draws and weights come from dppo.py and sampler.py.
+verl's methods are wrapped, none of its code is copied; rules, draws and weights are dppo.py's.
     prompts      are dropped before rollout, from each batch of the dataloader
-    completions  are dropped after reward and before log-probs. A mini-batch, which is one update,
-                 holds the completions of fixed prompts, has a draw of its own, and is padded and
-                 balanced by itself
+    completions  are dropped after reward and before log-probs. An update (a mini-batch) holds the
+                 completions of fixed prompts, and is drawn, padded and balanced by itself
     weights      verl's loss depends on the parameters through log-probs and entropies alone. In the
                  training processes their gradient in row i is multiplied by f_i = 1 / P(kept), and
                  thereby the row's whole term: clip, KL, entropy bonus, masks, rollout correction.
@@ -17,15 +15,12 @@ copied. Rules, draws and weights come from dppo.py and sampler.py.
 `check` refuses what such a factor cannot make exact. docs/verl.md has runs and explains the log.
 verl's own losses dppo_tv and dppo_kl are Divergence PPO (arXiv:2602.04879), another method.
 
-Letters: Q prompts of a batch, K of them rolled out, G completions each, N = K x G rows; M updates
-of a step; n rows of a micro-batch.
+Letters: Q prompts of a batch, K of them rolled out, G completions each, N = K x G rows; M updates.
 """
 
 import functools
-import logging
 import math
-import os
-from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -36,7 +31,7 @@ from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories as compute_advantage
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
@@ -45,7 +40,6 @@ from verl.workers.utils.padding import response_to_nested
 
 import dppo
 import sampler
-from dppo import RuleError
 
 VERL = "0.9.1"  # the version whose methods are wrapped
 DEFAULTS = {
@@ -53,39 +47,25 @@ DEFAULTS = {
     "prompt_rule": "none", "prompt_prune_rate": 0.3,
 }  # fmt: skip
 LOSSES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "dro", "dppo_tv", "dppo_kl")
-MODES = (
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)  # fmt: skip
-ROWS, UNTRIED = "its loss of a row depends on other rows", "pruning was never tried with it"
-REPLACED, OFF, PARTS = (
-    "groups that replace others have no weights",
-    (None, False),
-    "actor_rollout_ref",
-)
-EXACT = {  # option: (values with which a row's term does not depend on what is kept; why not others)
-    "actor.policy_loss.loss_mode": (LOSSES, ROWS),
-    "actor.loss_agg_mode": (MODES, ROWS),
-    "actor.ppo_epochs": ((1,), "later epochs would start from parameters that know the draw"),
-    "actor.strategy": (("fsdp", "fsdp2"), UNTRIED),
-    "actor.ulysses_sequence_parallel_size": ((1,), UNTRIED),
-    "actor.fsdp_config.ulysses_sequence_parallel_size": ((1,), UNTRIED),
-    "actor.use_prefix_grouper": (OFF, UNTRIED),
-    "model.mtp.enable": (OFF, UNTRIED),
-    "model.override_config.output_router_logits": (OFF, ROWS),
-    "hybrid_engine": ((True,), "a draw must belong to one update"),
-    "algorithm.adv_estimator": (("grpo", "rloo"), UNTRIED),
-    "algorithm.use_kl_in_reward": (OFF, "rewards would need log-probs of what is dropped"),
-    "algorithm.filter_groups.enable": (OFF, REPLACED),
-    "algorithm.rollout_correction.rollout_rs": ((None,), "what it rejects changes token counts"),
-    "algorithm.rollout_correction.rollout_is_batch_normalize": (OFF, ROWS),
-    "algorithm.rollout_correction.bypass_mode": (OFF, UNTRIED),
-    "trainer.v1.sampler.sync_refill_failed_groups": (OFF, REPLACED),
-    "trainer.v1.sampler.custom_sampler.path": ((None,), REPLACED),
-    "critic.enable": (OFF, UNTRIED),
-    "distillation.enabled": (OFF, UNTRIED),
-    "skip.rollout_tq.enable": (OFF, "stored rollouts are of other prompts than those drawn"),
-}
+MEANS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES, PARTS = ("token-mean", "token-sum", *MEANS), "actor_rollout_ref"
+EXACT = [  # (values with which a row's term does not depend on what else is kept, their options)
+    (LOSSES, ["actor.policy_loss.loss_mode"]),
+    (MODES, ["actor.loss_agg_mode"]),
+    (("grpo", "rloo"), ["algorithm.adv_estimator"]),
+    (("fsdp", "fsdp2"), ["actor.strategy"]),
+    ((1,), ["actor.ppo_epochs", "actor.ulysses_sequence_parallel_size",
+            "actor.fsdp_config.ulysses_sequence_parallel_size"]),
+    ((None, False), [
+        "actor.shuffle", "actor.use_prefix_grouper", "critic.enable", "distillation.enabled",
+        "model.mtp.enable", "model.override_config.output_router_logits", "skip.rollout_tq.enable",
+        "algorithm.rollout_correction.bypass_mode", "algorithm.use_kl_in_reward",
+        "algorithm.rollout_correction.rollout_is_batch_normalize",
+        "algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"]),
+    ((None,), ["algorithm.rollout_correction.rollout_rs",
+               "trainer.v1.sampler.custom_sampler.path"]),
+    ((True,), ["hybrid_engine"]),
+]  # fmt: skip
 MEMORY = 8  # batches that the mean of their tokens remembers
 
 
@@ -97,15 +77,19 @@ def check(config, rules) -> None:
         dppo.check_known(name, getattr(rules, name), unbiased)
     for name in ("completion_prune_rate", "prompt_prune_rate"):
         if not 0 <= getattr(rules, name) < 1:
-            raise RuleError(f"{name}={getattr(rules, name)}: choose a rate from 0 to below 1")
-    problems = {}
-    for name, (values, reason) in EXACT.items():
-        option = f"{PARTS}.{name}" if name.split(".")[0] in config[PARTS] else name
-        value = OmegaConf.select(config, option)
+            raise dppo.RuleError(f"{name}={getattr(rules, name)}: choose a rate from 0 to below 1")
+    if not rules.prunes:
+        return
+    actor, Q, why = config[PARTS].actor, config.data.train_batch_size, "pruning would not be exact"
+    one, norm, problems = actor.ppo_mini_batch_size, actor.loss_agg_mode == MEANS[2], {}
+    for values, names in EXACT:
         choice = " or ".join("null" if x is None else str(x) for x in values)
-        problems[f"{option}={value}: {reason}; set it to {choice}"] = value not in values
-    actor, Q = config[PARTS].actor, config.data.train_batch_size
-    one, norm = actor.ppo_mini_batch_size, actor.loss_agg_mode == "seq-mean-token-sum-norm"
+        for name in names:
+            option = f"{PARTS}.{name}" if name.split(".")[0] in config[PARTS] else name
+            value = OmegaConf.select(config, option)
+            problems[f"{option}={value}: {why}, or was never tried; set it to {choice}"] = (
+                value not in values
+            )
     problems |= {
         f"verl {verl.__version__}: only the methods of {VERL} are known here; pip install "
         f"verl=={VERL}": verl.__version__ != VERL,
@@ -113,12 +97,12 @@ def check(config, rules) -> None:
         "set it to data.max_response_length": norm and actor.loss_scale_factor is None,
         f"{PARTS}.actor.ppo_mini_batch_size={one} does not divide data.train_batch_size={Q}: an "
         "update would be cut short; choose a divisor": Q % one,
-        f"{PARTS}.actor.shuffle=True with {Q // one} mini-batches: rows would move to updates that "
-        "did not draw them; set it to False": actor.shuffle and one < Q,
     }
     for sentence, wrong in problems.items():
-        if rules.prunes and wrong:
-            raise RuleError(f"{sentence}, or both rules of trainer.v1.nanodppo to none")
+        if wrong:
+            raise dppo.RuleError(f"{sentence}, or both rules of trainer.v1.nanodppo to none")
+    if config.data.get("seed") is None:
+        print("data.seed=null: draws use seed 0, but verl's order of prompts cannot be repeated")
 
 
 def pruned_loss(config, model_output: dict, data: TensorDict, dp_group=None):
@@ -129,8 +113,9 @@ def pruned_loss(config, model_output: dict, data: TensorDict, dp_group=None):
     factor = factor.repeat_interleave(data["input_ids"].offsets().diff())  # of each token
     output = dict(model_output)
     for name in {"log_probs", "entropy"} & output.keys():
-        output[name] = output[name].values() if output[name].is_nested else output[name]
-        output[name].register_hook(lambda gradient: gradient * factor.to(gradient))
+        flat = output[name] = output[name].values() if output[name].is_nested else output[name]
+        if flat.requires_grad:
+            flat.register_hook(lambda gradient: gradient * factor.to(gradient))
     tu.assign_non_tensor(data, batch_num_tokens=tokens[0].item())
     return ppo_loss(config, output, data, dp_group)
 
@@ -148,37 +133,25 @@ class DPPOTrainer(PPOTrainerSync):
         self.prunes_prompts = self.prompt_rule != "none"
         self.prunes = self.prunes_prompts or self.completion_rule != "none"
         check(config, self)
+        if not self.prunes:
+            self.__class__ = PPOTrainerSync  # without the methods below
         self.actor, self.G = config[PARTS].actor, config[PARTS].rollout.n
-        self.Q = config.data.train_batch_size
-        self.M = self.Q // self.actor.ppo_mini_batch_size
-        self.seed, self.mean_tokens = config.data.get("seed"), None
-        if self.prunes and self.seed is None:
-            self.seed = 0
-            logging.getLogger(__name__).warning(
-                "data.seed=null: pruning draws with seed 0, and verl's own order of prompts cannot "
-                "be repeated; set data.seed to a number"
-            )
+        self.Q, self.seed = config.data.train_batch_size, config.data.get("seed") or 0
+        self.M, self.mean_tokens = self.Q // self.actor.ppo_mini_batch_size, None
         with open_dict(config):
             config.trainer.v1.trainer_mode = "sync"  # verl compares this name in seven places
-        super().__init__(config)
+        PPOTrainerSync.__init__(self, config)
 
     def _setup(self):
+        """verl's. The training processes get the pruned loss, and mini-batches of what is kept."""
         super()._setup()
-        if self.prunes:
-            self.hook(self.actor_rollout_wg)
+        workers, actor = self.actor_rollout_wg, omega_conf_to_dataclass(self.actor)
+        workers.set_loss_fn(functools.partial(pruned_loss, actor))
+        workers.update_actor = functools.partial(self.send, workers.update_actor)
 
-    def hook(self, workers):
-        """Gives the training processes the pruned loss, and mini-batches of what is kept."""
-        workers.set_loss_fn(functools.partial(pruned_loss, omega_conf_to_dataclass(self.actor)))
-        send = workers.update_actor
-
-        def update_actor(batch):
-            batch.extra_info["mini_batch_size"] = self.rows_per_update  # verl's is un-pruned
-            return send(batch)
-
-        workers.update_actor = update_actor
-
-    # ------------------------------------------------------------------------------------- prompts
+    def send(self, update_actor, batch):
+        batch.extra_info["mini_batch_size"] = self.rows_per_update  # verl's is un-pruned
+        return update_actor(batch)
 
     def _init_dataloader(self):
         """verl's, and the history of its prompts."""
@@ -188,7 +161,7 @@ class DPPOTrainer(PPOTrainerSync):
         data = [self.train_dataset[i] for i in range(len(self.train_dataset))]
         self.index = {dppo.seed_for(row["raw_prompt"]): i for i, row in enumerate(data)}
         if twins := len(data) - len(self.index):
-            raise RuleError(
+            raise dppo.RuleError(
                 f"data.train_files: {twins} of {len(data)} prompts repeat others, but prompt_rule="
                 f"{self.prompt_rule} knows a prompt by its text; remove them, or set it to none"
             )
@@ -205,10 +178,10 @@ class DPPOTrainer(PPOTrainerSync):
             return batch
         prompts = torch.tensor([self.index[dppo.seed_for(x)] for x in batch["raw_prompt"]])
         rule, rate = self.prompt_rule, self.prompt_prune_rate
+        if sampler.PROMPT_RULES[rule].priority:  # it keeps a number: at least one for each update
+            rate = min(rate, 1.0 - self.M / self.Q)
         if self.actor.loss_agg_mode == "token-mean" and self.mean_tokens is None:
             rule = "none"  # the first batch is whole, and gives the denominator
-        if sampler.PROMPT_RULES[rule].priority:  # a number is kept: at least one for each update
-            rate = min(rate, 1.0 - self.M / self.Q)
         generator = dppo.generator_for(self.seed, "prompts", step)
         keep, weights = self.history.prune(rule, rate, prompts, generator, step, self.M)
         self.prompts, places = prompts[keep], keep.nonzero().flatten()  # [K]
@@ -217,79 +190,57 @@ class DPPOTrainer(PPOTrainerSync):
 
     def _step_once(self, metrics, timing_raw, sample_batch_size):
         """verl's step. Returns all rows: verl logs their figures and clears them from its queue."""
-        if not self.prunes:
-            return super()._step_once(metrics, timing_raw, sample_batch_size)
         batch = super()._step_once(metrics, timing_raw, len(self.groups))
-        rows = zip(batch.keys, batch.tags, strict=True)
-        padding = {key: tag for key, tag in rows if tag.get("is_padding")}
-        keys, tags = [*self.sampled.keys, *padding], [*self.sampled.tags, *padding.values()]
-        return tq.KVBatchMeta(keys, tags, batch.partition_id)
-
-    # --------------------------------------------------------------------------------- completions
+        keys, tags = self.sampled.keys + batch.keys, self.sampled.tags + batch.tags
+        tags = dict(zip(keys, tags, strict=True))
+        return tq.KVBatchMeta([*tags], [*tags.values()], batch.partition_id)
 
     def _balance_batch(self, batch, metrics, **options):
         """What is kept of a batch with rewards, padded and balanced in each update. The field
         `dppo` has f and the denominator of every row."""
-        if not self.prunes:
-            return super()._balance_batch(batch, metrics, **options)
         kept, tokens = self.draw_completions(batch, metrics)
-        self.sampled, self.counts = batch, Counter(part for part, _ in kept.values())
+        self.sampled, self.parts = batch, [part for part, _ in kept.values()]
         batch = super()._balance_batch(batch.select_keys(list(kept)), metrics, **options)  # pads
         updates, padding = [[] for _ in range(self.M)], []
+        table = torch.zeros(len(batch), 2, dtype=torch.float64)  # padding keeps f = 0
         for i, key in enumerate(batch.keys):
-            (updates[kept[key][0]] if key in kept else padding).append(i)
+            part, table[i, 0] = kept.get(key, (None, 0.0))
+            (padding if part is None else updates[part]).append(i)
         order = [[] for _ in range(self.ranks)]
-        table = torch.zeros(len(batch), 2, dtype=torch.float64)
         for part, rows in enumerate(updates):
             rows += [padding.pop() for _ in range(self.rows_per_update - len(rows))]
-            lengths = torch.tensor([batch.tags[i]["seq_len"] for i in rows])
-            shares = get_seqlen_balanced_partitions(calculate_workload(lengths), self.ranks, True)
-            for rank, share in enumerate(shares):
-                order[rank] += [rows[i] for i in share]
             table[rows, 1] = tokens[part]
-        for i, key in enumerate(batch.keys):
-            table[i, 0] = kept[key][1] if key in kept else 0.0  # verl's padding copies other rows
-        fields = TensorDict({"dppo": table}, batch_size=len(batch))
-        tq.kv_batch_put(batch.keys, batch.partition_id, fields=fields)
+            workload = calculate_workload(torch.tensor([batch.tags[i]["seq_len"] for i in rows]))
+            shares = get_seqlen_balanced_partitions(workload, self.ranks, equal_size=True)
+            order = [o + [rows[i] for i in share] for o, share in zip(order, shares, strict=True)]
+        tq.kv_batch_put(batch.keys, batch.partition_id, TensorDict({"dppo": table}, len(batch)))
         batch.reorder([i for rows in order for i in rows])
         metrics["dppo/forwards"] = len(batch) / (self.Q * self.G)
         return batch
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """To how many rows verl pads: M updates of equal size, whole micro-batches on each rank."""
-        if not self.prunes:
-            return super()._get_required_batch_multiple(dp_size)
-        parts, sizes = self.config[PARTS], [1]
+        of, sizes = "log_prob_micro_batch_size_per_gpu", [1]
         if not self.actor.use_dynamic_bsz:
-            sizes += [self.actor.ppo_micro_batch_size_per_gpu]
-            sizes += [parts.rollout.log_prob_micro_batch_size_per_gpu]
-        if self.use_reference_policy and not parts.ref.log_prob_use_dynamic_bsz:
-            sizes += [parts.ref.log_prob_micro_batch_size_per_gpu]
-        unit = dp_size * math.lcm(*sizes)
-        self.ranks, self.rows_per_update = dp_size, -(-max(self.counts.values()) // unit) * unit
+            sizes += [self.actor.ppo_micro_batch_size_per_gpu, self.config[PARTS].rollout[of]]
+        if self.use_reference_policy and not self.config[PARTS].ref.log_prob_use_dynamic_bsz:
+            sizes += [self.config[PARTS].ref[of]]
+        self.ranks, unit = dp_size, dp_size * math.lcm(*sizes)
+        most = max(map(self.parts.count, set(self.parts)))
+        self.rows_per_update = math.ceil(most / unit) * unit
         return self.M * self.rows_per_update
 
     def look_at(self, batch) -> torch.Tensor:
         """Advantages, rewards, tokens with loss, all tokens, and the energy of each row, [5, N].
         The advantages are verl's, of full groups."""
-        fields, algorithm = (
-            ["response_mask", "rm_scores", "rollout_log_probs"],
-            self.config.algorithm,
-        )
+        fields, config = ["response_mask", "rm_scores", "rollout_log_probs"], self.config.algorithm
         data = tq.kv_batch_get(batch.keys, batch.partition_id, fields)
         nested, data = data["response_mask"], DataProto(batch=data.to_padded_tensor())
         scores, mask = data.batch["rm_scores"], data.batch["response_mask"].double()
         data.batch["token_level_scores"] = data.batch["token_level_rewards"] = scores
-        uids = [key.rsplit("_", 2)[0] for key in batch.keys]
-        data.non_tensor_batch["uid"] = np.array(uids, dtype=object)
-        options = {
-            "config": algorithm,
-            "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
-        }
-        estimator = algorithm.adv_estimator
-        data = compute_advantage_for_multi_trajectories(
-            data, batch.keys, estimator, **options
-        ).batch
+        data.non_tensor_batch["uid"] = np.array([x.rsplit("_", 2)[0] for x in batch.keys], object)
+        options = {"norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo, "config": config}
+        data = compute_advantage(data, batch.keys, config.adv_estimator, **options).batch
         fields = {x: response_to_nested(data[x], nested) for x in ("advantages", "returns")}
         self.advantages = TensorDict(fields, batch_size=len(batch))
         tokens, energy = mask.sum(dim=1), mask
@@ -302,62 +253,57 @@ class DPPOTrainer(PPOTrainerSync):
     def draw_completions(self, batch, metrics) -> tuple[dict, list[float]]:
         """({key: (update, f)} of the rows that are kept, the denominator of each update). The
         prompt history learns from the rows."""
-        K, G, actor, places = len(self.groups), self.G, self.actor, []
+        K, G, actor = len(self.groups), self.G, self.actor
         number = {uid: k for k, uid in enumerate(self.groups)}
-        for uid, session, output in (key.rsplit("_", 2) for key in batch.keys):
-            if int(session) >= G or int(output):
-                raise RuleError(
-                    f"{PARTS}.rollout.n={G}, but a prompt has rollout {session} with output "
-                    f"{output}: pruning needs n rollouts of one output; change the agent loop"
-                )
-            places.append(number[uid] * G + int(session))
+        names = [key.rsplit("_", 2) for key in batch.keys]
+        places = [number[uid] * G + int(session) for uid, session, _ in names]
+        if any(int(session) >= G or int(output) for _, session, output in names):
+            raise dppo.RuleError(
+                f"{PARTS}.rollout.n={G}, but the agent loop has made more rollouts of a prompt, or "
+                "several outputs of one: change it to n rollouts of one output"
+            )
         seen = torch.zeros(5, K * G, dtype=torch.float64)  # a failed rollout has no row: no tokens,
         seen[1] = torch.nan  # and no reward
         seen[:, places] = self.look_at(batch)
         advantages, rewards, tokens, cost, energy = seen.view(5, K, G)
-        place, prompt_weights = torch.tensor([*self.groups.values()], dtype=torch.float64).T
-        update_of, prompt_weights = (
-            place.long() // actor.ppo_mini_batch_size,
-            prompt_weights[:, None],
-        )
+        groups = torch.tensor([*self.groups.values()], dtype=torch.float64)  # [K, 2]
+        update_of, prompt_weights = groups[:, 0].long() // actor.ppo_mini_batch_size, groups[:, 1:]
         scale = (tokens > 0).double()  # of a token's loss, up to a constant
-        mode = actor.policy_loss.loss_mode
-        if actor.loss_agg_mode == "seq-mean-token-mean" or mode == "sapo":
+        if actor.loss_agg_mode == MEANS[1] or actor.policy_loss.loss_mode == "sapo":
             scale /= tokens.clamp(min=1)
         beta = actor.use_kl_loss * actor.kl_loss_coef + abs(actor.entropy_coeff)
-        beta += actor.policy_loss.dro_beta if mode == "dro" else 0.0
+        beta += actor.policy_loss.dro_beta if actor.policy_loss.loss_mode == "dro" else 0.0
         size = dppo.contribution_size(advantages, scale, energy, beta)
         weights = torch.zeros(K, G, dtype=torch.float64)
         for part in update_of.unique().tolist():
             of = update_of == part
-            sized = prompt_weights[of] * size[of]
-            rows = dppo.Completions(advantages[of], rewards[of], cost[of], sized)
+            look = (advantages[of], rewards[of], cost[of], prompt_weights[of] * size[of])
             generator = dppo.generator_for(self.seed, "completions", self.global_steps, part)
-            rule, rate = self.completion_rule, self.completion_prune_rate
-            _keep, drawn = dppo.prune_completions(rule, rate, rows, generator)
+            rule = (self.completion_rule, self.completion_prune_rate)
+            _, drawn = dppo.prune_completions(*rule, dppo.Completions(*look), generator)
             weights[of] = drawn * prompt_weights[of] * (cost[of] > 0)
         full = torch.zeros(self.M, dtype=torch.float64).index_add(0, update_of, tokens.sum(dim=1))
         if self.prunes_prompts:
             if self.mean_tokens is not None:  # known before the draw, unlike the estimate below
                 full[:] = self.mean_tokens / self.M
             self.learn(metrics, prompt_weights[:, 0], rewards, advantages, size, tokens)
-        live = weights[size > 0]
-        metrics["dppo/kept_completions"] = (weights > 0).sum().item() / (self.Q * G)
-        share = (cost * (weights > 0)).sum() / (prompt_weights * cost).sum()
-        metrics["dppo/kept_tokens"], metrics["dppo/weight_max"] = share.item(), weights.max().item()
-        metrics["dppo/effective_sample_size"] = (live.sum() ** 2 / live.square().sum()).item()
-        rows = zip(batch.keys, places, weights.flatten()[places].tolist(), strict=True)
-        kept = {key: (update_of[p // G].item(), f) for key, p, f in rows if f}
-        shortest = min(range(len(batch)), key=lambda i: batch.tags[i]["seq_len"])
-        return kept or {batch.keys[shortest]: (0, 0.0)}, full.clamp(min=1).tolist()
+        live, f = weights[size > 0], weights.flatten().tolist()
+        metrics |= {
+            "dppo/kept_completions": (weights > 0).sum().item() / (self.Q * G),
+            "dppo/kept_tokens": (cost[weights > 0].sum() / (prompt_weights * cost).sum()).item(),
+            "dppo/weight_max": weights.max().item(),
+            "dppo/effective_sample_size": (live.sum() ** 2 / live.square().sum()).item(),
+        }
+        rows = zip(batch.keys, places, strict=True)
+        kept = {key: (update_of[p // G].item(), f[p]) for key, p in rows if f[p]}
+        return kept or {batch.keys[0]: (0, 0.0)}, full.clamp(min=1).tolist()
 
     def learn(self, metrics, weights, rewards, advantages, size, tokens) -> None:
         """Teaches the prompt history and the mean of tokens; weights are [K], others [K, G]."""
         seen = (rewards, advantages, size.square().sum(dim=1), tokens.sum(dim=1))
         self.history.update(self.global_steps, self.prompts, weights, *seen)
         estimate = (weights * tokens.sum(dim=1)).sum().item()
-        mean = self.mean_tokens or estimate
-        # 0 is not known: then the next batch is whole, too
+        mean = self.mean_tokens or estimate  # below, 0 is not known: the next batch is whole, too
         self.mean_tokens = mean + (estimate - mean) / MEMORY or None
         metrics["dppo/reward"] = ((weights * rewards.nanmean(dim=1)).nansum() / self.Q).item()
         metrics["dppo/kept_prompts"] = len(weights) / self.Q
@@ -365,40 +311,33 @@ class DPPOTrainer(PPOTrainerSync):
     def _compute_advantage(self, batch, metrics):
         """verl's, whose groups are no longer full, then the advantages of the full groups."""
         batch = super()._compute_advantage(batch, metrics)
-        if self.prunes:
-            rows = self.sampled
-            tq.kv_batch_put(rows.keys, rows.partition_id, fields=self.advantages)
+        tq.kv_batch_put(self.sampled.keys, batch.partition_id, fields=self.advantages)
         return batch
-
-    # --------------------------------------------------------------------------------- checkpoints
-
-    def _state_file(self) -> str:
-        trainer = self.config.trainer
-        folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
-        return os.path.join(folder, "dppo.pt")
 
     def _save_checkpoint(self):
         """dppo.pt, with the prompt history and the mean of tokens, then verl's checkpoint, which
         ends by naming itself the latest. Draws follow from the seed and the step."""
         if self.prunes_prompts:
-            os.makedirs(os.path.dirname(self._state_file()), exist_ok=True)
+            folder = Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
+            folder.mkdir(parents=True, exist_ok=True)
             state = {"prompts": dppo.seed_for(*self.index), "history": vars(self.history)}
-            torch.save(state | {"mean_tokens": self.mean_tokens}, self._state_file())
+            torch.save(state | {"mean_tokens": self.mean_tokens}, folder / "dppo.pt")
         super()._save_checkpoint()
 
     def _load_checkpoint(self):
         """verl's, and dppo.pt if there is one: a run of verl's own trainer can go on as DPPO."""
         super()._load_checkpoint()
-        path, trainer = self._state_file(), self.config.trainer
-        if trainer.resume_mode == "resume_path":
-            path = os.path.join(trainer.resume_from_path, "dppo.pt")
-        if not (self.prunes_prompts and self.global_steps and os.path.exists(path)):
+        options = self.config.trainer
+        folder = Path(options.default_local_dir, f"global_step_{self.global_steps}")
+        if options.resume_mode == "resume_path":
+            folder = Path(options.resume_from_path)
+        if not (self.prunes_prompts and self.global_steps and (folder / "dppo.pt").exists()):
             return
-        state = torch.load(path, weights_only=True)
+        state = torch.load(folder / "dppo.pt", weights_only=True)
         if state["prompts"] != dppo.seed_for(*self.index):
-            raise RuleError(
-                f"{path}: its history is of other prompts; resume with the data.train_files of "
-                "that run, or delete the file to forget them"
+            raise dppo.RuleError(
+                f"{folder}/dppo.pt: its history is of other prompts; resume with the "
+                "data.train_files of that run, or delete the file to forget them"
             )
         vars(self.history).update(state["history"])
         self.mean_tokens = state["mean_tokens"]

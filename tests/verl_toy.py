@@ -170,8 +170,8 @@ class Toy:
             self.trainer._init_dataloader()
         config = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
         self.loss = lambda **inputs: ppo_loss(config, **inputs)
-        if getattr(self.trainer, "prunes", False):
-            self.trainer.hook(self.workers)
+        with mock.patch.object(PPOTrainerSync, "_setup", lambda _: None):
+            self.trainer._setup()
 
     def set_loss(self, loss):
         self.loss = loss
