@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import dppo  # noqa: E402
+import dppo
 
 torch.set_num_threads(1)
 
@@ -96,6 +97,7 @@ from verl.experimental.agent_loop.agent_loop import (  # noqa: E402
     AgentLoopOutput,
     register,
 )
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout  # noqa: E402
 from verl.workers.rollout.replica import (  # noqa: E402
@@ -236,6 +238,14 @@ class PlainLoop(AgentLoopBase):
             metrics=seconds | {"num_preempted": -1}, extra_fields=out.extra_fields,
         )  # fmt: skip
 
+
+def wait(self, partition_id, last_time):
+    """verl looks for finished rollouts every two seconds, which is most of a small step."""
+    time.sleep(0.1)
+    return last_time
+
+
+ReplayBuffer._wait_for_next_poll = wait
 
 # ------------------------------------------------------------------------------- what is measured
 

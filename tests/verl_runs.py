@@ -1,15 +1,20 @@
 """Runs of verl's main_ppo on the embedded task, on a CPU. It does not import verl.
 
-As a program, `python tests/verl_runs.py FOLDER` trains in FOLDER until 0.9 of held-out problems are
-right, by verl's own trainer and by dppo_verl's, with two seeds.
+As a program, `python tests/verl_runs.py train FOLDER NAME=VALUE...` trains with verl's options, and
+`python tests/verl_runs.py race FOLDER` trains until 0.9 of held-out problems are right, by verl's
+own trainer and by dppo_verl's, with two seeds.
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOAT32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
@@ -60,13 +65,23 @@ def start(model, folder, changes, workers=1, **environment):
         "VERL_FILE_LOGGER_PATH": f"{folder}/log.jsonl", "HYDRA_FULL_ERROR": "1",
         "RAY_DEDUP_LOGS": "0", "PYTHONWARNINGS": "ignore",
     } | environment  # fmt: skip
-    output = open(Path(folder, "output.txt"), "a")
-    return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=folder)
+    with open(Path(folder, "output.txt"), "a") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=folder)
 
 
-def log(folder):
+def stop(process, how=signal.SIGKILL):
+    """Ends a run and what it has started, Ray's processes included."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(how)
+    process.wait()
+    for child in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def log(folder, name="log.jsonl"):
     """verl's log, a dict for each step."""
-    path = Path(folder, "log.jsonl")
+    path = Path(folder, name)
     rows = path.read_text().splitlines() if path.exists() else []
     return [json.loads(row)["data"] for row in rows]
 
@@ -93,7 +108,7 @@ def write_data(folder, problems, held_out=()):
 
 TASK = {
     "data.train_batch_size": 32, "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
-    "actor_rollout_ref.rollout.n": 16, "actor_rollout_ref.actor.optim.lr_warmup_steps": 5,
+    "actor_rollout_ref.rollout.n": 16, "data.max_response_length": 64, "actor_rollout_ref.actor.optim.lr_warmup_steps": 5,
     "actor_rollout_ref.actor.optim.weight_decay": 0.0,
     "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
     "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0, "trainer.test_freq": 2,
@@ -102,6 +117,7 @@ TASK = {
 PLUG_IN = {"trainer.v1.trainer_mode": "nanodppo"}
 METHODS = {"verl": {}, "pps": PLUG_IN}
 SCORE = "val-core/arithmetic/acc/mean@1"
+SHOWN = ("training/global_step", "critic/score/mean", SCORE, "actor/grad_norm")
 
 
 def prepare(folder):
@@ -123,8 +139,7 @@ def race(folder, method, seed, wanted=0.9):
     reached = lambda: max((row.get(SCORE, 0.0) for row in log(folder)), default=0.0) >= wanted
     while process.poll() is None and not reached():
         time.sleep(2)
-    process.terminate()
-    process.wait()
+    stop(process)
     rows = log(folder)
     first = next((i for i, row in enumerate(rows) if row.get(SCORE, 0.0) >= wanted), len(rows) - 1)
     rows = rows[: first + 1]
@@ -136,11 +151,27 @@ def race(folder, method, seed, wanted=0.9):
     }  # fmt: skip
 
 
-def main(folder, methods="verl,pps", seeds=2):
-    """Prints a row of the race for each method and seed, as JSON."""
-    for seed in range(int(seeds)):
-        for method in methods.split(","):
-            print(json.dumps(race(f"{folder}/{method}-{seed}", method, seed)), flush=True)
+def main(command, folder, *options):
+    """`train FOLDER NAME=VALUE...` trains and prints verl's log; `race FOLDER` prints a row for each
+    method and seed."""
+    if command == "train":
+        folder = Path(folder).resolve()
+        base = prepare(folder)
+        changes = TASK | dict(option.split("=", 1) for option in options)
+        process, shown = start(base, folder, changes), 0
+        while (ended := process.poll()) is None or shown < len(log(folder)):
+            for row in log(folder)[shown:]:
+                known = {name: row[name] for name in SHOWN if name in row}
+                known |= {name: x for name, x in row.items() if name.startswith("dppo/")}
+                print(" ".join(f"{name} {value:.3f}" for name, value in known.items()), flush=True)
+                shown += 1
+            time.sleep(1)
+        if ended:
+            raise SystemExit(f"verl has failed: see {folder}/output.txt")
+    else:
+        for seed in range(2):
+            for method in METHODS:
+                print(json.dumps(race(f"{folder}/{method}-{seed}", method, seed)), flush=True)
 
 
 if __name__ == "__main__":
