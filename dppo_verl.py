@@ -59,11 +59,10 @@ EXACT = [  # (values with which a row's term does not depend on what else is kep
     ((None, False), [
         "actor.shuffle", "actor.use_prefix_grouper", "critic.enable", "distillation.enabled",
         "model.mtp.enable", "model.override_config.output_router_logits", "skip.rollout_tq.enable",
-        "algorithm.rollout_correction.bypass_mode", "algorithm.use_kl_in_reward",
-        "algorithm.rollout_correction.rollout_is_batch_normalize",
-        "algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"]),
-    ((None,), ["algorithm.rollout_correction.rollout_rs",
-               "trainer.v1.sampler.custom_sampler.path"]),
+        "algorithm.rollout_correction.bypass_mode", "algorithm.rollout_correction.rollout_rs",
+        "algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.use_kl_in_reward",
+        "algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups",
+        "trainer.v1.sampler.custom_sampler.path"]),
     ((True,), ["hybrid_engine"]),
 ]  # fmt: skip
 MEMORY = 8  # batches that the mean of their tokens remembers
@@ -80,16 +79,15 @@ def check(config, rules) -> None:
             raise dppo.RuleError(f"{name}={getattr(rules, name)}: choose a rate from 0 to below 1")
     if not rules.prunes:
         return
-    actor, Q, why = config[PARTS].actor, config.data.train_batch_size, "pruning would not be exact"
-    one, norm, problems = actor.ppo_mini_batch_size, actor.loss_agg_mode == MEANS[2], {}
+    actor, Q, problems = config[PARTS].actor, config.data.train_batch_size, {}
+    one, norm = actor.ppo_mini_batch_size, actor.loss_agg_mode == MEANS[2]
     for values, names in EXACT:
         choice = " or ".join("null" if x is None else str(x) for x in values)
+        way_out = f"not exact or never tried with pruning; set it to {choice}"
         for name in names:
             option = f"{PARTS}.{name}" if name.split(".")[0] in config[PARTS] else name
             value = OmegaConf.select(config, option)
-            problems[f"{option}={value}: {why}, or was never tried; set it to {choice}"] = (
-                value not in values
-            )
+            problems[f"{option}={value}: {way_out}"] = value not in values
     problems |= {
         f"verl {verl.__version__}: only the methods of {VERL} are known here; pip install "
         f"verl=={VERL}": verl.__version__ != VERL,
@@ -192,8 +190,8 @@ class DPPOTrainer(PPOTrainerSync):
         """verl's step. Returns all rows: verl logs their figures and clears them from its queue."""
         batch = super()._step_once(metrics, timing_raw, len(self.groups))
         keys, tags = self.sampled.keys + batch.keys, self.sampled.tags + batch.tags
-        tags = dict(zip(keys, tags, strict=True))
-        return tq.KVBatchMeta([*tags], [*tags.values()], batch.partition_id)
+        rows = dict(zip(keys, tags, strict=True))
+        return tq.KVBatchMeta([*rows], [*rows.values()], batch.partition_id)
 
     def _balance_batch(self, batch, metrics, **options):
         """What is kept of a batch with rewards, padded and balanced in each update. The field
@@ -226,8 +224,7 @@ class DPPOTrainer(PPOTrainerSync):
         if self.use_reference_policy and not self.config[PARTS].ref.log_prob_use_dynamic_bsz:
             sizes += [self.config[PARTS].ref[of]]
         self.ranks, unit = dp_size, dp_size * math.lcm(*sizes)
-        most = max(map(self.parts.count, set(self.parts)))
-        self.rows_per_update = math.ceil(most / unit) * unit
+        self.rows_per_update = unit * math.ceil(max(map(self.parts.count, set(self.parts))) / unit)
         return self.M * self.rows_per_update
 
     def look_at(self, batch) -> torch.Tensor:

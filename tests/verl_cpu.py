@@ -91,20 +91,12 @@ torch.Tensor.pin_memory = lambda self, *args, **options: self  # of FSDP2's refe
 # -------------------------------------------------------------------------------------- rollouts
 
 # verl asks for its platform as soon as more of it is imported, and so does dppo_verl
-import dppo_verl  # noqa: E402, F401
-from verl.experimental.agent_loop.agent_loop import (  # noqa: E402
-    AgentLoopBase,
-    AgentLoopOutput,
-    register,
-)
+from verl.experimental.agent_loop import agent_loop  # noqa: E402
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
-from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout  # noqa: E402
-from verl.workers.rollout.replica import (  # noqa: E402
-    RolloutReplica,
-    RolloutReplicaRegistry,
-    TokenOutput,
-)
+from verl.workers.rollout import base, replica  # noqa: E402
+
+import dppo_verl  # noqa: E402, F401
 
 
 def noise(seed, shape):
@@ -168,7 +160,7 @@ class Server:
                 found = sample(self.model, prompts, seeds, some, self.tokens)
                 for future, (ids, logprobs) in zip(futures, found, strict=True):
                     extra = {"global_steps": self.step}
-                    done = TokenOutput(
+                    done = replica.TokenOutput(
                         token_ids=ids, log_probs=logprobs, stop_reason="completed",
                         extra_fields=extra,
                     )  # fmt: skip
@@ -187,7 +179,7 @@ class Server:
     release_kv_cache = resume_kv_cache = start_profile = stop_profile = idle
 
 
-class Replica(RolloutReplica):
+class Replica(replica.RolloutReplica):
     async def launch_servers(self):
         options = {"name": f"server{self.replica_rank}", "max_concurrency": 2000}
         path, tokens = self.model_config.path, self.config.response_length
@@ -195,7 +187,7 @@ class Replica(RolloutReplica):
         self._server_address, self.servers = options["name"], [self._server_handle]
 
 
-class Adapter(BaseRollout):
+class Adapter(base.BaseRollout):
     """In each training process: sends its weights to the server of its rank."""
 
     async def resume(self, tags):
@@ -211,12 +203,12 @@ class Adapter(BaseRollout):
         await server.load.remote(state, global_steps)
 
 
-_ROLLOUT_REGISTRY["cpu", "async"] = f"{__name__}.Adapter"
-RolloutReplicaRegistry.register("cpu", lambda: Replica)
+base._ROLLOUT_REGISTRY["cpu", "async"] = f"{__name__}.Adapter"
+replica.RolloutReplicaRegistry.register("cpu", lambda: Replica)
 
 
-@register("plain")
-class PlainLoop(AgentLoopBase):
+@agent_loop.register("plain")
+class PlainLoop(agent_loop.AgentLoopBase):
     """The prompt is the text itself: the embedded task's tokenizer has no chat template."""
 
     def __init__(self, trainer_config, server_manager, tokenizer, **options):
@@ -232,7 +224,7 @@ class PlainLoop(AgentLoopBase):
         }
         out = await self.server.generate(text, prompt_ids=ids, sampling_params=params)
         seconds = {"generate_sequences": 0.0, "tool_calls": 0.0, "compute_score": 0.0}
-        return AgentLoopOutput(
+        return agent_loop.AgentLoopOutput(
             prompt_ids=ids, response_ids=out.token_ids, response_mask=[1] * len(out.token_ids),
             response_logprobs=out.log_probs, num_turns=2,
             metrics=seconds | {"num_preempted": -1}, extra_fields=out.extra_fields,

@@ -108,7 +108,8 @@ def write_data(folder, problems, held_out=()):
 
 TASK = {
     "data.train_batch_size": 32, "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
-    "actor_rollout_ref.rollout.n": 16, "data.max_response_length": 64, "actor_rollout_ref.actor.optim.lr_warmup_steps": 5,
+    "actor_rollout_ref.rollout.n": 16, "data.max_response_length": 64,
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": 5,
     "actor_rollout_ref.actor.optim.weight_decay": 0.0,
     "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
     "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0, "trainer.test_freq": 2,
@@ -152,8 +153,7 @@ def race(folder, method, seed, wanted=0.9):
 
 
 def main(command, folder, *options):
-    """`train FOLDER NAME=VALUE...` trains and prints verl's log; `race FOLDER` prints a row for each
-    method and seed."""
+    """`train FOLDER NAME=VALUE...` prints verl's log, `race FOLDER` a row for each run."""
     if command == "train":
         folder = Path(folder).resolve()
         base = prepare(folder)

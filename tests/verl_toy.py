@@ -31,7 +31,8 @@ BASE = {
     "actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": 0.3,
     "actor_rollout_ref.actor.entropy_coeff": 0.02, "actor_rollout_ref.actor.clip_ratio": 0.1,
     "actor_rollout_ref.actor.clip_ratio_low": 0.1, "actor_rollout_ref.actor.clip_ratio_high": 0.1,
-    "actor_rollout_ref.actor.loss_scale_factor": 8, "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
+    "actor_rollout_ref.actor.loss_scale_factor": 8,
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
     "actor_rollout_ref.actor.policy_loss.dro_beta": 0.2,
     "algorithm.rollout_correction.rollout_is": "token",
     "algorithm.rollout_correction.rollout_is_threshold": 1.5,
@@ -79,7 +80,7 @@ class Queue:
     def put(self, keys, partition_id=None, fields=None, tags=None):
         for i, key in enumerate(keys):
             row = self.rows.setdefault(key, {})
-            values = {name: fields[name][i] for name in fields.keys()}
+            values = {name: fields[name][i] for name in fields.keys()}  # noqa: SIM118 (a TensorDict)
             row |= {name: plain(x) for name, x in values.items()}
         self.tags |= dict(zip(keys, tags or (), strict=bool(tags)))
         return tq.KVBatchMeta(keys, [self.tags[key] for key in keys], partition_id)
@@ -166,11 +167,11 @@ class Toy:
             _dispatch_info={"actor": list(range(ranks))}, set_loss_fn=self.set_loss,
             update_actor=self.update, compute_log_prob=lambda batch: batch,
         )  # fmt: skip
-        with mock.patch.object(PPOTrainerSync, "_init_dataloader", lambda _: None):
+        with mock.patch.object(PPOTrainerSync, "_init_dataloader"):
             self.trainer._init_dataloader()
         config = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
         self.loss = lambda **inputs: ppo_loss(config, **inputs)
-        with mock.patch.object(PPOTrainerSync, "_setup", lambda _: None):
+        with mock.patch.object(PPOTrainerSync, "_setup"):
             self.trainer._setup()
 
     def set_loss(self, loss):
