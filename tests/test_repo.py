@@ -191,8 +191,8 @@ def test_functions_fit_on_a_screen():
 
 
 def test_root_is_small():
-    """Fails if the root holds more than 21 Python files, or its reading path grows too long."""
-    assert len(list(ROOT.glob("*.py"))) <= 21
+    """Fails if the root holds more than 23 Python files, or its reading path grows too long."""
+    assert len(list(ROOT.glob("*.py"))) <= 23
     lines = {name: len((ROOT / f"{name}.py").read_text().splitlines()) for name in READING_PATH}
     assert sum(lines.values()) <= 1835
     assert lines["train"] <= 340

@@ -7,6 +7,7 @@ runs with other workers or other batches sample the same tokens.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -92,6 +93,7 @@ torch.Tensor.pin_memory = lambda self, *args, **options: self  # of FSDP2's refe
 
 # verl asks for its platform as soon as more of it is imported, and so does dppo_verl
 from verl.experimental.agent_loop import agent_loop  # noqa: E402
+from verl.trainer.ppo.v1 import trainer_base  # noqa: E402
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 from verl.workers.rollout import base, replica  # noqa: E402
@@ -237,7 +239,14 @@ def wait(self, partition_id, last_time):
     return last_time
 
 
-ReplayBuffer._wait_for_next_poll = wait
+def in_order(self, partition_id, uids, rows):
+    """In verl, rollouts come in the order in which they ended, and sums differ by rounding."""
+    return materialize(self, partition_id, uids, dict(sorted(rows.items())))
+
+
+materialize, number = ReplayBuffer._materialize_batch, itertools.count()
+ReplayBuffer._wait_for_next_poll, ReplayBuffer._materialize_batch = wait, in_order
+trainer_base.uuid = types.SimpleNamespace(uuid4=lambda: f"{next(number):09}")  # of prompts
 
 # ------------------------------------------------------------------------------- what is measured
 
