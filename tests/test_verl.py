@@ -82,6 +82,22 @@ def test_kl_losses_are_exact(kind):
     assert error(toy.over_completions(pruned), toy.stock(**options)) < 1e-12
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {LOSS: "dro", **PLAIN},
+        {f"{ACTOR}use_kl_loss": True, f"{ACTOR}entropy_coeff": 0},
+        {f"{ACTOR}use_kl_loss": False, f"{ACTOR}entropy_coeff": 0.02},
+    ],
+)
+def test_terms_without_advantages(options):
+    """A group of equal rewards has a gradient if there is a KL loss, an entropy bonus or dro's
+    penalty. Catches a term that is dropped for sure because its advantage is 0."""
+    options = options | {"prompts": ("bb", "dddd")}
+    pruned, stock = Toy(**options, **{RULE: "zero", UPDATE: 2}), toy.stock(**options)
+    assert error(toy.over_completions(pruned), stock) < 1e-12
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_update_is_exact(size, ranks):

@@ -15,5 +15,5 @@ if [ ! -x "$venv/bin/pytest" ]; then
         fastapi uvicorn cachetools tqdm pytest
 fi
 # without conftest.py, which needs what train.py needs; Ray would give its workers a low priority
-OMP_NUM_THREADS=1 RAY_worker_niceness=0 "$venv/bin/python" -m pytest -o addopts= --noconftest -v -s \
-    -W ignore -p no:cacheprovider tests/test_verl.py tests/test_verl_ray.py
+OMP_NUM_THREADS=1 RAY_worker_niceness=0 "$venv/bin/python" -m pytest -o addopts= --noconftest -v \
+    -s -W ignore -p no:cacheprovider tests/test_verl.py tests/test_verl_ray.py

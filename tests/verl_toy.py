@@ -80,7 +80,7 @@ class Queue:
     def put(self, keys, partition_id=None, fields=None, tags=None):
         for i, key in enumerate(keys):
             row = self.rows.setdefault(key, {})
-            values = {name: fields[name][i] for name in fields.keys()}  # noqa: SIM118 (a TensorDict)
+            values = {name: fields[name][i] for name in fields.keys()}  # noqa: SIM118
             row |= {name: plain(x) for name, x in values.items()}
         self.tags |= dict(zip(keys, tags or (), strict=bool(tags)))
         return tq.KVBatchMeta(keys, [self.tags[key] for key in keys], partition_id)
