@@ -460,6 +460,7 @@ def test_dropped_rows_are_not_forwarded():
     factor = torch.cat([part["dppo"].values().view(-1, 2)[:, 0] for part in pruned.trained])
     kept, rows = factor[factor > 0], len(factor)
     assert sum(pruned.forwarded) == rows < 16
+    assert pruned.sizes == [rows // 2] * 2
     sampled = {key for key in pruned.queue.rows if not key.startswith("pad")}
     padding = set(pruned.queue.rows) - sampled
     assert len(sampled) == 16

@@ -48,10 +48,14 @@ def norms(rows):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_none_and_zero_are_verls_trainer(tmp_path, workers):
     """Three steps. With both rules none, verl's gradient norms to the last digit. Without the
-    completions whose advantage is 0, to 1e-5. Catches whatever the tests without Ray replace."""
-    stock = train(tmp_path / "stock", {}, workers)
-    none = train(tmp_path / "none", NONE, workers)
-    zero = train(tmp_path / "zero", ZERO, workers)
+    completions whose advantage is 0, to 1e-5. Catches whatever the tests without Ray replace.
+
+    Adam multiplies rounding errors in its first steps, hence a lower learning rate.
+    """
+    slow = {f"{ACTOR}.optim.lr": 1e-4}
+    stock = train(tmp_path / "stock", slow, workers)
+    none = train(tmp_path / "none", slow | NONE, workers)
+    zero = train(tmp_path / "zero", slow | ZERO, workers)
     print([norms(rows) for rows in (stock, none, zero)], [x["dppo/kept_tokens"] for x in zero])
     assert norms(none) == norms(stock)
     assert norms(zero) == pytest.approx(norms(stock), rel=1e-5)
@@ -64,26 +68,26 @@ def test_none_and_zero_are_verls_trainer(tmp_path, workers):
 
 
 def test_pps_is_unbiased(tmp_path):
-    """120 draws on a fixed batch at fixed weights, in verl's trainer: the squared bias of the whole
+    """160 draws on a fixed batch at fixed weights, in verl's trainer: the squared bias of the whole
     gradient, with its 95 % interval, which contains 0. That of weights times 0.9 lies above.
 
     Products of different draws' errors have the squared bias as their mean; the interval is a
     jackknife over draws.
     """
     fixed = {
-        f"{ACTOR}.optim.lr": 0.0, "data.shuffle": False, f"{OPTION}completion_prune_rate": 0.7,
-        f"{ACTOR}.loss_agg_mode": "token-mean",
+        f"{ACTOR}.optim.lr": 0.0, "data.shuffle": False, f"{OPTION}completion_prune_rate": 0.6,
+        f"{ACTOR}.loss_agg_mode": "token-mean", "actor_rollout_ref.rollout.n": 16,
     }  # fmt: skip
     (tmp_path / "full").mkdir()
     (tmp_path / "draws").mkdir()
     options = {"prompts": 8, "SAME_ROLLOUTS": "1"}
     stock = fixed | {"trainer.total_training_steps": 1, f"{OPTION}completion_prune_rate": 0.0}
     train(tmp_path / "a", stock, GRADIENTS=str(tmp_path / "full"), **options)
-    many = fixed | TRAINER | {"trainer.total_training_steps": 120, "trainer.total_epochs": 120}
+    many = fixed | TRAINER | {"trainer.total_training_steps": 160, "trainer.total_epochs": 160}
     rows = train(tmp_path / "b", many, GRADIENTS=str(tmp_path / "draws"), **options)
     load = lambda part: [torch.load(path) for path in sorted((tmp_path / part).iterdir())]
     (full,), draws = load("full"), torch.stack(load("draws"))
-    assert len(draws) == len(rows) == 120
+    assert len(draws) == len(rows) == 160
     full, draws = full.double() / full.norm(), draws.double() / full.norm()
     kept = sum(row["dppo/kept_tokens"] for row in rows) / len(rows)
     noise = (draws - full).square().sum(dim=1).mean().item()
@@ -93,7 +97,7 @@ def test_pps_is_unbiased(tmp_path):
         print("weights times", scale, "squared bias", estimate, "+-", half)
         assert (abs(estimate) < half) == (scale == 1.0)
         assert estimate > half or scale == 1.0
-    assert kept < 0.35
+    assert kept < 0.45
     assert noise > 0.01
 
 
