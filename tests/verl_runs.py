@@ -70,7 +70,9 @@ def start(model, folder, changes, workers=1, **environment):
 
 
 def stop(process, how=signal.SIGKILL):
-    """Ends a run and what it has started, Ray's processes included."""
+    """Ends a run and what it has started, Ray's processes included, unless it has ended."""
+    if process.poll() is not None:
+        return
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(how)
     process.wait()
