@@ -68,14 +68,14 @@ def test_none_and_zero_are_verls_trainer(tmp_path, workers):
 
 
 def test_pps_is_unbiased(tmp_path):
-    """160 draws on a fixed batch at fixed weights, in verl's trainer: the squared bias of the whole
+    """100 draws on a fixed batch at fixed weights, in verl's trainer: the squared bias of the whole
     gradient, with its 95 % interval, which contains 0. That of weights times 0.9 lies above.
 
     Products of different draws' errors have the squared bias as their mean; the interval is a
     jackknife over draws.
     """
     fixed = {
-        f"{ACTOR}.optim.lr": 0.0, "data.shuffle": False, f"{OPTION}completion_prune_rate": 0.6,
+        f"{ACTOR}.optim.lr": 0.0, "data.shuffle": False, f"{OPTION}completion_prune_rate": 0.87,
         f"{ACTOR}.loss_agg_mode": "token-mean", "actor_rollout_ref.rollout.n": 16,
     }  # fmt: skip
     (tmp_path / "full").mkdir()
@@ -83,11 +83,11 @@ def test_pps_is_unbiased(tmp_path):
     options = {"prompts": 8, "SAME_ROLLOUTS": "1"}
     stock = fixed | {"trainer.total_training_steps": 1, f"{OPTION}completion_prune_rate": 0.0}
     train(tmp_path / "a", stock, GRADIENTS=str(tmp_path / "full"), **options)
-    many = fixed | TRAINER | {"trainer.total_training_steps": 160, "trainer.total_epochs": 160}
+    many = fixed | TRAINER | {"trainer.total_training_steps": 100, "trainer.total_epochs": 100}
     rows = train(tmp_path / "b", many, GRADIENTS=str(tmp_path / "draws"), **options)
     load = lambda part: [torch.load(path) for path in sorted((tmp_path / part).iterdir())]
     (full,), draws = load("full"), torch.stack(load("draws"))
-    assert len(draws) == len(rows) == 160
+    assert len(draws) == len(rows) == 100
     full, draws = full.double() / full.norm(), draws.double() / full.norm()
     kept = sum(row["dppo/kept_tokens"] for row in rows) / len(rows)
     noise = (draws - full).square().sum(dim=1).mean().item()
@@ -97,7 +97,7 @@ def test_pps_is_unbiased(tmp_path):
         print("weights times", scale, "squared bias", estimate, "+-", half)
         assert (abs(estimate) < half) == (scale == 1.0)
         assert estimate > half or scale == 1.0
-    assert kept < 0.45
+    assert kept < 0.2
     assert noise > 0.01
 
 
