@@ -25,6 +25,7 @@ from runtime import compared, log, plot
 from runtime.lean import Decoder
 
 collect_ignore = [] if importlib.util.find_spec("trl") else ["trl_toy.py", "trl_ranks.py"]
+collect_ignore += ["verl_cpu.py", "verl_runs.py", "verl_toy.py"]  # tests/verl.sh
 LONG = (
     "test_gpu_tier", "test_notebooks", "test_ranks", "test_stop", "test_train.py::test_two_ranks",
 )  # fmt: skip

@@ -1,0 +1,149 @@
+"""dppo_verl.py in verl's real trainer: Ray workers, FSDP2 on gloo, TransferQueue, on a CPU.
+
+tests/verl.sh runs these, which takes half an hour; without verl they are skipped.
+"""
+
+import importlib
+import re
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="tests/verl.sh runs these, with verl")
+pytest.importorskip("ray")
+runs = importlib.import_module("verl_runs")
+import arithmetic  # noqa: E402
+import data  # noqa: E402
+
+ACTOR = "actor_rollout_ref.actor"
+TRAINER = {"trainer.v1.trainer_mode": "nanodppo"}
+OPTION = "+trainer.v1.nanodppo."
+NONE = TRAINER | {f"{OPTION}completion_rule": "none"}
+ZERO = TRAINER | {f"{OPTION}completion_rule": "zero"}
+HANG = 1500  # seconds
+
+
+def train(folder, changes, workers=1, prompts=64, log="log.jsonl", until=None, **environment):
+    """verl's log of a run to its end, or until it has logged that many steps; then kill -9."""
+    folder.mkdir(exist_ok=True)
+    runs.write_data(folder, data.train_problems("arithmetic", hold_out=True)[:prompts])
+    environment["VERL_FILE_LOGGER_PATH"] = str(folder / log)
+    base = arithmetic.base_folder()
+    process, started = runs.start(base, folder, changes, workers, **environment), time.time()
+    while process.poll() is None and (until is None or len(runs.log(folder, log)) < until):
+        time.sleep(0.5)
+        assert time.time() < started + HANG
+    if until is None:
+        assert process.returncode == 0, (folder / "output.txt").read_text()[-5000:]
+    else:
+        runs.stop(process)
+    return runs.log(folder, log)
+
+
+def norms(rows):
+    return [row["actor/grad_norm"] for row in rows]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_none_and_zero_are_verls_trainer(tmp_path, workers):
+    """Three steps. With both rules none, verl's gradient norms to the last digit. Without the
+    completions whose advantage is 0, to 1e-5. Catches whatever the tests without Ray replace.
+
+    Adam multiplies rounding errors in its first steps, hence a lower learning rate.
+    """
+    slow = {f"{ACTOR}.optim.lr": 1e-4}
+    stock = train(tmp_path / "stock", slow, workers)
+    none = train(tmp_path / "none", slow | NONE, workers)
+    zero = train(tmp_path / "zero", slow | ZERO, workers)
+    print([norms(rows) for rows in (stock, none, zero)], [x["dppo/kept_tokens"] for x in zero])
+    assert norms(none) == norms(stock)
+    assert norms(zero) == pytest.approx(norms(stock), rel=1e-5)
+    assert len(stock) == 3
+    assert not any(name.startswith("dppo/") for row in none for name in row)
+    for one, other in zip(zero, stock, strict=True):
+        assert 0.1 < one["dppo/kept_tokens"] < 0.7
+        assert one["critic/score/mean"] == other["critic/score/mean"], "of all rows"
+        assert one["response_length/mean"] == other["response_length/mean"]
+
+
+def test_pps_is_unbiased(tmp_path):
+    """40 draws on a fixed batch at fixed weights, in verl's trainer: the squared bias of the whole
+    gradient, with its 95 % interval, which contains 0. That of weights times 0.9 lies above.
+
+    The inner product of two draws' errors has the squared bias as its mean.
+    """
+    fixed = {
+        f"{ACTOR}.optim.lr": 0.0, "data.shuffle": False, f"{OPTION}completion_prune_rate": 0.87,
+        f"{ACTOR}.loss_agg_mode": "token-mean", "actor_rollout_ref.rollout.n": 16,
+    }  # fmt: skip
+    (tmp_path / "full").mkdir()
+    (tmp_path / "draws").mkdir()
+    options = {"prompts": 8, "SAME_ROLLOUTS": "1"}
+    stock = fixed | {"trainer.total_training_steps": 1, f"{OPTION}completion_prune_rate": 0.0}
+    train(tmp_path / "a", stock, GRADIENTS=str(tmp_path / "full"), **options)
+    many = fixed | TRAINER | {"trainer.total_training_steps": 40, "trainer.total_epochs": 40}
+    rows = train(tmp_path / "b", many, GRADIENTS=str(tmp_path / "draws"), **options)
+    load = lambda part: [torch.load(path) for path in sorted((tmp_path / part).iterdir())]
+    (full,), draws = load("full"), torch.stack(load("draws"))
+    assert len(draws) == len(rows) == 40
+    full, draws = full.double() / full.norm(), draws.double() / full.norm()
+    kept = sum(row["dppo/kept_tokens"] for row in rows) / len(rows)
+    noise = (draws - full).square().sum(dim=1).mean().item()
+    print("kept tokens", kept, "squared noise of a draw", noise)
+    for scale in (1.0, 0.9):
+        estimate, half = squared_bias(scale * draws - full)
+        print("weights times", scale, "squared bias", estimate, "+-", half)
+        assert (abs(estimate) < half) == (scale == 1.0)
+        assert estimate > half or scale == 1.0
+    assert kept < 0.2
+    assert noise > 1e-4
+
+
+def squared_bias(errors):
+    """(estimate of |E e|^2, half of its 95 % interval) from independent errors e [n, P]."""
+    products = (errors[::2] * errors[1::2]).sum(dim=1)  # [n / 2]
+    return products.mean().item(), 1.96 * (products.std() / len(products) ** 0.5).item()
+
+
+def test_killed_and_resumed(tmp_path):
+    """Two workers, two updates of a step, prompts and completions pruned, a KL loss; kill -9 after
+    five steps, resumed from the checkpoint of step 4: the draws of steps 5 and 6 are those of a run
+    that went through. Catches a history that is forgotten and a draw that starts anew."""
+    options = TRAINER | {
+        f"{OPTION}prompt_rule": "pps", f"{OPTION}prompt_prune_rate": 0.4,
+        f"{ACTOR}.ppo_mini_batch_size": 4, f"{ACTOR}.loss_agg_mode": "token-mean",
+        f"{ACTOR}.use_kl_loss": True, "trainer.total_training_steps": 6, "trainer.save_freq": 2,
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 4096,
+    }  # fmt: skip
+    whole = train(tmp_path / "whole", options, 2)
+    broken = train(tmp_path / "broken", options, 2, until=5)
+    resumed = train(tmp_path / "broken", options, 2, log="resumed.jsonl")
+    assert [row["training/global_step"] for row in resumed] == [5, 6]
+    own = [name for name in whole[0] if name.startswith("dppo/")]
+    assert len(own) == 7
+    figures = lambda rows: [[row[name] for name in [*own, "actor/grad_norm"]] for row in rows]
+    print(figures(whole), figures(resumed))
+    for one, other in zip(whole[4:], resumed, strict=True):
+        assert figures([one])[0] == pytest.approx(figures([other])[0], rel=1e-4)
+    assert figures(whole)[4] == pytest.approx(figures(broken)[4], rel=1e-4)
+    assert [row["dppo/kept_prompts"] for row in whole] == [1.0] + [0.625] * 5
+
+
+def test_the_page(tmp_path, monkeypatch):
+    """Two steps of the command in docs/verl.md, with and without. Catches one that no longer runs,
+    and a figure that the page does not explain."""
+    page = (runs.ROOT / "docs" / "verl.md").read_text()
+    commands = re.findall(r"^    python tests/verl_runs\.py train (\S+)(.*)$", page, re.M)
+    assert [bool(options) for _, options in commands] == [False, True]
+    small = ["trainer.total_training_steps=2", "data.train_batch_size=8"]
+    small += [f"{ACTOR}.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"]
+    monkeypatch.chdir(tmp_path)
+    for folder, options in commands:
+        runs.main("train", folder, *options.split(), *small, "trainer.test_freq=-1")
+        rows = runs.log(folder)
+        assert len(rows) == 2
+    explained = set(re.findall(r"^\| `(dppo/\w+)` \|", page, re.MULTILINE))
+    logged = {name for name in rows[0] if name.startswith("dppo/")}
+    assert logged == explained - {"dppo/kept_prompts", "dppo/reward"}

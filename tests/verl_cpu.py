@@ -1,0 +1,266 @@
+"""verl's real trainer on a CPU, for tests: a platform, gloo, and a rollout server that samples.
+
+verl imports this module in every process (VERL_USE_EXTERNAL_MODULES). Ray is told of GPUs, which
+only counts slots. A rollout is a function of the weights, the prompt, its number and the step, so
+runs with other workers or other batches sample the same tokens.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import sys
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+import verl.utils.distributed
+from transformers import AutoModelForCausalLM, DynamicCache
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import dppo
+
+torch.set_num_threads(1)
+
+# ------------------------------------------------------------------------------------ the platform
+
+
+class NoDevice(types.ModuleType):
+    """In place of torch.cuda: what torch.cpu does not have returns 0."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        some = {"mem_get_info": lambda *_: (2**30, 2**30), "get_device_name": lambda *_: "CPU"}
+        return some.get(name) or getattr(torch.cpu, name, lambda *args, **options: 0)
+
+
+def nothing(*args, **options):
+    return None
+
+
+@PlatformRegistry.register("cpu")
+class Cpu(PlatformBase):
+    device_name = vendor_name = "cpu"
+    device_module = NoDevice("cpu")
+    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = nothing
+    empty_cache = profiler_start = profiler_stop = cudart = nothing
+
+    def is_available(self):
+        return True
+
+    def current_device(self):
+        return torch.device("cpu")
+
+    def device_count(self):
+        return 1
+
+    def get_device_capability(self, device_index=0):
+        return None, None
+
+    def communication_backend_name(self):
+        return "gloo"
+
+    def visible_devices_envvar(self):
+        return "CUDA_VISIBLE_DEVICES"
+
+    def ray_resource_name(self):
+        return "GPU"
+
+    def ray_noset_envvars(self):
+        return []
+
+    def is_ipc_supported(self):
+        return False
+
+    def nvtx_range(self, msg):
+        return contextlib.nullcontext()
+
+
+join = verl.utils.distributed.initialize_global_process_group_ray
+verl.utils.distributed.initialize_global_process_group_ray = lambda timeout_second=None, _=None: (
+    join(timeout_second, "gloo")
+)
+torch.Tensor.pin_memory = lambda self, *args, **options: self  # of FSDP2's reference model
+
+
+# -------------------------------------------------------------------------------------- rollouts
+
+# verl asks for its platform as soon as more of it is imported, and so does dppo_verl
+from verl.experimental.agent_loop import agent_loop  # noqa: E402
+from verl.trainer.ppo.v1 import trainer_base  # noqa: E402
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer  # noqa: E402
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
+from verl.workers.rollout import base, replica  # noqa: E402
+
+import dppo_verl  # noqa: E402, F401
+
+
+def noise(seed, shape):
+    """Gumbel noise [T, V] of a request: the largest of logits + noise is a sample."""
+    uniform = dppo.generator_for(seed, "gumbel").random(shape)
+    return torch.from_numpy(-np.log(-np.log(np.maximum(uniform, 1e-300)))).float()
+
+
+@torch.no_grad()
+def sample(model, prompts, seeds, temperature, tokens):
+    """[(token ids, log-probs)] of a completion of each prompt; temperature 0 is greedy."""
+    width, end = max(map(len, prompts)), model.config.eos_token_id
+    ids = torch.tensor([[end] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    gumbel = torch.zeros(len(prompts), tokens, model.config.vocab_size)
+    if temperature:
+        gumbel = torch.stack([noise(seed, gumbel.shape[1:]) for seed in seeds])
+    found, rows = [([], []) for _ in prompts], torch.arange(len(prompts))
+    cache, new = DynamicCache(), ids
+    for t in range(tokens):
+        place = mask.cumsum(1)[:, -new.shape[1] :] - 1
+        logits = model(
+            new, attention_mask=mask, position_ids=place.clamp(min=0), past_key_values=cache
+        ).logits[:, -1].float() / (temperature or 1.0)
+        new = (logits + gumbel[rows, t]).argmax(dim=1, keepdim=True)
+        logprobs = logits.log_softmax(dim=1).gather(1, new)[:, 0].tolist()
+        for row, token, logprob in zip(rows.tolist(), new[:, 0].tolist(), logprobs, strict=True):
+            found[row][0].append(token)
+            found[row][1].append(logprob)
+        going = new[:, 0] != end
+        if not going.any():
+            break
+        rows, new, mask = rows[going], new[going], mask[going]
+        cache.batch_select_indices(going)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+    return found
+
+
+@ray.remote(num_cpus=0)
+class Server:
+    """What arrives together is sampled together."""
+
+    def __init__(self, path, tokens):
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.waiting, self.task, self.step, self.tokens = [], None, 0, tokens
+
+    async def generate(self, request_id, prompt_ids, sampling_params, **options):
+        future = asyncio.get_running_loop().create_future()
+        self.waiting.append((list(prompt_ids), sampling_params, future))
+        self.task = self.task or asyncio.create_task(self.run())
+        return await future
+
+    async def run(self):
+        await asyncio.sleep(0.3)
+        while self.waiting:
+            requests, self.waiting = self.waiting, []
+            for some in {params["temperature"] for _, params, _ in requests}:
+                part = [request for request in requests if request[1]["temperature"] == some]
+                prompts, params, futures = zip(*part, strict=True)
+                seeds = [x["seed"] for x in params]
+                found = sample(self.model, prompts, seeds, some, self.tokens)
+                for future, (ids, logprobs) in zip(futures, found, strict=True):
+                    extra = {"global_steps": self.step}
+                    done = replica.TokenOutput(
+                        token_ids=ids, log_probs=logprobs, stop_reason="completed",
+                        extra_fields=extra,
+                    )  # fmt: skip
+                    future.set_result(done)
+                await asyncio.sleep(0)
+        self.task = None
+
+    async def load(self, state, step):
+        self.model.load_state_dict(state, strict=False)
+        self.step = self.step if step is None else step
+
+    async def idle(self, *args, **options):
+        return None
+
+    sleep = wake_up = abort_all_requests = resume_generation = clear_kv_cache = idle
+    release_kv_cache = resume_kv_cache = start_profile = stop_profile = idle
+
+
+class Replica(replica.RolloutReplica):
+    async def launch_servers(self):
+        options = {"name": f"server{self.replica_rank}", "max_concurrency": 2000}
+        path, tokens = self.model_config.path, self.config.response_length
+        self._server_handle = Server.options(**options).remote(path, tokens)
+        self._server_address, self.servers = options["name"], [self._server_handle]
+
+
+class Adapter(base.BaseRollout):
+    """In each training process: sends its weights to the server of its rank."""
+
+    async def resume(self, tags):
+        return None
+
+    async def release(self):
+        return None
+
+    async def update_weights(self, weights, global_steps=None, **options):
+        whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x
+        state = {name: whole(x).detach().to(torch.float32, copy=True) for name, x in weights}
+        server = ray.get_actor(f"server{os.environ['RANK']}")
+        await server.load.remote(state, global_steps)
+
+
+base._ROLLOUT_REGISTRY["cpu", "async"] = f"{__name__}.Adapter"
+replica.RolloutReplicaRegistry.register("cpu", lambda: Replica)
+
+
+@agent_loop.register("plain")
+class PlainLoop(agent_loop.AgentLoopBase):
+    """The prompt is the text itself: the embedded task's tokenizer has no chat template."""
+
+    def __init__(self, trainer_config, server_manager, tokenizer, **options):
+        self.same = os.environ.get("SAME_ROLLOUTS")  # in every step
+        self.seed = trainer_config.config.data.seed
+        self.server, self.tokenizer = server_manager, tokenizer
+
+    async def run(self, sampling_params, **row):
+        text, step = row["raw_prompt"][0]["content"], 0 if self.same else int(row["global_steps"])
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        params = sampling_params | {
+            "seed": dppo.seed_for(self.seed, text, int(row["session_id"]), step)
+        }
+        out = await self.server.generate(text, prompt_ids=ids, sampling_params=params)
+        seconds = {"generate_sequences": 0.0, "tool_calls": 0.0, "compute_score": 0.0}
+        return agent_loop.AgentLoopOutput(
+            prompt_ids=ids, response_ids=out.token_ids, response_mask=[1] * len(out.token_ids),
+            response_logprobs=out.log_probs, num_turns=2,
+            metrics=seconds | {"num_preempted": -1}, extra_fields=out.extra_fields,
+        )  # fmt: skip
+
+
+def wait(self, partition_id, last_time):
+    """verl looks for finished rollouts every two seconds, which is most of a small step."""
+    time.sleep(0.1)
+    return last_time
+
+
+def in_order(self, partition_id, uids, rows):
+    """In verl, rollouts come in the order in which they ended, and sums differ by rounding."""
+    return materialize(self, partition_id, uids, dict(sorted(rows.items())))
+
+
+materialize, number = ReplayBuffer._materialize_batch, itertools.count()
+ReplayBuffer._wait_for_next_poll, ReplayBuffer._materialize_batch = wait, in_order
+trainer_base.uuid = types.SimpleNamespace(uuid4=lambda: f"{next(number):09}")  # of prompts
+
+# ------------------------------------------------------------------------------- what is measured
+
+step_of_optimizer = FSDPEngine.optimizer_step
+
+
+def optimizer_step(self):
+    """verl's, and the whole gradient, if GRADIENTS names a folder for it."""
+    if folder := os.environ.get("GRADIENTS"):
+        found = [x.grad.full_tensor().flatten() for x in self.module.parameters()]
+        if torch.distributed.get_rank() == 0:
+            number = len(list(Path(folder).iterdir()))
+            torch.save(torch.cat(found), Path(folder, f"{number:05}.pt"))
+    return step_of_optimizer(self)
+
+
+FSDPEngine.optimizer_step = optimizer_step

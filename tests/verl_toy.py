@@ -1,0 +1,301 @@
+"""verl's trainer without Ray: its own methods and losses on a queue in memory and a policy of a few
+parameters in float64, whose draws the tests enumerate."""
+
+import types
+import zlib
+from unittest import mock
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from hydra import compose, initialize_config_module
+from tensordict import NonTensorStack, TensorDict
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine.utils import prepare_micro_batches
+from verl.workers.utils.losses import ppo_loss
+
+import dppo
+import dppo_verl
+import proof
+
+V = 7  # tokens; 0 ends a completion
+G = 4  # completions of a prompt
+BASE = {
+    "algorithm.adv_estimator": "grpo", "data.seed": 0, "data.train_batch_size": 4,
+    "actor_rollout_ref.actor.strategy": "fsdp", "actor_rollout_ref.rollout.n": G,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4, "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.model.path": "toy",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 160,
+    "actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": 0.3,
+    "actor_rollout_ref.actor.entropy_coeff": 0.02, "actor_rollout_ref.actor.clip_ratio": 0.1,
+    "actor_rollout_ref.actor.clip_ratio_low": 0.1, "actor_rollout_ref.actor.clip_ratio_high": 0.1,
+    "actor_rollout_ref.actor.loss_scale_factor": 8,
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
+    "actor_rollout_ref.actor.policy_loss.dro_beta": 0.2,
+    "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_is_threshold": 1.5,
+}  # fmt: skip
+
+
+def configure(**changes):
+    """verl's own configuration; in the names of `changes`, __ is a dot."""
+    options = BASE | {name.replace("__", "."): value for name, value in changes.items()}
+    new = ("trainer.v1.nanodppo.", "actor_rollout_ref.model.override_config.")
+    text = lambda value: "null" if value is None else value
+    flags = [f"{'+' * x.startswith(new)}{x}={text(value)}" for x, value in options.items()]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=flags)
+
+
+def noise(*key):
+    """A number from -1 to 1, always the same for a key."""
+    return zlib.crc32(repr(key).encode()) % 2001 / 1000 - 1
+
+
+def plain(x):
+    """A field of a row: float64, or what is not a tensor."""
+    if not torch.is_tensor(x):
+        return getattr(x, "data", x)
+    return x.double() if x.is_floating_point() else x.clone()
+
+
+class Queue:
+    """TransferQueue in memory: {key: {field: value}}."""
+
+    def __init__(self):
+        self.rows, self.tags = {}, {}
+
+    def get(self, keys, partition_id=None, select_fields=None):
+        found = [self.rows[key] for key in keys]
+        names = [x for x in found[0] if all(x in row for row in found)]
+        names = [x for x in names if select_fields is None or x in select_fields]
+        whole = {x: [row[x] for row in found] for x in names}
+        nested = lambda some: torch.nested.as_nested_tensor(some, layout=torch.jagged)
+        stack = lambda some: nested(some) if torch.is_tensor(some[0]) else NonTensorStack(*some)
+        fields = {x: stack(some) for x, some in whole.items()}
+        return TensorDict(fields, batch_size=len(keys))
+
+    def put(self, keys, partition_id=None, fields=None, tags=None):
+        for i, key in enumerate(keys):
+            row = self.rows.setdefault(key, {})
+            values = {name: fields[name][i] for name in fields.keys()}  # noqa: SIM118
+            row |= {name: plain(x) for name, x in values.items()}
+        self.tags |= dict(zip(keys, tags or (), strict=bool(tags)))
+        return tq.KVBatchMeta(keys, [self.tags[key] for key in keys], partition_id)
+
+
+def completion(prompt, g):
+    """The fields of a prompt's g-th completion: 1 to 6 tokens, some of them masked."""
+    length = 1 + zlib.crc32(f"{prompt}{g}".encode()) % 6
+    prompts = torch.tensor([1 + zlib.crc32(prompt.encode()) % 5, 3][: 1 + len(prompt) % 2])
+    ids = [1 + zlib.crc32(f"{prompt}{g}{t}".encode()) % (V - 1) for t in range(length)]
+    mask = [
+        int(t == 0 or zlib.crc32(f"{prompt}{g}{t}mask".encode()) % 5 > 0) for t in range(length)
+    ]
+    rollout = [-1.5 + noise(prompt, g, t) for t in range(length)]
+    scores = torch.zeros(length).double()
+    scores[-1] = float(g < len(prompt) % G)  # as many are right as the prompt has letters
+    input_ids = torch.cat([prompts, torch.tensor(ids)])
+    return {
+        "prompts": prompts, "responses": torch.tensor(ids), "input_ids": input_ids,
+        "position_ids": torch.arange(len(input_ids)), "response_mask": torch.tensor(mask),
+        "loss_mask": torch.tensor(mask), "rm_scores": scores,
+        "rollout_log_probs": torch.tensor(rollout).double(),
+        "attention_mask": torch.ones_like(input_ids),
+    } | {
+        name: torch.tensor([x + 0.4 * noise(name, prompt, g, t) for t, x in enumerate(rollout)])
+        .double() for name in ("old_log_probs", "ref_log_prob")
+    }  # fmt: skip
+
+
+def entropy(logits):
+    """[tokens] of logits [tokens, V]."""
+    table = logits.log_softmax(dim=-1)
+    return -(table.exp() * table).sum(dim=-1)
+
+
+class Policy:
+    """Logits of the next token by the last one: [V, V]."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.logits = torch.randn(V, V, generator=generator).double().requires_grad_()
+
+    def forward(self, data):
+        """verl's model_output of a micro-batch: jagged."""
+        ids, offsets = data["input_ids"].values(), data["input_ids"].offsets()
+        logits = self.logits[ids]  # [tokens, V]
+        logprobs = logits.log_softmax(dim=-1).gather(1, ids.roll(-1)[:, None])[:, 0]
+        nested = torch.nested.nested_tensor_from_jagged
+        return {"log_probs": nested(logprobs, offsets), "entropy": nested(entropy(logits), offsets)}
+
+    def zero(self):
+        self.logits.grad = None
+
+    def gradient(self):
+        return self.logits.grad.flatten().clone()
+
+    def move(self, lr):
+        with torch.no_grad():
+            self.logits -= lr * self.logits.grad
+
+
+class Toy:
+    """A trainer, its queue, and the gradients of its updates."""
+
+    PROMPTS = ("f", "bb", "ccc", "eeeee")
+
+    def __init__(self, kind=dppo_verl.DPPOTrainer, prompts=PROMPTS, ranks=2, **changes):
+        if issubclass(kind, dppo_verl.DPPOTrainer):
+            changes = {"trainer__v1__trainer_mode": "nanodppo"} | changes
+        self.config = configure(data__train_batch_size=len(prompts), **changes)
+        self.trainer, self.queue, self.make_policy = kind(self.config), Queue(), Policy
+        self.remove_padding, self.dynamic = True, True  # for verl's engine
+        self.padded, self.limit = 0, 160  # rows in all steps; tokens of a micro-batch
+        self.trainer.train_dataset = [
+            {"raw_prompt": [{"role": "user", "content": x}], "data_source": "toy"} for x in prompts
+        ]
+        self.trainer.global_steps, self.ranks, self.lr = 1, ranks, 0.0
+        self.trainer.tokenizer = types.SimpleNamespace(eos_token_id=0)
+        self.trainer.replay_buffer = types.SimpleNamespace(sample=self.sample)
+        self.trainer.reward_loop_manager = mock.Mock(reward_loop_worker_handles=[1])
+        self.trainer.checkpoint_manager, self.trainer.curr_step_profile = mock.Mock(), False
+        self.trainer.timing_raw = {}
+        self.workers = self.trainer.actor_rollout_wg = types.SimpleNamespace(
+            _dispatch_info={"actor": list(range(ranks))}, set_loss_fn=self.set_loss,
+            update_actor=self.update, compute_log_prob=lambda batch: batch,
+        )  # fmt: skip
+        with mock.patch.object(PPOTrainerSync, "_init_dataloader"):
+            self.trainer._init_dataloader()
+        config = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        self.loss = lambda **inputs: ppo_loss(config, **inputs)
+        with mock.patch.object(PPOTrainerSync, "_setup"):
+            self.trainer._setup()
+
+    def set_loss(self, loss):
+        self.loss = loss
+
+    def sample(self, global_steps, partition_id, batch_size):
+        """In place of rollouts and rewards: all completions of the prompts that were submitted."""
+        keys, tags = [], []
+        assert batch_size == len(self.submitted["uid"])
+        rows = zip(self.submitted["uid"], self.submitted["raw_prompt"], strict=True)
+        for uid, prompt in sorted(rows, key=lambda x: noise(x[1])):  # the queue has its own order
+            for g in range(G):
+                row = completion(prompt[0]["content"], g) | {"uid": uid}
+                keys.append(f"{uid}_{g}_0")
+                self.queue.rows[keys[-1]] = row
+                tags.append({"seq_len": len(row["input_ids"])})
+        self.queue.tags |= dict(zip(keys, tags, strict=True))
+        return tq.KVBatchMeta(keys, tags, "train"), {}
+
+    def step(self):
+        """A step of the trainer through verl's own methods: the gradient [P] of each update."""
+        self.gradients, self.forwarded, self.sizes, self.metrics = [], [], [], {}
+        self.policy, self.trained = self.make_policy(), []
+        prompts = np.empty(len(self.trainer.train_dataset), dtype=object)
+        prompts[:] = [row["raw_prompt"] for row in self.trainer.train_dataset]
+        index = np.array([0] * len(prompts), dtype=object)
+        self.trainer.train_dataloader_it = iter([{"raw_prompt": prompts, "index": index}])
+        old = lambda trainer, batch, metrics: self.log_probs(batch)
+        with (
+            mock.patch.object(tq, "kv_batch_get", self.queue.get),
+            mock.patch.object(tq, "kv_batch_put", self.queue.put),
+            mock.patch.object(PPOTrainerSync, "_compute_old_log_prob", old),
+            mock.patch.object(PPOTrainerSync, "_compute_ref_log_prob", old),
+        ):
+            self.submitted = self.trainer._next_train_batch()
+            size = self.config.data.train_batch_size
+            self.returned = self.trainer._step_once(self.metrics, {}, size)
+        self.padded += sum(tag.get("is_padding", False) for tag in self.returned.tags)
+        return torch.stack(self.gradients)
+
+    def log_probs(self, batch):
+        """In place of the training processes: fixed ones of another policy, 0 for padding."""
+        for key, tag in zip(batch.keys, batch.tags, strict=True):
+            row = self.queue.rows[key]
+            zeros = torch.zeros(len(row["responses"]), dtype=torch.float64)
+            for name in ("old_log_probs", "ref_log_prob"):
+                row[name] = zeros if tag.get("is_padding") else row[name]
+        return batch
+
+    def update(self, batch):
+        """In place of the training processes: FSDP's mean of the ranks' gradients."""
+        extra, shares = batch.extra_info, batch.chunk(self.ranks)
+        assert len(batch) % self.ranks == 0
+        size = extra["mini_batch_size"] // self.ranks
+        data = [self.queue.get(share.keys) for share in shares]
+        options = {"epochs": extra["epochs"], "seed": 1, "dataloader_kwargs": {"shuffle": False}}
+        for parts in zip(*(tu.make_iterator(x, size, **options) for x in data), strict=True):
+            tokens = sum(part["loss_mask"].values().sum().item() for part in parts)
+            self.policy.zero()
+            self.sizes.append(sum(map(len, parts)))
+            for part in parts:
+                tu.assign_non_tensor(
+                    part, batch_num_tokens=tokens, dp_size=self.ranks, use_dynamic_bsz=self.dynamic,
+                    global_batch_size=extra["global_batch_size"], max_token_len_per_gpu=self.limit,
+                    micro_batch_size_per_gpu=1, use_remove_padding=self.remove_padding,
+                    temperature=1.0, calculate_entropy=True,
+                )  # fmt: skip
+                self.trained.append(part)
+                for micro in prepare_micro_batches(part)[0]:
+                    self.forwarded.append(len(micro))
+                    output = self.policy.forward(micro)
+                    loss, _ = self.loss(model_output=output, data=micro, dp_group=None)
+                    (loss / self.ranks).backward()
+            self.gradients.append(self.policy.gradient())
+            self.policy.move(self.lr)
+        return TensorDict({}, []).set_non_tensor("metrics", {"mfu": 0.0})
+
+
+def stock(prompts=Toy.PROMPTS, policy=None, **changes):
+    """verl's own gradient [P] of one un-pruned update of these prompts, on one rank."""
+    changes["actor_rollout_ref__actor__ppo_mini_batch_size"] = len(prompts)
+    toy = Toy(PPOTrainerSync, prompts, ranks=1, **changes)
+    if policy is not None:
+        toy.make_policy = lambda: policy
+    (gradient,) = toy.step()
+    return gradient
+
+
+class Outcome:
+    """In place of dppo.prune_completions: of update `part`, its number-th outcome. Others keep
+    everything."""
+
+    def __init__(self, part, number):
+        self.part, self.number, self.calls = part, number, 0
+
+    def __call__(self, rule, rate, batch, _generator):
+        self.calls += 1
+        if self.calls != self.part + 1:
+            return batch.size >= 0, torch.ones_like(batch.size)
+        outcomes = list(proof.outcomes(rule, rate, batch))
+        self.more = self.number + 1 < len(outcomes)
+        keep, weights, self.chance = outcomes[self.number]
+        return keep, weights
+
+
+def expectation(make, measure):
+    """The mean of measure() over all outcomes of what make(number) patches."""
+    total = chances = number = 0
+    more = True
+    while more:
+        outcome = make(number)
+        with mock.patch.object(dppo, "prune_completions", outcome):
+            found = measure()
+        total, chances = total + outcome.chance * found, chances + outcome.chance
+        number, more = number + 1, outcome.more
+    assert abs(chances - 1) < 1e-9
+    return total
+
+
+def over_completions(toy, part=0):
+    """The expected gradient of update `part` over every outcome of its draw."""
+    return expectation(lambda number: Outcome(part, number), lambda: toy.step()[part])
+
+
+def error(found, wanted):
+    """Largest difference over the largest entry."""
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
