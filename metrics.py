@@ -17,6 +17,7 @@ import torch
 import config
 import dppo
 import sampler
+import tail
 from update import Sums
 
 SOME_NONE = (
@@ -29,7 +30,8 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
     """The figures of a step, from its train.FullBatch and the train.Update of each of its updates.
 
     In means a prompt stands for as many of the Q candidates as its weight says, so that pruning
-    does not bias them. greso has no weights, and its means are over what it rolled out.
+    does not bias them. greso has no weights, and its means are over what it rolled out. In a step
+    that stopped at --rollout-checkpoint they are NaN.
     """
     batch = full.batch
     stands_for = shares(cfg, full)  # [K]
@@ -105,7 +107,7 @@ def history(seen, step: int, window: torch.Tensor, keep: torch.Tensor | None) ->
 
 def shares(cfg: config.Config, full) -> torch.Tensor:
     """For how many of the Q candidates each of K prompts stands in means, [K]."""
-    weights = full.chosen.weights
+    weights = tail.shares(full.chosen)
     if full.chosen.batch is None:
         return weights
     return torch.full_like(weights, config.num_candidates(cfg) / len(weights))  # a selector's

@@ -129,8 +129,9 @@ class Run:
 
     def write(self, row: dict, samples: list[dict]) -> None:
         """Log a finished step."""
-        dead = row["frac_reward_zero_std"] == 1
-        self.dead_steps = self.dead_steps + 1 if dead else 0
+        dead = row["frac_reward_zero_std"]
+        if not math.isnan(dead):  # a step that stopped at --rollout-checkpoint says nothing
+            self.dead_steps = self.dead_steps + 1 if dead == 1 else 0
         if self.trainer.is_main:
             self.log.write(row, samples, metrics.console_line(row, self.cfg.steps))
         if row["frac_reward_some_none"] > 0:

@@ -68,6 +68,7 @@ class Selection(NamedTuple):
     kept: torch.Tensor | None = None  # [Q] bool; None: there was no window of candidates
     batch: object = None  # of a selector: a train.Batch, which it has rolled out already
     selector: object = None  # what it becomes if the step is finished
+    shares: torch.Tensor | None = None  # [K], see tail.shares; None: the weights
 
 
 class PromptHistory:

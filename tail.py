@@ -51,4 +51,12 @@ def beyond(batch, cfg) -> torch.Tensor:
 def weigh(chosen, batch, cfg, weight: float):
     """The sampler.Selection with the weights of groups beyond the checkpoint times `weight`."""
     factor = 1.0 + (weight - 1.0) * beyond(batch, cfg).double()  # [K]
-    return chosen._replace(weights=chosen.weights * factor)
+    shares = chosen.weights if weight else torch.full_like(chosen.weights, torch.nan)
+    return chosen._replace(weights=chosen.weights * factor, shares=shares)
+
+
+def shares(chosen) -> torch.Tensor:
+    """For how many of the Q candidates each of K prompts stands, [K], in means and in what is
+    learned of strata and tokens: its weight without the coin, and NaN in a step that stopped. Other
+    steps have finished all groups, so their means need no coin, and the coin knows no group."""
+    return chosen.weights if chosen.shares is None else chosen.shares

@@ -226,8 +226,8 @@ class Trainer:
         cfg = self.cfg
         advantages = dppo.group_advantages(batch.rewards, cfg.loss)  # [K, G]
         trained = 1.0 - batch.truncated * cfg.mask_truncated  # [K, G]; 0: masked
-        prompt_weights = chosen.weights[:, None]  # [K, 1]
-        num_tokens = (trained * prompt_weights * batch.lengths).sum().item()  # expected: all Q's
+        num_tokens = trained * tail.shares(chosen)[:, None] * batch.lengths
+        num_tokens = num_tokens.sum().item()  # expected: all Q's; NaN if not all were finished
         denominator = {
             "num_sequences": self.num_candidates * cfg.group_size // cfg.minibatches,
             "num_tokens": (self.mean_tokens or num_tokens) / cfg.minibatches,
@@ -237,7 +237,7 @@ class Trainer:
         cost = self.prompt_tokens[batch.prompts, None] + batch.lengths  # [K, G]
         minibatch = chosen.position * cfg.minibatches // self.num_candidates  # [K]
         minibatch = torch.where(chosen.weights > 0, minibatch, -1)
-        factor = prompt_weights * scale
+        factor = chosen.weights[:, None] * scale
         return FullBatch(batch, chosen, advantages, scale, factor, cost, minibatch, num_tokens)
 
     def prune_completions(self, full, minibatch, generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,18 +301,17 @@ class Trainer:
     def group_squares(self, full: FullBatch) -> torch.Tensor:
         """Squared size [K] of each group's term in the full gradient, without prompt weights."""
         terms = (full.advantages, full.scale, full.batch.energy)  # [K, G] each
-        size = dppo.contribution_size(*terms, self.cfg.beta)
-        return size.square().sum(dim=1)
+        return dppo.contribution_size(*terms, self.cfg.beta).square().sum(dim=1)
 
     def learn(self, step: int, full: FullBatch) -> None:
         """Update what later steps draw and divide by, with the groups that were rolled out."""
         batch, tokens = full.batch, full.batch.lengths.sum(dim=1)  # [K]
         seen = (batch.rewards, full.advantages, self.group_squares(full), tokens)
-        columns = (batch.prompts, full.chosen.weights, *seen)
+        columns = (batch.prompts, tail.shares(full.chosen), *seen)
         whole = (full.chosen.weights > 0) | ~tail.beyond(batch, self.cfg)  # [K]
         self.history.update(step, *(column[whole] for column in columns))
         self.selector = full.chosen.selector
-        if self.needs_mean_tokens:
+        if self.needs_mean_tokens and math.isfinite(full.num_tokens):
             mean = self.mean_tokens or full.num_tokens
             # 0 cannot be divided by. None makes the next step keep all prompts and count.
             self.mean_tokens = mean + (full.num_tokens - mean) / TOKENS_MEMORY or None

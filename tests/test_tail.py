@@ -1,5 +1,6 @@
 """tail.py: the coin of a step, the groups that it drops, and that the gradient stays unbiased."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -117,7 +118,7 @@ def test_steps(start, method, loss):
     """Steps of both kinds: limits, weights, what the update and the history see, and the log.
     Catches a history that learns from unfinished groups, or forgets those of other steps, a coin
     in dapo's first step, which counts tokens, and a step that samples on."""
-    trainer = start(Watched, method=method, loss=loss, steps=6, prompts_per_step=12, **TAIL)
+    trainer = start(Watched, method=method, loss=loss, steps=6, **TAIL)
     rows = [trainer.step(step)[0] for step in range(1, 7)]
     kinds = set()
     for number, (row, full, seen) in enumerate(
@@ -133,7 +134,7 @@ def test_steps(start, method, loss):
         assert (full.factor[beyond & stopped] == 0).all()
         learned = full.batch.prompts[~beyond] if stopped else full.batch.prompts
         assert torch.equal(seen[1], learned)
-        assert torch.equal(seen[2], full.chosen.weights[full.chosen.weights > 0])
+        assert seen[2].isnan().all() if stopped else (seen[2] == tail.shares(full.chosen)).all()
         assert row["tokens/generated"] == full.batch.lengths.sum()
         first = loss == "dapo" and number == 1
         assert loss == "grpo" or trainer.needs_mean_tokens
@@ -142,6 +143,27 @@ def test_steps(start, method, loss):
             assert first or ratio > 1.01
             assert not first or (full.chosen.weights == 1).all()
     assert kinds == {False, True}
+
+
+def test_figures_of_the_log(start):
+    """A policy that hardly moves: a step that finishes its groups logs what it would without a
+    coin, and a step that stopped logs no means and teaches nothing of tokens. Catches means that
+    count long groups twice, or leave them out, which would show too high rewards."""
+    options = {"method": "grpo", "loss": "dapo", "steps": 6, "lr": 1e-12}
+    plain, tossed = start(Watched, **options), start(Watched, **options, **TAIL)
+    stopped, mean = 0, None
+    for step in range(1, 7):
+        expected, row = plain.step(step)[0], tossed.step(step)[0]
+        names = ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio")
+        if row["rollout/stopped"]:
+            stopped += 1
+            assert all(math.isnan(row[name]) for name in (*names, "kept/tokens"))
+            assert tossed.mean_tokens == mean
+        else:
+            assert [row[name] for name in names] == [expected[name] for name in names]
+            assert tossed.mean_tokens != mean
+        mean = tossed.mean_tokens
+    assert 0 < stopped < 5
 
 
 def test_the_running_check_tosses(run):
