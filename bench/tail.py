@@ -6,8 +6,8 @@ coin makes the gradient noisier, in two ways. V is its variance without a checkp
     the groups   Their terms beyond c are divided by 1 - r, or are 0. That makes V * v, from the
                  sizes of the batch's terms. More prompts average it out.
     the coin     It adds r / (1 - r) times the squared mean gradient of all groups beyond c. That
-                 gradient is taken as a share f of the whole one, their share of the squared sizes.
-                 More prompts do not average it out.
+                 gradient is taken as a share f of the whole one: their share of the groups' sizes,
+                 as if all pointed the same way. More prompts do not average it out.
 So q = v / (1 - r / (1 - r) f^2 / noise) times the prompts make a step as exact as before, where
 `noise` is V over the squared mean gradient. At 1 a batch is as large as is worth its while
 (McCandlish et al. 2018, arXiv:1812.06162). The ratio printed is the mean seconds of such steps over
@@ -55,7 +55,7 @@ def main(
     sheet = shapes.GPUS[gpu]
     machine = Machine(shape, scale.Rates(sheet.flops, sheet.bandwidth, 50e9, 5e-6))
     rows, rates = [], " ".join(f"{r:4.1f}" for r in RATES)
-    print(f"lengths       GPUs  tokens  beyond: groups, squares  r: {rates}  cut, its mean length")
+    print(f"lengths       GPUs  tokens  beyond: groups, sizes    r: {rates}  cut, its mean length")
     works = {"log-normal": scale.log_normal, "recorded": scale.recorded(flags)}
     for (work, make), method in itertools.product(works.items(), ("grpo", "pps")):
         batch, rate = make(method, candidates), 0.0
@@ -87,8 +87,8 @@ class Tail:
 
     def __post_init__(self):
         self.beyond = (self.batch.lengths > self.checkpoint).any(dim=1)  # [K]
-        squares = self.batch.weight * self.batch.size.square().sum(dim=1)  # [K], of all candidates
-        self.share = (squares[self.beyond].sum() / squares.sum()).item()  # f
+        sizes = self.batch.weight * self.batch.size.square().sum(dim=1).sqrt()  # [K]
+        self.share = (sizes[self.beyond].sum() / sizes.sum()).item()  # f
 
     def facts(self) -> dict:
         lengths = self.batch.lengths
@@ -96,7 +96,7 @@ class Tail:
         return {
             "checkpoint": self.checkpoint,
             "groups_beyond": self.beyond.double().mean().item(),
-            "squares_beyond": self.share,
+            "sizes_beyond": self.share,
             "mean_length": mean(slice(None)),
             "mean_length_within": mean(~self.beyond),
         }
@@ -159,6 +159,6 @@ def line(work: str, method: str, world: int, rows: list[dict]) -> str:
     ratios = " ".join("   -" if row["ratio"] is None else f"{row['ratio']:.2f}" for row in others)
     return (
         f"{work:10s} {method:4s} {world:4d} {cut['checkpoint']:7,d} {cut['groups_beyond']:7.2f} "
-        f"{cut['squares_beyond']:8.3f}   {ratios}   {cut['ratio']:.2f} "
+        f"{cut['sizes_beyond']:8.3f}   {ratios}   {cut['ratio']:.2f} "
         f"({cut['mean_length_within']:,.0f} for {cut['mean_length']:,.0f})"
     )

@@ -206,7 +206,8 @@ def test_noise_and_seconds_of_a_tail(monkeypatch):
     batch = Batch(ones, prompts, lengths, keep, size, ones)
     short = tail.Tail(batch, 4, 0.0)
     assert short.beyond.tolist() == [False, True, False, False]
-    assert short.share == pytest.approx(1 / 7)
+    share = 1 / (2**0.5 + 1 + 2)
+    assert short.share == pytest.approx(share)
     assert short.facts()["mean_length_within"] == 2.5
     stopped = short.stopped()
     assert stopped.lengths.tolist() == [[2, 3], [4, 1], [4, 4], [1, 1]]
@@ -217,9 +218,9 @@ def test_noise_and_seconds_of_a_tail(monkeypatch):
     longest = lambda batch, world, prompts=1.0: prompts * batch.lengths.max().item()
     monkeypatch.setattr(machine, "seconds", longest)
     ratio, more = machine.ratio(short, 0.5, 0.5, 1, 9.0)
-    assert more == pytest.approx((6 + 10) / 2 / 7 / (1 - 2 / 49))
+    assert more == pytest.approx((6 + 10) / 2 / 7 / (1 - 2 * share**2))
     assert ratio == pytest.approx(more * (4 + 9) / 2 / 9)
-    assert machine.ratio(short, 0.5, 1 / 49, 1, 9.0) == (None, None)
+    assert machine.ratio(short, 0.5, share**2, 1, 9.0) == (None, None)
     # pps keeps a share of what a stopped step has sampled, so the noise of the rest grows
     pruned = tail.Tail(batch, 4, 0.5)
     assert pruned.kept(0.0)[1] > 6
