@@ -217,9 +217,10 @@ def test_noise_and_seconds_of_a_tail(monkeypatch):
     machine = tail.Machine("tiny", RATES)
     longest = lambda batch, world, prompts=1.0: prompts * batch.lengths.max().item()
     monkeypatch.setattr(machine, "seconds", longest)
-    ratio, more = machine.ratio(short, 0.5, 0.5, 1, 9.0)
-    assert more == pytest.approx((6 + 10) / 2 / 7 / (1 - 2 * share**2))
-    assert ratio == pytest.approx(more * (4 + 9) / 2 / 9)
+    ratio, more = machine.ratio(short, 0.2, 0.5, 1, 9.0)
+    noise = 0.2 * 6 + 0.8 * (6 + 1.25**2)  # a stopped step's terms, a whole one's
+    assert more == pytest.approx(noise / 7 / (1 - 0.25 * share**2 / 0.5))
+    assert ratio == pytest.approx(more * (0.2 * 4 + 0.8 * 9) / 9)
     assert machine.ratio(short, 0.5, share**2, 1, 9.0) == (None, None)
     # pps keeps a share of what a stopped step has sampled, so the noise of the rest grows
     pruned = tail.Tail(batch, 4, 0.5)
