@@ -201,7 +201,8 @@ def rollouts(batches: list[Batch], world: int) -> dict[str, list[float]]:
     """Busiest rank over the mean in each step's rollouts, in tokens: by turns, and dealt; the
     expected ones of the deal; and the actual ones had the deal known them."""
     found = {"by turns": [], "dealt": [], "dealt, expected": [], "dealt, foreknown": []}
-    for expected, _, tokens, *_ in batches:
+    for batch in batches:
+        expected, tokens = batch.expected, batch.lengths
         K, G = tokens.shape
         groups = tokens.sum(dim=1)
         to = lambda sizes: deal.rollouts(sizes.tolist(), G, world, whole=False)  # noqa: B023

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+import config
 import dppo
 from bench import JsonFile, scale, shapes, write_json
 from bench.deal import Batch
@@ -58,9 +59,8 @@ def main(
     print(f"lengths       GPUs  tokens  beyond: groups, sizes    r: {rates}  cut, its mean length")
     works = {"log-normal": scale.log_normal, "recorded": scale.recorded(flags)}
     for (work, make), method in itertools.product(works.items(), ("grpo", "pps")):
-        batch, rate = make(method, candidates), 0.0
-        if method == "pps":
-            rate = dppo.COMPLETION_RULES["pps"].rate
+        batch = make(method, candidates)
+        rate = config.resolve(config.Config(method=method)).completion_prune_rate
         for world in WORLDS:
             before = machine.seconds(batch, world)
             for share in SHARES:
