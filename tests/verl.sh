@@ -16,4 +16,5 @@ if [ ! -x "$venv/bin/pytest" ]; then
 fi
 # without conftest.py, which needs what train.py needs; Ray would give its workers a low priority
 OMP_NUM_THREADS=1 RAY_worker_niceness=0 "$venv/bin/python" -m pytest -o addopts= --noconftest -v \
-    -s -W ignore -p no:cacheprovider tests/test_verl.py tests/test_verl_ray.py
+    -s -W ignore -p no:cacheprovider tests/test_verl.py tests/test_verl_trainer.py \
+    tests/test_verl_ray.py

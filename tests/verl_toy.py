@@ -38,6 +38,16 @@ BASE = {
     "algorithm.rollout_correction.rollout_is_threshold": 1.5,
 }  # fmt: skip
 
+# Options, as `configure` takes them.
+RULE = "trainer__v1__nanodppo__completion_rule"
+RATE = "trainer__v1__nanodppo__completion_prune_rate"
+PROMPT_RULE = "trainer__v1__nanodppo__prompt_rule"
+PROMPT_RATE = "trainer__v1__nanodppo__prompt_prune_rate"
+ACTOR = "actor_rollout_ref__actor__"
+LOSS, MODE = f"{ACTOR}policy_loss__loss_mode", f"{ACTOR}loss_agg_mode"
+UPDATE = f"{ACTOR}ppo_mini_batch_size"
+PLAIN = {f"{ACTOR}use_kl_loss": False, f"{ACTOR}entropy_coeff": 0}
+
 
 def configure(**changes):
     """verl's own configuration; in the names of `changes`, __ is a dot."""
@@ -299,3 +309,9 @@ def over_completions(toy, part=0):
 def error(found, wanted):
     """Largest difference over the largest entry."""
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def tokens_of(prompts):
+    """Tokens with loss of all completions of these prompts."""
+    rows = [completion(x, g) for x in prompts for g in range(G)]
+    return sum(row["response_mask"].sum().item() for row in rows)
