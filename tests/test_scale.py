@@ -1,6 +1,7 @@
 """bench/scale.py: counts and bytes are those of real runs, seconds those worked out by hand."""
 
 import itertools
+import json
 import types
 
 import numpy as np
@@ -226,3 +227,27 @@ def test_noise_and_seconds_of_a_tail(monkeypatch):
     pruned = tail.Tail(batch, 4, 0.5)
     assert pruned.kept(0.0)[1] > 6
     assert pruned.kept(1.0)[1] > 7
+
+
+def test_the_table_of_tails(monkeypatch, tmp_path, capsys):
+    """Fails if grpo's batch is pruned or pps's is not, if a checkpoint that all groups pass is
+    listed, or if the rows are not those of the table."""
+    lengths = torch.tensor([[8, 2], [7, 7], [1, 1], [6, 1]])
+    size, ones = torch.ones(4, 2, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    batch = Batch(ones, torch.full((4,), 2), lengths + 0, size > 0, size, ones)
+    everything = batch._replace(lengths=torch.tensor([[8, 2], [7, 7], [5, 1], [6, 1]]))
+    monkeypatch.setattr(scale, "log_normal", lambda *_: batch)
+    monkeypatch.setattr(scale, "recorded", lambda _: lambda *_: everything)
+    monkeypatch.setattr(tail, "WORLDS", (2,))
+    seen, kind = set(), tail.Tail
+    record = lambda batch, checkpoint, rate: seen.add(rate) or kind(batch, checkpoint, rate)
+    monkeypatch.setattr(tail, "Tail", record)
+    tail.main("tiny", json_file=tmp_path / "rows.json")
+    assert seen == {0.0, 0.7}
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    found = {(row["work"], row["method"], row["checkpoint"]) for row in rows}
+    of = {"log-normal": (1, 2, 4, 6), "recorded": (6,)}
+    wanted = {(work, m, c) for work, cs in of.items() for m in ("grpo", "pps") for c in cs}
+    assert found == wanted
+    assert len(rows) == 4 * len(found)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(found)
