@@ -1,6 +1,6 @@
 #!/bin/sh
 # Tests of dppo_verl.py. Builds an environment with verl (some minutes) and runs them there, which
-# takes about half an hour. From the root of the repository: sh tests/verl.sh [FOLDER].
+# takes half an hour to an hour. From the root of the repository: sh tests/verl.sh [FOLDER].
 # runs/verl-tests.txt is the end of the last output.
 set -e
 venv=${1:-.venv-verl}
