@@ -128,6 +128,8 @@ class Config:
     """sgd with --grad-clip 0 is linear: then an unbiased gradient makes an unbiased update."""
     momentum: float = 0.0
     """Momentum of SGD; 0 is none."""
+    adam_beta2: float = 0.999
+    """Share of its mean of squared gradients that AdamW keeps in an update."""
     warmup: int = 5
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
@@ -342,6 +344,9 @@ def _check_values(cfg: Config) -> None:
     require(cfg, "momentum", 0 <= cfg.momentum < 1, "at least 0 and below 1")
     why = "--optimizer adamw, which has its own: give --optimizer sgd"
     require(cfg, "momentum", cfg.optimizer == "sgd" or not cfg.momentum, f"0 with {why}")
+    require(cfg, "adam_beta2", 0 <= cfg.adam_beta2 < 1, "at least 0 and below 1")
+    why = "--optimizer sgd, which has none: give --optimizer adamw"
+    require(cfg, "adam_beta2", cfg.optimizer == "adamw" or cfg.adam_beta2 == 0.999, f"0.999: {why}")
     for name in ("lr", "temperature"):
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
     for name in (

@@ -96,7 +96,7 @@ def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
     options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": cfg.device == "cuda"}
     if cfg.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=cfg.momentum, **options)
-    return torch.optim.AdamW(parameters, **options)
+    return torch.optim.AdamW(parameters, betas=(0.9, cfg.adam_beta2), **options)
 
 
 def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> rollout.Sampling:

@@ -12,6 +12,8 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench prompts     what a million prompts cost
     python -m bench race        which method reaches GRPO's accuracy first, live
     python -m bench search      the batch and learning rate that reach it first, by halving
+    python -m bench budget      which method is most accurate after a budget of seconds
+    python -m bench tune        the flags that are most accurate after a budget of seconds
     python -m bench deal        how evenly an update is dealt to 2 to 64 ranks
     python -m bench scale       a step on 1 to 10,000 GPUs, by arithmetic
     python -m bench tail        what --rollout-checkpoint saves at equal noise, by arithmetic
@@ -39,6 +41,7 @@ import tyro
 
 from bench import (
     branch,
+    budget,
     check,
     code,
     deal,
@@ -57,6 +60,7 @@ from bench import (
     structured,
     tail,
     trl,
+    tune,
     update,
     variance,
 )
@@ -64,7 +68,7 @@ from runtime import InputError
 
 MODULES = (
     gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, search, deal,
-    scale, tail, kills, code, hostile, branch, structured, law, trl,
+    scale, tail, kills, code, hostile, branch, structured, law, trl, tune, budget,
 )  # fmt: skip
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 

@@ -222,9 +222,11 @@ def test_flags_of_the_optimizer(steps, monkeypatch):
     record = lambda parameters, norm: seen.append(norm) or clip(parameters, norm)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
     options = {"grad_clip": 0.37, "weight_decay": 0.123, "lr": 0.01, "warmup": 0}
+    options["adam_beta2"] = 0.91
     trainer, _, _ = steps(count=1, **options)
     (group,) = trainer.optimizer.param_groups
     assert (seen, group["weight_decay"], group["lr"]) == ([0.37], 0.123, 0.01)
+    assert group["betas"] == (0.9, 0.91)
 
 
 def test_the_default_rate_is_the_optimizers():

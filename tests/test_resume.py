@@ -188,6 +188,8 @@ BAD_INPUT = """
 --grad-clip inf | --grad-clip inf: must be at least 0 and finite
 --momentum 0.9 | --momentum 0.9: must be 0 with --optimizer adamw, which has its own: give --opt
 --optimizer sgd --momentum 1 | --momentum 1.0: must be at least 0 and below 1
+--adam-beta2 1 | --adam-beta2 1.0: must be at least 0 and below 1
+--optimizer sgd --adam-beta2 0.9 | --adam-beta2 0.9: must be 0.999: --optimizer sgd, which has none
 --temperature 0 | --temperature 0.0: must be above 0
 --weight-decay inf | --weight-decay inf: must be at least 0 and finite
 --eps-high 0 | --eps-high 0.0: must be above 0

@@ -1,0 +1,399 @@
+"""The race by budget and its search: runs that end with their budget, halving, and the table."""
+
+import itertools
+import math
+import re
+import zlib
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+import arithmetic
+import config
+import train
+from bench import budget, timed, tune
+from bench.timed import Run
+from runtime import InputError, log
+
+# ---------------------------------------------------------------------------- a run
+
+
+@pytest.fixture
+def clock(monkeypatch, small_runs):
+    """A tiny run whose every step takes the seconds that it names; `seen` has the steps planned."""
+    seen, now = [], itertools.accumulate(itertools.cycle([0.0, 0.3]))
+    monkeypatch.setattr(timed.time, "process_time", lambda: next(now))
+    real = train.Trainer.step
+    monkeypatch.setattr(
+        train.Trainer, "step", lambda self, n: seen.append(self.cfg.steps) or real(self, n)
+    )
+    return seen
+
+
+def test_a_paced_run_ends_with_its_budget(clock):
+    """Ten steps of 0.3 s fill 3 s, and the schedule ends there. Catches a plan from the budget's
+    start alone, seconds of the evaluation, and a schedule that ends elsewhere."""
+    row = timed.train_for(Run("arithmetic", "grpo", "--lr 1e-4", 3.0, 100, problems=(2, 5)))
+    assert (row["steps"], row["seconds"], row["paced"]) == (10, 3.0, True)
+    assert clock == [1000] + [10] * 9
+    assert (row["problems"], row["failed"]) == (3, None)
+    assert 0 < row["wall_of_steps"] < row["wall"]
+
+
+def test_a_planned_run_makes_its_steps(clock):
+    """However long they take. Catches a run that looks at the clock, and another seed's draws."""
+    rows = [timed.train_for(Run("arithmetic", "pps", "", 3.0, seed, 4)) for seed in (0, 0, 1)]
+    assert clock == [4] * 12
+    assert [row["seconds"] for row in rows] == pytest.approx([1.2] * 3)
+    assert all((row["steps"], row["paced"]) == (4, False) for row in rows)
+    same = [(row["tokens"], row["accuracy"]) for row in rows]
+    assert same[0] == same[1] != same[2]
+
+
+def test_plan():
+    """The last eight steps say how long the others will take. Catches a mean of all steps, which a
+    slow start would spoil, and a plan below the steps that were made."""
+    assert timed.plan([5.0] + [1.0] * 8, 20.0) == 9 + 7
+    assert timed.plan([1.0] * 8 + [3.0] * 8, 62.0) == 16 + 10
+    assert timed.plan([4.0], 3.0) == 1
+    assert timed.plan([2.0], 2.9) == 1, "another would end further from the budget"
+    assert timed.plan([2.0], 3.1) == 2
+
+
+def test_it_evaluates_on_its_own_problems(clock, monkeypatch):
+    """Catches a search that sees the problems of the race."""
+    asked = []
+    real = timed.evaluation.sample_rewards
+
+    def sample(policy, tokenizer, problems, *rest, **options):
+        asked.append([problem.text for problem in problems])
+        return real(policy, tokenizer, problems, *rest, **options)
+
+    monkeypatch.setattr(timed.evaluation, "sample_rewards", sample)
+    timed.train_for(Run("arithmetic", "grpo", "", 0.3, 100, problems=(2, 5)))
+    assert asked == [[arithmetic.problem("heldout", i)[0] for i in (2, 3, 4)]]
+    assert timed.REPORTED[1] <= timed.SEARCHED[0]
+
+
+def test_a_run_that_fails_is_a_row(small_runs, monkeypatch):
+    """Accuracy 0, and what was wrong. Catches a search that a large learning rate ends."""
+
+    def fails(self, step):
+        raise InputError(f"step {step} is not finite")
+
+    monkeypatch.setattr(train.Trainer, "step", fails)
+    row = timed.train_for(Run("arithmetic", "grpo", "--lr 9", 3.0, 100))
+    assert (row["accuracy"], row["failed"]) == (0.0, "step 1 is not finite")
+
+
+# ---------------------------------------------------------------------------- many runs
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Runs that take no time; returns the list of them. Accuracy is a function of what a run is."""
+    made = []
+
+    def train_for(run):
+        made.append(run)
+        keys = (run.flags, (run.flags, run.budget), (run.flags, run.budget, run.seed))
+        accuracy = sum(map(hash_of, keys)) / 3
+        return {
+            "setting": run.setting, "method": run.method, "flags": run.flags, "budget": run.budget,
+            "seed": run.seed, "paced": run.steps is None, "steps": run.steps or 7,
+            "seconds": run.budget, "accuracy": accuracy, "machine": timed.machine(),
+        }  # fmt: skip
+
+    class Pool:
+        def __init__(self, *_args):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_error):
+            pass
+
+        def submit(self, work, run):
+            future = Future()
+            future.set_result(work(run))
+            return future
+
+    monkeypatch.setattr(timed, "train_for", train_for)
+    monkeypatch.setattr(timed, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(timed, "as_completed", list)
+    return made
+
+
+def hash_of(thing):
+    """A number from 0 to 1."""
+    return zlib.crc32(repr(thing).encode()) / 2**32
+
+
+def test_workers(tmp_path, monkeypatch, capsys):
+    """Two real processes with one thread each. Catches workers that use all cores, a half-written
+    line that stays, and rows in another order than the runs."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"setting": "arith')
+    flags = "--prompts-per-step 4 --group-size 4"
+    runs = [Run("arithmetic", "grpo", flags, 9.0, seed, 1, problems=(0, 2)) for seed in (0, 1)]
+    rows = timed.make(runs, file, workers=2)
+    assert [(row["seed"], row["steps"]) for row in rows] == [(0, 1), (1, 1)]
+    assert sorted(row["seed"] for row in log.read_rows(file)) == [0, 1]
+    assert timed.os.environ["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setattr(timed, "ProcessPoolExecutor", lambda *_: pytest.fail("made again"))
+    assert timed.make(runs[::-1], file, 2) == rows[::-1]
+
+
+def test_rows_that_do_not_stand_for_a_run(fake, tmp_path):
+    """Catches a row of other flags, another budget, seed or setting, a paced row in place of a
+    planned one, and another machine's plan."""
+    file = tmp_path / "rows.jsonl"
+    run = Run("arithmetic", "pps", "--lr 1", 10, 0, 7)
+    row, _same = timed.make([run, run], file, 2)
+    assert fake == [run], "once"
+    changes = {"setting": "arithmetic-mixed", "flags": "", "budget": 20, "seed": 1, "steps": None}
+    others = [replace(run, **{name: value}) for name, value in changes.items()]
+    timed.make(others, file, 2)
+    assert fake == [run, *others]
+    log.write_rows(file, [row | {"machine": "another"}])
+    timed.make([run], file, 2)
+    assert len(fake) == 6
+    timed.make([run], file, 2, here=True)
+    assert len(fake) == 7
+
+
+# ---------------------------------------------------------------------------- the search
+
+
+@pytest.mark.parametrize("setting", tune.BUDGETS)
+def test_configurations(setting):
+    """The i-th configurations of all methods differ in the method alone, and are accepted.
+
+    Catches a larger search for pps, other learning rates for it, batches counted before the
+    pruning, and rates that are not spread.
+    """
+    for limit, count in zip(tune.BUDGETS[setting], (24, 4), strict=True):
+        found = {name: tune.configurations(setting, name, limit, count) for name in tune.METHODS}
+        for together in zip(*found.values(), strict=True):
+            rest = {re.sub(r".*(--lr )", r"\1", flags) for flags in together}
+            assert len(rest) == 1
+            sizes = set()
+            for flags in together:
+                cfg = config.resolve(config.parse_config(flags.split()))
+                kept = cfg.prompts_per_step
+                kept *= 1 - (cfg.prompt_prune_rate if cfg.method == "pps" else 0)
+                sizes.add((round(kept / 16) * 16, cfg.group_size))
+            assert len(sizes) == 1
+        rates = [float(flags.split("--lr ")[1].split()[0]) for flags in found["grpo"]]
+        assert len({*found["pps"]}) == count
+        if count == 24:
+            assert max(rates) > 4 * min(rates)
+            for choice in itertools.chain(*tune.CHOICES):
+                assert any(choice in flags for flags in found["pps"])
+
+
+def search(tmp_path, methods="grpo,pps"):
+    tune.main(methods, ("arithmetic",), 2, tmp_path / "tune.jsonl")
+
+
+def is_child(flags, parents):
+    """Whether each flag is that of one of the parents, and the learning rate is near one of theirs,
+    over the root of the completions of a step."""
+
+    def parts(text):
+        found = dict(zip(*[iter(text.split())] * 2, strict=True))
+        dropped = float(found.get("--prompt-prune-rate", 0))
+        kept = round(int(found["--prompts-per-step"]) * (1 - dropped))
+        return found, float(found["--lr"]) / math.sqrt(kept * int(found["--group-size"]))
+
+    own, rate = parts(flags)
+    theirs = [parts(one) for one in parents]
+    near = any(1 / 1.45 < rate / other < 1.45 for _, other in theirs)
+    same = lambda name: any(own.get(name) == other.get(name) for other, _ in theirs)
+    return near and all(map(same, ({*own} | {*theirs[0][0]}) - {"--lr"}))
+
+
+def test_halving(fake, tmp_path, capsys):
+    """36 runs, then 8 and 2 x 3 more; 10, 3 and 2 with the larger budget; seeds from 100.
+
+    Catches a rung that keeps the worse ones, a method with more trials, candidates of the larger
+    budget that are all new, parents that are not the best, and a winner with fewer seeds.
+    """
+    search(tmp_path)
+    rows = log.read_rows(file := tmp_path / "tune.jsonl")
+    said = capsys.readouterr().out
+    for method in ("grpo", "pps"):
+        own = [row for row in rows if row["method"] == method]
+        counts = [
+            sum(r["budget"] == one and r["seed"] == seed for r in own)
+            for one, seed in itertools.product((10, 40), (100, 101, 102, 103))
+        ]
+        assert counts == [36, 8, 3, 3, 10, 3, 2, 0]
+        at = lambda one, seed, own=own: [
+            r["flags"] for r in own if (r["budget"], r["seed"]) == (one, seed)
+        ]
+        score = {r["flags"]: r["accuracy"] for r in own if (r["budget"], r["seed"]) == (10, 100)}
+        assert set(at(10, 101)) == set(sorted(score, key=score.get)[-8:])
+        assert set(at(10, 102)) == set(at(10, 103)) <= set(at(10, 101))
+        assert len(set(at(40, 100)) & set(score)) == 5
+        assert set(at(10, 102)) <= set(at(40, 100))
+        parents = sorted(at(10, 100)[:24], key=score.get)[-4:]
+        assert all(is_child(one, parents) for one in at(10, 100)[24:])
+        later = {r["flags"]: r["accuracy"] for r in own if (r["budget"], r["seed"]) == (40, 100)}
+        parents = sorted(at(40, 100)[:5], key=later.get)[-3:]
+        assert all(is_child(one, parents) for one in at(40, 100)[5:])
+        winners = lambda limit, name=method: tune.winners("arithmetic", name, limit, file)
+        (ten,), (forty,) = winners(5), winners(80)
+        assert ten in at(10, 103)
+        assert forty in at(40, 102)
+        assert winners(20) == [ten, forty]
+        assert f"arithmetic, 40 s, {method}: {forty}\n" in said
+    spent = sum(row["budget"] for row in rows)
+    assert said.startswith(f"{spent} seconds")
+    order = [run.method for run in fake]
+    assert order == ["grpo", "pps"] * (len(order) // 2), "methods take turns"
+
+
+@pytest.mark.parametrize("kills", [(1, 30, 50, 60, 75), (85, 95, 108, 112, 125)])
+def test_a_killed_search_goes_on(fake, tmp_path, monkeypatch, kills):
+    """The same rows as a search that was not killed. Catches rungs that are chosen anew by what
+    their own first runs have shown, and trials that are repeated."""
+    search(tmp_path)
+    whole = (tmp_path / "tune.jsonl").read_text()
+    (tmp_path / "tune.jsonl").unlink()
+    fake.clear()
+    real = log.append_rows
+    counts = iter(range(1000))
+
+    def killed(path, rows):
+        if next(counts) in kills:
+            raise KeyboardInterrupt
+        real(path, rows)
+
+    monkeypatch.setattr(log, "append_rows", killed)
+    for _ in kills:
+        with pytest.raises(KeyboardInterrupt):
+            search(tmp_path)
+    search(tmp_path)
+    assert (tmp_path / "tune.jsonl").read_text() == whole
+    monkeypatch.setattr(timed, "train_for", lambda _run: pytest.fail("repeated"))
+    search(tmp_path)
+
+
+def test_winners_of_an_unfinished_search(fake, tmp_path):
+    """Catches a race with flags that no search has finished, or far from a searched budget."""
+    search(tmp_path, "pps")
+    file = tmp_path / "tune.jsonl"
+    with pytest.raises(InputError, match="--budgets 81: flags were searched for 10 and 40 s"):
+        tune.winners("arithmetic", "pps", 81, file)
+    with pytest.raises(InputError, match="no whole search at 10 s; run python -m bench tune"):
+        tune.winners("arithmetic", "grpo", 10, file)
+    rows = log.read_rows(file)
+    log.write_rows(file, [row for row in rows if row["seed"] < 103])
+    with pytest.raises(InputError, match="no whole search at 10 s"):
+        tune.winners("arithmetic", "pps", 10, file)
+    assert tune.winners("arithmetic", "pps", 40, file)
+
+
+# ---------------------------------------------------------------------------- the race
+
+
+def race(tmp_path, monkeypatch, **options):
+    monkeypatch.setattr(tune.winners, "__defaults__", (tmp_path / "tune.jsonl",))
+    budget.main(file=tmp_path / "race.jsonl", **options)
+    return log.read_rows(tmp_path / "race.jsonl")
+
+
+def test_the_race(fake, tmp_path, monkeypatch, capsys):
+    """The better winner is raced at a budget between two, with as many steps as its paced run.
+
+    Catches the worse one, a race on seeds or problems of the search, more seeds for a method, and
+    methods that do not take turns.
+    """
+    search(tmp_path)
+    file = tmp_path / "tune.jsonl"
+    between = {name: tune.winners("arithmetic", name, 20, file) for name in ("pps", "grpo")}
+    ten, forty = between["pps"]
+    assert ten != forty
+    fake.clear()
+    rows = race(tmp_path, monkeypatch, methods="pps,grpo,grpo-32x16", budgets=(5, 20))
+    paced = [run for run in fake if run.steps is None]
+    assert len(paced) == 3 + 2 + len({*between["grpo"]}) + 1
+    assert all((run.seed, run.problems) == (100, timed.SEARCHED) for run in paced)
+    planned = [run for run in fake if run.steps]
+    assert all((run.steps, run.problems) == (7, timed.REPORTED) for run in planned)
+    assert [run.seed for run in planned[:7]] == [0, 0, 0, 1, 1, 1, 2]
+    assert [run.method for run in planned] == ["pps", "grpo", "grpo-32x16"] * (10 + 5)
+    best = max(
+        (ten, forty),
+        key=lambda one: next(
+            r["accuracy"] for r in rows if r["paced"] and r["budget"] == 20 and r["flags"] == one
+        ),
+    )
+    assert {run.flags for run in planned if (run.method, run.budget) == ("pps", 20)} == {best}
+    count = len(fake)
+    said = capsys.readouterr().out
+    race(tmp_path, monkeypatch, methods="pps,grpo", budgets=(5, 20), table=True)
+    assert capsys.readouterr().out.strip() in said
+    race(tmp_path, monkeypatch, methods="pps,grpo", budgets=(5, 20))
+    assert len(fake) == count, "finished runs are not repeated"
+
+
+def rows_of(method, accuracy, seconds=10.0, one=10, paced=False, setting="arithmetic"):
+    return [
+        {"setting": setting, "method": method, "budget": one, "seed": seed, "paced": paced,
+         "seconds": seconds, "accuracy": value}
+        for seed, value in enumerate(accuracy)
+    ]  # fmt: skip
+
+
+def test_the_table():
+    """By hand: pps 0.7, 0.8, 0.9 and GRPO 0.5, 0.7, 0.6, differences 0.2, 0.1, 0.3.
+
+    Catches unpaired differences, normal quantiles, runs beyond a tenth of their budget, paced runs,
+    another setting's, and a comparison with half of the time in place of twice.
+    """
+    rows = rows_of("pps", (0.7, 0.8, 0.9)) + rows_of("grpo", (0.5, 0.7, 0.6))
+    rows += rows_of("pps", (0.0,) * 9, seconds=11.1) + rows_of("pps", (0.0,) * 9, seconds=8.9)
+    rows = rows[3:] + rows[:3]  # the later row of a seed would win
+    rows += rows_of("pps", (0.0,) * 9, paced=True)
+    rows += rows_of("pps", (0.0,) * 9, setting="arithmetic-mixed")
+    rows += rows_of("grpo", (0.65, 0.95), one=20, seconds=21.0)
+    table = budget.as_table(rows, "arithmetic").splitlines()
+    cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in table}
+    assert cells["seconds"] == ["10", "20"]
+    half = 4.30 * 0.1 / math.sqrt(3)
+    assert cells["pps"][0] == f"0.800 ± {half:.3f}"
+    assert cells["GRPO, tuned"] == [f"0.600 ± {half:.3f}", "0.800 ± 1.906"]
+    assert cells["pps minus tuned GRPO"][0] == f"+0.200 ± {half:.3f}"
+    assert cells["minus tuned GRPO, with twice the time"][0] == f"-0.050 ± {12.71 * 0.1:.3f}"
+    assert "PODS, tuned" not in cells
+
+
+def test_interval_is_students():
+    """Of ten and of three values; none for one. Catches a degree of freedom too many."""
+    values = dict(enumerate([1.0, 2.0, 3.0]))
+    assert budget.interval(values) == pytest.approx((2.0, 4.30 / math.sqrt(3)))
+    ten = dict(enumerate([0.0, 2.0] * 5))
+    assert budget.interval(ten) == pytest.approx((1.0, 2.26 * math.sqrt(10 / 9) / math.sqrt(10)))
+    assert budget.interval({0: 0.5})[0] == 0.5
+    assert math.isnan(budget.interval({0: 0.5})[1])
+    assert all(map(math.isnan, budget.interval({})))
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        (budget, {"methods": "pps,grop"}, "--methods grop: choose from pps, grpo"),
+        (budget, {"settings": ("gsm8k",)}, "--settings gsm8k: choose from arithmetic, arithm"),
+        (tune, {"methods": "dppo"}, "--methods dppo: choose from grpo, pps, pods, cppo"),
+        (tune, {"settings": ("words",)}, "--settings words: choose from arithmetic, arithm"),
+    ],
+)
+def test_names_are_checked_first(command, options, message, tmp_path):
+    """Catches a race that fails hours later."""
+    with pytest.raises(InputError, match=message):
+        command.main(file=tmp_path / "rows.jsonl", **options)
+    assert not list(tmp_path.iterdir())
