@@ -102,8 +102,8 @@ def seconds(setting: str) -> int:
 
 
 def trials(setting: str, method: str, later: bool, rung: int, rows: list[dict]) -> list[Run]:
-    """The runs of one of four rungs. Its configurations follow from the rows of the rungs before,
-    not from those of its own runs, because the search may have been stopped among them."""
+    """The runs of one of four rungs. The rows of its own runs do not change its configurations,
+    because the search may have been stopped among them."""
     limit = BUDGETS[setting][later]
     ranked = lambda *rest: ranking(rows, setting, method, *rest)
     if later:
@@ -121,7 +121,7 @@ def trials(setting: str, method: str, later: bool, rung: int, rows: list[dict]) 
         rungs = (SEEDS, SEEDS_LATER)[later]
         first += 1 + sum(seeds for _, seeds in rungs[: rung - 2])
         count, more = rungs[rung - 2]
-        flags = ranked(limit, first)[:count]
+        flags = ranked(limit)[:count]
     pairs = itertools.product(range(first, first + more), flags)
     make = lambda seed, one: Run(setting, method, one, limit, seed, problems=timed.SEARCHED)
     return list(itertools.starmap(make, pairs))

@@ -187,6 +187,10 @@ def test_configurations(setting):
                 sizes.add((round(kept / 16) * 16, cfg.group_size))
             assert len(sizes) == 1
         rates = [float(flags.split("--lr ")[1].split()[0]) for flags in found["grpo"]]
+        sizes = [re.search(r"step (\d+) --group-size (\d+)", flags) for flags in found["grpo"]]
+        for rate, size in zip(rates, sizes, strict=True):
+            factor = rate / 6e-4 / math.sqrt(int(size[1]) * int(size[2]) / 512)
+            assert 0.97 * tune.FACTORS[0] < factor < 1.03 * tune.FACTORS[1]
         assert len({*found["pps"]}) == count
         if count == 24:
             assert max(rates) > 4 * min(rates)
@@ -252,8 +256,16 @@ def test_halving(fake, tmp_path, capsys):
         assert f"arithmetic, 40 s, {method}: {forty}\n" in said
     spent = sum(row["budget"] for row in rows)
     assert said.startswith(f"{spent} seconds")
+    assert {run.problems for run in fake} == {timed.SEARCHED}
     order = [run.method for run in fake]
     assert order == ["grpo", "pps"] * (len(order) // 2), "methods take turns"
+
+
+def test_children_are_new():
+    """Catches a trial that is made twice: two digits of a learning rate are soon used up."""
+    (parent,) = tune.configurations("arithmetic", "grpo", 10, 1)
+    found = tune.children([parent], 15, "", [parent])
+    assert len({*found, parent}) == 16
 
 
 @pytest.mark.parametrize("kills", [(1, 30, 50, 60, 75), (85, 95, 108, 112, 125)])
@@ -326,6 +338,7 @@ def test_the_race(fake, tmp_path, monkeypatch, capsys):
     assert all((run.steps, run.problems) == (7, timed.REPORTED) for run in planned)
     assert [run.seed for run in planned[:7]] == [0, 0, 0, 1, 1, 1, 2]
     assert [run.method for run in planned] == ["pps", "grpo", "grpo-32x16"] * (10 + 5)
+    assert [run.budget for run in planned] == [5] * 30 + [20] * 15
     best = max(
         (ten, forty),
         key=lambda one: next(
