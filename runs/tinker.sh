@@ -41,3 +41,19 @@ for seed in range(3):
         ).train()
 PROGRAM
 "${1:-.venv-tinker}/bin/python" tests/tinker_server.py out/tinker/race.py
+"${1:-.venv-tinker}/bin/python" - <<'PROGRAM'
+import sys
+from pathlib import Path
+
+sys.path.insert(0, "")
+from bench import code
+from runtime import log
+
+rows = [
+    {"method": method, "seed": seed} | row
+    for method in ("grpo", "pps")
+    for seed in range(3)
+    for row in log.read_rows(Path(f"out/tinker/{method}-{seed}/log.jsonl"))
+]
+log.write_rows(Path("runs/tinker-race.jsonl"), code.stamped(rows))
+PROGRAM
