@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench import timed, tune
 from bench.timed import Run
-from runtime import InputError, log
+from runtime import log
 
 METHODS = {  # as the tables call them; all but the last have the flags that won a search
     "pps": "pps",
@@ -58,10 +58,8 @@ def main(
         file: where the rows of all runs are; the same command goes on with it
     """
     methods = methods.split(",")
-    for name, given, known in (("methods", methods, METHODS), ("settings", settings, RACE)):
-        for one in given:
-            if one not in known:
-                raise InputError(f"--{name} {one}: choose from {', '.join(known)}")
+    timed.check_names("--methods", methods, METHODS)
+    timed.check_names("--settings", settings, RACE)
     for setting in settings if not table else ():
         own = budgets or RACE[setting]
         tried = {

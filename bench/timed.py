@@ -15,6 +15,7 @@ import platform
 import re
 import statistics
 import time
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,6 +57,13 @@ class Run:
         return row["paced"] == (self.steps is None) and all(
             row[name] == getattr(self, name) for name in names
         )
+
+
+def check_names(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """InputError for a name that a flag does not take, before anything runs."""
+    for name in given:
+        if name not in known:
+            raise InputError(f"{flag} {name}: choose from {', '.join(known)}")
 
 
 def make(runs: list[Run], file: Path, workers: int, here: bool = False) -> list[dict]:

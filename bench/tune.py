@@ -77,10 +77,8 @@ def main(
         file: where the rows of all trials are
     """
     methods = methods.split(",")
-    for name, given, known in (("methods", methods, METHODS), ("settings", settings, BUDGETS)):
-        for one in given:
-            if one not in known:
-                raise InputError(f"--{name} {one}: choose from {', '.join(known)}")
+    timed.check_names("--methods", methods, METHODS)
+    timed.check_names("--settings", settings, BUDGETS)
     spent = sum(map(seconds, settings)) * len(methods)
     print(f"{spent} seconds of one thread, and about a quarter more for evaluations")
     for setting, later, rung in itertools.product(settings, (False, True), range(4)):
