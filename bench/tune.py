@@ -7,8 +7,8 @@ The search: for each method, the flags that are most accurate after a budget of 
 Random search with successive halving (Jamieson and Talwalkar, arXiv:1502.07943), and with children
 of the best, in each setting at two budgets:
 
-- at the smaller one, 24 random configurations and then 12 children of the best 4 of them have a run
-  each. The best 8 of all have a second seed, and the best 3 two more.
+- at the smaller one, 2 known and 24 random configurations and then 12 children of the best 4 of
+  them have a run each. The best 8 of all have a second seed, and the best 3 two more.
 - at the larger one, the best 5 of the smaller one and then 5 children of their best 3 have a run,
   the best 3 a second seed, and the best 2 a third.
 
@@ -59,6 +59,28 @@ BLOCKS = (  # flags that a child takes from the same parent
     ("--grad-clip",),
     ("--adam-beta2",),
 )
+KNOWN = {  # two of each method that a first search of as many trials had found, or their like
+    "grpo": (
+        "grpo_zero --prompts-per-step 64 --group-size 2 --lr 0.00087 --loss dr_grpo "
+        "--adam-beta2 0.95",
+        "grpo_zero --prompts-per-step 128 --group-size 4 --lr 0.0011 --lr-schedule constant "
+        "--loss dr_grpo",
+    ),
+    "pps": (
+        "pps --prompts-per-step 128 --group-size 8 --prompt-prune-rate 0.75 "
+        "--completion-prune-rate 0.9 --lr 0.00066 --lr-schedule constant",
+        "pps --prompts-per-step 256 --group-size 8 --prompt-prune-rate 0.75 "
+        "--completion-prune-rate 0.9 --lr 0.001 --loss dr_grpo --adam-beta2 0.95",
+    ),
+} | {
+    rival: (
+        f"{rival} --prompts-per-step 64 --group-size 4 --completion-prune-rate 0.5 --lr 0.00087 "
+        "--loss dr_grpo --adam-beta2 0.95",
+        f"{rival} --prompts-per-step 128 --group-size 4 --completion-prune-rate 0.7 --lr 0.0011 "
+        "--lr-schedule constant --loss dr_grpo",
+    )
+    for rival in ("pods", "cppo")
+}  # fmt: skip
 FACTORS = (0.5, 3.0)  # learning rates, over 6e-4 x root of the completions of a step over 512
 
 
@@ -96,7 +118,7 @@ def seconds(setting: str) -> int:
     """Budgets of all trials of a method in a setting."""
     first, later = (sum(n * more for n, more in rungs) for rungs in (SEEDS, SEEDS_LATER))
     small, large = BUDGETS[setting]
-    return (RANDOM + CHILDREN + first) * small + (PROMOTED + CHILDREN_LATER + later) * large
+    return (2 + RANDOM + CHILDREN + first) * small + (PROMOTED + CHILDREN_LATER + later) * large
 
 
 def trials(setting: str, method: str, later: bool, rung: int, rows: list[dict]) -> list[Run]:
@@ -107,7 +129,8 @@ def trials(setting: str, method: str, later: bool, rung: int, rows: list[dict]) 
     if later:
         old = ranked(BUDGETS[setting][0])[:PROMOTED]
     else:
-        old = configurations(setting, method, limit, RANDOM)
+        known = [f"--method {flags}" for flags in KNOWN[method]]
+        old = known + configurations(setting, method, limit, RANDOM)
     first, more = FIRST_SEED, 1
     if rung == 0:
         flags = old
