@@ -2,19 +2,18 @@
 The race by budget: which method is most accurate after so many seconds of training?
 
     python -m bench budget --budgets 10 20     GRPO and pps, each with flags that won a search
-    bash runs/budget.sh                        everything in docs/race.md, hours; resumable
     python -m bench budget --table             the tables, from the rows that are there
 
 Every method has the flags that `python -m bench tune` found best for the budget, or for one at most
-a factor of two away: if two were found, a run of each with a seed of the search decides. That run
-paces itself by the clock, and the runs that are raced make as many steps as it did. Their schedule
-ends with the budget. Runs that end more than a tenth beside it are kept, but do not count. A run is
-never repeated for its result.
+a factor of two away. If two were found, one run of each, with a seed and problems of the search,
+decides between them. Intervals are over the seeds of a race, with these flags: they do not say how
+lucky the search was.
 """
 
 import itertools
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 from bench import timed, tune
@@ -33,7 +32,6 @@ RACE = {  # budgets in seconds of one thread
     "arithmetic": (5, 10, 20, 40, 80),
     "arithmetic-mixed": (10, 20, 40, 80, 160),
 }
-NEAR = 0.1  # runs that end further from their budget do not count
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 1 to 9 degrees
 
 
@@ -44,7 +42,7 @@ def main(
     seeds: int | None = None,
     workers: int = 2,
     table: bool = False,
-    file: Path = Path("out-budget.jsonl"),
+    file: Path = Path("out-budget/rows.jsonl"),
 ) -> None:
     """Race methods, each with its best flags for every budget, and print the table.
 
@@ -60,46 +58,39 @@ def main(
     methods = methods.split(",")
     timed.check_names("--methods", methods, METHODS)
     timed.check_names("--settings", settings, RACE)
-    for setting in settings if not table else ():
-        own = budgets or RACE[setting]
-        tried = {
-            (name, one): attempts(setting, name, one)
-            for one, name in itertools.product(own, methods)
-        }
-        timed.make([run for runs in tried.values() for run in runs], file, workers, here=True)
-        runs = []
-        for (name, one), attempt in tried.items():
-            rows = timed.make(attempt, file, workers, here=True)
-            best = max(rows, key=lambda row: row["accuracy"])
-            count = seeds or (10 if one in RACE[setting][:2] else 5)
-            plan = (setting, name, best["flags"], one)
-            runs += [Run(*plan, seed, best["steps"]) for seed in range(count)]
-        runs.sort(key=lambda run: (run.budget, run.seed))  # methods take turns
-        timed.make(runs, file, workers)
+    tried = [  # first: a search may be missing
+        attempts(setting, name, one)
+        for setting in (() if table else settings)
+        for one in budgets or RACE[setting]
+        for name in methods
+    ]
+    contests = [run for runs in tried if len(runs) > 1 for run in runs]
+    scores = dict(zip(contests, timed.make(contests, file, workers), strict=True))
+    raced = []
+    for runs in tried:
+        best = max(runs, key=lambda run: scores[run]["accuracy"] if run in scores else 0.0)
+        count = seeds or (10 if best.budget in RACE[best.setting][:2] else 5)
+        raced += [replace(best, seed=seed, search=False) for seed in range(count)]
+    raced.sort(key=lambda run: (run.setting, run.budget, run.seed))  # methods take turns
+    timed.make(raced, file, workers)
     for setting in settings:
         print(f"\n{setting}: accuracy after so many seconds of training\n")
         print(as_table(log.read_rows(file), setting))
 
 
 def attempts(setting: str, method: str, budget: float) -> list[Run]:
-    """The paced runs of a method's flags, of which the best one is raced."""
+    """A run of each of the flags that a method may have at a budget."""
     flags = [FIXED[method]] if method in FIXED else tune.winners(setting, method, budget)
-    seed, problems = tune.FIRST_SEED, timed.SEARCHED
-    return [Run(setting, method, one, budget, seed, problems=problems) for one in flags]
+    return [Run(setting, method, one, budget, tune.FIRST_SEED, search=True) for one in flags]
 
 
 # ---------------------------------------------------------------------------- tables
 
 
 def accuracies(rows: list[dict], setting: str, method: str, budget: float) -> dict[int, float]:
-    """{seed: accuracy} of the runs that count."""
-    return {
-        row["seed"]: row["accuracy"]
-        for row in rows
-        if (row["setting"], row["method"], row["budget"]) == (setting, method, budget)
-        and not row["paced"]
-        and abs(row["seconds"] / budget - 1) <= NEAR
-    }
+    """{seed: accuracy} of the runs with the flags that were raced last."""
+    own = [row for row in tune.tried(rows, setting, method, budget) if not row["search"]]
+    return {row["seed"]: row["accuracy"] for row in own if row["flags"] == own[-1]["flags"]}
 
 
 def as_table(rows: list[dict], setting: str) -> str:

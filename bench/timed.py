@@ -1,11 +1,11 @@
 """
 Runs by budget: how accurate a method is after so many seconds of training.
 
-A run's schedule ends with its budget. Its number of steps is fixed beforehand: a first run of the
-same flags, with a seed that is not reported, paces itself by the clock, and the others make as many
-steps as it did. Seconds are those for which its one thread computes steps, because other processes
-hardly change them; evaluation is left out. Each run is a row of a file, appended when the run ends,
-so what is stopped goes on with the same command.
+A run's schedule ends with its budget: before each step, the seconds of its last steps say how many
+more there will be. Seconds are those for which its one thread computes steps; evaluation is left
+out. Two runs at a time are as fast as one alone, but other programs on the machine may slow a run
+down. Each run is a row of a file, appended when the run ends, so the same command resumes after a
+stop. A run is never repeated for its result.
 """
 
 import itertools
@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import statistics
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -34,9 +35,11 @@ SETTINGS = {  # flags that all runs of a setting share
     "arithmetic": "--data arithmetic",
     "arithmetic-mixed": "--data arithmetic-mixed --eval-data arithmetic",
 }
-REPORTED = (0, 1000)  # the held-out problems that a race evaluates on, 4 completions each
-SEARCHED = (1000, 1250)  # and a search
-PACE = 8  # the last steps, whose mean tells a paced run how long the next ones take
+REPORTED = 1000  # held-out problems that a race evaluates on, 4 completions each
+SEARCHED = 250  # and a search: others, whose texts differ too
+HELD_OUT = 2000  # that both are chosen from
+PACE = 8  # the last steps, whose mean says how long the next ones take
+CODE = this_code()  # that this process has imported
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,11 @@ class Run:
     flags: str  # of train.py
     budget: float  # in seconds
     seed: int
-    steps: int | None = None  # None: paced by the clock
-    problems: tuple[int, int] = REPORTED
+    search: bool = False  # evaluated on the problems of a search
 
     def is_row(self, row: dict) -> bool:
         """Whether this run has been made, and is the row of a file."""
-        names = ("setting", "flags", "budget", "seed")
-        return row["paced"] == (self.steps is None) and all(
-            row[name] == getattr(self, name) for name in names
-        )
+        return all(row[name] == value for name, value in vars(self).items())
 
 
 def check_names(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -66,44 +65,57 @@ def check_names(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
             raise InputError(f"{flag} {name}: choose from {', '.join(known)}")
 
 
-def make(runs: list[Run], file: Path, workers: int, here: bool = False) -> list[dict]:
+def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
     """The rows of the runs, in their order. Those that the file lacks are made, `workers` at a
-    time; `here`: the rows of other machines do not count."""
+    time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     rows = log.cut_rows(file, lambda row: True)
-    rows = [row for row in rows if not here or row["machine"] == machine()]
     missing = [run for run in dict.fromkeys(runs) if not any(map(run.is_row, rows))]
     if missing:
         os.environ["OMP_NUM_THREADS"] = "1"  # the workers inherit it
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(workers, len(missing)), context, warm_up) as pool:
-            for done in as_completed([pool.submit(train_for, run) for run in missing]):
-                log.append_rows(file, [done.result()])
-                rows.append(done.result())
-                print(line(done.result()), flush=True)
+        with ProcessPoolExecutor(min(workers, len(missing)), context, start_worker) as pool:
+            try:
+                for done in as_completed([pool.submit(train_for, run) for run in missing]):
+                    log.append_rows(file, [done.result()])
+                    rows.append(done.result())
+                    print(line(done.result()), flush=True)
+            except BaseException:  # Ctrl-C, too: the runs that have not begun never will
+                pool.shutdown(cancel_futures=True)
+                raise
     return [next(filter(run.is_row, rows)) for run in runs]
 
 
 def line(row: dict) -> str:
     """A row, as it is shown when the run ends."""
-    steps = f"{row['steps']} steps in {row['seconds']:.1f} s" + " (paced)" * row["paced"]
     where = f"{row['setting']} {row['budget']:g} s seed {row['seed']}"
-    return f"{row['accuracy']:.3f}  {where}: {row['method']}, {steps}: {row['flags']}"
+    steps = f"{row['steps']} steps in {row['seconds']:.1f} s"
+    return f"{row['accuracy']:.3f}  {where}: {steps}, {row['flags']}"
 
 
-def warm_up() -> None:
-    """The first run of a process is slow: it loads libraries."""
-    train_for(Run("arithmetic", "", "--prompts-per-step 8", 0.1, 0, problems=(0, 1)))
+def start_worker() -> None:
+    """End with the parent, however it ends; and load libraries, which slows a first run down."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    train_for(Run("arithmetic", "", "--prompts-per-step 8", 0.1, 0), problems=1)
 
 
-def train_for(run: Run) -> dict:
-    """Make a run in this process; returns its row. One that cannot go on has the accuracy 0."""
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def train_for(run: Run, problems: int | None = None) -> dict:
+    """Make a run in this process, and evaluate it on at most so many problems; returns its row.
+
+    A run that cannot go on has the accuracy 0.
+    """
     args = [*SETTINGS[run.setting].split(), *run.flags.split(), "--seed", str(run.seed)]
-    args += ["--eval-problems", str(run.problems[1]), "--out-dir", "out-budget"]  # never written
+    args += ["--eval-problems", str(HELD_OUT), "--out-dir", "out-budget/never-written"]
     started, wall, times, tokens, failed = time.monotonic(), 0.0, [], 0, None
-    trainer = train.Trainer(config.parse_config(args))
     try:
+        trainer = train.Trainer(config.parse_config(args))
         for step in itertools.count(1):
-            planned = run.steps or plan(times, run.budget)
+            planned = plan(times, run.budget)
             if step > planned:
                 break
             trainer.cfg = replace(trainer.cfg, steps=planned)
@@ -113,34 +125,38 @@ def train_for(run: Run) -> dict:
             trainer.stop.held = False
             wall += row["step_time"]
             tokens += row["tokens/generated"]
-        rewards = evaluate(trainer, run)
-    except InputError as problem:  # a loss that is not finite
+        rewards = evaluate(trainer, run, problems)
+    except (InputError, FloatingPointError) as problem:  # such as a loss that is not finite
         failed, rewards = str(problem), torch.zeros(1, EVAL_K)
-    return {
-        "setting": run.setting, "method": run.method, "flags": run.flags, "budget": run.budget,
-        "seed": run.seed, "paced": run.steps is None, "steps": len(times),
-        "seconds": round(sum(times), 3), "accuracy": round(evaluation.avg_at_k(rewards), 5),
-        "problems": len(rewards), "tokens": int(tokens), "failed": failed,
-        "wall_of_steps": round(wall, 3), "wall": round(time.monotonic() - started, 2),
-        "machine": machine(), **this_code(),
+    return vars(run) | {
+        "steps": len(times), "seconds": round(sum(times), 3), "wall_of_steps": round(wall, 3),
+        "accuracy": round(evaluation.avg_at_k(rewards), 5), "problems": len(rewards),
+        "tokens": int(tokens), "failed": failed, "wall": round(time.monotonic() - started, 2),
+        "machine": machine(), **CODE,
     }  # fmt: skip
 
 
 def plan(times: list[float], budget: float) -> int:
-    """How many steps a paced run will make, from the seconds of those that it has made."""
+    """How many steps a run will have, from the seconds of those that it has made."""
     if not times:
         return 1000
     left = budget - sum(times)
     return len(times) + max(0, round(left / statistics.mean(times[-PACE:])))
 
 
-def evaluate(trainer: train.Trainer, run: Run) -> torch.Tensor:
-    """Rewards [problems, EVAL_K] of the trained policy on the run's held-out problems."""
-    t, part = trainer, slice(*run.problems)
+def evaluate(trainer: train.Trainer, run: Run, problems: int | None) -> torch.Tensor:
+    """Rewards [problems, EVAL_K] of the trained policy on the problems of the race or search."""
+    t = trainer
+    texts = [problem.text for problem in t.eval_set]
+    chosen = range(REPORTED)
+    if run.search:
+        reported = set(texts[:REPORTED])
+        chosen = [i for i, text in enumerate(texts) if text not in reported][:SEARCHED]
+    chosen = chosen[:problems]
     ranks.refresh(t.policy, t.model)
-    problems, ids = t.eval_set[part], t.eval_ids[part]
-    options = {"k": EVAL_K, "seed": dppo.seed_for(run.seed, "final"), "keys": range(len(ids))}
-    args = (t.policy, t.tokenizer, problems, ids, t.eval_reward, t.sampling)
+    columns = ([table[i] for i in chosen] for table in (t.eval_set, t.eval_ids))
+    options = {"k": EVAL_K, "seed": dppo.seed_for(run.seed, "final"), "keys": chosen}
+    args = (t.policy, t.tokenizer, *columns, t.eval_reward, t.sampling)
     rewards, _truncated = evaluation.sample_rewards(*args, **options)
     return rewards
 

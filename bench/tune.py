@@ -7,8 +7,8 @@ The search: for each method, the flags that are most accurate after a budget of 
 Random search with successive halving (Jamieson and Talwalkar, arXiv:1502.07943), and with children
 of the best, in each setting at two budgets:
 
-- at the smaller one, 2 known and 24 random configurations and then 12 children of the best 4 of
-  them have a run each. The best 8 of all have a second seed, and the best 3 two more.
+- at the smaller one, 24 random configurations and then 12 children of the best 4 of them have a run
+  each. The best 8 of all have a second seed, and the best 3 two more.
 - at the larger one, the best 5 of the smaller one and then 5 children of their best 3 have a run,
   the best 3 a second seed, and the best 2 a third.
 
@@ -16,11 +16,12 @@ A child has each flag from one of its parents, and a learning rate that is up to
 smaller for its batch. A configuration's score is its mean accuracy over its seeds; the winner is
 the best of those with most seeds.
 
-All methods have as many trials with the same budgets, so the same seconds. The i-th random ones of
-all methods share the prompts and completions that a step samples, the learning rate, beta2, the
-clip by norm, the loss and the schedule. Those with a pruning have rates besides, and no more trials
-for them. Seeds begin at 100 and held-out problems at 1000: the race has others. Trials that fail
-count as accuracy 0. Every trial is a row of the file, and the same command goes on.
+All methods have as many trials at the same budgets, so the same seconds. The i-th random ones of
+all methods share the prompts and completions that a step samples, the learning rate, warm-up,
+beta2, clip by norm, loss and schedule. Methods that prune also draw their rates, from the same
+number of trials. GRPO leaves out the terms that are exactly 0; PODS and CPPO train on those that
+their rules keep. Seeds begin at 100, and no problem of the race is evaluated. Trials that fail
+count as accuracy 0. Every trial is a row of the file; the same command resumes after a stop.
 """
 
 import functools
@@ -50,6 +51,7 @@ CHOICES = (  # flags that all methods have, each with its default first
     ("", " --loss dr_grpo"),
     ("", " --grad-clip 0"),
     ("", " --adam-beta2 0.95"),
+    ("", " --warmup 1"),
 )
 BLOCKS = (  # flags that a child takes from the same parent
     ("--method", "--prompts-per-step", "--group-size", "--prompt-prune-rate"),
@@ -58,30 +60,9 @@ BLOCKS = (  # flags that a child takes from the same parent
     ("--loss",),
     ("--grad-clip",),
     ("--adam-beta2",),
+    ("--warmup",),
 )
-KNOWN = {  # two of each method that a first search of as many trials had found, or their like
-    "grpo": (
-        "grpo_zero --prompts-per-step 64 --group-size 2 --lr 0.00087 --loss dr_grpo "
-        "--adam-beta2 0.95",
-        "grpo_zero --prompts-per-step 128 --group-size 4 --lr 0.0011 --lr-schedule constant "
-        "--loss dr_grpo",
-    ),
-    "pps": (
-        "pps --prompts-per-step 128 --group-size 8 --prompt-prune-rate 0.75 "
-        "--completion-prune-rate 0.9 --lr 0.00066 --lr-schedule constant",
-        "pps --prompts-per-step 256 --group-size 8 --prompt-prune-rate 0.75 "
-        "--completion-prune-rate 0.9 --lr 0.001 --loss dr_grpo --adam-beta2 0.95",
-    ),
-} | {
-    rival: (
-        f"{rival} --prompts-per-step 64 --group-size 4 --completion-prune-rate 0.5 --lr 0.00087 "
-        "--loss dr_grpo --adam-beta2 0.95",
-        f"{rival} --prompts-per-step 128 --group-size 4 --completion-prune-rate 0.7 --lr 0.0011 "
-        "--lr-schedule constant --loss dr_grpo",
-    )
-    for rival in ("pods", "cppo")
-}  # fmt: skip
-FACTORS = (0.5, 3.0)  # learning rates, over 6e-4 x root of the completions of a step over 512
+FACTORS = (0.5, 6.0)  # learning rates, over 6e-4 x root of the completions of a step over 512
 
 
 def main(
@@ -102,7 +83,7 @@ def main(
     timed.check_names("--methods", methods, METHODS)
     timed.check_names("--settings", settings, BUDGETS)
     spent = sum(map(seconds, settings)) * len(methods)
-    print(f"{spent} seconds of one thread, and about a quarter more for evaluations")
+    print(f"{spent} seconds of one thread, and a tenth to a quarter more for evaluations")
     for setting, later, rung in itertools.product(settings, (False, True), range(4)):
         rows = log.read_rows(file)
         found = [trials(setting, name, later, rung, rows) for name in methods]
@@ -111,55 +92,56 @@ def main(
     rows = log.read_rows(file)
     for setting in settings:
         for limit, name in itertools.product(BUDGETS[setting], methods):
-            print(f"{setting}, {limit} s, {name}: {ranking(rows, setting, name, limit)[0]}")
+            print(f"{setting}, {limit} s, {name}: {ranking(tried(rows, setting, name, limit))[0]}")
 
 
 def seconds(setting: str) -> int:
     """Budgets of all trials of a method in a setting."""
     first, later = (sum(n * more for n, more in rungs) for rungs in (SEEDS, SEEDS_LATER))
     small, large = BUDGETS[setting]
-    return (2 + RANDOM + CHILDREN + first) * small + (PROMOTED + CHILDREN_LATER + later) * large
+    return (RANDOM + CHILDREN + first) * small + (PROMOTED + CHILDREN_LATER + later) * large
 
 
 def trials(setting: str, method: str, later: bool, rung: int, rows: list[dict]) -> list[Run]:
     """The runs of one of four rungs. The rows of its own runs do not change its configurations,
     because the search may have been stopped among them."""
     limit = BUDGETS[setting][later]
-    ranked = lambda *rest: ranking(rows, setting, method, *rest)
+    own = tried(rows, setting, method, limit)
     if later:
-        old = ranked(BUDGETS[setting][0])[:PROMOTED]
+        old = ranking(tried(rows, setting, method, BUDGETS[setting][0]))[:PROMOTED]
     else:
-        known = [f"--method {flags}" for flags in KNOWN[method]]
-        old = known + configurations(setting, method, limit, RANDOM)
+        old = configurations(setting, method, limit, RANDOM)
     first, more = FIRST_SEED, 1
     if rung == 0:
         flags = old
     elif rung == 1:
-        best = [one for one in ranked(limit, FIRST_SEED + 1) if one in old]
+        best = [one for one in ranking(own, FIRST_SEED + 1) if one in old]
         parents, count = ((PARENTS, CHILDREN), (PARENTS_LATER, CHILDREN_LATER))[later]
         flags = children(best[:parents], count, f"{setting} {limit} {method}", old)
     else:
         rungs = (SEEDS, SEEDS_LATER)[later]
         first += 1 + sum(seeds for _, seeds in rungs[: rung - 2])
         count, more = rungs[rung - 2]
-        flags = ranked(limit)[:count]
+        flags = ranking(own)[:count]
     pairs = itertools.product(range(first, first + more), flags)
-    make = lambda seed, one: Run(setting, method, one, limit, seed, problems=timed.SEARCHED)
+    make = lambda seed, one: Run(setting, method, one, limit, seed, search=True)
     return list(itertools.starmap(make, pairs))
 
 
-def ranking(
-    rows: list[dict], setting: str, method: str, limit: float, before: float = math.inf
-) -> list[str]:
-    """Flags that were tried at a budget: those with more seeds first, then by mean accuracy. Only
-    seeds below `before` count."""
+def tried(rows: list[dict], setting: str, method: str, limit: float) -> list[dict]:
+    """The trials of a method at a budget."""
+    names = ("setting", "method", "budget")
+    return [row for row in rows if [row[name] for name in names] == [setting, method, limit]]
+
+
+def ranking(trials: list[dict], before: float = math.inf) -> list[str]:
+    """Their flags: those with more seeds first, then by mean accuracy. Only seeds below `before`
+    count."""
     found = {}
-    for row in rows:
-        same = (row["setting"], row["method"], row["budget"]) == (setting, method, limit)
-        if same and row["seed"] < before:
+    for row in trials:
+        if row["seed"] < before:
             found.setdefault(row["flags"], []).append(row["accuracy"])
-    order = lambda flags: (-len(found[flags]), -statistics.mean(found[flags]))
-    return sorted(found, key=order)
+    return sorted(found, key=lambda one: (-len(found[one]), -statistics.mean(found[one])))
 
 
 def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list[str]:
@@ -167,16 +149,15 @@ def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list
 
     InputError if there are none, or if a search has not ended.
     """
-    rows, found = log.read_rows(file), []
+    found = []
     for limit, rungs in zip(BUDGETS[setting], (SEEDS, SEEDS_LATER), strict=True):
         if 0.5 <= budget / limit <= 2:
-            best, count = ranking(rows, setting, method, limit), 1 + sum(more for _, more in rungs)
-            same = (setting, method, limit, best[0] if best else "")
-            names = ("setting", "method", "budget", "flags")
-            if sum(tuple(row[name] for name in names) == same for row in rows) < count:
+            own = tried(log.read_rows(file), setting, method, limit)
+            last = FIRST_SEED + sum(more for _, more in rungs)  # the seed of the last runs
+            if sum(row["seed"] == last for row in own) < rungs[-1][0]:
                 command = f"python -m bench tune --methods {method} --settings {setting}"
                 raise InputError(f"{file} has no whole search at {limit} s; run {command}")
-            found += best[:1]
+            found.append(ranking(own)[0])
     if not found:
         limits = " and ".join(map(str, BUDGETS[setting]))
         raise InputError(

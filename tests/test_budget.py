@@ -2,10 +2,16 @@
 
 import itertools
 import math
+import os
 import re
+import subprocess
+import sys
+import time
 import zlib
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -21,9 +27,12 @@ from runtime import InputError, log
 
 @pytest.fixture
 def clock(monkeypatch, small_runs):
-    """A tiny run whose every step takes the seconds that it names; `seen` has the steps planned."""
+    """A tiny run whose every step takes 0.3 s; returns the steps that each has planned."""
     seen, now = [], itertools.accumulate(itertools.cycle([0.0, 0.3]))
     monkeypatch.setattr(timed.time, "process_time", lambda: next(now))
+    monkeypatch.setattr(timed, "HELD_OUT", 40)
+    monkeypatch.setattr(timed, "REPORTED", 20)
+    monkeypatch.setattr(timed, "SEARCHED", 5)
     real = train.Trainer.step
     monkeypatch.setattr(
         train.Trainer, "step", lambda self, n: seen.append(self.cfg.steps) or real(self, n)
@@ -31,22 +40,16 @@ def clock(monkeypatch, small_runs):
     return seen
 
 
-def test_a_paced_run_ends_with_its_budget(clock):
+def test_a_run_ends_with_its_budget(clock):
     """Ten steps of 0.3 s fill 3 s, and the schedule ends there. Catches a plan from the budget's
-    start alone, seconds of the evaluation, and a schedule that ends elsewhere."""
-    row = timed.train_for(Run("arithmetic", "grpo", "--lr 1e-4", 3.0, 100, problems=(2, 5)))
-    assert (row["steps"], row["seconds"], row["paced"]) == (10, 3.0, True)
-    assert clock == [1000] + [10] * 9
-    assert (row["problems"], row["failed"]) == (3, None)
-    assert 0 < row["wall_of_steps"] < row["wall"]
-
-
-def test_a_planned_run_makes_its_steps(clock):
-    """However long they take. Catches a run that looks at the clock, and another seed's draws."""
-    rows = [timed.train_for(Run("arithmetic", "pps", "", 3.0, seed, 4)) for seed in (0, 0, 1)]
-    assert clock == [4] * 12
-    assert [row["seconds"] for row in rows] == pytest.approx([1.2] * 3)
-    assert all((row["steps"], row["paced"]) == (4, False) for row in rows)
+    start alone, seconds of the evaluation, a schedule that ends elsewhere, and another seed's
+    draws."""
+    runs = [Run("arithmetic", "pps", "--lr 1e-4", 3.0, seed) for seed in (0, 0, 1)]
+    rows = [timed.train_for(run) for run in runs]
+    assert clock == ([1000] + [10] * 9) * 3
+    for row in rows:
+        assert (row["steps"], row["seconds"], row["problems"], row["failed"]) == (10, 3.0, 20, None)
+        assert 0 < row["wall_of_steps"] < row["wall"]
     same = [(row["tokens"], row["accuracy"]) for row in rows]
     assert same[0] == same[1] != same[2]
 
@@ -61,8 +64,8 @@ def test_plan():
     assert timed.plan([2.0], 3.1) == 2
 
 
-def test_it_evaluates_on_its_own_problems(clock, monkeypatch):
-    """Catches a search that sees the problems of the race."""
+def test_a_search_evaluates_on_other_problems(clock, monkeypatch):
+    """Catches a search that sees the problems of the race, under their numbers or others."""
     asked = []
     real = timed.evaluation.sample_rewards
 
@@ -71,20 +74,28 @@ def test_it_evaluates_on_its_own_problems(clock, monkeypatch):
         return real(policy, tokenizer, problems, *rest, **options)
 
     monkeypatch.setattr(timed.evaluation, "sample_rewards", sample)
-    timed.train_for(Run("arithmetic", "grpo", "", 0.3, 100, problems=(2, 5)))
-    assert asked == [[arithmetic.problem("heldout", i)[0] for i in (2, 3, 4)]]
-    assert timed.REPORTED[1] <= timed.SEARCHED[0]
+    for search in (False, True):
+        timed.train_for(Run("arithmetic", "grpo", "", 0.3, 100, search))
+    texts = [arithmetic.problem("heldout", i)[0] for i in range(40)]
+    assert asked[0] == texts[:20]
+    assert len(asked[1]) == 5
+    assert {*asked[1]} <= {*texts[20:]} - {*texts[:20]}
+    assert {*texts[:20]} & {*texts[20:]}, "some problems are there twice"
 
 
 def test_a_run_that_fails_is_a_row(small_runs, monkeypatch):
     """Accuracy 0, and what was wrong. Catches a search that a large learning rate ends."""
 
-    def fails(self, step):
-        raise InputError(f"step {step} is not finite")
+    for error in (InputError, FloatingPointError):
 
-    monkeypatch.setattr(train.Trainer, "step", fails)
-    row = timed.train_for(Run("arithmetic", "grpo", "--lr 9", 3.0, 100))
-    assert (row["accuracy"], row["failed"]) == (0.0, "step 1 is not finite")
+        def fails(self, step, error=error):
+            raise error(f"step {step} is not finite")
+
+        monkeypatch.setattr(train.Trainer, "step", fails)
+        row = timed.train_for(Run("arithmetic", "grpo", "--lr 9", 3.0, 100))
+        assert (row["accuracy"], row["failed"]) == (0.0, "step 1 is not finite")
+    row = timed.train_for(Run("arithmetic", "grpo", "--lr -1", 3.0, 100))
+    assert "must be above 0" in row["failed"]
 
 
 # ---------------------------------------------------------------------------- many runs
@@ -97,13 +108,11 @@ def fake(monkeypatch):
 
     def train_for(run):
         made.append(run)
-        keys = (run.flags, (run.flags, run.budget), (run.flags, run.budget, run.seed))
-        accuracy = sum(map(hash_of, keys)) / 3
-        return {
-            "setting": run.setting, "method": run.method, "flags": run.flags, "budget": run.budget,
-            "seed": run.seed, "paced": run.steps is None, "steps": run.steps or 7,
-            "seconds": run.budget, "accuracy": accuracy, "machine": timed.machine(),
-        }  # fmt: skip
+        parts = [(run.flags,), (run.flags, run.budget), (run.flags, run.budget, run.seed)]
+        accuracy = (
+            sum(share * hash_of(part) for share, part in zip((1, 4, 4), parts, strict=True)) / 9
+        )
+        return vars(run) | {"accuracy": accuracy, "steps": 7, "seconds": 1.0}
 
     class Pool:
         def __init__(self, *_args):
@@ -113,6 +122,9 @@ def fake(monkeypatch):
             return self
 
         def __exit__(self, *_error):
+            pass
+
+        def shutdown(self, **_options):
             pass
 
         def submit(self, work, run):
@@ -131,37 +143,76 @@ def hash_of(thing):
     return zlib.crc32(repr(thing).encode()) / 2**32
 
 
-def test_workers(tmp_path, monkeypatch, capsys):
+def test_workers(tmp_path, monkeypatch):
     """Two real processes with one thread each. Catches workers that use all cores, a half-written
     line that stays, and rows in another order than the runs."""
-    file = tmp_path / "rows.jsonl"
+    file = tmp_path / "made" / "rows.jsonl"
+    file.parent.mkdir()
     file.write_text('{"setting": "arith')
-    flags = "--prompts-per-step 4 --group-size 4"
-    runs = [Run("arithmetic", "grpo", flags, 9.0, seed, 1, problems=(0, 2)) for seed in (0, 1)]
+    flags = "--prompts-per-step 4 --group-size 2 --max-new-tokens 2"
+    runs = [Run("arithmetic", "grpo", flags, 0.1, seed, search=True) for seed in (0, 1)]
     rows = timed.make(runs, file, workers=2)
-    assert [(row["seed"], row["steps"]) for row in rows] == [(0, 1), (1, 1)]
+    assert [row["seed"] for row in rows] == [0, 1]
+    assert all(row["steps"] > 0 and row["failed"] is None for row in rows)
     assert sorted(row["seed"] for row in log.read_rows(file)) == [0, 1]
     assert timed.os.environ["OMP_NUM_THREADS"] == "1"
     monkeypatch.setattr(timed, "ProcessPoolExecutor", lambda *_: pytest.fail("made again"))
     assert timed.make(runs[::-1], file, 2) == rows[::-1]
 
 
+def test_workers_end_with_their_parent(tmp_path):
+    """Killed with -9. Catches workers that go on beside the next start, and record nothing."""
+    program = (
+        "from pathlib import Path\nfrom bench import timed\n"
+        "if __name__ == '__main__':\n"
+        "    runs = [timed.Run('arithmetic', '', '', 900, seed) for seed in (0, 1)]\n"
+        f"    timed.make(runs, Path({str(tmp_path)!r}, 'rows.jsonl'), 2)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    parent = subprocess.Popen([sys.executable, tmp_path / "program.py"], env=environment)
+    workers = []
+    while len(workers) < 2:
+        time.sleep(0.5)
+        assert parent.poll() is None
+        found = ["pgrep", "-f", "-P", str(parent.pid), "spawn_main"]
+        found = subprocess.run(found, capture_output=True, text=True, check=False).stdout
+        workers = [int(number) for number in found.split()]
+    time.sleep(2)
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        alive = [number for number in workers if Path(f"/proc/{number}").exists()]
+        if not alive:
+            return
+        time.sleep(0.5)
+    pytest.fail(f"{alive} are alive")
+
+
+def test_a_stop_cancels_the_rest(fake, tmp_path, monkeypatch):
+    """Catches a Ctrl-C that makes all runs that were planned and records none."""
+    stops = []
+    monkeypatch.setattr(
+        timed.ProcessPoolExecutor, "shutdown", lambda _, **given: stops.append(given)
+    )
+    monkeypatch.setattr(log, "append_rows", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        timed.make([Run("arithmetic", "pps", "", 10, 0)], tmp_path / "rows.jsonl", 2)
+    assert stops == [{"cancel_futures": True}]
+
+
 def test_rows_that_do_not_stand_for_a_run(fake, tmp_path):
-    """Catches a row of other flags, another budget, seed or setting, a paced row in place of a
-    planned one, and another machine's plan."""
+    """Catches a row of other flags, another budget, seed, setting or method, and a search's row in
+    place of the race's."""
     file = tmp_path / "rows.jsonl"
-    run = Run("arithmetic", "pps", "--lr 1", 10, 0, 7)
-    row, _same = timed.make([run, run], file, 2)
+    run = Run("arithmetic", "pps", "--lr 1", 10, 0)
+    timed.make([run, replace(run, budget=10.0)], file, 2)
     assert fake == [run], "once"
-    changes = {"setting": "arithmetic-mixed", "flags": "", "budget": 20, "seed": 1, "steps": None}
+    changes = {"setting": "arithmetic-mixed", "method": "grpo", "flags": "", "budget": 20}
+    changes |= {"seed": 1, "search": True}
     others = [replace(run, **{name: value}) for name, value in changes.items()]
     timed.make(others, file, 2)
     assert fake == [run, *others]
-    log.write_rows(file, [row | {"machine": "another"}])
-    timed.make([run], file, 2)
-    assert len(fake) == 6
-    timed.make([run], file, 2, here=True)
-    assert len(fake) == 7
 
 
 # ---------------------------------------------------------------------------- the search
@@ -220,7 +271,7 @@ def is_child(flags, parents):
 
 
 def test_halving(fake, tmp_path, capsys):
-    """38 runs, then 8 and 2 x 3 more; 10, 3 and 2 with the larger budget; seeds from 100.
+    """36 runs, then 8 and 2 x 3 more; 10, 3 and 2 with the larger budget; seeds from 100.
 
     Catches a rung that keeps the worse ones, a method with more trials, candidates of the larger
     budget that are all new, parents that are not the best, and a winner with fewer seeds.
@@ -234,7 +285,7 @@ def test_halving(fake, tmp_path, capsys):
             sum(r["budget"] == one and r["seed"] == seed for r in own)
             for one, seed in itertools.product((10, 40), (100, 101, 102, 103))
         ]
-        assert counts == [38, 8, 3, 3, 10, 3, 2, 0]
+        assert counts == [36, 8, 3, 3, 10, 3, 2, 0]
         at = lambda one, seed, own=own: [
             r["flags"] for r in own if (r["budget"], r["seed"]) == (one, seed)
         ]
@@ -243,8 +294,8 @@ def test_halving(fake, tmp_path, capsys):
         assert set(at(10, 102)) == set(at(10, 103)) <= set(at(10, 101))
         assert len(set(at(40, 100)) & set(score)) == 5
         assert set(at(10, 102)) <= set(at(40, 100))
-        parents = sorted(at(10, 100)[:26], key=score.get)[-4:]
-        assert all(is_child(one, parents) for one in at(10, 100)[26:])
+        parents = sorted(at(10, 100)[:24], key=score.get)[-4:]
+        assert all(is_child(one, parents) for one in at(10, 100)[24:])
         later = {r["flags"]: r["accuracy"] for r in own if (r["budget"], r["seed"]) == (40, 100)}
         parents = sorted(at(40, 100)[:5], key=later.get)[-3:]
         assert all(is_child(one, parents) for one in at(40, 100)[5:])
@@ -256,7 +307,7 @@ def test_halving(fake, tmp_path, capsys):
         assert f"arithmetic, 40 s, {method}: {forty}\n" in said
     spent = sum(row["budget"] for row in rows)
     assert said.startswith(f"{spent} seconds")
-    assert {run.problems for run in fake} == {timed.SEARCHED}
+    assert all(run.search for run in fake)
     order = [run.method for run in fake]
     assert order == ["grpo", "pps"] * (len(order) // 2), "methods take turns"
 
@@ -273,7 +324,7 @@ def test_a_killed_search_goes_on(fake, tmp_path, monkeypatch, kills):
     """The same rows as a search that was not killed. Catches rungs that are chosen anew by what
     their own first runs have shown, and trials that are repeated."""
     search(tmp_path)
-    whole = (tmp_path / "tune.jsonl").read_text()
+    whole = sorted((tmp_path / "tune.jsonl").read_text().splitlines())
     (tmp_path / "tune.jsonl").unlink()
     fake.clear()
     real = log.append_rows
@@ -289,7 +340,7 @@ def test_a_killed_search_goes_on(fake, tmp_path, monkeypatch, kills):
         with pytest.raises(KeyboardInterrupt):
             search(tmp_path)
     search(tmp_path)
-    assert (tmp_path / "tune.jsonl").read_text() == whole
+    assert sorted((tmp_path / "tune.jsonl").read_text().splitlines()) == whole
     monkeypatch.setattr(timed, "train_for", lambda _run: pytest.fail("repeated"))
     search(tmp_path)
 
@@ -303,6 +354,9 @@ def test_winners_of_an_unfinished_search(fake, tmp_path):
     with pytest.raises(InputError, match="no whole search at 10 s; run python -m bench tune"):
         tune.winners("arithmetic", "grpo", 10, file)
     rows = log.read_rows(file)
+    log.write_rows(file, rows[:-1])
+    with pytest.raises(InputError, match="no whole search at 40 s"):
+        tune.winners("arithmetic", "pps", 40, file)
     log.write_rows(file, [row for row in rows if row["seed"] < 103])
     with pytest.raises(InputError, match="no whole search at 10 s"):
         tune.winners("arithmetic", "pps", 10, file)
@@ -312,52 +366,52 @@ def test_winners_of_an_unfinished_search(fake, tmp_path):
 # ---------------------------------------------------------------------------- the race
 
 
-def race(tmp_path, monkeypatch, **options):
-    monkeypatch.setattr(tune.winners, "__defaults__", (tmp_path / "tune.jsonl",))
+def race(tmp_path, **options):
     budget.main(file=tmp_path / "race.jsonl", **options)
     return log.read_rows(tmp_path / "race.jsonl")
 
 
 def test_the_race(fake, tmp_path, monkeypatch, capsys):
-    """The better winner is raced at a budget between two, with as many steps as its paced run.
+    """The better winner is raced at a budget between two.
 
     Catches the worse one, a race on seeds or problems of the search, more seeds for a method, and
     methods that do not take turns.
     """
-    search(tmp_path)
-    file = tmp_path / "tune.jsonl"
-    between = {name: tune.winners("arithmetic", name, 20, file) for name in ("pps", "grpo")}
-    ten, forty = between["pps"]
-    assert ten != forty
-    fake.clear()
-    rows = race(tmp_path, monkeypatch, methods="pps,grpo,grpo-32x16", budgets=(5, 20))
-    paced = [run for run in fake if run.steps is None]
-    assert len(paced) == 3 + 2 + len({*between["grpo"]}) + 1
-    assert all((run.seed, run.problems) == (100, timed.SEARCHED) for run in paced)
-    planned = [run for run in fake if run.steps]
-    assert all((run.steps, run.problems) == (7, timed.REPORTED) for run in planned)
-    assert [run.seed for run in planned[:7]] == [0, 0, 0, 1, 1, 1, 2]
-    assert [run.method for run in planned] == ["pps", "grpo", "grpo-32x16"] * (10 + 5)
-    assert [run.budget for run in planned] == [5] * 30 + [20] * 15
-    best = max(
-        (ten, forty),
-        key=lambda one: next(
-            r["accuracy"] for r in rows if r["paced"] and r["budget"] == 20 and r["flags"] == one
-        ),
-    )
-    assert {run.flags for run in planned if (run.method, run.budget) == ("pps", 20)} == {best}
+    found = lambda setting, method, one: [f"{method} --lr 1", f"{method} --lr 2"][: 1 + (one > 9)]
+    monkeypatch.setattr(tune, "winners", found)
+    rows = race(tmp_path, methods="pps,grpo,grpo-32x16", budgets=(5, 20))
+    contests = [run for run in fake if run.search]
+    assert [(run.seed, run.budget) for run in contests] == [(100, 20)] * 4
+    raced = [run for run in fake if not run.search]
+    assert [run.seed for run in raced[:7]] == [0, 0, 0, 1, 1, 1, 2]
+    assert [run.method for run in raced] == ["pps", "grpo", "grpo-32x16"] * (10 + 5)
+    assert [run.budget for run in raced] == [5] * 30 + [20] * 15
+    for name in ("pps", "grpo"):
+        own = [row for row in rows if row["search"] and row["method"] == name]
+        best = max(own, key=lambda row: row["accuracy"])["flags"]
+        assert {run.flags for run in raced if (run.method, run.budget) == (name, 20)} == {best}
     count = len(fake)
     said = capsys.readouterr().out
-    race(tmp_path, monkeypatch, methods="pps,grpo", budgets=(5, 20), table=True)
+    race(tmp_path, methods="pps,grpo", budgets=(5, 20), table=True)
     assert capsys.readouterr().out.strip() in said
-    race(tmp_path, monkeypatch, methods="pps,grpo", budgets=(5, 20))
+    race(tmp_path, methods="pps,grpo", budgets=(5, 20))
     assert len(fake) == count, "finished runs are not repeated"
 
 
-def rows_of(method, accuracy, seconds=10.0, one=10, paced=False, setting="arithmetic"):
+def test_a_missing_search_is_reported_first(fake, tmp_path, monkeypatch):
+    """Catches a race that finds out after its first setting."""
+    search(tmp_path)
+    fake.clear()
+    monkeypatch.setattr(tune.winners, "__defaults__", (tmp_path / "tune.jsonl",))
+    with pytest.raises(InputError, match="no whole search at 20 s"):
+        race(tmp_path, settings=("arithmetic", "arithmetic-mixed"), budgets=(20,))
+    assert fake == []
+
+
+def rows_of(method, accuracy, one=10, flags="", setting="arithmetic", search=False):
     return [
-        {"setting": setting, "method": method, "budget": one, "seed": seed, "paced": paced,
-         "seconds": seconds, "accuracy": value}
+        {"setting": setting, "method": method, "flags": flags, "budget": one, "seed": seed,
+         "search": search, "accuracy": value}
         for seed, value in enumerate(accuracy)
     ]  # fmt: skip
 
@@ -365,15 +419,14 @@ def rows_of(method, accuracy, seconds=10.0, one=10, paced=False, setting="arithm
 def test_the_table():
     """By hand: pps 0.7, 0.8, 0.9 and GRPO 0.5, 0.7, 0.6, differences 0.2, 0.1, 0.3.
 
-    Catches unpaired differences, normal quantiles, runs beyond a tenth of their budget, paced runs,
-    another setting's, and a comparison with half of the time in place of twice.
+    Catches unpaired differences, normal quantiles, runs of a search, of flags that are no longer
+    raced and of another setting, and a comparison with half of the time in place of twice.
     """
-    rows = rows_of("pps", (0.7, 0.8, 0.9)) + rows_of("grpo", (0.5, 0.7, 0.6))
-    rows += rows_of("pps", (0.0,) * 9, seconds=11.1) + rows_of("pps", (0.0,) * 9, seconds=8.9)
-    rows = rows[3:] + rows[:3]  # the later row of a seed would win
-    rows += rows_of("pps", (0.0,) * 9, paced=True)
+    rows = rows_of("pps", (0.1,) * 9, flags="--lr 1")
+    rows += rows_of("pps", (0.7, 0.8, 0.9)) + rows_of("grpo", (0.5, 0.7, 0.6))
+    rows += rows_of("pps", (0.0,) * 9, search=True)
     rows += rows_of("pps", (0.0,) * 9, setting="arithmetic-mixed")
-    rows += rows_of("grpo", (0.65, 0.95), one=20, seconds=21.0)
+    rows += rows_of("grpo", (0.65, 0.95), one=20)
     table = budget.as_table(rows, "arithmetic").splitlines()
     cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in table}
     assert cells["seconds"] == ["10", "20"]
