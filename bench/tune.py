@@ -7,13 +7,14 @@ The search: for each method, the flags that are most accurate after a budget of 
 Random search with successive halving (Jamieson and Talwalkar, arXiv:1502.07943), and with children
 of the best, in each setting at two budgets:
 
-- at the smaller one, 24 random configurations and then 12 children of the best 4 of them have a run
+- at the smaller one, 16 random configurations and then three generations of 8 children have a run
   each. The best 8 of all have a second seed, and the best 3 two more.
-- at the larger one, the best 5 of the smaller one and then 5 children of their best 3 have a run,
-  the best 3 a second seed, and the best 2 a third.
+- at the larger one, the best 5 of the smaller one and then two generations of 3 children have a
+  run, the best 3 a second seed, and the best 2 a third.
 
-A child has each flag from one of its parents, and a learning rate that is up to 1.4 times larger or
-smaller for its batch. A configuration's score is its mean accuracy over its seeds; the winner is
+A child has each flag from one of the best 4 so far, and a learning rate that is up to 1.4 times
+larger or smaller for its batch; at the larger budget, every third samples twice as many prompts. A
+configuration's score is its mean accuracy over its seeds; the winner is
 the best of those with most seeds.
 
 All methods have as many trials at the same budgets, so the same seconds. The i-th random ones of
@@ -41,10 +42,10 @@ from runtime import InputError, log
 FILE = Path("runs/tune.jsonl")
 METHODS = ("grpo", "pps", "pods", "cppo")
 BUDGETS = {"arithmetic": (10, 40), "arithmetic-mixed": (20, 80)}  # seconds; the race has others
-RANDOM, CHILDREN, PARENTS = 24, 12, 4  # configurations at the smaller budget
-PROMOTED, CHILDREN_LATER, PARENTS_LATER = 5, 5, 3  # and at the larger one
-SEEDS = ((8, 1), (3, 2))  # then, twice: how many of the best have how many seeds more
-SEEDS_LATER = ((3, 1), (2, 1))
+RANDOM, PROMOTED = 16, 5  # configurations that the smaller and the larger budget begin with
+CHILDREN = ((8, 8, 8), (3, 3))  # of each generation, at the smaller and the larger budget
+PARENTS = 4
+SEEDS = (((8, 1), (3, 2)), ((3, 1), (2, 1)))  # then: how many of the best have how many more seeds
 FIRST_SEED = 100
 CHOICES = (  # flags that all methods have, each with its default first
     ("", " --lr-schedule cosine", " --lr-schedule constant"),
@@ -62,7 +63,7 @@ BLOCKS = (  # flags that a child takes from the same parent
     ("--adam-beta2",),
     ("--warmup",),
 )
-FACTORS = (0.5, 6.0)  # learning rates, over 6e-4 x root of the completions of a step over 512
+FACTORS = (0.7, 5.0)  # learning rates, over 6e-4 x root of the completions of a step over 512
 
 
 def main(
@@ -84,11 +85,12 @@ def main(
     timed.check_names("--settings", settings, BUDGETS)
     spent = sum(map(seconds, settings)) * len(methods)
     print(f"{spent} seconds of one thread, and a tenth to a quarter more for evaluations")
-    for setting, later, rung in itertools.product(settings, (False, True), range(4)):
-        rows = log.read_rows(file)
-        found = [trials(setting, name, later, rung, rows) for name in methods]
-        runs = [run for turn in zip(*found, strict=True) for run in turn]  # methods take turns
-        timed.make(runs, file, workers)
+    for setting, later in itertools.product(settings, (False, True)):
+        for rung in range(rungs(later)):
+            rows = log.read_rows(file)
+            found = [trials(setting, name, later, rung, rows) for name in methods]
+            runs = [run for turn in zip(*found, strict=True) for run in turn]  # methods take turns
+            timed.make(runs, file, workers)
     rows = log.read_rows(file)
     for setting in settings:
         for limit, name in itertools.product(BUDGETS[setting], methods):
@@ -97,35 +99,52 @@ def main(
 
 def seconds(setting: str) -> int:
     """Budgets of all trials of a method in a setting."""
-    first, later = (sum(n * more for n, more in rungs) for rungs in (SEEDS, SEEDS_LATER))
-    small, large = BUDGETS[setting]
-    return (RANDOM + CHILDREN + first) * small + (PROMOTED + CHILDREN_LATER + later) * large
+    return sum(
+        (first + sum(children) + sum(count * more for count, more in seeds)) * limit
+        for limit, first, children, seeds in zip(
+            BUDGETS[setting], (RANDOM, PROMOTED), CHILDREN, SEEDS, strict=True
+        )
+    )
+
+
+def rungs(later: bool) -> int:
+    """How many rungs there are at a budget: the first one, generations, and more seeds."""
+    return 1 + len(CHILDREN[later]) + len(SEEDS[later])
 
 
 def trials(setting: str, method: str, later: bool, rung: int, rows: list[dict]) -> list[Run]:
-    """The runs of one of four rungs. The rows of its own runs do not change its configurations,
-    because the search may have been stopped among them."""
-    limit = BUDGETS[setting][later]
-    own = tried(rows, setting, method, limit)
-    if later:
-        old = ranking(tried(rows, setting, method, BUDGETS[setting][0]))[:PROMOTED]
-    else:
-        old = configurations(setting, method, limit, RANDOM)
+    """The runs of a rung. The rows of its own runs do not change its configurations, because the
+    search may have been stopped among them."""
+    limit, old = BUDGETS[setting][later], len(CHILDREN[later])
     first, more = FIRST_SEED, 1
-    if rung == 0:
-        flags = old
-    elif rung == 1:
-        best = [one for one in ranking(own, FIRST_SEED + 1) if one in old]
-        parents, count = ((PARENTS, CHILDREN), (PARENTS_LATER, CHILDREN_LATER))[later]
-        flags = children(best[:parents], count, f"{setting} {limit} {method}", old)
+    if rung <= old:
+        flags = generations(setting, method, later, rows)[rung]
     else:
-        rungs = (SEEDS, SEEDS_LATER)[later]
-        first += 1 + sum(seeds for _, seeds in rungs[: rung - 2])
-        count, more = rungs[rung - 2]
-        flags = ranking(own)[:count]
+        seeds = SEEDS[later][: rung - old]
+        (count, more), first = seeds[-1], first + 1 + sum(more for _, more in seeds[:-1])
+        flags = ranking(tried(rows, setting, method, limit))[:count]
     pairs = itertools.product(range(first, first + more), flags)
     make = lambda seed, one: Run(setting, method, one, limit, seed, search=True)
     return list(itertools.starmap(make, pairs))
+
+
+def generations(setting: str, method: str, later: bool, rows: list[dict]) -> list[list[str]]:
+    """The configurations of a budget: those that it begins with, and its generations, as far as the
+    rows of each one's parents are there."""
+    limit = BUDGETS[setting][later]
+    if later:
+        found = [ranking(tried(rows, setting, method, BUDGETS[setting][0]))[:PROMOTED]]
+    else:
+        found = [configurations(setting, method, limit, RANDOM)]
+    scores = ranking(tried(rows, setting, method, limit), FIRST_SEED + 1)
+    for number, count in enumerate(CHILDREN[later]):
+        known = list(itertools.chain(*found))
+        if not {*known} <= {*scores}:
+            break
+        best = [one for one in scores if one in known][:PARENTS]
+        key = f"{setting} {limit} {method} {number}"
+        found.append(children(best, count, key, known, 3 if later else 0))
+    return found
 
 
 def tried(rows: list[dict], setting: str, method: str, limit: float) -> list[dict]:
@@ -150,11 +169,11 @@ def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list
     InputError if there are none, or if a search has not ended.
     """
     found = []
-    for limit, rungs in zip(BUDGETS[setting], (SEEDS, SEEDS_LATER), strict=True):
+    for limit, seeds in zip(BUDGETS[setting], SEEDS, strict=True):
         if 0.5 <= budget / limit <= 2:
             own = tried(log.read_rows(file), setting, method, limit)
-            last = FIRST_SEED + sum(more for _, more in rungs)  # the seed of the last runs
-            if sum(row["seed"] == last for row in own) < rungs[-1][0]:
+            last = FIRST_SEED + sum(more for _, more in seeds)  # the seed of the last runs
+            if sum(row["seed"] == last for row in own) < seeds[-1][0]:
                 command = f"python -m bench tune --methods {method} --settings {setting}"
                 raise InputError(f"{file} has no whole search at {limit} s; run {command}")
             found.append(ranking(own)[0])
@@ -189,9 +208,11 @@ def configurations(setting: str, method: str, limit: float, count: int) -> list[
     return found
 
 
-def children(parents: list[str], count: int, key: str, known: list[str]) -> list[str]:
-    """`count` new flags. Each block comes from one parent. The learning rate keeps its ratio
-    to the root of a step's completions, times 0.7 to 1.4."""
+def children(
+    parents: list[str], count: int, key: str, known: list[str], larger: int = 0
+) -> list[str]:
+    """`count` new flags. Each block comes from one parent. The learning rate keeps its ratio to the
+    root of a step's completions, times 0.7 to 1.4. One in `larger` has twice the prompts."""
     rng, found = random.Random(f"children {key}"), []
     parsed = [dict(zip(*[iter(one.split())] * 2, strict=True)) for one in parents]
     while len(found) < count:
@@ -199,6 +220,9 @@ def children(parents: list[str], count: int, key: str, known: list[str]) -> list
         for block in BLOCKS:
             parent = rng.choice(parsed)
             child |= {name: parent[name] for name in block if name in parent}
+        prompts = int(child["--prompts-per-step"])
+        if larger and len(found) % larger == 0 and 2 * prompts <= arithmetic.TRAIN_PROBLEMS:
+            child["--prompts-per-step"] = str(2 * prompts)
         parent = rng.choice(parsed)
         factor = math.sqrt(completions(child) / completions(parent)) * 1.4 ** rng.uniform(-1, 1)
         child["--lr"] = f"{float(parent['--lr']) * factor:.2g}"

@@ -225,7 +225,7 @@ def test_configurations(setting):
     Catches a larger search for pps, other learning rates for it, batches counted before the
     pruning, and rates that are not spread.
     """
-    for limit, count in zip(tune.BUDGETS[setting], (24, 4), strict=True):
+    for limit, count in zip(tune.BUDGETS[setting], (tune.RANDOM, 4), strict=True):
         found = {name: tune.configurations(setting, name, limit, count) for name in tune.METHODS}
         for together in zip(*found.values(), strict=True):
             rest = {re.sub(r".*(--lr )", r"\1", flags) for flags in together}
@@ -243,7 +243,7 @@ def test_configurations(setting):
             factor = rate / 6e-4 / math.sqrt(int(size[1]) * int(size[2]) / 512)
             assert 0.97 * tune.FACTORS[0] < factor < 1.03 * tune.FACTORS[1]
         assert len({*found["pps"]}) == count
-        if count == 24:
+        if count == tune.RANDOM:
             assert max(rates) > 4 * min(rates)
             for choice in itertools.chain(*tune.CHOICES):
                 assert any(choice in flags for flags in found["pps"])
@@ -253,9 +253,9 @@ def search(tmp_path, methods="grpo,pps"):
     tune.main(methods, ("arithmetic",), 2, tmp_path / "tune.jsonl")
 
 
-def is_child(flags, parents):
-    """Whether each flag is that of one of the parents, and the learning rate is near one of theirs,
-    over the root of the completions of a step."""
+def is_child(flags, parents, larger):
+    """Whether each flag is that of one of the parents, but for twice the prompts, and the learning
+    rate is near one of theirs, over the root of the completions of a step."""
 
     def parts(text):
         found = dict(zip(*[iter(text.split())] * 2, strict=True))
@@ -266,12 +266,15 @@ def is_child(flags, parents):
     own, rate = parts(flags)
     theirs = [parts(one) for one in parents]
     near = any(1 / 1.45 < rate / other < 1.45 for _, other in theirs)
+    prompts = {int(other["--prompts-per-step"]) for other, _ in theirs}
+    prompts |= {2 * count for count in prompts if larger}
     same = lambda name: any(own.get(name) == other.get(name) for other, _ in theirs)
-    return near and all(map(same, ({*own} | {*theirs[0][0]}) - {"--lr"}))
+    rest = ({*own} | {*theirs[0][0]}) - {"--lr", "--prompts-per-step"}
+    return near and int(own["--prompts-per-step"]) in prompts and all(map(same, rest))
 
 
 def test_halving(fake, tmp_path, capsys):
-    """36 runs, then 8 and 2 x 3 more; 10, 3 and 2 with the larger budget; seeds from 100.
+    """40 runs, then 8 and 2 x 3 more; 11, 3 and 2 with the larger budget; seeds from 100.
 
     Catches a rung that keeps the worse ones, a method with more trials, candidates of the larger
     budget that are all new, parents that are not the best, and a winner with fewer seeds.
@@ -285,7 +288,7 @@ def test_halving(fake, tmp_path, capsys):
             sum(r["budget"] == one and r["seed"] == seed for r in own)
             for one, seed in itertools.product((10, 40), (100, 101, 102, 103))
         ]
-        assert counts == [36, 8, 3, 3, 10, 3, 2, 0]
+        assert counts == [40, 8, 3, 3, 11, 3, 2, 0]
         at = lambda one, seed, own=own: [
             r["flags"] for r in own if (r["budget"], r["seed"]) == (one, seed)
         ]
@@ -294,11 +297,13 @@ def test_halving(fake, tmp_path, capsys):
         assert set(at(10, 102)) == set(at(10, 103)) <= set(at(10, 101))
         assert len(set(at(40, 100)) & set(score)) == 5
         assert set(at(10, 102)) <= set(at(40, 100))
-        parents = sorted(at(10, 100)[:24], key=score.get)[-4:]
-        assert all(is_child(one, parents) for one in at(10, 100)[24:])
-        later = {r["flags"]: r["accuracy"] for r in own if (r["budget"], r["seed"]) == (40, 100)}
-        parents = sorted(at(40, 100)[:5], key=later.get)[-3:]
-        assert all(is_child(one, parents) for one in at(40, 100)[5:])
+        for one, sizes in ((10, (16, 8, 8, 8)), (40, (5, 3, 3))):
+            flags = at(one, 100)
+            same = [row for row in own if (row["budget"], row["seed"]) == (one, 100)]
+            score = {row["flags"]: row["accuracy"] for row in same}
+            for older, upto in itertools.pairwise(itertools.accumulate(sizes)):
+                parents = sorted(flags[:older], key=score.get)[-4:]
+                assert all(is_child(child, parents, one == 40) for child in flags[older:upto])
         winners = lambda limit, name=method: tune.winners("arithmetic", name, limit, file)
         (ten,), (forty,) = winners(5), winners(80)
         assert ten in at(10, 103)
@@ -317,6 +322,13 @@ def test_children_are_new():
     (parent,) = tune.configurations("arithmetic", "grpo", 10, 1)
     found = tune.children([parent], 15, "", [parent])
     assert len({*found, parent}) == 16
+    size = lambda one: (
+        int(re.search(r"step (\d+)", one)[1]) / int(re.search(r"step (\d+)", parent)[1])
+    )
+    assert [size(one) for one in tune.children([parent], 6, "", [], 3)] == [2, 1, 1, 2, 1, 1]
+    full = parent.replace("step 16", f"step {arithmetic.TRAIN_PROBLEMS}")
+    assert full != parent
+    assert len(tune.children([full], 3, "", [], 3)) == 3, "there are no more prompts"
 
 
 @pytest.mark.parametrize("kills", [(1, 30, 50, 60, 75), (85, 95, 108, 112, 125)])
