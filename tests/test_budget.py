@@ -69,9 +69,10 @@ def test_a_search_evaluates_on_other_problems(clock, monkeypatch):
     asked = []
     real = timed.evaluation.sample_rewards
 
-    def sample(policy, tokenizer, problems, *rest, **options):
+    def sample(policy, tokenizer, problems, prompts, *rest, **options):
         asked.append([problem.text for problem in problems])
-        return real(policy, tokenizer, problems, *rest, **options)
+        assert [tokenizer.decode(ids) for ids in prompts] == asked[-1]
+        return real(policy, tokenizer, problems, prompts, *rest, **options)
 
     monkeypatch.setattr(timed.evaluation, "sample_rewards", sample)
     for search in (False, True):
