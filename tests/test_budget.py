@@ -147,6 +147,7 @@ def hash_of(thing):
 def test_workers(tmp_path, monkeypatch):
     """Two real processes with one thread each. Catches workers that use all cores, a half-written
     line that stays, and rows in another order than the runs."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     file = tmp_path / "made" / "rows.jsonl"
     file.parent.mkdir()
     file.write_text('{"setting": "arith')
