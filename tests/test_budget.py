@@ -255,6 +255,10 @@ def search(tmp_path, methods="grpo,pps"):
     tune.main(methods, ("arithmetic",), 2, tmp_path / "tune.jsonl")
 
 
+def prompts(flags):
+    return int(re.search(r"--prompts-per-step (\d+)", flags)[1])
+
+
 def is_child(flags, parents, larger):
     """Whether each flag is that of one of the parents, but for twice the prompts, and the learning
     rate is near one of theirs, over the root of the completions of a step."""
@@ -275,12 +279,15 @@ def is_child(flags, parents, larger):
     return near and int(own["--prompts-per-step"]) in prompts and all(map(same, rest))
 
 
-def test_halving(fake, tmp_path, capsys):
+def test_halving(fake, tmp_path, capsys, monkeypatch):
     """40 runs, then 8 and 2 x 3 more; 11, 3 and 2 with the larger budget; seeds from 100.
 
     Catches a rung that keeps the worse ones, a method with more trials, candidates of the larger
     budget that are all new, parents that are not the best, and a winner with fewer seeds.
     """
+    real, known = tune.children, []
+    record = lambda parents, _count, _key, old, _larger: known.append({*parents} <= {*old})
+    monkeypatch.setattr(tune, "children", lambda *args: record(*args) or real(*args))
     search(tmp_path)
     rows = log.read_rows(file := tmp_path / "tune.jsonl")
     said = capsys.readouterr().out
@@ -306,6 +313,11 @@ def test_halving(fake, tmp_path, capsys):
             for older, upto in itertools.pairwise(itertools.accumulate(sizes)):
                 parents = sorted(flags[:older], key=score.get)[-4:]
                 assert all(is_child(child, parents, one == 40) for child in flags[older:upto])
+                if one == 40:
+                    twice = {
+                        2 * size if 2 * size <= 512 else size for size in map(prompts, parents)
+                    }
+                    assert prompts(flags[older]) in twice
         winners = lambda limit, name=method: tune.winners("arithmetic", name, limit, file)
         (ten,), (forty,) = winners(5), winners(80)
         assert ten in at(10, 103)
@@ -314,6 +326,8 @@ def test_halving(fake, tmp_path, capsys):
         assert f"arithmetic, 40 s, {method}: {forty}\n" in said
     spent = sum(row["budget"] for row in rows)
     assert said.startswith(f"{spent} seconds")
+    assert known
+    assert all(known), "a child may not be one of the earlier configurations"
     assert all(run.search for run in fake)
     order = [run.method for run in fake]
     assert order == ["grpo", "pps"] * (len(order) // 2), "methods take turns"
