@@ -405,7 +405,7 @@ def test_the_race(fake, tmp_path, monkeypatch, capsys):
     Catches the worse one, a race on seeds or problems of the search, more seeds for a method, and
     methods that do not take turns.
     """
-    found = lambda setting, method, one: [f"{method} --lr 1", f"{method} --lr 2"][: 1 + (one > 9)]
+    found = lambda setting, method, one: [f"{method} --lr 1", f"{method} --lr 5"][: 1 + (one > 9)]
     monkeypatch.setattr(tune, "winners", found)
     rows = race(tmp_path, methods="pps,grpo,grpo-32x16", budgets=(5, 20))
     contests = [run for run in fake if run.search]
@@ -414,6 +414,7 @@ def test_the_race(fake, tmp_path, monkeypatch, capsys):
     assert [run.seed for run in raced[:7]] == [0, 0, 0, 1, 1, 1, 2]
     assert [run.method for run in raced] == ["pps", "grpo", "grpo-32x16"] * (10 + 5)
     assert [run.budget for run in raced] == [5] * 30 + [20] * 15
+    assert len({run.flags.split()[-1] for run in raced if run.budget == 20}) == 3, "1, 5, and none"
     for name in ("pps", "grpo"):
         own = [row for row in rows if row["search"] and row["method"] == name]
         best = max(own, key=lambda row: row["accuracy"])["flags"]
