@@ -16,7 +16,7 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from bench import timed, tune
+from bench import JsonFile, timed, tune
 from bench.timed import Run
 from runtime import log
 
@@ -42,7 +42,7 @@ def main(
     seeds: int | None = None,
     workers: int = 2,
     table: bool = False,
-    file: Path = Path("out-budget/rows.jsonl"),
+    json_file: JsonFile = Path("out-budget/rows.jsonl"),
 ) -> None:
     """Race methods, each with its best flags for every budget, and print the table.
 
@@ -53,7 +53,7 @@ def main(
         seeds: of each method and budget; default: 10 at the two smallest budgets, else 5
         workers: runs at a time, each with one thread
         table: only print the tables of what the file holds
-        file: where the rows of all runs are; the same command goes on with it
+        json_file: where the rows of all runs are; the same command goes on with it
     """
     methods = methods.split(",")
     timed.check_names("--methods", methods, METHODS)
@@ -65,17 +65,17 @@ def main(
         for name in methods
     ]
     contests = [run for runs in tried if len(runs) > 1 for run in runs]
-    scores = dict(zip(contests, timed.make(contests, file, workers), strict=True))
+    scores = dict(zip(contests, timed.make(contests, json_file, workers), strict=True))
     raced = []
     for runs in tried:
         best = max(runs, key=lambda run: scores[run]["accuracy"] if run in scores else 0.0)
         count = seeds or (10 if best.budget in RACE[best.setting][:2] else 5)
         raced += [replace(best, seed=seed, search=False) for seed in range(count)]
     raced.sort(key=lambda run: (run.setting, run.budget, run.seed))  # methods take turns
-    timed.make(raced, file, workers)
+    timed.make(raced, json_file, workers)
     for setting in settings:
         print(f"\n{setting}: accuracy after so many seconds of training\n")
-        print(as_table(log.read_rows(file), setting))
+        print(as_table(log.read_rows(json_file), setting))
 
 
 def attempts(setting: str, method: str, budget: float) -> list[Run]:

@@ -35,7 +35,7 @@ from pathlib import Path
 import arithmetic
 import config
 import sampler
-from bench import timed
+from bench import JsonFile, timed
 from bench.timed import Run
 from runtime import InputError, log
 
@@ -70,7 +70,7 @@ def main(
     methods: str = "grpo,pps",
     settings: tuple[str, ...] = tuple(BUDGETS),
     workers: int = 2,
-    file: Path = FILE,
+    json_file: JsonFile = FILE,
 ) -> None:
     """Search each method's flags at two budgets of each setting, and print the winners.
 
@@ -78,7 +78,7 @@ def main(
         methods: of grpo (without the terms that are exactly 0), pps, pods and cppo
         settings: arithmetic, arithmetic-mixed
         workers: runs at a time, each with one thread
-        file: where the rows of all trials are
+        json_file: where the rows of all trials are
     """
     methods = methods.split(",")
     timed.check_names("--methods", methods, METHODS)
@@ -87,11 +87,11 @@ def main(
     print(f"{spent} seconds of one thread, and a tenth to a quarter more for evaluations")
     for setting, later in itertools.product(settings, (False, True)):
         for rung in range(rungs(later)):
-            rows = log.read_rows(file)
+            rows = log.read_rows(json_file)
             found = [trials(setting, name, later, rung, rows) for name in methods]
             runs = [run for turn in zip(*found, strict=True) for run in turn]  # methods take turns
-            timed.make(runs, file, workers)
-    rows = log.read_rows(file)
+            timed.make(runs, json_file, workers)
+    rows = log.read_rows(json_file)
     for setting in settings:
         for limit, name in itertools.product(BUDGETS[setting], methods):
             print(f"{setting}, {limit} s, {name}: {ranking(tried(rows, setting, name, limit))[0]}")

@@ -395,7 +395,7 @@ def test_winners_of_an_unfinished_search(fake, tmp_path):
 
 
 def race(tmp_path, **options):
-    budget.main(file=tmp_path / "race.jsonl", **options)
+    budget.main(json_file=tmp_path / "race.jsonl", **options)
     return log.read_rows(tmp_path / "race.jsonl")
 
 
@@ -490,5 +490,5 @@ def test_interval_is_students():
 def test_names_are_checked_first(command, options, message, tmp_path):
     """Catches a race that fails hours later."""
     with pytest.raises(InputError, match=message):
-        command.main(file=tmp_path / "rows.jsonl", **options)
+        command.main(json_file=tmp_path / "rows.jsonl", **options)
     assert not list(tmp_path.iterdir())
