@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+import arithmetic
 import config
 import dppo
 import eval as evaluation
@@ -72,9 +73,12 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
     rows = log.cut_rows(file, lambda row: True)
     missing = [run for run in dict.fromkeys(runs) if not any(map(run.is_row, rows))]
     if missing:
+        if any("--model" not in run.flags for run in missing):
+            arithmetic.base_folder()  # trained here, once, if it was never needed before
         os.environ["OMP_NUM_THREADS"] = "1"  # the workers inherit it
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(workers, len(missing)), context, start_worker) as pool:
+        started = (min(workers, len(missing)), context, start_worker, missing[:1])
+        with ProcessPoolExecutor(*started) as pool:
             try:
                 for done in as_completed([pool.submit(train_for, run) for run in missing]):
                     log.append_rows(file, [done.result()])
@@ -93,10 +97,10 @@ def line(row: dict) -> str:
     return f"{row['accuracy']:.3f}  {where}: {steps}, {row['flags']}"
 
 
-def start_worker() -> None:
+def start_worker(run: Run) -> None:
     """End with the parent, however it ends; and load libraries, which slows a first run down."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    train_for(Run("arithmetic", "", "--prompts-per-step 8", 0.1, 0), problems=1)
+    train_for(replace(run, budget=0.1), problems=1)
 
 
 def _end_with_parent() -> None:

@@ -134,6 +134,7 @@ def fake(monkeypatch):
             return future
 
     monkeypatch.setattr(timed, "train_for", train_for)
+    monkeypatch.setattr(timed.arithmetic, "base_folder", lambda: None)
     monkeypatch.setattr(timed, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(timed, "as_completed", list)
     return made
@@ -144,14 +145,14 @@ def hash_of(thing):
     return zlib.crc32(repr(thing).encode()) / 2**32
 
 
-def test_workers(tmp_path, monkeypatch):
+def test_workers(tmp_path, monkeypatch, policy_folder):
     """Two real processes with one thread each. Catches workers that use all cores, a half-written
     line that stays, and rows in another order than the runs."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     file = tmp_path / "made" / "rows.jsonl"
     file.parent.mkdir()
     file.write_text('{"setting": "arith')
-    flags = "--prompts-per-step 4 --group-size 2 --max-new-tokens 2"
+    flags = f"--model {policy_folder} --prompts-per-step 4 --group-size 2 --max-new-tokens 2"
     runs = [Run("arithmetic", "grpo", flags, 0.1, seed, search=True) for seed in (0, 1)]
     rows = timed.make(runs, file, workers=2)
     assert [row["seed"] for row in rows] == [0, 1]
@@ -162,12 +163,13 @@ def test_workers(tmp_path, monkeypatch):
     assert timed.make(runs[::-1], file, 2) == rows[::-1]
 
 
-def test_workers_end_with_their_parent(tmp_path):
+def test_workers_end_with_their_parent(tmp_path, policy_folder):
     """Killed with -9. Catches workers that go on beside the next start, and record nothing."""
     program = (
         "from pathlib import Path\nfrom bench import timed\n"
         "if __name__ == '__main__':\n"
-        "    runs = [timed.Run('arithmetic', '', '', 900, seed) for seed in (0, 1)]\n"
+        f"    flags = '--model {policy_folder}'\n"
+        "    runs = [timed.Run('arithmetic', '', flags, 900, seed) for seed in (0, 1)]\n"
         f"    timed.make(runs, Path({str(tmp_path)!r}, 'rows.jsonl'), 2)\n"
     )
     (tmp_path / "program.py").write_text(program)
