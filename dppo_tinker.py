@@ -140,7 +140,8 @@ class Trainer:
         window = sampler.candidates(len(self.problems), Q, self.seed, step)  # [Q]
         # --- DPPO, before sampling: drop prompts by history, weight the rest by 1 / P(kept)
         # (dapo and cispo divide by a batch's tokens: their first batch is whole, to count them)
-        rule = self.prompt_rule if self.mean_tokens or "grpo" in self.loss else "none"
+        whole = not self.mean_tokens and dppo.LOSSES[self.loss].denominator == "batch tokens"
+        rule = "none" if whole else self.prompt_rule
         kept, weights = self.history.prune(rule, self.prompt_prune_rate, window, generator, step)
         prompts, weights = window[kept], weights[kept, None]  # [K], [K, 1]
         rows, rewards = self.sample([self.problems[q] for q in prompts], G, "step", step)
@@ -189,8 +190,7 @@ class Trainer:
             row = {"step": step} | (self.step(step) if step else {})
             if self.held_out and step % self.eval_every == 0:
                 row["eval/avg@4"] = self.sample(self.held_out, 4, "eval", step)[1].nanmean().item()
-            row = {name: x if math.isfinite(x) else None for name, x in row.items()}
-            self.log.append(json.dumps(row))
+            self.log += [json.dumps({k: x if math.isfinite(x) else None for k, x in row.items()})]
             self.path.with_name("log.jsonl").write_text("\n".join([*self.log, ""]))
             print(self.log[-1], flush=True)
             if step % self.save_every == 0 or step == self.steps:

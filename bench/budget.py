@@ -53,7 +53,7 @@ def main(
         seeds: of each method and budget; default: 10 at the two smallest budgets, else 5
         workers: runs at a time, each with one thread
         table: only print the tables of what the file holds
-        json_file: where the rows of all runs are; the same command goes on with it
+        json_file: where the rows of all runs are; the same command resumes after a stop
     """
     methods = methods.split(",")
     timed.check_names("--methods", methods, METHODS)
@@ -94,8 +94,8 @@ def accuracies(rows: list[dict], setting: str, method: str, budget: float) -> di
 
 
 def as_table(rows: list[dict], setting: str) -> str:
-    """Markdown: mean accuracies of each method at each budget with 95 % intervals, and pps minus
-    tuned GRPO, paired by seed, with as much time and with half of its time."""
+    """Markdown: each method's mean accuracy at each budget with its 95 % interval; then pps minus
+    tuned GRPO, paired by seed, at the same budget and at half of GRPO's."""
     names = [*METHODS]
     budgets = sorted({row["budget"] for row in rows if row["setting"] == setting})
     found = {key: accuracies(rows, setting, *key) for key in itertools.product(names, budgets)}
@@ -103,7 +103,8 @@ def as_table(rows: list[dict], setting: str) -> str:
     for name in names:
         if any(found[name, one] for one in budgets):
             cells.append([METHODS[name], *(show(interval(found[name, one])) for one in budgets)])
-    for title, times in (("pps minus tuned GRPO", 1), ("minus tuned GRPO, with twice the time", 2)):
+    titles = {1: "pps minus tuned GRPO", 2: "pps minus tuned GRPO at twice the budget"}
+    for times, title in titles.items():
         gaps = [
             difference(found["pps", one], found.get(("grpo", times * one), {})) for one in budgets
         ]

@@ -3,7 +3,7 @@ Runs by budget: how accurate a method is after so many seconds of training.
 
 A run's schedule ends with its budget: before each step, the seconds of its last steps say how many
 more there will be. Seconds are those for which its one thread computes steps; evaluation is left
-out. Two runs at a time are as fast as one alone, but other programs on the machine may slow a run
+out. On two cores, two runs at a time are as fast as one alone, but other programs may slow a run
 down. Each run is a row of a file, appended when the run ends, so the same command resumes after a
 stop. A run is never repeated for its result.
 """

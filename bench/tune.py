@@ -2,7 +2,7 @@
 The search: for each method, the flags that are most accurate after a budget of seconds.
 
     python -m bench tune                                  GRPO and pps in both settings
-    python -m bench tune --methods pods,cppo              as many trials of two rivals
+    python -m bench tune --methods pods,cppo              two rivals, with as many trials
 
 Random search with successive halving (Jamieson and Talwalkar, arXiv:1502.07943), and with children
 of the best, in each setting at two budgets:
@@ -13,16 +13,17 @@ of the best, in each setting at two budgets:
   run, the best 3 a second seed, and the best 2 a third.
 
 A child has each flag from one of the best 4 so far, and a learning rate that is up to 1.4 times
-larger or smaller for its batch; at the larger budget, every third samples twice as many prompts. A
-configuration's score is its mean accuracy over its seeds; the winner is
-the best of those with most seeds.
+larger or smaller for its batch. At the larger budget, every third child samples twice as many
+prompts. A configuration's score is its mean accuracy over its seeds. The winner is the best of
+those with most seeds.
 
-All methods have as many trials at the same budgets, so the same seconds. The i-th random ones of
-all methods share the prompts and completions that a step samples, the learning rate, warm-up,
-beta2, clip by norm, loss and schedule. Methods that prune also draw their rates, from the same
-number of trials. GRPO leaves out the terms that are exactly 0; PODS and CPPO train on those that
-their rules keep. Seeds begin at 100, and no problem of the race is evaluated. Trials that fail
-count as accuracy 0. Every trial is a row of the file; the same command resumes after a stop.
+All methods have equally many trials at the same budgets, so the same seconds. The i-th random
+configurations of all methods share everything but the pruning: the prompts and completions that a
+step samples, learning rate, warm-up, beta2, clip by norm, loss and schedule. Methods that prune
+also draw their rates, but get no more trials for that. GRPO leaves out the terms that are exactly
+0; PODS and CPPO train on those that their rules keep. Seeds begin at 100, and no trial is evaluated
+on a problem of the race. A trial that fails has the accuracy 0. Every trial is a row of the file;
+the same command resumes after a stop.
 """
 
 import functools
@@ -108,7 +109,7 @@ def seconds(setting: str) -> int:
 
 
 def rungs(later: bool) -> int:
-    """How many rungs there are at a budget: the first one, generations, and more seeds."""
+    """How many rungs a budget has: the first one, its generations, and those of more seeds."""
     return 1 + len(CHILDREN[later]) + len(SEEDS[later])
 
 
