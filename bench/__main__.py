@@ -10,9 +10,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench variance    error of each pruning rule, from real gradients
     python -m bench check       the running check over whole runs, and a faulty twin it must find
     python -m bench prompts     what a million prompts cost
-    python -m bench race        which method reaches GRPO's accuracy first, live
-    python -m bench search      the batch and learning rate that reach it first, by halving
-    python -m bench budget      which method is most accurate after a budget of seconds
+    python -m bench race        which method is most accurate after a budget of seconds
     python -m bench tune        the flags that are most accurate after a budget of seconds
     python -m bench deal        how evenly an update is dealt to 2 to 64 ranks
     python -m bench scale       a step on 1 to 10,000 GPUs, by arithmetic
@@ -29,7 +27,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
 update use random weights of a size for a GPU. Examples:
 
     python -m bench variance --level prompt --json runs/variance-prompt.json
-    python -m bench race --methods grpo,pps --seeds 1
+    python -m bench race --budgets 5 10 --seeds 2
     python -m bench step --shape 0.6b --steps 10 --skip 2 --methods grpo pps
     python -m bench rollout --shape 0.6b --batches 256 1024
 """
@@ -41,7 +39,6 @@ import tyro
 
 from bench import (
     branch,
-    budget,
     check,
     code,
     deal,
@@ -55,7 +52,6 @@ from bench import (
     rollout,
     roofline,
     scale,
-    search,
     step,
     structured,
     tail,
@@ -67,8 +63,8 @@ from bench import (
 from runtime import InputError
 
 MODULES = (
-    gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, search, deal,
-    scale, tail, kills, code, hostile, branch, structured, law, trl, tune, budget,
+    gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, deal,
+    scale, tail, kills, code, hostile, branch, structured, law, trl, tune,
 )  # fmt: skip
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 

@@ -1,318 +1,197 @@
 """
-The race: which method reaches GRPO's accuracy first, from the same base model and problems, and
-with the same evaluation.
+The race by budget: which method is most accurate after so many seconds of training?
 
-    python -m bench race --methods grpo,pps --seeds 1        side by side, live, about 4 minutes
-    bash runs/race.sh                                        grpo, dppo and pps, 2 seeds, 10 minutes
-    bash runs/race.sh all                                    everything in docs/race.md, hours
-    python -m bench race --methods grpo,best_grpo,best_pps --against best_grpo --seeds 5
+    python -m bench race --budgets 5 10 --seeds 2    tuned GRPO and pps, live, 2 minutes
+    python -m bench race --table                     the tables and the picture of docs/race.md
+    bash runs/race.sh                                all of their rows, hours; resumable
 
-A run is a call of train.py (or of TRL's trainer) with an evaluation every few steps. Its seconds
-are those of its steps, without evaluation. The first seeds take turns, a few steps each, alone on
-the machine. Later seeds may run two at a time with one thread each; their seconds are those of the
-first seeds, step by step. Rows whose steps sample other numbers of completions sample as many in
-all, and as many between evaluations. Finished runs are not repeated. bench/records.py makes the
-tables and pictures.
+Every method has the flags that `python -m bench tune` found best for the budget, or for one at most
+a factor of two away. If two were found, one run of each, with a seed and problems of the search,
+decides between them. Intervals are over the seeds of a race, with these flags: they do not say how
+lucky the search was.
 """
 
-import contextlib
-import io
 import itertools
-import json
 import math
-import os
 import statistics
-import subprocess
-import sys
-import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
+from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the caller
 
-import config
-import train
-from bench import JsonFile, records, trl
-from bench.code import this_code
-from runtime import InputError, checkpoint, log
+from bench import JsonFile, timed, tune
+from bench.timed import Run
+from runtime import InputError, log
 
-ROWS = {  # flags of each row; rates are train.py's defaults. uniform: as many rollouts as pps
-    "grpo": "--method grpo",
-    "grpo_zero": "--method grpo_zero",
-    "cppo": "--method cppo",
-    "cppo_allocated": "--method cppo --cppo-allocation",
-    "pods": "--method pods",
-    "greso": "--method greso",
-    "dynamic": "--method dynamic",
-    "mopps": "--method mopps",
-    "dppo": "--method dppo",
-    "dppo_floor": "--method dppo_floor",
-    "pps": "--method pps",
-    "uniform": "--prompt-rule uniform --completion-rule uniform --prompt-prune-rate 0.6",
+METHODS = {  # name in the tables and color in the picture
+    "pps": ("pps", "#009E73"),
+    "grpo": ("GRPO, tuned", "#000000"),
+    "pods": ("PODS, tuned", "#999933"),
+    "cppo": ("CPPO, tuned", "#D55E00"),
+    "grpo-32x16": ("GRPO, 32 x 16", "#999999"),
 }
-WIDE = ("pps", "uniform")  # rows with twice the candidates, of which they roll out 40 %
-BEST = {  # rows with the flags that won `python -m bench search`, and of which methods
-    "best_grpo": ("grpo_zero", "grpo"),
-    "best_pps": ("pps",),
+FIXED = {  # flags of methods that were not searched
+    "grpo-32x16": "--method grpo --prompts-per-step 32 --group-size 16 --lr 6e-4"
 }
-SEARCH = Path("runs/search.jsonl")  # every trial of the search
-
-
-class Setting(NamedTuple):
-    """What all rows of a setting have in common."""
-
-    steps: int  # the last step of a run
-    prompts: int  # candidates of a step, and what GRPO rolls out
-    eval_data: str  # for the mix, arithmetic: all of it that can be learned
-    flags: str = ""
-
-
-SETTINGS = {
-    "arithmetic": Setting(60, 32, "arithmetic"),
-    "arithmetic-mixed": Setting(75, 32, "arithmetic"),
-    "words": Setting(
-        24, 16, "words", "--prompt-format plain --lr 2e-5 --lr-schedule linear --rollout-batch 256"
-    ),
-}  # fmt: skip
-
-
-# ---------------------------------------------------------------------------- runs
+BUDGETS = {  # seconds of one thread
+    "arithmetic": (5, 10, 20, 40, 80),
+    "arithmetic-mixed": (10, 20, 40, 80, 160),
+    "words": (300, 600),
+}
+ROWS = Path("runs/race.jsonl")  # of docs/race.md
+OWN = Path("out-race/rows.jsonl")
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 1 to 9 degrees
 
 
 def main(
-    methods: str = "grpo,dppo,pps",
+    methods: str = "grpo,pps",
     settings: tuple[str, ...] = ("arithmetic",),
-    seeds: int = 2,
-    first_seed: int = 0,
-    alone: int | None = None,
-    against: str = "grpo",
-    steps: int | None = None,
-    every: int = 3,
-    eval_problems: int = 150,
-    lr: float | None = None,
-    model: str = "tiny",
-    folder: Path = Path("out-race"),
+    budgets: tuple[float, ...] = (),
+    seeds: int | None = None,
+    workers: int = 2,
+    table: bool = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Race the methods, and print which of them reached what, and when.
+    """Race methods, each with its best flags for every budget, and print the table.
 
     Args:
-        methods: rows, separated by commas; `cppo:3` has 3 seeds; trl needs requirements-trl.txt
-        settings: arithmetic, arithmetic-mixed, words
-        seeds: seeds of every row without a number of its own
-        first_seed: the first of them; use 100 and up for trials that are not reported
-        alone: seeds that take turns alone on the machine; the others run two at a time; default:
-            all
-        against: the row whose time the speed-ups divide; the targets stay GRPO's
-        steps: last step of 32 x 16 completions each (words: 16 x 16); default: the setting's
-        every: steps between evaluations, and steps of a turn
-        eval_problems: problems of an evaluation, 4 completions each
-        lr: a learning rate other than the setting's
-        model: what the runs start from; words needs another than tiny, see runs/smollm2.sh
-        folder: where the runs are; unfinished ones continue, finished ones are not repeated
-        json_file: where to write the records of all runs in the folder; a picture goes beside it
+        methods: of pps, grpo, pods, cppo and grpo-32x16, separated by commas
+        settings: arithmetic, arithmetic-mixed, words (SmolLM2, after bash runs/smollm2.sh)
+        budgets: seconds of training; default: all of the setting
+        seeds: of each method and budget; default: 10 at the two smallest budgets, else 5
+        workers: runs at a time, each with one thread
+        table: only print the tables of all settings of the file, and draw them into a .png beside
+        json_file: where the rows of all runs are; the same command resumes after a stop; default:
+            out-race/rows.jsonl, or runs/race.jsonl with --table
     """
-    counts = dict(row.split(":") if ":" in row else (row, seeds) for row in methods.split(","))
-    check_names([*counts, against], settings, model)
-    if alone == 0:
-        raise InputError("--alone 0: seconds come from seeds that ran alone; give at least 1")
-    turns, pairs = [], []
-    for setting, number in itertools.product(settings, range(max(map(int, counts.values())))):
-        options = (steps or SETTINGS[setting].steps, every, eval_problems, lr, model, folder)
-        names = [name for name, count in counts.items() if number < int(count)]
-        runs = [make_run(setting, name, first_seed + number, *options) for name in names]
-        for run in runs:
-            if run.row != "trl":
-                config.parse_config(run.args())  # refuses a folder made with other flags
-        if alone is None or number < alone:
-            turns.append(runs)
-        else:
-            pairs += runs
-    for runs in turns:
-        _take_turns(runs)
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(_run_process, run) for run in pairs]:
-            done.result()
-    found = records.collect(folder, lr)
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text("".join(json.dumps(record) + "\n" for record in found))
-        records.draw(found).savefig(json_file.with_suffix(".png"))
+    if table:
+        rows = log.read_rows(json_file or ROWS)
+        draw(rows).savefig((json_file or ROWS).with_suffix(".png"))
+        settings = dict.fromkeys(row["setting"] for row in rows)
+    else:
+        methods = methods.split(",")
+        timed.check_names("--methods", methods, METHODS)
+        timed.check_settings(settings)
+        fixed = [name for name in methods if name in FIXED]
+        if fixed and "words" in settings:
+            raise InputError(f"--methods {fixed[0]}: its flags are not for --settings words")
+        rows = race(methods, settings, budgets, seeds, workers, json_file or OWN)
     for setting in settings:
-        rows = records.table(records.summary(found, against), setting)
-        print(f"\n{setting}, against {against}\n{rows}")
+        print(f"\n{setting}: accuracy after so many seconds of training\n")
+        print(as_table(rows, setting))
 
 
-def check_names(methods, settings, model: str) -> None:
-    """InputError for an unknown row or setting, before anything runs."""
-    for name in methods:
-        if name not in (known := (*ROWS, *BEST, "trl")):
-            raise InputError(f"--methods {name}: choose from {', '.join(known)}")
-    for setting in settings:
-        if setting not in SETTINGS:
-            raise InputError(f"--settings {setting}: choose from {', '.join(SETTINGS)}")
-    if "trl" in methods and settings != ("arithmetic",):
-        flags = f"--methods trl --settings {' '.join(settings)}"
-        raise InputError(f"{flags}: trl is raced in arithmetic only")
-    if "words" in settings and model == "tiny":
-        raise InputError("--settings words: tiny cannot read; give --model, see runs/smollm2.sh")
+def race(
+    methods: list[str],
+    settings: tuple[str, ...],
+    budgets: tuple[float, ...],
+    seeds: int | None,
+    workers: int,
+    file: Path,
+) -> list[dict]:
+    """Make the runs that the file lacks; returns all of its rows."""
+    tried = [  # first: a search may be missing
+        attempts(setting, name, one)
+        for setting in settings
+        for one in budgets or BUDGETS[setting]
+        for name in methods
+    ]
+    contests = [run for runs in tried if len(runs) > 1 for run in runs]
+    scores = dict(zip(contests, timed.make(contests, file, workers), strict=True))
+    raced = []
+    for runs in tried:
+        best = max(runs, key=lambda run: scores[run]["accuracy"] if run in scores else 0.0)
+        count = seeds or (10 if best.budget in BUDGETS[best.setting][:2] else 5)
+        raced += [replace(best, seed=seed, search=False) for seed in range(count)]
+    raced.sort(key=lambda run: (run.setting, run.budget, run.seed))  # methods take turns
+    timed.make(raced, file, workers)
+    return log.read_rows(file)
 
 
-def make_run(setting: str, row: str, seed: int, steps: int, every: int, *options) -> "Run":
-    """The run of a row; options are Run's, from eval_problems to folder.
-
-    A row of BEST has its winner's flags, and steps and evaluations by completions.
-    """
-    if row not in BEST:
-        return Run(setting, row, seed, steps, every, *options)
-    best = winner(log.read_rows(SEARCH), row, setting)
-    steps, every = rescaled(setting, best["completions"], steps, every)
-    return Run(setting, row, seed, steps, every, *options, best["flags"])
+def attempts(setting: str, method: str, budget: float) -> list[Run]:
+    """A run of each of the flags that a method may have at a budget."""
+    flags = [FIXED[method]] if method in FIXED else tune.winners(setting, method, budget)
+    return [Run(setting, method, one, budget, tune.FIRST_SEED, search=True) for one in flags]
 
 
-def rescaled(setting: str, completions: int, steps: int, every: int) -> tuple[int, int]:
-    """(steps, every) for another number of completions a step than the setting's GRPO samples, so
-    that as many are sampled in all, and between evaluations. To the nearest whole step."""
-    ratio = SETTINGS[setting].prompts * config.Config.group_size / completions
-    return round(steps * ratio), max(1, round(every * ratio))
+# ---------------------------------------------------------------------------- tables
 
 
-def winner(trials: list[dict], row: str, setting: str) -> dict:
-    """A trial of the configuration that was at the target soonest, on average over its seeds.
-
-    trials: the rows of bench/search.py. InputError if a search of the row has not ended, if there
-    is none, or if no configuration was at the target with every seed.
-    """
-    own = [t for t in trials if t["setting"] == setting and t["method"] in BEST[row]]
-    counts = Counter((trial["method"], trial["trials"]) for trial in own)
-    if not own or any(there < planned for (_, planned), there in counts.items()):
-        command = f"python -m bench search --settings {setting}"
-        raise InputError(f"{row}: {SEARCH} has no whole search in {setting}; run {command}")
-    found = {}
-    for trial in own:
-        found.setdefault((trial["method"], trial["flags"]), []).append(trial)
-    best = min(found.values(), key=mean_seconds)
-    if mean_seconds(best) == math.inf:
-        raise InputError(f"{row}: no configuration was at the target in {setting} with all seeds")
-    return best[0]
+def accuracies(rows: list[dict], setting: str, method: str, budget: float) -> dict[int, float]:
+    """{seed: accuracy} of the runs with the flags that were raced last."""
+    own = [row for row in tune.tried(rows, setting, method, budget) if not row["search"]]
+    return {row["seed"]: row["accuracy"] for row in own if row["flags"] == own[-1]["flags"]}
 
 
-def mean_seconds(trials: list[dict]) -> float:
-    """Seconds to the target of a configuration; infinite if a seed was not there."""
-    times = [trial["seconds"] for trial in trials]
-    return math.inf if None in times else statistics.mean(times)
+def budgets_of(rows: list[dict], setting: str) -> list[float]:
+    return sorted({row["budget"] for row in rows if row["setting"] == setting})
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of one row with one seed."""
-
-    setting: str
-    row: str
-    seed: int
-    steps: int  # the last one
-    every: int  # steps between evaluations
-    eval_problems: int
-    lr: float | None
-    model: str
-    folder: Path  # of all runs
-    flags: str | None = None  # of train.py, for a row that is not in ROWS
-
-    @property
-    def out_dir(self) -> Path:
-        name = f"{self.row}-seed{self.seed}" + (f"-lr{self.lr:g}" if self.lr else "")
-        return self.folder / self.setting / name
-
-    @property
-    def turns(self) -> int:
-        """Evaluations after the base model's; a turn ends with one."""
-        return math.ceil(self.steps / self.every)
-
-    def is_at(self, step: int) -> bool:
-        """Whether the log has the step with its evaluation, and `finish` was called."""
-        rows = log.read_rows(self.out_dir / "log.jsonl")
-        evaluated = any(row["step"] >= step and "eval/avg@4" in row for row in rows)
-        return evaluated and (self.out_dir / "race.json").exists()
-
-    @property
-    def wall(self) -> float:
-        """Seconds that its turns took, with evaluations and loading."""
-        facts = self.out_dir / "race.json"
-        return json.loads(facts.read_text()).get("wall", 0.0) if facts.exists() else 0.0
-
-    def args(self) -> list[str]:
-        """train.py's arguments, to start the run, or to resume it if it has the same flags."""
-        args = ["--out-dir", str(self.out_dir), "--steps", str(self.steps)]
-        args += ["--resume"] * (self.out_dir / "config.json").exists()
-        setting = SETTINGS[self.setting]
-        flags = ROWS[self.row] if self.flags is None else self.flags
-        prompts = setting.prompts * (2 if self.row in WIDE else 1)
-        args += ["--model", self.model, "--prompts-per-step", str(prompts), *setting.flags.split()]
-        args += [*flags.split(), "--data", self.setting, "--eval-data", setting.eval_data]
-        args += ["--eval-every", str(self.every), "--eval-problems", str(self.eval_problems)]
-        args += ["--save-every", str(10 * self.every), "--keep-checkpoints", "1"]
-        args += ["--seed", str(self.seed)]
-        return args + (["--lr", str(self.lr)] if self.lr else [])
-
-    def finish(self, **facts) -> None:
-        """Record how the run was made: code, threads, and whether it was alone on the machine."""
-        (self.out_dir / "race.json").write_text(json.dumps(facts | this_code()))
+def as_table(rows: list[dict], setting: str) -> str:
+    """Markdown: each method's mean accuracy at each budget with its 95 % interval; then pps minus
+    tuned GRPO, paired by seed, at the same budget and at half of GRPO's."""
+    budgets = budgets_of(rows, setting)
+    found = {key: accuracies(rows, setting, *key) for key in itertools.product(METHODS, budgets)}
+    cells = [["seconds", *(f"{one:g}" for one in budgets)], ["---"] * (1 + len(budgets))]
+    for name, (title, _color) in METHODS.items():
+        if any(found[name, one] for one in budgets):
+            cells.append([title, *(show(interval(found[name, one])) for one in budgets)])
+    titles = {1: "pps minus tuned GRPO", 2: "pps minus tuned GRPO at twice the budget"}
+    for times, title in titles.items():
+        gaps = [
+            difference(found["pps", one], found.get(("grpo", times * one), {})) for one in budgets
+        ]
+        cells.append([title, *(show(interval(gap), "+") for gap in gaps)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 
-def _take_turns(runs: list[Run]) -> None:
-    """Run a few steps of each in turn, so that a slow minute of the machine slows all of them."""
-    print(
-        f"\n{runs[0].setting}, seed {runs[0].seed}: mean of the last {records.WINDOW} evaluations, "
-        f"seconds of training"
-    )
-    print("  step" + "".join(f"{run.row:>20s}" for run in runs))  # the first row's steps
-    for number in range(1, max(run.turns for run in runs) + 1):
-        line = f"{min(number * runs[0].every, runs[0].steps):6d}"
-        for run in runs:
-            upto = min(number * run.every, run.steps)
-            turn(run, upto)
-            record = records.read_record(run.out_dir)
-            accuracy = [value for step, value in records.smoothed(record) if step <= upto][-1]
-            line += f"{accuracy:11.3f} {sum(record['step_time'][: upto + 1]):6.0f} s"
-            print("\r" + line, end="", flush=True)
-        print()
+def difference(first: dict[int, float], second: dict[int, float]) -> dict[int, float]:
+    """{seed: first minus second} of the seeds that both have."""
+    return {seed: first[seed] - second[seed] for seed in first if seed in second}
 
 
-def turn(run: Run, upto: int) -> None:
-    """Train to a step in this process. TRL's trainer runs all of its steps in the first turn."""
-    if run.is_at(upto):
-        return
-    started, before = time.monotonic(), run.wall
-    if run.row == "trl":
-        evaluation = (run.every, SETTINGS[run.setting].eval_data, run.eval_problems)
-        cfg, rows = trl.curve(run.steps, run.seed, run.lr, *evaluation)
-        run.out_dir.mkdir(parents=True, exist_ok=True)
-        log.write_rows(run.out_dir / "log.jsonl", rows)
-        checkpoint.write_config(run.out_dir, asdict(cfg), 1)
-    else:  # --steps stays the last one of all, because the learning rate falls to 0 there
-        with contextlib.redirect_stdout(io.StringIO()):
-            train.main(config.parse_config(run.args()), until=upto)
-    wall = round(before + time.monotonic() - started, 2)
-    run.finish(threads=torch.get_num_threads(), alone=True, wall=wall)
-    if not run.is_at(upto):
-        raise SystemExit("stopped; the same command continues")
+def interval(values: dict[int, float]) -> tuple[float, float]:
+    """(mean, half of its 95 % interval by Student's t) over seeds; NaN where there are too few."""
+    values = [*values.values()]
+    if len(values) < 2:
+        return values[0] if values else math.nan, math.nan
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values), error * T95[min(len(values) - 2, len(T95) - 1)]
 
 
-def _run_process(run: Run) -> None:
-    """A whole run in a process of its own, with one thread."""
-    if run.is_at(run.steps):
-        return
-    command = [sys.executable, "train.py", *run.args()]
-    with open(os.devnull, "w") as nowhere:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, stdout=nowhere, env=environment)
-        _, status, usage = os.wait4(process.pid, 0)
-    run.finish(threads=1, alone=False, peak_gib=usage.ru_maxrss / 2**20)
-    if status or not run.is_at(run.steps):  # a run that was stopped ends with 0, too
-        code = os.waitstatus_to_exitcode(status)
-        raise RuntimeError(f"{' '.join(command)} ended early, with {code}")
-    accuracy = records.final(records.read_record(run.out_dir))
-    print(f"{run.out_dir}: {accuracy:.3f} after {run.steps} steps", flush=True)
+def show(figures: tuple[float, float], sign: str = "") -> str:
+    """mean ± half, as far as they are known."""
+    mean, half = figures
+    text = "" if math.isnan(mean) else f"{mean:{sign}.3f}"
+    return text if math.isnan(half) else f"{text} ± {half:.3f}"
+
+
+# ---------------------------------------------------------------------------- the picture
+
+
+def draw(rows: list[dict], settings: tuple[str, ...] = tuple(BUDGETS)) -> Figure:
+    """Accuracy over the budget, a panel per setting that the rows have. Bars are 95 % intervals."""
+    settings = [name for name in settings if budgets_of(rows, name)]
+    figure = Figure(figsize=(4.2 * len(settings) + 1.8, 3.4), dpi=110, layout="constrained")
+    panels = figure.subplots(1, len(settings), squeeze=False)[0]
+    lines = {}  # of the legend
+    for panel, setting in zip(panels, settings, strict=True):
+        budgets = budgets_of(rows, setting)
+        for name, (title, color) in METHODS.items():
+            found = {one: accuracies(rows, setting, name, one) for one in budgets}
+            points = [(one, *interval(found[one])) for one in budgets if found[one]]
+            if points:
+                x, y, half = zip(*points, strict=True)
+                style = {"color": color, "lw": 2 if name in ("pps", "grpo") else 1.2}
+                style |= {"marker": "o", "ms": 4, "capsize": 3}
+                lines[title] = panel.errorbar(x, y, half, **style)
+        panel.set(title=setting, xscale="log", xlabel="seconds of training")
+        panel.set_xticks(budgets, [f"{one:g}" for one in budgets])
+        panel.minorticks_off()
+        panel.grid(alpha=0.2)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("avg@4, held out")
+    names = [title for title, _color in METHODS.values() if title in lines]
+    style = {"frameon": False, "loc": "outside right center"}
+    figure.legend([lines[name] for name in names], names, fontsize=9, **style)
+    return figure

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -32,15 +33,29 @@ from bench.code import this_code
 from run import EVAL_K
 from runtime import InputError, log, ranks
 
-SETTINGS = {  # flags that all runs of a setting share
-    "arithmetic": "--data arithmetic",
-    "arithmetic-mixed": "--data arithmetic-mixed --eval-data arithmetic",
-}
-REPORTED = 1000  # held-out problems that a race evaluates on, 4 completions each
-SEARCHED = 250  # and a search: others, whose texts differ too
-HELD_OUT = 2000  # that both are chosen from
+HELD_OUT = 2000  # problems that a race's and a search's are chosen from
 PACE = 8  # the last steps, whose mean says how long the next ones take
 CODE = this_code()  # that this process has imported
+
+
+class Setting(NamedTuple):
+    """What all runs of a setting share."""
+
+    flags: str  # of train.py; those of a run come after them
+    problems: int  # held-out problems that a race evaluates on, 4 completions each
+    searched: int  # and a search: others, whose texts differ too
+
+
+SFT = Path("out-smollm2/sft/checkpoint")  # SmolLM2's supervised start
+BASE = "--lr-schedule linear --loss grpo --grad-clip 1 --adam-beta2 0.999 --warmup 5"
+WORDS = f"--data words --prompt-format plain --rollout-batch 256 --model {SFT}"
+SETTINGS = {
+    "arithmetic": Setting(f"--data arithmetic {BASE}", 1000, 250),
+    "arithmetic-mixed": Setting(
+        f"--data arithmetic-mixed --eval-data arithmetic {BASE}", 1000, 250
+    ),
+    "words": Setting(f"{WORDS} {BASE}", 256, 128),
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,13 @@ def check_names(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
             raise InputError(f"{flag} {name}: choose from {', '.join(known)}")
 
 
+def check_settings(given: Iterable[str]) -> None:
+    """InputError for a setting that is unknown, or whose model has not been made."""
+    check_names("--settings", given, SETTINGS)
+    if "words" in given and not SFT.exists():
+        raise InputError(f"--settings words: there is no {SFT}; run bash runs/smollm2.sh first")
+
+
 def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
     """The rows of the runs, in their order. Those that the file lacks are made, `workers` at a
     time."""
@@ -73,7 +95,7 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
     rows = log.cut_rows(file, lambda row: True)
     missing = [run for run in dict.fromkeys(runs) if not any(map(run.is_row, rows))]
     if missing:
-        if any("--model" not in run.flags for run in missing):
+        if any("--model" not in SETTINGS[run.setting].flags + run.flags for run in missing):
             arithmetic.base_folder()  # trained here, once, if it was never needed before
         os.environ["OMP_NUM_THREADS"] = "1"  # the workers inherit it
         context = multiprocessing.get_context("spawn")
@@ -113,7 +135,7 @@ def train_for(run: Run, problems: int | None = None) -> dict:
 
     A run that cannot go on has the accuracy 0.
     """
-    args = [*SETTINGS[run.setting].split(), *run.flags.split(), "--seed", str(run.seed)]
+    args = [*SETTINGS[run.setting].flags.split(), *run.flags.split(), "--seed", str(run.seed)]
     args += ["--eval-problems", str(HELD_OUT), "--out-dir", "out-budget/never-written"]
     started, wall, times, tokens, failed = time.monotonic(), 0.0, [], 0, None
     try:
@@ -150,12 +172,12 @@ def plan(times: list[float], budget: float) -> int:
 
 def evaluate(trainer: train.Trainer, run: Run, problems: int | None) -> torch.Tensor:
     """Rewards [problems, EVAL_K] of the trained policy on the problems of the race or search."""
-    t = trainer
+    t, setting = trainer, SETTINGS[run.setting]
     texts = [problem.text for problem in t.eval_set]
-    chosen = range(REPORTED)
+    chosen = range(setting.problems)
     if run.search:
-        reported = set(texts[:REPORTED])
-        chosen = [i for i, text in enumerate(texts) if text not in reported][:SEARCHED]
+        raced = set(texts[: setting.problems])
+        chosen = [i for i, text in enumerate(texts) if text not in raced][: setting.searched]
     chosen = chosen[:problems]
     ranks.refresh(t.policy, t.model)
     columns = ([table[i] for i in chosen] for table in (t.eval_set, t.eval_ids))

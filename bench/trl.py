@@ -1,10 +1,9 @@
 """
-TRL's GRPOTrainer on the embedded task, beside dppo_trl.DPPOTrainer and train.py: steps, work, the
-time to an accuracy; and whole runs for the race.
+TRL's GRPOTrainer on the embedded task, beside dppo_trl.DPPOTrainer and train.py: steps, work, and
+the time to an accuracy.
 
     pip install -r requirements-trl.txt
     python -m bench trl --json runs/trl.json
-    python -m bench race --methods trl,grpo,pps --seeds 1
 """
 
 import functools
@@ -126,16 +125,14 @@ def trl_steps(
     micro_batch: int,
     steps: int,
     seed: int,
-    lr: float | None = None,
     at_step: Callable | None = None,
     variant: str = "TRL",
     work: list | None = None,
 ) -> list[float]:
-    """Seconds of TRL's steps, each from the end of the one before; lr None is train.py's default.
+    """Seconds of TRL's steps, each from the end of the one before.
 
-    at_step(model, step, seconds, tokens generated) is called before step 1, as step 0, and after
-    each step; if it returns True, training ends. Its own time does not count. `work` gets
-    (forwards, token slots) of each step's gradient.
+    at_step(model, step) is called after each step; if it returns True, training ends. Its own time
+    does not count. `work` gets (forwards, token slots) of each step's gradient.
     """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -153,31 +150,25 @@ def trl_steps(
     problems = data.train_problems(cfg.data, hold_out=True)
     rows = [{"prompt": problem.text, "gold": problem.answer} for problem in problems]
     reward = data.reward_function(cfg.data)
-    spent, generated, gradient = [], [0], [0, 0]
+    spent, gradient = [], [0, 0]
 
     class Clock(transformers.TrainerCallback):
         def on_train_begin(self, *args, **options):
-            spent.append(0.0)
-            self.next(model, 0)
+            self.began = time.perf_counter()
 
         def on_step_end(self, args, state, control, model, **options):
             spent.append(time.perf_counter() - self.began)
             if work is not None:
                 work.append(tuple(gradient))
-            control.should_training_stop |= self.next(model, state.global_step)
-
-        def next(self, model, step):
-            ends = bool(at_step and at_step(model, step, spent[-1], generated[0]))
-            generated[0], gradient[:] = 0, [0, 0]
+            control.should_training_stop |= bool(at_step and at_step(model, state.global_step))
+            gradient[:] = [0, 0]
             self.began = time.perf_counter()
-            return ends
 
     def count(_model, _args, inputs):
         if torch.is_grad_enabled():
             gradient[:] = [gradient[0] + 1, gradient[1] + inputs["input_ids"].numel()]
 
-    def score(completions, completion_ids, gold, **columns):
-        generated[0] += sum(map(len, completion_ids))
+    def score(completions, gold, **columns):
         return [reward(text, answer) for text, answer in zip(completions, gold, strict=True)]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -195,7 +186,7 @@ def trl_steps(
             num_generations=cfg.group_size,
             max_completion_length=cfg.max_new_tokens,
             temperature=cfg.temperature,
-            learning_rate=lr or cfg.lr,
+            learning_rate=cfg.lr,
             lr_scheduler_type=cfg.lr_schedule,
             warmup_steps=cfg.warmup,
             max_grad_norm=cfg.grad_clip,
@@ -218,47 +209,26 @@ def trl_steps(
         if work is not None:
             model.register_forward_pre_hook(count, with_kwargs=True)
         trainer.train()
-    return spent[1:]
+    return spent
 
 
 def arrival(variant: str, seed: int, goal: float) -> float:
-    """Seconds of training until the held-out accuracy reaches the goal; infinity if it never does
-    in 60 steps."""
-    _cfg, rows = curve(60, seed, None, 3, "arithmetic", 150, variant, goal)
-    reached = rows[-1].get("eval/avg@4", 0.0) >= goal
-    return sum(row["step_time"] for row in rows) if reached else math.inf
-
-
-def curve(
-    steps: int,
-    seed: int,
-    lr: float | None,
-    every: int,
-    eval_data: str,
-    eval_problems: int,
-    variant: str = "TRL",
-    goal: float = math.inf,
-) -> tuple[config.Config, list[dict]]:
-    """One run of TRL's trainer: its configuration and the rows of a log, as train.py has them. It
-    ends at the last step, or once an evaluation reaches the goal."""
-    cfg = config.resolve(config.Config(method="grpo", lr=lr, seed=seed, steps=steps))
+    """Seconds of training until the accuracy of 150 held-out problems reaches the goal; infinity if
+    it does not in 60 steps."""
+    cfg = config.resolve(config.Config(method="grpo"))
     policy, tokenizer = loading.load_policy(str(arithmetic.base_folder()), cfg.device)
-    problems = data.eval_problems(eval_data, eval_problems)
-    problems, prompt_ids = data.encode_prompts(problems, tokenizer, 400)
+    problems, prompt_ids = data.encode_prompts(data.eval_problems(cfg.data, 150), tokenizer, 400)
     sampling = rollout.Sampling.for_policy(policy, tokenizer, cfg.max_new_tokens)
-    reward, rows = data.reward_function(eval_data), []
+    reward, seen = data.reward_function(cfg.data), [0.0]
 
-    def at_step(model, step, seconds, generated):
-        tokens = {"tokens/generated": generated, "tokens/trained": generated}
-        row = {"step": step, "step_time": seconds} | tokens
-        if step % every == 0 or step == steps:
+    def at_step(model, step):
+        if step % 3 == 0:
             model.vocab_size = len(tokenizer)
             args = (model, tokenizer, problems, prompt_ids, reward, sampling)
             draw = {"k": 4, "seed": seed_for(seed, step, "eval", 0)}
             rewards, _truncated = evaluation.sample_rewards(*args, **draw)
-            row["eval/avg@4"] = evaluation.avg_at_k(rewards)
-        rows.append(row)
-        return row.get("eval/avg@4", 0.0) >= goal
+            seen.append(evaluation.avg_at_k(rewards))
+        return seen[-1] >= goal
 
-    trl_steps(MICRO_BATCH, steps, seed, cfg.lr, at_step, variant)
-    return cfg, rows
+    times = trl_steps(MICRO_BATCH, 60, seed, at_step, variant)
+    return sum(times) if seen[-1] >= goal else math.inf

@@ -3,19 +3,21 @@ The search: for each method, the flags that are most accurate after a budget of 
 
     python -m bench tune                                  GRPO and pps in both settings
     python -m bench tune --methods pods,cppo              two rivals, with as many trials
+    python -m bench tune --settings words                 SmolLM2, after bash runs/smollm2.sh
 
 Random search with successive halving (Jamieson and Talwalkar, arXiv:1502.07943), and with children
-of the best, in each setting at two budgets:
+of the best, in each setting at one or two budgets (SEARCHES). In the default task:
 
-- at the smaller one, 16 random configurations and then three generations of 8 children have a run
+- at the smaller one, 20 random configurations and then four generations of 8 children have a run
   each. The best 8 of all have a second seed, and the best 3 two more.
 - at the larger one, the best 5 of the smaller one and then two generations of 3 children have a
   run, the best 3 a second seed, and the best 2 a third.
 
-A child has each flag from one of the best 4 so far, and a learning rate that is up to 1.4 times
-larger or smaller for its batch. At the larger budget, every third child samples twice as many
-prompts. A configuration's score is its mean accuracy over its seeds. The winner is the best of
-those with most seeds.
+Of the random ones, equally many have each value of a flag. A child has each flag from one of the
+best 4 so far, or, one time in six, from a new random configuration. Its learning rate is up to 1.4
+times larger or smaller for its batch than that of one of the best. At the larger budget, every
+third child samples twice as many prompts. A configuration's score is its mean accuracy over its
+seeds. The winner is the best of those with most seeds.
 
 All methods have equally many trials at the same budgets, so the same seconds. The i-th random
 configurations of all methods share everything but the pruning: the prompts and completions that a
@@ -31,22 +33,49 @@ import itertools
 import math
 import random
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-import arithmetic
 import config
 import sampler
+from arithmetic import TRAIN_PROBLEMS  # words has as many
 from bench import JsonFile, timed
 from bench.timed import Run
 from runtime import InputError, log
 
 FILE = Path("runs/tune.jsonl")
 METHODS = ("grpo", "pps", "pods", "cppo")
-BUDGETS = {"arithmetic": (10, 40), "arithmetic-mixed": (20, 80)}  # seconds; the race has others
-RANDOM, PROMOTED = 16, 5  # configurations that the smaller and the larger budget begin with
-CHILDREN = ((8, 8, 8), (3, 3))  # of each generation, at the smaller and the larger budget
-PARENTS = 4
-SEEDS = (((8, 1), (3, 2)), ((3, 1), (2, 1)))  # then: how many of the best have how many more seeds
+PARENTS, STRANGE = 4, 1 / 6
+
+
+class Search(NamedTuple):
+    """A search at one budget. Counts are of each method."""
+
+    budget: float  # in seconds
+    first: int  # configurations that it begins with: random, or the best at the budget before
+    children: tuple[int, ...]  # of each generation
+    seeds: tuple[tuple[int, int], ...]  # then: how many of the best have how many more seeds
+
+    @property
+    def seconds(self) -> float:
+        """Budgets of all trials of a method."""
+        more = sum(count * seeds for count, seeds in self.seeds)
+        return (self.first + sum(self.children) + more) * self.budget
+
+
+SMALL = Search(10, 20, (8, 8, 8, 8), ((8, 1), (3, 2)))
+LARGE = Search(40, 5, (3, 3), ((3, 1), (2, 1)))
+SEARCHES = {
+    "arithmetic": (SMALL, LARGE),
+    "arithmetic-mixed": (SMALL._replace(budget=20), LARGE._replace(budget=80)),
+    "words": (Search(300, 8, (4,), ((3, 1),)),),
+}
+SPACE = {  # learning rate for 512 completions of a step; the fewest of them a second of the budget
+    "arithmetic": (6e-4, 6),
+    "arithmetic-mixed": (6e-4, 3),
+    "words": (2.8e-5, 0.14),
+}
 FIRST_SEED = 100
 CHOICES = (  # flags that all methods have, each with its default first
     ("", " --lr-schedule cosine", " --lr-schedule constant"),
@@ -64,12 +93,12 @@ BLOCKS = (  # flags that a child takes from the same parent
     ("--adam-beta2",),
     ("--warmup",),
 )
-FACTORS = (0.7, 5.0)  # learning rates, over 6e-4 x root of the completions of a step over 512
+FACTORS = (0.7, 5.0)  # learning rates, over that of SPACE x root(completions of a step / 512)
 
 
 def main(
     methods: str = "grpo,pps",
-    settings: tuple[str, ...] = tuple(BUDGETS),
+    settings: tuple[str, ...] = ("arithmetic", "arithmetic-mixed"),
     workers: int = 2,
     json_file: JsonFile = FILE,
 ) -> None:
@@ -77,74 +106,62 @@ def main(
 
     Args:
         methods: of grpo (without the terms that are exactly 0), pps, pods and cppo
-        settings: arithmetic, arithmetic-mixed
+        settings: arithmetic, arithmetic-mixed, words
         workers: runs at a time, each with one thread
         json_file: where the rows of all trials are
     """
     methods = methods.split(",")
     timed.check_names("--methods", methods, METHODS)
-    timed.check_names("--settings", settings, BUDGETS)
-    spent = sum(map(seconds, settings)) * len(methods)
+    timed.check_settings(settings)
+    spent = sum(one.seconds for name in settings for one in SEARCHES[name]) * len(methods)
     print(f"{spent} seconds of one thread, and a tenth to a quarter more for evaluations")
-    for setting, later in itertools.product(settings, (False, True)):
-        for rung in range(rungs(later)):
-            rows = log.read_rows(json_file)
-            found = [trials(setting, name, later, rung, rows) for name in methods]
-            runs = [run for turn in zip(*found, strict=True) for run in turn]  # methods take turns
-            timed.make(runs, json_file, workers)
+    for setting in settings:
+        for number, search in enumerate(SEARCHES[setting]):
+            for rung in range(1 + len(search.children) + len(search.seeds)):
+                rows = log.read_rows(json_file)
+                found = [trials(setting, name, number, rung, rows) for name in methods]
+                runs = [run for turn in zip(*found, strict=True) for run in turn]  # in turns
+                timed.make(runs, json_file, workers)
     rows = log.read_rows(json_file)
     for setting in settings:
-        for limit, name in itertools.product(BUDGETS[setting], methods):
-            print(f"{setting}, {limit} s, {name}: {ranking(tried(rows, setting, name, limit))[0]}")
+        for search, name in itertools.product(SEARCHES[setting], methods):
+            best = ranking(tried(rows, setting, name, search.budget))[0]
+            print(f"{setting}, {search.budget} s, {name}: {best}")
 
 
-def seconds(setting: str) -> int:
-    """Budgets of all trials of a method in a setting."""
-    return sum(
-        (first + sum(children) + sum(count * more for count, more in seeds)) * limit
-        for limit, first, children, seeds in zip(
-            BUDGETS[setting], (RANDOM, PROMOTED), CHILDREN, SEEDS, strict=True
-        )
-    )
-
-
-def rungs(later: bool) -> int:
-    """How many rungs a budget has: the first one, its generations, and those of more seeds."""
-    return 1 + len(CHILDREN[later]) + len(SEEDS[later])
-
-
-def trials(setting: str, method: str, later: bool, rung: int, rows: list[dict]) -> list[Run]:
-    """The runs of a rung. The rows of its own runs do not change its configurations, because the
-    search may have been stopped among them."""
-    limit, old = BUDGETS[setting][later], len(CHILDREN[later])
-    first, more = FIRST_SEED, 1
+def trials(setting: str, method: str, number: int, rung: int, rows: list[dict]) -> list[Run]:
+    """The runs of a rung: the first ones, a generation, or more seeds. The rows of its own runs do
+    not change its configurations, because the search may have been stopped among them."""
+    search = SEARCHES[setting][number]
+    first, more, old = FIRST_SEED, 1, len(search.children)
     if rung <= old:
-        flags = generations(setting, method, later, rows)[rung]
+        flags = generations(setting, method, number, rows)[rung]
     else:
-        seeds = SEEDS[later][: rung - old]
+        seeds = search.seeds[: rung - old]
         (count, more), first = seeds[-1], first + 1 + sum(more for _, more in seeds[:-1])
-        flags = ranking(tried(rows, setting, method, limit))[:count]
+        flags = ranking(tried(rows, setting, method, search.budget))[:count]
     pairs = itertools.product(range(first, first + more), flags)
-    make = lambda seed, one: Run(setting, method, one, limit, seed, search=True)
+    make = lambda seed, one: Run(setting, method, one, search.budget, seed, search=True)
     return list(itertools.starmap(make, pairs))
 
 
-def generations(setting: str, method: str, later: bool, rows: list[dict]) -> list[list[str]]:
-    """The configurations of a budget: those that it begins with, and its generations, as far as the
+def generations(setting: str, method: str, number: int, rows: list[dict]) -> list[list[str]]:
+    """The configurations of a search: those that it begins with, and its generations, as far as the
     rows of each one's parents are there."""
-    limit = BUDGETS[setting][later]
-    if later:
-        found = [ranking(tried(rows, setting, method, BUDGETS[setting][0]))[:PROMOTED]]
+    search, before = SEARCHES[setting][number], SEARCHES[setting][:number]
+    limit = search.budget
+    if before:
+        found = [ranking(tried(rows, setting, method, before[-1].budget))[: search.first]]
     else:
-        found = [configurations(setting, method, limit, RANDOM)]
+        found = [configurations(setting, method, limit, search.first)]
     scores = ranking(tried(rows, setting, method, limit), FIRST_SEED + 1)
-    for number, count in enumerate(CHILDREN[later]):
+    for generation, count in enumerate(search.children):
         known = list(itertools.chain(*found))
         if not {*known} <= {*scores}:
             break
         best = [one for one in scores if one in known][:PARENTS]
-        key = f"{setting} {limit} {method} {number}"
-        found.append(children(best, count, key, known, 3 if later else 0))
+        names, larger = (setting, method, limit), 3 if before else 0
+        found.append(children(*names, best, count, str(generation), known, larger))
     return found
 
 
@@ -170,7 +187,7 @@ def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list
     InputError if there are none, or if a search has not ended.
     """
     found = []
-    for limit, seeds in zip(BUDGETS[setting], SEEDS, strict=True):
+    for limit, _first, _children, seeds in SEARCHES[setting]:
         if 0.5 <= budget / limit <= 2:
             own = tried(log.read_rows(file), setting, method, limit)
             last = FIRST_SEED + sum(more for _, more in seeds)  # the seed of the last runs
@@ -179,7 +196,7 @@ def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list
                 raise InputError(f"{file} has no whole search at {limit} s; run {command}")
             found.append(ranking(own)[0])
     if not found:
-        limits = " and ".join(map(str, BUDGETS[setting]))
+        limits = " and ".join(str(search.budget) for search in SEARCHES[setting])
         raise InputError(
             f"--budgets {budget:g}: flags were searched for {limits} s in {setting}; give budgets "
             f"between half and twice of these"
@@ -187,42 +204,61 @@ def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list
     return found
 
 
-def configurations(setting: str, method: str, limit: float, count: int) -> list[str]:
-    """`count` random flags for runs of so many seconds."""
-    shared, own = random.Random(f"{setting} {limit}"), random.Random(f"{setting} {limit} {method}")
-    least = limit * {"arithmetic": 6, "arithmetic-mixed": 3}[setting]  # completions of a step
+def configurations(setting: str, method: str, limit: float, count: int, key: str = "") -> list[str]:
+    """`count` random flags for runs of so many seconds, other ones for each key."""
+    shared = random.Random(f"{setting} {limit} {key}")
+    own = random.Random(f"{setting} {limit} {key} {method}")
+    lr_of_512, least = SPACE[setting]
+    least *= limit  # completions of a step
     sizes = {
         group: [n for n in (16, 32, 64, 128, 256) if least <= n * group <= 12 * least]
         for group in (2, 4, 8, 16, 32)
     }
+    groups = balanced(shared, [group for group, found in sizes.items() if found], count)
+    columns = [balanced(shared, values, count) for values in CHOICES]
+    places = shared.sample(range(count), count)
+    rates = balanced(own, range(len(method_flags(method, 1, 1)) - 1), count)
     found = []
-    for place in shared.sample(range(count), count):  # learning rates are spread evenly
-        group, prompts = shared.choice([pair for pair in sizes.items() if pair[1]])
-        prompts = shared.choice(prompts)
+    for group, place, rate, *choices in zip(groups, places, rates, *columns, strict=True):
+        prompts = shared.choice(sizes[group])
         factor = FACTORS[0] * (FACTORS[1] / FACTORS[0]) ** ((place + shared.random()) / count)
-        lr = 6e-4 * factor * math.sqrt(prompts * group / 512)
-        flags = f"--lr {lr:.2g}" + "".join(shared.choice(pair) for pair in CHOICES)
+        lr = lr_of_512 * factor * math.sqrt(prompts * group / 512)
         *options, fallback = method_flags(method, prompts, group)
-        options = [*own.sample(options, len(options)), fallback]
-        valid = (f"--method {one} {flags}" for one in options)
+        options = [options[rate], *own.sample(options, len(options)), fallback]
+        valid = (f"--method {one} --lr {lr:.2g}{''.join(choices)}" for one in options)
         found.append(next(one for one in valid if is_valid(one)))
     return found
 
 
+def balanced(rng: random.Random, values: Sequence, count: int) -> list:
+    """`count` of the values in random order, each equally often or once more."""
+    values = rng.sample(values, len(values))
+    return rng.sample([values[i % len(values)] for i in range(count)], count)
+
+
 def children(
-    parents: list[str], count: int, key: str, known: list[str], larger: int = 0
+    setting: str,
+    method: str,
+    limit: float,
+    parents: list[str],
+    count: int,
+    key: str,
+    known: list[str],
+    larger: int = 0,
 ) -> list[str]:
-    """`count` new flags. Each block comes from one parent. The learning rate keeps its ratio to the
-    root of a step's completions, times 0.7 to 1.4. One in `larger` has twice the prompts."""
-    rng, found = random.Random(f"children {key}"), []
-    parsed = [dict(zip(*[iter(one.split())] * 2, strict=True)) for one in parents]
+    """`count` new flags. Each block comes from one parent or, with the chance STRANGE, from a
+    random configuration. The learning rate keeps a parent's ratio to the root of a step's
+    completions, times 0.7 to 1.4. One in `larger` has twice the prompts."""
+    rng, found = random.Random(f"children {setting} {limit} {method} {key}"), []
+    parsed = list(map(parse, parents))
+    strangers = list(map(parse, configurations(setting, method, limit, 8, f"strangers {key}")))
     while len(found) < count:
         child = {}
         for block in BLOCKS:
-            parent = rng.choice(parsed)
-            child |= {name: parent[name] for name in block if name in parent}
+            source = rng.choice(strangers if rng.random() < STRANGE else parsed)
+            child |= {name: source[name] for name in block if name in source}
         prompts = int(child["--prompts-per-step"])
-        if larger and len(found) % larger == 0 and 2 * prompts <= arithmetic.TRAIN_PROBLEMS:
+        if larger and len(found) % larger == 0 and 2 * prompts <= TRAIN_PROBLEMS:
             child["--prompts-per-step"] = str(2 * prompts)
         parent = rng.choice(parsed)
         factor = math.sqrt(completions(child) / completions(parent)) * 1.4 ** rng.uniform(-1, 1)
@@ -231,6 +267,11 @@ def children(
         if flags not in [*known, *found] and is_valid(flags):
             found.append(flags)
     return found
+
+
+def parse(flags: str) -> dict[str, str]:
+    """{flag: value} of flags that all have one."""
+    return dict(zip(*[iter(flags.split())] * 2, strict=True))
 
 
 def completions(flags: dict[str, str]) -> int:
@@ -246,15 +287,14 @@ def method_flags(method: str, prompts: int, group: int) -> list[str]:
     last ones are a fallback, for rivals that cannot prune groups of two."""
     size = f"--prompts-per-step {prompts} --group-size {group}"
     if method == "grpo":
-        return [f"grpo_zero {size}"]
+        return [f"grpo_zero {size}"] * 2
     if method != "pps":
         rates = (0.5, 0.7, 0.8, 0.9, 0.0)
         return [f"{method} {size} --completion-prune-rate {rate}" for rate in rates]
     return [
         f"pps --prompts-per-step {round(prompts / (1 - dropped))} --group-size {group} "
         f"--prompt-prune-rate {dropped} --completion-prune-rate {rate}"
-        for dropped in (0.4, 0.6, 0.75)
-        for rate in (0.7, 0.8, 0.9, 0.95, 0.98)
+        for dropped, rate in itertools.product((0.4, 0.6, 0.75), (0.7, 0.8, 0.9, 0.95, 0.98))
     ]
 
 
@@ -263,7 +303,7 @@ def is_valid(flags: str) -> bool:
     """Whether train.py takes the flags, for as many prompts as the embedded tasks have."""
     try:
         cfg = config.resolve(config.parse_config(flags.split()))
-        config.check_prompts(cfg, arithmetic.TRAIN_PROBLEMS)
+        config.check_prompts(cfg, TRAIN_PROBLEMS)
     except InputError:
         return False
     return True

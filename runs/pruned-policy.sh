@@ -14,11 +14,10 @@ source runs/resumable.sh
 policy() {  # policy NAME MODEL: its supervised start, and pps with both seeds
     train sft.py $out/$1 --model $2
     for seed in 0 1; do
-        train train.py $out/words/$1-seed$seed --model $out/$1/checkpoint --seed $seed \
+        train train.py $out/$1-seed$seed --model $out/$1/checkpoint --seed $seed \
             --data words --method pps --prompts-per-step 32 --rollout-batch 256 \
             --lr 2e-5 --lr-schedule linear --steps 24 \
             --eval-every 4 --eval-problems 128 --keep-checkpoints 1
-        echo '{"threads": 1, "alone": true}' >$out/words/$1-seed$seed/race.json
     done
 }
 [ -e $out/2ssp/config.json ] || python -m related.structured --model smollm2 --sparsity 0.25 \
@@ -27,9 +26,14 @@ policy whole smollm2 & first=$!
 policy pruned $out/2ssp
 wait $first
 python - <<END
-import json
 from pathlib import Path
-from bench import records
-runs = records.collect(Path("$out"))
-Path("runs/pruned-policy.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+from bench import code
+from runtime import log
+rows = [
+    {"model": model, "seed": seed} | row
+    for model in ("whole", "pruned")
+    for seed in (0, 1)
+    for row in log.read_rows(Path(f"$out/{model}-seed{seed}/log.jsonl"))
+]
+log.write_rows(Path("runs/pruned-policy.jsonl"), code.stamped(rows))
 END

@@ -1,225 +1,556 @@
-"""The race: runs that take turns or run two at a time, and the tables made from their records."""
+"""The race by budget and its search: runs that end with their budget, halving, and the table."""
 
-import functools
 import itertools
 import math
+import os
+import re
+import subprocess
+import sys
+import time
+import zlib
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
+import arithmetic
 import config
-from bench import race, records
-from runtime import InputError
+import train
+from bench import race, timed, tune
+from bench.timed import Run
+from runtime import InputError, log
 
-
-def record(name, seed, accuracy, step_time, alone=True, setting="arithmetic", **more):
-    """A record of steps 0, 1, ... with an evaluation at each."""
-    steps = len(accuracy)
-    columns = {column: [None] + [1.0] * (steps - 1) for column in records.COLUMNS}
-    columns |= {"eval/avg@4": accuracy, "step_time": [0.0] + [step_time] * (steps - 1)}
-    columns |= {
-        "tokens/generated": [None] + [30] * (steps - 1),
-        "tokens/trained": [None] + [10] * (steps - 1),
-    }
-    return (
-        {"setting": setting, "row": name, "seed": seed, "lr": 1e-4, "alone": alone, "threads": 1}
-        | columns
-        | more
-    )
-
-
-RISING = [0.1, 0.2, 0.5, 0.8, 0.9, 0.9, 0.9]  # means of three: 0.2, 0.35, 0.5, 0.733, 0.867, 0.9
-
-
-def test_reached_is_the_mean_of_three():
-    """Catches a single evaluation that wins, the base model's accuracy in a mean, and a mean of
-    fewer than three."""
-    run = record("grpo", 0, RISING, 2.0)
-    means = [0.1, 0.2, 0.35, 0.5, 2.2 / 3, 2.6 / 3, 0.9]
-    assert [value for _, value in records.smoothed(run)] == pytest.approx(means)
-    assert records.final(run) == pytest.approx(0.9)
-    assert records.reached(run, 0.8) == 5, "not 3, where a single evaluation is there"
-    assert records.reached(run, 0.95) == math.inf
-    early = record("grpo", 0, [0.1, 0.9, 0.9, 0.9, 0.9], 1.0)
-    assert records.reached(early, 0.8) == 3, "three evaluations, not one"
-
-
-def test_seconds_of_runs_that_shared_the_machine():
-    """A run's own seconds count only if it was alone; otherwise those of the same row and setting
-    do, step by step, and beyond their end their last ten. Catches the run's own, another row's or
-    another setting's seconds, and a median, which would make expensive first steps cheap."""
-    alone = [record("pps", seed, RISING, 1.0 + seed) for seed in (0, 1)]
-    others = [record("grpo", 0, RISING, 50.0)]
-    others += [record("pps", 0, RISING, 70.0, setting="arithmetic-mixed")]
-    shared = record("pps", 2, [*RISING, 0.9, 0.9], 30.0, alone=False)
-    found = records.seconds(shared, [*alone, *others, shared])
-    beyond = [9 + 1.5 * 6 / 7, 9 + 3 * 6 / 7]
-    assert found == pytest.approx([1.5 * step for step in range(7)] + beyond)
-    alone[1]["step_time"][1] = 4.0
-    own = [0.0] + [2.0 * step + 2 for step in range(1, 7)]
-    assert records.seconds(alone[1], alone) == pytest.approx(own)
-    assert math.isnan(records.seconds(shared, [shared])[3]), "none was alone: unknown"
-
-
-def test_summary():
-    """Each seed's target comes from its own GRPO run, and ratios pair seeds. Catches an unpaired
-    ratio, a target from the row itself, a ratio upside down, a row that never gets there counted as
-    fast, evaluations of the wrong setting, and, against another row, its targets or unpaired
-    seeds."""
-    slow = [0.1, 0.1, 0.2, 0.5, 0.8, 0.9, 0.9, 0.9]
-    runs = [record("grpo", seed, [*RISING, 0.9], time) for seed, time in ((0, 2.0), (1, 4.0))]
-    runs += [record("pps", 0, slow, 0.5), record("pps", 1, [*RISING, 0.9], 0.5)]
-    runs += [record("cppo", 0, [0.1, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3], 0.5)]
-    runs += [record("pps", 0, slow, 0.1, setting="arithmetic-mixed")]  # no GRPO there: no row
-    rows = {row["row"]: row for row in records.summary(runs)}
-    assert [*rows] == ["grpo", "cppo", "pps"]
-    assert rows["grpo"]["reached/seconds"] == pytest.approx((12 + 24) / 2), "0.882 at step 6"
-    pps = rows["pps"]
-    assert pps["reached/seconds"] == pytest.approx((3.5 + 3.0) / 2)
-    ratios = (12 / 3.5, 24 / 3.0)
-    assert pps["reached/seconds_ratio"] == pytest.approx((sum(ratios) / 2, *ratios))
-    assert pps["absolute/steps_ratio"][0] == pytest.approx((5 / 6 + 1) / 2)
-    assert pps["reached/tokens_ratio"][0] == pytest.approx((6 / 7 + 1) / 2)
-    assert pps["final_gap"][0] == pytest.approx(0.0)
-    assert rows["cppo"]["reached/seconds"] == math.inf
-    assert rows["cppo"]["reached/seconds_ratio"] == (0, 0, 0), "never is 0"
-    assert rows["cppo"]["final_gap"][0] == pytest.approx(-0.6)
-    others = {row["row"]: row for row in records.summary(runs, "pps")}
-    assert [*others] == ["grpo", "cppo", "pps"]
-    inverse = (3.5 / 12, 3.0 / 24)
-    assert others["grpo"]["reached/seconds_ratio"][0] == pytest.approx(sum(inverse) / 2)
-    assert others["pps"]["reached/seconds_ratio"] == (1, 1, 1)
-    others = records.summary(runs, "cppo")
-    assert [row["seeds"] for row in others] == [1, 1, 1], "its only seed"
-    assert others[2]["reached/seconds"] == 3.5, "the target stays GRPO's"
-    assert others[2]["reached/seconds_ratio"] == (math.inf,) * 3, "cppo never gets there"
-    flat = [record(name, 0, [0.1, 0.2, 0.3, 0.3, 0.3], 1.0) for name in ("grpo", "pps")]
-    assert records.summary(flat)[1]["absolute/seconds_ratio"] == (0, 0, 0), "neither gets there"
-    assert "never" in records.table([rows["cppo"]], "arithmetic")
-    assert pps["at_equal_time"] == pytest.approx(0.9), "at 3.5 s, the first end"
-    assert rows["grpo"]["at_equal_time"] == pytest.approx((0.2 + 0.1) / 2), (
-        "then it was at steps 1 and 0"
-    )
-
-
-def test_interval_covers():
-    """The mean of five numbers. Catches an interval of the values in place of their average, and
-    one-sided ends."""
-    mean = lambda values: sum(values) / len(values)
-    middle, low, high = records.interval([1.0, 2.0, 3.0, 4.0, 5.0], mean)
-    assert middle == 3
-    assert (low, high) == pytest.approx((1.8, 4.2), abs=0.11), "3 -+ 1.96 sqrt(2 / 5)"
+# ---------------------------------------------------------------------------- a run
 
 
 @pytest.fixture
-def tiny_rows(policy_folder, monkeypatch):
-    """Two rows of runs that take a second."""
-    small = f"--model {policy_folder} --prompts-per-step 4 --group-size 4 --max-new-tokens 6"
-    rows = {name: f"--method {name} {small} --lr-schedule linear" for name in ("grpo", "pps")}
-    monkeypatch.setattr(race, "ROWS", rows)
+def clock(monkeypatch, small_runs):
+    """A tiny run whose every step takes 0.3 s; returns the steps that each has planned."""
+    seen, now = [], itertools.accumulate(itertools.cycle([0.0, 0.3]))
+    monkeypatch.setattr(timed.time, "process_time", lambda: next(now))
+    small = timed.SETTINGS["arithmetic"]._replace(problems=20, searched=5)
+    monkeypatch.setattr(timed, "HELD_OUT", 40)
+    monkeypatch.setitem(timed.SETTINGS, "arithmetic", small)
+    real = train.Trainer.step
+    monkeypatch.setattr(
+        train.Trainer, "step", lambda self, n: seen.append(self.cfg.steps) or real(self, n)
+    )
+    return seen
 
 
-def test_turns_processes_and_finished_runs(tiny_rows, tmp_path, monkeypatch, capsys):
-    """One seed takes turns, one is a process of its own. A repeated call runs nothing, and a race
-    that was broken off continues and makes the same rows. Catches a turn that starts over, a --lr
-    that is not passed on, a run that is repeated, evaluation on training data, and records of runs
-    at another --lr."""
-    options = {"methods": "grpo,pps:1", "seeds": 2, "alone": 1}
-    options |= {"steps": 4, "every": 2, "eval_problems": 3, "lr": 3e-4}
-    file = tmp_path / "log" / "race.jsonl"
-    race.main(folder=tmp_path / "whole", json_file=file, **options)
-    shown = capsys.readouterr().out
-    runs = records.load(file)
-    names = [("grpo", 0, True), ("grpo", 1, False), ("pps", 0, True)]
-    assert [(run["row"], run["seed"], run["alone"]) for run in runs] == names
-    for run in runs:
-        assert all(len(run[column]) == 5 for column in records.COLUMNS)
-        evaluated = [value is not None for value in run["eval/avg@4"]]
-        assert evaluated == [True, False, True, False, True]
-        assert run["lr"] == 3e-4
-    assert 0.05 < runs[1]["peak_gib"] < 5
-    assert "     4" in shown, "live"
-    assert "s" in shown.splitlines()[-1]
-
-    calls, real = itertools.count(), race.train.main
-
-    def breaks_off(cfg, until):
-        if next(calls) == 2:
-            raise ConnectionError
-        real(cfg, until=until)
-
-    monkeypatch.setattr(race.train, "main", breaks_off)
-    again = options | {"folder": tmp_path / "broken off", "seeds": 1}
-    with pytest.raises(ConnectionError):
-        race.main(**again)
-    monkeypatch.setattr(race.train, "main", real)
-    race.main(**again)
-    same = lambda run: {name: run[name] for name in records.COLUMNS if name != "step_time"}
-    continued = {run["row"]: run for run in records.collect(again["folder"], 3e-4)}
-    assert records.collect(again["folder"]) == [], "another --lr is another race"
-    for run in (runs[0], runs[2]):
-        assert same(continued[run["row"]]) == same(run)
-    monkeypatch.setattr(race.train, "main", lambda *_args, **_options: pytest.fail("repeated"))
-    race.main(folder=tmp_path / "whole", **options)
+def test_a_run_ends_with_its_budget(clock):
+    """Ten steps of 0.3 s fill 3 s, and the schedule ends there. Catches a plan from the budget's
+    start alone, seconds of the evaluation, a schedule that ends elsewhere, and another seed's
+    draws."""
+    runs = [Run("arithmetic", "pps", "--lr 1e-4", 3.0, seed) for seed in (0, 0, 1)]
+    rows = [timed.train_for(run) for run in runs]
+    assert clock == ([1000] + [10] * 9) * 3
+    for row in rows:
+        assert (row["steps"], row["seconds"], row["problems"], row["failed"]) == (10, 3.0, 20, None)
+        assert 0 < row["wall_of_steps"] < row["wall"]
+    same = [(row["tokens"], row["accuracy"]) for row in rows]
+    assert same[0] == same[1] != same[2]
 
 
-def test_rows_of_a_setting(tmp_path):
-    """pps considers twice the prompts of the others, in every setting, and --lr beats the setting's
-    own. Catches a setting's flag that is not passed on, and a row that loses its own flags."""
+def test_flags_of_a_setting_and_a_run(clock, monkeypatch):
+    """A run's flags come after the setting's, which spell out what train.py's defaults may change.
 
-    def resolved(setting, row, lr=None):
-        run = race.Run(setting, row, 0, 9, 3, 5, lr, "a-model", tmp_path)
-        return config.resolve(config.parse_config(run.args()))
-
-    for setting, prompts in (("arithmetic", 32), ("arithmetic-mixed", 32), ("words", 16)):
-        for row in race.ROWS:
-            cfg = resolved(setting, row)
-            assert cfg.prompts_per_step == prompts * (2 if row in ("pps", "uniform") else 1)
-            assert (cfg.data, cfg.model) == (setting, "a-model")
-            assert cfg.lr == (2e-5 if setting == "words" else 1e-6)
-        assert resolved(setting, "pps", 3e-4).lr == 3e-4
-    uniform = resolved("words", "uniform")
-    assert (uniform.prompt_rule, uniform.prompt_prune_rate) == ("uniform", 0.6)
-    assert (uniform.prompt_format, uniform.eval_data) == ("plain", "words")
-    assert resolved("arithmetic-mixed", "pps").eval_data == "arithmetic"
-
-
-def test_a_stop_ends_the_race(tiny_rows, tmp_path, monkeypatch):
-    """A run that ends before its turn is over was stopped by SIGTERM or Ctrl-C. Catches a race that
-    goes on with the next row."""
-    start = functools.partial(race.main, methods="grpo,pps", seeds=1, steps=4, every=2)
-    real = race.train.main
-    monkeypatch.setattr(race.train, "main", lambda cfg, until: real(cfg, until=1))
-    with pytest.raises(SystemExit, match="the same command continues"):
-        start(eval_problems=3, folder=tmp_path)
-    assert not (tmp_path / "arithmetic" / "pps-seed0").exists()
-    assert records.collect(tmp_path) == [], "an unfinished run has no final accuracy"
-    monkeypatch.setattr(race.train, "main", real)
-    start(eval_problems=3, folder=tmp_path)
-    assert len(records.collect(tmp_path)) == 2
+    Catches trials whose meaning changes with a default, and a run whose own flags do nothing.
+    """
+    seen = []
+    real = train.Trainer.__init__
+    monkeypatch.setattr(
+        train.Trainer, "__init__", lambda self, cfg: seen.append(cfg) or real(self, cfg)
+    )
+    for flags in ("", "--loss dr_grpo --adam-beta2 0.95"):
+        timed.train_for(Run("arithmetic", "pps", flags, 0.3, 0))
+    assert [(cfg.loss, cfg.adam_beta2) for cfg in seen] == [("grpo", 0.999), ("dr_grpo", 0.95)]
+    for setting in timed.SETTINGS.values():
+        cfg = config.parse_config(setting.flags.split())
+        assert (cfg.lr_schedule, cfg.grad_clip, cfg.warmup) == ("linear", 1.0, 5)
+        for name in ("--lr-schedule", "--loss", "--grad-clip", "--adam-beta2", "--warmup"):
+            assert name in setting.flags
+    free = {name for flags in itertools.chain(*tune.CHOICES) for name in flags.split()[::2]}
+    assert free <= {*timed.BASE.split()}, "a flag of the search without a value of its own"
 
 
-def test_the_picture_ends_at_twice_grpos_end():
-    """Catches a slow row that squeezes all others into a corner, and a picture that needs GRPO."""
-    rows = [record("grpo", 0, RISING, 2.0), record("trl", 0, RISING, 20.0)]
-    assert records.draw(rows).axes[0].get_xlim() == (0, 2 * 6 * 2.0)
-    assert records.draw(rows[1:]).axes[0].get_xlim()[1] > 6 * 20.0
+def test_plan():
+    """The last eight steps say how long the others will take. Catches a mean of all steps, which a
+    slow start would spoil, and a plan below the steps that were made."""
+    assert timed.plan([5.0] + [1.0] * 8, 20.0) == 9 + 7
+    assert timed.plan([1.0] * 8 + [3.0] * 8, 62.0) == 16 + 10
+    assert timed.plan([4.0], 3.0) == 1
+    assert timed.plan([2.0], 2.9) == 1, "another would end further from the budget"
+    assert timed.plan([2.0], 3.1) == 2
+
+
+def test_a_search_evaluates_on_other_problems(clock, monkeypatch):
+    """Catches a search that sees the problems of the race, under their numbers or others."""
+    asked = []
+    real = timed.evaluation.sample_rewards
+
+    def sample(policy, tokenizer, problems, prompts, *rest, **options):
+        asked.append([problem.text for problem in problems])
+        assert [tokenizer.decode(ids) for ids in prompts] == asked[-1]
+        return real(policy, tokenizer, problems, prompts, *rest, **options)
+
+    monkeypatch.setattr(timed.evaluation, "sample_rewards", sample)
+    for search in (False, True):
+        timed.train_for(Run("arithmetic", "grpo", "", 0.3, 100, search))
+    texts = [arithmetic.problem("heldout", i)[0] for i in range(40)]
+    assert asked[0] == texts[:20]
+    assert len(asked[1]) == 5
+    assert {*asked[1]} <= {*texts[20:]} - {*texts[:20]}
+    assert {*texts[:20]} & {*texts[20:]}, "some problems are there twice"
+
+
+def test_a_run_that_fails_is_a_row(small_runs, monkeypatch):
+    """Accuracy 0, and what was wrong. Catches a search that a large learning rate ends."""
+
+    for error in (InputError, FloatingPointError):
+
+        def fails(self, step, error=error):
+            raise error(f"step {step} is not finite")
+
+        monkeypatch.setattr(train.Trainer, "step", fails)
+        row = timed.train_for(Run("arithmetic", "grpo", "--lr 9", 3.0, 100))
+        assert (row["accuracy"], row["failed"]) == (0.0, "step 1 is not finite")
+    row = timed.train_for(Run("arithmetic", "grpo", "--lr -1", 3.0, 100))
+    assert "must be above 0" in row["failed"]
+
+
+# ---------------------------------------------------------------------------- many runs
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Runs that take no time; returns the list of them. Accuracy is a function of what a run is."""
+    made = []
+
+    def train_for(run):
+        made.append(run)
+        parts = [(run.flags,), (run.flags, run.budget), (run.flags, run.budget, run.seed)]
+        accuracy = (
+            sum(share * hash_of(part) for share, part in zip((1, 4, 4), parts, strict=True)) / 9
+        )
+        return vars(run) | {"accuracy": accuracy, "steps": 7, "seconds": 1.0}
+
+    class Pool:
+        def __init__(self, *_args):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_error):
+            pass
+
+        def shutdown(self, **_options):
+            pass
+
+        def submit(self, work, run):
+            future = Future()
+            future.set_result(work(run))
+            return future
+
+    monkeypatch.setattr(timed, "train_for", train_for)
+    monkeypatch.setattr(timed.arithmetic, "base_folder", lambda: None)
+    monkeypatch.setattr(timed, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(timed, "as_completed", list)
+    return made
+
+
+def hash_of(thing):
+    """A number from 0 to 1."""
+    return zlib.crc32(repr(thing).encode()) / 2**32
+
+
+def test_workers(tmp_path, monkeypatch, policy_folder):
+    """Two real processes with one thread each. Catches workers that use all cores, a half-written
+    line that stays, and rows in another order than the runs."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    file = tmp_path / "made" / "rows.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"setting": "arith')
+    flags = f"--model {policy_folder} --prompts-per-step 4 --group-size 2 --max-new-tokens 2"
+    runs = [Run("arithmetic", "grpo", flags, 0.1, seed, search=True) for seed in (0, 1)]
+    rows = timed.make(runs, file, workers=2)
+    assert [row["seed"] for row in rows] == [0, 1]
+    assert all(row["steps"] > 0 and row["failed"] is None for row in rows)
+    assert sorted(row["seed"] for row in log.read_rows(file)) == [0, 1]
+    assert timed.os.environ["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setattr(timed, "ProcessPoolExecutor", lambda *_: pytest.fail("made again"))
+    assert timed.make(runs[::-1], file, 2) == rows[::-1]
+
+
+def test_workers_end_with_their_parent(tmp_path, policy_folder):
+    """Killed with -9. Catches workers that go on beside the next start, and record nothing."""
+    program = (
+        "from pathlib import Path\nfrom bench import timed\n"
+        "if __name__ == '__main__':\n"
+        f"    flags = '--model {policy_folder}'\n"
+        "    runs = [timed.Run('arithmetic', '', flags, 900, seed) for seed in (0, 1)]\n"
+        f"    timed.make(runs, Path({str(tmp_path)!r}, 'rows.jsonl'), 2)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    parent = subprocess.Popen([sys.executable, tmp_path / "program.py"], env=environment)
+    workers = []
+    while len(workers) < 2:
+        time.sleep(0.5)
+        assert parent.poll() is None
+        found = ["pgrep", "-f", "-P", str(parent.pid), "spawn_main"]
+        found = subprocess.run(found, capture_output=True, text=True, check=False).stdout
+        workers = [int(number) for number in found.split()]
+    time.sleep(2)
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        alive = [number for number in workers if Path(f"/proc/{number}").exists()]
+        if not alive:
+            return
+        time.sleep(0.5)
+    pytest.fail(f"{alive} are alive")
+
+
+def test_the_base_model_is_made_once(fake, tmp_path, monkeypatch):
+    """Before the workers start, and not for SmolLM2. Catches two workers that each train it."""
+    made = []
+    monkeypatch.setattr(timed.arithmetic, "base_folder", lambda: made.append(len(fake)))
+    for setting, flags in (("words", ""), ("arithmetic", "--model x"), ("arithmetic", "--lr 1")):
+        timed.make([Run(setting, "pps", flags, 5, 0)], tmp_path / "rows.jsonl", 2)
+    assert made == [2]
+
+
+def test_a_stop_cancels_the_rest(fake, tmp_path, monkeypatch):
+    """Catches a Ctrl-C that makes all runs that were planned and records none."""
+    stops = []
+    monkeypatch.setattr(
+        timed.ProcessPoolExecutor, "shutdown", lambda _, **given: stops.append(given)
+    )
+    monkeypatch.setattr(log, "append_rows", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        timed.make([Run("arithmetic", "pps", "", 10, 0)], tmp_path / "rows.jsonl", 2)
+    assert stops == [{"cancel_futures": True}]
+
+
+def test_rows_that_do_not_stand_for_a_run(fake, tmp_path):
+    """Catches a row of other flags, another budget, seed, setting or method, and a search's row in
+    place of the race's."""
+    file = tmp_path / "rows.jsonl"
+    run = Run("arithmetic", "pps", "--lr 1", 10, 0)
+    timed.make([run, replace(run, budget=10.0)], file, 2)
+    assert fake == [run], "once"
+    changes = {"setting": "arithmetic-mixed", "method": "grpo", "flags": "", "budget": 20}
+    changes |= {"seed": 1, "search": True}
+    others = [replace(run, **{name: value}) for name, value in changes.items()]
+    timed.make(others, file, 2)
+    assert fake == [run, *others]
+
+
+# ---------------------------------------------------------------------------- the search
+
+
+@pytest.mark.parametrize("setting", tune.SEARCHES)
+def test_configurations(setting):
+    """The i-th configurations of all methods differ in the method alone, and are accepted.
+
+    Catches a larger search for pps, other learning rates for it, batches counted before the
+    pruning, and rates that are not spread.
+    """
+    for limit, count, *_rest in tune.SEARCHES[setting]:
+        found = {name: tune.configurations(setting, name, limit, count) for name in tune.METHODS}
+        for together in zip(*found.values(), strict=True):
+            rest = {re.sub(r".*(--lr )", r"\1", flags) for flags in together}
+            assert len(rest) == 1
+            sizes = set()
+            for flags in together:
+                cfg = config.resolve(config.parse_config(flags.split()))
+                kept = cfg.prompts_per_step
+                kept *= 1 - (cfg.prompt_prune_rate if cfg.method == "pps" else 0)
+                sizes.add((round(kept / 16) * 16, cfg.group_size))
+            assert len(sizes) == 1
+        rates = [float(flags.split("--lr ")[1].split()[0]) for flags in found["grpo"]]
+        sizes = [re.search(r"step (\d+) --group-size (\d+)", flags) for flags in found["grpo"]]
+        for rate, size in zip(rates, sizes, strict=True):
+            factor = rate / tune.SPACE[setting][0] / math.sqrt(int(size[1]) * int(size[2]) / 512)
+            assert 0.97 * tune.FACTORS[0] < factor < 1.03 * tune.FACTORS[1]
+        assert len({*found["pps"]}) == count
+        if count == 16:
+            assert max(rates) > 4 * min(rates)
+            for choice in itertools.chain(*tune.CHOICES):
+                assert any(choice in flags for flags in found["pps"])
+
+
+def search(tmp_path, methods="grpo,pps"):
+    tune.main(methods, ("arithmetic",), 2, tmp_path / "tune.jsonl")
+
+
+def prompts(flags):
+    return int(re.search(r"--prompts-per-step (\d+)", flags)[1])
+
+
+def is_child(flags, parents, larger):
+    """Whether each flag is that of one of the parents, but for twice the prompts, and the learning
+    rate is near one of theirs, over the root of the completions of a step."""
+
+    def parts(text):
+        found = dict(zip(*[iter(text.split())] * 2, strict=True))
+        dropped = float(found.get("--prompt-prune-rate", 0))
+        kept = round(int(found["--prompts-per-step"]) * (1 - dropped))
+        return found, float(found["--lr"]) / math.sqrt(kept * int(found["--group-size"]))
+
+    own, rate = parts(flags)
+    theirs = [parts(one) for one in parents]
+    near = any(1 / 1.45 < rate / other < 1.45 for _, other in theirs)
+    prompts = {int(other["--prompts-per-step"]) for other, _ in theirs}
+    prompts |= {2 * count for count in prompts if larger}
+    same = lambda name: any(own.get(name) == other.get(name) for other, _ in theirs)
+    rest = ({*own} | {*theirs[0][0]}) - {"--lr", "--prompts-per-step"}
+    return near and int(own["--prompts-per-step"]) in prompts and all(map(same, rest))
+
+
+def test_halving(fake, tmp_path, capsys, monkeypatch):
+    """40 runs, then 8 and 2 x 3 more; 11, 3 and 2 with the larger budget; seeds from 100.
+
+    Catches a rung that keeps the worse ones, a method with more trials, candidates of the larger
+    budget that are all new, parents that are not the best, and a winner with fewer seeds.
+    """
+    real, known = tune.children, []
+    record = lambda parents, _count, _key, old, _larger: known.append({*parents} <= {*old})
+    monkeypatch.setattr(tune, "children", lambda *args: record(*args) or real(*args))
+    search(tmp_path)
+    rows = log.read_rows(file := tmp_path / "tune.jsonl")
+    said = capsys.readouterr().out
+    for method in ("grpo", "pps"):
+        own = [row for row in rows if row["method"] == method]
+        counts = [
+            sum(r["budget"] == one and r["seed"] == seed for r in own)
+            for one, seed in itertools.product((10, 40), (100, 101, 102, 103))
+        ]
+        assert counts == [40, 8, 3, 3, 11, 3, 2, 0]
+        at = lambda one, seed, own=own: [
+            r["flags"] for r in own if (r["budget"], r["seed"]) == (one, seed)
+        ]
+        score = {r["flags"]: r["accuracy"] for r in own if (r["budget"], r["seed"]) == (10, 100)}
+        assert set(at(10, 101)) == set(sorted(score, key=score.get)[-8:])
+        assert set(at(10, 102)) == set(at(10, 103)) <= set(at(10, 101))
+        assert len(set(at(40, 100)) & set(score)) == 5
+        assert set(at(10, 102)) <= set(at(40, 100))
+        for one, sizes in ((10, (16, 8, 8, 8)), (40, (5, 3, 3))):
+            flags = at(one, 100)
+            same = [row for row in own if (row["budget"], row["seed"]) == (one, 100)]
+            score = {row["flags"]: row["accuracy"] for row in same}
+            for older, upto in itertools.pairwise(itertools.accumulate(sizes)):
+                parents = sorted(flags[:older], key=score.get)[-4:]
+                assert all(is_child(child, parents, one == 40) for child in flags[older:upto])
+                if one == 40:
+                    twice = {
+                        2 * size if 2 * size <= 512 else size for size in map(prompts, parents)
+                    }
+                    assert prompts(flags[older]) in twice
+        winners = lambda limit, name=method: tune.winners("arithmetic", name, limit, file)
+        (ten,), (forty,) = winners(5), winners(80)
+        assert ten in at(10, 103)
+        assert forty in at(40, 102)
+        assert winners(20) == [ten, forty]
+        assert f"arithmetic, 40 s, {method}: {forty}\n" in said
+    spent = sum(row["budget"] for row in rows)
+    assert said.startswith(f"{spent} seconds")
+    assert known
+    assert all(known), "a child may not be one of the earlier configurations"
+    assert all(run.search for run in fake)
+    order = [run.method for run in fake]
+    assert order == ["grpo", "pps"] * (len(order) // 2), "methods take turns"
+
+
+def test_children_are_new():
+    """Catches a trial that is made twice: two digits of a learning rate are soon used up."""
+    (parent,) = tune.configurations("arithmetic", "grpo", 10, 1)
+    found = tune.children([parent], 15, "", [parent])
+    assert len({*found, parent}) == 16
+    size = lambda one: (
+        int(re.search(r"step (\d+)", one)[1]) / int(re.search(r"step (\d+)", parent)[1])
+    )
+    assert [size(one) for one in tune.children([parent], 6, "", [], 3)] == [2, 1, 1, 2, 1, 1]
+    full = parent.replace("step 16", f"step {arithmetic.TRAIN_PROBLEMS}")
+    assert full != parent
+    assert len(tune.children([full], 3, "", [], 3)) == 3, "there are no more prompts"
+
+
+@pytest.mark.parametrize("kills", [(1, 30, 50, 60, 75), (85, 95, 108, 112, 125)])
+def test_a_killed_search_goes_on(fake, tmp_path, monkeypatch, kills):
+    """The same rows as a search that was not killed. Catches rungs that are chosen anew by what
+    their own first runs have shown, and trials that are repeated."""
+    search(tmp_path)
+    whole = sorted((tmp_path / "tune.jsonl").read_text().splitlines())
+    (tmp_path / "tune.jsonl").unlink()
+    fake.clear()
+    real = log.append_rows
+    counts = iter(range(1000))
+
+    def killed(path, rows):
+        if next(counts) in kills:
+            raise KeyboardInterrupt
+        real(path, rows)
+
+    monkeypatch.setattr(log, "append_rows", killed)
+    for _ in kills:
+        with pytest.raises(KeyboardInterrupt):
+            search(tmp_path)
+    search(tmp_path)
+    assert sorted((tmp_path / "tune.jsonl").read_text().splitlines()) == whole
+    monkeypatch.setattr(timed, "train_for", lambda _run: pytest.fail("repeated"))
+    search(tmp_path)
+
+
+def test_winners_of_an_unfinished_search(fake, tmp_path):
+    """Catches a race with flags that no search has finished, or far from a searched budget."""
+    search(tmp_path, "pps")
+    file = tmp_path / "tune.jsonl"
+    with pytest.raises(InputError, match="--budgets 81: flags were searched for 10 and 40 s"):
+        tune.winners("arithmetic", "pps", 81, file)
+    with pytest.raises(InputError, match="no whole search at 10 s; run python -m bench tune"):
+        tune.winners("arithmetic", "grpo", 10, file)
+    rows = log.read_rows(file)
+    log.write_rows(file, rows[:-1])
+    with pytest.raises(InputError, match="no whole search at 40 s"):
+        tune.winners("arithmetic", "pps", 40, file)
+    log.write_rows(file, [row for row in rows if row["seed"] < 103])
+    with pytest.raises(InputError, match="no whole search at 10 s"):
+        tune.winners("arithmetic", "pps", 10, file)
+    assert tune.winners("arithmetic", "pps", 40, file)
+
+
+# ---------------------------------------------------------------------------- the race
+
+
+def raced(tmp_path, **options):
+    race.main(json_file=tmp_path / "race.jsonl", **options)
+    return log.read_rows(tmp_path / "race.jsonl")
+
+
+def test_the_race(fake, tmp_path, monkeypatch, capsys):
+    """The better winner is raced at a budget between two.
+
+    Catches the worse one, a race on seeds or problems of the search, more seeds for a method, and
+    methods that do not take turns.
+    """
+    found = lambda setting, method, one: [f"{method} --lr 1", f"{method} --lr 5"][: 1 + (one > 9)]
+    monkeypatch.setattr(tune, "winners", found)
+    rows = raced(tmp_path, methods="pps,grpo,grpo-32x16", budgets=(5, 20))
+    contests = [run for run in fake if run.search]
+    assert [(run.seed, run.budget) for run in contests] == [(100, 20)] * 4
+    made = [run for run in fake if not run.search]
+    assert [run.seed for run in made[:7]] == [0, 0, 0, 1, 1, 1, 2]
+    assert [run.method for run in made] == ["pps", "grpo", "grpo-32x16"] * (10 + 5)
+    assert [run.budget for run in made] == [5] * 30 + [20] * 15
+    assert len({run.flags.split()[-1] for run in made if run.budget == 20}) == 3, "1, 5, and none"
+    for name in ("pps", "grpo"):
+        own = [row for row in rows if row["search"] and row["method"] == name]
+        best = max(own, key=lambda row: row["accuracy"])["flags"]
+        assert {run.flags for run in made if (run.method, run.budget) == (name, 20)} == {best}
+    count = len(fake)
+    said = capsys.readouterr().out
+    raced(tmp_path, methods="pps,grpo", budgets=(5, 20), table=True)
+    assert capsys.readouterr().out.strip() in said
+    raced(tmp_path, methods="pps,grpo", budgets=(5, 20))
+    assert len(fake) == count, "finished runs are not repeated"
+
+
+def test_a_missing_search_is_reported_first(fake, tmp_path, monkeypatch):
+    """Catches a race that finds out after its first setting."""
+    search(tmp_path)
+    fake.clear()
+    monkeypatch.setattr(tune.winners, "__defaults__", (tmp_path / "tune.jsonl",))
+    with pytest.raises(InputError, match="no whole search at 20 s"):
+        raced(tmp_path, settings=("arithmetic", "arithmetic-mixed"), budgets=(20,))
+    assert fake == []
+
+
+def rows_of(method, accuracy, one=10, flags="", setting="arithmetic", search=False):
+    return [
+        {"setting": setting, "method": method, "flags": flags, "budget": one, "seed": seed,
+         "search": search, "accuracy": value}
+        for seed, value in enumerate(accuracy)
+    ]  # fmt: skip
+
+
+def test_the_table():
+    """By hand: pps 0.7, 0.8, 0.9 and GRPO 0.5, 0.7, 0.6, differences 0.2, 0.1, 0.3.
+
+    Catches unpaired differences, normal quantiles, runs of a search, of flags that are no longer
+    raced and of another setting, and a comparison with half of the time in place of twice.
+    """
+    rows = rows_of("pps", (0.1,) * 9, flags="--lr 1")
+    rows += rows_of("pps", (0.7, 0.8, 0.9)) + rows_of("grpo", (0.5, 0.7, 0.6))
+    rows += rows_of("pps", (0.0,) * 9, search=True)
+    rows += rows_of("pps", (0.0,) * 9, setting="arithmetic-mixed")
+    rows += rows_of("grpo", (0.65, 0.95), one=20)
+    table = race.as_table(rows, "arithmetic").splitlines()
+    cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in table}
+    assert cells["seconds"] == ["10", "20"]
+    half = 4.30 * 0.1 / math.sqrt(3)
+    assert cells["pps"][0] == f"0.800 ± {half:.3f}"
+    assert cells["GRPO, tuned"] == [f"0.600 ± {half:.3f}", "0.800 ± 1.906"]
+    assert cells["pps minus tuned GRPO"][0] == f"+0.200 ± {half:.3f}"
+    assert cells["pps minus tuned GRPO at twice the budget"][0] == f"-0.050 ± {12.71 * 0.1:.3f}"
+    assert "PODS, tuned" not in cells
+
+
+def test_the_picture(tmp_path):
+    """A panel for each setting that has rows, a line for each method that has, at the mean with its
+    interval. Catches accuracies of other flags, and budgets at the wrong place."""
+    rows = rows_of("pps", (0.7, 0.8, 0.9)) + rows_of("pps", (0.9, 1.0), one=20)
+    rows += rows_of("grpo", (0.5,)) + rows_of("grpo", (0.6, 0.8), setting="words", one=300)
+    figure = race.draw(rows)
+    first, second = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["arithmetic", "words"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["pps", "GRPO, tuned"]
+    (pps, bars, _), (grpo, *_) = (line.lines for line in first.containers)
+    assert [*pps.get_xdata()] == [10, 20]
+    assert [*pps.get_ydata()] == pytest.approx([0.8, 0.95])
+    half = 4.30 * 0.1 / math.sqrt(3)
+    assert bars[1].get_ydata()[0] == pytest.approx(0.8 + half)
+    assert [*grpo.get_ydata()] == [0.5]
+    assert [label.get_text() for label in second.get_xticklabels()] == ["300"]
+    log.write_rows(file := tmp_path / "rows.jsonl", rows)
+    race.main(table=True, json_file=file)
+    assert (tmp_path / "rows.png").exists()
+
+
+def test_interval_is_students():
+    """Of ten and of three values; none for one. Catches a degree of freedom too many."""
+    values = dict(enumerate([1.0, 2.0, 3.0]))
+    assert race.interval(values) == pytest.approx((2.0, 4.30 / math.sqrt(3)))
+    ten = dict(enumerate([0.0, 2.0] * 5))
+    assert race.interval(ten) == pytest.approx((1.0, 2.26 * math.sqrt(10 / 9) / math.sqrt(10)))
+    assert race.interval({0: 0.5})[0] == 0.5
+    assert math.isnan(race.interval({0: 0.5})[1])
+    assert all(map(math.isnan, race.interval({})))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("command", "options", "message"),
     [
-        ({"alone": 0}, "--alone 0: seconds come from seeds that ran alone"),
-        ({"methods": "grpo,grop"}, "--methods grop: choose from grpo, grpo_zero"),
-        ({"settings": ("words",)}, "--settings words: tiny cannot read; give --model"),
-        ({"settings": ("gsm8k",)}, "--settings gsm8k: choose from arithmetic, arithmetic-mixed"),
+        (race, {"methods": "pps,grop"}, "--methods grop: choose from pps, grpo"),
         (
-            {"methods": "trl", "settings": ("arithmetic-mixed",)},
-            "--methods trl --settings arithmetic-mixed: trl is raced in arithmetic only",
+            race,
+            {"settings": ("words",), "methods": "pps,grpo-32x16"},
+            "--methods grpo-32x16: its flags are not for --settings words",
         ),
+        (race, {"settings": ("gsm8k",)}, "--settings gsm8k: choose from arithmetic, arithm"),
+        (tune, {"methods": "dppo"}, "--methods dppo: choose from grpo, pps, pods, cppo"),
+        (tune, {"settings": ("words",)}, "--settings words: there is no .*; run bash runs/smollm2"),
+        (race, {"settings": ("words",)}, "--settings words: there is no .*; run bash runs/smollm2"),
     ],
 )
-def test_names_are_checked_first(options, message, tmp_path):
-    """Catches a race that starts and fails hours later."""
+def test_names_are_checked_first(command, options, message, tmp_path, monkeypatch):
+    """Catches a race that fails hours later."""
+    missing = tmp_path / "sft"
+    monkeypatch.setattr(timed, "SFT", tmp_path if "methods" in options else missing)
     with pytest.raises(InputError, match=message):
-        race.main(folder=tmp_path, **options)
+        command.main(json_file=tmp_path / "rows.jsonl", **options)
     assert not list(tmp_path.iterdir())
