@@ -5,10 +5,10 @@ The race by budget: which method is most accurate after so many seconds of train
     python -m bench race --table                     the tables and the picture of docs/race.md
     bash runs/race.sh                                all of their rows, hours; resumable
 
-Every method has the flags that `python -m bench tune` found best for the budget, or for one at most
-a factor of two away. If two were found, one run of each, with a seed and problems of the search,
-decides between them. Intervals are over the seeds of a race, with these flags: they do not say how
-lucky the search was.
+A tuned method has the flags that `python -m bench tune` found best for the budget, or for one at
+most a factor of two away. If two were found, one run of each, with a seed and problems of the
+search, decides between them. Intervals are over the seeds of a race, with these flags: they do not
+say how lucky the search was.
 """
 
 import itertools
@@ -26,13 +26,17 @@ from runtime import InputError, log
 METHODS = {  # name in the tables and color in the picture
     "pps": ("pps", "#009E73"),
     "grpo": ("GRPO, tuned", "#000000"),
+    "dppo": ("DPPO, tuned", "#0072B2"),
     "pods": ("PODS, tuned", "#999933"),
     "cppo": ("CPPO, tuned", "#D55E00"),
+    "dppo_floor": ("DPPO with a floor", "#CC79A7"),
+    "greso": ("GRESO", "#56B4E9"),
+    "dynamic": ("DAPO's sampling", "#882255"),
+    "mopps": ("MoPPS", "#44AA99"),
     "grpo-32x16": ("GRPO, 32 x 16", "#999999"),
 }
-FIXED = {  # flags of methods that were not searched
-    "grpo-32x16": "--method grpo --prompts-per-step 32 --group-size 16 --lr 6e-4"
-}
+FIXED = {"grpo-32x16": "--method grpo --prompts-per-step 32 --group-size 16 --lr 6e-4"}
+BORROWED = ("dppo_floor", "greso", "dynamic", "mopps")  # these have tuned GRPO's other flags
 BUDGETS = {  # seconds of one thread
     "arithmetic": (5, 10, 20, 40, 80),
     "arithmetic-mixed": (10, 20, 40, 80, 160),
@@ -55,7 +59,8 @@ def main(
     """Race methods, each with its best flags for every budget, and print the table.
 
     Args:
-        methods: of pps, grpo, pods, cppo and grpo-32x16, separated by commas
+        methods: of pps, grpo, dppo, pods, cppo, which are searched; dppo_floor, greso, dynamic,
+            mopps, with tuned GRPO's flags; and grpo-32x16; separated by commas
         settings: arithmetic, arithmetic-mixed, words (SmolLM2, after bash runs/smollm2.sh)
         budgets: seconds of training; default: all of the setting
         seeds: of each method and budget; default: 10 at the two smallest budgets, else 5
@@ -104,13 +109,21 @@ def race(
         count = seeds or (10 if best.budget in BUDGETS[best.setting][:2] else 5)
         raced += [replace(best, seed=seed, search=False) for seed in range(count)]
     raced.sort(key=lambda run: (run.setting, run.budget, run.seed))  # methods take turns
-    timed.make(raced, file, workers)
+    for row in timed.make(raced, file, workers):
+        if row["failed"]:
+            raise InputError(f"{row['setting']}, {row['flags']}: {row['failed']}")
     return log.read_rows(file)
 
 
 def attempts(setting: str, method: str, budget: float) -> list[Run]:
     """A run of each of the flags that a method may have at a budget."""
-    flags = [FIXED[method]] if method in FIXED else tune.winners(setting, method, budget)
+    if method in FIXED:
+        flags = [FIXED[method]]
+    elif method in BORROWED:
+        found = tune.winners(setting, "grpo", budget)
+        flags = [one.replace("--method grpo_zero", f"--method {method}") for one in found]
+    else:
+        flags = tune.winners(setting, method, budget)
     return [Run(setting, method, one, budget, tune.FIRST_SEED, search=True) for one in flags]
 
 

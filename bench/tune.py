@@ -2,7 +2,7 @@
 The search: for each method, the flags that are most accurate after a budget of seconds.
 
     python -m bench tune                                  GRPO and pps in both settings
-    python -m bench tune --methods pods,cppo              two rivals, with as many trials
+    python -m bench tune --methods dppo,pods,cppo         three others, with as many trials
     python -m bench tune --settings words                 SmolLM2, after bash runs/smollm2.sh
 
 Random search with successive halving (Jamieson and Talwalkar, arXiv:1502.07943), and with children
@@ -23,9 +23,9 @@ All methods have equally many trials at the same budgets, so the same seconds. T
 configurations of all methods share everything but the pruning: the prompts and completions that a
 step samples, learning rate, warm-up, beta2, clip by norm, loss and schedule. Methods that prune
 also draw their rates, but get no more trials for that. GRPO leaves out the terms that are exactly
-0; PODS and CPPO train on those that their rules keep. Seeds begin at 100, and no trial is evaluated
-on a problem of the race. A trial that fails has the accuracy 0. Every trial is a row of the file;
-the same command resumes after a stop.
+0; DPPO, PODS and CPPO train on those that their rules keep. Seeds begin at 100, and no trial is
+evaluated on a problem of the race. A trial that fails has the accuracy 0. Every trial is a row of
+the file; the same command resumes after a stop.
 """
 
 import functools
@@ -45,7 +45,7 @@ from bench.timed import Run
 from runtime import InputError, log
 
 FILE = Path("runs/tune.jsonl")
-METHODS = ("grpo", "pps", "pods", "cppo")
+METHODS = ("grpo", "pps", "dppo", "pods", "cppo")
 PARENTS, STRANGE = 4, 1 / 6
 
 
@@ -105,7 +105,7 @@ def main(
     """Search each method's flags at two budgets of each setting, and print the winners.
 
     Args:
-        methods: of grpo (without the terms that are exactly 0), pps, pods and cppo
+        methods: of grpo (without the terms that are exactly 0), pps, dppo, pods and cppo
         settings: arithmetic, arithmetic-mixed, words
         workers: runs at a time, each with one thread
         json_file: where the rows of all trials are
@@ -288,9 +288,14 @@ def method_flags(method: str, prompts: int, group: int) -> list[str]:
     size = f"--prompts-per-step {prompts} --group-size {group}"
     if method == "grpo":
         return [f"grpo_zero {size}"] * 2
-    if method != "pps":
+    if method in ("pods", "cppo"):
         rates = (0.5, 0.7, 0.8, 0.9, 0.0)
         return [f"{method} {size} --completion-prune-rate {rate}" for rate in rates]
+    if method == "dppo":
+        return [
+            f"dppo {size} --prompt-prune-rate {dropped} --completion-prune-rate {rate}"
+            for dropped, rate in itertools.product((0.0, 0.3, 0.6), (0.5, 0.7, 0.9))
+        ]
     return [
         f"pps --prompts-per-step {round(prompts / (1 - dropped))} --group-size {group} "
         f"--prompt-prune-rate {dropped} --completion-prune-rate {rate}"

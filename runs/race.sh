@@ -7,9 +7,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "${1:-}" = search ]; then
     python -m bench tune
-    exec python -m bench tune --methods pods,cppo
+    exec python -m bench tune --methods dppo,pods,cppo
 fi
 race() { python -m bench race --settings arithmetic arithmetic-mixed --json runs/race.jsonl "$@"; }
 race --methods grpo,pps
-race --methods grpo-32x16,pods,cppo --seeds 3
+race --methods dppo,pods,cppo,grpo-32x16,dppo_floor,greso,dynamic,mopps --seeds 3
 python -m bench race --table

@@ -135,7 +135,7 @@ def fake(monkeypatch):
         accuracy = (
             sum(share * hash_of(part) for share, part in zip((1, 4, 4), parts, strict=True)) / 9
         )
-        return vars(run) | {"accuracy": accuracy, "steps": 7, "seconds": 1.0}
+        return vars(run) | {"accuracy": accuracy, "steps": 7, "seconds": 1.0, "failed": None}
 
     class Pool:
         def __init__(self, *_args):
@@ -313,13 +313,14 @@ def is_child(flags, parents, larger):
 
 
 def test_halving(fake, tmp_path, capsys, monkeypatch):
-    """40 runs, then 8 and 2 x 3 more; 11, 3 and 2 with the larger budget; seeds from 100.
+    """52 runs, then 8 and 2 x 3 more; 11, 3 and 2 with the larger budget; seeds from 100.
 
     Catches a rung that keeps the worse ones, a method with more trials, candidates of the larger
     budget that are all new, parents that are not the best, and a winner with fewer seeds.
     """
     real, known = tune.children, []
-    record = lambda parents, _count, _key, old, _larger: known.append({*parents} <= {*old})
+    record = lambda *args: known.append({*args[3]} <= {*args[6]})
+    monkeypatch.setattr(tune, "STRANGE", 0.0)
     monkeypatch.setattr(tune, "children", lambda *args: record(*args) or real(*args))
     search(tmp_path)
     rows = log.read_rows(file := tmp_path / "tune.jsonl")
@@ -330,7 +331,7 @@ def test_halving(fake, tmp_path, capsys, monkeypatch):
             sum(r["budget"] == one and r["seed"] == seed for r in own)
             for one, seed in itertools.product((10, 40), (100, 101, 102, 103))
         ]
-        assert counts == [40, 8, 3, 3, 11, 3, 2, 0]
+        assert counts == [52, 8, 3, 3, 11, 3, 2, 0]
         at = lambda one, seed, own=own: [
             r["flags"] for r in own if (r["budget"], r["seed"]) == (one, seed)
         ]
@@ -339,7 +340,7 @@ def test_halving(fake, tmp_path, capsys, monkeypatch):
         assert set(at(10, 102)) == set(at(10, 103)) <= set(at(10, 101))
         assert len(set(at(40, 100)) & set(score)) == 5
         assert set(at(10, 102)) <= set(at(40, 100))
-        for one, sizes in ((10, (16, 8, 8, 8)), (40, (5, 3, 3))):
+        for one, sizes in ((10, (20, 8, 8, 8, 8)), (40, (5, 3, 3))):
             flags = at(one, 100)
             same = [row for row in own if (row["budget"], row["seed"]) == (one, 100)]
             score = {row["flags"]: row["accuracy"] for row in same}
@@ -366,21 +367,62 @@ def test_halving(fake, tmp_path, capsys, monkeypatch):
     assert order == ["grpo", "pps"] * (len(order) // 2), "methods take turns"
 
 
-def test_children_are_new():
+def children(parents, count, known=(), larger=0):
+    return tune.children("arithmetic", "grpo", 10, parents, count, "", [*known], larger)
+
+
+def test_children_are_new(monkeypatch):
     """Catches a trial that is made twice: two digits of a learning rate are soon used up."""
+    monkeypatch.setattr(tune, "STRANGE", 0.0)
     (parent,) = tune.configurations("arithmetic", "grpo", 10, 1)
-    found = tune.children([parent], 15, "", [parent])
+    found = children([parent], 15, [parent])
     assert len({*found, parent}) == 16
-    size = lambda one: (
-        int(re.search(r"step (\d+)", one)[1]) / int(re.search(r"step (\d+)", parent)[1])
-    )
-    assert [size(one) for one in tune.children([parent], 6, "", [], 3)] == [2, 1, 1, 2, 1, 1]
-    full = parent.replace("step 16", f"step {arithmetic.TRAIN_PROBLEMS}")
-    assert full != parent
-    assert len(tune.children([full], 3, "", [], 3)) == 3, "there are no more prompts"
+    assert [prompts(one) / prompts(parent) for one in children([parent], 6, (), 3)] == [
+        2, 1, 1, 2, 1, 1,
+    ]  # fmt: skip
+    full = re.sub(r"step \d+", f"step {arithmetic.TRAIN_PROBLEMS}", parent)
+    assert len(children([full], 3, (), 3)) == 3, "there are no more prompts"
 
 
-@pytest.mark.parametrize("kills", [(1, 30, 50, 60, 75), (85, 95, 108, 112, 125)])
+def test_strange_flags(monkeypatch):
+    """Some blocks of a child are those of new random configurations, and the chance says how many.
+
+    Catches children that only ever have their parents' flags, or the same strangers each time.
+    """
+    seen = []
+    real = tune.configurations
+    record = lambda *args: seen.append(real(*args)) or seen[-1]
+    monkeypatch.setattr(tune, "configurations", record)
+    parents = real("arithmetic", "grpo", 10, 4)
+    values = lambda flags, name: {tune.parse(one).get(name) for one in flags}
+    for chance in (0.0, 1.0):
+        monkeypatch.setattr(tune, "STRANGE", chance)
+        found = children(parents, 30)
+        groups = [values(one, "--group-size") for one in (found, parents, seen[-1])]
+        assert groups[0] <= groups[1 + int(chance)]
+        assert groups[1] != groups[2]
+    monkeypatch.undo()
+    monkeypatch.setattr(tune, "configurations", record)
+    assert len(values(children(parents, 200), "--group-size")) == 5
+    others = tune.children("arithmetic", "grpo", 10, parents, 3, "1", [])
+    assert seen[-1] != seen[-2]
+    assert others != children(parents, 3)
+
+
+def test_balanced():
+    """Each value equally often or once more, in random order. Catches choices that are drawn one by
+    one, of which six of sixteen had groups of 32."""
+    found = [tune.balanced(tune.random.Random(seed), "abc", 8) for seed in range(20)]
+    assert {tuple(sorted(one.count(x) for x in "abc")) for one in found} == {(2, 3, 3)}
+    assert len({tuple(one) for one in found}) > 15
+    assert len({min("abc", key=one.count) for one in found}) == 3, "any value may be the rarer one"
+    flags = tune.configurations("arithmetic", "pps", 10, 20)
+    for name, counts in (("--group-size", {4}), ("--loss", {10}), ("--lr-schedule", {6, 7})):
+        values = [tune.parse(one)[name] for one in flags if name in one]
+        assert {values.count(value) for value in values} <= counts, name
+
+
+@pytest.mark.parametrize("kills", [(1, 30, 50, 60, 75), (105, 125, 136, 150, 162)])
 def test_a_killed_search_goes_on(fake, tmp_path, monkeypatch, kills):
     """The same rows as a search that was not killed. Catches rungs that are chosen anew by what
     their own first runs have shown, and trials that are repeated."""
@@ -458,6 +500,31 @@ def test_the_race(fake, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip() in said
     raced(tmp_path, methods="pps,grpo", budgets=(5, 20))
     assert len(fake) == count, "finished runs are not repeated"
+
+
+def test_borrowed_flags(monkeypatch):
+    """A rule without a search has all of tuned GRPO's flags but the method, and --method grpo has
+    its own. Catches rivals with train.py's defaults, which are pps's."""
+    flags = "--method grpo_zero --prompts-per-step 64 --lr 1"
+    monkeypatch.setattr(
+        tune, "winners", lambda _setting, method, _budget: {"grpo": [flags]}[method]
+    )
+    for name in race.BORROWED:
+        (run,) = race.attempts("arithmetic", name, 10)
+        assert run.flags == f"--method {name} --prompts-per-step 64 --lr 1"
+        assert config.parse_config(run.flags.split()).method == run.method == name
+    (run,) = race.attempts("arithmetic", "grpo-32x16", 10)
+    cfg = config.resolve(config.parse_config(run.flags.split()))
+    assert (cfg.method, cfg.prompts_per_step, cfg.group_size, cfg.lr) == ("grpo", 32, 16, 6e-4)
+    assert {*tune.METHODS, *race.BORROWED, *race.FIXED} == {*race.METHODS}
+
+
+def test_a_failed_run_of_a_race(fake, tmp_path, monkeypatch):
+    """Catches a table in which a run that could not go on has the accuracy 0."""
+    real = timed.train_for
+    monkeypatch.setattr(timed, "train_for", lambda run: real(run) | {"failed": "the loss is nan"})
+    with pytest.raises(InputError, match="--lr 6e-4: the loss is nan"):
+        raced(tmp_path, methods="grpo-32x16", budgets=(5,))
 
 
 def test_a_missing_search_is_reported_first(fake, tmp_path, monkeypatch):
@@ -542,7 +609,7 @@ def test_interval_is_students():
             "--methods grpo-32x16: its flags are not for --settings words",
         ),
         (race, {"settings": ("gsm8k",)}, "--settings gsm8k: choose from arithmetic, arithm"),
-        (tune, {"methods": "dppo"}, "--methods dppo: choose from grpo, pps, pods, cppo"),
+        (tune, {"methods": "greso"}, "--methods greso: choose from grpo, pps, dppo"),
         (tune, {"settings": ("words",)}, "--settings words: there is no .*; run bash runs/smollm2"),
         (race, {"settings": ("words",)}, "--settings words: there is no .*; run bash runs/smollm2"),
     ],
