@@ -35,7 +35,10 @@ METHODS = {  # name in the tables and color in the picture
     "mopps": ("MoPPS", "#44AA99"),
     "grpo-32x16": ("GRPO, 32 x 16", "#999999"),
 }
-FIXED = {"grpo-32x16": "--method grpo --prompts-per-step 32 --group-size 16 --lr 6e-4"}
+FIXED = {
+    "grpo-32x16": "--method grpo --prompts-per-step 32 --group-size 16 --lr 6e-4 --loss grpo "
+    "--adam-beta2 0.999"
+}
 BORROWED = ("dppo_floor", "greso", "dynamic", "mopps")  # these have tuned GRPO's other flags
 BUDGETS = {  # seconds of one thread
     "arithmetic": (5, 10, 20, 40, 80),

@@ -47,7 +47,7 @@ class Setting(NamedTuple):
 
 
 SFT = Path("out-smollm2/sft/checkpoint")  # SmolLM2's supervised start
-BASE = "--lr-schedule linear --loss grpo --grad-clip 1 --adam-beta2 0.999 --warmup 5"
+BASE = "--loss dr_grpo --adam-beta2 0.95 --lr-schedule linear --warmup 5 --grad-clip 1"
 WORDS = f"--data words --prompt-format plain --rollout-batch 256 --model {SFT}"
 SETTINGS = {
     "arithmetic": Setting(f"--data arithmetic {BASE}", 1000, 250),

@@ -8,7 +8,7 @@ The search: for each method, the flags that are most accurate after a budget of 
 Random search with successive halving (Jamieson and Talwalkar, arXiv:1502.07943), and with children
 of the best, in each setting at one or two budgets (SEARCHES). In the default task:
 
-- at the smaller one, 20 random configurations and then four generations of 8 children have a run
+- at the smaller one, 20 random configurations and then three generations of 8 children have a run
   each. The best 8 of all have a second seed, and the best 3 two more.
 - at the larger one, the best 5 of the smaller one and then two generations of 3 children have a
   run, the best 3 a second seed, and the best 2 a third.
@@ -20,12 +20,12 @@ third child samples twice as many prompts. A configuration's score is its mean a
 seeds. The winner is the best of those with most seeds.
 
 All methods have equally many trials at the same budgets, so the same seconds. The i-th random
-configurations of all methods share everything but the pruning: the prompts and completions that a
-step samples, learning rate, warm-up, beta2, clip by norm, loss and schedule. Methods that prune
-also draw their rates, but get no more trials for that. GRPO leaves out the terms that are exactly
-0; DPPO, PODS and CPPO train on those that their rules keep. Seeds begin at 100, and no trial is
-evaluated on a problem of the race. A trial that fails has the accuracy 0. Every trial is a row of
-the file; the same command resumes after a stop.
+configurations of all methods share learning rate (for its batch), schedule and clip by norm; each
+has batch, group and rates of its own. An earlier, wider search of GRPO and pps
+(runs/tune-wide.jsonl) chose what all share (timed.BASE) and the groups of GRPO. GRPO leaves out the
+terms that are exactly 0; DPPO, PODS and CPPO train on those that their rules keep. Seeds begin at
+100, and no trial is evaluated on a problem of the race. A trial that fails has the accuracy 0.
+Every trial is a row of the file; the same command resumes after a stop.
 """
 
 import functools
@@ -45,7 +45,6 @@ from bench.timed import Run
 from runtime import InputError, log
 
 FILE = Path("runs/tune.jsonl")
-METHODS = ("grpo", "pps", "dppo", "pods", "cppo")
 PARENTS, STRANGE = 4, 1 / 6
 
 
@@ -64,36 +63,34 @@ class Search(NamedTuple):
         return (self.first + sum(self.children) + more) * self.budget
 
 
-SMALL = Search(10, 20, (8, 8, 8, 8), ((8, 1), (3, 2)))
+SMALL = Search(10, 20, (8, 8, 8), ((8, 1), (3, 2)))
 LARGE = Search(40, 5, (3, 3), ((3, 1), (2, 1)))
 SEARCHES = {
     "arithmetic": (SMALL, LARGE),
     "arithmetic-mixed": (SMALL._replace(budget=20), LARGE._replace(budget=80)),
     "words": (Search(300, 8, (4,), ((3, 1),)),),
 }
+RATES = {  # (r_q, r_o) that a method may have
+    "grpo": ((0.0, 0.0),),
+    "pps": tuple(itertools.product((0.6, 0.75), (0.7, 0.8, 0.9, 0.95))),
+    "dppo": tuple(itertools.product((0.0, 0.3, 0.6), (0.5, 0.7, 0.9))),
+    "pods": tuple(itertools.product((0.0,), (0.5, 0.7, 0.8, 0.9))),
+    "cppo": tuple(itertools.product((0.0,), (0.5, 0.7, 0.8, 0.9))),
+}
 SPACE = {  # learning rate for 512 completions of a step; the fewest of them a second of the budget
     "arithmetic": (6e-4, 6),
     "arithmetic-mixed": (6e-4, 3),
-    "words": (2.8e-5, 0.14),
+    "words": (2.8e-5, 0.15),
 }
 FIRST_SEED = 100
-CHOICES = (  # flags that all methods have, each with its default first
-    ("", " --lr-schedule cosine", " --lr-schedule constant"),
-    ("", " --loss dr_grpo"),
-    ("", " --grad-clip 0"),
-    ("", " --adam-beta2 0.95"),
-    ("", " --warmup 1"),
-)
+CHOICES = (("", " --lr-schedule constant"), ("", " --grad-clip 0"))
 BLOCKS = (  # flags that a child takes from the same parent
     ("--method", "--prompts-per-step", "--group-size", "--prompt-prune-rate"),
     ("--completion-prune-rate",),
     ("--lr-schedule",),
-    ("--loss",),
     ("--grad-clip",),
-    ("--adam-beta2",),
-    ("--warmup",),
 )
-FACTORS = (0.7, 5.0)  # learning rates, over that of SPACE x root(completions of a step / 512)
+FACTORS = (0.7, 4.0)  # learning rates, over that of SPACE x root(completions of a step / 512)
 
 
 def main(
@@ -111,7 +108,7 @@ def main(
         json_file: where the rows of all trials are
     """
     methods = methods.split(",")
-    timed.check_names("--methods", methods, METHODS)
+    timed.check_names("--methods", methods, RATES)
     timed.check_settings(settings)
     spent = sum(one.seconds for name in settings for one in SEARCHES[name]) * len(methods)
     print(f"{spent} seconds of one thread, and a tenth to a quarter more for evaluations")
@@ -208,25 +205,31 @@ def configurations(setting: str, method: str, limit: float, count: int, key: str
     """`count` random flags for runs of so many seconds, other ones for each key."""
     shared = random.Random(f"{setting} {limit} {key}")
     own = random.Random(f"{setting} {limit} {key} {method}")
-    lr_of_512, least = SPACE[setting]
-    least *= limit  # completions of a step
-    sizes = {
-        group: [n for n in (16, 32, 64, 128, 256) if least <= n * group <= 12 * least]
-        for group in (2, 4, 8, 16, 32)
-    }
-    groups = balanced(shared, [group for group, found in sizes.items() if found], count)
     columns = [balanced(shared, values, count) for values in CHOICES]
     places = shared.sample(range(count), count)
-    rates = balanced(own, range(len(method_flags(method, 1, 1)) - 1), count)
+    factors = [
+        FACTORS[0] * (FACTORS[1] / FACTORS[0]) ** ((place + shared.random()) / count)
+        for place in places
+    ]
+    lr_of_512, least = SPACE[setting]
+    least *= limit  # completions of a step
+    groups = (2, 4, 8) if method == "grpo" else (8, 16, 32)
+    groups = balanced(own, groups, count)
+    rates = balanced(own, RATES[method], count)
     found = []
-    for group, place, rate, *choices in zip(groups, places, rates, *columns, strict=True):
-        prompts = shared.choice(sizes[group])
-        factor = FACTORS[0] * (FACTORS[1] / FACTORS[0]) ** ((place + shared.random()) / count)
+    for group, (dropped, rate), factor, *choices in zip(
+        groups, rates, factors, *columns, strict=True
+    ):
+        sizes = (16, 32, 64, 128, 256)
+        valid = [n for n in sizes if least <= n * group <= 12 * least]
+        valid = [n for n in valid if n <= TRAIN_PROBLEMS * (1 - dropped)]
+        prompts = own.choice(valid)
         lr = lr_of_512 * factor * math.sqrt(prompts * group / 512)
-        *options, fallback = method_flags(method, prompts, group)
-        options = [options[rate], *own.sample(options, len(options)), fallback]
-        valid = (f"--method {one} --lr {lr:.2g}{''.join(choices)}" for one in options)
-        found.append(next(one for one in valid if is_valid(one)))
+        size = f"--prompts-per-step {round(prompts / (1 - dropped))} --group-size {group}"
+        name = "grpo_zero" if method == "grpo" else method
+        pruned = f" --prompt-prune-rate {dropped}" if dropped else ""
+        pruned += f" --completion-prune-rate {rate}" if rate else ""
+        found.append(f"--method {name} {size}{pruned} --lr {lr:.2g}{''.join(choices)}")
     return found
 
 
@@ -280,27 +283,6 @@ def completions(flags: dict[str, str]) -> int:
     return sampler.kept_prompts(int(flags["--prompts-per-step"]), dropped) * int(
         flags["--group-size"]
     )
-
-
-def method_flags(method: str, prompts: int, group: int) -> list[str]:
-    """All flags of a method that rolls out `prompts` prompts, with `group` completions each; the
-    last ones are a fallback, for rivals that cannot prune groups of two."""
-    size = f"--prompts-per-step {prompts} --group-size {group}"
-    if method == "grpo":
-        return [f"grpo_zero {size}"] * 2
-    if method in ("pods", "cppo"):
-        rates = (0.5, 0.7, 0.8, 0.9, 0.0)
-        return [f"{method} {size} --completion-prune-rate {rate}" for rate in rates]
-    if method == "dppo":
-        return [
-            f"dppo {size} --prompt-prune-rate {dropped} --completion-prune-rate {rate}"
-            for dropped, rate in itertools.product((0.0, 0.3, 0.6), (0.5, 0.7, 0.9))
-        ]
-    return [
-        f"pps --prompts-per-step {round(prompts / (1 - dropped))} --group-size {group} "
-        f"--prompt-prune-rate {dropped} --completion-prune-rate {rate}"
-        for dropped, rate in itertools.product((0.4, 0.6, 0.75), (0.7, 0.8, 0.9, 0.95, 0.98))
-    ]
 
 
 @functools.cache
