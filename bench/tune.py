@@ -224,11 +224,12 @@ def configurations(setting: str, method: str, limit: float, count: int, key: str
         valid = [n for n in sizes if least <= n * group <= 12 * least]
         valid = [n for n in valid if n <= TRAIN_PROBLEMS * (1 - dropped)]
         prompts = own.choice(valid)
+        most = 1 - 2 / group if method in ("pods", "cppo") else 1.0  # they keep as many of a group
         lr = lr_of_512 * factor * math.sqrt(prompts * group / 512)
         size = f"--prompts-per-step {round(prompts / (1 - dropped))} --group-size {group}"
         name = "grpo_zero" if method == "grpo" else method
-        pruned = f" --prompt-prune-rate {dropped}" if dropped else ""
-        pruned += f" --completion-prune-rate {rate}" if rate else ""
+        pruned = f" --prompt-prune-rate {dropped}" if method in ("pps", "dppo") else ""
+        pruned += f" --completion-prune-rate {min(rate, most)}" if rate else ""
         found.append(f"--method {name} {size}{pruned} --lr {lr:.2g}{''.join(choices)}")
     return found
 

@@ -64,9 +64,9 @@ def test_flags_of_a_setting_and_a_run(clock, monkeypatch):
     monkeypatch.setattr(
         train.Trainer, "__init__", lambda self, cfg: seen.append(cfg) or real(self, cfg)
     )
-    for flags in ("", "--loss dr_grpo --adam-beta2 0.95"):
+    for flags in ("", "--loss grpo --adam-beta2 0.999"):
         timed.train_for(Run("arithmetic", "pps", flags, 0.3, 0))
-    assert [(cfg.loss, cfg.adam_beta2) for cfg in seen] == [("grpo", 0.999), ("dr_grpo", 0.95)]
+    assert [(cfg.loss, cfg.adam_beta2) for cfg in seen] == [("dr_grpo", 0.95), ("grpo", 0.999)]
     for setting in timed.SETTINGS.values():
         cfg = config.parse_config(setting.flags.split())
         assert (cfg.lr_schedule, cfg.grad_clip, cfg.warmup) == ("linear", 1.0, 5)
@@ -255,33 +255,34 @@ def test_rows_that_do_not_stand_for_a_run(fake, tmp_path):
 
 @pytest.mark.parametrize("setting", tune.SEARCHES)
 def test_configurations(setting):
-    """The i-th configurations of all methods differ in the method alone, and are accepted.
+    """The i-th configurations of all methods share their rate for its batch, schedule and clip, and
+    all are accepted.
 
     Catches a larger search for pps, other learning rates for it, batches counted before the
-    pruning, and rates that are not spread.
+    pruning, rates that are not spread, and rivals that keep none of a group.
     """
     for limit, count, *_rest in tune.SEARCHES[setting]:
-        found = {name: tune.configurations(setting, name, limit, count) for name in tune.METHODS}
+        (lr_of_512, least), factors = tune.SPACE[setting], []
+        found = {name: tune.configurations(setting, name, limit, count) for name in tune.RATES}
+        assert {len({*own}) for own in found.values()} == {count}
         for together in zip(*found.values(), strict=True):
-            rest = {re.sub(r".*(--lr )", r"\1", flags) for flags in together}
-            assert len(rest) == 1
-            sizes = set()
-            for flags in together:
+            shared, steps = set(), []
+            for name, flags in zip(found, together, strict=True):
+                assert tune.is_valid(flags)
                 cfg = config.resolve(config.parse_config(flags.split()))
-                kept = cfg.prompts_per_step
-                kept *= 1 - (cfg.prompt_prune_rate if cfg.method == "pps" else 0)
-                sizes.add((round(kept / 16) * 16, cfg.group_size))
-            assert len(sizes) == 1
-        rates = [float(flags.split("--lr ")[1].split()[0]) for flags in found["grpo"]]
-        sizes = [re.search(r"step (\d+) --group-size (\d+)", flags) for flags in found["grpo"]]
-        for rate, size in zip(rates, sizes, strict=True):
-            factor = rate / tune.SPACE[setting][0] / math.sqrt(int(size[1]) * int(size[2]) / 512)
-            assert 0.97 * tune.FACTORS[0] < factor < 1.03 * tune.FACTORS[1]
-        assert len({*found["pps"]}) == count
-        if count == 16:
-            assert max(rates) > 4 * min(rates)
-            for choice in itertools.chain(*tune.CHOICES):
-                assert any(choice in flags for flags in found["pps"])
+                assert cfg.method == {"grpo": "grpo_zero"}.get(name, name)
+                assert cfg.group_size in ((2, 4, 8) if name == "grpo" else (8, 16, 32))
+                kept = round(cfg.prompts_per_step * (1 - cfg.prompt_prune_rate))
+                assert 0.95 * least <= kept * cfg.group_size / limit <= 12.2 * least
+                factor = cfg.lr / lr_of_512 / math.sqrt(kept * cfg.group_size / 512)
+                assert 0.95 * tune.FACTORS[0] < factor < 1.05 * tune.FACTORS[1]
+                steps.append(factor)
+                shared.add(("constant" in flags, "clip" in flags))
+            assert max(steps) < 1.08 * min(steps), "a learning rate has two digits"
+            assert len(shared) == 1
+            factors += steps
+        if count == 20:
+            assert max(factors) > 4 * min(factors)
 
 
 def search(tmp_path, methods="grpo,pps"):
@@ -313,7 +314,7 @@ def is_child(flags, parents, larger):
 
 
 def test_halving(fake, tmp_path, capsys, monkeypatch):
-    """52 runs, then 8 and 2 x 3 more; 11, 3 and 2 with the larger budget; seeds from 100.
+    """44 runs, then 8 and 2 x 3 more; 11, 3 and 2 with the larger budget; seeds from 100.
 
     Catches a rung that keeps the worse ones, a method with more trials, candidates of the larger
     budget that are all new, parents that are not the best, and a winner with fewer seeds.
@@ -331,7 +332,7 @@ def test_halving(fake, tmp_path, capsys, monkeypatch):
             sum(r["budget"] == one and r["seed"] == seed for r in own)
             for one, seed in itertools.product((10, 40), (100, 101, 102, 103))
         ]
-        assert counts == [52, 8, 3, 3, 11, 3, 2, 0]
+        assert counts == [44, 8, 3, 3, 11, 3, 2, 0]
         at = lambda one, seed, own=own: [
             r["flags"] for r in own if (r["budget"], r["seed"]) == (one, seed)
         ]
@@ -340,7 +341,7 @@ def test_halving(fake, tmp_path, capsys, monkeypatch):
         assert set(at(10, 102)) == set(at(10, 103)) <= set(at(10, 101))
         assert len(set(at(40, 100)) & set(score)) == 5
         assert set(at(10, 102)) <= set(at(40, 100))
-        for one, sizes in ((10, (20, 8, 8, 8, 8)), (40, (5, 3, 3))):
+        for one, sizes in ((10, (20, 8, 8, 8)), (40, (5, 3, 3))):
             flags = at(one, 100)
             same = [row for row in own if (row["budget"], row["seed"]) == (one, 100)]
             score = {row["flags"]: row["accuracy"] for row in same}
@@ -403,7 +404,7 @@ def test_strange_flags(monkeypatch):
         assert groups[1] != groups[2]
     monkeypatch.undo()
     monkeypatch.setattr(tune, "configurations", record)
-    assert len(values(children(parents, 200), "--group-size")) == 5
+    assert len(values(children(parents, 100), "--group-size")) == 3
     others = tune.children("arithmetic", "grpo", 10, parents, 3, "1", [])
     assert seen[-1] != seen[-2]
     assert others != children(parents, 3)
@@ -416,13 +417,15 @@ def test_balanced():
     assert {tuple(sorted(one.count(x) for x in "abc")) for one in found} == {(2, 3, 3)}
     assert len({tuple(one) for one in found}) > 15
     assert len({min("abc", key=one.count) for one in found}) == 3, "any value may be the rarer one"
-    flags = tune.configurations("arithmetic", "pps", 10, 20)
-    for name, counts in (("--group-size", {4}), ("--loss", {10}), ("--lr-schedule", {6, 7})):
-        values = [tune.parse(one)[name] for one in flags if name in one]
+    flags = [tune.parse(one) for one in tune.configurations("arithmetic", "pps", 10, 20)]
+    for name, counts in (("--group-size", {6, 7}), ("--lr-schedule", {10}), ("--grad-clip", {10})):
+        values = [one[name] for one in flags if name in one]
         assert {values.count(value) for value in values} <= counts, name
+    rates = [(one["--prompt-prune-rate"], one["--completion-prune-rate"]) for one in flags]
+    assert {rates.count(pair) for pair in rates} == {2, 3}
 
 
-@pytest.mark.parametrize("kills", [(1, 30, 50, 60, 75), (105, 125, 136, 150, 162)])
+@pytest.mark.parametrize("kills", [(1, 30, 50, 60, 75), (95, 110, 125, 136, 145)])
 def test_a_killed_search_goes_on(fake, tmp_path, monkeypatch, kills):
     """The same rows as a search that was not killed. Catches rungs that are chosen anew by what
     their own first runs have shown, and trials that are repeated."""
