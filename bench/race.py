@@ -13,6 +13,7 @@ say how lucky the search was.
 
 import itertools
 import math
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ METHODS = {  # name in the tables and color in the picture
     "dppo": ("DPPO, tuned", "#0072B2"),
     "pods": ("PODS, tuned", "#999933"),
     "cppo": ("CPPO, tuned", "#D55E00"),
+    "uniform": ("pps's flags, blind draws", "#F0E442"),
     "dppo_floor": ("DPPO with a floor", "#CC79A7"),
     "greso": ("GRESO", "#56B4E9"),
     "dynamic": ("DAPO's sampling", "#882255"),
@@ -39,7 +41,10 @@ FIXED = {
     "grpo-32x16": "--method grpo --prompts-per-step 32 --group-size 16 --lr 6e-4 --loss grpo "
     "--adam-beta2 0.999"
 }
-BORROWED = ("dppo_floor", "greso", "dynamic", "mopps")  # these have tuned GRPO's other flags
+BORROWED = {  # methods that were not searched, and whose flags they have
+    "uniform": "pps",
+    **dict.fromkeys(("dppo_floor", "greso", "dynamic", "mopps"), "grpo"),
+}
 BUDGETS = {  # seconds of one thread
     "arithmetic": (5, 10, 20, 40, 80),
     "arithmetic-mixed": (10, 20, 40, 80, 160),
@@ -62,8 +67,8 @@ def main(
     """Race methods, each with its best flags for every budget, and print the table.
 
     Args:
-        methods: of pps, grpo, dppo, pods, cppo, which are searched; dppo_floor, greso, dynamic,
-            mopps, with tuned GRPO's flags; and grpo-32x16; separated by commas
+        methods: of pps, grpo, dppo, pods, cppo, which are searched; uniform, with pps's flags;
+            dppo_floor, greso, dynamic, mopps, with tuned GRPO's; grpo-32x16; separated by commas
         settings: arithmetic, arithmetic-mixed, words (SmolLM2, after bash runs/smollm2.sh)
         budgets: seconds of training; default: all of the setting
         seeds: of each method and budget; default: 10 at the two smallest budgets, else 5
@@ -123,8 +128,8 @@ def attempts(setting: str, method: str, budget: float) -> list[Run]:
     if method in FIXED:
         flags = [FIXED[method]]
     elif method in BORROWED:
-        found = tune.winners(setting, "grpo", budget)
-        flags = [one.replace("--method grpo_zero", f"--method {method}") for one in found]
+        found = tune.winners(setting, BORROWED[method], budget)
+        flags = [re.sub(r"--method \w+", f"--method {method}", one) for one in found]
     else:
         flags = tune.winners(setting, method, budget)
     return [Run(setting, method, one, budget, tune.FIRST_SEED, search=True) for one in flags]

@@ -11,5 +11,5 @@ if [ "${1:-}" = search ]; then
 fi
 race() { python -m bench race --settings arithmetic arithmetic-mixed --json runs/race.jsonl "$@"; }
 race --methods grpo,pps
-race --methods dppo,pods,cppo,grpo-32x16,dppo_floor,greso,dynamic,mopps --seeds 3
+race --methods dppo,pods,cppo,grpo-32x16,uniform,dppo_floor,greso,dynamic,mopps --seeds 3
 python -m bench race --table

@@ -506,20 +506,18 @@ def test_the_race(fake, tmp_path, monkeypatch, capsys):
 
 
 def test_borrowed_flags(monkeypatch):
-    """A rule without a search has all of tuned GRPO's flags but the method, and --method grpo has
+    """A rule without a search has all of another's flags but the method, and --method grpo has
     its own. Catches rivals with train.py's defaults, which are pps's."""
-    flags = "--method grpo_zero --prompts-per-step 64 --lr 1"
-    monkeypatch.setattr(
-        tune, "winners", lambda _setting, method, _budget: {"grpo": [flags]}[method]
-    )
-    for name in race.BORROWED:
+    flags = {"grpo": "--method grpo_zero --lr 1", "pps": "--method pps --lr 2"}
+    monkeypatch.setattr(tune, "winners", lambda _setting, name, _budget: [flags[name]])
+    for name, lr in (("uniform", 2), ("greso", 1), ("dppo_floor", 1), ("dynamic", 1), ("mopps", 1)):
         (run,) = race.attempts("arithmetic", name, 10)
-        assert run.flags == f"--method {name} --prompts-per-step 64 --lr 1"
+        assert run.flags == f"--method {name} --lr {lr}"
         assert config.parse_config(run.flags.split()).method == run.method == name
     (run,) = race.attempts("arithmetic", "grpo-32x16", 10)
     cfg = config.resolve(config.parse_config(run.flags.split()))
     assert (cfg.method, cfg.prompts_per_step, cfg.group_size, cfg.lr) == ("grpo", 32, 16, 6e-4)
-    assert {*tune.METHODS, *race.BORROWED, *race.FIXED} == {*race.METHODS}
+    assert {*tune.RATES, *race.BORROWED, *race.FIXED} == {*race.METHODS}
 
 
 def test_a_failed_run_of_a_race(fake, tmp_path, monkeypatch):
