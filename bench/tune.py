@@ -21,11 +21,12 @@ seeds. The winner is the best of those with most seeds.
 
 All methods have equally many trials at the same budgets, so the same seconds. The i-th random
 configurations of all methods share learning rate (for its batch), schedule and clip by norm; each
-has batch, group and rates of its own. An earlier, wider search of GRPO and pps
-(runs/tune-wide.jsonl) chose what all share (timed.BASE) and the groups of GRPO. GRPO leaves out the
-terms that are exactly 0; DPPO, PODS and CPPO train on those that their rules keep. Seeds begin at
-100, and no trial is evaluated on a problem of the race. A trial that fails has the accuracy 0.
-Every trial is a row of the file; the same command resumes after a stop.
+has batch, group and rates of its own. An earlier, wider search of GRPO and pps in the default task
+(runs/tune-wide.jsonl: 660 s each, at the smaller budget) chose what all share (timed.BASE) and the
+groups of GRPO; its winners count, too. GRPO leaves out the terms that are exactly 0; DPPO, PODS and
+CPPO train on those that their rules keep. Seeds begin at 100, and no trial is evaluated on a
+problem of the race. A trial that fails has the accuracy 0. Every trial is a row of the file; the
+same command resumes after a stop.
 """
 
 import functools
@@ -45,6 +46,7 @@ from bench.timed import Run
 from runtime import InputError, log
 
 FILE = Path("runs/tune.jsonl")
+WIDE = Path("runs/tune-wide.jsonl")  # the earlier search
 PARENTS, STRANGE = 4, 1 / 6
 
 
@@ -179,7 +181,7 @@ def ranking(trials: list[dict], before: float = math.inf) -> list[str]:
 
 
 def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list[str]:
-    """The flags that won at the budgets that are at most a factor of two away.
+    """The flags that won at the budgets that are at most a factor of two away, in either search.
 
     InputError if there are none, or if a search has not ended.
     """
@@ -191,7 +193,7 @@ def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list
             if sum(row["seed"] == last for row in own) < seeds[-1][0]:
                 command = f"python -m bench tune --methods {method} --settings {setting}"
                 raise InputError(f"{file} has no whole search at {limit} s; run {command}")
-            found.append(ranking(own)[0])
+            found.append(ranking(own + tried(log.read_rows(WIDE), setting, method, limit))[0])
     if not found:
         limits = " and ".join(str(search.budget) for search in SEARCHES[setting])
         raise InputError(

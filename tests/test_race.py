@@ -451,6 +451,20 @@ def test_a_killed_search_goes_on(fake, tmp_path, monkeypatch, kills):
     search(tmp_path)
 
 
+def test_winners_of_either_search(fake, tmp_path, monkeypatch):
+    """Catches a baseline without the better flags that an earlier search had found, and one of
+    fewer seeds that was lucky."""
+    search(tmp_path, "grpo")
+    file, wide = tmp_path / "tune.jsonl", tmp_path / "wide.jsonl"
+    monkeypatch.setattr(tune, "WIDE", wide)
+    (best,) = tune.winners("arithmetic", "grpo", 5, file)
+    own = log.read_rows(file)[0]
+    for seeds, accuracy, flags in ((3, 1.0, best), (4, 0.0, best), (4, 1.0, "--lr 9")):
+        rows = [own | {"flags": "--lr 9", "seed": n, "accuracy": accuracy} for n in range(seeds)]
+        log.write_rows(wide, rows)
+        assert tune.winners("arithmetic", "grpo", 5, file) == [flags]
+
+
 def test_winners_of_an_unfinished_search(fake, tmp_path):
     """Catches a race with flags that no search has finished, or far from a searched budget."""
     search(tmp_path, "pps")
