@@ -21,12 +21,13 @@ seeds. The winner is the best of those with most seeds.
 
 All methods have equally many trials at the same budgets, so the same seconds. The i-th random
 configurations of all methods share learning rate (for its batch), schedule and clip by norm; each
-has batch, group and rates of its own. An earlier, wider search of GRPO and pps in the default task
-(runs/tune-wide.jsonl: 660 s each, at the smaller budget) chose what all share (timed.BASE) and the
-groups of GRPO; its winners count, too. GRPO leaves out the terms that are exactly 0; DPPO, PODS and
-CPPO train on those that their rules keep. Seeds begin at 100, and no trial is evaluated on a
-problem of the race. A trial that fails has the accuracy 0. Every trial is a row of the file; the
-same command resumes after a stop.
+has batch, group and rates of its own. GRPO and pps were searched five times before in the default
+task, in wider spaces (runs/tune-earlier.jsonl: 3,200 and 2,900 s at the smaller budget, 840 and 440
+s at the larger one). These trials chose what all share (timed.BASE) and the groups of GRPO. The
+larger budget begins with the best of them and of the new ones, and all can win. GRPO leaves out the
+terms that are exactly 0; DPPO, PODS and CPPO train on those that their rules keep. Seeds begin at
+100, and no trial is evaluated on a problem of the race. A trial that fails has the accuracy 0.
+Every trial is a row of the file; the same command resumes after a stop.
 """
 
 import functools
@@ -46,7 +47,7 @@ from bench.timed import Run
 from runtime import InputError, log
 
 FILE = Path("runs/tune.jsonl")
-WIDE = Path("runs/tune-wide.jsonl")  # the earlier search
+EARLIER = Path("runs/tune-earlier.jsonl")  # trials of searches before this one
 PARENTS, STRANGE = 4, 1 / 6
 
 
@@ -89,8 +90,8 @@ CHOICES = (("", " --lr-schedule constant"), ("", " --grad-clip 0"))
 BLOCKS = (  # flags that a child takes from the same parent
     ("--method", "--prompts-per-step", "--group-size", "--prompt-prune-rate"),
     ("--completion-prune-rate",),
-    ("--lr-schedule",),
-    ("--grad-clip",),
+    ("--lr-schedule", "--warmup"),
+    ("--grad-clip", "--loss", "--adam-beta2"),
 )
 FACTORS = (0.7, 4.0)  # learning rates, over that of SPACE x root(completions of a step / 512)
 
@@ -150,7 +151,8 @@ def generations(setting: str, method: str, number: int, rows: list[dict]) -> lis
     search, before = SEARCHES[setting][number], SEARCHES[setting][:number]
     limit = search.budget
     if before:
-        found = [ranking(tried(rows, setting, method, before[-1].budget))[: search.first]]
+        known = rows + log.read_rows(EARLIER)
+        found = [ranking(tried(known, setting, method, before[-1].budget))[: search.first]]
     else:
         found = [configurations(setting, method, limit, search.first)]
     scores = ranking(tried(rows, setting, method, limit), FIRST_SEED + 1)
@@ -181,7 +183,8 @@ def ranking(trials: list[dict], before: float = math.inf) -> list[str]:
 
 
 def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list[str]:
-    """The flags that won at the budgets that are at most a factor of two away, in either search.
+    """The flags that won at the budgets that are at most a factor of two away, in this search
+    or an earlier one.
 
     InputError if there are none, or if a search has not ended.
     """
@@ -193,7 +196,7 @@ def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list
             if sum(row["seed"] == last for row in own) < seeds[-1][0]:
                 command = f"python -m bench tune --methods {method} --settings {setting}"
                 raise InputError(f"{file} has no whole search at {limit} s; run {command}")
-            found.append(ranking(own + tried(log.read_rows(WIDE), setting, method, limit))[0])
+            found.append(ranking(own + tried(log.read_rows(EARLIER), setting, method, limit))[0])
     if not found:
         limits = " and ".join(str(search.budget) for search in SEARCHES[setting])
         raise InputError(

@@ -155,6 +155,7 @@ def fake(monkeypatch):
             future.set_result(work(run))
             return future
 
+    monkeypatch.setattr(tune, "EARLIER", Path("there is none"))
     monkeypatch.setattr(timed, "train_for", train_for)
     monkeypatch.setattr(timed.arithmetic, "base_folder", lambda: None)
     monkeypatch.setattr(timed, "ProcessPoolExecutor", Pool)
@@ -451,17 +452,17 @@ def test_a_killed_search_goes_on(fake, tmp_path, monkeypatch, kills):
     search(tmp_path)
 
 
-def test_winners_of_either_search(fake, tmp_path, monkeypatch):
+def test_winners_of_earlier_searches(fake, tmp_path, monkeypatch):
     """Catches a baseline without the better flags that an earlier search had found, and one of
     fewer seeds that was lucky."""
     search(tmp_path, "grpo")
-    file, wide = tmp_path / "tune.jsonl", tmp_path / "wide.jsonl"
-    monkeypatch.setattr(tune, "WIDE", wide)
+    file, earlier = tmp_path / "tune.jsonl", tmp_path / "earlier.jsonl"
+    monkeypatch.setattr(tune, "EARLIER", earlier)
     (best,) = tune.winners("arithmetic", "grpo", 5, file)
     own = log.read_rows(file)[0]
     for seeds, accuracy, flags in ((3, 1.0, best), (4, 0.0, best), (4, 1.0, "--lr 9")):
         rows = [own | {"flags": "--lr 9", "seed": n, "accuracy": accuracy} for n in range(seeds)]
-        log.write_rows(wide, rows)
+        log.write_rows(earlier, rows)
         assert tune.winners("arithmetic", "grpo", 5, file) == [flags]
 
 
