@@ -178,8 +178,9 @@ def ranking(trials: list[dict], before: float = math.inf) -> list[str]:
     found = {}
     for row in trials:
         if row["seed"] < before:
-            found.setdefault(row["flags"], []).append(row["accuracy"])
-    return sorted(found, key=lambda one: (-len(found[one]), -statistics.mean(found[one])))
+            found.setdefault(row["flags"], {})[row["seed"]] = row["accuracy"]
+    mean = lambda one: statistics.mean(found[one].values())
+    return sorted(found, key=lambda one: (-len(found[one]), -mean(one)))
 
 
 def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list[str]:

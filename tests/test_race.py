@@ -460,6 +460,8 @@ def test_winners_of_earlier_searches(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "EARLIER", earlier)
     (best,) = tune.winners("arithmetic", "grpo", 5, file)
     own = log.read_rows(file)[0]
+    log.write_rows(earlier, 5 * [own | {"flags": "--lr 9", "accuracy": 1.0}])
+    assert tune.winners("arithmetic", "grpo", 5, file) == [best], "five runs of one seed"
     for seeds, accuracy, flags in ((3, 1.0, best), (4, 0.0, best), (4, 1.0, "--lr 9")):
         rows = [own | {"flags": "--lr 9", "seed": n, "accuracy": accuracy} for n in range(seeds)]
         log.write_rows(earlier, rows)
