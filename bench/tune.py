@@ -9,9 +9,9 @@ Random search with successive halving (Jamieson and Talwalkar, arXiv:1502.07943)
 of the best, in each setting at one or two budgets (SEARCHES). In the default task:
 
 - at the smaller one, 20 random configurations and then three generations of 8 children have a run
-  each. The best 8 of all have a second seed, and the best 3 two more.
-- at the larger one, the best 5 of the smaller one and then two generations of 3 children have a
-  run, the best 3 a second seed, and the best 2 a third.
+  each. The best 8 of all have a second seed, the best 3 two more, and the best 4 another four.
+- at the larger one, the best 5 of the smaller one with up to four seeds and then two generations of 3 children have a
+  run, the best 3 a second seed, the best 2 a third, and the best 3 another three.
 
 Of the random ones, equally many have each value of a flag. A child has each flag from one of the
 best 4 so far, or, one time in six, from a new random configuration. Its learning rate is up to 1.4
@@ -66,8 +66,8 @@ class Search(NamedTuple):
         return (self.first + sum(self.children) + more) * self.budget
 
 
-SMALL = Search(10, 20, (8, 8, 8), ((8, 1), (3, 2)))
-LARGE = Search(40, 5, (3, 3), ((3, 1), (2, 1)))
+SMALL = Search(10, 20, (8, 8, 8), ((8, 1), (3, 2), (4, 4)))
+LARGE = Search(40, 5, (3, 3), ((3, 1), (2, 1), (3, 3)))
 SEARCHES = {
     "arithmetic": (SMALL, LARGE),
     "arithmetic-mixed": (SMALL._replace(budget=20), LARGE._replace(budget=80)),
@@ -139,7 +139,9 @@ def trials(setting: str, method: str, number: int, rung: int, rows: list[dict]) 
     else:
         seeds = search.seeds[: rung - old]
         (count, more), first = seeds[-1], first + 1 + sum(more for _, more in seeds[:-1])
-        flags = ranking(tried(rows, setting, method, search.budget))[:count]
+        if seeds == search.seeds:  # the last ones decide among all
+            rows = rows + log.read_rows(EARLIER)
+        flags = ranking(tried(rows, setting, method, search.budget), first)[:count]
     pairs = itertools.product(range(first, first + more), flags)
     make = lambda seed, one: Run(setting, method, one, search.budget, seed, search=True)
     return list(itertools.starmap(make, pairs))
@@ -152,7 +154,9 @@ def generations(setting: str, method: str, number: int, rows: list[dict]) -> lis
     limit = search.budget
     if before:
         known = rows + log.read_rows(EARLIER)
-        found = [ranking(tried(known, setting, method, before[-1].budget))[: search.first]]
+        finals = FIRST_SEED + 1 + sum(more for _, more in before[-1].seeds[:-1])
+        best = ranking(tried(known, setting, method, before[-1].budget), finals)
+        found = [best[: search.first]]
     else:
         found = [configurations(setting, method, limit, search.first)]
     scores = ranking(tried(rows, setting, method, limit), FIRST_SEED + 1)
