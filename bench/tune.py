@@ -10,8 +10,8 @@ of the best, in each setting at one or two budgets (SEARCHES). In the default ta
 
 - at the smaller one, 20 random configurations and then three generations of 8 children have a run
   each. The best 8 of all have a second seed, the best 3 two more, and the best 4 another four.
-- at the larger one, the best 5 of the smaller one (by its first four seeds) and then two generations
-  of 3 children have a run, the best 3 a second seed, the best 2 a third, and the best 3 three more.
+- at the larger one, the best 5 of the smaller one (before those four) and then two generations of 3
+  children have a run, the best 3 a second seed, the best 2 a third, and the best 3 three more.
 
 Of the random ones, equally many have each value of a flag. A child has each flag from one of the
 best 4 so far, or, one time in six, from a new random configuration. Its learning rate is up to 1.4
