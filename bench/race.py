@@ -160,7 +160,7 @@ def as_table(rows: list[dict], setting: str) -> str:
     for name, (title, _color) in METHODS.items():
         if any(found[name, one] for one in budgets):
             cells.append([title, *(show(interval(found[name, one])) for one in budgets)])
-    titles = {1: "pps minus tuned GRPO", 2: "pps minus tuned GRPO at twice the budget"}
+    titles = {1: "pps - GRPO", 2: "pps - GRPO at twice"}
     for times, title in titles.items():
         gaps = [
             difference(found["pps", one], found.get(("grpo", times * one), {})) for one in budgets
