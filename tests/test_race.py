@@ -368,6 +368,10 @@ def test_halving(fake, tmp_path, capsys, monkeypatch):
     assert known
     assert all(known), "a child may not be one of the earlier configurations"
     assert all(run.search for run in fake)
+    for name, number in itertools.product(("grpo", "pps"), (0, 1)):
+        rungs = sum(map(len, tune.SEARCHES["arithmetic"][number][2:])) + 1
+        again = [tune.trials("arithmetic", name, number, rung, rows) for rung in range(rungs)]
+        assert all(any(map(run.is_row, rows)) for run in itertools.chain(*again)), "not chosen anew"
     order = [run.method for run in fake]
     assert order == ["grpo", "pps"] * (len(order) // 2), "methods take turns"
 
@@ -448,6 +452,20 @@ def test_a_killed_search_goes_on(fake, tmp_path, monkeypatch, kills):
     search(tmp_path)
 
 
+def test_finals_are_of_all_searches(fake, tmp_path, monkeypatch):
+    """Catches a lucky configuration of an earlier search that gets no more seeds, but still wins,
+    and a larger budget that begins without it."""
+    search(tmp_path, "grpo")
+    rows, lucky = log.read_rows(tmp_path / "tune.jsonl"), "--method grpo_zero --lr 9"
+    monkeypatch.setattr(tune, "EARLIER", tmp_path / "earlier.jsonl")
+    own = [rows[0] | {"flags": lucky, "seed": seed, "accuracy": 1.0} for seed in range(100, 104)]
+    log.write_rows(tune.EARLIER, own)
+    finals = tune.trials("arithmetic", "grpo", 0, 6, rows)
+    assert {run.seed for run in finals if run.flags == lucky} == {104, 105, 106, 107}
+    assert lucky in [run.flags for run in tune.trials("arithmetic", "grpo", 1, 0, rows)]
+    assert lucky not in [run.flags for run in tune.trials("arithmetic", "grpo", 0, 4, rows)]
+
+
 def test_winners_of_earlier_searches(fake, tmp_path, monkeypatch):
     """Catches a baseline without the better flags that an earlier search had found, and one of
     fewer seeds that was lucky."""
@@ -456,8 +474,8 @@ def test_winners_of_earlier_searches(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "EARLIER", earlier)
     (best,) = tune.winners("arithmetic", "grpo", 5, file)
     own = log.read_rows(file)[0]
-    log.write_rows(earlier, 5 * [own | {"flags": "--lr 9", "accuracy": 1.0}])
-    assert tune.winners("arithmetic", "grpo", 5, file) == [best], "five runs of one seed"
+    log.write_rows(earlier, 9 * [own | {"flags": "--lr 9", "accuracy": 1.0}])
+    assert tune.winners("arithmetic", "grpo", 5, file) == [best], "nine runs of one seed"
     for seeds, accuracy, flags in ((7, 1.0, best), (8, 0.0, best), (8, 1.0, "--lr 9")):
         rows = [own | {"flags": "--lr 9", "seed": n, "accuracy": accuracy} for n in range(seeds)]
         log.write_rows(earlier, rows)
