@@ -407,8 +407,12 @@ def test_strange_flags(monkeypatch):
     for chance in (0.0, 1.0):
         monkeypatch.setattr(tune, "STRANGE", chance)
         assert len({*groups(children(parents, 20))}) == (1, 3)[int(chance)]
-    others = tune.children("arithmetic", "grpo", 10, parents, 20, "1", [])
-    assert groups(others) != groups(children(parents, 20))
+    keys, real = [], tune.configurations
+    record = lambda *args: keys.append(args[-1]) or real(*args)
+    monkeypatch.setattr(tune, "configurations", record)
+    for generation in ("0", "1"):
+        tune.children("arithmetic", "grpo", 10, parents, 3, generation, [])
+    assert len({*keys}) == 2
 
 
 def test_balanced():
@@ -546,8 +550,10 @@ def test_borrowed_flags(monkeypatch):
         assert run.flags == f"--method {name} --lr {lr}"
         assert config.parse_config(run.flags.split()).method == run.method == name
     (run,) = race.attempts("arithmetic", "grpo-32x16", 10)
-    cfg = config.resolve(config.parse_config(run.flags.split()))
+    flags = f"{timed.SETTINGS['arithmetic'].flags} {run.flags}".split()
+    cfg = config.resolve(config.parse_config(flags))
     assert (cfg.method, cfg.prompts_per_step, cfg.group_size, cfg.lr) == ("grpo", 32, 16, 6e-4)
+    assert (cfg.loss, cfg.adam_beta2, cfg.lr_schedule) == ("grpo", 0.999, "linear")
     assert {*tune.RATES, *race.BORROWED, *race.FIXED} == {*race.METHODS}
 
 
