@@ -79,8 +79,11 @@ def main(
             out-race/rows.jsonl, or runs/race.jsonl with --table
     """
     if table:
-        rows = log.read_rows(json_file or ROWS)
-        draw(rows).savefig((json_file or ROWS).with_suffix(".png"))
+        file = json_file or ROWS
+        rows = log.read_rows(file)
+        if not rows:
+            raise InputError(f"--table: {file} has no rows; race first, with --json {file}")
+        draw(rows).savefig(file.with_suffix(".png"))
         settings = dict.fromkeys(row["setting"] for row in rows)
     else:
         methods = methods.split(",")
@@ -206,8 +209,7 @@ def draw(rows: list[dict], settings: tuple[str, ...] = tuple(BUDGETS)) -> Figure
             points = [(one, *interval(found[one])) for one in budgets if found[one]]
             if points:
                 x, y, half = zip(*points, strict=True)
-                style = {"color": color, "lw": 2 if name in ("pps", "grpo") else 1.2}
-                style |= {"marker": "o", "ms": 4, "capsize": 3}
+                style = {"color": color, "marker": "o", "ms": 4, "capsize": 3}
                 lines[title] = panel.errorbar(x, y, half, **style)
         panel.set(title=setting, xscale="log", xlabel="seconds of training")
         panel.set_xticks(budgets, [f"{one:g}" for one in budgets])

@@ -136,7 +136,7 @@ def train_for(run: Run, problems: int | None = None) -> dict:
     A run that cannot go on has the accuracy 0.
     """
     args = [*SETTINGS[run.setting].flags.split(), *run.flags.split(), "--seed", str(run.seed)]
-    args += ["--eval-problems", str(HELD_OUT), "--out-dir", "out-budget/never-written"]
+    args += ["--eval-problems", str(HELD_OUT), "--out-dir", "out-race/never-written"]
     started, wall, times, tokens, failed = time.monotonic(), 0.0, [], 0, None
     try:
         trainer = train.Trainer(config.parse_config(args))

@@ -21,13 +21,15 @@ seeds. The winner is the best of those with most seeds.
 
 All methods have equally many trials at the same budgets, so the same seconds. The i-th random
 configurations of all methods share learning rate (for its batch), schedule and clip by norm; each
-has batch, group and rates of its own. GRPO and pps were searched five times before in the default
-task, in wider spaces (runs/tune-earlier.jsonl: 3,200 and 2,900 s at the smaller budget, 840 and 440
-s at the larger one). These trials chose what all share (timed.BASE) and the groups of GRPO. The
-larger budget begins with the best of them and of the new ones, and all can win. GRPO leaves out the
-terms that are exactly 0; DPPO, PODS and CPPO train on those that their rules keep. Seeds begin at
-100, and no trial is evaluated on a problem of the race. A trial that fails has the accuracy 0.
-Every trial is a row of the file; the same command resumes after a stop.
+has batch, group and rates of its own (SPACES). GRPO leaves out the terms that are exactly 0; DPPO,
+PODS and CPPO train on those that their rules keep. Seeds begin at 100, and no trial is evaluated on
+a problem of the race. A trial that fails has the accuracy 0. Every trial is a row of the file; the
+same command resumes after a stop.
+
+GRPO and pps were searched before in the default task, in wider spaces (runs/tune-earlier.jsonl:
+2,582 and 2,308 s at the smaller budget, 1,480 and 1,081 s at the larger one). Those trials chose
+what all methods share (timed.BASE), and the groups of GRPO. The larger budget begins with the best
+of them and of the new ones, and all can win.
 """
 
 import functools
@@ -73,14 +75,26 @@ SEARCHES = {
     "arithmetic-mixed": (SMALL._replace(budget=20), LARGE._replace(budget=80)),
     "words": (Search(300, 8, (4,), ((3, 1),)),),
 }
-RATES = {  # (r_q, r_o) that a method may have
-    "grpo": ((0.0, 0.0),),
-    "pps": tuple(itertools.product((0.6, 0.75), (0.7, 0.8, 0.9, 0.95))),
-    "dppo": tuple(itertools.product((0.0, 0.3, 0.6), (0.5, 0.7, 0.9))),
-    "pods": tuple(itertools.product((0.0,), (0.5, 0.7, 0.8, 0.9))),
-    "cppo": tuple(itertools.product((0.0,), (0.5, 0.7, 0.8, 0.9))),
+
+
+class Space(NamedTuple):
+    """What a search chooses from for one method."""
+
+    method: str  # train.py's name
+    groups: tuple[int, ...] = (8, 16, 32)
+    prompt_rates: tuple[float, ...] = ()  # r_q
+    completion_rates: tuple[float, ...] = ()  # r_o
+    fewest: int = 0  # completions that the rule keeps of each group
+
+
+SPACES = {
+    "grpo": Space("grpo_zero", (2, 4, 8)),
+    "pps": Space("pps", prompt_rates=(0.6, 0.75), completion_rates=(0.7, 0.8, 0.9, 0.95)),
+    "dppo": Space("dppo", prompt_rates=(0.0, 0.3, 0.6), completion_rates=(0.5, 0.7, 0.9)),
+    "pods": Space("pods", completion_rates=(0.5, 0.7, 0.8, 0.9), fewest=2),
+    "cppo": Space("cppo", completion_rates=(0.5, 0.7, 0.8, 0.9), fewest=2),
 }
-SPACE = {  # learning rate for 512 completions of a step; the fewest of them a second of the budget
+BATCHES = {  # learning rate for 512 completions a step; the fewest of them a second of the budget
     "arithmetic": (6e-4, 6),
     "arithmetic-mixed": (6e-4, 3),
     "words": (2.8e-5, 0.15),
@@ -93,7 +107,7 @@ BLOCKS = (  # flags that a child takes from the same parent
     ("--lr-schedule", "--warmup"),
     ("--grad-clip", "--loss", "--adam-beta2"),
 )
-FACTORS = (0.7, 4.0)  # learning rates, over that of SPACE x root(completions of a step / 512)
+FACTORS = (0.7, 4.0)  # learning rates, over that of BATCHES x root(completions of a step / 512)
 
 
 def main(
@@ -111,7 +125,7 @@ def main(
         json_file: where the rows of all trials are
     """
     methods = methods.split(",")
-    timed.check_names("--methods", methods, RATES)
+    timed.check_names("--methods", methods, SPACES)
     timed.check_settings(settings)
     spent = sum(one.seconds for name in settings for one in SEARCHES[name]) * len(methods)
     print(f"{spent} seconds of one thread, and a tenth to a quarter more for evaluations")
@@ -122,10 +136,9 @@ def main(
                 found = [trials(setting, name, number, rung, rows) for name in methods]
                 runs = [run for turn in zip(*found, strict=True) for run in turn]  # in turns
                 timed.make(runs, json_file, workers)
-    rows = log.read_rows(json_file)
     for setting in settings:
         for search, name in itertools.product(SEARCHES[setting], methods):
-            best = ranking(tried(rows, setting, name, search.budget))[0]
+            (best,) = winners(setting, name, search.budget, json_file)
             print(f"{setting}, {search.budget} s, {name}: {best}")
 
 
@@ -221,11 +234,12 @@ def configurations(setting: str, method: str, limit: float, count: int, key: str
         FACTORS[0] * (FACTORS[1] / FACTORS[0]) ** ((place + shared.random()) / count)
         for place in places
     ]
-    lr_of_512, least = SPACE[setting]
+    lr_of_512, least = BATCHES[setting]
     least *= limit  # completions of a step
-    groups = (2, 4, 8) if method == "grpo" else (8, 16, 32)
-    groups = balanced(own, groups, count)
-    rates = balanced(own, RATES[method], count)
+    space = SPACES[method]
+    groups = balanced(own, space.groups, count)
+    rates = itertools.product(space.prompt_rates or (0.0,), space.completion_rates or (0.0,))
+    rates = balanced(own, tuple(rates), count)
     found = []
     for group, (dropped, rate), factor, *choices in zip(
         groups, rates, factors, *columns, strict=True
@@ -234,13 +248,14 @@ def configurations(setting: str, method: str, limit: float, count: int, key: str
         valid = [n for n in sizes if least <= n * group <= 12 * least]
         valid = [n for n in valid if n <= TRAIN_PROBLEMS * (1 - dropped)]
         prompts = own.choice(valid)
-        most = 1 - 2 / group if method in ("pods", "cppo") else 1.0  # they keep as many of a group
         lr = lr_of_512 * factor * math.sqrt(prompts * group / 512)
-        size = f"--prompts-per-step {round(prompts / (1 - dropped))} --group-size {group}"
-        name = "grpo_zero" if method == "grpo" else method
-        pruned = f" --prompt-prune-rate {dropped}" if method in ("pps", "dppo") else ""
-        pruned += f" --completion-prune-rate {min(rate, most)}" if rate else ""
-        found.append(f"--method {name} {size}{pruned} --lr {lr:.2g}{''.join(choices)}")
+        flags = f"--method {space.method} --prompts-per-step {round(prompts / (1 - dropped))}"
+        flags += f" --group-size {group}"
+        if space.prompt_rates:
+            flags += f" --prompt-prune-rate {dropped}"
+        if space.completion_rates:
+            flags += f" --completion-prune-rate {min(rate, 1 - space.fewest / group)}"
+        found.append(f"{flags} --lr {lr:.2g}{''.join(choices)}")
     return found
 
 

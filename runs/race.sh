@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All rows of docs/race.md, two runs at a time on 2 cores without a GPU and without other programs.
-#   bash runs/race.sh search    first: the flags of every method, runs/tune.jsonl, 5 hours
-#   bash runs/race.sh           the race with them, runs/race.jsonl, 2 hours
+#   bash runs/race.sh search    first: the flags of every method, runs/tune.jsonl, over 4 hours
+#   bash runs/race.sh           the race with them, runs/race.jsonl, under 3 hours
 # The same command goes on where it was stopped. notebooks/04_race.ipynb draws the rows.
 set -euo pipefail
 cd "$(dirname "$0")/.."
