@@ -1,7 +1,7 @@
 """
 The race by budget: which method is most accurate after so many seconds of training?
 
-    python -m bench race --budgets 5 10 --seeds 2    tuned GRPO and pps, live, 2 minutes
+    python -m bench race --budgets 5 10 --seeds 4    tuned GRPO and pps, live, 2 minutes
     python -m bench race --table                     the tables and the picture of docs/race.md
     bash runs/race.sh                                all of their rows, hours; resumable
 
