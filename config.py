@@ -25,6 +25,13 @@ from runtime import InputError
 from runtime.device import choose_device, choose_dtype
 
 GRPO = {"grpo": "none", "grpo_zero": "zero"}  # methods whose rule has another name
+TINY = {  # defaults of --model tiny with adamw: what `python -m bench tune` found for 40 seconds
+    "pps": {
+        "prompts_per_step": 128, "group_size": 8, "prompt_prune_rate": 0.75,
+        "completion_prune_rate": 0.9, "lr": 4.3e-4,
+    },
+    **{name: {"prompts_per_step": 64, "group_size": 2, "lr": 9.2e-4} for name in GRPO},
+}  # fmt: skip
 
 
 @dataclass
@@ -32,8 +39,7 @@ class Config:
     # ------------------------------------------------------------------------ method
     method: str = "pps"
     """Sets --prompt-rule and --completion-rule to the rules of this name, or to none: pps, dppo,
-    uniform, a rival's or one of yours. grpo prunes nothing; grpo_zero only terms that are 0. With a
-    prompt rule pps, 64 prompts are considered a step, else 32."""
+    uniform, a rival's or one of yours. grpo prunes nothing; grpo_zero only terms that are 0."""
     prompt_rule: str = "auto"
     """Which prompts are dropped before rollout. uniform (blind), dppo (the paper's, by past
     |advantage|) and pps (ours) are unbiased; dppo_floor, greso, dynamic (DAPO's sampling) and mopps
@@ -44,10 +50,11 @@ class Config:
     none. auto takes the method's rule."""
     prompt_prune_rate: float | None = None
     """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
-    By default 0.3, or 0.6 for pps."""
+    By default 0.3; for pps 0.6, or 0.75 with tiny."""
     completion_prune_rate: float | None = None
     """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
-    its group's mean. pps: the share of sampled tokens not trained on. By default 0.7."""
+    its group's mean. pps: the share of sampled tokens not trained on. By default 0.7, or 0.9
+    for pps with tiny."""
     cppo_allocation: bool = False
     """With cppo, roll out 1 / (1 - r_o) times the prompts, so that the kept completions fill the
     update."""
@@ -61,9 +68,9 @@ class Config:
     """Steps between running checks that the pruning is unbiased. 0 means never."""
 
     # ------------------------------------------------------------------------ loss
-    loss: str = "grpo"
+    loss: str | None = None
     """The surrogate loss, with its ratio, clip and denominator: grpo, dr_grpo, dapo, gspo, cispo,
-    or one of yours."""
+    or one of yours. By default grpo, or dr_grpo with tiny."""
     eps_low: float | None = None
     """The ratio is clipped to at least 1 - eps_low. By default the loss's own, such as 0.2 for
     grpo."""
@@ -98,13 +105,14 @@ class Config:
     """Let the chat template open a thinking block."""
 
     # ------------------------------------------------------------------------ batch
-    steps: int = 60
+    steps: int = 100
     """Steps of the run. Each makes one rollout batch and minibatches x epochs optimizer updates."""
     prompts_per_step: int | None = None
     """Q, the candidate prompts of a step, which also set the denominator. By default 32, or 64 for
-    pps."""
-    group_size: int = 16
-    """G, the completions sampled for each prompt."""
+    pps; with tiny 128 for pps and 64 for grpo."""
+    group_size: int | None = None
+    """G, the completions sampled for each prompt. By default 16; with tiny 8 for pps, 2 for
+    grpo."""
     minibatches: int = 1
     """Optimizer updates in one pass over a step's prompts."""
     epochs: int = 1
@@ -122,14 +130,15 @@ class Config:
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
-    """Learning rate. By default, with adamw, 6e-4 for tiny, else 1e-6; with sgd, 0.5 for tiny, or
-    0.07 if it has a momentum of 0.9."""
+    """Learning rate. By default, with adamw, 1e-6; with tiny 4.3e-4 for pps, 9.2e-4 for grpo, else
+    6e-4. With sgd, 0.5 for tiny, or 0.07 if it has a momentum of 0.9."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd with --grad-clip 0 is linear: then an unbiased gradient makes an unbiased update."""
     momentum: float = 0.0
     """Momentum of SGD; 0 is none."""
-    adam_beta2: float = 0.999
-    """Share of its mean of squared gradients that AdamW keeps in an update."""
+    adam_beta2: float | None = None
+    """Share of its mean of squared gradients that AdamW keeps in an update. By default 0.999, or
+    0.95 with tiny."""
     warmup: int = 5
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
@@ -241,6 +250,8 @@ def flag(name: str) -> str:
 def resolve(cfg: Config) -> Config:
     """Fill in the defaults that depend on other flags, then check every value."""
     device = choose_device(cfg.device)
+    searched = cfg.model == "tiny" and cfg.optimizer == "adamw"
+    cfg = replace(cfg, loss=cfg.loss or ("dr_grpo" if searched else "grpo"))
     cfg = _with_rules(cfg)
     prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
     completion_rule = dppo.COMPLETION_RULES[cfg.completion_rule]
@@ -249,20 +260,23 @@ def resolve(cfg: Config) -> Config:
     # the sampler has a copy of the weights.
     rounds_differently = cfg.engine == "vllm" or dtype == "bfloat16"
     eps_low, eps_high = dppo.LOSSES[cfg.loss].clip
-    tiny = cfg.model == "tiny"
     defaults = {
         "prompt_prune_rate": prompt_rule.rate or 0.0,
         "prompts_per_step": prompt_rule.candidates,
+        "group_size": 16,
         "completion_prune_rate": completion_rule.rate or 0.0,
         "eps_low": eps_low,
         "eps_high": eps_high,
         "importance_cap": 2.0 if rounds_differently else 0.0,
         "max_new_tokens": max(map(data.max_new_tokens, (cfg.data, cfg.eval_data or cfg.data))),
         "lr": _default_lr(cfg),
-        "lr_schedule": "linear" if tiny else "constant",
+        "lr_schedule": "linear" if cfg.model == "tiny" else "constant",
+        "adam_beta2": 0.95 if searched else 0.999,
         "pack_tokens": 2048 if device == "cpu" else 8192,
         "share_prompts": device == "cpu",
     }
+    found = TINY.get(cfg.method, {}) if searched else {}
+    defaults |= {name: value for name, value in found.items() if defaults[name]}  # no rate stays 0
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     cfg = replace(cfg, device=device, dtype=dtype, **missing)
     _check_values(cfg)

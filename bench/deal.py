@@ -16,7 +16,7 @@ import torch.distributed as dist
 import dppo
 import packing
 import sampler
-from bench import JsonFile, run, write_json
+from bench import JsonFile, run, sized, write_json
 from runtime import deal, ranks
 from train import Trainer
 from update import accumulate_gradients
@@ -113,7 +113,8 @@ def main(
         flags: more flags of train.py
         json_file: where to write the rows {setting, ranks, how, mean, worst}
     """
-    args = ["--data", "arithmetic-mixed", "--prompts-per-step", str(prompts), "--steps", str(steps)]
+    args = [*sized("pps"), "--data", "arithmetic-mixed"]
+    args += ["--prompts-per-step", str(prompts), "--steps", str(steps)]
     args += flags.split()
     if dist.is_torchelastic_launched():
         return _in_seconds(args)

@@ -45,7 +45,7 @@ def main(
         json_file: where to write the rows {engine, batch, seconds, tokens_per_s,
             max_logprob_gap, ...}
     """
-    cfg = config.resolve(config.Config())
+    cfg = config.resolve(config.Config(group_size=16))
     group_size = cfg.group_size
     totals = [512] * len(batches)  # sequences in all
     with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ import torch
 import config
 import dppo
 import sampler
-from bench import JsonFile, roofline, run, shapes, write_json
+from bench import JsonFile, roofline, run, shapes, sized, write_json
 from bench.deal import Batch, Recorder
 from runtime import deal
 
@@ -104,7 +104,7 @@ def main(
 def log_normal(method: str, candidates: int) -> Batch:
     """The sixth visit of prompts whose completions have a median of 1,000 tokens, at most 16,384.
     Harder prompts have longer completions and lower pass rates; truncated ones are wrong."""
-    cfg = config.resolve(config.Config(method=method))
+    cfg = config.resolve(config.parse_config(sized(method)))
     draw = torch.Generator().manual_seed(0)
     hard = torch.randn(candidates, 1, generator=draw)
     prompts = torch.full((candidates,), PROMPT)
@@ -136,7 +136,7 @@ def recorded(flags: str):
 
     last = {}
     for method in ("grpo", "pps"):
-        args = ["--method", method, "--data", "arithmetic-mixed", "--prompts-per-step", "256"]
+        args = [*sized(method), "--data", "arithmetic-mixed", "--prompts-per-step", "256"]
         args += ["--steps", "12", "--group-size", str(GROUP), *flags.split()]
         trainer, _ = run(args, Recorder)
         last[method] = (trainer.batches[-1], trainer.num_candidates)

@@ -7,7 +7,7 @@ import zlib
 
 import torch
 
-from bench import JsonFile, run, shapes, write_json
+from bench import JsonFile, run, shapes, sized, write_json
 
 PARTS = (
     "step_time", "time/rollout", "time/score", "time/train", "tokens/generated", "tokens/trained"
@@ -48,7 +48,7 @@ def main(
             args += ["--gradient-checkpointing"]
             reward = lambda text, _gold: float(zlib.crc32(text.encode()) % 2)
         for number, method in itertools.product(range(rounds), methods):
-            own = ["--method", method, "--steps", str(steps), "--seed", str(number)]
+            own = [*sized(method), "--steps", str(steps), "--seed", str(number)]
             _, log_rows = run([*own, *args], reward=reward)
             for part in parts:
                 median = statistics.median(row[part] for row in log_rows[skip:])

@@ -26,7 +26,7 @@ import torch
 
 import config
 import dppo
-from bench import JsonFile, scale, shapes, write_json
+from bench import JsonFile, scale, shapes, sized, write_json
 from bench.deal import Batch
 
 WORLDS = (8, 64, 512)
@@ -60,7 +60,7 @@ def main(
     works = {"log-normal": scale.log_normal, "recorded": scale.recorded(flags)}
     for (work, make), method in itertools.product(works.items(), ("grpo", "pps")):
         batch = make(method, candidates)
-        rate = config.resolve(config.Config(method=method)).completion_prune_rate
+        rate = config.resolve(config.parse_config(sized(method))).completion_prune_rate
         for world in WORLDS:
             before = machine.seconds(batch, world)
             for share in SHARES:

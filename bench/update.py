@@ -26,7 +26,7 @@ import dppo
 import loading
 import packing
 import rollout
-from bench import JsonFile, masked, run, shapes, write_json
+from bench import JsonFile, masked, run, shapes, sized, write_json
 from bench import packing as bench_packing
 from loading import checkpoint_layers
 from runtime.clock import clock
@@ -158,7 +158,7 @@ class Recorder(Trainer):
 
 def recorded_works(method: str, steps: int) -> list[Work]:
     """Every update of a run of the embedded task."""
-    trainer, _ = run(["--method", method, "--steps", str(steps)], Recorder)
+    trainer, _ = run([*sized(method), "--steps", str(steps)], Recorder)
     return trainer.works
 
 

@@ -30,7 +30,7 @@ import loading
 import rollout
 import sampler
 import train
-from bench import JsonFile, run, sampling_copy
+from bench import JsonFile, run, sampling_copy, sized
 from bench.code import this_code
 from rewards import score
 from update import Sums, accumulate_gradients
@@ -308,7 +308,7 @@ def completion_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
     rows = []
     for seed, data_name in itertools.product(seeds, SETTINGS):
         with tempfile.TemporaryDirectory() as folder:
-            args = ["--method", "grpo", "--data", data_name, "--seed", str(seed)]
+            args = [*sized("grpo"), "--lr", "6e-4", "--data", data_name, "--seed", str(seed)]
             args += ["--steps", str(max(STAGES.values())), "--eval-every", "0"]
             args += ["--save-every", str(math.gcd(*STAGES.values())), "--keep-checkpoints", "99"]
             cfg = config.parse_config([*args, "--out-dir", f"{folder}/run"])
@@ -418,7 +418,7 @@ def recorded_run(
     data_name: str, loss: str, seed: int, steps: int
 ) -> tuple[sampler.PromptHistory, list[Step]]:
     """An un-pruned run, group by group: the history before it, and its steps."""
-    args = ["--method", "grpo", "--data", data_name, "--loss", loss]
+    args = [*sized("grpo"), "--lr", "6e-4", "--data", data_name, "--loss", loss]
     args += ["--seed", str(seed), "--steps", str(steps)]
     trainer, _ = run(args, GroupByGroup)
     return trainer.empty, trainer.recorded
@@ -483,7 +483,7 @@ def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
     Errors are summed over a visit's steps before they are divided.
     """
     rows = []
-    prompts_per_step = config.resolve(config.Config(method="grpo")).prompts_per_step
+    prompts_per_step = config.parse_config(sized("grpo")).prompts_per_step
     per_epoch = arithmetic.TRAIN_PROBLEMS // prompts_per_step
     for seed, data_name, loss in itertools.product(seeds, SETTINGS, LOSSES):
         empty, steps = recorded_run(data_name, loss, seed, EPOCHS * per_epoch)

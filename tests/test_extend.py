@@ -77,7 +77,7 @@ def test_rules_and_loss_of_the_readme(policy_folder, tmp_path, capsys):
     assert "`python proof.py mine.py`" in README
     flags = toy.flags(policy_folder, str(tmp_path / "run"), method="mine", loss="unclipped")
     code = RULES.replace("train.cli()", 'train.cli(lambda text, gold: float(text[:1] < "@"))')
-    more = ["--prompts-per-step", "16", "--steps", "40", "--data", "arithmetic"]
+    more = ["--prompts-per-step", "64", "--steps", "10", "--data", "arithmetic"]
     done = program(tmp_path, code, *flags, *more)
     assert done.returncode == 0, done.stderr
     log = toy.rows(tmp_path / "run")
@@ -490,21 +490,34 @@ def test_the_last_line_names_no_old_checkpoint(run, tmp_path, capsys):
 
 
 def test_the_core_imports_no_rival(policy_folder, tmp_path):
-    """In a run of pps, too; in one of cppo they are there. Catches an import that came back."""
-    code = f"import sys; sys.path.insert(0, {str(toy.ROOT / 'tests')!r}); import toy\n"
-    code += "toy.main(sys.argv[1:])\n"
-    code += "print('rivals', any(name.startswith('related') for name in sys.modules))"
-    by_rule = {"method": "grpo", "completion_rule": "cppo_batch"}
-    for number, (changes, found) in enumerate(
-        [
-            ({"method": "pps"}, "rivals False"),
-            ({"method": "cppo"}, "rivals True"),
-            (by_rule, "True"),
-        ]
-    ):
-        flags = toy.flags(policy_folder, str(tmp_path / str(number)), **changes)
-        done = program(tmp_path, code, *flags, "--completion-prune-rate", "0.5")
-        assert found in done.stdout, done.stderr
+    """In a run of pps, too; with cppo, whether the method or a rule, they are there. Catches an
+    import that came back."""
+    out = str(tmp_path / "run")
+    flags = [
+        toy.flags(policy_folder, out, **changes)
+        for changes in (
+            {"method": "pps"},
+            {"method": "cppo"},
+            {"method": "grpo", "completion_rule": "cppo_batch"},
+        )
+    ]
+    code = f"""import sys; sys.path.insert(0, {str(toy.ROOT / "tests")!r}); import toy, config, dppo
+def rivals():
+    return [name for name in sys.modules if name.startswith("related")]
+ours, (pps, *others) = {{**dppo.COMPLETION_RULES}}, {flags!r}
+toy.main(pps)
+print("rivals", len(rivals()))
+for one in others:
+    config.resolve(config.parse_config(one))
+    print("rivals", "related.rivals" in rivals())
+    for name in rivals():
+        del sys.modules[name]
+    dppo.COMPLETION_RULES.clear()
+    dppo.COMPLETION_RULES.update(ours)
+"""
+    done = program(tmp_path, code)
+    said = [line for line in done.stdout.splitlines() if line.startswith("rivals")]
+    assert said == ["rivals 0", "rivals True", "rivals True"], done.stderr
 
 
 def test_help_names_every_rule_and_loss():

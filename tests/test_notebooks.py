@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 import arithmetic
 arithmetic.CACHE = Path({folder!r})
-arithmetic.BASE_STEPS = 100
+arithmetic.BASE_STEPS = 20
 """  # in place of 1,000, which a fresh clone would train: no claim depends on the model's accuracy
 
 

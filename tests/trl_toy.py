@@ -236,6 +236,24 @@ class PromptOutcome:
         return keep, dppo.ht_weights(keep, keep_prob)
 
 
+@contextlib.contextmanager
+def rolled_out_once():
+    """Rollouts of the same inputs at fixed parameters are the same for every outcome, and TRL's
+    take half of the time."""
+    real, known = trl.GRPOTrainer._generate_and_score_completions, {}
+
+    def look_up(trainer, inputs):
+        key = repr(inputs)
+        if key not in known:
+            known[key] = real(trainer, inputs), trainer.rewards
+        rows, trainer.rewards = copy.deepcopy(known[key])
+        return rows
+
+    with mock.patch.object(trl.GRPOTrainer, "_generate_and_score_completions", look_up):
+        yield
+
+
+@rolled_out_once()
 def over_completions(measured):
     """[windows, updates, P]: the expected gradients of all updates, over every outcome of one
     window's draw, for each window. A draw sees the rows of its window only."""
