@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The accuracies of the main command from the base model, 3 seeds, also on longer chains.
-# 2 cores without a GPU: about 30 seconds a seed. The base model takes 80 to 180 s, depending on the
+# 2 cores without a GPU: about a minute a seed. The base model takes 80 to 180 s, depending on the
 # machine, the first time.
 # Logs: runs/main-seed{0,1,2}.jsonl
 set -euo pipefail

@@ -264,3 +264,24 @@ def test_winners_of_an_unfinished_search(fake_runs, tmp_path):
     with pytest.raises(InputError, match="no whole search at 10 s"):
         tune.winners("arithmetic", "pps", 10, file)
     assert tune.winners("arithmetic", "pps", 40, file)
+
+
+def test_defaults_of_tiny():
+    """The main command is the race's row of 40 seconds, of pps and of GRPO. Catches a default that
+    a new search has outdated, one that reaches another method, SGD or a model of yours, and a rate
+    for a rule without one."""
+    given = ["--device", "cpu", "--data", "arithmetic"]
+    resolve = lambda *flags: config.resolve(config.parse_config([*given, *flags]))
+    for method in ("pps", "grpo"):
+        flags = tune.winners("arithmetic", method, 40)[0].split()
+        raced = resolve(*timed.SETTINGS["arithmetic"].flags.split(), *flags)
+        own = resolve("--method", raced.method)
+        assert own == raced
+    plain = resolve("--method", "pps", "--prompt-rule", "none")
+    assert (plain.prompt_prune_rate, plain.completion_prune_rate) == (0.0, 0.9)
+    for flags in (["--optimizer", "sgd"], ["--model", "folder"]):
+        other = resolve(*flags)
+        sizes = (other.prompts_per_step, other.group_size, other.prompt_prune_rate)
+        assert (*sizes, other.loss, other.adam_beta2) == (64, 16, 0.6, "grpo", 0.999)
+    assert resolve("--method", "dppo").group_size == 16
+    assert resolve("--group-size", "4", "--loss", "grpo").group_size == 4
