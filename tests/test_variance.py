@@ -210,6 +210,7 @@ def test_both_levels_run(small_runs, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(variance, "SETTINGS", ("arithmetic",))
     monkeypatch.setattr(variance, "STAGES", {"early": 1, "late": 3})
     monkeypatch.setattr(variance, "EPOCHS", 1)
+    monkeypatch.setattr(variance.arithmetic, "TRAIN_PROBLEMS", 64)
     steps, real = [], variance.real_gradients
 
     def from_checkpoint(folder, cfg, step):
