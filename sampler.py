@@ -233,8 +233,8 @@ class PromptRule:
 
     keep_prob: Callable | None = None
     priority: Callable | None = None
-    rate: float | None = 0.3  # default r_q; at 0 nothing is dropped. None: the rule has no rate
-    candidates: int = 32  # default Q
+    rate: float | None = 0.3  # default r_q, but for config.TINY; at 0 all are kept. None: no rate
+    candidates: int = 32  # default Q, but for config.TINY
     biased: str = ""  # why, as the run's first lines say it
     select: Callable | None = None  # (history, prompts, prune_rate) -> (keep, weights)
     selector: Callable | None = None  # chooses by rewards, so it rolls out itself: related/rivals

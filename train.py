@@ -2,7 +2,7 @@
 Train a language model with DPPO. GRPO is the special case that prunes nothing.
 
     torchrun train.py                                     the embedded task: no GPU, no download
-    torchrun train.py --method grpo --out-dir out-grpo    the same task without pruning
+    torchrun train.py --method grpo --out-dir out-grpo    the same task with GRPO
     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen3-0.6B --data FILE.jsonl --lr 1e-6
 
 `python train.py` runs one process. config.py explains the flags. `Trainer.step` is the algorithm;

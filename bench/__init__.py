@@ -22,14 +22,16 @@ from train import Trainer
 JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]  # a parameter that is the flag --json
 
 
-def sized(method: str) -> list[str]:
+def sized(method: str, flags: str = "") -> list[str]:
     """Flags of runs whose steps are compared: 16 completions of 32 prompts; with pps, of 26 of 64.
-    The defaults of tiny have other sizes for each method: those that were most accurate."""
+    The defaults of tiny are others for each method. `flags` come last; a --model among them keeps
+    its own learning rate."""
     sizes = "--prompts-per-step 32"
     if method == "pps":
         sizes = "--prompts-per-step 64 --prompt-prune-rate 0.6 --completion-prune-rate 0.7"
     shared = "--group-size 16 --loss grpo --adam-beta2 0.999"
-    return f"--method {method} {sizes} {shared}".split()
+    rate = "" if "--model" in flags else "--lr 6e-4"
+    return f"--method {method} {sizes} {shared} {rate} {flags}".split()
 
 
 def run(

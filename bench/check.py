@@ -2,7 +2,7 @@
 
 import math
 
-from bench import JsonFile, run, write_json
+from bench import JsonFile, run, sized, write_json
 from run import Run
 from runtime import InputError
 from train import Trainer
@@ -58,8 +58,7 @@ def main(
     for name, method, trainer_class in RUNS:
         if methods and method not in methods.split(","):
             continue
-        args = ["--method", method, "--steps", str(steps), "--check-every", str(every)]
-        args += flags.split()
+        args = ["--steps", str(steps), "--check-every", str(every), *sized(method, flags)]
         number = 2 if method in WITHOUT_CHANCE else draws
         kind = type("Checked", (Run,), {"check_draws": number})
         _, log_rows = run(args, trainer_class, kind=kind)

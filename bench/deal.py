@@ -113,9 +113,8 @@ def main(
         flags: more flags of train.py
         json_file: where to write the rows {setting, ranks, how, mean, worst}
     """
-    args = [*sized("pps"), "--data", "arithmetic-mixed"]
-    args += ["--prompts-per-step", str(prompts), "--steps", str(steps)]
-    args += flags.split()
+    own = f"--data arithmetic-mixed --prompts-per-step {prompts} --steps {steps} {flags}"
+    args = sized("pps", own)
     if dist.is_torchelastic_launched():
         return _in_seconds(args)
     trainer, _ = run(args, Recorder)

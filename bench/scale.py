@@ -136,9 +136,8 @@ def recorded(flags: str):
 
     last = {}
     for method in ("grpo", "pps"):
-        args = [*sized(method), "--data", "arithmetic-mixed", "--prompts-per-step", "256"]
-        args += ["--steps", "12", "--group-size", str(GROUP), *flags.split()]
-        trainer, _ = run(args, Recorder)
+        own = f"--data arithmetic-mixed --prompts-per-step 256 --group-size {GROUP} --steps 12"
+        trainer, _ = run(sized(method, f"{own} {flags}"), Recorder)
         last[method] = (trainer.batches[-1], trainer.num_candidates)
 
     def make(method: str, candidates: int) -> Batch:

@@ -48,8 +48,8 @@ def main(
             args += ["--gradient-checkpointing"]
             reward = lambda text, _gold: float(zlib.crc32(text.encode()) % 2)
         for number, method in itertools.product(range(rounds), methods):
-            own = [*sized(method), "--steps", str(steps), "--seed", str(number)]
-            _, log_rows = run([*own, *args], reward=reward)
+            own = sized(method, f"--steps {steps} --seed {number} {' '.join(args)}")
+            _, log_rows = run(own, reward=reward)
             for part in parts:
                 median = statistics.median(row[part] for row in log_rows[skip:])
                 rows.append({"method": method, "round": number, "part": part, "median": median})

@@ -32,10 +32,9 @@ BOTH = PPS | {"prompt_rule": "pps", "prompt_prune_rate": 0.6}
 VARIANTS = {  # rules of DPPOTrainer, and how many times GRPO's prompts it considers in a step
     "TRL": (None, 1),
     "TRL, pps": (PPS, 1),
-    "TRL, pps for prompts too": (BOTH, 2),  # 64 prompts, as train.py's pps
+    "TRL, pps for prompts too": (BOTH, 2),  # 64 prompts, as sized("pps")
 }
 TIMED = ("grpo", "dppo", "pps")
-LR = ("--lr", "6e-4")  # of all
 MICRO_BATCH = 32  # the fastest of `python -m bench trl` on 2 cores
 
 
@@ -118,7 +117,7 @@ def our_steps(method: str, steps: int, seed: int) -> list[float]:
             super().write(row, samples)
             ends.append(time.perf_counter())
 
-    run([*sized(method), *LR, "--steps", str(steps), "--seed", str(seed)], kind=Timed)
+    run([*sized(method), "--steps", str(steps), "--seed", str(seed)], kind=Timed)
     return [math.nan] + [end - start for start, end in itertools.pairwise(ends)]
 
 
@@ -144,7 +143,7 @@ def trl_steps(
         from dppo_trl import DPPOTrainer
 
         trainer_class = functools.partial(DPPOTrainer, **rules)
-    cfg = config.resolve(config.parse_config([*sized("grpo"), *LR]))
+    cfg = config.resolve(config.parse_config(sized("grpo")))
     base = str(arithmetic.base_folder())
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base, padding_side="left")
@@ -216,7 +215,7 @@ def trl_steps(
 def arrival(variant: str, seed: int, goal: float) -> float:
     """Seconds of training until the accuracy of 150 held-out problems reaches the goal; infinity if
     it does not in 60 steps."""
-    cfg = config.resolve(config.parse_config([*sized("grpo"), *LR]))
+    cfg = config.resolve(config.parse_config(sized("grpo")))
     policy, tokenizer = loading.load_policy(str(arithmetic.base_folder()), cfg.device)
     problems, prompt_ids = data.encode_prompts(data.eval_problems(cfg.data, 150), tokenizer, 400)
     sampling = rollout.Sampling.for_policy(policy, tokenizer, cfg.max_new_tokens)

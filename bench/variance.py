@@ -308,7 +308,7 @@ def completion_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
     rows = []
     for seed, data_name in itertools.product(seeds, SETTINGS):
         with tempfile.TemporaryDirectory() as folder:
-            args = [*sized("grpo"), "--lr", "6e-4", "--data", data_name, "--seed", str(seed)]
+            args = [*sized("grpo"), "--data", data_name, "--seed", str(seed)]
             args += ["--steps", str(max(STAGES.values())), "--eval-every", "0"]
             args += ["--save-every", str(math.gcd(*STAGES.values())), "--keep-checkpoints", "99"]
             cfg = config.parse_config([*args, "--out-dir", f"{folder}/run"])
@@ -369,7 +369,7 @@ def _cell(rows: list[dict], wanted: dict) -> str:
 # ---------------------------------------------------------------------------- prompts
 
 PROMPT_RULES = ("uniform", "uniform, coins", "dppo", "pps", "oracle")  # coins: independent draws
-PROMPT_RATES = (0.3, 0.6)  # r_q; 0.6 is the default of pps
+PROMPT_RATES = (0.3, 0.6)  # r_q; 0.6 is the default of pps, but not with tiny
 EPOCHS = 5  # of a run: visits of each prompt
 
 
@@ -418,7 +418,7 @@ def recorded_run(
     data_name: str, loss: str, seed: int, steps: int
 ) -> tuple[sampler.PromptHistory, list[Step]]:
     """An un-pruned run, group by group: the history before it, and its steps."""
-    args = [*sized("grpo"), "--lr", "6e-4", "--data", data_name, "--loss", loss]
+    args = [*sized("grpo"), "--data", data_name, "--loss", loss]
     args += ["--seed", str(seed), "--steps", str(steps)]
     trainer, _ = run(args, GroupByGroup)
     return trainer.empty, trainer.recorded

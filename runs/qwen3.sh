@@ -2,7 +2,7 @@
 # Presets for real models on real mathematics; flags after the name override the preset:
 #   bash runs/qwen3.sh NAME [flags of train.py]
 # Derived from the memory table in docs/real-models.md; no GPU has run them yet. pps rolls out 40 %
-# of --prompts-per-step: twice GRPO's candidates, four fifths of its rollouts, as in the race.
+# of --prompts-per-step: twice GRPO's candidates, four fifths of its rollouts.
 set -euo pipefail
 # Under torchrun, ranks that are still saving are killed after this many seconds (default: 30).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600

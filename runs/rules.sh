@@ -6,10 +6,16 @@ cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 try() {
+    local own=(--group-size 16 --prompts-per-step 32 --loss grpo --adam-beta2 0.999 --lr 6e-4)
+    case "$*" in
+    *"--method pps"*) own+=(--prompts-per-step 64 --prompt-prune-rate 0.6
+        --completion-prune-rate 0.7) ;;
+    *"--prompt-rule pps"*) own+=(--prompts-per-step 64) ;;
+    esac
     for ranks in 1 2; do
         rm -rf "$folder/run"
         OMP_NUM_THREADS=$((2 / ranks)) torchrun --standalone --nproc-per-node "$ranks" train.py \
-            --steps 30 --eval-every 30 --save-every 0 --out-dir "$folder/run" "$@" \
+            --steps 30 --eval-every 30 --save-every 0 --out-dir "$folder/run" "${own[@]}" "$@" \
             > "$folder/text" 2>&1 || { tail -n 5 "$folder/text"; exit 1; }
         python - "$folder/run/log.jsonl" "$ranks" "$*" <<'PYTHON'
 import json, statistics, sys

@@ -233,7 +233,7 @@ def test_the_default_rate_is_the_optimizers():
     """Fails if SGD gets AdamW's rate, a thousand times too small for it, if a momentum does not
     divide it, or if a model for which no rate was searched gets one."""
     rate = lambda **given: config.resolve(config.Config(device="cpu", **given)).lr
-    assert rate() == 6e-4
+    assert (rate(), rate(method="dppo")) == (4.3e-4, 6e-4)
     assert rate(model="Qwen/Qwen3-0.6B") == 1e-6
     assert rate(optimizer="sgd") == 0.5
     assert rate(optimizer="sgd", momentum=0.9) == pytest.approx(0.07)
