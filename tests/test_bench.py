@@ -233,3 +233,15 @@ def test_deal(small_runs, float32, command):
             )
             assert 0.999 * bound <= there <= 1.02 * max(here, bound)
     assert found["arithmetic-mixed", 2, "more"] < 1.2
+
+
+def test_sizes_of_benches():
+    """Catches steps that are compared at sizes or rates of their own, flags of the user that do not
+    count, and tiny's learning rate for another model."""
+    for method, prompts in (("grpo", 32), ("dppo", 32), ("pps", 64)):
+        cfg = config.resolve(config.parse_config(bench.sized(method)))
+        assert (cfg.method, cfg.prompts_per_step, cfg.group_size) == (method, prompts, 16)
+        assert (cfg.loss, cfg.lr, cfg.adam_beta2) == ("grpo", 6e-4, 0.999)
+    assert (cfg.prompt_prune_rate, cfg.completion_prune_rate) == (0.6, 0.7)
+    cfg = config.resolve(config.parse_config(bench.sized("pps", "--model folder --group-size 4")))
+    assert (cfg.lr, cfg.group_size) == (1e-6, 4)
