@@ -22,13 +22,14 @@ from train import Trainer
 JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]  # a parameter that is the flag --json
 
 
+SIZES = {"pps": "--prompts-per-step 64 --prompt-prune-rate 0.6 --completion-prune-rate 0.7"}
+
+
 def sized(method: str, flags: str = "") -> list[str]:
-    """Flags of runs whose steps are compared: 16 completions of 32 prompts; with pps, of 26 of 64.
-    The defaults of tiny are others for each method. `flags` come last; a --model among them keeps
-    its own learning rate."""
-    sizes = "--prompts-per-step 32"
-    if method == "pps":
-        sizes = "--prompts-per-step 64 --prompt-prune-rate 0.6 --completion-prune-rate 0.7"
+    """Flags of train.py for runs whose steps are compared: 32 prompts x 16 completions, or with pps
+    26 of 64 x 16. A record keeps its meaning when the defaults of tiny change. `flags` override
+    these; with a --model among them the learning rate is that model's default."""
+    sizes = SIZES.get(method, "--prompts-per-step 32")
     shared = "--group-size 16 --loss grpo --adam-beta2 0.999"
     rate = "" if "--model" in flags else "--lr 6e-4"
     return f"--method {method} {sizes} {shared} {rate} {flags}".split()

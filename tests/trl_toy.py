@@ -238,8 +238,8 @@ class PromptOutcome:
 
 @contextlib.contextmanager
 def rolled_out_once():
-    """Rollouts of the same inputs at fixed parameters are the same for every outcome, and TRL's
-    take half of the time."""
+    """Reuse a rollout for every outcome: with the same inputs and parameters it is the same, and
+    it takes half of the time."""
     real, known = trl.GRPOTrainer._generate_and_score_completions, {}
 
     def look_up(trainer, inputs):
