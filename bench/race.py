@@ -6,8 +6,8 @@ The race by budget: which method is most accurate after so many seconds of train
     bash runs/race.sh                                all of their rows, hours; resumable
 
 A tuned method has the flags that `python -m bench tune` found best for the budget, or for one at
-most a factor of two away. If two were found, one run of each, with a seed and problems of the
-search, decides between them. Intervals are over the seeds of a race, with these flags: they do not
+most a factor of two away. If two were found, four runs of each, with seeds and problems of the
+search, decide between them. Intervals are over the seeds of a race, with these flags: they do not
 say how lucky the search was.
 """
 
@@ -53,6 +53,7 @@ BUDGETS = {  # seconds of one thread
 ROWS = Path("runs/race.jsonl")  # of docs/race.md
 OWN = Path("out-race/rows.jsonl")
 FIRST_SEED = 10  # of the race; lower ones had trials (runs/LOG.md)
+CONTEST = 4  # seeds of each of two winners, before one of them is raced
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 1 to 9 degrees
 
 
@@ -108,37 +109,38 @@ def race(
 ) -> list[dict]:
     """Make the runs that the file lacks; returns all of its rows."""
     tried = [  # first: a search may be missing
-        attempts(setting, name, one)
+        (name, attempts(setting, BORROWED.get(name, name), one))
         for setting in settings
         for one in budgets or BUDGETS[setting]
         for name in methods
     ]
-    contests = [run for runs in tried if len(runs) > 1 for run in runs]
-    scores = dict(zip(contests, timed.make(contests, file, workers), strict=True))
+    contests = [runs for _name, runs in tried if len({run.flags for run in runs}) > 1]
+    in_turns = lambda run: (run.setting, run.budget, run.seed)  # of methods
+    timed.make(sorted(itertools.chain(*contests), key=in_turns), file, workers)
     raced = []
-    for runs in tried:
-        best = max(runs, key=lambda run: scores[run]["accuracy"] if run in scores else 0.0)
+    for name, runs in tried:
+        flags = runs[0].flags
+        if runs in contests:
+            flags = tune.ranking(timed.make(runs, file, workers))[0]
+        if name in BORROWED:
+            flags = re.sub(r"--method \w+", f"--method {name}", flags)
+        best = replace(runs[0], method=name, flags=flags)
         count = seeds or (10 if best.budget in BUDGETS[best.setting][:2] else 5)
         raced += [
             replace(best, seed=seed, search=False) for seed in range(FIRST_SEED, FIRST_SEED + count)
         ]
-    raced.sort(key=lambda run: (run.setting, run.budget, run.seed))  # methods take turns
-    for row in timed.make(raced, file, workers):
+    for row in timed.make(sorted(raced, key=in_turns), file, workers):
         if row["failed"]:
             raise InputError(f"{row['setting']}, {row['flags']}: {row['failed']}")
     return log.read_rows(file)
 
 
 def attempts(setting: str, method: str, budget: float) -> list[Run]:
-    """A run of each of the flags that a method may have at a budget."""
-    if method in FIXED:
-        flags = [FIXED[method]]
-    elif method in BORROWED:
-        found = tune.winners(setting, BORROWED[method], budget)
-        flags = [re.sub(r"--method \w+", f"--method {method}", one) for one in found]
-    else:
-        flags = tune.winners(setting, method, budget)
-    return [Run(setting, method, one, budget, tune.FIRST_SEED, search=True) for one in flags]
+    """Runs of the flags that a method may have at a budget, which decide if there are several."""
+    flags = [FIXED[method]] if method in FIXED else tune.winners(setting, method, budget)
+    seeds = range(tune.FIRST_SEED, tune.FIRST_SEED + CONTEST)
+    make = lambda seed, one: Run(setting, method, one, budget, seed, search=True)
+    return list(itertools.starmap(make, itertools.product(seeds, flags)))
 
 
 # ---------------------------------------------------------------------------- tables
