@@ -6,6 +6,9 @@ more there will be. Seconds are those for which its one thread computes steps; e
 out. On two cores, two runs at a time are as fast as one alone, but other programs may slow a run
 down. Each run is a row of a file, appended when the run ends, so the same command resumes after a
 stop. A run is never repeated for its result.
+
+Seconds compare only within one machine, and two with the same name may differ by a factor of 1.7.
+So each row has the time of a fixed computation (probe), and a file takes no rows of another speed.
 """
 
 import itertools
@@ -34,6 +37,7 @@ from run import EVAL_K
 from runtime import InputError, log, ranks
 
 HELD_OUT = 2000  # problems that a race's and a search's are chosen from
+SAME_SPEED = 1.4  # two machines with such a ratio or less; neighbours make one slower by 1.2
 PACE = 8  # the last steps, whose mean says how long the next ones take
 CODE = this_code()  # that this process has imported
 
@@ -95,6 +99,7 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
     rows = log.cut_rows(file, lambda row: True)
     missing = [run for run in dict.fromkeys(runs) if not any(map(run.is_row, rows))]
     if missing:
+        check_speed(rows, file)
         if any("--model" not in SETTINGS[run.setting].flags + run.flags for run in missing):
             arithmetic.base_folder()  # trained here, once, if it was never needed before
         os.environ["OMP_NUM_THREADS"] = "1"  # the workers inherit it
@@ -110,6 +115,31 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
                 pool.shutdown(cancel_futures=True)
                 raise
     return [next(filter(run.is_row, rows)) for run in runs]
+
+
+def check_speed(rows: list[dict], file: Path) -> None:
+    """InputError if rows of the file were made on a faster or slower machine than this one."""
+    before = [row["probe"] for row in rows if "probe" in row]
+    ratio = statistics.median(before) / probe() if before else 1.0
+    if not 1 / SAME_SPEED < ratio < SAME_SPEED:
+        raise InputError(
+            f"{file}: this machine is {ratio:.2f} times as fast as the one of its rows, and "
+            "seconds compare only within one; give --json another file"
+        )
+
+
+def probe() -> float:
+    """Milliseconds of a fixed computation of one thread: small products, as tiny's steps have."""
+    x, weight, times = torch.ones(32, 256), torch.eye(256), []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(20):
+        started = time.process_time()
+        for _ in range(200):
+            x = torch.relu(x @ weight)
+        times.append(time.process_time() - started)
+    torch.set_num_threads(threads)
+    return round(1000 * statistics.median(times), 3)
 
 
 def line(row: dict) -> str:
@@ -138,6 +168,7 @@ def train_for(run: Run, problems: int | None = None) -> dict:
     args = [*SETTINGS[run.setting].flags.split(), *run.flags.split(), "--seed", str(run.seed)]
     args += ["--eval-problems", str(HELD_OUT), "--out-dir", "out-race/never-written"]
     started, wall, times, tokens, failed = time.monotonic(), 0.0, [], 0, None
+    speed = probe()
     try:
         trainer = train.Trainer(config.parse_config(args))
         for step in itertools.count(1):
@@ -158,7 +189,7 @@ def train_for(run: Run, problems: int | None = None) -> dict:
         "steps": len(times), "seconds": round(sum(times), 3), "wall_of_steps": round(wall, 3),
         "accuracy": round(evaluation.avg_at_k(rewards), 5), "problems": len(rewards),
         "tokens": int(tokens), "failed": failed, "wall": round(time.monotonic() - started, 2),
-        "machine": machine(), **CODE,
+        "machine": machine(), "probe": speed, **CODE,
     }  # fmt: skip
 
 

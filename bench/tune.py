@@ -26,10 +26,9 @@ PODS and CPPO train on those that their rules keep. Seeds begin at 100, and no t
 a problem of the race. A trial that fails has the accuracy 0. Every trial is a row of the file; the
 same command resumes after a stop.
 
-GRPO and pps were searched before in the default task, in wider spaces (runs/tune-earlier.jsonl:
-2,582 and 2,308 s at the smaller budget, 1,480 and 1,081 s at the larger one). Those trials chose
-what all methods share (timed.BASE), and the groups of GRPO. The larger budget begins with the best
-of them and of the new ones, and all can win.
+Seconds are those of one machine. GRPO and pps were searched before in the default task, on a slower
+one and in wider spaces. Those trials (runs/tune-earlier.jsonl) chose what all methods share
+(timed.BASE), and the spaces; none of them takes part.
 """
 
 import functools
@@ -49,7 +48,6 @@ from bench.timed import Run
 from runtime import InputError, log
 
 FILE = Path("runs/tune.jsonl")
-EARLIER = Path("runs/tune-earlier.jsonl")  # trials of searches before this one
 PARENTS, STRANGE = 4, 1 / 6
 
 
@@ -152,8 +150,6 @@ def trials(setting: str, method: str, number: int, rung: int, rows: list[dict]) 
     else:
         seeds = search.seeds[: rung - old]
         (count, more), first = seeds[-1], first + 1 + sum(more for _, more in seeds[:-1])
-        if seeds == search.seeds:  # the last ones decide among all
-            rows = rows + log.read_rows(EARLIER)
         flags = ranking(tried(rows, setting, method, search.budget), first)[:count]
     pairs = itertools.product(range(first, first + more), flags)
     make = lambda seed, one: Run(setting, method, one, search.budget, seed, search=True)
@@ -166,9 +162,8 @@ def generations(setting: str, method: str, number: int, rows: list[dict]) -> lis
     search, before = SEARCHES[setting][number], SEARCHES[setting][:number]
     limit = search.budget
     if before:
-        known = rows + log.read_rows(EARLIER)
         finals = FIRST_SEED + 1 + sum(more for _, more in before[-1].seeds[:-1])
-        best = ranking(tried(known, setting, method, before[-1].budget), finals)
+        best = ranking(tried(rows, setting, method, before[-1].budget), finals)
         found = [best[: search.first]]
     else:
         found = [configurations(setting, method, limit, search.first)]
@@ -201,8 +196,7 @@ def ranking(trials: list[dict], before: float = math.inf) -> list[str]:
 
 
 def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list[str]:
-    """The flags that won at the budgets that are at most a factor of two away, in this search
-    or an earlier one.
+    """The flags that won at the budgets that are at most a factor of two away.
 
     InputError if there are none, or if a search has not ended.
     """
@@ -214,7 +208,7 @@ def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list
             if sum(row["seed"] == last for row in own) < seeds[-1][0]:
                 command = f"python -m bench tune --methods {method} --settings {setting}"
                 raise InputError(f"{file} has no whole search at {limit} s; run {command}")
-            found.append(ranking(own + tried(log.read_rows(EARLIER), setting, method, limit))[0])
+            found.append(ranking(own)[0])
     if not found:
         limits = " and ".join(str(search.budget) for search in SEARCHES[setting])
         raise InputError(
