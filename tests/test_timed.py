@@ -44,6 +44,7 @@ def test_a_run_ends_with_its_budget(clock):
     for row in rows:
         assert (row["steps"], row["seconds"], row["problems"], row["failed"]) == (10, 3.0, 20, None)
         assert 0 < row["wall_of_steps"] < row["wall"]
+        assert row["probe"] == 300
     same = [(row["tokens"], row["accuracy"]) for row in rows]
     assert same[0] == same[1] != same[2]
 
@@ -182,6 +183,43 @@ def test_a_stop_cancels_the_rest(fake_runs, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         timed.make([Run("arithmetic", "pps", "", 10, 0)], tmp_path / "rows.jsonl", 2)
     assert stops == [{"cancel_futures": True}]
+
+
+def test_rows_of_another_machine(fake_runs, tmp_path, monkeypatch):
+    """Catches a race whose methods ran on machines of different speed, a stop for the noise of
+    neighbours, and a file that is refused although all of its runs are made."""
+    file, runs = tmp_path / "rows.jsonl", [Run("arithmetic", "pps", "", 10, i) for i in range(4)]
+    monkeypatch.setattr(timed, "probe", lambda: 10.0)
+    timed.make(runs[:1], file, 2)
+    log.append_rows(file, [log.read_rows(file)[0] | {"seed": 9, "probe": 10.0}])
+    monkeypatch.setattr(timed, "probe", lambda: 12.0)
+    timed.make(runs[:2], file, 2)
+    monkeypatch.setattr(timed, "probe", lambda: 5.9)
+    timed.make(runs[:2], file, 2)
+    with pytest.raises(InputError, match=r"this machine is 1\.69 times as fast"):
+        timed.make(runs[:3], file, 2)
+    monkeypatch.setattr(timed, "probe", lambda: 17.0)
+    with pytest.raises(InputError, match=r"rows.jsonl: this machine is 0.59 times as fast"):
+        timed.make(runs, file, 2)
+    assert fake_runs == runs[:2]
+
+
+def test_probe(monkeypatch):
+    """Catches a probe of all threads, of which the parent has more than its workers, one that
+    leaves them at one, and microseconds."""
+    seen, real = [], timed.torch.relu
+    monkeypatch.setattr(
+        timed.torch, "relu", lambda x: seen.append(timed.torch.get_num_threads()) or real(x)
+    )
+    threads = timed.torch.get_num_threads()
+    timed.torch.set_num_threads(2)
+    started = time.process_time()
+    found = timed.probe()
+    spent = time.process_time() - started
+    assert timed.torch.get_num_threads() == 2
+    timed.torch.set_num_threads(threads)
+    assert {*seen} == {1}
+    assert 0.3 < 20 * found / 1000 / spent < 1.1
 
 
 def test_rows_that_do_not_stand_for_a_run(fake_runs, tmp_path):

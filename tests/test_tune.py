@@ -214,37 +214,23 @@ def test_a_killed_search_goes_on(fake_runs, tmp_path, monkeypatch, kills):
     search(tmp_path)
 
 
-def test_finals_are_of_all_searches(fake_runs, tmp_path, monkeypatch):
-    """Catches a lucky configuration of an earlier search that gets no more seeds, but still wins,
-    and a larger budget that begins without it."""
+def test_a_lucky_seed_does_not_win(fake_runs, tmp_path, monkeypatch, capsys):
+    """Flags with fewer seeds never win, and what is printed is what is raced. Catches a winner by
+    the best single run."""
     search(tmp_path, "grpo")
-    rows, lucky = log.read_rows(tmp_path / "tune.jsonl"), "--method grpo_zero --lr 9"
-    monkeypatch.setattr(tune, "EARLIER", tmp_path / "earlier.jsonl")
-    own = [rows[0] | {"flags": lucky, "seed": seed, "accuracy": 1.0} for seed in range(100, 104)]
-    log.write_rows(tune.EARLIER, own)
-    finals = tune.trials("arithmetic", "grpo", 0, 6, rows)
-    assert {run.seed for run in finals if run.flags == lucky} == {104, 105, 106, 107}
-    assert lucky in [run.flags for run in tune.trials("arithmetic", "grpo", 1, 0, rows)]
-    assert lucky not in [run.flags for run in tune.trials("arithmetic", "grpo", 0, 4, rows)]
-
-
-def test_winners_of_earlier_searches(fake_runs, tmp_path, monkeypatch, capsys):
-    """Catches a baseline without the better flags that an earlier search had found, and one of
-    fewer seeds that was lucky."""
-    search(tmp_path, "grpo")
-    file, earlier = tmp_path / "tune.jsonl", tmp_path / "earlier.jsonl"
-    monkeypatch.setattr(tune, "EARLIER", earlier)
+    file = tmp_path / "tune.jsonl"
     (best,) = tune.winners("arithmetic", "grpo", 5, file)
     with monkeypatch.context() as patch:
         patch.setattr(tune, "winners", lambda *given: [f"of {given[1]} at {given[2]} s"])
         search(tmp_path, "grpo")
     assert "arithmetic, 40 s, grpo: of grpo at 40 s" in capsys.readouterr().out, "what is raced"
-    own = log.read_rows(file)[0]
-    log.write_rows(earlier, 9 * [own | {"flags": "--lr 9", "accuracy": 1.0}])
+    rows = log.read_rows(file)
+    lucky = rows[0] | {"flags": "--lr 9", "accuracy": 1.0}
+    log.write_rows(file, rows + 9 * [lucky])
     assert tune.winners("arithmetic", "grpo", 5, file) == [best], "nine runs of one seed"
     for seeds, accuracy, flags in ((7, 1.0, best), (8, 0.0, best), (8, 1.0, "--lr 9")):
-        rows = [own | {"flags": "--lr 9", "seed": n, "accuracy": accuracy} for n in range(seeds)]
-        log.write_rows(earlier, rows)
+        more = [lucky | {"seed": 100 + n, "accuracy": accuracy} for n in range(seeds)]
+        log.write_rows(file, rows + more)
         assert tune.winners("arithmetic", "grpo", 5, file) == [flags]
 
 
