@@ -6,9 +6,10 @@ The race by budget: which method is most accurate after so many seconds of train
     bash runs/race.sh                                all of their rows, hours; resumable
 
 A tuned method has the flags that `python -m bench tune` found best for the budget, or for one at
-most a factor of two away. If two were found, four runs of each, with seeds and problems of the
-search, decide between them. Intervals are over the seeds of a race, with these flags: they do not
-say how lucky the search was.
+most a factor of two away, now or in an earlier search. If there are several, a contest decides:
+four runs of each, on seeds and problems of the search, of the race's budget or, if that is less,
+of the largest one that was searched. Intervals are over the seeds of a race, with these flags: they
+do not say how lucky the search was.
 """
 
 import itertools
@@ -53,7 +54,7 @@ BUDGETS = {  # seconds of one thread
 ROWS = Path("runs/race.jsonl")  # of docs/race.md
 OWN = Path("out-race/rows.jsonl")
 FIRST_SEED = 10  # of the race; lower ones had trials (runs/LOG.md)
-CONTEST = 4  # seeds of each of two winners, before one of them is raced
+CONTEST = 4  # seeds of each of several winners, before one of them is raced
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 1 to 9 degrees
 
 
@@ -109,22 +110,22 @@ def race(
 ) -> list[dict]:
     """Make the runs that the file lacks; returns all of its rows."""
     tried = [  # first: a search may be missing
-        (name, attempts(setting, BORROWED.get(name, name), one))
+        (name, one, attempts(setting, BORROWED.get(name, name), one))
         for setting in settings
         for one in budgets or BUDGETS[setting]
         for name in methods
     ]
-    contests = [runs for _name, runs in tried if len({run.flags for run in runs}) > 1]
+    contests = [runs for *_, runs in tried if len({run.flags for run in runs}) > 1]
     in_turns = lambda run: (run.setting, run.budget, run.seed)  # of methods
     timed.make(sorted(itertools.chain(*contests), key=in_turns), file, workers)
     raced = []
-    for name, runs in tried:
+    for name, one, runs in tried:
         flags = runs[0].flags
         if runs in contests:
             flags = tune.ranking(timed.make(runs, file, workers))[0]
         if name in BORROWED:
             flags = re.sub(r"--method \w+", f"--method {name}", flags)
-        best = replace(runs[0], method=name, flags=flags)
+        best = replace(runs[0], method=name, flags=flags, budget=one)
         count = seeds or (10 if best.budget in BUDGETS[best.setting][:2] else 5)
         raced += [
             replace(best, seed=seed, search=False) for seed in range(FIRST_SEED, FIRST_SEED + count)
@@ -139,7 +140,8 @@ def attempts(setting: str, method: str, budget: float) -> list[Run]:
     """Runs of the flags that a method may have at a budget, which decide if there are several."""
     flags = [FIXED[method]] if method in FIXED else tune.winners(setting, method, budget)
     seeds = range(tune.FIRST_SEED, tune.FIRST_SEED + CONTEST)
-    make = lambda seed, one: Run(setting, method, one, budget, seed, search=True)
+    limit = min(budget, tune.SEARCHES[setting][-1].budget)
+    make = lambda seed, one: Run(setting, method, one, limit, seed, search=True)
     return list(itertools.starmap(make, itertools.product(seeds, flags)))
 
 

@@ -27,8 +27,8 @@ a problem of the race. A trial that fails has the accuracy 0. Every trial is a r
 same command resumes after a stop.
 
 Seconds are those of one machine. GRPO and pps were searched before in the default task, on a slower
-one and in wider spaces. Those trials (runs/tune-earlier.jsonl) chose what all methods share
-(timed.BASE), and the spaces; none of them takes part.
+one and in wider spaces (runs/tune-earlier.jsonl). Those trials chose what all methods share
+(timed.BASE), and the spaces. None of them takes part, but a race tries their winners as well.
 """
 
 import functools
@@ -48,6 +48,7 @@ from bench.timed import Run
 from runtime import InputError, log
 
 FILE = Path("runs/tune.jsonl")
+EARLIER = Path("runs/tune-earlier.jsonl")  # trials of searches before this one
 PARENTS, STRANGE = 4, 1 / 6
 
 
@@ -136,7 +137,7 @@ def main(
                 timed.make(runs, json_file, workers)
     for setting in settings:
         for search, name in itertools.product(SEARCHES[setting], methods):
-            (best,) = winners(setting, name, search.budget, json_file)
+            best = winners(setting, name, search.budget, json_file)[0]
             print(f"{setting}, {search.budget} s, {name}: {best}")
 
 
@@ -196,11 +197,12 @@ def ranking(trials: list[dict], before: float = math.inf) -> list[str]:
 
 
 def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list[str]:
-    """The flags that won at the budgets that are at most a factor of two away.
+    """The flags that won at the budgets that are at most a factor of two away: of this search, and
+    then of those before it.
 
-    InputError if there are none, or if a search has not ended.
+    InputError if there are none, or if this search has not ended.
     """
-    found = []
+    found, before = [], []
     for limit, _first, _children, seeds in SEARCHES[setting]:
         if 0.5 <= budget / limit <= 2:
             own = tried(log.read_rows(file), setting, method, limit)
@@ -209,13 +211,14 @@ def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list
                 command = f"python -m bench tune --methods {method} --settings {setting}"
                 raise InputError(f"{file} has no whole search at {limit} s; run {command}")
             found.append(ranking(own)[0])
+            before += ranking(tried(log.read_rows(EARLIER), setting, method, limit))[:1]
     if not found:
         limits = " and ".join(str(search.budget) for search in SEARCHES[setting])
         raise InputError(
             f"--budgets {budget:g}: flags were searched for {limits} s in {setting}; give budgets "
             f"between half and twice of these"
         )
-    return found
+    return [*dict.fromkeys(found + before)]
 
 
 def configurations(setting: str, method: str, limit: float, count: int, key: str = "") -> list[str]:

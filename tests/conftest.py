@@ -6,6 +6,7 @@ import types
 import zlib
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # the workers fill the cores; and a run must not choose by load
 
@@ -220,7 +221,7 @@ def run(policy_folder, tmp_path):
 @pytest.fixture
 def fake_runs(monkeypatch):
     """Runs that take no time; returns the list of them. Accuracy is a function of what a run is."""
-    from bench import timed
+    from bench import timed, tune
 
     made = []
 
@@ -250,6 +251,7 @@ def fake_runs(monkeypatch):
             future.set_result(work(run))
             return future
 
+    monkeypatch.setattr(tune, "EARLIER", Path("there is none"))
     monkeypatch.setattr(timed, "train_for", train_for)
     monkeypatch.setattr(timed.arithmetic, "base_folder", lambda: None)
     monkeypatch.setattr(timed, "ProcessPoolExecutor", Pool)
