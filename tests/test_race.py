@@ -1,5 +1,6 @@
 """The race: which flags, seeds and problems it has, and its table and picture."""
 
+import itertools
 import math
 import statistics
 
@@ -27,24 +28,26 @@ def test_the_race(fake_runs, tmp_path, monkeypatch, capsys):
     """
     found = lambda setting, method, one: [f"{method} --lr 1", f"{method} --lr 5"][: 1 + (one > 9)]
     monkeypatch.setattr(tune, "winners", found)
-    rows = raced(tmp_path, methods="pps,grpo,grpo-32x16", budgets=(5, 20))
+    rows = raced(tmp_path, methods="pps,grpo,grpo-32x16", budgets=(5, 20, 80))
     contests = [run for run in fake_runs if run.search]
-    assert [run.seed for run in contests] == sorted([100, 101, 102, 103] * 4)
-    assert {(run.method, run.budget) for run in contests} == {("pps", 20), ("grpo", 20)}
+    assert [run.seed for run in contests] == 2 * sorted([100, 101, 102, 103] * 4)
+    assert [run.budget for run in contests] == [20] * 16 + [40] * 16, "80 s were not searched"
+    assert {run.method for run in contests} == {"pps", "grpo"}
     made = [run for run in fake_runs if not run.search]
     assert [run.seed for run in made[:7]] == [10, 10, 10, 11, 11, 11, 12]
-    assert [run.method for run in made] == ["pps", "grpo", "grpo-32x16"] * (10 + 5)
-    assert [run.budget for run in made] == [5] * 30 + [20] * 15
+    assert [run.method for run in made] == ["pps", "grpo", "grpo-32x16"] * (10 + 5 + 5)
+    assert [run.budget for run in made] == [5] * 30 + [20] * 15 + [80] * 15
     assert len({run.flags.split()[-1] for run in made if run.budget == 20}) == 3, "1, 5, and none"
-    for name in ("pps", "grpo"):
+    for name, (budget, limit) in itertools.product(("pps", "grpo"), ((20, 20), (80, 40))):
         own = [row for row in rows if row["search"] and row["method"] == name]
+        own = [row for row in own if row["budget"] == limit]
         best = max(own, key=lambda row: mean(own, row["flags"]))["flags"]
-        assert {run.flags for run in made if (run.method, run.budget) == (name, 20)} == {best}
+        assert {run.flags for run in made if (run.method, run.budget) == (name, budget)} == {best}
     count = len(fake_runs)
     said = capsys.readouterr().out
-    raced(tmp_path, methods="pps,grpo", budgets=(5, 20), table=True)
+    raced(tmp_path, methods="pps,grpo", budgets=(5, 20, 80), table=True)
     assert capsys.readouterr().out.strip() in said
-    raced(tmp_path, methods="pps,grpo", budgets=(5, 20))
+    raced(tmp_path, methods="pps,grpo", budgets=(5, 20, 80))
     assert len(fake_runs) == count, "finished runs are not repeated"
 
 

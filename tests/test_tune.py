@@ -8,7 +8,7 @@ import pytest
 
 import arithmetic
 import config
-from bench import timed, tune
+from bench import race, timed, tune
 from runtime import InputError, log
 
 
@@ -234,6 +234,29 @@ def test_a_lucky_seed_does_not_win(fake_runs, tmp_path, monkeypatch, capsys):
         assert tune.winners("arithmetic", "grpo", 5, file) == [flags]
 
 
+def test_winners_of_earlier_searches(fake_runs, tmp_path, monkeypatch):
+    """They stand beside those of this search, which they do not change. Catches a baseline that
+    lost the better flags that an earlier search had found, and a contest between equals."""
+    search(tmp_path, "grpo")
+    file = tmp_path / "tune.jsonl"
+    (ten,), (forty,) = (tune.winners("arithmetic", "grpo", one, file) for one in (5, 80))
+    own = log.read_rows(file)[0] | {"accuracy": 1.0}
+    known = [(10, "--lr 9", 8), (10, "--lr 8", 7), (40, forty, 6)]
+    rows = [
+        own | {"budget": one, "flags": flags, "seed": seed}
+        for one, flags, count in known
+        for seed in range(100, 100 + count)
+    ]
+    monkeypatch.setattr(tune, "EARLIER", tmp_path / "earlier.jsonl")
+    log.write_rows(tune.EARLIER, rows)
+    assert tune.winners("arithmetic", "grpo", 5, file) == [ten, "--lr 9"]
+    assert tune.winners("arithmetic", "grpo", 20, file) == [*dict.fromkeys([ten, forty, "--lr 9"])]
+    assert tune.winners("arithmetic", "grpo", 80, file) == [forty]
+    fake_runs.clear()
+    search(tmp_path, "grpo")
+    assert not fake_runs
+
+
 def test_winners_of_an_unfinished_search(fake_runs, tmp_path):
     """Catches a race with flags that no search has finished, or far from a searched budget."""
     search(tmp_path, "pps")
@@ -254,12 +277,13 @@ def test_winners_of_an_unfinished_search(fake_runs, tmp_path):
 
 def test_defaults_of_tiny():
     """The main command is the race's row of 40 seconds, of pps and of GRPO. Catches a default that
-    a new search has outdated, one that reaches another method, SGD or a model of yours, and a rate
+    a new race has outdated, one that reaches another method, SGD or a model of yours, and a rate
     for a rule without one."""
     given = ["--device", "cpu", "--data", "arithmetic"]
     resolve = lambda *flags: config.resolve(config.parse_config([*given, *flags]))
     for method in ("pps", "grpo"):
-        flags = tune.winners("arithmetic", method, 40)[0].split()
+        rows = tune.tried(log.read_rows(race.ROWS), "arithmetic", method, 40)
+        flags = [row["flags"] for row in rows if not row["search"]][-1].split()
         raced = resolve(*timed.SETTINGS["arithmetic"].flags.split(), *flags)
         own = resolve("--method", raced.method)
         assert own == raced
