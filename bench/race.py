@@ -8,8 +8,9 @@ The race by budget: which method is most accurate after so many seconds of train
 A tuned method has the flags that `python -m bench tune` found best for the budget, or for one at
 most a factor of two away, now or in an earlier search. If there are several, a contest decides:
 four runs of each, on seeds and problems of the search, of the race's budget or, if that is less,
-of the largest one that was searched. Intervals are over the seeds of a race, with these flags: they
-do not say how lucky the search was.
+of the largest one that was searched. The mean of these and of the search's own runs at that budget
+counts. Intervals are over the seeds of a race, with these flags: they do not say how lucky the
+search was.
 """
 
 import itertools
@@ -122,7 +123,7 @@ def race(
     for name, one, runs in tried:
         flags = runs[0].flags
         if runs in contests:
-            flags = tune.ranking(timed.make(runs, file, workers))[0]
+            flags = best_of(runs, [*log.read_rows(tune.FILE), *log.read_rows(file)])
         if name in BORROWED:
             flags = re.sub(r"--method \w+", f"--method {name}", flags)
         best = replace(runs[0], method=name, flags=flags, budget=one)
@@ -143,6 +144,16 @@ def attempts(setting: str, method: str, budget: float) -> list[Run]:
     limit = min(budget, tune.SEARCHES[setting][-1].budget)
     make = lambda seed, one: Run(setting, method, one, limit, seed, search=True)
     return list(itertools.starmap(make, itertools.product(seeds, flags)))
+
+
+def best_of(runs: list[Run], rows: list[dict]) -> str:
+    """The flags of a contest whose runs were most accurate on average, those of the search too: a
+    contest of four may miss a failure that the search has seen."""
+    found = {run.flags: [] for run in runs}
+    for row in tune.tried(rows, runs[0].setting, runs[0].method, runs[0].budget):
+        if row["search"] and row["flags"] in found:
+            found[row["flags"]].append(row["accuracy"])
+    return max(found, key=lambda flags: statistics.mean(found[flags]))
 
 
 # ---------------------------------------------------------------------------- tables

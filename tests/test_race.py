@@ -8,6 +8,7 @@ import pytest
 
 import config
 from bench import race, timed, tune
+from bench.timed import Run
 from runtime import InputError, log
 
 
@@ -49,6 +50,20 @@ def test_the_race(fake_runs, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip() in said
     raced(tmp_path, methods="pps,grpo", budgets=(5, 20, 80))
     assert len(fake_runs) == count, "finished runs are not repeated"
+
+
+def test_a_contest_counts_the_trials_of_the_search():
+    """Catches flags that won four runs of a contest although one of six in the search failed, and
+    rows of other methods, budgets, flags or of the race."""
+    runs = [Run("arithmetic", "grpo", flags, 40, 100, search=True) for flags in ("a", "b")]
+    row = vars(runs[0]) | {"accuracy": 0.99}
+    rows = [row] * 4 + [row | {"flags": "b", "accuracy": 0.98}] * 4
+    assert race.best_of(runs, rows) == "a"
+    failed = row | {"accuracy": 0.1}
+    assert race.best_of(runs, [*rows, *[row] * 5, failed]) == "b"
+    others = {"method": "pps", "budget": 10, "flags": "c", "search": False, "setting": "words"}
+    for name, value in others.items():
+        assert race.best_of(runs, [*rows, failed | {name: value}]) == "a", name
 
 
 def test_borrowed_flags(fake_runs, tmp_path, monkeypatch):
