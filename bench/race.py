@@ -87,7 +87,7 @@ def main(
         if not rows:
             raise InputError(f"--table: {file} has no rows; race first, with --json {file}")
         draw(rows).savefig(file.with_suffix(".png"))
-        settings = dict.fromkeys(row["setting"] for row in rows)
+        settings = [name for name in BUDGETS if budgets_of(rows, name)]
     else:
         methods = methods.split(",")
         timed.check_names("--methods", methods, METHODS)
