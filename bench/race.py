@@ -32,7 +32,7 @@ METHODS = {  # name in the tables and color in the picture
     "dppo": ("DPPO, tuned", "#0072B2"),
     "pods": ("PODS, tuned", "#999933"),
     "cppo": ("CPPO, tuned", "#D55E00"),
-    "uniform": ("pps's flags, blind draws", "#F0E442"),
+    "uniform": ("pps, blind draws", "#F0E442"),
     "dppo_floor": ("DPPO with a floor", "#CC79A7"),
     "greso": ("GRESO", "#56B4E9"),
     "dynamic": ("DAPO's sampling", "#882255"),
