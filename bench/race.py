@@ -5,11 +5,14 @@ The race by budget: which method is most accurate after so many seconds of train
     python -m bench race --table                     the tables and the picture of docs/race.md
     bash runs/race.sh                                all of their rows, hours; resumable
 
-A tuned method has the flags that `python -m bench tune` found best for the budget, or for one at
-most a factor of two away, now or in an earlier search. If there are several, a contest decides:
-four runs of each, on seeds and problems of the search, of the race's budget or, if that is less,
-of the largest one that was searched. The mean of these and of the search's own runs at that budget
-counts. Intervals are over the seeds of a race, with these flags: they do not say how lucky the
+Name all methods in one command: they take turns, because a shared machine is faster in one hour
+than in the next.
+
+A tuned method has the flags that won a search (`python -m bench tune`), now or earlier, at the
+race's budget or at one at most a factor of two away. If several flags did, a contest decides: four
+runs of each, on seeds and problems of the search, at the race's budget or at the largest one that
+was searched, whichever is less. The best mean wins, over these runs and the search's own at that
+budget. Intervals are over the seeds of a race, with these flags. They do not say how lucky the
 search was.
 """
 
@@ -55,7 +58,7 @@ BUDGETS = {  # seconds of one thread
 ROWS = Path("runs/race.jsonl")  # of docs/race.md
 OWN = Path("out-race/rows.jsonl")
 FIRST_SEED = 10  # of the race; lower ones had trials (runs/LOG.md)
-CONTEST = 4  # seeds of each of several winners, before one of them is raced
+CONTEST = 4  # runs of each of several winners, before one of them is raced
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 1 to 9 degrees
 
 
@@ -138,7 +141,7 @@ def race(
 
 
 def attempts(setting: str, method: str, budget: float) -> list[Run]:
-    """Runs of the flags that a method may have at a budget, which decide if there are several."""
+    """CONTEST runs of each of the flags that a method may have at a budget."""
     flags = [FIXED[method]] if method in FIXED else tune.winners(setting, method, budget)
     seeds = range(tune.FIRST_SEED, tune.FIRST_SEED + CONTEST)
     limit = min(budget, tune.SEARCHES[setting][-1].budget)
@@ -147,7 +150,7 @@ def attempts(setting: str, method: str, budget: float) -> list[Run]:
 
 
 def best_of(runs: list[Run], rows: list[dict]) -> str:
-    """The flags of a contest whose runs were most accurate on average, those of the search too: a
+    """The flags of a contest with the best mean accuracy over its runs and those of the search: a
     contest of four may miss a failure that the search has seen."""
     found = {run.flags: [] for run in runs}
     for row in tune.tried(rows, runs[0].setting, runs[0].method, runs[0].budget):

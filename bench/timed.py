@@ -7,8 +7,9 @@ out. On two cores, two runs at a time are as fast as one alone, but other progra
 down. Each run is a row of a file, appended when the run ends, so the same command resumes after a
 stop. A run is never repeated for its result.
 
-Seconds compare only within one machine, and two with the same name may differ by a factor of 1.7.
-So each row has the time of a fixed computation (probe), and a file takes no rows of another speed.
+Seconds compare only within one machine, and a name is not enough: on two called AMD EPYC, the same
+flags made 1.3 to 1.7 times as many steps. So each row has the time of a fixed computation (probe),
+and a file takes no rows of a machine with another speed.
 """
 
 import itertools
@@ -37,7 +38,7 @@ from run import EVAL_K
 from runtime import InputError, log, ranks
 
 HELD_OUT = 2000  # problems that a race's and a search's are chosen from
-SAME_SPEED = 1.4  # two machines with such a ratio or less; neighbours make one slower by 1.2
+SAME_SPEED = 1.4  # a larger ratio of two probes is another machine, not the noise of neighbors
 PACE = 8  # the last steps, whose mean says how long the next ones take
 CODE = this_code()  # that this process has imported
 
@@ -129,7 +130,7 @@ def check_speed(rows: list[dict], file: Path) -> None:
 
 
 def probe() -> float:
-    """Milliseconds of a fixed computation of one thread: small products, as tiny's steps have."""
+    """CPU milliseconds of a fixed computation of one thread: small products, like tiny's."""
     x, weight, times = torch.ones(32, 256), torch.eye(256), []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -26,9 +26,9 @@ PODS and CPPO train on those that their rules keep. Seeds begin at 100, and no t
 a problem of the race. A trial that fails has the accuracy 0. Every trial is a row of the file; the
 same command resumes after a stop.
 
-Seconds are those of one machine. GRPO and pps were searched before in the default task, on a slower
-one and in wider spaces (runs/tune-earlier.jsonl). Those trials chose what all methods share
-(timed.BASE), and the spaces. None of them takes part, but a race tries their winners as well.
+GRPO and pps were searched before in the default task, in wider spaces and on a slower machine
+(runs/tune-earlier.jsonl). Those trials chose what all methods share (timed.BASE), and the spaces.
+This search ignores them, but a race tries their winners as well.
 """
 
 import functools

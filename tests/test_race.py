@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ import config
 from bench import race, timed, tune
 from bench.timed import Run
 from runtime import InputError, log
+
+PAGES = (Path("README.md"), Path("docs/race.md"))
 
 
 def raced(tmp_path, **options):
@@ -139,6 +142,19 @@ def test_the_table():
     assert cells["pps - GRPO"][0] == f"+0.200 ± {half:.3f}"
     assert cells["pps - GRPO at twice"][0] == f"-0.050 ± {12.71 * 0.1:.3f}"
     assert "PODS, tuned" not in cells
+
+
+def test_committed_tables():
+    """README's rows and the tables of docs/race.md are those that --table prints. Catches a figure
+    that outlived the rows that it came from."""
+    rows, readme, page = log.read_rows(race.ROWS), *map(Path.read_text, PAGES)
+    for setting in ("arithmetic", "arithmetic-mixed"):
+        assert race.as_table(rows, setting) in page
+    table = race.as_table(rows, "arithmetic").splitlines()
+    names = ("| pps | 0", "| GRPO, tuned", "| PODS", "| CPPO")
+    shown = [line for line in readme.splitlines() if line.startswith(names)]
+    assert len(shown) == 4
+    assert {*shown} <= {*table}
 
 
 def test_the_picture(tmp_path):
