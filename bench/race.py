@@ -53,7 +53,7 @@ BORROWED = {  # methods that were not searched, and whose flags they have
 BUDGETS = {  # seconds of one thread
     "arithmetic": (5, 10, 20, 40, 80),
     "arithmetic-mixed": (10, 20, 40, 80, 160),
-    "words": (300, 600),
+    "words": (240, 480),
 }
 ROWS = Path("runs/race.jsonl")  # of docs/race.md
 OWN = Path("out-race/rows.jsonl")
@@ -78,7 +78,7 @@ def main(
             dppo_floor, greso, dynamic, mopps, with tuned GRPO's; grpo-32x16; separated by commas
         settings: arithmetic, arithmetic-mixed, words (SmolLM2, after bash runs/smollm2.sh)
         budgets: seconds of training; default: all of the setting
-        seeds: of each method and budget; default: 10 at the two smallest budgets, else 5
+        seeds: of each method and budget; default: 10 at the two smallest of five budgets, else 5
         workers: runs at a time, each with one thread
         table: only print the tables of all settings of the file, and draw them into a .png beside
         json_file: where the rows of all runs are; the same command resumes after a stop; default:
@@ -130,7 +130,7 @@ def race(
         if name in BORROWED:
             flags = re.sub(r"--method \w+", f"--method {name}", flags)
         best = replace(runs[0], method=name, flags=flags, budget=one)
-        count = seeds or (10 if best.budget in BUDGETS[best.setting][:2] else 5)
+        count = seeds or (10 if best.budget in BUDGETS[best.setting][:-3] else 5)
         raced += [
             replace(best, seed=seed, search=False) for seed in range(FIRST_SEED, FIRST_SEED + count)
         ]

@@ -9,7 +9,7 @@ stop. A run is never repeated for its result.
 
 Seconds compare only within one machine, and a name is not enough: on two called AMD EPYC, the same
 flags made 1.3 to 1.7 times as many steps. So each row has the time of a fixed computation (probe),
-and a file takes no rows of a machine with another speed.
+and all rows of a setting in a file are from machines of one speed.
 """
 
 import itertools
@@ -59,7 +59,7 @@ SETTINGS = {
     "arithmetic-mixed": Setting(
         f"--data arithmetic-mixed --eval-data arithmetic {BASE}", 1000, 250
     ),
-    "words": Setting(f"{WORDS} {BASE}", 256, 128),
+    "words": Setting(f"{WORDS} {BASE} --warmup 2", 256, 128),  # few steps
 }
 
 
@@ -100,7 +100,8 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
     rows = log.cut_rows(file, lambda row: True)
     missing = [run for run in dict.fromkeys(runs) if not any(map(run.is_row, rows))]
     if missing:
-        check_speed(rows, file)
+        settings = {run.setting for run in missing}
+        check_speed([row for row in rows if row["setting"] in settings], file)
         if any("--model" not in SETTINGS[run.setting].flags + run.flags for run in missing):
             arithmetic.base_folder()  # trained here, once, if it was never needed before
         os.environ["OMP_NUM_THREADS"] = "1"  # the workers inherit it
@@ -119,7 +120,7 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
 
 
 def check_speed(rows: list[dict], file: Path) -> None:
-    """InputError if rows of the file were made on a faster or slower machine than this one."""
+    """InputError if these rows of the file were made on a faster or slower machine than this."""
     before = [row["probe"] for row in rows if "probe" in row]
     ratio = statistics.median(before) / probe() if before else 1.0
     if not 1 / SAME_SPEED < ratio < SAME_SPEED:

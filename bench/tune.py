@@ -13,6 +13,9 @@ of the best, in each setting at one or two budgets (SEARCHES). In the default ta
 - at the larger one, the best 5 of the smaller one (before those four) and then two generations of 3
   children have a run, the best 3 a second seed, the best 2 a third, and the best 3 three more.
 
+For SmolLM2 there is one budget: 8 random configurations, 4 children, and a second seed of the best
+3.
+
 Of the random ones, equally many have each value of a flag. A child has each flag from one of the
 best 4 so far, or, one time in six, from a new random configuration. Its learning rate is up to 1.4
 times larger or smaller for its batch than that of one of the best. At the larger budget, every
@@ -72,7 +75,7 @@ LARGE = Search(40, 5, (3, 3), ((3, 1), (2, 1), (3, 3)))
 SEARCHES = {
     "arithmetic": (SMALL, LARGE),
     "arithmetic-mixed": (SMALL._replace(budget=20), LARGE._replace(budget=80)),
-    "words": (Search(300, 8, (4,), ((3, 1),)),),
+    "words": (Search(240, 8, (4,), ((3, 1),)),),
 }
 
 
@@ -93,11 +96,12 @@ SPACES = {
     "pods": Space("pods", completion_rates=(0.5, 0.7, 0.8, 0.9), fewest=2),
     "cppo": Space("cppo", completion_rates=(0.5, 0.7, 0.8, 0.9), fewest=2),
 }
-BATCHES = {  # learning rate for 512 completions a step; the fewest of them a second of the budget
-    "arithmetic": (6e-4, 6),
-    "arithmetic-mixed": (6e-4, 3),
-    "words": (2.8e-5, 0.15),
+BATCHES = {  # learning rate for 512 completions a step; the fewest and the most a second of budget
+    "arithmetic": (6e-4, 6, 72),
+    "arithmetic-mixed": (6e-4, 3, 36),
+    "words": (2.8e-5, 0.1, 1.1),
 }
+MOST = {("words", "grpo"): 0.6}  # it trains on them all, and would have two or three steps
 FIRST_SEED = 100
 CHOICES = (("", " --lr-schedule constant"), ("", " --grad-clip 0"))
 BLOCKS = (  # flags that a child takes from the same parent
@@ -231,18 +235,18 @@ def configurations(setting: str, method: str, limit: float, count: int, key: str
         FACTORS[0] * (FACTORS[1] / FACTORS[0]) ** ((place + shared.random()) / count)
         for place in places
     ]
-    lr_of_512, least = BATCHES[setting]
-    least *= limit  # completions of a step
-    space = SPACES[method]
-    groups = balanced(own, space.groups, count)
+    lr_of_512, fewest, most = BATCHES[setting]
+    fewest, most = fewest * limit, MOST.get((setting, method), most) * limit
+    space, sizes = SPACES[method], (16, 32, 64, 128, 256)  # prompts
+    groups = [group for group in space.groups if sizes[0] * group <= most]
+    groups = balanced(own, groups, count)
     rates = itertools.product(space.prompt_rates or (0.0,), space.completion_rates or (0.0,))
     rates = balanced(own, tuple(rates), count)
     found = []
     for group, (dropped, rate), factor, *choices in zip(
         groups, rates, factors, *columns, strict=True
     ):
-        sizes = (16, 32, 64, 128, 256)
-        valid = [n for n in sizes if least <= n * group <= 12 * least]
+        valid = [n for n in sizes if fewest <= n * group <= most]
         valid = [n for n in valid if n <= TRAIN_PROBLEMS * (1 - dropped)]
         prompts = own.choice(valid)
         lr = lr_of_512 * factor * math.sqrt(prompts * group / 512)

@@ -64,7 +64,7 @@ def test_flags_of_a_setting_and_a_run(clock, monkeypatch):
     assert [(cfg.loss, cfg.adam_beta2) for cfg in seen] == [("dr_grpo", 0.95), ("grpo", 0.999)]
     for setting in timed.SETTINGS.values():
         cfg = config.parse_config(setting.flags.split())
-        assert (cfg.lr_schedule, cfg.grad_clip, cfg.warmup) == ("linear", 1.0, 5)
+        assert (cfg.lr_schedule, cfg.grad_clip) == ("linear", 1.0)
         for name in ("--lr-schedule", "--loss", "--grad-clip", "--adam-beta2", "--warmup"):
             assert name in setting.flags
     free = {name for flags in itertools.chain(*tune.CHOICES) for name in flags.split()[::2]}
@@ -202,6 +202,9 @@ def test_rows_of_another_machine(fake_runs, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"rows.jsonl: this machine is 0.59 times as fast"):
         timed.make(runs, file, 2)
     assert fake_runs == runs[:2]
+    other = Run("words", "pps", "", 10, 0)
+    timed.make([other], file, 2)
+    assert fake_runs[2:] == [other], "another setting is another table"
 
 
 def test_probe(monkeypatch):

@@ -18,10 +18,11 @@ def test_configurations(setting):
     all are accepted.
 
     Catches a larger search for pps, other learning rates for it, batches counted before the
-    pruning, rates that are not spread, and rivals that keep none of a group.
+    pruning, rates that are not spread, rivals that keep none of a group, and steps too large for a
+    budget.
     """
     for limit, count, *_rest in tune.SEARCHES[setting]:
-        (lr_of_512, least), factors = tune.BATCHES[setting], []
+        (lr_of_512, fewest, most), factors = tune.BATCHES[setting], []
         found = {name: tune.configurations(setting, name, limit, count) for name in tune.SPACES}
         assert {len({*own}) for own in found.values()} == {count}
         for together in zip(*found.values(), strict=True):
@@ -32,7 +33,8 @@ def test_configurations(setting):
                 assert cfg.method == {"grpo": "grpo_zero"}.get(name, name)
                 assert cfg.group_size in ((2, 4, 8) if name == "grpo" else (8, 16, 32))
                 kept = round(cfg.prompts_per_step * (1 - cfg.prompt_prune_rate))
-                assert 0.95 * least <= kept * cfg.group_size / limit <= 12.2 * least
+                largest = tune.MOST.get((setting, name), most)
+                assert 0.95 * fewest <= kept * cfg.group_size / limit <= 1.02 * largest
                 factor = cfg.lr / lr_of_512 / math.sqrt(kept * cfg.group_size / 512)
                 assert 0.95 * tune.FACTORS[0] < factor < 1.05 * tune.FACTORS[1]
                 steps.append(factor)
