@@ -13,8 +13,7 @@ of the best, in each setting at one or two budgets (SEARCHES). In the default ta
 - at the larger one, the best 5 of the smaller one (before those four) and then two generations of 3
   children have a run, the best 3 a second seed, the best 2 a third, and the best 3 three more.
 
-For SmolLM2 there is one budget: 8 random configurations, 4 children, and a second seed of the best
-3.
+The mixed task has fewer trials, SmolLM2 one budget and fewer still (SEARCHES).
 
 Of the random ones, equally many have each value of a flag. A child has each flag from one of the
 best 4 so far, or, one time in six, from a new random configuration. Its learning rate is up to 1.4
@@ -74,7 +73,10 @@ SMALL = Search(10, 20, (8, 8, 8), ((8, 1), (3, 2), (4, 4)))
 LARGE = Search(40, 5, (3, 3), ((3, 1), (2, 1), (3, 3)))
 SEARCHES = {
     "arithmetic": (SMALL, LARGE),
-    "arithmetic-mixed": (SMALL._replace(budget=20), LARGE._replace(budget=80)),
+    "arithmetic-mixed": (
+        Search(20, 16, (8, 8), ((6, 1), (3, 2), (3, 4))),
+        Search(80, 4, (3,), ((3, 1), (2, 2))),
+    ),
     "words": (Search(240, 8, (4,), ((3, 1),)),),
 }
 
