@@ -13,7 +13,7 @@ of the best, in each setting at one or two budgets (SEARCHES). In the default ta
 - at the larger one, the best 5 of the smaller one (before those four) and then two generations of 3
   children have a run, the best 3 a second seed, the best 2 a third, and the best 3 three more.
 
-The mixed task has fewer trials, SmolLM2 one budget and fewer still (SEARCHES).
+The mixed task has fewer trials. SmolLM2 has one budget, and fewer still: see SEARCHES.
 
 Of the random ones, equally many have each value of a flag. A child has each flag from one of the
 best 4 so far, or, one time in six, from a new random configuration. Its learning rate is up to 1.4
