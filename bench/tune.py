@@ -75,7 +75,7 @@ SEARCHES = {
     "arithmetic": (SMALL, LARGE),
     "arithmetic-mixed": (
         Search(20, 16, (8, 8), ((6, 1), (3, 2), (3, 4))),
-        Search(80, 4, (3,), ((3, 1), (2, 2))),
+        Search(80, 4, (3,), ((3, 1), (2, 2), (2, 4))),
     ),
     "words": (Search(240, 8, (4,), ((3, 1),)),),
 }
