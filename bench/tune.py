@@ -6,14 +6,14 @@ The search: for each method, the flags that are most accurate after a budget of 
     python -m bench tune --settings words                 SmolLM2, after bash runs/smollm2.sh
 
 Random search with successive halving (Jamieson and Talwalkar, arXiv:1502.07943), and with children
-of the best, in each setting at one or two budgets (SEARCHES). In the default task:
+of the best, in each setting at two budgets (SEARCHES). In the default task:
 
 - at the smaller one, 20 random configurations and then three generations of 8 children have a run
   each. The best 8 of all have a second seed, the best 3 two more, and the best 4 another four.
 - at the larger one, the best 5 of the smaller one (before those four) and then two generations of 3
   children have a run, the best 3 a second seed, the best 2 a third, and the best 3 three more.
 
-The mixed task has fewer trials. SmolLM2 has one budget, and fewer still: see SEARCHES.
+The mixed task has fewer trials, and SmolLM2 fewer still: see SEARCHES.
 
 Of the random ones, equally many have each value of a flag. A child has each flag from one of the
 best 4 so far, or, one time in six, from a new random configuration. Its learning rate is up to 1.4
@@ -77,7 +77,7 @@ SEARCHES = {
         Search(20, 16, (8, 8), ((6, 1), (3, 2), (3, 4))),
         Search(80, 4, (3,), ((3, 1), (2, 2), (2, 4))),
     ),
-    "words": (Search(240, 8, (4,), ((3, 1),)),),
+    "words": (Search(240, 8, (4,), ((3, 1),)), Search(480, 3, (), ((2, 2),))),
 }
 
 
@@ -203,14 +203,15 @@ def ranking(trials: list[dict], before: float = math.inf) -> list[str]:
 
 
 def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list[str]:
-    """The flags that won at the budgets that are at most a factor of two away: of this search, and
-    then of those before it.
+    """The flags that won at this budget or, if it was not searched, at those that are at most a
+    factor of two away: of this search, and then of those before it.
 
     InputError if there are none, or if this search has not ended.
     """
     found, before = [], []
+    factor = 1 if budget in [search.budget for search in SEARCHES[setting]] else 2
     for limit, _first, _children, seeds in SEARCHES[setting]:
-        if 0.5 <= budget / limit <= 2:
+        if 1 / factor <= budget / limit <= factor:
             own = tried(log.read_rows(file), setting, method, limit)
             last = FIRST_SEED + sum(more for _, more in seeds)  # the seed of the last runs
             if sum(row["seed"] == last for row in own) < seeds[-1][0]:
