@@ -9,11 +9,11 @@ Name all methods in one command: they take turns, because a shared machine is fa
 than in the next.
 
 A tuned method has the flags that won a search (`python -m bench tune`), now or earlier, at the
-race's budget or at one at most a factor of two away. If several flags did, a contest decides: four
-runs of each, on seeds and problems of the search, at the race's budget or at the largest one that
-was searched, whichever is less. The best mean wins, over these runs and the search's own at that
-budget. Intervals are over the seeds of a race, with these flags. They do not say how lucky the
-search was.
+race's budget or, if that was not searched, at one at most a factor of two away. If several flags
+did, a contest decides: four runs of each, on seeds and problems of the search, at the race's budget
+or at the largest one that was searched, whichever is less. The best mean wins, over these runs and
+the search's own at that budget. A contest of runs/race.jsonl is not repeated. Intervals are over
+the seeds of a race, with these flags. They do not say how lucky the search was.
 """
 
 import itertools
@@ -120,13 +120,16 @@ def race(
         for name in methods
     ]
     contests = [runs for *_, runs in tried if len({run.flags for run in runs}) > 1]
+    held = log.read_rows(ROWS)  # contests of docs/race.md
+    missing = [run for run in itertools.chain(*contests) if not any(map(run.is_row, held))]
     in_turns = lambda run: (run.setting, run.budget, run.seed)  # of methods
-    timed.make(sorted(itertools.chain(*contests), key=in_turns), file, workers)
+    timed.make(sorted(missing, key=in_turns), file, workers)
     raced = []
     for name, one, runs in tried:
         flags = runs[0].flags
         if runs in contests:
-            flags = best_of(runs, [*log.read_rows(tune.FILE), *log.read_rows(file)])
+            files = dict.fromkeys((tune.FILE, ROWS, file))
+            flags = best_of(runs, [*itertools.chain(*map(log.read_rows, files))])
         if name in BORROWED:
             flags = re.sub(r"--method \w+", f"--method {name}", flags)
         best = replace(runs[0], method=name, flags=flags, budget=one)

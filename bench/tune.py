@@ -88,7 +88,7 @@ class Space(NamedTuple):
     groups: tuple[int, ...] = (8, 16, 32)
     prompt_rates: tuple[float, ...] = ()  # r_q
     completion_rates: tuple[float, ...] = ()  # r_o
-    fewest: int = 0  # completions that the rule keeps of each group
+    fewest: int = 0  # completions that the rule keeps of each group, in random configurations
 
 
 SPACES = {

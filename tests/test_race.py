@@ -53,6 +53,12 @@ def test_the_race(fake_runs, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip() in said
     raced(tmp_path, methods="pps,grpo", budgets=(5, 20, 80))
     assert len(fake_runs) == count, "finished runs are not repeated"
+    monkeypatch.setattr(race, "ROWS", tmp_path / "race.jsonl")
+    other = {"methods": "pps,grpo", "budgets": (20,), "json_file": tmp_path / "other.jsonl"}
+    race.main(**other)
+    again = [run.flags for run in fake_runs[count:] if not run.search]
+    assert again == [run.flags for run in made if run.method != "grpo-32x16" and run.budget == 20]
+    assert len(again) == len(fake_runs) - count, "a contest that was held is not repeated"
 
 
 def test_a_contest_counts_the_trials_of_the_search():
