@@ -137,17 +137,19 @@ def test_halving(fake_runs, tmp_path, capsys, monkeypatch):
 
 
 def test_search_of_smollm2(fake_runs, tmp_path, monkeypatch):
-    """The best three of 240 s are tried for 480 s, and each budget is raced with its own winner.
-    Catches flags that were searched for half of their seconds."""
+    """The best three of 240 s and a child with twice the prompts are tried for 480 s, and each
+    budget is raced with its own winner. Catches flags that were searched for half of their seconds."""
     monkeypatch.setattr(timed, "SFT", tmp_path)
     tune.main("grpo", ("words",), 2, file := tmp_path / "tune.jsonl")
     rows = log.read_rows(file)
     at = lambda one, seed: [r for r in rows if (r["budget"], r["seed"]) == (one, seed)]
     flags = lambda one, seed: {row["flags"] for row in at(one, seed)}
     assert [len(at(240, n)) for n in (100, 101, 102)] == [12, 3, 0]
-    assert [len(at(480, n)) for n in (100, 101, 102, 103)] == [3, 2, 2, 0]
+    assert [len(at(480, n)) for n in (100, 101, 102, 103)] == [4, 2, 2, 0]
     best = sorted(at(240, 100), key=lambda row: row["accuracy"])[-3:]
-    assert flags(480, 100) == flags(240, 101) == {row["flags"] for row in best}
+    assert flags(480, 100) > flags(240, 101) == {row["flags"] for row in best}
+    (child,) = flags(480, 100) - flags(240, 101)
+    assert prompts(child) in {2 * prompts(row["flags"]) for row in best}
     assert flags(480, 101) == flags(480, 102) < flags(480, 100)
     (small,) = tune.winners("words", "grpo", 240, file)
     fails = lambda row: row["budget"] == 480 and row["flags"] == small
