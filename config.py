@@ -202,6 +202,7 @@ def parse_config(argv: list[str]) -> Config:
     stored = Path(cfg.out_dir) / "config.json"
     if cfg.resume and stored.exists():
         run = Config(**json.loads(stored.read_text())["config"])
+        run = replace(run, out_dir=cfg.out_dir)  # the folder may have been moved
         cfg = _parse(argv, run)
         for field in fields(Config):
             now, then = getattr(cfg, field.name), getattr(run, field.name)

@@ -86,6 +86,11 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
     cfg = config.parse_config(out)
     settings = (cfg.model, cfg.prompt_prune_rate, cfg.group_size, cfg.steps)
     assert settings == (policy_folder, 0.25, 6, 4)
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        moved = (tmp_path / "run").rename(tmp_path / "out")
+        assert config.parse_config(["--resume"]).out_dir == "out", "not where it was"
+        moved.rename(tmp_path / "run")
     with pytest.raises(InputError, match=r"--group-size 8: the run in .* has 6"):
         config.parse_config([*out, "--group-size", "8"])
     toy.main([*out, "--steps", "6"])
