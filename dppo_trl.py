@@ -8,8 +8,8 @@ TRL still samples, rewards and computes the loss: its methods are wrapped, none 
 copied. Rules, draws and weights come from dppo.py and sampler.py.
     prompts      are dropped before rollout, from each generation batch
     completions  are dropped after reward. What is kept of all that an update trains on (a window)
-                 is sorted by length, dealt to the ranks and fills the last of its micro-steps; the
-                 others do nothing
+                 is sorted by length and dealt to the ranks. It fills the window's last micro-steps;
+                 the earlier ones do nothing
     weights      TRL's loss depends on the parameters through log-probs alone. Multiplying the
                  gradient by f_i there multiplies row i's whole term: clip, KL, masks and vLLM's
                  correction. f_i is the weight 1 / P(kept) times a correction, because TRL takes
@@ -133,8 +133,10 @@ class DPPOTrainer(trl.GRPOTrainer):
             f"prompt_rule={rule!r} remembers every prompt: give a Dataset as train_dataset and no "
             "environment_factory": self.prunes_prompts
             and (not isinstance(self.train_dataset, Dataset) or self.environment_factories),
-            f"prompt_rule='dppo' keeps any number of prompts, so {world} processes must divide "
-            f"num_generations={self.num_generations}; or choose 'pps' or 'uniform'": rule == "dppo"
+            f"prompt_rule={rule!r} keeps any number of prompts, so {world} processes must divide "
+            f"num_generations={self.num_generations}; or choose 'pps' or 'uniform'": (
+                self.prunes_prompts and not sampler.PROMPT_RULES[rule].priority
+            )
             and self.num_generations % world,
         }
         for sentence, wrong in problems.items():

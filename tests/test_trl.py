@@ -487,8 +487,14 @@ def test_trainers_are_refused(gpt2, monkeypatch):
         with pytest.raises(RuleError, match="no environment_factory"):
             trainer.check()
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 3)
-    with pytest.raises(RuleError, match="3 processes must divide num_generations=4; or choose"):
-        trainer.check()
+    own = sampler.PromptRule(lambda history, prompts, rate, step: torch.ones(len(prompts)))
+    monkeypatch.setitem(sampler.PROMPT_RULES, "mine", own)
+    for rule in ("dppo", "mine"):
+        trainer.prompt_rule = rule
+        with pytest.raises(
+            RuleError, match=f"'{rule}' .*3 processes must divide num_generations=4;"
+        ):
+            trainer.check()
     trainer.prompt_rule = "pps"
     trainer.check()
 
