@@ -5,10 +5,10 @@ Dense prompt packing: lay sequences of very different lengths end to end in slot
     build_pack       tensors: one slot, its segments end to end, with positions that restart in each
     packed_logprobs  log-probabilities of a slot's completion tokens, a chunk of logits at a time
 
-Segments never attend to each other. Their boundaries reach the attention function explicitly,
-through transformers' AttentionInterface, and are never inferred from position ids. transformers'
-own detection of packed sequences is silently off unless `use_cache=False`, and it builds an L x L
-mask.
+Sequences never attend to each other. The boundaries of segments reach the attention function
+explicitly, through transformers' AttentionInterface, and are never inferred from position ids.
+transformers' own detection of packed sequences is silently off unless `use_cache=False`, and it
+builds an L x L mask.
 
 Completions of one prompt may share it: its tokens are forwarded once, as a segment of their own,
 and each completion is a segment that attends to the prompt and to itself. The result is the same

@@ -335,8 +335,8 @@ def main(file: str | None = None) -> None:
     print(
         "The expected gradient over every outcome of the draw, enumerated: its largest error, "
         "relative to the\nlargest entry of the full gradient. 8 to 12 sequences, 36 parameters, "
-        "float64, some tokens clipped;\nrate 0.6, of prompts 0.4; the worse of beta 0 and 0.1 (KL)."
-        "\n"
+        "float64, some tokens clipped;\nrate 0.6, or 0.4 at both levels where prompts are pruned; "
+        "the worse of beta 0 and 0.1 (KL).\n"
     )
     print(f"{'':32s}" + "".join(f" {loss:>8s}" for loss in dppo.LOSSES))
 

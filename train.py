@@ -9,7 +9,7 @@ Train a language model with DPPO. GRPO is the special case that prunes nothing.
 run.py is the run around it: log, evaluations, checkpoints.
 
 Every rank holds the whole model, or with --shard fsdp a share of the weights that are trained. With
---shard fsdp and in bfloat16 it samples from a copy. Groups are dealt to the ranks for rollout, by
+--shard fsdp, or in bfloat16, it samples from a copy. Groups are dealt to the ranks for rollout, by
 expected tokens; what is kept of them is dealt anew for the update. Every rank computes the keep
 decisions, advantages and denominators from the gathered batch. Gradients are summed over ranks once
 per update. All randomness is a function of (seed, step, purpose, prompt), so a resumed run repeats
@@ -289,8 +289,8 @@ class Trainer:
         return Update(keep, weights, sums, grad_norm)
 
     def old_logprobs(self, batch: Batch, draws: list) -> torch.Tensor | None:
-        """The trainer's log-probs before the step's first update of what any draw has kept, if a
-        later update needs them; on the rank that sampled it, [., G, T]."""
+        """The trainer's log-probs [., G, T], taken before the step's first update, of completions
+        that any draw has kept and this rank has sampled; None if no later update needs them."""
         cfg = self.cfg
         if not cfg.importance_cap or len(draws) == 1:
             return None

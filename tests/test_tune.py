@@ -138,7 +138,7 @@ def test_halving(fake_runs, tmp_path, capsys, monkeypatch):
 
 def test_search_of_smollm2(fake_runs, tmp_path, monkeypatch):
     """The best three of 240 s and a child with twice the prompts are tried for 480 s, and each
-    budget is raced with its own winner. Catches flags that were searched for half of their seconds."""
+    budget is raced with its own winner. Catches flags that were searched for half of their time."""
     monkeypatch.setattr(timed, "SFT", tmp_path)
     tune.main("grpo", ("words",), 2, file := tmp_path / "tune.jsonl")
     rows = log.read_rows(file)
