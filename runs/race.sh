@@ -2,7 +2,7 @@
 # All rows of docs/race.md, two runs at a time on 2 cores without a GPU and without other programs.
 #   bash runs/race.sh search    first: the flags of each method, runs/tune.jsonl, 2.5 hours
 #   bash runs/race.sh           the race with them, runs/race.jsonl, 2.5 hours
-#   bash runs/race.sh words     SmolLM2, search and race, 2.5 hours; after bash runs/smollm2.sh
+#   bash runs/race.sh words     SmolLM2, search and race, 4 hours; after bash runs/smollm2.sh
 # The same command goes on where it was stopped. notebooks/04_race.ipynb draws the rows.
 set -euo pipefail
 cd "$(dirname "$0")/.."
