@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,29 +40,38 @@ def main(count: int = 20, steps: int = 90, seed: int = 0, json_file: JsonFile = 
         subprocess.run(command(whole), check=True, **fixed)
         while sum(row["killed"] for row in rows) < count:
             before = sorted(killed.glob("checkpoint-*"))
-            process = subprocess.Popen(command(killed, "--resume"), **fixed)
+            process = subprocess.Popen(command(killed, *resume(killed)), **fixed)
             wait = rng.uniform(3, 13)
             try:
                 process.wait(wait)
             except subprocess.TimeoutExpired:
                 process.kill()
-            finished = process.wait() == 0
+            was_killed = process.wait() == -signal.SIGKILL
+            last = killed / f"checkpoint-{steps:06d}"  # once it has ended, --resume is refused
+            if not (was_killed or process.returncode == 0 or last.exists()):
+                raise subprocess.CalledProcessError(process.returncode, process.args)
             steps_logged = [row["step"] for row in log.read_rows(killed / "log.jsonl")]
             row = {
-                "killed": not finished,
+                "killed": was_killed,
                 "after_s": wait,
                 "logged": steps_logged[-1] if steps_logged else 0,
                 "resumed_from": int(before[-1].name[-6:]) if before else 0,
             }
             rows.append(row)
             print(json.dumps(row), flush=True)
-            if finished:  # before it could be killed: the next kills are of another run
+            if not was_killed:  # it has ended: the next kills are of another run
                 compare(whole, killed, steps)
                 killed = Path(folder, f"killed{len(rows)}")
-        subprocess.run(command(killed, "--resume"), check=True, **fixed)
-        compare(whole, killed, steps)
+        if killed.exists():
+            subprocess.run(command(killed, *resume(killed)), check=not last.exists(), **fixed)
+            compare(whole, killed, steps)
     print(f"{count} kills, each resumed: logs, samples and weights equal the uninterrupted run's")
     write_json(json_file, rows)
+
+
+def resume(folder: Path) -> list[str]:
+    """The flag with which a run goes on, if it was not killed before it had begun."""
+    return ["--resume"] if (folder / "config.json").exists() else []
 
 
 def compare(one: Path, other: Path, steps: int) -> None:

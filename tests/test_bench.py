@@ -1,9 +1,10 @@
 """Every bench command without a test file of its own, from its command line to its rows, at a size
-at which it takes seconds. kills trains for minutes and is only run by hand."""
+at which it takes seconds."""
 
 import json
 import math
 import re
+import subprocess
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import bench
 import config
 import metrics
 from bench import __main__ as command_line
-from bench import check, hostile, rollout, shapes, step, trl, update
+from bench import check, hostile, kills, rollout, shapes, step, trl, update
 from runtime import decoding
 
 
@@ -245,3 +246,14 @@ def test_sizes_of_benches():
     assert (cfg.prompt_prune_rate, cfg.completion_prune_rate) == (0.6, 0.7)
     cfg = config.resolve(config.parse_config(bench.sized("pps", "--model folder --group-size 4")))
     assert (cfg.lr, cfg.group_size) == (1e-6, 4)
+
+
+def test_kills(command, monkeypatch, capsys):
+    """One kill of a short run. Catches a first start that is refused, which counted as a kill."""
+    (row, *more) = command("kills --count 1 --steps 30 --seed 3")
+    assert [row["killed"], *(one["killed"] for one in more)][-1]
+    assert all(one["resumed_from"] <= one["logged"] for one in (row, *more))
+    assert "1 kills, each resumed" in capsys.readouterr().out
+    monkeypatch.setattr(kills, "resume", lambda _folder: ["--resume"])
+    with pytest.raises(subprocess.CalledProcessError):
+        command("kills --count 1 --steps 1")
