@@ -134,9 +134,9 @@ class DPPOTrainer(trl.GRPOTrainer):
             "environment_factory": self.prunes_prompts
             and (not isinstance(self.train_dataset, Dataset) or self.environment_factories),
             f"prompt_rule={rule!r} keeps any number of prompts, so {world} processes must divide "
-            f"num_generations={self.num_generations}; or choose 'pps' or 'uniform'": (
-                self.prunes_prompts and not sampler.PROMPT_RULES[rule].priority
-            )
+            f"num_generations={self.num_generations}; or choose 'pps' or "
+            "'uniform'": self.prunes_prompts
+            and not sampler.PROMPT_RULES[rule].priority
             and self.num_generations % world,
         }
         for sentence, wrong in problems.items():

@@ -47,9 +47,8 @@ def main(count: int = 20, steps: int = 90, seed: int = 0, json_file: JsonFile = 
             except subprocess.TimeoutExpired:
                 process.kill()
             was_killed = process.wait() == -signal.SIGKILL
-            last = killed / f"checkpoint-{steps:06d}"  # once it has ended, --resume is refused
-            if not (was_killed or process.returncode == 0 or last.exists()):
-                raise subprocess.CalledProcessError(process.returncode, process.args)
+            if not was_killed:
+                check(process, killed, steps)
             steps_logged = [row["step"] for row in log.read_rows(killed / "log.jsonl")]
             row = {
                 "killed": was_killed,
@@ -63,15 +62,22 @@ def main(count: int = 20, steps: int = 90, seed: int = 0, json_file: JsonFile = 
                 compare(whole, killed, steps)
                 killed = Path(folder, f"killed{len(rows)}")
         if killed.exists():
-            subprocess.run(command(killed, *resume(killed)), check=not last.exists(), **fixed)
+            process = subprocess.run(command(killed, *resume(killed)), check=False, **fixed)
+            check(process, killed, steps)
             compare(whole, killed, steps)
-    print(f"{count} kills, each resumed: logs, samples and weights equal the uninterrupted run's")
+    print(f"{count} kills: logs, samples and weights equal the uninterrupted run's")
     write_json(json_file, rows)
 
 
 def resume(folder: Path) -> list[str]:
     """The flag with which a run goes on, if it was not killed before it had begun."""
     return ["--resume"] if (folder / "config.json").exists() else []
+
+
+def check(process, folder: Path, steps: int) -> None:
+    """CalledProcessError if a run failed. If it had ended before a kill, --resume is refused."""
+    if process.returncode and not (folder / f"checkpoint-{steps:06d}").exists():
+        raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 def compare(one: Path, other: Path, steps: int) -> None:

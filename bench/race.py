@@ -12,8 +12,8 @@ A tuned method has the flags that won a search (`python -m bench tune`), now or 
 race's budget or, if that was not searched, at one at most a factor of two away. If several flags
 did, a contest decides: four runs of each, on seeds and problems of the search, at the race's budget
 or at the largest one that was searched, whichever is less. The best mean wins, over these runs and
-the search's own at that budget. A contest of runs/race.jsonl is not repeated. Intervals are over
-the seeds of a race, with these flags. They do not say how lucky the search was.
+the search's own at that budget. Runs of a contest that are in runs/race.jsonl are not repeated.
+Intervals are over the seeds of a race, with these flags. They do not say how lucky the search was.
 """
 
 import itertools
@@ -120,8 +120,8 @@ def race(
         for name in methods
     ]
     contests = [runs for *_, runs in tried if len({run.flags for run in runs}) > 1]
-    held = log.read_rows(ROWS)  # contests of docs/race.md
-    missing = [run for run in itertools.chain(*contests) if not any(map(run.is_row, held))]
+    known = log.read_rows(ROWS)
+    missing = [run for run in itertools.chain(*contests) if not any(map(run.is_row, known))]
     in_turns = lambda run: (run.setting, run.budget, run.seed)  # of methods
     timed.make(sorted(missing, key=in_turns), file, workers)
     raced = []
