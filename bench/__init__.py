@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 
 import config
@@ -66,3 +67,15 @@ def write_json(path: Path | None, content) -> None:
     """Write a table to the file of --json, if there is one, with the code that made it."""
     if path:
         path.write_text(json.dumps(code.stamped(content), indent=1) + "\n")
+
+
+def gradient(model) -> torch.Tensor:
+    """Its gradient [P], on its device."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def inner_products(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Of n gradients [P] with each other: [n, n] float64, on the CPU."""
+    parts = zip(*(gradient.split(50_000) for gradient in gradients), strict=True)
+    parts = (torch.stack(part).double() for part in parts)  # a few numbers of each
+    return sum(part @ part.T for part in parts).cpu()

@@ -14,7 +14,7 @@ import config
 import dppo
 import sampler
 from bench import __main__ as command_line
-from bench import variance
+from bench import replay, variance
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_results_are_on_the_cpu(short, monkeypatch):
     assert not [value for value in tensors if isinstance(value, OtherDevice)]
     assert found.gram.dtype == torch.float64
     assert len(found.gram) == found.live.sum() > 1
-    gram = variance.inner_products([torch.ones(3).as_subclass(OtherDevice)] * 2)
+    gram = bench.inner_products([torch.ones(3).as_subclass(OtherDevice)] * 2)
     assert type(gram) is torch.Tensor
     assert gram.tolist() == [[3, 3], [3, 3]]
 
@@ -175,8 +175,8 @@ def test_uniform_error_is_that_of_every_sample():
     full = vectors.sum(dim=0)
     errors = [(vectors[kept].sum(dim=0) * 7 / 3 - full).square().sum() for kept in samples]
     exact = (sum(errors) / len(errors)).item()
-    assert variance.uniform_error(vectors @ vectors.T, 3) == pytest.approx(exact)
-    assert variance.uniform_error(vectors @ vectors.T, 7) == pytest.approx(0, abs=1e-9)
+    assert replay.uniform_error(vectors @ vectors.T, 3) == pytest.approx(exact)
+    assert replay.uniform_error(vectors @ vectors.T, 7) == pytest.approx(0, abs=1e-9)
 
 
 def test_a_recorded_run(small_runs):
@@ -184,7 +184,7 @@ def test_a_recorded_run(small_runs):
     Catches a record of another step, one group's gradient that is all of them, and a history that
     is not empty."""
     args = ["--method", "grpo", "--steps", "2", "--device", "cpu"]  # bfloat16 rounds at 4e-3
-    trainer, rows = bench.run(args, variance.GroupByGroup)
+    trainer, rows = bench.run(args, replay.GroupByGroup)
     _, plain = bench.run(args)
     steps = trainer.recorded
     assert [step.step for step in steps] == [1, 2]
@@ -207,10 +207,10 @@ def test_a_recorded_run(small_runs):
 def test_both_levels_run(small_runs, monkeypatch, capsys, tmp_path):
     """From the command line to the table, on runs of a few steps. Catches a bench that train.py has
     outgrown, and a stage with the checkpoint of another."""
-    monkeypatch.setattr(variance, "SETTINGS", ("arithmetic",))
+    monkeypatch.setattr(replay, "SETTINGS", ("arithmetic",))
     monkeypatch.setattr(variance, "STAGES", {"early": 1, "late": 3})
-    monkeypatch.setattr(variance, "EPOCHS", 1)
-    monkeypatch.setattr(variance.arithmetic, "TRAIN_PROBLEMS", 64)
+    monkeypatch.setattr(replay, "EPOCHS", 1)
+    monkeypatch.setattr(replay.arithmetic, "TRAIN_PROBLEMS", 64)
     steps, real = [], variance.real_gradients
 
     def from_checkpoint(folder, cfg, step):
@@ -228,7 +228,7 @@ def test_both_levels_run(small_runs, monkeypatch, capsys, tmp_path):
         rules[level] = {row[table["columns"].index("rule")] for row in table["rows"]}
     assert steps == [(1, 1), (3, 3)]
     assert rules["completion"] >= {*variance.RULES}
-    assert rules["prompt"] == {*variance.PROMPT_RULES}
+    assert rules["prompt"] == {*replay.PROMPT_RULES}
     shown = capsys.readouterr().out
     assert "arithmetic, dr_grpo, late: medians" in shown
     assert "arithmetic, dr_grpo, r_q 0.6: error over" in shown
@@ -275,7 +275,7 @@ def made_up_run(steps=45, spread=10.0):
         square = vectors.square().sum(dim=1)
         tokens = torch.full((16,), 40.0, dtype=torch.float64)
         seen = (window, rewards, advantages, square, tokens)
-        recorded.append(variance.Step(step, *seen, vectors @ vectors.T))
+        recorded.append(replay.Step(step, *seen, vectors @ vectors.T))
     return empty, recorded
 
 
@@ -286,7 +286,7 @@ def test_replay_of_prompt_rules():
     empty, recorded = made_up_run()
 
     def over_uniform(rule, recorded=recorded):
-        rows = variance.replay(rule, 0.5, empty, recorded, 100, 0)[15:]
+        rows = replay.replay(rule, 0.5, empty, recorded, 100, 0)[15:]
         assert all(row["tokens"] == pytest.approx(0.5, abs=0.06) for row in rows)
         return sum(row["error"] for row in rows) / sum(row["uniform"] for row in rows)
 
@@ -309,7 +309,7 @@ def test_a_replay_learns_only_from_what_it_rolled_out(monkeypatch):
         update(history, step, prompts, *seen)
 
     monkeypatch.setattr(sampler.PromptHistory, "update", counted)
-    variance.replay("pps", 0.5, empty, recorded, 2, 0)
+    replay.replay("pps", 0.5, empty, recorded, 2, 0)
     assert counts == [8] * 8
 
 
@@ -319,7 +319,7 @@ def test_rows_in_a_file(monkeypatch, tmp_path):
     rows = [{"seed": 0, "rule": "pps", "rel_mse": 0.123456}]
     rows += [{"seed": 1, "rule": "dppo", "rel_mse": None}]
     of_seeds = lambda seeds, draws: [row for row in rows if row["seed"] in seeds]
-    monkeypatch.setattr(variance, "prompt_variance", of_seeds)
+    monkeypatch.setattr(replay, "prompt_variance", of_seeds)
     variance.main(level="prompt", seeds=(0, 1), json_file=tmp_path / "rows.json")
     table = json.loads((tmp_path / "rows.json").read_text())
     found = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]

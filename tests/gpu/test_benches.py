@@ -7,7 +7,7 @@ import torch
 
 import packing
 from bench import __main__ as command_line
-from bench import check, shapes, update, variance
+from bench import check, replay, shapes, update, variance
 
 
 @pytest.fixture
@@ -76,10 +76,10 @@ def test_check(small_runs, command, monkeypatch):
 @pytest.mark.parametrize("level", ["completion", "prompt"])
 def test_variance(small_runs, command, monkeypatch, level):
     """Catches gradients of the device that meet the CPU's keep decisions."""
-    monkeypatch.setattr(variance, "SETTINGS", ("arithmetic",))
+    monkeypatch.setattr(replay, "SETTINGS", ("arithmetic",))
     monkeypatch.setattr(variance, "STAGES", {"early": 1})
-    monkeypatch.setattr(variance, "LOSSES", ("grpo",))
-    monkeypatch.setattr(variance, "EPOCHS", 1)
-    monkeypatch.setattr(variance.arithmetic, "TRAIN_PROBLEMS", 64)
+    monkeypatch.setattr(replay, "LOSSES", ("grpo",))
+    monkeypatch.setattr(replay, "EPOCHS", 1)
+    monkeypatch.setattr(replay.arithmetic, "TRAIN_PROBLEMS", 64)
     found = command(f"variance --level {level} --seeds 0 --draws 50")
     assert len(found["rows"]) > 5
