@@ -12,11 +12,15 @@ asked for by name.
     dynamic     DAPO's dynamic sampling (arXiv:2503.14476): refills, skips no prompt
     mopps       the prompts whose guessed pass rates are nearest 1/2 (arXiv:2507.04632)
 
+Our versions leave out the completions whose term is exactly 0, such as those of dead groups, and
+the authors' code trains on them. The update is the same and costs less.
 Keeping by rank gives keep probabilities of 0 and 1, and no weight can correct for a zero. PODS also
 takes the mean and standard deviation of what it keeps. The last three are in selectors.py.
 
 Letters: Q prompts of a step, K of them rolled out, G completions each, n completions.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -91,6 +95,17 @@ def most_varied(advantages: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 # ---------------------------------------------------------------------------- the entries
 
 
+def without_zeros(select: Callable) -> Callable:
+    """The same rule without the terms that are exactly 0: the same update, for less."""
+
+    def rule(batch: dppo.Completions, prune_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+        keep, weights = select(batch, prune_rate)
+        live = batch.size > 0
+        return keep & live, weights * live
+
+    return rule
+
+
 def cppo(batch: dppo.Completions, prune_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(keep, weights) [K, G], as of the other rules; prune_rate is the share removed."""
     scores = batch.advantages.abs()
@@ -119,10 +134,10 @@ def low_prompts(history: sampler.PromptHistory, prompts: torch.Tensor, prune_rat
 
 BY_RANK = "it keeps by rank, not at random"
 dppo.COMPLETION_RULES |= {
-    "cppo": dppo.CompletionRule(None, select=cppo, biased=BY_RANK),
-    "cppo_batch": dppo.CompletionRule(None, select=cppo_batch, biased=BY_RANK),
-    "pods": dppo.CompletionRule(None, select=pods, biased=BY_RANK),
-    "dppo_floor": dppo.CompletionRule(None, select=low_completions, biased=BY_RANK),
+    "cppo": dppo.CompletionRule(None, select=without_zeros(cppo), biased=BY_RANK),
+    "cppo_batch": dppo.CompletionRule(None, select=without_zeros(cppo_batch), biased=BY_RANK),
+    "pods": dppo.CompletionRule(None, select=without_zeros(pods), biased=BY_RANK),
+    "dppo_floor": dppo.CompletionRule(None, select=without_zeros(low_completions), biased=BY_RANK),
 }
 sampler.PROMPT_RULES |= {
     "dppo_floor": sampler.PromptRule(select=low_prompts, biased=BY_RANK),

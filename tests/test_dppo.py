@@ -392,6 +392,13 @@ def test_baselines_by_hand():
     assert keep.tolist() == [[False, True, False, True], [True, True, True, True]]
     assert weights[0].tolist() == pytest.approx([0, 1, 0, 1 / 0.3])
     assert weights[1].tolist() == pytest.approx([1, 1, 1, 1 / 0.3])
+    advantages[0] = 0.0
+    batch = dppo.Completions(advantages, torch.zeros(2, 4), torch.ones(2, 4), advantages.abs())
+    for rule in ("cppo", "cppo_batch", "pods", "dppo_floor"):
+        keep, weights = prune(rule, 0.25)
+        assert not keep[0].any(), "a dead group costs no update"
+        assert (weights[0] == 0).all()
+        assert keep[1].sum() >= 3
     with pytest.raises(ValueError, match="unknown completion rule 'topk': choose one of none, ze"):
         dppo.prune_completions("topk", 0.5, batch, dppo.generator_for(0))
 

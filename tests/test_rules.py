@@ -205,12 +205,13 @@ def test_kl_reference_is_the_first_model(policy_folder, run, tmp_path):
 
 
 def test_cppo_allocation_fills_the_update(run):
-    """Three of six are kept: twice the prompts, and one un-pruned update's completions.
+    """Three of six are kept of each live group: twice the prompts, and at most one un-pruned
+    update's completions.
 
     Catches a flag that does nothing.
     """
     for row in run("run", method="cppo", completion_prune_rate=0.5, cppo_allocation=True, steps=2):
-        assert row["kept/completions"] == 0.5
+        assert row["kept/completions"] == 0.5 * (1 - row["frac_reward_zero_std"])
         assert row["tokens/generated"] == round(row["completions/mean_length"] * 8 * 6)
 
 
