@@ -25,8 +25,8 @@ All methods have equally many trials at the same budgets, so the same seconds. T
 configurations of all methods share learning rate (for its batch), schedule and clip by norm; each
 has batch, group and rates of its own (SPACES). GRPO, pps, PODS and CPPO leave out the terms that
 are exactly 0; DPPO trains on those that its rule keeps. Seeds begin at 100, and no trial is
-evaluated on a problem of the race. A trial that fails has the accuracy 0. Every trial is a row of the file; the
-same command resumes after a stop.
+evaluated on a problem of the race. A trial that fails has the accuracy 0. Every trial is a row of
+the file; the same command resumes after a stop.
 
 GRPO and pps were searched before in the default task, in wider spaces and on a slower machine
 (runs/tune-earlier.jsonl). Those trials chose what all methods share (timed.BASE), and the spaces.
