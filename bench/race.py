@@ -8,11 +8,11 @@ The race by budget: which method is most accurate after so many seconds of train
 Name all methods in one command: they take turns, because a shared machine is faster in one hour
 than in the next.
 
-A tuned method has the flags that won a search (`python -m bench tune`), now or earlier, at the
-race's budget or, if that was not searched, at one at most a factor of two away. If several flags
-did, a contest decides: four runs of each, on seeds and problems of the search, at the race's budget
-or at the largest one that was searched, whichever is less. The best mean wins, over these runs and
-the search's own at that budget. Runs of a contest that are in runs/race.jsonl are not repeated.
+A tuned method has the flags that won the search (`python -m bench tune`) at the race's budget or,
+if that was not searched, at one at most a factor of two away. If several flags did, a contest
+decides: four runs of each, on seeds and problems of the search, at the race's budget or at the
+largest one that was searched, whichever is less. The best mean wins, over these runs and the
+search's own at that budget. Runs of a contest that are in runs/race.jsonl are not repeated.
 Intervals are over the seeds of a race, with these flags. They do not say how lucky the search was.
 """
 

@@ -30,7 +30,6 @@ the file; the same command resumes after a stop.
 
 GRPO and pps were searched before in the default task, in wider spaces and on a slower machine
 (runs/tune-earlier.jsonl). Those trials chose what all methods share (timed.BASE), and the spaces.
-This search ignores them, but a race tries their winners as well.
 """
 
 import functools
@@ -50,7 +49,6 @@ from bench.timed import Run
 from runtime import InputError, log
 
 FILE = Path("runs/tune.jsonl")
-EARLIER = Path("runs/tune-earlier.jsonl")  # trials of searches before this one
 PARENTS, STRANGE = 4, 1 / 6
 
 
@@ -104,6 +102,7 @@ BATCHES = {  # learning rate for 512 completions a step; the fewest and the most
     "words": (2.8e-5, 0.1, 1.1),
 }
 MOST = {("words", "grpo"): 0.6}  # it trains on them all, and would have two or three steps
+MORE_RATES = {("arithmetic", "pps"): (0.98,)}  # r_o; elsewhere not searched yet
 FIRST_SEED = 100
 CHOICES = (("", " --lr-schedule constant"), ("", " --grad-clip 0"))
 BLOCKS = (  # flags that a child takes from the same parent
@@ -204,11 +203,11 @@ def ranking(trials: list[dict], before: float = math.inf) -> list[str]:
 
 def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list[str]:
     """The flags that won at this budget or, if it was not searched, at those that are at most a
-    factor of two away: of this search, and then of those before it.
+    factor of two away.
 
     InputError if there are none, or if this search has not ended.
     """
-    found, before = [], []
+    found = []
     factor = 1 if budget in [search.budget for search in SEARCHES[setting]] else 2
     for limit, _first, _children, seeds in SEARCHES[setting]:
         if 1 / factor <= budget / limit <= factor:
@@ -218,14 +217,13 @@ def winners(setting: str, method: str, budget: float, file: Path = FILE) -> list
                 command = f"python -m bench tune --methods {method} --settings {setting}"
                 raise InputError(f"{file} has no whole search at {limit} s; run {command}")
             found.append(ranking(own)[0])
-            before += ranking(tried(log.read_rows(EARLIER), setting, method, limit))[:1]
     if not found:
         limits = " and ".join(str(search.budget) for search in SEARCHES[setting])
         raise InputError(
             f"--budgets {budget:g}: flags were searched for {limits} s in {setting}; give budgets "
             f"between half and twice of these"
         )
-    return [*dict.fromkeys(found + before)]
+    return [*dict.fromkeys(found)]
 
 
 def configurations(setting: str, method: str, limit: float, count: int, key: str = "") -> list[str]:
@@ -243,7 +241,8 @@ def configurations(setting: str, method: str, limit: float, count: int, key: str
     space, sizes = SPACES[method], (16, 32, 64, 128, 256)  # prompts
     groups = [group for group in space.groups if sizes[0] * group <= most]
     groups = balanced(own, groups, count)
-    rates = itertools.product(space.prompt_rates or (0.0,), space.completion_rates or (0.0,))
+    more = space.completion_rates + MORE_RATES.get((setting, method), ())
+    rates = itertools.product(space.prompt_rates or (0.0,), more or (0.0,))
     rates = balanced(own, tuple(rates), count)
     found = []
     for group, (dropped, rate), factor, *choices in zip(

@@ -251,8 +251,7 @@ def fake_runs(monkeypatch):
             future.set_result(work(run))
             return future
 
-    for name in ("FILE", "EARLIER"):
-        monkeypatch.setattr(tune, name, Path("there is none"))
+    monkeypatch.setattr(tune, "FILE", Path("there is none"))
     monkeypatch.setattr(timed, "train_for", train_for)
     monkeypatch.setattr(timed.arithmetic, "base_folder", lambda: None)
     monkeypatch.setattr(timed, "ProcessPoolExecutor", Pool)

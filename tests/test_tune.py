@@ -121,7 +121,7 @@ def test_halving(fake_runs, tmp_path, capsys, monkeypatch):
         assert forty in at(40, 105)
         assert set(at(10, 103)) < set(at(10, 104)) == set(at(10, 107))
         assert set(at(40, 102)) < set(at(40, 103)) == set(at(40, 105))
-        assert winners(20) == [ten, forty]
+        assert winners(20) == [*dict.fromkeys([ten, forty])]
         assert f"arithmetic, 40 s, {method}: {forty}\n" in said
     spent = sum(row["budget"] for row in rows)
     assert said.startswith(f"{spent} seconds")
@@ -212,7 +212,10 @@ def test_balanced():
         values = [one[name] for one in flags if name in one]
         assert {values.count(value) for value in values} <= counts, name
     rates = [(one["--prompt-prune-rate"], one["--completion-prune-rate"]) for one in flags]
-    assert {rates.count(pair) for pair in rates} == {2, 3}
+    assert {rates.count(pair) for pair in rates} == {2}
+    mixed = " ".join(tune.configurations("arithmetic-mixed", "pps", 20, 16))
+    assert "--completion-prune-rate 0.95" in mixed
+    assert "--completion-prune-rate 0.98" not in mixed
 
 
 @pytest.mark.parametrize("kills", [(1, 30, 50, 60, 75), (95, 110, 125, 136, 145)])
@@ -261,27 +264,18 @@ def test_a_lucky_seed_does_not_win(fake_runs, tmp_path, monkeypatch, capsys):
         assert tune.winners("arithmetic", "grpo", 5, file) == [flags]
 
 
-def test_winners_of_earlier_searches(fake_runs, tmp_path, monkeypatch):
-    """They stand beside those of this search, which they do not change. Catches a baseline that
-    lost the better flags that an earlier search had found, and a contest between equals."""
+def test_winners_between_two_budgets(fake_runs, tmp_path):
+    """A budget between two that were searched has the winners of both, once if they agree. Catches
+    a baseline that lost the better of two, and a contest between equals."""
     search(tmp_path, "grpo")
     file = tmp_path / "tune.jsonl"
-    (ten,), (forty,) = (tune.winners("arithmetic", "grpo", one, file) for one in (5, 80))
-    own = log.read_rows(file)[0] | {"accuracy": 1.0}
-    known = [(10, "--lr 9", 8), (10, "--lr 8", 7), (40, forty, 6)]
-    rows = [
-        own | {"budget": one, "flags": flags, "seed": seed}
-        for one, flags, count in known
-        for seed in range(100, 100 + count)
-    ]
-    monkeypatch.setattr(tune, "EARLIER", tmp_path / "earlier.jsonl")
-    log.write_rows(tune.EARLIER, rows)
-    assert tune.winners("arithmetic", "grpo", 5, file) == [ten, "--lr 9"]
-    assert tune.winners("arithmetic", "grpo", 20, file) == [*dict.fromkeys([ten, forty, "--lr 9"])]
-    assert tune.winners("arithmetic", "grpo", 80, file) == [forty]
-    fake_runs.clear()
-    search(tmp_path, "grpo")
-    assert not fake_runs
+    (ten,) = tune.winners("arithmetic", "grpo", 5, file)
+    rows = log.read_rows(file)
+    last = [row for row in rows if row["budget"] == 40][-1]
+    for flags, found in (("--lr 9", [ten, "--lr 9"]), (ten, [ten])):
+        better = [last | {"flags": flags, "accuracy": 1.0, "seed": 100 + n} for n in range(7)]
+        log.write_rows(file, rows + better)
+        assert tune.winners("arithmetic", "grpo", 20, file) == found
 
 
 def test_winners_of_an_unfinished_search(fake_runs, tmp_path):
