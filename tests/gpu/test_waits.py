@@ -13,7 +13,7 @@ import update
 TOKENS = 16  # decoded between two checks of what has ended
 
 
-def test_the_device_is_one(waits):
+def test_the_device_is_one(waits, pretend):
     """Catches a pretend device that no longer refuses tensors of the CPU, or counts nothing."""
     cuda, cpu = torch.ones(4, device="cuda"), torch.ones(4)
     index = torch.tensor([0, 1], device="cuda")
@@ -26,7 +26,8 @@ def test_the_device_is_one(waits):
         (lambda: pinned.to("cuda", non_blocking=True), 0),
         (lambda: cuda.masked_fill_(cuda > 2, 1.0), 0),
         (lambda: cpu.to("cuda"), 1),
-        (lambda: cpu.to("cuda", non_blocking=True), 1),
+        # may wait; PyTorch's debug mode does not say so
+        (lambda: cpu.to("cuda", non_blocking=True), int(pretend)),
         (lambda: torch.tensor([1, 2], device="cuda"), 1),
         (cuda.cpu, 1),
         (lambda: cuda.sum().item(), 1),
