@@ -234,6 +234,7 @@ def draw(rows: list[dict], settings: tuple[str, ...] = tuple(BUDGETS)) -> Figure
                 lines[title] = panel.errorbar(x, y, half, **style)
         panel.set(title=setting, xscale="log", xlabel="seconds of training")
         panel.set_xticks(budgets, [f"{one:g}" for one in budgets])
+        panel.set_ylim(top=min(1.02, panel.get_ylim()[1]))  # intervals may pass 1
         panel.minorticks_off()
         panel.grid(alpha=0.2)
         panel.spines[["top", "right"]].set_visible(False)
