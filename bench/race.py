@@ -177,19 +177,21 @@ def budgets_of(rows: list[dict], setting: str) -> list[float]:
 
 def as_table(rows: list[dict], setting: str) -> str:
     """Markdown: each method's mean accuracy at each budget with its 95 % interval; then pps minus
-    tuned GRPO, paired by seed, at the same budget and at half of GRPO's."""
+    each tuned method, paired by seed, and pps minus tuned GRPO that has twice the seconds."""
     budgets = budgets_of(rows, setting)
     found = {key: accuracies(rows, setting, *key) for key in itertools.product(METHODS, budgets)}
     cells = [["seconds", *(f"{one:g}" for one in budgets)], ["---"] * (1 + len(budgets))]
     for name, (title, _color) in METHODS.items():
         if any(found[name, one] for one in budgets):
             cells.append([title, *(show(interval(found[name, one])) for one in budgets)])
-    titles = {1: "pps - GRPO", 2: "pps - GRPO at twice"}
-    for times, title in titles.items():
-        gaps = [
-            difference(found["pps", one], found.get(("grpo", times * one), {})) for one in budgets
-        ]
-        cells.append([title, *(show(interval(gap), "+") for gap in gaps)])
+    gaps = {"pps - GRPO": ("grpo", 1), "pps - GRPO at twice": ("grpo", 2)}
+    gaps |= {"pps - PODS": ("pods", 1), "pps - CPPO": ("cppo", 1)}
+    for title, (name, times) in gaps.items():
+        others = [found.get((name, times * one), {}) for one in budgets]
+        if any(others):
+            own = [found["pps", one] for one in budgets]
+            shown = [interval(difference(*both)) for both in zip(own, others, strict=True)]
+            cells.append([title, *(show(figures, "+") for figures in shown)])
     return "\n".join("| " + " | ".join(row) + " |" for row in cells)
 
 

@@ -132,13 +132,14 @@ def test_the_table():
     """By hand: pps 0.7, 0.8, 0.9 and GRPO 0.5, 0.7, 0.6, differences 0.2, 0.1, 0.3.
 
     Catches unpaired differences, normal quantiles, runs of a search, of flags that are no longer
-    raced and of another setting, and a comparison with half of the time in place of twice.
+    raced and of another setting, a comparison with half of the time in place of twice, and one
+    with a method that has no rows.
     """
     rows = rows_of("pps", (0.1,) * 9, flags="--lr 1")
     rows += rows_of("pps", (0.7, 0.8, 0.9)) + rows_of("grpo", (0.5, 0.7, 0.6))
     rows += rows_of("pps", (0.0,) * 9, search=True)
     rows += rows_of("pps", (0.0,) * 9, setting="arithmetic-mixed")
-    rows += rows_of("grpo", (0.65, 0.95), one=20)
+    rows += rows_of("grpo", (0.65, 0.95), one=20) + rows_of("pods", (0.7, 0.7, 0.7))
     table = race.as_table(rows, "arithmetic").splitlines()
     cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in table}
     assert cells["seconds"] == ["10", "20"]
@@ -147,7 +148,8 @@ def test_the_table():
     assert cells["GRPO, tuned"] == [f"0.600 ± {half:.3f}", "0.800 ± 1.906"]
     assert cells["pps - GRPO"][0] == f"+0.200 ± {half:.3f}"
     assert cells["pps - GRPO at twice"][0] == f"-0.050 ± {12.71 * 0.1:.3f}"
-    assert "PODS, tuned" not in cells
+    assert cells["pps - PODS"] == [f"+0.100 ± {half:.3f}", ""]
+    assert not {"CPPO, tuned", "pps - CPPO"} & {*cells}
 
 
 def test_committed_tables():
