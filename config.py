@@ -30,7 +30,7 @@ TINY = {  # defaults of --model tiny with adamw, by --method: the search's for 4
         "prompts_per_step": 128, "group_size": 8, "prompt_prune_rate": 0.75,
         "completion_prune_rate": 0.9, "lr": 4.3e-4,
     },
-    **{name: {"prompts_per_step": 64, "group_size": 2, "lr": 9.2e-4} for name in GRPO},
+    **{name: {"prompts_per_step": 32, "group_size": 4, "lr": 1.2e-3} for name in GRPO},
 }  # fmt: skip
 
 
@@ -130,7 +130,7 @@ class Config:
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
-    """Learning rate. By default, with adamw, 1e-6; with tiny 4.3e-4 for pps, 9.2e-4 for grpo, else
+    """Learning rate. By default, with adamw, 1e-6; with tiny 4.3e-4 for pps, 1.2e-3 for grpo, else
     6e-4. With sgd, 0.5 for tiny, or 0.07 if it has a momentum of 0.9."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd with --grad-clip 0 is linear: then an unbiased gradient makes an unbiased update."""
