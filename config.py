@@ -25,7 +25,7 @@ from runtime import InputError
 from runtime.device import choose_device, choose_dtype
 
 GRPO = {"grpo": "none", "grpo_zero": "zero"}  # methods whose rule has another name
-TINY = {  # defaults of --model tiny with adamw, by --method: the search's for 40 s, default task
+TINY = {  # defaults of --model tiny with adamw, by --method, raced for 40 s
     "pps": {
         "prompts_per_step": 128, "group_size": 8, "prompt_prune_rate": 0.75,
         "completion_prune_rate": 0.9, "lr": 4.3e-4,

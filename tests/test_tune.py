@@ -299,8 +299,8 @@ def test_winners_of_an_unfinished_search(fake_runs, tmp_path):
 
 
 def test_defaults_of_tiny():
-    """The defaults of pps and GRPO ran in the race of 40 seconds, and no worse than the flags of its
-    table. Clipping by norm, which does not act on them, is left out. Catches a default that a new
+    """The defaults of pps and GRPO are flags of the race of 40 seconds, and no worse there than the
+    table's. Clipping by norm, which does not act on them, is left out. Catches a default that a new
     race has outdated, one that reaches another method, SGD or a model of yours, and a rate for a
     rule without one."""
     given = ["--device", "cpu", "--data", "arithmetic"]
