@@ -29,6 +29,7 @@ import sampler
 import train
 from bench import JsonFile, gradient, inner_products, replay, sampling_copy, sized
 from bench.code import this_code
+from related import rivals  # noqa: F401 (adds its rules, which are biased)
 from rewards import score
 from update import accumulate_gradients
 
@@ -185,7 +186,8 @@ def rule_draws(name, share, found, batch, sizes, norms, draws):
             return None
         drawn = [keep(rate)[1]]
     else:  # pps with other sizes, or with an independent draw
-        size = norms if name.startswith("oracle") else sizes.get(name, batch.size)
+        own, _, _ = name.partition(", independent")
+        size = norms if own == "oracle" else sizes[own]
         keep_prob = dppo.pps_keep_prob(size, batch.cost, share * tokens)
         order = dppo.strata_order(replace(batch, size=size))
         drawn = []

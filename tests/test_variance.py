@@ -77,6 +77,18 @@ def test_what_a_rule_cannot_reach_has_no_row(rows):
         assert row["kept"] == pytest.approx(row["tokens"], abs=0.02)
 
 
+def test_a_rule_never_stands_in_for_another(rows):
+    """The error of a rule without chance is all bias. Catches an unknown rule that draws as pps does,
+    as the rivals' did while nothing had imported them."""
+    found, _, table = rows
+    biased = [row for row in table if row["rule"] in ("cppo", "cppo_batch", "pods", "dppo_floor")]
+    biased = [row for row in biased if row["kept"]]
+    assert {row["rule"] for row in biased} == {"cppo", "cppo_batch", "pods", "dppo_floor"}
+    assert all(row["rel_bias2"] == row["rel_mse"] for row in biased)
+    with pytest.raises(KeyError, match="nobody"):
+        variance.rule_draws("nobody", 0.5, found, found.batch, {}, found.batch.size, 2)
+
+
 def test_an_oracle_without_error_has_no_ratio():
     """Both |advantages| of the only group tie, so dppo spends all tokens and the oracle errs in
     nothing. Fails if the bench divides by that."""
