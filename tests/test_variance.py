@@ -78,8 +78,8 @@ def test_what_a_rule_cannot_reach_has_no_row(rows):
 
 
 def test_a_rule_never_stands_in_for_another(rows):
-    """The error of a rule without chance is all bias. Catches an unknown rule that draws as pps does,
-    as the rivals' did while nothing had imported them."""
+    """The error of a rule without chance is all bias. Catches an unknown rule that draws as pps
+    does, as the rivals' did while nothing had imported them."""
     found, _, table = rows
     biased = [row for row in table if row["rule"] in ("cppo", "cppo_batch", "pods", "dppo_floor")]
     biased = [row for row in biased if row["kept"]]
