@@ -81,9 +81,9 @@ def test_a_rule_never_stands_in_for_another(rows):
     """The error of a rule without chance is all bias. Catches an unknown rule that draws as pps
     does, as the rivals' did while nothing had imported them."""
     found, _, table = rows
-    biased = [row for row in table if row["rule"] in ("cppo", "cppo_batch", "pods", "dppo_floor")]
-    biased = [row for row in biased if row["kept"]]
-    assert {row["rule"] for row in biased} == {"cppo", "cppo_batch", "pods", "dppo_floor"}
+    names = {"cppo", "cppo_batch", "pods", "dppo_floor"}
+    biased = [row for row in table if row["rule"] in names and row["kept"]]
+    assert {row["rule"] for row in biased} == names
     assert all(row["rel_bias2"] == row["rel_mse"] for row in biased)
     with pytest.raises(KeyError, match="nobody"):
         variance.rule_draws("nobody", 0.5, found, found.batch, {}, found.batch.size, 2)
