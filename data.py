@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
-import arithmetic
 import rewards
-from runtime import InputError, words
+from runtime import InputError
+from tasks import arithmetic, word_problems
 
 PROBLEM_KEYS = ("problem", "question", "prompt")
 ANSWER_KEYS = ("answer", "final_answer", "target", "solution")
@@ -68,7 +68,7 @@ def train_problems(data: str, *, hold_out: bool, reward=None) -> list[Problem]:
         if split is None:
             message = "is for evaluation only: train on arithmetic, arithmetic-mixed or words"
             raise InputError(f"--data {data} {message}")
-        count = words.TRAIN_PROBLEMS if data == "words" else arithmetic.TRAIN_PROBLEMS
+        count = word_problems.TRAIN_PROBLEMS if data == "words" else arithmetic.TRAIN_PROBLEMS
         return _embedded(data, split, count)
     problems = _scorable(data, reward)
     return problems[: -_held_out(data, problems)] if hold_out else problems
@@ -104,7 +104,7 @@ def sft_problems(data: str) -> list[Problem]:
 def _embedded(data: str, split: str, count: int) -> list[Problem]:
     if data in CHAINS:
         return [Problem(*arithmetic.problem(split, index)) for index in range(count)]
-    problems = (words.problem(split, index) for index in range(count))
+    problems = (word_problems.problem(split, index) for index in range(count))
     return [Problem(text, gold, kind, solution=worked) for text, worked, gold, kind in problems]
 
 

@@ -28,14 +28,15 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 import data
-import loading
+import models
 import rollout
-import vllm_engine
 from dppo import generator_for, seed_for
+from engines import vllm_engine
 from rewards import as_number, decode, math_reward, normal_form, score, verify
-from runtime import InputError, checkpoint, gguf, log
+from runtime import InputError, checkpoint, log
 from runtime.device import choose_device, choose_dtype
 from runtime.threads import Threads
+from tasks import gguf
 
 
 @dataclass
@@ -305,7 +306,7 @@ def load(cfg: EvalConfig, reward):
     source = gguf.model_folder(cfg.model)
     if Path(source).is_dir():  # no bar for loading a folder; a download keeps its own
         logging.disable_progress_bar()
-    model, tokenizer = loading.load_policy(source, cfg.device, cfg.dtype)
+    model, tokenizer = models.load_policy(source, cfg.device, cfg.dtype)
     sets = []
     for name, problems in found.items():
         room = cfg.max_new_tokens or data.max_new_tokens(name)

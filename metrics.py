@@ -17,7 +17,7 @@ import torch
 import config
 import dppo
 import sampler
-import tail
+from related import tail
 from update import Sums
 
 SOME_NONE = (
@@ -192,9 +192,9 @@ def first_lines(
         f"{cfg.group_size} completions a step; {rest}, in {cfg.out_dir}/"
     )
     notes = config.warnings(cfg, steps_per_epoch=problems // prompts)
-    if cfg.engine == "compact" and policy.needs_transformers:
+    if cfg.engine == "compact" and policy.why_not_fast:
         summary += "; transformers decodes tokens"
-        notes.append(f"the lean decoder is not used, because {policy.needs_transformers}")
+        notes.append(f"the lean decoder is not used, because {policy.why_not_fast}")
     elif cfg.engine == "compact":
         summary += "; the lean decoder decodes tokens"
     return "\n".join([summary, *(f"note: {note}" for note in notes)])

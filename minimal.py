@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, DynamicCache, set_seed
 
-import arithmetic
+from tasks import arithmetic
 
 Q, K, G, T = 64, 32, 8, 64  # candidate prompts, prompts kept, completions each, tokens at most
 TOKEN_SHARE = 0.4  # of the tokens of sampled completions and their prompts: to be trained on

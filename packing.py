@@ -305,7 +305,7 @@ def packed_logprobs(
     """(log-probs, entropies) [N] of the pack's completion tokens, for sampling at `temperature`.
 
     `model` is a causal LM loaded with `attn_implementation=packing.ATTENTION`. Its logits must be
-    its output embedding of its last hidden state and nothing more (loading.load_policy checks it).
+    its output embedding of its last hidden state and nothing more (models.load_policy checks it).
     Entropies, in nats, carry no gradient.
     """
     inputs = {"input_ids": pack.input_ids, "position_ids": pack.position_ids, "use_cache": False}

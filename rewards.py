@@ -5,7 +5,7 @@ None leaves a completion out of its group's mean and standard deviation and give
 is for golds that are missing or contain no answer. A completion that is hard to read is wrong: 0.0.
 
 Plain numbers are compared here. Other answers go to math-verify, in a process of its own: see
-runtime/judge.py.
+runtime/math_judge.py.
 """
 
 import math
@@ -15,7 +15,7 @@ from decimal import Context, Decimal
 
 import torch
 
-from runtime import InputError, judge
+from runtime import InputError, math_judge
 
 LONGEST_ANSWER = 2000  # characters; anything longer is not an answer
 NUMBER = re.compile(r"-?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
@@ -58,7 +58,7 @@ def has_value(gold: str) -> bool:
     """Whether math-verify can read a gold. If it cannot, all completions would earn the same."""
     if _number(gold) is not None:
         return True
-    return 0 < len(gold.strip()) <= LONGEST_ANSWER and judge.ask(gold, None)
+    return 0 < len(gold.strip()) <= LONGEST_ANSWER and math_judge.ask(gold, None)
 
 
 def normal_form(answer: str) -> str:
@@ -71,7 +71,7 @@ def normal_form(answer: str) -> str:
 
 def verify(gold: str, answer: str) -> bool:
     """Whether math-verify finds an answer and a gold, both unboxed, equal; False on a timeout."""
-    return judge.ask(gold, answer)
+    return math_judge.ask(gold, answer)
 
 
 def final_answer(completion: str) -> str | None:

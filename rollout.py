@@ -9,8 +9,8 @@ top-k 20, top-p 0.95) plays no part, except for its end tokens.
 `sample` is the entry point of all three engines:
     compact  our own decoding loop, below. Completions of a prompt whose texts are equal so far are
              one row of the batch, and completions that have ended leave it. The default.
-    hf       transformers' model.generate, the plain reference (runtime/decoding.py).
-    vllm     vLLM in this process, for large models on GPUs (vllm_engine.py).
+    hf       transformers' model.generate, the plain reference (engines/compact.py).
+    vllm     vLLM in this process, for large models on GPUs (engines/vllm_engine.py).
 
 Letters: K prompts, G completions each, T = max_new_tokens, B sequences sampled at once, W tokens
 of their longest prompt, V vocabulary. In `compact`, n completions go on, R rows of the batch hold
@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 import dppo
-from runtime import categorical, compared, decoding
+from engines import categorical, check_decoder, compact
 from runtime.device import CHECK_EVERY, send
 
 
@@ -61,7 +61,7 @@ class Sampling:
     @classmethod
     def for_policy(cls, model, tokenizer, max_new_tokens: int, **options) -> "Sampling":
         """With the end tokens and the pad token of a loaded policy; `options` are other fields."""
-        ends = decoding.eos_token_ids(model, tokenizer)
+        ends = compact.eos_token_ids(model, tokenizer)
         return cls(max_new_tokens, ends, tokenizer.pad_token_id, **options)
 
 
@@ -91,7 +91,7 @@ def sample(
     if not isinstance(sampling.engine, str):
         seed = dppo.seed_for(seed, *keys)
         return sampling.engine.sample(model, prompt_ids, sampling, group_size=group_size, seed=seed)
-    decode = {"compact": _compact, "hf": decoding.generate}[sampling.engine]
+    decode = {"compact": _compact, "hf": compact.generate}[sampling.engine]
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
     wanted = torch.ones(K, G, dtype=torch.bool) if wanted is None else wanted
     bar = {"desc": "rollout", "unit": " completions", "delay": 3, "leave": False}
@@ -102,7 +102,7 @@ def sample(
     # Made before inference mode, whose own tensors training could not use.
     ids = torch.full((K, G, T), sampling.pad_id)
     statistics, computed = torch.zeros(3, K, G, T), 0
-    with progress, torch.inference_mode(), decoding.plain_generation(model):
+    with progress, torch.inference_mode(), compact.plain_generation(model):
         order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
         step = max(1, sampling.batch_size // G)
         for batch in (order[start : start + step] for start in range(0, K, step)):
@@ -148,7 +148,7 @@ class _Record:
         # log-probs, and of the tokens not drawn the sum of p log p and the root of that of p^2
         self.statistics = torch.zeros(3, *shape, device=device)
         self.recent = []  # [3, n] of each token since the last check
-        self.warpers = decoding.warpers(sampling)
+        self.warpers = compact.warpers(sampling)
 
     def distribution(self, sequences, logits):
         """Log-probs [B, V] of the token after `sequences` [B, n]; padding of V is excluded."""
@@ -207,7 +207,7 @@ class _Record:
         finite = self.statistics[0, active, start:stop].isfinite().all(dim=1)
         ends, finite = torch.stack([ends, finite]).cpu()
         if not finite.all():
-            raise FloatingPointError(decoding.NOT_FINITE)
+            raise FloatingPointError(compact.NOT_FINITE)
         return ends
 
 
@@ -223,9 +223,9 @@ def _compact(model, prompt_ids, group_size, record, progress):
     completion has a row of its own from the start."""
     T, device = record.sampling.max_new_tokens, model.device
     every = CHECK_EVERY[device.type]
-    logits, prompts, positions, bias, cache = decoding.prefill(model, prompt_ids, T)
-    W, ragged = prompts.shape[1], decoding.is_ragged(prompt_ids)
-    decode = compared.decoder(model, W + T)
+    logits, prompts, positions, bias, cache = compact.prefill(model, prompt_ids, T)
+    W, ragged = prompts.shape[1], compact.is_ragged(prompt_ids)
+    decode = check_decoder.decoder(model, W + T)
     active = record.wanted  # the completions that go on, [n]
     row_of = active // group_size  # the batch's row of each of them; None: a row of its own
     if every > 1 or group_size == 1:
@@ -251,7 +251,7 @@ def _compact(model, prompt_ids, group_size, record, progress):
             if live == 0:
                 break
             if live < len(active) or len(token) > len(logits):
-                *rows, row_of = decoding.next_rows(continued, row_of, ended)
+                *rows, row_of = compact.next_rows(continued, row_of, ended)
                 going, text, source, copied_to, copied_from = (send(x, device) for x in rows)
                 for layer in cache.layers:
                     layer.keep(len(text), copied_to, copied_from, most=live)

@@ -21,8 +21,8 @@ import dppo
 import eval as evaluation
 import metrics
 import sampler
-import tail
 from config import Config
+from related import tail
 from runtime import InputError, checkpoint, log, ranks
 from runtime.stop import Stopped, resume_command
 

@@ -28,18 +28,18 @@ import torch.distributed as dist
 
 import config
 import dppo
-import loading
 import metrics
+import models
 import rewards
 import rollout
 import run
 import sampler
-import tail
 from config import Config
+from related import tail
 from runtime import InputError, deal, ranks
-from runtime.clock import Timer
 from runtime.stop import Stop
 from runtime.threads import Threads
+from runtime.timer import Timer
 from update import Sums, accumulate_gradients, trainer_logprobs
 
 TOKENS_MEMORY = 10  # steps after which a batch's token count counts 1/e in the mean
@@ -102,17 +102,17 @@ class Trainer:
         self.timer = Timer(cfg.device)
         self.threads = Threads(cfg.device)
         self.threads.fit()
-        problems = loading.load_problems(cfg, reward)  # first: a bad file is reported at once
+        problems = models.load_problems(cfg, reward)  # first: a bad file is reported at once
         self.train_set, self.eval_set, self.reward, self.eval_reward = problems
         run.check_start(cfg, self.reward)
         saved = run.find_checkpoint(cfg)
-        models = loading.load_models(cfg, saved)
-        self.model, self.tokenizer, self.policy, self.reference, _ = models
-        self.train_set, self.train_ids = loading.encode(cfg, models, self.train_set)
-        self.eval_set, self.eval_ids = loading.encode(cfg, models, self.eval_set)
+        loaded = models.load_models(cfg, saved)
+        self.model, self.tokenizer, self.policy, self.reference, _ = loaded
+        self.train_set, self.train_ids = models.encode(cfg, loaded, self.train_set)
+        self.eval_set, self.eval_ids = models.encode(cfg, loaded, self.eval_set)
         config.check_prompts(cfg, len(self.train_set))
         prompts = self.train_ids + self.eval_ids
-        self.sampling = loading.make_sampling(cfg, models, prompts, self.show_progress)
+        self.sampling = models.make_sampling(cfg, loaded, prompts, self.show_progress)
 
         self.num_candidates = config.num_candidates(cfg)  # Q
         self.prompt_tokens = torch.tensor([len(ids) for ids in self.train_ids])  # [prompts]
@@ -123,7 +123,7 @@ class Trainer:
         drops = config.prunes_prompts(cfg) or cfg.rollout_checkpoint > 0
         self.needs_mean_tokens = drops and dppo.LOSSES[cfg.loss].denominator == "batch tokens"
         self.mean_tokens = None  # of the un-pruned batches of the last steps
-        self.optimizer = loading.make_optimizer(cfg, self.model.parameters())
+        self.optimizer = models.make_optimizer(cfg, self.model.parameters())
         self.saved = run.restore(self, saved) if saved else None
 
     def step(self, step: int) -> tuple[dict, list[dict]]:

@@ -31,12 +31,12 @@ import config
 import dppo
 import packing
 import rollout
-import vllm_engine
 from bench import rollout as bench_rollout
 from bench import roofline, run, shapes, update
 from bench.masked import masked_attention
-from loading import checkpoint_layers
-from runtime.clock import clock
+from engines import vllm_engine
+from models import checkpoint_layers
+from runtime.timer import clock
 from sampler import Selection
 from train import Trainer
 from update import trainer_logprobs

@@ -8,7 +8,7 @@ import time
 
 import rewards
 from bench import JsonFile, write_json
-from runtime import judge
+from runtime import math_judge
 
 POWERS = [
     (base, height) for base in ("10", "9", "99", "2", "x", "1.5") for height in (3, 4, 5, 9, 40)
@@ -25,7 +25,7 @@ def main(json_file: JsonFile = None) -> None:
     rewards.math_reward("\\boxed{\\frac{1}{2}}", "0.5")  # start the judge outside the timing
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for thread, (completion, gold) in itertools.product((False, True), hostile_answers()):
-            judge.ask.cache_clear()
+            math_judge.ask.cache_clear()
             started = time.perf_counter()
             if thread:
                 reward = pool.submit(rewards.math_reward, completion, gold).result()
@@ -40,7 +40,7 @@ def main(json_file: JsonFile = None) -> None:
             }
             rows.append(row)
     alive = rewards.math_reward("\\boxed{\\frac{2}{4}}", "0.5") == 1.0
-    judge.stop()  # then the peak memory of its children is known
+    math_judge.stop()  # then the peak memory of its children is known
     seconds = [row["seconds"] for row in rows]
     summary = {
         "answers": len(rows),

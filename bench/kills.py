@@ -11,9 +11,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-import arithmetic
 from bench import JsonFile, write_json
 from runtime import log
+from tasks import arithmetic
 
 
 def main(count: int = 20, steps: int = 90, seed: int = 0, json_file: JsonFile = None) -> None:

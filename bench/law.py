@@ -12,11 +12,11 @@ import random
 import torch
 import transformers
 
-import arithmetic
 import packing
 from bench import JsonFile, write_json
 from related import law, stream, structured
 from runtime import InputError
+from tasks import arithmetic
 
 BLOCKS, HEAD = 8, 32  # blocks, and the width of a head
 BATCH, HELD_OUT = 32, 256  # problems

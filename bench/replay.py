@@ -14,12 +14,12 @@ from unittest import mock
 
 import torch
 
-import arithmetic
 import config
 import dppo
 import sampler
 import train
 from bench import gradient, inner_products, run, sized
+from tasks import arithmetic
 from update import Sums
 
 SETTINGS = ("arithmetic", "arithmetic-mixed")  # the default and the realistic one

@@ -11,16 +11,15 @@ from unittest import mock
 
 import torch
 
-import arithmetic
 import config
 import data
-import loading
+import models
 import rollout
-import vllm_engine
 from bench import JsonFile, sampling_copy, shapes, write_json
-from runtime import decoding
-from runtime.clock import clock
-from runtime.lean import Decoder
+from engines import compact, vllm_engine
+from engines.fast_decoder import Decoder
+from runtime.timer import clock
+from tasks import arithmetic
 from update import trainer_logprobs
 
 
@@ -51,10 +50,10 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         if shape == "embedded":
             base = str(checkpoint or arithmetic.base_folder())
-            model, tokenizer = loading.load_policy(base, cfg.device)
+            model, tokenizer = models.load_policy(base, cfg.device)
             problems = data.train_problems(cfg.data, hold_out=True)
             _, prompts = data.encode_prompts(problems, tokenizer, 400)
-            eos_ids = decoding.eos_token_ids(model, tokenizer)
+            eos_ids = compact.eos_token_ids(model, tokenizer)
         else:
             base, totals, eos_ids = folder, batches, []
             cfg = replace(cfg, max_new_tokens=new_tokens)

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import packing
-from runtime import compared
+from engines import check_decoder
 from runtime.device import fuse_norms
 
 # embedded: the embedded task and its base model
@@ -67,7 +67,7 @@ def random_model(shape: str, device: str):
         model = transformers.Qwen3ForCausalLM(options)
     fuse_norms(model)
     if device != "meta":
-        compared.compare(model)
+        check_decoder.compare(model)
     return model
 
 

@@ -11,13 +11,13 @@ import math
 import statistics
 import time
 
-import loading
+import models
 import rollout
 from bench import JsonFile, write_json
-from related import recovery, stream, structured, text
-from runtime import gguf, pruned
-from runtime.clock import clock
+from related import pruned, recovery, stream, structured, text
 from runtime.device import choose_device
+from runtime.timer import clock
+from tasks import gguf
 
 EXPENSIVE = ("logit", "loss")  # a forward for each unit
 KEY = ("method", "units", "sparsity", "seed", "recovery", "data", "samples", "tokens", "rank")
@@ -82,7 +82,7 @@ class Measure:
 
     def __init__(self, model, data, samples, tokens, rank):
         device = choose_device("auto")
-        self.policy, tokenizer = loading.load_policy(gguf.model_folder(model), device)
+        self.policy, tokenizer = models.load_policy(gguf.model_folder(model), device)
         self.policy.set_attn_implementation("sdpa")
         windows = text.read(data, tokenizer, samples, tokens).to(device)
         self.calibration, self.held_out = windows

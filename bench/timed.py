@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import torch
 
-import arithmetic
 import config
 import dppo
 import eval as evaluation
@@ -36,6 +35,7 @@ import train
 from bench.code import this_code
 from run import EVAL_K
 from runtime import InputError, log, ranks
+from tasks import arithmetic
 
 HELD_OUT = 2000  # problems that a race's and a search's are chosen from
 SAME_SPEED = 1.4  # a larger ratio of two probes is another machine, not the noise of neighbors

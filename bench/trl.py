@@ -17,15 +17,15 @@ from collections.abc import Callable
 import torch
 import transformers
 
-import arithmetic
 import config
 import data
 import eval as evaluation
-import loading
+import models
 import rollout
 from bench import JsonFile, run, sized, write_json
 from dppo import seed_for
 from run import Run
+from tasks import arithmetic
 
 PPS = {"completion_rule": "pps", "completion_prune_rate": 0.7}
 BOTH = PPS | {"prompt_rule": "pps", "prompt_prune_rate": 0.6}
@@ -216,7 +216,7 @@ def arrival(variant: str, seed: int, goal: float) -> float:
     """Seconds of training until the accuracy of 150 held-out problems reaches the goal; infinity if
     it does not in 60 steps."""
     cfg = config.resolve(config.parse_config(sized("grpo")))
-    policy, tokenizer = loading.load_policy(str(arithmetic.base_folder()), cfg.device)
+    policy, tokenizer = models.load_policy(str(arithmetic.base_folder()), cfg.device)
     problems, prompt_ids = data.encode_prompts(data.eval_problems(cfg.data, 150), tokenizer, 400)
     sampling = rollout.Sampling.for_policy(policy, tokenizer, cfg.max_new_tokens)
     reward, seen = data.reward_function(cfg.data), [0.0]

@@ -43,10 +43,10 @@ from typing import NamedTuple
 
 import config
 import sampler
-from arithmetic import TRAIN_PROBLEMS  # words has as many
 from bench import JsonFile, timed
 from bench.timed import Run
 from runtime import InputError, log
+from tasks.arithmetic import TRAIN_PROBLEMS  # words has as many
 
 FILE = Path("runs/tune.jsonl")
 PARENTS, STRANGE = 4, 1 / 6

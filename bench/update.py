@@ -20,17 +20,17 @@ from pathlib import Path
 
 import torch
 
-import arithmetic
 import config
 import dppo
-import loading
+import models
 import packing
 import rollout
 from bench import JsonFile, masked, run, shapes, sized, write_json
 from bench import packing as bench_packing
-from loading import checkpoint_layers
-from runtime.clock import clock
+from models import checkpoint_layers
 from runtime.device import autocast
+from runtime.timer import clock
+from tasks import arithmetic
 from train import Trainer
 from update import accumulate_gradients
 
@@ -223,7 +223,7 @@ def main(
         everything = {"keep": torch.ones_like(last.keep), "scale": torch.ones_like(last.scale)}
         works = {"embedded, all": replace(last, **everything)}
         works |= {f"embedded, kept by {method}": runs[method][-1] for method in runs}
-        model, tokenizer = loading.load_policy(str(arithmetic.base_folder()), cfg.device)
+        model, tokenizer = models.load_policy(str(arithmetic.base_folder()), cfg.device)
         works["log-normal"] = log_normal_work(16, 16, 120, 24, len(tokenizer))
         for method, recorded in runs.items():
             rows += density_rows(f"embedded, kept by {method}", recorded, cfg.pack_tokens)

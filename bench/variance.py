@@ -23,7 +23,7 @@ import torch
 import config
 import data
 import dppo
-import loading
+import models
 import rollout
 import sampler
 import train
@@ -101,7 +101,7 @@ class Gradients:
 
 def real_gradients(folder: Path, cfg, step: int) -> Gradients:
     """Roll out the window after `step` from a checkpoint; every live completion's own gradient."""
-    model, tokenizer = loading.load_policy(str(folder), cfg.device)
+    model, tokenizer = models.load_policy(str(folder), cfg.device)
     problems = data.train_problems(cfg.data, hold_out=True)
     room = model.config.max_position_embeddings - cfg.max_new_tokens
     format_ = (cfg.prompt_format, cfg.thinking)

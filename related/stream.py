@@ -12,7 +12,7 @@ import statistics
 import torch
 import torch.nn.functional as F
 
-from runtime.pruned import NORMS
+from related.pruned import NORMS
 
 
 def all_names(model) -> list[str]:

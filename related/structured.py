@@ -31,12 +31,13 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-import loading
-from related import stream, text
+import models
+from related import pruned, stream, text
 from related.recovery import recover
-from runtime import InputError, gguf, pruned
-from runtime.clock import clock
+from runtime import InputError
 from runtime.device import choose_device
+from runtime.timer import clock
+from tasks import gguf
 
 DISTANCES = ("cosine", "l1", "l2")
 METHODS = ("2ssp", *DISTANCES, "logit", "loss", "shapley", "random")
@@ -221,7 +222,7 @@ def main(
     if out_dir.exists():
         raise InputError(f"--out-dir {out_dir} exists: give another")
     device = choose_device("auto")
-    policy, tokenizer = loading.load_policy(gguf.model_folder(model), device)
+    policy, tokenizer = models.load_policy(gguf.model_folder(model), device)
     policy.set_attn_implementation("sdpa")
     calibration, held_out = text.read(data, tokenizer, samples, tokens).to(device)
     started = clock(device)

@@ -12,8 +12,8 @@ from pydoc_data.topics import topics
 
 import torch
 
-import sft
 from runtime import InputError
+from tasks import sft
 
 
 def read(name: str, tokenizer, samples: int, length: int) -> torch.Tensor:

@@ -12,9 +12,9 @@ out=out-pruned-policy dtype=${1:-bfloat16}
 common=(--prompt-format plain --dtype "$dtype")
 source runs/resumable.sh
 policy() {  # policy NAME MODEL: its supervised start, and pps with both seeds
-    train sft.py $out/$1 --model $2
+    train tasks.sft $out/$1 --model $2
     for seed in 0 1; do
-        train train.py $out/$1-seed$seed --model $out/$1/checkpoint --seed $seed \
+        train train $out/$1-seed$seed --model $out/$1/checkpoint --seed $seed \
             --data words --method pps --prompts-per-step 32 --rollout-batch 256 \
             --lr 2e-5 --lr-schedule linear --steps 24 \
             --eval-every 4 --eval-problems 128 --keep-checkpoints 1

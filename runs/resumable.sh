@@ -7,11 +7,11 @@ ended() {  # ended FOLDER: its last step is saved and, if the first row is, eval
         [ "$(head -n 1 "$1/log.jsonl" | grep -c eval/)" = \
             "$(tail -n 1 "$1/log.jsonl" | grep -c eval/)" ]
 }
-train() {  # train PROGRAM FOLDER FLAGS...: start it, resume it, or skip it if it has ended
+train() {  # train MODULE FOLDER FLAGS...: start it, resume it, or skip it if it has ended
     if [ -e "$2/config.json" ]; then
         ! ended "$2" || return 0
         set -- "$@" --resume
     fi
-    python "$1" "${common[@]}" --out-dir "$2" "${@:3}"
+    python -m "$1" "${common[@]}" --out-dir "$2" "${@:3}"
     ended "$2"  # one that was stopped ends this script; the same command goes on
 }

@@ -39,9 +39,9 @@ if [ "${1:-}" = --gsm8k ]; then
     for part in train test; do  # problems of at most two calculations
         grep -v '<<.*<<.*<<' "$2/gsm8k_$part.jsonl" >$gsm8k/$part.jsonl
     done
-    train sft.py $gsm8k/sft --model $start --data $gsm8k/train.jsonl --steps 20 --lr 1e-4
+    train tasks.sft $gsm8k/sft --model $start --data $gsm8k/train.jsonl --steps 20 --lr 1e-4
     for method in grpo pps; do
-        train train.py $gsm8k/$method --method $method --model $gsm8k/sft/checkpoint \
+        train train $gsm8k/$method --method $method --model $gsm8k/sft/checkpoint \
             --data $gsm8k/train.jsonl --max-new-tokens 128 --rollout-batch 256 --eval-every 0 \
             --prompts-per-step $([ $method = grpo ] && echo 8 || echo 16) \
             --steps 6 --lr 2e-5 --lr-schedule linear --save-every 3
@@ -52,11 +52,11 @@ if [ "${1:-}" = --gsm8k ]; then
     gains gsm8k-
     exit
 fi
-train sft.py $out/sft --model smollm2 --steps $sft
+train tasks.sft $out/sft --model smollm2 --steps $sft
 evaluate smollm2 smollm2 words
 evaluate sft $start words
 for method in grpo pps; do
-    train train.py $out/$method --method $method --model $start --data words --rollout-batch 256 \
+    train train $out/$method --method $method --model $start --data words --rollout-batch 256 \
         --prompts-per-step $([ $method = grpo ] && echo 16 || echo 32) \
         --steps $steps --lr 2e-5 --lr-schedule linear \
         --eval-every $every --eval-problems $watched --keep-checkpoints 1

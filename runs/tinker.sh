@@ -7,7 +7,7 @@
 set -e
 mkdir -p out/tinker
 cat > out/tinker/race.py <<'PROGRAM'
-import arithmetic
+from tasks import arithmetic
 import data
 import dppo_tinker
 from transformers import AutoTokenizer
@@ -40,7 +40,7 @@ for seed in range(3):
             eval_every=5, save_every=5, pad_datums=16,
         ).train()
 PROGRAM
-"${1:-.venv-tinker}/bin/python" tests/tinker_server.py out/tinker/race.py
+"${1:-.venv-tinker}/bin/python" tests/integrations/tinker_server.py out/tinker/race.py
 "${1:-.venv-tinker}/bin/python" - <<'PROGRAM'
 import sys
 from pathlib import Path

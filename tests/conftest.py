@@ -17,17 +17,19 @@ import toy
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-import arithmetic
 import config
 import data
 import packing
 import rollout
 import train
-from runtime import compared, log, plot
-from runtime.lean import Decoder
+from engines import check_decoder
+from engines.fast_decoder import Decoder
+from runtime import log, plot
+from tasks import arithmetic
 
-collect_ignore = [] if importlib.util.find_spec("trl") else ["trl_toy.py", "trl_ranks.py"]
-collect_ignore += ["verl_cpu.py", "verl_runs.py", "verl_toy.py"]  # tests/verl.sh
+collect_ignore_glob = ["integrations/verl_*.py"]  # tests/verl.sh
+if not importlib.util.find_spec("trl"):
+    collect_ignore_glob.append("integrations/trl_*.py")
 LONG = (
     "test_gpu_tier", "test_notebooks", "test_ranks", "test_stop", "test_train.py::test_two_ranks",
 )  # fmt: skip
@@ -92,8 +94,8 @@ def make_policy():
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
         )
         if dtype != torch.bfloat16:
-            compared.compare(model)
-            assert not model.needs_transformers
+            check_decoder.compare(model)
+            assert not model.why_not_fast
         return model, tokenizer
 
     return make
@@ -163,7 +165,7 @@ def small_world():
     )
     model = Qwen3ForCausalLM._from_config(config, attn_implementation=packing.ATTENTION)
     model.vocab_size = 5
-    compared.compare(model)
+    check_decoder.compare(model)
     chances, unfinished = {}, {(): 1.0}
     for length in (1, 2, 3):
         longer = {}

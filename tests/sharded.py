@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import config
-import loading
+import models
 import packing
 import rollout
 import update
@@ -46,20 +46,20 @@ def updates(policy, checkpointing, head_logits, loss):
     rank = dist.get_rank()
     packing.HEAD_LOGITS = head_logits
     args = ["--device", "cpu", "--pack-tokens", "24", "--beta", "0.1", "--importance-cap", "2"]
-    settings, models, references, optimizers, found = {}, {}, {}, {}, {}
+    settings, trained, references, optimizers, found = {}, {}, {}, {}, {}
     for kind in ("none", "fsdp"):
         given = [*args, "--loss", loss, "--shard", kind]
         settings[kind] = config.resolve(config.parse_config(given))
-        models[kind] = copy.deepcopy(policy)
+        trained[kind] = copy.deepcopy(policy)
         references[kind] = copy.deepcopy(policy).requires_grad_(False)
         if checkpointing:
-            loading.checkpoint_layers(models[kind])
-    for model in (models["fsdp"], references["fsdp"]):
-        loading.shard(model, "cpu")
-    for kind, model in models.items():
+            models.checkpoint_layers(trained[kind])
+    for model in (trained["fsdp"], references["fsdp"]):
+        models.shard(model, "cpu")
+    for kind, model in trained.items():
         optimizers[kind] = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sampler = copy.deepcopy(policy).requires_grad_(False)
-    elements = sum(parameter.to_local().numel() for parameter in models["fsdp"].parameters())
+    elements = sum(parameter.to_local().numel() for parameter in trained["fsdp"].parameters())
     whole = sum(parameter.numel() for parameter in policy.parameters())
     assert elements < 0.7 * whole, "a share, not all"
 
@@ -72,7 +72,7 @@ def updates(policy, checkpointing, head_logits, loss):
             keep[:] = False
         advantages = torch.randn(shape, generator=generator)
         scale = torch.rand(shape, generator=generator) / K / G
-        for kind, model in models.items():
+        for kind, model in trained.items():
             old = update.trainer_logprobs(model, rollouts, settings[kind])
             optimizers[kind].zero_grad()
             sums = update.accumulate_gradients(
@@ -85,7 +85,7 @@ def updates(policy, checkpointing, head_logits, loss):
             norm = ranks.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
             optimizers[kind].step()
             found[kind] = [old, sums, *grads, norm, flat(model.parameters())]
-        ranks.refresh(sampler, models["fsdp"])
+        ranks.refresh(sampler, trained["fsdp"])
         assert torch.equal(flat(sampler.parameters()), found["fsdp"][-1])
         layers = [name for name, _ in policy.named_parameters()]
         names = ["log-probs", "sums", *layers, "norm", "after"]
@@ -97,7 +97,7 @@ def updates(policy, checkpointing, head_logits, loss):
 def main(*folders):
     """Every combination of any three of: model, checkpointing, head chunks, loss."""
     ranks.start("cpu")
-    policies = [loading.load_policy(folder, "cpu")[0] for folder in folders]
+    policies = [models.load_policy(folder, "cpu")[0] for folder in folders]
     for tied, checkpointing, chunks in itertools.product((0, 1), repeat=3):
         loss = ("grpo", "gspo")[tied ^ checkpointing ^ chunks]
         updates(policies[tied], bool(checkpointing), (2**27, 1024)[chunks], loss)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-import arithmetic
+from tasks import arithmetic
 
 
 def chains(split, count=400):

@@ -14,7 +14,7 @@ import config
 import metrics
 from bench import __main__ as command_line
 from bench import check, hostile, kills, rollout, shapes, step, trl, update
-from runtime import decoding
+from engines import compact
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_rollout(command):
     width = max(map(len, rollout.random_prompts(4, vocabulary)[2:]))  # the first two warm up
     token = layers * 2 * 2 * 32 * (4 if limit == 1e-5 else 2)  # keys and values of 2 heads, bytes
     mib = [row["cache_mib"] for row in rows[:2]]
-    assert mib == [32 * token * columns / 2**20 for columns in (width + 3, width + decoding.ROOM)]
+    assert mib == [32 * token * columns / 2**20 for columns in (width + 3, width + compact.ROOM)]
 
 
 def test_check(small_runs, float32, command):

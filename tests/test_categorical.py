@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dppo
-from runtime import categorical
+from engines import categorical
 
 
 @pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.49, 1), (0.5, 3), (1 - 2**-53, 3)])

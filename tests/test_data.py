@@ -7,10 +7,10 @@ from pathlib import Path
 import datasets
 import pytest
 
-import arithmetic
 import data
 import rewards
-from runtime import InputError, words
+from runtime import InputError
+from tasks import arithmetic, word_problems
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -133,9 +133,9 @@ def test_word_problems():
         (data.eval_problems("words", 9), "heldout"),
         (data.sft_problems("words"), "sft"),
     ):
-        sizes = {"train": words.TRAIN_PROBLEMS, "heldout": 9, "sft": data.SFT_PROBLEMS}
+        sizes = {"train": word_problems.TRAIN_PROBLEMS, "heldout": 9, "sft": data.SFT_PROBLEMS}
         assert len(found) == sizes[split]
-        text, solution, answer, source = words.problem(split, 8)
+        text, solution, answer, source = word_problems.problem(split, 8)
         assert found[8] == data.Problem(text, answer, source, "", solution)
     assert len(data.eval_problems("words", None)) == data.EMBEDDED_PROBLEMS
 

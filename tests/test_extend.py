@@ -15,7 +15,6 @@ import pytest
 import torch
 import toy
 
-import arithmetic
 import config
 import dppo
 import proof
@@ -23,6 +22,7 @@ import rewards
 import sampler
 import train
 from runtime import InputError
+from tasks import arithmetic
 
 README = (toy.ROOT / "README.md").read_text()
 REWARD, RULES = re.findall(r"^```python\n(import .*?)^```$", README, re.DOTALL | re.MULTILINE)

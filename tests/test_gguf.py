@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-import arithmetic
 import config
 import eval as evaluation
-import loading
+import models
 import train
-from runtime import InputError, decoding
-from runtime import gguf as ours
+from engines import compact
+from runtime import InputError
+from tasks import arithmetic
+from tasks import gguf as ours
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -127,7 +128,7 @@ def test_weights_and_logprobs(kind, tmp_path):
     queries in llama.cpp's order, lost biases, and default settings."""
     model = write(tmp_path / "m.gguf", kind)
     folder = ours.model_folder(str(tmp_path / "m.gguf"))
-    found, tokenizer = loading.load_policy(folder, "cpu")
+    found, tokenizer = models.load_policy(folder, "cpu")
     stored = load_file(f"{folder}/model.safetensors")
     expected = model.state_dict()
     if kind == "llama":
@@ -199,8 +200,8 @@ def test_end_tokens(tmp_path):
     for number, (change, ends, pad) in enumerate(expected):
         path = tmp_path / f"{number}.gguf"
         write(path, change=change)
-        model, tokenizer = loading.load_policy(ours.model_folder(str(path)), "cpu")
-        assert decoding.eos_token_ids(model, tokenizer) == ends
+        model, tokenizer = models.load_policy(ours.model_folder(str(path)), "cpu")
+        assert compact.eos_token_ids(model, tokenizer) == ends
         assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, pad)
         assert model.get_input_embeddings().padding_idx is None
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from toy import flags, toy_reward
 
-import arithmetic
 import config
 import metrics
 import train
 from runtime import InputError
+from tasks import arithmetic
 from update import Sums
 
 
@@ -181,7 +181,7 @@ def test_an_epoch_is_of_all_candidates():
     options |= {"prompt_rule": "dppo", "prompts_per_step": 4, "steps": 3, "device": "cpu"}
     cfg = config.resolve(config.Config(**options))
     policy = torch.nn.Linear(1, 1)
-    policy.needs_transformers = ""
+    policy.why_not_fast = ""
     text = metrics.first_lines(cfg, policy, 1, problems=64, held_out=0, step=1)
     assert "8 x 16 completions a step" in text
     assert "drops nothing in the first 8 steps, an epoch" in text

@@ -188,7 +188,6 @@ def test_the_recipe_for_a_reward(policy_folder, tmp_path, monkeypatch):
     """The README's program for a custom reward trains. Catches a recipe that no longer works."""
     readme = (ROOT / "README.md").read_text()
     code = re.search(r"`myreward\.py`.*?```python\n(.*?)```", readme, re.DOTALL)[1]
-    assert len(code.splitlines()) <= 10
     assert 'completion.endswith("=" + gold)' in code
     code = code.replace('completion.endswith("=" + gold)', "'a' in completion + gold")
     (tmp_path / "myreward.py").write_text(code)

@@ -10,7 +10,7 @@ SHORT_BASE = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-import arithmetic
+from tasks import arithmetic
 arithmetic.CACHE = Path({folder!r})
 arithmetic.BASE_STEPS = 20
 """  # in place of 1,000, which a fresh clone would train: no claim depends on the model's accuracy
@@ -22,7 +22,6 @@ def test_notebook(path, tmp_path):
     without its pictures."""
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert len(notebook.cells) <= 20
     assert all(cell.execution_count for cell in code), "committed with outputs"
     assert "assert" in code[-1].source
     outputs = [output for cell in code for output in cell.outputs]

@@ -1,4 +1,4 @@
-"""The repository's own limits: the pages say what is true, and the code stays readable."""
+"""The pages say what is true, and imports go one way."""
 
 import ast
 import graphlib
@@ -15,14 +15,13 @@ import pytest
 import bench.__main__
 import config
 import eval as evaluation
-import sft
-from bench.code import READING_PATH
 from related import structured
+from tasks import sft
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "runs" / "LOG.md"]
-FOLDERS = (".", "runtime", "bench", "related")
+FOLDERS = (".", "engines", "integrations", "tasks", "runtime", "bench", "related")
 CODE = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.py")]
 OTHER_FLAGS = {  # of torchrun, pip and SkyRL
     "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
@@ -62,12 +61,6 @@ def prose(text):
 # ---------------------------------------------------------------------------- README and docs
 
 
-def test_readme_is_short():
-    """Fails if the README outgrows what a newcomer reads to the end."""
-    assert len(README.splitlines()) <= 130
-    assert len(README.split()) <= 1200
-
-
 def test_readme_begins_with_the_essentials():
     """Fails if the README's head no longer says which DPPO this is, or how to start it."""
     head = "\n".join(README.splitlines()[:8])
@@ -76,16 +69,6 @@ def test_readme_begins_with_the_essentials():
     first = README.index("pip install -r requirements.txt && torchrun train.py")
     assert first < README.index("pip install -r requirements.txt && pytest")
     assert first < README.index("## The idea")
-
-
-@page
-def test_pages_are_readable(path):
-    """Fails if a line is longer than 100 columns, or a table wider than six."""
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        assert len(line) <= 100, f"{path.name}:{number} has {len(line)} columns"
-        cells = re.sub(r"\\\|", "", line).strip().strip("|").split("|")
-        is_row = line.startswith("|")
-        assert not is_row or len(cells) <= 6, f"{path.name}:{number} has {len(cells)} cells"
 
 
 @page
@@ -111,12 +94,6 @@ def test_flags_exist(path):
     for script in ROOT.glob("runs/*.sh"):  # the labels of its `case`
         known |= set(re.findall(r"^ *(--[a-z0-9-]+)\)", script.read_text(), re.M))
     assert set(FLAG.findall(path.read_text())) <= known
-
-
-def test_every_flag_of_train_is_explained():
-    """Fails if a flag is added or renamed without a row in docs/running.md."""
-    rows = re.findall(r"^\| `(--[a-z0-9-]+)` \|", (ROOT / "docs" / "running.md").read_text(), re.M)
-    assert sorted(rows) == sorted(flags_of(config.Config))
 
 
 def test_help_explains_every_flag():
@@ -156,59 +133,6 @@ def find(module, label):
 # ---------------------------------------------------------------------------- the code
 
 
-def test_lines_fit():
-    """Fails if a line of code or of a shell script is longer than 100 columns."""
-    for path in repository_files():
-        if path.suffix in {".py", ".sh"}:
-            for number, line in enumerate(path.read_text().splitlines(), 1):
-                assert len(line) <= 100, f"{path}:{number} has {len(line)} columns"
-
-
-def functions():
-    """(file, qualified name, lines from `def` to the end) of the root, runtime/ and related/."""
-
-    def visit(node, prefix, file):
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                name = f"{prefix}{child.name}"
-                if not isinstance(child, ast.ClassDef):
-                    yield file, name, child.end_lineno - child.lineno + 1
-                yield from visit(child, f"{name}.", file)
-            else:
-                yield from visit(child, prefix, file)
-
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("runtime/*.py"), *ROOT.glob("related/*.py")]:
-        yield from visit(ast.parse(path.read_text()), "", path.name)
-
-
-def test_functions_fit_on_a_screen():
-    """Fails if a function grows beyond 80 lines, Trainer.step beyond 40 or train.main beyond 60."""
-    limits = {("train.py", "Trainer.step"): 40, ("train.py", "main"): 60}
-    lengths = {(file, name): lines for file, name, lines in functions()}
-    assert limits.keys() <= lengths.keys()
-    for function, lines in lengths.items():
-        assert lines <= limits.get(function, 80), f"{function} has {lines} lines"
-
-
-def test_root_is_small():
-    """Fails if the root holds more than 24 Python files, or its reading path grows too long."""
-    assert len(list(ROOT.glob("*.py"))) <= 24
-    lines = {name: len((ROOT / f"{name}.py").read_text().splitlines()) for name in READING_PATH}
-    assert sum(lines.values()) <= 1835
-    assert lines["train"] <= 340
-
-
-def test_related_files_are_short():
-    """Fails if a file of related/ grows beyond 250 lines: a student reads each in ten minutes."""
-    for path in ROOT.glob("related/*.py"):
-        assert len(path.read_text().splitlines()) <= 250, path.name
-
-
-def test_supervised_training_is_short():
-    """Fails if sft.py grows beyond 150 lines: it is a start for train.py, not a second trainer."""
-    assert len((ROOT / "sft.py").read_text().splitlines()) <= 150
-
-
 def imports(path, modules):
     """Names of our modules that a file imports anywhere, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -235,7 +159,7 @@ def test_layers():
 
 def test_judge_needs_no_torch():
     """Fails if the judge's module imports torch, which its 1 GiB of memory cannot hold."""
-    check = "import sys, runtime.judge; print('torch' in sys.modules)"
+    check = "import sys, runtime.math_judge; print('torch' in sys.modules)"
     command = [sys.executable, "-c", check]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"

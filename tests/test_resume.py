@@ -16,11 +16,11 @@ import toy
 from safetensors.torch import load_file
 from toy import ROOT, assert_same, flags, in_processes, rows, timeless
 
-import arithmetic
 import config
 import dppo
 import eval as evaluation
 from runtime import InputError, log
+from tasks import arithmetic
 
 
 @pytest.mark.parametrize("method", ["pps", "greso", "mopps"])

@@ -17,7 +17,7 @@ import torch
 import data
 import rewards
 from bench.hostile import hostile_answers
-from runtime import judge
+from runtime import math_judge
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_problems = pytest.mark.skipif(
@@ -141,16 +141,16 @@ def test_long_texts_are_quick():
 @contextlib.contextmanager
 def fresh_judge():
     """A new judge; afterwards the list has the CPU seconds that it and its children used."""
-    judge.ask.cache_clear()
-    judge._judge = judge._end_judge(judge._judge)
+    math_judge.ask.cache_clear()
+    math_judge._judge = math_judge._end_judge(math_judge._judge)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = []
     try:
         yield spent
-        judge.stop()
+        math_judge.stop()
     finally:
-        judge._judge = judge._end_judge(judge._judge)
-        judge.ask.cache_clear()
+        math_judge._judge = math_judge._end_judge(math_judge._judge)
+        math_judge.ask.cache_clear()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
@@ -158,17 +158,17 @@ def fresh_judge():
 @contextlib.contextmanager
 def changed_judge(monkeypatch, tmp_path, old, new):
     """A judge in whose source `new` replaces `old`."""
-    source = Path(judge.__file__).read_text()
+    source = Path(math_judge.__file__).read_text()
     assert old in source
     (tmp_path / "judge.py").write_text(source.replace(old, new))
-    judge.ask.cache_clear()
-    monkeypatch.setattr(judge, "_judge", None)
-    monkeypatch.setattr(judge, "__file__", str(tmp_path / "judge.py"))
+    math_judge.ask.cache_clear()
+    monkeypatch.setattr(math_judge, "_judge", None)
+    monkeypatch.setattr(math_judge, "__file__", str(tmp_path / "judge.py"))
     try:
         yield
     finally:
-        judge._end_judge(judge._judge)
-        judge.ask.cache_clear()
+        math_judge._end_judge(math_judge._judge)
+        math_judge.ask.cache_clear()
 
 
 @pytest.mark.parametrize("thread", [False, True])
@@ -188,7 +188,7 @@ def test_hostile_answers(thread):
                 else:
                     found = rewards.math_reward(*args)
                 assert found == reward, args[0][:80]
-    assert spent[0] < judge.SECONDS * len(pairs) + 5, "it takes 1.5 s to start"
+    assert spent[0] < math_judge.SECONDS * len(pairs) + 5, "it takes 1.5 s to start"
 
 
 FAKE = """
@@ -216,9 +216,11 @@ def test_limits_of_the_judge(monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with fresh_judge() as spent:
-        found = {name: judge.ask("1", name) for name in ("wait", "memory", "crash", "spin", "1+1")}
+        found = {
+            name: math_judge.ask("1", name) for name in ("wait", "memory", "crash", "spin", "1+1")
+        }
     assert found == {"wait": True, "memory": False, "crash": False, "spin": False, "1+1": True}
-    assert spent[0] < 2 * judge.SECONDS
+    assert spent[0] < 2 * math_judge.SECONDS
 
 
 def test_patience_of_the_judge(monkeypatch, tmp_path):
@@ -226,13 +228,13 @@ def test_patience_of_the_judge(monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with changed_judge(monkeypatch, tmp_path, "PATIENCE = 20.0", "PATIENCE = 0.2"):
-        assert not judge.ask("1", "hang")
-        assert judge.ask("1", "1+1")
+        assert not math_judge.ask("1", "hang")
+        assert math_judge.ask("1", "1+1")
 
 
 def test_many_threads_ask_one_judge():
     """Fails if a thread reads another's verdict."""
-    judge.ask.cache_clear()
+    math_judge.ask.cache_clear()
     rng = random.Random(0)
     golds = [f"\\frac{{{n}}}{{7}}" for n in range(100)]
     pairs = [(gold, rng.choice((gold, "\\frac{1}{9}"))) for gold in golds]
@@ -243,15 +245,15 @@ def test_many_threads_ask_one_judge():
 
 def test_a_killed_judge_is_replaced():
     assert rewards.verify("\\frac{1}{3}", "\\frac{2}{6}")
-    os.killpg(judge._judge.pid, signal.SIGKILL)
-    judge._judge.wait()
+    os.killpg(math_judge._judge.pid, signal.SIGKILL)
+    math_judge._judge.wait()
     assert rewards.verify("\\frac{1}{3}", "\\frac{3}{9}")
 
 
 def test_verdicts_are_cached(monkeypatch):
-    judge.ask.cache_clear()
+    math_judge.ask.cache_clear()
     assert rewards.math_reward("\\boxed{\\frac{5}{15}}", "\\frac{1}{3}") == 1.0
-    monkeypatch.setattr(judge, "_turn", None)  # any query now fails
+    monkeypatch.setattr(math_judge, "_turn", None)  # any query now fails
     assert rewards.math_reward("then \\boxed{\\frac{5}{15}}", "\\frac{1}{3}") == 1.0
 
 
@@ -270,15 +272,15 @@ def test_without_math_verify(monkeypatch, tmp_path):
 
 def test_an_interrupted_query_leaves_no_verdict_behind(monkeypatch):
     """Fails if the next query reads the verdict of the interrupted one."""
-    judge.ask.cache_clear()
+    math_judge.ask.cache_clear()
     assert not rewards.verify("\\frac{1}{9}", "\\frac{2}{9}")
 
-    def interrupted(real=judge._judge.stdin.flush):
+    def interrupted(real=math_judge._judge.stdin.flush):
         real()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(judge._judge.stdin, "flush", interrupted)
+        patch.setattr(math_judge._judge.stdin, "flush", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rewards.verify("\\frac{3}{9}", "\\frac{1}{3}")
     assert not rewards.verify("\\frac{1}{9}", "\\frac{4}{9}")
@@ -286,9 +288,9 @@ def test_an_interrupted_query_leaves_no_verdict_behind(monkeypatch):
 
 def test_an_interrupt_while_the_judge_starts(monkeypatch):
     """Ctrl-C in a notebook, after which the user continues. Fails if "ready" becomes a verdict."""
-    judge.ask.cache_clear()
-    judge._end_judge(judge._judge)
-    monkeypatch.setattr(judge, "_judge", None)
+    math_judge.ask.cache_clear()
+    math_judge._end_judge(math_judge._judge)
+    monkeypatch.setattr(math_judge, "_judge", None)
     real = subprocess.Popen
 
     def interrupted():
@@ -300,7 +302,7 @@ def test_an_interrupt_while_the_judge_starts(monkeypatch):
         return process
 
     with monkeypatch.context() as patch:
-        patch.setattr(judge.subprocess, "Popen", popen)
+        patch.setattr(math_judge.subprocess, "Popen", popen)
         with pytest.raises(KeyboardInterrupt):
             rewards.verify("\\frac{1}{2}", "\\frac{2}{4}")
     assert rewards.verify("\\frac{1}{2}", "\\frac{2}{4}")

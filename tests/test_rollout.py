@@ -11,11 +11,12 @@ from toy import plain_logits
 from tqdm import tqdm
 
 import dppo
-import loading
+import models
 import packing
 import rewards
 import rollout
-from runtime import InputError, decoding
+from engines import compact
+from runtime import InputError
 
 ENGINES = pytest.mark.parametrize("engine", ["compact", "hf"])
 
@@ -390,7 +391,7 @@ def test_a_completion_does_not_depend_on_its_batch(make_policy, monkeypatch, wor
     found = []
     for batch_size, every, room in ((24, 1, 64), (6, 3, 1), (12, 16, 4), (24, 16, 64)):
         monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
-        monkeypatch.setattr(decoding, "ROOM", room)
+        monkeypatch.setattr(compact, "ROOM", room)
         found.append(sample(model, prompts, batch_size=batch_size, **options))
     inside = torch.arange(30) < found[0].lengths[..., None]
     assert len(set(found[0].lengths.flatten().tolist())) > 4
@@ -424,7 +425,7 @@ def test_masks_suit_the_kernels(make_policy, forwards, monkeypatch, every):
     length there is no mask."""
     model, _ = make_policy(dtype=torch.bfloat16)
     monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
-    model.needs_transformers = ""
+    model.why_not_fast = ""
     seen = forwards(model)
     sample(model, [[65], [66] * 4], max_new_tokens=3, eos_ids=[-1], seed=0)
     first, *others = (mask for _, mask, _ in seen)
@@ -467,11 +468,11 @@ def test_settings_come_from_the_policy(make_policy):
 
 def test_end_tokens_of_a_chat_model(make_policy):
     model, tokenizer = make_policy()
-    assert decoding.eos_token_ids(model, tokenizer) == [256]
+    assert compact.eos_token_ids(model, tokenizer) == [256]
     model.generation_config.eos_token_id = [151645, 151643]
-    assert decoding.eos_token_ids(model, tokenizer) == [151645, 151643]
+    assert compact.eos_token_ids(model, tokenizer) == [151645, 151643]
     model.generation_config.eos_token_id = None
-    assert decoding.eos_token_ids(model, tokenizer) == [256]
+    assert compact.eos_token_ids(model, tokenizer) == [256]
 
 
 @ENGINES
@@ -481,7 +482,7 @@ def test_a_loaded_models_vocabulary_is_its_tokenizers(make_policy, tmp_path, eng
     model.resize_token_embeddings(320)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    loaded, _ = loading.load_policy(str(tmp_path), "cpu")
+    loaded, _ = models.load_policy(str(tmp_path), "cpu")
     assert loaded.config.vocab_size == 320
     got = sample(loaded, [[65, 66]], group_size=500, engine=engine)
     assert got.completion_ids.max() < 258
@@ -499,7 +500,7 @@ def test_a_loaded_policy_can_be_padded_and_trained(make_policy, tmp_path):
     tokenizer.pad_token = None
     tokenizer.add_tokens(["<|more|>"])
     tokenizer.save_pretrained(tmp_path)
-    loaded, tokenizer = loading.load_policy(str(tmp_path), "cpu")
+    loaded, tokenizer = models.load_policy(str(tmp_path), "cpu")
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 256
     assert loaded.vocab_size == 258
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
@@ -508,8 +509,8 @@ def test_a_loaded_policy_can_be_padded_and_trained(make_policy, tmp_path):
 def test_a_policy_in_bfloat16_keeps_its_positions(policy_folder):
     """Weights are cast, the frequencies of rotary positions are not. Fails if the whole module is
     cast."""
-    exact, _ = loading.load_policy(policy_folder, "cpu")
-    policy, _ = loading.load_policy(policy_folder, "cpu", "bfloat16")
+    exact, _ = models.load_policy(policy_folder, "cpu")
+    policy, _ = models.load_policy(policy_folder, "cpu", "bfloat16")
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
     own, rounded = (model.model.rotary_emb.inv_freq for model in (exact, policy))
     assert torch.equal(own, rounded)
@@ -523,4 +524,4 @@ def test_a_model_with_a_sliding_window_is_refused(make_policy, tmp_path):
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"layers of kinds .*sliding_attention"):
-        loading.load_policy(str(tmp_path), "cpu")
+        models.load_policy(str(tmp_path), "cpu")

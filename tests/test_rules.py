@@ -9,10 +9,9 @@ import torch
 import toy
 from toy import assert_same, timeless
 
-import arithmetic
 import config
 import dppo
-import loading
+import models
 import rollout
 import run as training_run
 import sampler
@@ -20,6 +19,7 @@ import train
 import update
 from runtime import InputError, plot
 from runtime.stop import Stopped
+from tasks import arithmetic
 
 COMPLETION_RULES = (
     "none", "zero", "uniform", "dppo", "pps", "cppo", "cppo_batch", "pods", "dppo_floor",
@@ -196,7 +196,7 @@ def test_kl_reference_is_the_first_model(policy_folder, run, tmp_path):
     assert whole[0]["kl"] == pytest.approx(0, abs=1e-9)
     assert whole[5]["kl"] > 1e-4
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
-    model, _ = loading.load_policy(policy_folder, "cpu")
+    model, _ = models.load_policy(policy_folder, "cpu")
     with torch.no_grad():
         model.model.norm.weight.mul_(1.1)
     model.save_pretrained(policy_folder)

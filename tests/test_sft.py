@@ -17,11 +17,11 @@ from toy import ROOT, assert_same, flags, in_processes, rows, timeless, toy_rewa
 
 import config
 import data
-import loading
+import models
 import rollout
-import sft
 import train
 from runtime import InputError, ranks
+from tasks import sft
 
 # The last problem is held out, which leaves 12.
 PROBLEMS = [
@@ -143,7 +143,7 @@ def test_it_learns(teach, tmp_path, monkeypatch):
     log = teach("run", data=(file,), batch_size=2, steps=80, lr=1e-2)
     assert log[0]["loss"] > 1
     assert log[-1]["loss"] < 0.1
-    model, tokenizer = loading.load_policy(str(tmp_path / "run" / "checkpoint"), "cpu")
+    model, tokenizer = models.load_policy(str(tmp_path / "run" / "checkpoint"), "cpu")
     _, prompts = data.encode_prompts(data.sft_problems(file), tokenizer, 512)
     sampling = rollout.Sampling.for_policy(model, tokenizer, 30, temperature=0)
     found = rollout.sample(model, prompts, sampling, group_size=1, seed=0)

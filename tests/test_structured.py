@@ -11,16 +11,16 @@ import toy
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-import arithmetic
 import config
 import data
-import loading
+import models
 import rollout
 import update
 from bench import __main__ as command_line
 from bench import structured as bench
-from related import recovery, stream, structured, text
-from runtime import InputError, pruned
+from related import pruned, recovery, stream, structured, text
+from runtime import InputError
+from tasks import arithmetic
 
 TOKENIZER = arithmetic.make_tokenizer()
 IDS = torch.randint(0, 256, (3, 7), generator=torch.Generator().manual_seed(1))
@@ -325,13 +325,13 @@ def test_load_policy_applies_removed_sublayers(without_sublayers, tmp_path):
     described = json.loads((tmp_path / "pruned" / "config.json").read_text())
     assert described["model_type"] == f"pruned_{model.config.model_type}"
     assert described["removed_sublayers"] == dict.fromkeys(["2.self_attn", "0.self_attn", "1.mlp"])
-    loaded, _ = loading.load_policy(folder, "cpu")
+    loaded, _ = models.load_policy(folder, "cpu")
     gone = (stream.size(*stream.parts(model, name)) for name in REMOVED)
     assert stream.size(loaded) == stream.size(model) - sum(gone)
     assert torch.allclose(toy.plain_logits(loaded, IDS), without(model, REMOVED), atol=1e-5)
     loaded.save_pretrained(tmp_path / "again")
     TOKENIZER.save_pretrained(tmp_path / "again")
-    again, _ = loading.load_policy(str(tmp_path / "again"), "cpu")
+    again, _ = models.load_policy(str(tmp_path / "again"), "cpu")
     assert torch.equal(toy.plain_logits(again, IDS), toy.plain_logits(loaded, IDS))
 
 
@@ -349,7 +349,7 @@ def test_pruned_models_sample_and_train(without_sublayers):
     packed forward. Catches attentions that are not numbered anew: the cache's first entry would
     stay empty, and the next tokens would take the wrong positions."""
     _, folder = without_sublayers
-    loaded, tokenizer = loading.load_policy(folder, "cpu")
+    loaded, tokenizer = models.load_policy(folder, "cpu")
     prompts = [[1, 2, 3], [4], [5, 6]]
     found = {}
     for engine in ("compact", "hf"):
@@ -368,7 +368,7 @@ def test_pruned_models_sample_and_train(without_sublayers):
 def test_pruned_policy_is_trained(recover, policy_folder, tmp_path):
     """train.py takes such a folder, every weight of it gets a gradient, and its checkpoint is such
     a folder again. Catches norms that stay where nothing reads them."""
-    model, tokenizer = loading.load_policy(policy_folder, "cpu")
+    model, tokenizer = models.load_policy(policy_folder, "cpu")
     model.set_attn_implementation("sdpa")
     options = {"units": "attention", "recovery": recover, "rank": 2}
     smaller = structured.prune(model, IDS, "l2", 0.2, **options)
@@ -376,7 +376,7 @@ def test_pruned_policy_is_trained(recover, policy_folder, tmp_path):
     tokenizer.save_pretrained(tmp_path / "smaller")
     changes = {"steps": 2, "save_every": 2, "method": "grpo"}
     toy.main(toy.flags(str(tmp_path / "smaller"), str(tmp_path / "out"), **changes))
-    trained, _ = loading.load_policy(str(tmp_path / "out" / "checkpoint"), "cpu")
+    trained, _ = models.load_policy(str(tmp_path / "out" / "checkpoint"), "cpu")
     assert trained.config.removed_sublayers == smaller.config.removed_sublayers
     assert len(trained.config.removed_sublayers) == 1
     before = smaller.state_dict()
@@ -430,7 +430,7 @@ def test_bias_is_fitted_behind_earlier_ones(tmp_path):
     removed = ["2.mlp", "0.self_attn", "0.mlp"]
     tensors = recovery.recover(model, IDS, removed, 0)
     smaller = pruned.rebuild(model, removed, 0, tensors)
-    loaded, _ = loading.load_policy(save(smaller, tmp_path), "cpu")
+    loaded, _ = models.load_policy(save(smaller, tmp_path), "cpu")
     loaded.set_attn_implementation("sdpa")
     assert torch.equal(logits(loaded), logits(smaller))
     assert loaded.config.removed_sublayers == dict.fromkeys(removed, 0)
@@ -536,7 +536,7 @@ def test_bench(tmp_path, monkeypatch):
     command_line.main(f"{line} --methods cosine random".split())
     rows = json.loads((tmp_path / "rows").read_text())
     assert len(rows) == 1 + 2 * 2 * 3 + 2 * 2 * 2
-    policy, _ = loading.load_policy(folder, "cpu")
+    policy, _ = models.load_policy(folder, "cpu")
     policy.set_attn_implementation("sdpa")
     calibration, held_out = text.read(str(file), TOKENIZER, 2, 50)
     for row in rows[1:]:

@@ -13,8 +13,8 @@ import config
 import dppo
 import proof
 import sampler
-import tail
 import train
+from related import tail
 from runtime import InputError
 
 TAIL = {"rollout_checkpoint": 5, "rollout_prune_rate": 0.4}

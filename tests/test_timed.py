@@ -11,12 +11,12 @@ from unittest import mock
 
 import pytest
 
-import arithmetic
 import config
 import train
 from bench import timed, tune
 from bench.timed import Run
 from runtime import InputError, log
+from tasks import arithmetic
 
 
 @pytest.fixture

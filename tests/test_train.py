@@ -11,20 +11,20 @@ from safetensors.torch import load_file
 from toy import assert_same, flags, in_processes, rows, timeless, toy_reward
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-import arithmetic
 import config
 import dppo
 import eval as evaluation
-import loading
 import metrics
+import models
 import rewards
 import rollout
 import run as training_run
 import sampler
 import train
 import update
-from runtime import InputError, clock, deal, ranks
+from runtime import InputError, deal, ranks, timer
 from runtime.stop import Stop
+from tasks import arithmetic
 
 
 def test_without_rates_dppo_is_grpo_bit_for_bit(run, tmp_path):
@@ -97,7 +97,7 @@ def test_times_of_a_step(run, monkeypatch):
 
         monkeypatch.setattr(owner, name, slow)
 
-    monkeypatch.setattr(clock, "clock", lambda device: now[0])
+    monkeypatch.setattr(timer, "clock", lambda device: now[0])
     takes(rollout, "sample", 1.0)
     takes(rewards, "score", 10.0)
     takes(evaluation, "score", 10.0)
@@ -187,14 +187,14 @@ def test_gradient_checkpointing_is_the_same_run(run, tmp_path, monkeypatch):
 
 def test_dropout_and_checkpointing_do_not_meet(policy_folder, run, monkeypatch):
     """Checkpointing needs transformers' training mode, which would enable dropout."""
-    load = loading.load_policy
+    load = models.load_policy
 
     def with_dropout(*args, **options):
         model, tokenizer = load(*args, **options)
         model.model.layers[0].mlp.act_fn = torch.nn.Dropout(0.1)
         return model, tokenizer
 
-    monkeypatch.setattr(loading, "load_policy", with_dropout)
+    monkeypatch.setattr(models, "load_policy", with_dropout)
     with pytest.raises(InputError, match="--gradient-checkpointing: this model has dropout"):
         run("run", gradient_checkpointing=True)
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-import arithmetic
 import config
 from bench import race, timed, tune
 from runtime import InputError, log
+from tasks import arithmetic
 
 
 @pytest.mark.parametrize("setting", tune.SEARCHES)

@@ -12,7 +12,7 @@ from toy import flags, toy_reward
 
 import config
 import dppo
-import loading
+import models
 import proof
 import sampler
 import train
@@ -231,7 +231,7 @@ class InFloat64(train.Trainer):
     def updated(self, full, keep, weights, start):
         """The parameters after one update from the parameters `start` and a used optimizer."""
         torch.nn.utils.vector_to_parameters(start.clone(), self.model.parameters())
-        self.optimizer = loading.make_optimizer(self.cfg, self.model.parameters())
+        self.optimizer = models.make_optimizer(self.cfg, self.model.parameters())
         everything = torch.ones_like(keep)
         self.update(1, full, everything, everything.double())  # fills moments and momentum
         torch.nn.utils.vector_to_parameters(start.clone(), self.model.parameters())

@@ -8,7 +8,7 @@ from test_packing import flat_grad
 from transformers import BloomConfig, BloomForCausalLM
 
 import config
-import loading
+import models
 import packing
 import update
 from runtime import InputError, device
@@ -246,10 +246,10 @@ def test_scaled_logits_are_refused(make_policy, policy_folder, monkeypatch):
     loose tolerance, and a check that changes the model's mode."""
     model, _ = make_policy()
     for training in (True, False):
-        assert loading.packs_exactly(model.train(training))
+        assert models.packs_exactly(model.train(training))
         assert model.training == training, "restored"
     assert model.config._attn_implementation == packing.ATTENTION
-    assert loading.load_policy(policy_folder, "cpu")
+    assert models.load_policy(policy_folder, "cpu")
     forward = type(model).forward
 
     def scaled(self, *args, **options):
@@ -259,7 +259,7 @@ def test_scaled_logits_are_refused(make_policy, policy_folder, monkeypatch):
 
     monkeypatch.setattr(type(model), "forward", scaled)
     with pytest.raises(InputError, match="cannot be packed exactly"):
-        loading.load_policy(policy_folder, "cpu")
+        models.load_policy(policy_folder, "cpu")
 
 
 def test_models_that_cannot_be_packed_are_refused(make_policy, tmp_path):
@@ -271,7 +271,7 @@ def test_models_that_cannot_be_packed_are_refused(make_policy, tmp_path):
     for part in (bloom, tokenizer):
         part.save_pretrained(tmp_path / "bloom")
     with pytest.raises(InputError, match="cannot be packed exactly"):
-        loading.load_policy(str(tmp_path / "bloom"), "cpu")
+        models.load_policy(str(tmp_path / "bloom"), "cpu")
     model, _ = make_policy()
     model.model.layers[1].self_attn.sliding_window = 4
-    assert not loading.packs_exactly(model)
+    assert not models.packs_exactly(model)

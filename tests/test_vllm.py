@@ -18,14 +18,14 @@ import torch
 from toy import assert_same, flags, plain_logits, rows, timeless
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import arithmetic
 import config
-import loading
+import models
 import packing
 import rollout
 import train
-import vllm_engine
+from engines import vllm_engine
 from runtime import InputError
+from tasks import arithmetic
 from update import trainer_logprobs
 
 vllm = pytest.importorskip("vllm", reason="tests/vllm.sh runs these, with a vLLM for CPUs")
@@ -58,7 +58,7 @@ def make_model(folder, *, tied, padding=0):
     )
     Qwen3ForCausalLM(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return loading.load_policy(str(folder), "cpu")[0]
+    return models.load_policy(str(folder), "cpu")[0]
 
 
 def make_engine(folder):

@@ -93,7 +93,8 @@ def in_processes(world, work, *args, codes=None):
     `codes`, by default 0; as soon as one ends with another code, the rest is killed.
     """
     codes = codes or [0] * world
-    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    folders = ("tests", "tests/integrations", "integrations", "")
+    path = os.pathsep.join(str(ROOT / name) for name in folders)
     with mock.patch.dict(os.environ, PYTHONPATH=path):
         forkserver.ensure_running()  # Python 3.11 would not find the modules to preload
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Tests of dppo_trl.py. Builds an environment with TRL and DeepSpeed (some minutes) and runs them
+# Tests of integrations/dppo_trl.py. Builds an environment with TRL and DeepSpeed (some minutes) and runs them
 # there. From the root of the repository: sh tests/trl.sh [FOLDER]. runs/trl-tests.txt is the end of
 # the last output.
 set -e
@@ -12,5 +12,5 @@ if [ ! -x "$venv/bin/pytest" ]; then
         py-cpuinfo==9.0.0 ninja==1.13.2 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 pydantic \
         pydantic-core annotated-types typing-inspection nvidia-ml-py
 fi
-"$venv/bin/python" -m pytest -o addopts= -v -p no:cacheprovider tests/test_trl.py \
-    tests/test_trl_ranks.py
+"$venv/bin/python" -m pytest -o addopts= -v -p no:cacheprovider tests/integrations/test_trl.py \
+    tests/integrations/test_trl_ranks.py

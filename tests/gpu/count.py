@@ -22,15 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import pretend_cuda
 
-import arithmetic
 import config
-import loading
+import models
 import packing
 import rollout
 import update
+from engines import check_decoder
 from run import Run
-from runtime import compared
 from runtime.device import cast_weights, fuse_norms
+from tasks import arithmetic
 from train import Trainer
 
 UPDATES = {
@@ -54,7 +54,7 @@ def make_model(seed=0, layers=4):
     model.config.num_hidden_layers = layers
     model.config.layer_types = ["full_attention"] * layers
     model = model.to("cuda")
-    compared.compare(model)
+    check_decoder.compare(model)
     return model
 
 
@@ -94,7 +94,7 @@ def count_update(name, options):
     model = make_model()
     reference = make_model(seed=1).requires_grad_(False) if cfg.beta else None
     if cfg.gradient_checkpointing:
-        loading.checkpoint_layers(model)
+        models.checkpoint_layers(model)
     everything, seen = sample(model, 12, 12), {}
     for prompts in (3, 3, 12):  # the first makes .grad, and does not count
         rollouts = first(everything, prompts)

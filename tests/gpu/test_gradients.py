@@ -5,7 +5,7 @@ import torch
 from test_packing import flat_grad
 
 import config
-import loading
+import models
 import packing
 import update
 
@@ -36,7 +36,7 @@ def gradient(policy, monkeypatch):
         cfg = config.resolve(config.Config(device=device, **options, **VARIANTS[name]))
         model, reference, old = policy(device), policy(device, seed=1), None
         if cfg.gradient_checkpointing:
-            loading.checkpoint_layers(model)
+            models.checkpoint_layers(model)
         if cfg.epochs > 1:
             old = update.trainer_logprobs(reference, rollouts, cfg)
         shape, generator = rollouts.lengths.shape, torch.Generator().manual_seed(3)

@@ -37,7 +37,7 @@ from verl_toy import (  # noqa: E402
     tokens_of,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # ---------------------------------------------------------------------------- verl's engine
@@ -433,8 +433,9 @@ def test_verl_finds_it():
     )
     for first in ("", "import dppo_verl; "):
         environment = {"VERL_USE_EXTERNAL_MODULES": "" if first else "dppo_verl"}
+        environment |= {"PATH": "/usr/bin", "PYTHONPATH": str(ROOT / "integrations")}
         found = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", first + code], cwd=ROOT, check=True, text=True,
-            capture_output=True, env={"PATH": "/usr/bin", **environment},
+            capture_output=True, env=environment,
         ).stdout  # fmt: skip
         assert found.endswith("['colocate_async', 'nanodppo', 'separate_async', 'sync']\n")

@@ -3,6 +3,7 @@
 import json
 import os
 
+import dppo_trl
 import torch
 import trl
 from accelerate import PartialState
@@ -17,8 +18,6 @@ from trl_toy import (
     over_completions,
     over_prompts,
 )  # fmt: skip
-
-import dppo_trl
 
 
 class WeightedDummies(dppo_trl.DPPOTrainer):

@@ -8,8 +8,8 @@ import torch
 
 import packing
 import rollout
-from runtime import decoding
-from runtime.lean import Decoder
+from engines import compact
+from engines.fast_decoder import Decoder
 
 ENDS = [256, *range(0, 256, 16)]
 PROMPTS = [[65, 66, 67], [68], [65, 66, 67], [71] * 5]  # ragged, and one of them twice
@@ -65,7 +65,7 @@ def test_shared_rows_change_nothing(sample, monkeypatch, options, room):
     """Against a loop in which each completion has a row of its own. Catches a completion that
     stands on another's row, a row that takes the keys, mask, position or penalty of another, a draw
     with another completion's random number, and statistics of a sibling's token."""
-    monkeypatch.setattr(decoding, "ROOM", room)
+    monkeypatch.setattr(compact, "ROOM", room)
     found, rows = sample(PROMPTS, **options)
     wanted, own = sample(PROMPTS, shared=False, **options)
     inside = torch.arange(14) < wanted.lengths[..., None]
@@ -152,7 +152,7 @@ def test_next_rows():
         ended = torch.tensor([number in gone for number in text])
         if ended.all():
             continue
-        *places, row = decoding.next_rows(torch.tensor(parent), torch.tensor(text), ended)
+        *places, row = compact.next_rows(torch.tensor(parent), torch.tensor(text), ended)
         going, texts, sources, gaps, movers = (place.tolist() for place in places)
         kept = [number for number in range(len(parent)) if number not in gone]
         assert sorted(texts) == kept
@@ -171,7 +171,7 @@ def test_next_rows():
 
 def test_completions_in_rows_of_their_own():
     """Catches rows that move although one that ended is last, or that need the texts."""
-    *places, row = decoding.next_rows(None, None, torch.tensor([False, True, False, False, True]))
+    *places, row = compact.next_rows(None, None, torch.tensor([False, True, False, False, True]))
     assert row is None
     assert [place.tolist() for place in places] == [[0, 3, 2], [0, 3, 2], [0, 3, 2], [1], [3]]
 
@@ -179,7 +179,7 @@ def test_completions_in_rows_of_their_own():
 def test_buffers_grow_by_doubling():
     """A batch that gains one row at a time. Catches a copy of all keys and values for every row,
     more rows than completions, and rows whose content is lost as the buffers grow."""
-    layer = decoding.GrowingLayer()
+    layer = compact.GrowingLayer()
     states = torch.arange(6.0).view(1, 1, 3, 2)
     layer.update(states, -states)
     moved = set()
@@ -195,13 +195,13 @@ def test_buffers_grow_by_doubling():
 def test_common_beginning(monkeypatch):
     """Fails if the last token of a prompt is counted, which predicts the first sampled one, if
     short beginnings or single prompts are read apart, or if prompts differ in it."""
-    monkeypatch.setattr(decoding, "SHARED", 2)
-    assert decoding.common_beginning([[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3, 4, 7]]) == [1, 2, 3]
-    assert decoding.common_beginning([[1, 2, 3], [1, 2, 3, 4]]) == [1, 2]
-    assert decoding.common_beginning([[1, 2, 3], [1, 2, 3]]) == [1, 2]
-    assert decoding.common_beginning([[1, 2, 3], [1, 9, 3]]) == []
-    assert decoding.common_beginning([[1, 2, 3]]) == []
-    assert decoding.common_beginning([[1], [1, 2]]) == []
+    monkeypatch.setattr(compact, "SHARED", 2)
+    assert compact.common_beginning([[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3, 4, 7]]) == [1, 2, 3]
+    assert compact.common_beginning([[1, 2, 3], [1, 2, 3, 4]]) == [1, 2]
+    assert compact.common_beginning([[1, 2, 3], [1, 2, 3]]) == [1, 2]
+    assert compact.common_beginning([[1, 2, 3], [1, 9, 3]]) == []
+    assert compact.common_beginning([[1, 2, 3]]) == []
+    assert compact.common_beginning([[1], [1, 2]]) == []
 
 
 @pytest.mark.parametrize(
@@ -221,10 +221,10 @@ def test_a_shared_beginning_is_read_once(make_policy, monkeypatch, prompts, firs
     sampling = rollout.Sampling(8, [256], 257, repetition_penalty=1.3)
     found = {}
     for shared in (100, 3):
-        monkeypatch.setattr(decoding, "SHARED", shared)
+        monkeypatch.setattr(compact, "SHARED", shared)
         shapes.clear()
-        with torch.inference_mode(), decoding.plain_generation(model):
-            logits, _, positions, *_ = decoding.prefill(model, prompts, 8)
+        with torch.inference_mode(), compact.plain_generation(model):
+            logits, _, positions, *_ = compact.prefill(model, prompts, 8)
         got = rollout.sample(model, prompts, sampling, group_size=4, seed=1)
         found[shared] = (logits, positions, got.completion_ids, got.logprobs)
         assert shapes[0] == first[shared]

@@ -13,14 +13,15 @@ import transformers
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import arithmetic
 import data
 import packing
 import rollout
-import vllm_engine
 from config import Config
-from runtime import InputError, compared, gguf, pruned, ranks
+from engines import check_decoder, vllm_engine
+from related import pruned
+from runtime import InputError, ranks
 from runtime.device import cast_weights, fuse_norms
+from tasks import arithmetic, gguf
 from update import trainer_logprobs
 
 
@@ -125,7 +126,7 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
 
     The model has packed attention; the tokenizer has a pad token. Training needs float32 weights;
     sampling in bfloat16 needs weights of that type, or each would be cast for every token. If it
-    `samples`, it is compared with the lean decoder, see runtime/compared.py."""
+    `samples`, it is compared with the lean decoder, see engines/check_decoder.py."""
     pruned.register()  # models that related/structured.py took sub-layers from
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
@@ -148,11 +149,11 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     fuse_norms(model)
-    exact = None if dtype == "float32" or not samples else compared.logits(model)
+    exact = None if dtype == "float32" or not samples else check_decoder.logits(model)
     cast_weights(model, dtype)
     model = model.to(device)
     if samples:
-        compared.compare(model, exact)
+        check_decoder.compare(model, exact)
     return model, tokenizer
 
 

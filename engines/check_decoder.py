@@ -1,13 +1,15 @@
 """
-Which models runtime/lean.py decodes: those of the families that it is made for, and of these only
-the ones that get from it the logits that they get from transformers. The others keep transformers.
+Which models the fast decoder samples from.
+
+It supports Llama, Mistral, Qwen2 and Qwen3. When such a model is loaded, the decoder's logits are
+compared with transformers'. If they differ, or for any other model, transformers decodes.
 """
 
 import torch
 from torch import nn
 
-from runtime import decoding
-from runtime.lean import Decoder
+from engines import compact
+from engines.fast_decoder import Decoder
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPES = ("default", "linear", "llama3", "yarn")  # they rotate a position always in the same way
@@ -21,17 +23,17 @@ LENGTH = 11  # tokens that are compared: a prompt of 8, then 3
 def decoder(model, length: int):
     """decode(token, positions, step, cache, bias) for the first `length` positions: a lean.Decoder
     if `compare` has accepted the model, else transformers."""
-    needs = getattr(model, "needs_transformers", "it was not compared")
+    needs = getattr(model, "why_not_fast", "it was not compared")
     return _transformers(model) if needs else Decoder(model, length)
 
 
 def compare(model, exact=None) -> None:
-    """Set model.needs_transformers: why the lean decoder must not sample from this model, or "".
+    """Set model.why_not_fast: why the lean decoder must not sample from this model, or "".
 
     exact: for weights in 16 bits, the `logits` that the model had in float32. There the decoder may
     be no further from these than transformers is. Leaves the random state as it is."""
-    model.needs_transformers = _unfit(model)
-    if model.needs_transformers:
+    model.why_not_fast = _unfit(model)
+    if model.why_not_fast:
         return
     theirs, ours = logits(model).cpu(), logits(model, Decoder(model, LENGTH)).cpu()
     gap, most = (ours - theirs).abs().max().item(), CLOSE
@@ -39,7 +41,7 @@ def compare(model, exact=None) -> None:
         gap, most = ((some - exact.cpu()).norm().item() for some in (ours, theirs))
         most *= NOISE
     if not gap <= most:
-        model.needs_transformers = f"the lean decoder's logits differ by {gap:.1e} > {most:.1e}"
+        model.why_not_fast = f"the lean decoder's logits differ by {gap:.1e} > {most:.1e}"
 
 
 def _unfit(model) -> str:
@@ -72,8 +74,8 @@ def logits(model, decode=None) -> torch.Tensor:
     ids = torch.randint(model.config.vocab_size, (4, LENGTH), generator=draw)
     prompts = [row[:width].tolist() for row, width in zip(ids, (3, 8, 8, 8), strict=True)]
     found = []
-    with decoding.plain_generation(model):
-        _, _, positions, bias, cache = decoding.prefill(model, prompts, 3)
+    with compact.plain_generation(model):
+        _, _, positions, bias, cache = compact.prefill(model, prompts, 3)
         for step, token in enumerate(ids[:, 8:].to(model.device).split(1, dim=1)):
             inputs = (token, positions, step + 1, cache, bias[..., : 9 + step])
             found.append((decode or _transformers(model))(*inputs))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FLOAT32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
 
@@ -27,7 +27,7 @@ def settings(model, folder, workers=1):
         "data.train_files": f"{folder}/train.parquet", "data.val_files": f"{folder}/val.parquet",
         "data.train_batch_size": 8, "data.max_prompt_length": 32, "data.max_response_length": 32,
         "data.seed": 0, "data.dataloader_num_workers": 0,
-        "reward.custom_reward_function.path": f"{ROOT}/tests/verl_reward.py",
+        "reward.custom_reward_function.path": f"{ROOT}/tests/integrations/verl_reward.py",
         "reward.num_workers": 1,
         "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.model.path": model,
@@ -58,7 +58,8 @@ def start(model, folder, changes, workers=1, **environment):
     options = settings(model, folder, workers) | changes
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]
     command += [f"{name}={value}" for name, value in options.items()]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    folders = [str(ROOT / name) for name in ("", "integrations", "tests/integrations")]
+    paths = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
         "PYTHONPATH": paths, "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
         "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "OMP_NUM_THREADS": "1",
@@ -125,8 +126,8 @@ SHOWN = ("training/global_step", "critic/score/mean", SCORE, "actor/grad_norm")
 
 def prepare(folder):
     """The folder with the embedded task's data; the folder of its base model."""
-    import arithmetic
     import data
+    from tasks import arithmetic
 
     folder.mkdir(parents=True, exist_ok=True)
     held_out = data.eval_problems("arithmetic", 300, of_training_file=True)

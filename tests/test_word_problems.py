@@ -11,17 +11,17 @@ import pytest
 
 import data
 import rewards
-from runtime import words
+from tasks import word_problems
 
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-NAMES = f"{words.BOYS} {words.GIRLS}".split()
+NAMES = f"{word_problems.BOYS} {word_problems.GIRLS}".split()
 PRONOUN = re.compile(r"\b(?:he|his|him|she|her)\b", re.IGNORECASE)
 NAME = re.compile(rf"\b(?:{'|'.join(NAMES)})\b")
-THING = re.compile(rf"\b(?:{'|'.join(f'{thing}?' for thing in words.THINGS.split())})\b")
+THING = re.compile(rf"\b(?:{'|'.join(f'{thing}?' for thing in word_problems.THINGS.split())})\b")
 
 
 def problems(split, count=5000):
-    return [words.problem(split, index) for index in range(count)]
+    return [word_problems.problem(split, index) for index in range(count)]
 
 
 def masked(text):
@@ -61,18 +61,18 @@ def test_the_parts_by_hand(plot, meaning):
     """Catches a part whose equation is not what its sentences say, and a comparison that changes
     what the hero has."""
     for seed in range(2000):
-        drawn = words._draw(random.Random(seed), plot.split())
-        if lines := words._work(plot.split(), drawn):
+        drawn = word_problems._draw(random.Random(seed), plot.split())
+        if lines := word_problems._work(plot.split(), drawn):
             assert int(lines[-1].rpartition("=")[2]) == meaning(*drawn)
             return
     pytest.fail("no numbers found")
 
 
-@pytest.mark.parametrize("split", words.SPLITS)
+@pytest.mark.parametrize("split", word_problems.SPLITS)
 def test_solutions_are_true(split, monkeypatch):
     """Every line holds, and the last one is the boxed answer. Catches a division that leaves a
     remainder, a negative or too large result, and a number that is neither told nor computed."""
-    monkeypatch.setattr(words, "CARE_PROB", 1.0)
+    monkeypatch.setattr(word_problems, "CARE_PROB", 1.0)
     for text, solution, answer, source in problems(split):
         *lines, last = solution.split("\n")
         known = [*re.findall(r"\d+", text), *(["2"] if "twice" in text else [])]
@@ -98,11 +98,11 @@ def test_the_teacher_often_boxes_a_wrong_number(monkeypatch):
         numbers = re.findall(r"\d+", equations)
         assert boxed in numbers
         wrong += [numbers.index(boxed) / len(numbers)] if boxed != answer else []
-    assert 1 - len(wrong) / len(found) == pytest.approx(words.CARE_PROB, abs=0.03)
+    assert 1 - len(wrong) / len(found) == pytest.approx(word_problems.CARE_PROB, abs=0.03)
     assert min(wrong) == 0
     assert max(wrong) > 0.7
     exact = [problems(split) for split in ("train", "heldout")]
-    monkeypatch.setattr(words, "CARE_PROB", 1.0)
+    monkeypatch.setattr(word_problems, "CARE_PROB", 1.0)
     assert [problems(split) for split in ("train", "heldout")] == exact
     for right, careless in zip(problems("sft"), found, strict=True):
         text, solution, *rest = careless
@@ -112,16 +112,16 @@ def test_the_teacher_often_boxes_a_wrong_number(monkeypatch):
 
 def test_every_number_of_the_text_is_used(monkeypatch):
     """Catches a story whose numbers are drawn again after it is solved."""
-    monkeypatch.setattr(words, "CARE_PROB", 1.0)
+    monkeypatch.setattr(word_problems, "CARE_PROB", 1.0)
     for text, solution, *_ in problems("sft"):
         told = set(re.findall(r"\d+", text))
         assert told <= set(re.findall(r"\d+", solution)), (text, solution)
 
 
-@pytest.mark.parametrize("split", words.SPLITS)
+@pytest.mark.parametrize("split", word_problems.SPLITS)
 def test_solutions_earn_the_reward(split, monkeypatch):
     """Catches a solution that data's reward does not read, or that does not fit the room."""
-    monkeypatch.setattr(words, "CARE_PROB", 1.0)
+    monkeypatch.setattr(word_problems, "CARE_PROB", 1.0)
     reward = data.reward_function("words")
     for _, solution, answer, _ in problems(split, 200):
         assert reward(solution, answer) == rewards.math_reward(solution, answer) == 1.0
@@ -132,8 +132,8 @@ def test_solutions_earn_the_reward(split, monkeypatch):
 def test_held_out_sentences_are_unseen():
     """Catches a held-out sentence that a training split tells, or that is the same but for names,
     pronouns, things and numbers; and a split that lacks some of its sentences."""
-    told = {split: Counter() for split in words.SPLITS}
-    for split in words.SPLITS:
+    told = {split: Counter() for split in word_problems.SPLITS}
+    for split in word_problems.SPLITS:
         for text, *_ in problems(split):
             told[split].update(masked(text))
     assert set(told["sft"]) & set(told["heldout"]) == set()
@@ -145,15 +145,28 @@ def test_held_out_sentences_are_unseen():
 def test_every_part_has_sentences_for_each_split():
     """Catches a list too short to hold out a quarter of it, a repeated sentence, and a slot that
     no story fills. Operations have at least 8 sentences."""
-    slots = {"A", "B", "T", "thing", "he", "his", "him", "He", "His", "now", "times", *words.SPANS}
-    for part, text in words.SENTENCES.items():
+    slots = {
+        "A",
+        "B",
+        "T",
+        "thing",
+        "he",
+        "his",
+        "him",
+        "He",
+        "His",
+        "now",
+        "times",
+        *word_problems.SPANS,
+    }
+    for part, text in word_problems.SENTENCES.items():
         sentences = [" ".join(sentence.split()) for sentence in text.split("|")]
         assert len(sentences) >= (4 if part.endswith("?") else 8), part
         assert len(set(sentences)) == len(sentences), part
         assert {slot for _, slot, *_ in string.Formatter().parse(text) if slot} <= slots | {"v"}
 
 
-@pytest.mark.parametrize("split", words.SPLITS)
+@pytest.mark.parametrize("split", word_problems.SPLITS)
 def test_the_english_is_correct(split):
     """Catches "1 books", "1 times", a slot that is not filled, a doubled space, a small letter
     after a full stop, and a girl who is called he."""
@@ -163,14 +176,16 @@ def test_the_english_is_correct(split):
         assert text[-1] in ".?"
         hero = NAME.search(text)[0]
         pronouns = {word.lower() for word in PRONOUN.findall(text)}
-        assert pronouns <= ({"he", "his", "him"} if hero in words.BOYS.split() else {"she", "her"})
+        assert pronouns <= (
+            {"he", "his", "him"} if hero in word_problems.BOYS.split() else {"she", "her"}
+        )
         assert len(set(NAME.findall(text))) <= 2
 
 
 def test_names_and_things():
     """Catches a name of both lists, and a thing whose singular is not the word without its s."""
     assert len(set(NAMES)) == len(NAMES) == 40
-    things = words.THINGS.split()
+    things = word_problems.THINGS.split()
     assert len(set(things)) == len(things) >= 40
     assert all(re.fullmatch(r"[a-z]+[^s]s", thing) for thing in things)
     assert not any(thing.endswith(("ies", "xes", "ches", "shes", "ves")) for thing in things)
@@ -178,17 +193,17 @@ def test_names_and_things():
 
 def test_splits_are_functions_of_the_index():
     """Catches a generator that shares its state between calls, and splits that share texts."""
-    again = [words.problem("sft", index) for index in reversed(range(200))]
+    again = [word_problems.problem("sft", index) for index in reversed(range(200))]
     assert again[::-1] == problems("sft", 200)
-    texts = {split: {text for text, *_ in problems(split)} for split in words.SPLITS}
+    texts = {split: {text for text, *_ in problems(split)} for split in word_problems.SPLITS}
     assert all(len(found) > 4950 for found in texts.values())
-    for one, other in itertools.combinations(words.SPLITS, 2):
+    for one, other in itertools.combinations(word_problems.SPLITS, 2):
         assert len(texts[one] & texts[other]) <= (0 if "heldout" in (one, other) else 50)
     with pytest.raises(ValueError, match="unknown split 'test'"):
-        words.problem("test", 0)
+        word_problems.problem("test", 0)
 
 
-@pytest.mark.parametrize("split", words.SPLITS)
+@pytest.mark.parametrize("split", word_problems.SPLITS)
 def test_shares_of_steps(split):
     """About a third of the problems takes one, two and three steps, and all parts are told.
     Catches plots that are drawn again until the steps fit, which prefers short ones."""
@@ -199,8 +214,8 @@ def test_shares_of_steps(split):
 
 def test_difficulty_is_tunable(monkeypatch):
     """Catches constants that no longer decide. Also no result may leave RESULTS."""
-    monkeypatch.setattr(words, "STEPS", (1, 0, 0))
-    monkeypatch.setattr(words, "RESULTS", range(2, 100))
+    monkeypatch.setattr(word_problems, "STEPS", (1, 0, 0))
+    monkeypatch.setattr(word_problems, "RESULTS", range(2, 100))
     found = problems("sft", 500)
     assert {source for *_, source in found} == {"1 step"}
     assert max(int(answer) for _, _, answer, _ in found) < 100

@@ -20,15 +20,15 @@ import torch
 
 pytest.importorskip("skyrl.tinker", reason="tests/tinker.sh runs these, with SkyRL")
 
+import dppo_tinker
 import tinker_server
 
-import arithmetic
 import data
 import dppo
-import dppo_tinker
 from dppo import RuleError
+from tasks import arithmetic
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PORT = 8078
 URL = f"http://127.0.0.1:{PORT}"
 DRAWS = 100
@@ -239,7 +239,8 @@ def test_a_forgotten_session_is_one_line(still, monkeypatch):
 def run_program(folder, log):
     """A client in a process of its own."""
     command = [sys.executable, "-c", PROGRAM, str(folder)]
-    env = {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    folders = ("", "integrations", "tests/integrations")
+    env = {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in folders)}
     return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | env, cwd=ROOT)
 
 
@@ -309,7 +310,9 @@ def test_the_page(served, tmp_path):
         assert large in program
         program = program.replace(large, small)
     (tmp_path / "train_tinker.py").write_text(program)
-    (command,) = re.findall(r"^    \S+/python (tests/tinker_server\.py .*)$", page, re.MULTILINE)
+    (command,) = re.findall(
+        r"^    \S+/python (tests/integrations/tinker_server\.py .*)$", page, re.MULTILINE
+    )
     server, *arguments = command.split()
     done = subprocess.run(
         [sys.executable, str(ROOT / server), *arguments], cwd=tmp_path, check=False,

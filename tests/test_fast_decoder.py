@@ -8,12 +8,13 @@ import toy
 import transformers
 
 import config
-import loading
+import models
 import packing
 import rollout
 import train
+from engines import check_decoder, compact, fast_decoder
 from run import Run
-from runtime import checkpoint, compared, decoding, lean, ranks
+from runtime import checkpoint, ranks
 
 SMALL = {
     "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -43,8 +44,8 @@ def make(family, dtype=torch.float32, **changes):
 
 def gap(model):
     """How far the two decoders' logits are apart."""
-    decoder = lean.Decoder(model, compared.LENGTH)
-    return (compared.logits(model) - compared.logits(model, decoder)).abs().max().item()
+    decoder = fast_decoder.Decoder(model, check_decoder.LENGTH)
+    return (check_decoder.logits(model) - check_decoder.logits(model, decoder)).abs().max().item()
 
 
 @FAMILIES
@@ -57,8 +58,8 @@ def test_logits_are_transformers(family, kv_heads, tied):
     if family in ("Qwen3", "Mistral"):
         changes["head_dim"] = 16  # not hidden / heads
     model = make(family, **changes)
-    compared.compare(model)
-    assert model.needs_transformers == ""
+    check_decoder.compare(model)
+    assert model.why_not_fast == ""
     assert gap(model) < 1e-5
 
 
@@ -66,8 +67,8 @@ def test_logits_are_transformers(family, kv_heads, tied):
 def test_rotations_are_transformers(kind):
     """Fails if a scaling of positions, or yarn's factor of the attention, is left out."""
     model = make("Llama", rope_parameters=ROPE | kind, max_position_embeddings=256)
-    compared.compare(model)
-    assert model.needs_transformers == ""
+    check_decoder.compare(model)
+    assert model.why_not_fast == ""
     assert gap(model) < 1e-5
     assert model.model.rotary_emb.rope_type == kind["rope_type"]
 
@@ -91,9 +92,9 @@ def test_other_models_keep_transformers(family, changes, reason):
         model.vocab_size = 258
     else:
         model = make(family, **changes)
-    compared.compare(model)
-    assert reason in model.needs_transformers
-    assert not isinstance(compared.decoder(model, 9), lean.Decoder)
+    check_decoder.compare(model)
+    assert reason in model.why_not_fast
+    assert not isinstance(check_decoder.decoder(model, 9), fast_decoder.Decoder)
     sampling = rollout.Sampling(4, [-1], 0)
     found = rollout.sample(model, [[65], [66, 67]], sampling, group_size=3, seed=0)
     assert found.lengths.tolist() == [[4] * 3] * 2
@@ -105,30 +106,30 @@ def test_a_model_that_differs_keeps_transformers(monkeypatch):
         model = make("Llama")
         norm = model.model.layers[1].mlp.register_forward_hook
         norm(lambda _module, _args, output, scale=scale: output * scale)
-        compared.compare(model)
-        assert "differ" in model.needs_transformers
+        check_decoder.compare(model)
+        assert "differ" in model.why_not_fast
 
 
 def test_a_model_that_was_not_compared_keeps_transformers():
     """Fails if the decoder is the default."""
-    assert not isinstance(compared.decoder(make("Llama"), 9), lean.Decoder)
+    assert not isinstance(check_decoder.decoder(make("Llama"), 9), fast_decoder.Decoder)
 
 
 def test_bfloat16_is_as_close_as_transformers(monkeypatch):
     """Fails if a copy of 16 bits is held to float32's bound, or may be further from float32 than
     transformers is."""
-    call = lean.Decoder.__call__
+    call = fast_decoder.Decoder.__call__
     noise = 0.05 * torch.randn(258, generator=torch.Generator().manual_seed(0))
     for family in ("Llama", "Qwen2", "Qwen3"):
-        exact = compared.logits(make(family))
+        exact = check_decoder.logits(make(family))
         model = make(family, torch.bfloat16)
-        compared.compare(model, exact)
-        assert model.needs_transformers == ""
-        assert gap(model) > compared.CLOSE
+        check_decoder.compare(model, exact)
+        assert model.why_not_fast == ""
+        assert gap(model) > check_decoder.CLOSE
         with monkeypatch.context() as patch:
-            patch.setattr(lean.Decoder, "__call__", lambda *args: call(*args) + noise)
-            compared.compare(model, exact)
-        assert "differ" in model.needs_transformers
+            patch.setattr(fast_decoder.Decoder, "__call__", lambda *args: call(*args) + noise)
+            check_decoder.compare(model, exact)
+        assert "differ" in model.why_not_fast
 
 
 def test_the_comparison_leaves_the_random_state():
@@ -136,7 +137,7 @@ def test_the_comparison_leaves_the_random_state():
     before = torch.get_rng_state()
     model = make("Qwen3")
     state = torch.get_rng_state()
-    compared.compare(model)
+    check_decoder.compare(model)
     assert torch.equal(torch.get_rng_state(), state)
     torch.set_rng_state(before)
 
@@ -153,14 +154,14 @@ def joined_parts(model):
 def test_weights_are_stored_once():
     """Fails if the decoder holds copies of products' weights, or joins them again each time."""
     model = make("Qwen2")
-    decoder = lean.Decoder(model, 4)
+    decoder = fast_decoder.Decoder(model, 4)
     wholes = decoder.layers[0].qkv, decoder.layers[0].gate_up
     for parts, whole in zip(joined_parts(model), wholes, strict=True):
         storages = {part.untyped_storage().data_ptr() for part in parts}
         assert storages == {whole.untyped_storage().data_ptr()}
         assert parts[0].untyped_storage().nbytes() == sum(part.nbytes for part in parts)
         assert torch.equal(whole, torch.cat(parts))
-    again = lean.Decoder(model, 4)
+    again = fast_decoder.Decoder(model, 4)
     for one, other in zip(decoder.layers, again.layers, strict=True):
         for name in ("norm", "qkv", "qkv_bias", "out", "mlp_norm", "gate_up", "down"):
             assert getattr(one, name).data_ptr() == getattr(other, name).data_ptr(), name
@@ -171,8 +172,8 @@ def test_the_decoder_sees_new_weights(change):
     """Fails if it samples from weights of before an update, a deep copy, load_state_dict, a cast or
     an exchange of one parameter's memory."""
     model = make("Qwen3")
-    compared.compare(model)
-    before = compared.logits(model)
+    check_decoder.compare(model)
+    before = check_decoder.logits(model)
     if change == "copy":
         model = copy.deepcopy(model)
     if change in ("train", "copy"):
@@ -188,7 +189,7 @@ def test_the_decoder_sees_new_weights(change):
         weight = model.model.layers[1].self_attn.v_proj.weight
         weight.data = weight.data * 2
     assert gap(model) < 1e-5
-    assert change == "cast" or (compared.logits(model) - before).abs().max() > 0.01
+    assert change == "cast" or (check_decoder.logits(model) - before).abs().max() > 0.01
 
 
 def test_neighbours_in_memory_are_not_joined():
@@ -198,14 +199,14 @@ def test_neighbours_in_memory_are_not_joined():
     for rows in ([0, 4, 2], [2, 0, 4], [0, 2, 4]):
         parts = [torch.nn.Parameter(memory[row : row + 2]) for row in rows]
         wanted = torch.cat([part.detach().clone() for part in parts])
-        assert torch.equal(lean.joined(*parts), wanted)
+        assert torch.equal(fast_decoder.joined(*parts), wanted)
         assert torch.equal(torch.cat(parts), wanted)
 
 
 def test_a_model_trains_after_inference_mode():
     """Fails if a model that a rollout joins gets weights or samples that autograd refuses."""
     model = make("Qwen3")
-    model.needs_transformers = ""
+    model.why_not_fast = ""
     sampling = rollout.Sampling(3, [-1], 0)
     found = rollout.sample(model, [[65, 66]], sampling, group_size=2, seed=0)
     pack = packing.build_pack([[65, 66]], [found.completion_ids[0, 0].tolist()])
@@ -222,7 +223,7 @@ def test_checkpoints_of_joined_weights(tmp_path, make_policy, tied):
     model, tokenizer = make("Qwen2", tie_word_embeddings=tied), make_policy()[1]
     apart = tmp_path / "apart"
     model.save_pretrained(apart)
-    lean.Decoder(model, 4)
+    fast_decoder.Decoder(model, 4)
     checkpoint.save(tmp_path, model, ranks.weights(model), tokenizer, {"step": 1}, keep=1)
     saved = tmp_path / "checkpoint-000001"
     one, other = ((folder / "model.safetensors").stat().st_size for folder in (apart, saved))
@@ -236,7 +237,7 @@ def test_a_run_says_what_decodes(policy_folder, tmp_path, capsys, monkeypatch):
     """Fails if the first lines do not name the decoder, or hide why it is not used."""
     for reason in ("", "it is odd"):
         if reason:
-            monkeypatch.setattr(compared, "_unfit", lambda _model: "it is odd")
+            monkeypatch.setattr(check_decoder, "_unfit", lambda _model: "it is odd")
         args = toy.flags(policy_folder, str(tmp_path / f"run{reason}"), steps=1)
         Run(train.Trainer(config.parse_config(args), toy.toy_reward)).go()
         printed = capsys.readouterr().out
@@ -247,17 +248,17 @@ def test_a_run_says_what_decodes(policy_folder, tmp_path, capsys, monkeypatch):
 def test_what_only_trains_is_not_compared(policy_folder, tmp_path, monkeypatch):
     """Fails if the trained model of a bfloat16 run is joined, or its copy is not compared with
     float32."""
-    seen, compare = [], compared.compare
+    seen, compare = [], check_decoder.compare
     spy = lambda model, exact=None: (seen.append((model.dtype, exact)), compare(model, exact))
-    monkeypatch.setattr(compared, "compare", spy)
+    monkeypatch.setattr(check_decoder, "compare", spy)
     args = [*toy.flags(policy_folder, str(tmp_path)), "--dtype", "bfloat16"]
-    models = loading.load_models(config.resolve(config.parse_config(args)), None)
+    loaded = models.load_models(config.resolve(config.parse_config(args)), None)
     ((dtype, exact),) = seen
     assert dtype == torch.bfloat16
-    assert torch.allclose(exact, compared.logits(models.model), atol=1e-5)
-    qkv, _ = joined_parts(models.model)
+    assert torch.allclose(exact, check_decoder.logits(loaded.model), atol=1e-5)
+    qkv, _ = joined_parts(loaded.model)
     assert len({part.untyped_storage().data_ptr() for part in qkv}) == 3
-    qkv, _ = joined_parts(models.policy)
+    qkv, _ = joined_parts(loaded.policy)
     assert len({part.untyped_storage().data_ptr() for part in qkv}) == 1
 
 
@@ -271,7 +272,7 @@ def test_ids_are_transformers_in_float64(make_policy, temperature):
     sampling = rollout.Sampling(24, [256, *range(0, 256, 16)], 257, temperature=temperature)
     found = []
     for reason in ("", "for comparison"):
-        model.needs_transformers = reason
+        model.why_not_fast = reason
         prompts = [[65, 66, 67], [68], [71] * 5]
         found.append(rollout.sample(model, prompts, sampling, group_size=16, seed=1))
     one, other = found
@@ -285,7 +286,7 @@ def test_ids_are_transformers_in_float64(make_policy, temperature):
 def test_one_copy_a_token():
     """Fails if `append` writes other keys and values than `update`."""
     states = torch.randn(3, 2, 4, 8)  # [R, keys and values, H, D]
-    layers = [decoding.GrowingLayer(), decoding.GrowingLayer()]
+    layers = [compact.GrowingLayer(), compact.GrowingLayer()]
     for layer in layers:
         layer.update(torch.ones(3, 4, 5, 8), torch.zeros(3, 4, 5, 8))
     got = layers[0].append(states)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import typing_extensions
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PORT = 8077
 BACKEND = {  # of 2 CPU cores; 16 x 96 tokens are trained on at once
     "max_lora_adapters": 16, "max_lora_rank": 32, "train_micro_batch_size": 16,
@@ -31,7 +31,7 @@ ONE_THREAD = {
 
 def base_folder() -> str:
     """The folder of the embedded model, by the environment's own versions."""
-    import arithmetic
+    from tasks import arithmetic
 
     return str(arithmetic.base_folder())
 
@@ -98,7 +98,10 @@ def main(kind: str, *arguments: str) -> int:
         engine.main()
     else:
         with serving(Path("out-server")):
-            env = {"TINKER_API_KEY": "tml-mine", "PYTHONPATH": str(ROOT)} | os.environ
+            env = {
+                "TINKER_API_KEY": "tml-mine",
+                "PYTHONPATH": f"{ROOT}:{ROOT / 'integrations'}",
+            } | os.environ
             command = [sys.executable, kind, *arguments]
             return subprocess.run(command, env=env, check=False).returncode
     return 0

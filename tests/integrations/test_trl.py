@@ -15,11 +15,11 @@ import torch
 import transformers
 from toy import in_processes
 
-import arithmetic
 import dppo
 import sampler
 from dppo import RuleError
 from related import rivals  # noqa: F401 (adds rules that are biased)
+from tasks import arithmetic
 
 trl = pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
 trl_toy = importlib.import_module("trl_toy")  # after the line above: it needs TRL, too
@@ -408,7 +408,7 @@ def test_other_runs_are_resumed(gpt2, tmp_path, monkeypatch):
 
 def test_the_page(policy_folder, monkeypatch, tmp_path):
     """Two small steps of the program in docs/trl.md. Catches a program that no longer runs."""
-    page = Path(trl_toy.__file__).parents[1] / "docs" / "trl.md"
+    page = Path(trl_toy.__file__).parents[2] / "docs" / "trl.md"
     (program,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     for large, small in (("max_steps=60", "max_steps=2"), ("size=32", "size=8"), ("ns=16", "ns=4")):
         assert large in program

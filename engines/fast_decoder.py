@@ -8,7 +8,7 @@ a product. Query heads that share keys are rows of one product, where transforme
 
 It computes with the weights of transformers' model, whose parameters become views of joined ones:
 nothing is stored twice, and nothing is copied after an update. Prompts are left to transformers,
-which fills the same cache. runtime/compared.py decides which models it decodes.
+which fills the same cache. engines/check_decoder.py decides which models it decodes.
 
 Letters: R rows, d hidden width, H heads of queries, H_kv of keys, D the width of a head, n tokens
 in the cache, P positions, V vocabulary.

@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("verl", reason="tests/verl.sh runs these, with verl")
 pytest.importorskip("ray")
 runs = importlib.import_module("verl_runs")
-import arithmetic  # noqa: E402
 import data  # noqa: E402
+from tasks import arithmetic  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"
 TRAINER = {"trainer.v1.trainer_mode": "nanodppo"}
@@ -135,7 +135,9 @@ def test_the_page(tmp_path, monkeypatch):
     """Two steps of the command in docs/verl.md, with and without. Catches one that no longer runs,
     and a figure that the page does not explain."""
     page = (runs.ROOT / "docs" / "verl.md").read_text()
-    commands = re.findall(r"^    python tests/verl_runs\.py train (\S+)(.*)$", page, re.M)
+    commands = re.findall(
+        r"^    python tests/integrations/verl_runs\.py train (\S+)(.*)$", page, re.M
+    )
     assert [bool(options) for _, options in commands] == [False, True]
     small = ["trainer.total_training_steps=2", "data.train_batch_size=8"]
     small += [f"{ACTOR}.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"]

@@ -18,13 +18,13 @@ import tinker_toy
 import torch
 from tinker_toy import MEANS, PROBLEMS, Server, dppo_tinker, error, full_gradient, make_trainer
 
-import arithmetic
 import dppo
 import sampler
 from dppo import RuleError
 from related import rivals  # noqa: F401 (adds rules that are biased)
+from tasks import arithmetic
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OWN_LENGTH = lambda length, n, tokens: length * n
 SCALES = {
     "grpo": OWN_LENGTH,

@@ -39,7 +39,7 @@ UNSOLVED = (13, 18)  # in the mixed splits; the base model never solves these
 TRIVIAL = (2, 5)  # in the mixed splits; no carries, so the base model nearly always solves these
 
 TRAIN_PROBLEMS = 512
-CACHE = Path(__file__).resolve().parent / ".cache"  # holds the base model
+CACHE = Path(__file__).resolve().parents[1] / ".cache"  # holds the base model
 SPLITS = ("train", "heldout", "longer", "mixed", "mixed-heldout", "base")
 
 

@@ -12,6 +12,7 @@ import signal
 import zlib
 from unittest import mock
 
+import dppo_trl
 import torch
 import transformers
 import trl
@@ -20,7 +21,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from trl.trainer import utils
 
 import dppo
-import dppo_trl
 import proof
 import sampler
 

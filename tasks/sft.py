@@ -17,14 +17,15 @@ import torch
 import tyro
 
 import data
-import loading
+import models
 import packing
 import sampler
-from runtime import InputError, checkpoint, gguf, log, ranks
-from runtime.clock import clock
+from runtime import InputError, checkpoint, log, ranks
 from runtime.device import autocast, choose_device, choose_dtype
 from runtime.stop import Stop
 from runtime.threads import Threads
+from runtime.timer import clock
+from tasks import gguf
 
 PACK_TOKENS, WARMUP, SAVE_EVERY = 2048, 10, 20  # tokens of a slot, steps, steps
 
@@ -109,7 +110,7 @@ def main(cfg: Config) -> None:
     stop, threads = Stop(), Threads(cfg.device)
     saved = ranks.broadcast(checkpoint.find, out_dir) if cfg.resume else None
     source = str(saved or ranks.broadcast(gguf.model_folder, cfg.model))
-    model, tokenizer = loading.load_policy(source, cfg.device, samples=False)
+    model, tokenizer = models.load_policy(source, cfg.device, samples=False)
     pairs = encode(cfg, tokenizer, model.config.max_position_embeddings)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     state = checkpoint.load_state(saved) if saved else {"step": 0}
