@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
 
 import data
@@ -25,7 +24,7 @@ from runtime import InputError
 from runtime.device import choose_device, choose_dtype
 
 GRPO = {"grpo": "none", "grpo_zero": "zero"}  # methods whose rule has another name
-TINY = {  # defaults of --model tiny with adamw, by --method, raced for 40 s
+TINY = {  # defaults of --model tiny by --method, raced for 40 s
     "pps": {
         "prompts_per_step": 128, "group_size": 8, "prompt_prune_rate": 0.75,
         "completion_prune_rate": 0.9, "lr": 4.3e-4,
@@ -55,17 +54,13 @@ class Config:
     """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
     its group's mean. pps: the share of sampled tokens not trained on. By default 0.7, or 0.9
     for pps with tiny."""
-    cppo_allocation: bool = False
-    """With cppo, roll out 1 / (1 - r_o) times the prompts, so that the kept completions fill the
-    update."""
+
     rollout_checkpoint: int = 0
     """Tokens after which some steps stop sampling. They drop the groups that are not finished, and
     the other steps weight those up. It saves time where a rollout waits for few long completions; 0
     means never."""
     rollout_prune_rate: float = 0.5
     """The chance that a step stops at --rollout-checkpoint."""
-    check_every: int = 0
-    """Steps between running checks that the pruning is unbiased. 0 means never."""
 
     # ------------------------------------------------------------------------ loss
     loss: str | None = None
@@ -78,12 +73,8 @@ class Config:
     """The ratio is clipped to at most 1 + eps_high, also for cispo (where TRL gives the sum). By
     default the loss's own."""
     importance_cap: float | None = None
-    """Largest ratio of trainer's to sampler's probability by which a loss is corrected; 0 turns the
-    correction off. By default 2 with vLLM or in bfloat16, else 0."""
-    importance_level: Literal["token", "sequence"] = "token"
-    """Whether the ratio is that of each token, or that of its whole completion."""
-    importance_mode: Literal["truncate", "mask"] = "truncate"
-    """What becomes of a ratio above --importance-cap: the cap, or 0."""
+    """Correct for the sampler's rounding: multiply each token's loss by min(cap, trainer's
+    probability / sampler's probability). 0: off. By default 2 with vLLM or in bfloat16, else 0."""
     beta: float = 0.0
     """Coefficient of the KL term (k3) to the model that the run began with. 0 loads no reference
     model."""
@@ -106,17 +97,15 @@ class Config:
 
     # ------------------------------------------------------------------------ batch
     steps: int = 100
-    """Steps of the run. Each makes one rollout batch and minibatches x epochs optimizer updates."""
+    """Steps of the run. Each samples one batch and makes --minibatches optimizer updates."""
     prompts_per_step: int | None = None
     """Q, the candidate prompts of a step, which also set the denominator. By default 32, or 64 for
-    pps; with tiny 128 for pps and 64 for grpo."""
+    pps (128 with tiny)."""
     group_size: int | None = None
-    """G, the completions sampled for each prompt. By default 16; with tiny 8 for pps, 2 for
+    """G, the completions sampled for each prompt. By default 16; with tiny 8 for pps, 4 for
     grpo."""
     minibatches: int = 1
-    """Optimizer updates in one pass over a step's prompts."""
-    epochs: int = 1
-    """Passes over a step's prompts. Each makes its own keep draws."""
+    """Optimizer updates of a step. Each trains on its share of the step's prompts."""
     max_new_tokens: int | None = None
     """Longest completion, in tokens. By default what the embedded task needs, or 1,024."""
     temperature: float = 1.0
@@ -130,15 +119,10 @@ class Config:
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
-    """Learning rate. By default, with adamw, 1e-6; with tiny 4.3e-4 for pps, 1.2e-3 for grpo, else
-    6e-4. With sgd, 0.5 for tiny, or 0.07 if it has a momentum of 0.9."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """sgd with --grad-clip 0 is linear: then an unbiased gradient makes an unbiased update."""
-    momentum: float = 0.0
-    """Momentum of SGD; 0 is none."""
+    """Learning rate of AdamW. By default 1e-6; with tiny 4.3e-4 for pps, 1.2e-3 for grpo, else
+    6e-4."""
     adam_beta2: float | None = None
-    """Share of its mean of squared gradients that AdamW keeps in an update. By default 0.999, or
-    0.95 with tiny."""
+    """AdamW's beta2. By default 0.999, or 0.95 with tiny."""
     warmup: int = 5
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
@@ -146,16 +130,12 @@ class Config:
     grad_clip: float = 1.0
     """Largest gradient norm of an update; longer gradients are scaled down to it. 0: no limit."""
     weight_decay: float = 0.0
-    """Weight decay of either optimizer."""
+    """AdamW's weight decay."""
 
     # ------------------------------------------------------------------------ packing and machine
     pack_tokens: int | None = None
     """Tokens in a slot, the unit of one forward pass. By default 2,048 on the CPU, 8,192 on
     CUDA."""
-    pack_window: int = 64
-    """Sequences that the packer chooses from at a time."""
-    share_prompts: bool | None = None
-    """Forward a prompt once for all its completions in a slot. By default only on the CPU."""
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass: less memory, more time."""
     shard: Literal["none", "fsdp"] = "none"
@@ -186,9 +166,8 @@ class Config:
 
 
 FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the experiment
-    "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "pack_window",
-    "share_prompts", "gradient_checkpointing", "shard", "out_dir", "resume", "eval_every",
-    "save_every", "keep_checkpoints", "track", "check_every",
+    "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "gradient_checkpointing",
+    "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "track",
 )  # fmt: skip
 TRUNCATING = ("--top-p", "--top-k", "--min-p", "--repetition-penalty")  # flags of eval.py, not ours
 
@@ -251,8 +230,8 @@ def flag(name: str) -> str:
 def resolve(cfg: Config) -> Config:
     """Fill in the defaults that depend on other flags, then check every value."""
     device = choose_device(cfg.device)
-    searched = cfg.model == "tiny" and cfg.optimizer == "adamw"
-    cfg = replace(cfg, loss=cfg.loss or ("dr_grpo" if searched else "grpo"))
+    tiny = cfg.model == "tiny"
+    cfg = replace(cfg, loss=cfg.loss or ("dr_grpo" if tiny else "grpo"))
     cfg = _with_rules(cfg)
     prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
     completion_rule = dppo.COMPLETION_RULES[cfg.completion_rule]
@@ -270,30 +249,18 @@ def resolve(cfg: Config) -> Config:
         "eps_high": eps_high,
         "importance_cap": 2.0 if rounds_differently else 0.0,
         "max_new_tokens": max(map(data.max_new_tokens, (cfg.data, cfg.eval_data or cfg.data))),
-        "lr": _default_lr(cfg),
-        "lr_schedule": "linear" if cfg.model == "tiny" else "constant",
-        "adam_beta2": 0.95 if searched else 0.999,
+        "lr": 6e-4 if tiny else 1e-6,
+        "lr_schedule": "linear" if tiny else "constant",
+        "adam_beta2": 0.95 if tiny else 0.999,
         "pack_tokens": 2048 if device == "cpu" else 8192,
-        "share_prompts": device == "cpu",
     }
-    found = TINY.get(cfg.method, {}) if searched else {}
+    found = TINY.get(cfg.method, {}) if tiny else {}
     defaults |= {name: value for name, value in found.items() if defaults[name]}  # no rate stays 0
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     cfg = replace(cfg, device=device, dtype=dtype, **missing)
     _check_values(cfg)
     _check_rules(cfg)
     return cfg
-
-
-def _default_lr(cfg: Config) -> float:
-    """--lr if it is not given. SGD's was searched for tiny only."""
-    if cfg.optimizer == "adamw":
-        return 6e-4 if cfg.model == "tiny" else 1e-6
-    if cfg.lr is None and cfg.model != "tiny":
-        raise InputError(
-            f"--optimizer sgd with --model {cfg.model}: give --lr, for none was searched"
-        )
-    return 0.7 * (1 - cfg.momentum) if cfg.momentum else 0.5
 
 
 def _with_rules(cfg: Config) -> Config:
@@ -349,66 +316,35 @@ def _check_values(cfg: Config) -> None:
         given = rate == 0 or table[rule].rate is not None
         require(cfg, name, given, f"0 with {why}: choose another rule or method")
     counts = (
-        "steps", "prompts_per_step", "minibatches", "epochs", "max_new_tokens", "rollout_batch",
-        "pack_tokens", "pack_window", "eval_problems", "keep_checkpoints",
+        "steps", "prompts_per_step", "minibatches", "max_new_tokens", "rollout_batch",
+        "pack_tokens", "eval_problems", "keep_checkpoints",
     )  # fmt: skip
     for name in counts:
         require(cfg, name, getattr(cfg, name) >= 1, "at least 1")
     why = "a group of one has no advantage"
     require(cfg, "group_size", cfg.group_size >= 2, f"at least 2: {why}")
-    require(cfg, "momentum", 0 <= cfg.momentum < 1, "at least 0 and below 1")
-    why = "--optimizer adamw, which has its own: give --optimizer sgd"
-    require(cfg, "momentum", cfg.optimizer == "sgd" or not cfg.momentum, f"0 with {why}")
     require(cfg, "adam_beta2", 0 <= cfg.adam_beta2 < 1, "at least 0 and below 1")
-    why = "--optimizer sgd, which has none: give --optimizer adamw"
-    require(cfg, "adam_beta2", cfg.optimizer == "adamw" or cfg.adam_beta2 == 0.999, f"0.999: {why}")
     for name in ("lr", "temperature"):
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
-    for name in (
-        "beta", "warmup", "grad_clip", "weight_decay", "eval_every", "save_every", "check_every",
-    ):  # fmt: skip
+    for name in ("beta", "warmup", "grad_clip", "weight_decay", "eval_every", "save_every"):
         require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0 and finite")
     good = 0 < cfg.eps_low < 1 or cfg.eps_low == dppo.LOSSES[cfg.loss].clip[0]  # cispo: 1
     require(cfg, "eps_low", good, "above 0 and below 1")
     cap = cfg.importance_cap
     correct = cap == 0 or 1 <= cap < math.inf
     require(cfg, "importance_cap", correct, "0 (no correction) or at least 1")
-    for name, default in (("importance_level", "token"), ("importance_mode", "truncate")):
-        why = "--importance-cap 0, which corrects nothing: give --importance-cap 2"
-        require(cfg, name, cap or getattr(cfg, name) == default, f"{default} with {why}")
     require(cfg, "vllm_memory", 0 < cfg.vllm_memory < 1, "above 0 and below 1")
     require(cfg, "eps_high", 0 < cfg.eps_high < math.inf, "above 0")
 
 
 def _check_rules(cfg: Config) -> None:
     """Check the values that depend on the two rules."""
-    if cfg.cppo_allocation and cfg.completion_rule not in ("cppo", "cppo_batch"):
-        rule = f"not to --completion-rule {cfg.completion_rule}"
-        raise InputError(f"--cppo-allocation: belongs to --method cppo, {rule}")
-    # Try both rules on an example: one that fails does so before anything is loaded.
-    prompts = 1 if cfg.cppo_allocation else max(1, cfg.prompts_per_step // cfg.minibatches)
-    rewards = (torch.arange(cfg.group_size).double() % 2).repeat(prompts, 1)
-    ones = torch.ones_like(rewards)
-    example = dppo.Completions(2 * rewards - 1, rewards, cost=100 * ones, size=ones)
-    rule, rate = cfg.completion_rule, cfg.completion_prune_rate
-    select = dppo.COMPLETION_RULES[rule].select
-    if not select:
-        dppo.completion_keep_prob(rule, rate, example)
-    else:
-        _, weights = select(example, rate)
-        none = f"lower: of {prompts} x {cfg.group_size} completions it trains on none"
-        require(cfg, "completion_prune_rate", weights.any(), none)
-    total = num_candidates(cfg)
     prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
-    if not prompt_rule.selector:
-        keeps_unseen(cfg.prompt_rule)
+    total = cfg.prompts_per_step
     if prompt_rule.priority:
         kept = sampler.kept_prompts(total, cfg.prompt_prune_rate)
         few = f"it keeps {kept} of {total} prompts, and each of {cfg.minibatches} updates needs one"
         require(cfg, "prompt_prune_rate", kept >= cfg.minibatches, f"lower: {few}")
-    if prompt_rule.selector:
-        rule = f"--prompt-rule {cfg.prompt_rule}: it has no un-pruned batch to compare with"
-        require(cfg, "check_every", cfg.check_every == 0, f"0 with {rule}")
     if cfg.rollout_checkpoint:
         _check_tail(cfg, prompt_rule)
     why = "so that every update has the planned size"
@@ -423,9 +359,9 @@ def _check_tail(cfg: Config, prompt_rule) -> None:
     require(cfg, "rollout_checkpoint", good, f"at least 1 and {most}")
     why = "at 1 no long group is ever trained on, and no weight can mend it"
     require(cfg, "rollout_prune_rate", 0 <= cfg.rollout_prune_rate < 1, f"0 to below 1: {why}")
-    updates = f"--minibatches {cfg.minibatches} and --epochs {cfg.epochs}: a step has one coin, and"
+    updates = f"--minibatches {cfg.minibatches}: a step has one coin, and"
     why = f"{updates} a later update would use parameters that depend on it"
-    require(cfg, "rollout_checkpoint", cfg.minibatches * cfg.epochs == 1, f"0 with {why}")
+    require(cfg, "rollout_checkpoint", cfg.minibatches == 1, f"0 with {why}")
     why = f"--prompt-rule {cfg.prompt_rule}, which chooses by the rewards of finished groups"
     require(cfg, "rollout_checkpoint", not prompt_rule.selector, f"0 with {why}")
 
@@ -438,21 +374,11 @@ def learning_rate(cfg: Config, step: int) -> float:
     return cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay
 
 
-def num_candidates(cfg: Config) -> int:
-    """Q, the prompts a step considers: --prompts-per-step, more with CPPO's allocation."""
-    if not cfg.cppo_allocation:
-        return cfg.prompts_per_step
-    allocated = importlib.import_module("related.rivals").allocated_prompts
-    return allocated(cfg.prompts_per_step, cfg.group_size, cfg.completion_prune_rate)
-
-
 def check_prompts(cfg: Config, prompts: int) -> None:
     """InputError if the data hold fewer prompts than a step needs."""
-    needed = num_candidates(cfg)
+    needed = cfg.prompts_per_step
     if prompts < needed:
-        allocated = f", which --cppo-allocation makes {needed}" if cfg.cppo_allocation else ""
-        given = f"--prompts-per-step {cfg.prompts_per_step}{allocated}"
-        raise InputError(f"{given}: the data holds only {prompts} prompts")
+        raise InputError(f"--prompts-per-step {needed}: the data holds only {prompts} prompts")
     if selector := sampler.PROMPT_RULES[cfg.prompt_rule].selector:
         fewest, why = selector.fewest_prompts(needed)
         if prompts < fewest:
@@ -460,16 +386,7 @@ def check_prompts(cfg: Config, prompts: int) -> None:
             raise InputError(f"--prompt-rule {cfg.prompt_rule}: {few}: lower --prompts-per-step")
 
 
-def keeps_unseen(name: str) -> bool:
-    """Whether a prompt rule keeps every prompt that was never rolled out."""
-    history = sampler.PromptHistory(torch.ones(2, dtype=torch.long), ["", ""], prompts_per_step=2)
-    rule, prompts = sampler.PROMPT_RULES[name], torch.arange(2)
-    if rule.select:
-        return bool(rule.select(history, prompts, 0.5)[0].all())
-    return bool((history.keep_prob(name, 0.5 if rule.rate else 0.0, prompts, step=1) == 1).all())
-
-
-def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
+def warnings(cfg: Config) -> list[str]:
     """What may surprise a user of a resolved Config, above all a gradient that is not unbiased."""
     notes = []
     completion_rule = dppo.COMPLETION_RULES[cfg.completion_rule]
@@ -478,15 +395,6 @@ def warnings(cfg: Config, steps_per_epoch: int) -> list[str]:
         notes.append(f"--completion-rule {cfg.completion_rule} is biased: {completion_rule.biased}")
     if prompt_rule.biased and (cfg.prompt_prune_rate > 0 or prompt_rule.rate is None):
         notes.append(f"--prompt-rule {cfg.prompt_rule} is biased: {prompt_rule.biased}")
-    if prunes_prompts(cfg):
-        if cfg.steps <= steps_per_epoch and keeps_unseen(cfg.prompt_rule):
-            first = f"the first {steps_per_epoch} steps, an epoch"
-            notes.append(f"--prompt-rule {cfg.prompt_rule} drops nothing in {first}")
-        if cfg.epochs > 1:
-            notes.append(
-                "--epochs above 1 with pruned prompts is inexact: later epochs use parameters that "
-                "depend on the step's one prompt draw; --prompt-rule none avoids it"
-            )
     if cfg.engine == "vllm" and "pps" in (cfg.prompt_rule, cfg.completion_rule):
         notes.append(
             "--engine vllm gives pps an upper bound of each completion's size: still unbiased, a "

@@ -14,16 +14,15 @@ and prints the error. Four mistakes would break it:
     - a denominator or an advantage that depends on what was kept: here the full batch gives both
     - a keep probability of zero where l_i is not zero: rates stay below 1, and sizes have a floor
     - a wrong keep probability: dropping floor(r n) completions but multiplying by 1 / (1 - r)
-    - parameters that depend on the draw: here each (mini-batch, epoch) makes its own draw
+    - parameters that depend on the draw: here each update makes its own draw
 
 Where the gradient of one update is exact in expectation, before it is clipped by norm:
     completions  every rule of COMPLETION_RULES: with every loss, any --beta, any number of
-                 mini-batches and epochs
+                 mini-batches
     prompts      every rule of sampler.PROMPT_RULES: with every loss, any number of mini-batches.
                  dapo and cispo divide by a token count that was known before the draw, the mean of
                  earlier batches; their own is unknown, and an estimate of it would make a biased
-                 ratio. --epochs > 1 is inexact: later epochs use parameters that came from the
-                 step's one prompt draw
+                 ratio
     never        rules with an entry in `biased`, such as those of related/rivals.py
 Adam and the clip by norm are not linear, so none of this carries over to their output.
 A rule or a loss is one function and one entry, in COMPLETION_RULES or LOSSES below.
@@ -35,8 +34,8 @@ Letters: Q prompts of a step, K of them rolled out, G completions each, N comple
 n completions in any shape.
 """
 
+import contextlib
 import hashlib
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,15 +51,14 @@ class RuleError(ValueError):
     """A rule or a loss cannot be used. The message names it, the value and the way out."""
 
 
-def call(kind: str, name: str, function: Callable, *args):
-    """function(*args) of a rule or a loss; what it raises becomes a RuleError of one line."""
+@contextlib.contextmanager
+def named(kind: str, name: str):
+    """Around the function of a rule or a loss: a note with its name joins what it raises."""
     try:
-        return function(*args)
+        yield
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        where = f"({place.filename}:{place.lineno})"
-        raise RuleError(f"{kind} {name!r} raised {said} {where}") from error
+        error.add_note(f"(in the {kind} {name!r})")
+        raise
 
 
 def check_known(kind: str, name: str, known) -> None:
@@ -309,34 +307,34 @@ COMPLETION_RULES = {
 
 
 def check_keep_prob(kind: str, name: str, rule, prune_rate: float, keep_prob, counts) -> None:
-    """RuleError unless keep_prob has the shape of `counts`, lies in [0, 1] and, where it counts, is
-    positive (if the rule is to be unbiased) and 1 at rate 0."""
-    problem, wanted = "", list(counts.shape)
-    if not torch.is_tensor(keep_prob) or list(keep_prob.shape) != wanted:
-        got = list(keep_prob.shape) if torch.is_tensor(keep_prob) else type(keep_prob).__name__
-        problem = f"returned {got}: return a tensor of shape {wanted}"
-    elif keep_prob.isnan().any():
-        problem = "returned NaN: a dead group has sizes of 0, an unseen prompt has no score"
-    elif (outside := (keep_prob < 0) | (keep_prob > 1)).any():
-        problem = f"returned the probability {keep_prob[outside][0]:g}: clamp it to 0..1"
-    elif not rule.biased and (zero := counts & (keep_prob == 0)).any():
-        problem = (
-            f"returned the probability 0 at {zero.nonzero()[0].tolist()} for what may have a "
-            f'gradient: no weight can mend that. Return more, or give its entry biased="the reason"'
+    """RuleError unless keep_prob are probabilities of the shape of `counts`, which says where a
+    term is not exactly 0. There they must be 1 at rate 0 and, if the rule claims to be unbiased,
+    above 0."""
+    wanted = f"{kind} {name!r} must return probabilities of shape {list(counts.shape)}"
+    if not torch.is_tensor(keep_prob) or keep_prob.shape != counts.shape:
+        found = list(keep_prob.shape) if torch.is_tensor(keep_prob) else type(keep_prob).__name__
+        raise RuleError(f"{wanted}, not {found}")
+    wrong = ~((keep_prob >= 0) & (keep_prob <= 1))  # NaN, too
+    if wrong.any():
+        raise RuleError(f"{wanted}, from 0 to 1, not {keep_prob[wrong][0].item():g}")
+    lowest = keep_prob[counts].min().item() if counts.any() else 1.0
+    if lowest == 0 and not rule.biased:
+        raise RuleError(
+            f"{wanted}, above 0 for what may have a gradient: no weight can make up for what is "
+            f'never kept. Return more than 0, or give the entry biased="the reason"'
         )
-    elif prune_rate == 0 and rule.rate is not None and (keep_prob[counts] < 1).any():
-        problem = (
-            f"returned the probability {keep_prob[counts].min():g} at prune rate 0: return 1, or "
-            f"give its entry rate=None if it has no rate"
+    if lowest < 1 and prune_rate == 0 and rule.rate is not None:
+        raise RuleError(
+            f"{wanted}, of 1 at prune rate 0, not {lowest:g}. If the rule has no rate, give the "
+            f"entry rate=None"
         )
-    if problem:
-        raise RuleError(f"{kind} {name!r} {problem}")
 
 
 def completion_keep_prob(name: str, prune_rate: float, batch: Completions) -> torch.Tensor:
     """Keep probabilities, float64 [K, G], of one of COMPLETION_RULES at rate r_o, checked."""
     kind, rule = "completion rule", COMPLETION_RULES[name]
-    keep_prob = call(kind, name, rule.keep_prob, batch, prune_rate)
+    with named(kind, name):
+        keep_prob = rule.keep_prob(batch, prune_rate)
     check_keep_prob(kind, name, rule, prune_rate, keep_prob, batch.size > 0)
     return keep_prob.double()
 
@@ -442,8 +440,8 @@ def token_loss(
         zeros = log_ratio.new_zeros(num_sequences)
         lengths = zeros.index_add(0, owner, torch.ones_like(log_ratio)).clamp(min=1)
         log_ratio = (zeros.index_add(0, owner, log_ratio) / lengths)[owner]
-    args = (log_ratio.exp(), logprobs, advantages, eps_low, eps_high)
-    found = call("loss", loss, LOSSES[loss].surrogate, *args)
+    with named("loss", loss):
+        found = LOSSES[loss].surrogate(log_ratio.exp(), logprobs, advantages, eps_low, eps_high)
     if not isinstance(found, tuple) or [part.shape for part in found] != [logprobs.shape] * 2:
         wanted = f"two tensors of shape {list(logprobs.shape)}"
         raise RuleError(f"loss {loss!r} must return (loss, clipped), {wanted}")

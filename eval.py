@@ -35,7 +35,6 @@ from engines import vllm_engine
 from rewards import as_number, decode, math_reward, normal_form, score, verify
 from runtime import InputError, checkpoint, log
 from runtime.device import choose_device, choose_dtype
-from runtime.threads import Threads
 from tasks import gguf
 
 
@@ -267,7 +266,6 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
         raise InputError("--model: give a folder such as out/checkpoint, a hub id or a .gguf file")
     device = choose_device(cfg.device)
     cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device))
-    Threads(device).fit()
     model, tokenizer, sets, sampling = load(cfg, reward)
     if cfg.prompt is not None:
         seed = seed_for(cfg.seed)

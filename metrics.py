@@ -9,7 +9,6 @@ Letters: K prompts rolled out, G completions each.
 """
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ import config
 import dppo
 import sampler
 from related import tail
-from update import Sums
+from update import UpdateStats
 
 SOME_NONE = (
     "the reward is None for some completions of a prompt and a number for others. None leaves a "
@@ -37,7 +36,8 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
     stands_for = shares(cfg, full)  # [K]
     rewards, lengths = batch.rewards, batch.lengths  # [K, G]
     first = updates[0].sums
-    total = Sums(*torch.tensor([u.sums for u in updates], dtype=torch.float64).sum(dim=0).tolist())
+    sums = torch.tensor([u.sums for u in updates], dtype=torch.float64).sum(dim=0)
+    total = UpdateStats(*sums.tolist())
     group_std = torch.where(dppo.dead_groups(rewards), 0.0, nan_std(rewards))  # [K]
 
     def mean(values):  # of [K], NaN left out
@@ -62,9 +62,7 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
         **kept(cfg, full, updates),
         "pack/density": ratio(total.tokens, total.slots),
         "tokens/generated": int(lengths.sum()),
-        "tokens/computed": batch.computed,  # to generate them; vLLM does not say
         "tokens/trained": int(total.tokens),
-        "tokens/repeated": int(total.tokens) - least_tokens(full, updates),
     }
     if cfg.importance_cap:
         name = "sampling/importance_sampling_ratio"
@@ -110,7 +108,7 @@ def shares(cfg: config.Config, full) -> torch.Tensor:
     weights = tail.shares(full.chosen)
     if full.chosen.batch is None:
         return weights
-    return torch.full_like(weights, config.num_candidates(cfg) / len(weights))  # a selector's
+    return torch.full_like(weights, cfg.prompts_per_step / len(weights))  # a selector's
 
 
 def kept(cfg: config.Config, full, updates: list) -> dict:
@@ -119,25 +117,17 @@ def kept(cfg: config.Config, full, updates: list) -> dict:
     keep = torch.stack([u.keep for u in updates])  # [updates, K, G]
     weights = torch.stack([u.weights for u in updates]) * prompt_weights[:, None]
     live = dppo.contributes(full.advantages, full.factor, cfg.beta)  # [K, G]
-    num_prompts = config.num_candidates(cfg)  # Q
+    num_prompts = cfg.prompts_per_step  # Q
     # of the un-pruned batch, expected
-    full_tokens = (shares(cfg, full)[:, None] * full.cost).sum().item() * cfg.epochs
+    full_tokens = (shares(cfg, full)[:, None] * full.cost).sum().item()
     return {
         "kept/prompts": len(prompt_weights) / num_prompts,
-        "kept/completions": keep.sum().item() / (num_prompts * cfg.group_size * cfg.epochs),
+        "kept/completions": keep.sum().item() / (num_prompts * cfg.group_size),
         "kept/tokens": ratio((keep * full.cost).sum().item(), full_tokens),
         "weight/max": weights.max().item() if keep.any() else math.nan,
         "weight/prompt_max": prompt_weights.max().item() if len(prompt_weights) else math.nan,
-        "weight/ess": effective_sample_size(weights[:, live]) / cfg.epochs,
+        "weight/ess": effective_sample_size(weights[:, live]),
     }
-
-
-def least_tokens(full, updates: list) -> int:
-    """Tokens that updates forward if each forwards a prompt once for all of its completions. Slots
-    and ranks that hold parts of a group repeat its prompt; without --share-prompts all do."""
-    prompts = (full.cost - full.batch.lengths)[:, 0]  # [K]
-    completions = sum((u.keep * (full.batch.lengths - 1)).sum() for u in updates)
-    return int(completions + sum((u.keep.any(dim=1) * prompts).sum() for u in updates))
 
 
 def ratio(part: float, whole: float) -> float:
@@ -170,9 +160,7 @@ def samples(step: int, cfg: config.Config, full, updates: list, problems: list) 
             "reward": batch.rewards[k, g].item(),
             "advantage": full.advantages[k, g].item(),
             "kept": any(u.keep[k, g].item() for u in updates),
-            "weight": sum(u.weights[k, g].item() for u in updates)
-            * full.chosen.weights[k].item()
-            / cfg.epochs,
+            "weight": sum(u.weights[k, g].item() for u in updates) * full.chosen.weights[k].item(),
         }
         for number, (k, g) in enumerate(zip(batch.mine[:3].tolist(), first, strict=False))
     ]
@@ -183,7 +171,7 @@ def first_lines(
 ) -> str:
     """What the run is, and notes on what may surprise its user."""
     parameters = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
-    prompts = config.num_candidates(cfg)
+    prompts = cfg.prompts_per_step
     rest = f"steps {step} to {cfg.steps}" if step <= cfg.steps else "only its last evaluation"
     summary = (
         f"{cfg.model}: {parameters:.1f} M parameters on {world} x {cfg.device}, {cfg.dtype}; "
@@ -191,12 +179,12 @@ def first_lines(
         f"prompt rule {cfg.prompt_rule}, completion rule {cfg.completion_rule}, {prompts} x "
         f"{cfg.group_size} completions a step; {rest}, in {cfg.out_dir}/"
     )
-    notes = config.warnings(cfg, steps_per_epoch=problems // prompts)
+    notes = config.warnings(cfg)
     if cfg.engine == "compact" and policy.why_not_fast:
         summary += "; transformers decodes tokens"
-        notes.append(f"the lean decoder is not used, because {policy.why_not_fast}")
+        notes.append(f"the fast decoder is not used, because {policy.why_not_fast}")
     elif cfg.engine == "compact":
-        summary += "; the lean decoder decodes tokens"
+        summary += "; the fast decoder decodes tokens"
     return "\n".join([summary, *(f"note: {note}" for note in notes)])
 
 
@@ -235,29 +223,3 @@ def console_line(figures: dict, steps: int) -> str:
 def effective_sample_size(weights: torch.Tensor) -> float:
     """(sum w)^2 / sum w^2 of all weights: how many equal weights vary as much (Kish 1965)."""
     return (weights.sum().square() / weights.square().sum()).item()
-
-
-def check_unbiased(full: torch.Tensor, pruned: Iterable[torch.Tensor]) -> dict[str, float]:
-    """The running check: the full gradient [P] against n independent pruned ones of the same batch.
-
-    `pruned` yields them one at a time, so only one is in memory.
-    bias2     its mean over many batches is the squared relative bias
-    variance  of one pruned gradient, relative to |full|^2
-    scale     its mean is the relative error of the length along the full gradient
-    norm      |full|
-    Where the pruning is unbiased, bias2 and scale average to 0. That also holds for an average
-    weighted by norm, because no draw changes it.
-    """
-    n, total, squares = 0, torch.zeros_like(full), 0.0
-    square = full.square().sum()
-    for gradient in pruned:
-        error = gradient - full
-        n, squares = n + 1, squares + error.square().sum()
-        total += error
-    between = total.square().sum() - squares  # n (n - 1) times the mean product of two errors
-    return {
-        "check/bias2": (between / (n * (n - 1) * square)).item(),
-        "check/variance": ((squares - between / (n - 1)) / (n * square)).item(),
-        "check/scale": ((total * full).sum() / (n * square)).item(),
-        "check/norm": square.sqrt().item(),
-    }

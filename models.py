@@ -93,11 +93,10 @@ def encode(cfg: Config, models: Models, problems: list) -> tuple[list, list[list
 
 
 def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
-    """AdamW or SGD. SGD is linear: the mean of its updates is the update by the mean gradient."""
-    options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": cfg.device == "cuda"}
-    if cfg.optimizer == "sgd":
-        return torch.optim.SGD(parameters, momentum=cfg.momentum, **options)
-    return torch.optim.AdamW(parameters, betas=(0.9, cfg.adam_beta2), **options)
+    return torch.optim.AdamW(
+        parameters, lr=cfg.lr, betas=(0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay,
+        fused=cfg.device == "cuda",
+    )  # fmt: skip
 
 
 def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> rollout.Sampling:

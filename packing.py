@@ -44,6 +44,7 @@ try:
 except ImportError:
     varlen_attn = None
 
+WINDOW = 64  # sequences that the packer chooses from at a time
 ATTENTION = "packed"  # packed_attention is registered under this name
 # Logits of one chunk: 883 tokens of Qwen3's vocabulary, 0.5 GiB in float32; four copies are live.
 HEAD_LOGITS = 2**27
@@ -124,6 +125,12 @@ def _last_that_fits(entries, room):
     """The last of the ascending (tokens, -place) that has at most `room` tokens, or None."""
     place = bisect.bisect_right(entries, (room, 0))
     return entries[place - 1] if place else None
+
+
+def shares_prompts(device) -> bool:
+    """Whether a slot holds a prompt once for all of its completions there. On the CPU an update
+    takes 1.2 to 1.3 times as long without; CUDA's kernels gain nothing (docs/performance.md)."""
+    return torch.device(device).type == "cpu"
 
 
 # ------------------------------------------------------------------------- one slot

@@ -17,7 +17,6 @@ of their longest prompt, V vocabulary. In `compact`, n completions go on, R rows
 their distinct texts, and C texts are one token longer.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +38,6 @@ class Rollouts:
     energy: torch.Tensor  # [K, G] float32, sum of |onehot(token) - softmax|^2; vllm: a bound of it
     lengths: torch.Tensor  # [K, G] int64, tokens sampled, end token included
     truncated: torch.Tensor  # [K, G] bool, cut off by max_new_tokens before an end token
-    computed: float = math.nan  # tokens that the model computed to draw these; prompts not counted
 
 
 @dataclass
@@ -85,9 +83,9 @@ def sample(
     if sampling.temperature == 0 and group_size > 1:
         # Greedy completions are all equal, and generate and vLLM refuse to return several.
         one = sample(model, prompt_ids, sampling, group_size=1, seed=seed, keys=keys)
-        _, *columns, computed = vars(one).values()
+        _, *columns = vars(one).values()
         columns = (column.repeat_interleave(group_size, dim=1) for column in columns)
-        return Rollouts(prompt_ids, *columns, computed)
+        return Rollouts(prompt_ids, *columns)
     if not isinstance(sampling.engine, str):
         seed = dppo.seed_for(seed, *keys)
         return sampling.engine.sample(model, prompt_ids, sampling, group_size=group_size, seed=seed)
@@ -101,7 +99,7 @@ def sample(
         categorical.fill(of_prompt, dppo.generator_for(seed, key))
     # Made before inference mode, whose own tensors training could not use.
     ids = torch.full((K, G, T), sampling.pad_id)
-    statistics, computed = torch.zeros(3, K, G, T), 0
+    statistics = torch.zeros(3, K, G, T)
     with progress, torch.inference_mode(), compact.plain_generation(model):
         order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
         step = max(1, sampling.batch_size // G)
@@ -110,11 +108,10 @@ def sample(
             decode(model, [prompt_ids[k] for k in batch], G, record, progress)
             ids[batch] = record.ids.cpu().view(-1, G, T)
             statistics[:, batch] = record.statistics.cpu().view(3, -1, G, T)
-            computed += record.computed
-    return _finish(prompt_ids, ids, statistics, computed, sampling, wanted)
+    return _finish(prompt_ids, ids, statistics, sampling, wanted)
 
 
-def _finish(prompt_ids, ids, statistics, computed, sampling, wanted) -> Rollouts:
+def _finish(prompt_ids, ids, statistics, sampling, wanted) -> Rollouts:
     """Cut each completion after its first end token; ids [K, G, T], statistics [3, K, G, T]."""
     ends = torch.isin(ids, torch.tensor(sampling.eos_ids))
     ended = ends.any(dim=-1) | ~wanted  # [K, G]
@@ -124,8 +121,7 @@ def _finish(prompt_ids, ids, statistics, computed, sampling, wanted) -> Rollouts
     entropy = -(others + logprobs.exp() * logprobs).sum(dim=-1)
     # (1 - p)^2 + sum of the others' p^2, which does not cancel for p near 1
     energy = (torch.expm1(logprobs).square() + spread.square()).sum(dim=-1)
-    totals = (entropy, energy, lengths, ~ended, computed)
-    return Rollouts(prompt_ids, ids, logprobs, *totals)
+    return Rollouts(prompt_ids, ids, logprobs, entropy, energy, lengths, ~ended)
 
 
 # ------------------------------------------------------------------------- shared by both engines
@@ -141,7 +137,6 @@ class _Record:
         self.wanted = send(wanted.flatten().nonzero()[:, 0], device)  # [n], of B
         self.sampling = sampling
         self.vocab_size = model.vocab_size
-        self.computed = 0  # rows of all forwards but the prefill
         self.eos = torch.tensor(sampling.eos_ids, device=device)
         self.uniforms = send(uniforms, device)  # [B, T]
         self.ids = torch.full(shape, sampling.pad_id, device=device)  # [B, T]
@@ -166,7 +161,6 @@ class _Record:
         [C, 1], the rows [C] that they continue, ascending, and the text of each completion [n].
         With None there is one text for each completion, and no rows."""
         probs = scores.exp()  # [R, V]
-        self.computed += len(scores) if step else 0
         if self.sampling.temperature:
             token = categorical.draw(probs, self.uniforms[active, step, None], row_of)  # [n, 1]
         else:  # there is one completion of each prompt

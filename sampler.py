@@ -104,12 +104,12 @@ class PromptHistory:
         float64, checked; prune_rate is r_q."""
         dppo.check_known("prompt rule", name, PROMPT_RULES)
         kind, rule = "prompt rule", PROMPT_RULES[name]
-        if rule.priority:
-            keep_prob = dppo.call(kind, name, rule.priority, self, prompts, step)
-            if getattr(keep_prob, "shape", None) == prompts.shape:
-                keep_prob = _fixed_size(keep_prob, prune_rate, minibatches)
-        else:
-            keep_prob = dppo.call(kind, name, rule.keep_prob, self, prompts, prune_rate, step)
+        with dppo.named(kind, name):
+            if rule.priority:
+                priority = rule.priority(self, prompts, step)
+                keep_prob = _fixed_size(priority, prune_rate, minibatches)
+            else:
+                keep_prob = rule.keep_prob(self, prompts, prune_rate, step)
         everything = torch.ones(len(prompts), dtype=torch.bool)
         dppo.check_keep_prob(kind, name, rule, prune_rate, keep_prob, everything)
         return keep_prob.double()

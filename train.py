@@ -30,6 +30,7 @@ import config
 import dppo
 import metrics
 import models
+import packing
 import rewards
 import rollout
 import run
@@ -37,10 +38,8 @@ import sampler
 from config import Config
 from related import tail
 from runtime import InputError, deal, ranks
-from runtime.stop import Stop
-from runtime.threads import Threads
 from runtime.timer import Timer
-from update import Sums, accumulate_gradients, trainer_logprobs
+from update import UpdateStats, accumulate_gradients, trainer_logprobs
 
 TOKENS_MEMORY = 10  # steps after which a batch's token count counts 1/e in the mean
 STATISTICS = ("lengths", "truncated", "entropy", "energy")  # of Rollouts; every rank gets all
@@ -60,7 +59,6 @@ class Batch:
     truncated: torch.Tensor
     entropy: torch.Tensor  # nats, summed over a completion's tokens
     energy: torch.Tensor  # |onehot - softmax|^2 of the logits, summed likewise; sizes its gradient
-    computed: float  # tokens that the model computed to sample these; see Rollouts
 
 
 @dataclass
@@ -82,7 +80,7 @@ class Update(NamedTuple):
 
     keep: torch.Tensor  # [K, G] bool
     weights: torch.Tensor  # [K, G]
-    sums: Sums
+    sums: UpdateStats
     grad_norm: float
 
 
@@ -98,13 +96,13 @@ class Trainer:
         self.rank, self.world = ranks.start(cfg.device)
         self.is_main = self.rank == 0
         self.show_progress = self.is_main and sys.stderr.isatty()
-        self.stop = Stop()
         self.timer = Timer(cfg.device)
-        self.threads = Threads(cfg.device)
-        self.threads.fit()
+        if cfg.model == "tiny":
+            # A second thread gains 4 %. Beside another program it makes a step 4.5 times as long.
+            torch.set_num_threads(1)
         problems = models.load_problems(cfg, reward)  # first: a bad file is reported at once
         self.train_set, self.eval_set, self.reward, self.eval_reward = problems
-        run.check_start(cfg, self.reward)
+        run.check_start(cfg)
         saved = run.find_checkpoint(cfg)
         loaded = models.load_models(cfg, saved)
         self.model, self.tokenizer, self.policy, self.reference, _ = loaded
@@ -114,7 +112,7 @@ class Trainer:
         prompts = self.train_ids + self.eval_ids
         self.sampling = models.make_sampling(cfg, loaded, prompts, self.show_progress)
 
-        self.num_candidates = config.num_candidates(cfg)  # Q
+        self.num_candidates = cfg.prompts_per_step  # Q
         self.prompt_tokens = torch.tensor([len(ids) for ids in self.train_ids])  # [prompts]
         sources = [problem.source for problem in self.train_set]
         self.history = sampler.PromptHistory(self.prompt_tokens, sources, self.num_candidates)
@@ -124,7 +122,7 @@ class Trainer:
         self.needs_mean_tokens = drops and dppo.LOSSES[cfg.loss].denominator == "batch tokens"
         self.mean_tokens = None  # of the un-pruned batches of the last steps
         self.optimizer = models.make_optimizer(cfg, self.model.parameters())
-        self.saved = run.restore(self, saved) if saved else None
+        self.restored_step = run.restore(self, saved) if saved else 0
 
     def step(self, step: int) -> tuple[dict, list[dict]]:
         """One step of DPPO; returns its rows for log.jsonl and samples.jsonl.
@@ -149,19 +147,19 @@ class Trainer:
         full = self.full_batch(batch, chosen)
         history = metrics.history(self.history, step, window, chosen.kept)
 
-        # 6. Prune completions and 7. update, once per mini-batch and epoch, each with its own draw.
+        # 6. Prune completions and 7. update, once per mini-batch, each with its own draw.
         updates = []
         with self.timer.measure("train"):
             learning_rate = config.learning_rate(self.cfg, step)
             self.optimizer.param_groups[0]["lr"] = learning_rate
-            minibatches = [*range(self.cfg.minibatches)] * self.cfg.epochs
+            minibatches = range(self.cfg.minibatches)
             # --- DPPO, after reward: drop completions, weight the rest by 1 / P(kept)
             draws = [self.prune_completions(full, number, generator) for number in minibatches]
             # ---
             old_logprobs = self.old_logprobs(batch, draws)
             for keep, weights in draws:  # [K, G]
                 updates.append(self.update(step, full, keep, weights, old_logprobs))
-            self.learn(step, full)
+            self.update_history(step, full)
         times = self.timer.seconds | {"step_time": self.timer.now() - started}
         row = {"step": step} | metrics.row(self.cfg, full, updates, learning_rate) | times | history
         return row, metrics.samples(step, self.cfg, full, updates, self.train_set)
@@ -197,14 +195,13 @@ class Trainer:
         seed = dppo.seed_for(self.cfg.seed, step, *purpose)
         with run.stops_if_not_finite(self.cfg, step):
             own = [keys[k] for k in mine]
-            found = self.stop.run(self._sample_and_score, own, seed, wanted[mine], limit)
+            found = self._sample_and_score(own, seed, wanted[mine], limit)
         rollouts, texts, scores = found
         columns = [scores, *(getattr(rollouts, name) for name in STATISTICS)]  # of this rank
         table = torch.zeros(*rank.shape, len(columns), dtype=torch.float64)  # [K, G, columns]
         table[wanted] = torch.stack([c[wanted[mine]].double() for c in columns], dim=-1)
-        computed = ranks.all_reduce(torch.tensor(rollouts.computed, dtype=torch.float64)).item()
         columns = ranks.all_reduce(table).unbind(dim=-1)
-        return Batch(prompts, rank, mine, rollouts, texts, *columns, computed)
+        return Batch(prompts, rank, mine, rollouts, texts, *columns)
 
     def _sample_and_score(self, keys, seed, wanted, limit):
         sampling = replace(self.sampling, max_new_tokens=limit or self.cfg.max_new_tokens)
@@ -256,27 +253,25 @@ class Trainer:
         keep[rows], weights[rows] = dppo.prune_completions(rule, rate, part, generator)
         return keep, weights
 
-    def backward(self, full, keep, weights, old_logprobs=None) -> Sums:
+    def backward(self, full, keep, weights, old_logprobs=None) -> UpdateStats:
         """The gradient of what is kept, summed over packs and ranks, in .grad."""
         self.optimizer.zero_grad()
         batch, rollouts = full.batch, full.batch.rollouts
         rows = (full.advantages, full.factor * weights, keep)  # [K, G] each
         if self.world > 1:  # each rank gets its share of what all of them have kept
             prompt_ids = [self.train_ids[index] for index in batch.prompts.tolist()]
-            width = (self.cfg.share_prompts, self.model.config.hidden_size)
+            width = (packing.shares_prompts(self.cfg.device), self.model.config.hidden_size)
             where = (batch.rank, keep, batch.lengths, prompt_ids, *width)
             rollouts, places, old_logprobs = deal.exchange(rollouts, *where, old_logprobs)
             rows = [table.flatten()[places, None] for table in rows]  # [n, 1] each
         options = {"cfg": self.cfg, "old_logprobs": old_logprobs, "reference": self.reference}
-        sums = self.stop.run(
-            accumulate_gradients, self.model, rollouts, *rows, **options,
-            show_progress=self.show_progress, collective=self.cfg.shard == "fsdp",
-        )  # fmt: skip
+        options["show_progress"] = self.show_progress
+        sums = accumulate_gradients(self.model, rollouts, *rows, **options)
         ranks.sum_gradients(self.model)
-        return Sums(*ranks.all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist())
+        return UpdateStats(*ranks.all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist())
 
     def update(self, step, full, keep, weights, old_logprobs=None) -> Update:
-        """Stage 7: one optimizer update. After the first, a stop waits for the end of the step."""
+        """Stage 7: one optimizer update."""
         sums = self.backward(full, keep, weights, old_logprobs)
         longest = self.cfg.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), longest)
@@ -284,7 +279,6 @@ class Trainer:
         with run.stops_if_not_finite(self.cfg, step):
             if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
                 raise FloatingPointError(f"loss {sums.loss}, gradient norm {grad_norm}")
-        self.stop.held = True
         self.optimizer.step()
         return Update(keep, weights, sums, grad_norm)
 
@@ -295,15 +289,14 @@ class Trainer:
         if not cfg.importance_cap or len(draws) == 1:
             return None
         kept = torch.stack([keep for keep, _ in draws]).any(dim=0) & (batch.rank == self.rank)
-        args = (trainer_logprobs, self.model, batch.rollouts, cfg, kept[batch.mine])
-        return self.stop.run(*args, collective=cfg.shard == "fsdp")
+        return trainer_logprobs(self.model, batch.rollouts, cfg, kept[batch.mine])
 
     def group_squares(self, full: FullBatch) -> torch.Tensor:
         """Squared size [K] of each group's term in the full gradient, without prompt weights."""
         terms = (full.advantages, full.scale, full.batch.energy)  # [K, G] each
         return dppo.contribution_size(*terms, self.cfg.beta).square().sum(dim=1)
 
-    def learn(self, step: int, full: FullBatch) -> None:
+    def update_history(self, step: int, full: FullBatch) -> None:
         """Update what later steps draw and divide by, with the groups that were rolled out."""
         batch, tokens = full.batch, full.batch.lengths.sum(dim=1)  # [K]
         seen = (batch.rewards, full.advantages, self.group_squares(full), tokens)

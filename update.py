@@ -20,8 +20,9 @@ from runtime import ranks
 from runtime.device import autocast, send
 
 
-class Sums(NamedTuple):
-    """Sums over one optimizer update's completion tokens, but for the last two."""
+class UpdateStats(NamedTuple):
+    """Sums over the completion tokens of one update. `tokens` and `slots` also count prompts and
+    padding."""
 
     loss: float  # with the full batch's denominator, the KL term included
     kl: float  # the KL term alone, before beta
@@ -38,7 +39,7 @@ class Sums(NamedTuple):
 def accumulate_gradients(
     model, rollouts, advantages, factor, keep, *, cfg, old_logprobs=None, reference=None,
     show_progress=False,
-) -> Sums:  # fmt: skip
+) -> UpdateStats:  # fmt: skip
     """Add the gradient of every kept sequence of this rank to .grad; returns this rank's sums.
 
     advantages, factor and keep are [K, G], of these rollouts. The loss of each token is multiplied
@@ -66,9 +67,8 @@ def accumulate_gradients(
         importance = (now - sampled).exp()  # [N]
         if cap := cfg.importance_cap:
             old = now if old_logprobs is None else before
-            importance = importance_ratio(old - sampled, pack, cfg.importance_level)
-            above = 0.0 if cfg.importance_mode == "mask" else cap
-            token_factor = token_factor * torch.where(importance > cap, above, importance)
+            importance = importance_ratio(old - sampled)
+            token_factor = token_factor * importance.clamp(max=cap)
         loss, clipped = dppo.token_loss(
             logprobs, old, advantage, pack.owner, loss=cfg.loss, eps_low=cfg.eps_low,
             eps_high=cfg.eps_high, num_sequences=pack.num_sequences,
@@ -90,17 +90,13 @@ def accumulate_gradients(
         tokens = pack.input_ids.shape[1]
         counts.append([len(index), tokens, max(cfg.pack_tokens, tokens)])
     if not counts:
-        return Sums(*[0.0] * len(Sums._fields))
+        return UpdateStats(*[0.0] * len(UpdateStats._fields))
     parts = (torch.stack(measured).cpu().double(), torch.tensor(counts, dtype=torch.float64))
-    return Sums(*torch.cat(parts, dim=1).sum(dim=0).tolist())
+    return UpdateStats(*torch.cat(parts, dim=1).sum(dim=0).tolist())
 
 
-def importance_ratio(log_ratio, pack, level: str):
-    """Trainer's probability / sampler's, [N]: of each token, or with level "sequence" of the whole
-    completion, for all its tokens; given the logarithms [N] of the tokens' ratios."""
-    if level == "sequence":
-        sums = log_ratio.new_zeros(pack.num_sequences).index_add(0, pack.owner, log_ratio)
-        log_ratio = sums[pack.owner]
+def importance_ratio(log_ratio):
+    """Trainer's probability / sampler's of each token, [N], given the logarithms."""
     return log_ratio.clamp(max=20.0).exp()  # above any cap, but the logged mean stays finite
 
 
@@ -121,7 +117,7 @@ def trainer_logprobs(model, rollouts, cfg, keep=None) -> torch.Tensor:
 
 def _logprobs(model, pack, cfg):
     with autocast(cfg):
-        if ranks.is_sharded(model):  # a method, which gathers the weights: see loading.shard
+        if ranks.is_sharded(model):  # a method, which gathers the weights: see models.shard
             return model.packed_logprobs(pack, temperature=cfg.temperature)
         return packing.packed_logprobs(model, pack, temperature=cfg.temperature)
 
@@ -142,15 +138,15 @@ def _packs(rollouts, keep, cfg, device, show_progress=False):
     pairs = zip(prompts, completions, strict=True)
     totals = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in pairs]
     shared = ()
-    if cfg.share_prompts:
+    if share := packing.shares_prompts(device):
         shared = ([id(prompt) for prompt in prompts], [len(prompt) for prompt in prompts])
-    packs = packing.plan_packs(totals, cfg.pack_tokens, cfg.pack_window, *shared)
+    packs = packing.plan_packs(totals, cfg.pack_tokens, packing.WINDOW, *shared)
     if cfg.shard == "fsdp":
         most = ranks.all_reduce(torch.tensor(len(packs)), ranks.MAX).item()
         packs += [[]] * (most - len(packs))
     bar = {"desc": "update", "unit": "pack", "delay": 3, "leave": False}
     for members in tqdm(packs, **bar, disable=not show_progress):
         texts = [prompts[m] for m in members] or [[0]], [completions[m] for m in members] or [[]]
-        pack = packing.build_pack(*texts, device, share_prompts=cfg.share_prompts)
+        pack = packing.build_pack(*texts, device, share_prompts=share)
         index = [range(kept[m] * T, kept[m] * T + lengths[kept[m]]) for m in members]
         yield pack, torch.tensor([*itertools.chain(*index)], dtype=torch.long)

@@ -120,8 +120,8 @@ def stored_ranks(out_dir: Path) -> int:
     return json.loads((out_dir / "config.json").read_text())["ranks"]
 
 
-def write_config(out_dir: Path, config: dict, ranks: int, reward: str | None = None) -> None:
-    """config.json: every resolved value, the reward's name, the versions, and the commit."""
+def write_config(out_dir: Path, config: dict, ranks: int) -> None:
+    """config.json: every resolved value, the versions, and the commit."""
 
     def git(*args):
         try:
@@ -133,7 +133,6 @@ def write_config(out_dir: Path, config: dict, ranks: int, reward: str | None = N
 
     written = {
         "config": config,
-        "reward": reward,
         "versions": {
             "python": sys.version.split()[0],
             "torch": torch.__version__,

@@ -114,13 +114,6 @@ class Log:
             numbers = {k: v for k, v in row.items() if not isinstance(v, list) and math.isfinite(v)}
             self.tracker.log(numbers, step=numbers.pop("step"))
 
-    def amend(self, step: int, scores: dict) -> None:
-        """Add scores to the last row, which is that of `step`; step 0 has none yet."""
-        for name, score in scores.items():
-            print(f"step {step:5d} | {name} {score:.3f}", flush=True)
-        *earlier, last = read_rows(self.path) if step else [{"step": 0}]
-        write_rows(self.path, [*earlier, last | scores])
-
     def close(self) -> None:
         """Draw run.png, and end the tracker's run."""
         if self.path.exists():  # not if the run was stopped before its first row

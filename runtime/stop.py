@@ -1,10 +1,7 @@
 """
-Stopping a run: SIGTERM and Ctrl-C request a stop; the run ends at its next safe point and saves.
+Stopping a run: SIGTERM, SIGUSR1 and Ctrl-C ask for a stop, and the run ends after its next step.
 
-A step changes nothing that is saved until its first optimizer update. Until then it can be
-abandoned at any moment, and the resumed run repeats it whole. After that update the step is
-finished first. Rollouts and backward passes, which may take minutes, are interrupted. All ranks
-decide together.
+A second Ctrl-C ends it at once. A run that is killed loses the steps since its last checkpoint.
 """
 
 import contextlib
@@ -18,27 +15,20 @@ import torch
 
 from runtime.ranks import all_reduce
 
-
-class Stopped(BaseException):
-    """A stop was requested. The current step has changed nothing that is saved. Not an Exception,
-    so that a reward's `except Exception` lets it pass."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # schedulers send the first two
 
 
 class Stop:
     def __init__(self):
         self.requested = False  # on this rank
-        self.agreed = False  # all ranks know that at least one of them has a request
-        self.held = False  # the weights have changed: the step must be finished and logged
-        self._interruptible = False
 
     @contextlib.contextmanager
     def listening(self):
-        """SIGTERM and Ctrl-C request a stop; a second Ctrl-C kills. Handlers are restored after."""
-        if threading.current_thread() is not threading.main_thread():
+        """Let signals ask for a stop. The handlers from before come back at the end."""
+        if threading.current_thread() is not threading.main_thread():  # it cannot set handlers
             yield
             return
-        signals = (signal.SIGTERM, signal.SIGINT)
-        before = {number: signal.signal(number, self._handle) for number in signals}
+        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         try:
             yield
         finally:
@@ -46,38 +36,13 @@ class Stop:
                 signal.signal(number, handler)
 
     def _handle(self, number, _frame):
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         self.requested = True
-        if self._interruptible:
-            self._interruptible = False  # once: cleaning up is not interrupted again
-            raise Stopped
+        if number == signal.SIGINT:  # the next one raises KeyboardInterrupt
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def run(self, work, *args, collective: bool = False, **kwargs):
-        """work(*args, **kwargs), or Stopped on every rank if any of them has a request.
-
-        All ranks call this together. A signal interrupts `work`, unless the step is held. If `work`
-        is itself a collective, it is never interrupted: other ranks would wait for this one.
-        """
-        result = None
-        try:
-            self._interruptible = not (self.held or collective)
-            if not (self.requested and self._interruptible):
-                result = work(*args, **kwargs)
-            self._interruptible = False  # from here on a signal must not skip `agree`
-        except Stopped:
-            pass
-        finally:
-            self._interruptible = False
-        if self.agree():
-            raise Stopped
-        return result
-
-    def agree(self) -> bool:
-        """Whether any rank has a request. All ranks call this together. Unchanged while held."""
-        if not self.held:
-            self.agreed = all_reduce(torch.tensor([float(self.requested)])).item() > 0
-        return self.agreed
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop. All ranks call this, or saving would wait forever."""
+        return all_reduce(torch.tensor([float(self.requested)])).item() > 0
 
 
 def resume_command(out_dir: str) -> str:

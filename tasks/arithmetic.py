@@ -9,26 +9,25 @@ wrong total. It therefore solves nearly all problems without carries and fails m
 Reinforcement learning has to amplify the right habit, first on short chains, then on long ones, so
 groups that are dead (all right or all wrong) come alive and die again.
 
-No data is stored. A problem is a function of (split, index), the tokenizer is built on the spot,
-and the base model is trained once and cached beside this file.
+A problem is a function of (split, index), so no data is stored. The base model is: BASE is its
+folder, with weights in float16. To make it again from nothing, in two minutes:
+
+    python -m tasks.arithmetic [FOLDER]
 """
 
-import hashlib
-import os
 import random
-import shutil
+import sys
 import zlib
 from pathlib import Path
 
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import packing
 
-# The recipe of the base model. Editing this file in any way changes the cache key: see base_folder.
+BASE = Path(__file__).resolve().parent / "arithmetic-base"  # a Hugging Face folder
 CARRY_PROB = 0.42  # the probability that the teacher remembers a carry
 BASE_STEPS = 1000
 BASE_BATCH = 32
@@ -39,7 +38,6 @@ UNSOLVED = (13, 18)  # in the mixed splits; the base model never solves these
 TRIVIAL = (2, 5)  # in the mixed splits; no carries, so the base model nearly always solves these
 
 TRAIN_PROBLEMS = 512
-CACHE = Path(__file__).resolve().parents[1] / ".cache"  # holds the base model
 SPLITS = ("train", "heldout", "longer", "mixed", "mixed-heldout", "base")
 
 
@@ -182,22 +180,16 @@ def train_base(steps: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
 
 
 def base_folder() -> Path:
-    """The Hugging Face folder of the cached base model. The first call makes it, in two minutes.
+    return BASE
 
-    The cache key is the text of this file plus the library versions, so a changed recipe makes a
-    new base model. The folder is renamed once it is complete, so a kill never leaves half of it.
-    """
-    recipe = Path(__file__).read_text() + torch.__version__ + transformers.__version__
-    key = hashlib.sha256(recipe.encode()).hexdigest()[:12]
-    folder = CACHE / f"base-{key}"
-    if not folder.exists():
-        print("training the base model of the embedded task (once, about two minutes)", flush=True)
-        model, tokenizer = train_base(BASE_STEPS)
-        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        try:
-            unfinished.rename(folder)
-        except OSError:  # another process finished first
-            shutil.rmtree(unfinished)
-    return folder
+
+def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
+    """Train the base model and write its folder. Weights are rounded to float16, half the size."""
+    model, tokenizer = train_base(steps)
+    model.half().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # a model this small gains nothing from more
+    make_base(Path(sys.argv[1]) if len(sys.argv) > 1 else BASE)

@@ -23,7 +23,6 @@ import sampler
 from runtime import InputError, checkpoint, log, ranks
 from runtime.device import autocast, choose_device, choose_dtype
 from runtime.stop import Stop
-from runtime.threads import Threads
 from runtime.timer import clock
 from tasks import gguf
 
@@ -107,7 +106,7 @@ def main(cfg: Config) -> None:
     cfg = check(cfg)
     rank, world = ranks.start(cfg.device)
     share, out_dir = slice(rank, None, world), Path(cfg.out_dir)
-    stop, threads = Stop(), Threads(cfg.device)
+    stop = Stop()
     saved = ranks.broadcast(checkpoint.find, out_dir) if cfg.resume else None
     source = str(saved or ranks.broadcast(gguf.model_folder, cfg.model))
     model, tokenizer = models.load_policy(source, cfg.device, samples=False)
@@ -122,14 +121,13 @@ def main(cfg: Config) -> None:
         checkpoint.write_config(out_dir, asdict(cfg), world)
     with stop.listening():
         for step in range(state["step"] + 1, cfg.steps + 1):
-            threads.fit()
             started = clock(cfg.device)
             rate = cfg.lr * min(step / WARMUP, 1.0) * (1 - (step - 1) / cfg.steps)
             optimizer.param_groups[0]["lr"] = rate
             chosen = sampler.candidates(len(pairs), cfg.batch_size, cfg.seed, step)
             row = update(model, optimizer, [pairs[i] for i in chosen], cfg, share)
             row |= {"step": step, "learning_rate": rate, "step_time": clock(cfg.device) - started}
-            stopped = stop.agree()
+            stopped = stop.agreed()
             if rank == 0:
                 line = "step {step} | loss {loss:.3f} | gnorm {grad_norm:.2f} | {step_time:.1f}s"
                 record.write(row, [], line.format(**row))
