@@ -192,7 +192,7 @@ def nothing_learned(reward: float, steps: int, samples: Path) -> str:
     """A note for a run of which no group was live for some steps, given their mean reward."""
     cause = "each problem is too easy or too hard for the model"
     if math.isnan(reward):
-        cause = "no gold can be scored"
+        cause = "no reference answer can be scored"
     elif reward == 0:
         cause = "the reward never finds the answer in a completion, or the problems are too hard"
     return (

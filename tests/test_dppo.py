@@ -596,44 +596,6 @@ def test_unknown_loss_is_named():
 # ---------------------------------------------------------------------------- what to watch
 
 
-def test_running_check_by_hand():
-    """Two pruned gradients of two parameters: errors (1, 0) and (1, 2), whose product is 1.
-
-    Catches n^2 in place of n (n - 1), and a norm that is not the full gradient's.
-    """
-    check = metrics.check_unbiased(table([3, 4]), iter(table([[4, 4], [4, 6]])))
-    assert check == {
-        "check/bias2": pytest.approx(1 / 25),
-        "check/variance": pytest.approx(2 / 25),  # around their mean: (0, -1) and (0, 1)
-        "check/scale": pytest.approx((3 + 3 + 8) / 2 / 25),
-        "check/norm": pytest.approx(5.0),
-    }
-
-
-def test_running_check_formula():
-    """Unbiased estimates leave bias2 and scale at 0 on average; weights times 0.9 do not.
-
-    Catches a square that includes the variance, a variance that includes the square, and a sum over
-    the draws in place of their mean.
-    """
-    generator = torch.Generator().manual_seed(0)
-    full = torch.randn(500, generator=generator)
-    rows = {1.0: [], 0.9: []}
-    for _ in range(400):
-        some = [full + torch.randn(500, generator=generator) for _ in range(3)]
-        for factor, found in rows.items():
-            check = metrics.check_unbiased(full, (factor * one for one in some))
-            found.append([check[f"check/{name}"] for name in ("bias2", "variance", "scale")])
-    right, twin = (torch.tensor(rows[factor]) for factor in (1.0, 0.9))
-    error = right.std(dim=0) / 20
-    assert (right.mean(dim=0)[[0, 2]].abs() < 3 * error[[0, 2]]).all()
-    expected = 500 / full.square().sum().item()
-    assert right.mean(dim=0)[1].item() == pytest.approx(expected, rel=0.05)
-    assert torch.allclose(twin[:, 1], 0.81 * right[:, 1], rtol=1e-3), "a bias is no variance"
-    assert twin.mean(dim=0)[0].item() == pytest.approx(0.01, abs=4 * error[0].item())
-    assert twin.mean(dim=0)[2].item() == pytest.approx(-0.1, abs=4 * error[2].item())
-
-
 def test_effective_sample_size():
     """Catches a count of the nonzero weights, which ignores their spread."""
     assert metrics.effective_sample_size(torch.tensor([2.0, 2, 0, 0])) == 2

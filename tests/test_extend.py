@@ -1,11 +1,7 @@
 """What a user adds works, or says why not: rewards, rules and losses, from the README and wrong."""
 
-import contextlib
 import copy
-import functools
 import inspect
-import itertools
-import json
 import random
 import re
 import subprocess
@@ -105,38 +101,46 @@ def completions():
 
 
 WRONG = [
-    (lambda shape: ones(shape)[:1], r"returned \[\d.*\]: return a tensor of shape \["),
-    (lambda shape: [0.5], r"returned list: return a tensor of shape \["),
-    (lambda shape: ones(shape) * 1.5, r"returned the probability 1.5: clamp it to 0..1"),
-    (lambda shape: ones(shape) * -0.5, r"returned the probability -0.5: clamp"),
-    (lambda shape: ones(shape) * torch.nan, r"returned NaN: a dead group has sizes of 0, an"),
-    (lambda shape: ones(shape) * 0.0, r"returned the probability 0 at \[.*biased="),
-    (lambda shape: shape.size, r"raised AttributeError: .* has no attribute 'size' \(.*test_ext"),
+    (lambda shape: ones(shape)[:1], r"must return probabilities of shape \[.*, not \[1"),
+    (lambda shape: ones(shape) * 1.5, r"must return .*, from 0 to 1, not 1.5"),
+    (lambda shape: ones(shape) * torch.nan, r"must return .*, from 0 to 1, not nan"),
+    (lambda shape: ones(shape) * 0.0, r"must return .*, above 0 .*biased="),
 ]
 
 
 @pytest.mark.parametrize(("result", "message"), WRONG)
-def test_wrong_completion_rules(result, message):
-    """Catches a bias without a word, and a raw traceback from deep inside a draw."""
+def test_wrong_rules(result, message):
+    """At both levels. Catches a rule that is biased, or that fails deep inside a draw."""
     dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(lambda batch, rate: result((2, 4)))
-    with pytest.raises(dppo.RuleError, match=r"completion rule 'mine' " + message):
+    with pytest.raises(dppo.RuleError, match="completion rule 'mine' " + message):
         dppo.prune_completions("mine", 0.5, completions(), dppo.generator_for(0))
-
-
-@pytest.mark.parametrize("kind", ["keep_prob", "priority"])
-@pytest.mark.parametrize(("result", "message"), WRONG)
-def test_wrong_prompt_rules(result, message, kind):
-    """The same for prompts, all of which count."""
-    rule = sampler.PromptRule(**{kind: lambda history, prompts, *_: result((len(prompts),))})
-    sampler.PROMPT_RULES["mine"] = rule
-    if kind == "priority" and "1.5" in message:
-        message = ""  # priorities have any scale
-    elif kind == "priority" and ("probability" in message or "NaN" in message):
-        message = r"returned (the probability 0|NaN)"
+    sampler.PROMPT_RULES["mine"] = sampler.PromptRule(lambda *_: result((2,)))
     history = sampler.PromptHistory(torch.tensor([1, 1]), ["a", "a"], 2)
-    expected = pytest.raises(dppo.RuleError, match=r"prompt rule 'mine' " + message)
-    with expected if message else contextlib.nullcontext():
+    with pytest.raises(dppo.RuleError, match="prompt rule 'mine' " + message):
         history.prune("mine", 0.5, torch.arange(2), dppo.generator_for(0), 1)
+
+
+def test_an_exception_keeps_its_traceback():
+    """What a rule or a loss raises comes through as it is, with a note that names it. Catches a
+    handler that hides the line where it failed."""
+    fails = lambda *_: 1 / 0
+    dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(fails)
+    sampler.PROMPT_RULES["mine"] = sampler.PromptRule(priority=fails)
+    dppo.LOSSES["mine"] = dppo.Loss(fails, "constant")
+    history = sampler.PromptHistory(torch.tensor([1, 1]), ["a", "a"], 2)
+    clip = {"eps_low": 0.2, "eps_high": 0.2, "num_sequences": 1}
+    calls = {
+        "completion rule": lambda: dppo.completion_keep_prob("mine", 0, completions()),
+        "prompt rule": lambda: history.keep_prob("mine", 0, torch.arange(2), 1),
+        "loss": lambda: dppo.token_loss(
+            *[torch.zeros(3)] * 3, torch.zeros(3).long(), loss="mine", **clip
+        ),
+    }
+    for kind, call in calls.items():
+        with pytest.raises(ZeroDivisionError) as caught:
+            call()
+        assert caught.value.__notes__ == [f"(in the {kind} 'mine')"]
+        assert "fails = lambda" in str(caught.traceback[-1].statement)
 
 
 def test_zeros_that_are_allowed():
@@ -159,28 +163,10 @@ def test_a_rule_that_ignores_its_rate():
     half = lambda *_: torch.full((2,), 0.5)
     history = sampler.PromptHistory(torch.tensor([1, 1]), ["a", "a"], 2)
     sampler.PROMPT_RULES["mine"] = sampler.PromptRule(half)
-    with pytest.raises(dppo.RuleError, match=r"the probability 0.5 at prune rate 0: .*rate=None"):
+    with pytest.raises(dppo.RuleError, match=r"of 1 at prune rate 0, not 0.5. .*rate=None"):
         history.keep_prob("mine", 0.0, torch.arange(2), 1)
     sampler.PROMPT_RULES["mine"] = sampler.PromptRule(half, rate=None)
     assert history.keep_prob("mine", 0.0, torch.arange(2), 1).tolist() == [0.5, 0.5]
-
-
-def test_a_wrong_rule_stops_before_anything_is_loaded(tmp_path):
-    """Catches a rule whose error comes after the first rollout."""
-    dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(lambda batch, rate: batch.size * 0)
-    with pytest.raises(dppo.RuleError, match="completion rule 'mine'"):
-        config.resolve(config.Config(method="mine", model=str(tmp_path / "nothing")))
-    del dppo.COMPLETION_RULES["mine"]
-    sampler.PROMPT_RULES["mine"] = sampler.PromptRule(lambda *_: torch.zeros(3))
-    with pytest.raises(dppo.RuleError, match="prompt rule 'mine'"):
-        config.resolve(config.Config(method="mine", model=str(tmp_path / "nothing")))
-
-
-def test_the_example_is_like_a_real_batch():
-    """Rewards of 0 and 1. Catches a rule that is refused for an example it would never meet."""
-    by_reward = lambda batch, rate: 0.5 + 0.5 * batch.rewards
-    dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(by_reward, rate=None)
-    config.resolve(config.Config(method="mine", group_size=3))
 
 
 def test_methods_and_rules_of_yours():
@@ -194,17 +180,6 @@ def test_methods_and_rules_of_yours():
     assert (found.prompt_rule, found.completion_rule) == ("pps", "mine")
     with pytest.raises(InputError, match=r"--method mime: choose one of grpo, .*, pps,.* mine"):
         config.resolve(config.Config(method="mime"))
-
-
-def test_a_rule_that_waits_for_history_says_so():
-    """Catches a run of one epoch that prunes no prompts and does not mention it."""
-    low = lambda history, prompts, rate, step: 1 - rate * (history.epoch[prompts] >= 0).double()
-    sampler.PROMPT_RULES["mine"] = sampler.PromptRule(low)
-    cfg = config.resolve(config.Config(method="mine", steps=3))
-    (note,) = config.warnings(cfg, steps_per_epoch=16)
-    assert note == "--prompt-rule mine drops nothing in the first 16 steps, an epoch"
-    assert not config.warnings(cfg, steps_per_epoch=2)
-    assert not config.warnings(config.resolve(config.Config(prompt_rule="uniform", steps=3)), 16)
 
 
 # ---------------------------------------------------------------------------- losses
@@ -233,20 +208,14 @@ def test_a_loss_needs_a_kind_of_denominator():
         (lambda ratio, *_: (ratio.sum(), ratio > 1), "must return (loss, clipped), two tensors of"),
         (lambda ratio, *_: ratio, "must return (loss, clipped), two tensors of shape [3]"),
         (lambda ratio, *_: None, "must return (loss, clipped), two tensors of shape [3]"),
-        (
-            lambda *_: exec("raise ValueError('two\\nlines')"),
-            "raised ValueError: two lines (<string>",
-        ),
-        (lambda ratio, *_: ratio.nothing, "raised AttributeError: 'Tensor' object has no"),
     ],
 )
 def test_a_loss_that_returns_nonsense(surrogate, message):
-    """Catches a raw traceback from inside an update."""
+    """Catches an error from deep inside an update."""
     dppo.LOSSES["mine"] = dppo.Loss(surrogate, "constant")
     clip = {"eps_low": 0.2, "eps_high": 0.2, "num_sequences": 1}
-    with pytest.raises(dppo.RuleError, match=re.escape(f"loss 'mine' {message}")) as caught:
+    with pytest.raises(dppo.RuleError, match=re.escape(f"loss 'mine' {message}")):
         dppo.token_loss(*[torch.zeros(3)] * 3, torch.zeros(3).long(), loss="mine", **clip)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -316,28 +285,12 @@ def test_a_reward_that_fails(run, reward, message):
     assert f"'{'x' * 80}' with the gold '{'y' * 80}'" in str(caught.value)
 
 
-def test_the_last_line_under_torchrun(policy_folder, tmp_path):
-    """torchrun prints some sixty lines about a process that failed. Catches an error above them."""
-    code = REWARD.replace("return float(", "return float(None or ")
-    assert code != REWARD
-    broken = code.replace("completion.endswith", "completion.ends_with")
-    launcher = ["-m", "torch.distributed.run", "--standalone"]
-    done = program(
-        tmp_path, broken, *toy.flags(policy_folder, str(tmp_path / "run")), launcher=launcher
-    )
-    assert done.returncode != 0
-    last = done.stderr.rstrip().splitlines()[-1]
-    assert last.startswith("error: the reward of the completion ")
-    assert "has no attribute 'ends_with'" in last
-
-
 # ---------------------------------------------------------------------------- runs that cannot be
 
 
 def test_a_run_without_signal_says_so(run, tmp_path, capsys):
-    """Once, after five steps in a row, with what the rewards were. Catches a run that trains
-    nothing without a word, a note at every step, one for a run whose groups are live, and steps
-    that stopped at a checkpoint counted as live."""
+    """After five steps in a row, with what the rewards were. Catches a run that trains nothing
+    without a word, a note at every step, and one for a run whose groups are live."""
 
     def notes(name, reward, **options):
         run(name, reward=reward, steps=12, **options)
@@ -345,24 +298,16 @@ def test_a_run_without_signal_says_so(run, tmp_path, capsys):
         found = [place for place, line in enumerate(printed) if "nothing was learned" in line]
         return [printed[place] for place in found], [printed[place - 1] for place in found]
 
-    (note,), (before,) = notes("zero", lambda text, gold: 0.0)
+    (note,), (before,) = notes("zero", lambda text, answer: 0.0)
     assert before.startswith("step  5/12")
     assert "the same reward (0.000 on average)" in note
     assert "the reward never finds the answer" in note
     assert str(tmp_path / "zero" / "samples.jsonl") in note
-    (note,), _ = notes("one", lambda text, gold: 1.0, method="pps")
+    (note,), _ = notes("one", lambda text, answer: 1.0, method="pps")
     assert "(1.000 on average), so nothing was learned. Likely cause: each problem is too" in note
-    (note,), _ = notes("none", lambda text, gold: None)
-    assert "no gold can be scored" in note
-    tail = {"rollout_checkpoint": 3, "rollout_prune_rate": 0.43}  # the fifth step stops
-    (note,), _ = notes("tossed", lambda text, gold: 0.0, **tail)
-    assert "the same reward (0.000 on average)" in note
-    assert any(row["reward"] is None for row in toy.rows(tmp_path / "tossed"))
+    (note,), _ = notes("none", lambda text, answer: None)
+    assert "no reference answer can be scored" in note
     assert notes("live", toy.toy_reward) == ([], [])
-    calls = itertools.count()
-    only_in_step_6 = lambda text, gold: toy.toy_reward(text, gold) * (next(calls) // 24 == 5)
-    found, _ = notes("twice", only_in_step_6, method="grpo")
-    assert len(found) == 1
 
 
 def test_nothing_to_resume(run, tmp_path):
@@ -378,34 +323,6 @@ def test_nothing_to_resume(run, tmp_path):
         run("constant", steps=3, save_every=3, lr_schedule="constant", resume=True)
     log = run("constant", steps=4, save_every=3, lr_schedule="constant", resume=True)
     assert [row["step"] for row in log] == [1, 2, 3, 4]
-
-
-def test_the_reward_of_a_resumed_run(run, tmp_path):
-    """Catches a run that goes on with another reward without a word."""
-
-    def mine(text, gold):
-        return float(text[:1] < "@")
-
-    run("run", reward=mine, steps=2, save_every=1)
-    flags = {"steps": 3, "save_every": 1, "resume": True}
-    with pytest.raises(InputError, match=r"the reward .*mine of test_extend.py, not toy_reward"):
-        run("run", **flags)
-    assert len(run("run", reward=mine, **flags)) == 3
-
-
-class Reward:
-    def __call__(self, text, gold):
-        return toy.toy_reward(text, gold)
-
-
-def test_names_of_rewards(run, tmp_path):
-    """Functions, partials and objects. Catches a run that fails because its reward has no name."""
-    half = functools.partial(toy.toy_reward)
-    wanted = ("toy_reward of toy.py", "toy_reward of toy.py", "Reward of test_extend.py")
-    for number, reward in enumerate((toy.toy_reward, half, Reward())):
-        run(str(number), reward=reward, steps=1)
-        stored = json.loads((tmp_path / str(number) / "config.json").read_text())
-        assert stored["reward"] == wanted[number]
 
 
 def test_a_folder_without_a_step_is_free(run, tmp_path):
@@ -462,7 +379,7 @@ def test_the_proof_sees_dead_groups_and_unseen_prompts(tmp_path):
          "history.score[prompts].clamp(0.1, 1))\n", "prompt rule"),
     ):  # fmt: skip
         (tmp_path / "mine.py").write_text(head + text)
-        with pytest.raises(dppo.RuleError, match=f"{kind} 'mine' returned NaN"):
+        with pytest.raises(dppo.RuleError, match=f"{kind} 'mine' must return .* not nan"):
             proof.main(str(tmp_path / "mine.py"))
         dppo.COMPLETION_RULES.pop("mine", None)
 

@@ -10,15 +10,14 @@ import torch
 from toy import flags, plain_logits, toy_reward
 
 import config
+import packing
 import rollout
 import train
 import update
 from runtime import InputError
 from runtime.device import cast_weights
 
-CFG = config.resolve(
-    config.Config(device="cpu", loss="dr_grpo", max_new_tokens=3, share_prompts=False)
-)
+CFG = config.resolve(config.Config(device="cpu", loss="dr_grpo", max_new_tokens=3))
 
 
 def gradient(model, rollouts, advantages, scale, old_logprobs=None, **changes):
@@ -81,109 +80,16 @@ def test_importance_weights_give_the_policys_gradient(small_world):
     assert moved.clipped > 0, "the clip starts from the old log-probs"
 
 
-def whole_sequences(small_world):
-    """(model, rollouts, P(sampled) [C, 1], P(the policy's) [C, 1], log of their ratio [C, 1]) of
-    all completions of at most three tokens, if the sampler's temperature is 0.7."""
-    model, chances = small_world
-    texts = [*chances]
-    ids = torch.tensor([[*text, *[0] * (3 - len(text))] for text in texts])[:, None]  # [C, 1, 3]
-    lengths = torch.tensor([[len(text)] for text in texts])
-    logprobs = torch.zeros(len(texts), 1, 3)
-    for row, text in enumerate(texts):
-        for place, token in enumerate(text):
-            logits = plain_logits(model, torch.tensor([[1, 2, *text[:place]]]))[0, -1, :5]
-            logprobs[row, 0, place] = (logits / 0.7).log_softmax(dim=0)[token]
-    zeros = torch.zeros(len(texts), 1)
-    columns = (logprobs, zeros, zeros, lengths, zeros.bool())
-    rollouts = rollout.Rollouts([[1, 2]] * len(texts), ids, *columns)
-    policy = torch.tensor(list(chances.values()))[:, None]
-    sampled = logprobs.sum(dim=2).exp()
-    assert sampled.sum() == pytest.approx(1.0)
-    return model, rollouts, sampled, policy, (policy / sampled).log()
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_sequence_level_gives_the_policys_gradient(small_world, share):
-    """Every completion of up to three tokens, weighted by its probability under the sampler: the
-    expected gradient with --importance-level sequence is that of the policy's own samples; by
-    tokens it is not. A cap cuts, or masks, whole completions; their denominators stay. Catches a
-    mean in place of the product, a product over the pack, a cap on tokens, and old log-probs that
-    are not used."""
-    model, rollouts, sampled, policy, log_ratio = whole_sequences(small_world)
-    advantages = torch.randn(sampled.shape, generator=torch.Generator().manual_seed(3))
-    options = {"share_prompts": share, "pack_tokens": 30}
-
-    def error(probs, wanted, old_logprobs=None, **changes):
-        changes = {"importance_level": "sequence", "importance_cap": 1e6} | options | changes
-        sums, found = gradient(model, rollouts, advantages, probs, old_logprobs, **changes)
-        return ((found - wanted).norm() / wanted.norm()).item(), sums
-
-    # the truth: sampled by the policy itself, so that all ratios are 1
-    own = replace(rollouts, logprobs=update.trainer_logprobs(model, rollouts, CFG))
-    truth = gradient(model, own, advantages, policy, importance_cap=0.0, **options)[1]
-    assert error(sampled, truth)[0] < 1e-5
-    assert error(sampled, truth, importance_level="token")[0] > 0.05
-    lengths = rollouts.lengths
-    _, sums = error(sampled, truth)
-    assert sums.importance == pytest.approx((log_ratio.exp() * lengths).sum().item(), rel=1e-4)
-
-    cap = 1.5
-    above = log_ratio > math.log(cap)
-    assert 0.1 < above.double().mean() < 0.9
-    for mode, factor in (("truncate", cap), ("mask", 0.0)):
-        weights = sampled * torch.where(above, factor, log_ratio.exp())
-        wanted = gradient(model, own, advantages, weights, importance_cap=0.0, **options)[1]
-        wrong, sums = error(sampled, wanted, importance_cap=cap, importance_mode=mode)
-        assert wrong < 1e-5
-        assert sums.capped == lengths[above].sum()
-        assert error(sampled, truth, importance_cap=cap, importance_mode=mode)[0] > 0.01
-
-    before = own.logprobs - 0.1 * (own.logprobs != 0)  # the policy has moved since
-    _, sums = error(sampled, truth, before)
-    moved = (log_ratio - 0.1 * lengths).exp()
-    assert sums.importance == pytest.approx((moved * lengths).sum().item(), rel=1e-4)
-
-
-def test_a_masked_token(small_world):
-    """By tokens, --importance-mode mask drops the tokens above the cap, and no others."""
-    model, rollouts, sampled, _, _ = whole_sequences(small_world)
-    own = update.trainer_logprobs(model, rollouts, CFG)
-    rollouts = replace(rollouts, logprobs=torch.where(own < -1.0, own - 1.0, own))  # ratio e or 1
-    kept = replace(rollouts, logprobs=own)
-    ones = torch.ones_like(sampled)
-    sums, masked = gradient(
-        model, rollouts, ones, sampled, importance_cap=2.0, importance_mode="mask"
-    )
-    assert sums.capped == (own < -1.0).sum() > 0
-    _, everything = gradient(model, kept, ones, sampled, importance_cap=2.0)
-    cut = replace(kept, logprobs=torch.where(own < -1.0, own + 50.0, own))  # ratio e^-50
-    _, wanted = gradient(model, cut, ones, sampled, importance_cap=2.0)
-    torch.testing.assert_close(masked, wanted)
-    assert not torch.allclose(masked, everything)
-
-
 def test_a_ratio_that_overflows(small_world):
     """A sampler that is 200 nats off: the logged ratio and the gradient stay finite."""
-    model, rollouts, sampled, _, _ = whole_sequences(small_world)
-    rollouts = replace(rollouts, logprobs=rollouts.logprobs - 200.0)
-    changes = {"importance_cap": 2.0, "importance_level": "sequence"}
-    sums, found = gradient(model, rollouts, torch.ones_like(sampled), sampled, **changes)
+    model, _ = small_world
+    rollouts = one_token_rollouts(torch.full((5,), -200.0))
+    sums, found = gradient(model, rollouts, torch.ones(5, 1), torch.ones(5, 1), importance_cap=2.0)
     assert math.isfinite(sums.importance)
     assert found.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "given", [{"importance_level": "sequence"}, {"importance_mode": "mask"}], ids=str
-)
-def test_a_correction_that_is_off_is_reported(given):
-    """A level or a mode without a cap would have no effect. Fails if it is accepted in silence."""
-    (name,) = given
-    with pytest.raises(InputError, match=f"--{name.replace('_', '-')} .*give --importance-cap 2"):
-        config.resolve(config.Config(device="cpu", **given))
-    config.resolve(config.Config(device="cpu", importance_cap=2.0, **given))
-
-
-def test_trainer_logprobs_are_in_their_places(make_policy):
+def test_trainer_logprobs_are_in_their_places(make_policy, monkeypatch):
     """Ragged completions, one of them empty, in slots that mix prompts. Catches rows in the order
     of the packs."""
     model, _ = make_policy()
@@ -193,7 +99,8 @@ def test_trainer_logprobs_are_in_their_places(make_policy):
     got.lengths[1, 2] = 0
     got.logprobs[1, 2] = 0.0
     for share in (False, True):
-        cfg = replace(CFG, pack_tokens=20, share_prompts=share, temperature=0.6)
+        monkeypatch.setattr(packing, "shares_prompts", lambda device, share=share: share)
+        cfg = replace(CFG, pack_tokens=20, temperature=0.6)
         assert (update.trainer_logprobs(model, got, cfg) - got.logprobs).abs().max() < 1e-5
 
 
@@ -212,17 +119,15 @@ def test_an_empty_completion_adds_nothing(make_policy):
 
 
 def test_the_cap_is_above_not_at_it(make_policy, make_rollouts):
-    """A sampler that equals the trainer has ratios of exactly 1, so a cap of 1 cuts and masks none
-    of them. Catches >= in place of >, and a ratio of other tokens."""
+    """A sampler that equals the trainer has ratios of exactly 1, so a cap of 1 cuts none of
+    them. Catches a ratio of other tokens."""
     model, _ = make_policy()
     rollouts = make_rollouts(model, 3, 2)
     rollouts.logprobs = update.trainer_logprobs(model, rollouts, CFG)
     ones = torch.ones(3, 2)
-    sums, whole = gradient(model, rollouts, ones, ones, importance_cap=1.0)
+    sums, _ = gradient(model, rollouts, ones, ones, importance_cap=1.0)
     assert sums.importance == sums.completion_tokens == rollouts.lengths.sum()
     assert sums.capped == sums.gap == 0
-    masked = {"importance_cap": 1.0, "importance_mode": "mask"}
-    assert torch.equal(gradient(model, rollouts, ones, ones, **masked)[1], whole)
 
 
 class SamplerIsOff(train.Trainer):
@@ -255,8 +160,8 @@ class SamplerIsOff(train.Trainer):
 
 
 def test_a_run_whose_sampler_is_off(policy_folder, tmp_path):
-    """The log shows the gap, and corrected runs differ from plain ones. With two mini-batches or
-    epochs, old log-probs are looked up once a step, before its first update. Catches a look-up
+    """The log shows the gap, and corrected runs differ from plain ones. With two mini-batches
+    old log-probs are looked up once a step, before its first update. Catches a look-up
     after an update, and updates that use current log-probs instead."""
 
     def run(**changes):
@@ -275,10 +180,6 @@ def test_a_run_whose_sampler_is_off(policy_folder, tmp_path):
     assert len(given) == 8
     assert all(old is not None for old in given)
     assert all(old is again for old, again in zip(given[::2], given[1::2], strict=True))
-    pruned = {"completion_rule": "pps", "completion_prune_rate": 0.7}
-    _, trainer = run(importance_cap=2.0, epochs=2, steps=1, **pruned)
-    assert len(trainer.looked_up) == 1
-    assert trainer.given[0] is trainer.given[1] is not None
 
     ratio = "sampling/importance_sampling_ratio"
     for row in itertools.chain(corrected, twice):
@@ -343,4 +244,4 @@ def test_vllm_that_is_not_installed(run, monkeypatch, tmp_path):
         run("run", engine="vllm")
     assert not (tmp_path / "run").exists()
     cfg = config.resolve(config.Config(device="cpu", engine="vllm", method="pps"))
-    assert any("upper bound" in line for line in config.warnings(cfg, 16))
+    assert any("upper bound" in line for line in config.warnings(cfg))

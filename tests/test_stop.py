@@ -1,42 +1,26 @@
-"""Stopping a run loses nothing: signals at any moment, a dead rank, a full disk."""
+"""Stopping a run loses nothing: signals at many moments, a dead rank, a full disk."""
 
-import collections
-import copy
-import itertools
 import os
-import random
 import re
-import resource
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import toy
-from toy import HANG, ROOT, assert_same, flags, in_processes, rows, timeless, toy_reward
+from toy import HANG, ROOT, assert_same, flags, in_processes, rows, timeless
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-import config
-import dppo
 import metrics
-import rewards
-import rollout
-import train
 from runtime import checkpoint, log, ranks
-from runtime.stop import Stop, Stopped
+from runtime.stop import SIGNALS, Stop
 
 TOY = str(ROOT / "tests" / "toy.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 COMMON = {"steps": 5, "save_every": 3, "eval_every": 2, "eval_problems": 3, "lr": 3e-3}
-MOMENTS = (
-    (Qwen3Model, "forward"), (rollout._Record, "take"), (dppo, "token_loss"),
-    (torch.optim.AdamW, "step"), (metrics, "row"), (rewards, "decode"), (log, "append_rows"),
-    (checkpoint, "save"), (os, "fsync"),
-)  # fmt: skip
 
 
 def resume(folder):
@@ -46,108 +30,58 @@ def resume(folder):
 # ---------------------------------------------------------------------------- signals
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"method": "pps"}, {"method": "greso"}, {"minibatches": 2, "epochs": 2, "engine": "hf"}],
-    ids=["pps", "greso", "updates"],
-)
-def test_stopped_anywhere(run, policy_folder, tmp_path, monkeypatch, capsys, changes):
-    """SIGTERM within the n-th call of a function, again at a later one, then to the end: the log,
-    samples and weights of a run that was never stopped.
+def signal_at(monkeypatch, owner, name, call, number):
+    """Send this process the signal `number` at the n-th call of owner.name."""
+    real, calls = getattr(owner, name), []
 
-    Catches half a step in the log, state of an abandoned step, a lost evaluation, a stop between
-    two updates of a step, and a request that is ignored.
-    """
-    calls, moment = collections.Counter(), None
-
-    def counted(name, real):
-        def call(*args, **kwargs):
-            calls[name] += 1
-            listening = signal.getsignal(signal.SIGTERM) != signal.SIG_DFL  # not during set-up
-            if moment == (name, calls[name]) and listening:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return real(*args, **kwargs)
-
-        return call
-
-    def next_moment():
-        calls.clear()
-        name = next(names)
-        return name, rng.randint(1, total[name])
-
-    for owner, name in MOMENTS:
-        monkeypatch.setattr(owner, name, counted(name, getattr(owner, name)))
-    run("whole", **COMMON, **changes)
-    total, rng, stops = calls.copy(), random.Random(f"{changes} 1"), 0
-    names = itertools.cycle(rng.sample([name for _, name in MOMENTS], len(MOMENTS)))
-    for number in range(5):
-        moment = next_moment()
-        folder = tmp_path / f"part{number}"
-        toy.main(flags(policy_folder, str(folder), **COMMON, **changes))
-        for again in (True, True, False):
-            printed = capsys.readouterr().out
-            found = re.findall(r"stopped after step (\d+); resume with: (.*)\n", printed)
-            if found:
-                stops += 1
-                last = rows(folder)[-1]["step"] if (folder / "log.jsonl").exists() else 0
-                command = f"python {shlex.quote(sys.argv[0])} --resume --out-dir {folder}"
-                assert found == [(str(last), command)]
-                assert (folder / "checkpoint").exists() == (last > 0)
-                moment = next_moment() if again else None
-                resume(folder)
-            else:
-                assert "done: " in printed
-                break
-        assert_same(timeless(tmp_path / "whole"), timeless(folder))
-    assert stops >= 4
-
-
-def test_a_stop_inside_a_reward(run, capsys):
-    """SIGTERM while a reward computes is not the error of a reward that fails."""
-    calls = itertools.count()
-
-    def reward(text, gold):
-        if next(calls) == 30:  # of 24 in a step
-            os.kill(os.getpid(), signal.SIGTERM)
-        return toy_reward(text, gold)
-
-    run("run", reward=reward, method="grpo", steps=4)
-    assert "stopped after step 1;" in capsys.readouterr().out
-
-
-def test_a_step_is_finished_once_it_has_changed_the_weights(run, tmp_path, monkeypatch, capsys):
-    """SIGTERM in the second of step 2's four updates.
-
-    Catches half a step in the checkpoint of the step before.
-    """
-    calls, step = [], torch.optim.AdamW.step
-
-    def counted(*args, **kwargs):
+    def signalled(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(*args, **kwargs)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return real(*args, **kwargs)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
-    log_rows = run("run", steps=5, save_every=3, minibatches=2, epochs=2)
-    assert len(calls) == 8
-    assert "stopped after step 2" in capsys.readouterr().out
-    assert [row["step"] for row in log_rows] == [1, 2]
-    assert (tmp_path / "run" / "checkpoint").resolve().name == "checkpoint-000002"
+    monkeypatch.setattr(owner, name, signalled)
 
 
-def test_the_second_signal_does_not_interrupt_the_save(run, tmp_path, monkeypatch, capsys):
-    """A cluster may signal both torchrun and the ranks.
+@pytest.mark.parametrize(
+    ("moment", "last"),
+    [
+        ((log, "append_rows", 1, signal.SIGTERM), 0),  # the evaluation before the first step
+        ((Qwen3Model, "forward", 2, signal.SIGINT), 1),
+        ((torch.optim.AdamW, "step", 3, signal.SIGUSR1), 2),  # of two updates a step
+        ((metrics, "row", 5, signal.SIGTERM), 5),
+    ],
+    ids=["evaluation", "rollout", "update", "last step"],
+)
+def test_stopped_and_resumed(run, tmp_path, monkeypatch, capsys, moment, last):
+    """A signal at this moment, then --resume: the step is finished, logged and saved, and the log,
+    samples and weights are those of a run that was never stopped.
+
+    Catches half a step in the log, a request that is ignored, and a stop that does not save.
+    """
+    options = COMMON | {"method": "pps", "minibatches": 2, "prompts_per_step": 8}
+    run("whole", **options)
+    capsys.readouterr()
+    with monkeypatch.context() as patched:
+        signal_at(patched, *moment)
+        run("part", **options)
+    folder, printed = tmp_path / "part", capsys.readouterr().out
+    assert rows(folder)[-1]["step"] == last
+    if last < 5:
+        command = f"python {shlex.quote(sys.argv[0])} --resume --out-dir {folder}"
+        assert f"stopped after step {last}; resume with: {command}\n" in printed
+        assert (folder / "checkpoint").exists() == (last > 0)
+        resume(folder)
+    assert_same(timeless(tmp_path / "whole"), timeless(folder))
+
+
+def test_more_signals_do_not_interrupt_the_save(run, tmp_path, monkeypatch, capsys):
+    """A scheduler sends USR1, then TERM; and a cluster may signal both torchrun and the ranks.
 
     Catches a save after the handlers are restored.
     """
-    fsync, row = os.fsync, metrics.row
-
-    def signalled(work):
-        return lambda *args: os.kill(os.getpid(), signal.SIGTERM) or work(*args)
-
-    monkeypatch.setattr(metrics, "row", signalled(row))
-    monkeypatch.setattr(os, "fsync", signalled(fsync))
+    signal_at(monkeypatch, metrics, "row", 1, signal.SIGUSR1)
+    signal_at(monkeypatch, os, "fsync", 3, signal.SIGTERM)
     run("run", steps=5, save_every=0)
     assert "stopped after step 1" in capsys.readouterr().out
     assert checkpoint.is_complete(tmp_path / "run" / "checkpoint-000001")
@@ -170,139 +104,28 @@ def test_until_and_resumed_is_the_whole_run(run, tmp_path, capsys):
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
 
 
-def test_a_stopped_step_changes_nothing_that_is_saved(policy_folder, tmp_path, monkeypatch):
-    """A request in the middle of a step of greso, after its rollouts.
-
-    Catches streaks or a cursor that move with the rollouts, so that the resumed run skips prompts.
-    """
-
-    class Interrupted(train.Trainer):
-        def backward(self, *args):
-            self.stop.requested = self.interrupts
-            return super().backward(*args)
-
-    args = flags(policy_folder, str(tmp_path / "run"), method="greso", group_size=2)
-    trainer = Interrupted(config.parse_config(args), toy_reward)
-
-    def state():
-        parts = (vars(trainer.selector), vars(trainer.history), trainer.model.state_dict())
-        return copy.deepcopy(parts)
-
-    trainer.interrupts = False
-    trainer.step(1)
-    trainer.stop.held = False
-    before = state()
-    trainer.interrupts = True
-    with pytest.raises(Stopped):
-        trainer.step(2)
-    torch.testing.assert_close(state(), before, rtol=0, atol=0, equal_nan=True)
-    trainer.interrupts = trainer.stop.requested = False
-    trainer.step(2)
-    assert trainer.selector.cursor > before[0]["cursor"] > 0
-
-
-# ---------------------------------------------------------------------------- Stop.run
-
-
-class Counted(Stop):
-    """Counts how often the ranks would have compared their requests."""
-
-    compared = 0
-
-    def agree(self):
-        self.compared += 1
-        return super().agree()
-
-
-@pytest.mark.parametrize("collective", [False, True])
-def test_a_signal_at_any_line_of_run(collective):
-    """SIGTERM before each line of Stop.run and of its work, and before they return: the ranks
-    compare their requests exactly once, and the request counts then or the next time.
-
-    Fails if a signal after the work's return skips the comparison, for which other ranks wait, if
-    collective work is interrupted, or if a request is lost.
-    """
-    outcomes = collections.Counter()
-    for moment in itertools.count():
-        stop, done, left = Counted(), [], itertools.count(-moment)
-
-        def work(done=done):
-            done.append("first half")
-            done.append("second half")
-            return "result"
-
-        def trace(frame, event, _arg, codes=(Stop.run.__code__, work.__code__), left=left):
-            if frame.f_code in codes and event in ("line", "return") and next(left) == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return trace
-
-        with stop.listening():
-            sys.settrace(trace)
-            try:
-                outcome = stop.run(work, collective=collective)
-            except Stopped:
-                outcome = "stopped"
-            finally:
-                sys.settrace(None)
-            assert stop.compared == 1
-            if not stop.requested:
-                break  # no moment is left
-            assert (outcome == "stopped") == stop.agreed
-            assert len(done) == 2 or (outcome == "stopped" and not collective)
-            assert stop.agree()
-            os.kill(os.getpid(), signal.SIGTERM)  # raises nothing outside of `run`
-        outcomes[outcome, len(done)] += 1
-    assert outcomes["result", 2] > 0
-    assert outcomes["stopped", 2] > 0
-    assert (outcomes["stopped", 0] > 0) == (outcomes["stopped", 1] > 0) == (not collective)
-
-
-def test_what_is_interrupted():
-    """Nothing while a step must be finished; the second Ctrl-C is Python's own.
-
-    Catches handlers that stay after the run.
-    """
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    stop, begun = Stop(), []
+def test_the_second_interrupt_ends_at_once():
+    """Catches a Ctrl-C that nobody can repeat, and handlers that stay after the run."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    stop = Stop()
     with stop.listening():
-        stop.held = True
-        signalled = lambda: os.kill(os.getpid(), signal.SIGINT) or "finished"
-        assert stop.run(signalled) == "finished"
-        assert not stop.agree()
-        stop.held = False
-        with pytest.raises(Stopped):
-            stop.run(begun.append, 1)
-        assert not begun
-        assert stop.agree()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.agreed()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert [signal.getsignal(number) for number in numbers] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def signal_one_rank():
-    """On two ranks, of which only the second gets a signal, within its work."""
+def ask_the_second_rank():
     rank, _ = ranks.start("cpu")
-    for collective in (False, True):
-        stop, done = Stop(), []
-
-        def work(done=done):
-            if rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            done.append("finished")
-
-        with stop.listening():
-            try:
-                stop.run(work, collective=collective)
-            except Stopped:
-                print(*done, "stopped,", stop.requested, flush=True)
+    stop = Stop()
+    stop.requested = rank == 1
+    print(stop.agreed(), flush=True)
 
 
 def test_a_request_on_one_rank_stops_all():
-    """Fails if a rank without a request goes on, alone, to the next collective."""
-    first, second = in_processes(2, signal_one_rank)
-    assert first.splitlines() == ["finished stopped, False"] * 2
-    assert second.splitlines() == ["stopped, True", "finished stopped, True"]
+    """Catches a rank without a request that goes on, alone, to the next collective."""
+    assert [text.split() for text in in_processes(2, ask_the_second_rank)] == [["True"], ["True"]]
 
 
 # ---------------------------------------------------------------------------- programs
@@ -315,32 +138,6 @@ def wait_until(condition, process):
         if time.monotonic() > deadline:
             process.kill()
         time.sleep(0.005)
-
-
-def cpu_seconds(pid):
-    """CPU time of a running process, which does not depend on what else the machine does."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
-
-def test_a_program_exits_with_0(policy_folder, tmp_path):
-    """SIGTERM in the middle of a rollout of minutes: the program ends within 20 s of CPU time.
-
-    Catches a stop that waits for the end of the step.
-    """
-    sizes = {"max_new_tokens": 400, "group_size": 64, "prompts_per_step": 99}
-    command = [sys.executable, TOY, *flags(policy_folder, str(tmp_path / "run"), **sizes)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    wait_until((tmp_path / "run" / "config.json").exists, process)
-    begun = cpu_seconds(process.pid)
-    wait_until(lambda: cpu_seconds(process.pid) > begun + 2, process)
-    limit = int(cpu_seconds(process.pid)) + 20
-    resource.prlimit(process.pid, resource.RLIMIT_CPU, (limit, limit))  # the kernel's kill beyond
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=HANG)
-    assert process.returncode == 0
-    command = f"python {TOY} --resume --out-dir {tmp_path / 'run'}"
-    assert f"stopped after step 0; resume with: {command}\n" in printed
 
 
 def start(command, folder, wanted):

@@ -14,16 +14,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 import config
 import dppo
 import eval as evaluation
-import metrics
 import models
 import rewards
 import rollout
-import run as training_run
 import sampler
 import train
-import update
 from runtime import InputError, deal, ranks, timer
-from runtime.stop import Stop
 from tasks import arithmetic
 
 
@@ -46,7 +42,7 @@ NAMES = """
     step loss reward reward_std frac_reward_zero_std frac_reward_some_none completions/mean_length
     completions/clipped_ratio clip_ratio/region_mean entropy entropy/trained grad_norm learning_rate
     step_time kept/prompts kept/completions kept/tokens weight/max weight/ess pack/density
-    tokens/generated tokens/computed tokens/trained tokens/repeated time/rollout time/score
+    tokens/generated tokens/trained time/rollout time/score
     time/train sampling/sampling_logp_difference/mean weight/prompt_max history/never_rolled_out
     history/skipped_this_epoch history/pass_rates history/candidates_by_pass_rate
     history/kept_by_pass_rate
@@ -69,7 +65,6 @@ def test_log_rows(run, pictures, tmp_path):
         assert row["clip_ratio/region_mean"] == 0, "one update a batch: the ratio is 1"
     assert log[1]["kept/prompts"] == 1, "no history yet"
     assert log[1]["tokens/generated"] == round(log[1]["completions/mean_length"] * 24)
-    assert 0 < log[1]["tokens/computed"] <= log[1]["tokens/generated"] - 24, "all but the last"
     sample = rows(tmp_path / "run", "samples.jsonl")[0]
     names = ("step", "prompt", "completion", "answer", "reward", "advantage", "kept", "weight")
     assert set(sample) == set(names)
@@ -81,8 +76,7 @@ def test_log_rows(run, pictures, tmp_path):
 
 
 def test_times_of_a_step(run, monkeypatch):
-    """By a clock that moves on only within each part: an evaluation and a running check are not in
-    the step's time.
+    """By a clock that moves on only within each part: an evaluation is not in the step's time.
 
     Catches a part that is counted twice or under another name.
     """
@@ -102,9 +96,8 @@ def test_times_of_a_step(run, monkeypatch):
     takes(rewards, "score", 10.0)
     takes(evaluation, "score", 10.0)
     takes(torch.optim.AdamW, "step", 100.0)
-    takes(metrics, "check_unbiased", 1000.0)
     parts = {"time/rollout": 1, "time/score": 10, "time/train": 200, "step_time": 211}
-    for row in run("run", steps=2, eval_every=1, eval_problems=2, check_every=1, epochs=2)[1:]:
+    for row in run("run", steps=2, eval_every=1, eval_problems=2, minibatches=2)[1:]:
         assert {name: row[name] for name in parts} == parts
 
 
@@ -120,25 +113,24 @@ def test_thirty_steps_raise_the_reward(run):
 
 
 def test_the_factor_of_every_sequence(run, monkeypatch):
-    """Each kept sequence is multiplied by 1 / (L Q G p_q p_i), as computed here, over 3 epochs with
-    both prunings active.
+    """Each kept sequence is multiplied by 1 / (L Q G p_q p_i), as computed here, over 3 epochs of
+    the data with both prunings active.
 
     Catches a denominator of what was kept, and prompt or completion weights that are left out.
     """
     recorded, drawn = [], []
-    prune, draw, stoppable = sampler.PromptHistory.prune, dppo.draw, Stop.run
+    prune, draw, accumulate = sampler.PromptHistory.prune, dppo.draw, train.accumulate_gradients
 
     def record_prompts(history, rule, rate, window, *args, **kwargs):
         recorded.append([history.score[window].tolist()])
         return prune(history, rule, rate, window, *args, **kwargs)
 
-    def record_update(stop, work, *args, **kwargs):
-        if work is update.accumulate_gradients:
-            recorded[-1] += args[1:]  # without the model
-        return stoppable(stop, work, *args, **kwargs)
+    def record_update(model, *args, **kwargs):
+        recorded[-1] += args
+        return accumulate(model, *args, **kwargs)
 
     monkeypatch.setattr(sampler.PromptHistory, "prune", record_prompts)
-    monkeypatch.setattr(Stop, "run", record_update)
+    monkeypatch.setattr(train, "accumulate_gradients", record_update)
     monkeypatch.setattr(dppo, "draw", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)
     run("run", steps=6, prompts_per_step=4, prompt_prune_rate=0.5, completion_prune_rate=0.6)
@@ -248,30 +240,19 @@ def test_bfloat16_samples_from_a_fresh_copy(run, monkeypatch):
 # ---------------------------------------------------------------------------- seeds
 
 
-@pytest.mark.parametrize(
-    ("changes", "purposes"),
-    [
-        (
-            {"method": "pps", "check_every": 1, "minibatches": 2, "epochs": 2},
-            {"rollout", "check rollout", "eval"},
-        ),
-        ({"method": "greso", "group_size": 2, "prompts_per_step": 3}, {"rollout", "eval"}),
-    ],
-    ids=["check", "greso"],
-)
-def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch, changes, purposes):
+def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch):
     """Every key of a run on one rank and on two is used once, and no prompt's on both ranks.
 
-    Epoch shuffles are excepted: a step may look one up again. Fails if the running check draws from
-    the seed of its rollouts, if two rounds or evaluations sample from one seed, and if two ranks
-    sample a prompt from one key.
+    Epoch shuffles are excepted: a step may look one up again. Fails if two rollouts or evaluations
+    sample from one seed, and if two ranks sample a prompt from one key.
     """
     seed_for, keys = dppo.seed_for, []
     for name in ("seed_for", "generator_for"):
         use = getattr(dppo, name)
         monkeypatch.setattr(dppo, name, lambda *key, use=use: keys.append(key) or use(*key))
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 24)
-    options = {"steps": 6, "eval_every": 2, "eval_problems": 4, "lr": 1e-5} | changes
+    options = {"method": "pps", "steps": 6, "eval_every": 2, "eval_problems": 4, "lr": 1e-5}
+    options |= {"minibatches": 2}
     alone = lambda rollouts, of_rank, keep, *_: (rollouts, torch.arange(keep.numel())[:0], None)
     monkeypatch.setattr(deal, "exchange", alone)  # there are no other ranks
     used = []
@@ -281,12 +262,11 @@ def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch, chan
         folder = str(tmp_path / "rank{} of {}".format(*place))
         train.main(config.parse_config(flags(policy_folder, folder, **options)), reward=toy_reward)
         used.append([key for key in keys if key[-1] != "epoch"])
-    shared = {"keep", "check keep"} if "check_every" in changes else {"keep"}
     named = [{key for key in of_rank if len(key) > 2} for of_rank in used]
     groups = [set(of_rank) - names for of_rank, names in zip(used, named, strict=True)]
     for of_rank in used:
         assert len(set(of_rank)) == len(of_rank)
-    assert {key[2] for key in named[0]} == purposes | shared
+    assert {key[2] for key in named[0]} == {"rollout", "eval", "keep"}
     # Later steps of these two ranks prune by what they have seen, so their prompts differ.
     first = {seed_for(*key) for key in named[0] if key[1:3] == (1, "rollout") or key[2] == "eval"}
     on_rank = [{key for key in keys if key[0] in first} for keys in groups]
@@ -311,17 +291,13 @@ def test_several_ranks_are_one(policy_folder, tmp_path, world, kind):
     one, two = tmp_path / "one", tmp_path / "two"
     in_processes(1, toy.record_runs, one, policy_folder)
     in_processes(world, toy.record_runs, two, policy_folder, "--shard", kind)
-    check = 1 + training_run.CHECK_DRAWS  # gradients
-    updates = {"updates": 3 * 4 + check, "greso": 5, "cispo": 6, "gspo": 6, "dr_grpo": 3}
-    for name in ("plain", "dropped", "alone", *updates, "greso_alone", "mopps"):
-        rounds, whole = torch.load(one / f"{name}-rank0.pt")
+    updates = {"plain": 3, "dropped": 3, "alone": 3, "updates": 6, "cispo": 6, "gspo": 3}
+    for name in (*updates, "dr_grpo"):
+        whole = torch.load(one / f"{name}-rank0.pt")
         assert len(whole) == updates.get(name, 3)
-        assert (1 in rounds) == name.endswith("alone")
-        assert (len(rounds) > len(whole)) == name.startswith("greso")
         assert any(gradient.norm() > 0 for *_, gradient in whole)
         for rank in range(world):
-            of_rank, together = torch.load(two / f"{name}-rank{rank}.pt")
-            assert rounds == of_rank
+            together = torch.load(two / f"{name}-rank{rank}.pt")
             for here, there in zip(whole, together, strict=True):
                 prompts, weights, keep, gradient = here
                 assert torch.equal(prompts, there[0])
@@ -332,10 +308,6 @@ def test_several_ranks_are_one(policy_folder, tmp_path, world, kind):
             for key in here:
                 if key.startswith(("time/", "step_time", "pack/", "tokens/trained")):
                     continue  # several ranks have other slots
-                if key in ("tokens/computed", "tokens/repeated"):  # equal beginnings of a parted
-                    assert here[key] <= there[key]  # group are read twice, and so are its prompts
-                    assert there["tokens/computed"] <= there["tokens/generated"]
-                    continue
                 rounding = 1e-6  # may be all there is
                 close = there[key]
                 if close is not None:

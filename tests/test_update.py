@@ -39,7 +39,9 @@ def test_any_layout_is_the_same_update(make_policy, make_rollouts, monkeypatch, 
         results = []
         layouts = [(1, 1, False), (16, 4, False), (16, 4, True), (24, 64, True), (999, 2, True)]
         for pack_tokens, window, share in layouts:
-            cfg = resolved(loss, pack_tokens=pack_tokens, pack_window=window, share_prompts=share)
+            cfg = resolved(loss, pack_tokens=pack_tokens)
+            monkeypatch.setattr(packing, "WINDOW", window)
+            monkeypatch.setattr(packing, "shares_prompts", lambda device, share=share: share)
             model.zero_grad()
             rows = 7 if pack_tokens == 24 else 9999  # of the head's chunks
             monkeypatch.setattr(packing, "HEAD_LOGITS", rows * 258)
@@ -76,7 +78,7 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss):
     advantages, scale = torch.randn(2, 4, 2, dtype=torch.float64, generator=generator)
     advantages[1] = 0.0
     scale[2, 0] = 0.0
-    cfg = resolved(loss, pack_tokens=16, pack_window=4, share_prompts=True)
+    cfg = resolved(loss, pack_tokens=16)
     keep = torch.ones(4, 2, dtype=torch.bool)
     model.zero_grad()
     got = update.accumulate_gradients(
@@ -118,14 +120,15 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss):
     assert (grad - flat_grad(model)).abs().max() < 1e-10 * grad.abs().max()
 
 
-def test_slots_hold_exactly_what_is_forwarded(make_policy, make_rollouts):
+def test_slots_hold_exactly_what_is_forwarded(make_policy, make_rollouts, monkeypatch):
     """Prompts of 2 tokens with completions of 3, 1, 0 and 1 take 10 tokens: one slot of 10, or two
     of 9. Two shared prompts of 4, each with two completions of 2, take two slots of 6. Catches a
     last token that is counted, an empty completion that counts as -1, and the wrong siblings."""
     model, _ = make_policy()
 
-    def slots(rollouts, **changes):
-        cfg = config.resolve(config.Config(device="cpu", pack_window=4, **changes))
+    def slots(rollouts, pack_tokens, share):
+        monkeypatch.setattr(packing, "shares_prompts", lambda device: share)
+        cfg = config.resolve(config.Config(device="cpu", pack_tokens=pack_tokens))
         ones = torch.ones_like(rollouts.truncated, dtype=torch.float32)
         args = (model, rollouts, ones, ones, ones.bool())
         sums = update.accumulate_gradients(*args, cfg=cfg)
@@ -134,12 +137,12 @@ def test_slots_hold_exactly_what_is_forwarded(make_policy, make_rollouts):
     rollouts = make_rollouts(model, 1, 4)
     rollouts.prompt_ids = [[1, 2]]
     rollouts.lengths = torch.tensor([[3, 1, 0, 1]])
-    assert slots(rollouts, pack_tokens=10, share_prompts=False) == (10, 10)
-    assert slots(rollouts, pack_tokens=9, share_prompts=False) == (10, 18)
+    assert slots(rollouts, 10, share=False) == (10, 10)
+    assert slots(rollouts, 9, share=False) == (10, 18)
     rollouts = make_rollouts(model, 2, 2)
     rollouts.prompt_ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
     rollouts.lengths = torch.full((2, 2), 2)
-    assert slots(rollouts, pack_tokens=6, share_prompts=True) == (12, 12)
+    assert slots(rollouts, 6, share=True) == (12, 12)
 
 
 def test_bfloat16_update(make_policy, make_rollouts):
