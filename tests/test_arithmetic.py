@@ -4,7 +4,10 @@ import random
 import re
 
 import pytest
+import torch
 
+import eval as evaluation
+import models
 from tasks import arithmetic
 
 
@@ -93,19 +96,29 @@ def test_unknown_split_is_named():
         arithmetic.problem("test", 0)
 
 
-def test_base_is_cached_whole(monkeypatch, tmp_path):
-    """The folder is made once, and has its name only when complete. Catches saving in place."""
-    made = []
+def test_the_base_model_can_be_made_again(tmp_path):
+    """Catches a recipe that no longer runs, and a folder that train.py cannot load."""
+    arithmetic.make_base(tmp_path, steps=2)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        path.name for path in arithmetic.BASE.iterdir()
+    }
+    model, _ = models.load_policy(str(tmp_path), "cpu")
+    shipped, _ = models.load_policy(str(arithmetic.BASE), "cpu")
+    assert {name: p.shape for name, p in model.named_parameters()} == {
+        name: p.shape for name, p in shipped.named_parameters()
+    }
+    assert {p.dtype for p in shipped.parameters()} == {torch.float32}
 
-    def train_few(steps, train_base=arithmetic.train_base):
-        made.append(steps)
-        assert not list(tmp_path.iterdir())
-        return train_base(2)
 
-    monkeypatch.setattr(arithmetic, "CACHE", tmp_path)
-    monkeypatch.setattr(arithmetic, "train_base", train_few)
-    folder = arithmetic.base_folder()
-    assert arithmetic.base_folder() == folder
-    assert made == [arithmetic.BASE_STEPS]
-    assert (folder / "model.safetensors").exists()
-    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+@pytest.mark.slow
+def test_the_made_base_is_as_good_as_the_shipped_one(tmp_path):
+    """`pytest -m slow tests/test_arithmetic.py`, two minutes. Catches a shipped model that the
+    recipe in the repository does not make."""
+    arithmetic.make_base(tmp_path)
+    accuracy = {}
+    for folder in (tmp_path, arithmetic.BASE):
+        options = {"data": ("arithmetic",), "k": 4, "device": "cpu"}
+        (row,) = evaluation.main(evaluation.EvalConfig(model=str(folder), **options))
+        accuracy[folder] = row["avg@4"]
+    assert accuracy[tmp_path] == pytest.approx(accuracy[arithmetic.BASE], abs=0.04)
+    assert 0.2 < accuracy[arithmetic.BASE] < 0.4

@@ -169,17 +169,17 @@ def test_tracking(run, monkeypatch, tmp_path):
     args = ["--out-dir", str(tmp_path / "run"), "--resume", "--steps", "3"]
     train.main(config.parse_config(args), reward=toy_reward)
     names = [call[0] for call in calls]
-    assert names == ["init", "log", "log", "finish", "init", "log", "finish"]
+    assert names == ["init", "log", "log", "log", "finish", "init", "log", "finish"]
     first, again = (call[1] for call in calls if call[0] == "init")
     assert first["name"] == again["name"]
     options = (first["project"], first["resume"], first["config"]["steps"])
     assert options == ("nanodppo", "allow", 2)
     tracked = [call[1:] for call in calls if call[0] == "log"]
-    for (step, row), logged in zip(tracked, log[1:], strict=False):
+    for (step, row), logged in zip(tracked, log, strict=False):
         assert step == logged["step"]
         numbers = {key: value for key, value in logged.items() if isinstance(value, int | float)}
         assert {"step": step} | row == numbers
-    assert "eval/avg@4" in calls[2][2]
+    assert "eval/avg@4" in calls[3][2]
     with pytest.raises(InputError, match=r"--track nothing: cannot import it .*; pip install n"):
         run("other", track="nothing")
 

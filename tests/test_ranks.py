@@ -31,17 +31,14 @@ def test_gradients_of_a_sharded_model(make_policy, tmp_path):
         assert printed.count("same") == 8
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_resumed_on_other_ranks(policy_folder, tmp_path, optimizer):
+def test_resumed_on_other_ranks(policy_folder, tmp_path):
     """Two steps sharded over 2 ranks, two on one rank, two sharded over 3: the log and checkpoint
     of a run on one rank.
 
-    Catches a share that is saved as the whole, Adam's state or a momentum of another parameter, and
+    Catches a share that is saved as the whole, Adam's state of another parameter, and
     a fingerprint of a share.
     """
     common = {"save_every": 2, "eval_every": 2, "eval_problems": 3, "beta": 0.1}
-    if optimizer == "sgd":
-        common |= {"optimizer": "sgd", "momentum": 0.9, "lr": 0.05}
 
     def go(name, steps, world, *args):
         run = flags(policy_folder, str(tmp_path / name), weight_decay=0.1, steps=steps, **common)
@@ -67,7 +64,7 @@ def test_resumed_on_other_ranks(policy_folder, tmp_path, optimizer):
     here, there = load(one), load(other)
     assert here["param_groups"] == there["param_groups"]
     assert here["state"].keys() == there["state"].keys()
-    assert {*here["state"][0]} >= {"momentum_buffer" if optimizer == "sgd" else "exp_avg"}
+    assert "exp_avg" in here["state"][0]
     for index, entries in here["state"].items():
         for name, value in entries.items():
             torch.testing.assert_close(value, there["state"][index][name], rtol=1e-3, atol=1e-6)

@@ -69,7 +69,7 @@ def sample(model, prompts, new_tokens, engine="compact"):
 
 def first(rollouts, prompts):
     """The rollouts of the first prompts."""
-    return rollout.Rollouts(*(getattr(rollouts, f.name)[:prompts] for f in fields(rollouts)[:-1]))
+    return rollout.Rollouts(*(getattr(rollouts, f.name)[:prompts] for f in fields(rollouts)))
 
 
 def show(title, seen, times):
