@@ -41,8 +41,8 @@ class Config:
     uniform, a rival's or one of yours. grpo prunes nothing; grpo_zero only terms that are 0."""
     prompt_rule: str = "auto"
     """Which prompts are dropped before rollout. uniform (blind), dppo (the paper's, by past
-    |advantage|) and pps (ours) are unbiased; dppo_floor, greso, dynamic (DAPO's sampling) and mopps
-    are biased; none. auto takes the method's rule."""
+    |advantage|) and pps (ours) are unbiased; dppo_floor is biased; none. auto takes the method's
+    rule."""
     completion_rule: str = "auto"
     """Which completions are dropped after reward. zero (terms that are exactly 0), uniform, dppo
     (by |advantage|) and pps (ours) are unbiased; cppo, cppo_batch, pods and dppo_floor are biased;
@@ -54,13 +54,6 @@ class Config:
     """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
     its group's mean. pps: the share of sampled tokens not trained on. By default 0.7, or 0.9
     for pps with tiny."""
-
-    rollout_checkpoint: int = 0
-    """Tokens after which some steps stop sampling. They drop the groups that are not finished, and
-    the other steps weight those up. It saves time where a rollout waits for few long completions; 0
-    means never."""
-    rollout_prune_rate: float = 0.5
-    """The chance that a step stops at --rollout-checkpoint."""
 
     # ------------------------------------------------------------------------ loss
     loss: str | None = None
@@ -345,25 +338,9 @@ def _check_rules(cfg: Config) -> None:
         kept = sampler.kept_prompts(total, cfg.prompt_prune_rate)
         few = f"it keeps {kept} of {total} prompts, and each of {cfg.minibatches} updates needs one"
         require(cfg, "prompt_prune_rate", kept >= cfg.minibatches, f"lower: {few}")
-    if cfg.rollout_checkpoint:
-        _check_tail(cfg, prompt_rule)
     why = "so that every update has the planned size"
     divisor = f"a divisor of the step's {total} prompts, {why}"
     require(cfg, "minibatches", total % cfg.minibatches == 0, divisor)
-
-
-def _check_tail(cfg: Config, prompt_rule) -> None:
-    """Check --rollout-checkpoint and what it cannot be combined with."""
-    most = f"below --max-new-tokens {cfg.max_new_tokens}, which no completion passes"
-    good = 0 < cfg.rollout_checkpoint < cfg.max_new_tokens
-    require(cfg, "rollout_checkpoint", good, f"at least 1 and {most}")
-    why = "at 1 no long group is ever trained on, and no weight can mend it"
-    require(cfg, "rollout_prune_rate", 0 <= cfg.rollout_prune_rate < 1, f"0 to below 1: {why}")
-    updates = f"--minibatches {cfg.minibatches}: a step has one coin, and"
-    why = f"{updates} a later update would use parameters that depend on it"
-    require(cfg, "rollout_checkpoint", cfg.minibatches == 1, f"0 with {why}")
-    why = f"--prompt-rule {cfg.prompt_rule}, which chooses by the rewards of finished groups"
-    require(cfg, "rollout_checkpoint", not prompt_rule.selector, f"0 with {why}")
 
 
 def learning_rate(cfg: Config, step: int) -> float:
@@ -379,11 +356,6 @@ def check_prompts(cfg: Config, prompts: int) -> None:
     needed = cfg.prompts_per_step
     if prompts < needed:
         raise InputError(f"--prompts-per-step {needed}: the data holds only {prompts} prompts")
-    if selector := sampler.PROMPT_RULES[cfg.prompt_rule].selector:
-        fewest, why = selector.fewest_prompts(needed)
-        if prompts < fewest:
-            few = f"{why} prompts of {prompts}, too few"
-            raise InputError(f"--prompt-rule {cfg.prompt_rule}: {few}: lower --prompts-per-step")
 
 
 def warnings(cfg: Config) -> list[str]:

@@ -16,7 +16,6 @@ import torch
 import config
 import dppo
 import sampler
-from related import tail
 from update import UpdateStats
 
 SOME_NONE = (
@@ -28,12 +27,11 @@ SOME_NONE = (
 def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
     """The figures of a step, from its train.FullBatch and the train.Update of each of its updates.
 
-    In means a prompt stands for as many of the Q candidates as its weight says, so that pruning
-    does not bias them. greso has no weights, and its means are over what it rolled out. In a step
-    that stopped at --rollout-checkpoint they are NaN.
+    Averages weight each prompt by 1 / P(kept), so they estimate what all Q candidates would have
+    shown.
     """
     batch = full.batch
-    stands_for = shares(cfg, full)  # [K]
+    stands_for = full.chosen.weights  # [K]
     rewards, lengths = batch.rewards, batch.lengths  # [K, G]
     first = updates[0].sums
     sums = torch.tensor([u.sums for u in updates], dtype=torch.float64).sum(dim=0)
@@ -68,8 +66,6 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
         name = "sampling/importance_sampling_ratio"
         figures[f"{name}/mean"] = ratio(first.importance, first.completion_tokens)
         figures[f"{name}/capped"] = ratio(first.capped, first.completion_tokens)
-    if cfg.rollout_checkpoint:  # the share of groups that the step did not finish
-        figures["rollout/stopped"] = (full.chosen.weights == 0).double().mean().item()
     if cfg.device == "cuda":  # since the last row
         figures["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
@@ -80,35 +76,26 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
     return figures
 
 
-def history(seen, step: int, window: torch.Tensor, keep: torch.Tensor | None) -> dict:
+def history(seen, step: int, window: torch.Tensor, keep: torch.Tensor) -> dict:
     """What a sampler.PromptHistory knows before a step rolls out, and about the draw from it.
 
-    keep [Q] is of the window [Q], or None for a rule without one. Lists count prompts by the bin of
-    their last pass rate, UNSEEN to ALL_RIGHT.
+    keep [Q] is of the window [Q]. Lists count prompts by the bin of their last pass rate, UNSEEN to
+    ALL_RIGHT.
     """
     counts = lambda bins: torch.bincount(bins.long(), minlength=sampler.ALL_RIGHT + 1).tolist()
     known = counts(seen.bin)
     unseen = known[sampler.UNSEEN] / len(seen.bin)
-    row = {"history/never_rolled_out": unseen, "history/pass_rates": known}
-    if keep is None:
-        return row
     epoch, position = divmod(step - 1, seen.steps_per_epoch)
     before = position * len(window)  # candidates of this epoch's earlier steps
     skipped = before - (seen.epoch == epoch).sum().item()
     bins = seen.bin[window]
-    return row | {
+    return {
+        "history/never_rolled_out": unseen,
+        "history/pass_rates": known,
         "history/skipped_this_epoch": ratio(skipped, before),
         "history/candidates_by_pass_rate": counts(bins),
         "history/kept_by_pass_rate": counts(bins[keep]),
     }
-
-
-def shares(cfg: config.Config, full) -> torch.Tensor:
-    """For how many of the Q candidates each of K prompts stands in means, [K]."""
-    weights = tail.shares(full.chosen)
-    if full.chosen.batch is None:
-        return weights
-    return torch.full_like(weights, cfg.prompts_per_step / len(weights))  # a selector's
 
 
 def kept(cfg: config.Config, full, updates: list) -> dict:
@@ -119,7 +106,7 @@ def kept(cfg: config.Config, full, updates: list) -> dict:
     live = dppo.contributes(full.advantages, full.factor, cfg.beta)  # [K, G]
     num_prompts = cfg.prompts_per_step  # Q
     # of the un-pruned batch, expected
-    full_tokens = (shares(cfg, full)[:, None] * full.cost).sum().item()
+    full_tokens = (full.chosen.weights[:, None] * full.cost).sum().item()
     return {
         "kept/prompts": len(prompt_weights) / num_prompts,
         "kept/completions": keep.sum().item() / (num_prompts * cfg.group_size),

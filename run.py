@@ -33,7 +33,8 @@ class Run:
         self.trainer, self.cfg = trainer, trainer.cfg
         self.out_dir = Path(trainer.cfg.out_dir)
         self.stop = Stop()
-        self.done = trainer.restored_step  # steps whose rows are in the log
+        # steps whose rows are in the log
+        self.done = restore(trainer, trainer.saved) if trainer.saved else 0
         self.saved_at = self.done  # the step of the newest checkpoint
         self.dead_steps = 0  # in a row
         self.said_some_none = False
@@ -132,10 +133,8 @@ class Run:
         state = {
             "step": self.done,
             "optimizer": ranks.gather(t.optimizer.state_dict()),
-            "history": vars(t.history),
-            "selector": vars(t.selector) if t.selector else None,
-            "mean_tokens": t.mean_tokens,
             "reference": checkpoint.fingerprint(t.reference) if t.reference else None,
+            **t.state(),
         }
         weights = ranks.weights(t.model)
         if t.is_main:
@@ -204,10 +203,7 @@ def restore(trainer, folder: Path) -> int:
             f"it had, or use another --out-dir"
         )
     ranks.load_optimizer(trainer.optimizer, state["optimizer"])
-    vars(trainer.history).update(state["history"])
-    if trainer.selector:
-        vars(trainer.selector).update(state["selector"])
-    trainer.mean_tokens = state.get("mean_tokens")
+    trainer.load_state(state)
     return state["step"]
 
 

@@ -60,15 +60,12 @@ def kept_prompts(num_candidates: int, prune_rate: float) -> int:
 
 
 class Selection(NamedTuple):
-    """Which prompts a step rolls out, and how each of these K enters the update."""
+    """Which of its Q candidates a step rolls out, and how each of these K enters the update."""
 
     prompts: torch.Tensor  # [K], indices into the data
-    weights: torch.Tensor  # [K], 1 / P(kept); 0: rolled out, but not trained on
-    position: torch.Tensor  # [K], among the Q candidates; it decides the mini-batch
-    kept: torch.Tensor | None = None  # [Q] bool; None: there was no window of candidates
-    batch: object = None  # of a selector: a train.Batch, which it has rolled out already
-    selector: object = None  # what it becomes if the step is finished
-    shares: torch.Tensor | None = None  # [K], see tail.shares; None: the weights
+    weights: torch.Tensor  # [K], 1 / P(kept)
+    position: torch.Tensor  # [K], among the candidates; it decides the mini-batch
+    kept: torch.Tensor  # [Q] bool
 
 
 class PromptHistory:
@@ -237,7 +234,6 @@ class PromptRule:
     candidates: int = 32  # default Q, but for config.TINY
     biased: str = ""  # why, as the run's first lines say it
     select: Callable | None = None  # (history, prompts, prune_rate) -> (keep, weights)
-    selector: Callable | None = None  # chooses by rewards, so it rolls out itself: related/rivals
 
 
 def _fixed_size(priority: torch.Tensor, prune_rate: float, minibatches: int) -> torch.Tensor:

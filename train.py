@@ -20,7 +20,7 @@ Letters: Q candidates of a step, K prompts rolled out, G completions each, P par
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,6 @@ import rollout
 import run
 import sampler
 from config import Config
-from related import tail
 from runtime import InputError, deal, ranks
 from runtime.timer import Timer
 from update import UpdateStats, accumulate_gradients, trainer_logprobs
@@ -71,7 +70,7 @@ class FullBatch:
     scale: torch.Tensor  # [K, G], 1 / denominator of the un-pruned batch; 0: masked
     factor: torch.Tensor  # [K, G], prompt weight x scale; a completion's own weight comes later
     cost: torch.Tensor  # [K, G], tokens, prompt + completion
-    minibatch: torch.Tensor  # [K]; -1: none
+    minibatch: torch.Tensor  # [K], the update that it belongs to
     num_tokens: float  # completion tokens of the Q candidates, estimated if prompts are pruned
 
 
@@ -103,8 +102,8 @@ class Trainer:
         problems = models.load_problems(cfg, reward)  # first: a bad file is reported at once
         self.train_set, self.eval_set, self.reward, self.eval_reward = problems
         run.check_start(cfg)
-        saved = run.find_checkpoint(cfg)
-        loaded = models.load_models(cfg, saved)
+        self.saved = run.find_checkpoint(cfg)  # which run.Run restores the rest of
+        loaded = models.load_models(cfg, self.saved)
         self.model, self.tokenizer, self.policy, self.reference, _ = loaded
         self.train_set, self.train_ids = models.encode(cfg, loaded, self.train_set)
         self.eval_set, self.eval_ids = models.encode(cfg, loaded, self.eval_set)
@@ -116,19 +115,13 @@ class Trainer:
         self.prompt_tokens = torch.tensor([len(ids) for ids in self.train_ids])  # [prompts]
         sources = [problem.source for problem in self.train_set]
         self.history = sampler.PromptHistory(self.prompt_tokens, sources, self.num_candidates)
-        selector = sampler.PROMPT_RULES[cfg.prompt_rule].selector
-        self.selector = selector and selector(len(sources))
-        drops = config.prunes_prompts(cfg) or cfg.rollout_checkpoint > 0
-        self.needs_mean_tokens = drops and dppo.LOSSES[cfg.loss].denominator == "batch tokens"
+        self.divides_by_tokens = dppo.LOSSES[cfg.loss].denominator == "batch tokens"
+        self.needs_mean_tokens = config.prunes_prompts(cfg) and self.divides_by_tokens
         self.mean_tokens = None  # of the un-pruned batches of the last steps
         self.optimizer = models.make_optimizer(cfg, self.model.parameters())
-        self.restored_step = run.restore(self, saved) if saved else 0
 
     def step(self, step: int) -> tuple[dict, list[dict]]:
-        """One step of DPPO; returns its rows for log.jsonl and samples.jsonl.
-
-        Raises Stopped only before the first update, when nothing that is saved has changed.
-        """
+        """One step of DPPO; returns its rows for log.jsonl and samples.jsonl."""
         started = self.timer.start()
         generator = dppo.generator_for(self.cfg.seed, step, "keep")  # the same on every rank
 
@@ -136,14 +129,12 @@ class Trainer:
         window = self.candidates(step)  # [Q]
         # --- DPPO, before rollout: drop prompts by history, weight the rest by 1 / P(kept)
         chosen = self.prune_prompts(window, step, generator)  # K of them
-        limit, weight = tail.toss(self, generator)  # in some steps, long groups are not finished
         # ---
 
         # 2. Sample G completions for each prompt, and 3. reward each of them.
-        batch = chosen.batch or self.roll_out(chosen.prompts, step, "rollout", limit=limit)
+        batch = self.roll_out(chosen.prompts, step, "rollout")
 
         # 4. Advantage, over the full group, and 5. denominator, over the full batch.
-        chosen = tail.weigh(chosen, batch, self.cfg, weight)  # --- DPPO; 1 without a checkpoint
         full = self.full_batch(batch, chosen)
         history = metrics.history(self.history, step, window, chosen.kept)
 
@@ -171,8 +162,6 @@ class Trainer:
     def prune_prompts(self, window, step, generator) -> sampler.Selection:
         """Stage 1: draw from the window [Q]. With --prompt-rule none all are kept, weight 1."""
         cfg = self.cfg
-        if self.selector:  # a rival that sees rewards before it has chosen: related/selectors.py
-            return self.selector.choose(self, step, generator)
         rule = cfg.prompt_rule
         if self.needs_mean_tokens and self.mean_tokens is None:
             rule = "none"  # the first step, which counts the un-pruned batch's tokens
@@ -180,9 +169,9 @@ class Trainer:
         keep, weights = self.history.prune(rule, cfg.prompt_prune_rate, *where)  # [Q], [Q]
         return sampler.Selection(window[keep], weights[keep], keep.nonzero().squeeze(1), keep)
 
-    def roll_out(self, prompts, step, *purpose, limit=None) -> Batch:
-        """Stages 2 and 3 for prompts [K], with random numbers of their own for each purpose, and
-        completions of at most `limit` tokens."""
+    def roll_out(self, prompts, step, *purpose) -> Batch:
+        """Stages 2 and 3 for different prompts [K], with random numbers of their own for each
+        purpose."""
         with self.timer.measure("rollout"):
             ranks.refresh(self.policy, self.model)
         expected = self.history.relative_tokens(prompts, step)  # [K]
@@ -190,27 +179,24 @@ class Trainer:
         rank = deal.rollouts(expected.tolist(), self.cfg.group_size, self.world, whole)  # [K, G]
         wanted = rank == self.rank
         mine = wanted.any(dim=1).nonzero()[:, 0]
-        # A prompt's key is its index, and how many times it came before: greso may repeat it.
-        keys = [(q.item(), int((prompts[:place] == q).sum())) for place, q in enumerate(prompts)]
+        indices = prompts[mine].tolist()
         seed = dppo.seed_for(self.cfg.seed, step, *purpose)
         with run.stops_if_not_finite(self.cfg, step):
-            own = [keys[k] for k in mine]
-            found = self._sample_and_score(own, seed, wanted[mine], limit)
-        rollouts, texts, scores = found
+            rollouts, texts, scores = self._sample_and_score(indices, seed, wanted[mine])
         columns = [scores, *(getattr(rollouts, name) for name in STATISTICS)]  # of this rank
         table = torch.zeros(*rank.shape, len(columns), dtype=torch.float64)  # [K, G, columns]
         table[wanted] = torch.stack([c[wanted[mine]].double() for c in columns], dim=-1)
         columns = ranks.all_reduce(table).unbind(dim=-1)
         return Batch(prompts, rank, mine, rollouts, texts, *columns)
 
-    def _sample_and_score(self, keys, seed, wanted, limit):
-        sampling = replace(self.sampling, max_new_tokens=limit or self.cfg.max_new_tokens)
-        prompt_ids = [self.train_ids[index] for index, _ in keys]
+    def _sample_and_score(self, indices, seed, wanted):
+        prompt_ids = [self.train_ids[index] for index in indices]
+        keys = [(index, 0) for index in indices]  # what a prompt's random numbers follow from
         options = {"group_size": self.cfg.group_size, "seed": seed, "keys": keys, "wanted": wanted}
         with self.timer.measure("rollout"):
-            rollouts = rollout.sample(self.policy, prompt_ids, sampling, **options)
+            rollouts = rollout.sample(self.policy, prompt_ids, self.sampling, **options)
         with self.timer.measure("score"):
-            problems = [self.train_set[index] for index, _ in keys]
+            problems = [self.train_set[index] for index in indices]
             texts, scores = rewards.score(rollouts, problems, self.tokenizer, self.reward)
         return rollouts, texts, scores
 
@@ -223,8 +209,8 @@ class Trainer:
         cfg = self.cfg
         advantages = dppo.group_advantages(batch.rewards, cfg.loss)  # [K, G]
         trained = 1.0 - batch.truncated * cfg.mask_truncated  # [K, G]; 0: masked
-        num_tokens = trained * tail.shares(chosen)[:, None] * batch.lengths
-        num_tokens = num_tokens.sum().item()  # expected: all Q's; NaN if not all were finished
+        num_tokens = trained * chosen.weights[:, None] * batch.lengths
+        num_tokens = num_tokens.sum().item()  # on average those of all Q
         denominator = {
             "num_sequences": self.num_candidates * cfg.group_size // cfg.minibatches,
             "num_tokens": (self.mean_tokens or num_tokens) / cfg.minibatches,
@@ -233,7 +219,6 @@ class Trainer:
         scale = trained * dppo.loss_scale(batch.lengths, cfg.loss, **denominator)  # [K, G]
         cost = self.prompt_tokens[batch.prompts, None] + batch.lengths  # [K, G]
         minibatch = chosen.position * cfg.minibatches // self.num_candidates  # [K]
-        minibatch = torch.where(chosen.weights > 0, minibatch, -1)
         factor = chosen.weights[:, None] * scale
         return FullBatch(batch, chosen, advantages, scale, factor, cost, minibatch, num_tokens)
 
@@ -300,26 +285,32 @@ class Trainer:
         """Update what later steps draw and divide by, with the groups that were rolled out."""
         batch, tokens = full.batch, full.batch.lengths.sum(dim=1)  # [K]
         seen = (batch.rewards, full.advantages, self.group_squares(full), tokens)
-        columns = (batch.prompts, tail.shares(full.chosen), *seen)
-        whole = (full.chosen.weights > 0) | ~tail.beyond(batch, self.cfg)  # [K]
-        self.history.update(step, *(column[whole] for column in columns))
-        self.selector = full.chosen.selector
-        if self.needs_mean_tokens and math.isfinite(full.num_tokens):
+        self.history.update(step, batch.prompts, full.chosen.weights, *seen)
+        if self.needs_mean_tokens:
             mean = self.mean_tokens or full.num_tokens
             # 0 cannot be divided by. None makes the next step keep all prompts and count.
             self.mean_tokens = mean + (full.num_tokens - mean) / TOKENS_MEMORY or None
 
+    def state(self) -> dict:
+        """What a checkpoint holds of this besides the model and the optimizer."""
+        return {"history": vars(self.history), "mean_tokens": self.mean_tokens}
 
-def main(cfg: Config, *, reward=None, until: int | None = None) -> None:
+    def load_state(self, state: dict) -> None:
+        vars(self.history).update(state["history"])
+        self.mean_tokens = state["mean_tokens"]
+
+
+def main(cfg: Config, *, reward=None, until: int | None = None, trainer_class=Trainer) -> None:
     """One training run. Raises InputError for bad input before anything is written. `until`: stop
     after this step as if by SIGTERM; learning-rate schedules still end at cfg.steps."""
-    run.Run(Trainer(cfg, reward)).go(until)
+    run.Run(trainer_class(cfg, reward)).go(until)
 
 
-def cli(reward=None) -> None:
+def cli(reward=None, trainer_class=Trainer, args: list[str] | None = None) -> None:
     """The command line: train with its flags. Bad input ends in one line and exit status 2."""
     try:
-        main(config.parse_config(sys.argv[1:]), reward=reward)
+        cfg = config.parse_config(sys.argv[1:] if args is None else args)
+        main(cfg, reward=reward, trainer_class=trainer_class)
     except (InputError, dppo.RuleError) as problem:
         ranks.report(problem)
         sys.exit(2)

@@ -8,14 +8,11 @@ asked for by name.
     pods        the m rewards of each group with the largest variance, and advantages within these
                 (PODS, arXiv:2504.13818, YixuanEvenXu/pods)
     dppo_floor  the deterministic fraction that secondary sources ascribe to DPPO, at both levels
-    greso       skips prompts all right or all wrong lately, refills (arXiv:2506.02177)
-    dynamic     DAPO's dynamic sampling (arXiv:2503.14476): refills, skips no prompt
-    mopps       the prompts whose guessed pass rates are nearest 1/2 (arXiv:2507.04632)
 
 Our versions leave out the completions whose term is exactly 0, such as those of dead groups, and
 the authors' code trains on them. The update is the same and costs less.
 Keeping by rank gives keep probabilities of 0 and 1, and no weight can correct for a zero. PODS also
-takes the mean and standard deviation of what it keeps. The last three are in selectors.py.
+takes the mean and standard deviation of what it keeps.
 
 Letters: Q prompts of a step, K of them rolled out, G completions each, n completions.
 """
@@ -26,18 +23,18 @@ import torch
 
 import dppo
 import sampler
-from related import selectors
 
 
-def kept_count(size: int, prune_rate: float) -> int:
-    """floor(size (1 - prune_rate)), safe from rounding: of 10 at rate 0.9, one is kept."""
-    return int(size * (1.0 - prune_rate) + 1e-9)
-
-
-def allocated_prompts(prompts: int, group_size: int, prune_rate: float) -> int:
-    """CPPO's dynamic completion allocation: how many prompts to roll out so that their kept
-    completions fill the update of `prompts` un-pruned ones."""
-    return prompts * group_size // kept_count(group_size, prune_rate)
+def kept_count(size: int, prune_rate: float, least: int = 1) -> int:
+    """floor(size (1 - prune_rate)), safe from rounding: of 10 at rate 0.9, one is kept. RuleError
+    if it is below `least`, so that no update would ever have a gradient."""
+    count = int(size * (1.0 - prune_rate) + 1e-9)
+    if count < least:
+        raise dppo.RuleError(
+            f"--completion-prune-rate {prune_rate:g} keeps {count} of {size} completions, but this "
+            f"rule needs {least} or more: lower the rate"
+        )
+    return count
 
 
 def top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,8 +74,6 @@ def most_varied(advantages: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     """
     K, G = advantages.shape
     weights = torch.zeros(K, G, dtype=torch.float64)
-    if count < 2:  # one reward does not vary
-        return top(advantages, count)[0], weights
     ranked, order = advantages.sort(dim=1, descending=True, stable=True)
     place = torch.arange(G)
     choices = torch.stack([(place < i) | (place >= G - count + i) for i in range(count + 1)])
@@ -119,7 +114,8 @@ def cppo_batch(batch, prune_rate):
 
 
 def pods(batch, prune_rate):
-    return most_varied(batch.advantages, kept_count(batch.advantages.shape[1], prune_rate))
+    count = kept_count(batch.advantages.shape[1], prune_rate, least=2)  # one reward does not vary
+    return most_varied(batch.advantages, count)
 
 
 def low_completions(batch, prune_rate):
@@ -139,20 +135,4 @@ dppo.COMPLETION_RULES |= {
     "pods": dppo.CompletionRule(None, select=without_zeros(pods), biased=BY_RANK),
     "dppo_floor": dppo.CompletionRule(None, select=without_zeros(low_completions), biased=BY_RANK),
 }
-sampler.PROMPT_RULES |= {
-    "dppo_floor": sampler.PromptRule(select=low_prompts, biased=BY_RANK),
-    "greso": sampler.PromptRule(
-        selector=selectors.Greso,
-        rate=None,
-        biased="it gives no weight to prompts that return after being skipped (none is in the "
-        "first epoch), and it refills the batch",
-    ),
-    "dynamic": sampler.PromptRule(
-        selector=selectors.Dynamic, rate=None, biased="the live groups get the weight of all groups"
-    ),
-    "mopps": sampler.PromptRule(
-        selector=selectors.Mopps,
-        rate=None,
-        biased="nothing weights a prompt by its chance to be chosen",
-    ),
-}
+sampler.PROMPT_RULES |= {"dppo_floor": sampler.PromptRule(select=low_prompts, biased=BY_RANK)}

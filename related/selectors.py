@@ -1,11 +1,16 @@
 """
-Prompt selectors of GRESO, DAPO and MoPPS: rivals that choose prompts by what they see, and train on
-the groups that they like without weights. They have a state, roll out by themselves, and know no
-window of candidates. rivals.py lists them.
+Rivals that choose prompts by what they see: GRESO, DAPO's dynamic sampling and MoPPS.
 
+    torchrun -m related.selectors --method greso      skips prompts all right or all wrong lately
+                                                      (arXiv:2506.02177)
+    torchrun -m related.selectors --method dynamic    refills until the batch has live groups
+                                                      (DAPO, arXiv:2503.14476)
+    torchrun -m related.selectors --method mopps      the prompts whose guessed pass rates are
+                                                      nearest 1/2 (arXiv:2507.04632)
+
+Other flags are train.py's; --completion-rule may drop completions as well. All three are biased:
 GRESO skips at random but does not weight what it keeps, and it stops once it has enough live
-groups, which is a bias of its own. MoPPS's draw is random, too, but nothing divides by the chance
-of being among the nearest.
+groups. MoPPS's draw is random, too, but nothing divides by the chance of being among the nearest.
 
 Two are left out. SPEED-RL (arXiv:2506.09016) begins its groups in one step and completes them in a
 later one, so their token ids and log-probs would have to wait in the checkpoint, and the groups of
@@ -15,17 +20,67 @@ needs drafts, and these saved no time here (runs/LOG.md).
 Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G completions each.
 """
 
+import argparse
 import copy
 import functools
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from numpy.random import Generator
 
 import dppo
 import sampler
+import train
+from runtime import InputError
+
+
+class SelectorTrainer(train.Trainer):
+    """A Trainer whose `selector` rolls out what it likes. Its averages in the log are over all that
+    was rolled out."""
+
+    selector_class = None  # of a subclass
+
+    def __init__(self, cfg, reward=None):
+        super().__init__(cfg, reward)
+        fewest, why = self.selector_class.fewest_prompts(self.num_candidates)
+        if len(self.train_set) < fewest:
+            few = f"{why} prompts of {len(self.train_set)}, too few"
+            raise InputError(f"--method {self.selector_class.__name__.lower()}: {few}")
+        self.selector = self.selector_class(len(self.train_set))
+
+    def candidates(self, step):
+        """The prompts [K] that the selector has rolled out."""
+        roll_out = lambda prompts, number: super(SelectorTrainer, self).roll_out(
+            prompts, step, "rollout", number
+        )
+        order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
+        generator = dppo.generator_for(self.cfg.seed, step, "select")
+        found = self.selector.collect(roll_out, self.num_candidates, order, generator)
+        self.batch, self.weights, self.position = found
+        return self.batch.prompts
+
+    def prune_prompts(self, window, step, generator):
+        everything = torch.ones(len(window), dtype=torch.bool)
+        return sampler.Selection(window, self.weights, self.position, everything)
+
+    def roll_out(self, prompts, step, *purpose):
+        return self.batch
+
+    def full_batch(self, batch, chosen):
+        full = super().full_batch(batch, chosen)
+        minibatch = torch.where(chosen.weights > 0, full.minibatch, -1)  # -1: in no update
+        even = torch.full_like(chosen.weights, self.num_candidates / len(chosen.weights))
+        return replace(full, chosen=chosen._replace(weights=even), minibatch=minibatch)
+
+    def state(self):
+        return super().state() | {"selector": vars(self.selector)}
+
+    def load_state(self, state):
+        super().load_state(state)
+        vars(self.selector).update(state["selector"])
 
 
 def join(rounds: list):
@@ -38,7 +93,7 @@ def join(rounds: list):
 
 
 def _joined(whole, fields: list[dict]):
-    """`whole`, each of its fields now those of all parts end to end; numbers are summed."""
+    """`whole`, each of its fields now those of all parts end to end."""
     for name in fields[0]:
         values = [own[name] for own in fields]
         if torch.is_tensor(values[0]):
@@ -46,20 +101,9 @@ def _joined(whole, fields: list[dict]):
         elif hasattr(values[0], "__dict__"):  # Rollouts
             value = _joined(copy.copy(values[0]), [vars(own) for own in values])
         else:
-            value = sum(values[1:], start=values[0])  # lists, numbers
+            value = sum(values[1:], start=values[0])  # lists
         setattr(whole, name, value)
     return whole
-
-
-def choose(selector, trainer, step: int, generator: Generator) -> sampler.Selection:
-    """What a train.Trainer trains on in a step. A copy of the selector rolls it out, and replaces
-    the selector if the step is finished."""
-    copied = selector.copy()
-    order = functools.partial(sampler.epoch_order, len(trainer.train_set), trainer.cfg.seed)
-    roll_out = lambda prompts, number: trainer.roll_out(prompts, step, "rollout", number)
-    found = copied.collect(roll_out, trainer.num_candidates, order, generator)
-    batch, weights, position = found
-    return sampler.Selection(batch.prompts, weights, position, None, batch, copied)
 
 
 class Greso:
@@ -75,7 +119,6 @@ class Greso:
     """
 
     skips = True
-    choose = choose
 
     EASY, HARD, FLOOR = 0.98, 0.11, 0.01
     ALPHA_EASY, ALPHA_HARD = 0.25 / 3, 2 * 0.25 / 3  # of a target of 0.25 dead groups
@@ -87,13 +130,6 @@ class Greso:
         self.easy, self.hard = torch.zeros(2, num_prompts, dtype=torch.int16)  # streaks [P]
         self.p_easy = self.p_hard = 0.5
         self.cursor = 0  # prompts visited since the run began, over all epochs
-
-    def copy(self) -> "Greso":
-        """The same state in tensors of its own. A step collects with a copy and keeps it only
-        after its updates, so an interrupted step leaves no trace."""
-        twin = copy.copy(self)
-        twin.easy, twin.hard = self.easy.clone(), self.hard.clone()
-        return twin
 
     def keep_prob(self, prompts: torch.Tensor) -> torch.Tensor:
         """Chance [K] of each prompt to be rolled out."""
@@ -109,6 +145,7 @@ class Greso:
             epoch, position = divmod(self.cursor, len(self.easy))
             loaded = order(epoch)[position : position + self.LOADER]
             keep = dppo.draw(self.keep_prob(loaded), generator)
+            keep &= ~torch.isin(loaded, chosen)  # where an epoch ends in the middle of a round
             before = keep.cumsum(dim=0) - keep.long()  # kept prompts ahead of each
             used = int((before < count - len(chosen)).sum())  # the rest stays for the next call
             chosen = torch.cat([chosen, loaded[:used][keep[:used]]])
@@ -198,17 +235,12 @@ class Mopps:
     towards the prior Beta(1, 1).
     """
 
-    choose = choose
     POOL = 8  # times Q
     DECAY = 0.5
 
     def __init__(self, num_prompts: int):
         self.posterior = torch.ones(2, num_prompts, dtype=torch.float64)  # right, wrong
         self.cursor = 0  # pools since the run began
-
-    def copy(self) -> "Mopps":
-        """The same state in a tensor of its own; see Greso.copy."""
-        return copy.deepcopy(self)
 
     def collect(
         self, roll_out: Callable, target: int, order: Callable, generator: Generator
@@ -232,3 +264,27 @@ class Mopps:
     def fewest_prompts(target: int) -> tuple[int, str]:
         """As Greso.fewest_prompts."""
         return Mopps.POOL * target, f"its pool is {Mopps.POOL} x {target}"
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+class GresoTrainer(SelectorTrainer):
+    selector_class = Greso
+
+
+class DynamicTrainer(SelectorTrainer):
+    selector_class = Dynamic
+
+
+class MoppsTrainer(SelectorTrainer):
+    selector_class = Mopps
+
+
+METHODS = {"greso": GresoTrainer, "dynamic": DynamicTrainer, "mopps": MoppsTrainer}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--method", choices=METHODS, required=True)
+    own, rest = parser.parse_known_args()
+    train.cli(trainer_class=METHODS[own.method], args=["--method", "grpo", *rest])
