@@ -49,8 +49,8 @@ class CoinTrainer(train.Trainer):
         return batch
 
     def full_batch(self, batch, chosen):
-        """The groups beyond the checkpoint weigh 0 or 1 / (1 - r). A step that stopped has seen only
-        short groups, so its averages would be biased: they are NaN."""
+        """The groups beyond the checkpoint weigh 0 or 1 / (1 - r). A step that stopped has only
+        seen short groups. Its averages would be biased, so they are NaN."""
         beyond = ((batch.truncated > 0) | (batch.lengths > self.checkpoint)).any(dim=1)  # [K]
         coin = torch.where(beyond, 0.0 if self.stops else 1 / (1 - self.rate), 1.0)
         full = super().full_batch(batch, chosen._replace(weights=chosen.weights * coin))
