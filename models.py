@@ -4,6 +4,7 @@ What a run starts from: problems, models and prompts, from the names that a user
 All of it happens once, before the first step. Bad input raises InputError.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,6 @@ import packing
 import rollout
 from config import Config
 from engines import check_decoder, vllm_engine
-from related import pruned
 from runtime import InputError, ranks
 from runtime.device import cast_weights, fuse_norms
 from tasks import arithmetic, gguf
@@ -126,13 +126,14 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
     The model has packed attention; the tokenizer has a pad token. Training needs float32 weights;
     sampling in bfloat16 needs weights of that type, or each would be cast for every token. If it
     `samples`, it is compared with the lean decoder, see engines/check_decoder.py."""
-    pruned.register()  # models that related/structured.py took sub-layers from
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
         options = {"dtype": torch.float32, "attn_implementation": packing.ATTENTION}
         model = AutoModelForCausalLM.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
+        if kind := re.search("model type `(pruned_[a-z0-9]+)`", reason):
+            reason = f"its type {kind[1]} needs `python -m related.pruned PROGRAM FLAGS`"
         raise InputError(f"--model {name} cannot be loaded: {reason}") from None
     tokens = max(tokenizer.get_vocab().values()) + 1  # Qwen3 pads its head beyond these
     model.vocab_size = min(tokens, model.config.vocab_size)

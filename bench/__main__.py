@@ -18,9 +18,6 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench kills       a run that is killed twenty times, and one that is not
     python -m bench code        which code made which record of runs/
     python -m bench hostile     answers that are made to hang the judge
-    python -m bench branch      BranchGRPO's trees and their pruning, in two dimensions
-    python -m bench structured  structured pruning: perplexity and seconds of each method
-    python -m bench law         how much training a pruned model deserves, by P^2 Law
     python -m bench trl         TRL's trainer with and without pruning (requirements-trl.txt)
 
 `--json FILE` writes the rows; runs/*.json come from it. With `--shape 0.6b`, step, rollout and
@@ -38,14 +35,12 @@ import transformers
 import tyro
 
 from bench import (
-    branch,
     check,
     code,
     deal,
     gpu,
     hostile,
     kills,
-    law,
     packing,
     prompts,
     race,
@@ -53,7 +48,6 @@ from bench import (
     roofline,
     scale,
     step,
-    structured,
     tail,
     trl,
     tune,
@@ -64,7 +58,7 @@ from runtime import InputError
 
 MODULES = (
     gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, deal,
-    scale, tail, kills, code, hostile, branch, structured, law, trl, tune,
+    scale, tail, kills, code, hostile, trl, tune,
 )  # fmt: skip
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 

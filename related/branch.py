@@ -1,249 +1,285 @@
 """
-BranchGRPO (arXiv:2509.06040, code Fredreic1849/BranchGRPO): trees of rollouts, and their pruning.
+A race of GRPO, BranchGRPO and prunings of its trees in two dimensions: `python -m related.branch`.
 
-A prompt is rolled out as a tree: at a split every node gets several children, elsewhere one. Only
-leaves have a reward. Values of nodes are fused from their leaves, and every edge is trained with an
-advantage of its own. An edge is a denoising step of a diffusion model, or a segment of tokens.
+The model is a small flow-matching sampler of six Gaussians on a circle, pre-trained in seconds. The
+reward is how close a sample is to two of them. A step draws 8 starting points, samples 16 leaves
+from each, as independent trajectories or as a tree, and makes one update. There is one update per
+rollout, so ratios are 1 and no clip acts. Every edge's noise is independent of its siblings' and
+has the standard deviation that its log-prob has.
 
-    node_values       exact   a node's value: the mean reward of the leaves below it
-    softmax_shares    BIASED  weights children by their probability, by which they were drawn anyway
-    depth_advantages  BIASED  the mean of a depth's n nodes contains the node itself: (n - 1) / n of
-                              the depth's gradient; and one standard deviation per depth
-    loo_advantages    exact   ours: the mean of nodes that do not descend from it, one scale a tree
-    kept_mean         BIASED  weighs depths by their nodes, edges by how many others are kept
-    planned_mean      exact   ours: a mean over each depth's planned nodes, summed over depths
-    width_keep        BIASED  keeps the best edges, or the best and the worst: probabilities 0 and 1
-    depth_keep        BIASED  never trains some depths
-    random_window     exact   ours: trains a random window of depths
-    draw              exact   ours: edges at random by size, or branches before they are rolled out
-
-"Exact": with loo_advantages and planned_mean, all of these together have the expected gradient of
-the expected reward (tests/test_branch.py enumerates it). Three things break it. The number of
-children must not depend on what is drawn below (TreeRL, arXiv:2506.11902, branches at the most
-surprising tokens of finished texts). Children must not share noise. Log-probs must be those of what
-was sampled: the published code multiplies the noise at splits by 4 but not the deviation in the
-log-prob, so scores there are 16 times the true ones.
-
-Letters: N nodes, L leaves, D depths, B trees of one shape; `...` is nothing or B. Edges have the
-number of the node that they lead to: the root, node 0, is never kept.
+Letters: N nodes, L leaves, B trees of one shape.
 """
 
+import copy
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import statistics
+import time
 
 import torch
-from numpy.random import Generator
+import torch.nn.functional as F
+import tyro
 
 import dppo
-from runtime import InputError
+from bench import JsonFile, write_json
+from related import trees
+
+SEEDS, STEPS, PRETRAINING = (3, 4, 5), 50, 1000
+TARGET = 0.9  # the reward that is raced to
+DEPTHS, TREES = 20, 8  # of each tree; trees in a step
+LAST_SPLIT = 10  # the depth of the last split's children
+DROPPED = 5  # depths that depth pruning drops, as published
+KEPT_EDGES = 138  # of 218: what that leaves, so every other pruning of edges keeps as many
+INTERVAL = 5  # steps between moves of the sliding window; published: 30, of 300
+NOISE = 0.7  # of the sampler, eta
+STD = NOISE * DEPTHS**-0.5  # of the noise of one step
+ANGLES = torch.arange(6) * torch.pi / 3
+MODES = 2 * torch.stack([ANGLES.cos(), ANGLES.sin()], dim=1)  # [6, 2]
+LIKED = MODES[:2]
+INDEPENDENT = trees.grow([16] + [1] * (DEPTHS - 1))
+TREE = trees.grow(trees.schedule(DEPTHS))
+METHODS = {  # tree, advantages and denominators, pruning
+    "grpo": (INDEPENDENT, "published", None),
+    "grpo, edges": (INDEPENDENT, "exact", "edges"),
+    "tree": (TREE, "published", None),
+    "tree, half": (TREE, "published", "half"),
+    "tree, quarters": (TREE, "published", "quarters"),
+    "tree, depth": (TREE, "published", "depth"),
+    "exact": (TREE, "exact", None),
+    "exact, window": (TREE, "exact", "window"),
+    "exact, edges": (TREE, "exact", "edges"),
+    "exact, roulette": (TREE, "exact", "roulette"),
+}
 
 
-@dataclass(frozen=True)
-class Tree:
-    """Nodes in breadth-first order: the root is node 0, the L leaves are the last ones."""
-
-    parent: torch.Tensor  # [N]; the root is its own
-    depth: torch.Tensor  # [N]
-    family: torch.Tensor  # [N], the same number for siblings
-    levels: list[slice]  # [D + 1], the nodes of each depth
+# ---------------------------------------------------------------------------- the world
 
 
-def schedule(steps: int = 20, splits: Sequence[int] = (0, 3, 6, 9), children: int = 2) -> list[int]:
-    """Children per node at each step: `children` at splits, else 1. The defaults are published."""
-    if not all(0 <= split < steps for split in splits):
-        raise InputError(f"splits {list(splits)}: each must be a step, 0 to {steps - 1}")
-    return [children if step in splits else 1 for step in range(steps)]
+def reward(x: torch.Tensor) -> torch.Tensor:
+    """[...], 1 at a liked mode: exp(-distance² / 2) of x [..., 2] to the nearest."""
+    distance = torch.cdist(x, LIKED).amin(dim=-1)
+    return (-distance.square() / 2).exp()
 
 
-def grow(children: Sequence[int]) -> Tree:
-    """The tree whose nodes of depth d have children[d] children each; G independent rollouts are
-    [G, 1, 1, ...]. It is a plan, fixed before anything is sampled: a text that ends early keeps its
-    planned descendants, with empty edges and its own reward."""
-    if not children or min(children) < 1:
-        raise InputError(f"children {list(children)}: each depth needs at least 1")
-    parent, depth, ends = [torch.zeros(1, dtype=torch.long)], [0], [0, 1]
-    for d, number in enumerate(children, 1):
-        parent.append(torch.arange(*ends[-2:]).repeat_interleave(number))
-        depth += [d] * len(parent[-1])
-        ends.append(len(depth))
-    parent, depth = torch.cat(parent), torch.tensor(depth)
-    levels = [slice(*pair) for pair in itertools.pairwise(ends)]
-    return Tree(parent, depth, torch.where(depth > 0, parent + 1, 0), levels)
+def velocity(net: torch.nn.Module, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """noise - data [n, 2], as predicted at x [n, 2] and noise level sigma [n, 1] or []."""
+    return net(torch.cat([x, sigma.expand(len(x), 1)], dim=1))
 
 
-def counts(tree: Tree) -> dict[str, int]:
-    """Nodes, edges, leaves, and evaluations of the model: one per node that has children."""
-    nodes, leaves = len(tree.parent), len(tree.parent[tree.levels[-1]])
-    inner = nodes - leaves
-    return {"nodes": nodes, "edges": nodes - 1, "leaves": leaves, "evaluations": inner}
+def next_mean(x: torch.Tensor, v: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """Mean of the next state, from x and its velocity v [..., 2]: an Euler step of the stochastic
+    sampler whose marginals are those of the flow. The drift -0.5 eta² score undoes the noise."""
+    score = -(x + (1 - sigma) * v) / sigma
+    return x - (v - 0.5 * NOISE**2 * score) / DEPTHS
 
 
-def _totals(values, group):
-    """The sum of values [..., N] over each node's group [N], in values' shape."""
-    sums = values.new_zeros(*values.shape[:-1], int(group.max()) + 1)
-    return sums.index_add(-1, group, values)[..., group]
+def pretrained() -> torch.nn.Module:
+    """A sampler of the six Gaussians (standard deviation 0.3), trained by flow matching."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(3, 256), torch.nn.SiLU(),
+        torch.nn.Linear(256, 256), torch.nn.SiLU(),
+        torch.nn.Linear(256, 2),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
+    for step in range(PRETRAINING):
+        optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / PRETRAINING)
+        data = MODES[torch.randint(6, (512,))] + 0.3 * torch.randn(512, 2)
+        noise, sigma = torch.randn(512, 2), torch.rand(512, 1)
+        predicted = velocity(net, (1 - sigma) * data + sigma * noise, sigma)
+        optimizer.zero_grad()
+        (predicted - (noise - data)).square().mean().backward()
+        optimizer.step()
+    return net
 
 
-def _sizes(group):
-    """How many nodes [N], float64, each node's group has."""
-    return _totals(torch.ones(len(group), dtype=torch.float64), group)
+@torch.no_grad()
+def mean_reward(net: torch.nn.Module) -> float:
+    """Of 1,024 samples, always from the same noise."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1024, 2, generator=generator)
+    for depth in range(DEPTHS):
+        sigma = torch.tensor(1 - depth / DEPTHS)
+        x = next_mean(x, velocity(net, x, sigma), sigma)
+        x += STD * torch.randn(1024, 2, generator=generator)
+    return reward(x).mean().item()
 
 
-def node_values(
-    tree: Tree, rewards: torch.Tensor, shares: torch.Tensor | None = None, weights=None, guess=0.0
-) -> torch.Tensor:
-    """Values [..., N] of all nodes from the leaves' rewards [..., L]: as published, the sum of the
-    children's values times their `shares` [..., N], by default equal.
+# ---------------------------------------------------------------------------- a method
 
-    After a Russian roulette, weights [..., N] are 1 / probability for a node that went on, 0 for
-    one that did not, 1 where there was no draw, and guess [..., N] is what the node seemed worth at
-    its draw. Its value becomes guess + weight (value - guess), so rewards below a node that did not
-    go on count for nothing; they must be finite.
+
+class Run:
+    """One method and seed: its model, and what it has spent."""
+
+    def __init__(self, method: str, seed: int, net: torch.nn.Module):
+        self.method, self.seed, self.net = method, seed, copy.deepcopy(net)
+        self.tree, self.credit, self.pruning = METHODS[method]
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=5e-4)
+        self.draws = dppo.generator_for(seed, "branch")
+        self.generator = torch.Generator().manual_seed(dppo.seed_for(seed, "branch"))
+        self.mean, self.std = 0.0, 1.0  # of the last step's rewards
+        self.steps, self.seconds = 0, 0.0
+        self.evaluations = 0  # of the model, to sample and to train
+        self.curve = []  # (steps, seconds, evaluations, reward)
+
+    def advance(self) -> None:
+        """One step."""
+        started = time.process_time()
+        states, noise, weights, guess = self.roll_out()
+        if self.credit == "published":
+            factors = self.published_factors(states)
+        else:
+            factors = self.exact_factors(states, noise, weights, guess)
+        self.update(states, factors.float())
+        self.steps += 1
+        self.seconds += time.process_time() - started
+
+    def evaluate(self) -> None:
+        """Add a point to the curve; not timed."""
+        self.curve.append((self.steps, self.seconds, self.evaluations, mean_reward(self.net)))
+
+    @torch.no_grad()
+    def roll_out(self):
+        """States and their noise [B, N, 2]; weights and guesses [B, N] of the roulette, if any."""
+        tree = self.tree
+        noise = torch.randn(TREES, len(tree.parent), 2, generator=self.generator)
+        states = noise.clone()  # the root is noise
+        weights = torch.ones(states.shape[:2])
+        guess = torch.zeros(states.shape[:2])
+        alive = weights > 0
+        for depth, (level, below) in enumerate(itertools.pairwise(tree.levels)):
+            x, live = states[:, level], alive[:, level]
+            sigma = torch.tensor(1 - depth / DEPTHS)
+            v = torch.zeros_like(x)
+            v[live] = velocity(self.net, x[live], sigma)
+            self.evaluations += int(live.sum())
+            if self.pruning == "roulette" and depth == LAST_SPLIT:  # half of the branches go on
+                clean = x - sigma * v  # what the sample will be, on average
+                guess[:, level] = reward(clean) - self.mean
+                weights[:, level] = trees.draw(torch.ones(live.shape), 0.5, self.draws)[1].float()
+            parent = tree.parent[below]
+            mean = next_mean(x, v, sigma)[:, parent - level.start]
+            states[:, below] = mean + STD * noise[:, below]
+            alive[:, below] = (alive & (weights > 0))[:, parent]
+        return states, noise, weights, guess
+
+    def published_factors(self, states: torch.Tensor) -> torch.Tensor:
+        """What multiplies each edge's log-prob in the objective, [B, N]; 0 is not trained."""
+        tree = self.tree
+        rewards = reward(states[:, tree.leaves])
+        advantages = trees.depth_advantages(tree, trees.node_values(tree, rewards))
+        if self.pruning is None:
+            keep = tree.depth > 0
+        elif self.pruning == "depth":
+            first = trees.slide(self.steps, DEPTHS, DROPPED, interval=INTERVAL)
+            keep = trees.depth_keep(tree, first, DROPPED)
+        else:
+            keep = trees.width_keep(tree, advantages, LAST_SPLIT, self.pruning)
+        return advantages * trees.kept_mean(keep)
+
+    def exact_factors(self, states, noise, weights, guess) -> torch.Tensor:
+        """The same for the exact methods. Also remembers the rewards' mean and deviation."""
+        tree = self.tree
+        rewards = reward(states[:, tree.leaves])
+        values = trees.node_values(tree, rewards - self.mean, weights, guess)
+        advantages = trees.loo_advantages(tree, values, weights, self.std)
+        factors = advantages * trees.planned_mean(tree)
+        if self.pruning == "window":
+            late = DEPTHS - LAST_SPLIT
+            start = torch.randint(late, (TREES,), generator=self.generator)
+            factors *= trees.random_window(tree, LAST_SPLIT, late - DROPPED, start)[1]
+        if self.pruning == "edges":
+            size = self.edge_sizes(advantages, noise)[:, 1:]  # the root is no edge
+            drawn = trees.draw(size, 1 - KEPT_EDGES / size.shape[1], self.draws)[1]
+            factors *= F.pad(drawn, (1, 0))
+        went_on = trees.branch_weights(tree, weights)[:, tree.leaves]
+        self.mean = ((rewards * went_on).sum() / went_on.sum()).item()
+        self.std = rewards[went_on > 0].std().item()
+        return factors
+
+    def edge_sizes(self, advantages: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """Estimated gradient norms [B, N] of the edges' terms, with respect to the velocity."""
+        sigma = 1 - (self.tree.depth - 1) / DEPTHS
+        slope = 1 + 0.5 * NOISE**2 * (1 - sigma) / sigma  # |d mean / d velocity| DEPTHS
+        energy = noise.square().sum(dim=-1) * slope.square()
+        planned = trees.planned_mean(self.tree).expand(advantages.shape)
+        return dppo.contribution_size(advantages, planned, energy, 0.0)
+
+    def update(self, states: torch.Tensor, factors: torch.Tensor) -> None:
+        """Ascend the sum of the edges' log-probs, each times its factor [B, N]."""
+        tree, edge = factors.nonzero(as_tuple=True)
+        parent = self.tree.parent[edge]
+        x, sigma = states[tree, parent], 1 - self.tree.depth[parent][:, None] / DEPTHS
+        mean = next_mean(x, velocity(self.net, x, sigma), sigma)
+        logprobs = -(states[tree, edge] - mean).square().sum(dim=1) / (2 * STD**2)
+        self.optimizer.zero_grad()
+        (-(factors[tree, edge] * logprobs).sum() / TREES).backward()
+        self.optimizer.step()
+        self.evaluations += len(edge)
+
+
+# ---------------------------------------------------------------------------- the race
+
+
+def main(json_file: JsonFile = None) -> None:
+    """Race GRPO, BranchGRPO, its prunings and the exact forms to the same reward.
+
+    All runs take turns, a step each, so that a busy machine slows all of them alike. Seconds are
+    CPU seconds of one thread, without the evaluations.
+
+    Args:
+        json_file: where to write the rows {method, seed, steps, seconds, evaluations, last_reward}
     """
-    values = rewards.new_zeros(*rewards.shape[:-1], len(tree.parent))
-    values[..., tree.levels[-1]] = rewards
-    shares = (1 / _sizes(tree.family) if shares is None else shares).to(values.dtype)
-    guess = torch.as_tensor(guess, dtype=values.dtype).expand(values.shape)
-    for level in reversed(tree.levels):
-        if weights is not None:
-            surprise = values[..., level] - guess[..., level]
-            values[..., level] = guess[..., level] + weights[..., level] * surprise
-        if level.start > 0:
-            part = shares[..., level] * values[..., level]
-            values.index_add_(-1, tree.parent[level], part)
-    return values
+    torch.set_num_threads(1)
+    net = pretrained()
+    runs = [Run(method, seed, net) for seed in SEEDS for method in METHODS]
+    for step in range(STEPS + 1):
+        for run in runs:
+            if step % 2 == 0 or step == STEPS:
+                run.evaluate()
+            if step < STEPS:
+                run.advance()
+    rows = [
+        {"method": run.method, "seed": run.seed}
+        | spent(run.curve)
+        | {"last_reward": run.curve[-1][-1]}
+        for run in runs
+    ]
+    write_json(json_file, rows)
+    print(table(rows))
 
 
-def softmax_shares(tree: Tree, logprobs: torch.Tensor) -> torch.Tensor:
-    """The published option, [..., N]: the softmax among siblings of edges' log-probs [..., N]."""
-    shares = torch.ones_like(logprobs)
-    for above, level in itertools.pairwise(tree.levels):
-        families = logprobs[..., level].unflatten(-1, (len(tree.parent[above]), -1))
-        shares[..., level] = families.softmax(dim=-1).flatten(-2)
-    return shares
+def spent(curve: list[tuple]) -> dict[str, float]:
+    """What a run had spent when its reward reached TARGET, on the line between two evaluations; NaN
+    if it did not."""
+    names = ("steps", "seconds", "evaluations")
+    for before, after in itertools.pairwise(curve):
+        if after[-1] >= TARGET:
+            part = (TARGET - before[-1]) / (after[-1] - before[-1])
+            columns = zip(names, before, after, strict=False)  # all but the reward
+            return {name: old + part * (new - old) for name, old, new in columns}
+    return dict.fromkeys(names, math.nan)
 
 
-def depth_advantages(tree: Tree, values: torch.Tensor) -> torch.Tensor:
-    """As published, [..., N] of values [..., N]: (value - mean) / (std + 1e-8) over the nodes of
-    each depth, clamped to 5; 0 for a lone node, or if the standard deviation is below 1e-6."""
-    count = _sizes(tree.depth).to(values.dtype)
-    centred = values - _totals(values, tree.depth) / count
-    std = (_totals(centred.square(), tree.depth) / (count - 1).clamp(min=1)).sqrt()
-    return torch.where(std < 1e-6, 0.0, centred / (std + 1e-8)).clamp(-5, 5)
+def table(rows: list[dict]) -> str:
+    """A line for each method: medians of what it spent to reach TARGET, and its last reward."""
+    lines = [
+        f"to a reward of {TARGET}: medians of {len(rows) // len(METHODS)} seeds; "
+        "in brackets the ratio to grpo and its range",
+        f"{'method':16s}{'steps':>6s}{'seconds':>9s}{'evaluations':>32s}{'last reward':>32s}",
+    ]
+    grpo = [row for row in rows if row["method"] == "grpo"]
+    for method in METHODS:
+        own = [row for row in rows if row["method"] == method]
+        middle = lambda name, own=own: statistics.median(row[name] for row in own)
+        line = f"{method:16s}{middle('steps'):6.1f}"
+        for name, digits in (("seconds", 2), ("evaluations", 0)):
+            ratios = [ours[name] / theirs[name] for ours, theirs in zip(own, grpo, strict=True)]
+            spread = f"({statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f})"
+            line += f"{middle(name):9.{digits}f} {spread:20s}"
+        lines.append(line + f"{middle('last_reward'):13.3f}")
+    return "\n".join(lines)
 
 
-def loo_advantages(
-    tree: Tree, values: torch.Tensor, baseline: str, weights: torch.Tensor | None = None, scale=1.0
-) -> torch.Tensor:
-    """Advantages [..., N]: (value - baseline) / scale, times the roulette's `branch_weights`.
-
-    The baseline is the mean value of the parent's other children ("siblings") or of all other nodes
-    of the depth ("others"). An only child has its parent's: what does not descend from the parent
-    does not descend from it. Without any other node it is 0. `scale` must be known before the
-    rollout, for example from earlier steps; the tree's own deviation is biased, as in GRPO.
-    """
-    dppo.check_known("baseline", baseline, ("siblings", "others"))
-    above = torch.ones_like(values) if weights is None else branch_weights(tree, weights)
-    group = tree.family if baseline == "siblings" else tree.depth
-    compared = values if baseline == "siblings" else above * values  # siblings share what is above
-    mean = (_totals(compared, group) - compared) / (_sizes(group) - 1).clamp(min=1)
-    lone = _sizes(tree.family) == 1
-    for level in tree.levels[1:]:
-        if lone[level.start]:
-            mean[..., level] = mean[..., tree.parent[level]]
-    return torch.where(tree.depth > 0, above * (values - mean) / scale, 0.0)
-
-
-def branch_weights(tree: Tree, weights: torch.Tensor) -> torch.Tensor:
-    """What edges stand for after a roulette, [..., N]: the product of the weights above them."""
-    above = torch.ones_like(weights)
-    for level in tree.levels[1:]:
-        above[..., level] = (above * weights)[..., tree.parent[level]]
-    return above
-
-
-def planned_mean(tree: Tree) -> torch.Tensor:
-    """The factor of each edge, float64 [N]: 1 / planned nodes of its depth, 0 for the root."""
-    return torch.where(tree.depth > 0, 1 / _sizes(tree.depth), 0.0)
-
-
-def kept_mean(keep: torch.Tensor) -> torch.Tensor:
-    """As published: 1 / kept edges of the tree, float64 [..., N], 0 for what is dropped."""
-    return keep.double() / keep.sum(dim=-1, keepdim=True).clamp(min=1)
-
-
-def width_keep(tree: Tree, advantages: torch.Tensor, after: int, rule: str) -> torch.Tensor:
-    """Which edges [..., N] are trained, as published: all up to depth `after`, that of the last
-    split's children, and half of those below.
-
-    half      of each leaf's chain the edges with the largest advantages. These are all equal, as
-              every depth has the same rewards, so a stable sort keeps the first half of the chain
-    quarters  the quarter with the tree's largest advantages, and the one with the smallest
-    """
-    dppo.check_known("width rule", rule, ("half", "quarters"))
-    half, leaves = rule == "half", counts(tree)["leaves"]
-    if len(tree.parent[tree.levels[after]]) != leaves:
-        raise InputError(f"after {after}: the tree still splits below that depth")
-    late = tree.depth > after
-    scores = advantages[..., late].unflatten(-1, (-1, leaves if half else 1))  # [..., n, chains]
-    rank = scores.argsort(dim=-2, descending=True, stable=True).argsort(dim=-2)
-    n, quarter = rank.shape[-2], rank.shape[-2] // 4
-    chosen = rank < n // 2 if half else (rank < quarter) | (rank >= n - quarter)
-    keep = (tree.depth > 0).repeat(*advantages.shape[:-1], 1)
-    keep[..., late] = chosen.flatten(-2)
-    return keep
-
-
-def depth_keep(tree: Tree, first: int, window: int) -> torch.Tensor:
-    """Which edges [N] are trained, as published: all but those of `window` depths from `first`."""
-    return (tree.depth > 0) & ((tree.depth < first) | (tree.depth >= first + window))
-
-
-def slide(step: int, depths: int, window: int, *, stop: int = 9, interval: int = 30) -> int:
-    """The first of the depths that step (0, 1, ...) drops: at first the deepest `window`, then one
-    shallower every `interval` steps, down to depth `stop`."""
-    deepest = depths - window + 1
-    return max(min(stop, deepest), deepest - step // interval)
-
-
-def random_window(
-    tree: Tree, after: int, window: int, start: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) [B, N]: all edges up to depth `after`, and of the depths below a window that
-    wraps around. start [B] is uniform in 0 ... D - after - 1."""
-    number = len(tree.levels) - 1 - after
-    if not 1 <= window <= number:
-        raise InputError(f"window {window}: below depth {after} there are 1 to {number} depths")
-    late, place = tree.depth > after, (tree.depth - after - 1 - start[:, None]) % number
-    keep = (tree.depth > 0) & (~late | (place < window))
-    return keep, dppo.ht_weights(keep, torch.where(late, window / number, 1.0).double())
-
-
-def draw(
-    size: torch.Tensor, cost: torch.Tensor, prune_rate: float, generator: Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) [B, n] at an average 1 - prune_rate of the cost: dppo.py's rule pps.
-
-    Edges, after the rollout: their size [B, N - 1] is dppo.contribution_size(advantages,
-    planned_mean, energy, 0), and the weights multiply their terms. Branches, before they are rolled
-    out (Russian roulette): any guess above 0, and the weights go to node_values, loo_advantages.
-    """
-    batch = dppo.Completions(advantages=size, rewards=size, cost=cost, size=size)
-    return dppo.prune_completions("pps", prune_rate, batch, generator)
-
-
-def token_edges(tree: Tree, cuts: Sequence[int], tokens: int) -> torch.Tensor:
-    """The edge [L, tokens] of each token of each leaf's text; edges of depth 1 begin at token 0,
-    those of depth d + 1 at cuts[d - 1].
-
-    Shared tokens occur in several texts, so a mean over texts, each token with its edge's
-    advantage, is planned_mean over edges.
-    """
-    if len(cuts) != len(tree.levels) - 2 or sorted({0, *cuts}) != [0, *cuts]:
-        raise InputError(f"cuts {list(cuts)}: need {len(tree.levels) - 2} rising numbers above 0")
-    path = [torch.arange(len(tree.parent))[tree.levels[-1]]]
-    for _ in cuts:
-        path.append(tree.parent[path[-1]])
-    at = torch.bucketize(torch.arange(tokens), torch.tensor(cuts, dtype=torch.long), right=True)
-    return torch.stack(path[::-1], dim=1)[:, at]
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -2,10 +2,17 @@
 Language models some of whose sub-layers are gone, as related/structured.py writes them.
 
 No config of transformers says "block 7 has no attention". So such a folder names an architecture of
-our own, pruned_llama, pruned_qwen2 or pruned_qwen3, which transformers alone refuses to load. Its
-config.json holds `removed_sublayers`, the name of each ("7.self_attn" or "9.mlp", by block) with
-what stands in its place: null for nothing, 0 for a bias, r for a bias and a matrix of rank r.
+our own, pruned_llama, pruned_qwen2 or pruned_qwen3, which transformers refuses to load until
+`register` was called. Its config.json holds `removed_sublayers`, the name of each ("7.self_attn" or
+"9.mlp", by block) with what stands in its place: null for nothing, 0 for a bias, r for a bias and a
+matrix of rank r.
+
+    python -m related.pruned PROGRAM FLAGS    train, eval or tasks.sft, able to load such a folder
+    torchrun -m related.pruned train FLAGS    the same on several ranks
 """
+
+import runpy
+import sys
 
 import torch
 import transformers
@@ -95,26 +102,46 @@ def rebuild(model, removed: list[str], rank: int | None = None, tensors: dict | 
     rank: of what stands in their places, as above; its `tensors` have the names of the state_dict
     of a model that has all blocks. With None, blocks of which nothing is left are gone, and the
     others are numbered anew."""
-    blocks = [*range(len(model.base_model.layers))]
+    blocks = [*range(len(model.base_model.layers))]  # those that are left
     if rank is None:
         blocks = [b for b in blocks if not {f"{b}.{kind}" for kind in NORMS} <= {*removed}]
+    stand_ins = {
+        f"{place}.{kind}": rank
+        for place, block in enumerate(blocks)
+        for kind in NORMS
+        if f"{block}.{kind}" in removed
+    }
     config = model.config.to_dict() | {"num_hidden_layers": len(blocks)}
     if config.get("layer_types"):
         config["layer_types"] = [config["layer_types"][block] for block in blocks]
-    places = {str(block): place for place, block in enumerate(blocks)}
-    removed = [name.split(".") for name in removed]
-    stand_ins = {f"{places[b]}.{kind}": rank for b, kind in removed if b in places}
     config_class, model_class = type(model.config), type(model)
     if stand_ins:
         config_class, model_class = FAMILIES[model.config.model_type]
         config["removed_sublayers"] = stand_ins
     smaller = model_class(config_class.from_dict(config))
     smaller.generation_config = model.generation_config
+
     old, state = model.state_dict() | (tensors or {}), {}
     for name in smaller.state_dict():
         path = name.split(".")
-        if path[1] == "layers":
+        if path[1] == "layers":  # model.layers.PLACE.mlp.up_proj.weight
             path[2] = str(blocks[int(path[2])])
         state[name] = old[".".join(path)]
     smaller.load_state_dict(state)
     return smaller.eval()
+
+
+# ------------------------------------------------------------------------- the command
+
+
+def main() -> None:
+    """Run another program of this repository, with its flags, after `register`."""
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m related.pruned PROGRAM FLAGS")
+    register()
+    del sys.argv[0]  # PROGRAM is first now, as if it had been run itself
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,31 +1,31 @@
 """
-Structured pruning: take neurons, attentions, FFNs or blocks out of a language model for good.
+Structured pruning: take neurons, attentions or whole blocks out of a language model for good.
 
     python -m related.structured --model smollm2 --sparsity 0.25 --method 2ssp --out-dir out/2ssp
 
 2ssp (arXiv:2501.17771) narrows every FFN to the same number of neurons, then removes attentions one
-by one. The depth metrics (arXiv:2407.16286) score blocks, attentions or FFNs once, on the whole
-model, and those with the lowest scores go:
+by one. The depth metrics (arXiv:2407.16286) score each block once, on the whole model, and the
+blocks with the lowest scores go:
 
-    cosine, l1, l2   how far the unit moves the hidden state: 1 - cosine, |f(h)| / |h|
-    logit, loss      how far the logits (L2) and the loss move if this unit alone is gone
-    shapley          what the unit takes off the loss of random halves of all units, on average
+    cosine, l1, l2   how far the block moves the hidden state: 1 - cosine, |f(h)| / |h|
+    logit, loss      how far the logits (L2) and the loss move if this block alone is gone
+    shapley          what the block takes off the loss of random halves of all blocks, on average
     random           no metric, to compare with
 
-A removed sub-layer adds nothing to the residual stream, or with --recovery what recovery.py fits.
+What is removed adds nothing to the residual stream, or with --recovery what recovery.py fits.
 
 DPPO's weights keep the expected gradient what it was. Here nothing does: a pruned model is another
-function, which only training mends. The scores are means over a little text, and one-shot scores do
-not see what else goes.
+function, which only training mends. The scores are means over a little text, and scores on the
+whole model do not see what else goes.
 
-Letters: N sequences of T tokens, d hidden size, L blocks, U units (tuples of names of sub-layers),
-n neurons of an FFN.
+Letters: N sequences of T tokens, d hidden size, V vocabulary, L blocks, n neurons of an FFN.
 """
 
 import copy
 import math
 import sys
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +41,7 @@ from tasks import gguf
 
 DISTANCES = ("cosine", "l1", "l2")
 METHODS = ("2ssp", *DISTANCES, "logit", "loss", "shapley", "random")
-UNITS = {"blocks": ("self_attn", "mlp"), "attention": ("self_attn",), "ffn": ("mlp",)}
-RECOVERIES = ("none", "bias", "lowrank")
+RANKS = {"none": None, "bias": 0, "lowrank": 32}  # of --recovery: what stands in, see pruned.py
 ALPHA = 1.5  # of 2ssp, as published; with more, more attentions and fewer neurons go
 SUBNETWORKS = 10  # of shapley, as published
 
@@ -50,67 +49,72 @@ SUBNETWORKS = 10  # of shapley, as published
 # ------------------------------------------------------------------------- depth: one-shot scores
 
 
-def units_of(model, kind: str) -> list[tuple[str, ...]]:
-    """What is removed as one: [U] tuples of sub-layers; kind is one of UNITS."""
-    blocks = range(len(model.base_model.layers))
-    return [tuple(f"{block}.{part}" for part in UNITS[kind]) for block in blocks]
-
-
 @torch.no_grad()
-def importance(model, sequences, units, metric: str, seed: int = 0) -> torch.Tensor:
-    """The scores [U] of units on sequences [N, T]; metric is one of METHODS, but not 2ssp."""
+def importance(model, sequences, metric: str, seed: int = 0) -> torch.Tensor:
+    """The score [L] of each block on sequences [N, T]; metric is one of METHODS, but not 2ssp."""
+    blocks = len(model.base_model.layers)
     generator = torch.Generator().manual_seed(seed)
     if metric == "random":
-        return torch.rand(len(units), generator=generator)
+        return torch.rand(blocks, generator=generator)
     if metric == "shapley":
-        return shapley(model, sequences, units, generator)
-    names, scores = stream.all_names(model), torch.zeros(len(units), device=model.device)
+        return shapley(model, sequences, generator)
+    names = stream.all_names(model)
+    scores = torch.zeros(blocks)
     for ids in sequences.split(1):
         states = stream.states(model, stream.embed(model, ids), names)
-        whole = None if metric in DISTANCES else stream.logits(model, states[-1])
-        for u, unit in enumerate(units):
-            start, end = names.index(unit[0]), names.index(unit[-1]) + 1
-            before, after = states[start], states[end]
-            if metric == "cosine":
-                scores[u] += 1 - F.cosine_similarity(before, after, dim=-1).mean()
-            elif metric in DISTANCES:
-                p = int(metric[1])
-                scores[u] += ((after - before).norm(p, -1) / before.norm(p, -1)).mean()
+        hidden = states[::2]  # before each block, and after the last one
+        whole = stream.logits(model, hidden[-1])
+        for block in range(blocks):
+            if metric in DISTANCES:
+                score = distance(metric, hidden[block], hidden[block + 1])
             else:
-                without = stream.logits(model, stream.states(model, before, names[end:])[-1])
-                if metric == "logit":
-                    scores[u] += (without - whole).norm(dim=-1).mean()
-                else:
-                    scores[u] += stream.loss(without, ids) - stream.loss(whole, ids)
-    return scores.cpu() / len(sequences)
+                left = names[2 * block + 2 :]  # the sub-layers of the blocks that follow
+                last = stream.states(model, hidden[block], left)[-1]
+                score = damage(metric, whole, stream.logits(model, last), ids)
+            scores[block] += score
+    return scores / len(sequences)
 
 
-def shapley(model, sequences, units, generator) -> torch.Tensor:
-    """[U]: the mean loss of subnetworks without a unit, minus that of those with it.
+def distance(metric: str, before: torch.Tensor, after: torch.Tensor) -> float:
+    """How far a block moves hidden states [1, T, d], on average over tokens."""
+    if metric == "cosine":
+        return (1 - F.cosine_similarity(before, after, dim=-1)).mean().item()
+    p = int(metric[1])  # of l1 and l2
+    return ((after - before).norm(p, dim=-1) / before.norm(p, dim=-1)).mean().item()
 
-    Each is a random half of the units. They come in pairs of complements (ours), so that every unit
-    is in as many as it is not in."""
-    losses, signs = [], []
+
+def damage(metric: str, whole: torch.Tensor, without: torch.Tensor, ids) -> float:
+    """How far the logits [1, T, V] or the loss are off without a block."""
+    if metric == "logit":
+        return (without - whole).norm(dim=-1).mean().item()
+    return stream.loss(without, ids) - stream.loss(whole, ids)
+
+
+def shapley(model, sequences, generator) -> torch.Tensor:
+    """[L]: the mean loss of subnetworks without a block, minus that of those with it.
+
+    Each is a random half of the blocks. They come in pairs of complements (ours), so that every
+    block is in as many as it is not in."""
+    blocks = len(model.base_model.layers)
+    scores = torch.zeros(blocks)
     for _ in range(SUBNETWORKS // 2):
-        half = torch.rand(len(units), generator=generator).argsort() < len(units) // 2
+        half = torch.rand(blocks, generator=generator).argsort() < blocks // 2
         for present in (half, ~half):
-            absent = {name for u in (~present).nonzero()[:, 0].tolist() for name in units[u]}
-            left = [name for name in stream.all_names(model) if name not in absent]
-            losses.append(stream.mean_loss(model, sequences, left))
-            signs.append(1 - 2 * present.float())
-    return torch.tensor(losses) @ torch.stack(signs) / (SUBNETWORKS // 2)
+            names = [name for name in stream.all_names(model) if present[int(name.split(".")[0])]]
+            loss = stream.mean_loss(model, sequences, names)
+            scores += torch.where(present, -loss, loss)
+    return scores / (SUBNETWORKS // 2)
 
 
-def least_important(model, units, scores, sparsity: float) -> list[str]:
-    """The sub-layers of the units with the lowest scores [U], as many units as come nearest to this
-    share of the blocks' parameters."""
-    unit = stream.size(*(part for name in units[0] for part in stream.parts(model, name)))
-    share = unit / stream.size(model.base_model.layers)
-    count = round(sparsity / share)
-    if not 0 < count < len(units):
-        span = f"{share:.3f} to {share * (len(units) - 1):.3f}"
-        raise InputError(f"--sparsity {sparsity}: from {span} of the blocks can go in these units")
-    return [name for u in scores.argsort(stable=True)[:count].tolist() for name in units[u]]
+def least_important(scores: torch.Tensor, sparsity: float) -> list[str]:
+    """The sub-layers of the blocks with the lowest scores [L], as many as come nearest to this
+    share of all blocks."""
+    blocks = len(scores)
+    count = round(sparsity * blocks)
+    if not 0 < count < blocks:
+        raise InputError(f"--sparsity {sparsity}: of {blocks} blocks, 1 to {blocks - 1} can go")
+    lowest = scores.argsort(stable=True)[:count].tolist()
+    return [f"{block}.{kind}" for block in lowest for kind in pruned.NORMS]
 
 
 # ------------------------------------------------------------------------- 2ssp: width, then depth
@@ -121,7 +125,8 @@ def two_stage_counts(sparsity: float, blocks: int, width: int, attention: int, f
 
     attention and ffn are the parameters of one of them, main those of all blocks."""
     removed = round(blocks * sparsity ** (ffn / attention / ALPHA))
-    fewer = round((round(sparsity * main) - removed * attention) / blocks)  # parameters of an FFN
+    by_width = round(sparsity * main) - removed * attention  # parameters left to remove
+    fewer = round(by_width / blocks)  # of each FFN
     kept = round(width * (1 - fewer / ffn))
     if removed >= blocks or not 0 < kept <= width:
         left = f"{blocks - removed} of {blocks} attentions and {kept} of {width} neurons"
@@ -150,7 +155,8 @@ def cheapest_attentions(model, ids, count: int) -> list[str]:
     removed = []
     while len(removed) < count:
         names = [name for name in stream.all_names(model) if name not in removed]
-        states, losses = stream.states(model, stream.embed(model, ids), names), {}
+        states = stream.states(model, stream.embed(model, ids), names)
+        losses = {}
         for place, name in enumerate(names):
             if name.endswith("self_attn"):
                 last = stream.states(model, states[place], names[place + 1 :])[-1]
@@ -162,81 +168,74 @@ def cheapest_attentions(model, ids, count: int) -> list[str]:
 def two_stage(model, sequences, sparsity: float) -> list[str]:
     """2ssp: narrow the FFNs of the model, in place; returns the attentions to remove."""
     blocks, width = len(model.base_model.layers), model.config.intermediate_size
-    counts = (stream.size(stream.parts(model, f"0.{kind}")[0]) for kind in ("self_attn", "mlp"))
+    attention, ffn = (stream.size(stream.parts(model, f"0.{kind}")[0]) for kind in pruned.NORMS)
     main = stream.size(model.base_model.layers)
-    attentions, neurons = two_stage_counts(sparsity, blocks, width, *counts, main)
-    pruned.keep_neurons(model, neuron_scores(model, sequences).topk(neurons).indices.sort().values)
-    return cheapest_attentions(model, sequences[:1], attentions)
+    removed, kept = two_stage_counts(sparsity, blocks, width, attention, ffn, main)
+    best = neuron_scores(model, sequences).topk(kept).indices
+    pruned.keep_neurons(model, best.sort().values)
+    return cheapest_attentions(model, sequences[:1], removed)
 
 
 # ------------------------------------------------------------------------- the command
 
 
-def prune(model, sequences, method, sparsity, units="blocks", recovery="none", rank=32, seed=0):
-    """A new, smaller model, by the flags of `main`. Raises InputError for bad values."""
-    wants = {
-        "method": (method, METHODS), "units": (units, UNITS), "recovery": (recovery, RECOVERIES),
-        "model of type": (model.config.model_type, pruned.FAMILIES),
-    }  # fmt: skip
-    for flag, (value, allowed) in wants.items():
-        if value not in allowed:
-            raise InputError(f"--{flag} {value}: use one of {', '.join(allowed)}")
+def choose(model, sequences, method: str, sparsity: float, seed: int = 0):
+    """(model, names): what `rebuild` makes the smaller model from, and the sub-layers to leave out.
+    2ssp narrows a copy of the model; for the other methods it is the model itself."""
+    if model.config.model_type not in pruned.FAMILIES:
+        families = ", ".join(pruned.FAMILIES)
+        raise InputError(f"--model is of type {model.config.model_type}: use one of {families}")
     if not 0 < sparsity < 1:
         raise InputError(f"--sparsity {sparsity}: must be above 0 and below 1")
-    if recovery == "lowrank" and not 0 < rank <= model.config.hidden_size:
-        raise InputError(f"--rank {rank}: use 1 to the hidden size, {model.config.hidden_size}")
-    if method == "2ssp" and units != "blocks":
-        raise InputError(f"--units {units}: 2ssp has its own, neurons and attentions; leave it out")
     if method == "2ssp":
-        model = copy.deepcopy(model)
-        removed = two_stage(model, sequences, sparsity)
-    else:
-        candidates = units_of(model, units)
-        scores = importance(model, sequences, candidates, method, seed)
-        removed = least_important(model, candidates, scores, sparsity)
-    rank = {"none": None, "bias": 0, "lowrank": rank}[recovery]
-    tensors = {} if rank is None else recover(model, sequences, removed, rank)
-    return pruned.rebuild(model, removed, rank, tensors)
+        narrow = copy.deepcopy(model)
+        return narrow, two_stage(narrow, sequences, sparsity)
+    return model, least_important(importance(model, sequences, method, seed), sparsity)
+
+
+def prune(model, sequences, method: str, sparsity: float, rank: int | None = None):
+    """A new, smaller model, calibrated on sequences [N, T]. Rank is that of what stands in for a
+    removed sub-layer, see pruned.py."""
+    source, removed = choose(model, sequences, method, sparsity)
+    tensors = {} if rank is None else recover(source, sequences, removed, rank)
+    return pruned.rebuild(source, removed, rank, tensors)
 
 
 def main(
-    model: str = "smollm2", sparsity: float = 0.25, method: str = "2ssp", units: str = "blocks",
-    recovery: str = "none", rank: int = 32, data: str = "words", samples: int = 16,
-    tokens: int = 256, seed: int = 0, out_dir: Path = Path("out/pruned"),
+    model: str = "smollm2", sparsity: float = 0.25, method: Literal[METHODS] = "2ssp",
+    recovery: Literal[tuple(RANKS)] = "none", data: str = "python-docs", samples: int = 16,
+    tokens: int = 256, out_dir: Path = Path("out/pruned"),
 ) -> None:  # fmt: skip
     """Prune a model, save it, and print what it lost.
 
     Args:
         model: smollm2, a .gguf file, a folder, or a hub id
         sparsity: share of the parameters of the blocks to remove
-        method: 2ssp, cosine, l1, l2, logit, loss, shapley or random
-        units: what all methods but 2ssp remove: blocks, attention or ffn
-        recovery: what stands in for a removed sub-layer: none, bias or lowrank
-        rank: of lowrank
-        data: text to calibrate and to evaluate on: words, python-docs, or others of text.py
+        method: what to remove
+        recovery: what stands in for a removed sub-layer
+        data: python-docs or a text file, of which a tenth is held out to evaluate on
         samples: sequences to calibrate on, and to evaluate on
         tokens: of a sequence
-        seed: of shapley and random
         out_dir: the new folder
     """
     if out_dir.exists():
         raise InputError(f"--out-dir {out_dir} exists: give another")
     device = choose_device("auto")
-    policy, tokenizer = models.load_policy(gguf.model_folder(model), device)
-    policy.set_attn_implementation("sdpa")
+    whole, tokenizer = models.load_policy(gguf.model_folder(model), device)
+    whole.set_attn_implementation("sdpa")
     calibration, held_out = text.read(data, tokenizer, samples, tokens).to(device)
     started = clock(device)
-    smaller = prune(policy, calibration, method, sparsity, units, recovery, rank, seed).to(device)
+    smaller = prune(whole, calibration, method, sparsity, RANKS[recovery]).to(device)
     seconds = clock(device) - started
     smaller.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
     print(f"{'':20}{'before':>14}{'after':>14}{'ratio':>8}")
-    for name, count in (
+    for name, measure in (
         ("parameters", stream.size),
         ("of the blocks", lambda one: stream.size(one.base_model.layers)),
         ("held-out perplexity", lambda one: math.exp(stream.mean_loss(one, held_out))),
     ):
-        before, after = count(policy), count(smaller)
+        before, after = measure(whole), measure(smaller)
         print(f"{name:20}{before:14,.6g}{after:14,.6g}{after / before:8.3f}")
     print(f"{seconds:.1f} s of pruning; {out_dir} is of type {smaller.config.model_type}")
 

@@ -1,0 +1,221 @@
+"""
+BranchGRPO (arXiv:2509.06040, code Fredreic1849/BranchGRPO): trees of rollouts, and their pruning.
+
+A prompt is rolled out as a tree. At a split every node gets several children, elsewhere one. Only
+the leaves have rewards. A node's value is the mean reward of the leaves below it, and every edge is
+trained with an advantage of its own. Here an edge is a denoising step of a diffusion model; it
+could as well be a segment of tokens.
+
+    depth_advantages  BIASED  The mean of a depth's n nodes contains the node itself, so the depth's
+                              gradient shrinks to (n - 1) / n. Each depth also has its own standard
+                              deviation.
+    loo_advantages    exact   Ours: the mean of a node's siblings, and one scale for the whole tree.
+    kept_mean         BIASED  Depths count by their number of nodes, and an edge counts by how many
+                              others are kept.
+    planned_mean      exact   Ours: a mean over the planned nodes of each depth, summed over depths.
+    width_keep        BIASED  Keeps the best edges, or the best and the worst.
+    depth_keep        BIASED  Never trains some depths.
+    random_window     exact   Ours: trains a random window of depths.
+    draw              exact   Ours: draws edges by size, or branches before they are rolled out.
+
+"Exact" means that with loo_advantages and planned_mean the expected gradient is that of the
+expected reward; tests/test_trees.py enumerates it. Three things would break it:
+    - the number of children depends on what is drawn below. TreeRL (arXiv:2506.11902), for example,
+      branches at the most surprising tokens of finished texts
+    - children share their noise
+    - the log-probs are not those of the distribution that was sampled. The published code
+      multiplies the noise at splits by 4 but not the deviation in the log-prob, so scores there are
+      16 times the true ones
+
+Letters: N nodes, L leaves, B trees of one shape; `...` is nothing or B. An edge has the number of
+the node that it leads to, so the root, node 0, is never trained.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from numpy.random import Generator
+
+import dppo
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Nodes in breadth-first order: the root is node 0, and the leaves are the last L nodes."""
+
+    parent: torch.Tensor  # [N]; the root is its own parent
+    depth: torch.Tensor  # [N]
+    family: torch.Tensor  # [N], the same number for siblings
+    levels: list[slice]  # the nodes of each depth
+
+    @property
+    def leaves(self) -> slice:
+        return self.levels[-1]
+
+
+def schedule(steps: int = 20, splits: Sequence[int] = (0, 3, 6, 9), children: int = 2) -> list[int]:
+    """Children per node at each step: `children` at splits, else 1. The defaults are published."""
+    return [children if step in splits else 1 for step in range(steps)]
+
+
+def grow(children: Sequence[int]) -> Tree:
+    """The tree whose nodes of depth d have children[d] children each. [G, 1, 1, ...] is a group of
+    G independent rollouts. The tree is a plan that is fixed before anything is sampled."""
+    parents, levels = [torch.zeros(1, dtype=torch.long)], [slice(0, 1)]
+    for number in children:
+        above = torch.arange(levels[-1].start, levels[-1].stop)
+        parents.append(above.repeat_interleave(number))
+        levels.append(slice(levels[-1].stop, levels[-1].stop + len(parents[-1])))
+    parent = torch.cat(parents)
+    sizes = torch.tensor([len(nodes) for nodes in parents])
+    depth = torch.arange(len(levels)).repeat_interleave(sizes)
+    family = torch.where(depth > 0, parent + 1, 0)
+    return Tree(parent, depth, family, levels)
+
+
+def group_sums(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """For each node the sum of values [..., N] over its group [N], in values' shape."""
+    sums = values.new_zeros(*values.shape[:-1], int(group.max()) + 1)
+    return sums.index_add(-1, group, values)[..., group]
+
+
+def group_sizes(group: torch.Tensor) -> torch.Tensor:
+    """For each node the number of nodes in its group [N], float64."""
+    return group_sums(torch.ones(len(group), dtype=torch.float64), group)
+
+
+# ---------------------------------------------------------------------------- values and advantages
+
+
+def node_values(tree: Tree, rewards: torch.Tensor, weights=None, guess=None) -> torch.Tensor:
+    """Values [..., N]: a leaf's is its reward, of [..., L], and another node's is the mean of its
+    children's.
+
+    After a Russian roulette, weights [..., N] are 1 / probability for a node that went on, 0 for
+    one that did not, and 1 where there was no draw. guess [..., N] is what the node seemed worth
+    when it was drawn. The value becomes guess + weight (value - guess). So rewards below a node
+    that did not go on count for nothing; they only must be finite.
+    """
+    values = rewards.new_zeros(*rewards.shape[:-1], len(tree.parent))
+    values[..., tree.leaves] = rewards
+    share = (1 / group_sizes(tree.family)).to(values.dtype)
+    for level in reversed(tree.levels):
+        if weights is not None:
+            surprise = values[..., level] - guess[..., level]
+            values[..., level] = guess[..., level] + weights[..., level] * surprise
+        if level.start > 0:
+            values.index_add_(-1, tree.parent[level], share[level] * values[..., level])
+    return values
+
+
+def depth_advantages(tree: Tree, values: torch.Tensor) -> torch.Tensor:
+    """As published, [..., N] of values [..., N]: (value - mean) / (std + 1e-8) over the nodes of
+    each depth, clamped to 5. It is 0 for a lone node, or if the deviation is below 1e-6."""
+    count = group_sizes(tree.depth).to(values.dtype)
+    centred = values - group_sums(values, tree.depth) / count
+    variance = group_sums(centred.square(), tree.depth) / (count - 1).clamp(min=1)
+    std = variance.sqrt()
+    return torch.where(std < 1e-6, 0.0, centred / (std + 1e-8)).clamp(-5, 5)
+
+
+def loo_advantages(tree: Tree, values: torch.Tensor, weights=None, scale=1.0) -> torch.Tensor:
+    """Leave-one-out advantages [..., N]: (value - baseline) / scale.
+
+    The baseline is the mean value of the parent's other children. An only child has its parent's
+    baseline, which is allowed because what does not descend from the parent does not descend from
+    the child. `scale` must be known before the rollout, for example from earlier steps; the tree's
+    own deviation would be biased, as in GRPO. `weights` are those of a roulette, if there was one.
+    """
+    others = (group_sizes(tree.family) - 1).clamp(min=1)
+    baseline = (group_sums(values, tree.family) - values) / others
+    lone = group_sizes(tree.family) == 1
+    for level in tree.levels[1:]:
+        if lone[level.start]:
+            baseline[..., level] = baseline[..., tree.parent[level]]
+    advantages = torch.where(tree.depth > 0, (values - baseline) / scale, 0.0)
+    return advantages if weights is None else advantages * branch_weights(tree, weights)
+
+
+def branch_weights(tree: Tree, weights: torch.Tensor) -> torch.Tensor:
+    """The weight of each edge after a roulette, [..., N]: the product of the weights above it."""
+    above = torch.ones_like(weights)
+    for level in tree.levels[1:]:
+        above[..., level] = (above * weights)[..., tree.parent[level]]
+    return above
+
+
+# ---------------------------------------------------------------------------- denominators
+
+
+def planned_mean(tree: Tree) -> torch.Tensor:
+    """The factor of each edge, float64 [N]: 1 / planned nodes of its depth, 0 for the root."""
+    return torch.where(tree.depth > 0, 1 / group_sizes(tree.depth), 0.0)
+
+
+def kept_mean(keep: torch.Tensor) -> torch.Tensor:
+    """As published: 1 / kept edges of the tree, float64 [..., N], 0 for what is dropped."""
+    return keep.double() / keep.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+# ---------------------------------------------------------------------------- published prunings
+
+
+def width_keep(tree: Tree, advantages: torch.Tensor, after: int, rule: str) -> torch.Tensor:
+    """Which edges [..., N] are trained, as published. All are up to depth `after`, that of the last
+    split's children. Below it each leaf has a chain of edges, of which half are trained:
+
+    half      in each chain those with the largest advantages. All are equal, because every depth
+              has the same rewards, so a stable sort keeps the first half of the chain
+    quarters  the quarter with the largest advantages in the tree, and the one with the smallest
+    """
+    dppo.check_known("width rule", rule, ("half", "quarters"))
+    late = tree.depth > after
+    scores = advantages[..., late]
+    chains = tree.leaves.stop - tree.leaves.start if rule == "half" else 1
+    scores = scores.unflatten(-1, (-1, chains))  # [..., n, chains], ranked along n
+    rank = scores.argsort(dim=-2, descending=True, stable=True).argsort(dim=-2)
+    n = rank.shape[-2]
+    chosen = rank < n // 2 if rule == "half" else (rank < n // 4) | (rank >= n - n // 4)
+    keep = (tree.depth > 0).repeat(*advantages.shape[:-1], 1)
+    keep[..., late] = chosen.flatten(-2)
+    return keep
+
+
+def depth_keep(tree: Tree, first: int, window: int) -> torch.Tensor:
+    """Which edges [N] are trained, as published: all but those of `window` depths from `first`."""
+    dropped = (tree.depth >= first) & (tree.depth < first + window)
+    return (tree.depth > 0) & ~dropped
+
+
+def slide(step: int, depths: int, window: int, *, stop: int = 9, interval: int = 30) -> int:
+    """The first of the depths that step (0, 1, ...) drops, as published. At first these are the
+    deepest `window`; every `interval` steps they move up by one, until they begin at `stop`."""
+    deepest = depths - window + 1
+    return max(min(stop, deepest), deepest - step // interval)
+
+
+# ---------------------------------------------------------------------------- exact prunings
+
+
+def random_window(tree: Tree, after: int, window: int, start: torch.Tensor):
+    """(keep, weights) [B, N]: all edges up to depth `after`, and of the depths below a window that
+    wraps around. start [B] must be uniform in 0 ... number of those depths - 1."""
+    number = len(tree.levels) - 1 - after
+    late = tree.depth > after
+    place = (tree.depth - after - 1 - start[:, None]) % number  # [B, N]
+    keep = (tree.depth > 0) & (~late | (place < window))
+    keep_prob = torch.where(late, window / number, 1.0).double()
+    return keep, dppo.ht_weights(keep, keep_prob)
+
+
+def draw(size: torch.Tensor, prune_rate: float, generator: Generator):
+    """(keep, weights) [B, n], a share 1 - prune_rate of what is given, by dppo.py's rule pps.
+
+    For edges, after the rollout: size is dppo.contribution_size(advantages, planned_mean, energy,
+    0), and the weights multiply the edges' terms. For branches, before they are rolled out (Russian
+    roulette): size is any guess above 0, and the weights go to node_values and loo_advantages.
+    """
+    cost = torch.ones_like(size)
+    batch = dppo.Completions(advantages=size, rewards=size, cost=cost, size=size)
+    return dppo.prune_completions("pps", prune_rate, batch, generator)
