@@ -127,9 +127,9 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
     sampling in bfloat16 needs weights of that type, or each would be cast for every token. If it
     `samples`, it is compared with the lean decoder, see engines/check_decoder.py."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
         options = {"dtype": torch.float32, "attn_implementation": packing.ATTENTION}
         model = AutoModelForCausalLM.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         if kind := re.search("model type `(pruned_[a-z0-9]+)`", reason):

@@ -112,6 +112,7 @@ def rebuild(model, removed: list[str], rank: int | None = None, tensors: dict | 
         if f"{block}.{kind}" in removed
     }
     config = model.config.to_dict() | {"num_hidden_layers": len(blocks)}
+    del config["model_type"]  # the class below knows it
     if config.get("layer_types"):
         config["layer_types"] = [config["layer_types"][block] for block in blocks]
     config_class, model_class = type(model.config), type(model)
