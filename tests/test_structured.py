@@ -247,6 +247,24 @@ def test_full_rank_reproduces_a_linear_sublayer():
     assert not torch.allclose(without(model, removed, tokens), logits(model, tokens), atol=1e-1)
 
 
+def test_bias_is_fitted_behind_earlier_ones():
+    """Each bias is the mean of what its sub-layer would add behind the biases before it, whatever
+    the order of removal. Catches fits on the whole model's stream."""
+    model = make()
+    removed = ["2.mlp", "0.self_attn", "0.mlp"]
+    tensors = recovery.recover(model, IDS, removed, 0)
+    with torch.no_grad():
+        h = stream.embed(model, IDS)
+        for name in stream.all_names(model):
+            change = stream.update(model, name, h)[1]
+            if name in removed:
+                change = change.mean(dim=(0, 1))
+                assert torch.allclose(tensors[f"model.layers.{name}.bias"], change, atol=1e-5)
+            h = h + change
+    smaller = pruned.rebuild(model, removed, 0, tensors)
+    assert torch.allclose(stream.logits(model, h), logits(smaller), atol=1e-5)
+
+
 # ------------------------------------------------------------------------- the commands
 
 
