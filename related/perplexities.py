@@ -1,5 +1,5 @@
 """
-Structured pruning in figures: `python -m related.perplexities`, half an hour of one core.
+Structured pruning in figures: `python -m related.perplexities`, about 40 minutes of one core.
 
 Every method of related/structured.py prunes the same model to three sizes, and two of them also
 with both recoveries. Each pruned model is judged by its perplexity on text that is held out, by the
