@@ -495,7 +495,7 @@ def test_text(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "topics", {"a": "ab\n\ncd", "b": "cd\n\nab"})
     with pytest.raises(InputError, match="1 tokens of python-docs are held out"):  # of ab, cd
         text.read("python-docs", TOKENIZER, 3, 50)
-    monkeypatch.setattr(data, "SFT_PROBLEMS", 100)
+    monkeypatch.setattr(data.word_problems, "SFT_PROBLEMS", 100)
     words = text.read("words", TOKENIZER, 3, 200)
     assert all("How" in TOKENIZER.decode(part.flatten()) for part in words)
     assert all("boxed" in TOKENIZER.decode(part.flatten()) for part in words)
