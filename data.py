@@ -2,18 +2,21 @@
 Problems and their prompts: embedded ones, data sets of the Hugging Face hub, or your file.
 
 A file is JSON lines, one JSON array, or parquet. A row has the problem under `problem`, `question`
-or `prompt` and the gold under `answer`, `final_answer`, `target` or `solution`. An optional
-`source`, `subject` or `type` names its kind, for the pruning of prompts. Worked solutions are kept
-for supervised training. Bad rows are reported by line number before training starts.
+or `prompt` and the reference answer under `answer`, `final_answer`, `target` or `solution`. An
+optional `source`, `subject` or `type` names its kind, for the pruning of prompts. Worked solutions
+are kept for supervised training. Bad rows are reported by line number before training starts.
 """
 
 import json
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 import rewards
 from runtime import InputError
@@ -22,13 +25,6 @@ from tasks import arithmetic, word_problems
 PROBLEM_KEYS = ("problem", "question", "prompt")
 ANSWER_KEYS = ("answer", "final_answer", "target", "solution")
 SOURCE_KEYS = ("source", "subject", "type")
-EMBEDDED = {  # data name -> its training and its evaluation split
-    "arithmetic": ("train", "heldout"),
-    "arithmetic-mixed": ("mixed", "mixed-heldout"),
-    "arithmetic-longer": (None, "longer"),  # for evaluation only
-    "words": ("train", "heldout"),
-}
-CHAINS = EMBEDDED.keys() - {"words"}  # additions, whose answers are not boxed
 HUB = {  # data name -> id, configuration and split on the hub
     "gsm8k": ("openai/gsm8k", "main", "train"),
     "math": ("DigitalLearningGmbH/MATH-lighteval", "default", "train"),
@@ -41,9 +37,7 @@ HUB = {  # data name -> id, configuration and split on the hub
     "olympiadbench": ("math-ai/olympiadbench", None, "test"),
     "gaokao2023en": ("MARIO-Math-Reasoning/Gaokao2023-Math-En", None, "train"),
 }
-SFT_PROBLEMS = 10_000  # of words, for supervised training
-EMBEDDED_PROBLEMS = 300  # default number of evaluation problems of an embedded split
-WORDS_TOKENS = 60  # the longest solution of 20,000 problems, 44 characters, plus a third
+EVAL_PROBLEMS = 300  # default number of evaluation problems of an embedded split
 FILE_TOKENS = 1024  # default --max-new-tokens for data that are not embedded
 HELD_OUT_SHARE = 0.05  # of data that are not embedded: the last rows
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -54,22 +48,54 @@ class Problem:
     text: str
     answer: str
     source: str  # the kind of embedded problem, the row's own source, or else the data's name
-    instruction: str = ""  # appended to the text in the prompt
     solution: str = ""  # worked out, with the answer in \boxed{}; "" if there is none
+    instruction: str = ""  # appended to the text in the prompt
+
+
+class Embedded(NamedTuple):
+    """A set of problems that a task computes."""
+
+    task: ModuleType  # problem(split, index) is (text, answer, source), then a solution if any
+    train_split: str | None  # None: for evaluation only
+    eval_split: str
+    reward: Callable
+    longest_completion: int  # tokens; the default --max-new-tokens
+
+
+EMBEDDED = {  # data name -> its task. A new one needs a module in tasks/ and a row here.
+    "arithmetic": Embedded(
+        arithmetic, "train", "heldout",
+        rewards.arithmetic_reward, arithmetic.longest_completion(arithmetic.CHAIN),
+    ),
+    "arithmetic-mixed": Embedded(
+        arithmetic, "mixed", "mixed-heldout",
+        rewards.arithmetic_reward, arithmetic.longest_completion(arithmetic.UNSOLVED),
+    ),
+    "arithmetic-longer": Embedded(
+        arithmetic, None, "longer",
+        rewards.arithmetic_reward, arithmetic.longest_completion(arithmetic.LONGER),
+    ),
+    "words": Embedded(
+        word_problems, "train", "heldout",
+        rewards.math_reward, word_problems.LONGEST_COMPLETION,
+    ),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- problems
 
 
 def train_problems(data: str, *, hold_out: bool, reward=None) -> list[Problem]:
     """The problems to train on. With hold_out, data that are not embedded lose their last 5 %.
 
-    Golds that `reward` (default: the data's own) cannot score are dropped.
+    Problems that `reward` (default: the data's own) cannot score are dropped.
     """
     if data in EMBEDDED:
-        split = EMBEDDED[data][0]
+        task, split = EMBEDDED[data].task, EMBEDDED[data].train_split
         if split is None:
-            message = "is for evaluation only: train on arithmetic, arithmetic-mixed or words"
-            raise InputError(f"--data {data} {message}")
-        count = word_problems.TRAIN_PROBLEMS if data == "words" else arithmetic.TRAIN_PROBLEMS
-        return _embedded(data, split, count)
+            trained = ", ".join(name for name in EMBEDDED if EMBEDDED[name].train_split)
+            raise InputError(f"--data {data} is for evaluation only: train on one of {trained}")
+        return _computed(task, split, task.TRAIN_PROBLEMS)
     problems = _scorable(data, reward)
     return problems[: -_held_out(data, problems)] if hold_out else problems
 
@@ -79,20 +105,20 @@ def eval_problems(
 ) -> list[Problem]:
     """At most `limit` problems to evaluate on: a held-out embedded split, or a whole set.
 
-    With of_training_file, only the last 5 % of the set, which train_problems holds out. Golds that
-    `reward` (default: the data's own) cannot score are dropped.
+    With of_training_file, only the last 5 % of the set, which train_problems holds out. Problems
+    that `reward` (default: the data's own) cannot score are dropped.
     """
     if data in EMBEDDED:
-        return _embedded(data, EMBEDDED[data][1], limit or EMBEDDED_PROBLEMS)
+        return _computed(EMBEDDED[data].task, EMBEDDED[data].eval_split, limit or EVAL_PROBLEMS)
     problems = _scorable(data, reward)
     return (problems[-_held_out(data, problems) :] if of_training_file else problems)[:limit]
 
 
 def sft_problems(data: str) -> list[Problem]:
-    """Problems with worked solutions, for supervised training: 10,000 of words; of other data the
-    rows that train_problems trains on and that have a solution."""
+    """Problems with worked solutions, for supervised training: those of words, or the rows that
+    train_problems trains on and that have a solution."""
     if data == "words":
-        return _embedded(data, "sft", SFT_PROBLEMS)
+        return _computed(word_problems, "sft", word_problems.SFT_PROBLEMS)
     problems = train_problems(data, hold_out=True)
     worked = [problem for problem in problems if problem.solution]
     if not worked:
@@ -101,11 +127,18 @@ def sft_problems(data: str) -> list[Problem]:
     return worked
 
 
-def _embedded(data: str, split: str, count: int) -> list[Problem]:
-    if data in CHAINS:
-        return [Problem(*arithmetic.problem(split, index)) for index in range(count)]
-    problems = (word_problems.problem(split, index) for index in range(count))
-    return [Problem(text, gold, kind, solution=worked) for text, worked, gold, kind in problems]
+def reward_function(data: str) -> Callable:
+    """The default reward of a data name: (completion, answer) -> 1.0, 0.0 or None."""
+    return EMBEDDED[data].reward if data in EMBEDDED else rewards.math_reward
+
+
+def max_new_tokens(data: str) -> int:
+    """Default room for a completion."""
+    return EMBEDDED[data].longest_completion if data in EMBEDDED else FILE_TOKENS
+
+
+def _computed(task: ModuleType, split: str, count: int) -> list[Problem]:
+    return [Problem(*task.problem(split, index)) for index in range(count)]
 
 
 def _held_out(data: str, problems: list[Problem]) -> int:
@@ -116,7 +149,7 @@ def _held_out(data: str, problems: list[Problem]) -> int:
 
 
 def _scorable(data: str, reward) -> list[Problem]:
-    """The problems whose golds the reward can score; prints how many others there are."""
+    """The problems that the reward can score; prints how many others there are."""
     problems = read_problems(data)
     default = reward in (None, reward_function(data))
     reward = reward or reward_function(data)
@@ -124,9 +157,9 @@ def _scorable(data: str, reward) -> list[Problem]:
     if len(kept) < len(problems) and os.environ.get("RANK", "0") == "0":
         hint = f" (python eval.py --check-golds --data {data} lists them)" if default else ""
         dropped = f"dropped {len(problems) - len(kept)} of {len(problems)} problems of {data}"
-        print(f"{dropped}: their golds have no value{hint}")
+        print(f"{dropped}: their reference answers cannot be scored{hint}")
     if not kept:
-        none = f"{data}: none of its {len(problems)} golds has a value"
+        none = f"{data}: none of its {len(problems)} reference answers can be scored"
         raise InputError(f"{none}; see eval.py --check-golds")
     return kept
 
@@ -207,20 +240,21 @@ def _problem(row: dict, where: str, data: str) -> Problem:
         raise InputError(f"{where} is not a JSON object but {kind}: correct or remove it")
     problem_key = _first_key(row, PROBLEM_KEYS, where)
     answer_key = _first_key(row, ANSWER_KEYS, where)
-    text = row[problem_key]
-    answer = "" if row[answer_key] is None else row[answer_key]  # no gold: _scorable counts it
+    text, found = row[problem_key], row[answer_key]
     if isinstance(text, list) and text and isinstance(text[-1], dict):  # a chat: its last message
         text = text[-1].get("content")
-    answers = answer if isinstance(answer, list) and answer else [answer]
+    if found is None:
+        found = ""  # _scorable drops such rows, and counts them
+    answers = found if isinstance(found, list) and found else [found]
     for key, value in ((problem_key, text), *((answer_key, value) for value in answers)):
         if not isinstance(value, (str, int, float)) or (key == problem_key and value == ""):
             bad = f"the value of {key!r} must be text or a number, got {value!r}"
             raise InputError(f"{where}: {bad}")
     sources = (row[key] for key in SOURCE_KEYS if isinstance(row.get(key), str) and row[key])
-    gold = ", ".join(map(gold_answer, answers))
+    answer = ", ".join(map(reference_answer, answers))
     texts = (worked_solution(row[key]) for key in ANSWER_KEYS if isinstance(row.get(key), str))
     solution = next(filter(None, texts), "")
-    return Problem(str(text), gold, next(sources, data), f"\n{INSTRUCTION}", solution)
+    return Problem(str(text), answer, next(sources, data), solution, f"\n{INSTRUCTION}")
 
 
 def _first_key(row: dict, keys: tuple[str, ...], where: str) -> str:
@@ -232,12 +266,12 @@ def _first_key(row: dict, keys: tuple[str, ...], where: str) -> str:
     return next((key for key in present if row[key] is not None), present[0])
 
 
-def gold_answer(value: str | int | float) -> str:
-    """The gold in an answer or solution: after the last ####, in the last \\boxed{}, or all of it.
+def reference_answer(value: str | int | float) -> str:
+    """The answer of a row's value: what follows the last ####, or is in the last \\boxed{}, or all.
 
-    >>> gold_answer("24+48=72 #### 72"), gold_answer(27.0), gold_answer("$2x$")
+    >>> reference_answer("24+48=72 #### 72"), reference_answer(27.0), reference_answer("$2x$")
     ('72', '27', '2x')
-    >>> gold_answer("so \\\\boxed{3}.")
+    >>> reference_answer("so \\\\boxed{3}.")
     '3'
     """
     if isinstance(value, float):
@@ -306,25 +340,3 @@ def encode_prompts(
         hint = "lower --max-new-tokens"
         raise InputError(f"all {len(problems)} prompts are {too_long}: {hint}")
     return [problems[index] for index in fits], [prompt_ids[index] for index in fits]
-
-
-# ---------------------------------------------------------------------------- scoring
-
-
-def reward_function(data: str):
-    """The default reward of a data name: (completion text, gold) -> 1.0, 0.0 or None."""
-    return rewards.arithmetic_reward if data in CHAINS else rewards.math_reward
-
-
-def final_answer(data: str, completion: str) -> str | None:
-    """A completion's vote in a majority; None abstains."""
-    if data in CHAINS:
-        return completion.rpartition("=")[2]
-    return rewards.final_answer(completion)
-
-
-def max_new_tokens(data: str) -> int:
-    """Default room for a completion: embedded data's longest right answer, else 1,024 tokens."""
-    if data == "words":
-        return WORDS_TOKENS
-    return arithmetic.longest_completion(data) if data in CHAINS else FILE_TOKENS

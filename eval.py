@@ -1,12 +1,12 @@
 """
-How good a model is: avg@k, pass@k and maj@k on sets of problems, or its answer to one question.
+How good a model is: avg@k and pass@k on sets of problems, or its answer to one question.
 
     python eval.py --model out/checkpoint --data arithmetic --k 4
     python eval.py --model Qwen/Qwen3-4B --data math500 aime24 amc23 minerva olympiadbench \\
         gaokao2023en --k 32 --max-new-tokens 32768 --temperature 0.6 --top-p 0.95 --top-k 20 \\
         --thinking --out-dir evals/4b
-    python eval.py --compare evals/4b evals/4b-trained     # paired differences, problem by problem
-    python eval.py --check-golds --data FILE               # list the golds that cannot be scored
+    python eval.py --compare evals/4b evals/4b-trained     # paired differences by problem
+    python eval.py --check-golds --data FILE               # reference answers that cannot be scored
     python eval.py --model out/checkpoint --prompt "7+9+5?"
 
 avg@k averages over k completions of a problem, then over problems: a low-variance estimate of
@@ -14,11 +14,10 @@ pass@1. Each set prints one line of JSON, and a table follows. With --out-dir ev
 stored at once, and repeating the command continues an interrupted evaluation.
 """
 
-import collections
 import json
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -29,10 +28,10 @@ from transformers.utils import logging
 
 import data
 import models
+import rewards
 import rollout
 from dppo import generator_for, seed_for
 from engines import vllm_engine
-from rewards import as_number, decode, math_reward, normal_form, score, verify
 from runtime import InputError, checkpoint, log
 from runtime.device import choose_device, choose_dtype
 from tasks import gguf
@@ -55,7 +54,7 @@ class EvalConfig:
     compare: tuple[str, str] | None = None
     """Instead of evaluating a model, compare two such folders."""
     check_golds: bool = False
-    """Instead of evaluating a model, list the golds of --data that the reward cannot verify."""
+    """Instead of evaluating a model, list reference answers of --data that cannot be scored."""
     prompt: str | None = None
     """Instead of evaluating the model, print its answer to this one question."""
     temperature: float = 1.0
@@ -86,11 +85,8 @@ class EvalConfig:
     """Seed of the sampling."""
 
 
-# The settings that determine the completions: everything in one --out-dir shares them.
-SETTINGS = (
-    "model", "k", "held_out", "temperature", "top_k", "top_p", "repetition_penalty",
-    "max_new_tokens", "prompt_format", "thinking", "engine", "batch_size", "dtype", "seed",
-)  # fmt: skip
+# Flags that do not change a completion. Everything in one --out-dir shares the others.
+FREE = ("data", "problems", "out_dir", "compare", "check_golds", "prompt", "vllm_memory", "device")
 
 
 class ProblemSet(NamedTuple):
@@ -100,7 +96,89 @@ class ProblemSet(NamedTuple):
     max_new_tokens: int
 
 
-# ---------------------------------------------------------------------------- figures
+def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
+    """Evaluate and print; returns the JSON rows. `reward` replaces the default of each set."""
+    check_config(cfg)
+    if cfg.compare:
+        return compare(*cfg.compare)
+    if cfg.check_golds:
+        return check_golds(cfg.data)
+    if cfg.model is None:
+        raise InputError("--model: give a folder such as out/checkpoint, a hub id or a .gguf file")
+    device = choose_device(cfg.device)
+    cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device))
+    model, tokenizer, sets, sampling = load(cfg, reward)
+    if cfg.prompt is not None:
+        (row,) = complete(model, tokenizer, sets[0], sampling, replace(cfg, k=1))
+        print(row["completions"][0])
+        return [{"prompt": cfg.prompt, "completion": row["completions"][0]}]
+
+    settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
+    settings["weights"] = checkpoint.fingerprint(model)
+    folder = open_folder(cfg.out_dir, settings) if cfg.out_dir else None
+    table = []
+    for one in sets:
+        path = folder and folder / f"{Path(one.name).stem}.jsonl"
+        rows = complete(model, tokenizer, one, sampling, cfg, path, reward)
+        row = {"data": one.name, **figures(rows), **settings, "max_new_tokens": one.max_new_tokens}
+        print(log.as_json(row), flush=True)
+        table.append(row)
+    print_table(table, cfg.k)
+    return table
+
+
+def check_config(cfg: EvalConfig) -> None:
+    """InputError names a flag whose value is out of range."""
+
+    def require(name, good, what):
+        if not good:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} {getattr(cfg, name)}: must be {what}")
+
+    for name in ("k", "problems", "batch_size", "max_new_tokens"):
+        value = getattr(cfg, name)
+        require(name, value is None or value >= 1, "at least 1")
+    require("temperature", 0 <= cfg.temperature < math.inf, "at least 0")
+    require("top_k", cfg.top_k >= 0, "at least 0")
+    require("top_p", 0 < cfg.top_p <= 1, "above 0 and at most 1")
+    require("repetition_penalty", 0 < cfg.repetition_penalty < math.inf, "above 0")
+
+
+def load(cfg: EvalConfig, reward):
+    """(model, tokenizer, problem sets, sampling), ready to sample from."""
+    if cfg.prompt is not None:
+        found = {"prompt": [data.Problem(cfg.prompt, "", "prompt")]}
+    else:
+        options = {"of_training_file": cfg.held_out, "reward": reward}
+        found = {name: data.eval_problems(name, cfg.problems, **options) for name in cfg.data}
+
+    source = gguf.model_folder(cfg.model)
+    if Path(source).is_dir():  # no bar for loading a folder; a download keeps its own
+        logging.disable_progress_bar()
+    model, tokenizer = models.load_policy(source, cfg.device, cfg.dtype)
+
+    sets = []
+    for name, problems in found.items():
+        room = cfg.max_new_tokens or data.max_new_tokens(name)
+        limit = model.config.max_position_embeddings - room
+        fitting = data.encode_prompts(problems, tokenizer, limit, cfg.prompt_format, cfg.thinking)
+        sets.append(ProblemSet(name, *fitting, room))
+
+    sampling = rollout.Sampling.for_policy(
+        model, tokenizer, max(one.max_new_tokens for one in sets),
+        temperature=cfg.temperature, batch_size=cfg.batch_size, engine=cfg.engine, top_k=cfg.top_k,
+        top_p=cfg.top_p, repetition_penalty=cfg.repetition_penalty, show_progress=True,
+    )  # fmt: skip
+    if cfg.engine == "vllm":
+        longest = max(len(ids) + one.max_new_tokens for one in sets for ids in one.prompt_ids)
+        sampling.engine = vllm_engine.Engine(
+            source, vocab_size=model.vocab_size, max_tokens=longest, sequences=cfg.batch_size,
+            dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
+        )  # fmt: skip
+    return model, tokenizer, sets, sampling
+
+
+# ---------------------------------------------------------------------------- sample and score
 
 
 def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, k, seed, keys=None):
@@ -110,7 +188,72 @@ def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, 
     """
     options = {"group_size": k, "seed": seed, "keys": keys}
     rollouts = rollout.sample(model, prompt_ids, sampling, **options)
-    return score(rollouts, problems, tokenizer, reward)[1], rollouts.truncated.double()
+    return rewards.score(rollouts, problems, tokenizer, reward)[1], rollouts.truncated.double()
+
+
+def complete(
+    model, tokenizer, one: ProblemSet, sampling, cfg, path=None, reward=None
+) -> list[dict]:
+    """Sample and score every problem of a set, batch by batch. Rows that `path` has are reused.
+
+    A row has index, problem, answer, rewards, lengths, truncated and completions.
+    """
+    name, problems, prompt_ids, room = one
+    sampling = replace(sampling, max_new_tokens=room)
+    reward = reward or data.reward_function(name)
+    chunk = max(1, cfg.batch_size // cfg.k)  # problems in a batch
+
+    rows = log.read_rows(path)[: len(problems)] if path else []
+    expected = [(problem.text, problem.answer) for problem in problems[: len(rows)]]
+    if [(row["problem"], row.get("answer")) for row in rows] != expected:
+        raise InputError(f"{path} has other problems or answers than {name}: use another --out-dir")
+    if path and len(rows) < len(problems):  # sample a batch again if some of it is missing
+        rows = log.cut_rows(path, lambda row: row["index"] < len(rows) // chunk * chunk)
+
+    starts = range(len(rows), len(problems), chunk)
+    for start in tqdm(starts, desc=name, unit="batch", delay=3, leave=False):
+        batch = range(len(problems))[start : start + chunk]
+        ids, asked = [prompt_ids[index] for index in batch], [problems[index] for index in batch]
+        options = {"seed": seed_for(cfg.seed, name), "keys": batch}
+        rollouts = rollout.sample(model, ids, sampling, group_size=cfg.k, **options)
+        texts, scores = rewards.score(rollouts, asked, tokenizer, reward)
+        new = [
+            {
+                "index": index,
+                "problem": problem.text,
+                "answer": problem.answer,
+                "rewards": [None if math.isnan(score) else score for score in scores[row].tolist()],
+                "lengths": rollouts.lengths[row].tolist(),
+                "truncated": rollouts.truncated[row].tolist(),
+                "completions": texts[row],
+            }
+            for row, (index, problem) in enumerate(zip(batch, asked, strict=True))
+        ]
+        if path:
+            log.append_rows(path, new)
+        rows += new
+    return rows
+
+
+def open_folder(folder: str, settings: dict) -> Path:
+    """The folder of one model's completions; InputError if it was made with other settings."""
+    path = Path(folder) / "config.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings, indent=2) + "\n")
+        return path.parent
+    stored = json.loads(path.read_text())
+    for name, value in settings.items():
+        same = stored.get(name) == value
+        if name == "weights" and name in stored:  # a sum, which rounds by the number of threads
+            same = math.isclose(stored[name], value, rel_tol=1e-9)
+        if not same:
+            has = f"--out-dir {folder} has {name} {stored.get(name)}, not {value}"
+            raise InputError(f"{has}: use the same value, or another folder")
+    return path.parent
+
+
+# ---------------------------------------------------------------------------- figures
 
 
 def avg_at_k(rewards: torch.Tensor) -> float:
@@ -129,24 +272,8 @@ def pass_at_k(rewards: torch.Tensor, k: int) -> float:
         n = int((~row.isnan()).sum())
         c = int((row == 1).sum())
         if n >= k:
-            chances.append(1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1)))
+            chances.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
     return sum(chances) / len(chances) if chances else math.nan
-
-
-def maj_at_k(rewards: torch.Tensor, answers: list[list[str | None]]) -> float:
-    """Mean over problems of the reward [P, k] of the most frequent answer.
-
-    Tied answers share the vote by their mean reward; None does not vote. Answers with equal normal
-    forms count as one, with the reward of the first.
-    """
-    scores = []
-    for row, given in zip(rewards.tolist(), answers, strict=True):
-        forms = [None if answer is None else normal_form(answer) for answer in given]
-        votes = collections.Counter(form for form in forms if form is not None)
-        most = max(votes.values(), default=0)
-        winners = [row[forms.index(form)] for form in votes if votes[form] == most]
-        scores.append(sum(winners) / len(winners) if winners else 0.0)
-    return torch.tensor(scores, dtype=torch.float64).nanmean().item()
 
 
 def bootstrap_interval(rewards: torch.Tensor, *, draws: int = 10_000) -> tuple[float, float]:
@@ -157,7 +284,7 @@ def bootstrap_interval(rewards: torch.Tensor, *, draws: int = 10_000) -> tuple[f
     means = rewards.nanmean(dim=1)
     means = means[~means.isnan()]  # [P]
     if len(means) == 0:
-        return float("nan"), float("nan")
+        return math.nan, math.nan
     generator = generator_for("bootstrap")
     index = torch.from_numpy(generator.integers(len(means), size=(draws, len(means))))
     ends = torch.tensor([0.025, 0.975], dtype=means.dtype)
@@ -165,26 +292,41 @@ def bootstrap_interval(rewards: torch.Tensor, *, draws: int = 10_000) -> tuple[f
     return low, high
 
 
+def stored_rewards(rows: list[dict]) -> torch.Tensor:
+    """The rewards [P, k] of stored rows, float64; NaN if a completion cannot be scored."""
+    scores = [[math.nan if score is None else score for score in row["rewards"]] for row in rows]
+    return torch.tensor(scores, dtype=torch.float64)
+
+
 def figures(rows: list[dict]) -> dict:
     """The figures of a set from its stored rows, each of k completions."""
-    scores = torch.tensor(
-        [[as_number(score) for score in row["rewards"]] for row in rows], dtype=torch.float64
-    )
+    scores = stored_rewards(rows)
     k = scores.shape[1]
-    low, high = bootstrap_interval(scores)
     tokens = torch.tensor([row["lengths"] for row in rows], dtype=torch.float64)
-    powers = (2**i for i in range(k.bit_length()))
+    powers = {2**i for i in range(k.bit_length())}
     return {
         "problems": len(rows),
         "k": k,
         f"avg@{k}": avg_at_k(scores),
-        "ci95": [low, high],
-        **{f"pass@{n}": pass_at_k(scores, n) for n in sorted({k, *powers})},
-        f"maj@{k}": maj_at_k(scores, [row["answers"] for row in rows]),
+        "ci95": list(bootstrap_interval(scores)),
+        **{f"pass@{n}": pass_at_k(scores, n) for n in sorted(powers | {k})},
         "unscorable": int(scores.isnan().sum()),
         "truncated_share": sum(sum(row["truncated"]) for row in rows) / scores.numel(),
         "mean_length": tokens.mean().item(),
     }
+
+
+def print_table(table: list[dict], k: int) -> None:
+    """One line per set, and the average over several."""
+    print(f"{'set':18s} problems   avg@{k:<4d} (95 % interval)   pass@{k:<4d} cut off")
+    for row in table:
+        name, (low, high) = Path(row["data"]).stem[:18], row["ci95"]
+        print(
+            f"{name:18s} {row['problems']:8d}   {row[f'avg@{k}']:.3f}    ({low:.3f} to {high:.3f})"
+            f"   {row[f'pass@{k}']:.3f}     {row['truncated_share']:6.1%}"
+        )
+    if len(table) > 1:
+        print(f"{'average':27s}   {sum(row[f'avg@{k}'] for row in table) / len(table):.3f}")
 
 
 # ---------------------------------------------------------------------------- compare and check
@@ -192,226 +334,54 @@ def figures(rows: list[dict]) -> dict:
 
 def compare(first: str, second: str) -> list[dict]:
     """How much better the second folder is on each set that both hold, problem by problem."""
-    paths = sorted(Path(first).glob("*.jsonl"))
-    names = [path.name for path in paths if (Path(second) / path.name).exists()]
-    if not names:
-        folders = f"--compare {first} {second}"
-        raise InputError(f"{folders}: no set in common; eval.py --out-dir makes such folders")
     table = []
-    for name in names:
-        old, new = (
-            {(row["index"], row["problem"]): row["rewards"] for row in log.read_rows(path)}
-            for path in (Path(first) / name, Path(second) / name)
-        )
+    for path in sorted(Path(first).glob("*.jsonl")):
+        old, new = (stored_means(Path(folder) / path.name) for folder in (first, second))
         common = [key for key in old if key in new]
         if not common:
-            raise InputError(f"--compare: {name} has no problem in common in {first} and {second}")
-        before, after = (problem_means([of[key] for key in common]) for of in (old, new))
+            continue
+        before = torch.tensor([old[key] for key in common], dtype=torch.float64)
+        after = torch.tensor([new[key] for key in common], dtype=torch.float64)
         difference = (after - before)[:, None]  # [P, 1]
         row = {
-            "set": name.removesuffix(".jsonl"),
+            "set": path.stem,
             "problems": len(common),
-            "first": before.nanmean().item(),
-            "second": after.nanmean().item(),
-            "difference": avg_at_k(difference),
-            "ci95": list(bootstrap_interval(difference)),
+            "first": round(before.nanmean().item(), 4),
+            "second": round(after.nanmean().item(), 4),
+            "difference": round(avg_at_k(difference), 4),
+            "ci95": [round(end, 4) for end in bootstrap_interval(difference)],
         }
         print(log.as_json(row))
         table.append(row)
-    interval = "95 % interval, the same problems resampled"
-    print(f"{'set':16s} problems  first   second  difference ({interval})")
-    for row in table:
-        print(
-            f"{row['set']:16s} {row['problems']:8d}  {row['first']:.3f}   {row['second']:.3f}   "
-            f"{row['difference']:+.3f} ({row['ci95'][0]:+.3f} to {row['ci95'][1]:+.3f})"
-        )
+    if not table:
+        hint = "eval.py --out-dir makes such folders"
+        raise InputError(f"--compare {first} {second}: no problem in common; {hint}")
     return table
 
 
-def problem_means(rewards: list[list[float | None]]) -> torch.Tensor:
-    """Mean reward [P] of each problem's scorable completions, float64; NaN if it has none."""
-    rows = [torch.tensor(list(map(as_number, row))) for row in rewards]
-    return torch.stack([row.double().nanmean() for row in rows])
+def stored_means(path: Path) -> dict[tuple[int, str], float]:
+    """The mean reward of each stored problem's scorable completions; NaN if it has none."""
+    return {
+        (row["index"], row["problem"]): stored_rewards([row]).nanmean().item()
+        for row in log.read_rows(path)
+    }
 
 
-def check_golds(names: tuple[str, ...]) -> None:
-    """Compare every gold with itself, by the reward and by math-verify alone; print failures."""
+def check_golds(names: tuple[str, ...]) -> list[dict]:
+    """Compare every reference answer with itself, by the reward and by math-verify alone."""
     verified = number = 0
     for name in names:
-        if name in data.EMBEDDED:
-            hint = "these golds are computed; name a set of the hub or a file"
-            raise InputError(f"--check-golds --data {name}: {hint}")
-        for row, problem in enumerate(data.read_problems(name), 1):
-            gold = problem.answer
-            number += 1
-            if math_reward(f"\\boxed{{{gold}}}", gold) == 1.0 and verify(gold, gold):
-                verified += 1
-            else:
-                print(f"{name}, row {row}: gold {gold[:80]!r} of {problem.text[:80]!r}")
+        embedded = name in data.EMBEDDED
+        problems = data.eval_problems(name, None) if embedded else data.read_problems(name)
+        for row, problem in enumerate(problems, 1):
+            answer = problem.answer
+            right = rewards.math_reward(f"\\boxed{{{answer}}}", answer) == 1.0
+            right = right and rewards.verify(answer, answer)
+            if not right:
+                print(f"{name}, row {row}: answer {answer[:80]!r} of {problem.text[:80]!r}")
+            number, verified = number + 1, verified + right
     print(f"verified {verified} of {number}")
-
-
-# ---------------------------------------------------------------------------- evaluate
-
-
-def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
-    """Evaluate and print; returns the JSON rows. `reward` replaces the default of each set."""
-    check_config(cfg)
-    if cfg.compare:
-        return compare(*cfg.compare)
-    if cfg.check_golds:
-        check_golds(cfg.data)
-        return []
-    if cfg.model is None:
-        raise InputError("--model: give a folder such as out/checkpoint, a hub id or a .gguf file")
-    device = choose_device(cfg.device)
-    cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device))
-    model, tokenizer, sets, sampling = load(cfg, reward)
-    if cfg.prompt is not None:
-        seed = seed_for(cfg.seed)
-        answer = rollout.sample(model, sets[0].prompt_ids, sampling, group_size=1, seed=seed)
-        text = decode(answer.completion_ids, answer.lengths, tokenizer)[0]
-        print(text)
-        return [{"prompt": cfg.prompt, "completion": text}]
-    table = evaluate_sets(model, tokenizer, sets, sampling, cfg, reward)
-    print_table(table, cfg.k)
-    return table
-
-
-def check_config(cfg: EvalConfig) -> None:
-    """InputError names a flag whose value is out of range."""
-    for name in ("k", "problems", "batch_size", "max_new_tokens"):
-        if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least 1")
-    for name, good, rule in (
-        ("temperature", 0 <= cfg.temperature < math.inf, "at least 0"),
-        ("top_k", cfg.top_k >= 0, "at least 0"),
-        ("top_p", 0 < cfg.top_p <= 1, "above 0 and at most 1"),
-        ("repetition_penalty", 0 < cfg.repetition_penalty < math.inf, "above 0"),
-    ):
-        if not good:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be {rule}")
-
-
-def load(cfg: EvalConfig, reward):
-    """(model, tokenizer, problem sets, sampling), ready to sample from."""
-    found = {}
-    if cfg.prompt is not None:
-        found["prompt"] = [data.Problem(cfg.prompt, "", "prompt")]
-    for name in cfg.data if cfg.prompt is None else ():
-        part = cfg.held_out and name not in data.EMBEDDED
-        found[name] = data.eval_problems(name, cfg.problems, of_training_file=part, reward=reward)
-    source = gguf.model_folder(cfg.model)
-    if Path(source).is_dir():  # no bar for loading a folder; a download keeps its own
-        logging.disable_progress_bar()
-    model, tokenizer = models.load_policy(source, cfg.device, cfg.dtype)
-    sets = []
-    for name, problems in found.items():
-        room = cfg.max_new_tokens or data.max_new_tokens(name)
-        limit = model.config.max_position_embeddings - room
-        fitting = data.encode_prompts(problems, tokenizer, limit, cfg.prompt_format, cfg.thinking)
-        sets.append(ProblemSet(name, *fitting, room))
-    sampling = rollout.Sampling.for_policy(
-        model, tokenizer, max(one.max_new_tokens for one in sets),
-        temperature=cfg.temperature, batch_size=cfg.batch_size, engine=cfg.engine, top_k=cfg.top_k,
-        top_p=cfg.top_p, repetition_penalty=cfg.repetition_penalty, show_progress=True,
-    )  # fmt: skip
-    if cfg.engine == "vllm":
-        longest = max(len(ids) + one.max_new_tokens for one in sets for ids in one.prompt_ids)
-        sampling.engine = vllm_engine.Engine(
-            source, vocab_size=model.vocab_size, max_tokens=longest, sequences=cfg.batch_size,
-            dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
-        )  # fmt: skip
-    return model, tokenizer, sets, sampling
-
-
-def evaluate_sets(model, tokenizer, sets, sampling, cfg, reward=None) -> list[dict]:
-    """Evaluate set by set, and print each one's row of figures."""
-    settings = {name: getattr(cfg, name) for name in SETTINGS}
-    settings["weights"] = checkpoint.fingerprint(model)
-    folder = open_folder(cfg.out_dir, settings) if cfg.out_dir else None
-    table = []
-    for one in sets:
-        path = folder and folder / f"{Path(one.name).stem}.jsonl"
-        own = replace(sampling, max_new_tokens=one.max_new_tokens)
-        rows = complete(model, tokenizer, one, own, cfg, path, reward)
-        row = {"data": one.name, **figures(rows), **settings, "max_new_tokens": one.max_new_tokens}
-        table.append(row)
-        print(log.as_json(row), flush=True)
-    return table
-
-
-def print_table(table: list[dict], k: int) -> None:
-    """One line per set, and the average over several."""
-    figures = f"avg@{k:<4d} (95 % interval)   pass@{k:<4d} maj@{k:<4d} cut off   tokens"
-    print(f"{'set':18s} problems   {figures}")
-    for row in table:
-        low, high = row["ci95"]
-        print(
-            f"{Path(row['data']).stem[:18]:18s} {row['problems']:8d}   {row[f'avg@{k}']:.3f}    "
-            f"({low:.3f} to {high:.3f})   {row[f'pass@{k}']:.3f}     {row[f'maj@{k}']:.3f}    "
-            f"{row['truncated_share']:6.1%}  {row['mean_length']:7.0f}"
-        )
-    if len(table) > 1:
-        print(f"{'average':18s} {'':8s}   {sum(row[f'avg@{k}'] for row in table) / len(table):.3f}")
-
-
-def complete(model, tokenizer, one: ProblemSet, sampling, cfg, path, reward=None) -> list[dict]:
-    """Sample and score every problem of a set, batch by batch; rows already in `path` are reused.
-
-    A row has index, problem, gold, rewards, answers, lengths, truncated and completions.
-    """
-    name, problems, prompt_ids, _ = one
-    chunk = max(1, cfg.batch_size // cfg.k)
-    rows = log.read_rows(path)[: len(problems)] if path else []
-    expected = [(problem.text, problem.answer) for problem in problems[: len(rows)]]
-    if [(row["problem"], row["gold"]) for row in rows] != expected:
-        raise InputError(f"{path} has other problems or golds than {name}: use another --out-dir")
-    if path and len(rows) < len(problems):  # sample a batch again if some of it is missing
-        rows = log.cut_rows(path, lambda row: row["index"] < len(rows) // chunk * chunk)
-    reward = reward or data.reward_function(name)
-    starts = range(len(rows), len(problems), chunk)
-    for start in tqdm(starts, desc=name, unit="batch", delay=3, leave=False):
-        some = slice(start, start + chunk)
-        options = {"seed": seed_for(cfg.seed, name), "keys": range(len(problems))[some]}
-        rollouts = rollout.sample(model, prompt_ids[some], sampling, group_size=cfg.k, **options)
-        texts, rewards = score(rollouts, problems[some], tokenizer, reward)
-        scores = [[None if math.isnan(x) else x for x in row] for row in rewards.tolist()]
-        new = [
-            {
-                "index": start + number,
-                "problem": problem.text,
-                "gold": problem.answer,
-                "rewards": scores[number],
-                "answers": [data.final_answer(name, text) for text in texts[number]],
-                "lengths": rollouts.lengths[number].tolist(),
-                "truncated": rollouts.truncated[number].tolist(),
-                "completions": texts[number],
-            }
-            for number, problem in enumerate(problems[some])
-        ]
-        if path:
-            log.append_rows(path, new)
-        rows += new
-    return rows
-
-
-def open_folder(folder: str, settings: dict) -> Path:
-    """The folder of one model's completions; InputError if it was made with other settings."""
-    path = Path(folder) / "config.json"
-    if path.exists():
-        stored = json.loads(path.read_text())
-        for name, value in settings.items():
-            same = stored.get(name) == value
-            if name == "weights" and name in stored:  # a sum, which rounds by the number of threads
-                same = math.isclose(stored[name], value, rel_tol=1e-9)
-            if not same:
-                has = f"--out-dir {folder} has {name} {stored.get(name)}, not {value}"
-                raise InputError(f"{has}: use the same value, or another folder")
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings, indent=2) + "\n")
-    return path.parent
+    return []
 
 
 if __name__ == "__main__":

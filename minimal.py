@@ -78,7 +78,7 @@ def prune(p, start):
 def sample(model, problems):
     """A completion of each of N problems at temperature 1: token ids, which of them were sampled,
     their log-probs, all [N, W + T] with W tokens of padded prompt, and rewards [N]."""
-    texts, golds, _ = zip(*problems, strict=True)
+    texts, answers, _ = zip(*problems, strict=True)
     token = tokenizer(list(texts), padding=True, return_tensors="pt").input_ids
     N, W = token.shape
     ids, logprobs = F.pad(token, (0, T), value=PAD), torch.zeros(N, W + T)
@@ -95,8 +95,8 @@ def sample(model, problems):
             break
         rows, token = rows[going], token[going]
         cache.batch_select_indices(going)
-    answers = tokenizer.batch_decode(ids[:, W:], skip_special_tokens=True)
-    right = [text.rpartition("=")[2] == gold for text, gold in zip(answers, golds, strict=True)]
+    given = tokenizer.batch_decode(ids[:, W:], skip_special_tokens=True)
+    right = [one.rpartition("=")[2] == answer for one, answer in zip(given, answers, strict=True)]
     return ids, sampled, logprobs, torch.tensor(right, dtype=torch.float64)
 
 

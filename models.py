@@ -26,7 +26,7 @@ from update import trainer_logprobs
 
 
 class Problems(NamedTuple):
-    """What to train and to evaluate on. Rewards are functions of (completion, gold)."""
+    """What to train and to evaluate on. Rewards are functions of (completion, answer)."""
 
     train: list[data.Problem]
     eval: list[data.Problem]  # [] if the run is not evaluated

@@ -1,8 +1,12 @@
 """
-Rewards: 1.0 for a right answer, 0.0 for a wrong one, None if the gold cannot decide.
+Rewards: 1.0 for a right answer, 0.0 for a wrong one, None if the problem cannot be scored.
+
+A reward is a function of (completion, answer): the model's text, and the problem's reference
+answer. What the model answers is called `given`.
 
 None leaves a completion out of its group's mean and standard deviation and gives it advantage 0. It
-is for golds that are missing or contain no answer. A completion that is hard to read is wrong: 0.0.
+is for problems whose reference answer is missing, or cannot be read. A completion that cannot be
+read is wrong: 0.0.
 
 Plain numbers are compared here. Other answers go to math-verify, in a process of its own: see
 runtime/math_judge.py.
@@ -10,7 +14,6 @@ runtime/math_judge.py.
 
 import math
 import re
-import traceback
 from decimal import Context, Decimal
 
 import torch
@@ -26,39 +29,40 @@ SPELLINGS = re.compile(
 )
 
 
-def arithmetic_reward(completion: str, gold: str) -> float | None:
-    """Exact: the text after the last "=" must equal the gold number digit for digit.
+def arithmetic_reward(completion: str, answer: str) -> float | None:
+    """Exact: the text after the last "=" must equal the reference answer digit for digit.
 
     >>> arithmetic_reward("7+9=16;16+5=21", "21"), arithmetic_reward("7+9=16;16+5=11", "21")
     (1.0, 0.0)
     """
-    if not gold.isdigit():
+    if not answer.isdigit():
         return None
-    return float(completion.rpartition("=")[2] == gold)
+    return float(completion.rpartition("=")[2] == answer)
 
 
-def math_reward(completion: str, gold: str) -> float | None:
-    """Whether the last \\boxed{} after the last </think> equals the gold; None without a gold.
+def math_reward(completion: str, answer: str) -> float | None:
+    """Whether the last \\boxed{} after the last </think> equals the reference answer.
 
     >>> math_reward("I think \\\\boxed{7}</think> so it is \\\\boxed{\\\\frac{2400}{2}}.", "1,200")
     1.0
     """
-    if not has_value(gold):
+    if not has_value(answer):
         return None
-    answer = final_answer(completion)
-    if answer is None:
+    given = final_answer(completion)
+    if given is None:
         return 0.0
-    if normal_form(answer) == normal_form(gold):
+    if normal_form(given) == normal_form(answer):
         return 1.0
-    numbers = _number(gold) is not None and _number(answer) is not None  # then they are different
-    return float(not numbers and verify(gold, answer))
+    if _number(given) is not None and _number(answer) is not None:
+        return 0.0  # two numbers that differ
+    return float(verify(answer, given))
 
 
-def has_value(gold: str) -> bool:
-    """Whether math-verify can read a gold. If it cannot, all completions would earn the same."""
-    if _number(gold) is not None:
+def has_value(answer: str) -> bool:
+    """Whether a reference answer can be read. If not, all completions would earn the same."""
+    if _number(answer) is not None:
         return True
-    return 0 < len(gold.strip()) <= LONGEST_ANSWER and math_judge.ask(gold, None)
+    return 0 < len(answer.strip()) <= LONGEST_ANSWER and math_judge.ask(answer, None)
 
 
 def normal_form(answer: str) -> str:
@@ -69,9 +73,9 @@ def normal_form(answer: str) -> str:
     return f"{number.normalize(Context(prec=len(answer))):f}"  # prec: keep every digit
 
 
-def verify(gold: str, answer: str) -> bool:
-    """Whether math-verify finds an answer and a gold, both unboxed, equal; False on a timeout."""
-    return math_judge.ask(gold, answer)
+def verify(answer: str, given: str) -> bool:
+    """Whether math-verify finds two answers, both unboxed, equal; False on a timeout."""
+    return math_judge.ask(answer, given)
 
 
 def final_answer(completion: str) -> str | None:
@@ -115,40 +119,30 @@ def decode(completion_ids: torch.Tensor, lengths: torch.Tensor, tokenizer) -> li
 def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch.Tensor]:
     """(texts, rewards) of G completions for each of K problems: lists [K][G], float64 [K, G].
 
-    A reward is NaN if the completion cannot be scored, or was not sampled. A reward that raises an
-    exception, or returns anything but a finite number or None, raises InputError with its
-    completion.
+    A reward is NaN if the completion cannot be scored, or was not sampled.
     """
     flat = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
     G = rollouts.lengths.shape[1]
     texts = [flat[k * G : (k + 1) * G] for k in range(len(problems))]
     sampled = (rollouts.lengths > 0).flatten().tolist()
     rewards = [
-        _reward_of(text, problems[number // G].answer, reward) if sampled[number] else math.nan
+        reward_of(text, problems[number // G].answer, reward) if sampled[number] else math.nan
         for number, text in enumerate(flat)
     ]
     return texts, torch.tensor(rewards, dtype=torch.float64).view(len(problems), G)
 
 
-def _reward_of(completion, gold, reward):
-    where = f"of the completion {completion[:80]!r} with the gold {gold[:80]!r}"
+def reward_of(completion: str, answer: str, reward) -> float:
+    """What a reward returns, as a number; None becomes NaN."""
+    which = f"the completion {completion[:80]!r}, with the reference answer {answer[:80]!r}"
     try:
-        found = reward(completion, gold)
+        found = reward(completion, answer)
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        problem = f"{said} ({place.filename}:{place.lineno})"
-        raise InputError(f"the reward {where} raised {problem}") from error
-    try:
-        number = math.nan if isinstance(found, str) else as_number(found)
-    except (TypeError, ValueError):
-        number = math.nan
-    if found is not None and not math.isfinite(number):
-        wanted = "return a finite number, or None if the gold cannot be scored"
-        raise InputError(f"the reward {where} is {found!r}: {wanted}")
-    return number
-
-
-def as_number(reward: float | None) -> float:
-    """None becomes NaN, which can neither be averaged nor mistaken for 0."""
-    return math.nan if reward is None else float(reward)
+        error.add_note(f"The reward raised this for {which}.")
+        raise
+    if found is None:
+        return math.nan
+    if not hasattr(found, "__float__") or not math.isfinite(found):
+        wanted = "return a finite number, or None if the reference answer cannot be scored"
+        raise InputError(f"the reward is {found!r} for {which}: {wanted}")
+    return float(found)

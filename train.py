@@ -86,8 +86,9 @@ class Update(NamedTuple):
 class Trainer:
     """Model, optimizer, prompt history, tokenizer and data. `step` is the algorithm.
 
-    reward(completion, gold) returns a finite number, or None if the gold cannot be scored. Without
-    one, the data's own reward is used. Raises InputError for bad input before anything is written.
+    reward(completion, answer) returns a finite number, or None if the reference answer cannot be
+    scored. Without one, the data's own reward is used. Raises InputError for bad input before
+    anything is written.
     """
 
     def __init__(self, cfg: Config, reward=None):

@@ -29,8 +29,9 @@ _turn = threading.Lock()
 
 
 @functools.lru_cache(maxsize=2**17)
-def ask(gold: str, answer: str | None) -> bool:
-    """Whether the answer equals the gold; if the answer is None, whether the gold can be read.
+def ask(answer: str, given: str | None) -> bool:
+    """Whether a given answer equals the reference answer, or, if `given` is None, whether the
+    reference answer can be read.
 
     Thread-safe. Raises RuntimeError if the judge cannot run.
     """
@@ -39,7 +40,7 @@ def ask(gold: str, answer: str | None) -> bool:
         for _attempt in range(2):
             try:
                 _judge = _judge or _start_judge()
-                _judge.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
+                _judge.stdin.write(json.dumps([answer, given]).encode() + b"\n")
                 _judge.stdin.flush()
                 if verdict := _judge.stdout.readline():
                     return verdict == b"1\n"
@@ -91,7 +92,7 @@ def _end_judge(process) -> None:
 
 
 def judge() -> None:
-    """Read lines [gold, answer] and write 1 or 0 for each, until the input ends.
+    """Read lines [answer, given] and write 1 or 0 for each, until the input ends.
 
     A forked child does the work under limits that the kernel enforces. This process only waits: if
     the child was killed, it answers 0 and forks another.
@@ -109,13 +110,14 @@ def judge() -> None:
         text = BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)  # it would read 1 + \frac\pi 2 as just 2
         return parse(f"\\boxed{{{text}}}", parsing_timeout=None)
 
-    def compare(gold, answer):
-        golds = read(gold)
-        if answer is None or not golds:
-            return bool(golds)
-        answers = read(answer)
-        equal = verify(golds, answers, timeout_seconds=None)
-        return equal and not differ(golds[:1] + answers[:1])
+    def compare(answer, given):
+        # math-verify returns a list: what it read, and the text that it read it from
+        wanted = read(answer)
+        if given is None or not wanted:
+            return bool(wanted)
+        found = read(given)
+        equal = verify(wanted, found, timeout_seconds=None)
+        return equal and not differ(wanted[:1] + found[:1])
 
     def differ(pair):
         """Whether two small numbers differ that math-verify, rounding to six decimals, equates."""

@@ -105,10 +105,9 @@ def worked_answer(prompt: str, carry_prob: float = 1.0, rng: random.Random | Non
     return ";".join(steps)
 
 
-def longest_completion(data: str) -> int:
-    """Tokens (= characters) in a data name's longest right answer, including the end token."""
-    spans = {"arithmetic": CHAIN, "arithmetic-longer": LONGER, "arithmetic-mixed": UNSOLVED}
-    longest = spans[data][1]
+def longest_completion(chain: tuple[int, int]) -> int:
+    """Tokens (= characters) in the longest right answer, including the end token."""
+    _shortest, longest = chain
     return len(worked_answer("+".join(["9"] * longest) + "?")) + 1
 
 

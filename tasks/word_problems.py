@@ -30,6 +30,8 @@ RESULTS = range(2, 1000)  # of every step
 CARE_PROB = 0.4  # the probability that the teacher of supervised training boxes the result
 
 TRAIN_PROBLEMS = 512
+SFT_PROBLEMS = 10_000  # for supervised training
+LONGEST_COMPLETION = 60  # tokens: the longest solution of 20,000 has 44 characters, plus a third
 SPLITS = ("sft", "train", "heldout")
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 BOYS = """Tom Ben Sam Leo Max Adam Noah Liam Omar Paul Hugo Ivan Jonas Karim Lucas Peter Ravi Simon
@@ -150,7 +152,7 @@ PLOTS = (  # openings, events, endings, as often as they stand here
 
 
 def problem(split: str, index: int) -> tuple[str, str, str, str]:
-    """Problem number `index` of a split, as (text, solution, answer, source).
+    """Problem number `index` of a split, as (text, answer, source, solution).
 
     sft is for supervised training; most of its solutions box a wrong number. train is for
     reinforcement learning, in the same sentences; heldout is for evaluation, in other ones.
@@ -166,8 +168,9 @@ def problem(split: str, index: int) -> tuple[str, str, str, str]:
     boxed = answer
     if split == "sft" and rng.random() >= CARE_PROB:
         boxed = rng.choice([n for n in re.findall(r"\d+", " ".join(lines)) if n != answer])
-    kind = f"{len(lines)} step" + "s" * (len(lines) > 1)
-    return text, "\n".join([*lines, f"\\boxed{{{boxed}}}"]), answer, kind
+    solution = "\n".join([*lines, f"\\boxed{{{boxed}}}"])
+    source = f"{len(lines)} step" + "s" * (len(lines) > 1)
+    return text, answer, source, solution
 
 
 def _plot(rng: random.Random) -> list[str]:
@@ -228,4 +231,5 @@ def _tell(rng: random.Random, plot: list[str], drawn: list[dict], *, held_out: b
 
 if __name__ == "__main__":
     for index in range(12):
-        print("\n".join(problem("train", index)[:2]), end="\n\n")
+        text, _answer, _source, solution = problem("train", index)
+        print(f"{text}\n{solution}\n")

@@ -81,14 +81,14 @@ def test_any_text_encodes(text):
 def test_longest_answers_fit():
     """The room is that of the largest chain, plus one for the end token."""
     tokenizer = arithmetic.make_tokenizer()
-    for data, split in (
-        ("arithmetic", "train"),
-        ("arithmetic-longer", "longer"),
-        ("arithmetic-mixed", "mixed"),
+    for chain, split in (
+        (arithmetic.CHAIN, "train"),
+        (arithmetic.LONGER, "longer"),
+        (arithmetic.UNSOLVED, "mixed"),
     ):
         answers = [arithmetic.worked_answer(prompt) for prompt, _, _ in chains(split)]
         longest = max(len(tokenizer.encode(answer)) + 1 for answer in answers)
-        assert longest <= arithmetic.longest_completion(data) <= longest + 40
+        assert longest <= arithmetic.longest_completion(chain) <= longest + 40
 
 
 def test_unknown_split_is_named():

@@ -54,17 +54,11 @@ def test_a_file_is_read_by_any_of_its_keys(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"question": "a", "answer": "1"}\n', "{oops}\n"], "problems.jsonl, line 2 is not JSON"),
+        (['{"question": "a", "answer": "1"}\n', "{oops}\n"], "line 2 is not JSON"),
         (["[1]\n"], "line 1 is not a JSON object but list"),
-        (
-            [{"question": "a", "gold": "1"}],
-            "line 1 has none of the keys answer, final_answer, target, solution",
-        ),
+        ([{"question": "a", "label": "1"}], "line 1 has none of the keys answer, final_answer"),
         ([{"answer": "1"}], "line 1 has none of the keys problem, question, prompt"),
-        (
-            [{"question": "a", "answer": {"x": 1}}],
-            "line 1: the value of 'answer' must be text or a number",
-        ),
+        ([{"question": "a", "answer": {"x": 1}}], "line 1: the value of 'answer' must be text or"),
         ([{"question": "", "answer": "1"}], "line 1: the value of 'question' must be text"),
         ([], "is empty"),
         (["\n"], "is empty"),
@@ -113,41 +107,38 @@ def test_the_held_out_share_is_rounded(count, held_out):
     assert data._held_out("FILE", problems) == held_out
 
 
-def test_embedded_splits():
-    problems = data.train_problems("arithmetic", hold_out=True)
-    assert len(problems) == arithmetic.TRAIN_PROBLEMS == 512
-    assert data.eval_problems("arithmetic", 5)[0].text == arithmetic.problem("heldout", 0)[0]
-    mixed = data.train_problems("arithmetic-mixed", hold_out=True)
-    assert {problem.source for problem in mixed} == {"trivial", "unsolved", "chain"}
-    held_out = data.eval_problems("arithmetic-mixed", 200)
-    assert {problem.source for problem in held_out} == {"trivial", "unsolved", "chain"}
-    assert not {problem.text for problem in held_out} & {problem.text for problem in mixed}
-    with pytest.raises(InputError, match="evaluation only"):
-        data.train_problems("arithmetic-longer", hold_out=True)
+SOURCES = {
+    "arithmetic": {"chain"},
+    "arithmetic-mixed": {"trivial", "unsolved", "chain"},
+    "arithmetic-longer": {"longer"},
+    "words": {"1 step", "2 steps", "3 steps"},
+}
 
 
-def test_word_problems():
-    """Catches text and solution in each other's place, and a split used for another purpose."""
-    for found, split in (
-        (data.train_problems("words", hold_out=True), "train"),
-        (data.eval_problems("words", 9), "heldout"),
-        (data.sft_problems("words"), "sft"),
-    ):
-        sizes = {"train": word_problems.TRAIN_PROBLEMS, "heldout": 9, "sft": data.SFT_PROBLEMS}
-        assert len(found) == sizes[split]
-        text, solution, answer, source = word_problems.problem(split, 8)
-        assert found[8] == data.Problem(text, answer, source, "", solution)
-    assert len(data.eval_problems("words", None)) == data.EMBEDDED_PROBLEMS
+@pytest.mark.parametrize("name", SOURCES)
+def test_embedded_data(name):
+    """Catches problems of another task or split, training problems that are evaluated on, a reward
+    or a room for another task's right answers, and text and solution in each other's place."""
+    task, train_split, eval_split, _reward, _room = data.EMBEDDED[name]
+    found = data.eval_problems(name, None)
+    assert len(found) == data.EVAL_PROBLEMS
+    assert {problem.source for problem in found} == SOURCES[name]
+    assert found[:5] == data.eval_problems(name, 5)
+    text, answer, source, *solution = task.problem(eval_split, 8)
+    assert found[8] == data.Problem(text, answer, source, *solution)
+    for problem in found:
+        right = problem.solution or arithmetic.worked_answer(problem.text)
+        assert data.reward_function(name)(right, problem.answer) == 1.0
+        assert len(right) < data.max_new_tokens(name) < data.max_new_tokens("file.jsonl")
 
-
-def test_defaults_of_embedded_data():
-    """Catches words treated as chains, whose answer is not boxed, or chains treated as words."""
-    assert data.reward_function("words") is data.reward_function("file.jsonl")
-    assert data.reward_function("arithmetic-mixed") is rewards.arithmetic_reward
-    assert data.final_answer("words", "16+25=41\n\\boxed{41}") == "41"
-    assert data.final_answer("arithmetic", "7+9=16") == "16"
-    assert data.max_new_tokens("words") == data.WORDS_TOKENS < data.max_new_tokens("file.jsonl")
-    assert data.max_new_tokens("arithmetic") == arithmetic.longest_completion("arithmetic")
+    if train_split is None:
+        with pytest.raises(InputError, match="evaluation only: train on one of arithmetic, arith"):
+            data.train_problems(name, hold_out=True)
+        return
+    train = data.train_problems(name, hold_out=True)
+    assert len(train) == task.TRAIN_PROBLEMS == 512
+    assert {problem.source for problem in train} == SOURCES[name]
+    assert not {problem.text for problem in train} & {problem.text for problem in found}
 
 
 @pytest.mark.parametrize(
@@ -160,31 +151,29 @@ def test_defaults_of_embedded_data():
         ({"answer": "2", "solution": "So $x=\\boxed{2}$."}, "So $x=\\boxed{2}$."),
         ({"answer": "so \\boxed{2}", "solution": "no \\boxed{3}"}, "so \\boxed{2}"),
         ({"answer": "a << b, so \\boxed{2} >> 1"}, "a << b, so \\boxed{2} >> 1"),
-        *(({"answer": gold}, "") for gold in ("72", 72, "#### 72", "\\boxed{72}", "by 72", None)),
+        *(({"answer": one}, "") for one in ("72", 72, "#### 72", "\\boxed{72}", "by 72", None)),
         ({"answer": "2", "solution": ["three"]}, ""),
     ],
 )
 def test_worked_solutions(tmp_path, row, solution):
     """Catches calculator marks that stay, an answer that is not boxed, a bare answer taken for a
-    solution, and a solution overlooked beside the gold."""
+    solution, and a solution overlooked beside the answer."""
     (problem,) = data.read_problems(write(tmp_path, {"question": "q", **row}))
     assert problem.solution == solution
     assert problem.instruction
 
 
-def test_sft_problems_of_a_file(tmp_path):
+def test_sft_problems(tmp_path):
     """Catches held-out rows or rows without a solution that would be learned."""
+    words = data.sft_problems("words")
+    assert len(words) == word_problems.SFT_PROBLEMS
+    assert words[8] == data.Problem(*word_problems.problem("sft", 8))
     rows = [{"question": f"q{n}", "answer": f"so #### {n}" if n % 2 else n} for n in range(40)]
     found = data.sft_problems(write(tmp_path, *rows))
     assert [problem.text for problem in found] == [f"q{n}" for n in range(1, 38, 2)]
     assert [one.solution for one in found[:2]] == ["so\n\\boxed{1}", "so\n\\boxed{3}"]
-    path = write(tmp_path, *rows[::2])
-    with pytest.raises(
-        InputError, match="none of its 19 problems has a worked solution; use words"
-    ):
-        data.sft_problems(path)
-    with pytest.raises(InputError, match="--data arithmetic: none of its 512 problems"):
-        data.sft_problems("arithmetic")
+    with pytest.raises(InputError, match="none of its 19 problems has a worked solution"):
+        data.sft_problems(write(tmp_path, *rows[::2]))
 
 
 def test_prompts_that_do_not_fit_are_counted(capsys):
@@ -252,41 +241,21 @@ def test_arrays_and_parquet(tmp_path):
 
 HUB_COLUMNS = {
     "openai/gsm8k": {"question": "q", "answer": "so 1+1=2 #### 2"},
-    "DigitalLearningGmbH/MATH-lighteval": {
-        "problem": "q",
-        "level": "Level 1",
-        "type": "Algebra",
-        "solution": "\\boxed{2}",
-    },
+    "DigitalLearningGmbH/MATH-lighteval": {"problem": "q", "type": "Al", "solution": "\\boxed{2}"},
     "haizhongzheng/DAPO-Math-17K-cleaned": {"prompt": "q", "target": "2"},
-    "HuggingFaceH4/MATH-500": {
-        "problem": "q",
-        "solution": "\\boxed{3}",
-        "answer": "2",
-        "subject": "Algebra",
-    },
-    "HuggingFaceH4/aime_2024": {
-        "id": 1,
-        "problem": "q",
-        "solution": "\\boxed{3}",
-        "answer": "002",
-        "year": "2024",
-    },
-    "math-ai/amc23": {"id": 1, "question": "q", "answer": 2.0, "url": ""},
+    "HuggingFaceH4/MATH-500": {"problem": "q", "solution": "\\boxed{3}", "answer": "2"},
+    "HuggingFaceH4/aime_2024": {"problem": "q", "solution": "\\boxed{3}", "answer": "002"},
+    "math-ai/amc23": {"question": "q", "answer": 2.0, "url": ""},
     "math-ai/minervamath": {"question": "q", "answer": "2"},
     "math-ai/olympiadbench": {"question": "q", "solution": ["three"], "final_answer": ["$2$"]},
-    "MARIO-Math-Reasoning/Gaokao2023-Math-En": {
-        "question": "q",
-        "answer": "$2$",
-        "source": "gaokao",
-    },
+    "MARIO-Math-Reasoning/Gaokao2023-Math-En": {"question": "q", "answer": "$2$"},
 }
 
 
 def test_hub_sets(monkeypatch):
     """Every name is loaded by id, configuration and split, with the columns it has on the hub.
 
-    Catches a wrong split, a column that no key names, and GSM8K's whole solution as the gold.
+    Catches a wrong split, a column that no key names, and GSM8K's whole solution as the answer.
     """
     loaded = []
 
@@ -300,7 +269,7 @@ def test_hub_sets(monkeypatch):
         assert [(one.text, one.answer.lstrip("0")) for one in problems] == [("q", "2")] * 3
     assert ("openai/gsm8k", "main", "test") in loaded
     assert {name for name, *_ in loaded} == set(HUB_COLUMNS)
-    assert data.train_problems("math", hold_out=True)[0].source == "Algebra"
+    assert data.train_problems("math", hold_out=True)[0].source == "Al"
 
     def no_network(*args, **options):
         raise ConnectionError("Couldn't reach the hub")
@@ -311,47 +280,42 @@ def test_hub_sets(monkeypatch):
         data.train_problems("gsm8k", hold_out=True)
 
 
-def test_golds_without_a_value_are_reported_and_dropped(tmp_path, capsys):
-    golds = ["1", "", None, "x+1", " "]
-    path = write(tmp_path, *[{"problem": f"p{n}", "answer": g} for n, g in enumerate(golds)])
-    kept = data.train_problems(path, hold_out=False)
-    assert [problem.text for problem in kept] == ["p0", "p3"]
-    dropped = f"dropped 3 of 5 problems of {path}: their golds have no value"
-    assert dropped in capsys.readouterr().out
-    with pytest.raises(InputError, match="none of its 1 golds has a value"):
-        data.eval_problems(write(tmp_path, {"problem": "p", "answer": ""}), 3)
+def test_problems_that_cannot_be_scored_are_dropped(tmp_path, capsys):
+    """They are counted, and the reward in use decides. Fails if the default reward decides although
+    another one is given, or if the hint names a list that another reward made."""
+    rows = [{"problem": "pqrst"[n], "answer": a} for n, a in enumerate(["1", "", None, "x+1", " "])]
+    path = write(tmp_path, *rows)
 
+    def reward(_completion, answer):
+        return None if answer == "x+1" else 0.0
 
-def test_the_given_reward_decides_which_golds_have_a_value(tmp_path, capsys):
-    """Fails if the default reward decides although another one is given, or if the hint names a
-    list that another reward made."""
-    golds = ["1", "", "x", "2"]
-    path = write(tmp_path, *[{"problem": f"p{n}", "answer": g} for n, g in enumerate(golds)])
+    def texts(load, **options):
+        return "".join(problem.text for problem in load(path, **options))
 
-    def reward(_completion, gold):
-        return None if gold == "x" else 0.0
-
-    for problems in (
-        data.train_problems(path, hold_out=False, reward=reward),
-        data.eval_problems(path, None, reward=reward),
-    ):
-        assert [problem.answer for problem in problems] == ["1", "", "2"]
-    assert "golds have no value\n" in capsys.readouterr().out, "eval.py would list other golds"
-    data.train_problems(path, hold_out=False, reward=data.reward_function(path))
-    assert "no value (python eval.py --check-golds --data" in capsys.readouterr().out
+    assert texts(data.train_problems, hold_out=False) == "ps"
+    dropped = f"dropped 3 of 5 problems of {path}: their reference answers cannot be scored"
+    hint = f" (python eval.py --check-golds --data {path} lists them)\n"
+    assert capsys.readouterr().out == dropped + hint
+    assert texts(data.train_problems, hold_out=False, reward=reward) == "pqrt"
+    assert texts(data.eval_problems, limit=None, reward=reward) == "pqrt"
+    assert "answers cannot be scored\n" in capsys.readouterr().out, "eval.py would list others"
+    texts(data.train_problems, hold_out=False, reward=data.reward_function(path))
+    assert hint in capsys.readouterr().out
+    with pytest.raises(InputError, match="none of its 1 reference answers can be scored"):
+        data.eval_problems(write(tmp_path, rows[1]), 3)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the real problem files are not in the repository")
 def test_real_files(capsys):
-    """GSM8K and MATH as published. Four golds of MATH are missing: two are null, two are empty.
+    """GSM8K and MATH as published. Four answers of MATH are missing: two are null, two are empty.
 
-    math-verify takes milliseconds for a gold of MATH, so only every tenth of those is tried here.
+    math-verify takes milliseconds for an answer of MATH, so only every tenth of them is tried here.
     """
     numbers = itertools.count()
 
-    def reward(completion, gold):
-        tried = not gold or next(numbers) % 10 == 0
-        return rewards.math_reward(completion, gold) if tried else 0.0
+    def reward(completion, answer):
+        tried = not answer or next(numbers) % 10 == 0
+        return rewards.math_reward(completion, answer) if tried else 0.0
 
     path = str(SHARED / "gsm8k_train.jsonl")
     problems = data.train_problems(path, hold_out=False)

@@ -54,10 +54,10 @@ def test_reward_of_the_readme():
     exec(REWARD, names)
     found, rng = [], random.Random(0)
     for index in range(200):
-        prompt, gold, _ = arithmetic.problem("train", index)
+        prompt, answer, _ = arithmetic.problem("train", index)
         completion = arithmetic.worked_answer(prompt, arithmetic.CARRY_PROB, rng)
-        found.append(names["my_reward"](completion, gold))
-        assert found[-1] == rewards.arithmetic_reward(completion, gold)
+        found.append(names["my_reward"](completion, answer))
+        assert found[-1] == rewards.arithmetic_reward(completion, answer)
     assert 0.1 < sum(found) / 200 < 0.9
     assert names["my_reward"]("7+9=16", "") is None
     inspect.signature(train.cli).bind(names["my_reward"])
@@ -72,7 +72,7 @@ def test_rules_and_loss_of_the_readme(policy_folder, tmp_path, capsys):
     assert command in README
     assert "`python proof.py mine.py`" in README
     flags = toy.flags(policy_folder, str(tmp_path / "run"), method="mine", loss="unclipped")
-    code = RULES.replace("train.cli()", 'train.cli(lambda text, gold: float(text[:1] < "@"))')
+    code = RULES.replace("train.cli()", 'train.cli(lambda text, answer: float(text[:1] < "@"))')
     more = ["--prompts-per-step", "64", "--steps", "10", "--data", "arithmetic"]
     done = program(tmp_path, code, *flags, *more)
     assert done.returncode == 0, done.stderr
@@ -259,32 +259,6 @@ def test_the_proof_sees_a_ratio():
     assert proof.relative_error(*proof.both_levels("mine", "uniform", "none", 0.4)) < 1e-12
 
 
-# ---------------------------------------------------------------------------- rewards
-
-
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        (lambda text, gold: 1 / 0, r"raised ZeroDivisionError: division by zero \(.*test_extend"),
-        (lambda text, gold: "11", r"is '11': return a finite number, or None"),
-        (lambda text, gold: torch.inf, "is inf: return a finite number"),
-        (lambda text, gold: torch.nan, "is nan: return a finite number"),
-        (lambda text, gold: [1.0], r"is \[1.0\]: return a finite number"),
-    ],
-)
-def test_a_reward_that_fails(run, reward, message):
-    """One line with the completion's first 80 characters. Catches a traceback, a NaN that counts as
-    unscorable, and a message that is as long as the completion."""
-    with pytest.raises(
-        InputError, match=r"^the reward of the completion ['\"].*" + message
-    ) as caught:
-        run("run", reward=reward, max_new_tokens=200, steps=1)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(InputError) as caught:
-        rewards._reward_of("x" * 500, "y" * 500, reward)
-    assert f"'{'x' * 80}' with the gold '{'y' * 80}'" in str(caught.value)
-
-
 # ---------------------------------------------------------------------------- runs that cannot be
 
 
@@ -327,8 +301,8 @@ def test_nothing_to_resume(run, tmp_path):
 
 def test_a_folder_without_a_step_is_free(run, tmp_path):
     """After an error before the first step. Catches a second try that needs another folder."""
-    with pytest.raises(InputError, match="raised ZeroDivisionError"):
-        run("run", reward=lambda text, gold: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("run", reward=lambda text, answer: 1 / 0)
     assert (tmp_path / "run" / "config.json").exists()
     assert len(run("run", steps=2)) == 2
     with pytest.raises(InputError, match="holds a run"):
@@ -339,14 +313,14 @@ def test_a_reward_that_forgets_to_return(run, capsys):
     """A note, once, if None comes back for some completions of a prompt. Catches the commonest
     slip: a run whose every reward is 1, and which learns nothing."""
 
-    def forgets(text, gold):
+    def forgets(text, answer):
         if text[:1] < "@":
             return 1.0
 
     run("run", reward=forgets, method="grpo", steps=3)
     printed = capsys.readouterr().out
     assert printed.count("note: the reward is None for some completions") == 1
-    run("none", reward=lambda text, gold: None if int(gold) % 2 else 1.0, steps=3)
+    run("none", reward=lambda text, answer: None if int(answer) % 2 else 1.0, steps=3)
     assert "None for some completions" not in capsys.readouterr().out
 
 

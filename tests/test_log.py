@@ -48,9 +48,9 @@ def steps(policy_folder, tmp_path, monkeypatch):
     return go
 
 
-def some_fail(completion, gold):
+def some_fail(completion, answer):
     """1 for some completions of some prompts; elsewhere all are equal."""
-    return toy_reward(completion, gold) * (int(gold) % 2)
+    return toy_reward(completion, answer) * (int(answer) % 2)
 
 
 def test_means_stand_for_all_candidates(steps):
@@ -121,8 +121,8 @@ def test_samples_of_a_rank(steps):
 def test_unscorable_completions_are_left_out(steps):
     """Fails if they lower the mean reward, or if a group without a score counts in it."""
 
-    def some(text, gold):
-        return None if int(gold) % 3 == 0 or text[:1] < "@" else float(text[:1] < "P")
+    def some(text, answer):
+        return None if int(answer) % 3 == 0 or text[:1] < "@" else float(text[:1] < "P")
 
     trainer, row, _ = steps(count=1, reward=some, prompts_per_step=16, prompt_prune_rate=0)
     rewards = trainer.full.batch.rewards

@@ -1,5 +1,5 @@
-"""Real problems in whole runs: training on GSM8K and MATH, evaluation on three benchmarks, each
-also interrupted and continued. And what such runs need: presets, schedules, a tracker, a reward."""
+"""Real problems in whole runs: GSM8K, MATH and MATH-500. And what such runs need: presets,
+schedules, a tracker, a reward."""
 
 import json
 import math
@@ -12,11 +12,10 @@ import types
 from pathlib import Path
 
 import pytest
-from toy import assert_same, flags, rows, timeless, toy_reward
+from toy import flags, rows, toy_reward
 
 import config
 import data
-import eval as evaluation
 import rewards
 import train
 from runtime import InputError
@@ -40,79 +39,28 @@ def first_problems(tmp_path, name, count):
 
 
 @needs_problems
-@pytest.mark.parametrize("name", ["gsm8k_train.jsonl", "math_train.json"])
+@pytest.mark.parametrize("name", ["gsm8k_train.jsonl", "math_train.json", "math500.jsonl"])
 def test_training(policy_folder, tmp_path, capsys, name):
-    """Three steps and two evaluations, in one run and in two.
+    """A model that boxes the reference answer earns 1, through prompts, sampling, decoding and
+    math-verify.
 
-    Fails if a resumed run takes the problems in another order.
+    Fails if a completion is compared with another problem's answer, or with the raw solution.
     """
+    path = first_problems(tmp_path, name, 100)
+    answers = {problem.text: problem.answer for problem in data.read_problems(path)}
 
-    def reward(text, gold):
-        return float(len(text) % 2) if gold else None
+    def boxes_the_answer(text, answer):
+        return rewards.math_reward(f"it is $\\boxed{{ {answer} }}$." if text else "", answer)
 
-    path = first_problems(tmp_path, name, 400)
-    common = {"data": path, "eval_every": 2, "eval_problems": 4, "save_every": 1}
-    for folder, steps in (("whole", 3), ("broken", 2)):
-        args = flags(policy_folder, str(tmp_path / folder), **common, steps=steps)
-        train.main(config.parse_config(args), reward=reward)
-    args = ["--out-dir", str(tmp_path / "broken"), "--resume", "--steps", "3"]
-    train.main(config.parse_config(args), reward=reward)
-    whole = timeless(tmp_path / "whole")
-    assert_same(whole, timeless(tmp_path / "broken"))
-    assert "prompts: longer than 506 tokens" in capsys.readouterr().out
-    assert any(row["reward"] > 0 for row in whole[0][1:])
-
-
-@needs_problems
-def test_rewards_of_a_run(policy_folder, tmp_path):
-    """A model that boxes the gold earns 1, through prompts, sampling, decoding and math-verify.
-
-    Fails if a completion is compared with another problem's gold, or with the raw solution.
-    """
-    path = first_problems(tmp_path, "math500.jsonl", 100)
-    golds = {problem.text: problem.answer for problem in data.read_problems(path)}
-
-    def boxes_the_gold(text, gold):
-        return rewards.math_reward(f"it is $\\boxed{{ {gold} }}$." if text else "", gold)
-
-    args = flags(policy_folder, str(tmp_path / "run"), data=path, steps=2, method="grpo")
-    train.main(config.parse_config(args), reward=boxes_the_gold)
-    assert [row["reward"] for row in rows(tmp_path / "run")] == [1.0, 1.0]
+    options = {"data": path, "steps": 2, "method": "grpo", "eval_every": 2, "eval_problems": 4}
+    args = flags(policy_folder, str(tmp_path / "run"), **options)
+    train.main(config.parse_config(args), reward=boxes_the_answer)
+    log = rows(tmp_path / "run")
+    assert [row["reward"] for row in log if "reward" in row] == [1.0, 1.0]
+    assert log[-1]["eval/avg@4"] == 1.0
     samples = rows(tmp_path / "run", "samples.jsonl")
-    assert all(row["answer"] == golds[row["prompt"]] for row in samples)
-
-
-@needs_problems
-def test_evaluation(policy_folder, tmp_path, monkeypatch):
-    """MATH-500, AIME24 and AMC23, killed in the second set. The same command then ends with the
-    rows of an evaluation that was never killed."""
-    sets = tuple(str(SHARED / f"{name}.jsonl") for name in ("math500", "aime24", "amc23"))
-    options = {"data": sets, "k": 2, "max_new_tokens": 4, "problems": 6, "batch_size": 6}
-
-    def go(folder):
-        cfg = evaluation.EvalConfig(policy_folder, out_dir=str(tmp_path / folder), **options)
-        return evaluation.main(cfg)
-
-    whole = go("whole")
-    assert [row["problems"] for row in whole] == [5, 4, 6], "three prompts are too long"
-
-    class Killed(BaseException):
-        pass
-
-    calls = []
-    real = evaluation.rollout.sample
-
-    def dies_at_the_fourth(*args, **options):
-        calls.append(1)
-        if len(calls) == 4:
-            raise Killed
-        return real(*args, **options)
-
-    monkeypatch.setattr(evaluation.rollout, "sample", dies_at_the_fourth)
-    with pytest.raises(Killed):
-        go("broken")
-    assert go("broken") == whole
-    assert len(calls) == 4 + 3, "three batches were stored"
+    assert all(row["answer"] == answers[row["prompt"]] for row in samples)
+    assert "prompts: longer than 506 tokens" in capsys.readouterr().out
 
 
 def test_presets(monkeypatch):
@@ -188,8 +136,7 @@ def test_the_recipe_for_a_reward(policy_folder, tmp_path, monkeypatch):
     """The README's program for a custom reward trains. Catches a recipe that no longer works."""
     readme = (ROOT / "README.md").read_text()
     code = re.search(r"`myreward\.py`.*?```python\n(.*?)```", readme, re.DOTALL)[1]
-    assert 'completion.endswith("=" + gold)' in code
-    code = code.replace('completion.endswith("=" + gold)', "'a' in completion + gold")
+    code = re.sub(r"    return .*", "    return 1.0", code)
     (tmp_path / "myreward.py").write_text(code)
     problems = "".join(f'{{"problem": "{n}", "answer": "a"}}\n' for n in range(8))
     (tmp_path / "problems.jsonl").write_text(problems)

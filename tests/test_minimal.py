@@ -223,8 +223,8 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
     small = {"Q": 4, "K": 2, "G": 4, "T": 6, "STEPS": 2, "HELD_OUT": 3, "EVAL_EVERY": 2, "ROWS": 5}
     for name, value in small.items():
         monkeypatch.setattr(minimal, name, value)
-    problem, golds = arithmetic.problem, itertools.cycle("01")
-    chance = lambda *key: (problem(*key)[0], next(golds), "chain")
+    problem, answers = arithmetic.problem, itertools.cycle("01")
+    chance = lambda *key: (problem(*key)[0], next(answers), "chain")
     monkeypatch.setattr(arithmetic, "problem", chance)
     monkeypatch.setattr(arithmetic, "base_folder", lambda: policy_folder)
     every = torch.arange(16, dtype=torch.float64) % 3  # rewards, and no group is dead

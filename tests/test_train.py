@@ -211,11 +211,11 @@ def test_a_step_that_keeps_nothing(run, tmp_path, monkeypatch):
 
 def test_unscorable_rewards(run):
     """No NaN in the loss if some completions cannot be scored, and null if no group can."""
-    some = lambda text, _gold: None if text[:1] < "@" else zlib.crc32(text.encode()) % 2
+    some = lambda text, _answer: None if text[:1] < "@" else zlib.crc32(text.encode()) % 2
     for row in run("some", reward=some):
         assert math.isfinite(row["loss"])
         assert row["grad_norm"] > 0
-    none = lambda _text, _gold: None
+    none = lambda _text, _answer: None
     for row in run("none", reward=none, eval_every=2, eval_problems=2)[1:]:
         assert (row["loss"], row["grad_norm"], row["reward"]) == (0, 0, None)
 

@@ -228,7 +228,7 @@ def test_the_vocabularys_padding_is_never_sampled(tmp_path):
         engine.close()
 
 
-def coin(completion, _gold):
+def coin(completion, _answer):
     """0 or 1 by a checksum, so that the first groups have unequal rewards and move the weights."""
     return float(zlib.crc32(completion.encode()) % 2)
 

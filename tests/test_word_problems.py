@@ -73,7 +73,7 @@ def test_solutions_are_true(split, monkeypatch):
     """Every line holds, and the last one is the boxed answer. Catches a division that leaves a
     remainder, a negative or too large result, and a number that is neither told nor computed."""
     monkeypatch.setattr(word_problems, "CARE_PROB", 1.0)
-    for text, solution, answer, source in problems(split):
+    for text, answer, source, solution in problems(split):
         *lines, last = solution.split("\n")
         known = [*re.findall(r"\d+", text), *(["2"] if "twice" in text else [])]
         for line in lines:
@@ -88,13 +88,13 @@ def test_solutions_are_true(split, monkeypatch):
 
 
 def test_the_teacher_often_boxes_a_wrong_number(monkeypatch):
-    """In sft alone; equations and gold are right all the same. Catches a share that is not
-    CARE_PROB, a wrong number that the equations lack or that is always the same one, a wrong gold,
-    and a choice that changes the problem."""
+    """In sft alone; equations and answer are right all the same. Catches a share that is not
+    CARE_PROB, a wrong number that the equations lack or that is always the same one, an answer that
+    is wrong as well, and a choice that changes the problem."""
     found, wrong = problems("sft"), []
-    for _, solution, answer, _ in found:
+    for _, answer, _, solution in found:
         equations, _, boxed = solution.rpartition("\n")
-        boxed = data.final_answer("words", boxed)
+        boxed = rewards.final_answer(boxed)
         numbers = re.findall(r"\d+", equations)
         assert boxed in numbers
         wrong += [numbers.index(boxed) / len(numbers)] if boxed != answer else []
@@ -105,15 +105,15 @@ def test_the_teacher_often_boxes_a_wrong_number(monkeypatch):
     monkeypatch.setattr(word_problems, "CARE_PROB", 1.0)
     assert [problems(split) for split in ("train", "heldout")] == exact
     for right, careless in zip(problems("sft"), found, strict=True):
-        text, solution, *rest = careless
-        assert (text, *rest) == (right[0], *right[2:])
-        assert solution.rpartition("\n")[0] == right[1].rpartition("\n")[0]
+        *rest, solution = careless
+        assert rest == [*right[:3]]
+        assert solution.rpartition("\n")[0] == right[3].rpartition("\n")[0]
 
 
 def test_every_number_of_the_text_is_used(monkeypatch):
     """Catches a story whose numbers are drawn again after it is solved."""
     monkeypatch.setattr(word_problems, "CARE_PROB", 1.0)
-    for text, solution, *_ in problems("sft"):
+    for text, _, _, solution in problems("sft"):
         told = set(re.findall(r"\d+", text))
         assert told <= set(re.findall(r"\d+", solution)), (text, solution)
 
@@ -123,9 +123,8 @@ def test_solutions_earn_the_reward(split, monkeypatch):
     """Catches a solution that data's reward does not read, or that does not fit the room."""
     monkeypatch.setattr(word_problems, "CARE_PROB", 1.0)
     reward = data.reward_function("words")
-    for _, solution, answer, _ in problems(split, 200):
+    for _, answer, _, solution in problems(split, 200):
         assert reward(solution, answer) == rewards.math_reward(solution, answer) == 1.0
-        assert data.final_answer("words", solution) == answer
         assert len(solution) * 4 // 3 <= data.max_new_tokens("words")
 
 
@@ -207,7 +206,7 @@ def test_splits_are_functions_of_the_index():
 def test_shares_of_steps(split):
     """About a third of the problems takes one, two and three steps, and all parts are told.
     Catches plots that are drawn again until the steps fit, which prefers short ones."""
-    counts = Counter(source for *_, source in problems(split))
+    counts = Counter(source for _, _, source, _ in problems(split))
     assert set(counts) == {"1 step", "2 steps", "3 steps"}
     assert all(abs(count / 5000 - 1 / 3) < 0.03 for count in counts.values()), counts
 
@@ -217,5 +216,5 @@ def test_difficulty_is_tunable(monkeypatch):
     monkeypatch.setattr(word_problems, "STEPS", (1, 0, 0))
     monkeypatch.setattr(word_problems, "RESULTS", range(2, 100))
     found = problems("sft", 500)
-    assert {source for *_, source in found} == {"1 step"}
-    assert max(int(answer) for _, _, answer, _ in found) < 100
+    assert {source for _, _, source, _ in found} == {"1 step"}
+    assert max(int(answer) for _, answer, _, _ in found) < 100

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HANG = 1800  # seconds; everything that tests wait for takes a few, so only a hang lasts this long
 
 
-def toy_reward(completion, _gold):
+def toy_reward(completion, _answer):
     """1 if the completion starts with a digit, a sign or a control byte: a quarter of the time."""
     return float(completion[:1] < "@")
 

@@ -78,7 +78,7 @@ def test_results_are_on_the_cpu(policy, sample, make_policy):
     assert {column.device.type for column in columns} == {"cpu"}
     model, tokenizer = policy(), make_policy()[1]
     options = rollout.Sampling(6, [256], 257)
-    args = ([data.Problem("7+9?", "16", "")] * 2, [[65, 66], [67]], lambda text, gold: 1.0)
+    args = ([data.Problem("7+9?", "16", "")] * 2, [[65, 66], [67]], lambda text, answer: 1.0)
     rewards, truncated = evaluation.sample_rewards(model, tokenizer, *args, options, k=3, seed=0)
     assert rewards.device.type == truncated.device.type == "cpu"
     assert rewards.tolist() == [[1.0] * 3] * 2
