@@ -1,5 +1,5 @@
 """Tasks: their problems, base models and supervised starts.
 
-arithmetic, word_problems and gguf import packing and runtime only, because data.py and models.py
-import them. sft is a program on top of both.
+May import: tasks, runtime and packing, because data.py and models.py import tasks. Only sft, which
+is a program, may import the root.
 """
