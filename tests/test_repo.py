@@ -42,8 +42,6 @@ MAY_IMPORT = {
 }
 NOT_YET = {  # what the root still imports from related
     ("models", "related.pruned"),
-    ("train", "related.tail"),
-    ("metrics", "related.tail"),
     ("proof", "related.rivals"),
 }
 
