@@ -2,6 +2,8 @@
 Everything that measures, one file per command: `python -m bench` lists them.
 
 Variants alternate within one call; the output is medians and ratios.
+
+May import: anything. Nothing but tests and notebooks imports bench.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Infrastructure, independent of the method: processes, signals, files, pictures, the judge.
 
-Nothing here imports from the repository's root.
+May import: runtime, so nothing of the repository's root.
 """
 
 

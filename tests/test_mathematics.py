@@ -136,7 +136,8 @@ def test_the_recipe_for_a_reward(policy_folder, tmp_path, monkeypatch):
     """The README's program for a custom reward trains. Catches a recipe that no longer works."""
     readme = (ROOT / "README.md").read_text()
     code = re.search(r"`myreward\.py`.*?```python\n(.*?)```", readme, re.DOTALL)[1]
-    code = re.sub(r"    return .*", "    return 1.0", code)
+    assert 'completion.endswith("=" + answer)' in code
+    code = code.replace('completion.endswith("=" + answer)', "'a' in completion + answer")
     (tmp_path / "myreward.py").write_text(code)
     problems = "".join(f'{{"problem": "{n}", "answer": "a"}}\n' for n in range(8))
     (tmp_path / "problems.jsonl").write_text(problems)

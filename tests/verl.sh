@@ -1,7 +1,6 @@
 #!/bin/sh
 # Tests of integrations/dppo_verl.py. Builds an environment with verl (some minutes) and runs them there, which
-# takes half an hour to an hour. From the root of the repository: sh tests/verl.sh [FOLDER].
-# runs/verl-tests.txt is the end of the last output.
+# takes half an hour to an hour. From the root of the repository: sh tests/verl.sh [FOLDER]
 set -e
 venv=${1:-.venv-verl}
 if [ ! -x "$venv/bin/pytest" ]; then
