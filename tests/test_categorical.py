@@ -27,18 +27,20 @@ def test_a_draw_inverts_the_cumulative_sum(vocabulary):
     assert torch.equal(categorical.draw(probs[row], uniform), exact)
 
 
-def test_unlikely_tokens_keep_their_shares():
+@pytest.mark.parametrize("others", [400, 1500])
+def test_unlikely_tokens_keep_their_shares(others):
     """Catches sums in float32, to which unlikely tokens add nothing, and a block whose rounding
     goes to one of its tokens.
 
-    One token has probability 1, the other 1,500 have 1e-9. The random numbers are spaced such that
-    each of the 1,500 gets 10 of them.
+    One token has probability 1, the others have 1e-9. The random numbers are 1e-10 apart, so each
+    of the others gets 10 of them.
     """
-    probs = torch.full((1, 1501), 1e-9)
+    probs = torch.full((1, 1 + others), 1e-9)
     probs[:, 0] = 1.0
-    uniform = 1 - (torch.arange(16_000, dtype=torch.float64) + 0.5) * 1e-10
-    drawn = categorical.draw(probs.expand(16_000, -1), uniform[:, None])
-    counts = torch.bincount(drawn.flatten(), minlength=1501)
+    draws = 10 * others + 1000
+    uniform = 1 - (torch.arange(draws, dtype=torch.float64) + 0.5) * 1e-10
+    drawn = categorical.draw(probs.expand(draws, -1), uniform[:, None])
+    counts = torch.bincount(drawn.flatten(), minlength=1 + others)
     assert counts[1:].min() >= 9
     assert counts[1:].max() <= 11
 
@@ -81,3 +83,11 @@ def test_a_completions_random_numbers_can_be_drawn_alone():
     alone.bit_generator.advance(5 * 2**64)
     assert (alone.random(11) == uniforms[5].numpy()).all()
     assert len(np.unique(uniforms)) == uniforms.numel()
+
+
+def test_a_row_of_nan_gives_some_token():
+    """Catches an index beyond the vocabulary: it would end the run before the check for NaN, which
+    names the fault, is reached."""
+    for vocabulary in (7, 1300):
+        drawn = categorical.draw(torch.full((1, vocabulary), torch.nan), torch.tensor([[0.5]]))
+        assert drawn < vocabulary
