@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from test_rollout import assert_same_rollouts
 
 import rollout
 from engines import compact
@@ -56,14 +57,7 @@ def test_shared_rows_change_nothing(sample, monkeypatch, options, room):
     monkeypatch.setattr(compact, "ROOM", room)
     found, rows = sample(PROMPTS, **options)
     wanted, plain_rows = sample(PROMPTS, shared=False, **options)
-    inside = torch.arange(14) < wanted.lengths[..., None]
-    assert torch.equal(found.lengths, wanted.lengths)
-    assert torch.equal(found.truncated, wanted.truncated)
-    assert torch.equal(found.completion_ids[inside], wanted.completion_ids[inside])
-    for name in ("logprobs", "entropy", "energy"):  # recorded in float32
-        torch.testing.assert_close(
-            getattr(found, name), getattr(wanted, name), rtol=1e-6, atol=1e-12
-        )
+    assert_same_rollouts(found, wanted, rtol=1e-6, atol=1e-12)  # recorded in float32
     if options.get("group_size") != 1 and options.get("temperature") != 0:
         assert rows < plain_rows
 
@@ -110,8 +104,8 @@ def test_next_rows():
 
 
 def test_the_cache_grows_by_doubling():
-    """Catches a cache that copies all keys and values for every new row, takes more rows than there
-    are completions, or loses what it held. The batch gains one row at a time."""
+    """Catches a cache that copies all keys and values for every new row or token, takes more rows
+    than there are completions, or loses what it held. The batch gains one row at a time."""
     layer = compact.GrowingLayer()
     states = torch.arange(6.0).view(1, 1, 3, 2)
     layer.update(states, -states)
@@ -123,6 +117,12 @@ def test_the_cache_grows_by_doubling():
         assert torch.equal(layer.keys, states.expand(count, -1, -1, -1))
         assert torch.equal(layer.values, -layer.keys)
     assert len(buffers) <= 5, "4, 10, 22 and 40 rows"
+    buffers = set()
+    for _ in range(100):
+        layer.update(*torch.zeros(2, 40, 1, 1, 2))
+        buffers.add(layer.buffer.data_ptr())
+    assert len(buffers) <= 3
+    assert torch.equal(layer.keys[:, :, :3], states.expand(40, -1, -1, -1))
 
 
 def test_common_beginning(monkeypatch):
