@@ -15,18 +15,19 @@ PROMPTS = [[65, 66, 67], [68], [65, 66, 67], [71] * 5]  # of unequal lengths, an
 
 @pytest.fixture
 def sample(make_policy, forwards, monkeypatch):
-    """sample(prompts, shared, ...): rollouts of a float64 model, and how many rows were decoded.
+    """sample(prompts, every, ...): rollouts of a float64 model, and how many rows were decoded.
 
-    Without `shared`, each completion has a row of its own from the start. The model's predictions
-    are sharpened, so that completions of a prompt stay equal for a while.
+    `every` is the number of tokens between two checks. If it is not 1, each completion has a row of
+    its own from the start. The model's predictions are sharpened, so that completions of a prompt
+    stay equal for a while.
     """
     model, _ = make_policy(dtype=torch.float64)
     with torch.no_grad():
         model.model.norm.weight *= 2
     seen = forwards(model)
 
-    def go(prompts, shared=True, group_size=8, **changes):
-        monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", 1 if shared else 2)
+    def go(prompts, every=1, group_size=8, **changes):
+        monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
         options = {"max_new_tokens": 14, "eos_ids": ENDS, "pad_id": 257} | changes
         sampling = rollout.Sampling(**options)
         seen.clear()
@@ -49,14 +50,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("room", [1, 64])
+@pytest.mark.parametrize(("room", "every"), [(1, 2), (4, 3), (64, 16)])
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_shared_rows_change_nothing(sample, monkeypatch, options, room):
+def test_shared_rows_change_nothing(sample, monkeypatch, options, room, every):
     """Catches a row that gets the keys, mask, position or penalty of another row, a draw with
-    another completion's random number, and statistics of another completion's token."""
+    another completion's random number, statistics of another completion's token, and a completion
+    that depends on the size of its batch or goes on past its end."""
     monkeypatch.setattr(compact, "ROOM", room)
     found, rows = sample(PROMPTS, **options)
-    wanted, plain_rows = sample(PROMPTS, shared=False, **options)
+    monkeypatch.setattr(compact, "ROOM", 64)
+    wanted, plain_rows = sample(PROMPTS, every, **options | {"batch_size": 512})
     assert_same_rollouts(found, wanted, rtol=1e-6, atol=1e-12)  # recorded in float32
     if options.get("group_size") != 1 and options.get("temperature") != 0:
         assert rows < plain_rows
