@@ -204,10 +204,18 @@ def test_the_decoder_sees_new_weights(change):
 
 
 def test_neighbours_in_memory_are_not_joined():
-    """Catches parameters that are neighbours in memory, but in another order, taken for joined."""
+    """Catches parameters that are neighbours in memory, but in another order or in storages of
+    their own, taken for joined ones."""
     memory = torch.randn(6, 3)
-    for rows in ([0, 4, 2], [2, 0, 4], [0, 2, 4]):
-        parts = [torch.nn.Parameter(memory[row : row + 2]) for row in rows]
+    own_storage = lambda rows: torch.from_numpy(rows.numpy())
+    same_storage = lambda rows: rows
+    for order, view in (
+        ([0, 4, 2], same_storage),
+        ([2, 0, 4], same_storage),
+        ([0, 2, 4], same_storage),
+        ([0, 2, 4], own_storage),
+    ):
+        parts = [torch.nn.Parameter(view(memory[row : row + 2])) for row in order]
         wanted = torch.cat([part.detach().clone() for part in parts])
         assert torch.equal(fast_decoder.joined(*parts), wanted)
         assert torch.equal(torch.cat(parts), wanted)
