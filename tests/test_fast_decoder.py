@@ -124,6 +124,19 @@ def test_a_model_that_differs_keeps_transformers():
         assert "differ" in model.why_not_fast
 
 
+def test_an_adapted_model_keeps_transformers():
+    """Catches an adapter that adds nothing yet, so that the comparison passes, and is lost once it
+    is trained: the fast decoder reads the layer's weight alone."""
+
+    class Adapted(torch.nn.Linear):
+        pass
+
+    model = make("Llama")
+    model.model.layers[1].mlp.up_proj.__class__ = Adapted
+    check_decoder.compare(model)
+    assert "not plain linear layers" in model.why_not_fast
+
+
 def test_bfloat16_is_as_close_as_transformers(monkeypatch):
     """Catches a bfloat16 model that is held to float32's bound, and one whose decoder is further
     from float32 than transformers is."""
