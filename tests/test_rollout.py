@@ -403,6 +403,19 @@ def test_masks_suit_the_kernels(make_policy, forwards, monkeypatch, every):
     assert [mask for _, mask, _ in seen] == [None] * 3
 
 
+@ENGINES
+@pytest.mark.parametrize("every", [1, 16])
+def test_one_bad_row_is_reported(make_policy, monkeypatch, engine, every):
+    """Catches a NaN that passes because the logits of other completions, or of later tokens, are
+    finite. Only the second row of a forward by transformers is broken here."""
+    monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
+    model, _ = make_policy()
+    broken = lambda _module, _args, out: out.index_fill(0, torch.tensor([1]), torch.nan)
+    model.model.norm.register_forward_hook(broken)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        sample(model, [[65], [66]], engine=engine, eos_ids=[-1])
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_the_models_mode_is_restored(make_policy, training):
     """Catches samples with dropout, and a trained model that sampling leaves in evaluation mode, or
