@@ -125,7 +125,7 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
 
     The model has packed attention; the tokenizer has a pad token. Training needs float32 weights;
     sampling in bfloat16 needs weights of that type, or each would be cast for every token. If it
-    `samples`, it is compared with the lean decoder, see engines/check_decoder.py."""
+    `samples`, it is compared with the fast decoder, see engines/check_decoder.py."""
     try:
         options = {"dtype": torch.float32, "attn_implementation": packing.ATTENTION}
         model = AutoModelForCausalLM.from_pretrained(name, **options)

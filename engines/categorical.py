@@ -1,56 +1,72 @@
 """
-Draws from many categorical distributions at once, one random number each; and these numbers.
+Draw tokens from many probability rows at once, with one random number for each draw.
 
-Cumulative sums must be in float64, or rounding takes the shares of unlikely tokens away. Over a
-vocabulary of 150,000 that would be the slowest part of sampling. So a draw first chooses one of the
-blocks of the vocabulary, by their sums, and then a token of that block.
+A draw inverts the cumulative sum of a row. The sum must be in float64, because in float32 unlikely
+tokens would lose their share. Over a vocabulary of 150,000 that sum would be the slowest part of
+sampling. So a draw first chooses a block of the vocabulary, by the blocks' sums, and then a token
+of that block. Only one block per draw is summed in float64.
 """
 
 import math
 
 import torch
 
-BLOCK = 512  # entries
-BELOW_1 = 1 - 2**-53  # the largest share
+BLOCK = 512  # tokens of a block
+BELOW_1 = 1 - 2**-53  # the largest float64 below 1
 
 
 def fill(uniforms, generator):
-    """Fill a tensor [G, T] on the CPU with random numbers in [0, 1), by a numpy Generator of
-    Philox. Row g begins where the generator's counter is g * 2^64, so a row depends neither on the
-    other rows nor, but for its length, on T."""
+    """Fill a CPU tensor [G, T] with random numbers in [0, 1).
+
+    `generator` is a numpy Generator of Philox. Row g starts where the generator's counter is
+    g * 2^64. So a row's numbers do not depend on the other rows, and a longer row begins with the
+    numbers of a shorter one.
+    """
     for row in uniforms.numpy():
         generator.random(out=row)
-        generator.bit_generator.advance(2**64 - math.ceil(len(row) / 4))  # a count: four numbers
+        counts = math.ceil(len(row) / 4)  # the counter moves once for four numbers
+        generator.bit_generator.advance(2**64 - counts)
 
 
 def draw(probs, uniform, row=None):
-    """Indices [B, 1] drawn from probabilities [B, V], which need not be normalized, with one number
-    [B, 1] in [0, 1) per row: the first index whose cumulative sum is above that share of the total.
-    With row [B], draw i is from row `row[i]` of [R, V], and the work for a row is done once.
+    """Draw indices [B, 1] from probabilities [B, V], with one number [B, 1] in [0, 1) for each.
 
-    Each block's sum is rounded to probs' type, and its tokens share exactly what it got. So every
-    token's probability is as exact as its entry."""
+    The index drawn is the first whose cumulative sum is above `uniform` times the total, so rows
+    need not sum to 1. With row [B], probs is [R, V] and draw i uses probs[row[i]]; the sums of a
+    row are then computed once, however many draws use it.
+
+    Block sums are rounded to the type of probs. The tokens of a block share exactly its rounded
+    sum, so each token's probability is as exact as its entry.
+    """
     V = probs.shape[1]
     if V <= BLOCK:
         ends = probs.cumsum(dim=1, dtype=torch.float64)
         return _place(ends if row is None else ends[row], uniform)
-    whole = V // BLOCK * BLOCK
-    sums = probs[:, :whole].unflatten(1, (-1, BLOCK)).sum(dim=2)
-    sums = torch.cat([sums, probs[:, whole:].sum(dim=1, keepdim=True)], dim=1).double()
+
+    # Choose a block. The last one is shorter than the others, and may be empty.
+    full = V // BLOCK * BLOCK
+    sums = probs[:, :full].unflatten(1, (-1, BLOCK)).sum(dim=2)
+    sums = torch.cat([sums, probs[:, full:].sum(dim=1, keepdim=True)], dim=1).double()
     ends = sums.cumsum(dim=1)
-    sums, ends = (sums, ends) if row is None else (sums[row], ends[row])  # [B, blocks]
+    if row is not None:
+        sums, ends = sums[row], ends[row]  # [B, blocks]
     block = _place(ends, uniform)  # [B, 1]
+
+    # Choose a token of the block, by how far into the block the random number reaches.
     point = uniform * ends[:, -1:] - (ends - sums).gather(1, block)
     share = (point / sums.gather(1, block)).clamp(0.0, BELOW_1)
     columns = block * BLOCK + torch.arange(BLOCK, device=probs.device)  # [B, BLOCK]
-    real = columns.clamp(max=V - 1)
-    inside = probs.gather(1, real) if row is None else probs[row[:, None], real]
-    inside = inside.double().masked_fill(columns >= V, 0.0).cumsum(dim=1)
-    return columns.gather(1, _place(inside, share)).clamp(max=V - 1)
+    readable = columns.clamp(max=V - 1)
+    entries = probs.gather(1, readable) if row is None else probs[row[:, None], readable]
+    entries = entries.double().masked_fill(columns >= V, 0.0)
+    return columns.gather(1, _place(entries.cumsum(dim=1), share)).clamp(max=V - 1)
 
 
 def _place(ends, share):
-    """The first column [B, 1] whose cumulative sum is above this share of the total: never one that
-    adds 0, since a share below 1 of a total rounds to less than the total. For NaN any column."""
+    """The first column [B, 1] whose cumulative sum is above this share of the total.
+
+    An entry of 0 is never chosen: a share below 1 of a total rounds to less than the total. If the
+    sums are NaN, any column may come back.
+    """
     point = share * ends[:, -1:]
     return torch.searchsorted(ends, point, right=True).clamp(max=ends.shape[1] - 1)

@@ -12,78 +12,84 @@ from engines import compact
 from engines.fast_decoder import Decoder
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPES = ("default", "linear", "llama3", "yarn")  # they rotate a position always in the same way
-CLOSE = 1e-4  # the largest difference of logits
-NOISE = (
-    1.25  # in 16 bits, the largest error over transformers'; 0.8 to 1.16 by chance in tiny models
-)
+ROPES = ("default", "linear", "llama3", "yarn")  # here a position's rotation never changes
+CLOSE = 1e-4  # the largest difference of logits that is accepted in float32
+# In 16 bits both decoders are inexact. The fast one's error may be this many times transformers';
+# in tiny models the ratio is 0.8 to 1.16 by chance.
+NOISE = 1.25
 LENGTH = 11  # tokens that are compared: a prompt of 8, then 3
 
 
 def decoder(model, length: int):
-    """decode(token, positions, step, cache, bias) for the first `length` positions: a lean.Decoder
-    if `compare` has accepted the model, else transformers."""
-    needs = getattr(model, "why_not_fast", "it was not compared")
-    return _transformers(model) if needs else Decoder(model, length)
+    """The function decode(token, positions, step, cache, bias) for positions below `length`.
+
+    It is the fast decoder if `compare` has accepted the model, else transformers.
+    """
+    why_not = getattr(model, "why_not_fast", "it was not compared")
+    return _transformers(model) if why_not else Decoder(model, length)
 
 
 def compare(model, exact=None) -> None:
-    """Set model.why_not_fast: why the lean decoder must not sample from this model, or "".
+    """Set model.why_not_fast: the reason why the fast decoder must not be used, or "".
 
-    exact: for weights in 16 bits, the `logits` that the model had in float32. There the decoder may
-    be no further from these than transformers is. Leaves the random state as it is."""
+    For weights in 16 bits, `exact` holds the `logits` that the model had in float32. The fast
+    decoder may then be no further from them than transformers is. The random state stays as it is.
+    """
     model.why_not_fast = _unfit(model)
     if model.why_not_fast:
         return
-    theirs, ours = logits(model).cpu(), logits(model, Decoder(model, LENGTH)).cpu()
-    gap, most = (ours - theirs).abs().max().item(), CLOSE
-    if exact is not None:
-        gap, most = ((some - exact.cpu()).norm().item() for some in (ours, theirs))
-        most *= NOISE
-    if not gap <= most:
-        model.why_not_fast = f"the lean decoder's logits differ by {gap:.1e} > {most:.1e}"
+    theirs = logits(model).cpu()
+    ours = logits(model, Decoder(model, LENGTH)).cpu()
+    if exact is None:
+        error, allowed = (ours - theirs).abs().max().item(), CLOSE
+    else:
+        error = (ours - exact.cpu()).norm().item()
+        allowed = NOISE * (theirs - exact.cpu()).norm().item()
+    if not error <= allowed:  # also if the error is NaN
+        model.why_not_fast = f"the fast decoder's logits differ by {error:.1e} > {allowed:.1e}"
 
 
 def _unfit(model) -> str:
-    config, rotary = model.config, getattr(model.base_model, "rotary_emb", None)
+    """Why the decoder does not compute this model, as far as its config and layers show; or ""."""
     if type(model).__name__ not in FAMILIES:
         return f"{type(model).__name__} is none of {', '.join(FAMILIES)}"
+    config, rope = model.config, model.base_model.rotary_emb.rope_type
     layers = model.base_model.layers
     weights = [module for module in layers.modules() if getattr(module, "weight", None) is not None]
     products = [module for module in weights if module.weight.dim() > 1]
     outputs = [
         module for layer in layers for module in (layer.self_attn.o_proj, *layer.mlp.children())
     ]
-    for problem, found in {
-        f"its rotations are of the kind {rotary.rope_type}": rotary.rope_type not in ROPES,
+    reasons = {
+        f"its rotary embedding is {rope}": rope not in ROPES,
         f"its activation is {config.hidden_act}": config.hidden_act != "silu",
         "its attention has a window": getattr(config, "sliding_window", None) is not None,
-        "its products are not plain ones": any(type(m) is not nn.Linear for m in products),
+        "its products are not plain linear layers": any(type(m) is not nn.Linear for m in products),
         "its outputs have biases": any(getattr(m, "bias", None) is not None for m in outputs),
-    }.items():
-        if found:
-            return problem
-    return ""
+    }
+    return next((reason for reason, found in reasons.items() if found), "")
 
 
 @torch.no_grad()
 def logits(model, decode=None) -> torch.Tensor:
-    """Logits [3, 4, V] of three tokens after prompts of 3 and 8 tokens, all random, by transformers
-    or by another decode(token, positions, step, cache, bias)."""
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (4, LENGTH), generator=draw)
+    """Logits [3, 4, V] of three tokens after four prompts, one of 3 and three of 8 random tokens.
+
+    They are computed by transformers, or by another decode(token, positions, step, cache, bias).
+    """
+    decode = decode or _transformers(model)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (4, LENGTH), generator=generator)
     prompts = [row[:width].tolist() for row, width in zip(ids, (3, 8, 8, 8), strict=True)]
     found = []
     with compact.plain_generation(model):
         _, _, positions, bias, cache = compact.prefill(model, prompts, 3)
         for step, token in enumerate(ids[:, 8:].to(model.device).split(1, dim=1)):
-            inputs = (token, positions, step + 1, cache, bias[..., : 9 + step])
-            found.append((decode or _transformers(model))(*inputs))
+            found.append(decode(token, positions, step + 1, cache, bias[..., : 9 + step]))
     return torch.stack(found).float()
 
 
 def _transformers(model):
-    """decode(token, positions, step, cache, bias) of any model."""
+    """decode(token, positions, step, cache, bias) by transformers, for any model."""
 
     def decode(token, positions, step, cache, bias=None):
         inputs = {

@@ -1,8 +1,12 @@
 """
-What sampling needs of transformers: a model in its plain state, its generate function, and a cache
-of keys and values whose rows can be split and dropped.
+The parts of sampling that deal with transformers.
 
-transformers' own cache copies the keys and values of all tokens for every new one.
+- `plain_generation` and `warpers`: a model in a known state, and the settings that change logits
+- `prefill`: read the prompts
+- `generate`: the reference engine, transformers' own model.generate
+- `GrowingLayer`: a key-value cache for the compact engine, whose rows can be split and dropped.
+  transformers' own cache copies all keys and values for every new token.
+- `next_rows`: which rows the compact engine's batch has after a token
 """
 
 import contextlib
@@ -20,8 +24,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, DynamicLayer
 
-ROOM = 64  # columns that are allocated ahead
-SHARED = 16  # tokens that prompts have in common, from which on they are read once
+ROOM = 64  # columns of the cache that are allocated ahead
+SHARED = 16  # a beginning that all prompts share is read once if it has this many tokens
 NOT_FINITE = "the model's logits are not finite"
 
 
@@ -29,7 +33,7 @@ NOT_FINITE = "the model's logits are not finite"
 def plain_generation(model):
     """Evaluation mode, transformers' attention and an empty generation config; restored on exit.
 
-    Without cuDNN's attention: it makes a plan for each shape, and each token is a shape of its own.
+    cuDNN's attention is off: it makes a plan for each shape, and every token brings a new shape.
     """
     was_training = model.training
     own_config = model.generation_config
@@ -48,9 +52,8 @@ def plain_generation(model):
 
 
 def eos_token_ids(model, tokenizer) -> list[int]:
-    """Every token that ends a completion, from the generation config, else from the tokenizer.
-
-    Chat models have a list of them in the generation config."""
+    """Every token that ends a completion. The generation config names them, for chat models in a
+    list; if it does not, the tokenizer's end token is the only one."""
     ids = model.generation_config.eos_token_id
     ids = tokenizer.eos_token_id if ids is None else ids
     if ids is None:
@@ -59,8 +62,8 @@ def eos_token_ids(model, tokenizer) -> list[int]:
 
 
 def warpers(sampling) -> LogitsProcessorList:
-    """What turns logits into those of a rollout.Sampling's distribution, in transformers' order;
-    empty for plain sampling at temperature 1 or 0."""
+    """The functions that apply a rollout.Sampling's settings to logits, in transformers' order.
+    There are none for plain sampling at temperature 1 or 0."""
     found = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         found.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -74,9 +77,9 @@ def warpers(sampling) -> LogitsProcessorList:
 
 
 def pad_left(prompt_ids, device):
-    """(ids, mask) [K, width]: all completions start in the same column.
+    """(ids, mask) [K, width], padded on the left, so that all completions start in one column.
 
-    The padding repeats a token of the prompt, so that it adds nothing to a repetition penalty."""
+    The padding repeats a token of the prompt. A repetition penalty penalizes that one anyway."""
     width = max(map(len, prompt_ids))
     ids = [[ids[0]] * (width - len(ids)) + ids for ids in prompt_ids]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
@@ -84,56 +87,63 @@ def pad_left(prompt_ids, device):
 
 
 def prefill(model, prompt_ids, room):
-    """Read K prompts, the longest of W tokens; `room` tokens will follow each. What all of them
-    begin with (a system prompt, examples) is read once.
+    """Read K prompts, the longest of W tokens, after each of which `room` tokens will be sampled.
 
-    Returns the logits [K, V] after them, their ids [K, W], the positions [K, 1] of their last
-    tokens, what attention adds at each column [K, 1, 1, W + room or more], and the cache."""
-    begun = common_beginning(prompt_ids)  # P tokens
-    ids, mask = pad_left([prompt[len(begun) :] for prompt in prompt_ids], model.device)
-    K, P, device = len(ids), len(begun), model.device
+    Returns (logits, ids, positions, bias, cache): the logits [K, V] of the first sampled token, the
+    padded prompts [K, W], the position [K, 1] of each prompt's last token, and the cache. bias
+    [K, 1, 1, W + room or more] is added to attention's scores: 0, and -inf at padding.
+
+    If all prompts begin with the same P tokens (a system prompt, examples), these are read once.
+    """
+    beginning = common_beginning(prompt_ids)
+    K, P, device = len(prompt_ids), len(beginning), model.device
+    ids, mask = pad_left([prompt[P:] for prompt in prompt_ids], device)
     cache = growing_cache()
-    if begun:
-        begun = torch.tensor([begun], device=device)
-        model(begun, past_key_values=cache, logits_to_keep=1)
+    if P:
+        beginning = torch.tensor([beginning], device=device)
+        model(beginning, past_key_values=cache, logits_to_keep=1)
         others = torch.arange(1, K, device=device)
-        for layer in cache.layers:
+        for layer in cache.layers:  # every prompt gets a copy of the beginning's row
             layer.keep(K, others, torch.zeros_like(others), most=K)
-        ids = torch.cat([begun.expand(K, -1), ids], dim=1)  # [K, W]
+        ids = torch.cat([beginning.expand(K, -1), ids], dim=1)  # [K, W]
         mask = F.pad(mask, (P, 0), value=1)  # [K, W]
     W = mask.shape[1]
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     inputs = {"position_ids": positions[:, P:], "past_key_values": cache, "attention_mask": None}
     if P or is_ragged(prompt_ids):
-        # transformers takes a mask of four dimensions as it is. Padding attends to itself, because
-        # kernels differ in what a query without keys gets.
+        # transformers uses a mask of four dimensions unchanged. Padding attends to itself: kernels
+        # differ in what they return for a query without keys.
         visible = mask.bool()[:, None, None].expand(K, 1, W, W).tril()
         visible = visible | torch.eye(W, dtype=torch.bool, device=device)
         inputs["attention_mask"] = visible[:, :, P:]
     logits = model(ids[:, P:], **inputs, logits_to_keep=1).logits[:, -1]
-    # Attention takes a mask as it is if it has the queries' dtype, and rows of whole 16 bytes.
+    # Attention need not copy the bias if it has the queries' type, and rows of whole 16 bytes.
     bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
     bias = F.pad(bias, (0, room + -(W + room) % 8))[:, None, None]
     return logits, ids, positions[:, -1:], bias, cache
 
 
 def common_beginning(prompt_ids) -> list[int]:
-    """The tokens that all prompts begin with, without the last token of any; [] if there are fewer
-    than SHARED of them, which would not be worth a forward of their own."""
-    least, most = min(prompt_ids), max(prompt_ids)  # in the order of lists: these two differ first
-    shortest = min(map(len, prompt_ids)) - 1
-    pairs = zip(least[:shortest], most, strict=False)
-    number = next((place for place, (a, b) in enumerate(pairs) if a != b), shortest)
-    return least[:number] if number >= SHARED and len(prompt_ids) > 1 else []
+    """The tokens that all prompts begin with; [] if they are too few to be worth a forward.
+
+    A prompt's last token is never part of it, because its logits predict the first sampled token.
+    """
+    # What the smallest and the largest list share, all lists between them share, too.
+    first, last = min(prompt_ids), max(prompt_ids)
+    longest = min(map(len, prompt_ids)) - 1
+    pairs = zip(first[:longest], last, strict=False)
+    number = next((place for place, (a, b) in enumerate(pairs) if a != b), longest)
+    return first[:number] if number >= SHARED and len(prompt_ids) > 1 else []
 
 
 def is_ragged(prompt_ids) -> bool:
-    """Whether prompts have padding, which attention must not see."""
+    """Whether some prompts are padded. Attention must not see padding."""
     return len(set(map(len, prompt_ids))) > 1
 
 
 def generate(model, prompt_ids, group_size, record, progress):
-    """One call of model.generate. It gets scores that leave only the token that we have drawn."""
+    """Sample by one call of model.generate. Our own code draws each token, with its own random
+    numbers, and generate gets scores that leave it only that token."""
     active = record.wanted
     repeated = [prompt_ids[number // group_size] for number in active.tolist()]
     sequences, mask = pad_left(repeated, model.device)
@@ -162,14 +172,15 @@ def generate(model, prompt_ids, group_size, record, progress):
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values [R, H, n, D] of one layer: the first rows and columns of one buffer
-    [2, rows, H, columns, D]."""
+    """Keys and values [R, H, n, D] of one layer, for R rows and n tokens.
+
+    They are views of a larger buffer [2, rows, H, columns, D], so a new token is one copy.
+    """
 
     buffer = None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Write the columns of new tokens, [R, H, new, D] each; returns the keys and values of all
-        tokens, [R, H, n, D] each."""
+        """Add the keys and values [R, H, new, D] of new tokens; returns those of all tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             R, H, _, D = key_states.shape
@@ -181,13 +192,15 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def append(self, states):
-        """`update` by one token, whose keys and values are one tensor [R, 2, H, D]: one copy."""
+        """`update` by one token, whose keys and values come as one tensor [R, 2, H, D]."""
         self._room(1)[:, :, :, 0].copy_(states.transpose(0, 1))
         return self.keys, self.values
 
     def keep(self, count, gaps, movers, most):
-        """Keep the first `count` rows, after rows `movers` have been copied to rows `gaps`. There
-        may be more rows than before, and later up to `most`."""
+        """Copy rows `movers` to rows `gaps`, then keep the first `count` rows.
+
+        `count` may be larger than before; there will never be more than `most` rows.
+        """
         length = self.get_seq_length()
         if count > self.buffer.shape[1]:
             self._allocate(min(2 * count, most), self.buffer.shape[3])
@@ -196,7 +209,7 @@ class GrowingLayer(DynamicLayer):
         self._show(count, length)
 
     def _room(self, new):
-        """The columns [2, R, H, new, D] of new tokens, which the keys and values now include."""
+        """Make room for new tokens; returns their columns [2, R, H, new, D], to be written."""
         rows, start = len(self.keys), self.get_seq_length()
         if start + new > self.buffer.shape[3]:
             self._allocate(rows, start + new + ROOM)
@@ -220,33 +233,41 @@ def growing_cache() -> Cache:
 
 
 class Rows(NamedTuple):
-    """The rows of the batch after a token, R of them. All tensors are small and on the CPU."""
+    """The R rows of the batch after a token. All tensors are small and on the CPU."""
 
-    going: torch.Tensor  # [n] the completions that go on, in the order of their rows
+    going: torch.Tensor  # [n] the unfinished completions, in the order of their rows
     text: torch.Tensor  # [R] the text in each row
-    source: torch.Tensor  # [R] the row that it continues
-    copied_to: torch.Tensor  # the rows whose keys and values come from another row,
+    source: torch.Tensor  # [R] the row before this token that the text continues
+    copied_to: torch.Tensor  # the rows whose keys and values must be copied from another row,
     copied_from: torch.Tensor  # and from which
-    row_of: torch.Tensor | None  # [n] the row of each completion that goes on; None: its own
+    row_of: torch.Tensor | None  # [n] each unfinished completion's row; None: each has its own
 
 
 def next_rows(continued, text_of, ended) -> Rows:
     """Which rows the batch has after a token.
 
-    continued [C] is the row that each text continues, ascending; text_of [n] the text of each
-    completion; ended [n] says which completions leave. Without texts (None), each completion is its
-    own row and text. A row's first text stays in its place. Other texts fill places that are free,
-    then new ones at the end, so that few keys and values are copied."""
+    continued [C] is the row that each text continues, ascending. text_of [n] is the text of each
+    completion, and ended [n] says which completions are finished.
+
+    A row that continues as one text stays where it is. If it splits, the first continuation stays,
+    and the others go to freed rows, then to new rows at the end. This copies as little of the cache
+    as possible. If continued and text_of are None, no completions share a row.
+    """
     every = torch.arange(len(ended))
-    continued, text_of = (every, every) if text_of is None else (continued, text_of)
+    if text_of is None:
+        continued = text_of = every
     going = every[~ended]
-    kept, text_of = text_of[going].unique(return_inverse=True)  # texts of completions that go on
+    kept, text_of = text_of[going].unique(return_inverse=True)  # texts of unfinished completions
     continued = continued[kept]
-    stays = (continued.diff(prepend=torch.tensor([-1])) > 0) & (continued < len(kept))
-    order = torch.full_like(continued, -1)  # which of the texts comes in each row
+
+    # The first continuation of a row stays, unless its row is beyond the last one that is needed.
+    first = continued.diff(prepend=torch.tensor([-1])) > 0
+    stays = first & (continued < len(kept))
+    order = torch.full_like(continued, -1)  # [R], which of the kept texts is in each row
     order[continued[stays]] = stays.nonzero()[:, 0]
     free = (order < 0).nonzero()[:, 0]
     order[free] = (~stays).nonzero()[:, 0]
+
     row, by_row = order.argsort()[text_of].sort(stable=True)
     source = continued[order]
     row_of = row if len(kept) < len(going) else None

@@ -1,17 +1,20 @@
 """
-A lean decoder: the forward of one token a row, with half of transformers' operations.
+A fast decoder: the forward of one token per row, with half of transformers' operations.
 
-A decoded token costs operations more than arithmetic: each takes microseconds to start, on a CPU
-and on a GPU. transformers starts 29 a layer on a GPU. This decoder starts 14: one product for
-queries, keys and values, one norm and one rotation for queries and keys, and sums that are part of
-a product. Query heads that share keys are rows of one product, where transformers copies the keys.
+When one token is decoded, starting an operation costs more than its arithmetic: microseconds each,
+on a CPU and on a GPU. On a GPU, transformers starts 29 operations per layer, this decoder 14:
+    - queries, keys and values are one matrix product; so are the two halves of the MLP
+    - queries and keys share one norm and one rotation
+    - a residual sum is part of the product before it
+    - query heads that share keys are rows of one product, where transformers copies the keys
 
-It computes with the weights of transformers' model, whose parameters become views of joined ones:
-nothing is stored twice, and nothing is copied after an update. Prompts are left to transformers,
-which fills the same cache. engines/check_decoder.py decides which models it decodes.
+It uses the weights of transformers' model. The weights of one product are joined in memory, and
+the model's parameters become views of the joined tensor. So nothing is stored twice, and an update
+needs no copy. transformers still reads the prompts; it fills the same cache.
+engines/check_decoder.py decides which models are decoded here.
 
-Letters: R rows, d hidden width, H heads of queries, H_kv of keys, D the width of a head, n tokens
-in the cache, P positions, V vocabulary.
+Letters: R rows, d hidden width, H query heads, H_kv key heads, D width of a head, n tokens in the
+cache, P positions, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -21,7 +24,7 @@ import torch.nn.functional as F
 
 
 class Layer(NamedTuple):
-    """The weights of one layer; those of products are [outputs, inputs], as F.linear takes them."""
+    """The weights of one layer. Matrices are [outputs, inputs], as F.linear takes them."""
 
     norm: torch.Tensor  # [d]
     qkv: torch.Tensor  # [(H + 2 H_kv) D, d]
@@ -34,10 +37,11 @@ class Layer(NamedTuple):
 
 
 class Decoder:
-    """decoder(token, positions, step, cache, bias): the logits after one more token of each row.
+    """decoder(token, positions, step, cache, bias) is the logits after one more token of each row.
 
-    Make one for each batch of a rollout: it takes the weights that the model has then, and knows
-    the rotations of the first `length` positions."""
+    It is made again for each batch of a rollout, because the weights may have been given other
+    memory since. It knows the rotations of the first `length` positions.
+    """
 
     def __init__(self, model, length: int):
         base, config = model.base_model, model.config
@@ -46,8 +50,8 @@ class Decoder:
         self.layers = [self._layer(block, block.self_attn, block.mlp) for block in base.layers]
         self.embedding, self.norm = model.get_input_embeddings().weight, base.norm.weight
         self.head = model.get_output_embeddings().weight
-        # A rotated x is x * cos + (x with its halves exchanged) * sin, where sin has the signs. On
-        # a GPU it is one product with a matrix, one kernel where the formula takes three.
+        # A rotated x is x * cos + (x with its halves exchanged) * sin, if the first half of sin is
+        # negated. On a GPU that would be three kernels; a product with a matrix is one.
         places = torch.arange(length, device=self.head.device)[None]
         cos, sin = (table[0, :, None] for table in base.rotary_emb(self.head, places))  # [P, 1, D]
         sin = torch.cat([-sin[..., : self.width // 2], sin[..., self.width // 2 :]], dim=2)
@@ -74,9 +78,11 @@ class Decoder:
         )
 
     def __call__(self, token, positions, step, cache, bias=None):
-        """Logits [R, V] after token [R, 1], which is `step` tokens after positions [R, 1]. Its keys
-        and values are added to the cache, a decoding.growing_cache. bias [R, 1, 1, n] is 0, or -inf
-        at padding."""
+        """Logits [R, V] after token [R, 1], whose position is positions [R, 1] + step.
+
+        The token's keys and values are added to the cache, a compact.growing_cache. bias
+        [R, 1, 1, n] is 0, and -inf at padding.
+        """
         R, H, H_kv, D = len(token), self.heads, self.kv_heads, self.width
         rotation = self.rotations[step:].index_select(0, positions[:, 0])  # [R, ...]
         x = F.embedding(token[:, 0], self.embedding)  # [R, d]
@@ -88,7 +94,7 @@ class Decoder:
                 qk = F.rms_norm(qk, (D,), eps=self.eps) * layer.qk_norm
             rotate(qk, rotation, out=states[:, : H + H_kv])
             keys, values = cached.append(states[:, H:].view(R, 2, H_kv, D))  # [R, H_kv, n, D]
-            queries = states[:, :H].view(R, H_kv, -1, D)  # those that share keys are rows
+            queries = states[:, :H].view(R, H_kv, -1, D)  # heads that share keys become rows
             attended = F.scaled_dot_product_attention(queries, keys, values, bias)
             x = torch.addmm(x, attended.reshape(R, -1), layer.out.T)
             gate, up = F.linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=1)
@@ -100,7 +106,8 @@ class Decoder:
 
 
 def rotate(x, rotation, out) -> None:
-    """Write x [R, heads, D], rotated by a table [R, 2, D] or by matrices [R, D, D], to `out`."""
+    """Write the rotated x [R, heads, D] to `out`. The rotation is cos and sin [R, 2, D], or on a
+    GPU a matrix for each row [R, D, D]."""
     if x.is_cuda:
         torch.bmm(x.contiguous(), rotation, out=out)
     else:
@@ -111,8 +118,10 @@ def rotate(x, rotation, out) -> None:
 def joined(*parameters):
     """Parameters [n_i, ...] as one tensor [sum of n_i, ...], of which they become views.
 
-    Whatever trains, saves or copies them sees no difference. They are joined again if they have
-    been given other memory since, by a cast, a move to a device or a deep copy."""
+    Code that trains, saves or copies the parameters sees no difference. If they already lie one
+    after the other, nothing is done. A cast, a move to a device or a deep copy gives them other
+    memory; then they are joined again.
+    """
     places = [parameter.data_ptr() for parameter in parameters]
     ends = [parameter.data_ptr() + parameter.nbytes for parameter in parameters]
     storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}

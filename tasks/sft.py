@@ -1,10 +1,11 @@
 """
 Supervised training on worked solutions: the start that a model needs before it can be rewarded.
 
-    python sft.py --model smollm2 --data words --out-dir out/sft
+    python -m tasks.sft --model smollm2 --data words --out-dir out/sft
     torchrun train.py --model out/sft/checkpoint --data words
 
-A group whose completions are all wrong teaches nothing, so some must be right from the start.
+GRPO learns nothing from a group whose completions are all wrong, so a model must solve some
+problems before. `torchrun -m tasks.sft` divides each batch among several processes.
 """
 
 import json
@@ -26,7 +27,9 @@ from runtime.stop import Stop
 from runtime.timer import clock
 from tasks import gguf
 
-PACK_TOKENS, WARMUP, SAVE_EVERY = 2048, 10, 20  # tokens of a slot, steps, steps
+PACK_TOKENS = 2048  # tokens in one forward and backward pass
+WARMUP = 10  # steps until the learning rate is at its highest
+SAVE_EVERY = 20  # steps between two checkpoints
 
 
 @dataclass
@@ -56,7 +59,10 @@ class Config:
 
 
 def check(cfg: Config) -> Config:
-    """Resolve device and dtype; InputError for a bad value, or a folder that holds another run."""
+    """The config with device and dtype resolved.
+
+    InputError for a bad value, or if the run folder holds another run.
+    """
     for name in ("steps", "batch_size", "lr"):
         if not getattr(cfg, name) > 0:
             raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be above 0")
@@ -69,26 +75,36 @@ def check(cfg: Config) -> Config:
 
 
 def encode(cfg: Config, tokenizer, longest: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, solution) token ids of each problem; a solution ends with the end token."""
+    """(prompt, solution) token ids of each problem that fits into `longest` tokens.
+
+    The prompts are those that train.py samples from. A solution ends with the end token.
+    """
     problems = [one for name in cfg.data for one in ranks.broadcast(data.sft_problems, name)]
     problems, prompts = data.encode_prompts(problems, tokenizer, longest, cfg.prompt_format)
     texts = [problem.solution + tokenizer.eos_token for problem in problems]
     solutions = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    fits = [pair for pair in zip(prompts, solutions, strict=True) if sum(map(len, pair)) <= longest]
-    if len(fits) < cfg.batch_size:
-        raise InputError(f"--batch-size {cfg.batch_size}: only {len(fits)} problems fit the model")
-    return fits
+    pairs = zip(prompts, solutions, strict=True)
+    fitting = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
+    if len(fitting) < cfg.batch_size:
+        problem = f"only {len(fitting)} problems fit the model"
+        raise InputError(f"--batch-size {cfg.batch_size}: {problem}")
+    return fitting
 
 
 def update(model, optimizer, batch, cfg: Config, share: slice) -> dict:
-    """One update on the mean -log p of the batch's solution tokens; {loss, grad_norm}."""
-    tokens, mine = sum(len(solution) for _, solution in batch), batch[share]
+    """One update on the mean loss, -log p, of the batch's solution tokens; {loss, grad_norm}.
+
+    This rank computes the `share` of the batch. Its losses are divided by the tokens of the whole
+    batch, so the sum over ranks is the mean.
+    """
+    tokens = sum(len(solution) for _, solution in batch)
+    mine = batch[share]
     lengths = [len(prompt + solution) - 1 for prompt, solution in mine]
     optimizer.zero_grad()
     total = torch.zeros(1, dtype=torch.float64)
     for members in packing.plan_packs(lengths, PACK_TOKENS, window=cfg.batch_size):
-        texts = zip(*(mine[member] for member in members), strict=True)
-        pack = packing.build_pack(*texts, model.device)
+        prompts, solutions = zip(*(mine[member] for member in members), strict=True)
+        pack = packing.build_pack(prompts, solutions, model.device)
         with autocast(cfg):
             loss = -packing.packed_logprobs(model, pack)[0].sum() / tokens
         loss.backward()

@@ -7,17 +7,20 @@ Word problems of our own, for a real language model such as SmolLM2-135M.
               41-5=36
               \\boxed{36}
 
-No data are stored: a problem is a function of (split, index). The last quarter of each list of
-sentences occurs only in "heldout" problems, which use no others: no model has seen their wording.
-The teacher of the supervised start is careless: it often boxes a number of its equations that
-is not the result. As in arithmetic.py, this leaves reinforcement learning a good habit to amplify.
+No data are stored: a problem is a function of (split, index).
+
+"heldout" problems are told in sentences of their own, the last quarter of each list below. So a
+model that trained on the other splits has never seen their wording.
+
+The teacher of the supervised start is careless: it often boxes a number of its equations that is
+not the result. As in arithmetic.py, this leaves reinforcement learning something to improve.
 """
 
 import operator
 import random
 import re
 
-# Difficulty: the frequencies of 1, 2 and 3 steps, and the spans of the numbers.
+# Difficulty: how often a problem takes 1, 2 and 3 steps, and the ranges of its numbers.
 STEPS = (1, 1, 1)
 SPANS = {
     "n": range(3, 31),  # what is there at first, gained, lost, compared, earned or spent
@@ -26,8 +29,8 @@ SPANS = {
     "d": range(2, 6),  # children or piles to share among
     "s": range(20, 101, 10),  # the sum that is paid with
 }
-RESULTS = range(2, 1000)  # of every step
-CARE_PROB = 0.4  # the probability that the teacher of supervised training boxes the result
+RESULTS = range(2, 1000)  # the results that a step may have
+CARE_PROB = 0.4  # the probability that the teacher boxes the result
 
 TRAIN_PROBLEMS = 512
 SFT_PROBLEMS = 10_000  # for supervised training
@@ -42,8 +45,9 @@ THINGS = """books notebooks posters puzzles dolls kites mugs plates bowls vases 
 towels blankets magnets badges rings bracelets albums calendars paintings plants clocks bells
 whistles flags cups candles balls stamps forks marbles pens pencils comics shells pans pots jars"""
 
-# The parts of a story, and the sentences that can tell each. A: the hero, B: another child,
-# T: things, one letter: see SPANS and EQUATIONS. {now} is empty if nothing has happened before.
+# The parts of a story, each with the sentences that can tell it. A is the hero, B another child,
+# T the things that they have; small letters are numbers, see SPANS and EQUATIONS. {now} is "now ",
+# or empty if nothing has changed since the start.
 SENTENCES = {
     "has": """{A} has {v} {T}. | {A} owns {v} {T}. | {A} has collected {v} {T}. | {A} has a
 collection of {v} {T}. | {A} has {v} {T} at home. | {A} has exactly {v} {T}. | {A} counts {his} {T},
@@ -136,13 +140,15 @@ How many {T} do the two of them have in total? | What is the total number of the
 {now}have than {B}? | By how many {T} is {B} ahead of {A}? | What is {B}'s lead over {A} in {T}?""",
 }
 SENTENCES["price"] = SENTENCES["bill"]
-EQUATIONS = {  # v: what the hero has; p: the previous result; other letters: SPANS
+# What each part computes. v: what the hero has; p: the previous result; other letters: SPANS.
+EQUATIONS = {
     "boxes": "k*m", "bill": "k*m", "gain": "v+n", "earn": "v+n", "also": "v+n", "lose": "v-n",
     "spend": "v-n", "times": "v*k", "packs": "k*m v+p", "price": "k*m v-p", "share": "v/d",
     "change": "s-v", "more": "v+n", "fewer": "v-n", "multiple": "v*k", "both?": "v+p",
     "ahead?": "v-p", "behind?": "p-v",
 }  # fmt: skip
-PLOTS = (  # openings, events, endings, as often as they stand here
+# The kinds of stories: (openings, events, endings). What stands twice is drawn twice as often.
+PLOTS = (
     ("has has boxes", "gain lose times packs", "now? now? now? now? share share other+both?"
      " other+ahead? other+behind? more+other? fewer+other? multiple+other? more+both? fewer+both?"
      " multiple+both?"),
@@ -154,8 +160,8 @@ PLOTS = (  # openings, events, endings, as often as they stand here
 def problem(split: str, index: int) -> tuple[str, str, str, str]:
     """Problem number `index` of a split, as (text, answer, source, solution).
 
-    sft is for supervised training; most of its solutions box a wrong number. train is for
-    reinforcement learning, in the same sentences; heldout is for evaluation, in other ones.
+    sft is for supervised training, and most of its solutions box a wrong number. train is for
+    reinforcement learning and uses the same sentences. heldout is for evaluation and uses others.
     """
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
@@ -174,7 +180,7 @@ def problem(split: str, index: int) -> tuple[str, str, str, str]:
 
 
 def _plot(rng: random.Random) -> list[str]:
-    """The parts of a story."""
+    """The parts of a story: an opening, events, and an ending with a question."""
     (steps,) = rng.choices((1, 2, 3), STEPS)
     (plot,) = rng.choices(PLOTS, (3, 1, 1))
     openings, possible, endings = (part.split() for part in plot)
@@ -187,13 +193,13 @@ def _plot(rng: random.Random) -> list[str]:
 
 
 def _draw(rng: random.Random, plot: list[str]) -> list[dict[str, int]]:
-    """The numbers of each part; v is what the hero has at first."""
+    """The numbers of each part, by letter; v is what the hero has at first."""
     spans = SPANS | {"v": SPANS["n"]}
     return [{letter: rng.choice(span) for letter, span in spans.items()} for _ in plot]
 
 
 def _work(plot: list[str], drawn: list[dict[str, int]]) -> list[str] | None:
-    """The solution's equations; None if a result is not allowed."""
+    """The solution's equations; None if a division leaves a rest or a result is not in RESULTS."""
     value = result = drawn[0]["v"]
     lines = []
     for part, numbers in zip(plot, drawn, strict=True):
@@ -211,7 +217,7 @@ def _work(plot: list[str], drawn: list[dict[str, int]]) -> list[str] | None:
 
 
 def _tell(rng: random.Random, plot: list[str], drawn: list[dict], *, held_out: bool) -> str:
-    """The story, one sentence pattern for each part."""
+    """The text: one of the sentences of each part, with names and numbers filled in."""
     hero, other = rng.sample(f"{BOYS} {GIRLS}".split(), 2)
     things = rng.choice(THINGS.split())
     he = "he his him He His" if hero in BOYS.split() else "she her her She Her"

@@ -104,7 +104,7 @@ def make_policy():
 @pytest.fixture
 def forwards(monkeypatch):
     """forwards(model): a list that gets (token ids, mask, cache) of each forward of a rollout, by
-    transformers (prompts) and by the lean decoder, when it is done."""
+    transformers (prompts) and by the fast decoder, when it is done."""
 
     def watch(model):
         seen, decode = [], Decoder.__call__

@@ -17,6 +17,7 @@ def chains(split, count=400):
 
 @pytest.mark.parametrize("split", arithmetic.SPLITS)
 def test_problems_match_their_split(split):
+    """Catches a wrong answer, chains of other lengths, and a generator that keeps a state."""
     low, high = {"longer": (9, 12), "mixed": (2, 18), "mixed-heldout": (2, 18)}.get(split, (2, 8))
     problems = chains(split)
     assert problems == chains(split)
@@ -28,7 +29,7 @@ def test_problems_match_their_split(split):
 
 
 def test_nothing_held_out_is_trained_on():
-    """Catches a held-out split that is just another seed: 16 of its chains would be trained on."""
+    """Catches a held-out split that is just another seed: it would share 16 chains."""
 
     def prompts(*splits):
         return {prompt for split in splits for prompt, _, _ in chains(split, 4000)}
@@ -37,7 +38,8 @@ def test_nothing_held_out_is_trained_on():
 
 
 def test_mix_has_its_shares():
-    """35 % trivial, 30 % unsolved and 35 % learnable, within 4 standard errors of 4,000 draws."""
+    """Catches a mix without its 35 % trivial, 30 % unsolved and 35 % learnable problems, within 4
+    standard errors of 4,000 draws."""
     problems = chains("mixed", 4000)
     for source, share in (("trivial", 0.35), ("unsolved", 0.30), ("chain", 0.35)):
         found = sum(kind == source for _, _, kind in problems) / 4000
@@ -71,6 +73,7 @@ def test_teacher_forgets_carries_and_nothing_else():
     "text", ["7+9+5?", "naïve 你好 🙂\n\t\x00", "costs $18, <b>", " two  spaces "]
 )
 def test_any_text_encodes(text):
+    """Catches a tokenizer that changes text: problems of all kinds are trained with it."""
     tokenizer = arithmetic.make_tokenizer()
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -79,7 +82,7 @@ def test_any_text_encodes(text):
 
 
 def test_longest_answers_fit():
-    """The room is that of the largest chain, plus one for the end token."""
+    """Catches a limit on tokens that cuts the longest right answer or its end token."""
     tokenizer = arithmetic.make_tokenizer()
     for chain, split in (
         (arithmetic.CHAIN, "train"),
@@ -89,11 +92,6 @@ def test_longest_answers_fit():
         answers = [arithmetic.worked_answer(prompt) for prompt, _, _ in chains(split)]
         longest = max(len(tokenizer.encode(answer)) + 1 for answer in answers)
         assert longest <= arithmetic.longest_completion(chain) <= longest + 40
-
-
-def test_unknown_split_is_named():
-    with pytest.raises(ValueError, match="unknown split 'test'"):
-        arithmetic.problem("test", 0)
 
 
 def test_the_base_model_can_be_made_again(tmp_path):

@@ -36,11 +36,11 @@ KILLED_AT = ("save_pretrained", "fsync", "rename", "symlink_to", "replace", "rmt
 
 @pytest.mark.parametrize("killed_at", KILLED_AT)
 def test_killed_while_saving(save, tmp_path, monkeypatch, killed_at):
-    """Whichever call of the second save never returns, a complete checkpoint is found, the link
-    leads to it, and the next save is complete.
-
-    Catches saving in place, removing the old checkpoint first, and a link to one that does not
+    """Catches saving in place, removing the old checkpoint first, and a link to one that does not
     exist yet.
+
+    Whichever call of the second save never returns, a complete checkpoint is found, the link leads
+    to it, and the next save is complete.
     """
     save(1)
 
@@ -97,10 +97,8 @@ def test_only_its_own_checkpoints_are_read_and_removed(save, tmp_path):
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "list gone", "folder empty"])
 def test_a_damaged_checkpoint_is_skipped(save, tmp_path, capsys, damage):
-    """The one before is found, the damage is reported, and the step can be saved again.
-
-    Catches a check of the names alone.
-    """
+    """Catches a check of the files' names alone, a damage that is not reported, and a run that
+    starts over although all of its checkpoints are damaged."""
     save(1)
     save(2)
     victim = tmp_path / "checkpoint-000002"
@@ -131,7 +129,8 @@ def test_a_damaged_checkpoint_is_skipped(save, tmp_path, capsys, damage):
 
 @pytest.mark.parametrize("where", ["weights", "trainer.pt", "sync", "log"])
 def test_a_full_disk_is_reported(save, tmp_path, monkeypatch, where):
-    """One line says what is safe and what to do; the checkpoint before is complete."""
+    """Catches a full disk that damages the checkpoint before, or ends without saying what is
+    safe and what to do."""
     save(1)
     owner, name, error = {
         "weights": (transformers.Qwen3ForCausalLM, "save_pretrained", SafetensorError("No space")),
@@ -150,13 +149,10 @@ def test_a_full_disk_is_reported(save, tmp_path, monkeypatch, where):
     assert step_of(checkpoint.find(tmp_path)) == 1
 
 
-def test_no_checkpoint_yet(tmp_path):
-    assert checkpoint.find(tmp_path) is None
-
-
 def test_rows_after_the_checkpoint_are_cut(tmp_path):
-    """And a half-written line. Catches cutting the checkpoint's own row, and failing on the half
-    line."""
+    """Catches a resumed run that writes rows twice, cuts the checkpoint's own row, or fails on a
+    half-written line; and one that does not start because there is no checkpoint yet."""
+    assert checkpoint.find(tmp_path) is None
     path = tmp_path / "log.jsonl"
     log.append_rows(path, [{"step": step, "x": float("nan")} for step in range(4)])
     with open(path, "a") as file:
@@ -170,7 +166,7 @@ def test_rows_after_the_checkpoint_are_cut(tmp_path):
 
 
 def test_config_without_git(tmp_path, monkeypatch):
-    """A machine without git: no commit, no crash, and the file is replaced at once."""
+    """Catches a run that fails where git is missing, and a config.json that is left unfinished."""
     monkeypatch.setenv("PATH", "")
     checkpoint.write_config(tmp_path, {"seed": 1}, 2)
     written = json.loads((tmp_path / "config.json").read_text())

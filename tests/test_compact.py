@@ -1,49 +1,40 @@
-"""Rows of a batch that serve several completions: nothing changes but the number of rows."""
+"""The compact engine: rows that serve several completions give the same samples as plain rows."""
 
-import itertools
 import random
 
 import pytest
 import torch
+from test_rollout import assert_same_rollouts
 
-import packing
 import rollout
 from engines import compact
-from engines.fast_decoder import Decoder
 
 ENDS = [256, *range(0, 256, 16)]
-PROMPTS = [[65, 66, 67], [68], [65, 66, 67], [71] * 5]  # ragged, and one of them twice
+PROMPTS = [[65, 66, 67], [68], [65, 66, 67], [71] * 5]  # of unequal lengths, and one of them twice
 
 
 @pytest.fixture
 def sample(make_policy, forwards, monkeypatch):
-    """Rollouts of a float64 model, and the rows of each token that the loop forwards. The model is
-    sure enough of its tokens for completions to part at very different times."""
+    """sample(prompts, every, ...): rollouts of a float64 model, and how many rows were decoded.
+
+    `every` is the number of tokens between two checks. If it is not 1, each completion has a row of
+    its own from the start. The model's predictions are sharpened, so that completions of a prompt
+    stay equal for a while.
+    """
     model, _ = make_policy(dtype=torch.float64)
     with torch.no_grad():
         model.model.norm.weight *= 2
     seen = forwards(model)
 
-    def go(prompts, shared=True, group_size=8, **changes):
-        monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", 1 if shared else 2)
+    def go(prompts, every=1, group_size=8, **changes):
+        monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
         options = {"max_new_tokens": 14, "eos_ids": ENDS, "pad_id": 257} | changes
         sampling = rollout.Sampling(**options)
         seen.clear()
         found = rollout.sample(model, prompts, sampling, group_size=group_size, seed=3)
-        return found, [len(tokens) for tokens, _, _ in seen[1:]]
+        return found, sum(len(tokens) for tokens, _, _ in seen[1:])
 
-    go.model = model
     return go
-
-
-def texts_of(found, step):
-    """The distinct texts, (prompt's number, ids), of the completions that go on after a token."""
-    K, G, T = found.completion_ids.shape
-    return {
-        (k, *found.completion_ids[k, g, : step + 1].tolist())
-        for k, g in itertools.product(range(K), range(G))
-        if found.lengths[k, g] - 1 + int(found.truncated[k, g]) > step and step + 1 < T
-    }
 
 
 CASES = [
@@ -59,161 +50,103 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("room", [1, 64])
+@pytest.mark.parametrize(("room", "every"), [(1, 2), (4, 3), (64, 16)])
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_shared_rows_change_nothing(sample, monkeypatch, options, room):
-    """Against a loop in which each completion has a row of its own. Catches a completion that
-    stands on another's row, a row that takes the keys, mask, position or penalty of another, a draw
-    with another completion's random number, and statistics of a sibling's token."""
+def test_shared_rows_change_nothing(sample, monkeypatch, options, room, every):
+    """Catches a row that gets the keys, mask, position or penalty of another row, a draw with
+    another completion's random number, statistics of another completion's token, and a completion
+    that depends on the size of its batch or goes on past its end."""
     monkeypatch.setattr(compact, "ROOM", room)
     found, rows = sample(PROMPTS, **options)
-    wanted, own = sample(PROMPTS, shared=False, **options)
-    inside = torch.arange(14) < wanted.lengths[..., None]
-    assert torch.equal(found.lengths, wanted.lengths)
-    assert torch.equal(found.truncated, wanted.truncated)
-    assert torch.equal(found.completion_ids[inside], wanted.completion_ids[inside])
-    for name in ("logprobs", "entropy", "energy"):  # recorded in float32
-        one, other = getattr(found, name), getattr(wanted, name)
-        assert torch.allclose(one, other, rtol=1e-6, atol=1e-12), name
-    assert sum(rows) < sum(own) or options.get("group_size") == 1 or "temperature" in options
-
-
-def test_a_row_for_each_text(sample):
-    """Rows of every forward, next to the distinct texts of completions that go on; some texts part
-    after others have ended. Catches equal texts in two rows, rows of texts that have ended, and
-    rows that are shared by different prompts' completions."""
-    found, rows = sample(PROMPTS[:1] + PROMPTS[3:], group_size=32, temperature=0.7)
-    texts = [texts_of(found, step) for step in range(14)]
-    assert rows == [len(some) for some in texts if some]
-    late = [
-        step
-        for step in range(1, 13)
-        if len({text[:-1] for text in texts[step]}) < len(texts[step])
-        and (found.lengths < step).any()
-    ]
-    assert late, "a row splits after others have ended"
-    assert max(rows) > rows[0], "and the batch grows"
-
-
-@pytest.mark.parametrize(("sharpness", "rows"), [(100.0, 2), (1e-4, 16)])
-def test_extremes(sample, monkeypatch, sharpness, rows):
-    """A model that is sure of each token never splits a row. Where all tokens are equally likely,
-    all completions part at the first, and from then on no texts are compared. Catches a row a
-    completion, and work that goes on where nothing is shared."""
-    with torch.no_grad():
-        sample.model.model.norm.weight *= sharpness
-    compared, unique = [], torch.unique
-    monkeypatch.setattr(torch, "unique", lambda *a, **b: compared.append(1) or unique(*a, **b))
-    _, forwarded = sample([[65, 66], [67]], eos_ids=[-1])
-    assert forwarded == [rows] * 13
-    assert len(compared) == (14 if rows == 2 else 2), "or at the first draw and its split"
-    compared.clear()
-    sample([[65, 66], [67]], group_size=1, eos_ids=[-1])
-    assert not compared, "or never, if there are no siblings"
-
-
-def test_keys_and_values_are_those_of_the_texts(sample, monkeypatch):
-    """Of every row, after every token. Catches a new row that is copied from the wrong one, and
-    one whose older columns are not copied."""
-    cached, decode = [None], Decoder.__call__
-
-    def spy(decoder, token, positions, step, cache, bias=None):
-        logits = decode(decoder, token, positions, step, cache, bias)
-        cached.append([(layer.keys.clone(), layer.values.clone()) for layer in cache.layers])
-        return logits
-
-    monkeypatch.setattr(Decoder, "__call__", spy)
-    prompts = [[65, 66, 67], [68, 69, 70]]
-    found, _ = sample(prompts, temperature=0.7)
-    sample.model.set_attn_implementation("sdpa")
-    for step, layers in enumerate(cached[1:]):
-        texts = sorted(texts_of(found, step))
-        ids = torch.tensor([[*prompts[k], *text] for k, *text in texts])
-        with torch.no_grad():
-            fresh = sample.model(ids, use_cache=True).past_key_values.layers
-        for (keys, values), layer in zip(layers, fresh, strict=True):
-            for own, expected in ((keys, layer.keys), (values, layer.values)):
-                gaps = (own[:, None] - expected).abs().amax(dim=(2, 3, 4))  # [rows, texts]
-                assert gaps.argmin(dim=1).sort().values.tolist() == [*range(len(texts))]
-                assert gaps.amin(dim=1).max() < 1e-12
-    sample.model.set_attn_implementation(packing.ATTENTION)
+    monkeypatch.setattr(compact, "ROOM", 64)
+    wanted, plain_rows = sample(PROMPTS, every, **options | {"batch_size": 512})
+    assert_same_rollouts(found, wanted, rtol=1e-6, atol=1e-12)  # recorded in float32
+    if options.get("group_size") != 1 and options.get("temperature") != 0:
+        assert rows < plain_rows
 
 
 def test_next_rows():
-    """3,000 random batches, on a list in place of keys and values. Catches a text in a row that
-    continues another, completions that change places, and rows that are copied without need."""
+    """Catches a text in a row that continues another text, completions that change places, and
+    rows that are copied without need. Random batches, with a list in place of keys and values."""
     rng = random.Random(0)
     for _ in range(3000):
+        # R rows continue as C texts; some texts have several completions; some of these end.
         R = rng.randint(1, 6)
-        parent = sorted([*range(R), *rng.choices(range(R), k=rng.randint(0, 6))])
-        text = [*range(len(parent)), *rng.choices(range(len(parent)), k=rng.randint(0, 6))]
-        rng.shuffle(text)
-        gone = {number for number in range(len(parent)) if rng.random() < 0.4}
-        ended = torch.tensor([number in gone for number in text])
+        continued = sorted([*range(R), *rng.choices(range(R), k=rng.randint(0, 6))])
+        C = len(continued)
+        text_of = [*range(C), *rng.choices(range(C), k=rng.randint(0, 6))]
+        rng.shuffle(text_of)
+        gone = {text for text in range(C) if rng.random() < 0.4}
+        ended = torch.tensor([text in gone for text in text_of])
         if ended.all():
             continue
-        *places, row = compact.next_rows(torch.tensor(parent), torch.tensor(text), ended)
-        going, texts, sources, gaps, movers = (place.tolist() for place in places)
-        kept = [number for number in range(len(parent)) if number not in gone]
+        rows = compact.next_rows(torch.tensor(continued), torch.tensor(text_of), ended)
+
+        kept = [text for text in range(C) if text not in gone]
+        texts, going = rows.text.tolist(), rows.going.tolist()
         assert sorted(texts) == kept
-        assert sources == [parent[number] for number in texts]
-        batch = [*range(R), *[None] * len(parent)]
-        for gap, old in zip(gaps, [batch[mover] for mover in movers], strict=True):
-            batch[gap] = old
-        assert batch[: len(texts)] == sources
-        in_place = {parent[number] for number in kept if parent[number] < len(kept)}
-        assert len(gaps) == len(kept) - len(in_place)
-        row = [*range(len(going))] if row is None else row.tolist()
-        assert (row == sorted(set(row))) == (len(kept) == len(going))
+        assert rows.source.tolist() == [continued[text] for text in texts]
+
+        cache = [*range(R), *[None] * C]
+        copies = [cache[source] for source in rows.copied_from.tolist()]
+        for target, content in zip(rows.copied_to.tolist(), copies, strict=True):
+            cache[target] = content
+        assert cache[: len(texts)] == rows.source.tolist()
+        in_place = {continued[text] for text in kept if continued[text] < len(kept)}
+        assert len(copies) == len(kept) - len(in_place)
+
         assert sorted(going) == (~ended).nonzero()[:, 0].tolist()
-        assert [texts[place] for place in row] == [text[number] for number in going]
+        assert (rows.row_of is None) == (len(kept) == len(going))
+        row_of = range(len(going)) if rows.row_of is None else rows.row_of.tolist()
+        assert [texts[row] for row in row_of] == [text_of[number] for number in going]
+
+    # Completions that each have a row: the last one moves into the place of one that ended.
+    rows = compact.next_rows(None, None, torch.tensor([False, True, False, False, True]))
+    assert rows.row_of is None
+    assert [place.tolist() for place in rows[:-1]] == [[0, 3, 2], [0, 3, 2], [0, 3, 2], [1], [3]]
 
 
-def test_completions_in_rows_of_their_own():
-    """Catches rows that move although one that ended is last, or that need the texts."""
-    *places, row = compact.next_rows(None, None, torch.tensor([False, True, False, False, True]))
-    assert row is None
-    assert [place.tolist() for place in places] == [[0, 3, 2], [0, 3, 2], [0, 3, 2], [1], [3]]
-
-
-def test_buffers_grow_by_doubling():
-    """A batch that gains one row at a time. Catches a copy of all keys and values for every row,
-    more rows than completions, and rows whose content is lost as the buffers grow."""
+def test_the_cache_grows_by_doubling():
+    """Catches a cache that copies all keys and values for every new row or token, takes more rows
+    than there are completions, or loses what it held. The batch gains one row at a time."""
     layer = compact.GrowingLayer()
     states = torch.arange(6.0).view(1, 1, 3, 2)
     layer.update(states, -states)
-    moved = set()
+    buffers = set()
     for count in range(2, 41):
         layer.keep(count, torch.tensor([count - 1]), torch.tensor([count - 2]), most=40)
-        moved.add(layer.buffer.data_ptr())
+        buffers.add(layer.buffer.data_ptr())
         assert layer.buffer.shape[1] <= 40
         assert torch.equal(layer.keys, states.expand(count, -1, -1, -1))
         assert torch.equal(layer.values, -layer.keys)
-    assert len(moved) <= 5, "4, 10, 22 and 40 rows"
+    assert len(buffers) <= 5, "4, 10, 22 and 40 rows"
+    buffers = set()
+    for _ in range(100):
+        layer.update(*torch.zeros(2, 40, 1, 1, 2))
+        buffers.add(layer.buffer.data_ptr())
+    assert len(buffers) <= 3
+    assert torch.equal(layer.keys[:, :, :3], states.expand(40, -1, -1, -1))
 
 
 def test_common_beginning(monkeypatch):
-    """Fails if the last token of a prompt is counted, which predicts the first sampled one, if
-    short beginnings or single prompts are read apart, or if prompts differ in it."""
+    """Catches a beginning that includes a prompt's last token, which predicts the first sampled
+    one, and a beginning that some prompts do not have."""
     monkeypatch.setattr(compact, "SHARED", 2)
     assert compact.common_beginning([[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3, 4, 7]]) == [1, 2, 3]
     assert compact.common_beginning([[1, 2, 3], [1, 2, 3, 4]]) == [1, 2]
-    assert compact.common_beginning([[1, 2, 3], [1, 2, 3]]) == [1, 2]
-    assert compact.common_beginning([[1, 2, 3], [1, 9, 3]]) == []
-    assert compact.common_beginning([[1, 2, 3]]) == []
-    assert compact.common_beginning([[1], [1, 2]]) == []
+    assert compact.common_beginning([[1, 2, 3], [1, 9, 3]]) == [], "too short"
+    assert compact.common_beginning([[1, 2, 3]]) == [], "one prompt"
 
 
 @pytest.mark.parametrize(
-    ("prompts", "first"),  # and the shapes of the first forward without sharing, and with it
+    ("prompts", "first"),  # and the shape of the first forward without sharing, and with it
     [
         ([[7] * 4 + [1], [7] * 4 + [2, 3, 4]], {100: (2, 7), 3: (1, 4)}),
         ([[7] * 4 + [1, 2]] * 3, {100: (3, 6), 3: (1, 5)}),
     ],
 )
-def test_a_shared_beginning_is_read_once(make_policy, monkeypatch, prompts, first):
-    """Ragged prompts, and equal ones: the same logits, positions and completions as without
-    sharing. Fails if the rest of a prompt does not see the beginning, or has its positions."""
+def test_a_shared_beginning_changes_nothing(make_policy, monkeypatch, prompts, first):
+    """Catches the rest of a prompt that does not see the shared beginning, or has its positions."""
     model, _ = make_policy(dtype=torch.float64)
     shapes, forward = [], model.forward
     record = lambda ids, **inputs: shapes.append(ids.shape) or forward(ids, **inputs)

@@ -185,8 +185,8 @@ def test_no_leakage_from_neighbours(make_policy, share):
 
 
 def test_transformers_own_packing_is_silently_off(make_policy):
-    """The trap that explicit segments avoid: position ids alone separate segments only with
-    use_cache=False."""
+    """Catches a reason for explicit segments that is gone: in transformers, position ids alone
+    separate segments only with use_cache=False, and say nothing otherwise."""
     model, _ = make_policy()
     pack = packing.build_pack([[1, 2], [3]], [[6, 7], [8, 9]])
     wanted, _ = packing.packed_logprobs(model, pack)
@@ -203,13 +203,14 @@ def test_transformers_own_packing_is_silently_off(make_policy):
 
 @pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
 def test_attention_that_cannot_be_packed_is_refused(name):
+    """Catches attention with a window, a cap or sinks that is silently computed without them."""
     states = torch.zeros(1, 2, 3, 8)
     with pytest.raises(NotImplementedError, match=name):
         packing.packed_attention(None, states, states, states, None, **{name: 4})
 
 
 def test_attention_with_dropout_is_refused(make_policy):
-    """With dropout the trained policy would not be the one that sampled."""
+    """Catches dropout, with which the trained policy would not be the one that sampled."""
     pack = packing.build_pack([[1, 2]], [[3]])
     model, _ = make_policy()
     model.model.layers[1].self_attn.attention_dropout = 0.1

@@ -89,6 +89,7 @@ def first_fit_decreasing(lengths, capacity):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_widest_window_is_first_fit_decreasing_and_narrowest_next_fit(seed):
+    """Catches a plan that is neither of the two known packings at the ends of its range."""
     lengths = random_set(seed)[0] + [3, 4]
     assert packing.plan_packs(lengths, 32, len(lengths)) == first_fit_decreasing(lengths, 32)
     next_fit = []
@@ -130,6 +131,7 @@ def test_density_and_speed():
 
 
 def test_bad_arguments_are_refused():
+    """Catches a plan that never ends, and a first token that no position predicts."""
     with pytest.raises(ValueError, match="at least 1, got 0"):
         packing.plan_packs([1], 0, 4)
     for share in (False, True):

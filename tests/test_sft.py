@@ -11,22 +11,18 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from test_packing import flat_grad, plain_logprobs
-from toy import ROOT, assert_same, flags, in_processes, rows, timeless, toy_reward
+from toy import assert_same, in_processes, rows, timeless
 
-import config
 import data
 import models
 import rollout
-import train
 from runtime import InputError, ranks
 from tasks import sft
 
-# The last problem is held out, which leaves 12.
 PROBLEMS = [
     {"problem": f"{'abc'[n % 3] * (n % 5 + 1)}{n}?", "answer": f"{n % 4 * 'so '}is \\boxed{{{n}}}"}
-    for n in range(13)
+    for n in range(13)  # the last one is held out, which leaves 12
 ]
 
 
@@ -37,7 +33,6 @@ def write(path, problems):
 
 @pytest.fixture
 def file(tmp_path):
-    """The 13 problems as a JSON-lines file."""
     return write(tmp_path / "problems.jsonl", PROBLEMS)
 
 
@@ -48,7 +43,7 @@ def settings(file, **changes):
 
 @pytest.fixture
 def teach(policy_folder, file, tmp_path):
-    """Train on the file, or other data, in this process; returns the log's rows."""
+    """Train on the 12 problems, or on other data, in this process; returns the log's rows."""
 
     def go(name, **changes):
         options = {"model": policy_folder, "out_dir": str(tmp_path / name)}
@@ -62,11 +57,11 @@ def teach(policy_folder, file, tmp_path):
 
 
 def test_a_step_is_the_plain_computation(make_policy, file, monkeypatch):
-    """Loss and gradient in float64 against transformers' own attention, problem by problem: with a
-    slot for each of the 12, about four slots, and one slot. The gradient is clipped to norm 1.
+    """Catches a mean over a slot instead of the batch, a loss on the prompt, a lost slot, the
+    gradient of an earlier step, and a norm that is not clipped.
 
-    Catches a mean over a slot, a loss on the prompt, a lost slot, the gradient of an earlier step,
-    and a norm that is not clipped.
+    Loss and gradient in float64, against transformers' own attention, problem by problem: with a
+    slot for each problem, about four slots, and one slot.
     """
     model, tokenizer = make_policy(dtype=torch.float64)
     cfg = settings(file, batch_size=12)
@@ -86,56 +81,31 @@ def test_a_step_is_the_plain_computation(make_policy, file, monkeypatch):
         assert (flat_grad(model) - clipped).norm() < 1e-5 * clipped.norm()  # clipping adds 1e-6
 
 
-def test_prompts_are_those_of_train(policy_folder, make_policy, file, tmp_path):
-    """Plain and chat: the prompts that train.py would sample from, and each row's own solution,
-    which ends with the end token.
-
-    Catches a format that is not passed on, a solution without an end, and solutions of other rows.
-    """
+def test_prompts_and_solutions(make_policy, file):
+    """Catches a prompt format that is not passed on, a solution of another problem or without an
+    end token, and a limit on tokens that forgets the solution or is off by one."""
     _, tokenizer = make_policy()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>"
-        "{% if not enable_thinking %}<think></think>{% endif %}"
-    )
-    tokenizer.save_pretrained(policy_folder)
-    found = {}
+    tokenizer.chat_template = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>"
     for form in ("plain", "chat"):
-        args = flags(policy_folder, str(tmp_path / "run"), data=file, prompt_format=form)
-        trainer = train.Trainer(config.parse_config(args), toy_reward)
-        pairs = sft.encode(settings(file, prompt_format=form), trainer.tokenizer, 512)
-        prompts, solutions = zip(*pairs, strict=True)
-        assert list(prompts) == trainer.train_ids
-        assert {solution[-1] for solution in solutions} == {tokenizer.eos_token_id}
-        texts = [tokenizer.decode(solution[:-1]) for solution in solutions]
-        assert texts == [row["answer"] for row in PROBLEMS[:-1]]
-        found[form] = prompts
-    assert found["plain"] != found["chat"]
-
-
-def test_problems_that_do_not_fit_are_left_out(make_policy, file):
-    """A problem fits if prompt and solution together are as long as the model's context.
-
-    Catches a limit on the prompt alone, and one that is off by a token.
-    """
-    _, tokenizer = make_policy()
-    pairs = sft.encode(settings(file), tokenizer, 512)
+        _, expected = data.encode_prompts(data.sft_problems(file), tokenizer, 512, form)
+        pairs = sft.encode(settings(file, prompt_format=form), tokenizer, 512)
+        assert [prompt for prompt, _ in pairs] == expected
+        texts = [tokenizer.decode(solution) for _, solution in pairs]
+        assert texts == [row["answer"] + tokenizer.eos_token for row in PROBLEMS[:-1]]
     sizes = [len(prompt) + len(solution) for prompt, solution in pairs]
-    longest = max(sizes)
-    assert sft.encode(settings(file), tokenizer, longest) == pairs
-    shorter = [pair for pair, size in zip(pairs, sizes, strict=True) if size < longest]
-    assert sft.encode(settings(file), tokenizer, longest - 1) == shorter
+    shorter = [pair for pair, size in zip(pairs, sizes, strict=True) if size < max(sizes)]
+    cfg = settings(file, prompt_format="chat")
+    assert sft.encode(cfg, tokenizer, max(sizes)) == pairs
+    assert sft.encode(cfg, tokenizer, max(sizes) - 1) == shorter
 
 
 # ---------------------------------------------------------------------------- a run
 
 
 def test_it_learns(teach, tmp_path, monkeypatch):
-    """Two problems are learned by heart: the loss falls, and the checkpoint, read as train.py reads
-    it, completes both as taught.
-
-    Catches the wrong sign of the loss, an update that is not applied, targets that are off by one,
-    an end that is not learned, and a checkpoint of other weights.
-    """
+    """Catches the wrong sign of the loss, an update that is not applied, targets that are off by
+    one, an end that is not learned, and a checkpoint of other weights. Two problems are learned by
+    heart, and the checkpoint, read as train.py reads it, completes both as taught."""
     monkeypatch.setattr(data, "INSTRUCTION", "")  # short prompts, which need few steps
     taught = {"aaaa": "a: \\boxed{1}", "bbbb": "b: \\boxed{2}", "held out": "c: \\boxed{3}"}
     problems = [{"problem": text, "answer": solution} for text, solution in taught.items()]
@@ -152,12 +122,37 @@ def test_it_learns(teach, tmp_path, monkeypatch):
     assert said == ["a: \\boxed{1}<|end|>", "b: \\boxed{2}<|end|>"]
 
 
-def test_stopped_killed_and_resumed(teach, tmp_path, monkeypatch, capsys):
-    """Stopped by SIGTERM in step 3, and killed in step 6, after the checkpoint of step 4: log and
-    weights equal an uninterrupted run's bit for bit, times excepted.
+def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
+    """Catches a problem that is repeated or left out in an epoch, an order that does not change,
+    and a warm-up or a decay that is off by one step or never reaches the optimizer."""
+    batches, used = [], []
 
-    Catches a stop without a checkpoint, an optimizer that starts afresh, a step that is repeated or
-    skipped, and rows that are written twice.
+    def update(model, optimizer, batch, *args):
+        batches.append(batch)
+        used.append(optimizer.param_groups[0]["lr"])
+        return {"loss": 0.0, "grad_norm": 0.0}
+
+    monkeypatch.setattr(sft, "update", update)
+    teach("other seed", seed=1, steps=3)
+    log = teach("run", steps=30, lr=6.0)
+    everything = sorted(sft.encode(settings(file), make_policy()[1], 512))
+    epochs = [[*itertools.chain(*batches[start : start + 3])] for start in range(0, 33, 3)]
+    assert all(sorted(epoch) == everything for epoch in epochs)
+    assert all(one != other for one, other in itertools.combinations(epochs, 2))
+
+    used = used[3:]
+    warm_up = [min(step / 10, 1.0) for step in range(1, 31)]
+    decay = [6.0 - 0.2 * step for step in range(30)]
+    assert used == pytest.approx([w * d for w, d in zip(warm_up, decay, strict=True)])
+    assert [row["learning_rate"] for row in log] == used
+
+
+def test_stopped_killed_and_resumed(teach, tmp_path, monkeypatch, capsys):
+    """Catches a stop without a checkpoint, an optimizer that starts afresh, a step that is repeated
+    or skipped, and rows that are written twice.
+
+    A run is stopped by SIGTERM in step 3, resumed, killed in step 6 after the checkpoint of step 4,
+    and resumed. Its log and weights are an uninterrupted run's, bit for bit.
     """
     monkeypatch.setattr(sft, "SAVE_EVERY", 2)
     teach("whole", steps=8)
@@ -184,68 +179,15 @@ def test_stopped_killed_and_resumed(teach, tmp_path, monkeypatch, capsys):
     assert [path.name for path in part.glob("checkpoint-*")] == ["checkpoint-000008"]
 
 
-def test_every_problem_once_an_epoch(teach, file, make_policy, monkeypatch):
-    """Twelve problems are three batches of four, in another order in the next epoch, and with
-    another seed.
-
-    Catches a batch that is repeated, and a seed without effect.
-    """
-    batches = []
-
-    def update(model, optimizer, batch, *args):
-        batches.append(batch)
-        return {"loss": 0.0, "grad_norm": 0.0}
-
-    monkeypatch.setattr(sft, "update", update)
-    for seed in (0, 1):
-        teach(f"seed{seed}", seed=seed)
-    everything = sorted(sft.encode(settings(file), make_policy()[1], 512))
-    epochs = [[*itertools.chain(*batches[start : start + 3])] for start in range(0, 12, 3)]
-    assert all(sorted(epoch) == everything for epoch in epochs)
-    assert all(one != other for one, other in itertools.combinations(epochs, 2))
-
-
-def test_the_learning_rate(teach, monkeypatch):
-    """It rises for 10 steps, then falls by lr / steps in each step, to lr / steps in the last. The
-    log has what the optimizer used.
-
-    Catches a warm-up or decay that is off by one step, a last step of rate 0, and a rate that never
-    reaches the optimizer.
-    """
-    used = []
-
-    def update(model, optimizer, *args):
-        used.append(optimizer.param_groups[0]["lr"])
-        return {"loss": 0.0, "grad_norm": 0.0}
-
-    monkeypatch.setattr(sft, "update", update)
-    assert [row["learning_rate"] for row in teach("run", steps=30, lr=6.0)] == used
-    assert all(one < other for one, other in itertools.pairwise(used[:10]))
-    falling = [6.0 - 0.2 * step for step in range(30)]
-    assert used[9:] == pytest.approx(falling[9:])
-    assert used[-1] == pytest.approx(6.0 / 30)
-    rising = [rate / whole for rate, whole in zip(used[:10], falling[:10], strict=True)]
-    assert rising == pytest.approx([step / 10 for step in range(1, 11)])
-
-
-def test_bfloat16_arithmetic_over_float32_weights(teach, tmp_path):
-    """Fails if --dtype bfloat16 has no effect, or if the weights are rounded to it."""
-    plain, rounded = teach("float32", steps=2), teach("bfloat16", steps=2, dtype="bfloat16")
-    assert rounded[0]["loss"] != pytest.approx(plain[0]["loss"], rel=1e-6)
-    assert rounded[0]["loss"] == pytest.approx(plain[0]["loss"], rel=0.05)
-    before = load_file(tmp_path / "policy" / "model.safetensors")
-    after = load_file(tmp_path / "bfloat16" / "checkpoint" / "model.safetensors")
-    for name, weight in after.items():
-        assert weight.dtype == torch.float32
-        assert not torch.equal(weight, before[name])
-
-
-# ---------------------------------------------------------------------------- several ranks
+def test_bfloat16(teach):
+    """Catches a --dtype bfloat16 without effect."""
+    (plain, *_), (rounded, *_) = teach("float32", steps=1), teach("16", steps=1, dtype="bfloat16")
+    assert rounded["loss"] != pytest.approx(plain["loss"], rel=1e-6)
+    assert rounded["loss"] == pytest.approx(plain["loss"], rel=0.05)
 
 
 def record_gradients(folder, model, file):
-    """Runs of which every rank writes the summed gradients; in `alone` the second of two ranks has
-    no problem."""
+    """Two runs of which every rank writes the summed gradients."""
     add, gradients = ranks.sum_gradients, []
 
     def recorded(model):
@@ -261,15 +203,16 @@ def record_gradients(folder, model, file):
         torch.save(torch.stack(gradients), f"{folder}/{name}-rank{rank}.pt")
 
 
-def test_two_ranks_are_one(policy_folder, file, tmp_path):
-    """Three problems on the first rank and two on the second, or one and none: the gradients, loss
-    and norm of one rank, up to rounding.
+def test_two_ranks_are_one(policy_folder, file, tmp_path, monkeypatch):
+    """Catches a rank that divides by its own number of tokens, a problem on both ranks or on none,
+    a gradient or loss that is not summed, and a rank that waits for one without problems.
 
-    Catches a rank's own number of tokens, a problem on both ranks or on none, a gradient or loss
-    that is not summed, and a rank that waits for one without problems.
+    `uneven` has three problems on the first rank and two on the second, `alone` one and none.
     """
     one, two = tmp_path / "one", tmp_path / "two"
-    in_processes(1, record_gradients, one, policy_folder, file)
+    one.mkdir()
+    monkeypatch.setattr(ranks, "sum_gradients", ranks.sum_gradients)  # restores what is patched
+    record_gradients(one, policy_folder, file)
     in_processes(2, record_gradients, two, policy_folder, file)
     for name in ("uneven", "alone"):
         whole = torch.load(one / f"{name}-rank0.pt")
@@ -282,33 +225,22 @@ def test_two_ranks_are_one(policy_folder, file, tmp_path):
                 assert here[key] == pytest.approx(there[key], rel=1e-5), key
 
 
-# ---------------------------------------------------------------------------- input
-
-SOLVED = {"problem": "1+1?", "answer": "so \\boxed{2}"}
-BAD_INPUT = [
-    ({"steps": 0}, SOLVED, "--steps 0: must be above 0"),
-    ({"batch_size": 0}, SOLVED, "--batch-size 0: must be above 0"),
-    ({"lr": 0.0}, SOLVED, "--lr 0.0: must be above 0"),
-    ({"lr": math.nan}, SOLVED, "--lr nan: must be above 0"),
-    ({"batch_size": 13}, SOLVED, "--batch-size 13: only 12 problems fit the model"),
-    ({"prompt_format": "chat"}, SOLVED, "--prompt-format chat: the tokenizer has no chat template"),
-    ({"data": ("arithmetic",)}, SOLVED, "--data arithmetic: none of its 512 problems has a worked"),
-    ({}, SOLVED | {"answer": "2"}, "problems.jsonl: none of its 12 problems has a worked solution"),
-    ({}, SOLVED | {"problem": "x" * 600}, "all 12 prompts are longer than 512 tokens"),
-    (
-        {}, SOLVED | {"answer": f"{'x' * 600}\\boxed{{2}}"},
-        "--batch-size 4: only 0 problems fit the model",
-    ),
-]  # fmt: skip
+# ---------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(("changes", "row", "message"), BAD_INPUT)
-def test_bad_input_is_one_line_and_leaves_nothing(teach, tmp_path, changes, row, message):
-    """Catches a missing check, one that runs after the first file, and a value without a name."""
-    write(tmp_path / "problems.jsonl", [row] * 13)
-    with pytest.raises(InputError, match=re.escape(message)) as caught:
+@pytest.mark.parametrize(
+    ("changes", "answer", "message"),
+    [
+        ({"lr": math.nan}, "so \\boxed{2}", "--lr nan: must be above 0"),
+        ({"batch_size": 13}, "so \\boxed{2}", "--batch-size 13: only 12 problems fit the model"),
+        ({}, "2", "problems.jsonl: none of its 12 problems has a worked solution"),
+    ],
+)
+def test_bad_input_leaves_nothing(teach, tmp_path, changes, answer, message):
+    """Catches a check that is missing, or that runs after the first file is written."""
+    write(tmp_path / "problems.jsonl", [{"problem": "1+1?", "answer": answer}] * 13)
+    with pytest.raises(InputError, match=re.escape(message)):
         teach("run", **changes)
-    assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -321,26 +253,20 @@ def test_a_gradient_that_is_not_finite(teach, tmp_path):
 
 
 def test_a_folder_that_holds_a_run(teach):
-    """Only --resume with the run's own flags may continue it; a finished run stays as it is.
-
-    Catches a run that is overwritten, and a resumed run with other flags.
-    """
+    """Catches a run that is overwritten, and one that is resumed with other flags."""
     log = teach("run", steps=2)
-    resumed = {"steps": 2, "resume": True}
-    others = ({"lr": 0.5}, {"steps": 3}, {"seed": 1}, {"data": ("words",)})
-    for changes in ({"steps": 2}, *(resumed | other for other in others)):
-        with pytest.raises(
-            InputError, match=r"--out-dir .*run holds a run: --resume and its flags"
-        ):
-            teach("run", **changes)
-    assert teach("run", **resumed) == log
-    assert teach("run", **resumed) == log, "also a second time"
+    for changes in ({}, {"resume": True, "lr": 0.5}, {"resume": True, "data": ("words",)}):
+        with pytest.raises(InputError, match="run holds a run: --resume and its flags"):
+            teach("run", **{"steps": 2} | changes)
+    assert teach("run", steps=2, resume=True) == log, "a finished run stays as it is"
 
 
-def test_bad_input_has_no_traceback(monkeypatch, capsys):
-    """As a program. Catches an error that is not reported in one line, and exit status 0."""
-    monkeypatch.setattr(sys, "argv", ["sft.py", "--data", "words", "gsm8k", "--steps", "0"])
+def test_as_a_program(monkeypatch, capsys):
+    """Catches `python -m tasks.sft` that does not start, and an error without status or as a
+    traceback."""
+    monkeypatch.setattr(sys, "argv", ["tasks.sft", "--data", "words", "gsm8k", "--steps", "0"])
+    monkeypatch.delitem(sys.modules, "tasks.sft")
     with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(ROOT / "sft.py"), run_name="__main__")
+        runpy.run_module("tasks.sft", run_name="__main__")
     assert caught.value.code == 2
     assert capsys.readouterr().err == "error: --steps 0: must be above 0\n"

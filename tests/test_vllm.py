@@ -134,6 +134,7 @@ def test_greedy_tokens_and_cut_tails_are_those_of_compact(pair):
 
 
 def test_seed_decides_everything(pair):
+    """Catches a seed that vLLM does not get, and samples that cannot be repeated."""
     one, same, other = (sample(*pair, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one.completion_ids, same.completion_ids)
     assert not torch.equal(one.completion_ids, other.completion_ids)
@@ -215,8 +216,8 @@ def test_the_check_finds_what_was_forgotten(pair, monkeypatch):
 
 
 def test_the_vocabularys_padding_is_never_sampled(tmp_path):
-    """62 rows of the head are not tokens, but as likely as the others. Fails if vLLM takes the
-    vocabulary's size from the config."""
+    """Catches a vocabulary whose size is the config's: 62 rows of the head are not tokens, but as
+    likely as the others."""
     model = make_model(tmp_path, tied=True, padding=62)
     engine = make_engine(tmp_path)
     try:
@@ -256,8 +257,8 @@ def train_with_vllm(tmp_path):
     "changes", [{"method": "grpo"}, {"method": "dppo", "minibatches": 2, "lr": 1e-3}]
 )
 def test_training(train_with_vllm, changes):
-    """The gap at each of ten steps; the correction has nothing to correct. Catches stale weights in
-    the loop."""
+    """Catches stale weights in the training loop. At each of ten steps vLLM's log-probs are the
+    trainer's, and the correction for a difference has nothing to do."""
     log = train_with_vllm("run", **changes)
     gap = "sampling/sampling_logp_difference/mean"
     log = [row for row in log if row[gap] is not None]  # null where nothing was kept
@@ -275,7 +276,8 @@ def test_training(train_with_vllm, changes):
 def test_training_refuses_to_start_if_something_was_forgotten(
     train_with_vllm, monkeypatch, tmp_path, forgotten
 ):
-    """Nothing is written. Without the check, the log of the same ten steps would show the gap."""
+    """Catches a check that passes although vLLM keeps old prefixes or an old head, and a run that
+    writes before it. Without the check, the log of ten steps shows the gap."""
     if forgotten == "prefix":
         monkeypatch.setattr(vllm.LLM, "reset_prefix_cache", lambda self: None)
     else:
@@ -291,6 +293,7 @@ def test_training_refuses_to_start_if_something_was_forgotten(
 
 
 def test_resume_is_bit_for_bit(train_with_vllm, tmp_path):
+    """Catches samples that depend on what the engine did before the checkpoint."""
     train_with_vllm("whole", steps=4, method="pps", save_every=2)
     train_with_vllm("part", steps=2, method="pps", save_every=2)
     args = ["--out-dir", str(tmp_path / "part"), "--resume", "--steps", "4"]
