@@ -27,8 +27,7 @@ import models
 import rollout
 import sampler
 import train
-from bench import JsonFile, gradient, inner_products, replay, sampling_copy, sized
-from bench.code import this_code
+from bench import JsonFile, gradient, inner_products, made_by, replay, sampling_copy, sized
 from related import rivals  # noqa: F401 (adds its rules, which are biased)
 from rewards import score
 from update import accumulate_gradients
@@ -69,7 +68,7 @@ def main(
         short = lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
         lists = [[short(value) for value in row.values()] for row in rows]
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in lists)
-        made = "".join(f"{json.dumps(k)}: {json.dumps(v)}, " for k, v in this_code().items())
+        made = "".join(f"{json.dumps(k)}: {json.dumps(v)}, " for k, v in made_by().items())
         columns = json.dumps(list(rows[0]))
         json_file.write_text(f'{{{made}"columns": {columns}, "rows": [\n{lines}\n]}}\n')
 

@@ -9,12 +9,12 @@ rm -rf .cache
 for seed in 0 1 2; do
     time torchrun train.py --seed "$seed" --out-dir "out-$seed"
     python eval.py --model "out-$seed/checkpoint" --data arithmetic-longer
-    python -m bench code --keep "out-$seed/log.jsonl" "runs/main-seed$seed.jsonl"
+    python -c "import bench; bench.keep_log('out-$seed/log.jsonl', 'runs/main-seed$seed.jsonl')"
 done
 python eval.py --model .cache/base-* --data arithmetic-longer
 cp out-0/run.png runs/main-seed0.png
 # What pps learns about the prompts of the realistic mix: another minute. It ends at 0.72, because
 # 30 % of the mix's held-out chains are too long; the race evaluates with --eval-data arithmetic.
 torchrun train.py --data arithmetic-mixed --steps 80 --out-dir out-mixed
-python -m bench code --keep out-mixed/log.jsonl runs/pps-mixed.jsonl
+python -c "import bench; bench.keep_log('out-mixed/log.jsonl', 'runs/pps-mixed.jsonl')"
 cp out-mixed/run.png runs/pps-mixed.png

@@ -27,7 +27,7 @@ policy pruned $out/2ssp
 wait $first
 python - <<END
 from pathlib import Path
-from bench import code
+from bench import stamped
 from runtime import log
 rows = [
     {"model": model, "seed": seed} | row
@@ -35,5 +35,5 @@ rows = [
     for seed in (0, 1)
     for row in log.read_rows(Path(f"$out/{model}-seed{seed}/log.jsonl"))
 ]
-log.write_rows(Path("runs/pruned-policy.jsonl"), code.stamped(rows))
+log.write_rows(Path("runs/pruned-policy.jsonl"), stamped(rows))
 END

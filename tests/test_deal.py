@@ -8,7 +8,6 @@ import toy
 from toy import in_processes
 
 import config
-from bench.deal import spread, tokens
 from rollout import Rollouts
 from runtime import deal, ranks
 from train import Trainer
@@ -86,6 +85,17 @@ def test_rollouts_follow_the_history(policy_folder, tmp_path, monkeypatch):
     assert len(set(expected)) > 1
 
 
+def tokens(groups, prompts, completions, ranks, world: int, share: bool) -> list[int]:
+    """Tokens that each rank forwards; with `share`, a prompt once for all of its completions."""
+    found, seen = [0] * world, set()
+    for group, prompt, completion, rank in zip(groups, prompts, completions, ranks, strict=True):
+        found[rank] += completion - 1
+        if not share or (rank, group) not in seen:
+            found[rank] += prompt
+        seen.add((rank, group))
+    return found
+
+
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("world", [2, 8, 64])
 def test_work_is_even(world, share):
@@ -104,19 +114,6 @@ def test_work_is_even(world, share):
     if share and world == 2:
         whole = tokens(*args, [0] * len(groups), 1, True)
         assert sum(found) < 1.05 * sum(whole)
-
-
-def test_figures_of_the_bench():
-    """Eight sequences of one rank's group and one of the other's, and a long one. Fails if `bench
-    deal` compares other deals, or counts a shared prompt twice on a rank."""
-    groups = [0] * 8 + [1]
-    busiest, dealt, bound, more = spread(groups, [1] * 9, [10] * 9, 2, False, 10**9)
-    assert (busiest, dealt) == (pytest.approx(80 / 45), pytest.approx(50 / 45))
-    assert (bound, more) == (1.0, 1.0)
-    *_, bound, _ = spread([0, 1, 2], [1] * 3, [10, 10, 70], 3, False, 10**9)
-    assert bound == pytest.approx(70 / 30)
-    assert tokens(groups, [5] * 9, [10] * 9, groups, 2, True) == [5 + 8 * 9, 5 + 9]
-    assert tokens(groups, [5] * 9, [10] * 9, groups, 2, False) == [8 * 14, 14]
 
 
 def test_long_sequences_cost_more_than_their_tokens():

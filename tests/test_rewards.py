@@ -16,7 +16,6 @@ import torch
 
 import data
 import rewards
-from bench.hostile import hostile_answers
 from runtime import math_judge
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -171,6 +170,21 @@ def changed_judge(monkeypatch, tmp_path, old, new):
         math_judge.ask.cache_clear()
 
 
+HOSTILE = [  # wrong answers, made to hang or crash the judge, and reference answers
+    ("99^{99^{99}}", "x^{7}+1"),
+    ("x^{x^{x}}", "7"),
+    ("100000!", "x^{7}+1"),
+    ("\\log{10^{10^{10}}}", "7"),
+    ("\\sum_{i=1}^{10^{100}} i^{i}", "x^{7}+1"),
+    ("\\sqrt{" * 150 + "2" + "}" * 150, "7"),
+    ("|" * 900 + "2" + "|" * 900, "x^{7}+1"),
+    ("1/" * 900 + "0", "7"),
+    (" ", "x^{7}+1"),
+    ("lambda: 0", "7"),
+]
+HOSTILE_IN_A_THREAD = [("10^{10^{10}}", "7"), ("3" + "!" * 9, "7"), ("x>10^{10^{10^{10}}}", "7")]
+
+
 @pytest.mark.parametrize("thread", [False, True])
 def test_hostile_answers(thread):
     """Hostile answers get 0 after about a second of CPU time each, and the next answer is judged.
@@ -178,11 +192,11 @@ def test_hostile_answers(thread):
     Catches math-verify's own timer, which runs in the main thread only and not within one
     multiplication: then some of these would run until PATIENCE ends.
     """
-    pairs = hostile_answers()[::36] if thread else hostile_answers()[::10][-10:]
+    pairs = HOSTILE_IN_A_THREAD if thread else HOSTILE
     with fresh_judge() as spent, concurrent.futures.ThreadPoolExecutor() as pool:
-        for number, (completion, gold) in enumerate(pairs):
+        for number, (wrong, answer) in enumerate(pairs):
             right = (f"\\boxed{{\\frac{{{number}}}{{2}}}}", f"{number / 2}")
-            for args, reward in (((completion, gold), 0.0), (right, 1.0)):
+            for args, reward in (((f"\\boxed{{{wrong}}}", answer), 0.0), (right, 1.0)):
                 if thread:
                     found = pool.submit(rewards.math_reward, *args).result()
                 else:
