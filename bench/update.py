@@ -80,7 +80,7 @@ def packed_update(
     args = (model, work.rollouts, work.advantages, work.factor, work.keep)
     if share_prompts is None:
         return int(accumulate_gradients(*args, cfg=cfg).tokens)
-    with mock.patch.object(packing, "shares_prompts", lambda _device: share_prompts):
+    with mock.patch.object(packing, "shares_prompts", return_value=share_prompts):
         return int(accumulate_gradients(*args, cfg=cfg).tokens)
 
 
