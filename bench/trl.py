@@ -10,9 +10,11 @@ import functools
 import itertools
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers
@@ -140,6 +142,7 @@ def trl_steps(
     rules, times = VARIANTS[variant]
     trainer_class = GRPOTrainer
     if rules:
+        sys.path.append(str(Path(__file__).parents[1] / "integrations"))  # as if it were installed
         from dppo_trl import DPPOTrainer
 
         trainer_class = functools.partial(DPPOTrainer, **rules)
