@@ -37,8 +37,7 @@ BORROWED = {  # methods that were not searched, and whose flags they have
     "uniform": "pps",
     "dppo_floor": "grpo",
 }
-METHODS = (*tune.SPACES, *BORROWED, *FIXED)
-TITLES = {  # of rows, in tables: name, and color in the picture
+METHODS = {  # name in the tables and color in the picture
     "pps": ("pps", "#009E73"),
     "grpo": ("GRPO, tuned", "#000000"),
     "dppo": ("DPPO, tuned", "#0072B2"),
@@ -46,9 +45,6 @@ TITLES = {  # of rows, in tables: name, and color in the picture
     "cppo": ("CPPO, tuned", "#D55E00"),
     "uniform": ("pps, blind draws", "#F0E442"),
     "dppo_floor": ("DPPO with a floor", "#CC79A7"),
-    "greso": ("GRESO", "#56B4E9"),  # this and the next two: raced before they left this command
-    "dynamic": ("DAPO's sampling", "#882255"),
-    "mopps": ("MoPPS", "#44AA99"),
     "grpo-32x16": ("GRPO, 32 x 16", "#999999"),
 }
 BUDGETS = {  # seconds of one thread
@@ -180,9 +176,9 @@ def as_table(rows: list[dict], setting: str) -> str:
     """Markdown: each method's mean accuracy at each budget with its 95 % interval; then pps minus
     each tuned method, paired by seed, and pps minus tuned GRPO that has twice the seconds."""
     budgets = budgets_of(rows, setting)
-    found = {key: accuracies(rows, setting, *key) for key in itertools.product(TITLES, budgets)}
+    found = {key: accuracies(rows, setting, *key) for key in itertools.product(METHODS, budgets)}
     cells = [["seconds", *(f"{one:g}" for one in budgets)], ["---"] * (1 + len(budgets))]
-    for name, (title, _color) in TITLES.items():
+    for name, (title, _color) in METHODS.items():
         if any(found[name, one] for one in budgets):
             cells.append([title, *(show(interval(found[name, one])) for one in budgets)])
     gaps = {"pps - GRPO": ("grpo", 1), "pps - GRPO at twice": ("grpo", 2)}
@@ -228,7 +224,7 @@ def draw(rows: list[dict], settings: tuple[str, ...] = tuple(BUDGETS)) -> Figure
     lines = {}  # of the legend
     for panel, setting in zip(panels, settings, strict=True):
         budgets = budgets_of(rows, setting)
-        for name, (title, color) in TITLES.items():
+        for name, (title, color) in METHODS.items():
             found = {one: accuracies(rows, setting, name, one) for one in budgets}
             points = [(one, *interval(found[one])) for one in budgets if found[one]]
             if points:
@@ -242,7 +238,7 @@ def draw(rows: list[dict], settings: tuple[str, ...] = tuple(BUDGETS)) -> Figure
         panel.grid(alpha=0.2)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("avg@4, held out")
-    names = [title for title, _color in TITLES.values() if title in lines]
+    names = [title for title, _color in METHODS.values() if title in lines]
     style = {"frameon": False, "loc": "outside right center"}
     figure.legend([lines[name] for name in names], names, fontsize=9, **style)
     return figure

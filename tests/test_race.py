@@ -199,6 +199,6 @@ def test_real_runs(tmp_path, monkeypatch, policy_folder):
 def test_names_are_checked_first(tmp_path):
     """Catches a race that fails hours later."""
     for methods in ("pps,grop", "greso"):
-        with pytest.raises(InputError, match=r"--methods gr\w+: choose from grpo, pps"):
+        with pytest.raises(InputError, match=r"--methods gr\w+: choose from pps, grpo"):
             race.main(methods, json_file=tmp_path / "rows.jsonl")
     assert not list(tmp_path.iterdir())
