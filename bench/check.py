@@ -16,9 +16,10 @@ import torch
 
 import dppo
 from bench import JsonFile, gradient, run, sized, write_json
+from rollout import Rollouts
 from runtime import InputError
 from sampler import Selection
-from train import FullBatch, Trainer
+from train import Batch, Trainer
 
 
 class Checked(Trainer):
@@ -50,18 +51,15 @@ class Underweighted(Checked):
 def check(trainer: Trainer, step: int, draws: int) -> dict[str, float]:
     """The figures of `compare` for the candidates of a step, at the trainer's present weights.
 
-    Of several mini-batches it checks the first.
+    Of several mini-batches it checks the first. It runs in one process.
     """
     window = trainer.candidates(step)  # [Q]
     batch = trainer.roll_out(window, step, "check rollout")
 
-    def with_weights(weights: torch.Tensor) -> FullBatch:
-        """The batch as it is if prompts have these weights [Q], 0 for those that were dropped."""
-        position = torch.arange(len(window))
-        return trainer.full_batch(batch, Selection(window, weights, position))
-
     def full_gradient() -> torch.Tensor:  # [P]
-        full = with_weights(torch.ones(len(window), dtype=torch.float64))
+        everything = torch.ones(len(window), dtype=torch.bool)
+        chosen = Selection(window, everything.double(), torch.arange(len(window)), everything)
+        full = trainer.full_batch(batch, chosen)
         keep = (full.minibatch == 0)[:, None].expand_as(full.factor)
         trainer.backward(full, keep, keep.double())
         return gradient(trainer.model)
@@ -69,13 +67,26 @@ def check(trainer: Trainer, step: int, draws: int) -> dict[str, float]:
     def pruned_gradient(number: int) -> torch.Tensor:  # [P]
         generator = dppo.generator_for(trainer.cfg.seed, step, "check keep", number)
         chosen = trainer.prune_prompts(window, step, generator)
-        weights = torch.zeros(len(window), dtype=torch.float64)
-        weights[chosen.position] = chosen.weights
-        full = with_weights(weights)
+        full = trainer.full_batch(groups_of(batch, chosen.position), chosen)
         trainer.backward(full, *trainer.prune_completions(full, 0, generator))
         return gradient(trainer.model)
 
     return compare(full_gradient(), map(pruned_gradient, range(draws)))
+
+
+def groups_of(batch: Batch, places: torch.Tensor) -> Batch:
+    """The groups at some places [K] of a batch, as if only they had been rolled out."""
+
+    def chosen(value):
+        if torch.is_tensor(value):
+            return value[places]
+        return [value[place] for place in places.tolist()]
+
+    rollouts = Rollouts(*map(chosen, vars(batch.rollouts).values()))
+    columns = vars(batch) | {"rollouts": rollouts, "mine": torch.arange(len(places))}
+    for name in columns.keys() - {"rollouts", "mine"}:
+        columns[name] = chosen(columns[name])
+    return Batch(**columns)
 
 
 def compare(full: torch.Tensor, pruned: Iterable[torch.Tensor]) -> dict[str, float]:

@@ -146,8 +146,10 @@ def gap_of_loss(bench: Bench, sample: Callable, loss: str, cap: str) -> dict:
     flags = bench.flags("--loss", loss, "--importance-cap", cap)
     trainer.cfg = config.resolve(config.parse_config(flags))
     try:
-        ones = torch.ones(len(batch.prompts), dtype=torch.float64)
-        full = trainer.full_batch(batch, Selection(batch.prompts, ones, torch.arange(len(ones))))
+        everything = torch.ones(len(batch.prompts), dtype=torch.bool)
+        places = torch.arange(len(everything))
+        chosen = Selection(batch.prompts, everything.double(), places, everything)
+        full = trainer.full_batch(batch, chosen)
         keep = torch.ones_like(full.scale, dtype=torch.bool)
         sums = trainer.backward(full, keep, keep.double())
         difference = trainer_logprobs(trainer.model, batch.rollouts, trainer.cfg)

@@ -29,14 +29,6 @@ from bench import JsonFile, timed, tune
 from bench.timed import Run
 from runtime import InputError, log
 
-FIXED = {
-    "grpo-32x16": "--method grpo --prompts-per-step 32 --group-size 16 --lr 6e-4 --loss grpo "
-    "--adam-beta2 0.999"
-}
-BORROWED = {  # methods that were not searched, and whose flags they have
-    "uniform": "pps",
-    "dppo_floor": "grpo",
-}
 METHODS = {  # name in the tables and color in the picture
     "pps": ("pps", "#009E73"),
     "grpo": ("GRPO, tuned", "#000000"),
@@ -46,6 +38,14 @@ METHODS = {  # name in the tables and color in the picture
     "uniform": ("pps, blind draws", "#F0E442"),
     "dppo_floor": ("DPPO with a floor", "#CC79A7"),
     "grpo-32x16": ("GRPO, 32 x 16", "#999999"),
+}
+FIXED = {
+    "grpo-32x16": "--method grpo --prompts-per-step 32 --group-size 16 --lr 6e-4 --loss grpo "
+    "--adam-beta2 0.999"
+}
+BORROWED = {  # methods that were not searched, and whose flags they have
+    "uniform": "pps",
+    "dppo_floor": "grpo",
 }
 BUDGETS = {  # seconds of one thread
     "arithmetic": (5, 10, 20, 40, 80),

@@ -178,8 +178,10 @@ def rule_draws(name, share, found, batch, sizes, norms, draws):
             return None
         drawn = [dppo.prune_completions("dppo", rate, batch, generator)[1] for _ in range(draws)]
     elif name in dppo.COMPLETION_RULES and dppo.COMPLETION_RULES[name].biased:
-        lowest = 1 - 1 / batch.size.shape[1] if name == "cppo" else 1.0  # one of a group at least
-        keep = lambda rate: dppo.prune_completions(name, min(rate, lowest), batch, generator)
+        groups, G = batch.size.shape
+        fewest = {"cppo": 1 / G, "cppo_batch": 1 / (groups * G), "pods": 2 / G}  # that they keep
+        highest = 1 - fewest.get(name, 0.0)
+        keep = lambda rate: dppo.prune_completions(name, min(rate, highest), batch, generator)
         rate = search(lambda rate: kept(keep(rate)[0].double()), share)
         if rate is None:
             return None
