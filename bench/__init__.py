@@ -7,7 +7,12 @@ May import: anything. Nothing but tests and notebooks imports bench.
 """
 
 import copy
+import datetime
+import functools
 import json
+import platform
+import re
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +21,6 @@ import torch
 import tyro
 
 import config
-from bench import code
 from run import Run
 from runtime import log
 from runtime.device import cast_weights
@@ -52,7 +56,7 @@ def run(
         training = kind(trainer)
         training.open_folder()
         while training.done < trainer.cfg.steps:
-            training.write(*training.advance())
+            training.write(*trainer.step(training.done + 1))
         return trainer, log.read_rows(Path(folder, "log.jsonl"))
 
 
@@ -66,9 +70,51 @@ def sampling_copy(model, cfg: config.Config):
 
 
 def write_json(path: Path | None, content) -> None:
-    """Write a table to the file of --json, if there is one, with the code that made it."""
+    """Write a table to the file of --json, if there is one. Its first row, or a table that is a
+    dictionary, says who made it."""
     if path:
-        path.write_text(json.dumps(code.stamped(content), indent=1) + "\n")
+        path.write_text(json.dumps(stamped(content), indent=1) + "\n")
+
+
+def stamped(content: dict | list[dict]) -> dict | list[dict]:
+    """A record with commit, machine and date in its first row, or in the table itself."""
+    if isinstance(content, dict):
+        return content | made_by()
+    first, *rest = content
+    return [first | made_by(), *rest]
+
+
+def keep_log(run_log: str, record: str) -> None:
+    """Copy the log.jsonl of a run to a record."""
+    log.write_rows(Path(record), stamped(log.read_rows(Path(run_log))))
+
+
+def made_by() -> dict[str, str]:
+    """The commit that is checked out, this machine and the date."""
+    date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    return {"commit": commit(), "machine": machine(), "date": date}
+
+
+@functools.cache
+def commit() -> str:
+    """The commit that was checked out when this process first asked; unknown without git."""
+    command = ["git", "rev-parse", "--short=10", "HEAD"]
+    folder = Path(__file__).parent
+    try:
+        found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+@functools.cache
+def machine() -> str:
+    """The name of the GPU, or else of the processor. Seconds compare only within one machine."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def gradient(model) -> torch.Tensor:

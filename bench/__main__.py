@@ -1,23 +1,16 @@
 """
 The measurements behind the tables in docs/. Run from the root of the repository.
 
-    python -m bench gpu         all that a first run on a GPU should measure (runs/gpu.sh)
-    python -m bench roofline    what a step should take at best on a GPU, by arithmetic
+    python -m bench race        which method is most accurate after a budget of seconds
+    python -m bench tune        the flags that are most accurate after a budget of seconds
+    python -m bench variance    error of each pruning rule, from real gradients
+    python -m bench check       pruned gradients against full ones over whole runs, and a planted
+                                mistake that this must find
     python -m bench step        seconds of a training step and its parts
     python -m bench rollout     completions per second of every installed engine
     python -m bench update      packed and padded updates
     python -m bench packing     how sequences are packed, as a picture
-    python -m bench variance    error of each pruning rule, from real gradients
-    python -m bench check       the running check over whole runs, and a faulty twin it must find
-    python -m bench prompts     what a million prompts cost
-    python -m bench race        which method is most accurate after a budget of seconds
-    python -m bench tune        the flags that are most accurate after a budget of seconds
-    python -m bench deal        how evenly an update is dealt to 2 to 64 ranks
-    python -m bench scale       a step on 1 to 10,000 GPUs, by arithmetic
-    python -m bench tail        what --rollout-checkpoint saves at equal noise, by arithmetic
-    python -m bench kills       a run that is killed twenty times, and one that is not
-    python -m bench code        which code made which record of runs/
-    python -m bench hostile     answers that are made to hang the judge
+    python -m bench gpu         all that a first run on a GPU should measure (runs/gpu.sh)
     python -m bench trl         TRL's trainer with and without pruning (requirements-trl.txt)
 
 `--json FILE` writes the rows; runs/*.json come from it. With `--shape 0.6b`, step, rollout and
@@ -34,32 +27,10 @@ import sys
 import transformers
 import tyro
 
-from bench import (
-    check,
-    code,
-    deal,
-    gpu,
-    hostile,
-    kills,
-    packing,
-    prompts,
-    race,
-    rollout,
-    roofline,
-    scale,
-    step,
-    tail,
-    trl,
-    tune,
-    update,
-    variance,
-)
+from bench import check, gpu, packing, race, rollout, step, trl, tune, update, variance
 from runtime import InputError
 
-MODULES = (
-    gpu, roofline, step, rollout, update, packing, variance, check, prompts, race, deal,
-    scale, tail, kills, code, hostile, trl, tune,
-)  # fmt: skip
+MODULES = (race, tune, variance, check, step, rollout, update, packing, gpu, trl)
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 
 

@@ -1,15 +1,43 @@
-"""The running check of unbiasedness over whole runs: `python -m bench check`."""
+"""
+Are pruned gradients unbiased in whole runs? `python -m bench check`.
 
+Before every n-th step all Q candidates are rolled out once more; training does not use these
+rollouts. Their full gradient is compared with many pruned ones, each with its own prompt draw and
+its own completion draw.
+
+Letters: Q candidates of a step, P parameters.
+"""
+
+import functools
 import math
+from collections.abc import Iterable
 
-from bench import JsonFile, run, sized, write_json
-from run import Run
+import torch
+
+import dppo
+from bench import JsonFile, gradient, run, sized, write_json
+from rollout import Rollouts
 from runtime import InputError
-from train import Trainer
+from sampler import Selection
+from train import Batch, Trainer
 
 
-class Underweighted(Trainer):
-    """A faulty twin that the check must find: the weights of both levels are 10 % too small."""
+class Checked(Trainer):
+    """A Trainer that checks its own pruning in every `every`-th step, with `draws` draws."""
+
+    def __init__(self, *args, every: int, draws: int):
+        super().__init__(*args)
+        self.every, self.draws = every, draws
+
+    def step(self, step: int) -> tuple[dict, list[dict]]:
+        due = step % self.every == 0
+        found = check(self, step, self.draws) if due else {}
+        row, samples = super().step(step)
+        return row | found, samples
+
+
+class Underweighted(Checked):
+    """A planted mistake that the check must find: the weights of both levels are 10 % too small."""
 
     def prune_prompts(self, *args):
         chosen = super().prune_prompts(*args)
@@ -20,13 +48,82 @@ class Underweighted(Trainer):
         return keep, 0.9 * weights
 
 
+def check(trainer: Trainer, step: int, draws: int) -> dict[str, float]:
+    """The figures of `compare` for the candidates of a step, at the trainer's present weights.
+
+    Of several mini-batches it checks the first. It runs in one process.
+    """
+    window = trainer.candidates(step)  # [Q]
+    batch = trainer.roll_out(window, step, "check rollout")
+
+    def full_gradient() -> torch.Tensor:  # [P]
+        everything = torch.ones(len(window), dtype=torch.bool)
+        chosen = Selection(window, everything.double(), torch.arange(len(window)), everything)
+        full = trainer.full_batch(batch, chosen)
+        keep = (full.minibatch == 0)[:, None].expand_as(full.factor)
+        trainer.backward(full, keep, keep.double())
+        return gradient(trainer.model)
+
+    def pruned_gradient(number: int) -> torch.Tensor:  # [P]
+        generator = dppo.generator_for(trainer.cfg.seed, step, "check keep", number)
+        chosen = trainer.prune_prompts(window, step, generator)
+        full = trainer.full_batch(groups_of(batch, chosen.position), chosen)
+        trainer.backward(full, *trainer.prune_completions(full, 0, generator))
+        return gradient(trainer.model)
+
+    return compare(full_gradient(), map(pruned_gradient, range(draws)))
+
+
+def groups_of(batch: Batch, places: torch.Tensor) -> Batch:
+    """The groups at some places [K] of a batch, as if only they had been rolled out."""
+
+    def chosen(value):
+        if torch.is_tensor(value):
+            return value[places]
+        return [value[place] for place in places.tolist()]
+
+    rollouts = Rollouts(*map(chosen, vars(batch.rollouts).values()))
+    columns = vars(batch) | {"rollouts": rollouts, "mine": torch.arange(len(places))}
+    for name in columns.keys() - {"rollouts", "mine"}:
+        columns[name] = chosen(columns[name])
+    return Batch(**columns)
+
+
+def compare(full: torch.Tensor, pruned: Iterable[torch.Tensor]) -> dict[str, float]:
+    """The full gradient [P] against n independent pruned ones of the same batch.
+
+    `pruned` yields them one at a time, so only one is in memory.
+    bias2     its mean over many batches is the squared relative bias
+    variance  of one pruned gradient, relative to |full|^2
+    scale     its mean is the relative error of the length along the full gradient
+    norm      |full|
+    Where the pruning is unbiased, bias2 and scale average to 0. That also holds for an average
+    weighted by norm, because no draw changes it.
+    """
+    n, total, squares = 0, torch.zeros_like(full), 0.0
+    square = full.square().sum()
+    for one in pruned:
+        error = one - full
+        n, squares = n + 1, squares + error.square().sum()
+        total += error
+    between = total.square().sum() - squares  # n (n - 1) times the mean product of two errors
+    return {
+        "check/bias2": (between / (n * (n - 1) * square)).item(),
+        "check/variance": ((squares - between / (n - 1)) / (n * square)).item(),
+        "check/scale": ((total * full).sum() / (n * square)).item(),
+        "check/norm": square.sqrt().item(),
+    }
+
+
+# ---------------------------------------------------------------------------- the command
+
 RUNS = (  # name of the row, --method, trainer
-    ("grpo_zero", "grpo_zero", Trainer),
-    ("dppo", "dppo", Trainer),
-    ("pps", "pps", Trainer),
+    ("grpo_zero", "grpo_zero", Checked),
+    ("dppo", "dppo", Checked),
+    ("pps", "pps", Checked),
     ("pps, weights x 0.9", "pps", Underweighted),
-    ("dppo_floor", "dppo_floor", Trainer),
-    ("cppo", "cppo", Trainer),
+    ("dppo_floor", "dppo_floor", Checked),
+    ("cppo", "cppo", Checked),
 )
 WITHOUT_CHANCE = ("grpo_zero", "dppo_floor", "cppo")  # two draws are as good as many
 
@@ -39,16 +136,16 @@ def main(
     flags: str = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Means and standard errors of the running check over whole runs, both levels at once.
+    """Means and standard errors of the check over whole runs, both levels at once.
 
-    The runs are the exact rules, a twin of pps whose weights are 10 % too small, and two biased
-    rules.
+    The runs are the exact rules, pps with a planted mistake (weights that are 10 % too small), and
+    two biased rules.
 
     Args:
         steps: steps of each run
         every: steps between checks
         draws: pruned gradients of a check; the standard error of bias2 falls as 1 / draws
-        methods: only these, separated by commas; pps is checked with its twin
+        methods: only these, separated by commas; pps comes with and without the mistake
         flags: flags of train.py for every run, such as --flags="--model FOLDER --data words"
         json_file: where to write the rows {rule, key, mean, error, checks}
     """
@@ -58,10 +155,10 @@ def main(
     for name, method, trainer_class in RUNS:
         if methods and method not in methods.split(","):
             continue
-        args = ["--steps", str(steps), "--check-every", str(every), *sized(method, flags)]
+        args = ["--steps", str(steps), *sized(method, flags)]
         number = 2 if method in WITHOUT_CHANCE else draws
-        kind = type("Checked", (Run,), {"check_draws": number})
-        _, log_rows = run(args, trainer_class, kind=kind)
+        checked = functools.partial(trainer_class, every=every, draws=number)
+        _, log_rows = run(args, checked)
         found = [row for row in log_rows if row.get("check/norm")]
         norms = [row["check/norm"] for row in found]
         for key in ("check/bias2", "check/scale", "check/variance"):

@@ -2,8 +2,8 @@
 The measurements of `python -m bench gpu`: one function a section, which yields for each of its rows
 the labels and a function that measures the rest.
 
-Shares are of the roofline: the least seconds that bench/roofline.py computes for this GPU, divided
-by the measured ones.
+A roofline is the least seconds that a GPU needs by its data sheet: operations, or bytes to read if
+these take longer. A share is the roofline divided by the measured seconds.
 """
 
 import contextlib
@@ -12,13 +12,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import itertools
-import os
-import platform
-import re
 import statistics
-import subprocess
-import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,7 +26,7 @@ import dppo
 import packing
 import rollout
 from bench import rollout as bench_rollout
-from bench import roofline, run, shapes, update
+from bench import run, shapes, update
 from bench.masked import masked_attention
 from engines import vllm_engine
 from models import checkpoint_layers
@@ -41,13 +35,9 @@ from sampler import Selection
 from train import Trainer
 from update import trainer_logprobs
 
-ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-TEST_SECONDS = 150
-
-
-class Skipped(Exception):
-    """There is nothing to measure; the message says why."""
+KERNELS = ("flash_attn_varlen_func", "varlen_attn")  # names in packing.py
+ADAMW = 4 * (4 + 3)  # bytes a parameter: weight, gradient and two moments read; all but one written
 
 
 class Bench:
@@ -56,7 +46,6 @@ class Bench:
     def __init__(self, size, folder: str):
         self.size = size
         self.folder = folder
-        self.options = shapes.qwen3(size.shape)
 
     def flags(self, *more: str) -> list[str]:
         """Flags of train.py."""
@@ -86,16 +75,8 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def random_reward(text: str, _gold: str) -> float:
+def random_reward(text: str, _answer: str) -> float:
     return float(zlib.crc32(text.encode()) % 2)
-
-
-def without_paths(text: str) -> str:
-    """Absolute paths cut to their last part."""
-    return re.sub(r"(?<![\w.])/(?:[\w.@+-]+/)+", "", text)
-
-
-# ---------------------------------------------------------------------------- machine, tests
 
 
 def version(package: str) -> str:
@@ -105,80 +86,31 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def machine(bench: Bench) -> Iterator:
-    yield {}, facts
-
-
-def facts() -> list[dict]:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        driver = "nvidia-smi does not answer"
-    found = {"GPU": torch.cuda.get_device_name(), "driver": driver, "CUDA": torch.version.cuda}
-    found |= {"GPU's memory, GiB": torch.cuda.mem_get_info()[1] / GIB, "CPU cores": os.cpu_count()}
-    found["Python"] = platform.python_version()
-    found |= {name: version(name) for name in ("torch", "transformers", "flash-attn", "vllm")}
-    return [{"name": name, "value": value} for name, value in found.items()]
-
-
-def tests(bench: Bench) -> Iterator:
-    yield {"tests": "tests/gpu"}, run_tests
-
-
-def run_tests() -> dict:
-    if not Path(ROOT, "tests", "gpu").is_dir():
-        raise Skipped("there is no tests/gpu")
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "tests/gpu"]
-    words = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": TEST_SECONDS}
-    started = time.monotonic()
-    try:
-        text, ending = subprocess.run(command, cwd=ROOT, check=False, **words).stdout, ""
-    except subprocess.TimeoutExpired as late:
-        text, ending = late.stdout or b"", f"stopped after {TEST_SECONDS} s"
-    lines = without_paths(text.decode(errors="replace")).strip().splitlines() or ["no output"]
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", lines[-1])}
-    bad = sum(counts.get(word, 0) for word in ("failed", "error", "errors"))
-    row = {"passed": counts.get("passed", 0), "failed": bad, "not run": counts.get("skipped", 0)}
-    row |= {"seconds": time.monotonic() - started, "ending": ending or lines[-1]}
-    return row | {"tail": lines[-40:]}
-
-
 # ---------------------------------------------------------------------------- correctness
 
 
 def attention(bench: Bench) -> Iterator:
-    kernels = ("flash_attn_varlen_func", "varlen_attn")  # names in packing.py
-    for kernel, width, shared in itertools.product(kernels, (32, 64, 128), (False, True)):
-        labels = {"kernel": f"{kernel}, width {width}", "prompts": "shared" if shared else "own"}
-        yield labels, functools.partial(attention_errors, bench, kernel, width, shared)
+    for kernel, width in itertools.product(KERNELS, (32, 64, 128)):
+        if getattr(packing, kernel):
+            labels = {"kernel": f"{kernel}, width {width}"}
+            yield labels, functools.partial(attention_errors, bench, kernel, width)
 
 
-def attention_errors(bench: Bench, kernel: str, width: int, shared: bool) -> dict:
+def attention_errors(bench: Bench, kernel: str, width: int) -> dict:
     """Largest errors of a kernel, and of the masked path, both in bfloat16, relative to the largest
     value of the masked path in float32 on the same inputs. 8 heads share 2 of keys and values."""
-    real, calls = getattr(packing, kernel), []
-    if real is None:
-        raise Skipped("not installed")
-
-    @functools.wraps(real)
-    def counted(*args, **kwargs):
-        calls.append(kernel)
-        return real(*args, **kwargs)
-
-    others = dict.fromkeys(("flash_attn_varlen_func", "varlen_attn"))
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, bench.size.median // 4, (3, 5), generator=generator).tolist()
-    # each row: a prompt and its four completions
-    prompts = [[number] * prompt for number, (prompt, *own) in enumerate(lengths) for _ in own]
-    completions = [[0] * length for _, *own in lengths for length in own]
-    pack = packing.build_pack(prompts, completions, "cuda", share_prompts=shared)
+    lengths = torch.randint(1, bench.size.median // 4, (12, 2), generator=generator).tolist()
+    prompts = [[0] * prompt for prompt, _ in lengths]
+    completions = [[0] * completion for _, completion in lengths]
+    pack = packing.build_pack(prompts, completions, "cuda")
     tokens = pack.input_ids.shape[1]
     random = lambda *shape: torch.randn(shape, generator=generator).to("cuda", torch.bfloat16)
     states = [random(1, heads, tokens, width) for heads in (8, 2, 2)]
     upstream = random(1, tokens, 8, width)
 
-    def compute(attend, dtype):  # values, and gradients of q, k and v
+    def compute(attend, dtype):
+        """Values, and gradients of q, k and v."""
         inputs = [state.to(dtype, copy=True).requires_grad_() for state in states]
         out, _ = attend(None, *inputs, None, segments=pack.segments)
         out.backward(upstream.to(dtype))
@@ -186,61 +118,71 @@ def attention_errors(bench: Bench, kernel: str, width: int, shared: bool) -> dic
 
     exact = compute(masked_attention, torch.float32)
     masked = compute(masked_attention, torch.bfloat16)
-    with mock.patch.multiple(packing, **others | {kernel: counted}):
+    real = getattr(packing, kernel)
+    called = mock.create_autospec(real, side_effect=real)  # packing.py looks at the signature
+    only_this = dict.fromkeys(KERNELS) | {kernel: called}
+    with mock.patch.multiple(packing, **only_this):
         packed = compute(packing.packed_attention, torch.bfloat16)
-    if not calls:
+    if not called.called:
         raise RuntimeError("packed_attention did not call it")
-    error = lambda own, true: ((own.float() - true).abs().max() / true.abs().max()).item()
-    errors = [[error(*pair) for pair in zip(own, exact, strict=True)] for own in (packed, masked)]
-    return dict(zip(("values", "q", "k", "v"), map(list, zip(*errors, strict=True)), strict=True))
+
+    def error(own, true):
+        return ((own.float() - true).abs().max() / true.abs().max()).item()
+
+    columns = zip(("values", "q", "k", "v"), packed, masked, exact, strict=True)
+    return {name: [error(own, true), error(other, true)] for name, own, other, true in columns}
 
 
 def gap(bench: Bench) -> Iterator:
     prompts = torch.arange(bench.size.gap_prompts)
     sample = functools.cache(lambda: bench.trainer.roll_out(prompts, 1, "gap"))
-    for loss in dppo.LOSSES:
-        yield {"loss": loss}, functools.partial(gap_of_loss, bench, sample, loss)
+    for loss, cap in itertools.product(dppo.LOSSES, ("2", "0")):
+        yield {"loss": loss, "cap": cap}, functools.partial(gap_of_loss, bench, sample, loss, cap)
 
 
-def gap_of_loss(bench: Bench, sample: Callable, loss: str) -> dict:
+def gap_of_loss(bench: Bench, sample: Callable, loss: str, cap: str) -> dict:
     """How far sampler and trainer are apart before any update, and what the clip makes of it."""
-    batch, trainer = sample(), bench.trainer
-    ones = torch.ones(len(batch.prompts), dtype=torch.float64)
-    chosen = Selection(batch.prompts, ones, torch.arange(len(ones)))
-    row, before = {}, trainer.cfg
-    difference = trainer_logprobs(trainer.model, batch.rollouts, before) - batch.rollouts.logprobs
+    batch, trainer, before = sample(), bench.trainer, bench.trainer.cfg
+    flags = bench.flags("--loss", loss, "--importance-cap", cap)
+    trainer.cfg = config.resolve(config.parse_config(flags))
     try:
-        for name, more in (("train.py's cap", ()), ("no cap", ("--importance-cap", "0"))):
-            flags = bench.flags("--loss", loss, *more)
-            trainer.cfg = config.resolve(config.parse_config(flags))
-            full = trainer.full_batch(batch, chosen)
-            keep = torch.ones_like(full.scale, dtype=torch.bool)
-            sums = trainer.backward(full, keep, keep.double())
-            row[f"clipped, {name}"] = sums.clipped / sums.completion_tokens
+        everything = torch.ones(len(batch.prompts), dtype=torch.bool)
+        places = torch.arange(len(everything))
+        chosen = Selection(batch.prompts, everything.double(), places, everything)
+        full = trainer.full_batch(batch, chosen)
+        keep = torch.ones_like(full.scale, dtype=torch.bool)
+        sums = trainer.backward(full, keep, keep.double())
+        difference = trainer_logprobs(trainer.model, batch.rollouts, trainer.cfg)
+        difference -= batch.rollouts.logprobs
     finally:
         trainer.cfg = before
-    largest = difference.abs().max().item()
-    return {"mean gap": sums.gap / sums.completion_tokens, "largest gap": largest} | row
+    return {
+        "mean gap": sums.gap / sums.completion_tokens,
+        "largest gap": difference.abs().max().item(),
+        "clipped": sums.clipped / sums.completion_tokens,
+    }
 
 
 # ---------------------------------------------------------------------------- speed and memory
 
 
-def compared(seconds: float, least: float | None) -> list:
-    """[measured seconds, the roofline's, their share]; None for a GPU that is not in the table."""
-    return [seconds, least, least and least / seconds]
+def compared(seconds: float, roofline: Callable, *args) -> dict:
+    """Measured seconds, the roofline's and their share; None for a GPU that is not in the table."""
+    gpu = shapes.this_gpu()
+    least = roofline(gpu, *args) if gpu else None
+    return {"seconds": seconds, "roofline": least, "share": least and least / seconds}
 
 
 def rollouts(bench: Bench) -> Iterator:
-    for batch, engine in itertools.product(bench.size.batches, ("compact", "hf", "vllm")):
-        if engine != "vllm" or batch == max(bench.size.batches):  # vLLM chooses its own batches
-            labels = {"engine": engine, "at once": batch}
-            yield labels, functools.partial(time_rollout, bench, engine, batch)
+    for batch, engine in itertools.product(bench.size.batches, ("compact", "hf")):
+        labels = {"engine": engine, "at once": batch}
+        yield labels, functools.partial(time_rollout, bench, engine, batch)
+    if importlib.util.find_spec("vllm"):  # it chooses its own batches
+        labels = {"engine": "vllm", "at once": max(bench.size.batches)}
+        yield labels, functools.partial(time_rollout, bench, "vllm", max(bench.size.batches))
 
 
 def time_rollout(bench: Bench, engine: str, batch: int) -> dict:
-    if engine == "vllm" and not importlib.util.find_spec("vllm"):
-        raise Skipped("not installed")
     trainer, new_tokens = bench.trainer, bench.size.new_tokens
     policy, cfg, group = trainer.policy, trainer.cfg, bench.size.group
     prompts, models = trainer.train_ids[: batch // group], (trainer.model, policy)
@@ -255,10 +197,9 @@ def time_rollout(bench: Bench, engine: str, batch: int) -> dict:
         short = replace(sampling, max_new_tokens=2)
         bench_rollout.measure(*models, prompts, short, cfg, seed=0)  # warms up
         found = bench_rollout.measure(*models, prompts, sampling, cfg, seed=1)
-    gpu, sizes = shapes.this_gpu(), (list(map(len, prompts)), group, new_tokens, batch)
-    least = gpu and roofline.rollout_seconds(bench.options, gpu, *sizes)
+    sizes = (trainer.model, list(map(len, prompts)), group, new_tokens, batch)
     row = {"tokens/s": found["tokens"] / found["seconds"], "largest gap": found["gap"]}
-    return row | {"seconds, roofline, share": compared(found["seconds"], least)}
+    return row | compared(found["seconds"], rollout_seconds, *sizes)
 
 
 def updates(bench: Bench) -> Iterator:
@@ -267,8 +208,8 @@ def updates(bench: Bench) -> Iterator:
 
 
 def time_update(bench: Bench, shape: str) -> dict:
-    """The second of two updates. Computed memory: docs/real-models.md's state, layers' inputs and
-    1.5 GiB for the head."""
+    """The second of two updates. Computed memory: 16 bytes a parameter for weights, gradients and
+    AdamW's moments, layers' inputs, and 1.5 GiB for the head."""
     bench.release()
     cfg = config.resolve(config.Config(device="cuda"))
     median, groups = bench.size.median, bench.size.sequences // bench.size.group
@@ -287,50 +228,78 @@ def time_update(bench: Bench, shape: str) -> dict:
         optimizer.step()
         seconds = clock("cuda") - started
     options = model.config
-    state = 16 * roofline.parameters(options) / GIB
+    state = 16 * parameters(model) / GIB
     inputs = 4 * options.num_hidden_layers * options.hidden_size * cfg.pack_tokens / GIB
-    peaks = [torch.cuda.max_memory_allocated() / GIB, state + inputs + 1.5]
     flops = shapes.model_flops(options, lengths)
-    least = gpu and roofline.update_seconds(options, gpu, lengths)
     return {
         "tokens/s": sum(map(sum, lengths)) / seconds,
         "MFU": gpu and flops / (middle - started) / gpu.flops,
-        "seconds, roofline, share": compared(seconds, least),
-        "state GiB, computed": [torch.cuda.memory_allocated() / GIB, state],
-        "peak GiB, computed": peaks,
+        **compared(seconds, update_seconds, model, lengths),
+        "state GiB": torch.cuda.memory_allocated() / GIB,
+        "computed state": state,
+        "peak GiB": torch.cuda.max_memory_allocated() / GIB,
+        "computed peak": state + inputs + 1.5,
     }
 
 
 def steps(bench: Bench) -> Iterator:
-    first = {}  # seconds of a step of the first method
     for method, prompts in bench.size.step_prompts:
-        yield {"method": method}, functools.partial(time_steps, bench, method, prompts, first)
+        yield {"method": method}, functools.partial(time_steps, bench, method, prompts)
 
 
-def time_steps(bench: Bench, method: str, prompts: int, first: dict) -> dict:
+def time_steps(bench: Bench, method: str, prompts: int) -> dict:
     bench.release()
     sizes = ("--prompts-per-step", str(prompts), "--steps", str(bench.size.steps))
-    flags = bench.flags("--method", method, *sizes)
-    trainer, rows = run(flags, update.Recorder, random_reward)
+    _, rows = run(bench.flags("--method", method, *sizes), reward=random_reward)
     rows = rows[min(2, len(rows) - 1) :]
-    median = lambda key: statistics.median(row[key] for row in rows)
-    work, gpu, least = trainer.works[-1], shapes.this_gpu(), None
-    if gpu:
-        lengths = list(map(len, work.rollouts.prompt_ids))
-        sampled = (bench.size.group, bench.size.step_tokens, trainer.cfg.rollout_batch)
-        trained = list(work.sequences().values())
-        least = [
-            roofline.rollout_seconds(bench.options, gpu, lengths, *sampled),
-            roofline.update_seconds(bench.options, gpu, trained),
-        ]
-    parts = ("time/rollout", "time/score", "time/train", "step_time")
-    return {
-        "seconds: rollout, score, train, all": list(map(median, parts)),
-        "roofline: rollout, train": least,
-        "tokens generated, trained": list(map(median, ("tokens/generated", "tokens/trained"))),
-        "peak GiB": max(row["memory/peak_gib"] for row in rows),
-        "of grpo": median("step_time") / first.setdefault("seconds", median("step_time")),
-    }
+    parts = ("step_time", "time/rollout", "time/score", "time/train")
+    names = (*parts, "tokens/generated", "tokens/trained", "memory/peak_gib")
+    return {name: statistics.median(row[name] for row in rows) for name in names}
+
+
+# ---------------------------------------------------------------------------- rooflines
+
+
+def parameters(model) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def rollout_seconds(
+    gpu: shapes.GPU, model, prompts: list[int], group_size: int, new_tokens: int, at_once: int
+) -> float:
+    """Completions of `new_tokens` each, for prompts of these lengths, `at_once` at a time.
+
+    Prompts are read once for all their completions: operations. Each decoded token of a batch reads
+    all weights, and every sequence's keys and values, in bfloat16: bytes, or operations if those
+    take longer.
+    """
+    options = model.config
+    layers, width = options.num_hidden_layers, options.head_dim
+    weights = 2 * parameters(model)  # bytes; also operations for a token
+    cached = 2 * 2 * layers * options.num_key_value_heads * width  # bytes of a token's key, value
+    attended = (
+        4 * layers * options.num_attention_heads * width
+    )  # operations for a token attended to
+    step, seconds = max(1, at_once // group_size), 0.0
+    for start in range(0, len(prompts), step):
+        some = prompts[start : start + step]
+        # The prompts' forward, a third of forward and backward, yields the first tokens.
+        prefill = shapes.model_flops(options, [(length - 1, 1) for length in some]) / 3
+        seconds += prefill / gpu.flops
+        sequences = len(some) * group_size
+        for token in range(1, new_tokens):
+            context = group_size * sum(some) + sequences * token  # that all of them attend to
+            read = (weights + cached * context) / gpu.bandwidth
+            computed = (weights * sequences + attended * context) / gpu.flops
+            seconds += max(read, computed)
+    return seconds
+
+
+def update_seconds(gpu: shapes.GPU, model, sequences: list[tuple[int, int]]) -> float:
+    """One AdamW update on sequences of (prompt, completion) tokens, with gradient checkpointing:
+    operations of two forwards and a backward, and bytes of the optimizer's state."""
+    flops = 4 / 3 * shapes.model_flops(model.config, sequences)  # this counts one forward
+    return flops / gpu.flops + ADAMW * parameters(model) / gpu.bandwidth
 
 
 # ---------------------------------------------------------------------------- where time goes
@@ -345,7 +314,8 @@ def profile(bench: Bench) -> Iterator:
         options = {"group_size": size.group, "seed": 0}
         rollout.sample(bench.trainer.policy, prompts, sampling, **options)
 
-    sizes = (1, size.group, size.median, size.median // 4, bench.options.vocab_size)
+    vocabulary = shapes.SHAPES[size.shape][-1]
+    sizes = (1, size.group, size.median, size.median // 4, vocabulary)
     work = functools.cache(functools.partial(update.log_normal_work, *sizes))
 
     def pack():
@@ -355,9 +325,9 @@ def profile(bench: Bench) -> Iterator:
     yield {"work": "a pack"}, functools.partial(kernels, pack, 1)
 
 
-def kernels(work: Callable, parts: int) -> list[dict]:
-    """Totals, then the 15 kernels that take most of the device's time, of work that has so many
-    equal parts. Busy is the device's time over the wall's, measured without the profiler."""
+def kernels(work: Callable, parts: int) -> dict:
+    """Kernels launched by work that has so many equal parts. Busy is the device's time over the
+    wall's, measured without the profiler."""
     work()
     started = clock("cuda")
     work()
@@ -372,14 +342,6 @@ def kernels(work: Callable, parts: int) -> list[dict]:
     ]
     if not on_device:
         raise RuntimeError("the profiler recorded no kernel")
-    time_of = lambda event: event.self_device_time_total / 1e3
-    every = sum(map(time_of, on_device))
-    rows = [("all", sum(event.count for event in on_device), every)]
-    top = sorted(on_device, key=time_of, reverse=True)[:15]
-    rows += [(event.key[:60], event.count, time_of(event)) for event in top]
-    found = [
-        {"kernel": name, "launches each": n / parts, "device ms": ms, "of device time": ms / every}
-        for name, n, ms in rows
-    ]
-    found[0]["busy"] = every / 1e3 / wall
-    return found
+    seconds = sum(event.self_device_time_total for event in on_device) / 1e6
+    launches = sum(event.count for event in on_device)
+    return {"launches each": launches / parts, "device ms": 1000 * seconds, "busy": seconds / wall}

@@ -37,9 +37,6 @@ METHODS = {  # name in the tables and color in the picture
     "cppo": ("CPPO, tuned", "#D55E00"),
     "uniform": ("pps, blind draws", "#F0E442"),
     "dppo_floor": ("DPPO with a floor", "#CC79A7"),
-    "greso": ("GRESO", "#56B4E9"),
-    "dynamic": ("DAPO's sampling", "#882255"),
-    "mopps": ("MoPPS", "#44AA99"),
     "grpo-32x16": ("GRPO, 32 x 16", "#999999"),
 }
 FIXED = {
@@ -48,7 +45,7 @@ FIXED = {
 }
 BORROWED = {  # methods that were not searched, and whose flags they have
     "uniform": "pps",
-    **dict.fromkeys(("dppo_floor", "greso", "dynamic", "mopps"), "grpo"),
+    "dppo_floor": "grpo",
 }
 BUDGETS = {  # seconds of one thread
     "arithmetic": (5, 10, 20, 40, 80),
@@ -75,7 +72,7 @@ def main(
 
     Args:
         methods: of pps, grpo, dppo, pods, cppo, which are searched; uniform, with pps's flags;
-            dppo_floor, greso, dynamic, mopps, with tuned GRPO's; grpo-32x16; separated by commas
+            dppo_floor, with tuned GRPO's; grpo-32x16; separated by commas
         settings: arithmetic, arithmetic-mixed, words (SmolLM2, after bash runs/smollm2.sh)
         budgets: seconds of training; default: all of the setting
         seeds: of each method and budget; default: 10 at the two smallest of five budgets, else 5

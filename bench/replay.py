@@ -20,7 +20,7 @@ import sampler
 import train
 from bench import gradient, inner_products, run, sized
 from tasks import arithmetic
-from update import Sums
+from update import UpdateStats
 
 SETTINGS = ("arithmetic", "arithmetic-mixed")  # the default and the realistic one
 LOSSES = ("grpo", "dr_grpo")
@@ -61,13 +61,13 @@ class GroupByGroup(train.Trainer):
         sizes = [parameter.numel() for parameter in parameters]
         for parameter, total in zip(parameters, stacked.sum(dim=0).split(sizes), strict=True):
             parameter.grad = total.view_as(parameter)
-        return Sums(*map(math.fsum, zip(*parts, strict=True)))
+        return UpdateStats(*map(math.fsum, zip(*parts, strict=True)))
 
-    def learn(self, step, full):
+    def update_history(self, step, full):
         batch, tokens = full.batch, full.batch.lengths.sum(dim=1)
         seen = (batch.prompts, batch.rewards, full.advantages, self.group_squares(full), tokens)
         self.recorded.append(Step(step, *seen, self.gram))
-        super().learn(step, full)
+        super().update_history(step, full)
 
 
 def recorded_run(

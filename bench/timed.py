@@ -15,8 +15,6 @@ and all rows of a setting in a file are from machines of one speed.
 import itertools
 import multiprocessing
 import os
-import platform
-import re
 import statistics
 import threading
 import time
@@ -32,15 +30,13 @@ import config
 import dppo
 import eval as evaluation
 import train
-from bench.code import this_code
+from bench import made_by
 from run import EVAL_K
 from runtime import InputError, log, ranks
-from tasks import arithmetic
 
 HELD_OUT = 2000  # problems that a race's and a search's are chosen from
 SAME_SPEED = 1.4  # a larger ratio of two probes is another machine, not the noise of neighbors
 PACE = 8  # the last steps, whose mean says how long the next ones take
-CODE = this_code()  # that this process has imported
 
 
 class Setting(NamedTuple):
@@ -102,8 +98,6 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
     if missing:
         settings = {run.setting for run in missing}
         check_speed([row for row in rows if row["setting"] in settings], file)
-        if any("--model" not in SETTINGS[run.setting].flags + run.flags for run in missing):
-            arithmetic.base_folder()  # trained here, once, if it was never needed before
         os.environ["OMP_NUM_THREADS"] = "1"  # the workers inherit it
         context = multiprocessing.get_context("spawn")
         started = (min(workers, len(missing)), context, start_worker, missing[:1])
@@ -181,7 +175,6 @@ def train_for(run: Run, problems: int | None = None) -> dict:
             before = time.process_time()
             row, _samples = trainer.step(step)
             times.append(time.process_time() - before)
-            trainer.stop.held = False
             wall += row["step_time"]
             tokens += row["tokens/generated"]
         rewards = evaluate(trainer, run, problems)
@@ -191,7 +184,7 @@ def train_for(run: Run, problems: int | None = None) -> dict:
         "steps": len(times), "seconds": round(sum(times), 3), "wall_of_steps": round(wall, 3),
         "accuracy": round(evaluation.avg_at_k(rewards), 5), "problems": len(rewards),
         "tokens": int(tokens), "failed": failed, "wall": round(time.monotonic() - started, 2),
-        "machine": machine(), "probe": speed, **CODE,
+        "probe": speed, **made_by(),
     }  # fmt: skip
 
 
@@ -218,10 +211,3 @@ def evaluate(trainer: train.Trainer, run: Run, problems: int | None) -> torch.Te
     args = (t.policy, t.tokenizer, *columns, t.eval_reward, t.sampling)
     rewards, _truncated = evaluation.sample_rewards(*args, **options)
     return rewards
-
-
-def machine() -> str:
-    """The processor's name, because seconds compare only within one machine."""
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()

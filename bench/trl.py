@@ -10,9 +10,11 @@ import functools
 import itertools
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers
@@ -140,6 +142,7 @@ def trl_steps(
     rules, times = VARIANTS[variant]
     trainer_class = GRPOTrainer
     if rules:
+        sys.path.append(str(Path(__file__).parents[1] / "integrations"))  # as if it were installed
         from dppo_trl import DPPOTrainer
 
         trainer_class = functools.partial(DPPOTrainer, **rules)
@@ -148,7 +151,7 @@ def trl_steps(
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base, padding_side="left")
     problems = data.train_problems(cfg.data, hold_out=True)
-    rows = [{"prompt": problem.text, "gold": problem.answer} for problem in problems]
+    rows = [{"prompt": problem.text, "answer": problem.answer} for problem in problems]
     reward = data.reward_function(cfg.data)
     spent, gradient = [], [0, 0]
 
@@ -168,8 +171,8 @@ def trl_steps(
         if torch.is_grad_enabled():
             gradient[:] = [gradient[0] + 1, gradient[1] + inputs["input_ids"].numel()]
 
-    def score(completions, gold, **columns):
-        return [reward(text, answer) for text, answer in zip(completions, gold, strict=True)]
+    def score(completions, answer, **columns):
+        return list(map(reward, completions, answer))
 
     with tempfile.TemporaryDirectory() as folder:
         options = GRPOConfig(

@@ -28,8 +28,8 @@ are exactly 0; DPPO trains on those that its rule keeps. Seeds begin at 100, and
 evaluated on a problem of the race. A trial that fails has the accuracy 0. Every trial is a row of
 the file; the same command resumes after a stop.
 
-GRPO and pps were searched before in the default task, in wider spaces and on a slower machine
-(runs/tune-earlier.jsonl). Those trials chose what all methods share (timed.BASE), and the spaces.
+GRPO and pps were searched before in the default task, in wider spaces and on a slower machine.
+Those trials chose what all methods share (timed.BASE), and the spaces.
 """
 
 import functools

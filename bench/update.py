@@ -12,11 +12,9 @@ Letters: K prompts, G completions each, N completion tokens of a micro-batch.
 import functools
 import itertools
 import math
-import multiprocessing
 import statistics
-import time
 from dataclasses import dataclass, replace
-from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -25,7 +23,7 @@ import dppo
 import models
 import packing
 import rollout
-from bench import JsonFile, masked, run, shapes, sized, write_json
+from bench import JsonFile, gradient, masked, run, shapes, sized, write_json
 from bench import packing as bench_packing
 from models import checkpoint_layers
 from runtime.device import autocast
@@ -43,7 +41,7 @@ class Work:
 
     rollouts: rollout.Rollouts
     advantages: torch.Tensor
-    scale: torch.Tensor
+    factor: torch.Tensor
     keep: torch.Tensor
 
     def sequences(self) -> dict[int, tuple[int, int]]:
@@ -67,11 +65,23 @@ class Work:
 # ---------------------------------------------------------------------------- two ways to update
 
 
-def packed_update(model, work: Work, cfg: config.Config, attention: str = packing.ATTENTION) -> int:
-    """The update that train.py runs. Returns the tokens forwarded."""
+def packed_update(
+    model,
+    work: Work,
+    cfg: config.Config,
+    share_prompts: bool | None = None,
+    attention: str = packing.ATTENTION,
+) -> int:
+    """The update that train.py runs; share_prompts: None is train.py's choice for the device.
+
+    Returns the tokens forwarded.
+    """
     model.set_attn_implementation(attention)
-    args = (model, work.rollouts, work.advantages, work.scale, work.keep)
-    return int(accumulate_gradients(*args, cfg=cfg).tokens)
+    args = (model, work.rollouts, work.advantages, work.factor, work.keep)
+    if share_prompts is None:
+        return int(accumulate_gradients(*args, cfg=cfg).tokens)
+    with mock.patch.object(packing, "shares_prompts", return_value=share_prompts):
+        return int(accumulate_gradients(*args, cfg=cfg).tokens)
 
 
 def micro_batches(order: list[int], lengths: dict[int, int], tokens: int) -> list[list[int]]:
@@ -94,50 +104,66 @@ def padded_update(
     Returns the tokens forwarded, padding included.
     """
     model.set_attn_implementation("sdpa")
-    device, forwarded = model.device, 0
     sequences = work.sequences()
     order = list(sequences)
     if in_order_of_length:
         order = sorted(sequences, key=lambda row: sum(sequences[row]))
-    completion_ids = work.rollouts.completion_ids.flatten(0, 1)  # [K * G, T]
-    old_logprobs = work.rollouts.logprobs.flatten(0, 1)  # [K * G, T]
-    advantages = work.advantages.flatten()  # [K * G]
-    scale = work.scale.flatten()  # [K * G]
     totals = {row: prompt + completion - 1 for row, (prompt, completion) in sequences.items()}
-    for rows in micro_batches(order, totals, tokens):
-        completions = [completion_ids[row, : sequences[row][1]].tolist() for row in rows]
-        prompts = [work.rollouts.prompt_ids[row // work.keep.shape[1]] for row in rows]
-        pairs = zip(prompts, completions, strict=True)
-        texts = [prompt + completion[:-1] for prompt, completion in pairs]
-        width = max(map(len, texts))
-        padded = [text + [0] * (width - len(text)) for text in texts]
-        ids = torch.tensor(padded, device=device)  # [rows, width]
-        predictors = []  # [N], positions in the flattened batch
-        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            first = number * width + len(prompt) - 1
-            predictors += range(first, first + len(completion))
-        owner = [number for number, row in enumerate(rows) for _ in range(sequences[row][1])]
-        owner = torch.tensor(owner)  # [N]
-        targets = torch.tensor(list(itertools.chain(*completions)), device=device)  # [N]
-        old = torch.cat([old_logprobs[row, : sequences[row][1]] for row in rows])  # [N]
-        with autocast(cfg):
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            logprobs, _ = packing.token_logprobs(
-                hidden.flatten(0, 1)[predictors],
-                model.get_output_embeddings(),
-                targets,
-                vocab_size=model.vocab_size,
-            )
-        clip = {"loss": cfg.loss, "eps_low": cfg.eps_low, "eps_high": cfg.eps_high}
-        clip["num_sequences"] = len(rows)
-        own = torch.tensor(rows)[owner]  # [N] into K * G
-        advantage, weight, old = (
-            values.float().to(device) for values in (advantages[own], scale[own], old)
-        )
-        loss, _ = dppo.token_loss(logprobs, old, advantage, owner.to(device), **clip)
-        (loss * weight).sum().backward()
-        forwarded += ids.numel()
-    return forwarded
+    return sum(
+        padded_backward(model, work, cfg, rows) for rows in micro_batches(order, totals, tokens)
+    )
+
+
+def padded_backward(model, work: Work, cfg: config.Config, rows: list[int]) -> int:
+    """Add the gradient of one padded micro-batch, the sequences `rows` of the work, to .grad.
+
+    Returns the tokens forwarded.
+    """
+    G, device = work.keep.shape[1], model.device
+    lengths = work.rollouts.lengths.flatten()[rows].tolist()
+    prompts = [work.rollouts.prompt_ids[row // G] for row in rows]
+    completion_ids = work.rollouts.completion_ids.flatten(0, 1)  # [K * G, T]
+    completions = [completion_ids[row, :n].tolist() for row, n in zip(rows, lengths, strict=True)]
+
+    # The last token of a completion is predicted, and not read.
+    pairs = zip(prompts, completions, strict=True)
+    texts = [prompt + completion[:-1] for prompt, completion in pairs]
+    width = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device)
+
+    # The N places, in the flattened micro-batch, whose outputs predict the completions' tokens.
+    firsts = [number * width + len(prompt) - 1 for number, prompt in enumerate(prompts)]
+    places = [range(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
+    places = list(itertools.chain(*places))  # [N]
+    targets = torch.tensor(list(itertools.chain(*completions)), device=device)  # [N]
+    owner = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))  # [N]
+    with autocast(cfg):
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        logprobs, _ = packing.token_logprobs(
+            hidden.flatten(0, 1)[places],
+            model.get_output_embeddings(),
+            targets,
+            vocab_size=model.vocab_size,
+        )  # [N]
+
+    def of_tokens(table: torch.Tensor) -> torch.Tensor:
+        """A value of each completion [K, G], for each of its tokens [N]."""
+        return table.flatten()[rows][owner].float().to(device)
+
+    old = work.rollouts.logprobs.flatten(0, 1)  # [K * G, T]
+    old = torch.cat([old[row, :n] for row, n in zip(rows, lengths, strict=True)]).to(device)  # [N]
+    loss, _ = dppo.token_loss(
+        logprobs,
+        old.float(),
+        of_tokens(work.advantages),
+        owner.to(device),
+        loss=cfg.loss,
+        eps_low=cfg.eps_low,
+        eps_high=cfg.eps_high,
+        num_sequences=len(rows),
+    )
+    (loss * of_tokens(work.factor)).sum().backward()
+    return ids.numel()
 
 
 # ---------------------------------------------------------------------------- what is updated
@@ -151,8 +177,8 @@ class Recorder(Trainer):
         self.works = []
 
     def backward(self, full, keep, weights, old_logprobs=None):
-        rows = (full.advantages, full.scale * weights, keep)
-        self.works.append(Work(full.batch.rollouts, *(table[full.batch.mine] for table in rows)))
+        rows = (full.advantages, full.factor * weights, keep)
+        self.works.append(Work(full.batch.rollouts, *rows))
         return super().backward(full, keep, weights, old_logprobs)
 
 
@@ -181,8 +207,8 @@ def log_normal_work(K: int, G: int, median: int, prompt_tokens: int, vocabulary:
     zeros = torch.zeros(K, G)
     rollouts = rollout.Rollouts(prompt_ids, ids, old, zeros, zeros, lengths, zeros.bool())
     advantages = torch.randn(K, G, generator=generator, dtype=torch.float64)
-    scale = torch.full_like(advantages, 1 / lengths.sum())
-    return Work(rollouts, advantages, scale, torch.ones(K, G, dtype=torch.bool))
+    factor = torch.full_like(advantages, 1 / lengths.sum())
+    return Work(rollouts, advantages, factor, torch.ones(K, G, dtype=torch.bool))
 
 
 # ---------------------------------------------------------------------------- the measurement
@@ -199,8 +225,8 @@ def main(
 ) -> None:
     """Time forward and backward of one update, packed and padded, in turn.
 
-    Rows {lengths, variant, tokens, seconds, ratio}: tokens forwarded, median seconds, and the speed
-    relative to padding in order of arrival.
+    Rows {lengths, variant, tokens, seconds, ratio, ...}: tokens forwarded, median seconds, and the
+    speed relative to padding in order of arrival.
 
     Args:
         shape: embedded: the embedded base model and the lengths of real runs. Otherwise random
@@ -216,11 +242,11 @@ def main(
     if pack_tokens:
         args += ["--pack-tokens", str(pack_tokens)]
     cfg = config.resolve(config.parse_config(args))
-    rows = head_rows(cfg.device)  # first, because it fails at once where it cannot measure
+    rows = []
     if shape == "embedded":
         runs = {method: recorded_works(method, steps) for method in ("dppo", "pps")}
         last = runs["dppo"][-1]
-        everything = {"keep": torch.ones_like(last.keep), "scale": torch.ones_like(last.scale)}
+        everything = {"keep": torch.ones_like(last.keep), "factor": torch.ones_like(last.factor)}
         works = {"embedded, all": replace(last, **everything)}
         works |= {f"embedded, kept by {method}": runs[method][-1] for method in runs}
         model, tokenizer = models.load_policy(str(arithmetic.base_folder()), cfg.device)
@@ -244,17 +270,14 @@ def main(
 
 
 def density_rows(name: str, works: list[Work], pack_tokens: int) -> list[dict]:
-    """Density over all slots but the last of each step.
-
-    A window of 1 is next-fit, 64 is train.py's, and all is first-fit-decreasing.
-    """
+    """Density over all slots but the last of each step."""
     rows = []
-    for window, share in itertools.product((1, 64, 10**6), (False, True)):
-        slots = [tokens for work in works for tokens in work.plan(pack_tokens, window, share)[:-1]]
-        size = "all" if window > 64 else window
+    for share in (False, True):
+        plans = [work.plan(pack_tokens, packing.WINDOW, share) for work in works]
+        slots = [tokens for plan in plans for tokens in plan[:-1]]
         row = {
             "lengths": name,
-            "variant": f"density, window {size}" + ", shared prompts" * share,
+            "variant": f"density, window {packing.WINDOW}" + ", shared prompts" * share,
             "tokens": sum(slots),
             "seconds": None,
             "ratio": None,
@@ -272,12 +295,10 @@ def variants(model, work: Work, cfg: config.Config) -> dict:
             if cfg.pack_tokens / 4 <= budget <= 2 * cfg.pack_tokens:
                 update = functools.partial(padded_update, model, work, cfg, budget, in_order)
                 found[name, budget] = update
-    alone = replace(cfg, share_prompts=False)
-    shared = replace(cfg, share_prompts=True)
-    packed = functools.partial(packed_update, model, work)
-    found["packed", None] = functools.partial(packed, alone)
-    found["packed, shared prompts", None] = functools.partial(packed, shared)
-    found["packed, masked SDPA", None] = functools.partial(packed, alone, masked.MASKED)
+    packed = functools.partial(packed_update, model, work, cfg)
+    found["packed", None] = functools.partial(packed, False)
+    found["packed, shared prompts", None] = functools.partial(packed, True)
+    found["packed, masked SDPA", None] = functools.partial(packed, False, masked.MASKED)
     return found
 
 
@@ -287,111 +308,44 @@ def time_updates(model, name: str, work: Work, cfg: config.Config, rounds: int) 
     Before a variant is timed, its gradient is compared with the first one's.
     """
     updates = variants(model, work, cfg)
-    cuda = cfg.device == "cuda"
 
-    def once(variant):  # (tokens, seconds)
+    def once(variant) -> tuple[int, float]:
+        """(tokens, seconds)"""
         model.zero_grad()
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
         started = clock(cfg.device)
         return updates[variant](), clock(cfg.device) - started
 
-    seconds, tokens, first = {}, {}, None
+    tokens, seconds, first = {}, {}, None
     limit = 1e-4 if cfg.dtype == "float32" else 0.1
-    for variant in updates:  # the first call warms up
-        tokens[variant], _ = once(variant)
-        gradient = torch.cat([parameter.grad.flatten().cpu() for parameter in model.parameters()])
-        first = gradient if first is None else first
-        error = ((gradient - first).norm() / first.norm()).item()
+    for variant in updates:
+        tokens[variant], _ = once(variant)  # warms up
+        found = gradient(model).cpu()
+        first = found if first is None else first
+        error = ((found - first).norm() / first.norm()).item()
         assert error < limit, f"{name}, {variant}: the gradient is off by {error}"
         seconds[variant] = min(once(variant)[1] for _ in range(2))
-    names = dict.fromkeys(kind for kind, _ in updates)
-    same = lambda kind: [variant for variant in updates if variant[0] == kind]
-    chosen = [min(same(kind), key=seconds.get) for kind in names]  # the best micro-batches
-    times, peaks = {variant: [] for variant in chosen}, {}
+
+    best = {}  # the fastest micro-batch of each layout
+    for variant in sorted(updates, key=seconds.get):
+        best.setdefault(variant[0], variant)
+    chosen = [best[layout] for layout in dict.fromkeys(layout for layout, _ in updates)]
+    times = {variant: [] for variant in chosen}
     for _, variant in itertools.product(range(rounds), chosen):
         times[variant].append(once(variant)[1])
-        peaks[variant] = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-    lengths = list(work.sequences().values())
+
     rows = []
     for variant in chosen:
-        median = statistics.median(times[variant])
         pairs = zip(times[chosen[0]], times[variant], strict=True)
         ratios = [slow / fast for slow, fast in pairs]
         row = {
             "lengths": name,
             "variant": variant[0],
             "tokens": tokens[variant],
-            "seconds": median,
+            "seconds": statistics.median(times[variant]),
             "ratio": statistics.median(ratios),
             "ratio_low": min(ratios),
             "ratio_high": max(ratios),
             "micro_batch": variant[1],
         }
-        if cuda:
-            row |= {
-                "tokens_per_s": sum(map(sum, lengths)) / median,  # without padding
-                "utilisation": shapes.model_flops(model.config, lengths) / median / peak_flops(),
-                "peak_gib": peaks[variant],
-            }
         rows.append(row)
     return rows
-
-
-def peak_flops() -> float:
-    """The GPU's dense bfloat16 operations a second; NaN if its name is not in the table."""
-    gpu = shapes.this_gpu()
-    return gpu.flops if gpu else math.nan
-
-
-# ---------------------------------------------------------------------------- the head
-
-
-def head_rows(device: str) -> list[dict]:
-    """Seconds and peak memory of log-probs and their gradient with Qwen3's vocabulary.
-
-    Hidden states are 64 wide. Each measurement has a process, and so a peak, of its own.
-    """
-    rows = []
-    sizes = ((2048, 2**62), (2048, packing.HEAD_LOGITS), (16_384, packing.HEAD_LOGITS))
-    for tokens, limit in sizes:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            seconds, peak = pool.apply(measure_head, (tokens, limit, device))
-        how = "chunked" if limit == packing.HEAD_LOGITS else "all logits at once"
-        row = {
-            "lengths": f"{tokens} x 151936 logits",
-            "variant": f"head, {how}",
-            "tokens": tokens,
-            "seconds": seconds,
-            "ratio": None,
-            "peak_gib": peak,
-        }
-        rows.append(row)
-    return rows
-
-
-def measure_head(tokens: int, limit: int, device: str) -> tuple[float, float]:
-    """(seconds, GiB above the peak before)."""
-    head = torch.nn.Linear(64, 151_936, bias=False, device=device)
-    if device == "cpu":
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: a child starts at its parent's peak
-
-    def go(count):
-        hidden = torch.randn(count, 64, device=device, requires_grad=True)
-        targets = torch.arange(count, device=device)
-        logprobs, _ = packing.token_logprobs(hidden, head, targets, head_logits=limit)
-        logprobs.sum().backward()
-        return hidden.grad.sum().item()  # waits for the device
-
-    def peak():
-        if device == "cuda":
-            return torch.cuda.max_memory_allocated() / 2**30
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) / 2**20
-
-    go(8)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    before, started = peak(), time.perf_counter()
-    go(tokens)
-    return time.perf_counter() - started, peak() - before

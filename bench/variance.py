@@ -27,8 +27,7 @@ import models
 import rollout
 import sampler
 import train
-from bench import JsonFile, gradient, inner_products, replay, sampling_copy, sized
-from bench.code import this_code
+from bench import JsonFile, gradient, inner_products, made_by, replay, sampling_copy, sized
 from related import rivals  # noqa: F401 (adds its rules, which are biased)
 from rewards import score
 from update import accumulate_gradients
@@ -69,7 +68,7 @@ def main(
         short = lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
         lists = [[short(value) for value in row.values()] for row in rows]
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in lists)
-        made = "".join(f"{json.dumps(k)}: {json.dumps(v)}, " for k, v in this_code().items())
+        made = "".join(f"{json.dumps(k)}: {json.dumps(v)}, " for k, v in made_by().items())
         columns = json.dumps(list(rows[0]))
         json_file.write_text(f'{{{made}"columns": {columns}, "rows": [\n{lines}\n]}}\n')
 
@@ -179,8 +178,10 @@ def rule_draws(name, share, found, batch, sizes, norms, draws):
             return None
         drawn = [dppo.prune_completions("dppo", rate, batch, generator)[1] for _ in range(draws)]
     elif name in dppo.COMPLETION_RULES and dppo.COMPLETION_RULES[name].biased:
-        lowest = 1 - 1 / batch.size.shape[1] if name == "cppo" else 1.0  # one of a group at least
-        keep = lambda rate: dppo.prune_completions(name, min(rate, lowest), batch, generator)
+        groups, G = batch.size.shape
+        fewest = {"cppo": 1 / G, "cppo_batch": 1 / (groups * G), "pods": 2 / G}  # that they keep
+        highest = 1 - fewest.get(name, 0.0)
+        keep = lambda rate: dppo.prune_completions(name, min(rate, highest), batch, generator)
         rate = search(lambda rate: kept(keep(rate)[0].double()), share)
         if rate is None:
             return None

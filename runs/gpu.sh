@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# All that a first run on a GPU should measure, in at most 9 minutes: correctness, speed, memory.
+# All that a first run on a GPU should measure, in about 9 minutes: correctness, speed, memory.
 #   bash runs/gpu.sh [flags of python -m bench gpu]
-# Rows: runs/gpu.json; tables: runs/gpu.md. torch must be installed; the packages below come from
-# the folder wheels if there is one, else from PyPI. With internet access, this makes the folder:
+# The tests that need a GPU come first. Rows: runs/gpu.json; tables: runs/gpu.md. torch must be
+# installed; the packages below come from the folder wheels if there is one, else from PyPI. With
+# internet access, this makes the folder:
 #   pip download -d wheels --only-binary :all: transformers==5.23.0 tyro tqdm matplotlib \
 #       pytest pytest-xdist
 set -euo pipefail
@@ -11,4 +12,5 @@ packages=(transformers==5.23.0 tyro tqdm matplotlib pytest pytest-xdist)
 source=()
 [ ! -d wheels ] || source=(--no-index --find-links wheels)
 pip install -q "${source[@]}" "${packages[@]}"
+pytest -n 0 -q tests/gpu || true
 exec python -m bench gpu --json runs/gpu.json --page runs/gpu.md "$@"

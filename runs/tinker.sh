@@ -46,7 +46,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, "")
-from bench import code
+from bench import stamped
 from runtime import log
 
 rows = [
@@ -55,5 +55,5 @@ rows = [
     for seed in range(3)
     for row in log.read_rows(Path(f"out/tinker/{method}-{seed}/log.jsonl"))
 ]
-log.write_rows(Path("runs/tinker-race.jsonl"), code.stamped(rows))
+log.write_rows(Path("runs/tinker-race.jsonl"), stamped(rows))
 PROGRAM

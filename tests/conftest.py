@@ -4,9 +4,7 @@ import importlib.util
 import os
 import types
 import zlib
-from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # the workers fill the cores; and a run must not choose by load
 
@@ -31,7 +29,7 @@ collect_ignore_glob = ["integrations/verl_*.py"]  # tests/verl.sh
 if not importlib.util.find_spec("trl"):
     collect_ignore_glob.append("integrations/trl_*.py")
 LONG = (
-    "test_gpu_tier", "test_notebooks", "test_ranks", "test_stop", "test_train.py::test_two_ranks",
+    "test_notebooks", "test_ranks", "test_stop", "test_train.py::test_two_ranks",
 )  # fmt: skip
 
 
@@ -218,49 +216,3 @@ def run(policy_folder, tmp_path):
         return toy.rows(tmp_path / name)
 
     return go
-
-
-@pytest.fixture
-def fake_runs(monkeypatch):
-    """Runs that take no time; returns the list of them. Accuracy is a function of what a run is."""
-    from bench import timed, tune
-
-    made = []
-
-    def train_for(run):
-        made.append(run)
-        parts = [(run.flags,), (run.flags, run.budget), (run.flags, run.budget, run.seed)]
-        accuracy = (
-            sum(share * number_of(part) for share, part in zip((1, 4, 4), parts, strict=True)) / 9
-        )
-        return vars(run) | {"accuracy": accuracy, "steps": 7, "seconds": 1.0, "failed": None}
-
-    class Pool:
-        def __init__(self, *_args):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_error):
-            pass
-
-        def shutdown(self, **_options):
-            pass
-
-        def submit(self, work, run):
-            future = Future()
-            future.set_result(work(run))
-            return future
-
-    monkeypatch.setattr(tune, "FILE", Path("there is none"))
-    monkeypatch.setattr(timed, "train_for", train_for)
-    monkeypatch.setattr(timed.arithmetic, "base_folder", lambda: None)
-    monkeypatch.setattr(timed, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(timed, "as_completed", list)
-    return made
-
-
-def number_of(thing):
-    """A number from 0 to 1."""
-    return zlib.crc32(repr(thing).encode()) / 2**32

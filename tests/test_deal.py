@@ -83,6 +83,17 @@ def test_rollouts_follow_the_history(policy_folder, tmp_path, monkeypatch):
     assert len(set(expected)) > 1
 
 
+def tokens(groups, prompts, completions, ranks, world: int, share: bool) -> list[int]:
+    """Tokens that each rank forwards; with `share`, a prompt once for all of its completions."""
+    found, seen = [0] * world, set()
+    for group, prompt, completion, rank in zip(groups, prompts, completions, ranks, strict=True):
+        found[rank] += completion - 1
+        if not share or (rank, group) not in seen:
+            found[rank] += prompt
+        seen.add((rank, group))
+    return found
+
+
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("world", [2, 8, 64])
 def test_work_is_even(world, share):

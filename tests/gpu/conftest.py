@@ -1,10 +1,9 @@
 """
-The tests that need a GPU: the machine's, or else the pretend one of tests/pretend_cuda.py.
+The tests that need a GPU: the machine's, or else the pretend one of pretend_cuda.py.
 
-    pytest -n 0 tests/gpu
+    pytest tests/gpu
 
-A pretend device cannot be taken back, so `pytest` leaves this folder out and test_gpu_tier.py runs
-each of its files in a process of its own.
+A pretend device cannot be taken back, so `pytest` alone leaves this folder out; .ci/run has it.
 """
 
 import copy

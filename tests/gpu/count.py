@@ -3,7 +3,7 @@ How often the host waits for the device, and how much it launches, line by line.
 
     python tests/gpu/count.py
 
-It runs on the pretend device (tests/pretend_cuda.py), so no number here is a time.
+It runs on the pretend device (pretend_cuda.py), so no number here is a time.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import pretend_cuda
 
@@ -35,7 +34,6 @@ from train import Trainer
 
 UPDATES = {
     "defaults of CUDA": {},
-    "shared prompts": {"share_prompts": True},
     "gspo": {"loss": "gspo"},
     "cap": {"importance_cap": 2.0},
     "beta": {"beta": 0.1},
@@ -126,7 +124,7 @@ def count_step(method):
             run.open_folder()
             for _ in range(3):
                 with pretend_cuda.counting() as seen:
-                    run.write(*run.advance())
+                    run.write(*run.trainer.step(run.done + 1))
     show(f"a step of {method}", seen, 1)
 
 

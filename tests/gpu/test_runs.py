@@ -1,5 +1,6 @@
 """Whole runs on a GPU: training with every method and option, resuming, evaluation."""
 
+import gc
 import itertools
 
 import pytest
@@ -14,15 +15,13 @@ from runtime import log
 RUNS = {  # changes of toy.flags, and the attention kernel
     "grpo": ({}, "torch"),
     "dppo": ({"loss": "dapo", "importance_cap": 2}, "flash"),
-    "pps": ({"dtype": "float32", "check_every": 2}, "flash"),
-    "greso": ({"engine": "hf"}, "torch"),
-    "cppo": ({"cppo_allocation": True, "loss": "cispo"}, "none"),
+    "pps": ({"dtype": "float32", "engine": "hf"}, "flash"),
+    "cppo": ({"loss": "cispo"}, "none"),
     "grpo_zero": ({"beta": 0.05, "gradient_checkpointing": True, "loss": "gspo"}, "flash"),
-    "dppo_floor": ({"epochs": 2, "minibatches": 2, "importance_cap": 2}, "none"),
+    "dppo_floor": ({"minibatches": 2, "importance_cap": 2}, "none"),
 }
 RESUMED = {
-    "pps": {"share_prompts": "True", "lr_schedule": "cosine"},
-    "greso": {"beta": 0.05, "loss": "dr_grpo"},
+    "pps": {"lr_schedule": "cosine", "beta": 0.05, "loss": "dr_grpo"},
     "dppo": {"engine": "hf", "mask_truncated": True, "rollout_batch": 6},
 }
 
@@ -47,8 +46,6 @@ def test_train(run, kernel, tmp_path, monkeypatch, method):
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "eval/avg@4" in row] == [0, 2, 3]
     assert all(row["memory/peak_gib"] > 0 for row in rows[1:])
-    checks = [row["check/norm"] for row in rows if "check/norm" in row]
-    assert len(checks) == ("check_every" in changes)
     state = torch.load(tmp_path / "run/checkpoint/trainer.pt", weights_only=True)
     moments = state["optimizer"]["state"].values()
     assert any(moment["exp_avg"].abs().max() > 0 for moment in moments)
@@ -81,6 +78,7 @@ EVALUATIONS = [
 def test_evaluation(policy_folder, tmp_path, options):
     """Stored and printed, and sampled on the GPU. Catches a model that stays on the CPU, and a
     tensor that json cannot write."""
+    gc.collect()  # what other tests have left would be freed in between
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.max_memory_allocated()
     common = {"model": policy_folder, "problems": 3, "k": 2, "max_new_tokens": 8}

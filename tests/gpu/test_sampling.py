@@ -95,17 +95,14 @@ def test_logits_that_are_not_finite(policy, sample, engine):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name", "share"),
-    [
-        ("float32", "none", False), ("bfloat16", "flash", True), ("bfloat16", "torch", False),
-        ("bfloat16", "none", True),
-    ],
-)  # fmt: skip
-def test_trainer_logprobs(policy, sample, kernel, dtype, name, share):
+    ("dtype", "name"),
+    [("float32", "none"), ("bfloat16", "flash"), ("bfloat16", "torch"), ("bfloat16", "none")],
+)
+def test_trainer_logprobs(policy, sample, kernel, dtype, name):
     """The trainer's arithmetic gives the sampler's log-probs. Catches log-probs of another row, and
     a kernel that attends to another segment."""
     kernel(name)
-    cfg = config.resolve(config.Config(device="cuda", dtype=dtype, share_prompts=share))
+    cfg = config.resolve(config.Config(device="cuda", dtype=dtype))
     model = policy()
     found = sample(model, dtype=dtype)
     gap = (update.trainer_logprobs(model, found, cfg) - found.logprobs).abs()

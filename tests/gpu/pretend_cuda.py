@@ -44,7 +44,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_suffix(".cpp")
 TORCH = Path(torch.__file__).parent
 WAITS = ("d2h", "h2d", "hidden", "sync")
