@@ -36,11 +36,11 @@ def test_rows_of_absolute_positions_stay(gpt2, monkeypatch):
     monkeypatch.setattr(type(trainer.accelerator), "gather", lambda self, _: torch.tensor([2, 3]))
     trainer.rows = {"prompt_ids": torch.zeros(4, 2)}
     kept = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 0]]).bool()
-    table, fills = trainer.deal(kept, torch.tensor([9, 5, 7, 4, 6, 8, 7, 6]))
+    table, fills = trainer.divide(kept, torch.tensor([9, 5, 7, 4, 6, 8, 7, 6]))
     assert table.tolist() == [[1, 2, 0], [4, 4, 6]]
     assert fills.tolist() == [[False] * 3, [True, True, False]]
     trainer.rotary = True
-    table, fills = trainer.deal(kept, torch.tensor([9, 5, 7, 4, 6, 8, 7, 6]))
+    table, fills = trainer.divide(kept, torch.tensor([9, 5, 7, 4, 6, 8, 7, 6]))
     assert table.tolist() == [[1, 6], [2, 0]]
     assert not fills.any()
 

@@ -3,7 +3,6 @@
 import json
 import os
 
-import dppo_trl
 import torch
 import trl
 from accelerate import PartialState
@@ -18,6 +17,8 @@ from trl_toy import (
     over_completions,
     over_prompts,
 )  # fmt: skip
+
+import dppo_trl
 
 
 class WeightedDummies(dppo_trl.DPPOTrainer):
