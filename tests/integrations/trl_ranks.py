@@ -1,4 +1,4 @@
-"""What tests/test_trl_ranks.py runs in several processes, each of them a rank."""
+"""What tests/integrations/test_trl_ranks.py runs in several processes, each of them a rank."""
 
 import json
 import os
