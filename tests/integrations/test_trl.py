@@ -116,12 +116,12 @@ def test_both_levels_are_exact(gpt2, exact_world):
 
 
 @pytest.mark.parametrize("loss", ["grpo", "bnpo"])
-@pytest.mark.parametrize("twin", [trl_toy.KeptCount, trl_toy.WeightedAdvantages])
-def test_biased_twins_fail(gpt2, exact_world, loss, twin):
-    """Fails if the enumeration cannot tell a mistake."""
+@pytest.mark.parametrize("mistake", [trl_toy.KeptCount, trl_toy.WeightedAdvantages])
+def test_planted_mistakes_fail(gpt2, exact_world, loss, mistake):
+    """Fails if the enumeration cannot tell a planted mistake."""
     options = {"loss_type": loss}
     stock = Measured(gpt2, trl.GRPOTrainer, **options).gradients()
-    assert error(over_completions(Measured(gpt2, twin, **options)), stock) > 1e-3
+    assert error(over_completions(Measured(gpt2, mistake, **options)), stock) > 1e-3
 
 
 # ---------------------------------------------------------------------------- runs
