@@ -22,8 +22,9 @@ def test_two_ranks_are_exact(gpt2):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_change_ranks(gpt2, tmp_path, world):
-    """What is kept is divided evenly, and every loss stays exact. Catches a row with another's factor
-    or log-probs, bnpo's denominator of the rank that it goes to, and padding on the wrong side."""
+    """What is kept is divided evenly, and every loss stays exact. Catches a row with another's
+    factor or log-probs, bnpo's denominator of the rank that it goes to, and padding on the wrong
+    side."""
     trl_toy.save_model(tmp_path / "llama", "llama", torch.float32)
     printed = in_processes(world, trl_ranks.check_divided, str(gpt2), str(tmp_path / "llama"))
     assert printed[0].splitlines()[-1] == "exact"
