@@ -290,8 +290,8 @@ def test_lessons_of_two_prompts_of_four(gpt2):
     rows["place"] = torch.arange(8)
     trainer.rewards = torch.tensor([[1.0]] * 4 + [[0.5]] * 4)
     trainer.so_far["batches"] = 1
-    trainer.gather(rows, torch.tensor([0, 2]), torch.tensor([1.0, 3.0]).double())
-    assert trainer._metrics["train"]["dppo/reward"] == [pytest.approx((1 * 1.0 + 3 * 0.5) / 4)]
+    trainer.gather(rows, torch.tensor([0, 2]), torch.tensor([1.0, 2.0]).double())
+    assert trainer._metrics["train"]["dppo/reward"] == [pytest.approx((1 * 1.0 + 2 * 0.5) / 4)]
     assert trainer.so_far["mean_tokens"] is None
 
 
