@@ -336,13 +336,15 @@ def test_at_least_one_prompt_at_once(gpt2, exact_world):
     assert measured.trainer.prompt_weights.tolist() == [[4.0]]
 
 
-def test_sources_are_strata(gpt2, monkeypatch):
-    """Fails if the data set's `source` column does not reach the prompt history."""
+def test_sources_and_lengths_are_strata(gpt2, monkeypatch):
+    """Fails if the data set's `source` column or the prompts' lengths, which are 1, 2, 3 and 2, do
+    not reach the prompt history."""
     from_dict, sources = trl_toy.Dataset.from_dict, ["one", "one", "two", "one"]
     more = lambda columns: from_dict(columns | {"source": sources})
     monkeypatch.setattr(trl_toy.Dataset, "from_dict", more)
-    kind = make_trainer(gpt2, rules=PROMPTS).history.kind // sampler.LENGTHS
-    assert kind.tolist() == [0, 0, 1, 0]
+    kind = make_trainer(gpt2, rules=PROMPTS).history.kind
+    assert (kind // sampler.LENGTHS).tolist() == [0, 0, 1, 0]
+    assert (kind % sampler.LENGTHS).tolist() == [1, 2, 3, 2]
 
 
 def test_padding_is_not_a_surprise(gpt2, exact_world):
