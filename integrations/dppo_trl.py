@@ -203,8 +203,8 @@ class DPPOTrainer(trl.GRPOTrainer):
         keep, weights = broadcast_object_list(list(drawn))  # ranks might round differently
         self._metrics["train"]["dppo/kept_prompts"].append(keep.double().mean().item())
 
-        kept_rows = [dict(candidates[q]) for q in keep.nonzero().flatten().tolist()]
-        rows = [row for row in kept_rows for _ in range(G)]  # [N]
+        places = keep.nonzero().flatten().tolist()
+        rows = [dict(candidates[q]) for q in places for _ in range(G)]  # [N]
         n = len(rows) // world
         return rows[rank * n : (rank + 1) * n], prompts[keep], weights[keep]
 
