@@ -193,8 +193,6 @@ class DPPOTrainer(PPOTrainerSync):
     def _next_train_batch(self, num_prompts=None) -> TensorDict:
         """verl's next Q prompts, or K of them. `groups` is {uid: (place among the Q, weight)}."""
         batch = super()._next_train_batch(num_prompts)
-        if not self.prunes:
-            return batch
         uids, step = list(batch["uid"]), self.global_steps
         self.groups = {uid: (q, 1.0) for q, uid in enumerate(uids)}
         if not self.prunes_prompts:
