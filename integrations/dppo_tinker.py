@@ -1,10 +1,13 @@
 """
 Unbiased pruning through the Tinker API: a server samples and trains, and is sent less of both.
 
-The server has the model and Adam; loop and draws are here, by dppo.py and sampler.py. Prompts are
-dropped before they are sampled, completions after reward. The server's losses are proportional to
-the advantage, so it carries all factors: the weight 1 / P(kept), the un-pruned batch's denominator,
-and the server's own, which `measure_denominator` finds. docs/tinker.md has a program.
+The server has the model and Adam; the loop and the draws are here, by dppo.py and sampler.py.
+Prompts are dropped before they are sampled, completions after reward. The server's losses are
+proportional to the advantage, so all factors are sent as part of it: the weight 1 / P(kept), one
+over the denominator of the un-pruned batch, and the server's own denominator, which
+`measure_denominator` finds, so that it cancels. docs/tinker.md has a program.
+
+Letters: Q candidates of a step, K of them sampled, G completions each.
 """
 
 import json
@@ -14,8 +17,10 @@ from pathlib import Path
 import torch
 
 import dppo
+import dppo_shared
 import sampler
 from dppo import RuleError
+from dppo_shared import require
 
 try:
     import tinker
@@ -24,11 +29,13 @@ except ImportError:
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "cispo")  # of dppo.LOSSES, all but gspo's ratio of a sequence
 LOSS_FNS = ("importance_sampling", "ppo", "cispo")  # the server's, proportional to the advantage
-WARMUP, TOKENS_MEMORY, TIMEOUT = 5, 10, 1800  # steps, steps, seconds
+WARMUP = 5  # steps
+MEMORY = 10  # how many steps the mean of their tokens remembers
+TIMEOUT = 1800  # seconds
 
 
 def ask(request, *args, **options):
-    """A server's answer. RuleError of one line once the SDK's retries, of minutes, were in vain."""
+    """A server's answer. The SDK repeats a request for minutes; if that was in vain, RuleError."""
     try:
         answer = request(*args, **options)
         return answer.result(TIMEOUT) if hasattr(answer, "result") else answer
@@ -87,29 +94,57 @@ class Trainer:
         loss="grpo", loss_fn="ppo", beta=0.0, lr=1e-4, lora_rank=32, pad_tokens=1, pad_datums=1,
         eval_every=10, save_every=10,
     ):  # fmt: skip
-        """A run, new or from out_dir. problems and held_out are lists of (prompt tokens, gold,
-        source); reward(text, gold) is a number, or None if the gold cannot be scored."""
-        vars(self).update((name, value) for name, value in locals().items() if name != "self")
-        known = {"loss": LOSSES, "loss_fn": LOSS_FNS, "beta": (0.0,)}
-        tables = {"completion_rule": dppo.COMPLETION_RULES, "prompt_rule": sampler.PROMPT_RULES}
-        known |= {k: [n for n in t if not t[n].biased] for k, t in tables.items()}
-        for option, names in known.items():
-            if (value := getattr(self, option)) not in names:
-                raise RuleError(f"{option}={value!r} is not exact through this API: use {names}")
-        if not (0 <= completion_prune_rate < 1 and 0 <= prompt_prune_rate < 1):
-            raise RuleError("completion_prune_rate and prompt_prune_rate are from 0 to below 1")
-        if len(problems) < prompts_per_step:
-            raise RuleError(f"prompts_per_step={prompts_per_step}: only {len(problems)} problems")
-        prompts, _golds, sources = zip(*problems, strict=True)
+        """A run, new or from out_dir. problems and held_out are lists of (prompt tokens, answer,
+        source). reward(text, answer) is a number, or None if the answer cannot be scored."""
+        for option, value, exact in (
+            ("loss", loss, LOSSES),
+            ("loss_fn", loss_fn, LOSS_FNS),
+            ("beta", beta, (0.0,)),
+        ):
+            require(
+                value in exact, f"{option}={value!r} is not exact through this API: use {exact}"
+            )
+        dppo_shared.check_rules(
+            completion_rule, completion_prune_rate, prompt_rule, prompt_prune_rate
+        )
+        require(
+            len(problems) >= prompts_per_step,
+            f"prompts_per_step={prompts_per_step}: only {len(problems)} problems",
+        )
+        self.problems = problems
+        self.held_out = held_out
+        self.reward = reward
+        self.tokenizer = tokenizer
+        self.steps = steps
+        self.prompts_per_step = prompts_per_step
+        self.group_size = group_size
+        self.max_new_tokens = max_new_tokens
+        self.seed = seed
+        self.prompt_rule = prompt_rule
+        self.prompt_prune_rate = prompt_prune_rate
+        self.completion_rule = completion_rule
+        self.completion_prune_rate = completion_prune_rate
+        self.loss = loss
+        self.loss_fn = loss_fn
+        self.lr = lr
+        self.pad_tokens = pad_tokens
+        self.pad_datums = pad_datums
+        self.eval_every = eval_every
+        self.save_every = save_every
+
+        prompts, _answers, sources = zip(*problems, strict=True)
         self.prompt_tokens = torch.tensor([len(ids) for ids in prompts])
         self.history = sampler.PromptHistory(self.prompt_tokens, sources, prompts_per_step)
-        self.log, self.mean_tokens, self.path, weights = [], None, Path(out_dir, "state.pt"), None
+        self.mean_tokens = None  # of a batch; see dppo_shared.update_mean
+        self.log = []
+        self.path = Path(out_dir, "state.pt")
         self.of = dppo.seed_for(base_model, lora_rank, seed, prompts_per_step, problems)
+        weights = None  # where the server keeps those of the last checkpoint
         if self.path.exists():
             of, history, weights, self.log, self.mean_tokens = torch.load(self.path)
-            if of != self.of:
-                raise RuleError(f"{self.path} is of another model, seed or data: set out_dir")
+            require(of == self.of, f"{self.path} is of another model, seed or data: set out_dir")
             vars(self.history).update(history)
+
         self.service = ask(tinker.ServiceClient, base_url=base_url)
         new = self.service.create_lora_training_client, base_model, lora_rank, seed
         self.means = measure_denominator(ask(*new), loss_fn, (prompts[0] * 9)[:9])
@@ -118,16 +153,21 @@ class Trainer:
 
     def sample(self, problems: list, count: int, *key) -> tuple[list, torch.Tensor]:
         """`count` rows (prompt, tokens, logprobs) of each problem, and their rewards [K, count]."""
-        path = ask(self.client.save_weights_for_sampler, "-".join(map(str, key)), 3600).path
-        policy, futures = ask(self.service.create_sampling_client, path), []
+        name = "-".join(map(str, key))
+        path = ask(self.client.save_weights_for_sampler, name, 3600).path  # kept for an hour
+        policy = ask(self.service.create_sampling_client, path)
         end = {"max_tokens": self.max_new_tokens, "stop": [self.tokenizer.eos_token_id]}
-        for number, (prompt, _gold, _source) in enumerate(problems):
-            options = tinker.SamplingParams(seed=dppo.seed_for(self.seed, key, number) >> 33, **end)
+        futures = []
+        for number, (prompt, _answer, _source) in enumerate(problems):
+            seed = dppo.seed_for(self.seed, key, number) >> 33  # servers take 30 bits
+            options = tinker.SamplingParams(seed=seed, **end)
             futures.append(policy.sample(tinker.ModelInput.from_ints(prompt), count, options))
         found = [ask(future.result, TIMEOUT).sequences for future in futures]
         rows = [(problems[k][0], x.tokens, x.logprobs) for k, xs in enumerate(found) for x in xs]
-        if any(logprobs is None for *_, logprobs in rows):
-            raise RuleError("the server returns no log-probs of what it samples: use one that does")
+        require(
+            all(logprobs is not None for *_, logprobs in rows),
+            "the server returns no log-probs of what it samples: use one that does",
+        )
         texts = [self.tokenizer.decode(tokens, skip_special_tokens=True) for _, tokens, _ in rows]
         scores = [self.reward(text, problems[i // count][1]) for i, text in enumerate(texts)]
         rewards = torch.tensor([math.nan if s is None else s for s in scores], dtype=torch.float64)
@@ -140,44 +180,52 @@ class Trainer:
         window = sampler.candidates(len(self.problems), Q, self.seed, step)  # [Q]
         # --- DPPO, before sampling: drop prompts by history, weight the rest by 1 / P(kept)
         # (dapo and cispo divide by a batch's tokens: their first batch is whole, to count them)
-        whole = not self.mean_tokens and dppo.LOSSES[self.loss].denominator == "batch tokens"
-        rule = "none" if whole else self.prompt_rule
+        count_first = dppo.LOSSES[self.loss].denominator == "batch tokens"
+        rule = "none" if count_first and self.mean_tokens is None else self.prompt_rule
         kept, weights = self.history.prune(rule, self.prompt_prune_rate, window, generator, step)
         prompts, weights = window[kept], weights[kept, None]  # [K], [K, 1]
+
         rows, rewards = self.sample([self.problems[q] for q in prompts], G, "step", step)
         each = lambda f: torch.tensor([f(*row) for row in rows], dtype=torch.float64).view(-1, G)
         lengths = each(lambda prompt, tokens, logprobs: len(tokens))  # [K, G], as all below
         energy = each(lambda *row: dppo.energy_bound(torch.tensor(row[2])).sum())
         cost = self.prompt_tokens[prompts, None] + lengths
-        num_tokens = (weights * lengths).sum().item()  # expected of all Q
-        mean_tokens = self.mean_tokens or num_tokens
+        estimate = (weights * lengths).sum().item()  # tokens of all Q x G
+        num_tokens = estimate if self.mean_tokens is None else self.mean_tokens
         advantages = dppo.group_advantages(rewards, self.loss)
         sizes = {"num_sequences": Q * G, "max_new_tokens": self.max_new_tokens}
-        scale = dppo.loss_scale(lengths, self.loss, **sizes, num_tokens=mean_tokens)
+        scale = dppo.loss_scale(lengths, self.loss, **sizes, num_tokens=num_tokens)
         size = dppo.contribution_size(advantages, weights * scale, energy, beta=0.0)
+
         # --- DPPO, after reward: drop completions, weight the rest by 1 / P(kept)
         batch = dppo.Completions(advantages, rewards, cost, size)
-        rule, rate = self.completion_rule, self.completion_prune_rate
-        keep, own_weights = dppo.prune_completions(rule, rate, batch, generator)
-        # --- Send what is kept and, as fillers, the shortest of the others, which carry 0
+        keep, own_weights = dppo.prune_completions(
+            self.completion_rule, self.completion_prune_rate, batch, generator
+        )
+
+        # --- Send what is kept and, as fillers, the shortest of the others, whose advantage is 0
         carried = (advantages * scale * weights * own_weights).flatten().tolist()
-        n = -(-max(1, int(keep.sum())) // self.pad_datums) * self.pad_datums
+        multiple = self.pad_datums
+        n = math.ceil(max(1, int(keep.sum())) / multiple) * multiple
         order = torch.where(keep, 0.0, cost).flatten().argsort(stable=True)[:n].tolist()
         rows = [(*rows[i], [carried[i]] * len(rows[i][1])) for i in order]
         datums = make_datums(rows, self.means, self.pad_tokens)
         grad_norm = update(self.client, self.loss_fn, [datums], self.lr * min(1, step / WARMUP))
+
         square = dppo.contribution_size(advantages, scale, energy, beta=0.0).square().sum(dim=1)
         seen = weights[:, 0], rewards, advantages, square, lengths.sum(dim=1)
         self.history.update(step, prompts, *seen)
-        self.mean_tokens = mean_tokens + (num_tokens - mean_tokens) / TOKENS_MEMORY
+        self.mean_tokens = dppo_shared.update_mean(self.mean_tokens, estimate, MEMORY)
+
         scores = rewards.nanmean(dim=1, keepdim=True)  # [K, 1]; nan: unscorable
+        figures = dppo_shared.completion_figures(weights * own_weights, weights, cost, size, Q * G)
         return {
             "reward": ((weights * scores).nansum() / (weights + 0 * scores).nansum()).item(),
             "grad_norm": grad_norm,
             "kept/prompts": len(prompts) / Q,
-            "kept/completions": keep.sum().item() / (Q * G),
-            "kept/tokens": ((keep * cost).sum() / (weights * cost).sum()).item(),
-            "weight/max": (weights * own_weights).max().item(),
+            "kept/completions": figures["kept_completions"],
+            "kept/tokens": figures["kept_tokens"],
+            "weight/max": figures["weight_max"],
             "tokens/prefilled": self.prompt_tokens[prompts].sum().item(),
             "tokens/generated": int(lengths.sum()),
             "tokens/trained": sum(one.model_input.length for one in datums),
@@ -196,5 +244,6 @@ class Trainer:
             if step % self.save_every == 0 or step == self.steps:
                 saved = ask(self.client.save_state, f"step-{step}").path
                 state = (self.of, vars(self.history), saved, self.log, self.mean_tokens)
-                torch.save(state, self.path.with_suffix(".new"))
-                self.path.with_suffix(".new").replace(self.path)
+                temporary = self.path.with_suffix(".new")
+                torch.save(state, temporary)
+                temporary.replace(self.path)

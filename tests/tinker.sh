@@ -1,7 +1,7 @@
 #!/bin/sh
-# Tests of integrations/dppo_tinker.py. Builds an environment with SkyRL and the Tinker SDK (2.3 GB, some
-# minutes), starts SkyRL's server on the CPU with the embedded model, and runs the tests there. From
-# the root of the repository: sh tests/tinker.sh [FOLDER]
+# Tests of integrations/dppo_tinker.py. Builds an environment with SkyRL and the Tinker SDK (2.3 GB,
+# some minutes), starts SkyRL's server on the CPU with the embedded model, and runs the tests there.
+# From the root of the repository: sh tests/tinker.sh [FOLDER]
 set -e
 venv=${1:-.venv-tinker}
 if [ ! -x "$venv/bin/pytest" ]; then

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Tests of integrations/dppo_trl.py. Builds an environment with TRL and DeepSpeed (some minutes) and runs them
-# there. From the root of the repository: sh tests/trl.sh [FOLDER]
+# Tests of integrations/dppo_trl.py. Builds an environment with TRL and DeepSpeed (some minutes) and
+# runs them there. From the root of the repository: sh tests/trl.sh [FOLDER]
 set -e
 venv=${1:-.venv-trl}
 if [ ! -x "$venv/bin/pytest" ]; then

@@ -307,7 +307,7 @@ def test_datums_have_the_sdks_types():
 
 # ---------------------------------------------------------------------------- runs
 
-HELD_OUT = [([6], "gold", ""), ([1, 1], "gold", "")]
+HELD_OUT = [([6], "answer", ""), ([1, 1], "answer", "")]
 BOTH = {"prompt_rule": "pps", "prompt_prune_rate": 0.5, "completion_rule": "pps"}
 
 
@@ -357,7 +357,7 @@ def test_stopped_and_resumed(tmp_path, loss):
 def test_evaluations(tmp_path):
     """At step 0 and every third: the mean of four completions of each. Catches one of trained
     problems, and a nan in the file."""
-    trainer = train(tmp_path, Server(), held_out=[([2], "gold 1", ""), ([3], "gold 1", "")])
+    trainer = train(tmp_path, Server(), held_out=[([2], "answer 1", ""), ([3], "answer 1", "")])
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "eval/avg@4" in row] == [0, 3, 6]
     with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):
@@ -412,12 +412,12 @@ def test_samples_are_new(tmp_path):
         ({"beta": 0.04}, r"beta=0\.04 is not exact .*\(0\.0,\)"),
         (
             {"completion_rule": "psp"},
-            "completion_rule='psp' .*'none', 'zero', 'uniform', 'dppo', 'p",
+            "unknown completion_rule 'psp': .*none, zero, uniform, dppo, p",
         ),
-        ({"completion_rule": "cppo"}, "completion_rule='cppo' is not exact"),
-        ({"prompt_rule": "ppz"}, "prompt_rule='ppz' .*'none', 'uniform', 'dppo', 'pps'"),
-        ({"completion_prune_rate": 1.0}, "completion_prune_rate .*from 0 to below 1"),
-        ({"prompt_prune_rate": -0.1}, "prompt_prune_rate are from 0 to below 1"),
+        ({"completion_rule": "cppo"}, "unknown completion_rule 'cppo'"),
+        ({"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz': .*none, uniform, dppo, pps"),
+        ({"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .*from 0 to below 1"),
+        ({"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .*from 0 to below 1"),
         ({"prompts_per_step": 5}, "prompts_per_step=5: only 4 problems"),
     ],
 )
@@ -473,7 +473,8 @@ def test_no_sdk():
     """Without the SDK there is one sentence, with the way out."""
     check = "import sys; sys.modules['tinker'] = None; import dppo_tinker"
     command = [sys.executable, "-c", check]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'integrations'}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert re.search(r"RuleError: Tinker's SDK is missing: pip install tinker==\S+$", done.stderr)
 
 

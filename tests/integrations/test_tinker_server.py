@@ -20,11 +20,11 @@ import torch
 
 pytest.importorskip("skyrl.tinker", reason="tests/tinker.sh runs these, with SkyRL")
 
-import dppo_tinker
 import tinker_server
 
 import data
 import dppo
+import dppo_tinker
 from dppo import RuleError
 from tasks import arithmetic
 

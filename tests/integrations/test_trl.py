@@ -116,12 +116,12 @@ def test_both_levels_are_exact(gpt2, exact_world):
 
 
 @pytest.mark.parametrize("loss", ["grpo", "bnpo"])
-@pytest.mark.parametrize("twin", [trl_toy.KeptCount, trl_toy.WeightedAdvantages])
-def test_biased_twins_fail(gpt2, exact_world, loss, twin):
-    """Fails if the enumeration cannot tell a mistake."""
+@pytest.mark.parametrize("mistake", [trl_toy.KeptCount, trl_toy.WeightedAdvantages])
+def test_planted_mistakes_fail(gpt2, exact_world, loss, mistake):
+    """Fails if the enumeration cannot tell a planted mistake."""
     options = {"loss_type": loss}
     stock = Measured(gpt2, trl.GRPOTrainer, **options).gradients()
-    assert error(over_completions(Measured(gpt2, twin, **options)), stock) > 1e-3
+    assert error(over_completions(Measured(gpt2, mistake, **options)), stock) > 1e-3
 
 
 # ---------------------------------------------------------------------------- runs
@@ -290,8 +290,8 @@ def test_lessons_of_two_prompts_of_four(gpt2):
     rows["place"] = torch.arange(8)
     trainer.rewards = torch.tensor([[1.0]] * 4 + [[0.5]] * 4)
     trainer.so_far["batches"] = 1
-    trainer.gather(rows, torch.tensor([0, 2]), torch.tensor([1.0, 3.0]).double())
-    assert trainer._metrics["train"]["dppo/reward"] == [pytest.approx((1 * 1.0 + 3 * 0.5) / 4)]
+    trainer.gather(rows, torch.tensor([0, 2]), torch.tensor([1.0, 2.0]).double())
+    assert trainer._metrics["train"]["dppo/reward"] == [pytest.approx((1 * 1.0 + 2 * 0.5) / 4)]
     assert trainer.so_far["mean_tokens"] is None
 
 
@@ -336,13 +336,15 @@ def test_at_least_one_prompt_at_once(gpt2, exact_world):
     assert measured.trainer.prompt_weights.tolist() == [[4.0]]
 
 
-def test_sources_are_strata(gpt2, monkeypatch):
-    """Fails if the data set's `source` column does not reach the prompt history."""
+def test_sources_and_lengths_are_strata(gpt2, monkeypatch):
+    """Fails if the data set's `source` column or the prompts' lengths, which are 1, 2, 3 and 2, do
+    not reach the prompt history."""
     from_dict, sources = trl_toy.Dataset.from_dict, ["one", "one", "two", "one"]
     more = lambda columns: from_dict(columns | {"source": sources})
     monkeypatch.setattr(trl_toy.Dataset, "from_dict", more)
-    kind = make_trainer(gpt2, rules=PROMPTS).history.kind // sampler.LENGTHS
-    assert kind.tolist() == [0, 0, 1, 0]
+    kind = make_trainer(gpt2, rules=PROMPTS).history.kind
+    assert (kind // sampler.LENGTHS).tolist() == [0, 0, 1, 0]
+    assert (kind % sampler.LENGTHS).tolist() == [1, 2, 3, 2]
 
 
 def test_padding_is_not_a_surprise(gpt2, exact_world):

@@ -16,16 +16,17 @@ trl_ranks = importlib.import_module("trl_ranks")
 
 def test_two_ranks_are_exact(gpt2):
     """The same with DistributedDataParallel: every loss, groups that straddle the ranks, and the
-    twin whose dummies are weighted, which no single rank can tell."""
+    mistake of weighted fillers, which no single rank can tell."""
     assert in_processes(2, trl_ranks.check_ranks, str(gpt2))[0].splitlines()[-1] == "exact"
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_change_ranks(gpt2, tmp_path, world):
-    """What is kept is dealt evenly, and every loss stays exact. Catches a row with another's factor
-    or log-probs, bnpo's denominator of the rank that it goes to, and padding on the wrong side."""
+    """What is kept is divided evenly, and every loss stays exact. Catches a row with another's
+    factor or log-probs, bnpo's denominator of the rank that it goes to, and padding on the wrong
+    side."""
     trl_toy.save_model(tmp_path / "llama", "llama", torch.float32)
-    printed = in_processes(world, trl_ranks.check_dealt, str(gpt2), str(tmp_path / "llama"))
+    printed = in_processes(world, trl_ranks.check_divided, str(gpt2), str(tmp_path / "llama"))
     assert printed[0].splitlines()[-1] == "exact"
 
 
@@ -36,11 +37,11 @@ def test_rows_of_absolute_positions_stay(gpt2, monkeypatch):
     monkeypatch.setattr(type(trainer.accelerator), "gather", lambda self, _: torch.tensor([2, 3]))
     trainer.rows = {"prompt_ids": torch.zeros(4, 2)}
     kept = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 0]]).bool()
-    table, fills = trainer.deal(kept, torch.tensor([9, 5, 7, 4, 6, 8, 7, 6]))
+    table, fills = trainer.divide(kept, torch.tensor([9, 5, 7, 4, 6, 8, 7, 6]))
     assert table.tolist() == [[1, 2, 0], [4, 4, 6]]
     assert fills.tolist() == [[False] * 3, [True, True, False]]
     trainer.rotary = True
-    table, fills = trainer.deal(kept, torch.tensor([9, 5, 7, 4, 6, 8, 7, 6]))
+    table, fills = trainer.divide(kept, torch.tensor([9, 5, 7, 4, 6, 8, 7, 6]))
     assert table.tolist() == [[1, 6], [2, 0]]
     assert not fills.any()
 

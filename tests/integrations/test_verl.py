@@ -249,7 +249,7 @@ def test_prompts_are_exact(rule, mode):
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_prompts_of_several_updates_are_exact(mode):
-    """Two updates of two candidates, of which one is rolled out. Catches prompts that are dealt to
+    """Two updates of two candidates, of which one is rolled out. Catches prompts that are given to
     updates after the draw."""
     options = {MODE: mode, PROMPT_RULE: "pps", PROMPT_RATE: 0.5, RULE: "none", UPDATE: 2}
     pruned = taught(60.0, **options)
@@ -296,7 +296,7 @@ PRUNED_LOSS = dppo_verl.pruned_loss
 
 
 @pytest.mark.parametrize(
-    ("twin", "options"),
+    ("mistake", "options"),
     [
         (kept_tokens, {MODE: "token-mean", **PLAIN}),
         (weighted_advantages, {f"{ACTOR}entropy_coeff": 0}),
@@ -304,10 +304,10 @@ PRUNED_LOSS = dppo_verl.pruned_loss
         (weighted_advantages, {LOSS: "dro", **PLAIN}),
     ],
 )
-def test_biased_losses_fail(monkeypatch, twin, options):
+def test_biased_losses_fail(monkeypatch, mistake, options):
     """Fails if the enumeration cannot tell a mistake in the training processes."""
     options = {"prompts": ("bb", "ccc"), UPDATE: 2} | options
-    monkeypatch.setattr(dppo_verl, "pruned_loss", twin)
+    monkeypatch.setattr(dppo_verl, "pruned_loss", mistake)
     pruned = Toy(**options, **{RULE: "uniform", RATE: 0.4})
     assert error(toy.over_completions(pruned), toy.stock(**options)) > 1e-3
 

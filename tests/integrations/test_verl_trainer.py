@@ -234,6 +234,8 @@ def test_lessons_and_denominators(monkeypatch):
         reward = (weights * rewards.mean(dim=1)).sum().item() / 4
         assert pruned.metrics["dppo/reward"] == pytest.approx(reward)
         assert pruned.metrics["dppo/kept_prompts"] == len(prompts) / 4
+        factor = torch.cat([part["dppo"].values().view(-1, 2)[:, 0] for part in pruned.trained])
+        assert pruned.metrics["dppo/kept_completions"] == (factor > 0).sum().item() / 16
     assert not weights.eq(1).all()
 
 

@@ -1,6 +1,6 @@
 """SkyRL's Tinker server on this CPU with the embedded model, and a program beside it.
 
-    python tests/tinker_server.py PROGRAM [ARGUMENTS]
+    python tests/integrations/tinker_server.py PROGRAM [ARGUMENTS]
 
 runs the program while it serves port 8077. out-server/ gets the server's log, its database and the
 weights, so that a program may go on another day. tests/tinker.sh makes the environment.

@@ -21,7 +21,7 @@ import proof
 import sampler
 
 PROMPTS = [[1], [2, 3], [4, 5, 6], [2, 1]]  # of tokens 0 to 6; 0 ends a completion
-PROBLEMS = [(ids, f"gold {k}", "") for k, ids in enumerate(PROMPTS)]
+PROBLEMS = [(ids, f"answer {k}", "") for k, ids in enumerate(PROMPTS)]
 V, D, G, LONGEST = 7, 5, 4, 5  # tokens, width, completions, tokens of a completion
 MEANS = {"sum": (0, 0), "tokens": (1, 0), "datums": (0, 1), "both": (1, 1)}
 
@@ -76,10 +76,10 @@ class Tokenizer:
         return " ".join(str(token) for token in tokens if token)
 
 
-def reward(text, gold):
+def reward(text, answer):
     """0 or 1, and None for some texts of the second prompt."""
-    number = zlib.crc32(f"{text}|{gold}".encode())
-    return None if gold == "gold 1" and number % 7 == 0 else float(number % 2)
+    number = zlib.crc32(f"{text}|{answer}".encode())
+    return None if answer == "answer 1" and number % 7 == 0 else float(number % 2)
 
 
 # ---------------------------------------------------------------------------- the policy
@@ -273,9 +273,9 @@ def full_gradient(trainer, denominator):
     theta = trainer.client.theta.clone().requires_grad_()
     options = SamplingParams(LONGEST, [0], 0)
     policy, found = Policy(server, trainer.client.theta), []
-    for prompt, gold, _ in trainer.problems:
+    for prompt, answer, _ in trainer.problems:
         rows = policy.sample(ModelInput(prompt), G, options).value.sequences
-        scores = [reward(Tokenizer().decode(one.tokens, True), gold) for one in rows]
+        scores = [reward(Tokenizer().decode(one.tokens, True), answer) for one in rows]
         scores = torch.tensor([torch.nan if x is None else x for x in scores]).double()
         advantages = dppo.group_advantages(scores[None], trainer.loss)[0].tolist()
         found += [(prompt, one, A) for one, A in zip(rows, advantages, strict=True)]

@@ -1,9 +1,8 @@
-"""What tests/test_trl_ranks.py runs in several processes, each of them a rank."""
+"""What tests/integrations/test_trl_ranks.py runs in several processes, each of them a rank."""
 
 import json
 import os
 
-import dppo_trl
 import torch
 import trl
 from accelerate import PartialState
@@ -19,8 +18,10 @@ from trl_toy import (
     over_prompts,
 )  # fmt: skip
 
+import dppo_trl
 
-class WeightedDummies(dppo_trl.DPPOTrainer):
+
+class WeightedFillers(dppo_trl.DPPOTrainer):
     """Rows that fill up a rank's micro-batches have their weights."""
 
     def draw_completions(self, part):
@@ -36,7 +37,7 @@ class WeightedDummies(dppo_trl.DPPOTrainer):
 
 
 def check_ranks(folder):
-    """Both levels of pruning are exact, also over several updates; a weighted dummy is not."""
+    """Both levels of pruning are exact, also over several updates; a weighted filler is not."""
     layout = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     with exact_world():
         for loss in dppo_trl.LOSSES:
@@ -46,8 +47,8 @@ def check_ranks(folder):
             assert error(found, stock) < 1e-12, (loss, error(found, stock))
         options = {"loss_type": "grpo", **layout}
         stock = Measured(folder, trl.GRPOTrainer, **options).gradients()
-        twin = over_completions(Measured(folder, WeightedDummies, **options))
-        assert error(twin, stock) > 1e-3, error(twin, stock)
+        biased = over_completions(Measured(folder, WeightedFillers, **options))
+        assert error(biased, stock) > 1e-3, error(biased, stock)
         several = {"loss_type": "bnpo", "per_device_train_batch_size": 2, "num_iterations": 2}
         several |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
         stock = Measured(folder, trl.GRPOTrainer, **several).gradients()
@@ -62,7 +63,7 @@ def check_ranks(folder):
     print("exact")
 
 
-def check_dealt(folder, llama):
+def check_divided(folder, llama):
     """Rows change ranks, and every loss is exact. The kept rows of two ranks differ by at most one,
     and at most one filler makes up for it. A Llama's prompts of several lengths travel, too."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

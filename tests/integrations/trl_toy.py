@@ -12,7 +12,6 @@ import signal
 import zlib
 from unittest import mock
 
-import dppo_trl
 import torch
 import transformers
 import trl
@@ -21,6 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from trl.trainer import utils
 
 import dppo
+import dppo_trl
 import proof
 import sampler
 

@@ -93,12 +93,13 @@ torch.Tensor.pin_memory = lambda self, *args, **options: self  # of FSDP2's refe
 # -------------------------------------------------------------------------------------- rollouts
 
 # verl asks for its platform as soon as more of it is imported, and so does dppo_verl
-import dppo_verl  # noqa: E402, F401
 from verl.experimental.agent_loop import agent_loop  # noqa: E402
 from verl.trainer.ppo.v1 import trainer_base  # noqa: E402
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 from verl.workers.rollout import base, replica  # noqa: E402
+
+import dppo_verl  # noqa: E402, F401
 
 
 def noise(seed, shape):

@@ -1,8 +1,10 @@
 """Runs of verl's main_ppo on the embedded task, on a CPU. It does not import verl.
 
-As a program, `python tests/verl_runs.py train FOLDER NAME=VALUE...` trains with verl's options, and
-`python tests/verl_runs.py race FOLDER` trains until 0.9 of held-out problems are right, by verl's
-own trainer and by dppo_verl's, with two seeds.
+    python tests/integrations/verl_runs.py train FOLDER NAME=VALUE...
+    python tests/integrations/verl_runs.py race FOLDER
+
+The first trains with verl's options. The second trains until 0.9 of held-out problems are right, by
+verl's own trainer and by dppo_verl's, with two seeds.
 """
 
 import contextlib

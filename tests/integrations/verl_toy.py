@@ -5,7 +5,6 @@ import types
 import zlib
 from unittest import mock
 
-import dppo_verl
 import numpy as np
 import torch
 import transfer_queue as tq
@@ -18,6 +17,7 @@ from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
 
 import dppo
+import dppo_verl
 import proof
 
 V = 7  # tokens; 0 ends a completion

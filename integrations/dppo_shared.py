@@ -1,0 +1,141 @@
+"""
+What the trainers in this folder share: dppo_trl.py, dppo_verl.py and dppo_tinker.py.
+
+Each of them puts pruning into another library. Here is what does not depend on the library: which
+rules and rates can be used, the mean number of tokens that a loss divides by, the history of
+prompts that are known by their text, and figures for the log. Rules, draws and weights come from
+dppo.py and sampler.py.
+
+Letters: Q prompts of a batch, K of them rolled out, G completions each.
+"""
+
+from pathlib import Path
+
+import torch
+
+import dppo
+import sampler
+from dppo import RuleError
+
+# ---------------------------------------------------------------------------- options
+
+
+def require(condition, sentence: str) -> None:
+    """RuleError unless the condition holds. The sentence names the option and the way out."""
+    if not condition:
+        raise RuleError(sentence)
+
+
+def check_rules(
+    completion_rule: str, completion_prune_rate: float, prompt_rule: str, prompt_prune_rate: float
+) -> None:
+    """RuleError for an unknown or a biased rule, and for a rate out of range."""
+    check_rule("completion", completion_rule, completion_prune_rate, dppo.COMPLETION_RULES)
+    check_rule("prompt", prompt_rule, prompt_prune_rate, sampler.PROMPT_RULES)
+
+
+def check_rule(level: str, rule: str, rate: float, rules: dict) -> None:
+    unbiased = [name for name, entry in rules.items() if not entry.biased]
+    dppo.check_known(f"{level}_rule", rule, unbiased)
+    require(0 <= rate < 1, f"{level}_prune_rate={rate}: choose a rate from 0 to below 1")
+
+
+# ---------------------------------------------------------------------------- tokens of a batch
+
+
+def update_mean(mean: float | None, tokens: float, memory: int) -> float | None:
+    """The mean number of tokens of a batch, after one more batch of `tokens`.
+
+    Some losses divide by the tokens of their batch. If prompts are dropped, that number is unknown,
+    and an estimate of it would make the gradient biased. So they divide by a number that was known
+    before the draw: this mean, which remembers about as many batches as `memory` says. None means
+    that it is not known; then the next batch keeps all of its prompts, and counts. Nothing can be
+    divided by 0, so a mean of 0 is not known either.
+    """
+    if mean is None:
+        mean = tokens
+    return mean + (tokens - mean) / memory or None
+
+
+# ---------------------------------------------------------------------------- prompts
+
+
+def index_prompts(prompts: list) -> dict[int, int]:
+    """{key of a prompt's text: its row in the data set}"""
+    return {dppo.seed_for(prompt): row for row, prompt in enumerate(prompts)}
+
+
+def find_prompts(index: dict[int, int], prompts: list) -> torch.Tensor:
+    """The rows [n] of these prompts in the data set."""
+    return torch.tensor([index[dppo.seed_for(prompt)] for prompt in prompts])
+
+
+def new_history(prompts: list, sources: list[str], prompts_per_step: int) -> sampler.PromptHistory:
+    """The history of a data set's prompts. Their lengths are in characters, as these trainers do
+    not see prompts as tokens before they are drawn."""
+    lengths = torch.tensor([len(str(prompt)) for prompt in prompts])
+    return sampler.PromptHistory(lengths, sources, prompts_per_step)
+
+
+# ---------------------------------------------------------------------------- checkpoints
+
+FILE = "dppo.pt"  # in the folder of the library's own checkpoint
+
+
+def save(folder: Path, state: dict) -> None:
+    """Write what a resumed run needs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(state, folder / FILE)
+
+
+def load(folder: Path) -> dict | None:
+    """What `save` wrote. None if there is no such file: the library's own trainer made this
+    checkpoint, and its run can go on with pruning."""
+    path = folder / FILE
+    return torch.load(path, weights_only=True) if path.exists() else None
+
+
+def history_state(history: sampler.PromptHistory, index: dict[int, int]) -> dict:
+    """The part of a checkpoint that is about prompts."""
+    return {"prompts": dppo.seed_for(*index), "history": vars(history)}
+
+
+def restore_history(
+    history: sampler.PromptHistory, index: dict[int, int], state: dict, folder: Path, option: str
+) -> None:
+    """Bring back the history of a checkpoint. `option` is the one that names the data set."""
+    require(
+        state["prompts"] == dppo.seed_for(*index),
+        f"{folder / FILE}: its history is of other prompts; resume with the {option} of that run, "
+        "or delete the file to forget them",
+    )
+    vars(history).update(state["history"])
+
+
+# ---------------------------------------------------------------------------- figures
+
+
+def completion_figures(
+    weights: torch.Tensor,
+    prompt_weights: torch.Tensor,
+    cost: torch.Tensor,
+    size: torch.Tensor,
+    num_completions: int,
+) -> dict[str, float]:
+    """What a draw kept. The weights of completions [K, G] include those of their prompts [K, 1],
+    and are 0 for what was dropped; num_completions are those of the un-pruned batch."""
+    kept = weights > 0
+    expected = (prompt_weights * cost).sum()  # tokens of the un-pruned batch
+    live = weights[size > 0]  # of completions with a gradient
+    return {
+        "kept_completions": kept.sum().item() / num_completions,
+        "kept_tokens": (cost[kept].sum() / expected).item(),
+        "weight_max": weights.max().item(),
+        "effective_sample_size": (live.sum().square() / live.square().sum()).item(),
+    }
+
+
+def mean_reward(rewards: torch.Tensor, weights: torch.Tensor, prompts_per_step: int) -> float:
+    """Estimate of the mean reward of all Q prompts, from the rewards [K, G] and weights [K] of
+    those that were rolled out. A group that has no reward at all counts as 0."""
+    return ((weights * rewards.nanmean(dim=1)).nansum() / prompts_per_step).item()
