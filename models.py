@@ -60,10 +60,8 @@ def load_problems(cfg: Config, reward: Callable | None = None) -> Problems:
 
 def load_models(cfg: Config, saved: Path | None) -> Models:
     """The models of --model, or of a checkpoint that the run resumes from."""
-    base = cfg.model
-    if base == "tiny" and (cfg.beta or not saved):
-        base = str(ranks.broadcast(arithmetic.base_folder))
-    elif cfg.beta or not saved:
+    base = str(arithmetic.BASE) if cfg.model == "tiny" else cfg.model
+    if cfg.beta or not saved:
         base = ranks.broadcast(gguf.model_folder, base)
     source = str(saved or base)
     if Path(source).is_dir():  # loading is instant; a download keeps its progress bar

@@ -49,7 +49,7 @@ def main(
     totals = [512] * len(batches)  # sequences in all
     with tempfile.TemporaryDirectory() as folder:
         if shape == "embedded":
-            base = str(checkpoint or arithmetic.base_folder())
+            base = str(checkpoint or arithmetic.BASE)
             model, tokenizer = models.load_policy(base, cfg.device)
             problems = data.train_problems(cfg.data, hold_out=True)
             _, prompts = data.encode_prompts(problems, tokenizer, 400)

@@ -147,7 +147,7 @@ def trl_steps(
 
         trainer_class = functools.partial(DPPOTrainer, **rules)
     cfg = config.resolve(config.parse_config(sized("grpo")))
-    base = str(arithmetic.base_folder())
+    base = str(arithmetic.BASE)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base, padding_side="left")
     problems = data.train_problems(cfg.data, hold_out=True)
@@ -219,7 +219,7 @@ def arrival(variant: str, seed: int, goal: float) -> float:
     """Seconds of training until the accuracy of 150 held-out problems reaches the goal; infinity if
     it does not in 60 steps."""
     cfg = config.resolve(config.parse_config(sized("grpo")))
-    policy, tokenizer = models.load_policy(str(arithmetic.base_folder()), cfg.device)
+    policy, tokenizer = models.load_policy(str(arithmetic.BASE), cfg.device)
     problems, prompt_ids = data.encode_prompts(data.eval_problems(cfg.data, 150), tokenizer, 400)
     sampling = rollout.Sampling.for_policy(policy, tokenizer, cfg.max_new_tokens)
     reward, seen = data.reward_function(cfg.data), [0.0]

@@ -249,7 +249,7 @@ def main(
         everything = {"keep": torch.ones_like(last.keep), "factor": torch.ones_like(last.factor)}
         works = {"embedded, all": replace(last, **everything)}
         works |= {f"embedded, kept by {method}": runs[method][-1] for method in runs}
-        model, tokenizer = models.load_policy(str(arithmetic.base_folder()), cfg.device)
+        model, tokenizer = models.load_policy(str(arithmetic.BASE), cfg.device)
         works["log-normal"] = log_normal_work(16, 16, 120, 24, len(tokenizer))
         for method, recorded in runs.items():
             rows += density_rows(f"embedded, kept by {method}", recorded, cfg.pack_tokens)

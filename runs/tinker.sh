@@ -12,7 +12,7 @@ import data
 import dppo_tinker
 from transformers import AutoTokenizer
 
-base = str(arithmetic.base_folder())
+base = str(arithmetic.BASE)
 tokenizer = AutoTokenizer.from_pretrained(base)
 rules = {
     "pps": {"prompts_per_step": 32},

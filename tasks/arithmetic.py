@@ -178,10 +178,6 @@ def train_base(steps: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
     return model, tokenizer
 
 
-def base_folder() -> Path:
-    return BASE
-
-
 def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
     """Train the base model and write its folder. Weights are rounded to float16, half the size."""
     model, tokenizer = train_base(steps)

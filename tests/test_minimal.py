@@ -226,7 +226,7 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
     problem, answers = arithmetic.problem, itertools.cycle("01")
     chance = lambda *key: (problem(*key)[0], next(answers), "chain")
     monkeypatch.setattr(arithmetic, "problem", chance)
-    monkeypatch.setattr(arithmetic, "base_folder", lambda: policy_folder)
+    monkeypatch.setattr(arithmetic, "BASE", policy_folder)
     every = torch.arange(16, dtype=torch.float64) % 3  # rewards, and no group is dead
     groups = every.view(4, 4)
     expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)

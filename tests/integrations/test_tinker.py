@@ -499,7 +499,7 @@ def test_the_program(policy_folder, monkeypatch, tmp_path):
     for large, small in (("steps=25", "steps=2"), ("step=32", "step=8"), ('c", 100', 'c", 8')):
         assert large in program
         program = program.replace(large, small)
-    monkeypatch.setattr(arithmetic, "base_folder", lambda: policy_folder)
+    monkeypatch.setattr(arithmetic, "BASE", policy_folder)
     monkeypatch.setattr(dppo_tinker, "tinker", tinker_toy.SDK)
     monkeypatch.setattr(tinker_toy.SDK, "ServiceClient", Server(), raising=False)
     monkeypatch.setitem(sys.modules, "dppo_tinker", dppo_tinker)

@@ -415,7 +415,7 @@ def test_the_page(policy_folder, monkeypatch, tmp_path):
     for large, small in (("max_steps=60", "max_steps=2"), ("size=32", "size=8"), ("ns=16", "ns=4")):
         assert large in program
         program = program.replace(large, small)
-    monkeypatch.setattr(arithmetic, "base_folder", lambda: policy_folder)
+    monkeypatch.setattr(arithmetic, "BASE", policy_folder)
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(program, names)

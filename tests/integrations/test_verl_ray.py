@@ -29,7 +29,7 @@ def train(folder, changes, workers=1, prompts=64, log="log.jsonl", until=None, *
     folder.mkdir(exist_ok=True)
     runs.write_data(folder, data.train_problems("arithmetic", hold_out=True)[:prompts])
     environment["VERL_FILE_LOGGER_PATH"] = str(folder / log)
-    base = arithmetic.base_folder()
+    base = arithmetic.BASE
     process, started = runs.start(base, folder, changes, workers, **environment), time.time()
     while process.poll() is None and (until is None or len(runs.log(folder, log)) < until):
         time.sleep(0.5)

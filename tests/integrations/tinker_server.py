@@ -33,7 +33,7 @@ def base_folder() -> str:
     """The folder of the embedded model, by the environment's own versions."""
     from tasks import arithmetic
 
-    return str(arithmetic.base_folder())
+    return str(arithmetic.BASE)
 
 
 def answers(port: int) -> bool:

@@ -134,7 +134,7 @@ def prepare(folder):
     folder.mkdir(parents=True, exist_ok=True)
     held_out = data.eval_problems("arithmetic", 300, of_training_file=True)
     write_data(folder, data.train_problems("arithmetic", hold_out=True), held_out)
-    return arithmetic.base_folder()
+    return arithmetic.BASE
 
 
 def race(folder, method, seed, wanted=0.9):
