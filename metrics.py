@@ -30,27 +30,13 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
     Averages weight each prompt by 1 / P(kept), so they estimate what all Q candidates would have
     shown.
     """
-    batch = full.batch
-    stands_for = full.chosen.weights  # [K]
-    rewards, lengths = batch.rewards, batch.lengths  # [K, G]
     first = updates[0].sums
     sums = torch.tensor([u.sums for u in updates], dtype=torch.float64).sum(dim=0)
     total = UpdateStats(*sums.tolist())
-    group_std = torch.where(dppo.dead_groups(rewards), 0.0, nan_std(rewards))  # [K]
-
-    def mean(values):  # of [K], NaN left out
-        there = ~values.isnan()
-        return ((values * stands_for)[there].sum() / stands_for[there].sum()).item()
-
+    lengths = full.batch.lengths  # [K, G]
     figures = {
         "loss": total.loss / len(updates),
-        "reward": mean(rewards.nanmean(dim=1)),
-        "reward_std": mean(group_std),
-        "frac_reward_zero_std": mean((group_std == 0).double()),
-        "frac_reward_some_none": mean(some_none(rewards).double()),
-        "completions/mean_length": mean(lengths.mean(dim=1)),
-        "completions/clipped_ratio": mean(batch.truncated.mean(dim=1)),
-        "entropy": ratio(mean(batch.entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
+        **averages(full.batch, full.chosen.weights),
         "entropy/trained": ratio(first.entropy, first.completion_tokens),
         "clip_ratio/region_mean": ratio(total.clipped, total.completion_tokens),
         # of the first update only, because later ones compare a policy that has moved
@@ -74,6 +60,26 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
         mass = (full.factor * lengths * weights).sum().item()
         figures["kl"] = ratio(total.kl, mass)  # nats per token, weighted as in the loss
     return figures
+
+
+def averages(batch, weights: torch.Tensor) -> dict:
+    """Averages of a train.Batch over its prompts, with weights [K]."""
+    rewards, lengths = batch.rewards, batch.lengths  # [K, G]
+    group_std = torch.where(dppo.dead_groups(rewards), 0.0, nan_std(rewards))  # [K]
+
+    def mean(values):  # of [K], NaN left out
+        there = ~values.isnan()
+        return ((values * weights)[there].sum() / weights[there].sum()).item()
+
+    return {
+        "reward": mean(rewards.nanmean(dim=1)),
+        "reward_std": mean(group_std),
+        "frac_reward_zero_std": mean((group_std == 0).double()),
+        "frac_reward_some_none": mean(some_none(rewards).double()),
+        "completions/mean_length": mean(lengths.mean(dim=1)),
+        "completions/clipped_ratio": mean(batch.truncated.mean(dim=1)),
+        "entropy": ratio(mean(batch.entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
+    }
 
 
 def history(seen, step: int, window: torch.Tensor, keep: torch.Tensor) -> dict:

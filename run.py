@@ -134,7 +134,7 @@ class Run:
             "step": self.done,
             "optimizer": ranks.gather(t.optimizer.state_dict()),
             "reference": checkpoint.fingerprint(t.reference) if t.reference else None,
-            **t.state(),
+            "trainer": t.state(),
         }
         weights = ranks.weights(t.model)
         if t.is_main:
@@ -196,14 +196,21 @@ def restore(trainer, folder: Path) -> int:
                 f"--model {cfg.model} is not the model that the run in {cfg.out_dir} began with, "
                 f"which --beta needs"
             )
-    if not torch.equal(state["history"]["kind"], trainer.history.kind):
+    saved = state["trainer"]
+    if saved.keys() != trainer.state().keys():
+        raise InputError(
+            f"--resume: another program than this one trained the run in {cfg.out_dir}: resume it "
+            f"with the command that started it"
+        )
+    kind = saved["history"]["kind"]
+    if not torch.equal(kind, trainer.history.kind):
         raise InputError(
             f"--data {cfg.data}: {len(trainer.train_set)} prompts, but the run in {cfg.out_dir} "
-            f"was started with {len(state['history']['kind'])}, or with others: give it the data "
-            f"it had, or use another --out-dir"
+            f"was started with {len(kind)}, or with others: give it the data it had, or use "
+            f"another --out-dir"
         )
     ranks.load_optimizer(trainer.optimizer, state["optimizer"])
-    trainer.load_state(state)
+    trainer.load_state(saved)
     return state["step"]
 
 

@@ -32,55 +32,64 @@ import torch
 from numpy.random import Generator
 
 import dppo
+import metrics
 import sampler
 import train
 from runtime import InputError
 
+OF_THE_DRAW = (  # columns of the log that a selector, which has no candidates, cannot fill
+    "history/skipped_this_epoch", "history/candidates_by_pass_rate", "history/kept_by_pass_rate",
+)  # fmt: skip
+
 
 class SelectorTrainer(train.Trainer):
-    """A Trainer whose `selector` rolls out what it likes. Its averages in the log are over all that
-    was rolled out."""
+    """A Trainer whose `selector` decides by rewards which groups to train on, and so rolls out
+    before it decides."""
 
     selector_class = None  # of a subclass
 
     def __init__(self, cfg, reward=None):
         super().__init__(cfg, reward)
+        name = self.selector_class.__name__
+        if self.cfg.prompt_rule != "none":
+            raise InputError(f"--prompt-rule {self.cfg.prompt_rule}: {name} chooses the prompts")
         fewest, why = self.selector_class.fewest_prompts(self.num_candidates)
         if len(self.train_set) < fewest:
             few = f"{why} prompts of {len(self.train_set)}, too few"
-            raise InputError(f"--method {self.selector_class.__name__.lower()}: {few}")
+            raise InputError(f"--method {name.lower()}: {few}: lower --prompts-per-step")
         self.selector = self.selector_class(len(self.train_set))
 
-    def candidates(self, step):
-        """The prompts [K] that the selector has rolled out."""
-        roll_out = lambda prompts, number: super(SelectorTrainer, self).roll_out(
-            prompts, step, "rollout", number
-        )
-        order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
-        generator = dppo.generator_for(self.cfg.seed, step, "select")
-        found = self.selector.collect(roll_out, self.num_candidates, order, generator)
-        self.batch, self.weights, self.position = found
-        return self.batch.prompts
-
     def prune_prompts(self, window, step, generator):
-        everything = torch.ones(len(window), dtype=torch.bool)
-        return sampler.Selection(window, self.weights, self.position, everything)
+        """The prompts that the selector has rolled out. It has an order of its own, and draws
+        nothing from the window."""
+        sample = super().roll_out
+        roll_out = lambda prompts, number: sample(prompts, step, "rollout", number)
+        order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
+        found = self.selector.collect(roll_out, self.num_candidates, order, generator)
+        self.batch, weights, position = found
+        none = torch.zeros(len(window), dtype=torch.bool)
+        return sampler.Selection(self.batch.prompts, weights, position, none)
 
     def roll_out(self, prompts, step, *purpose):
         return self.batch
 
     def full_batch(self, batch, chosen):
         full = super().full_batch(batch, chosen)
-        minibatch = torch.where(chosen.weights > 0, full.minibatch, -1)  # -1: in no update
-        even = torch.full_like(chosen.weights, self.num_candidates / len(chosen.weights))
-        return replace(full, chosen=chosen._replace(weights=even), minibatch=minibatch)
+        unused = chosen.weights == 0  # dead groups, and live ones beyond Q
+        return replace(full, minibatch=full.minibatch.masked_fill(unused, -1))  # in no update
+
+    def step(self, step):
+        """The log's averages are over all groups that were rolled out, used or not."""
+        row, samples = super().step(step)
+        row |= metrics.averages(self.batch, torch.ones(len(self.batch.prompts)))
+        return {name: row[name] for name in row if name not in OF_THE_DRAW}, samples
 
     def state(self):
-        return super().state() | {"selector": vars(self.selector)}
+        return super().state() | {self.selector_class.__name__: vars(self.selector)}
 
     def load_state(self, state):
         super().load_state(state)
-        vars(self.selector).update(state["selector"])
+        vars(self.selector).update(state[self.selector_class.__name__])
 
 
 def join(rounds: list):
@@ -284,7 +293,11 @@ class MoppsTrainer(SelectorTrainer):
 METHODS = {"greso": GresoTrainer, "dynamic": DynamicTrainer, "mopps": MoppsTrainer}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--method", choices=METHODS, required=True)
     own, rest = parser.parse_known_args()
     train.cli(trainer_class=METHODS[own.method], args=["--method", "grpo", *rest])

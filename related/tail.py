@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+import metrics
 import train
 from runtime import InputError
 
@@ -49,21 +50,43 @@ class CoinTrainer(train.Trainer):
         return batch
 
     def full_batch(self, batch, chosen):
-        """The groups beyond the checkpoint weigh 0 or 1 / (1 - r). A step that stopped has only
-        seen short groups. Its averages would be biased, so they are NaN."""
+        """The groups beyond the checkpoint weigh 0 or 1 / (1 - r)."""
         beyond = ((batch.truncated > 0) | (batch.lengths > self.checkpoint)).any(dim=1)  # [K]
         coin = torch.where(beyond, 0.0 if self.stops else 1 / (1 - self.rate), 1.0)
-        full = super().full_batch(batch, chosen._replace(weights=chosen.weights * coin))
-        shown = torch.full_like(coin, torch.nan) if self.stops else chosen.weights
-        return replace(full, chosen=chosen._replace(weights=shown))
+        self.batch, self.without_coin = batch, chosen
+        return super().full_batch(batch, chosen._replace(weights=chosen.weights * coin))
+
+    def step(self, step):
+        """A step that stopped has only seen short groups, so its averages would be biased: NaN. In
+        any other step all groups are finished, and averages need no coin."""
+        row, samples = super().step(step)
+        weights = self.without_coin.weights
+        shown = torch.full_like(weights, torch.nan) if self.stops else weights
+        return row | metrics.averages(self.batch, shown), samples
 
     def update_history(self, step, full):
         if not self.stops:  # else it would learn from short groups alone
-            super().update_history(step, full)
+            super().update_history(step, replace(full, chosen=self.without_coin))
+
+    def state(self):
+        return super().state() | {"coin": (self.checkpoint, self.rate)}
+
+    def load_state(self, state):
+        super().load_state(state)
+        if state["coin"] != (self.checkpoint, self.rate):
+            checkpoint, rate = state["coin"]
+            raise InputError(
+                f"the run in {self.cfg.out_dir} began with --rollout-checkpoint {checkpoint} "
+                f"--rollout-prune-rate {rate}: give it the same"
+            )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--rollout-checkpoint", type=int, required=True)
     parser.add_argument("--rollout-prune-rate", type=float, default=0.5)
     own, rest = parser.parse_known_args()

@@ -48,7 +48,9 @@ class Stop:
 def resume_command(out_dir: str) -> str:
     """The command line that resumes the run."""
     ranks_here = os.environ.get("LOCAL_WORLD_SIZE")
-    if ranks_here != os.environ.get("WORLD_SIZE"):
-        return "the same commands with --resume"
+    several_nodes = ranks_here != os.environ.get("WORLD_SIZE")
+    is_module = sys.modules["__main__"].__spec__ is not None  # python -m; its name is not in argv
+    if several_nodes or is_module:
+        return "the same command with --resume"
     launch = f"torchrun --nproc-per-node {ranks_here}" if ranks_here else "python"
     return f"{launch} {shlex.quote(sys.argv[0])} --resume --out-dir {shlex.quote(out_dir)}"

@@ -34,7 +34,7 @@ def test_resumed_in_the_middle_of_an_epoch(run, tmp_path, monkeypatch):
     run("whole", steps=30, save_every=30, **common)
     run("part", steps=19, save_every=19, **common)
     state = torch.load(tmp_path / "part" / "checkpoint" / "trainer.pt", weights_only=True)
-    assert state["history"]["sums"][0].sum() > 10
+    assert state["trainer"]["history"]["sums"][0].sum() > 10
     toy.main(["--out-dir", str(tmp_path / "part"), "--resume", "--steps", "30"])
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
 

@@ -244,9 +244,13 @@ def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypat
         assert torch.equal(trained.nonzero().squeeze(1), alive.nonzero().squeeze(1)[:4])
         assert row["kept/prompts"] == len(full.batch.prompts) / 4 >= 1.5
         assert row["reward"] == pytest.approx(full.batch.rewards.mean().item()), "of all groups"
-        factor = 1 / (2 * 3 * 6) * 4 / int(trained.sum())  # half of Q groups, of 3, of 6 tokens
+        weight = 4 / int(trained.sum())
+        assert row["weight/prompt_max"] == row["weight/max"] == pytest.approx(weight)
+        factor = weight / (2 * 3 * 6)  # half of Q groups, of 3, of 6 tokens
         expected = torch.full_like(full.factor, factor)[trained]
         assert torch.allclose(full.factor[trained], expected)
+        assert {"history/pass_rates", "history/never_rolled_out"} < row.keys()
+        assert not set(selectors.OF_THE_DRAW) & row.keys()
         texts = full.batch.rollouts.completion_ids.flatten(1)
         assert len({tuple(text.tolist()) for text in texts}) == len(texts)
     assert len({row["kept/prompts"] for row in rows}) > 1, "rounds"
@@ -267,11 +271,10 @@ def test_a_round_has_no_prompt_twice():
 @pytest.mark.parametrize("method", ["greso", "mopps"])
 def test_resumed(policy_folder, tmp_path, monkeypatch, method):
     """Log, samples and weights as if never stopped. Catches streaks, probabilities, the cursor or
-    MoPPS's counts that are lost."""
+    MoPPS's counts that are lost, and a run that goes on as one of another method."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
-    kind = selectors.METHODS[method]
 
-    def go(name, steps, *more):
+    def go(name, steps, *more, kind=selectors.METHODS[method]):
         args = toy.flags(policy_folder, str(tmp_path / name), method="grpo", group_size=3)
         args += ["--lr", "3e-3", "--steps", str(steps), "--save-every", "5", *more]
         toy.train.main(config.parse_config(args), reward=toy.toy_reward, trainer_class=kind)
@@ -279,11 +282,15 @@ def test_resumed(policy_folder, tmp_path, monkeypatch, method):
 
     whole = go("whole", 20)
     go("part", 15)
+    for other in (toy.train.Trainer, selectors.DynamicTrainer):
+        with pytest.raises(InputError, match="another program than this one trained the run"):
+            go("part", 20, "--resume", kind=other)
     toy.assert_same(whole, go("part", 20, "--resume"))
 
 
 def test_the_command(policy_folder, tmp_path):
-    """As a program. Catches flags that do not reach train.py, and too few prompts."""
+    """As a program. Catches flags that do not reach train.py, too few prompts, and a prompt rule
+    that would be ignored."""
     args = toy.flags(policy_folder, str(tmp_path / "run"), method="dynamic", steps=1)
     command = [sys.executable, "-m", "related.selectors", *args]
     done = subprocess.run(command, cwd=toy.ROOT, capture_output=True, text=True, check=False)
@@ -291,3 +298,5 @@ def test_the_command(policy_folder, tmp_path):
     assert "done: " in done.stdout
     with pytest.raises(InputError, match=r"--method mopps: its pool is 8 x 65 prompts of 512, too"):
         trainer_of(policy_folder, tmp_path, "mopps", prompts_per_step=65)
+    with pytest.raises(InputError, match="--prompt-rule pps: Greso chooses the prompts"):
+        trainer_of(policy_folder, tmp_path, "greso", prompt_rule="pps")

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 import metrics
 from runtime import checkpoint, log, ranks
-from runtime.stop import SIGNALS, Stop
+from runtime.stop import SIGNALS, Stop, resume_command
 
 TOY = str(ROOT / "tests" / "toy.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -70,7 +70,7 @@ def test_stopped_and_resumed(run, tmp_path, monkeypatch, capsys, moment, last):
     folder, printed = tmp_path / "part", capsys.readouterr().out
     assert rows(folder)[-1]["step"] == last
     if last < 5:
-        command = f"python {shlex.quote(sys.argv[0])} --resume --out-dir {folder}"
+        command = resume_command(str(folder))
         assert f"stopped after step {last}; resume with: {command}\n" in printed
         assert (folder / "checkpoint").exists() == (last > 0)
         resume(folder)

@@ -56,7 +56,8 @@ def test_both_sides_of_the_coin_average_to_the_full_gradient(policy_folder, tmp_
 
 
 def test_a_stopped_step_teaches_nothing(policy_folder, tmp_path):
-    """Its averages are NaN in the log. Catches a history that learns from short groups alone."""
+    """Its averages are NaN in the log. Catches a history that learns from short groups alone, and
+    a run that is resumed with another coin."""
     trainer = make(policy_folder, tmp_path, CoinTrainer, {"method": "pps"}, **COIN)
     trainer.rate = 0.999
     before = copy.deepcopy(vars(trainer.history))
@@ -65,6 +66,26 @@ def test_a_stopped_step_teaches_nothing(policy_folder, tmp_path):
     assert row["reward"] != row["reward"]
     torch.testing.assert_close(vars(trainer.history), before, rtol=0, atol=0, equal_nan=True)
     assert trainer.sampling.max_new_tokens == 6, "the next step has its whole length"
+    saved = trainer.state()
+    trainer.load_state(saved)
+    trainer.rate = 0.5
+    with pytest.raises(InputError, match=r"began with --rollout-checkpoint 3 .*-rate 0\.999: give"):
+        trainer.load_state(saved)
+
+
+def test_a_whole_step_shows_its_weights(policy_folder, tmp_path):
+    """Long groups weigh more in the update and in the log, but not in averages or in the history.
+    Catches averages that are biased to long groups."""
+    plain = make(policy_folder, tmp_path)
+    trainer = make(policy_folder, tmp_path, CoinTrainer, checkpoint=3, rate=0.001)
+    expected, _ = plain.step(1)
+    row, _ = trainer.step(1)
+    assert not trainer.stops
+    assert (expected["weight/max"], row["weight/max"]) == (1, pytest.approx(1 / 0.999))
+    names = ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio")
+    assert [row[name] for name in names] == [expected[name] for name in names]
+    learned, wanted = vars(trainer.history), vars(plain.history)
+    torch.testing.assert_close(learned, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_command(policy_folder, tmp_path):
