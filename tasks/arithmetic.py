@@ -179,9 +179,12 @@ def train_base(steps: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
 
 
 def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
-    """Train the base model and write its folder. Weights are rounded to float16, half the size."""
+    """Train the base model and write its folder. Weights are rounded to float16, half the size; the
+    configuration says float32, so that every library computes in it."""
     model, tokenizer = train_base(steps)
     model.half().save_pretrained(folder)
+    model.config.dtype = "float32"
+    model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import eval as evaluation
 import models
@@ -92,6 +93,13 @@ def test_longest_answers_fit():
         answers = [arithmetic.worked_answer(prompt) for prompt, _, _ in chains(split)]
         longest = max(len(tokenizer.encode(answer)) + 1 for answer in answers)
         assert longest <= arithmetic.longest_completion(chain) <= longest + 40
+
+
+def test_every_library_gets_the_base_model_in_float32():
+    """Fails if the configuration names the type that the weights are stored in. SkyRL's server
+    computes in that type, and refuses float16 on a CPU."""
+    model = AutoModelForCausalLM.from_pretrained(arithmetic.BASE)
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
 def test_the_base_model_can_be_made_again(tmp_path):
