@@ -113,7 +113,7 @@ def loss(model, ids, sampled, old_logprobs, advantage, factor):
 
 def train(grpo=False, seed=0):
     set_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(arithmetic.BASE, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(arithmetic.BASE)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     problems = [arithmetic.problem("train", i) for i in range(PROBLEMS)]
     held_out = [arithmetic.problem("heldout", i) for i in range(HELD_OUT)] * 4
