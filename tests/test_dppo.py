@@ -405,17 +405,14 @@ def test_baselines_by_hand():
 
 def test_counts_of_the_baselines():
     """Catches counts that rounding makes one too small, ties that do not keep their order, and a
-    division by zero if nothing is kept."""
+    rate at which nothing is ever trained on."""
     assert rivals.kept_count(10, 0.9) == 1
-    assert rivals.allocated_prompts(32, 16, 0.75) == 128
-    assert rivals.allocated_prompts(32, 16, 0.7) == 128, "4 of 16 are kept"
+    with pytest.raises(dppo.RuleError, match=r"-rate 0\.9 keeps 0 of 6 completions, .* 1 or more"):
+        rivals.kept_count(6, 0.9)
     keep, weights = rivals.top(torch.ones(2, 50), 20)
     assert keep[:, :20].all()
     assert keep.sum() == 40
     assert weights[keep].tolist() == [2.5] * 40
-    keep, weights = rivals.top(torch.ones(1, 2), 0)
-    assert not keep.any()
-    assert weights.tolist() == [[0, 0]]
     for num_low, rate, dropped in ((100, 0.29, 29), (300, 0.21, 63)):  # in float32: 62
         low = torch.cat([torch.zeros(num_low), torch.ones(50)])
         counted = torch.ones(num_low + 50, dtype=torch.bool)
@@ -442,9 +439,9 @@ def test_pods_by_hand():
         assert got.tolist() == pytest.approx(wanted.tolist(), rel=2e-3)
     assert (weights[2:] == 0).all()
     assert (weights[~keep] == 0).all()
-    keep, weights = rivals.most_varied(advantages, 1)
-    assert (keep.sum(dim=1) == 1).all()
-    assert (weights == 0).all(), "one reward does not vary"
+    batch = dppo.Completions(advantages, rewards, rewards, advantages.abs())
+    with pytest.raises(dppo.RuleError, match=r"keeps 1 of 6 completions, .* 2 or more"):
+        rivals.pods(batch, 0.7)  # one reward does not vary
 
 
 # ---------------------------------------------------------------------------- advantages

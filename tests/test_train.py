@@ -13,7 +13,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import config
 import dppo
-import eval as evaluation
 import models
 import rewards
 import rollout
@@ -94,7 +93,6 @@ def test_times_of_a_step(run, monkeypatch):
     monkeypatch.setattr(timer, "clock", lambda device: now[0])
     takes(rollout, "sample", 1.0)
     takes(rewards, "score", 10.0)
-    takes(evaluation, "score", 10.0)
     takes(torch.optim.AdamW, "step", 100.0)
     parts = {"time/rollout": 1, "time/score": 10, "time/train": 200, "step_time": 211}
     for row in run("run", steps=2, eval_every=1, eval_problems=2, minibatches=2)[1:]:

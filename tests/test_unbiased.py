@@ -46,13 +46,15 @@ def make(make_policy, make_rollouts):
 
     def make(
         rewards, loss, beta=0.0, *, masked=(), prompt_weights=None, kept=None, tokens=None, seed=0,
-        **changes,
+        shift=0.0, **changes,
     ):  # fmt: skip
         model, _ = make_policy(dtype=torch.float64)
         reference, _ = make_policy(seed=1, dtype=torch.float64)
         Q, G = rewards.shape
         rollouts = make_rollouts(model, Q, G, drift=0.3, seed=seed)
         cfg = configured(loss, beta, **changes)
+        start = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        torch.nn.utils.vector_to_parameters(start + shift, model.parameters())
         kept = list(range(Q)) if kept is None else kept
         pick = lambda value: value[kept] if torch.is_tensor(value) else [value[q] for q in kept]
         part = type(rollouts)(*map(pick, vars(rollouts).values()))
@@ -326,15 +328,15 @@ def test_fixed_size_draw_over_two_minibatches(make):
     first update then says how many are left for the second. Catches such a draw.
     """
     rewards = table([[1, 0, 0], [0, 1, 1], [1, 1, 0], [0, 0, 1]])
-    cases = [make(rewards, "grpo", 0.0, kept=rows) for rows in ([0, 1], [2, 3])]
-    first = cases[0].of_each()
+    first = make(rewards, "grpo", kept=[0, 1]).of_each()
 
     def second(patterns):
         """Error of the second gradient, averaged over equally likely patterns of four prompts."""
         pruned, full = 0.0, 0.0
         for keep in patterns:
             weights = torch.tensor(keep, dtype=torch.float64)[:, None].expand(4, 3) * 2
-            there = cases[1].of_each(-0.5 * (weights[:2].flatten() @ first))
+            moved = -0.5 * (weights[:2].flatten() @ first)  # by the first update
+            there = make(rewards, "grpo", kept=[2, 3], shift=moved).of_each()
             pruned = pruned + weights[2:].flatten() @ there / len(patterns)
             full = full + there.sum(dim=0) / len(patterns)
         return proof.relative_error(pruned, full)
