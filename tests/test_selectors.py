@@ -12,6 +12,7 @@ from test_sampler import drifting_pass_rate
 
 import config
 import dppo
+import rollout
 import sampler
 from related import selectors
 from runtime import InputError
@@ -74,7 +75,8 @@ def test_greso_streaks_by_hand():
         greso.update(torch.arange(8), torch.tensor(groups))
     assert greso.easy.tolist() == [3] + [0] * 7
     assert greso.hard.tolist() == [0, 3] + [0] * 6
-    assert greso.keep_prob(torch.arange(8)).tolist() == [0.125] * 2 + [1.0] * 6
+    greso.p_hard = 0.25
+    assert greso.keep_prob(torch.arange(8)).tolist() == [0.5**3, 0.25**3] + [1.0] * 6
     for _visit in range(17):
         greso.update(torch.tensor([0, 1]), torch.tensor(groups[:2]))
     assert greso.keep_prob(torch.tensor([0, 1])).tolist() == [0.01, 0.01], "explored at 1 %"
@@ -94,6 +96,8 @@ def test_greso_exploration_by_hand():
     assert (greso.p_easy, greso.p_hard) == pytest.approx((0.5, 0.5))
     greso.adjust(torch.tensor([easy, hard, hard, *[live] * 9]))  # exactly on both targets
     assert (greso.p_easy, greso.p_hard) == pytest.approx((0.49, 0.49))
+    greso.adjust(torch.tensor([easy, hard, *[live] * 8]))  # a tenth each
+    assert (greso.p_easy, greso.p_hard) == pytest.approx((0.48, 0.5))
     for _step in range(100):
         greso.adjust(few)
     assert (greso.p_easy, greso.p_hard) == (0.95, 0.95)
@@ -138,6 +142,32 @@ def test_greso_collects_in_rounds():
     greso.cursor = 2000
     greso.collect(roll_out, 64, order, generator)
     assert (greso.p_easy, greso.p_hard) != (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("live", "sizes"), [(1, [24, 24]), (5, [24, 24]), (15, [24, 4]), (16, [24]), (20, [24])]
+)
+def test_greso_shares_the_update(live, sizes):
+    """Of the first round `live` groups are live, of the second none; sixteen are wanted.
+
+    Catches a round more than needed if exactly enough are live, one that is smaller than a quarter
+    of the target, weights that do not sum to the target, and places that leave a mini-batch empty.
+    """
+    greso, found = selectors.Greso(100), []
+
+    def roll_out(prompts, number):
+        found.append(len(prompts))
+        rewards = torch.zeros(len(prompts), 2)
+        rewards[: live if number == 0 else 0, 0] = 1.0
+        return SimpleNamespace(prompts=prompts, mine=prompts, rewards=rewards)
+
+    order = lambda epoch: torch.arange(100)
+    _, weights, places = greso.collect(roll_out, 16, order, dppo.generator_for(0))
+    assert found[:2] == sizes
+    used = min(live, 16)
+    assert weights[:24].tolist() == pytest.approx([16 / used] * used + [0.0] * (24 - used))
+    assert not weights[24:].any()
+    assert places[:used].tolist() == [16 * rank // used for rank in range(used)]
 
 
 def test_joined_rounds_are_in_order():
@@ -194,6 +224,26 @@ def test_mopps_posterior_by_hand():
     assert mopps.posterior[:, 5].tolist() == again
 
 
+def test_mopps_takes_the_nearest_to_a_half():
+    """Of each pool of 8 Q prompts in turn, of all of an epoch's before the next shuffle.
+
+    Catches the farthest, a mean in place of a draw, a pool that is not the next one, the remainder
+    of an epoch, and prompts that are not in the order of the pool.
+    """
+    rates = torch.tensor([0.9, 0.45, 0.1, 0.6, 0.2, 0.8, 0.95, 0.3] * 5)[:35]
+    rates[9::16] = 0.48
+    groups = lambda prompts: torch.zeros(len(prompts), 4, dtype=torch.float64)
+    mopps = selectors.Mopps(35)
+    for step in range(5):  # two pools of 16 in an epoch
+        mopps.posterior[:] = 1e7 * torch.stack([rates, 1 - rates])
+        prompts, batch, weights, places = mopps_step(mopps, groups)
+        assert prompts == batch.prompts.tolist() == [[1, 9], [17, 25]][step % 2]
+        assert (weights.tolist(), places.tolist()) == ([1, 1], [0, 1])
+    mopps.posterior[:] = 1.0  # nothing is known: any two
+    drawn = {tuple(mopps_step(mopps, groups, seed=seed)[0]) for seed in range(20)}
+    assert len(drawn) > 10
+
+
 def test_mopps_is_biased():
     """The mean signal over what it trains on, against the un-pruned mean. Fails if MoPPS is so mild
     that the comparison is unfair."""
@@ -236,7 +286,11 @@ def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypat
     trainer, updates = trainer_of(policy_folder, tmp_path, method, **options), []
     backward = trainer.backward
     trainer.backward = lambda *args: updates.append(args) or backward(*args)
+    sample, seeds = rollout.sample, []
+    record = lambda *args, **options: seeds.append(options["seed"]) or sample(*args, **options)
+    monkeypatch.setattr(rollout, "sample", record)
     rows = [trainer.step(step)[0] for step in range(1, 21)]
+    assert len(set(seeds)) == len(seeds) > 20, "each round has random numbers of its own"
     for row, first, second in zip(rows, updates[::2], updates[1::2], strict=True):
         full, (one, other) = first[0], (first[1], second[1])
         trained = (one | other).any(dim=1)
@@ -251,21 +305,21 @@ def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypat
         assert torch.allclose(full.factor[trained], expected)
         assert {"history/pass_rates", "history/never_rolled_out"} < row.keys()
         assert not set(selectors.OF_THE_DRAW) & row.keys()
-        texts = full.batch.rollouts.completion_ids.flatten(1)
-        assert len({tuple(text.tolist()) for text in texts}) == len(texts)
     assert len({row["kept/prompts"] for row in rows}) > 1, "rounds"
     rolled_out = sum(round(4 * row["kept/prompts"]) for row in rows)
     assert (trainer.selector.cursor > rolled_out) == (method == "greso")
 
 
 def test_a_round_has_no_prompt_twice():
-    """Where an epoch ends within a round, a prompt may come up again. Catches two equal groups."""
-    greso = selectors.Greso(10)
-    order = lambda epoch: torch.arange(10)
-    greso.cursor = 8
-    chosen = greso.select(6, order, dppo.generator_for(0))
-    assert chosen.tolist() == [8, 9, 0, 1, 2, 3]
-    assert len(set(greso.select(10, order, dppo.generator_for(0)).tolist())) == 10
+    """Where an epoch ends within a round, a prompt may come up again: of ten, five are mostly
+    skipped, and six are wanted. Catches two equal groups of a prompt."""
+    greso, order = selectors.Greso(10), lambda epoch: torch.arange(10)
+    greso.easy[5:] = 100
+    chosen = greso.select(6, order, dppo.generator_for(0)).tolist()
+    assert chosen[:5] == [0, 1, 2, 3, 4]
+    assert chosen[5] >= 5
+    assert greso.cursor > 10
+    assert greso.cursor % 10 == chosen[5] + 1, "the next round goes on behind the last one chosen"
 
 
 @pytest.mark.parametrize("method", ["greso", "mopps"])
@@ -298,5 +352,7 @@ def test_the_command(policy_folder, tmp_path):
     assert "done: " in done.stdout
     with pytest.raises(InputError, match=r"--method mopps: its pool is 8 x 65 prompts of 512, too"):
         trainer_of(policy_folder, tmp_path, "mopps", prompts_per_step=65)
+    with pytest.raises(InputError, match=r"--method greso: its first round is 1.5 x 257 prompts"):
+        trainer_of(policy_folder, tmp_path, "greso", prompts_per_step=257)
     with pytest.raises(InputError, match="--prompt-rule pps: Greso chooses the prompts"):
         trainer_of(policy_folder, tmp_path, "greso", prompt_rule="pps")

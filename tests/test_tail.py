@@ -46,8 +46,10 @@ def test_both_sides_of_the_coin_average_to_the_full_gradient(policy_folder, tmp_
     found = {}
     for stops in (True, False):
         trainer.stops = stops
-        found[stops], _ = gradient(trainer)
+        found[stops], tossed = gradient(trainer)
+        assert tossed.batch.lengths.max() == (COIN["checkpoint"] if stops else 6)
     beyond = (full.batch.lengths > COIN["checkpoint"]).any(dim=1)
+    assert torch.equal(tossed.factor[~beyond], full.factor[~beyond]), "finished in time: weight 1"
     assert 1 < beyond.sum() < 11
     assert (full.batch.lengths[~beyond] == COIN["checkpoint"]).any()
     mean = 0.4 * found[True] + 0.6 * found[False]
