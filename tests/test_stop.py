@@ -12,9 +12,9 @@ import pytest
 import torch
 import toy
 from toy import HANG, ROOT, assert_same, flags, in_processes, rows, timeless
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 import metrics
+import rollout
 from runtime import checkpoint, log, ranks
 from runtime.stop import SIGNALS, Stop, resume_command
 
@@ -49,7 +49,7 @@ def signal_at(monkeypatch, owner, name, call, number):
     ("moment", "last"),
     [
         ((log, "append_rows", 1, signal.SIGTERM), 0),  # the evaluation before the first step
-        ((Qwen3Model, "forward", 2, signal.SIGINT), 1),
+        ((rollout, "sample", 2, signal.SIGINT), 1),  # after that of the evaluation
         ((torch.optim.AdamW, "step", 3, signal.SIGUSR1), 2),  # of two updates a step
         ((metrics, "row", 5, signal.SIGTERM), 5),
     ],
