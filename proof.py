@@ -53,8 +53,6 @@ class Case:
     gradient: Callable
     batch: dppo.Completions
     factor: torch.Tensor  # [K, G], prompt weight over denominator of the full batch
-    lengths: torch.Tensor  # [K, G], tokens of each completion
-    loss: str
 
     def full(self) -> torch.Tensor:
         """The un-pruned gradient [P]."""
@@ -241,7 +239,7 @@ def toy_case(
     advantages = dppo.group_advantages(rewards, loss)[rows]
     size = dppo.contribution_size(advantages, factor, (energy * sampled).sum(dim=-1)[rows], beta)
     batch = dppo.Completions(advantages, rewards[rows], lengths + 1, size)
-    return Case(gradient, batch, factor, lengths, loss)
+    return Case(gradient, batch, factor)
 
 
 def toy_history() -> sampler.PromptHistory:

@@ -45,7 +45,7 @@ def top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     best = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
     keep = torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, best, True)
-    return keep, keep.double() * (scores.shape[-1] / max(count, 1))
+    return keep, keep.double() * (scores.shape[-1] / count)
 
 
 def floor_of_low(

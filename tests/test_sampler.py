@@ -404,23 +404,3 @@ def drifting_run(rule, steps=1000):
 def drifting_pass_rate(step):
     """[200] of prompts that wander between never and always solved."""
     return ((torch.arange(200) / 200 + step / 3000) % 1.0 * 1.5 - 0.25).clamp(0, 1)
-
-
-def test_refilling_until_full_is_biased():
-    """Roll out until 8 are kept at 0.4 each, weight by 1 / 0.4 and divide by how many were visited:
-    7.6 % too much. A fixed window of 20, of which exactly 8 are kept, is exact.
-
-    Catches a window that is replaced by a refill.
-    """
-    generator = dppo.generator_for(0)
-    values = torch.from_numpy(generator.random((20_000, 80)))  # of mean 1/2
-    keep, weights = dppo.prune(torch.full_like(values, 0.4), generator)
-    last = (keep.cumsum(dim=1) >= 8).int().argmax(dim=1)  # where the eighth stands
-    visited = torch.arange(80) <= last[:, None]
-    refilled = (weights * values * visited).sum(dim=1) / (last + 1)
-    history, window = history_of(20), torch.arange(20)
-    drawn = [history.prune("uniform", 0.6, window, generator, 1) for _ in range(1000)]
-    fixed = (torch.stack([weights for _, weights in drawn]) * values[:1000, :20]).mean(dim=1)
-    assert refilled.mean() / 0.5 == pytest.approx(1.076, abs=0.008)
-    assert fixed.mean() / 0.5 == pytest.approx(1.0, abs=3 * 2 * (fixed.std() / 1000**0.5).item())
-    assert all(keep.sum() == 8 for keep, _ in drawn)

@@ -83,7 +83,7 @@ def make(make_policy, make_rollouts):
         prompt_tokens = torch.tensor([[len(ids)] for ids in part.prompt_ids])
         cost = prompt_tokens + part.lengths
         batch = dppo.Completions(advantages, rewards[kept], cost, size)
-        return proof.Case(gradient, batch, scale, part.lengths, loss)
+        return proof.Case(gradient, batch, scale)
 
     return make
 
