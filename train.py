@@ -9,10 +9,11 @@ Train a language model with DPPO. GRPO is the special case that prunes nothing.
 run.py is the run around it: log, evaluations, checkpoints.
 
 Every rank holds the whole model, or with --shard fsdp a share of the weights that are trained. With
---shard fsdp, or in bfloat16, it samples from a copy. Groups are dealt to the ranks for rollout, by
-expected tokens; what is kept of them is dealt anew for the update. Every rank computes the keep
-decisions, advantages and denominators from the gathered batch. Gradients are summed over ranks once
-per update. All randomness is a function of (seed, step, purpose, prompt), so a resumed run repeats
+--shard fsdp, or in bfloat16, it samples from a copy. Before the rollout, prompts are divided among
+the ranks so that each expects equally many tokens. After pruning, the kept completions are divided
+again, because pruning leaves the ranks with unequal work. Every rank computes the keep decisions,
+advantages and denominators from the gathered batch. Gradients are summed over ranks once per
+update. All randomness is a function of (seed, step, purpose, prompt), so a resumed run repeats
 what an uninterrupted run would have done, with as many ranks and threads.
 
 Letters: Q candidates of a step, K prompts rolled out, G completions each, P parameters.

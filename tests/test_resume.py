@@ -54,8 +54,7 @@ def main_until_killed(args, wanted, seconds):
 
 def test_killed_and_resumed(policy_folder, tmp_path):
     """Killed at random moments before and after the first checkpoint, then resumed: log, samples
-    and weights equal an uninterrupted run's bit for bit, times excepted. `python -m bench kills`
-    does this twenty times.
+    and weights equal an uninterrupted run's bit for bit, times excepted.
 
     The moments are counted in rows and CPU time, so that a busy machine cannot miss them. Catches
     state that is not saved (optimizer, history, step), and rows that are written twice.

@@ -389,12 +389,6 @@ def test_minibatches_are_by_place_in_the_window(start):
         assert trainer.full_batch(full.batch, chosen).minibatch.tolist() == wanted
 
 
-CHECKED = {
-    "steps": 40, "prompts_per_step": 4, "completion_prune_rate": 0.4, "prompt_prune_rate": 0.4,
-    "lr": 1e-4, "check_every": 1,
-}  # fmt: skip
-
-
 # ---------------------------------------------------------------------------- the prompt level
 
 
