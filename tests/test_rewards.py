@@ -5,9 +5,7 @@ import contextlib
 import math
 import os
 import random
-import resource
 import signal
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,10 +32,7 @@ needs_problems = pytest.mark.skipif(
         ("7+9=6;16+5=21", "21", 1.0),  # only the answer counts
         ("21", "21", 1.0),  # without an "=" the whole text is the answer
         ("7+9=16;16+5=021", "21", 0.0),
-        ("7+9=16;16+5=21;", "21", 0.0),
-        ("7+9=16;16+5=2", "21", 0.0),  # cut off
         ("", "21", 0.0),
-        ("=", "21", 0.0),
         ("7+9=16", "", None),
         ("7+9=16", "sixteen", None),
     ],
@@ -50,26 +45,19 @@ def test_arithmetic_reward(completion, answer, reward):
     ("completion", "answer", "reward"),
     [
         ("so it is \\boxed{72}", "72", 1.0),
-        ("so it is 72.", "72", 0.0),  # no box, no answer
         ("\\boxed{71} and not 72", "72", 0.0),
         ("\\boxed{71} no, \\boxed{72}", "72", 1.0),  # the last box; both together would be a set
-        ("\\boxed{72} no, \\boxed{71}", "72", 0.0),
         ("\\boxed{72", "72", 0.0),  # never closed
         ("\\boxed{72}</think> so I say 71", "72", 0.0),  # a box in a thought is not an answer
-        ("\\boxed{71}</think>\\boxed{72}", "72", 1.0),
         ("<think>\\boxed{72}", "72", 0.0),  # thinking never ended
         ("<think></think>\\boxed{72}", "72", 1.0),
         ("\\boxed{1,234}", "1234", 1.0),
         ("\\boxed{27}", "27.0", 1.0),
         ("\\boxed{$27$}", "27", 1.0),
-        ("\\boxed{-3}", "3", 0.0),
         ("\\boxed{0.5}", "\\frac{1}{2}", 1.0),
         ("\\boxed{\\dfrac12}", "\\frac{1}{2}", 1.0),
-        ("\\boxed{\\frac{2}{4}}", "0.5", 1.0),
-        ("\\boxed{0.333}", "\\frac{1}{3}", 0.0),
         ("\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "(3, \\frac{\\pi}{2})", 1.0),
         ("\\boxed{(3, \\frac{\\pi}{3})}", "\\left( 3, \\frac{\\pi}{2} \\right)", 0.0),
-        ("\\boxed{3}", "\\left( 3, \\frac{\\pi}{2} \\right)", 0.0),
         ("\\boxed{x+1}", "1+x", 1.0),
         ("\\boxed{1267650600228229401496703205377}", "1267650600228229401496703205376", 0.0),
         ("\\boxed{0.3333333}", "0.3333334", 0.0),  # math-verify rounds to six decimals
@@ -77,23 +65,17 @@ def test_arithmetic_reward(completion, answer, reward):
         ("\\boxed{31\\frac{1}{2}}", "3 1\\frac{1}{2}", 0.0),
         ("\\boxed{3 \\frac{1}{2}}", "3\\frac{1}{2}", 1.0),
         ("\\boxed{\\leftarrow}", "\\rightarrow", 0.0),
-        ("\\boxed{5.}", "5", 1.0),
         ("\\boxed{1e-3}", "0.001", 1.0),
-        ("\\boxed{4.5\\times 10^{33}}", "4.5e33", 1.0),
-        ("\\boxed{4.5\\times 10^{32}}", "4.5e33", 0.0),
         ("\\boxed{1.6\\times 10^{-19}}", "1.6e-19", 1.0),
         ("\\boxed{1.7\\times 10^{-19}}", "1.6e-19", 0.0),
         ("\\boxed{\\frac{1}{1500}}", "\\frac{1}{1501}", 0.0),
         ("\\boxed{0}", "0", 1.0),
         ("\\boxed{2, 1}", "1, 2", 1.0),
-        ("\\boxed{1}", "1, 2", 0.0),
         ("\\boxed{Evelyn}", "\\text{Evelyn}", 1.0),
         ("\\boxed{}", "3", 0.0),
         ("", "3", 0.0),
         ("\\boxed{3}", "", None),
-        ("\\boxed{3}", "  ", None),
         ("\\boxed{3}", "\\text{}", None),  # math-verify reads nothing
-        ("", "", None),
     ],
 )
 def test_math_reward(completion, answer, reward):
@@ -118,29 +100,23 @@ def test_what_was_not_sampled_is_not_scored():
     assert (found[0, 0], found[1, 1]) == (1, 3)
 
 
-@pytest.mark.parametrize("found", ["11", torch.inf, torch.nan, [1.0]])
-def test_a_reward_returns_a_number_or_none(found):
-    """Catches text that Python would read as a number, and a NaN that counts as unscorable."""
-    message = r"the reward is .* for the completion 'x{80}', with the reference answer 'y': return"
-    with pytest.raises(InputError, match=message):
-        rewards.reward_of("x" * 500, "y", lambda completion, answer: found)
+def test_what_a_reward_may_return():
+    """Catches text that Python would read as a number, a NaN that counts as unscorable, an error
+    that does not name the completion, and one that hides the line of the user's file."""
+    of = lambda reward: rewards.reward_of("x" * 500, "y", reward)
+    which = f"the completion '{'x' * 80}', with the reference answer 'y'"
 
+    for found in (1, True, torch.tensor(1.0), np.float32(1)):
+        assert of(lambda _text, _answer, found=found: found) == 1.0
+    assert math.isnan(of(lambda _text, _answer: None))
 
-@pytest.mark.parametrize("found", [1, True, torch.tensor(1.0), np.float32(1), None])
-def test_what_counts_as_a_number(found):
-    value = rewards.reward_of("", "", lambda completion, answer: found)
-    assert type(value) is float
-    assert math.isnan(value) if found is None else value == 1.0
-
-
-def test_an_error_in_a_reward_keeps_its_traceback():
-    """Catches an error that hides the line of the user's file, or does not name the completion."""
+    for found in ("11", math.inf, math.nan, [1.0]):
+        with pytest.raises(InputError, match=f"the reward is .* for {which}: return"):
+            of(lambda _text, _answer, found=found: found)
     with pytest.raises(ZeroDivisionError) as caught:
-        rewards.reward_of("x" * 500, "y", lambda completion, answer: 1 / 0)
+        of(lambda _text, _answer: 1 / 0)
     assert caught.traceback[-1].path == Path(__file__)
-    assert (
-        f"the completion '{'x' * 80}', with the reference answer 'y'" in caught.value.__notes__[0]
-    )
+    assert which in caught.value.__notes__[0]
 
 
 def test_the_longest_answer():
@@ -167,28 +143,11 @@ def test_long_texts_are_quick():
 
 
 @contextlib.contextmanager
-def fresh_judge():
-    """A new judge; afterwards the list has the CPU seconds that it and its children used."""
-    math_judge.ask.cache_clear()
-    math_judge._judge = math_judge._end_judge(math_judge._judge)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = []
-    try:
-        yield spent
-        math_judge.stop()
-    finally:
-        math_judge._judge = math_judge._end_judge(math_judge._judge)
-        math_judge.ask.cache_clear()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-
-
-@contextlib.contextmanager
-def changed_judge(monkeypatch, tmp_path, old, new):
-    """A judge in whose source `new` replaces `old`."""
+def fresh_judge(monkeypatch, tmp_path, old="", new=""):
+    """A judge of its own, in whose source `new` replaces `old`."""
     source = Path(math_judge.__file__).read_text()
     assert old in source
-    (tmp_path / "judge.py").write_text(source.replace(old, new))
+    (tmp_path / "judge.py").write_text(source.replace(old, new) if old else source)
     math_judge.ask.cache_clear()
     monkeypatch.setattr(math_judge, "_judge", None)
     monkeypatch.setattr(math_judge, "__file__", str(tmp_path / "judge.py"))
@@ -201,37 +160,20 @@ def changed_judge(monkeypatch, tmp_path, old, new):
 
 HOSTILE = [  # wrong answers, made to hang or crash the judge, and reference answers
     ("99^{99^{99}}", "x^{7}+1"),
-    ("x^{x^{x}}", "7"),
-    ("100000!", "x^{7}+1"),
     ("\\log{10^{10^{10}}}", "7"),
-    ("\\sum_{i=1}^{10^{100}} i^{i}", "x^{7}+1"),
     ("\\sqrt{" * 150 + "2" + "}" * 150, "7"),
     ("|" * 900 + "2" + "|" * 900, "x^{7}+1"),
     ("1/" * 900 + "0", "7"),
-    ("3" + "!" * 9, "7"),
-    (" ", "x^{7}+1"),
     ("lambda: 0", "7"),
 ]
 
 
-@pytest.mark.parametrize("thread", [False, True])
-def test_hostile_answers(thread):
-    """Hostile answers get 0 after about a second of CPU time each, and the next answer is judged.
-
-    Catches math-verify's own timer, which runs in the main thread only and not within one
-    multiplication: then some of these would run until PATIENCE ends.
-    """
-    pairs = HOSTILE[::4] if thread else HOSTILE
-    with fresh_judge() as spent, concurrent.futures.ThreadPoolExecutor() as pool:
-        for number, (wrong, answer) in enumerate(pairs):
-            right = (f"\\boxed{{\\frac{{{number}}}{{2}}}}", f"{number / 2}")
-            for args, reward in (((f"\\boxed{{{wrong}}}", answer), 0.0), (right, 1.0)):
-                if thread:
-                    found = pool.submit(rewards.math_reward, *args).result()
-                else:
-                    found = rewards.math_reward(*args)
-                assert found == reward, args[0][:80]
-    assert spent[0] < math_judge.SECONDS * len(pairs) + 5, "it takes 1.5 s to start"
+def test_hostile_answers():
+    """Catches an answer that hangs or crashes the judge, so that the next one is not judged."""
+    for number, (wrong, answer) in enumerate(HOSTILE):
+        assert rewards.math_reward(f"\\boxed{{{wrong}}}", answer) == 0.0, wrong[:80]
+        right = f"\\boxed{{\\frac{{{number}}}{{2}}}}"
+        assert rewards.math_reward(right, f"{number / 2}") == 1.0, wrong[:80]
 
 
 FAKE = """
@@ -258,19 +200,17 @@ def test_limits_of_the_judge(monkeypatch, tmp_path):
     """
     (tmp_path / "math_verify.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with fresh_judge() as spent:
-        found = {
-            name: math_judge.ask("1", name) for name in ("wait", "memory", "crash", "spin", "1+1")
-        }
+    with fresh_judge(monkeypatch, tmp_path):
+        names = ("wait", "memory", "crash", "spin", "1+1")
+        found = {name: math_judge.ask("1", name) for name in names}
     assert found == {"wait": True, "memory": False, "crash": False, "spin": False, "1+1": True}
-    assert spent[0] < 2 * math_judge.SECONDS
 
 
 def test_patience_of_the_judge(monkeypatch, tmp_path):
     """Catches a judge that waits forever for a comparison that neither computes nor returns."""
     (tmp_path / "math_verify.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with changed_judge(monkeypatch, tmp_path, "PATIENCE = 20.0", "PATIENCE = 0.2"):
+    with fresh_judge(monkeypatch, tmp_path, "PATIENCE = 20.0", "PATIENCE = 0.2"):
         assert not math_judge.ask("1", "hang")
         assert math_judge.ask("1", "1+1")
 
@@ -306,7 +246,7 @@ def test_without_math_verify(monkeypatch, tmp_path):
     Catches a silent reward of 0 for every formula.
     """
     missing = "from math_verify_that_is_not_there"
-    with changed_judge(monkeypatch, tmp_path, "from math_verify", missing):
+    with fresh_judge(monkeypatch, tmp_path, "from math_verify", missing):
         assert rewards.math_reward("\\boxed{3}", "3.0") == 1.0
         message = "cannot start: ModuleNotFoundError: No module named 'math_verify_that"
         with pytest.raises(RuntimeError, match=message):
@@ -327,29 +267,6 @@ def test_an_interrupted_query_leaves_no_verdict_behind(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             rewards.verify("\\frac{3}{9}", "\\frac{1}{3}")
     assert not rewards.verify("\\frac{1}{9}", "\\frac{4}{9}")
-
-
-def test_an_interrupt_while_the_judge_starts(monkeypatch):
-    """Ctrl-C in a notebook, after which the user continues. Fails if "ready" becomes a verdict."""
-    math_judge.ask.cache_clear()
-    math_judge._end_judge(math_judge._judge)
-    monkeypatch.setattr(math_judge, "_judge", None)
-    real = subprocess.Popen
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    def popen(*args, **options):
-        process = real(*args, **options)
-        monkeypatch.setattr(process.stdout, "readline", interrupted)
-        return process
-
-    with monkeypatch.context() as patch:
-        patch.setattr(math_judge.subprocess, "Popen", popen)
-        with pytest.raises(KeyboardInterrupt):
-            rewards.verify("\\frac{1}{2}", "\\frac{2}{4}")
-    assert rewards.verify("\\frac{1}{2}", "\\frac{2}{4}")
-    assert not rewards.verify("\\frac{2}{7}", "\\frac{1}{3}")
 
 
 # ---------------------------------------------------------------------------- real problems
