@@ -1,7 +1,7 @@
 """Data: a file is read whole or refused by line number; prompts that do not fit are reported."""
 
-import itertools
 import json
+import re
 from pathlib import Path
 
 import datasets
@@ -23,67 +23,61 @@ def write(tmp_path, *lines):
 
 
 def test_a_file_is_read_by_any_of_its_keys(tmp_path):
-    path = write(
-        tmp_path,
-        {"question": "a?", "answer": "1"},
-        "\n",
-        {"problem": "b?", "final_answer": 2.5, "answer": None},
-        {"prompt": "c?", "solution": "so #### 1,003", "id": 7},
-        {"prompt": [{"role": "user", "content": "d?"}], "target": "$x$"},
-        {"problem": "e?", "solution": "It is \\boxed{3}, no, \\boxed{\\frac{1}{2}}."},
-        {"problem": "f?", "answer": 27.0, "solution": "not \\boxed{1}"},
-        {"problem": "g?", "final_answer": ["$2$", 3.0]},
-        {"problem": "h?", "answer": None},
-        {"problem": "i?", "answer": 1.5e-7},
-        {"problem": "j?", "answer": float("nan")},
-    )
-    assert [(problem.text, problem.answer) for problem in data.read_problems(path)] == [
-        ("a?", "1"),
-        ("b?", "2.5"),
-        ("c?", "1,003"),
-        ("d?", "x"),
-        ("e?", "\\frac{1}{2}"),
-        ("f?", "27"),
-        ("g?", "2, 3"),
-        ("h?", ""),
-        ("i?", "0.00000015"),
-        ("j?", ""),
-    ]
+    chat = [{"role": "user", "content": "d?"}]
+    rows = {  # the answer that is read: the row
+        "1": {"question": "a?", "answer": "1"},
+        "2.5": {"problem": "b?", "final_answer": 2.5, "answer": None, "source": "algebra"},
+        "1,003": {"prompt": "c?", "solution": "so #### 1,003", "id": 7},
+        "x": {"prompt": chat, "target": "$x$"},
+        "\\frac{1}{2}": {"problem": "e?", "solution": "\\boxed{3}, no, \\boxed{\\frac{1}{2}}."},
+        "27": {"problem": "f?", "answer": 27.0, "solution": "not \\boxed{1}"},
+        "2, 3": {"problem": "g?", "final_answer": ["$2$", 3.0]},
+        "0.00000015": {"problem": "h?", "answer": 1.5e-7},
+        "": {"problem": "i?", "answer": float("nan")},
+    }
+    path = write(tmp_path, "\n", *rows.values())
+    problems = data.read_problems(path)
+    assert [problem.answer for problem in problems] == [*rows]
+    assert [problem.text for problem in problems] == [f"{letter}?" for letter in "abcdefghi"]
+    assert [problem.source for problem in problems[:3]] == [path, "algebra", path]
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (['{"question": "a", "answer": "1"}\n', "{oops}\n"], "line 2 is not JSON"),
-        (["[1]\n"], "line 1 is not a JSON object but list"),
-        ([{"question": "a", "label": "1"}], "line 1 has none of the keys answer, final_answer"),
-        ([{"answer": "1"}], "line 1 has none of the keys problem, question, prompt"),
-        ([{"question": "a", "answer": {"x": 1}}], "line 1: the value of 'answer' must be text or"),
-        ([{"question": "", "answer": "1"}], "line 1: the value of 'question' must be text"),
-        ([], "is empty"),
-        (["\n"], "is empty"),
-    ],
-)
-def test_bad_rows_are_reported_by_line(tmp_path, lines, message):
+def test_arrays_and_parquet(tmp_path):
+    """Fails if an array is read as one line, or a parquet file as text."""
+    rows = [{"problem": f"p{n}", "answer": str(n), "subject": "algebra"} for n in range(3)]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    lines = data.read_problems(write(tmp_path, *rows))
+    for kind in ("json", "parquet"):
+        assert data.read_problems(str(tmp_path / f"a.{kind}")) == lines
+
+
+REFUSED = {  # name and text of a file: what is wrong with it
+    ("a.jsonl", '{"question": "a", "answer": "1"}\n{oops}\n'): "line 2 is not JSON",
+    ("a.jsonl", "[1]\n"): "line 1 is not a JSON object but list",
+    ("a.jsonl", '{"question": "a", "label": "1"}'): "line 1 has none of the keys answer, final_",
+    ("a.jsonl", '{"answer": "1"}'): "line 1 has none of the keys problem, question, prompt",
+    ("a.jsonl", '{"question": "a", "answer": {"x": 1}}'): "line 1: the value of 'answer' must be",
+    ("a.jsonl", '{"question": "", "answer": "1"}'): "line 1: the value of 'question' must be text",
+    ("a.jsonl", "\n"): "is empty",
+    ("a.jsonl", b"\xff\xfe\x00"): "is not UTF-8 text",
+    ("a.json", '[{"problem": "p"},\n {"problem" "p"}]'): "at line 2, column 13",
+    ("a.json", '[{"problem": "p", "answer": "1"}, 7]'): "row 2 is not a JSON object but int",
+    ("a.parquet", "no"): "cannot be read as parquet",
+    ("a.txt", None): "no such file, nor one of arithmetic",
+}
+
+
+@pytest.mark.parametrize(("name", "text"), REFUSED)
+def test_what_cannot_be_read_is_refused(tmp_path, name, text):
+    """In one line, which names the file and the row."""
+    path = tmp_path / name
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InputError) as caught:
-        data.read_problems(write(tmp_path, *lines))
-    assert message in str(caught.value)
+        data.read_problems(str(path))
+    assert re.search(f"{path}.*{re.escape(REFUSED[name, text])}", str(caught.value))
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_is_missing_or_not_text(tmp_path):
-    with pytest.raises(InputError, match=r"nothing\.jsonl: no such file, nor one of arithmetic"):
-        data.read_problems("nothing.jsonl")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="not UTF-8"):
-        data.read_problems(str(tmp_path / "binary"))
-
-
-def test_sources_of_a_file(tmp_path):
-    """The row's own source, else the file's name. Fails if the file's name replaces the row's."""
-    first = {"problem": "1", "answer": "1", "source": "algebra"}
-    path = write(tmp_path, first, {"problem": "2", "answer": "2"})
-    assert [problem.source for problem in data.read_problems(path)] == ["algebra", path]
 
 
 def test_the_last_twentieth_is_held_out(tmp_path):
@@ -96,15 +90,11 @@ def test_the_last_twentieth_is_held_out(tmp_path):
     assert data.eval_problems(path, 1, of_training_file=True) == held_out[:1]
     assert len(data.train_problems(path, hold_out=False)) == 40
     assert len(data.eval_problems(path, 3)) == 3
+    problems = [data.Problem("p", "1", "file")]
+    shares = [data._held_out("FILE", count * problems) for count in (2, 45, 51)]
+    assert shares == [1, 2, 3], "rounded to the nearest number, but at least 1"
     with pytest.raises(InputError, match="too few"):
         data.train_problems(write(tmp_path, {"question": "q", "answer": "1"}), hold_out=True)
-
-
-@pytest.mark.parametrize(("count", "held_out"), [(2, 1), (45, 2), (50, 2), (51, 3), (70, 4)])
-def test_the_held_out_share_is_rounded(count, held_out):
-    """To the nearest number, at a half to the even one; at least 1. Catches rounding up or down."""
-    problems = [data.Problem("p", "1", "file")] * count
-    assert data._held_out("FILE", problems) == held_out
 
 
 SOURCES = {
@@ -142,25 +132,21 @@ def test_embedded_data(name):
 
 
 @pytest.mark.parametrize(
-    ("row", "solution"),
+    ("answer", "solution"),
     [
-        (
-            {"answer": "1+1 = <<1+1=2>>2.\n2*2=<<2*2=4>>4, <<4>>4\n#### 4"},
-            "1+1 = 2.\n2*2=4, 4\n\\boxed{4}",
-        ),
-        ({"answer": "2", "solution": "So $x=\\boxed{2}$."}, "So $x=\\boxed{2}$."),
-        ({"answer": "so \\boxed{2}", "solution": "no \\boxed{3}"}, "so \\boxed{2}"),
-        ({"answer": "a << b, so \\boxed{2} >> 1"}, "a << b, so \\boxed{2} >> 1"),
-        *(({"answer": one}, "") for one in ("72", 72, "#### 72", "\\boxed{72}", "by 72", None)),
-        ({"answer": "2", "solution": ["three"]}, ""),
+        ("1+1 = <<1+1=2>>2.\n2*2=<<2*2=4>>4\n#### 4", "1+1 = 2.\n2*2=4\n\\boxed{4}"),
+        ("a << b, so \\boxed{2} >> 1", "a << b, so \\boxed{2} >> 1"),
+        *((answer, "") for answer in ("72", 72, "#### 72", "\\boxed{72}", "by 72", None)),
     ],
 )
-def test_worked_solutions(tmp_path, row, solution):
+def test_worked_solutions(tmp_path, answer, solution):
     """Catches calculator marks that stay, an answer that is not boxed, a bare answer taken for a
     solution, and a solution overlooked beside the answer."""
-    (problem,) = data.read_problems(write(tmp_path, {"question": "q", **row}))
-    assert problem.solution == solution
-    assert problem.instruction
+    row = {"question": "q", "answer": answer}
+    beside = {"question": "q", "answer": "2", "solution": answer}
+    problems = data.read_problems(write(tmp_path, row, beside))
+    assert [problem.solution for problem in problems] == [solution, solution]
+    assert problems[0].instruction
 
 
 def test_sft_problems(tmp_path):
@@ -177,20 +163,20 @@ def test_sft_problems(tmp_path):
 
 
 def test_prompts_that_do_not_fit_are_counted(capsys):
-    problems = [data.Problem(text, "1", "file") for text in ("short", "x" * 50, "also short")]
-    kept, ids = data.encode_prompts(problems, arithmetic.make_tokenizer(), 20)
-    assert [problem.text for problem in kept] == ["short", "also short"]
-    assert [len(each) for each in ids] == [5, 10]
-    assert "dropped 1 of 3 prompts: longer than 20 tokens" in capsys.readouterr().out
-    fitting = lambda limit: len(
-        data.encode_prompts(problems, arithmetic.make_tokenizer(), limit)[0]
-    )
-    assert (fitting(50), fitting(49)) == (3, 2), "50 tokens just fit"
-    problems.append(data.Problem("", "1", "file"))
-    assert fitting(50) == 3, "nothing predicts the first token after no prompt"
-    problems.pop()
+    texts = ("short", "x" * 50, "")
+    problems = [data.Problem(text, "1", "file") for text in texts]
+    tokenizer = arithmetic.make_tokenizer()
+
+    def fitting(limit):
+        kept, prompt_ids = data.encode_prompts(problems, tokenizer, limit)
+        assert [len(problem.text) for problem in kept] == [len(ids) for ids in prompt_ids]
+        return [len(ids) for ids in prompt_ids]
+
+    assert fitting(50) == [5, 50], "nothing predicts the first token after no prompt"
+    assert fitting(49) == [5]
+    assert "dropped 2 of 3 prompts: longer than 49 tokens" in capsys.readouterr().out
     with pytest.raises(InputError, match="all 3 prompts are longer than 2 tokens"):
-        data.encode_prompts(problems, arithmetic.make_tokenizer(), 2)
+        fitting(2)
 
 
 def test_prompt_formats():
@@ -214,29 +200,6 @@ def test_prompt_formats():
     assert texts() == [user + "<think></think>" for user in users]
     assert texts("chat", True) == users
     assert texts("plain", True) == ["1+1\nBox it.\n", "1+1?"]
-
-
-def test_arrays_and_parquet(tmp_path):
-    """Every kind of file gives the same rows. Fails if an array is read as one line, or a parquet
-    file as text."""
-    rows = [{"problem": f"p{n}", "answer": str(n), "subject": "algebra"} for n in range(3)]
-    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
-    kinds = ("json", "jsonl", "parquet")
-    found = [data.read_problems(str(tmp_path / f"a.{kind}")) for kind in kinds]
-    assert found[0] == found[1] == found[2]
-    read = [(problem.text, problem.source) for problem in found[0]]
-    assert read == [(f"p{n}", "algebra") for n in range(3)]
-    (tmp_path / "b.json").write_text('[{"problem": "p", "answer": "1"},\n {"problem" "p"}]')
-    with pytest.raises(InputError, match=r"b\.json is not JSON .* at line 2, column 13"):
-        data.read_problems(str(tmp_path / "b.json"))
-    (tmp_path / "c.json").write_text('[{"problem": "p", "answer": "1"}, 7]')
-    with pytest.raises(InputError, match=r"c\.json, row 2 is not a JSON object but int"):
-        data.read_problems(str(tmp_path / "c.json"))
-    (tmp_path / "b.parquet").write_text("no")
-    with pytest.raises(InputError, match=r"b\.parquet cannot be read as parquet"):
-        data.read_problems(str(tmp_path / "b.parquet"))
 
 
 HUB_COLUMNS = {
@@ -283,48 +246,36 @@ def test_hub_sets(monkeypatch):
 def test_problems_that_cannot_be_scored_are_dropped(tmp_path, capsys):
     """They are counted, and the reward in use decides. Fails if the default reward decides although
     another one is given, or if the hint names a list that another reward made."""
-    rows = [{"problem": "pqrst"[n], "answer": a} for n, a in enumerate(["1", "", None, "x+1", " "])]
+    answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": " "}
+    rows = [{"problem": text, "answer": answer} for text, answer in answers.items()]
     path = write(tmp_path, *rows)
+    hint = f" (python eval.py --check-golds --data {path} lists them)\n"
 
     def reward(_completion, answer):
         return None if answer == "x+1" else 0.0
 
-    def texts(load, **options):
-        return "".join(problem.text for problem in load(path, **options))
-
-    assert texts(data.train_problems, hold_out=False) == "ps"
-    dropped = f"dropped 3 of 5 problems of {path}: their reference answers cannot be scored"
-    hint = f" (python eval.py --check-golds --data {path} lists them)\n"
-    assert capsys.readouterr().out == dropped + hint
-    assert texts(data.train_problems, hold_out=False, reward=reward) == "pqrt"
-    assert texts(data.eval_problems, limit=None, reward=reward) == "pqrt"
-    assert "answers cannot be scored\n" in capsys.readouterr().out, "eval.py would list others"
-    texts(data.train_problems, hold_out=False, reward=data.reward_function(path))
-    assert hint in capsys.readouterr().out
+    for given, kept, ending in (
+        (None, "ps", hint),
+        (data.reward_function(path), "ps", hint),
+        (reward, "pqrt", "\n"),  # eval.py would list others
+    ):
+        train = data.train_problems(path, hold_out=False, reward=given)
+        assert "".join(problem.text for problem in train) == kept
+        assert data.eval_problems(path, None, reward=given) == train
+        dropped = f"dropped {5 - len(kept)} of 5 problems of {path}: their reference answers"
+        assert capsys.readouterr().out == 2 * f"{dropped} cannot be scored{ending}"
     with pytest.raises(InputError, match="none of its 1 reference answers can be scored"):
         data.eval_problems(write(tmp_path, rows[1]), 3)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the real problem files are not in the repository")
-def test_real_files(capsys):
-    """GSM8K and MATH as published. Four answers of MATH are missing: two are null, two are empty.
-
-    math-verify takes milliseconds for an answer of MATH, so only every tenth of them is tried here.
-    """
-    numbers = itertools.count()
-
-    def reward(completion, answer):
-        tried = not answer or next(numbers) % 10 == 0
-        return rewards.math_reward(completion, answer) if tried else 0.0
-
-    path = str(SHARED / "gsm8k_train.jsonl")
-    problems = data.train_problems(path, hold_out=False)
+def test_real_files():
+    """GSM8K and MATH as published. Of MATH two answers are null, and two are empty."""
+    problems = data.read_problems(str(SHARED / "gsm8k_train.jsonl"))
     assert len(problems) == 7473
     assert all(rewards.last_boxed(one.solution) == one.answer for one in problems)
     assert not any("<<" in one.solution or "####" in one.solution for one in problems)
-    assert capsys.readouterr().out == ""
-    path = str(SHARED / "math_train.json")
-    problems = data.train_problems(path, hold_out=False, reward=reward)
-    assert len(problems) == 7470
-    assert len({problem.source for problem in problems}) == 7
-    assert "dropped 4 of 7474 problems" in capsys.readouterr().out
+    problems = data.read_problems(str(SHARED / "math_train.json"))
+    assert len(problems) == 7474
+    assert sum(not one.answer for one in problems) == 4
+    assert len({one.source for one in problems}) == 7
