@@ -1,6 +1,5 @@
 """Evaluation: averages, their intervals, stored completions, and the command line."""
 
-import ast
 import itertools
 import json
 import math
@@ -147,32 +146,18 @@ def test_command_line(policy_folder):
     assert [line.split()[0] for line in table] == ["arithmetic-longer", "arithmetic", "average"]
 
 
-def test_an_error_is_one_line(policy_folder, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", policy_folder, "--data", "no.jsonl"])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
-    assert stop.value.code == 2
-    assert re.fullmatch(r"error: data no\.jsonl: no such file.*\n", capsys.readouterr().err)
-
-
-def test_bad_values_are_named():
+def test_bad_values_are_named(monkeypatch, capsys):
     for name, value in (
         ("k", 0), ("max_new_tokens", 0), ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.5),
         ("top_k", -1), ("repetition_penalty", 0.0),
     ):  # fmt: skip
         with pytest.raises(InputError, match=f"--{name.replace('_', '-')} {value}: must be"):
             evaluation.main(EvalConfig("m", **{name: value}))
-    with pytest.raises(InputError, match="--model /nowhere cannot be loaded"):
-        evaluation.main(EvalConfig("/nowhere"))
-
-
-def test_every_flag_is_explained():
-    """Catches a flag whose --help is empty, or is another flag's."""
-    tree = ast.parse((ROOT / "eval.py").read_text())
-    body = next(node for node in tree.body if getattr(node, "name", "") == "EvalConfig").body
-    for field, docstring in zip(body[::2], body[1::2], strict=True):
-        assert isinstance(field, ast.AnnAssign)
-        assert docstring.value.value.endswith(".")
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", "/nowhere"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
+    assert stop.value.code == 2
+    assert re.fullmatch("error: --model /nowhere cannot be loaded.*\n", capsys.readouterr().err)
 
 
 def test_every_flag_reaches_the_sampler(policy_folder, sampled):
@@ -205,35 +190,22 @@ def test_check_golds(tmp_path, capsys):
 # ---------------------------------------------------------------------------- sample and score
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 100])
+@pytest.mark.parametrize("batch_size", [1, 4])
 def test_batches_do_not_mix_up_problems(policy_folder, tmp_path, batch_size):
-    """Seven problems, in batches of one or two, or in one batch: each completion is scored with its
-    own problem's answer. Fails if a batch gets another one's answers, or if the last is lost."""
+    """Seven problems, in batches of one or two: each completion is scored by the given reward, with
+    its own problem's answer. Fails if a batch gets another one's answers, if the last is lost, or
+    if another reward scores completions or selects problems."""
     rows = [{"problem": "+" * n, "answer": n} for n in range(1, 8)]
-    path = write(tmp_path / "mine.jsonl", rows)
+    path = write(tmp_path / "mine.jsonl", [*rows, {"problem": "p", "answer": "none"}])
     cfg = EvalConfig(policy_folder, data=(path,), k=2, max_new_tokens=3, batch_size=batch_size)
     evaluation.main(
         replace(cfg, out_dir=str(tmp_path / "evals")),
-        reward=lambda _completion, answer: float(answer),
+        reward=lambda _completion, answer: None if answer == "none" else float(answer),
     )
     stored = log.read_rows(tmp_path / "evals" / "mine.jsonl")
     assert [row["index"] for row in stored] == [*range(7)]
     assert [row["problem"] for row in stored] == ["+" * n for n in range(1, 8)]
     assert [row["rewards"] for row in stored] == [[n, n] for n in range(1, 8)]
-
-
-def test_a_given_reward_is_used(policy_folder, tmp_path):
-    """Fails if the default reward scores completions, or selects problems, although one is
-    given."""
-    rows = [{"problem": "p", "answer": ""}, {"problem": "q", "answer": "none"}]
-    path = write(tmp_path / "mine.jsonl", rows)
-
-    def reward(_completion, answer):
-        return None if answer == "none" else 0.5
-
-    cfg = EvalConfig(policy_folder, data=(path,), k=2, max_new_tokens=3)
-    (row,) = evaluation.main(cfg, reward=reward)
-    assert (row["problems"], row["avg@2"]) == (1, 0.5)
 
 
 def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):

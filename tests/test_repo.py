@@ -122,10 +122,11 @@ def test_commands_exist(path):
         assert (ROOT / script).exists(), script
 
 
-def test_help_explains_every_flag():
-    """Fails if a field of Config has no docstring, or one that is not a whole sentence."""
-    tree = ast.parse((ROOT / "config.py").read_text())
-    (body,) = (node.body for node in tree.body if getattr(node, "name", "") == "Config")
+@pytest.mark.parametrize(("file", "name"), [("config.py", "Config"), ("eval.py", "EvalConfig")])
+def test_help_explains_every_flag(file, name):
+    """Fails if a field has no docstring, or one that is not a whole sentence."""
+    tree = ast.parse((ROOT / file).read_text())
+    (body,) = (node.body for node in tree.body if getattr(node, "name", "") == name)
     for field, text in zip(body[::2], body[1::2], strict=True):
         assert isinstance(field, ast.AnnAssign)
         said = " ".join(text.value.value.split())

@@ -98,8 +98,8 @@ def waits():
         if PRETEND:
             with pretend_cuda.counting() as seen:
                 work(*args, **options)
-            print(seen.table(*pretend_cuda.WAITS))
-            return seen.waits()
+            print({key: count for key, count in seen.items() if key[0] in pretend_cuda.WAITS})
+            return pretend_cuda.total(seen, *pretend_cuda.WAITS)
         torch.cuda.set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True) as caught:

@@ -5,15 +5,14 @@ A pretend CUDA device, so that the code for GPUs runs, and its waits are counted
     torch.ones(2, device="cuda") + torch.ones(2)  # RuntimeError: ... tensors ... on the same device
     with pretend_cuda.counting() as seen:
         ...
-    print(seen.table("d2h", "h2d", "hidden", "sync"))
+    print(seen)  # a Counter
 
 A CPU build of PyTorch has everything of CUDA but its kernels. pretend_cuda.cpp adds a device guard,
 an allocator whose memory says cuda:0, and a fallback for every operator that reaches the CUDA key:
 it checks devices as CUDA's own operator would, counts, and runs the CPU kernel on the same memory.
 Everything above that is PyTorch's own code: autograd, autocast, modules, optimizers, torch.save.
 
-What is counted, by the innermost line of this repository on the stack (a backward pass has its
-.backward() line or none):
+What is counted, by kind and operator:
 
     launch   operators that compute: at least as many kernels
     d2h      copies to the CPU and .item(): the host waits for all that was queued
@@ -39,7 +38,6 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import types
 from pathlib import Path
 
 import torch
@@ -52,46 +50,24 @@ WAITS = ("d2h", "h2d", "hidden", "sync")
 # ------------------------------------------------------------------------- counting
 
 
-class Seen:
-    """Counts by (kind, operator, line of the repository, line of the library that it called)."""
-
-    def __init__(self, events=()):
-        self.events = collections.Counter(events)
-
-    def __sub__(self, other: "Seen") -> "Seen":
-        return Seen(self.events - other.events)
-
-    def total(self, *kinds) -> int:
-        return sum(n for (kind, *_), n in self.events.items() if kind in kinds)
-
-    def waits(self) -> int:
-        """How often the host waited for the device."""
-        return self.total(*WAITS)
-
-    def table(self, *kinds, most: int = 20, divide: float = 1.0) -> str:
-        """Rows: count / divide, kind, operator, line, and a library's line if that called it."""
-        rows = [(n, key) for key, n in self.events.most_common() if key[0] in kinds]
-        return "\n".join(
-            f"{n / divide:9.2f}  {kind:6s} {op:36s} {line}{'  <- ' + via if via else ''}"
-            for n, (kind, op, line, via) in rows[:most]
-        )
-
-
-_active: list[Seen] = []
+_active = []  # a Counter for each `with counting()` that is open
 _quiet = threading.local()
 _aten = torch.library.Library("aten", "IMPL")  # what it implements ends with this object
-_kinds = {}  # file name -> "ours", "torch" or "library"
 
 
 @contextlib.contextmanager
 def counting():
-    """Count what happens inside; may be nested."""
-    seen = Seen()
+    """Count what happens inside: a Counter of (kind, operator)."""
+    seen = collections.Counter()
     _active.append(seen)
     try:
         yield seen
     finally:
-        _active.remove(seen)
+        _active.pop()
+
+
+def total(seen, *kinds: str) -> int:
+    return sum(count for (kind, _op), count in seen.items() if kind in kinds)
 
 
 @contextlib.contextmanager
@@ -106,32 +82,9 @@ def _fused(name: str):
 
 
 def _note(kind: str, op: str) -> None:
-    if _active and not getattr(_quiet, "on", False):
-        line, via = _where()
+    if not getattr(_quiet, "on", False):
         for seen in _active:
-            seen.events[kind, op, line, via] += 1
-
-
-def _where() -> tuple[str, str]:
-    """(innermost line of the repository, innermost line of a library below it, PyTorch left out)"""
-    frame, via = sys._getframe(), ""
-    while frame:
-        name = frame.f_code.co_filename
-        kind = _kinds.get(name) or _kinds.setdefault(name, _kind_of(Path(name)))
-        if kind == "ours":
-            return f"{os.path.relpath(name, ROOT)}:{frame.f_lineno}", via
-        if kind == "library" and not via:
-            via = f"{'/'.join(Path(name).parts[-2:])}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "(backward pass)", via  # autograd's own thread has no other frame
-
-
-def _kind_of(path: Path) -> str:
-    outside = {"contextlib.py", "functools.py", "threading.py"}
-    if path.is_relative_to(TORCH) or path == Path(__file__) or path.name in outside:
-        return "torch"
-    ours = path.is_relative_to(ROOT) and "site-packages" not in path.parts
-    return "ours" if ours else "library" if path.is_absolute() else "torch"
+            seen[kind, op] += 1
 
 
 # ------------------------------------------------------------------------- installation
@@ -232,25 +185,22 @@ def _compile(library: Path) -> None:
 
 def _patch_torch_cuda() -> None:
     cuda = torch.cuda
-    memory = 80 * 2**30
-    properties = types.SimpleNamespace(name="pretend CUDA", major=9, minor=0, total_memory=memory)
     answers = {
-        "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 1,
-        "current_device": 0, "set_device": None, "is_bf16_supported": True, "empty_cache": None,
-        "memory_stats": {}, "mem_get_info": (memory, memory), "get_device_capability": (9, 0),
-        "get_device_name": "pretend CUDA", "get_device_properties": properties,
-        "manual_seed": None, "manual_seed_all": None,  # the CPU's generator draws
-        "is_current_stream_capturing": False, "ipc_collect": None,
-    }  # fmt: skip
+        "_lazy_init": None,
+        "is_available": True,
+        "device_count": 1,
+        "get_device_name": "pretend CUDA",
+        "is_bf16_supported": True,
+        "is_current_stream_capturing": False,
+        "empty_cache": None,
+        "manual_seed_all": None,  # the CPU's generator draws
+    }
     for name, answer in answers.items():
         setattr(cuda, name, lambda *_, answer=answer, **__: answer)
     cuda.synchronize = lambda device=None: _note("sync", "torch.cuda.synchronize")
     cuda.reset_peak_memory_stats = lambda device=None: _native().reset_peak()
-    cuda.memory_allocated = cuda.memory_reserved = lambda device=None: _native().allocated()
-    cuda.max_memory_allocated = cuda.max_memory_reserved = lambda device=None: _native().peak()
-    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
-    cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
+    cuda.memory_allocated = lambda device=None: _native().allocated()
+    cuda.max_memory_allocated = lambda device=None: _native().peak()
     cuda.device = type("device", (contextlib.nullcontext,), {})
 
     # Storages are made by the name of their device, which a CPU build does not know.
