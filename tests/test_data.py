@@ -134,7 +134,7 @@ def test_embedded_data(name):
 @pytest.mark.parametrize(
     ("answer", "solution"),
     [
-        ("1+1 = <<1+1=2>>2.\n2*2=<<2*2=4>>4\n#### 4", "1+1 = 2.\n2*2=4\n\\boxed{4}"),
+        ("1+1 = <<1+1=2>>2.\n<<2*2=4>>4 <<4>>4\n#### 4", "1+1 = 2.\n4 4\n\\boxed{4}"),
         ("a << b, so \\boxed{2} >> 1", "a << b, so \\boxed{2} >> 1"),
         *((answer, "") for answer in ("72", 72, "#### 72", "\\boxed{72}", "by 72", None)),
     ],

@@ -59,6 +59,7 @@ def test_arithmetic_reward(completion, answer, reward):
         ("\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "(3, \\frac{\\pi}{2})", 1.0),
         ("\\boxed{(3, \\frac{\\pi}{3})}", "\\left( 3, \\frac{\\pi}{2} \\right)", 0.0),
         ("\\boxed{x+1}", "1+x", 1.0),
+        ("\\boxed{2}", "1 + \\frac\\pi 2", 0.0),
         ("\\boxed{1267650600228229401496703205377}", "1267650600228229401496703205376", 0.0),
         ("\\boxed{0.3333333}", "0.3333334", 0.0),  # math-verify rounds to six decimals
         ("\\boxed{1 1/2}", "11/2", 0.0),
@@ -180,6 +181,7 @@ FAKE = """
 import mmap, os, time
 
 def parse(text, parsing_timeout):
+    print("noise", flush=True)
     started = time.process_time()
     while "spin" in text and time.process_time() < started + 8: pass
     time.sleep({"wait": 2.0, "hang": 60}.get(text[7:-1], 0))
