@@ -150,30 +150,6 @@ def test_comparison_by_hand():
     }
 
 
-def test_comparison_of_many_draws():
-    """Unbiased estimates leave bias2 and scale at 0 on average; weights times 0.9 do not.
-
-    Catches a square that includes the variance, a variance that includes the square, and a sum over
-    the draws in place of their mean.
-    """
-    generator = torch.Generator().manual_seed(0)
-    full = torch.randn(500, generator=generator)
-    rows = {1.0: [], 0.9: []}
-    for _ in range(400):
-        some = [full + torch.randn(500, generator=generator) for _ in range(3)]
-        for factor, found in rows.items():
-            figures = check.compare(full, (factor * one for one in some))
-            found.append([figures[f"check/{name}"] for name in ("bias2", "variance", "scale")])
-    right, planted = (torch.tensor(rows[factor]) for factor in (1.0, 0.9))
-    error = right.std(dim=0) / 20
-    assert (right.mean(dim=0)[[0, 2]].abs() < 3 * error[[0, 2]]).all()
-    expected = 500 / full.square().sum().item()
-    assert right.mean(dim=0)[1].item() == pytest.approx(expected, rel=0.05)
-    assert torch.allclose(planted[:, 1], 0.81 * right[:, 1], rtol=1e-3), "a bias is no variance"
-    assert planted.mean(dim=0)[0].item() == pytest.approx(0.01, abs=4 * error[0].item())
-    assert planted.mean(dim=0)[2].item() == pytest.approx(-0.1, abs=4 * error[2].item())
-
-
 def test_check_weights_steps_by_their_gradient():
     """Catches a plain mean, which steps with hardly a gradient would decide."""
     mean, error = check.mean_and_error([9.0, 1.0], [1.0, 7.0])
