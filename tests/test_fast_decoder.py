@@ -46,14 +46,13 @@ def gap(model):
 # ------------------------------------------------------------------------- the same logits
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_samples_are_those_of_transformers(make_policy, temperature):
+def test_samples_are_those_of_transformers(make_policy):
     """Catches anything in the decoder or its cache that changes a sample. Prompts have unequal
     lengths, rows split and leave, and both decoders get the same random numbers, in float64."""
     model, _ = make_policy(dtype=torch.float64)
     with torch.no_grad():
         model.model.norm.weight *= 2
-    sampling = rollout.Sampling(24, [256, *range(0, 256, 16)], 257, temperature=temperature)
+    sampling = rollout.Sampling(24, [256, *range(0, 256, 16)], 257, temperature=0.5)
     found = []
     for why_not in ("", "for comparison"):
         model.why_not_fast = why_not
