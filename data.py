@@ -55,7 +55,9 @@ class Problem:
 class Embedded(NamedTuple):
     """A set of problems that a task computes."""
 
-    task: ModuleType  # problem(split, index) is (text, answer, source), then a solution if any
+    # Its problem(split, index) is (text, answer, source), then a solution if any. Problems of
+    # train_split have the indices 0 to TRAIN_PROBLEMS - 1.
+    task: ModuleType
     train_split: str | None  # None: for evaluation only
     eval_split: str
     reward: Callable

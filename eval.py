@@ -40,7 +40,8 @@ from tasks import gguf
 @dataclass
 class EvalConfig:
     model: str | None = None
-    """The model to evaluate: a folder such as out/checkpoint, a hub id, smollm2 or a .gguf file."""
+    """The model to evaluate: a folder such as out/checkpoint or tasks/arithmetic-base (tiny before
+    training), a hub id, smollm2 or a .gguf file."""
     data: tuple[str, ...] = ("arithmetic",)
     """One or more sets: names of embedded or hub sets, or files."""
     k: int = 4

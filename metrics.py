@@ -1,9 +1,8 @@
 """
 The figures of a step's row in log.jsonl, the sampled completions beside it, and the console line.
 
-train.py adds step, step_time, time/*, history/* (see `history`), check/* and
-eval/*. Names are TRL's where it has one. A figure that does not exist in a step is NaN here and
-null in the file.
+train.py adds step, step_time, time/* and history/* (see `history`), and run.py adds eval/*. Names
+are TRL's where it has one. A figure that does not exist in a step is NaN here and null in the file.
 
 Letters: K prompts rolled out, G completions each.
 """
