@@ -34,7 +34,6 @@ from dppo import generator_for, seed_for
 from engines import vllm_engine
 from runtime import InputError, checkpoint, log
 from runtime.device import choose_device, choose_dtype
-from tasks import gguf
 
 
 @dataclass
@@ -153,7 +152,7 @@ def load(cfg: EvalConfig, reward):
         options = {"of_training_file": cfg.held_out, "reward": reward}
         found = {name: data.eval_problems(name, cfg.problems, **options) for name in cfg.data}
 
-    source = gguf.model_folder(cfg.model)
+    source = models.model_folder(cfg.model)
     if Path(source).is_dir():  # no bar for loading a folder; a download keeps its own
         logging.disable_progress_bar()
     model, tokenizer = models.load_policy(source, cfg.device, cfg.dtype)

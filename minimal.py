@@ -157,4 +157,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0] + ", 1 to 3 minutes.")
     parser.add_argument("--grpo", action="store_true", help="keep everything, with weight 1")
     parser.add_argument("--seed", type=int, default=0)
+    torch.set_num_threads(1)  # beside other programs, more would wait for each other
     train(**vars(parser.parse_args()))

@@ -58,11 +58,16 @@ def load_problems(cfg: Config, reward: Callable | None = None) -> Problems:
     return Problems(train, evaluated, own, eval_own)
 
 
+def model_folder(model: str) -> str:
+    """The folder, or the hub id, of a --model value."""
+    return str(arithmetic.BASE) if model == "tiny" else gguf.model_folder(model)
+
+
 def load_models(cfg: Config, saved: Path | None) -> Models:
     """The models of --model, or of a checkpoint that the run resumes from."""
-    base = str(arithmetic.BASE) if cfg.model == "tiny" else cfg.model
+    base = cfg.model
     if cfg.beta or not saved:
-        base = ranks.broadcast(gguf.model_folder, base)
+        base = ranks.broadcast(model_folder, base)
     source = str(saved or base)
     if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
         transformers.utils.logging.disable_progress_bar()

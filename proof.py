@@ -352,6 +352,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 2 or "--help" in sys.argv:
         print(__doc__.strip())
         raise SystemExit(0 if "--help" in sys.argv else 2)
+    torch.set_num_threads(1)  # beside other programs, more would wait for each other
     try:
         main(*sys.argv[1:])
     except dppo.RuleError as problem:
