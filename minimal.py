@@ -154,7 +154,7 @@ def train(grpo=False, seed=0):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split(":")[0] + ", 1 to 3 minutes.")
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0] + ", a minute.")
     parser.add_argument("--grpo", action="store_true", help="keep everything, with weight 1")
     parser.add_argument("--seed", type=int, default=0)
     torch.set_num_threads(1)  # beside other programs, more would wait for each other
