@@ -173,7 +173,13 @@ def parse_config(argv: list[str]) -> Config:
     cfg = _parse(argv, Config())
     stored = Path(cfg.out_dir) / "config.json"
     if cfg.resume and stored.exists():
-        run = Config(**json.loads(stored.read_text())["config"])
+        settings = json.loads(stored.read_text())["config"]
+        if unknown := settings.keys() - {field.name for field in fields(Config)}:
+            raise InputError(
+                f"--resume: the run in {cfg.out_dir} is from another version, which had "
+                f"{', '.join(map(flag, sorted(unknown)))}: use another --out-dir"
+            )
+        run = Config(**settings)
         run = replace(run, out_dir=cfg.out_dir)  # the folder may have been moved
         cfg = _parse(argv, run)
         for field in fields(Config):

@@ -59,7 +59,7 @@ class Run:
                 stopped = self.stop.agreed()
                 if self.save_due() or stopped or self.done == last < self.cfg.steps:
                     self.save()
-        self.close(stopped)
+        self.close()
 
     # ------------------------------------------------------------------------ evaluation
 
@@ -141,7 +141,7 @@ class Run:
             args = (self.out_dir, t.model, weights, t.tokenizer, state)
             checkpoint.save(*args, keep=self.cfg.keep_checkpoints)
 
-    def close(self, stopped: bool) -> None:
+    def close(self) -> None:
         """Draw run.png, say how the run ended, and wait for the other ranks."""
         if self.trainer.is_main:
             self.log.close()

@@ -50,11 +50,12 @@ class CoinTrainer(train.Trainer):
         return batch
 
     def full_batch(self, batch, chosen):
-        """The groups beyond the checkpoint weigh 0 or 1 / (1 - r)."""
+        """The groups beyond the checkpoint are in no update, or weigh 1 / (1 - r)."""
         beyond = ((batch.truncated > 0) | (batch.lengths > self.checkpoint)).any(dim=1)  # [K]
         coin = torch.where(beyond, 0.0 if self.stops else 1 / (1 - self.rate), 1.0)
         self.batch, self.without_coin = batch, chosen
-        return super().full_batch(batch, chosen._replace(weights=chosen.weights * coin))
+        full = super().full_batch(batch, chosen._replace(weights=chosen.weights * coin))
+        return replace(full, minibatch=full.minibatch.masked_fill(coin == 0, -1))
 
     def step(self, step):
         """A step that stopped has only seen short groups, so its averages would be biased: NaN. In

@@ -11,7 +11,6 @@ its own completions end: it uses a whole copy of the model, refreshed beforehand
 
 import datetime
 import os
-import subprocess
 import sys
 import time
 
@@ -75,20 +74,6 @@ def report(problem: Exception) -> None:
     if int(os.environ.get("RANK", "0")) > 0:
         time.sleep(5)  # torchrun ends this rank if rank 0 has reported meanwhile
     print(f"error: {problem}", file=sys.stderr, flush=True)
-    repeat_below_torchrun(f"error: {problem}")
-
-
-def repeat_below_torchrun(line: str) -> None:
-    """torchrun prints dozens of lines after a process has failed or was stopped. So under torchrun
-    a process of its own waits for torchrun's end and prints the line again, as the last one."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(os, "pidfd_open"):
-        wait_and_print = (
-            "import os, select, sys; "
-            "select.select([os.pidfd_open(int(sys.argv[1]))], [], [], 60); "
-            "print(sys.argv[2], file=sys.stderr)"
-        )
-        command = [sys.executable, "-c", wait_and_print, str(os.getppid()), line]
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Resuming: a kill loses nothing, a step that is not finite is not applied, bad input is named."""
 
 import itertools
+import json
 import math
 import os
 import random
@@ -213,6 +214,17 @@ def test_just_enough_prompts():
     config.check_prompts(cfg, 24)
     with pytest.raises(InputError, match="--prompts-per-step"):
         config.check_prompts(cfg, 23)
+
+
+def test_a_run_of_another_version(run, tmp_path):
+    """Its config.json has a flag that went. Catches a TypeError in place of the way out."""
+    run("run", steps=2, save_every=1)
+    path = tmp_path / "run" / "config.json"
+    written = json.loads(path.read_text())
+    written["config"]["epochs"] = 1
+    path.write_text(json.dumps(written))
+    with pytest.raises(InputError, match="another version, which had --epochs: use another --out"):
+        toy.main(["--out-dir", str(tmp_path / "run"), "--resume"])
 
 
 def program(args):

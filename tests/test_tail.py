@@ -75,6 +75,18 @@ def test_a_stopped_step_teaches_nothing(policy_folder, tmp_path):
         trainer.load_state(saved)
 
 
+def test_a_stopped_step_trains_on_finished_groups_alone(policy_folder, tmp_path):
+    """Catches groups that are dropped, but cost a backward pass or a part of the budget of pps."""
+    trainer = make(policy_folder, tmp_path, CoinTrainer, **COIN)
+    trainer.rate = 0.999
+    row, _ = trainer.step(1)
+    assert trainer.stops
+    finished = (trainer.batch.truncated == 0).all(dim=1)  # [K]
+    assert 0 < finished.sum() < len(finished)
+    assert row["kept/completions"] == pytest.approx(finished.double().mean().item())
+    assert row["kept/tokens"] == 1, "of the tokens of finished groups"
+
+
 def test_a_whole_step_shows_its_weights(policy_folder, tmp_path):
     """Long groups weigh more in the update and in the log, but not in averages or in the history.
     Catches averages that are biased to long groups."""
