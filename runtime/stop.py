@@ -39,6 +39,7 @@ class Stop:
         self.requested = True
         if number == signal.SIGINT:  # the next one raises KeyboardInterrupt
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as torchrun passes it on
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop. All ranks call this, or saving would wait forever."""

@@ -106,15 +106,19 @@ def test_until_and_resumed_is_the_whole_run(run, tmp_path, capsys):
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
 
 
-def test_the_second_interrupt_ends_at_once():
-    """Catches a Ctrl-C that nobody can repeat, and handlers that stay after the run."""
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=["python", "torchrun"])
+def test_the_second_interrupt_ends_at_once(second):
+    """torchrun passes on the first Ctrl-C as SIGINT, and the second one as SIGTERM.
+
+    Catches a Ctrl-C that nobody can repeat, and handlers that stay after the run.
+    """
     before = [signal.getsignal(number) for number in SIGNALS]
     stop = Stop()
     with stop.listening():
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.agreed()
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), second)
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
