@@ -269,7 +269,7 @@ def _first_key(row: dict, keys: tuple[str, ...], where: str) -> str:
 
 
 def reference_answer(value: str | int | float) -> str:
-    """The answer of a row's value: what follows the last ####, or is in the last \\boxed{}, or all.
+    """The reference answer in a value: what follows the last ####, or the last box, or all of it.
 
     >>> reference_answer("24+48=72 #### 72"), reference_answer(27.0), reference_answer("$2x$")
     ('72', '27', '2x')

@@ -53,7 +53,7 @@ class RuleError(ValueError):
 
 @contextlib.contextmanager
 def named(kind: str, name: str):
-    """Around the function of a rule or a loss: a note with its name joins what it raises."""
+    """For a call of a rule or a loss: what it raises gets a note with its name."""
     try:
         yield
     except Exception as error:

@@ -181,7 +181,7 @@ def first_lines(
 
 
 def nothing_learned(reward: float, steps: int, samples: Path) -> str:
-    """A note for a run of which no group was live for some steps, given their mean reward."""
+    """A note for a run that had no live group for some steps, given their mean reward."""
     cause = "each problem is too easy or too hard for the model"
     if math.isnan(reward):
         cause = "no reference answer can be scored"

@@ -129,7 +129,7 @@ def _last_that_fits(entries, room):
 
 def shares_prompts(device) -> bool:
     """Whether a slot holds a prompt once for all of its completions there. On the CPU an update
-    takes 1.2 to 1.3 times as long without; CUDA's kernels gain nothing (docs/performance.md)."""
+    takes 1.2 to 1.3 times as long without it; CUDA's kernels gain nothing (docs/performance.md)."""
     return torch.device(device).type == "cpu"
 
 

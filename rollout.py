@@ -73,9 +73,9 @@ def sample(
     samples whole groups, and so does temperature 0.
 
     A prompt has a key, by default its place in the list. A completion's random numbers follow from
-    (seed, key, its place in the group). So it does not depend, but for rounding, on other prompts
-    and completions, their order, the size of a batch, or the engine (of compact and hf; vLLM's
-    samples depend on all prompts).
+    (seed, key, its place in the group). So, except for rounding, it does not depend on other
+    prompts and completions, their order, the size of a batch, or the engine (of compact and hf;
+    vLLM's samples depend on all prompts).
 
     Raises FloatingPointError if the model's logits are not finite.
     """

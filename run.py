@@ -161,8 +161,8 @@ class Run:
 
 
 def check_start(cfg: Config) -> None:
-    """InputError if there is a run that would be overwritten, none to resume, or no rank to share
-    the weights with."""
+    """InputError if a run would be overwritten, if there is none to resume, or if --shard fsdp has
+    no ranks to share the weights."""
     folder = Path(cfg.out_dir)
     holds_run = (folder / "config.json").exists()
     has_steps = any(row["step"] > 0 for row in log.read_rows(folder / "log.jsonl"))

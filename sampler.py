@@ -230,8 +230,8 @@ class PromptRule:
 
     keep_prob: Callable | None = None
     priority: Callable | None = None
-    rate: float | None = 0.3  # default r_q, but for config.TINY; at 0 all are kept. None: no rate
-    candidates: int = 32  # default Q, but for config.TINY
+    rate: float | None = 0.3  # default r_q; config.TINY has others. 0 keeps all. None: no rate
+    candidates: int = 32  # default Q; config.TINY has others
     biased: str = ""  # why, as the run's first lines say it
     select: Callable | None = None  # (history, prompts, prune_rate) -> (keep, weights)
 

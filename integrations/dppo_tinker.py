@@ -72,8 +72,8 @@ def update(client, loss_fn: str, calls: list, lr: float) -> float:
 def measure_denominator(client, loss_fn: str, ids: list) -> tuple:
     """Whether a server's loss is a mean over a datum's tokens, and over the datums of an update.
     A datum of 4 tokens, and one of 8 whose last 4 have no advantage or almost none, have the same
-    gradient but for that. In units of the short one's norm, those of the long one and of short plus
-    3 long are 1 and 4 (a sum), 1/2 and 5/2 (tokens), 1 and 2 (datums) or 1/2 and 5/4 (both).
+    gradient except for that. In units of the short one's norm, those of the long one and of short
+    plus 3 long are 1 and 4 (a sum), 1/2 and 5/2 (tokens), 1 and 2 (datums) or 1/2 and 5/4 (both).
     RuleError for anything else. `ids` are 9 tokens; the client is not to be used afterwards."""
     advantages = [1.0] * 4, [1.0] * 4 + [1e-6] * 4, [3.0] * 4 + [0.0] * 4
     rows = [(ids[:1], ids[1 : len(a) + 1], [0.0] * len(a), a) for a in advantages]

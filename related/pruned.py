@@ -41,7 +41,7 @@ class StandIn(nn.Module):
 def remove(model, removed: dict[str, int | None]) -> None:
     """Replace each named sub-layer, and the norm of its input where nothing reads it.
 
-    The attentions that are left are numbered anew: transformers asks the first entry of the
+    The attentions that are left are renumbered: transformers asks the first entry of the
     key-value cache how many tokens it holds, and an attention that is gone would never fill it."""
     layers = model.base_model.layers
     for name, rank in removed.items():
@@ -100,8 +100,8 @@ def rebuild(model, removed: list[str], rank: int | None = None, tensors: dict | 
     """A new model without the removed sub-layers, in evaluation mode.
 
     rank: of what stands in their places, as above; its `tensors` have the names of the state_dict
-    of a model that has all blocks. With None, blocks of which nothing is left are gone, and the
-    others are numbered anew."""
+    of a model that has all blocks. With None, empty blocks are removed, and the others are
+    renumbered."""
     blocks = [*range(len(model.base_model.layers))]  # those that are left
     if rank is None:
         blocks = [b for b in blocks if not {f"{b}.{kind}" for kind in NORMS} <= {*removed}]

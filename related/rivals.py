@@ -68,7 +68,7 @@ def most_varied(advantages: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     """(keep, weights) [K, G]: PODS. Of each group, the `count` completions with the largest
     variance: the best i and the worst of the rest, for one i.
 
-    PODS normalizes the subset's rewards anew. Within a group advantages are rewards, shifted and
+    PODS normalizes the subset's rewards again. Within a group advantages are rewards, shifted and
     scaled, so this normalizes advantages [K, G]. A weight turns the given advantage into the new
     one. An advantage of exactly 0 stays 0; rewards of 0 and 1 have none in a live group.
     """

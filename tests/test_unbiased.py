@@ -1,4 +1,4 @@
-"""The proof: exact by enumeration through the real loss and model; biased twins must fail."""
+"""The proof: exact by enumeration through the real loss and model; planted mistakes must fail."""
 
 import functools
 import itertools

@@ -27,7 +27,7 @@ VARIANTS = {
 
 @pytest.fixture
 def gradient(policy, monkeypatch):
-    """(Sums, gradient) of rollouts on a device, for one of the VARIANTS."""
+    """(UpdateStats, gradient) of rollouts on a device, for one of the VARIANTS."""
 
     monkeypatch.setattr(packing, "shares_prompts", lambda _device: False)  # as on every GPU
 
