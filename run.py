@@ -33,8 +33,9 @@ class Run:
         self.trainer, self.cfg = trainer, trainer.cfg
         self.out_dir = Path(trainer.cfg.out_dir)
         self.stop = Stop()
-        # steps whose rows are in the log
-        self.done = restore(trainer, trainer.saved) if trainer.saved else 0
+        self.done = 0  # steps whose rows are in the log
+        if trainer.saved:
+            self.done = restore(trainer, trainer.saved)
         self.saved_at = self.done  # the step of the newest checkpoint
         self.dead_steps = 0  # in a row
         self.said_some_none = False
@@ -71,13 +72,13 @@ class Run:
             return {}
         t = self.trainer
         mine = slice(t.rank, None, t.world)
-        options = {"seed": dppo.seed_for(self.cfg.seed, step, "eval"), "k": EVAL_K}
-        options["keys"] = range(len(t.eval_set))[mine]
         ranks.refresh(t.policy, t.model)
-        problems, ids = t.eval_set[mine], t.eval_ids[mine]
-        args = (t.policy, t.tokenizer, problems, ids, t.eval_reward, t.sampling)
         with stops_if_not_finite(self.cfg, step):
-            scores, _truncated = evaluation.sample_rewards(*args, **options)
+            scores, _truncated = evaluation.sample_rewards(
+                t.policy, t.tokenizer, t.eval_set[mine], t.eval_ids[mine], t.eval_reward,
+                t.sampling, k=EVAL_K, seed=dppo.seed_for(self.cfg.seed, step, "eval"),
+                keys=range(len(t.eval_set))[mine],
+            )  # fmt: skip
         rewards = torch.zeros(len(t.eval_set), EVAL_K, dtype=torch.float64)
         rewards[mine] = scores
         return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(ranks.all_reduce(rewards))}
@@ -96,8 +97,9 @@ class Run:
             if self.cfg.track:
                 self.log.start_tracker(self.cfg.track, asdict(self.cfg))
             checkpoint.write_config(self.out_dir, asdict(self.cfg), t.world)
-            sizes = (len(t.train_set), len(t.eval_set))
-            print(metrics.first_lines(self.cfg, t.policy, t.world, *sizes, self.done + 1))
+            problems, held_out = len(t.train_set), len(t.eval_set)
+            first = self.done + 1
+            print(metrics.first_lines(self.cfg, t.policy, t.world, problems, held_out, first))
 
     def write_first(self, scores: dict) -> None:
         """Log the evaluation of the model as it was loaded, as step 0."""
@@ -138,8 +140,8 @@ class Run:
         }
         weights = ranks.weights(t.model)
         if t.is_main:
-            args = (self.out_dir, t.model, weights, t.tokenizer, state)
-            checkpoint.save(*args, keep=self.cfg.keep_checkpoints)
+            keep = self.cfg.keep_checkpoints
+            checkpoint.save(self.out_dir, t.model, weights, t.tokenizer, state, keep=keep)
 
     def close(self) -> None:
         """Draw run.png, say how the run ended, and wait for the other ranks."""

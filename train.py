@@ -104,7 +104,7 @@ class Trainer:
         problems = models.load_problems(cfg, reward)  # first: a bad file is reported at once
         self.train_set, self.eval_set, self.reward, self.eval_reward = problems
         run.check_start(cfg)
-        self.saved = run.find_checkpoint(cfg)  # which run.Run restores the rest of
+        self.saved = run.find_checkpoint(cfg)  # the weights are loaded here, the rest by run.Run
         loaded = models.load_models(cfg, self.saved)
         self.model, self.tokenizer, self.policy, self.reference, _ = loaded
         self.train_set, self.train_ids = models.encode(cfg, loaded, self.train_set)
@@ -113,12 +113,11 @@ class Trainer:
         prompts = self.train_ids + self.eval_ids
         self.sampling = models.make_sampling(cfg, loaded, prompts, self.show_progress)
 
-        self.num_candidates = cfg.prompts_per_step  # Q
         self.prompt_tokens = torch.tensor([len(ids) for ids in self.train_ids])  # [prompts]
         sources = [problem.source for problem in self.train_set]
-        self.history = sampler.PromptHistory(self.prompt_tokens, sources, self.num_candidates)
-        self.divides_by_tokens = dppo.LOSSES[cfg.loss].denominator == "batch tokens"
-        self.needs_mean_tokens = config.prunes_prompts(cfg) and self.divides_by_tokens
+        self.history = sampler.PromptHistory(self.prompt_tokens, sources, cfg.prompts_per_step)
+        divides_by_tokens = dppo.LOSSES[cfg.loss].denominator == "batch tokens"
+        self.needs_mean_tokens = config.prunes_prompts(cfg) and divides_by_tokens
         self.mean_tokens = None  # of the un-pruned batches of the last steps
         self.optimizer = models.make_optimizer(cfg, self.model.parameters())
 
@@ -159,7 +158,8 @@ class Trainer:
 
     def candidates(self, step: int) -> torch.Tensor:
         """The window [Q] of prompts that a step considers."""
-        return sampler.candidates(len(self.train_set), self.num_candidates, self.cfg.seed, step)
+        cfg = self.cfg
+        return sampler.candidates(len(self.train_set), cfg.prompts_per_step, cfg.seed, step)
 
     def prune_prompts(self, window, step, generator) -> sampler.Selection:
         """Stage 1: draw from the window [Q]. With --prompt-rule none all are kept, weight 1."""
@@ -167,9 +167,11 @@ class Trainer:
         rule = cfg.prompt_rule
         if self.needs_mean_tokens and self.mean_tokens is None:
             rule = "none"  # the first step, which counts the un-pruned batch's tokens
-        where = (window, generator, step, cfg.minibatches)
-        keep, weights = self.history.prune(rule, cfg.prompt_prune_rate, *where)  # [Q], [Q]
-        return sampler.Selection(window[keep], weights[keep], keep.nonzero().squeeze(1), keep)
+        keep, weights = self.history.prune(
+            rule, cfg.prompt_prune_rate, window, generator, step, cfg.minibatches
+        )  # [Q], [Q]
+        position = keep.nonzero().squeeze(1)  # [K]
+        return sampler.Selection(window[keep], weights[keep], position, keep)
 
     def roll_out(self, prompts, step, *purpose) -> Batch:
         """Stages 2 and 3 for different prompts [K], with random numbers of their own for each
@@ -193,7 +195,9 @@ class Trainer:
 
     def _sample_and_score(self, indices, seed, wanted):
         prompt_ids = [self.train_ids[index] for index in indices]
-        keys = [(index, 0) for index in indices]  # what a prompt's random numbers follow from
+        # A prompt's random numbers follow from the seed and its key. The 0 keeps them as they were
+        # when a prompt could be sampled more than once in a step.
+        keys = [(index, 0) for index in indices]
         options = {"group_size": self.cfg.group_size, "seed": seed, "keys": keys, "wanted": wanted}
         with self.timer.measure("rollout"):
             rollouts = rollout.sample(self.policy, prompt_ids, self.sampling, **options)
@@ -214,13 +218,13 @@ class Trainer:
         num_tokens = trained * chosen.weights[:, None] * batch.lengths
         num_tokens = num_tokens.sum().item()  # on average those of all Q
         denominator = {
-            "num_sequences": self.num_candidates * cfg.group_size // cfg.minibatches,
+            "num_sequences": cfg.prompts_per_step * cfg.group_size // cfg.minibatches,
             "num_tokens": (self.mean_tokens or num_tokens) / cfg.minibatches,
             "max_new_tokens": cfg.max_new_tokens,
         }
         scale = trained * dppo.loss_scale(batch.lengths, cfg.loss, **denominator)  # [K, G]
         cost = self.prompt_tokens[batch.prompts, None] + batch.lengths  # [K, G]
-        minibatch = chosen.position * cfg.minibatches // self.num_candidates  # [K]
+        minibatch = chosen.position * cfg.minibatches // cfg.prompts_per_step  # [K]
         factor = chosen.weights[:, None] * scale
         return FullBatch(batch, chosen, advantages, scale, factor, cost, minibatch, num_tokens)
 
@@ -244,16 +248,22 @@ class Trainer:
         """The gradient of what is kept, summed over packs and ranks, in .grad."""
         self.optimizer.zero_grad()
         batch, rollouts = full.batch, full.batch.rollouts
-        rows = (full.advantages, full.factor * weights, keep)  # [K, G] each
+        advantages, factor = full.advantages, full.factor * weights  # [K, G] each
         if self.world > 1:  # each rank gets its share of what all of them have kept
             prompt_ids = [self.train_ids[index] for index in batch.prompts.tolist()]
-            width = (packing.shares_prompts(self.cfg.device), self.model.config.hidden_size)
-            where = (batch.rank, keep, batch.lengths, prompt_ids, *width)
-            rollouts, places, old_logprobs = deal.exchange(rollouts, *where, old_logprobs)
-            rows = [table.flatten()[places, None] for table in rows]  # [n, 1] each
-        options = {"cfg": self.cfg, "old_logprobs": old_logprobs, "reference": self.reference}
-        options["show_progress"] = self.show_progress
-        sums = accumulate_gradients(self.model, rollouts, *rows, **options)
+            share_prompts = packing.shares_prompts(self.cfg.device)
+            width = self.model.config.hidden_size
+            rollouts, places, old_logprobs = deal.exchange(
+                rollouts, batch.rank, keep, batch.lengths, prompt_ids, share_prompts, width,
+                old_logprobs,
+            )  # fmt: skip
+            advantages = advantages.flatten()[places, None]  # [n, 1]
+            factor = factor.flatten()[places, None]  # [n, 1]
+            keep = keep.flatten()[places, None]  # [n, 1]
+        sums = accumulate_gradients(
+            self.model, rollouts, advantages, factor, keep, cfg=self.cfg,
+            old_logprobs=old_logprobs, reference=self.reference, show_progress=self.show_progress,
+        )  # fmt: skip
         ranks.sum_gradients(self.model)
         return UpdateStats(*ranks.all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist())
 
@@ -280,14 +290,17 @@ class Trainer:
 
     def group_squares(self, full: FullBatch) -> torch.Tensor:
         """Squared size [K] of each group's term in the full gradient, without prompt weights."""
-        terms = (full.advantages, full.scale, full.batch.energy)  # [K, G] each
-        return dppo.contribution_size(*terms, self.cfg.beta).square().sum(dim=1)
+        energy = full.batch.energy  # [K, G]
+        size = dppo.contribution_size(full.advantages, full.scale, energy, self.cfg.beta)  # [K, G]
+        return size.square().sum(dim=1)
 
     def update_history(self, step: int, full: FullBatch) -> None:
         """Update what later steps draw and divide by, with the groups that were rolled out."""
-        batch, tokens = full.batch, full.batch.lengths.sum(dim=1)  # [K]
-        seen = (batch.rewards, full.advantages, self.group_squares(full), tokens)
-        self.history.update(step, batch.prompts, full.chosen.weights, *seen)
+        batch, prompt_weights = full.batch, full.chosen.weights
+        square, tokens = self.group_squares(full), batch.lengths.sum(dim=1)  # [K], [K]
+        self.history.update(
+            step, batch.prompts, prompt_weights, batch.rewards, full.advantages, square, tokens
+        )
         if self.needs_mean_tokens:
             mean = self.mean_tokens or full.num_tokens
             # 0 cannot be divided by. None makes the next step keep all prompts and count.

@@ -53,7 +53,7 @@ class SelectorTrainer(train.Trainer):
         name = self.selector_class.__name__
         if self.cfg.prompt_rule != "none":
             raise InputError(f"--prompt-rule {self.cfg.prompt_rule}: {name} chooses the prompts")
-        fewest, why = self.selector_class.fewest_prompts(self.num_candidates)
+        fewest, why = self.selector_class.fewest_prompts(self.cfg.prompts_per_step)
         if len(self.train_set) < fewest:
             few = f"{why} prompts of {len(self.train_set)}, too few"
             raise InputError(f"--method {name.lower()}: {few}: lower --prompts-per-step")
@@ -65,7 +65,7 @@ class SelectorTrainer(train.Trainer):
         sample = super().roll_out
         roll_out = lambda prompts, number: sample(prompts, step, "rollout", number)
         order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
-        found = self.selector.collect(roll_out, self.num_candidates, order, generator)
+        found = self.selector.collect(roll_out, self.cfg.prompts_per_step, order, generator)
         self.batch, weights, position = found
         none = torch.zeros(len(window), dtype=torch.bool)
         return sampler.Selection(self.batch.prompts, weights, position, none)

@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+import dppo
 import metrics
 import train
 from runtime import InputError
@@ -33,7 +34,8 @@ class CoinTrainer(train.Trainer):
                 f"--rollout-checkpoint {checkpoint} --rollout-prune-rate {rate}: give 1 to "
                 f"{self.cfg.max_new_tokens - 1} tokens, and a rate from 0 to below 1"
             )
-        if self.cfg.minibatches > 1 or self.divides_by_tokens:
+        divides_by_tokens = dppo.LOSSES[self.cfg.loss].denominator == "batch tokens"
+        if self.cfg.minibatches > 1 or divides_by_tokens:
             raise InputError("related.tail needs --minibatches 1, and no --loss dapo or cispo")
 
     def prune_prompts(self, window, step, generator):
