@@ -11,7 +11,7 @@ import importlib
 import io
 import json
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,30 +23,45 @@ import sampler
 from runtime import InputError
 from runtime.device import choose_device, choose_dtype
 
-GRPO = {"grpo": "none", "grpo_zero": "zero"}  # methods whose rule has another name
-TINY = {  # defaults of --model tiny by --method, raced for 40 s
-    "pps": {
-        "prompts_per_step": 128, "group_size": 8, "prompt_prune_rate": 0.75,
-        "completion_prune_rate": 0.9, "lr": 4.3e-4,
-    },
-    **{name: {"prompts_per_step": 32, "group_size": 4, "lr": 1.2e-3} for name in GRPO},
+
+@dataclass(frozen=True)
+class Method:
+    """What a --method stands for: two rules, and defaults of other flags."""
+
+    prompt_rule: str = "none"
+    completion_rule: str = "none"
+    defaults: dict = field(default_factory=dict)
+    tiny: dict = field(default_factory=dict)  # with --model tiny, raced for 40 s
+
+
+GRPO_TINY = {"prompts_per_step": 32, "group_size": 4, "lr": 1.2e-3}
+PPS_TINY = {
+    "prompts_per_step": 128, "group_size": 8, "prompt_prune_rate": 0.75,
+    "completion_prune_rate": 0.9, "lr": 4.3e-4,
 }  # fmt: skip
+METHODS = {  # a rule that is not here is a method as well: that rule, at its level or both
+    "grpo": Method(tiny=GRPO_TINY),
+    "grpo_zero": Method(completion_rule="zero", tiny=GRPO_TINY),
+    "uniform": Method("uniform", "uniform"),
+    "dppo": Method("dppo", "dppo"),
+    "pps": Method("pps", "pps", defaults={"prompts_per_step": 64}, tiny=PPS_TINY),
+}
 
 
 @dataclass
 class Config:
     # ------------------------------------------------------------------------ method
     method: str = "pps"
-    """Sets --prompt-rule and --completion-rule to the rules of this name, or to none: pps, dppo,
-    uniform, a rival's or one of yours. grpo prunes nothing; grpo_zero only terms that are 0."""
-    prompt_rule: str = "auto"
+    """Two rules and their defaults: pps, dppo, uniform, a rival's or one of yours. grpo prunes
+    nothing; grpo_zero only terms that are 0."""
+    prompt_rule: str | None = None
     """Which prompts are dropped before rollout. uniform (blind), dppo (the paper's, by past
-    |advantage|) and pps (ours) are unbiased; dppo_floor is biased; none. auto takes the method's
+    |advantage|) and pps (ours) are unbiased; dppo_floor is biased; none. By default the method's
     rule."""
-    completion_rule: str = "auto"
+    completion_rule: str | None = None
     """Which completions are dropped after reward. zero (terms that are exactly 0), uniform, dppo
     (by |advantage|) and pps (ours) are unbiased; cppo, cppo_batch, pods and dppo_floor are biased;
-    none. auto takes the method's rule."""
+    none. By default the method's rule."""
     prompt_prune_rate: float | None = None
     """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
     By default 0.3; for pps 0.6, or 0.75 with tiny."""
@@ -231,7 +246,13 @@ def resolve(cfg: Config) -> Config:
     device = choose_device(cfg.device)
     tiny = cfg.model == "tiny"
     cfg = replace(cfg, loss=cfg.loss or ("dr_grpo" if tiny else "grpo"))
-    cfg = _with_rules(cfg)
+    method = method_of(cfg)
+    cfg = replace(
+        cfg,
+        prompt_rule=cfg.prompt_rule or method.prompt_rule,
+        completion_rule=cfg.completion_rule or method.completion_rule,
+    )
+    _check_entries(cfg)
     prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
     completion_rule = dppo.COMPLETION_RULES[cfg.completion_rule]
     dtype = choose_dtype(cfg.dtype, device)
@@ -241,7 +262,7 @@ def resolve(cfg: Config) -> Config:
     eps_low, eps_high = dppo.LOSSES[cfg.loss].clip
     defaults = {
         "prompt_prune_rate": prompt_rule.rate or 0.0,
-        "prompts_per_step": prompt_rule.candidates,
+        "prompts_per_step": 32,
         "group_size": 16,
         "completion_prune_rate": completion_rule.rate or 0.0,
         "eps_low": eps_low,
@@ -253,8 +274,8 @@ def resolve(cfg: Config) -> Config:
         "adam_beta2": 0.95 if tiny else 0.999,
         "pack_tokens": 2048 if device == "cpu" else 8192,
     }
-    found = TINY.get(cfg.method, {}) if tiny else {}
-    defaults |= {name: value for name, value in found.items() if defaults[name]}  # no rate stays 0
+    of_method = method.defaults | (method.tiny if tiny else {})
+    defaults |= {name: of_method[name] for name in of_method if defaults[name]}  # no rate stays 0
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     cfg = replace(cfg, device=device, dtype=dtype, **missing)
     _check_values(cfg)
@@ -262,31 +283,44 @@ def resolve(cfg: Config) -> Config:
     return cfg
 
 
-def _with_rules(cfg: Config) -> Config:
-    """The Config with the method's rules in place of auto; InputError for an unknown name."""
-    tables = {"prompt_rule": sampler.PROMPT_RULES, "completion_rule": dppo.COMPLETION_RULES}
-    ours = {"auto", *GRPO, *sampler.PROMPT_RULES, *dppo.COMPLETION_RULES}
-    if not {cfg.method, cfg.prompt_rule, cfg.completion_rule} <= ours:
-        importlib.import_module("related.rivals")  # adds its entries, which the core does not need
-    methods = dict.fromkeys((*GRPO, *sampler.PROMPT_RULES, *dppo.COMPLETION_RULES))
-    method = GRPO.get(cfg.method, cfg.method)
-    for name, known in ({"method": methods, "loss": dppo.LOSSES} | tables).items():
-        value = getattr(cfg, name)
-        if value == "auto" and name in tables:
-            cfg = replace(cfg, **{name: method if method in known else "none"})
-        elif value not in known:
-            raise InputError(f"{flag(name)} {value}: choose one of {', '.join(known)}")
+def method_of(cfg: Config) -> Method:
+    """The Method of --method. Rivals are loaded if one is asked for; else the core has no need of
+    them."""
+    ours = {*METHODS, *sampler.PROMPT_RULES, *dppo.COMPLETION_RULES}
+    asked = {cfg.method, cfg.prompt_rule, cfg.completion_rule} - {None}
+    if not asked <= ours:
+        importlib.import_module("related.rivals")  # adds its rules
+    prompt_rules, completion_rules = sampler.PROMPT_RULES, dppo.COMPLETION_RULES
+    name = cfg.method
+    of_rule = Method(
+        name if name in prompt_rules else "none", name if name in completion_rules else "none"
+    )
+    known = dict.fromkeys((*METHODS, *prompt_rules, *completion_rules), of_rule) | METHODS
+    _check_name(cfg, "method", known)
+    return known[name]
+
+
+def _check_name(cfg: Config, name: str, known: dict) -> None:
+    """InputError if the value of a flag is not in its table."""
+    value = getattr(cfg, name)
+    if value not in known:
+        raise InputError(f"{flag(name)} {value}: choose one of {', '.join(known)}")
+
+
+def _check_entries(cfg: Config) -> None:
+    """InputError for a rule or loss that is unknown, or whose entry is of the wrong kind."""
     for name, table, kind in (
-        (cfg.prompt_rule, sampler.PROMPT_RULES, sampler.PromptRule),
-        (cfg.completion_rule, dppo.COMPLETION_RULES, dppo.CompletionRule),
-        (cfg.loss, dppo.LOSSES, dppo.Loss),
+        ("prompt_rule", sampler.PROMPT_RULES, sampler.PromptRule),
+        ("completion_rule", dppo.COMPLETION_RULES, dppo.CompletionRule),
+        ("loss", dppo.LOSSES, dppo.Loss),
     ):
-        if not isinstance(table[name], kind):
-            found = type(table[name]).__name__
-            raise InputError(f"the entry {name!r} is a {found}: wrap it in a {kind.__name__}(..)")
+        _check_name(cfg, name, table)
+        entry = table[getattr(cfg, name)]
+        if not isinstance(entry, kind):
+            wrong = f"the entry {getattr(cfg, name)!r} is a {type(entry).__name__}"
+            raise InputError(f"{wrong}: wrap it in a {kind.__name__}(..)")
     denominator = dppo.LOSSES[cfg.loss].denominator
     dppo.check_known(f"denominator (loss {cfg.loss!r})", denominator, dppo.DENOMINATORS)
-    return cfg
 
 
 def prunes_prompts(cfg: Config) -> bool:

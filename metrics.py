@@ -1,7 +1,7 @@
 """
 The figures of a step's row in log.jsonl, the sampled completions beside it, and the console line.
 
-train.py adds step, step_time, time/* and history/* (see `history`), and run.py adds eval/*. Names
+train.py adds step, learning_rate, step_time, time/*, eval/* and history/* (see `history`). Names
 are TRL's where it has one. A figure that does not exist in a step is NaN here and null in the file.
 
 Letters: K prompts rolled out, G completions each.
@@ -23,26 +23,28 @@ SOME_NONE = (
 )
 
 
-def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
-    """The figures of a step, from its train.FullBatch and the train.Update of each of its updates.
+def row(
+    cfg: config.Config, *, prompt_weights, rewards, lengths, truncated, entropy, advantages, scale,
+    cost, keep, weights, stats: list[UpdateStats], grad_norms: list[float],
+) -> dict:  # fmt: skip
+    """The figures of a step, from tensors of train.py's step: prompt_weights [K], and [K, G] all
+    others. `weights` are those of both levels. stats and grad_norms have an entry for each update.
 
     Averages weight each prompt by 1 / P(kept), so they estimate what all Q candidates would have
     shown.
     """
-    first = updates[0].sums
-    sums = torch.tensor([u.sums for u in updates], dtype=torch.float64).sum(dim=0)
+    first = stats[0]
+    sums = torch.tensor(stats, dtype=torch.float64).sum(dim=0)
     total = UpdateStats(*sums.tolist())
-    lengths = full.batch.lengths  # [K, G]
     figures = {
-        "loss": total.loss / len(updates),
-        **averages(full.batch, full.chosen.weights),
+        "loss": total.loss / len(stats),
+        **averages(prompt_weights, rewards, lengths, truncated, entropy),
         "entropy/trained": ratio(first.entropy, first.completion_tokens),
         "clip_ratio/region_mean": ratio(total.clipped, total.completion_tokens),
         # of the first update only, because later ones compare a policy that has moved
         "sampling/sampling_logp_difference/mean": ratio(first.gap, first.completion_tokens),
-        "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
-        "learning_rate": learning_rate,
-        **kept(cfg, full, updates),
+        "grad_norm": sum(grad_norms) / len(grad_norms),
+        **kept(cfg, prompt_weights, advantages, scale, cost, keep, weights),
         "pack/density": ratio(total.tokens, total.slots),
         "tokens/generated": int(lengths.sum()),
         "tokens/trained": int(total.tokens),
@@ -55,20 +57,19 @@ def row(cfg: config.Config, full, updates: list, learning_rate: float) -> dict:
         figures["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
     if cfg.beta:
-        weights = torch.stack([u.weights for u in updates]).sum(dim=0)  # [K, G]
-        mass = (full.factor * lengths * weights).sum().item()
+        mass = (scale * lengths * weights).sum().item()
         figures["kl"] = ratio(total.kl, mass)  # nats per token, weighted as in the loss
     return figures
 
 
-def averages(batch, weights: torch.Tensor) -> dict:
-    """Averages of a train.Batch over its prompts, with weights [K]."""
-    rewards, lengths = batch.rewards, batch.lengths  # [K, G]
+def averages(prompt_weights, rewards, lengths, truncated, entropy) -> dict:
+    """Averages over prompts, with weights [K], of tables [K, G]."""
     group_std = torch.where(dppo.dead_groups(rewards), 0.0, nan_std(rewards))  # [K]
 
     def mean(values):  # of [K], NaN left out
         there = ~values.isnan()
-        return ((values * weights)[there].sum() / weights[there].sum()).item()
+        total = prompt_weights[there].sum()
+        return ((values * prompt_weights)[there].sum() / total).item()
 
     return {
         "reward": mean(rewards.nanmean(dim=1)),
@@ -76,8 +77,8 @@ def averages(batch, weights: torch.Tensor) -> dict:
         "frac_reward_zero_std": mean((group_std == 0).double()),
         "frac_reward_some_none": mean(some_none(rewards).double()),
         "completions/mean_length": mean(lengths.mean(dim=1)),
-        "completions/clipped_ratio": mean(batch.truncated.mean(dim=1)),
-        "entropy": ratio(mean(batch.entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
+        "completions/clipped_ratio": mean(truncated.mean(dim=1)),
+        "entropy": ratio(mean(entropy.mean(dim=1)), mean(lengths.mean(dim=1))),
     }
 
 
@@ -103,22 +104,18 @@ def history(seen, step: int, window: torch.Tensor, keep: torch.Tensor) -> dict:
     }
 
 
-def kept(cfg: config.Config, full, updates: list) -> dict:
+def kept(cfg: config.Config, prompt_weights, advantages, scale, cost, keep, weights) -> dict:
     """How much both prunings kept, and the weights that make up for the rest."""
-    prompt_weights = full.chosen.weights  # [K]
-    keep = torch.stack([u.keep for u in updates])  # [updates, K, G]
-    weights = torch.stack([u.weights for u in updates]) * prompt_weights[:, None]
-    live = dppo.contributes(full.advantages, full.factor, cfg.beta)  # [K, G]
+    live = dppo.contributes(advantages, scale, cfg.beta)  # [K, G]
     num_prompts = cfg.prompts_per_step  # Q
-    # of the un-pruned batch, expected
-    full_tokens = (full.chosen.weights[:, None] * full.cost).sum().item()
+    full_tokens = (prompt_weights[:, None] * cost).sum().item()  # of the un-pruned batch, expected
     return {
         "kept/prompts": len(prompt_weights) / num_prompts,
         "kept/completions": keep.sum().item() / (num_prompts * cfg.group_size),
-        "kept/tokens": ratio((keep * full.cost).sum().item(), full_tokens),
+        "kept/tokens": ratio((keep * cost).sum().item(), full_tokens),
         "weight/max": weights.max().item() if keep.any() else math.nan,
         "weight/prompt_max": prompt_weights.max().item() if len(prompt_weights) else math.nan,
-        "weight/ess": effective_sample_size(weights[:, live]),
+        "weight/ess": effective_sample_size(weights[live]),
     }
 
 
@@ -139,22 +136,21 @@ def some_none(rewards: torch.Tensor) -> torch.Tensor:
     return unscorable.any(dim=1) & ~unscorable.all(dim=1)
 
 
-def samples(step: int, cfg: config.Config, full, updates: list, problems: list) -> list[dict]:
-    """Rows for samples.jsonl: of each of three prompts, the first completion of this rank."""
-    batch = full.batch
-    first = (batch.rollouts.lengths > 0).int().argmax(dim=1).tolist()
+def samples(step: int, problems: list, texts, rewards, advantages, keep, weights) -> list[dict]:
+    """Rows for samples.jsonl: the first completion of three of this rank's prompts; tables are
+    [k, G]."""
     return [
         {
             "step": step,
-            "prompt": problems[batch.prompts[k]].text,
-            "completion": batch.texts[number][g],
-            "answer": problems[batch.prompts[k]].answer,
-            "reward": batch.rewards[k, g].item(),
-            "advantage": full.advantages[k, g].item(),
-            "kept": any(u.keep[k, g].item() for u in updates),
-            "weight": sum(u.weights[k, g].item() for u in updates) * full.chosen.weights[k].item(),
+            "prompt": problem.text,
+            "completion": texts[row][0],
+            "answer": problem.answer,
+            "reward": rewards[row, 0].item(),
+            "advantage": advantages[row, 0].item(),
+            "kept": keep[row, 0].item(),
+            "weight": weights[row, 0].item(),
         }
-        for number, (k, g) in enumerate(zip(batch.mine[:3].tolist(), first, strict=False))
+        for row, problem in enumerate(problems[:3])
     ]
 
 
@@ -194,8 +190,13 @@ def nothing_learned(reward: float, steps: int, samples: Path) -> str:
 
 
 def console_line(figures: dict, steps: int) -> str:
-    """One aligned line for a step."""
+    """One aligned line for a step. Step 0 has evaluations only."""
     width = len(str(steps))
+    scores = " | ".join(
+        f"{name} {value:.3f}" for name, value in figures.items() if name.startswith("eval/")
+    )
+    if figures["step"] == 0:
+        return f"step {0:5d} | {scores}"
     entropy = figures["entropy"]
     if math.isnan(entropy):  # vLLM returns none
         entropy = figures["entropy/trained"]
@@ -206,10 +207,7 @@ def console_line(figures: dict, steps: int) -> str:
         f"{figures['grad_norm']:5.2f} | sample {figures['time/rollout']:5.2f}s | train "
         f"{figures['time/train']:5.2f}s"
     )
-    scores = [
-        f" | {name} {value:.3f}" for name, value in figures.items() if name.startswith("eval/")
-    ]
-    return line + "".join(scores)
+    return f"{line} | {scores}" if scores else line
 
 
 def effective_sample_size(weights: torch.Tensor) -> float:

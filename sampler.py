@@ -17,7 +17,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from numpy.random import Generator
@@ -57,15 +56,6 @@ def candidates(num_prompts: int, prompts_per_step: int, seed: int, step: int) ->
 def kept_prompts(num_candidates: int, prune_rate: float) -> int:
     """How many of Q candidates a rule with priorities rolls out: exactly round((1 - r_q) Q)."""
     return round((1.0 - prune_rate) * num_candidates)
-
-
-class Selection(NamedTuple):
-    """Which of its Q candidates a step rolls out, and how each of these K enters the update."""
-
-    prompts: torch.Tensor  # [K], indices into the data
-    weights: torch.Tensor  # [K], 1 / P(kept)
-    position: torch.Tensor  # [K], among the candidates; it decides the mini-batch
-    kept: torch.Tensor  # [Q] bool
 
 
 class PromptHistory:
@@ -230,8 +220,7 @@ class PromptRule:
 
     keep_prob: Callable | None = None
     priority: Callable | None = None
-    rate: float | None = 0.3  # default r_q; config.TINY has others. 0 keeps all. None: no rate
-    candidates: int = 32  # default Q; config.TINY has others
+    rate: float | None = 0.3  # default r_q; config.METHODS has others. 0 keeps all. None: no rate
     biased: str = ""  # why, as the run's first lines say it
     select: Callable | None = None  # (history, prompts, prune_rate) -> (keep, weights)
 
@@ -263,5 +252,5 @@ PROMPT_RULES = {
     "none": PromptRule(equal, rate=None),
     "uniform": PromptRule(priority=equal),
     "dppo": PromptRule(low_scores),
-    "pps": PromptRule(priority=PromptHistory.priority, rate=0.6, candidates=64),
+    "pps": PromptRule(priority=PromptHistory.priority, rate=0.6),
 }

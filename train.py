@@ -5,83 +5,58 @@ Train a language model with DPPO. GRPO is the special case that prunes nothing.
     torchrun train.py --method grpo --out-dir out-grpo    the same task with GRPO
     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen3-0.6B --data FILE.jsonl --lr 1e-6
 
-`python train.py` runs one process. config.py explains the flags. `Trainer.step` is the algorithm;
-run.py is the run around it: log, evaluations, checkpoints.
+`python train.py` runs one process. config.py explains the flags. `Trainer.step` is the algorithm,
+from top to bottom; `run`, below it, is the loop that evaluates, logs, saves and stops. minimal.py
+is the same algorithm on one page.
 
-Every rank holds the whole model, or with --shard fsdp a share of the weights that are trained. With
---shard fsdp, or in bfloat16, it samples from a copy. Before the rollout, prompts are divided among
-the ranks so that each expects equally many tokens. After pruning, the kept completions are divided
-again, because pruning leaves the ranks with unequal work. Every rank computes the keep decisions,
-advantages and denominators from the gathered batch. Gradients are summed over ranks once per
-update. All randomness is a function of (seed, step, purpose, prompt), so a resumed run repeats
-what an uninterrupted run would have done, with as many ranks and threads.
+Four numbers multiply a completion's loss, and each is fixed before the next one is known:
 
-Letters: Q candidates of a step, K prompts rolled out, G completions each, P parameters.
+    prompt_weights  [K]     1 / P(its prompt was kept), before rollout
+    scale           [K, G]  1 / denominator of the full batch; 0 if the completion is masked
+    factor          [K, G]  prompt_weights x scale: its multiplier if all completions are kept
+    weights         [K, G]  1 / P(the completion was kept), after reward; 0 if it was dropped
+
+The loss of each of its tokens is multiplied by factor x weights (and by the token's importance
+ratio, with --importance-cap).
+
+Several ranks: every rank holds the whole model, or with --shard fsdp a share of the weights that
+are trained. With --shard fsdp, or in bfloat16, it samples from a copy. Before the rollout, prompts
+are divided among the ranks so that each expects equally many tokens. Then every rank gets the
+rewards and lengths of all prompts, computes advantages and denominators from them, and draws the
+same keep decisions. After pruning, the kept completions are divided again, because pruning leaves
+the ranks with unequal work. All randomness is a function of (seed, step, purpose, prompt), so a
+resumed run repeats what an uninterrupted run would have done, with as many ranks and threads.
+
+Letters: Q candidates of a step, K prompts rolled out, k of them by this rank, G completions each,
+T max_new_tokens.
 """
 
+import contextlib
 import math
 import sys
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import config
 import dppo
+import eval as evaluation
 import metrics
 import models
-import packing
-import rewards
 import rollout
-import run
 import sampler
 from config import Config
-from runtime import InputError, deal, ranks
+from rewards import score
+from runtime import InputError, checkpoint, log, ranks
+from runtime.stop import Stop, resume_command
 from runtime.timer import Timer
-from update import UpdateStats, accumulate_gradients, trainer_logprobs
+from update import accumulate_gradients, trainer_logprobs
 
 TOKENS_MEMORY = 10  # steps after which a batch's token count counts 1/e in the mean
-STATISTICS = ("lengths", "truncated", "entropy", "energy")  # of Rollouts; every rank gets all
-
-
-@dataclass
-class Batch:
-    """K prompts with G completions each. [K, G] tensors cover all ranks, token ids this one."""
-
-    prompts: torch.Tensor  # [K], indices into the data
-    rank: torch.Tensor  # [K, G], that sampled it
-    mine: torch.Tensor  # the rows with completions of this rank; `rollouts` and `texts` are theirs
-    rollouts: rollout.Rollouts
-    texts: list[list[str]]
-    rewards: torch.Tensor  # [K, G] and all below; NaN: unscorable
-    lengths: torch.Tensor
-    truncated: torch.Tensor
-    entropy: torch.Tensor  # nats, summed over a completion's tokens
-    energy: torch.Tensor  # |onehot - softmax|^2 of the logits, summed likewise; sizes its gradient
-
-
-@dataclass
-class FullBatch:
-    """The K prompts before completions are pruned: what each adds to the gradient of all Q."""
-
-    batch: Batch
-    chosen: sampler.Selection
-    advantages: torch.Tensor  # [K, G]
-    scale: torch.Tensor  # [K, G], 1 / denominator of the un-pruned batch; 0: masked
-    factor: torch.Tensor  # [K, G], prompt weight x scale; a completion's own weight comes later
-    cost: torch.Tensor  # [K, G], tokens, prompt + completion
-    minibatch: torch.Tensor  # [K], the update that it belongs to
-    num_tokens: float  # completion tokens of the Q candidates, estimated if prompts are pruned
-
-
-class Update(NamedTuple):
-    """One optimizer update: what its draw kept, and what was measured."""
-
-    keep: torch.Tensor  # [K, G] bool
-    weights: torch.Tensor  # [K, G]
-    sums: UpdateStats
-    grad_norm: float
+EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
+DEAD_STEPS = 5  # in a row without a live group, after which a run says so
 
 
 class Trainer:
@@ -103,8 +78,7 @@ class Trainer:
             torch.set_num_threads(1)
         problems = models.load_problems(cfg, reward)  # first: a bad file is reported at once
         self.train_set, self.eval_set, self.reward, self.eval_reward = problems
-        run.check_start(cfg)
-        self.saved = run.find_checkpoint(cfg)  # the weights are loaded here, the rest by run.Run
+        self.saved = checkpoint.look(cfg)  # the weights are loaded here, the rest by `restore`
         loaded = models.load_models(cfg, self.saved)
         self.model, self.tokenizer, self.policy, self.reference, _ = loaded
         self.train_set, self.train_ids = models.encode(cfg, loaded, self.train_set)
@@ -122,189 +96,160 @@ class Trainer:
         self.optimizer = models.make_optimizer(cfg, self.model.parameters())
 
     def step(self, step: int) -> tuple[dict, list[dict]]:
-        """One step of DPPO; returns its rows for log.jsonl and samples.jsonl."""
-        started = self.timer.start()
-        generator = dppo.generator_for(self.cfg.seed, step, "keep")  # the same on every rank
+        """One step of DPPO; returns its rows for log.jsonl and samples.jsonl.
 
-        # 1. Select prompts. The denominator counts all Q candidates, whatever is pruned.
+        GRPO is this step without the lines between `--- DPPO` and `---`. To keep the estimate
+        exact, do not let anything that was dropped change an advantage or a denominator.
+        """
+        cfg = self.cfg
+        Q, G, M = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
+        generator = dppo.generator_for(cfg.seed, step, "keep")  # the same on every rank
+        started = self.timer.start()
+
+        # 1. Select the candidates of this step.
         window = self.candidates(step)  # [Q]
-        # --- DPPO, before rollout: drop prompts by history, weight the rest by 1 / P(kept)
-        chosen = self.prune_prompts(window, step, generator)  # K of them
+
+        kept = torch.ones_like(window, dtype=torch.bool)  # [Q]
+        weights = torch.ones_like(window, dtype=torch.float64)  # [Q]
+        # --- DPPO, before rollout: drop prompts by their history, weight the rest by 1 / P(kept)
+        counts_tokens = self.needs_mean_tokens and self.mean_tokens is None  # see 5
+        prompt_rule = "none" if counts_tokens else cfg.prompt_rule
+        kept, weights = self.history.prune(
+            prompt_rule, cfg.prompt_prune_rate, window, generator, step, M
+        )
+        # ---
+        prompts, prompt_weights = window[kept], weights[kept]  # [K], [K]
+        seen = metrics.history(self.history, step, window, kept)
+
+        # 2. Sample G completions of each prompt. Each rank has its share of the prompts.
+        expected = self.history.relative_tokens(prompts, step).tolist()  # [K]
+        rank_of = torch.tensor(ranks.largest_first(expected, self.world), dtype=torch.long)  # [K]
+        mine = (rank_of == self.rank).nonzero()[:, 0]  # [k], places among the K
+        indices = prompts[mine].tolist()
+        with self.timer.measure("rollout"):
+            ranks.refresh(self.policy, self.model)  # if it samples from a copy of the weights
+            rollouts = rollout.sample(
+                self.policy, [self.train_ids[index] for index in indices], self.sampling,
+                group_size=G, seed=dppo.seed_for(cfg.seed, step, "rollout"),
+                keys=[(index, 0) for index in indices],
+            )  # fmt: skip
+
+        # 3. Reward them. Then all ranks get what the next lines need of all prompts.
+        with self.timer.measure("score"):
+            problems = [self.train_set[index] for index in indices]
+            texts, scores = score(rollouts, problems, self.tokenizer, self.reward)  # [k, G]
+        columns = [
+            scores, rollouts.lengths, rollouts.truncated, rollouts.entropy, rollouts.energy
+        ]  # fmt: skip
+        table = torch.zeros(len(prompts), G, len(columns), dtype=torch.float64)
+        table[mine] = torch.stack([column.double() for column in columns], dim=-1)
+        rewards, lengths, truncated, entropy, energy = ranks.all_reduce(table).unbind(dim=-1)
+        # [K, G] each. A reward of NaN: its reference answer cannot be scored.
+
+        # 4. Advantages, over full groups.
+        advantages = dppo.group_advantages(rewards, cfg.loss)  # [K, G]
+
+        # 5. The denominator is that of the full batch, over the mini-batches: of all Q candidates.
+        # dapo and cispo divide by its tokens. If prompts are pruned these are not known, and to
+        # divide by this draw's estimate would be biased, so the mean of the last steps stands in.
+        # The first step has none: it keeps all prompts and counts.
+        trained = 1.0 - truncated * cfg.mask_truncated  # [K, G]; 0: masked
+        num_tokens = (prompt_weights[:, None] * trained * lengths).sum().item()  # estimated
+        scale = trained * dppo.loss_scale(
+            lengths, cfg.loss, num_sequences=Q * G // M,
+            num_tokens=(self.mean_tokens or num_tokens) / M, max_new_tokens=cfg.max_new_tokens,
+        )  # [K, G]  # fmt: skip
+        factor = prompt_weights[:, None] * scale  # [K, G]
+
+        # 6. Each update has its own part of the candidates, and its own draw. A prompt's place in
+        # the window says which part it is in. Its place among the kept prompts would not do: it
+        # depends on what else was kept, which is biased.
+        minibatch = kept.nonzero()[:, 0] * M // Q  # [K]
+        cost = self.prompt_tokens[prompts, None] + lengths  # [K, G], tokens to train on
+        keep = torch.ones_like(factor, dtype=torch.bool)  # [K, G]
+        weights = torch.ones_like(factor)  # [K, G]
+        # --- DPPO, after reward: drop completions by their size, weight the rest by 1 / P(kept)
+        for number in range(M):
+            rows = minibatch == number  # [K]
+            size = dppo.contribution_size(advantages[rows], factor[rows], energy[rows], cfg.beta)
+            part = dppo.Completions(advantages[rows], rewards[rows], cost[rows], size)
+            keep[rows], weights[rows] = dppo.prune_completions(
+                cfg.completion_rule, cfg.completion_prune_rate, part, generator
+            )
         # ---
 
-        # 2. Sample G completions for each prompt, and 3. reward each of them.
-        batch = self.roll_out(chosen.prompts, step, "rollout")
-
-        # 4. Advantage, over the full group, and 5. denominator, over the full batch.
-        full = self.full_batch(batch, chosen)
-        history = metrics.history(self.history, step, window, chosen.kept)
-
-        # 6. Prune completions and 7. update, once per mini-batch, each with its own draw.
-        updates = []
+        # 7. Update.
+        learning_rate = config.learning_rate(cfg, step)
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        stats, grad_norms = [], []
         with self.timer.measure("train"):
-            learning_rate = config.learning_rate(self.cfg, step)
-            self.optimizer.param_groups[0]["lr"] = learning_rate
-            minibatches = range(self.cfg.minibatches)
-            # --- DPPO, after reward: drop completions, weight the rest by 1 / P(kept)
-            draws = [self.prune_completions(full, number, generator) for number in minibatches]
-            # ---
-            old_logprobs = self.old_logprobs(batch, draws)
-            for keep, weights in draws:  # [K, G]
-                updates.append(self.update(step, full, keep, weights, old_logprobs))
-            self.update_history(step, full)
+            old_logprobs = None  # accumulate_gradients takes the sampler's, or the current ones
+            if cfg.importance_cap and M > 1:  # every update compares with the policy before them
+                old_logprobs = trainer_logprobs(self.model, rollouts, cfg, keep[mine])
+            for number in range(M):
+                rows = (minibatch == number)[:, None]  # [K, 1]
+                self.optimizer.zero_grad()
+                sums = accumulate_gradients(
+                    self.model, rollouts, advantages, factor * weights, keep & rows, cfg=cfg,
+                    mine=mine, old_logprobs=old_logprobs, reference=self.reference,
+                    show_progress=self.show_progress,
+                )  # fmt: skip
+                norm = torch.nn.utils.clip_grad_norm_(
+                    self.model.parameters(), cfg.grad_clip or math.inf
+                )
+                grad_norms.append(ranks.whole(norm).item())
+                stats.append(sums)
+                if not (math.isfinite(sums.loss) and math.isfinite(grad_norms[-1])):
+                    raise FloatingPointError(f"loss {sums.loss}, gradient norm {grad_norms[-1]}")
+                self.optimizer.step()
+
+        # 8. Remember the groups. Later steps draw by what is known of their prompts.
+        size = dppo.contribution_size(advantages, scale, energy, cfg.beta)  # [K, G]
+        self.history.update(
+            step, prompts, prompt_weights, rewards, advantages, size.square().sum(dim=1),
+            lengths.sum(dim=1),
+        )  # fmt: skip
+        if self.needs_mean_tokens:
+            mean = self.mean_tokens or num_tokens
+            # If the mean is 0, forget it: the next step keeps all prompts and counts again.
+            self.mean_tokens = mean + (num_tokens - mean) / TOKENS_MEMORY or None
+
+        weights = prompt_weights[:, None] * weights  # [K, G], of both levels, for the log
+        row = metrics.row(
+            cfg, prompt_weights=prompt_weights, rewards=rewards, lengths=lengths,
+            truncated=truncated, entropy=entropy, advantages=advantages, scale=scale, cost=cost,
+            keep=keep, weights=weights, stats=stats, grad_norms=grad_norms,
+        )  # fmt: skip
         times = self.timer.seconds | {"step_time": self.timer.now() - started}
-        row = {"step": step} | metrics.row(self.cfg, full, updates, learning_rate) | times | history
-        return row, metrics.samples(step, self.cfg, full, updates, self.train_set)
+        row = {"step": step} | row | {"learning_rate": learning_rate} | times | seen
+        samples = metrics.samples(
+            step, problems, texts, rewards[mine], advantages[mine], keep[mine], weights[mine]
+        )
+        return row, samples
 
     def candidates(self, step: int) -> torch.Tensor:
-        """The window [Q] of prompts that a step considers."""
+        """The prompts [Q] that a step considers, as indices into the data."""
         cfg = self.cfg
         return sampler.candidates(len(self.train_set), cfg.prompts_per_step, cfg.seed, step)
 
-    def prune_prompts(self, window, step, generator) -> sampler.Selection:
-        """Stage 1: draw from the window [Q]. With --prompt-rule none all are kept, weight 1."""
-        cfg = self.cfg
-        rule = cfg.prompt_rule
-        if self.needs_mean_tokens and self.mean_tokens is None:
-            rule = "none"  # the first step, which counts the un-pruned batch's tokens
-        keep, weights = self.history.prune(
-            rule, cfg.prompt_prune_rate, window, generator, step, cfg.minibatches
-        )  # [Q], [Q]
-        position = keep.nonzero().squeeze(1)  # [K]
-        return sampler.Selection(window[keep], weights[keep], position, keep)
+    # ------------------------------------------------------------------------ beside the step
 
-    def roll_out(self, prompts, step, *purpose) -> Batch:
-        """Stages 2 and 3 for different prompts [K], with random numbers of their own for each
-        purpose."""
-        with self.timer.measure("rollout"):
-            ranks.refresh(self.policy, self.model)
-        expected = self.history.relative_tokens(prompts, step)  # [K]
-        whole = self.cfg.engine == "vllm"
-        rank = deal.rollouts(expected.tolist(), self.cfg.group_size, self.world, whole)  # [K, G]
-        wanted = rank == self.rank
-        mine = wanted.any(dim=1).nonzero()[:, 0]
-        indices = prompts[mine].tolist()
-        seed = dppo.seed_for(self.cfg.seed, step, *purpose)
-        with run.stops_if_not_finite(self.cfg, step):
-            rollouts, texts, scores = self._sample_and_score(indices, seed, wanted[mine])
-        columns = [scores, *(getattr(rollouts, name) for name in STATISTICS)]  # of this rank
-        table = torch.zeros(*rank.shape, len(columns), dtype=torch.float64)  # [K, G, columns]
-        table[wanted] = torch.stack([c[wanted[mine]].double() for c in columns], dim=-1)
-        columns = ranks.all_reduce(table).unbind(dim=-1)
-        return Batch(prompts, rank, mine, rollouts, texts, *columns)
-
-    def _sample_and_score(self, indices, seed, wanted):
-        prompt_ids = [self.train_ids[index] for index in indices]
-        # A prompt's random numbers follow from the seed and its key. The 0 keeps them as they were
-        # when a prompt could be sampled more than once in a step.
-        keys = [(index, 0) for index in indices]
-        options = {"group_size": self.cfg.group_size, "seed": seed, "keys": keys, "wanted": wanted}
-        with self.timer.measure("rollout"):
-            rollouts = rollout.sample(self.policy, prompt_ids, self.sampling, **options)
-        with self.timer.measure("score"):
-            problems = [self.train_set[index] for index in indices]
-            texts, scores = rewards.score(rollouts, problems, self.tokenizer, self.reward)
-        return rollouts, texts, scores
-
-    def full_batch(self, batch: Batch, chosen: sampler.Selection) -> FullBatch:
-        """Stages 4 and 5. The denominator is the un-pruned batch's, over the mini-batches.
-
-        dapo and cispo divide by its tokens. Where prompts are pruned these are not known, and to
-        divide by this draw's estimate would be biased: the divisor is the last steps' mean.
-        """
-        cfg = self.cfg
-        advantages = dppo.group_advantages(batch.rewards, cfg.loss)  # [K, G]
-        trained = 1.0 - batch.truncated * cfg.mask_truncated  # [K, G]; 0: masked
-        num_tokens = trained * chosen.weights[:, None] * batch.lengths
-        num_tokens = num_tokens.sum().item()  # on average those of all Q
-        denominator = {
-            "num_sequences": cfg.prompts_per_step * cfg.group_size // cfg.minibatches,
-            "num_tokens": (self.mean_tokens or num_tokens) / cfg.minibatches,
-            "max_new_tokens": cfg.max_new_tokens,
-        }
-        scale = trained * dppo.loss_scale(batch.lengths, cfg.loss, **denominator)  # [K, G]
-        cost = self.prompt_tokens[batch.prompts, None] + batch.lengths  # [K, G]
-        minibatch = chosen.position * cfg.minibatches // cfg.prompts_per_step  # [K]
-        factor = chosen.weights[:, None] * scale
-        return FullBatch(batch, chosen, advantages, scale, factor, cost, minibatch, num_tokens)
-
-    def prune_completions(self, full, minibatch, generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stage 6: (keep, weights) [K, G] of one draw; other mini-batches are not kept.
-
-        With --completion-rule none everything is kept, with weight 1.
-        """
-        cfg = self.cfg
-        keep = torch.zeros_like(full.factor, dtype=torch.bool)
-        weights = torch.zeros_like(full.factor)
-        rows = full.minibatch == minibatch  # [K]
-        advantages, energy = full.advantages[rows], full.batch.energy[rows]
-        size = dppo.contribution_size(advantages, full.factor[rows], energy, cfg.beta)
-        part = dppo.Completions(advantages, full.batch.rewards[rows], full.cost[rows], size)
-        rule, rate = cfg.completion_rule, cfg.completion_prune_rate
-        keep[rows], weights[rows] = dppo.prune_completions(rule, rate, part, generator)
-        return keep, weights
-
-    def backward(self, full, keep, weights, old_logprobs=None) -> UpdateStats:
-        """The gradient of what is kept, summed over packs and ranks, in .grad."""
-        self.optimizer.zero_grad()
-        batch, rollouts = full.batch, full.batch.rollouts
-        advantages, factor = full.advantages, full.factor * weights  # [K, G] each
-        if self.world > 1:  # each rank gets its share of what all of them have kept
-            prompt_ids = [self.train_ids[index] for index in batch.prompts.tolist()]
-            share_prompts = packing.shares_prompts(self.cfg.device)
-            width = self.model.config.hidden_size
-            rollouts, places, old_logprobs = deal.exchange(
-                rollouts, batch.rank, keep, batch.lengths, prompt_ids, share_prompts, width,
-                old_logprobs,
-            )  # fmt: skip
-            advantages = advantages.flatten()[places, None]  # [n, 1]
-            factor = factor.flatten()[places, None]  # [n, 1]
-            keep = keep.flatten()[places, None]  # [n, 1]
-        sums = accumulate_gradients(
-            self.model, rollouts, advantages, factor, keep, cfg=self.cfg,
-            old_logprobs=old_logprobs, reference=self.reference, show_progress=self.show_progress,
+    def evaluate(self, step: int) -> dict:
+        """avg@4 on the held-out problems, of all ranks; {} if it is not due. Step 0 is the model as
+        it was loaded."""
+        every = self.cfg.eval_every
+        if not every or (step % every and step != self.cfg.steps):
+            return {}
+        mine = slice(self.rank, None, self.world)
+        ranks.refresh(self.policy, self.model)
+        scores, _truncated = evaluation.sample_rewards(
+            self.policy, self.tokenizer, self.eval_set[mine], self.eval_ids[mine],
+            self.eval_reward, self.sampling, k=EVAL_K,
+            seed=dppo.seed_for(self.cfg.seed, step, "eval"), keys=range(len(self.eval_set))[mine],
         )  # fmt: skip
-        ranks.sum_gradients(self.model)
-        return UpdateStats(*ranks.all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist())
-
-    def update(self, step, full, keep, weights, old_logprobs=None) -> Update:
-        """Stage 7: one optimizer update."""
-        sums = self.backward(full, keep, weights, old_logprobs)
-        longest = self.cfg.grad_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), longest)
-        grad_norm = ranks.whole(norm).item()
-        with run.stops_if_not_finite(self.cfg, step):
-            if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
-                raise FloatingPointError(f"loss {sums.loss}, gradient norm {grad_norm}")
-        self.optimizer.step()
-        return Update(keep, weights, sums, grad_norm)
-
-    def old_logprobs(self, batch: Batch, draws: list) -> torch.Tensor | None:
-        """The trainer's log-probs [., G, T], taken before the step's first update, of completions
-        that any draw has kept and this rank has sampled; None if no later update needs them."""
-        cfg = self.cfg
-        if not cfg.importance_cap or len(draws) == 1:
-            return None
-        kept = torch.stack([keep for keep, _ in draws]).any(dim=0) & (batch.rank == self.rank)
-        return trainer_logprobs(self.model, batch.rollouts, cfg, kept[batch.mine])
-
-    def group_squares(self, full: FullBatch) -> torch.Tensor:
-        """Squared size [K] of each group's term in the full gradient, without prompt weights."""
-        energy = full.batch.energy  # [K, G]
-        size = dppo.contribution_size(full.advantages, full.scale, energy, self.cfg.beta)  # [K, G]
-        return size.square().sum(dim=1)
-
-    def update_history(self, step: int, full: FullBatch) -> None:
-        """Update what later steps draw and divide by, with the groups that were rolled out."""
-        batch, prompt_weights = full.batch, full.chosen.weights
-        square, tokens = self.group_squares(full), batch.lengths.sum(dim=1)  # [K], [K]
-        self.history.update(
-            step, batch.prompts, prompt_weights, batch.rewards, full.advantages, square, tokens
-        )
-        if self.needs_mean_tokens:
-            mean = self.mean_tokens or full.num_tokens
-            # 0 cannot be divided by. None makes the next step keep all prompts and count.
-            self.mean_tokens = mean + (full.num_tokens - mean) / TOKENS_MEMORY or None
+        rewards = torch.zeros(len(self.eval_set), EVAL_K, dtype=torch.float64)
+        rewards[mine] = scores
+        return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(ranks.all_reduce(rewards))}
 
     def state(self) -> dict:
         """What a checkpoint holds of this besides the model and the optimizer."""
@@ -315,10 +260,102 @@ class Trainer:
         self.mean_tokens = state["mean_tokens"]
 
 
+# ---------------------------------------------------------------------------- the run
+
+
+def run(trainer: Trainer, until: int | None = None) -> None:
+    """Train: all steps up to --steps or `until`, or until a signal asks for a stop.
+
+    A step is evaluated, then written to the log, then saved. So a run that is stopped or killed at
+    any moment goes on from its newest checkpoint, and repeats the steps after it exactly.
+    """
+    cfg, out_dir, stop = trainer.cfg, Path(trainer.cfg.out_dir), Stop()
+    done = checkpoint.restore(trainer) if trainer.saved else 0  # steps whose rows are in the log
+    if cfg.resume and done >= cfg.steps:
+        more = ", or give more --steps" * (cfg.lr_schedule == "constant")
+        raise InputError(
+            f"--resume: the run in {cfg.out_dir} has ended after its {done} steps: use another "
+            f"--out-dir{more}"
+        )
+    logger = start_log(trainer, done) if trainer.is_main else None
+    last = cfg.steps if until is None else min(cfg.steps, until)
+    saved_at = done  # the step of the newest checkpoint
+    dead_steps = 0  # in a row
+    with stop.listening():
+        if done == 0 and cfg.eval_every:  # the model as it was loaded
+            with stops_if_not_finite(cfg, 0):
+                row = {"step": 0} | trainer.evaluate(0)
+            if logger:
+                logger.write(row, [], metrics.console_line(row, cfg.steps))
+
+        stopped = stop.agreed()
+        while done < last and not stopped:
+            with stops_if_not_finite(cfg, done + 1):
+                row, samples = trainer.step(done + 1)
+                row |= trainer.evaluate(done + 1)
+            done += 1
+            dead_steps = dead_steps + 1 if row["frac_reward_zero_std"] == 1 else 0
+            if logger:
+                logger.write(row, samples, metrics.console_line(row, cfg.steps))
+                if row["frac_reward_some_none"] > 0:
+                    logger.note(metrics.SOME_NONE)
+                if dead_steps == DEAD_STEPS:
+                    reward, path = row["reward"], out_dir / "samples.jsonl"
+                    logger.note(metrics.nothing_learned(reward, DEAD_STEPS, path))
+
+            stopped = stop.agreed()
+            due = cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps)
+            if due or stopped or done == last < cfg.steps:
+                checkpoint.save_run(trainer, done)
+                saved_at = done
+
+    if logger:
+        logger.close()
+        if done < cfg.steps:
+            command = resume_command(cfg.out_dir)
+            print(f"stopped after step {done}; resume with: {command}", flush=True)
+        else:
+            saved = f", {out_dir / 'checkpoint'}/" if saved_at == done else ""
+            print(f"done: {logger.path}, {out_dir / 'run.png'}{saved}")
+    ranks.finish()
+    if cfg.engine == "vllm":
+        trainer.sampling.engine.close()
+
+
+def start_log(trainer: Trainer, done: int) -> log.Log:
+    """Write config.json, cut the log back to the checkpoint, and say what the run is."""
+    cfg, out_dir = trainer.cfg, Path(trainer.cfg.out_dir)
+    if done and (stored := checkpoint.stored_ranks(out_dir)) != trainer.world:
+        how = "sums round differently, so samples will differ in time"
+        print(f"resuming a run of {stored} ranks on {trainer.world}: {how}")
+    logger = log.Log(out_dir)
+    logger.open(done)
+    if cfg.track:
+        logger.start_tracker(cfg.track, asdict(cfg))
+    checkpoint.write_config(out_dir, asdict(cfg), trainer.world)
+    problems, held_out = len(trainer.train_set), len(trainer.eval_set)
+    first = metrics.first_lines(cfg, trainer.policy, trainer.world, problems, held_out, done + 1)
+    print(first)
+    return logger
+
+
+@contextlib.contextmanager
+def stops_if_not_finite(cfg: Config, step: int):
+    """Turn a FloatingPointError into the message of a run that cannot continue."""
+    try:
+        yield
+    except FloatingPointError as error:
+        folder = Path(cfg.out_dir)
+        raise InputError(
+            f"step {step} is not finite ({error}): nothing of it was saved; the last checkpoint, "
+            f"if any, is in {folder / 'checkpoint'}. Lower --lr, or look at {folder / 'log.jsonl'}"
+        ) from None
+
+
 def main(cfg: Config, *, reward=None, until: int | None = None, trainer_class=Trainer) -> None:
     """One training run. Raises InputError for bad input before anything is written. `until`: stop
     after this step as if by SIGTERM; learning-rate schedules still end at cfg.steps."""
-    run.Run(trainer_class(cfg, reward)).go(until)
+    run(trainer_class(cfg, reward), until)
 
 
 def cli(reward=None, trainer_class=Trainer, args: list[str] | None = None) -> None:

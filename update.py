@@ -4,7 +4,8 @@ The update: the gradient of what was kept, pack by pack, summed over ranks.
 Every sequence carries its own factor (weight over denominator), fixed before this file sees it.
 So the sum does not depend on how sequences are packed, or on which rank holds them.
 
-Letters: K prompts and G completions of this rank, T max_new_tokens, N completion tokens of a pack.
+Letters: K prompts of all ranks, k of them sampled by this rank, G completions each, T
+max_new_tokens, N completion tokens of a pack.
 """
 
 import itertools
@@ -18,6 +19,16 @@ import dppo
 import packing
 from runtime import ranks
 from runtime.device import autocast, send
+
+
+class Sequence(NamedTuple):
+    """A kept completion with its prompt. It may travel to another rank."""
+
+    place: int  # in the flattened tables [K * G]
+    prompt: list[int]
+    completion: list[int]
+    logprobs: torch.Tensor  # [tokens of the completion], the sampler's
+    old_logprobs: torch.Tensor  # likewise, the policy's before the step's first update
 
 
 class UpdateStats(NamedTuple):
@@ -37,30 +48,38 @@ class UpdateStats(NamedTuple):
 
 
 def accumulate_gradients(
-    model, rollouts, advantages, factor, keep, *, cfg, old_logprobs=None, reference=None,
-    show_progress=False,
+    model, rollouts, advantages, factor, keep, *, cfg, mine=None, old_logprobs=None,
+    reference=None, show_progress=False,
 ) -> UpdateStats:  # fmt: skip
-    """Add the gradient of every kept sequence of this rank to .grad; returns this rank's sums.
+    """Add the gradient of every kept sequence of all ranks to .grad; returns the sums of all ranks.
 
-    advantages, factor and keep are [K, G], of these rollouts. The loss of each token is multiplied
-    by its sequence's factor, which is weight over denominator, and by nothing that depends on the
-    pack, so any layout gives the same gradient. With cfg.beta, `reference` is the frozen model of
-    the KL term.
+    advantages, factor and keep are [K, G] and the same on every rank. `rollouts` hold the groups
+    `mine` [k], by default all. The loss of each token is multiplied by its sequence's factor, which
+    is weight over denominator, and by nothing that depends on the pack, so any layout gives the
+    same gradient. With cfg.beta, `reference` is the frozen model of the KL term.
 
     By default the old log-probs are the sampler's, which need no extra forward. With
-    cfg.importance_cap they are the trainer's: `old_logprobs` [K, G, T], or the current ones if
+    cfg.importance_cap they are the trainer's: `old_logprobs` [k, G, T], or the current ones if
     None. Each token is then also multiplied by its importance ratio, see `importance_ratio`.
     """
-    T = rollouts.logprobs.shape[2]
-    trainers = rollouts.logprobs if old_logprobs is None else old_logprobs
-    of_tokens = torch.stack([rollouts.logprobs, trainers]).flatten(1)  # [2, K * G * T]
-    of_sequences = torch.stack([advantages, factor]).flatten(1).double()  # [2, K * G]
+    mine = torch.arange(len(keep)) if mine is None else mine
+    sequences = share_out(kept_sequences(rollouts, keep, mine, old_logprobs))
+    advantages, factor = advantages.double().flatten(), factor.double().flatten()  # [K * G]
 
     measured, counts = [], []
-    for pack, index in _packs(rollouts, keep, cfg, model.device, show_progress):
-        per_token = torch.cat([of_tokens[:, index].double(), of_sequences[:, index // T]])  # [4, N]
-        per_token = send(per_token, model.device)
-        logprobs, entropy = _logprobs(model, pack, cfg)  # [N], [N]
+    for pack, members in packs(sequences, cfg, model.device, show_progress):
+        lengths = torch.tensor([len(one.completion) for one in members], dtype=torch.long)
+        place = torch.tensor([one.place for one in members], dtype=torch.long)
+        place = place.repeat_interleave(lengths)  # [N]
+        columns = [
+            torch.cat([one.logprobs for one in members] or [torch.zeros(0)]).double(),
+            torch.cat([one.old_logprobs for one in members] or [torch.zeros(0)]).double(),
+            advantages[place],
+            factor[place],
+        ]
+        per_token = send(torch.stack(columns), model.device)  # [4, N]
+
+        logprobs, entropy = packed_logprobs(model, pack, cfg)  # [N], [N]
         now = logprobs.detach()
         sampled, before, advantage, token_factor = per_token.to(now.dtype)  # [N] each
         old = sampled  # [N]
@@ -76,11 +95,12 @@ def accumulate_gradients(
         kl = torch.zeros_like(loss)  # [N]
         if cfg.beta:
             with torch.no_grad():
-                ref_logprobs, _ = _logprobs(reference, pack, cfg)  # [N]
+                ref_logprobs, _ = packed_logprobs(reference, pack, cfg)  # [N]
             kl = dppo.kl_k3(logprobs, ref_logprobs)
         total = ((loss + cfg.beta * kl) * token_factor).sum()  # after the clip
         total.backward()
-        if not len(index):  # a dummy pack, which FSDP needs
+
+        if not members:  # a dummy pack, which FSDP needs
             continue
         capped = (importance > (cap or math.inf)).sum()
         gap = (now - sampled).abs().sum()
@@ -88,11 +108,14 @@ def accumulate_gradients(
         row = torch.stack([*row, entropy.sum()]).detach()
         measured.append(row)  # read after the loop; here the host would wait
         tokens = pack.input_ids.shape[1]
-        counts.append([len(index), tokens, max(cfg.pack_tokens, tokens)])
-    if not counts:
-        return UpdateStats(*[0.0] * len(UpdateStats._fields))
-    parts = (torch.stack(measured).cpu().double(), torch.tensor(counts, dtype=torch.float64))
-    return UpdateStats(*torch.cat(parts, dim=1).sum(dim=0).tolist())
+        counts.append([len(place), tokens, max(cfg.pack_tokens, tokens)])
+
+    ranks.sum_gradients(model)
+    sums = torch.zeros(len(UpdateStats._fields), dtype=torch.float64)
+    if counts:
+        parts = (torch.stack(measured).cpu().double(), torch.tensor(counts, dtype=torch.float64))
+        sums = torch.cat(parts, dim=1).sum(dim=0)
+    return UpdateStats(*ranks.all_reduce(sums).tolist())
 
 
 def importance_ratio(log_ratio):
@@ -102,51 +125,82 @@ def importance_ratio(log_ratio):
 
 @torch.no_grad()
 def trainer_logprobs(model, rollouts, cfg, keep=None) -> torch.Tensor:
-    """The sampled tokens' log-probs [K, G, T] in the trainer's arithmetic; 0 past the end, and of
-    completions that are not in keep [K, G]."""
-    found, order = [], []
+    """The sampled tokens' log-probs [k, G, T] in the trainer's arithmetic; 0 past the end, and of
+    completions that are not in keep [k, G]."""
     keep = torch.ones_like(rollouts.truncated) if keep is None else keep
-    for pack, index in _packs(rollouts, keep, cfg, model.device):
-        found.append(_logprobs(model, pack, cfg)[0])
-        order.append(index)
+    sequences = kept_sequences(rollouts, keep, torch.arange(len(keep)))
     table = rollouts.logprobs.new_zeros(rollouts.logprobs.shape)
-    if found:
-        table.view(-1)[torch.cat(order)] = torch.cat(found).to(table)
+    for pack, members in packs(sequences, cfg, model.device):
+        logprobs = packed_logprobs(model, pack, cfg)[0].to(table)  # [N]
+        lengths = [len(one.completion) for one in members]
+        for one, own in zip(members, logprobs.split(lengths), strict=False):
+            table.view(-1, table.shape[2])[one.place, : len(own)] = own
     return table
 
 
-def _logprobs(model, pack, cfg):
+def packed_logprobs(model, pack, cfg):
+    """(log-probs, entropies) [N] of a pack's completion tokens, in the run's arithmetic."""
     with autocast(cfg):
         if ranks.is_sharded(model):  # a method, which gathers the weights: see models.shard
             return model.packed_logprobs(pack, temperature=cfg.temperature)
         return packing.packed_logprobs(model, pack, temperature=cfg.temperature)
 
 
-def _packs(rollouts, keep, cfg, device, show_progress=False):
-    """Yield (pack, index) for each slot: its tensors on the device, and on the CPU the indices [N]
-    of its completion tokens in a flat table [K, G, T].
+def kept_sequences(rollouts, keep, mine, old_logprobs=None) -> list[Sequence]:
+    """What is kept of the groups `mine` [k] of this rank, in their order; keep [K, G]."""
+    old_logprobs = rollouts.logprobs if old_logprobs is None else old_logprobs
+    G = keep.shape[1]
+    found = []
+    for row, g in keep[mine].nonzero().tolist():
+        length = rollouts.lengths[row, g].item()
+        found.append(
+            Sequence(
+                place=mine[row].item() * G + g,
+                prompt=rollouts.prompt_ids[row],
+                completion=rollouts.completion_ids[row, g, :length].tolist(),
+                logprobs=rollouts.logprobs[row, g, :length].clone(),  # a view would send the table
+                old_logprobs=old_logprobs[row, g, :length].clone(),
+            )
+        )
+    return found
+
+
+def share_out(sequences: list[Sequence]) -> list[Sequence]:
+    """This rank's share of the sequences of all ranks, so that all forward about as many tokens.
+
+    Pruning keeps more of what one rank has sampled than of another's, and an update waits for the
+    busiest rank. All ranks call this."""
+    of_ranks = ranks.all_gather(sequences)
+    if len(of_ranks) == 1:
+        return sequences
+    everything = sorted(itertools.chain(*of_ranks), key=lambda one: one.place)
+    rank_of = ranks.largest_first([work(one) for one in everything], len(of_ranks))
+    rank = ranks.rank()
+    return [one for one, owner in zip(everything, rank_of, strict=True) if owner == rank]
+
+
+def work(sequence: Sequence) -> int:
+    """The tokens that are forwarded for a sequence. Its last one predicts nothing."""
+    return len(sequence.prompt) + max(0, len(sequence.completion) - 1)
+
+
+def packs(sequences: list[Sequence], cfg, device, show_progress=False):
+    """Yield (pack, its sequences) for each slot.
 
     Under FSDP every forward is a collective, so every rank must run as many. A rank that runs out
-    of completions yields dummy packs without targets.
+    of sequences yields dummy packs without targets.
     """
-    _, G, T = rollouts.logprobs.shape
-    kept = keep.flatten().nonzero().squeeze(1).tolist()
-    lengths = rollouts.lengths.flatten().tolist()
-    completion_ids = rollouts.completion_ids.flatten(0, 1).tolist()
-    prompts = [rollouts.prompt_ids[row // G] for row in kept]
-    completions = [completion_ids[row][: lengths[row]] for row in kept]
-    pairs = zip(prompts, completions, strict=True)
-    totals = [len(prompt) + max(0, len(completion) - 1) for prompt, completion in pairs]
-    shared = ()
-    if share := packing.shares_prompts(device):
-        shared = ([id(prompt) for prompt in prompts], [len(prompt) for prompt in prompts])
-    packs = packing.plan_packs(totals, cfg.pack_tokens, packing.WINDOW, *shared)
+    share = packing.shares_prompts(device)
+    prompts = ()
+    if share:
+        prompts = ([id(one.prompt) for one in sequences], [len(one.prompt) for one in sequences])
+    plan = packing.plan_packs([*map(work, sequences)], cfg.pack_tokens, packing.WINDOW, *prompts)
     if cfg.shard == "fsdp":
-        most = ranks.all_reduce(torch.tensor(len(packs)), ranks.MAX).item()
-        packs += [[]] * (most - len(packs))
+        most = ranks.all_reduce(torch.tensor(len(plan)), ranks.MAX).item()
+        plan += [[]] * (most - len(plan))
     bar = {"desc": "update", "unit": "pack", "delay": 3, "leave": False}
-    for members in tqdm(packs, **bar, disable=not show_progress):
-        texts = [prompts[m] for m in members] or [[0]], [completions[m] for m in members] or [[]]
-        pack = packing.build_pack(*texts, device, share_prompts=share)
-        index = [range(kept[m] * T, kept[m] * T + lengths[kept[m]]) for m in members]
-        yield pack, torch.tensor([*itertools.chain(*index)], dtype=torch.long)
+    for slot in tqdm(plan, **bar, disable=not show_progress):
+        members = [sequences[index] for index in slot]
+        prompts = [one.prompt for one in members] or [[0]]
+        completions = [one.completion for one in members] or [[]]
+        yield packing.build_pack(prompts, completions, device, share_prompts=share), members

@@ -21,7 +21,8 @@ import torch
 import tyro
 
 import config
-from run import Run
+import metrics
+import train
 from runtime import log
 from runtime.device import cast_weights
 from train import Trainer
@@ -43,20 +44,20 @@ def sized(method: str, flags: str = "") -> list[str]:
 
 
 def run(
-    args: list[str], trainer_class: type[Trainer] = Trainer, reward=None, *, kind: type[Run] = Run
+    args: list[str], trainer_class: type[Trainer] = Trainer, reward=None
 ) -> tuple[Trainer, list[dict]]:
     """Train in a temporary folder, without evaluations, checkpoints or run.png.
 
-    args are flags of train.py; both classes may be subclasses that record or break something.
+    args are flags of train.py; the class may be a subclass that records or breaks something.
     Returns the trainer and the rows of its log.
     """
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--out-dir", folder, "--eval-every", "0", "--save-every", "0"]
         trainer = trainer_class(config.parse_config([*args, *fixed]), reward)
-        training = kind(trainer)
-        training.open_folder()
-        while training.done < trainer.cfg.steps:
-            training.write(*trainer.step(training.done + 1))
+        logger = train.start_log(trainer, 0)
+        for step in range(1, trainer.cfg.steps + 1):
+            row, samples = trainer.step(step)
+            logger.write(row, samples, metrics.console_line(row, trainer.cfg.steps))
         return trainer, log.read_rows(Path(folder, "log.jsonl"))
 
 

@@ -8,18 +8,20 @@ its own completion draw.
 Letters: Q candidates of a step, P parameters.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterable
+from dataclasses import replace
+from unittest import mock
 
 import torch
 
 import dppo
+import rollout
 from bench import JsonFile, gradient, run, sized, write_json
-from rollout import Rollouts
 from runtime import InputError
-from sampler import Selection
-from train import Batch, Trainer
+from train import Trainer
 
 
 class Checked(Trainer):
@@ -39,13 +41,10 @@ class Checked(Trainer):
 class Underweighted(Checked):
     """A planted mistake that the check must find: the weights of both levels are 10 % too small."""
 
-    def prune_prompts(self, *args):
-        chosen = super().prune_prompts(*args)
-        return chosen._replace(weights=0.9 * chosen.weights)
-
-    def prune_completions(self, *args):
-        keep, weights = super().prune_completions(*args)
-        return keep, 0.9 * weights
+    def step(self, step: int) -> tuple[dict, list[dict]]:
+        exact = dppo.ht_weights
+        with mock.patch.object(dppo, "ht_weights", lambda *args: 0.9 * exact(*args)):
+            return super().step(step)
 
 
 def check(trainer: Trainer, step: int, draws: int) -> dict[str, float]:
@@ -54,39 +53,54 @@ def check(trainer: Trainer, step: int, draws: int) -> dict[str, float]:
     Of several mini-batches it checks the first. It runs in one process.
     """
     window = trainer.candidates(step)  # [Q]
-    batch = trainer.roll_out(window, step, "check rollout")
-
-    def full_gradient() -> torch.Tensor:  # [P]
-        everything = torch.ones(len(window), dtype=torch.bool)
-        chosen = Selection(window, everything.double(), torch.arange(len(window)), everything)
-        full = trainer.full_batch(batch, chosen)
-        keep = (full.minibatch == 0)[:, None].expand_as(full.factor)
-        trainer.backward(full, keep, keep.double())
-        return gradient(trainer.model)
-
-    def pruned_gradient(number: int) -> torch.Tensor:  # [P]
-        generator = dppo.generator_for(trainer.cfg.seed, step, "check keep", number)
-        chosen = trainer.prune_prompts(window, step, generator)
-        full = trainer.full_batch(groups_of(batch, chosen.position), chosen)
-        trainer.backward(full, *trainer.prune_completions(full, 0, generator))
-        return gradient(trainer.model)
-
-    return compare(full_gradient(), map(pruned_gradient, range(draws)))
+    stored = Stored(roll_out(trainer, window, step, "check rollout"), window)
+    nothing_pruned = {"prompt_rule": "none", "completion_rule": "none"}
+    full = gradient_of_step(trainer, step, stored, **nothing_pruned)  # [P]
+    seeds = (dppo.seed_for(trainer.cfg.seed, step, "check keep", n) for n in range(draws))
+    return compare(full, (gradient_of_step(trainer, step, stored, seed=seed) for seed in seeds))
 
 
-def groups_of(batch: Batch, places: torch.Tensor) -> Batch:
-    """The groups at some places [K] of a batch, as if only they had been rolled out."""
+def roll_out(trainer: Trainer, prompts: torch.Tensor, *purpose) -> rollout.Rollouts:
+    """Completions of prompts [K] by the present policy, as train.py would sample them."""
+    prompt_ids = [trainer.train_ids[index] for index in prompts.tolist()]
+    seed = dppo.seed_for(trainer.cfg.seed, *purpose)
+    options = {"group_size": trainer.cfg.group_size, "seed": seed}
+    return rollout.sample(trainer.policy, prompt_ids, trainer.sampling, **options)
 
-    def chosen(value):
-        if torch.is_tensor(value):
-            return value[places]
-        return [value[place] for place in places.tolist()]
 
-    rollouts = Rollouts(*map(chosen, vars(batch.rollouts).values()))
-    columns = vars(batch) | {"rollouts": rollouts, "mine": torch.arange(len(places))}
-    for name in columns.keys() - {"rollouts", "mine"}:
-        columns[name] = chosen(columns[name])
-    return Batch(**columns)
+class Stored:
+    """An engine that returns what was sampled before for the prompts `window` [Q]."""
+
+    def __init__(self, rollouts: rollout.Rollouts, window: torch.Tensor):
+        self.rollouts = rollouts
+        self.place = {index: place for place, index in enumerate(window.tolist())}
+
+    def sample(self, model, prompt_ids, sampling, *, keys, **options) -> rollout.Rollouts:
+        places = [self.place[index] for index, _ in keys]
+        columns = vars(self.rollouts).values()
+        pick = lambda value: value[places] if torch.is_tensor(value) else prompt_ids
+        return rollout.Rollouts(*map(pick, columns))
+
+
+class Updated(Exception):
+    """The first update of a step has its gradient."""
+
+
+def gradient_of_step(trainer: Trainer, step: int, stored: Stored, **changes) -> torch.Tensor:
+    """The gradient [P] of the first update of a step, before it is clipped. It is the step of
+    train.py, with stored completions, changed settings, and nothing updated."""
+    cfg, sampling, candidates = trainer.cfg, trainer.sampling, trainer.candidates
+    window = candidates(step)
+    trainer.candidates = lambda _step: window  # of the run's seed; changes may have another
+    trainer.cfg = replace(cfg, grad_clip=0.0, **changes)
+    trainer.sampling = replace(sampling, engine=stored)
+    stop = mock.patch.object(trainer.optimizer, "step", side_effect=Updated)
+    try:
+        with stop, contextlib.suppress(Updated):
+            trainer.step(step)
+    finally:
+        trainer.cfg, trainer.sampling, trainer.candidates = cfg, sampling, candidates
+    return gradient(trainer.model)
 
 
 def compare(full: torch.Tensor, pruned: Iterable[torch.Tensor]) -> dict[str, float]:

@@ -25,15 +25,15 @@ import config
 import dppo
 import packing
 import rollout
+from bench import check, run, shapes, update
 from bench import rollout as bench_rollout
-from bench import run, shapes, update
 from bench.masked import masked_attention
 from engines import vllm_engine
 from models import checkpoint_layers
+from rewards import score
 from runtime.timer import clock
-from sampler import Selection
 from train import Trainer
-from update import trainer_logprobs
+from update import accumulate_gradients, trainer_logprobs
 
 GIB = 2**30
 KERNELS = ("flash_attn_varlen_func", "varlen_attn")  # names in packing.py
@@ -135,27 +135,27 @@ def attention_errors(bench: Bench, kernel: str, width: int) -> dict:
 
 def gap(bench: Bench) -> Iterator:
     prompts = torch.arange(bench.size.gap_prompts)
-    sample = functools.cache(lambda: bench.trainer.roll_out(prompts, 1, "gap"))
+    sample = functools.cache(lambda: check.roll_out(bench.trainer, prompts, 1, "gap"))
     for loss, cap in itertools.product(dppo.LOSSES, ("2", "0")):
         yield {"loss": loss, "cap": cap}, functools.partial(gap_of_loss, bench, sample, loss, cap)
 
 
 def gap_of_loss(bench: Bench, sample: Callable, loss: str, cap: str) -> dict:
     """How far sampler and trainer are apart before any update, and what the clip makes of it."""
-    batch, trainer, before = sample(), bench.trainer, bench.trainer.cfg
+    rollouts, trainer = sample(), bench.trainer
     flags = bench.flags("--loss", loss, "--importance-cap", cap)
-    trainer.cfg = config.resolve(config.parse_config(flags))
-    try:
-        everything = torch.ones(len(batch.prompts), dtype=torch.bool)
-        places = torch.arange(len(everything))
-        chosen = Selection(batch.prompts, everything.double(), places, everything)
-        full = trainer.full_batch(batch, chosen)
-        keep = torch.ones_like(full.scale, dtype=torch.bool)
-        sums = trainer.backward(full, keep, keep.double())
-        difference = trainer_logprobs(trainer.model, batch.rollouts, trainer.cfg)
-        difference -= batch.rollouts.logprobs
-    finally:
-        trainer.cfg = before
+    cfg = config.resolve(config.parse_config(flags))
+    problems = trainer.train_set[: len(rollouts.prompt_ids)]
+    _, rewards = score(rollouts, problems, trainer.tokenizer, trainer.reward)  # [K, G]
+    advantages = dppo.group_advantages(rewards, loss)
+    sizes = {"num_sequences": rewards.numel(), "num_tokens": rollouts.lengths.sum().item()}
+    scale = dppo.loss_scale(
+        rollouts.lengths, loss, max_new_tokens=cfg.max_new_tokens, **sizes
+    )  # [K, G]
+    keep = torch.ones_like(rollouts.truncated)
+    trainer.optimizer.zero_grad()
+    sums = accumulate_gradients(trainer.model, rollouts, advantages, scale, keep, cfg=cfg)
+    difference = trainer_logprobs(trainer.model, rollouts, cfg) - rollouts.logprobs
     return {
         "mean gap": sums.gap / sums.completion_tokens,
         "largest gap": difference.abs().max().item(),

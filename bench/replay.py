@@ -20,7 +20,7 @@ import sampler
 import train
 from bench import gradient, inner_products, run, sized
 from tasks import arithmetic
-from update import UpdateStats
+from update import UpdateStats, accumulate_gradients
 
 SETTINGS = ("arithmetic", "arithmetic-mixed")  # the default and the realistic one
 LOSSES = ("grpo", "dr_grpo")
@@ -48,26 +48,34 @@ class GroupByGroup(train.Trainer):
         super().__init__(*args)
         self.empty = copy.deepcopy(self.history)
         self.recorded = []
+        update = self.history.update
 
-    def backward(self, full, keep, weights, old_logprobs=None):
+        def remember(step, prompts, weights, *seen):
+            self.recorded.append(Step(step, prompts, *seen, self.gram))
+            update(step, prompts, weights, *seen)
+
+        self.history.update = remember
+
+    def step(self, step):
+        with mock.patch.object(train, "accumulate_gradients", self.group_by_group):
+            return super().step(step)
+
+    def group_by_group(self, model, rollouts, advantages, factor, keep, **options):
+        """In place of update.accumulate_gradients: the same gradient, and the groups' products."""
         parts, gradients = [], []
         for row in range(len(keep)):
             only = keep & (torch.arange(len(keep)) == row)[:, None]
-            parts.append(super().backward(full, only, weights, old_logprobs))
-            gradients.append(gradient(self.model))
-        stacked = torch.stack(gradients)  # [Q, P]
+            self.optimizer.zero_grad()
+            tables = (advantages, factor, only)
+            parts.append(accumulate_gradients(model, rollouts, *tables, **options))
+            gradients.append(gradient(model))
         self.gram = inner_products(gradients)
-        parameters = list(self.model.parameters())
+        total = torch.stack(gradients).sum(dim=0)  # [P]
+        parameters = list(model.parameters())
         sizes = [parameter.numel() for parameter in parameters]
-        for parameter, total in zip(parameters, stacked.sum(dim=0).split(sizes), strict=True):
-            parameter.grad = total.view_as(parameter)
+        for parameter, grad in zip(parameters, total.split(sizes), strict=True):
+            parameter.grad = grad.view_as(parameter)
         return UpdateStats(*map(math.fsum, zip(*parts, strict=True)))
-
-    def update_history(self, step, full):
-        batch, tokens = full.batch, full.batch.lengths.sum(dim=1)
-        seen = (batch.prompts, batch.rewards, full.advantages, self.group_squares(full), tokens)
-        self.recorded.append(Step(step, *seen, self.gram))
-        super().update_history(step, full)
 
 
 def recorded_run(

@@ -31,7 +31,6 @@ import dppo
 import eval as evaluation
 import train
 from bench import made_by
-from run import EVAL_K
 from runtime import InputError, log, ranks
 
 HELD_OUT = 2000  # problems that a race's and a search's are chosen from
@@ -179,7 +178,7 @@ def train_for(run: Run, problems: int | None = None) -> dict:
             tokens += row["tokens/generated"]
         rewards = evaluate(trainer, run, problems)
     except (InputError, FloatingPointError) as problem:  # such as a loss that is not finite
-        failed, rewards = str(problem), torch.zeros(1, EVAL_K)
+        failed, rewards = str(problem), torch.zeros(1, train.EVAL_K)
     return vars(run) | {
         "steps": len(times), "seconds": round(sum(times), 3), "wall_of_steps": round(wall, 3),
         "accuracy": round(evaluation.avg_at_k(rewards), 5), "problems": len(rewards),
@@ -207,7 +206,7 @@ def evaluate(trainer: train.Trainer, run: Run, problems: int | None) -> torch.Te
     chosen = chosen[:problems]
     ranks.refresh(t.policy, t.model)
     columns = ([table[i] for i in chosen] for table in (t.eval_set, t.eval_ids))
-    options = {"k": EVAL_K, "seed": dppo.seed_for(run.seed, "final"), "keys": chosen}
+    options = {"k": train.EVAL_K, "seed": dppo.seed_for(run.seed, "final"), "keys": chosen}
     args = (t.policy, t.tokenizer, *columns, t.eval_reward, t.sampling)
     rewards, _truncated = evaluation.sample_rewards(*args, **options)
     return rewards

@@ -23,13 +23,13 @@ import dppo
 import models
 import packing
 import rollout
+import train
 from bench import JsonFile, gradient, masked, run, shapes, sized, write_json
 from bench import packing as bench_packing
 from models import checkpoint_layers
 from runtime.device import autocast
 from runtime.timer import clock
 from tasks import arithmetic
-from train import Trainer
 from update import accumulate_gradients
 
 MICRO_BATCHES = (512, 1024, 2048, 4096, 8192, 16_384)  # tokens; padded variants get the best one
@@ -169,23 +169,17 @@ def padded_backward(model, work: Work, cfg: config.Config, rows: list[int]) -> i
 # ---------------------------------------------------------------------------- what is updated
 
 
-class Recorder(Trainer):
-    """Records the work of every update."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.works = []
-
-    def backward(self, full, keep, weights, old_logprobs=None):
-        rows = (full.advantages, full.factor * weights, keep)
-        self.works.append(Work(full.batch.rollouts, *rows))
-        return super().backward(full, keep, weights, old_logprobs)
-
-
 def recorded_works(method: str, steps: int) -> list[Work]:
     """Every update of a run of the embedded task."""
-    trainer, _ = run([*sized(method), "--steps", str(steps)], Recorder)
-    return trainer.works
+    works = []
+
+    def record(model, rollouts, advantages, factor, keep, **options):
+        works.append(Work(rollouts, advantages, factor, keep))
+        return accumulate_gradients(model, rollouts, advantages, factor, keep, **options)
+
+    with mock.patch.object(train, "accumulate_gradients", record):
+        run([*sized(method), "--steps", str(steps)])
+    return works
 
 
 def log_normal_work(K: int, G: int, median: int, prompt_tokens: int, vocabulary: int) -> Work:

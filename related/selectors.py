@@ -8,7 +8,8 @@ Rivals that choose prompts by what they see: GRESO, DAPO's dynamic sampling and 
     torchrun -m related.selectors --method mopps      the prompts whose guessed pass rates are
                                                       nearest 1/2 (arXiv:2507.04632)
 
-Other flags are train.py's; --completion-rule may drop completions as well. All three are biased:
+Other flags are train.py's; --completion-rule may drop completions as well. Terms that are exactly 0
+are dropped in any case. They need one process. All three are biased:
 GRESO skips at random but does not weight what it keeps, and it stops once it has enough live
 groups. MoPPS's draw is random, too, but nothing divides by the chance of being among the nearest.
 
@@ -21,68 +22,111 @@ Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G com
 """
 
 import argparse
-import copy
 import functools
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from numpy.random import Generator
 
 import dppo
 import metrics
+import rollout
 import sampler
 import train
-from runtime import InputError
+from rewards import score
+from runtime import InputError, ranks
 
 OF_THE_DRAW = (  # columns of the log that a selector, which has no candidates, cannot fill
     "history/skipped_this_epoch", "history/candidates_by_pass_rate", "history/kept_by_pass_rate",
 )  # fmt: skip
 
 
+@dataclass
+class Round:
+    """The groups that a selector has rolled out at once."""
+
+    prompts: torch.Tensor  # [k], indices into the data
+    rollouts: rollout.Rollouts
+    rewards: torch.Tensor  # [k, G]
+
+
+class Stored:
+    """An engine that returns the rollouts of K prompts that were sampled before."""
+
+    def __init__(self, rollouts: rollout.Rollouts):
+        self.rollouts = rollouts
+
+    def sample(self, model, prompt_ids, sampling, **options) -> rollout.Rollouts:
+        return self.rollouts
+
+
 class SelectorTrainer(train.Trainer):
     """A Trainer whose `selector` decides by rewards which groups to train on, and so rolls out
-    before it decides."""
+    before it decides. One process and one update a step."""
 
     selector_class = None  # of a subclass
 
     def __init__(self, cfg, reward=None):
         super().__init__(cfg, reward)
-        name = self.selector_class.__name__
-        if self.cfg.prompt_rule != "none":
-            raise InputError(f"--prompt-rule {self.cfg.prompt_rule}: {name} chooses the prompts")
-        fewest, why = self.selector_class.fewest_prompts(self.cfg.prompts_per_step)
+        cfg, name = self.cfg, self.selector_class.__name__
+        if cfg.prompt_rule != "none":
+            raise InputError(f"--prompt-rule {cfg.prompt_rule}: {name} chooses the prompts")
+        if self.world > 1 or cfg.minibatches > 1:
+            raise InputError(f"--method {name.lower()} needs one process, and --minibatches 1")
+        fewest, why = self.selector_class.fewest_prompts(cfg.prompts_per_step)
         if len(self.train_set) < fewest:
             few = f"{why} prompts of {len(self.train_set)}, too few"
             raise InputError(f"--method {name.lower()}: {few}: lower --prompts-per-step")
         self.selector = self.selector_class(len(self.train_set))
 
-    def prune_prompts(self, window, step, generator):
-        """The prompts that the selector has rolled out. It has an order of its own, and draws
-        nothing from the window."""
-        sample = super().roll_out
-        roll_out = lambda prompts, number: sample(prompts, step, "rollout", number)
-        order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
-        found = self.selector.collect(roll_out, self.cfg.prompts_per_step, order, generator)
-        self.batch, weights, position = found
-        none = torch.zeros(len(window), dtype=torch.bool)
-        return sampler.Selection(self.batch.prompts, weights, position, none)
-
-    def roll_out(self, prompts, step, *purpose):
-        return self.batch
-
-    def full_batch(self, batch, chosen):
-        full = super().full_batch(batch, chosen)
-        unused = chosen.weights == 0  # dead groups, and live ones beyond Q
-        return replace(full, minibatch=full.minibatch.masked_fill(unused, -1))  # in no update
-
     def step(self, step):
-        """The log's averages are over all groups that were rolled out, used or not."""
-        row, samples = super().step(step)
-        row |= metrics.averages(self.batch, torch.ones(len(self.batch.prompts)))
+        """Trainer.step for the groups that the selector has rolled out. The log's averages are over
+        all of them, used or not."""
+        sampling = self.sampling
+        try:
+            row, samples = super().step(step)
+        finally:  # what `candidates` has replaced
+            self.sampling = sampling
+            del self.history.prune
+        rollouts = self.found.rollouts
+        row |= metrics.averages(
+            torch.ones(len(rollouts.lengths), dtype=torch.float64), self.found.rewards.double(),
+            rollouts.lengths.double(), rollouts.truncated.double(), rollouts.entropy.double(),
+        )  # fmt: skip
         return {name: row[name] for name in row if name not in OF_THE_DRAW}, samples
+
+    def candidates(self, step):
+        """Every prompt [K] that the selector has rolled out. The groups that it uses come first:
+        the step trains on Q groups, and what comes after them is in no update."""
+        Q = self.cfg.prompts_per_step
+        order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
+        generator = dppo.generator_for(self.cfg.seed, step, "select")
+        roll_out = functools.partial(self.roll_out, step)
+        found, weights = self.selector.collect(roll_out, Q, order, generator)
+        place = (weights == 0).int().argsort(stable=True)  # [K]
+        self.found = chosen(found, place)
+        everything = torch.ones(len(place), dtype=torch.bool)
+        self.history.prune = lambda *_: (everything, weights[place])
+        self.sampling = replace(self.sampling, engine=Stored(self.found.rollouts))
+        return self.found.prompts
+
+    def roll_out(self, step: int, prompts: torch.Tensor, number: int) -> Round:
+        """Round `number` of a step, with random numbers of its own."""
+        indices = prompts.tolist()
+        with self.timer.measure("rollout"):
+            ranks.refresh(self.policy, self.model)
+            rollouts = rollout.sample(
+                self.policy, [self.train_ids[index] for index in indices], self.sampling,
+                group_size=self.cfg.group_size, keys=[(index, 0) for index in indices],
+                seed=dppo.seed_for(self.cfg.seed, step, "rollout", number),
+            )  # fmt: skip
+        with self.timer.measure("score"):
+            problems = [self.train_set[index] for index in indices]
+            _, rewards = score(rollouts, problems, self.tokenizer, self.reward)
+        return Round(prompts, rollouts, rewards)
 
     def state(self):
         return super().state() | {self.selector_class.__name__: vars(self.selector)}
@@ -92,27 +136,28 @@ class SelectorTrainer(train.Trainer):
         vars(self.selector).update(state[self.selector_class.__name__])
 
 
-def join(rounds: list):
-    """One train.Batch of the Batches of several rounds, as if rolled out together."""
-    starts = itertools.accumulate((len(part.prompts) for part in rounds), initial=0)
-    shifted = [
-        vars(part) | {"mine": part.mine + n} for part, n in zip(rounds, starts, strict=False)
-    ]
-    return _joined(copy.copy(rounds[0]), shifted)
+def chosen(found: Round, place: torch.Tensor) -> Round:
+    """The groups of a round in another order: those at `place` [K]."""
+    columns = {}
+    for field in fields(found.rollouts):
+        value = getattr(found.rollouts, field.name)
+        ids = isinstance(value, list)
+        columns[field.name] = [value[k] for k in place.tolist()] if ids else value[place]
+    return Round(found.prompts[place], rollout.Rollouts(**columns), found.rewards[place])
 
 
-def _joined(whole, fields: list[dict]):
-    """`whole`, each of its fields now those of all parts end to end."""
-    for name in fields[0]:
-        values = [own[name] for own in fields]
-        if torch.is_tensor(values[0]):
-            value = torch.cat(values)
-        elif hasattr(values[0], "__dict__"):  # Rollouts
-            value = _joined(copy.copy(values[0]), [vars(own) for own in values])
-        else:
-            value = sum(values[1:], start=values[0])  # lists
-        setattr(whole, name, value)
-    return whole
+def join(rounds: list[Round]) -> Round:
+    """The groups of several rounds, as if rolled out together."""
+    columns = {}
+    for field in fields(rollout.Rollouts):
+        values = [getattr(part.rollouts, field.name) for part in rounds]
+        ids = isinstance(values[0], list)
+        columns[field.name] = [*itertools.chain(*values)] if ids else torch.cat(values)
+    return Round(
+        torch.cat([part.prompts for part in rounds]),
+        rollout.Rollouts(**columns),
+        torch.cat([part.rewards for part in rounds]),
+    )
 
 
 class Greso:
@@ -190,14 +235,13 @@ class Greso:
     def collect(
         self, roll_out: Callable, target: int, order: Callable, generator: Generator
     ) -> tuple:
-        """(batch, weights [K], places [K]): roll out until `target` groups are live, or until the
-        round that was expected to suffice.
+        """(all rounds, weights [K]): roll out until `target` groups are live, or until the round
+        that was expected to suffice.
 
-        roll_out(prompts, number) returns a round, with .prompts [k] and .rewards [k, G]. The first
-        `target` live groups of all K share the update: their weights are target / their number, and
-        their places are spread over the target. Dead and surplus groups get weight 0. The first
-        round is 1.5 times the target; later ones are between that and a quarter of it, like the
-        original's 384 and 64 of 256.
+        roll_out(prompts, number) returns a Round. The first `target` live groups of all K share the
+        update: their weights are target / their number. Dead and surplus groups get weight 0. The
+        first round is 1.5 times the target; later ones are between that and a quarter of it, like
+        the original's 384 and 64 of 256.
         """
         first_epoch = self.cursor < len(self.easy)
         rounds, alive = [], torch.zeros(0, dtype=torch.bool)
@@ -218,7 +262,7 @@ class Greso:
         rank = alive.cumsum(dim=0) - 1  # [K], among the live
         used = alive & (rank < target)
         count = max(1, int(used.sum()))
-        return join(rounds), used.double() * target / count, rank * target // count
+        return join(rounds), used.double() * target / count
 
     @staticmethod
     def fewest_prompts(target: int) -> tuple[int, str]:
@@ -254,7 +298,7 @@ class Mopps:
     def collect(
         self, roll_out: Callable, target: int, order: Callable, generator: Generator
     ) -> tuple:
-        """(batch, weights [Q], places [Q]) as Greso.collect, with one round of Q = `target`."""
+        """(round, weights [Q]) as Greso.collect, with one round of Q = `target`."""
         epoch, place = divmod(self.cursor, self.posterior.shape[1] // (self.POOL * target))
         pool = order(epoch)[self.POOL * target * place :][: self.POOL * target]
         draw = random.Random(int(generator.integers(2**62)))
@@ -267,7 +311,7 @@ class Mopps:
         known = self.posterior[:, part.prompts]
         self.posterior[:, part.prompts] = self.DECAY * known + (1 - self.DECAY) + counts
         self.cursor += 1
-        return part, torch.ones(target, dtype=torch.float64), torch.arange(target)
+        return part, torch.ones(target, dtype=torch.float64)
 
     @staticmethod
     def fewest_prompts(target: int) -> tuple[int, str]:
@@ -300,4 +344,4 @@ if __name__ == "__main__":
     )
     parser.add_argument("--method", choices=METHODS, required=True)
     own, rest = parser.parse_known_args()
-    train.cli(trainer_class=METHODS[own.method], args=["--method", "grpo", *rest])
+    train.cli(trainer_class=METHODS[own.method], args=["--method", "grpo_zero", *rest])

@@ -13,6 +13,7 @@ There is no random state to save: all randomness is a function of (seed, step, p
 
 import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ import zlib
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
 
@@ -110,9 +112,73 @@ def find(out_dir: Path) -> Path | None:
     return found
 
 
-def load_state(folder: Path) -> dict:
-    """The state that `save` was given, on the CPU."""
-    return torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+def look(cfg) -> Path | None:
+    """The checkpoint that a run resumes from, if any. InputError if a run would be overwritten, if
+    there is none to resume, or if --shard fsdp has no ranks to share the weights."""
+    folder = Path(cfg.out_dir)
+    holds_run = (folder / "config.json").exists()
+    has_steps = any(row["step"] > 0 for row in log.read_rows(folder / "log.jsonl"))
+    if holds_run and has_steps and not cfg.resume:
+        raise InputError(
+            f"--out-dir {cfg.out_dir} holds a run: give --resume to continue it, or another "
+            f"--out-dir"
+        )
+    if cfg.resume and not holds_run:
+        raise InputError(
+            f"--resume: {cfg.out_dir} holds no run: give the --out-dir of a run, or leave --resume "
+            f"out to start one there"
+        )
+    if cfg.shard == "fsdp" and not dist.is_initialized():
+        raise InputError("--shard fsdp: no ranks share the weights; start train.py with torchrun")
+    ranks.barrier()  # every rank has looked before rank 0 writes
+    return ranks.broadcast(find, folder) if cfg.resume else None
+
+
+def save_run(trainer, step: int) -> None:
+    """A checkpoint of a train.Trainer after a step. All ranks contribute to that of a sharded
+    model."""
+    cfg = trainer.cfg
+    if not trainer.is_main and cfg.shard == "none":
+        return
+    state = {
+        "step": step,
+        "optimizer": ranks.gather(trainer.optimizer.state_dict()),
+        "reference": fingerprint(trainer.reference) if trainer.reference else None,
+        "trainer": trainer.state(),
+    }
+    weights = ranks.weights(trainer.model)
+    if trainer.is_main:
+        folder, keep = Path(cfg.out_dir), cfg.keep_checkpoints
+        save(folder, trainer.model, weights, trainer.tokenizer, state, keep=keep)
+
+
+def restore(trainer) -> int:
+    """Give a train.Trainer what its checkpoint holds besides the weights; returns the step."""
+    cfg = trainer.cfg
+    state = torch.load(trainer.saved / "trainer.pt", map_location="cpu", weights_only=True)
+    if trainer.reference:
+        found = fingerprint(trainer.reference)
+        if not math.isclose(found, state["reference"], rel_tol=1e-6):
+            raise InputError(
+                f"--model {cfg.model} is not the model that the run in {cfg.out_dir} began with, "
+                f"which --beta needs"
+            )
+    saved = state["trainer"]
+    if saved.keys() != trainer.state().keys():
+        raise InputError(
+            f"--resume: another program than this one trained the run in {cfg.out_dir}: resume it "
+            f"with the command that started it"
+        )
+    kind = saved["history"]["kind"]
+    if not torch.equal(kind, trainer.history.kind):
+        raise InputError(
+            f"--data {cfg.data}: {len(trainer.train_set)} prompts, but the run in {cfg.out_dir} "
+            f"was started with {len(kind)}, or with others: give it the data it had, or use "
+            f"another --out-dir"
+        )
+    ranks.load_optimizer(trainer.optimizer, state["optimizer"])
+    trainer.load_state(saved)
+    return state["step"]
 
 
 def stored_ranks(out_dir: Path) -> int:

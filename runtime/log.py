@@ -81,6 +81,7 @@ class Log:
         self.path = out_dir / "log.jsonl"
         self.samples_path = out_dir / "samples.jsonl"
         self.tracker = None
+        self.notes = set()  # that were printed
 
     def open(self, done: int) -> None:
         """Make the folder, and remove the rows of steps after `done`, which no checkpoint holds."""
@@ -113,6 +114,12 @@ class Log:
         if self.tracker:
             numbers = {k: v for k, v in row.items() if not isinstance(v, list) and math.isfinite(v)}
             self.tracker.log(numbers, step=numbers.pop("step"))
+
+    def note(self, text: str) -> None:
+        """Print a note, once in a run."""
+        if text not in self.notes:
+            print(f"note: {text}")
+        self.notes.add(text)
 
     def close(self) -> None:
         """Draw run.png, and end the tracker's run."""

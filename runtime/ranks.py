@@ -10,6 +10,7 @@ its own completions end: it uses a whole copy of the model, refreshed beforehand
 """
 
 import datetime
+import heapq
 import os
 import sys
 import time
@@ -36,6 +37,11 @@ def start(device: str) -> tuple[int, int]:
         longest_rollout = datetime.timedelta(hours=2)  # the others wait for it in a collective
         dist.init_process_group(backend, timeout=longest_rollout)
     return rank, world
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def barrier() -> None:
@@ -86,14 +92,24 @@ def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
     return tensor
 
 
-def all_to_all(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-    """Rows [sum(received), C] in the order of the ranks that they come from, for rows [sum(sent),
-    C] in the order of the ranks that they go to. All ranks call."""
-    if dist.get_backend() == "nccl" and rows.device.type == "cpu":
-        return all_to_all(rows.cuda(), sent, received).cpu()
-    found = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent)
-    return found
+def all_gather(items) -> list:
+    """The items of every rank, by rank; they are pickled. All ranks call."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [items]
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, items)
+    return of_ranks
+
+
+def largest_first(work: list[float], world: int) -> list[int]:
+    """The rank of each piece of work: the largest first, each to the rank that has the least so far
+    (Graham 1969). Every rank computes the same."""
+    loads = [(0.0, rank) for rank in range(world)]
+    rank_of = [0] * len(work)
+    for piece in sorted(range(len(work)), key=lambda piece: -work[piece]):
+        load, rank_of[piece] = heapq.heappop(loads)
+        heapq.heappush(loads, (load + work[piece], rank_of[piece]))
+    return rank_of
 
 
 def sum_gradients(model) -> None:

@@ -17,8 +17,8 @@ K, G, T = 4, 3, 6
 
 
 def make_rollouts(rank, seed):
-    """K prompts with G completions, and log-probs of no model; in the second update only the first
-    rank has prompts."""
+    """A rank's share of at most K prompts with G completions, and log-probs of no model; in the
+    second update only the first rank has prompts."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     prompts = K if rank == 0 or seed != 1 else 0
     draw = lambda *shape, low=0, high=256: torch.randint(low, high, shape, generator=generator)
@@ -65,10 +65,14 @@ def updates(policy, checkpointing, head_logits, loss):
 
     for seed in range(4):
         rollouts = make_rollouts(rank, seed)
-        shape = (len(rollouts.prompt_ids), G)
+        mine = torch.arange(len(rollouts.prompt_ids)) + K * rank
+        shape = (2 * K, G)  # of both ranks; the same on each
         generator = torch.Generator().manual_seed(seed)
-        keep = torch.rand(shape, generator=generator) < (0.9 if rank == 0 else 0.5)
-        if seed == 3 or (seed == 2 and rank > 0):
+        share = torch.tensor([0.9] * K + [0.5] * K)[:, None]
+        keep = torch.rand(shape, generator=generator) < share
+        if seed == 2:
+            keep[K:] = False
+        if seed == 3:
             keep[:] = False
         advantages = torch.randn(shape, generator=generator)
         scale = torch.rand(shape, generator=generator) / K / G
@@ -76,11 +80,10 @@ def updates(policy, checkpointing, head_logits, loss):
             old = update.trainer_logprobs(model, rollouts, settings[kind])
             optimizers[kind].zero_grad()
             sums = update.accumulate_gradients(
-                model, rollouts, advantages, scale, keep,
+                model, rollouts, advantages, scale, keep, mine=mine,
                 cfg=settings[kind], old_logprobs=old, reference=references[kind],
             )  # fmt: skip
-            ranks.sum_gradients(model)
-            sums = ranks.all_reduce(torch.tensor(sums, dtype=torch.float64))
+            sums = torch.tensor(sums, dtype=torch.float64)
             grads = [ranks.whole(parameter.grad).clone() for parameter in model.parameters()]
             norm = ranks.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
             optimizers[kind].step()

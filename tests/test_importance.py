@@ -4,10 +4,11 @@ import itertools
 import math
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-from toy import flags, plain_logits, toy_reward
+from toy import Recorder, flags, plain_logits, toy_reward
 
 import config
 import packing
@@ -130,33 +131,36 @@ def test_the_cap_is_above_not_at_it(make_policy, make_rollouts):
     assert sums.capped == sums.gap == 0
 
 
-class SamplerIsOff(train.Trainer):
-    """Reports log-probs that are 0.1 too low in every other place; records what updates get."""
+class SamplerIsOff(Recorder):
+    """Reports log-probs that are 0.1 too low in every other place; records each look-up of old
+    log-probs."""
 
     def __init__(self, cfg):
         super().__init__(cfg, reward=toy_reward)
-        self.looked_up = []  # the weights at each look-up of old log-probs
-        self.given = []  # the old log-probs of each update
+        self.looked_up = []  # the weights at each look-up
 
-    def roll_out(self, prompts, *key, **limit):
-        batch = super().roll_out(prompts, *key, **limit)
-        batch.rollouts.logprobs[..., ::2] -= 0.1
-        return batch
+    def step(self, step):
+        sample = rollout.sample
 
-    def old_logprobs(self, batch, draws):
-        found = super().old_logprobs(batch, draws)
-        if found is not None:
-            self.looked_up.append(sum(weight.sum().item() for weight in self.model.parameters()))
-            kept = torch.stack([keep for keep, _ in draws]).any(dim=0) & (batch.lengths > 0)
-            assert torch.equal((found != 0).any(dim=2), kept), "of what any draw has kept"
-            trained = update.trainer_logprobs(self.model, batch.rollouts, self.cfg)
-            inside = kept[..., None].expand_as(found)
-            torch.testing.assert_close(found[inside], trained[inside], rtol=1e-4, atol=1e-5)
+        def off(*args, **options):
+            rollouts = sample(*args, **options)
+            rollouts.logprobs[..., ::2] -= 0.1
+            return rollouts
+
+        def look_up(model, rollouts, cfg, keep):
+            self.looked_up.append(sum(weight.sum().item() for weight in model.parameters()))
+            return update.trainer_logprobs(model, rollouts, cfg, keep)
+
+        with (
+            mock.patch.object(rollout, "sample", off),
+            mock.patch.object(train, "trainer_logprobs", look_up),
+        ):
+            found = super().step(step)
+        for one in self.now.updates:
+            if (old := one.options["old_logprobs"]) is not None:
+                kept = self.now.keep & (self.now.lengths > 0)
+                assert torch.equal((old != 0).any(dim=2), kept), "of what any draw has kept"
         return found
-
-    def backward(self, full, keep, weights, old_logprobs=None):
-        self.given.append(old_logprobs)
-        return super().backward(full, keep, weights, old_logprobs)
 
 
 def test_a_run_whose_sampler_is_off(policy_folder, tmp_path):
@@ -169,17 +173,20 @@ def test_a_run_whose_sampler_is_off(policy_folder, tmp_path):
         trainer = SamplerIsOff(config.parse_config(args))
         return [trainer.step(step)[0] for step in range(1, trainer.cfg.steps + 1)], trainer
 
+    def given(trainer):
+        """The old log-probs of each update."""
+        return [one.options["old_logprobs"] for step in trainer.steps for one in step.updates]
+
     plain, _ = run()
     assert not any("sampling/importance_sampling_ratio/mean" in row for row in plain)
     corrected, trainer = run(importance_cap=1.05)
     assert not trainer.looked_up
-    assert trainer.given == [None] * 4
+    assert given(trainer) == [None] * 4
     twice, trainer = run(importance_cap=2.0, minibatches=2)
     assert len(trainer.looked_up) == len(set(trainer.looked_up)) == 4
-    given = trainer.given
-    assert len(given) == 8
-    assert all(old is not None for old in given)
-    assert all(old is again for old, again in zip(given[::2], given[1::2], strict=True))
+    old = given(trainer)
+    assert len(old) == 8
+    assert all(first is second for first, second in zip(old[::2], old[1::2], strict=True))
 
     ratio = "sampling/importance_sampling_ratio"
     for row in itertools.chain(corrected, twice):

@@ -10,9 +10,8 @@ import toy
 from transformers import AutoModelForCausalLM
 
 import config
-import dppo
 import minimal
-import train
+import rollout
 from tasks import arithmetic
 
 FILE = Path(minimal.__file__)
@@ -162,7 +161,7 @@ def test_sampled_log_probs_are_the_models(policy_folder):
         assert loss.item() == pytest.approx(-24 * advantage[0].item(), rel=1e-4)
 
 
-def test_gradient_is_the_trainers(policy_folder, tmp_path):
+def test_gradient_is_the_trainers(policy_folder, tmp_path, monkeypatch):
     """The same rollouts, draw and weights give the gradient of train.py, packed and unclipped.
 
     Catches a denominator of kept completions, a missing weight, a clip on the wrong side, and
@@ -171,37 +170,38 @@ def test_gradient_is_the_trainers(policy_folder, tmp_path):
     options = {"method": "pps", "prompts_per_step": 6, "importance_cap": 0, "seed": 3}
     options |= {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.6}
     args = toy.flags(policy_folder, str(tmp_path / "run"), **options)
-    trainer = train.Trainer(config.parse_config(args), toy.toy_reward)
-    generator, draws = torch.Generator().manual_seed(0), dppo.generator_for(0)
-    window = trainer.candidates(1)
-    chosen = trainer.prune_prompts(window, 1, draws)
-    batch = trainer.roll_out(chosen.prompts, 1, "rollout")
-    full = trainer.full_batch(batch, chosen)
-    keep, weights = trainer.prune_completions(full, 0, draws)
-    drift = 0.5 * torch.randn(batch.rollouts.logprobs.shape, generator=generator)
-    batch.rollouts.logprobs += drift  # as after some updates, so that the clip acts
-    trainer.backward(full, keep, weights)
-    expected = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+    trainer = toy.Recorder(config.parse_config(args), toy.toy_reward)
+    sample, generator = rollout.sample, torch.Generator().manual_seed(0)
 
-    K, G, T = batch.rollouts.completion_ids.shape
+    def drifted(*args, **options):  # as after some updates, so that the clip acts
+        rollouts = sample(*args, **options)
+        rollouts.logprobs += 0.5 * torch.randn(rollouts.logprobs.shape, generator=generator)
+        return rollouts
+
+    monkeypatch.setattr(rollout, "sample", drifted)
+    trainer.step(1)
+    (seen,) = trainer.steps
+    (update,) = seen.updates
+    rollouts, keep, expected = update.rollouts, seen.keep, update.gradient
+
+    K, G, T = rollouts.completion_ids.shape
     assert 0 < keep.sum() < K * G
-    assert len(set(weights[keep].tolist())) > 2
-    W = max(map(len, batch.rollouts.prompt_ids))
+    assert len(set(seen.weights[keep].tolist())) > 2
+    W = max(map(len, rollouts.prompt_ids))
     ids = torch.full((K * G, W + T), minimal.PAD)
     sampled, old = torch.zeros(K * G, W + T, dtype=torch.bool), torch.zeros(K * G, W + T)
-    lengths = batch.rollouts.lengths.flatten()
+    lengths = rollouts.lengths.flatten()
     for row, length in enumerate(lengths.tolist()):
-        prompt = torch.tensor(batch.rollouts.prompt_ids[row // G])
+        prompt = torch.tensor(rollouts.prompt_ids[row // G])
         ids[row, W - len(prompt) : W] = prompt
         completion = slice(W, W + length)
-        ids[row, completion] = batch.rollouts.completion_ids.flatten(0, 1)[row, :length]
-        old[row, completion] = batch.rollouts.logprobs.flatten(0, 1)[row, :length]
+        ids[row, completion] = rollouts.completion_ids.flatten(0, 1)[row, :length]
+        old[row, completion] = rollouts.logprobs.flatten(0, 1)[row, :length]
         sampled[row, completion] = True
     assert not (ids[sampled] == minimal.PAD).any(), "minimal.py takes it for padding"
-    factor = chosen.weights.repeat_interleave(G) / (lengths * len(window) * G)
-    factor = factor * weights.flatten()
+    factor = keep.flatten() * seen.weights.flatten() / (lengths * 6 * G)  # 6 candidates
     model = AutoModelForCausalLM.from_pretrained(policy_folder)
-    advantage = full.advantages.flatten()
+    advantage = seen.advantages.flatten()
     for n in factor.nonzero().squeeze(1).split(3):
         minimal.loss(model, ids[n], sampled[n], old[n], advantage[n], factor[n]).backward()
     found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])

@@ -1,4 +1,5 @@
-"""--shard fsdp is the same run: gradients, updates, checkpoints. Whole runs: test_train.py."""
+"""Ranks share the work evenly, and --shard fsdp is the same run: gradients, updates, checkpoints.
+Whole runs: test_train.py."""
 
 import json
 
@@ -10,7 +11,100 @@ from safetensors.torch import load_file
 from toy import flags, in_processes, rows
 from transformers import Qwen3ForCausalLM
 
+import config
+import train
+import update
+from rollout import Rollouts
 from runtime import InputError, ranks
+
+# ---------------------------------------------------------------------------- shares of the work
+
+
+def test_largest_first_by_hand():
+    """Catches small pieces that come first, and a tie that goes to a later rank."""
+    assert ranks.largest_first([2, 3, 7, 2], 2) == [1, 1, 0, 1]
+    assert ranks.largest_first([5, 5, 5], 3) == [0, 1, 2]
+    assert ranks.largest_first([], 2) == []
+
+
+@pytest.mark.parametrize("number", [100, 400, 1200])
+def test_the_busiest_rank(number):
+    """Of 8 ranks has at most 1.05 times the mean, for log-normal lengths. Catches pieces that go
+    around in turns, which have 1.15 times and more."""
+    draw = torch.Generator().manual_seed(number)
+    for _trial in range(20):
+        work = torch.randn(number, generator=draw).mul(0.6).exp().mul(200).long()
+        loads = torch.bincount(torch.tensor(ranks.largest_first(work.tolist(), 8)), work)
+        assert loads.max() <= 1.05 * loads.mean()
+
+
+def test_rollouts_follow_the_history(policy_folder, tmp_path, monkeypatch):
+    """Catches a division that does not use the tokens which the prompt history expects."""
+    args = flags(policy_folder, str(tmp_path), method="pps", prompts_per_step=8)
+    trainer = train.Trainer(config.parse_config(args), toy.toy_reward)
+    divide, prune, seen = ranks.largest_first, trainer.history.prune, []
+
+    def watch(work, world):
+        seen.append((work, trainer.history.relative_tokens(*trainer.drawn).tolist()))
+        return divide(work, world)
+
+    def drawn(rule, rate, window, generator, step, minibatches):
+        keep, weights = prune(rule, rate, window, generator, step, minibatches)
+        trainer.drawn = (window[keep], step)
+        return keep, weights
+
+    monkeypatch.setattr(ranks, "largest_first", watch)
+    trainer.history.prune = drawn
+    for step in range(1, 7):
+        trainer.step(step)
+    assert all(given == expected for given, expected in seen)
+    assert len(set(seen[-1][0])) > 1
+
+
+def shared_out(trained_again):
+    """On each rank: prompts are sampled by turns. Checks what each rank receives."""
+    rank, world = ranks.start("cpu")
+    K, G, T = 5, 4, 6
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, T + 1, (K, G), generator=draw)
+    keep = torch.rand(K, G, generator=draw) < 0.6
+    keep[1] = False
+    prompt_ids = [[100 + k] * (k + 1) for k in range(K)]
+    mine = torch.arange(K)[rank::world]
+    # a token's id says whose it is; its log-probs follow from it
+    ids = torch.arange(K * G * T).view(K, G, T)
+    own = ids[mine]
+    nothing = torch.zeros(own.shape[:2])
+    rollouts = Rollouts(
+        [prompt_ids[k] for k in mine.tolist()], own, -own / 1000.0, nothing, nothing,
+        lengths[mine], nothing.bool(),
+    )  # fmt: skip
+    old = 2 * rollouts.logprobs if trained_again else None
+    received = update.share_out(update.kept_sequences(rollouts, keep, mine, old))
+    for one in received:
+        k, g = divmod(one.place, G)
+        expected = ids[k, g, : lengths[k, g]]
+        assert one.prompt == prompt_ids[k]
+        assert one.completion == expected.tolist()
+        torch.testing.assert_close(one.logprobs, -expected / 1000.0)
+        torch.testing.assert_close(one.old_logprobs, one.logprobs * (2 if trained_again else 1))
+        # not a view: with it the whole table would travel
+        assert one.logprobs.untyped_storage().nbytes() == 4 * len(expected)
+    places = [one.place for one in received]
+    assert places == sorted(places)
+    print(places, keep.flatten().nonzero()[:, 0].tolist(), sep=";")
+
+
+@pytest.mark.parametrize(("world", "trained_again"), [(3, False), (6, True)])
+def test_sequences_arrive_whole_and_once(world, trained_again):
+    """Catches a sequence that is lost, that arrives twice, or with another's tokens or log-probs.
+    Of 6 ranks, the last one has sampled nothing."""
+    printed = [line.split(";") for line in in_processes(world, shared_out, trained_again)]
+    got = sorted(place for places, _ in printed for place in eval(places))
+    assert got == eval(printed[0][1])
+
+
+# ---------------------------------------------------------------------------- sharded weights
 
 
 def test_gradients_of_a_sharded_model(make_policy, tmp_path):

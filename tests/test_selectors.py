@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +11,22 @@ from test_sampler import drifting_pass_rate
 
 import config
 import dppo
+import metrics
 import rollout
 import sampler
+import train
 from related import selectors
 from runtime import InputError
 from tasks import arithmetic
+
+
+def round_of(prompts, rewards):
+    """A Round whose completions are of one token each."""
+    ids = prompts[:, None, None].expand(*rewards.shape, 1)
+    table = torch.zeros(rewards.shape)
+    columns = (ids, -ids / 10, table, table, table.long() + 1, table.bool())
+    rollouts = rollout.Rollouts([[prompt] for prompt in prompts.tolist()], *columns)
+    return selectors.Round(prompts, rollouts, rewards)
 
 
 def rounds_of(alive, generator):
@@ -27,7 +37,7 @@ def rounds_of(alive, generator):
         sizes.append(len(prompts))
         rewards = torch.zeros(len(prompts), 4)
         rewards[:, 0] = torch.from_numpy(generator.random(len(prompts)) < alive).float()
-        return SimpleNamespace(prompts=prompts, mine=prompts, rewards=rewards)
+        return round_of(prompts, rewards)
 
     return roll_out, sizes
 
@@ -47,9 +57,9 @@ def test_greso_is_biased():
         def roll_out(prompts, _number, pass_rate=pass_rate):
             uniform = torch.from_numpy(generator.random((len(prompts), 4)))
             solved = uniform < pass_rate[prompts, None]
-            return SimpleNamespace(prompts=prompts, mine=prompts, rewards=solved.double())
+            return round_of(prompts, solved.double())
 
-        batch, weights, _ = greso.collect(roll_out, 20, order, generator)
+        batch, weights = greso.collect(roll_out, 20, order, generator)
         rewards = batch.rewards
         signal = dppo.group_advantages(rewards, "dr_grpo").square().sum(dim=1)
         trained.append((weights * signal).sum().item() / 20)
@@ -122,21 +132,18 @@ def test_greso_collects_in_rounds():
     greso, generator = selectors.Greso(1000), dppo.generator_for(0)
     order = lambda epoch: torch.arange(1000)
     roll_out, sizes = rounds_of(0.3, generator)
-    batch, weights, places = greso.collect(roll_out, 64, order, generator)
+    batch, weights = greso.collect(roll_out, 64, order, generator)
     alive, prompts = ~dppo.dead_groups(batch.rewards), batch.prompts
-    starts = torch.tensor([0, *sizes[:-1]]).cumsum(dim=0).repeat_interleave(torch.tensor(sizes))
-    assert torch.equal(batch.mine - starts, prompts), "rows of a later round follow the first's"
     assert prompts.tolist() == list(range(len(prompts))), "in the epoch's order, none twice"
     assert greso.cursor == len(prompts)
     assert sizes[0] == 96
     assert all(16 <= size <= 96 for size in sizes)
     used = weights > 0
     assert torch.equal(used.nonzero(), alive.nonzero()[:64])
-    assert places[used].tolist() == list(range(int(used.sum())))
     assert weights.sum() == pytest.approx(64)
     assert (greso.p_easy, greso.p_hard) == (0.5, 0.5), "the first epoch only watches"
     dead, sizes = rounds_of(0.0, generator)
-    _, weights, _ = greso.collect(dead, 64, order, generator)
+    _, weights = greso.collect(dead, 64, order, generator)
     assert len(sizes) == selectors.Greso.ROUNDS
     assert weights.sum() == 0
     greso.cursor = 2000
@@ -151,7 +158,7 @@ def test_greso_shares_the_update(live, sizes):
     """Of the first round `live` groups are live, of the second none; sixteen are wanted.
 
     Catches a round more than needed if exactly enough are live, one that is smaller than a quarter
-    of the target, weights that do not sum to the target, and places that leave a mini-batch empty.
+    of the target, and weights that do not sum to the target.
     """
     greso, found = selectors.Greso(100), []
 
@@ -159,38 +166,36 @@ def test_greso_shares_the_update(live, sizes):
         found.append(len(prompts))
         rewards = torch.zeros(len(prompts), 2)
         rewards[: live if number == 0 else 0, 0] = 1.0
-        return SimpleNamespace(prompts=prompts, mine=prompts, rewards=rewards)
+        return round_of(prompts, rewards)
 
     order = lambda epoch: torch.arange(100)
-    _, weights, places = greso.collect(roll_out, 16, order, dppo.generator_for(0))
+    _, weights = greso.collect(roll_out, 16, order, dppo.generator_for(0))
     assert found[:2] == sizes
     used = min(live, 16)
     assert weights[:24].tolist() == pytest.approx([16 / used] * used + [0.0] * (24 - used))
     assert not weights[24:].any()
-    assert places[:used].tolist() == [16 * rank // used for rank in range(used)]
 
 
-def test_joined_rounds_are_in_order():
-    """Two prompts and one, as if they had been rolled out together. Catches columns that change
-    places, rows of this rank that are not moved, and rollouts that are not joined."""
+def test_joined_and_chosen_rounds_are_in_order():
+    """Two prompts and one, as if they had been rolled out together, then in another order. Catches
+    columns that change places, and rollouts that are not joined or not moved."""
     table = lambda *rows: torch.tensor(rows, dtype=torch.float64)
-
-    def batch(ids, mine, rows, texts):
-        rollouts = SimpleNamespace(prompt_ids=ids, logprobs=table(*rows) / 10)
-        columns = {"rewards": table(*rows), "texts": texts}
-        prompts, mine = torch.tensor([one[0] for one in ids]), torch.tensor(mine)
-        return SimpleNamespace(prompts=prompts, mine=mine, rollouts=rollouts, **columns)
-
-    first = batch([[65], [66, 67]], [0, 1], [[1, 0], [2, 0]], [["a", "b"], ["c", "d"]])
-    second = batch([[68]], [0], [[3, 0]], [["e", "f"]])
+    first = round_of(torch.tensor([65, 66]), table([1, 0], [2, 0]))
+    second = round_of(torch.tensor([68]), table([3, 0]))
     whole = selectors.join([first, second])
-    assert whole.prompts.tolist() == [65, 66, 68]
-    assert whole.mine.tolist() == [0, 1, 2]
-    assert whole.rewards.tolist() == [[1, 0], [2, 0], [3, 0]]
-    assert whole.texts == [["a", "b"], ["c", "d"], ["e", "f"]]
-    assert whole.rollouts.prompt_ids == [[65], [66, 67], [68]]
-    assert whole.rollouts.logprobs.tolist() == [[0.1, 0], [0.2, 0], [0.3, 0]]
-    assert (first.mine.tolist(), first.texts) == ([0, 1], [["a", "b"], ["c", "d"]]), "untouched"
+    for found, wanted in (
+        (whole, [0, 1, 2]),
+        (selectors.chosen(whole, torch.tensor([2, 0])), [2, 0]),
+    ):
+        prompts = [[65, 66, 68][place] for place in wanted]
+        assert found.prompts.tolist() == prompts
+        assert found.rewards.tolist() == [[place + 1, 0] for place in wanted]
+        assert found.rollouts.prompt_ids == [[prompt] for prompt in prompts]
+        assert found.rollouts.completion_ids[:, 1, 0].tolist() == prompts
+        assert found.rollouts.logprobs[:, 0, 0].tolist() == pytest.approx(
+            [-p / 10 for p in prompts]
+        )
+    assert first.prompts.tolist() == [65, 66], "untouched"
 
 
 def mopps_step(mopps, rewards_of, target=2, seed=0, order=torch.arange):
@@ -199,7 +204,7 @@ def mopps_step(mopps, rewards_of, target=2, seed=0, order=torch.arange):
 
     def roll_out(prompts, number):
         calls.append((prompts.tolist(), number))
-        return SimpleNamespace(prompts=prompts, mine=prompts, rewards=rewards_of(prompts))
+        return round_of(prompts, rewards_of(prompts))
 
     shuffle = lambda _epoch: order(mopps.posterior.shape[1])
     found = mopps.collect(roll_out, target, shuffle, dppo.generator_for(seed))
@@ -236,9 +241,9 @@ def test_mopps_takes_the_nearest_to_a_half():
     mopps = selectors.Mopps(35)
     for step in range(5):  # two pools of 16 in an epoch
         mopps.posterior[:] = 1e7 * torch.stack([rates, 1 - rates])
-        prompts, batch, weights, places = mopps_step(mopps, groups)
+        prompts, batch, weights = mopps_step(mopps, groups)
         assert prompts == batch.prompts.tolist() == [[1, 9], [17, 25]][step % 2]
-        assert (weights.tolist(), places.tolist()) == ([1, 1], [0, 1])
+        assert weights.tolist() == [1, 1]
     mopps.posterior[:] = 1.0  # nothing is known: any two
     drawn = {tuple(mopps_step(mopps, groups, seed=seed)[0]) for seed in range(20)}
     assert len(drawn) > 10
@@ -256,9 +261,9 @@ def test_mopps_is_biased():
         def roll_out(prompts, _number, pass_rate=pass_rate):
             uniform = torch.from_numpy(generator.random((len(prompts), 4)))
             solved = uniform < pass_rate[prompts, None]
-            return SimpleNamespace(prompts=prompts, mine=prompts, rewards=solved.double())
+            return round_of(prompts, solved.double())
 
-        part, weights, _ = mopps.collect(roll_out, 10, order, generator)
+        part, weights = mopps.collect(roll_out, 10, order, generator)
         signal = dppo.group_advantages(part.rewards, "dr_grpo").square().sum(dim=1)
         trained.append((weights * signal).sum().item() / 10)
         truth.append((4 * pass_rate * (1 - pass_rate) * 3 / 4).mean().item())
@@ -282,27 +287,36 @@ def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypat
     that skips prompts although it should not, or the reverse.
     """
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
-    options = {"steps": 20, "lr": 3e-3, "minibatches": 2, "loss": "dr_grpo"}
-    trainer, updates = trainer_of(policy_folder, tmp_path, method, **options), []
-    backward = trainer.backward
-    trainer.backward = lambda *args: updates.append(args) or backward(*args)
+    options = {"steps": 20, "lr": 3e-3, "loss": "dr_grpo", "completion_rule": "zero"}
+    trainer, updates, tensors = trainer_of(policy_folder, tmp_path, method, **options), [], []
+    accumulate, row_of = train.accumulate_gradients, metrics.row
+    record = lambda *args, **options: updates.append(args) or accumulate(*args, **options)
+    monkeypatch.setattr(train, "accumulate_gradients", record)
+    record_row = lambda cfg, **given: tensors.append(given) or row_of(cfg, **given)
+    monkeypatch.setattr(metrics, "row", record_row)
     sample, seeds = rollout.sample, []
-    record = lambda *args, **options: seeds.append(options["seed"]) or sample(*args, **options)
-    monkeypatch.setattr(rollout, "sample", record)
+
+    def record_seed(model, prompt_ids, sampling, **options):
+        if not isinstance(sampling.engine, selectors.Stored):
+            seeds.append(options["seed"])
+        return sample(model, prompt_ids, sampling, **options)
+
+    monkeypatch.setattr(rollout, "sample", record_seed)
     rows = [trainer.step(step)[0] for step in range(1, 21)]
     assert len(set(seeds)) == len(seeds) > 20, "each round has random numbers of its own"
-    for row, first, second in zip(rows, updates[::2], updates[1::2], strict=True):
-        full, (one, other) = first[0], (first[1], second[1])
-        trained = (one | other).any(dim=1)
-        alive = full.advantages.abs().sum(dim=1) > 0
-        assert torch.equal(trained.nonzero().squeeze(1), alive.nonzero().squeeze(1)[:4])
-        assert row["kept/prompts"] == len(full.batch.prompts) / 4 >= 1.5
-        assert row["reward"] == pytest.approx(full.batch.rewards.mean().item()), "of all groups"
+    for row, update, seen in zip(rows, updates, tensors, strict=True):
+        _model, _rollouts, advantages, factor, keep = update
+        trained = keep.any(dim=1)
+        alive = advantages.abs().sum(dim=1) > 0
+        assert trained.sum() == min(4, alive.sum())
+        assert alive[trained].all()
+        assert torch.equal(keep[trained], advantages[trained] != 0)
+        assert row["kept/prompts"] == len(advantages) / 4 >= 1.5
+        assert row["reward"] == pytest.approx(seen["rewards"].mean().item()), "of all groups"
         weight = 4 / int(trained.sum())
         assert row["weight/prompt_max"] == row["weight/max"] == pytest.approx(weight)
-        factor = weight / (2 * 3 * 6)  # half of Q groups, of 3, of 6 tokens
-        expected = torch.full_like(full.factor, factor)[trained]
-        assert torch.allclose(full.factor[trained], expected)
+        expected = torch.full_like(factor, weight / (4 * 3 * 6))  # Q groups, of 3, of 6 tokens
+        assert torch.allclose(factor[keep], expected[keep])
         assert {"history/pass_rates", "history/never_rolled_out"} < row.keys()
         assert not set(selectors.OF_THE_DRAW) & row.keys()
     assert len({row["kept/prompts"] for row in rows}) > 1, "rounds"
@@ -354,5 +368,7 @@ def test_the_command(policy_folder, tmp_path):
         trainer_of(policy_folder, tmp_path, "mopps", prompts_per_step=65)
     with pytest.raises(InputError, match=r"--method greso: its first round is 1.5 x 257 prompts"):
         trainer_of(policy_folder, tmp_path, "greso", prompts_per_step=257)
+    with pytest.raises(InputError, match="--method mopps needs one process, and --minibatches 1"):
+        trainer_of(policy_folder, tmp_path, "mopps", minibatches=2)
     with pytest.raises(InputError, match="--prompt-rule pps: Greso chooses the prompts"):
         trainer_of(policy_folder, tmp_path, "greso", prompt_rule="pps")

@@ -14,11 +14,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 import config
 import dppo
 import models
-import rewards
 import rollout
 import sampler
 import train
-from runtime import InputError, deal, ranks, timer
+from runtime import InputError, ranks, timer
 from tasks import arithmetic
 
 
@@ -92,7 +91,7 @@ def test_times_of_a_step(run, monkeypatch):
 
     monkeypatch.setattr(timer, "clock", lambda device: now[0])
     takes(rollout, "sample", 1.0)
-    takes(rewards, "score", 10.0)
+    takes(train, "score", 10.0)
     takes(torch.optim.AdamW, "step", 100.0)
     parts = {"time/rollout": 1, "time/score": 10, "time/train": 200, "step_time": 211}
     for row in run("run", steps=2, eval_every=1, eval_problems=2, minibatches=2)[1:]:
@@ -251,8 +250,6 @@ def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 24)
     options = {"method": "pps", "steps": 6, "eval_every": 2, "eval_problems": 4, "lr": 1e-5}
     options |= {"minibatches": 2}
-    alone = lambda rollouts, of_rank, keep, *_: (rollouts, torch.arange(keep.numel())[:0], None)
-    monkeypatch.setattr(deal, "exchange", alone)  # there are no other ranks
     used = []
     for place in ((0, 1), (0, 2), (1, 2)):  # of which a rank sees its own rewards alone
         monkeypatch.setattr(ranks, "start", lambda device, place=place: place)

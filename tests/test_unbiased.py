@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import proof
 import sampler
 import train
 import update
+from bench import check
 from runtime import ranks
 
 # several packs of several segments
@@ -215,23 +217,27 @@ def test_a_corrected_batch_is_unbiased(make, loss):
 
 
 class InFloat64(train.Trainer):
-    """A toy run whose single updates can be tried."""
+    """A toy run whose first step can be repeated with another draw, from any parameters."""
 
     def __init__(self, cfg):
         super().__init__(cfg, reward=toy_reward)
         self.model.double()
+        window = self.candidates(1)
+        stored = check.Stored(check.roll_out(self, window, 1), window)
+        self.sampling = replace(self.sampling, engine=stored)
 
     def parameters(self):
         return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
 
-    def updated(self, full, keep, weights, start, make_optimizer):
-        """The parameters after one update from the parameters `start` and a used optimizer."""
-        torch.nn.utils.vector_to_parameters(start.clone(), self.model.parameters())
+    def updated(self, outcome, start, make_optimizer):
+        """The parameters after one update from the parameters `start` and a used optimizer.
+        outcome: (keep, weights) [K, G], what the rule draws."""
         self.optimizer = make_optimizer(self.model.parameters(), lr=self.cfg.lr)
-        everything = torch.ones_like(keep)
-        self.update(1, full, everything, everything.double())  # fills moments and momentum
-        torch.nn.utils.vector_to_parameters(start.clone(), self.model.parameters())
-        self.update(1, full, keep, weights)
+        everything = torch.ones_like(outcome[0])
+        for drawn in ((everything, everything.double()), outcome):  # the first fills moments
+            torch.nn.utils.vector_to_parameters(start.clone(), self.model.parameters())
+            with mock.patch.object(dppo, "prune_completions", lambda *_, drawn=drawn: drawn):
+                self.step(1)
         return self.parameters()
 
 
@@ -252,21 +258,17 @@ def test_sgd_updates_are_unbiased(policy_folder, tmp_path, make_optimizer, grad_
     changes = {"method": "pps", "prompt_rule": "none", "lr": 0.1, "warmup": 0}
     args = flags(policy_folder, str(tmp_path / "run"), grad_clip=grad_clip, **changes)
     trainer = InFloat64(config.parse_config(args))
-    seen = []
+    start, seen = trainer.parameters(), []
     prune = dppo.prune_completions
-    with pytest.MonkeyPatch.context() as patch:
-        record = lambda name, rate, batch, rng: seen.append(batch) or prune(name, rate, batch, rng)
-        patch.setattr(dppo, "prune_completions", record)
-        chosen = trainer.prune_prompts(trainer.candidates(1), 1, dppo.generator_for(0))
-        full = trainer.full_batch(trainer.roll_out(chosen.prompts, 1, "rollout"), chosen)
-        keep, _ = trainer.prune_completions(full, 0, dppo.generator_for(0))
-    start = trainer.parameters()
-    everything = torch.ones_like(keep)
-    updated = functools.partial(trainer.updated, full, start=start, make_optimizer=make_optimizer)
-    whole = updated(everything, everything.double())
+    record = lambda *args: seen.append(args[2]) or prune(*args)
+    with mock.patch.object(dppo, "prune_completions", record):
+        trainer.step(1)
+    everything = torch.ones_like(seen[0].size, dtype=torch.bool)
+    updated = functools.partial(trainer.updated, start=start, make_optimizer=make_optimizer)
+    whole = updated((everything, everything.double()))
     drawn = [*proof.outcomes("pps", 0.7, seen[0])]
     assert len(drawn) > 5
-    mean = sum(p * (updated(keep, w) - start) for keep, w, p in drawn)
+    mean = sum(p * (updated((keep, w)) - start) for keep, w, p in drawn)
     error = proof.relative_error(mean, whole - start)
     assert (error < 1e-10) if exact else (error > 1e-3)
 

@@ -19,10 +19,13 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import config
+import dppo
+import metrics
 import packing
 import train
-from run import Run
+import update
 from runtime import InputError, log, ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,27 +148,62 @@ def _wait(processes, codes):
 
 
 class Recorder(train.Trainer):
-    """Records how many prompts each round has, and of each backward pass its prompts, what was
-    drawn, and the whole gradient."""
-
-    drops = False  # whether nothing that the second of two ranks holds is kept
+    """Records what each step did, in `steps`: the tensors that it gives to metrics.row, its draw
+    `kept` [Q] of prompts, what it `taught` the history, and its `updates`."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.record = []
+        self.steps = []
 
-    def prune_completions(self, *args):
-        keep, weights = super().prune_completions(*args)
-        if self.drops:
-            keep[1::2] = False
-        return keep, weights * keep
+    def step(self, step):
+        self.now = types.SimpleNamespace(updates=[])
+        prune, learn, row = self.history.prune, self.history.update, metrics.row
 
-    def backward(self, full, keep, *args):
-        sums = super().backward(full, keep, *args)
-        gradient = [ranks.whole(parameter.grad).flatten() for parameter in self.model.parameters()]
-        entry = (full.batch.prompts, full.chosen.weights, keep.clone(), torch.cat(gradient))
-        self.record.append(entry)
+        def see_prune(*args):
+            self.now.kept, weights = prune(*args)
+            return self.now.kept, weights
+
+        def see_taught(step, *args):
+            names = ("prompts", "weights", "rewards", "advantages", "square", "tokens")
+            self.now.taught = types.SimpleNamespace(**dict(zip(names, args, strict=True)))
+            learn(step, *args)
+
+        def see_row(cfg, **tensors):
+            vars(self.now).update(tensors)
+            return row(cfg, **tensors)
+
+        with (
+            mock.patch.object(train, "accumulate_gradients", self.see_update),
+            mock.patch.object(metrics, "row", see_row),
+            mock.patch.multiple(self.history, prune=see_prune, update=see_taught),
+        ):
+            found = super().step(step)
+        self.steps.append(self.now)
+        return found
+
+    def see_update(self, model, rollouts, advantages, factor, keep, **options):
+        """In place of update.accumulate_gradients."""
+        sums = update.accumulate_gradients(model, rollouts, advantages, factor, keep, **options)
+        gradient = [ranks.whole(parameter.grad).flatten() for parameter in model.parameters()]
+        tables = {"advantages": advantages, "factor": factor, "keep": keep}
+        tables |= {"rollouts": rollouts, "sums": sums, "gradient": torch.cat(gradient)}
+        self.now.updates.append(types.SimpleNamespace(**tables, options=options))
         return sums
+
+
+class Dropping(Recorder):
+    """Keeps nothing of what the second of two ranks holds."""
+
+    def step(self, step):
+        prune = dppo.prune_completions
+
+        def drop(*args):
+            keep, weights = prune(*args)
+            keep[1::2] = False
+            return keep, weights * keep
+
+        with mock.patch.object(dppo, "prune_completions", drop):
+            return super().step(step)
 
 
 def record_runs(folder, model, *args):
@@ -183,10 +221,15 @@ def record_runs(folder, model, *args):
     ):  # fmt: skip
         rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3}
         own = flags(model, f"{folder}/{name}", **(rates | changes))
-        trainer = Recorder(config.parse_config([*own, *args]), toy_reward)
-        trainer.drops = name == "dropped"
-        Run(trainer).go()
-        torch.save(trainer.record, f"{folder}/{name}-rank{trainer.rank}.pt")
+        kind = Dropping if name == "dropped" else Recorder
+        trainer = kind(config.parse_config([*own, *args]), toy_reward)
+        train.run(trainer)
+        record = [
+            (step.taught.prompts, step.prompt_weights, one.keep, one.gradient)
+            for step in trainer.steps
+            for one in step.updates
+        ]
+        torch.save(record, f"{folder}/{name}-rank{trainer.rank}.pt")
 
 
 if __name__ == "__main__":
