@@ -179,26 +179,25 @@ class Trainer:
         with self.timer.measure("rollout"):
             ranks.refresh(self.policy, self.model)
         expected = self.history.relative_tokens(prompts, step)  # [K]
-        whole = self.cfg.engine == "vllm"
-        rank = deal.rollouts(expected.tolist(), self.cfg.group_size, self.world, whole)  # [K, G]
+        rank = deal.rollouts(expected.tolist(), self.cfg.group_size, self.world, True)  # [K, G]
         wanted = rank == self.rank
         mine = wanted.any(dim=1).nonzero()[:, 0]
         indices = prompts[mine].tolist()
         seed = dppo.seed_for(self.cfg.seed, step, *purpose)
         with run.stops_if_not_finite(self.cfg, step):
-            rollouts, texts, scores = self._sample_and_score(indices, seed, wanted[mine])
+            rollouts, texts, scores = self._sample_and_score(indices, seed)
         columns = [scores, *(getattr(rollouts, name) for name in STATISTICS)]  # of this rank
         table = torch.zeros(*rank.shape, len(columns), dtype=torch.float64)  # [K, G, columns]
         table[wanted] = torch.stack([c[wanted[mine]].double() for c in columns], dim=-1)
         columns = ranks.all_reduce(table).unbind(dim=-1)
         return Batch(prompts, rank, mine, rollouts, texts, *columns)
 
-    def _sample_and_score(self, indices, seed, wanted):
+    def _sample_and_score(self, indices, seed):
         prompt_ids = [self.train_ids[index] for index in indices]
         # A prompt's random numbers follow from the seed and its key. The 0 keeps them as they were
         # when a prompt could be sampled more than once in a step.
         keys = [(index, 0) for index in indices]
-        options = {"group_size": self.cfg.group_size, "seed": seed, "keys": keys, "wanted": wanted}
+        options = {"group_size": self.cfg.group_size, "seed": seed, "keys": keys}
         with self.timer.measure("rollout"):
             rollouts = rollout.sample(self.policy, prompt_ids, self.sampling, **options)
         with self.timer.measure("score"):

@@ -66,18 +66,17 @@ def test_rollouts_are_even(world, whole):
 
 
 def test_rollouts_follow_the_history(policy_folder, tmp_path, monkeypatch):
-    """Catches a division that does not use the tokens which the prompt history expects, and vLLM,
-    which samples whole groups, when it is given parts of them."""
+    """Catches a division that does not use the tokens which the prompt history expects, and groups
+    that are parted: engines sample whole ones."""
     flags = toy.flags(policy_folder, str(tmp_path), method="pps", prompts_per_step=8)
     trainer = Trainer(config.parse_config(flags), toy.toy_reward)
     seen, divide = [], deal.rollouts
     monkeypatch.setattr(deal, "rollouts", lambda *args: seen.append(args) or divide(*args))
     for step in range(1, 7):
-        trainer.cfg.engine = "vllm" if step == 6 else "compact"  # the sampler stays the same
         prompts = torch.arange(step, step + 4)
         expected = trainer.history.relative_tokens(prompts, step).tolist()
         trainer.roll_out(prompts, step, "test")
-        assert seen.pop() == (expected, trainer.cfg.group_size, 1, step == 6)
+        assert seen.pop() == (expected, trainer.cfg.group_size, 1, True)
         trainer.step(step)
         seen.clear()
     assert len(set(expected)) > 1

@@ -23,7 +23,7 @@ import models
 import packing
 import rollout
 import train
-from engines import vllm_engine
+from engines import compact, vllm_engine
 from runtime import InputError
 from tasks import arithmetic
 from update import trainer_logprobs
@@ -127,7 +127,7 @@ def test_greedy_tokens_and_cut_tails_are_those_of_compact(pair):
         {"top_k": 1},
         {"top_p": 1e-6},
     ):
-        ours, theirs = (sample(model, one, group_size=3, **changes) for one in ("compact", engine))
+        ours, theirs = (sample(model, one, group_size=3, **changes) for one in (compact, engine))
         assert torch.equal(ours.lengths, theirs.lengths)
         inside = torch.arange(12) < ours.lengths[..., None]
         assert torch.equal(ours.completion_ids * inside, theirs.completion_ids * inside), changes
