@@ -6,11 +6,11 @@ temperature that the log-probabilities include, without top-k, top-p or a repeti
 (eval.py may ask for those). The model's own generation config (Qwen3 ships temperature 0.6,
 top-k 20, top-p 0.95) plays no part, except for its end tokens.
 
-The plain loop below reads each prompt once, then samples its completions one token at a time. Tests
-compare the engines with it. The engines are faster, take the same arguments and return the same:
-    compact  our loop without what is computed twice (engines/compact.py). The default of train.py.
-    hf       transformers' model.generate (engines/hf.py)
-    vllm     vLLM in this process, for large models on GPUs (engines/vllm_engine.py)
+The plain loop below reads each prompt once, then samples its completions one token at a time.
+Engines take the same arguments and return the same; tests compare them with the plain loop:
+    compact  a faster loop, which computes equal texts of a group once. The default of train.py.
+    hf       transformers' model.generate
+    vllm     vLLM in this process, for large models on GPUs
 
 Letters: K prompts, G completions each, T = max_new_tokens, V vocabulary, B prompts read at once,
 W tokens of the longest of them, n completions that are unfinished.
@@ -50,7 +50,7 @@ class Sampling:
     pad_id: int  # may be one of eos_ids
     temperature: float = 1.0  # log-probs include it; 0 is greedy, and log-probs are those at 1
     batch_size: int = 512  # sequences sampled at once, in whole groups; bounds the key-value cache
-    engine: object = None  # has a function `sample`; None: the plain loop. See models.ENGINES
+    engine: object = None  # None: the plain loop. Else it has a `sample` function, see below
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     repetition_penalty: float = 1.0
@@ -65,7 +65,8 @@ def sample(
     A prompt has a key, by default its place in the list. A completion's random numbers follow from
     (seed, key, its place in the group). So, except for rounding, it does not depend on other
     prompts and completions, their order, the size of a batch, or the engine. (vLLM's samples depend
-    on all prompts.)
+    on all prompts.) An engine is a module or an object: sampling.engine.sample takes the arguments
+    of this function, and `keys` is never None.
 
     Raises FloatingPointError if the model's logits are not finite, and ValueError if the plain loop
     is asked for top_k, top_p or repetition_penalty.
