@@ -118,8 +118,9 @@ class Config:
     """Longest completion, in tokens. By default what the embedded task needs, or 1,024."""
     temperature: float = 1.0
     """Sampling temperature. The trained log-probs include it."""
-    engine: Literal["compact", "hf", "vllm"] = "compact"
-    """What samples: this repository's loop, transformers' generate, or vLLM."""
+    engine: Literal["compact", "hf", "vllm", "plain"] = "compact"
+    """What samples: compact (this repository's), hf (transformers' generate), vllm, or plain: the
+    loop in rollout.py."""
     vllm_memory: float = 0.3
     """Share of the GPU's memory that vLLM may use while it samples."""
     rollout_batch: int = 512

@@ -164,17 +164,18 @@ def load(cfg: EvalConfig, reward):
         fitting = data.encode_prompts(problems, tokenizer, limit, cfg.prompt_format, cfg.thinking)
         sets.append(ProblemSet(name, *fitting, room))
 
-    sampling = rollout.Sampling.for_policy(
-        model, tokenizer, max(one.max_new_tokens for one in sets),
-        temperature=cfg.temperature, batch_size=cfg.batch_size, engine=cfg.engine, top_k=cfg.top_k,
-        top_p=cfg.top_p, repetition_penalty=cfg.repetition_penalty, show_progress=True,
-    )  # fmt: skip
-    if cfg.engine == "vllm":
+    engine = cfg.engine
+    if engine == "vllm":
         longest = max(len(ids) + one.max_new_tokens for one in sets for ids in one.prompt_ids)
-        sampling.engine = vllm_engine.Engine(
+        engine = vllm_engine.Engine(
             source, vocab_size=model.vocab_size, max_tokens=longest, sequences=cfg.batch_size,
             dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
         )  # fmt: skip
+    sampling = models.sampling(
+        model, tokenizer, max(one.max_new_tokens for one in sets), engine,
+        temperature=cfg.temperature, batch_size=cfg.batch_size, top_k=cfg.top_k, top_p=cfg.top_p,
+        repetition_penalty=cfg.repetition_penalty, show_progress=True,
+    )  # fmt: skip
     return model, tokenizer, sets, sampling
 
 

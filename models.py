@@ -18,11 +18,14 @@ import data
 import packing
 import rollout
 from config import Config
-from engines import check_decoder, vllm_engine
+from engines import check_decoder, compact, hf, vllm_engine
 from runtime import InputError, ranks
 from runtime.device import cast_weights, fuse_norms
 from tasks import arithmetic, gguf
 from update import trainer_logprobs
+
+# What --engine names. vLLM is started by whoever asks for it: see `make_sampling`.
+ENGINES = {"plain": None, "compact": compact, "hf": hf}
 
 
 class Problems(NamedTuple):
@@ -104,20 +107,42 @@ def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
 
 def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> rollout.Sampling:
     """How the run samples. Starts vLLM for --engine vllm and checks its log-probs."""
-    sampling = rollout.Sampling.for_policy(
-        models.model, models.tokenizer, cfg.max_new_tokens, temperature=cfg.temperature,
-        batch_size=cfg.rollout_batch, engine=cfg.engine, show_progress=show_progress,
-    )  # fmt: skip
-    if cfg.engine == "vllm":
-        sampling.engine = vllm_engine.Engine(
+    engine = cfg.engine
+    if engine == "vllm":
+        engine = vllm_engine.Engine(
             models.source, vocab_size=models.model.vocab_size,
             max_tokens=max(map(len, prompts)) + cfg.max_new_tokens, sequences=cfg.rollout_batch,
             dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
         )  # fmt: skip
+    found = sampling(
+        models.model, models.tokenizer, cfg.max_new_tokens, engine, temperature=cfg.temperature,
+        batch_size=cfg.rollout_batch, show_progress=show_progress,
+    )  # fmt: skip
+    if cfg.engine == "vllm":
         longest = sorted(prompts, key=len)[-4:]  # vLLM caches whole blocks of prompts
         logprobs = lambda rollouts: trainer_logprobs(models.policy, rollouts, cfg)
-        sampling.engine.check(models.policy, longest, sampling, logprobs)
-    return sampling
+        engine.check(models.policy, longest, found, logprobs)
+    return found
+
+
+def sampling(
+    model, tokenizer, max_new_tokens: int, engine="compact", **options
+) -> rollout.Sampling:
+    """How to sample from a loaded policy, with its end tokens and its pad token. `engine` is a name
+    of ENGINES or an engine, such as a vllm_engine.Engine. `options` are other fields."""
+    engine = ENGINES[engine] if isinstance(engine, str) else engine
+    ends = eos_token_ids(model, tokenizer)
+    return rollout.Sampling(max_new_tokens, ends, tokenizer.pad_token_id, engine=engine, **options)
+
+
+def eos_token_ids(model, tokenizer) -> list[int]:
+    """Every token that ends a completion. The generation config names them, for chat models in a
+    list; if it does not, the tokenizer's end token is the only one."""
+    ids = model.generation_config.eos_token_id
+    ids = tokenizer.eos_token_id if ids is None else ids
+    if ids is None:
+        raise ValueError("neither the generation config nor the tokenizer names an end token")
+    return ids if isinstance(ids, list) else [ids]
 
 
 # ---------------------------------------------------------------------------- one model

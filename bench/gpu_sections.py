@@ -28,9 +28,14 @@ import rollout
 from bench import check, run, shapes, update
 from bench import rollout as bench_rollout
 from bench.masked import masked_attention
+<<<<<<< HEAD
 from engines import vllm_engine
 from models import checkpoint_layers
 from rewards import score
+=======
+from engines import compact, vllm_engine
+from models import ENGINES, checkpoint_layers
+>>>>>>> rollout61
 from runtime.timer import clock
 from train import Trainer
 from update import accumulate_gradients, trainer_logprobs
@@ -193,6 +198,8 @@ def time_rollout(bench: Bench, engine: str, batch: int) -> dict:
             options = {"dtype": cfg.dtype, "device": "cuda", "memory": cfg.vllm_memory}
             engine = vllm_engine.Engine(bench.folder, **sizes, **options)
             stack.callback(engine.close)
+        else:
+            engine = ENGINES[engine]
         sampling = rollout.Sampling(new_tokens, [], 0, batch_size=batch, engine=engine)
         short = replace(sampling, max_new_tokens=2)
         bench_rollout.measure(*models, prompts, short, cfg, seed=0)  # warms up
@@ -310,7 +317,7 @@ def profile(bench: Bench) -> Iterator:
 
     def decode():
         prompts = bench.trainer.train_ids[: size.batches[0] // size.group]
-        sampling = rollout.Sampling(16, [], 0, batch_size=size.batches[0])
+        sampling = rollout.Sampling(16, [], 0, batch_size=size.batches[0], engine=compact)
         options = {"group_size": size.group, "seed": 0}
         rollout.sample(bench.trainer.policy, prompts, sampling, **options)
 

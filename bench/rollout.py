@@ -16,7 +16,7 @@ import data
 import models
 import rollout
 from bench import JsonFile, sampling_copy, shapes, write_json
-from engines import compact, vllm_engine
+from engines import vllm_engine
 from engines.fast_decoder import Decoder
 from runtime.timer import clock
 from tasks import arithmetic
@@ -53,7 +53,7 @@ def main(
             model, tokenizer = models.load_policy(base, cfg.device)
             problems = data.train_problems(cfg.data, hold_out=True)
             _, prompts = data.encode_prompts(problems, tokenizer, 400)
-            eos_ids = compact.eos_token_ids(model, tokenizer)
+            eos_ids = models.eos_token_ids(model, tokenizer)
         else:
             base, totals, eos_ids = folder, batches, []
             cfg = replace(cfg, max_new_tokens=new_tokens)
@@ -61,9 +61,9 @@ def main(
             model.save_pretrained(base)
             prompts = random_prompts(max(batches) // group_size * (rounds + 1), model.vocab_size)
         policy = sampling_copy(model, cfg)
-        engines = ["hf", "compact"]
+        engines = {name: models.ENGINES[name] for name in ("hf", "compact", "plain")}
         if importlib.util.find_spec("vllm"):
-            vllm = vllm_engine.Engine(
+            engines["vllm"] = vllm_engine.Engine(
                 base,
                 vocab_size=model.vocab_size,
                 max_tokens=max(map(len, prompts)) + cfg.max_new_tokens,
@@ -72,14 +72,12 @@ def main(
                 device=cfg.device,
                 memory=cfg.vllm_memory,
             )
-            engines.append(vllm)
         timed = {}  # (engine's name, batch) -> its measurements
         sizes = zip(batches, totals, strict=True)
-        for number, (batch, total), engine in itertools.product(range(rounds + 1), sizes, engines):
-            name = engine if isinstance(engine, str) else "vllm"
+        for number, (batch, total), name in itertools.product(range(rounds + 1), sizes, engines):
             if name == "vllm" and batch < max(batches):
                 continue  # vLLM chooses its batches itself
-            options = {"batch_size": batch, "engine": engine}
+            options = {"batch_size": batch, "engine": engines[name]}
             sampling = rollout.Sampling(cfg.max_new_tokens, eos_ids, 0, **options)
             first, count = number * total // group_size, total // group_size
             some = [prompts[(first + place) % len(prompts)] for place in range(count)]

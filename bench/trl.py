@@ -24,7 +24,6 @@ import config
 import data
 import eval as evaluation
 import models
-import rollout
 from bench import JsonFile, run, sized, write_json
 from dppo import seed_for
 from runtime import log
@@ -222,7 +221,7 @@ def arrival(variant: str, seed: int, goal: float) -> float:
     cfg = config.resolve(config.parse_config(sized("grpo")))
     policy, tokenizer = models.load_policy(str(arithmetic.BASE), cfg.device)
     problems, prompt_ids = data.encode_prompts(data.eval_problems(cfg.data, 150), tokenizer, 400)
-    sampling = rollout.Sampling.for_policy(policy, tokenizer, cfg.max_new_tokens)
+    sampling = models.sampling(policy, tokenizer, cfg.max_new_tokens)
     reward, seen = data.reward_function(cfg.data), [0.0]
 
     def at_step(model, step):

@@ -106,13 +106,13 @@ def real_gradients(folder: Path, cfg, step: int) -> Gradients:
     format_ = (cfg.prompt_format, cfg.thinking)
     problems, ids = data.encode_prompts(problems, tokenizer, room, *format_)
     window = sampler.candidates(len(problems), cfg.prompts_per_step, cfg.seed, step + 1).tolist()
-    sampling = rollout.Sampling.for_policy(
+    sampling = models.sampling(
         model,
         tokenizer,
         cfg.max_new_tokens,
+        cfg.engine,
         temperature=cfg.temperature,
         batch_size=cfg.rollout_batch,
-        engine=cfg.engine,
     )
     options = {"group_size": cfg.group_size, "seed": dppo.seed_for(cfg.seed, step, "bench")}
     policy = sampling_copy(model, cfg)

@@ -1,4 +1,4 @@
-"""Engines that sample faster than the plain loop: compact.py with fast_decoder.py, and vLLM.
+"""Engines that sample in place of rollout.py's plain loop: compact.py, hf.py and vllm_engine.py.
 
-May import: engines, runtime, dppo and rollout. rollout.py, models.py and eval.py choose one.
+May import: engines, runtime, dppo and rollout. models.py and eval.py choose one.
 """

@@ -7,25 +7,10 @@ sampling. So a draw first chooses a block of the vocabulary, by the blocks' sums
 of that block. Only one block per draw is summed in float64.
 """
 
-import math
-
 import torch
 
 BLOCK = 512  # tokens of a block
 BELOW_1 = 1 - 2**-53  # the largest float64 below 1
-
-
-def fill(uniforms, generator):
-    """Fill a CPU tensor [G, T] with random numbers in [0, 1).
-
-    `generator` is a numpy Generator of Philox. Row g starts where the generator's counter is
-    g * 2^64. So a row's numbers do not depend on the other rows, and a longer row begins with the
-    numbers of a shorter one.
-    """
-    for row in uniforms.numpy():
-        generator.random(out=row)
-        counts = math.ceil(len(row) / 4)  # the counter moves once for four numbers
-        generator.bit_generator.advance(2**64 - counts)
 
 
 def draw(probs, uniform, row=None):

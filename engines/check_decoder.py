@@ -8,7 +8,7 @@ compared with transformers'. If they differ, or for any other model, transformer
 import torch
 from torch import nn
 
-from engines import compact
+from engines import prefill
 from engines.fast_decoder import Decoder
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -81,8 +81,8 @@ def logits(model, decode=None) -> torch.Tensor:
     ids = torch.randint(model.config.vocab_size, (4, LENGTH), generator=generator)
     prompts = [row[:width].tolist() for row, width in zip(ids, (3, 8, 8, 8), strict=True)]
     found = []
-    with compact.plain_generation(model):
-        _, _, positions, bias, cache = compact.prefill(model, prompts, 3)
+    with prefill.decoding(model):
+        _, _, positions, bias, cache = prefill.prefill(model, prompts, 3)
         for step, token in enumerate(ids[:, 8:].to(model.device).split(1, dim=1)):
             found.append(decode(token, positions, step + 1, cache, bias[..., : 9 + step]))
     return torch.stack(found).float()

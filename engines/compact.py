@@ -1,64 +1,199 @@
 """
-The parts of sampling that deal with transformers.
+Our fast loop. Completions of a prompt whose texts are equal so far are one row of the batch, and
+completions that have ended leave it. fast_decoder.py computes the logits of the models it supports.
 
-- `plain_generation` and `warpers`: a model in a known state, and the settings that change logits
-- `prefill`: read the prompts
-- `generate`: the reference engine, transformers' own model.generate
-- `GrowingLayer`: a key-value cache for the compact engine, whose rows can be split and dropped.
-  transformers' own cache copies all keys and values for every new token.
-- `next_rows`: which rows the compact engine's batch has after a token
+- `sample`: the engine. `_decode` is its loop over tokens.
+- `Record`: draws tokens and records them; engines/hf.py uses it, too
+- `next_rows`: which rows the batch has after a token
+
+Letters: K prompts, G completions each, T = max_new_tokens, V vocabulary, B = K x G completions of a
+batch, W tokens of its longest prompt. n completions are unfinished; they have R distinct texts, one
+row of the batch each; after the next token there are C distinct texts.
 """
 
-import contextlib
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+from tqdm import tqdm
 from transformers import (
-    GenerationConfig,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.cache_utils import Cache, DynamicLayer
 
-ROOM = 64  # columns of the cache that are allocated ahead
-SHARED = 16  # a beginning that all prompts share is read once if it has this many tokens
+import rollout
+from engines import categorical, check_decoder, prefill
+from runtime.device import CHECK_EVERY, send
+
 NOT_FINITE = "the model's logits are not finite"
 
 
-@contextlib.contextmanager
-def plain_generation(model):
-    """Evaluation mode, transformers' attention and an empty generation config; restored on exit.
-
-    cuDNN's attention is off: it makes a plan for each shape, and every token brings a new shape.
-    """
-    was_training = model.training
-    own_config = model.generation_config
-    attention = model.config._attn_implementation
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    model.eval().set_attn_implementation("sdpa")
-    # transformers fills whatever a call leaves open from the model's generation config.
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
-        model.train(was_training).set_attn_implementation(attention)
-        model.generation_config = own_config
+def sample(
+    model, prompt_ids, sampling: rollout.Sampling, *, group_size: int, seed: int, keys
+) -> rollout.Rollouts:
+    """See rollout.sample."""
+    options = {"group_size": group_size, "seed": seed, "keys": keys}
+    return in_batches(_decode, model, prompt_ids, sampling, **options)
 
 
-def eos_token_ids(model, tokenizer) -> list[int]:
-    """Every token that ends a completion. The generation config names them, for chat models in a
-    list; if it does not, the tokenizer's end token is the only one."""
-    ids = model.generation_config.eos_token_id
-    ids = tokenizer.eos_token_id if ids is None else ids
-    if ids is None:
-        raise ValueError("neither the generation config nor the tokenizer names an end token")
-    return ids if isinstance(ids, list) else [ids]
+def in_batches(decode, model, prompt_ids, sampling, *, group_size, seed, keys) -> rollout.Rollouts:
+    """Sample in batches by decode(model, prompts, group_size, record, progress), which samples what
+    `record`, a Record, is made for."""
+    K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
+    bar = {"desc": "rollout", "unit": " completions", "delay": 3, "leave": False}
+    progress = tqdm(total=K * G, disable=not sampling.show_progress, **bar)
+    uniforms = rollout.random_numbers(seed, keys, K, G, T)
+    # Made before inference mode, whose own tensors training could not use.
+    ids = torch.full((K, G, T), sampling.pad_id)
+    statistics = torch.zeros(3, K, G, T)
+    with progress, torch.inference_mode(), prefill.decoding(model):
+        order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
+        step = max(1, sampling.batch_size // G)
+        for batch in (order[start : start + step] for start in range(0, K, step)):
+            record = Record(sampling, uniforms[batch], model)
+            decode(model, [prompt_ids[k] for k in batch], G, record, progress)
+            ids[batch] = record.ids.cpu().view(-1, G, T)
+            statistics[:, batch] = record.statistics.cpu().view(3, -1, G, T)
+    return finish(prompt_ids, ids, statistics, sampling)
+
+
+def _decode(model, prompt_ids, group_size, record, progress) -> None:
+    """Prefill each prompt once, then decode its completions in step. A row of the batch serves all
+    completions whose texts are equal so far, and splits when they draw different tokens. At each
+    check, completions that have ended leave.
+
+    Merging equal completions needs every token on the CPU. On a GPU that would stall each step, so
+    there every completion has its own row."""
+    T, device = record.sampling.max_new_tokens, model.device
+    every = CHECK_EVERY[device.type]
+    logits, prompts, positions, bias, cache = prefill.prefill(model, prompt_ids, T)
+    W, ragged = prompts.shape[1], prefill.is_ragged(prompt_ids)
+    decode = check_decoder.decoder(model, W + T)
+    active = torch.arange(len(record.ids), device=device)  # the unfinished completions, [n]
+    row_of = active // group_size  # the batch's row of each of them; None: a row of its own
+    if every > 1 or group_size == 1:
+        for layer in cache.layers:
+            layer.keep(len(active), torch.arange(len(active)).to(device), row_of, most=len(active))
+        logits, prompts, positions, bias = (x[row_of] for x in (logits, prompts, positions, bias))
+        row_of = None
+    for step in range(T):
+        texts = None
+        if record.warpers:
+            one = active  # a completion of each row
+            if row_of is not None:
+                one = active.new_zeros(len(logits)).scatter_(0, row_of, active)
+            texts = torch.cat([prompts, record.ids[one, :step]], dim=1)  # [R, W + step]
+        scores = record.distribution(texts, logits)
+        # Text number i continues in row i, unless rows were freed or added (below).
+        token, continued, row_of = record.draw(active, row_of, step, scores)  # [C, 1], [C], [n]
+        last = step + 1 == T
+        if last or (step + 1) % every == 0:
+            ended = record.ended(active, step // every * every, step + 1)
+            live = 0 if last else len(active) - int(ended.sum())
+            progress.update(len(active) - live)
+            if live == 0:
+                break
+            if live < len(active) or len(token) > len(logits):
+                *rows, row_of = next_rows(continued, row_of, ended)
+                going, text, source, copied_to, copied_from = (send(x, device) for x in rows)
+                for layer in cache.layers:
+                    layer.keep(len(text), copied_to, copied_from, most=live)
+                active, token = active[going], token[text]
+                prompts, positions, bias = (x[source] for x in (prompts, positions, bias))
+        visible = bias[..., : W + step + 1] if ragged else None
+        logits = decode(token, positions, step + 1, cache, visible)  # [R, V]
+
+
+class Record:
+    """What is sampled for K groups of G, B completions: draws each token from its distribution and
+    records it. uniforms [K, G, T] are the random numbers."""
+
+    def __init__(self, sampling: rollout.Sampling, uniforms, model):
+        device, uniforms = model.device, uniforms.flatten(0, 1)
+        shape = uniforms.shape
+        self.sampling = sampling
+        self.vocab_size = model.vocab_size
+        self.eos = torch.tensor(sampling.eos_ids, device=device)
+        self.uniforms = send(uniforms, device)  # [B, T]
+        self.ids = torch.full(shape, sampling.pad_id, device=device)  # [B, T]
+        # log-probs, and of the tokens not drawn the sum of p log p and the root of that of p^2
+        self.statistics = torch.zeros(3, *shape, device=device)
+        self.recent = []  # [3, n] of each token since the last check
+        self.warpers = warpers(sampling)
+
+    def distribution(self, sequences, logits):
+        """Log-probs [B, V] of the token after `sequences` [B, n]; padding of V is excluded."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logits = logits[:, : self.vocab_size]
+        if self.warpers:
+            logits = self.warpers(sequences, logits.to(dtype))
+        scores = torch.log_softmax(logits, dim=-1, dtype=dtype)
+        # Finite, so that 0 * log 0 is 0 for the tokens that top-k and top-p leave out.
+        return scores.clamp_(min=torch.finfo(dtype).min) if self.warpers else scores
+
+    def draw(self, active, row_of, step: int, scores):
+        """Draw token `step` of completions `active` [n] from log-probs [R, V]: completion i from
+        row row_of[i], or with None from row i. Returns the texts after it: their last tokens
+        [C, 1], the rows [C] that they continue, ascending, and the text of each completion [n].
+        With None there is one text for each completion, and no rows."""
+        probs = scores.exp()  # [R, V]
+        if self.sampling.temperature:
+            token = categorical.draw(probs, self.uniforms[active, step, None], row_of)  # [n, 1]
+        else:  # there is one completion of each prompt
+            token = scores.argmax(dim=1, keepdim=True)
+        if row_of is None:
+            self.take(active, step, scores, probs, token)
+            return token, None, None
+        V = scores.shape[1]
+        texts, text_of = torch.unique(row_of * V + token[:, 0], return_inverse=True)  # [C], [n]
+        continued, token = texts // V, texts[:, None] % V
+        if len(texts) > len(scores):
+            scores, probs = scores[continued], probs[continued]  # [C, V]
+        self.take(active, step, scores, probs, token, text_of)
+        return token, continued, text_of
+
+    def take(self, active, step: int, scores, probs, token, text_of=slice(None)):
+        """Record token [C, 1] as token `step` of completions `active`, or token[text_of] if several
+        have the same text. Overwrites probs [C, V], of scores [C, V]."""
+        logprob = scores.gather(1, token)[:, 0]  # [C]
+        probs.scatter_(1, token, 0.0)  # the others'
+        others = (probs[:, None] @ scores[..., None]).flatten()  # the sum of p log p
+        spread = torch.linalg.vector_norm(probs, dim=1)
+        self.ids[active, step] = token[text_of, 0]
+        statistics = torch.stack([logprob, others, spread]).float()  # [3, C]
+        self.recent.append(statistics[:, text_of])
+
+    def keep_recent(self, active, start: int):
+        """Keep the statistics of the last tokens, from token `start`, of completions `active`."""
+        stop = start + len(self.recent)
+        self.statistics[:, active, start:stop] = torch.stack(self.recent, dim=2)
+        self.recent.clear()
+
+    def ended(self, active, start: int, stop: int):
+        """Which of `active` drew an end token from `start` to `stop`, [n] on the CPU, for which the
+        host waits. FloatingPointError if the model's logits were not finite."""
+        self.keep_recent(active, start)
+        ends = torch.isin(self.ids[active, start:stop], self.eos).any(dim=1)
+        finite = self.statistics[0, active, start:stop].isfinite().all(dim=1)
+        ends, finite = torch.stack([ends, finite]).cpu()
+        if not finite.all():
+            raise FloatingPointError(NOT_FINITE)
+        return ends
+
+
+def finish(prompt_ids, ids, statistics, sampling) -> rollout.Rollouts:
+    """Cut each completion after its first end token; ids [K, G, T], statistics [3, K, G, T]."""
+    ends = torch.isin(ids, torch.tensor(sampling.eos_ids))
+    ended = ends.any(dim=-1)  # [K, G]
+    lengths = torch.where(ended, ends.int().argmax(dim=-1) + 1, ids.shape[-1])
+    inside = torch.arange(ids.shape[-1]) < lengths[..., None]  # [K, G, T]
+    logprobs, others, spread = torch.where(inside, statistics, 0.0)
+    entropy = -(others + logprobs.exp() * logprobs).sum(dim=-1)
+    # (1 - p)^2 + sum of the others' p^2, which does not cancel for p near 1
+    energy = (torch.expm1(logprobs).square() + spread.square()).sum(dim=-1)
+    return rollout.Rollouts(prompt_ids, ids, logprobs, entropy, energy, lengths, ~ended)
 
 
 def warpers(sampling) -> LogitsProcessorList:
@@ -74,162 +209,6 @@ def warpers(sampling) -> LogitsProcessorList:
     if sampling.top_p < 1:
         found.append(TopPLogitsWarper(sampling.top_p))
     return found
-
-
-def pad_left(prompt_ids, device):
-    """(ids, mask) [K, width], padded on the left, so that all completions start in one column.
-
-    The padding repeats a token of the prompt. A repetition penalty penalizes that one anyway."""
-    width = max(map(len, prompt_ids))
-    ids = [[ids[0]] * (width - len(ids)) + ids for ids in prompt_ids]
-    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def prefill(model, prompt_ids, room):
-    """Read K prompts, the longest of W tokens, after each of which `room` tokens will be sampled.
-
-    Returns (logits, ids, positions, bias, cache): the logits [K, V] of the first sampled token, the
-    padded prompts [K, W], the position [K, 1] of each prompt's last token, and the cache. bias
-    [K, 1, 1, W + room or more] is added to attention's scores: 0, and -inf at padding.
-
-    If all prompts begin with the same P tokens (a system prompt, examples), these are read once.
-    """
-    beginning = common_beginning(prompt_ids)
-    K, P, device = len(prompt_ids), len(beginning), model.device
-    ids, mask = pad_left([prompt[P:] for prompt in prompt_ids], device)
-    cache = growing_cache()
-    if P:
-        beginning = torch.tensor([beginning], device=device)
-        model(beginning, past_key_values=cache, logits_to_keep=1)
-        others = torch.arange(1, K, device=device)
-        for layer in cache.layers:  # every prompt gets a copy of the beginning's row
-            layer.keep(K, others, torch.zeros_like(others), most=K)
-        ids = torch.cat([beginning.expand(K, -1), ids], dim=1)  # [K, W]
-        mask = F.pad(mask, (P, 0), value=1)  # [K, W]
-    W = mask.shape[1]
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    inputs = {"position_ids": positions[:, P:], "past_key_values": cache, "attention_mask": None}
-    if P or is_ragged(prompt_ids):
-        # transformers uses a mask of four dimensions unchanged. Padding attends to itself: kernels
-        # differ in what they return for a query without keys.
-        visible = mask.bool()[:, None, None].expand(K, 1, W, W).tril()
-        visible = visible | torch.eye(W, dtype=torch.bool, device=device)
-        inputs["attention_mask"] = visible[:, :, P:]
-    logits = model(ids[:, P:], **inputs, logits_to_keep=1).logits[:, -1]
-    # Attention need not copy the bias if it has the queries' type, and rows of whole 16 bytes.
-    bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
-    bias = F.pad(bias, (0, room + -(W + room) % 8))[:, None, None]
-    return logits, ids, positions[:, -1:], bias, cache
-
-
-def common_beginning(prompt_ids) -> list[int]:
-    """The tokens that all prompts begin with; [] if they are too few to be worth a forward.
-
-    A prompt's last token is never part of it, because its logits predict the first sampled token.
-    """
-    # What the smallest and the largest list share, all lists between them share, too.
-    first, last = min(prompt_ids), max(prompt_ids)
-    longest = min(map(len, prompt_ids)) - 1
-    pairs = zip(first[:longest], last, strict=False)
-    number = next((place for place, (a, b) in enumerate(pairs) if a != b), longest)
-    return first[:number] if number >= SHARED and len(prompt_ids) > 1 else []
-
-
-def is_ragged(prompt_ids) -> bool:
-    """Whether some prompts are padded. Attention must not see padding."""
-    return len(set(map(len, prompt_ids))) > 1
-
-
-def generate(model, prompt_ids, group_size, record, progress):
-    """Sample by one call of model.generate. Our own code draws each token, with its own random
-    numbers, and generate gets scores that leave it only that token."""
-    active = record.wanted
-    repeated = [prompt_ids[number // group_size] for number in active.tolist()]
-    sequences, mask = pad_left(repeated, model.device)
-    B, width = sequences.shape
-
-    def draw(sequences, logits):
-        scores = record.distribution(sequences, logits)
-        if scores.isnan().any():  # generate would go on with them
-            raise FloatingPointError(NOT_FINITE)
-        token, _, _ = record.draw(active, None, sequences.shape[1] - width, scores)
-        return torch.full_like(logits, -torch.inf).scatter_(1, token, 0.0)
-
-    model.generate(
-        sequences,
-        attention_mask=mask,
-        logits_processor=LogitsProcessorList([draw]),
-        generation_config=GenerationConfig(
-            do_sample=False,
-            max_new_tokens=record.sampling.max_new_tokens,
-            eos_token_id=record.sampling.eos_ids,
-            pad_token_id=record.sampling.pad_id,
-        ),
-    )
-    record.keep_recent(active, 0)
-    progress.update(B)
-
-
-class GrowingLayer(DynamicLayer):
-    """Keys and values [R, H, n, D] of one layer, for R rows and n tokens.
-
-    They are views of a larger buffer [2, rows, H, columns, D], so a new token is one copy.
-    """
-
-    buffer = None
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Add the keys and values [R, H, new, D] of new tokens; returns those of all tokens."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            R, H, _, D = key_states.shape
-            self.buffer = key_states.new_empty(2, R, H, 0, D)
-            self._show(R, 0)
-        keys, values = self._room(key_states.shape[2])
-        keys.copy_(key_states)
-        values.copy_(value_states)
-        return self.keys, self.values
-
-    def append(self, states):
-        """`update` by one token, whose keys and values come as one tensor [R, 2, H, D]."""
-        self._room(1)[:, :, :, 0].copy_(states.transpose(0, 1))
-        return self.keys, self.values
-
-    def keep(self, count, gaps, movers, most):
-        """Copy rows `movers` to rows `gaps`, then keep the first `count` rows.
-
-        `count` may be larger than before; there will never be more than `most` rows.
-        """
-        length = self.get_seq_length()
-        if count > self.buffer.shape[1]:
-            self._allocate(min(2 * count, most), self.buffer.shape[3])
-        used = self.buffer[:, :, :, :length]
-        used.index_copy_(1, gaps, used.index_select(1, movers))
-        self._show(count, length)
-
-    def _room(self, new):
-        """Make room for new tokens; returns their columns [2, R, H, new, D], to be written."""
-        rows, start = len(self.keys), self.get_seq_length()
-        if start + new > self.buffer.shape[3]:
-            self._allocate(rows, start + new + ROOM)
-        self._show(rows, start + new)
-        return self.buffer[:, :rows, :, start : start + new]
-
-    def _allocate(self, rows, columns):
-        """Move the keys and values to a buffer of this size."""
-        old = self.buffer[:, : len(self.keys), :, : self.get_seq_length()]
-        _, R, H, n, D = old.shape
-        self.buffer = old.new_empty(2, rows, H, columns, D)
-        self.buffer[:, :R, :, :n] = old
-
-    def _show(self, rows, length):
-        self.keys, self.values = self.buffer[:, :rows, :, :length]
-
-
-def growing_cache() -> Cache:
-    """An empty cache for a model whose layers all have full attention."""
-    return Cache(layer_class_to_replicate=GrowingLayer)
 
 
 class Rows(NamedTuple):

@@ -88,12 +88,13 @@ class Engine:
             raise InputError(f"--engine vllm: cannot start it ({message}); {way_out}") from None
 
     def sample(
-        self, model, prompt_ids, sampling: rollout.Sampling, *, group_size: int, seed: int
+        self, model, prompt_ids, sampling: rollout.Sampling, *, group_size: int, seed: int, keys
     ) -> rollout.Rollouts:
         """Send the weights of `model`, then sample from them. See rollout.sample."""
         if 0 < sampling.temperature < 0.01:
             raise InputError(f"--temperature {sampling.temperature}: vLLM samples at 0.01 at least")
         self.load(model)
+        seed = dppo.seed_for(seed, *keys)
         torch.manual_seed(seed)  # one of vLLM's runners draws from this generator
         numpy.random.seed(seed % 2**32)  # noqa: NPY002  the other draws its seeds from this one
         params = self.make_params(

@@ -16,6 +16,7 @@ import tyro
 import models
 import rollout
 from bench import JsonFile, write_json
+from engines import compact
 from related import pruned, stream, structured, text
 from related.recovery import recover
 from runtime.device import choose_device
@@ -130,7 +131,8 @@ class Bench:
 
     def time_rollout(self, model, seed: int) -> float:
         """Milliseconds a token."""
-        sampling = rollout.Sampling(DECODED, eos_ids=[-1], pad_id=0)  # no completion ends early
+        # No completion ends early.
+        sampling = rollout.Sampling(DECODED, eos_ids=[-1], pad_id=0, engine=compact)
         prompt = self.held_out[0, :32].tolist()
         started = self.clock()
         rollout.sample(model, [prompt], sampling, group_size=AT_ONCE, seed=seed)

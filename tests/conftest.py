@@ -109,7 +109,7 @@ def forwards(monkeypatch):
 
         def hook(_model, args, inputs, _output):
             mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
-            seen.append((args[0], mask, cache))
+            seen.append((args[0] if args else inputs["input_ids"], mask, cache))
 
         def spy(decoder, token, positions, step, cache, bias=None):
             logits = decode(decoder, token, positions, step, cache, bias)

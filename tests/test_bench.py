@@ -51,7 +51,7 @@ def test_step(command):
 def test_rollout(command):
     """Catches an engine that another one's tokens are counted for."""
     rows = command("rollout --rounds 1 --batches 32 --shape tiny --new-tokens 4")
-    assert [row["engine"] for row in rows][:2] == ["hf", "compact"]
+    assert [row["engine"] for row in rows][:3] == ["hf", "compact", "plain"]
     for row in rows:
         assert row["tokens"] == 32 * 4
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])

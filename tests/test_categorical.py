@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import dppo
+import rollout
 from engines import categorical
 
 
@@ -75,13 +76,12 @@ def test_a_token_of_probability_0_is_never_drawn(monkeypatch):
 
 
 def test_a_completions_random_numbers_can_be_drawn_alone():
-    """Catches numbers of one completion that depend on the others of its group, or repeat theirs.
-    Then a completion would depend on which rank samples it."""
-    uniforms = torch.empty(8, 11, dtype=torch.float64)
-    categorical.fill(uniforms, dppo.generator_for("group"))
-    alone = dppo.generator_for("group")
+    """Catches numbers of one completion that depend on the others of its group, or repeat theirs,
+    and prompts that exchange theirs."""
+    uniforms = rollout.random_numbers(3, ["other", "group"], 2, 8, 11)
+    alone = dppo.generator_for(3, "group")
     alone.bit_generator.advance(5 * 2**64)
-    assert (alone.random(11) == uniforms[5].numpy()).all()
+    assert (alone.random(11) == uniforms[1, 5].numpy()).all()
     assert len(np.unique(uniforms)) == uniforms.numel()
 
 

@@ -17,6 +17,7 @@ import data
 import eval as evaluation
 import rollout
 from data import Problem
+from engines import hf
 from eval import EvalConfig
 from runtime import InputError, log
 
@@ -163,11 +164,12 @@ def test_bad_values_are_named(monkeypatch, capsys):
 def test_every_flag_reaches_the_sampler(policy_folder, sampled):
     """Catches a flag of eval.py that does nothing, and weights in another type than --dtype."""
     logged = {"temperature": 0.5, "top_k": 3, "top_p": 0.7, "repetition_penalty": 1.2}
-    given = {**logged, "engine": "hf", "batch_size": 7}
+    given = {**logged, "batch_size": 7}
     common = {"problems": 2, "max_new_tokens": 3, "dtype": "bfloat16"}
-    (row,) = evaluation.main(EvalConfig(policy_folder, **common, **given))
+    (row,) = evaluation.main(EvalConfig(policy_folder, engine="hf", **common, **given))
     model, _prompts, sampling, _options = sampled[0]
     assert given.items() <= vars(sampling).items()
+    assert sampling.engine is hf
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert logged.items() <= row.items()
 

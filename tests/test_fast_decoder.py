@@ -10,7 +10,7 @@ from test_rollout import assert_same_rollouts
 import models
 import packing
 import rollout
-from engines import check_decoder, fast_decoder
+from engines import check_decoder, compact, fast_decoder
 from runtime import checkpoint, ranks
 
 SMALL = {
@@ -47,18 +47,19 @@ def gap(model):
 
 
 def test_samples_are_those_of_transformers(make_policy):
-    """Catches anything in the decoder or its cache that changes a sample. Prompts have unequal
-    lengths, rows split and leave, and both decoders get the same random numbers, in float64."""
+    """Catches anything in the decoder or its cache that changes a sample of the plain loop. Prompts
+    have unequal lengths, rows split and leave, and all get the same random numbers, in float64."""
     model, _ = make_policy(dtype=torch.float64)
     with torch.no_grad():
         model.model.norm.weight *= 2
     sampling = rollout.Sampling(24, [256, *range(0, 256, 16)], 257, temperature=0.5)
-    found = []
+    prompts = [[65, 66, 67], [68], [71] * 5]
+    wanted = rollout.sample(model, prompts, sampling, group_size=16, seed=1)
+    sampling.engine = compact
     for why_not in ("", "for comparison"):
         model.why_not_fast = why_not
-        prompts = [[65, 66, 67], [68], [71] * 5]
-        found.append(rollout.sample(model, prompts, sampling, group_size=16, seed=1))
-    assert_same_rollouts(*found, rtol=1e-5)
+        found = rollout.sample(model, prompts, sampling, group_size=16, seed=1)
+        assert_same_rollouts(found, wanted, rtol=1e-5)
 
 
 SHAPES = [
@@ -106,7 +107,7 @@ def test_other_models_keep_transformers(family, changes, reason):
     check_decoder.compare(model)
     assert reason in model.why_not_fast
     assert not isinstance(check_decoder.decoder(model, 9), fast_decoder.Decoder)
-    sampling = rollout.Sampling(4, [-1], 0)
+    sampling = rollout.Sampling(4, [-1], 0, engine=compact)
     found = rollout.sample(model, [[65], [66, 67]], sampling, group_size=3, seed=0)
     assert found.lengths.tolist() == [[4] * 3] * 2
 
@@ -237,7 +238,7 @@ def test_a_model_trains_after_a_rollout():
     """Catches weights or samples that were made in inference mode, which autograd refuses."""
     model = make("Qwen3")
     model.why_not_fast = ""
-    sampling = rollout.Sampling(3, [-1], 0)
+    sampling = rollout.Sampling(3, [-1], 0, engine=compact)
     found = rollout.sample(model, [[65, 66]], sampling, group_size=2, seed=0)
     pack = packing.build_pack([[65, 66]], [found.completion_ids[0, 0].tolist()])
     logprobs = packing.packed_logprobs(model, pack)[0]

@@ -15,6 +15,7 @@ import packing
 import rollout
 import train
 import update
+from engines import compact
 from runtime import InputError
 from runtime.device import cast_weights
 
@@ -206,7 +207,7 @@ def test_gspo_in_bfloat16_clips_nothing_before_an_update(make_policy):
     given = config.Config(device="cpu", loss="gspo", dtype="bfloat16", max_new_tokens=12)
     cfg = config.resolve(given)
     prompts = [[65 + n] * (1 + n % 5) for n in range(16)]
-    sampling = rollout.Sampling(12, [256], 257)
+    sampling = rollout.Sampling(12, [256], 257, engine=compact)
     policy, _ = make_policy()
     cast_weights(policy, "bfloat16")
     rollouts = rollout.sample(policy, prompts, sampling, group_size=8, seed=1)

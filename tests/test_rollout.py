@@ -1,8 +1,10 @@
-"""Rollouts: log-probs are those of the policy that sampled; completions end where they should."""
+"""Rollouts: log-probs are those of the policy that sampled; completions end where they should.
+
+The plain loop is proved against forwards without a cache, the engines against the plain loop.
+"""
 
 import collections
 import itertools
-import types
 
 import numpy as np
 import pytest
@@ -14,19 +16,20 @@ import models
 import packing
 import rewards
 import rollout
-from engines import categorical
+from engines import compact, hf
 from runtime import InputError
 
-ENGINES = pytest.mark.parametrize("engine", ["compact", "hf"])
+FAST = ["compact", "hf"]
+ALL = pytest.mark.parametrize("engine", ["plain", *FAST])
+ALL_CHECKS = pytest.mark.parametrize(  # `every` so many tokens compact looks for ends and NaN
+    ("engine", "every"), [("plain", 1), ("hf", 1), ("compact", 1), ("compact", 16)]
+)
 
 
-FIGURES = ("logprobs", "entropy", "energy")
-
-
-def sample(model, prompt_ids, *, group_size=6, seed=5, keys=None, wanted=None, **changes):
+def sample(model, prompt_ids, *, group_size=6, seed=5, keys=None, engine="plain", **changes):
     options = {"max_new_tokens": 12, "eos_ids": [256], "pad_id": 257, "batch_size": 12}
-    sampling = rollout.Sampling(**options | changes)
-    draw = {"group_size": group_size, "seed": seed, "keys": keys, "wanted": wanted}
+    sampling = rollout.Sampling(**options | changes, engine=models.ENGINES[engine])
+    draw = {"group_size": group_size, "seed": seed, "keys": keys}
     return rollout.sample(model, prompt_ids, sampling, **draw)
 
 
@@ -36,14 +39,16 @@ def assert_same_rollouts(found, wanted, *, rtol=0.0, atol=1e-6):
     assert torch.equal(found.lengths, wanted.lengths)
     assert torch.equal(found.truncated, wanted.truncated)
     assert torch.equal(found.completion_ids[inside], wanted.completion_ids[inside])
-    for name in FIGURES:
+    for name in ("logprobs", "entropy", "energy"):
         own, other = getattr(found, name), getattr(wanted, name)
         torch.testing.assert_close(own, other, rtol=rtol, atol=atol, msg=name)
 
 
-@ENGINES
+# ------------------------------------------------------------------------- the plain loop is right
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_the_trainers(make_policy, temperature, engine):
+def test_logprobs_are_the_trainers(make_policy, temperature):
     """Catches a temperature on one side only, values shifted by a token, left padding that is
     attended to, and an energy without the other tokens' part.
 
@@ -51,8 +56,8 @@ def test_logprobs_are_the_trainers(make_policy, temperature, engine):
     """
     model, _ = make_policy()
     prompts = [[66, 67, 68, 69, 70], [65], [71, 72]]
-    options = {"temperature": temperature, "engine": engine}
-    got = sample(model, prompts, batch_size=18, eos_ids=[256, *range(0, 256, 8)], **options)
+    options = {"temperature": temperature, "eos_ids": [256, *range(0, 256, 8)]}
+    got = sample(model, prompts, batch_size=18, **options)
     assert 1 < got.lengths.float().mean() < 12, "some end early, some do not"
     for q, g in itertools.product(range(3), range(6)):
         length = got.lengths[q, g]
@@ -64,72 +69,31 @@ def test_logprobs_are_the_trainers(make_policy, temperature, engine):
         ids = torch.tensor([prompts[q] + completion])
         assert got.entropy[q, g].item() == pytest.approx(entropy.sum().item(), rel=1e-4)
         probs = (plain_logits(model, ids)[0] / temperature).softmax(dim=-1)
-        own = probs[
-            len(prompts[q]) - 1 : -1
-        ]  # the distribution that each completion token came from
-        one_hot = torch.nn.functional.one_hot(ids[0, len(prompts[q]) :], own.shape[1])
-        energy = (one_hot - own).square().sum()
+        probs = probs[len(prompts[q]) - 1 : -1]  # that each completion token came from
+        one_hot = torch.nn.functional.one_hot(ids[0, len(prompts[q]) :], probs.shape[1])
+        energy = (one_hot - probs).square().sum()
         assert got.energy[q, g].item() == pytest.approx(energy.item(), rel=1e-4)
 
 
-def test_energy_of_a_nearly_certain_token():
-    """Catches an energy computed as 1 - 2 p + sum p^2, which in float32 is all rounding error
-    here."""
-    logits = torch.tensor([[9.0, 0.0, -1.0, 0.5]])
-    model = types.SimpleNamespace(device="cpu", vocab_size=4)
-    sampling = rollout.Sampling(1, [3], 3)
-    one = torch.ones(1, 1, dtype=torch.bool)
-    record = rollout._Record(sampling, torch.rand(1, 1, 1), one, model)
-    scores = record.distribution(None, logits)
-    record.take(torch.tensor([0]), 0, scores, scores.exp(), torch.tensor([[0]]))
-    record.keep_recent(torch.tensor([0]), 0)
-    columns = record.ids[None], record.statistics[:, None]
-    energy = rollout._finish([[0]], *columns, sampling, one).energy
-    probs = logits.double().softmax(dim=-1)
-    exact = (torch.tensor([[1.0, 0, 0, 0]]) - probs).square().sum().item()
-    assert 1e-8 < exact < 1e-6
-    assert energy.item() == pytest.approx(exact, rel=1e-3)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_distribution_of_a_bfloat16_model(temperature):
-    """Catches log-probs that are rounded to bfloat16 before or after the temperature divides."""
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
-    model = types.SimpleNamespace(device="cpu", vocab_size=50)
-    sampling = rollout.Sampling(1, [3], 3, temperature=temperature)
-    wanted = torch.ones(3, 1, dtype=torch.bool)
-    record = rollout._Record(sampling, torch.rand(3, 1, 1), wanted, model)
-    scores = record.distribution(None, logits)
-    assert torch.equal(scores, (logits.float() / temperature).log_softmax(dim=1))
-
-
-@ENGINES
-def test_frequencies_and_entropy_are_those_of_the_policy(make_policy, engine):
-    """Catches top-k or top-p leaking in from the model's generation config, as Qwen3 ships one, and
-    a temperature that is applied twice.
+def test_frequencies_and_entropy_are_those_of_the_policy(make_policy):
+    """Catches a token that gets another one's share, and a temperature that is applied twice.
 
     Frequencies of 20,000 one-token completions are within 4.5 standard errors of softmax(logits /
     temperature), and the recorded entropy is that distribution's.
     """
     model, _ = make_policy()
-    shipped = {"temperature": 0.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
-    model.generation_config.update(do_sample=True, **shipped)
-    own_config = model.generation_config
     logits = plain_logits(model, torch.tensor([[65, 66]]))[0, -1]
     probability = torch.softmax(logits / 1.5, dim=0)
-    options = {"max_new_tokens": 1, "temperature": 1.5, "engine": engine}
+    options = {"max_new_tokens": 1, "temperature": 1.5}
     got = sample(model, [[65, 66]], group_size=20_000, **options)
     frequency = torch.bincount(got.completion_ids.flatten(), minlength=258) / 20_000
     error = (probability * (1 - probability) / 20_000).sqrt()
     assert ((frequency - probability).abs() <= 4.5 * error + 1e-4).all()
     entropy = -(probability * probability.log()).sum()
     assert torch.allclose(got.entropy, entropy.expand(1, 20_000), atol=1e-4)
-    assert model.generation_config is own_config, "restored"
-    assert model.config._attn_implementation == packing.ATTENTION
 
 
-@ENGINES
-def test_every_completion_is_as_frequent_as_the_policy_says(small_world, engine):
+def test_every_completion_is_as_frequent_as_the_policy_says(small_world):
     """Catches rows that change places when others leave, an end token that does not end,
     completions of a group that copy each other, and a vocabulary's padding that is sampled or
     counted.
@@ -142,7 +106,7 @@ def test_every_completion_is_as_frequent_as_the_policy_says(small_world, engine)
     assert sum(chances.values()) == pytest.approx(1)
     options = {"max_new_tokens": 3, "eos_ids": [0, 4], "pad_id": 4, "batch_size": 60_000}
     prompts = [[3], [1, 2], [2, 2, 1, 3]]
-    got = sample(model, prompts, group_size=20_000, engine=engine, **options)
+    got = sample(model, prompts, group_size=20_000, **options)
     completions = zip(got.completion_ids[1].tolist(), got.lengths[1], strict=True)
     found = [tuple(ids[:length]) for ids, length in completions]
     counts = collections.Counter(found)
@@ -155,28 +119,67 @@ def test_every_completion_is_as_frequent_as_the_policy_says(small_world, engine)
     assert (got.logprobs[1, :200][inside] - forced).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"repetition_penalty": 1.7}, {"temperature": 0.7, "top_k": 1}, {"top_p": 1e-6}]
-)
-def test_greedy_tokens_are_those_of_generate(make_policy, changes):
-    """Catches a mask that grows in the wrong place, a penalty that sees the padding or forgets the
-    prompt, and a setting that one engine ignores. Prompts have unequal lengths."""
-    model, _ = make_policy(seed=4)
-    prompts = [[65], [66, 67, 68, 69, 70], [71, 72], [1, 2, 3]]
-    ends = [256, *range(0, 256, 8)]
-    options = {"temperature": 0.0, "eos_ids": ends, "max_new_tokens": 40, "batch_size": 6} | changes
-    ours, theirs = (
-        sample(model, prompts, group_size=2, engine=engine, **options)
-        for engine in ("compact", "hf")
-    )
-    assert len(set(ours.lengths.flatten().tolist())) > 1
-    assert_same_rollouts(ours, theirs, rtol=1e-5, atol=1e-5)
+# ------------------------------------------------------------------------- the engines equal it
 
 
-@ENGINES
+SAME = [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"batch_size": 6}, {"pad_id": 8}]
+
+
+@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("options", SAME, ids=str)
+def test_engines_sample_what_the_plain_loop_samples(make_policy, engine, options):
+    """Catches in compact and hf what the tests above catch in the plain loop, and top-k or top-p
+    leaking in from the model's generation config, as Qwen3 ships one. In float64, so that rounding
+    changes no token; the pad may be an end token."""
+    model, _ = make_policy(dtype=torch.float64)
+    shipped = {"temperature": 0.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
+    model.generation_config.update(do_sample=True, **shipped)
+    own_config = model.generation_config
+    prompts = [[66, 67, 68, 69, 70], [65], [71, 72]]
+    options = {"eos_ids": [256, *range(0, 256, 8)], "max_new_tokens": 20} | options
+    wanted = sample(model, prompts, **options)
+    assert len(set(wanted.lengths.flatten().tolist())) > 1
+    found = sample(model, prompts, engine=engine, **options)
+    assert_same_rollouts(found, wanted, rtol=1e-5, atol=1e-5)  # hf makes logits float32
+    assert model.generation_config is own_config, "restored"
+    assert model.config._attn_implementation == packing.ATTENTION
+
+
+@ALL
+def test_energy_of_a_nearly_certain_token(make_policy, engine):
+    """Catches an energy computed as 1 - 2 p + sum p^2, which in float32 is all rounding error
+    here."""
+    model, _ = make_policy()
+    logits = plain_logits(model, torch.tensor([[65, 66]]))[0, -1].double()
+    first, second = logits.topk(2).values.tolist()
+    temperature = (first - second) / 8
+    probs = (logits / temperature).softmax(dim=0)
+    exact = torch.nn.functional.one_hot(logits.argmax(), 258).sub(probs).square().sum().item()
+    assert 1e-8 < exact < 1e-6
+    options = {"max_new_tokens": 1, "temperature": temperature, "engine": engine}
+    got = sample(model, [[65, 66]], **options)
+    assert (got.completion_ids == logits.argmax()).all()
+    assert got.energy.flatten().tolist() == pytest.approx([exact] * 6, rel=1e-3)
+
+
+@ALL
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_distribution_of_a_bfloat16_model(make_policy, engine, temperature):
+    """Catches log-probs that are rounded to bfloat16 before or after the temperature divides."""
+    model, _ = make_policy(dtype=torch.bfloat16)
+    with torch.no_grad(), rollout.evaluation_mode(model):
+        logits = model(torch.tensor([[65, 66]])).logits[0, -1]
+    scores = (logits.double() / temperature).log_softmax(dim=0)
+    options = {"max_new_tokens": 1, "temperature": temperature, "engine": engine}
+    got = sample(model, [[65, 66]], **options)
+    exact = scores[got.completion_ids].float()
+    torch.testing.assert_close(got.logprobs, exact, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", FAST)
 def test_greedy_is_what_the_bare_model_says(make_policy, engine):
-    """Catches an error that both engines share, such as padding that is penalized as if the prompt
-    held it: each token of a padded prompt is checked by a forward without a cache."""
+    """Catches an error that compact and hf share, such as padding that is penalized as if the
+    prompt held it: each token of a padded prompt is checked by a forward without a cache."""
     model, _ = make_policy(seed=4)
     options = {"temperature": 0.0, "repetition_penalty": 1.7, "engine": engine}
     got = sample(model, [[65, 66], [1] * 9], group_size=1, **options)
@@ -189,37 +192,25 @@ def test_greedy_is_what_the_bare_model_says(make_policy, engine):
         sequence.append(token)
 
 
-@pytest.mark.parametrize("every", [1, 4])
-@ENGINES
-def test_parts_of_groups(make_policy, monkeypatch, engine, every):
-    """Catches a wanted completion that gets another's random numbers or prompt, and one that is
-    sampled although it is not wanted; also where the host looks at tokens only now and then."""
-    monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
+def test_top_p_and_top_k_cut_the_tail(make_policy):
+    """Catches a flag of eval.py that does nothing. The plain loop refuses them."""
     model, _ = make_policy()
-    prompts = [[65, 66, 67], [68], [69, 70]]
-    options = {"engine": engine, "eos_ids": [256, *range(0, 256, 8)], "max_new_tokens": 12}
-    drawn, draw = [], categorical.draw
-    spy = lambda probs, uniform, row: drawn.append(len(uniform)) or draw(probs, uniform, row)
-    monkeypatch.setattr(categorical, "draw", spy)
-    whole = sample(model, prompts, group_size=4, **options)
-    drawn.clear()
-    wanted = torch.tensor([[1, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 1]]).bool()
-    part = sample(model, prompts, group_size=4, wanted=wanted, **options)
-    assert drawn[0] == wanted.sum()
-    assert len(set(whole.lengths.flatten().tolist())) > 2
-    assert torch.equal(part.lengths, whole.lengths * wanted)
-    assert torch.equal(part.truncated, whole.truncated & wanted)
-    for k, g in wanted.nonzero().tolist():
-        length = whole.lengths[k, g]
-        same = whole.completion_ids[k, g, :length] == part.completion_ids[k, g, :length]
-        assert same.all()
-    for name in FIGURES:
-        there, expected = getattr(part, name), getattr(whole, name)
-        there, expected = there.reshape(3, 4, -1), expected.reshape(3, 4, -1) * wanted[..., None]
-        assert torch.allclose(there, expected, atol=1e-5), name
+    probs = plain_logits(model, torch.tensor([[65, 66]]))[0, -1].softmax(dim=0)
+    ranked = probs.sort(descending=True)
+    nucleus = ranked.indices[: int((ranked.values.cumsum(dim=0) < 0.5).sum()) + 1].tolist()
+    cases = [({"top_p": 0.5}, nucleus), ({"top_k": 3}, ranked.indices[:3].tolist())]
+    for engine, (changes, allowed) in itertools.product(FAST, cases):
+        options = {"max_new_tokens": 1, "engine": engine} | changes
+        got = sample(model, [[65, 66]], group_size=5_000, **options)
+        assert set(got.completion_ids.flatten().tolist()) == set(allowed)
+        assert got.entropy.isfinite().all()
+    for changes in ({"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 1.1}):
+        with pytest.raises(ValueError, match="the plain loop has no top_k, top_p or repetition"):
+            sample(model, [[65, 66]], **changes)
 
 
-def test_positions_of_padding_are_not_negative(make_policy):
+@pytest.mark.parametrize("engine", ["plain", "compact"])
+def test_positions_of_padding_are_not_negative(make_policy, engine):
     """Catches negative positions of padding, which a model with a table of positions cannot look
     up."""
     model, _ = make_policy()
@@ -228,45 +219,34 @@ def test_positions_of_padding_are_not_negative(make_policy):
         lambda _module, _args, inputs: lowest.append(inputs["position_ids"].min().item()),
         with_kwargs=True,
     )
-    sample(model, [[65], [66] * 4], max_new_tokens=1)
+    sample(model, [[65], [66] * 4], max_new_tokens=1, engine=engine)
     assert lowest == [0]
 
 
-def test_top_p_and_top_k_cut_the_tail(make_policy):
-    """Catches a flag of eval.py that does nothing."""
-    model, _ = make_policy()
-    probs = plain_logits(model, torch.tensor([[65, 66]]))[0, -1].softmax(dim=0)
-    ranked = probs.sort(descending=True)
-    nucleus = ranked.indices[: int((ranked.values.cumsum(dim=0) < 0.5).sum()) + 1].tolist()
-    cases = [({"top_p": 0.5}, nucleus), ({"top_k": 3}, ranked.indices[:3].tolist())]
-    for engine, (changes, allowed) in itertools.product(("compact", "hf"), cases):
-        options = {"max_new_tokens": 1, "engine": engine} | changes
-        got = sample(model, [[65, 66]], group_size=5_000, **options)
-        assert set(got.completion_ids.flatten().tolist()) == set(allowed)
-        assert got.entropy.isfinite().all()
-
-
-@pytest.mark.parametrize(("batch_size", "every"), [(50, 1), (100, 1), (50, 4)])
+@pytest.mark.parametrize(
+    ("engine", "batch_size", "every"),
+    [("plain", 100, 1), ("compact", 50, 1), ("compact", 100, 1), ("compact", 50, 4)],
+)
 def test_prompts_are_read_once_and_rows_leave(
-    make_policy, forwards, monkeypatch, batch_size, every
+    make_policy, forwards, monkeypatch, engine, batch_size, every
 ):
     """Catches a prefill for each completion, equal texts in two rows, finished rows that stay, a
     check of the last token only, and a batch size that is ignored.
 
-    The model computes every prompt once, and every distinct text once (if tokens are checked every
-    fourth time: every completion, up to the next check).
+    The model computes every prompt once, and every distinct text once. The plain loop computes
+    every completion. So does compact if it checks tokens every fourth time, up to the next check.
     """
     model, _ = make_policy()
-    monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
+    monkeypatch.setitem(compact.CHECK_EVERY, "cpu", every)
     seen = forwards(model)
-    options = {"eos_ids": list(range(0, 258, 8)), "batch_size": batch_size}
+    options = {"eos_ids": list(range(0, 258, 8)), "batch_size": batch_size, "engine": engine}
     got = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, **options)
     computed = [tokens.numel() for tokens, _, _ in seen]
     assert got.truncated.any()
     assert max(computed) <= batch_size
     until_check = (got.lengths + every - 1) // every * every
     tokens = int(until_check.sum()) - 100
-    if every == 1:
+    if engine == "compact" and every == 1:
         columns = zip(got.completion_ids.flatten(0, 1).tolist(), got.lengths.flatten(), strict=True)
         begun = {
             (row // 50, *ids[: end + 1])
@@ -278,24 +258,25 @@ def test_prompts_are_read_once_and_rows_leave(
     assert sum(computed) == 6 + tokens
 
 
-def test_prompts_of_one_length_share_a_batch(make_policy):
+@pytest.mark.parametrize("engine", ["plain", "compact"])
+def test_prompts_of_one_length_share_a_batch(make_policy, engine):
     """Catches batches in the caller's order, where short prompts are padded to long ones."""
     model, _ = make_policy()
     shapes = []
     model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     prompts = [[65] * 4, [66], [67] * 4, [68]]
-    got = sample(model, prompts, group_size=2, batch_size=4, max_new_tokens=1)
+    got = sample(model, prompts, group_size=2, batch_size=4, max_new_tokens=1, engine=engine)
     assert shapes == [(2, 1), (2, 4)]
     assert got.prompt_ids == prompts
 
 
-@ENGINES
+@ALL
 def test_a_completion_follows_from_its_key(make_policy, engine):
     """Catches random numbers that follow from a prompt's place, that depend on the group's size or
     on max_new_tokens, or that completions, tokens or seeds share.
 
     Some of the prompts, in another order, in smaller groups, cut off earlier, but with their keys,
-    get the same ids in float64, from both engines.
+    get the same ids in float64 as from the plain loop.
     """
     model, _ = make_policy(dtype=torch.float64)
     prompts = [[65, 66, 67], [68], [65, 66, 67], [71] * 5]
@@ -335,14 +316,13 @@ def test_no_two_prompts_share_their_random_numbers(make_policy):
     assert not np.isin(numbers[0], numbers[1]).any()
 
 
-@ENGINES
-def test_ends_and_cuts(make_policy, engine):
+def test_ends_and_cuts(make_policy):
     """Catches an end token that is ignored because it is not the first of the list, or that is left
     out of its completion, and lengths that are taken from pad tokens, one of which ends
     completions."""
     model, tokenizer = make_policy()
     ends = [257, 256, *range(0, 256, 8)]
-    got = sample(model, [[65]], group_size=200, eos_ids=ends, engine=engine)
+    got = sample(model, [[65]], group_size=200, eos_ids=ends)
     assert got.truncated.any()
     assert not got.truncated.all()
     columns = got.completion_ids[0].tolist(), got.lengths[0], got.truncated[0]
@@ -356,7 +336,7 @@ def test_ends_and_cuts(make_policy, engine):
     assert not any("<|" in text for text in texts)
 
 
-@ENGINES
+@ALL
 def test_no_prompts_is_an_empty_rollout(make_policy, engine):
     """Catches a rank without prompts that fails."""
     got = sample(make_policy()[0], [], engine=engine)
@@ -364,13 +344,12 @@ def test_no_prompts_is_an_empty_rollout(make_policy, engine):
     assert got.lengths.shape == (0, 6)
 
 
-@ENGINES
+@ALL_CHECKS
 @pytest.mark.parametrize("token", [65, 66])
-@pytest.mark.parametrize("every", [1, 16])
 def test_broken_weights_are_reported(make_policy, monkeypatch, engine, token, every):
     """Catches a check for NaN that a single finite logit satisfies, and completions that end before
     the first check."""
-    monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
+    monkeypatch.setitem(compact.CHECK_EVERY, "cpu", every)
     model, _ = make_policy()
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = torch.nan
@@ -379,36 +358,11 @@ def test_broken_weights_are_reported(make_policy, monkeypatch, engine, token, ev
     assert model.config._attn_implementation == packing.ATTENTION, "restored after an error too"
 
 
-@pytest.mark.parametrize("every", [1, 16])
-def test_masks_suit_the_kernels(make_policy, forwards, monkeypatch, every):
-    """Catches a query that sees nothing, for which some kernels give NaN, and a mask that a kernel
-    would convert or copy in every layer: one of another type, or whose rows do not begin at a
-    multiple of 16 bytes. For prompts of one length there is no mask."""
-    model, _ = make_policy(dtype=torch.bfloat16)
-    monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
-    model.why_not_fast = ""
-    seen = forwards(model)
-    sample(model, [[65], [66] * 4], max_new_tokens=3, eos_ids=[-1], seed=0)
-    first, *others = (mask for _, mask, _ in seen)
-    assert first.any(dim=-1).all()
-    assert first[0, 0].tolist() == torch.eye(4, dtype=torch.bool).tolist()
-    assert first[1, 0].tolist() == torch.ones(4, 4, dtype=torch.bool).tril().tolist()
-    for width, mask in zip((5, 6), others, strict=True):
-        assert mask.shape == (12, 1, 1, width)  # all texts differ
-        assert mask.dtype == torch.bfloat16
-        assert mask.stride(0) % 8 == 0
-        assert sorted(mask.isinf().sum(dim=-1).flatten().tolist()) == [0] * 6 + [3] * 6
-    seen.clear()
-    sample(model, [[65], [66]], max_new_tokens=3, eos_ids=[-1])
-    assert [mask for _, mask, _ in seen] == [None] * 3
-
-
-@ENGINES
-@pytest.mark.parametrize("every", [1, 16])
+@ALL_CHECKS
 def test_one_bad_row_is_reported(make_policy, monkeypatch, engine, every):
     """Catches a NaN that passes because the logits of other completions, or of later tokens, are
     finite. Only the second row of a forward by transformers is broken here."""
-    monkeypatch.setitem(rollout.CHECK_EVERY, "cpu", every)
+    monkeypatch.setitem(compact.CHECK_EVERY, "cpu", every)
     model, _ = make_policy()
     broken = lambda _module, _args, out: out.index_fill(0, torch.tensor([1]), torch.nan)
     model.model.norm.register_forward_hook(broken)
@@ -416,8 +370,9 @@ def test_one_bad_row_is_reported(make_policy, monkeypatch, engine, every):
         sample(model, [[65], [66]], engine=engine, eos_ids=[-1])
 
 
+@ALL
 @pytest.mark.parametrize("training", [True, False])
-def test_the_models_mode_is_restored(make_policy, training):
+def test_the_models_mode_is_restored(make_policy, training, engine):
     """Catches samples with dropout, and a trained model that sampling leaves in evaluation mode, or
     the reverse."""
     model, _ = make_policy()
@@ -426,8 +381,9 @@ def test_the_models_mode_is_restored(make_policy, training):
     model.register_forward_pre_hook(
         lambda *_: during.append((model.training, torch.backends.cuda.cudnn_sdp_enabled()))
     )
-    sample(model, [[65]], max_new_tokens=1)
-    assert during == [(False, False)], "cuDNN would make a plan for each token"
+    sample(model, [[65]], max_new_tokens=1, engine=engine)
+    cudnn = engine == "plain"  # it would make a plan for each token
+    assert during == [(False, cudnn)]
     assert model.training == training
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
@@ -438,11 +394,11 @@ def test_settings_come_from_the_policy(make_policy):
     model, tokenizer = make_policy()
     for of_config, ends in (([5, 256], [5, 256]), (7, [7]), (None, [256])):
         model.generation_config.eos_token_id = of_config
-        got = rollout.Sampling.for_policy(model, tokenizer, 9, temperature=0.5, engine="hf")
-        assert got == rollout.Sampling(9, ends, 257, temperature=0.5, engine="hf")
+        got = models.sampling(model, tokenizer, 9, "hf", temperature=0.5)
+        assert got == rollout.Sampling(9, ends, 257, temperature=0.5, engine=hf)
 
 
-@ENGINES
+@ALL
 def test_a_loaded_models_vocabulary_is_its_tokenizers(make_policy, tmp_path, engine):
     """Catches a vocabulary whose size is the config's: 62 rows of this head are not tokens."""
     model, tokenizer = make_policy()

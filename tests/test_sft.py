@@ -115,7 +115,7 @@ def test_it_learns(teach, tmp_path, monkeypatch):
     assert log[-1]["loss"] < 0.1
     model, tokenizer = models.load_policy(str(tmp_path / "run" / "checkpoint"), "cpu")
     _, prompts = data.encode_prompts(data.sft_problems(file), tokenizer, 512)
-    sampling = rollout.Sampling.for_policy(model, tokenizer, 30, temperature=0)
+    sampling = models.sampling(model, tokenizer, 30, temperature=0)
     found = rollout.sample(model, prompts, sampling, group_size=1, seed=0)
     pairs = zip(found.completion_ids[:, 0], found.lengths[:, 0], strict=True)
     said = [tokenizer.decode(ids[:length]) for ids, length in pairs]

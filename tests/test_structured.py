@@ -110,21 +110,22 @@ def test_dead_neurons_change_nothing(family, tmp_path):
     assert torch.allclose(logits(loaded), before, atol=1e-5)
 
 
-def test_both_engines_sample_from_a_pruned_model(tmp_path):
+def test_engines_sample_from_a_pruned_model(tmp_path):
     """On prompts of unequal lengths. Catches attentions that are not numbered anew: the cache's
     first entry would stay empty, and the next tokens would take the wrong positions."""
     pruned.register()
     folder = save(pruned.rebuild(make(), REMOVED), tmp_path)
     loaded, tokenizer = models.load_policy(folder, "cpu")
     found = []
-    for engine in ("compact", "hf"):
-        sampling = rollout.Sampling.for_policy(loaded, tokenizer, 6, engine=engine)
+    for engine in ("plain", "compact", "hf"):
+        sampling = models.sampling(loaded, tokenizer, 6, engine)
         prompts = [[1, 2, 3], [4], [5, 6]]
         found.append(rollout.sample(loaded, prompts, sampling, group_size=3, seed=5))
-    ours, theirs = found
-    inside = torch.arange(6) < ours.lengths[..., None]
-    assert torch.equal(ours.completion_ids[inside], theirs.completion_ids[inside])
-    assert torch.allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+    plain, *others = found
+    inside = torch.arange(6) < plain.lengths[..., None]
+    for other in others:
+        assert torch.equal(plain.completion_ids[inside], other.completion_ids[inside])
+        assert torch.allclose(plain.logprobs, other.logprobs, atol=1e-4)
 
 
 # ------------------------------------------------------------------------- the choice

@@ -23,7 +23,7 @@ import models
 import packing
 import rollout
 import train
-from engines import vllm_engine
+from engines import compact, vllm_engine
 from runtime import InputError
 from tasks import arithmetic
 from update import trainer_logprobs
@@ -83,10 +83,11 @@ def headless(llm, method, *, kwargs, real=vllm.LLM.collective_rpc):
     return real(llm, method, kwargs={"weights_iterator": weights})
 
 
-def sample(model, engine, *, seed=0, group_size=8, **changes):
+def sample(model, engine, *, seed=0, keys=None, group_size=8, **changes):
     options = {"max_new_tokens": 12, "eos_ids": [256, 7], "pad_id": 7, "engine": engine}
     sampling = rollout.Sampling(**options | changes)
-    return rollout.sample(model, PROMPTS, sampling, group_size=group_size, seed=seed)
+    draw = {"group_size": group_size, "seed": seed, "keys": keys}
+    return rollout.sample(model, PROMPTS, sampling, **draw)
 
 
 def largest_gap(model, rollouts, cfg=CFG):
@@ -127,16 +128,18 @@ def test_greedy_tokens_and_cut_tails_are_those_of_compact(pair):
         {"top_k": 1},
         {"top_p": 1e-6},
     ):
-        ours, theirs = (sample(model, one, group_size=3, **changes) for one in ("compact", engine))
+        ours, theirs = (sample(model, one, group_size=3, **changes) for one in (compact, engine))
         assert torch.equal(ours.lengths, theirs.lengths)
         inside = torch.arange(12) < ours.lengths[..., None]
         assert torch.equal(ours.completion_ids * inside, theirs.completion_ids * inside), changes
 
 
 def test_seed_decides_everything(pair):
-    """Catches a seed that vLLM does not get, and samples that cannot be repeated."""
+    """Catches a seed or keys that vLLM does not get, and samples that cannot be repeated."""
     one, same, other = (sample(*pair, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one.completion_ids, same.completion_ids)
+    assert not torch.equal(one.completion_ids, other.completion_ids)
+    other = sample(*pair, seed=1, keys=[4, 5, 6, 7])
     assert not torch.equal(one.completion_ids, other.completion_ids)
     group = {tuple(ids) for ids in one.completion_ids[0].tolist()}
     assert len(group) > 1, "a group's completions differ"

@@ -15,6 +15,7 @@ import pretend_cuda
 import pytest
 import torch
 
+import models
 import packing
 import rollout
 from engines import check_decoder
@@ -60,10 +61,10 @@ def policy(make_policy):
 def sample():
     """Rollouts of prompts of 1 to 5 tokens, with ends that a twentieth of the tokens are."""
 
-    def go(model, *, dtype="float32", prompts=4, group_size=4, **changes):
+    def go(model, *, dtype="float32", prompts=4, group_size=4, engine="compact", **changes):
         options = {"max_new_tokens": 12, "eos_ids": [256, *range(0, 240, 20)], "pad_id": 257}
         prompt_ids = [list(range(65 + n, 66 + n + n % 5)) for n in range(prompts)]
-        sampling = rollout.Sampling(**options | changes)
+        sampling = rollout.Sampling(**options | changes, engine=models.ENGINES[engine])
         own = copy.deepcopy(model)
         cast_weights(own, dtype)
         return rollout.sample(own, prompt_ids, sampling, group_size=group_size, seed=5)

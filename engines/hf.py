@@ -1,0 +1,58 @@
+"""transformers' own model.generate, which is slower than the compact engine, for comparison."""
+
+import contextlib
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+
+import rollout
+from engines import compact, prefill
+
+
+def sample(
+    model, prompt_ids, sampling: rollout.Sampling, *, group_size: int, seed: int, keys
+) -> rollout.Rollouts:
+    """See rollout.sample."""
+    options = {"group_size": group_size, "seed": seed, "keys": keys}
+    with empty_generation_config(model):
+        return compact.in_batches(_generate, model, prompt_ids, sampling, **options)
+
+
+@contextlib.contextmanager
+def empty_generation_config(model):
+    """transformers fills whatever a call leaves open from the model's own. Restored on exit."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _generate(model, prompt_ids, group_size, record, progress) -> None:
+    """Sample by one call of model.generate. Our own code draws each token, with its own random
+    numbers, and generate gets scores that leave it only that token."""
+    repeated = [ids for ids in prompt_ids for _ in range(group_size)]
+    sequences, mask = prefill.pad_left(repeated, model.device)
+    B, width = sequences.shape
+    active = torch.arange(B, device=model.device)
+
+    def draw(sequences, logits):
+        scores = record.distribution(sequences, logits)
+        if scores.isnan().any():  # generate would go on with them
+            raise FloatingPointError(compact.NOT_FINITE)
+        token, _, _ = record.draw(active, None, sequences.shape[1] - width, scores)
+        return torch.full_like(logits, -torch.inf).scatter_(1, token, 0.0)
+
+    model.generate(
+        sequences,
+        attention_mask=mask,
+        logits_processor=LogitsProcessorList([draw]),
+        generation_config=GenerationConfig(
+            do_sample=False,
+            max_new_tokens=record.sampling.max_new_tokens,
+            eos_token_id=record.sampling.eos_ids,
+            pad_token_id=record.sampling.pad_id,
+        ),
+    )
+    record.keep_recent(active, 0)
+    progress.update(B)

@@ -1,0 +1,159 @@
+"""
+Read prompts into a cache whose rows can be split and dropped.
+
+- `decoding`: the model in a known state while it samples
+- `prefill`: read the prompts
+- `GrowingLayer`: a key-value cache. transformers' own copies all keys and values for every token.
+"""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import Cache, DynamicLayer
+
+import rollout
+
+ROOM = 64  # columns of the cache that are allocated ahead
+SHARED = 16  # a beginning that all prompts share is read once if it has this many tokens
+
+
+@contextlib.contextmanager
+def decoding(model):
+    """rollout.evaluation_mode without cuDNN's attention; restored on exit.
+
+    cuDNN makes a plan for each shape, and every token brings a new shape.
+    """
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with rollout.evaluation_mode(model):
+            yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+def pad_left(prompt_ids, device):
+    """(ids, mask) [K, width], padded on the left, so that all completions start in one column.
+
+    The padding repeats a token of the prompt. A repetition penalty penalizes that one anyway."""
+    width = max(map(len, prompt_ids))
+    ids = [[ids[0]] * (width - len(ids)) + ids for ids in prompt_ids]
+    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def prefill(model, prompt_ids, room):
+    """Read K prompts, the longest of W tokens, after each of which `room` tokens will be sampled.
+
+    Returns (logits, ids, positions, bias, cache): the logits [K, V] of the first sampled token, the
+    padded prompts [K, W], the position [K, 1] of each prompt's last token, and the cache. bias
+    [K, 1, 1, W + room or more] is added to attention's scores: 0, and -inf at padding.
+
+    If all prompts begin with the same P tokens (a system prompt, examples), these are read once.
+    """
+    beginning = common_beginning(prompt_ids)
+    K, P, device = len(prompt_ids), len(beginning), model.device
+    ids, mask = pad_left([prompt[P:] for prompt in prompt_ids], device)
+    cache = growing_cache()
+    if P:
+        beginning = torch.tensor([beginning], device=device)
+        model(beginning, past_key_values=cache, logits_to_keep=1)
+        others = torch.arange(1, K, device=device)
+        for layer in cache.layers:  # every prompt gets a copy of the beginning's row
+            layer.keep(K, others, torch.zeros_like(others), most=K)
+        ids = torch.cat([beginning.expand(K, -1), ids], dim=1)  # [K, W]
+        mask = F.pad(mask, (P, 0), value=1)  # [K, W]
+    W = mask.shape[1]
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    inputs = {"position_ids": positions[:, P:], "past_key_values": cache, "attention_mask": None}
+    if P or is_ragged(prompt_ids):
+        # transformers uses a mask of four dimensions unchanged. Padding attends to itself: kernels
+        # differ in what they return for a query without keys.
+        visible = mask.bool()[:, None, None].expand(K, 1, W, W).tril()
+        visible = visible | torch.eye(W, dtype=torch.bool, device=device)
+        inputs["attention_mask"] = visible[:, :, P:]
+    logits = model(ids[:, P:], **inputs, logits_to_keep=1).logits[:, -1]
+    # Attention need not copy the bias if it has the queries' type, and rows of whole 16 bytes.
+    bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
+    bias = F.pad(bias, (0, room + -(W + room) % 8))[:, None, None]
+    return logits, ids, positions[:, -1:], bias, cache
+
+
+def common_beginning(prompt_ids) -> list[int]:
+    """The tokens that all prompts begin with; [] if they are too few to be worth a forward.
+
+    A prompt's last token is never part of it, because its logits predict the first sampled token.
+    """
+    # What the smallest and the largest list share, all lists between them share, too.
+    first, last = min(prompt_ids), max(prompt_ids)
+    longest = min(map(len, prompt_ids)) - 1
+    pairs = zip(first[:longest], last, strict=False)
+    number = next((place for place, (a, b) in enumerate(pairs) if a != b), longest)
+    return first[:number] if number >= SHARED and len(prompt_ids) > 1 else []
+
+
+def is_ragged(prompt_ids) -> bool:
+    """Whether some prompts are padded. Attention must not see padding."""
+    return len(set(map(len, prompt_ids))) > 1
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values [R, H, n, D] of one layer, for R rows and n tokens.
+
+    They are views of a larger buffer [2, rows, H, columns, D], so a new token is one copy.
+    """
+
+    buffer = None
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Add the keys and values [R, H, new, D] of new tokens; returns those of all tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            R, H, _, D = key_states.shape
+            self.buffer = key_states.new_empty(2, R, H, 0, D)
+            self._show(R, 0)
+        keys, values = self._room(key_states.shape[2])
+        keys.copy_(key_states)
+        values.copy_(value_states)
+        return self.keys, self.values
+
+    def append(self, states):
+        """`update` by one token, whose keys and values come as one tensor [R, 2, H, D]."""
+        self._room(1)[:, :, :, 0].copy_(states.transpose(0, 1))
+        return self.keys, self.values
+
+    def keep(self, count, gaps, movers, most):
+        """Copy rows `movers` to rows `gaps`, then keep the first `count` rows.
+
+        `count` may be larger than before; there will never be more than `most` rows.
+        """
+        length = self.get_seq_length()
+        if count > self.buffer.shape[1]:
+            self._allocate(min(2 * count, most), self.buffer.shape[3])
+        used = self.buffer[:, :, :, :length]
+        used.index_copy_(1, gaps, used.index_select(1, movers))
+        self._show(count, length)
+
+    def _room(self, new):
+        """Make room for new tokens; returns their columns [2, R, H, new, D], to be written."""
+        rows, start = len(self.keys), self.get_seq_length()
+        if start + new > self.buffer.shape[3]:
+            self._allocate(rows, start + new + ROOM)
+        self._show(rows, start + new)
+        return self.buffer[:, :rows, :, start : start + new]
+
+    def _allocate(self, rows, columns):
+        """Move the keys and values to a buffer of this size."""
+        old = self.buffer[:, : len(self.keys), :, : self.get_seq_length()]
+        _, R, H, n, D = old.shape
+        self.buffer = old.new_empty(2, rows, H, columns, D)
+        self.buffer[:, :R, :, :n] = old
+
+    def _show(self, rows, length):
+        self.keys, self.values = self.buffer[:, :rows, :, :length]
+
+
+def growing_cache() -> Cache:
+    """An empty cache for a model whose layers all have full attention."""
+    return Cache(layer_class_to_replicate=GrowingLayer)
