@@ -97,7 +97,7 @@ def gradient_of_step(trainer: Trainer, step: int, stored: Stored, **changes) -> 
     stop = mock.patch.object(trainer.optimizer, "step", side_effect=Updated)
     try:
         with stop, contextlib.suppress(Updated):
-            trainer.step(step)
+            Trainer.step(trainer, step)
     finally:
         trainer.cfg, trainer.sampling, trainer.candidates = cfg, sampling, candidates
     return gradient(trainer.model)

@@ -28,14 +28,9 @@ import rollout
 from bench import check, run, shapes, update
 from bench import rollout as bench_rollout
 from bench.masked import masked_attention
-<<<<<<< HEAD
-from engines import vllm_engine
-from models import checkpoint_layers
-from rewards import score
-=======
 from engines import compact, vllm_engine
 from models import ENGINES, checkpoint_layers
->>>>>>> rollout61
+from rewards import score
 from runtime.timer import clock
 from train import Trainer
 from update import accumulate_gradients, trainer_logprobs
