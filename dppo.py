@@ -1,7 +1,7 @@
 """
 DPPO, Dynamic Pruning Policy Optimization (arXiv:2603.04135), as pure functions on tensors.
 
-It is GRPO with three changes:
+It is GRPO with three changes; minimal.py has all of it on one page:
     1. whole prompts are dropped before rollout, at random, by their history     (sampler.py)
     2. single completions are dropped after reward, at random                    (prune_completions)
     3. what is kept is multiplied by 1 / (probability of keeping it)             (ht_weights)
@@ -15,20 +15,16 @@ and prints the error. Four mistakes would break it:
     - a keep probability of zero where l_i is not zero: rates stay below 1, and sizes have a floor
     - a wrong keep probability: dropping floor(r n) completions but multiplying by 1 / (1 - r)
     - parameters that depend on the draw: here each update makes its own draw
+This is the gradient of one update before it is clipped by norm. Clipping and Adam are not linear.
 
-Where the gradient of one update is exact in expectation, before it is clipped by norm:
-    completions  every rule of COMPLETION_RULES: with every loss, any --beta, any number of
-                 mini-batches
-    prompts      every rule of sampler.PROMPT_RULES: with every loss, any number of mini-batches.
-                 dapo and cispo divide by a token count that was known before the draw, the mean of
-                 earlier batches; their own is unknown, and an estimate of it would make a biased
-                 ratio
-    never        rules with an entry in `biased`, such as those of related/rivals.py
-Adam and the clip by norm are not linear, so none of this carries over to their output.
-A rule or a loss is one function and one entry, in COMPLETION_RULES or LOSSES below.
+You may add rules and losses: each is one function and one entry, in COMPLETION_RULES or LOSSES. The
+functions of draws and weights keep the estimate exact: do not change those.
 
 Public summaries say that the paper prunes a deterministic fraction; the random form here is our
 reconstruction. The rule pps, minimum variance for a given number of tokens, is ours.
+
+Energy, here and elsewhere: the squared gradient of a completion's log-probs at the logits, the sum
+over its tokens of |onehot - softmax|^2.
 
 Letters: Q prompts of a step, K of them rolled out, G completions each, N completion tokens,
 n completions in any shape.
@@ -179,17 +175,17 @@ def pps_keep_prob(size: torch.Tensor, cost: torch.Tensor, budget: float) -> torc
     terms keeps them all.
     """
     size, cost = size.double(), cost.double()
-    sure = torch.zeros_like(size, dtype=torch.bool)
-    open_ = size > 0
-    if budget >= cost[open_].sum():
-        return open_.double()
+    certain = torch.zeros_like(size, dtype=torch.bool)  # kept with probability 1
+    undecided = size > 0
+    if budget >= cost[undecided].sum():
+        return undecided.double()
     while True:
-        tau = (budget - cost[sure].sum()) / (size * cost.sqrt())[open_].sum()
+        tau = (budget - cost[certain].sum()) / (size * cost.sqrt())[undecided].sum()
         keep_prob = tau * size / cost.sqrt()
-        over = open_ & (keep_prob >= 1.0)
+        over = undecided & (keep_prob >= 1.0)
         if not over.any():
-            return torch.where(open_, keep_prob, sure.double())
-        sure, open_ = sure | over, open_ & ~over
+            return torch.where(undecided, keep_prob, certain.double())
+        certain, undecided = certain | over, undecided & ~over
 
 
 # ---------------------------------------------------------------------------- draws and weights
@@ -229,12 +225,12 @@ def systematic(keep_prob: torch.Tensor, order: torch.Tensor, start: float) -> to
         >>> systematic(keep_prob, torch.arange(5), start=0.6).int().tolist()
         [0, 1, 0, 1, 0]
     """
-    laid = keep_prob.double().flatten()[order]
-    sure = laid >= 1.0  # a whole unit always holds a point; left out, rounding cannot lose it
-    ends = torch.where(sure, 0.0, laid).cumsum(dim=0)
+    laid_out = keep_prob.double().flatten()[order]
+    certain = laid_out >= 1.0  # a whole unit always holds a point, which rounding could lose
+    ends = torch.where(certain, 0.0, laid_out).cumsum(dim=0)
     points = (ends - start).ceil().clamp(min=0)  # how many of start, start + 1, ... before each end
-    keep = torch.empty_like(sure)
-    keep[order] = sure | (points.diff(prepend=points.new_zeros(1)) > 0)
+    keep = torch.empty_like(certain)
+    keep[order] = certain | (points.diff(prepend=points.new_zeros(1)) > 0)
     return keep.view(keep_prob.shape)
 
 
@@ -257,8 +253,8 @@ def prune(keep_prob: torch.Tensor, generator: Generator) -> tuple[torch.Tensor, 
 class CompletionRule:
     """How completions are dropped: an entry of COMPLETION_RULES.
 
-    keep_prob(batch, prune_rate) -> [K, G] for a Completions. It is positive wherever batch.size is,
-    so wherever a term is not exactly 0; a `biased` rule need not keep to that.
+    keep_prob(batch, prune_rate) -> [K, G] for a Completions. It must be above 0 for every
+    completion whose loss term is not exactly 0 (batch.size > 0). Rules marked `biased` are exempt.
     """
 
     keep_prob: Callable | None
@@ -276,8 +272,9 @@ def low_advantages(batch: Completions, prune_rate: float) -> torch.Tensor:
 
 
 def proportional_to_size(batch: Completions, prune_rate: float) -> torch.Tensor:
-    """Ours: minimum variance at an expected 1 - r_o of the mini-batch's tokens. Terms of 0 are
-    dropped first, so if most groups are dead, nothing else is."""
+    """Ours: minimum variance at an expected 1 - r_o of the mini-batch's tokens. Completions without
+    gradient are dropped first. If the budget suffices for all others, they are kept with weight
+    1."""
     return pps_keep_prob(batch.size, batch.cost, (1.0 - prune_rate) * batch.cost.sum().item())
 
 
@@ -306,28 +303,22 @@ COMPLETION_RULES = {
 }
 
 
-def check_keep_prob(kind: str, name: str, rule, prune_rate: float, keep_prob, counts) -> None:
-    """RuleError unless keep_prob are probabilities of the shape of `counts`, which says where a
-    term is not exactly 0. There they must be 1 at rate 0 and, if the rule claims to be unbiased,
-    above 0."""
-    wanted = f"{kind} {name!r} must return probabilities of shape {list(counts.shape)}"
-    if not torch.is_tensor(keep_prob) or keep_prob.shape != counts.shape:
+def check_keep_prob(kind: str, name: str, rule, prune_rate: float, keep_prob, live) -> None:
+    """RuleError unless keep_prob are probabilities of the shape of `live`, which says where a term
+    is not exactly 0. There they must be above 0, unless the rule is `biased`: no weight can make up
+    for what is never kept. At rate 0 they must be 1, unless the rule has no rate."""
+    must = f"{kind} {name!r} must return probabilities of shape {list(live.shape)}"
+    if not torch.is_tensor(keep_prob) or keep_prob.shape != live.shape:
         found = list(keep_prob.shape) if torch.is_tensor(keep_prob) else type(keep_prob).__name__
-        raise RuleError(f"{wanted}, not {found}")
+        raise RuleError(f"{must}, not {found}")
     wrong = ~((keep_prob >= 0) & (keep_prob <= 1))  # NaN, too
     if wrong.any():
-        raise RuleError(f"{wanted}, from 0 to 1, not {keep_prob[wrong][0].item():g}")
-    lowest = keep_prob[counts].min().item() if counts.any() else 1.0
+        raise RuleError(f"{must}, from 0 to 1, not {keep_prob[wrong][0].item():g}")
+    lowest = keep_prob[live].min().item() if live.any() else 1.0
     if lowest == 0 and not rule.biased:
-        raise RuleError(
-            f"{wanted}, above 0 for what may have a gradient: no weight can make up for what is "
-            f'never kept. Return more than 0, or give the entry biased="the reason"'
-        )
+        raise RuleError(f'{must}, above 0 for live terms; or give its entry biased="the reason"')
     if lowest < 1 and prune_rate == 0 and rule.rate is not None:
-        raise RuleError(
-            f"{wanted}, of 1 at prune rate 0, not {lowest:g}. If the rule has no rate, give the "
-            f"entry rate=None"
-        )
+        raise RuleError(f"{must}, of 1 at prune rate 0, not {lowest:g}; or give it rate=None")
 
 
 def completion_keep_prob(name: str, prune_rate: float, batch: Completions) -> torch.Tensor:

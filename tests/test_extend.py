@@ -167,6 +167,10 @@ def test_a_rule_that_ignores_its_rate():
         history.keep_prob("mine", 0.0, torch.arange(2), 1)
     sampler.PROMPT_RULES["mine"] = sampler.PromptRule(half, rate=None)
     assert history.keep_prob("mine", 0.0, torch.arange(2), 1).tolist() == [0.5, 0.5]
+    half = lambda batch, rate: 0.5 * ones(batch.size.shape)
+    dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(half)
+    with pytest.raises(dppo.RuleError, match=r"of 1 at prune rate 0, not 0.5. .*rate=None"):
+        dppo.completion_keep_prob("mine", 0.0, completions())
 
 
 def test_methods_and_rules_of_yours():
