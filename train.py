@@ -108,17 +108,16 @@ class Trainer:
 
         # 1. Select the candidates of this step.
         window = self.candidates(step)  # [Q]
-
         kept = torch.ones_like(window, dtype=torch.bool)  # [Q]
-        weights = torch.ones_like(window, dtype=torch.float64)  # [Q]
+        window_weights = torch.ones_like(window, dtype=torch.float64)  # [Q]
         # --- DPPO, before rollout: drop prompts by their history, weight the rest by 1 / P(kept)
         counts_tokens = self.needs_mean_tokens and self.mean_tokens is None  # see 5
         prompt_rule = "none" if counts_tokens else cfg.prompt_rule
-        kept, weights = self.history.prune(
+        kept, window_weights = self.history.prune(
             prompt_rule, cfg.prompt_prune_rate, window, generator, step, M
         )
         # ---
-        prompts, prompt_weights = window[kept], weights[kept]  # [K], [K]
+        prompts, prompt_weights = window[kept], window_weights[kept]  # [K], [K]
         seen = metrics.history(self.history, step, window, kept)
 
         # 2. Sample G completions of each prompt. Each rank has its share of the prompts.
@@ -149,15 +148,19 @@ class Trainer:
         # 4. Advantages, over full groups.
         advantages = dppo.group_advantages(rewards, cfg.loss)  # [K, G]
 
-        # 5. The denominator is that of the full batch, over the mini-batches: of all Q candidates.
-        # dapo and cispo divide by its tokens. If prompts are pruned these are not known, and to
-        # divide by this draw's estimate would be biased, so the mean of the last steps stands in.
-        # The first step has none: it keeps all prompts and counts.
+        # 5. The denominator is that of the full batch, of all Q candidates, over the mini-batches.
         trained = 1.0 - truncated * cfg.mask_truncated  # [K, G]; 0: masked
-        num_tokens = (prompt_weights[:, None] * trained * lengths).sum().item()  # estimated
+        sampled_tokens = (prompt_weights[:, None] * trained * lengths).sum().item()  # estimated
+        num_tokens = sampled_tokens
+        # --- DPPO, for dapo and cispo, which divide by the batch's tokens: if prompts are pruned
+        # these are not known, and to divide by this draw's estimate would be biased. So the mean of
+        # the last steps stands in. The first step has none: it keeps all prompts and counts.
+        if self.needs_mean_tokens:
+            num_tokens = self.mean_tokens or sampled_tokens
+        # ---
         scale = trained * dppo.loss_scale(
-            lengths, cfg.loss, num_sequences=Q * G // M,
-            num_tokens=(self.mean_tokens or num_tokens) / M, max_new_tokens=cfg.max_new_tokens,
+            lengths, cfg.loss, num_sequences=Q * G // M, num_tokens=num_tokens / M,
+            max_new_tokens=cfg.max_new_tokens,
         )  # [K, G]  # fmt: skip
         factor = prompt_weights[:, None] * scale  # [K, G]
 
@@ -204,26 +207,26 @@ class Trainer:
                 self.optimizer.step()
 
         # 8. Remember the groups. Later steps draw by what is known of their prompts.
-        size = dppo.contribution_size(advantages, scale, energy, cfg.beta)  # [K, G]
+        full_size = dppo.contribution_size(advantages, scale, energy, cfg.beta)  # [K, G]
         self.history.update(
-            step, prompts, prompt_weights, rewards, advantages, size.square().sum(dim=1),
+            step, prompts, prompt_weights, rewards, advantages, full_size.square().sum(dim=1),
             lengths.sum(dim=1),
         )  # fmt: skip
         if self.needs_mean_tokens:
-            mean = self.mean_tokens or num_tokens
+            mean = self.mean_tokens or sampled_tokens
             # If the mean is 0, forget it: the next step keeps all prompts and counts again.
-            self.mean_tokens = mean + (num_tokens - mean) / TOKENS_MEMORY or None
+            self.mean_tokens = mean + (sampled_tokens - mean) / TOKENS_MEMORY or None
 
-        weights = prompt_weights[:, None] * weights  # [K, G], of both levels, for the log
+        both_weights = prompt_weights[:, None] * weights  # [K, G], for the log
         row = metrics.row(
             cfg, prompt_weights=prompt_weights, rewards=rewards, lengths=lengths,
             truncated=truncated, entropy=entropy, advantages=advantages, scale=scale, cost=cost,
-            keep=keep, weights=weights, stats=stats, grad_norms=grad_norms,
+            keep=keep, weights=both_weights, stats=stats, grad_norms=grad_norms,
         )  # fmt: skip
         times = self.timer.seconds | {"step_time": self.timer.now() - started}
         row = {"step": step} | row | {"learning_rate": learning_rate} | times | seen
         samples = metrics.samples(
-            step, problems, texts, rewards[mine], advantages[mine], keep[mine], weights[mine]
+            step, problems, texts, rewards[mine], advantages[mine], keep[mine], both_weights[mine]
         )
         return row, samples
 

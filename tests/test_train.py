@@ -1,7 +1,10 @@
 """The whole run: GRPO is the special case, the log says what happened, ranks agree."""
 
+import inspect
 import json
 import math
+import re
+import textwrap
 import zlib
 
 import pytest
@@ -34,6 +37,25 @@ def test_without_rates_dppo_is_grpo_bit_for_bit(run, tmp_path):
     run("pruned", method="dppo", completion_prune_rate=0.5, **common)
     assert_same(timeless(tmp_path / "grpo"), timeless(tmp_path / "dppo"))
     assert timeless(tmp_path / "grpo")[0] != timeless(tmp_path / "pruned")[0]
+
+
+def test_without_the_marked_lines_the_step_is_grpo(policy_folder, run, tmp_path):
+    """With --method pps, a step from which the lines between `--- DPPO` and `---` are cut out
+    trains as --method grpo, bit for bit. Catches a line of the method that is not marked."""
+    source = textwrap.dedent(inspect.getsource(train.Trainer.step))
+    plain, count = re.subn(r" *# --- DPPO.*?# ---\n", "", source, flags=re.DOTALL)
+    assert count == 3
+    names = vars(train).copy()
+    exec(plain, names)
+
+    class Unmarked(train.Trainer):
+        step = names["step"]
+
+    common = {"save_every": 4, "minibatches": 2, "loss": "dapo", "beta": 0.1}
+    run("grpo", method="grpo", **common)
+    args = flags(policy_folder, str(tmp_path / "cut"), method="pps", **common)
+    train.main(config.parse_config(args), reward=toy_reward, trainer_class=Unmarked)
+    assert_same(timeless(tmp_path / "grpo"), timeless(tmp_path / "cut"))
 
 
 NAMES = """
