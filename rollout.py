@@ -25,6 +25,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 import dppo
+from runtime import NotFiniteError
 
 
 @dataclass
@@ -68,7 +69,7 @@ def sample(
     on all prompts.) An engine is a module or an object: sampling.engine.sample takes the arguments
     of this function, and `keys` is never None.
 
-    Raises FloatingPointError if the model's logits are not finite, and ValueError if the plain loop
+    Raises NotFiniteError if the model's logits are not finite, and ValueError if the plain loop
     is asked for top_k, top_p or repetition_penalty.
     """
     keys = range(len(prompt_ids)) if keys is None else keys
@@ -136,7 +137,7 @@ def _sample_batch(model, batch: list[int], uniforms, sampling: Sampling, found: 
         logits = logits[:, : model.vocab_size].double()  # [n, V]
         scores = (logits / (sampling.temperature or 1.0)).log_softmax(dim=1)
         if scores.isnan().any():
-            raise FloatingPointError("the model's logits are not finite")
+            raise NotFiniteError("the model's logits are not finite")
         probs = scores.exp()
 
         # The token is the first whose cumulative probability is above a uniform random number.

@@ -49,7 +49,7 @@ import rollout
 import sampler
 from config import Config
 from rewards import score
-from runtime import InputError, checkpoint, log, ranks
+from runtime import InputError, NotFiniteError, checkpoint, log, ranks
 from runtime.stop import Stop, resume_command
 from runtime.timer import Timer
 from update import accumulate_gradients, trainer_logprobs
@@ -203,7 +203,7 @@ class Trainer:
                 grad_norms.append(ranks.whole(norm).item())
                 stats.append(sums)
                 if not (math.isfinite(sums.loss) and math.isfinite(grad_norms[-1])):
-                    raise FloatingPointError(f"loss {sums.loss}, gradient norm {grad_norms[-1]}")
+                    raise NotFiniteError(f"loss {sums.loss}, gradient norm {grad_norms[-1]}")
                 self.optimizer.step()
 
         # 8. Remember the groups. Later steps draw by what is known of their prompts.
@@ -344,10 +344,10 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
 
 @contextlib.contextmanager
 def stops_if_not_finite(cfg: Config, step: int):
-    """Turn a FloatingPointError into the message of a run that cannot continue."""
+    """Turn a NotFiniteError into the message of a run that cannot continue."""
     try:
         yield
-    except FloatingPointError as error:
+    except NotFiniteError as error:
         folder = Path(cfg.out_dir)
         raise InputError(
             f"step {step} is not finite ({error}): nothing of it was saved; the last checkpoint, "

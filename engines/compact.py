@@ -25,6 +25,7 @@ from transformers import (
 
 import rollout
 from engines import categorical, check_decoder, prefill
+from runtime import NotFiniteError
 from runtime.device import CHECK_EVERY, send
 
 NOT_FINITE = "the model's logits are not finite"
@@ -173,13 +174,13 @@ class Record:
 
     def ended(self, active, start: int, stop: int):
         """Which of `active` drew an end token from `start` to `stop`, [n] on the CPU, for which the
-        host waits. FloatingPointError if the model's logits were not finite."""
+        host waits. NotFiniteError if the model's logits were not finite."""
         self.keep_recent(active, start)
         ends = torch.isin(self.ids[active, start:stop], self.eos).any(dim=1)
         finite = self.statistics[0, active, start:stop].isfinite().all(dim=1)
         ends, finite = torch.stack([ends, finite]).cpu()
         if not finite.all():
-            raise FloatingPointError(NOT_FINITE)
+            raise NotFiniteError(NOT_FINITE)
         return ends
 
 

@@ -7,6 +7,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 import rollout
 from engines import compact, prefill
+from runtime import NotFiniteError
 
 
 def sample(
@@ -39,7 +40,7 @@ def _generate(model, prompt_ids, group_size, record, progress) -> None:
     def draw(sequences, logits):
         scores = record.distribution(sequences, logits)
         if scores.isnan().any():  # generate would go on with them
-            raise FloatingPointError(compact.NOT_FINITE)
+            raise NotFiniteError(compact.NOT_FINITE)
         token, _, _ = record.draw(active, None, sequences.shape[1] - width, scores)
         return torch.full_like(logits, -torch.inf).scatter_(1, token, 0.0)
 

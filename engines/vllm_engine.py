@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import dppo
 import rollout
-from runtime import InputError
+from runtime import InputError, NotFiniteError
 
 # Mean |log-prob difference|, in nats; bfloat16 alone causes about 0.02.
 MAX_GAP = {"float32": 0.01, "bfloat16": 0.3}
@@ -126,7 +126,7 @@ class Engine:
             logprobs[row, :length] = torch.tensor([step[token].logprob for step, token in steps])
             truncated[row] = completion.finish_reason != "stop"
         if not logprobs.isfinite().all():
-            raise FloatingPointError("vLLM's log-probs are not finite")
+            raise NotFiniteError("vLLM's log-probs are not finite")
         entropy = torch.full((K * G,), torch.nan)
         energy = dppo.energy_bound(logprobs).sum(dim=1)  # padding adds 0: its log-prob is 0
         columns = (ids, logprobs, entropy, energy, lengths, truncated)

@@ -9,3 +9,7 @@ class InputError(ValueError):
 
     Programs print it without a traceback.
     """
+
+
+class NotFiniteError(FloatingPointError):
+    """Logits, a loss or a gradient are not finite, so a run cannot go on."""

@@ -92,6 +92,19 @@ def test_rules_and_loss_of_the_readme(policy_folder, tmp_path, capsys):
     assert all(float(error) < 1e-10 for error in own_column if "e-" in error)
 
 
+def test_a_reward_that_fails_keeps_its_traceback(run):
+    """Catches a run that calls another FloatingPointError than its own a step that is not finite,
+    and hides the line where it was raised."""
+
+    def reward(_text, _answer):
+        raise FloatingPointError("divide by zero encountered")
+
+    with pytest.raises(FloatingPointError, match="divide by zero") as caught:
+        run("run", reward=reward)
+    assert not isinstance(caught.value, InputError)
+    assert "raise FloatingPointError" in str(caught.traceback[-1].statement)
+
+
 # ---------------------------------------------------------------------------- rules that are wrong
 
 
