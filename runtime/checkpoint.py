@@ -112,6 +112,11 @@ def find(out_dir: Path) -> Path | None:
     return found
 
 
+def load_state(folder: Path) -> dict:
+    """The state that `save` was given, on the CPU."""
+    return torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+
+
 def look(cfg) -> Path | None:
     """The checkpoint that a run resumes from, if any. InputError if a run would be overwritten, if
     there is none to resume, or if --shard fsdp has no ranks to share the weights."""
@@ -155,7 +160,7 @@ def save_run(trainer, step: int) -> None:
 def restore(trainer) -> int:
     """Give a train.Trainer what its checkpoint holds besides the weights; returns the step."""
     cfg = trainer.cfg
-    state = torch.load(trainer.saved / "trainer.pt", map_location="cpu", weights_only=True)
+    state = load_state(trainer.saved)
     if trainer.reference:
         found = fingerprint(trainer.reference)
         if not math.isclose(found, state["reference"], rel_tol=1e-6):
