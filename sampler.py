@@ -3,18 +3,16 @@ Which prompts a step rolls out: the epoch's order, the history of each prompt, a
 
 Everything here is a function of (seed, step) and of the history, which is the same on every rank.
 So all ranks agree without communication, and there is no random state to save. A rule uses only
-what was known before the step began, so the weights 1 / (keep probability) make the expected
-gradient of each step that of all its candidates.
+what was known before the step began, so the weights 1 / P(kept) make the expected gradient of each
+step that of all its candidates.
 
-A rule is one function and one entry, in PROMPT_RULES below.
+A rule is one function of the candidates' scores and one entry in PROMPT_RULES. You may add rules.
+`candidates` and `PromptHistory.prune` keep the estimate exact: do not change those.
 
 Letters: P prompts of the data, Q candidates of a step, K of them rolled out, G completions each.
 """
 
 import functools
-import itertools
-import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,15 +21,7 @@ from numpy.random import Generator
 
 import dppo
 
-# pps: its strata, and how far their moments are trusted; chosen on runs with seed 100 (runs/LOG.md)
-PASS_RATES = (0.25, 0.5, 0.75)  # edges of the live groups' bins; all wrong and all right are extra
-UNSEEN, ALL_WRONG, ALL_RIGHT = 0, 1, len(PASS_RATES) + 3  # bins of the last pass rate
-SOURCES = 32  # the most frequent ones; the rest share one
-LENGTHS = 6  # quantiles of the prompts' lengths
-AGES = 3  # last rolled out 1, 2, or more epochs ago
-PRIOR = 48.0  # a coarser stratum counts as this many groups of average tokens
-MEMORY = 64  # steps with a live group after which an observation counts 1/e
-FLOOR = 0.25  # smallest priority, relative to the average
+DULL = 0.25  # pps: the size of a prompt whose last group had equal rewards; others have size 1
 
 
 @functools.lru_cache(maxsize=2)
@@ -53,53 +43,46 @@ def candidates(num_prompts: int, prompts_per_step: int, seed: int, step: int) ->
     return order[position * prompts_per_step : (position + 1) * prompts_per_step]
 
 
-def kept_prompts(num_candidates: int, prune_rate: float) -> int:
-    """How many of Q candidates a rule with priorities rolls out: exactly round((1 - r_q) Q)."""
-    return round((1.0 - prune_rate) * num_candidates)
-
-
 class PromptHistory:
-    """What is remembered of each prompt, and what pps has learned of the strata they fall into.
+    """What is remembered of each prompt's group at its last rollout.
 
-    score  [P] float32, mean |advantage| of its group at its last rollout; NaN before the first
-    bin    [P] uint8, its pass rate then: UNSEEN, ALL_WRONG, the bins between PASS_RATES, ALL_RIGHT
-    epoch  [P] int16, of its last rollout; -1 before the first
-    kind   [P] int16, fixed: its source and the quantile of its length
-    sums   [3, sources, lengths, bins, ages] float64, for the groups that were in each stratum when
-           they were rolled out: their number, their squared sizes (relative to the step's mean) and
-           their sampled tokens. Weighted as the prompts are, to stand for all candidates; decaying
+    score   [P] float32, mean |advantage|: 0 if all rewards were equal; NaN before the first rollout
+    tokens  [P] float32, mean tokens of a completion; NaN before the first rollout
     """
 
-    def __init__(self, lengths: torch.Tensor, sources: list[str], prompts_per_step: int):
-        """lengths [P] in tokens and sources of all prompts; prompts_per_step is Q."""
-        common = [name for name, _ in Counter(sources).most_common(SOURCES)]
-        number = {name: index for index, name in enumerate(common)}
-        edges = lengths.sort().values[torch.arange(1, LENGTHS) * len(lengths) // LENGTHS].unique()
-        source = torch.tensor([number.get(name, len(common)) for name in sources])
-        self.kind = (source * LENGTHS + torch.bucketize(lengths, edges, right=True)).to(torch.int16)
-        self.score = torch.full((len(lengths),), torch.nan)
-        self.bin = torch.zeros(len(lengths), dtype=torch.uint8)
-        self.epoch = torch.full((len(lengths),), -1, dtype=torch.int16)
-        strata = (len(common) + 1, LENGTHS, ALL_RIGHT + 1, AGES)
-        self.sums = torch.zeros(3, *strata, dtype=torch.float64)
-        self.steps_per_epoch = max(1, len(lengths) // prompts_per_step)
+    def __init__(self, num_prompts: int):
+        self.score = torch.full((num_prompts,), torch.nan)
+        self.tokens = torch.full((num_prompts,), torch.nan)
+
+    def update(
+        self, prompts: torch.Tensor, advantages: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """Remember the full groups of the K prompts that were rolled out: advantages and lengths
+        [K, G]."""
+        self.score[prompts] = advantages.abs().mean(dim=1).float()
+        self.tokens[prompts] = lengths.double().mean(dim=1).float()
+
+    def expected_tokens(self, prompts: torch.Tensor) -> torch.Tensor:
+        """Tokens [n] that a completion of each prompt is expected to have: those of its last group,
+        or of an average one."""
+        known = self.tokens[~self.tokens.isnan()]
+        average = known.mean().item() if len(known) else 1.0
+        return self.tokens[prompts].nan_to_num(average)
 
     def keep_prob(
-        self, name: str, prune_rate: float, prompts: torch.Tensor, step: int, minibatches: int = 1
+        self, name: str, prune_rate: float, prompts: torch.Tensor, minibatches: int = 1
     ) -> torch.Tensor:
-        """Probabilities [Q] that the step's candidates are rolled out by one of PROMPT_RULES,
-        float64, checked; prune_rate is r_q."""
+        """Probabilities [Q] that the candidates are rolled out, by one of PROMPT_RULES at rate r_q;
+        float64, checked."""
         dppo.check_known("prompt rule", name, PROMPT_RULES)
-        kind, rule = "prompt rule", PROMPT_RULES[name]
-        with dppo.named(kind, name):
-            if rule.priority:
-                priority = rule.priority(self, prompts, step)
-                keep_prob = _fixed_size(priority, prune_rate, minibatches)
-            else:
-                keep_prob = rule.keep_prob(self, prompts, prune_rate, step)
-        everything = torch.ones(len(prompts), dtype=torch.bool)
-        dppo.check_keep_prob(kind, name, rule, prune_rate, keep_prob, everything)
-        return keep_prob.double()
+        rule, parts = PROMPT_RULES[name], []
+        for score in self.score[prompts].chunk(minibatches):
+            with dppo.named("prompt rule", name):
+                keep_prob = rule.keep_prob(score, prune_rate)
+            everything = torch.ones_like(score, dtype=torch.bool)
+            dppo.check_keep_prob("prompt rule", name, rule, prune_rate, keep_prob, everything)
+            parts.append(keep_prob.double())
+        return torch.cat(parts)
 
     def prune(
         self,
@@ -107,23 +90,20 @@ class PromptHistory:
         prune_rate: float,
         prompts: torch.Tensor,
         generator: Generator,
-        step: int,
         minibatches: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keep, weights) [Q] of the step's candidates, by one of PROMPT_RULES.
+        """(keep, weights) [Q] of the candidates, by one of PROMPT_RULES.
 
-        Rules with priorities draw systematically, ordered by probability and at random among
-        equals, so uniform is a simple random sample; others draw independently. Each mini-batch has
-        its own fixed-size draw. With a single draw, the number kept for the first update would
-        determine the number left for the second, whose parameters depend on the first.
+        The draw is systematic: it keeps as many as the probabilities add up to, rounded up or down.
+        Its order is by probability and at random among equals, so uniform is a simple random
+        sample. Each mini-batch has its own draw. With a single draw, the number kept for the first
+        update would determine the number left for the second, whose parameters depend on the first.
         """
         dppo.check_known("prompt rule", name, PROMPT_RULES)
         rule = PROMPT_RULES[name]
         if rule.select:
-            return rule.select(self, prompts, prune_rate)
-        keep_prob = self.keep_prob(name, prune_rate, prompts, step, minibatches)
-        if not rule.priority:
-            return dppo.prune(keep_prob, generator)
+            return rule.select(self.score[prompts], prune_rate)
+        keep_prob = self.keep_prob(name, prune_rate, prompts, minibatches)
         kept = []
         for part in keep_prob.chunk(minibatches):
             order = torch.from_numpy(generator.permutation(len(part)))
@@ -132,125 +112,56 @@ class PromptHistory:
         keep = torch.cat(kept)
         return keep, dppo.ht_weights(keep, keep_prob)
 
-    def strata(self, prompts: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
-        """(source, length, bin, age) of prompts [n] before `step` rolls them out; indices [n]."""
-        kind = self.kind[prompts].long()
-        last = self.epoch[prompts].long()
-        age = ((step - 1) // self.steps_per_epoch - last).clamp(1, AGES) - 1
-        age = torch.where(last < 0, 0, age)
-        return kind // LENGTHS, kind % LENGTHS, self.bin[prompts].long(), age
-
-    def priority(self, prompts: torch.Tensor, step: int) -> torch.Tensor:
-        """Priorities, float64 [Q]; pps keeps the candidates in proportion to them.
-
-        At a given cost the variance is least if each stratum is drawn in proportion to the root of
-        mean squared group size / mean tokens (Neyman 1934). Where that ratio is the one of all
-        prompts, the priority is 1. Strata are nested: source, length, pass rate, age. Each takes in
-        the next coarser estimate as PRIOR groups of average tokens, so the draw starts uniform.
-        FLOOR keeps every prompt in play and bounds the weights.
-
-        Two sources with squared group sizes 3 and 1, equal tokens, and so much data that PRIOR
-        hardly counts. The mean is 2, so the priorities are the roots of 3 / 2 and 1 / 2:
-
-            >>> history = PromptHistory(torch.tensor([5, 5]), ["a", "b"], prompts_per_step=2)
-            >>> both, many = torch.arange(2), torch.full((2,), 1e6).double()
-            >>> rewards, squares, tokens = torch.tensor([[1, 0], [1, 0.0]]), [3, 1], many
-            >>> seen = (rewards, rewards, torch.tensor(squares), tokens)
-            >>> history.update(1, both, many, *seen)
-            >>> history.priority(both, step=2).numpy().round(2).tolist()
-            [1.22, 0.71]
-        """
-        return self._relative(1, 2, prompts, step).sqrt().clamp(min=FLOOR)
-
-    def relative_tokens(self, prompts: torch.Tensor, step: int) -> torch.Tensor:
-        """Tokens that a group of each prompt is expected to sample, over the mean; float64 [Q]."""
-        return self._relative(2, 0, prompts, step)
-
-    def _relative(self, over: int, under: int, prompts, step: int) -> torch.Tensor:
-        """Of each prompt's stratum, sums[over] / sums[under], relative to that of all prompts."""
-        whole = self.sums.sum(dim=(1, 2, 3, 4), keepdim=True)  # [3, 1, 1, 1, 1]
-        if whole[1] <= 0:  # no live group yet
-            return torch.ones(len(prompts), dtype=torch.float64)
-        known = whole + 1e-9
-        prior = PRIOR * known[under] / known[0]
-        ratio = known[over] / known[under]  # of all prompts, then of ever finer strata
-        for level in range(1, 5):  # the source; with the length; with the bin; with the age
-            summed = tuple(range(level + 1, 5))  # finer levels; () would sum over everything
-            sums = self.sums.sum(dim=summed, keepdim=True) if summed else self.sums
-            ratio = (sums[over] + prior * ratio) / (sums[under] + prior)
-        relative = ratio * whole[under] / whole[over]  # [S, L, B, A]
-        return relative[self.strata(prompts, step)]
-
-    def update(
-        self,
-        step: int,
-        prompts: torch.Tensor,
-        weights: torch.Tensor,
-        rewards: torch.Tensor,
-        advantages: torch.Tensor,
-        square: torch.Tensor,
-        tokens: torch.Tensor,
-    ) -> None:
-        """Learn from the K prompts that were rolled out: their weights [K], rewards and advantages
-        of the full groups [K, G], squared group sizes [K] and sampled tokens [K]."""
-        mean = (weights * square).sum() / weights.sum()  # of the step, as if nothing were pruned
-        if mean > 0:
-            self.sums *= math.exp(-1 / MEMORY)
-            observed = (weights, weights * square / mean, weights * tokens)
-            for total, values in zip(self.sums, observed, strict=True):
-                total.index_put_(self.strata(prompts, step), values, accumulate=True)
-        self.score[prompts] = advantages.abs().mean(dim=1).float()
-        self.epoch[prompts] = (step - 1) // self.steps_per_epoch
-        rate = rewards.nanmean(dim=1).nan_to_num(0.0)
-        live_bin = ALL_WRONG + 1 + torch.bucketize(rate, torch.tensor(PASS_RATES))
-        dead_bin = torch.where(rate < 0.5, ALL_WRONG, ALL_RIGHT)
-        bins = torch.where(dppo.dead_groups(rewards), dead_bin, live_bin)
-        self.bin[prompts] = bins.to(torch.uint8)
-
 
 # ---------------------------------------------------------------------------- prompt rules
 
 
 @dataclass(frozen=True)
 class PromptRule:
-    """How prompts are dropped before rollout: an entry of PROMPT_RULES. It has either
-    keep_prob(history, prompts, prune_rate, step) -> [Q], above 0, for independent draws, or
-    priority(history, prompts, step) -> [Q], above 0: round((1 - r_q) Q) are kept, in proportion.
+    """How prompts are dropped before rollout: an entry of PROMPT_RULES.
+
+    keep_prob(score, prune_rate) -> [n], above 0, of the n candidates of one mini-batch. score [n]
+    is PromptHistory's.
     """
 
-    keep_prob: Callable | None = None
-    priority: Callable | None = None
+    keep_prob: Callable | None
     rate: float | None = 0.3  # default r_q; config.METHODS has others. 0 keeps all. None: no rate
+    fixed_size: bool = False  # the probabilities always add up to kept_prompts(n, r_q)
     biased: str = ""  # why, as the run's first lines say it
-    select: Callable | None = None  # (history, prompts, prune_rate) -> (keep, weights)
+    select: Callable | None = None  # (score, prune_rate) -> (keep, weights), without probabilities
 
 
-def _fixed_size(priority: torch.Tensor, prune_rate: float, minibatches: int) -> torch.Tensor:
-    """Keep probabilities [Q] proportional to priority [Q] in each mini-batch, whose sums are whole
-    numbers and together kept_prompts(Q, prune_rate)."""
-    kept = kept_prompts(len(priority), prune_rate)
-    ends = [kept * part // minibatches for part in range(minibatches + 1)]
-    counts = [end - start for start, end in itertools.pairwise(ends)]
-    parts = zip(priority.chunk(minibatches), counts, strict=True)
-    return torch.cat([dppo.pps_keep_prob(part, torch.ones_like(part), n) for part, n in parts])
+def kept_prompts(num_candidates: int, prune_rate: float) -> int:
+    """How many of n candidates a rule of fixed size rolls out: exactly round((1 - r_q) n)."""
+    return round((1.0 - prune_rate) * num_candidates)
 
 
-def equal(history: PromptHistory, prompts: torch.Tensor, *_) -> torch.Tensor:
-    """1 for each prompt: as probabilities, all are kept; as priorities, none is preferred."""
-    return torch.ones(len(prompts), dtype=torch.float64)
+def everything(score: torch.Tensor, prune_rate: float) -> torch.Tensor:
+    return torch.ones_like(score)
 
 
-def low_scores(history: PromptHistory, prompts, prune_rate: float, step: int) -> torch.Tensor:
-    """1 - r_q if a prompt's score is below the mean score of the candidates, else 1; also 1 if it
-    was never rolled out. (A summary speaks of low historical advantage; the mean as the threshold
-    is ours.)"""
-    score = history.score[prompts]
+def blindly(score: torch.Tensor, prune_rate: float) -> torch.Tensor:
+    """A fixed number, whatever the scores."""
+    return torch.full_like(score.double(), kept_prompts(len(score), prune_rate) / len(score))
+
+
+def low_scores(score: torch.Tensor, prune_rate: float) -> torch.Tensor:
+    """The paper's: 1 - r_q if a prompt's score is below the mean score of the candidates, else 1;
+    also 1 if it was never rolled out. (A summary speaks of low historical advantage; the mean as
+    the threshold is ours.)"""
     return dppo.threshold_keep_prob(score, ~score.isnan(), prune_rate)
 
 
+def dull_less(score: torch.Tensor, prune_rate: float) -> torch.Tensor:
+    """Ours: a fixed number, and those that were dull a quarter as often as the others. A group's
+    gradient is 0 if its rewards are equal, and a prompt that was dull is likely to be so again."""
+    size = torch.where(score == 0, DULL, 1.0).double()
+    return dppo.pps_keep_prob(size, torch.ones_like(size), kept_prompts(len(size), prune_rate))
+
+
 PROMPT_RULES = {
-    "none": PromptRule(equal, rate=None),
-    "uniform": PromptRule(priority=equal),
+    "none": PromptRule(everything, rate=None),
+    "uniform": PromptRule(blindly, fixed_size=True),
     "dppo": PromptRule(low_scores),
-    "pps": PromptRule(priority=PromptHistory.priority, rate=0.6),
+    "pps": PromptRule(dull_less, rate=0.6, fixed_size=True),
 }
