@@ -327,7 +327,7 @@ def _check_entries(cfg: Config) -> None:
 def prunes_prompts(cfg: Config) -> bool:
     """Whether a resolved Config drops prompts at random, before rollout."""
     rule = sampler.PROMPT_RULES[cfg.prompt_rule]
-    without_rate = rule.rate is None and rule.keep_prob not in (None, sampler.equal)
+    without_rate = rule.rate is None and rule.keep_prob not in (None, sampler.everything)
     return cfg.prompt_prune_rate > 0 or without_rate
 
 
@@ -375,13 +375,15 @@ def _check_rules(cfg: Config) -> None:
     """Check the values that depend on the two rules."""
     prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
     total = cfg.prompts_per_step
-    if prompt_rule.priority:
-        kept = sampler.kept_prompts(total, cfg.prompt_prune_rate)
-        few = f"it keeps {kept} of {total} prompts, and each of {cfg.minibatches} updates needs one"
-        require(cfg, "prompt_prune_rate", kept >= cfg.minibatches, f"lower: {few}")
     why = "so that every update has the planned size"
     divisor = f"a divisor of the step's {total} prompts, {why}"
     require(cfg, "minibatches", total % cfg.minibatches == 0, divisor)
+    if prompt_rule.fixed_size:
+        each = total // cfg.minibatches
+        kept = sampler.kept_prompts(each, cfg.prompt_prune_rate)
+        require(
+            cfg, "prompt_prune_rate", kept > 0, f"lower: an update would keep 0 of {each} prompts"
+        )
 
 
 def learning_rate(cfg: Config, step: int) -> float:

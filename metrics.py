@@ -14,7 +14,6 @@ import torch
 
 import config
 import dppo
-import sampler
 from update import UpdateStats
 
 SOME_NONE = (
@@ -82,25 +81,15 @@ def averages(prompt_weights, rewards, lengths, truncated, entropy) -> dict:
     }
 
 
-def history(seen, step: int, window: torch.Tensor, keep: torch.Tensor) -> dict:
-    """What a sampler.PromptHistory knows before a step rolls out, and about the draw from it.
-
-    keep [Q] is of the window [Q]. Lists count prompts by the bin of their last pass rate, UNSEEN to
-    ALL_RIGHT.
-    """
-    counts = lambda bins: torch.bincount(bins.long(), minlength=sampler.ALL_RIGHT + 1).tolist()
-    known = counts(seen.bin)
-    unseen = known[sampler.UNSEEN] / len(seen.bin)
-    epoch, position = divmod(step - 1, seen.steps_per_epoch)
-    before = position * len(window)  # candidates of this epoch's earlier steps
-    skipped = before - (seen.epoch == epoch).sum().item()
-    bins = seen.bin[window]
+def history(score: torch.Tensor, window: torch.Tensor, kept: torch.Tensor) -> dict:
+    """What a sampler.PromptHistory knows before a step rolls out: score [P]. And what the step's
+    draw kept [Q] of its window [Q]. A prompt is dull if its last group had equal rewards."""
+    dull = score[window] == 0  # [Q]
     return {
-        "history/never_rolled_out": unseen,
-        "history/pass_rates": known,
-        "history/skipped_this_epoch": ratio(skipped, before),
-        "history/candidates_by_pass_rate": counts(bins),
-        "history/kept_by_pass_rate": counts(bins[keep]),
+        "history/never_rolled_out": score.isnan().double().mean().item(),
+        "history/dull": (score == 0).double().mean().item(),
+        "kept/dull_prompts": ratio((kept & dull).sum().item(), dull.sum().item()),
+        "kept/other_prompts": ratio((kept & ~dull).sum().item(), (~dull).sum().item()),
     }
 
 

@@ -109,24 +109,22 @@ def outcomes(
 
 
 def prompt_outcomes(
-    name: str, prune_rate: float, history: sampler.PromptHistory, prompts: torch.Tensor, step: int
+    name: str, prune_rate: float, history: sampler.PromptHistory, prompts: torch.Tensor
 ) -> dict[tuple[int, ...], tuple[torch.Tensor, float]]:
     """{kept: (weights [Q], probability)} of a prompt rule, for every outcome; `kept` are places in
-    prompts [Q]. A draw of fixed size orders equals at random: every permutation is enumerated."""
+    prompts [Q]. The draw orders equals at random: every permutation is enumerated."""
     rule = sampler.PROMPT_RULES[name]
     prune_rate = rate_of(rule, prune_rate)
     if rule.select:
-        keep, weights = rule.select(history, prompts, prune_rate)
+        keep, weights = rule.select(history.score[prompts], prune_rate)
         return {tuple(keep.nonzero().flatten().tolist()): (weights, 1.0)}
-    keep_prob = history.keep_prob(name, prune_rate, prompts, step)
-    draws = [*independent_outcomes(keep_prob)]
-    if rule.priority:
-        draws = []
-        for permutation in itertools.permutations(range(len(prompts))):
-            order = torch.tensor(permutation)
-            order = order[keep_prob[order].argsort(stable=True)]
-            share = 1 / math.factorial(len(prompts))
-            draws += [(keep, share * p) for keep, p in systematic_outcomes(keep_prob, order)]
+    keep_prob = history.keep_prob(name, prune_rate, prompts)
+    draws = []
+    for permutation in itertools.permutations(range(len(prompts))):
+        order = torch.tensor(permutation)
+        order = order[keep_prob[order].argsort(stable=True)]
+        share = 1 / math.factorial(len(prompts))
+        draws += [(keep, share * p) for keep, p in systematic_outcomes(keep_prob, order)]
     found = {}
     for keep, chance in draws:
         kept = tuple(keep.nonzero().flatten().tolist())
@@ -243,13 +241,11 @@ def toy_case(
 
 
 def toy_history() -> sampler.PromptHistory:
-    """A history of three prompts. Two were rolled out, with different scores and sizes."""
-    history = sampler.PromptHistory(torch.tensor([3, 9, 9]), ["a", "a", "b"], 3)
-    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0]], dtype=torch.float64)
-    advantages, square = torch.tensor([[0.2], [3.0]]).double(), torch.tensor([1.0, 60]).double()
-    seen = (rewards, advantages.expand(2, 4), square, torch.full((2,), 9.0).double())
-    for _visit in range(20):
-        history.update(1, torch.arange(2), torch.ones(2, dtype=torch.float64), *seen)
+    """A history of three prompts. Two were rolled out: one with a low score, one with equal
+    rewards."""
+    history = sampler.PromptHistory(3)
+    advantages = torch.tensor([[0.2] * 4, [0.0] * 4], dtype=torch.float64)
+    history.update(torch.arange(2), advantages, torch.full((2, 4), 9))
     return history
 
 
@@ -265,7 +261,7 @@ def both_levels(
     """
     options = {"beta": beta, "num_prompts": 3, "num_tokens": None if own_tokens else KNOWN_TOKENS}
     total, chances = torch.zeros(36, dtype=torch.float64), 0.0
-    draws = prompt_outcomes(prompt_rule, prune_rate, toy_history(), torch.arange(3), step=2)
+    draws = prompt_outcomes(prompt_rule, prune_rate, toy_history(), torch.arange(3))
     for kept, (weights, chance) in draws.items():
         chances += chance
         if kept:  # else there is no gradient

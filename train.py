@@ -88,8 +88,7 @@ class Trainer:
         self.sampling = models.make_sampling(cfg, loaded, prompts, self.show_progress)
 
         self.prompt_tokens = torch.tensor([len(ids) for ids in self.train_ids])  # [prompts]
-        sources = [problem.source for problem in self.train_set]
-        self.history = sampler.PromptHistory(self.prompt_tokens, sources, cfg.prompts_per_step)
+        self.history = sampler.PromptHistory(len(self.train_set))
         divides_by_tokens = dppo.LOSSES[cfg.loss].denominator == "batch tokens"
         self.needs_mean_tokens = config.prunes_prompts(cfg) and divides_by_tokens
         self.mean_tokens = None  # of the un-pruned batches of the last steps
@@ -114,14 +113,14 @@ class Trainer:
         counts_tokens = self.needs_mean_tokens and self.mean_tokens is None  # see 5
         prompt_rule = "none" if counts_tokens else cfg.prompt_rule
         kept, window_weights = self.history.prune(
-            prompt_rule, cfg.prompt_prune_rate, window, generator, step, M
+            prompt_rule, cfg.prompt_prune_rate, window, generator, M
         )
         # ---
         prompts, prompt_weights = window[kept], window_weights[kept]  # [K], [K]
-        seen = metrics.history(self.history, step, window, kept)
+        seen = metrics.history(self.history.score, window, kept)
 
         # 2. Sample G completions of each prompt. Each rank has its share of the prompts.
-        expected = self.history.relative_tokens(prompts, step).tolist()  # [K]
+        expected = self.history.expected_tokens(prompts).tolist()  # [K]
         rank_of = torch.tensor(ranks.largest_first(expected, self.world), dtype=torch.long)  # [K]
         mine = (rank_of == self.rank).nonzero()[:, 0]  # [k], places among the K
         indices = prompts[mine].tolist()
@@ -130,7 +129,7 @@ class Trainer:
             rollouts = rollout.sample(
                 self.policy, [self.train_ids[index] for index in indices], self.sampling,
                 group_size=G, seed=dppo.seed_for(cfg.seed, step, "rollout"),
-                keys=[(index, 0) for index in indices],
+                keys=indices,
             )  # fmt: skip
 
         # 3. Reward them. Then all ranks get what the next lines need of all prompts.
@@ -207,11 +206,7 @@ class Trainer:
                 self.optimizer.step()
 
         # 8. Remember the groups. Later steps draw by what is known of their prompts.
-        full_size = dppo.contribution_size(advantages, scale, energy, cfg.beta)  # [K, G]
-        self.history.update(
-            step, prompts, prompt_weights, rewards, advantages, full_size.square().sum(dim=1),
-            lengths.sum(dim=1),
-        )  # fmt: skip
+        self.history.update(prompts, advantages, lengths)
         if self.needs_mean_tokens:
             mean = self.mean_tokens or sampled_tokens
             # If the mean is 0, forget it: the next step keeps all prompts and counts again.
@@ -256,7 +251,9 @@ class Trainer:
 
     def state(self) -> dict:
         """What a checkpoint holds of this besides the model and the optimizer."""
-        return {"history": vars(self.history), "mean_tokens": self.mean_tokens}
+        prompts = dppo.seed_for(*self.prompt_tokens.tolist())
+        history = vars(self.history)
+        return {"prompts": prompts, "history": history, "mean_tokens": self.mean_tokens}
 
     def load_state(self, state: dict) -> None:
         vars(self.history).update(state["history"])

@@ -42,8 +42,18 @@ class Underweighted(Checked):
     """A planted mistake that the check must find: the weights of both levels are 10 % too small."""
 
     def step(self, step: int) -> tuple[dict, list[dict]]:
-        exact = dppo.ht_weights
-        with mock.patch.object(dppo, "ht_weights", lambda *args: 0.9 * exact(*args)):
+        def too_small(prune):
+            def pruned(name, *args):
+                keep, weights = prune(name, *args)
+                return keep, weights if name == "none" else 0.9 * weights
+
+            return pruned
+
+        completions, prompts = dppo.prune_completions, self.history.prune
+        with (
+            mock.patch.object(dppo, "prune_completions", too_small(completions)),
+            mock.patch.object(self.history, "prune", too_small(prompts)),
+        ):
             return super().step(step)
 
 
@@ -76,7 +86,7 @@ class Stored:
         self.place = {index: place for place, index in enumerate(window.tolist())}
 
     def sample(self, model, prompt_ids, sampling, *, keys, **options) -> rollout.Rollouts:
-        places = [self.place[index] for index, _ in keys]
+        places = [self.place[key] for key in keys]
         columns = vars(self.rollouts).values()
         pick = lambda value: value[places] if torch.is_tensor(value) else prompt_ids
         return rollout.Rollouts(*map(pick, columns))

@@ -34,10 +34,8 @@ class Step(NamedTuple):
 
     step: int
     window: torch.Tensor  # [Q]
-    rewards: torch.Tensor  # [Q, G]
     advantages: torch.Tensor  # [Q, G]
-    square: torch.Tensor  # [Q], squared group sizes
-    tokens: torch.Tensor  # [Q], sampled
+    lengths: torch.Tensor  # [Q, G]
     gram: torch.Tensor  # [Q, Q] float64, of the groups' terms in the full gradient
 
 
@@ -50,9 +48,10 @@ class GroupByGroup(train.Trainer):
         self.recorded = []
         update = self.history.update
 
-        def remember(step, prompts, weights, *seen):
-            self.recorded.append(Step(step, prompts, *seen, self.gram))
-            update(step, prompts, weights, *seen)
+        def remember(prompts, advantages, lengths):
+            number = len(self.recorded) + 1
+            self.recorded.append(Step(number, prompts, advantages, lengths, self.gram))
+            update(prompts, advantages, lengths)
 
         self.history.update = remember
 
@@ -105,9 +104,9 @@ def replay(
     Rows have its error, that of a uniform draw of as many rollout tokens, and their share.
     """
     history, rows = copy.deepcopy(empty), []
-    for step, window, rewards, advantages, square, tokens, gram in steps:
-        generator = dppo.generator_for(seed, step, "replay")
-        drawn = prompt_draws(rule, rate, history, window, gram, tokens, generator, step, draws)
+    for step, window, advantages, lengths, gram in steps:
+        generator, tokens = dppo.generator_for(seed, step, "replay"), lengths.sum(dim=1)  # [Q]
+        drawn = prompt_draws(rule, rate, history, window, gram, tokens, generator, draws)
         keeps, weights = (torch.stack(tables) for tables in zip(*drawn, strict=True))  # [draws, Q]
         error = weights - 1.0
         share = (keeps.double() @ tokens).mean().item() / tokens.sum().item()
@@ -117,16 +116,15 @@ def replay(
             "uniform": uniform_error(gram, len(window) * share),
             "tokens": share,
             "square": gram.sum().item(),
-            "dead": dppo.dead_groups(rewards).double().mean().item(),
+            "dead": (advantages == 0).all(dim=1).double().mean().item(),
         }
         rows.append(row)
         keep = keeps[0]
-        seen = (rewards[keep], advantages[keep], square[keep], tokens[keep])
-        history.update(step, window[keep], weights[0, keep], *seen)
+        history.update(window[keep], advantages[keep], lengths[keep])
     return rows
 
 
-def prompt_draws(rule, rate, history, window, gram, tokens, generator, step, draws) -> list[tuple]:
+def prompt_draws(rule, rate, history, window, gram, tokens, generator, draws) -> list[tuple]:
     """(keep, weights) [Q] of each draw of one rule."""
     if rule == "uniform, coins":
         even = torch.full(window.shape, 1 - rate, dtype=torch.float64)
@@ -135,9 +133,10 @@ def prompt_draws(rule, rate, history, window, gram, tokens, generator, step, dra
     if rule == "oracle":  # pps, with the true norms in place of what the history learned
         norm = gram.diagonal().clamp(min=0).sqrt()
         size = norm.clamp(min=1e-3 * norm.mean().item() + 1e-30) / tokens.sqrt()
-        own["oracle"] = sampler.PromptRule(priority=lambda *_: size)
+        ones, count = torch.ones_like(size), sampler.kept_prompts(len(size), rate)
+        own["oracle"] = sampler.PromptRule(lambda *_: dppo.pps_keep_prob(size, ones, count))
     with mock.patch.dict(sampler.PROMPT_RULES, own):
-        return [history.prune(rule, rate, window, generator, step) for _ in range(draws)]
+        return [history.prune(rule, rate, window, generator) for _ in range(draws)]
 
 
 def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:

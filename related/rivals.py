@@ -122,9 +122,8 @@ def low_completions(batch, prune_rate):
     return floor_of_low(batch.advantages.abs(), ~batch.rewards.isnan(), prune_rate)
 
 
-def low_prompts(history: sampler.PromptHistory, prompts: torch.Tensor, prune_rate: float):
+def low_prompts(score: torch.Tensor, prune_rate: float):
     """(keep, weights) [Q]."""
-    score = history.score[prompts]
     return floor_of_low(score, ~score.isnan(), prune_rate)
 
 
@@ -135,4 +134,4 @@ dppo.COMPLETION_RULES |= {
     "pods": dppo.CompletionRule(None, select=without_zeros(pods), biased=BY_RANK),
     "dppo_floor": dppo.CompletionRule(None, select=without_zeros(low_completions), biased=BY_RANK),
 }
-sampler.PROMPT_RULES |= {"dppo_floor": sampler.PromptRule(select=low_prompts, biased=BY_RANK)}
+sampler.PROMPT_RULES |= {"dppo_floor": sampler.PromptRule(None, select=low_prompts, biased=BY_RANK)}

@@ -39,9 +39,7 @@ import train
 from rewards import score
 from runtime import InputError, ranks
 
-OF_THE_DRAW = (  # columns of the log that a selector, which has no candidates, cannot fill
-    "history/skipped_this_epoch", "history/candidates_by_pass_rate", "history/kept_by_pass_rate",
-)  # fmt: skip
+OF_THE_DRAW = ("kept/dull_prompts", "kept/other_prompts")  # a selector draws in another way
 
 
 @dataclass
@@ -120,7 +118,7 @@ class SelectorTrainer(train.Trainer):
             ranks.refresh(self.policy, self.model)
             rollouts = rollout.sample(
                 self.policy, [self.train_ids[index] for index in indices], self.sampling,
-                group_size=self.cfg.group_size, keys=[(index, 0) for index in indices],
+                group_size=self.cfg.group_size, keys=indices,
                 seed=dppo.seed_for(self.cfg.seed, step, "rollout", number),
             )  # fmt: skip
         with self.timer.measure("score"):

@@ -174,12 +174,12 @@ def restore(trainer) -> int:
             f"--resume: another program than this one trained the run in {cfg.out_dir}: resume it "
             f"with the command that started it"
         )
-    kind = saved["history"]["kind"]
-    if not torch.equal(kind, trainer.history.kind):
+    if saved["prompts"] != trainer.state()["prompts"]:
+        before = len(saved["history"]["score"])
         raise InputError(
             f"--data {cfg.data}: {len(trainer.train_set)} prompts, but the run in {cfg.out_dir} "
-            f"was started with {len(kind)}, or with others: give it the data it had, or use "
-            f"another --out-dir"
+            f"was started with {before}, or with others: give it the data it had, or use another "
+            f"--out-dir"
         )
     ranks.load_optimizer(trainer.optimizer, state["optimizer"])
     trainer.load_state(saved)

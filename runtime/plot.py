@@ -7,7 +7,6 @@ A training run draws it at its end. This command redraws it at any time, even du
 """
 
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -24,32 +23,8 @@ COLORS = {  # of each rule in every picture; safe for colour-blind readers (Okab
     "cppo_batch": "#E69F00",
     "dppo_floor": "#CC79A7",
 }
-BINS = (  # of a prompt's last pass rate
-    "never rolled out", "all wrong", "up to 1/4 right", "up to 1/2", "up to 3/4", "above 3/4",
-    "all right",
-)  # fmt: skip
-BIN_COLORS = ("#BBBBBB", "#0D0887", "#6A00A8", "#A51F99", "#D04D73", "#EF7E50", "#FEBE2A")
 CURVES = ("#0072B2", "#D55E00", "#009E73", "#000000")  # of a panel whose curves are not rules
 LEGEND = {"frameon": False, "fontsize": "small", "handlelength": 1.2, "columnspacing": 1}
-
-
-def pass_rates(steps: list[dict]) -> list[list[float]]:
-    """[BINS][steps]: shares of all prompts by their last pass rate, as known before each step."""
-    counts = [row["history/pass_rates"] for row in steps]
-    return [[count[bin_] / sum(count) for count in counts] for bin_ in range(len(BINS))]
-
-
-def kept_by_pass_rate(steps: list[dict]) -> list[list[float]]:
-    """[BINS][steps]: the share of a bin's candidates that was kept over the last 16 steps; NaN if
-    there were fewer than 8."""
-
-    def share(bin_, end):
-        recent = steps[max(0, end - 16) : end]
-        seen = sum(row["history/candidates_by_pass_rate"][bin_] for row in recent)
-        kept = sum(row["history/kept_by_pass_rate"][bin_] for row in recent)
-        return kept / seen if seen >= 8 else math.nan
-
-    return [[share(bin_, end) for end in range(1, len(steps) + 1)] for bin_ in range(len(BINS))]
 
 
 def draw_run(out_dir: Path) -> None:
@@ -74,11 +49,18 @@ def draw_run(out_dir: Path) -> None:
         axes[1, 1]: ("tokens per completion, mean", {"completions/mean_length": None}),
         axes[1, 2]: ("entropy, nats per token", {"entropy": None}),
         axes[1, 3]: ("gradient norm before clipping", {"grad_norm": None}),
+        axes[2, 0]: ("share of all prompts", {
+            "history/never_rolled_out": "never rolled out",
+            "history/dull": "last group had equal rewards",
+        }),
+        axes[2, 1]: ("share kept", {
+            "kept/dull_prompts": "prompts whose last group had equal rewards",
+            "kept/other_prompts": "other prompts",
+        }),
         axes[2, 2]: ("share", {
             "kept/prompts": "prompts kept",
             "kept/completions": "completions kept",
             "kept/tokens": "tokens kept",
-            "history/skipped_this_epoch": "prompts skipped this epoch",
         }),
         axes[2, 3]: ("largest prompt weight", {"weight/prompt_max": None}),
     }  # fmt: skip
@@ -86,7 +68,6 @@ def draw_run(out_dir: Path) -> None:
         for key, label in curves.items():
             series(axis, steps, key, label)
         axis.set(ylabel=name, ylim=(0, 1.05) if name.startswith("share") else (0, None))
-    draw_prompts(figure, axes[2, :2], steps)
     for axis in axes.flat:
         if axis.get_legend_handles_labels()[0]:  # above the panel, where no curve is
             columns = 3 if axis is axes[0, 2] else 2
@@ -122,20 +103,6 @@ def draw_reward(axes, rows: list[dict]) -> None:
         axis.set(xlabel=unit, ylabel="reward (train), avg@4 (held out)")
         low, high = axis.get_ylim()
         axis.set_ylim(min(0, low), max(1.05, high))  # a reward may lie outside 0 to 1
-
-
-def draw_prompts(figure, axes, steps: list[dict]) -> None:
-    """The prompts' last pass rates, and what was kept of each bin."""
-    axes[0].set(ylabel="share of the prompts", ylim=(0, 1))
-    axes[1].set(ylabel="share kept, over 16 steps", ylim=(0, 1.05))
-    if steps:
-        numbers = [row["step"] for row in steps]
-        bands = axes[0].stackplot(numbers, pass_rates(steps), colors=BIN_COLORS)
-        title = "the two panels above: prompts by their last pass rate"
-        figure.legend(bands, BINS, title=title, ncols=7, loc="outside lower left", **LEGEND)
-        if "history/kept_by_pass_rate" in steps[0]:
-            for color, shares in zip(BIN_COLORS, kept_by_pass_rate(steps), strict=True):
-                axes[1].plot(numbers, shares, color=color, linewidth=2)
 
 
 if __name__ == "__main__":

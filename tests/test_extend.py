@@ -128,9 +128,9 @@ def test_wrong_rules(result, message):
     with pytest.raises(dppo.RuleError, match="completion rule 'mine' " + message):
         dppo.prune_completions("mine", 0.5, completions(), dppo.generator_for(0))
     sampler.PROMPT_RULES["mine"] = sampler.PromptRule(lambda *_: result((2,)))
-    history = sampler.PromptHistory(torch.tensor([1, 1]), ["a", "a"], 2)
+    history = sampler.PromptHistory(2)
     with pytest.raises(dppo.RuleError, match="prompt rule 'mine' " + message):
-        history.prune("mine", 0.5, torch.arange(2), dppo.generator_for(0), 1)
+        history.prune("mine", 0.5, torch.arange(2), dppo.generator_for(0))
 
 
 def test_an_exception_keeps_its_traceback():
@@ -138,13 +138,13 @@ def test_an_exception_keeps_its_traceback():
     handler that hides the line where it failed."""
     fails = lambda *_: 1 / 0
     dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(fails)
-    sampler.PROMPT_RULES["mine"] = sampler.PromptRule(priority=fails)
+    sampler.PROMPT_RULES["mine"] = sampler.PromptRule(fails)
     dppo.LOSSES["mine"] = dppo.Loss(fails, "constant")
-    history = sampler.PromptHistory(torch.tensor([1, 1]), ["a", "a"], 2)
+    history = sampler.PromptHistory(2)
     clip = {"eps_low": 0.2, "eps_high": 0.2, "num_sequences": 1}
     calls = {
         "completion rule": lambda: dppo.completion_keep_prob("mine", 0, completions()),
-        "prompt rule": lambda: history.keep_prob("mine", 0, torch.arange(2), 1),
+        "prompt rule": lambda: history.keep_prob("mine", 0, torch.arange(2)),
         "loss": lambda: dppo.token_loss(
             *[torch.zeros(3)] * 3, torch.zeros(3).long(), loss="mine", **clip
         ),
@@ -174,12 +174,12 @@ def test_a_rule_that_ignores_its_rate():
     """At rate 0 the identity is promised, and dapo's denominator relies on it. Catches a rule that
     drops there; rate=None says that it has no rate."""
     half = lambda *_: torch.full((2,), 0.5)
-    history = sampler.PromptHistory(torch.tensor([1, 1]), ["a", "a"], 2)
+    history = sampler.PromptHistory(2)
     sampler.PROMPT_RULES["mine"] = sampler.PromptRule(half)
     with pytest.raises(dppo.RuleError, match=r"of 1 at prune rate 0, not 0.5. .*rate=None"):
-        history.keep_prob("mine", 0.0, torch.arange(2), 1)
+        history.keep_prob("mine", 0.0, torch.arange(2))
     sampler.PROMPT_RULES["mine"] = sampler.PromptRule(half, rate=None)
-    assert history.keep_prob("mine", 0.0, torch.arange(2), 1).tolist() == [0.5, 0.5]
+    assert history.keep_prob("mine", 0.0, torch.arange(2)).tolist() == [0.5, 0.5]
     half = lambda batch, rate: 0.5 * ones(batch.size.shape)
     dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(half)
     with pytest.raises(dppo.RuleError, match=r"of 1 at prune rate 0, not 0.5. .*rate=None"):
@@ -248,7 +248,7 @@ def test_the_count_of_tokens_is_known_before_the_draw(
 ):
     """Where a loss divides by the batch's tokens and prompts are pruned, also by a rule without a
     rate. Catches a denominator that the draw decides, which proof.py cannot see in a run."""
-    half = lambda history, prompts, *_: torch.full((len(prompts),), 0.5)
+    half = lambda score, _rate: torch.full((len(score),), 0.5)
     sampler.PROMPT_RULES["mine"] = sampler.PromptRule(half, rate=None)
     dppo.LOSSES["mine"] = dppo.Loss(plain, denominator)
     options = {"method": "grpo", "prompt_rule": prompt_rule, "loss": "mine"}
@@ -366,8 +366,8 @@ def test_the_proof_sees_dead_groups_and_unseen_prompts(tmp_path):
     for text, kind in (
         ("dppo.COMPLETION_RULES['mine'] = dppo.CompletionRule(lambda batch, rate: "
          "(batch.size / batch.size.sum(1, keepdim=True)).clamp(max=1))\n", "completion rule"),
-        ("sampler.PROMPT_RULES['mine'] = sampler.PromptRule(lambda history, prompts, *_: "
-         "history.score[prompts].clamp(0.1, 1))\n", "prompt rule"),
+        ("sampler.PROMPT_RULES['mine'] = sampler.PromptRule(lambda score, rate: "
+         "score.clamp(0.1, 1))\n", "prompt rule"),
     ):  # fmt: skip
         (tmp_path / "mine.py").write_text(head + text)
         with pytest.raises(dppo.RuleError, match=f"{kind} 'mine' must return .* not nan"):

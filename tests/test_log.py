@@ -134,21 +134,15 @@ def test_figures_of_the_first_update(steps):
     assert (row["loss"], row["grad_norm"]) == (3.5, 2.0)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_pps_learns_sizes_without_its_own_draw(steps, beta):
-    """What the history learns of a group is its size in the full gradient. Catches squares with the
-    prompt's weight, from which pps would learn its own draw, and without the KL term."""
-    trainer, _, _ = steps(count=6, reward=some_fail, beta=beta)
+def test_the_history_learns_from_full_groups(steps):
+    """From the groups that were rolled out, whole, and before completions are dropped. Catches a
+    history of what was kept."""
+    trainer, _, _ = steps(count=6, reward=some_fail)
     seen, taught = trainer.steps[-1], trainer.steps[-1].taught
-    energy = seen.updates[0].rollouts.energy
-    size = (seen.advantages.abs() + beta) * energy.sqrt() / (seen.lengths * 8 * 6)
-    live = (seen.advantages != 0) | (beta > 0)
-    size = torch.where(live, size.clamp(min=0.03 * size[live].mean()), 0.0)
-    assert torch.equal(taught.weights, seen.prompt_weights)
-    assert len(set(taught.weights.tolist())) > 1
-    assert taught.square.tolist() == pytest.approx(size.square().sum(dim=1).tolist())
-    assert taught.tokens.tolist() == seen.lengths.sum(dim=1).tolist()
-    assert torch.equal(taught.rewards, seen.rewards)
+    assert 0 < seen.keep.sum() < seen.keep.numel()
+    assert torch.equal(taught.prompts, trainer.candidates(6)[seen.kept])
+    assert torch.equal(taught.advantages, seen.advantages)
+    assert torch.equal(taught.lengths, seen.lengths)
 
 
 def test_flags_of_the_optimizer(steps, monkeypatch):

@@ -16,6 +16,7 @@ import train
 import update
 from rollout import Rollouts
 from runtime import InputError, ranks
+from tasks import arithmetic
 
 # ---------------------------------------------------------------------------- shares of the work
 
@@ -40,17 +41,18 @@ def test_the_busiest_rank(number):
 
 def test_rollouts_follow_the_history(policy_folder, tmp_path, monkeypatch):
     """Catches a division that does not use the tokens which the prompt history expects."""
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 16)  # later epochs know what to expect
     args = flags(policy_folder, str(tmp_path), method="pps", prompts_per_step=8)
     trainer = train.Trainer(config.parse_config(args), toy.toy_reward)
     divide, prune, seen = ranks.largest_first, trainer.history.prune, []
 
     def watch(work, world):
-        seen.append((work, trainer.history.relative_tokens(*trainer.drawn).tolist()))
+        seen.append((work, trainer.history.expected_tokens(trainer.drawn).tolist()))
         return divide(work, world)
 
-    def drawn(rule, rate, window, generator, step, minibatches):
-        keep, weights = prune(rule, rate, window, generator, step, minibatches)
-        trainer.drawn = (window[keep], step)
+    def drawn(rule, rate, window, generator, minibatches):
+        keep, weights = prune(rule, rate, window, generator, minibatches)
+        trainer.drawn = window[keep]
         return keep, weights
 
     monkeypatch.setattr(ranks, "largest_first", watch)

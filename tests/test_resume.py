@@ -27,7 +27,7 @@ from tasks import arithmetic
 def test_resumed_in_the_middle_of_an_epoch(run, tmp_path, monkeypatch):
     """Log, samples and weights as if never stopped: the whole prompt history is saved.
 
-    Fails if strata, ages or dapo's mean token count are lost.
+    Fails if scores or dapo's mean token count are lost.
     """
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
     common = {"method": "pps", "group_size": 3, "lr": 3e-3}
@@ -35,7 +35,7 @@ def test_resumed_in_the_middle_of_an_epoch(run, tmp_path, monkeypatch):
     run("whole", steps=30, save_every=30, **common)
     run("part", steps=19, save_every=19, **common)
     state = torch.load(tmp_path / "part" / "checkpoint" / "trainer.pt", weights_only=True)
-    assert state["trainer"]["history"]["sums"][0].sum() > 10
+    assert (state["trainer"]["history"]["score"] > 0).sum() > 10
     toy.main(["--out-dir", str(tmp_path / "part"), "--resume", "--steps", "30"])
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
 
@@ -158,8 +158,8 @@ BAD_INPUT = """
 --completion-prune-rate nan | --completion-prune-rate nan: must be
 --method grpo --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule none (--method grpo)
 --method grpo_zero --completion-prune-rate 0.5 | 0.5: must be 0 with --completion-rule zero
---method pps --prompt-prune-rate 0.9 | 0.9: must be lower: it keeps 0 of 4 prompts
---prompt-rule uniform --prompt-prune-rate 0.7 --minibatches 2 | 1 of 4 prompts, and each of 2
+--method pps --prompt-prune-rate 0.9 | 0.9: must be lower: an update would keep 0 of 4 prompts
+--prompt-rule uniform --prompt-prune-rate 0.8 --minibatches 2 | an update would keep 0 of 2
 --minibatches 3 | --minibatches 3: must be a divisor of the step's 4 prompts
 --beta -1 | --beta -1.0: must be at least 0
 --loss cispo --eps-low 1.5 | --eps-low 1.5: must be above 0

@@ -317,7 +317,7 @@ def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypat
         assert row["weight/prompt_max"] == row["weight/max"] == pytest.approx(weight)
         expected = torch.full_like(factor, weight / (4 * 3 * 6))  # Q groups, of 3, of 6 tokens
         assert torch.allclose(factor[keep], expected[keep])
-        assert {"history/pass_rates", "history/never_rolled_out"} < row.keys()
+        assert {"history/dull", "history/never_rolled_out"} < row.keys()
         assert not set(selectors.OF_THE_DRAW) & row.keys()
     assert len({row["kept/prompts"] for row in rows}) > 1, "rounds"
     rolled_out = sum(round(4 * row["kept/prompts"]) for row in rows)

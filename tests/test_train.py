@@ -64,8 +64,7 @@ NAMES = """
     step_time kept/prompts kept/completions kept/tokens weight/max weight/ess pack/density
     tokens/generated tokens/trained time/rollout time/score
     time/train sampling/sampling_logp_difference/mean weight/prompt_max history/never_rolled_out
-    history/skipped_this_epoch history/pass_rates history/candidates_by_pass_rate
-    history/kept_by_pass_rate
+    history/dull kept/dull_prompts kept/other_prompts
 """
 
 
@@ -137,12 +136,13 @@ def test_the_factor_of_every_sequence(run, monkeypatch):
 
     Catches a denominator of what was kept, and prompt or completion weights that are left out.
     """
-    recorded, drawn = [], []
-    prune, draw, accumulate = sampler.PromptHistory.prune, dppo.draw, train.accumulate_gradients
+    recorded = []
+    prune, accumulate = sampler.PromptHistory.prune, train.accumulate_gradients
 
-    def record_prompts(history, rule, rate, window, *args, **kwargs):
-        recorded.append([history.score[window].tolist()])
-        return prune(history, rule, rate, window, *args, **kwargs)
+    def record_prompts(history, rule, rate, window, *args):
+        keep, weights = prune(history, rule, rate, window, *args)
+        recorded.append([history.score[window].tolist(), keep.tolist()])
+        return keep, weights
 
     def record_update(model, *args, **kwargs):
         recorded[-1] += args
@@ -150,16 +150,14 @@ def test_the_factor_of_every_sequence(run, monkeypatch):
 
     monkeypatch.setattr(sampler.PromptHistory, "prune", record_prompts)
     monkeypatch.setattr(train, "accumulate_gradients", record_update)
-    monkeypatch.setattr(dppo, "draw", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)
     run("run", steps=6, prompts_per_step=4, prompt_prune_rate=0.5, completion_prune_rate=0.6)
     prompts_pruned = completions_pruned = 0
-    for entry, kept_prompts in zip(recorded, drawn[::2], strict=True):
-        scores, rollouts, advantages, scale, keep = entry
+    for scores, kept_prompts, rollouts, advantages, scale, keep in recorded:
         seen = [score for score in scores if not math.isnan(score)]
         mean = sum(seen) / len(seen) if seen else 0
         p_q = [0.5 if score < mean - 1e-6 else 1.0 for score in scores]
-        p_q = [p for p, kept in zip(p_q, kept_prompts.tolist(), strict=True) if kept]
+        p_q = [p for p, kept in zip(p_q, kept_prompts, strict=True) if kept]
         for k, row in enumerate(advantages.abs().tolist()):
             p_i = [0.4 if size < sum(row) / 6 - 1e-6 else 1.0 for size in row]
             for g in range(6):
@@ -215,8 +213,9 @@ def test_a_step_that_keeps_nothing(run, tmp_path, monkeypatch):
 
     Catches a division by what was kept, an empty pack, and NaN in the log.
     """
-    nothing = lambda keep_prob, generator: torch.zeros(keep_prob.shape, dtype=torch.bool)
-    monkeypatch.setattr(dppo, "draw", nothing)
+    nothing = lambda keep_prob, *_, **__: torch.zeros(keep_prob.shape, dtype=torch.bool)
+    monkeypatch.setattr(dppo, "draw", nothing)  # of completions
+    monkeypatch.setattr(dppo, "systematic", nothing)  # of prompts
     before = load_file(tmp_path / "policy" / "model.safetensors")
     log = run("run", steps=2, save_every=2)
     for row in log:

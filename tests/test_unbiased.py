@@ -273,13 +273,11 @@ def test_sgd_updates_are_unbiased(policy_folder, tmp_path, make_optimizer, grad_
     assert (error < 1e-10) if exact else (error > 1e-3)
 
 
-def learned_history(rewards):
-    """A prompt history whose three prompts have different scores and, for pps, different sizes."""
-    history = sampler.PromptHistory(torch.tensor([3, 9, 9]), ["a"] * 3, 3)
-    window, ones = torch.arange(3), torch.ones(3, dtype=torch.float64)
-    advantages, square = table([[0.2, 0.2, 0.2], [3, -3, 3], [2, -2, 2]]), table([1, 60, 60])
-    for _visit in range(20):
-        history.update(1, window, ones, rewards, advantages, square, ones)
+def learned_history():
+    """A prompt history whose three prompts have different scores; the first was dull."""
+    history, window = sampler.PromptHistory(3), torch.arange(3)
+    advantages = table([[0, 0, 0], [3, -3, 3], [2, -2, 2]])
+    history.update(window, advantages, torch.ones(3, 3))
     return history, window
 
 
@@ -293,12 +291,12 @@ def test_prompt_level_and_both_are_unbiased(make, loss, rule, prompt_rule):
     1 / probability, and a size that the weights make 0.
     """
     rewards, beta = table([[1, 0, 0], [0, 1, 1], [1, 1, 0]]), 0.1
-    history, window = learned_history(rewards)
-    keep_prob = history.keep_prob(prompt_rule, 0.4, window, 2)
+    history, window = learned_history()
+    keep_prob = history.keep_prob(prompt_rule, 0.4, window)
     patterns = {}
     for number in range(100):  # the real draw, for its patterns and weights
         generator = dppo.generator_for(number)
-        keep, weights = history.prune(prompt_rule, 0.4, window, generator, 2)
+        keep, weights = history.prune(prompt_rule, 0.4, window, generator)
         patterns[tuple(keep.tolist())] = weights
 
     def chance_of(pattern):
@@ -343,12 +341,12 @@ def test_fixed_size_draw_over_two_minibatches(make):
             full = full + there.sum(dim=0) / len(patterns)
         return proof.relative_error(pruned, full)
 
-    history = sampler.PromptHistory(torch.ones(4, dtype=torch.int64), ["a"] * 4, 4)
+    history = sampler.PromptHistory(4)
 
     def drawn(minibatches):
         """Patterns that the real draw makes."""
         generator, window = dppo.generator_for(0), torch.arange(4)
-        draws = [history.prune("pps", 0.5, window, generator, 1, minibatches) for _ in range(200)]
+        draws = [history.prune("pps", 0.5, window, generator, minibatches) for _ in range(200)]
         return sorted({tuple(keep.tolist()) for keep, _ in draws})
 
     assert len(drawn(2)) == 4
@@ -408,11 +406,11 @@ def test_prompt_outcomes_are_those_of_the_draw():
     probability is off."""
     history, prompts = proof.toy_history(), torch.arange(3)
     for rule in ("uniform", "dppo", "pps"):
-        found = proof.prompt_outcomes(rule, 0.4, history, prompts, step=2)
+        found = proof.prompt_outcomes(rule, 0.4, history, prompts)
         assert sum(chance for _, chance in found.values()) == pytest.approx(1)
         generator, counts = dppo.generator_for(1), dict.fromkeys(found, 0)
         for _ in range(4000):
-            keep, weights = history.prune(rule, 0.4, prompts, generator, 2)
+            keep, weights = history.prune(rule, 0.4, prompts, generator)
             kept = tuple(keep.nonzero().flatten().tolist())
             counts[kept] += 1
             assert torch.equal(weights, found[kept][0])

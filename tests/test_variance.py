@@ -99,8 +99,9 @@ def test_a_recorded_run(small_runs):
         assert step.step == row["step"]
         assert step.gram.diagonal().count_nonzero() > 1
         assert step.gram.sum().item() ** 0.5 == pytest.approx(row["grad_norm"], rel=1e-4)
-        assert step.tokens.sum() == row["tokens/generated"]
-        assert step.rewards.mean() == pytest.approx(row["reward"])
+        assert step.lengths.sum() == row["tokens/generated"]
+        dead = (step.advantages == 0).all(dim=1).double().mean()
+        assert dead == pytest.approx(row["frac_reward_zero_std"])
 
 
 @pytest.mark.parametrize("level", ["completion", "prompt"])

@@ -163,10 +163,10 @@ class Recorder(train.Trainer):
             self.now.kept, weights = prune(*args)
             return self.now.kept, weights
 
-        def see_taught(step, *args):
-            names = ("prompts", "weights", "rewards", "advantages", "square", "tokens")
-            self.now.taught = types.SimpleNamespace(**dict(zip(names, args, strict=True)))
-            learn(step, *args)
+        def see_taught(prompts, advantages, lengths):
+            taught = {"prompts": prompts, "advantages": advantages, "lengths": lengths}
+            self.now.taught = types.SimpleNamespace(**taught)
+            learn(prompts, advantages, lengths)
 
         def see_row(cfg, **tensors):
             vars(self.now).update(tensors)
@@ -219,7 +219,7 @@ def record_runs(folder, model, *args):
         ("updates", updates), ("cispo", corrected | {"loss": "cispo", "minibatches": 2}),
         ("gspo", corrected | {"loss": "gspo"}), ("dr_grpo", corrected | {"loss": "dr_grpo"}),
     ):  # fmt: skip
-        rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3}
+        rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3, "seed": 3}
         own = flags(model, f"{folder}/{name}", **(rates | changes))
         kind = Dropping if name == "dropped" else Recorder
         trainer = kind(config.parse_config([*own, *args]), toy_reward)
