@@ -116,7 +116,9 @@ def prompt_outcomes(
     rule = sampler.PROMPT_RULES[name]
     prune_rate = rate_of(rule, prune_rate)
     if rule.select:
-        keep, weights = rule.select(history.score[prompts], prune_rate)
+        keep, weights = rule.select(
+            history.score[prompts], history.expected_tokens(prompts), prune_rate
+        )
         return {tuple(keep.nonzero().flatten().tolist()): (weights, 1.0)}
     keep_prob = history.keep_prob(name, prune_rate, prompts)
     draws = []
@@ -241,11 +243,10 @@ def toy_case(
 
 
 def toy_history() -> sampler.PromptHistory:
-    """A history of three prompts. Two were rolled out: one with a low score, one with equal
-    rewards."""
+    """A history of three prompts. Two were rolled out, with other scores and lengths."""
     history = sampler.PromptHistory(3)
     advantages = torch.tensor([[0.2] * 4, [0.0] * 4], dtype=torch.float64)
-    history.update(torch.arange(2), advantages, torch.full((2, 4), 9))
+    history.update(torch.arange(2), advantages, torch.tensor([[9] * 4, [2] * 4]))
     return history
 
 

@@ -104,11 +104,14 @@ def test_threshold_rule_by_hand():
 
 
 def trained_history():
-    """64 prompts, of which every third was dull when it was rolled out, and eight never were."""
+    """64 prompts: of every three one was dull and four times as long when it was rolled out. Eight
+    never were."""
     history = sampler.PromptHistory(64)
-    dull = torch.arange(56) % 3 == 0
-    rewards = torch.where(dull, 0.0, 1.0)[:, None] * torch.tensor([1.0, 0, 0, 1])
-    see(history, [*range(56)], rewards.tolist())
+    long = torch.arange(56) % 3 == 0
+    rewards = torch.where(long, 0.0, 1.0)[:, None] * torch.tensor([1.0, 0, 0, 1])
+    advantages = dppo.group_advantages(rewards.double(), "dr_grpo")
+    lengths = torch.where(long, 80, 20)[:, None].expand(56, 4)
+    history.update(torch.arange(56), advantages, lengths)
     return history, dppo.generator_for(1)
 
 
@@ -145,21 +148,27 @@ def test_fixed_size_rules_keep_exactly_the_planned_number(rule):
     assert history.prune(rule, 0.0, window, generator, 2)[0].all()
 
 
-def test_pps_keeps_dull_prompts_a_quarter_as_often():
-    """Also among prompts that were never rolled out. Catches another share, a prompt that is dull
-    for ever, and a live one that counts as dull."""
+def test_pps_draws_by_the_root_of_tokens():
+    """Catches another power, a prompt that is long for ever, and unseen prompts that count as
+    empty."""
     history, _ = trained_history()
     keep_prob = history.keep_prob("pps", 0.75, torch.arange(64))
-    dull = history.score == 0
-    assert dull.sum() == 19
-    assert keep_prob[dull].unique().tolist() == pytest.approx([16 / (45 * 4 + 19)])
-    assert keep_prob[~dull].unique().tolist() == pytest.approx([4 * 16 / (45 * 4 + 19)])
-    see(history, [0], [[1, 0, 0, 0]])
-    see(history, [1], [[0.5] * 4])
+    long, unseen = history.tokens == 80, history.tokens.isnan()
+    assert (long.sum(), unseen.sum()) == (19, 8)
+    average = (19 * 80 + 37 * 20) / 56
+    ratio = keep_prob / keep_prob[1]
+    assert ratio[long].unique().tolist() == pytest.approx([0.5])
+    assert ratio[unseen].unique().tolist() == pytest.approx([(20 / average) ** 0.5])
+    assert keep_prob.sum() == pytest.approx(16)
+    see(history, [0], [[1, 0, 0, 0]], tokens=20)
     after = history.keep_prob("pps", 0.75, torch.arange(64))
-    assert after[0] == pytest.approx(4 * after[1].item())
+    assert after[0] == after[1]
     nothing = sampler.PromptHistory(8)
     assert nothing.keep_prob("pps", 0.5, torch.arange(8)).tolist() == [0.5] * 8
+    see(nothing, [0, 1], [[1, 0]] * 2, tokens=0)
+    see(nothing, [2, 3], [[1, 0]] * 2, tokens=4)
+    bounded = nothing.keep_prob("pps", 0.5, torch.arange(4))
+    assert (bounded[0] / bounded[2]).item() == pytest.approx(2), "an empty one counts as one token"
 
 
 def test_the_draw_is_by_probability():
@@ -171,7 +180,7 @@ def test_the_draw_is_by_probability():
     window = torch.arange(64)
     for rule in ("pps", "dppo"):
         keep_prob = history.keep_prob(rule, 0.5, window)
-        low = keep_prob < keep_prob.max()
+        low = keep_prob <= keep_prob.min() + 1e-9
         share = keep_prob[low].sum()
         assert 2 < share <= low.sum() / 2
         for _ in range(100):

@@ -274,10 +274,10 @@ def test_sgd_updates_are_unbiased(policy_folder, tmp_path, make_optimizer, grad_
 
 
 def learned_history():
-    """A prompt history whose three prompts have different scores; the first was dull."""
+    """A prompt history whose three prompts have different scores and lengths."""
     history, window = sampler.PromptHistory(3), torch.arange(3)
     advantages = table([[0, 0, 0], [3, -3, 3], [2, -2, 2]])
-    history.update(window, advantages, torch.ones(3, 3))
+    history.update(window, advantages, torch.tensor([[9], [2], [2]]).expand(3, 3))
     return history, window
 
 
