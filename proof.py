@@ -116,9 +116,8 @@ def prompt_outcomes(
     rule = sampler.PROMPT_RULES[name]
     prune_rate = rate_of(rule, prune_rate)
     if rule.select:
-        keep, weights = rule.select(
-            history.score[prompts], history.expected_tokens(prompts), prune_rate
-        )
+        score, tokens = history.score[prompts], history.expected_tokens(prompts)
+        keep, weights = rule.select(score, tokens, prune_rate)
         return {tuple(keep.nonzero().flatten().tolist()): (weights, 1.0)}
     keep_prob = history.keep_prob(name, prune_rate, prompts)
     draws = []

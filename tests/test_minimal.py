@@ -88,18 +88,16 @@ def test_size_is_a_gradient_norm(monkeypatch):
 
 
 def test_prompt_draw_is_unbiased():
-    """The same for prompts, whose cost is 1: K are kept, dull ones less often.
+    """The same for prompts, of equal size: half of the tokens are kept, long prompts less often.
 
-    Catches a dull prompt that is never drawn.
+    Catches a prompt that is never drawn, and a budget in prompts.
     """
-    size = torch.ones(64, dtype=torch.float64)
-    size[10:50] = minimal.DULL
-    p = assert_unbiased(size, torch.ones(64), minimal.K)
-    assert 0 < p[10] < p[0] < 1
-    few = torch.ones(64, dtype=torch.float64) * minimal.DULL
-    few[:3] = 1.0
-    p = assert_unbiased(few, torch.ones(64), minimal.K)
-    assert (p[:3] == 1).all(), "the few live ones are sure"
+    cost = torch.full((64,), 16.0, dtype=torch.float64)
+    cost[10:50] = 64.0
+    budget = minimal.PROMPT_SHARE * cost.sum()
+    p = assert_unbiased(torch.ones(64), cost, budget)
+    assert p[10] == pytest.approx(p[0].item() / 2)
+    assert (p * cost).sum() == pytest.approx(budget.item())
 
 
 def test_keep_prob_has_the_least_variance():
