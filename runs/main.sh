@@ -11,7 +11,3 @@ done
 python eval.py --model tasks/arithmetic-base --data arithmetic-longer
 python -c "import bench; bench.keep_log('out-0/log.jsonl', 'runs/main-seed0.jsonl')"
 cp out-0/run.png runs/main-seed0.png
-# What pps learns about the prompts of the realistic mix: another minute. It ends at 0.72, because
-# 30 % of the mix's held-out chains are too long; the race evaluates with --eval-data arithmetic.
-torchrun train.py --data arithmetic-mixed --steps 80 --out-dir out-mixed
-python -c "import bench; bench.keep_log('out-mixed/log.jsonl', 'runs/pps-mixed.jsonl')"
