@@ -70,11 +70,20 @@ def find_prompts(index: dict[int, int], prompts: list) -> torch.Tensor:
     return torch.tensor([index[dppo.seed_for(prompt)] for prompt in prompts])
 
 
-def new_history(prompts: list, sources: list[str], prompts_per_step: int) -> sampler.PromptHistory:
-    """The history of a data set's prompts. Their lengths are in characters, as these trainers do
-    not see prompts as tokens before they are drawn."""
-    lengths = torch.tensor([len(str(prompt)) for prompt in prompts])
-    return sampler.PromptHistory(lengths, sources, prompts_per_step)
+def learn(
+    history: sampler.PromptHistory,
+    prompts: torch.Tensor,
+    rewards: torch.Tensor,
+    advantages: torch.Tensor,
+    tokens: torch.Tensor,
+) -> None:
+    """The history remembers the prompts [K] that were rolled out, by their full groups [K, G].
+
+    TRL's and verl's advantages of equal rewards, such as 0.1, can be rounding errors over a tiny
+    deviation. The score must be exactly 0 there, because pps tells by it which prompts were dull.
+    """
+    dull = dppo.dead_groups(rewards)[:, None]  # [K, 1]
+    history.update(prompts, torch.where(dull, 0.0, advantages), tokens)
 
 
 # ---------------------------------------------------------------------------- checkpoints

@@ -94,8 +94,8 @@ class Trainer:
         loss="grpo", loss_fn="ppo", beta=0.0, lr=1e-4, lora_rank=32, pad_tokens=1, pad_datums=1,
         eval_every=10, save_every=10,
     ):  # fmt: skip
-        """A run, new or from out_dir. problems and held_out are lists of (prompt tokens, answer,
-        source). reward(text, answer) is a number, or None if the answer cannot be scored."""
+        """A run, new or from out_dir. problems and held_out are lists of (prompt tokens, answer).
+        reward(text, answer) is a number, or None if the answer cannot be scored."""
         for option, value, exact in (
             ("loss", loss, LOSSES),
             ("loss_fn", loss_fn, LOSS_FNS),
@@ -132,9 +132,8 @@ class Trainer:
         self.eval_every = eval_every
         self.save_every = save_every
 
-        prompts, _answers, sources = zip(*problems, strict=True)
-        self.prompt_tokens = torch.tensor([len(ids) for ids in prompts])
-        self.history = sampler.PromptHistory(self.prompt_tokens, sources, prompts_per_step)
+        self.prompt_tokens = torch.tensor([len(prompt) for prompt, _answer in problems])
+        self.history = sampler.PromptHistory(len(problems))
         self.mean_tokens = None  # of a batch; see dppo_shared.update_mean
         self.log = []
         self.path = Path(out_dir, "state.pt")
@@ -147,7 +146,7 @@ class Trainer:
 
         self.service = ask(tinker.ServiceClient, base_url=base_url)
         new = self.service.create_lora_training_client, base_model, lora_rank, seed
-        self.means = measure_denominator(ask(*new), loss_fn, (prompts[0] * 9)[:9])
+        self.means = measure_denominator(ask(*new), loss_fn, (problems[0][0] * 9)[:9])
         old = self.service.create_training_client_from_state_with_optimizer, weights
         self.client = ask(*(old if weights else new))
 
@@ -158,7 +157,7 @@ class Trainer:
         policy = ask(self.service.create_sampling_client, path)
         end = {"max_tokens": self.max_new_tokens, "stop": [self.tokenizer.eos_token_id]}
         futures = []
-        for number, (prompt, _answer, _source) in enumerate(problems):
+        for number, (prompt, _answer) in enumerate(problems):
             seed = dppo.seed_for(self.seed, key, number) >> 33  # servers take 30 bits
             options = tinker.SamplingParams(seed=seed, **end)
             futures.append(policy.sample(tinker.ModelInput.from_ints(prompt), count, options))
@@ -182,7 +181,7 @@ class Trainer:
         # (dapo and cispo divide by a batch's tokens: their first batch is whole, to count them)
         count_first = dppo.LOSSES[self.loss].denominator == "batch tokens"
         rule = "none" if count_first and self.mean_tokens is None else self.prompt_rule
-        kept, weights = self.history.prune(rule, self.prompt_prune_rate, window, generator, step)
+        kept, weights = self.history.prune(rule, self.prompt_prune_rate, window, generator)
         prompts, weights = window[kept], weights[kept, None]  # [K], [K, 1]
 
         rows, rewards = self.sample([self.problems[q] for q in prompts], G, "step", step)
@@ -212,9 +211,7 @@ class Trainer:
         datums = make_datums(rows, self.means, self.pad_tokens)
         grad_norm = update(self.client, self.loss_fn, [datums], self.lr * min(1, step / WARMUP))
 
-        square = dppo.contribution_size(advantages, scale, energy, beta=0.0).square().sum(dim=1)
-        seen = weights[:, 0], rewards, advantages, square, lengths.sum(dim=1)
-        self.history.update(step, prompts, *seen)
+        self.history.update(prompts, advantages, lengths)
         self.mean_tokens = dppo_shared.update_mean(self.mean_tokens, estimate, MEMORY)
 
         scores = rewards.nanmean(dim=1, keepdim=True)  # [K, 1]; nan: unscorable

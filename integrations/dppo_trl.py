@@ -105,13 +105,9 @@ class DPPOTrainer(trl.GRPOTrainer):
         self.so_far = {"draws": 0, "batches": 0, "mean_tokens": None}
 
         if self.prunes_prompts:
-            data = self.train_dataset
-            prompts = list(data["prompt"])
-            has_sources = "source" in data.column_names
-            sources = list(data["source"]) if has_sources else [""] * len(data)
-            Q = self.args.generation_batch_size // self.num_generations
+            prompts = list(self.train_dataset["prompt"])
             self.index = dppo_shared.index_prompts(prompts)
-            self.history = dppo_shared.new_history(prompts, sources, Q)
+            self.history = sampler.PromptHistory(len(prompts))
 
     def check(self) -> None:
         """RuleError for options with which pruning would not be exact."""
@@ -168,7 +164,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         )
         world, G = self.accelerator.num_processes, self.num_generations
         require(
-            sampler.PROMPT_RULES[rule].priority or G % world == 0,
+            sampler.PROMPT_RULES[rule].fixed_size or G % world == 0,
             f"prompt_rule={rule!r} keeps any number of prompts, so {world} processes must divide "
             f"num_generations={G}; or choose 'pps' or 'uniform'",
         )
@@ -178,7 +174,8 @@ class DPPOTrainer(trl.GRPOTrainer):
     def draw_prompts(self, inputs: list[dict]) -> tuple[list[dict], torch.Tensor, torch.Tensor]:
         """What is rolled out of a generation batch: (this rank's rows, prompts [K], weights [K]).
 
-        uniform and pps keep a number of prompts whose completions divide evenly among the ranks.
+        A rule of fixed size keeps a number of prompts whose completions divide evenly among the
+        ranks.
         """
         G = self.num_generations
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
@@ -193,13 +190,12 @@ class DPPOTrainer(trl.GRPOTrainer):
         rule, rate = self.prompt_rule, self.prompt_prune_rate
         if self.loss_type in PER_TOKEN and self.so_far["mean_tokens"] is None:
             rule = "none"  # this generation batch is whole, and gives the denominator
-        if sampler.PROMPT_RULES[rule].priority:
+        if sampler.PROMPT_RULES[rule].fixed_size:
             unit = world // gcd(world, G)
             kept = unit * max(1, round((1.0 - rate) * Q / unit))
             rate = 1.0 - kept / Q
-        batch = self.so_far["batches"]
-        generator = dppo.generator_for(self.args.seed, "prompts", batch)
-        drawn = self.history.prune(rule, rate, prompts, generator, batch)
+        generator = dppo.generator_for(self.args.seed, "prompts", self.so_far["batches"])
+        drawn = self.history.prune(rule, rate, prompts, generator)
         keep, weights = broadcast_object_list(list(drawn))  # ranks might round differently
         self._metrics["train"]["dppo/kept_prompts"].append(keep.double().mean().item())
 
@@ -250,22 +246,16 @@ class DPPOTrainer(trl.GRPOTrainer):
             scale /= tokens.clamp(min=1)
         size = dppo.contribution_size(advantages, scale, energy, self.beta)
         if self.prunes_prompts:
-            self.learn(prompts, weights, rewards, advantages, size, tokens)
+            dppo_shared.learn(self.history, prompts, rewards, advantages, tokens)
+            Q = self.args.generation_batch_size // self.num_generations
+            reward = dppo_shared.mean_reward(rewards, weights, Q)
+            self._metrics["train"]["dppo/reward"].append(reward)
             mean = self.set_denominator(weights, tokens)
             rows["num_items_in_batch"] = torch.tensor(mean, device=rows["place"].device)
         else:
             weights = torch.ones(len(size), dtype=torch.float64)
         self.prompt_weights = weights[:, None]  # [K, 1]
         self.batch = dppo.Completions(advantages, rewards, cost, self.prompt_weights * size)
-
-    def learn(self, prompts, weights, rewards, advantages, size, tokens) -> None:
-        """The prompt history learns from the prompts [K] that were rolled out, and their weights
-        [K]. The other tables are [K, G]."""
-        seen = (rewards, advantages, size.square().sum(dim=1), tokens.sum(dim=1))
-        self.history.update(self.so_far["batches"], prompts, weights, *seen)
-        Q = self.args.generation_batch_size // self.num_generations
-        reward = dppo_shared.mean_reward(rewards, weights, Q)
-        self._metrics["train"]["dppo/reward"].append(reward)
 
     def set_denominator(self, weights, tokens) -> float:
         """The tokens that a loss of PER_TOKEN divides by: their mean before this batch, because it

@@ -178,43 +178,41 @@ class DPPOTrainer(PPOTrainerSync):
         super()._init_dataloader()
         if not self.prunes_prompts:
             return
-        data = [self.train_dataset[i] for i in range(len(self.train_dataset))]
-        prompts = [row["raw_prompt"] for row in data]
-        sources = [str(row.get("data_source")) for row in data]
+        prompts = [self.train_dataset[i]["raw_prompt"] for i in range(len(self.train_dataset))]
         self.index = dppo_shared.index_prompts(prompts)
-        self.history = dppo_shared.new_history(prompts, sources, self.Q)
-        repeated = len(data) - len(self.index)
+        self.history = sampler.PromptHistory(len(prompts))
+        repeated = len(prompts) - len(self.index)
         require(
             repeated == 0,
-            f"data.train_files: {repeated} of {len(data)} prompts repeat others, but prompt_rule="
-            f"{self.prompt_rule} knows a prompt by its text; remove them, or set it to none",
+            f"data.train_files: {repeated} of {len(prompts)} prompts repeat others, but "
+            f"prompt_rule={self.prompt_rule} knows a prompt by its text; remove them, or set it to "
+            "none",
         )
 
     def _next_train_batch(self, num_prompts=None) -> TensorDict:
         """verl's next Q prompts, or K of them. `groups` is {uid: (place among the Q, weight)}."""
         batch = super()._next_train_batch(num_prompts)
-        uids, step = list(batch["uid"]), self.global_steps
+        uids = list(batch["uid"])
         self.groups = {uid: (q, 1.0) for q, uid in enumerate(uids)}
         if not self.prunes_prompts:
             return batch
         prompts = dppo_shared.find_prompts(self.index, batch["raw_prompt"])
         rule, rate = self.prompt_rule, self.prompt_prune_rate
-        if sampler.PROMPT_RULES[rule].priority:  # it keeps a number: at least one for each update
+        if sampler.PROMPT_RULES[rule].fixed_size:  # at least one prompt for each update
             rate = min(rate, 1.0 - self.M / self.Q)
         if self.actor.loss_agg_mode == "token-mean" and self.mean_tokens is None:
             rule = "none"  # this batch is whole, and gives the denominator
-        generator = dppo.generator_for(self.seed, "prompts", step)
-        keep, weights = self.history.prune(rule, rate, prompts, generator, step, self.M)
+        generator = dppo.generator_for(self.seed, "prompts", self.global_steps)
+        keep, weights = self.history.prune(rule, rate, prompts, generator, self.M)
         self.prompts = prompts[keep]  # [K]
         places = keep.nonzero().flatten()  # [K]
         self.groups = {uids[q]: (q, weights[q].item()) for q in places.tolist()}
         return tu.index_select_tensor_dict(batch, places)
 
-    def learn(self, metrics, weights, rewards, advantages, size, tokens) -> None:
+    def learn(self, metrics, weights, rewards, advantages, tokens) -> None:
         """The prompt history and the mean of tokens learn from the prompts that were rolled out,
         whose weights are [K]. The other tables are [K, G]."""
-        seen = (rewards, advantages, size.square().sum(dim=1), tokens.sum(dim=1))
-        self.history.update(self.global_steps, self.prompts, weights, *seen)
+        dppo_shared.learn(self.history, self.prompts, rewards, advantages, tokens)
         estimate = (weights * tokens.sum(dim=1)).sum().item()  # of all Q prompts
         self.mean_tokens = dppo_shared.update_mean(self.mean_tokens, estimate, MEMORY)
         metrics["dppo/reward"] = dppo_shared.mean_reward(rewards, weights, self.Q)
@@ -338,7 +336,7 @@ class DPPOTrainer(PPOTrainerSync):
         if self.prunes_prompts:
             if self.mean_tokens is not None:  # known before the draw
                 full[:] = self.mean_tokens / self.M
-            self.learn(metrics, prompt_weights[:, 0], rewards, advantages, size, tokens)
+            self.learn(metrics, prompt_weights[:, 0], rewards, advantages, tokens)
         figures = dppo_shared.completion_figures(
             weights, prompt_weights, cost, size, num_completions=self.Q * G
         )

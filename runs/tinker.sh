@@ -22,7 +22,7 @@ rules = {
 
 def encode(problems):
     problems, ids = data.encode_prompts(problems, tokenizer, 200)
-    return [(i, one.answer, one.source) for i, one in zip(ids, problems, strict=True)]
+    return [(i, one.answer) for i, one in zip(ids, problems, strict=True)]
 
 
 for seed in range(3):

@@ -80,13 +80,11 @@ def test_dropped_below_the_mean_is_exact(tmp_path):
 
 
 def taught(folder, **options):
-    """A trainer whose history prefers some prompts; rate 0.5 keeps two of four, with dppo any."""
+    """A trainer whose history has scores, one of them of a dull prompt; rate 0.5 keeps two of
+    four, with dppo any."""
     trainer = fixed(folder, prompt_prune_rate=0.5, **options)
-    prompts, ones = torch.arange(4), torch.ones(4, dtype=torch.float64)
-    rewards = torch.tensor([[0.0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]])
-    square = torch.tensor([0.0, 1, 40, 60], dtype=torch.float64)
-    for _visit in range(20):
-        trainer.history.update(1, prompts, ones, rewards, rewards.double() - 0.1, square, ones)
+    advantages = torch.tensor([[0.0], [0.3], [0.5], [0.7]], dtype=torch.float64).expand(4, 4)
+    trainer.history.update(torch.arange(4), advantages, torch.ones(4, 4))
     return trainer
 
 
@@ -218,15 +216,14 @@ def test_the_log(tmp_path):
         row = trainer.step(3)
     (keep, prompt_weights), (batch, kept, completion_weights) = drawn[0], own[0]
     prompt_weights = prompt_weights[keep]
-    step, prompts, w, rewards, advantages, square, tokens = learned[0]
-    assert step == 3
-    assert torch.equal(w, prompt_weights)
-    assert torch.equal(rewards.nan_to_num(9), batch.rewards.nan_to_num(9))
+    prompts, advantages, tokens = learned[0]
     assert torch.equal(prompts, sampler.candidates(4, 4, 0, 3)[keep])
+    assert torch.equal(advantages, dppo.group_advantages(batch.rewards, trainer.loss))
+    rewards, w = batch.rewards, prompt_weights
     scored = ~rewards.nanmean(dim=1).isnan()
     mean = (prompt_weights * rewards.nanmean(dim=1))[scored].sum() / prompt_weights[scored].sum()
     lengths = torch.tensor([len(PROBLEMS[q][0]) for q in prompts])
-    assert torch.equal(batch.cost.sum(dim=1), tokens + tinker_toy.G * lengths)
+    assert torch.equal(batch.cost, tokens + lengths[:, None])
     sent = (kept * (batch.cost - 1)).sum().item()
     wanted = {
         "reward": mean.item(),
@@ -241,10 +238,6 @@ def test_the_log(tmp_path):
     }
     assert row == pytest.approx(wanted)
     assert 0 < row["kept/completions"] < 0.5
-    scale = 1 / (batch.cost - lengths[:, None]) / 16
-    energy = batch.size / (w[:, None] * scale * advantages.abs())  # roots
-    size = torch.where(advantages == 0, 0.0, energy * scale * advantages.abs())
-    assert torch.allclose(square, size.square().sum(dim=1))
     names = json.loads((ROOT / "runs" / "main-seed0.jsonl").read_text().splitlines()[1])
     assert row.keys() - {"tokens/prefilled"} <= names.keys()
 
@@ -253,7 +246,9 @@ def test_the_divisor_of_dapo(tmp_path):
     """The first step is whole and counts its tokens; later ones are weighted, and a tenth of each
     enters the mean. Catches a mean of what was sampled, and one that follows too fast."""
     trainer = taught(tmp_path, loss="dapo", prompt_rule="pps")
-    learned, update = [], trainer.history.update
+    drawn, learned = [], []
+    prune, update = trainer.history.prune, trainer.history.update
+    trainer.history.prune = lambda *args: drawn.append(prune(*args)) or drawn[-1]
     trainer.history.update = lambda *args: learned.append(args) or update(*args)
     with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):
         first = trainer.step(1)
@@ -261,8 +256,8 @@ def test_the_divisor_of_dapo(tmp_path):
         second = trainer.step(2)
     assert (first["kept/prompts"], second["kept/prompts"]) == (1, 0.5)
     assert mean == first["tokens/generated"]
-    _step, _prompts, weights, *_, tokens = learned[1]
-    estimate = (weights * tokens).sum().item()
+    (keep, weights), (_prompts, _advantages, tokens) = drawn[1], learned[1]
+    estimate = (weights[keep, None] * tokens).sum().item()
     assert estimate != pytest.approx(second["tokens/generated"])
     assert trainer.mean_tokens == pytest.approx(mean + (estimate - mean) / 10)
 
@@ -307,7 +302,7 @@ def test_datums_have_the_sdks_types():
 
 # ---------------------------------------------------------------------------- runs
 
-HELD_OUT = [([6], "answer", ""), ([1, 1], "answer", "")]
+HELD_OUT = [([6], "answer"), ([1, 1], "answer")]
 BOTH = {"prompt_rule": "pps", "prompt_prune_rate": 0.5, "completion_rule": "pps"}
 
 
@@ -357,7 +352,7 @@ def test_stopped_and_resumed(tmp_path, loss):
 def test_evaluations(tmp_path):
     """At step 0 and every third: the mean of four completions of each. Catches one of trained
     problems, and a nan in the file."""
-    trainer = train(tmp_path, Server(), held_out=[([2], "answer 1", ""), ([3], "answer 1", "")])
+    trainer = train(tmp_path, Server(), held_out=[([2], "answer 1"), ([3], "answer 1")])
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "eval/avg@4" in row] == [0, 3, 6]
     with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):

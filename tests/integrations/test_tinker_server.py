@@ -92,11 +92,8 @@ def problems(split, count, longest=8):
     """Chains of few numbers, of at most 32 tokens with their answers: one shape for the server."""
     tokenizer = arithmetic.make_tokenizer()
     found = (data.Problem(*arithmetic.problem(split, i)) for i in range(10 * count))
-    return [
-        (tokenizer.encode(one.text), one.answer, one.source)
-        for one in found
-        if len(one.text) <= longest
-    ][:count]
+    short = [(tokenizer.encode(one.text), one.answer) for one in found if len(one.text) <= longest]
+    return short[:count]
 
 
 def make_trainer(folder, **options):

@@ -4,6 +4,7 @@ tests/verl.sh builds an environment with verl and runs these tests in it; withou
 skipped.
 """
 
+import copy
 import itertools
 from unittest import mock
 
@@ -191,9 +192,9 @@ def over_prompts(pruned, measure, updates=1):
     rule, rate = pruned.trainer.prompt_rule, pruned.trainer.prompt_prune_rate
     prompts = torch.arange(4)
     if updates == 1:
-        outcomes = proof.prompt_outcomes(rule, rate, history, prompts, 1).values()
+        outcomes = proof.prompt_outcomes(rule, rate, history, prompts).values()
     else:
-        keep_prob = history.keep_prob(rule, rate, prompts, 1, updates)
+        keep_prob = history.keep_prob(rule, rate, prompts, updates)
         outcomes = []
         for kept in itertools.product(range(size), repeat=updates):
             keep = torch.zeros(4, dtype=torch.bool)
@@ -209,23 +210,18 @@ def over_prompts(pruned, measure, updates=1):
 
 
 def taught(mean_tokens=None, **options):
-    """A toy whose prompt history has seen groups of different kinds."""
+    """A toy whose prompt history has seen groups of different scores, the first a dull one."""
     pruned = Toy(**options)
-    prompts, ones = torch.arange(4), torch.ones(4, dtype=torch.float64)
-    rewards = torch.tensor([[0.0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]])
-    square = torch.tensor([0.0, 1, 40, 60], dtype=torch.float64)
-    for _ in range(20):
-        lesson = (prompts, ones, rewards, rewards.double() - 0.1, square, ones)
-        pruned.trainer.history.update(1, *lesson)
-    pruned.saved = dict(vars(pruned.trainer.history))
+    advantages = torch.tensor([[0.0], [0.3], [0.5], [0.7]], dtype=torch.float64).expand(4, toy.G)
+    pruned.trainer.history.update(torch.arange(4), advantages, torch.ones(4, toy.G))
+    pruned.saved = copy.deepcopy(pruned.trainer.history)
     pruned.mean_tokens = mean_tokens
     return pruned
 
 
 def from_the_same_past(pruned):
     """A step that starts with the history it was taught."""
-    copies = {x: y.clone() if torch.is_tensor(y) else y for x, y in pruned.saved.items()}
-    vars(pruned.trainer.history).update(copies)
+    pruned.trainer.history = copy.deepcopy(pruned.saved)
     pruned.trainer.mean_tokens = pruned.mean_tokens
     return pruned.step()
 

@@ -128,7 +128,8 @@ def test_killed_and_resumed(tmp_path):
     for one, other in zip(whole[4:], resumed, strict=True):
         assert figures([one])[0] == pytest.approx(figures([other])[0], rel=1e-4)
     assert figures(whole)[4] == pytest.approx(figures(broken)[4], rel=1e-4)
-    assert [row["dppo/kept_prompts"] for row in whole] == [1.0] + [0.625] * 5
+    shares = [row["dppo/kept_prompts"] for row in whole]
+    assert shares == [1.0] + [0.5] * 5, "of 4 candidates of an update, 2.4 are rounded to 2"
 
 
 def test_the_page(tmp_path, monkeypatch):

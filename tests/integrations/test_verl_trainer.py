@@ -204,31 +204,36 @@ def test_what_the_rules_see():
 
 
 def test_lessons_and_denominators(monkeypatch):
-    """Three steps with pruned prompts: the history learns with the prompts' weights, and the
-    denominator of token-mean follows the weighted tokens; the first batch is whole.
+    """Three steps with pruned prompts: the history learns the groups of the prompts that were
+    drawn, and the denominator of token-mean follows the weighted tokens; the first batch is whole.
 
-    Catches weights of 1, a mean of what was kept, and an estimate that the batch divides by itself.
+    Catches another table in place of the advantages, weights of 1, a mean of what was kept, and an
+    estimate that the batch divides by itself.
     """
     lessons, update = [], sampler.PromptHistory.update
     teach = lambda *args: lessons.append(args[1:]) or update(*args)
     monkeypatch.setattr(sampler.PromptHistory, "update", teach)
-    pruned = Toy(**{PROMPT_RULE: "pps", PROMPT_RATE: 0.5, MODE: "token-mean", RULE: "uniform"})
+    options = {PROMPT_RULE: "pps", PROMPT_RATE: 0.5, MODE: "token-mean", RULE: "uniform"}
+    texts = ("f", "bb", "ccc", "dddd")  # of the last, no completion is right
+    pruned = Toy(prompts=texts, **options)
     trainer, mean = pruned.trainer, None
     for step in (1, 2, 3):
         trainer.global_steps = step
         pruned.step()
-        when, prompts, weights, rewards, _, _, tokens = lessons[-1]
-        assert when == step
+        prompts, advantages, tokens = lessons[-1]
         assert len(prompts) == len(pruned.submitted["uid"]) == (4 if step == 1 else 2)
-        names = [Toy.PROMPTS[q] for q in prompts]
+        names = [texts[q] for q in prompts]
         assert [x[0]["content"] for x in pruned.submitted["raw_prompt"]] == names
-        assert tokens.tolist() == [tokens_of([name]) for name in names]
-        assert rewards.sum(dim=1).tolist() == [len(name) % 4 for name in names]
-        used = {
+        assert tokens.sum(dim=1).tolist() == [tokens_of([name]) for name in names]
+        rewards = torch.tensor([[g < len(name) % 4 for g in range(4)] for name in names]).double()
+        centred = rewards - rewards.mean(dim=1, keepdim=True)
+        assert torch.allclose(advantages, centred / (rewards.std(dim=1, keepdim=True) + 1e-6))
+        weights = torch.tensor([weight for _, weight in trainer.groups.values()]).double()
+        (used,) = {
             x.item() for part in pruned.trained for x in part["dppo"].values().view(-1, 2)[:, 1]
         }
-        estimate = (weights * tokens).sum().item()
-        assert used == {mean or estimate}
+        estimate = (weights[:, None] * tokens).sum().item()
+        assert used == pytest.approx(mean or estimate)
         mean = (mean or estimate) + (estimate - (mean or estimate)) / dppo_verl.MEMORY
         assert trainer.mean_tokens == pytest.approx(mean)
         reward = (weights * rewards.mean(dim=1)).sum().item() / 4
@@ -237,6 +242,30 @@ def test_lessons_and_denominators(monkeypatch):
         factor = torch.cat([part["dppo"].values().view(-1, 2)[:, 0] for part in pruned.trained])
         assert pruned.metrics["dppo/kept_completions"] == (factor > 0).sum().item() / 16
     assert not weights.eq(1).all()
+
+
+def test_equal_rewards_are_dull():
+    """Through verl's own advantages of three rewards of 0.1: pps draws such prompts less often.
+    Catches a rounding error that the history takes for an advantage."""
+    seen, prune = [], dppo.prune_completions
+    record = lambda rule, rate, batch, generator: (
+        seen.append(batch) or prune(rule, rate, batch, generator)
+    )
+    options = {PROMPT_RULE: "pps", PROMPT_RATE: 0.0, MODE: "token-sum", UPDATE: 2}
+    pruned = Toy(prompts=("bb", "ccc"), **options)
+    sample = pruned.sample
+
+    def equal_and_one_failed(global_steps, partition_id, batch_size):
+        batch, metrics = sample(global_steps, partition_id, batch_size)
+        for key in batch.keys:
+            pruned.queue.rows[key]["rm_scores"][-1] = 0.1
+        return batch.select_keys([key for key in batch.keys if not key.endswith("_2_0")]), metrics
+
+    pruned.trainer.replay_buffer.sample = equal_and_one_failed
+    with mock.patch.object(dppo, "prune_completions", record):
+        pruned.step()
+    assert seen[0].advantages.any(), "verl's advantages are exact zeros"
+    assert pruned.trainer.history.score.tolist() == [0.0, 0.0]
 
 
 def test_a_batch_that_keeps_nothing():

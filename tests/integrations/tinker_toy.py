@@ -21,7 +21,7 @@ import proof
 import sampler
 
 PROMPTS = [[1], [2, 3], [4, 5, 6], [2, 1]]  # of tokens 0 to 6; 0 ends a completion
-PROBLEMS = [(ids, f"answer {k}", "") for k, ids in enumerate(PROMPTS)]
+PROBLEMS = [(ids, f"answer {k}") for k, ids in enumerate(PROMPTS)]
 V, D, G, LONGEST = 7, 5, 4, 5  # tokens, width, completions, tokens of a completion
 MEANS = {"sum": (0, 0), "tokens": (1, 0), "datums": (0, 1), "both": (1, 1)}
 
@@ -273,7 +273,7 @@ def full_gradient(trainer, denominator):
     theta = trainer.client.theta.clone().requires_grad_()
     options = SamplingParams(LONGEST, [0], 0)
     policy, found = Policy(server, trainer.client.theta), []
-    for prompt, answer, _ in trainer.problems:
+    for prompt, answer in trainer.problems:
         rows = policy.sample(ModelInput(prompt), G, options).value.sequences
         scores = [reward(Tokenizer().decode(one.tokens, True), answer) for one in rows]
         scores = torch.tensor([torch.nan if x is None else x for x in scores]).double()
@@ -319,12 +319,9 @@ def over_prompts(trainer, gradient):
     """The expectation of gradient() over every outcome of the prompt draw."""
     rule, rate = trainer.prompt_rule, trainer.prompt_prune_rate
     window = sampler.candidates(len(trainer.problems), trainer.prompts_per_step, trainer.seed, 1)
-    outcomes = proof.prompt_outcomes(rule, rate, trainer.history, window, 1)
     total = chances = 0
-    for kept, (weights, chance) in outcomes.items():
-        keep = torch.zeros(len(window), dtype=torch.bool)
-        keep[list(kept)] = True
-        drawn = lambda *_, found=(keep, weights): found
+    for weights, chance in proof.prompt_outcomes(rule, rate, trainer.history, window).values():
+        drawn = lambda *_, weights=weights: (weights > 0, weights)
         with mock.patch.object(sampler.PromptHistory, "prune", drawn):
             total, chances = total + chance * gradient(), chances + chance
     assert abs(chances - 1) < 1e-9

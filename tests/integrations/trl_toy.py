@@ -187,13 +187,10 @@ def micro_steps(args):
 
 
 def teach(history):
-    """Different scores, and for pps different sizes, of four prompts."""
-    prompts, ones = torch.arange(4), torch.ones(4, dtype=torch.float64)
-    rewards = torch.tensor([[0.0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]])
-    advantages = rewards.double() - 0.1
-    square = torch.tensor([0.0, 1, 40, 60], dtype=torch.float64)
-    for _visit in range(20):
-        history.update(1, prompts, ones, rewards, advantages, square, ones)
+    """Different scores of four prompts; the first was dull, which pps draws less often."""
+    scores = torch.tensor([0.0, 0.3, 0.5, 0.7], dtype=torch.float64)
+    advantages = scores[:, None].expand(4, G)
+    history.update(torch.arange(4), advantages, torch.ones(4, G))
 
 
 # ---------------------------------------------------------------------------- every outcome
@@ -219,21 +216,16 @@ class Outcome:
 
 
 class PromptOutcome:
-    """In place of PromptHistory.prune: its number-th outcome. A draw of fixed size drops one."""
+    """In place of PromptHistory.prune: its number-th outcome."""
 
     def __init__(self, number):
         self.number = number
 
-    def prune(self, history, rule, rate, prompts, _generator, step):
-        keep_prob = history.keep_prob(rule, rate, prompts, step)
-        outcomes = list(proof.independent_outcomes(keep_prob))
-        if rule in [name for name, found in sampler.PROMPT_RULES.items() if found.priority]:
-            assert sampler.kept_prompts(len(prompts), rate) == len(prompts) - 1
-            odds = (1 - keep_prob).tolist()
-            outcomes = [(torch.arange(len(prompts)) != q, odd) for q, odd in enumerate(odds)]
+    def prune(self, history, rule, rate, prompts, _generator):
+        outcomes = list(proof.prompt_outcomes(rule, rate, history, prompts).values())
         self.more = self.number + 1 < len(outcomes)
-        keep, self.chance = outcomes[self.number]
-        return keep, dppo.ht_weights(keep, keep_prob)
+        weights, self.chance = outcomes[self.number]
+        return weights > 0, weights
 
 
 @contextlib.contextmanager
