@@ -13,8 +13,9 @@ ratio and the KL term are all inside l_i. `python proof.py` enumerates every out
 and prints the error. Four mistakes would break it:
     - a denominator or an advantage that depends on what was kept: here the full batch gives both
     - a keep probability of zero where l_i is not zero: rates stay below 1, and sizes have a floor
-    - a wrong keep probability: dropping floor(r n) completions but multiplying by 1 / (1 - r)
-    - parameters that depend on the draw: here each update makes its own draw
+    - a weight that does not match the draw: dropping floor(r n) but multiplying by 1 / (1 - r)
+    - one draw for two updates: the first moves the parameters, so the second's gradient would
+      depend on its own draw; here each update has its own
 This is the gradient of one update before it is clipped by norm. Clipping and Adam are not linear.
 
 You may add rules and losses: each is one function and one entry, in COMPLETION_RULES or LOSSES. The
@@ -39,8 +40,10 @@ import torch
 from numpy.random import Generator, Philox
 
 ADVANTAGE_EPS = 1e-4  # added to the group's standard deviation, as in TRL
-THRESHOLD_MARGIN = 1e-6  # below the mean by more than this; at pass rate 1/2 all |advantages| tie
-SIZE_FLOOR = 0.03  # of the mean size: a smaller estimate is not trusted, so weights stay bounded
+# A score counts as below the mean only by more than this. At pass rate 1/2 all |advantages| are
+# equal, and rounding would decide.
+THRESHOLD_MARGIN = 1e-6
+SIZE_FLOOR = 0.03  # of the mean size: a smaller estimate is not trusted, so weights stay finite
 
 
 class RuleError(ValueError):
@@ -133,7 +136,8 @@ def contribution_size(
     """Estimated gradient norm of each term, float64 [K, G]: factor (|A| + beta) sqrt(energy).
 
     `factor` is what multiplies the loss of its tokens (prompt weight over denominator; 0: masked),
-    `energy` the sum over its tokens of |onehot - softmax|^2. The gradient passes through the
+    because the variance that pruning adds is that of the weighted term. `energy` is the sum over
+    its tokens of |onehot - softmax|^2. The gradient passes through the
     logits, and the scores of different tokens are uncorrelated, so the squared norm is roughly
     proportional to the energy; beta stands for the KL term's part. The size is exactly 0 where the
     term is exactly 0. Elsewhere it is at least SIZE_FLOOR of the mean, so an estimate that

@@ -31,7 +31,7 @@ Q, G, T = 64, 8, 64  # candidate prompts, completions each, tokens at most
 PROMPT_SHARE = 0.5  # of the tokens that the candidates are expected to have: to be sampled
 TOKEN_SHARE = 0.4  # of the tokens of sampled completions and their prompts: to be trained on
 GUESS = 16.0  # tokens of a completion, for prompts that were not sampled yet
-FLOOR = 0.1  # of the mean size: a smaller estimate is not trusted, so weights stay bounded
+FLOOR = 0.1  # of the mean size: a smaller estimate is not trusted, so weights stay finite
 STEPS, WARMUP, LR, CLIP, ROWS = 60, 5, 6e-4, 0.2, 64  # ROWS: completions in one backward pass
 PROBLEMS, HELD_OUT, EVAL_EVERY = 512, 200, 5
 
@@ -56,7 +56,7 @@ def keep_prob(size, cost, budget):
     The variance is about sum((1 / p - 1) size^2), least at p = min(1, tau size / sqrt(cost)). To
     find tau, fill up: what would pass 1 is kept for sure, and the others share what is left.
     """
-    score, sure = size / cost.sqrt(), size < 0  # none is sure yet
+    score, sure = size / cost.sqrt(), torch.zeros_like(size, dtype=torch.bool)
     while True:
         tau = (budget - cost[sure].sum()) / (score * cost)[~sure].sum().clamp(min=1e-30)
         p = torch.where(sure, 1.0, tau * score)
@@ -118,12 +118,12 @@ def train(grpo=False, seed=0):
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     problems = [arithmetic.problem("train", i) for i in range(PROBLEMS)]
     held_out = [arithmetic.problem("heldout", i) for i in range(HELD_OUT)] * 4
-    prompt_tokens, seconds = torch.full((PROBLEMS,), GUESS, dtype=torch.float64), 0.0
+    expected_tokens, seconds = torch.full((PROBLEMS,), GUESS, dtype=torch.float64), 0.0
     for step in range(STEPS):
         started = time.perf_counter()
         # Drop prompts, before they are sampled: more of those whose last completions were long.
         prompts = torch.randperm(PROBLEMS)[:Q]  # the candidates [Q]
-        cost = prompt_tokens[prompts]  # [Q]
+        cost = expected_tokens[prompts]  # [Q]
         p = keep_prob(torch.ones(Q), cost, PROMPT_SHARE * cost.sum())
         weight = prune(torch.ones_like(p) if grpo else p, random.random())  # [Q]
         prompts, weight = prompts[weight > 0], weight[weight > 0]  # [K]
@@ -132,7 +132,7 @@ def train(grpo=False, seed=0):
         ids, sampled, logprobs, rewards = sample(model, groups)  # N = K x G
         std, mean = torch.std_mean(rewards.view(-1, G), 1, keepdim=True)  # [K, 1]
         advantage = ((rewards.view(-1, G) - mean) / (std + 1e-4)).flatten()  # [N]
-        prompt_tokens[prompts] = sampled.sum(1).view(-1, G).double().mean(1)
+        expected_tokens[prompts] = sampled.sum(1).view(-1, G).double().mean(1)
         # The denominator, own length x Q x G, is the full batch's: Q prompts, kept or not.
         factor = weight.repeat_interleave(G) / (sampled.sum(1) * Q * G)  # [N]
         # Drop completions, before they are trained on: by size, and those of size 0 always.

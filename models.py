@@ -99,6 +99,8 @@ def encode(cfg: Config, models: Models, problems: list) -> tuple[list, list[list
 
 
 def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
+    """The optimizer. train.py gives all of its parameter groups the learning rate of the schedule
+    before each step, and checkpoints hold its state."""
     return torch.optim.AdamW(
         parameters, lr=cfg.lr, betas=(0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay,
         fused=cfg.device == "cuda",

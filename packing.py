@@ -65,12 +65,12 @@ def plan_packs(
     The planner sees a window of `window` sequences in arrival order. The oldest opens a slot, so
     none starves. Then the longest that fits is added and the window refilled, until none fits. A
     sequence longer than a slot gets a slot of its own. The plan is deterministic; ties go to the
-    older sequence. A window of 1 is next-fit. A window that holds everything has no order to keep:
-    the longest opens a slot, which is first-fit-decreasing (if prompts are not shared).
+    older sequence. A window of 1 is next-fit. If the window holds everything, the order of arrival
+    does not matter, so the longest goes first: first-fit-decreasing (if prompts are not shared).
 
     `prompts` says which prompt each sequence continues, and `prompt_lengths` how many of its
     `lengths` are the prompt. Then a slot holds a prompt once: further sequences of that prompt cost
-    that much less there, and are placed before sequences of other prompts.
+    less by the prompt's length, and are placed before sequences of other prompts.
 
         >>> plan_packs([5, 3, 4, 2, 6], pack_tokens=10, window=3)
         [[0, 2], [1, 4], [3]]
@@ -243,8 +243,8 @@ def _attend(inside, query, key, value, segments, scaling, dropout, kwargs):
 
 
 def _by_runs(query, key, value, segments, scaling):
-    """Sliced by `split`, whose backward is one cat; each index slice's backward would write a zero
-    tensor as long as the slot."""
+    """One call for each run of equal segments. We slice by `split`, because its backward is one
+    cat. The backward of each index slice would write a zero tensor as long as the slot."""
     runs = segments.runs
     parts = zip(
         runs,

@@ -30,7 +30,8 @@ from runtime import NotFiniteError
 
 @dataclass
 class Rollouts:
-    """What sampling returns, on the CPU. Derive masks from `lengths`: pad may be an end token."""
+    """What sampling returns, on the CPU. Use `lengths` to find a completion's end: the pad token
+    may be an end token."""
 
     prompt_ids: list[list[int]]  # K prompts
     completion_ids: torch.Tensor  # [K, G, T] int64; arbitrary beyond a completion's length
@@ -145,7 +146,8 @@ def _sample_batch(model, batch: list[int], uniforms, sampling: Sampling, found: 
             token = scores.argmax(dim=1, keepdim=True)  # [n, 1]
         else:
             ends = probs.cumsum(dim=1)
-            point = uniforms[k, g, t, None].to(ends.device) * ends[:, -1:]  # rounding moves the sum
+            # The probabilities may not sum to exactly 1.
+            point = uniforms[k, g, t, None].to(ends.device) * ends[:, -1:]
             token = torch.searchsorted(ends, point, right=True)  # [n, 1]
         one_hot = torch.zeros_like(probs).scatter_(1, token, 1.0)
         going = ~torch.isin(token[:, 0], end_ids)  # [n]

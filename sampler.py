@@ -3,8 +3,8 @@ Which prompts a step rolls out: the epoch's order, the history of each prompt, a
 
 Everything here is a function of (seed, step) and of the history, which is the same on every rank.
 So all ranks agree without communication, and there is no random state to save. A rule uses only
-what was known before the step began, so the weights 1 / P(kept) make the expected gradient of each
-step that of all its candidates.
+what was known before the step began. That makes the weights 1 / P(kept) exact: the expected
+gradient of each step is that of all its candidates.
 
 A rule is one function of what is known of the candidates, and one entry in PROMPT_RULES. You may
 add rules.
@@ -33,8 +33,8 @@ def candidates(num_prompts: int, prompts_per_step: int, seed: int, step: int) ->
     """The window [Q] of prompt indices that step (1, 2, ...) considers.
 
     Each epoch shuffles the data and cuts it into windows of exactly Q; the remainder waits for the
-    next shuffle. So a prompt that was considered and dropped does not come back within the epoch.
-    If it did, its keep probability would not be what the weights assume.
+    next shuffle. A dropped prompt is not queued again within the epoch. If it were, dropping would
+    make it a candidate more often, and over the epoch it would count too much.
     """
     steps_per_epoch = num_prompts // prompts_per_step
     epoch, position = divmod(step - 1, steps_per_epoch)
@@ -65,22 +65,22 @@ class PromptHistory:
         """Tokens [n] that a completion of each prompt is expected to have: those of its last group,
         or of an average one."""
         known = self.tokens[~self.tokens.isnan()]
-        average = known.mean().item() if len(known) else 1.0
+        average = known.mean().item() if len(known) else 1.0  # any number: only ratios count
         return self.tokens[prompts].nan_to_num(average)
 
     def keep_prob(
         self, name: str, prune_rate: float, prompts: torch.Tensor, minibatches: int = 1
     ) -> torch.Tensor:
-        """Probabilities [Q] that the candidates are rolled out, by one of PROMPT_RULES at rate r_q;
-        float64, checked."""
+        """Probabilities [Q] that the candidates are rolled out, by one of PROMPT_RULES at this rate
+        (r_q in the pages); float64, checked."""
         dppo.check_known("prompt rule", name, PROMPT_RULES)
         rule, parts = PROMPT_RULES[name], []
         for part in prompts.chunk(minibatches):
             score, tokens = self.score[part], self.expected_tokens(part)
             with dppo.named("prompt rule", name):
                 keep_prob = rule.keep_prob(score, tokens, prune_rate)
-            everything = torch.ones_like(score, dtype=torch.bool)
-            dppo.check_keep_prob("prompt rule", name, rule, prune_rate, keep_prob, everything)
+            live = torch.ones_like(score, dtype=torch.bool)  # any prompt may have a gradient
+            dppo.check_keep_prob("prompt rule", name, rule, prune_rate, keep_prob, live)
             parts.append(keep_prob.double())
         return torch.cat(parts)
 

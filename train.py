@@ -7,17 +7,17 @@ Train a language model with DPPO. GRPO is the special case that prunes nothing.
 
 `python train.py` runs one process. config.py explains the flags. `Trainer.step` is the algorithm,
 from top to bottom; `run`, below it, is the loop that evaluates, logs, saves and stops. minimal.py
-is the same algorithm on one page.
+is the same estimator on one page, with simpler draws.
 
-Four numbers multiply a completion's loss, and each is fixed before the next one is known:
+Three numbers multiply the loss of a completion's tokens (and with --importance-cap each token's
+importance ratio):
 
     prompt_weights  [K]     1 / P(its prompt was kept), before rollout
     scale           [K, G]  1 / denominator of the full batch; 0 if the completion is masked
-    factor          [K, G]  prompt_weights x scale: its multiplier if all completions are kept
     weights         [K, G]  1 / P(the completion was kept), after reward; 0 if it was dropped
 
-The loss of each of its tokens is multiplied by factor x weights (and by the token's importance
-ratio, with --importance-cap).
+`factor` is the product of the first two. The draw of completions needs it, before the third is
+known.
 
 Several ranks: every rank holds the whole model, or with --shard fsdp a share of the weights that
 are trained. With --shard fsdp, or in bfloat16, it samples from a copy. Before the rollout, prompts
@@ -28,7 +28,7 @@ the ranks with unequal work. All randomness is a function of (seed, step, purpos
 resumed run repeats what an uninterrupted run would have done, with as many ranks and threads.
 
 Letters: Q candidates of a step, K prompts rolled out, k of them by this rank, G completions each,
-T max_new_tokens.
+M mini-batches, which are the updates of a step.
 """
 
 import contextlib
@@ -80,6 +80,7 @@ class Trainer:
         self.train_set, self.eval_set, self.reward, self.eval_reward = problems
         self.saved = checkpoint.look(cfg)  # the weights are loaded here, the rest by `restore`
         loaded = models.load_models(cfg, self.saved)
+        # `model` is trained, and `policy` samples: a copy, or the same object.
         self.model, self.tokenizer, self.policy, self.reference, _ = loaded
         self.train_set, self.train_ids = models.encode(cfg, loaded, self.train_set)
         self.eval_set, self.eval_ids = models.encode(cfg, loaded, self.eval_set)
@@ -107,17 +108,18 @@ class Trainer:
 
         # 1. Select the candidates of this step.
         window = self.candidates(step)  # [Q]
-        kept = torch.ones_like(window, dtype=torch.bool)  # [Q]
+        kept_prompts = torch.ones_like(window, dtype=torch.bool)  # [Q]; GRPO keeps all
         window_weights = torch.ones_like(window, dtype=torch.float64)  # [Q]
         # --- DPPO, before rollout: drop prompts by their history, weight the rest by 1 / P(kept)
         counts_tokens = self.needs_mean_tokens and self.mean_tokens is None  # see 5
         prompt_rule = "none" if counts_tokens else cfg.prompt_rule
-        kept, window_weights = self.history.prune(
+        kept_prompts, window_weights = self.history.prune(
             prompt_rule, cfg.prompt_prune_rate, window, generator, M
         )
         # ---
-        prompts, prompt_weights = window[kept], window_weights[kept]  # [K], [K]
-        seen = metrics.history(self.history.score, window, kept)
+        prompts, prompt_weights = window[kept_prompts], window_weights[kept_prompts]  # [K], [K]
+        # for the log; before the history learns from this step
+        history_figures = metrics.history(self.history.score, window, kept_prompts)
 
         # 2. Sample G completions of each prompt. Each rank has its share of the prompts.
         expected = self.history.expected_tokens(prompts).tolist()  # [K]
@@ -147,7 +149,8 @@ class Trainer:
         # 4. Advantages, over full groups.
         advantages = dppo.group_advantages(rewards, cfg.loss)  # [K, G]
 
-        # 5. The denominator is that of the full batch, of all Q candidates, over the mini-batches.
+        # 5. The denominator counts all Q candidates, kept or not. Each of the M updates has a share
+        # of Q / M of them, so it is divided by M.
         trained = 1.0 - truncated * cfg.mask_truncated  # [K, G]; 0: masked
         sampled_tokens = (prompt_weights[:, None] * trained * lengths).sum().item()  # estimated
         num_tokens = sampled_tokens
@@ -166,9 +169,10 @@ class Trainer:
         # 6. Each update has its own part of the candidates, and its own draw. A prompt's place in
         # the window says which part it is in. Its place among the kept prompts would not do: it
         # depends on what else was kept, which is biased.
-        minibatch = kept.nonzero()[:, 0] * M // Q  # [K]
+        # These are the parts that PromptHistory.prune draws; M divides Q (config.py checks it).
+        minibatch = kept_prompts.nonzero()[:, 0] * M // Q  # [K]
         cost = self.prompt_tokens[prompts, None] + lengths  # [K, G], tokens to train on
-        keep = torch.ones_like(factor, dtype=torch.bool)  # [K, G]
+        keep = torch.ones_like(factor, dtype=torch.bool)  # [K, G]; GRPO keeps all
         weights = torch.ones_like(factor)  # [K, G]
         # --- DPPO, after reward: drop completions by their size, weight the rest by 1 / P(kept)
         for number in range(M):
@@ -182,17 +186,20 @@ class Trainer:
 
         # 7. Update.
         learning_rate = config.learning_rate(cfg, step)
-        self.optimizer.param_groups[0]["lr"] = learning_rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
         stats, grad_norms = [], []
         with self.timer.measure("train"):
-            old_logprobs = None  # accumulate_gradients takes the sampler's, or the current ones
-            if cfg.importance_cap and M > 1:  # every update compares with the policy before them
+            # None: the sampler's log-probs, or with a cap the current model's. With a cap and
+            # several updates, all must compare with the model before the first one.
+            old_logprobs = None
+            if cfg.importance_cap and M > 1:
                 old_logprobs = trainer_logprobs(self.model, rollouts, cfg, keep[mine])
             for number in range(M):
-                rows = (minibatch == number)[:, None]  # [K, 1]
+                in_update = (minibatch == number)[:, None]  # [K, 1]
                 self.optimizer.zero_grad()
                 sums = accumulate_gradients(
-                    self.model, rollouts, advantages, factor * weights, keep & rows, cfg=cfg,
+                    self.model, rollouts, advantages, factor * weights, keep & in_update, cfg=cfg,
                     mine=mine, old_logprobs=old_logprobs, reference=self.reference,
                     show_progress=self.show_progress,
                 )  # fmt: skip
@@ -219,7 +226,7 @@ class Trainer:
             keep=keep, weights=both_weights, stats=stats, grad_norms=grad_norms,
         )  # fmt: skip
         times = self.timer.seconds | {"step_time": self.timer.now() - started}
-        row = {"step": step} | row | {"learning_rate": learning_rate} | times | seen
+        row = {"step": step} | row | {"learning_rate": learning_rate} | times | history_figures
         samples = metrics.samples(
             step, problems, texts, rewards[mine], advantages[mine], keep[mine], both_weights[mine]
         )

@@ -24,7 +24,7 @@ from runtime.device import autocast, send
 class Sequence(NamedTuple):
     """A kept completion with its prompt. It may travel to another rank."""
 
-    place: int  # in the flattened tables [K * G]
+    place: int  # of the completion in the flattened tables: [K * G], or [k * G] of this rank
     prompt: list[int]
     completion: list[int]
     logprobs: torch.Tensor  # [tokens of the completion], the sampler's
@@ -32,8 +32,8 @@ class Sequence(NamedTuple):
 
 
 class UpdateStats(NamedTuple):
-    """Sums over the completion tokens of one update. `tokens` and `slots` also count prompts and
-    padding."""
+    """Sums over the completion tokens of one update. To add one, give it the same place here, in
+    `row` or `counts` of accumulate_gradients."""
 
     loss: float  # with the full batch's denominator, the KL term included
     kl: float  # the KL term alone, before beta
@@ -44,19 +44,19 @@ class UpdateStats(NamedTuple):
     entropy: float  # nats
     completion_tokens: float
     tokens: float  # forwarded, prompts included
-    slots: float  # room in the slots, in tokens
+    slots: float  # room in the slots, in tokens, padding included
 
 
 def accumulate_gradients(
-    model, rollouts, advantages, factor, keep, *, cfg, mine=None, old_logprobs=None,
+    model, rollouts, advantages, multiplier, keep, *, cfg, mine=None, old_logprobs=None,
     reference=None, show_progress=False,
 ) -> UpdateStats:  # fmt: skip
     """Add the gradient of every kept sequence of all ranks to .grad; returns the sums of all ranks.
 
-    advantages, factor and keep are [K, G] and the same on every rank. `rollouts` hold the groups
-    `mine` [k], by default all. The loss of each token is multiplied by its sequence's factor, which
-    is weight over denominator, and by nothing that depends on the pack, so any layout gives the
-    same gradient. With cfg.beta, `reference` is the frozen model of the KL term.
+    advantages, multiplier and keep are [K, G] and the same on every rank. `rollouts` hold the
+    groups `mine` [k], by default all. The loss of each token is multiplied by its sequence's
+    multiplier, weights over denominator, and by nothing that depends on the pack, so any layout
+    gives the same gradient. With cfg.beta, `reference` is the frozen model of the KL term.
 
     By default the old log-probs are the sampler's, which need no extra forward. With
     cfg.importance_cap they are the trainer's: `old_logprobs` [k, G, T], or the current ones if
@@ -64,7 +64,7 @@ def accumulate_gradients(
     """
     mine = torch.arange(len(keep)) if mine is None else mine
     sequences = share_out(kept_sequences(rollouts, keep, mine, old_logprobs))
-    advantages, factor = advantages.double().flatten(), factor.double().flatten()  # [K * G]
+    advantages, multiplier = advantages.double().flatten(), multiplier.double().flatten()  # [K * G]
 
     measured, counts = [], []
     for pack, members in packs(sequences, cfg, model.device, show_progress):
@@ -75,19 +75,19 @@ def accumulate_gradients(
             torch.cat([one.logprobs for one in members] or [torch.zeros(0)]).double(),
             torch.cat([one.old_logprobs for one in members] or [torch.zeros(0)]).double(),
             advantages[place],
-            factor[place],
+            multiplier[place],
         ]
         per_token = send(torch.stack(columns), model.device)  # [4, N]
 
         logprobs, entropy = packed_logprobs(model, pack, cfg)  # [N], [N]
         now = logprobs.detach()
-        sampled, before, advantage, token_factor = per_token.to(now.dtype)  # [N] each
-        old = sampled  # [N]
-        importance = (now - sampled).exp()  # [N]
+        samplers, before, advantage, factor = per_token.to(now.dtype)  # [N] each
+        old = samplers  # [N], log-probs
+        importance = torch.ones_like(now)  # [N]
         if cap := cfg.importance_cap:
             old = now if old_logprobs is None else before
-            importance = importance_ratio(old - sampled)
-            token_factor = token_factor * importance.clamp(max=cap)
+            importance = importance_ratio(old - samplers)
+            factor = factor * importance.clamp(max=cap)
         loss, clipped = dppo.token_loss(
             logprobs, old, advantage, pack.owner, loss=cfg.loss, eps_low=cfg.eps_low,
             eps_high=cfg.eps_high, num_sequences=pack.num_sequences,
@@ -97,14 +97,15 @@ def accumulate_gradients(
             with torch.no_grad():
                 ref_logprobs, _ = packed_logprobs(reference, pack, cfg)  # [N]
             kl = dppo.kl_k3(logprobs, ref_logprobs)
-        total = ((loss + cfg.beta * kl) * token_factor).sum()  # after the clip
+        # The factor multiplies after the clip, so it cannot move it.
+        total = ((loss + cfg.beta * kl) * factor).sum()
         total.backward()
 
         if not members:  # a dummy pack, which FSDP needs
             continue
         capped = (importance > (cap or math.inf)).sum()
-        gap = (now - sampled).abs().sum()
-        row = [total, (kl * token_factor).sum(), clipped.sum(), gap, importance.sum(), capped]
+        gap = (now - samplers).abs().sum()
+        row = [total, (kl * factor).sum(), clipped.sum(), gap, importance.sum(), capped]
         row = torch.stack([*row, entropy.sum()]).detach()
         measured.append(row)  # read after the loop; here the host would wait
         tokens = pack.input_ids.shape[1]
@@ -187,14 +188,18 @@ def work(sequence: Sequence) -> int:
 def packs(sequences: list[Sequence], cfg, device, show_progress=False):
     """Yield (pack, its sequences) for each slot.
 
-    Under FSDP every forward is a collective, so every rank must run as many. A rank that runs out
-    of sequences yields dummy packs without targets.
+    Under FSDP every forward is a collective, so every rank must run as many as every other. A rank
+    that runs out of sequences yields dummy packs without targets.
     """
     share = packing.shares_prompts(device)
-    prompts = ()
+    names = lengths = None  # of the prompts that sequences share
     if share:
-        prompts = ([id(one.prompt) for one in sequences], [len(one.prompt) for one in sequences])
-    plan = packing.plan_packs([*map(work, sequences)], cfg.pack_tokens, packing.WINDOW, *prompts)
+        names, lengths = (
+            [id(one.prompt) for one in sequences],
+            [len(one.prompt) for one in sequences],
+        )
+    tokens = [work(one) for one in sequences]
+    plan = packing.plan_packs(tokens, cfg.pack_tokens, packing.WINDOW, names, lengths)
     if cfg.shard == "fsdp":
         most = ranks.all_reduce(torch.tensor(len(plan)), ranks.MAX).item()
         plan += [[]] * (most - len(plan))
