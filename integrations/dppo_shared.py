@@ -80,7 +80,8 @@ def learn(
     """The history remembers the prompts [K] that were rolled out, by their full groups [K, G].
 
     TRL's and verl's advantages of equal rewards, such as 0.1, can be rounding errors over a tiny
-    deviation. The score must be exactly 0 there, because pps tells by it which prompts were dull.
+    deviation. The score is made exactly 0 there, because a rule may tell by it which prompts were
+    dull.
     """
     dull = dppo.dead_groups(rewards)[:, None]  # [K, 1]
     history.update(prompts, torch.where(dull, 0.0, advantages), tokens)

@@ -80,11 +80,13 @@ def test_dropped_below_the_mean_is_exact(tmp_path):
 
 
 def taught(folder, **options):
-    """A trainer whose history has scores, one of them of a dull prompt; rate 0.5 keeps two of
-    four, with dppo any."""
+    """A trainer whose history has different scores and lengths; rate 0.5 keeps two of four, with
+    dppo any."""
     trainer = fixed(folder, prompt_prune_rate=0.5, **options)
-    advantages = torch.tensor([[0.0], [0.3], [0.5], [0.7]], dtype=torch.float64).expand(4, 4)
-    trainer.history.update(torch.arange(4), advantages, torch.ones(4, 4))
+    scores = torch.tensor([0.0, 0.3, 0.5, 0.7], dtype=torch.float64)
+    lengths = torch.tensor([6, 12, 4, 9])
+    groups = scores[:, None].expand(4, 4), lengths[:, None].expand(4, 4)
+    trainer.history.update(torch.arange(4), *groups)
     return trainer
 
 

@@ -344,8 +344,8 @@ def test_at_least_one_prompt_at_once(gpt2, exact_world):
 
 
 def test_equal_rewards_are_dull(gpt2):
-    """Four groups of equal rewards, through TRL's own advantages: pps draws such prompts less
-    often. Catches a rounding error that the history takes for an advantage."""
+    """Four groups of equal rewards, through TRL's own advantages: their scores are exactly 0.
+    Catches a rounding error that the history takes for an advantage."""
     rules = {"prompt_rule": "pps", "prompt_prune_rate": 0.0}
     trainer = make_trainer(gpt2, rules=rules, num_generations=8, per_device_train_batch_size=8)
     rewards = [reward for reward in (0.1, 0.3, 0.7, 0.9) for _ in range(8)]
@@ -499,7 +499,7 @@ def test_trainers_are_refused(gpt2, monkeypatch):
         with pytest.raises(RuleError, match="no environment_factory"):
             trainer.check()
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 3)
-    own = sampler.PromptRule(lambda score, rate: torch.ones(len(score)))
+    own = sampler.PromptRule(lambda score, tokens, rate: torch.ones(len(score)))
     monkeypatch.setitem(sampler.PROMPT_RULES, "mine", own)
     for rule in ("dppo", "mine"):
         trainer.prompt_rule = rule

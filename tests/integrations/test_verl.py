@@ -210,10 +210,12 @@ def over_prompts(pruned, measure, updates=1):
 
 
 def taught(mean_tokens=None, **options):
-    """A toy whose prompt history has seen groups of different scores, the first a dull one."""
+    """A toy whose prompt history has seen groups of different scores and lengths."""
     pruned = Toy(**options)
-    advantages = torch.tensor([[0.0], [0.3], [0.5], [0.7]], dtype=torch.float64).expand(4, toy.G)
-    pruned.trainer.history.update(torch.arange(4), advantages, torch.ones(4, toy.G))
+    scores = torch.tensor([0.0, 0.3, 0.5, 0.7], dtype=torch.float64)
+    lengths = torch.tensor([6, 12, 4, 9])
+    groups = scores[:, None].expand(4, toy.G), lengths[:, None].expand(4, toy.G)
+    pruned.trainer.history.update(torch.arange(4), *groups)
     pruned.saved = copy.deepcopy(pruned.trainer.history)
     pruned.mean_tokens = mean_tokens
     return pruned

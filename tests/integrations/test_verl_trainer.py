@@ -245,8 +245,8 @@ def test_lessons_and_denominators(monkeypatch):
 
 
 def test_equal_rewards_are_dull():
-    """Through verl's own advantages of three rewards of 0.1: pps draws such prompts less often.
-    Catches a rounding error that the history takes for an advantage."""
+    """Two groups of three rewards of 0.1, through verl's own advantages: their scores are exactly
+    0. Catches a rounding error that the history takes for an advantage."""
     seen, prune = [], dppo.prune_completions
     record = lambda rule, rate, batch, generator: (
         seen.append(batch) or prune(rule, rate, batch, generator)
@@ -290,12 +290,15 @@ def test_whole_micro_batches():
 
 
 def test_at_least_one_prompt_for_each_update():
-    """Fails if a high rate leaves an update without prompts."""
+    """Fails if a high rate leaves an update without prompts, or if one draw serves both updates,
+    which in some steps would take both prompts from one of them."""
     options = {PROMPT_RULE: "uniform", PROMPT_RATE: 0.99, MODE: "token-sum", UPDATE: 2}
     pruned = Toy(**options)
-    pruned.step()
-    assert sorted(q // 2 for q, _ in pruned.trainer.groups.values()) == [0, 1]
-    assert {weight for _, weight in pruned.trainer.groups.values()} == {2.0}
+    for step in range(1, 9):
+        pruned.trainer.global_steps = step
+        pruned.step()
+        assert sorted(q // 2 for q, _ in pruned.trainer.groups.values()) == [0, 1]
+        assert {weight for _, weight in pruned.trainer.groups.values()} == {2.0}
 
 
 # ---------------------------------------------------------------------------- checkpoints

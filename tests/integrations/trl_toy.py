@@ -187,10 +187,10 @@ def micro_steps(args):
 
 
 def teach(history):
-    """Different scores of four prompts; the first was dull, which pps draws less often."""
+    """Different scores of four prompts, and different lengths, by which pps draws."""
     scores = torch.tensor([0.0, 0.3, 0.5, 0.7], dtype=torch.float64)
-    advantages = scores[:, None].expand(4, G)
-    history.update(torch.arange(4), advantages, torch.ones(4, G))
+    lengths = torch.tensor([6, 12, 4, 9])
+    history.update(torch.arange(4), scores[:, None].expand(4, G), lengths[:, None].expand(4, G))
 
 
 # ---------------------------------------------------------------------------- every outcome
