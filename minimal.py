@@ -13,8 +13,8 @@ and the expected gradient is the full gradient (Horvitz and Thompson, 1952). Fou
     - each update has its own draw, made at the parameters that it starts from
 This is the gradient before it is clipped by norm: clipping and Adam are not linear. Pruning only
 adds variance. pps, probability proportional to size, adds little: p_i grows with the estimated
-gradient norm of l_i. Prompts are drawn before they are sampled, when only their last group is
-known: long completions cost more, so their prompts are kept less often. The two weights multiply.
+gradient norm of l_i. Prompts are drawn before they are sampled, when their sizes are not known, so
+each is kept with the same probability. The two weights multiply.
 """
 
 import argparse
@@ -27,10 +27,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, set_seed
 
 from tasks import arithmetic
 
-Q, G, T = 64, 8, 64  # candidate prompts, completions each, tokens at most
-PROMPT_SHARE = 0.5  # of the tokens that the candidates are expected to have: to be sampled
+Q, K, G, T = 64, 32, 8, 64  # candidate prompts, prompts kept, completions each, tokens at most
 TOKEN_SHARE = 0.4  # of the tokens of sampled completions and their prompts: to be trained on
-GUESS = 16.0  # tokens of a completion, for prompts that were not sampled yet
 FLOOR = 0.1  # of the mean size: a smaller estimate is not trusted, so weights stay finite
 STEPS, WARMUP, LR, CLIP, ROWS = 60, 5, 6e-4, 0.2, 64  # ROWS: completions in one backward pass
 PROBLEMS, HELD_OUT, EVAL_EVERY = 512, 200, 5
@@ -118,13 +116,12 @@ def train(grpo=False, seed=0):
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     problems = [arithmetic.problem("train", i) for i in range(PROBLEMS)]
     held_out = [arithmetic.problem("heldout", i) for i in range(HELD_OUT)] * 4
-    expected_tokens, seconds = torch.full((PROBLEMS,), GUESS, dtype=torch.float64), 0.0
+    seconds = 0.0
     for step in range(STEPS):
         started = time.perf_counter()
-        # Drop prompts, before they are sampled: more of those whose last completions were long.
-        prompts = torch.randperm(PROBLEMS)[:Q]  # the candidates [Q]
-        cost = expected_tokens[prompts]  # [Q]
-        p = keep_prob(torch.ones(Q), cost, PROMPT_SHARE * cost.sum())
+        # Drop prompts, before they are sampled.
+        prompts = torch.randperm(PROBLEMS)[:Q]  # the candidates [Q], in random order
+        p = torch.full((Q,), K / Q, dtype=torch.float64)
         weight = prune(torch.ones_like(p) if grpo else p, random.random())  # [Q]
         prompts, weight = prompts[weight > 0], weight[weight > 0]  # [K]
         # Sample and reward. Advantages are of full groups, and exactly 0 if all rewards are equal.
@@ -132,7 +129,6 @@ def train(grpo=False, seed=0):
         ids, sampled, logprobs, rewards = sample(model, groups)  # N = K x G
         std, mean = torch.std_mean(rewards.view(-1, G), 1, keepdim=True)  # [K, 1]
         advantage = ((rewards.view(-1, G) - mean) / (std + 1e-4)).flatten()  # [N]
-        expected_tokens[prompts] = sampled.sum(1).view(-1, G).double().mean(1)
         # The denominator, own length x Q x G, is the full batch's: Q prompts, kept or not.
         factor = weight.repeat_interleave(G) / (sampled.sum(1) * Q * G)  # [N]
         # Drop completions, before they are trained on: by size, and those of size 0 always.

@@ -116,8 +116,7 @@ def prompt_outcomes(
     rule = sampler.PROMPT_RULES[name]
     prune_rate = rate_of(rule, prune_rate)
     if rule.select:
-        score, tokens = history.score[prompts], history.expected_tokens(prompts)
-        keep, weights = rule.select(score, tokens, prune_rate)
+        keep, weights = rule.select(history.score[prompts], prune_rate)
         return {tuple(keep.nonzero().flatten().tolist()): (weights, 1.0)}
     keep_prob = history.keep_prob(name, prune_rate, prompts)
     draws = []

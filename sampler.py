@@ -6,8 +6,7 @@ So all ranks agree without communication, and there is no random state to save. 
 what was known before the step began. That makes the weights 1 / P(kept) exact: the expected
 gradient of each step is that of all its candidates.
 
-A rule is one function of what is known of the candidates, and one entry in PROMPT_RULES. You may
-add rules.
+A rule is one function of the candidates' scores, and one entry in PROMPT_RULES. You may add rules.
 `candidates` and `PromptHistory.prune` keep the estimate exact: do not change those.
 
 Letters: P prompts of the data, Q candidates of a step, K of them rolled out, G completions each.
@@ -75,10 +74,9 @@ class PromptHistory:
         (r_q in the pages); float64, checked."""
         dppo.check_known("prompt rule", name, PROMPT_RULES)
         rule, parts = PROMPT_RULES[name], []
-        for part in prompts.chunk(minibatches):
-            score, tokens = self.score[part], self.expected_tokens(part)
+        for score in self.score[prompts].chunk(minibatches):
             with dppo.named("prompt rule", name):
-                keep_prob = rule.keep_prob(score, tokens, prune_rate)
+                keep_prob = rule.keep_prob(score, prune_rate)
             live = torch.ones_like(score, dtype=torch.bool)  # any prompt may have a gradient
             dppo.check_keep_prob("prompt rule", name, rule, prune_rate, keep_prob, live)
             parts.append(keep_prob.double())
@@ -102,8 +100,7 @@ class PromptHistory:
         dppo.check_known("prompt rule", name, PROMPT_RULES)
         rule = PROMPT_RULES[name]
         if rule.select:
-            tokens = self.expected_tokens(prompts)
-            return rule.select(self.score[prompts], tokens, prune_rate)
+            return rule.select(self.score[prompts], prune_rate)
         keep_prob = self.keep_prob(name, prune_rate, prompts, minibatches)
         kept = []
         for part in keep_prob.chunk(minibatches):
@@ -121,16 +118,15 @@ class PromptHistory:
 class PromptRule:
     """How prompts are dropped before rollout: an entry of PROMPT_RULES.
 
-    keep_prob(score, tokens, prune_rate) -> [n], above 0, of the n candidates of one mini-batch.
-    score [n] is PromptHistory's, and NaN if a prompt was never rolled out; tokens [n] are those
-    that one of its completions is expected to have.
+    keep_prob(score, prune_rate) -> [n], above 0, of the n candidates of one mini-batch. score [n]
+    is PromptHistory's, and NaN if a prompt was never rolled out.
     """
 
     keep_prob: Callable | None
     rate: float | None = 0.3  # default r_q; config.METHODS has others. 0 keeps all. None: no rate
     fixed_size: bool = False  # the probabilities always add up to kept_prompts(n, r_q)
     biased: str = ""  # why, as the run's first lines say it
-    select: Callable | None = None  # (score, tokens, prune_rate) -> (keep, weights)
+    select: Callable | None = None  # (score, prune_rate) -> (keep, weights)
 
 
 def kept_prompts(num_candidates: int, prune_rate: float) -> int:
@@ -138,37 +134,27 @@ def kept_prompts(num_candidates: int, prune_rate: float) -> int:
     return round((1.0 - prune_rate) * num_candidates)
 
 
-def everything(score, tokens, prune_rate: float) -> torch.Tensor:
+def everything(score: torch.Tensor, prune_rate: float) -> torch.Tensor:
     return torch.ones_like(score)
 
 
-def blindly(score, tokens, prune_rate: float) -> torch.Tensor:
+def blindly(score: torch.Tensor, prune_rate: float) -> torch.Tensor:
     """A fixed number, all with the same probability."""
     return torch.full_like(score.double(), kept_prompts(len(score), prune_rate) / len(score))
 
 
-def low_scores(score, tokens, prune_rate: float) -> torch.Tensor:
+def low_scores(score: torch.Tensor, prune_rate: float) -> torch.Tensor:
     """The paper's: 1 - r_q if a prompt's score is below the mean score of the candidates, else 1;
     also 1 if it was never rolled out. (A summary speaks of low historical advantage; the mean as
     the threshold is ours.)"""
     return dppo.threshold_keep_prob(score, ~score.isnan(), prune_rate)
 
 
-def cheap_ones(score, tokens, prune_rate: float) -> torch.Tensor:
-    """Ours: a fixed number, with probabilities in proportion to 1 / sqrt(expected tokens).
-
-    At a given number of tokens the variance is least if a prompt is drawn in proportion to the size
-    of its group's gradient over the root of its tokens (Neyman 1934). The tokens of its last group
-    say much about those of the next one. Its size says little: to draw prompts less often that had
-    equal rewards is worse than a blind draw (runs/LOG.md).
-    """
-    size = tokens.double().clamp(min=1.0).rsqrt()
-    return dppo.pps_keep_prob(size, torch.ones_like(size), kept_prompts(len(size), prune_rate))
-
-
 PROMPT_RULES = {
     "none": PromptRule(everything, rate=None),
     "uniform": PromptRule(blindly, fixed_size=True),
     "dppo": PromptRule(low_scores),
-    "pps": PromptRule(cheap_ones, rate=0.6, fixed_size=True),
+    # Ours is blind, too. How large a prompt's next gradient will be is not known well enough: rules
+    # that preferred some prompts were noisier, or learned no faster (runs/LOG.md).
+    "pps": PromptRule(blindly, rate=0.6, fixed_size=True),
 }

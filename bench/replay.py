@@ -24,7 +24,7 @@ from update import UpdateStats, accumulate_gradients
 
 SETTINGS = ("arithmetic", "arithmetic-mixed")  # the default and the realistic one
 LOSSES = ("grpo", "dr_grpo")
-PROMPT_RULES = ("uniform", "uniform, coins", "dppo", "pps", "oracle")  # coins: independent draws
+PROMPT_RULES = ("uniform", "uniform, coins", "dppo", "oracle")  # coins: independent draws
 PROMPT_RATES = (0.3, 0.6)  # r_q; 0.6 is the default of pps, but not with tiny
 EPOCHS = 5  # of a run: visits of each prompt
 

@@ -122,7 +122,7 @@ def low_completions(batch, prune_rate):
     return floor_of_low(batch.advantages.abs(), ~batch.rewards.isnan(), prune_rate)
 
 
-def low_prompts(score: torch.Tensor, tokens: torch.Tensor, prune_rate: float):
+def low_prompts(score: torch.Tensor, prune_rate: float):
     """(keep, weights) [Q]."""
     return floor_of_low(score, ~score.isnan(), prune_rate)
 

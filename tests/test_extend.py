@@ -248,7 +248,7 @@ def test_the_count_of_tokens_is_known_before_the_draw(
 ):
     """Where a loss divides by the batch's tokens and prompts are pruned, also by a rule without a
     rate. Catches a denominator that the draw decides, which proof.py cannot see in a run."""
-    half = lambda score, *_: torch.full((len(score),), 0.5)
+    half = lambda score, _rate: torch.full((len(score),), 0.5)
     sampler.PROMPT_RULES["mine"] = sampler.PromptRule(half, rate=None)
     dppo.LOSSES["mine"] = dppo.Loss(plain, denominator)
     options = {"method": "grpo", "prompt_rule": prompt_rule, "loss": "mine"}
@@ -366,7 +366,7 @@ def test_the_proof_sees_dead_groups_and_unseen_prompts(tmp_path):
     for text, kind in (
         ("dppo.COMPLETION_RULES['mine'] = dppo.CompletionRule(lambda batch, rate: "
          "(batch.size / batch.size.sum(1, keepdim=True)).clamp(max=1))\n", "completion rule"),
-        ("sampler.PROMPT_RULES['mine'] = sampler.PromptRule(lambda score, *_: "
+        ("sampler.PROMPT_RULES['mine'] = sampler.PromptRule(lambda score, rate: "
          "score.clamp(0.1, 1))\n", "prompt rule"),
     ):  # fmt: skip
         (tmp_path / "mine.py").write_text(head + text)

@@ -87,19 +87,6 @@ def test_size_is_a_gradient_norm(monkeypatch):
     assert size.numpy() == pytest.approx(logits.grad.norm(dim=(1, 2)).numpy(), rel=1e-9)
 
 
-def test_prompt_draw_is_unbiased():
-    """The same for prompts, of equal size: half of the tokens are kept, long prompts less often.
-
-    Catches a prompt that is never drawn, and a budget in prompts.
-    """
-    cost = torch.full((64,), 16.0, dtype=torch.float64)
-    cost[10:50] = 64.0
-    budget = minimal.PROMPT_SHARE * cost.sum().item()
-    p = assert_unbiased(torch.ones(64), cost, budget)
-    assert p[10] == pytest.approx(p[0].item() / 2)
-    assert (p * cost).sum() == pytest.approx(budget)
-
-
 def test_keep_prob_has_the_least_variance():
     """No shift of budget between two terms lowers sum((1 / p - 1) size^2).
 
@@ -218,7 +205,7 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
     Catches a loop that does not run, a denominator or advantage of what was kept, and a weight that
     is left out.
     """
-    small = {"Q": 4, "G": 4, "T": 6, "STEPS": 2, "HELD_OUT": 3, "EVAL_EVERY": 2, "ROWS": 5}
+    small = {"Q": 4, "K": 2, "G": 4, "T": 6, "STEPS": 2, "HELD_OUT": 3, "EVAL_EVERY": 2, "ROWS": 5}
     for name, value in small.items():
         monkeypatch.setattr(minimal, name, value)
     problem, answers = arithmetic.problem, itertools.cycle("01")

@@ -316,7 +316,7 @@ def test_prompt_level_and_both_are_unbiased(make, loss, rule, prompt_rule):
         case = make(rewards, loss, beta, prompt_weights=weights, kept=kept, **known)
         total += chances[keep] * proof.expected_gradient(case, rule, 0.5)
     assert proof.relative_error(total, full) <= 1e-10
-    if prompt_rule == "pps":
+    if prompt_rule == "dppo":
         assert keep_prob.max() > 1.05 * keep_prob.min()
 
 
@@ -416,5 +416,5 @@ def test_prompt_outcomes_are_those_of_the_draw():
             assert torch.equal(weights, found[kept][0])
         for kept, (_, chance) in found.items():
             assert counts[kept] / 4000 == pytest.approx(chance, abs=0.03), (rule, kept)
-        if rule == "pps":
+        if rule == "dppo":
             assert len({round(chance, 6) for _, chance in found.values()}) > 1

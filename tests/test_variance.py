@@ -126,7 +126,8 @@ def test_the_command(small_runs, monkeypatch, capsys, tmp_path, level):
     rules = {row["rule"] for row in found}
     assert rules >= {*(variance.RULES if level == "completion" else replay.PROMPT_RULES)}
     assert {"commit", "machine", "date"} < {*table}
-    assert any(row["rel_mse"] for row in found if row["rule"] == "pps")
+    rule = {"completion": "pps", "prompt": "uniform, coins"}[level]
+    assert any(row["rel_mse"] for row in found if row["rule"] == rule)
     assert steps == ([(1, 1), (3, 3)] if level == "completion" else [])
     head = {"completion": "late: medians", "prompt": "r_q 0.6: error over"}[level]
     assert f"arithmetic, dr_grpo, {head}" in capsys.readouterr().out

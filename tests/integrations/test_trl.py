@@ -499,7 +499,7 @@ def test_trainers_are_refused(gpt2, monkeypatch):
         with pytest.raises(RuleError, match="no environment_factory"):
             trainer.check()
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 3)
-    own = sampler.PromptRule(lambda score, tokens, rate: torch.ones(len(score)))
+    own = sampler.PromptRule(lambda score, rate: torch.ones(len(score)))
     monkeypatch.setitem(sampler.PROMPT_RULES, "mine", own)
     for rule in ("dppo", "mine"):
         trainer.prompt_rule = rule
