@@ -8,8 +8,8 @@ Rivals that choose prompts by what they see: GRESO, DAPO's dynamic sampling and 
     torchrun -m related.selectors --method mopps      the prompts whose guessed pass rates are
                                                       nearest 1/2 (arXiv:2507.04632)
 
-Other flags are train.py's; --completion-rule may drop completions as well. Terms that are exactly 0
-are dropped in any case. They need one process. All three are biased:
+Other flags are train.py's; --completion-rule may drop completions as well. They need one process.
+All three are biased:
 GRESO skips at random but does not weight what it keeps, and it stops once it has enough live
 groups. MoPPS's draw is random, too, but nothing divides by the chance of being among the nearest.
 
@@ -24,6 +24,7 @@ Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G com
 import argparse
 import functools
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -81,35 +82,39 @@ class SelectorTrainer(train.Trainer):
         self.selector = self.selector_class(len(self.train_set))
 
     def step(self, step):
-        """Trainer.step for the groups that the selector has rolled out. The log's averages are over
-        all of them, used or not."""
-        sampling = self.sampling
+        """Trainer.step for the groups that the selector uses. The log's averages are over all
+        groups that it has rolled out."""
+        sampling, reward = self.sampling, self.reward
         try:
             row, samples = super().step(step)
-        finally:  # what `candidates` has replaced
-            self.sampling = sampling
-            del self.history.prune
-        rollouts = self.found.rollouts
+        finally:  # what `candidates` may have replaced
+            self.sampling, self.reward = sampling, reward
+            vars(self.history).pop("prune", None)
+        every = self.found.rollouts
         row |= metrics.averages(
-            torch.ones(len(rollouts.lengths), dtype=torch.float64), self.found.rewards.double(),
-            rollouts.lengths.double(), rollouts.truncated.double(), rollouts.entropy.double(),
+            torch.ones(len(every.lengths), dtype=torch.float64), self.found.rewards.double(),
+            every.lengths.double(), every.truncated.double(), every.entropy.double(),
         )  # fmt: skip
+        row["kept/prompts"] = len(every.lengths) / self.cfg.prompts_per_step
+        row["tokens/generated"] = int(every.lengths.sum())
         return {name: row[name] for name in row if name not in OF_THE_DRAW}, samples
 
     def candidates(self, step):
-        """Every prompt [K] that the selector has rolled out. The groups that it uses come first:
-        the step trains on Q groups, and what comes after them is in no update."""
+        """The prompts that the selector uses, after it has rolled out what it wants to see. The
+        step gets their completions, rewards and weights from here."""
         Q = self.cfg.prompts_per_step
         order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
         generator = dppo.generator_for(self.cfg.seed, step, "select")
         roll_out = functools.partial(self.roll_out, step)
-        found, weights = self.selector.collect(roll_out, Q, order, generator)
-        place = (weights == 0).int().argsort(stable=True)  # [K]
-        self.found = chosen(found, place)
-        everything = torch.ones(len(place), dtype=torch.bool)
-        self.history.prune = lambda *_: (everything, weights[place])
-        self.sampling = replace(self.sampling, engine=Stored(self.found.rollouts))
-        return self.found.prompts
+        self.found, weights = self.selector.collect(roll_out, Q, order, generator)
+        places = (weights > 0).nonzero()[:, 0]
+        used = chosen(self.found, places)
+        everything = torch.ones(len(places), dtype=torch.bool)
+        scores = iter(used.rewards.flatten().tolist())
+        self.history.prune = lambda *_: (everything, weights[places])
+        self.sampling = replace(self.sampling, engine=Stored(used.rollouts))
+        self.reward = lambda *_: None if math.isnan(score := next(scores)) else score
+        return used.prompts
 
     def roll_out(self, step: int, prompts: torch.Tensor, number: int) -> Round:
         """Round `number` of a step, with random numbers of its own."""
@@ -342,4 +347,4 @@ if __name__ == "__main__":
     )
     parser.add_argument("--method", choices=METHODS, required=True)
     own, rest = parser.parse_known_args()
-    train.cli(trainer_class=METHODS[own.method], args=["--method", "grpo_zero", *rest])
+    train.cli(trainer_class=METHODS[own.method], args=["--method", "grpo", *rest])

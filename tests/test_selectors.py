@@ -1,6 +1,7 @@
 """Rivals that select prompts by what they see: how they choose, and whole runs."""
 
 import math
+import random
 import subprocess
 import sys
 
@@ -11,12 +12,11 @@ from test_sampler import drifting_pass_rate
 
 import config
 import dppo
-import metrics
 import rollout
 import sampler
 import train
 from related import selectors
-from runtime import InputError
+from runtime import InputError, NotFiniteError
 from tasks import arithmetic
 
 
@@ -287,13 +287,11 @@ def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypat
     that skips prompts although it should not, or the reverse.
     """
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
-    options = {"steps": 20, "lr": 3e-3, "loss": "dr_grpo", "completion_rule": "zero"}
-    trainer, updates, tensors = trainer_of(policy_folder, tmp_path, method, **options), [], []
-    accumulate, row_of = train.accumulate_gradients, metrics.row
+    options = {"steps": 20, "lr": 3e-3, "loss": "dr_grpo"}
+    trainer, updates = trainer_of(policy_folder, tmp_path, method, **options), []
+    accumulate = train.accumulate_gradients
     record = lambda *args, **options: updates.append(args) or accumulate(*args, **options)
     monkeypatch.setattr(train, "accumulate_gradients", record)
-    record_row = lambda cfg, **given: tensors.append(given) or row_of(cfg, **given)
-    monkeypatch.setattr(metrics, "row", record_row)
     sample, seeds = rollout.sample, []
 
     def record_seed(model, prompt_ids, sampling, **options):
@@ -302,26 +300,59 @@ def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypat
         return sample(model, prompt_ids, sampling, **options)
 
     monkeypatch.setattr(rollout, "sample", record_seed)
-    rows = [trainer.step(step)[0] for step in range(1, 21)]
+    rows, found = [], []
+    for step in range(1, 21):
+        rows.append(trainer.step(step)[0])
+        found.append(trainer.found)
     assert len(set(seeds)) == len(seeds) > 20, "each round has random numbers of its own"
-    for row, update, seen in zip(rows, updates, tensors, strict=True):
+    for row, update, every in zip(rows, updates, found, strict=True):
         _model, _rollouts, advantages, factor, keep = update
-        trained = keep.any(dim=1)
-        alive = advantages.abs().sum(dim=1) > 0
-        assert trained.sum() == min(4, alive.sum())
-        assert alive[trained].all()
-        assert torch.equal(keep[trained], advantages[trained] != 0)
-        assert row["kept/prompts"] == len(advantages) / 4 >= 1.5
-        assert row["reward"] == pytest.approx(seen["rewards"].mean().item()), "of all groups"
-        weight = 4 / int(trained.sum())
+        live = ~dppo.dead_groups(every.rewards)
+        first = dppo.group_advantages(every.rewards[live][:4], "dr_grpo")
+        assert torch.equal(advantages, first), "the first live groups, and no dead one"
+        assert keep.all()
+        assert row["kept/prompts"] == len(live) / 4 >= 1.5
+        assert row["kept/completions"] == len(keep) / 4
+        assert row["tokens/generated"] == every.rollouts.lengths.sum()
+        assert row["reward"] == pytest.approx(every.rewards.mean().item()), "of all groups"
+        weight = 4 / len(keep)
         assert row["weight/prompt_max"] == row["weight/max"] == pytest.approx(weight)
         expected = torch.full_like(factor, weight / (4 * 3 * 6))  # Q groups, of 3, of 6 tokens
-        assert torch.allclose(factor[keep], expected[keep])
+        assert torch.allclose(factor, expected)
         assert {"history/dull", "history/never_rolled_out"} < row.keys()
         assert not set(selectors.OF_THE_DRAW) & row.keys()
     assert len({row["kept/prompts"] for row in rows}) > 1, "rounds"
     rolled_out = sum(round(4 * row["kept/prompts"]) for row in rows)
     assert (trainer.selector.cursor > rolled_out) == (method == "greso")
+
+
+def test_rewards_are_asked_for_once(policy_folder, tmp_path):
+    """Also for a reward that would answer differently the second time, or with None. Catches groups
+    that are live for the selector and dead for the update."""
+    draw, asked = random.Random(0), []
+
+    def reward(text, _answer):
+        asked.append(text)
+        return draw.choice([0.0, 1.0, None])
+
+    trainer = trainer_of(policy_folder, tmp_path, "dynamic", group_size=6)
+    trainer.reward = reward
+    row, _ = trainer.step(1)
+    assert len(asked) == trainer.found.rewards.numel()
+    assert trainer.found.rewards.isnan().any()
+    assert row["kept/completions"] > 0
+    assert trainer.reward is reward
+    assert trainer.sampling.engine is not None
+    assert not isinstance(trainer.sampling.engine, selectors.Stored)
+
+
+def test_a_failure_comes_through(policy_folder, tmp_path):
+    """Catches an exception that hides the one of the rollout."""
+    trainer = trainer_of(policy_folder, tmp_path, "mopps")
+    with torch.no_grad():
+        trainer.model.model.norm.weight.fill_(math.nan)
+    with pytest.raises(NotFiniteError):
+        trainer.step(1)
 
 
 def test_a_round_has_no_prompt_twice():
