@@ -101,6 +101,19 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
         run("run")
 
 
+def test_resume_with_other_prompts(policy_folder, run, tmp_path):
+    """As many as before, and as many tokens in all, in another order. Catches a history that is
+    given to other prompts."""
+    one, other = '{"problem": "1+1?", "answer": "2"}', '{"problem": "10+10?", "answer": "20"}'
+    last = [one, one]  # of which one is held out
+    file = tmp_path / "problems.jsonl"
+    file.write_text("\n".join([one, other] * 3 + last) + "\n")
+    run("run", steps=2, save_every=2, data=str(file))
+    file.write_text("\n".join([other, one] * 3 + last) + "\n")
+    with pytest.raises(InputError, match=r"7 prompts, but the run in .* started with 7, or with"):
+        toy.main(["--out-dir", str(tmp_path / "run"), "--resume", "--steps", "4"])
+
+
 def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
     """A learning rate that makes the weights explode.
 

@@ -227,6 +227,27 @@ def test_a_draw_sees_only_its_own_minibatch(start, monkeypatch):
         assert live.min() >= 0.03 * live.mean() * 0.99, "the floor is of its own mean"
 
 
+def test_what_a_rule_looks_at(start, monkeypatch):
+    """A completion's cost has its prompt in it, and its size the weight of its prompt, because the
+    noise that is added is that of the weighted term. Catches sizes without the prompt's weight, and
+    costs without its tokens."""
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)
+    prune, batches = dppo.prune_completions, []
+    record = lambda *args: batches.append(args[2]) or prune(*args)
+    monkeypatch.setattr(dppo, "prune_completions", record)
+    options = {"prompt_rule": "dppo", "prompt_prune_rate": 0.5, "steps": 8, "loss": "dr_grpo"}
+    trainer = start(method="pps", completion_prune_rate=0.6, **options)
+    take_steps(trainer)
+    assert any(len(set(seen.prompt_weights.tolist())) > 1 for seen in trainer.steps)
+    for seen, batch in zip(trainer.steps, batches, strict=True):
+        tokens = torch.tensor([len(trainer.train_ids[q]) for q in seen.taught.prompts.tolist()])
+        assert torch.equal(batch.cost, tokens[:, None] + seen.lengths)
+        rollouts = seen.updates[0].rollouts
+        factor = seen.prompt_weights[:, None] * seen.scale
+        size = dppo.contribution_size(seen.advantages, factor, rollouts.energy, 0.0)
+        torch.testing.assert_close(batch.size, size)
+
+
 def test_minibatches(start):
     """Two updates a step: every prompt in one mini-batch, planned sizes as denominators, a draw of
     its own for each update.

@@ -174,6 +174,31 @@ def test_uniform_is_a_simple_random_sample():
     assert ((together - 0.2).abs() < 0.03).all(), "3 of 6: a pair has 3 / 6 x 2 / 5"
 
 
+def test_draws_start_anywhere(monkeypatch):
+    """In 0 to 1, at both levels: else the keep probabilities would not be exact. Catches a start
+    that never comes near 1."""
+    starts, systematic = [], dppo.systematic
+
+    def record(keep_prob, order, start):
+        starts.append(start)
+        return systematic(keep_prob, order, start)
+
+    monkeypatch.setattr(dppo, "systematic", record)
+    history, generator = sampler.PromptHistory(4), dppo.generator_for(0)
+    ones = torch.ones(1, 2, dtype=torch.float64)
+    batch = dppo.Completions(ones, ones, ones, ones)
+    for prune in (
+        lambda: history.prune("uniform", 0.5, torch.arange(4), generator),
+        lambda: dppo.prune_completions("pps", 0.5, batch, generator),
+    ):
+        starts.clear()
+        for _ in range(1000):
+            prune()
+        counts = torch.histc(torch.tensor(starts), bins=50, min=0.0, max=1.0)
+        assert counts.sum() == 1000
+        assert 4 <= counts.min() <= counts.max() <= 45, "20 expected"
+
+
 # ---------------------------------------------------------------------------- over many steps
 
 
