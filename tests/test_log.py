@@ -39,7 +39,7 @@ def some_fail(completion, answer):
 def test_means_stand_for_all_candidates(steps):
     """With prompt weights that differ. Catches a mean over the groups that happened to be rolled
     out: of dead groups, of rewards, of their deviation, of lengths and of entropies."""
-    trainer, row, _ = steps(reward=some_fail)
+    trainer, row, _ = steps(reward=some_fail, prompt_rule="dppo")
     seen = trainer.steps[-1]
     rewards, weights = seen.rewards, seen.prompt_weights
     assert len(set(weights.tolist())) > 1, "else a plain mean is the same"
