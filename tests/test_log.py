@@ -135,9 +135,9 @@ def test_figures_of_the_first_update(steps):
 
 
 def test_the_history_learns_from_full_groups(steps):
-    """From the groups that were rolled out, whole, and before completions are dropped. Catches a
+    """From the groups that were rolled out, whole, whatever is dropped or masked. Catches a
     history of what was kept."""
-    trainer, _, _ = steps(count=6, reward=some_fail)
+    trainer, _, _ = steps(count=6, reward=some_fail, mask_truncated=True)
     seen, taught = trainer.steps[-1], trainer.steps[-1].taught
     assert 0 < seen.keep.sum() < seen.keep.numel()
     assert torch.equal(taught.prompts, trainer.candidates(6)[seen.kept])
