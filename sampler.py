@@ -13,6 +13,7 @@ Letters: P prompts of the data, Q candidates of a step, K of them rolled out, G 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,8 +64,10 @@ class PromptHistory:
     def expected_tokens(self, prompts: torch.Tensor) -> torch.Tensor:
         """Tokens [n] that a completion of each prompt is expected to have: those of its last group,
         or of an average one."""
-        known = self.tokens[~self.tokens.isnan()]
-        average = known.mean().item() if len(known) else 1.0  # any number: only ratios count
+        known = self.tokens[~self.tokens.isnan()].tolist()
+        average = 1.0  # any number: only ratios count
+        if known:  # fsum, because ranks with other threads must find the same
+            average = math.fsum(known) / len(known)
         return self.tokens[prompts].nan_to_num(average)
 
     def keep_prob(

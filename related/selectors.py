@@ -91,6 +91,8 @@ class SelectorTrainer(train.Trainer):
             self.sampling, self.reward = sampling, reward
             vars(self.history).pop("prune", None)
         every = self.found.rollouts
+        advantages = dppo.group_advantages(self.found.rewards, self.cfg.loss)
+        self.history.update(self.found.prompts, advantages, every.lengths)  # also what is not used
         row |= metrics.averages(
             torch.ones(len(every.lengths), dtype=torch.float64), self.found.rewards.double(),
             every.lengths.double(), every.truncated.double(), every.entropy.double(),
@@ -110,7 +112,7 @@ class SelectorTrainer(train.Trainer):
         places = (weights > 0).nonzero()[:, 0]
         used = chosen(self.found, places)
         everything = torch.ones(len(places), dtype=torch.bool)
-        scores = iter(used.rewards.flatten().tolist())
+        scores = iter(used.rewards[used.rollouts.lengths > 0].tolist())  # `score` skips the others
         self.history.prune = lambda *_: (everything, weights[places])
         self.sampling = replace(self.sampling, engine=Stored(used.rollouts))
         self.reward = lambda *_: None if math.isnan(score := next(scores)) else score

@@ -12,6 +12,7 @@ from test_sampler import drifting_pass_rate
 
 import config
 import dppo
+import metrics
 import rollout
 import sampler
 import train
@@ -344,6 +345,39 @@ def test_rewards_are_asked_for_once(policy_folder, tmp_path):
     assert trainer.reward is reward
     assert trainer.sampling.engine is not None
     assert not isinstance(trainer.sampling.engine, selectors.Stored)
+
+
+def test_the_history_knows_all_that_was_rolled_out(policy_folder, tmp_path, monkeypatch):
+    """Catches a log that calls prompts unseen, or never dull, because the update did not use
+    them."""
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
+    trainer, seen, dull = trainer_of(policy_folder, tmp_path, "dynamic"), set(), set()
+    for step in range(1, 6):
+        row, _ = trainer.step(step)
+        assert row["history/never_rolled_out"] == pytest.approx(1 - len(seen) / 64)
+        assert row["history/dull"] == pytest.approx(len(dull) / 64)
+        prompts, dead = trainer.found.prompts, dppo.dead_groups(trainer.found.rewards)
+        seen |= set(prompts.tolist())
+        dull = (dull - set(prompts.tolist())) | set(prompts[dead].tolist())
+    assert dull
+
+
+def test_an_empty_completion_does_not_shift_rewards(policy_folder, tmp_path, monkeypatch):
+    """Catches rewards that are handed to the next completion."""
+    sample, row_of, seen = rollout.sample, metrics.row, []
+
+    def with_an_empty_one(model, prompt_ids, sampling, **options):
+        rollouts = sample(model, prompt_ids, sampling, **options)
+        rollouts.lengths[0, 0] = 0
+        return rollouts
+
+    monkeypatch.setattr(rollout, "sample", with_an_empty_one)
+    record = lambda cfg, **given: seen.append(given["rewards"]) or row_of(cfg, **given)
+    monkeypatch.setattr(metrics, "row", record)
+    trainer = trainer_of(policy_folder, tmp_path, "mopps")
+    trainer.step(1)
+    assert seen[0][0, 0].isnan()
+    assert torch.equal(seen[0].nan_to_num(-1), trainer.found.rewards.nan_to_num(-1))
 
 
 def test_a_failure_comes_through(policy_folder, tmp_path):
