@@ -2,7 +2,7 @@
 DPPO, Dynamic Pruning Policy Optimization (arXiv:2603.04135), as pure functions on tensors.
 
 It is GRPO with three changes; minimal.py has all of it on one page:
-    1. whole prompts are dropped before rollout, at random, by their history     (sampler.py)
+    1. whole prompts are dropped before rollout, at random                       (sampler.py)
     2. single completions are dropped after reward, at random                    (prune_completions)
     3. what is kept is multiplied by 1 / (probability of keeping it)             (ht_weights)
 
@@ -137,11 +137,12 @@ def contribution_size(
 
     `factor` is what multiplies the loss of its tokens (prompt weight over denominator; 0: masked),
     because the variance that pruning adds is that of the weighted term. `energy` is the sum over
-    its tokens of |onehot - softmax|^2. The gradient passes through the
-    logits, and the scores of different tokens are uncorrelated, so the squared norm is roughly
-    proportional to the energy; beta stands for the KL term's part. The size is exactly 0 where the
-    term is exactly 0. Elsewhere it is at least SIZE_FLOOR of the mean, so an estimate that
-    underflows never leads to a keep probability of 0.
+    its tokens of |onehot - softmax|^2. The gradient passes through the logits, and the scores of
+    different tokens are uncorrelated, so the squared norm is roughly proportional to the energy.
+    beta stands for the KL term's part.
+
+    The size is exactly 0 where the term is exactly 0. Elsewhere it is at least SIZE_FLOOR of the
+    mean, so an estimate that underflows never leads to a keep probability of 0.
     """
     live = contributes(advantages, factor, beta)
     size = factor.double() * (advantages.double().abs() + beta) * energy.double().sqrt()

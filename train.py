@@ -110,7 +110,7 @@ class Trainer:
         window = self.candidates(step)  # [Q]
         kept_prompts = torch.ones_like(window, dtype=torch.bool)  # [Q]; GRPO keeps all
         window_weights = torch.ones_like(window, dtype=torch.float64)  # [Q]
-        # --- DPPO, before rollout: drop prompts by their history, weight the rest by 1 / P(kept)
+        # --- DPPO, before rollout: drop prompts at random, weight the rest by 1 / P(kept)
         counts_tokens = self.needs_mean_tokens and self.mean_tokens is None  # see 5
         prompt_rule = "none" if counts_tokens else cfg.prompt_rule
         kept_prompts, window_weights = self.history.prune(
@@ -258,7 +258,7 @@ class Trainer:
 
     def state(self) -> dict:
         """What a checkpoint holds of this besides the model and the optimizer."""
-        prompts = dppo.seed_for(*self.prompt_tokens.tolist())
+        prompts = dppo.seed_for(*map(tuple, self.train_ids))  # a resumed run needs the same data
         history = vars(self.history)
         return {"prompts": prompts, "history": history, "mean_tokens": self.mean_tokens}
 

@@ -1,7 +1,7 @@
 """
 The update: the gradient of what was kept, pack by pack, summed over ranks.
 
-Every sequence carries its own factor (weight over denominator), fixed before this file sees it.
+Every sequence carries its own multiplier (weight over denominator), fixed before this file sees it.
 So the sum does not depend on how sequences are packed, or on which rank holds them.
 
 Letters: K prompts of all ranks, k of them sampled by this rank, G completions each, T
@@ -194,10 +194,8 @@ def packs(sequences: list[Sequence], cfg, device, show_progress=False):
     share = packing.shares_prompts(device)
     names = lengths = None  # of the prompts that sequences share
     if share:
-        names, lengths = (
-            [id(one.prompt) for one in sequences],
-            [len(one.prompt) for one in sequences],
-        )
+        names = [id(one.prompt) for one in sequences]
+        lengths = [len(one.prompt) for one in sequences]
     tokens = [work(one) for one in sequences]
     plan = packing.plan_packs(tokens, cfg.pack_tokens, packing.WINDOW, names, lengths)
     if cfg.shard == "fsdp":

@@ -9,9 +9,10 @@ Rivals that choose prompts by what they see: GRESO, DAPO's dynamic sampling and 
                                                       nearest 1/2 (arXiv:2507.04632)
 
 Other flags are train.py's; --completion-rule may drop completions as well. They need one process.
-All three are biased:
-GRESO skips at random but does not weight what it keeps, and it stops once it has enough live
-groups. MoPPS's draw is random, too, but nothing divides by the chance of being among the nearest.
+
+All three are biased. GRESO skips at random, but it does not weight what it keeps, and it stops once
+it has enough live groups. Dynamic sampling gives its live groups the weight of all groups. MoPPS's
+draw is random, too, but nothing divides by the chance of being among the nearest.
 
 Two are left out. SPEED-RL (arXiv:2506.09016) begins its groups in one step and completes them in a
 later one, so their token ids and log-probs would have to wait in the checkpoint, and the groups of
@@ -142,7 +143,7 @@ class SelectorTrainer(train.Trainer):
 
 
 def chosen(found: Round, place: torch.Tensor) -> Round:
-    """The groups of a round in another order: those at `place` [K]."""
+    """Some groups of a round: those at `place` [K], in that order."""
     columns = {}
     for field in fields(found.rollouts):
         value = getattr(found.rollouts, field.name)
