@@ -145,10 +145,12 @@ def test_kl_reference_is_the_first_model(policy_folder, run, tmp_path):
         toy.main([*out, "8"])
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
-def test_masked_truncation(start, monkeypatch, loss):
+def test_masked_truncation(start, monkeypatch, loss, minibatches):
     """Truncated completions carry no loss and no token in DAPO's count; GRPO still divides by all
-    sequences. Catches a mask after the count, and one that also changes the advantages."""
+    sequences. Catches a mask after the count, one that also changes the advantages, and one that
+    only one of two updates has."""
     sample = rollout.sample
 
     def truncating(*args, **options):
@@ -157,19 +159,21 @@ def test_masked_truncation(start, monkeypatch, loss):
         return rollouts
 
     monkeypatch.setattr(rollout, "sample", truncating)
-    trainer = start(method="grpo_zero", loss=loss, mask_truncated=True, steps=2)
+    options = {"loss": loss, "mask_truncated": True, "minibatches": minibatches}
+    trainer = start(method="grpo_zero", steps=2, **options)
     take_steps(trainer)
     for seen in trainer.steps:
-        (one,) = seen.updates
         masked = seen.truncated > 0
         assert (seen.scale[masked] == 0).all()
-        assert not one.keep[masked].any()
         assert (seen.advantages.sum(dim=1).abs() < 1e-6).all()
         tokens = seen.lengths[~masked].sum().item()
-        scale = 1 / (seen.lengths * 24)
+        scale = minibatches / (seen.lengths * 24)
         if loss == "dapo":
-            scale = torch.full((4, 6), 1 / tokens).double()
-        assert torch.allclose(one.factor[one.keep], scale[one.keep])
+            scale = torch.full((4, 6), minibatches / tokens).double()
+        assert len(seen.updates) == minibatches
+        for one in seen.updates:
+            assert not one.keep[masked].any()
+            assert torch.allclose(one.factor[one.keep], scale[one.keep])
 
 
 # ---------------------------------------------------------------------------- several updates

@@ -217,13 +217,13 @@ def test_a_corrected_batch_is_unbiased(make, loss):
 
 
 class InFloat64(train.Trainer):
-    """A toy run whose first step can be repeated with another draw, from any parameters."""
+    """A toy run of which one step can be repeated with another draw, from any parameters."""
 
-    def __init__(self, cfg):
-        super().__init__(cfg, reward=toy_reward)
+    def __init__(self, cfg, reward=toy_reward, step=1):
+        super().__init__(cfg, reward=reward)
         self.model.double()
-        window = self.candidates(1)
-        stored = check.Stored(check.roll_out(self, window, 1), window)
+        window = self.candidates(step)
+        stored = check.Stored(check.roll_out(self, window, step), window)
         self.sampling = replace(self.sampling, engine=stored)
 
     def parameters(self):
@@ -271,6 +271,86 @@ def test_sgd_updates_are_unbiased(policy_folder, tmp_path, make_optimizer, grad_
     mean = sum(p * (updated((keep, w)) - start) for keep, w, p in drawn)
     error = proof.relative_error(mean, whole - start)
     assert (error < 1e-10) if exact else (error > 1e-3)
+
+
+def gradients(trainer, prompts, completions):
+    """The gradients [M, P] of the M updates of step 2, all at the same parameters.
+
+    prompts: (kept, weights) [Q]. completions: a list of M (keep, weights), one for each update, or
+    None, which draws and returns (gradients, what each update draws from)."""
+    found, batches = [], []
+    draw = dppo.prune_completions
+    mean_tokens = trainer.mean_tokens
+
+    def accumulate(model, *args, **options):
+        sums = update.accumulate_gradients(model, *args, **options)
+        found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        return sums
+
+    def prune_completions(*args):
+        batches.append(args[2])
+        return draw(*args) if completions is None else completions[len(batches) - 1]
+
+    with (
+        mock.patch.object(train, "accumulate_gradients", accumulate),
+        mock.patch.object(trainer.optimizer, "step"),
+        mock.patch.object(trainer.history, "prune", return_value=prompts),
+        mock.patch.object(trainer.history, "update"),
+        mock.patch.object(dppo, "prune_completions", prune_completions),
+    ):
+        trainer.step(2)
+    trainer.mean_tokens = mean_tokens
+    return (torch.stack(found), batches) if completions is None else torch.stack(found)
+
+
+@pytest.mark.parametrize("prompt_rule", ["dppo", "pps"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_the_step_is_unbiased(policy_folder, tmp_path, loss, prompt_rule):
+    """train.py's own step with two updates, averaged over every outcome of both levels, is the
+    step that keeps everything. Truncated completions are masked.
+
+    Catches a mini-batch that depends on which prompts are kept, a denominator of the kept, and a
+    weight that one of the updates leaves out.
+    """
+    settings = {"method": "grpo", "prompt_rule": prompt_rule, "completion_rule": "pps"}
+    settings |= {"prompt_prune_rate": 0.5, "completion_prune_rate": 0.6, "group_size": 3}
+    settings |= {"loss": loss, "minibatches": 2, "mask_truncated": True}
+    args = flags(policy_folder, str(tmp_path / "run"), **settings)
+    several_values = lambda completion, _answer: float(sum(map(ord, completion)) % 3)
+    trainer = InFloat64(config.parse_config(args), several_values, step=2)
+    trainer.sampling.engine.rollouts.truncated = torch.arange(12).view(4, 3) % 5 == 0
+    trainer.mean_tokens = 40.0 if trainer.needs_mean_tokens else None
+    window = trainer.candidates(2)  # [4]
+    scores = table([[0, 0, 0], [3, -3, 3], [2, -2, 2], [1, 0, -1]])
+    trainer.history.update(window, scores, torch.ones(4, 3))
+
+    everything = torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 3, dtype=torch.float64)
+    all_prompts = torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.float64)
+    full = gradients(trainer, all_prompts, [everything, everything])
+    assert (full.norm(dim=1) > 0).all()
+
+    expected, chances = torch.zeros_like(full), 0.0
+    of_parts = [
+        proof.prompt_outcomes(prompt_rule, 0.5, trainer.history, part) for part in window.chunk(2)
+    ]
+    for outcomes in itertools.product(*(of_part.items() for of_part in of_parts)):
+        kept = torch.zeros(4, dtype=torch.bool)
+        for number, (places, _) in enumerate(outcomes):
+            kept[[2 * number + place for place in places]] = True
+        prompt_weights = torch.cat([weights for _, (weights, _) in outcomes])
+        chance = math.prod(own for _, (_, own) in outcomes)
+        chances += chance
+        _, batches = gradients(trainer, (kept, prompt_weights), None)
+        all_kept = [(torch.ones_like(one.size) > 0, torch.ones_like(one.size)) for one in batches]
+        for number, batch in enumerate(batches):
+            # The updates draw separately, and nothing moves the parameters between them here.
+            for keep, weights, own_chance in proof.outcomes("pps", 0.6, batch):
+                drawn = all_kept.copy()
+                drawn[number] = (keep, weights)
+                found = gradients(trainer, (kept, prompt_weights), drawn)
+                expected[number] += chance * own_chance * found[number]
+    assert chances == pytest.approx(1.0)
+    assert proof.relative_error(expected, full) <= 1e-10
 
 
 def learned_history():
