@@ -39,12 +39,14 @@ PPS_TINY = {
     "prompts_per_step": 128, "group_size": 8, "prompt_prune_rate": 0.75,
     "completion_prune_rate": 0.9, "lr": 4.3e-4,
 }  # fmt: skip
+ADAPTIVE_TINY = PPS_TINY | {"lr": 1.1e-3}
 METHODS = {  # a rule that is not here is a method as well: that rule, at its level or both
     "grpo": Method(tiny=GRPO_TINY),
     "grpo_zero": Method(completion_rule="zero", tiny=GRPO_TINY),
     "uniform": Method("uniform", "uniform"),
     "dppo": Method("dppo", "dppo"),
     "pps": Method("pps", "pps", defaults={"prompts_per_step": 64}, tiny=PPS_TINY),
+    "adaptive": Method("pps", "adaptive", defaults={"prompts_per_step": 64}, tiny=ADAPTIVE_TINY),
 }
 
 
@@ -60,20 +62,29 @@ class Config:
     rule."""
     completion_rule: str | None = None
     """Which completions are dropped after reward. zero (terms that are exactly 0), uniform, dppo
-    (by |advantage|) and pps (ours) are unbiased; cppo, cppo_batch, pods and dppo_floor are biased;
-    none. By default the method's rule."""
+    (by |advantage|), pps (ours, by size, a share of the tokens) and adaptive (ours, by size, as
+    many as pays) are unbiased. cppo, pods and dppo_floor keep by rank, which changes the objective
+    (docs/objectives.md); cppo_batch is biased; none. By default the method's rule."""
     prompt_prune_rate: float | None = None
     """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
     By default 0.3; for pps 0.6, or 0.75 with tiny."""
     completion_prune_rate: float | None = None
     """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
-    its group's mean. pps: the share of sampled tokens not trained on. By default 0.7, or 0.9
-    for pps with tiny."""
+    its group's mean. pps: the share of sampled tokens not trained on. adaptive: the share of a
+    step's time that training would take if nothing were dropped (`python -m bench ceiling` measures
+    it). By default 0.7, or 0.9 for pps and adaptive with tiny."""
 
     # ------------------------------------------------------------------------ loss
     loss: str | None = None
     """The surrogate loss, with its ratio, clip and denominator: grpo, dr_grpo, dapo, gspo, cispo,
     or one of yours. By default grpo, or dr_grpo with tiny."""
+    scale_rewards: Literal["none", "group", "variance", "mean"] | None = None
+    """What R - mean is divided by in each group, which sets the objective: none (Dr. GRPO: the pass
+    rate p), group (its standard deviation, GRPO: 2 arcsin(sqrt(p))), variance (logit(p)), or mean
+    (MaxRL: log(p)). By default none for dr_grpo, else group."""
+    reward_range: float = 1.0
+    """The largest possible reward minus the smallest. variance and mean need it: they are floored
+    at what one right completion of G would give. mean expects rewards of 0 or more."""
     eps_low: float | None = None
     """The ratio is clipped to at least 1 - eps_low. By default the loss's own, such as 0.2 for
     grpo."""
@@ -266,6 +277,7 @@ def resolve(cfg: Config) -> Config:
         "prompts_per_step": 32,
         "group_size": 16,
         "completion_prune_rate": completion_rule.rate or 0.0,
+        "scale_rewards": dppo.LOSSES[cfg.loss].scale_rewards,
         "eps_low": eps_low,
         "eps_high": eps_high,
         "importance_cap": 2.0 if rounds_differently else 0.0,
@@ -322,6 +334,8 @@ def _check_entries(cfg: Config) -> None:
             raise InputError(f"{wrong}: wrap it in a {kind.__name__}(..)")
     denominator = dppo.LOSSES[cfg.loss].denominator
     dppo.check_known(f"denominator (loss {cfg.loss!r})", denominator, dppo.DENOMINATORS)
+    scale_rewards = dppo.LOSSES[cfg.loss].scale_rewards
+    dppo.check_known(f"scale_rewards (loss {cfg.loss!r})", scale_rewards, dppo.SCALES)
 
 
 def prunes_prompts(cfg: Config) -> bool:
@@ -358,7 +372,7 @@ def _check_values(cfg: Config) -> None:
     why = "a group of one has no advantage"
     require(cfg, "group_size", cfg.group_size >= 2, f"at least 2: {why}")
     require(cfg, "adam_beta2", 0 <= cfg.adam_beta2 < 1, "at least 0 and below 1")
-    for name in ("lr", "temperature"):
+    for name in ("lr", "temperature", "reward_range"):
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
     for name in ("beta", "warmup", "grad_clip", "weight_decay", "eval_every", "save_every"):
         require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0 and finite")
@@ -407,13 +421,15 @@ def warnings(cfg: Config) -> list[str]:
     completion_rule = dppo.COMPLETION_RULES[cfg.completion_rule]
     prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
     if completion_rule.biased and (cfg.completion_prune_rate > 0 or completion_rule.rate is None):
-        notes.append(f"--completion-rule {cfg.completion_rule} is biased: {completion_rule.biased}")
+        rule = f"--completion-rule {cfg.completion_rule}"
+        notes.append(f"{rule} changes the expected gradient: {completion_rule.biased}")
     if prompt_rule.biased and (cfg.prompt_prune_rate > 0 or prompt_rule.rate is None):
-        notes.append(f"--prompt-rule {cfg.prompt_rule} is biased: {prompt_rule.biased}")
-    if cfg.engine == "vllm" and "pps" in (cfg.prompt_rule, cfg.completion_rule):
+        rule = f"--prompt-rule {cfg.prompt_rule}"
+        notes.append(f"{rule} changes the expected gradient: {prompt_rule.biased}")
+    if cfg.engine == "vllm" and cfg.completion_rule in ("pps", "adaptive"):
         notes.append(
-            "--engine vllm gives pps an upper bound of each completion's size: still unbiased, a "
-            "little noisier"
+            f"--engine vllm gives {cfg.completion_rule} an upper bound of each completion's size: "
+            f"still unbiased, a little noisier"
         )
     if cfg.beta > 0 and cfg.completion_rule == "zero" and not cfg.mask_truncated:
         why = "the KL term is never exactly zero"

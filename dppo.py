@@ -69,24 +69,53 @@ def check_known(kind: str, name: str, known) -> None:
 # ---------------------------------------------------------------------------- advantages
 
 
-def group_advantages(rewards: torch.Tensor, loss: str) -> torch.Tensor:
+# What R - mean is divided by in each group, and the objective that this ascends: a function of each
+# prompt's pass rate p, for rewards of 0 and 1 (docs/objectives.md). none and group are TRL's names.
+SCALES = {
+    "none": "p",  # Dr. GRPO (arXiv:2503.20783)
+    "group": "2 arcsin(sqrt(p))",  # GRPO (arXiv:2402.03300): the group's standard deviation
+    "variance": "logit(p)",
+    "mean": "log(p)",  # MaxRL (arXiv:2602.02710)
+}
+
+
+def group_advantages(
+    rewards: torch.Tensor, scale_rewards: str, reward_range: float = 1.0
+) -> torch.Tensor:
     """Advantages [Q, G] of rewards [Q, G], from each full group, before anything is dropped.
 
-    (R - mean) / (sample standard deviation + 1e-4), as in TRL; R - mean for dr_grpo
-    (arXiv:2503.20783). An unscorable completion (reward NaN) counts in neither mean nor deviation
-    and gets 0. If all rewards of a group are equal, it gets exact zeros, not rounding errors
-    divided by 1e-4.
+    R - mean, divided by what one of SCALES says:
+        none      1
+        group     the sample standard deviation + 1e-4, as in TRL
+        variance  the population variance, which makes the group the difference of the mean over
+                  right completions and the mean over wrong ones
+        mean      the mean
+
+    reward_range is the largest possible reward minus the smallest. Variance and mean are at least
+    those of a group with one right completion and that range. So real-valued rewards that hardly
+    differ are not blown up, and rewards of 0 and 1 never meet the limit.
+
+    An unscorable completion (reward NaN) counts in neither mean nor deviation and gets 0. If all
+    rewards of a group are equal, it gets exact zeros, not rounding errors divided by 1e-4.
     """
-    check_known("loss", loss, LOSSES)
+    check_known("scale_rewards", scale_rewards, SCALES)
+    G = rewards.shape[1]
     scored = ~rewards.isnan()
     count = scored.sum(dim=1, keepdim=True)  # [Q, 1]
     filled = torch.where(scored, rewards, 0.0)
     mean = filled.sum(dim=1, keepdim=True) / count.clamp(min=1)  # [Q, 1]
     centred = torch.where(scored, rewards - mean, 0.0)  # [Q, G]
+    squares = centred.square().sum(dim=1, keepdim=True)  # [Q, 1]
+    if scale_rewards == "group":
+        std = (squares / (count - 1).clamp(min=1)).sqrt()
+        centred = centred / (std + ADVANTAGE_EPS)
+    elif scale_rewards == "variance":
+        variance = (squares / count.clamp(min=1)).clamp(min=(G - 1) / G**2 * reward_range**2)
+        # The denominator of the loss counts G completions, however many were scored.
+        centred = centred / variance * G / count.clamp(min=1)
+    elif scale_rewards == "mean":
+        centred = centred / mean.clamp(min=reward_range / G)
     dead = dead_groups(rewards)[:, None]  # [Q, 1]
-    if LOSSES[loss].divides_by_std:
-        variance = centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)  # [Q, 1]
-        centred = centred / (variance.sqrt() + ADVANTAGE_EPS)
     return torch.where(dead, 0.0, centred)
 
 
@@ -193,6 +222,49 @@ def pps_keep_prob(size: torch.Tensor, cost: torch.Tensor, budget: float) -> torc
         certain, undecided = certain | over, undecided & ~over
 
 
+def least_time_variance(
+    size: torch.Tensor, cost: torch.Tensor, rest: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tau, T V), float64 [R] each, of the keep probabilities p_i = min(1, tau a_i / sqrt(c_i))
+    with the least T V. Terms have the norm a_i and the cost c_i; `rest` has R values.
+
+    A step takes the time T = rest + sum_i p_i c_i, where `rest` is what does not depend on the
+    draw, above all the rollout. Its gradient has the variance V = sum_i a_i^2 / p_i, of sampling
+    and of independent keeps together. Where noise limits learning, progress in a second goes as
+    1 / (T V).
+
+    T V is least at tau^2 = T / V. If S are the terms with p_i = 1, that is (rest + sum over S of
+    c_i) / (sum over S of a_i^2). S are the terms with the largest a_i / sqrt(c_i): as many of them
+    as agree with their own tau. At least one term must have a size above 0.
+    """
+    size, cost = size.double().flatten(), cost.double().flatten()
+    score = size / cost.sqrt()  # [n]
+    order = score.argsort(descending=True, stable=True)[: int((size > 0).sum())]
+    size, cost, score = size[order], cost[order], score[order]
+    # The following are for S = the first term, the first two, ...
+    costs = rest[:, None] + cost.cumsum(dim=0)  # [R, n]
+    squares = size.square().cumsum(dim=0)  # [n]
+    others = size * cost.sqrt()
+    others = others.sum() - others.cumsum(dim=0)  # [n]: sum of a sqrt(c) over what is not in S
+    taus = (costs / squares).sqrt()  # [R, n]
+    # The next term belongs to S, too, if its p would pass 1.
+    last = (taus[:, :-1] * score[1:] >= 1).sum(dim=1)  # [R]
+    at = torch.arange(len(rest)), last
+    tau = taus[at]
+    time = costs[at] + tau * others[last]
+    variance = squares[last] + others[last] / tau
+    return tau, time * variance
+
+
+def adaptive_keep_prob(size: torch.Tensor, cost: torch.Tensor, rest: float) -> torch.Tensor:
+    """Keep probabilities, float64 of size's shape, with the least T V; see least_time_variance.
+    Size 0 is always dropped."""
+    if not (size > 0).any():
+        return torch.zeros_like(size, dtype=torch.float64)
+    tau, _ = least_time_variance(size, cost, torch.tensor([rest], dtype=torch.float64))
+    return (tau * size.double() / cost.double().sqrt()).clamp(max=1.0)
+
+
 # ---------------------------------------------------------------------------- draws and weights
 
 
@@ -283,6 +355,19 @@ def proportional_to_size(batch: Completions, prune_rate: float) -> torch.Tensor:
     return pps_keep_prob(batch.size, batch.cost, (1.0 - prune_rate) * batch.cost.sum().item())
 
 
+def adaptive(batch: Completions, prune_rate: float) -> torch.Tensor:
+    """Ours: the least time x variance. r_o is the share of a step's time that training would take
+    if nothing were dropped. `python -m bench ceiling` measures it.
+
+    So it keeps much where little contributes or sizes hardly differ, and little where a few terms
+    carry the gradient. pps, at a fixed share of the tokens, does not know the difference.
+    """
+    if prune_rate == 0:
+        return (batch.size > 0).double()
+    rest = (1 / prune_rate - 1) * batch.cost.sum().item()
+    return adaptive_keep_prob(batch.size, batch.cost, rest)
+
+
 def any_order(batch: Completions, generator: Generator) -> torch.Tensor:
     """At random: then a systematic draw of equal probabilities is a simple random sample."""
     return torch.from_numpy(generator.permutation(batch.size.numel()))
@@ -305,6 +390,7 @@ COMPLETION_RULES = {
     ),
     "dppo": CompletionRule(low_advantages),
     "pps": CompletionRule(proportional_to_size, order=strata_order),
+    "adaptive": CompletionRule(adaptive, order=strata_order),
 }
 
 
@@ -367,7 +453,7 @@ class Loss:
     denominator: str  # of the sum over tokens, one of DENOMINATORS; see loss_scale
     clip: tuple[float, float] = (0.2, 0.2)  # default --eps-low and --eps-high
     sequence_ratio: bool = False  # the geometric mean of a sequence's ratios, for all its tokens
-    divides_by_std: bool = True  # advantages (R - mean) / std; else R - mean
+    scale_rewards: str = "group"  # default --scale-rewards, one of SCALES
 
 
 def clipped_ratio(ratio, logprobs, advantages, eps_low, eps_high):
@@ -387,7 +473,7 @@ def clipped_weight(ratio, logprobs, advantages, eps_low, eps_high):
 
 LOSSES = {  # clips are the papers'; cispo: no lower bound, and TRL's 5
     "grpo": Loss(clipped_ratio, "own length"),
-    "dr_grpo": Loss(clipped_ratio, "constant", divides_by_std=False),  # arXiv:2503.20783
+    "dr_grpo": Loss(clipped_ratio, "constant", scale_rewards="none"),  # arXiv:2503.20783
     "dapo": Loss(clipped_ratio, "batch tokens", clip=(0.2, 0.28)),  # arXiv:2503.14476
     "gspo": Loss(clipped_ratio, "own length", (3e-4, 4e-4), sequence_ratio=True),  # 2507.18071
     "cispo": Loss(clipped_weight, "batch tokens", clip=(1.0, 4.0)),  # arXiv:2506.13585

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+import ceiling
 import config
 import dppo
 from update import UpdateStats
@@ -23,8 +24,8 @@ SOME_NONE = (
 
 
 def row(
-    cfg: config.Config, *, prompt_weights, rewards, lengths, truncated, entropy, advantages, scale,
-    cost, keep, weights, stats: list[UpdateStats], grad_norms: list[float],
+    cfg: config.Config, *, prompt_weights, rewards, lengths, truncated, entropy, energy, advantages,
+    scale, cost, keep, weights, stats: list[UpdateStats], grad_norms: list[float],
 ) -> dict:  # fmt: skip
     """The figures of a step, from tensors of train.py's step: prompt_weights [K], and [K, G] all
     others. `weights` are those of both levels. stats and grad_norms have an entry for each update.
@@ -44,6 +45,7 @@ def row(
         "sampling/sampling_logp_difference/mean": ratio(first.gap, first.completion_tokens),
         "grad_norm": sum(grad_norms) / len(grad_norms),
         **kept(cfg, prompt_weights, advantages, scale, cost, keep, weights),
+        **ceilings(cfg, prompt_weights, rewards, energy, advantages, scale, cost, keep, weights),
         "pack/density": ratio(total.tokens, total.slots),
         "tokens/generated": int(lengths.sum()),
         "tokens/trained": int(total.tokens),
@@ -106,6 +108,35 @@ def kept(cfg: config.Config, prompt_weights, advantages, scale, cost, keep, weig
         "weight/prompt_max": prompt_weights.max().item() if len(prompt_weights) else math.nan,
         "weight/ess": effective_sample_size(weights[live]),
     }
+
+
+def ceilings(
+    cfg: config.Config, prompt_weights, rewards, energy, advantages, scale, cost, keep, weights
+) -> dict:
+    """What pruning could gain at most in this step, and what `bench ceiling` needs beside it."""
+    size = dppo.contribution_size(advantages, prompt_weights[:, None] * scale, energy, cfg.beta)
+    live = size > 0
+    figures = {
+        # tokens of prompts and completions: of all that were rolled out, contribute, were kept
+        "cost/sampled": cost.sum().item(),
+        "cost/live": (cost * live).sum().item(),
+        "cost/kept": (cost * keep).sum().item(),
+        # The variance of sampling and pruning, over that of sampling: sum a^2 / p over sum a^2. The
+        # first sum is estimated from what was kept.
+        "kept/variance": ratio(
+            (size * weights / prompt_weights[:, None]).square().sum().item(),
+            size.square().sum().item(),
+        ),
+    }
+    completions = prompts = torch.full_like(ceiling.RATIOS, math.nan)
+    if live.any():
+        completions = ceiling.of_completions(size, cost)
+    if len(rewards) and ((rewards == 0) | (rewards == 1)).all():
+        prompts = ceiling.of_prompts(rewards, cost, cfg.scale_rewards)
+    for level, gains in (("completions", completions), ("prompts", prompts)):
+        for known, gain in zip(ceiling.RATIOS.tolist(), gains.tolist(), strict=True):
+            figures[f"ceiling/{level}/{known:g}"] = gain
+    return figures
 
 
 def ratio(part: float, whole: float) -> float:

@@ -162,6 +162,64 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((got - wanted).abs().max() / wanted.abs().max()).item()
 
 
+# ---------------------------------------------------------------------------- the objective
+
+
+def objective_slope(
+    pass_rates: torch.Tensor,
+    group_size: int,
+    scale_rewards: str,
+    rule: str = "none",
+    prune_rate: float = 0.0,
+    scored: int | None = None,
+) -> torch.Tensor:
+    """F'(p) [n] at pass_rates [n], float64: the expected gradient of a prompt's group is
+    F'(p) grad p, where p is the prompt's pass rate. Rewards are 0 and 1.
+
+    For rules that look at the rewards of their own group only, on policy, and with a denominator of
+    group_size that does not depend on lengths (--loss dr_grpo). Only `scored` completions of the
+    group, by default all, have a reward.
+
+    Let s be the gradient of a completion's log-probability. Then E[s | right] = grad log p, and
+    E[s | wrong] = grad log(1 - p). So a rule that gives right completions a total of `right`, and
+    wrong ones a total of -`wrong`, has F'(p) = E[right / p + wrong / (1 - p)] / group_size, over
+    the number of right completions, which is binomial.
+    """
+    p, slope = pass_rates.double(), torch.zeros_like(pass_rates, dtype=torch.float64)
+    scored = group_size if scored is None else scored
+    for k in range(scored + 1):
+        rewards = torch.full((1, group_size), torch.nan, dtype=torch.float64)
+        rewards[0, :scored] = (torch.arange(scored) < k).double()
+        binomial = float(math.comb(scored, k)) * p**k * (1 - p) ** (scored - k)
+        for ordered in (rewards, rewards.flip(1)):  # a rule by rank breaks ties by order
+            advantages = dppo.group_advantages(ordered, scale_rewards)
+            ones = torch.ones_like(advantages)
+            size = dppo.contribution_size(advantages, ones, ones, beta=0.0)
+            batch = dppo.Completions(advantages, ordered, ones, size)
+            trained = advantages * mean_weights(rule, prune_rate, batch)
+            right, wrong = trained[ordered == 1].sum(), -trained[ordered == 0].sum()
+            slope += binomial / 2 * (right / p + wrong / (1 - p)) / group_size
+    return slope
+
+
+def mean_weights(name: str, prune_rate: float, batch: dppo.Completions) -> torch.Tensor:
+    """The expected weights [K, G] of a completion rule: a rule by rank has fixed ones; the others'
+    are 1 on average, unless the keep probability is 0."""
+    rule = dppo.COMPLETION_RULES[name]
+    if rule.select:
+        return rule.select(batch, prune_rate)[1]
+    return (dppo.completion_keep_prob(name, rate_of(rule, prune_rate), batch) > 0).double()
+
+
+def objective_of(slope: torch.Tensor, pass_rates: torch.Tensor, group_size: int) -> str | None:
+    """Which of dppo.SCALES has a slope proportional to this one [n], if any has."""
+    for name in dppo.SCALES:
+        ratio = slope / objective_slope(pass_rates, group_size, name)
+        if relative_error(ratio, ratio.mean().expand_as(ratio)) < LIMIT:
+            return name
+    return None
+
+
 # ---------------------------------------------------------------------------- a toy policy
 
 
@@ -174,6 +232,7 @@ def toy_case(
     prompt_weights=None,
     num_prompts: int = 2,
     num_tokens: float | None = None,
+    scale_rewards: str | None = None,
 ) -> Case:
     """Four completions of up to 5 tokens per prompt, under a table of next-token logits [V, V].
 
@@ -234,7 +293,8 @@ def toy_case(
         max_new_tokens=5,
         num_tokens=num_tokens or (trained * lengths).sum().item(),
     )
-    advantages = dppo.group_advantages(rewards, loss)[rows]
+    scale_rewards = scale_rewards or dppo.LOSSES[loss].scale_rewards
+    advantages = dppo.group_advantages(rewards, scale_rewards)[rows]
     size = dppo.contribution_size(advantages, factor, (energy * sampled).sum(dim=-1)[rows], beta)
     batch = dppo.Completions(advantages, rewards[rows], lengths + 1, size)
     return Case(gradient, batch, factor)
@@ -329,7 +389,7 @@ def main(file: str | None = None) -> None:
     print("claimed to be unbiased: rules that drop prompts, and pps after them")
     for rule in rules(sampler.PROMPT_RULES, biased=False):
         wrong += line(rule, both(rule))
-    print("biased")
+    print("biased, or by rank and for another objective (the second table)")
     line("prompts, own tokens", both("pps", own_tokens=True))
     for rule in rules(sampler.PROMPT_RULES, biased=True):
         line(f"prompts, {rule}", both(rule))
@@ -340,7 +400,44 @@ def main(file: str | None = None) -> None:
     if wrong:
         why = "A loss that is off in every row lets a token's term depend on other sequences"
         raise SystemExit(f"NOT unbiased: {', '.join(wrong)}. {why}")
-    print(f"\nEverything that claims to be unbiased is, within {LIMIT:.0e}.")
+    print(f"\nEverything that claims to be unbiased is, within {LIMIT:.0e}.\n")
+    print_objectives()
+
+
+# ---------------------------------------------------------------------------- the second table
+
+PASS_RATES = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.97], dtype=torch.float64)
+BY_RANK = (  # rule, group size, completions kept of each group
+    ("pods", 8, 2), ("pods", 32, 3), ("pods", 8, 4), ("cppo", 16, 3), ("cppo", 16, 8),
+)  # fmt: skip
+
+
+def objectives() -> list[tuple[str, str, int, torch.Tensor]]:
+    """(rule, scale_rewards, G, F' at PASS_RATES) of every row of the table."""
+    rows = [("unbiased", scale, G, "none", 0.0) for scale in dppo.SCALES for G in (4, 8, 16, 32)]
+    for name, G, kept in BY_RANK:
+        scales = ("none",) if name == "pods" else ("none", "group")  # pods normalizes by itself
+        rows += [(f"{name}, {kept} kept", scale, G, name, 1 - kept / G) for scale in scales]
+    rows += [("dppo_floor, r_o 0.7", scale, 16, "dppo_floor", 0.7) for scale in ("none", "group")]
+    return [
+        (label, scale, G, objective_slope(PASS_RATES, G, scale, name, rate))
+        for label, scale, G, name, rate in rows
+    ]
+
+
+def print_objectives() -> None:
+    """Which objective each rule ascends, with a constant denominator."""
+    print(
+        "Which objective F(p) of a prompt's pass rate p a rule ascends, with rewards of 0 and 1 "
+        "and\n--loss dr_grpo: F'(p) / F'(0.5), by exact sums over the number of right completions. "
+        "Every\nunbiased rule has the slope of its --scale-rewards.\n"
+    )
+    print(f"  {'rule':20s} {'scale_rewards':14s} {'G':>3s}" + "".join(
+        f"  p = {p:<5g}" for p in PASS_RATES.tolist()) + "  objective")  # fmt: skip
+    for label, scale, G, slope in objectives():
+        cells = "".join(f"{value:10.2f}" for value in (slope / slope[2]).tolist())
+        found = objective_of(slope, PASS_RATES, G)
+        print(f"  {label:20s} {scale:14s} {G:3d}{cells}    {dppo.SCALES.get(found, 'its own')}")
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ class Trainer:
         # [K, G] each. A reward of NaN: its reference answer cannot be scored.
 
         # 4. Advantages, over full groups.
-        advantages = dppo.group_advantages(rewards, cfg.loss)  # [K, G]
+        advantages = dppo.group_advantages(rewards, cfg.scale_rewards, cfg.reward_range)  # [K, G]
 
         # 5. The denominator counts all Q candidates, kept or not. Each of the M updates has a share
         # of Q / M of them, so it is divided by M.
@@ -222,8 +222,8 @@ class Trainer:
         both_weights = prompt_weights[:, None] * weights  # [K, G], for the log
         row = metrics.row(
             cfg, prompt_weights=prompt_weights, rewards=rewards, lengths=lengths,
-            truncated=truncated, entropy=entropy, advantages=advantages, scale=scale, cost=cost,
-            keep=keep, weights=both_weights, stats=stats, grad_norms=grad_norms,
+            truncated=truncated, entropy=entropy, energy=energy, advantages=advantages, scale=scale,
+            cost=cost, keep=keep, weights=both_weights, stats=stats, grad_norms=grad_norms,
         )  # fmt: skip
         times = self.timer.seconds | {"step_time": self.timer.now() - started}
         row = {"step": step} | row | {"learning_rate": learning_rate} | times | history_figures

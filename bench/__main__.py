@@ -6,6 +6,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench variance    error of each pruning rule, from real gradients
     python -m bench check       pruned gradients against full ones over whole runs, and a planted
                                 mistake that this must find
+    python -m bench ceiling     what pruning could gain at most, from the log of a run
     python -m bench step        seconds of a training step and its parts
     python -m bench rollout     completions per second of every installed engine
     python -m bench update      packed and padded updates
@@ -27,10 +28,10 @@ import sys
 import transformers
 import tyro
 
-from bench import check, gpu, packing, race, rollout, step, trl, tune, update, variance
+from bench import ceiling, check, gpu, packing, race, rollout, step, trl, tune, update, variance
 from runtime import InputError
 
-MODULES = (race, tune, variance, check, step, rollout, update, packing, gpu, trl)
+MODULES = (race, tune, variance, check, ceiling, step, rollout, update, packing, gpu, trl)
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 
 

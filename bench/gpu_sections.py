@@ -147,7 +147,7 @@ def gap_of_loss(bench: Bench, sample: Callable, loss: str, cap: str) -> dict:
     cfg = config.resolve(config.parse_config(flags))
     problems = trainer.train_set[: len(rollouts.prompt_ids)]
     _, rewards = score(rollouts, problems, trainer.tokenizer, trainer.reward)  # [K, G]
-    advantages = dppo.group_advantages(rewards, loss)
+    advantages = dppo.group_advantages(rewards, dppo.LOSSES[loss].scale_rewards)
     sizes = {"num_sequences": rewards.numel(), "num_tokens": rollouts.lengths.sum().item()}
     scale = dppo.loss_scale(
         rollouts.lengths, loss, max_new_tokens=cfg.max_new_tokens, **sizes

@@ -212,7 +212,7 @@ def variance_rows(found: Gradients, loss: str, stage: str, draws: int) -> list[d
         max_new_tokens=found.max_new_tokens,
         num_tokens=lengths.sum().item(),
     )
-    advantages = dppo.group_advantages(found.batch.rewards, loss)
+    advantages = dppo.group_advantages(found.batch.rewards, dppo.LOSSES[loss].scale_rewards)
     factor = (scale * advantages)[live]
     gram = factor[:, None] * found.gram * factor  # of the completions' terms in the full gradient
     norms = torch.zeros_like(scale)

@@ -191,7 +191,7 @@ class Trainer:
         cost = self.prompt_tokens[prompts, None] + lengths
         estimate = (weights * lengths).sum().item()  # tokens of all Q x G
         num_tokens = estimate if self.mean_tokens is None else self.mean_tokens
-        advantages = dppo.group_advantages(rewards, self.loss)
+        advantages = dppo.group_advantages(rewards, dppo.LOSSES[self.loss].scale_rewards)
         sizes = {"num_sequences": Q * G, "max_new_tokens": self.max_new_tokens}
         scale = dppo.loss_scale(lengths, self.loss, **sizes, num_tokens=num_tokens)
         size = dppo.contribution_size(advantages, weights * scale, energy, beta=0.0)

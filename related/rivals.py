@@ -127,11 +127,15 @@ def low_prompts(score: torch.Tensor, prune_rate: float):
     return floor_of_low(score, ~score.isnan(), prune_rate)
 
 
+ANOTHER = (
+    "it keeps by rank. With 0/1 rewards and a constant denominator (--loss dr_grpo) it ascends "
+    "another objective; otherwise it is biased (docs/objectives.md)"
+)
 BY_RANK = "it keeps by rank, not at random"
 dppo.COMPLETION_RULES |= {
-    "cppo": dppo.CompletionRule(None, select=without_zeros(cppo), biased=BY_RANK),
+    "cppo": dppo.CompletionRule(None, select=without_zeros(cppo), biased=ANOTHER),
     "cppo_batch": dppo.CompletionRule(None, select=without_zeros(cppo_batch), biased=BY_RANK),
-    "pods": dppo.CompletionRule(None, select=without_zeros(pods), biased=BY_RANK),
-    "dppo_floor": dppo.CompletionRule(None, select=without_zeros(low_completions), biased=BY_RANK),
+    "pods": dppo.CompletionRule(None, select=without_zeros(pods), biased=ANOTHER),
+    "dppo_floor": dppo.CompletionRule(None, select=without_zeros(low_completions), biased=ANOTHER),
 }
 sampler.PROMPT_RULES |= {"dppo_floor": sampler.PromptRule(None, select=low_prompts, biased=BY_RANK)}

@@ -92,7 +92,9 @@ class SelectorTrainer(train.Trainer):
             self.sampling, self.reward = sampling, reward
             vars(self.history).pop("prune", None)
         every = self.found.rollouts
-        advantages = dppo.group_advantages(self.found.rewards, self.cfg.loss)
+        advantages = dppo.group_advantages(
+            self.found.rewards, self.cfg.scale_rewards, self.cfg.reward_range
+        )
         self.history.update(self.found.prompts, advantages, every.lengths)  # also what is not used
         row |= metrics.averages(
             torch.ones(len(every.lengths), dtype=torch.float64), self.found.rewards.double(),

@@ -12,7 +12,7 @@ import metrics
 import proof
 from related import rivals
 
-UNBIASED = ("none", "zero", "uniform", "dppo", "pps")
+UNBIASED = ("none", "zero", "uniform", "dppo", "pps", "adaptive")
 
 
 def table(rows):
@@ -117,7 +117,7 @@ def test_threshold_margin():
     Catches no margin, a margin of 1e-5 or 1e-7, and a margin on the wrong side.
     """
     rewards = table([[1.0, 0, 1, 0, 0, 1]])  # at pass rate 1/2 all |A| are equal up to rounding
-    advantages = dppo.group_advantages(rewards, "grpo") * (1 + 1e-15 * torch.arange(6))
+    advantages = dppo.group_advantages(rewards, "group") * (1 + 1e-15 * torch.arange(6))
     assert (dppo.threshold_keep_prob(advantages.abs(), ~rewards.isnan(), 0.9) == 1).all()
     for below, keep_prob in ((0.4e-6, 1.0), (2e-6, 0.75)):
         scores = table([1 - below, 1 + below])  # of mean 1
@@ -129,7 +129,7 @@ def test_mean_is_of_the_group_and_of_scorable_completions():
     """Catches a batch-wide mean, and unscorable completions (|A| = 0) that lower the mean."""
     nan = math.nan
     rewards = table([[1.0, 0, 0, nan, nan, nan], [0, 0, 0, 0, 0, 1], [nan] * 6])
-    advantages = dppo.group_advantages(rewards, "dr_grpo")
+    advantages = dppo.group_advantages(rewards, "none")
     batch = dppo.Completions(advantages, rewards, *[torch.ones(3, 6)] * 2)
     keep_prob = dppo.completion_keep_prob("dppo", 0.5, batch)
     # group 0: |A| is 2/3, 1/3, 1/3 and 0; the mean of three is 4/9, of six 2/9, of the batch 1/4
@@ -176,13 +176,14 @@ def test_one_prompt_with_two_completions(rule, rewards):
     Catches NaN probabilities, a division by a count of zero, and a rule that drops a live pair.
     """
     rewards = table(rewards)
-    advantages = dppo.group_advantages(rewards, "grpo")
+    advantages = dppo.group_advantages(rewards, "group")
     assert advantages.isfinite().all()
     scale, cost = torch.ones(1, 2, dtype=torch.float64), table([[1.0, 6.0]])
     size = dppo.contribution_size(advantages, scale, table([[0.5, 3.0]]), 0.0)
     batch = dppo.Completions(advantages, rewards, cost, size)
     mean = sum(chance * weights for _, weights, chance in proof.outcomes(rule, 0.6, batch))
-    wanted = torch.where(size > 0, 1.0, 0.0) if rule in ("zero", "pps") else torch.ones(1, 2)
+    drops_zeros = rule in ("zero", "pps", "adaptive")
+    wanted = torch.where(size > 0, 1.0, 0.0) if drops_zeros else torch.ones(1, 2)
     assert mean.flatten().tolist() == pytest.approx(wanted.flatten().tolist())
     for seed in range(20):
         generator = dppo.generator_for(seed)
@@ -326,7 +327,7 @@ def test_small_groups_have_exact_probabilities(size, rate):
     """
     draws = 4000
     rewards = table([[1.0] + [0.0] * (size - 1)]).expand(draws, size)
-    advantages = dppo.group_advantages(rewards, "grpo")
+    advantages = dppo.group_advantages(rewards, "group")
     batch = dppo.Completions(advantages, rewards, torch.ones(draws, size), advantages.abs())
     _, weights = dppo.prune_completions("dppo", rate, batch, dppo.generator_for(0))
     assert (weights[:, 0] == 1).all()
@@ -427,7 +428,7 @@ def test_pods_by_hand():
     of the rest, as varied as they can be, and normalizes these anew. Catches a subset of another
     size, the top alone, the whole group's mean, and a weight that is not the mean over the kept."""
     rewards = torch.tensor([[1.0, 0, 0, 0, 1, 0], [0.2, 0.9, 0.1, 1, 0.5, 0.6], [1] * 6, [0] * 6])
-    advantages = dppo.group_advantages(rewards, "grpo")
+    advantages = dppo.group_advantages(rewards, "group")
     keep, weights = rivals.most_varied(advantages, 3)
     assert keep.sum(dim=1).tolist() == [3] * 4
     assert keep[1].tolist() == [True, False, True, True, False, False]
@@ -453,20 +454,20 @@ def test_advantages_by_hand():
     nan = math.nan
     rewards = table([[1.0, 0, 0, 0], [0.1] * 4, [1, nan, 0, nan], [nan] * 4, [nan, 1, nan, nan]])
     before = rewards.clone()
-    got = dppo.group_advantages(rewards, "grpo")
+    got = dppo.group_advantages(rewards, "group")
     assert got[0].tolist() == pytest.approx([0.75 / 0.5001] + [-0.25 / 0.5001] * 3)
     assert got[1].tolist() == [0.0] * 4
     half = 0.5 / (math.sqrt(0.5) + 1e-4)
     assert got[2].tolist() == pytest.approx([half, 0, -half, 0])
     assert got[3].tolist() == [0.0] * 4
     assert got[4].tolist() == [0.0] * 4
-    for loss in dppo.LOSSES:
-        expected = [0.75, -0.25, -0.25, -0.25] if loss == "dr_grpo" else got[0].tolist()
-        assert dppo.group_advantages(rewards, loss)[0].tolist() == expected
+    assert dppo.group_advantages(rewards, "none")[0].tolist() == [0.75, -0.25, -0.25, -0.25]
+    for loss, entry in dppo.LOSSES.items():
+        assert entry.scale_rewards == ("none" if loss == "dr_grpo" else "group")
     assert dppo.dead_groups(rewards).tolist() == [False, True, False, True, True]
     ties = torch.full((1, 6), 0.7, dtype=torch.float64)
     assert ((ties - ties.mean()) != 0).any(), "the mean rounds, so the differences are not 0"
-    assert (dppo.group_advantages(ties, "grpo") == 0).all()
+    assert (dppo.group_advantages(ties, "group") == 0).all()
     assert torch.equal(rewards.nan_to_num(9), before.nan_to_num(9)), "arguments are not changed"
 
 
@@ -582,7 +583,9 @@ def test_unknown_loss_is_named():
     one = torch.zeros(1)
     counts = {"num_sequences": 2, "max_new_tokens": 4, "num_tokens": 2.0}
     with pytest.raises(ValueError, match="unknown loss 'drgrpo': choose one of grpo, dr_grpo"):
-        dppo.group_advantages(torch.zeros(1, 2), "drgrpo")
+        dppo.loss_scale(torch.ones(1, 2), "drgrpo", num_sequences=2, max_new_tokens=4, num_tokens=1)
+    with pytest.raises(ValueError, match="unknown scale_rewards 'std': choose one of none, group"):
+        dppo.group_advantages(torch.zeros(1, 2), "std")
     with pytest.raises(ValueError, match="unknown loss 'drgrpo'"):
         dppo.loss_scale(torch.ones(1, 2), "drgrpo", **counts)
     options = {"eps_low": 0.2, "eps_high": 0.2, "num_sequences": 1}

@@ -85,10 +85,10 @@ def test_rules_and_loss_of_the_readme(policy_folder, tmp_path, capsys):
     proof.main(str(tmp_path / "mine.py"))
     printed = capsys.readouterr().out
     assert printed.splitlines()[4].split()[-1] == "unclipped"
-    lines = re.findall(r"^  mine  +(.*)$", printed.split("\nbiased\n")[0], re.MULTILINE)
+    lines = re.findall(r"^  mine  +(.*)$", printed.split("\nbiased")[0], re.MULTILINE)
     assert len(lines) == 2, "at both levels"
     assert all(float(error) < 1e-10 for line in lines for error in line.split())
-    own_column = [line.split()[-1] for line in printed.split("\nbiased\n")[0].splitlines()[6:]]
+    own_column = [line.split()[-1] for line in printed.split("\nbiased")[0].splitlines()[6:]]
     assert all(float(error) < 1e-10 for error in own_column if "e-" in error)
 
 

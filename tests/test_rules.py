@@ -17,7 +17,8 @@ from runtime import InputError, plot
 from tasks import arithmetic
 
 COMPLETION_RULES = (
-    "none", "zero", "uniform", "dppo", "pps", "cppo", "cppo_batch", "pods", "dppo_floor",
+    "none", "zero", "uniform", "dppo", "pps", "adaptive", "cppo", "cppo_batch", "pods",
+    "dppo_floor",
 )  # fmt: skip
 
 
@@ -44,7 +45,8 @@ def test_method_is_a_choice_of_two_rules():
     """Catches a preset that overrides a rule that was given, and a rate for a rule without one."""
     for method, rules in (
         ("grpo", ("none", "none")), ("grpo_zero", ("none", "zero")), ("dppo", ("dppo", "dppo")),
-        ("uniform", ("uniform", "uniform")), ("pps", ("pps", "pps")), ("cppo", ("none", "cppo")),
+        ("uniform", ("uniform", "uniform")), ("pps", ("pps", "pps")),
+        ("adaptive", ("pps", "adaptive")), ("cppo", ("none", "cppo")),
         ("dppo_floor", ("dppo_floor", "dppo_floor")), ("pods", ("none", "pods")),
     ):  # fmt: skip
         cfg = config.resolve(config.Config(method=method, model="folder", device="cpu"))
@@ -52,7 +54,7 @@ def test_method_is_a_choice_of_two_rules():
         assert (cfg.group_size, cfg.loss, cfg.adam_beta2) == (16, "grpo", 0.999)
         rates = {"pps": 0.6, "dppo": 0.3, "uniform": 0.3, "dppo_floor": 0.3}
         assert cfg.prompt_prune_rate == rates.get(rules[0], 0.0)
-        assert cfg.prompts_per_step == (64 if method == "pps" else 32)
+        assert cfg.prompts_per_step == (64 if rules[0] == "pps" else 32)
         assert cfg.completion_prune_rate == (0.0 if rules[1] in ("none", "zero") else 0.7)
         assert (cfg.lr, cfg.lr_schedule) == (1e-6, "constant")
     assert config.resolve(config.Config(device="cpu")).method == "pps"
@@ -70,10 +72,10 @@ def notes_of(**changes):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"method": "cppo", "completion_prune_rate": 0.5}, "cppo is biased"),
-        ({"method": "dppo_floor"}, "--prompt-rule dppo_floor is biased"),
+        ({"method": "cppo", "completion_prune_rate": 0.5}, "cppo changes the expected gradient"),
+        ({"method": "dppo_floor"}, "--prompt-rule dppo_floor changes the expected gradient"),
         ({"loss": "gspo", "dtype": "bfloat16", "importance_cap": 0}, "--loss gspo clips at 0.0004"),
-        ({"method": "pods", "completion_prune_rate": 0.5}, "--completion-rule pods is biased"),
+        ({"method": "pods", "completion_prune_rate": 0.5}, "pods changes the expected gradient"),
         ({"method": "grpo_zero", "beta": 0.1}, "zero drops nothing with --beta above 0"),
     ],
 )
@@ -90,7 +92,7 @@ def test_exact_runs_have_no_notes(run, capsys):
     assert not notes_of(**exact, loss="cispo")
     assert not notes_of(method="cppo", completion_prune_rate=0, loss="gspo")
     run("run", steps=1, method="cppo", completion_prune_rate=0.5)
-    assert "\nnote: --completion-rule cppo is biased" in capsys.readouterr().out
+    assert "\nnote: --completion-rule cppo changes the expected gradient" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------- rules and losses

@@ -50,7 +50,7 @@ def test_seeds_depend_on_every_part_of_the_key():
 def see(history, prompts, rewards, tokens=5):
     """history.update after rolling these prompts out; the advantages are the centred rewards."""
     rewards = torch.tensor(rewards, dtype=torch.float64)
-    advantages = dppo.group_advantages(rewards, "dr_grpo")
+    advantages = dppo.group_advantages(rewards, "none")
     history.update(torch.tensor(prompts), advantages, torch.full(rewards.shape, tokens))
 
 
@@ -109,7 +109,7 @@ def trained_history():
     history = sampler.PromptHistory(64)
     long = torch.arange(56) % 3 == 0
     rewards = torch.where(long, 0.0, 1.0)[:, None] * torch.tensor([1.0, 0, 0, 1])
-    advantages = dppo.group_advantages(rewards.double(), "dr_grpo")
+    advantages = dppo.group_advantages(rewards.double(), "none")
     lengths = torch.where(long, 80, 20)[:, None].expand(56, 4)
     history.update(torch.arange(56), advantages, lengths)
     return history, dppo.generator_for(1)
@@ -229,7 +229,7 @@ def drifting_run(rule, steps=1000):
         draws = dppo.generator_for(0, step, "keep")
         keep, weights = history.prune(rule, 0.6, window, draws)
         rewards = (torch.rand(20, 4, generator=generator) < pass_rate[window, None]).double()
-        advantages = dppo.group_advantages(rewards, "dr_grpo")
+        advantages = dppo.group_advantages(rewards, "none")
         signal = advantages.square().sum(dim=1)
         history.update(window[keep], advantages[keep], torch.full_like(rewards, 40.0)[keep])
         differences.append(((weights * signal).sum() - signal.sum()).item())

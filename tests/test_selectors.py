@@ -62,7 +62,7 @@ def test_greso_is_biased():
 
         batch, weights = greso.collect(roll_out, 20, order, generator)
         rewards = batch.rewards
-        signal = dppo.group_advantages(rewards, "dr_grpo").square().sum(dim=1)
+        signal = dppo.group_advantages(rewards, "none").square().sum(dim=1)
         trained.append((weights * signal).sum().item() / 20)
         sampled.append(signal.mean().item())
         expected = 4 * pass_rate * (1 - pass_rate) * 3 / 4  # the signal of a group of 4
@@ -265,7 +265,7 @@ def test_mopps_is_biased():
             return round_of(prompts, solved.double())
 
         part, weights = mopps.collect(roll_out, 10, order, generator)
-        signal = dppo.group_advantages(part.rewards, "dr_grpo").square().sum(dim=1)
+        signal = dppo.group_advantages(part.rewards, "none").square().sum(dim=1)
         trained.append((weights * signal).sum().item() / 10)
         truth.append((4 * pass_rate * (1 - pass_rate) * 3 / 4).mean().item())
     difference = torch.tensor(trained) - torch.tensor(truth)
@@ -309,7 +309,7 @@ def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypat
     for row, update, every in zip(rows, updates, found, strict=True):
         _model, _rollouts, advantages, factor, keep = update
         live = ~dppo.dead_groups(every.rewards)
-        first = dppo.group_advantages(every.rewards[live][:4], "dr_grpo")
+        first = dppo.group_advantages(every.rewards[live][:4], "none")
         assert torch.equal(advantages, first), "the first live groups, and no dead one"
         assert keep.all()
         assert row["kept/prompts"] == len(live) / 4 >= 1.5

@@ -25,7 +25,7 @@ from runtime import ranks
 RUN = config.Config(pack_tokens=24, device="cpu", temperature=0.7)
 
 
-UNBIASED = ("zero", "uniform", "dppo", "pps")
+UNBIASED = ("zero", "uniform", "dppo", "pps", "adaptive")
 BIASED = ("cppo", "cppo_batch", "pods", "dppo_floor")
 
 
@@ -79,7 +79,7 @@ def make(make_policy, make_rollouts):
         scale = counts * dppo.loss_scale(
             part.lengths, loss, num_sequences=Q * G, max_new_tokens=6, num_tokens=tokens
         )
-        advantages = dppo.group_advantages(rewards, loss)[kept]
+        advantages = dppo.group_advantages(rewards, dppo.LOSSES[loss].scale_rewards)[kept]
         per_token = torch.rand(Q, G, generator=torch.Generator().manual_seed(3))[kept]
         size = dppo.contribution_size(advantages, scale, per_token * part.lengths, beta)
         prompt_tokens = torch.tensor([[len(ids)] for ids in part.prompt_ids])

@@ -220,7 +220,9 @@ def test_the_log(tmp_path):
     prompt_weights = prompt_weights[keep]
     prompts, advantages, tokens = learned[0]
     assert torch.equal(prompts, sampler.candidates(4, 4, 0, 3)[keep])
-    assert torch.equal(advantages, dppo.group_advantages(batch.rewards, trainer.loss))
+    assert torch.equal(
+        advantages, dppo.group_advantages(batch.rewards, dppo.LOSSES[trainer.loss].scale_rewards)
+    )
     rewards, w = batch.rewards, prompt_weights
     scored = ~rewards.nanmean(dim=1).isnan()
     mean = (prompt_weights * rewards.nanmean(dim=1))[scored].sum() / prompt_weights[scored].sum()

@@ -277,7 +277,9 @@ def full_gradient(trainer, denominator):
         rows = policy.sample(ModelInput(prompt), G, options).value.sequences
         scores = [reward(Tokenizer().decode(one.tokens, True), answer) for one in rows]
         scores = torch.tensor([torch.nan if x is None else x for x in scores]).double()
-        advantages = dppo.group_advantages(scores[None], trainer.loss)[0].tolist()
+        advantages = dppo.group_advantages(scores[None], dppo.LOSSES[trainer.loss].scale_rewards)[
+            0
+        ].tolist()
         found += [(prompt, one, A) for one, A in zip(rows, advantages, strict=True)]
     tokens, total = sum(len(one.tokens) for _, one, _ in found), 0.0
     for prompt, one, A in found:

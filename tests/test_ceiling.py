@@ -1,0 +1,225 @@
+"""The most that pruning can gain: the least time x variance, against other keep probabilities and
+against draws; and what is read from a run's log."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+import ceiling
+import dppo
+import metrics
+from bench import ceiling as report
+from bench.ceiling import figures
+from runtime import InputError
+
+
+def terms(n: int, seed: int, dead: int = 0):
+    """Sizes and costs [n] of n terms, some of which are 0; sizes have a heavy tail."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.rand(n, generator=generator, dtype=torch.float64) ** 3 + 1e-4
+    cost = 1 + 9 * torch.rand(n, generator=generator, dtype=torch.float64)
+    size[:dead] = 0.0
+    return size, cost
+
+
+def best(size, cost, rest: float):
+    """(the best keep probabilities [n], their T V)."""
+    (tau,), (product,) = dppo.least_time_variance(
+        size, cost, torch.tensor([rest], dtype=torch.float64)
+    )
+    return (tau * size / cost.sqrt()).clamp(max=1), product.item()
+
+
+def time_variance(keep_prob, size, cost, rest: float) -> float:
+    live = size > 0
+    variance = (size[live].square() / keep_prob[live]).sum()
+    return ((rest + (keep_prob * cost).sum()) * variance).item()
+
+
+@pytest.mark.parametrize("rest", [0.01, 1.0, 10.0, 300.0])
+@pytest.mark.parametrize(("n", "seed", "dead"), [(1, 0, 0), (3, 1, 1), (12, 2, 3), (300, 3, 50)])
+def test_no_other_probabilities_are_better(n, seed, dead, rest):
+    """Brute force on a grid of three, and random changes. Catches a wrong number of certain terms,
+    T without the rest, V without the certain terms."""
+    size, cost = terms(n, seed, dead)
+    keep_prob, product = best(size, cost, rest)
+    assert product == pytest.approx(time_variance(keep_prob, size, cost, rest), rel=1e-12)
+    generator = torch.Generator().manual_seed(seed)
+    for spread in (0.01, 0.3):
+        for _ in range(50):
+            change = 1 + spread * torch.randn(n, generator=generator, dtype=torch.float64)
+            other = (keep_prob * change).clamp(1e-9, 1) * (size > 0)
+            assert time_variance(other, size, cost, rest) >= product * (1 - 1e-12)
+    if n == 3:
+        grid = [step / 60 for step in range(1, 61)]
+        pairs = itertools.product(grid, grid)
+        found = min(
+            time_variance(torch.tensor([0, p, q]).double(), size, cost, rest) for p, q in pairs
+        )
+        assert product <= found < product * 1.01
+
+
+def test_several_rests_at_once():
+    """Catches one number of certain terms for all of them, and a ceiling below 1."""
+    size, cost = terms(40, 5, dead=4)
+    gains = ceiling.of_completions(size, cost)
+    for ratio, gain in zip(ceiling.RATIOS.tolist(), gains.tolist(), strict=True):
+        rest = ratio * cost.sum().item()
+        everything = time_variance((size > 0).double(), size, cost, rest)
+        assert gain == pytest.approx(everything / best(size, cost, rest)[1], rel=1e-12)
+        assert gain > 1
+    equal = ceiling.of_completions(torch.ones(2, 3), torch.ones(2, 3))
+    assert torch.allclose(equal, torch.ones_like(equal)), "terms that are alike gain nothing"
+
+
+def test_variance_of_draws():
+    """V by 4,000 draws of sampled gradients, within 10 %: each term is a vector of the size's norm
+    in a random direction. The systematic draw of pps has less. Catches a V that leaves sampling or
+    pruning out."""
+    torch.manual_seed(0)
+    size, cost = terms(60, 4)
+    keep_prob, _ = best(size, cost, rest=20.0)
+    predicted = (size.square() / keep_prob).sum().item()
+    assert predicted > 1.2 * size.square().sum().item()
+    order = size.argsort()
+    independent, systematic = [], []
+    for number in range(4000):
+        directions = torch.randn(60, 16, dtype=torch.float64)
+        directions *= (size / directions.norm(dim=1))[:, None]
+        generator = dppo.generator_for(0, number)
+        _, weights = dppo.prune(keep_prob, generator)
+        independent.append((weights @ directions).square().sum().item())
+        keep = dppo.systematic(keep_prob, order, generator.random())
+        weights = dppo.ht_weights(keep, keep_prob)
+        systematic.append((weights @ directions).square().sum().item())
+    assert sum(independent) / 4000 == pytest.approx(predicted, rel=0.1)
+    # with independent directions, the two draws differ in nothing; terms that are alike gain
+    assert sum(systematic) / 4000 == pytest.approx(predicted, rel=0.1)
+    alike = [
+        [(weights @ size).item() for weights in (dppo.prune(keep_prob, g)[1], dppo.ht_weights(
+            dppo.systematic(keep_prob, order, g.random()), keep_prob))]
+        for g in map(dppo.generator_for, range(2000))
+    ]  # fmt: skip
+    spread = torch.tensor(alike).var(dim=0)
+    assert spread[1] < 0.5 * spread[0]
+
+
+def test_prompts_with_known_pass_rates():
+    """By hand for two pass rates and G = 2: the expected squared advantages are p (1 - p). Catches
+    sizes of the groups that were seen, of which the dead ones would be free."""
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    cost = torch.tensor([[3.0, 5.0], [2.0, 2.0]])
+    p = torch.tensor([1.5 / 3, 0.5 / 3], dtype=torch.float64)
+    live = 2 * p * (1 - p)
+    squares = live * 0.5  # R - mean is 1/2 and -1/2 in a live group
+    each = (0.5 + live) * torch.tensor([8.0, 4.0], dtype=torch.float64)
+    expected = each.sum() * squares.sum() / (squares.sqrt() * each.sqrt()).sum() ** 2
+    got = ceiling.of_prompts(rewards, cost, "none")[ceiling.RATIOS == 0.5]
+    assert got.item() == pytest.approx(expected.item(), rel=1e-12)
+    same = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    equal = ceiling.of_prompts(same, torch.ones(2, 2), "none")
+    assert torch.allclose(equal, torch.ones_like(equal))
+
+
+def test_the_adaptive_rule():
+    """p = min(1, tau size / sqrt(tokens)) with tau^2 = T / V, where training on everything takes
+    the share r_o of T. Catches a rest that counts live tokens only, and r_o for 1 / r_o."""
+    size, cost = (values.view(5, 8) for values in terms(40, 6, dead=10))
+    batch = dppo.Completions(size, size, cost, size)
+    live, kept = size > 0, []
+    for rate in (0.999, 0.8, 0.3, 1e-12):
+        keep_prob = dppo.completion_keep_prob("adaptive", rate, batch)
+        rest = cost.sum() * (1 - rate) / rate
+        time = rest + (keep_prob * cost).sum()
+        variance = (size[live].square() / keep_prob[live]).sum()
+        fixed = (size / cost.sqrt() * (time / variance).sqrt()).clamp(max=1)
+        assert torch.allclose(keep_prob, fixed, rtol=1e-9)
+        kept.append(keep_prob.sum().item())
+    assert kept == sorted(kept)
+    assert kept[0] < 0.6 * kept[-1], "the dearer training is, the more is dropped"
+    assert torch.equal(keep_prob, live.double())
+    assert torch.equal(dppo.completion_keep_prob("adaptive", 0.0, batch), live.double())
+    nothing = dppo.Completions(0 * size, size, cost, 0 * size)
+    assert (dppo.completion_keep_prob("adaptive", 0.8, nothing) == 0).all()
+
+
+# ---------------------------------------------------------------------------- a run's log
+
+
+def made_up_rows(rest: float, second: float, fixed: float, steps: int = 20) -> list[dict]:
+    """A log whose update takes `fixed` seconds and `second` for each of 100 to 400 tokens; all else
+    of a step takes `rest` seconds."""
+    rows = []
+    for step in range(1, steps + 1):
+        kept = 100 + 15 * step
+        train = fixed + second * kept
+        row = {"step": step, "cost/sampled": 1000.0, "cost/live": 500.0, "cost/kept": float(kept)}
+        row |= {"time/train": train, "step_time": rest + train, "kept/variance": 1.5}
+        row |= {"frac_reward_zero_std": 0.25}
+        for number, known in enumerate(ceiling.RATIOS.tolist()):
+            row[f"ceiling/completions/{known:g}"] = 2.0 - 0.1 * number
+            row[f"ceiling/prompts/{known:g}"] = 1.5
+        rows.append(row)
+    return rows
+
+
+def test_figures_of_a_log():
+    """Catches the fixed time of an update that counts as training, a rest that leaves it out, and
+    the neighbor of a logged value."""
+    rows = made_up_rows(rest=0.3, second=0.001, fixed=0.2)
+    found = figures(rows, "made up")
+    assert found["rest_over_training"] == pytest.approx(0.5)  # 500 tokens of 1000
+    assert found["ceiling/completions"] == pytest.approx(1.8)
+    assert found["ceiling/prompts"] == pytest.approx(1.5)
+    assert found["live_groups"] == pytest.approx(0.75)
+    gains = [(500 + 500) / ((500 + 100 + 15 * step) * 1.5) for step in range(2, 21)]
+    assert found["reached"] == pytest.approx(math.exp(sum(map(math.log, gains)) / 19))
+    rows = made_up_rows(rest=0.5 * 2**0.5, second=0.001, fixed=0.0)
+    expected = 1.8 - 0.1 * 0.5
+    assert figures(rows, "made up")["ceiling/completions"] == pytest.approx(expected)
+    for row in rows:  # equal tokens: no line can be drawn, so training has no fixed time
+        row |= {"cost/kept": 1000.0, "time/train": 1.0, "step_time": 1.25}
+    assert figures(rows, "made up")["rest_over_training"] == pytest.approx(0.25)
+    with pytest.raises(InputError, match="2 steps after the first one"):
+        figures(rows[:3], "short")
+
+
+def test_a_grpo_run(run, tmp_path, capsys):
+    """The whole path: GRPO keeps everything, so its variance is that of sampling. Catches columns
+    under other names than the reader's."""
+    run("grpo", method="grpo", steps=5, loss="dr_grpo")
+    report.main(tmp_path / "grpo", tmp_path / "c.json")
+    found = json.loads((tmp_path / "c.json").read_text())
+    assert found["variance"] == pytest.approx(1.0)
+    assert found["kept"] >= 1.0
+    assert found["reached"] <= 1.0 <= found["ceiling/completions"]
+    assert "pruning completions, at most" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"there is no log\.jsonl"):
+        report.main(tmp_path / "nowhere")
+
+
+def test_variance_of_what_was_kept():
+    """kept/variance is sum a^2 / p over sum a^2 on average, of completions alone. Catches weights
+    of prompts in it, which the sizes have already."""
+    advantages = torch.tensor([[0.5, -0.5, 0.5, -0.5], [0.25, 0.25, 0.25, -0.75]]).double()
+    energy = torch.tensor([[1.0, 4, 9, 2], [3, 1, 2, 5]]).double()
+    prompt_weights = torch.tensor([2.0, 5.0]).double()
+    scale, cost = torch.full((2, 4), 0.1).double(), torch.arange(1.0, 9).view(2, 4)
+    rewards = (advantages > 0).double()
+    cfg = type("Config", (), {"beta": 0.0, "scale_rewards": "none"})
+    size = dppo.contribution_size(advantages, prompt_weights[:, None] * scale, energy, 0.0)
+    keep_prob = dppo.pps_keep_prob(size, cost, 10.0)
+    found = []
+    for number in range(500):
+        keep, weights = dppo.prune(keep_prob, dppo.generator_for(number))
+        weights = prompt_weights[:, None] * weights
+        figures = metrics.ceilings(
+            cfg, prompt_weights, rewards, energy, advantages, scale, cost, keep, weights
+        )
+        found.append(figures["kept/variance"])
+    expected = ((size**2 / keep_prob).sum() / (size**2).sum()).item()
+    assert expected > 1.5
+    assert sum(found) / 500 == pytest.approx(expected, rel=0.15)
