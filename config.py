@@ -39,7 +39,7 @@ PPS_TINY = {
     "prompts_per_step": 128, "group_size": 8, "prompt_prune_rate": 0.75,
     "completion_prune_rate": 0.9, "lr": 4.3e-4,
 }  # fmt: skip
-ADAPTIVE_TINY = PPS_TINY | {"lr": 1.1e-3}
+ADAPTIVE_TINY = PPS_TINY | {"lr": 7e-4}
 METHODS = {  # a rule that is not here is a method as well: that rule, at its level or both
     "grpo": Method(tiny=GRPO_TINY),
     "grpo_zero": Method(completion_rule="zero", tiny=GRPO_TINY),
