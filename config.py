@@ -53,9 +53,9 @@ METHODS = {  # a rule that is not here is a method as well: that rule, at its le
 @dataclass
 class Config:
     # ------------------------------------------------------------------------ method
-    method: str = "pps"
-    """Two rules and their defaults: pps, dppo, uniform, a rival's or one of yours. grpo prunes
-    nothing; grpo_zero only terms that are 0."""
+    method: str = "adaptive"
+    """Two rules and their defaults: adaptive, pps, dppo, uniform, a rival's or one of yours. grpo
+    prunes nothing; grpo_zero only terms that are 0."""
     prompt_rule: str | None = None
     """Which prompts are dropped before rollout. uniform (blind), dppo (the paper's, by past
     |advantage|) and pps (ours) are unbiased; dppo_floor is biased; none. By default the method's
@@ -67,7 +67,7 @@ class Config:
     (docs/objectives.md); cppo_batch is biased; none. By default the method's rule."""
     prompt_prune_rate: float | None = None
     """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
-    By default 0.3; for pps 0.6, or 0.75 with tiny."""
+    By default 0.3; for pps and adaptive 0.6, or 0.75 with tiny."""
     completion_prune_rate: float | None = None
     """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
     its group's mean. pps: the share of sampled tokens not trained on. adaptive: the share of a
@@ -118,11 +118,11 @@ class Config:
     steps: int = 100
     """Steps of the run. Each samples one batch and makes --minibatches optimizer updates."""
     prompts_per_step: int | None = None
-    """Q, the candidate prompts of a step, which also set the denominator. By default 32, or 64 for
-    pps (128 with tiny)."""
+    """Q, the candidate prompts of a step, which also set the denominator. By default 32; for
+    pps and adaptive 64, or 128 with tiny."""
     group_size: int | None = None
-    """G, the completions sampled for each prompt. By default 16; with tiny 8 for pps, 4 for
-    grpo."""
+    """G, the completions sampled for each prompt. By default 16; with tiny 8 for pps and
+    adaptive, 4 for grpo."""
     minibatches: int = 1
     """Optimizer updates of a step. Each trains on its share of the step's prompts."""
     max_new_tokens: int | None = None
@@ -139,8 +139,8 @@ class Config:
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
-    """Learning rate of AdamW. By default 1e-6; with tiny 4.3e-4 for pps, 1.2e-3 for grpo, else
-    6e-4."""
+    """Learning rate of AdamW. By default 1e-6; with tiny 7e-4 for adaptive, 4.3e-4 for pps, 1.2e-3
+    for grpo, else 6e-4."""
     adam_beta2: float | None = None
     """AdamW's beta2. By default 0.999, or 0.95 with tiny."""
     warmup: int = 5

@@ -57,7 +57,7 @@ def test_method_is_a_choice_of_two_rules():
         assert cfg.prompts_per_step == (64 if rules[0] == "pps" else 32)
         assert cfg.completion_prune_rate == (0.0 if rules[1] in ("none", "zero") else 0.7)
         assert (cfg.lr, cfg.lr_schedule) == (1e-6, "constant")
-    assert config.resolve(config.Config(device="cpu")).method == "pps"
+    assert config.resolve(config.Config(device="cpu")).method == "adaptive"
     cfg = config.resolve(config.Config(method="grpo", completion_rule="pps", device="cpu"))
     assert (cfg.prompt_rule, cfg.completion_rule) == ("none", "pps")
     assert config.resolve(cfg) == cfg, "a stored Config stays what it was"

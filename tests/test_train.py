@@ -61,11 +61,14 @@ def test_without_the_marked_lines_the_step_is_grpo(policy_folder, run, tmp_path)
 NAMES = """
     step loss reward reward_std frac_reward_zero_std frac_reward_some_none completions/mean_length
     completions/clipped_ratio clip_ratio/region_mean entropy entropy/trained grad_norm learning_rate
-    step_time kept/prompts kept/completions kept/tokens weight/max weight/ess pack/density
-    tokens/generated tokens/trained time/rollout time/score
+    step_time kept/prompts kept/completions kept/tokens kept/variance weight/max weight/ess
+    pack/density cost/sampled cost/live cost/kept tokens/generated tokens/trained time/rollout
+    time/score
     time/train sampling/sampling_logp_difference/mean weight/prompt_max history/never_rolled_out
     history/dull kept/dull_prompts kept/other_prompts
 """
+RESTS = ("0.125", "0.25", "0.5", "1", "2", "4")
+CEILINGS = {f"ceiling/{level}/{rest}" for level in ("completions", "prompts") for rest in RESTS}
 
 
 def test_log_rows(run, pictures, tmp_path):
@@ -76,7 +79,8 @@ def test_log_rows(run, pictures, tmp_path):
     assert set(log[0]) == {"step", "eval/avg@4"}
     assert ["eval/avg@4" in row for row in log] == [True, False, True, True]
     for row in log[1:]:
-        assert set(row) - {"eval/avg@4"} == set(NAMES.split())
+        assert set(row) - {"eval/avg@4"} == set(NAMES.split()) | CEILINGS
+        assert max(row["cost/kept"], row["cost/live"]) <= row["cost/sampled"]
         assert row["time/rollout"] + row["time/score"] + row["time/train"] < row["step_time"]
         assert 0 < row["kept/tokens"] <= 1
         assert 0 < row["kept/completions"] <= row["kept/prompts"] <= 1

@@ -463,8 +463,8 @@ def test_the_printed_table(capsys):
     that is in no section, or in the wrong one."""
     proof.main()
     printed = capsys.readouterr().out
-    completions, prompts, biased = re.split(r"\n(?:claimed to be .*|biased)\n", printed)[1:]
-    biased, verdict = biased.strip().split("\n\n")
+    completions, prompts, biased = re.split(r"\n(?:claimed to be .*|biased, .*)\n", printed)[1:]
+    biased, verdict, _heading, objectives = biased.strip().split("\n\n")
     assert verdict == "Everything that claims to be unbiased is, within 1e-09."
     table = lambda part: [re.split(r"  +", line.strip()) for line in part.strip().splitlines()]
     assert [row[0] for row in table(completions)] == [*UNBIASED]
@@ -473,12 +473,18 @@ def test_the_printed_table(capsys):
     named += [f"dppo, {mistake}" for mistake in proof.MISTAKES]
     assert [row[0] for row in table(biased)] == named
     errors = lambda part: [float(word) for row in table(part) for word in row[1:]]
-    assert len(errors(completions)) == 20
+    assert len(errors(completions)) == 25
     assert max(errors(completions) + errors(prompts)) < 1e-10
     own, *rest = table(biased)
     for error, loss in zip(own[1:], dppo.LOSSES, strict=True):
         assert float(error) > 1e-3 if loss in ("dapo", "cispo") else float(error) < 1e-10
     assert min(float(word) for row in rest for word in row[1:]) > 1e-3
+
+    rows = {tuple(row[:2]): row[-1] for row in table(objectives)[1:]}
+    for scale, objective in dppo.SCALES.items():
+        assert rows["unbiased", scale] == objective
+    assert rows["pods, 2 kept", "none"] == rows["pods, 3 kept", "none"] == "logit(p)"
+    assert rows["pods, 4 kept", "none"] == rows["cppo, 3 kept", "group"] == "its own"
 
 
 def test_prompt_outcomes_are_those_of_the_draw():
