@@ -220,6 +220,8 @@ def test_variance_of_what_was_kept():
             cfg, prompt_weights, rewards, energy, advantages, scale, cost, keep, weights
         )
         found.append(figures["kept/variance"])
+        assert figures["cost/kept"] == (cost * keep).sum()
+        assert figures["cost/live"] == figures["cost/sampled"] == 36
     expected = ((size**2 / keep_prob).sum() / (size**2).sum()).item()
     assert expected > 1.5
     assert sum(found) / 500 == pytest.approx(expected, rel=0.15)

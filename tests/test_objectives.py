@@ -194,6 +194,14 @@ def test_a_run_takes_the_flag(run, tmp_path, scale_rewards, live):
     assert stored["scale_rewards"] == scale_rewards
 
 
+def test_a_run_takes_the_range(run, tmp_path):
+    """A range of 10 floors every variance. Catches a step that leaves it out."""
+    run("run", scale_rewards="variance", reward_range=10, steps=3)
+    rows = [json.loads(row) for row in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    floor = 5 / 36 * 100  # G = 6
+    assert 0 < max(abs(row["advantage"]) for row in rows) < 1 / floor
+
+
 def test_bad_flags(run):
     """Before anything is loaded. Catches a range of 0, which makes the floor no floor."""
     with pytest.raises(InputError, match=r"--reward-range 0\.0: must be above 0 and finite"):
