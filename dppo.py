@@ -93,7 +93,8 @@ def group_advantages(
 
     reward_range is the largest possible reward minus the smallest. Variance and mean are at least
     those of a group with one right completion and that range. So real-valued rewards that hardly
-    differ are not blown up, and rewards of 0 and 1 never meet the limit.
+    differ are not blown up. The limit never changes rewards of 0 and 1. RuleError for a negative
+    reward with mean, which would have no meaning.
 
     An unscorable completion (reward NaN) counts in neither mean nor deviation and gets 0. If all
     rewards of a group are equal, it gets exact zeros, not rounding errors divided by 1e-4.
@@ -114,6 +115,9 @@ def group_advantages(
         # The denominator of the loss counts G completions, however many were scored.
         centred = centred / variance * G / count.clamp(min=1)
     elif scale_rewards == "mean":
+        if (rewards < 0).any():
+            lowest = filled.min().item()
+            raise RuleError(f"scale_rewards 'mean' needs rewards of 0 or more, not {lowest:g}")
         centred = centred / mean.clamp(min=reward_range / G)
     dead = dead_groups(rewards)[:, None]  # [Q, 1]
     return torch.where(dead, 0.0, centred)
@@ -229,17 +233,20 @@ def least_time_variance(
     with the least T V. Terms have the norm a_i and the cost c_i; `rest` has R values.
 
     A step takes the time T = rest + sum_i p_i c_i, where `rest` is what does not depend on the
-    draw, above all the rollout. Its gradient has the variance V = sum_i a_i^2 / p_i, of sampling
-    and of independent keeps together. Where noise limits learning, progress in a second goes as
+    draw, above all the rollout. The noise of its gradient is V = sum_i a_i^2 / p_i, of sampling and
+    of independent keeps together. Where noise limits learning, progress in a second goes as
     1 / (T V).
 
     T V is least at tau^2 = T / V. If S are the terms with p_i = 1, that is (rest + sum over S of
     c_i) / (sum over S of a_i^2). S are the terms with the largest a_i / sqrt(c_i): as many of them
     as agree with their own tau. At least one term must have a size above 0.
     """
-    size, cost = size.double().flatten(), cost.double().flatten()
-    score = size / cost.sqrt()  # [n]
-    order = score.argsort(descending=True, stable=True)[: int((size > 0).sum())]
+    live = size > 0
+    size, cost = size[live].double(), cost[live].double()  # [n]
+    unit = size.max()  # squares of very small or large sizes would leave float64
+    size = size / unit
+    score = size / cost.sqrt()
+    order = score.argsort(descending=True, stable=True)
     size, cost, score = size[order], cost[order], score[order]
     # The following are for S = the first term, the first two, ...
     costs = rest[:, None] + cost.cumsum(dim=0)  # [R, n]
@@ -253,7 +260,7 @@ def least_time_variance(
     tau = taus[at]
     time = costs[at] + tau * others[last]
     variance = squares[last] + others[last] / tau
-    return tau, time * variance
+    return tau / unit, time * variance * unit**2
 
 
 def adaptive_keep_prob(size: torch.Tensor, cost: torch.Tensor, rest: float) -> torch.Tensor:
@@ -262,7 +269,8 @@ def adaptive_keep_prob(size: torch.Tensor, cost: torch.Tensor, rest: float) -> t
     if not (size > 0).any():
         return torch.zeros_like(size, dtype=torch.float64)
     tau, _ = least_time_variance(size, cost, torch.tensor([rest], dtype=torch.float64))
-    return (tau * size.double() / cost.double().sqrt()).clamp(max=1.0)
+    keep_prob = (tau * size.double() / cost.double().sqrt()).clamp(max=1.0)
+    return torch.where(size > 0, keep_prob, 0.0)
 
 
 # ---------------------------------------------------------------------------- draws and weights
@@ -360,7 +368,7 @@ def adaptive(batch: Completions, prune_rate: float) -> torch.Tensor:
     if nothing were dropped. `python -m bench ceiling` measures it.
 
     So it keeps much where little contributes or sizes hardly differ, and little where a few terms
-    carry the gradient. pps, at a fixed share of the tokens, does not know the difference.
+    carry the gradient.
     """
     if prune_rate == 0:
         return (batch.size > 0).double()

@@ -45,7 +45,8 @@ def row(
         "sampling/sampling_logp_difference/mean": ratio(first.gap, first.completion_tokens),
         "grad_norm": sum(grad_norms) / len(grad_norms),
         **kept(cfg, prompt_weights, advantages, scale, cost, keep, weights),
-        **ceilings(cfg, prompt_weights, rewards, energy, advantages, scale, cost, keep, weights),
+        **ceilings(cfg, prompt_weights, energy, advantages, scale, cost, keep, weights),
+        "groups_by_right": groups_by_right(rewards),
         "pack/density": ratio(total.tokens, total.slots),
         "tokens/generated": int(lengths.sum()),
         "tokens/trained": int(total.tokens),
@@ -111,7 +112,7 @@ def kept(cfg: config.Config, prompt_weights, advantages, scale, cost, keep, weig
 
 
 def ceilings(
-    cfg: config.Config, prompt_weights, rewards, energy, advantages, scale, cost, keep, weights
+    cfg: config.Config, prompt_weights, energy, advantages, scale, cost, keep, weights
 ) -> dict:
     """What pruning could gain at most in this step, and what `bench ceiling` needs beside it."""
     size = dppo.contribution_size(advantages, prompt_weights[:, None] * scale, energy, cfg.beta)
@@ -121,22 +122,27 @@ def ceilings(
         "cost/sampled": cost.sum().item(),
         "cost/live": (cost * live).sum().item(),
         "cost/kept": (cost * keep).sum().item(),
-        # The variance of sampling and pruning, over that of sampling: sum a^2 / p over sum a^2. The
-        # first sum is estimated from what was kept.
-        "kept/variance": ratio(
-            (size * weights / prompt_weights[:, None]).square().sum().item(),
-            size.square().sum().item(),
-        ),
+        "kept/variance": math.nan,
     }
-    completions = prompts = torch.full_like(ceiling.RATIOS, math.nan)
+    if not dppo.COMPLETION_RULES[cfg.completion_rule].biased:
+        # The noise of sampling and pruning, over that of sampling: sum a^2 / p over sum a^2. The
+        # first sum is estimated from what was kept. Weights that are not 1 / p would not do.
+        noise = (size * weights / prompt_weights[:, None]).square().sum().item()
+        figures["kept/variance"] = ratio(noise, size.square().sum().item())
+    gains = torch.full_like(ceiling.RATIOS, math.nan)
     if live.any():
-        completions = ceiling.of_completions(size, cost)
-    if len(rewards) and ((rewards == 0) | (rewards == 1)).all():
-        prompts = ceiling.of_prompts(rewards, cost, cfg.scale_rewards)
-    for level, gains in (("completions", completions), ("prompts", prompts)):
-        for known, gain in zip(ceiling.RATIOS.tolist(), gains.tolist(), strict=True):
-            figures[f"ceiling/{level}/{known:g}"] = gain
+        gains = ceiling.of_completions(size, cost)
+    for rest, gain in zip(ceiling.RATIOS.tolist(), gains.tolist(), strict=True):
+        figures[f"ceiling/{rest:g}"] = gain
     return figures
+
+
+def groups_by_right(rewards: torch.Tensor) -> list[int]:
+    """How many groups have 0, 1, .., G right completions, [G + 1], of rewards [K, G]. Empty unless
+    all of them are 0 or 1."""
+    if not ((rewards == 0) | (rewards == 1)).all():
+        return []
+    return rewards.sum(dim=1).long().bincount(minlength=rewards.shape[1] + 1).tolist()
 
 
 def ratio(part: float, whole: float) -> float:

@@ -30,7 +30,8 @@ from train import Trainer
 JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]  # a parameter that is the flag --json
 
 
-SIZES = {"pps": "--prompts-per-step 64 --prompt-prune-rate 0.6 --completion-prune-rate 0.7"}
+PPS = "--prompts-per-step 64 --prompt-prune-rate 0.6 --completion-prune-rate 0.7"
+SIZES = {"pps": PPS, "adaptive": PPS}
 
 
 def sized(method: str, flags: str = "") -> list[str]:

@@ -6,9 +6,15 @@ What unbiased pruning could gain at most on a model, its data and this machine, 
 
 So 20 steps of GRPO say whether pruning would pay, before it is turned on. ceiling.py says what the
 ceiling is. The run's own seconds say how `rest`, all that is not training, compares with training.
+
+The ceiling of prompts is what dropping prompts before the rollout could gain if the pass rate of
+each were known. How pass rates are distributed is estimated from all groups of the run. What a
+prompt contributes is then the expected sum of squared advantages of its group, and what it costs is
+its rollout, and training on it if it is live. Lengths are taken to be equal.
 """
 
 import bisect
+import json
 import math
 import statistics
 from pathlib import Path
@@ -18,51 +24,63 @@ import torch
 import tyro
 
 import ceiling
+import dppo
 from bench import JsonFile, write_json
 from runtime import InputError, log
 
 WARM = 1  # the first step also loads and compiles
+PASS_RATES = torch.linspace(0, 1, 201, dtype=torch.float64)
+ROUNDS = 1000  # of expectation and maximization
 
 
 def main(run: Annotated[Path, tyro.conf.Positional], json_file: JsonFile = None) -> None:
     """Print the ceilings of a run, and what its own rule reached.
 
     Args:
-        run: the run's folder, or its log.jsonl
+        run: the run's folder
         json_file: where to write the figures
     """
-    file = run / "log.jsonl" if run.is_dir() else run
-    if not file.exists():
+    if not (run / "log.jsonl").exists():
         raise InputError(f"{run}: there is no log.jsonl")
-    found = figures(log.read_rows(file), str(run))
+    settings = json.loads((run / "config.json").read_text())["config"]
+    found = figures(log.read_rows(run / "log.jsonl"), str(run), settings["scale_rewards"])
     print(report(found))
     write_json(json_file, found)
 
 
-def figures(rows: list[dict], name: str) -> dict:
-    """The figures of a log: geometric means over its steps. InputError if it has too few."""
-    rows = [row for row in rows if row["step"] > WARM and row.get("cost/kept")]
-    if len(rows) < 3:
-        raise InputError(f"{name}: {len(rows)} steps after the first one were trained; make 20")
-    column = lambda key: torch.tensor([row[key] for row in rows], dtype=torch.float64)
-    sampled, live, kept = column("cost/sampled"), column("cost/live"), column("cost/kept")
-    second = seconds_of_a_token(kept, column("time/train"))
-    rest = (column("step_time") - second * kept).median().item() / second  # tokens
+def figures(rows: list[dict], name: str, scale_rewards: str) -> dict:
+    """The figures of a log, whose steps without a live group have no ceiling of completions.
+    InputError if it has too few steps, or none of the columns."""
+    rows = [row for row in rows if row["step"] > WARM]
+    if rows and "cost/kept" not in rows[0]:
+        raise InputError(f"{name}: its log is of an older version; make a new run")
+    trained = [row for row in rows if row["cost/kept"]]
+    if len(trained) < 3:
+        raise InputError(f"{name}: {len(trained)} steps after the first one were trained; make 20")
+    sampled, live, kept, seconds, step_time = (
+        torch.tensor([row[key] for row in trained], dtype=torch.float64)
+        for key in ("cost/sampled", "cost/live", "cost/kept", "time/train", "step_time")
+    )
+    second = seconds_of_a_token(kept, seconds)
+    rest = (step_time - second * kept).median().item() / second  # in tokens
     ratio = rest / sampled.mean().item()
-    of_all = {
-        level: geometric_mean([at(row, level, ratio) for row in rows])
-        for level in ("completions", "prompts")
-    }
-    gain = (rest + live) / ((rest + kept) * column("kept/variance"))
+    groups = [row["groups_by_right"] for row in rows]
+    prompts = math.nan
+    if all(groups):
+        prompts = ceiling_of_prompts(torch.tensor(groups).sum(dim=0), ratio, scale_rewards)
+    noise = [row["kept/variance"] for row in trained if row["kept/variance"] is not None]
+    noise = statistics.mean(noise) if noise else math.nan  # NaN: a rule by rank
+    saved = statistics.geometric_mean(((rest + live) / (rest + kept)).tolist())
     return {
         "run": name,
         "steps": len(rows),
-        "live_groups": 1 - column("frac_reward_zero_std").mean().item(),
+        "live_groups": 1 - statistics.mean(row["frac_reward_zero_std"] for row in rows),
         "rest_over_training": ratio,
-        **{f"ceiling/{level}": value for level, value in of_all.items()},
-        "reached": geometric_mean(gain.tolist()),
+        "ceiling/completions": geometric_mean([at(row, ratio) for row in trained]),
+        "ceiling/prompts": prompts,
+        "reached": saved / noise,
         "kept": (kept.sum() / live.sum()).item(),
-        "variance": geometric_mean(column("kept/variance").tolist()),
+        "variance": noise,
     }
 
 
@@ -81,10 +99,10 @@ def seconds_of_a_token(kept: torch.Tensor, seconds: torch.Tensor) -> float:
     return (seconds / kept).median().item()
 
 
-def at(row: dict, level: str, ratio: float) -> float:
+def at(row: dict, ratio: float) -> float:
     """A row's ceiling at a value of `rest` over training, between the values that were logged."""
     known = ceiling.RATIOS.tolist()
-    logged = [row[f"ceiling/{level}/{value:g}"] for value in known]
+    logged = [row[f"ceiling/{value:g}"] for value in known]
     if None in logged:
         return math.nan
     ratio = min(max(ratio, known[0]), known[-1])
@@ -94,8 +112,31 @@ def at(row: dict, level: str, ratio: float) -> float:
 
 
 def geometric_mean(values: list[float]) -> float:
-    known = [value for value in values if value is not None and not math.isnan(value)]
+    known = [value for value in values if not math.isnan(value)]
     return statistics.geometric_mean(known) if known else math.nan
+
+
+def ceiling_of_prompts(groups: torch.Tensor, ratio: float, scale_rewards: str) -> float:
+    """The ceiling of pruning prompts of known pass rates, from the number of groups [G + 1] with 0,
+    1, .., G right completions; `ratio` is rest over training.
+
+    The shares of pass rates are those of maximum likelihood (Laird 1978), by expectation and
+    maximization. Prompts are kept in proportion to size / sqrt(cost), up to 1, and nothing of a
+    step is left that does not depend on them.
+    """
+    G = len(groups) - 1
+    right = torch.arange(G + 1)
+    chance = torch.distributions.Binomial(G, PASS_RATES[:, None]).log_prob(right.double()).exp()
+    share = torch.full_like(PASS_RATES, 1 / len(PASS_RATES))
+    for _ in range(ROUNDS):
+        of_each = share[:, None] * chance  # [pass rates, G + 1]
+        share = (of_each / of_each.sum(dim=0).clamp(min=1e-300) * groups).sum(dim=1) / groups.sum()
+    rewards = (torch.arange(G) < right[:, None]).double()  # [G + 1, G]
+    squares = dppo.group_advantages(rewards, scale_rewards).square().sum(dim=1)
+    size2 = chance @ squares  # [pass rates]
+    cost = ratio + 1 - chance[:, 0] - chance[:, -1]
+    everything = (share @ cost) * (share @ size2)
+    return (everything / (share @ (size2 * cost).sqrt()).square()).item()
 
 
 def report(found: dict) -> str:
@@ -103,20 +144,22 @@ def report(found: dict) -> str:
     ratio = found["rest_over_training"]
     beyond = ""
     if not ceiling.RATIOS[0] <= ratio <= ceiling.RATIOS[-1]:
-        beyond = " (beyond the logged values, so the nearest of them is used)"
+        beyond = " (beyond the logged values: the nearest one is used)"
+    number = lambda value: "   -" if math.isnan(value) else f"{value:.2f}"
     lines = [
         f"{found['run']}: {found['steps']} steps; {found['live_groups']:.2f} of the groups are "
         "live.",
-        f"All of a step that is not training takes {ratio:.2f} of the time that training on every",
-        f"completion would take{beyond}.",
+        f"Everything but training takes {ratio:.2f} of the time of training on every completion"
+        f"{beyond}:",
+        f"--completion-prune-rate {1 / (1 + ratio):.2f} for --method adaptive.",
         "",
         "Progress in a second, relative to training on everything that contributes:",
-        f"  {found['ceiling/completions']:.2f}  pruning completions, at most",
-        f"  {found['ceiling/prompts']:.2f}  pruning prompts, at most, if pass rates were known",
-        f"  {found['reached']:.2f}  this run's own rule for completions, which trains on "
-        f"{found['kept']:.2f} of",
-        f"        the live tokens, at {found['variance']:.2f} times the variance (with independent "
-        "keeps;",
-        "        systematic draws, such as those of pps, have less)",
+        f"  {number(found['ceiling/completions'])}  pruning completions, at most with independent "
+        "keeps",
+        f"  {number(found['ceiling/prompts'])}  pruning prompts, at most, if pass rates were known",
+        f"  {number(found['reached'])}  this run's own rule for completions, which trains on "
+        f"{found['kept']:.2f} of the live tokens,",
+        f"        at {number(found['variance']).strip()} times the noise (computed for independent "
+        "keeps)",
     ]
     return "\n".join(lines)

@@ -139,6 +139,8 @@ def test_real_valued_rewards_have_a_floor():
             scaled = 10 if scale == "variance" else 1
             expected = dppo.group_advantages(rewards, scale) * scaled
             assert torch.allclose(small, expected, rtol=1e-12)
+    with pytest.raises(dppo.RuleError, match="'mean' needs rewards of 0 or more, not -1"):
+        dppo.group_advantages(close - 1.5, "mean")
     advantages = dppo.group_advantages(close, "variance")
     assert advantages[0, 0].item() == pytest.approx(0.001 * (1 - 1 / G) / ((G - 1) / G**2))
     low = dppo.group_advantages(close / 10, "mean")

@@ -67,8 +67,8 @@ NAMES = """
     time/train sampling/sampling_logp_difference/mean weight/prompt_max history/never_rolled_out
     history/dull kept/dull_prompts kept/other_prompts
 """
-RESTS = ("0.125", "0.25", "0.5", "1", "2", "4")
-CEILINGS = {f"ceiling/{level}/{rest}" for level in ("completions", "prompts") for rest in RESTS}
+RESTS = ("0.0625", "0.125", "0.25", "0.5", "1", "2", "4")
+CEILINGS = {f"ceiling/{rest}" for rest in RESTS} | {"groups_by_right"}
 
 
 def test_log_rows(run, pictures, tmp_path):
