@@ -83,8 +83,8 @@ class Config:
     rate p), group (its standard deviation, GRPO: 2 arcsin(sqrt(p))), variance (logit(p)), or mean
     (MaxRL: log(p)). By default none for dr_grpo, else group."""
     reward_range: float = 1.0
-    """The largest possible reward minus the smallest. variance and mean need it: they are floored
-    at what one right completion of G would give. mean expects rewards of 0 or more."""
+    """The largest possible reward minus the smallest. variance and mean need it: their divisor is
+    at least that of one right completion of G with this range. mean refuses negative rewards."""
     eps_low: float | None = None
     """The ratio is clipped to at least 1 - eps_low. By default the loss's own, such as 0.2 for
     grpo."""

@@ -26,7 +26,7 @@ import torch
 import dppo
 import sampler
 
-importlib.import_module("related.rivals")  # adds its rules, which are biased
+importlib.import_module("related.rivals")  # adds its rules
 
 MISTAKES = ("no weights", "kept count")  # popular ones, planted to see that they are found
 LIMIT = 1e-9  # rounding stays far below, a bias far above
@@ -183,7 +183,9 @@ def objective_slope(
     Let s be the gradient of a completion's log-probability. Then E[s | right] = grad log p, and
     E[s | wrong] = grad log(1 - p). So a rule that gives right completions a total of `right`, and
     wrong ones a total of -`wrong`, has F'(p) = E[right / p + wrong / (1 - p)] / group_size, over
-    the number of right completions, which is binomial.
+    the number of right completions, which is binomial. A rule by rank may break ties between right
+    and wrong ones by order; the mean of the two extreme orders is that of all, if what it gives a
+    class is linear in how many of it are kept.
     """
     p, slope = pass_rates.double(), torch.zeros_like(pass_rates, dtype=torch.float64)
     scored = group_size if scored is None else scored
@@ -212,7 +214,8 @@ def mean_weights(name: str, prune_rate: float, batch: dppo.Completions) -> torch
 
 
 def objective_of(slope: torch.Tensor, pass_rates: torch.Tensor, group_size: int) -> str | None:
-    """Which of dppo.SCALES has a slope proportional to this one [n], if any has."""
+    """Which of dppo.SCALES has a slope proportional to this one [n], if any has. With groups of two
+    or three completions none, group and variance are one objective, and the answer is "none"."""
     for name in dppo.SCALES:
         ratio = slope / objective_slope(pass_rates, group_size, name)
         if relative_error(ratio, ratio.mean().expand_as(ratio)) < LIMIT:
