@@ -39,7 +39,7 @@ PPS_TINY = {
     "prompts_per_step": 128, "group_size": 8, "prompt_prune_rate": 0.75,
     "completion_prune_rate": 0.9, "lr": 4.3e-4,
 }  # fmt: skip
-ADAPTIVE_TINY = PPS_TINY | {"lr": 7e-4}
+ADAPTIVE_TINY = PPS_TINY | {"lr": 7e-4, "grad_clip": 0.01}
 METHODS = {  # a rule that is not here is a method as well: that rule, at its level or both
     "grpo": Method(tiny=GRPO_TINY),
     "grpo_zero": Method(completion_rule="zero", tiny=GRPO_TINY),
@@ -147,8 +147,9 @@ class Config:
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
     """Learning rate after warm-up. By default linear (down to 0) for tiny, else constant."""
-    grad_clip: float = 1.0
-    """Largest gradient norm of an update; longer gradients are scaled down to it. 0: no limit."""
+    grad_clip: float | None = None
+    """Largest gradient norm of an update; longer gradients are scaled down to it. 0: no limit. By
+    default 1, or 0.01 for adaptive with tiny, whose gradients are short (dr_grpo)."""
     weight_decay: float = 0.0
     """AdamW's weight decay."""
 
@@ -285,6 +286,7 @@ def resolve(cfg: Config) -> Config:
         "lr": 6e-4 if tiny else 1e-6,
         "lr_schedule": "linear" if tiny else "constant",
         "adam_beta2": 0.95 if tiny else 0.999,
+        "grad_clip": 1.0,
         "pack_tokens": 2048 if device == "cpu" else 8192,
     }
     of_method = method.defaults | (method.tiny if tiny else {})
