@@ -5,7 +5,7 @@ The most that unbiased pruning of completions can gain on a model, its data and 
 
 Where noise limits learning, in batches below the critical size, progress in a second goes as
 1 / (T V): T is the time of a step, and V the noise of its gradient. Pruning makes T smaller and V
-larger. With term i kept with probability p_i, at the cost c_i, and of the gradient norm a_i,
+larger. Term i has gradient norm a_i and cost c_i, and is kept with probability p_i:
 
     T = rest + sum_i p_i c_i        V = sum_i a_i^2 / p_i
 
@@ -15,8 +15,8 @@ that are not exactly 0, over the least T V of all p. Systematic draws, such as t
 adaptive, have less noise than independent ones, so they may exceed it. In batches above the
 critical size V does not matter, and a smaller batch gains as much as any pruning.
 
-Each step of train.py logs its ceilings for some values of `rest`. Which value is the run's own
-follows from its seconds, and what prompts could gain from all of its groups (bench/ceiling.py).
+Each step of train.py logs its ceilings for some values of `rest`. bench/ceiling.py finds the run's
+own value from its seconds. It also estimates the ceiling of pruning prompts, from the run's groups.
 """
 
 import torch

@@ -57,9 +57,8 @@ class Config:
     """Two rules and their defaults: adaptive, pps, dppo, uniform, a rival's or one of yours. grpo
     prunes nothing; grpo_zero only terms that are 0."""
     prompt_rule: str | None = None
-    """Which prompts are dropped before rollout. uniform (blind), dppo (the paper's, by past
-    |advantage|) and pps (ours) are unbiased; dppo_floor is biased; none. By default the method's
-    rule."""
+    """Which prompts are dropped before rollout. uniform and pps (both blind) and dppo (the paper's,
+    by past |advantage|) are unbiased; dppo_floor is biased; none. By default the method's rule."""
     completion_rule: str | None = None
     """Which completions are dropped after reward. zero (terms that are exactly 0), uniform, dppo
     (by |advantage|), pps (ours, by size, a share of the tokens) and adaptive (ours, by size, as
@@ -72,7 +71,7 @@ class Config:
     """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
     its group's mean. pps: the share of sampled tokens not trained on. adaptive: the share of a
     step's time that training would take if nothing were dropped (`python -m bench ceiling` measures
-    it). By default 0.7, or 0.9 for pps and adaptive with tiny."""
+    it); higher means that less is kept. By default 0.7, or 0.9 for pps and adaptive with tiny."""
 
     # ------------------------------------------------------------------------ loss
     loss: str | None = None
@@ -84,7 +83,7 @@ class Config:
     (MaxRL: log(p)). By default none for dr_grpo, else group."""
     reward_range: float = 1.0
     """The largest possible reward minus the smallest. variance and mean need it: their divisor is
-    at least that of one right completion of G with this range. mean refuses negative rewards."""
+    at least that of one reward of this size and G - 1 of 0. mean refuses negative rewards."""
     eps_low: float | None = None
     """The ratio is clipped to at least 1 - eps_low. By default the loss's own, such as 0.2 for
     grpo."""
@@ -149,7 +148,7 @@ class Config:
     """Learning rate after warm-up. By default linear (down to 0) for tiny, else constant."""
     grad_clip: float | None = None
     """Largest gradient norm of an update; longer gradients are scaled down to it. 0: no limit. By
-    default 1, or 0.01 for adaptive with tiny, whose gradients are short (dr_grpo)."""
+    default 1, or 0.01 for adaptive with tiny, whose usual norms are 0.01 to 0.02."""
     weight_decay: float = 0.0
     """AdamW's weight decay."""
 

@@ -92,9 +92,9 @@ def group_advantages(
         mean      the mean
 
     reward_range is the largest possible reward minus the smallest. Variance and mean are at least
-    those of a group with one right completion and that range. So real-valued rewards that hardly
-    differ are not blown up. The limit never changes rewards of 0 and 1. RuleError for a negative
-    reward with mean, which would have no meaning.
+    those of a group with one reward of reward_range and G - 1 of 0. So real-valued rewards that
+    hardly differ are not blown up. With a range of 1 this never changes rewards of 0 and 1. `mean`
+    raises a RuleError for a negative reward.
 
     An unscorable completion (reward NaN) counts in neither mean nor deviation and gets 0. If all
     rewards of a group are equal, it gets exact zeros, not rounding errors divided by 1e-4.
@@ -229,17 +229,17 @@ def pps_keep_prob(size: torch.Tensor, cost: torch.Tensor, budget: float) -> torc
 def least_time_variance(
     size: torch.Tensor, cost: torch.Tensor, rest: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tau, T V), float64 [R] each, of the keep probabilities p_i = min(1, tau a_i / sqrt(c_i))
-    with the least T V. Terms have the norm a_i and the cost c_i; `rest` has R values.
+    """The least time x variance T V of keep probabilities p_i = min(1, tau a_i / sqrt(c_i)), and
+    its tau: (tau, T V), float64 [R] each, at R values of `rest`. Terms have norm a_i and cost c_i.
 
     A step takes the time T = rest + sum_i p_i c_i, where `rest` is what does not depend on the
     draw, above all the rollout. The noise of its gradient is V = sum_i a_i^2 / p_i, of sampling and
     of independent keeps together. Where noise limits learning, progress in a second goes as
     1 / (T V).
 
-    T V is least at tau^2 = T / V. If S are the terms with p_i = 1, that is (rest + sum over S of
-    c_i) / (sum over S of a_i^2). S are the terms with the largest a_i / sqrt(c_i): as many of them
-    as agree with their own tau. At least one term must have a size above 0.
+    T V is least at tau^2 = T / V. Let S be the terms with p_i = 1. Then tau^2 = (rest + sum over S
+    of c_i) / (sum over S of a_i^2). S is a prefix of the terms sorted by a_i / sqrt(c_i): the
+    shortest one whose tau leaves the next term below 1. At least one size must be above 0.
     """
     live = size > 0
     size, cost = size[live].double(), cost[live].double()  # [n]
@@ -367,8 +367,8 @@ def adaptive(batch: Completions, prune_rate: float) -> torch.Tensor:
     """Ours: the least time x variance. r_o is the share of a step's time that training would take
     if nothing were dropped. `python -m bench ceiling` measures it.
 
-    So it keeps much where little contributes or sizes hardly differ, and little where a few terms
-    carry the gradient.
+    So it keeps a large share of the contributing terms where these are few or alike, and a small
+    one where a few of many carry the gradient.
     """
     if prune_rate == 0:
         return (batch.size > 0).double()

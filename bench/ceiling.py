@@ -121,8 +121,8 @@ def ceiling_of_prompts(groups: torch.Tensor, ratio: float, scale_rewards: str) -
     1, .., G right completions; `ratio` is rest over training.
 
     The shares of pass rates are those of maximum likelihood (Laird 1978), by expectation and
-    maximization. Prompts are kept in proportion to size / sqrt(cost), up to 1, and nothing of a
-    step is left that does not depend on them.
+    maximization. Prompts are kept in proportion to size / sqrt(cost). All of a step's time is taken
+    to grow with the prompts that are rolled out.
     """
     G = len(groups) - 1
     right = torch.arange(G + 1)
@@ -151,7 +151,7 @@ def report(found: dict) -> str:
         "live.",
         f"Everything but training takes {ratio:.2f} of the time of training on every completion"
         f"{beyond}:",
-        f"--completion-prune-rate {1 / (1 + ratio):.2f} for --method adaptive.",
+        f"so --method adaptive would take --completion-prune-rate {1 / (1 + ratio):.2f}.",
         "",
         "Progress in a second, relative to training on everything that contributes:",
         f"  {number(found['ceiling/completions'])}  pruning completions, at most with independent "
@@ -159,7 +159,7 @@ def report(found: dict) -> str:
         f"  {number(found['ceiling/prompts'])}  pruning prompts, at most, if pass rates were known",
         f"  {number(found['reached'])}  this run's own rule for completions, which trains on "
         f"{found['kept']:.2f} of the live tokens,",
-        f"        at {number(found['variance']).strip()} times the noise (computed for independent "
-        "keeps)",
+        f"        at {number(found['variance']).strip()} times the noise of sampling alone "
+        "(computed for independent keeps)",
     ]
     return "\n".join(lines)
