@@ -362,7 +362,7 @@ def learned_history():
 
 
 @pytest.mark.parametrize("prompt_rule", ["uniform", "dppo", "pps"])
-@pytest.mark.parametrize("rule", ["none", "dppo", "pps"])
+@pytest.mark.parametrize("rule", ["none", "dppo", "pps", "adaptive"])
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "dapo", "cispo"])
 def test_prompt_level_and_both_are_unbiased(make, loss, rule, prompt_rule):
     """Completion probabilities anew for each prompt pattern, with the real prompt draw's weights.
