@@ -13,6 +13,7 @@ import dppo
 import metrics
 from bench import ceiling as report
 from bench.ceiling import figures
+from related import rivals  # noqa: F401 (adds its rules)
 from runtime import InputError
 
 
@@ -277,3 +278,6 @@ def test_variance_of_what_was_kept():
     expected = ((size**2 / keep_prob).sum() / (size**2).sum()).item()
     assert expected > 1.5
     assert sum(found) / 500 == pytest.approx(expected, rel=0.15)
+    cfg.completion_rule = "pods"  # its weights are not 1 / p
+    by_rank = metrics.ceilings(cfg, prompt_weights, energy, advantages, scale, cost, keep, weights)
+    assert math.isnan(by_rank["kept/variance"])
