@@ -169,8 +169,12 @@ def test_every_step_has_its_learning_rate(steps):
 
 
 def test_the_default_rate():
-    """Fails if another model gets the rate that was searched for tiny, a thousand times too
-    large."""
-    rate = lambda **given: config.resolve(config.Config(device="cpu", **given)).lr
-    assert (rate(), rate(method="dppo"), rate(method="grpo")) == (4.3e-4, 6e-4, 1.2e-3)
-    assert rate(model="Qwen/Qwen3-0.6B") == 1e-6
+    """Fails if another model gets the rate that was searched for tiny, a thousand times too large,
+    or its clip."""
+    resolved = lambda **given: config.resolve(config.Config(device="cpu", **given))
+    rate = lambda method: resolved(method=method).lr
+    found = [rate(method) for method in ("adaptive", "pps", "dppo", "grpo")]
+    assert found == [7e-4, 4.3e-4, 6e-4, 1.2e-3]
+    assert (resolved().grad_clip, resolved(method="pps").grad_clip) == (0.01, 1.0)
+    other = resolved(model="Qwen/Qwen3-0.6B")
+    assert (other.lr, other.grad_clip, other.completion_rule) == (1e-6, 1.0, "adaptive")
