@@ -22,7 +22,8 @@ You may add rules and losses: each is one function and one entry, in COMPLETION_
 functions of draws and weights keep the estimate exact: do not change those.
 
 Public summaries say that the paper prunes a deterministic fraction; the random form here is our
-reconstruction. The rule pps, minimum variance for a given number of tokens, is ours.
+reconstruction. Two rules are ours: pps has the least variance for a given number of tokens, and
+adaptive the least time x variance.
 
 Energy, here and elsewhere: the squared gradient of a completion's log-probs at the logits, the sum
 over its tokens of |onehot - softmax|^2.
@@ -226,51 +227,35 @@ def pps_keep_prob(size: torch.Tensor, cost: torch.Tensor, budget: float) -> torc
         certain, undecided = certain | over, undecided & ~over
 
 
-def least_time_variance(
-    size: torch.Tensor, cost: torch.Tensor, rest: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least time x variance T V of keep probabilities p_i = min(1, tau a_i / sqrt(c_i)), and
-    its tau: (tau, T V), float64 [R] each, at R values of `rest`. Terms have norm a_i and cost c_i.
+def adaptive_keep_prob(size: torch.Tensor, cost: torch.Tensor, rest: float) -> torch.Tensor:
+    """Keep probabilities, float64 of size's shape: the least time x variance.
 
     A step takes the time T = rest + sum_i p_i c_i, where `rest` is what does not depend on the
     draw, above all the rollout. The noise of its gradient is V = sum_i a_i^2 / p_i, of sampling and
-    of independent keeps together. Where noise limits learning, progress in a second goes as
-    1 / (T V).
+    of independent keeps together, for terms of norm a_i and cost c_i. Where noise limits learning,
+    progress in a second goes as 1 / (T V).
 
-    T V is least at tau^2 = T / V. Let S be the terms with p_i = 1. Then tau^2 = (rest + sum over S
-    of c_i) / (sum over S of a_i^2). S is a prefix of the terms sorted by a_i / sqrt(c_i): the
-    shortest one whose tau leaves the next term below 1. At least one size must be above 0.
+    T V is least at p_i = min(1, tau a_i / sqrt(c_i)) with tau^2 = T / V. Let S be the terms with
+    p_i = 1. Then tau^2 = (rest + sum over S of c_i) / (sum over S of a_i^2). S is a prefix of the
+    terms sorted by a_i / sqrt(c_i): the shortest one whose tau leaves the next term below 1. Size 0
+    is always dropped.
     """
     live = size > 0
-    size, cost = size[live].double(), cost[live].double()  # [n]
-    unit = size.max()  # squares of very small or large sizes would leave float64
-    size = size / unit
-    score = size / cost.sqrt()
-    order = score.argsort(descending=True, stable=True)
-    size, cost, score = size[order], cost[order], score[order]
-    # The following are for S = the first term, the first two, ...
-    costs = rest[:, None] + cost.cumsum(dim=0)  # [R, n]
-    squares = size.square().cumsum(dim=0)  # [n]
-    others = size * cost.sqrt()
-    others = others.sum() - others.cumsum(dim=0)  # [n]: sum of a sqrt(c) over what is not in S
-    taus = (costs / squares).sqrt()  # [R, n]
-    # The next term belongs to S, too, if its p would pass 1.
-    last = (taus[:, :-1] * score[1:] >= 1).sum(dim=1)  # [R]
-    at = torch.arange(len(rest)), last
-    tau = taus[at]
-    time = costs[at] + tau * others[last]
-    variance = squares[last] + others[last] / tau
-    return tau / unit, time * variance * unit**2
-
-
-def adaptive_keep_prob(size: torch.Tensor, cost: torch.Tensor, rest: float) -> torch.Tensor:
-    """Keep probabilities, float64 of size's shape, with the least T V; see least_time_variance.
-    Size 0 is always dropped."""
-    if not (size > 0).any():
-        return torch.zeros_like(size, dtype=torch.float64)
-    tau, _ = least_time_variance(size, cost, torch.tensor([rest], dtype=torch.float64))
-    keep_prob = (tau * size.double() / cost.double().sqrt()).clamp(max=1.0)
-    return torch.where(size > 0, keep_prob, 0.0)
+    keep_prob = torch.zeros_like(size, dtype=torch.float64)
+    if not live.any():
+        return keep_prob
+    norms = size[live].double()
+    norms = norms / norms.max()  # squares of very small or large sizes would leave float64
+    costs = cost[live].double()
+    scores = norms / costs.sqrt()
+    order = scores.argsort(descending=True)
+    # tau, if the first 1, 2, ... terms are kept for sure
+    time_of_first = rest + costs[order].cumsum(dim=0)
+    taus = (time_of_first / norms[order].square().cumsum(dim=0)).sqrt()
+    # The next term is kept for sure, too, if its probability would pass 1.
+    more = int((taus[:-1] * scores[order][1:] >= 1).sum())
+    keep_prob[live] = (taus[more] * scores).clamp(max=1.0)
+    return keep_prob
 
 
 # ---------------------------------------------------------------------------- draws and weights

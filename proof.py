@@ -1,7 +1,8 @@
 """
 The proof by enumeration: every outcome that a pruning rule can have, with its probability.
 
-    python proof.py          prints the table for a toy policy of 36 parameters
+    python proof.py          prints the table for a toy policy of 36 parameters, and a second one:
+                             which objective each rule ascends
     python proof.py FILE     imports a Python file first, to prove the rules and losses that it adds
 
 Gradients are linear in the weights (the tests show it with real backward passes). So the expected
@@ -187,7 +188,8 @@ def objective_slope(
     and wrong ones by order; the mean of the two extreme orders is that of all, if what it gives a
     class is linear in how many of it are kept.
     """
-    p, slope = pass_rates.double(), torch.zeros_like(pass_rates, dtype=torch.float64)
+    p = pass_rates.double()
+    slope = torch.zeros_like(p)
     scored = group_size if scored is None else scored
     for k in range(scored + 1):
         rewards = torch.full((1, group_size), torch.nan, dtype=torch.float64)
@@ -435,8 +437,8 @@ def print_objectives() -> None:
         "and\n--loss dr_grpo: F'(p) / F'(0.5), by exact sums over the number of right completions. "
         "Every\nunbiased rule has the slope of its --scale-rewards.\n"
     )
-    print(f"  {'rule':20s} {'scale_rewards':14s} {'G':>3s}" + "".join(
-        f"  p = {p:<5g}" for p in PASS_RATES.tolist()) + "  objective")  # fmt: skip
+    heads = "".join(f"  p = {p:<5g}" for p in PASS_RATES.tolist())
+    print(f"  {'rule':20s} {'scale_rewards':14s} {'G':>3s}{heads}  objective")
     for label, scale, G, slope in objectives():
         cells = "".join(f"{value:10.2f}" for value in (slope / slope[2]).tolist())
         found = objective_of(slope, PASS_RATES, G)

@@ -4,8 +4,17 @@ What unbiased pruning could gain at most on a model, its data and this machine, 
     python train.py --method grpo --steps 20 --out-dir out-grpo --save-every 0 --eval-every 0
     python -m bench ceiling out-grpo
 
-So 20 steps of GRPO say whether pruning would pay, before it is turned on. ceiling.py says what the
-ceiling is. The run's own seconds say how `rest`, all that is not training, compares with training.
+So 20 steps of GRPO say whether pruning would pay, before it is turned on.
+
+Where noise limits learning, progress in a second goes as 1 / (T V): T is the time of a step, and V
+the noise of its gradient (dppo.adaptive_keep_prob). The ceiling of completions is T V of training
+on all terms that are not exactly 0, over the least T V of all keep probabilities. V is that of
+independent keeps. Systematic draws, such as those of pps and adaptive, have less, so they may
+exceed the ceiling. In batches above the critical size V does not matter, and a smaller batch gains
+as much as any pruning.
+
+Each step of train.py logs its ceilings for some values of `rest`, the time of all that is not
+training. Which of them is the run's own follows from its seconds.
 
 The ceiling of prompts is what dropping prompts before the rollout could gain if the pass rate of
 each were known. How pass rates are distributed is estimated from all groups of the run. What a
@@ -23,8 +32,8 @@ from typing import Annotated
 import torch
 import tyro
 
-import ceiling
 import dppo
+import metrics
 from bench import JsonFile, write_json
 from runtime import InputError, log
 
@@ -57,13 +66,15 @@ def figures(rows: list[dict], name: str, scale_rewards: str) -> dict:
     trained = [row for row in rows if row["cost/kept"]]
     if len(trained) < 3:
         raise InputError(f"{name}: {len(trained)} steps after the first one were trained; make 20")
-    sampled, live, kept, seconds, step_time = (
-        torch.tensor([row[key] for row in trained], dtype=torch.float64)
-        for key in ("cost/sampled", "cost/live", "cost/kept", "time/train", "step_time")
-    )
-    second = seconds_of_a_token(kept, seconds)
-    rest = (step_time - second * kept).median().item() / second  # in tokens
-    ratio = rest / sampled.mean().item()
+
+    def column(key):  # [steps]
+        return torch.tensor([row[key] for row in trained], dtype=torch.float64)
+
+    live = column("cost/live")
+    kept = column("cost/kept")
+    second = seconds_of_a_token(kept, column("time/train"))
+    rest = (column("step_time") - second * kept).median().item() / second  # in tokens
+    ratio = rest / column("cost/sampled").mean().item()
     groups = [row["groups_by_right"] for row in rows]
     prompts = math.nan
     if all(groups):
@@ -101,7 +112,7 @@ def seconds_of_a_token(kept: torch.Tensor, seconds: torch.Tensor) -> float:
 
 def at(row: dict, ratio: float) -> float:
     """A row's ceiling at a value of `rest` over training, between the values that were logged."""
-    known = ceiling.RATIOS.tolist()
+    known = metrics.REST_RATIOS
     logged = [row[f"ceiling/{value:g}"] for value in known]
     if None in logged:
         return math.nan
@@ -143,7 +154,7 @@ def report(found: dict) -> str:
     """The figures in words."""
     ratio = found["rest_over_training"]
     beyond = ""
-    if not ceiling.RATIOS[0] <= ratio <= ceiling.RATIOS[-1]:
+    if not metrics.REST_RATIOS[0] <= ratio <= metrics.REST_RATIOS[-1]:
         beyond = " (beyond the logged values: the nearest one is used)"
     number = lambda value: "   -" if math.isnan(value) else f"{value:.2f}"
     lines = [

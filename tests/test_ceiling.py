@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-import ceiling
 import dppo
 import metrics
 from bench import ceiling as report
 from bench.ceiling import figures
+from metrics import time_variance
 from related import rivals  # noqa: F401 (adds its rules)
 from runtime import InputError
 
@@ -26,28 +26,14 @@ def terms(n: int, seed: int, dead: int = 0):
     return size, cost
 
 
-def best(size, cost, rest: float):
-    """(the best keep probabilities [n], their T V)."""
-    (tau,), (product,) = dppo.least_time_variance(
-        size, cost, torch.tensor([rest], dtype=torch.float64)
-    )
-    return (tau * size / cost.sqrt()).clamp(max=1), product.item()
-
-
-def time_variance(keep_prob, size, cost, rest: float) -> float:
-    live = size > 0
-    variance = (size[live].square() / keep_prob[live]).sum()
-    return ((rest + (keep_prob * cost).sum()) * variance).item()
-
-
 @pytest.mark.parametrize("rest", [0.01, 1.0, 10.0, 300.0])
 @pytest.mark.parametrize(("n", "seed", "dead"), [(1, 0, 0), (3, 1, 1), (12, 2, 3), (300, 3, 50)])
 def test_no_other_probabilities_are_better(n, seed, dead, rest):
     """Brute force on a grid of three, and random changes. Catches a wrong number of certain terms,
     T without the rest, V without the certain terms."""
     size, cost = terms(n, seed, dead)
-    keep_prob, product = best(size, cost, rest)
-    assert product == pytest.approx(time_variance(keep_prob, size, cost, rest), rel=1e-12)
+    keep_prob = dppo.adaptive_keep_prob(size, cost, rest)
+    product = time_variance(keep_prob, size, cost, rest)
     generator = torch.Generator().manual_seed(seed)
     for spread in (0.01, 0.3):
         for _ in range(50):
@@ -63,26 +49,13 @@ def test_no_other_probabilities_are_better(n, seed, dead, rest):
         assert product * (1 - 1e-12) <= found < product * 1.01
 
 
-def test_several_rests_at_once():
-    """Catches one number of certain terms for all of them, and a ceiling below 1."""
-    size, cost = terms(40, 5, dead=4)
-    gains = ceiling.of_completions(size, cost)
-    for ratio, gain in zip(ceiling.RATIOS.tolist(), gains.tolist(), strict=True):
-        rest = ratio * cost.sum().item()
-        everything = time_variance((size > 0).double(), size, cost, rest)
-        assert gain == pytest.approx(everything / best(size, cost, rest)[1], rel=1e-12)
-        assert gain > 1
-    equal = ceiling.of_completions(torch.ones(2, 3), torch.ones(2, 3))
-    assert torch.allclose(equal, torch.ones_like(equal)), "terms that are alike gain nothing"
-
-
 def test_variance_of_draws():
     """V by 4,000 draws of sampled gradients, within 10 %: each term is a vector of the size's norm
     in a random direction. The systematic draw of pps has less. Catches a V that leaves sampling or
     pruning out."""
     torch.manual_seed(0)
     size, cost = terms(60, 4)
-    keep_prob, _ = best(size, cost, rest=20.0)
+    keep_prob = dppo.adaptive_keep_prob(size, cost, rest=20.0)
     predicted = (size.square() / keep_prob).sum().item()
     assert predicted > 1.2 * size.square().sum().item()
     order = size.argsort()
@@ -99,12 +72,13 @@ def test_variance_of_draws():
     assert sum(independent) / 4000 == pytest.approx(predicted, rel=0.1)
     # with independent directions, the two draws differ in nothing; terms that are alike gain
     assert sum(systematic) / 4000 == pytest.approx(predicted, rel=0.1)
-    alike = [
-        [(weights @ size).item() for weights in (dppo.prune(keep_prob, g)[1], dppo.ht_weights(
-            dppo.systematic(keep_prob, order, g.random()), keep_prob))]
-        for g in map(dppo.generator_for, range(2000))
-    ]  # fmt: skip
-    spread = torch.tensor(alike).var(dim=0)
+    kinds = ([], [])  # of draws: independent, systematic
+    for generator in map(dppo.generator_for, range(2000)):
+        _, weights = dppo.prune(keep_prob, generator)
+        kinds[0].append((weights @ size).item())
+        keep = dppo.systematic(keep_prob, order, generator.random())
+        kinds[1].append((dppo.ht_weights(keep, keep_prob) @ size).item())
+    spread = torch.tensor(kinds).var(dim=1)
     assert spread[1] < 0.5 * spread[0]
 
 
@@ -128,7 +102,8 @@ def test_the_adaptive_rule():
     the share r_o of T. Catches a rest that counts live tokens only, and r_o for 1 / r_o."""
     size, cost = (values.view(5, 8) for values in terms(40, 6, dead=10))
     batch = dppo.Completions(size, size, cost, size)
-    live, kept = size > 0, []
+    live = size > 0
+    kept = []
     for rate in (0.999, 0.8, 0.3, 1e-12):
         keep_prob = dppo.completion_keep_prob("adaptive", rate, batch)
         rest = cost.sum() * (1 - rate) / rate
@@ -158,7 +133,7 @@ def made_up_rows(rest: float, second: float, fixed: float, steps: int = 20) -> l
         row = {"step": step, "cost/sampled": 1000.0, "cost/live": 500.0, "cost/kept": float(kept)}
         row |= {"time/train": train, "step_time": rest + train, "groups_by_right": [5, 20, 7]}
         row |= {"frac_reward_zero_std": 0.25, "kept/variance": 1.0 + step % 2}
-        for number, known in enumerate(ceiling.RATIOS.tolist()):
+        for number, known in enumerate(metrics.REST_RATIOS):
             row[f"ceiling/{known:g}"] = 2.0 - 0.1 * number
         rows.append(row)
     return rows
@@ -188,7 +163,7 @@ def test_logs_with_gaps():
     """Steps without a live group, rewards that are not 0 and 1, rules by rank, and logs that are
     too short or too old. Catches a null that ends the command."""
     rows = made_up_rows(rest=0.3, second=0.001, fixed=0.0)
-    rows[4] |= {f"ceiling/{known:g}": None for known in ceiling.RATIOS.tolist()}
+    rows[4] |= {f"ceiling/{known:g}": None for known in metrics.REST_RATIOS}
     rows[4] |= {"kept/variance": None, "frac_reward_zero_std": 1.0}
     rows[5] |= {"cost/kept": 0.0, "groups_by_right": []}
     found = figures(rows, "gaps", "none")
@@ -212,7 +187,8 @@ def test_prompts_with_known_pass_rates(pass_rates, scale_rewards):
     """The ceiling from expected counts of groups, against the one from the pass rates themselves.
     Catches sizes of the groups that were seen, of which the dead ones would be free, and pass rates
     that are drawn towards the middle."""
-    G, ratio = 16, 0.5
+    G = 16
+    ratio = 0.5
     right = torch.arange(G + 1)
     chance = torch.tensor(
         [[math.comb(G, k) * q**k * (1 - q) ** (G - k) for k in right.tolist()] for q in pass_rates]
@@ -255,13 +231,15 @@ def test_groups_by_right():
     assert metrics.groups_by_right(torch.tensor([[1.0, math.nan]])) == []
 
 
-def test_variance_of_what_was_kept():
-    """kept/variance is sum a^2 / p over sum a^2 on average, of completions alone. Catches weights
-    of prompts in it, which the sizes have already."""
+def test_columns_of_the_log():
+    """kept/variance is sum a^2 / p over sum a^2 on average, of completions alone; and the ceilings,
+    written out. Catches weights of prompts that count twice, a rest of live tokens only, and a step
+    without a live group that ends the run."""
     advantages = torch.tensor([[0.5, -0.5, 0.5, -0.5], [0.25, 0.25, 0.25, -0.75]]).double()
     energy = torch.tensor([[1.0, 4, 9, 2], [3, 1, 2, 5]]).double()
     prompt_weights = torch.tensor([2.0, 5.0]).double()
-    scale, cost = torch.full((2, 4), 0.1).double(), torch.arange(1.0, 9).view(2, 4)
+    scale = torch.full((2, 4), 0.1).double()
+    cost = torch.arange(1.0, 9).view(2, 4)
     cfg = type("Config", (), {"beta": 0.0, "completion_rule": "pps"})
     size = dppo.contribution_size(advantages, prompt_weights[:, None] * scale, energy, 0.0)
     keep_prob = dppo.pps_keep_prob(size, cost, 10.0)
@@ -278,6 +256,16 @@ def test_variance_of_what_was_kept():
     expected = ((size**2 / keep_prob).sum() / (size**2).sum()).item()
     assert expected > 1.5
     assert sum(found) / 500 == pytest.approx(expected, rel=0.15)
+    for known in metrics.REST_RATIOS:
+        rest = 36 * known
+        best = dppo.adaptive_keep_prob(size, cost, rest)
+        least = (rest + (best * cost).sum()) * (size**2 / best).sum()
+        everything = (rest + 36) * (size**2).sum()
+        assert figures[f"ceiling/{known:g}"] == pytest.approx((everything / least).item())
+    dead = metrics.ceilings(
+        cfg, prompt_weights, energy, 0 * advantages, scale, cost, keep, 0 * weights
+    )
+    assert math.isnan(dead["ceiling/1"])
     cfg.completion_rule = "pods"  # its weights are not 1 / p
     by_rank = metrics.ceilings(cfg, prompt_weights, energy, advantages, scale, cost, keep, weights)
     assert math.isnan(by_rank["kept/variance"])

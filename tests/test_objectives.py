@@ -164,16 +164,37 @@ def test_pruning_keeps_every_objective(loss, scale_rewards):
                 assert proof.relative_error(wrong, full) > 1e-3, (rule, mistake)
 
 
-def test_refilling_keeps_the_direction():
-    """DAPO's dynamic sampling: prompts are drawn until one group is live. Its expected gradient is
-    the full one, over the share of live groups. This is what docs/objectives.md says of it."""
-    G, p = 4, torch.tensor([0.05, 0.6], dtype=torch.float64)
-    slope = proof.objective_slope(p, G, "none")  # of prompts with independent gradients
-    live = 1 - p**G - (1 - p) ** G
-    # after any number of dead groups, the live one is of prompt q with a chance in proportion to
-    # live[q], and its gradient is slope[q] / live[q] on average
-    first = [(1 - live.mean()) ** n * 0.5 * slope for n in range(5000)]
-    assert torch.allclose(sum(first), 0.5 * slope / live.mean(), rtol=1e-9)
+@pytest.mark.parametrize("replacement", [True, False])
+def test_dead_groups_removed(replacement):
+    """What docs/objectives.md says of filters: three prompts are drawn, and the gradient is divided
+    by the number of live groups. Drawn independently, each prompt's part of the expected gradient
+    is the full one's, times one factor. Without replacement from four prompts it is not."""
+    G = 3
+    p = torch.tensor([0.02, 0.3, 0.6, 0.9], dtype=torch.float64)
+    numbers = range(G + 1)  # of right completions
+    groups = torch.tensor([[float(i < k) for i in range(G)] for k in numbers], dtype=torch.float64)
+    right = (dppo.group_advantages(groups, "none") * groups).sum(dim=1)  # [G + 1]
+    # what a group of prompt q with k right adds, in units of grad p of its prompt
+    part = [[(right[k] / q + right[k] / (1 - q)).item() / G for k in numbers] for q in p]
+    chance = [[math.comb(G, k) * (q**k * (1 - q) ** (G - k)).item() for k in numbers] for q in p]
+
+    draws = list(itertools.permutations(range(4), 3))
+    if replacement:
+        draws = list(itertools.product(range(4), repeat=3))
+    expected = torch.zeros(4, dtype=torch.float64)
+    for prompts in draws:
+        for found in itertools.product(numbers, repeat=3):
+            live = sum(0 < k < G for k in found)
+            pairs = list(zip(prompts, found, strict=True))
+            probability = math.prod(chance[q][k] for q, k in pairs) / len(draws)
+            for q, k in pairs:
+                expected[q] += probability * part[q][k] / max(1, live)  # a dead part is 0
+    factor = expected / proof.objective_slope(p, G, "none")
+    spread = (factor.max() / factor.min() - 1).item()
+    if replacement:
+        assert spread < 1e-12
+    else:
+        assert spread > 0.1
 
 
 @pytest.mark.parametrize(
