@@ -127,8 +127,8 @@ def train(grpo=False, seed=0):
         # Sample and reward. Advantages are of full groups, and exactly 0 if all rewards are equal.
         groups = [problems[q] for q in prompts for _ in range(G)]
         ids, sampled, logprobs, rewards = sample(model, groups)  # N = K x G
-        # With a constant denominator, R - mean would ascend the pass rate (Dr. GRPO), R - mean over
-        # the variance its logit.
+        # With a constant denominator, R - mean alone would ascend the pass rate (Dr. GRPO). Divided
+        # by the variance, it would ascend the logit of the pass rate.
         std, mean = torch.std_mean(rewards.view(-1, G), 1, keepdim=True)  # [K, 1]
         advantage = ((rewards.view(-1, G) - mean) / (std + 1e-4)).flatten()  # [N]
         # The denominator, own length x Q x G, is the full batch's: Q prompts, kept or not.

@@ -1,8 +1,8 @@
 """
 The rivals' pruning rules: what they keep, and what they multiply it by. None has the expected
-gradient of the full batch; some ascend another objective (docs/objectives.md). Importing
-this file adds them to dppo.COMPLETION_RULES and sampler.PROMPT_RULES; config.py does so when one is
-asked for by name.
+gradient of the full batch; some ascend another objective (docs/objectives.md). Importing this file
+adds them to dppo.COMPLETION_RULES and sampler.PROMPT_RULES; config.py does so when one is asked for
+by name.
 
     cppo        the largest |advantage| of each group: CPPO's paper (arXiv:2503.22342)
     cppo_batch  the largest |advantage| of the whole mini-batch: CPPO's code (lzhxmu/CPPO)

@@ -235,7 +235,7 @@ def test_columns_of_the_log():
     """kept/variance is sum a^2 / p over sum a^2 on average, of completions alone; and the ceilings,
     written out. Catches weights of prompts that count twice, a rest of live tokens only, and a step
     without a live group that ends the run."""
-    advantages = torch.tensor([[0.5, -0.5, 0.5, -0.5], [0.25, 0.25, 0.25, -0.75]]).double()
+    advantages = torch.tensor([[0.0, -0.5, 0.5, -0.5], [0.25, 0.25, 0.25, -0.75]]).double()
     energy = torch.tensor([[1.0, 4, 9, 2], [3, 1, 2, 5]]).double()
     prompt_weights = torch.tensor([2.0, 5.0]).double()
     scale = torch.full((2, 4), 0.1).double()
@@ -252,15 +252,17 @@ def test_columns_of_the_log():
         )
         found.append(figures["kept/variance"])
         assert figures["cost/kept"] == (cost * keep).sum()
-        assert figures["cost/live"] == figures["cost/sampled"] == 36
-    expected = ((size**2 / keep_prob).sum() / (size**2).sum()).item()
+        assert figures["cost/sampled"] == 36
+        assert figures["cost/live"] == 35  # all but the first, whose advantage is 0
+    live = size > 0
+    expected = ((size[live] ** 2 / keep_prob[live]).sum() / (size**2).sum()).item()
     assert expected > 1.5
     assert sum(found) / 500 == pytest.approx(expected, rel=0.15)
     for known in metrics.REST_RATIOS:
         rest = 36 * known
         best = dppo.adaptive_keep_prob(size, cost, rest)
-        least = (rest + (best * cost).sum()) * (size**2 / best).sum()
-        everything = (rest + 36) * (size**2).sum()
+        least = (rest + (best * cost).sum()) * (size[live] ** 2 / best[live]).sum()
+        everything = (rest + 35) * (size**2).sum()
         assert figures[f"ceiling/{known:g}"] == pytest.approx((everything / least).item())
     dead = metrics.ceilings(
         cfg, prompt_weights, energy, 0 * advantages, scale, cost, keep, 0 * weights
