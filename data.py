@@ -1,16 +1,17 @@
 """
 Problems and their prompts: embedded ones, data sets of the Hugging Face hub, or your file.
 
-A file is JSON lines, one JSON array, or parquet. A row has the problem under `problem`, `question`
-or `prompt` and the reference answer under `answer`, `final_answer`, `target` or `solution`. An
-optional `source`, `subject` or `type` names its kind, for the pruning of prompts. Worked solutions
-are kept for supervised training. Bad rows are reported by line number before training starts.
+A file is JSON lines, one JSON array, or parquet. A row has the problem under `problem`, `question`,
+`prompt` or `messages`, as text or as a chat, and the reference answer under `answer`,
+`final_answer`, `target`, `solution`, `ground_truth` or `reward_model.ground_truth` (verl's). An
+optional `source`, `subject` or `type` names its kind. Worked solutions are kept for supervised
+training. Bad rows are reported by line number before training starts.
 """
 
 import json
 import math
-import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
@@ -18,12 +19,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import chat_format
+import dppo
 import rewards
-from runtime import InputError
+from runtime import InputError, ranks
 from tasks import arithmetic, word_problems
 
-PROBLEM_KEYS = ("problem", "question", "prompt")
-ANSWER_KEYS = ("answer", "final_answer", "target", "solution")
+PROBLEM_KEYS = ("problem", "question", "prompt", "messages")
+ANSWER_KEYS = ("answer", "final_answer", "target", "solution", "ground_truth")
 SOURCE_KEYS = ("source", "subject", "type")
 HUB = {  # data name -> id, configuration and split on the hub
     "gsm8k": ("openai/gsm8k", "main", "train"),
@@ -45,11 +48,23 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 @dataclass(frozen=True)
 class Problem:
-    text: str
+    text: str  # of a chat: the last turn of the user
     answer: str
     source: str  # the kind of embedded problem, the row's own source, or else the data's name
-    solution: str = ""  # worked out, with the answer in \boxed{}; "" if there is none
+    solution: str = ""  # worked out, with the answer in a box; "" if there is none
     instruction: str = ""  # appended to the text in the prompt
+    turns: tuple[
+        dict, ...
+    ] = ()  # of a chat, all: {"role", "content"}; () if the text is the only one
+
+    def messages(self, instruction: str = "") -> list[dict]:
+        """The turns of the prompt, with the instruction after the user's last one."""
+        if not self.turns:
+            return [{"role": "user", "content": self.text + instruction}]
+        turns = list(self.turns)
+        last = max(place for place, turn in enumerate(turns) if turn["role"] == "user")
+        turns[last] = turns[last] | {"content": self.text + instruction}
+        return turns
 
 
 class Embedded(NamedTuple):
@@ -87,10 +102,11 @@ EMBEDDED = {  # data name -> its task. A new one needs a module in tasks/ and a 
 # ---------------------------------------------------------------------------- problems
 
 
-def train_problems(data: str, *, hold_out: bool, reward=None) -> list[Problem]:
+def train_problems(data: str, *, hold_out: bool, own_reward: bool = False) -> list[Problem]:
     """The problems to train on. With hold_out, data that are not embedded lose their last 5 %.
 
-    Problems that `reward` (default: the data's own) cannot score are dropped.
+    Problems whose reference answers the default reward cannot read are dropped, unless the user has
+    a reward of their own.
     """
     if data in EMBEDDED:
         task, split = EMBEDDED[data].task, EMBEDDED[data].train_split
@@ -98,21 +114,21 @@ def train_problems(data: str, *, hold_out: bool, reward=None) -> list[Problem]:
             trained = ", ".join(name for name in EMBEDDED if EMBEDDED[name].train_split)
             raise InputError(f"--data {data} is for evaluation only: train on one of {trained}")
         return _computed(task, split, task.TRAIN_PROBLEMS)
-    problems = _scorable(data, reward)
+    problems = _scorable(data, own_reward)
     return problems[: -_held_out(data, problems)] if hold_out else problems
 
 
 def eval_problems(
-    data: str, limit: int | None, *, of_training_file: bool = False, reward=None
+    data: str, limit: int | None, *, of_training_file: bool = False, own_reward: bool = False
 ) -> list[Problem]:
     """At most `limit` problems to evaluate on: a held-out embedded split, or a whole set.
 
     With of_training_file, only the last 5 % of the set, which train_problems holds out. Problems
-    that `reward` (default: the data's own) cannot score are dropped.
+    that cannot be scored are dropped as there.
     """
     if data in EMBEDDED:
         return _computed(EMBEDDED[data].task, EMBEDDED[data].eval_split, limit or EVAL_PROBLEMS)
-    problems = _scorable(data, reward)
+    problems = _scorable(data, own_reward)
     return (problems[-_held_out(data, problems) :] if of_training_file else problems)[:limit]
 
 
@@ -134,6 +150,11 @@ def reward_function(data: str) -> Callable:
     return EMBEDDED[data].reward if data in EMBEDDED else rewards.math_reward
 
 
+def is_file(data: str) -> bool:
+    """Whether the value of --data is a path rather than a name of ours."""
+    return data not in EMBEDDED and data not in HUB
+
+
 def max_new_tokens(data: str) -> int:
     """Default room for a completion."""
     return EMBEDDED[data].longest_completion if data in EMBEDDED else FILE_TOKENS
@@ -150,20 +171,58 @@ def _held_out(data: str, problems: list[Problem]) -> int:
     return max(1, round(HELD_OUT_SHARE * len(problems)))
 
 
-def _scorable(data: str, reward) -> list[Problem]:
-    """The problems that the reward can score; prints how many others there are."""
+def _scorable(data: str, own_reward: bool) -> list[Problem]:
+    """The problems that the reward can score; says how many others there are.
+
+    Only the default reward can be asked beforehand. One of the user's sees completions only.
+    """
     problems = read_problems(data)
-    default = reward in (None, reward_function(data))
-    reward = reward or reward_function(data)
-    kept = [problem for problem in problems if reward("", problem.answer) is not None]
-    if len(kept) < len(problems) and os.environ.get("RANK", "0") == "0":
-        hint = f" (python eval.py --check-golds --data {data} lists them)" if default else ""
-        dropped = f"dropped {len(problems) - len(kept)} of {len(problems)} problems of {data}"
-        print(f"{dropped}: their reference answers cannot be scored{hint}")
+    if own_reward:
+        return problems
+    kept = [problem for problem in problems if rewards.has_value(problem.answer)]
+    if len(kept) < len(problems):
+        ranks.say(
+            f"dropped {len(problems) - len(kept)} of {len(problems)} problems of {data}: their "
+            f"reference answers cannot be scored (python eval.py --check-golds --data {data} lists "
+            f"them)"
+        )
     if not kept:
         none = f"{data}: none of its {len(problems)} reference answers can be scored"
         raise InputError(f"{none}; see eval.py --check-golds")
     return kept
+
+
+def say_common(train: list[Problem], evaluated: list[Problem]) -> None:
+    """Say how many of the problems to evaluate on are trained on, too."""
+    trained = {identity(problem) for problem in train}
+    common = sum(identity(problem) in trained for problem in evaluated)
+    if common:
+        ranks.say(
+            f"note: {common} of the {len(evaluated)} problems to evaluate on are also trained on"
+        )
+
+
+def identity(problem: Problem) -> str:
+    """What makes two problems the same one: all that is asked, whatever file it is in."""
+    return json.dumps(problem.messages())
+
+
+def draw_keys(problems: list[Problem]) -> list[int]:
+    """For each problem a key of its random numbers: of the problem, and of how often it has
+    occurred before. So neither the name of a file nor the order of its rows counts."""
+    occurred, keys = Counter(), []
+    for problem in map(identity, problems):
+        keys.append(dppo.seed_for(problem, occurred[problem]))
+        occurred[problem] += 1
+    return keys
+
+
+def content_hash(problems: list[Problem], prompt_ids: list[list[int]] | None = None) -> dict:
+    """Two numbers that change with the contents of a set: with its prompts (their token ids if
+    these are given), and with its reference answers."""
+    prompts = map(tuple, prompt_ids) if prompt_ids is not None else map(identity, problems)
+    answers = (problem.answer for problem in problems)
+    return {"prompts": dppo.seed_for(*prompts), "reference answers": dppo.seed_for(*answers)}
 
 
 # ---------------------------------------------------------------------------- reading
@@ -203,11 +262,13 @@ def _hub_rows(name: str):
 
 
 def _parquet_rows(path: str):
-    import datasets
+    """Read without the cache of the library datasets, which may hold the rows of an older file."""
+    import pyarrow.parquet
 
     try:
-        return datasets.Dataset.from_parquet(path)
-    except Exception as error:  # pyarrow and datasets raise many kinds for a bad file
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
         why = str(error).splitlines()[0]
         raise InputError(f"{path} cannot be read as parquet ({why})") from None
 
@@ -215,7 +276,7 @@ def _parquet_rows(path: str):
 def _json_rows(path: str):
     """(where, row) for every row of a JSON-lines file, blank lines skipped, or of a JSON array."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # Windows programs put a mark in front
     except UnicodeDecodeError as error:
         hint = "give JSON lines, a JSON array or parquet"
         raise InputError(f"{path} is not UTF-8 text ({error.reason}): {hint}") from None
@@ -240,23 +301,69 @@ def _problem(row: dict, where: str, data: str) -> Problem:
     if not isinstance(row, dict):
         kind = type(row).__name__
         raise InputError(f"{where} is not a JSON object but {kind}: correct or remove it")
-    problem_key = _first_key(row, PROBLEM_KEYS, where)
+    if isinstance(row.get("reward_model"), dict):  # verl's
+        row = row | {"ground_truth": row["reward_model"].get("ground_truth")}
+    row, text, turns = _question(row, where)
     answer_key = _first_key(row, ANSWER_KEYS, where)
-    text, found = row[problem_key], row[answer_key]
-    if isinstance(text, list) and text and isinstance(text[-1], dict):  # a chat: its last message
-        text = text[-1].get("content")
+    found = row[answer_key]
     if found is None:
         found = ""  # _scorable drops such rows, and counts them
     answers = found if isinstance(found, list) and found else [found]
-    for key, value in ((problem_key, text), *((answer_key, value) for value in answers)):
-        if not isinstance(value, (str, int, float)) or (key == problem_key and value == ""):
-            bad = f"the value of {key!r} must be text or a number, got {value!r}"
-            raise InputError(f"{where}: {bad}")
-    sources = (row[key] for key in SOURCE_KEYS if isinstance(row.get(key), str) and row[key])
+    for value in answers:
+        _check_value(value, answer_key, where)
     answer = ", ".join(map(reference_answer, answers))
     texts = (worked_solution(row[key]) for key in ANSWER_KEYS if isinstance(row.get(key), str))
     solution = next(filter(None, texts), "")
-    return Problem(str(text), answer, next(sources, data), solution, f"\n{INSTRUCTION}")
+    sources = (row[key] for key in SOURCE_KEYS if isinstance(row.get(key), str) and row[key])
+    return Problem(text, answer, next(sources, data), solution, f"\n{INSTRUCTION}", turns)
+
+
+def _check_value(value, key: str, where: str) -> None:
+    if not isinstance(value, (str, int, float, Decimal)):
+        bad = f"the value of {key!r} must be text or a number, got {value!r}"
+        raise InputError(f"{where}: {bad}")
+
+
+def _question(row: dict, where: str) -> tuple[dict, str, tuple[dict, ...]]:
+    """(row, text, turns). The last turn of a chat without an answer is the row's solution."""
+    key = _first_key(row, PROBLEM_KEYS, where)
+    text = row[key]
+    if not isinstance(text, list) or not text:
+        _check_value(text or None, key, where)
+        return row, str(text), ()
+    turns = _chat(text, f"{where}: the value of {key!r}")
+    if turns[-1]["role"] == "assistant":
+        has_answer = any(row.get(name) is not None for name in ANSWER_KEYS)
+        if key != "messages" or has_answer:
+            ends = f"the chat under {key!r} ends with a turn of the assistant"
+            raise InputError(f"{where}: {ends}, which may give the answer away: remove it")
+        row = row | {"solution": turns[-1]["content"]}  # OpenAI's format
+        turns = turns[:-1]
+    asked = [turn["content"] for turn in turns if turn["role"] == "user"]
+    if not asked:
+        raise InputError(f"{where}: the chat under {key!r} has no turn of the user")
+    only = len(turns) == 1 and turns[0].keys() == {"role", "content"}
+    return row, asked[-1], () if only else turns
+
+
+def _chat(value: list, where: str) -> tuple[dict, ...]:
+    """The turns of a chat, each with the role and the content as text."""
+    turns = []
+    for turn in value:
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+            wanted = 'turns such as {"role": "user", "content": ".."}'
+            raise InputError(f"{where} must be text or a chat of {wanted}, got {turn!r}")
+        content = turn.get("content")
+        if isinstance(content, list):  # OpenAI's parts of a message
+            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+            content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        elif content is None and turn.get("tool_calls"):
+            content = ""
+        if not isinstance(content, str):
+            raise InputError(f"{where}: the content of a turn must be text, got {turn!r}")
+        given = {name: part for name, part in turn.items() if part is not None}  # parquet has None
+        turns.append(given | {"content": content})
+    return tuple(turns)
 
 
 def _first_key(row: dict, keys: tuple[str, ...], where: str) -> str:
@@ -268,39 +375,45 @@ def _first_key(row: dict, keys: tuple[str, ...], where: str) -> str:
     return next((key for key in present if row[key] is not None), present[0])
 
 
-def reference_answer(value: str | int | float) -> str:
-    """The reference answer in a value: what follows the last ####, or the last box, or all of it.
+def reference_answer(value: str | int | float | Decimal) -> str:
+    """The reference answer in a value: the last box, or else what follows #### in the last line, or
+    else all of it.
 
     >>> reference_answer("24+48=72 #### 72"), reference_answer(27.0), reference_answer("$2x$")
     ('72', '27', '2x')
-    >>> reference_answer("so \\\\boxed{3}.")
+    >>> reference_answer("#### Step 2\\nso \\\\boxed{3}.")
     '3'
     """
-    if isinstance(value, float):
+    if isinstance(value, (float, Decimal)):
         if not math.isfinite(value):
             return ""
-        value = f"{Decimal(repr(value)).normalize():f}"
-    _before, mark, text = str(value).rpartition("####")
-    if not mark and "\\boxed{" in text:
-        text = rewards.last_boxed(text) or ""
+        value = f"{Decimal(str(value)).normalize():f}"
+    text = str(value)
+    if box := rewards.last_box(text):
+        text = box.content or ""
+    else:
+        last_line = text.strip().rpartition("\n")[2]
+        _before, mark, after = last_line.rpartition("####")
+        text = after if mark else text
     text = text.strip()
     dollars = len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text[1:-1]
     return text[1:-1].strip() if dollars else text
 
 
 def worked_solution(text: str) -> str:
-    """A row's own solution, with the answer in \\boxed{} and no calculator marks; "" for an answer.
+    """A row's own solution, with the answer in a box and no calculator marks; "" for an answer.
 
     >>> worked_solution("So 24+48 = <<24+48=72>>72 clips.\\n#### 72")
     'So 24+48 = 72 clips.\\n\\\\boxed{72}'
     >>> worked_solution("so $x=\\\\boxed{3}$."), worked_solution("72"), worked_solution("#### 72")
     ('so $x=\\\\boxed{3}$.', '', '')
     """
-    steps, mark, answer = re.sub(r"<<.*?>>", "", text).rpartition("####")
-    if mark:
-        return f"{steps.rstrip()}\n\\boxed{{{answer.strip()}}}" if steps.strip() else ""
-    boxed = rewards.last_boxed(text)
-    return text if boxed and text.strip() != f"\\boxed{{{boxed}}}" else ""
+    if box := rewards.last_box(text):
+        return text if box.content and text.strip() != text[box.start : box.end] else ""
+    lines, _newline, last_line = text.strip().rpartition("\n")
+    before, mark, answer = last_line.rpartition("####")
+    steps = re.sub(r"<<.*?>>", "", f"{lines}\n{before}").strip()
+    return f"{steps}\n\\boxed{{{answer.strip()}}}" if mark and steps else ""
 
 
 # ---------------------------------------------------------------------------- prompts
@@ -312,6 +425,8 @@ def encode_prompts(
     max_prompt_tokens: int,
     prompt_format: str = "auto",
     thinking: bool = False,
+    instruction: str | None = None,
+    vocabulary: int | None = None,
 ) -> tuple[list[Problem], list[list[int]]]:
     """The problems that fit and their prompt token ids; prints how many were too long.
 
@@ -319,26 +434,68 @@ def encode_prompts(
     plain  problem and instruction are text that the model continues
     auto   chat if the tokenizer has a template
 
-    Raises InputError if no problem fits.
+    `instruction` replaces the problems' own. `vocabulary` is the number of tokens that the model
+    can read. Raises InputError if no problem fits, or a token is beyond the vocabulary.
     """
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise InputError("--prompt-format chat: the tokenizer has no chat template; use plain")
+    added = instruction and f"\n{instruction}"
+    instructions = [problem.instruction if added is None else added for problem in problems]
     if tokenizer.chat_template and prompt_format != "plain":
-        contents = [problem.text + problem.instruction for problem in problems]
-        texts = tokenizer.apply_chat_template(
-            [[{"role": "user", "content": content}] for content in contents],
-            tokenize=False, add_generation_prompt=True, enable_thinking=thinking,
-        )  # fmt: skip
+        try:
+            texts = [
+                chat_format.prompt_text(tokenizer, problem.messages(own), thinking)
+                for problem, own in zip(problems, instructions, strict=True)
+            ]
+        except ValueError as error:
+            raise InputError(f"{error}: change the data, or use --prompt-format plain") from None
         prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if _without_end(prompt_ids, tokenizer) != prompt_ids:
+            raise InputError(
+                f"the chat template ends a prompt with an end token, after which nothing follows: "
+                f"...{texts[0][-60:]!r}; use --prompt-format plain"
+            )
     else:
-        endings = [problem.instruction and problem.instruction + "\n" for problem in problems]
+        if chats := [problem for problem in problems if problem.turns]:
+            raise InputError(
+                f"{len(chats)} problems are chats of several turns, one of which ends with "
+                f"{chats[0].text[-60:]!r}. Only a chat template can join turns: use a model that "
+                f"has one, and not --prompt-format plain"
+            )
+        endings = [own and own + "\n" for own in instructions]
         texts = [problem.text + end for problem, end in zip(problems, endings, strict=True)]
-        prompt_ids = tokenizer(texts)["input_ids"]
+        with_ends = tokenizer(texts)["input_ids"]
+        prompt_ids = _without_end(with_ends, tokenizer)
+        if prompt_ids != with_ends:
+            ranks.say("note: the tokenizer ends each text with an end token; prompts go without it")
+    if vocabulary:
+        check_vocabulary(prompt_ids, texts, tokenizer, vocabulary)
     fits = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
     too_long = f"longer than {max_prompt_tokens} tokens"
-    if len(fits) < len(problems) and os.environ.get("RANK", "0") == "0":
-        print(f"dropped {len(problems) - len(fits)} of {len(problems)} prompts: {too_long}")
+    if len(fits) < len(problems):
+        ranks.say(f"dropped {len(problems) - len(fits)} of {len(problems)} prompts: {too_long}")
     if not fits:
         hint = "lower --max-new-tokens"
         raise InputError(f"all {len(problems)} prompts are {too_long}: {hint}")
     return [problems[index] for index in fits], [prompt_ids[index] for index in fits]
+
+
+def _without_end(prompt_ids: list[list[int]], tokenizer) -> list[list[int]]:
+    """The prompts without end tokens at their ends. After one, a model writes something else."""
+    ends = chat_format.end_tokens(tokenizer)
+    cut = []
+    for ids in prompt_ids:
+        last = max((place for place, token in enumerate(ids) if token not in ends), default=-1)
+        cut.append(ids[: last + 1])
+    return cut
+
+
+def check_vocabulary(all_ids: list[list[int]], texts: list[str], tokenizer, vocabulary: int):
+    """InputError if one of the texts has a token that the model's embedding has no row for."""
+    for ids, text in zip(all_ids, texts, strict=True):
+        if (highest := max(ids, default=0)) >= vocabulary:
+            raise InputError(
+                f"the tokenizer gives {tokenizer.decode([highest])!r} the id {highest}, but the "
+                f"model's embedding has {vocabulary} rows: it is not this model's tokenizer. The "
+                f"token is in {text[:80]!r}"
+            )

@@ -325,12 +325,13 @@ class CompletionRule:
 
     keep_prob(batch, prune_rate) -> [K, G] for a Completions. It must be above 0 for every
     completion whose loss term is not exactly 0 (batch.size > 0). Rules marked `biased` are exempt.
+    A rule with `select` must say what it is: `biased=""` if it is unbiased all the same.
     """
 
     keep_prob: Callable | None
     rate: float | None = 0.7  # default r_o; at 0 nothing is dropped. None: the rule has no rate
     order: Callable | None = None  # (batch, generator) -> [K * G], of a systematic draw; or None
-    biased: str = ""  # why, as the run's first lines say it
+    biased: str | None = None  # why, as the run's first lines say it
     select: Callable | None = None  # (batch, prune_rate) -> (keep, weights), without probabilities
 
 

@@ -14,12 +14,18 @@ pass@1. Each set prints one line of JSON, and a table follows. With --out-dir ev
 stored at once, and repeating the command continues an interrupted evaluation.
 """
 
+import contextlib
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+import flags
+
+if __name__ == "__main__":
+    flags.answer_help(flags.EvalConfig)
 
 import torch
 import tyro
@@ -27,63 +33,15 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 import data
+import dppo
 import models
 import rewards
 import rollout
 from dppo import generator_for, seed_for
 from engines import vllm_engine
+from flags import EvalConfig
 from runtime import InputError, checkpoint, log
 from runtime.device import choose_device, choose_dtype
-
-
-@dataclass
-class EvalConfig:
-    model: str | None = None
-    """The model to evaluate: a folder such as out/checkpoint or tasks/arithmetic-base (tiny before
-    training), a hub id, smollm2 or a .gguf file."""
-    data: tuple[str, ...] = ("arithmetic",)
-    """One or more sets: names of embedded or hub sets, or files."""
-    k: int = 4
-    """Completions per problem."""
-    problems: int | None = None
-    """Use at most this many problems of each set. By default all, or 300 of an embedded set."""
-    held_out: bool = False
-    """Use only the last 5 % of a set, which train.py holds out of its training."""
-    out_dir: str | None = None
-    """Store every completion in this folder, and continue from those already stored there."""
-    compare: tuple[str, str] | None = None
-    """Instead of evaluating a model, compare two such folders."""
-    check_golds: bool = False
-    """Instead of evaluating a model, list reference answers of --data that cannot be scored."""
-    prompt: str | None = None
-    """Instead of evaluating the model, print its answer to this one question."""
-    temperature: float = 1.0
-    """Sampling temperature. 0 is greedy decoding."""
-    top_k: int = 0
-    """Sample only from this many of the likeliest tokens. 0 means all tokens."""
-    top_p: float = 1.0
-    """Sample only from the likeliest tokens that together have this probability."""
-    repetition_penalty: float = 1.0
-    """A value above 1 makes tokens that already occurred less likely."""
-    max_new_tokens: int | None = None
-    """Longest completion, in tokens. By default what the data need; 1,024 for --prompt."""
-    prompt_format: Literal["auto", "chat", "plain"] = "auto"
-    """How a problem becomes a prompt. auto is chat if the tokenizer has a chat template."""
-    thinking: bool = False
-    """Let the chat template open a thinking block."""
-    engine: Literal["compact", "hf", "vllm"] = "compact"
-    """What samples: this repository's loop, transformers' generate, or vLLM."""
-    vllm_memory: float = 0.8
-    """Share of the GPU's memory that vLLM may use."""
-    batch_size: int = 512
-    """Number of sequences sampled at once."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run. auto is cuda if there is a GPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the arithmetic. auto is bfloat16 on CUDA and float32 on the CPU."""
-    seed: int = 0
-    """Seed of the sampling."""
-
 
 # Flags that do not change a completion. Everything in one --out-dir shares the others.
 FREE = ("data", "problems", "out_dir", "compare", "check_golds", "prompt", "vllm_memory", "device")
@@ -91,6 +49,7 @@ FREE = ("data", "problems", "out_dir", "compare", "check_golds", "prompt", "vllm
 
 class ProblemSet(NamedTuple):
     name: str
+    file: str  # of its completions, without .jsonl
     problems: list[data.Problem]
     prompt_ids: list[list[int]]
     max_new_tokens: int
@@ -115,14 +74,16 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
 
     settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
     settings["weights"] = checkpoint.fingerprint(model)
-    folder = open_folder(cfg.out_dir, settings) if cfg.out_dir else None
     table = []
-    for one in sets:
-        path = folder and folder / f"{Path(one.name).stem}.jsonl"
-        rows = complete(model, tokenizer, one, sampling, cfg, path, reward)
-        row = {"data": one.name, **figures(rows), **settings, "max_new_tokens": one.max_new_tokens}
-        print(log.as_json(row), flush=True)
-        table.append(row)
+    with owned(cfg.out_dir):
+        folder = open_folder(cfg.out_dir, settings) if cfg.out_dir else None
+        for one in sets:
+            path = folder and folder / f"{one.file}.jsonl"
+            rows = complete(model, tokenizer, one, sampling, cfg, path, reward)
+            row = {"data": one.name, **figures(rows)}
+            row |= settings | {"max_new_tokens": one.max_new_tokens}
+            print(log.as_json(row), flush=True)
+            table.append(row)
     print_table(table, cfg.k)
     return table
 
@@ -147,10 +108,9 @@ def check_config(cfg: EvalConfig) -> None:
 def load(cfg: EvalConfig, reward):
     """(model, tokenizer, problem sets, sampling), ready to sample from."""
     if cfg.prompt is not None:
-        found = {"prompt": [data.Problem(cfg.prompt, "", "prompt")]}
+        found = {"prompt": ("prompt", [data.Problem(cfg.prompt, "", "prompt")])}
     else:
-        options = {"of_training_file": cfg.held_out, "reward": reward}
-        found = {name: data.eval_problems(name, cfg.problems, **options) for name in cfg.data}
+        found = {name: read_set(name, cfg, own_reward=reward is not None) for name in cfg.data}
 
     source = models.model_folder(cfg.model)
     if Path(source).is_dir():  # no bar for loading a folder; a download keeps its own
@@ -158,11 +118,13 @@ def load(cfg: EvalConfig, reward):
     model, tokenizer = models.load_policy(source, cfg.device, cfg.dtype)
 
     sets = []
-    for name, problems in found.items():
+    for name, (file, problems) in found.items():
         room = cfg.max_new_tokens or data.max_new_tokens(name)
-        limit = model.config.max_position_embeddings - room
-        fitting = data.encode_prompts(problems, tokenizer, limit, cfg.prompt_format, cfg.thinking)
-        sets.append(ProblemSet(name, *fitting, room))
+        fitting = data.encode_prompts(
+            problems, tokenizer, model.longest - room, cfg.prompt_format, cfg.thinking,
+            cfg.instruction, models.vocabulary(model),
+        )  # fmt: skip
+        sets.append(ProblemSet(name, file, *fitting, room))
 
     engine = cfg.engine
     if engine == "vllm":
@@ -177,6 +139,20 @@ def load(cfg: EvalConfig, reward):
         repetition_penalty=cfg.repetition_penalty, show_progress=True,
     )  # fmt: skip
     return model, tokenizer, sets, sampling
+
+
+def read_set(name: str, cfg: EvalConfig, own_reward: bool) -> tuple[str, list[data.Problem]]:
+    """(name of the file of completions, problems) of a set.
+
+    A file's completions are named after the contents of all of its problems, because two files may
+    have the same name.
+    """
+    options = {"of_training_file": cfg.held_out, "own_reward": own_reward}
+    if not data.is_file(name):
+        return name, data.eval_problems(name, cfg.problems, **options)
+    problems = data.eval_problems(name, None, **options)
+    content = dppo.seed_for(*data.content_hash(problems).values())
+    return f"{Path(name).stem}-{content:016x}", problems[: cfg.problems]
 
 
 # ---------------------------------------------------------------------------- sample and score
@@ -199,10 +175,13 @@ def complete(
 
     A row has index, problem, answer, rewards, lengths, truncated and completions.
     """
-    name, problems, prompt_ids, room = one
+    name, _file, problems, prompt_ids, room = one
     sampling = replace(sampling, max_new_tokens=room)
     reward = reward or data.reward_function(name)
     chunk = max(1, cfg.batch_size // cfg.k)  # problems in a batch
+    seed, keys = seed_for(cfg.seed, name), range(len(problems))
+    if data.is_file(name):  # the file's path and the order of its rows shall not count
+        seed, keys = seed_for(cfg.seed, "file"), data.draw_keys(problems)
 
     rows = log.read_rows(path)[: len(problems)] if path else []
     expected = [(problem.text, problem.answer) for problem in problems[: len(rows)]]
@@ -215,7 +194,7 @@ def complete(
     for start in tqdm(starts, desc=name, unit="batch", delay=3, leave=False):
         batch = range(len(problems))[start : start + chunk]
         ids, asked = [prompt_ids[index] for index in batch], [problems[index] for index in batch]
-        options = {"seed": seed_for(cfg.seed, name), "keys": batch}
+        options = {"seed": seed, "keys": [keys[index] for index in batch]}
         rollouts = rollout.sample(model, ids, sampling, group_size=cfg.k, **options)
         texts, scores = rewards.score(rollouts, asked, tokenizer, reward)
         new = [
@@ -236,12 +215,16 @@ def complete(
     return rows
 
 
+def owned(folder: str | None):
+    """The folder of an evaluation, for this process only."""
+    return checkpoint.owned(Path(folder)) if folder else contextlib.nullcontext()
+
+
 def open_folder(folder: str, settings: dict) -> Path:
     """The folder of one model's completions; InputError if it was made with other settings."""
     path = Path(folder) / "config.json"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings, indent=2) + "\n")
+        log.write_text(path, json.dumps(settings, indent=2) + "\n")
         return path.parent
     stored = json.loads(path.read_text())
     for name, value in settings.items():
@@ -263,7 +246,8 @@ def avg_at_k(rewards: torch.Tensor) -> float:
 
 
 def pass_at_k(rewards: torch.Tensor, k: int) -> float:
-    """The probability that at least one of k completions is right (arXiv:2107.03374).
+    """The probability that at least one of k completions is right (arXiv:2107.03374), for rewards
+    that are 1 if a completion is right and else 0.
 
     With n scorable completions of a problem, c of them right, 1 - C(n - c, k) / C(n, k) is unbiased
     for k <= n. This is its mean over problems; those with fewer than k are left out.
@@ -305,12 +289,14 @@ def figures(rows: list[dict]) -> dict:
     k = scores.shape[1]
     tokens = torch.tensor([row["lengths"] for row in rows], dtype=torch.float64)
     powers = {2**i for i in range(k.bit_length())}
+    right_or_wrong = ((scores == 0) | (scores == 1) | scores.isnan()).all()
+    shares = {f"pass@{n}": pass_at_k(scores, n) for n in sorted(powers | {k}) if right_or_wrong}
     return {
         "problems": len(rows),
         "k": k,
         f"avg@{k}": avg_at_k(scores),
         "ci95": list(bootstrap_interval(scores)),
-        **{f"pass@{n}": pass_at_k(scores, n) for n in sorted(powers | {k})},
+        **shares,  # other rewards do not say which completions are right
         "unscorable": int(scores.isnan().sum()),
         "truncated_share": sum(sum(row["truncated"]) for row in rows) / scores.numel(),
         "mean_length": tokens.mean().item(),
@@ -324,7 +310,7 @@ def print_table(table: list[dict], k: int) -> None:
         name, (low, high) = Path(row["data"]).stem[:18], row["ci95"]
         print(
             f"{name:18s} {row['problems']:8d}   {row[f'avg@{k}']:.3f}    ({low:.3f} to {high:.3f})"
-            f"   {row[f'pass@{k}']:.3f}     {row['truncated_share']:6.1%}"
+            f"   {row.get(f'pass@{k}', math.nan):.3f}     {row['truncated_share']:6.1%}"
         )
     if len(table) > 1:
         print(f"{'average':27s}   {sum(row[f'avg@{k}'] for row in table) / len(table):.3f}")

@@ -213,16 +213,20 @@ def first_lines(
     return "\n".join([summary, *(f"note: {note}" for note in notes)])
 
 
-def nothing_learned(reward: float, steps: int, samples: Path) -> str:
-    """A note for a run that had no live group for some steps, given their mean reward."""
-    cause = "each problem is too easy or too hard for the model"
-    if math.isnan(reward):
+def nothing_learned(cfg: config.Config, row: dict, steps: int, samples: Path) -> str:
+    """A note for a run whose gradient was 0 for some steps, given the figures of the last one."""
+    cause = "each problem is too easy or too hard for the model, so its completions earn the same"
+    if math.isnan(row["reward"]):
         cause = "no reference answer can be scored"
-    elif reward == 0:
+    elif cfg.mask_truncated and row["completions/clipped_ratio"] == 1:
+        cause = "--max-new-tokens cuts off all completions, and --mask-truncated masks these"
+    elif row["frac_reward_zero_std"] < 1:
+        cause = "what was kept has no loss; some groups do have rewards that differ"
+    elif row["reward"] == 0:
         cause = "the reward never finds the answer in a completion, or the problems are too hard"
     return (
-        f"for {steps} steps all completions of each prompt had the same reward ({reward:.3f} "
-        f"on average), so nothing was learned. Likely cause: {cause}. See {samples}"
+        f"the gradient was 0 for {steps} steps, so nothing was learned (mean reward "
+        f"{row['reward']:.3f}). Likely cause: {cause}. See {samples}"
     )
 
 

@@ -4,28 +4,39 @@ What a run starts from: problems, models and prompts, from the names that a user
 All of it happens once, before the first step. Bad input raises InputError.
 """
 
+import json
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
+import chat_format
 import data
 import packing
 import rollout
 from config import Config
 from engines import check_decoder, compact, hf, vllm_engine
-from runtime import InputError, ranks
+from runtime import InputError, checkpoint, ranks
 from runtime.device import cast_weights, fuse_norms
 from tasks import arithmetic, gguf
 from update import trainer_logprobs
 
 # What --engine names. vLLM is started by whoever asks for it: see `make_sampling`.
 ENGINES = {"plain": None, "compact": compact, "hf": hf}
+# What other programs put before the names of weights, and how to save them without it.
+PREFIXES = {
+    "_orig_mod.": "save the model that was compiled, which is its _orig_mod",
+    "module.": "save the model inside the wrapper, which is its module",
+    "base_model.model.": "merge the adapter with merge_and_unload() and save the result",
+}
 
 
 class Problems(NamedTuple):
@@ -45,20 +56,21 @@ class Models(NamedTuple):
     policy: torch.nn.Module  # samples; the model itself unless its weights are shared or cast
     reference: torch.nn.Module | None  # the model that the run began with; None without --beta
     source: str  # the folder or hub id of the weights
+    first: float | None  # fingerprint of the model that --model names; None if it was not read
 
 
 def load_problems(cfg: Config, reward: Callable | None = None) -> Problems:
     """The problems of --data and --eval-data, and their rewards unless `reward` replaces them."""
-    of_training_file = cfg.eval_data is None
-    name = cfg.eval_data or cfg.data
-    own, eval_own = reward or data.reward_function(cfg.data), reward or data.reward_function(name)
-    load = data.train_problems
-    train = ranks.broadcast(load, cfg.data, hold_out=of_training_file, reward=own)
+    name, own_reward = cfg.eval_data or cfg.data, reward is not None
+    split = {"hold_out": cfg.eval_data is None, "own_reward": own_reward}
+    train = ranks.broadcast(data.train_problems, cfg.data, **split)
     evaluated = []
     if cfg.eval_every:
-        options = {"of_training_file": of_training_file, "reward": eval_own}
-        evaluated = ranks.broadcast(data.eval_problems, name, cfg.eval_problems, **options)
-    return Problems(train, evaluated, own, eval_own)
+        split = {"of_training_file": cfg.eval_data is None, "own_reward": own_reward}
+        evaluated = ranks.broadcast(data.eval_problems, name, cfg.eval_problems, **split)
+        data.say_common(train, evaluated)
+    rewards = reward or data.reward_function(cfg.data), reward or data.reward_function(name)
+    return Problems(train, evaluated, *rewards)
 
 
 def model_folder(model: str) -> str:
@@ -69,38 +81,50 @@ def model_folder(model: str) -> str:
 def load_models(cfg: Config, saved: Path | None) -> Models:
     """The models of --model, or of a checkpoint that the run resumes from."""
     base = cfg.model
-    if cfg.beta or not saved:
+    renamed = saved and base != checkpoint.stored_config(Path(cfg.out_dir))["model"]
+    if cfg.beta or renamed or not saved:
         base = ranks.broadcast(model_folder, base)
     source = str(saved or base)
     if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
         transformers.utils.logging.disable_progress_bar()
     apart = cfg.shard == "fsdp" or (cfg.dtype == "bfloat16" and cfg.engine != "vllm")
     model, tokenizer = load_policy(source, cfg.device, samples=not apart)
+    reference = None
+    if cfg.beta or renamed:  # the model that the run began with, even on resume
+        reference = load_policy(base, cfg.device, samples=False)[0].requires_grad_(False)
+    began_with = reference or (None if saved else model)
+    first = began_with and checkpoint.fingerprint(began_with)
+    reference = reference if cfg.beta else None
     if cfg.gradient_checkpointing:
         checkpoint_layers(model)
-    reference = None
-    if cfg.beta:  # the model that the run began with, even on resume
-        reference = load_policy(base, cfg.device, samples=False)[0].requires_grad_(False)
     policy = model
     if cfg.shard == "fsdp":
         for sharded in filter(None, (model, reference)):
             shard(sharded, cfg.device)
     if apart:
         policy = load_policy(source, cfg.device, cfg.dtype)[0].requires_grad_(False)
-    return Models(model, tokenizer, policy, reference, source)
+    return Models(model, tokenizer, policy, reference, source, first)
 
 
 def encode(cfg: Config, models: Models, problems: list) -> tuple[list, list[list[int]]]:
     """(problems, token ids) of the problems whose prompts leave room for a completion."""
     if not problems:
         return [], []
-    room = models.model.config.max_position_embeddings - cfg.max_new_tokens
-    return data.encode_prompts(problems, models.tokenizer, room, cfg.prompt_format, cfg.thinking)
+    room = models.model.longest - cfg.max_new_tokens
+    return data.encode_prompts(
+        problems, models.tokenizer, room, cfg.prompt_format, cfg.thinking, cfg.instruction,
+        vocabulary(models.model),
+    )  # fmt: skip
+
+
+def vocabulary(model) -> int:
+    """The number of tokens that the model can read."""
+    return model.get_input_embeddings().num_embeddings
 
 
 def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
-    """The optimizer. train.py gives all of its parameter groups the learning rate of the schedule
-    before each step, and checkpoints hold its state."""
+    """The optimizer. Before each step, train.py multiplies the learning rate that each of its
+    parameter groups has here by the schedule; checkpoints hold its state."""
     return torch.optim.AdamW(
         parameters, lr=cfg.lr, betas=(0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay,
         fused=cfg.device == "cuda",
@@ -133,18 +157,14 @@ def sampling(
     """How to sample from a loaded policy, with its end tokens and its pad token. `engine` is a name
     of ENGINES or an engine, such as a vllm_engine.Engine. `options` are other fields."""
     engine = ENGINES[engine] if isinstance(engine, str) else engine
-    ends = eos_token_ids(model, tokenizer)
-    return rollout.Sampling(max_new_tokens, ends, tokenizer.pad_token_id, engine=engine, **options)
-
-
-def eos_token_ids(model, tokenizer) -> list[int]:
-    """Every token that ends a completion. The generation config names them, for chat models in a
-    list; if it does not, the tokenizer's end token is the only one."""
-    ids = model.generation_config.eos_token_id
-    ids = tokenizer.eos_token_id if ids is None else ids
-    if ids is None:
-        raise ValueError("neither the generation config nor the tokenizer names an end token")
-    return ids if isinstance(ids, list) else [ids]
+    ends = chat_format.end_tokens(tokenizer, model.config, model.generation_config)
+    if not ends:
+        raise InputError(
+            f"--model {model.name_or_path}: nothing names its end token, so completions would not "
+            f"end: set eos_token in tokenizer_config.json or eos_token_id in generation_config.json"
+        )
+    pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return rollout.Sampling(max_new_tokens, ends, pad, engine=engine, **options)
 
 
 # ---------------------------------------------------------------------------- one model
@@ -153,31 +173,36 @@ def eos_token_ids(model, tokenizer) -> list[int]:
 def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = True):
     """(model, tokenizer) from a hub id or a folder, without remote code.
 
-    The model has packed attention; the tokenizer has a pad token. Training needs float32 weights;
-    sampling in bfloat16 needs weights of that type, or each would be cast for every token. If it
-    `samples`, it is compared with the fast decoder, see engines/check_decoder.py."""
-    try:
-        options = {"dtype": torch.float32, "attn_implementation": packing.ATTENTION}
-        model = AutoModelForCausalLM.from_pretrained(name, **options)
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        if kind := re.search("model type `(pruned_[a-z0-9]+)`", reason):
-            reason = f"its type {kind[1]} needs `python -m related.pruned PROGRAM FLAGS`"
-        raise InputError(f"--model {name} cannot be loaded: {reason}") from None
+    The model has packed attention, and `model.longest` is the number of tokens that a sequence may
+    have. The tokenizer is as it was saved. Training needs float32 weights; sampling in bfloat16
+    needs weights of that type, or each would be cast for every token. If it `samples`, it is
+    compared with the fast decoder, see engines/check_decoder.py."""
+    model, tokenizer = read(name)
     tokens = max(tokenizer.get_vocab().values()) + 1  # Qwen3 pads its head beyond these
     model.vocab_size = min(tokens, model.config.vocab_size)
+    if broken := [key for key, weight in model.named_parameters() if not weight.isfinite().all()]:
+        weights = f"{len(broken)} of its weights, such as {broken[0]}"
+        raise InputError(f"--model {name}: {weights}, hold NaN or infinity: use another checkpoint")
+    only = "only full attention can be packed here"
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        problem = f"layers of kinds {sorted(kinds)}: only full attention can be packed here"
-        raise InputError(f"--model {name} has {problem}")
-    if not packs_exactly(model):
+    window = getattr(model.config, "sliding_window", None)
+    if kinds != {"full_attention"} and not window:
+        raise InputError(f"--model {name} has layers of kinds {sorted(kinds)}: {only}")
+    model.longest = longest_sequence(model)
+    if kinds != {"full_attention"} or not packs_exactly(model, model.longest):
+        if window:
+            raise InputError(
+                f"--model {name}: its attention has a window of {window} tokens; {only}"
+            )
         raise InputError(
             f"--model {name} cannot be packed exactly: it has attention of its own, or its logits "
             "are more than its output embedding applied to its last hidden state"
         )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    if samples and model.longest < model.config.max_position_embeddings:
+        ranks.say(
+            f"note: the rotary embedding (rope) of --model {name} changes in sequences of more "
+            f"than {model.longest} tokens, so prompt and completion are limited to that"
+        )
     fuse_norms(model)
     exact = None if dtype == "float32" or not samples else check_decoder.logits(model)
     cast_weights(model, dtype)
@@ -187,25 +212,135 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
     return model, tokenizer
 
 
-def packs_exactly(model) -> bool:
-    """Whether two packed sequences get the log-probs that the model itself gives to each of them.
+def read(name: str):
+    """(model, tokenizer) by transformers, in float32. InputError if it cannot read them, or if it
+    would make up weights."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would print a table of the names of missing weights
+    try:
+        model_config = AutoConfig.from_pretrained(name)
+        senses = {"vision_config", "audio_config"} & {*model_config.sub_configs}
+        if senses:
+            kind = "vision-language" if "vision_config" in senses else "multimodal"
+            raise ValueError(f"it is a {kind} model, and only text models can be trained")
+        options = {"dtype": torch.float32, "attn_implementation": packing.ATTENTION}
+        model, names = AutoModelForCausalLM.from_pretrained(
+            name, output_loading_info=True, **options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
+        reason = f"{error}".strip().splitlines() or [type(error).__name__]
+        reason = broken_file(Path(name)) or reason[0]
+        if kind := re.search("model type `(pruned_[a-z0-9]+)`", reason):
+            reason = f"its type {kind[1]} needs `python -m related.pruned PROGRAM FLAGS`"
+        raise InputError(f"--model {name} cannot be loaded: {reason}") from None
+    finally:
+        logging.set_verbosity(verbosity)
 
-    They do not if the model ignores the attention interface, scales or caps its logits, or (in
+    missing, unexpected = sorted(names["missing_keys"]), sorted(names["unexpected_keys"])
+    if missing:
+        raise InputError(f"--model {name}: {_about(missing, unexpected)}")
+    if unexpected:
+        ranks.say(f"note: --model {name} has weights that it does not use, such as {unexpected[0]}")
+    return model, tokenizer
+
+
+def _about(missing: list[str], unexpected: list[str]) -> str:
+    """What is wrong with the names of a model's weights, and how to mend it."""
+    found = f"{len(missing)} of its weights are missing, such as {missing[0]}"
+    for name in missing:
+        for other in unexpected:
+            if other.endswith(name):
+                prefix = other.removesuffix(name)
+                remedy = PREFIXES.get(prefix, "save it under the names of the model's own weights")
+                return f"{found}; its names begin with {prefix!r} ({other}): {remedy}"
+    instead = f"; it has {unexpected[0]} instead" if unexpected else ""
+    return f"{found}{instead}: save the whole model with save_pretrained"
+
+
+def broken_file(folder: Path) -> str:
+    """What is wrong with a file of a model's folder; "" if all can be opened."""
+    for path in sorted(folder.glob("*")):
+        if path.is_dir():
+            continue
+        with open(path, "rb") as file:
+            if file.read(50).startswith(b"version https://git-lfs"):
+                return f"{path} is the pointer of Git LFS to a file: run `git lfs pull`"
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+            elif path.suffix == ".safetensors":
+                safe_open(path, "pt")
+            elif path.suffix == ".bin" and not zipfile.is_zipfile(path):
+                raise ValueError("it is no file of torch.save")
+        except (OSError, ValueError, SafetensorError) as error:
+            reason = str(error).splitlines()[0]
+            return f"{path} is not whole ({reason}): copy or download it again"
+    return ""
+
+
+@torch.no_grad()
+def longest_sequence(model) -> int:
+    """The number of tokens that a sequence may have: max_position_embeddings, or fewer.
+
+    Some rotary embeddings (longrope, dynamic) rotate all tokens of a forward in another way if one
+    of them is far enough from its beginning. Then a token's log-prob would depend on what else is
+    in the slot, and on what is sampled after it. Up to this length that never happens.
+    """
+    most = getattr(model.config, "max_position_embeddings", None)
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if not most:
+        raise InputError(
+            f"--model {model.name_or_path}: its config has no max_position_embeddings, so nothing "
+            f"says how long a sequence may be"
+        )
+    if not rotary:
+        return most
+
+    def rotations(length: int) -> torch.Tensor:
+        """Those of the first three positions, beside the last one of this length."""
+        positions = torch.tensor([[0, 1, 2, length - 1]], device=model.device)
+        found = rotary(torch.zeros(1, device=model.device), positions)
+        return torch.cat(found if isinstance(found, tuple) else (found,))[:, :3]
+
+    exact = rotations(3)
+    fits, too_long = 3, most + 1
+    if torch.equal(rotations(most), exact):
+        return most
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if torch.equal(rotations(middle), exact):
+            fits = middle
+        else:
+            too_long = middle
+    return fits
+
+
+@torch.no_grad()
+def packs_exactly(model, longest: int) -> bool:
+    """Whether four packed sequences get the log-probs that the model gives to two and two of them.
+
+    Two begin at position 0. The other two end at the last position of the longest sequence. They
+    get others if the model ignores the attention interface, scales or caps its logits, or (in
     training mode) has dropout."""
     sequences = torch.tensor([[0, 1, 2], [2, 1, 0]], device=model.device)
-    pack = packing.build_pack([[0], [2]], [[1, 2], [1, 0]], model.device)
+    starts = (0, longest - 3)
+    pack = packing.build_pack([[0], [2]] * 2, [[1, 2], [1, 0]] * 2, model.device)
+    pack.position_ids[:, 4:] += starts[1]  # each sequence has two tokens before its last one
     was_training = model.training
+    theirs = []
     try:
-        with torch.no_grad():
-            ours, _ = packing.packed_logprobs(model, pack)
-            model.eval().set_attn_implementation("sdpa")
-            logits = model(sequences, use_cache=False).logits  # [2, 3, padded V]
+        ours, _ = packing.packed_logprobs(model, pack)  # [8]
+        model.eval().set_attn_implementation("sdpa")
+        for start in starts:
+            positions = torch.arange(start, start + 3, device=model.device).expand(2, 3)
+            logits = model(sequences, position_ids=positions, use_cache=False).logits  # [2, 3, V]
+            every = logits[:, :-1, : model.vocab_size].log_softmax(dim=-1)  # [2, 2, V]
+            theirs.append(every.gather(2, sequences[:, 1:, None]).flatten())  # [4]
     except (AssertionError, NotImplementedError, TypeError, ValueError):
         return False
     model.train(was_training).set_attn_implementation(packing.ATTENTION)
-    every = logits[:, :-1, : model.vocab_size].log_softmax(dim=-1)  # [2, 2, V]
-    theirs = every.gather(2, sequences[:, 1:, None]).flatten()  # [4]
-    return torch.allclose(ours, theirs.to(ours.dtype), atol=1e-4)
+    return torch.allclose(ours, torch.cat(theirs).to(ours.dtype), atol=1e-4)
 
 
 def checkpoint_layers(model) -> None:
@@ -213,7 +348,7 @@ def checkpoint_layers(model) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.train()  # transformers checkpoints in training mode only; sampling restores the mode
-    if not packs_exactly(model):
+    if not packs_exactly(model, model.longest):
         raise InputError(
             "--gradient-checkpointing: this model has dropout, which training mode would enable"
         )

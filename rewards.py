@@ -15,12 +15,17 @@ runtime/math_judge.py.
 import math
 import re
 from decimal import Context, Decimal
+from typing import NamedTuple
 
 import torch
 
+import chat_format
 from runtime import InputError, math_judge
 
 LONGEST_ANSWER = 2000  # characters; anything longer is not an answer
+BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one is text
+BARE = re.compile(r"[^\s$]*")  # the content of a box without braces
 NUMBER = re.compile(r"-?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 # Differences in spelling that never change the value. A space between two digits can change it.
 SPELLINGS = re.compile(
@@ -41,7 +46,7 @@ def arithmetic_reward(completion: str, answer: str) -> float | None:
 
 
 def math_reward(completion: str, answer: str) -> float | None:
-    """Whether the last \\boxed{} after the last </think> equals the reference answer.
+    """Whether the last box after the last thought equals the reference answer.
 
     >>> math_reward("I think \\\\boxed{7}</think> so it is \\\\boxed{\\\\frac{2400}{2}}.", "1,200")
     1.0
@@ -79,26 +84,52 @@ def verify(answer: str, given: str) -> bool:
 
 
 def final_answer(completion: str) -> str | None:
-    """The last \\boxed{} after the last </think>; None without one, or if thinking never ended."""
-    _thought, end, text = completion.rpartition("</think>")
-    return None if not end and "<think>" in text else last_boxed(text)
+    """The last box after the last thought; None without one, or if a thought never ended."""
+    for opening, closing in chat_format.THOUGHTS:
+        completion = completion.rpartition(closing)[2]
+        if opening in completion:
+            return None
+    return last_boxed(completion)
+
+
+class Box(NamedTuple):
+    """A box in a text: text[start:end] is all of it. Its content is None if it was never closed."""
+
+    content: str | None
+    start: int
+    end: int
+
+
+def last_box(text: str) -> Box | None:
+    """The last \\boxed{...} or \\fbox{...} of a text, with balanced braces.
+
+    Space may precede the brace. Without one, the box ends at white space or a dollar sign, and it
+    is passed over if it holds no letter or digit, as where a sentence ends in \\boxed.
+
+    >>> last_box("$\\\\boxed {59}$").content, last_box("so $\\\\boxed 59$").content
+    ('59', '59')
+    """
+    for opening in reversed([*BOX.finditer(text)]):
+        start, inside = opening.span()
+        if text[inside : inside + 1] != "{":
+            bare = BARE.match(text, inside)
+            if re.search(r"\w", bare[0]):
+                return Box(bare[0], start, bare.end())
+            continue
+        depth = 0
+        for brace in BRACE.finditer(text, inside, inside + LONGEST_ANSWER + 2):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                return Box(text[inside + 1 : brace.start()], start, brace.end())
+        return Box(None, start, len(text))
+    return None
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...}, with balanced braces.
-
-    None if there is no box, or if the last one is too long or never closed.
-    """
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    start += len("\\boxed{")
-    depth = 1
-    for brace in re.finditer(r"[{}]", text[start : start + LONGEST_ANSWER + 1]):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[start : start + brace.start()]
-    return None
+    """The content of the last box; None if there is no box, or if the last one is too long or never
+    closed."""
+    box = last_box(text)
+    return box and box.content
 
 
 def _number(text: str) -> Decimal | None:
@@ -110,25 +141,28 @@ def _number(text: str) -> Decimal | None:
 # ---------------------------------------------------------------------------- of a batch
 
 
-def decode(completion_ids: torch.Tensor, lengths: torch.Tensor, tokenizer) -> list[str]:
-    """Texts of completions [..., T] with lengths [...], flattened, without special tokens."""
-    rows = zip(completion_ids.flatten(0, -2).tolist(), lengths.flatten().tolist(), strict=True)
-    return [tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
-
-
 def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch.Tensor]:
     """(texts, rewards) of G completions for each of K problems: lists [K][G], float64 [K, G].
 
-    A reward is NaN if the completion cannot be scored, or was not sampled.
+    Texts have no special tokens. A reward is NaN if the completion cannot be scored, or was not
+    sampled.
     """
-    flat = decode(rollouts.completion_ids, rollouts.lengths, tokenizer)
     G = rollouts.lengths.shape[1]
-    texts = [flat[k * G : (k + 1) * G] for k in range(len(problems))]
-    sampled = (rollouts.lengths > 0).flatten().tolist()
+    rows = zip(
+        rollouts.completion_ids.flatten(0, 1).tolist(), rollouts.lengths.flatten().tolist(),
+        strict=True,
+    )  # fmt: skip
+    completions = [ids[:length] for ids, length in rows]  # K * G
+    texts = seen = chat_format.decode(tokenizer, completions)
+    if reward is math_reward:  # it must see whether a thought has ended
+        opened = chat_format.open_thoughts(tokenizer, rollouts.prompt_ids)  # K
+        kept = chat_format.decode(tokenizer, completions, keep_thoughts=True)
+        seen = [opened[number // G] + text for number, text in enumerate(kept)]
     rewards = [
-        reward_of(text, problems[number // G].answer, reward) if sampled[number] else math.nan
-        for number, text in enumerate(flat)
+        reward_of(text, problems[number // G].answer, reward) if completions[number] else math.nan
+        for number, text in enumerate(seen)
     ]
+    texts = [texts[k * G : (k + 1) * G] for k in range(len(problems))]
     return texts, torch.tensor(rewards, dtype=torch.float64).view(len(problems), G)
 
 
@@ -142,7 +176,11 @@ def reward_of(completion: str, answer: str, reward) -> float:
         raise
     if found is None:
         return math.nan
-    if not hasattr(found, "__float__") or not math.isfinite(found):
+    try:
+        number = float(found) if hasattr(found, "__float__") else math.nan
+    except OverflowError:  # an integer beyond the largest float
+        number = math.inf
+    if not math.isfinite(number):
         wanted = "return a finite number, or None if the reference answer cannot be scored"
-        raise InputError(f"the reward is {found!r} for {which}: {wanted}")
-    return float(found)
+        raise InputError(f"the reward is {str(found)[:80]} for {which}: {wanted}")
+    return number

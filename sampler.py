@@ -128,7 +128,7 @@ class PromptRule:
     keep_prob: Callable | None
     rate: float | None = 0.3  # default r_q; config.METHODS has others. 0 keeps all. None: no rate
     fixed_size: bool = False  # the probabilities always add up to kept_prompts(n, r_q)
-    biased: str = ""  # why, as the run's first lines say it
+    biased: str | None = None  # why, as the run's first lines say it; with select: "" if it is not
     select: Callable | None = None  # (score, prune_rate) -> (keep, weights)
 
 

@@ -37,26 +37,32 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import flags
+
+if __name__ == "__main__":
+    flags.answer_help(flags.Config)
+
 import torch
 import torch.distributed as dist
 
 import config
+import data
 import dppo
 import eval as evaluation
 import metrics
 import models
 import rollout
 import sampler
-from config import Config
+from flags import Config
 from rewards import score
 from runtime import InputError, NotFiniteError, checkpoint, log, ranks
-from runtime.stop import Stop, resume_command
+from runtime.stop import Stop, about_torchrun, resume_command
 from runtime.timer import Timer
 from update import accumulate_gradients, trainer_logprobs
 
 TOKENS_MEMORY = 10  # steps after which a batch's token count counts 1/e in the mean
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
-DEAD_STEPS = 5  # in a row without a live group, after which a run says so
+DEAD_STEPS = 5  # in a row without a gradient, after which a run says so
 
 
 class Trainer:
@@ -81,7 +87,7 @@ class Trainer:
         self.saved = checkpoint.look(cfg)  # the weights are loaded here, the rest by `restore`
         loaded = models.load_models(cfg, self.saved)
         # `model` is trained, and `policy` samples: a copy, or the same object.
-        self.model, self.tokenizer, self.policy, self.reference, _ = loaded
+        self.model, self.tokenizer, self.policy, self.reference, _, self.first = loaded
         self.train_set, self.train_ids = models.encode(cfg, loaded, self.train_set)
         self.eval_set, self.eval_ids = models.encode(cfg, loaded, self.eval_set)
         config.check_prompts(cfg, len(self.train_set))
@@ -185,9 +191,9 @@ class Trainer:
         # ---
 
         # 7. Update.
-        learning_rate = config.learning_rate(cfg, step)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            highest = group.setdefault("initial_lr", group["lr"])  # PyTorch's name, and saved
+            group["lr"] = config.learning_rate(cfg, step, highest)
         stats, grad_norms = [], []
         with self.timer.measure("train"):
             # None: the sampler's log-probs, or with a cap the current model's. With a cap and
@@ -226,7 +232,8 @@ class Trainer:
             cost=cost, keep=keep, weights=both_weights, stats=stats, grad_norms=grad_norms,
         )  # fmt: skip
         times = self.timer.seconds | {"step_time": self.timer.now() - started}
-        row = {"step": step} | row | {"learning_rate": learning_rate} | times | history_figures
+        rate = {"learning_rate": config.learning_rate(cfg, step)}
+        row = {"step": step} | row | rate | times | history_figures
         samples = metrics.samples(
             step, problems, texts, rewards[mine], advantages[mine], keep[mine], both_weights[mine]
         )
@@ -257,10 +264,14 @@ class Trainer:
         return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(ranks.all_reduce(rewards))}
 
     def state(self) -> dict:
-        """What a checkpoint holds of this besides the model and the optimizer."""
-        prompts = dppo.seed_for(*map(tuple, self.train_ids))  # a resumed run needs the same data
+        """What a checkpoint holds of this besides the model and the optimizer. A resumed run must
+        have the same content."""
+        content = {
+            "train": data.content_hash(self.train_set, self.train_ids),
+            "evaluate": self.eval_set and data.content_hash(self.eval_set, self.eval_ids),
+        }
         history = vars(self.history)
-        return {"prompts": prompts, "history": history, "mean_tokens": self.mean_tokens}
+        return {"content": content, "history": history, "mean_tokens": self.mean_tokens}
 
     def load_state(self, state: dict) -> None:
         vars(self.history).update(state["history"])
@@ -301,14 +312,14 @@ def run(trainer: Trainer, until: int | None = None) -> None:
                 row, samples = trainer.step(done + 1)
                 row |= trainer.evaluate(done + 1)
             done += 1
-            dead_steps = dead_steps + 1 if row["frac_reward_zero_std"] == 1 else 0
+            dead_steps = dead_steps + 1 if row["grad_norm"] == 0 else 0
             if logger:
                 logger.write(row, samples, metrics.console_line(row, cfg.steps))
                 if row["frac_reward_some_none"] > 0:
                     logger.note(metrics.SOME_NONE)
                 if dead_steps == DEAD_STEPS:
-                    reward, path = row["reward"], out_dir / "samples.jsonl"
-                    logger.note(metrics.nothing_learned(reward, DEAD_STEPS, path))
+                    path = out_dir / "samples.jsonl"
+                    logger.note(metrics.nothing_learned(cfg, row, DEAD_STEPS, path))
 
             stopped = stop.agreed()
             due = cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps)
@@ -343,6 +354,11 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
     problems, held_out = len(trainer.train_set), len(trainer.eval_set)
     first = metrics.first_lines(cfg, trainer.policy, trainer.world, problems, held_out, done + 1)
     print(first)
+    own = trainer.train_set[0].instruction.strip()
+    if added := own if cfg.instruction is None else cfg.instruction:
+        print(f"after each problem, prompts say: {added}")
+    if note := about_torchrun():
+        print(f"note: {note}")
     return logger
 
 
@@ -353,16 +369,21 @@ def stops_if_not_finite(cfg: Config, step: int):
         yield
     except NotFiniteError as error:
         folder = Path(cfg.out_dir)
+        again = "start again in a new --out-dir with a lower --lr"
+        if (folder / "checkpoint").exists():
+            again += f" and --model {folder / 'checkpoint'}, which is the last one saved"
         raise InputError(
-            f"step {step} is not finite ({error}): nothing of it was saved; the last checkpoint, "
-            f"if any, is in {folder / 'checkpoint'}. Lower --lr, or look at {folder / 'log.jsonl'}"
+            f"step {step} is not finite ({error}), and nothing of it was saved. To resume would "
+            f"repeat it: {again}; {folder / 'log.jsonl'} shows what led there"
         ) from None
 
 
 def main(cfg: Config, *, reward=None, until: int | None = None, trainer_class=Trainer) -> None:
     """One training run. Raises InputError for bad input before anything is written. `until`: stop
     after this step as if by SIGTERM; learning-rate schedules still end at cfg.steps."""
-    run(trainer_class(cfg, reward), until)
+    cfg = config.resolve(cfg)
+    with checkpoint.owned(Path(cfg.out_dir)) if ranks.is_first() else contextlib.nullcontext():
+        run(trainer_class(cfg, reward), until)
 
 
 def cli(reward=None, trainer_class=Trainer, args: list[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import chat_format
 import dppo
 import dppo_shared
 import sampler
@@ -155,7 +156,7 @@ class Trainer:
         name = "-".join(map(str, key))
         path = ask(self.client.save_weights_for_sampler, name, 3600).path  # kept for an hour
         policy = ask(self.service.create_sampling_client, path)
-        end = {"max_tokens": self.max_new_tokens, "stop": [self.tokenizer.eos_token_id]}
+        end = {"max_tokens": self.max_new_tokens, "stop": chat_format.end_tokens(self.tokenizer)}
         futures = []
         for number, (prompt, _answer) in enumerate(problems):
             seed = dppo.seed_for(self.seed, key, number) >> 33  # servers take 30 bits

@@ -7,15 +7,19 @@ What a run leaves on disk, written so that a kill at any moment loses nothing.
     checkpoint-000020/   after step 20: a Hugging Face folder, trainer.pt (optimizer, prompt
                          history, step) and files.json (size and checksum of each file)
     checkpoint           a link to the newest
+    lock                 held by the process that writes all this
 
 There is no random state to save: all randomness is a function of (seed, step, purpose).
 """
 
+import contextlib
+import fcntl
 import itertools
 import json
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import zlib
@@ -27,6 +31,45 @@ import transformers
 from safetensors import SafetensorError
 
 from runtime import InputError, log, ranks
+
+
+@contextlib.contextmanager
+def owned(out_dir: Path):
+    """Make a folder, and keep every other process from writing to it until the end.
+
+    The kernel frees the lock when the process ends, however it does. InputError if another process
+    has it, or if the folder cannot be written. A new folder in which nothing was written goes.
+    """
+    is_new = not out_dir.exists()
+    path = out_dir / "lock"
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+")  # noqa: SIM115  open as long as the lock is held
+    except OSError as error:
+        reason = error.strerror or error
+        problem = f"--out-dir {out_dir} cannot be written ({reason})"
+        raise InputError(f"{problem}: choose another folder") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise InputError(
+                f"--out-dir {out_dir} is in use by {file.read() or 'another process'}: wait for it "
+                f"to end, or choose another folder"
+            ) from None
+        except OSError as error:  # some network file systems have no locks
+            print(f"note: {path} cannot be locked ({error}): start only one process there")
+        with contextlib.suppress(OSError):  # a full disk
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        try:
+            yield
+        finally:
+            if is_new and {*out_dir.iterdir()} == {path}:
+                path.unlink()
+                out_dir.rmdir()
 
 
 def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: int) -> None:
@@ -50,10 +93,8 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
         shutil.rmtree(final, ignore_errors=True)  # a damaged one, if the run went back beyond it
         unfinished.rename(final)
         _link(out_dir, final)
-    paths = _numbered(out_dir)
-    place = paths.index(final)
-    damaged = paths[place + 1 :]  # later than this one, so the run has gone back beyond them
-    for path in paths[: max(0, place + 1 - keep)] + damaged:
+    until_now = [path for path in _numbered(out_dir) if path <= final]
+    for path in until_now[:-keep]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -148,7 +189,7 @@ def save_run(trainer, step: int) -> None:
     state = {
         "step": step,
         "optimizer": ranks.gather(trainer.optimizer.state_dict()),
-        "reference": fingerprint(trainer.reference) if trainer.reference else None,
+        "first": trainer.first,
         "trainer": trainer.state(),
     }
     weights = ranks.weights(trainer.model)
@@ -158,32 +199,42 @@ def save_run(trainer, step: int) -> None:
 
 
 def restore(trainer) -> int:
-    """Give a train.Trainer what its checkpoint holds besides the weights; returns the step."""
+    """Give a train.Trainer what its checkpoint holds besides the weights; returns the step.
+
+    InputError if the run began with another model, or with other problems. Their files may have
+    moved: only their contents count.
+    """
     cfg = trainer.cfg
     state = load_state(trainer.saved)
-    if trainer.reference:
-        found = fingerprint(trainer.reference)
-        if not math.isclose(found, state["reference"], rel_tol=1e-6):
-            raise InputError(
-                f"--model {cfg.model} is not the model that the run in {cfg.out_dir} began with, "
-                f"which --beta needs"
-            )
-    saved = state["trainer"]
+    saved, of_run = state["trainer"], f"the run in {cfg.out_dir}"
     if saved.keys() != trainer.state().keys():
         raise InputError(
-            f"--resume: another program than this one trained the run in {cfg.out_dir}: resume it "
-            f"with the command that started it"
+            f"--resume: another program than this one trained {of_run}: resume it with the command "
+            f"that started it"
         )
-    if saved["prompts"] != trainer.state()["prompts"]:
-        before = len(saved["history"]["score"])
+    if trainer.first and not math.isclose(trainer.first, state["first"], rel_tol=1e-6):
         raise InputError(
-            f"--data {cfg.data}: {len(trainer.train_set)} prompts, but the run in {cfg.out_dir} "
-            f"was started with {before}, or with others: give it the data it had, or use another "
-            f"--out-dir"
+            f"--model {cfg.model} is not the model that {of_run} began with: name that one, or use "
+            f"another --out-dir"
         )
+    trainer.first = state["first"]
+    content = trainer.state()["content"]
+    for use, flag in (("train", "--data"), ("evaluate", "--eval-data")):
+        before, found = saved["content"][use], content[use]
+        differ = [part for part in found if found[part] != before.get(part)] if before else []
+        if differ:
+            raise InputError(
+                f"{flag}: the problems to {use} on have other {' and '.join(differ)} than when "
+                f"{of_run} began: give it the data that it had, or use another --out-dir"
+            )
     ranks.load_optimizer(trainer.optimizer, state["optimizer"])
     trainer.load_state(saved)
     return state["step"]
+
+
+def stored_config(out_dir: Path) -> dict:
+    """The settings of the run in a folder, as it was started last."""
+    return json.loads((out_dir / "config.json").read_text())["config"]
 
 
 def stored_ranks(out_dir: Path) -> int:
@@ -214,5 +265,4 @@ def write_config(out_dir: Path, config: dict, ranks: int) -> None:
         "commit": git("rev-parse", "HEAD"),
         "changed_files": (git("status", "--porcelain", "--untracked-files=no") or "").splitlines(),
     }
-    (out_dir / "config.new").write_text(json.dumps(written, indent=2) + "\n")
-    (out_dir / "config.new").replace(out_dir / "config.json")
+    log.write_text(out_dir / "config.json", json.dumps(written, indent=2) + "\n")

@@ -46,6 +46,17 @@ def append_rows(path: Path, rows: list[dict]) -> None:
         os.fsync(file.fileno())
 
 
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file. A kill, or a full disk, leaves either the old file or the new one."""
+    new = path.with_suffix(".new")
+    with nothing_lost_if_full(path):
+        with open(new, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+
+
 def as_json(row: dict) -> str:
     """One line of JSON; NaN and infinities become null, inside lists too."""
 
@@ -86,6 +97,13 @@ class Log:
     def open(self, done: int) -> None:
         """Make the folder, and remove the rows of steps after `done`, which no checkpoint holds."""
         self.out_dir.mkdir(parents=True, exist_ok=True)
+        before = [row["step"] for row in read_rows(self.path)]
+        if not done and any(before):
+            print(
+                f"no checkpoint was saved: {len(before)} rows of log.jsonl go, and step 1 is next"
+            )
+        if done and done not in before:
+            print(f"note: log.jsonl has no row of step {done}, the checkpoint's: rows are missing")
         for path in (self.path, self.samples_path):
             cut_rows(path, lambda row: 0 < done >= row["step"])
 
@@ -101,7 +119,7 @@ class Log:
             raise InputError(message) from None
         path = self.out_dir / "track-id"
         if not path.exists():
-            path.write_text(f"{self.out_dir.name}-{uuid.uuid4().hex[:8]}")
+            write_text(path, f"{self.out_dir.name}-{uuid.uuid4().hex[:8]}")
         run = path.read_text()
         options = {"id": run} if name == "wandb" else {}  # the others identify a run by its name
         self.tracker.init(project="nanodppo", name=run, config=config, resume="allow", **options)
@@ -122,8 +140,13 @@ class Log:
         self.notes.add(text)
 
     def close(self) -> None:
-        """Draw run.png, and end the tracker's run."""
+        """Draw run.png, and end the tracker's run. A picture that fails is no reason to fail."""
         if self.path.exists():  # not if the run was stopped before its first row
-            plot.draw_run(self.out_dir)
+            try:
+                plot.draw_run(self.out_dir)
+            except Exception as error:  # a full disk, or whatever matplotlib meets
+                why = f"{type(error).__name__}: {error}"
+                again = f"python -m runtime.plot {self.out_dir}"
+                print(f"note: run.png could not be drawn ({why}); to try again: {again}")
         if self.tracker:
             self.tracker.finish()

@@ -90,9 +90,10 @@ def series(axis, rows, key, label=None, x=lambda row: row["step"], **style) -> N
 def draw_reward(axes, rows: list[dict]) -> None:
     """Reward and evaluation, by step and by seconds."""
     steps = [row for row in rows if row["step"] > 0]
-    seconds = {0: 0.0}
+    seconds, total = {0: 0.0}, 0.0
     for row in steps:
-        seconds[row["step"]] = seconds[row["step"] - 1] + row["step_time"]
+        total += row["step_time"]
+        seconds[row["step"]] = total
     units = {
         "step": lambda row: row["step"],
         "seconds of training, without evaluations": lambda row: seconds[row["step"]],

@@ -44,6 +44,17 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def is_first() -> bool:
+    """Whether this is the process that prints and writes: torchrun's rank 0, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Print a line, on the first rank only."""
+    if is_first():
+        print(text, flush=True)
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     if dist.is_initialized():
@@ -56,7 +67,7 @@ def broadcast(work, *args, **kwargs):
     Anything that depends on time or disk is decided on rank 0 and broadcast. All ranks call this.
     """
     found = [None]
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first():
         try:
             found[0] = work(*args, **kwargs)
         except InputError as error:
@@ -77,7 +88,7 @@ def finish() -> None:
 
 def report(problem: Exception) -> None:
     """Print the error that ends this process, on rank 0 if it has it, too."""
-    if int(os.environ.get("RANK", "0")) > 0:
+    if not is_first():
         time.sleep(5)  # torchrun ends this rank if rank 0 has reported meanwhile
     print(f"error: {problem}", file=sys.stderr, flush=True)
 

@@ -1,5 +1,5 @@
 """
-Stopping a run: SIGTERM, SIGUSR1 and Ctrl-C ask for a stop, and the run ends after its next step.
+Stopping a run: SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C ask for a stop, and the run ends after its step.
 
 A second Ctrl-C ends it at once. A run that is killed loses the steps since its last checkpoint.
 """
@@ -15,7 +15,9 @@ import torch
 
 from runtime.ranks import all_reduce
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # schedulers send the first two
+# A scheduler warns with SIGUSR1 or SIGTERM, often with both; a terminal that closes sends SIGHUP.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+TORCHRUN_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torchrun sets it to those that it passes on
 
 
 class Stop:
@@ -39,11 +41,24 @@ class Stop:
         self.requested = True
         if number == signal.SIGINT:  # the next one raises KeyboardInterrupt
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as torchrun passes it on
+            if TORCHRUN_SIGNALS in os.environ:  # it passes on the second Ctrl-C as SIGTERM
+                signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop. All ranks call this, or saving would wait forever."""
         return all_reduce(torch.tensor([float(self.requested)])).item() > 0
+
+
+def about_torchrun() -> str:
+    """What torchrun must be told if it shall leave a run the time to save; "" without torchrun."""
+    passed_on = os.environ.get(TORCHRUN_SIGNALS)
+    if passed_on is None or "SIGUSR1" in passed_on:
+        return ""
+    return (
+        "torchrun kills a run 30 s after it was asked to stop. If a step and its save may take "
+        "longer, give torchrun --shutdown-timeout SECONDS; if a scheduler warns with SIGUSR1, also "
+        f"--signals-to-handle {passed_on},SIGUSR1"
+    )
 
 
 def resume_command(out_dir: str) -> str:

@@ -17,9 +17,11 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import chat_format
 from runtime import InputError
 
-CACHE = Path(__file__).resolve().parents[1] / ".cache"  # holds the converted folders
+# Holds the converted folders.
+CACHE = Path(os.environ.get("NANODPPO_CACHE") or Path(__file__).resolve().parents[1] / ".cache")
 RECIPE = 1  # raise it when `convert` writes another folder for the same file
 SAMPLE = "It's 1,234 + 5.6 = ?\n\n  They  don't know: naïve 漢字 🙂"  # must survive the tokenizer
 
@@ -52,8 +54,13 @@ def model_folder(model: str) -> str:
     if folder.exists():
         return str(folder)
 
-    print(f"converting {file.name} to float32 weights (once)", flush=True)
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        remedy = "set NANODPPO_CACHE to a folder that can be written"
+        raise InputError(f"{CACHE} cannot be written ({error.strerror}): {remedy}") from None
+    print(f"converting {file.name} to float32 weights (once)", flush=True)
     try:
         convert(file, unfinished)
         with contextlib.suppress(OSError):  # another process was faster
@@ -87,7 +94,9 @@ def convert(file: Path, folder: Path) -> None:
     options = {"gguf_file": file.name, "dtype": torch.float32}
     policy = AutoModelForCausalLM.from_pretrained(file.parent, **options)
     check_model(policy, fields, sum(int(tensor.n_elements) for tensor in reader.tensors))
-    ends = {"eos_token_id": end_tokens(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    if not (ends := chat_format.end_tokens(tokenizer)):
+        raise ValueError("the tokenizer has no end token")
+    ends = {"eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id}
     policy.generation_config = GenerationConfig(**ends)
     policy.config.eos_token_id = tokenizer.eos_token_id
     # A model's padding token gets no gradient. SmolLM2's also ends turns, so it must be trained.
@@ -133,19 +142,3 @@ def check_model(policy, fields: dict, stored: int) -> None:
         value = fields.get(f"{kind}.{name}", used)
         if not math.isclose(used, value, rel_tol=1e-6):
             raise ValueError(f"its {name} is {value}, but transformers takes {used}")
-
-
-def end_tokens(tokenizer) -> list[int]:
-    """The end token, and the control token that ends a turn in the chat template, if there is one.
-
-    Chat models end a completion with the latter.
-    """
-    if tokenizer.eos_token is None:
-        raise ValueError("the tokenizer has no end token")
-    ends = {tokenizer.eos_token_id}
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "ANSWER"}]
-        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("ANSWER")[2]
-        first = tokenizer.encode(after, add_special_tokens=False)[:1]
-        ends |= {*first} & {*tokenizer.added_tokens_decoder}
-    return sorted(ends)

@@ -8,6 +8,7 @@ GRPO learns nothing from a group whose completions are all wrong, so a model mus
 problems before. `torchrun -m tasks.sft` divides each batch among several processes.
 """
 
+import contextlib
 import json
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ from typing import Literal
 import torch
 import tyro
 
+import chat_format
 import data
 import models
 import packing
@@ -40,6 +42,8 @@ class Config:
     """One or more sets with worked solutions: words, gsm8k, math, or files."""
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
     """How a problem becomes a prompt, as in train.py, which needs the same value."""
+    instruction: str | None = None
+    """The sentence after each problem, as in train.py, which needs the same value."""
     steps: int = 100
     """Optimizer updates."""
     batch_size: int = 32
@@ -74,15 +78,27 @@ def check(cfg: Config) -> Config:
     return cfg
 
 
-def encode(cfg: Config, tokenizer, longest: int) -> list[tuple[list[int], list[int]]]:
+def encode(
+    cfg: Config, tokenizer, longest: int, vocabulary: int | None = None
+) -> list[tuple[list[int], list[int]]]:
     """(prompt, solution) token ids of each problem that fits into `longest` tokens.
 
-    The prompts are those that train.py samples from. A solution ends with the end token.
+    The prompts are those that train.py samples from. A solution ends as a turn does in the chat
+    template, or with the tokenizer's end token.
     """
     problems = [one for name in cfg.data for one in ranks.broadcast(data.sft_problems, name)]
-    problems, prompts = data.encode_prompts(problems, tokenizer, longest, cfg.prompt_format)
-    texts = [problem.solution + tokenizer.eos_token for problem in problems]
-    solutions = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    problems, prompts = data.encode_prompts(
+        problems, tokenizer, longest, cfg.prompt_format, False, cfg.instruction, vocabulary
+    )
+    end = tokenizer.eos_token_id
+    if cfg.prompt_format != "plain" and chat_format.turn_end(tokenizer) is not None:
+        end = chat_format.turn_end(tokenizer)
+    if end is None:
+        raise InputError(f"--model {cfg.model}: its tokenizer names no end token: set eos_token")
+    texts = [problem.solution for problem in problems]
+    solutions = [[*ids, end] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    if vocabulary:
+        data.check_vocabulary(solutions, texts, tokenizer, vocabulary)
     pairs = zip(prompts, solutions, strict=True)
     fitting = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
     if len(fitting) < cfg.batch_size:
@@ -120,13 +136,19 @@ def update(model, optimizer, batch, cfg: Config, share: slice) -> dict:
 def main(cfg: Config) -> None:
     """One supervised run. Raises InputError for bad input before anything is written."""
     cfg = check(cfg)
+    with checkpoint.owned(Path(cfg.out_dir)) if ranks.is_first() else contextlib.nullcontext():
+        run(cfg)
+
+
+def run(cfg: Config) -> None:
+    """All steps of a supervised run, or those that its checkpoint has not made."""
     rank, world = ranks.start(cfg.device)
     share, out_dir = slice(rank, None, world), Path(cfg.out_dir)
     stop = Stop()
     saved = ranks.broadcast(checkpoint.find, out_dir) if cfg.resume else None
     source = str(saved or ranks.broadcast(gguf.model_folder, cfg.model))
     model, tokenizer = models.load_policy(source, cfg.device, samples=False)
-    pairs = encode(cfg, tokenizer, model.config.max_position_embeddings)
+    pairs = encode(cfg, tokenizer, model.longest, models.vocabulary(model))
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     state = checkpoint.load_state(saved) if saved else {"step": 0}
     if saved:

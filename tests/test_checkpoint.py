@@ -74,9 +74,9 @@ def test_the_newest_are_kept(save, tmp_path):
 
 
 def test_only_its_own_checkpoints_are_read_and_removed(save, tmp_path):
-    """Catches a user's folder that sorts last, a damaged later checkpoint that displaces the only
-    complete one, a copied run whose link became a folder, and a run of an older layout that starts
-    over on its own log."""
+    """Catches a user's folder that sorts last, a later checkpoint that displaces the only complete
+    one or is removed because it is newer, a copied run whose link became a folder, and a run of an
+    older layout that starts over on its own log."""
     save(1)
     shutil.copytree(tmp_path / "checkpoint-000001", tmp_path / "checkpoint-best")
     for step in (2, 3, 6):
@@ -84,8 +84,10 @@ def test_only_its_own_checkpoints_are_read_and_removed(save, tmp_path):
     (tmp_path / "checkpoint-000006" / "trainer.pt").write_bytes(b"")
     assert step_of(checkpoint.find(tmp_path)) == 3
     save(4, keep=1)
-    assert names(tmp_path) == ["checkpoint", "checkpoint-000004", "checkpoint-best"]
+    later = ["checkpoint-000004", "checkpoint-000006", "checkpoint-best"]
+    assert names(tmp_path) == ["checkpoint", *later]
     (tmp_path / "checkpoint").unlink()
+    shutil.rmtree(tmp_path / "checkpoint-000006")
     shutil.copytree(tmp_path / "checkpoint-000004", tmp_path / "checkpoint")
     assert step_of(checkpoint.find(tmp_path)) == 4
     assert (tmp_path / "checkpoint").is_symlink()

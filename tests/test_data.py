@@ -244,26 +244,19 @@ def test_hub_sets(monkeypatch):
 
 
 def test_problems_that_cannot_be_scored_are_dropped(tmp_path, capsys):
-    """They are counted, and the reward in use decides. Fails if the default reward decides although
-    another one is given, or if the hint names a list that another reward made."""
+    """They are counted, if the default reward is in use. Fails if it decides although the user has
+    another one, which cannot be asked before a completion is there."""
     answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": " "}
     rows = [{"problem": text, "answer": answer} for text, answer in answers.items()]
     path = write(tmp_path, *rows)
     hint = f" (python eval.py --check-golds --data {path} lists them)\n"
 
-    def reward(_completion, answer):
-        return None if answer == "x+1" else 0.0
-
-    for given, kept, ending in (
-        (None, "ps", hint),
-        (data.reward_function(path), "ps", hint),
-        (reward, "pqrt", "\n"),  # eval.py would list others
-    ):
-        train = data.train_problems(path, hold_out=False, reward=given)
+    dropped = f"dropped 3 of 5 problems of {path}: their reference answers cannot be scored{hint}"
+    for own_reward, kept, said in ((False, "ps", 2 * dropped), (True, "pqrst", "")):
+        train = data.train_problems(path, hold_out=False, own_reward=own_reward)
         assert "".join(problem.text for problem in train) == kept
-        assert data.eval_problems(path, None, reward=given) == train
-        dropped = f"dropped {5 - len(kept)} of 5 problems of {path}: their reference answers"
-        assert capsys.readouterr().out == 2 * f"{dropped} cannot be scored{ending}"
+        assert data.eval_problems(path, None, own_reward=own_reward) == train
+        assert capsys.readouterr().out == said
     with pytest.raises(InputError, match="none of its 1 reference answers can be scored"):
         data.eval_problems(write(tmp_path, rows[1]), 3)
 

@@ -204,10 +204,12 @@ def test_batches_do_not_mix_up_problems(policy_folder, tmp_path, batch_size):
         replace(cfg, out_dir=str(tmp_path / "evals")),
         reward=lambda _completion, answer: None if answer == "none" else float(answer),
     )
-    stored = log.read_rows(tmp_path / "evals" / "mine.jsonl")
+    (path,) = (tmp_path / "evals").glob("mine-*.jsonl")
+    *stored, last = log.read_rows(path)
     assert [row["index"] for row in stored] == [*range(7)]
     assert [row["problem"] for row in stored] == ["+" * n for n in range(1, 8)]
     assert [row["rewards"] for row in stored] == [[n, n] for n in range(1, 8)]
+    assert last["rewards"] == [None, None]
 
 
 def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):
@@ -239,8 +241,8 @@ def test_held_out_rows_that_fit(policy_folder, tmp_path, capsys):
         (row,) = evaluation.main(replace(cfg, out_dir=str(tmp_path / f"evals{room}")))
         assert row["problems"] == held_out
     assert "dropped 1 of 3 prompts: longer than 509 tokens" in capsys.readouterr().out
-    stored = log.read_rows(tmp_path / "evals3" / "mine.jsonl")
-    assert [row["problem"] for row in stored] == ["p57", "p58"]
+    (path,) = (tmp_path / "evals3").glob("mine-*.jsonl")
+    assert [row["problem"] for row in log.read_rows(path)] == ["p57", "p58"]
 
 
 # ---------------------------------------------------------------------------- stored completions
@@ -292,7 +294,7 @@ def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatc
 def test_settings_of_a_folder(tmp_path):
     """Fails if weights that were trained a little pass for the same, or other threads' rounding for
     others."""
-    folder = str(tmp_path / "evals")
+    folder = str(tmp_path)
     evaluation.open_folder(folder, {"weights": 2.5, "seed": 0})
     evaluation.open_folder(folder, {"weights": 2.5 * (1 + 1e-12), "seed": 0})
     for name, other in (("weights", 2.5 * (1 + 1e-6)), ("seed", 1)):

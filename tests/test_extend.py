@@ -291,11 +291,11 @@ def test_a_run_without_signal_says_so(run, tmp_path, capsys):
 
     (note,), (before,) = notes("zero", lambda text, answer: 0.0)
     assert before.startswith("step  5/12")
-    assert "the same reward (0.000 on average)" in note
+    assert "nothing was learned (mean reward 0.000)" in note
     assert "the reward never finds the answer" in note
     assert str(tmp_path / "zero" / "samples.jsonl") in note
     (note,), _ = notes("one", lambda text, answer: 1.0, method="pps")
-    assert "(1.000 on average), so nothing was learned. Likely cause: each problem is too" in note
+    assert "nothing was learned (mean reward 1.000). Likely cause: each problem is too" in note
     (note,), _ = notes("none", lambda text, answer: None)
     assert "no reference answer can be scored" in note
     assert notes("live", toy.toy_reward) == ([], [])

@@ -172,6 +172,10 @@ def no_tokenizer(entries, _weights):
         del entries[name]
 
 
+def no_end(entries, _weights):
+    del entries["eos_token_id"], entries["chat_template"]
+
+
 def no_letter(entries, _weights):
     entries["token_list"] = ["[gone]" if token == "T" else token for token in TOKENS]
 
@@ -191,7 +195,7 @@ def unused_weight(_entries, weights):
 REFUSED = {
     "the file has no tokenizer": no_tokenizer,
     "the tokenizer changes text": no_letter,
-    "the tokenizer has no end token": lambda entries, _: entries.pop("eos_token_id"),
+    "the tokenizer has no end token": no_end,
     "tokenizer somebody's splits text": unknown_split,
     "its rope is scaled": scaled_rope,
     "it has [0-9]+ weights": unused_weight,
@@ -225,8 +229,7 @@ def test_the_cache(tiny, cache, monkeypatch):
     same file, and a folder that is kept for another file or another recipe."""
     convert, made = ours.convert, []
 
-    def interrupted(_file, folder):
-        folder.mkdir(parents=True)
+    def interrupted(_file, _folder):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ours, "convert", interrupted)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from toy import plain_logits
 
+import chat_format
 import dppo
 import models
 import packing
-import rewards
 import rollout
 from engines import compact, hf
 from runtime import InputError
@@ -331,7 +331,7 @@ def test_ends_and_cuts(make_policy):
         assert not any(inside[:-1])
         assert inside[-1] != bool(cut)
         assert length == 12 or not cut
-    texts = rewards.decode(got.completion_ids, got.lengths, tokenizer)
+    texts = chat_format.decode(tokenizer, got.completion_ids[0].tolist())
     assert len(texts) == 200
     assert not any("<|" in text for text in texts)
 
@@ -392,8 +392,11 @@ def test_settings_come_from_the_policy(make_policy):
     """Catches a chat model that never stops, because its end token is taken from the tokenizer, and
     an option that is lost."""
     model, tokenizer = make_policy()
-    for of_config, ends in (([5, 256], [5, 256]), (7, [7]), (None, [256])):
-        model.generation_config.eos_token_id = of_config
+    for of_generation, of_config, ends in (
+        ([5, 256], None, [5, 256]), (7, 9, [7, 9, 256]), (None, [5, 7], [5, 7, 256])
+    ):  # fmt: skip
+        model.generation_config.eos_token_id = of_generation
+        model.config.eos_token_id = of_config
         got = models.sampling(model, tokenizer, 9, "hf", temperature=0.5)
         assert got == rollout.Sampling(9, ends, 257, temperature=0.5, engine=hf)
 
@@ -415,15 +418,17 @@ def test_a_loaded_models_vocabulary_is_its_tokenizers(make_policy, tmp_path, eng
 
 
 def test_a_loaded_policy_can_be_padded_and_trained(make_policy, tmp_path):
-    """Catches a missing pad token, a vocabulary that includes a token which the model lacks, and
-    weights that AdamW would update in bfloat16 because the file has that type."""
+    """Catches a run that needs a pad token or adds one to the tokenizer, a vocabulary that includes
+    a token which the model lacks, and weights that AdamW would update in bfloat16 because the file
+    has that type."""
     model, tokenizer = make_policy(dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     tokenizer.pad_token = None
     tokenizer.add_tokens(["<|more|>"])
     tokenizer.save_pretrained(tmp_path)
     loaded, tokenizer = models.load_policy(str(tmp_path), "cpu")
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 256
+    assert models.sampling(loaded, tokenizer, 9).pad_id == tokenizer.eos_token_id == 256
+    assert tokenizer.pad_token is None
     assert loaded.vocab_size == 258
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
 

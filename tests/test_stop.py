@@ -16,7 +16,7 @@ from toy import HANG, ROOT, assert_same, flags, in_processes, rows, timeless
 import metrics
 import rollout
 from runtime import checkpoint, log, ranks
-from runtime.stop import SIGNALS, Stop, resume_command
+from runtime.stop import SIGNALS, TORCHRUN_SIGNALS, Stop, resume_command
 
 TOY = str(ROOT / "tests" / "toy.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -106,19 +106,29 @@ def test_until_and_resumed_is_the_whole_run(run, tmp_path, capsys):
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=["python", "torchrun"])
-def test_the_second_interrupt_ends_at_once(second):
-    """torchrun passes on the first Ctrl-C as SIGINT, and the second one as SIGTERM.
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_only_the_second_interrupt_ends_at_once(under_torchrun, monkeypatch):
+    """Any two other signals ask for the same stop, as a scheduler's two do. torchrun passes on the
+    first Ctrl-C as SIGINT, and the second one as SIGTERM.
 
-    Catches a Ctrl-C that nobody can repeat, and handlers that stay after the run.
+    Catches a Ctrl-C that nobody can repeat, a scheduler's second signal that ends a run without a
+    save, and handlers that stay after the run.
     """
+    monkeypatch.delenv(TORCHRUN_SIGNALS, raising=False)
+    if under_torchrun:
+        monkeypatch.setenv(TORCHRUN_SIGNALS, "SIGTERM,SIGINT")
+    second = signal.SIGTERM if under_torchrun else signal.SIGINT
     before = [signal.getsignal(number) for number in SIGNALS]
-    stop = Stop()
-    with stop.listening():
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.agreed()
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), second)
+    for first in SIGNALS:
+        stop = Stop()
+        with stop.listening():
+            os.kill(os.getpid(), first)
+            assert stop.agreed()
+            for other in set(SIGNALS) - {signal.SIGINT, second}:
+                os.kill(os.getpid(), other)
+            if first == signal.SIGINT:
+                with pytest.raises(KeyboardInterrupt):
+                    os.kill(os.getpid(), second)
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 

@@ -249,7 +249,7 @@ def test_scaled_logits_are_refused(make_policy, policy_folder, monkeypatch):
     loose tolerance, and a check that changes the model's mode."""
     model, _ = make_policy()
     for training in (True, False):
-        assert models.packs_exactly(model.train(training))
+        assert models.packs_exactly(model.train(training), 512)
         assert model.training == training, "restored"
     assert model.config._attn_implementation == packing.ATTENTION
     assert models.load_policy(policy_folder, "cpu")
@@ -270,11 +270,12 @@ def test_models_that_cannot_be_packed_are_refused(make_policy, tmp_path):
     window."""
     _, tokenizer = make_policy()
     shape = {"hidden_size": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.5}
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=len(tokenizer), **shape))
+    config = BloomConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **shape)
+    bloom = BloomForCausalLM(config)
     for part in (bloom, tokenizer):
         part.save_pretrained(tmp_path / "bloom")
     with pytest.raises(InputError, match="cannot be packed exactly"):
         models.load_policy(str(tmp_path / "bloom"), "cpu")
     model, _ = make_policy()
     model.model.layers[1].self_attn.sliding_window = 4
-    assert not models.packs_exactly(model)
+    assert not models.packs_exactly(model, 512)

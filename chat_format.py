@@ -1,0 +1,100 @@
+"""
+What chat models add to text: a template around turns, tokens that end them, marks around thoughts.
+
+    prompt_text        a conversation as the text that the model continues
+    end_tokens         every token that ends a completion
+    open_thoughts      the mark of the thought that a prompt ends in
+    decode             a completion's text, with or without the marks of thoughts
+"""
+
+# What opens and closes a thought. An answer inside a thought is not the model's answer.
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("◁think▷", "◁/think▷"),
+)
+USER, ASSISTANT = {"role": "user", "content": "QUESTION"}, {"role": "assistant"}
+
+
+def prompt_text(tokenizer, messages: list[dict], thinking: bool = False) -> str:
+    """The conversation in the tokenizer's template, up to where the assistant's answer begins.
+
+    Raises ValueError with the template's own words if it refuses the conversation.
+    """
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        )
+    except Exception as error:  # jinja2's kinds, and whatever the template's expressions raise
+        roles = ", ".join(str(message["role"]) for message in messages)
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"the chat template refuses a chat of {roles} ({said})") from None
+
+
+def end_tokens(tokenizer, *configs) -> list[int]:
+    """Every token that ends a completion: those that the configs name (a model's config and its
+    generation config), the tokenizer's, and the one that ends a turn in the chat template.
+
+    A model may name its end in any of these places, and only there. [] if none names one.
+    """
+    ends = {tokenizer.eos_token_id, turn_end(tokenizer)}
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        ends.update(ids if isinstance(ids, (list, tuple)) else [ids])
+    return sorted(ends - {None})
+
+
+def turn_end(tokenizer) -> int | None:
+    """The control token that ends the assistant's turn in the chat template, if there is one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    turns = [USER, ASSISTANT | {"content": "ANSWER"}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # a template may insist on a system message
+        try:
+            system = {"role": "system", "content": "SYSTEM"}
+            text = tokenizer.apply_chat_template([system, *turns], tokenize=False)
+        except Exception:  # then it is reported when the first prompt is made
+            return None
+    _before, answer, after = text.rpartition("ANSWER")
+    ids = tokenizer.encode(after.lstrip(), add_special_tokens=False) if answer else []
+    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
+
+
+# ---------------------------------------------------------------------------- thoughts
+
+
+def open_thoughts(tokenizer, prompts: list[list[int]]) -> list[str]:
+    """The opening mark of the thought that each prompt ends in; "" if it ends in none.
+
+    Only what follows a prompt's last control token counts: a question may speak of such marks.
+    """
+    marks = {mark for pair in THOUGHTS for mark in pair}
+    added = tokenizer.added_tokens_decoder
+    controls = {number for number, token in added.items() if token.content not in marks}
+    return [_open_thought(tokenizer, ids, controls) for ids in prompts]
+
+
+def _open_thought(tokenizer, ids: list[int], controls: set[int]) -> str:
+    begin = max((place + 1 for place, number in enumerate(ids) if number in controls), default=0)
+    text = tokenizer.decode(ids[begin:])
+    for opening, closing in THOUGHTS:
+        if text.rfind(opening) > text.rfind(closing):
+            return opening
+    return ""
+
+
+def decode(tokenizer, completions: list[list[int]], *, keep_thoughts: bool = False) -> list[str]:
+    """The texts of completions without special tokens. With keep_thoughts, the marks of thoughts
+    stay, even where they are special tokens."""
+    if keep_thoughts:
+        marks = {mark for pair in THOUGHTS for mark in pair}
+        added = tokenizer.added_tokens_decoder
+        special = {number: token.content for number, token in added.items() if token.special}
+        dropped = {number for number, text in special.items() if text not in marks}
+        if dropped != special.keys():
+            texts = ([number for number in ids if number not in dropped] for ids in completions)
+            return [tokenizer.decode(ids) for ids in texts]
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]

