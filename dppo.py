@@ -422,11 +422,14 @@ def prune_completions(
     check_known("completion rule", name, COMPLETION_RULES)
     rule = COMPLETION_RULES[name]
     if rule.select:
-        return rule.select(batch, prune_rate)
+        with named("completion rule", name):
+            return rule.select(batch, prune_rate)
     keep_prob = completion_keep_prob(name, prune_rate, batch)
     if not rule.order:
         return prune(keep_prob, generator)
-    keep = systematic(keep_prob, rule.order(batch, generator), start=generator.random())
+    with named("completion rule", name):
+        order = rule.order(batch, generator)
+    keep = systematic(keep_prob, order, start=generator.random())
     return keep, ht_weights(keep, keep_prob)
 
 

@@ -229,8 +229,8 @@ def read(name: str):
         )
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
-        reason = f"{error}".strip().splitlines() or [type(error).__name__]
-        reason = broken_file(Path(name)) or reason[0]
+        said = " ".join(str(error).split())[:400] or type(error).__name__
+        reason = broken_file(Path(name)) or said
         if kind := re.search("model type `(pruned_[a-z0-9]+)`", reason):
             reason = f"its type {kind[1]} needs `python -m related.pruned PROGRAM FLAGS`"
         raise InputError(f"--model {name} cannot be loaded: {reason}") from None

@@ -103,7 +103,8 @@ class PromptHistory:
         dppo.check_known("prompt rule", name, PROMPT_RULES)
         rule = PROMPT_RULES[name]
         if rule.select:
-            return rule.select(self.score[prompts], prune_rate)
+            with dppo.named("prompt rule", name):
+                return rule.select(self.score[prompts], prune_rate)
         keep_prob = self.keep_prob(name, prune_rate, prompts, minibatches)
         kept = []
         for part in keep_prob.chunk(minibatches):

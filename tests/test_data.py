@@ -2,10 +2,12 @@
 
 import json
 import re
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
 import pytest
+from tokenizers import processors
 
 import data
 import rewards
@@ -34,11 +36,17 @@ def test_a_file_is_read_by_any_of_its_keys(tmp_path):
         "2, 3": {"problem": "g?", "final_answer": ["$2$", 3.0]},
         "0.00000015": {"problem": "h?", "answer": 1.5e-7},
         "": {"problem": "i?", "answer": float("nan")},
+        # a heading is no answer, unlike the end of the last line; and a box wins over both
+        "7": {"problem": "j?", "solution": "#### Sum\nIt is \\boxed{7}.\n#### Check\nIt is odd."},
+        "8": {"problem": "k?", "solution": "#### Sum\n3+5 = <<3+5=8>>8\n#### 8\n\n"},
+        "#### Sum\nIt is 9.": {"problem": "l?", "answer": "#### Sum\nIt is 9."},
+        "59": {"problem": "m?", "solution": "$\\boxed 59$. Remark: $n = 12$ fails."},
+        "34": {"problem": "n?", "reward_model": {"style": "rule", "ground_truth": "34"}},
     }
-    path = write(tmp_path, "\n", *rows.values())
+    path = write(tmp_path, "\ufeff", *rows.values())
     problems = data.read_problems(path)
     assert [problem.answer for problem in problems] == [*rows]
-    assert [problem.text for problem in problems] == [f"{letter}?" for letter in "abcdefghi"]
+    assert [problem.text for problem in problems] == [f"{letter}?" for letter in "abcdefghijklmn"]
     assert [problem.source for problem in problems[:3]] == [path, "algebra", path]
 
 
@@ -52,6 +60,67 @@ def test_arrays_and_parquet(tmp_path):
         assert data.read_problems(str(tmp_path / f"a.{kind}")) == lines
 
 
+def test_parquet_is_read_as_it_is_now(tmp_path):
+    """Decimals too. Catches rows of an older file of this name from a cache."""
+    for answers in ({"7.00": "7", "8.50": "8.5"}, {"9.00": "9", "1000": "1000"}):
+        rows = [{"problem": "p", "answer": Decimal(answer)} for answer in answers]
+        datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+        problems = data.read_problems(str(tmp_path / "a.parquet"))
+        assert [problem.answer for problem in problems] == [*answers.values()]
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER, OTHER = {"role": "user", "content": "1+1?"}, {"role": "user", "content": "And 3+4?"}
+SAYS = {"role": "assistant", "content": "1+1=2, so \\boxed{2}."}
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}],
+}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+RESULT = {"role": "tool", "content": "2", "name": None}
+
+
+def user(text):
+    return {"role": "user", "content": f"{text} Box it."}
+
+
+CHATS = {  # a row: the messages of its prompt, with the instruction " Box it."
+    "system": ({"prompt": [SYSTEM, USER], "answer": "2"}, [SYSTEM, user("1+1?")]),
+    "messages": ({"messages": [USER, SAYS, OTHER], "answer": 7}, [USER, SAYS, user("And 3+4?")]),
+    "parts": ({"prompt": [SYSTEM, PARTS], "answer": "2"}, [SYSTEM, user("1+1?")]),
+    "one turn": ({"prompt": [USER], "answer": "2"}, [user("1+1?")]),
+    "tools": (
+        {"prompt": [USER, CALL, RESULT], "answer": "2"},
+        [user("1+1?"), CALL | {"content": ""}, {"role": "tool", "content": "2"}],
+    ),
+    "solution": ({"messages": [SYSTEM, USER, SAYS], "answer": None}, [SYSTEM, user("1+1?")]),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_chat_is_used_whole(tmp_path, name):
+    """Catches a turn that is lost, an instruction after another turn, and a last turn of the
+    assistant that is in the prompt although it gives the answer away."""
+    row, expected = CHATS[name]
+    (problem,) = data.read_problems(write(tmp_path, row))
+    assert problem.messages(" Box it.") == expected
+    assert problem.answer == ("7" if name == "messages" else "2")
+    assert problem.solution == (SAYS["content"] if name == "solution" else "")
+
+
+def test_chats_in_parquet(tmp_path):
+    """verl's columns; and parquet gives every turn the keys of all turns."""
+    rows = [
+        {"prompt": [SYSTEM | {"name": "s"}, USER], "reward_model": {"ground_truth": "2"}},
+        {"prompt": [OTHER], "reward_model": {"ground_truth": "7"}},
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    first, second = data.read_problems(str(tmp_path / "a.parquet"))
+    assert first.messages() == [SYSTEM | {"name": "s"}, USER]
+    assert (second.messages(), second.turns) == ([OTHER], ())
+    assert [first.answer, second.answer] == ["2", "7"]
+
+
 REFUSED = {  # name and text of a file: what is wrong with it
     ("a.jsonl", '{"question": "a", "answer": "1"}\n{oops}\n'): "line 2 is not JSON",
     ("a.jsonl", "[1]\n"): "line 1 is not a JSON object but list",
@@ -59,6 +128,25 @@ REFUSED = {  # name and text of a file: what is wrong with it
     ("a.jsonl", '{"answer": "1"}'): "line 1 has none of the keys problem, question, prompt",
     ("a.jsonl", '{"question": "a", "answer": {"x": 1}}'): "line 1: the value of 'answer' must be",
     ("a.jsonl", '{"question": "", "answer": "1"}'): "line 1: the value of 'question' must be text",
+    **{
+        ("a.jsonl", json.dumps(row)): f"line 1: the {reason}"
+        for row, reason in (
+            ({"prompt": [USER, SAYS], "solution": "2"}, "chat under 'prompt' ends with a turn of"),
+            ({"messages": [USER, SAYS], "answer": "2"}, "chat under 'messages' ends with a turn"),
+            (
+                {"messages": [SYSTEM], "answer": "2"},
+                "chat under 'messages' has no turn of the user",
+            ),
+            (
+                {"prompt": [SYSTEM, "1+1?"], "answer": "2"},
+                "value of 'prompt' must be text or a chat",
+            ),
+            (
+                {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "2"},
+                "value of 'prompt': the content of a turn must be text",
+            ),
+        )
+    },
     ("a.jsonl", "\n"): "is empty",
     ("a.jsonl", b"\xff\xfe\x00"): "is not UTF-8 text",
     ("a.json", '[{"problem": "p"},\n {"problem" "p"}]'): "at line 2, column 13",
@@ -200,6 +288,71 @@ def test_prompt_formats():
     assert texts() == [user + "<think></think>" for user in users]
     assert texts("chat", True) == users
     assert texts("plain", True) == ["1+1\nBox it.\n", "1+1?"]
+
+
+def prompts_of(problems, tokenizer, **options):
+    return [
+        tokenizer.decode(ids) for ids in data.encode_prompts(problems, tokenizer, 200, **options)[1]
+    ]
+
+
+def test_the_instruction_can_be_another():
+    """For every problem, with and without a template. Catches "" that is taken for no choice."""
+    tokenizer = arithmetic.make_tokenizer()
+    problems = [
+        data.Problem("1+1", "2", "file", instruction="\nBox it."),
+        data.Problem("2", "2", ""),
+    ]
+    assert prompts_of(problems, tokenizer, instruction="Go.") == ["1+1\nGo.\n", "2\nGo.\n"]
+    assert prompts_of(problems, tokenizer, instruction="") == ["1+1", "2"]
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    assert prompts_of(problems, tokenizer, instruction="Go.") == ["<user>1+1\nGo.", "<user>2\nGo."]
+    assert prompts_of(problems, tokenizer) == ["<user>1+1\nBox it.", "<user>2"]
+
+
+def test_prompts_that_no_model_can_continue(capsys):
+    """Catches an end token that the tokenizer adds, or the template; turns that nothing joins; a
+    template's own words that are lost; and a token that the model has no embedding for."""
+    tokenizer = arithmetic.make_tokenizer()
+    problem = data.Problem("1+1?", "2", "file")
+    chat = data.Problem("1+1?", "2", "file", turns=(SYSTEM, USER))
+    with pytest.raises(InputError, match=r"1 problems are chats .* Only a chat template can join"):
+        data.encode_prompts([problem, chat], tokenizer, 100)
+    data.encode_prompts([problem], tokenizer, 100, vocabulary=64)
+    with pytest.raises(InputError, match=r"gives '\?' the id 30, but the model's embedding has 30"):
+        data.encode_prompts([problem], tokenizer, 100, vocabulary=30)
+
+    end = ("<|end|>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|end|>", special_tokens=[end]
+    )
+    assert prompts_of([problem], tokenizer) == ["1+1?"]
+    assert "the tokenizer ends each text with an end token" in capsys.readouterr().out
+
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    with pytest.raises(
+        InputError, match=r"template ends a prompt with an end token.*--prompt-format"
+    ):
+        data.encode_prompts([problem], tokenizer, 100)
+    tokenizer.chat_template = "{{ raise_exception('no chats') }}"
+    with pytest.raises(
+        InputError, match=r"refuses a chat of user .*no chats.*--prompt-format plain"
+    ):
+        data.encode_prompts([problem], tokenizer, 100)
+
+
+def test_what_makes_a_problem_the_same(capsys):
+    """Its chat, but not its file, its place or its answer. Catches equal keys of two occurrences,
+    and a problem in both parts of the data that is not counted."""
+    one, other = data.Problem("a", "1", "x"), data.Problem("b", "2", "x")
+    chat = data.Problem("a", "1", "x", turns=(SYSTEM, {"role": "user", "content": "a"}))
+    keys = data.draw_keys([one, other, one, chat])
+    assert len(set(keys)) == 4
+    assert data.draw_keys([other, data.Problem("a", "3", "y")]) == [keys[1], keys[0]]
+    data.say_common([one, chat], [other, one, one])
+    assert "2 of the 3 problems to evaluate on are also trained on" in capsys.readouterr().out
+    data.say_common([one], [other, chat])
+    assert capsys.readouterr().out == ""
 
 
 HUB_COLUMNS = {

@@ -138,21 +138,25 @@ def test_an_exception_keeps_its_traceback():
     handler that hides the line where it failed."""
     fails = lambda *_: 1 / 0
     dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(fails)
+    dppo.COMPLETION_RULES["picks"] = dppo.CompletionRule(None, select=fails, biased="it picks")
     sampler.PROMPT_RULES["mine"] = sampler.PromptRule(fails)
+    sampler.PROMPT_RULES["picks"] = sampler.PromptRule(None, select=fails, biased="it picks")
     dppo.LOSSES["mine"] = dppo.Loss(fails, "constant")
     history = sampler.PromptHistory(2)
     clip = {"eps_low": 0.2, "eps_high": 0.2, "num_sequences": 1}
     calls = {
-        "completion rule": lambda: dppo.completion_keep_prob("mine", 0, completions()),
-        "prompt rule": lambda: history.keep_prob("mine", 0, torch.arange(2)),
-        "loss": lambda: dppo.token_loss(
+        "completion rule 'mine'": lambda: dppo.completion_keep_prob("mine", 0, completions()),
+        "completion rule 'picks'": lambda: dppo.prune_completions("picks", 0, completions(), None),
+        "prompt rule 'mine'": lambda: history.keep_prob("mine", 0, torch.arange(2)),
+        "prompt rule 'picks'": lambda: history.prune("picks", 0, torch.arange(2), None),
+        "loss 'mine'": lambda: dppo.token_loss(
             *[torch.zeros(3)] * 3, torch.zeros(3).long(), loss="mine", **clip
         ),
     }
-    for kind, call in calls.items():
+    for name, call in calls.items():
         with pytest.raises(ZeroDivisionError) as caught:
             call()
-        assert caught.value.__notes__ == [f"(in the {kind} 'mine')"]
+        assert caught.value.__notes__ == [f"(in the {name})"]
         assert "fails = lambda" in str(caught.traceback[-1].statement)
 
 
@@ -298,6 +302,8 @@ def test_a_run_without_signal_says_so(run, tmp_path, capsys):
     assert "nothing was learned (mean reward 1.000). Likely cause: each problem is too" in note
     (note,), _ = notes("none", lambda text, answer: None)
     assert "no reference answer can be scored" in note
+    (note,), _ = notes("masked", toy.toy_reward, mask_truncated=True, max_new_tokens=1)
+    assert "--max-new-tokens cuts off all completions" in note
     assert notes("live", toy.toy_reward) == ([], [])
 
 

@@ -17,6 +17,7 @@ import torch
 import data
 import rewards
 from runtime import InputError, math_judge
+from tasks import arithmetic
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_problems = pytest.mark.skipif(
@@ -51,6 +52,8 @@ def test_arithmetic_reward(completion, answer, reward):
         ("\\boxed{72}</think> so I say 71", "72", 0.0),  # a box in a thought is not an answer
         ("<think>\\boxed{72}", "72", 0.0),  # thinking never ended
         ("<think></think>\\boxed{72}", "72", 1.0),
+        ("</think>\\boxed{72} or <think>", "72", 0.0),  # it began again
+        ("[THINK]\\boxed{71}[/THINK]\\boxed{72}", "72", 1.0),
         ("\\boxed{1,234}", "1234", 1.0),
         ("\\boxed{27}", "27.0", 1.0),
         ("\\boxed{$27$}", "27", 1.0),
@@ -85,6 +88,57 @@ def test_math_reward(completion, answer, reward):
     assert rewards.math_reward(completion, answer) == reward
 
 
+BOXES = {  # a text: the content of its last box
+    "$\\boxed{59}$ is it.": "59",
+    "$\\boxed {59}$ is it.": "59",
+    "\\boxed\n {59}": "59",
+    "so $\\boxed 59$, not 12": "59",
+    "so \\boxed59": "59",
+    "$\\boxed\\frac{1}{2}$": "\\frac{1}{2}",
+    "$\\fbox{59}$": "59",
+    "\\fbox{1} or \\boxed{2}": "2",
+    "\\boxed{1} or \\fbox{2}": "2",
+    "\\boxed{\\boxed{5}}": "5",
+    "\\boxed{\\left\\{1, \\frac{1}{2}\\right.}": "\\left\\{1, \\frac{1}{2}\\right.",
+    "\\boxed{1 \\\\}": "1 \\\\",
+    "\\boxed{}": "",
+    "\\boxed{5}. It is in \\boxed.": "5",
+    "\\boxed{5}, in a \\boxed": "5",
+    "\\boxedtext{5}": None,
+    "\\boxed{5} or \\boxed{6": None,
+    "59": None,
+}
+
+
+@pytest.mark.parametrize("text", BOXES)
+def test_boxes(text):
+    """Catches a spelling of a box that is overlooked, and an escaped brace that counts."""
+    assert rewards.last_boxed(text) == BOXES[text]
+
+
+def test_a_thought_that_has_not_ended():
+    """The default reward sees it, whether the prompt opened it or its marks are special tokens.
+    Catches a box in it that counts, and texts that change for a user's reward or for the log."""
+    tokenizer = arithmetic.make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    prompts = ("1+6?", "1+6?<think>\n")
+    completions = ("[THINK]7: \\boxed{7}", "[THINK]7[/THINK]\\boxed{7}", "</think>\\boxed{7}")
+    ids = [tokenizer.encode(text) for text in completions]
+    padded = [own + [0] * (max(map(len, ids)) - len(own)) for own in ids]
+    rollouts = SimpleNamespace(
+        prompt_ids=[tokenizer.encode(text) for text in prompts],
+        completion_ids=torch.tensor([padded, padded]),
+        lengths=torch.tensor([[*map(len, ids)]] * 2),
+    )
+    problems, seen = [SimpleNamespace(answer="7")] * 2, []
+    plain = ["7: \\boxed{7}", "7\\boxed{7}", "</think>\\boxed{7}"]
+    texts, found = rewards.score(rollouts, problems, tokenizer, rewards.math_reward)
+    assert found.tolist() == [[0, 1, 1], [0, 0, 1]]
+    own = rewards.score(rollouts, problems, tokenizer, lambda text, _: seen.append(text))[0]
+    assert seen == plain * 2
+    assert texts == own == [plain, plain]
+
+
 def test_what_was_not_sampled_is_not_scored():
     """Completions without a token are those of other ranks. Fails if the reward sees them, or if a
     completion meets another prompt's answer."""
@@ -111,7 +165,7 @@ def test_what_a_reward_may_return():
         assert of(lambda _text, _answer, found=found: found) == 1.0
     assert math.isnan(of(lambda _text, _answer: None))
 
-    for found in ("11", math.inf, math.nan, [1.0]):
+    for found in ("11", math.inf, math.nan, [1.0], 10**400):
         with pytest.raises(InputError, match=f"the reward is .* for {which}: return"):
             of(lambda _text, _answer, found=found: found)
     with pytest.raises(ZeroDivisionError) as caught:

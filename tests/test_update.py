@@ -270,12 +270,12 @@ def test_models_that_cannot_be_packed_are_refused(make_policy, tmp_path):
     window."""
     _, tokenizer = make_policy()
     shape = {"hidden_size": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.5}
-    config = BloomConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **shape)
-    bloom = BloomForCausalLM(config)
-    for part in (bloom, tokenizer):
-        part.save_pretrained(tmp_path / "bloom")
-    with pytest.raises(InputError, match="cannot be packed exactly"):
-        models.load_policy(str(tmp_path / "bloom"), "cpu")
+    for longest, message in (({}, "no max_position"), ({"max_position_embeddings": 99}, "exactly")):
+        config = BloomConfig(vocab_size=len(tokenizer), **longest, **shape)
+        for part in (BloomForCausalLM(config), tokenizer):
+            part.save_pretrained(tmp_path / "bloom")
+        with pytest.raises(InputError, match=message):
+            models.load_policy(str(tmp_path / "bloom"), "cpu")
     model, _ = make_policy()
     model.model.layers[1].self_attn.sliding_window = 4
     assert not models.packs_exactly(model, 512)

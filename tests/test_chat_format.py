@@ -1,0 +1,104 @@
+"""Chat formats: where a turn ends, whether a prompt ends in a thought, and what decoding keeps."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import chat_format
+from tasks import arithmetic
+
+SYSTEM_FIRST = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|stop|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    """One token per byte; then <|pad|> and <|end|>, and the control tokens of a chat."""
+    found = arithmetic.make_tokenizer()
+    special = ["<|start|>", "<|stop|>", "[THINK]", "[/THINK]"]
+    found.add_special_tokens({"additional_special_tokens": special})
+    found.add_tokens(["<think>", "</think>"])  # not special, as Qwen3 has them
+    found.chat_template = CHATML
+    return found
+
+
+TEMPLATES = {  # a chat template: the control token that ends the assistant's turn
+    CHATML: "<|stop|>",
+    CHATML.replace("<|stop|>", " \n<|stop|>"): "<|stop|>",
+    SYSTEM_FIRST + CHATML: "<|stop|>",
+    CHATML.replace("<|stop|>", "{{ eos_token }}"): "<|end|>",
+    CHATML.replace("<|stop|>", ""): None,  # the turn ends with a line
+    CHATML.replace("{{ m.content }}", "{{ m.content[:3] }}"): None,  # the answer is not all there
+    "{{ raise_exception('no') }}": None,
+    "{% for %}": None,
+    None: None,
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_end_of_a_turn(tokenizer, template):
+    """Catches an end that is only in the template, and a template that fails, or drops the answer,
+    so that its first token is taken for the end."""
+    tokenizer.chat_template = template
+    end = TEMPLATES[template]
+    expected = None if end is None else tokenizer.convert_tokens_to_ids(end)
+    assert chat_format.turn_end(tokenizer) == expected
+
+
+def test_all_that_names_an_end_counts(tokenizer):
+    """Catches a place that is not looked at, a list that is taken for a number, and a None that
+    becomes an end."""
+    ends = dict.fromkeys(("<|end|>", "<|stop|>"))
+    of_tokenizer, of_template = tokenizer.convert_tokens_to_ids([*ends])
+    configs = [SimpleNamespace(eos_token_id=ids) for ids in (5, [7, 5], None)]
+    everything = sorted({5, 7, of_tokenizer, of_template})
+    assert chat_format.end_tokens(tokenizer, *configs, SimpleNamespace(), None) == everything
+    tokenizer.chat_template = None
+    assert chat_format.end_tokens(tokenizer) == [of_tokenizer]
+    tokenizer.eos_token = None
+    assert chat_format.end_tokens(tokenizer, *configs) == [5, 7]
+    assert chat_format.end_tokens(tokenizer) == []
+
+
+PROMPTS = {  # a prompt: the mark of the thought that it ends in
+    "<|start|>assistant\n<think>\n": "<think>",
+    "<|start|>assistant\n<think>Well, 7": "<think>",
+    "[THINK]": "[THINK]",
+    "<|start|>assistant\n<think>\n\n</think>\n\n": "",
+    "<|start|>user\nWhat does <think> mean?<|stop|>\n<|start|>assistant\n": "",
+    "<|start|>system\nUse [THINK]..[/THINK]<|stop|><|start|>assistant\n[THINK]": "[THINK]",
+    "<think>a</think>b<think>": "<think>",
+    "1+1?": "",
+}
+
+
+def test_prompts_that_end_in_a_thought(tokenizer):
+    """Catches marks in the question that count, a thought that has ended, and special marks."""
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in PROMPTS]
+    assert chat_format.open_thoughts(tokenizer, prompts) == [*PROMPTS.values()]
+
+
+def test_marks_of_thoughts_survive_decoding(tokenizer):
+    """Only if asked, and then without other special tokens. Catches an end token in an answer."""
+    text = "[THINK]<think>7</think>[/THINK]8<|stop|>"
+    ids = [tokenizer.encode(text, add_special_tokens=False)]
+    assert chat_format.decode(tokenizer, ids) == ["<think>7</think>8"]
+    kept = chat_format.decode(tokenizer, ids, keep_thoughts=True)
+    assert kept == ["[THINK]<think>7</think>[/THINK]8"]
+
+
+def test_a_template_that_refuses(tokenizer):
+    """Catches a traceback without the template's own words or the roles that it was given."""
+    tokenizer.chat_template = SYSTEM_FIRST + CHATML
+    user = {"role": "user", "content": "1+1?"}
+    with pytest.raises(ValueError, match=r"refuses a chat of user .*no system message"):
+        chat_format.prompt_text(tokenizer, [user])
+    text = chat_format.prompt_text(tokenizer, [{"role": "system", "content": "Add."}, user])
+    assert (
+        text == "<|start|>system\nAdd.<|stop|>\n<|start|>user\n1+1?<|stop|>\n<|start|>assistant\n"
+    )

@@ -1,0 +1,236 @@
+"""Loading: weights, files and rotations that are not what they seem are refused in one line."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import models
+import packing
+from runtime import InputError, checkpoint
+
+
+@pytest.fixture
+def folder(make_policy, tmp_path):
+    """A healthy folder, whose head is not tied to the embedding."""
+    model, tokenizer = make_policy()
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def rename(folder, new_name):
+    """Rewrite the names of the weights; without a new name they are dropped."""
+    path = folder / "model.safetensors"
+    renamed = {new_name(name): weight for name, weight in load_file(path).items()}
+    save_file({name: w for name, w in renamed.items() if name}, path, metadata={"format": "pt"})
+
+
+def prefixed(prefix):
+    return lambda folder: rename(folder, lambda name: prefix + name)
+
+
+def without_head(folder):
+    rename(folder, lambda name: None if name == "lm_head.weight" else name)
+
+
+def cut(name):
+    def change(folder):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return change
+
+
+def pointer(name):
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
+    return lambda folder: (folder / name).write_text(text)
+
+
+def of_kind(kind, **parts):
+    def change(folder):
+        getattr(transformers, f"{kind}Config")(**parts).save_pretrained(folder)
+
+    return change
+
+
+def one_nan(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def set_config(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+REFUSED = [  # what was done to the folder, what the message says
+    (prefixed("_orig_mod."), r"such as lm_head.weight; its names begin with '_orig_mod.'.*_mod$"),
+    (prefixed("base_model.model."), "begin with 'base_model.model.'.*merge_and_unload"),
+    (prefixed("x."), r"begin with 'x.' \(x.lm_head.weight\): save it under the names"),
+    (without_head, "1 of its weights are missing, such as lm_head.weight: save the whole model"),
+    (one_nan, r"such as model.layers.1.mlp.up_proj.weight, hold NaN or infinity"),
+    (cut("model.safetensors"), "model/model.safetensors is not whole .*copy or download it again"),
+    (cut("tokenizer.json"), "model/tokenizer.json is not whole"),
+    (cut("config.json"), "model/config.json is not whole"),
+    (pointer("model.safetensors"), "model/model.safetensors is the pointer of Git LFS.*lfs pull"),
+    (pointer("tokenizer.json"), "model/tokenizer.json is the pointer of Git LFS"),
+    (of_kind("Qwen2VL"), "it is a vision-language model, and only text models can be trained"),
+    (of_kind("Gemma3"), "it is a vision-language model"),
+    (of_kind("Qwen2Audio"), "it is a multimodal model"),
+    (of_kind("T5"), "cannot be loaded: Unrecognized configuration class"),
+    (set_config(layer_types=["full_attention", "sliding_attention"]), "layers of kinds .*sliding"),
+    (set_config(sliding_window=64, use_sliding_window=True, max_window_layers=0, layer_types=None),
+     "its attention has a window of 64 tokens"),
+    (shutil.rmtree, "cannot be loaded: .*model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_is_refused(folder, change, message):
+    """Catches a traceback, and weights that transformers makes up."""
+    change(folder)
+    with pytest.raises(InputError, match=f"--model {folder}.*{message}") as caught:
+        models.load_policy(str(folder), "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_used_are_only_noted(folder, capsys):
+    """A value head, for instance. Catches a healthy model that is refused, and a change of it."""
+    before = load_file(folder / "model.safetensors")
+    more = before | {"v_head.weight": torch.ones(1, 32)}
+    save_file(more, folder / "model.safetensors", metadata={"format": "pt"})
+    model, _ = models.load_policy(str(folder), "cpu")
+    assert "has weights that it does not use, such as v_head.weight" in capsys.readouterr().out
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+
+
+# ---------------------------------------------------------------------------- long sequences
+
+
+def with_rope(make_policy, rope, longest=512):
+    """The small policy with another rotary embedding."""
+    _, tokenizer = make_policy()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=longest, initializer_range=0.3,
+        rope_parameters={"rope_theta": 1e4} | rope,
+    )  # fmt: skip
+    config._attn_implementation = packing.ATTENTION
+    model = transformers.LlamaForCausalLM(config)
+    model.vocab_size = len(tokenizer)
+    return model, tokenizer
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "factor": 4.0}
+ROPES = [  # a rotary embedding, and how long a sequence may be
+    ({"rope_type": "default"}, 512),
+    (LONG | {"original_max_position_embeddings": 128}, 128),
+    (LONG | {"original_max_position_embeddings": 100}, 100),
+    (LONG | {"original_max_position_embeddings": 512}, 512),
+    ({"rope_type": "dynamic", "factor": 2.0}, 512),  # it changes beyond
+    ({"rope_type": "linear", "factor": 2.0}, 512),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+    (
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+        512,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rope", "longest"), ROPES, ids=lambda value: str(value)[:40])
+def test_rotations_never_change_up_to_the_longest_sequence(make_policy, rope, longest):
+    """Its log-probs, packed beside a sequence of that length, are those that it has alone; and one
+    token more changes them, if the limit is below max_position_embeddings.
+
+    Catches a limit that is off by one, and one for a rotation that is always the same.
+    """
+    model, _ = with_rope(make_policy, rope)
+    assert models.longest_sequence(model) == longest
+
+    def short(other):
+        """The log-probs of a sequence of 9 tokens, in a slot with another one."""
+        prompts = [[number % 250] for number in range(2)]
+        completions = [[*range(1, 9)], [token % 250 for token in range(1, other)]]
+        logprobs, _ = packing.packed_logprobs(model, packing.build_pack(prompts, completions))
+        owner = packing.build_pack(prompts, completions).owner
+        return logprobs[owner == 0]
+
+    with torch.no_grad():
+        alone = short(9)
+        # the last token of a sequence predicts nothing, so it is not in the slot
+        assert (short(longest + 1) - alone).abs().max() < 1e-5
+        if longest < 512:
+            assert (short(longest + 2) - alone).abs().max() > 1e-3
+
+
+def test_a_limit_of_the_rotation_bounds_prompts(make_policy, tmp_path, capsys):
+    """Catches a limit that is not said, or that prompts ignore."""
+    rope = LONG | {"original_max_position_embeddings": 100}
+    for part in with_rope(make_policy, rope):
+        part.save_pretrained(tmp_path)
+    model, _ = models.load_policy(str(tmp_path), "cpu")
+    assert model.longest == 100
+    said = capsys.readouterr().out
+    assert re.search(
+        "rotary embedding .rope. .* changes in sequences of more than 100 tokens", said
+    )
+
+
+def test_the_check_looks_at_the_last_positions(make_policy, monkeypatch):
+    """Catches a check of the first positions only."""
+    model, _ = make_policy()
+    assert models.packs_exactly(model, 512)
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+
+    def wrong_far_away(x, position_ids):
+        cos, sin = forward(x, position_ids)
+        together = position_ids.shape[1] > 3  # as in a slot
+        return cos, torch.where((position_ids > 500)[..., None] & together, sin + 0.5, sin)
+
+    monkeypatch.setattr(rotary, "forward", wrong_far_away)
+    assert models.packs_exactly(model, 400)
+    assert not models.packs_exactly(model, 512)
+
+
+# ---------------------------------------------------------------------------- what is saved
+
+
+def test_the_tokenizer_is_saved_as_it_was(policy_folder, run, tmp_path):
+    """Catches another pad token, padding side or template in a checkpoint. A supervised run would
+    mask every end token if it were the pad token, too."""
+    before = transformers.AutoTokenizer.from_pretrained(policy_folder)
+    before.pad_token, before.padding_side = None, "right"
+    before.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    before.save_pretrained(policy_folder)
+    run("run", steps=1, save_every=1)
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "checkpoint")
+    for name in ("pad_token", "eos_token", "padding_side", "chat_template"):
+        assert getattr(saved, name) == getattr(before, name), name
+    assert saved.backend_tokenizer.to_str() == before.backend_tokenizer.to_str()
+
+
+def test_the_fingerprint_is_of_the_weights(policy_folder):
+    """Catches weights that were trained a little and pass for the same."""
+    model, _ = models.load_policy(policy_folder, "cpu")
+    before = checkpoint.fingerprint(model)
+    assert before == checkpoint.fingerprint(models.load_policy(policy_folder, "cpu")[0])
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1e-3
+    assert before != checkpoint.fingerprint(model)
