@@ -3,11 +3,17 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
+from toy import HANG, ROOT
 
 from runtime import InputError, checkpoint, log
 
@@ -149,6 +155,59 @@ def test_a_full_disk_is_reported(save, tmp_path, monkeypatch, where):
             log.append_rows(tmp_path / "log.jsonl", [{"step": 2}]) if where == "log" else save(2)
     assert "\n" not in str(caught.value)
     assert step_of(checkpoint.find(tmp_path)) == 1
+
+
+def hold(folder):
+    """Own the folder until killed."""
+    with checkpoint.owned(Path(folder)):
+        print("has it", flush=True)
+        time.sleep(HANG)
+
+
+def test_one_folder_has_one_owner(tmp_path):
+    """Also while the owner is suspended; and its lock ends with it. Catches a second process that
+    writes to the folder, a folder that is never free again, and one that is left behind empty."""
+    folder = tmp_path / "deep" / "run"
+    program = "import sys, test_checkpoint; test_checkpoint.hold(sys.argv[1])"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-c", program, str(folder)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+    try:
+        assert owner.stdout.readline() == b"has it\n"
+        owner.send_signal(signal.SIGSTOP)
+        message = f"--out-dir {folder} is in use by process {owner.pid} on .*: wait for it to end"
+        with pytest.raises(InputError, match=message), checkpoint.owned(folder):
+            pass
+    finally:
+        owner.kill()
+        owner.wait()
+    with checkpoint.owned(folder):
+        (folder / "config.json").write_text("{}")
+    assert names(folder) == ["config.json", "lock"]
+    with pytest.raises(ZeroDivisionError), checkpoint.owned(tmp_path / "new"):
+        _ = 1 / 0
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["file", "file/run", "/proc/run"])
+def test_a_folder_that_cannot_be_written(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    message = f"--out-dir {tmp_path / name} cannot be written .*: choose another folder"
+    with pytest.raises(InputError, match=message), checkpoint.owned(tmp_path / name):
+        pass
+
+
+def test_a_small_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    """Catches a full disk that leaves an empty file, and one that ends in a traceback."""
+    log.write_text(tmp_path / "a.json", "before")
+
+    def full(_number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match=r"a.json cannot be written .*No space left"):
+        log.write_text(tmp_path / "a.json", "after")
+    assert (tmp_path / "a.json").read_text() == "before"
 
 
 def test_rows_after_the_checkpoint_are_cut(tmp_path):

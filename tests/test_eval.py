@@ -103,6 +103,15 @@ def test_figures_by_hand(capsys):
     }  # fmt: skip
 
 
+def test_rewards_that_are_not_right_or_wrong():
+    """Catches a pass@k of 0 because no completion earns exactly 1."""
+    rows = [{"rewards": [0.5, 2.0], "lengths": [2, 3], "truncated": [False] * 2}]
+    found = evaluation.figures(rows)
+    assert found["avg@2"] == 1.25
+    assert not any(name.startswith("pass@") for name in found)
+    evaluation.print_table([found | {"data": "one"}], k=2)
+
+
 def test_paired_comparison(tmp_path):
     """The interval is that of the differences.
 
@@ -246,6 +255,55 @@ def test_held_out_rows_that_fit(policy_folder, tmp_path, capsys):
 
 
 # ---------------------------------------------------------------------------- stored completions
+
+
+SUMS = [{"problem": f"{n}+1?", "answer": str(n + 1)} for n in range(12)]
+
+
+@pytest.fixture
+def evaluate(policy_folder, tmp_path):
+    """Evaluate files; returns the completions of each problem, and the files of completions."""
+
+    def go(folder, *files, **options):
+        cfg = EvalConfig(policy_folder, data=files, k=2, max_new_tokens=3)
+        evaluation.main(replace(cfg, out_dir=str(tmp_path / folder), **options))
+        stored = {path.name: log.read_rows(path) for path in (tmp_path / folder).glob("*.jsonl")}
+        said = {}
+        for row in (row for rows in stored.values() for row in rows):
+            said.setdefault(row["problem"], []).append(row["completions"])
+        return said, {name: len(rows) for name, rows in stored.items()}
+
+    return go
+
+
+def test_what_a_file_holds_names_its_completions(evaluate, tmp_path):
+    """Two files of one name, of which one has the other's problems and more; and fewer --problems.
+
+    Catches a set that takes over another one's completions, and one that --problems starts anew.
+    """
+    for name, rows in (("a", SUMS[:4]), ("b", SUMS), ("c", SUMS[4:])):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "test.jsonl", rows)
+    a, b, c = (str(tmp_path / name / "test.jsonl") for name in "abc")
+    _, counts = evaluate("evals", a, b, c)
+    assert sorted(counts.values()) == [4, 8, 12]
+    assert all(re.fullmatch(r"test-[0-9a-f]{16}\.jsonl", name) for name in counts)
+    assert evaluate("evals", a, c, b, problems=3)[1] == counts
+    _, (count,) = (part.values() for part in evaluate("fewer", b, problems=3))
+    assert count == 3
+    assert evaluate("fewer", b)[1].popitem()[1] == 12
+
+
+def test_only_what_a_file_holds_counts(evaluate, tmp_path, monkeypatch):
+    """Catches a draw by the path, or by the place of a row; and two draws of a problem that stands
+    twice which are the same."""
+    first = write(tmp_path / "first.jsonl", [*SUMS, SUMS[3]])
+    again = write(tmp_path / "again.jsonl", [SUMS[3], *SUMS[::-1]])
+    monkeypatch.chdir(tmp_path)
+    said = [evaluate(f"evals{n}", path)[0] for n, path in enumerate((first, "first.jsonl", again))]
+    assert said[0] == said[1] == said[2]
+    one, other = said[0]["3+1?"]
+    assert one != other
 
 
 def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatch, sampled):

@@ -13,6 +13,7 @@ import toy
 
 import config
 import dppo
+import models
 import proof
 import rewards
 import sampler
@@ -386,6 +387,69 @@ def test_entries_that_are_bare_functions():
     dppo.COMPLETION_RULES["mine"] = lambda batch, rate: ones(batch.size.shape)
     with pytest.raises(InputError, match=r"entry 'mine' is a function: wrap it in a CompletionRul"):
         config.resolve(config.Config(method="mine"))
+
+
+def test_a_rule_that_selects_says_what_it_is():
+    """Catches one that changes the expected gradient without a word."""
+    everything = lambda batch, rate: (batch.size >= 0, ones(batch.size.shape))
+    for table, kind in (
+        (dppo.COMPLETION_RULES, dppo.CompletionRule), (sampler.PROMPT_RULES, sampler.PromptRule)
+    ):  # fmt: skip
+        table["mine"] = kind(None, select=everything)
+        with pytest.raises(InputError, match=r"'mine' selects by itself.*say in its biased="):
+            config.resolve(config.Config(method="mine"))
+        for biased in ("", "it keeps all"):
+            table["mine"] = kind(None, select=everything, biased=biased)
+            found = config.warnings(config.resolve(config.Config(method="mine")))
+            assert any("changes the expected gradient" in note for note in found) == bool(biased)
+        del table["mine"]
+
+
+def test_notes_of_the_first_lines():
+    """Catches a rule of one level that leaves the other one's pruning unsaid, a note for a method
+    that was asked for, and a model that can only add."""
+    dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(lambda batch, rate: ones(batch.size.shape))
+    notes = lambda **given: " ".join(config.warnings(config.resolve(config.Config(**given))))
+    assert "prompts are pruned, too: by pps" in notes(method="pps", completion_rule="mine")
+    for given in (
+        {"method": "pps"}, {"method": "mine"}, {"method": "grpo", "completion_rule": "mine"},
+        {"method": "pps", "completion_rule": "mine", "prompt_rule": "none"},
+    ):  # fmt: skip
+        assert "prompts are pruned" not in notes(**given)
+    assert "--model tiny can only add, so it learns nothing of words" in notes(data="words")
+    assert "can only add" in notes(data="mine.jsonl", max_new_tokens=9)
+    assert "can only add" not in notes(data="arithmetic-mixed")
+    assert "can only add" not in notes(data="words", model="smollm2")
+
+
+def test_each_group_has_its_own_rate(run, tmp_path, monkeypatch):
+    """An optimizer with two groups, of which one has a tenth of --lr; also after a resume.
+
+    Catches a schedule for the first group only, and one that goes on from the last step's rates.
+    """
+    rates = []
+
+    class Shown(torch.optim.AdamW):
+        def step(self):
+            rates.append([group["lr"] for group in self.param_groups])
+            super().step()
+
+    def make_optimizer(cfg, parameters):
+        first, *others = parameters
+        groups = [{"params": [first]}, {"params": others, "lr": cfg.lr / 10}]
+        return Shown(groups, lr=cfg.lr)
+
+    monkeypatch.setattr(models, "make_optimizer", make_optimizer)
+    options = {"steps": 6, "warmup": 3, "lr": 0.3, "lr_schedule": "cosine", "save_every": 2}
+    run("whole", **options)
+    whole, cfg = rates.copy(), config.Config(**options)
+    expected = [config.learning_rate(cfg, step) for step in range(1, 7)]
+    assert [first for first, _ in whole] == expected
+    assert [other for _, other in whole] == pytest.approx([rate / 10 for rate in expected])
+    rates.clear()
+    run("part", until=4, **options)
+    run("part", resume=True, **options)
+    assert rates == whole
 
 
 def test_the_last_line_names_no_old_checkpoint(run, tmp_path, capsys):

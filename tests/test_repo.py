@@ -133,6 +133,18 @@ def test_help_explains_every_flag(name):
         assert re.fullmatch(r"[A-Za-z].{14,}[.]", said), f"{field.target.id}: {said}"
 
 
+@pytest.mark.parametrize("program", ["train", "eval"])
+def test_help_is_answered_at_once(program):
+    """Fails if --help waits for PyTorch and transformers, which take seconds to import."""
+    run = "import runpy, sys, atexit; atexit.register(lambda: print('torch' in sys.modules)); "
+    code = f"{run}sys.argv[1:] = ['--help']; runpy.run_path('{program}.py', run_name='__main__')"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "--max-new-tokens" in found.stdout
+    assert found.stdout.endswith("False\n")
+
+
 def test_names_in_the_readme_exist():
     """Fails if a function, constant or file that the README names is renamed."""
     linked = {(name, file) for name, file in re.findall(r"\[`([\w.]+)`\]\((\w+)\.py\)", README)}

@@ -6,10 +6,13 @@ import math
 import os
 import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +117,81 @@ def test_resume_with_other_prompts(policy_folder, run, tmp_path):
         toy.main(["--out-dir", str(tmp_path / "run"), "--resume", "--steps", "4"])
 
 
+def test_only_contents_count_on_resume(policy_folder, run, tmp_path):
+    """Data and model may have moved, and the run is the one that never stopped. Other answers,
+    other problems to evaluate on and another model are named.
+
+    Catches contents that are not compared, and a path that is.
+    """
+    rows_of = {
+        "train": [{"problem": f"{n}+1?", "answer": str(n + 1)} for n in range(8)],
+        "eval": [{"problem": f"{n}+2?", "answer": str(n + 2)} for n in range(3)],
+    }
+    paths = {name: str(tmp_path / f"{name}.jsonl") for name in rows_of}
+    for name, content in rows_of.items():
+        log.append_rows(Path(paths[name]), content)
+    options = {"data": paths["train"], "eval_data": paths["eval"], "steps": 4, "save_every": 2}
+    options |= {"eval_every": 2, "lr": 3e-3}
+    run("whole", **options)
+    run("part", until=2, **options)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in (policy_folder, *paths.values()):
+        shutil.move(path, moved)
+    out = ["--out-dir", str(tmp_path / "part"), "--resume"]
+    data, evaluated = (
+        ["--data", str(moved / "train.jsonl")],
+        ["--eval-data", str(moved / "eval.jsonl")],
+    )
+
+    def refused(message, *args):
+        with pytest.raises(InputError, match=message):
+            toy.main([*out, *args])
+
+    refused(r"train.jsonl: no such file", *evaluated)
+    answers = [row | {"answer": "7"} for row in rows_of["train"]]
+    log.append_rows(tmp_path / "answers.jsonl", answers)
+    log.append_rows(tmp_path / "longer.jsonl", [*rows_of["eval"], {"problem": "?", "answer": "1"}])
+    other = ["--data", str(tmp_path / "answers.jsonl")]
+    refused("problems to train on have other reference answers than", *other, *evaluated)
+    other = ["--eval-data", str(tmp_path / "longer.jsonl")]
+    refused("--eval-data: the problems to evaluate on have other prompts and", *data, *other)
+    model = ["--model", str(tmp_path / "part" / "checkpoint")]
+    refused("checkpoint is not the model that the run in .* began with", *data, *evaluated, *model)
+    toy.main([*out, *data, *evaluated, "--model", str(moved / "policy")])
+    assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
+
+
+def test_what_is_lost_is_said(run, tmp_path, capsys, pictures):
+    """A resume before the first checkpoint starts over; one without its log goes on, and draws what
+    is left. Catches rows that go without a word, and a run that fails at its end."""
+    run("run", steps=3)
+    (tmp_path / "run" / "checkpoint").unlink(missing_ok=True)
+    capsys.readouterr()
+    assert [row["step"] for row in run("run", steps=3, resume=True)] == [1, 2, 3]
+    said = capsys.readouterr().out
+    assert "no checkpoint was saved: 3 rows of log.jsonl go, and step 1 is next" in said
+    run("other", steps=4, until=2, save_every=2)
+    for name in ("log.jsonl", "samples.jsonl"):
+        (tmp_path / "other" / name).unlink()
+    assert [row["step"] for row in run("other", steps=4, save_every=2, resume=True)] == [3, 4]
+    assert "log.jsonl has no row of step 2" in capsys.readouterr().out
+    assert (tmp_path / "other" / "run.png").exists()
+
+
+def test_a_picture_that_fails_is_a_note(run, monkeypatch, capsys):
+    """Catches a complete run that ends in a traceback because the disk is full."""
+
+    def full(_folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(log, "plot", types.SimpleNamespace(draw_run=full))
+    run("run", steps=1)
+    said = capsys.readouterr().out
+    assert "run.png could not be drawn (OSError: [Errno 28] No space left on device)" in said
+    assert said.splitlines()[-1].startswith("done: ")
+
+
 def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
     """A learning rate that makes the weights explode.
 
@@ -122,6 +200,8 @@ def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
     with pytest.raises(InputError, match=r"step \d+ is not finite .* a lower --lr") as caught:
         run("run", steps=9, lr=1e30, warmup=0, save_every=1)
     assert "\n" not in str(caught.value)
+    remedy = f"a new --out-dir with a lower --lr and --model {tmp_path / 'run' / 'checkpoint'}"
+    assert remedy in str(caught.value)
     saved = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt", weights_only=True)["step"]
     assert saved == rows(tmp_path / "run")[-1]["step"]
 

@@ -82,8 +82,9 @@ def test_a_step_is_the_plain_computation(make_policy, file, monkeypatch):
 
 
 def test_prompts_and_solutions(make_policy, file):
-    """Catches a prompt format that is not passed on, a solution of another problem or without an
-    end token, and a limit on tokens that forgets the solution or is off by one."""
+    """Catches a prompt format or an instruction that is not passed on, a solution of another problem,
+    one without an end token or with one that ends no turn, and a limit on tokens that forgets the
+    solution or is off by one."""
     _, tokenizer = make_policy()
     tokenizer.chat_template = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>"
     for form in ("plain", "chat"):
@@ -92,6 +93,15 @@ def test_prompts_and_solutions(make_policy, file):
         assert [prompt for prompt, _ in pairs] == expected
         texts = [tokenizer.decode(solution) for _, solution in pairs]
         assert texts == [row["answer"] + tokenizer.eos_token for row in PROBLEMS[:-1]]
+    turns = "{% for m in messages %}<user>{{ m.content }}<|pad|>{% endfor %}<assistant>"
+    tokenizer.chat_template = turns
+    for form, end in (("plain", "<|end|>"), ("chat", "<|pad|>")):  # where a turn ends
+        pairs = sft.encode(settings(file, prompt_format=form), tokenizer, 512)
+        assert all(tokenizer.decode(solution).endswith(end) for _, solution in pairs)
+        cfg = settings(file, prompt_format=form, instruction="Box it.")
+        assert "Box it." in tokenizer.decode(sft.encode(cfg, tokenizer, 512)[0][0])
+    with pytest.raises(InputError, match="embedding has 64 rows"):
+        sft.encode(settings(file), tokenizer, 512, vocabulary=64)
     sizes = [len(prompt) + len(solution) for prompt, solution in pairs]
     shorter = [pair for pair, size in zip(pairs, sizes, strict=True) if size < max(sizes)]
     cfg = settings(file, prompt_format="chat")

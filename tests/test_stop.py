@@ -16,7 +16,7 @@ from toy import HANG, ROOT, assert_same, flags, in_processes, rows, timeless
 import metrics
 import rollout
 from runtime import checkpoint, log, ranks
-from runtime.stop import SIGNALS, TORCHRUN_SIGNALS, Stop, resume_command
+from runtime.stop import SIGNALS, TORCHRUN_SIGNALS, Stop, about_torchrun, resume_command
 
 TOY = str(ROOT / "tests" / "toy.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -130,6 +130,18 @@ def test_only_the_second_interrupt_ends_at_once(under_torchrun, monkeypatch):
                 with pytest.raises(KeyboardInterrupt):
                     os.kill(os.getpid(), second)
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_torchrun_must_be_told(monkeypatch):
+    """Its own limit and its list of signals. Catches a note without torchrun, or one that remains
+    after it was told."""
+    monkeypatch.delenv(TORCHRUN_SIGNALS, raising=False)
+    assert about_torchrun() == ""
+    monkeypatch.setenv(TORCHRUN_SIGNALS, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    assert "--shutdown-timeout SECONDS" in about_torchrun()
+    assert "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in about_torchrun()
+    monkeypatch.setenv(TORCHRUN_SIGNALS, "SIGTERM,SIGUSR1")
+    assert about_torchrun() == ""
 
 
 def ask_the_second_rank():
