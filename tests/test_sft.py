@@ -82,9 +82,9 @@ def test_a_step_is_the_plain_computation(make_policy, file, monkeypatch):
 
 
 def test_prompts_and_solutions(make_policy, file):
-    """Catches a prompt format or an instruction that is not passed on, a solution of another problem,
-    one without an end token or with one that ends no turn, and a limit on tokens that forgets the
-    solution or is off by one."""
+    """Catches a prompt format or an instruction that is not passed on, a solution of another
+    problem, one without an end token or with one that ends no turn, and a limit on tokens that
+    forgets the solution or is off by one."""
     _, tokenizer = make_policy()
     tokenizer.chat_template = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>"
     for form in ("plain", "chat"):
