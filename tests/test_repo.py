@@ -24,7 +24,8 @@ LOG = ROOT / "runs" / "LOG.md"  # its flags and commands are those of their day
 
 OTHER_FLAGS = {  # of torchrun, pip and SkyRL
     "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
-    "--no-deps", "--extra", "--shutdown-timeout", "--signals-to-handle", "--base-model", "--backend", "--port",
+    "--shutdown-timeout", "--signals-to-handle", "--no-deps", "--extra", "--base-model",
+    "--backend", "--port",
 }  # fmt: skip
 
 FOLDERS = ("engines", "integrations", "tasks", "runtime", "related", "bench")
