@@ -53,9 +53,7 @@ class Problem:
     source: str  # the kind of embedded problem, the row's own source, or else the data's name
     solution: str = ""  # worked out, with the answer in a box; "" if there is none
     instruction: str = ""  # appended to the text in the prompt
-    turns: tuple[
-        dict, ...
-    ] = ()  # of a chat, all: {"role", "content"}; () if the text is the only one
+    turns: tuple[dict, ...] = ()  # of a chat; () if it has only the text
 
     def messages(self, instruction: str = "") -> list[dict]:
         """The turns of the prompt, with the instruction after the user's last one."""

@@ -110,7 +110,7 @@ def load(cfg: EvalConfig, reward):
     if cfg.prompt is not None:
         found = {"prompt": ("prompt", [data.Problem(cfg.prompt, "", "prompt")])}
     else:
-        found = {name: read_set(name, cfg, own_reward=reward is not None) for name in cfg.data}
+        found = {name: read_set(name, cfg, reward) for name in cfg.data}
 
     source = models.model_folder(cfg.model)
     if Path(source).is_dir():  # no bar for loading a folder; a download keeps its own
@@ -141,12 +141,13 @@ def load(cfg: EvalConfig, reward):
     return model, tokenizer, sets, sampling
 
 
-def read_set(name: str, cfg: EvalConfig, own_reward: bool) -> tuple[str, list[data.Problem]]:
+def read_set(name: str, cfg: EvalConfig, reward) -> tuple[str, list[data.Problem]]:
     """(name of the file of completions, problems) of a set.
 
     A file's completions are named after the contents of all of its problems, because two files may
     have the same name.
     """
+    own_reward = reward not in (None, data.reward_function(name))
     options = {"of_training_file": cfg.held_out, "own_reward": own_reward}
     if not data.is_file(name):
         return name, data.eval_problems(name, cfg.problems, **options)

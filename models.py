@@ -61,16 +61,18 @@ class Models(NamedTuple):
 
 def load_problems(cfg: Config, reward: Callable | None = None) -> Problems:
     """The problems of --data and --eval-data, and their rewards unless `reward` replaces them."""
-    name, own_reward = cfg.eval_data or cfg.data, reward is not None
-    split = {"hold_out": cfg.eval_data is None, "own_reward": own_reward}
-    train = ranks.broadcast(data.train_problems, cfg.data, **split)
+    of_training_file = cfg.eval_data is None
+    name = cfg.eval_data or cfg.data
+    default, eval_default = data.reward_function(cfg.data), data.reward_function(name)
+    options = {"hold_out": of_training_file, "own_reward": reward not in (None, default)}
+    train = ranks.broadcast(data.train_problems, cfg.data, **options)
     evaluated = []
     if cfg.eval_every:
-        split = {"of_training_file": cfg.eval_data is None, "own_reward": own_reward}
-        evaluated = ranks.broadcast(data.eval_problems, name, cfg.eval_problems, **split)
+        own_reward = reward not in (None, eval_default)
+        options = {"of_training_file": of_training_file, "own_reward": own_reward}
+        evaluated = ranks.broadcast(data.eval_problems, name, cfg.eval_problems, **options)
         data.say_common(train, evaluated)
-    rewards = reward or data.reward_function(cfg.data), reward or data.reward_function(name)
-    return Problems(train, evaluated, *rewards)
+    return Problems(train, evaluated, reward or default, reward or eval_default)
 
 
 def model_folder(model: str) -> str:
