@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import importlib
 import io
-import json
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ import dppo
 import rewards
 import sampler
 from flags import Config
-from runtime import InputError
+from runtime import InputError, checkpoint
 from runtime.device import choose_device, choose_dtype
 
 
@@ -67,7 +66,7 @@ def parse_config(argv: list[str]) -> Config:
     cfg = _parse(argv, Config())
     stored = Path(cfg.out_dir) / "config.json"
     if cfg.resume and stored.exists():
-        settings = json.loads(stored.read_text())["config"]
+        settings = checkpoint.stored_config(stored.parent)
         if unknown := settings.keys() - {field.name for field in fields(Config)}:
             raise InputError(
                 f"--resume: the run in {cfg.out_dir} is from another version, which had "

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import MAX_PREC, Context, Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -283,13 +283,18 @@ def _json_rows(path: str):
         return
     for number, line in enumerate(text.split("\n"), 1):  # splitlines also splits inside strings
         if line.strip():
-            yield f"{path}, line {number}", _json(line, f"{path}, line {number}")
+            where = f"{path}, line {number}"
+            yield where, _json(line.lstrip("\ufeff"), where)  # of a file that was appended
 
 
 def _json(text: str, where: str):
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except RecursionError:
+        raise InputError(f"{where} is nested too deeply: correct or remove it") from None
+    except ValueError as error:
+        if not isinstance(error, json.JSONDecodeError):  # a number of thousands of digits
+            raise InputError(f"{where} cannot be read ({error}): correct or remove it") from None
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         place = f"{error.msg} at {line}column {error.colno}"
         raise InputError(f"{where} is not JSON ({place}): correct or remove it") from None
@@ -385,7 +390,7 @@ def reference_answer(value: str | int | float | Decimal) -> str:
     if isinstance(value, (float, Decimal)):
         if not math.isfinite(value):
             return ""
-        value = f"{Decimal(str(value)).normalize():f}"
+        value = f"{Decimal(str(value)).normalize(Context(prec=MAX_PREC)):f}"
     text = str(value)
     if box := rewards.last_box(text):
         text = box.content or ""

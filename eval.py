@@ -74,6 +74,7 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
 
     settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
     settings["weights"] = checkpoint.fingerprint(model)
+    settings["reward"] = reward and getattr(reward, "__qualname__", type(reward).__name__)
     table = []
     with owned(cfg.out_dir):
         folder = open_folder(cfg.out_dir, settings) if cfg.out_dir else None
@@ -121,7 +122,7 @@ def load(cfg: EvalConfig, reward):
     for name, (file, problems) in found.items():
         room = cfg.max_new_tokens or data.max_new_tokens(name)
         fitting = data.encode_prompts(
-            problems, tokenizer, model.longest - room, cfg.prompt_format, cfg.thinking,
+            problems, tokenizer, models.prompt_room(model, room), cfg.prompt_format, cfg.thinking,
             cfg.instruction, models.vocabulary(model),
         )  # fmt: skip
         sets.append(ProblemSet(name, file, *fitting, room))
@@ -227,12 +228,11 @@ def open_folder(folder: str, settings: dict) -> Path:
     if not path.exists():
         log.write_text(path, json.dumps(settings, indent=2) + "\n")
         return path.parent
-    stored = json.loads(path.read_text())
+    stored = log.read_json(path)
+    if "config" in stored:
+        raise InputError(f"--out-dir {folder} holds a run of training: use another folder")
     for name, value in settings.items():
-        same = stored.get(name) == value
-        if name == "weights" and name in stored:  # a sum, which rounds by the number of threads
-            same = math.isclose(stored[name], value, rel_tol=1e-9)
-        if not same:
+        if stored.get(name) != value:
             has = f"--out-dir {folder} has {name} {stored.get(name)}, not {value}"
             raise InputError(f"{has}: use the same value, or another folder")
     return path.parent

@@ -1,5 +1,5 @@
 """
-Every flag of train.py and eval.py: the reference, which `--help` prints.
+Every flag of train.py, eval.py and tasks/sft.py: the reference, which `--help` prints.
 
 Nothing else is imported here, so that `--help` is answered at once.
 """
@@ -190,9 +190,6 @@ class EvalConfig:
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
     """How a problem becomes a prompt. auto is chat if the tokenizer has a chat template."""
     instruction: str | None = None
-    """The sentence after each problem, "" for none. By default none for embedded data; else it asks
-    to reason step by step and to put the answer in a box."""
-    instruction: str | None = None
     """The sentence after each problem, as in train.py, which has the same default."""
     thinking: bool = False
     """Let the chat template open a thinking block."""
@@ -208,3 +205,31 @@ class EvalConfig:
     """Precision of the arithmetic. auto is bfloat16 on CUDA and float32 on the CPU."""
     seed: int = 0
     """Seed of the sampling."""
+
+
+@dataclass
+class SftConfig:
+    model: str = "smollm2"
+    """The model to train: smollm2, a .gguf file, a folder, or a hub id."""
+    data: tuple[str, ...] = ("words",)
+    """One or more sets with worked solutions: words, gsm8k, math, or files."""
+    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    """How a problem becomes a prompt, as in train.py, which needs the same value."""
+    instruction: str | None = None
+    """The sentence after each problem, as in train.py, which needs the same value."""
+    steps: int = 100
+    """Optimizer updates."""
+    batch_size: int = 32
+    """Problems in an update."""
+    lr: float = 2e-4
+    """Learning rate of AdamW, times a warm-up of 10 steps, times a linear fall to 0."""
+    seed: int = 0
+    """Seed of the order of the problems."""
+    out_dir: str = "out/sft"
+    """The run folder: config.json, log.jsonl and the newest checkpoint."""
+    resume: bool = False
+    """Continue the run in --out-dir from its checkpoint."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. auto is cuda if there is a GPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the arithmetic. auto is bfloat16 on CUDA, else float32."""

@@ -4,6 +4,7 @@ What a run starts from: problems, models and prompts, from the names that a user
 All of it happens once, before the first step. Bad input raises InputError.
 """
 
+import copy
 import json
 import re
 import zipfile
@@ -56,7 +57,7 @@ class Models(NamedTuple):
     policy: torch.nn.Module  # samples; the model itself unless its weights are shared or cast
     reference: torch.nn.Module | None  # the model that the run began with; None without --beta
     source: str  # the folder or hub id of the weights
-    first: float | None  # fingerprint of the model that --model names; None if it was not read
+    first: int | None  # fingerprint of the model that --model names; None if it was not read
 
 
 def load_problems(cfg: Config, reward: Callable | None = None) -> Problems:
@@ -95,7 +96,7 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     if cfg.beta or renamed:  # the model that the run began with, even on resume
         reference = load_policy(base, cfg.device, samples=False)[0].requires_grad_(False)
     began_with = reference or (None if saved else model)
-    first = began_with and checkpoint.fingerprint(began_with)
+    first = None if began_with is None else checkpoint.fingerprint(began_with)
     reference = reference if cfg.beta else None
     if cfg.gradient_checkpointing:
         checkpoint_layers(model)
@@ -112,11 +113,19 @@ def encode(cfg: Config, models: Models, problems: list) -> tuple[list, list[list
     """(problems, token ids) of the problems whose prompts leave room for a completion."""
     if not problems:
         return [], []
-    room = models.model.longest - cfg.max_new_tokens
+    room = prompt_room(models.model, cfg.max_new_tokens)
     return data.encode_prompts(
         problems, models.tokenizer, room, cfg.prompt_format, cfg.thinking, cfg.instruction,
         vocabulary(models.model),
     )  # fmt: skip
+
+
+def prompt_room(model, max_new_tokens: int) -> int:
+    """The number of tokens that a prompt may have."""
+    if max_new_tokens >= model.longest:
+        longest = f"the model's longest sequence, with the prompt, has {model.longest} tokens"
+        raise InputError(f"--max-new-tokens {max_new_tokens}: {longest}")
+    return model.longest - max_new_tokens
 
 
 def vocabulary(model) -> int:
@@ -230,6 +239,7 @@ def read(name: str):
             name, output_loading_info=True, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer.as_loaded = copy.deepcopy(tokenizer)  # for checkpoints: to call it changes it
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
         said = " ".join(str(error).split())[:400] or type(error).__name__
         reason = broken_file(Path(name)) or said
@@ -306,9 +316,9 @@ def longest_sequence(model) -> int:
         return torch.cat(found if isinstance(found, tuple) else (found,))[:, :3]
 
     exact = rotations(3)
-    fits, too_long = 3, most + 1
     if torch.equal(rotations(most), exact):
         return most
+    fits, too_long = 3, most
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
         if torch.equal(rotations(middle), exact):

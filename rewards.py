@@ -23,6 +23,7 @@ import chat_format
 from runtime import InputError, math_judge
 
 LONGEST_ANSWER = 2000  # characters; anything longer is not an answer
+LARGEST = 1e30  # of a reward's absolute value: squares must be finite
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one is text
 BARE = re.compile(r"[^\s$]*")  # the content of a box without braces
@@ -178,9 +179,10 @@ def reward_of(completion: str, answer: str, reward) -> float:
         return math.nan
     try:
         number = float(found) if hasattr(found, "__float__") else math.nan
-    except OverflowError:  # an integer beyond the largest float
-        number = math.inf
-    if not math.isfinite(number):
-        wanted = "return a finite number, or None if the reference answer cannot be scored"
-        raise InputError(f"the reward is {str(found)[:80]} for {which}: {wanted}")
+    except (OverflowError, RuntimeError, TypeError, ValueError):  # 10**400, or several numbers
+        number = math.nan
+    if not abs(number) <= LARGEST:
+        said = f"a {type(found).__name__}" if isinstance(found, int) else f"{found!r}"[:80]
+        wanted = f"return a number of at most {LARGEST:g}, or None if the answer cannot be scored"
+        raise InputError(f"the reward is {said} for {which}: {wanted}")
     return number

@@ -92,6 +92,10 @@ class Trainer:
         self.eval_set, self.eval_ids = models.encode(cfg, loaded, self.eval_set)
         config.check_prompts(cfg, len(self.train_set))
         prompts = self.train_ids + self.eval_ids
+        self.content = {  # a resumed run must have the same
+            "train": data.content_hash(self.train_set, self.train_ids),
+            "evaluate": self.eval_set and data.content_hash(self.eval_set, self.eval_ids),
+        }
         self.sampling = models.make_sampling(cfg, loaded, prompts, self.show_progress)
 
         self.prompt_tokens = torch.tensor([len(ids) for ids in self.train_ids])  # [prompts]
@@ -264,14 +268,9 @@ class Trainer:
         return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(ranks.all_reduce(rewards))}
 
     def state(self) -> dict:
-        """What a checkpoint holds of this besides the model and the optimizer. A resumed run must
-        have the same content."""
-        content = {
-            "train": data.content_hash(self.train_set, self.train_ids),
-            "evaluate": self.eval_set and data.content_hash(self.eval_set, self.eval_ids),
-        }
+        """What a checkpoint holds of this besides the model and the optimizer."""
         history = vars(self.history)
-        return {"content": content, "history": history, "mean_tokens": self.mean_tokens}
+        return {"content": self.content, "history": history, "mean_tokens": self.mean_tokens}
 
     def load_state(self, state: dict) -> None:
         vars(self.history).update(state["history"])
@@ -327,14 +326,14 @@ def run(trainer: Trainer, until: int | None = None) -> None:
                 checkpoint.save_run(trainer, done)
                 saved_at = done
 
-    if logger:
-        logger.close()
-        if done < cfg.steps:
-            command = resume_command(cfg.out_dir)
-            print(f"stopped after step {done}; resume with: {command}", flush=True)
-        else:
-            saved = f", {out_dir / 'checkpoint'}/" if saved_at == done else ""
-            print(f"done: {logger.path}, {out_dir / 'run.png'}{saved}")
+        if logger:  # still listening: a second signal must not interrupt this either
+            logger.close()
+            if done < cfg.steps:
+                command = resume_command(cfg.out_dir)
+                print(f"stopped after step {done}; resume with: {command}", flush=True)
+            else:
+                saved = f", {out_dir / 'checkpoint'}/" if saved_at == done else ""
+                print(f"done: {logger.path}, {out_dir / 'run.png'}{saved}")
     ranks.finish()
     if cfg.engine == "vllm":
         trainer.sampling.engine.close()
@@ -369,7 +368,7 @@ def stops_if_not_finite(cfg: Config, step: int):
         yield
     except NotFiniteError as error:
         folder = Path(cfg.out_dir)
-        again = "start again in a new --out-dir with a lower --lr"
+        again = "start again in a new --out-dir with the same flags, but a lower --lr"
         if (folder / "checkpoint").exists():
             again += f" and --model {folder / 'checkpoint'}, which is the last one saved"
         raise InputError(

@@ -16,7 +16,6 @@ import contextlib
 import fcntl
 import itertools
 import json
-import math
 import os
 import shutil
 import socket
@@ -28,7 +27,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors import SafetensorError
 
 from runtime import InputError, log, ranks
 
@@ -40,7 +38,7 @@ def owned(out_dir: Path):
     The kernel frees the lock when the process ends, however it does. InputError if another process
     has it, or if the folder cannot be written. A new folder in which nothing was written goes.
     """
-    is_new = not out_dir.exists()
+    new = [folder for folder in (out_dir, *out_dir.parents) if not folder.exists()]
     path = out_dir / "lock"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -49,6 +47,7 @@ def owned(out_dir: Path):
         reason = error.strerror or error
         problem = f"--out-dir {out_dir} cannot be written ({reason})"
         raise InputError(f"{problem}: choose another folder") from None
+    os.register_at_fork(after_in_child=file.close)  # a child that outlives us would hold it
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,9 +66,11 @@ def owned(out_dir: Path):
         try:
             yield
         finally:
-            if is_new and {*out_dir.iterdir()} == {path}:
-                path.unlink()
-                out_dir.rmdir()
+            with contextlib.suppress(OSError):  # others are in it, or somebody removed it
+                if {*out_dir.iterdir()} == {path}:
+                    path.unlink()
+                for folder in new:
+                    folder.rmdir()
 
 
 def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: int) -> None:
@@ -81,9 +82,9 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
     final = out_dir / f"checkpoint-{state['step']:06d}"
     unfinished = out_dir / "checkpoint.new"
     shutil.rmtree(unfinished, ignore_errors=True)
-    with log.nothing_lost_if_full(unfinished, (OSError, RuntimeError, SafetensorError)):
+    with log.nothing_lost_if_full(unfinished, (Exception,)):  # each library has its own kinds
         model.save_pretrained(unfinished, state_dict=weights)
-        tokenizer.save_pretrained(unfinished)
+        getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
         torch.save(state, unfinished / "trainer.pt")
         files = {path.name: _size_and_checksum(path) for path in unfinished.iterdir()}
         (unfinished / "files.json").write_text(json.dumps(files, indent=1) + "\n")
@@ -118,10 +119,15 @@ def _size_and_checksum(path):
         return [file.tell(), checksum]
 
 
-def fingerprint(model) -> float:
-    """A number that identifies the weights: the KL term's reference must not change on resume."""
-    parameters = (ranks.whole(parameter.detach()) for parameter in model.parameters())
-    return sum(parameter.double().abs().sum().item() for parameter in parameters)
+def fingerprint(model) -> int:
+    """A number that identifies the weights: the sum of their bits, read as integers, which does not
+    depend on the order of the sum."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    total = 0
+    for parameter in model.parameters():
+        weights = ranks.whole(parameter.detach()).contiguous()
+        total += weights.view(integers[weights.itemsize]).sum(dtype=torch.int64).item()
+    return total
 
 
 def is_complete(path: Path) -> bool:
@@ -163,8 +169,10 @@ def look(cfg) -> Path | None:
     there is none to resume, or if --shard fsdp has no ranks to share the weights."""
     folder = Path(cfg.out_dir)
     holds_run = (folder / "config.json").exists()
+    if holds_run:
+        stored_config(folder)  # InputError if it is no run of training
     has_steps = any(row["step"] > 0 for row in log.read_rows(folder / "log.jsonl"))
-    if holds_run and has_steps and not cfg.resume:
+    if (has_steps or _numbered(folder)) and not cfg.resume:
         raise InputError(
             f"--out-dir {cfg.out_dir} holds a run: give --resume to continue it, or another "
             f"--out-dir"
@@ -207,20 +215,23 @@ def restore(trainer) -> int:
     cfg = trainer.cfg
     state = load_state(trainer.saved)
     saved, of_run = state["trainer"], f"the run in {cfg.out_dir}"
+    if "content" not in saved:
+        raise InputError(f"--resume: {of_run} is from an older version: use another --out-dir")
     if saved.keys() != trainer.state().keys():
         raise InputError(
             f"--resume: another program than this one trained {of_run}: resume it with the command "
             f"that started it"
         )
-    if trainer.first and not math.isclose(trainer.first, state["first"], rel_tol=1e-6):
+    if trainer.first not in (None, state["first"]):
         raise InputError(
             f"--model {cfg.model} is not the model that {of_run} began with: name that one, or use "
             f"another --out-dir"
         )
     trainer.first = state["first"]
-    content = trainer.state()["content"]
     for use, flag in (("train", "--data"), ("evaluate", "--eval-data")):
-        before, found = saved["content"][use], content[use]
+        before = saved["content"][use]
+        found = trainer.content[use] or before  # empty if this part of the run is not evaluated
+        trainer.content[use] = found
         differ = [part for part in found if found[part] != before.get(part)] if before else []
         if differ:
             raise InputError(
@@ -233,13 +244,17 @@ def restore(trainer) -> int:
 
 
 def stored_config(out_dir: Path) -> dict:
-    """The settings of the run in a folder, as it was started last."""
-    return json.loads((out_dir / "config.json").read_text())["config"]
+    """The settings of the run in a folder, as it was started last. InputError if it is no run's."""
+    path = out_dir / "config.json"
+    stored = log.read_json(path)
+    if "config" not in stored:
+        raise InputError(f"--out-dir {out_dir} holds an evaluation ({path}): use another folder")
+    return stored["config"]
 
 
 def stored_ranks(out_dir: Path) -> int:
     """The number of ranks of the run's last start."""
-    return json.loads((out_dir / "config.json").read_text())["ranks"]
+    return log.read_json(out_dir / "config.json")["ranks"]
 
 
 def write_config(out_dir: Path, config: dict, ranks: int) -> None:

@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import uuid
 from pathlib import Path
 
@@ -20,7 +21,23 @@ def read_rows(path: Path) -> list[dict]:
     """The complete rows of a JSON-lines file; none if there is no file."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    lines = path.read_text(errors="replace").split("\n")[:-1]
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def read_json(path: Path) -> dict:
+    """The object in a small file of ours."""
+    return _parse(path.read_text(errors="replace"), path)
+
+
+def _parse(text: str, where) -> dict:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        found = error
+    if not isinstance(found, dict):
+        raise InputError(f"{where} is not what was written there: remove it, or use another folder")
+    return found
 
 
 def cut_rows(path: Path, keep) -> list[dict]:
@@ -70,10 +87,13 @@ def as_json(row: dict) -> str:
 
 @contextlib.contextmanager
 def nothing_lost_if_full(path: Path, errors: tuple = (OSError,)):
-    """Turn the errors of a full disk while `path` is written into an InputError."""
+    """Turn the errors of a full disk while `path` is written into an InputError. A folder that was
+    begun goes, because it would keep the disk full."""
     try:
         yield
     except errors as error:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
         raise InputError(
             f"{path} cannot be written ({str(error).splitlines()[0]}): everything saved before is "
             f"intact. Make room, then continue: train.py with --resume, eval.py with the same "

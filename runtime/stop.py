@@ -41,8 +41,6 @@ class Stop:
         self.requested = True
         if number == signal.SIGINT:  # the next one raises KeyboardInterrupt
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            if TORCHRUN_SIGNALS in os.environ:  # it passes on the second Ctrl-C as SIGTERM
-                signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop. All ranks call this, or saving would wait forever."""
@@ -52,13 +50,15 @@ class Stop:
 def about_torchrun() -> str:
     """What torchrun must be told if it shall leave a run the time to save; "" without torchrun."""
     passed_on = os.environ.get(TORCHRUN_SIGNALS)
-    if passed_on is None or "SIGUSR1" in passed_on:
+    if passed_on is None or "RANK" not in os.environ:
         return ""
-    return (
-        "torchrun kills a run 30 s after it was asked to stop. If a step and its save may take "
-        "longer, give torchrun --shutdown-timeout SECONDS; if a scheduler warns with SIGUSR1, also "
-        f"--signals-to-handle {passed_on},SIGUSR1"
+    note = (
+        "torchrun kills a run 30 s after it was asked to stop. If a step, its evaluation and its "
+        "save may take longer, give torchrun --shutdown-timeout SECONDS"
     )
+    if "SIGUSR1" not in passed_on:
+        note += f"; if a scheduler warns with SIGUSR1, also --signals-to-handle {passed_on},SIGUSR1"
+    return note
 
 
 def resume_command(out_dir: str) -> str:

@@ -67,7 +67,7 @@ def model_folder(model: str) -> str:
             unfinished.rename(folder)
     except Exception as error:  # transformers and gguf raise errors of any kind
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        remedy = "use the model's Hugging Face id or folder"
+        remedy = f"use the model's Hugging Face id or folder; NANODPPO_CACHE moves {CACHE}"
         raise InputError(f"--model {model} cannot be converted ({reason}): {remedy}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -9,57 +9,34 @@ problems before. `torchrun -m tasks.sft` divides each batch among several proces
 """
 
 import contextlib
-import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+
+import flags
+
+if __name__ == "__main__":
+    flags.answer_help(flags.SftConfig)
 
 import torch
 import tyro
 
 import chat_format
 import data
+import dppo
 import models
 import packing
 import sampler
+from flags import SftConfig as Config
 from runtime import InputError, checkpoint, log, ranks
 from runtime.device import autocast, choose_device, choose_dtype
-from runtime.stop import Stop
+from runtime.stop import Stop, about_torchrun
 from runtime.timer import clock
 from tasks import gguf
 
 PACK_TOKENS = 2048  # tokens in one forward and backward pass
 WARMUP = 10  # steps until the learning rate is at its highest
 SAVE_EVERY = 20  # steps between two checkpoints
-
-
-@dataclass
-class Config:
-    model: str = "smollm2"
-    """The model to train: smollm2, a .gguf file, a folder, or a hub id."""
-    data: tuple[str, ...] = ("words",)
-    """One or more sets with worked solutions: words, gsm8k, math, or files."""
-    prompt_format: Literal["auto", "chat", "plain"] = "auto"
-    """How a problem becomes a prompt, as in train.py, which needs the same value."""
-    instruction: str | None = None
-    """The sentence after each problem, as in train.py, which needs the same value."""
-    steps: int = 100
-    """Optimizer updates."""
-    batch_size: int = 32
-    """Problems in an update."""
-    lr: float = 2e-4
-    """Learning rate of AdamW, times a warm-up of 10 steps, times a linear fall to 0."""
-    seed: int = 0
-    """Seed of the order of the problems."""
-    out_dir: str = "out/sft"
-    """The run folder: config.json, log.jsonl and the newest checkpoint."""
-    resume: bool = False
-    """Continue the run in --out-dir from its checkpoint."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run. auto is cuda if there is a GPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the arithmetic. auto is bfloat16 on CUDA, else float32."""
 
 
 def check(cfg: Config) -> Config:
@@ -72,9 +49,14 @@ def check(cfg: Config) -> Config:
             raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be above 0")
     device = choose_device(cfg.device)
     cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device), data=list(cfg.data))
-    path = Path(cfg.out_dir) / "config.json"
-    if path.exists() and json.loads(path.read_text())["config"] | {"resume": True} != asdict(cfg):
-        raise InputError(f"--out-dir {cfg.out_dir} holds a run: --resume and its flags continue it")
+    out_dir = Path(cfg.out_dir)
+    if not (out_dir / "config.json").exists():
+        if cfg.resume:
+            raise InputError(f"--resume: {out_dir} holds no run: leave --resume out to start one")
+        return cfg
+    flags_of_run = asdict(Config()) | checkpoint.stored_config(out_dir) | {"resume": True}
+    if asdict(cfg) != flags_of_run:
+        raise InputError(f"--out-dir {out_dir} holds a run: --resume and its flags continue it")
     return cfg
 
 
@@ -150,13 +132,20 @@ def run(cfg: Config) -> None:
     model, tokenizer = models.load_policy(source, cfg.device, samples=False)
     pairs = encode(cfg, tokenizer, model.longest, models.vocabulary(model))
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    state = checkpoint.load_state(saved) if saved else {"step": 0}
+    content = dppo.seed_for(*((tuple(prompt), tuple(solution)) for prompt, solution in pairs))
+    state = checkpoint.load_state(saved) if saved else {"step": 0, "content": content}
+    if state["step"] == cfg.steps:
+        raise InputError(f"--resume: the run in {out_dir} has ended after its {cfg.steps} steps")
+    if state.get("content") != content:
+        raise InputError(f"--data: not the problems that the run in {out_dir} began with")
     if saved:
         optimizer.load_state_dict(state["optimizer"])
     record = log.Log(out_dir)
     if rank == 0:
         record.open(state["step"])
         checkpoint.write_config(out_dir, asdict(cfg), world)
+        if note := about_torchrun():
+            print(f"note: {note}")
     with stop.listening():
         for step in range(state["step"] + 1, cfg.steps + 1):
             started = clock(cfg.device)
@@ -170,7 +159,8 @@ def run(cfg: Config) -> None:
                 line = "step {step} | loss {loss:.3f} | gnorm {grad_norm:.2f} | {step_time:.1f}s"
                 record.write(row, [], line.format(**row))
                 if stopped or step % SAVE_EVERY == 0 or step == cfg.steps:
-                    state = {"step": step, "optimizer": optimizer.state_dict()}
+                    state = {"step": step, "content": content}
+                    state["optimizer"] = optimizer.state_dict()
                     checkpoint.save(out_dir, model, ranks.weights(model), tokenizer, state, keep=1)
                     print(f"saved {out_dir}/checkpoint of step {step}", flush=True)
             if stopped:

@@ -33,6 +33,7 @@ TEMPLATES = {  # a chat template: the control token that ends the assistant's tu
     SYSTEM_FIRST + CHATML: "<|stop|>",
     CHATML.replace("<|stop|>", "{{ eos_token }}"): "<|end|>",
     CHATML.replace("<|stop|>", ""): None,  # the turn ends with a line
+    CHATML.replace("<|stop|>", "\n###"): None,  # with text
     CHATML.replace("{{ m.content }}", "{{ m.content[:3] }}"): None,  # the answer is not all there
     "{{ raise_exception('no') }}": None,
     "{% for %}": None,

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from toy import HANG, ROOT
+from transformers import PreTrainedTokenizerFast
 
 from runtime import InputError, checkpoint, log
 
@@ -135,13 +136,14 @@ def test_a_damaged_checkpoint_is_skipped(save, tmp_path, capsys, damage):
         checkpoint.find(tmp_path)
 
 
-@pytest.mark.parametrize("where", ["weights", "trainer.pt", "sync", "log"])
+@pytest.mark.parametrize("where", ["weights", "tokenizer", "trainer.pt", "sync", "log"])
 def test_a_full_disk_is_reported(save, tmp_path, monkeypatch, where):
     """Catches a full disk that damages the checkpoint before, or ends without saying what is
     safe and what to do."""
     save(1)
     owner, name, error = {
         "weights": (transformers.Qwen3ForCausalLM, "save_pretrained", SafetensorError("No space")),
+        "tokenizer": (PreTrainedTokenizerFast, "save_pretrained", Exception("No space (os error)")),
         "trainer.pt": (torch, "save", RuntimeError("write failed")),
     }.get(where, (os, "fsync", OSError(28, "No space left on device")))
 
@@ -155,6 +157,7 @@ def test_a_full_disk_is_reported(save, tmp_path, monkeypatch, where):
             log.append_rows(tmp_path / "log.jsonl", [{"step": 2}]) if where == "log" else save(2)
     assert "\n" not in str(caught.value)
     assert step_of(checkpoint.find(tmp_path)) == 1
+    assert not (tmp_path / "checkpoint.new").exists(), "it would keep the disk full"
 
 
 def hold(folder):
@@ -184,9 +187,47 @@ def test_one_folder_has_one_owner(tmp_path):
     with checkpoint.owned(folder):
         (folder / "config.json").write_text("{}")
     assert names(folder) == ["config.json", "lock"]
-    with pytest.raises(ZeroDivisionError), checkpoint.owned(tmp_path / "new"):
+    with pytest.raises(ZeroDivisionError), checkpoint.owned(tmp_path / "new" / "run"):
         _ = 1 / 0
     assert not (tmp_path / "new").exists()
+
+
+def test_a_child_does_not_keep_the_folder(tmp_path):
+    """Catches a worker of a user's reward that outlives a killed run, and holds its lock."""
+    with checkpoint.owned(tmp_path):
+        child = os.fork()
+        if child == 0:
+            time.sleep(HANG)
+    try:
+        with checkpoint.owned(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_fingerprints(make_policy):
+    """Catches a change of one bit in one weight that passes for the same model, and a sum that
+    depends on the type."""
+    model, _ = make_policy()
+    before = checkpoint.fingerprint(model)
+    with torch.no_grad():
+        weight = model.model.norm.weight
+        weight[0] = torch.nextafter(weight[0], torch.tensor(9.0))
+    assert checkpoint.fingerprint(model) != before
+    for dtype in (torch.bfloat16, torch.float64):
+        assert checkpoint.fingerprint(model.to(dtype)) not in (0, before)
+
+
+@pytest.mark.parametrize("text", ["", '{"conf', "[1]"])
+def test_a_file_that_is_not_what_was_written(tmp_path, text):
+    """Catches a traceback from a folder that a full disk left broken."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=r"config.json is not what was written there: remove it"):
+        checkpoint.stored_config(tmp_path)
+    (tmp_path / "log.jsonl").write_text(f'{{"step": 1}}\n{text or "?"}\n')
+    with pytest.raises(InputError, match=r"log.jsonl, line 2 is not what was written"):
+        log.read_rows(tmp_path / "log.jsonl")
 
 
 @pytest.mark.parametrize("name", ["file", "file/run", "/proc/run"])

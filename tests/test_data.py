@@ -43,7 +43,8 @@ def test_a_file_is_read_by_any_of_its_keys(tmp_path):
         "59": {"problem": "m?", "solution": "$\\boxed 59$. Remark: $n = 12$ fails."},
         "34": {"problem": "n?", "reward_model": {"style": "rule", "ground_truth": "34"}},
     }
-    path = write(tmp_path, "\ufeff", *rows.values())
+    first, *others = (json.dumps(row) + "\n" for row in rows.values())
+    path = write(tmp_path, f"\ufeff{first}", *others[:3], f"\ufeff{others[3]}", *others[4:])
     problems = data.read_problems(path)
     assert [problem.answer for problem in problems] == [*rows]
     assert [problem.text for problem in problems] == [f"{letter}?" for letter in "abcdefghijklmn"]
@@ -62,7 +63,8 @@ def test_arrays_and_parquet(tmp_path):
 
 def test_parquet_is_read_as_it_is_now(tmp_path):
     """Decimals too. Catches rows of an older file of this name from a cache."""
-    for answers in ({"7.00": "7", "8.50": "8.5"}, {"9.00": "9", "1000": "1000"}):
+    long = "123456789012345678901234567890123"
+    for answers in ({"7.00": "7", "8.50": "8.5"}, {f"{long}.00": long, "1000": "1000"}):
         rows = [{"problem": "p", "answer": Decimal(answer)} for answer in answers]
         datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
         problems = data.read_problems(str(tmp_path / "a.parquet"))
@@ -124,6 +126,8 @@ def test_chats_in_parquet(tmp_path):
 REFUSED = {  # name and text of a file: what is wrong with it
     ("a.jsonl", '{"question": "a", "answer": "1"}\n{oops}\n'): "line 2 is not JSON",
     ("a.jsonl", "[1]\n"): "line 1 is not a JSON object but list",
+    ("a.jsonl", f'{{"question": "a", "answer": {"1" * 5000}}}'): "line 1 cannot be read (Exceeds",
+    ("a.jsonl", "[" * 10**5): "line 1 is nested too deeply",
     ("a.jsonl", '{"question": "a", "label": "1"}'): "line 1 has none of the keys answer, final_",
     ("a.jsonl", '{"answer": "1"}'): "line 1 has none of the keys problem, question, prompt",
     ("a.jsonl", '{"question": "a", "answer": {"x": 1}}'): "line 1: the value of 'answer' must be",

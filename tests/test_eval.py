@@ -350,12 +350,15 @@ def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatc
 
 
 def test_settings_of_a_folder(tmp_path):
-    """Fails if weights that were trained a little pass for the same, or other threads' rounding for
-    others."""
-    folder = str(tmp_path)
-    evaluation.open_folder(folder, {"weights": 2.5, "seed": 0})
-    evaluation.open_folder(folder, {"weights": 2.5 * (1 + 1e-12), "seed": 0})
-    for name, other in (("weights", 2.5 * (1 + 1e-6)), ("seed", 1)):
-        settings = {"weights": 2.5, "seed": 0} | {name: other}
+    """Fails if other weights, another seed or another reward pass for the same, or a run of
+    training for an evaluation; or if a file that is cut ends in a traceback."""
+    folder, settings = str(tmp_path), {"weights": 2**62, "seed": 0, "reward": None}
+    for _twice in range(2):
+        evaluation.open_folder(folder, settings)
+    for name, other in (("weights", 2**62 + 1), ("seed", 1), ("reward", "mine")):
         with pytest.raises(InputError, match=f"--out-dir {folder} has {name} .*, not {other}"):
+            evaluation.open_folder(folder, settings | {name: other})
+    for text, message in (('{"weig', "is not what was written"), ('{"config": {}}', "of training")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InputError, match=message):
             evaluation.open_folder(folder, settings)

@@ -23,6 +23,7 @@ from toy import ROOT, assert_same, flags, in_processes, rows, timeless
 import config
 import dppo
 import eval as evaluation
+import train
 from runtime import InputError, log
 from tasks import arithmetic
 
@@ -157,6 +158,10 @@ def test_only_contents_count_on_resume(policy_folder, run, tmp_path):
     other = ["--eval-data", str(tmp_path / "longer.jsonl")]
     refused("--eval-data: the problems to evaluate on have other prompts and", *data, *other)
     model = ["--model", str(tmp_path / "part" / "checkpoint")]
+    unwatched = config.parse_config([*out, *data, *evaluated, "--eval-every", "0"])
+    train.main(unwatched, reward=toy.toy_reward, until=3)
+    evaluated = ["--eval-every", "2", *evaluated]
+    refused("--eval-data: the problems to evaluate on have other", *data, *evaluated, *other)
     refused("checkpoint is not the model that the run in .* began with", *data, *evaluated, *model)
     toy.main([*out, *data, *evaluated, "--model", str(moved / "policy")])
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
@@ -200,7 +205,7 @@ def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
     with pytest.raises(InputError, match=r"step \d+ is not finite .* a lower --lr") as caught:
         run("run", steps=9, lr=1e30, warmup=0, save_every=1)
     assert "\n" not in str(caught.value)
-    remedy = f"a new --out-dir with a lower --lr and --model {tmp_path / 'run' / 'checkpoint'}"
+    remedy = f"with the same flags, but a lower --lr and --model {tmp_path / 'run' / 'checkpoint'}"
     assert remedy in str(caught.value)
     saved = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt", weights_only=True)["step"]
     assert saved == rows(tmp_path / "run")[-1]["step"]
@@ -291,7 +296,8 @@ BAD_INPUT = """
 --eval-every 1 --eval-data nothing.jsonl | nothing.jsonl: no such file
 --model /nowhere/model | --model /nowhere/model cannot be loaded
 --prompts-per-step 513 | --prompts-per-step 513: the data holds only 512 prompts
---max-new-tokens 512 | all 512 prompts are longer than 0 tokens: lower --max-new-tokens
+--max-new-tokens 512 | 512: the model's longest sequence, with the prompt, has 512 tokens
+--max-new-tokens 511 | all 512 prompts are longer than 1 tokens: lower --max-new-tokens
 """  # arguments | a part of the message
 
 

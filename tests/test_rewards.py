@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -165,7 +166,8 @@ def test_what_a_reward_may_return():
         assert of(lambda _text, _answer, found=found: found) == 1.0
     assert math.isnan(of(lambda _text, _answer: None))
 
-    for found in ("11", math.inf, math.nan, [1.0], 10**400):
+    several = (torch.ones(2), np.ones(2), [1.0])
+    for found in ("11", math.inf, math.nan, *several, 10**5000, 1e31, Decimal("sNaN")):
         with pytest.raises(InputError, match=f"the reward is .* for {which}: return"):
             of(lambda _text, _answer, found=found: found)
     with pytest.raises(ZeroDivisionError) as caught:

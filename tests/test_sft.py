@@ -8,6 +8,7 @@ import re
 import runpy
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -262,13 +263,27 @@ def test_a_gradient_that_is_not_finite(teach, tmp_path):
     assert not [*(tmp_path / "run").glob("checkpoint*")]
 
 
-def test_a_folder_that_holds_a_run(teach):
-    """Catches a run that is overwritten, and one that is resumed with other flags."""
+def test_a_folder_that_holds_a_run(teach, file, tmp_path, monkeypatch):
+    """Catches a run that is overwritten, one that is resumed with other flags or other solutions,
+    one that has ended, and a resume that starts a run."""
     log = teach("run", steps=2)
     for changes in ({}, {"resume": True, "lr": 0.5}, {"resume": True, "data": ("words",)}):
         with pytest.raises(InputError, match="run holds a run: --resume and its flags"):
             teach("run", **{"steps": 2} | changes)
-    assert teach("run", steps=2, resume=True) == log, "a finished run stays as it is"
+    with pytest.raises(InputError, match="has ended after its 2 steps"):
+        teach("run", steps=2, resume=True)
+    with pytest.raises(InputError, match="elsewhere holds no run: leave --resume out"):
+        teach("elsewhere", resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sft.Stop, "agreed", lambda _stop: True)
+        teach("stopped", steps=2)
+    content = Path(file).read_text()
+    Path(file).write_text(content.replace("0", "1"))
+    with pytest.raises(InputError, match=r"not the problems that the run in .*stopped began with"):
+        teach("stopped", steps=2, resume=True)
+    Path(file).write_text(content)
+    assert [row["step"] for row in teach("stopped", steps=2, resume=True)] == [1, 2]
+    assert rows(tmp_path / "run") == log
 
 
 def test_as_a_program(monkeypatch, capsys):

@@ -106,29 +106,23 @@ def test_until_and_resumed_is_the_whole_run(run, tmp_path, capsys):
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
 
 
-@pytest.mark.parametrize("under_torchrun", [False, True])
-def test_only_the_second_interrupt_ends_at_once(under_torchrun, monkeypatch):
-    """Any two other signals ask for the same stop, as a scheduler's two do. torchrun passes on the
-    first Ctrl-C as SIGINT, and the second one as SIGTERM.
+def test_only_the_second_interrupt_ends_at_once():
+    """Any two other signals ask for the same stop, as a scheduler's two do.
 
     Catches a Ctrl-C that nobody can repeat, a scheduler's second signal that ends a run without a
     save, and handlers that stay after the run.
     """
-    monkeypatch.delenv(TORCHRUN_SIGNALS, raising=False)
-    if under_torchrun:
-        monkeypatch.setenv(TORCHRUN_SIGNALS, "SIGTERM,SIGINT")
-    second = signal.SIGTERM if under_torchrun else signal.SIGINT
     before = [signal.getsignal(number) for number in SIGNALS]
     for first in SIGNALS:
         stop = Stop()
         with stop.listening():
             os.kill(os.getpid(), first)
             assert stop.agreed()
-            for other in set(SIGNALS) - {signal.SIGINT, second}:
+            for other in set(SIGNALS) - {signal.SIGINT}:
                 os.kill(os.getpid(), other)
             if first == signal.SIGINT:
                 with pytest.raises(KeyboardInterrupt):
-                    os.kill(os.getpid(), second)
+                    os.kill(os.getpid(), signal.SIGINT)
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
@@ -136,12 +130,16 @@ def test_torchrun_must_be_told(monkeypatch):
     """Its own limit and its list of signals. Catches a note without torchrun, or one that remains
     after it was told."""
     monkeypatch.delenv(TORCHRUN_SIGNALS, raising=False)
+    monkeypatch.setenv("RANK", "0")
     assert about_torchrun() == ""
     monkeypatch.setenv(TORCHRUN_SIGNALS, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     assert "--shutdown-timeout SECONDS" in about_torchrun()
     assert "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in about_torchrun()
     monkeypatch.setenv(TORCHRUN_SIGNALS, "SIGTERM,SIGUSR1")
-    assert about_torchrun() == ""
+    assert "--shutdown-timeout SECONDS" in about_torchrun()
+    assert "--signals-to-handle" not in about_torchrun()
+    monkeypatch.delenv("RANK")
+    assert about_torchrun() == "", "the variable was only exported"
 
 
 def ask_the_second_rank():
