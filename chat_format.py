@@ -7,6 +7,8 @@ What chat models add to text: a template around turns, tokens that end them, mar
     decode             a completion's text, with or without the marks of thoughts
 """
 
+import math
+
 # What opens and closes a thought. An answer inside a thought is not the model's answer.
 THOUGHTS = (
     ("<think>", "</think>"),
@@ -32,17 +34,20 @@ def prompt_text(tokenizer, messages: list[dict], thinking: bool = False) -> str:
         raise ValueError(f"the chat template refuses a chat of {roles} ({said})") from None
 
 
-def end_tokens(tokenizer, *configs) -> list[int]:
-    """Every token that ends a completion: those that the configs name (a model's config and its
-    generation config), the tokenizer's, and the one that ends a turn in the chat template.
+def end_tokens(tokenizer, model=None) -> list[int]:
+    """Every token that ends a completion: those that the model's config and generation config name,
+    the tokenizer's, and the one that ends a turn in the chat template.
 
-    A model may name its end in any of these places, and only there. [] if none names one.
+    A model may name its end in any of these places, and only there. [] if none names one. A token
+    that the model cannot write is none.
     """
-    ends = {tokenizer.eos_token_id, turn_end(tokenizer)}
-    for config in configs:
+    named = [tokenizer.eos_token_id, turn_end(tokenizer)]
+    for config in (model.config, model.generation_config) if model else ():
         ids = getattr(config, "eos_token_id", None)
-        ends.update(ids if isinstance(ids, (list, tuple)) else [ids])
-    return sorted(ends - {None})
+        named += ids if isinstance(ids, (list, tuple)) else [ids]
+    ends = {tokenizer.convert_tokens_to_ids(end) if isinstance(end, str) else end for end in named}
+    most = model.get_input_embeddings().num_embeddings if model else math.inf
+    return sorted(end for end in ends - {None} if 0 <= end < most)
 
 
 def turn_end(tokenizer) -> int | None:
@@ -79,9 +84,10 @@ def open_thoughts(tokenizer, prompts: list[list[int]]) -> list[str]:
 
 def _open_thought(tokenizer, ids: list[int], controls: set[int]) -> str:
     begin = max((place + 1 for place, number in enumerate(ids) if number in controls), default=0)
-    text = tokenizer.decode(ids[begin:])
+    text = tokenizer.decode(ids[begin:]).rstrip()
     for opening, closing in THOUGHTS:
-        if text.rfind(opening) > text.rfind(closing):
+        is_open = text.rfind(opening) > text.rfind(closing)
+        if is_open and (begin or text.endswith(opening)):  # the question may be in this text
             return opening
     return ""
 

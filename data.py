@@ -137,9 +137,14 @@ def sft_problems(data: str) -> list[Problem]:
         return _computed(word_problems, "sft", word_problems.SFT_PROBLEMS)
     problems = train_problems(data, hold_out=True)
     worked = [problem for problem in problems if problem.solution]
+    if 0 < len(worked) < len(problems):
+        without = len(problems) - len(worked)
+        ranks.say(f"left out {without} of {len(problems)} problems: they have no worked solution")
     if not worked:
         none = f"--data {data}: none of its {len(problems)} problems has a worked solution"
-        raise InputError(f"{none}; use words, gsm8k, math, or a file with solutions")
+        raise InputError(
+            f"{none} with its answer in a box; use words, gsm8k, math, or another file"
+        )
     return worked
 
 
@@ -202,7 +207,7 @@ def say_common(train: list[Problem], evaluated: list[Problem]) -> None:
 
 def identity(problem: Problem) -> str:
     """What makes two problems the same one: all that is asked, whatever file it is in."""
-    return json.dumps(problem.messages())
+    return json.dumps(problem.messages(), default=str)
 
 
 def draw_keys(problems: list[Problem]) -> list[int]:
@@ -232,7 +237,9 @@ def read_problems(data: str) -> list[Problem]:
         rows = _numbered(data, _hub_rows(data))
     elif not Path(data).is_file():
         raise InputError(f"data {data}: no such file, nor one of {', '.join([*EMBEDDED, *HUB])}")
-    elif data.endswith(".parquet"):
+    elif is_lfs_pointer(Path(data)):
+        raise InputError(f"{data} is the pointer of Git LFS to a file: run `git lfs pull`")
+    elif data.lower().endswith(".parquet"):
         rows = _numbered(data, _parquet_rows(data))
     else:
         rows = _json_rows(data)
@@ -241,6 +248,12 @@ def read_problems(data: str) -> list[Problem]:
         hint = "give one JSON object a line, with a problem and an answer"
         raise InputError(f"{data} is empty: {hint}")
     return problems
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether Git LFS has put its pointer where a file should be."""
+    with open(path, "rb") as file:
+        return file.read(50).startswith(b"version https://git-lfs")
 
 
 def _numbered(data: str, rows):
@@ -261,11 +274,18 @@ def _hub_rows(name: str):
 
 def _parquet_rows(path: str):
     """Read without the cache of the library datasets, which may hold the rows of an older file."""
+    import pyarrow
     import pyarrow.parquet
 
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
+            columns = {
+                name: column.cast("string").cast("double")  # 7.1, and not 7.099999904632568
+                if column.type == pyarrow.float32()
+                else column
+                for name, column in zip(batch.schema.names, batch.columns, strict=True)
+            }
+            yield from pyarrow.table(columns).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         why = str(error).splitlines()[0]
         raise InputError(f"{path} cannot be read as parquet ({why})") from None
@@ -304,19 +324,21 @@ def _problem(row: dict, where: str, data: str) -> Problem:
     if not isinstance(row, dict):
         kind = type(row).__name__
         raise InputError(f"{where} is not a JSON object but {kind}: correct or remove it")
-    if isinstance(row.get("reward_model"), dict):  # verl's
-        row = row | {"ground_truth": row["reward_model"].get("ground_truth")}
-    row, text, turns = _question(row, where)
-    answer_key = _first_key(row, ANSWER_KEYS, where)
-    found = row[answer_key]
-    if found is None:
-        found = ""  # _scorable drops such rows, and counts them
-    answers = found if isinstance(found, list) and found else [found]
-    for value in answers:
-        _check_value(value, answer_key, where)
+    of_verl = row.get("reward_model")
+    if isinstance(of_verl, dict) and row.get("ground_truth") is None:
+        row = row | {"ground_truth": of_verl.get("ground_truth")}
+    text, turns, said = _question(row, where)
+    if said is not None:
+        answers, solution = [said], said
+    else:
+        key = _first_key(row, ANSWER_KEYS, where)
+        found = "" if row[key] is None else row[key]  # _scorable drops such rows, and counts them
+        answers = found if isinstance(found, list) and found else [found]
+        for value in answers:
+            _check_value(value, key, where)
+        texts = (worked_solution(row[key]) for key in ANSWER_KEYS if isinstance(row.get(key), str))
+        solution = next(filter(None, texts), "")
     answer = ", ".join(map(reference_answer, answers))
-    texts = (worked_solution(row[key]) for key in ANSWER_KEYS if isinstance(row.get(key), str))
-    solution = next(filter(None, texts), "")
     sources = (row[key] for key in SOURCE_KEYS if isinstance(row.get(key), str) and row[key])
     return Problem(text, answer, next(sources, data), solution, f"\n{INSTRUCTION}", turns)
 
@@ -327,26 +349,36 @@ def _check_value(value, key: str, where: str) -> None:
         raise InputError(f"{where}: {bad}")
 
 
-def _question(row: dict, where: str) -> tuple[dict, str, tuple[dict, ...]]:
-    """(row, text, turns). The last turn of a chat without an answer is the row's solution."""
+def _question(row: dict, where: str) -> tuple[str, tuple[dict, ...], str | None]:
+    """(text, turns, said): what is asked, all turns if it is a chat, and the assistant's last turn
+    if it is the row's solution (OpenAI's format)."""
     key = _first_key(row, PROBLEM_KEYS, where)
-    text = row[key]
-    if not isinstance(text, list) or not text:
-        _check_value(text or None, key, where)
-        return row, str(text), ()
-    turns = _chat(text, f"{where}: the value of {key!r}")
-    if turns[-1]["role"] == "assistant":
+    text, said = row[key], None
+    if isinstance(text, str) and text.startswith('[{"role"'):  # a chat as JSON in a table
+        text = _json(text, where)
+    turns = _chat(text, f"{where}: the value of {key!r}") if isinstance(text, list) else ()
+    if turns and turns[-1]["role"] == "assistant":
         has_answer = any(row.get(name) is not None for name in ANSWER_KEYS)
         if key != "messages" or has_answer:
             ends = f"the chat under {key!r} ends with a turn of the assistant"
             raise InputError(f"{where}: {ends}, which may give the answer away: remove it")
-        row = row | {"solution": turns[-1]["content"]}  # OpenAI's format
-        turns = turns[:-1]
-    asked = [turn["content"] for turn in turns if turn["role"] == "user"]
-    if not asked:
-        raise InputError(f"{where}: the chat under {key!r} has no turn of the user")
-    only = len(turns) == 1 and turns[0].keys() == {"role", "content"}
-    return row, asked[-1], () if only else turns
+        *turns, last = turns
+        said = last["content"]
+    if isinstance(text, list):
+        asked = [turn["content"] for turn in turns if turn["role"] == "user"]
+        if not asked:
+            raise InputError(f"{where}: the chat under {key!r} has no turn of the user")
+        text = asked[-1]
+    _check_value(text, key, where)
+    text = str(text)
+    if not text.strip():
+        raise InputError(f"{where}: the value of {key!r} must not be empty, got {row[key]!r}")
+    try:
+        f"{text}{turns}".encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where}: the value of {key!r} is not valid text ({error})") from None
+    is_plain = len(turns) == 1 and turns[0].keys() == {"role", "content"}
+    return text, () if is_plain else tuple(turns), said
 
 
 def _chat(value: list, where: str) -> tuple[dict, ...]:
@@ -429,7 +461,7 @@ def encode_prompts(
     prompt_format: str = "auto",
     thinking: bool = False,
     instruction: str | None = None,
-    vocabulary: int | None = None,
+    model=None,
 ) -> tuple[list[Problem], list[list[int]]]:
     """The problems that fit and their prompt token ids; prints how many were too long.
 
@@ -437,29 +469,26 @@ def encode_prompts(
     plain  problem and instruction are text that the model continues
     auto   chat if the tokenizer has a template
 
-    `instruction` replaces the problems' own. `vocabulary` is the number of tokens that the model
-    can read. Raises InputError if no problem fits, or a token is beyond the vocabulary.
+    `instruction` replaces the problems' own. Raises InputError if no problem fits, if the template
+    leaves a question out, or if the `model` has no embedding for a token.
     """
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise InputError("--prompt-format chat: the tokenizer has no chat template; use plain")
     added = instruction and f"\n{instruction}"
     instructions = [problem.instruction if added is None else added for problem in problems]
     if tokenizer.chat_template and prompt_format != "plain":
-        try:
-            texts = [
-                chat_format.prompt_text(tokenizer, problem.messages(own), thinking)
-                for problem, own in zip(problems, instructions, strict=True)
-            ]
-        except ValueError as error:
-            raise InputError(f"{error}: change the data, or use --prompt-format plain") from None
+        texts = [
+            _in_template(problem, own, tokenizer, thinking)
+            for problem, own in zip(problems, instructions, strict=True)
+        ]
         prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        if _without_end(prompt_ids, tokenizer) != prompt_ids:
+        if _without_end(prompt_ids, tokenizer, model) != prompt_ids:
             raise InputError(
                 f"the chat template ends a prompt with an end token, after which nothing follows: "
                 f"...{texts[0][-60:]!r}; use --prompt-format plain"
             )
     else:
-        if chats := [problem for problem in problems if problem.turns]:
+        if chats := [problem for problem in problems if len(problem.turns) > 1]:
             raise InputError(
                 f"{len(chats)} problems are chats of several turns, one of which ends with "
                 f"{chats[0].text[-60:]!r}. Only a chat template can join turns: use a model that "
@@ -468,11 +497,10 @@ def encode_prompts(
         endings = [own and own + "\n" for own in instructions]
         texts = [problem.text + end for problem, end in zip(problems, endings, strict=True)]
         with_ends = tokenizer(texts)["input_ids"]
-        prompt_ids = _without_end(with_ends, tokenizer)
+        prompt_ids = _without_end(with_ends, tokenizer, model)
         if prompt_ids != with_ends:
             ranks.say("note: the tokenizer ends each text with an end token; prompts go without it")
-    if vocabulary:
-        check_vocabulary(prompt_ids, texts, tokenizer, vocabulary)
+    check_vocabulary(prompt_ids, texts, tokenizer, model)
     fits = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
     too_long = f"longer than {max_prompt_tokens} tokens"
     if len(fits) < len(problems):
@@ -483,9 +511,27 @@ def encode_prompts(
     return [problems[index] for index in fits], [prompt_ids[index] for index in fits]
 
 
-def _without_end(prompt_ids: list[list[int]], tokenizer) -> list[list[int]]:
+def _in_template(problem: Problem, instruction: str, tokenizer, thinking: bool) -> str:
+    """The prompt of a problem in the chat template. InputError if the template refuses it, or
+    leaves out what somebody else than the assistant says."""
+    messages = problem.messages(instruction)
+    remedy = "use another model, or change the data"
+    if len(messages) == 1:
+        remedy += ", or use --prompt-format plain"
+    try:
+        text = chat_format.prompt_text(tokenizer, messages, thinking)
+    except ValueError as error:
+        raise InputError(f"{error}: {remedy}") from None
+    for turn in messages:
+        if turn["role"] != "assistant" and turn["content"].strip() not in text:
+            left_out = f"the turn of the {turn['role']} that begins {turn['content'][:60]!r}"
+            raise InputError(f"the chat template leaves out {left_out}: {remedy}")
+    return text
+
+
+def _without_end(prompt_ids: list[list[int]], tokenizer, model) -> list[list[int]]:
     """The prompts without end tokens at their ends. After one, a model writes something else."""
-    ends = chat_format.end_tokens(tokenizer)
+    ends = chat_format.end_tokens(tokenizer, model)
     cut = []
     for ids in prompt_ids:
         last = max((place for place, token in enumerate(ids) if token not in ends), default=-1)
@@ -493,12 +539,13 @@ def _without_end(prompt_ids: list[list[int]], tokenizer) -> list[list[int]]:
     return cut
 
 
-def check_vocabulary(all_ids: list[list[int]], texts: list[str], tokenizer, vocabulary: int):
+def check_vocabulary(all_ids: list[list[int]], texts: list[str], tokenizer, model) -> None:
     """InputError if one of the texts has a token that the model's embedding has no row for."""
+    rows = model.get_input_embeddings().num_embeddings if model else math.inf
     for ids, text in zip(all_ids, texts, strict=True):
-        if (highest := max(ids, default=0)) >= vocabulary:
+        if (highest := max(ids, default=0)) >= rows:
             raise InputError(
                 f"the tokenizer gives {tokenizer.decode([highest])!r} the id {highest}, but the "
-                f"model's embedding has {vocabulary} rows: it is not this model's tokenizer. The "
-                f"token is in {text[:80]!r}"
+                f"model's embedding has {rows} rows: it is not this model's tokenizer. The token "
+                f"is in {text[:80]!r}"
             )

@@ -406,6 +406,14 @@ def check_keep_prob(kind: str, name: str, rule, prune_rate: float, keep_prob, li
         raise RuleError(f"{must}, of 1 at prune rate 0, not {lowest:g}; or give it rate=None")
 
 
+def check_selection(kind: str, name: str, selected, shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keep, weights) as a rule's `select` returned them; RuleError unless they have this shape."""
+    is_pair = isinstance(selected, tuple) and len(selected) == 2
+    if not is_pair or not all(torch.is_tensor(x) and x.shape == shape for x in selected):
+        raise RuleError(f"{kind} {name!r} must select (keep, weights), both of shape {list(shape)}")
+    return selected
+
+
 def completion_keep_prob(name: str, prune_rate: float, batch: Completions) -> torch.Tensor:
     """Keep probabilities, float64 [K, G], of one of COMPLETION_RULES at rate r_o, checked."""
     kind, rule = "completion rule", COMPLETION_RULES[name]
@@ -423,7 +431,8 @@ def prune_completions(
     rule = COMPLETION_RULES[name]
     if rule.select:
         with named("completion rule", name):
-            return rule.select(batch, prune_rate)
+            selected = rule.select(batch, prune_rate)
+        return check_selection("completion rule", name, selected, batch.size.shape)
     keep_prob = completion_keep_prob(name, prune_rate, batch)
     if not rule.order:
         return prune(keep_prob, generator)

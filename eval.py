@@ -123,7 +123,7 @@ def load(cfg: EvalConfig, reward):
         room = cfg.max_new_tokens or data.max_new_tokens(name)
         fitting = data.encode_prompts(
             problems, tokenizer, models.prompt_room(model, room), cfg.prompt_format, cfg.thinking,
-            cfg.instruction, models.vocabulary(model),
+            cfg.instruction, model,
         )  # fmt: skip
         sets.append(ProblemSet(name, file, *fitting, room))
 

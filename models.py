@@ -116,7 +116,7 @@ def encode(cfg: Config, models: Models, problems: list) -> tuple[list, list[list
     room = prompt_room(models.model, cfg.max_new_tokens)
     return data.encode_prompts(
         problems, models.tokenizer, room, cfg.prompt_format, cfg.thinking, cfg.instruction,
-        vocabulary(models.model),
+        models.model,
     )  # fmt: skip
 
 
@@ -126,11 +126,6 @@ def prompt_room(model, max_new_tokens: int) -> int:
         longest = f"the model's longest sequence, with the prompt, has {model.longest} tokens"
         raise InputError(f"--max-new-tokens {max_new_tokens}: {longest}")
     return model.longest - max_new_tokens
-
-
-def vocabulary(model) -> int:
-    """The number of tokens that the model can read."""
-    return model.get_input_embeddings().num_embeddings
 
 
 def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
@@ -168,7 +163,7 @@ def sampling(
     """How to sample from a loaded policy, with its end tokens and its pad token. `engine` is a name
     of ENGINES or an engine, such as a vllm_engine.Engine. `options` are other fields."""
     engine = ENGINES[engine] if isinstance(engine, str) else engine
-    ends = chat_format.end_tokens(tokenizer, model.config, model.generation_config)
+    ends = chat_format.end_tokens(tokenizer, model)
     if not ends:
         raise InputError(
             f"--model {model.name_or_path}: nothing names its end token, so completions would not "
@@ -194,17 +189,18 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
     if broken := [key for key, weight in model.named_parameters() if not weight.isfinite().all()]:
         weights = f"{len(broken)} of its weights, such as {broken[0]}"
         raise InputError(f"--model {name}: {weights}, hold NaN or infinity: use another checkpoint")
-    only = "only full attention can be packed here"
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     window = getattr(model.config, "sliding_window", None)
-    if kinds != {"full_attention"} and not window:
-        raise InputError(f"--model {name} has layers of kinds {sorted(kinds)}: {only}")
+    attention = (
+        f"attention with a window of {window} tokens" if window else f"layers {sorted(kinds)}"
+    )
+    refusal = f"--model {name} has {attention}: only full attention can be packed here"
+    if kinds != {"full_attention"}:
+        raise InputError(refusal)
     model.longest = longest_sequence(model)
-    if kinds != {"full_attention"} or not packs_exactly(model, model.longest):
+    if not packs_exactly(model, model.longest):
         if window:
-            raise InputError(
-                f"--model {name}: its attention has a window of {window} tokens; {only}"
-            )
+            raise InputError(refusal)
         raise InputError(
             f"--model {name} cannot be packed exactly: it has attention of its own, or its logits "
             "are more than its output embedding applied to its last hidden state"
@@ -226,38 +222,72 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
 def read(name: str):
     """(model, tokenizer) by transformers, in float32. InputError if it cannot read them, or if it
     would make up weights."""
+    folder = Path(name).expanduser()
+    if problem := _about_place(name, folder) or _about_file(folder / "generation_config.json"):
+        raise InputError(f"--model {name} cannot be loaded: {problem}")
+    options = {"trust_remote_code": False}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would print a table of the names of missing weights
     try:
-        model_config = AutoConfig.from_pretrained(name)
-        senses = {"vision_config", "audio_config"} & {*model_config.sub_configs}
-        if senses:
-            kind = "vision-language" if "vision_config" in senses else "multimodal"
-            raise ValueError(f"it is a {kind} model, and only text models can be trained")
-        options = {"dtype": torch.float32, "attn_implementation": packing.ATTENTION}
+        _check_kind(AutoConfig.from_pretrained(name, **options))
         model, names = AutoModelForCausalLM.from_pretrained(
-            name, output_loading_info=True, **options
-        )
-        tokenizer = AutoTokenizer.from_pretrained(name)
+            name, dtype=torch.float32, attn_implementation=packing.ATTENTION,
+            output_loading_info=True, ignore_mismatched_sizes=True, **options,
+        )  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
         tokenizer.as_loaded = copy.deepcopy(tokenizer)  # for checkpoints: to call it changes it
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
-        said = " ".join(str(error).split())[:400] or type(error).__name__
-        reason = broken_file(Path(name)) or said
-        if kind := re.search("model type `(pruned_[a-z0-9]+)`", reason):
-            reason = f"its type {kind[1]} needs `python -m related.pruned PROGRAM FLAGS`"
+        files = sorted(folder.glob("*")) if folder.is_dir() else []
+        reason = next(filter(None, map(_about_file, files)), "") or _in_one_line(error)
         raise InputError(f"--model {name} cannot be loaded: {reason}") from None
     finally:
         logging.set_verbosity(verbosity)
 
+    if names["mismatched_keys"]:
+        key, of_file, of_config = sorted(names["mismatched_keys"])[0]
+        shapes = f"{key} has the shape {[*of_file]} in the file, and {[*of_config]} by config.json"
+        raise InputError(f"--model {name} cannot be loaded: {shapes}")
     missing, unexpected = sorted(names["missing_keys"]), sorted(names["unexpected_keys"])
     if missing:
-        raise InputError(f"--model {name}: {_about(missing, unexpected)}")
+        raise InputError(f"--model {name}: {_about_names(missing, unexpected)}")
     if unexpected:
         ranks.say(f"note: --model {name} has weights that it does not use, such as {unexpected[0]}")
     return model, tokenizer
 
 
-def _about(missing: list[str], unexpected: list[str]) -> str:
+def _about_place(name: str, folder: Path) -> str:
+    """Why no model can be there; "" if one can be, also on the hub."""
+    if folder.is_file():
+        return "it is a file; name the folder that it is in"
+    if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return "there is no such folder"
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        return "it is an adapter; merge it into its model with merge_and_unload(), and save that"
+    return ""
+
+
+def _check_kind(model_config) -> None:
+    """ValueError unless the config is that of a language model of text alone."""
+    senses = {"vision_config", "audio_config"} & {*model_config.sub_configs}
+    if "vision_config" in senses:
+        raise ValueError("it is a vision-language model, and only text models can be trained")
+    if senses:
+        raise ValueError("it is a multimodal model, and only text models can be trained")
+    if model_config.is_encoder_decoder:
+        raise ValueError("it is an encoder-decoder model; only decoders can be trained")
+
+
+def _in_one_line(error: Exception) -> str:
+    """The reason for which transformers cannot load a model."""
+    said = " ".join(str(error).split())[:400]
+    if kind := re.search("model type `(pruned_[a-z0-9]+)`", said):
+        return f"its type {kind[1]} needs `python -m related.pruned PROGRAM FLAGS`"
+    if error.args == (packing.ATTENTION,):  # the table of this model's own attention lacks ours
+        return "it has attention of its own, which cannot be packed"
+    return said if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {said}"
+
+
+def _about_names(missing: list[str], unexpected: list[str]) -> str:
     """What is wrong with the names of a model's weights, and how to mend it."""
     found = f"{len(missing)} of its weights are missing, such as {missing[0]}"
     for name in missing:
@@ -270,24 +300,22 @@ def _about(missing: list[str], unexpected: list[str]) -> str:
     return f"{found}{instead}: save the whole model with save_pretrained"
 
 
-def broken_file(folder: Path) -> str:
-    """What is wrong with a file of a model's folder; "" if all can be opened."""
-    for path in sorted(folder.glob("*")):
-        if path.is_dir():
-            continue
-        with open(path, "rb") as file:
-            if file.read(50).startswith(b"version https://git-lfs"):
-                return f"{path} is the pointer of Git LFS to a file: run `git lfs pull`"
-        try:
-            if path.suffix == ".json":
-                json.loads(path.read_text(encoding="utf-8"))
-            elif path.suffix == ".safetensors":
-                safe_open(path, "pt")
-            elif path.suffix == ".bin" and not zipfile.is_zipfile(path):
-                raise ValueError("it is no file of torch.save")
-        except (OSError, ValueError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
-            return f"{path} is not whole ({reason}): copy or download it again"
+def _about_file(path: Path) -> str:
+    """What is wrong with a file of a model's folder; "" if it can be opened, or is not there."""
+    if not path.is_file():
+        return ""
+    if data.is_lfs_pointer(path):
+        return f"{path} is the pointer of Git LFS to a file: run `git lfs pull`"
+    try:
+        if path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+        elif path.suffix == ".safetensors":
+            safe_open(path, "pt")
+        elif path.suffix == ".bin" and not zipfile.is_zipfile(path):
+            raise ValueError("it is no file of torch.save")
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).splitlines()[0]
+        return f"{path} is not whole ({reason}): copy or download it again"
     return ""
 
 
@@ -349,7 +377,7 @@ def packs_exactly(model, longest: int) -> bool:
             logits = model(sequences, position_ids=positions, use_cache=False).logits  # [2, 3, V]
             every = logits[:, :-1, : model.vocab_size].log_softmax(dim=-1)  # [2, 2, V]
             theirs.append(every.gather(2, sequences[:, 1:, None]).flatten())  # [4]
-    except (AssertionError, NotImplementedError, TypeError, ValueError):
+    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
         return False
     model.train(was_training).set_attn_implementation(packing.ATTENTION)
     return torch.allclose(ours, torch.cat(theirs).to(ours.dtype), atol=1e-4)

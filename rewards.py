@@ -26,7 +26,8 @@ LONGEST_ANSWER = 2000  # characters; anything longer is not an answer
 LARGEST = 1e30  # of a reward's absolute value: squares must be finite
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one is text
-BARE = re.compile(r"[^\s$]*")  # the content of a box without braces
+BARE = re.compile(r"[^\s$]*")  # the content of a box without braces, and what follows it
+AFTER = re.compile(r"(?:\\[)\]\\]|[*,;:.])+$")  # \) \] \\ and punctuation are not of it
 NUMBER = re.compile(r"-?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 # Differences in spelling that never change the value. A space between two digits can change it.
 SPELLINGS = re.compile(
@@ -104,8 +105,8 @@ class Box(NamedTuple):
 def last_box(text: str) -> Box | None:
     """The last \\boxed{...} or \\fbox{...} of a text, with balanced braces.
 
-    Space may precede the brace. Without one, the box ends at white space or a dollar sign, and it
-    is passed over if it holds no letter or digit, as where a sentence ends in \\boxed.
+    Space may precede the brace. Without one, the box ends at white space or a dollar sign. It must
+    then hold a digit, a command or one letter: "a \\boxed answer" is no box.
 
     >>> last_box("$\\\\boxed {59}$").content, last_box("so $\\\\boxed 59$").content
     ('59', '59')
@@ -113,9 +114,9 @@ def last_box(text: str) -> Box | None:
     for opening in reversed([*BOX.finditer(text)]):
         start, inside = opening.span()
         if text[inside : inside + 1] != "{":
-            bare = BARE.match(text, inside)
-            if re.search(r"\w", bare[0]):
-                return Box(bare[0], start, bare.end())
+            content = AFTER.sub("", BARE.match(text, inside)[0])
+            if re.search(r"[\d\\]|^[a-zA-Z]$", content):
+                return Box(content, start, inside + len(content))
             continue
         depth = 0
         for brace in BRACE.finditer(text, inside, inside + LONGEST_ANSWER + 2):

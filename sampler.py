@@ -104,7 +104,8 @@ class PromptHistory:
         rule = PROMPT_RULES[name]
         if rule.select:
             with dppo.named("prompt rule", name):
-                return rule.select(self.score[prompts], prune_rate)
+                selected = rule.select(self.score[prompts], prune_rate)
+            return dppo.check_selection("prompt rule", name, selected, prompts.shape)
         keep_prob = self.keep_prob(name, prune_rate, prompts, minibatches)
         kept = []
         for part in keep_prob.chunk(minibatches):

@@ -60,27 +60,31 @@ def check(cfg: Config) -> Config:
     return cfg
 
 
-def encode(
-    cfg: Config, tokenizer, longest: int, vocabulary: int | None = None
-) -> list[tuple[list[int], list[int]]]:
+def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[int], list[int]]]:
     """(prompt, solution) token ids of each problem that fits into `longest` tokens.
 
     The prompts are those that train.py samples from. A solution ends as a turn does in the chat
-    template, or with the tokenizer's end token.
+    template, or with the tokenizer's end token, or with another one of the model's.
     """
     problems = [one for name in cfg.data for one in ranks.broadcast(data.sft_problems, name)]
     problems, prompts = data.encode_prompts(
-        problems, tokenizer, longest, cfg.prompt_format, False, cfg.instruction, vocabulary
+        problems, tokenizer, longest, cfg.prompt_format, False, cfg.instruction, model
     )
-    end = tokenizer.eos_token_id
-    if cfg.prompt_format != "plain" and chat_format.turn_end(tokenizer) is not None:
-        end = chat_format.turn_end(tokenizer)
-    if end is None:
-        raise InputError(f"--model {cfg.model}: its tokenizer names no end token: set eos_token")
-    texts = [problem.solution for problem in problems]
-    solutions = [[*ids, end] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    if vocabulary:
-        data.check_vocabulary(solutions, texts, tokenizer, vocabulary)
+    ends = [tokenizer.eos_token_id, *chat_format.end_tokens(tokenizer, model)]
+    if cfg.prompt_format != "plain":
+        ends.insert(0, chat_format.turn_end(tokenizer))
+    ends = [end for end in ends if end is not None]
+    if not ends:
+        raise InputError(f"--model {cfg.model}: nothing names its end token: set eos_token")
+    opened = chat_format.open_thoughts(tokenizer, prompts)
+    if any(opened):
+        ranks.say("note: prompts end in an open thought, so solutions begin by closing it")
+    closing = {"": ""} | {mark: f"{end}\n\n" for mark, end in chat_format.THOUGHTS}
+    texts = [
+        closing[mark] + problem.solution for mark, problem in zip(opened, problems, strict=True)
+    ]
+    solutions = [[*ids, ends[0]] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    data.check_vocabulary(solutions, texts, tokenizer, model)
     pairs = zip(prompts, solutions, strict=True)
     fitting = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
     if len(fitting) < cfg.batch_size:
@@ -130,7 +134,7 @@ def run(cfg: Config) -> None:
     saved = ranks.broadcast(checkpoint.find, out_dir) if cfg.resume else None
     source = str(saved or ranks.broadcast(gguf.model_folder, cfg.model))
     model, tokenizer = models.load_policy(source, cfg.device, samples=False)
-    pairs = encode(cfg, tokenizer, model.longest, models.vocabulary(model))
+    pairs = encode(cfg, tokenizer, model.longest, model)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     content = dppo.seed_for(*((tuple(prompt), tuple(solution)) for prompt, solution in pairs))
     state = checkpoint.load_state(saved) if saved else {"step": 0, "content": content}

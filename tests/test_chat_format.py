@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import chat_format
 from tasks import arithmetic
@@ -52,18 +53,26 @@ def test_the_end_of_a_turn(tokenizer, template):
 
 
 def test_all_that_names_an_end_counts(tokenizer):
-    """Catches a place that is not looked at, a list that is taken for a number, and a None that
-    becomes an end."""
-    ends = dict.fromkeys(("<|end|>", "<|stop|>"))
-    of_tokenizer, of_template = tokenizer.convert_tokens_to_ids([*ends])
-    configs = [SimpleNamespace(eos_token_id=ids) for ids in (5, [7, 5], None)]
-    everything = sorted({5, 7, of_tokenizer, of_template})
-    assert chat_format.end_tokens(tokenizer, *configs, SimpleNamespace(), None) == everything
+    """Catches a place that is not looked at, a list that is taken for a number, a name instead of
+    one, a None that becomes an end, and an end that the model cannot write."""
+
+    def model(of_config, of_generation, rows=300):
+        return SimpleNamespace(
+            config=SimpleNamespace(eos_token_id=of_config),
+            generation_config=of_generation and SimpleNamespace(eos_token_id=of_generation),
+            get_input_embeddings=lambda: torch.nn.Embedding(rows, 1),
+        )
+
+    of_tokenizer, of_template = tokenizer.convert_tokens_to_ids(["<|end|>", "<|stop|>"])
+    ends = lambda *of_model, **more: chat_format.end_tokens(tokenizer, model(*of_model, **more))
+    assert ends(5, [7, 5]) == ends([7, 5], 5) == sorted({5, 7, of_tokenizer, of_template})
     tokenizer.chat_template = None
-    assert chat_format.end_tokens(tokenizer) == [of_tokenizer]
+    assert chat_format.end_tokens(tokenizer) == ends(None, None) == [of_tokenizer]
     tokenizer.eos_token = None
-    assert chat_format.end_tokens(tokenizer, *configs) == [5, 7]
-    assert chat_format.end_tokens(tokenizer) == []
+    assert ends(None, [7, 5]) == ends(None, [7, 5, 300, -1]) == [5, 7]
+    assert ends("<|end|>", None) == [of_tokenizer]
+    assert ends(7, 9, rows=8) == [7]
+    assert chat_format.end_tokens(tokenizer) == ends(None, None) == []
 
 
 PROMPTS = {  # a prompt: the mark of the thought that it ends in
@@ -74,6 +83,8 @@ PROMPTS = {  # a prompt: the mark of the thought that it ends in
     "<|start|>user\nWhat does <think> mean?<|stop|>\n<|start|>assistant\n": "",
     "<|start|>system\nUse [THINK]..[/THINK]<|stop|><|start|>assistant\n[THINK]": "[THINK]",
     "<think>a</think>b<think>": "<think>",
+    "<think>": "<think>",
+    "What does <think> mean?": "",  # without a control token, it may be the question
     "1+1?": "",
 }
 

@@ -2,11 +2,15 @@
 
 import json
 import re
+import types
 from decimal import Decimal
 from pathlib import Path
 
 import datasets
+import pyarrow
 import pytest
+import torch
+from pyarrow import parquet
 from tokenizers import processors
 
 import data
@@ -71,6 +75,14 @@ def test_parquet_is_read_as_it_is_now(tmp_path):
         assert [problem.answer for problem in problems] == [*answers.values()]
 
 
+def test_numbers_of_32_bits(tmp_path):
+    """Catches an answer 7.099999904632568, which no completion equals."""
+    table = pyarrow.table({"problem": ["a", "b"], "answer": pyarrow.array([7.1, None], "float")})
+    parquet.write_table(table, tmp_path / "a.PARQUET")
+    found = [problem.answer for problem in data.read_problems(str(tmp_path / "a.PARQUET"))]
+    assert found == ["7.1", ""]
+
+
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER, OTHER = {"role": "user", "content": "1+1?"}, {"role": "user", "content": "And 3+4?"}
 SAYS = {"role": "assistant", "content": "1+1=2, so \\boxed{2}."}
@@ -96,6 +108,7 @@ CHATS = {  # a row: the messages of its prompt, with the instruction " Box it."
         [user("1+1?"), CALL | {"content": ""}, {"role": "tool", "content": "2"}],
     ),
     "solution": ({"messages": [SYSTEM, USER, SAYS], "answer": None}, [SYSTEM, user("1+1?")]),
+    "text": ({"prompt": json.dumps([SYSTEM, USER]), "answer": "2"}, [SYSTEM, user("1+1?")]),
 }
 
 
@@ -113,8 +126,12 @@ def test_a_chat_is_used_whole(tmp_path, name):
 def test_chats_in_parquet(tmp_path):
     """verl's columns; and parquet gives every turn the keys of all turns."""
     rows = [
-        {"prompt": [SYSTEM | {"name": "s"}, USER], "reward_model": {"ground_truth": "2"}},
-        {"prompt": [OTHER], "reward_model": {"ground_truth": "7"}},
+        {
+            "prompt": [SYSTEM | {"name": "s"}, USER],
+            "reward_model": {"ground_truth": "2"},
+            "ground_truth": None,
+        },
+        {"prompt": [OTHER], "reward_model": {"ground_truth": None}, "ground_truth": "7"},
     ]
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
     first, second = data.read_problems(str(tmp_path / "a.parquet"))
@@ -131,7 +148,19 @@ REFUSED = {  # name and text of a file: what is wrong with it
     ("a.jsonl", '{"question": "a", "label": "1"}'): "line 1 has none of the keys answer, final_",
     ("a.jsonl", '{"answer": "1"}'): "line 1 has none of the keys problem, question, prompt",
     ("a.jsonl", '{"question": "a", "answer": {"x": 1}}'): "line 1: the value of 'answer' must be",
-    ("a.jsonl", '{"question": "", "answer": "1"}'): "line 1: the value of 'question' must be text",
+    ("a.jsonl", '{"question": " ", "answer": "1"}'): "line 1: the value of 'question' must not be",
+    (
+        "a.jsonl",
+        '{"question": null, "answer": "1"}',
+    ): "'question' must be text or a number, got Non",
+    (
+        "a.jsonl",
+        '{"question": "x \\ud83d", "answer": "1"}',
+    ): "line 1: the value of 'question' is not v",
+    (
+        "a.jsonl",
+        "version https://git-lfs.github.com/spec/v1\n",
+    ): "is the pointer of Git LFS to a file",
     **{
         ("a.jsonl", json.dumps(row)): f"line 1: the {reason}"
         for row, reason in (
@@ -314,6 +343,15 @@ def test_the_instruction_can_be_another():
     assert prompts_of(problems, tokenizer) == ["<user>1+1\nBox it.", "<user>2"]
 
 
+def model_of(rows, ends=None):
+    """What encode_prompts asks a model for."""
+    return types.SimpleNamespace(
+        config=None,
+        generation_config=types.SimpleNamespace(eos_token_id=ends),
+        get_input_embeddings=lambda: torch.nn.Embedding(rows, 1),
+    )
+
+
 def test_prompts_that_no_model_can_continue(capsys):
     """Catches an end token that the tokenizer adds, or the template; turns that nothing joins; a
     template's own words that are lost; and a token that the model has no embedding for."""
@@ -322,9 +360,12 @@ def test_prompts_that_no_model_can_continue(capsys):
     chat = data.Problem("1+1?", "2", "file", turns=(SYSTEM, USER))
     with pytest.raises(InputError, match=r"1 problems are chats .* Only a chat template can join"):
         data.encode_prompts([problem, chat], tokenizer, 100)
-    data.encode_prompts([problem], tokenizer, 100, vocabulary=64)
+    data.encode_prompts([problem], tokenizer, 100, model=model_of(64))
     with pytest.raises(InputError, match=r"gives '\?' the id 30, but the model's embedding has 30"):
-        data.encode_prompts([problem], tokenizer, 100, vocabulary=30)
+        data.encode_prompts([problem], tokenizer, 100, model=model_of(30))
+    of_generation = tokenizer.encode("1?")  # ends that only the model names
+    assert prompts_of([problem], tokenizer, model=model_of(64, of_generation)) == ["1+"]
+    capsys.readouterr()
 
     end = ("<|end|>", tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -338,6 +379,16 @@ def test_prompts_that_no_model_can_continue(capsys):
         InputError, match=r"template ends a prompt with an end token.*--prompt-format"
     ):
         data.encode_prompts([problem], tokenizer, 100)
+    for template, left_out in (
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            "the turn of the system that begins 'Be brief.'",
+        ),
+        ("{% for m in messages %}{{ m.content[0].text }}{% endfor %}Say: ", "the turn of the "),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(InputError, match=f"template leaves out {left_out}"):
+            data.encode_prompts([chat], tokenizer, 100)
     tokenizer.chat_template = "{{ raise_exception('no chats') }}"
     with pytest.raises(
         InputError, match=r"refuses a chat of user .*no chats.*--prompt-format plain"

@@ -161,6 +161,20 @@ def test_an_exception_keeps_its_traceback():
         assert "fails = lambda" in str(caught.traceback[-1].statement)
 
 
+def test_a_selection_is_a_pair():
+    """Catches an unpacking error that names no rule, and weights of another shape."""
+    batch, history = completions(), sampler.PromptHistory(2)
+    shape = batch.size.shape
+    for found in (ones(shape), (ones(shape) > 0, ones(shape[:1])), [ones(shape)] * 2):
+        picks = lambda *_, found=found: found
+        dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(None, select=picks, biased="it picks")
+        sampler.PROMPT_RULES["mine"] = sampler.PromptRule(None, select=picks, biased="it picks")
+        with pytest.raises(dppo.RuleError, match=r"completion rule 'mine' must select \(keep, wei"):
+            dppo.prune_completions("mine", 0.5, batch, None)
+        with pytest.raises(dppo.RuleError, match=r"prompt rule 'mine' must select .* shape \[2\]"):
+            history.prune("mine", 0.5, torch.arange(2), None)
+
+
 def test_zeros_that_are_allowed():
     """Where a term is exactly 0, and where the entry says that the rule is biased. Catches a check
     that refuses pps's own zeros."""

@@ -60,6 +60,13 @@ def of_kind(kind, **parts):
     return change
 
 
+def gemma(folder):
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 258}
+    config = transformers.Gemma3TextConfig(**small, **heads)
+    transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
+
+
 def one_nan(folder):
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
@@ -96,17 +103,31 @@ REFUSED = {  # a case: what is done to the folder, and what the message says
     "Qwen2-VL": (of_kind("Qwen2VL"), "it is a vision-language model, and only text models can be"),
     "Gemma 3": (of_kind("Gemma3"), "it is a vision-language model"),
     "audio": (of_kind("Qwen2Audio"), "it is a multimodal model"),
-    "T5": (of_kind("T5"), "cannot be loaded: Unrecognized configuration class"),
+    "T5": (of_kind("T5"), "it is an encoder-decoder model"),
+    "Gemma 3 of text": (gemma, "attention with a window of 4096 tokens: only full attention"),
+    "Falcon": (of_kind("Falcon", num_hidden_layers=1), "attention of its own"),
+    "other shapes": (set_config(intermediate_size=64), r"weight has the shape \[32, 48\] in the fi"),
+    "an adapter": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+        "it is an adapter; merge it",
+    ),
+    "cut ends": (
+        lambda folder: (folder / "generation_config.json").write_text("{"),
+        "generation_config.json is not whole",
+    ),
+    "own code": (
+        set_config(model_type="new", auto_map={"AutoConfig": "c.C"}), "trust_remote_code",
+    ),
     "one window": (
-        set_config(layer_types=["full_attention", "sliding_attention"]), "layers of kinds .*slid",
+        set_config(layer_types=["full_attention", "sliding_attention"]), "layers .*sliding_att",
     ),
     "windows": (
         set_config(
             sliding_window=64, use_sliding_window=True, max_window_layers=0, layer_types=None
         ),
-        "its attention has a window of 64 tokens",
+        "attention with a window of 64 tokens",
     ),
-    "nothing there": (shutil.rmtree, "cannot be loaded: .*model"),
+    "nothing there": (shutil.rmtree, "there is no such folder"),
 }  # fmt: skip
 
 

@@ -101,8 +101,16 @@ def test_prompts_and_solutions(make_policy, file):
         assert all(tokenizer.decode(solution).endswith(end) for _, solution in pairs)
         cfg = settings(file, prompt_format=form, instruction="Box it.")
         assert "Box it." in tokenizer.decode(sft.encode(cfg, tokenizer, 512)[0][0])
+    model, _ = make_policy()
+    model.resize_token_embeddings(64)
     with pytest.raises(InputError, match="embedding has 64 rows"):
-        sft.encode(settings(file), tokenizer, 512, vocabulary=64)
+        sft.encode(settings(file), tokenizer, 512, model)
+    tokenizer.chat_template += "<think>"
+    assert all(
+        tokenizer.decode(solution).startswith("</think>\n\n")
+        for _, solution in sft.encode(settings(file), tokenizer, 512)
+    )
+    tokenizer.chat_template = turns
     sizes = [len(prompt) + len(solution) for prompt, solution in pairs]
     shorter = [pair for pair, size in zip(pairs, sizes, strict=True) if size < max(sizes)]
     cfg = settings(file, prompt_format="chat")
