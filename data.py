@@ -515,9 +515,8 @@ def _in_template(problem: Problem, instruction: str, tokenizer, thinking: bool) 
     """The prompt of a problem in the chat template. InputError if the template refuses it, or
     leaves out what somebody else than the assistant says."""
     messages = problem.messages(instruction)
-    remedy = "use another model, or change the data"
-    if len(messages) == 1:
-        remedy += ", or use --prompt-format plain"
+    only_one = len(messages) == 1
+    remedy = f"change the model or the data{', or use --prompt-format plain' * only_one}"
     try:
         text = chat_format.prompt_text(tokenizer, messages, thinking)
     except ValueError as error:

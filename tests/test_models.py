@@ -106,7 +106,7 @@ REFUSED = {  # a case: what is done to the folder, and what the message says
     "T5": (of_kind("T5"), "it is an encoder-decoder model"),
     "Gemma 3 of text": (gemma, "attention with a window of 4096 tokens: only full attention"),
     "Falcon": (of_kind("Falcon", num_hidden_layers=1), "attention of its own"),
-    "other shapes": (set_config(intermediate_size=64), r"weight has the shape \[32, 48\] in the fi"),
+    "other shapes": (set_config(intermediate_size=64), r"has the shape \[32, 48\] in the file"),
     "an adapter": (
         lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
         "it is an adapter; merge it",
@@ -116,7 +116,7 @@ REFUSED = {  # a case: what is done to the folder, and what the message says
         "generation_config.json is not whole",
     ),
     "own code": (
-        set_config(model_type="new", auto_map={"AutoConfig": "c.C"}), "trust_remote_code",
+        set_config(model_type="new", auto_map={"AutoConfig": "c.C"}), "contains custom code",
     ),
     "one window": (
         set_config(layer_types=["full_attention", "sliding_attention"]), "layers .*sliding_att",
