@@ -8,6 +8,7 @@ optional `source`, `subject` or `type` names its kind. Worked solutions are kept
 training. Bad rows are reported by line number before training starts.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -221,11 +222,14 @@ def draw_keys(problems: list[Problem]) -> list[int]:
 
 
 def content_hash(problems: list[Problem], prompt_ids: list[list[int]] | None = None) -> dict:
-    """Two numbers that change with the contents of a set: with its prompts (their token ids if
-    these are given), and with its reference answers."""
-    prompts = map(tuple, prompt_ids) if prompt_ids is not None else map(identity, problems)
-    answers = (problem.answer for problem in problems)
-    return {"prompts": dppo.seed_for(*prompts), "reference answers": dppo.seed_for(*answers)}
+    """Two hashes of the contents of a set: of its prompts (their token ids if these are given), and
+    of its reference answers."""
+    parts = {
+        "prompts": prompt_ids or [*map(identity, problems)],
+        "reference answers": [problem.answer for problem in problems],
+    }
+    digest = lambda part: hashlib.sha256(repr(part).encode()).hexdigest()[:8]
+    return {name: digest(part) for name, part in parts.items()}
 
 
 # ---------------------------------------------------------------------------- reading

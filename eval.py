@@ -33,7 +33,6 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 import data
-import dppo
 import models
 import rewards
 import rollout
@@ -153,8 +152,8 @@ def read_set(name: str, cfg: EvalConfig, reward) -> tuple[str, list[data.Problem
     if not data.is_file(name):
         return name, data.eval_problems(name, cfg.problems, **options)
     problems = data.eval_problems(name, None, **options)
-    content = dppo.seed_for(*data.content_hash(problems).values())
-    return f"{Path(name).stem}-{content:016x}", problems[: cfg.problems]
+    content = "".join(data.content_hash(problems).values())
+    return f"{Path(name).stem}-{content}", problems[: cfg.problems]
 
 
 # ---------------------------------------------------------------------------- sample and score
