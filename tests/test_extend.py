@@ -428,6 +428,7 @@ def test_notes_of_the_first_lines():
     for given in (
         {"method": "pps"}, {"method": "mine"}, {"method": "grpo", "completion_rule": "mine"},
         {"method": "pps", "completion_rule": "mine", "prompt_rule": "none"},
+        {"method": "pps", "completion_rule": "mine", "prompt_rule": "dppo"},
     ):  # fmt: skip
         assert "prompts are pruned" not in notes(**given)
     assert "--model tiny can only add, so it learns nothing of words" in notes(data="words")

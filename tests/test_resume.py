@@ -177,7 +177,7 @@ def test_what_is_lost_is_said(run, tmp_path, capsys, pictures):
     said = capsys.readouterr().out
     assert "no checkpoint was saved: 3 rows of log.jsonl go, and step 1 is next" in said
     run("other", steps=4, until=2, save_every=2)
-    for name in ("log.jsonl", "samples.jsonl"):
+    for name in ("log.jsonl", "samples.jsonl", "run.png"):
         (tmp_path / "other" / name).unlink()
     assert [row["step"] for row in run("other", steps=4, save_every=2, resume=True)] == [3, 4]
     assert "log.jsonl has no row of step 2" in capsys.readouterr().out

@@ -51,7 +51,7 @@ def signal_at(monkeypatch, owner, name, call, number):
         ((log, "append_rows", 1, signal.SIGTERM), 0),  # the evaluation before the first step
         ((rollout, "sample", 2, signal.SIGINT), 1),  # after that of the evaluation
         ((torch.optim.AdamW, "step", 3, signal.SIGUSR1), 2),  # of two updates a step
-        ((metrics, "row", 5, signal.SIGTERM), 5),
+        ((metrics, "row", 5, signal.SIGHUP), 5),
     ],
     ids=["evaluation", "rollout", "update", "last step"],
 )
