@@ -112,6 +112,13 @@ CHATS = {  # a row: the messages of its prompt, with the instruction " Box it."
 }
 
 
+def test_what_the_assistant_says_is_the_solution(tmp_path):
+    """OpenAI's format. Catches one that is left out because nothing is in a box."""
+    says = {"role": "assistant", "content": "It is 2."}
+    (problem,) = data.read_problems(write(tmp_path, {"messages": [USER, says]}))
+    assert (problem.messages(), problem.solution) == ([USER], "It is 2.")
+
+
 @pytest.mark.parametrize("name", CHATS)
 def test_a_chat_is_used_whole(tmp_path, name):
     """Catches a turn that is lost, an instruction after another turn, and a last turn of the

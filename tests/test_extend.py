@@ -13,12 +13,13 @@ import toy
 
 import config
 import dppo
+import eval as evaluation
 import models
 import proof
 import rewards
 import sampler
 import train
-from runtime import InputError
+from runtime import InputError, checkpoint
 from tasks import arithmetic
 
 README = (toy.ROOT / "README.md").read_text()
@@ -335,6 +336,26 @@ def test_nothing_to_resume(run, tmp_path):
         run("constant", steps=3, save_every=3, lr_schedule="constant", resume=True)
     log = run("constant", steps=4, save_every=3, lr_schedule="constant", resume=True)
     assert [row["step"] for row in log] == [1, 2, 3, 4]
+
+
+def test_folders_that_hold_something_else(run, policy_folder, tmp_path):
+    """Catches a run that starts in a folder of checkpoints without a log, in an evaluation's, or in
+    one that another process has."""
+    run("run", steps=2, save_every=2)
+    (tmp_path / "run" / "log.jsonl").unlink()
+    with pytest.raises(InputError, match=r"holds a run: give --resume to continue it"):
+        run("run", steps=2, seed=1)
+    options = {"out_dir": str(tmp_path / "evals"), "problems": 1, "k": 1, "max_new_tokens": 2}
+    evaluation.main(evaluation.EvalConfig(policy_folder, **options))
+    for resume in ([], ["--resume"]):
+        with pytest.raises(InputError, match=r"holds an evaluation \(.*config.json\): use another"):
+            toy.main([*toy.flags(policy_folder, str(tmp_path / "evals")), *resume])
+    with checkpoint.owned(tmp_path / "held"):
+        with pytest.raises(InputError, match="held is in use by process"):
+            run("held")
+        options["out_dir"] = str(tmp_path / "held")
+        with pytest.raises(InputError, match="held is in use by process"):
+            evaluation.main(evaluation.EvalConfig(policy_folder, **options))
 
 
 def test_a_folder_without_a_step_is_free(run, tmp_path):
