@@ -16,6 +16,7 @@ THOUGHTS = (
     ("<seed:think>", "</seed:think>"),
     ("◁think▷", "◁/think▷"),
 )
+MARKS = {mark for pair in THOUGHTS for mark in pair}
 USER, ASSISTANT = {"role": "user", "content": "QUESTION"}, {"role": "assistant"}
 
 
@@ -38,8 +39,8 @@ def end_tokens(tokenizer, model=None) -> list[int]:
     """Every token that ends a completion: those that the model's config and generation config name,
     the tokenizer's, and the one that ends a turn in the chat template.
 
-    A model may name its end in any of these places, and only there. [] if none names one. A token
-    that the model cannot write is none.
+    A model may name its end in only one of these places. [] if there is none. Tokens beyond the
+    model's embedding are left out.
     """
     named = [tokenizer.eos_token_id, turn_end(tokenizer)]
     for config in (model.config, model.generation_config) if model else ():
@@ -76,14 +77,14 @@ def open_thoughts(tokenizer, prompts: list[list[int]]) -> list[str]:
 
     Only what follows a prompt's last control token counts: a question may speak of such marks.
     """
-    marks = {mark for pair in THOUGHTS for mark in pair}
     added = tokenizer.added_tokens_decoder
-    controls = {number for number, token in added.items() if token.content not in marks}
+    controls = {number for number, token in added.items() if token.content not in MARKS}
     return [_open_thought(tokenizer, ids, controls) for ids in prompts]
 
 
 def _open_thought(tokenizer, ids: list[int], controls: set[int]) -> str:
-    begin = max((place + 1 for place, number in enumerate(ids) if number in controls), default=0)
+    last = max((place for place, number in enumerate(ids) if number in controls), default=0)
+    begin = last + 1 if last else 0  # one at place 0 begins the text, and ends no question
     text = tokenizer.decode(ids[begin:]).rstrip()
     for opening, closing in THOUGHTS:
         is_open = text.rfind(opening) > text.rfind(closing)
@@ -96,10 +97,9 @@ def decode(tokenizer, completions: list[list[int]], *, keep_thoughts: bool = Fal
     """The texts of completions without special tokens. With keep_thoughts, the marks of thoughts
     stay, even where they are special tokens."""
     if keep_thoughts:
-        marks = {mark for pair in THOUGHTS for mark in pair}
         added = tokenizer.added_tokens_decoder
         special = {number: token.content for number, token in added.items() if token.special}
-        dropped = {number for number, text in special.items() if text not in marks}
+        dropped = {number for number, text in special.items() if text not in MARKS}
         if dropped != special.keys():
             texts = ([number for number in ids if number not in dropped] for ids in completions)
             return [tokenizer.decode(ids) for ids in texts]

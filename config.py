@@ -53,8 +53,8 @@ METHODS = {  # a rule that is not here is a method as well: that rule, at its le
 FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the experiment
     "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "gradient_checkpointing",
     "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "track",
-    "model", "data", "eval_data",  # where they are; checkpoint.restore compares what they hold
 )  # fmt: skip
+COMPARED = ("model", "data", "eval_data")  # may have moved, if they hold what they held
 TRUNCATING = ("--top-p", "--top-k", "--min-p", "--repetition-penalty")  # flags of eval.py, not ours
 
 
@@ -78,6 +78,8 @@ def parse_config(argv: list[str]) -> Config:
         for field in fields(Config):
             now, then = getattr(cfg, field.name), getattr(run, field.name)
             free = field.name in FREE_TO_CHANGE
+            if field.name in COMPARED:  # by checkpoint.restore, if there is one
+                free = (stored.parent / "checkpoint").exists()
             if field.name == "steps" and run.lr_schedule != "constant":
                 free = False  # the schedule would change
             if now != then and not free:

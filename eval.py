@@ -14,7 +14,6 @@ pass@1. Each set prints one line of JSON, and a table follows. With --out-dir ev
 stored at once, and repeating the command continues an interrupted evaluation.
 """
 
-import contextlib
 import json
 import math
 import sys
@@ -75,7 +74,7 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
     settings["weights"] = checkpoint.fingerprint(model)
     settings["reward"] = reward and getattr(reward, "__qualname__", type(reward).__name__)
     table = []
-    with owned(cfg.out_dir):
+    with checkpoint.owned(cfg.out_dir):
         folder = open_folder(cfg.out_dir, settings) if cfg.out_dir else None
         for one in sets:
             path = folder and folder / f"{one.file}.jsonl"
@@ -147,8 +146,7 @@ def read_set(name: str, cfg: EvalConfig, reward) -> tuple[str, list[data.Problem
     A file's completions are named after the contents of all of its problems, because two files may
     have the same name.
     """
-    own_reward = reward not in (None, data.reward_function(name))
-    options = {"of_training_file": cfg.held_out, "own_reward": own_reward}
+    options = {"of_training_file": cfg.held_out, "reward": reward}
     if not data.is_file(name):
         return name, data.eval_problems(name, cfg.problems, **options)
     problems = data.eval_problems(name, None, **options)
@@ -181,7 +179,7 @@ def complete(
     reward = reward or data.reward_function(name)
     chunk = max(1, cfg.batch_size // cfg.k)  # problems in a batch
     seed, keys = seed_for(cfg.seed, name), range(len(problems))
-    if data.is_file(name):  # the file's path and the order of its rows shall not count
+    if data.is_file(name):  # neither the file's path nor the order of its rows matters
         seed, keys = seed_for(cfg.seed, "file"), data.draw_keys(problems)
 
     rows = log.read_rows(path)[: len(problems)] if path else []
@@ -214,11 +212,6 @@ def complete(
             log.append_rows(path, new)
         rows += new
     return rows
-
-
-def owned(folder: str | None):
-    """The folder of an evaluation, for this process only."""
-    return checkpoint.owned(Path(folder)) if folder else contextlib.nullcontext()
 
 
 def open_folder(folder: str, settings: dict) -> Path:

@@ -4,6 +4,7 @@ What a run starts from: problems, models and prompts, from the names that a user
 All of it happens once, before the first step. Bad input raises InputError.
 """
 
+import bisect
 import copy
 import json
 import re
@@ -22,6 +23,7 @@ from transformers.utils import logging
 import chat_format
 import data
 import packing
+import problem_files
 import rollout
 from config import Config
 from engines import check_decoder, compact, hf, vllm_engine
@@ -32,6 +34,8 @@ from update import trainer_logprobs
 
 # What --engine names. vLLM is started by whoever asks for it: see `make_sampling`.
 ENGINES = {"plain": None, "compact": compact, "hf": hf}
+# What transformers reads of a folder.
+FILES = ("config.json", "tokenizer*.json", "model*.safetensors*", "pytorch_model*.bin*")
 # What other programs put before the names of weights, and how to save them without it.
 PREFIXES = {
     "_orig_mod.": "save the model that was compiled, which is its _orig_mod",
@@ -57,23 +61,22 @@ class Models(NamedTuple):
     policy: torch.nn.Module  # samples; the model itself unless its weights are shared or cast
     reference: torch.nn.Module | None  # the model that the run began with; None without --beta
     source: str  # the folder or hub id of the weights
-    first: int | None  # fingerprint of the model that --model names; None if it was not read
+    fingerprint: int | None  # of the model that --model names; None if it was not read
 
 
 def load_problems(cfg: Config, reward: Callable | None = None) -> Problems:
     """The problems of --data and --eval-data, and their rewards unless `reward` replaces them."""
     of_training_file = cfg.eval_data is None
     name = cfg.eval_data or cfg.data
-    default, eval_default = data.reward_function(cfg.data), data.reward_function(name)
-    options = {"hold_out": of_training_file, "own_reward": reward not in (None, default)}
-    train = ranks.broadcast(data.train_problems, cfg.data, **options)
+    load = data.train_problems
+    train = ranks.broadcast(load, cfg.data, hold_out=of_training_file, reward=reward)
     evaluated = []
     if cfg.eval_every:
-        own_reward = reward not in (None, eval_default)
-        options = {"of_training_file": of_training_file, "own_reward": own_reward}
+        options = {"of_training_file": of_training_file, "reward": reward}
         evaluated = ranks.broadcast(data.eval_problems, name, cfg.eval_problems, **options)
         data.say_common(train, evaluated)
-    return Problems(train, evaluated, reward or default, reward or eval_default)
+    own, eval_own = reward or data.reward_function(cfg.data), reward or data.reward_function(name)
+    return Problems(train, evaluated, own, eval_own)
 
 
 def model_folder(model: str) -> str:
@@ -92,12 +95,12 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
         transformers.utils.logging.disable_progress_bar()
     apart = cfg.shard == "fsdp" or (cfg.dtype == "bfloat16" and cfg.engine != "vllm")
     model, tokenizer = load_policy(source, cfg.device, samples=not apart)
-    reference = None
-    if cfg.beta or renamed:  # the model that the run began with, even on resume
-        reference = load_policy(base, cfg.device, samples=False)[0].requires_grad_(False)
-    began_with = reference or (None if saved else model)
-    first = None if began_with is None else checkpoint.fingerprint(began_with)
-    reference = reference if cfg.beta else None
+    named = None  # the model of --model, where it is not the one that is trained from here on
+    if cfg.beta or renamed:
+        named = load_policy(base, cfg.device, samples=False)[0].requires_grad_(False)
+    began_with = named or (None if saved else model)
+    fingerprint = began_with and checkpoint.fingerprint(began_with)
+    reference = named if cfg.beta else None
     if cfg.gradient_checkpointing:
         checkpoint_layers(model)
     policy = model
@@ -106,7 +109,7 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
             shard(sharded, cfg.device)
     if apart:
         policy = load_policy(source, cfg.device, cfg.dtype)[0].requires_grad_(False)
-    return Models(model, tokenizer, policy, reference, source, first)
+    return Models(model, tokenizer, policy, reference, source, fingerprint)
 
 
 def encode(cfg: Config, models: Models, problems: list) -> tuple[list, list[list[int]]]:
@@ -124,7 +127,7 @@ def prompt_room(model, max_new_tokens: int) -> int:
     """The number of tokens that a prompt may have."""
     if max_new_tokens >= model.longest:
         longest = f"the model's longest sequence, with the prompt, has {model.longest} tokens"
-        raise InputError(f"--max-new-tokens {max_new_tokens}: {longest}")
+        raise InputError(f"--max-new-tokens {max_new_tokens}: {longest}; lower it")
     return model.longest - max_new_tokens
 
 
@@ -223,6 +226,7 @@ def read(name: str):
     """(model, tokenizer) by transformers, in float32. InputError if it cannot read them, or if it
     would make up weights."""
     folder = Path(name).expanduser()
+    # transformers ignores a generation config that it cannot read, and with it the end tokens.
     if problem := _about_place(name, folder) or _about_file(folder / "generation_config.json"):
         raise InputError(f"--model {name} cannot be loaded: {problem}")
     options = {"trust_remote_code": False}
@@ -235,9 +239,10 @@ def read(name: str):
             output_loading_info=True, ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        tokenizer.as_loaded = copy.deepcopy(tokenizer)  # for checkpoints: to call it changes it
+        # What checkpoints hold: a call resets the file's padding and truncation.
+        tokenizer.as_loaded = copy.deepcopy(tokenizer)
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
-        files = sorted(folder.glob("*")) if folder.is_dir() else []
+        files = sorted(path for name in FILES for path in folder.glob(name))
         reason = next(filter(None, map(_about_file, files)), "") or _in_one_line(error)
         raise InputError(f"--model {name} cannot be loaded: {reason}") from None
     finally:
@@ -246,7 +251,7 @@ def read(name: str):
     if names["mismatched_keys"]:
         key, of_file, of_config = sorted(names["mismatched_keys"])[0]
         shapes = f"{key} has the shape {[*of_file]} in the file, and {[*of_config]} by config.json"
-        raise InputError(f"--model {name} cannot be loaded: {shapes}")
+        raise InputError(f"--model {name} cannot be loaded: {shapes}, which is another model's")
     missing, unexpected = sorted(names["missing_keys"]), sorted(names["unexpected_keys"])
     if missing:
         raise InputError(f"--model {name}: {_about_names(missing, unexpected)}")
@@ -304,13 +309,14 @@ def _about_file(path: Path) -> str:
     """What is wrong with a file of a model's folder; "" if it can be opened, or is not there."""
     if not path.is_file():
         return ""
-    if data.is_lfs_pointer(path):
+    if problem_files.is_lfs_pointer(path):
         return f"{path} is the pointer of Git LFS to a file: run `git lfs pull`"
     try:
         if path.suffix == ".json":
             json.loads(path.read_text(encoding="utf-8"))
         elif path.suffix == ".safetensors":
-            safe_open(path, "pt")
+            with safe_open(path, "pt"):
+                pass
         elif path.suffix == ".bin" and not zipfile.is_zipfile(path):
             raise ValueError("it is no file of torch.save")
     except (OSError, ValueError, SafetensorError) as error:
@@ -343,17 +349,15 @@ def longest_sequence(model) -> int:
         found = rotary(torch.zeros(1, device=model.device), positions)
         return torch.cat(found if isinstance(found, tuple) else (found,))[:, :3]
 
-    exact = rotations(3)
+    try:
+        exact = rotations(3)
+    except TypeError as error:  # some take the kind of a layer, too
+        problem = f"its rotary embedding cannot be checked ({error})"
+        raise InputError(f"--model {model.name_or_path}: {problem}") from None
     if torch.equal(rotations(most), exact):
         return most
-    fits, too_long = 3, most
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        if torch.equal(rotations(middle), exact):
-            fits = middle
-        else:
-            too_long = middle
-    return fits
+    changes = lambda length: not torch.equal(rotations(length), exact)
+    return 2 + bisect.bisect_left(range(3, most), True, key=changes)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ LONGEST_ANSWER = 2000  # characters; anything longer is not an answer
 LARGEST = 1e30  # of a reward's absolute value: squares must be finite
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one is text
-BARE = re.compile(r"[^\s$]*")  # the content of a box without braces, and what follows it
+BARE = re.compile(rf"[^\s$]{{0,{LONGEST_ANSWER}}}")  # content without braces, and what follows it
 AFTER = re.compile(r"(?:\\[)\]\\]|[*,;:.])+$")  # \) \] \\ and punctuation are not of it
 NUMBER = re.compile(r"-?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 # Differences in spelling that never change the value. A space between two digits can change it.
@@ -182,8 +182,8 @@ def reward_of(completion: str, answer: str, reward) -> float:
         number = float(found) if hasattr(found, "__float__") else math.nan
     except (OverflowError, RuntimeError, TypeError, ValueError):  # 10**400, or several numbers
         number = math.nan
-    if not abs(number) <= LARGEST:
-        said = f"a {type(found).__name__}" if isinstance(found, int) else f"{found!r}"[:80]
+    if not abs(number) <= LARGEST:  # or NaN
+        said = "a number that is too large" if isinstance(found, int) else f"{found!r}"[:80]
         wanted = f"return a number of at most {LARGEST:g}, or None if the answer cannot be scored"
         raise InputError(f"the reward is {said} for {which}: {wanted}")
     return number

@@ -87,14 +87,14 @@ class Trainer:
         self.saved = checkpoint.look(cfg)  # the weights are loaded here, the rest by `restore`
         loaded = models.load_models(cfg, self.saved)
         # `model` is trained, and `policy` samples: a copy, or the same object.
-        self.model, self.tokenizer, self.policy, self.reference, _, self.first = loaded
+        self.model, self.tokenizer, self.policy, self.reference, _, self.fingerprint = loaded
         self.train_set, self.train_ids = models.encode(cfg, loaded, self.train_set)
         self.eval_set, self.eval_ids = models.encode(cfg, loaded, self.eval_set)
         config.check_prompts(cfg, len(self.train_set))
         prompts = self.train_ids + self.eval_ids
         self.content = {  # a resumed run must have the same
             "train": data.content_hash(self.train_set, self.train_ids),
-            "evaluate": self.eval_set and data.content_hash(self.eval_set, self.eval_ids),
+            "evaluate": data.content_hash(self.eval_set, self.eval_ids) if self.eval_set else {},
         }
         self.sampling = models.make_sampling(cfg, loaded, prompts, self.show_progress)
 
@@ -236,7 +236,7 @@ class Trainer:
             cost=cost, keep=keep, weights=both_weights, stats=stats, grad_norms=grad_norms,
         )  # fmt: skip
         times = self.timer.seconds | {"step_time": self.timer.now() - started}
-        rate = {"learning_rate": config.learning_rate(cfg, step)}
+        rate = {"learning_rate": self.optimizer.param_groups[0]["lr"]}
         row = {"step": step} | row | rate | times | history_figures
         samples = metrics.samples(
             step, problems, texts, rewards[mine], advantages[mine], keep[mine], both_weights[mine]
@@ -326,7 +326,7 @@ def run(trainer: Trainer, until: int | None = None) -> None:
                 checkpoint.save_run(trainer, done)
                 saved_at = done
 
-        if logger:  # still listening: a second signal must not interrupt this either
+        if logger:  # still listening, so that a scheduler's second signal does not interrupt this
             logger.close()
             if done < cfg.steps:
                 command = resume_command(cfg.out_dir)
@@ -353,7 +353,7 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
     problems, held_out = len(trainer.train_set), len(trainer.eval_set)
     first = metrics.first_lines(cfg, trainer.policy, trainer.world, problems, held_out, done + 1)
     print(first)
-    own = trainer.train_set[0].instruction.strip()
+    own = trainer.train_set[0].instruction
     if added := own if cfg.instruction is None else cfg.instruction:
         print(f"after each problem, prompts say: {added}")
     if note := about_torchrun():
@@ -367,21 +367,23 @@ def stops_if_not_finite(cfg: Config, step: int):
     try:
         yield
     except NotFiniteError as error:
+        if step == 0:
+            problem = f"--model {cfg.model} is not finite in {cfg.dtype} ({error})"
+            raise InputError(f"{problem}: use --dtype float32, or another model") from None
         folder = Path(cfg.out_dir)
         again = "start again in a new --out-dir with the same flags, but a lower --lr"
         if (folder / "checkpoint").exists():
-            again += f" and --model {folder / 'checkpoint'}, which is the last one saved"
+            again += f" and --model {folder / 'checkpoint'}, the last checkpoint"
         raise InputError(
-            f"step {step} is not finite ({error}), and nothing of it was saved. To resume would "
-            f"repeat it: {again}; {folder / 'log.jsonl'} shows what led there"
+            f"step {step} is not finite ({error}), and nothing of it was saved. A resume would "
+            f"repeat it. Instead, {again}; {folder / 'log.jsonl'} shows what led there"
         ) from None
 
 
 def main(cfg: Config, *, reward=None, until: int | None = None, trainer_class=Trainer) -> None:
     """One training run. Raises InputError for bad input before anything is written. `until`: stop
     after this step as if by SIGTERM; learning-rate schedules still end at cfg.steps."""
-    cfg = config.resolve(cfg)
-    with checkpoint.owned(Path(cfg.out_dir)) if ranks.is_first() else contextlib.nullcontext():
+    with checkpoint.owned(cfg.out_dir):
         run(trainer_class(cfg, reward), until)
 
 

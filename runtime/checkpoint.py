@@ -27,18 +27,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
 
 from runtime import InputError, log, ranks
 
 
 @contextlib.contextmanager
-def owned(out_dir: Path):
-    """Make a folder, and keep every other process from writing to it until the end.
+def owned(folder: str | None):
+    """Make a folder, and keep every other process from writing to it until the end. Only the first
+    rank does it. None: there is no folder.
 
     The kernel frees the lock when the process ends, however it does. InputError if another process
     has it, or if the folder cannot be written. A new folder in which nothing was written goes.
     """
-    new = [folder for folder in (out_dir, *out_dir.parents) if not folder.exists()]
+    if folder is None or not ranks.is_first():
+        yield
+        return
+    out_dir = Path(folder)
+    new = [place for place in (out_dir, *out_dir.parents) if not place.exists()]
     path = out_dir / "lock"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -47,7 +53,8 @@ def owned(out_dir: Path):
         reason = error.strerror or error
         problem = f"--out-dir {out_dir} cannot be written ({reason})"
         raise InputError(f"{problem}: choose another folder") from None
-    os.register_at_fork(after_in_child=file.close)  # a child that outlives us would hold it
+    # A child that outlives this process must not hold the lock. To close twice does no harm.
+    os.register_at_fork(after_in_child=file.close)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,8 +76,8 @@ def owned(out_dir: Path):
             with contextlib.suppress(OSError):  # others are in it, or somebody removed it
                 if {*out_dir.iterdir()} == {path}:
                     path.unlink()
-                for folder in new:
-                    folder.rmdir()
+                for place in new:
+                    place.rmdir()
 
 
 def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: int) -> None:
@@ -82,9 +89,12 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
     final = out_dir / f"checkpoint-{state['step']:06d}"
     unfinished = out_dir / "checkpoint.new"
     shutil.rmtree(unfinished, ignore_errors=True)
-    with log.nothing_lost_if_full(unfinished, (Exception,)):  # each library has its own kinds
+    with log.nothing_lost_if_full(unfinished, (OSError, RuntimeError, SafetensorError)):
         model.save_pretrained(unfinished, state_dict=weights)
-        getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
+        try:
+            getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
+        except Exception as error:  # the library tokenizers has no kind of its own
+            raise OSError(str(error)) from error
         torch.save(state, unfinished / "trainer.pt")
         files = {path.name: _size_and_checksum(path) for path in unfinished.iterdir()}
         (unfinished / "files.json").write_text(json.dumps(files, indent=1) + "\n")
@@ -125,7 +135,7 @@ def fingerprint(model) -> int:
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = 0
     for parameter in model.parameters():
-        weights = ranks.whole(parameter.detach()).contiguous()
+        weights = parameter.detach().contiguous()
         total += weights.view(integers[weights.itemsize]).sum(dtype=torch.int64).item()
     return total
 
@@ -197,7 +207,7 @@ def save_run(trainer, step: int) -> None:
     state = {
         "step": step,
         "optimizer": ranks.gather(trainer.optimizer.state_dict()),
-        "first": trainer.first,
+        "fingerprint": trainer.fingerprint,
         "trainer": trainer.state(),
     }
     weights = ranks.weights(trainer.model)
@@ -222,25 +232,31 @@ def restore(trainer) -> int:
             f"--resume: another program than this one trained {of_run}: resume it with the command "
             f"that started it"
         )
-    if trainer.first not in (None, state["first"]):
+    if trainer.fingerprint not in (None, state["fingerprint"]):
         raise InputError(
             f"--model {cfg.model} is not the model that {of_run} began with: name that one, or use "
             f"another --out-dir"
         )
-    trainer.first = state["first"]
+    trainer.fingerprint = state["fingerprint"]
+    _compare_content(trainer.content, saved["content"], of_run)
+    ranks.load_optimizer(trainer.optimizer, state["optimizer"])
+    trainer.load_state(saved)
+    return state["step"]
+
+
+def _compare_content(now: dict, before: dict, of_run: str) -> None:
+    """InputError if a run goes on with other problems than it began with. Where a part of the run
+    is not evaluated, what it was evaluated on before still counts: it is put into `now`."""
     for use, flag in (("train", "--data"), ("evaluate", "--eval-data")):
-        before = saved["content"][use]
-        found = trainer.content[use] or before  # empty if this part of the run is not evaluated
-        trainer.content[use] = found
-        differ = [part for part in found if found[part] != before.get(part)] if before else []
+        if not now[use] or not before[use]:
+            now[use] = now[use] or before[use]
+            continue
+        differ = [part for part in now[use] if now[use][part] != before[use][part]]
         if differ:
             raise InputError(
                 f"{flag}: the problems to {use} on have other {' and '.join(differ)} than when "
                 f"{of_run} began: give it the data that it had, or use another --out-dir"
             )
-    ranks.load_optimizer(trainer.optimizer, state["optimizer"])
-    trainer.load_state(saved)
-    return state["step"]
 
 
 def stored_config(out_dir: Path) -> dict:

@@ -94,10 +94,10 @@ def nothing_lost_if_full(path: Path, errors: tuple = (OSError,)):
     except errors as error:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
+        why = " ".join(str(error).split())
         raise InputError(
-            f"{path} cannot be written ({str(error).splitlines()[0]}): everything saved before is "
-            f"intact. Make room, then continue: train.py with --resume, eval.py with the same "
-            f"command"
+            f"{path} cannot be written ({why}): everything saved before is intact. Make room, then "
+            f"continue: train.py with --resume, eval.py with the same command"
         ) from None
 
 
@@ -125,7 +125,7 @@ class Log:
         if done and done not in before:
             print(f"note: log.jsonl has no row of step {done}, the checkpoint's: rows are missing")
         for path in (self.path, self.samples_path):
-            cut_rows(path, lambda row: 0 < done >= row["step"])
+            cut_rows(path, lambda row: done > 0 and row["step"] <= done)
 
     def start_tracker(self, name: str, config: dict) -> None:
         """Import and initialise wandb, or a module with its init, log and finish, such as trackio.

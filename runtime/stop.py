@@ -30,7 +30,9 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():  # it cannot set handlers
             yield
             return
-        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        # nohup has SIGHUP ignored, and a shell ignores Ctrl-C for what it runs in the background.
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._handle) for number in heard}
         try:
             yield
         finally:
@@ -48,7 +50,7 @@ class Stop:
 
 
 def about_torchrun() -> str:
-    """What torchrun must be told if it shall leave a run the time to save; "" without torchrun."""
+    """What to tell torchrun so that a run has the time to save; "" without torchrun."""
     passed_on = os.environ.get(TORCHRUN_SIGNALS)
     if passed_on is None or "RANK" not in os.environ:
         return ""

@@ -8,7 +8,6 @@ GRPO learns nothing from a group whose completions are all wrong, so a model mus
 problems before. `torchrun -m tasks.sft` divides each batch among several processes.
 """
 
-import contextlib
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -63,8 +62,8 @@ def check(cfg: Config) -> Config:
 def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[int], list[int]]]:
     """(prompt, solution) token ids of each problem that fits into `longest` tokens.
 
-    The prompts are those that train.py samples from. A solution ends as a turn does in the chat
-    template, or with the tokenizer's end token, or with another one of the model's.
+    The prompts are those that train.py samples from. A solution ends with the token that ends a
+    turn in the chat template; without one, with the tokenizer's end token, or another of the model.
     """
     problems = [one for name in cfg.data for one in ranks.broadcast(data.sft_problems, name)]
     problems, prompts = data.encode_prompts(
@@ -88,7 +87,7 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
     pairs = zip(prompts, solutions, strict=True)
     fitting = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
     if len(fitting) < cfg.batch_size:
-        problem = f"only {len(fitting)} problems fit the model"
+        problem = f"only {len(fitting)} problems fit the model; lower it"
         raise InputError(f"--batch-size {cfg.batch_size}: {problem}")
     return fitting
 
@@ -121,9 +120,8 @@ def update(model, optimizer, batch, cfg: Config, share: slice) -> dict:
 
 def main(cfg: Config) -> None:
     """One supervised run. Raises InputError for bad input before anything is written."""
-    cfg = check(cfg)
-    with checkpoint.owned(Path(cfg.out_dir)) if ranks.is_first() else contextlib.nullcontext():
-        run(cfg)
+    with checkpoint.owned(cfg.out_dir):
+        run(check(cfg))
 
 
 def run(cfg: Config) -> None:

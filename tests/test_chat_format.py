@@ -77,7 +77,7 @@ def test_all_that_names_an_end_counts(tokenizer):
 
 PROMPTS = {  # a prompt: the mark of the thought that it ends in
     "<|start|>assistant\n<think>\n": "<think>",
-    "<|start|>assistant\n<think>Well, 7": "<think>",
+    "<|start|>user\n1+1?<|stop|>\n<|start|>assistant\n<think>Well, 7": "<think>",
     "[THINK]": "[THINK]",
     "<|start|>assistant\n<think>\n\n</think>\n\n": "",
     "<|start|>user\nWhat does <think> mean?<|stop|>\n<|start|>assistant\n": "",
@@ -93,6 +93,12 @@ def test_prompts_that_end_in_a_thought(tokenizer):
     """Catches marks in the question that count, a thought that has ended, and special marks."""
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in PROMPTS]
     assert chat_format.open_thoughts(tokenizer, prompts) == [*PROMPTS.values()]
+
+
+def test_a_token_that_begins_the_text_ends_no_question(tokenizer):
+    """Llama's, for instance. Catches a question about thoughts in which nothing counts."""
+    ids = tokenizer.encode("<|start|>[INST] What does <think> mean? [/INST]")
+    assert chat_format.open_thoughts(tokenizer, [ids]) == [""]
 
 
 def test_marks_of_thoughts_survive_decoding(tokenizer):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -162,7 +161,7 @@ def test_a_full_disk_is_reported(save, tmp_path, monkeypatch, where):
 
 def hold(folder):
     """Own the folder until killed, beside a worker that outlives this process."""
-    with checkpoint.owned(Path(folder)):
+    with checkpoint.owned(folder):
         worker = os.fork()
         if worker:
             print(worker, flush=True)

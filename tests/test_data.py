@@ -47,8 +47,7 @@ def test_a_file_is_read_by_any_of_its_keys(tmp_path):
         "59": {"problem": "m?", "solution": "$\\boxed 59$. Remark: $n = 12$ fails."},
         "34": {"problem": "n?", "reward_model": {"style": "rule", "ground_truth": "34"}},
     }
-    first, *others = (json.dumps(row) + "\n" for row in rows.values())
-    path = write(tmp_path, f"\ufeff{first}", *others[:3], f"\ufeff{others[3]}", *others[4:])
+    path = write(tmp_path, "\ufeff", *rows.values())
     problems = data.read_problems(path)
     assert [problem.answer for problem in problems] == [*rows]
     assert [problem.text for problem in problems] == [f"{letter}?" for letter in "abcdefghijklmn"]
@@ -95,10 +94,10 @@ RESULT = {"role": "tool", "content": "2", "name": None}
 
 
 def user(text):
-    return {"role": "user", "content": f"{text} Box it."}
+    return {"role": "user", "content": f"{text}\nBox it."}
 
 
-CHATS = {  # a row: the messages of its prompt, with the instruction " Box it."
+CHATS = {  # a row: the messages of its prompt, with the instruction "Box it."
     "system": ({"prompt": [SYSTEM, USER], "answer": "2"}, [SYSTEM, user("1+1?")]),
     "messages": ({"messages": [USER, SAYS, OTHER], "answer": 7}, [USER, SAYS, user("And 3+4?")]),
     "parts": ({"prompt": [SYSTEM, PARTS], "answer": "2"}, [SYSTEM, user("1+1?")]),
@@ -108,7 +107,6 @@ CHATS = {  # a row: the messages of its prompt, with the instruction " Box it."
         [user("1+1?"), CALL | {"content": ""}, {"role": "tool", "content": "2"}],
     ),
     "solution": ({"messages": [SYSTEM, USER, SAYS], "answer": None}, [SYSTEM, user("1+1?")]),
-    "text": ({"prompt": json.dumps([SYSTEM, USER]), "answer": "2"}, [SYSTEM, user("1+1?")]),
 }
 
 
@@ -125,7 +123,7 @@ def test_a_chat_is_used_whole(tmp_path, name):
     assistant that is in the prompt although it gives the answer away."""
     row, expected = CHATS[name]
     (problem,) = data.read_problems(write(tmp_path, row))
-    assert problem.messages(" Box it.") == expected
+    assert problem.messages("Box it.") == expected
     assert problem.answer == ("7" if name == "messages" else "2")
     assert problem.solution == (SAYS["content"] if name == "solution" else "")
 
@@ -310,7 +308,7 @@ def test_prompts_that_do_not_fit_are_counted(capsys):
 def test_prompt_formats():
     """Fails if the template does not get --thinking, or if base models get no instruction."""
     tokenizer = arithmetic.make_tokenizer()
-    boxed = data.Problem("1+1", "2", "file", instruction="\nBox it.")
+    boxed = data.Problem("1+1", "2", "file", instruction="Box it.")
     problems = [boxed, data.Problem("1+1?", "2", "chain")]
 
     def texts(*args):
@@ -337,12 +335,10 @@ def prompts_of(problems, tokenizer, **options):
 
 
 def test_the_instruction_can_be_another():
-    """For every problem, with and without a template. Catches "" that is taken for no choice."""
+    """For every problem, with and without a template. Catches an empty one that is read as the
+    default."""
     tokenizer = arithmetic.make_tokenizer()
-    problems = [
-        data.Problem("1+1", "2", "file", instruction="\nBox it."),
-        data.Problem("2", "2", ""),
-    ]
+    problems = [data.Problem("1+1", "2", "file", instruction="Box it."), data.Problem("2", "2", "")]
     assert prompts_of(problems, tokenizer, instruction="Go.") == ["1+1\nGo.\n", "2\nGo.\n"]
     assert prompts_of(problems, tokenizer, instruction="") == ["1+1", "2"]
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -459,18 +455,18 @@ def test_hub_sets(monkeypatch):
 
 
 def test_problems_that_cannot_be_scored_are_dropped(tmp_path, capsys):
-    """They are counted, if the default reward is in use. Fails if it decides although the user has
-    another one, which cannot be asked before a completion is there."""
+    """They are counted. Fails if the default reward drops problems although the user has another
+    one, which cannot be asked before a completion is there."""
     answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": " "}
     rows = [{"problem": text, "answer": answer} for text, answer in answers.items()]
     path = write(tmp_path, *rows)
     hint = f" (python eval.py --check-golds --data {path} lists them)\n"
 
     dropped = f"dropped 3 of 5 problems of {path}: their reference answers cannot be scored{hint}"
-    for own_reward, kept, said in ((False, "ps", 2 * dropped), (True, "pqrst", "")):
-        train = data.train_problems(path, hold_out=False, own_reward=own_reward)
+    for reward, kept, said in ((None, "ps", 2 * dropped), (len, "pqrst", "")):
+        train = data.train_problems(path, hold_out=False, reward=reward)
         assert "".join(problem.text for problem in train) == kept
-        assert data.eval_problems(path, None, own_reward=own_reward) == train
+        assert data.eval_problems(path, None, reward=reward) == train
         assert capsys.readouterr().out == said
     with pytest.raises(InputError, match="none of its 1 reference answers can be scored"):
         data.eval_problems(write(tmp_path, rows[1]), 3)

@@ -15,6 +15,7 @@ import torch
 
 import data
 import eval as evaluation
+import problem_files
 import rollout
 from data import Problem
 from engines import hf
@@ -245,7 +246,8 @@ def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):
 def test_held_out_rows_that_fit(policy_folder, tmp_path, capsys):
     """Fails if --held-out evaluates on training rows, or if a prompt has no room to be answered."""
     rows = [{"problem": f"p{n}", "answer": "1"} for n in range(60)]
-    rows[-1]["problem"] = "x" * (512 - len(data.INSTRUCTION) - 4)  # of 512 places; two newlines
+    most = 512 - len(problem_files.INSTRUCTION) - 2  # two newlines
+    rows[-1]["problem"] = "x" * (most - 2)
     path = write(tmp_path / "mine.jsonl", rows)
     for room, held_out in ((2, 3), (3, 2)):
         cfg = EvalConfig(policy_folder, data=(path,), held_out=True, k=1, max_new_tokens=room)
@@ -297,8 +299,8 @@ def test_what_a_file_holds_names_its_completions(evaluate, tmp_path):
 
 
 def test_only_what_a_file_holds_counts(evaluate, tmp_path, monkeypatch):
-    """Catches a draw by the path, or by the place of a row; and two draws of a problem that stands
-    twice which are the same."""
+    """Catches a draw by the path, or by the place of a row; and equal draws for two occurrences of
+    one problem."""
     first = write(tmp_path / "first.jsonl", [*SUMS, SUMS[3]])
     again = write(tmp_path / "again.jsonl", [SUMS[3], *SUMS[::-1]])
     monkeypatch.chdir(tmp_path)

@@ -144,6 +144,24 @@ def test_what_is_refused(folder, case, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+def test_other_files_get_no_blame(folder):
+    """Catches a note of the user's that is named instead of what is wrong."""
+    (folder / "a-notes.json").write_text("")
+    without_head(folder)
+    set_config(model_type="new")(folder)
+    with pytest.raises(InputError, match="does not recognize this architecture"):
+        models.load_policy(str(folder), "cpu")
+
+
+def test_a_rotation_that_cannot_be_checked(folder, monkeypatch):
+    """Catches a traceback of a rotary embedding that needs more than positions."""
+    needs_more = lambda _self, x, position_ids, layer_type: None
+    kind = transformers.models.qwen3.modeling_qwen3.Qwen3RotaryEmbedding
+    monkeypatch.setattr(kind, "forward", needs_more)
+    with pytest.raises(InputError, match=r"rotary embedding cannot be checked .*layer_type"):
+        models.load_policy(str(folder), "cpu")
+
+
 def test_weights_that_are_not_used_are_only_noted(folder, capsys):
     """A value head, for instance. Catches a healthy model that is refused, and a change of it."""
     before = load_file(folder / "model.safetensors")

@@ -205,7 +205,7 @@ def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
     with pytest.raises(InputError, match=r"step \d+ is not finite .* a lower --lr") as caught:
         run("run", steps=9, lr=1e30, warmup=0, save_every=1)
     assert "\n" not in str(caught.value)
-    remedy = f"with the same flags, but a lower --lr and --model {tmp_path / 'run' / 'checkpoint'}"
+    remedy = f"but a lower --lr and --model {tmp_path / 'run' / 'checkpoint'}"
     assert remedy in str(caught.value)
     saved = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt", weights_only=True)["step"]
     assert saved == rows(tmp_path / "run")[-1]["step"]

@@ -124,7 +124,7 @@ def test_boxes(text):
 
 def test_a_thought_that_has_not_ended():
     """The default reward sees it, whether the prompt opened it or its marks are special tokens.
-    Catches a box in it that counts, and texts that change for a user's reward or for the log."""
+    Catches a box in it that counts, and a user's reward or a log that sees the marks."""
     tokenizer = arithmetic.make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     prompts = ("1+6?", "1+6?<think>\n")
@@ -228,6 +228,13 @@ HOSTILE = [  # wrong answers, made to hang or crash the judge, and reference ans
     ("1/" * 900 + "0", "7"),
     ("lambda: 0", "7"),
 ]
+
+
+def test_a_long_text_after_a_bare_box():
+    """Catches a search whose time grows with the square of the length."""
+    started = time.process_time()
+    assert rewards.math_reward("\\boxed 1" + "." * 10**6 + "x", "7") == 0.0
+    assert time.process_time() - started < 1
 
 
 def test_hostile_answers():

@@ -17,6 +17,7 @@ from toy import assert_same, in_processes, rows, timeless
 
 import data
 import models
+import problem_files
 import rollout
 from runtime import InputError, ranks
 from tasks import sft
@@ -125,11 +126,11 @@ def test_it_learns(teach, tmp_path, monkeypatch):
     """Catches the wrong sign of the loss, an update that is not applied, targets that are off by
     one, an end that is not learned, and a checkpoint of other weights. Two problems are learned by
     heart, and the checkpoint, read as train.py reads it, completes both as taught."""
-    monkeypatch.setattr(data, "INSTRUCTION", "")  # short prompts, which need few steps
+    monkeypatch.setattr(problem_files, "INSTRUCTION", "")  # short prompts, which need few steps
     taught = {"aaaa": "a: \\boxed{1}", "bbbb": "b: \\boxed{2}", "held out": "c: \\boxed{3}"}
     problems = [{"problem": text, "answer": solution} for text, solution in taught.items()]
     file = write(tmp_path / "two.jsonl", problems)
-    log = teach("run", data=(file,), batch_size=2, steps=80, lr=1e-2)
+    log = teach("run", data=(file,), batch_size=2, steps=100, lr=1e-2)
     assert log[0]["loss"] > 1
     assert log[-1]["loss"] < 0.1
     model, tokenizer = models.load_policy(str(tmp_path / "run" / "checkpoint"), "cpu")

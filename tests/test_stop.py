@@ -107,7 +107,7 @@ def test_until_and_resumed_is_the_whole_run(run, tmp_path, capsys):
 
 
 def test_only_the_second_interrupt_ends_at_once():
-    """Any two other signals ask for the same stop, as a scheduler's two do.
+    """A second signal other than Ctrl-C changes nothing, because schedulers send two.
 
     Catches a Ctrl-C that nobody can repeat, a scheduler's second signal that ends a run without a
     save, and handlers that stay after the run.
@@ -126,9 +126,21 @@ def test_only_the_second_interrupt_ends_at_once():
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
+def test_what_was_ignored_stays_ignored(monkeypatch):
+    """Catches a run under nohup that ends when its terminal does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = Stop()
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.agreed()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_torchrun_must_be_told(monkeypatch):
-    """Its own limit and its list of signals. Catches a note without torchrun, or one that remains
-    after it was told."""
+    """The note names torchrun's limit and, if SIGUSR1 is missing, its list of signals. Catches a
+    note without torchrun, and one that remains after it was told."""
     monkeypatch.delenv(TORCHRUN_SIGNALS, raising=False)
     monkeypatch.setenv("RANK", "0")
     assert about_torchrun() == ""
