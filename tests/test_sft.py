@@ -126,13 +126,13 @@ def test_it_learns(teach, tmp_path, monkeypatch):
     """Catches the wrong sign of the loss, an update that is not applied, targets that are off by
     one, an end that is not learned, and a checkpoint of other weights. Two problems are learned by
     heart, and the checkpoint, read as train.py reads it, completes both as taught."""
-    monkeypatch.setattr(problem_files, "INSTRUCTION", "")  # short prompts, which need few steps
+    monkeypatch.setattr(problem_files, "INSTRUCTION", ":")  # short prompts need few steps
     taught = {"aaaa": "a: \\boxed{1}", "bbbb": "b: \\boxed{2}", "held out": "c: \\boxed{3}"}
     problems = [{"problem": text, "answer": solution} for text, solution in taught.items()]
     file = write(tmp_path / "two.jsonl", problems)
     log = teach("run", data=(file,), batch_size=2, steps=80, lr=1e-2)
     assert log[0]["loss"] > 1
-    assert log[-1]["loss"] < 0.2
+    assert log[-1]["loss"] < 0.1
     model, tokenizer = models.load_policy(str(tmp_path / "run" / "checkpoint"), "cpu")
     _, prompts = data.encode_prompts(data.sft_problems(file), tokenizer, 512)
     sampling = models.sampling(model, tokenizer, 30, temperature=0)
