@@ -361,7 +361,7 @@ def longest_sequence(model) -> int:
 
 
 @torch.no_grad()
-def packs_exactly(model, longest: int) -> bool:
+def packs_exactly(model, longest: int = 3) -> bool:
     """Whether four packed sequences get the log-probs that the model gives to two and two of them.
 
     Two begin at position 0. The other two end at the last position of the longest sequence. They
@@ -392,7 +392,7 @@ def checkpoint_layers(model) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.train()  # transformers checkpoints in training mode only; sampling restores the mode
-    if not packs_exactly(model, model.longest):
+    if not packs_exactly(model):
         raise InputError(
             "--gradient-checkpointing: this model has dropout, which training mode would enable"
         )
