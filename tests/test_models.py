@@ -105,7 +105,7 @@ REFUSED = {  # a case: what is done to the folder, and what the message says
     "Gemma 3": (of_kind("Gemma3"), "it is a vision-language model"),
     "audio": (of_kind("Qwen2Audio"), "it is a multimodal model"),
     "T5": (of_kind("T5"), "it is an encoder-decoder model"),
-    "Gemma 3 of text": (gemma, "attention with a window of 4096 tokens: only full attention"),
+    "Gemma 3 of text": (gemma, "has a window of 4096 tokens: only full attention"),
     "Falcon": (of_kind("Falcon", num_hidden_layers=1), "attention of its own"),
     "other shapes": (set_config(intermediate_size=64), r"has the shape \[32, 48\] in the file"),
     "an adapter": (
@@ -120,13 +120,13 @@ REFUSED = {  # a case: what is done to the folder, and what the message says
         set_config(model_type="new", auto_map={"AutoConfig": "c.C"}), "contains custom code",
     ),
     "one window": (
-        set_config(layer_types=["full_attention", "sliding_attention"]), "layers .*sliding_att",
+        set_config(layer_types=["full_attention", "sliding_attention"]), "of kinds .*sliding_att",
     ),
     "windows": (
         set_config(
             sliding_window=64, use_sliding_window=True, max_window_layers=0, layer_types=None
         ),
-        "attention with a window of 64 tokens",
+        "has a window of 64 tokens",
     ),
     "nothing there": (shutil.rmtree, "there is no such folder"),
 }  # fmt: skip
