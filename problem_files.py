@@ -111,6 +111,7 @@ def _json(text: str, where: str):
 
 
 def problem_of(row: dict, where: str, data: str) -> Problem:
+    """The problem of a row of the set `data`; `where` names the row in errors."""
     if not isinstance(row, dict):
         kind = type(row).__name__
         raise InputError(f"{where} is not a JSON object but {kind}: correct or remove it")
@@ -162,7 +163,7 @@ def _question(row: dict, where: str) -> tuple[str, tuple[dict, ...], str | None]
     if not text.strip():
         raise InputError(f"{where}: the value of {key!r} must not be empty, got {row[key]!r}")
     try:
-        f"{text}{turns}".encode()
+        "".join([text, *(turn["content"] for turn in turns)]).encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{where}: the value of {key!r} is not valid text ({error})") from None
     is_plain = len(turns) == 1 and turns[0].keys() == {"role", "content"}
