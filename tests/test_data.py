@@ -172,6 +172,10 @@ REFUSED = {  # name and text of a file: what is wrong with it
             ({"prompt": [USER, SAYS], "solution": "2"}, "chat under 'prompt' ends with a turn of"),
             ({"messages": [USER, SAYS], "answer": "2"}, "chat under 'messages' ends with a turn"),
             (
+                {"messages": [{"role": "system", "content": "\ud83d"}, USER], "answer": "2"},
+                "value of 'messages' is not valid text",
+            ),
+            (
                 {"messages": [SYSTEM], "answer": "2"},
                 "chat under 'messages' has no turn of the user",
             ),
