@@ -83,12 +83,15 @@ def open_thoughts(tokenizer, prompts: list[list[int]]) -> list[str]:
 
 
 def _open_thought(tokenizer, ids: list[int], controls: set[int]) -> str:
-    last = max((place for place, number in enumerate(ids) if number in controls), default=0)
-    begin = last + 1 if last else 0  # one at place 0 begins the text, and ends no question
-    text = tokenizer.decode(ids[begin:]).rstrip()
+    places = [place for place, number in enumerate(ids) if number in controls]
+    # A token at place 0 begins the text. Without a later one, the question is in what is left, so
+    # only a mark at the very end counts.
+    question_is_over = bool(places) and places[-1] > 0
+    rest = ids[places[-1] + 1 :] if question_is_over else ids
+    text = tokenizer.decode(rest).rstrip()
     for opening, closing in THOUGHTS:
         is_open = text.rfind(opening) > text.rfind(closing)
-        if is_open and (begin or text.endswith(opening)):  # the question may be in this text
+        if is_open and (question_is_over or text.endswith(opening)):
             return opening
     return ""
 

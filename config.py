@@ -274,13 +274,11 @@ def _check_rules(cfg: Config) -> None:
         )
 
 
-def learning_rate(cfg: Config, step: int, highest: float | None = None) -> float:
-    """Warm-up to `highest` (by default --lr), then --lr-schedule; a decay reaches almost 0 in the
-    last step."""
+def learning_rate(cfg: Config, step: int, highest: float) -> float:
+    """Warm-up to `highest`, then --lr-schedule; a decay reaches almost 0 in the last step."""
     remaining = min(1.0, (cfg.steps + 1 - step) / max(1, cfg.steps + 1 - cfg.warmup))
     cosine = (1 - math.cos(math.pi * remaining)) / 2
     decay = {"constant": 1.0, "linear": remaining, "cosine": cosine}[cfg.lr_schedule]
-    highest = cfg.lr if highest is None else highest
     return highest * min(1.0, step / max(1, cfg.warmup)) * decay
 
 

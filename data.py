@@ -200,8 +200,12 @@ def content_hash(problems: list[Problem], prompt_ids: list[list[int]] | None = N
         "prompts": prompt_ids or [*map(identity, problems)],
         "reference answers": [problem.answer for problem in problems],
     }
-    digest = lambda part: hashlib.sha256(repr(part).encode()).hexdigest()[:8]
     return {name: digest(part) for name, part in parts.items()}
+
+
+def digest(value) -> str:
+    """A hash of what a value looks like, in 8 hexadecimal digits."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
 def read_problems(data: str) -> list[Problem]:
@@ -258,29 +262,22 @@ def encode_prompts(
         problem.instruction if instruction is None else instruction for problem in problems
     ]
     if tokenizer.chat_template and prompt_format != "plain":
-        texts = [
-            _in_template(problem, own, tokenizer, thinking)
-            for problem, own in zip(problems, instructions, strict=True)
-        ]
-        prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        if _without_end(prompt_ids, tokenizer, model) != prompt_ids:
-            raise InputError(
-                f"the chat template ends a prompt with an end token, after which nothing follows: "
-                f"...{texts[0][-60:]!r}; use --prompt-format plain"
-            )
+        texts = _chat_texts(problems, instructions, tokenizer, thinking)
+        with_ends = tokenizer(texts, add_special_tokens=False)["input_ids"]
     else:
-        if chats := [problem for problem in problems if len(problem.turns) > 1]:
-            raise InputError(
-                f"{len(chats)} problems are chats of several turns, one of which ends with "
-                f"{chats[0].text[-60:]!r}. Only a chat template can join turns: use a model that "
-                f"has one, and not --prompt-format plain"
-            )
-        endings = [own and f"\n{own}\n" for own in instructions]
-        texts = [problem.text + end for problem, end in zip(problems, endings, strict=True)]
+        texts = _plain_texts(problems, instructions)
         with_ends = tokenizer(texts)["input_ids"]
-        prompt_ids = _without_end(with_ends, tokenizer, model)
-        if prompt_ids != with_ends:
-            ranks.say("note: the tokenizer ends each text with an end token; prompts go without it")
+
+    # After an end token, a model writes something else. Some tokenizers add one to every text.
+    prompt_ids = _without_end(with_ends, tokenizer, model)
+    if prompt_ids != with_ends:
+        if tokenizer.chat_template and prompt_format != "plain":
+            raise InputError(
+                f"the chat template ends a prompt with an end token, so the assistant's turn never "
+                f"begins: ...{texts[0][-60:]!r}; use --prompt-format plain"
+            )
+        ranks.say("note: the tokenizer ends each text with an end token; prompts go without it")
+
     check_vocabulary(prompt_ids, texts, tokenizer, model)
     fits = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
     too_long = f"longer than {max_prompt_tokens} tokens"
@@ -292,13 +289,33 @@ def encode_prompts(
     return [problems[index] for index in fits], [prompt_ids[index] for index in fits]
 
 
+def _plain_texts(problems: list[Problem], instructions: list[str]) -> list[str]:
+    """Each problem and its instruction, on lines of their own."""
+    if chats := [problem for problem in problems if len(problem.turns) > 1]:
+        raise InputError(
+            f"{len(chats)} problems are chats of several turns, one of which ends with "
+            f"{chats[0].text[-60:]!r}. Only a chat template can join turns: use a model that has "
+            f"one, and not --prompt-format plain"
+        )
+    endings = [own and f"\n{own}\n" for own in instructions]
+    return [problem.text + end for problem, end in zip(problems, endings, strict=True)]
+
+
+def _chat_texts(problems: list[Problem], instructions: list[str], tokenizer, thinking) -> list[str]:
+    """Each problem and its instruction in the chat template."""
+    return [
+        _in_template(problem, own, tokenizer, thinking)
+        for problem, own in zip(problems, instructions, strict=True)
+    ]
+
+
 def _in_template(problem: Problem, instruction: str, tokenizer, thinking: bool) -> str:
     """The prompt of a problem in the chat template. InputError if the template refuses it, or
     leaves out what the system or the user says."""
     messages = problem.messages(instruction)
-    only_one = len(messages) == 1
-    plain = ", or use --prompt-format plain" * only_one
-    remedy = f"use a model whose template has these roles, or change the data{plain}"
+    remedy = "use a model whose template has these roles, or change the data"
+    if len(messages) == 1:
+        remedy += ", or use --prompt-format plain"
     try:
         text = chat_format.prompt_text(tokenizer, messages, thinking)
     except ValueError as error:
@@ -311,7 +328,7 @@ def _in_template(problem: Problem, instruction: str, tokenizer, thinking: bool) 
 
 
 def _without_end(prompt_ids: list[list[int]], tokenizer, model) -> list[list[int]]:
-    """The prompts without end tokens at their ends. After one, a model writes something else."""
+    """The prompts without the end tokens that they end with."""
     ends = chat_format.end_tokens(tokenizer, model)
     cut = []
     for ids in prompt_ids:

@@ -72,7 +72,9 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
 
     settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
     settings["weights"] = checkpoint.fingerprint(model)
-    settings["reward"] = reward and getattr(reward, "__qualname__", type(reward).__name__)
+    settings["reward"] = None  # the default of each set
+    if reward:
+        settings["reward"] = getattr(reward, "__qualname__", type(reward).__name__)
     table = []
     with checkpoint.owned(cfg.out_dir):
         folder = open_folder(cfg.out_dir, settings) if cfg.out_dir else None

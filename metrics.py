@@ -221,7 +221,7 @@ def nothing_learned(cfg: config.Config, row: dict, steps: int, samples: Path) ->
     elif cfg.mask_truncated and row["completions/clipped_ratio"] == 1:
         cause = "--max-new-tokens cuts off all completions, and --mask-truncated masks these"
     elif row["frac_reward_zero_std"] < 1:
-        cause = "no completion was kept that has a loss, although some groups have several rewards"
+        cause = "no completion that was kept has a loss, although rewards differ in some groups"
     elif row["reward"] == 0:
         cause = "the reward never finds the answer in a completion, or the problems are too hard"
     return (

@@ -70,12 +70,11 @@ def _parquet_rows(path: str):
 
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            columns = {
-                name: column.cast("string").cast("double")  # 7.1, and not 7.099999904632568
-                if column.type == pyarrow.float32()
-                else column
-                for name, column in zip(batch.schema.names, batch.columns, strict=True)
-            }
+            columns = {}
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                if column.type == pyarrow.float32():  # Python would say 7.099999904632568 for 7.1
+                    column = column.cast("string").cast("double")  # noqa: PLW2901
+                columns[name] = column
             yield from pyarrow.table(columns).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         why = str(error).splitlines()[0]

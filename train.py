@@ -196,7 +196,8 @@ class Trainer:
 
         # 7. Update.
         for group in self.optimizer.param_groups:
-            highest = group.setdefault("initial_lr", group["lr"])  # PyTorch's name, and saved
+            # The optimizer's own rate, under the name that PyTorch gives it. Checkpoints hold it.
+            highest = group.setdefault("initial_lr", group["lr"])
             group["lr"] = config.learning_rate(cfg, step, highest)
         stats, grad_norms = [], []
         with self.timer.measure("train"):
@@ -353,9 +354,11 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
     problems, held_out = len(trainer.train_set), len(trainer.eval_set)
     first = metrics.first_lines(cfg, trainer.policy, trainer.world, problems, held_out, done + 1)
     print(first)
-    own = trainer.train_set[0].instruction
-    if added := own if cfg.instruction is None else cfg.instruction:
-        print(f"after each problem, prompts say: {added}")
+    instruction = cfg.instruction
+    if instruction is None:
+        instruction = trainer.train_set[0].instruction
+    if instruction:
+        print(f"after each problem, prompts say: {instruction}")
     if note := about_torchrun():
         print(f"note: {note}")
     return logger

@@ -22,7 +22,6 @@ import tyro
 
 import chat_format
 import data
-import dppo
 import models
 import packing
 import sampler
@@ -62,27 +61,21 @@ def check(cfg: Config) -> Config:
 def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[int], list[int]]]:
     """(prompt, solution) token ids of each problem that fits into `longest` tokens.
 
-    The prompts are those that train.py samples from. A solution ends with the token that ends a
-    turn in the chat template; without one, with the tokenizer's end token, or another of the model.
+    The prompts are those that train.py samples from.
     """
     problems = [one for name in cfg.data for one in ranks.broadcast(data.sft_problems, name)]
     problems, prompts = data.encode_prompts(
         problems, tokenizer, longest, cfg.prompt_format, False, cfg.instruction, model
     )
-    ends = [tokenizer.eos_token_id, *chat_format.end_tokens(tokenizer, model)]
-    if cfg.prompt_format != "plain":
-        ends.insert(0, chat_format.turn_end(tokenizer))
-    ends = [end for end in ends if end is not None]
-    if not ends:
-        raise InputError(f"--model {cfg.model}: nothing names its end token: set eos_token")
+    end = end_of_solutions(cfg, tokenizer, model)
     opened = chat_format.open_thoughts(tokenizer, prompts)
     if any(opened):
         ranks.say("note: prompts end in an open thought, so solutions begin by closing it")
-    closing = {"": ""} | {mark: f"{end}\n\n" for mark, end in chat_format.THOUGHTS}
+    begins = {"": ""} | {opening: f"{closing}\n\n" for opening, closing in chat_format.THOUGHTS}
     texts = [
-        closing[mark] + problem.solution for mark, problem in zip(opened, problems, strict=True)
+        begins[mark] + problem.solution for mark, problem in zip(opened, problems, strict=True)
     ]
-    solutions = [[*ids, ends[0]] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    solutions = [[*ids, end] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     data.check_vocabulary(solutions, texts, tokenizer, model)
     pairs = zip(prompts, solutions, strict=True)
     fitting = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
@@ -90,6 +83,18 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
         problem = f"only {len(fitting)} problems fit the model; lower it"
         raise InputError(f"--batch-size {cfg.batch_size}: {problem}")
     return fitting
+
+
+def end_of_solutions(cfg: Config, tokenizer, model) -> int:
+    """The token that a solution ends with: the one that ends a turn in the chat template; without a
+    template the tokenizer's end token; without that, another one that the model names."""
+    possible = [tokenizer.eos_token_id, *chat_format.end_tokens(tokenizer, model)]
+    if cfg.prompt_format != "plain":
+        possible = [chat_format.turn_end(tokenizer), *possible]
+    for token in possible:
+        if token is not None:
+            return token
+    raise InputError(f"--model {cfg.model}: nothing names its end token: set eos_token")
 
 
 def update(model, optimizer, batch, cfg: Config, share: slice) -> dict:
@@ -134,11 +139,11 @@ def run(cfg: Config) -> None:
     model, tokenizer = models.load_policy(source, cfg.device, samples=False)
     pairs = encode(cfg, tokenizer, model.longest, model)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    content = dppo.seed_for(*((tuple(prompt), tuple(solution)) for prompt, solution in pairs))
+    content = data.digest(pairs)
     state = checkpoint.load_state(saved) if saved else {"step": 0, "content": content}
     if state["step"] == cfg.steps:
         raise InputError(f"--resume: the run in {out_dir} has ended after its {cfg.steps} steps")
-    if state.get("content") != content:
+    if state.get("content", content) != content:  # an older run has none
         raise InputError(f"--data: not the problems that the run in {out_dir} began with")
     if saved:
         optimizer.load_state_dict(state["optimizer"])

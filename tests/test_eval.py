@@ -220,8 +220,9 @@ def test_batches_do_not_mix_up_problems(policy_folder, tmp_path, batch_size):
     assert [row["problem"] for row in stored] == ["+" * n for n in range(1, 8)]
     assert [row["rewards"] for row in stored] == [[n, n] for n in range(1, 8)]
     assert last["rewards"] == [None, None]
-    with pytest.raises(InputError, match=r"has reward .*lambda.*, not float: use the same value"):
-        evaluation.main(replace(cfg, out_dir=str(tmp_path / "evals")), reward=float)
+    for other, name in ((float, "float"), (None, "None")):
+        with pytest.raises(InputError, match=rf"has reward .*lambda.*, not {name}: use the same"):
+            evaluation.main(replace(cfg, out_dir=str(tmp_path / "evals")), reward=other)
 
 
 def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):

@@ -479,7 +479,7 @@ def test_each_group_has_its_own_rate(run, tmp_path, monkeypatch):
     options = {"steps": 6, "warmup": 3, "lr": 0.3, "lr_schedule": "cosine", "save_every": 2}
     run("whole", **options)
     whole, cfg = rates.copy(), config.Config(**options)
-    expected = [config.learning_rate(cfg, step) for step in range(1, 7)]
+    expected = [config.learning_rate(cfg, step, cfg.lr) for step in range(1, 7)]
     assert [first for first, _ in whole] == expected
     assert [other for _, other in whole] == pytest.approx([rate / 10 for rate in expected])
     rates.clear()

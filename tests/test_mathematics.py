@@ -85,7 +85,7 @@ def test_learning_rate_schedules():
     """Fails if a schedule ends early or begins late, or if a run that ends within its warm-up
     decays."""
     cfg = config.Config(steps=14, warmup=5, lr=2.0)
-    factor = lambda step: config.learning_rate(cfg, step) / 2.0
+    factor = lambda step: config.learning_rate(cfg, step, cfg.lr) / 2.0
 
     tenths = [n / 10 for n in range(10, 0, -1)]
     for schedule, wanted in (("constant", [1.0] * 10), ("linear", tenths)):
