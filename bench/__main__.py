@@ -28,10 +28,23 @@ import sys
 import transformers
 import tyro
 
-from bench import ceiling, check, gpu, packing, race, rollout, step, trl, tune, update, variance
+from bench import (
+    ceiling,
+    check,
+    gpu,
+    packing,
+    race,
+    rollout,
+    search,
+    step,
+    trl,
+    tune,
+    update,
+    variance,
+)
 from runtime import InputError
 
-MODULES = (race, tune, variance, check, ceiling, step, rollout, update, packing, gpu, trl)
+MODULES = (race, search, tune, variance, check, ceiling, step, rollout, update, packing, gpu, trl)
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 
 

@@ -1,0 +1,203 @@
+"""
+The runs of docs/results.md: each trains tiny with some flags, and is a row of a file.
+
+A run ends after a number of steps, or after a number of seconds. In the second case its schedule
+ends with its budget: before each step, the seconds of its last steps say how many more there will
+be. Seconds are those for which its one thread computes steps (CPU time); evaluation is left out. On
+two cores two runs at a time are about as fast as one alone.
+
+A row is appended when its run ends, so the same command resumes after a stop. A run is never
+repeated for its result. Seconds compare only within one machine: each row has the time of a fixed
+computation (probe), and whole blocks of all methods are made at a time.
+"""
+
+import itertools
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import config
+import dppo
+import eval as evaluation
+import train
+from bench import made_by
+from runtime import InputError, log, ranks
+
+HELD_OUT = 2000  # problems that a race's and a search's are chosen from
+RACED, SEARCHED = 1000, 250  # problems of each, 4 completions a problem
+PACE = 8  # the last steps, whose mean says how long the next ones take
+BASE = "--loss dr_grpo --adam-beta2 0.95 --lr-schedule linear --warmup 5 --grad-clip 1"
+SETTINGS = {  # flags of train.py that all runs of a setting share; those of a run come after them
+    "arithmetic": f"--data arithmetic {BASE}",
+    "arithmetic-mixed": f"--data arithmetic-mixed --eval-data arithmetic {BASE}",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is, before it is made."""
+
+    setting: str
+    method: str  # its name in the tables
+    flags: str  # of train.py
+    seed: int
+    budget: float = 0  # in seconds, or:
+    steps: int = 0
+    search: bool = False  # evaluated on the problems of a search
+
+    def is_row(self, row: dict) -> bool:
+        """Whether this run has been made, and is the row of a file."""
+        return all(row[name] == value for name, value in vars(self).items())
+
+
+class Spent(NamedTuple):
+    """What one step took."""
+
+    seconds: float  # CPU time
+    rollout: float  # wall clock, as the two others
+    train: float
+    wall: float
+    prompts: int  # rolled out
+    sampled: float  # tokens of their prompts and completions
+    trained: float  # tokens of those that were kept
+
+
+def check_names(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """InputError for a name that a flag does not take, before anything runs."""
+    for name in given:
+        if name not in known:
+            raise InputError(f"{flag} {name}: choose from {', '.join(known)}")
+
+
+def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
+    """The rows of the runs, in their order. Those that the file lacks are made, `workers` at a
+    time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = log.cut_rows(file, lambda row: True)
+    missing = [run for run in dict.fromkeys(runs) if not any(map(run.is_row, rows))]
+    if missing:
+        os.environ["OMP_NUM_THREADS"] = "1"  # the workers inherit it
+        context = multiprocessing.get_context("spawn")
+        started = (min(workers, len(missing)), context, start_worker, missing[:1])
+        with ProcessPoolExecutor(*started) as pool:
+            try:
+                for done in as_completed([pool.submit(make_one, run) for run in missing]):
+                    log.append_rows(file, [done.result()])
+                    rows.append(done.result())
+                    print(line(done.result()), flush=True)
+            except BaseException:  # Ctrl-C, too: the runs that have not begun never will
+                pool.shutdown(cancel_futures=True)
+                raise
+    return [next(filter(run.is_row, rows)) for run in runs]
+
+
+def probe() -> float:
+    """CPU milliseconds of a fixed computation of one thread: small products, like tiny's."""
+    x, weight, times = torch.ones(32, 256), torch.eye(256), []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(20):
+        started = time.process_time()
+        for _ in range(200):
+            x = torch.relu(x @ weight)
+        times.append(time.process_time() - started)
+    torch.set_num_threads(threads)
+    return round(1000 * statistics.median(times), 3)
+
+
+def line(row: dict) -> str:
+    """A row, as it is shown when the run ends."""
+    where = f"{row['setting']} seed {row['seed']}"
+    steps = f"{row['made']} steps in {row['seconds']:.1f} s"
+    return f"{row['accuracy']:.3f}  {where}: {steps}, {row['flags']}"
+
+
+def start_worker(run: Run) -> None:
+    """End with the parent, however it ends; and load libraries, which slows a first run down."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    make_one(replace(run, steps=1), problems=1)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def make_one(run: Run, problems: int | None = None) -> dict:
+    """Make a run in this process, and evaluate it on at most so many problems; returns its row.
+
+    A run that cannot go on has the accuracy 0.
+    """
+    args = [*SETTINGS[run.setting].split(), *run.flags.split(), "--seed", str(run.seed)]
+    args += ["--eval-problems", str(HELD_OUT), "--out-dir", "out-race/never-written"]
+    started, spent, curve, failed = time.monotonic(), [], [], None
+    speed = probe()
+    try:
+        trainer = train.Trainer(config.parse_config(args))
+        for step in itertools.count(1):
+            planned = run.steps or plan([one.seconds for one in spent], run.budget)
+            if step > planned:
+                break
+            trainer.cfg = replace(trainer.cfg, steps=planned)
+            spent.append(timed_step(trainer, step))
+            if run.steps and step % max(1, run.steps // 8) == 0 and step < run.steps:
+                curve.append([step, evaluate(trainer, run, problems or SEARCHED)])
+        accuracy = evaluate(trainer, run, problems)
+    except (InputError, FloatingPointError) as problem:  # such as a loss that is not finite
+        failed, accuracy = str(problem), 0.0
+    total = [round(sum(column), 3) for column in zip(*spent, strict=True)]
+    return vars(run) | {
+        "made": len(spent), "accuracy": accuracy, "curve": curve,
+        **dict(zip(Spent._fields, total or [0] * len(Spent._fields), strict=True)),
+        "failed": failed, "wall_of_run": round(time.monotonic() - started, 2),
+        "probe": speed, **made_by(),
+    }  # fmt: skip
+
+
+def timed_step(trainer: train.Trainer, step: int) -> Spent:
+    """Make a step."""
+    before = time.process_time()
+    row, _samples = trainer.step(step)
+    return Spent(
+        seconds=time.process_time() - before,
+        rollout=row["time/rollout"],
+        train=row["time/train"],
+        wall=row["step_time"],
+        prompts=round(row["kept/prompts"] * trainer.cfg.prompts_per_step),
+        sampled=row["cost/sampled"],
+        trained=row["cost/kept"],
+    )
+
+
+def plan(times: list[float], budget: float) -> int:
+    """How many steps a run will have, from the seconds of those that it has made."""
+    if not times:
+        return 1000
+    left = budget - sum(times)
+    return len(times) + max(0, round(left / statistics.mean(times[-PACE:])))
+
+
+def evaluate(trainer: train.Trainer, run: Run, problems: int | None) -> float:
+    """avg@4 of the trained policy on the problems of the race or of the search."""
+    t = trainer
+    texts = [problem.text for problem in t.eval_set]
+    chosen = range(RACED)
+    if run.search:
+        raced = set(texts[:RACED])
+        chosen = [i for i, text in enumerate(texts) if text not in raced][:SEARCHED]
+    chosen = chosen[:problems]
+    ranks.refresh(t.policy, t.model)
+    columns = ([table[i] for i in chosen] for table in (t.eval_set, t.eval_ids))
+    options = {"k": train.EVAL_K, "seed": dppo.seed_for(run.seed, "final"), "keys": chosen}
+    args = (t.policy, t.tokenizer, *columns, t.eval_reward, t.sampling)
+    rewards, _truncated = evaluation.sample_rewards(*args, **options)
+    return round(evaluation.avg_at_k(rewards), 5)
