@@ -1,8 +1,10 @@
 """
 The measurements behind the tables in docs/. Run from the root of the repository.
 
+    python -m bench savings     what pruning saves at equal steps
     python -m bench race        which method is most accurate after a budget of seconds
-    python -m bench tune        the flags that are most accurate after a budget of seconds
+    python -m bench search      the flags that are most accurate after a budget of seconds
+    python -m bench results     the tables and pictures of docs/results.md, from their rows
     python -m bench variance    error of each pruning rule, from real gradients
     python -m bench check       pruned gradients against full ones over whole runs, and a planted
                                 mistake that this must find
@@ -18,7 +20,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
 update use random weights of a size for a GPU. Examples:
 
     python -m bench variance --level prompt --json runs/variance-prompt.json
-    python -m bench race --budgets 5 10 --seeds 4
+    python -m bench race --budgets 5 --seeds 2 --json out-race/rows.jsonl
     python -m bench step --shape 0.6b --steps 10 --skip 2 --methods grpo pps
     python -m bench rollout --shape 0.6b --batches 256 1024
 """
@@ -34,17 +36,21 @@ from bench import (
     gpu,
     packing,
     race,
+    results,
     rollout,
+    savings,
     search,
     step,
     trl,
-    tune,
     update,
     variance,
-)
+)  # fmt: skip
 from runtime import InputError
 
-MODULES = (race, search, tune, variance, check, ceiling, step, rollout, update, packing, gpu, trl)
+MODULES = (
+    results, savings, race, search, variance, check, ceiling, step, rollout, update, packing, gpu,
+    trl,
+)  # fmt: skip
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 
 

@@ -1,5 +1,5 @@
 """
-The runs of docs/results.md: each trains tiny with some flags, and is a row of a file.
+The runs of docs/results.md: each trains a model with some flags, and is a row of a file.
 
 A run ends after a number of steps, or after a number of seconds. In the second case its schedule
 ends with its budget: before each step, the seconds of its last steps say how many more there will
@@ -12,6 +12,7 @@ computation (probe), and whole blocks of all methods are made at a time.
 """
 
 import itertools
+import json
 import multiprocessing
 import os
 import statistics
@@ -29,16 +30,38 @@ import config
 import dppo
 import eval as evaluation
 import train
-from bench import made_by
+from bench import ceiling, made_by
 from runtime import InputError, log, ranks
 
 HELD_OUT = 2000  # problems that a race's and a search's are chosen from
-RACED, SEARCHED = 1000, 250  # problems of each, 4 completions a problem
+SEARCHED = 250  # problems of a search, and of a curve
 PACE = 8  # the last steps, whose mean says how long the next ones take
+CURVE = 4  # evaluations of a run by steps, the last one included
+SUMS = {  # column of a row: what it is the sum of, over steps
+    "seconds": "seconds",  # CPU time
+    "wall": "step_time",
+    "prompts": "prompts",  # rolled out
+    "rollout": "time/rollout",
+    "train": "time/train",
+    "sampled": "cost/sampled",  # tokens of prompts and completions that were rolled out
+    "trained": "cost/kept",  # and of those that were trained on
+}
+
+
+class Setting(NamedTuple):
+    """What all runs of a setting share."""
+
+    flags: str  # of train.py; those of a run come after them
+    problems: int = 1000  # held out, that a race evaluates on, 4 completions each
+
+
+SFT = Path("out-smollm2/sft/checkpoint")  # SmolLM2's supervised start
 BASE = "--loss dr_grpo --adam-beta2 0.95 --lr-schedule linear --warmup 5 --grad-clip 1"
-SETTINGS = {  # flags of train.py that all runs of a setting share; those of a run come after them
-    "arithmetic": f"--data arithmetic {BASE}",
-    "arithmetic-mixed": f"--data arithmetic-mixed --eval-data arithmetic {BASE}",
+WORDS = f"--data words --prompt-format plain --rollout-batch 256 --model {SFT}"
+SETTINGS = {
+    "arithmetic": Setting(f"--data arithmetic {BASE}"),
+    "arithmetic-mixed": Setting(f"--data arithmetic-mixed --eval-data arithmetic {BASE}"),
+    "words": Setting(f"{WORDS} {BASE} --warmup 2", 256),  # few steps
 }
 
 
@@ -59,23 +82,18 @@ class Run:
         return all(row[name] == value for name, value in vars(self).items())
 
 
-class Spent(NamedTuple):
-    """What one step took."""
-
-    seconds: float  # CPU time
-    rollout: float  # wall clock, as the two others
-    train: float
-    wall: float
-    prompts: int  # rolled out
-    sampled: float  # tokens of their prompts and completions
-    trained: float  # tokens of those that were kept
-
-
 def check_names(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
     """InputError for a name that a flag does not take, before anything runs."""
     for name in given:
         if name not in known:
             raise InputError(f"{flag} {name}: choose from {', '.join(known)}")
+
+
+def check_settings(given: Iterable[str], known: Iterable[str]) -> None:
+    """InputError for a setting that is unknown, or whose model has not been made."""
+    check_names("--settings", given, known)
+    if "words" in given and not SFT.exists():
+        raise InputError(f"--settings words: there is no {SFT}; run bash runs/smollm2.sh first")
 
 
 def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
@@ -118,7 +136,8 @@ def line(row: dict) -> str:
     """A row, as it is shown when the run ends."""
     where = f"{row['setting']} seed {row['seed']}"
     steps = f"{row['made']} steps in {row['seconds']:.1f} s"
-    return f"{row['accuracy']:.3f}  {where}: {steps}, {row['flags']}"
+    failed = f" failed: {row['failed']}" if row["failed"] else ""
+    return f"{row['accuracy']:.3f}  {where}: {steps}, {row['flags']}{failed}"
 
 
 def start_worker(run: Run) -> None:
@@ -137,45 +156,45 @@ def make_one(run: Run, problems: int | None = None) -> dict:
 
     A run that cannot go on has the accuracy 0.
     """
-    args = [*SETTINGS[run.setting].split(), *run.flags.split(), "--seed", str(run.seed)]
+    args = [*SETTINGS[run.setting].flags.split(), *run.flags.split(), "--seed", str(run.seed)]
     args += ["--eval-problems", str(HELD_OUT), "--out-dir", "out-race/never-written"]
-    started, spent, curve, failed = time.monotonic(), [], [], None
+    started, rows, curve, found = time.monotonic(), [], [], {}
+    accuracy, failed = 0.0, None
     speed = probe()
     try:
         trainer = train.Trainer(config.parse_config(args))
         for step in itertools.count(1):
-            planned = run.steps or plan([one.seconds for one in spent], run.budget)
+            planned = run.steps or plan([row["seconds"] for row in rows], run.budget)
             if step > planned:
                 break
             trainer.cfg = replace(trainer.cfg, steps=planned)
-            spent.append(timed_step(trainer, step))
-            if run.steps and step % max(1, run.steps // 8) == 0 and step < run.steps:
+            before = time.process_time()
+            row, _samples = trainer.step(step)
+            seconds = time.process_time() - before
+            prompts = row["kept/prompts"] * trainer.cfg.prompts_per_step
+            rows.append(row | {"seconds": seconds, "prompts": prompts})
+            if step < run.steps and step % max(1, run.steps // CURVE) == 0:
                 curve.append([step, evaluate(trainer, run, problems or SEARCHED)])
         accuracy = evaluate(trainer, run, problems)
+        found = of_log(rows, trainer.cfg.scale_rewards) if run.steps else {}
     except (InputError, FloatingPointError) as problem:  # such as a loss that is not finite
-        failed, accuracy = str(problem), 0.0
-    total = [round(sum(column), 3) for column in zip(*spent, strict=True)]
+        failed = str(problem)
     return vars(run) | {
-        "made": len(spent), "accuracy": accuracy, "curve": curve,
-        **dict(zip(Spent._fields, total or [0] * len(Spent._fields), strict=True)),
-        "failed": failed, "wall_of_run": round(time.monotonic() - started, 2),
+        "made": len(rows), "accuracy": accuracy, "curve": curve,
+        **{name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()},
+        "ceiling": found, "failed": failed, "wall_of_run": round(time.monotonic() - started, 2),
         "probe": speed, **made_by(),
     }  # fmt: skip
 
 
-def timed_step(trainer: train.Trainer, step: int) -> Spent:
-    """Make a step."""
-    before = time.process_time()
-    row, _samples = trainer.step(step)
-    return Spent(
-        seconds=time.process_time() - before,
-        rollout=row["time/rollout"],
-        train=row["time/train"],
-        wall=row["step_time"],
-        prompts=round(row["kept/prompts"] * trainer.cfg.prompts_per_step),
-        sampled=row["cost/sampled"],
-        trained=row["cost/kept"],
-    )
+def of_log(rows: list[dict], scale_rewards: str) -> dict:
+    """The figures of `bench ceiling`; {} if the run is too short for them."""
+    logged = [json.loads(log.as_json(row)) for row in rows]
+    try:
+        found = ceiling.figures(logged, "", scale_rewards)
+    except InputError:
+        return {}
+    return {name: round(value, 4) for name, value in found.items() if name != "run"}
 
 
 def plan(times: list[float], budget: float) -> int:
@@ -190,9 +209,10 @@ def evaluate(trainer: train.Trainer, run: Run, problems: int | None) -> float:
     """avg@4 of the trained policy on the problems of the race or of the search."""
     t = trainer
     texts = [problem.text for problem in t.eval_set]
-    chosen = range(RACED)
+    count = SETTINGS[run.setting].problems
+    chosen = range(count)
     if run.search:
-        raced = set(texts[:RACED])
+        raced = set(texts[:count])
         chosen = [i for i, text in enumerate(texts) if text not in raced][:SEARCHED]
     chosen = chosen[:problems]
     ranks.refresh(t.policy, t.model)

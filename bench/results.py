@@ -1,0 +1,307 @@
+"""
+The tables and pictures of docs/results.md, from the rows of its runs.
+
+    python -m bench results
+
+A difference is paired by seed: all methods of a seed draw their prompts in the same order. An
+interval is Student's t over seeds, 95 %.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the caller
+
+from bench import race, savings, search
+from runtime import InputError, log
+
+METHODS = {  # name in the tables and color in the pictures
+    "grpo": ("GRPO", "#000000"),
+    "grpo_zero": ("GRPO without zeros", "#777777"),
+    "adaptive": ("adaptive", "#009E73"),
+    "adaptive_prompts": ("adaptive, fewer prompts", "#44CCAA"),
+    "pps": ("pps", "#56B4E9"),
+    "uniform": ("blind draws", "#F0E442"),
+    "dppo": ("dppo", "#0072B2"),
+    "pods": ("PODS", "#999933"),
+    "cppo": ("CPPO", "#D55E00"),
+}
+OURS = "adaptive"
+TITLES = {"arithmetic": "default task", "arithmetic-mixed": "mixed task", "words": "SmolLM2"}
+PICTURES = {"savings": Path("runs/savings.png"), "race": Path("runs/race.png")}
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 1 to 9 degrees
+
+
+def main() -> None:
+    """Print all tables, and draw the pictures into runs/."""
+    if not savings.FILE.exists() or not race.FILE.exists():
+        raise InputError(f"{savings.FILE} and {race.FILE} are needed: see runs/results.sh")
+    for name, table in tables().items():
+        print(f"\n{name}\n\n{table}")
+    draw_savings(log.read_rows(savings.FILE)).savefig(PICTURES["savings"])
+    draw_race(log.read_rows(race.FILE)).savefig(PICTURES["race"])
+
+
+def tables() -> dict[str, str]:
+    """All tables of the page, by name."""
+    saved, raced = log.read_rows(savings.FILE), log.read_rows(race.FILE)
+    found = {}
+    for setting in settings_of(saved):
+        found[f"savings, {TITLES[setting]}"] = savings_table(saved, setting)
+    for setting in settings_of(raced):
+        found[f"race, {TITLES[setting]}"] = race_table(raced, setting)
+    found["ceilings"] = ceiling_table(saved)
+    found["winners"] = winners_table(raced)
+    return found
+
+
+# ---------------------------------------------------------------------------- question 1
+
+
+def savings_table(rows: list[dict], setting: str) -> str:
+    """Markdown: for each number of candidates what a method rolls out and trains on, its accuracy
+    minus GRPO's, and its seconds over GRPO's."""
+    counts = candidates_of(rows, setting)
+    head = ["method", "prompts", "trained on"]
+    for count in counts:
+        head += [f"{count}: accuracy - GRPO's", f"{count}: seconds"]
+    cells = [head, ["---"] * len(head)]
+    for name, (title, _color) in METHODS.items():
+        found = [by_seed(rows, setting, name, candidates=count) for count in counts]
+        if not any(found):
+            continue
+        own = found[0]
+        full = by_seed(rows, setting, "grpo", candidates=counts[0])
+        line = [
+            title,
+            f"{mean_of(own, 'prompts') / mean_of(own, 'made'):.0f} of {counts[0]}",
+            f"{mean_of(own, 'trained') / mean_of(full, 'trained'):.2f}",
+        ]
+        for count, own in zip(counts, found, strict=True):
+            full = by_seed(rows, setting, "grpo", candidates=count)
+            if name == "grpo":
+                seconds = statistics.median(row["seconds"] / row["made"] for row in own.values())
+                line += [show(interval(accuracies(own))), f"{seconds:.2f} s a step"]
+            else:
+                apart = difference(accuracies(own), accuracies(full))
+                line += [show(interval(apart), "+"), f"{time_ratio(own, full):.2f}"]
+        cells.append(line)
+    return as_markdown(cells)
+
+
+def time_ratio(own: dict[int, dict], full: dict[int, dict]) -> float:
+    """Median over seeds of a method's seconds over GRPO's."""
+    both = [seed for seed in own if seed in full]
+    return statistics.median(own[seed]["seconds"] / full[seed]["seconds"] for seed in both)
+
+
+def draw_savings(rows: list[dict]) -> Figure:
+    """Accuracy minus GRPO's over seconds a step, a panel for each task, with all candidates."""
+    settings = settings_of(rows)
+    figure, panels = new_figure(len(settings))
+    for panel, setting in zip(panels, settings, strict=True):
+        for count, name in itertools.product(candidates_of(rows, setting), METHODS):
+            own = by_seed(rows, setting, name, candidates=count)
+            full = by_seed(rows, setting, "grpo", candidates=count)
+            if own and full:
+                mean, half = interval(difference(accuracies(own), accuracies(full)))
+                style = {"color": METHODS[name][1], "marker": "o" if count <= 32 else "s"}
+                style |= {"ms": 6, "capsize": 3, "label": METHODS[name][0], "ls": ""}
+                panel.errorbar(time_ratio(own, full), mean, half, **style)
+        panel.axhline(0, color="#cccccc", lw=1, zorder=0)
+        panel.set(title=TITLES[setting], xlabel="seconds of a step, GRPO's = 1")
+        panel.set_xlim(left=0)
+    panels[0].set_ylabel("accuracy minus GRPO's, same steps")
+    add_legend(figure, panels)
+    return figure
+
+
+# ---------------------------------------------------------------------------- question 2
+
+
+def race_table(rows: list[dict], setting: str) -> str:
+    """Markdown: each method's mean accuracy at each budget, and ours minus each, paired."""
+    budgets = budgets_of(rows, setting)
+    names = [name for name in METHODS if by_seed(rows, setting, name, budget=budgets[0])]
+    cells = [["seconds", *(f"{one:g}" for one in budgets)], ["---"] * (1 + len(budgets))]
+    found = {
+        key: accuracies(by_seed(rows, setting, key[0], budget=key[1]))
+        for key in itertools.product(names, budgets)
+    }
+    for name in names:
+        shown = [show(interval(found[name, one])) for one in budgets]
+        cells.append([f"{METHODS[name][0]}, tuned", *shown])
+    for name in names:
+        if name != OURS:
+            apart = [difference(found[OURS, one], found[name, one]) for one in budgets]
+            title = f"{METHODS[OURS][0]} - {METHODS[name][0]}"
+            cells.append([title, *(show(interval(one), "+") for one in apart)])
+    lowest = [min(found[OURS, one].values(), default=math.nan) for one in budgets]
+    cells.append([f"lowest run of {METHODS[OURS][0]}", *(f"{one:.3f}" for one in lowest)])
+    return as_markdown(cells)
+
+
+def draw_race(rows: list[dict]) -> Figure:
+    """Accuracy over the budget, a panel for each task. Bars are 95 % intervals."""
+    settings = settings_of(rows)
+    figure, panels = new_figure(len(settings))
+    for panel, setting in zip(panels, settings, strict=True):
+        budgets = budgets_of(rows, setting)
+        for place, name in enumerate(METHODS):
+            found = [accuracies(by_seed(rows, setting, name, budget=one)) for one in budgets]
+            if any(found):
+                mean, half = zip(*map(interval, found), strict=True)
+                title, color = METHODS[name]
+                x = [one * 1.03 ** (place - 4) for one in budgets]  # apart
+                style = {"color": color, "marker": "o", "ms": 4, "capsize": 3, "label": title}
+                panel.errorbar(x, mean, half, **style)
+        panel.set(title=TITLES[setting], xscale="log", xlabel="seconds of training")
+        panel.set_xticks(budgets, [f"{one:g}" for one in budgets])
+        panel.minorticks_off()
+    panels[0].set_ylabel("avg@4, held out")
+    add_legend(figure, panels)
+    return figure
+
+
+def winners_table(rows: list[dict]) -> str:
+    """Markdown: the flags that were raced."""
+    names = ("--prompts-per-step", "--group-size", "--prompt-prune-rate", "--completion-prune-rate")
+    names += ("--lr", "--scale-rewards", "--lr-schedule", "--grad-clip")
+    heads = ("Q", "G", "r_q", "r_o", "learning rate", "advantages", "schedule", "clip")
+    cells = [["task, seconds", "method", *heads], ["---"] * (2 + len(heads))]
+    for setting in settings_of(rows):
+        for name in METHODS:
+            budgets_with = {}  # flags: budgets
+            for budget in budgets_of(rows, setting):
+                for row in by_seed(rows, setting, name, budget=budget).values():
+                    budgets_with.setdefault(row["flags"], []).append(budget)
+            for flags, budgets in budgets_with.items():
+                words = iter(flags.removeprefix(search.SPACES[name][0]).split())
+                given = dict(zip(words, words, strict=True))
+                where = ", ".join(f"{one:g}" for one in dict.fromkeys(budgets))
+                shown = [given.get(flag, "") for flag in names]
+                cells.append([f"{TITLES[setting]} {where}", METHODS[name][0], *shown])
+    return as_markdown(cells)
+
+
+# ---------------------------------------------------------------------------- question 3
+
+
+def ceiling_table(rows: list[dict]) -> str:
+    """Markdown: of each setting, its two inputs, the ceilings, and what adaptive reached: by the
+    noise that its log computes, and by the seconds of GRPO without zeros over its own."""
+    head = ["setting", "live groups", "rest / training", "ceiling, completions", "adaptive reached"]
+    head += ["ceiling, prompts", "seconds saved at equal steps"]
+    cells = [head, ["---"] * len(head)]
+    for setting in settings_of(rows):
+        for count in candidates_of(rows, setting):
+            full = by_seed(rows, setting, "grpo", candidates=count)
+            own = by_seed(rows, setting, OURS, candidates=count)
+            without = by_seed(rows, setting, "grpo_zero", candidates=count) or full
+            of = lambda which, name: statistics.mean(
+                row["ceiling"][name] for row in which.values() if row["ceiling"]
+            )
+            cells.append([
+                f"{TITLES[setting]}, {count} x 16",
+                f"{of(full, 'live_groups'):.2f}",
+                f"{of(full, 'rest_over_training'):.2f}",
+                f"{of(full, 'ceiling/completions'):.2f}",
+                f"{of(own, 'reached'):.2f} of {of(own, 'ceiling/completions'):.2f}",
+                f"{of(full, 'ceiling/prompts'):.2f}",
+                f"{1 / time_ratio(own, without):.2f}",
+            ])  # fmt: skip
+    return as_markdown(cells)
+
+
+# ---------------------------------------------------------------------------- rows
+
+
+def settings_of(rows: list[dict]) -> list[str]:
+    known = {row["setting"] for row in rows}
+    return [name for name in TITLES if name in known]
+
+
+def budgets_of(rows: list[dict], setting: str) -> list[float]:
+    return sorted({row["budget"] for row in rows if row["setting"] == setting})
+
+
+def candidates_of(rows: list[dict], setting: str) -> list[int]:
+    return sorted({candidates_of_row(row) for row in rows if row["setting"] == setting})
+
+
+def candidates_of_row(row: dict) -> int:
+    """Prompts of a step."""
+    words = row["flags"].split()
+    return int(words[words.index("--prompts-per-step") + 1])
+
+
+def by_seed(
+    rows: Iterable[dict], setting: str, method: str, budget: float = 0, candidates: int = 0
+) -> dict[int, dict]:
+    """{seed: row} of the runs of a method, at a budget or with a number of candidates."""
+    found = {}
+    for row in rows:
+        same = (row["setting"], row["method"], row["budget"]) == (setting, method, budget)
+        if same and (budget or candidates_of_row(row) == candidates):
+            found[row["seed"]] = row
+    return found
+
+
+def accuracies(found: dict[int, dict]) -> dict[int, float]:
+    return {seed: row["accuracy"] for seed, row in found.items()}
+
+
+def mean_of(found: dict[int, dict], name: str) -> float:
+    return statistics.mean(row[name] for row in found.values())
+
+
+def difference(first: dict[int, float], second: dict[int, float]) -> dict[int, float]:
+    """{seed: first minus second} of the seeds that both have."""
+    return {seed: first[seed] - second[seed] for seed in first if seed in second}
+
+
+def interval(values: dict[int, float]) -> tuple[float, float]:
+    """(mean, half of its 95 % interval by Student's t) over seeds; NaN where there are too few."""
+    values = [*values.values()]
+    if len(values) < 2:
+        return values[0] if values else math.nan, math.nan
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values), error * T95[min(len(values) - 2, len(T95) - 1)]
+
+
+def show(figures: tuple[float, float], sign: str = "") -> str:
+    """mean ± half, as far as they are known."""
+    mean, half = figures
+    text = "" if math.isnan(mean) else f"{mean:{sign}.3f}"
+    return text if math.isnan(half) else f"{text} ± {half:.3f}"
+
+
+def as_markdown(cells: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+
+
+# ---------------------------------------------------------------------------- pictures
+
+
+def new_figure(count: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(4.2 * count + 1.8, 3.4), dpi=110, layout="constrained")
+    panels = [*figure.subplots(1, count, squeeze=False)[0]]
+    for panel in panels:
+        panel.grid(alpha=0.2)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, panels
+
+
+def add_legend(figure: Figure, panels: list[Axes]) -> None:
+    """One legend for all panels, beside them, with each title once."""
+    handles = {}
+    for panel in panels:
+        for handle, title in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(title, handle)
+    titles = [title for title, _color in METHODS.values() if title in handles]
+    style = {"frameon": False, "loc": "outside right center", "fontsize": 9}
+    figure.legend([handles[title] for title in titles], titles, **style)
