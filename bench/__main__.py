@@ -20,7 +20,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
 update use random weights of a size for a GPU. Examples:
 
     python -m bench variance --level prompt --json runs/variance-prompt.json
-    python -m bench race --budgets 5 --seeds 2 --json out-race/rows.jsonl
+    python -m bench race --budgets 5 --seeds 2
     python -m bench step --shape 0.6b --steps 10 --skip 2 --methods grpo pps
     python -m bench rollout --shape 0.6b --batches 256 1024
 """

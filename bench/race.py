@@ -1,8 +1,8 @@
 """
 The race at equal seconds: which method is most accurate, if everything is tuned?
 
-    python -m bench race --budgets 5 --seeds 2 --json out-race/rows.jsonl     live, 2 minutes
-    python -m bench race                                   all rows of docs/results.md, hours
+    python -m bench race --budgets 5 --seeds 2      all methods, live, in two minutes
+    bash runs/results.sh race                       search and race of docs/results.md, hours
 
 Every method has the flags that won its search (`python -m bench search`) at the largest budget that
 was searched and is not above the race's. Where the race's budget is larger, the learning rate of
@@ -16,10 +16,11 @@ search was.
 
 from pathlib import Path
 
-from bench import JsonFile, runs, search
+from bench import JsonFile, results, runs, search
 from bench.runs import Run
+from runtime import log
 
-FILE = Path("runs/race.jsonl")
+OWN = Path("out-race/rows.jsonl")
 FIRST_SEED = 10  # of the race; those of the search begin at 100
 BUDGETS = {"arithmetic": (5, 20, 80), "arithmetic-mixed": (10, 40, 160)}  # seconds
 
@@ -30,9 +31,9 @@ def main(
     budgets: tuple[float, ...] = (),
     seeds: int | None = None,
     workers: int = 2,
-    json_file: JsonFile = FILE,
+    json_file: JsonFile = OWN,
 ) -> None:
-    """Race methods, each with the flags that won its search.
+    """Race methods, each with the flags that won its search, and print the table.
 
     Args:
         methods: of grpo, adaptive, dppo, pods and cppo, separated by commas
@@ -54,6 +55,9 @@ def main(
     ]
     in_blocks = sorted(raced, key=lambda run: (run.seed, run.setting, run.budget))
     runs.make(in_blocks, json_file, workers)
+    for setting in settings:
+        print(f"\n{setting}: accuracy after so many seconds of training\n")
+        print(results.race_table(log.read_rows(json_file), setting))
 
 
 def flags_for(setting: str, method: str, budget: float) -> str:

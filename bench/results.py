@@ -16,7 +16,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the caller
 
-from bench import race, savings, search
+from bench import search
 from runtime import InputError, log
 
 METHODS = {  # name in the tables and color in the pictures
@@ -32,23 +32,27 @@ METHODS = {  # name in the tables and color in the pictures
 }
 OURS = "adaptive"
 TITLES = {"arithmetic": "default task", "arithmetic-mixed": "mixed task", "words": "SmolLM2"}
-PICTURES = {"savings": Path("runs/savings.png"), "race": Path("runs/race.png")}
+FOLDER = Path("runs")
+SAVINGS, RACE = FOLDER / "savings.jsonl", FOLDER / "race.jsonl"
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 1 to 9 degrees
 
 
 def main() -> None:
     """Print all tables, and draw the pictures into runs/."""
-    if not savings.FILE.exists() or not race.FILE.exists():
-        raise InputError(f"{savings.FILE} and {race.FILE} are needed: see runs/results.sh")
+    for file in (SAVINGS, RACE):
+        if not file.exists():
+            raise InputError(f"there is no {file}: run bash runs/results.sh first")
     for name, table in tables().items():
         print(f"\n{name}\n\n{table}")
-    draw_savings(log.read_rows(savings.FILE)).savefig(PICTURES["savings"])
-    draw_race(log.read_rows(race.FILE)).savefig(PICTURES["race"])
+    saved, raced = log.read_rows(SAVINGS), log.read_rows(RACE)
+    draw_savings(saved).savefig(FOLDER / "savings.png")
+    draw_race(raced).savefig(FOLDER / "race.png")
+    draw_ceilings(saved).savefig(FOLDER / "ceilings.png")
 
 
 def tables() -> dict[str, str]:
     """All tables of the page, by name."""
-    saved, raced = log.read_rows(savings.FILE), log.read_rows(race.FILE)
+    saved, raced = log.read_rows(SAVINGS), log.read_rows(RACE)
     found = {}
     for setting in settings_of(saved):
         found[f"savings, {TITLES[setting]}"] = savings_table(saved, setting)
@@ -135,6 +139,8 @@ def race_table(rows: list[dict], setting: str) -> str:
     for name in names:
         shown = [show(interval(found[name, one])) for one in budgets]
         cells.append([f"{METHODS[name][0]}, tuned", *shown])
+    if OURS not in names:
+        return as_markdown(cells)
     for name in names:
         if name != OURS:
             apart = [difference(found[OURS, one], found[name, one]) for one in budgets]
@@ -146,7 +152,7 @@ def race_table(rows: list[dict], setting: str) -> str:
 
 
 def draw_race(rows: list[dict]) -> Figure:
-    """Accuracy over the budget, a panel for each task. Bars are 95 % intervals."""
+    """Wrong answers over the budget, a panel for each task. Bars are 95 % intervals."""
     settings = settings_of(rows)
     figure, panels = new_figure(len(settings))
     for panel, setting in zip(panels, settings, strict=True):
@@ -155,14 +161,16 @@ def draw_race(rows: list[dict]) -> Figure:
             found = [accuracies(by_seed(rows, setting, name, budget=one)) for one in budgets]
             if any(found):
                 mean, half = zip(*map(interval, found), strict=True)
+                wrong = [1 - one for one in mean]
                 title, color = METHODS[name]
                 x = [one * 1.03 ** (place - 4) for one in budgets]  # apart
                 style = {"color": color, "marker": "o", "ms": 4, "capsize": 3, "label": title}
-                panel.errorbar(x, mean, half, **style)
-        panel.set(title=TITLES[setting], xscale="log", xlabel="seconds of training")
+                panel.errorbar(x, wrong, half, **style)
+        panel.set(title=TITLES[setting], xscale="log", yscale="log", xlabel="seconds of training")
         panel.set_xticks(budgets, [f"{one:g}" for one in budgets])
+        panel.yaxis.set_major_formatter(lambda share, _place: f"{100 * share:g} %")
         panel.minorticks_off()
-    panels[0].set_ylabel("avg@4, held out")
+    panels[0].set_ylabel("wrong answers, held out")
     add_legend(figure, panels)
     return figure
 
@@ -192,29 +200,57 @@ def winners_table(rows: list[dict]) -> str:
 
 
 def ceiling_table(rows: list[dict]) -> str:
-    """Markdown: of each setting, its two inputs, the ceilings, and what adaptive reached: by the
-    noise that its log computes, and by the seconds of GRPO without zeros over its own."""
+    """Markdown: of each setting its two inputs, the ceilings, and what adaptive reached."""
     head = ["setting", "live groups", "rest / training", "ceiling, completions", "adaptive reached"]
     head += ["ceiling, prompts", "seconds saved at equal steps"]
     cells = [head, ["---"] * len(head)]
+    for title, found in ceilings(rows).items():
+        reached = f"{found['reached']:.2f} of {found['own ceiling']:.2f}"
+        figures = [found["live_groups"], found["rest_over_training"], found["ceiling/completions"]]
+        cells.append([title, *(f"{figure:.2f}" for figure in figures), reached])
+        cells[-1] += [f"{found['ceiling/prompts']:.2f}", f"{found['seconds']:.2f}"]
+    return as_markdown(cells)
+
+
+def ceilings(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """{setting: figures of `bench ceiling`, means over seeds}. Those of GRPO's run, and of
+    adaptive's: `reached` and its `own ceiling`. `seconds` are those of GRPO without the terms that
+    are 0, over adaptive's."""
+    found = {}
     for setting in settings_of(rows):
         for count in candidates_of(rows, setting):
             full = by_seed(rows, setting, "grpo", candidates=count)
             own = by_seed(rows, setting, OURS, candidates=count)
-            without = by_seed(rows, setting, "grpo_zero", candidates=count) or full
-            of = lambda which, name: statistics.mean(
-                row["ceiling"][name] for row in which.values() if row["ceiling"]
-            )
-            cells.append([
-                f"{TITLES[setting]}, {count} x 16",
-                f"{of(full, 'live_groups'):.2f}",
-                f"{of(full, 'rest_over_training'):.2f}",
-                f"{of(full, 'ceiling/completions'):.2f}",
-                f"{of(own, 'reached'):.2f} of {of(own, 'ceiling/completions'):.2f}",
-                f"{of(full, 'ceiling/prompts'):.2f}",
-                f"{1 / time_ratio(own, without):.2f}",
-            ])  # fmt: skip
-    return as_markdown(cells)
+            live = by_seed(rows, setting, "grpo_zero", candidates=count) or full
+            names = ("live_groups", "rest_over_training", "ceiling/completions", "ceiling/prompts")
+            figures = {name: mean_of_ceiling(full, name) for name in names}
+            figures["reached"] = mean_of_ceiling(own, "reached")
+            figures["own ceiling"] = mean_of_ceiling(own, "ceiling/completions")
+            figures["seconds"] = time_ratio(live, own)
+            found[f"{TITLES[setting]}, {count} x 16"] = figures
+    return found
+
+
+def mean_of_ceiling(found: dict[int, dict], name: str) -> float:
+    return statistics.mean(row["ceiling"][name] for row in found.values())
+
+
+def draw_ceilings(rows: list[dict]) -> Figure:
+    """What pruning could gain at most in each setting, and what adaptive reached."""
+    found = ceilings(rows)
+    figure, (panel,) = new_figure(1)
+    y = range(len(found), 0, -1)
+    column = lambda name: [figures[name] for figures in found.values()]
+    style = {"height": 0.25, "left": 1}
+    gain = lambda name: [value - 1 for value in column(name)]
+    panel.barh([one + 0.26 for one in y], gain("ceiling/completions"), color="#BBBBBB", **style)
+    panel.barh([*y], gain("reached"), color=METHODS[OURS][1], **style)
+    panel.barh([one - 0.26 for one in y], gain("ceiling/prompts"), color="#99C9E8", **style)
+    panel.set_yticks([*y], [*found])
+    panel.set_xlabel("progress a second, training on all that contributes = 1")
+    names = ("completions: ceiling", "completions: adaptive", "prompts: ceiling")
+    figure.legend(panel.containers, names, frameon=False, loc="outside right center", fontsize=9)
+    return figure
 
 
 # ---------------------------------------------------------------------------- rows

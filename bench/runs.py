@@ -13,6 +13,7 @@ computation (probe), and whole blocks of all methods are made at a time.
 
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -194,7 +195,8 @@ def of_log(rows: list[dict], scale_rewards: str) -> dict:
         found = ceiling.figures(logged, "", scale_rewards)
     except InputError:
         return {}
-    return {name: round(value, 4) for name, value in found.items() if name != "run"}
+    del found["run"]
+    return {name: None if math.isnan(x) else round(x, 4) for name, x in found.items()}
 
 
 def plan(times: list[float], budget: float) -> int:

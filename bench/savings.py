@@ -2,8 +2,8 @@
 What pruning saves at equal steps: every method has the same candidates, steps, learning rate and
 objective.
 
-    python -m bench savings --candidates 32 --seeds 1       both embedded tasks, one seed
-    python -m bench savings                                 all rows of docs/results.md, hours
+    python -m bench savings --settings arithmetic --candidates 32 --seeds 1     in five minutes
+    bash runs/results.sh savings                          all rows of docs/results.md, hours
 
 This is the question of a user who has a run of GRPO and leaves all of its settings alone. `bench
 race` asks the other one: a number of seconds, and everything may be tuned.
@@ -11,10 +11,11 @@ race` asks the other one: a number of seconds, and everything may be tuned.
 
 from pathlib import Path
 
-from bench import JsonFile, runs
+from bench import JsonFile, results, runs
 from bench.runs import Run
+from runtime import log
 
-FILE = Path("runs/savings.jsonl")
+OWN = Path("out-savings/rows.jsonl")
 FIRST_SEED = 10
 NO_PROMPTS = "--prompt-rule none"  # is dropped before the rollout
 METHODS = {  # flags. Rates are the usual ones of each method; blind draws keep what pps keeps
@@ -42,9 +43,9 @@ def main(
     candidates: tuple[int, ...] = (32, 64),
     seeds: int = 5,
     workers: int = 2,
-    json_file: JsonFile = FILE,
+    json_file: JsonFile = OWN,
 ) -> None:
-    """Run all methods with equal steps; a seed of all methods is one block.
+    """Run all methods with equal steps, and print the tables. A seed of all methods is one block.
 
     Args:
         settings: arithmetic, arithmetic-mixed, words (SmolLM2, after bash runs/smollm2.sh)
@@ -66,3 +67,6 @@ def main(
         if setting != "words" or name in FEWER
     ]  # fmt: skip
     runs.make(blocks, json_file, workers)
+    for setting in settings:
+        print(f"\n{setting}: accuracy after equal steps, and seconds\n")
+        print(results.savings_table(log.read_rows(json_file), setting))

@@ -7,7 +7,7 @@
 #   bash runs/smollm2.sh                grpo and pps with one seed, an hour
 #   bash runs/smollm2.sh --gsm8k DIR    after the last one: GSM8K, an hour and a half more
 # Everything is in out-smollm2/, or out-smollm2-short/. The same command goes on where it stopped.
-# The race, `python -m bench race --settings words`, begins with the supervised start of the second.
+# `bash runs/results.sh words` begins with the supervised start of the second.
 # DIR holds gsm8k_train.jsonl and gsm8k_test.jsonl, with the data set's own keys.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -18,7 +18,7 @@ def test_notebook(path):
     assert "assert" in code[-1].source
     outputs = [output for cell in code for output in cell.outputs]
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
-    assert pictures >= sum("plt.show()" in cell.source for cell in code) > 0
+    assert pictures >= max(1, sum("plt.show()" in cell.source for cell in code))
     limits = {"timeout": HANG, "startup_timeout": HANG}  # a cell takes 30 s on an idle machine
     resources = {"metadata": {"path": path.parent}}
     NotebookClient(notebook, resources=resources, **limits).execute()

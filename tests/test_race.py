@@ -25,8 +25,9 @@ def fake_runs(monkeypatch):
         made.append(run)
         parts = [(run.flags,), (run.flags, run.budget), (run.flags, run.budget, run.seed)]
         numbers = [zlib.crc32(repr(part).encode()) / 2**32 for part in parts]
+        more = {"made": 7, "seconds": 1.0, "prompts": 7.0, "trained": 70.0}
         accuracy = sum(share * number for share, number in zip((1, 4, 4), numbers, strict=True)) / 9
-        return vars(run) | {"accuracy": accuracy, "made": 7, "seconds": 1.0, "failed": None}
+        return vars(run) | {"accuracy": accuracy, "failed": None} | more
 
     class Pool:
         def __init__(self, *_args):
@@ -53,7 +54,7 @@ def fake_runs(monkeypatch):
 
 
 @pytest.mark.parametrize("kills", [(), (1, 30, 50, 75, 100)])
-def test_search_and_race(fake_runs, tmp_path, monkeypatch, kills):
+def test_search_and_race(fake_runs, tmp_path, monkeypatch, capsys, kills):
     """Two methods are searched, killed now and then, and raced. Catches a method with more trials
     than another, trials that are chosen anew after a kill, flags that did not win, and a race on
     seeds or problems of the search."""
@@ -93,6 +94,7 @@ def test_search_and_race(fake_runs, tmp_path, monkeypatch, kills):
     fake_runs.clear()
     options = {"methods": "grpo,pods", "json_file": tmp_path / "race.jsonl"}
     race.main(budgets=(5, 80), seeds=2, **options)
+    assert "| PODS, tuned |" in capsys.readouterr().out
     assert [run.method for run in fake_runs] == ["grpo", "pods"] * 4, "methods take turns"
     assert [run.seed for run in fake_runs] == [10] * 4 + [11] * 4, "a seed is a block"
     assert not any(run.search for run in fake_runs)
@@ -229,8 +231,14 @@ def test_names_are_checked_first(tmp_path):
 
 
 def test_committed_tables():
-    """Every table of docs/results.md is one that `bench results` prints. Catches a figure that
-    outlived the rows that it came from."""
-    page = Path("docs/results.md").read_text()
-    for name, table in results.tables().items():
+    """Every table of docs/results.md is one that `bench results` prints, and so is every row of a
+    method in the README. Catches a figure that outlived the rows that it came from."""
+    tables, page = results.tables(), Path("docs/results.md").read_text()
+    for name, table in tables.items():
         assert table in page, name
+    known = {line for table in tables.values() for line in table.splitlines()}
+    titles = tuple(f"| {title}" for title, _color in results.METHODS.values())
+    lines = Path("README.md").read_text().splitlines()
+    shown = [line for line in lines if line.startswith(titles) and "±" in line]
+    assert len(shown) >= 10
+    assert {*shown} <= known
