@@ -44,7 +44,7 @@ from bench import (
     trl,
     update,
     variance,
-)  # fmt: skip
+)
 from runtime import InputError
 
 MODULES = (

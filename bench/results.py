@@ -97,10 +97,10 @@ def savings_table(rows: list[dict], setting: str) -> str:
     return as_markdown(cells)
 
 
-def time_ratio(own: dict[int, dict], full: dict[int, dict]) -> float:
-    """Median over seeds of a method's seconds over GRPO's."""
-    both = [seed for seed in own if seed in full]
-    return statistics.median(own[seed]["seconds"] / full[seed]["seconds"] for seed in both)
+def time_ratio(first: dict[int, dict], second: dict[int, dict]) -> float:
+    """Median over seeds of the first runs' seconds over the second ones'."""
+    both = [seed for seed in first if seed in second]
+    return statistics.median(first[seed]["seconds"] / second[seed]["seconds"] for seed in both)
 
 
 def draw_savings(rows: list[dict]) -> Figure:
@@ -130,7 +130,8 @@ def draw_savings(rows: list[dict]) -> Figure:
 def race_table(rows: list[dict], setting: str) -> str:
     """Markdown: each method's mean accuracy at each budget, and ours minus each, paired."""
     budgets = budgets_of(rows, setting)
-    names = [name for name in METHODS if by_seed(rows, setting, name, budget=budgets[0])]
+    raced = {row["method"] for row in rows if row["setting"] == setting}
+    names = [name for name in METHODS if name in raced]
     cells = [["seconds", *(f"{one:g}" for one in budgets)], ["---"] * (1 + len(budgets))]
     found = {
         key: accuracies(by_seed(rows, setting, key[0], budget=key[1]))
@@ -205,10 +206,15 @@ def ceiling_table(rows: list[dict]) -> str:
     head += ["ceiling, prompts", "seconds saved at equal steps"]
     cells = [head, ["---"] * len(head)]
     for title, found in ceilings(rows).items():
-        reached = f"{found['reached']:.2f} of {found['own ceiling']:.2f}"
-        figures = [found["live_groups"], found["rest_over_training"], found["ceiling/completions"]]
-        cells.append([title, *(f"{figure:.2f}" for figure in figures), reached])
-        cells[-1] += [f"{found['ceiling/prompts']:.2f}", f"{found['seconds']:.2f}"]
+        cells.append([
+            title,
+            f"{found['live_groups']:.2f}",
+            f"{found['rest_over_training']:.2f}",
+            f"{found['ceiling/completions']:.2f}",
+            f"{found['reached']:.2f} of {found['own ceiling']:.2f}",
+            f"{found['ceiling/prompts']:.2f}",
+            f"{found['seconds']:.2f}",
+        ])  # fmt: skip
     return as_markdown(cells)
 
 

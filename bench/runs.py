@@ -7,8 +7,9 @@ be. Seconds are those for which its one thread computes steps (CPU time); evalua
 two cores two runs at a time are about as fast as one alone.
 
 A row is appended when its run ends, so the same command resumes after a stop. A run is never
-repeated for its result. Seconds compare only within one machine: each row has the time of a fixed
-computation (probe), and whole blocks of all methods are made at a time.
+repeated for its result. Seconds compare only within one machine, and a name is not enough: of two
+called AMD EPYC, one was twice as fast. So each row has the time of a fixed computation (probe), and
+the runs of a setting that end after seconds are made on machines of one speed.
 """
 
 import itertools
@@ -36,6 +37,7 @@ from runtime import InputError, log, ranks
 
 HELD_OUT = 2000  # problems that a race's and a search's are chosen from
 SEARCHED = 250  # problems of a search, and of a curve
+SAME_SPEED = 1.4  # a larger ratio of two probes is another machine, not the noise of neighbors
 PACE = 8  # the last steps, whose mean says how long the next ones take
 CURVE = 4  # evaluations of a run by steps, the last one included
 SUMS = {  # column of a row: what it is the sum of, over steps
@@ -104,6 +106,7 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
     rows = log.cut_rows(file, lambda row: True)
     missing = [run for run in dict.fromkeys(runs) if not any(map(run.is_row, rows))]
     if missing:
+        check_speed(missing, rows, file)
         os.environ["OMP_NUM_THREADS"] = "1"  # the workers inherit it
         context = multiprocessing.get_context("spawn")
         started = (min(workers, len(missing)), context, start_worker, missing[:1])
@@ -117,6 +120,18 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
                 pool.shutdown(cancel_futures=True)
                 raise
     return [next(filter(run.is_row, rows)) for run in runs]
+
+
+def check_speed(missing: list[Run], rows: list[dict], file: Path) -> None:
+    """InputError if runs that end after seconds would join rows of a faster or slower machine."""
+    settings = {run.setting for run in missing if run.budget}
+    before = [row["probe"] for row in rows if row["setting"] in settings]
+    ratio = statistics.median(before) / probe() if before else 1.0
+    if not 1 / SAME_SPEED < ratio < SAME_SPEED:
+        raise InputError(
+            f"{file}: this machine is {ratio:.2f} times as fast as the one of its rows, and "
+            "seconds compare only within one; give --json another file"
+        )
 
 
 def probe() -> float:
@@ -159,9 +174,11 @@ def make_one(run: Run, problems: int | None = None) -> dict:
     """
     args = [*SETTINGS[run.setting].flags.split(), *run.flags.split(), "--seed", str(run.seed)]
     args += ["--eval-problems", str(HELD_OUT), "--out-dir", "out-race/never-written"]
-    started, rows, curve, found = time.monotonic(), [], [], {}
-    accuracy, failed = 0.0, None
+    started = time.monotonic()
     speed = probe()
+    rows = []  # of the log
+    curve = []  # [step, accuracy], before the last step
+    accuracy, ceilings, failed = 0.0, {}, None
     try:
         trainer = train.Trainer(config.parse_config(args))
         for step in itertools.count(1):
@@ -177,14 +194,15 @@ def make_one(run: Run, problems: int | None = None) -> dict:
             if step < run.steps and step % max(1, run.steps // CURVE) == 0:
                 curve.append([step, evaluate(trainer, run, problems or SEARCHED)])
         accuracy = evaluate(trainer, run, problems)
-        found = of_log(rows, trainer.cfg.scale_rewards) if run.steps else {}
+        if run.steps:
+            ceilings = of_log(rows, trainer.cfg.scale_rewards)
     except (InputError, FloatingPointError) as problem:  # such as a loss that is not finite
         failed = str(problem)
-    return vars(run) | {
-        "made": len(rows), "accuracy": accuracy, "curve": curve,
-        **{name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()},
-        "ceiling": found, "failed": failed, "wall_of_run": round(time.monotonic() - started, 2),
-        "probe": speed, **made_by(),
+    sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}
+    result = {"made": len(rows), "accuracy": accuracy, "curve": curve, "failed": failed}
+    wall = round(time.monotonic() - started, 2)
+    return vars(run) | result | sums | {
+        "ceiling": ceilings, "wall_of_run": wall, "probe": speed, **made_by()
     }  # fmt: skip
 
 
@@ -209,17 +227,21 @@ def plan(times: list[float], budget: float) -> int:
 
 def evaluate(trainer: train.Trainer, run: Run, problems: int | None) -> float:
     """avg@4 of the trained policy on the problems of the race or of the search."""
-    t = trainer
-    texts = [problem.text for problem in t.eval_set]
-    count = SETTINGS[run.setting].problems
-    chosen = range(count)
-    if run.search:
-        raced = set(texts[:count])
-        chosen = [i for i, text in enumerate(texts) if text not in raced][:SEARCHED]
-    chosen = chosen[:problems]
-    ranks.refresh(t.policy, t.model)
-    columns = ([table[i] for i in chosen] for table in (t.eval_set, t.eval_ids))
-    options = {"k": train.EVAL_K, "seed": dppo.seed_for(run.seed, "final"), "keys": chosen}
-    args = (t.policy, t.tokenizer, *columns, t.eval_reward, t.sampling)
-    rewards, _truncated = evaluation.sample_rewards(*args, **options)
+    chosen = held_out(run, [problem.text for problem in trainer.eval_set])[:problems]
+    ranks.refresh(trainer.policy, trainer.model)
+    rewards, _truncated = evaluation.sample_rewards(
+        trainer.policy, trainer.tokenizer, [trainer.eval_set[i] for i in chosen],
+        [trainer.eval_ids[i] for i in chosen], trainer.eval_reward, trainer.sampling,
+        k=train.EVAL_K, seed=dppo.seed_for(run.seed, "final"), keys=chosen,
+    )  # fmt: skip
     return round(evaluation.avg_at_k(rewards), 5)
+
+
+def held_out(run: Run, texts: list[str]) -> list[int]:
+    """Which of the held-out problems a run is evaluated on: the first ones, or for a search others,
+    whose texts differ too."""
+    count = SETTINGS[run.setting].problems
+    if not run.search:
+        return [*range(count)]
+    raced = {*texts[:count]}
+    return [i for i, text in enumerate(texts) if text not in raced][:SEARCHED]

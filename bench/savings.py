@@ -29,7 +29,7 @@ METHODS = {  # flags. Rates are the usual ones of each method; blind draws keep 
     "pods": "--method pods --completion-prune-rate 0.8",
     "cppo": "--method cppo --completion-prune-rate 0.8",
 }
-OF_SETTING = {  # group size, steps, and the learning rate that they share
+OF_SETTING = {  # flags that all methods share
     "arithmetic": "--group-size 16 --lr 6e-4",
     "arithmetic-mixed": "--group-size 16 --lr 6e-4",
     "words": "--group-size 16 --lr 2e-5",

@@ -161,7 +161,7 @@ def random_flags(setting: str, method: str, search: Search) -> list[str]:
     about the same learning rates, schedules and objectives."""
     rng, found = random.Random(setting), []
     while len(found) < search.first:
-        shares = [rng.random() for _ in range(10)]
+        shares = [rng.random() for _ in range(10)]  # more than any method has flags
         space = SPACES[method][1]
         chosen = {
             name: space[name][int(share * len(space[name]))]
@@ -216,9 +216,8 @@ def completions(chosen: Configuration) -> float:
 
 def tried(rows: list[dict], setting: str, method: str, budget: float) -> list[dict]:
     """The trials of a method at a budget."""
-    of_this = Run(setting, method, "", 0, budget, search=True)
-    names = ("setting", "method", "budget", "search")
-    return [row for row in rows if all(row[name] == getattr(of_this, name) for name in names)]
+    wanted = (setting, method, budget)
+    return [row for row in rows if (row["setting"], row["method"], row["budget"]) == wanted]
 
 
 def ranking(trials: list[dict], before: float = math.inf) -> list[str]:

@@ -25,7 +25,7 @@ def fake_runs(monkeypatch):
         made.append(run)
         parts = [(run.flags,), (run.flags, run.budget), (run.flags, run.budget, run.seed)]
         numbers = [zlib.crc32(repr(part).encode()) / 2**32 for part in parts]
-        more = {"made": 7, "seconds": 1.0, "prompts": 7.0, "trained": 70.0}
+        more = {"made": 7, "seconds": 1.0, "prompts": 7.0, "trained": 70.0, "probe": 1.0}
         accuracy = sum(share * number for share, number in zip((1, 4, 4), numbers, strict=True)) / 9
         return vars(run) | {"accuracy": accuracy, "failed": None} | more
 
@@ -48,6 +48,7 @@ def fake_runs(monkeypatch):
             return future
 
     monkeypatch.setattr(runs, "make_one", make_one)
+    monkeypatch.setattr(runs, "probe", lambda: 1.0)
     monkeypatch.setattr(runs, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(runs, "as_completed", list)
     return made
@@ -200,22 +201,37 @@ def test_real_runs(tmp_path, monkeypatch, policy_folder):
     flags = f"--method grpo --model {policy_folder} --prompts-per-step 4 --group-size 2"
     flags += " --max-new-tokens 2"
     planned = [Run("arithmetic", "grpo", flags, seed, budget=0.5, search=True) for seed in (0, 1)]
-    planned.append(Run("arithmetic", "grpo", flags, 0, steps=8, search=True))
+    blind = flags.replace("--method grpo", "--method uniform --prompt-prune-rate 0.5")
+    planned.append(Run("arithmetic", "uniform", blind, 0, steps=8, search=True))
     planned.append(replace(planned[0], flags=f"{flags} --lr -1"))
     rows = runs.make(planned, file, workers=2)
     assert [row["seed"] for row in rows] == [0, 1, 0, 0]
     assert all(0.3 < row["seconds"] < 1.5 for row in rows[:2])
     assert all(row["failed"] is None and row["made"] > 0 for row in rows[:3])
     assert rows[2]["made"] == 8
-    assert rows[2]["prompts"] == 32
+    assert rows[2]["prompts"] == 16, "half of 8 x 4"
     assert [step for step, _accuracy in rows[2]["curve"]] == [2, 4, 6]
     assert rows[2]["train"] + rows[2]["rollout"] < rows[2]["wall"]
-    assert rows[2]["trained"] == rows[2]["sampled"] > 32 * 2 * 2, "a prompt has more than 2 tokens"
+    assert 0 < rows[2]["trained"] < rows[2]["sampled"]
+    assert rows[2]["sampled"] > 16 * 2 * 2, "a prompt has more than 2 tokens"
     assert rows[3]["accuracy"] == 0
     assert "must be above 0" in rows[3]["failed"]
     assert len(log.read_rows(file)) == 4
     monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda *_: pytest.fail("made again"))
     assert runs.make(planned[::-1], file, 2) == rows[::-1]
+    monkeypatch.setattr(runs, "probe", lambda: 2 * rows[0]["probe"])
+    with pytest.raises(InputError, match=r"this machine is 0\.\d+ times as fast"):
+        runs.make([replace(planned[0], seed=2)], file, 2)
+
+
+def test_problems_of_a_search():
+    """Catches trials that are evaluated on a text of the race."""
+    texts = [str(i % 1100) for i in range(2000)]  # the last 900 repeat the first ones
+    race_run = Run("arithmetic", "grpo", "", 0, budget=5)
+    assert runs.held_out(race_run, texts) == [*range(1000)]
+    chosen = runs.held_out(replace(race_run, search=True), texts)
+    assert chosen == [*range(1000, 1100)]
+    assert len(runs.held_out(replace(race_run, search=True), [*map(str, range(2000))])) == 250
 
 
 def test_names_are_checked_first(tmp_path):
