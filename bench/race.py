@@ -1,7 +1,7 @@
 """
 The race at equal seconds: which method is most accurate, if everything is tuned?
 
-    python -m bench race --budgets 5 --seeds 2      all methods, live, in two minutes
+    python -m bench race --budgets 5 --seeds 2      all methods, live, in a minute
     bash runs/results.sh race                       search and race of docs/results.md, hours
 
 Every method has the flags that won its search (`python -m bench search`) at the largest budget that
