@@ -84,7 +84,7 @@ def sample(model, problems):
     sampled = torch.zeros(N, W + T, dtype=torch.bool)
     rows, cache = torch.arange(N), DynamicCache()  # the rows that go on
     for t in range(W, W + T):  # rotary positions are relative, so padding on the left does no harm
-        logits = model(token, attention_mask=ids[rows, :t] != PAD, past_key_values=cache).logits
+        logits = model(token, ids[rows, :t] != PAD, None, cache).logits
         every = logits[:, -1].log_softmax(-1)  # [rows, V]
         token = every.exp().multinomial(1)  # [rows, 1]
         ids[rows, t], logprobs[rows, t] = token[:, 0], every.gather(1, token)[:, 0]

@@ -17,6 +17,7 @@ W tokens of the longest of them, n completions that are unfinished.
 """
 
 import contextlib
+import inspect
 import math
 from dataclasses import dataclass
 
@@ -124,7 +125,8 @@ def _sample_batch(model, batch: list[int], uniforms, sampling: Sampling, found: 
     ids, mask = (torch.tensor(rows, device=model.device) for rows in (ids, mask))  # [B, W] each
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     cache = DynamicCache()
-    inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+    read_with = {cache_name(model): cache}
+    inputs = {"attention_mask": mask, "position_ids": positions, **read_with}
     logits = model(ids, **inputs, logits_to_keep=1).logits[:, -1]  # [B, padded V]
 
     # From here on each unfinished completion has a row: completion g of prompt k.
@@ -167,11 +169,17 @@ def _sample_batch(model, batch: list[int], uniforms, sampling: Sampling, found: 
             cache.batch_select_indices(going)
         mask = torch.cat([mask, torch.ones_like(token)], dim=1)
         positions = mask.sum(dim=1, keepdim=True) - 1
-        inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        inputs = {"attention_mask": mask, "position_ids": positions, **read_with}
         logits = model(token, **inputs).logits[:, -1]
 
 
 # ------------------------------------------------------------------------- what engines use, too
+
+
+def cache_name(model) -> str:
+    """What a model calls its key-value cache: `cache` since transformers 5.24, and
+    `past_key_values` before, where a model ignores an argument that is called `cache`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def random_numbers(seed: int, keys, K: int, G: int, T: int) -> torch.Tensor:

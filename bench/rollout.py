@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from transformers import Cache
 
 import config
 import data
@@ -107,7 +108,8 @@ def measure(model, policy, prompts, sampling, cfg, seed: int) -> dict:
         memory.append(cache_bytes(cache))
 
     def by_transformers(_model, args, inputs, _output):
-        count(args[0] if args else inputs["input_ids"], inputs["past_key_values"])
+        cache = next(x for x in (*args, *inputs.values()) if isinstance(x, Cache))
+        count(args[0] if args else inputs["input_ids"], cache)
 
     def by_decoder(decoder, token, positions, step, cache, bias=None):
         logits = decode(decoder, token, positions, step, cache, bias)

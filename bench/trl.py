@@ -31,7 +31,7 @@ from tasks import arithmetic
 
 PPS = {"completion_rule": "pps", "completion_prune_rate": 0.7}
 BOTH = PPS | {"prompt_rule": "pps", "prompt_prune_rate": 0.6}
-VARIANTS = {  # rules of DPPOTrainer, and how many times GRPO's prompts it considers in a step
+VARIANTS = {  # options of DPPOConfig, and how many times GRPO's prompts it considers in a step
     "TRL": (None, 1),
     "TRL, pps": (PPS, 1),
     "TRL, pps for prompts too": (BOTH, 2),  # 64 prompts, as sized("pps")
@@ -140,12 +140,12 @@ def trl_steps(
     from trl import GRPOConfig, GRPOTrainer
 
     rules, times = VARIANTS[variant]
-    trainer_class = GRPOTrainer
+    config_class, trainer_class = GRPOConfig, GRPOTrainer
     if rules:
         sys.path.append(str(Path(__file__).parents[1] / "integrations"))  # as if it were installed
-        from dppo_trl import DPPOTrainer
+        from dppo_trl import DPPOConfig, DPPOTrainer
 
-        trainer_class = functools.partial(DPPOTrainer, **rules)
+        config_class, trainer_class = functools.partial(DPPOConfig, **rules), DPPOTrainer
     cfg = config.resolve(config.parse_config(sized("grpo")))
     base = str(arithmetic.BASE)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -175,7 +175,7 @@ def trl_steps(
         return list(map(reward, completions, answer))
 
     with tempfile.TemporaryDirectory() as folder:
-        options = GRPOConfig(
+        options = config_class(
             output_dir=folder,
             max_steps=steps,
             seed=seed,

@@ -8,6 +8,7 @@ compared with transformers'. If they differ, or for any other model, transformer
 import torch
 from torch import nn
 
+import rollout
 from engines import prefill
 from engines.fast_decoder import Decoder
 
@@ -94,7 +95,7 @@ def _transformers(model):
     def decode(token, positions, step, cache, bias=None):
         inputs = {
             "position_ids": positions + step,
-            "past_key_values": cache,
+            rollout.cache_name(model): cache,
             "attention_mask": bias,
         }
         return model(token, **inputs).logits[:, -1]

@@ -56,9 +56,10 @@ def prefill(model, prompt_ids, room):
     K, P, device = len(prompt_ids), len(beginning), model.device
     ids, mask = pad_left([prompt[P:] for prompt in prompt_ids], device)
     cache = growing_cache()
+    read_with = {rollout.cache_name(model): cache}
     if P:
         beginning = torch.tensor([beginning], device=device)
-        model(beginning, past_key_values=cache, logits_to_keep=1)
+        model(beginning, **read_with, logits_to_keep=1)
         others = torch.arange(1, K, device=device)
         for layer in cache.layers:  # every prompt gets a copy of the beginning's row
             layer.keep(K, others, torch.zeros_like(others), most=K)
@@ -66,7 +67,7 @@ def prefill(model, prompt_ids, room):
         mask = F.pad(mask, (P, 0), value=1)  # [K, W]
     W = mask.shape[1]
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    inputs = {"position_ids": positions[:, P:], "past_key_values": cache, "attention_mask": None}
+    inputs = {"position_ids": positions[:, P:], "attention_mask": None, **read_with}
     if P or is_ragged(prompt_ids):
         # transformers uses a mask of four dimensions unchanged. Padding attends to itself: kernels
         # differ in what they return for a query without keys.

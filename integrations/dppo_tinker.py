@@ -5,13 +5,15 @@ The server has the model and Adam; the loop and the draws are here, by dppo.py a
 Prompts are dropped before they are sampled, completions after reward. The server's losses are
 proportional to the advantage, so all factors are sent as part of it: the weight 1 / P(kept), one
 over the denominator of the un-pruned batch, and the server's own denominator, which
-`measure_denominator` finds, so that it cancels. docs/tinker.md has a program.
+`measure_denominator` finds, so that it cancels. docs/other-trainers.md has a program.
 
 Letters: Q candidates of a step, K of them sampled, G completions each.
 """
 
 import json
 import math
+import os
+import secrets
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ from dppo_shared import require
 try:
     import tinker
 except ImportError:
-    raise RuleError("Tinker's SDK is missing: pip install tinker==0.18.2") from None
+    raise RuleError("Tinker's SDK is missing: pip install 'nanodppo[tinker]', or tinker") from None
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "cispo")  # of dppo.LOSSES, all but gspo's ratio of a sequence
 LOSS_FNS = ("importance_sampling", "ppo", "cispo")  # the server's, proportional to the advantage
@@ -92,11 +94,12 @@ class Trainer:
         self, problems, held_out, reward, tokenizer, base_model, base_url=None, *, steps=60,
         out_dir="out-tinker", prompts_per_step=64, group_size=16, max_new_tokens=256, seed=0,
         prompt_rule="pps", prompt_prune_rate=0.6, completion_rule="pps", completion_prune_rate=0.7,
-        loss="grpo", loss_fn="ppo", beta=0.0, lr=1e-4, lora_rank=32, pad_tokens=1, pad_datums=1,
-        eval_every=10, save_every=10,
+        loss="grpo", loss_fn="ppo", scale_rewards=None, beta=0.0, lr=1e-4, lora_rank=32,
+        pad_tokens=1, pad_datums=1, eval_every=10, save_every=10,
     ):  # fmt: skip
         """A run, new or from out_dir. problems and held_out are lists of (prompt tokens, answer).
-        reward(text, answer) is a number, or None if the answer cannot be scored."""
+        reward(text, answer) is a number, or None if the answer cannot be scored. scale_rewards is
+        one of dppo.SCALES; None: what the loss has."""
         for option, value, exact in (
             ("loss", loss, LOSSES),
             ("loss_fn", loss_fn, LOSS_FNS),
@@ -107,6 +110,12 @@ class Trainer:
             )
         dppo_shared.check_rules(
             completion_rule, completion_prune_rate, prompt_rule, prompt_prune_rate
+        )
+        scale_rewards = scale_rewards or dppo.LOSSES[loss].scale_rewards
+        dppo.check_known("scale_rewards", scale_rewards, dppo.SCALES)
+        require(
+            os.environ.get("TINKER_API_KEY") or os.environ.get("TINKER_CREDENTIAL_CMD"),
+            "TINKER_API_KEY is not set: set it to your key; SkyRL takes any that begins with tml-",
         )
         require(
             len(problems) >= prompts_per_step,
@@ -127,6 +136,7 @@ class Trainer:
         self.completion_prune_rate = completion_prune_rate
         self.loss = loss
         self.loss_fn = loss_fn
+        self.scale_rewards = scale_rewards
         self.lr = lr
         self.pad_tokens = pad_tokens
         self.pad_datums = pad_datums
@@ -137,6 +147,7 @@ class Trainer:
         self.history = sampler.PromptHistory(len(problems))
         self.mean_tokens = None  # of a batch; see dppo_shared.update_mean
         self.log = []
+        self.start = secrets.token_hex(4)  # ends the names of saved weights, which are used once
         self.path = Path(out_dir, "state.pt")
         self.of = dppo.seed_for(base_model, lora_rank, seed, prompts_per_step, problems)
         weights = None  # where the server keeps those of the last checkpoint
@@ -153,7 +164,7 @@ class Trainer:
 
     def sample(self, problems: list, count: int, *key) -> tuple[list, torch.Tensor]:
         """`count` rows (prompt, tokens, logprobs) of each problem, and their rewards [K, count]."""
-        name = "-".join(map(str, key))
+        name = "-".join(map(str, (*key, self.start)))
         path = ask(self.client.save_weights_for_sampler, name, 3600).path  # kept for an hour
         policy = ask(self.service.create_sampling_client, path)
         end = {"max_tokens": self.max_new_tokens, "stop": chat_format.end_tokens(self.tokenizer)}
@@ -192,7 +203,7 @@ class Trainer:
         cost = self.prompt_tokens[prompts, None] + lengths
         estimate = (weights * lengths).sum().item()  # tokens of all Q x G
         num_tokens = estimate if self.mean_tokens is None else self.mean_tokens
-        advantages = dppo.group_advantages(rewards, dppo.LOSSES[self.loss].scale_rewards)
+        advantages = dppo.group_advantages(rewards, self.scale_rewards)
         sizes = {"num_sequences": Q * G, "max_new_tokens": self.max_new_tokens}
         scale = dppo.loss_scale(lengths, self.loss, **sizes, num_tokens=num_tokens)
         size = dppo.contribution_size(advantages, weights * scale, energy, beta=0.0)
@@ -216,10 +227,15 @@ class Trainer:
         self.mean_tokens = dppo_shared.update_mean(self.mean_tokens, estimate, MEMORY)
 
         scores = rewards.nanmean(dim=1, keepdim=True)  # [K, 1]; nan: unscorable
+        mixed = ~dppo.dead_groups(rewards)[:, None]  # [K, 1]
+        share = lambda groups: ((weights * groups).sum() / weights.sum()).item()  # of all Q
         figures = dppo_shared.completion_figures(weights * own_weights, weights, cost, size, Q * G)
         return {
             "reward": ((weights * scores).nansum() / (weights + 0 * scores).nansum()).item(),
             "grad_norm": grad_norm,
+            "by_group/frac_mixed": share(mixed),
+            "by_group/frac_all_good": share(~mixed & (scores >= 0.5)),
+            "by_group/frac_all_bad": share(~mixed & ~(scores >= 0.5)),
             "kept/prompts": len(prompts) / Q,
             "kept/completions": figures["kept_completions"],
             "kept/tokens": figures["kept_tokens"],
@@ -240,7 +256,7 @@ class Trainer:
             self.path.with_name("log.jsonl").write_text("\n".join([*self.log, ""]))
             print(self.log[-1], flush=True)
             if step % self.save_every == 0 or step == self.steps:
-                saved = ask(self.client.save_state, f"step-{step}").path
+                saved = ask(self.client.save_state, f"step-{step}-{self.start}").path
                 state = (self.of, vars(self.history), saved, self.log, self.mean_tokens)
                 temporary = self.path.with_suffix(".new")
                 torch.save(state, temporary)

@@ -1,8 +1,8 @@
 """
 Unbiased pruning in TRL: its GRPOTrainer, with less work for the same expected gradient.
 
-    from dppo_trl import DPPOTrainer  # instead of: from trl import GRPOTrainer
-    trainer = DPPOTrainer(model, reward, args=GRPOConfig(...), train_dataset=dataset)
+    from dppo_trl import DPPOConfig, DPPOTrainer  # instead of GRPOConfig, GRPOTrainer
+    trainer = DPPOTrainer(model, reward, args=DPPOConfig(...), train_dataset=dataset)
 
 TRL still samples, rewards and computes the loss. Its methods are wrapped; none of its code is
 copied. Rules, draws and weights come from dppo.py and sampler.py.
@@ -14,14 +14,14 @@ copied. Rules, draws and weights come from dppo.py and sampler.py.
                  in row i is multiplied by f_i, the whole term of row i is: clip, KL, masks and
                  vLLM's correction. f_i is the weight 1 / P(kept) times a correction, because TRL
                  computes its denominator from the rows that it is given
-`check` refuses options for which such a factor is not exact. docs/trl.md has a run and explains its
-log.
+`check` refuses options for which such a factor is not exact. docs/other-trainers.md has a run and
+explains its log.
 
 Letters: Q prompts of a generation batch, K of them rolled out, G completions each. The N = K x G
 rows are spread over R ranks, n on each; B rows of a micro-batch, T tokens.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
 
@@ -42,6 +42,8 @@ PER_ROW = ("grpo", "sapo", "dr_grpo", "luspo")  # the rows of the micro-batch
 PER_TOKEN = ("dapo", "cispo", "vespo")  # the tokens of the generation batch
 LOSSES = (*PER_ROW, *PER_TOKEN, "bnpo")  # bnpo: the tokens of the micro-batch
 
+OWN_SCALES = ("variance", "mean")  # of scale_rewards; TRL does not have them
+
 EXACT = {  # with these values, a row's term does not depend on which other rows are kept
     "loss_type": LOSSES,
     "entropy_coef": (0.0,),
@@ -50,7 +52,7 @@ EXACT = {  # with these values, a row's term does not depend on which other rows
 }
 EXACT_WITH_PROMPTS = EXACT | {  # nor on which other prompts are kept
     "loss_type": (*PER_ROW, *PER_TOKEN),
-    "scale_rewards": ("group", "none"),
+    "scale_rewards": tuple(dppo.SCALES),
     "multi_objective_aggregation": ("sum_then_normalize",),
     "num_iterations": (1,),
 }
@@ -72,28 +74,52 @@ def take(rows: dict, index: slice | torch.Tensor) -> dict:
     return {name: x[index] if x.ndim else x for name, x in rows.items()}
 
 
-class DPPOTrainer(trl.GRPOTrainer):
-    """GRPOTrainer with a rule that drops completions and one that drops prompts."""
+def option(default, explanation: str):
+    """A field of DPPOConfig. TrlParser's --help prints the explanation."""
+    return field(default=default, metadata={"help": explanation})
 
-    def __init__(
-        self,
-        *args,
-        completion_rule: str = "pps",
-        completion_prune_rate: float = 0.7,
-        prompt_rule: str = "none",
-        prompt_prune_rate: float = 0.3,
-        **options,
-    ):
-        """Rules and rates are those of dppo.completion_keep_prob and PromptHistory.keep_prob. If
-        both rules are "none", this is GRPOTrainer, bit for bit."""
-        super().__init__(*args, **options)
-        self.completion_rule = completion_rule
-        self.completion_prune_rate = completion_prune_rate
-        self.prompt_rule = prompt_rule
-        self.prompt_prune_rate = prompt_prune_rate
-        self.prunes_prompts = prompt_rule != "none"
-        self.prunes = self.prunes_prompts or completion_rule != "none"
+
+@dataclass
+class DPPOConfig(trl.GRPOConfig):
+    """GRPOConfig with the options of pruning. With both rules "none", DPPOTrainer is GRPOTrainer,
+    bit for bit."""
+
+    completion_rule: str = option(
+        "pps",
+        "Which completions are dropped after reward: none, zero, uniform, dppo, pps or adaptive.",
+    )
+    completion_prune_rate: float = option(
+        0.7, "Share that is dropped: of tokens for pps; for dppo the chance of dropping one."
+    )
+    prompt_rule: str = option(
+        "none", "Which prompts are dropped before rollout: none, uniform, dppo or pps."
+    )
+    prompt_prune_rate: float = option(
+        0.3, "Share of prompts that is dropped; for dppo the chance of dropping one."
+    )
+    scale_rewards: str = option(
+        "group",
+        "What advantages are divided by: TRL's group, batch or none; or the group's variance, or "
+        "its mean (MaxRL).",
+    )
+
+
+class DPPOTrainer(trl.GRPOTrainer):
+    """GRPOTrainer with a rule that drops completions and one that drops prompts. `args` is a
+    DPPOConfig."""
+
+    def __init__(self, model, reward_funcs, args: DPPOConfig, *others, **options):
+        require(
+            isinstance(args, DPPOConfig),
+            f"args is a {type(args).__name__}: DPPOTrainer needs a DPPOConfig, which has all of "
+            "GRPOConfig's options",
+        )
+        super().__init__(model, reward_funcs, args, *others, **options)
+        self.prunes_prompts = args.prompt_rule != "none"
+        self.prunes = self.prunes_prompts or args.completion_rule != "none"
         self.check()
+        if args.scale_rewards in OWN_SCALES:
+            self.scale_rewards = "none"  # TRL's part; see `rescale`
 
         # the micro-steps that share a draw: of an update or a generation batch, if that is shorter
         self.window = min(self.args.gradient_accumulation_steps, self.args.steps_per_generation)
@@ -113,19 +139,26 @@ class DPPOTrainer(trl.GRPOTrainer):
         """RuleError for options with which pruning would not be exact."""
         args = self.args
         dppo_shared.check_rules(
-            self.completion_rule,
-            self.completion_prune_rate,
-            self.prompt_rule,
-            self.prompt_prune_rate,
+            args.completion_rule,
+            args.completion_prune_rate,
+            args.prompt_rule,
+            args.prompt_prune_rate,
+        )
+        dppo.check_known("scale_rewards", args.scale_rewards, ("batch", *dppo.SCALES))
+        require(
+            args.scale_rewards not in OWN_SCALES
+            or args.multi_objective_aggregation == "sum_then_normalize",
+            f"scale_rewards={args.scale_rewards!r} is for the sum of all rewards; set "
+            "multi_objective_aggregation to 'sum_then_normalize'",
         )
         if not self.prunes:
             return
-        rules = f"completion_rule={self.completion_rule!r}, prompt_rule={self.prompt_rule!r}"
-        for option, values in (EXACT_WITH_PROMPTS if self.prunes_prompts else EXACT).items():
-            value, choice = getattr(args, option), " or ".join(map(repr, values))
+        rules = f"completion_rule={args.completion_rule!r}, prompt_rule={args.prompt_rule!r}"
+        for name, values in (EXACT_WITH_PROMPTS if self.prunes_prompts else EXACT).items():
+            value, choice = getattr(args, name), " or ".join(map(repr, values))
             require(
                 value in values,
-                f"{option}={value!r} with {rules}: what a completion adds to the gradient would "
+                f"{name}={value!r} with {rules}: what a completion adds to the gradient would "
                 f"depend on what else is sampled or kept; choose {choice}, or set the rules to "
                 "'none'",
             )
@@ -149,7 +182,7 @@ class DPPOTrainer(trl.GRPOTrainer):
 
     def check_prompts(self) -> None:
         """RuleError for options with which the prompt rule would not be exact."""
-        args, rule = self.args, self.prompt_rule
+        args, rule = self.args, self.args.prompt_rule
         update, generation = args.gradient_accumulation_steps, args.steps_per_generation
         require(
             generation <= update,
@@ -187,7 +220,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         Q = len(candidates)
         prompts = dppo_shared.find_prompts(self.index, [row["prompt"] for row in candidates])
 
-        rule, rate = self.prompt_rule, self.prompt_prune_rate
+        rule, rate = self.args.prompt_rule, self.args.prompt_prune_rate
         if self.loss_type in PER_TOKEN and self.so_far["mean_tokens"] is None:
             rule = "none"  # this generation batch is whole, and gives the denominator
         if sampler.PROMPT_RULES[rule].fixed_size:
@@ -207,12 +240,12 @@ class DPPOTrainer(trl.GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
         """TRL's rollouts and rewards, of the prompts that are drawn."""
         if not (self.prunes and self.model.training):
-            return super()._generate_and_score_completions(inputs)
+            return self.rescale(super()._generate_and_score_completions(inputs))
         self.so_far["batches"] += 1
         prompts = weights = None
         if self.prunes_prompts:
             inputs, prompts, weights = self.draw_prompts(inputs)
-        rows = super()._generate_and_score_completions(inputs)
+        rows = self.rescale(super()._generate_and_score_completions(inputs))
         require(
             "num_images" not in rows,
             "images: pruning was never tried with them; set both rules to 'none'",
@@ -235,11 +268,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         table = torch.stack([column.float() for column in columns], dim=1)  # [n, 4]
         table = self.accelerator.gather(table).cpu().double().T  # [4, N]
         advantages, tokens, cost, energy = table.reshape(4, -1, self.num_generations)  # [K, G]
-
-        weighted = self.rewards * self.reward_weights.to(self.rewards)  # [N, reward functions]
-        unscorable = weighted.isnan().all(dim=1)
-        rewards = torch.where(unscorable, torch.nan, weighted.nansum(dim=1))
-        rewards = rewards.cpu().view_as(advantages)
+        rewards = self.total_rewards().cpu().view_as(advantages)
 
         scale = (tokens > 0).double()  # of a token's loss, up to a constant
         if self.loss_type in ("grpo", "sapo"):
@@ -269,6 +298,27 @@ class DPPOTrainer(trl.GRPOTrainer):
         """TRL's, [N, reward functions]."""
         self.rewards = super()._calculate_rewards(*args)
         return self.rewards
+
+    def total_rewards(self) -> torch.Tensor:
+        """The rewards [N] of all ranks: TRL's weighted sum. NaN: no function gave one."""
+        weighted = self.rewards * self.reward_weights.to(self.rewards)  # [N, reward functions]
+        return torch.where(weighted.isnan().all(dim=1), torch.nan, weighted.nansum(dim=1))
+
+    def rescale(self, rows: dict) -> dict:
+        """The same rows. If TRL does not have the scale, dppo.group_advantages gives advantages."""
+        scale = self.args.scale_rewards
+        if scale not in OWN_SCALES:
+            return rows
+        G = self.num_generations if self.model.training else self.num_generations_eval
+        groups = self.total_rewards().view(-1, G)
+        advantages = dppo.group_advantages(groups, scale).flatten()  # [N]
+        logged = self._logs["advantages"]  # TRL has just added its own to these
+        for _ in advantages:
+            logged.pop()
+        logged.extend(advantages.tolist())
+        n = len(rows["advantages"])
+        first = self.accelerator.process_index * n
+        return rows | {"advantages": advantages[first : first + n].to(rows["advantages"])}
 
     # --------------------------------------------------------------------------------- completions
 
@@ -302,7 +352,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         generator = dppo.generator_for(self.args.seed, "completions", self.so_far["draws"])
         self.so_far["draws"] += 1
         _keep, weights = dppo.prune_completions(
-            self.completion_rule, self.completion_prune_rate, batch, generator
+            self.args.completion_rule, self.args.completion_prune_rate, batch, generator
         )
         weights = weights * inside * self.prompt_weights  # [K, G]
         (weights,) = broadcast_object_list([weights])  # ranks might round differently

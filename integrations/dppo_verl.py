@@ -13,14 +13,16 @@ and sampler.py.
                  their gradient in row i is multiplied by f_i = 1 / P(kept), which the training
                  processes do, the whole term of row i is: clip, KL, entropy bonus, masks and
                  rollout correction. Advantages and denominators are those of the un-pruned batch
-`check` refuses options for which such a factor is not exact. docs/verl.md has runs and explains the
-log. verl's own losses dppo_tv and dppo_kl are Divergence PPO (arXiv:2602.04879), another method.
+`check` refuses options for which such a factor is not exact. docs/other-trainers.md explains the
+options and the log. `python -m dppo_verl` says whether verl finds this file, and if not, why.
+verl's own losses dppo_tv and dppo_kl are Divergence PPO (arXiv:2602.04879), another method.
 
 Letters: Q prompts of a batch, K of them rolled out, G completions each, N = K x G rows; M updates.
 """
 
 import functools
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +32,8 @@ import verl
 from omegaconf import OmegaConf, open_dict
 from tensordict import TensorDict
 from verl.protocol import DataProto
-from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.core_algos import register_adv_est
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories as compute_advantage
 from verl.utils import tensordict_utils as tu
@@ -43,6 +46,15 @@ import dppo
 import dppo_shared
 import sampler
 from dppo_shared import require
+
+if __name__ == "__main__":  # verl hides the errors of plug-ins; this is where they are shown
+    if "nanodppo" not in TRAINER_REGISTRY:
+        sys.exit(
+            f"{__file__} can be imported, but verl does not load it: pip install nanodppo in this "
+            "environment, or set VERL_USE_EXTERNAL_MODULES=dppo_verl"
+        )
+    print(f"verl {verl.__version__} finds the trainer nanodppo: {__file__}")
+    sys.exit()
 
 VERL = "0.9.1"  # the version whose methods are wrapped
 DEFAULTS = {
@@ -58,7 +70,7 @@ PARTS = "actor_rollout_ref"
 EXACT = [  # values with which a row's term does not depend on what else is kept, and their options
     (LOSSES, ["actor.policy_loss.loss_mode"]),
     (MODES, ["actor.loss_agg_mode"]),
-    (("grpo", "rloo"), ["algorithm.adv_estimator"]),
+    (("grpo", "grpo_variance", "grpo_mean", "rloo"), ["algorithm.adv_estimator"]),
     (("fsdp", "fsdp2"), ["actor.strategy"]),
     ((1,), ["actor.ppo_epochs", "actor.ulysses_sequence_parallel_size",
             "actor.fsdp_config.ulysses_sequence_parallel_size"]),
@@ -116,6 +128,22 @@ def check(config, trainer) -> None:
         print("data.seed=null: draws use seed 0, but verl's order of prompts cannot be repeated")
 
 
+def scaled_advantages(scale, token_level_rewards, response_mask, index, **_options):
+    """(advantages, returns) [N, T]: those of dppo.group_advantages. `index` [N] names the groups.
+    These are algorithm.adv_estimator=grpo_variance and grpo_mean, for verl's own trainers, too."""
+    rewards = token_level_rewards.sum(dim=1)  # [N]
+    advantages = torch.zeros_like(rewards)
+    for uid in set(index):
+        rows = torch.from_numpy(index == uid)  # [N]
+        advantages[rows] = dppo.group_advantages(rewards[rows][None], scale)[0]
+    advantages = advantages[:, None] * response_mask
+    return advantages, advantages
+
+
+for scale in ("variance", "mean"):
+    register_adv_est(f"grpo_{scale}")(functools.partial(scaled_advantages, scale))
+
+
 def pruned_loss(config, model_output: dict, data: TensorDict, dp_group=None):
     """verl's ppo_loss of a micro-batch in a training process, with the gradient of row i times f_i
     and the tokens of the un-pruned mini-batch as denominator: both are in data["dppo"], [n, 2]."""
@@ -148,6 +176,7 @@ class DPPOTrainer(PPOTrainerSync):
         self.prunes_prompts = self.prompt_rule != "none"
         self.prunes = self.prunes_prompts or self.completion_rule != "none"
         check(config, self)
+        print(f"nanodppo: {', '.join(f'{name}={value}' for name, value in options.items())}")
         self.actor = config[PARTS].actor
         self.G = config[PARTS].rollout.n
         self.Q = config.data.train_batch_size

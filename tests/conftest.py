@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toy
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import Cache, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import config
@@ -108,7 +108,8 @@ def forwards(monkeypatch):
         seen, decode = [], Decoder.__call__
 
         def hook(_model, args, inputs, _output):
-            mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+            mask = inputs.get("attention_mask")
+            cache = next((x for x in inputs.values() if isinstance(x, Cache)), None)
             seen.append((args[0] if args else inputs["input_ids"], mask, cache))
 
         def spy(decoder, token, positions, step, cache, bias=None):

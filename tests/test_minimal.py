@@ -120,19 +120,23 @@ def test_grpo_is_the_identity(start):
 # ---------------------------------------------------------------------------- the gradient
 
 
-def test_sampled_log_probs_are_the_models(policy_folder):
+def test_sampled_log_probs_are_the_models(policy_folder, monkeypatch):
     """Every ratio is 1: with advantage 1 and factor 1 / length, the loss is minus the completions.
 
     Catches padding that attention sees, a wrong cache row after some completions ended, and
-    log-probs or masks that are shifted by one.
+    log-probs or masks that are shifted by one, and a cache by a name that transformers ignores.
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(policy_folder)
     model.lm_head.weight.data[minimal.END] *= 3  # completions end early, at different tokens
     problems = [arithmetic.problem("train", i) for i in range(24)]
+    cache = minimal.DynamicCache()
+    monkeypatch.setattr(minimal, "DynamicCache", lambda: cache)
     ids, sampled, logprobs, rewards = minimal.sample(model, problems)
     lengths = sampled.sum(1)
     assert rewards.shape == (24,)
+    width = ids.shape[1] - minimal.T  # of the prompts
+    assert cache.get_seq_length() == width + lengths.max() - 1  # the last token is not read
     assert len(lengths.unique()) > 3
     assert torch.equal(logprobs != 0, sampled)
     ones = torch.ones(24, dtype=torch.float64)

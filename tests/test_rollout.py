@@ -16,7 +16,7 @@ import dppo
 import models
 import packing
 import rollout
-from engines import compact, hf
+from engines import compact, hf, prefill
 from runtime import InputError
 
 FAST = ["compact", "hf"]
@@ -256,6 +256,21 @@ def test_prompts_are_read_once_and_rows_leave(
         assert len(begun) < tokens
         tokens = len(begun)
     assert sum(computed) == 6 + tokens
+
+
+@pytest.mark.parametrize("engine", ["plain", "compact"])
+def test_forwards_continue_the_cache(make_policy, monkeypatch, engine):
+    """Catches a cache by a name that this version of transformers ignores: 5.23 decodes without
+    context if it is called `cache`, and 5.40 will if it is called `past_key_values`."""
+    model, _ = make_policy()
+    made = []
+    module, name = {"plain": (rollout, "DynamicCache"), "compact": (prefill, "growing_cache")}[
+        engine
+    ]
+    make = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda: made.append(make()) or made[-1])
+    sample(model, [[65, 66, 67]], max_new_tokens=5, eos_ids=[], engine=engine)
+    assert made[0].get_seq_length() == 3 + 5 - 1  # the last token is not read
 
 
 @pytest.mark.parametrize("engine", ["plain", "compact"])

@@ -1,17 +1,11 @@
 #!/bin/sh
 # Tests of integrations/dppo_verl.py. Builds an environment with verl (some minutes) and runs them
-# there, which takes up to half an hour. From the root of the repository: sh tests/verl.sh [FOLDER]
+# there, which takes an hour. From the root of the repository: sh tests/verl.sh [FOLDER]
 set -e
 venv=${1:-.venv-verl}
 if [ ! -x "$venv/bin/pytest" ]; then
     python3 -m venv "$venv"
-    "$venv/bin/pip" install -q torch==2.13.0
-    # verl asks for CUDA packages and wandb, which a CPU does not need
-    "$venv/bin/pip" install -q --no-deps verl==0.9.1
-    "$venv/bin/pip" install -q torch==2.13.0 transformers==5.9.0 'tensordict>=0.10,<0.11' \
-        'ray[default]==2.60.0' TransferQueue==0.1.11 hydra-core codetiming datasets pandas \
-        'pyarrow>=19' torchdata peft accelerate dill pylatexenc pybind11 tensorboard pyzmq msgspec \
-        fastapi uvicorn cachetools tqdm pytest
+    "$venv/bin/pip" install -q torch==2.13.0 'verl[verl-core]==0.9.1' 'transformers<5.11' pytest
 fi
 # without conftest.py, which needs what train.py needs; Ray would give its workers a low priority
 OMP_NUM_THREADS=1 RAY_worker_niceness=0 "$venv/bin/python" -m pytest -o addopts= --noconftest -v \

@@ -298,10 +298,10 @@ def test_a_dead_server_is_one_line(server, tmp_path, monkeypatch):
 
 
 def test_the_page(served, tmp_path):
-    """The second command of docs/tinker.md, word for word, with two small steps of its program.
+    """Tinker's second command of the page, word for word, with two small steps of its program.
     Catches a command or a program that no longer runs."""
     served.stop()
-    page = (ROOT / "docs" / "tinker.md").read_text()
+    page = (ROOT / "docs" / "other-trainers.md").read_text().split("\n## Tinker\n")[1]
     (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     for large, small in (("steps=25", "steps=2"), ("step=32", "step=8"), ('c", 100', 'c", 8')):
         assert large in program

@@ -8,6 +8,7 @@ import importlib
 import math
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ import dppo
 import sampler
 from dppo import RuleError
 from related import rivals  # noqa: F401 (adds rules that are biased)
-from tasks import arithmetic
 
 trl = pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
 trl_toy = importlib.import_module("trl_toy")  # after the line above: it needs TRL, too
@@ -102,6 +102,32 @@ def test_prompts_are_exact(gpt2, exact_world, loss, rule):
     if loss in dppo_trl.PER_TOKEN:
         wanted *= stock.trainer._buffered_inputs[0]["num_items_in_batch"].item() / 64
     assert error(over_prompts(measured.gradients), wanted) < 1e-12
+
+
+@pytest.mark.parametrize("scale", ["variance", "mean"])
+def test_own_scales_are_exact(gpt2, exact_world, scale):
+    """Scales that TRL does not have, in every outcome of both draws. The gradient that it should be
+    is that of GRPOTrainer, whose advantages are replaced. Catches a scale of what was kept, TRL's
+    own advantages, and those of another group."""
+
+    def advantages(trainer):
+        rewards = torch.tensor(trainer._logs["rewards"]["toy_reward"])
+        return dppo.group_advantages(rewards.view(-1, trl_toy.G), scale).flatten()
+
+    class Replaced(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            rows = super()._generate_and_score_completions(inputs)
+            return rows | {"advantages": advantages(self).to(rows["advantages"])}
+
+    options = {"loss_type": "grpo", "prompts": trl_toy.SAME_LENGTH}
+    stock = Measured(gpt2, Replaced, **options, scale_rewards="none").gradients()
+    options |= {"scale_rewards": scale}
+    unpruned = Measured(gpt2, **options, rules=NONE)
+    assert error(unpruned.gradients(), stock) < 1e-12
+    trainer = unpruned.trainer
+    assert torch.equal(torch.tensor(trainer._logs["advantages"]), advantages(trainer).float())
+    measured = Measured(gpt2, **options, rules={"prompt_rule": "pps", "prompt_prune_rate": 0.3})
+    assert error(over_prompts(lambda: over_completions(measured)[0]), stock) < 1e-12
 
 
 def test_both_levels_are_exact(gpt2, exact_world):
@@ -418,20 +444,59 @@ def test_other_runs_are_resumed(gpt2, tmp_path, monkeypatch):
         assert (tmp_path / "checkpoint-0" / "dppo.pt").exists() == writes
 
 
-def test_the_page(policy_folder, monkeypatch, tmp_path):
-    """Two small steps of the program in docs/trl.md. Catches a program that no longer runs."""
-    page = Path(trl_toy.__file__).parents[2] / "docs" / "trl.md"
-    (program,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    for large, small in (("max_steps=60", "max_steps=2"), ("size=32", "size=8"), ("ns=16", "ns=4")):
-        assert large in program
-        program = program.replace(large, small)
-    monkeypatch.setattr(arithmetic, "BASE", policy_folder)
+PAGE = Path(trl_toy.__file__).parents[2].joinpath("docs", "other-trainers.md").read_text()
+
+
+@pytest.fixture
+def at_the_hub(policy_folder, monkeypatch, tmp_path):
+    """The current folder has the page's model by its name: small and untrained."""
+    (name,) = re.findall(r'model="(.*)"', PAGE)
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).symlink_to(policy_folder)
     monkeypatch.chdir(tmp_path)
+
+
+def test_the_page(at_the_hub):
+    """The program of the page, word for word. Catches one that no longer runs, and a figure of the
+    log that the page does not explain."""
+    program = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
     names = {}
     exec(program, names)
-    explained = set(re.findall(r"^\| `(dppo/\w+)` \|", page.read_text(), re.MULTILINE))
+    assert names["trainer"].state.global_step == 20
+    explained = set(re.findall(r"^\| `(dppo/\w+)` \|", PAGE, re.MULTILINE))
     logged = {name for name in names["trainer"].state.log_history[0] if name.startswith("dppo/")}
     assert logged == explained - {"dppo/kept_prompts", "dppo/reward"}
+
+
+def test_the_parser(monkeypatch, tmp_path):
+    """TrlParser with the page's YAML file and a flag beside it. Catches options that are not in the
+    configuration's class, and a file that no longer works."""
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    path = tmp_path / "dppo.yaml"
+    path.write_text(text)
+    (line,) = re.findall(r"`args, = (.*)`", PAGE)
+    flags = re.search(r"`python train_trl.py --config dppo.yaml (.*)`", PAGE)[1].split()
+    monkeypatch.setattr(sys, "argv", ["train_trl.py", "--config", str(path), *flags, "--use_cpu"])
+    names = {"TrlParser": trl.TrlParser, "DPPOConfig": dppo_trl.DPPOConfig}
+    (args,) = eval(line, names)
+    found = {name: getattr(args, name) for name in ("completion_prune_rate", "scale_rewards")}
+    assert found == {"completion_prune_rate": 0.8, "scale_rewards": "variance"}
+    assert args.prompt_rule == "pps"
+    monkeypatch.setattr(sys, "argv", ["train_trl.py", "--help"])
+    with pytest.raises(SystemExit):
+        eval(line, names)
+
+
+def test_configurations_are_checked(gpt2):
+    """GRPOConfig has no rules: the sentence names the class that does. Catches defaults that are
+    used without a word."""
+    with pytest.raises(RuleError, match="args is a GRPOConfig: DPPOTrainer needs a DPPOConfig"):
+        dppo_trl.DPPOTrainer(str(gpt2), trl_toy.toy_reward, trl.GRPOConfig("out", use_cpu=True))
+    with pytest.raises(RuleError, match=r"unknown scale_rewards 'std': .*batch, none, group, var"):
+        make_trainer(gpt2, scale_rewards="std")
+    options = {"multi_objective_aggregation": "normalize_then_sum", "rules": NONE}
+    with pytest.raises(RuleError, match=r"scale_rewards='mean' .*set multi_objective_aggregation"):
+        make_trainer(gpt2, scale_rewards="mean", **options)
 
 
 def test_evaluation_is_grpos(gpt2, exact_world):
@@ -457,7 +522,7 @@ def test_evaluation_is_grpos(gpt2, exact_world):
         ({"top_entropy_quantile": 0.5}, {}, "top_entropy_quantile=0.5 .*choose 1.0"),
         ({"steps_per_generation": 3, "per_device_train_batch_size": 8}, {}, "let one divide"),
         ({"loss_type": "bnpo"}, PROMPTS, "loss_type='bnpo' .*choose 'grpo' or"),
-        ({"scale_rewards": "batch"}, PROMPTS, "scale_rewards='batch' .*'group' or 'none'"),
+        ({"scale_rewards": "batch"}, PROMPTS, "scale_rewards='batch' .*'none' or 'group' or"),
         (
             {"multi_objective_aggregation": "normalize_then_sum"},
             PROMPTS,
@@ -502,12 +567,12 @@ def test_trainers_are_refused(gpt2, monkeypatch):
     own = sampler.PromptRule(lambda score, rate: torch.ones(len(score)))
     monkeypatch.setitem(sampler.PROMPT_RULES, "mine", own)
     for rule in ("dppo", "mine"):
-        trainer.prompt_rule = rule
+        trainer.args.prompt_rule = rule
         with pytest.raises(
             RuleError, match=f"'{rule}' .*3 processes must divide num_generations=4;"
         ):
             trainer.check()
-    trainer.prompt_rule = "pps"
+    trainer.args.prompt_rule = "pps"
     trainer.check()
 
 

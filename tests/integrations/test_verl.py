@@ -8,6 +8,7 @@ import copy
 import itertools
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from related import rivals  # noqa: F401 (adds rules that are biased)
 
 pytest.importorskip("verl", reason="tests/verl.sh runs these, with verl")
 import verl_toy as toy
+from verl.trainer.ppo import core_algos
 from verl_toy import (
     ACTOR,
     LOSS,
@@ -57,7 +59,7 @@ def test_completions_are_exact(loss, mode):
 
 
 @pytest.mark.parametrize("rule", ["zero", "dppo", "pps"])
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["grpo", "grpo_variance", "grpo_mean", "rloo"])
 def test_rules_are_exact(rule, kind):
     """Every outcome of every rule. Catches a keep probability of 0 for a term that is not 0."""
     options = {"algorithm__adv_estimator": kind, "prompts": ("bb", "ccc")}
@@ -67,6 +69,18 @@ def test_rules_are_exact(rule, kind):
     stock = toy.stock(**options, **{UPDATE: 2})
     assert error(toy.over_completions(pruned), stock) < 1e-12
     assert rule == "zero" or error(pruned.gradients[0], stock) > 0.01
+
+
+@pytest.mark.parametrize(("scale", "right", "wrong"), [("variance", 4, -4 / 3), ("mean", 3, -1)])
+def test_own_estimators(scale, right, wrong):
+    """Two groups of four, mixed, one of which is dead. Catches another group and another scale."""
+    estimator = core_algos.get_adv_estimator_fn(f"grpo_{scale}")
+    rewards = torch.tensor([[0, 1.0], [0, 1], [0, 0], [0, 1], [0, 0], [0, 1], [0, 0], [0, 1]])
+    mask = torch.tensor([[1, 1], [1, 0]] * 4)
+    index = np.array(["a", "b"] * 4)
+    found, _ = estimator(token_level_rewards=rewards, response_mask=mask, index=index, config=None)
+    rows = torch.tensor([right, 0, wrong, 0, wrong, 0, wrong, 0])
+    torch.testing.assert_close(found, rows[:, None] * mask, check_dtype=False)
 
 
 @pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])

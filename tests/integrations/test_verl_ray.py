@@ -6,6 +6,7 @@ tests/verl.sh runs these, which takes half an hour; without verl they are skippe
 import importlib
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,13 +134,10 @@ def test_killed_and_resumed(tmp_path):
 
 
 def test_the_page(tmp_path, monkeypatch):
-    """Two steps of the command in docs/verl.md, with and without. Catches one that no longer runs,
-    and a figure that the page does not explain."""
-    page = (runs.ROOT / "docs" / "verl.md").read_text()
-    commands = re.findall(
-        r"^    python tests/integrations/verl_runs\.py train (\S+)(.*)$", page, re.M
-    )
-    assert [bool(options) for _, options in commands] == [False, True]
+    """Two steps without and with the page's option. Catches a figure that the page does not
+    explain, and a start that does not say that it prunes."""
+    page = (runs.ROOT / "docs" / "other-trainers.md").read_text()
+    commands = [("out-verl", ""), ("out-pps", "trainer.v1.trainer_mode=nanodppo")]
     small = ["trainer.total_training_steps=2", "data.train_batch_size=8"]
     small += [f"{ACTOR}.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"]
     monkeypatch.chdir(tmp_path)
@@ -147,6 +145,8 @@ def test_the_page(tmp_path, monkeypatch):
         runs.main("train", folder, *options.split(), *small, "trainer.test_freq=-1")
         rows = runs.log(folder)
         assert len(rows) == 2
+        said = "nanodppo: completion_rule=pps" in Path(folder, "output.txt").read_text()
+        assert said == bool(options)
     explained = set(re.findall(r"^\| `(dppo/\w+)` \|", page, re.MULTILINE))
     logged = {name for name in rows[0] if name.startswith("dppo/")}
     assert logged == explained - {"dppo/kept_prompts", "dppo/reward"}

@@ -4,6 +4,8 @@ tests/verl.sh builds an environment with verl and runs these tests in it; withou
 skipped.
 """
 
+import re
+import shutil
 import subprocess
 import sys
 import types
@@ -21,6 +23,7 @@ from related import rivals  # noqa: F401 (adds rules that are biased)
 
 verl = pytest.importorskip("verl", reason="tests/verl.sh runs these, with verl")
 import verl_toy as toy  # noqa: E402  it needs verl, too
+from hydra import compose, initialize_config_module  # noqa: E402
 from verl_toy import (  # noqa: E402
     ACTOR,
     LOSS,
@@ -473,3 +476,57 @@ def test_verl_finds_it():
             capture_output=True, env=environment,
         ).stdout  # fmt: skip
         assert found.endswith("['colocate_async', 'nanodppo', 'separate_async', 'sync']\n")
+
+
+@pytest.mark.parametrize(
+    ("edit", "installed", "said"),
+    [
+        ("", True, "verl 0.9.1 finds the trainer nanodppo: "),
+        (
+            "",
+            False,
+            "can be imported, but verl does not load it: pip install nanodppo",
+        ),
+        ("import missing_module", True, "ModuleNotFoundError: No module named 'missing_module'"),
+    ],
+)
+def test_the_check(tmp_path, edit, installed, said):
+    """`python -m dppo_verl` as a plug-in, not installed, and broken: verl itself says nothing of
+    an error. Catches a check that passes whatever verl finds."""
+    for name in ("dppo.py", "sampler.py", "integrations/dppo_shared.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    text = (ROOT / "integrations" / "dppo_verl.py").read_text()
+    (tmp_path / "dppo_verl.py").write_text(text.replace("import dppo\n", f"import dppo\n{edit}\n"))
+    if installed:
+        info = tmp_path / "nanodppo-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nanodppo\nVersion: 0\n")
+        (info / "entry_points.txt").write_text("[verl.plugins]\nnanodppo = dppo_verl\n")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "dppo_verl"], cwd=tmp_path, check=False, text=True,
+        capture_output=True, env={"PATH": "/usr/bin", "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert said in done.stdout + done.stderr
+    assert (done.returncode == 0) == (installed and not edit)
+
+
+PAGE = (ROOT / "docs" / "other-trainers.md").read_text().split("\n## verl\n")[1]
+
+
+def test_the_pages_options():
+    """Every option of the page is one of verl's, and the trainer takes it. Catches a misspelt name
+    and a missing +."""
+    command = re.search(r"^    python -m verl\.trainer\.main_ppo ((?:.*\\\n)+.*)$", PAGE, re.M)[1]
+    cases = [command.replace("\\\n", " ").split()]
+    table = PAGE.split("| loss | options |")[1].split("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        given = " ".join(re.findall(r"`([^`]*=[^`]*)`", row)).split()
+        whole = [x if x.startswith("algorithm.") else f"actor_rollout_ref.actor.{x}" for x in given]
+        cases.append([*cases[0], *whole])
+    assert len(cases) == 5
+    for options in cases:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", overrides=options)
+        with mock.patch.object(toy.PPOTrainerSync, "__init__", return_value=None):
+            trainer = dppo_verl.DPPOTrainer(config)
+        assert trainer.prunes_prompts

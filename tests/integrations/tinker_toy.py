@@ -8,6 +8,7 @@ need no SDK.
 import copy
 import importlib
 import itertools
+import os
 import sys
 import types
 import zlib
@@ -206,7 +207,9 @@ class Client:
         return Future(types.SimpleNamespace(metrics=norm))
 
     def save_state(self, name):
-        path = f"tinker://{self.server.clients.index(self)}/weights/{name}"
+        path = f"tinker://toy/weights/{name}"
+        if path in self.server.saved:
+            return Future(error=TinkerError(f"409: {name} exists"))
         self.server.saved[path] = copy.deepcopy((self.theta, self.moments))
         return Future(types.SimpleNamespace(path=path))
 
@@ -248,7 +251,8 @@ def make_trainer(folder, server, problems=PROBLEMS, held_out=(), **options):
         "prompt_rule": "none", "completion_rule": "none", "out_dir": str(folder),
     } | options  # fmt: skip
     SDK.ServiceClient = server
-    with mock.patch.object(dppo_tinker, "tinker", SDK):
+    key = mock.patch.dict(os.environ, TINKER_API_KEY="tml-toy")
+    with key, mock.patch.object(dppo_tinker, "tinker", SDK):
         return dppo_tinker.Trainer(
             problems, list(held_out), reward, Tokenizer(), "toy", "http://toy", **options
         )
@@ -256,6 +260,7 @@ def make_trainer(folder, server, problems=PROBLEMS, held_out=(), **options):
 
 def gradient_of(trainer, step=1):
     """What one step sends to Adam, from the same parameters and history each time."""
+    trainer.service.saved.clear()  # so that its names are free again
     before = copy.deepcopy((trainer.history, trainer.mean_tokens, trainer.client))
     with mock.patch.object(dppo_tinker, "tinker", SDK):
         row = trainer.step(step)
@@ -277,9 +282,7 @@ def full_gradient(trainer, denominator):
         rows = policy.sample(ModelInput(prompt), G, options).value.sequences
         scores = [reward(Tokenizer().decode(one.tokens, True), answer) for one in rows]
         scores = torch.tensor([torch.nan if x is None else x for x in scores]).double()
-        advantages = dppo.group_advantages(scores[None], dppo.LOSSES[trainer.loss].scale_rewards)[
-            0
-        ].tolist()
+        advantages = dppo.group_advantages(scores[None], trainer.scale_rewards)[0].tolist()
         found += [(prompt, one, A) for one, A in zip(rows, advantages, strict=True)]
     tokens, total = sum(len(one.tokens) for _, one, _ in found), 0.0
     for prompt, one, A in found:

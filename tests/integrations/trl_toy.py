@@ -72,7 +72,7 @@ def toy_reward(completions, **columns):
 
 
 def make_trainer(folder, kind=dppo_trl.DPPOTrainer, prompts=None, rules=None, callbacks=(), **own):
-    """A trainer of save_model's model; `rules` are those of DPPOTrainer, `own` TRL's options."""
+    """A trainer of save_model's model; `rules` are options of DPPOConfig, `own` those of TRL."""
     prompts = prompts or PROMPTS
     options = {
         "output_dir": f"{folder}-out", "use_cpu": True, "bf16": False, "report_to": "none",
@@ -81,15 +81,18 @@ def make_trainer(folder, kind=dppo_trl.DPPOTrainer, prompts=None, rules=None, ca
         "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True,
         "max_grad_norm": 0.0, "shuffle_dataset": False,
     } | own  # fmt: skip
+    if issubclass(kind, dppo_trl.DPPOTrainer):
+        args = dppo_trl.DPPOConfig(**options, **(rules or {}))
+    else:
+        args = trl.GRPOConfig(**options)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     return kind(
         model,
         toy_reward,
-        args=trl.GRPOConfig(**options),
+        args=args,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=transformers.AutoTokenizer.from_pretrained(folder, padding_side="left"),
         callbacks=list(callbacks),
-        **(rules or {}),
     )
 
 

@@ -121,9 +121,9 @@ def sample(model, prompts, seeds, temperature, tokens):
     cache, new = DynamicCache(), ids
     for t in range(tokens):
         place = mask.cumsum(1)[:, -new.shape[1] :] - 1
-        logits = model(
-            new, attention_mask=mask, position_ids=place.clamp(min=0), past_key_values=cache
-        ).logits[:, -1].float() / (temperature or 1.0)
+        logits = model(new, mask, place.clamp(min=0), cache).logits[:, -1].float() / (
+            temperature or 1.0
+        )
         new = (logits + gumbel[rows, t]).argmax(dim=1, keepdim=True)
         logprobs = logits.log_softmax(dim=1).gather(1, new)[:, 0].tolist()
         for row, token, logprob in zip(rows.tolist(), new[:, 0].tolist(), logprobs, strict=True):
