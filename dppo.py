@@ -71,7 +71,7 @@ def check_known(kind: str, name: str, known) -> None:
 
 
 # What R - mean is divided by in each group, and the objective that this ascends: a function of each
-# prompt's pass rate p, for rewards of 0 and 1 (docs/objectives.md). none and group are TRL's names.
+# prompt's pass rate p, for rewards of 0 and 1 (docs/method.md). none and group are TRL's names.
 SCALES = {
     "none": "p",  # Dr. GRPO (arXiv:2503.20783)
     "group": "2 arcsin(sqrt(p))",  # GRPO (arXiv:2402.03300): the group's standard deviation

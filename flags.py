@@ -31,7 +31,7 @@ class Config:
     """Which completions are dropped after reward. zero (terms that are exactly 0), uniform, dppo
     (by |advantage|), pps (ours, by size, a share of the tokens) and adaptive (ours, by size, as
     many as pays) are unbiased. cppo, pods and dppo_floor keep by rank, which changes the objective
-    (docs/objectives.md); cppo_batch is biased; none. By default the method's rule."""
+    (docs/method.md); cppo_batch is biased; none. By default the method's rule."""
     prompt_prune_rate: float | None = None
     """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
     By default 0.3; for pps and adaptive 0.6, or 0.75 with tiny."""

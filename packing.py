@@ -110,7 +110,7 @@ def plan_packs(
 
 def shares_prompts(device) -> bool:
     """Whether a slot holds a prompt once for all of its completions there. Without it, an update of
-    SmolLM2 takes 2.5 times as long on a CPU; CUDA's kernels gain nothing (docs/performance.md)."""
+    SmolLM2 takes 2.5 times as long on a CPU; CUDA's kernels gain nothing."""
     return torch.device(device).type == "cpu"
 
 

@@ -1,6 +1,6 @@
 """
 vLLM as the sampling engine, in this process, one engine per rank: `--engine vllm`. Optional;
-docs/real-models.md says how to install it, and tests/vllm.sh runs its tests on a CPU.
+docs/running.md says how to install it, and tests/vllm.sh runs its tests on a CPU.
 
 vLLM samples from the trainer's policy only if all of these hold: the weights are sent after every
 update, including a head that is tied to the embedding; prefixes cached under the old weights are

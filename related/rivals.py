@@ -1,6 +1,6 @@
 """
 The rivals' pruning rules: what they keep, and what they multiply it by. None has the expected
-gradient of the full batch; some ascend another objective (docs/objectives.md). Importing this file
+gradient of the full batch; some ascend another objective (docs/method.md). Importing this file
 adds them to dppo.COMPLETION_RULES and sampler.PROMPT_RULES; config.py does so when one is asked for
 by name.
 
@@ -130,7 +130,7 @@ def low_prompts(score: torch.Tensor, prune_rate: float):
 
 ANOTHER = (
     "it keeps by rank. With 0/1 rewards and a constant denominator (--loss dr_grpo) it can be "
-    "unbiased for another objective; docs/objectives.md says when"
+    "unbiased for another objective; docs/method.md says when"
 )
 BY_RANK = "it keeps by rank, not at random"
 dppo.COMPLETION_RULES |= {

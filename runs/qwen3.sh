@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Presets for real models on real mathematics; flags after the name override the preset:
 #   bash runs/qwen3.sh NAME [flags of train.py]
-# Derived from the memory table in docs/real-models.md; no GPU has run them yet. pps rolls out 40 %
+# Derived from the memory table in docs/running.md; no GPU has run them yet. pps rolls out 40 %
 # of --prompts-per-step: twice GRPO's candidates, four fifths of its rollouts.
 set -euo pipefail
 # Under torchrun, ranks that are still saving are killed after this many seconds (default: 30).

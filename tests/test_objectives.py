@@ -166,7 +166,7 @@ def test_pruning_keeps_every_objective(loss, scale_rewards):
 
 @pytest.mark.parametrize("replacement", [True, False])
 def test_dead_groups_removed(replacement):
-    """What docs/objectives.md says of filters: three prompts are drawn, and the gradient is divided
+    """What docs/method.md says of filters: three prompts are drawn, and the gradient is divided
     by the number of live groups. Drawn independently, each prompt's part of the expected gradient
     is the full one's, times one factor. Without replacement from four prompts it is not."""
     G = 3
