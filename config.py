@@ -26,7 +26,7 @@ from runtime.device import choose_device, choose_dtype
 
 @dataclass(frozen=True)
 class Method:
-    """What a --method stands for: two rules, and defaults of other flags."""
+    """What a --method sets: two rules, and defaults of other flags."""
 
     prompt_rule: str = "none"
     completion_rule: str = "none"

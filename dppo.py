@@ -173,7 +173,7 @@ def contribution_size(
     because the variance that pruning adds is that of the weighted term. `energy` is the sum over
     its tokens of |onehot - softmax|^2. The gradient passes through the logits, and the scores of
     different tokens are uncorrelated, so the squared norm is roughly proportional to the energy.
-    beta stands for the KL term's part.
+    beta accounts for the KL term.
 
     The size is exactly 0 where the term is exactly 0. Elsewhere it is at least SIZE_FLOOR of the
     mean, so an estimate that underflows never leads to a keep probability of 0.

@@ -252,7 +252,7 @@ def toy_case(
     generator = torch.Generator().manual_seed(2)
     table = torch.randn(V, V, generator=generator, dtype=torch.float64)
     lengths = torch.tensor([[5, 2, 3, 4], [1, 4, 2, 5], [1, 1, 2, 1]])
-    tokens = torch.randint(V, (Q, G, 6), generator=generator)  # the first one stands for the prompt
+    tokens = torch.randint(V, (Q, G, 6), generator=generator)  # the first one is the prompt
     noise, ref_noise = torch.randn(2, Q, G, 5, generator=generator, dtype=torch.float64)
     rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0]], dtype=torch.float64)
     sampled = torch.arange(5) < lengths[..., None]  # [Q, G, 5]

@@ -44,7 +44,7 @@ def ask(request, *args, **options):
         return answer.result(TIMEOUT) if hasattr(answer, "result") else answer
     except Exception as error:  # the SDK's own kinds, ValueError and TimeoutError
         said = " ".join(f"{request.__name__} failed with {error!r}".split())[:300]
-        raise RuleError(f"{said}; once the server is back, the same program goes on") from error
+        raise RuleError(f"{said}; once the server is back, the same program continues") from error
 
 
 def make_datums(rows: list, means: tuple = (False, False), multiple: int = 1) -> list:

@@ -4,7 +4,7 @@
 #   bash runs/results.sh race      equal seconds: search, runs/search.jsonl, and race, runs/race.jsonl,
 #                                  5 hours
 #   bash runs/results.sh words     equal steps of SmolLM2, an hour; after bash runs/smollm2.sh
-# The same command goes on where it was stopped. `python -m bench results` prints and draws the rows.
+# The same command continues where it was stopped. `python -m bench results` prints and draws the rows.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-} in

@@ -13,5 +13,5 @@ train() {  # train MODULE FOLDER FLAGS...: start it, resume it, or skip it if it
         set -- "$@" --resume
     fi
     python -m "$1" "${common[@]}" --out-dir "$2" "${@:3}"
-    ended "$2"  # one that was stopped ends this script; the same command goes on
+    ended "$2"  # one that was stopped ends this script; the same command continues
 }

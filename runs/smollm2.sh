@@ -6,7 +6,7 @@
 #   bash runs/smollm2.sh --short        fewer steps, 17 minutes
 #   bash runs/smollm2.sh                grpo and pps with one seed, an hour
 #   bash runs/smollm2.sh --gsm8k DIR    after the last one: GSM8K, an hour and a half more
-# Everything is in out-smollm2/, or out-smollm2-short/. The same command goes on where it stopped.
+# Everything is in out-smollm2/, or out-smollm2-short/. The same command continues where it stopped.
 # `bash runs/results.sh words` begins with the supervised start of the second.
 # DIR holds gsm8k_train.jsonl and gsm8k_test.jsonl, with the data set's own keys.
 set -euo pipefail

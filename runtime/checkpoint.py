@@ -245,7 +245,7 @@ def restore(trainer) -> int:
 
 
 def _compare_content(now: dict, before: dict, of_run: str) -> None:
-    """InputError if a run goes on with other problems than it began with. Where a part of the run
+    """InputError if a run continues with other problems than it began with. Where a part of the run
     is not evaluated, what it was evaluated on before still counts: it is put into `now`."""
     for use, flag in (("train", "--data"), ("evaluate", "--eval-data")):
         if not now[use] or not before[use]:

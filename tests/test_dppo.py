@@ -425,7 +425,7 @@ def test_counts_of_the_baselines():
 
 def test_pods_by_hand():
     """Rewards 1 0 0 0 1 0, 0.2 0.9 0.1 1 and two dead groups. PODS keeps the best i and the worst
-    of the rest, as varied as they can be, and normalizes these anew. Catches a subset of another
+    of the rest, as varied as they can be, and normalizes these again. Catches a subset of another
     size, the top alone, the whole group's mean, and a weight that is not the mean over the kept."""
     rewards = torch.tensor([[1.0, 0, 0, 0, 1, 0], [0.2, 0.9, 0.1, 1, 0.5, 0.6], [1] * 6, [0] * 6])
     advantages = dppo.group_advantages(rewards, "group")

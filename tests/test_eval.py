@@ -284,7 +284,7 @@ def evaluate(policy_folder, tmp_path):
 def test_what_a_file_holds_names_its_completions(evaluate, tmp_path):
     """Two files of one name, of which one has the other's problems and more; and fewer --problems.
 
-    Catches a set that takes over another one's completions, and one that --problems starts anew.
+    Catches a set that takes over another one's completions, and one that --problems starts over.
     """
     for name, rows in (("a", SUMS[:4]), ("b", SUMS), ("c", SUMS[4:])):
         (tmp_path / name).mkdir()

@@ -51,7 +51,7 @@ def program(folder, code, *args, launcher=()):
 
 def test_reward_of_the_readme():
     """It agrees with the embedded task's own reward on what the base model imitates, so training
-    with it is training. Catches a reward that is 0 for ever, as an earlier README's was."""
+    with it is training. Catches a reward that is 0 forever, as an earlier README's was."""
     names = {"__name__": "myreward"}
     exec(REWARD, names)
     found, rng = [], random.Random(0)

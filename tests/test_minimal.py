@@ -40,7 +40,7 @@ def assert_unbiased(size, cost, budget):
         assert (weights[size == 0] == 0).all(), "a term of 0 was trained on"
     assert mean[size > 0] == pytest.approx(1.0, abs=1e-6)
     assert tokens == pytest.approx(min(budget, cost[size > 0].sum().item()), abs=1e-6)
-    assert max(counts) - min(counts) <= 1, "the number kept is fixed, but for rounding"
+    assert max(counts) - min(counts) <= 1, "the number kept is fixed, except for rounding"
     return p
 
 

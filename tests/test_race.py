@@ -1,4 +1,4 @@
-"""The search, the race and the runs of equal steps, with runs that take no time but for one test;
+"""The search, the race and the runs of equal steps, with runs that take no time except in one test;
 and the tables of docs/results.md."""
 
 import itertools
@@ -60,7 +60,7 @@ def fake_runs(monkeypatch):
 @pytest.mark.parametrize("kills", [(), (1, 30, 50, 75, 100)])
 def test_search_and_race(fake_runs, tmp_path, monkeypatch, capsys, kills):
     """Two methods are searched, killed now and then, and raced. Catches a method with more trials
-    than another, trials that are chosen anew after a kill, flags that did not win, and a race on
+    than another, trials that are chosen again after a kill, flags that did not win, and a race on
     seeds or problems of the search."""
     file = tmp_path / "search.jsonl"
     append, counts = log.append_rows, itertools.count()

@@ -111,7 +111,7 @@ def test_dead_neurons_change_nothing(family, tmp_path):
 
 
 def test_engines_sample_from_a_pruned_model(tmp_path):
-    """On prompts of unequal lengths. Catches attentions that are not numbered anew: the cache's
+    """On prompts of unequal lengths. Catches attentions that are not renumbered: the cache's
     first entry would stay empty, and the next tokens would take the wrong positions."""
     pruned.register()
     folder = save(pruned.rebuild(make(), REMOVED), tmp_path)

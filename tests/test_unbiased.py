@@ -365,7 +365,7 @@ def learned_history():
 @pytest.mark.parametrize("rule", ["none", "dppo", "pps", "adaptive"])
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "dapo", "cispo"])
 def test_prompt_level_and_both_are_unbiased(make, loss, rule, prompt_rule):
-    """Completion probabilities anew for each prompt pattern, with the real prompt draw's weights.
+    """Each prompt pattern has its own completion probabilities, from the real draw's weights.
 
     test_rules.py shows that train.py uses them. Catches prompt weights that are not
     1 / probability, and a size that the weights make 0.

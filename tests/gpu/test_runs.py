@@ -27,7 +27,7 @@ RESUMED = {
 
 
 def without_memory(folder):
-    """toy.timeless without the peak of memory, which a process begins anew."""
+    """toy.timeless without the peak of memory, which a process starts over."""
     rows, *rest = toy.timeless(folder)
     return [{key: row[key] for key in row if not key.startswith("memory")} for row in rows], *rest
 

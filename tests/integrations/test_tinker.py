@@ -213,7 +213,7 @@ def test_a_step_that_keeps_nothing(tmp_path):
 
 
 def test_the_log(tmp_path):
-    """Names are train.py's but for the prompts' tokens; figures are those of a step done by hand.
+    """Names are train.py's, except for the prompts' tokens; figures are those of a step by hand.
     Catches a reward without the prompts' weights, tokens that were not sent, and a wrong share."""
     trainer = taught(tmp_path, prompt_rule="pps", completion_rule="pps")
     drawn, learned = [], []
@@ -342,7 +342,7 @@ def state(folder):
 def test_stopped_and_resumed(tmp_path, loss):
     """The server fails in step 6, after the checkpoint of step 4: one line says so. The same call
     goes on: log, weights, Adam's moments, history and denominator are those of a run that went
-    through. Catches a draw that starts anew, and anything that a checkpoint forgets."""
+    through. Catches a draw that starts over, and anything that a checkpoint forgets."""
     whole = train(tmp_path / "whole", Server(), loss=loss)
     server = Server(dies_at=5)
     with pytest.raises(RuleError, match=r"optim_step failed with TinkerError\('connection") as said:
@@ -454,7 +454,7 @@ def test_rules_of_ones_own(tmp_path, monkeypatch):
 
 
 def test_other_runs_are_not_resumed(tmp_path):
-    """Fails if a run goes on with other data, model, seed or sizes; what is there stays."""
+    """Fails if a run continues with other data, model, seed or sizes; what is there stays."""
     server = Server()
     train(tmp_path, server)
     before = (tmp_path / "state.pt").read_bytes()
@@ -480,7 +480,7 @@ def test_answers_are_not_awaited_for_ever(monkeypatch):
         return Future()
 
     with pytest.raises(
-        RuleError, match=r"forward_backward failed with TimeoutError.*program goes on"
+        RuleError, match=r"forward_backward failed with TimeoutError.*program continues"
     ):
         dppo_tinker.ask(forward_backward)
 

@@ -183,7 +183,7 @@ class Batch:
 
 
 def test_pps_is_unbiased(still, capsys):
-    """100 draws of one batch. The norm of their mean is that of the full gradient, but for the
+    """100 draws of one batch. The norm of their mean is that of the full gradient, except for the
     excess that the variance of a single draw predicts; their mean lies along the full gradient, and
     is as long. With weights x 0.9 it is too short, by more than what chance allows.
 
@@ -229,7 +229,7 @@ def test_pps_is_unbiased(still, capsys):
 def test_a_forgotten_session_is_one_line(still, monkeypatch):
     """Fails if a server that has unloaded the client's model gives more than one line."""
     monkeypatch.setattr(still.client, "model_id", "model_0")
-    with pytest.raises(RuleError, match=r"save_weights_for_sampler failed with .*program goes on"):
+    with pytest.raises(RuleError, match=r"save_weights_for_sampler failed .*program continues"):
         still.step(2)
 
 
@@ -243,7 +243,7 @@ def run_program(folder, log):
 
 def test_killed(server, tmp_path, capsys):
     """A client is killed in step 4 and the server in step 6, with kill -9, and both are started
-    again. The log is that of a run that went through, but for the rounding of batches that a server
+    again. The log is that of a run that was not killed, up to the rounding of batches that a server
     forms by chance. Nothing is compiled after the third step.
 
     Catches a checkpoint that lacks something, and one that names weights which are gone.
@@ -290,7 +290,7 @@ def test_a_dead_server_is_one_line(server, tmp_path, monkeypatch):
         return step(number)
 
     trainer.step = dies
-    with pytest.raises(RuleError, match=r"failed with .*program goes on") as said:
+    with pytest.raises(RuleError, match=r"failed with .*program continues") as said:
         trainer.train()
     assert "\n" not in str(said.value)
     assert [row["step"] for row in log_of(tmp_path)] == [0, 1]

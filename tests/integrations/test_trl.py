@@ -404,7 +404,7 @@ def test_padding_is_not_a_surprise(gpt2, exact_world):
 
 def test_killed_and_resumed(gpt2, tmp_path):
     """kill -9 in step 5, resumed from the checkpoint of step 4: the log, the weights, the draws and
-    the history are those of a run that went through. Catches a draw that starts anew, a history
+    the history are those of a run that went through. Catches a draw that starts over, a history
     that is forgotten, and a denominator that is.
 
     Resumed with other prompts, it says so.

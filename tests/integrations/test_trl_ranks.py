@@ -53,7 +53,7 @@ def test_rows_of_absolute_positions_stay(gpt2, monkeypatch):
 @pytest.mark.parametrize("world", [1, 2])
 def test_whole_runs(gpt2, accumulation, generation, iterations, group, world):
     """Steps, rollouts and draws are as many as there should be, and no rollout is lost between two
-    ranks. Catches ranks that wait for each other, a window that is drawn anew in each micro-step,
+    ranks. Catches ranks that wait for each other, a window that is drawn again in each micro-step,
     and five prompts of three completions on two ranks."""
     layout = {
         "gradient_accumulation_steps": accumulation, "steps_per_generation": generation,

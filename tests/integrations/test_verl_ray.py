@@ -110,7 +110,7 @@ def squared_bias(errors):
 def test_killed_and_resumed(tmp_path):
     """Two workers, two updates of a step, prompts and completions pruned, a KL loss; kill -9 after
     five steps, resumed from the checkpoint of step 4: the draws of steps 5 and 6 are those of a run
-    that went through. Catches a history that is forgotten and a draw that starts anew."""
+    that went through. Catches a history that is forgotten and a draw that starts over."""
     options = TRAINER | {
         f"{OPTION}prompt_rule": "pps", f"{OPTION}prompt_prune_rate": 0.4,
         f"{ACTOR}.ppo_mini_batch_size": 4, f"{ACTOR}.loss_agg_mode": "token-mean",

@@ -482,11 +482,7 @@ def test_verl_finds_it():
     ("edit", "installed", "said"),
     [
         ("", True, "verl 0.9.1 finds the trainer nanodppo: "),
-        (
-            "",
-            False,
-            "can be imported, but verl does not load it: pip install nanodppo",
-        ),
+        ("", False, "can be imported, but verl does not load it: pip install nanodppo"),
         ("import missing_module", True, "ModuleNotFoundError: No module named 'missing_module'"),
     ],
 )

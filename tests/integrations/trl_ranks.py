@@ -126,7 +126,7 @@ KINDS = {  # accelerate's flag, options of GRPOConfig, and the type that acceler
 
 
 def train_sharded(folder, kind, rule, out):
-    """Three steps of SGD. But for DDP, accelerate takes the CPUs for GPUs. `out`.pt gets all
+    """Three steps of SGD. Except for DDP, accelerate takes the CPUs for GPUs. `out`.pt gets all
     weights, and of each step the share of micro-steps that computed something."""
     flag, options, name = KINDS[kind]
     if flag:
