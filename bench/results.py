@@ -67,12 +67,12 @@ def tables() -> dict[str, str]:
 
 
 def savings_table(rows: list[dict], setting: str) -> str:
-    """Markdown: for each number of candidates what a method rolls out and trains on, its accuracy
-    minus GRPO's, and its seconds over GRPO's."""
+    """Markdown: what a method rolls out and trains on, and for each number of candidates its
+    accuracy minus GRPO's, and its time over GRPO's. GRPO's line has its own."""
     counts = candidates_of(rows, setting)
     head = ["method", "prompts", "trained on"]
     for count in counts:
-        head += [f"{count}: accuracy - GRPO's", f"{count}: seconds"]
+        head += [f"{count} x 16: accuracy", f"{count} x 16: step time"]
     cells = [head, ["---"] * len(head)]
     for name, (title, _color) in METHODS.items():
         found = [by_seed(rows, setting, name, candidates=count) for count in counts]
@@ -117,9 +117,9 @@ def draw_savings(rows: list[dict]) -> Figure:
                 style |= {"ms": 6, "capsize": 3, "label": METHODS[name][0], "ls": ""}
                 panel.errorbar(time_ratio(own, full), mean, half, **style)
         panel.axhline(0, color="#cccccc", lw=1, zorder=0)
-        panel.set(title=TITLES[setting], xlabel="seconds of a step, GRPO's = 1")
+        panel.set(title=TITLES[setting], xlabel="step time, GRPO's = 1")
         panel.set_xlim(left=0)
-    panels[0].set_ylabel("accuracy minus GRPO's, same steps")
+    panels[0].set_ylabel("accuracy minus GRPO's, equal steps")
     add_legend(figure, panels)
     return figure
 
