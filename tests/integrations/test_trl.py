@@ -130,6 +130,21 @@ def test_own_scales_are_exact(gpt2, exact_world, scale):
     assert error(over_prompts(lambda: over_completions(measured)[0]), stock) < 1e-12
 
 
+def test_logged_advantages(gpt2):
+    """TRL prints a table of completions. Catches one whose advantages are TRL's, or those of other
+    rows, when fewer prompts are rolled out than the table has room for."""
+    rules = PROMPTS | {"prompt_prune_rate": 0.5}
+    trainer = make_trainer(gpt2, scale_rewards="variance", rules=rules, loss_type="grpo")
+    trainer.model.train()
+    rows = [{"prompt": text} for text in trl_toy.PROMPTS for _ in range(4)]
+    trainer._generate_and_score_completions(rows)
+    logs = trainer._logs
+    assert len(logs["advantages"]) == len(logs["prompt"]) == 8
+    rewards = torch.tensor(logs["rewards"]["toy_reward"]).view(-1, 4)
+    wanted = dppo.group_advantages(rewards, "variance").flatten()
+    assert torch.equal(torch.tensor(logs["advantages"]), wanted.float())
+
+
 def test_both_levels_are_exact(gpt2, exact_world):
     """Every outcome of the completion draw for every outcome of the prompt draw. Catches a prompt
     weight that counts twice or never."""

@@ -71,16 +71,22 @@ def test_rules_are_exact(rule, kind):
     assert rule == "zero" or error(pruned.gradients[0], stock) > 0.01
 
 
-@pytest.mark.parametrize(("scale", "right", "wrong"), [("variance", 4, -4 / 3), ("mean", 3, -1)])
-def test_own_estimators(scale, right, wrong):
-    """Two groups of four, mixed, one of which is dead. Catches another group and another scale."""
+@pytest.mark.parametrize(
+    ("scale", "one_right", "one_wrong"),
+    [("variance", (4, -4 / 3), (4 / 3, -4)), ("mean", (3, -1), (1 / 3, -1))],
+)
+def test_own_estimators(scale, one_right, one_wrong):
+    """Two groups of four, whose rows alternate, with one right and with one wrong completion.
+    Catches another group, another scale, and tokens without loss that get an advantage."""
     estimator = core_algos.get_adv_estimator_fn(f"grpo_{scale}")
-    rewards = torch.tensor([[0, 1.0], [0, 1], [0, 0], [0, 1], [0, 0], [0, 1], [0, 0], [0, 1]])
+    rewards = torch.tensor([[0, 1.0], [0, 0], [0, 0], [1, 0], [0, 0], [1, 0], [0, 0], [1, 0]])
     mask = torch.tensor([[1, 1], [1, 0]] * 4)
     index = np.array(["a", "b"] * 4)
     found, _ = estimator(token_level_rewards=rewards, response_mask=mask, index=index, config=None)
-    rows = torch.tensor([right, 0, wrong, 0, wrong, 0, wrong, 0])
-    torch.testing.assert_close(found, rows[:, None] * mask, check_dtype=False)
+    (right, wrong), (other_right, other_wrong) = one_right, one_wrong
+    groups = [[right, wrong, wrong, wrong], [other_wrong, other_right, other_right, other_right]]
+    wanted = torch.tensor(groups).T.flatten()[:, None] * mask
+    torch.testing.assert_close(found, wanted, check_dtype=False)
 
 
 @pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])

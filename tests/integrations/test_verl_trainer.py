@@ -381,8 +381,8 @@ INEXACT = [
         "output_router_logits=True: .*set it to null or False",
     ),
     ({"actor_rollout_ref__hybrid_engine": False}, "hybrid_engine=False: .*set it to True"),
-    ({"algorithm__adv_estimator": "gae"}, "adv_estimator=gae: .*set it to grpo or grpo_variance or"),
-    ({"algorithm__adv_estimator": "remax"}, "adv_estimator=remax: .*set it to grpo or grpo_variance or"),
+    ({"algorithm__adv_estimator": "gae"}, "adv_estimator=gae: .*set it to grpo or grpo_var"),
+    ({"algorithm__adv_estimator": "remax"}, "adv_estimator=remax: .*set it to grpo or grpo_var"),
     ({"algorithm__use_kl_in_reward": True}, "use_kl_in_reward=True: .*set it to null or False"),
     ({"algorithm__filter_groups__enable": True}, "filter_groups.enable=True: .*set it to null or"),
     (
