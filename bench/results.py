@@ -25,11 +25,12 @@ METHODS = {  # name in the tables and color in the pictures
     "adaptive": ("adaptive", "#009E73"),
     "adaptive_prompts": ("adaptive, fewer prompts", "#44CCAA"),
     "pps": ("pps", "#56B4E9"),
-    "uniform": ("blind draws", "#F0E442"),
+    "uniform": ("blind draws", "#CC79A7"),
     "dppo": ("dppo", "#0072B2"),
     "pods": ("PODS", "#999933"),
     "cppo": ("CPPO", "#D55E00"),
 }
+MARKERS = dict(zip(METHODS, "oPDdsX^v<", strict=True))  # so that colors need not be told apart
 OURS = "adaptive"
 TITLES = {"arithmetic": "default task", "arithmetic-mixed": "mixed task", "words": "SmolLM2"}
 FOLDER = Path("runs")
@@ -113,8 +114,9 @@ def draw_savings(rows: list[dict]) -> Figure:
             full = by_seed(rows, setting, "grpo", candidates=count)
             if own and full:
                 mean, half = interval(difference(accuracies(own), accuracies(full)))
-                style = {"color": METHODS[name][1], "marker": "o" if count <= 32 else "s"}
-                style |= {"ms": 6, "capsize": 3, "label": METHODS[name][0], "ls": ""}
+                style = {"color": METHODS[name][1], "marker": MARKERS[name], "ms": 7, "ls": ""}
+                style |= {"capsize": 3, "label": METHODS[name][0]}
+                style["fillstyle"] = "full" if count == candidates_of(rows, setting)[0] else "none"
                 panel.errorbar(time_ratio(own, full), mean, half, **style)
         panel.axhline(0, color="#cccccc", lw=1, zorder=0)
         panel.set(title=TITLES[setting], xlabel="step time, GRPO's = 1")
@@ -165,11 +167,18 @@ def draw_race(rows: list[dict]) -> Figure:
                 wrong = [1 - one for one in mean]
                 title, color = METHODS[name]
                 x = [one * 1.03 ** (place - 4) for one in budgets]  # apart
-                style = {"color": color, "marker": "o", "ms": 4, "capsize": 3, "label": title}
+                style = {
+                    "color": color,
+                    "marker": MARKERS[name],
+                    "ms": 5,
+                    "capsize": 3,
+                    "label": title,
+                }
                 panel.errorbar(x, wrong, half, **style)
         panel.set(title=TITLES[setting], xscale="log", yscale="log", xlabel="seconds of training")
         panel.set_xticks(budgets, [f"{one:g}" for one in budgets])
-        panel.yaxis.set_major_formatter(lambda share, _place: f"{100 * share:g} %")
+        shares = [share for share in (0.003, 0.01, 0.03, 0.1, 0.3) if panel.get_ylim()[0] < share]
+        panel.set_yticks(shares, [f"{100 * share:g} %" for share in shares])
         panel.minorticks_off()
     panels[0].set_ylabel("wrong answers, held out")
     add_legend(figure, panels)
@@ -249,13 +258,13 @@ def draw_ceilings(rows: list[dict]) -> Figure:
     column = lambda name: [figures[name] for figures in found.values()]
     style = {"height": 0.25, "left": 1}
     gain = lambda name: [value - 1 for value in column(name)]
-    panel.barh([one + 0.26 for one in y], gain("ceiling/completions"), color="#BBBBBB", **style)
+    panel.barh([one + 0.26 for one in y], gain("own ceiling"), color="#BBBBBB", **style)
     panel.barh([*y], gain("reached"), color=METHODS[OURS][1], **style)
     panel.barh([one - 0.26 for one in y], gain("ceiling/prompts"), color="#99C9E8", **style)
-    panel.set_yticks([*y], [*found])
-    panel.set_xlabel("progress a second, training on all that contributes = 1")
-    names = ("completions: ceiling", "completions: adaptive", "prompts: ceiling")
-    figure.legend(panel.containers, names, frameon=False, loc="outside right center", fontsize=9)
+    panel.set_yticks([*y], [name.replace(", ", "\n") for name in found])
+    panel.set_xlabel("progress in a second, GRPO without zeros = 1")
+    names = ("completions: ceiling of adaptive's run", "completions: adaptive", "prompts: ceiling")
+    figure.legend(panel.containers, names, frameon=False, loc="outside lower center")
     return figure
 
 
@@ -330,7 +339,7 @@ def as_markdown(cells: list[list[str]]) -> str:
 
 
 def new_figure(count: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(4.2 * count + 1.8, 3.4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(3.6 * count + 0.6, 3.8), dpi=120, layout="constrained")
     panels = [*figure.subplots(1, count, squeeze=False)[0]]
     for panel in panels:
         panel.grid(alpha=0.2)
@@ -339,11 +348,11 @@ def new_figure(count: int) -> tuple[Figure, list[Axes]]:
 
 
 def add_legend(figure: Figure, panels: list[Axes]) -> None:
-    """One legend for all panels, beside them, with each title once."""
+    """One legend for all panels, below them, with each title once."""
     handles = {}
     for panel in panels:
         for handle, title in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(title, handle)
     titles = [title for title, _color in METHODS.values() if title in handles]
-    style = {"frameon": False, "loc": "outside right center", "fontsize": 9}
+    style = {"frameon": False, "loc": "outside lower center", "ncols": 2 * len(panels)}
     figure.legend([handles[title] for title in titles], titles, **style)
