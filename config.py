@@ -31,7 +31,7 @@ class Method:
     prompt_rule: str = "none"
     completion_rule: str = "none"
     defaults: dict = field(default_factory=dict)
-    tiny: dict = field(default_factory=dict)  # with --model tiny, raced for 40 s
+    tiny: dict = field(default_factory=dict)  # with --model tiny: the winners of 40-second races
 
 
 GRPO_TINY = {"prompts_per_step": 32, "group_size": 4, "lr": 1.2e-3}
@@ -40,7 +40,7 @@ PPS_TINY = {
     "completion_prune_rate": 0.9, "lr": 4.3e-4,
 }  # fmt: skip
 ADAPTIVE_TINY = PPS_TINY | {"lr": 7e-4, "grad_clip": 0.01}
-METHODS = {  # a rule that is not here is a method as well: that rule, at its level or both
+METHODS = {  # the name of any other rule is a method, too: that rule, at its level or at both
     "grpo": Method(tiny=GRPO_TINY),
     "grpo_zero": Method(completion_rule="zero", tiny=GRPO_TINY),
     "uniform": Method("uniform", "uniform"),
@@ -54,8 +54,8 @@ FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the e
     "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "gradient_checkpointing",
     "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "track",
 )  # fmt: skip
-COMPARED = ("model", "data", "eval_data")  # may have moved, if they hold what they held
-TRUNCATING = ("--top-p", "--top-k", "--min-p", "--repetition-penalty")  # flags of eval.py, not ours
+COMPARED = ("model", "data", "eval_data")  # may have moved, if their contents are the same
+TRUNCATING = ("--top-p", "--top-k", "--repetition-penalty")  # flags of eval.py, not ours
 
 
 # ---------------------------------------------------------------------------- the command line
@@ -78,7 +78,7 @@ def parse_config(argv: list[str]) -> Config:
         for field in fields(Config):
             now, then = getattr(cfg, field.name), getattr(run, field.name)
             free = field.name in FREE_TO_CHANGE
-            if field.name in COMPARED:  # by checkpoint.restore, if there is one
+            if field.name in COMPARED:  # checkpoint.restore compares them, given a checkpoint
                 free = (stored.parent / "checkpoint").exists()
             if field.name == "steps" and run.lr_schedule != "constant":
                 free = False  # the schedule would change
@@ -157,7 +157,8 @@ def resolve(cfg: Config) -> Config:
         "pack_tokens": 2048 if device == "cpu" else 8192,
     }
     of_method = method.defaults | (method.tiny if tiny else {})
-    defaults |= {name: of_method[name] for name in of_method if defaults[name]}  # no rate stays 0
+    # A rule without a rate keeps its 0.
+    defaults |= {name: of_method[name] for name in of_method if defaults[name]}
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     cfg = replace(cfg, device=device, dtype=dtype, **missing)
     _check_values(cfg)
@@ -174,12 +175,12 @@ def method_of(cfg: Config) -> Method:
         importlib.import_module("related.rivals")  # adds its rules
     prompt_rules, completion_rules = sampler.PROMPT_RULES, dppo.COMPLETION_RULES
     name = cfg.method
-    of_rule = Method(
+    _check_name(cfg, "method", {**METHODS, **prompt_rules, **completion_rules})
+    if name in METHODS:
+        return METHODS[name]
+    return Method(
         name if name in prompt_rules else "none", name if name in completion_rules else "none"
     )
-    known = dict.fromkeys((*METHODS, *prompt_rules, *completion_rules), of_rule) | METHODS
-    _check_name(cfg, "method", known)
-    return known[name]
 
 
 def _check_name(cfg: Config, name: str, known: dict) -> None:
@@ -230,21 +231,20 @@ def _check_values(cfg: Config) -> None:
     for level in ("prompt", "completion"):
         name = f"{level}_prune_rate"
         rate = getattr(cfg, name)
-        why = "at 1 nothing is kept, and no weight can mend it"
-        require(cfg, name, 0 <= rate < 1, f"at least 0 and below 1: {why}")
+        limits = "at least 0 and below 1: at 1 nothing is kept, and no weight can mend it"
+        require(cfg, name, 0 <= rate < 1, limits)
         rule = getattr(cfg, f"{level}_rule")
         table = sampler.PROMPT_RULES if level == "prompt" else dppo.COMPLETION_RULES
-        why = f"--{level}-rule {rule} (--method {cfg.method}), which has no rate"
-        given = rate == 0 or table[rule].rate is not None
-        require(cfg, name, given, f"0 with {why}: choose another rule or method")
+        without = f"--{level}-rule {rule} (--method {cfg.method}), which has no rate"
+        has_rate = rate == 0 or table[rule].rate is not None
+        require(cfg, name, has_rate, f"0 with {without}: choose another rule or method")
     counts = (
         "steps", "prompts_per_step", "minibatches", "max_new_tokens", "rollout_batch",
         "pack_tokens", "eval_problems", "keep_checkpoints",
     )  # fmt: skip
     for name in counts:
         require(cfg, name, getattr(cfg, name) >= 1, "at least 1")
-    why = "a group of one has no advantage"
-    require(cfg, "group_size", cfg.group_size >= 2, f"at least 2: {why}")
+    require(cfg, "group_size", cfg.group_size >= 2, "at least 2: a group of one has no advantage")
     require(cfg, "adam_beta2", 0 <= cfg.adam_beta2 < 1, "at least 0 and below 1")
     for name in ("lr", "temperature", "reward_range"):
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
@@ -286,14 +286,14 @@ def check_prompts(cfg: Config, prompts: int) -> None:
     """InputError if the data hold fewer prompts than a step needs."""
     needed = cfg.prompts_per_step
     if prompts < needed:
-        raise InputError(f"--prompts-per-step {needed}: the data holds only {prompts} prompts")
+        raise InputError(f"--prompts-per-step {needed}: the data hold only {prompts}; lower it")
 
 
 def warnings(cfg: Config) -> list[str]:
     """What may surprise a user of a resolved Config, above all a gradient that is not unbiased."""
     notes = []
     if cfg.model == "tiny" and data.reward_function(cfg.data) is not rewards.arithmetic_reward:
-        notes.append(f"--model tiny can only add, so it learns nothing of {cfg.data}: name a model")
+        notes.append(f"--model tiny can only add: name another model to learn from {cfg.data}")
     method = method_of(cfg)
     by_method = cfg.prompt_rule == method.prompt_rule and prunes_prompts(cfg)
     if by_method and cfg.completion_rule != method.completion_rule:
@@ -321,7 +321,7 @@ def warnings(cfg: Config) -> list[str]:
     if tight and cfg.dtype == "bfloat16" and not cfg.importance_cap:
         notes.append(
             f"--loss gspo clips at {cfg.eps_high:g}, and in bfloat16 sampler and trainer differ by "
-            f"more: watch clip_ratio/region_mean. Without --importance-cap 0, ratios are taken "
+            f"more: watch clip_ratio/region_mean. With --importance-cap above 0, ratios are taken "
             f"from the trainer's own log-probs"
         )
     return notes

@@ -95,7 +95,7 @@ def eval_problems(
     """At most `limit` problems to evaluate on: a held-out embedded split, or a whole set.
 
     With of_training_file, only the last 5 % of the set, which train_problems holds out. Problems
-    that cannot be scored are dropped as there.
+    that cannot be scored are dropped as in train_problems.
     """
     if data in EMBEDDED:
         return _computed(EMBEDDED[data].task, EMBEDDED[data].eval_split, limit or EVAL_PROBLEMS)
@@ -104,8 +104,8 @@ def eval_problems(
 
 
 def sft_problems(data: str) -> list[Problem]:
-    """Problems with worked solutions, for supervised training: those of words, or the rows that
-    train_problems trains on and that have a solution."""
+    """Problems with worked solutions, for supervised training: those of the data set `words`, or
+    the rows of train_problems that have a solution."""
     if data == "words":
         return _computed(word_problems, "sft", word_problems.SFT_PROBLEMS)
     problems = train_problems(data, hold_out=True)
@@ -229,7 +229,7 @@ def _hub_rows(name: str):
     hub_id, configuration, split = HUB[name]
     try:
         return datasets.load_dataset(hub_id, configuration, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # a missing set or network raises any
+    except (OSError, ValueError, RuntimeError) as error:  # for a missing set or network
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         message = f"--data {name}: {hub_id} cannot be loaded ({why}): give a file instead"
         raise InputError(message) from None
@@ -268,7 +268,7 @@ def encode_prompts(
         texts = _plain_texts(problems, instructions)
         with_ends = tokenizer(texts)["input_ids"]
 
-    # After an end token, a model writes something else. Some tokenizers add one to every text.
+    # After an end token a model starts a new text. Some tokenizers add one to every text.
     prompt_ids = _without_end(with_ends, tokenizer, model)
     if prompt_ids != with_ends:
         if tokenizer.chat_template and prompt_format != "plain":
@@ -293,7 +293,7 @@ def _plain_texts(problems: list[Problem], instructions: list[str]) -> list[str]:
     """Each problem and its instruction, on lines of their own."""
     if chats := [problem for problem in problems if len(problem.turns) > 1]:
         raise InputError(
-            f"{len(chats)} problems are chats of several turns, one of which ends with "
+            f"{len(chats)} problems are chats of several turns, such as the one that ends with "
             f"{chats[0].text[-60:]!r}. Only a chat template can join turns: use a model that has "
             f"one, and not --prompt-format plain"
         )

@@ -41,10 +41,10 @@ import torch
 from numpy.random import Generator, Philox
 
 ADVANTAGE_EPS = 1e-4  # added to the group's standard deviation, as in TRL
-# A score counts as below the mean only by more than this. At pass rate 1/2 all |advantages| are
-# equal, and rounding would decide.
+# A score counts as below the mean only if it is below by more than this. At pass rate 1/2 all
+# |advantages| are equal, and rounding would decide.
 THRESHOLD_MARGIN = 1e-6
-SIZE_FLOOR = 0.03  # of the mean size: a smaller estimate is not trusted, so weights stay finite
+SIZE_FLOOR = 0.03  # lowest size, relative to the mean size, so that no weight is too large
 
 
 class RuleError(ValueError):
@@ -53,7 +53,7 @@ class RuleError(ValueError):
 
 @contextlib.contextmanager
 def named(kind: str, name: str):
-    """For a call of a rule or a loss: what it raises gets a note with its name."""
+    """Adds a note that names the rule or loss to whatever its call raises."""
     try:
         yield
     except Exception as error:
@@ -88,14 +88,14 @@ def group_advantages(
     R - mean, divided by what one of SCALES says:
         none      1
         group     the sample standard deviation + 1e-4, as in TRL
-        variance  the population variance, which makes the group the difference of the mean over
-                  right completions and the mean over wrong ones
+        variance  the population variance: for rewards of 0 and 1, the advantages of the right
+                  completions add up to G, and those of the wrong ones to -G
         mean      the mean
 
-    reward_range is the largest possible reward minus the smallest. Variance and mean are at least
-    those of a group with one reward of reward_range and G - 1 of 0. So real-valued rewards that
-    hardly differ are not blown up. With a range of 1 this never changes rewards of 0 and 1. `mean`
-    raises a RuleError for a negative reward.
+    reward_range is the largest possible reward minus the smallest. Variance and mean are raised to
+    at least those of a group with one reward of reward_range and G - 1 of 0. So real-valued rewards
+    that hardly differ are not blown up. With a range of 1 this never changes rewards of 0 and 1.
+    `mean` raises a RuleError for a negative reward.
 
     An unscorable completion (reward NaN) counts in neither mean nor deviation and gets 0. If all
     rewards of a group are equal, it gets exact zeros, not rounding errors divided by 1e-4.
@@ -150,7 +150,7 @@ class Completions:
 
 
 def energy_bound(logprobs: torch.Tensor) -> torch.Tensor:
-    """Upper bound, per token, of the logit-gradient energy |onehot(y) - softmax|^2: 2 (1 - p)^2.
+    """Upper bound 2 (1 - p)^2 of the energy |onehot - softmax|^2 of a token with probability p.
 
     It needs only the sampled token's log-prob, for engines that return nothing else; rollout.py
     computes the exact energy.
@@ -190,7 +190,7 @@ def contribution_size(
 def threshold_keep_prob(
     scores: torch.Tensor, counted: torch.Tensor, prune_rate: float
 ) -> torch.Tensor:
-    """Keep probabilities, float64 like scores [..., n]: 1 - prune_rate below the mean, else 1.
+    """Keep probabilities, float64 of scores' shape [..., n]: 1 - prune_rate below the mean, else 1.
 
     The mean is over the `counted` [..., n] entries of the last dimension. A NaN score (a prompt
     that was never rolled out) is always kept. This is the paper's threshold (from secondary
@@ -207,7 +207,7 @@ def threshold_keep_prob(
 def pps_keep_prob(size: torch.Tensor, cost: torch.Tensor, budget: float) -> torch.Tensor:
     """Keep probabilities, float64 of size's shape: the least variance at expected cost `budget`.
 
-    Independent keeps of terms of norm a_i and cost c_i have variance sum_i (1/p_i - 1) a_i^2. Under
+    Independent draws of terms with norm a_i and cost c_i have variance sum_i (1/p_i - 1) a_i^2. At
     sum_i p_i c_i = budget it is smallest at p_i = min(1, tau a_i / sqrt(c_i)) (Cauchy-Schwarz on
     the terms below 1). Water-filling finds tau: a term that would pass 1 is kept for sure, and the
     rest share what is left of the budget. Size 0 is always dropped; a budget that covers all other
@@ -262,7 +262,7 @@ def adaptive_keep_prob(size: torch.Tensor, cost: torch.Tensor, rest: float) -> t
 
 
 def seed_for(*key) -> int:
-    """A seed from its purpose, such as (seed, step, purpose): the source of all a run's randomness.
+    """A seed for each key, such as (seed, step, purpose): the source of all a run's randomness.
 
     >>> seed_for(0, 1, "rollout") == seed_for(0, 1, "rollout") != seed_for(0, 2, "rollout")
     True
@@ -325,13 +325,13 @@ class CompletionRule:
 
     keep_prob(batch, prune_rate) -> [K, G] for a Completions. It must be above 0 for every
     completion whose loss term is not exactly 0 (batch.size > 0). Rules marked `biased` are exempt.
-    A rule with `select` must say what it is: `biased=""` if it is unbiased all the same.
+    A rule with `select` must always set `biased`: to "" if the rule is unbiased.
     """
 
-    keep_prob: Callable | None
+    keep_prob: Callable | None  # None: the rule has `select`
     rate: float | None = 0.7  # default r_o; at 0 nothing is dropped. None: the rule has no rate
     order: Callable | None = None  # (batch, generator) -> [K * G], of a systematic draw; or None
-    biased: str | None = None  # why, as the run's first lines say it
+    biased: str | None = None  # the reason, printed in the run's first lines
     select: Callable | None = None  # (batch, prune_rate) -> (keep, weights), without probabilities
 
 
@@ -389,9 +389,9 @@ COMPLETION_RULES = {
 
 
 def check_keep_prob(kind: str, name: str, rule, prune_rate: float, keep_prob, live) -> None:
-    """RuleError unless keep_prob are probabilities of the shape of `live`, which says where a term
-    is not exactly 0. There they must be above 0, unless the rule is `biased`: no weight can make up
-    for what is never kept. At rate 0 they must be 1, unless the rule has no rate."""
+    """RuleError unless keep_prob are probabilities of the shape of `live`, which is True where the
+    term may be nonzero. There they must be above 0, unless the rule is `biased`: no weight can make
+    up for what is never kept. At rate 0 they must be 1, unless the rule has no rate."""
     must = f"{kind} {name!r} must return probabilities of shape {list(live.shape)}"
     if not torch.is_tensor(keep_prob) or keep_prob.shape != live.shape:
         found = list(keep_prob.shape) if torch.is_tensor(keep_prob) else type(keep_prob).__name__
@@ -477,7 +477,7 @@ def clipped_weight(ratio, logprobs, advantages, eps_low, eps_high):
     return -inside.detach() * advantages * logprobs, ratio != inside
 
 
-LOSSES = {  # clips are the papers'; cispo: no lower bound, and TRL's 5
+LOSSES = {  # clips are the papers'; cispo's is from 0 (no lower bound) to 5 (TRL's)
     "grpo": Loss(clipped_ratio, "own length"),
     "dr_grpo": Loss(clipped_ratio, "constant", scale_rewards="none"),  # arXiv:2503.20783
     "dapo": Loss(clipped_ratio, "batch tokens", clip=(0.2, 0.28)),  # arXiv:2503.14476
@@ -491,8 +491,8 @@ def loss_scale(
 ) -> torch.Tensor:
     """The factor of each token's loss in a full batch, float64 of lengths' shape: 1 / denominator.
 
-    All three counts are of the full batch, fixed before anything is pruned: num_sequences = Q x G,
-    num_tokens their completion tokens.
+    The counts are of the full batch, fixed before anything is pruned: num_sequences = Q x G, and
+    num_tokens its completion tokens. With M updates a step, both are divided by M.
         own length    length x num_sequences: a mean over sequences of token means
         constant      num_sequences x max_new_tokens
         batch tokens  num_tokens
@@ -519,8 +519,8 @@ def token_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The surrogate of each completion token, [N], and whether the clip acts on it, bool [N].
 
-    `owner` [N] numbers the sequences from 0. Weights and denominators multiply the result
-    afterwards, so they cannot move the clip.
+    `owner` [N] numbers the sequences from 0. The factor (weights / denominator) multiplies
+    the result afterwards, so it cannot move the clip.
     """
     check_known("loss", loss, LOSSES)
     log_ratio = logprobs - old_logprobs

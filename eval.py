@@ -10,8 +10,8 @@ How good a model is: avg@k and pass@k on sets of problems, or its answer to one 
     python eval.py --model out/checkpoint --prompt "7+9+5?"
 
 avg@k averages over k completions of a problem, then over problems: a low-variance estimate of
-pass@1. Each set prints one line of JSON, and a table follows. With --out-dir every completion is
-stored at once, and repeating the command continues an interrupted evaluation.
+pass@1. Each set prints one line of JSON, and a table follows. With --out-dir each batch is
+stored as soon as it is scored, and repeating the command continues an interrupted evaluation.
 """
 
 import json
@@ -41,7 +41,7 @@ from flags import EvalConfig
 from runtime import InputError, checkpoint, log
 from runtime.device import choose_device, choose_dtype
 
-# Flags that do not change a completion. Everything in one --out-dir shares the others.
+# Flags that do not change a completion. All others must be the same throughout one --out-dir.
 FREE = ("data", "problems", "out_dir", "compare", "check_golds", "prompt", "vllm_memory", "device")
 
 
@@ -242,7 +242,7 @@ def avg_at_k(rewards: torch.Tensor) -> float:
 
 def pass_at_k(rewards: torch.Tensor, k: int) -> float:
     """The probability that at least one of k completions is right (arXiv:2107.03374), for rewards
-    that are 1 if a completion is right and else 0.
+    that are 1 if a completion is right, else 0.
 
     With n scorable completions of a problem, c of them right, 1 - C(n - c, k) / C(n, k) is unbiased
     for k <= n. This is its mean over problems; those with fewer than k are left out.

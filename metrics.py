@@ -21,8 +21,8 @@ SOME_NONE = (
     "completion out of its group. Return 0.0 for a wrong one"
 )
 
-# Values of `rest`, over the time of training on every completion that was rolled out, for which a
-# step logs its ceiling. On a GPU with 0.6 B parameters 0.7 was measured.
+# Ratios of `rest` (dppo.adaptive_keep_prob) to the time of training on every completion that was
+# rolled out, at each of which a step logs its ceiling. A GPU had 0.7 with a model of 0.6B.
 REST_RATIOS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -30,8 +30,8 @@ def row(
     cfg: config.Config, *, prompt_weights, rewards, lengths, truncated, entropy, energy, advantages,
     scale, cost, keep, weights, stats: list[UpdateStats], grad_norms: list[float],
 ) -> dict:  # fmt: skip
-    """The figures of a step, from tensors of train.py's step: prompt_weights [K], and [K, G] all
-    others. `weights` are those of both levels. stats and grad_norms have an entry for each update.
+    """The figures of a step, from tensors of train.py's step: prompt_weights is [K], all others
+    [K, G]. `weights` are those of both levels. stats and grad_norms have an entry for each update.
 
     Averages weight each prompt by 1 / P(kept), so they estimate what all Q candidates would have
     shown.
@@ -88,8 +88,9 @@ def averages(prompt_weights, rewards, lengths, truncated, entropy) -> dict:
 
 
 def history(score: torch.Tensor, window: torch.Tensor, kept: torch.Tensor) -> dict:
-    """What a sampler.PromptHistory knows before a step rolls out: score [P]. And what the step's
-    draw kept [Q] of its window [Q]. A prompt is dull if its last group had equal rewards."""
+    """Figures of a sampler.PromptHistory before a step's rollout, from its score [P], and of what
+    the step's draw kept [Q] of its window [Q]. A prompt is dull if its last group had equal
+    rewards."""
     dull = score[window] == 0  # [Q]
     return {
         "history/never_rolled_out": score.isnan().double().mean().item(),
@@ -121,22 +122,24 @@ def ceilings(
     size = dppo.contribution_size(advantages, prompt_weights[:, None] * scale, energy, cfg.beta)
     live = size > 0
     figures = {
-        # tokens of prompts and completions: of all that were rolled out, contribute, were kept
+        # prompt and completion tokens of what was rolled out, is live, was kept
         "cost/sampled": cost.sum().item(),
         "cost/live": (cost * live).sum().item(),
         "cost/kept": (cost * keep).sum().item(),
         "kept/variance": math.nan,
     }
     if not dppo.COMPLETION_RULES[cfg.completion_rule].biased:
-        # The noise of sampling and pruning, over that of sampling: sum a^2 / p over sum a^2. The
-        # first sum is estimated from what was kept. Weights that are not 1 / p would not do.
+        # The noise of sampling and pruning, relative to that of sampling: (sum a^2 / p) / sum a^2,
+        # with sizes a and keep probabilities p. The numerator is estimated from what was kept, so
+        # the weights must be 1 / p.
         noise = (size * weights / prompt_weights[:, None]).square().sum().item()
         figures["kept/variance"] = ratio(noise, size.square().sum().item())
-    for known in REST_RATIOS:
-        rest = known * cost.sum().item()
+    for rest_ratio in REST_RATIOS:
+        rest = rest_ratio * cost.sum().item()
         best = dppo.adaptive_keep_prob(size, cost, rest)
         everything = time_variance(live.double(), size, cost, rest)
-        figures[f"ceiling/{known:g}"] = ratio(everything, time_variance(best, size, cost, rest))
+        least = time_variance(best, size, cost, rest)
+        figures[f"ceiling/{rest_ratio:g}"] = ratio(everything, least)
     return figures
 
 
@@ -162,7 +165,8 @@ def ratio(part: float, whole: float) -> float:
 
 
 def nan_std(rewards: torch.Tensor) -> torch.Tensor:
-    """Sample standard deviation [K] of rewards [K, G] without NaN; NaN for fewer than two."""
+    """Sample standard deviation [K] of rewards [K, G] without NaN. NaN if only one is scored, 0 if
+    none is."""
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     return (centred.square().nansum(dim=1) / ((~rewards.isnan()).sum(dim=1) - 1)).sqrt()
 
@@ -174,8 +178,8 @@ def some_none(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def samples(step: int, problems: list, texts, rewards, advantages, keep, weights) -> list[dict]:
-    """Rows for samples.jsonl: the first completion of three of this rank's prompts; tables are
-    [k, G]."""
+    """Rows for samples.jsonl: the first completion of each of this rank's first three prompts.
+    Tables are [k, G]."""
     return [
         {
             "step": step,
@@ -252,5 +256,5 @@ def console_line(figures: dict, steps: int) -> str:
 
 
 def effective_sample_size(weights: torch.Tensor) -> float:
-    """(sum w)^2 / sum w^2 of all weights: how many equal weights vary as much (Kish 1965)."""
+    """(sum w)^2 / sum w^2 of all weights: how many equal weights would be as noisy (Kish 1965)."""
     return (weights.sum().square() / weights.square().sum()).item()

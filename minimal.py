@@ -13,7 +13,7 @@ and the expected gradient is the full gradient (Horvitz and Thompson, 1952). Fou
     - each update has its own draw, made at the parameters that it starts from
 This is the gradient before it is clipped by norm: clipping and Adam are not linear. Pruning only
 adds variance. pps, probability proportional to size, adds little: p_i grows with the estimated
-gradient norm of l_i. Prompts are drawn before they are sampled, when their sizes are not known, so
+gradient norm of l_i. Prompts are drawn before the rollout, when their sizes are not known, so
 each is kept with the same probability. The two weights multiply.
 """
 
@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, set_seed
 from tasks import arithmetic
 
 Q, K, G, T = 64, 32, 8, 64  # candidate prompts, prompts kept, completions each, tokens at most
-TOKEN_SHARE = 0.4  # of the tokens of sampled completions and their prompts: to be trained on
-FLOOR = 0.1  # of the mean size: a smaller estimate is not trusted, so weights stay finite
+TOKEN_SHARE = 0.4  # train on this share of the tokens of all sampled completions and their prompts
+FLOOR = 0.1  # lowest size, relative to the mean size, so that no weight is too large
 STEPS, WARMUP, LR, CLIP, ROWS = 60, 5, 6e-4, 0.2, 64  # ROWS: completions in one backward pass
 PROBLEMS, HELD_OUT, EVAL_EVERY = 512, 200, 5
 
@@ -41,15 +41,15 @@ def completion_size(advantage, factor, logprobs):
     """Estimated gradient norm [N] of each completion's term, exactly 0 where the term is. At the
     logits, a token's gradient is onehot - softmax, of squared norm at most 2 (1 - prob)^2; over
     tokens these roughly add up, because the scores of different tokens are uncorrelated."""
-    energy = 2 * logprobs.expm1().square().sum(1)  # [N]; not sampled: log-prob 0 adds nothing
+    energy = 2 * logprobs.expm1().square().sum(1)  # [N]; log-probs are 0 elsewhere
     size = factor * advantage.abs() * energy.sqrt()
     live = advantage != 0
     return torch.where(live, size.clamp(min=FLOOR * size[live].mean()), 0.0)
 
 
 def keep_prob(size, cost, budget):
-    """Keep probabilities p [n] that spend sum(p cost) = budget with the least variance. What has
-    size 0 has p = 0; a budget that suffices for all the rest keeps it.
+    """Keep probabilities p [n] that spend sum(p cost) = budget with the least variance. Terms
+    of size 0 get p = 0; if the budget covers all others, they get p = 1.
 
     The variance is about sum((1 / p - 1) size^2), least at p = min(1, tau size / sqrt(cost)). To
     find tau, fill up: what would pass 1 is kept for sure, and the others share what is left.
@@ -67,7 +67,7 @@ def prune(p, start):
     """Weights [n]: 1 / p with probability p, else 0. So they are 1 on average wherever p > 0.
 
     Lay the p end to end from `start`, and keep each that reaches the next integer. If `start` is
-    uniform in [0, 1), each is kept with probability p, and together sum(p), rounded up or down.
+    uniform in [0, 1), each is kept with probability p. Their number is sum(p), rounded up or down.
     """
     integers = (start + p.cumsum(0)).floor()  # how many were reached so far
     return torch.where(integers.diff(prepend=torch.zeros(1)) > 0, 1 / p, 0.0)
@@ -119,7 +119,7 @@ def train(grpo=False, seed=0):
     seconds = 0.0
     for step in range(STEPS):
         started = time.perf_counter()
-        # Drop prompts, before they are sampled.
+        # Drop prompts, before their completions are sampled.
         prompts = torch.randperm(PROBLEMS)[:Q]  # the candidates [Q], in random order
         p = torch.full((Q,), K / Q, dtype=torch.float64)
         weight = prune(torch.ones_like(p) if grpo else p, random.random())  # [Q]
@@ -127,8 +127,8 @@ def train(grpo=False, seed=0):
         # Sample and reward. Advantages are of full groups, and exactly 0 if all rewards are equal.
         groups = [problems[q] for q in prompts for _ in range(G)]
         ids, sampled, logprobs, rewards = sample(model, groups)  # N = K x G
-        # With a constant denominator, R - mean alone would ascend the pass rate (Dr. GRPO). Divided
-        # by the variance, it would ascend the logit of the pass rate.
+        # Dividing by std is GRPO's choice. With a constant denominator, R - mean alone would ascend
+        # the pass rate (Dr. GRPO), and (R - mean) / variance its logit.
         std, mean = torch.std_mean(rewards.view(-1, G), 1, keepdim=True)  # [K, 1]
         advantage = ((rewards.view(-1, G) - mean) / (std + 1e-4)).flatten()  # [N]
         # The denominator, own length x Q x G, is the full batch's: Q prompts, kept or not.
@@ -154,8 +154,8 @@ def train(grpo=False, seed=0):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split(":")[0] + ", a minute.")
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0] + ". Takes a minute.")
     parser.add_argument("--grpo", action="store_true", help="keep everything, with weight 1")
     parser.add_argument("--seed", type=int, default=0)
-    torch.set_num_threads(1)  # beside other programs, more would wait for each other
+    torch.set_num_threads(1)  # beside other programs, more threads would wait for each other
     train(**vars(parser.parse_args()))

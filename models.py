@@ -43,7 +43,7 @@ class Models(NamedTuple):
 
     model: torch.nn.Module
     tokenizer: transformers.PreTrainedTokenizerBase
-    policy: torch.nn.Module  # samples; the model itself unless its weights are shared or cast
+    policy: torch.nn.Module  # samples; the model itself unless its weights are sharded or cast
     reference: torch.nn.Module | None  # the model that the run began with; None without --beta
     source: str  # the folder or hub id of the weights
     fingerprint: int | None  # of the model that --model names; None if it was not read
@@ -53,15 +53,16 @@ def load_problems(cfg: Config, reward: Callable | None = None) -> Problems:
     """The problems of --data and --eval-data, and their rewards unless `reward` replaces them."""
     of_training_file = cfg.eval_data is None
     name = cfg.eval_data or cfg.data
-    load = data.train_problems
-    train = ranks.broadcast(load, cfg.data, hold_out=of_training_file, reward=reward)
+    options = {"hold_out": of_training_file, "reward": reward}
+    train = ranks.broadcast(data.train_problems, cfg.data, **options)
     evaluated = []
     if cfg.eval_every:
         options = {"of_training_file": of_training_file, "reward": reward}
         evaluated = ranks.broadcast(data.eval_problems, name, cfg.eval_problems, **options)
         data.say_common(train, evaluated)
-    own, eval_own = reward or data.reward_function(cfg.data), reward or data.reward_function(name)
-    return Problems(train, evaluated, own, eval_own)
+    train_reward = reward or data.reward_function(cfg.data)
+    eval_reward = reward or data.reward_function(name)
+    return Problems(train, evaluated, train_reward, eval_reward)
 
 
 def model_folder(model: str) -> str:
@@ -80,12 +81,11 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
         transformers.utils.logging.disable_progress_bar()
     apart = cfg.shard == "fsdp" or (cfg.dtype == "bfloat16" and cfg.engine != "vllm")
     model, tokenizer = load_policy(source, cfg.device, samples=not apart)
-    named = None  # the model of --model, where it is not the one that is trained from here on
+    began_with = None if saved else model  # None: it was not read
     if cfg.beta or renamed:
-        named = load_policy(base, cfg.device, samples=False)[0].requires_grad_(False)
-    began_with = named or (None if saved else model)
+        began_with = load_policy(base, cfg.device, samples=False)[0].requires_grad_(False)
     fingerprint = began_with and checkpoint.fingerprint(began_with)
-    reference = named if cfg.beta else None
+    reference = began_with if cfg.beta else None
     if cfg.gradient_checkpointing:
         checkpoint_layers(model)
     policy = model
@@ -111,14 +111,14 @@ def encode(cfg: Config, models: Models, problems: list) -> tuple[list, list[list
 def prompt_room(model, max_new_tokens: int) -> int:
     """The number of tokens that a prompt may have."""
     if max_new_tokens >= model.longest:
-        longest = f"the model's longest sequence, with the prompt, has {model.longest} tokens"
+        longest = f"a sequence has at most {model.longest} tokens, prompt included"
         raise InputError(f"--max-new-tokens {max_new_tokens}: {longest}; lower it")
     return model.longest - max_new_tokens
 
 
 def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
-    """The optimizer. Before each step, train.py multiplies the learning rate that each of its
-    parameter groups has here by the schedule; checkpoints hold its state."""
+    """The optimizer. Before each step, train.py multiplies each parameter group's initial learning
+    rate by the schedule; checkpoints hold the optimizer's state."""
     return torch.optim.AdamW(
         parameters, lr=cfg.lr, betas=(0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay,
         fused=cfg.device == "cuda",
@@ -195,7 +195,7 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
             f"than {model.longest} tokens, so prompt and completion are limited to that"
         )
     fuse_norms(model)
-    exact = None if dtype == "float32" or not samples else check_decoder.logits(model)
+    exact = check_decoder.logits(model) if samples and dtype != "float32" else None
     cast_weights(model, dtype)
     model = model.to(device)
     if samples:
@@ -207,8 +207,8 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
 def longest_sequence(model) -> int:
     """The number of tokens that a sequence may have: max_position_embeddings, or fewer.
 
-    Some rotary embeddings (longrope, dynamic) rotate all tokens of a forward in another way if one
-    of them is far enough from its beginning. Then a token's log-prob would depend on what else is
+    Some rotary embeddings (longrope, dynamic) rotate all tokens of a forward differently if one of
+    them is far enough from its beginning. Then a token's log-prob would depend on what else is
     in the slot, and on what is sampled after it. Up to this length that never happens.
     """
     most = getattr(model.config, "max_position_embeddings", None)
@@ -222,7 +222,7 @@ def longest_sequence(model) -> int:
         return most
 
     def rotations(length: int) -> torch.Tensor:
-        """Those of the first three positions, beside the last one of this length."""
+        """The rotations of positions 0 to 2 in a forward that also holds position length - 1."""
         positions = torch.tensor([[0, 1, 2, length - 1]], device=model.device)
         found = rotary(torch.zeros(1, device=model.device), positions)
         return torch.cat(found if isinstance(found, tuple) else (found,))[:, :3]
@@ -234,16 +234,17 @@ def longest_sequence(model) -> int:
         raise InputError(f"--model {model.name_or_path}: {problem}") from None
     if torch.equal(rotations(most), exact):
         return most
+    # The longest length whose rotations still equal those of length 3.
     changes = lambda length: not torch.equal(rotations(length), exact)
     return 2 + bisect.bisect_left(range(3, most), True, key=changes)
 
 
 @torch.no_grad()
 def packs_exactly(model, longest: int = 3) -> bool:
-    """Whether four packed sequences get the log-probs that the model gives to two and two of them.
+    """Whether the model gives four sequences the same log-probs packed as in two batches of two.
 
-    Two begin at position 0. The other two end at the last position of the longest sequence. They
-    get others if the model ignores the attention interface, scales or caps its logits, or (in
+    Two begin at position 0. The other two end at the last position of the longest sequence. The
+    log-probs differ if the model ignores the attention interface, scales or caps its logits, or (in
     training mode) has dropout."""
     sequences = torch.tensor([[0, 1, 2], [2, 1, 0]], device=model.device)
     starts = (0, longest - 3)

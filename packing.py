@@ -180,10 +180,10 @@ def build_pack(
         ids += trunks[trunk]
     for number in sorted(branches, key=lambda n: (-len(prompts[n]), -len(branches[n]))):
         before, tokens = len(prompts[number]), len(branches[number])
-        trunk, start = starts[tuple(prompts[number])], len(ids)
+        trunk_start, start = starts[tuple(prompts[number])], len(ids)
         starts[number] = start
         if tokens:
-            keys += [*range(trunk, trunk + before), *range(start, start + tokens)]
+            keys += [*range(trunk_start, trunk_start + before), *range(start, start + tokens)]
             shapes.append((tokens, before + tokens))
         positions += range(before, before + tokens)
         ids += branches[number]
@@ -201,10 +201,11 @@ def build_pack(
     queries, cumulative_keys = ([0, *accumulate(column)] for column in zip(*shapes, strict=True))
     columns = [ids, positions, predictors, targets, owner, queries, cumulative_keys, keys]
     buffer = send(torch.tensor([*chain(*columns)]), device)  # one copy to the device
-    ids, positions, *targets_of, queries, cumulative_keys, keys = buffer.split([*map(len, columns)])
+    parts = buffer.split([*map(len, columns)])
+    ids, positions, predictors, targets, owner, queries, cumulative_keys, keys = parts
     key_index = keys if share_prompts else None
     segments = Segments(runs, key_index, queries.int(), cumulative_keys.int())
-    return Pack(ids[None], positions[None], segments, *targets_of, len(prompts))
+    return Pack(ids[None], positions[None], segments, predictors, targets, owner, len(prompts))
 
 
 # ------------------------------------------------------------------------- attention
@@ -227,7 +228,7 @@ def packed_attention(
 def _attend(inside, query, key, value, segments, scaling, dropout, kwargs):
     for name in ("sliding_window", "softcap", "s_aux"):
         if kwargs.get(name) is not None:
-            problem = f"no {name}: this model would be trained on another policy"
+            problem = f"no {name}, so its log-probs would not be those of this model"
             raise NotImplementedError(f"packed attention has {problem}")
     if dropout:
         problem = f"no dropout, and the model asks for {dropout}"
@@ -293,8 +294,8 @@ def packed_logprobs(
     """(log-probs, entropies) [N] of the pack's completion tokens, for sampling at `temperature`.
 
     `model` is a causal LM loaded with `attn_implementation=packing.ATTENTION`. Its logits must be
-    its output embedding of its last hidden state and nothing more (models.load_policy checks it).
-    Entropies, in nats, carry no gradient.
+    its output embedding applied to its last hidden state, and nothing more (models.load_policy
+    checks it). Entropies, in nats, carry no gradient.
     """
     inputs = {"input_ids": pack.input_ids, "position_ids": pack.position_ids, "use_cache": False}
     output = model.base_model(**inputs, segments=pack.segments)

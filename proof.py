@@ -29,7 +29,7 @@ import sampler
 
 importlib.import_module("related.rivals")  # adds its rules
 
-MISTAKES = ("no weights", "kept count")  # popular ones, planted to see that they are found
+MISTAKES = ("no weights", "kept count")  # common ones, made on purpose: they must be found
 LIMIT = 1e-9  # rounding stays far below, a bias far above
 BETAS = (0.0, 0.1)  # without and with a KL term; tables show the larger error
 KNOWN_TOKENS = 30.0  # what dapo and cispo divide by where prompts are pruned: earlier batches' mean
@@ -94,8 +94,8 @@ def systematic_outcomes(
 def outcomes(
     name: str, prune_rate: float, batch: dppo.Completions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """Every (keep, weights, probability) of a completion rule on a batch. A random order is
-    enumerated for one order: a systematic draw is exact in each."""
+    """Every (keep, weights, probability) of a completion rule on a batch. If the order is
+    random, one is enumerated: a systematic draw is exact in every order."""
     rule = dppo.COMPLETION_RULES[name]
     prune_rate = rate_of(rule, prune_rate)
     if rule.select:
@@ -130,7 +130,7 @@ def prompt_outcomes(
     found = {}
     for keep, chance in draws:
         kept = tuple(keep.nonzero().flatten().tolist())
-        before = found.get(kept, (None, 0.0))[1]
+        _, before = found.get(kept, (None, 0.0))
         found[kept] = (dppo.ht_weights(keep, keep_prob), before + chance)
     return found
 
@@ -175,19 +175,19 @@ def objective_slope(
     prune_rate: float = 0.0,
     scored: int | None = None,
 ) -> torch.Tensor:
-    """F'(p) [n] at pass_rates [n], float64: the expected gradient of a prompt's group is
-    F'(p) grad p, where p is the prompt's pass rate. Rewards are 0 and 1.
+    """F is the objective that a rule ascends, a function of a prompt's pass rate p. Returns F'(p)
+    [n] at pass_rates [n], float64: the expected gradient of the prompt's group is F'(p) grad p.
 
-    For rules that look at the rewards of their own group only, on policy, and with a denominator of
-    group_size that does not depend on lengths (--loss dr_grpo). Only `scored` completions of the
-    group, by default all, have a reward.
+    Rewards are 0 and 1. Valid for rules that look at the rewards of their own group only, on
+    policy, and with a denominator of group_size that does not depend on lengths (--loss dr_grpo).
+    Only `scored` completions of the group, by default all, have a reward.
 
     Let s be the gradient of a completion's log-probability. Then E[s | right] = grad log p, and
     E[s | wrong] = grad log(1 - p). So a rule that gives right completions a total of `right`, and
     wrong ones a total of -`wrong`, has F'(p) = E[right / p + wrong / (1 - p)] / group_size, over
     the number of right completions, which is binomial. A rule by rank may break ties between right
-    and wrong ones by order; the mean of the two extreme orders is that of all, if what it gives a
-    class is linear in how many of it are kept.
+    and wrong ones by order. The mean of the two extreme orders is that of all orders, if the total
+    that the right (or wrong) completions get is linear in how many of them are kept.
     """
     p = pass_rates.double()
     slope = torch.zeros_like(p)
@@ -217,8 +217,8 @@ def mean_weights(name: str, prune_rate: float, batch: dppo.Completions) -> torch
 
 
 def objective_of(slope: torch.Tensor, pass_rates: torch.Tensor, group_size: int) -> str | None:
-    """Which of dppo.SCALES has a slope proportional to this one [n], if any has. With groups of two
-    or three completions none, group and variance are one objective, and the answer is "none"."""
+    """Which of dppo.SCALES has a slope proportional to this one [n], if any has. For groups of two
+    or three the scales none, group and variance coincide, and "none" is returned."""
     for name in dppo.SCALES:
         ratio = slope / objective_slope(pass_rates, group_size, name)
         if relative_error(ratio, ratio.mean().expand_as(ratio)) < LIMIT:
@@ -243,9 +243,9 @@ def toy_case(
     """Four completions of up to 5 tokens per prompt, under a table of next-token logits [V, V].
 
     Everything is float64. `drift` moves the old log-probs away from the policy's, so that some
-    tokens are clipped; one completion is masked. `prompts` are those of the first num_prompts of
-    three that a prompt-level draw kept, and prompt_weights [len(prompts)] multiply them. dapo and
-    cispo divide by `num_tokens`, by default this batch's weighted tokens.
+    tokens are clipped; one completion is masked. `prompts` are the places that a prompt-level
+    draw kept, among the first num_prompts of three; prompt_weights [len(prompts)] are theirs. dapo
+    and cispo divide by `num_tokens`, by default this batch's weighted tokens.
     """
     V, G, Q = 6, 4, 3
     rows = list(prompts)
@@ -262,17 +262,17 @@ def toy_case(
     def logprobs_of(table):
         return table.log_softmax(dim=-1)[tokens[..., :-1], tokens[..., 1:]]  # [Q, G, 5]
 
-    own = logprobs_of(table)
+    policy_logprobs = logprobs_of(table)
 
     def gradient(advantages, factor, keep):
         here = table.clone().requires_grad_()
         mask = keep[..., None] & sampled[rows]  # [K, G, 5]
         tokens_of = lambda values: values[rows][mask]  # [N]
         spread = lambda values: values[..., None].expand_as(mask)[mask]  # [N]
-        logprobs, ref = tokens_of(logprobs_of(here)), tokens_of(own + ref_noise)  # [N]
+        logprobs, ref = tokens_of(logprobs_of(here)), tokens_of(policy_logprobs + ref_noise)  # [N]
         losses, _ = dppo.token_loss(
             logprobs,
-            tokens_of(own + drift * noise),
+            tokens_of(policy_logprobs + drift * noise),
             spread(advantages),
             tokens_of(owner),
             loss=loss,
@@ -287,17 +287,17 @@ def toy_case(
     probs = table.softmax(dim=-1)[tokens[..., :-1]]  # [Q, G, 5, V]
     onehot = torch.nn.functional.one_hot(tokens[..., 1:], V)
     energy = (onehot - probs).square().sum(dim=-1)  # [Q, G, 5]
-    trained = torch.ones(Q, G, dtype=torch.float64)
-    trained[0, 3] = 0.0  # masked
-    trained, lengths = trained[rows], lengths[rows]
+    multiplier = torch.ones(Q, G, dtype=torch.float64)
+    multiplier[0, 3] = 0.0  # masked
+    multiplier, lengths = multiplier[rows], lengths[rows]
     if prompt_weights is not None:
-        trained = trained * prompt_weights[:, None]
-    factor = trained * dppo.loss_scale(
+        multiplier = multiplier * prompt_weights[:, None]
+    factor = multiplier * dppo.loss_scale(
         lengths,
         loss,
         num_sequences=num_prompts * G,
         max_new_tokens=5,
-        num_tokens=num_tokens or (trained * lengths).sum().item(),
+        num_tokens=num_tokens or (multiplier * lengths).sum().item(),
     )
     scale_rewards = scale_rewards or dppo.LOSSES[loss].scale_rewards
     advantages = dppo.group_advantages(rewards, scale_rewards)[rows]
@@ -307,7 +307,7 @@ def toy_case(
 
 
 def toy_history() -> sampler.PromptHistory:
-    """A history of three prompts. Two were rolled out, with other scores and lengths."""
+    """A history of three prompts. Two were rolled out, with different scores and lengths."""
     history = sampler.PromptHistory(3)
     advantages = torch.tensor([[0.2] * 4, [0.0] * 4], dtype=torch.float64)
     history.update(torch.arange(2), advantages, torch.tensor([[9] * 4, [2] * 4]))
@@ -320,9 +320,9 @@ def both_levels(
     """Expected gradients [P], pruned and full, with three prompts pruned by prompt_rule and then
     their completions by `rule`, with keep probabilities computed from the prompts that are left.
 
-    The prompts' completions differ in length, so the tokens of what is rolled out depend on the
-    draw. A loss with "batch tokens" divides by a number that was known before it; with own_tokens
-    by the tokens of each outcome, which is biased.
+    Completion lengths differ between prompts, so the number of tokens rolled out depends on the
+    draw. A loss with "batch tokens" divides by KNOWN_TOKENS, fixed before the draw, or with
+    own_tokens by the tokens of each outcome, which is biased.
     """
     options = {"beta": beta, "num_prompts": 3, "num_tokens": None if own_tokens else KNOWN_TOKENS}
     total, chances = torch.zeros(36, dtype=torch.float64), 0.0
@@ -345,7 +345,7 @@ def import_file(file: str) -> None:
     before = sum(map(len, tables))
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if spec is None or not Path(file).is_file():
-        raise SystemExit(f"error: {file} is no Python file")
+        raise SystemExit(f"error: {file} is not a Python file")
     try:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     except SystemExit:
@@ -362,6 +362,16 @@ def completion_rule_error(rule: str, loss: str, mistake: str | None = None) -> f
         case = toy_case(loss, beta=beta, prompts=range(3), num_prompts=3)
         found = expected_gradient(case, rule, 0.5, mistake=mistake)
         errors.append(relative_error(found, case.full()))
+    return max(errors)
+
+
+def prompt_rule_error(rule: str, loss: str, own_tokens: bool = False) -> float:
+    """How far the expected gradient of a prompt rule, and pps after it, at rate 0.4 is from the
+    full one."""
+    errors = []
+    for beta in BETAS:
+        options = {"beta": beta, "own_tokens": own_tokens}
+        errors.append(relative_error(*both_levels(loss, rule, "pps", 0.4, **options)))
     return max(errors)
 
 
@@ -386,29 +396,21 @@ def main(file: str | None = None) -> None:
         print(f"  {name:30s}" + "".join(cells), flush=True)
         return [f"{name} with {loss}" for loss, error in errors if not error < LIMIT]
 
-    def one(rule, mistake=None):
-        return lambda loss: completion_rule_error(rule, loss, mistake)
-
-    def both(prompt_rule, **options):
-        errors = lambda loss, beta: relative_error(
-            *both_levels(loss, prompt_rule, "pps", 0.4, beta=beta, **options)
-        )
-        return lambda loss: max(errors(loss, beta) for beta in BETAS)
-
     print("claimed to be unbiased: rules that drop completions")
     for rule in rules(dppo.COMPLETION_RULES, biased=False):
-        wrong += line(rule, one(rule))
+        wrong += line(rule, lambda loss, rule=rule: completion_rule_error(rule, loss))
     print("claimed to be unbiased: rules that drop prompts, and pps after them")
     for rule in rules(sampler.PROMPT_RULES, biased=False):
-        wrong += line(rule, both(rule))
-    print("biased, or by rank and for another objective (the second table)")
-    line("prompts, own tokens", both("pps", own_tokens=True))
+        wrong += line(rule, lambda loss, rule=rule: prompt_rule_error(rule, loss))
+    print("biased, or unbiased only for another objective (rules by rank, see the second table)")
+    line("prompts, own tokens", lambda loss: prompt_rule_error("pps", loss, own_tokens=True))
     for rule in rules(sampler.PROMPT_RULES, biased=True):
-        line(f"prompts, {rule}", both(rule))
+        line(f"prompts, {rule}", lambda loss, rule=rule: prompt_rule_error(rule, loss))
     for rule in rules(dppo.COMPLETION_RULES, biased=True):
-        line(rule, one(rule))
+        line(rule, lambda loss, rule=rule: completion_rule_error(rule, loss))
     for mistake in MISTAKES:
-        line(f"dppo, {mistake}", one("dppo", mistake))
+        name = f"dppo, {mistake}"
+        line(name, lambda loss, mistake=mistake: completion_rule_error("dppo", loss, mistake))
     if wrong:
         why = "A loss that is off in every row lets a token's term depend on other sequences"
         raise SystemExit(f"NOT unbiased: {', '.join(wrong)}. {why}")
@@ -440,14 +442,15 @@ def objectives() -> list[tuple[str, str, int, torch.Tensor]]:
 def print_objectives() -> None:
     """Which objective each rule ascends, with a constant denominator."""
     print(
-        "Which objective F(p) of a prompt's pass rate p a rule ascends, with rewards of 0 and 1 "
-        "and\n--loss dr_grpo: F'(p) / F'(0.5), by exact sums over the number of right completions. "
-        "Every\nunbiased rule has the slope of its --scale-rewards.\n"
+        "The objective F(p) that each rule ascends, with p a prompt's pass rate, for rewards of 0 "
+        "and 1 and\n--loss dr_grpo: F'(p) / F'(0.5), by exact sums over the number of right "
+        "completions. Every\nunbiased rule has the slope of its --scale-rewards.\n"
     )
     heads = "".join(f"  p = {p:<5g}" for p in PASS_RATES.tolist())
     print(f"  {'rule':20s} {'scale_rewards':14s} {'G':>3s}{heads}  objective")
     for label, scale, G, slope in objectives():
-        cells = "".join(f"{value:10.2f}" for value in (slope / slope[2]).tolist())
+        relative = slope / slope[2]  # PASS_RATES[2] is 0.5
+        cells = "".join(f"{value:10.2f}" for value in relative.tolist())
         found = objective_of(slope, PASS_RATES, G)
         print(f"  {label:20s} {scale:14s} {G:3d}{cells}    {dppo.SCALES.get(found, 'its own')}")
 

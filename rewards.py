@@ -27,7 +27,7 @@ LARGEST = 1e30  # of a reward's absolute value: squares must be finite
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one is text
 BARE = re.compile(rf"[^\s$]{{0,{LONGEST_ANSWER}}}")  # content without braces, and what follows it
-AFTER = re.compile(r"(?:\\[)\]\\]|[*,;:.])+$")  # \) \] \\ and punctuation are not of it
+AFTER = re.compile(r"(?:\\[)\]\\]|[*,;:.])+$")  # \) \] \\ and punctuation are not part of it
 NUMBER = re.compile(r"-?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 # Differences in spelling that never change the value. A space between two digits can change it.
 SPELLINGS = re.compile(
@@ -158,8 +158,8 @@ def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch
     texts = seen = chat_format.decode(tokenizer, completions)
     if reward is math_reward:  # it must see whether a thought has ended
         opened = chat_format.open_thoughts(tokenizer, rollouts.prompt_ids)  # K
-        kept = chat_format.decode(tokenizer, completions, keep_thoughts=True)
-        seen = [opened[number // G] + text for number, text in enumerate(kept)]
+        with_thoughts = chat_format.decode(tokenizer, completions, keep_thoughts=True)
+        seen = [opened[number // G] + text for number, text in enumerate(with_thoughts)]
     rewards = [
         reward_of(text, problems[number // G].answer, reward) if completions[number] else math.nan
         for number, text in enumerate(seen)

@@ -46,7 +46,7 @@ class Rollouts:
 @dataclass
 class Sampling:
     """How to sample. Training needs the defaults of top_k, top_p and repetition_penalty: with other
-    values, importance ratios would compare the policy with a distribution that it is not."""
+    values, completions would not be drawn from the policy that is trained."""
 
     max_new_tokens: int  # T
     eos_ids: list[int]  # each ends a completion
@@ -177,8 +177,8 @@ def _sample_batch(model, batch: list[int], uniforms, sampling: Sampling, found: 
 
 
 def cache_name(model) -> str:
-    """What a model calls its key-value cache: `cache` since transformers 5.24, and
-    `past_key_values` before, where a model ignores an argument that is called `cache`."""
+    """What a model calls its key-value cache: `cache` since transformers 5.24, `past_key_values`
+    before. Older models silently ignore an argument that is called `cache`."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

@@ -62,11 +62,11 @@ class PromptHistory:
         self.tokens[prompts] = lengths.double().mean(dim=1).float()
 
     def expected_tokens(self, prompts: torch.Tensor) -> torch.Tensor:
-        """Tokens [n] that a completion of each prompt is expected to have: those of its last group,
-        or of an average one."""
+        """Tokens [n] that a completion of each prompt is expected to have: the mean of its last
+        group, or of all known groups."""
         known = self.tokens[~self.tokens.isnan()].tolist()
         average = 1.0  # any number: only ratios count
-        if known:  # fsum, because ranks with other threads must find the same
+        if known:  # fsum, because ranks with different thread counts must agree
             average = math.fsum(known) / len(known)
         return self.tokens[prompts].nan_to_num(average)
 
@@ -74,7 +74,7 @@ class PromptHistory:
         self, name: str, prune_rate: float, prompts: torch.Tensor, minibatches: int = 1
     ) -> torch.Tensor:
         """Probabilities [Q] that the candidates are rolled out, by one of PROMPT_RULES at this rate
-        (r_q in the pages); float64, checked."""
+        (r_q in docs/); float64, checked."""
         dppo.check_known("prompt rule", name, PROMPT_RULES)
         rule, parts = PROMPT_RULES[name], []
         for score in self.score[prompts].chunk(minibatches):
@@ -127,10 +127,10 @@ class PromptRule:
     is PromptHistory's, and NaN if a prompt was never rolled out.
     """
 
-    keep_prob: Callable | None
+    keep_prob: Callable | None  # None: the rule has `select`
     rate: float | None = 0.3  # default r_q; config.METHODS has others. 0 keeps all. None: no rate
     fixed_size: bool = False  # the probabilities always add up to kept_prompts(n, r_q)
-    biased: str | None = None  # why, as the run's first lines say it; with select: "" if it is not
+    biased: str | None = None  # the reason, printed in the run's first lines
     select: Callable | None = None  # (score, prune_rate) -> (keep, weights)
 
 
@@ -159,7 +159,7 @@ PROMPT_RULES = {
     "none": PromptRule(everything, rate=None),
     "uniform": PromptRule(blindly, fixed_size=True),
     "dppo": PromptRule(low_scores),
-    # Ours is blind, too. How large a prompt's next gradient will be is not known well enough: rules
-    # that preferred some prompts were noisier, or learned no faster (runs/LOG.md).
+    # Ours is blind, too. The size of a prompt's next gradient is not known well enough: rules that
+    # preferred some prompts were noisier, or learned no faster (runs/LOG.md).
     "pps": PromptRule(blindly, rate=0.6, fixed_size=True),
 }

@@ -25,7 +25,8 @@ are divided among the ranks so that each expects equally many tokens. Then every
 rewards and lengths of all prompts, computes advantages and denominators from them, and draws the
 same keep decisions. After pruning, the kept completions are divided again, because pruning leaves
 the ranks with unequal work. All randomness is a function of (seed, step, purpose, prompt), so a
-resumed run repeats what an uninterrupted run would have done, with as many ranks and threads.
+resumed run repeats what an uninterrupted run would have done, given the same number of ranks and
+threads.
 
 Letters: Q candidates of a step, K prompts rolled out, k of them by this rank, G completions each,
 M mini-batches, which are the updates of a step.
@@ -60,9 +61,9 @@ from runtime.stop import Stop, about_torchrun, resume_command
 from runtime.timer import Timer
 from update import accumulate_gradients, trainer_logprobs
 
-TOKENS_MEMORY = 10  # steps after which a batch's token count counts 1/e in the mean
+TOKENS_MEMORY = 10  # steps until a batch's token count weighs 1/e in the mean
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
-DEAD_STEPS = 5  # in a row without a gradient, after which a run says so
+DEAD_STEPS = 5  # steps in a row with gradient 0, after which a run says so
 
 
 class Trainer:
@@ -159,14 +160,14 @@ class Trainer:
         # 4. Advantages, over full groups.
         advantages = dppo.group_advantages(rewards, cfg.scale_rewards, cfg.reward_range)  # [K, G]
 
-        # 5. The denominator counts all Q candidates, kept or not. Each of the M updates has a share
-        # of Q / M of them, so it is divided by M.
+        # 5. The denominator counts all Q candidates, kept or not, divided by M: each of the M
+        # updates has Q / M of them.
         trained = 1.0 - truncated * cfg.mask_truncated  # [K, G]; 0: masked
         sampled_tokens = (prompt_weights[:, None] * trained * lengths).sum().item()  # estimated
         num_tokens = sampled_tokens
         # --- DPPO, for dapo and cispo, which divide by the batch's tokens: if prompts are pruned
-        # these are not known, and to divide by this draw's estimate would be biased. So the mean of
-        # the last steps stands in. The first step has none: it keeps all prompts and counts.
+        # these are not known, and dividing by this draw's estimate would be biased. The mean of the
+        # last steps is used instead. The first step has none: it keeps all prompts and counts them.
         if self.needs_mean_tokens:
             num_tokens = self.mean_tokens or sampled_tokens
         # ---
@@ -201,8 +202,8 @@ class Trainer:
             group["lr"] = config.learning_rate(cfg, step, highest)
         stats, grad_norms = [], []
         with self.timer.measure("train"):
-            # None: the sampler's log-probs, or with a cap the current model's. With a cap and
-            # several updates, all must compare with the model before the first one.
+            # None: compare with the sampler's log-probs, or with a cap the current model's. With a
+            # cap and several updates, all of them compare with the model before the first update.
             old_logprobs = None
             if cfg.importance_cap and M > 1:
                 old_logprobs = trainer_logprobs(self.model, rollouts, cfg, keep[mine])
@@ -228,7 +229,7 @@ class Trainer:
         if self.needs_mean_tokens:
             mean = self.mean_tokens or sampled_tokens
             # If the mean is 0, forget it: the next step keeps all prompts and counts again.
-            self.mean_tokens = mean + (sampled_tokens - mean) / TOKENS_MEMORY or None
+            self.mean_tokens = (mean + (sampled_tokens - mean) / TOKENS_MEMORY) or None
 
         both_weights = prompt_weights[:, None] * weights  # [K, G], for the log
         row = metrics.row(
@@ -285,12 +286,12 @@ def run(trainer: Trainer, until: int | None = None) -> None:
     """Train: all steps up to --steps or `until`, or until a signal asks for a stop.
 
     A step is evaluated, then written to the log, then saved. So a run that is stopped or killed at
-    any moment goes on from its newest checkpoint, and repeats the steps after it exactly.
+    any moment continues from its newest checkpoint, and repeats the steps after it exactly.
     """
     cfg, out_dir, stop = trainer.cfg, Path(trainer.cfg.out_dir), Stop()
     done = checkpoint.restore(trainer) if trainer.saved else 0  # steps whose rows are in the log
     if cfg.resume and done >= cfg.steps:
-        more = ", or give more --steps" * (cfg.lr_schedule == "constant")
+        more = ", or give more --steps" if cfg.lr_schedule == "constant" else ""
         raise InputError(
             f"--resume: the run in {cfg.out_dir} has ended after its {done} steps: use another "
             f"--out-dir{more}"
@@ -323,7 +324,7 @@ def run(trainer: Trainer, until: int | None = None) -> None:
 
             stopped = stop.agreed()
             due = cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps)
-            if due or stopped or done == last < cfg.steps:
+            if due or stopped or (done == last and done < cfg.steps):
                 checkpoint.save_run(trainer, done)
                 saved_at = done
 
@@ -344,7 +345,7 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
     """Write config.json, cut the log back to the checkpoint, and say what the run is."""
     cfg, out_dir = trainer.cfg, Path(trainer.cfg.out_dir)
     if done and (stored := checkpoint.stored_ranks(out_dir)) != trainer.world:
-        how = "sums round differently, so samples will differ in time"
+        how = "sums round differently, so samples will eventually differ"
         print(f"resuming a run of {stored} ranks on {trainer.world}: {how}")
     logger = log.Log(out_dir)
     logger.open(done)
@@ -379,7 +380,7 @@ def stops_if_not_finite(cfg: Config, step: int):
             again += f" and --model {folder / 'checkpoint'}, the last checkpoint"
         raise InputError(
             f"step {step} is not finite ({error}), and nothing of it was saved. A resume would "
-            f"repeat it. Instead, {again}; {folder / 'log.jsonl'} shows what led there"
+            f"repeat it. Instead, {again}; {folder / 'log.jsonl'} shows what led to it"
         ) from None
 
 

@@ -32,8 +32,8 @@ class Sequence(NamedTuple):
 
 
 class UpdateStats(NamedTuple):
-    """Sums over the completion tokens of one update. To add one, give it the same place here, in
-    `row` or `counts` of accumulate_gradients."""
+    """Sums over the completion tokens of one update. To add one, put it at the same place here
+    and in `row` or `counts` of accumulate_gradients."""
 
     loss: float  # with the full batch's denominator, the KL term included
     kl: float  # the KL term alone, before beta
@@ -58,8 +58,8 @@ def accumulate_gradients(
     multiplier, weights over denominator, and by nothing that depends on the pack, so any layout
     gives the same gradient. With cfg.beta, `reference` is the frozen model of the KL term.
 
-    By default the old log-probs are the sampler's, which need no extra forward. With
-    cfg.importance_cap they are the trainer's: `old_logprobs` [k, G, T], or the current ones if
+    Without cfg.importance_cap the old log-probs are the sampler's, which need no extra forward.
+    With it they are the trainer's: `old_logprobs` [k, G, T], or the current ones if
     None. Each token is then also multiplied by its importance ratio, see `importance_ratio`.
     """
     mine = torch.arange(len(keep)) if mine is None else mine
@@ -81,12 +81,12 @@ def accumulate_gradients(
 
         logprobs, entropy = packed_logprobs(model, pack, cfg)  # [N], [N]
         now = logprobs.detach()
-        samplers, before, advantage, factor = per_token.to(now.dtype)  # [N] each
-        old = samplers  # [N], log-probs
+        sampler_logprobs, start_logprobs, advantage, factor = per_token.to(now.dtype)  # [N] each
+        old = sampler_logprobs  # [N]
         importance = torch.ones_like(now)  # [N]
         if cap := cfg.importance_cap:
-            old = now if old_logprobs is None else before
-            importance = importance_ratio(old - samplers)
+            old = now if old_logprobs is None else start_logprobs
+            importance = importance_ratio(old - sampler_logprobs)
             factor = factor * importance.clamp(max=cap)
         loss, clipped = dppo.token_loss(
             logprobs, old, advantage, pack.owner, loss=cfg.loss, eps_low=cfg.eps_low,
@@ -97,14 +97,14 @@ def accumulate_gradients(
             with torch.no_grad():
                 ref_logprobs, _ = packed_logprobs(reference, pack, cfg)  # [N]
             kl = dppo.kl_k3(logprobs, ref_logprobs)
-        # The factor multiplies after the clip, so it cannot move it.
+        # The factor multiplies after the clip, so it cannot move the clip.
         total = ((loss + cfg.beta * kl) * factor).sum()
         total.backward()
 
         if not members:  # a dummy pack, which FSDP needs
             continue
         capped = (importance > (cap or math.inf)).sum()
-        gap = (now - samplers).abs().sum()
+        gap = (now - sampler_logprobs).abs().sum()
         row = [total, (kl * factor).sum(), clipped.sum(), gap, importance.sum(), capped]
         row = torch.stack([*row, entropy.sum()]).detach()
         measured.append(row)  # read after the loop; here the host would wait
@@ -120,20 +120,21 @@ def accumulate_gradients(
 
 
 def importance_ratio(log_ratio):
-    """Trainer's probability / sampler's of each token, [N], given the logarithms."""
+    """exp(log_ratio) [N]: each token's probability under the trainer over the sampler's."""
     return log_ratio.clamp(max=20.0).exp()  # above any cap, but the logged mean stays finite
 
 
 @torch.no_grad()
 def trainer_logprobs(model, rollouts, cfg, keep=None) -> torch.Tensor:
-    """The sampled tokens' log-probs [k, G, T] in the trainer's arithmetic; 0 past the end, and of
-    completions that are not in keep [k, G]."""
+    """The sampled tokens' log-probs [k, G, T] in the trainer's arithmetic; 0 past the end, and for
+    completions that keep [k, G] leaves out."""
     keep = torch.ones_like(rollouts.truncated) if keep is None else keep
     sequences = kept_sequences(rollouts, keep, torch.arange(len(keep)))
     table = rollouts.logprobs.new_zeros(rollouts.logprobs.shape)
     for pack, members in packs(sequences, cfg, model.device):
         logprobs = packed_logprobs(model, pack, cfg)[0].to(table)  # [N]
         lengths = [len(one.completion) for one in members]
+        # A dummy pack has log-probs of no member.
         for one, own in zip(members, logprobs.split(lengths), strict=False):
             table.view(-1, table.shape[2])[one.place, : len(own)] = own
     return table
@@ -159,7 +160,7 @@ def kept_sequences(rollouts, keep, mine, old_logprobs=None) -> list[Sequence]:
                 place=mine[row].item() * G + g,
                 prompt=rollouts.prompt_ids[row],
                 completion=rollouts.completion_ids[row, g, :length].tolist(),
-                logprobs=rollouts.logprobs[row, g, :length].clone(),  # a view would send the table
+                logprobs=rollouts.logprobs[row, g, :length].clone(),  # a view pickles the table
                 old_logprobs=old_logprobs[row, g, :length].clone(),
             )
         )

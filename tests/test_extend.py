@@ -397,7 +397,7 @@ def test_verdict_of_the_proof(tmp_path, capsys, monkeypatch):
         (tmp_path / "mine.py").write_text(text)
         with pytest.raises(SystemExit, match=message):
             proof.main(str(tmp_path / "mine.py"))
-    with pytest.raises(SystemExit, match=r"nothere.py is no Python file"):
+    with pytest.raises(SystemExit, match=r"nothere.py is not a Python file"):
         proof.main(str(tmp_path / "nothere.py"))
     assert "claimed to be unbiased" in capsys.readouterr().out
 

@@ -295,8 +295,8 @@ BAD_INPUT = """
 --data arithmetic-longer | evaluation only
 --eval-every 1 --eval-data nothing.jsonl | nothing.jsonl: no such file
 --model /nowhere/model | --model /nowhere/model cannot be loaded
---prompts-per-step 513 | --prompts-per-step 513: the data holds only 512 prompts
---max-new-tokens 512 | 512: the model's longest sequence, with the prompt, has 512 tokens
+--prompts-per-step 513 | --prompts-per-step 513: the data hold only 512; lower it
+--max-new-tokens 512 | 512: a sequence has at most 512 tokens, prompt included
 --max-new-tokens 511 | all 512 prompts are longer than 1 tokens: lower --max-new-tokens
 """  # arguments | a part of the message
 
