@@ -212,7 +212,7 @@ def winners_table(rows: list[dict]) -> str:
 def ceiling_table(rows: list[dict]) -> str:
     """Markdown: of each setting its two inputs, the ceilings, and what adaptive reached."""
     head = ["setting", "live groups", "rest / training", "ceiling, completions", "adaptive reached"]
-    head += ["ceiling, prompts", "seconds saved at equal steps"]
+    head += ["ceiling, prompts", "time without zeros, over adaptive's"]
     cells = [head, ["---"] * len(head)]
     for title, found in ceilings(rows).items():
         cells.append([
