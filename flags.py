@@ -22,16 +22,17 @@ def answer_help(kind: type) -> None:
 class Config:
     # ------------------------------------------------------------------------ method
     method: str = "adaptive"
-    """Two rules and their defaults: adaptive, pps, dppo, uniform, a rival's or one of yours. grpo
-    prunes nothing; grpo_zero only terms that are 0."""
+    """A pair of rules with their defaults: adaptive, pps, dppo, uniform, a rival or one of yours.
+    grpo prunes nothing; grpo_zero only terms that are 0."""
     prompt_rule: str | None = None
     """Which prompts are dropped before rollout. uniform and pps (both blind) and dppo (the paper's,
-    by past |advantage|) are unbiased; dppo_floor is biased; none. By default the method's rule."""
+    by past |advantage|) are unbiased; dppo_floor is biased. none drops nothing. By default the
+    method's rule."""
     completion_rule: str | None = None
     """Which completions are dropped after reward. zero (terms that are exactly 0), uniform, dppo
     (by |advantage|), pps (ours, by size, a share of the tokens) and adaptive (ours, by size, as
     many as pays) are unbiased. cppo, pods and dppo_floor keep by rank, which changes the objective
-    (docs/method.md); cppo_batch is biased; none. By default the method's rule."""
+    (docs/method.md); cppo_batch is biased. none drops nothing. By default the method's rule."""
     prompt_prune_rate: float | None = None
     """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
     By default 0.3; for pps and adaptive 0.6, or 0.75 with tiny."""
@@ -51,12 +52,13 @@ class Config:
     (MaxRL: log(p)). By default none for dr_grpo, else group."""
     reward_range: float = 1.0
     """The largest possible reward minus the smallest. variance and mean need it: their divisor is
-    at least that of one reward of this size and G - 1 of 0. mean refuses negative rewards."""
+    at least that of a group with one reward of this size and G - 1 zeros. mean refuses negative
+    rewards."""
     eps_low: float | None = None
     """The ratio is clipped to at least 1 - eps_low. By default the loss's own, such as 0.2 for
     grpo."""
     eps_high: float | None = None
-    """The ratio is clipped to at most 1 + eps_high, also for cispo (where TRL gives the sum). By
+    """The ratio is clipped to at most 1 + eps_high, also for cispo (TRL's is 1 + eps_high). By
     default the loss's own."""
     importance_cap: float | None = None
     """Correct for the sampler's rounding: multiply each token's loss by min(cap, trainer's

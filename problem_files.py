@@ -140,8 +140,8 @@ def _check_value(value, key: str, where: str) -> None:
 
 
 def _question(row: dict, where: str) -> tuple[str, tuple[dict, ...], str | None]:
-    """(text, turns, said): what is asked, all turns if it is a chat, and the assistant's last turn
-    if it is the row's solution (OpenAI's format)."""
+    """(text, turns, said): what is asked; the chat, or () if it is no more than that; and the
+    assistant's last turn if that is the row's solution (OpenAI's format)."""
     key = _first_key(row, PROBLEM_KEYS, where)
     text, said = row[key], None
     turns = _chat(text, f"{where}: the value of {key!r}") if isinstance(text, list) else ()

@@ -5,7 +5,7 @@ Train a language model with DPPO. GRPO is the special case that prunes nothing.
     torchrun train.py --method grpo --out-dir out-grpo    the same task with GRPO
     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen3-0.6B --data FILE.jsonl --lr 1e-6
 
-`python train.py` runs one process. config.py explains the flags. `Trainer.step` is the algorithm,
+`python train.py` runs one process. flags.py explains the flags. `Trainer.step` is the algorithm,
 from top to bottom; `run`, below it, is the loop that evaluates, logs, saves and stops. minimal.py
 is the same estimator on one page, with simpler draws.
 

@@ -3,7 +3,7 @@ Everything that measures, one file per command: `python -m bench` lists them.
 
 Variants alternate within one call; the output is medians and ratios.
 
-May import: anything. Nothing but tests and notebooks imports bench.
+May import: anything. Only tests, notebooks, runs/*.sh and related (to write rows) import bench.
 """
 
 import copy
@@ -72,14 +72,13 @@ def sampling_copy(model, cfg: config.Config):
 
 
 def write_json(path: Path | None, content) -> None:
-    """Write a table to the file of --json, if there is one. Its first row, or a table that is a
-    dictionary, says who made it."""
+    """Write a record to the file of --json, if there is one, with who made it (see stamped)."""
     if path:
         path.write_text(json.dumps(stamped(content), indent=1) + "\n")
 
 
 def stamped(content: dict | list[dict]) -> dict | list[dict]:
-    """A record with commit, machine and date in its first row, or in the table itself."""
+    """The record with commit, machine and date added: to the dictionary, or to the first row."""
     if isinstance(content, dict):
         return content | made_by()
     first, *rest = content
@@ -120,12 +119,12 @@ def machine() -> str:
 
 
 def gradient(model) -> torch.Tensor:
-    """Its gradient [P], on its device."""
+    """The gradient [P] of a model, on the model's device."""
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 def inner_products(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Of n gradients [P] with each other: [n, n] float64, on the CPU."""
+    """Inner products of n gradients [P] with each other: [n, n] float64, on the CPU."""
     parts = zip(*(gradient.split(50_000) for gradient in gradients), strict=True)
-    parts = (torch.stack(part).double() for part in parts)  # a few numbers of each
+    parts = (torch.stack(part).double() for part in parts)  # in pieces: float64 takes memory
     return sum(part @ part.T for part in parts).cpu()

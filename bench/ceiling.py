@@ -9,12 +9,12 @@ So 20 steps of GRPO say whether pruning would pay, before it is turned on.
 Where noise limits learning, progress in a second goes as 1 / (T V): T is the time of a step, and V
 the noise of its gradient (dppo.adaptive_keep_prob). The ceiling of completions is T V of training
 on all terms that are not exactly 0, over the least T V of all keep probabilities. V is that of
-independent keeps. Systematic draws, such as those of pps and adaptive, have less, so they may
-exceed the ceiling. In batches above the critical size V does not matter, and a smaller batch gains
+independent keeps. The systematic draws of pps and adaptive have less noise, so they may exceed the
+ceiling. In batches above the critical size V does not matter, and a smaller batch gains
 as much as any pruning.
 
-Each step of train.py logs its ceilings for some values of `rest`, the time of all that is not
-training. Which of them is the run's own follows from its seconds.
+Each step of train.py logs its ceilings for some ratios of `rest`, the time of all that is not
+training, to training. The run's seconds say which ratio is its own.
 
 The ceiling of prompts is what dropping prompts before the rollout could gain if the pass rate of
 each were known. How pass rates are distributed is estimated from all groups of the run. What a
@@ -59,7 +59,7 @@ def main(run: Annotated[Path, tyro.conf.Positional], json_file: JsonFile = None)
 
 def figures(rows: list[dict], name: str, scale_rewards: str) -> dict:
     """The figures of a log, whose steps without a live group have no ceiling of completions.
-    InputError if it has too few steps, or none of the columns."""
+    InputError if it has too few steps, or if an older version wrote it."""
     rows = [row for row in rows if row["step"] > WARM]
     if rows and "cost/kept" not in rows[0]:
         raise InputError(f"{name}: its log is of an older version; make a new run")
@@ -162,7 +162,7 @@ def report(found: dict) -> str:
         "live.",
         f"Everything but training takes {ratio:.2f} of the time of training on every completion"
         f"{beyond}:",
-        f"so --method adaptive would take --completion-prune-rate {1 / (1 + ratio):.2f}.",
+        f"so --method adaptive should get --completion-prune-rate {1 / (1 + ratio):.2f}.",
         "",
         "Progress in a second, relative to training on everything that contributes:",
         f"  {number(found['ceiling/completions'])}  pruning completions, at most with independent "

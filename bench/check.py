@@ -1,7 +1,7 @@
 """
 Are pruned gradients unbiased in whole runs? `python -m bench check`.
 
-Before every n-th step all Q candidates are rolled out once more; training does not use these
+At every `--every`-th step all Q candidates are rolled out once more; training does not use these
 rollouts. Their full gradient is compared with many pruned ones, each with its own prompt draw and
 its own completion draw.
 
@@ -58,7 +58,7 @@ class Underweighted(Checked):
 
 
 def check(trainer: Trainer, step: int, draws: int) -> dict[str, float]:
-    """The figures of `compare` for the candidates of a step, at the trainer's present weights.
+    """The figures of `compare` for the candidates of a step, at the trainer's present parameters.
 
     Of several mini-batches it checks the first. It runs in one process.
     """
@@ -93,7 +93,7 @@ class Stored:
 
 
 class Updated(Exception):
-    """The first update of a step has its gradient."""
+    """Raised in place of the optimizer's first step, once .grad holds that update's gradient."""
 
 
 def gradient_of_step(trainer: Trainer, step: int, stored: Stored, **changes) -> torch.Tensor:
@@ -119,7 +119,7 @@ def compare(full: torch.Tensor, pruned: Iterable[torch.Tensor]) -> dict[str, flo
     `pruned` yields them one at a time, so only one is in memory.
     bias2     its mean over many batches is the squared relative bias
     variance  of one pruned gradient, relative to |full|^2
-    scale     its mean is the relative error of the length along the full gradient
+    scale     its mean is the relative error of the component along the full gradient
     norm      |full|
     Where the pruning is unbiased, bias2 and scale average to 0. That also holds for an average
     weighted by norm, because no draw changes it.

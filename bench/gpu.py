@@ -38,7 +38,10 @@ class Size:
     step_tokens: int = 128
 
 
-TINY = Size("tiny", ("tiny",), 2, 1, (2, 4), 4, 4, 20, 2, (("grpo", 2), ("pps", 4)), 3)
+TINY = Size(
+    shape="tiny", update_shapes=("tiny",), group=2, gap_prompts=1, batches=(2, 4), new_tokens=4,
+    sequences=4, median=20, steps=2, step_prompts=(("grpo", 2), ("pps", 4)), step_tokens=3,
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- the command
@@ -84,7 +87,7 @@ def main(
 
 
 def attempt(measure: Callable) -> dict:
-    """The figures of a measurement; instead of them, its error."""
+    """The figures of a measurement or, if it fails, its error."""
     try:
         return measure()
     except Exception as error:

@@ -2,7 +2,7 @@
 How noisy each prompt rule is on real gradients: `python -m bench variance --level prompt`. A run
 that prunes nothing is recorded group by group, and then each rule is replayed on it.
 
-Letters: Q prompts, G completions each, P parameters.
+Letters: Q prompts, G completions each, P parameters, r_q --prompt-prune-rate.
 """
 
 import copy
@@ -101,7 +101,8 @@ def replay(
 ) -> list[dict]:
     """What a rule would have done at every step if it had only seen the groups it rolled out.
 
-    Rows have its error, that of a uniform draw of as many rollout tokens, and their share.
+    Rows have the rule's error, the error of a uniform draw of as many rollout tokens, and the share
+    of the tokens that was rolled out.
     """
     history, rows = copy.deepcopy(empty), []
     for step, window, advantages, lengths, gram in steps:
@@ -142,7 +143,7 @@ def prompt_draws(rule, rate, history, window, gram, tokens, generator, draws) ->
 def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
     """Print a table, and return its rows, one per visit (epoch).
 
-    {seed, data, loss, rule, r_q, visit, dead, tokens, rel_mse, over_uniform, median_over_uniform}
+    {seed, data, loss, rule, r_q, visit, dead, tokens, rel_mse, over_uniform}
     Errors are summed over a visit's steps before they are divided.
     """
     rows = []
@@ -179,11 +180,9 @@ def prompt_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
 def visit_figures(rows: list[dict]) -> dict:
     """Aggregate the replays of one visit."""
     total = {key: math.fsum(row[key] for row in rows) for key in rows[0]}
-    ratios = [row["error"] / row["uniform"] for row in rows if row["uniform"] > 0]
     return {
         "dead": total["dead"] / len(rows),
         "tokens": total["tokens"] / len(rows),
         "rel_mse": total["error"] / total["square"],
         "over_uniform": total["error"] / total["uniform"] if total["uniform"] else None,
-        "median_over_uniform": statistics.median(ratios) if ratios else None,
     }

@@ -42,7 +42,7 @@ def main() -> None:
     """Print all tables, and draw the pictures into runs/."""
     for file in (SAVINGS, RACE):
         if not file.exists():
-            raise InputError(f"there is no {file}: run bash runs/results.sh first")
+            raise InputError(f"there is no {file}: run bash runs/results.sh {file.stem} first")
     for name, table in tables().items():
         print(f"\n{name}\n\n{table}")
     saved, raced = log.read_rows(SAVINGS), log.read_rows(RACE)
@@ -228,9 +228,8 @@ def ceiling_table(rows: list[dict]) -> str:
 
 
 def ceilings(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """{setting: figures of `bench ceiling`, means over seeds}. Those of GRPO's run, and of
-    adaptive's: `reached` and its `own ceiling`. `seconds` are those of GRPO without the terms that
-    are 0, over adaptive's."""
+    """{setting: figures of `bench ceiling`, means over seeds}: GRPO's, but `reached` and
+    `own ceiling` are adaptive's. `seconds` is GRPO's time without zero terms over adaptive's."""
     found = {}
     for setting in settings_of(rows):
         for count in candidates_of(rows, setting):

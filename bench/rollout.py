@@ -2,15 +2,12 @@
 
 import importlib.util
 import itertools
-import math
 import statistics
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import torch
-from transformers import Cache
 
 import config
 import data
@@ -29,7 +26,6 @@ def main(
     batches: tuple[int, ...] = (128, 512),
     shape: shapes.Shape = "embedded",
     new_tokens: int = 512,
-    checkpoint: Path | None = None,
     json_file: JsonFile = None,
 ) -> None:
     """Time one step's rollouts. Engines take turns; prompts change with the round.
@@ -41,7 +37,6 @@ def main(
         shape: embedded: base model and problems of the embedded task. Otherwise random weights of
             that size and random prompts, one batch of sequences in all, each of `new_tokens`
         new_tokens: length of each completion, unless the shape is embedded
-        checkpoint: for the shape embedded, what to sample from in place of the base model
         json_file: where to write the rows {engine, batch, seconds, tokens_per_s,
             max_logprob_gap, ...}
     """
@@ -50,7 +45,7 @@ def main(
     totals = [512] * len(batches)  # sequences in all
     with tempfile.TemporaryDirectory() as folder:
         if shape == "embedded":
-            base = str(checkpoint or arithmetic.BASE)
+            base = str(arithmetic.BASE)
             model, tokenizer = models.load_policy(base, cfg.device)
             problems = data.train_problems(cfg.data, hold_out=True)
             _, prompts = data.encode_prompts(problems, tokenizer, 400)
@@ -100,21 +95,14 @@ def measure(model, policy, prompts, sampling, cfg, seed: int) -> dict:
     """Seconds and tokens of one rollout, what the model computed for them, and how far their
     log-probs are from the trainer's."""
     computed = []  # tokens of each forward, prompts included; vLLM does not call this model
-    memory = []  # bytes of keys and values after each
     decode = Decoder.__call__
 
-    def count(tokens, cache):
-        computed.append(tokens.numel())
-        memory.append(cache_bytes(cache))
-
     def by_transformers(_model, args, inputs, _output):
-        cache = next(x for x in (*args, *inputs.values()) if isinstance(x, Cache))
-        count(args[0] if args else inputs["input_ids"], cache)
+        computed.append((args[0] if args else inputs["input_ids"]).numel())
 
-    def by_decoder(decoder, token, positions, step, cache, bias=None):
-        logits = decode(decoder, token, positions, step, cache, bias)
-        count(token, cache)
-        return logits
+    def by_decoder(decoder, token, *others):
+        computed.append(token.numel())
+        return decode(decoder, token, *others)
 
     hook = policy.register_forward_hook(by_transformers, with_kwargs=True)
     with mock.patch.object(Decoder, "__call__", by_decoder):
@@ -128,19 +116,8 @@ def measure(model, policy, prompts, sampling, cfg, seed: int) -> dict:
         "tokens": int(rollouts.lengths.sum()),
         "forwards": len(computed),
         "computed": sum(computed),
-        "cache_mib": max(memory, default=math.nan) / 2**20,
         "gap": gaps.max().item(),
-        "above": int((gaps > 1e-5).sum()),
     }
-
-
-def cache_bytes(cache) -> int:
-    """What a cache has allocated. GrowingLayer keeps a larger buffer than it shows."""
-    owned = (
-        [layer.buffer] if hasattr(layer, "buffer") else [layer.keys, layer.values]
-        for layer in cache.layers
-    )
-    return sum(tensor.nbytes for tensors in owned for tensor in tensors)
 
 
 def compare(timed: dict[tuple[str, int], list[dict]]) -> list[dict]:
@@ -159,10 +136,8 @@ def compare(timed: dict[tuple[str, int], list[dict]]) -> list[dict]:
             "tokens_per_s": statistics.median(own),
             "times_as_fast": [statistics.median(ratios), ratios[0], ratios[-1]],
             "max_logprob_gap": max(run["gap"] for run in runs),
-            "tokens_above_1e-5": sum(run["above"] for run in runs),
             "tokens": sum(run["tokens"] for run in runs),
             "forwards": statistics.median(run["forwards"] for run in runs),
-            "cache_mib": max(run["cache_mib"] for run in runs),
             "computed_per_token": statistics.median(
                 run["computed"] / run["tokens"] for run in runs
             ),
@@ -173,8 +148,6 @@ def compare(timed: dict[tuple[str, int], list[dict]]) -> list[dict]:
             f"{name:8s} {batch:5d} at once {row['seconds']:8.3f} s {row['tokens_per_s']:10.0f} "
             f"tokens/s   {row['times_as_fast'][0]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) times "
             f"hf's best   {row['forwards']:.0f} forwards, {row['computed_per_token']:.2f} tokens "
-            f"computed for each one sampled, {row['cache_mib']:.0f} MiB of keys and values   "
-            f"largest log-prob gap {row['max_logprob_gap']:.1e}, "
-            f"above 1e-5: {row['tokens_above_1e-5']} of {row['tokens']}"
+            f"computed for each one sampled   largest log-prob gap {row['max_logprob_gap']:.1e}"
         )
     return table

@@ -35,12 +35,12 @@ import train
 from bench import ceiling, made_by
 from runtime import InputError, log, ranks
 
-HELD_OUT = 2000  # problems that a race's and a search's are chosen from
+HELD_OUT = 2000  # held-out problems, from which a race and a search choose theirs
 SEARCHED = 250  # problems of a search, and of a curve
 SAME_SPEED = 1.4  # a larger ratio of two probes is another machine, not the noise of neighbors
 PACE = 8  # the last steps, whose mean says how long the next ones take
 CURVE = 4  # evaluations of a run by steps, the last one included
-SUMS = {  # column of a row: what it is the sum of, over steps
+SUMS = {  # column of a row: the column of the log that it sums over all steps
     "seconds": "seconds",  # CPU time
     "wall": "step_time",
     "prompts": "prompts",  # rolled out
@@ -81,7 +81,7 @@ class Run:
     search: bool = False  # evaluated on the problems of a search
 
     def is_row(self, row: dict) -> bool:
-        """Whether this run has been made, and is the row of a file."""
+        """Whether a row of a file is this run's."""
         return all(row[name] == value for name, value in vars(self).items())
 
 
@@ -129,8 +129,8 @@ def check_speed(missing: list[Run], rows: list[dict], file: Path) -> None:
     ratio = statistics.median(before) / probe() if before else 1.0
     if not 1 / SAME_SPEED < ratio < SAME_SPEED:
         raise InputError(
-            f"{file}: this machine is {ratio:.2f} times as fast as the one of its rows, and "
-            "seconds compare only within one; give --json another file"
+            f"{file}: this machine is {ratio:.2f} times as fast as the one that made its "
+            "rows, and seconds compare only within one machine; give --json another file"
         )
 
 
@@ -157,7 +157,7 @@ def line(row: dict) -> str:
 
 
 def start_worker(run: Run) -> None:
-    """End with the parent, however it ends; and load libraries, which slows a first run down."""
+    """Let this worker end with its parent, and load the libraries before a run is timed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     make_one(replace(run, steps=1), problems=1)
 

@@ -17,14 +17,14 @@ from runtime import log
 
 OWN = Path("out-savings/rows.jsonl")
 FIRST_SEED = 10
-NO_PROMPTS = "--prompt-rule none"  # is dropped before the rollout
+ALL_PROMPTS = "--prompt-rule none"  # no prompt is dropped before the rollout
 METHODS = {  # flags. Rates are the usual ones of each method; blind draws keep what pps keeps
     "grpo": "--method grpo",
     "grpo_zero": "--method grpo_zero",
-    "adaptive": f"--method adaptive {NO_PROMPTS} --completion-prune-rate 0.9",
+    "adaptive": f"--method adaptive {ALL_PROMPTS} --completion-prune-rate 0.9",
     "adaptive_prompts": "--method adaptive --prompt-prune-rate 0.6 --completion-prune-rate 0.9",
-    "pps": f"--method pps {NO_PROMPTS} --completion-prune-rate 0.9",
-    "uniform": f"--method uniform {NO_PROMPTS} --completion-prune-rate 0.9",
+    "pps": f"--method pps {ALL_PROMPTS} --completion-prune-rate 0.9",
+    "uniform": f"--method uniform {ALL_PROMPTS} --completion-prune-rate 0.9",
     "dppo": "--method dppo",
     "pods": "--method pods --completion-prune-rate 0.8",
     "cppo": "--method cppo --completion-prune-rate 0.8",

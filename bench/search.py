@@ -41,7 +41,7 @@ class Search(NamedTuple):
     budget: float  # in seconds
     first: int  # configurations that it begins with: random, or the best at the budget before
     children: tuple[int, ...]  # of each generation
-    seeds: tuple[tuple[int, int], ...]  # then: how many of the best have how many more seeds
+    seeds: tuple[tuple[int, int], ...]  # then (n, m): the n best get m more seeds each
 
 
 SMALL = {"first": 20, "children": (10, 10), "seeds": ((6, 1), (3, 2))}
@@ -75,7 +75,7 @@ SPACES = {  # method: flags that all of its configurations have, and those that 
 }
 KEPT = {"pods": 2, "cppo": 2}  # completions of each group, at least
 FEWEST = 32  # completions of a step
-MOST = 52  # and how many of them for each second of budget
+MOST = 52  # at most this many for each second of budget
 
 Configuration = dict[str, float | str]
 
@@ -111,7 +111,7 @@ def main(
 
 
 def trials(setting: str, method: str, number: int, rung: int, rows: list[dict]) -> list[Run]:
-    """The runs of a rung: the first ones, a generation of children, or more seeds.
+    """The runs of one stage (rung): the first ones, a generation of children, or more seeds.
 
     It depends on the rows of earlier rungs only, because the search may have been stopped in this
     one.

@@ -28,12 +28,12 @@ def main(
     Args:
         rounds: runs of each method
         steps: steps of a run
-        skip: first steps of a run that do not count; by default the first epoch (16 steps), in
-            which there is no history to prune by
+        skip: first steps of a run that do not count; by default 16, an epoch of 32 prompts a step,
+            in which there is no history to prune by
         methods: what to compare; ratios are to the first
         shape: embedded: base model and problems of the embedded task. Otherwise random weights of
-            that size, 256 random prompts of 20 to 200 tokens, 32 of them a step with 8 completions
-            each, and random rewards
+            that size, 256 random prompts of 20 to 200 tokens, random rewards, and 8 completions of
+            each of 32 prompts a step (pps: of 26 of 64)
         new_tokens: limit of a completion, unless the shape is embedded
         json_file: where to write the rows {method, round, part, median}
     """

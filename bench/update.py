@@ -26,7 +26,6 @@ import rollout
 import train
 from bench import JsonFile, gradient, masked, run, shapes, sized, write_json
 from bench import packing as bench_packing
-from models import checkpoint_layers
 from runtime.device import autocast
 from runtime.timer import clock
 from tasks import arithmetic
@@ -214,7 +213,6 @@ def main(
     pack_tokens: int | None = None,
     steps: int = 24,
     sequences: int = 256,
-    gradient_checkpointing: bool = False,
     json_file: JsonFile = None,
 ) -> None:
     """Time forward and backward of one update, packed and padded, in turn.
@@ -229,7 +227,6 @@ def main(
         pack_tokens: tokens in a slot; default: train.py's
         steps: steps of the runs that the lengths come from
         sequences: how many sequences, unless the shape is embedded
-        gradient_checkpointing: recompute layers in the backward pass
         json_file: where to write the rows
     """
     args = ["--out-dir", "unused", "--importance-cap", "0"]  # padded_update has no correction
@@ -253,8 +250,6 @@ def main(
         median, vocabulary = 60 if shape == "tiny" else 600, shapes.SHAPES[shape][-1]
         sizes = (sequences // 8, 8, median, median // 4, vocabulary)
         works = {"log-normal": log_normal_work(*sizes)}
-    if gradient_checkpointing:
-        checkpoint_layers(model)
     for name, work in works.items():
         rows += time_updates(model, name, work, cfg, rounds)
     for row in rows:

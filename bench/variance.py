@@ -5,10 +5,10 @@ in replay.py.
 Rollouts and gradients are computed on the run's device; everything after that is small and on the
 CPU.
 
-Letters: Q prompts, G completions each, n completions with an advantage, P parameters.
+Letters: Q prompts, G completions each, n live completions, P parameters, r_o
+--completion-prune-rate.
 """
 
-import functools
 import itertools
 import json
 import math
@@ -40,7 +40,7 @@ def main(
     flags: str = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Squared error |g - full|^2 of each pruning rule from true gradients, over its own draws.
+    """Squared error |g - full|^2 of a pruned gradient g, by rule, averaged over the rule's draws.
 
     completion: relative to |full|^2, from the gradient of every completion, with rollouts of the
     embedded run (GRPO) early, midway and late. Tokens are the prompt + completion tokens of the
@@ -55,7 +55,8 @@ def main(
         seeds: seeds of the runs; the tables show medians
         draws: draws of each rule and batch (prompt: a tenth of it)
         flags: completion: instead of the embedded runs, one batch of a model, given by flags of
-            train.py: --flags="--model FOLDER --data words"; all their gradients are in memory
+            train.py: --flags="--model FOLDER --data words"; the gradients of its completions are
+            all in memory, and --level and --seeds have no effect
         json_file: where to write the rows
     """
     if flags:
@@ -79,8 +80,7 @@ SHARES = (0.1, 0.2, 0.3, 0.5)  # of the tokens of completions that contribute
 RATES = (0.5, 0.7, 0.9)  # r_o of dppo; the other rules get the tokens that it spends
 STAGES = {"early": 4, "midway": 32, "late": 64}  # steps of the embedded run
 RULES = (
-    "oracle, independent", "oracle", "pps", "pps, independent", "pps from log-probs",
-    "size |A| sqrt(length)", "size |A|", "dppo", "uniform", "cppo", "cppo_batch", "pods",
+    "oracle, independent", "oracle", "pps", "dppo", "uniform", "cppo", "cppo_batch", "pods",
     "dppo_floor",
 )  # fmt: skip
 
@@ -92,14 +92,14 @@ class Gradients:
     batch: dppo.Completions  # advantages and sizes are filled in for each loss
     lengths: torch.Tensor  # [Q, G]
     energy: torch.Tensor  # [Q, G], exact
-    bound: torch.Tensor  # [Q, G], from the sampled log-probs alone
     live: torch.Tensor  # [Q, G] bool: advantage not 0
     gram: torch.Tensor  # [n, n] float64, of the live completions' sums of grad log-prob
     max_new_tokens: int
 
 
 def real_gradients(folder: Path, cfg, step: int) -> Gradients:
-    """Roll out the window after `step` from a checkpoint; every live completion's own gradient."""
+    """Roll out the window after `step` from a checkpoint, and compute the gradient of each live
+    completion alone."""
     model, tokenizer = models.load_policy(str(folder), cfg.device)
     problems = data.train_problems(cfg.data, hold_out=True)
     room = model.config.max_position_embeddings - cfg.max_new_tokens
@@ -129,15 +129,13 @@ def real_gradients(folder: Path, cfg, step: int) -> Gradients:
         accumulate_gradients(model, rollouts, ones, ones, keep, cfg=cfg)
         gradients.append(gradient(model))
 
-    lengths, logprobs = rollouts.lengths, rollouts.logprobs
+    lengths = rollouts.lengths
     prompt_tokens = torch.tensor([[len(ids[q])] for q in window])
     zeros = torch.zeros_like(rewards)
-    sampled = torch.arange(cfg.max_new_tokens) < lengths[..., None]  # [Q, G, T]
     return Gradients(
         dppo.Completions(zeros, rewards, prompt_tokens + lengths, zeros),
         lengths,
         energy=rollouts.energy,
-        bound=(dppo.energy_bound(logprobs) * sampled).sum(dim=-1),
         live=live,
         gram=inner_products(gradients),
         max_new_tokens=cfg.max_new_tokens,
@@ -155,7 +153,7 @@ def search(share_at, share: float) -> float | None:
     return high
 
 
-def rule_draws(name, share, found, batch, sizes, norms, draws):
+def rule_draws(name, share, found, batch, norms, draws):
     """(weights [draws, Q, G], share of the live tokens kept) of one rule at a share of the tokens.
 
     None if the rule cannot keep that few.
@@ -186,11 +184,9 @@ def rule_draws(name, share, found, batch, sizes, norms, draws):
         if rate is None:
             return None
         drawn = [keep(rate)[1]]
-    else:  # pps with other sizes, or with an independent draw
-        own, _, _ = name.partition(", independent")
-        size = norms if own == "oracle" else sizes[own]
-        keep_prob = dppo.pps_keep_prob(size, batch.cost, share * tokens)
-        order = dppo.strata_order(replace(batch, size=size))
+    else:  # an oracle: pps with the true norms
+        keep_prob = dppo.pps_keep_prob(norms, batch.cost, share * tokens)
+        order = dppo.strata_order(replace(batch, size=norms))
         drawn = []
         for _ in range(draws):
             if name.endswith("independent"):
@@ -217,15 +213,8 @@ def variance_rows(found: Gradients, loss: str, stage: str, draws: int) -> list[d
     gram = factor[:, None] * found.gram * factor  # of the completions' terms in the full gradient
     norms = torch.zeros_like(scale)
     norms[live] = gram.diagonal().sqrt()
-    energies = {
-        "pps": found.energy,
-        "pps from log-probs": found.bound,
-        "size |A| sqrt(length)": lengths,
-        "size |A|": 1 / scale.square(),
-    }
-    estimate = functools.partial(dppo.contribution_size, advantages, scale, beta=0.0)
-    sizes = {kind: estimate(energy) for kind, energy in energies.items()}
-    batch = replace(found.batch, advantages=advantages, size=sizes["pps"])
+    size = dppo.contribution_size(advantages, scale, found.energy, beta=0.0)
+    batch = replace(found.batch, advantages=advantages, size=size)
     columns = [(share, None) for share in SHARES]
     for rate in RATES:
         spent = dppo.completion_keep_prob("dppo", rate, batch) * batch.cost
@@ -234,7 +223,7 @@ def variance_rows(found: Gradients, loss: str, stage: str, draws: int) -> list[d
     for share, rate in columns:
         oracle = None
         for rule in RULES:
-            drawn = rule_draws(rule, share, found, batch, sizes, norms, draws)
+            drawn = rule_draws(rule, share, found, batch, norms, draws)
             name = {"loss": loss, "stage": stage, "rule": rule}
             name |= {"tokens": round(share, 4), "r_o": rate}
             if drawn is None:

@@ -1,6 +1,7 @@
 """
-Our fast loop. Completions of a prompt whose texts are equal so far are one row of the batch, and
-completions that have ended leave it. fast_decoder.py computes the logits of the models it supports.
+Our fast loop. On a CPU, completions of a prompt share a row of the batch while their texts are
+equal. Completions that have ended leave. fast_decoder.py computes the logits of the models that it
+supports.
 
 - `sample`: the engine. `_decode` is its loop over tokens.
 - `Record`: draws tokens and records them; engines/hf.py uses it, too
@@ -40,13 +41,13 @@ def sample(
 
 
 def in_batches(decode, model, prompt_ids, sampling, *, group_size, seed, keys) -> rollout.Rollouts:
-    """Sample in batches by decode(model, prompts, group_size, record, progress), which samples what
-    `record`, a Record, is made for."""
+    """Sample in batches: decode(model, prompts, group_size, record, progress) samples one batch and
+    stores it in `record`, a Record."""
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
     bar = {"desc": "rollout", "unit": " completions", "delay": 3, "leave": False}
     progress = tqdm(total=K * G, disable=not sampling.show_progress, **bar)
     uniforms = rollout.random_numbers(seed, keys, K, G, T)
-    # Made before inference mode, whose own tensors training could not use.
+    # Made outside inference mode: autograd cannot use tensors that were made inside it.
     ids = torch.full((K, G, T), sampling.pad_id)
     statistics = torch.zeros(3, K, G, T)
     with progress, torch.inference_mode(), prefill.decoding(model):
@@ -68,13 +69,13 @@ def _decode(model, prompt_ids, group_size, record, progress) -> None:
     Merging equal completions needs every token on the CPU. On a GPU that would stall each step, so
     there every completion has its own row."""
     T, device = record.sampling.max_new_tokens, model.device
-    every = CHECK_EVERY[device.type]
+    interval = CHECK_EVERY[device.type]
     logits, prompts, positions, bias, cache = prefill.prefill(model, prompt_ids, T)
     W, ragged = prompts.shape[1], prefill.is_ragged(prompt_ids)
     decode = check_decoder.decoder(model, W + T)
     active = torch.arange(len(record.ids), device=device)  # the unfinished completions, [n]
     row_of = active // group_size  # the batch's row of each of them; None: a row of its own
-    if every > 1 or group_size == 1:
+    if interval > 1 or group_size == 1:
         for layer in cache.layers:
             layer.keep(len(active), torch.arange(len(active)).to(device), row_of, most=len(active))
         logits, prompts, positions, bias = (x[row_of] for x in (logits, prompts, positions, bias))
@@ -90,8 +91,8 @@ def _decode(model, prompt_ids, group_size, record, progress) -> None:
         # Text number i continues in row i, unless rows were freed or added (below).
         token, continued, row_of = record.draw(active, row_of, step, scores)  # [C, 1], [C], [n]
         last = step + 1 == T
-        if last or (step + 1) % every == 0:
-            ended = record.ended(active, step // every * every, step + 1)
+        if last or (step + 1) % interval == 0:
+            ended = record.ended(active, step // interval * interval, step + 1)
             live = 0 if last else len(active) - int(ended.sum())
             progress.update(len(active) - live)
             if live == 0:
@@ -108,8 +109,8 @@ def _decode(model, prompt_ids, group_size, record, progress) -> None:
 
 
 class Record:
-    """What is sampled for K groups of G, B completions: draws each token from its distribution and
-    records it. uniforms [K, G, T] are the random numbers."""
+    """The samples of B = K x G completions: draws each token from its distribution and records it.
+    uniforms [K, G, T] are the random numbers."""
 
     def __init__(self, sampling: rollout.Sampling, uniforms, model):
         device, uniforms = model.device, uniforms.flatten(0, 1)
@@ -119,13 +120,14 @@ class Record:
         self.eos = torch.tensor(sampling.eos_ids, device=device)
         self.uniforms = send(uniforms, device)  # [B, T]
         self.ids = torch.full(shape, sampling.pad_id, device=device)  # [B, T]
-        # log-probs, and of the tokens not drawn the sum of p log p and the root of that of p^2
+        # log-prob of the token; over the other tokens, the sum of p log p and the 2-norm of p
         self.statistics = torch.zeros(3, *shape, device=device)
         self.recent = []  # [3, n] of each token since the last check
         self.warpers = warpers(sampling)
 
     def distribution(self, sequences, logits):
-        """Log-probs [B, V] of the token after `sequences` [B, n]; padding of V is excluded."""
+        """Log-probs [R, V] of the token after `sequences` [R, length], which only warpers read; the
+        head's padding is excluded."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logits = logits[:, : self.vocab_size]
         if self.warpers:
@@ -137,8 +139,8 @@ class Record:
     def draw(self, active, row_of, step: int, scores):
         """Draw token `step` of completions `active` [n] from log-probs [R, V]: completion i from
         row row_of[i], or with None from row i. Returns the texts after it: their last tokens
-        [C, 1], the rows [C] that they continue, ascending, and the text of each completion [n].
-        With None there is one text for each completion, and no rows."""
+        [C, 1], the rows [C] that they continue, ascending, and the text of each completion [n]. If
+        row_of is None: the tokens [n, 1], None and None."""
         probs = scores.exp()  # [R, V]
         if self.sampling.temperature:
             token = categorical.draw(probs, self.uniforms[active, step, None], row_of)  # [n, 1]
@@ -156,8 +158,8 @@ class Record:
         return token, continued, text_of
 
     def take(self, active, step: int, scores, probs, token, text_of=slice(None)):
-        """Record token [C, 1] as token `step` of completions `active`, or token[text_of] if several
-        have the same text. Overwrites probs [C, V], of scores [C, V]."""
+        """Record token[text_of] (token is [C, 1]) as token `step` of completions `active`.
+        Overwrites probs [C, V], the exp of scores."""
         logprob = scores.gather(1, token)[:, 0]  # [C]
         probs.scatter_(1, token, 0.0)  # the others'
         others = (probs[:, None] @ scores[..., None]).flatten()  # the sum of p log p
@@ -173,8 +175,8 @@ class Record:
         self.recent.clear()
 
     def ended(self, active, start: int, stop: int):
-        """Which of `active` drew an end token from `start` to `stop`, [n] on the CPU, for which the
-        host waits. NotFiniteError if the model's logits were not finite."""
+        """[n] bool on the CPU: which of `active` drew an end token from `start` to `stop`. The host
+        waits for it. NotFiniteError if the model's logits were not finite."""
         self.keep_recent(active, start)
         ends = torch.isin(self.ids[active, start:stop], self.eos).any(dim=1)
         finite = self.statistics[0, active, start:stop].isfinite().all(dim=1)
@@ -217,9 +219,9 @@ class Rows(NamedTuple):
 
     going: torch.Tensor  # [n] the unfinished completions, in the order of their rows
     text: torch.Tensor  # [R] the text in each row
-    source: torch.Tensor  # [R] the row before this token that the text continues
-    copied_to: torch.Tensor  # the rows whose keys and values must be copied from another row,
-    copied_from: torch.Tensor  # and from which
+    source: torch.Tensor  # [R] the row that held the text before this token
+    copied_to: torch.Tensor  # rows that get keys and values from another row
+    copied_from: torch.Tensor  # the row that each gets them from
     row_of: torch.Tensor | None  # [n] each unfinished completion's row; None: each has its own
 
 
@@ -233,10 +235,10 @@ def next_rows(continued, text_of, ended) -> Rows:
     and the others go to freed rows, then to new rows at the end. This copies as little of the cache
     as possible. If continued and text_of are None, no completions share a row.
     """
-    every = torch.arange(len(ended))
+    numbers = torch.arange(len(ended))
     if text_of is None:
-        continued = text_of = every
-    going = every[~ended]
+        continued = text_of = numbers
+    going = numbers[~ended]
     kept, text_of = text_of[going].unique(return_inverse=True)  # texts of unfinished completions
     continued = continued[kept]
 
@@ -248,7 +250,9 @@ def next_rows(continued, text_of, ended) -> Rows:
     free = (order < 0).nonzero()[:, 0]
     order[free] = (~stays).nonzero()[:, 0]
 
-    row, by_row = order.argsort()[text_of].sort(stable=True)
+    row_of = order.argsort()[text_of]  # [n] the row of each unfinished completion
+    row_of, by_row = row_of.sort(stable=True)
+    if len(kept) == len(going):
+        row_of = None
     source = continued[order]
-    row_of = row if len(kept) < len(going) else None
     return Rows(going[by_row], kept[order], source, free, source[free], row_of)

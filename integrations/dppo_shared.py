@@ -49,8 +49,8 @@ def update_mean(mean: float | None, tokens: float, memory: int) -> float | None:
     Some losses divide by the tokens of their batch. If prompts are dropped, that number is unknown,
     and an estimate of it would make the gradient biased. So they divide by a number that was known
     before the draw: this mean, which remembers about as many batches as `memory` says. None means
-    that it is not known; then the next batch keeps all of its prompts, and counts. Nothing can be
-    divided by 0, so a mean of 0 is not known either.
+    that it is not known; then the next batch keeps all of its prompts, and counts its tokens.
+    Nothing can be divided by 0, so a mean of 0 is not known either.
     """
     if mean is None:
         mean = tokens

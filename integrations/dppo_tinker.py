@@ -38,7 +38,7 @@ TIMEOUT = 1800  # seconds
 
 
 def ask(request, *args, **options):
-    """A server's answer. The SDK repeats a request for minutes; if that was in vain, RuleError."""
+    """A server's answer. The SDK repeats a request for minutes; if it still fails, RuleError."""
     try:
         answer = request(*args, **options)
         return answer.result(TIMEOUT) if hasattr(answer, "result") else answer
@@ -86,7 +86,7 @@ def measure_denominator(client, loss_fn: str, ids: list) -> tuple:
     for alone, both, *means in (1, 4, 0, 0), (0.5, 2.5, 1, 0), (1, 2, 0, 1), (0.5, 1.25, 1, 1):
         if torch.allclose(norms / norms[0], torch.tensor([1.0, alone, both, both]), rtol=0.02):
             return tuple(map(bool, means))
-    raise RuleError(f"{loss_fn}: norms {norms.tolist()}, of no sum and no mean: use another server")
+    raise RuleError(f"{loss_fn}: norms {norms.tolist()} fit no sum and no mean: use another server")
 
 
 class Trainer:
@@ -94,17 +94,13 @@ class Trainer:
         self, problems, held_out, reward, tokenizer, base_model, base_url=None, *, steps=60,
         out_dir="out-tinker", prompts_per_step=64, group_size=16, max_new_tokens=256, seed=0,
         prompt_rule="pps", prompt_prune_rate=0.6, completion_rule="pps", completion_prune_rate=0.7,
-        loss="grpo", loss_fn="ppo", scale_rewards=None, beta=0.0, lr=1e-4, lora_rank=32,
+        loss="grpo", loss_fn="ppo", scale_rewards=None, lr=1e-4, lora_rank=32,
         pad_tokens=1, pad_datums=1, eval_every=10, save_every=10,
     ):  # fmt: skip
         """A run, new or from out_dir. problems and held_out are lists of (prompt tokens, answer).
         reward(text, answer) is a number, or None if the answer cannot be scored. scale_rewards is
         one of dppo.SCALES; None: what the loss has."""
-        for option, value, exact in (
-            ("loss", loss, LOSSES),
-            ("loss_fn", loss_fn, LOSS_FNS),
-            ("beta", beta, (0.0,)),
-        ):
+        for option, value, exact in (("loss", loss, LOSSES), ("loss_fn", loss_fn, LOSS_FNS)):
             require(
                 value in exact, f"{option}={value!r} is not exact through this API: use {exact}"
             )
@@ -149,11 +145,12 @@ class Trainer:
         self.log = []
         self.start = secrets.token_hex(4)  # ends the names of saved weights, which are used once
         self.path = Path(out_dir, "state.pt")
-        self.of = dppo.seed_for(base_model, lora_rank, seed, prompts_per_step, problems)
+        self.run_key = dppo.seed_for(base_model, lora_rank, seed, prompts_per_step, problems)
         weights = None  # where the server keeps those of the last checkpoint
         if self.path.exists():
-            of, history, weights, self.log, self.mean_tokens = torch.load(self.path)
-            require(of == self.of, f"{self.path} is of another model, seed or data: set out_dir")
+            run_key, history, weights, self.log, self.mean_tokens = torch.load(self.path)
+            other = f"{self.path} is of another model, seed or data: set another out_dir"
+            require(run_key == self.run_key, other)
             vars(self.history).update(history)
 
         self.service = ask(tinker.ServiceClient, base_url=base_url)
@@ -246,7 +243,8 @@ class Trainer:
         }
 
     def train(self) -> None:
-        """All steps that are left; step 0 only evaluates. A row is logged before it is saved."""
+        """All steps that are left; step 0 only evaluates. A row is logged before the state is
+        saved."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for step in range(len(self.log), self.steps + 1):
             row = {"step": step} | (self.step(step) if step else {})
@@ -257,7 +255,7 @@ class Trainer:
             print(self.log[-1], flush=True)
             if step % self.save_every == 0 or step == self.steps:
                 saved = ask(self.client.save_state, f"step-{step}-{self.start}").path
-                state = (self.of, vars(self.history), saved, self.log, self.mean_tokens)
+                state = (self.run_key, vars(self.history), saved, self.log, self.mean_tokens)
                 temporary = self.path.with_suffix(".new")
                 torch.save(state, temporary)
                 temporary.replace(self.path)

@@ -37,7 +37,7 @@ import dppo_shared
 import sampler
 from dppo_shared import require
 
-TRL = "1.16."  # in this version, the losses divide by
+TRL = "1.16."  # the version whose losses are known, by what they divide by:
 PER_ROW = ("grpo", "sapo", "dr_grpo", "luspo")  # the rows of the micro-batch
 PER_TOKEN = ("dapo", "cispo", "vespo")  # the tokens of the generation batch
 LOSSES = (*PER_ROW, *PER_TOKEN, "bnpo")  # bnpo: the tokens of the micro-batch
@@ -50,7 +50,7 @@ EXACT = {  # with these values, a row's term does not depend on which other rows
     "use_adaptive_entropy": (False,),
     "top_entropy_quantile": (1.0,),
 }
-EXACT_WITH_PROMPTS = EXACT | {  # nor on which other prompts are kept
+EXACT_WITH_PROMPTS = EXACT | {  # if prompts are dropped, too: nor on which prompts are kept
     "loss_type": (*PER_ROW, *PER_TOKEN),
     "scale_rewards": tuple(dppo.SCALES),
     "multi_objective_aggregation": ("sum_then_normalize",),
@@ -121,7 +121,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         if args.scale_rewards in OWN_SCALES:
             self.scale_rewards = "none"  # TRL's part; see `rescale`
 
-        # the micro-steps that share a draw: of an update or a generation batch, if that is shorter
+        # the micro-steps that share a draw: those of an update, or of a shorter generation batch
         self.window = min(self.args.gradient_accumulation_steps, self.args.steps_per_generation)
         text_config = self.model.config.get_text_config()
         self.rotary = bool(getattr(text_config, "rope_parameters", None))  # relative positions
@@ -198,8 +198,8 @@ class DPPOTrainer(trl.GRPOTrainer):
         world, G = self.accelerator.num_processes, self.num_generations
         require(
             sampler.PROMPT_RULES[rule].fixed_size or G % world == 0,
-            f"prompt_rule={rule!r} keeps any number of prompts, so {world} processes must divide "
-            f"num_generations={G}; or choose 'pps' or 'uniform'",
+            f"prompt_rule={rule!r} keeps a varying number of prompts, so {world} processes must "
+            f"divide num_generations={G}; or choose 'pps' or 'uniform'",
         )
 
     # ------------------------------------------------------------------------------------- prompts

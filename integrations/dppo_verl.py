@@ -96,7 +96,7 @@ def check(config, trainer) -> None:
     )
     if not trainer.prunes:
         return
-    otherwise = "or both rules of trainer.v1.nanodppo to none"
+    otherwise = "or set both rules of trainer.v1.nanodppo to none"
     for values, names in EXACT:
         choice = " or ".join("null" if x is None else str(x) for x in values)
         for name in names:
@@ -118,11 +118,11 @@ def check(config, trainer) -> None:
         f"{PARTS}.actor.loss_scale_factor=null: verl would divide by the longest row that is kept; "
         f"set it to data.max_response_length, {otherwise}",
     )
-    one, Q = actor.ppo_mini_batch_size, config.data.train_batch_size
+    mini_batch, Q = actor.ppo_mini_batch_size, config.data.train_batch_size
     require(
-        Q % one == 0,
-        f"{PARTS}.actor.ppo_mini_batch_size={one} does not divide data.train_batch_size={Q}: an "
-        f"update would be cut short; choose a divisor, {otherwise}",
+        Q % mini_batch == 0,
+        f"{PARTS}.actor.ppo_mini_batch_size={mini_batch} does not divide "
+        f"data.train_batch_size={Q}: an update would be cut short; choose a divisor, {otherwise}",
     )
     if config.data.get("seed") is None:
         print("data.seed=null: draws use seed 0, but verl's order of prompts cannot be repeated")
@@ -292,11 +292,11 @@ class DPPOTrainer(PPOTrainerSync):
         """To how many rows verl pads: M updates of equal size, whole micro-batches on each rank."""
         if not self.prunes:
             return super()._get_required_batch_multiple(dp_size)
-        of, sizes = "log_prob_micro_batch_size_per_gpu", [1]
+        option, sizes = "log_prob_micro_batch_size_per_gpu", [1]
         if not self.actor.use_dynamic_bsz:
-            sizes += [self.actor.ppo_micro_batch_size_per_gpu, self.config[PARTS].rollout[of]]
+            sizes += [self.actor.ppo_micro_batch_size_per_gpu, self.config[PARTS].rollout[option]]
         if self.use_reference_policy and not self.config[PARTS].ref.log_prob_use_dynamic_bsz:
-            sizes += [self.config[PARTS].ref[of]]
+            sizes += [self.config[PARTS].ref[option]]
         self.ranks = dp_size
         unit = dp_size * math.lcm(*sizes)
         largest = max(self.parts.count(part) for part in self.parts)  # rows of an update
@@ -353,13 +353,13 @@ class DPPOTrainer(PPOTrainerSync):
 
         weights = torch.zeros(K, G, dtype=torch.float64)
         for part in update_of.unique().tolist():
-            of = update_of == part
-            look = (advantages[of], rewards[of], cost[of], prompt_weights[of] * size[of])
+            own = update_of == part  # [K]
+            look = (advantages[own], rewards[own], cost[own], prompt_weights[own] * size[own])
             generator = dppo.generator_for(self.seed, "completions", self.global_steps, part)
             _keep, drawn = dppo.prune_completions(
                 self.completion_rule, self.completion_prune_rate, dppo.Completions(*look), generator
             )
-            weights[of] = drawn * prompt_weights[of] * (cost[of] > 0)
+            weights[own] = drawn * prompt_weights[own] * (cost[own] > 0)
 
         full = torch.zeros(self.M, dtype=torch.float64).index_add(0, update_of, tokens.sum(dim=1))
         if self.prunes_prompts:

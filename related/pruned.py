@@ -1,5 +1,5 @@
 """
-Language models some of whose sub-layers are gone, as related/structured.py writes them.
+Language models that lack some sub-layers, as related/structured.py writes them.
 
 No config of transformers says "block 7 has no attention". So such a folder names an architecture of
 our own, pruned_llama, pruned_qwen2 or pruned_qwen3, which transformers refuses to load until

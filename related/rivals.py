@@ -6,8 +6,8 @@ by name.
 
     cppo        the largest |advantage| of each group: CPPO's paper (arXiv:2503.22342)
     cppo_batch  the largest |advantage| of the whole mini-batch: CPPO's code (lzhxmu/CPPO)
-    pods        the m rewards of each group with the largest variance, and advantages within these
-                (PODS, arXiv:2504.13818, YixuanEvenXu/pods)
+    pods        the subset of m rewards of each group that has the largest variance, and advantages
+                within it (PODS, arXiv:2504.13818, YixuanEvenXu/pods)
     dppo_floor  the deterministic fraction that secondary sources ascribe to DPPO, at both levels
 
 Our versions leave out the completions whose term is exactly 0, such as those of dead groups, and
@@ -55,7 +55,7 @@ def floor_of_low(
     """(keep, weights) [..., n], for completions by |advantage| and for prompts by history.
 
     Of the n_low scores below the mean of the last dimension, the floor(rate n_low) lowest are
-    dropped, and ties keep order; the rest of them gets weight 1 / (1 - rate).
+    dropped, and ties keep order; the other low ones get weight 1 / (1 - rate).
     """
     low = dppo.threshold_keep_prob(scores, counted, 1.0) == 0  # below the mean
     num_low = low.sum(dim=-1, keepdim=True).double()
@@ -128,15 +128,17 @@ def low_prompts(score: torch.Tensor, prune_rate: float):
     return floor_of_low(score, ~score.isnan(), prune_rate)
 
 
-ANOTHER = (
+OTHER_OBJECTIVE = (
     "it keeps by rank. With 0/1 rewards and a constant denominator (--loss dr_grpo) it can be "
     "unbiased for another objective; docs/method.md says when"
 )
 BY_RANK = "it keeps by rank, not at random"
 dppo.COMPLETION_RULES |= {
-    "cppo": dppo.CompletionRule(None, select=without_zeros(cppo), biased=ANOTHER),
+    "cppo": dppo.CompletionRule(None, select=without_zeros(cppo), biased=OTHER_OBJECTIVE),
     "cppo_batch": dppo.CompletionRule(None, select=without_zeros(cppo_batch), biased=BY_RANK),
-    "pods": dppo.CompletionRule(None, select=without_zeros(pods), biased=ANOTHER),
-    "dppo_floor": dppo.CompletionRule(None, select=without_zeros(low_completions), biased=ANOTHER),
+    "pods": dppo.CompletionRule(None, select=without_zeros(pods), biased=OTHER_OBJECTIVE),
+    "dppo_floor": dppo.CompletionRule(
+        None, select=without_zeros(low_completions), biased=OTHER_OBJECTIVE
+    ),
 }
 sampler.PROMPT_RULES |= {"dppo_floor": sampler.PromptRule(None, select=low_prompts, biased=BY_RANK)}

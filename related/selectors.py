@@ -76,10 +76,10 @@ class SelectorTrainer(train.Trainer):
             raise InputError(f"--prompt-rule {cfg.prompt_rule}: {name} chooses the prompts")
         if self.world > 1 or cfg.minibatches > 1:
             raise InputError(f"--method {name.lower()} needs one process, and --minibatches 1")
-        fewest, why = self.selector_class.fewest_prompts(cfg.prompts_per_step)
+        fewest = self.selector_class.fewest_prompts(cfg.prompts_per_step)
         if len(self.train_set) < fewest:
-            few = f"{why} prompts of {len(self.train_set)}, too few"
-            raise InputError(f"--method {name.lower()}: {few}: lower --prompts-per-step")
+            few = f"needs {fewest} prompts, and the data have {len(self.train_set)}"
+            raise InputError(f"--method {name.lower()} {few}: lower --prompts-per-step")
         self.selector = self.selector_class(len(self.train_set))
 
     def step(self, step):
@@ -273,9 +273,9 @@ class Greso:
         return join(rounds), used.double() * target / count
 
     @staticmethod
-    def fewest_prompts(target: int) -> tuple[int, str]:
-        """How many prompts the data must have to select `target` a step, and why."""
-        return 2 * target, f"its first round is 1.5 x {target}"
+    def fewest_prompts(target: int) -> int:
+        """How many prompts the data must have to select `target` a step."""
+        return 2 * target  # the first round has 1.5 times as many
 
 
 class Dynamic(Greso):
@@ -322,9 +322,9 @@ class Mopps:
         return part, torch.ones(target, dtype=torch.float64)
 
     @staticmethod
-    def fewest_prompts(target: int) -> tuple[int, str]:
+    def fewest_prompts(target: int) -> int:
         """As Greso.fewest_prompts."""
-        return Mopps.POOL * target, f"its pool is {Mopps.POOL} x {target}"
+        return Mopps.POOL * target
 
 
 # ---------------------------------------------------------------------------- the command

@@ -1,6 +1,6 @@
 """Infrastructure, independent of the method: processes, signals, files, pictures, the judge.
 
-May import: runtime, so nothing of the repository's root.
+May import only runtime, nothing from the repository's root.
 """
 
 

@@ -1,5 +1,5 @@
 """
-What a run leaves on disk, written so that a kill at any moment loses nothing.
+What a run leaves on disk, written so that a kill at any moment damages nothing.
 
     config.json          every resolved value, versions, commit
     log.jsonl            one row a step, on disk before the step's checkpoint
@@ -38,7 +38,8 @@ def owned(folder: str | None):
     rank does it. None: there is no folder.
 
     The kernel frees the lock when the process ends, however it does. InputError if another process
-    has it, or if the folder cannot be written. A new folder in which nothing was written goes.
+    has it, or if the folder cannot be written. A new folder is removed again if nothing was
+    written to it.
     """
     if folder is None or not ranks.is_first():
         yield
@@ -81,7 +82,7 @@ def owned(folder: str | None):
 
 
 def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: int) -> None:
-    """Write a Hugging Face folder of `weights` and `state` (with its "step") as trainer.pt.
+    """Write `weights` as a Hugging Face folder, and in it `state` (with its "step") as trainer.pt.
 
     It is written under another name and renamed, so a kill leaves complete checkpoints only. The
     `keep` newest stay.
@@ -93,7 +94,7 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
         model.save_pretrained(unfinished, state_dict=weights)
         try:
             getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
-        except Exception as error:  # the library tokenizers has no kind of its own
+        except Exception as error:  # the library tokenizers raises plain Exception
             raise OSError(str(error)) from error
         torch.save(state, unfinished / "trainer.pt")
         files = {path.name: _size_and_checksum(path) for path in unfinished.iterdir()}
@@ -101,7 +102,7 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
         for path in unfinished.iterdir():  # on disk before it gets the final name
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one, if the run went back beyond it
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one, if the run resumed from before
         unfinished.rename(final)
         _link(out_dir, final)
     until_now = [path for path in _numbered(out_dir) if path <= final]
@@ -154,7 +155,7 @@ def find(out_dir: Path) -> Path | None:
     paths = _numbered(out_dir)[::-1]
     found = next((path for path in paths if is_complete(path)), None)
     for path in itertools.takewhile(lambda path: path != found, paths):
-        instead = f"resuming from {found.name}" if found else "there is no other"
+        instead = f"resuming from {found.name}" if found else "no older one is complete"
         print(f"{path} is damaged: its files are not what was written; {instead}")
     if found:
         _link(out_dir, found)
@@ -245,8 +246,8 @@ def restore(trainer) -> int:
 
 
 def _compare_content(now: dict, before: dict, of_run: str) -> None:
-    """InputError if a run continues with other problems than it began with. Where a part of the run
-    is not evaluated, what it was evaluated on before still counts: it is put into `now`."""
+    """InputError if a run continues with other problems than it began with. If one
+    side is empty (a run without evaluation), nothing is compared, and `now` gets the other's."""
     for use, flag in (("train", "--data"), ("evaluate", "--eval-data")):
         if not now[use] or not before[use]:
             now[use] = now[use] or before[use]
@@ -260,7 +261,7 @@ def _compare_content(now: dict, before: dict, of_run: str) -> None:
 
 
 def stored_config(out_dir: Path) -> dict:
-    """The settings of the run in a folder, as it was started last. InputError if it is no run's."""
+    """The settings of the latest start of the run in a folder. InputError if it holds no run."""
     path = out_dir / "config.json"
     stored = log.read_json(path)
     if "config" not in stored:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from runtime import InputError
 
-# Tokens between two checks of which completions have ended. A check makes the host wait for the
+# Tokens between two checks for completions that have ended. A check makes the host wait for the
 # device, and rows that have ended are computed until the next one. On the CPU a check is free.
 CHECK_EVERY = {"cpu": 1, "cuda": 16}
 

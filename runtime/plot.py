@@ -1,5 +1,5 @@
 """
-run.png: a run's log.jsonl in twelve panels. The last row shows the prompt level.
+run.png: a run's log.jsonl in twelve panels. The last row shows what was pruned.
 
     python -m runtime.plot out
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
 
-COLORS = {  # of each rule in every picture; safe for colour-blind readers (Okabe and Ito)
+COLORS = {  # of rules, in the notebooks; safe for colour-blind readers (Okabe and Ito)
     "none": "#000000",
     "zero": "#999999",
     "uniform": "#56B4E9",
@@ -29,7 +29,8 @@ LEGEND = {"frameon": False, "fontsize": "small", "handlelength": 1.2, "columnspa
 
 def draw_run(out_dir: Path) -> None:
     """Draw run.png, one unit per panel: reward by step and by time, seconds and density; groups,
-    lengths, entropy and gradient norm; the prompts' history, what was kept, and the weights."""
+    lengths, entropy and gradient norm; the prompts' history, what was kept, and the largest
+    prompt weight."""
     lines = (out_dir / "log.jsonl").read_text().split("\n")[:-1]  # without a half-written last line
     rows = [json.loads(line) for line in lines]
     cfg = json.loads((out_dir / "config.json").read_text())["config"]

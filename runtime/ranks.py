@@ -5,8 +5,8 @@ summed over ranks.
 With --shard fsdp every rank keeps a share of the weights, of their gradients and of the optimizer's
 state (PyTorch's FSDP2). A layer's weights are gathered when it computes and released after; its
 gradients are summed over ranks and split at once. So every forward and backward is a collective,
-and all ranks must run equally many. Sampling cannot be a collective, because each rank stops when
-its own completions end: it uses a whole copy of the model, refreshed beforehand.
+and all ranks must run the same number of them. Sampling cannot be a collective, because each rank
+stops when its own completions end: it uses a whole copy of the model, refreshed beforehand.
 """
 
 import datetime
@@ -87,14 +87,14 @@ def finish() -> None:
 
 
 def report(problem: Exception) -> None:
-    """Print the error that ends this process, on rank 0 if it has it, too."""
+    """Print the error that ends this process. If rank 0 has it too, only rank 0 prints it."""
     if not is_first():
         time.sleep(5)  # torchrun ends this rank if rank 0 has reported meanwhile
     print(f"error: {problem}", file=sys.stderr, flush=True)
 
 
 def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
-    """Sum over ranks, in place; NaN stays NaN. With one process, the tensor as it is."""
+    """Reduce over ranks in place, by default to the sum; NaN stays NaN. One process: unchanged."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         if dist.get_backend() == "nccl" and tensor.device.type == "cpu":
             tensor.copy_(all_reduce(tensor.cuda(), op))
@@ -104,7 +104,7 @@ def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
 
 
 def all_gather(items) -> list:
-    """The items of every rank, by rank; they are pickled. All ranks call."""
+    """The items of every rank, by rank; they are pickled. All ranks must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [items]
     of_ranks = [None] * dist.get_world_size()
@@ -160,7 +160,7 @@ def is_sharded(model) -> bool:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a sharded one, on every rank; all ranks call. Others come back as is."""
+    """The full tensor of a sharded one, on every rank; all ranks must call it. Others stay."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -175,7 +175,7 @@ def refresh(copy, model) -> None:
 def gather(state):
     """A nested dict with full tensors on rank 0's CPU and None in their place on other ranks.
 
-    All ranks call.
+    All ranks must call it.
     """
     if isinstance(state, dict):
         return {key: gather(value) for key, value in state.items()}

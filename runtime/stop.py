@@ -26,11 +26,11 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self):
-        """Let signals ask for a stop. The handlers from before come back at the end."""
+        """Let signals ask for a stop. The previous handlers are restored at the end."""
         if threading.current_thread() is not threading.main_thread():  # it cannot set handlers
             yield
             return
-        # nohup has SIGHUP ignored, and a shell ignores Ctrl-C for what it runs in the background.
+        # nohup ignores SIGHUP, and a shell ignores Ctrl-C for what it runs in the background.
         heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._handle) for number in heard}
         try:

@@ -9,8 +9,8 @@ wrong total. It therefore solves nearly all problems without carries and fails m
 Reinforcement learning has to amplify the right habit, first on short chains, then on long ones, so
 groups that are dead (all right or all wrong) come alive and die again.
 
-A problem is a function of (split, index), so no data is stored. The base model is: BASE is its
-folder, with weights in float16. To make it again from nothing, in two minutes:
+A problem is a function of (split, index), so no data is stored. The base model is stored, in
+the folder BASE, with weights in float16. To make it again from nothing, in two minutes:
 
     python -m tasks.arithmetic [FOLDER]
 """
@@ -33,7 +33,7 @@ BASE_STEPS = 1000
 BASE_BATCH = 32
 BASE_LR = 3e-3
 CHAIN = (2, 8)  # shortest and longest chain in the base split and the default splits
-LONGER = (9, 12)  # longer than any chain seen in training
+LONGER = (9, 12)  # longer than any chain in train and base; mixed has even longer ones
 UNSOLVED = (13, 18)  # in the mixed splits; the base model never solves these
 TRIVIAL = (2, 5)  # in the mixed splits; no carries, so the base model nearly always solves these
 

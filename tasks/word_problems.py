@@ -147,7 +147,7 @@ EQUATIONS = {
     "change": "s-v", "more": "v+n", "fewer": "v-n", "multiple": "v*k", "both?": "v+p",
     "ahead?": "v-p", "behind?": "p-v",
 }  # fmt: skip
-# The kinds of stories: (openings, events, endings). What stands twice is drawn twice as often.
+# The kinds of stories: (openings, events, endings). An entry listed twice is drawn twice as often.
 PLOTS = (
     ("has has boxes", "gain lose times packs", "now? now? now? now? share share other+both?"
      " other+ahead? other+behind? more+other? fewer+other? multiple+other? more+both? fewer+both?"

@@ -429,9 +429,9 @@ def test_the_command(policy_folder, tmp_path):
     done = subprocess.run(command, cwd=toy.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "done: " in done.stdout
-    with pytest.raises(InputError, match=r"--method mopps: its pool is 8 x 65 prompts of 512, too"):
+    with pytest.raises(InputError, match="--method mopps needs 520 prompts, and the data have 512"):
         trainer_of(policy_folder, tmp_path, "mopps", prompts_per_step=65)
-    with pytest.raises(InputError, match=r"--method greso: its first round is 1.5 x 257 prompts"):
+    with pytest.raises(InputError, match="--method greso needs 514 prompts, and the data have 512"):
         trainer_of(policy_folder, tmp_path, "greso", prompts_per_step=257)
     with pytest.raises(InputError, match="--method mopps needs one process, and --minibatches 1"):
         trainer_of(policy_folder, tmp_path, "mopps", minibatches=2)

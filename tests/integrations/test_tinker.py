@@ -424,7 +424,6 @@ def test_samples_are_new(tmp_path):
         ({"loss_fn": "dro"}, "loss_fn='dro' is not exact .*'importance_sampling', 'ppo', 'cispo'"),
         ({"loss_fn": "dppo"}, "loss_fn='dppo' is not exact"),
         ({"loss_fn": "cross_entropy"}, "loss_fn='cross_entropy' is not exact"),
-        ({"beta": 0.04}, r"beta=0\.04 is not exact .*\(0\.0,\)"),
         (
             {"completion_rule": "psp"},
             "unknown completion_rule 'psp': .*none, zero, uniform, dppo, p",
