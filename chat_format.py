@@ -84,8 +84,8 @@ def open_thoughts(tokenizer, prompts: list[list[int]]) -> list[str]:
 
 def _open_thought(tokenizer, ids: list[int], controls: set[int]) -> str:
     places = [place for place, number in enumerate(ids) if number in controls]
-    # A token at place 0 begins the text. Without a later one, the question is in what is left, so
-    # only a mark at the very end counts.
+    # A control token at place 0 only begins the text. If there is no later one, `rest` holds the
+    # question, so only a mark at its very end counts.
     question_is_over = bool(places) and places[-1] > 0
     rest = ids[places[-1] + 1 :] if question_is_over else ids
     text = tokenizer.decode(rest).rstrip()
@@ -99,11 +99,9 @@ def _open_thought(tokenizer, ids: list[int], controls: set[int]) -> str:
 def decode(tokenizer, completions: list[list[int]], *, keep_thoughts: bool = False) -> list[str]:
     """The texts of completions without special tokens. With keep_thoughts, the marks of thoughts
     stay, even where they are special tokens."""
-    if keep_thoughts:
-        added = tokenizer.added_tokens_decoder
-        special = {number: token.content for number, token in added.items() if token.special}
-        dropped = {number for number, text in special.items() if text not in MARKS}
-        if dropped != special.keys():
-            texts = ([number for number in ids if number not in dropped] for ids in completions)
-            return [tokenizer.decode(ids) for ids in texts]
-    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
+    if not keep_thoughts:
+        return [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
+    added = tokenizer.added_tokens_decoder.items()
+    dropped = {number for number, token in added if token.special and token.content not in MARKS}
+    texts = ([number for number in ids if number not in dropped] for ids in completions)
+    return [tokenizer.decode(ids) for ids in texts]

@@ -174,7 +174,7 @@ class EvalConfig:
     out_dir: str | None = None
     """Store every completion in this folder, and continue from those already stored there."""
     compare: tuple[str, str] | None = None
-    """Instead of evaluating a model, compare two such folders."""
+    """Instead of evaluating a model, compare two folders made with --out-dir."""
     check_golds: bool = False
     """Instead of evaluating a model, list reference answers of --data that cannot be scored."""
     prompt: str | None = None

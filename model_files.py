@@ -1,8 +1,8 @@
 """
 Folders of models: transformers reads one, and what is wrong with it is said in one line.
 
-What would only be noticed after days of training is refused here, too: weights that the files lack
-(transformers makes them up), and weights of other shapes.
+It also refuses what would otherwise show only after days of training: missing weights, which
+transformers makes up, and weights of wrong shapes.
 """
 
 import copy
@@ -24,8 +24,8 @@ from runtime import InputError, ranks
 FILES = ("config.json", "tokenizer*.json", "model*.safetensors*", "pytorch_model*.bin*")
 # What other programs put before the names of weights, and how to save them without it.
 PREFIXES = {
-    "_orig_mod.": "save the model that was compiled, which is its _orig_mod",
-    "module.": "save the model inside the wrapper, which is its module",
+    "_orig_mod.": "save the model before torch.compile, model._orig_mod",
+    "module.": "save the model inside the wrapper, model.module",
     "base_model.model.": "merge the adapter with merge_and_unload() and save the result",
 }
 
@@ -48,7 +48,7 @@ def read(name: str):
             output_loading_info=True, ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        # What checkpoints hold: a call resets the file's padding and truncation.
+        # For checkpoints. A call changes the tokenizer's padding and truncation settings.
         tokenizer.as_loaded = copy.deepcopy(tokenizer)
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
         files = sorted(path for name in FILES for path in folder.glob(name))
@@ -59,8 +59,8 @@ def read(name: str):
 
     if names["mismatched_keys"]:
         key, of_file, of_config = sorted(names["mismatched_keys"])[0]
-        shapes = f"{key} has the shape {[*of_file]} in the file, and {[*of_config]} by config.json"
-        raise InputError(f"--model {name} cannot be loaded: {shapes}, which is another model's")
+        shapes = f"{key} has the shape {[*of_file]} in the file, but {[*of_config]} in config.json"
+        raise InputError(f"--model {name} cannot be loaded: {shapes}: the file is another model's")
     missing, unexpected = sorted(names["missing_keys"]), sorted(names["unexpected_keys"])
     if missing:
         raise InputError(f"--model {name}: {_about_names(missing, unexpected)}")
@@ -81,7 +81,7 @@ def _about_place(name: str, folder: Path) -> str:
 
 
 def _check_kind(model_config) -> None:
-    """ValueError unless the config is that of a language model of text alone."""
+    """ValueError unless the config is that of a text-only language model."""
     senses = {"vision_config", "audio_config"} & {*model_config.sub_configs}
     if "vision_config" in senses:
         raise ValueError("it is a vision-language model, and only text models can be trained")
@@ -96,7 +96,7 @@ def _in_one_line(error: Exception) -> str:
     said = " ".join(str(error).split())[:400]
     if kind := re.search("model type `(pruned_[a-z0-9]+)`", said):
         return f"its type {kind[1]} needs `python -m related.pruned PROGRAM FLAGS`"
-    if error.args == (packing.ATTENTION,):  # the table of this model's own attention lacks ours
+    if error.args == (packing.ATTENTION,):  # KeyError: its attention table has no "packed"
         return "it has attention of its own, which cannot be packed"
     return said if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {said}"
 
@@ -119,7 +119,7 @@ def _about_file(path: Path) -> str:
     if not path.is_file():
         return ""
     if is_lfs_pointer(path):
-        return f"{path} is the pointer of Git LFS to a file: run `git lfs pull`"
+        return f"{path} is only a Git LFS pointer: run `git lfs pull`"
     try:
         if path.suffix == ".json":
             json.loads(path.read_text(encoding="utf-8"))

@@ -44,7 +44,7 @@ class Problem:
 def read_file(path: str) -> list[Problem]:
     """Every problem of a file; InputError names what cannot be used."""
     if is_lfs_pointer(Path(path)):
-        raise InputError(f"{path} is the pointer of Git LFS to a file: run `git lfs pull`")
+        raise InputError(f"{path} is only a Git LFS pointer: run `git lfs pull`")
     if path.lower().endswith(".parquet"):
         rows = numbered(path, _parquet_rows(path))
     else:
@@ -148,14 +148,14 @@ def _question(row: dict, where: str) -> tuple[str, tuple[dict, ...], str | None]
     if turns and turns[-1]["role"] == "assistant":
         has_answer = any(row.get(name) is not None for name in ANSWER_KEYS)
         if key != "messages" or has_answer:
-            ends = f"the chat under {key!r} ends with a turn of the assistant"
+            ends = f"the chat under {key!r} ends with an assistant turn"
             raise InputError(f"{where}: {ends}, which may give the answer away: remove it")
         *turns, last = turns
         said = last["content"]
     if isinstance(text, list):
         asked = [turn["content"] for turn in turns if turn["role"] == "user"]
         if not asked:
-            raise InputError(f"{where}: the chat under {key!r} has no turn of the user")
+            raise InputError(f"{where}: the chat under {key!r} has no user turn")
         text = asked[-1]
     _check_value(text, key, where)
     text = str(text)

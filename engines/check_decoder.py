@@ -51,7 +51,7 @@ def compare(model, exact=None) -> None:
 
 
 def _unfit(model) -> str:
-    """Why the decoder does not compute this model, as far as its config and layers show; or ""."""
+    """Why the decoder does not support this model, by its config and layers; "" if it does."""
     if type(model).__name__ not in FAMILIES:
         return f"{type(model).__name__} is none of {', '.join(FAMILIES)}"
     config, rope = model.config, model.base_model.rotary_emb.rope_type
@@ -73,7 +73,7 @@ def _unfit(model) -> str:
 
 @torch.no_grad()
 def logits(model, decode=None) -> torch.Tensor:
-    """Logits [3, 4, V] of three tokens after four prompts, one of 3 and three of 8 random tokens.
+    """Logits [3, 4, V] after each of 3 tokens that follow random prompts of 3, 8, 8 and 8 tokens.
 
     They are computed by transformers, or by another decode(token, positions, step, cache, bias).
     """

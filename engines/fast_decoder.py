@@ -39,8 +39,8 @@ class Layer(NamedTuple):
 class Decoder:
     """decoder(token, positions, step, cache, bias) is the logits after one more token of each row.
 
-    It is made again for each batch of a rollout, because the weights may have been given other
-    memory since. It knows the rotations of the first `length` positions.
+    It is made again for each batch of a rollout, because the weights may have moved in memory
+    since. It knows the rotations of the first `length` positions.
     """
 
     def __init__(self, model, length: int):
@@ -57,8 +57,8 @@ class Decoder:
         sin = torch.cat([-sin[..., : self.width // 2], sin[..., self.width // 2 :]], dim=2)
         self.rotations = torch.cat([cos, sin], dim=1)  # [P, 2, D], or on a GPU [P, D, D]
         if sin.is_cuda:
-            same = torch.eye(self.width, dtype=sin.dtype, device=sin.device)
-            self.rotations = cos * same + sin * same.roll(self.width // 2, dims=0)
+            identity = torch.eye(self.width, dtype=sin.dtype, device=sin.device)
+            self.rotations = cos * identity + sin * identity.roll(self.width // 2, dims=0)
 
     def _layer(self, block, attention, mlp) -> Layer:
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj

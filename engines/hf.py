@@ -21,7 +21,7 @@ def sample(
 
 @contextlib.contextmanager
 def empty_generation_config(model):
-    """transformers fills whatever a call leaves open from the model's own. Restored on exit."""
+    """Empty the model's generation config, which fills in what a call omits; restored on exit."""
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
@@ -30,8 +30,8 @@ def empty_generation_config(model):
 
 
 def _generate(model, prompt_ids, group_size, record, progress) -> None:
-    """Sample by one call of model.generate. Our own code draws each token, with its own random
-    numbers, and generate gets scores that leave it only that token."""
+    """Sample by one call of model.generate. We draw each token with our random numbers, and return
+    scores that allow only that token."""
     repeated = [ids for ids in prompt_ids for _ in range(group_size)]
     sequences, mask = prefill.pad_left(repeated, model.device)
     B, width = sequences.shape

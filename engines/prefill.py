@@ -44,7 +44,7 @@ def pad_left(prompt_ids, device):
 
 
 def prefill(model, prompt_ids, room):
-    """Read K prompts, the longest of W tokens, after each of which `room` tokens will be sampled.
+    """Read K prompts, the longest of W tokens. `room` tokens will be sampled after each.
 
     Returns (logits, ids, positions, bias, cache): the logits [K, V] of the first sampled token, the
     padded prompts [K, W], the position [K, 1] of each prompt's last token, and the cache. bias
@@ -75,9 +75,10 @@ def prefill(model, prompt_ids, room):
         visible = visible | torch.eye(W, dtype=torch.bool, device=device)
         inputs["attention_mask"] = visible[:, :, P:]
     logits = model(ids[:, P:], **inputs, logits_to_keep=1).logits[:, -1]
-    # Attention need not copy the bias if it has the queries' type, and rows of whole 16 bytes.
+    # Attention copies the bias unless it has the queries' type and rows of a multiple of 16 bytes.
     bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
-    bias = F.pad(bias, (0, room + -(W + room) % 8))[:, None, None]
+    padding = -(W + room) % 8
+    bias = F.pad(bias, (0, room + padding))[:, None, None]
     return logits, ids, positions[:, -1:], bias, cache
 
 
@@ -86,7 +87,7 @@ def common_beginning(prompt_ids) -> list[int]:
 
     A prompt's last token is never part of it, because its logits predict the first sampled token.
     """
-    # What the smallest and the largest list share, all lists between them share, too.
+    # In dictionary order, what the first and the last list share is shared by all between them.
     first, last = min(prompt_ids), max(prompt_ids)
     longest = min(map(len, prompt_ids)) - 1
     pairs = zip(first[:longest], last, strict=False)
@@ -124,8 +125,8 @@ class GrowingLayer(DynamicLayer):
         self._room(1)[:, :, :, 0].copy_(states.transpose(0, 1))
         return self.keys, self.values
 
-    def keep(self, count, gaps, movers, most):
-        """Copy rows `movers` to rows `gaps`, then keep the first `count` rows.
+    def keep(self, count, copied_to, copied_from, most):
+        """Copy rows `copied_from` to rows `copied_to`, then keep the first `count` rows.
 
         `count` may be larger than before; there will never be more than `most` rows.
         """
@@ -133,7 +134,7 @@ class GrowingLayer(DynamicLayer):
         if count > self.buffer.shape[1]:
             self._allocate(min(2 * count, most), self.buffer.shape[3])
         used = self.buffer[:, :, :, :length]
-        used.index_copy_(1, gaps, used.index_select(1, movers))
+        used.index_copy_(1, copied_to, used.index_select(1, copied_from))
         self._show(count, length)
 
     def _room(self, new):

@@ -26,9 +26,9 @@ from runtime import InputError, NotFiniteError
 
 # Mean |log-prob difference|, in nats; bfloat16 alone causes about 0.02.
 MAX_GAP = {"float32": 0.01, "bfloat16": 0.3}
-# The same after the weights moved, as a share of how far the log-probs moved.
+# The same for perturbed weights, as a share of the mean change of the log-probs.
 MAX_MOVED_GAP = 0.25
-# How far the weights move, relative to their size. Deep layers would amplify more than NOISE.
+# Perturbation relative to the weights. Deep layers would amplify a larger one too much.
 NOISE = 0.1
 VOCABULARY_NOISE = 1.0  # embedding and head
 
@@ -96,7 +96,7 @@ class Engine:
         self.load(model)
         seed = dppo.seed_for(seed, *keys)
         torch.manual_seed(seed)  # one of vLLM's runners draws from this generator
-        numpy.random.seed(seed % 2**32)  # noqa: NPY002  the other draws its seeds from this one
+        numpy.random.seed(seed % 2**32)  # noqa: NPY002  the other runner seeds itself from this one
         params = self.make_params(
             n=group_size,
             max_tokens=sampling.max_new_tokens,
@@ -162,8 +162,8 @@ class Engine:
             dist.destroy_process_group()
 
     def check(self, model, prompt_ids, sampling: rollout.Sampling, logprobs_of) -> None:
-        """InputError unless vLLM's log-probs are the trainer's, both for the current weights and
-        for moved ones after the same prompts. `logprobs_of(rollouts)` returns the trainer's,
+        """InputError unless vLLM's log-probs are the trainer's, both for the current weights and,
+        on the same prompts, for perturbed ones. `logprobs_of(rollouts)` returns the trainer's,
         [K, G, T]. Leaves the weights unchanged."""
         sampling = dataclasses.replace(sampling, max_new_tokens=4, show_progress=False)
         for moved in (False, True):

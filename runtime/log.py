@@ -87,8 +87,8 @@ def as_json(row: dict) -> str:
 
 @contextlib.contextmanager
 def nothing_lost_if_full(path: Path, errors: tuple = (OSError,)):
-    """Turn the errors of a full disk while `path` is written into an InputError. A folder that was
-    begun goes, because it would keep the disk full."""
+    """Turn the errors of a full disk while `path` is written into an InputError. A half-written
+    folder is removed, because it would keep the disk full."""
     try:
         yield
     except errors as error:
@@ -120,7 +120,8 @@ class Log:
         before = [row["step"] for row in read_rows(self.path)]
         if not done and any(before):
             print(
-                f"no checkpoint was saved: {len(before)} rows of log.jsonl go, and step 1 is next"
+                f"no checkpoint was saved: removing {len(before)} rows of log.jsonl and starting "
+                "at step 1"
             )
         if done and done not in before:
             print(f"note: log.jsonl has no row of step {done}, the checkpoint's: rows are missing")

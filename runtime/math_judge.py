@@ -120,7 +120,7 @@ def judge() -> None:
         return equal and not differ(wanted[:1] + found[:1])
 
     def differ(pair):
-        """Whether two small numbers differ that math-verify, rounding to six decimals, equates."""
+        """Whether two small numbers that agree to math-verify's six decimals differ after all."""
         if not all(getattr(value, "is_number", False) and value.is_real for value in pair):
             return False
         one, other = (abs(float(value)) for value in pair)
@@ -132,7 +132,10 @@ def judge() -> None:
     compare("1", "1")  # triggers whatever the library initializes lazily, before the fork
     os.write(verdicts, b"ready\n")
     os.dup2(1, 2)  # from here on nobody reads stderr
-    while (child := os.fork()) > 0:
+    while True:
+        child = os.fork()
+        if child == 0:  # the child does the work below
+            break
         _, status = os.waitpid(child, 0)
         if status == 0:
             return

@@ -22,7 +22,7 @@ from runtime import InputError
 
 # Holds the converted folders.
 CACHE = Path(os.environ.get("NANODPPO_CACHE") or Path(__file__).resolve().parents[1] / ".cache")
-RECIPE = 1  # raise it when `convert` writes another folder for the same file
+RECIPE = 1  # raise it when a change to `convert` changes what it writes
 SAMPLE = "It's 1,234 + 5.6 = ?\n\n  They  don't know: naïve 漢字 🙂"  # must survive the tokenizer
 
 
@@ -130,7 +130,8 @@ def split_as_trained(tokenizer, fields: dict) -> None:
 def check_model(policy, fields: dict, stored: int) -> None:
     """ValueError if transformers ignored weights, made some up, or misread a setting."""
     if policy.num_parameters() != stored:
-        raise ValueError(f"it has {stored} weights, but transformers {policy.num_parameters()}")
+        theirs = policy.num_parameters()
+        raise ValueError(f"it has {stored} weights, but transformers has {theirs}")
     config, kind = policy.config, fields["general.architecture"]
     if fields.get(f"{kind}.rope.scaling.type", "none") != "none":
         raise ValueError("its rope is scaled, which transformers ignores")

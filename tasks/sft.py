@@ -55,7 +55,8 @@ def check(cfg: Config) -> Config:
         return cfg
     flags_of_run = asdict(Config()) | checkpoint.stored_config(out_dir) | {"resume": True}
     if asdict(cfg) != flags_of_run:
-        raise InputError(f"--out-dir {out_dir} holds a run: --resume and its flags continue it")
+        way_out = "continue it with --resume and the same flags"
+        raise InputError(f"--out-dir {out_dir} holds a run: {way_out}")
     return cfg
 
 
@@ -131,7 +132,7 @@ def main(cfg: Config) -> None:
 
 
 def run(cfg: Config) -> None:
-    """All steps of a supervised run, or those that its checkpoint has not made."""
+    """All steps of a supervised run, or those after its checkpoint."""
     rank, world = ranks.start(cfg.device)
     share, out_dir = slice(rank, None, world), Path(cfg.out_dir)
     stop = Stop()

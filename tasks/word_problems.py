@@ -167,8 +167,10 @@ def problem(split: str, index: int) -> tuple[str, str, str, str]:
         raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
     rng = random.Random(f"{split}/{index}")
     plot = _plot(rng)
-    while not (lines := _work(plot, drawn := _draw(rng, plot))):
-        pass
+    lines = None
+    while not lines:
+        drawn = _draw(rng, plot)
+        lines = _work(plot, drawn)
     answer = lines[-1].rpartition("=")[2]
     text = _tell(rng, plot, drawn, held_out=split == "heldout")
     boxed = answer
@@ -199,7 +201,7 @@ def _draw(rng: random.Random, plot: list[str]) -> list[dict[str, int]]:
 
 
 def _work(plot: list[str], drawn: list[dict[str, int]]) -> list[str] | None:
-    """The solution's equations; None if a division leaves a rest or a result is not in RESULTS."""
+    """The solution's equations; None if a division is not exact or a result is not in RESULTS."""
     value = result = drawn[0]["v"]
     lines = []
     for part, numbers in zip(plot, drawn, strict=True):
@@ -212,7 +214,8 @@ def _work(plot: list[str], drawn: list[dict[str, int]]) -> list[str] | None:
             if result not in RESULTS:
                 return None
             lines.append(f"{a}{sign}{b}={result}")
-        value = value if part in ("more", "fewer", "multiple", "other") else result  # B's, not A's
+        if part not in ("more", "fewer", "multiple", "other"):  # their results are B's, not A's
+            value = result
     return lines
 
 

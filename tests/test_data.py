@@ -162,10 +162,7 @@ REFUSED = {  # name and text of a file: what is wrong with it
         "a.jsonl",
         '{"question": "x \\ud83d", "answer": "1"}',
     ): "line 1: the value of 'question' is not v",
-    (
-        "a.jsonl",
-        "version https://git-lfs.github.com/spec/v1\n",
-    ): "is the pointer of Git LFS to a file",
+    ("a.jsonl", "version https://git-lfs.github.com/spec/v1\n"): "is only a Git LFS pointer",
     **{
         ("a.jsonl", json.dumps(row)): f"line 1: the {reason}"
         for row, reason in (
@@ -175,10 +172,7 @@ REFUSED = {  # name and text of a file: what is wrong with it
                 {"messages": [{"role": "system", "content": "\ud83d"}, USER], "answer": "2"},
                 "value of 'messages' is not valid text",
             ),
-            (
-                {"messages": [SYSTEM], "answer": "2"},
-                "chat under 'messages' has no turn of the user",
-            ),
+            ({"messages": [SYSTEM], "answer": "2"}, "chat under 'messages' has no user turn"),
             (
                 {"prompt": [SYSTEM, "1+1?"], "answer": "2"},
                 "value of 'prompt' must be text or a chat",

@@ -98,9 +98,9 @@ REFUSED = {  # a case: what is done to the folder, and what the message says
     "cut tokenizer": (cut("tokenizer.json"), "model/tokenizer.json is not whole"),
     "cut config": (cut("config.json"), "model/config.json is not whole"),
     "pointer": (
-        pointer("model.safetensors"), "model.safetensors is the pointer of Git LFS.*git lfs pull",
+        pointer("model.safetensors"), "model.safetensors is only a Git LFS pointer.*git lfs pull",
     ),
-    "pointer of tokenizer": (pointer("tokenizer.json"), "tokenizer.json is the pointer of Git LFS"),
+    "pointer of tokenizer": (pointer("tokenizer.json"), "tokenizer.json is only a Git LFS pointer"),
     "Qwen2-VL": (of_kind("Qwen2VL"), "it is a vision-language model, and only text models can be"),
     "Gemma 3": (of_kind("Gemma3"), "it is a vision-language model"),
     "audio": (of_kind("Qwen2Audio"), "it is a multimodal model"),

@@ -175,7 +175,7 @@ def test_what_is_lost_is_said(run, tmp_path, capsys, pictures):
     capsys.readouterr()
     assert [row["step"] for row in run("run", steps=3, resume=True)] == [1, 2, 3]
     said = capsys.readouterr().out
-    assert "no checkpoint was saved: 3 rows of log.jsonl go, and step 1 is next" in said
+    assert "no checkpoint was saved: removing 3 rows of log.jsonl and starting at step 1" in said
     run("other", steps=4, until=2, save_every=2)
     for name in ("log.jsonl", "samples.jsonl", "run.png"):
         (tmp_path / "other" / name).unlink()

@@ -277,7 +277,7 @@ def test_a_folder_that_holds_a_run(teach, file, tmp_path, monkeypatch):
     one that has ended, and a resume that starts a run."""
     log = teach("run", steps=2)
     for changes in ({}, {"resume": True, "lr": 0.5}, {"resume": True, "data": ("words",)}):
-        with pytest.raises(InputError, match="run holds a run: --resume and its flags"):
+        with pytest.raises(InputError, match="run holds a run: continue it with --resume"):
             teach("run", **{"steps": 2} | changes)
     with pytest.raises(InputError, match="has ended after its 2 steps"):
         teach("run", steps=2, resume=True)
