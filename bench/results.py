@@ -198,8 +198,7 @@ def winners_table(rows: list[dict]) -> str:
                 for row in by_seed(rows, setting, name, budget=budget).values():
                     budgets_with.setdefault(row["flags"], []).append(budget)
             for flags, budgets in budgets_with.items():
-                words = iter(flags.removeprefix(search.SPACES[name][0]).split())
-                given = dict(zip(words, words, strict=True))
+                given = search.values_of(name, flags)
                 where = ", ".join(f"{one:g}" for one in dict.fromkeys(budgets))
                 shown = [given.get(flag, "") for flag in names]
                 cells.append([f"{TITLES[setting]} {where}", METHODS[name][0], *shown])

@@ -197,15 +197,18 @@ def to_flags(method: str, chosen: Configuration, budget: float) -> str | None:
 
 def parse(method: str, flags: str) -> Configuration:
     """The configuration of flags that to_flags has written."""
-    fixed, space = SPACES[method]
-    words = iter(flags.removeprefix(fixed).split())
-    given = dict(zip(words, words, strict=True))
-    chosen = {}
-    for name, values in space.items():
+    given, chosen = values_of(method, flags), {}
+    for name, values in SPACES[method][1].items():
         chosen[name] = next((value for value in values if str(value) == given[name]), None)
     rate = float(given["--lr"]) / math.sqrt(completions(chosen) / 512)
     chosen["--lr"] = min(LEARNING_RATES, key=lambda known: abs(known - rate))
     return chosen
+
+
+def values_of(method: str, flags: str) -> dict[str, str]:
+    """{flag: value} of the searched flags that to_flags has written."""
+    words = iter(flags.removeprefix(SPACES[method][0]).split())
+    return dict(zip(words, words, strict=True))
 
 
 def completions(chosen: Configuration) -> float:

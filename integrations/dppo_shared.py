@@ -57,6 +57,32 @@ def update_mean(mean: float | None, tokens: float, memory: int) -> float | None:
     return mean + (tokens - mean) / memory or None
 
 
+# ---------------------------------------------------------------------------- completions
+
+
+def energy_of(logprobs: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor:
+    """The energy [n] of completions whose tokens with loss are those of `mask` [n, T], from the
+    sampled tokens' log-probs. Without these, as if all tokens were equally surprising."""
+    if logprobs is None:
+        return mask.sum(dim=1)
+    return (dppo.energy_bound(logprobs.nan_to_num()) * mask).sum(dim=1)
+
+
+def size_of(
+    advantages: torch.Tensor,
+    tokens: torch.Tensor,
+    energy: torch.Tensor,
+    divides_by_length: bool,
+    beta: float,
+) -> torch.Tensor:
+    """Estimated gradient norms [K, G], up to a constant, of completions with so many tokens with
+    loss. `divides_by_length`: the loss is a mean over each completion's own tokens."""
+    scale = (tokens > 0).double()
+    if divides_by_length:
+        scale /= tokens.clamp(min=1)
+    return dppo.contribution_size(advantages, scale, energy, beta)
+
+
 # ---------------------------------------------------------------------------- prompts
 
 

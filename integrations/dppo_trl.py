@@ -260,20 +260,16 @@ class DPPOTrainer(trl.GRPOTrainer):
         """Collect from all ranks what the rules look at, and teach it to the prompt history."""
         mask = loss_mask(rows)
         logprobs = rows.get("sampling_per_token_logps", rows.get("old_per_token_logps"))
-        energy = mask  # without log-probs, as if all tokens were equally surprising
-        if logprobs is not None:
-            energy = dppo.energy_bound(logprobs.nan_to_num()) * mask
+        energy = dppo_shared.energy_of(logprobs, mask)
         cost = rows["prompt_mask"].sum(dim=1) + rows["completion_mask"].sum(dim=1)
-        columns = (rows["advantages"], mask.sum(dim=1), cost, energy.sum(dim=1))
+        columns = (rows["advantages"], mask.sum(dim=1), cost, energy)
         table = torch.stack([column.float() for column in columns], dim=1)  # [n, 4]
         table = self.accelerator.gather(table).cpu().double().T  # [4, N]
         advantages, tokens, cost, energy = table.reshape(4, -1, self.num_generations)  # [K, G]
         rewards = self.total_rewards().cpu().view_as(advantages)
 
-        scale = (tokens > 0).double()  # of a token's loss, up to a constant
-        if self.loss_type in ("grpo", "sapo"):
-            scale /= tokens.clamp(min=1)
-        size = dppo.contribution_size(advantages, scale, energy, self.beta)
+        by_length = self.loss_type in ("grpo", "sapo")
+        size = dppo_shared.size_of(advantages, tokens, energy, by_length, self.beta)
         if self.prunes_prompts:
             dppo_shared.learn(self.history, prompts, rewards, advantages, tokens)
             Q = self.args.generation_batch_size // self.num_generations

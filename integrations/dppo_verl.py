@@ -316,13 +316,12 @@ class DPPOTrainer(PPOTrainerSync):
         data = compute_advantage(data, batch.keys, config.adv_estimator, **options).batch
         fields = {x: response_to_nested(data[x], nested) for x in ("advantages", "returns")}
         self.advantages = TensorDict(fields, batch_size=len(batch))
-        energy = mask  # without log-probs, as if all tokens were equally surprising
-        if "rollout_log_probs" in data:
-            energy = dppo.energy_bound(data["rollout_log_probs"].double()) * mask
+        logprobs = data["rollout_log_probs"].double() if "rollout_log_probs" in data else None
+        energy = dppo_shared.energy_of(logprobs, mask)
         tokens = mask.sum(dim=1)
         advantages = (data["advantages"] * mask).sum(dim=1) / tokens.clamp(min=1)
         cost = torch.tensor([tag["seq_len"] for tag in batch.tags]).double()
-        return torch.stack([advantages, scores.sum(dim=1), tokens, cost, energy.sum(dim=1)])
+        return torch.stack([advantages, scores.sum(dim=1), tokens, cost, energy])
 
     def draw_completions(self, batch, metrics) -> tuple[dict, list[float]]:
         """({key: (update, f)} of the rows that are kept, the denominator of each update). The
@@ -344,12 +343,11 @@ class DPPOTrainer(PPOTrainerSync):
         groups = torch.tensor([*self.groups.values()], dtype=torch.float64)  # [K, 2]
         update_of = groups[:, 0].long() // actor.ppo_mini_batch_size  # [K]
         prompt_weights = groups[:, 1:]  # [K, 1]
-        scale = (tokens > 0).double()  # of a token's loss, up to a constant
-        if actor.loss_agg_mode == "seq-mean-token-mean" or actor.policy_loss.loss_mode == "sapo":
-            scale /= tokens.clamp(min=1)
+        by_length = actor.loss_agg_mode == "seq-mean-token-mean"
+        by_length |= actor.policy_loss.loss_mode == "sapo"
         beta = actor.use_kl_loss * actor.kl_loss_coef + abs(actor.entropy_coeff)
         beta += actor.policy_loss.dro_beta if actor.policy_loss.loss_mode == "dro" else 0.0
-        size = dppo.contribution_size(advantages, scale, energy, beta)
+        size = dppo_shared.size_of(advantages, tokens, energy, by_length, beta)
 
         weights = torch.zeros(K, G, dtype=torch.float64)
         for part in update_of.unique().tolist():

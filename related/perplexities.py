@@ -9,6 +9,7 @@ seconds that the choice took, and by the time of a decoded token.
 import itertools
 import math
 import statistics
+import sys
 import time
 
 import tyro
@@ -19,6 +20,7 @@ from bench import JsonFile, write_json
 from engines import compact
 from related import pruned, stream, structured, text
 from related.recovery import recover
+from runtime import InputError
 from runtime.device import choose_device
 from runtime.timer import clock
 from tasks import gguf
@@ -140,4 +142,8 @@ class Bench:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    try:
+        tyro.cli(main)
+    except InputError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)

@@ -12,4 +12,4 @@ class InputError(ValueError):
 
 
 class NotFiniteError(FloatingPointError):
-    """Logits, a loss or a gradient are not finite, so a run cannot go on."""
+    """Logits, a loss or a gradient are not finite, so a run cannot continue."""

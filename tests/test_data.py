@@ -166,8 +166,8 @@ REFUSED = {  # name and text of a file: what is wrong with it
     **{
         ("a.jsonl", json.dumps(row)): f"line 1: the {reason}"
         for row, reason in (
-            ({"prompt": [USER, SAYS], "solution": "2"}, "chat under 'prompt' ends with a turn of"),
-            ({"messages": [USER, SAYS], "answer": "2"}, "chat under 'messages' ends with a turn"),
+            ({"prompt": [USER, SAYS], "solution": "2"}, "chat under 'prompt' ends with an"),
+            ({"messages": [USER, SAYS], "answer": "2"}, "chat under 'messages' ends with an"),
             (
                 {"messages": [{"role": "system", "content": "\ud83d"}, USER], "answer": "2"},
                 "value of 'messages' is not valid text",
