@@ -184,7 +184,9 @@ def rule_draws(name, share, found, batch, norms, draws):
         if rate is None:
             return None
         drawn = [keep(rate)[1]]
-    else:  # an oracle: pps with the true norms
+    else:
+        if name not in ("oracle", "oracle, independent"):  # pps with the true norms
+            raise KeyError(name)
         keep_prob = dppo.pps_keep_prob(norms, batch.cost, share * tokens)
         order = dppo.strata_order(replace(batch, size=norms))
         drawn = []

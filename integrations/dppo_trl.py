@@ -81,8 +81,8 @@ def option(default, explanation: str):
 
 @dataclass
 class DPPOConfig(trl.GRPOConfig):
-    """GRPOConfig with the options of pruning. With both rules "none", DPPOTrainer is GRPOTrainer,
-    bit for bit."""
+    """GRPOConfig with the options of pruning. With both rules "none" and a scale_rewards that TRL
+    has, DPPOTrainer is GRPOTrainer, bit for bit."""
 
     completion_rule: str = option(
         "pps",
@@ -108,7 +108,7 @@ class DPPOTrainer(trl.GRPOTrainer):
     """GRPOTrainer with a rule that drops completions and one that drops prompts. `args` is a
     DPPOConfig."""
 
-    def __init__(self, model, reward_funcs, args: DPPOConfig, *others, **options):
+    def __init__(self, model, reward_funcs, args: DPPOConfig | None = None, *others, **options):
         require(
             isinstance(args, DPPOConfig),
             f"args is a {type(args).__name__}: DPPOTrainer needs a DPPOConfig, which has all of "
@@ -309,7 +309,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         groups = self.total_rewards().view(-1, G)
         advantages = dppo.group_advantages(groups, scale).flatten()  # [N]
         logged = self._logs["advantages"]  # TRL has just added its own to these
-        for _ in advantages:
+        for _ in range(min(len(advantages), len(logged))):  # the table has room for a batch
             logged.pop()
         logged.extend(advantages.tolist())
         n = len(rows["advantages"])

@@ -275,7 +275,7 @@ class Greso:
     @staticmethod
     def fewest_prompts(target: int) -> int:
         """How many prompts the data must have to select `target` a step."""
-        return 2 * target  # the first round has 1.5 times as many
+        return 2 * target  # the first round takes 1.5 times the target, and more may follow
 
 
 class Dynamic(Greso):

@@ -2,7 +2,7 @@
 # GRPO and pps through SkyRL's Tinker server on this CPU, three paired seeds: the rows of
 # runs/tinker-race.jsonl. Needs the environment of tests/tinker.sh. From the root of the repository:
 #     sh runs/tinker.sh [FOLDER]
-# If it is stopped, the same command goes on. grpo is run as zero, which has its gradient and sends
+# If it is stopped, the same command continues. grpo is run as zero, which has its gradient and sends
 # fewer datums; the table counts what grpo itself would have sent.
 set -e
 mkdir -p out/tinker

@@ -452,7 +452,9 @@ def test_notes_of_the_first_lines():
         {"method": "pps", "completion_rule": "mine", "prompt_rule": "dppo"},
     ):  # fmt: skip
         assert "prompts are pruned" not in notes(**given)
-    assert "--model tiny can only add, so it learns nothing of words" in notes(data="words")
+    assert "--model tiny can only add: name another model to learn from words" in notes(
+        data="words"
+    )
     assert "can only add" in notes(data="mine.jsonl", max_new_tokens=9)
     assert "can only add" not in notes(data="arithmetic-mixed")
     assert "can only add" not in notes(data="words", model="smollm2")

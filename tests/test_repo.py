@@ -22,8 +22,8 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOG = ROOT / "runs" / "LOG.md"  # its flags and commands are those of their day
 
-OTHER_FLAGS = {"--config",   # of torchrun, pip and SkyRL
-    "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
+OTHER_FLAGS = {  # of torchrun, pip, TRL and SkyRL
+    "--config", "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
     "--shutdown-timeout", "--signals-to-handle", "--no-deps", "--extra", "--base-model",
     "--backend", "--port",
 }  # fmt: skip

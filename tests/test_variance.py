@@ -27,7 +27,7 @@ def rows():
     vectors *= 4 ** torch.rand(len(vectors), 1, generator=generator)  # energies only estimate
     nothing = torch.zeros(8, 8, dtype=torch.float64)
     batch = dppo.Completions(nothing, rewards, lengths + 10, nothing)
-    found = variance.Gradients(batch, lengths, energy, energy, live, vectors @ vectors.T, 30)
+    found = variance.Gradients(batch, lengths, energy, live, vectors @ vectors.T, 30)
     return found, vectors, variance.variance_rows(found, "dr_grpo", "early", 1000)
 
 
@@ -64,7 +64,7 @@ def test_a_rule_never_stands_in_for_another(rows):
     assert {row["rule"] for row in biased} == names
     assert all(row["rel_bias2"] == row["rel_mse"] for row in biased)
     with pytest.raises(KeyError, match="nobody"):
-        variance.rule_draws("nobody", 0.5, found, found.batch, {}, found.batch.size, 2)
+        variance.rule_draws("nobody", 0.5, found, found.batch, found.batch.size, 2)
 
 
 def test_error_at_the_best_length():

@@ -184,7 +184,7 @@ def test_other_denominators_are_refused(tmp_path, denominator):
 
 
 def test_servers_without_norms_are_refused(tmp_path):
-    with pytest.raises(RuleError, match=r"norms \[nan, nan, nan, nan\], .*use another server"):
+    with pytest.raises(RuleError, match=r"norms \[nan, nan, nan, nan\] .*use another server"):
         make_trainer(tmp_path, Server(norm=None))
 
 

@@ -145,6 +145,19 @@ def test_logged_advantages(gpt2):
     assert torch.equal(torch.tensor(logs["advantages"]), wanted.float())
 
 
+def test_large_evaluations(gpt2):
+    """An evaluation of more completions than the table of a generation batch has room for. Catches
+    a table that is emptied beyond its last row."""
+    options = {"num_generations_eval": 4, "per_device_eval_batch_size": 16}
+    layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    trainer = make_trainer(gpt2, scale_rewards="variance", rules=NONE, **options, **layout)
+    trainer.model.eval()
+    rows = [{"prompt": text} for text in trl_toy.PROMPTS for _ in range(4)]
+    found = trainer._generate_and_score_completions(rows)
+    assert len(found["advantages"]) == 16
+    assert len(trainer._logs["advantages"]) == trainer.args.generation_batch_size == 4
+
+
 def test_both_levels_are_exact(gpt2, exact_world):
     """Every outcome of the completion draw for every outcome of the prompt draw. Catches a prompt
     weight that counts twice or never."""

@@ -1,6 +1,6 @@
 """dppo_verl.py in verl's real trainer: Ray workers, FSDP2 on gloo, TransferQueue, on a CPU.
 
-tests/verl.sh runs these, which takes half an hour; without verl they are skipped.
+tests/verl.sh runs these, which takes an hour; without verl they are skipped.
 """
 
 import importlib
