@@ -3,8 +3,8 @@ What the trainers in this folder share: dppo_trl.py, dppo_verl.py and dppo_tinke
 
 Each of them puts pruning into another library. Here is what does not depend on the library: which
 rules and rates can be used, the mean number of tokens that a loss divides by, sizes of completions,
-the history of prompts that are known by their text, and figures for the log. Rules, draws and weights come from
-dppo.py and sampler.py.
+the history of prompts that are known by their text, and figures for the log. Rules, draws and
+weights come from dppo.py and sampler.py.
 
 Letters: Q prompts of a batch, K of them rolled out, G completions each.
 """

@@ -23,9 +23,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOG = ROOT / "runs" / "LOG.md"  # its flags and commands are those of their day
 
 OTHER_FLAGS = {  # of torchrun, pip, TRL and SkyRL
-    "--config", "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
+    "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
     "--shutdown-timeout", "--signals-to-handle", "--no-deps", "--extra", "--base-model",
-    "--backend", "--port",
+    "--backend", "--port", "--config",
 }  # fmt: skip
 
 FOLDERS = ("engines", "integrations", "tasks", "runtime", "related", "bench")
