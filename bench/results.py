@@ -30,7 +30,17 @@ METHODS = {  # name in the tables and color in the pictures
     "pods": ("PODS", "#999933"),
     "cppo": ("CPPO", "#D55E00"),
 }
-MARKERS = dict(zip(METHODS, "oPDdsX^v<", strict=True))  # so that colors need not be told apart
+MARKERS = {  # so that colors need not be told apart
+    "grpo": "o",
+    "grpo_zero": "P",
+    "adaptive": "D",
+    "adaptive_prompts": "d",
+    "pps": "s",
+    "uniform": "X",
+    "dppo": "^",
+    "pods": "v",
+    "cppo": "<",
+}
 OURS = "adaptive"
 TITLES = {"arithmetic": "default task", "arithmetic-mixed": "mixed task", "words": "SmolLM2"}
 FOLDER = Path("runs")

@@ -145,11 +145,16 @@ class DPPOTrainer(trl.GRPOTrainer):
             args.prompt_prune_rate,
         )
         dppo.check_known("scale_rewards", args.scale_rewards, ("batch", *dppo.SCALES))
+        own_scale = args.scale_rewards in OWN_SCALES
         require(
-            args.scale_rewards not in OWN_SCALES
-            or args.multi_objective_aggregation == "sum_then_normalize",
+            args.multi_objective_aggregation == "sum_then_normalize" or not own_scale,
             f"scale_rewards={args.scale_rewards!r} is for the sum of all rewards; set "
             "multi_objective_aggregation to 'sum_then_normalize'",
+        )
+        require(
+            trl.__version__.startswith(TRL) or not (self.prunes or own_scale),
+            f"trl {trl.__version__}: only the methods of {TRL}* are known here; "
+            f"pip install 'trl=={TRL}*'",
         )
         if not self.prunes:
             return
@@ -162,11 +167,6 @@ class DPPOTrainer(trl.GRPOTrainer):
                 f"depend on what else is sampled or kept; choose {choice}, or set the rules to "
                 "'none'",
             )
-        require(
-            trl.__version__.startswith(TRL),
-            f"trl {trl.__version__}: only the losses of {TRL}* are known here; "
-            f"pip install 'trl=={TRL}*'",
-        )
         require(
             not self.aux_loss_enabled,
             "router_aux_loss_coef: the router's loss would depend on what is kept; set it to 0.0",

@@ -576,6 +576,8 @@ def test_unknown_losses_are_refused(gpt2, monkeypatch):
     monkeypatch.setattr(trl, "__version__", "1.17.0")
     with pytest.raises(RuleError, match=r"trl 1\.17\.0: .*pip install 'trl==1\.16\.\*'"):
         make_trainer(gpt2)
+    with pytest.raises(RuleError, match=r"trl 1\.17\.0: "):
+        make_trainer(gpt2, scale_rewards="mean", rules=NONE)
     make_trainer(gpt2, rules=NONE)
 
 
