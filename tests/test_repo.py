@@ -226,14 +226,15 @@ def test_judge_needs_no_torch():
 
 
 def repository_files():
-    """Every file that git tracks or would track."""
+    """Every file that git tracks or would track, but none of a user's virtual environment."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("not a git checkout")
     paths = (ROOT / name for name in sorted(set(listed.stdout.splitlines())))
-    return [path for path in paths if path.exists()]
+    environments = {path.parent for path in ROOT.glob("*/pyvenv.cfg")}
+    return [path for path in paths if path.exists() and not environments & {*path.parents}]
 
 
 def test_no_path_of_a_machine_is_left():
