@@ -514,11 +514,10 @@ def test_the_pages_options():
     and a missing +."""
     command = re.search(r"^    python -m verl\.trainer\.main_ppo ((?:.*\\\n)+.*)$", PAGE, re.M)[1]
     cases = [command.replace("\\\n", " ").split()]
-    table = PAGE.split("| loss | options |")[1].split("\n\n")[0]
-    for row in table.splitlines()[2:]:
-        given = " ".join(re.findall(r"`([^`]*=[^`]*)`", row)).split()
-        whole = [x if x.startswith("algorithm.") else f"actor_rollout_ref.actor.{x}" for x in given]
-        cases.append([*cases[0], *whole])
+    losses = PAGE.split("The losses, with the papers' clips:\n\n")[1].split("\n\n")[0]
+    for options in losses.split("    # ")[1:]:
+        _name, *lines = options.splitlines()
+        cases.append([*cases[0], *" ".join(lines).split()])
     assert len(cases) == 5
     for options in cases:
         with initialize_config_module("verl.trainer.config", version_base=None):
