@@ -115,21 +115,22 @@ def time_ratio(first: dict[int, dict], second: dict[int, dict]) -> float:
 
 
 def draw_savings(rows: list[dict]) -> Figure:
-    """Accuracy minus GRPO's over seconds a step, a panel for each task, with all candidates."""
+    """Accuracy minus GRPO's over seconds a step, a panel for each task: its largest batch."""
     settings = settings_of(rows)
     figure, panels = new_figure(len(settings))
     for panel, setting in zip(panels, settings, strict=True):
-        for count, name in itertools.product(candidates_of(rows, setting), METHODS):
+        count = candidates_of(rows, setting)[-1]
+        full = by_seed(rows, setting, "grpo", candidates=count)
+        for name, (title, color) in METHODS.items():
             own = by_seed(rows, setting, name, candidates=count)
-            full = by_seed(rows, setting, "grpo", candidates=count)
             if own and full:
-                mean, half = interval(difference(accuracies(own), accuracies(full)))
-                style = {"color": METHODS[name][1], "marker": MARKERS[name], "ms": 7, "ls": ""}
-                style |= {"capsize": 3, "label": METHODS[name][0]}
-                style["fillstyle"] = "full" if count == candidates_of(rows, setting)[0] else "none"
-                panel.errorbar(time_ratio(own, full), mean, half, **style)
+                apart = difference(accuracies(own), accuracies(full))
+                mean, half = interval(apart)
+                bar = half if len(apart) > 2 else None  # an interval of two seeds says nothing
+                style = {"color": color, "marker": MARKERS[name], "ms": 7, "ls": "", "capsize": 3}
+                panel.errorbar(time_ratio(own, full), mean, bar, label=title, **style)
         panel.axhline(0, color="#cccccc", lw=1, zorder=0)
-        panel.set(title=TITLES[setting], xlabel="step time, GRPO's = 1")
+        panel.set(title=f"{TITLES[setting]}, {count} x 16", xlabel="step time, GRPO's = 1")
         panel.set_xlim(left=0)
     panels[0].set_ylabel("accuracy minus GRPO's, equal steps")
     add_legend(figure, panels)
@@ -262,6 +263,7 @@ def draw_ceilings(rows: list[dict]) -> Figure:
     """What pruning could gain at most in each setting, and what adaptive reached."""
     found = ceilings(rows)
     figure, (panel,) = new_figure(1)
+    figure.set_size_inches(5.5, 2 + 0.6 * len(found))
     y = range(len(found), 0, -1)
     column = lambda name: [figures[name] for figures in found.values()]
     style = {"height": 0.25, "left": 1}
