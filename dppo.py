@@ -401,7 +401,11 @@ def check_keep_prob(kind: str, name: str, rule, prune_rate: float, keep_prob, li
         raise RuleError(f"{must}, from 0 to 1, not {keep_prob[wrong][0].item():g}")
     lowest = keep_prob[live].min().item() if live.any() else 1.0
     if lowest == 0 and not rule.biased:
-        raise RuleError(f'{must}, above 0 for live terms; or give its entry biased="the reason"')
+        zeros = int((keep_prob[live] == 0).sum())
+        raise RuleError(
+            f"{must}, above 0 wherever the gradient is not 0; {zeros} of {int(live.sum())} are 0 "
+            'there. If that is meant, give its entry biased="the reason"'
+        )
     if lowest < 1 and prune_rate == 0 and rule.rate is not None:
         raise RuleError(f"{must}, of 1 at prune rate 0, not {lowest:g}; or give it rate=None")
 

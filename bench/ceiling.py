@@ -158,8 +158,8 @@ def report(found: dict) -> str:
         beyond = " (beyond the logged values: the nearest one is used)"
     number = lambda value: "   -" if math.isnan(value) else f"{value:.2f}"
     lines = [
-        f"{found['run']}: {found['steps']} steps; {found['live_groups']:.2f} of the groups are "
-        "live.",
+        f"{found['run']}: {found['steps']} steps after the first one; "
+        f"{found['live_groups']:.2f} of the groups are live.",
         f"Everything but training takes {ratio:.2f} of the time of training on every completion"
         f"{beyond}:",
         f"so --method adaptive should get --completion-prune-rate {1 / (1 + ratio):.2f}.",
@@ -167,9 +167,10 @@ def report(found: dict) -> str:
         "Progress in a second, relative to training on everything that contributes:",
         f"  {number(found['ceiling/completions'])}  pruning completions, at most with independent "
         "keeps",
-        f"  {number(found['ceiling/prompts'])}  pruning prompts, at most, if pass rates were known",
-        f"  {number(found['reached'])}  this run's own rule for completions, which trains on "
-        f"{found['kept']:.2f} of the live tokens,",
+        f"  {number(found['ceiling/prompts'])}  pruning prompts, at most, if pass rates were known "
+        "(needs rewards of 0 and 1)",
+        f"  {number(found['reached'])}  what this run did: it trains on {found['kept']:.2f} times "
+        "the tokens of live completions,",
         f"        at {number(found['variance']).strip()} times the noise of sampling alone "
         "(computed for independent keeps)",
     ]

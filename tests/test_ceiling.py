@@ -172,7 +172,7 @@ def test_logs_with_gaps():
     assert math.isnan(found["ceiling/prompts"])
     assert "   -  pruning prompts" in report.report(found)
     by_rank = [row | {"kept/variance": None} for row in rows]
-    assert "   -  this run's own rule" in report.report(figures(by_rank, "rank", "none"))
+    assert "   -  what this run did" in report.report(figures(by_rank, "rank", "none"))
     with pytest.raises(InputError, match="short: 2 steps after the first one were trained"):
         figures(rows[:3], "short", "none")
     with pytest.raises(InputError, match="old: its log is of an older version"):

@@ -135,6 +135,22 @@ def test_wrong_rules(result, message):
         history.prune("mine", 0.5, torch.arange(2), dppo.generator_for(0))
 
 
+def test_the_proof_looks_beyond_its_batch():
+    """A rule that never keeps long right answers, which the enumerated batch does not have. Catches
+    a proof that approves what a run refuses."""
+
+    def long_right_ones(batch, prune_rate):
+        dropped = (batch.rewards == 1) & (batch.cost > 100)
+        return 1.0 - (prune_rate > 0) * dropped.double()
+
+    dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(long_right_ones)
+    assert proof.completion_rule_error("mine", "grpo") < 1e-10
+    with pytest.raises(dppo.RuleError, match=r"'mine' .*above 0 .*; \d+ of \d+ are 0 there"):
+        proof.try_larger_batches("mine")
+    with pytest.raises(dppo.RuleError, match="'mine'"):
+        proof.main()
+
+
 def test_an_exception_keeps_its_traceback():
     """What a rule or a loss raises comes through as it is, with a note that names it. Catches a
     handler that hides the line where it failed."""
