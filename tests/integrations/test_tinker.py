@@ -543,4 +543,4 @@ def test_options_are_explained():
         read = [float(x) if x[0].isdigit() else x for x in defaults.split(", ")]
         read = [None if x == "None" else x for x in read]
         assert found == read, names
-    assert len(rows) == 9
+    assert len(rows) == 11
