@@ -376,12 +376,13 @@ def try_larger_batches(name: str) -> None:
     for group_size in (2, 4, 16, 32):
         shape = (16, group_size)
         lengths = torch.randint(1, 1000, shape, generator=generator).double()
-        rewards = torch.randint(5, shape, generator=generator) / 4.0
+        rewards = torch.randint(5, shape, generator=generator).double() / 4
         rewards[0] = 1.0  # a dead group
         rewards[1, 0] = torch.nan
-        advantages = dppo.group_advantages(rewards.double(), "group")
+        advantages = dppo.group_advantages(rewards, "group")
         size = dppo.contribution_size(advantages, 1 / lengths, energy=lengths, beta=0.0)
-        batch = dppo.Completions(advantages, rewards.double(), lengths + 50, size)
+        prompt_tokens = 50
+        batch = dppo.Completions(advantages, rewards, prompt_tokens + lengths, size)
         dppo.completion_keep_prob(name, rate_of(rule, 0.5), batch)
 
 
@@ -404,8 +405,7 @@ def main(file: str | None = None) -> None:
         "The expected gradient over every outcome of the draw, enumerated: its largest error, "
         "relative to the\nlargest entry of the full gradient. 8 to 12 sequences of 1 to 5 tokens, "
         "rewards of 0 and 1, float64,\nsome tokens clipped; rate 0.5, or 0.4 at both levels where "
-        "prompts are pruned; "
-        "the worse of beta 0 and 0.1 (KL).\n"
+        "prompts are pruned; the worse of beta 0 and 0.1 (KL).\n"
     )
     print(f"{'':32s}" + "".join(f" {loss:>8s}" for loss in dppo.LOSSES))
 
