@@ -26,27 +26,26 @@ from runtime.device import choose_device, choose_dtype
 
 @dataclass(frozen=True)
 class Method:
-    """What a --method sets: two rules, and defaults of other flags."""
+    """What a --method sets: two rules, and with the embedded model the defaults of other flags."""
 
     prompt_rule: str = "none"
     completion_rule: str = "none"
-    defaults: dict = field(default_factory=dict)
-    tiny: dict = field(default_factory=dict)  # with --model tiny: the winners of 40-second races
+    tiny: dict = field(default_factory=dict)  # with --model tiny
 
 
-GRPO_TINY = {"prompts_per_step": 32, "group_size": 4, "lr": 1.2e-3}
-PPS_TINY = {
-    "prompts_per_step": 128, "group_size": 8, "prompt_prune_rate": 0.75,
-    "completion_prune_rate": 0.9, "lr": 4.3e-4,
-}  # fmt: skip
-ADAPTIVE_TINY = PPS_TINY | {"lr": 7e-4, "grad_clip": 0.01}
 METHODS = {  # the name of any other rule is a method, too: that rule, at its level or at both
-    "grpo": Method(tiny=GRPO_TINY),
-    "grpo_zero": Method(completion_rule="zero", tiny=GRPO_TINY),
+    "grpo": Method(tiny={"group_size": 8}),
+    # The winner of a search at equal seconds (docs/results.md): small groups, most of them dead.
+    "grpo_zero": Method(
+        completion_rule="zero",
+        tiny={"prompts_per_step": 16, "group_size": 4, "scale_rewards": "group"},
+    ),
     "uniform": Method("uniform", "uniform"),
     "dppo": Method("dppo", "dppo"),
-    "pps": Method("pps", "pps", defaults={"prompts_per_step": 64}, tiny=PPS_TINY),
-    "adaptive": Method("pps", "adaptive", defaults={"prompts_per_step": 64}, tiny=ADAPTIVE_TINY),
+    "pps": Method(
+        completion_rule="pps", tiny={"group_size": 8, "completion_prune_rate": 0.9, "lr": 4.3e-4}
+    ),
+    "adaptive": Method(completion_rule="adaptive", tiny={"group_size": 8, "rest": 0.1}),
 }
 
 
@@ -145,6 +144,7 @@ def resolve(cfg: Config) -> Config:
         "prompts_per_step": 32,
         "group_size": 16,
         "completion_prune_rate": completion_rule.rate or 0.0,
+        "rest": 0.4,
         "scale_rewards": dppo.LOSSES[cfg.loss].scale_rewards,
         "eps_low": eps_low,
         "eps_high": eps_high,
@@ -156,9 +156,8 @@ def resolve(cfg: Config) -> Config:
         "grad_clip": 1.0,
         "pack_tokens": 2048 if device == "cpu" else 8192,
     }
-    of_method = method.defaults | (method.tiny if tiny else {})
-    # A rule without a rate keeps its 0.
-    defaults |= {name: of_method[name] for name in of_method if defaults[name]}
+    if tiny:  # a rule without a rate keeps its 0
+        defaults |= {name: value for name, value in method.tiny.items() if defaults[name]}
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     cfg = replace(cfg, device=device, dtype=dtype, **missing)
     _check_values(cfg)
@@ -216,7 +215,7 @@ def _check_entries(cfg: Config) -> None:
 def prunes_prompts(cfg: Config) -> bool:
     """Whether a resolved Config drops prompts at random, before rollout."""
     rule = sampler.PROMPT_RULES[cfg.prompt_rule]
-    without_rate = rule.rate is None and rule.keep_prob not in (None, sampler.everything)
+    without_rate = rule.rate is None and rule.keep_prob is not sampler.everything
     return cfg.prompt_prune_rate > 0 or without_rate
 
 
@@ -236,6 +235,8 @@ def _check_values(cfg: Config) -> None:
         rule = getattr(cfg, f"{level}_rule")
         table = sampler.PROMPT_RULES if level == "prompt" else dppo.COMPLETION_RULES
         without = f"--{level}-rule {rule} (--method {cfg.method}), which has no rate"
+        if rule == "adaptive":
+            without += f" but --rest (rate {rate:g} is now --rest {1 / max(rate, 1e-9) - 1:.3g})"
         has_rate = rate == 0 or table[rule].rate is not None
         require(cfg, name, has_rate, f"0 with {without}: choose another rule or method")
     counts = (
@@ -246,7 +247,7 @@ def _check_values(cfg: Config) -> None:
         require(cfg, name, getattr(cfg, name) >= 1, "at least 1")
     require(cfg, "group_size", cfg.group_size >= 2, "at least 2: a group of one has no advantage")
     require(cfg, "adam_beta2", 0 <= cfg.adam_beta2 < 1, "at least 0 and below 1")
-    for name in ("lr", "temperature", "reward_range"):
+    for name in ("lr", "temperature", "reward_range", "rest"):
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
     for name in ("beta", "warmup", "grad_clip", "weight_decay", "eval_every", "save_every"):
         require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0 and finite")

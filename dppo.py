@@ -147,6 +147,7 @@ class Completions:
     rewards: torch.Tensor  # NaN: unscorable
     cost: torch.Tensor  # tokens that training forwards: prompt + completion
     size: torch.Tensor  # contribution_size: how much it is expected to move the gradient
+    rest: float = 0.0  # the time of all of a step but training, in tokens trained on; for adaptive
 
 
 def energy_bound(logprobs: torch.Tensor) -> torch.Tensor:
@@ -295,6 +296,8 @@ def systematic(keep_prob: torch.Tensor, order: torch.Tensor, start: float) -> to
         >>> systematic(keep_prob, torch.arange(5), start=0.6).int().tolist()
         [0, 1, 0, 1, 0]
     """
+    if order.sort().values.tolist() != [*range(keep_prob.numel())]:
+        raise RuleError(f"a systematic draw needs each of {keep_prob.numel()} places once in order")
     laid_out = keep_prob.double().flatten()[order]
     certain = laid_out >= 1.0  # a whole unit always holds a point, which rounding could lose
     ends = torch.where(certain, 0.0, laid_out).cumsum(dim=0)
@@ -350,16 +353,11 @@ def proportional_to_size(batch: Completions, prune_rate: float) -> torch.Tensor:
 
 
 def adaptive(batch: Completions, prune_rate: float) -> torch.Tensor:
-    """Ours: the least time x variance. r_o is the share of a step's time that training would take
-    if nothing were dropped. `python -m bench ceiling` measures it.
-
-    So it keeps a large share of the contributing terms where these are few or alike, and a small
-    one where a few of many carry the gradient.
-    """
-    if prune_rate == 0:
-        return (batch.size > 0).double()
-    rest = (1 / prune_rate - 1) * batch.cost.sum().item()
-    return adaptive_keep_prob(batch.size, batch.cost, rest)
+    """Ours: the least time x variance, at batch.rest. It keeps a large share of the contributing
+    terms where these are few or alike, and a small one where a few of many carry the gradient."""
+    if not batch.rest > 0:
+        raise RuleError(f"the completion rule 'adaptive' needs a rest above 0, not {batch.rest:g}")
+    return adaptive_keep_prob(batch.size, batch.cost, batch.rest)
 
 
 def any_order(batch: Completions, generator: Generator) -> torch.Tensor:
@@ -384,7 +382,7 @@ COMPLETION_RULES = {
     ),
     "dppo": CompletionRule(low_advantages),
     "pps": CompletionRule(proportional_to_size, order=strata_order),
-    "adaptive": CompletionRule(adaptive, order=strata_order),
+    "adaptive": CompletionRule(adaptive, rate=None, order=strata_order),
 }
 
 

@@ -25,9 +25,9 @@ class Config:
     """A pair of rules with their defaults: adaptive, pps, dppo, uniform, a rival or one of yours.
     grpo prunes nothing; grpo_zero only terms that are 0."""
     prompt_rule: str | None = None
-    """Which prompts are dropped before rollout. uniform and pps (both blind) and dppo (the paper's,
-    by past |advantage|) are unbiased; dppo_floor is biased. none drops nothing. By default the
-    method's rule."""
+    """Which prompts are dropped before rollout. uniform (blindly) and dppo (the paper's, by past
+    |advantage|) are unbiased; dppo_floor is biased. none drops nothing. By default the method's
+    rule."""
     completion_rule: str | None = None
     """Which completions are dropped after reward. zero (terms that are exactly 0), uniform, dppo
     (by |advantage|), pps (ours, by size, a share of the tokens) and adaptive (ours, by size, as
@@ -35,12 +35,15 @@ class Config:
     (docs/method.md); cppo_batch is biased. none drops nothing. By default the method's rule."""
     prompt_prune_rate: float | None = None
     """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
-    By default 0.3; for pps and adaptive 0.6, or 0.75 with tiny."""
+    By default 0.3."""
     completion_prune_rate: float | None = None
     """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
-    its group's mean. pps: the share of sampled tokens not trained on. adaptive: the share of a
-    step's time that training would take if nothing were dropped (`python -m bench ceiling` measures
-    it); higher means that less is kept. By default 0.7, or 0.9 for pps and adaptive with tiny."""
+    its group's mean. pps: the share of sampled tokens not trained on; higher means that less is
+    kept. By default 0.7, or 0.9 for pps with tiny."""
+    rest: float | None = None
+    """For adaptive: the time of all of a step but training, above all the rollout, over the time of
+    training on everything that was sampled. `python -m bench ceiling` measures it; lower means that
+    less is kept. By default 0.4, or 0.1 with tiny."""
 
     # ------------------------------------------------------------------------ loss
     loss: str | None = None
@@ -90,11 +93,11 @@ class Config:
     steps: int = 100
     """Steps of the run. Each samples one batch and makes --minibatches optimizer updates."""
     prompts_per_step: int | None = None
-    """Q, the candidate prompts of a step, which also set the denominator. By default 32; for
-    pps and adaptive 64, or 128 with tiny."""
+    """Q, the candidate prompts of a step, which also set the denominator. By default 32; 16 for
+    grpo_zero with tiny."""
     group_size: int | None = None
-    """G, the completions sampled for each prompt. By default 16; with tiny 8 for pps and
-    adaptive, 4 for grpo."""
+    """G, the completions sampled for each prompt. By default 16; with tiny 8, or 4 for
+    grpo_zero."""
     minibatches: int = 1
     """Optimizer updates of a step. Each trains on its share of the step's prompts."""
     max_new_tokens: int | None = None

@@ -1,5 +1,6 @@
 """
-The figures of a step's row in log.jsonl, the sampled completions beside it, and the console line.
+The figures of a step's row in log.jsonl, its groups and sampled completions beside it, and the
+console line.
 
 train.py adds step, learning_rate, step_time, time/*, eval/* and history/* (see `history`). Names
 are TRL's where it has one. A figure that does not exist in a step is NaN here and null in the file.
@@ -21,14 +22,10 @@ SOME_NONE = (
     "completion out of its group. Return 0.0 for a wrong one"
 )
 
-# Ratios of `rest` (dppo.adaptive_keep_prob) to the time of training on every completion that was
-# rolled out, at each of which a step logs its ceiling. A GPU had 0.7 with a model of 0.6B.
-REST_RATIOS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
-
 
 def row(
-    cfg: config.Config, *, prompt_weights, rewards, lengths, truncated, entropy, energy, advantages,
-    scale, cost, keep, weights, stats: list[UpdateStats], grad_norms: list[float],
+    cfg: config.Config, *, prompt_weights, rewards, lengths, truncated, entropy, advantages, scale,
+    cost, keep, weights, stats: list[UpdateStats], grad_norms: list[float],
 ) -> dict:  # fmt: skip
     """The figures of a step, from tensors of train.py's step: prompt_weights is [K], all others
     [K, G]. `weights` are those of both levels. stats and grad_norms have an entry for each update.
@@ -48,8 +45,6 @@ def row(
         "sampling/sampling_logp_difference/mean": ratio(first.gap, first.completion_tokens),
         "grad_norm": sum(grad_norms) / len(grad_norms),
         **kept(cfg, prompt_weights, advantages, scale, cost, keep, weights),
-        **ceilings(cfg, prompt_weights, energy, advantages, scale, cost, keep, weights),
-        "groups_by_right": groups_by_right(rewards),
         "pack/density": ratio(total.tokens, total.slots),
         "tokens/generated": int(lengths.sum()),
         "tokens/trained": int(total.tokens),
@@ -62,8 +57,9 @@ def row(
         figures["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
     if cfg.beta:
-        mass = (scale * lengths * weights).sum().item()
-        figures["kl"] = ratio(total.kl, mass)  # nats per token, weighted as in the loss
+        # Nats per token, weighted as in the loss. Nothing that was dropped changes the denominator.
+        mass = (prompt_weights[:, None] * scale * lengths).sum().item()
+        figures["kl"] = ratio(total.kl, mass)
     return figures
 
 
@@ -109,54 +105,33 @@ def kept(cfg: config.Config, prompt_weights, advantages, scale, cost, keep, weig
         "kept/prompts": len(prompt_weights) / num_prompts,
         "kept/completions": keep.sum().item() / (num_prompts * cfg.group_size),
         "kept/tokens": ratio((keep * cost).sum().item(), full_tokens),
+        # prompt and completion tokens of what was rolled out, and of what was kept
+        "cost/sampled": cost.sum().item(),
+        "cost/kept": (cost * keep).sum().item(),
         "weight/max": weights.max().item() if keep.any() else math.nan,
         "weight/prompt_max": prompt_weights.max().item() if len(prompt_weights) else math.nan,
         "weight/ess": effective_sample_size(weights[live]),
     }
 
 
-def ceilings(
-    cfg: config.Config, prompt_weights, energy, advantages, scale, cost, keep, weights
-) -> dict:
-    """What pruning could gain at most in this step, and what `bench ceiling` needs beside it."""
-    size = dppo.contribution_size(advantages, prompt_weights[:, None] * scale, energy, cfg.beta)
-    live = size > 0
-    figures = {
-        # prompt and completion tokens of what was rolled out, is live, was kept
-        "cost/sampled": cost.sum().item(),
-        "cost/live": (cost * live).sum().item(),
-        "cost/kept": (cost * keep).sum().item(),
-        "kept/variance": math.nan,
+def groups(step: int, prompts, prompt_weights, rewards, cost, scale, energy, weights) -> dict:
+    """A step's row for groups.jsonl, from which `bench ceiling` computes what other group sizes and
+    other keep probabilities would have done. prompts and prompt_weights are [K], the others [K, G].
+
+    size_of_1  estimated gradient norm of a completion whose |advantage| is 1, without the weight of
+               its prompt (dppo.contribution_size); 0 if the completion is masked
+    weights    1 / P(the completion was kept), 0 if it was dropped
+    """
+    size = scale * energy.double().sqrt()
+    return {
+        "step": step,
+        "prompts": prompts.tolist(),
+        "prompt_weights": prompt_weights.tolist(),
+        "rewards": rewards.tolist(),
+        "tokens": cost.tolist(),
+        "size_of_1": [[float(f"{value:.5g}") for value in group] for group in size.tolist()],
+        "weights": [[float(f"{value:.5g}") for value in group] for group in weights.tolist()],
     }
-    if not dppo.COMPLETION_RULES[cfg.completion_rule].biased:
-        # The noise of sampling and pruning, relative to that of sampling: (sum a^2 / p) / sum a^2,
-        # with sizes a and keep probabilities p. The numerator is estimated from what was kept, so
-        # the weights must be 1 / p.
-        noise = (size * weights / prompt_weights[:, None]).square().sum().item()
-        figures["kept/variance"] = ratio(noise, size.square().sum().item())
-    for rest_ratio in REST_RATIOS:
-        rest = rest_ratio * cost.sum().item()
-        best = dppo.adaptive_keep_prob(size, cost, rest)
-        everything = time_variance(live.double(), size, cost, rest)
-        least = time_variance(best, size, cost, rest)
-        figures[f"ceiling/{rest_ratio:g}"] = ratio(everything, least)
-    return figures
-
-
-def time_variance(keep_prob, size, cost, rest: float) -> float:
-    """T V of keep probabilities [K, G], as dppo.adaptive_keep_prob explains it."""
-    live = size > 0
-    time = rest + (keep_prob * cost).sum()
-    variance = (size[live].square() / keep_prob[live]).sum()
-    return (time * variance).item()
-
-
-def groups_by_right(rewards: torch.Tensor) -> list[int]:
-    """How many groups have 0, 1, .., G right completions, [G + 1], of rewards [K, G]. Empty unless
-    all of them are 0 or 1."""
-    if not ((rewards == 0) | (rewards == 1)).all():
-        return []
-    return rewards.sum(dim=1).long().bincount(minlength=rewards.shape[1] + 1).tolist()
 
 
 def ratio(part: float, whole: float) -> float:

@@ -2,7 +2,7 @@
 GRPO with unbiased pruning on one page: train on a fraction, keep the expected gradient.
 
     python minimal.py           drops prompts before rollout and completions after reward
-    python minimal.py --grpo    keeps all 64 prompts and all completions, with weight 1
+    python minimal.py --grpo    keeps all 32 prompts and all completions, with weight 1
 
 The loss of a full GRPO batch is a sum of terms l_i, one for each completion. Keep l_i with
 probability p_i, and multiply it by 1 / p_i if it is kept: then the expected sum is the full sum,
@@ -13,8 +13,9 @@ and the expected gradient is the full gradient (Horvitz and Thompson, 1952). Fou
     - each update has its own draw, made at the parameters that it starts from
 This is the gradient before it is clipped by norm: clipping and Adam are not linear. Pruning only
 adds variance. pps, probability proportional to size, adds little: p_i grows with the estimated
-gradient norm of l_i. Prompts are drawn before the rollout, when their sizes are not known, so
-each is kept with the same probability. The two weights multiply.
+gradient norm of l_i. Prompts are drawn before the rollout, when sizes are not known, so p follows
+from what is known of the past: the mean |advantage| of the prompt's last group. This is the paper's
+rule (arXiv:2603.04135), as we reconstruct it. The two weights multiply.
 """
 
 import argparse
@@ -27,7 +28,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, set_seed
 
 from tasks import arithmetic
 
-Q, K, G, T = 64, 32, 8, 64  # candidate prompts, prompts kept, completions each, tokens at most
+Q, G, T = 32, 8, 64  # prompts of a step, completions each, tokens at most
+DULL = 0.5  # keep prompts whose past |advantage| is below the mean with this probability
 TOKEN_SHARE = 0.4  # train on this share of the tokens of all sampled completions and their prompts
 FLOOR = 0.1  # lowest size, relative to the mean size, so that no weight is too large
 STEPS, WARMUP, LR, CLIP, ROWS = 60, 5, 6e-4, 0.2, 64  # ROWS: completions in one backward pass
@@ -116,12 +118,14 @@ def train(grpo=False, seed=0):
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     problems = [arithmetic.problem("train", i) for i in range(PROBLEMS)]
     held_out = [arithmetic.problem("heldout", i) for i in range(HELD_OUT)] * 4
+    past = torch.full((PROBLEMS,), torch.nan)  # mean |advantage| of each prompt's last group
     seconds = 0.0
     for step in range(STEPS):
         started = time.perf_counter()
         # Drop prompts, before their completions are sampled.
         prompts = torch.randperm(PROBLEMS)[:Q]  # the candidates [Q], in random order
-        p = torch.full((Q,), K / Q, dtype=torch.float64)
+        dull = past[prompts] < past[prompts].nanmean()  # [Q]; False where either is NaN
+        p = torch.where(dull, DULL, 1.0).double()
         weight = prune(torch.ones_like(p) if grpo else p, random.random())  # [Q]
         prompts, weight = prompts[weight > 0], weight[weight > 0]  # [K]
         # Sample and reward. Advantages are of full groups, and exactly 0 if all rewards are equal.
@@ -131,6 +135,7 @@ def train(grpo=False, seed=0):
         # the pass rate (Dr. GRPO), and (R - mean) / variance its logit.
         std, mean = torch.std_mean(rewards.view(-1, G), 1, keepdim=True)  # [K, 1]
         advantage = ((rewards.view(-1, G) - mean) / (std + 1e-4)).flatten()  # [N]
+        past[prompts] = advantage.view(-1, G).abs().mean(1).float()
         # The denominator, own length x Q x G, is the full batch's: Q prompts, kept or not.
         factor = weight.repeat_interleave(G) / (sampled.sum(1) * Q * G)  # [N]
         # Drop completions, before they are trained on: by size, and those of size 0 always.

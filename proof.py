@@ -200,7 +200,7 @@ def objective_slope(
             advantages = dppo.group_advantages(ordered, scale_rewards)
             ones = torch.ones_like(advantages)
             size = dppo.contribution_size(advantages, ones, ones, beta=0.0)
-            batch = dppo.Completions(advantages, ordered, ones, size)
+            batch = dppo.Completions(advantages, ordered, ones, size, rest=0.3 * ones.numel())
             trained = advantages * mean_weights(rule, prune_rate, batch)
             right, wrong = trained[ordered == 1].sum(), -trained[ordered == 0].sum()
             slope += binomial / 2 * (right / p + wrong / (1 - p)) / group_size
@@ -302,7 +302,9 @@ def toy_case(
     scale_rewards = scale_rewards or dppo.LOSSES[loss].scale_rewards
     advantages = dppo.group_advantages(rewards, scale_rewards)[rows]
     size = dppo.contribution_size(advantages, factor, (energy * sampled).sum(dim=-1)[rows], beta)
-    batch = dppo.Completions(advantages, rewards[rows], lengths + 1, size)
+    cost = lengths + 1
+    rest = 0.3 * cost.sum().item()
+    batch = dppo.Completions(advantages, rewards[rows], cost, size, rest)
     return Case(gradient, batch, factor)
 
 
@@ -382,7 +384,8 @@ def try_larger_batches(name: str) -> None:
         advantages = dppo.group_advantages(rewards, "group")
         size = dppo.contribution_size(advantages, 1 / lengths, energy=lengths, beta=0.0)
         prompt_tokens = 50
-        batch = dppo.Completions(advantages, rewards, prompt_tokens + lengths, size)
+        cost = prompt_tokens + lengths
+        batch = dppo.Completions(advantages, rewards, cost, size, rest=cost.sum().item())
         dppo.completion_keep_prob(name, rate_of(rule, 0.5), batch)
 
 

@@ -103,9 +103,13 @@ class PromptHistory:
         dppo.check_known("prompt rule", name, PROMPT_RULES)
         rule = PROMPT_RULES[name]
         if rule.select:
-            with dppo.named("prompt rule", name):
-                selected = rule.select(self.score[prompts], prune_rate)
-            return dppo.check_selection("prompt rule", name, selected, prompts.shape)
+            selected = []
+            for score in self.score[prompts].chunk(minibatches):
+                with dppo.named("prompt rule", name):
+                    pair = rule.select(score, prune_rate)
+                selected.append(dppo.check_selection("prompt rule", name, pair, score.shape))
+            keep, weights = zip(*selected, strict=True)
+            return torch.cat(keep), torch.cat(weights)
         keep_prob = self.keep_prob(name, prune_rate, prompts, minibatches)
         kept = []
         for part in keep_prob.chunk(minibatches):
@@ -159,7 +163,4 @@ PROMPT_RULES = {
     "none": PromptRule(everything, rate=None),
     "uniform": PromptRule(blindly, fixed_size=True),
     "dppo": PromptRule(low_scores),
-    # Ours is blind, too. The size of a prompt's next gradient is not known well enough: rules that
-    # preferred some prompts were noisier, or learned no faster (runs/LOG.md).
-    "pps": PromptRule(blindly, rate=0.6, fixed_size=True),
 }

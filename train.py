@@ -106,8 +106,8 @@ class Trainer:
         self.mean_tokens = None  # of the un-pruned batches of the last steps
         self.optimizer = models.make_optimizer(cfg, self.model.parameters())
 
-    def step(self, step: int) -> tuple[dict, list[dict]]:
-        """One step of DPPO; returns its rows for log.jsonl and samples.jsonl.
+    def step(self, step: int) -> tuple[dict, dict[str, list[dict]]]:
+        """One step of DPPO; returns its row for log.jsonl, and the rows of other files by name.
 
         GRPO is this step without the lines between `--- DPPO` and `---`. To keep the estimate
         exact, do not let anything that was dropped change an advantage or a denominator.
@@ -189,7 +189,8 @@ class Trainer:
         for number in range(M):
             rows = minibatch == number  # [K]
             size = dppo.contribution_size(advantages[rows], factor[rows], energy[rows], cfg.beta)
-            part = dppo.Completions(advantages[rows], rewards[rows], cost[rows], size)
+            rest = cfg.rest * cost[rows].sum().item()  # for the rule adaptive, in tokens
+            part = dppo.Completions(advantages[rows], rewards[rows], cost[rows], size, rest)
             keep[rows], weights[rows] = dppo.prune_completions(
                 cfg.completion_rule, cfg.completion_prune_rate, part, generator
             )
@@ -234,8 +235,8 @@ class Trainer:
         both_weights = prompt_weights[:, None] * weights  # [K, G], for the log
         row = metrics.row(
             cfg, prompt_weights=prompt_weights, rewards=rewards, lengths=lengths,
-            truncated=truncated, entropy=entropy, energy=energy, advantages=advantages, scale=scale,
-            cost=cost, keep=keep, weights=both_weights, stats=stats, grad_norms=grad_norms,
+            truncated=truncated, entropy=entropy, advantages=advantages, scale=scale, cost=cost,
+            keep=keep, weights=both_weights, stats=stats, grad_norms=grad_norms,
         )  # fmt: skip
         times = self.timer.seconds | {"step_time": self.timer.now() - started}
         rate = {"learning_rate": self.optimizer.param_groups[0]["lr"]}
@@ -243,7 +244,10 @@ class Trainer:
         samples = metrics.samples(
             step, problems, texts, rewards[mine], advantages[mine], keep[mine], both_weights[mine]
         )
-        return row, samples
+        groups = metrics.groups(
+            step, prompts, prompt_weights, rewards, cost, scale, energy, weights
+        )
+        return row, {"samples": samples, "groups": [groups]}
 
     def candidates(self, step: int) -> torch.Tensor:
         """The prompts [Q] that a step considers, as indices into the data."""
@@ -305,17 +309,17 @@ def run(trainer: Trainer, until: int | None = None) -> None:
             with stops_if_not_finite(cfg, 0):
                 row = {"step": 0} | trainer.evaluate(0)
             if logger:
-                logger.write(row, [], metrics.console_line(row, cfg.steps))
+                logger.write(row, {}, metrics.console_line(row, cfg.steps))
 
         stopped = stop.agreed()
         while done < last and not stopped:
             with stops_if_not_finite(cfg, done + 1):
-                row, samples = trainer.step(done + 1)
+                row, others = trainer.step(done + 1)
                 row |= trainer.evaluate(done + 1)
             done += 1
             dead_steps = dead_steps + 1 if row["grad_norm"] == 0 else 0
             if logger:
-                logger.write(row, samples, metrics.console_line(row, cfg.steps))
+                logger.write(row, others, metrics.console_line(row, cfg.steps))
                 if row["frac_reward_some_none"] > 0:
                     logger.note(metrics.SOME_NONE)
                 if dead_steps == DEAD_STEPS:

@@ -30,8 +30,11 @@ from train import Trainer
 JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]  # a parameter that is the flag --json
 
 
-PPS = "--prompts-per-step 64 --prompt-prune-rate 0.6 --completion-prune-rate 0.7"
-SIZES = {"pps": PPS, "adaptive": PPS}
+FEWER_PROMPTS = "--prompts-per-step 64 --prompt-rule uniform --prompt-prune-rate 0.6"
+SIZES = {
+    "pps": f"{FEWER_PROMPTS} --completion-prune-rate 0.7",
+    "adaptive": f"{FEWER_PROMPTS} --rest 0.4286",
+}
 
 
 def sized(method: str, flags: str = "") -> list[str]:
@@ -57,8 +60,8 @@ def run(
         trainer = trainer_class(config.parse_config([*args, *fixed]), reward)
         logger = train.start_log(trainer, 0)
         for step in range(1, trainer.cfg.steps + 1):
-            row, samples = trainer.step(step)
-            logger.write(row, samples, metrics.console_line(row, trainer.cfg.steps))
+            row, others = trainer.step(step)
+            logger.write(row, others, metrics.console_line(row, trainer.cfg.steps))
         return trainer, log.read_rows(Path(folder, "log.jsonl"))
 
 

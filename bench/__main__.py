@@ -8,7 +8,8 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench variance    error of each pruning rule, from real gradients
     python -m bench check       pruned gradients against full ones over whole runs, and a planted
                                 mistake that this must find
-    python -m bench ceiling     what pruning could gain at most, from the log of a run
+    python -m bench ceiling     which group size to use, and what pruning gains, from a run's log
+    python -m bench law         time to an accuracy for every group size, with and without pruning
     python -m bench step        seconds of a training step and its parts
     python -m bench rollout     completions per second of every installed engine
     python -m bench update      packed and padded updates
@@ -34,6 +35,7 @@ from bench import (
     ceiling,
     check,
     gpu,
+    law,
     packing,
     race,
     results,
@@ -48,8 +50,8 @@ from bench import (
 from runtime import InputError
 
 MODULES = (
-    results, savings, race, search, variance, check, ceiling, step, rollout, update, packing, gpu,
-    trl,
+    results, savings, race, search, variance, check, ceiling, law, step, rollout, update, packing,
+    gpu, trl,
 )  # fmt: skip
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 

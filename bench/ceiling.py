@@ -1,98 +1,220 @@
 """
-What unbiased pruning could gain at most on a model, its data and this machine, from a run's log.
+What pruning could gain on a model, its data and this machine, and which group size to use: from the
+log of a run.
 
-    python train.py --method grpo --steps 20 --out-dir out-grpo --save-every 0 --eval-every 0
+    python train.py --method grpo --group-size 16 --steps 20 --out-dir out-grpo --save-every 0
     python -m bench ceiling out-grpo
 
-So 20 steps of GRPO say whether pruning would pay, before it is turned on.
+So 20 steps of GRPO say whether pruning would pay, before it is turned on. Sample with the largest
+group size that you would consider: what larger groups would do cannot be read.
 
-Where noise limits learning, progress in a second goes as 1 / (T V): T is the time of a step, and V
-the noise of its gradient (dppo.adaptive_keep_prob). The ceiling of completions is T V of training
-on all terms that are not exactly 0, over the least T V of all keep probabilities. V is that of
-independent keeps. The systematic draws of pps and adaptive have less noise, so they may exceed the
-ceiling. In batches above the critical size V does not matter, and a smaller batch gains
-as much as any pruning.
+Where noise limits learning, progress in a second goes as S^2 / (T V). S is the mean |advantage|, T
+the time of a step and V the noise of its gradient (dppo.adaptive_keep_prob; docs/method.md has the
+derivation). A run says all of it for smaller groups, too: completions of a prompt are independent,
+so a group of 16 is four groups of 4. In batches above the critical size V does not matter, and a
+smaller batch gains as much as any pruning.
 
-Each step of train.py logs its ceilings for some ratios of `rest`, the time of all that is not
-training, to training. The run's seconds say which ratio is its own.
+V is that of independent keeps. The systematic draws of pps and adaptive have less noise, so they
+may exceed what is printed.
 
-The ceiling of prompts is what dropping prompts before the rollout could gain if the pass rate of
-each were known. How pass rates are distributed is estimated from all groups of the run. What a
-prompt contributes is then the expected sum of squared advantages of its group, and what it costs is
-its rollout, and training on it if it is live. Lengths are taken to be equal.
+The ceilings of prompts are what dropping prompts before the rollout could gain if the pass rate of
+each were known, or the result of its last group. How pass rates are distributed is estimated from
+the groups of the run. What a prompt contributes is then the expected sum of squared advantages of
+its group, and what it costs is its rollout, and training on it if it is live. Lengths are taken to
+be equal.
 """
 
-import bisect
 import json
 import math
 import statistics
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import tyro
 
 import dppo
-import metrics
 from bench import JsonFile, write_json
 from runtime import InputError, log
 
 WARM = 1  # the first step also loads and compiles
-PASS_RATES = torch.linspace(0, 1, 201, dtype=torch.float64)
+# Dense near 0 and 1, where a group's chance of being live changes fastest.
+PASS_RATES = torch.cat([torch.linspace(-14, 14, 281).sigmoid(), torch.tensor([0.0, 1.0])]).double()
 ROUNDS = 1000  # of expectation and maximization
+RESAMPLES = 500  # of the steps, for the intervals
 
 
-def main(run: Annotated[Path, tyro.conf.Positional], json_file: JsonFile = None) -> None:
-    """Print the ceilings of a run, and what its own rule reached.
+class Step(NamedTuple):
+    """The groups of a step. Costs are tokens of prompt and completion."""
+
+    rewards: torch.Tensor  # [K, G]; NaN: unscorable
+    cost: torch.Tensor  # [K, G]
+    size_of_1: torch.Tensor  # [K, G], size of a completion whose |advantage| is 1
+    weights: torch.Tensor  # [K, G], 1 / P(completion kept); 0: dropped
+    prompt_weights: torch.Tensor  # [K]
+
+
+def main(
+    run: Annotated[Path, tyro.conf.Positional],
+    correlation: float = 0.05,
+    rest: float | None = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Print what group sizes, adaptive, and dropping prompts could gain on a run.
 
     Args:
         run: the run's folder
+        correlation: of the gradients of two completions of a prompt (docs/method.md)
+        rest: the time of everything but training over training; by default the run's own
         json_file: where to write the figures
     """
     if not (run / "log.jsonl").exists():
         raise InputError(f"{run}: there is no log.jsonl")
+    if not (run / "groups.jsonl").exists():
+        raise InputError(f"{run}: its log is of an older version; make a new run")
     settings = json.loads((run / "config.json").read_text())["config"]
-    found = figures(log.read_rows(run / "log.jsonl"), str(run), settings["scale_rewards"])
+    rows, groups = log.read_rows(run / "log.jsonl"), log.read_rows(run / "groups.jsonl")
+    found = figures(rows, groups, settings, str(run), correlation, rest)
     print(report(found))
     write_json(json_file, found)
 
 
-def figures(rows: list[dict], name: str, scale_rewards: str) -> dict:
-    """The figures of a log, whose steps without a live group have no ceiling of completions.
-    InputError if it has too few steps, or if an older version wrote it."""
-    rows = [row for row in rows if row["step"] > WARM]
-    if rows and "cost/kept" not in rows[0]:
-        raise InputError(f"{name}: its log is of an older version; make a new run")
-    trained = [row for row in rows if row["cost/kept"]]
-    if len(trained) < 3:
-        raise InputError(f"{name}: {len(trained)} steps after the first one were trained; make 20")
+def figures(
+    rows: list[dict],
+    groups: list[dict],
+    settings: dict,
+    name: str,
+    correlation: float = 0.0,
+    rest: float | None = None,
+) -> dict:
+    """The figures of the steps in which groups of every size are live, from the rows of log.jsonl
+    and groups.jsonl. settings: scale_rewards, reward_range, beta and completion_rule of the run.
+    InputError if there are fewer than 3 such steps."""
+    rows = {row["step"]: row for row in rows if row["step"] > WARM}
+    steps = {row["step"]: as_step(row) for row in groups if row["step"] in rows and row["prompts"]}
+    if not steps:
+        raise InputError(f"{name}: no step after the first one rolled out a prompt")
+    G = next(iter(steps.values())).rewards.shape[1]
+    group_sizes = [size for size in range(2, G + 1) if G % size == 0]
+    sizes_of = {  # step: {group size: (size [K * G], signal)}
+        number: {g: sizes(step, g, settings) for g in group_sizes} for number, step in steps.items()
+    }
+    used = [n for n in steps if all((size > 0).any() for size, _ in sizes_of[n].values())]
+    if len(used) < 3:
+        raise InputError(
+            f"{name}: {len(used)} steps after the first one had live groups of every size; make "
+            "20, with larger batches or problems that are sometimes solved"
+        )
+    ratio = rest_over_training([rows[n] for n in used]) if rest is None else rest
 
-    def column(key):  # [steps]
-        return torch.tensor([row[key] for row in trained], dtype=torch.float64)
+    columns = {}  # (rule, group size): signal and log(T V) of each step, [2, steps]
+    reached = []  # time without pruning over the run's, and noise of the run over sampling's
+    for number in used:
+        step = steps[number]
+        cost = (step.cost * step.prompt_weights[:, None]).flatten()
+        others = ratio * cost.sum().item()  # the time of everything but training, in tokens
+        for g, (size, signal) in sizes_of[number].items():
+            live = (size > 0).double()
+            best = dppo.adaptive_keep_prob(size, cost, others)
+            for rule, keep_prob in (("zero", live), ("adaptive", best)):
+                together = (g - 1) * correlation * size.square().sum().item()
+                product = time_variance(keep_prob, size, cost, others, together)
+                columns.setdefault((rule, g), []).append((signal, math.log(product)))
+        size, _signal = sizes_of[number][G]
+        weights = step.weights.flatten()
+        time = others + cost[weights > 0].sum()
+        noise = (size * weights).square().sum() / size.square().sum()
+        reached.append(((others + cost[size > 0].sum()) / time, noise))
+    columns = {key: torch.tensor(column).T for key, column in columns.items()}
+    times, noises = torch.tensor(reached).T
+    by_rank = dppo.COMPLETION_RULES[settings["completion_rule"]].biased
+    noise = math.nan if by_rank else noises.mean().item()  # else the weights are not 1 / p
 
-    live = column("cost/live")
+    known, last_group = ceilings_of_prompts(list(steps.values()), ratio, settings["scale_rewards"])
+    return {
+        "run": name,
+        "group_size": G,
+        "scale_rewards": settings["scale_rewards"],
+        "steps": len(rows),
+        "used": len(used),
+        "live_groups": 1 - statistics.mean(row["frac_reward_zero_std"] for row in rows.values()),
+        "rest_over_training": ratio,
+        **relative_progress(columns),
+        "ceiling/completions": rate(columns["adaptive", G]) / rate(columns["zero", G]),
+        "ceiling/prompts": known,
+        "ceiling/last_group": last_group,
+        "reached": times.log().mean().exp().item() / noise,
+        "variance": noise,
+    }
+
+
+def as_step(row: dict) -> Step:
+    """The tensors of a row of groups.jsonl. A reward that JSON has as null is NaN."""
+    rewards = [[math.nan if reward is None else reward for reward in g] for g in row["rewards"]]
+    tables = (rewards, row["tokens"], row["size_of_1"], row["weights"], row["prompt_weights"])
+    return Step(*(torch.tensor(table, dtype=torch.float64) for table in tables))
+
+
+def sizes(step: Step, group_size: int, settings: dict) -> tuple[torch.Tensor, float]:
+    """(size [K * G], signal) of a step whose groups are cut into groups of group_size.
+
+    A prompt of weight w counts as w prompts: its squared sizes and its costs times w. So T and V
+    are estimates of those of all candidates.
+    """
+    K, G = step.rewards.shape
+    blocks = step.rewards.reshape(-1, group_size)
+    advantages = dppo.group_advantages(blocks, settings["scale_rewards"], settings["reward_range"])
+    advantages = advantages.view(K, G)
+    ones = torch.ones_like(advantages)
+    size = dppo.contribution_size(advantages, step.size_of_1, ones, settings["beta"])
+    weight = step.prompt_weights[:, None]
+    signal = ((weight * advantages.abs()).sum() / (weight.sum() * G)).item()
+    return (size * weight.sqrt()).flatten(), signal
+
+
+def time_variance(keep_prob, size, cost, rest: float, together: float = 0.0) -> float:
+    """T V of keep probabilities, as dppo.adaptive_keep_prob explains it. `together` is the noise
+    that is not there if the completions of a prompt are independent."""
+    live = size > 0
+    time = rest + (keep_prob * cost).sum()
+    variance = (size[live].square() / keep_prob[live]).sum()
+    return (time * (variance + together)).item()
+
+
+def rate(column: torch.Tensor) -> float:
+    """S^2 / (T V) of signals and log(T V), [2, steps]: the mean of S, the geometric mean of T V."""
+    signal, product = column.mean(dim=1)
+    return (signal.square() / product.exp()).item()
+
+
+def relative_progress(columns: dict) -> dict:
+    """{"zero/4": [progress, half of its 95 % interval]}, relative to the best group size without
+    pruning. Intervals are a bootstrap over steps (Efron 1979)."""
+    best = max((key for key in columns if key[0] == "zero"), key=lambda key: rate(columns[key]))
+    steps = columns[best].shape[1]
+    drawn = torch.randint(steps, (RESAMPLES, steps), generator=torch.Generator().manual_seed(0))
+
+    def rates(key):  # [RESAMPLES]
+        signal, product = columns[key][:, drawn].mean(dim=-1)
+        return signal.square() / product.exp()
+
+    found = {}
+    for (rule, size), column in columns.items():
+        spread = (rates((rule, size)) / rates(best)).std().item()
+        found[f"{rule}/{size}"] = [rate(column) / rate(columns[best]), 1.96 * spread]
+    return found
+
+
+# ---------------------------------------------------------------------------- seconds
+
+
+def rest_over_training(rows: list[dict]) -> float:
+    """The time of everything but training over that of training on all that was sampled."""
+    column = lambda key: torch.tensor([row[key] for row in rows], dtype=torch.float64)
     kept = column("cost/kept")
     second = seconds_of_a_token(kept, column("time/train"))
     rest = (column("step_time") - second * kept).median().item() / second  # in tokens
-    ratio = rest / column("cost/sampled").mean().item()
-    groups = [row["groups_by_right"] for row in rows]
-    prompts = math.nan
-    if all(groups):
-        prompts = ceiling_of_prompts(torch.tensor(groups).sum(dim=0), ratio, scale_rewards)
-    noise = [row["kept/variance"] for row in trained if row["kept/variance"] is not None]
-    noise = statistics.mean(noise) if noise else math.nan  # NaN: a rule by rank
-    saved = statistics.geometric_mean(((rest + live) / (rest + kept)).tolist())
-    return {
-        "run": name,
-        "steps": len(rows),
-        "live_groups": 1 - statistics.mean(row["frac_reward_zero_std"] for row in rows),
-        "rest_over_training": ratio,
-        "ceiling/completions": geometric_mean([at(row, ratio) for row in trained]),
-        "ceiling/prompts": prompts,
-        "reached": saved / noise,
-        "kept": (kept.sum() / live.sum()).item(),
-        "variance": noise,
-    }
+    return rest / column("cost/sampled").mean().item()
 
 
 def seconds_of_a_token(kept: torch.Tensor, seconds: torch.Tensor) -> float:
@@ -107,71 +229,96 @@ def seconds_of_a_token(kept: torch.Tensor, seconds: torch.Tensor) -> float:
         slope = ((centred * seconds).sum() / centred.square().sum()).item()
         if 0 < slope * kept.mean() < seconds.mean():
             return slope
-    return (seconds / kept).median().item()
+    return (seconds / kept.clamp(min=1)).median().item()
 
 
-def at(row: dict, ratio: float) -> float:
-    """A row's ceiling at a value of `rest` over training, between the values that were logged."""
-    known = metrics.REST_RATIOS
-    logged = [row[f"ceiling/{value:g}"] for value in known]
-    if None in logged:
-        return math.nan
-    ratio = min(max(ratio, known[0]), known[-1])
-    above = max(1, bisect.bisect_left(known, ratio))
-    share = math.log(ratio / known[above - 1]) / math.log(known[above] / known[above - 1])
-    return logged[above - 1] * (1 - share) + logged[above] * share
+# ---------------------------------------------------------------------------- prompts
 
 
-def geometric_mean(values: list[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.geometric_mean(known) if known else math.nan
+def ceilings_of_prompts(steps: list[Step], ratio: float, scale_rewards: str) -> tuple[float, float]:
+    """The ceilings of pruning prompts whose pass rates are known, or the result of whose last group
+    is (none right, some, all); NaN unless rewards are 0 and 1 and some group is live. `ratio` is
+    rest over training."""
+    G = steps[0].rewards.shape[1]
+    groups = torch.zeros(G + 1, dtype=torch.float64)  # with 0, 1, .., G right; 1 / P(kept) each
+    for step in steps:
+        if not ((step.rewards == 0) | (step.rewards == 1)).all():
+            return math.nan, math.nan
+        groups.index_add_(0, step.rewards.sum(dim=1).long(), step.prompt_weights)
+    if not groups[1:-1].any():
+        return math.nan, math.nan
 
-
-def ceiling_of_prompts(groups: torch.Tensor, ratio: float, scale_rewards: str) -> float:
-    """The ceiling of pruning prompts of known pass rates, from the number of groups [G + 1] with 0,
-    1, .., G right completions; `ratio` is rest over training.
-
-    The shares of pass rates are those of maximum likelihood (Laird 1978), by expectation and
-    maximization. Prompts are kept in proportion to size / sqrt(cost). All of a step's time is taken
-    to grow with the prompts that are rolled out.
-    """
-    G = len(groups) - 1
     right = torch.arange(G + 1)
     chance = torch.distributions.Binomial(G, PASS_RATES[:, None]).log_prob(right.double()).exp()
-    share = torch.full_like(PASS_RATES, 1 / len(PASS_RATES))
-    for _ in range(ROUNDS):
-        of_each = share[:, None] * chance  # [pass rates, G + 1]
-        share = (of_each / of_each.sum(dim=0).clamp(min=1e-300) * groups).sum(dim=1) / groups.sum()
+    share = shares_of_pass_rates(groups, chance)  # [pass rates]
     rewards = (torch.arange(G) < right[:, None]).double()  # [G + 1, G]
     squares = dppo.group_advantages(rewards, scale_rewards).square().sum(dim=1)
+    dead = torch.stack([chance[:, 0], chance[:, -1]], dim=1)  # [pass rates, 2]
     size2 = chance @ squares  # [pass rates]
-    cost = ratio + 1 - chance[:, 0] - chance[:, -1]
-    everything = (share @ cost) * (share @ size2)
-    return (everything / (share @ (size2 * cost).sqrt()).square()).item()
+    cost = ratio + 1 - dead.sum(dim=1)
+    blind = (share @ cost) * (share @ size2)
+
+    # Prompts are kept in proportion to size / sqrt(cost), of the prompt or of its class on average.
+    known = blind / (share @ (size2 * cost).sqrt()).square()
+    classes = torch.cat([dead, 1 - dead.sum(dim=1, keepdim=True)], dim=1)  # [pass rates, 3]
+    of_class = ((share * size2) @ classes * ((share * cost) @ classes)).sqrt()  # [3]
+    return known.item(), (blind / of_class.sum().square()).item()
+
+
+def shares_of_pass_rates(groups: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """The shares of PASS_RATES of maximum likelihood (Laird 1978), by expectation and maximization,
+    from the number of groups with 0, 1, .., G right [G + 1] and their chances [pass rates, G + 1].
+    """
+    share = torch.full_like(PASS_RATES, 1 / len(PASS_RATES))
+    for _ in range(ROUNDS):
+        of_each = share[:, None] * chance
+        share = (of_each / of_each.sum(dim=0).clamp(min=1e-300) * groups).sum(dim=1) / groups.sum()
+    return share
+
+
+# ---------------------------------------------------------------------------- the report
 
 
 def report(found: dict) -> str:
     """The figures in words."""
-    ratio = found["rest_over_training"]
-    beyond = ""
-    if not metrics.REST_RATIOS[0] <= ratio <= metrics.REST_RATIOS[-1]:
-        beyond = " (beyond the logged values: the nearest one is used)"
+    G = found["group_size"]
+    group_sizes = [int(key.removeprefix("zero/")) for key in found if key.startswith("zero/")]
+    progress = lambda rule, size: found[f"{rule}/{size}"][0]
     number = lambda value: "   -" if math.isnan(value) else f"{value:.2f}"
+
+    def line(rule, title):
+        cells = (f"{value:6.2f} ± {half:.2f}" for value, half in
+                 (found[f"{rule}/{size}"] for size in group_sizes))  # fmt: skip
+        return f"  {title:20s}" + "".join(cells)
+
+    best = max(group_sizes, key=lambda size: progress("zero", size))
+    pruned = max(group_sizes, key=lambda size: progress("adaptive", size))
     lines = [
-        f"{found['run']}: {found['steps']} steps after the first one; "
-        f"{found['live_groups']:.2f} of the groups are live.",
-        f"Everything but training takes {ratio:.2f} of the time of training on every completion"
-        f"{beyond}:",
-        f"so --method adaptive should get --completion-prune-rate {1 / (1 + ratio):.2f}.",
+        f"{found['run']}: {found['steps']} steps after the first one, {found['used']} of them "
+        f"used; {found['live_groups']:.2f} of the groups are live.",
+        f"Everything but training takes {found['rest_over_training']:.2f} of the time of training "
+        "on every completion.",
         "",
-        "Progress in a second, relative to training on everything that contributes:",
-        f"  {number(found['ceiling/completions'])}  pruning completions, at most with independent "
-        "keeps",
-        f"  {number(found['ceiling/prompts'])}  pruning prompts, at most, if pass rates were known "
-        "(needs rewards of 0 and 1)",
-        f"  {number(found['reached'])}  what this run did: it trains on {found['kept']:.2f} times "
-        "the tokens of live completions,",
-        f"        at {number(found['variance']).strip()} times the noise of sampling alone "
-        "(computed for independent keeps)",
+        "Progress in a second, where noise limits learning, by group size (95 % over steps):",
+        "  " + " " * 20 + "".join(f"{size:6d}       " for size in group_sizes),
+        line("zero", "GRPO without zeros"),
+        line("adaptive", "adaptive"),
+        "",
+        f"Without pruning, use groups of {best}.",
+        f"adaptive gains {progress('adaptive', pruned):.2f} over that, with groups of {pruned}.",
+        f"At this run's group size, {G}, it gains {found['ceiling/completions']:.2f}.",
+        "",
+        "Dropping prompts before the rollout, relative to as many at random:",
+        f"  {number(found['ceiling/prompts'])}  if each prompt's pass rate were known",
+        f"  {number(found['ceiling/last_group'])}  by the result of its last group (none right, "
+        "some, all)",
+        "",
+        f"What this run did: {number(found['reached']).strip()} times the progress of GRPO without "
+        f"zeros, at {number(found['variance']).strip()} times the noise of sampling alone.",
     ]
+    if found["scale_rewards"] != "none":
+        lines.append(
+            f"With --scale-rewards {found['scale_rewards']} each group size has an objective of "
+            "its own; with none all have the same."
+        )
     return "\n".join(lines)

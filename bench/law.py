@@ -1,17 +1,20 @@
 """
-The law of pruning, tested: how long until an accuracy, for every group size, with and without pruning.
+The law of pruning, tested: how long until an accuracy, for every group size, with and without
+pruning?
 
-    python -m bench law     the tables of docs/method.md, from runs/law.jsonl; missing runs are made, hours
+    python -m bench law     makes the runs that runs/law.jsonl lacks (hours), and prints the tables
 
-Time is virtual: m x tokens sampled + tokens trained on, where m is the time of everything but training
-over the time of training on all completions. So one run of GRPO without zeros serves every m, and nothing
-depends on the machine. adaptive keeps what pays at its own m, so it has runs for each m.
+Time is virtual: m x tokens sampled + tokens trained on, where m is the time of everything but
+training over the time of training on all completions. So one run of GRPO without zeros serves every
+m, and nothing depends on the machine. adaptive keeps what pays at its own m, so it has runs for
+each m.
 
-Every arm (rule, m, group size) has its own learning rate: of four, on two seeds, the one that reaches the
-target soonest. It is then run again on fresh seeds, and only these count. runs/law-predicted.md was
-written before the first run.
+Every arm (rule, m, group size) has its own learning rate: of three, on two seeds, the one that
+reaches the target soonest. It is then run again on fresh seeds, and only these count.
+runs/law-predicted.md was written before the first run.
 """
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -26,20 +29,26 @@ import torch
 import config
 import dppo
 import eval as evaluation
+import rollout
 import train
-from bench import JsonFile, made_by
+from bench import JsonFile, gradient, inner_products, made_by, results
+from rewards import score
 from runtime import log
+from update import accumulate_gradients
 
 ROWS = Path("runs/law.jsonl")
+PREDICTED = Path("runs/law-predicted.md")
+PREDICTIONS = ("Before the runs", "With the correlation of groups")  # its tables
 TARGETS = {"arithmetic": 0.85, "arithmetic-mixed": 0.7}  # accuracy on held-out problems
 STEPS = {"arithmetic": 80, "arithmetic-mixed": 120}  # at most; a run ends soon after the target
 GROUP_SIZES = (2, 4, 8, 16, 32)
 RATIOS = (0.1, 0.3, 1.0, 3.0)  # m
 COMPLETIONS = 64  # of a step
-RATES = (2e-4, 3e-4, 4.5e-4, 6.7e-4)
+RATES = (2e-4, 3e-4, 4.5e-4)
 TUNING_SEEDS = (100, 101)
 EVERY = 4  # steps between evaluations
 PROBLEMS = 100  # of an evaluation, 4 completions each
+MEASURED = (0, 4, 8, 16, 24)  # steps after which the correlation of groups is measured
 SURELY = 0.04  # a run ends when the mean of its last three evaluations is so far above the target
 LOST = 0.25  # or so far below its best one
 FLAGS = "--loss dr_grpo --adam-beta2 0.95 --lr-schedule constant --warmup 5 --grad-clip 1"
@@ -63,10 +72,7 @@ class Run:
         )
         pruning = "--prompt-rule none --completion-rule zero"
         if self.rule == "adaptive":
-            share = 1 / (1 + self.ratio)
-            pruning = (
-                f"--prompt-rule none --completion-rule adaptive --completion-prune-rate {share}"
-            )
+            pruning = f"--prompt-rule none --completion-rule adaptive --rest {self.ratio}"
         task = f"--data {self.task} --eval-data arithmetic --steps {STEPS[self.task]}"
         return f"{FLAGS} {task} {batch} {pruning} --lr {self.lr} --seed {self.seed}"
 
@@ -100,6 +106,8 @@ def main(
             for m in ([arm[2]] if arm[2] else RATIOS)
         )
         make([Run(*arm, seed) for seed in range(seeds) for arm in chosen], json_file, workers)
+        print(f"\n{results.TITLES[task]}: progress in a second of virtual time\n")
+        print(table(log.read_rows(json_file), task))
 
 
 def make(runs: Iterable[Run], file: Path, workers: int) -> None:
@@ -117,8 +125,8 @@ def make(runs: Iterable[Run], file: Path, workers: int) -> None:
 
 
 def make_one(run: Run) -> dict:
-    """Train until the accuracy is surely above the target; returns the run's row. A point of its curve
-    is [step, tokens sampled, tokens trained on, accuracy], all tokens since the start."""
+    """Train until the accuracy is surely above the target; returns the run's row. A point of its
+    curve is [step, tokens sampled, tokens trained on, accuracy], all tokens since the start."""
     torch.set_num_threads(1)
     trainer = train.Trainer(config.parse_config(run.flags().split()))
     sampled = trained = 0
@@ -146,11 +154,80 @@ def accuracy(trainer: train.Trainer) -> float:
     return round(evaluation.avg_at_k(rewards), 4)
 
 
+# ---------------------------------------------------------------------------- how groups correlate
+
+
+def measure_correlation(
+    task: str, seed: int, at: tuple[int, ...] = (0, 4, 8, 16, 24)
+) -> list[dict]:
+    """Design effects (Kish 1965) of groups along a run of GRPO without zeros: the noise of the
+    gradient over what it would be if completions of a prompt were independent. {task, seed, step,
+    "2": .., "4": ..}, by group size.
+
+    Computed from the gradient of every completion of 24 prompts x 32, all of them in memory.
+    """
+    torch.set_num_threads(1)
+    run = Run(task, "zero", 0.0, 8, 3e-4, seed)
+    trainer = train.Trainer(config.parse_config(run.flags().split()))
+    rows = []
+    for step in range(max(MEASURED) + 1):
+        if step:
+            trainer.step(step)
+        if step in MEASURED:
+            rows.append({"task": task, "seed": seed, "step": step} | design_effects(trainer, step))
+    return rows
+
+
+def design_effects(trainer: train.Trainer, step: int) -> dict[str, float]:
+    """{group size: design effect} of 24 prompts x 32 completions of the policy as it is."""
+    K, G = 24, max(GROUP_SIZES)
+    generator = torch.Generator().manual_seed(step)
+    prompts = torch.randperm(len(trainer.train_set), generator=generator)[:K].tolist()
+    rollouts = rollout.sample(
+        trainer.policy, [trainer.train_ids[q] for q in prompts], trainer.sampling, group_size=G,
+        seed=dppo.seed_for(trainer.cfg.seed, step, "correlation"), keys=prompts,
+    )  # fmt: skip
+    problems = [trainer.train_set[q] for q in prompts]
+    _texts, rewards = score(rollouts, problems, trainer.tokenizer, trainer.reward)  # [K, G]
+    live = ~dppo.dead_groups(rewards)[:, None].expand(K, G)
+    ones = torch.ones(K, G, dtype=torch.float64)
+    places = live.flatten().nonzero()[:, 0]
+    gradients = []  # of log-probs; a dead group's are never needed
+    for place in places.tolist():
+        keep = torch.zeros(K * G, dtype=torch.bool)
+        keep[place] = True
+        trainer.model.zero_grad()
+        accumulate_gradients(trainer.model, rollouts, ones, ones, keep.view(K, G), cfg=trainer.cfg)
+        gradients.append(gradient(trainer.model).half())
+    gram = torch.zeros(K * G, K * G, dtype=torch.float64)
+    gram[places[:, None], places] = inner_products(gradients)
+    return effects_of(gram, rewards.double())
+
+
+def effects_of(gram: torch.Tensor, rewards: torch.Tensor) -> dict[str, float]:
+    """The design effects, from the inner products [K * G, K * G] of the gradients of log-probs.
+
+    A group's gradient is the sum of its completions', times their advantages. Its expectation is
+    left out: it is the signal, and the mean inner product of different prompts estimates it.
+    """
+    K, G = rewards.shape
+    prompt = torch.arange(K).repeat_interleave(G)
+    found = {}
+    for size in GROUP_SIZES:
+        advantages = dppo.group_advantages(rewards.view(-1, size), "none").flatten()
+        products = advantages[:, None] * gram * advantages
+        group = torch.arange(K * G) // size
+        signal = products[prompt[:, None] != prompt].mean().item()  # |E|^2 of a completion
+        of_groups = products[group[:, None] == group].sum().item() - K * G * size * signal
+        found[str(size)] = of_groups / products.diagonal().sum().item()
+    return found
+
+
 # ---------------------------------------------------------------------------- figures
 
 
 def monotone(values: list[float]) -> list[float]:
-    """The increasing sequence that is nearest to the values by squares (pool adjacent violators)."""
+    """The increasing sequence that is nearest by squares (pool adjacent violators)."""
     pools = []  # [mean, count]
     for value in values:
         pools.append([value, 1])
@@ -160,9 +237,9 @@ def monotone(values: list[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-def time_to_target(row: dict, m: float, target: float | None = None) -> float:
-    """Virtual time until the run's accuracy, made monotone, is at the target; infinite if it never is."""
-    target = TARGETS[row["task"]] if target is None else target
+def time_to_target(row: dict, m: float) -> float:
+    """Virtual time until the run's accuracy, made monotone, is at the target; else infinite."""
+    target = TARGETS[row["task"]]
     times = [m * sampled + trained for _step, sampled, trained, _accuracy in row["curve"]]
     heights = monotone([point[3] for point in row["curve"]])
     for i in range(1, len(times)):
@@ -172,17 +249,65 @@ def time_to_target(row: dict, m: float, target: float | None = None) -> float:
     return math.inf
 
 
-def rows_of(rows: list[dict], arm: tuple, seeds=None) -> list[dict]:
-    task, rule, m, size = arm
-    wanted = {"task": task, "rule": rule, "ratio": m, "group_size": size}
-    return [row for row in rows if wanted.items() <= row.items() and row["seed"] in seeds]
+def rows_of(rows: list[dict], arm: tuple, lr: float, seeds: Iterable[int]) -> list[dict]:
+    """The runs of an arm at a learning rate, in the order of the seeds."""
+    found = {row["seed"]: row for row in rows if Run(*arm, lr, row["seed"]).is_row(row)}
+    return [found[seed] for seed in seeds if seed in found]
 
 
 def best_rate(rows: list[dict], arm: tuple, m: float) -> float:
     """The learning rate whose runs on the tuning seeds reach the target soonest."""
 
     def slowness(lr):
-        times = [time_to_target(r, m) for r in rows_of(rows, arm, TUNING_SEEDS) if r["lr"] == lr]
+        times = [time_to_target(row, m) for row in rows_of(rows, arm, lr, TUNING_SEEDS)]
         return sum(map(math.isinf, times)), statistics.mean(times)
 
     return min(RATES, key=slowness)
+
+
+def measured(rows: list[dict], task: str, rule: str, m: float, size: int) -> dict[int, float]:
+    """{fresh seed: virtual time to the target} of an arm, at its learning rate."""
+    arm = (task, rule, 0.0 if rule == "zero" else m, size)
+    lr = best_rate(rows, arm, m)
+    runs = rows_of(rows, arm, lr, range(100))
+    return {row["seed"]: time_to_target(row, m) for row in runs}
+
+
+def progress(rows: list[dict], task: str, rule: str, m: float, size: int) -> dict[int, float]:
+    """{fresh seed: the time of the best group size without pruning over the arm's own}; 0 if the
+    arm never arrived."""
+    best = measured(rows, task, "zero", m, best_size(rows, task, "zero", m))
+    own = measured(rows, task, rule, m, size)
+    return {seed: best[seed] / own[seed] for seed in own if seed in best}
+
+
+def best_size(rows: list[dict], task: str, rule: str, m: float) -> int:
+    """The group size with the least median time over fresh seeds."""
+    time = lambda size: statistics.median(measured(rows, task, rule, m, size).values())
+    return min(GROUP_SIZES, key=time)
+
+
+def predictions(title: str) -> dict[tuple, list[float]]:
+    """{(task, m, rule): progress by group size}, of the table below a title of PREDICTED."""
+    names = {"default": "arithmetic", "mixed": "arithmetic-mixed"}
+    found = {}
+    for line in PREDICTED.read_text().split(f"## {title}")[1].split("\n## ")[0].splitlines():
+        task, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        if task in names:
+            m, rule, *values = cells
+            found[names[task], float(m), rule] = [float(value) for value in values]
+    return found
+
+
+def table(rows: list[dict], task: str) -> str:
+    """Markdown: progress of every arm, predicted and measured, relative to the best group size
+    without pruning."""
+    cells = [["m", "rule", "", *map(str, GROUP_SIZES)], ["---"] * (3 + len(GROUP_SIZES))]
+    for m, rule in itertools.product(RATIOS, ("zero", "adaptive")):
+        for title in PREDICTIONS:
+            values = predictions(title)[task, m, rule]
+            cells.append([f"{m:g}", rule, title, *(f"{value:.2f}" for value in values)])
+        found = [progress(rows, task, rule, m, size) for size in GROUP_SIZES]
+        shown = [results.show(results.interval(one), digits=2) for one in found]
+        cells.append([f"{m:g}", rule, "measured", *shown])
+    return results.as_markdown(cells)

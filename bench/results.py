@@ -210,8 +210,8 @@ def draw_race(rows: list[dict]) -> Figure:
 def winners_table(rows: list[dict]) -> str:
     """Markdown: the flags that were raced."""
     names = ("--prompts-per-step", "--group-size", "--prompt-prune-rate", "--completion-prune-rate")
-    names += ("--lr", "--scale-rewards", "--lr-schedule", "--grad-clip")
-    heads = ("Q", "G", "r_q", "r_o", "learning rate", "advantages", "schedule", "clip")
+    names += ("--rest", "--lr", "--scale-rewards", "--lr-schedule", "--grad-clip")
+    heads = ("Q", "G", "r_q", "r_o", "rest", "learning rate", "advantages", "schedule", "clip")
     cells = [["task, seconds", "method", *heads], ["---"] * (2 + len(heads))]
     for setting in settings_of(rows):
         for name in METHODS:
@@ -345,11 +345,11 @@ def interval(values: dict[int, float]) -> tuple[float, float]:
     return statistics.mean(values), error * T95[min(len(values) - 2, len(T95) - 1)]
 
 
-def show(figures: tuple[float, float], sign: str = "") -> str:
+def show(figures: tuple[float, float], sign: str = "", digits: int = 3) -> str:
     """mean ± half, as far as they are known."""
     mean, half = figures
-    text = "" if math.isnan(mean) else f"{mean:{sign}.3f}"
-    return text if math.isnan(half) else f"{text} ± {half:.3f}"
+    text = "" if math.isnan(mean) else f"{mean:{sign}.{digits}f}"
+    return text if math.isnan(half) else f"{text} ± {half:.{digits}f}"
 
 
 def as_markdown(cells: list[list[str]]) -> str:

@@ -176,7 +176,7 @@ def make_one(run: Run, problems: int | None = None) -> dict:
     args += ["--eval-problems", str(HELD_OUT), "--out-dir", "out-race/never-written"]
     started = time.monotonic()
     speed = probe()
-    rows = []  # of the log
+    rows, groups = [], []  # of log.jsonl and groups.jsonl
     curve = []  # [step, accuracy], before the last step
     accuracy, ceilings, failed = 0.0, {}, None
     try:
@@ -187,7 +187,8 @@ def make_one(run: Run, problems: int | None = None) -> dict:
                 break
             trainer.cfg = replace(trainer.cfg, steps=planned)
             before = time.process_time()
-            row, _samples = trainer.step(step)
+            row, others = trainer.step(step)
+            groups += others["groups"]
             seconds = time.process_time() - before
             prompts = row["kept/prompts"] * trainer.cfg.prompts_per_step
             rows.append(row | {"seconds": seconds, "prompts": prompts})
@@ -195,7 +196,7 @@ def make_one(run: Run, problems: int | None = None) -> dict:
                 curve.append([step, evaluate(trainer, run, problems or SEARCHED)])
         accuracy = evaluate(trainer, run, problems)
         if run.steps:
-            ceilings = of_log(rows, trainer.cfg.scale_rewards)
+            ceilings = of_log(rows, groups, vars(trainer.cfg))
     except (InputError, FloatingPointError) as problem:  # such as a loss that is not finite
         failed = str(problem)
     sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}
@@ -206,15 +207,15 @@ def make_one(run: Run, problems: int | None = None) -> dict:
     }  # fmt: skip
 
 
-def of_log(rows: list[dict], scale_rewards: str) -> dict:
+def of_log(rows: list[dict], groups: list[dict], settings: dict) -> dict:
     """The figures of `bench ceiling`; {} if the run is too short for them."""
-    logged = [json.loads(log.as_json(row)) for row in rows]
+    as_stored = lambda rows: [json.loads(log.as_json(row)) for row in rows]
     try:
-        found = ceiling.figures(logged, "", scale_rewards)
+        found = ceiling.figures(as_stored(rows), as_stored(groups), settings, "")
     except InputError:
         return {}
-    del found["run"]
-    return {name: None if math.isnan(x) else round(x, 4) for name, x in found.items()}
+    numbers = {name: value for name, value in found.items() if isinstance(value, float)}
+    return {name: None if math.isnan(x) else round(x, 4) for name, x in numbers.items()}
 
 
 def plan(times: list[float], budget: float) -> int:

@@ -17,14 +17,15 @@ from runtime import log
 
 OWN = Path("out-savings/rows.jsonl")
 FIRST_SEED = 10
-ALL_PROMPTS = "--prompt-rule none"  # no prompt is dropped before the rollout
 METHODS = {  # flags. Rates are the usual ones of each method; blind draws keep what pps keeps
     "grpo": "--method grpo",
     "grpo_zero": "--method grpo_zero",
-    "adaptive": f"--method adaptive {ALL_PROMPTS} --completion-prune-rate 0.9",
-    "adaptive_prompts": "--method adaptive --prompt-prune-rate 0.6 --completion-prune-rate 0.9",
-    "pps": f"--method pps {ALL_PROMPTS} --completion-prune-rate 0.9",
-    "uniform": f"--method uniform {ALL_PROMPTS} --completion-prune-rate 0.9",
+    "adaptive": "--method adaptive --rest 0.1111",
+    "adaptive_prompts": (
+        "--method adaptive --rest 0.1111 --prompt-rule uniform --prompt-prune-rate 0.6"
+    ),
+    "pps": "--method pps --completion-prune-rate 0.9",
+    "uniform": "--completion-rule uniform --method grpo --completion-prune-rate 0.9",
     "dppo": "--method dppo",
     "pods": "--method pods --completion-prune-rate 0.8",
     "cppo": "--method cppo --completion-prune-rate 0.8",

@@ -67,7 +67,7 @@ SPACES = {  # method: flags that all of its configurations have, and those that 
     "grpo": ("--method grpo_zero", SHARED | {"--group-size": (2, 4, 8, 16)}),
     "adaptive": (
         "--prompt-rule dppo --completion-rule adaptive",
-        SHARED | PROMPTS | {"--completion-prune-rate": (0.7, 0.8, 0.9, 0.95)},
+        SHARED | PROMPTS | {"--rest": (0.4286, 0.25, 0.1111, 0.0526)},
     ),
     "dppo": ("--method dppo", SHARED | PROMPTS | {"--completion-prune-rate": (0.5, 0.7, 0.9)}),
     "pods": ("--method pods", SHARED | RANKED),

@@ -105,12 +105,13 @@ def nothing_lost_if_full(path: Path, errors: tuple = (OSError,)):
 
 
 class Log:
-    """The log of a run: console, log.jsonl, samples.jsonl, and a tracker if there is one."""
+    """The log of a run: console, log.jsonl, the files beside it, and a tracker if there is one."""
+
+    BESIDE = ("samples", "groups")  # .jsonl
 
     def __init__(self, out_dir: Path):
         self.out_dir = out_dir
         self.path = out_dir / "log.jsonl"
-        self.samples_path = out_dir / "samples.jsonl"
         self.tracker = None
         self.notes = set()  # that were printed
 
@@ -125,8 +126,8 @@ class Log:
             )
         if done and done not in before:
             print(f"note: log.jsonl has no row of step {done}, the checkpoint's: rows are missing")
-        for path in (self.path, self.samples_path):
-            cut_rows(path, lambda row: done > 0 and row["step"] <= done)
+        for name in ("log", *self.BESIDE):
+            cut_rows(self.out_dir / f"{name}.jsonl", lambda row: done > 0 and row["step"] <= done)
 
     def start_tracker(self, name: str, config: dict) -> None:
         """Import and initialise wandb, or a module with its init, log and finish, such as trackio.
@@ -145,11 +146,13 @@ class Log:
         options = {"id": run} if name == "wandb" else {}  # the others identify a run by its name
         self.tracker.init(project="nanodppo", name=run, config=config, resume="allow", **options)
 
-    def write(self, row: dict, samples: list[dict], line: str) -> None:
-        """Print the line of a step, store its rows, and send its finite numbers to the tracker."""
+    def write(self, row: dict, others: dict[str, list[dict]], line: str) -> None:
+        """Print the line of a step, store its row and those of other files, and send its finite
+        numbers to the tracker."""
         print(line, flush=True)
         append_rows(self.path, [row])
-        append_rows(self.samples_path, samples)
+        for name, rows in others.items():
+            append_rows(self.out_dir / f"{name}.jsonl", rows)
         if self.tracker:
             numbers = {k: v for k, v in row.items() if not isinstance(v, list) and math.isfinite(v)}
             self.tracker.log(numbers, step=numbers.pop("step"))

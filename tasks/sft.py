@@ -166,7 +166,7 @@ def run(cfg: Config) -> None:
             stopped = stop.agreed()
             if rank == 0:
                 line = "step {step} | loss {loss:.3f} | gnorm {grad_norm:.2f} | {step_time:.1f}s"
-                record.write(row, [], line.format(**row))
+                record.write(row, {}, line.format(**row))
                 if stopped or step % SAVE_EVERY == 0 or step == cfg.steps:
                     state = {"step": step, "content": content}
                     state["optimizer"] = optimizer.state_dict()
