@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Presets for real models on real mathematics; flags after the name override the preset:
 #   bash runs/qwen3.sh NAME [flags of train.py]
-# Derived from the memory table in docs/running.md; no GPU has run them yet. pps rolls out 40 %
-# of --prompts-per-step: twice GRPO's candidates, four fifths of its rollouts.
+# Derived from the memory table in docs/running.md; no GPU has run them yet. After 20 steps,
+# `python -m bench ceiling out-NAME` says which --rest and which group size fit the machine.
 set -euo pipefail
 # Under torchrun, ranks that are still saving are killed after this many seconds (default: 30).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600
@@ -11,14 +11,15 @@ name=${1:-}
 gpus=1
 flags=(--out-dir "out-$name" --engine vllm --gradient-checkpointing --lr 1e-6 --warmup 10)
 flags+=(--eval-every 20)
-gsm8k=(--data gsm8k --eval-data gsm8k-test --method pps --prompts-per-step 128 --group-size 8)
+gsm8k=(--data gsm8k --eval-data gsm8k-test --prompts-per-step 64 --group-size 8)
 gsm8k+=(--max-new-tokens 1024 --steps 200)
 math=(--data math --eval-data math500)
-modern=(--method pps --loss dapo --prompts-per-step 256 --group-size 16 --max-new-tokens 3072)
+modern=(--loss dapo --prompts-per-step 96 --group-size 16 --max-new-tokens 3072)
 modern+=(--steps 300)
-# our reconstruction of the paper's setting, from secondary sources
+# our reconstruction of the paper's setting, from secondary sources; 15 epochs of MATH's 7,500
+# problems are 870 steps
 paper=(--method dppo --loss grpo --prompts-per-step 128 --group-size 5 --max-new-tokens 1024)
-paper+=(--steps 300)
+paper+=(--steps 870)
 case $name in
     0.6b-gsm8k) flags+=(--model Qwen/Qwen3-0.6B "${gsm8k[@]}") ;;  # one GPU of 80 GB
     1.7b-gsm8k) flags+=(--model Qwen/Qwen3-1.7B "${gsm8k[@]}") ;;  # one GPU of 80 GB
