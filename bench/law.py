@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 import config
 import dppo
@@ -106,8 +107,7 @@ def main(
             for m in ([arm[2]] if arm[2] else RATIOS)
         )
         make([Run(*arm, seed) for seed in range(seeds) for arm in chosen], json_file, workers)
-        print(f"\n{results.TITLES[task]}: progress in a second of virtual time\n")
-        print(table(log.read_rows(json_file), task))
+        show(log.read_rows(json_file), task)
 
 
 def make(runs: Iterable[Run], file: Path, workers: int) -> None:
@@ -311,3 +311,51 @@ def table(rows: list[dict], task: str) -> str:
         shown = [results.show(results.interval(one), digits=2) for one in found]
         cells.append([f"{m:g}", rule, "measured", *shown])
     return results.as_markdown(cells)
+
+
+def show(rows: list[dict], task: str) -> None:
+    """Print the tables of a task, and draw runs/law.png."""
+    print(f"\n{results.TITLES[task]}: progress in a second of virtual time\n\n{table(rows, task)}")
+    print(f"\n{gains(rows, task)}")
+    draw(rows, task).savefig(f"runs/law-{task}.png")
+
+
+def gains(rows: list[dict], task: str) -> str:
+    """Markdown: the best group sizes, and what the best adaptive gains over the best group size
+    without pruning."""
+    head = ["m", "best size without pruning", "with", "adaptive gains", "predicted"]
+    cells = [head, ["---"] * len(head)]
+    for m in RATIOS:
+        sizes = [best_size(rows, task, rule, m) for rule in ("zero", "adaptive")]
+        gain = results.interval(progress(rows, task, "adaptive", m, sizes[1]))
+        predicted = " and ".join(
+            f"{max(predictions(title)[task, m, 'adaptive']):.2f}" for title in PREDICTIONS
+        )
+        cells.append([f"{m:g}", *map(str, sizes), results.show(gain, digits=2), predicted])
+    return results.as_markdown(cells)
+
+
+def draw(rows: list[dict], task: str) -> Figure:
+    """Virtual time to the target over the group size, at two values of m, relative to the best
+    group size without pruning. Lines are predicted, points measured, with 95 % intervals."""
+    figure, panels = results.new_figure(2)
+    for panel, m in zip(panels, (0.1, 1.0), strict=True):
+        for rule, name in (("zero", "grpo_zero"), ("adaptive", "adaptive")):
+            title, color = results.METHODS[name]
+            for predicted, style in zip(PREDICTIONS, (":", "-"), strict=True):
+                times = [1 / value for value in predictions(predicted)[task, m, rule]]
+                panel.plot(GROUP_SIZES, times, style, color=color, lw=1.2)
+            found = [progress(rows, task, rule, m, size) for size in GROUP_SIZES]
+            logs = [{seed: -math.log(value) for seed, value in of.items()} for of in found]
+            middle, half = torch.tensor([results.interval(log_time) for log_time in logs]).T
+            times = middle.exp()
+            bars = torch.stack([times - (middle - half).exp(), (middle + half).exp() - times])
+            style = {"color": color, "marker": results.MARKERS[name], "ls": "", "capsize": 3}
+            panel.errorbar(GROUP_SIZES, times, bars, label=title, **style)
+        panel.set(title=f"m = {m:g}", xscale="log", yscale="log", xlabel="group size")
+        panel.set_xticks(GROUP_SIZES, map(str, GROUP_SIZES))
+        panel.set_yticks([0.5, 0.7, 1, 1.5, 2, 3, 4], ["0.5", "0.7", "1", "1.5", "2", "3", "4"])
+        panel.minorticks_off()
+    panels[0].set_ylabel("time to the target")
+    results.add_legend(figure, panels)
+    return figure
