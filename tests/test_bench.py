@@ -87,7 +87,7 @@ def test_trl(small_runs, command, monkeypatch):
 def test_sizes_of_benches():
     """Catches steps that are compared at sizes or rates of their own, and tiny's learning rate for
     another model."""
-    for method, prompts in (("grpo", 32), ("dppo", 32), ("pps", 64)):
+    for method, prompts in (("grpo", 32), ("dppo", 32), ("pps", 64), ("adaptive", 64)):
         cfg = config.resolve(config.parse_config(bench.sized(method)))
         assert (cfg.method, cfg.prompts_per_step, cfg.group_size) == (method, prompts, 16)
         assert (cfg.loss, cfg.lr, cfg.adam_beta2) == ("grpo", 6e-4, 0.999)
@@ -180,7 +180,7 @@ def test_the_planted_mistake_is_at_both_levels(small_runs):
 
     def scale(kind):
         checked = lambda *args: kind(*args, every=1, draws=8)
-        _, (row,) = bench.run(["--method", "pps", "--steps", "1", "--device", "cpu"], checked)
+        _, (row,) = bench.run([*bench.sized("pps"), "--steps", "1", "--device", "cpu"], checked)
         return 1 + row["check/scale"]
 
     assert scale(check.Underweighted) == pytest.approx(0.81 * scale(check.Checked), rel=1e-4)
@@ -189,7 +189,7 @@ def test_the_planted_mistake_is_at_both_levels(small_runs):
 def test_a_check_changes_nothing(small_runs):
     """Catches a check that disturbs the run's draws, history or weights."""
     checked = lambda *args: check.Checked(*args, every=1, draws=2)
-    args = ["--method", "pps", "--steps", "4", "--device", "cpu"]
+    args = [*bench.sized("pps"), "--steps", "4", "--device", "cpu"]
     one, rows = bench.run(args, checked)
     other, plain = bench.run(args)
     unchecked = [{k: v for k, v in row.items() if not k.startswith("check/")} for row in rows]

@@ -223,14 +223,14 @@ def test_a_rule_that_ignores_its_rate():
 
 
 def test_methods_and_rules_of_yours():
-    """--method takes the rules of its name at both levels; a rule alone keeps the other of pps."""
+    """--method takes the rules of its name at both levels; a rule keeps the method's other one."""
     dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(lambda batch, rate: ones(batch.size.shape))
     found = config.resolve(config.Config(method="mine"))
     assert (found.prompt_rule, found.completion_rule, found.completion_prune_rate) == (
         "none", "mine", 0.7,
     )  # fmt: skip
-    found = config.resolve(config.Config(completion_rule="mine"))
-    assert (found.prompt_rule, found.completion_rule) == ("pps", "mine")
+    found = config.resolve(config.Config(method="dppo", completion_rule="mine"))
+    assert (found.prompt_rule, found.completion_rule) == ("dppo", "mine")
     with pytest.raises(InputError, match=r"--method mime: choose one of grpo, .*, pps,.* mine"):
         config.resolve(config.Config(method="mime"))
 
@@ -461,11 +461,11 @@ def test_notes_of_the_first_lines():
     that was asked for, and a model that can only add."""
     dppo.COMPLETION_RULES["mine"] = dppo.CompletionRule(lambda batch, rate: ones(batch.size.shape))
     notes = lambda **given: " ".join(config.warnings(config.resolve(config.Config(**given))))
-    assert "prompts are pruned, too: by pps" in notes(method="pps", completion_rule="mine")
+    assert "prompts are pruned, too: by dppo" in notes(method="dppo", completion_rule="mine")
     for given in (
-        {"method": "pps"}, {"method": "mine"}, {"method": "grpo", "completion_rule": "mine"},
-        {"method": "pps", "completion_rule": "mine", "prompt_rule": "none"},
-        {"method": "pps", "completion_rule": "mine", "prompt_rule": "dppo"},
+        {"method": "dppo"}, {"method": "mine"}, {"method": "grpo", "completion_rule": "mine"},
+        {"method": "dppo", "completion_rule": "mine", "prompt_rule": "none"},
+        {"method": "dppo", "completion_rule": "mine", "prompt_rule": "uniform"},
     ):  # fmt: skip
         assert "prompts are pruned" not in notes(**given)
     assert "--model tiny can only add: name another model to learn from words" in notes(

@@ -157,7 +157,7 @@ def test_gradient_is_the_trainers(policy_folder, tmp_path, monkeypatch):
     padding that leaks into attention.
     """
     options = {"method": "pps", "prompts_per_step": 6, "importance_cap": 0, "seed": 3}
-    options |= {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.6}
+    options |= {"prompt_rule": "uniform", "prompt_prune_rate": 0.3, "completion_prune_rate": 0.6}
     args = toy.flags(policy_folder, str(tmp_path / "run"), **options)
     trainer = toy.Recorder(config.parse_config(args), toy.toy_reward)
     sample, generator = rollout.sample, torch.Generator().manual_seed(0)

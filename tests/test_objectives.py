@@ -15,7 +15,7 @@ from runtime import InputError
 PASS_RATES = torch.tensor([0.003, 0.1, 0.4, 0.5, 0.9, 0.98], dtype=torch.float64)
 RULES = (  # of dppo.COMPLETION_RULES, and a prune rate
     ("none", 0.0), ("zero", 0.0), ("uniform", 0.5), ("dppo", 0.5), ("pps", 0.5),
-    ("adaptive", 0.9),
+    ("adaptive", 0.0),
     ("pods", 0.5), ("cppo", 0.5), ("dppo_floor", 0.6),
 )  # fmt: skip
 
@@ -35,7 +35,7 @@ def sampled_gradient(scale_rewards: str, rule: str, rate: float, G: int = 4):
         size = dppo.contribution_size(
             advantages, torch.ones_like(rewards), energy[texts][None], beta=0.0
         )
-        batch = dppo.Completions(advantages, rewards, torch.ones_like(rewards), size)
+        batch = dppo.Completions(advantages, rewards, torch.ones_like(rewards), size, rest=0.5)
         for _keep, weights, chance in proof.outcomes(rule, rate, batch):
             terms = (weights * advantages)[0, :, None] * scores[texts]  # [G, 3]
             total += chance * probs[texts].prod() * terms.sum(dim=0) / G

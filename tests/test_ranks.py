@@ -42,7 +42,8 @@ def test_the_busiest_rank(number):
 def test_rollouts_follow_the_history(policy_folder, tmp_path, monkeypatch):
     """Catches a division that does not use the tokens which the prompt history expects."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 16)  # later epochs know what to expect
-    args = flags(policy_folder, str(tmp_path), method="pps", prompts_per_step=8)
+    options = {"method": "pps", "prompt_rule": "uniform", "prompts_per_step": 8}
+    args = flags(policy_folder, str(tmp_path), **options)
     trainer = train.Trainer(config.parse_config(args), toy.toy_reward)
     divide, prune, seen = ranks.largest_first, trainer.history.prune, []
 

@@ -34,8 +34,8 @@ def test_resumed_in_the_middle_of_an_epoch(run, tmp_path, monkeypatch):
     Fails if scores or dapo's mean token count are lost.
     """
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
-    common = {"method": "pps", "group_size": 3, "lr": 3e-3}
-    common |= {"prompt_prune_rate": 0.5, "loss": "dapo"}
+    common = {"method": "pps", "group_size": 3, "lr": 3e-3, "loss": "dapo"}
+    common |= {"prompt_rule": "uniform", "prompt_prune_rate": 0.5}
     run("whole", steps=30, save_every=30, **common)
     run("part", steps=19, save_every=19, **common)
     state = torch.load(tmp_path / "part" / "checkpoint" / "trainer.pt", weights_only=True)
@@ -177,7 +177,7 @@ def test_what_is_lost_is_said(run, tmp_path, capsys, pictures):
     said = capsys.readouterr().out
     assert "no checkpoint was saved: removing 3 rows of log.jsonl and starting at step 1" in said
     run("other", steps=4, until=2, save_every=2)
-    for name in ("log.jsonl", "samples.jsonl", "run.png"):
+    for name in ("log.jsonl", "samples.jsonl", "groups.jsonl", "run.png"):
         (tmp_path / "other" / name).unlink()
     assert [row["step"] for row in run("other", steps=4, save_every=2, resume=True)] == [3, 4]
     assert "log.jsonl has no row of step 2" in capsys.readouterr().out
@@ -238,10 +238,8 @@ def test_not_finite_loss_is_not_applied(run, tmp_path, monkeypatch):
     """
     calls, advantages = itertools.count(1), dppo.group_advantages
 
-    def broken(rewards, scale_rewards, *reward_range):
-        of_the_step = bool(reward_range)  # the log's ceilings call it without one
-        error = math.nan if of_the_step and next(calls) == 3 else 0
-        return advantages(rewards, scale_rewards, *reward_range) + error
+    def broken(*args):
+        return advantages(*args) + (math.nan if next(calls) == 3 else 0)
 
     monkeypatch.setattr(dppo, "group_advantages", broken)
     with pytest.raises(InputError, match=r"step 3 is not finite \(loss nan"):
@@ -260,7 +258,8 @@ BAD_INPUT = """
 --completion-prune-rate nan | --completion-prune-rate nan: must be
 --method grpo --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule none (--method grpo)
 --method grpo_zero --completion-prune-rate 0.5 | 0.5: must be 0 with --completion-rule zero
---method pps --prompt-prune-rate 0.9 | 0.9: must be lower: an update would keep 0 of 4 prompts
+--method adaptive --completion-prune-rate 0.8 | has no rate but --rest (rate 0.8 is now --rest 0.25)
+--method uniform --prompt-prune-rate 0.9 | 0.9: must be lower: an update would keep 0 of 4 prompts
 --prompt-rule uniform --prompt-prune-rate 0.8 --minibatches 2 | an update would keep 0 of 2
 --minibatches 3 | --minibatches 3: must be a divisor of the step's 4 prompts
 --beta -1 | --beta -1.0: must be at least 0
@@ -272,6 +271,7 @@ BAD_INPUT = """
 --steps many | invalid literal for int() with base 10: 'many'
 --lr 0 | --lr 0.0: must be above 0
 --lr inf | --lr inf: must be above 0 and finite
+--rest 0 | --rest 0.0: must be above 0 and finite
 --grad-clip -1 | --grad-clip -1.0: must be at least 0
 --grad-clip inf | --grad-clip inf: must be at least 0 and finite
 --adam-beta2 1 | --adam-beta2 1.0: must be at least 0 and below 1

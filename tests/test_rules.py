@@ -45,17 +45,17 @@ def test_method_is_a_choice_of_two_rules():
     """Catches a preset that overrides a rule that was given, and a rate for a rule without one."""
     for method, rules in (
         ("grpo", ("none", "none")), ("grpo_zero", ("none", "zero")), ("dppo", ("dppo", "dppo")),
-        ("uniform", ("uniform", "uniform")), ("pps", ("pps", "pps")),
-        ("adaptive", ("pps", "adaptive")), ("cppo", ("none", "cppo")),
+        ("uniform", ("uniform", "uniform")), ("pps", ("none", "pps")),
+        ("adaptive", ("none", "adaptive")), ("cppo", ("none", "cppo")),
         ("dppo_floor", ("dppo_floor", "dppo_floor")), ("pods", ("none", "pods")),
     ):  # fmt: skip
         cfg = config.resolve(config.Config(method=method, model="folder", device="cpu"))
         assert (cfg.prompt_rule, cfg.completion_rule) == rules
         assert (cfg.group_size, cfg.loss, cfg.adam_beta2) == (16, "grpo", 0.999)
-        rates = {"pps": 0.6, "dppo": 0.3, "uniform": 0.3, "dppo_floor": 0.3}
-        assert cfg.prompt_prune_rate == rates.get(rules[0], 0.0)
-        assert cfg.prompts_per_step == (64 if rules[0] == "pps" else 32)
-        assert cfg.completion_prune_rate == (0.0 if rules[1] in ("none", "zero") else 0.7)
+        assert cfg.prompt_prune_rate == (0.0 if rules[0] == "none" else 0.3)
+        no_rate = rules[1] in ("none", "zero", "adaptive")
+        assert cfg.completion_prune_rate == (0.0 if no_rate else 0.7)
+        assert (cfg.prompts_per_step, cfg.rest) == (32, 0.4)
         assert (cfg.lr, cfg.lr_schedule) == (1e-6, "constant")
     assert config.resolve(config.Config(device="cpu")).method == "adaptive"
     cfg = config.resolve(config.Config(method="grpo", completion_rule="pps", device="cpu"))
@@ -86,8 +86,8 @@ def test_inexact_runs_say_so(changes, text):
 
 def test_exact_runs_have_no_notes(run, capsys):
     """Catches a warning about a run that is exact, and notes that are not printed."""
-    exact = {"method": "pps", "beta": 0.1}
-    assert not notes_of(**exact, prompt_rule="none", loss="dapo")
+    exact = {"method": "pps", "prompt_rule": "uniform", "beta": 0.1}
+    assert not notes_of(**exact | {"prompt_rule": "none"}, loss="dapo")
     assert not notes_of(**exact, minibatches=2)
     assert not notes_of(**exact, loss="cispo")
     assert not notes_of(method="cppo", completion_prune_rate=0, loss="gspo")
@@ -120,6 +120,7 @@ def test_every_loss_raises_the_reward(run, loss):
     """
     options = {"prompts_per_step": 12, "group_size": 8, "max_new_tokens": 2, "steps": 30}
     options |= {"minibatches": 3, "completion_prune_rate": 0.5, "lr": 2e-3}
+    options |= {"prompt_rule": "uniform", "prompt_prune_rate": 0.6}
     if loss == "gspo":  # two tokens are too short for 3e-4
         options |= {"eps_low": 0.2, "eps_high": 0.2}
     log = run("run", method="pps", loss=loss, **options)
@@ -212,13 +213,13 @@ def test_a_draw_sees_only_its_own_minibatch(start, monkeypatch):
     """Each gets a batch of its own prompts, whose sizes follow from them alone, and its own random
     numbers.
 
-    Catches sizes whose floor, or a budget, that counts completions of other mini-batches, whose
-    update is at other parameters.
+    Catches sizes whose floor, or a budget or a rest, that counts completions of other mini-batches,
+    whose update is at other parameters.
     """
     prune, batches = dppo.prune_completions, []
     record = lambda *args: batches.append(args[2]) or prune(*args)
     monkeypatch.setattr(dppo, "prune_completions", record)
-    trainer = start(method="pps", prompt_prune_rate=0, minibatches=2, completion_prune_rate=0.6)
+    trainer = start(method="pps", minibatches=2, completion_prune_rate=0.6, rest=0.25)
     trainer.step(1)
     (seen,) = trainer.steps
     assert len(batches) == 2
@@ -231,6 +232,7 @@ def test_a_draw_sees_only_its_own_minibatch(start, monkeypatch):
         assert torch.equal(batch.size == 0, own == 0)
         live = batch.size[batch.size > 0]
         assert live.min() >= 0.03 * live.mean() * 0.99, "the floor is of its own mean"
+        assert batch.rest == 0.25 * batch.cost.sum(), "--rest"
 
 
 def test_what_a_rule_looks_at(start, monkeypatch):
@@ -295,7 +297,7 @@ def assert_logged(row, seen):
     first = seen.updates[0].sums
     sums = torch.tensor([one.sums for one in seen.updates], dtype=torch.float64)
     total = update.UpdateStats(*sums.sum(dim=0).tolist())
-    mass = sum((one.factor * one.keep * lengths).sum().item() for one in seen.updates)
+    mass = (w_q * seen.scale * lengths).sum().item()  # of all completions, kept or not
     assert row["loss"] == pytest.approx(total.loss / 2, rel=1e-9)
     assert row["kl"] == pytest.approx(total.kl / mass, rel=1e-9)
     assert row["clip_ratio/region_mean"] == pytest.approx(total.clipped / total.completion_tokens)
@@ -348,7 +350,8 @@ def test_several_updates_of_a_pruned_window(start, monkeypatch):
 def test_the_first_step_counts_tokens(start, loss, first):
     """It rolls out all prompts where later steps divide by a count; others prune at once. Catches a
     first denominator that its own draw decided."""
-    rows = take_steps(start(method="pps", loss=loss, prompt_prune_rate=0.5, steps=3))
+    options = {"prompt_rule": "uniform", "prompt_prune_rate": 0.5, "steps": 3}
+    rows = take_steps(start(method="pps", loss=loss, **options))
     assert [row["kept/prompts"] for row in rows] == [first, 0.5, 0.5]
 
 
@@ -364,8 +367,8 @@ def test_a_count_of_zero_tokens_is_not_known(start, monkeypatch):
         return rollouts
 
     monkeypatch.setattr(rollout, "sample", truncating)
-    options = {"loss": "dapo", "prompt_prune_rate": 0.5, "mask_truncated": True}
-    rows = take_steps(start(method="pps", steps=3, **options))
+    options = {"loss": "dapo", "mask_truncated": True, "prompt_rule": "uniform"}
+    rows = take_steps(start(method="pps", steps=3, prompt_prune_rate=0.5, **options))
     assert [row["kept/prompts"] for row in rows] == [1.0, 1.0, 0.5]
 
 
@@ -380,8 +383,7 @@ def test_unpruned_batches_divide_by_their_own_tokens(start):
 # ---------------------------------------------------------------------------- the prompt level
 
 
-@pytest.mark.parametrize("rule", ["uniform", "pps"])
-def test_fixed_number_of_prompts(start, monkeypatch, rule):
+def test_fixed_number_of_prompts(start, monkeypatch):
     """Exactly round((1 - r_q) Q) groups in every step, over several epochs and mini-batches; what
     was rolled out, and what the log says about it.
 
@@ -389,7 +391,7 @@ def test_fixed_number_of_prompts(start, monkeypatch, rule):
     """
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 16)
     options = {"prompt_prune_rate": 0.4, "prompts_per_step": 4, "minibatches": 2, "steps": 12}
-    trainer = start(method="grpo", prompt_rule=rule, **options)
+    trainer = start(method="grpo", prompt_rule="uniform", **options)
     rows = take_steps(trainer)
     assert [row["kept/prompts"] for row in rows] == [0.5] * 12
     seen, dull = set(), set()
@@ -435,6 +437,6 @@ def test_every_group_has_random_numbers_of_its_own(start, monkeypatch):
         return sample(*args, **options)
 
     monkeypatch.setattr(rollout, "sample", record)
-    take_steps(start(method="pps", group_size=3, steps=12, lr=3e-3))
+    take_steps(start(method="pps", prompt_rule="uniform", group_size=3, steps=12, lr=3e-3))
     assert len(set(seeds)) == 12
     assert all(len(set(own)) == len(own) for own in keys)

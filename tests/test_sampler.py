@@ -30,7 +30,7 @@ def test_one_candidate_a_step():
     assert sampler.candidates(1, 1, seed=0, step=9).tolist() == [0]
     history = sampler.PromptHistory(1)
     for visit in (1, 2):
-        for rule in ("none", "uniform", "dppo", "pps"):
+        for rule in ("none", "uniform", "dppo"):
             generator = dppo.generator_for(visit)
             keep, weights = history.prune(rule, 0.3, torch.tensor([0]), generator)
             assert (keep.tolist(), weights.tolist()) == ([True], [1.0]), rule
@@ -98,7 +98,7 @@ def test_threshold_rule_by_hand():
     see(history, [2], [[6.0, 0, 6, 0]])
     last_visit_counts = [{0.0, 4 / 3}, {1.0}, {1.0}, {1.0}]
     assert weights_of(history, window) == last_visit_counts
-    message = "unknown prompt rule 'gresso': choose one of none, uniform, dppo, pps"
+    message = "unknown prompt rule 'gresso': choose one of none, uniform, dppo"
     with pytest.raises(ValueError, match=message):
         history.prune("gresso", 0.5, window, dppo.generator_for(0))
 
@@ -115,8 +115,7 @@ def trained_history():
     return history, dppo.generator_for(1)
 
 
-@pytest.mark.parametrize("rule", ["uniform", "pps"])
-def test_fixed_size_rules_keep_exactly_the_planned_number(rule):
+def test_fixed_size_rules_keep_exactly_the_planned_number():
     """round((1 - r_q) n) in every draw of each mini-batch; every prompt is kept as often as its
     probability says, over 600 draws and within 4.5 standard errors.
 
@@ -127,9 +126,10 @@ def test_fixed_size_rules_keep_exactly_the_planned_number(rule):
     window = torch.tensor([3, 4, 8, 10, 61, 6, 14, 15, 20, 60])  # in each half two were dull
     for rate, wanted in ((0.3, [7]), (0.35, [6]), (0.44, [3, 3]), (0.5, [2, 2])):
         minibatches = len(wanted)
-        keep_prob = history.keep_prob(rule, rate, window, minibatches)
+        keep_prob = history.keep_prob("uniform", rate, window, minibatches)
         assert keep_prob.sum() == pytest.approx(sum(wanted))
-        drawn = [history.prune(rule, rate, window, generator, minibatches) for _ in range(600)]
+        given = ("uniform", rate, window, generator, minibatches)
+        drawn = [history.prune(*given) for _ in range(600)]
         keep = torch.stack([keep for keep, _ in drawn])
         for part, count in zip(keep.chunk(minibatches, dim=1), wanted, strict=True):
             assert (part.sum(dim=1) == count).all()
@@ -142,9 +142,9 @@ def test_fixed_size_rules_keep_exactly_the_planned_number(rule):
             both = torch.outer(*keep_prob.chunk(2))
             error = (both * (1 - both) / len(keep)).sqrt()
             assert ((first.T @ second / len(keep) - both).abs() <= 4.5 * error + 1e-12).all()
-    everything = history.keep_prob(rule, 0.0, window)
+    everything = history.keep_prob("uniform", 0.0, window)
     assert torch.equal(everything, torch.ones(10, dtype=torch.float64)), "rate 0 keeps all"
-    assert history.prune(rule, 0.0, window, generator, 2)[0].all()
+    assert history.prune("uniform", 0.0, window, generator, 2)[0].all()
 
 
 def test_the_draw_is_by_probability():
@@ -202,7 +202,7 @@ def test_draws_start_anywhere(monkeypatch):
 # ---------------------------------------------------------------------------- over many steps
 
 
-@pytest.mark.parametrize("rule", ["none", "uniform", "dppo", "pps"])
+@pytest.mark.parametrize("rule", ["none", "uniform", "dppo"])
 def test_average_over_many_steps_is_the_unpruned_mean(rule):
     """A pass rate that drifts, and a history that decides what is rolled out: the weighted sum of
     each step is unbiased.

@@ -435,5 +435,5 @@ def test_the_command(policy_folder, tmp_path):
         trainer_of(policy_folder, tmp_path, "greso", prompts_per_step=257)
     with pytest.raises(InputError, match="--method mopps needs one process, and --minibatches 1"):
         trainer_of(policy_folder, tmp_path, "mopps", minibatches=2)
-    with pytest.raises(InputError, match="--prompt-rule pps: Greso chooses the prompts"):
-        trainer_of(policy_folder, tmp_path, "greso", prompt_rule="pps")
+    with pytest.raises(InputError, match="--prompt-rule uniform: Greso chooses the prompts"):
+        trainer_of(policy_folder, tmp_path, "greso", prompt_rule="uniform")

@@ -62,6 +62,7 @@ def test_stopped_and_resumed(run, tmp_path, monkeypatch, capsys, moment, last):
     Catches half a step in the log, a request that is ignored, and a stop that does not save.
     """
     options = COMMON | {"method": "pps", "minibatches": 2, "prompts_per_step": 8}
+    options |= {"prompt_rule": "uniform"}
     run("whole", **options)
     capsys.readouterr()
     with monkeypatch.context() as patched:

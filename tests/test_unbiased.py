@@ -84,7 +84,8 @@ def make(make_policy, make_rollouts):
         size = dppo.contribution_size(advantages, scale, per_token * part.lengths, beta)
         prompt_tokens = torch.tensor([[len(ids)] for ids in part.prompt_ids])
         cost = prompt_tokens + part.lengths
-        batch = dppo.Completions(advantages, rewards[kept], cost, size)
+        rest = 0.3 * cost.sum().item()
+        batch = dppo.Completions(advantages, rewards[kept], cost, size, rest)
         return proof.Case(gradient, batch, scale)
 
     return make
@@ -255,7 +256,7 @@ def test_sgd_updates_are_unbiased(policy_folder, tmp_path, make_optimizer, grad_
     """The parameters after one real update, averaged over every outcome of pps: without a clip by
     norm, SGD's are the full batch's; AdamW's, and those of clipped gradients, are not. Catches a
     norm clip that --grad-clip 0 leaves on."""
-    changes = {"method": "pps", "prompt_rule": "none", "lr": 0.1, "warmup": 0}
+    changes = {"method": "pps", "lr": 0.1, "warmup": 0}
     args = flags(policy_folder, str(tmp_path / "run"), grad_clip=grad_clip, **changes)
     trainer = InFloat64(config.parse_config(args))
     start, seen = trainer.parameters(), []
@@ -303,7 +304,7 @@ def gradients(trainer, prompts, completions):
     return (torch.stack(found), batches) if completions is None else torch.stack(found)
 
 
-@pytest.mark.parametrize("prompt_rule", ["dppo", "pps"])
+@pytest.mark.parametrize("prompt_rule", ["dppo", "uniform"])
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
 def test_the_step_is_unbiased(policy_folder, tmp_path, loss, prompt_rule):
     """train.py's own step with two updates, averaged over every outcome of both levels, is the
@@ -361,7 +362,7 @@ def learned_history():
     return history, window
 
 
-@pytest.mark.parametrize("prompt_rule", ["uniform", "dppo", "pps"])
+@pytest.mark.parametrize("prompt_rule", ["uniform", "dppo"])
 @pytest.mark.parametrize("rule", ["none", "dppo", "pps", "adaptive"])
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "dapo", "cispo"])
 def test_prompt_level_and_both_are_unbiased(make, loss, rule, prompt_rule):
@@ -426,7 +427,7 @@ def test_fixed_size_draw_over_two_minibatches(make):
     def drawn(minibatches):
         """Patterns that the real draw makes."""
         generator, window = dppo.generator_for(0), torch.arange(4)
-        draws = [history.prune("pps", 0.5, window, generator, minibatches) for _ in range(200)]
+        draws = [history.prune("uniform", 0.5, window, generator, minibatches) for _ in range(200)]
         return sorted({tuple(keep.tolist()) for keep, _ in draws})
 
     assert len(drawn(2)) == 4
@@ -468,7 +469,7 @@ def test_the_printed_table(capsys):
     assert verdict == "Everything that claims to be unbiased is, within 1e-09."
     table = lambda part: [re.split(r"  +", line.strip()) for line in part.strip().splitlines()]
     assert [row[0] for row in table(completions)] == [*UNBIASED]
-    assert [row[0] for row in table(prompts)] == ["uniform", "dppo", "pps"]
+    assert [row[0] for row in table(prompts)] == ["uniform", "dppo"]
     named = ["prompts, own tokens", "prompts, dppo_floor", *BIASED]
     named += [f"dppo, {mistake}" for mistake in proof.MISTAKES]
     assert [row[0] for row in table(biased)] == named
@@ -491,7 +492,7 @@ def test_prompt_outcomes_are_those_of_the_draw():
     """Frequencies of 4,000 real draws. Catches a pattern that the enumeration lacks, and one whose
     probability is off."""
     history, prompts = proof.toy_history(), torch.arange(3)
-    for rule in ("uniform", "dppo", "pps"):
+    for rule in ("uniform", "dppo"):
         found = proof.prompt_outcomes(rule, 0.4, history, prompts)
         assert sum(chance for _, chance in found.values()) == pytest.approx(1)
         generator, counts = dppo.generator_for(1), dict.fromkeys(found, 0)

@@ -69,11 +69,11 @@ def rows(folder, file="log.jsonl"):
 
 
 def timeless(folder):
-    """What must repeat: the log without its times, the samples, the final weights."""
+    """What must repeat: the log without its times, samples and groups, the final weights."""
     times = ("time/", "step_time")
     log = [{key: row[key] for key in row if not key.startswith(times)} for row in rows(folder)]
     weights = load_file(folder / "checkpoint" / "model.safetensors")
-    return log, rows(folder, "samples.jsonl"), weights
+    return log, rows(folder, "samples.jsonl") + rows(folder, "groups.jsonl"), weights
 
 
 def assert_same(one, other):
@@ -212,8 +212,9 @@ def record_runs(folder, model, *args):
     In `dropped` the second of two ranks keeps nothing; in `alone` it has no prompt. `updates` has
     pps, KL and mini-batches; the others a correction of the sampler, and masks.
     """
-    updates = {"method": "pps", "loss": "dapo", "minibatches": 2, "beta": 0.1}
-    corrected = {"method": "pps", "importance_cap": 1.5, "mask_truncated": True, "lr": 1e-2}
+    both = {"method": "pps", "prompt_rule": "uniform"}
+    updates = both | {"loss": "dapo", "minibatches": 2, "beta": 0.1}
+    corrected = both | {"importance_cap": 1.5, "mask_truncated": True, "lr": 1e-2}
     for name, changes in (
         ("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1}),
         ("updates", updates), ("cispo", corrected | {"loss": "cispo", "minibatches": 2}),
