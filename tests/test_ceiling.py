@@ -250,7 +250,7 @@ def test_figures_by_hand():
     for name, value in known_figures().items():
         got = found[name][0] if "/" in name and isinstance(found[name], list) else found[name]
         assert got == pytest.approx(value), name
-    assert found["zero/2"][1] == pytest.approx(0, abs=1e-9), "all steps are alike"
+    assert found["zero/2"][1] == pytest.approx(0, abs=1e-6), "all steps are alike"
     printed = ceiling.report(found)
     assert "10 of them used; 0.75 of the groups are live" in printed
     assert "use groups of 4." in printed
@@ -317,7 +317,7 @@ def test_a_prompt_of_weight_2_is_two_prompts():
     ignored = figures(rows, alike, SETTINGS, "")
     assert one.keys() == two.keys()
     for name in one.keys() - {"run", "scale_rewards"}:
-        assert one[name] == pytest.approx(two[name], rel=1e-9), name
+        assert one[name] == pytest.approx(two[name], rel=1e-5), name
     for name in ("zero/2", "adaptive/6", "ceiling/prompts", "reached", "variance"):
         assert one[name] != pytest.approx(ignored[name], rel=1e-3), name
 
