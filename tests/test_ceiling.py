@@ -146,12 +146,14 @@ def made_up_group(step: int, rewards, *, tokens=1.0, size=1.0, weights=1.0, prom
 
 
 def random_groups(K: int, G: int, steps: int = 6, seed: int = 0) -> list[dict]:
-    """Groups whose completions differ in everything."""
+    """Groups whose completions differ in everything; every fourth problem is too hard."""
     draw = torch.Generator().manual_seed(seed)
     rand = lambda: torch.rand(K, G, generator=draw)
     groups = []
     for step in range(2, 2 + steps):
-        rewards = (rand() < 0.8 * rand()[:, :1]).double().tolist()
+        pass_rates = 0.8 * rand()[:, :1]
+        pass_rates[1::4] = 0.0
+        rewards = (rand() < pass_rates).double().tolist()
         tables = {"tokens": (9 + 30 * rand()).tolist(), "size": (0.5 + rand()).tolist()}
         weights = torch.where(rand() < 0.6, 1 / 0.6, 0.0).tolist()
         groups.append(made_up_group(step, rewards, weights=weights, **tables))
