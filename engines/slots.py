@@ -5,7 +5,7 @@ Launching a kernel takes longer than most of a step's kernels compute. A graph l
 at once, on the memory that it was captured with. So the batch is a number of slots that stay where
 they are: a slot holds a completion, whose tokens begin in its first column, so nothing is padded.
 Every 16 tokens the host looks what has ended, and gives free slots the next completions. When none
-is left, it halves the batch, and captures again.
+is left, it shrinks the batch, and captures again.
 
 Letters: R slots, C columns of a slot, G completions of a prompt, T = max_new_tokens, V vocabulary,
 H query heads, H_kv key heads, D width of a head, W tokens of the longest prompt that is read.
@@ -43,34 +43,23 @@ def decode(model, prompt_ids, group_size, record, progress) -> None:
         progress.update(slots.release())
 
 
-class Seen(NamedTuple):
-    """Where the tokens of a step go in the cache, and what they attend to."""
-
-    place: torch.Tensor  # [R] the column of each slot's token, counted over all slots
-    lengths: torch.Tensor  # [R] int32, tokens in each slot
-    queries: torch.Tensor  # [R + 1] int32, 0 to R
-    keys: torch.Tensor  # [R + 1] int32, 0 to R x C
-    bias: torch.Tensor  # [R, 1, 1, C], 0 at each slot's tokens and -inf after them
-
-
 class Layer(NamedTuple):
     """Keys and values of a layer."""
 
     states: torch.Tensor  # [2, R or more, C, H_kv, D]
 
-    def attend(self, queries, new, seen: Seen):
+    def attend(self, queries, new, seen):
         """Add keys and values `new` [R, 2, H_kv, D] of one token; attention of its queries [R,
-        H_kv, H / H_kv, D], in either of two shapes that agree in memory."""
-        self.states.flatten(1, 2).index_copy_(1, seen.place, new.transpose(0, 1))
-        R, C = len(queries), self.states.shape[2]
-        keys, values = self.states[:, :R]  # [R, C, H_kv, D]
+        H_kv, H / H_kv, D]: [R, H, D], with H in one dimension or in two."""
+        place, lengths, bounds, bias = seen
+        self.states.flatten(1, 2).index_copy_(1, place, new.transpose(0, 1))
+        keys, values = self.states[:, : len(queries)]  # [R, C, H_kv, D]
         kernel = new.is_cuda and new.dtype.itemsize == 2 and varlen_attn
         if not kernel or "seqused_k" not in inspect.signature(kernel).parameters:  # since 2.12
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-            return F.scaled_dot_product_attention(queries, keys, values, seen.bias)
-        bounds, options = (seen.queries, seen.keys, 1, C), {"seqused_k": seen.lengths}
+            return F.scaled_dot_product_attention(queries, keys, values, bias)
         queries, keys, values = queries.flatten(1, 2), keys.flatten(0, 1), values.flatten(0, 1)
-        return kernel(queries, keys, values, *bounds, **options, enable_gqa=True)
+        return kernel(queries, keys, values, *bounds, seqused_k=lengths, enable_gqa=True)
 
 
 class Slots:
@@ -101,11 +90,11 @@ class Slots:
         scores = self.record.distribution(self.texts[:R], self.logits[:R])
         token, *_ = self.record.draw(number, None, drawn, scores)  # [R, 1]
         self.texts[:R].scatter_(1, position[:, None], token)
-        bounds = torch.arange(R + 1, dtype=torch.int32, device=self.device)
+        rows = torch.arange(R + 1, dtype=torch.int32, device=self.device)
         after = torch.arange(C, device=self.device) > position[:, None]  # [R, C]
         bias = self.logits.new_zeros(R, C).masked_fill_(after, -torch.inf)[:, None, None]
-        place, lengths = bounds[:R] * C + position, (position + 1).int()
-        seen = Seen(place, lengths, bounds, bounds * C, bias)
+        # the token's column, counted over all slots; tokens in each slot; whose they are; a mask
+        seen = rows[:R] * C + position, (position + 1).int(), (rows, rows * C, 1, C), bias
         self.logits[:R] = self.decoder(token, position[:, None], 0, self, seen)
         self.state[1:, :R] += 1
 
@@ -122,7 +111,7 @@ class Slots:
                 step()  # loads the kernels, which a capture cannot
                 steps -= 1
                 graph = self.graphs[self.rows] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self.pool):
+                with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
                     step()
                 self.pool = graph.pool()
             step = self.graphs[self.rows].replay
@@ -142,10 +131,11 @@ class Slots:
         return before - len(self.held)
 
     def refill(self) -> None:
-        """Put the next completions into free slots. If there are none, halve the batch."""
+        """Put the next completions into free slots. If there are none, shrink a batch that is three
+        quarters empty."""
         G = self.group_size
-        while not self.queue and 2 * len(self.held) <= self.rows:
-            self.halve()
+        while not self.queue and 4 * len(self.held) <= self.rows:
+            self.shrink()
         free = [row for row in range(self.rows) if row not in self.held]
         if not self.queue or FREE * len(free) < self.rows:
             return
@@ -173,9 +163,9 @@ class Slots:
             for to, states in zip(layer.states, (read.keys, read.values), strict=True):
                 to[row, :W] = states[pairs[0], :, pairs[1]]
 
-    def halve(self) -> None:
-        """Keep the first half of the slots. What the others hold moves there."""
-        self.rows //= 2
+    def shrink(self) -> None:
+        """Keep the first quarter of the slots. What the others hold moves there."""
+        self.rows //= 4
         free = (row for row in range(self.rows) if row not in self.held)
         moves = [(row, next(free)) for row in self.held if row >= self.rows]
         if not moves:

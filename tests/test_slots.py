@@ -45,15 +45,15 @@ def test_slots_change_nothing(sample, options, batch_size):
 
 @pytest.mark.parametrize(
     ("changes", "most"),
-    [({}, 21), ({"batch_size": 8}, 8), ({"cache_tokens": 200}, 7), ({"cache_tokens": 1}, 1)],
+    [({}, 21), ({"batch_size": 8}, 8), ({"cache_tokens": 560}, 7), ({"cache_tokens": 1}, 1)],
 )
 def test_the_batch_fits_and_shrinks(sample, changes, most):
     """Catches a budget or a batch size that is ignored, slots that wait although completions do,
-    and a batch that stays large for the last ones. A slot has 7 + 1 + 14 + 4 = 26 columns."""
-    found, rows = sample(**changes)
+    and a batch that stays large for the last ones. A slot has 8 + 60 + 4 = 72 columns."""
+    found, rows = sample(max_new_tokens=60, **changes)
     assert rows[0] == most
-    assert rows == sorted(rows, reverse=True), "halved at the end"
-    assert rows[-1] <= max(1, most // 2)
+    assert rows == sorted(rows, reverse=True), "smaller at the end"
+    assert rows[-1] <= max(1, most // 4)
     sampled = found.lengths.sum().item()
     assert sampled <= sum(rows) < 2.5 * sampled
 

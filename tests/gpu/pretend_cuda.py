@@ -257,7 +257,7 @@ class _Graph:
 class _Capture(TorchDispatchMode):
     """Operators are computed, as the next ones need shapes, but what they wrote is taken back."""
 
-    def __init__(self, graph, pool=None):
+    def __init__(self, graph, pool=None, *, capture_error_mode="global"):
         super().__init__()
         self.graph, self.before = graph, {}
 
