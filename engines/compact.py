@@ -70,7 +70,7 @@ def in_batches(
 def _decode(model, prompt_ids, group_size, record, progress) -> None:
     """Prefill each prompt once, then decode its completions in step. A row of the batch serves all
     completions whose texts are equal so far, and splits when they draw different tokens. What has
-    ended leaves. The host waits for each token."""
+    ended leaves. On a GPU, the host waits for every token."""
     T, device = record.sampling.max_new_tokens, model.device
     logits, prompts, positions, bias, cache = prefill.prefill(model, prompt_ids, T)
     W, ragged = prompts.shape[1], prefill.is_ragged(prompt_ids)
@@ -94,12 +94,11 @@ def _decode(model, prompt_ids, group_size, record, progress) -> None:
         if live == 0:
             break
         if live < len(active) or len(token) > len(logits):
-            *rows, row_of = next_rows(continued, row_of, ended)
-            going, text, source, copied_to, copied_from = (send(x, device) for x in rows)
+            rows = next_rows(continued, row_of, ended.to(device))
             for layer in cache.layers:
-                layer.keep(len(text), copied_to, copied_from, most=live)
-            active, token = active[going], token[text]
-            prompts, positions, bias = (x[source] for x in (prompts, positions, bias))
+                layer.keep(len(rows.text), rows.copied_to, rows.copied_from, most=live)
+            active, token, row_of = active[rows.going], token[rows.text], rows.row_of
+            prompts, positions, bias = (x[rows.source] for x in (prompts, positions, bias))
         visible = bias[..., : W + step + 1] if ragged else None
         logits = decode(token, positions, step + 1, cache, visible)  # [R, V]
 
@@ -202,7 +201,7 @@ def warpers(sampling) -> LogitsProcessorList:
 
 
 class Rows(NamedTuple):
-    """The R rows of the batch after a token. All tensors are small and on the CPU."""
+    """The R rows of the batch after a token."""
 
     going: torch.Tensor  # [n] the unfinished completions, in the order of their rows
     text: torch.Tensor  # [R] the text in each row
@@ -222,7 +221,7 @@ def next_rows(continued, text_of, ended) -> Rows:
     and the others go to freed rows, then to new rows at the end. This copies as little of the cache
     as possible. If continued and text_of are None, no completions share a row.
     """
-    numbers = torch.arange(len(ended))
+    numbers = torch.arange(len(ended), device=ended.device)
     if text_of is None:
         continued = text_of = numbers
     going = numbers[~ended]
@@ -230,7 +229,7 @@ def next_rows(continued, text_of, ended) -> Rows:
     continued = continued[kept]
 
     # The first continuation of a row stays, unless its row is beyond the last one that is needed.
-    first = continued.diff(prepend=torch.tensor([-1])) > 0
+    first = continued.diff(prepend=continued.new_tensor([-1])) > 0
     stays = first & (continued < len(kept))
     order = torch.full_like(continued, -1)  # [R], which of the kept texts is in each row
     order[continued[stays]] = stays.nonzero()[:, 0]

@@ -72,6 +72,7 @@ class Slots:
         self.held = {}  # slot: (the number of its completion, tokens drawn)
         self.graphs, self.pool = {}, None  # of R slots
         C = max(map(len, prompt_ids), default=0) + record.ids.shape[1]
+        C += -C % 8  # kernels take a mask as it is if its rows begin at multiples of 16 bytes
         most = max(1, rollout.cache_tokens(model, record.sampling) // C)
         self.rows = R = min(len(self.queue), record.sampling.batch_size, most)
         self.decoder = Decoder(model, C)

@@ -45,7 +45,7 @@ def test_slots_change_nothing(sample, options, batch_size):
 
 @pytest.mark.parametrize(
     ("changes", "most"),
-    [({}, 21), ({"batch_size": 8}, 8), ({"cache_tokens": 560}, 7), ({"cache_tokens": 1}, 1)],
+    [({}, 21), ({"batch_size": 8}, 8), ({"cache_tokens": 520}, 7), ({"cache_tokens": 1}, 1)],
 )
 def test_the_batch_fits_and_shrinks(sample, changes, most):
     """Catches a budget or a batch size that is ignored, slots that wait although completions do,
