@@ -121,10 +121,12 @@ def test_both_levels_are_exact(tmp_path):
     assert error(found, full_gradient(trainer, OWN_LENGTH)) < 1e-12
 
 
-def test_padding_is_exact(tmp_path):
-    """Lengths in multiples of 8 and datums in multiples of 5, by fillers. Catches a length without
-    the padding, a number of datums without the fillers, and fillers that have a gradient."""
-    options = {"pad_tokens": 8, "pad_datums": 5, "completion_rule": "pps"}
+@pytest.mark.parametrize(("rule", "multiple"), [("pps", 5), ("none", 5), ("none", 40)])
+def test_padding_is_exact(tmp_path, rule, multiple):
+    """Lengths in multiples of 8 and datums in multiples of 5 or 40, by fillers, of which all of 16
+    completions leave none. Catches a length without the padding, a number of datums without the
+    fillers, and fillers that have a gradient."""
+    options = {"pad_tokens": 8, "pad_datums": multiple, "completion_rule": rule}
     trainer, sent = fixed(tmp_path, **options), []
     step = tinker_toy.Client.forward_backward
     record = lambda client, datums, loss_fn: sent.append(datums) or step(client, datums, loss_fn)
@@ -132,9 +134,9 @@ def test_padding_is_exact(tmp_path):
         found = tinker_toy.over_completions(trainer)
     assert error(found, full_gradient(trainer, OWN_LENGTH)) < 1e-12
     assert {one.model_input.length for datums in sent for one in datums} == {8}
-    assert {len(datums) % 5 for datums in sent} == {0}
+    assert {len(datums) % multiple for datums in sent} == {0}
     live = [sum(any(one.loss_fn_inputs["advantages"]) for one in datums) for datums in sent]
-    assert any(n % 5 for n in live), "no fillers were needed"
+    assert any(n % multiple for n in live), "no fillers were needed"
 
 
 @pytest.mark.parametrize(

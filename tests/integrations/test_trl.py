@@ -558,6 +558,7 @@ def test_evaluation_is_grpos(gpt2, exact_world):
         ),
         ({"num_iterations": 2}, PROMPTS, "num_iterations=2 .*choose 1"),
         ({"steps_per_generation": 8}, PROMPTS, "steps_per_generation=8 .*set it to 4"),
+        ({"steps_per_generation": 2}, PROMPTS, "steps_per_generation=2 .*set it to 4"),
     ],
 )
 def test_refusals(gpt2, options, rules, message):

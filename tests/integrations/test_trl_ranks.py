@@ -60,7 +60,7 @@ def test_whole_runs(gpt2, accumulation, generation, iterations, group, world):
         "num_iterations": iterations, "per_device_train_batch_size": group,
         "num_generations": group,
     }  # fmt: skip
-    prompts = generation <= accumulation and iterations == 1
+    prompts = generation == accumulation and iterations == 1
     rules = {"prompt_rule": "pps" if prompts else "none", "prompt_prune_rate": 0.35}
     first = in_processes(world, trl_ranks.count_draws, str(gpt2), layout, rules)[0]
     counts = json.loads(first.splitlines()[-1])
