@@ -55,7 +55,7 @@ def test_other_rules_are_exact(library, case):
     assert error(toy.gradient(), stock) > 0.01
 
 
-@each(lambda library: library.LOSSES)
+@each(lambda library: [x for x in library.LOSSES if not x.startswith("dro-")])  # it has a penalty
 def test_zero_is_the_librarys(library, case):
     """Catches a completion that is dropped although its term is not 0, and one that is not."""
     toy = library.Toy(completion_rule="zero", **library.LOSSES[case] | library.PLAIN)

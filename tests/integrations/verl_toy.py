@@ -42,7 +42,7 @@ RULE, RATE, PROMPT_RULE, PROMPT_RATE = RULES
 ACTOR = "actor_rollout_ref__actor__"
 LOSS, MODE = f"{ACTOR}policy_loss__loss_mode", f"{ACTOR}loss_agg_mode"
 UPDATE = f"{ACTOR}ppo_mini_batch_size"
-KL, ENTROPY, DRO = f"{ACTOR}use_kl_loss", f"{ACTOR}entropy_coeff", f"{ACTOR}policy_loss__dro_beta"
+KL, ENTROPY = f"{ACTOR}use_kl_loss", f"{ACTOR}entropy_coeff"
 NO_TERMS = {KL: False, ENTROPY: 0}
 
 LOSSES = {
@@ -56,7 +56,7 @@ REFUSED, MEMORY = (), dppo_verl.MEMORY
 ESTIMATORS = ("grpo", "grpo_variance", "grpo_mean", "rloo")
 SCALES = {name: {"algorithm__adv_estimator": name, MODE: "token-sum"} for name in ESTIMATORS}
 FEW = {"prompts": ("bb", "ccc"), UPDATE: 2}
-PLAIN = {**NO_TERMS, DRO: 0, "prompts": ("f", "bb", "ccc", "dddd")}  # of the last, none is right
+PLAIN = {**NO_TERMS, "prompts": ("f", "bb", "ccc", "dddd")}  # of the last, none is right
 
 
 def kept_tokens(config, model_output, data, dp_group=None):
