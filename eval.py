@@ -17,6 +17,7 @@ stored as soon as it is scored, and repeating the command continues an interrupt
 import json
 import math
 import sys
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +36,7 @@ import data
 import models
 import rewards
 import rollout
-from dppo import generator_for, seed_for
+from dppo import seed_for
 from engines import vllm_engine
 from flags import EvalConfig
 from runtime import InputError, checkpoint, log
@@ -256,20 +257,24 @@ def pass_at_k(rewards: torch.Tensor, k: int) -> float:
     return sum(chances) / len(chances) if chances else math.nan
 
 
-def bootstrap_interval(rewards: torch.Tensor, *, draws: int = 10_000) -> tuple[float, float]:
-    """95 % percentile interval of avg@k over resampled problems.
+def wilson_interval(means: torch.Tensor, low=0.0, high=1.0) -> tuple[float, float]:
+    """Wilson's 95 % score interval of the mean of problems' means [P], which lie from low to high.
 
-    It measures the error due to the choice of these P problems.
+    It measures the error due to the choice of these P problems. Means that are all low or high, as
+    of one completion, are P draws of that kind. Others vary less, and so are worth more draws: n,
+    whose standard error would be the same.
     """
-    means = rewards.nanmean(dim=1)
-    means = means[~means.isnan()]  # [P]
+    means = means[~means.isnan()]
     if len(means) == 0:
         return math.nan, math.nan
-    generator = generator_for("bootstrap")
-    index = torch.from_numpy(generator.integers(len(means), size=(draws, len(means))))
-    ends = torch.tensor([0.025, 0.975], dtype=means.dtype)
-    low, high = means[index].mean(dim=1).quantile(ends).tolist()
-    return low, high
+    least, most = means.aminmax()
+    low, high = min(low, least.item()), max(high, most.item())
+    z, mean = 1.96, means.mean().item()
+    error = means.std(correction=0).item() / math.sqrt(len(means))
+    n = (mean - low) * (high - mean) / error**2 if least < most else len(means)
+    centre = (n * mean + z**2 * (low + high) / 2) / (n + z**2)
+    half = z * math.hypot(n * error, z * (high - low) / 2) / (n + z**2)
+    return max(low, centre - half), min(high, centre + half)
 
 
 def stored_rewards(rows: list[dict]) -> torch.Tensor:
@@ -290,7 +295,7 @@ def figures(rows: list[dict]) -> dict:
         "problems": len(rows),
         "k": k,
         f"avg@{k}": avg_at_k(scores),
-        "ci95": list(bootstrap_interval(scores)),
+        "wilson95": list(wilson_interval(scores.nanmean(dim=1))),
         **shares,  # other rewards do not say which completions are right
         "unscorable": int(scores.isnan().sum()),
         "truncated_share": sum(sum(row["truncated"]) for row in rows) / scores.numel(),
@@ -300,9 +305,9 @@ def figures(rows: list[dict]) -> dict:
 
 def print_table(table: list[dict], k: int) -> None:
     """One line per set, and the average over several."""
-    print(f"{'set':18s} problems   avg@{k:<4d} (95 % interval)   pass@{k:<4d} cut off")
+    print(f"{'set':18s} problems   avg@{k:<4d} (Wilson, 95 %)    pass@{k:<4d} cut off")
     for row in table:
-        name, (low, high) = Path(row["data"]).stem[:18], row["ci95"]
+        name, (low, high) = Path(row["data"]).stem[:18], row["wilson95"]
         print(
             f"{name:18s} {row['problems']:8d}   {row[f'avg@{k}']:.3f}    ({low:.3f} to {high:.3f})"
             f"   {row.get(f'pass@{k}', math.nan):.3f}     {row['truncated_share']:6.1%}"
@@ -319,19 +324,18 @@ def compare(first: str, second: str) -> list[dict]:
     table = []
     for path in sorted(Path(first).glob("*.jsonl")):
         old, new = (stored_means(Path(folder) / path.name) for folder in (first, second))
-        common = [key for key in old if key in new]
-        if not common:
+        pairs = [(old[key], new[key]) for key in old if key in new]
+        if not pairs:
             continue
-        before = torch.tensor([old[key] for key in common], dtype=torch.float64)
-        after = torch.tensor([new[key] for key in common], dtype=torch.float64)
-        difference = (after - before)[:, None]  # [P, 1]
+        before, after = torch.tensor(pairs, dtype=torch.float64).T
+        difference = after - before
         row = {
             "set": path.stem,
-            "problems": len(common),
-            "first": round(before.nanmean().item(), 4),
-            "second": round(after.nanmean().item(), 4),
-            "difference": round(avg_at_k(difference), 4),
-            "ci95": [round(end, 4) for end in bootstrap_interval(difference)],
+            "problems": len(pairs),
+            "first": round(before.mean().item(), 4),
+            "second": round(after.mean().item(), 4),
+            "difference": round(difference.mean().item(), 4),
+            "wilson95": [round(end, 4) for end in wilson_interval(difference, low=-1.0)],
         }
         print(log.as_json(row))
         table.append(row)
@@ -341,12 +345,16 @@ def compare(first: str, second: str) -> list[dict]:
     return table
 
 
-def stored_means(path: Path) -> dict[tuple[int, str], float]:
-    """The mean reward of each stored problem's scorable completions; NaN if it has none."""
-    return {
-        (row["index"], row["problem"]): stored_rewards([row]).nanmean().item()
-        for row in log.read_rows(path)
-    }
+def stored_means(path: Path) -> dict[tuple[str, int], float]:
+    """{(problem, which of its occurrences): the mean reward of its scorable completions}, without
+    problems that have none. Where a model dropped a prompt, later rows have other indices."""
+    seen, means = Counter(), {}
+    for row in log.read_rows(path):
+        text, mean = row["problem"], stored_rewards([row]).nanmean().item()
+        if not math.isnan(mean):
+            means[text, seen[text]] = mean
+        seen[text] += 1
+    return means
 
 
 def check_golds(names: tuple[str, ...]) -> list[dict]:

@@ -211,12 +211,15 @@ class Trainer:
             self.completion_rule, self.completion_prune_rate, batch, generator
         )
 
-        # --- Send what is kept and, as fillers, the shortest of the others, whose advantage is 0
+        # --- Send what is kept and, as fillers, the shortest of the others, whose advantage is 0;
+        # if there are too few, all of them again
         carried = (advantages * scale * weights * own_weights).flatten().tolist()
         multiple = self.pad_datums
         n = math.ceil(max(1, int(keep.sum())) / multiple) * multiple
-        order = torch.where(keep, 0.0, cost).flatten().argsort(stable=True)[:n].tolist()
-        rows = [(*rows[i], [carried[i]] * len(rows[i][1])) for i in order]
+        order = torch.where(keep, 0.0, cost).flatten().argsort(stable=True).tolist()
+        carried = [carried[i] for i in order] + [0.0] * n
+        pairs = zip((order * multiple)[:n], carried, strict=False)
+        rows = [(*rows[i], [a] * len(rows[i][1])) for i, a in pairs]
         datums = make_datums(rows, self.means, self.pad_tokens)
         grad_norm = update(self.client, self.loss_fn, [datums], self.lr * min(1, step / WARMUP))
 

@@ -185,10 +185,9 @@ class DPPOTrainer(trl.GRPOTrainer):
         args, rule = self.args, self.args.prompt_rule
         update, generation = args.gradient_accumulation_steps, args.steps_per_generation
         require(
-            generation <= update,
-            f"steps_per_generation={generation} with prompt_rule={rule!r}: later updates would "
-            f"start from parameters that know the draw; set it to {update} "
-            "(gradient_accumulation_steps)",
+            generation == update,
+            f"steps_per_generation={generation} with prompt_rule={rule!r}: an update needs one "
+            f"draw of prompts of its own; set it to {update} (gradient_accumulation_steps)",
         )
         require(
             isinstance(self.train_dataset, Dataset) and not self.environment_factories,

@@ -51,14 +51,6 @@ def pictures(monkeypatch, no_pictures):
 
 
 @pytest.fixture(scope="session")
-def gpt2(tmp_path_factory):
-    """The folder of the GPT-2 in float64 that TRL's tests train."""
-    folder = tmp_path_factory.mktemp("trl") / "gpt2"
-    importlib.import_module("trl_toy").save_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def make_policy():
     """Build an untrained two-layer Qwen3 with grouped-query attention, and its byte tokenizer."""
 

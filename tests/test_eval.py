@@ -55,18 +55,42 @@ def test_average_is_over_completions_then_problems():
     assert math.isnan(evaluation.avg_at_k(torch.full((2, 2), nan)))
 
 
-def test_interval_is_over_problems():
-    """200 problems, each solved always or never: the interval is 1.96 binomial standard errors,
-    which a larger k does not narrow. Fails if completions are resampled instead of problems."""
-    solved = (torch.arange(200) % 4 == 0).double()
-    low, high = evaluation.bootstrap_interval(solved[:, None].expand(200, 8))
-    error = 1.96 * math.sqrt(0.25 * 0.75 / 200)
-    assert low == pytest.approx(0.25 - error, abs=0.01)
-    assert high == pytest.approx(0.25 + error, abs=0.01)
-    unscorable = torch.full((50, 8), nan)
-    more = torch.cat([solved[:, None].expand(200, 8), unscorable])
-    assert evaluation.bootstrap_interval(more) == (low, high), "they are not wrong"
-    assert all(map(math.isnan, evaluation.bootstrap_interval(unscorable)))
+@pytest.mark.parametrize("k", [1, 8])
+@pytest.mark.parametrize("P", [30, 300])
+@pytest.mark.parametrize(
+    ("first", "second"), [(0, 0.05), (0, 0.2), (0, 0.5), (0, 0.95), (0.02, 0.05), (0.3, 0.5)]
+)
+def test_intervals_cover(P, k, first, second):
+    """2,000 sets of P problems, of which two models can solve these shares, always or half of the
+    time; where the first solves none, the interval is of the second. Catches the percentile
+    bootstrap and Student's t (0.69 of 30 problems at 0.05), and completions that are resampled."""
+    generator = torch.Generator().manual_seed(P + k)
+    rates = torch.tensor([1.0, 0.5]).double()[torch.randint(2, (2, 2000, P), generator=generator)]
+    can = torch.rand(2, 2000, P, generator=generator) < torch.tensor([first, second])[:, None, None]
+    chances = (can * rates)[..., None].expand(-1, -1, -1, k)
+    before, after = torch.bernoulli(chances, generator=generator).mean(dim=3)
+    truth, low = 0.75 * (second - first), -1.0 if first else 0.0
+    ends = torch.tensor([evaluation.wilson_interval(x, low) for x in after - before])
+    covered = ((ends[:, 0] <= truth) & (truth <= ends[:, 1])).double().mean()
+    assert 0.93 <= covered <= 1.0
+    assert P == 30 or covered < 0.97, "too wide"
+
+
+def test_intervals_by_hand():
+    """Wilson's of 7 of 50; shares of 0 and 1; equal models; rewards beyond 1. Fails if a problem
+    that cannot be scored counts, or if less spread does not narrow it."""
+    interval = evaluation.wilson_interval
+    solved = (torch.arange(50) < 7).double()
+    assert interval(solved) == pytest.approx((0.0695, 0.2619), abs=1e-4)
+    assert interval(torch.cat([solved, torch.full((9,), nan)])) == interval(solved)
+    assert all(map(math.isnan, interval(torch.full((9,), nan))))
+    assert interval(torch.zeros(30)) == pytest.approx((0, 0.1135), abs=1e-4)
+    assert interval(torch.ones(30)) == pytest.approx((0.8865, 1), abs=1e-4)
+    assert interval(torch.zeros(30), low=-1.0) == pytest.approx((-0.1135, 0.1135), abs=1e-4)
+    assert interval(10 * solved) == pytest.approx((0.695, 2.619), abs=1e-3)
+    means = 0.5 + 0.01 * solved  # of many completions: within 1.96 standard errors
+    error = 1.96 * means.std(correction=0).item() / math.sqrt(50)
+    assert interval(means) == pytest.approx((0.5014 - error, 0.5014 + error), abs=1e-5)
 
 
 def test_pass_at_k_by_enumeration():
@@ -97,7 +121,7 @@ def test_figures_by_hand(capsys):
     found = evaluation.figures(rows)
     evaluation.print_table([found | {"data": "one"}, found | {"data": "two", "avg@3": 0.75}], k=3)
     assert capsys.readouterr().out.split()[-2:] == ["average", "0.500"]
-    assert 0 <= found["ci95"][0] < found.pop("ci95")[1]
+    assert 0 <= found["wilson95"][0] < found.pop("wilson95")[1]
     assert found == {
         "problems": 2, "k": 3, "avg@3": 0.25, "pass@1": 0.25, "pass@2": 0.5, "pass@3": 0.0,
         "unscorable": 1, "truncated_share": 0.5, "mean_length": 6.0,
@@ -114,27 +138,32 @@ def test_rewards_that_are_not_right_or_wrong():
 
 
 def test_paired_comparison(tmp_path):
-    """The interval is that of the differences.
+    """The second model had no room for the first problem, and cannot score the last, nor the first
+    model the one before. The interval is that of the differences.
 
-    Catches two separate intervals, pairs of different problems, and a problem that is there twice
-    but counts once.
+    Catches pairs by row number, two separate intervals, pairs of different problems, means over
+    problems of one folder, and a problem that is there twice but counts once.
     """
     for folder, shift in (("old", 0), ("new", 1)):
         rows = [
             {
-                "index": n,
-                "problem": f"p{max(n, 2)}",  # the first three are the same
+                "problem": f"p{n if n < 97 else 96}",  # the last four are the same
                 "rewards": [float(n % 10 < 5 + shift), float(n % 10 < 5), None],
             }
             for n in range(100)
         ]
+        rows[98 + shift]["rewards"] = [None] * 3
+        rows = [{"index": n} | row for n, row in enumerate(rows[shift:])]
         (tmp_path / folder).mkdir()
-        write(tmp_path / folder / "mine.jsonl", rows[1:] if folder == "new" else rows[::-1])
+        write(tmp_path / folder / "mine.jsonl", rows)
     (row,) = evaluation.compare(str(tmp_path / "old"), str(tmp_path / "new"))
-    assert row["problems"] == 99
-    assert row["difference"] == pytest.approx(10 / 2 / 99, abs=1e-4)
-    assert row["second"] - row["first"] == pytest.approx(row["difference"], abs=2e-4)
-    assert 0 < row["ci95"][0] < row["difference"] < row["ci95"][1] < 0.1
+    assert row["problems"] == 97
+    assert row["first"] == pytest.approx(49 / 97, abs=1e-4)
+    assert row["second"] == pytest.approx((49 + 5) / 97, abs=1e-4)
+    assert row["difference"] == pytest.approx(5 / 97, abs=1e-4)
+    assert 0 < row["wilson95"][0] < row["difference"] < row["wilson95"][1] < 0.1
+    (row,) = evaluation.compare(str(tmp_path / "old"), str(tmp_path / "old"))
+    assert row["wilson95"][0] == -row["wilson95"][1] < 0, "of a model and itself"
     with pytest.raises(InputError, match="no problem in common"):
         evaluation.compare(str(tmp_path / "old"), str(tmp_path))
 
@@ -151,7 +180,7 @@ def test_command_line(policy_folder):
     names = [json.loads(line)["data"] for line in (first, second)]
     assert names == ["arithmetic-longer", "arithmetic"]
     row = json.loads(first)
-    assert (row["problems"], row["avg@2"], row["ci95"]) == (5, 0.0, [0.0, 0.0])
+    assert (row["problems"], row["avg@2"]) == (5, 0.0)
     assert row["max_new_tokens"] == 4
     assert head.split()[:3] == ["set", "problems", "avg@2"]
     assert [line.split()[0] for line in table] == ["arithmetic-longer", "arithmetic", "average"]

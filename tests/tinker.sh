@@ -10,5 +10,6 @@ if [ ! -x "$venv/bin/pytest" ]; then
     "$venv/bin/pip" install -q "skyrl[tinker,jax]==0.3.0" tinker==0.18.2 torch==2.13.0 \
         math-verify==0.9.0 tyro==1.0.17 tqdm==4.70.1 matplotlib==3.11.2 gguf==0.19.0 pytest==9.2.0
 fi
-"$venv/bin/python" -m pytest -o addopts= -v -p no:cacheprovider tests/integrations/test_tinker.py \
+"$venv/bin/python" -m pytest -o addopts= -v -p no:cacheprovider \
+    tests/integrations/test_exact.py tests/integrations/test_tinker.py \
     tests/integrations/test_tinker_server.py

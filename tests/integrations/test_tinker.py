@@ -1,4 +1,5 @@
-"""dppo_tinker.py against a service in this process: exact by enumeration, in each denominator.
+"""dppo_tinker.py against a service in this process: padding, runs, refusals. test_exact.py has the
+proof.
 
 These tests need no SDK; tests/tinker.sh runs them with it, and test_tinker_server.py with SkyRL's
 server.
@@ -16,147 +17,36 @@ from unittest import mock
 import pytest
 import tinker_toy
 import torch
-from tinker_toy import MEANS, PROBLEMS, Server, dppo_tinker, error, full_gradient, make_trainer
+from exact import error, over_completions
+from tinker_toy import MEANS, PROBLEMS, Server, Toy, dppo_tinker, make_trainer
 
 import dppo
 import sampler
 from dppo import RuleError
-from related import rivals  # noqa: F401 (adds rules that are biased)
 from tasks import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN_LENGTH = lambda length, n, tokens: length * n
-SCALES = {
-    "grpo": OWN_LENGTH,
-    "dr_grpo": lambda length, n, tokens: n * tinker_toy.LONGEST,
-    "dapo": lambda length, n, tokens: tokens,
-    "cispo": lambda length, n, tokens: tokens,
-}
 
 
-def fixed(folder, denominator="both", **options):
-    """A trainer whose completions are the same each time, from a policy somewhat different."""
-    return make_trainer(folder, Server(denominator, fixed=True), **options)
+# ---------------------------------------------------------------------------- a step
 
 
-# ---------------------------------------------------------------------------- the proof
-
-
-@pytest.mark.parametrize("denominator", MEANS)
-@pytest.mark.parametrize("loss_fn", dppo_tinker.LOSS_FNS)
-@pytest.mark.parametrize("rule", ["none", "zero", "uniform", "pps"])
-def test_completions_are_exact(tmp_path, denominator, loss_fn, rule):
-    """Every outcome of the draw through a whole step, in all denominators a server may have: the
-    mean gradient is that of all completions. They have 1 to 5 tokens, prompts 1 to 3.
-
-    Catches a token count without the prompt or with a token too many, a number of datums that is
-    not what was sent, a weight that misses, and a shifted column.
-    """
-    trainer = fixed(tmp_path, denominator, loss_fn=loss_fn, completion_rule=rule)
-    assert trainer.means == MEANS[denominator]
-    wanted = full_gradient(trainer, OWN_LENGTH)
-    assert error(tinker_toy.over_completions(trainer), wanted) < 1e-12
-    gradient, row = tinker_toy.gradient_of(trainer)
-    assert (error(gradient, wanted) > 0.01) == (rule in ("uniform", "pps"))
-    assert (row["kept/completions"] == 1) == (rule == "none")
-
-
-@pytest.mark.parametrize("denominator", ["sum", "both"])
-@pytest.mark.parametrize("loss", dppo_tinker.LOSSES)
-def test_losses_are_exact(tmp_path, denominator, loss):
-    """Each loss has its own advantages and denominator of the un-pruned batch. Catches a
-    denominator of what is kept, and advantages divided by a deviation where they should not be."""
-    loss_fn = "cispo" if loss == "cispo" else "ppo"
-    trainer = fixed(tmp_path, denominator, loss=loss, loss_fn=loss_fn, completion_rule="pps")
-    assert trainer.scale_rewards == dppo.LOSSES[loss].scale_rewards
-    found = tinker_toy.over_completions(trainer)
-    assert error(found, full_gradient(trainer, SCALES[loss])) < 1e-12
-
-
-@pytest.mark.parametrize("scale", dppo.SCALES)
-def test_objectives_are_exact(tmp_path, scale):
-    """Catches advantages of another scale than the one that was asked for."""
-    trainer = fixed(tmp_path, scale_rewards=scale, completion_rule="pps")
-    found = tinker_toy.over_completions(trainer)
-    assert error(found, full_gradient(trainer, OWN_LENGTH)) < 1e-12
-    other = fixed(tmp_path / "other", scale_rewards="none" if scale != "none" else "group")
-    assert error(found, full_gradient(other, OWN_LENGTH)) > 0.01
-
-
-def test_dropped_below_the_mean_is_exact(tmp_path):
-    """The paper's rule, whose outcomes double with every completion below the mean."""
-    trainer = fixed(tmp_path, problems=PROBLEMS[:2], completion_rule="dppo")
-    found = tinker_toy.over_completions(trainer)
-    assert error(found, full_gradient(trainer, OWN_LENGTH)) < 1e-12
-
-
-def taught(folder, **options):
-    """A trainer whose history has different scores and lengths; rate 0.5 keeps two of four, with
-    dppo any."""
-    trainer = fixed(folder, prompt_prune_rate=0.5, **options)
-    scores = torch.tensor([0.0, 0.3, 0.5, 0.7], dtype=torch.float64)
-    lengths = torch.tensor([6, 12, 4, 9])
-    groups = scores[:, None].expand(4, 4), lengths[:, None].expand(4, 4)
-    trainer.history.update(torch.arange(4), *groups)
-    return trainer
-
-
-@pytest.mark.parametrize("denominator", ["sum", "both"])
-@pytest.mark.parametrize("loss", ["grpo", "dapo"])
-@pytest.mark.parametrize("rule", ["uniform", "dppo", "pps"])
-def test_prompts_are_exact(tmp_path, denominator, loss, rule):
-    """Every outcome of the prompt draw. dapo divides by a number known before it. Catches a
-    denominator of the prompts that were kept, and a prompt's weight that counts twice or never."""
-    trainer = taught(tmp_path, denominator=denominator, loss=loss, prompt_rule=rule)
-    trainer.mean_tokens = 77.0
-    found = tinker_toy.over_prompts(trainer, lambda: tinker_toy.gradient_of(trainer)[0])
-    scale = OWN_LENGTH if loss == "grpo" else lambda length, n, tokens: 77.0
-    assert error(found, full_gradient(trainer, scale)) < 1e-12
-
-
-def test_both_levels_are_exact(tmp_path):
-    """Every outcome of the completion draw for every outcome of the prompt draw."""
-    trainer = taught(tmp_path, prompt_rule="pps", completion_rule="pps")
-    found = tinker_toy.over_prompts(trainer, lambda: tinker_toy.over_completions(trainer))
-    assert error(found, full_gradient(trainer, OWN_LENGTH)) < 1e-12
-
-
-def test_padding_is_exact(tmp_path):
-    """Lengths in multiples of 8 and datums in multiples of 5, by fillers. Catches a length without
-    the padding, a number of datums without the fillers, and fillers that have a gradient."""
-    options = {"pad_tokens": 8, "pad_datums": 5, "completion_rule": "pps"}
-    trainer, sent = fixed(tmp_path, **options), []
+@pytest.mark.parametrize(("rule", "multiple"), [("pps", 5), ("none", 5), ("none", 40)])
+def test_padding_is_exact(tmp_path, rule, multiple):
+    """Lengths in multiples of 8 and datums in multiples of 5 or 40, by fillers, of which all of 16
+    completions leave none. Catches a length without the padding, a number of datums without the
+    fillers, and fillers that have a gradient."""
+    options = {"pad_tokens": 8, "pad_datums": multiple, "completion_rule": rule}
+    toy, sent = Toy(tmp_path, **options), []
     step = tinker_toy.Client.forward_backward
     record = lambda client, datums, loss_fn: sent.append(datums) or step(client, datums, loss_fn)
     with mock.patch.object(tinker_toy.Client, "forward_backward", record):
-        found = tinker_toy.over_completions(trainer)
-    assert error(found, full_gradient(trainer, OWN_LENGTH)) < 1e-12
+        found = over_completions(toy.gradient)
+    assert error(found, toy.stock()) < 1e-12
     assert {one.model_input.length for datums in sent for one in datums} == {8}
-    assert {len(datums) % 5 for datums in sent} == {0}
+    assert {len(datums) % multiple for datums in sent} == {0}
     live = [sum(any(one.loss_fn_inputs["advantages"]) for one in datums) for datums in sent]
-    assert any(n % 5 for n in live), "no fillers were needed"
-
-
-@pytest.mark.parametrize(
-    ("denominator", "means"),
-    [("sum", (1, 1)), ("both", (0, 0)), ("tokens", (0, 0)), ("datums", (0, 0)), ("both", (1, 0))],
-)
-def test_wrong_denominators_fail(tmp_path, denominator, means):
-    """Fails if the enumeration cannot tell a denominator that is taken for another."""
-    trainer = fixed(tmp_path, denominator, completion_rule="pps")
-    trainer.means = means
-    wanted, found = full_gradient(trainer, OWN_LENGTH), tinker_toy.over_completions(trainer)
-    found *= (found @ wanted) / (found @ found)  # whatever its length
-    assert error(found, wanted) > 1e-3
-
-
-def test_wrong_weights_fail(tmp_path, monkeypatch):
-    """Fails if the enumeration cannot tell weights x 0.9, or none."""
-    trainer = fixed(tmp_path, completion_rule="pps")
-    wanted, weights = full_gradient(trainer, OWN_LENGTH), dppo.ht_weights
-    for wrong in (lambda *x: 0.9 * weights(*x), lambda keep, p: keep.double()):
-        monkeypatch.setattr(dppo, "ht_weights", wrong)
-        assert error(tinker_toy.over_completions(trainer), wanted) > 0.05
+    assert any(n % multiple for n in live), "no fillers were needed"
 
 
 # ---------------------------------------------------------------------------- the probe
@@ -166,7 +56,7 @@ def test_wrong_weights_fail(tmp_path, monkeypatch):
 @pytest.mark.parametrize("denominator", MEANS)
 def test_the_denominator_is_measured(tmp_path, denominator, norm):
     """By either name of the gradient's norm, and on a client of its own."""
-    trainer = fixed(tmp_path, denominator)
+    trainer = Toy(tmp_path, denominator).trainer
     trainer.service.norm = norm
     client = trainer.service.create_lora_training_client("toy", 1, 2)
     with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):
@@ -180,7 +70,7 @@ def test_other_denominators_are_refused(tmp_path, denominator):
     """A mean over all tokens, over those with an advantage, over each call's datums, and scaled
     advantages. Catches a probe that takes one of them for a sum or a mean."""
     with pytest.raises(RuleError, match=r"ppo: norms \[.*use another server"):
-        fixed(tmp_path, denominator)
+        Toy(tmp_path, denominator)
 
 
 def test_servers_without_norms_are_refused(tmp_path):
@@ -188,117 +78,72 @@ def test_servers_without_norms_are_refused(tmp_path):
         make_trainer(tmp_path, Server(norm=None))
 
 
-# ---------------------------------------------------------------------------- a step
-
-
-def test_zero_is_none(tmp_path):
-    """Fails if a completion without an advantage is sent, or one with an advantage is not."""
-    none, row = tinker_toy.gradient_of(fixed(tmp_path))
-    zero, fewer = tinker_toy.gradient_of(fixed(tmp_path, completion_rule="zero"))
-    assert error(zero, none) < 1e-12
-    assert fewer["tokens/trained"] < row["tokens/trained"]
-    assert fewer["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-12)
+def test_zero_sends_less(tmp_path):
+    """Fails if a completion without an advantage is sent, or if another norm is logged."""
+    none, zero = (Toy(tmp_path / rule, completion_rule=rule) for rule in ("none", "zero"))
+    found = [toy.gradient() for toy in (none, zero)]
+    assert zero.row["tokens/trained"] < none.row["tokens/trained"]
+    assert zero.row["grad_norm"] == found[1].norm().item() == pytest.approx(found[0].norm().item())
 
 
 def test_a_step_that_keeps_nothing(tmp_path):
     """All rewards are equal: one datum without an advantage, and a step of Adam by its momentum.
     Catches an empty request, which the SDK refuses, and a step that train.py makes and this not."""
-    trainer = fixed(tmp_path, completion_rule="zero")
-    with mock.patch.object(tinker_toy, "reward", return_value=1.0):
-        trainer.reward = tinker_toy.reward
-        gradient, row = tinker_toy.gradient_of(trainer)
-    assert not gradient.any()
-    assert row["kept/completions"] == 0
-    assert 0 < row["tokens/trained"] <= 7
+    toy = Toy(tmp_path, completion_rule="zero")
+    toy.trainer.reward = lambda text, answer: 1.0
+    assert not toy.gradient().any()
+    assert toy.row["kept/completions"] == 0
+    assert 0 < toy.row["tokens/trained"] <= 7
 
 
 def test_the_log(tmp_path):
-    """Names are train.py's, except for the prompts' tokens; figures are those of a step by hand.
-    Catches a reward without the prompts' weights, tokens that were not sent, and a wrong share."""
-    trainer = taught(tmp_path, prompt_rule="pps", completion_rule="pps")
-    drawn, learned = [], []
-    prune, update = trainer.history.prune, trainer.history.update
-    trainer.history.prune = lambda *args: drawn.append(prune(*args)) or drawn[-1]
-    trainer.history.update = lambda *args: learned.append(args) or update(*args)
-    weights, own = dppo.prune_completions, []
-    record = lambda *args: own.append((args[2], *weights(*args))) or own[-1][1:]
+    """Names are train.py's, except for the prompts' tokens. Catches tokens that were not sent, and
+    a share of groups without the prompts' weights."""
+    toy = Toy(tmp_path, prompt_rule="dppo", prompt_prune_rate=0.5, completion_rule="pps")
+    toy.teach()
+    drawn, own, history = [], [], sampler.PromptHistory
+    prune, weights = history.prune, dppo.prune_completions
+    see_prompts = lambda *args: drawn.append((args[3], *prune(*args))) or drawn[-1][1:]
+    see = lambda *args: own.append((args[2], *weights(*args))) or own[-1][1:]
     with (
-        mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK),
-        mock.patch.object(dppo, "prune_completions", record),
+        mock.patch.object(history, "prune", see_prompts),
+        mock.patch.object(dppo, "prune_completions", see),
     ):
-        row = trainer.step(3)
-    (keep, prompt_weights), (batch, kept, completion_weights) = drawn[0], own[0]
-    prompt_weights = prompt_weights[keep]
-    prompts, advantages, tokens = learned[0]
-    assert torch.equal(prompts, sampler.candidates(4, 4, 0, 3)[keep])
-    assert torch.equal(advantages, dppo.group_advantages(batch.rewards, trainer.scale_rewards))
-    rewards, w = batch.rewards, prompt_weights
-    scored = ~rewards.nanmean(dim=1).isnan()
-    mean = (prompt_weights * rewards.nanmean(dim=1))[scored].sum() / prompt_weights[scored].sum()
-    lengths = torch.tensor([len(PROBLEMS[q][0]) for q in prompts])
-    assert torch.equal(batch.cost, tokens + lengths[:, None])
-    sent = (kept * (batch.cost - 1)).sum().item()
-    wanted = {
-        "reward": mean.item(),
-        "kept/prompts": 0.5,
-        "kept/completions": kept.sum().item() / 16,
-        "kept/tokens": ((kept * batch.cost).sum() / (w[:, None] * batch.cost).sum()).item(),
-        "weight/max": (w[:, None] * completion_weights).max().item(),
-        "tokens/prefilled": lengths.sum().item(),
-        "tokens/generated": tokens.sum().item(),
-        "tokens/trained": sent,
-        "grad_norm": trainer.client.gradients[-1].norm().item(),
-    }
+        for number in range(9):  # the first draw that leaves a prompt out
+            toy.trainer.number = number
+            row = (toy.gradient(), toy.row)[1]
+            if not drawn[-1][1].all():
+                break
+    (candidates, keep, w), (_batch, kept, _own) = drawn[-1], own[-1]
+    rewards, lengths, costs = (table[candidates[keep]] for table in toy.tables)
+    w, mean = w[keep], rewards.nanmean(dim=1)
     dead = dppo.dead_groups(rewards)
-    good = dead & (rewards.nanmean(dim=1) >= 0.5)
-    groups = {"mixed": ~dead, "all_good": good, "all_bad": dead & ~good}
-    for name, some in groups.items():
+    good = dead & (mean >= 0.5)
+    wanted = {
+        "reward": ((w * mean).sum() / w.sum()).item(),
+        "tokens/prefilled": (costs - lengths)[:, 0].sum().item(),
+        "tokens/generated": lengths.sum().item(),
+        "tokens/trained": (kept * (costs - 1)).sum().item(),
+    }
+    for name, some in {"mixed": ~dead, "all_good": good, "all_bad": dead & ~good}.items():
         wanted[f"by_group/frac_{name}"] = ((w * some).sum() / w.sum()).item()
-    assert row == pytest.approx(wanted)
-    assert 0 < row["kept/completions"] < 0.5
+    assert {name: row[name] for name in wanted} == pytest.approx(wanted)
+    assert w.unique().numel() > 1
     names = json.loads((ROOT / "runs" / "main-seed0.jsonl").read_text().splitlines()[1])
-    own = {name for name in row if name.startswith("by_group/")} | {"tokens/prefilled"}
-    assert row.keys() - own <= names.keys()
-
-
-def test_the_divisor_of_dapo(tmp_path):
-    """The first step is whole and counts its tokens; later ones are weighted, and a tenth of each
-    enters the mean. Catches a mean of what was sampled, and one that follows too fast."""
-    trainer = taught(tmp_path, loss="dapo", prompt_rule="pps")
-    drawn, learned = [], []
-    prune, update = trainer.history.prune, trainer.history.update
-    trainer.history.prune = lambda *args: drawn.append(prune(*args)) or drawn[-1]
-    trainer.history.update = lambda *args: learned.append(args) or update(*args)
-    with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):
-        first = trainer.step(1)
-        mean = trainer.mean_tokens
-        second = trainer.step(2)
-    assert (first["kept/prompts"], second["kept/prompts"]) == (1, 0.5)
-    assert mean == first["tokens/generated"]
-    (keep, weights), (_prompts, _advantages, tokens) = drawn[1], learned[1]
-    estimate = (weights[keep, None] * tokens).sum().item()
-    assert estimate != pytest.approx(second["tokens/generated"])
-    assert trainer.mean_tokens == pytest.approx(mean + (estimate - mean) / 10)
+    assert {x for x in row if not x.startswith("by_group/")} - {"tokens/prefilled"} <= names.keys()
 
 
 def test_sizes_are_those_of_surprises(tmp_path):
     """Fails if sizes do not come from the log-probs that sampling returns."""
-    trainer, seen = fixed(tmp_path, completion_rule="pps"), []
-    prune = dppo.prune_completions
-    record = lambda *args: seen.append(args[2]) or prune(*args)
-    with mock.patch.object(dppo, "prune_completions", record):
-        tinker_toy.gradient_of(trainer)
-    policy = trainer.service.create_sampling_client(next(iter(trainer.service.saved)))
-    order = sampler.candidates(4, 4, 0, 1).tolist()
-    options = tinker_toy.SamplingParams(tinker_toy.LONGEST, [0], 0)
-    for k, q in enumerate(order):
-        prompt = tinker_toy.ModelInput(PROBLEMS[q][0])
-        for g, one in enumerate(policy.sample(prompt, 4, options).value.sequences):
+    toy, seen = Toy(tmp_path), []
+    over_completions(toy.gradient, seen=seen)
+    (batch,), order = seen, sampler.candidates(4, 4, 0, 1)
+    for k, q in enumerate(order.tolist()):
+        for g, one in enumerate(toy.rows[q]):
             energy = sum(2 * (1 - torch.tensor(x).exp()) ** 2 for x in one.logprobs)
-            size = abs(seen[0].advantages[k, g]) * energy.sqrt() / len(one.tokens) / 16
-            floor = dppo.SIZE_FLOOR * seen[0].size.max()
-            if size > floor:
-                assert seen[0].size[k, g] == pytest.approx(size.item(), rel=1e-6)
+            size = abs(batch.advantages[k, g]) * energy.sqrt() / len(one.tokens) / 16
+            if size > dppo.SIZE_FLOOR * batch.size.max():
+                assert batch.size[k, g] == pytest.approx(size.item(), rel=1e-6)
 
 
 def test_datums_have_the_sdks_types():
@@ -424,14 +269,6 @@ def test_samples_are_new(tmp_path):
         ({"loss_fn": "dro"}, "loss_fn='dro' is not exact .*'importance_sampling', 'ppo', 'cispo'"),
         ({"loss_fn": "dppo"}, "loss_fn='dppo' is not exact"),
         ({"loss_fn": "cross_entropy"}, "loss_fn='cross_entropy' is not exact"),
-        (
-            {"completion_rule": "psp"},
-            "unknown completion_rule 'psp': .*none, zero, uniform, dppo, p",
-        ),
-        ({"completion_rule": "cppo"}, "unknown completion_rule 'cppo'"),
-        ({"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz': .*none, uniform, dppo, pps"),
-        ({"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .*from 0 to below 1"),
-        ({"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .*from 0 to below 1"),
         ({"prompts_per_step": 5}, "prompts_per_step=5: only 4 problems"),
         ({"scale_rewards": "std"}, "unknown scale_rewards 'std': .*none, group, variance, mean"),
     ],

@@ -14,26 +14,26 @@ trl_toy = importlib.import_module("trl_toy")  # after the line above: it needs T
 trl_ranks = importlib.import_module("trl_ranks")
 
 
-def test_two_ranks_are_exact(gpt2):
+def test_two_ranks_are_exact():
     """The same with DistributedDataParallel: every loss, groups that straddle the ranks, and the
     mistake of weighted fillers, which no single rank can tell."""
-    assert in_processes(2, trl_ranks.check_ranks, str(gpt2))[0].splitlines()[-1] == "exact"
+    assert in_processes(2, trl_ranks.check_ranks)[0].splitlines()[-1] == "exact"
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_rows_change_ranks(gpt2, tmp_path, world):
+def test_rows_change_ranks(tmp_path, world):
     """What is kept is divided evenly, and every loss stays exact. Catches a row with another's
     factor or log-probs, bnpo's denominator of the rank that it goes to, and padding on the wrong
     side."""
     trl_toy.save_model(tmp_path / "llama", "llama", torch.float32)
-    printed = in_processes(world, trl_ranks.check_divided, str(gpt2), str(tmp_path / "llama"))
+    printed = in_processes(world, trl_ranks.check_divided, str(tmp_path / "llama"))
     assert printed[0].splitlines()[-1] == "exact"
 
 
-def test_rows_of_absolute_positions_stay(gpt2, monkeypatch):
+def test_rows_of_absolute_positions_stay(monkeypatch):
     """Fails if a row, even a filler, leaves its rank although the ranks pad prompts to different
     widths, or if a kept row is lost."""
-    trainer = trl_toy.make_trainer(gpt2)
+    trainer = trl_toy.make_trainer()
     monkeypatch.setattr(type(trainer.accelerator), "gather", lambda self, _: torch.tensor([2, 3]))
     trainer.rows = {"prompt_ids": torch.zeros(4, 2)}
     kept = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 0]]).bool()
@@ -51,7 +51,7 @@ def test_rows_of_absolute_positions_stay(gpt2, monkeypatch):
     [(1, 1, 1, 4), (4, 4, 1, 4), (8, 8, 1, 4), (8, 4, 1, 4), (2, 4, 2, 4), (4, 4, 1, 3)],
 )
 @pytest.mark.parametrize("world", [1, 2])
-def test_whole_runs(gpt2, accumulation, generation, iterations, group, world):
+def test_whole_runs(accumulation, generation, iterations, group, world):
     """Steps, rollouts and draws are as many as there should be, and no rollout is lost between two
     ranks. Catches ranks that wait for each other, a window that is drawn again in each micro-step,
     and five prompts of three completions on two ranks."""
@@ -60,9 +60,9 @@ def test_whole_runs(gpt2, accumulation, generation, iterations, group, world):
         "num_iterations": iterations, "per_device_train_batch_size": group,
         "num_generations": group,
     }  # fmt: skip
-    prompts = generation <= accumulation and iterations == 1
+    prompts = generation == accumulation and iterations == 1
     rules = {"prompt_rule": "pps" if prompts else "none", "prompt_prune_rate": 0.35}
-    first = in_processes(world, trl_ranks.count_draws, str(gpt2), layout, rules)[0]
+    first = in_processes(world, trl_ranks.count_draws, layout, rules)[0]
     counts = json.loads(first.splitlines()[-1])
     micro_steps = 4 * accumulation
     assert counts["steps"] == 4

@@ -1,5 +1,5 @@
 """A Tinker service in this process: a policy of 60 parameters in float64, with Adam, whose losses
-have a denominator of one's choice.
+have a denominator of one's choice. See exact.py.
 
 The SDK converts what it sends to float32, so exact tests use the few types below in its place, and
 need no SDK.
@@ -7,23 +7,23 @@ need no SDK.
 
 import copy
 import importlib
-import itertools
 import os
 import sys
+import tempfile
 import types
 import zlib
 from dataclasses import dataclass, field
 from unittest import mock
 
+import exact
 import torch
+from exact import G, noise
 
 import dppo
-import proof
-import sampler
 
 PROMPTS = [[1], [2, 3], [4, 5, 6], [2, 1]]  # of tokens 0 to 6; 0 ends a completion
 PROBLEMS = [(ids, f"answer {k}") for k, ids in enumerate(PROMPTS)]
-V, D, G, LONGEST = 7, 5, 4, 5  # tokens, width, completions, tokens of a completion
+V, D, LONGEST = 7, 5, 5  # tokens, width, tokens of a completion
 MEANS = {"sum": (0, 0), "tokens": (1, 0), "datums": (0, 1), "both": (1, 1)}
 
 
@@ -105,11 +105,6 @@ def token_losses(theta, loss_fn, ids, targets, logprobs, advantages):
         return -torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
     assert loss_fn == "cispo"
     return -ratio.clamp(0.8, 1.2).detach() * now * A
-
-
-def noise(*key):
-    """A number from -1 to 1, always the same for a key."""
-    return zlib.crc32(repr(key).encode()) % 2001 / 1000 - 1
 
 
 # ---------------------------------------------------------------------------- the service
@@ -258,81 +253,110 @@ def make_trainer(folder, server, problems=PROBLEMS, held_out=(), **options):
         )
 
 
-def gradient_of(trainer, step=1):
-    """What one step sends to Adam, from the same parameters and history each time."""
-    trainer.service.saved.clear()  # so that its names are free again
-    before = copy.deepcopy((trainer.history, trainer.mean_tokens, trainer.client))
-    with mock.patch.object(dppo_tinker, "tinker", SDK):
-        row = trainer.step(step)
-    gradient = trainer.client.gradients[-1]
-    trainer.history, trainer.mean_tokens, client = before
-    client.server = trainer.client.server
-    trainer.client = trainer.client.server.clients[-1] = client
-    return gradient, row
+OWN_LENGTH = lambda length, n, tokens: length * n
+DENOMINATORS = {
+    "grpo": OWN_LENGTH,
+    "dr_grpo": lambda length, n, tokens: n * LONGEST,
+    "dapo": lambda length, n, tokens: tokens,
+    "cispo": lambda length, n, tokens: tokens,
+}
+LOSSES = {
+    f"{loss}-{loss_fn}-{denominator}": {
+        "loss": loss, "loss_fn": loss_fn, "denominator": denominator
+    }
+    for loss, loss_fn, denominators in (
+        ("grpo", "ppo", MEANS), ("grpo", "importance_sampling", ["both"]),
+        ("grpo", "cispo", ["tokens"]), ("dr_grpo", "ppo", ["sum"]), ("dapo", "ppo", ["both"]),
+        ("cispo", "cispo", ["datums"]),
+    )
+    for denominator in denominators
+}  # fmt: skip
+PER_TOKEN = [name for name in LOSSES if name.startswith(("dapo", "cispo"))]
+REFUSED, MEMORY = (), dppo_tinker.MEMORY
+SCALES = {scale: {"scale_rewards": scale} for scale in dppo.SCALES}
+FEW = {"problems": PROBLEMS[:2]}
+PLAIN = {}
 
 
-def full_gradient(trainer, denominator):
-    """The gradient of all Q x G completions: sum of A x loss / denominator(length, Q x G, their
-    tokens), by dppo.py's own losses."""
-    server, loss_fn = trainer.service, trainer.loss_fn
-    theta = trainer.client.theta.clone().requires_grad_()
-    options = SamplingParams(LONGEST, [0], 0)
-    policy, found = Policy(server, trainer.client.theta), []
-    for prompt, answer in trainer.problems:
-        rows = policy.sample(ModelInput(prompt), G, options).value.sequences
-        scores = [reward(Tokenizer().decode(one.tokens, True), answer) for one in rows]
-        scores = torch.tensor([torch.nan if x is None else x for x in scores]).double()
-        advantages = dppo.group_advantages(scores[None], trainer.scale_rewards)[0].tolist()
-        found += [(prompt, one, A) for one, A in zip(rows, advantages, strict=True)]
-    tokens, total = sum(len(one.tokens) for _, one, _ in found), 0.0
-    for prompt, one, A in found:
-        ids, n = torch.tensor(prompt + one.tokens), len(one.tokens)
-        now = log_probs(theta, ids[:-1])[-n:].gather(1, ids[-n:, None])[:, 0]
-        rest = torch.full((n,), A, dtype=torch.float64), torch.zeros(n, dtype=torch.long)
-        clip = {"eps_low": 0.2, "eps_high": 0.2} if loss_fn != "importance_sampling" else {
-            "eps_low": 1.0, "eps_high": torch.inf}  # fmt: skip
-        loss, _ = dppo.token_loss(
-            now, torch.tensor(one.logprobs, dtype=torch.float64), *rest, **clip, num_sequences=1,
-            loss="cispo" if loss_fn == "cispo" else "grpo",
-        )  # fmt: skip
-        total = total + loss.sum() / denominator(n, len(found), tokens)
-    return torch.autograd.grad(total, theta)[0]
+def mistaken(means):
+    """Datums for a server with other means than were measured."""
+    make = dppo_tinker.make_datums
+    wrong = lambda rows, *rest: make(rows, *((means, *rest[1:]) if rest else ()))
+    return mock.patch.object(dppo_tinker, "make_datums", wrong)
 
 
-def over_completions(trainer):
-    """The expected gradient over every outcome of the completion draw."""
-    total = chances = number = 0
-    more = True
-    while more:
-
-        def prune(rule, rate, batch, _generator, number=number):
-            nonlocal more, chance
-            outcomes = list(itertools.islice(proof.outcomes(rule, rate, batch), number, number + 2))
-            more = len(outcomes) > 1
-            keep, weights, chance = outcomes[0]
-            return keep, weights
-
-        chance = None
-        with mock.patch.object(dppo, "prune_completions", prune):
-            gradient, _ = gradient_of(trainer)
-        total, chances, number = total + chance * gradient, chances + chance, number + 1
-    assert abs(chances - 1) < 1e-9
-    return total
+MISTAKES = {
+    f"{denominator}-{means}": (mistaken(means), {"denominator": denominator})
+    for denominator, means in (
+        ("sum", (1, 1)), ("both", (0, 0)), ("tokens", (0, 0)), ("datums", (0, 0)), ("both", (1, 0))
+    )
+}  # fmt: skip
 
 
-def over_prompts(trainer, gradient):
-    """The expectation of gradient() over every outcome of the prompt draw."""
-    rule, rate = trainer.prompt_rule, trainer.prompt_prune_rate
-    window = sampler.candidates(len(trainer.problems), trainer.prompts_per_step, trainer.seed, 1)
-    total = chances = 0
-    for weights, chance in proof.prompt_outcomes(rule, rate, trainer.history, window).values():
-        drawn = lambda *_, weights=weights: (weights > 0, weights)
-        with mock.patch.object(sampler.PromptHistory, "prune", drawn):
-            total, chances = total + chance * gradient(), chances + chance
-    assert abs(chances - 1) < 1e-9
-    return total
+class Toy(exact.Toy):
+    """A trainer whose completions come from a policy somewhat different, and whose lr is 0."""
 
+    kept = ("history", "mean_tokens", "number")
 
-def error(found, wanted):
-    """Largest difference over the largest entry."""
-    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+    def __init__(self, folder=None, denominator="both", problems=PROBLEMS, **options):
+        folder = folder or tempfile.mkdtemp()
+        server = Server(denominator, fixed=True)
+        self.trainer = make_trainer(folder, server, problems, lr=0.0, **options)
+        self.scale = options.get("scale_rewards") or dppo.LOSSES[self.trainer.loss].scale_rewards
+        self.denominator, self.trainer.number = DENOMINATORS[self.trainer.loss], 1
+        policy = Policy(server, self.trainer.client.theta)
+        options = SamplingParams(LONGEST, [0], 0)
+        sample = lambda prompt: policy.sample(ModelInput(prompt), G, options).value.sequences
+        self.rows = [sample(prompt) for prompt, _answer in problems]
+        scores = [[reward(Tokenizer().decode(x.tokens, True), answer) for x in row]
+                  for row, (_prompt, answer) in zip(self.rows, problems, strict=True)]  # fmt: skip
+        scores = [[torch.nan if x is None else x for x in row] for row in scores]
+        lengths = torch.tensor([[len(one.tokens) for one in row] for row in self.rows])
+        costs = lengths + self.trainer.prompt_tokens[:, None]
+        self.tables = torch.tensor(scores, dtype=torch.float64), lengths, costs
+        self.remember()
+
+    @property
+    def mean_tokens(self):
+        return self.trainer.mean_tokens
+
+    @mean_tokens.setter
+    def mean_tokens(self, value):
+        self.trainer.mean_tokens = value
+
+    def figures(self):
+        names = {"kept/prompts": "kept_prompts", "kept/completions": "kept_completions"}
+        names |= {"kept/tokens": "kept_tokens", "weight/max": "weight_max", "reward": "reward"}
+        return {new: self.row[name] for name, new in names.items()}
+
+    def step(self):
+        """What a step sends to Adam."""
+        self.trainer.service.saved.clear()  # so that its names are free again
+        with mock.patch.object(dppo_tinker, "tinker", SDK):
+            self.row = self.trainer.step(self.trainer.number)
+        self.trainer.number += 1
+        return self.trainer.client.gradients[-1]
+
+    def stock(self):
+        """The gradient of all Q x G completions: the sum of A x loss / denominator(length, Q x G,
+        their tokens), by dppo.py's own losses."""
+        loss_fn, theta = self.trainer.loss_fn, self.trainer.client.theta.clone().requires_grad_()
+        rewards, lengths, _costs = self.tables
+        advantages, total = dppo.group_advantages(rewards, self.scale), 0.0
+        clip = {"eps_low": 0.2, "eps_high": 0.2}
+        if loss_fn == "importance_sampling":
+            clip = {"eps_low": 1.0, "eps_high": torch.inf}
+        for (prompt, _answer), row, A in zip(
+            self.trainer.problems, self.rows, advantages, strict=True
+        ):
+            for one, a in zip(row, A.tolist(), strict=True):
+                ids, n = torch.tensor(prompt + one.tokens), len(one.tokens)
+                now = log_probs(theta, ids[:-1])[-n:].gather(1, ids[-n:, None])[:, 0]
+                before = torch.tensor(one.logprobs, dtype=torch.float64)
+                rest = torch.full_like(before, a), torch.zeros(n, dtype=torch.long)
+                name = "cispo" if loss_fn == "cispo" else "grpo"
+                loss, _ = dppo.token_loss(now, before, *rest, **clip, num_sequences=1, loss=name)
+                total = total + loss.sum() / self.denominator(
+                    n, lengths.numel(), lengths.sum().item()
+                )
+        return torch.autograd.grad(total, theta)[0]

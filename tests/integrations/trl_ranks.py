@@ -4,25 +4,16 @@ import json
 import os
 
 import torch
-import trl
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from trl_toy import (
-    MANY,
-    SAME_LENGTH,
-    Measured,
-    error,
-    exact_world,
-    make_trainer,
-    over_completions,
-    over_prompts,
-)  # fmt: skip
+from exact import error, over_prompts
+from trl_toy import MANY, SAME_LENGTH, Toy, make_trainer
 
 import dppo_trl
 
 
 class WeightedFillers(dppo_trl.DPPOTrainer):
-    """Rows that fill up a rank's micro-batches have their weights."""
+    """A mistake: rows that fill up a rank's micro-batches have their weights."""
 
     def draw_completions(self, part):
         plan = super().draw_completions(part)
@@ -36,63 +27,51 @@ class WeightedFillers(dppo_trl.DPPOTrainer):
         return plan
 
 
-def check_ranks(folder):
+def check_ranks():
     """Both levels of pruning are exact, also over several updates; a weighted filler is not."""
     layout = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    with exact_world():
-        for loss in dppo_trl.LOSSES:
-            options = {"loss_type": loss, **layout}
-            stock = Measured(folder, trl.GRPOTrainer, **options).gradients()
-            found = over_completions(Measured(folder, **options))
-            assert error(found, stock) < 1e-12, (loss, error(found, stock))
-        options = {"loss_type": "grpo", **layout}
-        stock = Measured(folder, trl.GRPOTrainer, **options).gradients()
-        biased = over_completions(Measured(folder, WeightedFillers, **options))
-        assert error(biased, stock) > 1e-3, error(biased, stock)
-        several = {"loss_type": "bnpo", "per_device_train_batch_size": 2, "num_iterations": 2}
-        several |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
-        stock = Measured(folder, trl.GRPOTrainer, **several).gradients()
-        found = over_completions(Measured(folder, **several))
-        assert error(found, stock) < 1e-12, error(found, stock)
-        options |= {"prompts": SAME_LENGTH}
-        stock = Measured(folder, trl.GRPOTrainer, **options).gradients()
-        for rule in ("uniform", "dppo", "pps"):
-            rules = {"prompt_rule": rule, "prompt_prune_rate": 0.3, "completion_rule": "zero"}
-            found = over_prompts(Measured(folder, **options, rules=rules).gradients)
-            assert error(found, stock) < 1e-12, (rule, error(found, stock))
+    several = {"loss_type": "bnpo", "num_iterations": 2, "steps_per_generation": 4}
+    several |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    for options in [*({"loss_type": loss, **layout} for loss in dppo_trl.LOSSES), several]:
+        toy = Toy(**options)
+        assert error(found := toy.over_windows(), toy.stock()) < 1e-12, (options, found)
+    layout |= {"loss_type": "grpo"}
+    toy = Toy(WeightedFillers, **layout)
+    assert error(found := toy.over_windows(), toy.stock()) > 1e-3, found
+    for rule in ("uniform", "dppo", "pps"):
+        rules = {"prompt_rule": rule, "prompt_prune_rate": 0.3, "completion_rule": "zero"}
+        toy = Toy(**layout, **rules)
+        toy.teach()
+        assert error(found := over_prompts(toy.gradient), toy.stock()) < 1e-12, (rule, found)
     print("exact")
 
 
-def check_divided(folder, llama):
+def check_divided(llama):
     """Rows change ranks, and every loss is exact. The kept rows of two ranks differ by at most one,
     and at most one filler makes up for it. A Llama's prompts of several lengths travel, too."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     layout = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8 // world}
-    with exact_world():
-        for loss in dppo_trl.LOSSES:
-            options = {"loss_type": loss, "prompts": SAME_LENGTH, **layout}
-            stock = Measured(folder, trl.GRPOTrainer, **options).gradients()
-            measured = Measured(folder, **options)
-            assert error(found := over_completions(measured), stock) < 1e-12, (loss, found, stock)
-            rows = [rows for rows in measured.trainer.plan if rows is not None]
-            place = torch.cat([x["place"][x["factor"] > 0] for x in rows])
-            mine = measured.trainer.rows["place"]
-            count = torch.tensor([len(place), int(torch.isin(place, mine).sum())])
-            count = measured.trainer.accelerator.gather(count[None])  # [R, 2]
-            assert count[:, 0].max() - count[:, 0].min() <= 1
-            assert sum(len(x["place"]) for x in rows) == count[:, 0].max()
-            assert (count[:, 1] < count[:, 0]).any(), "no row has changed ranks"
-        for loss in ("grpo", "bnpo"):
-            options = {"loss_type": loss, "prompts": ["a", "b", "cdefg", "c"], **layout}
-            stock = Measured(llama, trl.GRPOTrainer, **options).gradients()
-            measured = Measured(llama, **options, rules={"completion_rule": "zero"})
-            assert error(measured.gradients(), stock) < 1e-4, (loss, rank)
+    for loss in dppo_trl.LOSSES:
+        toy = Toy(loss_type=loss, prompts=SAME_LENGTH, **layout)
+        assert error(found := toy.over_windows(), toy.stock()) < 1e-12, (loss, found)
+        rows = toy.plan()
+        place = torch.cat([x["place"][x["factor"] > 0] for x in rows])
+        mine = toy.trainer.rows["place"]
+        count = torch.tensor([len(place), int(torch.isin(place, mine).sum())])
+        count = toy.trainer.accelerator.gather(count[None])  # [R, 2]
+        assert count[:, 0].max() - count[:, 0].min() <= 1
+        assert sum(len(x["place"]) for x in rows) == count[:, 0].max()
+        assert (count[:, 1] < count[:, 0]).any(), "no row has changed ranks"
+    for loss in ("grpo", "bnpo"):
+        options = {"loss_type": loss, "prompts": ["a", "b", "cdefg", "c"], **layout}
+        toy = Toy(folder=llama, completion_rule="zero", **options)
+        assert error(toy.gradient(), toy.stock()) < 1e-4, (loss, rank)
     print("exact")
 
 
-def count_draws(folder, layout, rules):
+def count_draws(layout, rules):
     """Prints how many steps a run made, and how many draws."""
-    trainer = make_trainer(folder, prompts=MANY, rules=rules, max_steps=4, **layout)
+    trainer = make_trainer(prompts=MANY, max_steps=4, **rules, **layout)
     trainer.train()
     rows, ranks = trainer.batch.size.numel(), trainer.accelerator.num_processes
     counts = {"rows": rows, "rows_of_ranks": ranks * len(trainer.rows["place"])}
@@ -135,7 +114,7 @@ def train_sharded(folder, kind, rule, out):
         PartialState._prepare_backend = lambda *args: ("gloo", DistributedType.MULTI_GPU)
         PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
     trainer = make_trainer(
-        folder, prompts=MANY, rules={"completion_rule": rule}, max_steps=3, optim="sgd",
+        folder=folder, prompts=MANY, completion_rule=rule, max_steps=3, optim="sgd",
         learning_rate=1.0, output_dir=out, **BATCH, **options,
     )  # fmt: skip
     trainer.train()

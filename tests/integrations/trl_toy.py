@@ -1,4 +1,4 @@
-"""TRL trainers of a GPT-2 in float64, whose gradients and draws the tests enumerate.
+"""TRL's trainers of a GPT-2 in float64, see exact.py.
 
 TRL's head computes log-probs in float32, whatever the model's type, and Llama's norm does too. So
 the head is replaced by log_softmax, and the model is a GPT-2.
@@ -6,28 +6,29 @@ the head is replaced by log_softmax, and the model is a GPT-2.
 
 import contextlib
 import copy
+import functools
 import itertools
 import os
 import signal
+import tempfile
 import zlib
 from unittest import mock
 
+import exact
 import torch
 import transformers
 import trl
 from datasets import Dataset
+from exact import RULES, G, noise
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from trl.trainer import utils
 
 import dppo
 import dppo_trl
-import proof
-import sampler
 
 LETTERS = "abcdefgh"
 PROMPTS = ["f", "bb", "ccc", "ee"]  # 0, 2, 1 and 3 of their fixed completions are right
 SAME_LENGTH = ["ab", "cd", "ef", "gh"]  # padding shifts the positions of a GPT-2
-G = 4  # completions of a prompt
 REAL_GENERATE = trl.GRPOTrainer._generate_and_score_completions
 
 
@@ -66,30 +67,38 @@ def save_model(folder, kind="gpt2", dtype=torch.float64):
     model.save_pretrained(folder)
 
 
+@functools.cache
+def gpt2():
+    """The folder of a GPT-2, of which there is one in a process."""
+    folder = tempfile.mkdtemp()
+    save_model(folder)
+    return folder
+
+
 def toy_reward(completions, **columns):
     """0 or 1, by the letters."""
     return [float(zlib.crc32(f"{text}.".encode()) % 3 == 0) for text in completions]
 
 
-def make_trainer(folder, kind=dppo_trl.DPPOTrainer, prompts=None, rules=None, callbacks=(), **own):
-    """A trainer of save_model's model; `rules` are options of DPPOConfig, `own` those of TRL."""
-    prompts = prompts or PROMPTS
+def make_trainer(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, folder=None, callbacks=(), **options):
+    """A trainer of save_model's model. GRPOTrainer gets no options of pruning."""
+    folder = folder or gpt2()
     options = {
-        "output_dir": f"{folder}-out", "use_cpu": True, "bf16": False, "report_to": "none",
+        "output_dir": f"{folder}/out", "use_cpu": True, "bf16": False, "report_to": "none",
         "num_generations": G, "max_completion_length": 6, "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 4, "temperature": 0.8, "gradient_checkpointing": False,
         "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True,
         "max_grad_norm": 0.0, "shuffle_dataset": False,
-    } | own  # fmt: skip
-    if issubclass(kind, dppo_trl.DPPOTrainer):
-        args = dppo_trl.DPPOConfig(**options, **(rules or {}))
-    else:
-        args = trl.GRPOConfig(**options)
+    } | options  # fmt: skip
+    config = dppo_trl.DPPOConfig
+    if not issubclass(kind, dppo_trl.DPPOTrainer):
+        config = trl.GRPOConfig
+        options = {name: x for name, x in options.items() if name not in RULES}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     return kind(
         model,
         toy_reward,
-        args=args,
+        args=config(**options),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=transformers.AutoTokenizer.from_pretrained(folder, padding_side="left"),
         callbacks=list(callbacks),
@@ -99,21 +108,23 @@ def make_trainer(folder, kind=dppo_trl.DPPOTrainer, prompts=None, rules=None, ca
 # ---------------------------------------------------------------------------- a fixed batch
 
 
-def noise(*key):
-    """A number from -1 to 1, always the same for a key."""
-    return zlib.crc32(repr(key).encode()) % 2001 / 1000 - 1
+def completion(prompt, g):
+    """The token ids of a prompt's g-th completion, 1 to 6 of them; the longest are cut off."""
+    length = 1 + zlib.crc32(f"{prompt}{g}".encode()) % 6
+    ids = [2 + zlib.crc32(f"{prompt}{g}{t}".encode()) % len(LETTERS) for t in range(length)]
+    return [*ids[:-1], 1] if length < 6 else ids
 
 
 def fixed_completions(trainer, prompts):
     """In place of TRL's _generate, as if vLLM had sampled: a prompt's g-th completion is always the
     same, whichever rank it is on, and whatever other prompts are sampled."""
-    first, completions, logprobs = trainer.accelerator.process_index * len(prompts), [], []
-    for place, prompt in enumerate(prompts, first):
-        g = place % G
-        length = 1 + zlib.crc32(f"{prompt}{g}".encode()) % 6
-        ids = [2 + zlib.crc32(f"{prompt}{g}{t}".encode()) % len(LETTERS) for t in range(length)]
-        completions.append([*ids[:-1], 1] if length < 6 else ids)  # the longest are cut off
-        logprobs.append([-2 + noise(prompt, g, t) for t in range(length)])
+    first = trainer.accelerator.process_index * len(prompts)
+    numbers = [place % G for place in range(first, first + len(prompts))]
+    completions = [completion(prompt, g) for prompt, g in zip(prompts, numbers, strict=True)]
+    logprobs = [
+        [-2 + noise(prompt, g, t) for t in range(len(ids))]
+        for prompt, g, ids in zip(prompts, numbers, completions, strict=True)
+    ]
     tokenizer = trainer.processing_class
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
@@ -121,11 +132,16 @@ def fixed_completions(trainer, prompts):
 
 
 def old_policy(trainer, inputs):
-    """TRL's _generate_and_score_completions, with old log-probs of a policy somewhat different."""
-    rows = REAL_GENERATE(trainer, inputs)
-    ids, old = rows["completion_ids"], rows["old_per_token_logps"]
-    shift = [[noise(t, int(token)) for t, token in enumerate(row)] for row in ids]
-    rows["old_per_token_logps"] = old + 0.4 * torch.tensor(shift, dtype=old.dtype)
+    """TRL's _generate_and_score_completions, with old log-probs of a policy somewhat different. The
+    same inputs are rolled out once."""
+    known = vars(trainer).setdefault("known", {})
+    if (key := repr(inputs)) not in known:
+        rows = REAL_GENERATE(trainer, inputs)
+        ids, old = rows["completion_ids"], rows["old_per_token_logps"]
+        shift = [[noise(t, int(token)) for t, token in enumerate(row)] for row in ids]
+        rows["old_per_token_logps"] = old + 0.4 * torch.tensor(shift, dtype=old.dtype)
+        known[key] = rows, vars(trainer).get("rewards")
+    rows, trainer.rewards = copy.deepcopy(known[key])
     return rows
 
 
@@ -140,13 +156,61 @@ def exact_world():
         yield
 
 
-class Measured:
-    """A trainer, and the gradients of its updates at fixed parameters: off-policy, and away from
-    the reference model."""
+class Scaled(trl.GRPOTrainer):
+    """GRPOTrainer with a scale of dppo.SCALES that TRL does not have."""
 
-    def __init__(self, folder, kind=dppo_trl.DPPOTrainer, **options):
+    def _generate_and_score_completions(self, inputs):
+        rows = super()._generate_and_score_completions(inputs)
+        advantages = dppo.group_advantages(self.rewards.view(-1, G), self.own_scale).flatten()
+        return rows | {"advantages": advantages.to(rows["advantages"])}
+
+    def _calculate_rewards(self, *args):
+        self.rewards = super()._calculate_rewards(*args)[:, 0]
+        return self.rewards[:, None]
+
+
+def kept_count(trainer, rows):
+    """A mistake: divides by what is kept."""
+    return 1.0
+
+
+def weighted_advantages(trainer, model, inputs):
+    """A mistake: multiplies advantages instead of gradients. The KL term has no weights then."""
+    if inputs is not None:
+        weighted = inputs["advantages"] * inputs["factor"].to(inputs["advantages"])
+        inputs = inputs | {"advantages": weighted, "factor": None}
+    return COMPUTE_LOSS(trainer, model, inputs)
+
+
+COMPUTE_LOSS = dppo_trl.DPPOTrainer._compute_loss
+
+
+LOSSES = {loss: {"loss_type": loss} for loss in dppo_trl.LOSSES}
+PER_TOKEN, REFUSED, MEMORY = dppo_trl.PER_TOKEN, ("bnpo",), dppo_trl.MEMORY
+SCALES = {scale: {"scale_rewards": scale} for scale in dppo_trl.OWN_SCALES}
+FEW = {"prompts": ["ccc", "ee"], "per_device_train_batch_size": 2}
+PLAIN = {"beta": 0.0}
+MISTAKES = {
+    f"{mistake.__name__}-{loss}": (
+        mock.patch.object(dppo_trl.DPPOTrainer, method, mistake),
+        {"loss_type": loss},
+    )
+    for loss in ("grpo", "bnpo")
+    for method, mistake in (("correction", kept_count), ("_compute_loss", weighted_advantages))
+}
+
+
+class Toy(exact.Toy):
+    """Off-policy, and away from the reference model."""
+
+    kept = ("so_far", "history")
+
+    def __init__(self, kind=dppo_trl.DPPOTrainer, **options):
         options = {"beta": 0.04, "vllm_importance_sampling_mode": "token_truncate"} | options
-        self.trainer = trainer = make_trainer(folder, kind, **options)
+        if options.get("prompt_rule", "none") != "none":
+            options = {"prompts": SAME_LENGTH} | options
+        self.options, self.trainer = options, make_trainer(kind, **options)
+        trainer = self.trainer
         trainer.use_vllm = True  # so that its correction takes part; nothing else of it is used
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -154,28 +218,53 @@ class Measured:
                 moved = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
                 parameter.add_(moved, alpha=0.1)
         self.model = trainer.accelerator.prepare_model(trainer.model)
-        rows = [{"prompt": text} for text in trainer.train_dataset["prompt"] for _ in range(G)]
+        prompts = list(trainer.train_dataset["prompt"])
+        rows = [{"prompt": text} for text in prompts for _ in range(G)]
         rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
         n = trainer.args.generation_batch_size // world
         self.inputs = rows[rank * n : (rank + 1) * n]
-        if history := vars(trainer).get("history"):
-            teach(history)
-        self.state = {name: vars(trainer).get(name) for name in ("so_far", "history")}
+        lengths = torch.tensor([[len(completion(x, g)) for g in range(G)] for x in prompts])
+        texts = [["".join(LETTERS[i - 2] for i in completion(x, g) if i > 1) for g in range(G)]
+                 for x in prompts]  # fmt: skip
+        rewards = torch.tensor([toy_reward(row) for row in texts], dtype=torch.float64)
+        self.tables = rewards, lengths, lengths + torch.tensor([[len(x)] for x in prompts])
+        self.remember()
 
-    def gradients(self):
-        """The gradient of each update on the generation batch, [updates, P], as HF's loop adds it
-        up from micro-steps."""
+    def stock(self):
+        own = self.options.get("scale_rewards") in dppo_trl.OWN_SCALES
+        options = self.options | ({"scale_rewards": "none"} if own else {})
+        stock = Toy(Scaled if own else trl.GRPOTrainer, **options)
+        stock.trainer.own_scale = self.options.get("scale_rewards")
+        return stock.step()
+
+    @property
+    def mean_tokens(self):
+        return self.trainer.so_far["mean_tokens"]
+
+    @mean_tokens.setter
+    def mean_tokens(self, value):
+        self.trainer.so_far["mean_tokens"] = value
+
+    def figures(self):
+        rows = self.trainer._metrics["train"].items()
+        return {name[5:]: x[-1] for name, x in rows if name.startswith("dppo/")}
+
+    def plan(self):
+        """The micro-batches that computed something."""
+        return [x for x in self.trainer.plan if x is not None]
+
+    def step(self):
+        """[updates, P] on the generation batch, as HF's loop adds it up from micro-steps."""
         trainer, args = self.trainer, self.trainer.args
-        vars(trainer).update(copy.deepcopy(self.state))
         trainer._step, trainer._buffered_inputs, trainer.rows, trainer.plan = 0, None, None, None
         trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         torch.manual_seed(0)  # of TRL's shuffle
         found = []
-        for step in range(micro_steps(args)):
+        for step in range(self.micro_steps()):
             last = (step + 1) % args.gradient_accumulation_steps == 0
             trainer.accelerator.gradient_state._set_sync_gradients(last)
             wait = contextlib.nullcontext() if last else trainer.accelerator.no_sync(self.model)
-            with wait:
+            with wait, exact_world():
                 trainer.training_step(self.model, self.inputs, None)
             if last:
                 parameters = list(trainer.model.parameters())
@@ -183,130 +272,24 @@ class Measured:
                 self.model.zero_grad()
         return torch.stack(found)
 
+    def micro_steps(self):
+        """Of at least one update and one generation batch."""
+        args = self.trainer.args
+        generated = args.steps_per_generation * args.num_iterations
+        return max(args.gradient_accumulation_steps, generated)
 
-def micro_steps(args):
-    """Of at least one update and one generation batch."""
-    return max(args.gradient_accumulation_steps, args.steps_per_generation * args.num_iterations)
-
-
-def teach(history):
-    """Different scores of four prompts, and different lengths, by which pps draws."""
-    scores = torch.tensor([0.0, 0.3, 0.5, 0.7], dtype=torch.float64)
-    lengths = torch.tensor([6, 12, 4, 9])
-    history.update(torch.arange(4), scores[:, None].expand(4, G), lengths[:, None].expand(4, G))
-
-
-# ---------------------------------------------------------------------------- every outcome
-
-
-class Outcome:
-    """In place of dppo.prune_completions: in the chosen window the number-th outcome of the rule;
-    in others everything is kept, with weight 1."""
-
-    def __init__(self, window, number):
-        self.window, self.number, self.seen = window, number, 0
-
-    def __call__(self, rule, rate, batch, _generator):
-        self.seen += 1
-        if self.seen != self.window + 1:
-            ones = torch.ones_like(batch.size)
-            return ones > 0, ones
-        outcomes = list(proof.outcomes(rule, rate, batch))
-        self.more = self.number + 1 < len(outcomes)
-        self.rows = (batch.cost > 0).sum().item()
-        keep, weights, self.chance = outcomes[self.number]
-        return keep, weights
-
-
-class PromptOutcome:
-    """In place of PromptHistory.prune: its number-th outcome."""
-
-    def __init__(self, number):
-        self.number = number
-
-    def prune(self, history, rule, rate, prompts, _generator):
-        outcomes = list(proof.prompt_outcomes(rule, rate, history, prompts).values())
-        self.more = self.number + 1 < len(outcomes)
-        weights, self.chance = outcomes[self.number]
-        return weights > 0, weights
-
-
-@contextlib.contextmanager
-def rolled_out_once():
-    """Reuse a rollout for every outcome: with the same inputs and parameters it is the same, and
-    it takes half of the time."""
-    real, known = trl.GRPOTrainer._generate_and_score_completions, {}
-
-    def look_up(trainer, inputs):
-        key = repr(inputs)
-        if key not in known:
-            known[key] = real(trainer, inputs), trainer.rewards
-        rows, trainer.rewards = copy.deepcopy(known[key])
-        return rows
-
-    with mock.patch.object(trl.GRPOTrainer, "_generate_and_score_completions", look_up):
-        yield
-
-
-@rolled_out_once()
-def over_completions(measured):
-    """[windows, updates, P]: the expected gradients of all updates, over every outcome of one
-    window's draw, for each window. A draw sees the rows of its window only."""
-    expected, trainer = [], measured.trainer
-    for window in range(micro_steps(trainer.args) // trainer.window):
-        total = chances = number = 0
-        more = True
-        while more:
-            outcome = Outcome(window, number)
-            with mock.patch.object(dppo, "prune_completions", outcome):
-                gradients = measured.gradients()
-            total, chances = total + outcome.chance * gradients, chances + outcome.chance
-            number, more = number + 1, outcome.more
-            windows = trainer.args.steps_per_generation // trainer.window
-            assert outcome.rows == trainer.batch.size.numel() // windows
-        assert abs(chances - 1) < 1e-9
-        expected.append(total)
-    return torch.stack(expected)
-
-
-def over_prompts(gradients):
-    """The expectation of gradients() over every outcome of the prompt draw."""
-    total = chances = number = 0
-    more = True
-    while more:
-        outcome = PromptOutcome(number)
-        prune = lambda history, *args, outcome=outcome: outcome.prune(history, *args)
-        with mock.patch.object(sampler.PromptHistory, "prune", prune):
-            found = gradients()
-        total, chances = total + outcome.chance * found, chances + outcome.chance
-        number, more = number + 1, outcome.more
-    assert abs(chances - 1) < 1e-9
-    return total
-
-
-def error(found, wanted):
-    """Largest difference over the largest entry, of gradients [..., updates, P]."""
-    return ((found - wanted).abs().amax(dim=-1) / wanted.abs().amax(dim=-1)).max().item()
-
-
-# ---------------------------------------------------------------------------- mistakes
-
-
-class KeptCount(dppo_trl.DPPOTrainer):
-    """Divides by what is kept."""
-
-    def correction(self, index):
-        return 1.0
-
-
-class WeightedAdvantages(dppo_trl.DPPOTrainer):
-    """Multiplies advantages instead of gradients, which leaves the KL term without weights."""
-
-    def _compute_loss(self, model, inputs):
-        if inputs is not None:
-            weighted = inputs["advantages"] * inputs["factor"].to(inputs["advantages"])
-            inputs = inputs | {"advantages": weighted, "factor": None}
-        return super()._compute_loss(model, inputs)
+    def over_windows(self):
+        """[windows, updates, P]: the expected gradients over the draw of one window, for each. A
+        draw sees the rows of its window only."""
+        expected, trainer = [], self.trainer
+        for window in range(self.micro_steps() // trainer.window):
+            seen = []
+            expected.append(exact.over_completions(self.gradient, window, seen))
+            share = trainer.args.steps_per_generation // trainer.window
+            assert {(batch.cost > 0).sum().item() * share for batch in seen} == {
+                seen[0].cost.numel()
+            }
+        return torch.stack(expected)
 
 
 # ---------------------------------------------------------------------------- in processes
@@ -327,11 +310,11 @@ class Kill(transformers.TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder, out, kill, resume, prompts=MANY):
+def train(out, kill, resume, prompts=MANY):
     """Six steps with both levels of pruning; `out` gets all that must repeat."""
     trainer = make_trainer(
-        folder, prompts=prompts, rules=BOTH, callbacks=[Kill(kill)], max_steps=6,
-        output_dir=out, save_strategy="steps", save_steps=2, shuffle_dataset=True,
+        prompts=prompts, callbacks=[Kill(kill)], max_steps=6, output_dir=out,
+        save_strategy="steps", save_steps=2, shuffle_dataset=True, **BOTH,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     weights = [parameter.detach() for parameter in trainer.model.parameters()]

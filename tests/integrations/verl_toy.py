@@ -1,13 +1,15 @@
 """verl's trainer without Ray: its own methods and losses on a queue in memory and a policy of a few
-parameters in float64, whose draws the tests enumerate."""
+parameters in float64. See exact.py."""
 
 import types
 import zlib
 from unittest import mock
 
+import exact
 import numpy as np
 import torch
 import transfer_queue as tq
+from exact import RULES, G, noise
 from hydra import compose, initialize_config_module
 from tensordict import NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -16,12 +18,9 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
 
-import dppo
 import dppo_verl
-import proof
 
 V = 7  # tokens; 0 ends a completion
-G = 4  # completions of a prompt
 BASE = {
     "algorithm.adv_estimator": "grpo", "data.seed": 0, "data.train_batch_size": 4,
     "actor_rollout_ref.actor.strategy": "fsdp", "actor_rollout_ref.rollout.n": G,
@@ -39,29 +38,66 @@ BASE = {
 }  # fmt: skip
 
 # Options, as `configure` takes them.
-RULE = "trainer__v1__nanodppo__completion_rule"
-RATE = "trainer__v1__nanodppo__completion_prune_rate"
-PROMPT_RULE = "trainer__v1__nanodppo__prompt_rule"
-PROMPT_RATE = "trainer__v1__nanodppo__prompt_prune_rate"
+RULE, RATE, PROMPT_RULE, PROMPT_RATE = RULES
 ACTOR = "actor_rollout_ref__actor__"
 LOSS, MODE = f"{ACTOR}policy_loss__loss_mode", f"{ACTOR}loss_agg_mode"
 UPDATE = f"{ACTOR}ppo_mini_batch_size"
-PLAIN = {f"{ACTOR}use_kl_loss": False, f"{ACTOR}entropy_coeff": 0}
+KL, ENTROPY = f"{ACTOR}use_kl_loss", f"{ACTOR}entropy_coeff"
+NO_TERMS = {KL: False, ENTROPY: 0}
+
+LOSSES = {
+    f"{loss}-{mode}": {LOSS: loss, MODE: mode}
+    for loss in dppo_verl.LOSSES
+    for mode in dppo_verl.MODES
+    if loss == "vanilla" or mode == "token-mean"
+}
+PER_TOKEN = [name for name in LOSSES if name.endswith("token-mean") and "seq" not in name]
+REFUSED, MEMORY = (), dppo_verl.MEMORY
+ESTIMATORS = ("grpo", "grpo_variance", "grpo_mean", "rloo")
+SCALES = {name: {"algorithm__adv_estimator": name, MODE: "token-sum"} for name in ESTIMATORS}
+FEW = {"prompts": ("bb", "ccc"), UPDATE: 2}
+PLAIN = {**NO_TERMS, "prompts": ("f", "bb", "ccc", "dddd")}  # of the last, none is right
+
+
+def kept_tokens(config, model_output, data, dp_group=None):
+    """A mistake: divides by the tokens of what is kept, as verl counts them."""
+    with mock.patch.object(dppo_verl.tu, "assign_non_tensor"):
+        return PRUNED_LOSS(config, model_output, data, dp_group)
+
+
+def weighted_advantages(config, model_output, data, dp_group=None):
+    """A mistake: multiplies advantages instead of gradients."""
+    factor = data["dppo"].values().view(-1, 2)[:, :1]
+    rows = [a * f for a, f in zip(data["advantages"].unbind(), factor, strict=True)]
+    data["advantages"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    data["dppo"] = torch.cat([torch.ones_like(factor), data["dppo"].values().view(-1, 2)[:, 1:]], 1)
+    return PRUNED_LOSS(config, model_output, data, dp_group)
+
+
+PRUNED_LOSS = dppo_verl.pruned_loss
+MISTAKES = {
+    name: (mock.patch.object(dppo_verl, "pruned_loss", mistake), FEW | options)
+    for name, mistake, options in (
+        ("kept tokens", kept_tokens, {MODE: "token-mean", **NO_TERMS}),
+        ("advantages with KL", weighted_advantages, {ENTROPY: 0}),
+        ("advantages with entropy", weighted_advantages, {KL: False, ENTROPY: 0.1}),
+        ("advantages with dro", weighted_advantages, {LOSS: "dro", **NO_TERMS}),
+    )
+}
+partial = PPOTrainerSync._compute_advantage
+partial = mock.patch.object(dppo_verl.DPPOTrainer, "_compute_advantage", partial)
+MISTAKES["advantages of partial groups"] = partial, FEW | NO_TERMS
 
 
 def configure(**changes):
     """verl's own configuration; in the names of `changes`, __ is a dot."""
-    options = BASE | {name.replace("__", "."): value for name, value in changes.items()}
+    own = lambda name: f"trainer.v1.nanodppo.{name}" if name in RULES else name.replace("__", ".")
+    options = BASE | {own(name): value for name, value in changes.items()}
     new = ("trainer.v1.nanodppo.", "actor_rollout_ref.model.override_config.")
     text = lambda value: "null" if value is None else value
     flags = [f"{'+' * x.startswith(new)}{x}={text(value)}" for x, value in options.items()]
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=flags)
-
-
-def noise(*key):
-    """A number from -1 to 1, always the same for a key."""
-    return zlib.crc32(repr(key).encode()) % 2001 / 1000 - 1
 
 
 def plain(x):
@@ -152,14 +188,16 @@ class Policy:
             self.logits -= lr * self.logits.grad
 
 
-class Toy:
+class Toy(exact.Toy):
     """A trainer, its queue, and the gradients of its updates."""
 
     PROMPTS = ("f", "bb", "ccc", "eeeee")
+    kept = ("history", "mean_tokens", "global_steps")
 
     def __init__(self, kind=dppo_verl.DPPOTrainer, prompts=PROMPTS, ranks=2, **changes):
         if issubclass(kind, dppo_verl.DPPOTrainer):
             changes = {"trainer__v1__trainer_mode": "nanodppo"} | changes
+        self.options = changes | {"prompts": prompts}
         self.config = configure(data__train_batch_size=len(prompts), **changes)
         self.trainer, self.queue, self.make_policy = kind(self.config), Queue(), Policy
         self.remove_padding, self.dynamic = True, True  # for verl's engine
@@ -167,7 +205,7 @@ class Toy:
         self.trainer.train_dataset = [
             {"raw_prompt": [{"role": "user", "content": x}], "data_source": "toy"} for x in prompts
         ]
-        self.trainer.global_steps, self.ranks, self.lr = 1, ranks, 0.0
+        self.trainer.global_steps, self.ranks, self.lr = 0, ranks, 0.0
         self.trainer.tokenizer = types.SimpleNamespace(eos_token_id=0)
         self.trainer.replay_buffer = types.SimpleNamespace(sample=self.sample)
         self.trainer.reward_loop_manager = mock.Mock(reward_loop_worker_handles=[1])
@@ -183,6 +221,25 @@ class Toy:
         self.loss = lambda **inputs: ppo_loss(config, **inputs)
         with mock.patch.object(PPOTrainerSync, "_setup"):
             self.trainer._setup()
+        rows = [[completion(prompt, g) for g in range(G)] for prompt in prompts]
+        sums = lambda name: torch.tensor([[x[name].sum().item() for x in row] for row in rows])
+        costs = torch.tensor([[len(x["input_ids"]) for x in row] for row in rows])
+        self.tables = sums("rm_scores").double(), sums("response_mask"), costs
+        self.remember()
+
+    @property
+    def mean_tokens(self):
+        return self.trainer.mean_tokens
+
+    @mean_tokens.setter
+    def mean_tokens(self, value):
+        self.trainer.mean_tokens = value
+
+    def figures(self):
+        return {name[5:]: x for name, x in self.metrics.items() if name.startswith("dppo/")}
+
+    def stock(self):
+        return stock(**self.options)
 
     def set_loss(self, loss):
         self.loss = loss
@@ -204,6 +261,7 @@ class Toy:
     def step(self):
         """A step of the trainer through verl's own methods: the gradient [P] of each update."""
         self.gradients, self.forwarded, self.sizes, self.metrics = [], [], [], {}
+        self.trainer.global_steps += 1
         self.policy, self.trained = self.make_policy(), []
         prompts = np.empty(len(self.trainer.train_dataset), dtype=object)
         prompts[:] = [row["raw_prompt"] for row in self.trainer.train_dataset]
@@ -262,53 +320,13 @@ class Toy:
 
 def stock(prompts=Toy.PROMPTS, policy=None, **changes):
     """verl's own gradient [P] of one un-pruned update of these prompts, on one rank."""
-    changes["actor_rollout_ref__actor__ppo_mini_batch_size"] = len(prompts)
+    changes = {name: x for name, x in changes.items() if name not in RULES}
+    changes |= {UPDATE: len(prompts), "trainer__v1__trainer_mode": "sync"}
     toy = Toy(PPOTrainerSync, prompts, ranks=1, **changes)
     if policy is not None:
         toy.make_policy = lambda: policy
     (gradient,) = toy.step()
     return gradient
-
-
-class Outcome:
-    """In place of dppo.prune_completions: of update `part`, its number-th outcome. Others keep
-    everything."""
-
-    def __init__(self, part, number):
-        self.part, self.number, self.calls = part, number, 0
-
-    def __call__(self, rule, rate, batch, _generator):
-        self.calls += 1
-        if self.calls != self.part + 1:
-            return batch.size >= 0, torch.ones_like(batch.size)
-        outcomes = list(proof.outcomes(rule, rate, batch))
-        self.more = self.number + 1 < len(outcomes)
-        keep, weights, self.chance = outcomes[self.number]
-        return keep, weights
-
-
-def expectation(make, measure):
-    """The mean of measure() over all outcomes of what make(number) patches."""
-    total = chances = number = 0
-    more = True
-    while more:
-        outcome = make(number)
-        with mock.patch.object(dppo, "prune_completions", outcome):
-            found = measure()
-        total, chances = total + outcome.chance * found, chances + outcome.chance
-        number, more = number + 1, outcome.more
-    assert abs(chances - 1) < 1e-9
-    return total
-
-
-def over_completions(toy, part=0):
-    """The expected gradient of update `part` over every outcome of its draw."""
-    return expectation(lambda number: Outcome(part, number), lambda: toy.step()[part])
-
-
-def error(found, wanted):
-    """Largest difference over the largest entry."""
-    return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
 def tokens_of(prompts):

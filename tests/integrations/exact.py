@@ -1,0 +1,113 @@
+"""Every outcome of a draw inside another library's trainer.
+
+trl_toy.py, tinker_toy.py and verl_toy.py each have a Toy around a trainer of four prompts, of G
+completions each, which are the same in every step, at parameters that do not move. They also have
+    LOSSES     {name: options} of all losses that are exact
+    PER_TOKEN  those of them that divide by the tokens of a batch
+    REFUSED    those of them that prompts cannot be pruned with
+    SCALES     {name: options} of what advantages can be divided by
+    FEW        options for two prompts
+    PLAIN      options without terms that need no advantage
+    MISTAKES   {name: (patch, options)} that the enumeration must find
+    MEMORY     of the trainer's mean of tokens
+"""
+
+import copy
+import itertools
+import math
+import zlib
+from unittest import mock
+
+import torch
+
+import dppo
+import proof
+import sampler
+
+G = 4
+RULES = ("completion_rule", "completion_prune_rate", "prompt_rule", "prompt_prune_rate")
+
+
+class Toy:
+    """Toy(**options) has the options of pruning by the names in RULES, and the library's own.
+
+    step() -> gradient [..., P] of an update; stock() -> that of the library without pruning;
+    figures() -> {name: value} of the last step; mean_tokens can be read and set. `tables` are the
+    rewards, tokens with loss and all tokens of the completions, [4, G] each; `kept`, names of what
+    a step changes in the trainer.
+    """
+
+    def remember(self):
+        """gradient() starts from what the trainer knows now."""
+        self.past = {name: copy.deepcopy(vars(self.trainer).get(name)) for name in self.kept}
+
+    def gradient(self):
+        vars(self.trainer).update(copy.deepcopy(self.past))
+        return self.step()
+
+    def teach(self, mean_tokens=None):
+        """The history has seen different scores and lengths, by which rules draw."""
+        scores = torch.tensor([0.0, 0.3, 0.5, 0.7], dtype=torch.float64)[:, None].expand(4, G)
+        lengths = torch.tensor([6, 12, 4, 9])[:, None].expand(4, G)
+        self.trainer.history.update(torch.arange(4), scores, lengths)
+        self.mean_tokens = mean_tokens
+        self.remember()
+
+
+def noise(*key):
+    """A number from -1 to 1, always the same for a key."""
+    return zlib.crc32(repr(key).encode()) % 2001 / 1000 - 1
+
+
+def error(found, wanted):
+    """Largest difference over the largest entry, of gradients [..., P]."""
+    return ((found - wanted).abs().amax(dim=-1) / wanted.abs().amax(dim=-1)).max().item()
+
+
+def expectation(gradient, owner, name, outcomes, part=None):
+    """The mean of gradient() over the outcomes(*args) = [(keep, weights, chance)] of the part-th
+    call of the function owner.name, while other calls keep everything; without a part, of every
+    call."""
+    total = chances = number = 0
+    more = True
+    while more:
+        calls = itertools.count()
+
+        def draw(*args, number=number, calls=calls):
+            nonlocal more, chance
+            if next(calls) != part is not None:
+                ones = torch.ones_like(args[2].size)
+                return ones > 0, ones
+            (*drawn, chance), *rest = itertools.islice(outcomes(*args), number, number + 2)
+            more = bool(rest)
+            return drawn
+
+        chance = None
+        with mock.patch.object(owner, name, draw):
+            found = gradient()
+        total, chances, number = total + chance * found, chances + chance, number + 1
+    assert abs(chances - 1) < 1e-9
+    return total
+
+
+def over_completions(gradient, part=0, seen=None):
+    """The expectation over the part-th draw of completions, whose batches `seen` gets."""
+
+    def outcomes(rule, rate, batch, _generator):
+        if seen is not None:
+            seen.append(batch)
+        return proof.outcomes(rule, rate, batch)
+
+    return expectation(gradient, dppo, "prune_completions", outcomes, part)
+
+
+def over_prompts(gradient):
+    """The expectation over the draw of prompts, in which every update has its own candidates."""
+
+    def outcomes(history, rule, rate, prompts, _generator, updates=1):
+        parts = [proof.prompt_outcomes(rule, rate, history, x) for x in prompts.chunk(updates)]
+        for drawn in itertools.product(*(part.values() for part in parts)):
+            weights = torch.cat([weights for weights, _chance in drawn])
+            yield weights > 0, weights, math.prod(chance for _weights, chance in drawn)
+
+    return expectation(gradient, sampler.PromptHistory, "prune", outcomes)
