@@ -27,9 +27,11 @@ def require(condition, sentence: str) -> None:
 
 
 def check_rules(
-    completion_rule: str, completion_prune_rate: float, prompt_rule: str, prompt_prune_rate: float
-) -> None:
-    """RuleError for an unknown or a biased rule, and for a rate out of range."""
+    completion_rule: str, completion_prune_rate: float, rest: float, prompt_rule: str,
+    prompt_prune_rate: float,
+) -> None:  # fmt: skip
+    """RuleError for an unknown or a biased rule, and for a rate or a rest out of range."""
+    require(rest > 0, f"rest={rest}: choose a value above 0")
     check_rule("completion", completion_rule, completion_prune_rate, dppo.COMPLETION_RULES)
     check_rule("prompt", prompt_rule, prompt_prune_rate, sampler.PROMPT_RULES)
 

@@ -92,8 +92,9 @@ def measure_denominator(client, loss_fn: str, ids: list) -> tuple:
 class Trainer:
     def __init__(
         self, problems, held_out, reward, tokenizer, base_model, base_url=None, *, steps=60,
-        out_dir="out-tinker", prompts_per_step=64, group_size=16, max_new_tokens=256, seed=0,
-        prompt_rule="pps", prompt_prune_rate=0.6, completion_rule="pps", completion_prune_rate=0.7,
+        out_dir="out-tinker", prompts_per_step=32, group_size=16, max_new_tokens=256, seed=0,
+        prompt_rule="none", prompt_prune_rate=0.3, completion_rule="pps", completion_prune_rate=0.7,
+        rest=0.4,
         loss="grpo", loss_fn="ppo", scale_rewards=None, lr=1e-4, lora_rank=32,
         pad_tokens=1, pad_datums=1, eval_every=10, save_every=10,
     ):  # fmt: skip
@@ -105,7 +106,7 @@ class Trainer:
                 value in exact, f"{option}={value!r} is not exact through this API: use {exact}"
             )
         dppo_shared.check_rules(
-            completion_rule, completion_prune_rate, prompt_rule, prompt_prune_rate
+            completion_rule, completion_prune_rate, rest, prompt_rule, prompt_prune_rate
         )
         scale_rewards = scale_rewards or dppo.LOSSES[loss].scale_rewards
         dppo.check_known("scale_rewards", scale_rewards, dppo.SCALES)
@@ -130,6 +131,7 @@ class Trainer:
         self.prompt_prune_rate = prompt_prune_rate
         self.completion_rule = completion_rule
         self.completion_prune_rate = completion_prune_rate
+        self.rest = rest
         self.loss = loss
         self.loss_fn = loss_fn
         self.scale_rewards = scale_rewards
@@ -206,7 +208,7 @@ class Trainer:
         size = dppo.contribution_size(advantages, weights * scale, energy, beta=0.0)
 
         # --- DPPO, after reward: drop completions, weight the rest by 1 / P(kept)
-        batch = dppo.Completions(advantages, rewards, cost, size)
+        batch = dppo.Completions(advantages, rewards, cost, size, self.rest * cost.sum().item())
         keep, own_weights = dppo.prune_completions(
             self.completion_rule, self.completion_prune_rate, batch, generator
         )

@@ -91,8 +91,11 @@ class DPPOConfig(trl.GRPOConfig):
     completion_prune_rate: float = option(
         0.7, "Share that is dropped: of tokens for pps; for dppo the chance of dropping one."
     )
+    rest: float = option(
+        0.4, "For adaptive: the time of all of a step but training, over training on everything."
+    )
     prompt_rule: str = option(
-        "none", "Which prompts are dropped before rollout: none, uniform, dppo or pps."
+        "none", "Which prompts are dropped before rollout: none, uniform or dppo."
     )
     prompt_prune_rate: float = option(
         0.3, "Share of prompts that is dropped; for dppo the chance of dropping one."
@@ -141,6 +144,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         dppo_shared.check_rules(
             args.completion_rule,
             args.completion_prune_rate,
+            args.rest,
             args.prompt_rule,
             args.prompt_prune_rate,
         )
@@ -343,7 +347,9 @@ class DPPOTrainer(trl.GRPOTrainer):
         inside = torch.zeros(self.batch.size.numel(), dtype=torch.bool)
         inside[places] = True
         inside = inside.view_as(self.batch.size)  # [K, G]
-        batch = replace(self.batch, cost=self.batch.cost * inside, size=self.batch.size * inside)
+        cost = self.batch.cost * inside
+        rest = self.args.rest * cost.sum().item()
+        batch = replace(self.batch, cost=cost, size=self.batch.size * inside, rest=rest)
         generator = dppo.generator_for(self.args.seed, "completions", self.so_far["draws"])
         self.so_far["draws"] += 1
         _keep, weights = dppo.prune_completions(

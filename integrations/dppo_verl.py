@@ -58,7 +58,7 @@ if __name__ == "__main__":  # verl hides the errors of plug-ins; this is where t
 
 VERL = "0.9.1"  # the version whose methods are wrapped
 DEFAULTS = {
-    "completion_rule": "pps", "completion_prune_rate": 0.7,
+    "completion_rule": "pps", "completion_prune_rate": 0.7, "rest": 0.4,
     "prompt_rule": "none", "prompt_prune_rate": 0.3,
 }  # fmt: skip
 LOSSES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "dro", "dppo_tv", "dppo_kl")
@@ -91,6 +91,7 @@ def check(config, trainer) -> None:
     dppo_shared.check_rules(
         trainer.completion_rule,
         trainer.completion_prune_rate,
+        trainer.rest,
         trainer.prompt_rule,
         trainer.prompt_prune_rate,
     )
@@ -171,6 +172,7 @@ class DPPOTrainer(PPOTrainerSync):
         options = DEFAULTS | options
         self.completion_rule = options["completion_rule"]
         self.completion_prune_rate = options["completion_prune_rate"]
+        self.rest = options["rest"]
         self.prompt_rule = options["prompt_rule"]
         self.prompt_prune_rate = options["prompt_prune_rate"]
         self.prunes_prompts = self.prompt_rule != "none"
@@ -352,10 +354,11 @@ class DPPOTrainer(PPOTrainerSync):
         weights = torch.zeros(K, G, dtype=torch.float64)
         for part in update_of.unique().tolist():
             own = update_of == part  # [K]
-            look = (advantages[own], rewards[own], cost[own], prompt_weights[own] * size[own])
+            sizes, rest = prompt_weights[own] * size[own], self.rest * cost[own].sum().item()
+            look = dppo.Completions(advantages[own], rewards[own], cost[own], sizes, rest)
             generator = dppo.generator_for(self.seed, "completions", self.global_steps, part)
             _keep, drawn = dppo.prune_completions(
-                self.completion_rule, self.completion_prune_rate, dppo.Completions(*look), generator
+                self.completion_rule, self.completion_prune_rate, look, generator
             )
             weights[own] = drawn * prompt_weights[own] * (cost[own] > 0)
 

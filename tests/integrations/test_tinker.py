@@ -167,7 +167,7 @@ def test_datums_have_the_sdks_types():
 # ---------------------------------------------------------------------------- runs
 
 HELD_OUT = [([6], "answer"), ([1, 1], "answer")]
-BOTH = {"prompt_rule": "pps", "prompt_prune_rate": 0.5, "completion_rule": "pps"}
+BOTH = {"prompt_rule": "uniform", "prompt_prune_rate": 0.5, "completion_rule": "pps"}
 
 
 def train(folder, server, **options):

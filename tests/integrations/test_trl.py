@@ -238,7 +238,7 @@ def test_at_least_one_prompt_at_once():
 def test_equal_rewards_are_dull():
     """Four groups of equal rewards, through TRL's own advantages: their scores are exactly 0.
     Catches a rounding error that the history takes for an advantage."""
-    rules = {"prompt_rule": "pps", "prompt_prune_rate": 0.0}
+    rules = {"prompt_rule": "uniform", "prompt_prune_rate": 0.0}
     trainer = make_trainer(**rules, num_generations=8, per_device_train_batch_size=8)
     rewards = [reward for reward in (0.1, 0.3, 0.7, 0.9) for _ in range(8)]
     trainer.reward_funcs = [lambda completions, **columns: rewards]
@@ -347,7 +347,7 @@ def test_the_parser(monkeypatch, tmp_path):
     (args,) = eval(line, names)
     found = {name: getattr(args, name) for name in ("completion_prune_rate", "scale_rewards")}
     assert found == {"completion_prune_rate": 0.8, "scale_rewards": "variance"}
-    assert args.prompt_rule == "pps"
+    assert args.prompt_rule == "uniform"
     monkeypatch.setattr(sys, "argv", ["train_trl.py", "--help"])
     with pytest.raises(SystemExit):
         eval(line, names)

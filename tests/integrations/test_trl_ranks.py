@@ -61,7 +61,7 @@ def test_whole_runs(accumulation, generation, iterations, group, world):
         "num_generations": group,
     }  # fmt: skip
     prompts = generation == accumulation and iterations == 1
-    rules = {"prompt_rule": "pps" if prompts else "none", "prompt_prune_rate": 0.35}
+    rules = {"prompt_rule": "uniform" if prompts else "none", "prompt_prune_rate": 0.35}
     first = in_processes(world, trl_ranks.count_draws, layout, rules)[0]
     counts = json.loads(first.splitlines()[-1])
     micro_steps = 4 * accumulation

@@ -167,7 +167,7 @@ def test_every_draw_has_random_numbers_of_its_own(monkeypatch):
 def test_prompts_of_several_updates_are_exact(mode):
     """Two updates of two candidates, of which one is rolled out. Catches prompts that are given to
     updates after the draw."""
-    options = {MODE: mode, PROMPT_RULE: "pps", PROMPT_RATE: 0.5, RULE: "none", UPDATE: 2}
+    options = {MODE: mode, PROMPT_RULE: "uniform", PROMPT_RATE: 0.5, RULE: "none", UPDATE: 2}
     pruned = Toy(**options)
     pruned.teach(mean_tokens=60.0)
     for part, found in enumerate(over_prompts(pruned.gradient)):

@@ -112,7 +112,7 @@ def test_killed_and_resumed(tmp_path):
     five steps, resumed from the checkpoint of step 4: the draws of steps 5 and 6 are those of a run
     that went through. Catches a history that is forgotten and a draw that starts over."""
     options = TRAINER | {
-        f"{OPTION}prompt_rule": "pps", f"{OPTION}prompt_prune_rate": 0.4,
+        f"{OPTION}prompt_rule": "uniform", f"{OPTION}prompt_prune_rate": 0.4,
         f"{ACTOR}.ppo_mini_batch_size": 4, f"{ACTOR}.loss_agg_mode": "token-mean",
         f"{ACTOR}.use_kl_loss": True, "trainer.total_training_steps": 6, "trainer.save_freq": 2,
         "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,

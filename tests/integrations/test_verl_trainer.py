@@ -193,7 +193,7 @@ def test_equal_rewards_are_dull():
     record = lambda rule, rate, batch, generator: (
         seen.append(batch) or prune(rule, rate, batch, generator)
     )
-    options = {PROMPT_RULE: "pps", PROMPT_RATE: 0.0, MODE: "token-sum", UPDATE: 2}
+    options = {PROMPT_RULE: "uniform", PROMPT_RATE: 0.0, MODE: "token-sum", UPDATE: 2}
     pruned = Toy(prompts=("bb", "ccc"), **options)
     sample = pruned.sample
 
@@ -256,7 +256,11 @@ def test_checkpoints(tmp_path, monkeypatch):
         toy.PPOTrainerSync, "_save_checkpoint", lambda _: seen.append(file.exists())
     )
     monkeypatch.setattr(toy.PPOTrainerSync, "_load_checkpoint", lambda _: None)
-    options = {PROMPT_RULE: "pps", MODE: "token-mean", "trainer__default_local_dir": str(tmp_path)}
+    options = {
+        PROMPT_RULE: "uniform",
+        MODE: "token-mean",
+        "trainer__default_local_dir": str(tmp_path),
+    }
     file = tmp_path / "global_step_1" / "dppo.pt"
     one, other = Toy(**options), Toy(**options)
     one.step()

@@ -38,7 +38,7 @@ def check_ranks():
     layout |= {"loss_type": "grpo"}
     toy = Toy(WeightedFillers, **layout)
     assert error(found := toy.over_windows(), toy.stock()) > 1e-3, found
-    for rule in ("uniform", "dppo", "pps"):
+    for rule in ("uniform", "dppo"):
         rules = {"prompt_rule": rule, "prompt_prune_rate": 0.3, "completion_rule": "zero"}
         toy = Toy(**layout, **rules)
         toy.teach()

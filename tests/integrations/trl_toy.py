@@ -296,7 +296,7 @@ class Toy(exact.Toy):
 
 
 MANY = [a + b for a, b in itertools.product(LETTERS, LETTERS)]
-BOTH = {"prompt_rule": "pps", "prompt_prune_rate": 0.3}
+BOTH = {"prompt_rule": "uniform", "prompt_prune_rate": 0.3}
 
 
 class Kill(transformers.TrainerCallback):
