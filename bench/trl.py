@@ -30,7 +30,7 @@ from runtime import log
 from tasks import arithmetic
 
 PPS = {"completion_rule": "pps", "completion_prune_rate": 0.7}
-BOTH = PPS | {"prompt_rule": "pps", "prompt_prune_rate": 0.6}
+BOTH = PPS | {"prompt_rule": "uniform", "prompt_prune_rate": 0.6}
 VARIANTS = {  # options of DPPOConfig, and how many times GRPO's prompts it considers in a step
     "TRL": (None, 1),
     "TRL, pps": (PPS, 1),

@@ -43,8 +43,7 @@ if [ "${1:-}" = --gsm8k ]; then
     for method in grpo pps; do
         train train $gsm8k/$method --method $method --model $gsm8k/sft/checkpoint \
             --data $gsm8k/train.jsonl --max-new-tokens 128 --rollout-batch 256 --eval-every 0 \
-            --prompts-per-step $([ $method = grpo ] && echo 8 || echo 16) \
-            --steps 6 --lr 2e-5 --lr-schedule linear --save-every 3
+            --prompts-per-step 8 --steps 6 --lr 2e-5 --lr-schedule linear --save-every 3
     done
     for model in sft grpo pps; do
         evaluate gsm8k-$model $gsm8k/$model/checkpoint $gsm8k/test.jsonl --max-new-tokens 128
@@ -57,8 +56,7 @@ evaluate smollm2 smollm2 words
 evaluate sft $start words
 for method in grpo pps; do
     train train $out/$method --method $method --model $start --data words --rollout-batch 256 \
-        --prompts-per-step $([ $method = grpo ] && echo 16 || echo 32) \
-        --steps $steps --lr 2e-5 --lr-schedule linear \
+        --prompts-per-step 16 --steps $steps --lr 2e-5 --lr-schedule linear \
         --eval-every $every --eval-problems $watched --keep-checkpoints 1
     evaluate $method $out/$method/checkpoint words
 done

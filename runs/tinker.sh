@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 base = str(arithmetic.BASE)
 tokenizer = AutoTokenizer.from_pretrained(base)
 rules = {
-    "pps": {"prompts_per_step": 32},
+    "pps": {"prompts_per_step": 32, "prompt_rule": "uniform", "prompt_prune_rate": 0.6},
     "grpo": {"prompts_per_step": 16, "prompt_rule": "none", "completion_rule": "zero"},
 }
 
