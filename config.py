@@ -36,10 +36,7 @@ class Method:
 METHODS = {  # the name of any other rule is a method, too: that rule, at its level or at both
     "grpo": Method(tiny={"group_size": 8}),
     # The winner of a search at equal seconds (docs/results.md): small groups, most of them dead.
-    "grpo_zero": Method(
-        completion_rule="zero",
-        tiny={"prompts_per_step": 16, "group_size": 4, "scale_rewards": "group"},
-    ),
+    "grpo_zero": Method(completion_rule="zero", tiny={"prompts_per_step": 16, "group_size": 4}),
     "uniform": Method("uniform", "uniform"),
     "dppo": Method("dppo", "dppo"),
     "pps": Method(
