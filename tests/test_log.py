@@ -311,7 +311,7 @@ adaptive  | 32  8 none   6e-4   0    0.1
 pps       | 32  8 none   4.3e-4 0.9  0.4
 dppo      | 32 16 none   6e-4   0.7  0.4
 grpo      | 32  8 none   6e-4   0    0.4
-grpo_zero | 16  4 group  6e-4   0    0.4
+grpo_zero | 16  4 none   6e-4   0    0.4
 """
 
 

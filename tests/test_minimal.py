@@ -206,10 +206,12 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
     """Each completion's factor is (prompt weight x completion weight) / (own length x Q x G), its
     advantage that of the full group; with --grpo everything is trained on with weight 1.
 
-    Catches a loop that does not run, a denominator or advantage of what was kept, and a weight that
-    is left out.
+    In the second step prompts whose |advantage| was below the mean are kept with probability DULL.
+    Catches a loop that does not run, a denominator or advantage of what was kept, a weight that is
+    left out, a history that is never written, and dropping above the mean.
     """
-    small = {"Q": 4, "K": 2, "G": 4, "T": 6, "STEPS": 2, "HELD_OUT": 3, "EVAL_EVERY": 2, "ROWS": 5}
+    small = {"Q": 4, "G": 4, "T": 6, "STEPS": 2, "HELD_OUT": 3, "EVAL_EVERY": 2, "ROWS": 5}
+    small |= {"PROBLEMS": 4}  # so that the second step knows all of its prompts
     for name, value in small.items():
         monkeypatch.setattr(minimal, name, value)
     problem, answers = arithmetic.problem, itertools.cycle("01")
@@ -219,11 +221,12 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
     every = torch.arange(16, dtype=torch.float64) % 3  # rewards, and no group is dead
     groups = every.view(4, 4)
     expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-    draws, trained = [], []
+    draws, probabilities, trained = [], [], []
     prune, loss, sample = minimal.prune, minimal.loss, minimal.sample
 
     def spy_prune(*args):
         draws.append(prune(*args))
+        probabilities.append(args[0])
         return draws[-1]
 
     def spy_loss(model, ids, sampled, old_logprobs, advantage, factor):
@@ -243,6 +246,13 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert "held-out accuracy" in lines[1]
+    assert probabilities[0].tolist() == [1.0] * 4, "nothing is known yet"
+    past = expected.abs().mean(dim=1)
+    dull = int((past < past.mean()).sum())
+    assert 0 < dull < 4
+    assert sorted(probabilities[2].tolist()) == sorted(
+        [1.0 if grpo else 0.5] * dull + [1.0] * (4 - dull)
+    )
     for step in range(2):
         prompts, completions = draws[2 * step : 2 * step + 2]
         weights = prompts[prompts > 0].repeat_interleave(4) * completions
