@@ -62,7 +62,7 @@ def test_each_arm_has_its_own_learning_rate():
 def test_design_effects(correlation):
     """Gradients whose correlation within a prompt is known, from 60 prompts x 32: the noise of a
     group is 1 + (G - 1) rho times that of as many independent completions. Catches the signal that
-    is left in, and pairs of different prompts that count."""
+    is left in."""
     generator = torch.Generator().manual_seed(0)
     K, G, P = 60, 32, 400
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
