@@ -428,7 +428,7 @@ def main(file: str | None = None) -> None:
     for rule in rules(sampler.PROMPT_RULES, biased=False):
         wrong += line(rule, lambda loss, rule=rule: prompt_rule_error(rule, loss))
     print("biased, or unbiased only for another objective (rules by rank, see the second table)")
-    line("prompts, own tokens", lambda loss: prompt_rule_error("pps", loss, own_tokens=True))
+    line("prompts, own tokens", lambda loss: prompt_rule_error("uniform", loss, own_tokens=True))
     for rule in rules(sampler.PROMPT_RULES, biased=True):
         line(f"prompts, {rule}", lambda loss, rule=rule: prompt_rule_error(rule, loss))
     for rule in rules(dppo.COMPLETION_RULES, biased=True):
