@@ -106,6 +106,7 @@ class Engine:
             repetition_penalty=sampling.repetition_penalty,
             stop_token_ids=sampling.eos_ids,
             logprobs=0,  # of the sampled token only
+            flat_logprobs=True,  # one list, not a dict for each token
             detokenize=False,
         )
         requests = [{"prompt_token_ids": prompt} for prompt in prompt_ids]
@@ -122,8 +123,7 @@ class Engine:
         for row, completion in enumerate(one for output in outputs for one in output.outputs):
             length = lengths[row] = len(completion.token_ids)
             ids[row, :length] = torch.tensor(completion.token_ids)
-            steps = zip(completion.logprobs, completion.token_ids, strict=True)
-            logprobs[row, :length] = torch.tensor([step[token].logprob for step, token in steps])
+            logprobs[row, :length] = torch.tensor(completion.logprobs.logprobs)
             truncated[row] = completion.finish_reason != "stop"
         if not logprobs.isfinite().all():
             raise NotFiniteError("vLLM's log-probs are not finite")
