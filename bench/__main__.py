@@ -13,7 +13,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench rollout     completions per second of every installed engine
     python -m bench update      packed and padded updates
     python -m bench packing     how sequences are packed, as a picture
-    python -m bench gpu         all that a first run on a GPU should measure (runs/gpu.sh)
+    python -m bench gpu         decode rates and the MFU of updates on a GPU (runs/gpu.sh)
     python -m bench trl         TRL's trainer with and without pruning (requirements-trl.txt)
 
 `--json FILE` writes the rows; runs/*.json come from it. With `--shape 0.6b`, step, rollout and

@@ -14,7 +14,7 @@ import data
 import models
 import rollout
 from bench import JsonFile, sampling_copy, shapes, write_json
-from engines import vllm_engine
+from engines import slots, vllm_engine
 from engines.fast_decoder import Decoder
 from runtime.timer import clock
 from tasks import arithmetic
@@ -95,17 +95,23 @@ def measure(model, policy, prompts, sampling, cfg, seed: int) -> dict:
     """Seconds and tokens of one rollout, what the model computed for them, and how far their
     log-probs are from the trainer's."""
     computed = []  # tokens of each forward, prompts included; vLLM does not call this model
-    decode = Decoder.__call__
+    decode, run = Decoder.__call__, slots.Slots.run
 
     def by_transformers(_model, args, inputs, _output):
         computed.append((args[0] if args else inputs["input_ids"]).numel())
 
-    def by_decoder(decoder, token, *others):
-        computed.append(token.numel())
-        return decode(decoder, token, *others)
+    def by_decoder(decoder, token, positions, step, cache, *others):
+        if not isinstance(cache, slots.Slots):
+            computed.append(token.numel())
+        return decode(decoder, token, positions, step, cache, *others)
+
+    def in_slots(own):  # replays call nothing
+        computed.extend([own.rows] * slots.EVERY)
+        run(own)
 
     hook = policy.register_forward_hook(by_transformers, with_kwargs=True)
-    with mock.patch.object(Decoder, "__call__", by_decoder):
+    patch = mock.patch.object
+    with patch(Decoder, "__call__", by_decoder), patch(slots.Slots, "run", in_slots):
         started = clock(cfg.device)
         rollouts = rollout.sample(policy, prompts, sampling, group_size=cfg.group_size, seed=seed)
         seconds = clock(cfg.device) - started
