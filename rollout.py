@@ -8,7 +8,8 @@ top-k 20, top-p 0.95) plays no part, except for its end tokens.
 
 The plain loop below reads each prompt once, then samples its completions one token at a time.
 Engines take the same arguments and return the same; tests compare them with the plain loop:
-    compact  a faster loop, which computes equal texts of a group once. The default of train.py.
+    compact  a faster loop, which computes equal texts of a group once, or on a GPU replays a graph.
+             The default of train.py.
     hf       transformers' model.generate
     vllm     vLLM in this process, for large models on GPUs
 
@@ -19,6 +20,7 @@ W tokens of the longest of them, n completions that are unfinished.
 import contextlib
 import inspect
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +29,8 @@ from transformers import DynamicCache
 
 import dppo
 from runtime import NotFiniteError
+
+FREE_SHARE = 0.6  # of a GPU's free memory: the rest is for logits, and for reading prompts
 
 
 @dataclass
@@ -52,7 +56,8 @@ class Sampling:
     eos_ids: list[int]  # each ends a completion
     pad_id: int  # may be one of eos_ids
     temperature: float = 1.0  # log-probs include it; 0 is greedy, and log-probs are those at 1
-    batch_size: int = 512  # sequences sampled at once, in whole groups; bounds the key-value cache
+    batch_size: int = 512  # sequences sampled at once, at most, in whole groups
+    cache_tokens: int | None = None  # that they may have in all, prompts included; see cache_tokens
     engine: object = None  # None: the plain loop. Else it has a `sample` function, see below
     top_k: int = 0  # 0: all
     top_p: float = 1.0
@@ -103,12 +108,11 @@ def _plain(model, prompt_ids, sampling: Sampling, *, group_size, seed, keys) -> 
         lengths=torch.zeros(K, G, dtype=torch.long),
         truncated=torch.zeros(K, G, dtype=torch.bool),
     )
-    order = sorted(range(K), key=lambda k: len(prompt_ids[k]))  # similar lengths need less padding
-    B = max(1, sampling.batch_size // G)
+    cut = batches(model, prompt_ids, G, sampling)
     bar = {"desc": "rollout", "unit": " batches", "delay": 3, "leave": False}
     with evaluation_mode(model):
-        for start in tqdm(range(0, K, B), disable=not sampling.show_progress, **bar):
-            _sample_batch(model, order[start : start + B], uniforms, sampling, found)
+        for batch in tqdm(cut, disable=not sampling.show_progress, **bar):
+            _sample_batch(model, batch, uniforms, sampling, found)
     return found
 
 
@@ -174,6 +178,36 @@ def _sample_batch(model, batch: list[int], uniforms, sampling: Sampling, found: 
 
 
 # ------------------------------------------------------------------------- what engines use, too
+
+
+def cache_bytes(config, dtype: torch.dtype) -> int:
+    """Bytes of a token's keys and values in the cache of a model with this config."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * width * dtype.itemsize
+
+
+def cache_tokens(model, sampling: Sampling) -> int:
+    """The number of tokens that the key-value cache of all sequences sampled at once may hold."""
+    if sampling.cache_tokens or model.device.type != "cuda":
+        return sampling.cache_tokens or sys.maxsize
+    free, _ = torch.cuda.mem_get_info()
+    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return int(FREE_SHARE * free) // cache_bytes(model.config, model.dtype)
+
+
+def batches(model, prompt_ids, group_size: int, sampling: Sampling) -> list[list[int]]:
+    """The places of the prompts, in batches of whole groups. Short prompts come first: similar
+    lengths need less padding."""
+    tokens, found = cache_tokens(model, sampling), []
+    for k in sorted(range(len(prompt_ids)), key=lambda k: len(prompt_ids[k])):
+        longest = len(prompt_ids[k]) + sampling.max_new_tokens
+        if not found or (len(found[-1]) + 1) * group_size > min(
+            sampling.batch_size, tokens // longest
+        ):
+            found.append([])
+        found[-1].append(k)
+    return found
 
 
 def cache_name(model) -> str:

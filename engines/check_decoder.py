@@ -26,8 +26,12 @@ def decoder(model, length: int):
 
     It is the fast decoder if `compare` has accepted the model, else transformers.
     """
-    why_not = getattr(model, "why_not_fast", "it was not compared")
-    return _transformers(model) if why_not else Decoder(model, length)
+    return _transformers(model) if why_not_fast(model) else Decoder(model, length)
+
+
+def why_not_fast(model) -> str:
+    """Why the fast decoder is not used, or ""."""
+    return getattr(model, "why_not_fast", "it was not compared")
 
 
 def compare(model, exact=None) -> None:

@@ -1,7 +1,7 @@
 """
-Our fast loop. On a CPU, completions of a prompt share a row of the batch while their texts are
-equal. Completions that have ended leave. fast_decoder.py computes the logits of the models that it
-supports.
+Our fast engine. In its loop, completions of a prompt share a row of the batch while their texts are
+equal, and completions that have ended leave. fast_decoder.py computes the logits of the models that
+it supports; on a GPU, slots.py has another loop for these.
 
 - `sample`: the engine. `_decode` is its loop over tokens.
 - `Record`: draws tokens and records them; engines/hf.py uses it, too
@@ -12,6 +12,7 @@ batch, W tokens of its longest prompt. n completions are unfinished; they have R
 row of the batch each; after the next token there are C distinct texts.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,9 @@ from transformers import (
 )
 
 import rollout
-from engines import categorical, check_decoder, prefill
+from engines import categorical, check_decoder, prefill, slots
 from runtime import NotFiniteError
-from runtime.device import CHECK_EVERY, send
+from runtime.device import send
 
 NOT_FINITE = "the model's logits are not finite"
 
@@ -37,49 +38,46 @@ def sample(
 ) -> rollout.Rollouts:
     """See rollout.sample."""
     options = {"group_size": group_size, "seed": seed, "keys": keys}
+    if model.device.type in slots.DEVICES and not check_decoder.why_not_fast(model):
+        options["spare"] = slots.EVERY
+        return in_batches(slots.decode, model, prompt_ids, sampling, **options)
     return in_batches(_decode, model, prompt_ids, sampling, **options)
 
 
-def in_batches(decode, model, prompt_ids, sampling, *, group_size, seed, keys) -> rollout.Rollouts:
+def in_batches(
+    decode, model, prompt_ids, sampling, *, group_size, seed, keys, spare=0
+) -> rollout.Rollouts:
     """Sample in batches: decode(model, prompts, group_size, record, progress) samples one batch and
-    stores it in `record`, a Record."""
+    stores it in `record`, a Record. With `spare` there is one batch, and the record has room for so
+    many more tokens."""
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
     bar = {"desc": "rollout", "unit": " completions", "delay": 3, "leave": False}
     progress = tqdm(total=K * G, disable=not sampling.show_progress, **bar)
-    uniforms = rollout.random_numbers(seed, keys, K, G, T)
+    uniforms = rollout.random_numbers(seed, keys, K, G, T + spare)
     # Made outside inference mode: autograd cannot use tensors that were made inside it.
     ids = torch.full((K, G, T), sampling.pad_id)
     statistics = torch.zeros(3, K, G, T)
+    batches = rollout.batches(model, prompt_ids, G, sampling)
     with progress, torch.inference_mode(), prefill.decoding(model):
-        order = sorted(range(K), key=lambda k: len(prompt_ids[k]))
-        step = max(1, sampling.batch_size // G)
-        for batch in (order[start : start + step] for start in range(0, K, step)):
+        for batch in [[*itertools.chain(*batches)]] if spare else batches:
             record = Record(sampling, uniforms[batch], model)
             decode(model, [prompt_ids[k] for k in batch], G, record, progress)
-            ids[batch] = record.ids.cpu().view(-1, G, T)
-            statistics[:, batch] = record.statistics.cpu().view(3, -1, G, T)
+            ids[batch] = record.ids[:, :T].cpu().view(-1, G, T)
+            statistics[:, batch] = record.statistics[..., :T].cpu().view(3, -1, G, T)
     return finish(prompt_ids, ids, statistics, sampling)
 
 
 def _decode(model, prompt_ids, group_size, record, progress) -> None:
     """Prefill each prompt once, then decode its completions in step. A row of the batch serves all
-    completions whose texts are equal so far, and splits when they draw different tokens. At each
-    check, completions that have ended leave.
-
-    Merging equal completions needs every token on the CPU. On a GPU that would stall each step, so
-    there every completion has its own row."""
+    completions whose texts are equal so far, and splits when they draw different tokens. What has
+    ended leaves. On a GPU, the host waits for every token."""
     T, device = record.sampling.max_new_tokens, model.device
-    interval = CHECK_EVERY[device.type]
     logits, prompts, positions, bias, cache = prefill.prefill(model, prompt_ids, T)
     W, ragged = prompts.shape[1], prefill.is_ragged(prompt_ids)
     decode = check_decoder.decoder(model, W + T)
     active = torch.arange(len(record.ids), device=device)  # the unfinished completions, [n]
-    row_of = active // group_size  # the batch's row of each of them; None: a row of its own
-    if interval > 1 or group_size == 1:
-        for layer in cache.layers:
-            layer.keep(len(active), torch.arange(len(active)).to(device), row_of, most=len(active))
-        logits, prompts, positions, bias = (x[row_of] for x in (logits, prompts, positions, bias))
-        row_of = None
+    # the batch's row of each of them; None: a row of its own
+    row_of = None if group_size == 1 else active // group_size
     for step in range(T):
         texts = None
         if record.warpers:
@@ -90,20 +88,17 @@ def _decode(model, prompt_ids, group_size, record, progress) -> None:
         scores = record.distribution(texts, logits)
         # Text number i continues in row i, unless rows were freed or added (below).
         token, continued, row_of = record.draw(active, row_of, step, scores)  # [C, 1], [C], [n]
-        last = step + 1 == T
-        if last or (step + 1) % interval == 0:
-            ended = record.ended(active, step // interval * interval, step + 1)
-            live = 0 if last else len(active) - int(ended.sum())
-            progress.update(len(active) - live)
-            if live == 0:
-                break
-            if live < len(active) or len(token) > len(logits):
-                *rows, row_of = next_rows(continued, row_of, ended)
-                going, text, source, copied_to, copied_from = (send(x, device) for x in rows)
-                for layer in cache.layers:
-                    layer.keep(len(text), copied_to, copied_from, most=live)
-                active, token = active[going], token[text]
-                prompts, positions, bias = (x[source] for x in (prompts, positions, bias))
+        ended = record.ended(active, step)
+        live = 0 if step + 1 == T else len(active) - int(ended.sum())
+        progress.update(len(active) - live)
+        if live == 0:
+            break
+        if live < len(active) or len(token) > len(logits):
+            rows = next_rows(continued, row_of, ended.to(device))
+            for layer in cache.layers:
+                layer.keep(len(rows.text), rows.copied_to, rows.copied_from, most=live)
+            active, token, row_of = active[rows.going], token[rows.text], rows.row_of
+            prompts, positions, bias = (x[rows.source] for x in (prompts, positions, bias))
         visible = bias[..., : W + step + 1] if ragged else None
         logits = decode(token, positions, step + 1, cache, visible)  # [R, V]
 
@@ -122,7 +117,6 @@ class Record:
         self.ids = torch.full(shape, sampling.pad_id, device=device)  # [B, T]
         # log-prob of the token; over the other tokens, the sum of p log p and the 2-norm of p
         self.statistics = torch.zeros(3, *shape, device=device)
-        self.recent = []  # [3, n] of each token since the last check
         self.warpers = warpers(sampling)
 
     def distribution(self, sequences, logits):
@@ -136,11 +130,11 @@ class Record:
         # Finite, so that 0 * log 0 is 0 for the tokens that top-k and top-p leave out.
         return scores.clamp_(min=torch.finfo(dtype).min) if self.warpers else scores
 
-    def draw(self, active, row_of, step: int, scores):
-        """Draw token `step` of completions `active` [n] from log-probs [R, V]: completion i from
-        row row_of[i], or with None from row i. Returns the texts after it: their last tokens
-        [C, 1], the rows [C] that they continue, ascending, and the text of each completion [n]. If
-        row_of is None: the tokens [n, 1], None and None."""
+    def draw(self, active, row_of, step, scores):
+        """Draw token `step`, one number or [n], of completions `active` [n] from log-probs [R, V]:
+        completion i from row row_of[i], or with None from row i. Returns the texts after it: their
+        last tokens [C, 1], the rows [C] that they continue, ascending, and the text of each
+        completion [n]. If row_of is None: the tokens [n, 1], None and None."""
         probs = scores.exp()  # [R, V]
         if self.sampling.temperature:
             token = categorical.draw(probs, self.uniforms[active, step, None], row_of)  # [n, 1]
@@ -157,7 +151,7 @@ class Record:
         self.take(active, step, scores, probs, token, text_of)
         return token, continued, text_of
 
-    def take(self, active, step: int, scores, probs, token, text_of=slice(None)):
+    def take(self, active, step, scores, probs, token, text_of=slice(None)):
         """Record token[text_of] (token is [C, 1]) as token `step` of completions `active`.
         Overwrites probs [C, V], the exp of scores."""
         logprob = scores.gather(1, token)[:, 0]  # [C]
@@ -166,21 +160,13 @@ class Record:
         spread = torch.linalg.vector_norm(probs, dim=1)
         self.ids[active, step] = token[text_of, 0]
         statistics = torch.stack([logprob, others, spread]).float()  # [3, C]
-        self.recent.append(statistics[:, text_of])
+        self.statistics[:, active, step] = statistics[:, text_of]
 
-    def keep_recent(self, active, start: int):
-        """Keep the statistics of the last tokens, from token `start`, of completions `active`."""
-        stop = start + len(self.recent)
-        self.statistics[:, active, start:stop] = torch.stack(self.recent, dim=2)
-        self.recent.clear()
-
-    def ended(self, active, start: int, stop: int):
-        """[n] bool on the CPU: which of `active` drew an end token from `start` to `stop`. The host
-        waits for it. NotFiniteError if the model's logits were not finite."""
-        self.keep_recent(active, start)
-        ends = torch.isin(self.ids[active, start:stop], self.eos).any(dim=1)
-        finite = self.statistics[0, active, start:stop].isfinite().all(dim=1)
-        ends, finite = torch.stack([ends, finite]).cpu()
+    def ended(self, active, step):
+        """Whether token `step` of each of `active`, on the CPU, is an end token. The host waits for
+        it. NotFiniteError if the model's logits were not finite."""
+        ends = torch.isin(self.ids[active, step], self.eos)
+        ends, finite = torch.stack([ends, self.statistics[0, active, step].isfinite()]).cpu()
         if not finite.all():
             raise NotFiniteError(NOT_FINITE)
         return ends
@@ -215,7 +201,7 @@ def warpers(sampling) -> LogitsProcessorList:
 
 
 class Rows(NamedTuple):
-    """The R rows of the batch after a token. All tensors are small and on the CPU."""
+    """The R rows of the batch after a token."""
 
     going: torch.Tensor  # [n] the unfinished completions, in the order of their rows
     text: torch.Tensor  # [R] the text in each row
@@ -235,7 +221,7 @@ def next_rows(continued, text_of, ended) -> Rows:
     and the others go to freed rows, then to new rows at the end. This copies as little of the cache
     as possible. If continued and text_of are None, no completions share a row.
     """
-    numbers = torch.arange(len(ended))
+    numbers = torch.arange(len(ended), device=ended.device)
     if text_of is None:
         continued = text_of = numbers
     going = numbers[~ended]
@@ -243,7 +229,7 @@ def next_rows(continued, text_of, ended) -> Rows:
     continued = continued[kept]
 
     # The first continuation of a row stays, unless its row is beyond the last one that is needed.
-    first = continued.diff(prepend=torch.tensor([-1])) > 0
+    first = continued.diff(prepend=continued.new_tensor([-1])) > 0
     stays = first & (continued < len(kept))
     order = torch.full_like(continued, -1)  # [R], which of the kept texts is in each row
     order[continued[stays]] = stays.nonzero()[:, 0]

@@ -2,7 +2,7 @@
 A fast decoder: the forward of one token per row, with half of transformers' operations.
 
 When one token is decoded, starting an operation costs more than its arithmetic: microseconds each,
-on a CPU and on a GPU. On a GPU, transformers starts 29 operations per layer, this decoder 14:
+on a CPU and on a GPU. On a GPU, transformers starts 29 operations per layer, this decoder half:
     - queries, keys and values are one matrix product; so are the two halves of the MLP
     - queries and keys share one norm and one rotation
     - a residual sum is part of the product before it
@@ -51,14 +51,11 @@ class Decoder:
         self.embedding, self.norm = model.get_input_embeddings().weight, base.norm.weight
         self.head = model.get_output_embeddings().weight
         # A rotated x is x * cos + (x with its halves exchanged) * sin, if the first half of sin is
-        # negated. On a GPU that would be three kernels; a product with a matrix is one.
+        # negated.
         places = torch.arange(length, device=self.head.device)[None]
         cos, sin = (table[0, :, None] for table in base.rotary_emb(self.head, places))  # [P, 1, D]
         sin = torch.cat([-sin[..., : self.width // 2], sin[..., self.width // 2 :]], dim=2)
-        self.rotations = torch.cat([cos, sin], dim=1)  # [P, 2, D], or on a GPU [P, D, D]
-        if sin.is_cuda:
-            identity = torch.eye(self.width, dtype=sin.dtype, device=sin.device)
-            self.rotations = cos * identity + sin * identity.roll(self.width // 2, dims=0)
+        self.rotations = torch.cat([cos, sin], dim=1)  # [P, 2, D]
 
     def _layer(self, block, attention, mlp) -> Layer:
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
@@ -80,11 +77,12 @@ class Decoder:
     def __call__(self, token, positions, step, cache, bias=None):
         """Logits [R, V] after token [R, 1], whose position is positions [R, 1] + step.
 
-        The token's keys and values are added to the cache, a prefill.growing_cache. bias
-        [R, 1, 1, n] is 0, and -inf at padding.
+        The token's keys and values are added to the cache, whose layers attend: a
+        prefill.growing_cache, where bias [R, 1, 1, n] is 0, and -inf at padding, or slots.Slots.
         """
         R, H, H_kv, D = len(token), self.heads, self.kv_heads, self.width
-        rotation = self.rotations[step:].index_select(0, positions[:, 0])  # [R, ...]
+        rotation = self.rotations[step:].index_select(0, positions[:, 0])  # [R, 2, D]
+        cos, sin = rotation[:, :, None].unbind(dim=1)  # [R, 1, D] each
         x = F.embedding(token[:, 0], self.embedding)  # [R, d]
         for layer, cached in zip(self.layers, cache.layers, strict=True):
             states = F.linear(self._normed(x, layer.norm), layer.qkv, layer.qkv_bias)
@@ -92,10 +90,9 @@ class Decoder:
             qk = states[:, : H + H_kv]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (D,), eps=self.eps) * layer.qk_norm
-            rotate(qk, rotation, out=states[:, : H + H_kv])
-            keys, values = cached.append(states[:, H:].view(R, 2, H_kv, D))  # [R, H_kv, n, D]
+            torch.addcmul(qk * cos, qk.roll(D // 2, 2), sin, out=states[:, : H + H_kv])
             queries = states[:, :H].view(R, H_kv, -1, D)  # heads that share keys become rows
-            attended = F.scaled_dot_product_attention(queries, keys, values, bias)
+            attended = cached.attend(queries, states[:, H:].view(R, 2, H_kv, D), bias)
             x = torch.addmm(x, attended.reshape(R, -1), layer.out.T)
             gate, up = F.linear(self._normed(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=1)
             x = torch.addmm(x, F.silu(gate) * up, layer.down.T)
@@ -103,16 +100,6 @@ class Decoder:
 
     def _normed(self, x, weight):
         return F.rms_norm(x, weight.shape, weight, self.eps)
-
-
-def rotate(x, rotation, out) -> None:
-    """Write the rotated x [R, heads, D] to `out`. The rotation is cos and sin [R, 2, D], or on a
-    GPU a matrix for each row [R, D, D]."""
-    if x.is_cuda:
-        torch.bmm(x.contiguous(), rotation, out=out)
-    else:
-        cos, sin = rotation[:, :, None].unbind(dim=1)
-        torch.addcmul(x * cos, x.roll(x.shape[2] // 2, 2), sin, out=out)
 
 
 def joined(*parameters):

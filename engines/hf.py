@@ -55,5 +55,4 @@ def _generate(model, prompt_ids, group_size, record, progress) -> None:
             pad_token_id=record.sampling.pad_id,
         ),
     )
-    record.keep_recent(active, 0)
     progress.update(B)

@@ -120,10 +120,10 @@ class GrowingLayer(DynamicLayer):
         values.copy_(value_states)
         return self.keys, self.values
 
-    def append(self, states):
-        """`update` by one token, whose keys and values come as one tensor [R, 2, H, D]."""
+    def attend(self, queries, states, bias):
+        """Add keys and values [R, 2, H, D] of one token; attention of its queries [R, H, .., D]."""
         self._room(1)[:, :, :, 0].copy_(states.transpose(0, 1))
-        return self.keys, self.values
+        return F.scaled_dot_product_attention(queries, self.keys, self.values, bias)
 
     def keep(self, count, copied_to, copied_from, most):
         """Copy rows `copied_from` to rows `copied_to`, then keep the first `count` rows.
@@ -141,7 +141,7 @@ class GrowingLayer(DynamicLayer):
         """Make room for new tokens; returns their columns [2, R, H, new, D], to be written."""
         rows, start = len(self.keys), self.get_seq_length()
         if start + new > self.buffer.shape[3]:
-            self._allocate(rows, start + new + ROOM)
+            self._allocate(rows, max(start + new + ROOM, 2 * self.buffer.shape[3]))
         self._show(rows, start + new)
         return self.buffer[:, :rows, :, start : start + new]
 

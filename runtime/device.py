@@ -13,10 +13,6 @@ import torch.nn.functional as F
 
 from runtime import InputError
 
-# Tokens between two checks for completions that have ended. A check makes the host wait for the
-# device, and rows that have ended are computed until the next one. On the CPU a check is free.
-CHECK_EVERY = {"cpu": 1, "cuda": 16}
-
 # transformers' classes that compute weight * x / sqrt(mean(x^2) + variance_epsilon)
 FUSED = ("Qwen3RMSNorm", "Qwen2RMSNorm", "LlamaRMSNorm", "MistralRMSNorm")
 

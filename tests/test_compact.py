@@ -14,20 +14,18 @@ PROMPTS = [[65, 66, 67], [68], [65, 66, 67], [71] * 5]  # of unequal lengths, an
 
 
 @pytest.fixture
-def sample(make_policy, forwards, monkeypatch):
-    """sample(prompts, every, ...): rollouts of a float64 model, and how many rows were decoded.
+def sample(make_policy, forwards):
+    """sample(prompts, ...): rollouts of a float64 model, and how many rows were decoded.
 
-    `every` is the number of tokens between two checks. If it is not 1, each completion has a row of
-    its own from the start. The model's predictions are sharpened, so that completions of a prompt
-    stay equal for a while. The engine is compact, unless another one is given.
+    The model's predictions are sharpened, so that completions of a prompt stay equal for a while.
+    The engine is compact, unless another one is given.
     """
     model, _ = make_policy(dtype=torch.float64)
     with torch.no_grad():
         model.model.norm.weight *= 2
     seen = forwards(model)
 
-    def go(prompts, every=1, group_size=8, **changes):
-        monkeypatch.setitem(compact.CHECK_EVERY, "cpu", every)
+    def go(prompts, group_size=8, **changes):
         options = {"max_new_tokens": 14, "eos_ids": ENDS, "pad_id": 257, "engine": compact}
         sampling = rollout.Sampling(**options | changes)
         seen.clear()
@@ -50,24 +48,21 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("room", "every"), [(1, 2), (4, 3), (64, 16)])
+@pytest.mark.parametrize("room", [1, 4, 64])
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_shared_rows_change_nothing(sample, monkeypatch, options, room, every):
+def test_shared_rows_change_nothing(sample, monkeypatch, options, room):
     """Catches a row that gets the keys, mask, position or penalty of another row, a draw with
     another completion's random number, statistics of another completion's token, and a completion
     that depends on the size of its batch or goes on past its end. The reference is the plain loop,
     or hf where there is more than a temperature."""
     monkeypatch.setattr(prefill, "ROOM", room)
     found, rows = sample(PROMPTS, **options)
-    monkeypatch.setattr(prefill, "ROOM", 64)
-    apart, rows_apart = sample(PROMPTS, every, **options | {"batch_size": 512})
     simple = hf if {"top_k", "top_p", "repetition_penalty"} & set(options) else None
     wanted, _ = sample(PROMPTS, engine=simple, **options)
     close = {"rtol": 1e-5, "atol": 1e-5} if simple else {"rtol": 1e-6, "atol": 1e-8}
-    for own in (found, apart):
-        assert_same_rollouts(own, wanted, **close)  # recorded in float32; hf makes logits float32
-    if options.get("group_size") != 1 and options.get("temperature") != 0:
-        assert rows < rows_apart
+    assert_same_rollouts(found, wanted, **close)  # recorded in float32; hf makes logits float32
+    if options.get("group_size", 8) > 2 and options.get("temperature") != 0:
+        assert rows < found.lengths.sum() - found.lengths.numel()
 
 
 def test_next_rows():
@@ -125,11 +120,11 @@ def test_the_cache_grows_by_doubling():
         assert torch.equal(layer.keys, states.expand(count, -1, -1, -1))
         assert torch.equal(layer.values, -layer.keys)
     assert len(buffers) <= 5, "4, 10, 22 and 40 rows"
-    buffers = set()
-    for _ in range(100):
+    widths = set()
+    for _ in range(1000):
         layer.update(*torch.zeros(2, 40, 1, 1, 2))
-        buffers.add(layer.buffer.data_ptr())
-    assert len(buffers) <= 3
+        widths.add(layer.buffer.shape[3])
+    assert len(widths) <= 6
     assert torch.equal(layer.keys[:, :, :3], states.expand(40, -1, -1, -1))
 
 
@@ -169,13 +164,11 @@ def test_a_shared_beginning_changes_nothing(make_policy, monkeypatch, prompts, f
     torch.testing.assert_close(found[3], found[100], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("every", [1, 16])
-def test_masks_suit_the_kernels(make_policy, forwards, monkeypatch, every):
+def test_masks_suit_the_kernels(make_policy, forwards):
     """Catches a query that sees nothing, for which some kernels give NaN, and a mask that a kernel
     would convert or copy in every layer: one of another type, or whose rows do not begin at a
     multiple of 16 bytes. For prompts of one length there is no mask."""
     model, _ = make_policy(dtype=torch.bfloat16)
-    monkeypatch.setitem(compact.CHECK_EVERY, "cpu", every)
     model.why_not_fast = ""
     seen = forwards(model)
     sampling = rollout.Sampling(3, [-1], 257, engine=compact)

@@ -5,6 +5,7 @@ The plain loop is proved against forwards without a cache, the engines against t
 
 import collections
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,19 +17,28 @@ import dppo
 import models
 import packing
 import rollout
-from engines import compact, hf, prefill
+from engines import compact, hf, prefill, slots
 from runtime import InputError
 
-FAST = ["compact", "hf"]
+FAST = ["compact", "slots", "hf"]
 ALL = pytest.mark.parametrize("engine", ["plain", *FAST])
-ALL_CHECKS = pytest.mark.parametrize(  # `every` so many tokens compact looks for ends and NaN
-    ("engine", "every"), [("plain", 1), ("hf", 1), ("compact", 1), ("compact", 16)]
-)
+
+
+class InSlots:
+    """compact as on a GPU, eagerly; it looks for ends every 4 tokens."""
+
+    @staticmethod
+    def sample(*args, **options):
+        with mock.patch.multiple(slots, DEVICES=("cpu",), EVERY=4):
+            return compact.sample(*args, **options)
+
+
+ENGINES = models.ENGINES | {"slots": InSlots}
 
 
 def sample(model, prompt_ids, *, group_size=6, seed=5, keys=None, engine="plain", **changes):
     options = {"max_new_tokens": 12, "eos_ids": [256], "pad_id": 257, "batch_size": 12}
-    sampling = rollout.Sampling(**options | changes, engine=models.ENGINES[engine])
+    sampling = rollout.Sampling(**options | changes, engine=ENGINES[engine])
     draw = {"group_size": group_size, "seed": seed, "keys": keys}
     return rollout.sample(model, prompt_ids, sampling, **draw)
 
@@ -200,7 +210,7 @@ def test_top_p_and_top_k_cut_the_tail(make_policy):
     nucleus = ranked.indices[: int((ranked.values.cumsum(dim=0) < 0.5).sum()) + 1].tolist()
     cases = [({"top_p": 0.5}, nucleus), ({"top_k": 3}, ranked.indices[:3].tolist())]
     for engine, (changes, allowed) in itertools.product(FAST, cases):
-        options = {"max_new_tokens": 1, "engine": engine} | changes
+        options = {"max_new_tokens": 1, "engine": engine, "batch_size": 5_000} | changes
         got = sample(model, [[65, 66]], group_size=5_000, **options)
         assert set(got.completion_ids.flatten().tolist()) == set(allowed)
         assert got.entropy.isfinite().all()
@@ -224,29 +234,24 @@ def test_positions_of_padding_are_not_negative(make_policy, engine):
 
 
 @pytest.mark.parametrize(
-    ("engine", "batch_size", "every"),
-    [("plain", 100, 1), ("compact", 50, 1), ("compact", 100, 1), ("compact", 50, 4)],
+    ("engine", "batch_size"), [("plain", 100), ("compact", 50), ("compact", 100)]
 )
-def test_prompts_are_read_once_and_rows_leave(
-    make_policy, forwards, monkeypatch, engine, batch_size, every
-):
+def test_prompts_are_read_once_and_rows_leave(make_policy, forwards, engine, batch_size):
     """Catches a prefill for each completion, equal texts in two rows, finished rows that stay, a
     check of the last token only, and a batch size that is ignored.
 
     The model computes every prompt once, and every distinct text once. The plain loop computes
-    every completion. So does compact if it checks tokens every fourth time, up to the next check.
+    every completion.
     """
     model, _ = make_policy()
-    monkeypatch.setitem(compact.CHECK_EVERY, "cpu", every)
     seen = forwards(model)
     options = {"eos_ids": list(range(0, 258, 8)), "batch_size": batch_size, "engine": engine}
     got = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, **options)
     computed = [tokens.numel() for tokens, _, _ in seen]
     assert got.truncated.any()
     assert max(computed) <= batch_size
-    until_check = (got.lengths + every - 1) // every * every
-    tokens = int(until_check.sum()) - 100
-    if engine == "compact" and every == 1:
+    tokens = int(got.lengths.sum()) - 100
+    if engine == "compact":
         columns = zip(got.completion_ids.flatten(0, 1).tolist(), got.lengths.flatten(), strict=True)
         begun = {
             (row // 50, *ids[: end + 1])
@@ -359,12 +364,11 @@ def test_no_prompts_is_an_empty_rollout(make_policy, engine):
     assert got.lengths.shape == (0, 6)
 
 
-@ALL_CHECKS
+@ALL
 @pytest.mark.parametrize("token", [65, 66])
-def test_broken_weights_are_reported(make_policy, monkeypatch, engine, token, every):
+def test_broken_weights_are_reported(make_policy, engine, token):
     """Catches a check for NaN that a single finite logit satisfies, and completions that end before
     the first check."""
-    monkeypatch.setitem(compact.CHECK_EVERY, "cpu", every)
     model, _ = make_policy()
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = torch.nan
@@ -373,11 +377,10 @@ def test_broken_weights_are_reported(make_policy, monkeypatch, engine, token, ev
     assert model.config._attn_implementation == packing.ATTENTION, "restored after an error too"
 
 
-@ALL_CHECKS
-def test_one_bad_row_is_reported(make_policy, monkeypatch, engine, every):
+@ALL
+def test_one_bad_row_is_reported(make_policy, engine):
     """Catches a NaN that passes because the logits of other completions, or of later tokens, are
     finite. Only the second row of a forward by transformers is broken here."""
-    monkeypatch.setitem(compact.CHECK_EVERY, "cpu", every)
     model, _ = make_policy()
     broken = lambda _module, _args, out: out.index_fill(0, torch.tensor([1]), torch.nan)
     model.model.norm.register_forward_hook(broken)

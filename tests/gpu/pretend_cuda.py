@@ -12,6 +12,9 @@ an allocator whose memory says cuda:0, and a fallback for every operator that re
 it checks devices as CUDA's own operator would, counts, and runs the CPU kernel on the same memory.
 Everything above that is PyTorch's own code: autograd, autocast, modules, optimizers, torch.save.
 
+torch.cuda.graph keeps the operators of a capture and takes back what they wrote; a replay runs them
+again, on the same memory, with the numbers that they had. What waits is refused in a capture.
+
 What is counted, by kind and operator:
 
     launch   operators that compute: at least as many kernels
@@ -41,6 +44,8 @@ import threading
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -51,6 +56,7 @@ WAITS = ("d2h", "h2d", "hidden", "sync")
 
 
 _active = []  # a Counter for each `with counting()` that is open
+_capturing = []  # the torch.cuda.graph that is open
 _quiet = threading.local()
 _aten = torch.library.Library("aten", "IMPL")  # what it implements ends with this object
 
@@ -74,6 +80,12 @@ def total(seen, *kinds: str) -> int:
 def _fused(name: str):
     """One launch, whatever PyTorch does inside: for stand-ins of kernels."""
     _note("launch", name)
+    with _silence():
+        yield
+
+
+@contextlib.contextmanager
+def _silence():
     before, _quiet.on = getattr(_quiet, "on", False), True
     try:
         yield
@@ -82,6 +94,8 @@ def _fused(name: str):
 
 
 def _note(kind: str, op: str) -> None:
+    if _capturing and kind in (*WAITS, "copy"):
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({op})")
     if not getattr(_quiet, "on", False):
         for seen in _active:
             seen[kind, op] += 1
@@ -201,7 +215,10 @@ def _patch_torch_cuda() -> None:
     cuda.reset_peak_memory_stats = lambda device=None: _native().reset_peak()
     cuda.memory_allocated = lambda device=None: _native().allocated()
     cuda.max_memory_allocated = lambda device=None: _native().peak()
+    cuda.memory_reserved = lambda device=None: _native().allocated()
+    cuda.mem_get_info = lambda device=None: (2**30, 2**31)
     cuda.device = type("device", (contextlib.nullcontext,), {})
+    cuda.CUDAGraph, cuda.graph = _Graph, _Capture
 
     # Storages are made by the name of their device, which a CPU build does not know.
     storage = torch.storage
@@ -216,6 +233,58 @@ def _patch_torch_cuda() -> None:
     storage._StorageBase.clone = lambda own: (
         whole(own).clone().untyped_storage() if on_cuda(own) else clone(own)
     )
+
+
+# ------------------------------------------------------------------------- graphs
+
+
+class _Graph:
+    def __init__(self):
+        self.calls = []
+
+    def pool(self):
+        return "a pool"
+
+    def replay(self):
+        for call, args, kwargs, out in self.calls:
+            found = call(*args, **kwargs)
+            with _silence():
+                for to, new in zip(_tensors(out), _tensors(found), strict=True):
+                    if to.data_ptr() != new.data_ptr():
+                        to.copy_(new)
+
+
+class _Capture(TorchDispatchMode):
+    """Operators are computed, as the next ones need shapes, but what they wrote is taken back."""
+
+    def __init__(self, graph, pool=None, *, capture_error_mode="global"):
+        super().__init__()
+        self.graph, self.before = graph, {}
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for argument, value in zip(call._schema.arguments, args, strict=False):
+            if argument.alias_info and argument.alias_info.is_write:
+                memory = _native().alias(value).untyped_storage()
+                self.before.setdefault(memory.data_ptr(), (memory, memory.clone()))
+        out = call(*args, **kwargs)
+        if not any(one.alias_info and not one.alias_info.is_write for one in call._schema.returns):
+            self.graph.calls.append((call, args, kwargs, out))  # all but views
+        return out
+
+    def __enter__(self):
+        _capturing.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        _capturing.pop()
+        for memory, before in self.before.values():
+            memory.copy_(before)
+
+
+def _tensors(values):
+    return [value for value in tree_leaves(values) if torch.is_tensor(value)]
 
 
 # ------------------------------------------------------------------------- RMSNorm
@@ -389,11 +458,36 @@ def flash_attn_varlen_func(
 
 def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
-    enable_gqa=False,
+    enable_gqa=False, seqused_k=None,
 ):  # fmt: skip
-    """Stand-in of torch.nn.attention.varlen.varlen_attn; window_size (-1, 0) is causal."""
-    _check_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
-    assert tuple(window_size) == (-1, 0)
+    """Stand-in of torch.nn.attention.varlen.varlen_attn; window_size (-1, 0) is causal. With
+    seqused_k there is one query in each sequence."""
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError("query and key have different numbers of heads: enable_gqa")
-    return _Varlen.apply(query, key, value, cu_seq_q, cu_seq_k, scale or query.shape[-1] ** -0.5)
+    scale = scale or query.shape[-1] ** -0.5
+    if seqused_k is not None:
+        assert max_q == 1
+        return _with_cache(query, key, value, cu_seq_q, cu_seq_k, seqused_k, max_k, scale)
+    _check_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+    assert tuple(window_size) == (-1, 0)
+    return _Varlen.apply(query, key, value, cu_seq_q, cu_seq_k, scale)
+
+
+@torch.library.custom_op("pretend::varlen_with_cache", mutates_args=())
+def _with_cache(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_q: torch.Tensor,
+    cu_k: torch.Tensor, used: torch.Tensor, columns: int, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """One operator, so that a graph holds it as one."""
+    with _fused("varlen kernel"):
+        _check_varlen(query, key, value, cu_q, cu_k, 1, columns)
+        _same_device(query, used)
+        used = _native().alias(used)
+        if used.dtype != torch.int32 or used.shape != (len(query),) or used.max() > columns:
+            raise ValueError(f"seqused_k {used}: {len(query)} sequences of {columns} tokens")
+        query, key, value = (_native().alias(t) for t in (query, key, value))
+        key, value = (t.unflatten(0, (-1, columns)).transpose(1, 2) for t in (key, value))
+        hidden = torch.arange(columns) >= used[:, None]
+        bias = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None, None]
+        out = _attend(query[:, :, None], key, value, bias, scale)[0][:, :, 0]
+        return _native().wrap(out.to(query.dtype))
