@@ -107,7 +107,7 @@ class Config:
     vllm_memory: float = 0.3
     """Share of the GPU's memory that vLLM may use while it samples."""
     rollout_batch: int = 512
-    """Sequences sampled at once. Bounds the memory of the key-value cache."""
+    """Sequences sampled at once; fewer where a GPU's free memory holds fewer."""
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
@@ -200,7 +200,7 @@ class EvalConfig:
     vllm_memory: float = 0.8
     """Share of the GPU's memory that vLLM may use."""
     batch_size: int = 512
-    """Number of sequences sampled at once."""
+    """Sequences sampled at once; fewer where a GPU's free memory holds fewer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto is cuda if there is a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
