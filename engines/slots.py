@@ -3,9 +3,9 @@ Our loop for GPUs: a step of fixed shapes, captured once as a CUDA graph and the
 
 Launching a kernel takes longer than most of a step's kernels compute. A graph launches all of them
 at once, on the memory that it was captured with. So the batch is a number of slots that stay where
-they are: a slot holds a completion, whose tokens begin in its first column, so nothing is padded.
-Every 16 tokens the host looks what has ended, and gives free slots the next completions. When none
-is left, it shrinks the batch, and captures again.
+they are. Each holds a completion that begins in its first column, so nothing is padded. Every 16
+tokens the host reads which have ended, and gives their slots to the next ones. When none is left,
+it shrinks the batch and captures again.
 
 Letters: R slots, C columns of a slot, G completions of a prompt, T = max_new_tokens, V vocabulary,
 H query heads, H_kv key heads, D width of a head, W tokens of the longest prompt that is read.
@@ -29,8 +29,8 @@ except ImportError:
     varlen_attn = None
 
 DEVICES = ("cuda",)  # where compact.py decodes in slots
-EVERY = 16  # tokens between two looks. The host waits for one; what has ended goes on until then
-FREE = 8  # prompts are read when one slot of so many is free: a few take as long as many
+EVERY = 16  # tokens between two waits of the host. A completion that has ended goes on until then
+FREE = 8  # prompts are read once an eighth of the slots is free: a few take as long as many
 READ = 2**14  # tokens of prompts that are read at once
 
 
