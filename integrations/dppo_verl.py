@@ -119,6 +119,12 @@ def check(config, trainer) -> None:
         f"{PARTS}.actor.loss_scale_factor=null: verl would divide by the longest row that is kept; "
         f"set it to data.max_response_length, {otherwise}",
     )
+    require(
+        not trainer.prunes_prompts
+        or (actor.policy_loss.loss_mode, actor.loss_agg_mode) != ("sapo", "token-mean"),
+        f"{PARTS}.actor.loss_agg_mode=token-mean with sapo and a prompt rule: only its KL loss and "
+        "entropy bonus would divide by tokens; set it to seq-mean-token-mean",
+    )
     mini_batch, Q = actor.ppo_mini_batch_size, config.data.train_batch_size
     require(
         Q % mini_batch == 0,

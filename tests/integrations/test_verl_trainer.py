@@ -289,7 +289,10 @@ def test_checkpoints(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------- refusals
 
 
-REFUSED = [({"trainer__v1__nanodppo__rate": 0.5}, "unknown option of trainer.v1.nanodppo 'rate'")]
+REFUSED = [
+    ({LOSS: "sapo", PROMPT_RULE: "pps"}, "loss_agg_mode=token-mean with sapo .*set it to seq-mean"),
+    ({"trainer__v1__nanodppo__rate": 0.5}, "unknown option of trainer.v1.nanodppo 'rate'"),
+]
 INEXACT = [
     ({LOSS: "geo_mean"}, "loss_mode=geo_mean: .*set it to vanilla or gspo"),
     ({LOSS: "clip_cov"}, "loss_mode=clip_cov: .*set it to vanilla or gspo"),

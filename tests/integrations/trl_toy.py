@@ -18,6 +18,7 @@ import exact
 import torch
 import transformers
 import trl
+from accelerate.utils import gather_object
 from datasets import Dataset
 from exact import RULES, G, noise
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -133,9 +134,9 @@ def fixed_completions(trainer, prompts):
 
 def old_policy(trainer, inputs):
     """TRL's _generate_and_score_completions, with old log-probs of a policy somewhat different. The
-    same inputs are rolled out once."""
+    same inputs of all ranks are rolled out once."""
     known = vars(trainer).setdefault("known", {})
-    if (key := repr(inputs)) not in known:
+    if (key := repr(gather_object(inputs))) not in known:
         rows = REAL_GENERATE(trainer, inputs)
         ids, old = rows["completion_ids"], rows["old_per_token_logps"]
         shift = [[noise(t, int(token)) for t, token in enumerate(row)] for row in ids]

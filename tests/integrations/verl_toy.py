@@ -49,9 +49,9 @@ LOSSES = {
     f"{loss}-{mode}": {LOSS: loss, MODE: mode}
     for loss in dppo_verl.LOSSES
     for mode in dppo_verl.MODES
-    if loss == "vanilla" or mode == "token-mean"
+    if loss == "vanilla" or mode == ("seq-mean-token-mean" if loss == "sapo" else "token-mean")
 }
-PER_TOKEN = [name for name in LOSSES if name.endswith("token-mean") and "seq" not in name]
+PER_TOKEN = [name for name in LOSSES if name.endswith("-token-mean") and "-seq-" not in name]
 REFUSED, MEMORY = (), dppo_verl.MEMORY
 ESTIMATORS = ("grpo", "grpo_variance", "grpo_mean", "rloo")
 SCALES = {name: {"algorithm__adv_estimator": name, MODE: "token-sum"} for name in ESTIMATORS}
