@@ -210,7 +210,8 @@ def reference_answer(value: str | int | float | Decimal) -> str:
     if isinstance(value, (float, Decimal)):
         if not math.isfinite(value):
             return ""
-        value = f"{Decimal(str(value)).normalize(Context(prec=MAX_PREC)):f}"
+        value = f"{value:.15g}" if isinstance(value, float) else value  # not 0.1 + 0.2's noise
+        value = f"{Decimal(value).normalize(Context(prec=MAX_PREC)):f}"
     text = str(value)
     if box := rewards.last_box(text):
         text = box.content or ""

@@ -8,17 +8,16 @@ None leaves a completion out of its group's mean and standard deviation and give
 is for problems whose reference answer is missing, or cannot be read. A completion that cannot be
 read is wrong: 0.0.
 
-Plain numbers are compared here. Other answers go to math-verify, in a process of its own: see
-runtime/math_judge.py.
+answers.py says which answers are equal.
 """
 
 import math
 import re
-from decimal import Context, Decimal
 from typing import NamedTuple
 
 import torch
 
+import answers
 import chat_format
 from runtime import InputError, math_judge
 
@@ -28,12 +27,6 @@ BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one is text
 BARE = re.compile(rf"[^\s$]{{0,{LONGEST_ANSWER}}}")  # content without braces, and what follows it
 AFTER = re.compile(r"(?:\\[)\]\\]|[*,;:.])+$")  # \) \] \\ and punctuation are not part of it
-NUMBER = re.compile(r"-?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
-# Differences in spelling that never change the value. A space between two digits can change it.
-SPELLINGS = re.compile(
-    r"\\(?:left|right)(?![a-zA-Z])|(?<=\\)[dt](?=frac)"
-    r"|(?<!\d)(?:\\[!,;: ]|\s)+|(?:\\[!,;: ]|\s)+(?!\d)"
-)
 
 
 def arithmetic_reward(completion: str, answer: str) -> float | None:
@@ -58,31 +51,17 @@ def math_reward(completion: str, answer: str) -> float | None:
     given = final_answer(completion)
     if given is None:
         return 0.0
-    if normal_form(given) == normal_form(answer):
-        return 1.0
-    if _number(given) is not None and _number(answer) is not None:
-        return 0.0  # two numbers that differ
-    return float(verify(answer, given))
+    return float(answers.equal(answer, given))
 
 
 def has_value(answer: str) -> bool:
     """Whether a reference answer can be read. If not, all completions would earn the same."""
-    if _number(answer) is not None:
-        return True
-    return 0 < len(answer.strip()) <= LONGEST_ANSWER and math_judge.ask(answer, None)
-
-
-def normal_form(answer: str) -> str:
-    """Equal normal forms mean equal answers; different ones prove nothing."""
-    number = _number(answer)
-    if number is None:
-        return SPELLINGS.sub("", answer)
-    return f"{number.normalize(Context(prec=len(answer))):f}"  # prec: keep every digit
+    return 0 < len(answer.strip()) <= LONGEST_ANSWER and answers.is_readable(answer)
 
 
 def verify(answer: str, given: str) -> bool:
-    """Whether math-verify finds two answers, both unboxed, equal; False on a timeout."""
-    return math_judge.ask(answer, given)
+    """Whether math-verify finds the values of two answers equal; False on a timeout."""
+    return math_judge.ask(answers.read(answer).value, answers.read(given).value)
 
 
 def final_answer(completion: str) -> str | None:
@@ -132,12 +111,6 @@ def last_boxed(text: str) -> str | None:
     closed."""
     box = last_box(text)
     return box and box.content
-
-
-def _number(text: str) -> Decimal | None:
-    """The value of a plain number, which may have thousands commas and dollar signs; else None."""
-    text = text.strip().strip("$").strip()
-    return Decimal(text.replace(",", "")) if NUMBER.fullmatch(text) else None
 
 
 # ---------------------------------------------------------------------------- of a batch

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,8 +20,7 @@ import threading
 SECONDS = 1.0  # CPU time of one comparison, after which the answer is wrong; most take 3 ms
 PATIENCE = 20.0  # wall time; far above SECONDS, so that a busy machine does not change rewards
 MEMORY = 2**30  # bytes
-SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?!\w)")
-BARE_FRACTION = re.compile(r"\\[dt]?frac\s*(\\[a-zA-Z]+|[^\\{\s])\s*(\\[a-zA-Z]+|[^\\{\s])")
+DIGITS = 3000  # of an exact comparison
 
 _judge = None  # the running process, shared by all threads
 _turn = threading.Lock()
@@ -100,15 +98,16 @@ def judge() -> None:
     import logging
     import resource
 
-    from math_verify import parse, verify
+    from math_verify import LatexExtractionConfig, parse, verify
 
     logging.disable()  # math-verify warns that its own timeouts are off
 
+    whole = [LatexExtractionConfig(try_extract_without_anchor=False)]  # or else a part would do
+
     @functools.lru_cache
     def read(text):
-        text = SCIENTIFIC.sub(r"\1\\times10^{\2}", text)
-        text = BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)  # it would read 1 + \frac\pi 2 as just 2
-        return parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+        # the space \, keeps it from taking a last letter for a unit, so that 3s would equal 3t
+        return parse(f"\\boxed{{{text}\\,}}", whole, parsing_timeout=None)
 
     def compare(answer, given):
         # math-verify returns a list: what it read, and the text that it read it from
@@ -116,15 +115,19 @@ def judge() -> None:
         if given is None or not wanted:
             return bool(wanted)
         found = read(given)
-        equal = verify(wanted, found, timeout_seconds=None)
-        return equal and not differ(wanted[:1] + found[:1])
-
-    def differ(pair):
-        """Whether two small numbers that agree to math-verify's six decimals differ after all."""
-        if not all(getattr(value, "is_number", False) and value.is_real for value in pair):
+        exact = "." not in answer + given
+        if differ(wanted[0], found[0], DIGITS - 10 if exact else 3):
             return False
-        one, other = (abs(float(value)) for value in pair)
-        return one < 1e-3 and other < 1e-3 and abs(one - other) > 1e-3 * max(one, other)
+        digits = DIGITS if exact else 15
+        return verify(wanted, found, numeric_precision=digits, timeout_seconds=None)
+
+    def differ(one, other, digits):
+        """Whether two real numbers differ in their first digits. For math-verify, tiny ones are
+        equal."""
+        if not all(getattr(value, "is_number", False) and value.is_real for value in (one, other)):
+            return False
+        gap = abs((one - other).evalf(2, maxn=DIGITS))
+        return gap * 10**digits > max(abs(one.evalf(2)), abs(other.evalf(2)))
 
     verdicts = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the library's own output is not a verdict

@@ -248,16 +248,18 @@ def test_hostile_answers():
 FAKE = """
 import mmap, os, time
 
-def parse(text, parsing_timeout):
+LatexExtractionConfig = dict
+
+def parse(text, config, parsing_timeout):
     print("noise", flush=True)
     started = time.process_time()
     while "spin" in text and time.process_time() < started + 8: pass
-    time.sleep({"wait": 2.0, "hang": 60}.get(text[7:-1], 0))
+    time.sleep({"wait": 2.0, "hang": 60}.get(text[7:-3], 0))
     if "memory" in text: mmap.mmap(-1, 2**31)
     if "crash" in text: os._exit(3)
     return [text]
 
-def verify(answer, given, timeout_seconds):
+def verify(answer, given, **options):
     return True
 """
 

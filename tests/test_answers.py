@@ -1,0 +1,208 @@
+"""Which answers are equal: one table of (reference, given, reward) for each kind of spelling and
+meaning."""
+
+# ruff: noqa: RUF001, because the table has such signs
+import time
+
+import pytest
+
+import answers
+import problem_files
+
+TABLE = {
+    "exact numbers": r"""
+        \frac{1}{2^{2023}} ; \frac{1}{2^{2024}} ; 0
+        \frac{1}{5000!} ; \frac{1}{5001!} ; 0
+        -\frac{1}{10^{20}} ; \frac{1}{10^{20}} ; 0
+        1-\frac{1}{2^{60}} ; 1-\frac{1}{2^{61}} ; 0
+        \sqrt{10^{200}+1} ; 10^{100} ; 0
+        \sqrt{10^{2000}+1} ; 10^{1000} ; 0
+        0 ; 10^{-40} ; 0
+        (\frac{1}{2^{60}}, 3) ; (\frac{-1}{2^{60}}, 3) ; 0
+        [10^{-30}, 1] ; [10^{-31}, 1] ; 0
+        x^2+\frac{y}{2^{80}} ; x^2 ; 0
+        \frac{1}{2^{2023}} ; 2^{-2023} ; 1
+        \sqrt{3+2\sqrt{2}} ; 1+\sqrt{2} ; 1
+        \cos\frac{\pi}{7} ; \sin\frac{5\pi}{14} ; 1
+        0.1\pi ; \frac{\pi}{10} ; 1
+        \frac13 ; 0.333333 ; 1
+        \frac13 ; 0.33 ; 0
+        \frac{1}{10^7} ; -0.0000001 ; 0
+        \frac{1}{10^7} ; 0.0000002 ; 0
+    """,
+    "a whole, not a part": r"""
+        (\frac{1}{2},\frac{2}{3}) ; -(\frac{1}{2},\frac{2}{3}) ; 0
+        3, 200 ; 3200 ; 0
+        3s ; 3t ; 0
+        2t ; 2 ; 0
+        0 ; 0x10 ; 0
+        0 ; 0b11 ; 0
+        am+b ; b+ma ; 1
+        m ; h ; 0
+    """,
+    "relations": r"""
+        5 ; \neq 5 ; 0
+        5 ; ≠ 5 ; 0
+        5 ; \not= 5 ; 0
+        5 ; \text{not } 5 ; 0
+        5 ; \le 5 ; 0
+        5 ; \gg 5 ; 0
+        5 ; \lt 5 ; 0
+        5 ; more than 5 ; 0
+        5 ; 5 \text{ or more} ; 0
+        5 ; at most 5 ; 0
+        \ge 5 ; 5 ; 0
+        \ge 5 ; \le 5 ; 0
+        \ge 5 ; \text{at least } 5 ; 1
+        x \ge 5 ; 5 \leq x ; 1
+        5 ; =5 ; 1
+        5 ; \approx 5 ; 1
+        x \in [-2,7] ; [-2,7] ; 1
+    """,
+    "bases and factors": r"""
+        4210_7 ; 4210_8 ; 0
+        3A_{12} ; 3A_{13} ; 0
+        4210_7 ; 4210₇ ; 1
+        4210_7 ; (4210)_{\text{seven}} ; 1
+        4210_7 ; 4210 \text{ (base 7)} ; 1
+        4210_7 ; 4210 ; 1
+        2 ; 2\text{ million} ; 0
+        5 ; 5\text{ thousand} ; 0
+        3 ; 3 dozen ; 0
+        \$1.5\text{ billion} ; 1{,}500{,}000{,}000 ; 1
+        \frac{1}{2}\text{ million} ; 500000 ; 1
+        3 \times 10^5 ; 3×10⁵ ; 1
+        (1e-3, 2) ; (0.001, 2) ; 1
+    """,
+    "units": r"""
+        5\text{ hours} ; 5\text{ minutes} ; 0
+        10:30\text{ a.m.} ; 10:30\text{ p.m.} ; 0
+        8\!:\!34 \text{ p.m.} ; 8:34 PM ; 1
+        10:30\text{ a.m.} ; 10:30 ; 1
+        5\text{ cm}^2 ; 5\text{ sq. cm} ; 1
+        5\text{ cm}^2 ; 5\text{ cm}^3 ; 0
+        5\text{ cm}^2 ; 5 ; 1
+        12\text{ mph} ; 12\text{ miles per hour} ; 1
+        12\text{ mph} ; 12\text{ km/h} ; 0
+        8\text{ m/s} ; 8\text{ m/s}^2 ; 0
+        \pi\text{ cm} ; \pi ; 1
+        2m ; 2h ; 0
+        \$12.50 ; 12.5 dollars ; 1
+        \$5 ; €5 ; 0
+        \$5 ; 5 cents ; 0
+        45^\circ ; 45 degrees ; 1
+        45^\circ ; 45 radians ; 0
+        20℃ ; 20 degrees Fahrenheit ; 0
+        75\% ; 75^\circ ; 0
+        14 \text{ right triangles} ; 14 triangles ; 1
+        second ; \text{Second} ; 1
+    """,
+    "Unicode": r"""
+        90 ; 90° ; 1
+        90^\circ ; 90º ; 1
+        \sqrt{12}/2 ; √12/2 ; 1
+        \sqrt{x+1} ; √(x+1) ; 1
+        \sqrt{\frac12} ; √½ ; 1
+        \sqrt[3]{7} ; ∛7 ; 1
+        x^{n+1}-1 ; xⁿ⁺¹−1 ; 1
+        x^2 ; x2 ; 0
+        a_n ; aₙ ; 1
+        \frac{7}{4} ; 1¾ ; 1
+        \frac{11}{2} ; 1½ ; 0
+        (-\infty, 1)\cup(2,\infty) ; （−∞，1）∪（2，∞） ; 1
+        -3 ; ‑3 ; 1
+        3\cdot 4 ; 3·4 ; 1
+        \mathbb{R} ; ℝ ; 1
+        1:2 ; 1∶2 ; 1
+    """,
+    "mixed numbers": r"""
+        3/2 ; 1 1/2 ; 1
+        2 2/3 ; 8/3 ; 1
+        -3/2 ; -1\ 1/2 ; 1
+        1\frac{1}{2}\pi ; 1.5\pi ; 1
+        (1 1/2, 2) ; (3/2, 2) ; 1
+        11/2 ; 1 1/2 ; 0
+        1 1/2 ; 1 ; 0
+        1-1/2 ; 1 1/2 ; 0
+        \frac{1}{3}\cdot\sqrt2\frac{1}{3} ; \frac{\sqrt2}{9} ; 1
+    """,
+    "percent": r"""
+        12.5 ; 12.5\% ; 1
+        20\% ; 20.0 ; 1
+        20.5 percent ; 20.5 ; 1
+        20.5 ; 20.5\text{ per cent} ; 1
+        12\frac12\% ; 12.5% ; 1
+        12\frac12\% ; 0.5\% ; 0
+        12.5\% ; 0.125 ; 1
+        \frac13 ; 33\frac13\% ; 1
+        12.5\% ; 1.25 ; 0
+    """,
+    "small spellings": r"""
+        1200 ; 1\,200 ; 1
+        (1200, 3) ; (1 200, 3) ; 1
+        \frac{1}{29322216} ; \dfrac{1}{29,\!322,\!216} ; 1
+        1200 ; 12\,00 ; 0
+        12 ; 1 2 ; 0
+        0 ; -0 ; 1
+        -0.0 ; 0 ; 1
+        73 ; **73** ; 1
+        73 ; 73\\ ; 1
+        73 ; \(\textbf{73}.\) ; 1
+        73 ; 73! ; 0
+        True ; true ; 1
+        \text{two lines} ; Two  lines. ; 1
+        east ; seat ; 0
+        \sqrt[3]{2} ; \sqrt[3]2 ; 1
+        \emptyset ; \varnothing ; 1
+        \emptyset ; \{ \} ; 1
+        \{1,2\} ; \lbrace 2, 1\rbrace ; 1
+        6, 8\text{, and }10 ; 6, 8, 10 ; 1
+        5:6 ; 5 to 6 ; 1
+        5:6 ; 6\colon 5 ; 0
+        \tan x ; tan x ; 1
+    """,
+    "choices": r"""
+        A ; A. ; 1
+        A ; A: x=5 ; 1
+        C ; \text{C) }5 ; 1
+        \textbf{(D)}\ 10 ; D ; 1
+        \textbf{(D)}\ 10 ; 10 ; 1
+        \textbf{(D)}\ 10 ; \textbf{(E)}\ 10 ; 0
+        A ; \textbf{A} ; 1
+        B ; \text{B. } 7 ; 1
+        7 ; \text{B. } 7 ; 1
+        B ; Option (B) ; 1
+        B ; b) ; 1
+        B ; C. x = B ; 0
+        B ; (B) and (C) ; 0
+        \text{B,C} ; (B), (C) ; 1
+        A:B ; A:C ; 0
+        (A)(B) ; (A)(C) ; 0
+    """,
+}
+
+
+@pytest.mark.parametrize("kind", TABLE)
+def test_equal(kind):
+    """Catches a spelling that is not read, and a meaning that is dropped."""
+    rows = [line.strip().split(" ; ") for line in TABLE[kind].strip().splitlines()]
+    right = {(answer, given): reward == "1" for answer, given, reward in rows}
+    assert {pair: answers.equal(*pair) for pair in right} == right
+
+
+def test_floats():
+    """A float stands for its 15 significant digits, and for a fraction that they may round.
+
+    Catches 0.1 + 0.2 as 0.30000000000000004."""
+    right = {0.1 + 0.2: "0.3", 4.35 * 100: "435", -0.0: "0", 1e22: "10^{22}", 1 / 3: "\\frac13"}
+    for value, given in (right | {2 / 3: "0.6666666667"}).items():
+        assert answers.equal(problem_files.reference_answer(value), given), value
+    assert not answers.equal(problem_files.reference_answer(1 / 3), "0.3333")
+
+
+def test_long_answers_are_quick():
+    """Catches a pattern whose time grows faster than with the square of the length."""
+    for text in ("1", "1 ", "(1", "√", "1 a", "\\frac{", "1cm ", "1,", "a b ", "₂½"):
+        started = time.process_time()
+        answers.read((text * 2000)[:2000])
+        assert time.process_time() - started < 2, text
