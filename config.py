@@ -79,7 +79,7 @@ def parse_config(argv: list[str]) -> Config:
             now, then = getattr(cfg, field.name), getattr(run, field.name)
             free = field.name in FREE_TO_CHANGE
             if field.name in COMPARED:  # checkpoint.restore compares them, given a checkpoint
-                free = (stored.parent / "checkpoint").exists()
+                free = checkpoint.newest(stored.parent) is not None
             if field.name == "steps" and run.lr_schedule != "constant":
                 free = False  # the schedule would change
             if now != then and not free:

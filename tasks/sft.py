@@ -31,7 +31,6 @@ from runtime import InputError, checkpoint, log, ranks
 from runtime.device import autocast, choose_device, choose_dtype
 from runtime.stop import Stop, about_torchrun
 from runtime.timer import clock
-from tasks import gguf
 
 PACK_TOKENS = 2048  # tokens in one forward and backward pass
 WARMUP = 10  # steps until the learning rate is at its highest
@@ -137,7 +136,7 @@ def run(cfg: Config) -> None:
     share, out_dir = slice(rank, None, world), Path(cfg.out_dir)
     stop = Stop()
     saved = ranks.broadcast(checkpoint.find, out_dir) if cfg.resume else None
-    source = str(saved or ranks.broadcast(gguf.model_folder, cfg.model))
+    source = str(saved or ranks.broadcast(models.model_folder, cfg.model))
     model, tokenizer = models.load_policy(source, cfg.device, samples=False)
     pairs = encode(cfg, tokenizer, model.longest, model)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)

@@ -135,6 +135,7 @@ def test_only_contents_count_on_resume(policy_folder, run, tmp_path):
     options |= {"eval_every": 2, "lr": 3e-3}
     run("whole", **options)
     run("part", until=2, **options)
+    (tmp_path / "part" / "checkpoint").unlink()  # the link, which some file systems cannot have
     moved = tmp_path / "moved"
     moved.mkdir()
     for path in (policy_folder, *paths.values()):

@@ -39,7 +39,7 @@ def signal_at(monkeypatch, owner, name, call, number):
             calls.append(1)
         if len(calls) == call and not sent:
             sent.append(1)
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, signalled)
@@ -116,13 +116,13 @@ def test_only_the_second_interrupt_ends_at_once():
     for first in SIGNALS:
         stop = Stop()
         with stop.listening():
-            os.kill(os.getpid(), first)
+            signal.raise_signal(first)
             assert stop.agreed()
             for other in set(SIGNALS) - {signal.SIGINT}:
-                os.kill(os.getpid(), other)
+                signal.raise_signal(other)
             if first == signal.SIGINT:
                 with pytest.raises(KeyboardInterrupt):
-                    os.kill(os.getpid(), signal.SIGINT)
+                    signal.raise_signal(signal.SIGINT)
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
@@ -132,7 +132,7 @@ def test_what_was_ignored_stays_ignored(monkeypatch):
     try:
         stop = Stop()
         with stop.listening():
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
             assert not stop.agreed()
     finally:
         signal.signal(signal.SIGHUP, before)
