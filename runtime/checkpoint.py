@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import zipfile
@@ -27,7 +26,6 @@ import zlib
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError, safe_open
 
@@ -55,7 +53,7 @@ def owned(folder: str | None):
     path = out_dir / "lock"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+")  # noqa: SIM115  open as long as the lock is held
+        file = open(path, "a")  # noqa: SIM115  open as long as the lock is held
     except OSError as error:
         reason = error.strerror or error
         problem = f"--out-dir {out_dir} cannot be written ({reason})"
@@ -66,17 +64,12 @@ def owned(folder: str | None):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
             raise InputError(
-                f"--out-dir {out_dir} is in use by {file.read() or 'another process'}: wait for it "
-                f"to end, or choose another folder"
+                f"--out-dir {out_dir} is in use by another process: wait for it to end, or choose "
+                f"another folder"
             ) from None
         except OSError as error:  # some network file systems have no locks
             print(f"note: {path} cannot be locked ({error}): start only one process there")
-        with contextlib.suppress(OSError):  # a full disk
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
         try:
             yield
         finally:
@@ -200,101 +193,12 @@ def find(out_dir: Path) -> Path | None:
         raise InputError(
             f"--resume: {out_dir} has no complete checkpoint: remove the folder to start over"
         )
-    elif (out_dir / "checkpoint").exists():
-        raise InputError(
-            f"--resume: {out_dir / 'checkpoint'} is from another version: use another --out-dir"
-        )
     return found
 
 
 def load_state(folder: Path) -> dict:
     """The state that `save` was given, on the CPU."""
     return torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-
-
-def look(cfg) -> Path | None:
-    """The checkpoint that a run resumes from, if any. InputError if a run would be overwritten, if
-    there is none to resume, or if --shard fsdp has no ranks to share the weights."""
-    folder = Path(cfg.out_dir)
-    holds_run = (folder / "config.json").exists()
-    if holds_run:
-        stored_config(folder)  # InputError if it is no run of training
-    has_steps = any(row["step"] > 0 for row in log.read_rows(folder / "log.jsonl"))
-    if (has_steps or _numbered(folder)) and not cfg.resume:
-        raise InputError(
-            f"--out-dir {cfg.out_dir} holds a run: give --resume to continue it, or another "
-            f"--out-dir"
-        )
-    if cfg.resume and not holds_run:
-        raise InputError(
-            f"--resume: {cfg.out_dir} holds no run: give the --out-dir of a run, or leave --resume "
-            f"out to start one there"
-        )
-    if cfg.shard == "fsdp" and not dist.is_initialized():
-        raise InputError("--shard fsdp: no ranks share the weights; start train.py with torchrun")
-    ranks.barrier()  # every rank has looked before rank 0 writes
-    return ranks.broadcast(find, folder) if cfg.resume else None
-
-
-def save_run(trainer, step: int) -> None:
-    """A checkpoint of a train.Trainer after a step. All ranks contribute to that of a sharded
-    model."""
-    cfg = trainer.cfg
-    if not trainer.is_main and cfg.shard == "none":
-        return
-    state = {
-        "step": step,
-        "optimizer": ranks.gather(trainer.optimizer.state_dict()),
-        "fingerprint": trainer.fingerprint,
-        "trainer": trainer.state(),
-    }
-    weights = ranks.weights(trainer.model)
-    if trainer.is_main:
-        folder, keep = Path(cfg.out_dir), cfg.keep_checkpoints
-        save(folder, trainer.model, weights, trainer.tokenizer, state, keep=keep)
-
-
-def restore(trainer) -> int:
-    """Give a train.Trainer what its checkpoint holds besides the weights; returns the step.
-
-    InputError if the run began with another model, or with other problems. Their files may have
-    moved: only their contents count.
-    """
-    cfg = trainer.cfg
-    state = load_state(trainer.saved)
-    saved, of_run = state["trainer"], f"the run in {cfg.out_dir}"
-    if "content" not in saved:
-        raise InputError(f"--resume: {of_run} is from an older version: use another --out-dir")
-    if saved.keys() != trainer.state().keys():
-        raise InputError(
-            f"--resume: another program than this one trained {of_run}: resume it with the command "
-            f"that started it"
-        )
-    if trainer.fingerprint not in (None, state["fingerprint"]):
-        raise InputError(
-            f"--model {cfg.model} is not the model that {of_run} began with: name that one, or use "
-            f"another --out-dir"
-        )
-    trainer.fingerprint = state["fingerprint"]
-    _compare_content(trainer.content, saved["content"], of_run)
-    ranks.load_optimizer(trainer.optimizer, state["optimizer"])
-    trainer.load_state(saved)
-    return state["step"]
-
-
-def _compare_content(now: dict, before: dict, of_run: str) -> None:
-    """InputError if a run continues with other problems than it began with. If one
-    side is empty (a run without evaluation), nothing is compared, and `now` gets the other's."""
-    for use, flag in (("train", "--data"), ("evaluate", "--eval-data")):
-        if not now[use] or not before[use]:
-            now[use] = now[use] or before[use]
-            continue
-        differ = [part for part in now[use] if now[use][part] != before[use][part]]
-        if differ:
-            raise InputError(
-                f"{flag}: the problems to {use} on have other {' and '.join(differ)} than when "
-                f"{of_run} began: give it the data that it had, or use another --out-dir"
-            )
 
 
 def stored_config(out_dir: Path) -> dict:
@@ -304,11 +208,6 @@ def stored_config(out_dir: Path) -> dict:
     if "config" not in stored:
         raise InputError(f"--out-dir {out_dir} holds an evaluation ({path}): use another folder")
     return stored["config"]
-
-
-def stored_ranks(out_dir: Path) -> int:
-    """The number of ranks of the run's last start."""
-    return log.read_json(out_dir / "config.json")["ranks"]
 
 
 def write_config(out_dir: Path, config: dict, ranks: int) -> None:

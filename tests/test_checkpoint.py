@@ -107,8 +107,7 @@ def test_without_links(save, tmp_path, monkeypatch):
 
 def test_only_its_own_checkpoints_are_read_and_removed(save, tmp_path):
     """Catches a user's folder that sorts last, a later checkpoint that displaces the only complete
-    one or is removed because it is newer, a copied run whose link became a folder, and a run of an
-    older layout that starts over on its own log."""
+    one or is removed because it is newer, and a copied run whose link became a folder."""
     save(1)
     shutil.copytree(tmp_path / "checkpoint-000001", tmp_path / "checkpoint-best")
     for step in (2, 3, 6):
@@ -123,10 +122,6 @@ def test_only_its_own_checkpoints_are_read_and_removed(save, tmp_path):
     shutil.copytree(tmp_path / "checkpoint-000004", tmp_path / "checkpoint")
     assert step_of(checkpoint.find(tmp_path)) == 4
     assert (tmp_path / "checkpoint").is_symlink()
-    (tmp_path / "checkpoint").unlink()
-    (tmp_path / "checkpoint-000004").rename(tmp_path / "checkpoint")
-    with pytest.raises(InputError, match="is from another version: use another --out-dir"):
-        checkpoint.find(tmp_path)
 
 
 def bytes_read():
@@ -233,7 +228,7 @@ def test_one_folder_has_one_owner(tmp_path):
     try:
         worker = int(owner.stdout.readline())
         owner.send_signal(signal.SIGSTOP)
-        message = f"--out-dir {folder} is in use by process {owner.pid} on .*: wait for it to end"
+        message = f"--out-dir {folder} is in use by another process: wait for it to end"
         with pytest.raises(InputError, match=message), checkpoint.owned(folder):
             pass
     finally:
@@ -315,5 +310,4 @@ def test_config_without_git(tmp_path, monkeypatch):
     checkpoint.write_config(tmp_path, {"seed": 1}, 2)
     written = json.loads((tmp_path / "config.json").read_text())
     assert (written["config"], written["ranks"], written["commit"]) == ({"seed": 1}, 2, None)
-    assert checkpoint.stored_ranks(tmp_path) == 2
     assert names(tmp_path) == ["config.json"]
