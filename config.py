@@ -48,7 +48,8 @@ METHODS = {  # the name of any other rule is a method, too: that rule, at its le
 
 FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the experiment
     "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "gradient_checkpointing",
-    "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "track",
+    "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "timeout",
+    "track",
 )  # fmt: skip
 COMPARED = ("model", "data", "eval_data")  # may have moved, if their contents are the same
 TRUNCATING = ("--top-p", "--top-k", "--repetition-penalty")  # flags of eval.py, not ours
@@ -74,8 +75,8 @@ def parse_config(argv: list[str]) -> Config:
         for field in fields(Config):
             now, then = getattr(cfg, field.name), getattr(run, field.name)
             free = field.name in FREE_TO_CHANGE
-            if field.name in COMPARED:  # checkpoint.restore compares them, given a checkpoint
-                free = (stored.parent / "checkpoint").exists()
+            if field.name in COMPARED:  # train.restore compares them, given a checkpoint
+                free = checkpoint.newest(stored.parent) is not None
             if field.name == "steps" and run.lr_schedule != "constant":
                 free = False  # the schedule would change
             if now != then and not free:
@@ -238,7 +239,7 @@ def _check_values(cfg: Config) -> None:
         require(cfg, name, has_rate, f"0 with {without}: choose another rule or method")
     counts = (
         "steps", "prompts_per_step", "minibatches", "max_new_tokens", "rollout_batch",
-        "pack_tokens", "eval_problems", "keep_checkpoints",
+        "pack_tokens", "eval_problems", "keep_checkpoints", "timeout",
     )  # fmt: skip
     for name in counts:
         require(cfg, name, getattr(cfg, name) >= 1, "at least 1")

@@ -39,7 +39,7 @@ import rollout
 from dppo import seed_for
 from engines import vllm_engine
 from flags import EvalConfig
-from runtime import InputError, checkpoint, log
+from runtime import InputError, checkpoint, console, log
 from runtime.device import choose_device, choose_dtype
 
 # Flags that do not change a completion. All others must be the same throughout one --out-dir.
@@ -375,6 +375,7 @@ def check_golds(names: tuple[str, ...]) -> list[dict]:
 
 
 if __name__ == "__main__":
+    console.escape()
     try:
         main(tyro.cli(EvalConfig))
     except (InputError, FloatingPointError) as problem:

@@ -6,9 +6,10 @@ Nothing else is imported here, so that `--help` is answered at once.
 
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 
 def answer_help(kind: type) -> None:
@@ -16,6 +17,17 @@ def answer_help(kind: type) -> None:
     before the imports that take seconds."""
     if {"-h", "--help"} & {*sys.argv[1:]}:
         tyro.cli(kind)
+
+
+Resume = Annotated[  # --resume, or --resume auto
+    bool | Literal["auto"],
+    PrimitiveConstructorSpec(
+        nargs="*", metavar="[auto]", choices=("auto",),
+        instance_from_str=lambda words: words[0] if words else True,
+        is_instance=lambda value: value in (True, False, "auto"),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]  # fmt: skip
 
 
 @dataclass
@@ -147,8 +159,9 @@ class Config:
     """Seed of every random draw of the run."""
     out_dir: str = "out"
     """The run folder: log, samples, checkpoints and run.png."""
-    resume: bool = False
-    """Continue the run in --out-dir from its newest checkpoint, with its own settings."""
+    resume: Resume = False
+    """Continue the run in --out-dir from its newest checkpoint, with its own settings. --resume
+    auto starts one if there is none."""
     eval_every: int = 20
     """Steps between evaluations. 0 means never."""
     eval_problems: int = 300
@@ -157,6 +170,9 @@ class Config:
     """Steps between checkpoints. 0 means never."""
     keep_checkpoints: int = 2
     """Number of checkpoints to keep, the newest ones."""
+    timeout: int = 20
+    """Minutes that a rank may wait for another. Then it ends the run, and says which one it waited
+    for."""
     track: str | None = None
     """Also log to wandb, trackio, or a module of yours with the same calls."""
 
@@ -232,8 +248,9 @@ class SftConfig:
     """Seed of the order of the problems."""
     out_dir: str = "out/sft"
     """The run folder: config.json, log.jsonl and the newest checkpoint."""
-    resume: bool = False
-    """Continue the run in --out-dir from its checkpoint."""
+    resume: Resume = False
+    """Continue the run in --out-dir from its checkpoint. --resume auto starts one if there is
+    none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto is cuda if there is a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -67,6 +67,8 @@ def load_problems(cfg: Config, reward: Callable | None = None) -> Problems:
 
 def model_folder(model: str) -> str:
     """The folder, or the hub id, of a --model value."""
+    if Path(model).name == "checkpoint":  # of a run, whose file system may have no links
+        model = str(checkpoint.newest(Path(model).parent) or model)
     return str(arithmetic.BASE) if model == "tiny" else gguf.model_folder(model)
 
 

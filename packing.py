@@ -233,7 +233,8 @@ def _attend(inside, query, key, value, segments, scaling, dropout, kwargs):
     if dropout:
         problem = f"no dropout, and the model asks for {dropout}"
         raise NotImplementedError(f"packed attention has {problem}")
-    assert segments is not None, "packed attention needs segments: call it through packed_logprobs"
+    if segments is None:
+        raise NotImplementedError("packed attention needs segments: call packed_logprobs")
     # Under autocast, normalized queries and keys are float32 while values are not.
     dtype = value.dtype
     query, key, value = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))

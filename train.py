@@ -1,13 +1,13 @@
 """
 Train a language model with DPPO. GRPO is the special case that prunes nothing.
 
-    torchrun train.py                                     the embedded task: no GPU, no download
-    torchrun train.py --method grpo --out-dir out-grpo    the same task with GRPO
+    python train.py                                       the embedded task: no GPU, no download
+    python train.py --method grpo --out-dir out-grpo      the same task with GRPO
     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen3-0.6B --data FILE.jsonl --lr 1e-6
 
-`python train.py` runs one process. flags.py explains the flags. `Trainer.step` is the algorithm,
-from top to bottom; `run`, below it, is the loop that evaluates, logs, saves and stops. minimal.py
-is the same estimator on one page, with simpler draws.
+flags.py explains the flags. `Trainer.step` is the algorithm, from top to bottom; `run`, below it,
+is the loop that evaluates, logs, saves and stops. minimal.py is the same estimator on one page,
+with simpler draws.
 
 Three numbers multiply the loss of a completion's tokens (and with --importance-cap each token's
 importance ratio):
@@ -33,6 +33,8 @@ M mini-batches, which are the updates of a step.
 """
 
 import contextlib
+import copy
+import functools
 import math
 import sys
 from dataclasses import asdict
@@ -56,14 +58,15 @@ import rollout
 import sampler
 from flags import Config
 from rewards import score
-from runtime import InputError, NotFiniteError, checkpoint, log, ranks
-from runtime.stop import Stop, about_torchrun, resume_command
+from runtime import InputError, NotFiniteError, checkpoint, console, log, ranks
+from runtime.stop import Stop
 from runtime.timer import Timer
 from update import accumulate_gradients, trainer_logprobs
 
 TOKENS_MEMORY = 10  # steps until a batch's token count weighs 1/e in the mean
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
 DEAD_STEPS = 5  # steps in a row with gradient 0, after which a run says so
+STOPPED = "stopped after step {}; to continue: the same program with --resume --out-dir {}"
 
 
 class Trainer:
@@ -76,7 +79,7 @@ class Trainer:
 
     def __init__(self, cfg: Config, reward=None):
         self.cfg = cfg = config.resolve(cfg)
-        self.rank, self.world = ranks.start(cfg.device)
+        self.rank, self.world = ranks.start(cfg.device, cfg.timeout)
         self.is_main = self.rank == 0
         self.show_progress = self.is_main and sys.stderr.isatty()
         self.timer = Timer(cfg.device)
@@ -85,7 +88,7 @@ class Trainer:
             torch.set_num_threads(1)
         problems = models.load_problems(cfg, reward)  # first: a bad file is reported at once
         self.train_set, self.eval_set, self.reward, self.eval_reward = problems
-        self.saved = checkpoint.look(cfg)  # the weights are loaded here, the rest by `restore`
+        self.saved = look(cfg)  # the weights are loaded here, the rest by `restore`
         loaded = models.load_models(cfg, self.saved)
         # `model` is trained, and `policy` samples: a copy, or the same object.
         self.model, self.tokenizer, self.policy, self.reference, _, self.fingerprint = loaded
@@ -293,33 +296,39 @@ def run(trainer: Trainer, until: int | None = None) -> None:
     any moment continues from its newest checkpoint, and repeats the steps after it exactly.
     """
     cfg, out_dir, stop = trainer.cfg, Path(trainer.cfg.out_dir), Stop()
-    done = checkpoint.restore(trainer) if trainer.saved else 0  # steps whose rows are in the log
-    if cfg.resume and done >= cfg.steps:
-        more = ", or give more --steps" if cfg.lr_schedule == "constant" else ""
+    done = restore(trainer) if trainer.saved else 0  # steps whose rows are in the log
+    if cfg.resume is True and done >= cfg.steps:
         raise InputError(
-            f"--resume: the run in {cfg.out_dir} has ended after its {done} steps: use another "
-            f"--out-dir{more}"
+            f"--resume: the run in {cfg.out_dir} has ended after its {done} steps: give more "
+            f"--steps, or use another --out-dir"
         )
     logger = start_log(trainer, done) if trainer.is_main else None
     last = cfg.steps if until is None else min(cfg.steps, until)
     saved_at = done  # the step of the newest checkpoint
     dead_steps = 0  # in a row
+    ranks.waits.step = done
+
+    def write(row, others):
+        if logger:
+            logger.write(row, others, metrics.console_line(row, cfg.steps))
+
     with stop.listening():
         if done == 0 and cfg.eval_every:  # the model as it was loaded
-            with stops_if_not_finite(cfg, 0):
-                row = {"step": 0} | trainer.evaluate(0)
-            if logger:
-                logger.write(row, {}, metrics.console_line(row, cfg.steps))
+            with guarded(trainer, done):
+                write({"step": 0} | trainer.evaluate(0), {})
 
         stopped = stop.agreed()
         while done < last and not stopped:
-            with stops_if_not_finite(cfg, done + 1):
+            ranks.waits.step = done + 1
+            with guarded(trainer, done):
                 row, others = trainer.step(done + 1)
-                row |= trainer.evaluate(done + 1)
             done += 1
+            with guarded(trainer, done, functools.partial(write, row, others)):
+                evaluated = trainer.evaluate(done)
+            row |= evaluated
+            write(row, others)
             dead_steps = dead_steps + 1 if row["grad_norm"] == 0 else 0
             if logger:
-                logger.write(row, others, metrics.console_line(row, cfg.steps))
                 if row["frac_reward_some_none"] > 0:
                     logger.note(metrics.SOME_NONE)
                 if dead_steps == DEAD_STEPS:
@@ -329,26 +338,57 @@ def run(trainer: Trainer, until: int | None = None) -> None:
             stopped = stop.agreed()
             due = cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps)
             if due or stopped or (done == last and done < cfg.steps):
-                checkpoint.save_run(trainer, done)
+                save_run(trainer, done, trainer.state())
                 saved_at = done
 
         if logger:  # still listening, so that a scheduler's second signal does not interrupt this
             logger.close()
             if done < cfg.steps:
-                command = resume_command(cfg.out_dir)
-                print(f"stopped after step {done}; resume with: {command}", flush=True)
+                print(STOPPED.format(done, cfg.out_dir), flush=True)
             else:
-                saved = f", {out_dir / 'checkpoint'}/" if saved_at == done else ""
+                saved = f", {checkpoint.newest(out_dir)}/" if saved_at == done else ""
                 print(f"done: {logger.path}, {out_dir / 'run.png'}{saved}")
     ranks.finish()
     if cfg.engine == "vllm":
         trainer.sampling.engine.close()
 
 
+@contextlib.contextmanager
+def guarded(trainer: Trainer, done: int, write=lambda: None):
+    """Around a step or an evaluation. If something is not finite, the run cannot continue, and says
+    what can be done. If a reward or a rule raises, `write` and save the run after its step `done`;
+    then the error goes on. Only rank 0 does that, and not for a sharded model: the other ranks are
+    elsewhere."""
+    cfg, state, updates = trainer.cfg, copy.deepcopy(trainer.state()), []
+    hook = trainer.optimizer.register_step_pre_hook(lambda *_: updates.append(1))
+    try:
+        yield
+    except NotFiniteError as error:
+        if ranks.waits.step == 0:
+            problem = f"--model {cfg.model} is not finite in {cfg.dtype} ({error})"
+            raise InputError(f"{problem}: use --dtype float32, or another model") from None
+        saved = checkpoint.newest(Path(cfg.out_dir)) or cfg.model
+        raise InputError(
+            f"step {ranks.waits.step} is not finite ({error}): it is not saved, and --resume would "
+            f"repeat it. Start again in a new --out-dir from --model {saved}, with a lower --lr"
+        ) from None
+    except Exception:
+        if done and not updates and trainer.is_main and cfg.shard == "none":
+            try:
+                write()
+                save_run(trainer, done, state)
+                print(STOPPED.format(done, cfg.out_dir), flush=True)
+            except InputError as problem:  # a full disk
+                print(f"note: {problem}", flush=True)
+        raise
+    finally:
+        hook.remove()
+
+
 def start_log(trainer: Trainer, done: int) -> log.Log:
     """Write config.json, cut the log back to the checkpoint, and say what the run is."""
     cfg, out_dir = trainer.cfg, Path(trainer.cfg.out_dir)
-    if done and (stored := checkpoint.stored_ranks(out_dir)) != trainer.world:
+    if done and (stored := log.read_json(out_dir / "config.json")["ranks"]) != trainer.world:
         how = "sums round differently, so samples will eventually differ"
         print(f"resuming a run of {stored} ranks on {trainer.world}: {how}")
     logger = log.Log(out_dir)
@@ -364,28 +404,84 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
         instruction = trainer.train_set[0].instruction
     if instruction:
         print(f"after each problem, prompts say: {instruction}")
-    if note := about_torchrun():
-        print(f"note: {note}")
     return logger
 
 
-@contextlib.contextmanager
-def stops_if_not_finite(cfg: Config, step: int):
-    """Turn a NotFiniteError into the message of a run that cannot continue."""
-    try:
-        yield
-    except NotFiniteError as error:
-        if step == 0:
-            problem = f"--model {cfg.model} is not finite in {cfg.dtype} ({error})"
-            raise InputError(f"{problem}: use --dtype float32, or another model") from None
-        folder = Path(cfg.out_dir)
-        again = "start again in a new --out-dir with the same flags, but a lower --lr"
-        if (folder / "checkpoint").exists():
-            again += f" and --model {folder / 'checkpoint'}, the last checkpoint"
+# ---------------------------------------------------------------------------- checkpoints
+
+
+def look(cfg: Config) -> Path | None:
+    """The checkpoint that a run resumes from, if any. InputError if a run would be overwritten, if
+    there is none to resume, or if --shard fsdp has no ranks to share the weights."""
+    folder = Path(cfg.out_dir)
+    holds_run = (folder / "config.json").exists()
+    if holds_run:
+        checkpoint.stored_config(folder)  # InputError if it is no run of training
+    if cfg.resume is True and not holds_run:
         raise InputError(
-            f"step {step} is not finite ({error}), and nothing of it was saved. A resume would "
-            f"repeat it. Instead, {again}; {folder / 'log.jsonl'} shows what led to it"
-        ) from None
+            f"--resume: {cfg.out_dir} holds no run: give the --out-dir of a run, or --resume auto "
+            f"to start one there"
+        )
+    has_steps = any(row["step"] > 0 for row in log.read_rows(folder / "log.jsonl"))
+    if (has_steps or checkpoint.newest(folder)) and not (cfg.resume and holds_run):
+        raise InputError(
+            f"--out-dir {cfg.out_dir} holds a run: give --resume to continue it, or another "
+            f"--out-dir"
+        )
+    if cfg.shard == "fsdp" and not dist.is_initialized():
+        raise InputError("--shard fsdp: no ranks share the weights; start train.py with torchrun")
+    ranks.barrier()  # every rank has looked before rank 0 writes
+    return ranks.broadcast(checkpoint.find, folder) if cfg.resume else None
+
+
+def save_run(trainer: Trainer, step: int, state: dict) -> None:
+    """A checkpoint after a step, with trainer.state(). All ranks contribute to that of a sharded
+    model."""
+    cfg = trainer.cfg
+    if not trainer.is_main and cfg.shard == "none":
+        return
+    optimizer, weights = ranks.gather(trainer.optimizer.state_dict()), ranks.weights(trainer.model)
+    if trainer.is_main:
+        stored = {"step": step, "optimizer": optimizer, "trainer": state}
+        stored["fingerprint"] = trainer.fingerprint
+        folder, keep = Path(cfg.out_dir), cfg.keep_checkpoints
+        checkpoint.save(folder, trainer.model, weights, trainer.tokenizer, stored, keep=keep)
+
+
+def restore(trainer: Trainer) -> int:
+    """Give the Trainer what its checkpoint holds besides the weights; returns the step.
+
+    InputError if the run began with another model, or with other problems. Their files may have
+    moved: only their contents count.
+    """
+    stored, of_run = checkpoint.load_state(trainer.saved), f"the run in {trainer.cfg.out_dir}"
+    state = stored["trainer"]
+    if state.keys() != trainer.state().keys():
+        raise InputError(
+            f"--resume: another program or version than this one trained {of_run}: resume it with "
+            f"the command that started it"
+        )
+    if trainer.fingerprint not in (None, stored["fingerprint"]):
+        raise InputError(
+            f"--model {trainer.cfg.model} is not the model that {of_run} began with: name that "
+            f"one, or use another --out-dir"
+        )
+    trainer.fingerprint = stored["fingerprint"]
+    for use, flag in (("train", "--data"), ("evaluate", "--eval-data")):
+        now, before = trainer.content[use], state["content"][use]
+        differ = [part for part in now if now[part] != before.get(part, now[part])]
+        if differ:
+            raise InputError(
+                f"{flag}: the problems to {use} on have other {' and '.join(differ)} than when "
+                f"{of_run} began: give it the data that it had, or use another --out-dir"
+            )
+        trainer.content[use] = before or now  # {}: a run without evaluation
+    ranks.load_optimizer(trainer.optimizer, stored["optimizer"])
+    trainer.load_state(state)
+    return stored["step"]
+
+
+# ---------------------------------------------------------------------------- the program
 
 
 def main(cfg: Config, *, reward=None, until: int | None = None, trainer_class=Trainer) -> None:
@@ -397,6 +493,7 @@ def main(cfg: Config, *, reward=None, until: int | None = None, trainer_class=Tr
 
 def cli(reward=None, trainer_class=Trainer, args: list[str] | None = None) -> None:
     """The command line: train with its flags. Bad input ends in one line and exit status 2."""
+    console.go_on()
     try:
         cfg = config.parse_config(sys.argv[1:] if args is None else args)
         main(cfg, reward=reward, trainer_class=trainer_class)

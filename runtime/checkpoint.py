@@ -5,8 +5,8 @@ What a run leaves on disk, written so that a kill at any moment damages nothing.
     log.jsonl            one row a step, on disk before the step's checkpoint
     samples.jsonl        a few completions a step, with reward, advantage and keep decision
     checkpoint-000020/   after step 20: a Hugging Face folder, trainer.pt (optimizer, prompt
-                         history, step) and files.json (size and checksum of each file)
-    checkpoint           a link to the newest
+                         history, step) and files.json (sizes and checksums)
+    checkpoint           a link to the newest, where the file system has links
     lock                 held by the process that writes all this
 
 There is no random state to save: all randomness is a function of (seed, step, purpose).
@@ -17,19 +17,23 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
-import socket
 import subprocess
 import sys
+import zipfile
 import zlib
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from runtime import InputError, log, ranks
+
+NUMBERED = re.compile(r"checkpoint-\d{6,}")
+BEGINNING = 2**20  # bytes of each file that are read for its checksum
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
 
 @contextlib.contextmanager
@@ -49,7 +53,7 @@ def owned(folder: str | None):
     path = out_dir / "lock"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+")  # noqa: SIM115  open as long as the lock is held
+        file = open(path, "a")  # noqa: SIM115  open as long as the lock is held
     except OSError as error:
         reason = error.strerror or error
         problem = f"--out-dir {out_dir} cannot be written ({reason})"
@@ -60,17 +64,12 @@ def owned(folder: str | None):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
             raise InputError(
-                f"--out-dir {out_dir} is in use by {file.read() or 'another process'}: wait for it "
-                f"to end, or choose another folder"
+                f"--out-dir {out_dir} is in use by another process: wait for it to end, or choose "
+                f"another folder"
             ) from None
         except OSError as error:  # some network file systems have no locks
             print(f"note: {path} cannot be locked ({error}): start only one process there")
-        with contextlib.suppress(OSError):  # a full disk
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
         try:
             yield
         finally:
@@ -91,69 +90,100 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
     unfinished = out_dir / "checkpoint.new"
     shutil.rmtree(unfinished, ignore_errors=True)
     with log.nothing_lost_if_full(unfinished, (OSError, RuntimeError, SafetensorError)):
+        once = {tensor.data_ptr(): tensor for tensor in weights.values()}  # as they are written
+        bits = _sum_of_bits(once.values())  # first: transformers empties the dictionary
         model.save_pretrained(unfinished, state_dict=weights)
         try:
             getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
         except Exception as error:  # the library tokenizers raises plain Exception
             raise OSError(str(error)) from error
         torch.save(state, unfinished / "trainer.pt")
-        files = {path.name: _size_and_checksum(path) for path in unfinished.iterdir()}
-        (unfinished / "files.json").write_text(json.dumps(files, indent=1) + "\n")
+        files = {path.name: _size_and_checksum(path, BEGINNING) for path in unfinished.iterdir()}
+        written = json.dumps(files | {"weights": bits}, indent=1)
+        (unfinished / "files.json").write_text(written + "\n")
         for path in unfinished.iterdir():  # on disk before it gets the final name
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
         shutil.rmtree(final, ignore_errors=True)  # a damaged one, if the run resumed from before
         unfinished.rename(final)
         _link(out_dir, final)
-    until_now = [path for path in _numbered(out_dir) if path <= final]
-    for path in until_now[:-keep]:
+    paths = _numbered(out_dir)
+    for path in paths[: paths.index(final) + 1][:-keep]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _numbered(out_dir):
-    return sorted(out_dir.glob("checkpoint-" + 6 * "[0-9]"))  # not a user's checkpoint-best
+    """The oldest first; not a user's checkpoint-best."""
+    paths = [path for path in out_dir.glob("checkpoint-*") if NUMBERED.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
+
+
+def newest(out_dir: Path) -> Path | None:
+    """The link to the newest checkpoint, or its folder where there are no links; None if there is
+    no checkpoint."""
+    link = out_dir / "checkpoint"
+    return link if link.exists() else next(iter(_numbered(out_dir)[::-1]), None)
 
 
 def _link(out_dir, final):
-    if not (out_dir / "checkpoint").is_symlink():  # a real folder, if a copy followed the link
-        shutil.rmtree(out_dir / "checkpoint", ignore_errors=True)
-    (out_dir / "checkpoint.link").unlink(missing_ok=True)
-    (out_dir / "checkpoint.link").symlink_to(final.name)
-    (out_dir / "checkpoint.link").replace(out_dir / "checkpoint")
+    link, new = out_dir / "checkpoint", out_dir / "checkpoint.link"
+    if not link.is_symlink():  # a real folder, if a copy followed the link
+        shutil.rmtree(link, ignore_errors=True)
+    try:
+        new.unlink(missing_ok=True)
+        new.symlink_to(final.name)
+        new.replace(link)
+    except OSError:  # Google Drive, exFAT and SMB have no links; one to an older checkpoint must go
+        link.unlink(missing_ok=True)
 
 
-def _size_and_checksum(path):
+def _size_and_checksum(path, length):
+    """Of a file: its size, and the checksum of its first bytes."""
     with open(path, "rb") as file:
-        checksum = 0
-        while block := file.read(2**24):
-            checksum = zlib.crc32(block, checksum)
-        return [file.tell(), checksum]
+        return [path.stat().st_size, zlib.crc32(file.read(length))]
 
 
 def fingerprint(model) -> int:
-    """A number that identifies the weights: the sum of their bits, read as integers, which does not
-    depend on the order of the sum."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    """A number that identifies a model's weights."""
+    return _sum_of_bits(model.parameters())
+
+
+def _sum_of_bits(tensors):
+    """The sum of the tensors' bits, read as integers: it depends neither on the order of the sum
+    nor on names and shapes, which transformers may change when it saves."""
     total = 0
-    for parameter in model.parameters():
-        weights = parameter.detach().contiguous()
-        total += weights.view(integers[weights.itemsize]).sum(dtype=torch.int64).item()
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().view(INTEGERS[tensor.itemsize])
+        total += bits.sum(dtype=torch.int64).item()
     return total
 
 
 def is_complete(path: Path) -> bool:
-    """Whether every file of a checkpoint has the size and checksum that were written."""
+    """Whether a checkpoint is what was written. Nothing was read again for that: trainer.pt is a
+    zip file, which has checksums, and the weights were added up before they were written."""
     try:
         files = json.loads((path / "files.json").read_text())
-        return all(_size_and_checksum(path / name) == value for name, value in files.items())
-    except (OSError, ValueError):
+        bits = files.pop("weights", None)
+        length = -1 if bits is None else BEGINNING  # older ones have checksums of whole files
+        for name, value in files.items():
+            if _size_and_checksum(path / name, length) != value:
+                return False
+        with zipfile.ZipFile(path / "trainer.pt") as file:
+            return file.testzip() is None and bits in (None, _sum_of_bits(_stored_weights(path)))
+    except Exception:  # whatever a damaged file leads to
         return False
+
+
+def _stored_weights(folder):
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            yield from map(file.get_tensor, file.keys())
 
 
 def find(out_dir: Path) -> Path | None:
     """The newest complete checkpoint, or None if there is none at all; reports damaged ones."""
     paths = _numbered(out_dir)[::-1]
-    found = next((path for path in paths if is_complete(path)), None)
+    found = next(filter(is_complete, paths), None)
     for path in itertools.takewhile(lambda path: path != found, paths):
         instead = f"resuming from {found.name}" if found else "no older one is complete"
         print(f"{path} is damaged: its files are not what was written; {instead}")
@@ -163,101 +193,12 @@ def find(out_dir: Path) -> Path | None:
         raise InputError(
             f"--resume: {out_dir} has no complete checkpoint: remove the folder to start over"
         )
-    elif (out_dir / "checkpoint").exists():
-        raise InputError(
-            f"--resume: {out_dir / 'checkpoint'} is from another version: use another --out-dir"
-        )
     return found
 
 
 def load_state(folder: Path) -> dict:
     """The state that `save` was given, on the CPU."""
     return torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-
-
-def look(cfg) -> Path | None:
-    """The checkpoint that a run resumes from, if any. InputError if a run would be overwritten, if
-    there is none to resume, or if --shard fsdp has no ranks to share the weights."""
-    folder = Path(cfg.out_dir)
-    holds_run = (folder / "config.json").exists()
-    if holds_run:
-        stored_config(folder)  # InputError if it is no run of training
-    has_steps = any(row["step"] > 0 for row in log.read_rows(folder / "log.jsonl"))
-    if (has_steps or _numbered(folder)) and not cfg.resume:
-        raise InputError(
-            f"--out-dir {cfg.out_dir} holds a run: give --resume to continue it, or another "
-            f"--out-dir"
-        )
-    if cfg.resume and not holds_run:
-        raise InputError(
-            f"--resume: {cfg.out_dir} holds no run: give the --out-dir of a run, or leave --resume "
-            f"out to start one there"
-        )
-    if cfg.shard == "fsdp" and not dist.is_initialized():
-        raise InputError("--shard fsdp: no ranks share the weights; start train.py with torchrun")
-    ranks.barrier()  # every rank has looked before rank 0 writes
-    return ranks.broadcast(find, folder) if cfg.resume else None
-
-
-def save_run(trainer, step: int) -> None:
-    """A checkpoint of a train.Trainer after a step. All ranks contribute to that of a sharded
-    model."""
-    cfg = trainer.cfg
-    if not trainer.is_main and cfg.shard == "none":
-        return
-    state = {
-        "step": step,
-        "optimizer": ranks.gather(trainer.optimizer.state_dict()),
-        "fingerprint": trainer.fingerprint,
-        "trainer": trainer.state(),
-    }
-    weights = ranks.weights(trainer.model)
-    if trainer.is_main:
-        folder, keep = Path(cfg.out_dir), cfg.keep_checkpoints
-        save(folder, trainer.model, weights, trainer.tokenizer, state, keep=keep)
-
-
-def restore(trainer) -> int:
-    """Give a train.Trainer what its checkpoint holds besides the weights; returns the step.
-
-    InputError if the run began with another model, or with other problems. Their files may have
-    moved: only their contents count.
-    """
-    cfg = trainer.cfg
-    state = load_state(trainer.saved)
-    saved, of_run = state["trainer"], f"the run in {cfg.out_dir}"
-    if "content" not in saved:
-        raise InputError(f"--resume: {of_run} is from an older version: use another --out-dir")
-    if saved.keys() != trainer.state().keys():
-        raise InputError(
-            f"--resume: another program than this one trained {of_run}: resume it with the command "
-            f"that started it"
-        )
-    if trainer.fingerprint not in (None, state["fingerprint"]):
-        raise InputError(
-            f"--model {cfg.model} is not the model that {of_run} began with: name that one, or use "
-            f"another --out-dir"
-        )
-    trainer.fingerprint = state["fingerprint"]
-    _compare_content(trainer.content, saved["content"], of_run)
-    ranks.load_optimizer(trainer.optimizer, state["optimizer"])
-    trainer.load_state(saved)
-    return state["step"]
-
-
-def _compare_content(now: dict, before: dict, of_run: str) -> None:
-    """InputError if a run continues with other problems than it began with. If one
-    side is empty (a run without evaluation), nothing is compared, and `now` gets the other's."""
-    for use, flag in (("train", "--data"), ("evaluate", "--eval-data")):
-        if not now[use] or not before[use]:
-            now[use] = now[use] or before[use]
-            continue
-        differ = [part for part in now[use] if now[use][part] != before[use][part]]
-        if differ:
-            raise InputError(
-                f"{flag}: the problems to {use} on have other {' and '.join(differ)} than when "
-                f"{of_run} began: give it the data that it had, or use another --out-dir"
-            )
 
 
 def stored_config(out_dir: Path) -> dict:
@@ -267,11 +208,6 @@ def stored_config(out_dir: Path) -> dict:
     if "config" not in stored:
         raise InputError(f"--out-dir {out_dir} holds an evaluation ({path}): use another folder")
     return stored["config"]
-
-
-def stored_ranks(out_dir: Path) -> int:
-    """The number of ranks of the run's last start."""
-    return log.read_json(out_dir / "config.json")["ranks"]
 
 
 def write_config(out_dir: Path, config: dict, ranks: int) -> None:

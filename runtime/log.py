@@ -135,7 +135,7 @@ class Log:
         A resumed run continues the same run there. log.jsonl stays the record.
         """
         try:
-            self.tracker = importlib.import_module(name)
+            tracker = importlib.import_module(name)
         except ImportError as error:
             message = f"--track {name}: cannot import it ({error}); pip install {name}"
             raise InputError(message) from None
@@ -144,7 +144,9 @@ class Log:
             write_text(path, f"{self.out_dir.name}-{uuid.uuid4().hex[:8]}")
         run = path.read_text()
         options = {"id": run} if name == "wandb" else {}  # the others identify a run by its name
-        self.tracker.init(project="nanodppo", name=run, config=config, resume="allow", **options)
+        with self.only_noted(f"--track {name} cannot start, so the run is only in {self.path}"):
+            tracker.init(project="nanodppo", name=run, config=config, resume="allow", **options)
+            self.tracker = tracker
 
     def write(self, row: dict, others: dict[str, list[dict]], line: str) -> None:
         """Print the line of a step, store its row and those of other files, and send its finite
@@ -155,22 +157,29 @@ class Log:
             append_rows(self.out_dir / f"{name}.jsonl", rows)
         if self.tracker:
             numbers = {k: v for k, v in row.items() if not isinstance(v, list) and math.isfinite(v)}
-            self.tracker.log(numbers, step=numbers.pop("step"))
+            with self.only_noted(f"the tracker misses steps, which {self.path} has"):
+                self.tracker.log(numbers, step=numbers.pop("step"))
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, why: str = "") -> None:
         """Print a note, once in a run."""
         if text not in self.notes:
-            print(f"note: {text}")
+            print(f"note: {text}{why}")
         self.notes.add(text)
 
+    @contextlib.contextmanager
+    def only_noted(self, consequence: str):
+        """What fails here is only noted: a tracker out of reach, a picture on a full disk."""
+        try:
+            yield
+        except Exception as error:
+            self.note(consequence, f" ({type(error).__name__}: {error})")
+
     def close(self) -> None:
-        """Draw run.png, and end the tracker's run. A picture that fails is no reason to fail."""
+        """Draw run.png, and end the tracker's run."""
         if self.path.exists():  # not if the run was stopped before its first row
-            try:
+            again = f"python -m runtime.plot {self.out_dir}"
+            with self.only_noted(f"run.png could not be drawn; to try again: {again}"):
                 plot.draw_run(self.out_dir)
-            except Exception as error:  # a full disk, or whatever matplotlib meets
-                why = f"{type(error).__name__}: {error}"
-                again = f"python -m runtime.plot {self.out_dir}"
-                print(f"note: run.png could not be drawn ({why}); to try again: {again}")
         if self.tracker:
-            self.tracker.finish()
+            with self.only_noted("the tracker did not end its run"):
+                self.tracker.finish()

@@ -9,11 +9,17 @@ and all ranks must run the same number of them. Sampling cannot be a collective,
 stops when its own completions end: it uses a whole copy of the model, refreshed beforehand.
 """
 
+import contextlib
 import datetime
 import heapq
+import itertools
+import json
 import os
 import sys
+import threading
 import time
+import types
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,17 +31,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from runtime import InputError
 
 MAX = dist.ReduceOp.MAX
+BUCKET = 2**25  # elements of the gradients that are summed at once
+
+# For whoever waits: where this rank is, and how long it waits for another.
+waits = types.SimpleNamespace(minutes=20, step=0, collectives=0, store=None)
 
 
-def start(device: str) -> tuple[int, int]:
-    """(rank, number of ranks); joins the process group if torchrun launched this process."""
+def start(device: str, minutes: float = 20) -> tuple[int, int]:
+    """(rank, number of ranks); joins the process group if torchrun launched this process. A rank
+    that waits so many minutes for another one ends the run."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if "RANK" in os.environ and not dist.is_initialized():
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "nccl" if device == "cuda" else "gloo"
-        longest_rollout = datetime.timedelta(hours=2)  # the others wait for it in a collective
-        dist.init_process_group(backend, timeout=longest_rollout)
+        # PyTorch's own limit comes after ours, and for FSDP's collectives in place of it.
+        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=minutes + 1))
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        waits.minutes, waits.store = minutes, dist.PrefixStore(f"nanodppo {restart}", store)
     return rank, world
 
 
@@ -49,6 +63,10 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def are_several() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def say(text: str) -> None:
     """Print a line, on the first rank only."""
     if is_first():
@@ -57,8 +75,7 @@ def say(text: str) -> None:
 
 def barrier() -> None:
     """Wait until every rank is here."""
-    if dist.is_initialized():
-        dist.barrier()
+    all_reduce(torch.zeros(1))
 
 
 def broadcast(work, *args, **kwargs):
@@ -66,50 +83,80 @@ def broadcast(work, *args, **kwargs):
 
     Anything that depends on time or disk is decided on rank 0 and broadcast. All ranks call this.
     """
-    found = [None]
+    found = None
     if is_first():
         try:
-            found[0] = work(*args, **kwargs)
+            found = work(*args, **kwargs)
         except InputError as error:
-            found[0] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(found)
-    if isinstance(found[0], InputError):
-        raise found[0]
-    return found[0]
+            found = error
+    found = all_gather(found)[0]
+    if isinstance(found, InputError):
+        raise found
+    return found
 
 
 def finish() -> None:
     """Wait for the others at the end of a run: torchrun kills all ranks when one exits early."""
     barrier()
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if are_several():
         time.sleep(0.2)  # gloo aborts a process that exits before its last tensors are released
 
 
-def report(problem: Exception) -> None:
+def report(problem: Exception | str) -> None:
     """Print the error that ends this process. If rank 0 has it too, only rank 0 prints it."""
     if not is_first():
         time.sleep(5)  # torchrun ends this rank if rank 0 has reported meanwhile
     print(f"error: {problem}", file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's last lines show it again
+        Path(path).write_text(json.dumps({"message": f"{problem}"}))
 
 
 def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
     """Reduce over ranks in place, by default to the sum; NaN stays NaN. One process: unchanged."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if are_several():
         if dist.get_backend() == "nccl" and tensor.device.type == "cpu":
             tensor.copy_(all_reduce(tensor.cuda(), op))
         else:
-            dist.all_reduce(tensor, op)
+            with together("all_reduce"):
+                dist.all_reduce(tensor, op)
     return tensor
 
 
 def all_gather(items) -> list:
     """The items of every rank, by rank; they are pickled. All ranks must call it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not are_several():
         return [items]
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, items)
+    with together("all_gather"):
+        dist.all_gather_object(of_ranks, items)
     return of_ranks
+
+
+@contextlib.contextmanager
+def together(collective: str):
+    """Around a collective: if another rank stays away, this one names it and ends the run."""
+    waits.collectives += 1
+    waits.store.set(str(rank()), str(waits.collectives))
+    timer = threading.Timer(60 * waits.minutes, _give_up, [collective])
+    timer.start()
+    try:
+        yield
+        if dist.get_backend() == "nccl":
+            torch.cuda.synchronize()  # NCCL's calls return at once
+    finally:
+        timer.cancel()
+
+
+def _give_up(collective):
+    """In a thread, because nothing interrupts a collective."""
+    store, others = waits.store, map(str, range(dist.get_world_size()))
+    reached = {other: int(store.get(other)) if store.check([other]) else 0 for other in others}
+    absent = ", ".join(other for other in reached if reached[other] < waits.collectives)
+    report(
+        f"rank {rank()} waited {waits.minutes:g} minutes in {collective} of step {waits.step} for "
+        f"rank {absent}: continue with --resume; if a rank may take longer, raise --timeout"
+    )
+    os._exit(1)
 
 
 def largest_first(work: list[float], world: int) -> list[int]:
@@ -124,7 +171,8 @@ def largest_first(work: list[float], world: int) -> list[int]:
 
 
 def sum_gradients(model) -> None:
-    """Sum all gradients over ranks in one all-reduce; FSDP has already summed sharded ones.
+    """Sum all gradients over ranks, a bucket at a time; FSDP has already summed sharded ones. A
+    bucket has about BUCKET elements, or is one larger weight.
 
     There is no DDP wrapper, so a rank that kept nothing simply contributes zeros.
     """
@@ -132,11 +180,14 @@ def sum_gradients(model) -> None:
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    if dist.is_initialized() and dist.get_world_size() > 1 and not is_sharded(model):
-        flat = all_reduce(torch.cat([parameter.grad.flatten() for parameter in parameters]))
-        sizes = [parameter.numel() for parameter in parameters]
-        for parameter, grad in zip(parameters, flat.split(sizes), strict=True):
-            parameter.grad.copy_(grad.view_as(parameter))
+    if are_several() and not is_sharded(model):
+        ends = itertools.accumulate(parameter.numel() for parameter in parameters)
+        numbered = zip(ends, parameters, strict=True)
+        for _, bucket in itertools.groupby(numbered, key=lambda pair: pair[0] // BUCKET):
+            grads = [parameter.grad for _, parameter in bucket]
+            flat = all_reduce(torch.cat([grad.flatten() for grad in grads]))
+            for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(total.view_as(grad))
 
 
 # ---------------------------------------------------------------------------- --shard fsdp

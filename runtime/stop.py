@@ -5,10 +5,7 @@ A second Ctrl-C ends it at once. A run that is killed loses the steps since its 
 """
 
 import contextlib
-import os
-import shlex
 import signal
-import sys
 import threading
 
 import torch
@@ -17,7 +14,6 @@ from runtime.ranks import all_reduce
 
 # A scheduler warns with SIGUSR1 or SIGTERM, often with both; a terminal that closes sends SIGHUP.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-TORCHRUN_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torchrun sets it to those that it passes on
 
 
 class Stop:
@@ -47,28 +43,3 @@ class Stop:
     def agreed(self) -> bool:
         """Whether any rank was asked to stop. All ranks call this, or saving would wait forever."""
         return all_reduce(torch.tensor([float(self.requested)])).item() > 0
-
-
-def about_torchrun() -> str:
-    """What to tell torchrun so that a run has the time to save; "" without torchrun."""
-    passed_on = os.environ.get(TORCHRUN_SIGNALS)
-    if passed_on is None or "RANK" not in os.environ:
-        return ""
-    note = (
-        "torchrun kills a run 30 s after it was asked to stop. If a step, its evaluation and its "
-        "save may take longer, give torchrun --shutdown-timeout SECONDS"
-    )
-    if "SIGUSR1" not in passed_on:
-        note += f"; if a scheduler warns with SIGUSR1, also --signals-to-handle {passed_on},SIGUSR1"
-    return note
-
-
-def resume_command(out_dir: str) -> str:
-    """The command line that resumes the run."""
-    ranks_here = os.environ.get("LOCAL_WORLD_SIZE")
-    several_nodes = ranks_here != os.environ.get("WORLD_SIZE")
-    is_module = sys.modules["__main__"].__spec__ is not None  # python -m; its name is not in argv
-    if several_nodes or is_module:
-        return "the same command with --resume"
-    launch = f"torchrun --nproc-per-node {ranks_here}" if ranks_here else "python"
-    return f"{launch} {shlex.quote(sys.argv[0])} --resume --out-dir {shlex.quote(out_dir)}"

@@ -27,11 +27,10 @@ import models
 import packing
 import sampler
 from flags import SftConfig as Config
-from runtime import InputError, checkpoint, log, ranks
+from runtime import InputError, checkpoint, console, log, ranks
 from runtime.device import autocast, choose_device, choose_dtype
-from runtime.stop import Stop, about_torchrun
+from runtime.stop import Stop
 from runtime.timer import clock
-from tasks import gguf
 
 PACK_TOKENS = 2048  # tokens in one forward and backward pass
 WARMUP = 10  # steps until the learning rate is at its highest
@@ -50,10 +49,11 @@ def check(cfg: Config) -> Config:
     cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device), data=list(cfg.data))
     out_dir = Path(cfg.out_dir)
     if not (out_dir / "config.json").exists():
-        if cfg.resume:
-            raise InputError(f"--resume: {out_dir} holds no run: leave --resume out to start one")
+        if cfg.resume is True:
+            raise InputError(f"--resume: {out_dir} holds no run: --resume auto would start one")
         return cfg
-    flags_of_run = asdict(Config()) | checkpoint.stored_config(out_dir) | {"resume": True}
+    resume = {"resume": cfg.resume or True}
+    flags_of_run = asdict(Config()) | checkpoint.stored_config(out_dir) | resume
     if asdict(cfg) != flags_of_run:
         way_out = "continue it with --resume and the same flags"
         raise InputError(f"--out-dir {out_dir} holds a run: {way_out}")
@@ -137,13 +137,13 @@ def run(cfg: Config) -> None:
     share, out_dir = slice(rank, None, world), Path(cfg.out_dir)
     stop = Stop()
     saved = ranks.broadcast(checkpoint.find, out_dir) if cfg.resume else None
-    source = str(saved or ranks.broadcast(gguf.model_folder, cfg.model))
+    source = str(saved or ranks.broadcast(models.model_folder, cfg.model))
     model, tokenizer = models.load_policy(source, cfg.device, samples=False)
     pairs = encode(cfg, tokenizer, model.longest, model)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     content = data.digest(pairs)
     state = checkpoint.load_state(saved) if saved else {"step": 0, "content": content}
-    if state["step"] == cfg.steps:
+    if state["step"] == cfg.steps and cfg.resume is True:
         raise InputError(f"--resume: the run in {out_dir} has ended after its {cfg.steps} steps")
     if state.get("content", content) != content:  # an older run has none
         raise InputError(f"--data: not the problems that the run in {out_dir} began with")
@@ -153,8 +153,6 @@ def run(cfg: Config) -> None:
     if rank == 0:
         record.open(state["step"])
         checkpoint.write_config(out_dir, asdict(cfg), world)
-        if note := about_torchrun():
-            print(f"note: {note}")
     with stop.listening():
         for step in range(state["step"] + 1, cfg.steps + 1):
             started = clock(cfg.device)
@@ -178,6 +176,7 @@ def run(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
+    console.go_on()
     try:
         main(tyro.cli(Config))
     except InputError as problem:

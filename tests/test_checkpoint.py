@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from safetensors import SafetensorError
 from toy import HANG, ROOT
 from transformers import PreTrainedTokenizerFast
 
-from runtime import InputError, checkpoint, log
+import models
+from runtime import InputError, checkpoint, log, ranks
 
 
 @pytest.fixture
@@ -23,7 +26,7 @@ def save(make_policy, tmp_path):
     model, tokenizer = make_policy()
 
     def go(step, keep=2):
-        weights, state = model.state_dict(), {"step": step}
+        weights, state = ranks.weights(model), {"step": step, "moments": torch.ones(9**6)}
         checkpoint.save(tmp_path, model, weights, tokenizer, state, keep=keep)
 
     return go
@@ -37,6 +40,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+KEPT = ("000100", "999999", "1000000")
 KILLED_AT = ("save_pretrained", "fsync", "rename", "symlink_to", "replace", "rmtree")
 
 
@@ -71,18 +75,39 @@ def test_killed_while_saving(save, tmp_path, monkeypatch, killed_at):
 
 
 def test_the_newest_are_kept(save, tmp_path):
-    """Catches keeping the oldest, and names that sort as text."""
-    for step in (8, 9, 10, 100):
+    """Catches keeping the oldest, names that sort as text, and steps of seven digits that are not
+    found."""
+    for step in (8, 9, 100, 999_999, 1_000_000):
         save(step, keep=3)
-    kept = [f"checkpoint-{step:06d}" for step in (9, 10, 100)]
-    assert names(tmp_path) == ["checkpoint", *kept]
-    assert (tmp_path / "checkpoint").resolve().name == "checkpoint-000100"
+    assert names(tmp_path) == sorted(["checkpoint", *(f"checkpoint-{step}" for step in KEPT)])
+    assert (tmp_path / "checkpoint").resolve().name == "checkpoint-1000000"
+    assert step_of(checkpoint.find(tmp_path)) == step_of(checkpoint.newest(tmp_path)) == 1_000_000
+
+
+def test_without_links(save, tmp_path, monkeypatch):
+    """On Google Drive, exFAT or SMB the newest checkpoint is found all the same, also as the
+    --model out/checkpoint of the pages. Catches a run that ends because it cannot make the link,
+    and an old checkpoint in its place."""
+    save(1)
+    assert models.model_folder(str(tmp_path / "checkpoint")) == str(tmp_path / "checkpoint")
+
+    def refuse(*_args):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(type(tmp_path), "symlink_to", refuse)
+    for step in (2, 3):
+        save(step)
+        assert names(tmp_path) == [f"checkpoint-00000{step - 1}", f"checkpoint-00000{step}"]
+        assert step_of(checkpoint.find(tmp_path)) == step
+        found = models.model_folder(str(tmp_path / "checkpoint"))
+        assert found == str(tmp_path / f"checkpoint-00000{step}")
+    nothing = str(tmp_path / "none" / "checkpoint")
+    assert models.model_folder(nothing) == nothing
 
 
 def test_only_its_own_checkpoints_are_read_and_removed(save, tmp_path):
     """Catches a user's folder that sorts last, a later checkpoint that displaces the only complete
-    one or is removed because it is newer, a copied run whose link became a folder, and a run of an
-    older layout that starts over on its own log."""
+    one or is removed because it is newer, and a copied run whose link became a folder."""
     save(1)
     shutil.copytree(tmp_path / "checkpoint-000001", tmp_path / "checkpoint-best")
     for step in (2, 3, 6):
@@ -97,25 +122,48 @@ def test_only_its_own_checkpoints_are_read_and_removed(save, tmp_path):
     shutil.copytree(tmp_path / "checkpoint-000004", tmp_path / "checkpoint")
     assert step_of(checkpoint.find(tmp_path)) == 4
     assert (tmp_path / "checkpoint").is_symlink()
-    (tmp_path / "checkpoint").unlink()
-    (tmp_path / "checkpoint-000004").rename(tmp_path / "checkpoint")
-    with pytest.raises(InputError, match="is from another version: use another --out-dir"):
-        checkpoint.find(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "list gone", "folder empty"])
-def test_a_damaged_checkpoint_is_skipped(save, tmp_path, capsys, damage):
-    """Catches a check of the files' names alone, a damage that is not reported, and a run that
-    starts over although all of its checkpoints are damaged."""
+def bytes_read():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_checkpoint_is_not_read_again(save, monkeypatch):
+    """Catches checksums that read 45 GiB after they are written."""
+    monkeypatch.setattr(checkpoint, "BEGINNING", 99)
+    before = bytes_read()
+    save(1)
+    assert bytes_read() - before < 9**6
+
+
+DAMAGES = ("cut", "flipped", "weight flipped", "moment flipped", "gone", "list gone", "empty")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("older", [False, True])
+def test_a_damaged_checkpoint_is_skipped(save, tmp_path, monkeypatch, capsys, damage, older):
+    """Also one of an older version, with the checksum of every file. Catches a check of the files'
+    names alone, a damage that is not reported, and a run that starts over although all of its
+    checkpoints are damaged."""
+    monkeypatch.setattr(checkpoint, "BEGINNING", 99)  # these files are short
     save(1)
     save(2)
     victim = tmp_path / "checkpoint-000002"
-    weights = (victim / "model.safetensors").read_bytes()
+    if older:
+        files = {path.name: path.read_bytes() for path in victim.iterdir()}
+        files = {name: [len(files[name]), zlib.crc32(files[name])] for name in files}
+        del files["files.json"]
+        (victim / "files.json").write_text(json.dumps(files))
+        assert checkpoint.is_complete(victim)
+    flipped = {"flipped": ("config.json", 9), "weight flipped": ("model.safetensors", -9)}
+    flipped["moment flipped"] = ("trainer.pt", 9**5)
     if damage == "cut":
         (victim / "trainer.pt").write_bytes((victim / "trainer.pt").read_bytes()[:-1])
-    elif damage == "flipped":
-        flipped = weights[:-9] + bytes([weights[-9] ^ 1]) + weights[-8:]
-        (victim / "model.safetensors").write_bytes(flipped)
+    elif damage in flipped:
+        name, place = flipped[damage]
+        content = bytearray((victim / name).read_bytes())
+        content[place] ^= 1
+        (victim / name).write_bytes(content)
     elif damage == "gone":
         (victim / "tokenizer.json").unlink()
     elif damage == "list gone":
@@ -180,7 +228,7 @@ def test_one_folder_has_one_owner(tmp_path):
     try:
         worker = int(owner.stdout.readline())
         owner.send_signal(signal.SIGSTOP)
-        message = f"--out-dir {folder} is in use by process {owner.pid} on .*: wait for it to end"
+        message = f"--out-dir {folder} is in use by another process: wait for it to end"
         with pytest.raises(InputError, match=message), checkpoint.owned(folder):
             pass
     finally:
@@ -262,5 +310,4 @@ def test_config_without_git(tmp_path, monkeypatch):
     checkpoint.write_config(tmp_path, {"seed": 1}, 2)
     written = json.loads((tmp_path / "config.json").read_text())
     assert (written["config"], written["ranks"], written["commit"]) == ({"seed": 1}, 2, None)
-    assert checkpoint.stored_ranks(tmp_path) == 2
     assert names(tmp_path) == ["config.json"]

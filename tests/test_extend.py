@@ -345,13 +345,25 @@ def test_nothing_to_resume(run, tmp_path):
         run("elsewhere", resume=True)
     assert not (tmp_path / "elsewhere").exists()
     run("run", steps=3, save_every=3, lr_schedule="linear")
-    with pytest.raises(InputError, match=r"has ended after its 3 steps: use another --out-dir$"):
+    with pytest.raises(InputError, match=r"has ended after its 3 steps: give more --steps, or use"):
         run("run", steps=3, save_every=3, lr_schedule="linear", resume=True)
     run("constant", steps=3, save_every=3, lr_schedule="constant")
-    with pytest.raises(InputError, match=r"another --out-dir, or give more --steps$"):
-        run("constant", steps=3, save_every=3, lr_schedule="constant", resume=True)
     log = run("constant", steps=4, save_every=3, lr_schedule="constant", resume=True)
     assert [row["step"] for row in log] == [1, 2, 3, 4]
+
+
+def test_resume_auto(run, tmp_path):
+    """The same command starts a run, continues it, and does nothing once it has ended. Catches a
+    requeued job that overwrites its run, or fails because the run has ended."""
+    once = lambda until=None: run("run", steps=3, save_every=2, resume="auto", until=until)
+    assert [row["step"] for row in once(until=1)] == [1]
+    first = toy.rows(tmp_path / "run")[0]
+    assert [row["step"] for row in once()] == [1, 2, 3]
+    assert toy.rows(tmp_path / "run")[0] == first, "with its times: it was not run again"
+    assert len(once()) == 3
+    (tmp_path / "run" / "config.json").unlink()
+    with pytest.raises(InputError, match="run holds a run: give --resume"):
+        once()
 
 
 def test_folders_that_hold_something_else(run, policy_folder, tmp_path):
@@ -367,10 +379,10 @@ def test_folders_that_hold_something_else(run, policy_folder, tmp_path):
         with pytest.raises(InputError, match=r"holds an evaluation \(.*config.json\): use another"):
             toy.main([*toy.flags(policy_folder, str(tmp_path / "evals")), *resume])
     with checkpoint.owned(tmp_path / "held"):
-        with pytest.raises(InputError, match="held is in use by process"):
+        with pytest.raises(InputError, match="held is in use by another process"):
             run("held")
         options["out_dir"] = str(tmp_path / "held")
-        with pytest.raises(InputError, match="held is in use by process"):
+        with pytest.raises(InputError, match="held is in use by another process"):
             evaluation.main(evaluation.EvalConfig(policy_folder, **options))
 
 

@@ -132,6 +132,30 @@ def test_tracking(run, monkeypatch, tmp_path):
         run("other", track="nothing")
 
 
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+def test_a_tracker_out_of_reach(run, monkeypatch, capsys, tmp_path, call):
+    """Is a note, once; what it did not get is in the log. Catches a run that ends with a service,
+    and a tracker that is not told of later steps."""
+    calls = []
+
+    def fails_once(name):
+        def answer(*_args, **_options):
+            calls.append(name)
+            if name == call and calls.count(name) == 1:
+                raise ConnectionError("service unreachable")
+
+        return answer
+
+    fake = {name: fails_once(name) for name in ("init", "log", "finish")}
+    monkeypatch.setitem(sys.modules, "mytracker", types.SimpleNamespace(**fake))
+    log = run("run", steps=3, track="mytracker")
+    assert [row["step"] for row in log] == [1, 2, 3]
+    assert calls == (["init"] if call == "init" else ["init", "log", "log", "log", "finish"])
+    said = capsys.readouterr().out
+    assert said.count("(ConnectionError: service unreachable)") == 1
+    assert said.splitlines()[-1].startswith("done: ")
+
+
 def test_the_recipe_for_a_reward(policy_folder, tmp_path, monkeypatch):
     """The README's program for a custom reward trains. Catches a recipe that no longer works."""
     readme = (ROOT / "README.md").read_text()

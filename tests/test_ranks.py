@@ -1,7 +1,10 @@
 """Ranks share the work evenly, and --shard fsdp is the same run: gradients, updates, checkpoints.
 Whole runs: test_train.py."""
 
+import itertools
 import json
+import os
+import time
 
 import pytest
 import sharded
@@ -15,7 +18,7 @@ import config
 import train
 import update
 from rollout import Rollouts
-from runtime import InputError, ranks
+from runtime import InputError, checkpoint, ranks
 from tasks import arithmetic
 
 # ---------------------------------------------------------------------------- shares of the work
@@ -165,6 +168,83 @@ def test_resumed_on_other_ranks(policy_folder, tmp_path):
     for index, entries in here["state"].items():
         for name, value in entries.items():
             torch.testing.assert_close(value, there["state"][index][name], rtol=1e-3, atol=1e-6)
+
+
+def fails_on_the_second(args):
+    rank = int(os.environ["RANK"])
+    calls = itertools.count(1)
+
+    def reward(completion, answer):
+        if rank == 1 and next(calls) > 30:  # of 12 or so in a step
+            raise ConnectionError("judge away")
+        return toy.toy_reward(completion, answer)
+
+    train.main(config.parse_config(args), reward=reward)
+
+
+def test_a_reward_that_raises_on_one_rank(policy_folder, tmp_path):
+    """The first rank saves the finished steps, although the second one has left. Catches a rank
+    that waits for one that failed."""
+    args = flags(policy_folder, str(tmp_path / "run"), steps=9)
+    _, second = in_processes(2, fails_on_the_second, args, codes=[1, 1])
+    assert "ConnectionError: judge away" in second
+    last = rows(tmp_path / "run")[-1]["step"]
+    assert last > 0
+    assert checkpoint.is_complete(tmp_path / "run" / f"checkpoint-{last:06d}")
+
+
+def sleeps_in_step_2(args):
+    """A run whose second rank sleeps when it should sum gradients."""
+    add, steps = ranks.sum_gradients, itertools.count(1)
+
+    def sleeps(model):
+        if next(steps) == 2:
+            ranks.waits.minutes = 0.1  # from here on, because a test's ranks start slowly
+            if os.environ["RANK"] == "1":
+                time.sleep(15)
+                os._exit(7)
+        add(model)
+
+    ranks.sum_gradients = sleeps
+    toy.main(args)
+
+
+def test_a_hang_has_a_name(policy_folder, tmp_path):
+    """Of three ranks, the one that is not there is named, with the collective and the step. Catches
+    a run that waits for hours, and one that names whoever waits."""
+    args = flags(policy_folder, str(tmp_path / "run"), save_every=1)
+    printed = in_processes(3, sleeps_in_step_2, args, codes=[1, 7, 1])
+    message = "error: rank 0 waited 0.1 minutes in all_reduce of step 2 for rank 1: continue with"
+    assert message in printed[0]
+    assert checkpoint.is_complete(tmp_path / "run" / "checkpoint-000001")
+
+
+def add_in_buckets(size):
+    rank, _ = ranks.start("cpu")
+    model = torch.nn.Sequential(*(torch.nn.Linear(n, n + 1) for n in (3, 40, 2, 9)))
+    draw = torch.Generator().manual_seed(rank)
+    for parameter in list(model.parameters())[1:]:  # the first one has no gradient
+        parameter.grad = torch.randn(parameter.shape, generator=draw).t().contiguous().t()
+    expected = [ranks.all_gather(parameter.grad) for parameter in model.parameters()]
+    ranks.BUCKET, reduce, sizes = size, ranks.all_reduce, []
+    ranks.all_reduce = lambda tensor: sizes.append(tensor.numel()) or reduce(tensor)
+    ranks.sum_gradients(model)
+    for parameter, parts in zip(model.parameters(), expected, strict=True):
+        total = sum(part for part in parts if part is not None) if parts[0] is not None else 0
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter) + total)
+    print(sizes)
+
+
+@pytest.mark.parametrize(("size", "buckets"), [(2**25, 1), (100, 4)])
+def test_gradients_are_summed_in_buckets(size, buckets):
+    """The same sums, bit for bit. Catches a copy of all gradients, and one that ends up in another
+    parameter."""
+    first, second = in_processes(2, add_in_buckets, size)
+    assert first == second
+    sizes = eval(first)
+    assert len(sizes) == buckets
+    assert sum(sizes) == 3 * 4 + 4 + 40 * 41 + 41 + 2 * 3 + 3 + 9 * 10 + 10
+    assert max(sizes) <= max(size, 40 * 41) + 100
 
 
 def broadcast_on_ranks():

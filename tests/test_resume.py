@@ -135,6 +135,7 @@ def test_only_contents_count_on_resume(policy_folder, run, tmp_path):
     options |= {"eval_every": 2, "lr": 3e-3}
     run("whole", **options)
     run("part", until=2, **options)
+    (tmp_path / "part" / "checkpoint").unlink()  # the link, which some file systems cannot have
     moved = tmp_path / "moved"
     moved.mkdir()
     for path in (policy_folder, *paths.values()):
@@ -184,7 +185,7 @@ def test_what_is_lost_is_said(run, tmp_path, capsys, pictures):
     assert (tmp_path / "other" / "run.png").exists()
 
 
-def test_a_picture_that_fails_is_a_note(run, monkeypatch, capsys):
+def test_a_picture_that_fails_is_a_note(run, tmp_path, monkeypatch, capsys):
     """Catches a complete run that ends in a traceback because the disk is full."""
 
     def full(_folder):
@@ -193,8 +194,73 @@ def test_a_picture_that_fails_is_a_note(run, monkeypatch, capsys):
     monkeypatch.setattr(log, "plot", types.SimpleNamespace(draw_run=full))
     run("run", steps=1)
     said = capsys.readouterr().out
-    assert "run.png could not be drawn (OSError: [Errno 28] No space left on device)" in said
+    assert (
+        f"run.png could not be drawn; to try again: python -m runtime.plot {tmp_path}/run" in said
+    )
+    assert "(OSError: [Errno 28] No space left on device)" in said
     assert said.splitlines()[-1].startswith("done: ")
+
+
+def fails_at(call, error):
+    """The toy reward, which raises an error at its n-th call, once."""
+    calls = itertools.count(1)
+
+    def reward(completion, answer):
+        if next(calls) == call:
+            raise error
+        return toy.toy_reward(completion, answer)
+
+    return reward
+
+
+# Of a step 24 completions are rewarded, of an evaluation 8; there is one before the first step.
+@pytest.mark.parametrize(
+    ("call", "error", "last"),
+    [
+        (8 + 2 * 24 + 8 + 5, ConnectionError("judge away"), 2),
+        (8 + 2 * 24 + 8 + 5, InputError("the reward is 'x'"), 2),  # a reward that returns a text
+        (8 + 2 * 24 + 3, ConnectionError("judge away"), 2),  # in an evaluation
+        (8 + 5, ConnectionError("judge away"), 0),
+    ],
+)
+def test_a_reward_that_raises_loses_no_step(run, tmp_path, capsys, call, error, last):
+    """The finished steps are saved, then the error goes on; --resume continues, and the run is the
+    one that never failed, but for an evaluation that was not made.
+
+    Catches an error that loses the steps since the checkpoint, one that is hidden, and a log
+    without the step that was saved.
+    """
+    common = {"steps": 4, "eval_every": 2, "eval_problems": 2, "lr": 3e-3, "save_every": 4}
+    run("whole", **common)
+    with pytest.raises(type(error), match=str(error)):
+        run("part", reward=fails_at(call, error), **common)
+    folder = tmp_path / "part"
+    assert rows(folder)[-1]["step"] == last
+    assert (folder / "checkpoint").exists() == (last > 0)
+    said = f"stopped after step {last}; to continue: the same program with --resume"
+    assert (said in capsys.readouterr().out) == (last > 0)
+    run("part", resume=True, **common)
+    (log, *rest), (log_of_part, *rest_of_part) = timeless(tmp_path / "whole"), timeless(folder)
+    if call == 8 + 2 * 24 + 3:
+        assert log[2].pop("eval/avg@4") is not None
+    assert_same((log, *rest), (log_of_part, *rest_of_part))
+
+
+@pytest.mark.parametrize(("update", "saved"), [(3, True), (4, False)])
+def test_half_a_step_is_not_saved(run, tmp_path, monkeypatch, update, saved):
+    """A loss that fails in the first or in the second update of step 2. Catches a checkpoint whose
+    weights are ahead of its step."""
+    calls, accumulate = itertools.count(1), train.accumulate_gradients
+
+    def fails(*args, **options):
+        if next(calls) == update:
+            raise ArithmeticError("of a loss")
+        return accumulate(*args, **options)
+
+    monkeypatch.setattr(train, "accumulate_gradients", fails)
+    with pytest.raises(ArithmeticError, match="of a loss"):
+        run("run", minibatches=2)
+    assert (tmp_path / "run" / "checkpoint-000001").exists() == saved
 
 
 def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
@@ -205,8 +271,7 @@ def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
     with pytest.raises(InputError, match=r"step \d+ is not finite .* a lower --lr") as caught:
         run("run", steps=9, lr=1e30, warmup=0, save_every=1)
     assert "\n" not in str(caught.value)
-    remedy = f"but a lower --lr and --model {tmp_path / 'run' / 'checkpoint'}"
-    assert remedy in str(caught.value)
+    assert f"from --model {tmp_path / 'run' / 'checkpoint'}, with a lower" in str(caught.value)
     saved = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt", weights_only=True)["step"]
     assert saved == rows(tmp_path / "run")[-1]["step"]
 
@@ -285,6 +350,8 @@ BAD_INPUT = """
 --top-p 0.9 | unknown flag --top-p: training needs the distribution that was sampled
 --repetition_penalty=1.1 | unknown flag --repetition_penalty=1.1: training needs the distribution
 --engine fast | invalid choice 'fast' for argument '--engine'
+--resume maybe | invalid choice 'maybe' for argument '--resume'
+--timeout 0 | --timeout 0: must be at least 1
 --vllm-memory 1 | --vllm-memory 1.0: must be above 0 and below 1
 --importance-cap 0.5 | --importance-cap 0.5: must be 0 (no correction) or at least 1
 --lr-schedule step | invalid choice 'step' for argument '--lr-schedule'

@@ -281,7 +281,7 @@ def test_a_folder_that_holds_a_run(teach, file, tmp_path, monkeypatch):
             teach("run", **{"steps": 2} | changes)
     with pytest.raises(InputError, match="has ended after its 2 steps"):
         teach("run", steps=2, resume=True)
-    with pytest.raises(InputError, match="elsewhere holds no run: leave --resume out"):
+    with pytest.raises(InputError, match="elsewhere holds no run: --resume auto would start"):
         teach("elsewhere", resume=True)
     with monkeypatch.context() as patch:
         patch.setattr(sft.Stop, "agreed", lambda _stop: True)
@@ -293,6 +293,8 @@ def test_a_folder_that_holds_a_run(teach, file, tmp_path, monkeypatch):
     Path(file).write_text(content)
     assert [row["step"] for row in teach("stopped", steps=2, resume=True)] == [1, 2]
     assert rows(tmp_path / "run") == log
+    for _ in range(2):  # starts it, then finds that it has ended
+        assert len(teach("auto", steps=2, resume="auto")) == 2
 
 
 def test_as_a_program(monkeypatch, capsys):

@@ -16,7 +16,7 @@ from toy import HANG, ROOT, assert_same, flags, in_processes, rows, timeless
 import metrics
 import rollout
 from runtime import checkpoint, log, ranks
-from runtime.stop import SIGNALS, TORCHRUN_SIGNALS, Stop, about_torchrun, resume_command
+from runtime.stop import SIGNALS, Stop
 
 TOY = str(ROOT / "tests" / "toy.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -39,7 +39,7 @@ def signal_at(monkeypatch, owner, name, call, number):
             calls.append(1)
         if len(calls) == call and not sent:
             sent.append(1)
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, signalled)
@@ -71,8 +71,8 @@ def test_stopped_and_resumed(run, tmp_path, monkeypatch, capsys, moment, last):
     folder, printed = tmp_path / "part", capsys.readouterr().out
     assert rows(folder)[-1]["step"] == last
     if last < 5:
-        command = resume_command(str(folder))
-        assert f"stopped after step {last}; resume with: {command}\n" in printed
+        again = f"the same program with --resume --out-dir {folder}"
+        assert f"stopped after step {last}; to continue: {again}\n" in printed
         assert (folder / "checkpoint").exists() == (last > 0)
         resume(folder)
     assert_same(timeless(tmp_path / "whole"), timeless(folder))
@@ -117,13 +117,13 @@ def test_only_the_second_interrupt_ends_at_once():
     for first in SIGNALS:
         stop = Stop()
         with stop.listening():
-            os.kill(os.getpid(), first)
+            signal.raise_signal(first)
             assert stop.agreed()
             for other in set(SIGNALS) - {signal.SIGINT}:
-                os.kill(os.getpid(), other)
+                signal.raise_signal(other)
             if first == signal.SIGINT:
                 with pytest.raises(KeyboardInterrupt):
-                    os.kill(os.getpid(), signal.SIGINT)
+                    signal.raise_signal(signal.SIGINT)
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
@@ -133,26 +133,10 @@ def test_what_was_ignored_stays_ignored(monkeypatch):
     try:
         stop = Stop()
         with stop.listening():
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
             assert not stop.agreed()
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_torchrun_must_be_told(monkeypatch):
-    """The note names torchrun's limit and, if SIGUSR1 is missing, its list of signals. Catches a
-    note without torchrun, and one that remains after it was told."""
-    monkeypatch.delenv(TORCHRUN_SIGNALS, raising=False)
-    monkeypatch.setenv("RANK", "0")
-    assert about_torchrun() == ""
-    monkeypatch.setenv(TORCHRUN_SIGNALS, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-    assert "--shutdown-timeout SECONDS" in about_torchrun()
-    assert "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in about_torchrun()
-    monkeypatch.setenv(TORCHRUN_SIGNALS, "SIGTERM,SIGUSR1")
-    assert "--shutdown-timeout SECONDS" in about_torchrun()
-    assert "--signals-to-handle" not in about_torchrun()
-    monkeypatch.delenv("RANK")
-    assert about_torchrun() == "", "the variable was only exported"
 
 
 def ask_the_second_rank():
@@ -209,8 +193,9 @@ def test_two_ranks_killed_and_stopped(policy_folder, tmp_path):
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=HANG)
     assert process.returncode != 0, "torchrun's own status"
-    line = r"stopped after step \d+; resume with: torchrun --nproc-per-node 2 \S+toy.py --resume"
-    assert re.search(line, printed)
+    assert re.search(
+        r"stopped after step \d+; to continue: the same program with --resume", printed
+    )
 
     steps = rows(tmp_path / "broken")[-1]["step"] + 3
     in_processes(2, toy.main, [*endless, "--resume", "--steps", str(steps)])

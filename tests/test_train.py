@@ -276,7 +276,7 @@ def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch):
     options |= {"minibatches": 2, "prompt_rule": "uniform"}
     used = []
     for place in ((0, 1), (0, 2), (1, 2)):  # of which a rank sees its own rewards alone
-        monkeypatch.setattr(ranks, "start", lambda device, place=place: place)
+        monkeypatch.setattr(ranks, "start", lambda *_, place=place: place)
         keys.clear()
         folder = str(tmp_path / "rank{} of {}".format(*place))
         train.main(config.parse_config(flags(policy_folder, folder, **options)), reward=toy_reward)

@@ -111,7 +111,7 @@ def in_processes(world, work, *args, codes=None):
             process.start()
         ended = _wait(processes, codes)
         printed = [path.read_text() for path in outputs]
-    assert ended == codes, "\n".join(printed)
+    assert ended == codes, f"{ended}\n" + "\n".join(printed)
     return printed
 
 
