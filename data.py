@@ -4,9 +4,11 @@ Sets of problems and their prompts: embedded ones, data sets of the Hugging Face
 problem_files.py reads a file. What cannot be used is reported before training starts.
 """
 
+import datetime
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -214,7 +216,8 @@ def read_problems(data: str) -> list[Problem]:
         rows = problem_files.numbered(data, _hub_rows(data))
         problems = [problem_files.problem_of(row, where, data) for where, row in rows]
     elif not Path(data).is_file():
-        raise InputError(f"data {data}: no such file, nor one of {', '.join([*EMBEDDED, *HUB])}")
+        what = "a folder: name a file in it" if Path(data).is_dir() else "no such file"
+        raise InputError(f"data {data}: {what}, nor one of {', '.join([*EMBEDDED, *HUB])}")
     else:
         problems = problem_files.read_file(data)
     if not problems:
@@ -236,6 +239,19 @@ def _hub_rows(name: str):
 
 
 # ---------------------------------------------------------------------------- prompts
+
+
+# What a template calls for today's date, such as strftime_now("%d %B %Y").
+TODAY = re.compile(r"strftime_now\((?:\s*format\s*=)?\s*(['\"])(.*?)\1\s*\)")
+
+
+def fix_date(tokenizer, date: str) -> None:
+    """Let the chat template always say this date (2026-11-28), because the prompts of a run must
+    not change. `tokenizer.date` is then the date, or None if the template asks for none."""
+    tokenizer.date = None
+    if tokenizer.chat_template and TODAY.search(template := tokenizer.get_chat_template()):
+        tokenizer.date, day = date, datetime.date.fromisoformat(date)
+        tokenizer.chat_template = TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
 
 
 def encode_prompts(
@@ -263,20 +279,25 @@ def encode_prompts(
     ]
     if tokenizer.chat_template and prompt_format != "plain":
         texts = _chat_texts(problems, instructions, tokenizer, thinking)
-        with_ends = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ends = tuple(tokenizer.convert_ids_to_tokens(chat_format.end_tokens(tokenizer)))
+        if closed := [text for text in texts if text.rstrip().endswith(ends)]:
+            raise InputError(
+                f"the chat template ends a prompt with an end token, so the assistant's turn never "
+                f"begins: ...{closed[0][-60:]!r}; use --prompt-format plain"
+            )
+        prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     else:
         texts = _plain_texts(problems, instructions)
         with_ends = tokenizer(texts)["input_ids"]
-
-    # After an end token a model starts a new text. Some tokenizers add one to every text.
-    prompt_ids = _without_end(with_ends, tokenizer, model)
-    if prompt_ids != with_ends:
-        if tokenizer.chat_template and prompt_format != "plain":
-            raise InputError(
-                f"the chat template ends a prompt with an end token, so the assistant's turn never "
-                f"begins: ...{texts[0][-60:]!r}; use --prompt-format plain"
-            )
-        ranks.say("note: the tokenizer ends each text with an end token; prompts go without it")
+        # After an end token a model starts a new text. Some tokenizers add one to every text.
+        prompt_ids = _without_end(with_ends, tokenizer, model)
+        if prompt_ids != with_ends:
+            ranks.say("note: the tokenizer ends each text with an end token; prompts go without it")
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    asked = ["".join(turn["content"] for turn in problem.messages()) for problem in problems]
+    if held := [(token, text) for text in asked for token in special if token in text]:
+        count = len({text for _token, text in held})
+        ranks.say(f"note: {count} problems contain control tokens, such as {held[0][0]!r}")
 
     check_vocabulary(prompt_ids, texts, tokenizer, model)
     fits = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]

@@ -12,9 +12,10 @@ import zipfile
 from pathlib import Path
 
 import torch
+from huggingface_hub import file_exists, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils import find_adapter_config_file, logging
 
 import packing
 from problem_files import is_lfs_pointer
@@ -35,17 +36,16 @@ def read(name: str):
     would make up weights."""
     folder = Path(name).expanduser()
     name = str(folder) if folder.is_dir() else name
-    # transformers ignores a generation config that it cannot read, and with it the end tokens.
-    if problem := _about_place(name, folder) or _about_file(folder / "generation_config.json"):
-        raise InputError(f"--model {name} cannot be loaded: {problem}")
     options = {"trust_remote_code": False}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would print a table of the names of missing weights
     try:
-        _check_kind(AutoConfig.from_pretrained(name, **options))
+        _check_place(name, folder)
+        model_config = AutoConfig.from_pretrained(name, **options)
+        _check_kind(model_config)
         model, names = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, attn_implementation=packing.ATTENTION,
-            output_loading_info=True, ignore_mismatched_sizes=True, **options,
+            name, config=model_config, dtype=torch.float32, output_loading_info=True,
+            attn_implementation=packing.ATTENTION, ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         # For checkpoints. A call changes the tokenizer's padding and truncation settings.
@@ -53,7 +53,8 @@ def read(name: str):
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
         files = sorted(path for name in FILES for path in folder.glob(name))
         reason = next(filter(None, map(_about_file, files)), "") or _in_one_line(error)
-        raise InputError(f"--model {name} cannot be loaded: {reason}") from None
+        where = "" if folder.is_dir() else " (there is no such folder)"
+        raise InputError(f"--model {name} cannot be loaded{where}: {reason}") from None
     finally:
         logging.set_verbosity(verbosity)
 
@@ -64,24 +65,43 @@ def read(name: str):
     missing, unexpected = sorted(names["missing_keys"]), sorted(names["unexpected_keys"])
     if missing:
         raise InputError(f"--model {name}: {_about_names(missing, unexpected)}")
+    layers = {key.rpartition(".")[0] for key, _ in model.named_parameters(remove_duplicate=False)}
+    for key in unexpected:
+        if layers & {key[:dot] for dot, character in enumerate(key) if character == "."}:
+            problem = f"transformers has no use for {key}, which changes one of its layers"
+            remedy = "use full weights, not quantized ones or an adapter's"
+            raise InputError(f"--model {name}: {problem}: {remedy}")
+    if own_code := getattr(model_config, "auto_map", None) or tokenizer.init_kwargs.get("auto_map"):
+        ranks.say(f"note: --model {name} names code of its own, which is not run: {own_code}")
     if unexpected:
         ranks.say(f"note: --model {name} has weights that it does not use, such as {unexpected[0]}")
     return model, tokenizer
 
 
-def _about_place(name: str, folder: Path) -> str:
-    """Why no model can be there; "" if one can be, also on the hub."""
-    if folder.is_file():
-        return "it is a file; name the folder that it is in"
-    if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        return "there is no such folder"
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        return "it is an adapter; merge it into its model with merge_and_unload(), and save that"
-    return ""
+def _check_place(name: str, folder: Path) -> None:
+    """An error if there is no model, or an adapter. The hub is asked once: transformers would ask
+    an unreachable one for half a minute."""
+    here = folder.is_dir() or try_to_load_from_cache(name, "config.json")
+    if not here and not file_exists(name, "config.json"):
+        raise ValueError("the hub has no config.json of this name")
+    if find_adapter_config_file(name):
+        raise ValueError("it has an adapter; merge it with merge_and_unload(), and save the result")
+    # transformers ignores a generation config that it cannot read, and with it the end tokens.
+    if problem := _about_file(folder / "generation_config.json"):
+        raise ValueError(problem)
 
 
 def _check_kind(model_config) -> None:
-    """ValueError unless the config is that of a text-only language model."""
+    """ValueError unless the config is that of a text-only language model with full weights."""
+    quantization = getattr(model_config, "quantization_config", None)
+    if quantization and quantization.get("quant_method") == "fp8":
+        quantization["dequantize"] = True  # exact; a GPU would compute with the codes
+    elif quantization is not None:
+        kind = quantization.get("quant_method", "it does not say how")
+        raise ValueError(
+            f"it is quantized ({kind}), and only full weights can be trained: use the bfloat16 or "
+            f"float32 model that it was made from"
+        )
     senses = {"vision_config", "audio_config"} & {*model_config.sub_configs}
     if "vision_config" in senses:
         raise ValueError("it is a vision-language model, and only text models can be trained")

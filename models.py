@@ -84,6 +84,9 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     began_with = None if saved else model  # None: it was not read
     if cfg.beta or renamed:
         began_with = load_policy(base, cfg.device, samples=False)[0].requires_grad_(False)
+    data.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        ranks.say("note: the model is a mixture of experts; no loss balances its routers")
     fingerprint = began_with and checkpoint.fingerprint(began_with)
     reference = began_with if cfg.beta else None
     if cfg.gradient_checkpointing:

@@ -88,7 +88,7 @@ def _json_rows(path: str):
     except UnicodeDecodeError as error:
         hint = "give JSON lines, a JSON array or parquet"
         raise InputError(f"{path} is not UTF-8 text ({error.reason}): {hint}") from None
-    if text.lstrip().startswith("[") and not path.endswith(".jsonl"):
+    if text.lstrip().startswith("["):
         yield from numbered(path, _json(text, path))
         return
     for number, line in enumerate(text.split("\n"), 1):  # splitlines also splits inside strings

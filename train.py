@@ -351,7 +351,7 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
     logger.open(done)
     if cfg.track:
         logger.start_tracker(cfg.track, asdict(cfg))
-    checkpoint.write_config(out_dir, asdict(cfg), trainer.world)
+    checkpoint.write_config(out_dir, asdict(cfg), trainer.world, trainer.tokenizer.date)
     problems, held_out = len(trainer.train_set), len(trainer.eval_set)
     first = metrics.first_lines(cfg, trainer.policy, trainer.world, problems, held_out, done + 1)
     print(first)

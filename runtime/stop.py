@@ -67,8 +67,8 @@ def resume_command(out_dir: str) -> str:
     """The command line that resumes the run."""
     ranks_here = os.environ.get("LOCAL_WORLD_SIZE")
     several_nodes = ranks_here != os.environ.get("WORLD_SIZE")
-    is_module = sys.modules["__main__"].__spec__ is not None  # python -m; its name is not in argv
-    if several_nodes or is_module:
-        return "the same command with --resume"
+    main = sys.modules["__main__"]  # its name is not in argv after python -m, or in a notebook
+    if several_nodes or main.__spec__ is not None or not hasattr(main, "__file__"):
+        return "the same command or cell with --resume"
     launch = f"torchrun --nproc-per-node {ranks_here}" if ranks_here else "python"
     return f"{launch} {shlex.quote(sys.argv[0])} --resume --out-dir {shlex.quote(out_dir)}"

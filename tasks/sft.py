@@ -139,6 +139,7 @@ def run(cfg: Config) -> None:
     saved = ranks.broadcast(checkpoint.find, out_dir) if cfg.resume else None
     source = str(saved or ranks.broadcast(gguf.model_folder, cfg.model))
     model, tokenizer = models.load_policy(source, cfg.device, samples=False)
+    data.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
     pairs = encode(cfg, tokenizer, model.longest, model)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     content = data.digest(pairs)
@@ -152,7 +153,7 @@ def run(cfg: Config) -> None:
     record = log.Log(out_dir)
     if rank == 0:
         record.open(state["step"])
-        checkpoint.write_config(out_dir, asdict(cfg), world)
+        checkpoint.write_config(out_dir, asdict(cfg), world, tokenizer.date)
         if note := about_torchrun():
             print(f"note: {note}")
     with stop.listening():

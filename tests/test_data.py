@@ -3,6 +3,7 @@
 import json
 import re
 import types
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from pyarrow import parquet
 from tokenizers import processors
 
 import data
+import eval as evaluation
 import rewards
-from runtime import InputError
-from tasks import arithmetic, word_problems
+from flags import EvalConfig, SftConfig
+from runtime import InputError, checkpoint, log
+from tasks import arithmetic, sft, word_problems
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -57,11 +60,15 @@ def test_a_file_is_read_by_any_of_its_keys(tmp_path):
 def test_arrays_and_parquet(tmp_path):
     """Fails if an array is read as one line, or a parquet file as text."""
     rows = [{"problem": f"p{n}", "answer": str(n), "subject": "algebra"} for n in range(3)]
-    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
     lines = data.read_problems(write(tmp_path, *rows))
-    for kind in ("json", "parquet"):
-        assert data.read_problems(str(tmp_path / f"a.{kind}")) == lines
+    for name in ("a.json", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps(rows, indent=1))
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    for name in ("a.json", "b.jsonl", "a.parquet"):
+        found = data.read_problems(str(tmp_path / name))
+        assert [(one.text, one.answer, one.source) for one in found] == [
+            (one.text, one.answer, one.source) for one in lines
+        ]
 
 
 def test_parquet_is_read_as_it_is_now(tmp_path):
@@ -147,9 +154,10 @@ def test_chats_in_parquet(tmp_path):
 
 REFUSED = {  # name and text of a file: what is wrong with it
     ("a.jsonl", '{"question": "a", "answer": "1"}\n{oops}\n'): "line 2 is not JSON",
-    ("a.jsonl", "[1]\n"): "line 1 is not a JSON object but list",
+    ("a.jsonl", "7\n"): "line 1 is not a JSON object but int",
+    ("a.jsonl", "[1]\n"): "row 1 is not a JSON object but int",
     ("a.jsonl", f'{{"question": "a", "answer": {"1" * 5000}}}'): "line 1 cannot be read (Exceeds",
-    ("a.jsonl", "[" * 10**5): "line 1 is nested too deeply",
+    ("a.jsonl", "[" * 10**5): "is nested too deeply",
     ("a.jsonl", '{"question": "a", "label": "1"}'): "line 1 has none of the keys answer, final_",
     ("a.jsonl", '{"answer": "1"}'): "line 1 has none of the keys problem, question, prompt",
     ("a.jsonl", '{"question": "a", "answer": {"x": 1}}'): "line 1: the value of 'answer' must be",
@@ -189,6 +197,7 @@ REFUSED = {  # name and text of a file: what is wrong with it
     ("a.json", '[{"problem": "p", "answer": "1"}, 7]'): "row 2 is not a JSON object but int",
     ("a.parquet", "no"): "cannot be read as parquet",
     ("a.txt", None): "no such file, nor one of arithmetic",
+    ("", None): "a folder: name a file in it",
 }
 
 
@@ -375,11 +384,14 @@ def test_prompts_that_no_model_can_continue(capsys):
     assert prompts_of([problem], tokenizer) == ["1+1?"]
     assert "the tokenizer ends each text with an end token" in capsys.readouterr().out
 
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    with pytest.raises(
-        InputError, match=r"template ends a prompt with an end token.*--prompt-format"
-    ):
-        data.encode_prompts([problem], tokenizer, 100)
+    for after in ("", "\n", " \n\n", "\t", "\u00a0", "<|end|>\n"):
+        tokenizer.chat_template = f"{{{{ messages[0].content }}}}{{{{ eos_token }}}}{after}"
+        with pytest.raises(
+            InputError, match=r"template ends a prompt with an end token.*--prompt-format"
+        ):
+            data.encode_prompts([problem], tokenizer, 100)
+    tokenizer.chat_template += "Say: "
+    assert prompts_of([problem], tokenizer)[0].endswith("Say: ")
     for template, left_out in (
         (
             "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
@@ -395,6 +407,88 @@ def test_prompts_that_no_model_can_continue(capsys):
         InputError, match=r"refuses a chat of user .*no chats.*--prompt-format plain"
     ):
         data.encode_prompts([problem], tokenizer, 100)
+
+
+def test_control_tokens_in_problems_are_noted(capsys):
+    tokenizer = arithmetic.make_tokenizer()
+    texts = ("1+1?", "Is <|end|> an end, or <|pad|>?", "Is < |end|> one?")
+    data.encode_prompts([data.Problem(text, "2", "file") for text in texts], tokenizer, 100)
+    assert capsys.readouterr().out.startswith("note: 1 problems contain control tokens, such as '<")
+    data.encode_prompts([data.Problem(texts[2], "2", "file")], tokenizer, 100)
+    assert capsys.readouterr().out == ""
+
+
+DATES = {  # what a chat template says: what it says on the day of the run; None: no date
+    "{{ strftime_now('%d %b %Y') }}": "28 Nov 2026",
+    '{% set day = strftime_now( "%Y-%m-%d" ) %}{{ day }}': "2026-11-28",
+    '{{ strftime_now(format="%H:%M") }}': "00:00",
+    "{{ strftime_now('%d')|int + 1 }}": "29",
+    "{% if strftime_now is defined %}today{% endif %}": None,
+    None: None,
+}
+
+
+@pytest.mark.parametrize("template", DATES)
+def test_the_date_of_a_template(template):
+    """Catches a prompt that is another one on the next day."""
+    tokenizer = arithmetic.make_tokenizer()
+    tokenizer.chat_template = template
+    data.fix_date(tokenizer, "2026-11-28")
+    expected = DATES[template]
+    assert tokenizer.date == (expected and "2026-11-28")
+    assert not expected or tokenizer.apply_chat_template([USER], tokenize=False) == expected
+    tokenizer.chat_template = {"default": template or "", "tool_use": ""}
+    data.fix_date(tokenizer, "2026-11-28")
+    assert tokenizer.date == (expected and "2026-11-28")
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Set today's date."""
+
+    def set_date(date):
+        today = types.SimpleNamespace(today=lambda: date)
+        monkeypatch.setattr(checkpoint, "datetime", types.SimpleNamespace(date=today))
+
+    return set_date
+
+
+def test_a_run_keeps_its_date(on, run, policy_folder, tmp_path, monkeypatch, capsys):
+    """A run, an evaluation and a supervised start, which all go on the next day. Catches prompts of
+    two days in one folder, a checkpoint whose template is of one day, and two evaluations of
+    different days that are compared without a word."""
+    template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}>"
+    (Path(policy_folder) / "chat_template.jinja").write_text(template)
+    more = Path(policy_folder) / "additional_chat_templates" / "tool_use.jinja"
+    more.parent.mkdir()
+    more.write_text("x")
+    evals = EvalConfig(policy_folder, problems=4, k=2, batch_size=4, max_new_tokens=9)
+    sums = [{"problem": f"{n}+1?", "answer": f"so #### {n + 1}"} for n in range(4)]
+    supervised = SftConfig(policy_folder, (write(tmp_path, *sums),), steps=2, batch_size=2)
+    supervised = replace(supervised, out_dir=str(tmp_path / "sft"))
+
+    def evaluate(name):
+        evaluation.main(replace(evals, out_dir=str(tmp_path / name)))
+        return (tmp_path / name / "arithmetic.jsonl").read_text()
+
+    on("2026-11-28")
+    run("run", steps=2, until=1)
+    whole = evaluate("first")
+    with monkeypatch.context() as patched:
+        patched.setattr(sft.Stop, "agreed", lambda _stop: True)
+        sft.main(supervised)
+    on("2026-11-29")
+    assert len(run("run", steps=2, resume=True)) == 2
+    sft.main(replace(supervised, resume=True))
+    assert len(log.read_rows(tmp_path / "sft" / "log.jsonl")) == 2
+    saved = tmp_path / "run" / "checkpoint"
+    assert (saved / "chat_template.jinja").read_text() == template
+    assert checkpoint.is_complete(saved)
+    (tmp_path / "first" / "arithmetic.jsonl").write_text("".join(whole.splitlines(True)[:2]))
+    assert evaluate("first") == whole != evaluate("second")
+    assert log.read_json(tmp_path / "run" / "config.json")["date"] == "2026-11-28"
+    evaluation.compare(*(str(tmp_path / name) for name in ("first", "second")))
+    assert "note: the folders differ in date: 2026-11-28, 2026-11-29\n" in capsys.readouterr().out
 
 
 def test_what_makes_a_problem_the_same(capsys):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -75,6 +76,20 @@ def test_stopped_and_resumed(run, tmp_path, monkeypatch, capsys, moment, last):
         assert (folder / "checkpoint").exists() == (last > 0)
         resume(folder)
     assert_same(timeless(tmp_path / "whole"), timeless(folder))
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_the_command_that_resumes(monkeypatch, has_file):
+    """Catches the name of a notebook's kernel."""
+    main = types.ModuleType("__main__")
+    if has_file:
+        main.__file__ = "mine.py"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["mine.py", "--steps", "3"])
+    expected = (
+        "python mine.py --resume --out-dir 'an out'" if has_file else "the same command or cell"
+    )
+    assert resume_command("an out").startswith(expected)
 
 
 def test_more_signals_do_not_interrupt_the_save(run, tmp_path, monkeypatch, capsys):
