@@ -153,8 +153,7 @@ def read_set(name: str, cfg: EvalConfig, reward) -> tuple[str, list[data.Problem
     if not data.is_file(name):
         return name, data.eval_problems(name, cfg.problems, **options)
     problems = data.eval_problems(name, None, **options)
-    content = "".join(data.content_hash(problems).values())
-    return f"{Path(name).stem}-{content}", problems[: cfg.problems]
+    return f"{Path(name).stem}-{data.content_hash(problems)}", problems[: cfg.problems]
 
 
 # ---------------------------------------------------------------------------- sample and score

@@ -95,7 +95,7 @@ class Trainer:
         prompts = self.train_ids + self.eval_ids
         self.content = {  # a resumed run must have the same
             "train": data.content_hash(self.train_set, self.train_ids),
-            "evaluate": data.content_hash(self.eval_set, self.eval_ids) if self.eval_set else {},
+            "evaluate": data.content_hash(self.eval_set, self.eval_ids) if self.eval_set else "",
         }
         self.sampling = models.make_sampling(cfg, loaded, prompts, self.show_progress)
 

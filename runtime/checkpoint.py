@@ -228,7 +228,7 @@ def restore(trainer) -> int:
     cfg = trainer.cfg
     state = load_state(trainer.saved)
     saved, of_run = state["trainer"], f"the run in {cfg.out_dir}"
-    if "content" not in saved:
+    if not isinstance(saved.get("content", {}).get("train"), str):
         raise InputError(f"--resume: {of_run} is from an older version: use another --out-dir")
     if saved.keys() != trainer.state().keys():
         raise InputError(
@@ -251,14 +251,11 @@ def _compare_content(now: dict, before: dict, of_run: str) -> None:
     """InputError if a run continues with other problems than it began with. If one
     side is empty (a run without evaluation), nothing is compared, and `now` gets the other's."""
     for use, flag in (("train", "--data"), ("evaluate", "--eval-data")):
-        if not now[use] or not before[use]:
-            now[use] = now[use] or before[use]
-            continue
-        differ = [part for part in now[use] if now[use][part] != before[use][part]]
-        if differ:
+        now[use], before[use] = now[use] or before[use], before[use] or now[use]
+        if now[use] != before[use]:
             raise InputError(
-                f"{flag}: the problems to {use} on have other {' and '.join(differ)} than when "
-                f"{of_run} began: give it the data that it had, or use another --out-dir"
+                f"{flag}: the problems to {use} on have other prompts or reference answers than "
+                f"when {of_run} began: give it the data that it had, or use another --out-dir"
             )
 
 

@@ -78,7 +78,7 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
         begins[mark] + problem.solution for mark, problem in zip(opened, problems, strict=True)
     ]
     solutions = [[*ids, end] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    data.check_vocabulary(solutions, texts, tokenizer, model)
+    data.check_vocabulary(solutions, tokenizer, model)
     pairs = zip(prompts, solutions, strict=True)
     fitting = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
     if len(fitting) < cfg.batch_size:
