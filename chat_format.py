@@ -1,7 +1,6 @@
 """
-What chat models add to text: a template around turns, tokens that end them, marks around thoughts.
+What chat models add to text: tokens that end turns, and marks around thoughts.
 
-    prompt_text        a conversation as the text that the model continues
     end_tokens         every token that ends a completion
     open_thoughts      the mark of the thought that a prompt ends in
     decode             a completion's text, with or without the marks of thoughts
@@ -18,21 +17,6 @@ THOUGHTS = (
 )
 MARKS = {mark for pair in THOUGHTS for mark in pair}
 USER, ASSISTANT = {"role": "user", "content": "QUESTION"}, {"role": "assistant"}
-
-
-def prompt_text(tokenizer, messages: list[dict], thinking: bool = False) -> str:
-    """The conversation in the tokenizer's template, up to where the assistant's answer begins.
-
-    Raises ValueError with the template's own words if it refuses the conversation.
-    """
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-        )
-    except Exception as error:  # jinja2's kinds, and whatever the template's expressions raise
-        roles = ", ".join(str(message["role"]) for message in messages)
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"the chat template refuses a chat of {roles} ({said})") from None
 
 
 def end_tokens(tokenizer, model=None) -> list[int]:

@@ -1,23 +1,28 @@
 """
-Sets of problems and their prompts: embedded ones, data sets of the Hugging Face hub, or your file.
+Problems and their prompts: from a row of a file, of the Hugging Face hub or of a task to token ids.
 
-problem_files.py reads a file. What cannot be used is reported before training starts.
+A row has the problem under `problem`, `question`, `prompt` or `messages`, as text or as a chat, and
+the reference answer under `answer`, `final_answer`, `target`, `solution`, `ground_truth` or
+`reward_model.ground_truth` (verl's). An optional `source`, `subject` or `type` names its kind.
+InputError names the row that cannot be used, before training starts.
 """
 
+import datetime
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import MAX_PREC, Context, Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import chat_format
 import dppo
-import problem_files
 import rewards
-from problem_files import Problem
 from runtime import InputError, ranks
 from tasks import arithmetic, word_problems
 
@@ -33,6 +38,12 @@ HUB = {  # data name -> id, configuration and split on the hub
     "olympiadbench": ("math-ai/olympiadbench", None, "test"),
     "gaokao2023en": ("MARIO-Math-Reasoning/Gaokao2023-Math-En", None, "train"),
 }
+PROBLEM_KEYS = ("problem", "question", "prompt", "messages")
+ANSWER_KEYS = ("answer", "final_answer", "target", "solution", "ground_truth")
+SOURCE_KEYS = ("source", "subject", "type")
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+# What a chat template calls for today's date, such as strftime_now("%d %B %Y").
+TODAY = re.compile(r"strftime_now\((?:\s*format\s*=)?\s*(['\"])(.*?)\1\s*\)")
 EVAL_PROBLEMS = 300  # default number of evaluation problems of an embedded split
 FILE_TOKENS = 1024  # default --max-new-tokens for data that are not embedded
 HELD_OUT_SHARE = 0.05  # of data that are not embedded: the last rows
@@ -70,7 +81,25 @@ EMBEDDED = {  # data name -> its task. A new one needs a module in tasks/ and a 
 }  # fmt: skip
 
 
-# ---------------------------------------------------------------------------- problems
+@dataclass(frozen=True)
+class Problem:
+    text: str  # of a chat: the last turn of the user
+    answer: str
+    source: str  # the kind of embedded problem, the row's own source, or else the data's name
+    solution: str = ""  # worked out, with the answer in a box; "" if there is none
+    instruction: str = ""  # the prompt's last line
+    turns: tuple[dict, ...] = ()  # of a chat; () if it has only the text
+
+    def messages(self, instruction: str = "") -> list[dict]:
+        """The turns of the prompt, with the instruction after the user's last one."""
+        content = f"{self.text}\n{instruction}" if instruction else self.text
+        turns = list(self.turns) or [{"role": "user"}]
+        last = max(place for place, turn in enumerate(turns) if turn["role"] == "user")
+        turns[last] = turns[last] | {"content": content}
+        return turns
+
+
+# ---------------------------------------------------------------------------- sets
 
 
 def train_problems(data: str, *, hold_out: bool, reward=None) -> list[Problem]:
@@ -110,14 +139,11 @@ def sft_problems(data: str) -> list[Problem]:
         return _computed(word_problems, "sft", word_problems.SFT_PROBLEMS)
     problems = train_problems(data, hold_out=True)
     worked = [problem for problem in problems if problem.solution]
-    if 0 < len(worked) < len(problems):
-        without = len(problems) - len(worked)
-        ranks.say(f"left out {without} of {len(problems)} problems: they have no worked solution")
+    without = f"{len(problems) - len(worked)} of {len(problems)} problems have no worked solution"
     if not worked:
-        none = f"--data {data}: none of its {len(problems)} problems has a worked solution"
-        raise InputError(
-            f"{none} with its answer in a box; use words, gsm8k, math, or another file"
-        )
+        raise InputError(f"--data {data}: {without}; use words, gsm8k, math, or another file")
+    if len(worked) < len(problems):
+        ranks.say(f"note: {without} and are left out")
     return worked
 
 
@@ -142,8 +168,7 @@ def _computed(task: ModuleType, split: str, count: int) -> list[Problem]:
 
 def _held_out(data: str, problems: list[Problem]) -> int:
     if len(problems) < 2:
-        found = f"{data} has {len(problems)} problem"
-        raise InputError(f"{found}: too few to hold some out, give --eval-data")
+        raise InputError(f"{data}: too few problems to hold some out, give --eval-data")
     return max(1, round(HELD_OUT_SHARE * len(problems)))
 
 
@@ -156,15 +181,14 @@ def _scorable(data: str, reward) -> list[Problem]:
     if reward not in (None, reward_function(data)):
         return problems
     kept = [problem for problem in problems if rewards.has_value(problem.answer)]
-    if len(kept) < len(problems):
-        ranks.say(
-            f"dropped {len(problems) - len(kept)} of {len(problems)} problems of {data}: their "
-            f"reference answers cannot be scored (python eval.py --check-golds --data {data} lists "
-            f"them)"
-        )
+    dropped = (
+        f"{len(problems) - len(kept)} of {len(problems)} reference answers of {data} cannot be "
+        f"scored (python eval.py --check-golds --data {data} lists them)"
+    )
     if not kept:
-        none = f"{data}: none of its {len(problems)} reference answers can be scored"
-        raise InputError(f"{none}; see eval.py --check-golds")
+        raise InputError(dropped)
+    if len(kept) < len(problems):
+        ranks.say(f"note: {dropped}; these problems are dropped")
     return kept
 
 
@@ -193,14 +217,11 @@ def draw_keys(problems: list[Problem]) -> list[int]:
     return keys
 
 
-def content_hash(problems: list[Problem], prompt_ids: list[list[int]] | None = None) -> dict:
-    """Two hashes of the contents of a set: of its prompts (their token ids if these are given), and
-    of its reference answers."""
-    parts = {
-        "prompts": prompt_ids or [*map(identity, problems)],
-        "reference answers": [problem.answer for problem in problems],
-    }
-    return {name: digest(part) for name, part in parts.items()}
+def content_hash(problems: list[Problem], prompt_ids: list[list[int]] | None = None) -> str:
+    """A hash of a set's prompts (as token ids if these are given) and of its reference answers, in
+    16 hexadecimal digits."""
+    prompts = prompt_ids or [*map(identity, problems)]
+    return digest(prompts) + digest([problem.answer for problem in problems])
 
 
 def digest(value) -> str:
@@ -208,34 +229,173 @@ def digest(value) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
+# ---------------------------------------------------------------------------- rows
+
+
 def read_problems(data: str) -> list[Problem]:
-    """Every problem of a hub set or a file; InputError names what cannot be used."""
-    if data in HUB:
-        rows = problem_files.numbered(data, _hub_rows(data))
-        problems = [problem_files.problem_of(row, where, data) for where, row in rows]
-    elif not Path(data).is_file():
-        raise InputError(f"data {data}: no such file, nor one of {', '.join([*EMBEDDED, *HUB])}")
-    else:
-        problems = problem_files.read_file(data)
+    """Every problem of a hub set or a file. InputError names the row that cannot be used."""
+    try:
+        rows = _rows(data)
+    except Exception as error:  # of the system, json, pyarrow or datasets
+        names = ", ".join([*EMBEDDED, *HUB])
+        hint = f"give a file of JSON or parquet, or one of {names}"
+        raise InputError(f"--data {data} cannot be read ({in_words(error)}): {hint}") from None
+    problems = []
+    for number, row in rows:
+        try:
+            problems.append(problem_of(json.loads(row) if isinstance(row, str) else row, data))
+        except Exception as error:
+            remedy = "correct or remove it"
+            raise InputError(f"row {number} of {data}: {in_words(error)}: {remedy}") from None
     if not problems:
-        hint = "give one JSON object a line, with a problem and an answer"
-        raise InputError(f"{data} is empty: {hint}")
+        raise InputError(f"{data} is empty: give each row a problem and an answer")
     return problems
 
 
-def _hub_rows(name: str):
-    import datasets
+def in_words(error: Exception) -> str:
+    """What an exception says, in one line: a ValueError of ours, or whatever a library raises."""
+    said = " ".join(str(error).split())[:400]
+    return said if type(error) is ValueError else f"{type(error).__name__}: {said}"
 
-    hub_id, configuration, split = HUB[name]
-    try:
-        return datasets.load_dataset(hub_id, configuration, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # for a missing set or network
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        message = f"--data {name}: {hub_id} cannot be loaded ({why}): give a file instead"
-        raise InputError(message) from None
+
+def _rows(data: str):
+    """(number, row) of each row of a hub set, a parquet file or a JSON array; or (number, text) of
+    each line of JSON lines."""
+    if data in HUB:
+        import datasets
+
+        hub_id, configuration, split = HUB[data]
+        return enumerate(datasets.load_dataset(hub_id, configuration, split=split), 1)
+    if data.lower().endswith(".parquet"):
+        # datasets would have a cache, with rows of an older file of this name.
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.ParquetFile(data).read()
+        for place, column in enumerate(table.columns):
+            if column.type == pyarrow.float32():  # Python would say 7.099999904632568 for 7.1
+                exact = column.cast("string").cast("double")
+                table = table.set_column(place, table.column_names[place], exact)
+        return enumerate(table.to_pylist(), 1)
+    text = Path(data).read_text(encoding="utf-8-sig")  # Windows programs put a mark in front
+    if text.lstrip().startswith("["):
+        return enumerate(json.loads(text), 1)
+    lines = enumerate(text.split("\n"), 1)  # splitlines also splits inside strings
+    return [(number, line) for number, line in lines if line.strip()]
+
+
+def problem_of(row: dict, data: str) -> Problem:
+    """The problem of a row of the set `data`. An exception says what is wrong with the row."""
+    if not isinstance(row, dict):
+        raise ValueError(f"it is not a JSON object but {type(row).__name__}")
+    of_verl = row.get("reward_model")
+    if isinstance(of_verl, dict) and row.get("ground_truth") is None:
+        row = row | {"ground_truth": of_verl.get("ground_truth")}
+
+    key = _first_key(row, PROBLEM_KEYS)
+    if isinstance(row[key], list):
+        turns = [_turn(turn) for turn in row[key]]
+    else:
+        turns = [{"role": "user", "content": str(_text_or_number(row[key], key))}]
+    if turns and turns[-1]["role"] == "assistant":  # OpenAI's format: the row's solution
+        if key != "messages" or any(row.get(name) is not None for name in ANSWER_KEYS):
+            ends = f"the chat under {key!r} ends with an assistant turn"
+            raise ValueError(f"{ends}, which may give the answer away")
+        solution = turns.pop()["content"]
+        answers = [solution]
+    else:
+        name = _first_key(row, ANSWER_KEYS)
+        found = "" if row[name] is None else row[name]  # _scorable drops such rows, and counts them
+        found = found if isinstance(found, list) and found else [found]
+        answers = [_text_or_number(value, name) for value in found]
+        texts = (row[name] for name in ANSWER_KEYS if isinstance(row.get(name), str))
+        solution = next(filter(None, map(worked_solution, texts)), "")
+    asked = [turn["content"] for turn in turns if turn["role"] == "user"]
+    if not "".join(asked[-1:]).strip():
+        raise ValueError(f"nothing is asked under {key!r}")
+    "".join(turn["content"] for turn in turns).encode()  # UnicodeEncodeError: half a character
+    sources = (row[name] for name in SOURCE_KEYS if isinstance(row.get(name), str) and row[name])
+    is_plain = len(turns) == 1 and turns[0].keys() == {"role", "content"}
+    answer = ", ".join(map(reference_answer, answers))
+    chat = () if is_plain else tuple(turns)
+    return Problem(asked[-1], answer, next(sources, data), solution, INSTRUCTION, chat)
+
+
+def _first_key(row: dict, keys: tuple[str, ...]) -> str:
+    """The first of `keys` that the row has, preferably with a value that is not null."""
+    present = [key for key in keys if key in row]
+    if not present:
+        has = ", ".join(row) or "none"
+        raise ValueError(f"it has none of the keys {', '.join(keys)} (it has: {has})")
+    return next((key for key in present if row[key] is not None), present[0])
+
+
+def _text_or_number(value, key: str):
+    if not isinstance(value, (str, int, float, Decimal)):
+        raise ValueError(f"the value of {key!r} must be text or a number, got {value!r}")
+    return value
+
+
+def _turn(turn: dict) -> dict:
+    """A turn of a chat, with its content as text."""
+    content = turn.get("content") or ""  # a call of a tool has none
+    if isinstance(content, list):  # OpenAI's parts of a message
+        content = "".join(part if isinstance(part, str) else part["text"] for part in content)
+    given = {name: part for name, part in turn.items() if part is not None}  # parquet has None
+    return given | {"role": turn["role"], "content": content}
+
+
+def reference_answer(value: str | int | float | Decimal) -> str:
+    """The reference answer in a value: the last box, or else what follows #### in the last line, or
+    else all of it.
+
+    >>> reference_answer("24+48=72 #### 72"), reference_answer(27.0), reference_answer("$2x$")
+    ('72', '27', '2x')
+    >>> reference_answer("#### Step 2\\nso \\\\boxed{3}.")
+    '3'
+    """
+    if isinstance(value, (float, Decimal)):
+        if not math.isfinite(value):
+            return ""
+        value = f"{value:.15g}" if isinstance(value, float) else value  # not 0.1 + 0.2's noise
+        value = f"{Decimal(value).normalize(Context(prec=MAX_PREC)):f}"
+    text = str(value)
+    if box := rewards.last_box(text):
+        text = box.content or ""
+    else:
+        last_line = text.strip().rpartition("\n")[2]
+        _before, mark, after = last_line.rpartition("####")
+        text = after if mark else text
+    text = text.strip()
+    dollars = len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text[1:-1]
+    return text[1:-1].strip() if dollars else text
+
+
+def worked_solution(text: str) -> str:
+    """A row's own solution, with the answer in a box and no calculator marks; "" for an answer.
+
+    >>> worked_solution("So 24+48 = <<24+48=72>>72 clips.\\n#### 72")
+    'So 24+48 = 72 clips.\\n\\\\boxed{72}'
+    >>> worked_solution("so $x=\\\\boxed{3}$."), worked_solution("72"), worked_solution("#### 72")
+    ('so $x=\\\\boxed{3}$.', '', '')
+    """
+    if box := rewards.last_box(text):
+        return text if box.content and text.strip() != text[box.start : box.end] else ""
+    lines, _newline, last_line = text.strip().rpartition("\n")
+    before, mark, answer = last_line.rpartition("####")
+    steps = re.sub(r"<<.*?>>", "", f"{lines}\n{before}").strip()
+    return f"{steps}\n\\boxed{{{answer.strip()}}}" if mark and steps else ""
 
 
 # ---------------------------------------------------------------------------- prompts
+
+
+def fix_date(tokenizer, date: str) -> None:
+    """Let the chat template always say this date (2026-11-28), because the prompts of a run must
+    not change. `tokenizer.date` is then the date, or None if the template asks for none."""
+    tokenizer.date = None
+    if tokenizer.chat_template and TODAY.search(template := tokenizer.get_chat_template()):
+        tokenizer.date, day = date, datetime.date.fromisoformat(date)
+        tokenizer.chat_template = TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
 
 
 def encode_prompts(
@@ -258,92 +418,76 @@ def encode_prompts(
     """
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise InputError("--prompt-format chat: the tokenizer has no chat template; use plain")
-    instructions = [
-        problem.instruction if instruction is None else instruction for problem in problems
-    ]
+    own = [problem.instruction if instruction is None else instruction for problem in problems]
+    pairs = [*zip(problems, own, strict=True)]
     if tokenizer.chat_template and prompt_format != "plain":
-        texts = _chat_texts(problems, instructions, tokenizer, thinking)
-        with_ends = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ends = tuple(tokenizer.convert_ids_to_tokens(chat_format.end_tokens(tokenizer)))
+        texts = [in_template(one.messages(line), tokenizer, ends, thinking) for one, line in pairs]
+        prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     else:
-        texts = _plain_texts(problems, instructions)
-        with_ends = tokenizer(texts)["input_ids"]
+        texts = [_plain_text(problem, line) for problem, line in pairs]
+        prompt_ids = tokenizer(texts)["input_ids"]
+        ends = chat_format.end_tokens(tokenizer, model)
+        # After an end token a model starts a new text. Some tokenizers add one to every text.
+        if any(ids[-1] in ends for ids in filter(None, prompt_ids)):
+            ranks.say("note: the tokenizer ends each text with an end token; prompts go without it")
+        for ids in prompt_ids:
+            while ids and ids[-1] in ends:
+                ids.pop()
+    check_vocabulary(prompt_ids, tokenizer, model)
 
-    # After an end token a model starts a new text. Some tokenizers add one to every text.
-    prompt_ids = _without_end(with_ends, tokenizer, model)
-    if prompt_ids != with_ends:
-        if tokenizer.chat_template and prompt_format != "plain":
-            raise InputError(
-                f"the chat template ends a prompt with an end token, so the assistant's turn never "
-                f"begins: ...{texts[0][-60:]!r}; use --prompt-format plain"
-            )
-        ranks.say("note: the tokenizer ends each text with an end token; prompts go without it")
-
-    check_vocabulary(prompt_ids, texts, tokenizer, model)
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    asked = [" ".join(turn["content"] for turn in problem.messages()) for problem in problems]
+    if held := [token for text in asked for token in special if token in text]:
+        ranks.say(f"note: problems contain control tokens, such as {held[0]!r}; {len(held)} in all")
     fits = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
     too_long = f"longer than {max_prompt_tokens} tokens"
+    if not fits:
+        raise InputError(f"all {len(problems)} prompts are {too_long}: lower --max-new-tokens")
     if len(fits) < len(problems):
         ranks.say(f"dropped {len(problems) - len(fits)} of {len(problems)} prompts: {too_long}")
-    if not fits:
-        hint = "lower --max-new-tokens"
-        raise InputError(f"all {len(problems)} prompts are {too_long}: {hint}")
     return [problems[index] for index in fits], [prompt_ids[index] for index in fits]
 
 
-def _plain_texts(problems: list[Problem], instructions: list[str]) -> list[str]:
-    """Each problem and its instruction, on lines of their own."""
-    if chats := [problem for problem in problems if len(problem.turns) > 1]:
-        raise InputError(
-            f"{len(chats)} problems are chats of several turns, such as the one that ends with "
-            f"{chats[0].text[-60:]!r}. Only a chat template can join turns: use a model that has "
-            f"one, and not --prompt-format plain"
-        )
-    endings = [own and f"\n{own}\n" for own in instructions]
-    return [problem.text + end for problem, end in zip(problems, endings, strict=True)]
-
-
-def _chat_texts(problems: list[Problem], instructions: list[str], tokenizer, thinking) -> list[str]:
-    """Each problem and its instruction in the chat template."""
-    return [
-        _in_template(problem, own, tokenizer, thinking)
-        for problem, own in zip(problems, instructions, strict=True)
-    ]
-
-
-def _in_template(problem: Problem, instruction: str, tokenizer, thinking: bool) -> str:
-    """The prompt of a problem in the chat template. InputError if the template refuses it, or
-    leaves out what the system or the user says."""
-    messages = problem.messages(instruction)
-    remedy = "use a model whose template has these roles, or change the data"
-    if len(messages) == 1:
-        remedy += ", or use --prompt-format plain"
+def in_template(messages: list[dict], tokenizer, ends: tuple[str, ...], thinking: bool) -> str:
+    """A chat as the text that the model continues, in the tokenizer's template. InputError if the
+    template refuses it, leaves out what is asked, or does not open the assistant's turn: if the
+    text still ends with one of `ends`."""
     try:
-        text = chat_format.prompt_text(tokenizer, messages, thinking)
-    except ValueError as error:
-        raise InputError(f"{error}: {remedy}") from None
-    for turn in messages:
-        if turn["role"] in ("system", "user") and turn["content"].strip() not in text:
-            left_out = f"the turn of the {turn['role']} that begins {turn['content'][:60]!r}"
-            raise InputError(f"the chat template leaves out {left_out}: {remedy}")
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        )
+        for turn in messages:
+            if turn["role"] in ("system", "user") and turn["content"].strip() not in text:
+                said = turn["content"][:60]
+                raise ValueError(f"it leaves out what the {turn['role']} says, {said!r}")
+        if text.rstrip().endswith(ends):
+            raise ValueError(f"the assistant's turn never begins: ...{text[-60:]!r}")
+    except Exception as error:  # jinja2's kinds, and whatever the template's expressions raise
+        roles = ", ".join(turn["role"] for turn in messages)
+        raise InputError(
+            f"the chat template cannot be used for a chat of {roles} ({in_words(error)}): use a "
+            f"model whose template has these roles, change the data, or use --prompt-format plain"
+        ) from None
     return text
 
 
-def _without_end(prompt_ids: list[list[int]], tokenizer, model) -> list[list[int]]:
-    """The prompts without the end tokens that they end with."""
-    ends = chat_format.end_tokens(tokenizer, model)
-    cut = []
-    for ids in prompt_ids:
-        last = max((place for place, token in enumerate(ids) if token not in ends), default=-1)
-        cut.append(ids[: last + 1])
-    return cut
+def _plain_text(problem: Problem, instruction: str) -> str:
+    """A problem and its instruction, on lines of their own."""
+    if len(problem.turns) > 1:
+        raise InputError(
+            f"a chat of several turns, which ends with {problem.text[-60:]!r}, needs a chat "
+            f"template: use a model that has one, and not --prompt-format plain"
+        )
+    return f"{problem.text}\n{instruction}\n" if instruction else problem.text
 
 
-def check_vocabulary(all_ids: list[list[int]], texts: list[str], tokenizer, model) -> None:
+def check_vocabulary(all_ids: list[list[int]], tokenizer, model) -> None:
     """InputError if one of the texts has a token that the model's embedding has no row for."""
     rows = model.get_input_embeddings().num_embeddings if model else math.inf
-    for ids, text in zip(all_ids, texts, strict=True):
-        if (highest := max(ids, default=0)) >= rows:
-            raise InputError(
-                f"the tokenizer gives {tokenizer.decode([highest])!r} the id {highest}, but the "
-                f"model's embedding has {rows} rows: it is not this model's tokenizer. The token "
-                f"is in {text[:80]!r}"
-            )
+    highest = max((max(ids, default=0) for ids in all_ids), default=0)
+    if highest >= rows:
+        raise InputError(
+            f"the tokenizer gives {tokenizer.decode([highest])!r} the id {highest}, but the "
+            f"model's embedding has {rows} rows: it is not this model's tokenizer"
+        )

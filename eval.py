@@ -72,7 +72,7 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
         return [{"prompt": cfg.prompt, "completion": row["completions"][0]}]
 
     settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
-    settings["weights"] = checkpoint.fingerprint(model)
+    settings |= {"weights": checkpoint.fingerprint(model), "date": tokenizer.date}
     settings["reward"] = None  # the default of each set
     if reward:
         settings["reward"] = getattr(reward, "__qualname__", type(reward).__name__)
@@ -118,6 +118,7 @@ def load(cfg: EvalConfig, reward):
     if Path(source).is_dir():  # no bar for loading a folder; a download keeps its own
         logging.disable_progress_bar()
     model, tokenizer = models.load_policy(source, cfg.device, cfg.dtype)
+    data.fix_date(tokenizer, checkpoint.first_date(cfg.out_dir))
 
     sets = []
     for name, (file, problems) in found.items():
@@ -153,8 +154,7 @@ def read_set(name: str, cfg: EvalConfig, reward) -> tuple[str, list[data.Problem
     if not data.is_file(name):
         return name, data.eval_problems(name, cfg.problems, **options)
     problems = data.eval_problems(name, None, **options)
-    content = "".join(data.content_hash(problems).values())
-    return f"{Path(name).stem}-{content}", problems[: cfg.problems]
+    return f"{Path(name).stem}-{data.content_hash(problems)}", problems[: cfg.problems]
 
 
 # ---------------------------------------------------------------------------- sample and score
@@ -322,6 +322,11 @@ def print_table(table: list[dict], k: int) -> None:
 def compare(first: str, second: str) -> list[dict]:
     """How much better the second folder is on each set that both hold, problem by problem."""
     table = []
+    paths = [Path(folder) / "config.json" for folder in (first, second)]
+    old, new = (log.read_json(path) if path.exists() else {} for path in paths)
+    for name in old.keys() & new.keys() - {"model", "weights"}:
+        if old[name] != new[name]:
+            print(f"note: the folders differ in {name}: {old[name]}, {new[name]}")
     for path in sorted(Path(first).glob("*.jsonl")):
         old, new = (stored_means(Path(folder) / path.name) for folder in (first, second))
         pairs = [(old[key], new[key]) for key in old if key in new]

@@ -1,21 +1,30 @@
 """
 What a run starts from: problems, models and prompts, from the names that a user gives.
 
-All of it happens once, before the first step. Bad input raises InputError.
+All of it happens once, before the first step. transformers reads a model; if it cannot, an
+InputError has its words. What it would read as another model is refused: weights that are missing,
+weights of a layer that it does not use, and codes. So is a model that cannot be packed exactly.
 """
 
 import bisect
+import contextlib
+import copy
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import transformers
+from huggingface_hub import file_exists, try_to_load_from_cache
+from safetensors import safe_open
 from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import find_adapter_config_file, logging
 
 import chat_format
 import data
-import model_files
 import packing
 import rollout
 from config import Config
@@ -29,15 +38,6 @@ from update import trainer_logprobs
 ENGINES = {"plain": None, "compact": compact, "hf": hf}
 
 
-class Problems(NamedTuple):
-    """What to train and to evaluate on. Rewards are functions of (completion, answer)."""
-
-    train: list[data.Problem]
-    eval: list[data.Problem]  # [] if the run is not evaluated
-    reward: Callable
-    eval_reward: Callable
-
-
 class Models(NamedTuple):
     """What is trained, what samples, and what the KL term compares with."""
 
@@ -49,20 +49,19 @@ class Models(NamedTuple):
     fingerprint: int | None  # of the model that --model names; None if it was not read
 
 
-def load_problems(cfg: Config, reward: Callable | None = None) -> Problems:
-    """The problems of --data and --eval-data, and their rewards unless `reward` replaces them."""
-    of_training_file = cfg.eval_data is None
+def load_problems(cfg: Config, reward: Callable | None = None) -> tuple:
+    """(problems of --data, problems to evaluate on if there are evaluations, their two rewards).
+    `reward` replaces the data's own."""
+    rows_of_file = cfg.eval_data is None  # its last ones are evaluated on
     name = cfg.eval_data or cfg.data
-    options = {"hold_out": of_training_file, "reward": reward}
-    train = ranks.broadcast(data.train_problems, cfg.data, **options)
+    train = ranks.broadcast(data.train_problems, cfg.data, hold_out=rows_of_file, reward=reward)
     evaluated = []
     if cfg.eval_every:
-        options = {"of_training_file": of_training_file, "reward": reward}
+        options = {"of_training_file": rows_of_file, "reward": reward}
         evaluated = ranks.broadcast(data.eval_problems, name, cfg.eval_problems, **options)
         data.say_common(train, evaluated)
-    train_reward = reward or data.reward_function(cfg.data)
-    eval_reward = reward or data.reward_function(name)
-    return Problems(train, evaluated, train_reward, eval_reward)
+    of_data = [reward or data.reward_function(data_name) for data_name in (cfg.data, name)]
+    return train, evaluated, *of_data
 
 
 def model_folder(model: str) -> str:
@@ -86,6 +85,9 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     began_with = None if saved else model  # None: it was not read
     if cfg.beta or renamed:
         began_with = load_policy(base, cfg.device, samples=False)[0].requires_grad_(False)
+    data.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        ranks.say("note: the model is a mixture of experts; no loss balances its routers")
     fingerprint = began_with and checkpoint.fingerprint(began_with)
     reference = began_with if cfg.beta else None
     if cfg.gradient_checkpointing:
@@ -173,7 +175,7 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
     have. The tokenizer is as it was saved. Training needs float32 weights; sampling in bfloat16
     needs weights of that type, or each would be cast for every token. If it `samples`, it is
     compared with the fast decoder, see engines/check_decoder.py."""
-    model, tokenizer = model_files.read(name)
+    model, tokenizer = read(name)
     tokens = max(tokenizer.get_vocab().values()) + 1  # Qwen3 pads its head beyond these
     model.vocab_size = min(tokens, model.config.vocab_size)
     if broken := [key for key, weight in model.named_parameters() if not weight.isfinite().all()]:
@@ -181,16 +183,15 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
         raise InputError(f"--model {name}: {weights}, hold NaN or infinity: use another checkpoint")
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     window = getattr(model.config, "sliding_window", None)
-    if kinds != {"full_attention"}:
+    try:
+        model.longest = longest_sequence(model)
+        packs = kinds == {"full_attention"} and packs_exactly(model, model.longest)
+        why = "that needs full attention, and logits that are a linear map of the last hidden state"
+    except Exception as error:  # its config and its code may lack anything
+        packs, why = False, data.in_words(error)
+    if not packs:
         found = f"a window of {window} tokens" if window else f"layers of kinds {sorted(kinds)}"
-        raise InputError(f"--model {name} has {found}: only full attention can be packed here")
-    model.longest = longest_sequence(model)
-    if not packs_exactly(model, model.longest):
-        found = f"a window of {window} tokens" if window else "attention of its own"
-        raise InputError(
-            f"--model {name} cannot be packed exactly: it has {found}, or its logits are more than "
-            "its output embedding applied to its last hidden state"
-        )
+        raise InputError(f"--model {name}, with {found}, cannot be packed exactly: {why}")
     if samples and model.longest < model.config.max_position_embeddings:
         ranks.say(
             f"note: the rotary embedding (rope) of --model {name} changes in sequences of more "
@@ -205,6 +206,106 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
     return model, tokenizer
 
 
+def read(name: str):
+    """(model, tokenizer) as transformers reads them, in float32. InputError, in its words, if it
+    cannot, or if the model would not be the one that was saved."""
+    folder = Path(name).expanduser()
+    name = str(folder) if folder.is_dir() else name
+    options = {"trust_remote_code": False}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would print a table of the names of missing weights
+    try:
+        check_files(name, folder)
+        config = AutoConfig.from_pretrained(name, **options)
+        check_kind(config)
+        model, names = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=torch.float32, attn_implementation=packing.ATTENTION,
+            output_loading_info=True, ignore_mismatched_sizes=True, **options,
+        )  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        # For checkpoints. A call changes the tokenizer's padding and truncation settings.
+        tokenizer.as_loaded = copy.deepcopy(tokenizer)
+        unused = check_names(model, names)
+    except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
+        why = data.in_words(error)
+        if kind := re.search("model type `(pruned_[a-z0-9]+)`", why):
+            why = f"its type {kind[1]} needs `python -m related.pruned PROGRAM FLAGS`"
+        where = "" if folder.is_dir() else " (there is no such folder)"
+        raise InputError(f"--model {name} cannot be loaded{where}: {why}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    if unused:
+        ranks.say(f"note: --model {name} has weights that it does not use, such as {unused[0]}")
+    if code := getattr(config, "auto_map", None) or tokenizer.init_kwargs.get("auto_map"):
+        ranks.say(f"note: --model {name} names code of its own, which is not run: {code}")
+    return model, tokenizer
+
+
+def check_files(name: str, folder: Path) -> None:
+    """An exception if there is no model, an adapter, or a file that is not whole."""
+    here = folder.is_dir() or try_to_load_from_cache(name, "config.json")
+    if not here and not file_exists(name, "config.json"):  # asked once: transformers asks for 30 s
+        raise ValueError("the hub has no config.json of this name")
+    if find_adapter_config_file(name):
+        raise ValueError("it has an adapter; merge it with merge_and_unload(), and save the result")
+    # transformers ignores a generation config that it cannot read, and with it the end tokens.
+    kinds = ("config.json", "generation_config.json", "tokenizer*.json", "model*.safetensors*")
+    for path in sorted(path for kind in kinds for path in folder.glob(kind)):
+        try:
+            with open(path, "rb") as file:
+                if file.read(20) == b"version https://git-":
+                    raise ValueError("it is only a Git LFS pointer: run `git lfs pull`")
+            if path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+            else:
+                safe_open(path, "pt")
+        except Exception as error:
+            raise ValueError(f"{path} cannot be read: {data.in_words(error)}") from None
+
+
+def check_kind(config) -> None:
+    """ValueError unless a config is that of a text-only decoder with full weights."""
+    if {"vision_config", "audio_config"} & {*config.sub_configs}:
+        raise ValueError("it is a vision-language or audio model; only text models can be trained")
+    if config.is_encoder_decoder:
+        raise ValueError("it is an encoder-decoder model; only decoders can be trained")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization and quantization.get("quant_method") == "fp8":
+        quantization["dequantize"] = True  # exact; a GPU would compute with the codes
+    elif quantization is not None:
+        kind = quantization.get("quant_method", "it does not say how")
+        raise ValueError(
+            f"it is quantized ({kind}), and only full weights can be trained: use the bfloat16 or "
+            f"float32 model that it was made from"
+        )
+
+
+def check_names(model, names: dict) -> list[str]:
+    """The names of weights that are not used. ValueError if transformers has made up a weight, or
+    if a weight in one of the model's layers, such as the scale of codes, is not used."""
+    lost = sorted(names["missing_keys"])
+    lost += [
+        f"{key}, which has the shape {[*of_file]} in the file, but {[*of_config]} in config.json"
+        for key, of_file, of_config in sorted(names["mismatched_keys"])
+    ]
+    unused = sorted(names["unexpected_keys"])
+    if lost:
+        alike = unused[:0]
+        instead = f"; it has {alike[0]} instead" if alike else ""
+        raise ValueError(
+            f"{len(lost)} of its weights are missing, such as {lost[0]}{instead}. Save the whole "
+            f"model, not a wrapper such as torch.compile's (_orig_mod.), and merge an adapter first"
+        )
+    layers = {key.rpartition(".")[0] for key, _ in model.named_parameters(remove_duplicate=False)}
+    for key in unused:
+        if layers & {key[:dot] for dot, character in enumerate(key) if character == "."}:
+            raise ValueError(
+                f"transformers does not use {key}, which changes one of its layers: use full "
+                f"weights, not quantized ones or an adapter's"
+            )
+    return unused
+
+
 @torch.no_grad()
 def longest_sequence(model) -> int:
     """The number of tokens that a sequence may have: max_position_embeddings, or fewer.
@@ -213,13 +314,8 @@ def longest_sequence(model) -> int:
     them is far enough from its beginning. Then a token's log-prob would depend on what else is
     in the slot, and on what is sampled after it. Up to this length that never happens.
     """
-    most = getattr(model.config, "max_position_embeddings", None)
+    most = model.config.max_position_embeddings
     rotary = getattr(model.base_model, "rotary_emb", None)
-    if not most:
-        raise InputError(
-            f"--model {model.name_or_path}: its config has no max_position_embeddings, so nothing "
-            f"says how long a sequence may be"
-        )
     if not rotary:
         return most
 
@@ -229,11 +325,7 @@ def longest_sequence(model) -> int:
         found = rotary(torch.zeros(1, device=model.device), positions)
         return torch.cat(found if isinstance(found, tuple) else (found,))[:, :3]
 
-    try:
-        exact = rotations(3)
-    except TypeError as error:  # some take the kind of a layer, too
-        problem = f"its rotary embedding cannot be checked ({error})"
-        raise InputError(f"--model {model.name_or_path}: {problem}") from None
+    exact = rotations(3)
     if torch.equal(rotations(most), exact):
         return most
     # The longest length whose rotations still equal those of length 3.
@@ -247,23 +339,20 @@ def packs_exactly(model, longest: int = 3) -> bool:
 
     Two begin at position 0. The other two end at the last position of the longest sequence. The
     log-probs differ if the model ignores the attention interface, scales or caps its logits, or (in
-    training mode) has dropout."""
+    training mode) has dropout. Raises whatever a model of another build does."""
     sequences = torch.tensor([[0, 1, 2], [2, 1, 0]], device=model.device)
     starts = (0, longest - 3)
     pack = packing.build_pack([[0], [2]] * 2, [[1, 2], [1, 0]] * 2, model.device)
     pack.position_ids[:, 4:] += starts[1]  # each sequence has two tokens before its last one
     was_training = model.training
     theirs = []
-    try:
-        ours, _ = packing.packed_logprobs(model, pack)  # [8]
-        model.eval().set_attn_implementation("sdpa")
-        for start in starts:
-            positions = torch.arange(start, start + 3, device=model.device).expand(2, 3)
-            logits = model(sequences, position_ids=positions, use_cache=False).logits  # [2, 3, V]
-            every = logits[:, :-1, : model.vocab_size].log_softmax(dim=-1)  # [2, 2, V]
-            theirs.append(every.gather(2, sequences[:, 1:, None]).flatten())  # [4]
-    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
-        return False
+    ours, _ = packing.packed_logprobs(model, pack)  # [8]
+    model.eval().set_attn_implementation("sdpa")
+    for start in starts:
+        positions = torch.arange(start, start + 3, device=model.device).expand(2, 3)
+        logits = model(sequences, position_ids=positions, use_cache=False).logits  # [2, 3, V]
+        every = logits[:, :-1, : model.vocab_size].log_softmax(dim=-1)  # [2, 2, V]
+        theirs.append(every.gather(2, sequences[:, 1:, None]).flatten())  # [4]
     model.train(was_training).set_attn_implementation(packing.ATTENTION)
     return torch.allclose(ours, torch.cat(theirs).to(ours.dtype), atol=1e-4)
 
@@ -273,7 +362,10 @@ def checkpoint_layers(model) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.train()  # transformers checkpoints in training mode only; sampling restores the mode
-    if not packs_exactly(model):
+    exact = False
+    with contextlib.suppress(NotImplementedError):  # packed attention has no dropout
+        exact = packs_exactly(model)
+    if not exact:
         raise InputError(
             "--gradient-checkpointing: this model has dropout, which training mode would enable"
         )

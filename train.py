@@ -98,7 +98,7 @@ class Trainer:
         prompts = self.train_ids + self.eval_ids
         self.content = {  # a resumed run must have the same
             "train": data.content_hash(self.train_set, self.train_ids),
-            "evaluate": data.content_hash(self.eval_set, self.eval_ids) if self.eval_set else {},
+            "evaluate": data.content_hash(self.eval_set, self.eval_ids) if self.eval_set else "",
         }
         self.sampling = models.make_sampling(cfg, loaded, prompts, self.show_progress)
 
@@ -395,7 +395,7 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
     logger.open(done)
     if cfg.track:
         logger.start_tracker(cfg.track, asdict(cfg))
-    checkpoint.write_config(out_dir, asdict(cfg), trainer.world)
+    checkpoint.write_config(out_dir, asdict(cfg), trainer.world, trainer.tokenizer.date)
     problems, held_out = len(trainer.train_set), len(trainer.eval_set)
     first = metrics.first_lines(cfg, trainer.policy, trainer.world, problems, held_out, done + 1)
     print(first)

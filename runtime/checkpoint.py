@@ -13,6 +13,7 @@ There is no random state to save: all randomness is a function of (seed, step, p
 """
 
 import contextlib
+import datetime
 import fcntl
 import itertools
 import json
@@ -98,10 +99,13 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
         except Exception as error:  # the library tokenizers raises plain Exception
             raise OSError(str(error)) from error
         torch.save(state, unfinished / "trainer.pt")
-        files = {path.name: _size_and_checksum(path, BEGINNING) for path in unfinished.iterdir()}
+        paths = [path for path in unfinished.rglob("*") if path.is_file()]
+        files = {
+            str(path.relative_to(unfinished)): _size_and_checksum(path, BEGINNING) for path in paths
+        }
         written = json.dumps(files | {"weights": bits}, indent=1)
         (unfinished / "files.json").write_text(written + "\n")
-        for path in unfinished.iterdir():  # on disk before it gets the final name
+        for path in [*paths, unfinished / "files.json"]:  # on disk before it gets the final name
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
         shutil.rmtree(final, ignore_errors=True)  # a damaged one, if the run resumed from before
@@ -210,8 +214,15 @@ def stored_config(out_dir: Path) -> dict:
     return stored["config"]
 
 
-def write_config(out_dir: Path, config: dict, ranks: int) -> None:
-    """config.json: every resolved value, the versions, and the commit."""
+def first_date(out_dir: str | None) -> str:
+    """The day on which the run or the evaluation in a folder began: today if it begins now."""
+    path = Path(out_dir or "") / "config.json"
+    stored = log.read_json(path) if out_dir and path.exists() else {}
+    return stored.get("date") or str(datetime.date.today())
+
+
+def write_config(out_dir: Path, config: dict, ranks: int, date: str | None) -> None:
+    """config.json: every resolved value, the date of the prompts, the versions, and the commit."""
 
     def git(*args):
         try:
@@ -223,6 +234,7 @@ def write_config(out_dir: Path, config: dict, ranks: int) -> None:
 
     written = {
         "config": config,
+        "date": date,
         "versions": {
             "python": sys.version.split()[0],
             "torch": torch.__version__,

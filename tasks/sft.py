@@ -78,7 +78,7 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
         begins[mark] + problem.solution for mark, problem in zip(opened, problems, strict=True)
     ]
     solutions = [[*ids, end] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    data.check_vocabulary(solutions, texts, tokenizer, model)
+    data.check_vocabulary(solutions, tokenizer, model)
     pairs = zip(prompts, solutions, strict=True)
     fitting = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
     if len(fitting) < cfg.batch_size:
@@ -139,6 +139,7 @@ def run(cfg: Config) -> None:
     saved = ranks.broadcast(checkpoint.find, out_dir) if cfg.resume else None
     source = str(saved or ranks.broadcast(models.model_folder, cfg.model))
     model, tokenizer = models.load_policy(source, cfg.device, samples=False)
+    data.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
     pairs = encode(cfg, tokenizer, model.longest, model)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     content = data.digest(pairs)
@@ -152,7 +153,7 @@ def run(cfg: Config) -> None:
     record = log.Log(out_dir)
     if rank == 0:
         record.open(state["step"])
-        checkpoint.write_config(out_dir, asdict(cfg), world)
+        checkpoint.write_config(out_dir, asdict(cfg), world, tokenizer.date)
     with stop.listening():
         for step in range(state["step"] + 1, cfg.steps + 1):
             started = clock(cfg.device)

@@ -307,7 +307,7 @@ def test_rows_after_the_checkpoint_are_cut(tmp_path):
 def test_config_without_git(tmp_path, monkeypatch):
     """Catches a run that fails where git is missing, and a config.json that is left unfinished."""
     monkeypatch.setenv("PATH", "")
-    checkpoint.write_config(tmp_path, {"seed": 1}, 2)
+    checkpoint.write_config(tmp_path, {"seed": 1}, 2, None)
     written = json.loads((tmp_path / "config.json").read_text())
     assert (written["config"], written["ranks"], written["commit"]) == ({"seed": 1}, 2, None)
     assert names(tmp_path) == ["config.json"]

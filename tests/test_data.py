@@ -3,6 +3,7 @@
 import json
 import re
 import types
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from pyarrow import parquet
 from tokenizers import processors
 
 import data
+import eval as evaluation
 import rewards
-from runtime import InputError
-from tasks import arithmetic, word_problems
+from flags import EvalConfig, SftConfig
+from runtime import InputError, checkpoint, log
+from tasks import arithmetic, sft, word_problems
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -57,11 +60,15 @@ def test_a_file_is_read_by_any_of_its_keys(tmp_path):
 def test_arrays_and_parquet(tmp_path):
     """Fails if an array is read as one line, or a parquet file as text."""
     rows = [{"problem": f"p{n}", "answer": str(n), "subject": "algebra"} for n in range(3)]
-    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
     lines = data.read_problems(write(tmp_path, *rows))
-    for kind in ("json", "parquet"):
-        assert data.read_problems(str(tmp_path / f"a.{kind}")) == lines
+    for name in ("a.json", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps(rows, indent=1))
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    for name in ("a.json", "b.jsonl", "a.parquet"):
+        found = data.read_problems(str(tmp_path / name))
+        assert [(one.text, one.answer, one.source) for one in found] == [
+            (one.text, one.answer, one.source) for one in lines
+        ]
 
 
 def test_parquet_is_read_as_it_is_now(tmp_path):
@@ -91,6 +98,8 @@ PARTS = {
 }
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
 RESULT = {"role": "tool", "content": "2", "name": None}
+HALF = {"role": "system", "content": "\ud83d"}
+IMAGE = {"role": "user", "content": [{"type": "image"}]}
 
 
 def user(text):
@@ -145,62 +154,65 @@ def test_chats_in_parquet(tmp_path):
     assert [first.answer, second.answer] == ["2", "7"]
 
 
-REFUSED = {  # name and text of a file: what is wrong with it
-    ("a.jsonl", '{"question": "a", "answer": "1"}\n{oops}\n'): "line 2 is not JSON",
-    ("a.jsonl", "[1]\n"): "line 1 is not a JSON object but list",
-    ("a.jsonl", f'{{"question": "a", "answer": {"1" * 5000}}}'): "line 1 cannot be read (Exceeds",
-    ("a.jsonl", "[" * 10**5): "line 1 is nested too deeply",
-    ("a.jsonl", '{"question": "a", "label": "1"}'): "line 1 has none of the keys answer, final_",
-    ("a.jsonl", '{"answer": "1"}'): "line 1 has none of the keys problem, question, prompt",
-    ("a.jsonl", '{"question": "a", "answer": {"x": 1}}'): "line 1: the value of 'answer' must be",
-    ("a.jsonl", '{"question": " ", "answer": "1"}'): "line 1: the value of 'question' must not be",
-    (
-        "a.jsonl",
-        '{"question": null, "answer": "1"}',
-    ): "'question' must be text or a number, got Non",
-    (
-        "a.jsonl",
-        '{"question": "x \\ud83d", "answer": "1"}',
-    ): "line 1: the value of 'question' is not v",
-    ("a.jsonl", "version https://git-lfs.github.com/spec/v1\n"): "is only a Git LFS pointer",
+LINES = {  # a line of a.jsonl: what is wrong with row 1 of a.jsonl
+    "{oops}": "JSONDecodeError: Expecting property name",
+    "7": "it is not a JSON object but int",
+    f'{{"question": "a", "answer": {"1" * 5000}}}': "Exceeds the limit",
+    '{"question": "a", "label": "1"}': "it has none of the keys answer, final_answer",
+    '{"answer": "1"}': "problem, question, prompt, messages (it has: answer)",
+    '{"question": "a", "answer": {"x": 1}}': "the value of 'answer' must be text or a number",
+    '{"question": "a", "answer": ["1", null]}': "text or a number, got None",
+    '{"question": " ", "answer": "1"}': "nothing is asked under 'question'",
+    '{"question": null, "answer": "1"}': "text or a number, got None",
+    '{"question": "x \\ud83d", "answer": "1"}': "surrogates not allowed",
     **{
-        ("a.jsonl", json.dumps(row)): f"line 1: the {reason}"
+        json.dumps(row): reason
         for row, reason in (
             ({"prompt": [USER, SAYS], "solution": "2"}, "chat under 'prompt' ends with an"),
-            ({"messages": [USER, SAYS], "answer": "2"}, "chat under 'messages' ends with an"),
-            (
-                {"messages": [{"role": "system", "content": "\ud83d"}, USER], "answer": "2"},
-                "value of 'messages' is not valid text",
-            ),
-            ({"messages": [SYSTEM], "answer": "2"}, "chat under 'messages' has no user turn"),
-            (
-                {"prompt": [SYSTEM, "1+1?"], "answer": "2"},
-                "value of 'prompt' must be text or a chat",
-            ),
-            (
-                {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "2"},
-                "value of 'prompt': the content of a turn must be text",
-            ),
+            ({"messages": [USER, SAYS], "answer": "2"}, "chat under 'messages' ends with"),
+            ({"messages": [HALF, USER], "answer": "2"}, "surrogates not allowed"),
+            ({"messages": [SYSTEM], "answer": "2"}, "nothing is asked under 'messages'"),
+            ({"messages": [], "answer": "2"}, "nothing is asked under 'messages'"),
+            ({"prompt": [SYSTEM, "1+1?"], "answer": "2"}, "AttributeError: 'str' object has no"),
+            ({"prompt": [{"role": "user", "content": 7}], "answer": "2"}, "TypeError: sequ"),
+            ({"prompt": [{"content": "1+1?"}], "answer": "2"}, "KeyError: 'role'"),
+            ({"prompt": [IMAGE], "answer": "2"}, "KeyError: 'text'"),
         )
     },
+}  # fmt: skip
+FILES = {  # name and text of a file: what is wrong with it
+    ("a.jsonl", "[" * 10**5): "RecursionError",
+    ("a.jsonl", '\n{"question": "a", "answer": "1"}\n{oops}\n'): "row 3 of .*: JSONDecodeError",
     ("a.jsonl", "\n"): "is empty",
-    ("a.jsonl", b"\xff\xfe\x00"): "is not UTF-8 text",
-    ("a.json", '[{"problem": "p"},\n {"problem" "p"}]'): "at line 2, column 13",
-    ("a.json", '[{"problem": "p", "answer": "1"}, 7]'): "row 2 is not a JSON object but int",
-    ("a.parquet", "no"): "cannot be read as parquet",
-    ("a.txt", None): "no such file, nor one of arithmetic",
-}
+    ("a.jsonl", b"\xff\xfe\x00"): "can't decode byte",
+    ("a.jsonl", "[1]\n"): "row 1 of .* it is not a JSON object but int",
+    ("a.json", '[{"problem": "p"},\n {"problem" "p"}]'): "line 2 column 13",
+    ("a.json", '[{"problem": "p", "answer": "1"}, 7]'): "row 2 of .* not a JSON object but int",
+    ("a.parquet", "no"): "Parquet file size is 2 bytes",
+    ("a.txt", None): "No such file .*give a file of JSON or parquet, or one of arith",
+    ("", None): "Is a directory",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "text"), REFUSED)
-def test_what_cannot_be_read_is_refused(tmp_path, name, text):
-    """In one line, which names the file and the row."""
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        *((*file, message) for file, message in FILES.items()),
+        *(
+            ("a.jsonl", line, f"row 1 of .*: .*{re.escape(why)}.*: cor")
+            for line, why in LINES.items()
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path, name, text, message):
+    """In one line, which names the file and the row. Catches a traceback, and a row that is read as
+    a problem that nobody asked."""
     path = tmp_path / name
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         data.read_problems(str(path))
-    assert re.search(f"{path}.*{re.escape(REFUSED[name, text])}", str(caught.value))
+    assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -282,7 +294,7 @@ def test_sft_problems(tmp_path):
     found = data.sft_problems(write(tmp_path, *rows))
     assert [problem.text for problem in found] == [f"q{n}" for n in range(1, 38, 2)]
     assert [one.solution for one in found[:2]] == ["so\n\\boxed{1}", "so\n\\boxed{3}"]
-    with pytest.raises(InputError, match="none of its 19 problems has a worked solution"):
+    with pytest.raises(InputError, match="19 of 19 problems have no worked solution; use"):
         data.sft_problems(write(tmp_path, *rows[::2]))
 
 
@@ -359,7 +371,9 @@ def test_prompts_that_no_model_can_continue(capsys):
     tokenizer = arithmetic.make_tokenizer()
     problem = data.Problem("1+1?", "2", "file")
     chat = data.Problem("1+1?", "2", "file", turns=(SYSTEM, USER))
-    with pytest.raises(InputError, match=r"1 problems are chats .* Only a chat template can join"):
+    with pytest.raises(
+        InputError, match=r"a chat of several turns, which ends with '1\+1\?', needs a"
+    ):
         data.encode_prompts([problem, chat], tokenizer, 100)
     data.encode_prompts([problem], tokenizer, 100, model=model_of(64))
     with pytest.raises(InputError, match=r"gives '\?' the id 30, but the model's embedding has 30"):
@@ -375,26 +389,111 @@ def test_prompts_that_no_model_can_continue(capsys):
     assert prompts_of([problem], tokenizer) == ["1+1?"]
     assert "the tokenizer ends each text with an end token" in capsys.readouterr().out
 
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    with pytest.raises(
-        InputError, match=r"template ends a prompt with an end token.*--prompt-format"
+    for after in ("", "\n", " \n\n", "\t", "\u00a0", "<|end|>\n"):
+        tokenizer.chat_template = f"{{{{ messages[0].content }}}}{{{{ eos_token }}}}{after}"
+        with pytest.raises(
+            InputError,
+            match=r"chat of user \(the assistant's turn never begins.*use --prompt-format",
+        ):
+            data.encode_prompts([problem], tokenizer, 100)
+    tokenizer.chat_template += "Say: "
+    assert prompts_of([problem], tokenizer)[0].endswith("Say: ")
+    for content in (
+        "{% if m.role == 'user' %}{{ m.content }}{% endif %}",
+        "{{ m.content[0].text }}",
     ):
-        data.encode_prompts([problem], tokenizer, 100)
-    for template, left_out in (
-        (
-            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
-            "the turn of the system that begins 'Be brief.'",
-        ),
-        ("{% for m in messages %}{{ m.content[0].text }}{% endfor %}Say: ", "the turn of the "),
-    ):
-        tokenizer.chat_template = template
-        with pytest.raises(InputError, match=f"template leaves out {left_out}"):
+        tokenizer.chat_template = f"{{% for m in messages %}}{content}{{% endfor %}}Say: "
+        with pytest.raises(
+            InputError, match=r"system, user .it leaves out what the system says, 'Be"
+        ):
             data.encode_prompts([chat], tokenizer, 100)
     tokenizer.chat_template = "{{ raise_exception('no chats') }}"
     with pytest.raises(
-        InputError, match=r"refuses a chat of user .*no chats.*--prompt-format plain"
+        InputError, match=r"chat of user \(TemplateError: no chats\).*--prompt-format plain"
     ):
         data.encode_prompts([problem], tokenizer, 100)
+
+
+def test_control_tokens_in_problems_are_noted(capsys):
+    tokenizer = arithmetic.make_tokenizer()
+    texts = ("1+1?", "Is <|end|> an end, or <|pad|>?", "Is < |end|> one?")
+    data.encode_prompts([data.Problem(text, "2", "file") for text in texts], tokenizer, 100)
+    assert re.search(r"control tokens, such as '<.*'; 2 in all", capsys.readouterr().out)
+    data.encode_prompts([data.Problem(texts[2], "2", "file")], tokenizer, 100)
+    assert capsys.readouterr().out == ""
+
+
+DATES = {  # what a chat template says: what it says on the day of the run; None: no date
+    "{{ strftime_now('%d %b %Y') }}": "28 Nov 2026",
+    '{% set day = strftime_now( "%Y-%m-%d" ) %}{{ day }}': "2026-11-28",
+    '{{ strftime_now(format="%H:%M") }}': "00:00",
+    "{{ strftime_now('%d')|int + 1 }}": "29",
+    "{% if strftime_now is defined %}today{% endif %}": None,
+    None: None,
+}
+
+
+@pytest.mark.parametrize("template", DATES)
+def test_the_date_of_a_template(template):
+    """Catches a prompt that is another one on the next day."""
+    tokenizer = arithmetic.make_tokenizer()
+    tokenizer.chat_template = template
+    data.fix_date(tokenizer, "2026-11-28")
+    expected = DATES[template]
+    assert tokenizer.date == (expected and "2026-11-28")
+    assert not expected or tokenizer.apply_chat_template([USER], tokenize=False) == expected
+    tokenizer.chat_template = {"default": template or "", "tool_use": ""}
+    data.fix_date(tokenizer, "2026-11-28")
+    assert tokenizer.date == (expected and "2026-11-28")
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Set today's date."""
+
+    def set_date(date):
+        today = types.SimpleNamespace(today=lambda: date)
+        monkeypatch.setattr(checkpoint, "datetime", types.SimpleNamespace(date=today))
+
+    return set_date
+
+
+def test_a_run_keeps_its_date(on, run, policy_folder, tmp_path, monkeypatch, capsys):
+    """A run, an evaluation and a supervised start, which all go on the next day. Catches prompts of
+    two days in one folder, a checkpoint whose template is of one day, and two evaluations of
+    different days that are compared without a word."""
+    template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}>"
+    (Path(policy_folder) / "chat_template.jinja").write_text(template)
+    more = Path(policy_folder) / "additional_chat_templates" / "tool_use.jinja"
+    more.parent.mkdir()
+    more.write_text("x")
+    evals = EvalConfig(policy_folder, problems=4, k=2, batch_size=4, max_new_tokens=9)
+    sums = [{"problem": f"{n}+1?", "answer": f"so #### {n + 1}"} for n in range(4)]
+    supervised = SftConfig(policy_folder, (write(tmp_path, *sums),), steps=2, batch_size=2)
+    supervised = replace(supervised, out_dir=str(tmp_path / "sft"))
+
+    def evaluate(name):
+        evaluation.main(replace(evals, out_dir=str(tmp_path / name)))
+        return (tmp_path / name / "arithmetic.jsonl").read_text()
+
+    on("2026-11-28")
+    run("run", steps=2, until=1)
+    whole = evaluate("first")
+    with monkeypatch.context() as patched:
+        patched.setattr(sft.Stop, "agreed", lambda _stop: True)
+        sft.main(supervised)
+    on("2026-11-29")
+    assert len(run("run", steps=2, resume=True)) == 2
+    sft.main(replace(supervised, resume=True))
+    assert len(log.read_rows(tmp_path / "sft" / "log.jsonl")) == 2
+    saved = tmp_path / "run" / "checkpoint"
+    assert (saved / "chat_template.jinja").read_text() == template
+    assert checkpoint.is_complete(saved)
+    (tmp_path / "first" / "arithmetic.jsonl").write_text("".join(whole.splitlines(True)[:2]))
+    assert evaluate("first") == whole != evaluate("second")
+    assert log.read_json(tmp_path / "run" / "config.json")["date"] == "2026-11-28"
+    evaluation.compare(*(str(tmp_path / name) for name in ("first", "second")))
+    assert "note: the folders differ in date: 2026-11-28, 2026-11-29\n" in capsys.readouterr().out
 
 
 def test_what_makes_a_problem_the_same(capsys):
@@ -447,7 +546,7 @@ def test_hub_sets(monkeypatch):
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", no_network)
-    message = r"--data gsm8k: openai/gsm8k cannot be loaded \(Couldn't reach the hub\)"
+    message = r"--data gsm8k cannot be read \(ConnectionError: Couldn't reach the hub\)"
     with pytest.raises(InputError, match=message):
         data.train_problems("gsm8k", hold_out=True)
 
@@ -458,15 +557,14 @@ def test_problems_that_cannot_be_scored_are_dropped(tmp_path, capsys):
     answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": " "}
     rows = [{"problem": text, "answer": answer} for text, answer in answers.items()]
     path = write(tmp_path, *rows)
-    hint = f" (python eval.py --check-golds --data {path} lists them)\n"
-
-    dropped = f"dropped 3 of 5 problems of {path}: their reference answers cannot be scored{hint}"
+    dropped = f"note: 3 of 5 reference answers of {path} cannot be scored (python eval.py "
+    dropped += f"--check-golds --data {path} lists them); these problems are dropped\n"
     for reward, kept, said in ((None, "ps", 2 * dropped), (len, "pqrst", "")):
         train = data.train_problems(path, hold_out=False, reward=reward)
         assert "".join(problem.text for problem in train) == kept
         assert data.eval_problems(path, None, reward=reward) == train
         assert capsys.readouterr().out == said
-    with pytest.raises(InputError, match="none of its 1 reference answers can be scored"):
+    with pytest.raises(InputError, match=r"^1 of 1 reference answers of .* cannot be scored"):
         data.eval_problems(write(tmp_path, rows[1]), 3)
 
 

@@ -15,7 +15,6 @@ import torch
 
 import data
 import eval as evaluation
-import problem_files
 import rollout
 from data import Problem
 from engines import hf
@@ -276,7 +275,7 @@ def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):
 def test_held_out_rows_that_fit(policy_folder, tmp_path, capsys):
     """Fails if --held-out evaluates on training rows, or if a prompt has no room to be answered."""
     rows = [{"problem": f"p{n}", "answer": "1"} for n in range(60)]
-    most = 512 - len(problem_files.INSTRUCTION) - 2  # two newlines
+    most = 512 - len(data.INSTRUCTION) - 2  # two newlines
     rows[-1]["problem"] = "x" * (most - 2)
     path = write(tmp_path / "mine.jsonl", rows)
     for room, held_out in ((2, 3), (3, 2)):

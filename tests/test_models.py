@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import config
 import models
 import packing
 from runtime import InputError, checkpoint
@@ -68,6 +69,14 @@ def gemma(folder):
     transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
 
 
+def with_weight(name):
+    def change(folder):
+        weights = load_file(folder / "model.safetensors") | {name: torch.ones(1, 32)}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
 def one_nan(folder):
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
@@ -84,51 +93,69 @@ def set_config(**changes):
 
 REFUSED = {  # a case: what is done to the folder, and what the message says
     "compiled": (
-        prefixed("_orig_mod."), "such as lm_head.weight; its names begin with '_orig_mod.'.*_mod$",
+        prefixed("_orig_mod."), "such as lm_head.weight; it has _orig_mod.lm_head.weight inst",
     ),
     "adapter": (
-        prefixed("base_model.model."), "begin with 'base_model.model.'.*merge_and_unload",
+        prefixed("base_model.model."), "has base_model.model.lm_head.weight .*merge an",
     ),
     "other prefix": (
-        prefixed("x."), r"begin with 'x.' \(x.lm_head.weight\): save it under the names",
+        prefixed("x."), "it has x.lm_head.weight instead",
     ),
-    "no head": (without_head, "1 of its weights are missing, such as lm_head.weight: save the"),
+    "no head": (without_head, "1 of its weights are missing, such as lm_head.weight. Save the"),
     "one NaN": (one_nan, "such as model.layers.1.mlp.up_proj.weight, hold NaN or infinity"),
-    "cut weights": (cut("model.safetensors"), "model.safetensors is not whole .*download it again"),
-    "cut tokenizer": (cut("tokenizer.json"), "model/tokenizer.json is not whole"),
-    "cut config": (cut("config.json"), "model/config.json is not whole"),
+    "cut weights": (cut("model.safetensors"), "model.safetensors cannot be read: .*not fully"),
+    "cut tokenizer": (cut("tokenizer.json"), "model/tokenizer.json cannot be read: "),
+    "cut config": (cut("config.json"), "model/config.json cannot be read: JSONDecodeError"),
     "pointer": (
-        pointer("model.safetensors"), "model.safetensors is only a Git LFS pointer.*git lfs pull",
+        pointer("model.safetensors"), "safetensors cannot be read: .*Git LFS pointer.*git lfs pull",
     ),
-    "pointer of tokenizer": (pointer("tokenizer.json"), "tokenizer.json is only a Git LFS pointer"),
-    "Qwen2-VL": (of_kind("Qwen2VL"), "it is a vision-language model, and only text models can be"),
-    "Gemma 3": (of_kind("Gemma3"), "it is a vision-language model"),
-    "audio": (of_kind("Qwen2Audio"), "it is a multimodal model"),
+    "pointer of tokenizer": (pointer("tokenizer.json"), "tokenizer.json .* Git LFS pointer"),
+    "Qwen2-VL": (of_kind("Qwen2VL"), "it is a vision-language or audio model; only text"),
+    "Gemma 3": (of_kind("Gemma3"), "it is a vision-language or audio model"),
+    "audio": (of_kind("Qwen2Audio"), "it is a vision-language or audio model"),
     "T5": (of_kind("T5"), "it is an encoder-decoder model"),
-    "Gemma 3 of text": (gemma, "has a window of 4096 tokens: only full attention"),
-    "Falcon": (of_kind("Falcon", num_hidden_layers=1), "attention of its own"),
+    "Gemma 3 of text": (gemma, "with a window of 4096 tokens, cannot be packed exactly"),
+    "Falcon": (of_kind("Falcon", num_hidden_layers=1), "KeyError: 'packed'"),
     "other shapes": (set_config(intermediate_size=64), r"has the shape \[32, 48\] in the file"),
     "an adapter": (
         lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
-        "it is an adapter; merge it",
+        "it has an adapter; merge it",
     ),
+    "an adapter beside": (
+        lambda folder: (folder / "adapter_config.json").write_text("{}"),
+        "it has an adapter; merge it",
+    ),
+    "an adapter inside": (
+        with_weight("model.layers.1.mlp.up_proj.lora_A.weight"), "does not use .*up_proj.lora_A",
+    ),
+    "a bias": (with_weight("lm_head.bias"), "does not use lm_head.bias, which changes one of its"),
+    "codes and scales": (
+        with_weight("model.layers.1.mlp.up_proj.weight_scale"), "does not use .*full weights",
+    ),
+    **{
+        f"quantized: {method}": (
+            set_config(quantization_config=method and {"quant_method": method}),
+            r"it is quantized \(.*use the bfloat16 or float32 model",
+        )
+        for method in ("modelopt", "gptq", {})
+    },
     "cut ends": (
         lambda folder: (folder / "generation_config.json").write_text("{"),
-        "generation_config.json is not whole",
+        "generation_config.json cannot be read: JSON",
     ),
     "own code": (
         set_config(model_type="new", auto_map={"AutoConfig": "c.C"}), "contains custom code",
     ),
     "one window": (
-        set_config(layer_types=["full_attention", "sliding_attention"]), "of kinds .*sliding_att",
+        set_config(layer_types=["full_attention", "sliding_attention"]), "with layers of kinds",
     ),
     "windows": (
         set_config(
             sliding_window=64, use_sliding_window=True, max_window_layers=0, layer_types=None
         ),
-        "has a window of 64 tokens",
+        "with a window of 64 tokens, cannot be packed exactly: that needs",
     ),
-    "nothing there": (shutil.rmtree, "there is no such folder"),
+    "nothing there": (shutil.rmtree, r"\(there is no such folder\): .*Repo id"),
 }  # fmt: skip
 
 
@@ -158,19 +185,88 @@ def test_a_rotation_that_cannot_be_checked(folder, monkeypatch):
     needs_more = lambda _self, x, position_ids, layer_type: None
     kind = transformers.models.qwen3.modeling_qwen3.Qwen3RotaryEmbedding
     monkeypatch.setattr(kind, "forward", needs_more)
-    with pytest.raises(InputError, match=r"rotary embedding cannot be checked .*layer_type"):
+    with pytest.raises(InputError, match=r"cannot be packed exactly: TypeError: .*layer_type"):
         models.load_policy(str(folder), "cpu")
 
 
-def test_weights_that_are_not_used_are_only_noted(folder, capsys):
-    """A value head, for instance. Catches a healthy model that is refused, and a change of it."""
+def own_tokenizer(folder):
+    path = folder / "tokenizer_config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["c.T", None]}})
+    )
+
+
+NOTED = [  # what is done to the folder, and the note
+    (with_weight("v_head.weight"), "has weights that it does not use, such as v_head.weight"),
+    (set_config(auto_map={"AutoModelForCausalLM": "c.C"}), "names code of its own, .*c.C"),
+    (own_tokenizer, "names code of its own, which is not run: {'AutoTokenizer'"),
+    (lambda folder: None, "^$"),
+]
+
+
+@pytest.mark.parametrize(("change", "note"), NOTED)
+def test_what_is_only_noted(folder, capsys, change, note):
+    """Catches a healthy model that is refused, and a change of its weights."""
     before = load_file(folder / "model.safetensors")
-    more = before | {"v_head.weight": torch.ones(1, 32)}
-    save_file(more, folder / "model.safetensors", metadata={"format": "pt"})
+    change(folder)
     model, _ = models.load_policy(str(folder), "cpu")
-    assert "has weights that it does not use, such as v_head.weight" in capsys.readouterr().out
+    assert re.search(note, capsys.readouterr().out)
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+
+
+def test_a_model_that_is_not_there_is_asked_for_once(monkeypatch):
+    """Catches half a minute of retries for the folder of a run, if the hub cannot be reached."""
+    asked = []
+
+    def unreachable(name, file):
+        asked.append(name)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(models, "file_exists", unreachable)
+    with pytest.raises(
+        InputError, match=r"out/checkpoint .*no such folder\): OSError: Name or service"
+    ):
+        models.load_policy("out/checkpoint", "cpu")
+    monkeypatch.setattr(models, "file_exists", lambda name, file: asked.append(name))
+    with pytest.raises(InputError, match=r"no such folder\): the hub has no config.json of this"):
+        models.load_policy("out/checkpoint", "cpu")
+    assert asked == ["out/checkpoint"] * 2
+
+
+def test_a_mixture_of_experts_has_no_router_loss(make_policy, tmp_path, capsys):
+    dense, tokenizer = make_policy()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    settings = transformers.Qwen3MoeConfig(
+        **dense.config.to_dict() | experts | {"mlp_only_layers": []}
+    )
+    for part in (transformers.Qwen3MoeForCausalLM(settings), tokenizer):
+        part.save_pretrained(tmp_path / "experts")
+    for name, noted in ((tmp_path / "experts", True), ("tiny", False)):
+        cfg = config.resolve(config.Config(model=str(name), out_dir=str(tmp_path / "out")))
+        models.load_models(cfg, None)
+        assert ("no loss balances its routers" in capsys.readouterr().out) == noted
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_fp8_of_transformers_is_read_exactly(folder, tmp_path, monkeypatch, gpu):
+    """Catches codes that are trained without their scales, and a config of a saved model that still
+    names the quantization. Where there is a GPU, transformers would keep the codes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    path, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(path)
+    codes, scale = weights[name].mul(8).to(torch.float8_e4m3fn), torch.full((1, 1), 0.125)
+    more = {name: codes, f"{name}_scale_inv": scale}
+    save_file(weights | more, path, metadata={"format": "pt"})
+    others = [layer for layer in weights if layer != name]
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": others}
+    set_config(quantization_config=fp8)(folder)
+    model, _ = models.load_policy(str(folder), "cpu")
+    assert torch.equal(model.state_dict()[name], codes.float() / 8)
+    model.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved/config.json").read_text())
+    assert load_file(tmp_path / "saved/model.safetensors")[name].dtype == torch.float32
 
 
 # ---------------------------------------------------------------------------- long sequences

@@ -17,7 +17,6 @@ from toy import assert_same, in_processes, rows, timeless
 
 import data
 import models
-import problem_files
 import rollout
 from runtime import InputError, ranks
 from tasks import sft
@@ -126,7 +125,7 @@ def test_it_learns(teach, tmp_path, monkeypatch):
     """Catches the wrong sign of the loss, an update that is not applied, targets that are off by
     one, an end that is not learned, and a checkpoint of other weights. Two problems are learned by
     heart, and the checkpoint, read as train.py reads it, completes both as taught."""
-    monkeypatch.setattr(problem_files, "INSTRUCTION", ":")  # short prompts need few steps
+    monkeypatch.setattr(data, "INSTRUCTION", ":")  # short prompts need few steps
     taught = {"aaaa": "a: \\boxed{1}", "bbbb": "b: \\boxed{2}", "held out": "c: \\boxed{3}"}
     problems = [{"problem": text, "answer": solution} for text, solution in taught.items()]
     file = write(tmp_path / "two.jsonl", problems)
@@ -253,7 +252,7 @@ def test_two_ranks_are_one(policy_folder, file, tmp_path, monkeypatch):
     [
         ({"lr": math.nan}, "so \\boxed{2}", "--lr nan: must be above 0"),
         ({"batch_size": 13}, "so \\boxed{2}", "--batch-size 13: only 12 problems fit the model"),
-        ({}, "2", "problems.jsonl: none of its 12 problems has a worked solution"),
+        ({}, "2", "problems.jsonl: 12 of 12 problems have no worked solution"),
     ],
 )
 def test_bad_input_leaves_nothing(teach, tmp_path, changes, answer, message):
