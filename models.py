@@ -290,7 +290,7 @@ def check_names(model, names: dict) -> list[str]:
     ]
     unused = sorted(names["unexpected_keys"])
     if lost:
-        alike = unused[:0]
+        alike = [key for key in unused if key.endswith(lost[0])] or unused
         instead = f"; it has {alike[0]} instead" if alike else ""
         raise ValueError(
             f"{len(lost)} of its weights are missing, such as {lost[0]}{instead}. Save the whole "

@@ -456,7 +456,8 @@ def restore(trainer: Trainer) -> int:
     """
     stored, of_run = checkpoint.load_state(trainer.saved), f"the run in {trainer.cfg.out_dir}"
     state = stored["trainer"]
-    if state.keys() != trainer.state().keys():
+    same_kind = isinstance(state.get("content", {}).get("train"), str)  # older ones had two hashes
+    if state.keys() != trainer.state().keys() or not same_kind:
         raise InputError(
             f"--resume: another program or version than this one trained {of_run}: resume it with "
             f"the command that started it"
@@ -469,13 +470,12 @@ def restore(trainer: Trainer) -> int:
     trainer.fingerprint = stored["fingerprint"]
     for use, flag in (("train", "--data"), ("evaluate", "--eval-data")):
         now, before = trainer.content[use], state["content"][use]
-        differ = [part for part in now if now[part] != before.get(part, now[part])]
-        if differ:
+        if now and before and now != before:
             raise InputError(
-                f"{flag}: the problems to {use} on have other {' and '.join(differ)} than when "
-                f"{of_run} began: give it the data that it had, or use another --out-dir"
+                f"{flag}: the problems to {use} on have other prompts or reference answers than "
+                f"when {of_run} began: give it the data that it had, or use another --out-dir"
             )
-        trainer.content[use] = before or now  # {}: a run without evaluation
+        trainer.content[use] = before or now  # "": a run without evaluation
     ranks.load_optimizer(trainer.optimizer, stored["optimizer"])
     trainer.load_state(state)
     return stored["step"]

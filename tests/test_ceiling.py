@@ -253,6 +253,8 @@ def test_figures_by_hand():
         got = found[name][0] if "/" in name and isinstance(found[name], list) else found[name]
         assert got == pytest.approx(value), name
     assert found["zero/2"][1] == pytest.approx(0, abs=1e-6), "all steps are alike"
+    others = [made_up_row(row["step"], m=9.0) for row in rows]
+    assert figures(others, [first, *steps], SETTINGS, "made up", C, rest=M) == found, "--rest"
     printed = ceiling.report(found)
     assert "10 of them used; 0.75 of the groups are live" in printed
     assert "use groups of 4." in printed

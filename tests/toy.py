@@ -73,7 +73,9 @@ def timeless(folder):
     times = ("time/", "step_time")
     log = [{key: row[key] for key in row if not key.startswith(times)} for row in rows(folder)]
     weights = load_file(folder / "checkpoint" / "model.safetensors")
-    return log, rows(folder, "samples.jsonl") + rows(folder, "groups.jsonl"), weights
+    files = [folder / "samples.jsonl", folder / "groups.jsonl"]  # tasks.sft writes neither
+    others = [row for file in files if file.exists() for row in rows(folder, file.name)]
+    return log, others, weights
 
 
 def assert_same(one, other):

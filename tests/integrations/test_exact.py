@@ -167,14 +167,15 @@ def test_lessons_figures_and_draws(library, case, monkeypatch):
     assert len(keys) == len(set(keys)) >= 3
 
 
-@each(lambda library: range(5))
+@each(lambda library: range(6))
 def test_rules_are_checked(library, case):
     options, message = (
         ({"completion_rule": "psp"}, "unknown completion_rule 'psp'.*none, zero, uniform, dppo, p"),
         ({"completion_rule": "cppo"}, "unknown completion_rule 'cppo'.*none, zero, uniform, dppo"),
-        ({"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz'.*none, uniform, dppo, pps"),
+        ({"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz'.*none, uniform, dppo"),
         ({"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .* below 1"),
         ({"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .* from 0"),
+        ({"rest": 0.0}, "rest=0.0: choose a value above 0"),
     )[case]
     with pytest.raises(RuleError, match=message):
         library.Toy(**options)
