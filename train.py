@@ -298,10 +298,10 @@ def run(trainer: Trainer, until: int | None = None) -> None:
     cfg, out_dir, stop = trainer.cfg, Path(trainer.cfg.out_dir), Stop()
     done = restore(trainer) if trainer.saved else 0  # steps whose rows are in the log
     if cfg.resume is True and done >= cfg.steps:
-        more = "give more --steps, or " if cfg.lr_schedule == "constant" else ""
+        more = ", or give more --steps" if cfg.lr_schedule == "constant" else ""
         raise InputError(
-            f"--resume: the run in {cfg.out_dir} has ended after its {done} steps: {more}use another "
-            f"--out-dir"
+            f"--resume: the run in {cfg.out_dir} has ended after its {done} steps: use another "
+            f"--out-dir{more}"
         )
     logger = start_log(trainer, done) if trainer.is_main else None
     last = cfg.steps if until is None else min(cfg.steps, until)

@@ -416,9 +416,7 @@ def test_resumed(policy_folder, tmp_path, monkeypatch, method):
     whole = go("whole", 20)
     go("part", 15)
     for other in (toy.train.Trainer, selectors.DynamicTrainer):
-        with pytest.raises(
-            InputError, match="another program or version than this one trained the run"
-        ):
+        with pytest.raises(InputError, match="another program or version than this one trained"):
             go("part", 20, "--resume", kind=other)
     toy.assert_same(whole, go("part", 20, "--resume"))
 
