@@ -354,8 +354,8 @@ def test_folders_that_hold_something_else(run, policy_folder, tmp_path):
     for resume in ({}, {"resume": True}):
         refused(r"holds an evaluation \(.*config.json\): use another", "evals", **resume)
     with checkpoint.owned(tmp_path / "held"):
-        refused("held is in use by process", "held")
-        with pytest.raises(InputError, match="held is in use by process"):
+        refused("held is in use by another process", "held")
+        with pytest.raises(InputError, match="held is in use by another process"):
             evaluation.main(
                 evaluation.EvalConfig(policy_folder, **evals | {"out_dir": str(tmp_path / "held")})
             )
