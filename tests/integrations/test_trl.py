@@ -438,7 +438,7 @@ def test_trainers_are_refused(monkeypatch):
             RuleError, match=f"'{rule}' .*3 processes must divide num_generations=4;"
         ):
             trainer.check()
-    trainer.args.prompt_rule = "pps"
+    trainer.args.prompt_rule = "uniform"
     trainer.check()
 
 
