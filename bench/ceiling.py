@@ -125,8 +125,9 @@ def figures(
         time = others + cost[weights > 0].sum()
         noise = (size * weights).square().sum() / size.square().sum()
         reached.append(((others + cost[size > 0].sum()) / time, noise))
-    columns = {key: torch.tensor(column).T for key, column in columns.items()}
-    times, noises = torch.tensor(reached).T
+    as_table = lambda rows: torch.tensor(rows, dtype=torch.float64).T
+    columns = {key: as_table(column) for key, column in columns.items()}
+    times, noises = as_table(reached)
     by_rank = dppo.COMPLETION_RULES[settings["completion_rule"]].biased
     noise = math.nan if by_rank else noises.mean().item()  # else the weights are not 1 / p
 

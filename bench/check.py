@@ -31,17 +31,17 @@ class Checked(Trainer):
         super().__init__(*args)
         self.every, self.draws = every, draws
 
-    def step(self, step: int) -> tuple[dict, list[dict]]:
+    def step(self, step: int) -> tuple[dict, dict[str, list[dict]]]:
         due = step % self.every == 0
         found = check(self, step, self.draws) if due else {}
-        row, samples = super().step(step)
-        return row | found, samples
+        row, others = super().step(step)
+        return row | found, others
 
 
 class Underweighted(Checked):
     """A planted mistake that the check must find: the weights of both levels are 10 % too small."""
 
-    def step(self, step: int) -> tuple[dict, list[dict]]:
+    def step(self, step: int) -> tuple[dict, dict[str, list[dict]]]:
         def too_small(prune):
             def pruned(name, *args):
                 keep, weights = prune(name, *args)
