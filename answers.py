@@ -29,7 +29,6 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"[º˚]", "°"),
     (r"[⁰¹²³⁴-⁾ⁿ]+", r"^{\g<0>}"),
     (r"[₀-₎ₐ-ₜ]+", r"_{\g<0>}"),
-    (r"⁄", "/"),
     (r"ℝ", r"\\mathbb{R}"),
     (r"[¼-¾⅐-⅞]", r" \g<0>"),
     (r"[^\x00-\x7f]+", lambda found: unicodedata.normalize("NFKC", found[0])),
@@ -38,7 +37,6 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"(?<![\\a-z])sqrt\b", "√"),
     (r"√(\[\d\])?\s*(?:\(([^()]*)\)|([\d.]+|[a-z]|\\frac\{\d+\}\{\d+\}))", r"\\sqrt\1{\2\3}"),
     (r"√", r"\\sqrt"),
-    (r"(?<![\\a-z])(?:infinity|inf)\b", r"\\infty "),
     (r"(?<![\\a-z])(pi|sin|cos|tan|log|ln)\b", r"\\\1 "),
     # LaTeX
     (r",\\!", "{,}"),
@@ -111,7 +109,7 @@ COUNTED = re.compile(r"(?:(?<=\d) +|(?<=[})]))(?=[a-z' -]*[a-z]{3})[a-z' -]+$", 
 
 WORDS = re.compile(r"(?=.*[a-z]{3})[a-z ,.'-]+|0[xob][\da-f]+", re.IGNORECASE)
 NUMBER = re.compile(r"-?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
-ROUNDED = re.compile(r"(?=.*\.)-?[0.]*(?:\d\.?){15,}")  # such as 0.333333333333333
+ROUNDED = re.compile(r"(?=.*\.)-?[0.]*[1-9]\.?(?:\d\.?){14,}")  # such as 0.333333333333333
 
 
 class Answer(NamedTuple):

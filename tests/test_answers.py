@@ -54,6 +54,12 @@ TABLE = {
         \ge 5 ; 5 ; 0
         \ge 5 ; \le 5 ; 0
         \ge 5 ; \text{at least } 5 ; 1
+        \ge 5 ; 5\text{ or more} ; 1
+        \le 5 ; at most 5 ; 1
+        \leq 5 ; 5 or fewer ; 1
+        \ne 5 ; \neq 5 ; 1
+        <5 ; \text{less than } 5 ; 1
+        >5 ; \gt 5 ; 1
         x \ge 5 ; 5 \leq x ; 1
         5 ; =5 ; 1
         5 ; \approx 5 ; 1
@@ -68,10 +74,13 @@ TABLE = {
         4210_7 ; 4210 ; 1
         2 ; 2\text{ million} ; 0
         5 ; 5\text{ thousand} ; 0
-        3 ; 3 dozen ; 0
+        36 ; 3 dozen ; 1
+        600 ; 6 hundred ; 1
+        4e12 ; 4 trillion ; 1
         \$1.5\text{ billion} ; 1{,}500{,}000{,}000 ; 1
         \frac{1}{2}\text{ million} ; 500000 ; 1
         3 \times 10^5 ; 3×10⁵ ; 1
+        1.6e-19 ; 1.6001\times 10^{-19} ; 0
         (1e-3, 2) ; (0.001, 2) ; 1
     """,
     "units": r"""
@@ -90,6 +99,8 @@ TABLE = {
         \$12.50 ; 12.5 dollars ; 1
         \$5 ; €5 ; 0
         \$5 ; 5 cents ; 0
+        €5 ; 5 euros ; 1
+        £5 ; 5 pounds ; 1
         45^\circ ; 45 degrees ; 1
         45^\circ ; 45 radians ; 0
         20℃ ; 20 degrees Fahrenheit ; 0
@@ -101,6 +112,7 @@ TABLE = {
         90 ; 90° ; 1
         90^\circ ; 90º ; 1
         \sqrt{12}/2 ; √12/2 ; 1
+        \sqrt{12} ; √{12} ; 1
         \sqrt{x+1} ; √(x+1) ; 1
         \sqrt{\frac12} ; √½ ; 1
         \sqrt[3]{7} ; ∛7 ; 1
@@ -112,6 +124,9 @@ TABLE = {
         (-\infty, 1)\cup(2,\infty) ; （−∞，1）∪（2，∞） ; 1
         -3 ; ‑3 ; 1
         3\cdot 4 ; 3·4 ; 1
+        2\pm\pi ; 2±π ; 1
+        \frac34 ; 3÷4 ; 1
+        x\le 2 ; x⩽2 ; 1
         \mathbb{R} ; ℝ ; 1
         1:2 ; 1∶2 ; 1
     """,
@@ -119,7 +134,7 @@ TABLE = {
         3/2 ; 1 1/2 ; 1
         2 2/3 ; 8/3 ; 1
         -3/2 ; -1\ 1/2 ; 1
-        1\frac{1}{2}\pi ; 1.5\pi ; 1
+        1\tfrac12\pi ; 1.5\pi ; 1
         (1 1/2, 2) ; (3/2, 2) ; 1
         11/2 ; 1 1/2 ; 0
         1 1/2 ; 1 ; 0
@@ -148,7 +163,10 @@ TABLE = {
         73 ; **73** ; 1
         73 ; 73\\ ; 1
         73 ; \(\textbf{73}.\) ; 1
+        73 ; $73$ ; 1
         73 ; 73! ; 0
+        3\sqrt7 ; 3 sqrt(7) ; 1
+        (0,\infty) ; (0, infinity) ; 1
         True ; true ; 1
         \text{two lines} ; Two  lines. ; 1
         east ; seat ; 0
