@@ -168,7 +168,7 @@ LINES = {  # a line of a.jsonl: what is wrong with row 1 of a.jsonl
     **{
         json.dumps(row): reason
         for row, reason in (
-            ({"prompt": [USER, SAYS], "solution": "2"}, "chat under 'prompt' ends with an"),
+            ({"prompt": [USER, SAYS]}, "chat under 'prompt' ends with an"),
             ({"messages": [USER, SAYS], "answer": "2"}, "chat under 'messages' ends with"),
             ({"messages": [HALF, USER], "answer": "2"}, "surrogates not allowed"),
             ({"messages": [SYSTEM], "answer": "2"}, "nothing is asked under 'messages'"),
@@ -437,14 +437,12 @@ DATES = {  # what a chat template says: what it says on the day of the run; None
 def test_the_date_of_a_template(template):
     """Catches a prompt that is another one on the next day."""
     tokenizer = arithmetic.make_tokenizer()
-    tokenizer.chat_template = template
-    data.fix_date(tokenizer, "2026-11-28")
     expected = DATES[template]
-    assert tokenizer.date == (expected and "2026-11-28")
-    assert not expected or tokenizer.apply_chat_template([USER], tokenize=False) == expected
-    tokenizer.chat_template = {"default": template or "", "tool_use": ""}
-    data.fix_date(tokenizer, "2026-11-28")
-    assert tokenizer.date == (expected and "2026-11-28")
+    for of_tokenizer in (template, {"default": template or "", "tool_use": ""}):
+        tokenizer.chat_template = of_tokenizer
+        data.fix_date(tokenizer, "2026-11-28")
+        assert tokenizer.date == (expected and "2026-11-28")
+        assert not expected or tokenizer.apply_chat_template([USER], tokenize=False) == expected
 
 
 @pytest.fixture

@@ -91,6 +91,12 @@ def set_config(**changes):
     return change
 
 
+def tied_with_bias(folder):
+    set_config(tie_word_embeddings=True)(folder)
+    without_head(folder)
+    with_weight("lm_head.bias")(folder)
+
+
 REFUSED = {  # a case: what is done to the folder, and what the message says
     "compiled": (
         prefixed("_orig_mod."), "such as lm_head.weight; it has _orig_mod.lm_head.weight inst",
@@ -129,6 +135,7 @@ REFUSED = {  # a case: what is done to the folder, and what the message says
         with_weight("model.layers.1.mlp.up_proj.lora_A.weight"), "does not use .*up_proj.lora_A",
     ),
     "a bias": (with_weight("lm_head.bias"), "does not use lm_head.bias, which changes one of its"),
+    "a bias of a tied head": (tied_with_bias, "does not use lm_head.bias"),
     "codes and scales": (
         with_weight("model.layers.1.mlp.up_proj.weight_scale"), "does not use .*full weights",
     ),

@@ -108,7 +108,7 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
 def test_resume_with_other_prompts(policy_folder, run, tmp_path):
     """As many as before, each of the same length, in another order. Catches a history that is given
     to other prompts, and data that is compared by lengths alone."""
-    one, other = '{"problem": "1+1?", "answer": "2"}', '{"problem": "2+2?", "answer": "4"}'
+    one, other = '{"problem": "1+3?", "answer": "4"}', '{"problem": "2+2?", "answer": "4"}'
     last = [one, one]  # of which one is held out
     file = tmp_path / "problems.jsonl"
     file.write_text("\n".join([one, other] * 3 + last) + "\n")

@@ -197,13 +197,17 @@ def test_gradient_checkpointing_is_the_same_run(run, tmp_path, monkeypatch):
     assert_same(timeless(tmp_path / "plain"), timeless(tmp_path / "checkpointed"))
 
 
-def test_dropout_and_checkpointing_do_not_meet(policy_folder, run, monkeypatch):
+@pytest.mark.parametrize("of_attention", [True, False])
+def test_dropout_and_checkpointing_do_not_meet(policy_folder, run, monkeypatch, of_attention):
     """Checkpointing needs transformers' training mode, which would enable dropout."""
     load = models.load_policy
 
     def with_dropout(*args, **options):
         model, tokenizer = load(*args, **options)
-        model.model.layers[0].mlp.act_fn = torch.nn.Dropout(0.1)
+        if of_attention:
+            model.model.layers[0].self_attn.attention_dropout = 0.1
+        else:
+            model.model.layers[0].mlp.act_fn = torch.nn.Dropout(0.1)
         return model, tokenizer
 
     monkeypatch.setattr(models, "load_policy", with_dropout)
