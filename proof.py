@@ -155,7 +155,8 @@ def expected_gradient(
             factor = weights * keep.numel() / max(1, keep.sum().item())
         total += chance * (factor.flatten() @ each)
         chances += chance
-    assert abs(chances - 1.0) < 1e-9, f"the probabilities of {rule}'s outcomes sum to {chances}"
+    if abs(chances - 1.0) > 1e-9:
+        raise ArithmeticError(f"the probabilities of {rule}'s outcomes sum to {chances}")
     return total
 
 
@@ -334,7 +335,8 @@ def both_levels(
         if kept:  # else there is no gradient
             case = toy_case(loss, prompts=kept, prompt_weights=weights[[*kept]], **options)
             total += chance * expected_gradient(case, rule, prune_rate)
-    assert abs(chances - 1.0) < 1e-9, f"probabilities of {prompt_rule}'s outcomes: {chances}"
+    if abs(chances - 1.0) > 1e-9:
+        raise ArithmeticError(f"the probabilities of {prompt_rule}'s outcomes sum to {chances}")
     return total, toy_case(loss, prompts=range(3), **options).full()
 
 

@@ -30,6 +30,11 @@ from train import Trainer
 JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]  # a parameter that is the flag --json
 
 
+COLORS = {  # of rules, in notebooks; safe for colour-blind readers (Okabe and Ito)
+    "none": "#000000", "zero": "#999999", "uniform": "#56B4E9", "dppo": "#0072B2",
+    "pps": "#009E73", "cppo": "#D55E00", "pods": "#999933", "cppo_batch": "#E69F00",
+    "dppo_floor": "#CC79A7",
+}  # fmt: skip
 FEWER_PROMPTS = "--prompts-per-step 64 --prompt-rule uniform --prompt-prune-rate 0.6"
 SIZES = {
     "pps": f"{FEWER_PROMPTS} --completion-prune-rate 0.7",

@@ -1,11 +1,11 @@
 """
 Rivals that choose prompts by what they see: GRESO, DAPO's dynamic sampling and MoPPS.
 
-    torchrun -m related.selectors --method greso      skips prompts that were all right or all wrong
+    python -m related.selectors --method greso        skips prompts that were all right or all wrong
                                                       lately (arXiv:2506.02177)
-    torchrun -m related.selectors --method dynamic    refills until the batch has live groups
+    python -m related.selectors --method dynamic      refills until the batch has live groups
                                                       (DAPO, arXiv:2503.14476)
-    torchrun -m related.selectors --method mopps      the prompts whose guessed pass rates are
+    python -m related.selectors --method mopps        the prompts whose guessed pass rates are
                                                       nearest 1/2 (arXiv:2507.04632)
 
 Other flags are train.py's; --completion-rule may drop completions as well. They need one process.

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for seed in 0 1 2; do
-    time torchrun train.py --seed "$seed" --out-dir "out-$seed"
+    time python train.py --seed "$seed" --out-dir "out-$seed"
     python eval.py --model "out-$seed/checkpoint" --data arithmetic-longer
 done
 python eval.py --model tasks/arithmetic-base --data arithmetic-longer

@@ -21,7 +21,11 @@ esac
 start=$out/sft/checkpoint
 
 common=(--prompt-format plain)
-source runs/resumable.sh
+train() {  # train MODULE FOLDER FLAGS...: start a run, or continue it
+    python -m "$1" "${common[@]}" --resume auto --out-dir "$2" "${@:3}"
+    local steps; steps=$(sed -n 's/^ *"steps": \([0-9]*\),*$/\1/p' "$2/config.json")
+    [ -e "$2/checkpoint-$(printf %06d "$steps")" ]  # one that was stopped ends this script
+}
 evaluate() {  # evaluate NAME MODEL DATA FLAGS...
     python eval.py --out-dir "$out/evals/$1" --model "$2" --data "${@:3}" --prompt-format plain \
         --problems $problems

@@ -15,7 +15,6 @@ There is no random state to save: all randomness is a function of (seed, step, p
 import contextlib
 import datetime
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from runtime import InputError, log, ranks
 
@@ -90,14 +89,11 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
     final = out_dir / f"checkpoint-{state['step']:06d}"
     unfinished = out_dir / "checkpoint.new"
     shutil.rmtree(unfinished, ignore_errors=True)
-    with log.nothing_lost_if_full(unfinished, (OSError, RuntimeError, SafetensorError)):
+    with log.nothing_lost_if_full(unfinished, Exception):  # each library has errors of its own
         once = {tensor.data_ptr(): tensor for tensor in weights.values()}  # as they are written
         bits = _sum_of_bits(once.values())  # first: transformers empties the dictionary
         model.save_pretrained(unfinished, state_dict=weights)
-        try:
-            getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
-        except Exception as error:  # the library tokenizers raises plain Exception
-            raise OSError(str(error)) from error
+        getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
         torch.save(state, unfinished / "trainer.pt")
         paths = [path for path in unfinished.rglob("*") if path.is_file()]
         files = {
@@ -187,17 +183,14 @@ def _stored_weights(folder):
 def find(out_dir: Path) -> Path | None:
     """The newest complete checkpoint, or None if there is none at all; reports damaged ones."""
     paths = _numbered(out_dir)[::-1]
-    found = next(filter(is_complete, paths), None)
-    for path in itertools.takewhile(lambda path: path != found, paths):
-        instead = f"resuming from {found.name}" if found else "no older one is complete"
-        print(f"{path} is damaged: its files are not what was written; {instead}")
-    if found:
-        _link(out_dir, found)
-    elif paths:
-        raise InputError(
-            f"--resume: {out_dir} has no complete checkpoint: remove the folder to start over"
-        )
-    return found
+    for path in paths:
+        if is_complete(path):
+            _link(out_dir, path)
+            return path
+        print(f"{path} is damaged: its files are not what was written")
+    if paths:
+        raise InputError(f"--resume: no checkpoint in {out_dir} is complete: remove the folder")
+    return None
 
 
 def load_state(folder: Path) -> dict:
@@ -223,15 +216,11 @@ def first_date(out_dir: str | None) -> str:
 
 def write_config(out_dir: Path, config: dict, ranks: int, date: str | None) -> None:
     """config.json: every resolved value, the date of the prompts, the versions, and the commit."""
-
-    def git(*args):
-        try:
-            command = ["git", "-C", str(Path(__file__).parent), *args]
-            answer = subprocess.run(command, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
-            return None
-        return answer.stdout.strip()
-
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        answer = subprocess.run([*command, "--abbrev=40"], capture_output=True, check=True)
+        commit = answer.stdout.decode().strip()  # it ends in -dirty if files differ from it
     written = {
         "config": config,
         "date": date,
@@ -242,7 +231,6 @@ def write_config(out_dir: Path, config: dict, ranks: int, date: str | None) -> N
         },
         "ranks": ranks,
         "threads": torch.get_num_threads(),
-        "commit": git("rev-parse", "HEAD"),
-        "changed_files": (git("status", "--porcelain", "--untracked-files=no") or "").splitlines(),
+        "commit": commit,
     }
     log.write_text(out_dir / "config.json", json.dumps(written, indent=2) + "\n")

@@ -50,9 +50,7 @@ def cut_rows(path: Path, keep) -> list[dict]:
 
 def write_rows(path: Path, rows: list[dict]) -> None:
     """Replace a JSON-lines file. A kill leaves either the old file or the new one."""
-    path.with_suffix(".new").unlink(missing_ok=True)
-    append_rows(path.with_suffix(".new"), rows)
-    path.with_suffix(".new").replace(path)
+    write_text(path, "".join(as_json(row) + "\n" for row in rows))
 
 
 def append_rows(path: Path, rows: list[dict]) -> None:
@@ -75,18 +73,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def as_json(row: dict) -> str:
-    """One line of JSON; NaN and infinities become null, inside lists too."""
-
-    def plain(value):
-        if isinstance(value, list):
-            return [plain(part) for part in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps({key: plain(value) for key, value in row.items()})
+    """One line of JSON; NaN and infinities become null."""
+    return json.dumps(json.loads(json.dumps(row), parse_constant=lambda _: None))
 
 
 @contextlib.contextmanager
-def nothing_lost_if_full(path: Path, errors: tuple = (OSError,)):
+def nothing_lost_if_full(path: Path, errors: type = OSError):
     """Turn the errors of a full disk while `path` is written into an InputError. A half-written
     folder is removed, because it would keep the disk full."""
     try:

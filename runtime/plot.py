@@ -12,18 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
 
-COLORS = {  # of rules, in the notebooks; safe for colour-blind readers (Okabe and Ito)
-    "none": "#000000",
-    "zero": "#999999",
-    "uniform": "#56B4E9",
-    "dppo": "#0072B2",
-    "pps": "#009E73",
-    "cppo": "#D55E00",
-    "pods": "#999933",
-    "cppo_batch": "#E69F00",
-    "dppo_floor": "#CC79A7",
-}
-CURVES = ("#0072B2", "#D55E00", "#009E73", "#000000")  # of a panel whose curves are not rules
+CURVES = ("#0072B2", "#D55E00", "#009E73", "#000000")  # of Okabe and Ito, for the colour-blind
 LEGEND = {"frameon": False, "fontsize": "small", "handlelength": 1.2, "columnspacing": 1}
 
 
@@ -34,7 +23,6 @@ def draw_run(out_dir: Path) -> None:
     lines = (out_dir / "log.jsonl").read_text().split("\n")[:-1]  # without a half-written last line
     rows = [json.loads(line) for line in lines]
     cfg = json.loads((out_dir / "config.json").read_text())["config"]
-    steps = [row for row in rows if row["step"] > 0]
     figure = Figure(figsize=(16, 11), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     axes = figure.subplots(3, 4)
@@ -67,42 +55,32 @@ def draw_run(out_dir: Path) -> None:
     }  # fmt: skip
     for axis, (name, curves) in panels.items():
         for key, label in curves.items():
-            series(axis, steps, key, label)
+            series(axis, rows, key, label)
         axis.set(ylabel=name, ylim=(0, 1.05) if name.startswith("share") else (0, None))
     for axis in axes.flat:
         if axis.get_legend_handles_labels()[0]:  # above the panel, where no curve is
             columns = 3 if axis is axes[0, 2] else 2
             axis.legend(ncols=columns, bbox_to_anchor=(0, 1), loc="lower left", **LEGEND)
-    figure.suptitle(
-        f"{cfg['loss']} loss on {cfg['data']}, {cfg['model']} model, seed {cfg['seed']}: "
-        f"prompts {cfg['prompt_rule']} (rate {cfg['prompt_prune_rate']}), "
-        f"completions {cfg['completion_rule']} (rate {cfg['completion_prune_rate']})"
-    )
+    figure.suptitle("{method} on {data}: {model}, seed {seed}".format(**cfg))
     figure.savefig(out_dir / "run.png", dpi=100)
 
 
-def series(axis, rows, key, label=None, x=lambda row: row["step"], **style) -> None:
+def series(axis, rows, key, label=None, x="step", **style) -> None:
     """One curve of the rows that have the key."""
-    points = [(x(row), row[key]) for row in rows if row.get(key) is not None]
+    points = [(row[x], row[key]) for row in rows if row.get(key) is not None]
     if points:
         axis.plot(*zip(*points, strict=True), label=label, **style)
 
 
 def draw_reward(axes, rows: list[dict]) -> None:
-    """Reward and evaluation, by step and by seconds."""
-    steps = [row for row in rows if row["step"] > 0]
-    seconds, total = {0: 0.0}, 0.0
-    for row in steps:
-        total += row["step_time"]
-        seconds[row["step"]] = total
-    units = {
-        "step": lambda row: row["step"],
-        "seconds of training, without evaluations": lambda row: seconds[row["step"]],
-    }
-    for axis, (unit, x) in zip(axes, units.items(), strict=True):
-        series(axis, steps, "reward", "reward (train)", x)
+    """Reward and evaluation, by step and by seconds of training, without evaluations."""
+    seconds = 0.0
+    for row in rows:
+        row["seconds of training"] = seconds = seconds + row.get("step_time", 0.0)
+    for axis, x in zip(axes, ("step", "seconds of training"), strict=True):
+        series(axis, rows, "reward", "reward (train)", x)
         series(axis, rows, "eval/avg@4", "avg@4 (held out)", x, marker="o")
-        axis.set(xlabel=unit, ylabel="reward (train), avg@4 (held out)")
+        axis.set(xlabel=x, ylabel="reward (train), avg@4 (held out)")
         low, high = axis.get_ylim()
         axis.set_ylim(min(0, low), max(1.05, high))  # a reward may lie outside 0 to 1
 

@@ -108,7 +108,8 @@ def report(problem: Exception | str) -> None:
         time.sleep(5)  # torchrun ends this rank if rank 0 has reported meanwhile
     print(f"error: {problem}", file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's last lines show it again
-        Path(path).write_text(json.dumps({"message": f"{problem}"}))
+        found = {"message": f"error: {problem}", "timestamp": int(time.time())}
+        Path(path).write_text(json.dumps(found))
 
 
 def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:

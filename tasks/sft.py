@@ -2,7 +2,7 @@
 Supervised training on worked solutions: the start that a model needs before it can be rewarded.
 
     python -m tasks.sft --model smollm2 --data words --out-dir out/sft
-    torchrun train.py --model out/sft/checkpoint --data words
+    python train.py --model out/sft/checkpoint --data words
 
 GRPO learns nothing from a group whose completions are all wrong, so a model must already
 solve some problems. `torchrun --nproc-per-node 4 -m tasks.sft` divides each batch among four

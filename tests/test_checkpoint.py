@@ -172,14 +172,13 @@ def test_a_damaged_checkpoint_is_skipped(save, tmp_path, monkeypatch, capsys, da
         for path in victim.iterdir():
             path.unlink()
     assert step_of(checkpoint.find(tmp_path)) == step_of(tmp_path / "checkpoint") == 1
-    message = "checkpoint-000002 is damaged: its files are not what was written; resuming from "
-    assert message + "checkpoint-000001" in capsys.readouterr().out
+    message = "checkpoint-000002 is damaged: its files are not what was written"
+    assert message in capsys.readouterr().out
     save(2)
     assert step_of(checkpoint.find(tmp_path)) == 2
     for path in tmp_path.glob("checkpoint-*"):
         (path / "trainer.pt").write_bytes(b"")
-    message = "has no complete checkpoint: remove the folder to start over"
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=r"no checkpoint in .* is complete: remove the folder"):
         checkpoint.find(tmp_path)
 
 

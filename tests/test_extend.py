@@ -69,7 +69,7 @@ def test_reward_of_the_readme():
 def test_rules_and_loss_of_the_readme(policy_folder, tmp_path, capsys):
     """Word for word: a program trains with them, and proof.py proves them. Catches a renamed
     argument, a rule that the method does not pick, and one that drops nothing."""
-    assert "torchrun mine.py --method mine --loss unclipped" in README
+    assert "python mine.py --method mine --loss unclipped" in README
     assert "`python proof.py mine.py`" in README
     code = RULES.replace("train.cli()", 'train.cli(lambda text, answer: float(text[:1] < "@"))')
     sizes = {"prompts_per_step": 64, "steps": 10, "data": "arithmetic"}

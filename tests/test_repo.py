@@ -25,7 +25,7 @@ LOG = ROOT / "runs" / "LOG.md"  # its flags and commands are those of their day
 OTHER_FLAGS = {  # of torchrun, pip, TRL and SkyRL
     "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
     "--shutdown-timeout", "--signals-to-handle", "--no-deps", "--extra", "--base-model",
-    "--backend", "--port", "--config",
+    "--backend", "--port", "--config", "--max-restarts",
 }  # fmt: skip
 
 FOLDERS = ("engines", "integrations", "tasks", "runtime", "related", "bench")
@@ -67,7 +67,7 @@ def test_readme_begins_with_the_essentials():
     assert "2603.04135" in head
     assert "Divergence" in head
 
-    first = README.index("pip install -r requirements.txt && torchrun train.py")
+    first = README.index("pip install -r requirements.txt && python train.py")
     assert first < README.index("pip install -r requirements.txt && pytest")
     assert first < README.index("## The idea")
 
@@ -235,6 +235,14 @@ def repository_files():
     paths = (ROOT / name for name in sorted(set(listed.stdout.splitlines())))
     environments = {path.parent for path in ROOT.glob("*/pyvenv.cfg")}
     return [path for path in paths if path.exists() and not environments & {*path.parents}]
+
+
+def test_python_O_changes_nothing():
+    """Fails if a program of ours asserts something, which `python -O` leaves out."""
+    for path in repository_files():
+        if path.suffix == ".py" and ROOT / "tests" not in path.parents:
+            kinds = {type(node) for node in ast.walk(ast.parse(path.read_text()))}
+            assert ast.Assert not in kinds, path
 
 
 def test_no_path_of_a_machine_is_left():

@@ -399,6 +399,7 @@ def test_a_run_of_another_version(run, tmp_path):
 
 def program(args):
     """train.py as a program that ends with status 77 where it would wait for torchrun to end it."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = args[-1] + ".json"
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(seconds) if seconds < 1 else os._exit(77)
     sys.argv = ["train.py", *args]
@@ -408,7 +409,7 @@ def program(args):
 def test_bad_input_has_no_traceback(tmp_path):
     """As a program, alone and on two ranks, of which only the first reports it: the second waits.
 
-    Catches an error that every rank prints.
+    Catches an error that every rank prints, and one that is not in torchrun's last lines.
     """
     (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "1"}\noops\n')
     message = "bad.jsonl: JSONDecodeError: Expecting value"
@@ -423,3 +424,4 @@ def test_bad_input_has_no_traceback(tmp_path):
     assert first.count(message) == 1
     assert message not in second
     assert "Traceback" not in first + second
+    assert message in json.loads((tmp_path / "run.json").read_text())["message"]

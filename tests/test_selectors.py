@@ -403,14 +403,15 @@ def test_a_round_has_no_prompt_twice():
 
 @pytest.mark.parametrize("method", ["greso", "mopps"])
 def test_resumed(policy_folder, tmp_path, monkeypatch, method):
-    """Log, samples and weights as if never stopped. Catches streaks, probabilities, the cursor or
-    MoPPS's counts that are lost, and a run that goes on as one of another method."""
+    """Log, samples and weights as if never stopped, also after a reward that raised in the midst of
+    a step. Catches streaks, probabilities, the cursor or MoPPS's counts that are lost or ahead of
+    the step, and a run that goes on as one of another method."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
 
-    def go(name, steps, *more, kind=selectors.METHODS[method]):
+    def go(name, steps, *more, kind=selectors.METHODS[method], reward=toy.toy_reward):
         args = toy.flags(policy_folder, str(tmp_path / name), method="grpo", group_size=3)
         args += ["--lr", "3e-3", "--steps", str(steps), "--save-every", "5", *more]
-        toy.train.main(config.parse_config(args), reward=toy.toy_reward, trainer_class=kind)
+        toy.train.main(config.parse_config(args), reward=reward, trainer_class=kind)
         return toy.timeless(tmp_path / name)
 
     whole = go("whole", 20)
@@ -419,6 +420,15 @@ def test_resumed(policy_folder, tmp_path, monkeypatch, method):
         with pytest.raises(InputError, match="another program or version than this one trained"):
             go("part", 20, "--resume", kind=other)
     toy.assert_same(whole, go("part", 20, "--resume"))
+    calls = iter(range(100))
+
+    def raises(completion, answer):
+        next(calls)  # StopIteration, after some steps
+        return toy.toy_reward(completion, answer)
+
+    with pytest.raises(StopIteration):
+        go("raised", 20, reward=raises)
+    toy.assert_same(whole, go("raised", 20, "--resume"))
 
 
 def test_the_command(policy_folder, tmp_path):
