@@ -169,7 +169,8 @@ def sizes(step: Step, group_size: int, settings: dict) -> tuple[torch.Tensor, fl
     ones = torch.ones_like(advantages)
     size = dppo.contribution_size(advantages, step.size_of_1, ones, settings["beta"])
     weight = step.prompt_weights[:, None]
-    signal = ((weight * advantages.abs()).sum() / (weight.sum() * G)).item()
+    trained = step.size_of_1 > 0  # a masked completion carries no signal
+    signal = ((weight * advantages.abs() * trained).sum() / (weight.sum() * G)).item()
     return (size * weight.sqrt()).flatten(), signal
 
 

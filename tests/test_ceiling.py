@@ -186,7 +186,8 @@ def test_sizes_of_smaller_groups(scale_rewards, reward_range, beta, size):
         block = torch.tensor([block], dtype=torch.float64)
         advantage = dppo.group_advantages(block, scale_rewards, reward_range)[0].abs()
         expected[k, g : g + size] = (advantage + beta) * of_1[k, g : g + size] * weights[k] ** 0.5
-        total += weights[k] * advantage.sum().item()
+        trained = of_1[k, g : g + size] > 0  # a masked completion carries no signal
+        total += weights[k] * (advantage * trained).sum().item()
     assert torch.allclose(found.view(4, 6), expected, rtol=1e-12)
     assert signal == pytest.approx(total / (8 * 6))
     assert found[4] == 0
