@@ -135,7 +135,11 @@ def all_gather(items) -> list:
 
 @contextlib.contextmanager
 def together(collective: str):
-    """Around a collective: if another rank stays away, this one names it and ends the run."""
+    """Around a collective: if another rank stays away, this one names it and ends the run. If
+    another library, such as accelerate, made the process group, that library's limit holds."""
+    if waits.store is None:
+        yield
+        return
     waits.collectives += 1
     waits.store.set(str(rank()), str(waits.collectives))
     timer = threading.Timer(60 * waits.minutes, _give_up, [collective])
