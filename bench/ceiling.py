@@ -10,9 +10,10 @@ group size that you would consider: what larger groups would do cannot be read.
 
 Where noise limits learning, progress in a second goes as S^2 / (T V). S is the mean |advantage|, T
 the time of a step and V the noise of its gradient (dppo.adaptive_keep_prob; docs/method.md has the
-derivation). A run says all of it for smaller groups, too: completions of a prompt are independent,
-so a group of 16 is four groups of 4. In batches above the critical size V does not matter, and a
-smaller batch gains as much as any pruning.
+derivation). A run says all of it for smaller groups, too: completions of a prompt are independent
+samples, so a group of 16 is four groups of 4. Their gradients correlate, because they share the
+prompt: --correlation adds the noise of that, and is not measured from the run. In batches above the
+critical size V does not matter, and a smaller batch gains as much as any pruning.
 
 V is that of independent keeps. The systematic draws of pps and adaptive have less noise, so they
 may exceed what is printed.
@@ -40,6 +41,7 @@ from runtime import InputError, log
 WARM = 1  # the first step also loads and compiles
 # Dense near 0 and 1, where a group's chance of being live changes fastest.
 PASS_RATES = torch.cat([torch.linspace(-14, 14, 281).sigmoid(), torch.tensor([0.0, 1.0])]).double()
+AT_THE_ENDS = 0.9  # the share of prompts that are never or always solved, to begin with
 ROUNDS = 10_000  # of expectation and maximization
 RESAMPLES = 500  # of the steps, for the intervals
 
@@ -176,7 +178,7 @@ def sizes(step: Step, group_size: int, settings: dict) -> tuple[torch.Tensor, fl
 
 def time_variance(keep_prob, size, cost, rest: float, together: float = 0.0) -> float:
     """T V of keep probabilities, as dppo.adaptive_keep_prob explains it. `together` is the noise
-    that is not there if the completions of a prompt are independent."""
+    that is added because the completions of a prompt correlate."""
     live = size > 0
     time = rest + (keep_prob * cost).sum()
     variance = (size[live].square() / keep_prob[live]).sum()
@@ -272,9 +274,12 @@ def shares_of_pass_rates(groups: torch.Tensor, chance: torch.Tensor) -> torch.Te
     0, 1, .., G right [G + 1] and their chances [pass rates, G + 1].
 
     Each round multiplies the shares as expectation and maximization does, to a power that grows
-    until the likelihood falls. With a power of 1 it takes a hundred times as many rounds.
+    until the likelihood falls. With a power of 1 it takes a hundred times as many rounds. A small
+    pass rate looks like one of 0, so shares move away from the ends sooner than towards them: most
+    of the prompts begin there.
     """
-    share = torch.full_like(PASS_RATES, 1 / len(PASS_RATES))
+    share = torch.full_like(PASS_RATES, (1 - AT_THE_ENDS) / (len(PASS_RATES) - 2))
+    share[-2:] = AT_THE_ENDS / 2  # the last two pass rates are 0 and 1
     best, highest, power = share, -math.inf, 1.0
     for _ in range(ROUNDS):
         mixed = (share @ chance).clamp(min=1e-300)  # [G + 1]
