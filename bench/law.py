@@ -2,7 +2,10 @@
 The law of pruning, tested: how long until an accuracy, for every group size, with and without
 pruning?
 
-    python -m bench law     makes the runs that runs/law.jsonl lacks (hours), and prints the tables
+    python -m bench law                      makes the runs that runs/law.jsonl lacks (hours), and
+                                             prints the tables
+    python -m bench law --correlations 2     measures how the gradients of a prompt's completions
+                                             correlate, along two runs of each task
 
 Time is virtual: m x tokens sampled + tokens trained on, where m is the time of everything but
 training over the time of training on all completions. So one run of GRPO without zeros serves every
@@ -38,6 +41,7 @@ from runtime import log
 from update import accumulate_gradients
 
 ROWS = Path("runs/law.jsonl")
+CORRELATIONS = Path("runs/law-correlation.jsonl")
 PREDICTED = Path("runs/law-predicted.md")
 PREDICTIONS = ("Before the runs", "With the correlation of groups")  # its tables
 TARGETS = {"arithmetic": 0.85, "arithmetic-mixed": 0.7}  # accuracy on held-out problems
@@ -60,7 +64,7 @@ class Run:
     """What a run is, before it is made."""
 
     task: str
-    rule: str  # zero, adaptive; with prompts by history or blind: adaptive_history, adaptive_blind
+    rule: str  # zero: all terms that are not exactly 0; or adaptive
     ratio: float  # m; 0: the rule does not depend on it
     group_size: int
     lr: float
@@ -84,22 +88,28 @@ class Run:
 def main(
     tasks: tuple[str, ...] = ("arithmetic", "arithmetic-mixed"),
     seeds: int = 5,
+    correlations: int = 0,
     workers: int = 2,
     json_file: JsonFile = ROWS,
 ) -> None:
-    """Make the runs that are missing.
+    """Make the runs that are missing, and print and draw what they show.
 
     Args:
         tasks: arithmetic, arithmetic-mixed
         seeds: fresh seeds of each arm
+        correlations: instead, the number of runs of each task along which to measure them
         workers: runs at a time, each with one thread
         json_file: where the rows are; the same command resumes after a stop
     """
+    for task, seed in itertools.product(tasks, range(correlations)):
+        log.append_rows(CORRELATIONS, measure_correlation(task, seed))
+    if correlations:
+        return
     for task in tasks:
         arms = [(task, "zero", 0.0, size) for size in GROUP_SIZES]
         arms += [(task, "adaptive", m, size) for m in RATIOS for size in GROUP_SIZES]
-        make([Run(*arm, lr, seed) for seed in TUNING_SEEDS for lr in RATES for arm in arms],
-             json_file, workers)  # fmt: skip
+        tuning = itertools.product(TUNING_SEEDS, RATES, arms)
+        make([Run(*arm, lr, seed) for seed, lr, arm in tuning], json_file, workers)
         rows = log.read_rows(json_file)
         chosen = dict.fromkeys(
             (*arm, best_rate(rows, arm, m))
@@ -157,9 +167,7 @@ def accuracy(trainer: train.Trainer) -> float:
 # ---------------------------------------------------------------------------- how groups correlate
 
 
-def measure_correlation(
-    task: str, seed: int, at: tuple[int, ...] = (0, 4, 8, 16, 24)
-) -> list[dict]:
+def measure_correlation(task: str, seed: int) -> list[dict]:
     """Design effects (Kish 1965) of groups along a run of GRPO without zeros: the noise of the
     gradient over what it would be if completions of a prompt were independent. {task, seed, step,
     "2": .., "4": ..}, by group size.
@@ -313,10 +321,43 @@ def table(rows: list[dict], task: str) -> str:
     return results.as_markdown(cells)
 
 
+def agreement(rows: list[dict], task: str) -> str:
+    """Markdown: how well each prediction describes the runs. A cell is an arm; those that are 1 by
+    definition do not count."""
+    head = ["", "cells inside their interval", "off by a factor of", "rank correlation by m"]
+    head.append("best group size within one step")
+    cells = [head, ["---"] * len(head)]
+    for title in PREDICTIONS:
+        inside, factors, correlations, near = [], [], [], []
+        for m in RATIOS:
+            of_m = []  # (predicted, measured)
+            for rule in ("zero", "adaptive"):
+                predicted = predictions(title)[task, m, rule]
+                best = predicted.index(max(predicted))
+                found = GROUP_SIZES.index(best_size(rows, task, rule, m))
+                near.append(abs(best - found) <= 1)
+                for value, size in zip(predicted, GROUP_SIZES, strict=True):
+                    mean, half = results.interval(progress(rows, task, rule, m, size))
+                    of_m.append((value, mean))
+                    if half > 0:
+                        inside.append(abs(value - mean) <= half)
+                        factors.append(abs(math.log(value / mean)))
+            ranks = torch.tensor(of_m).argsort(dim=0, stable=True).argsort(dim=0).T  # [2, arms]
+            correlations.append(torch.corrcoef(ranks.double())[0, 1].item())
+        cells.append([
+            title,
+            f"{sum(inside)} of {len(inside)}",
+            f"{math.exp(statistics.mean(factors)):.2f}",
+            ", ".join(f"{value:.2f}" for value in correlations),
+            f"{sum(near)} of {len(near)}",
+        ])  # fmt: skip
+    return results.as_markdown(cells)
+
+
 def show(rows: list[dict], task: str) -> None:
-    """Print the tables of a task, and draw runs/law.png."""
+    """Print the tables of a task, and draw its picture into runs/."""
     print(f"\n{results.TITLES[task]}: progress in a second of virtual time\n\n{table(rows, task)}")
-    print(f"\n{gains(rows, task)}")
+    print(f"\n{gains(rows, task)}\n\n{agreement(rows, task)}")
     draw(rows, task).savefig(f"runs/law-{task}.png")
 
 
