@@ -124,6 +124,7 @@ class Answer(NamedTuple):
 
 @lru_cache
 def read(text: str) -> Answer:
+    """The parts of an answer, after SPELLINGS."""
     for pattern, replacement in SPELLINGS:
         text = pattern.sub(replacement, text)
     label = relation = ""
@@ -164,7 +165,7 @@ def equal(answer: str, given: str) -> bool:
 
 
 def same(answer: str, given: str) -> bool:
-    """Whether two values are equal."""
+    """Whether two values are equal, in the form that `read` gives them."""
     if answer == given:
         return True
     if WORDS.fullmatch(answer) or WORDS.fullmatch(given):
