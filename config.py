@@ -159,7 +159,7 @@ def resolve(cfg: Config) -> Config:
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     cfg = replace(cfg, device=device, dtype=dtype, **missing)
     _check_values(cfg)
-    _check_rules(cfg)
+    _check_updates(cfg)
     return cfg
 
 
@@ -190,19 +190,20 @@ def _check_name(cfg: Config, name: str, known: dict) -> None:
 def _check_entries(cfg: Config) -> None:
     """InputError for a rule or loss that is unknown, or whose entry is of the wrong kind."""
     for name, table, kind in (
-        ("prompt_rule", sampler.PROMPT_RULES, sampler.PromptRule),
-        ("completion_rule", dppo.COMPLETION_RULES, dppo.CompletionRule),
+        ("prompt_rule", sampler.PROMPT_RULES, dppo.Rule),
+        ("completion_rule", dppo.COMPLETION_RULES, dppo.Rule),
         ("loss", dppo.LOSSES, dppo.Loss),
     ):
         _check_name(cfg, name, table)
         entry = table[getattr(cfg, name)]
         if not isinstance(entry, kind):
+            maker = "dppo.by_probability" if kind is dppo.Rule else "dppo.Loss"
             wrong = f"the entry {getattr(cfg, name)!r} is a {type(entry).__name__}"
-            raise InputError(f"{wrong}: wrap it in a {kind.__name__}(..)")
-        if getattr(entry, "select", None) and entry.biased is None:
+            raise InputError(f"{wrong}: give it to {maker}(..)")
+        if kind is dppo.Rule and not entry.keep_prob and not entry.biased:
             raise InputError(
-                f"the entry {getattr(cfg, name)!r} selects by itself, without keep probabilities: "
-                f'say in its biased=.. what that does to the gradient, or "" if it is unbiased'
+                f"the entry {getattr(cfg, name)!r} draws without keep probabilities: use "
+                f"dppo.by_probability(..), or say in its biased=.. what it does to the gradient"
             )
     denominator = dppo.LOSSES[cfg.loss].denominator
     dppo.check_known(f"denominator (loss {cfg.loss!r})", denominator, dppo.DENOMINATORS)
@@ -210,11 +211,14 @@ def _check_entries(cfg: Config) -> None:
     dppo.check_known(f"scale_rewards (loss {cfg.loss!r})", scale_rewards, dppo.SCALES)
 
 
+def can_drop(rule: dppo.Rule, prune_rate: float) -> bool:
+    return prune_rate > 0 or rule.rate is None
+
+
 def prunes_prompts(cfg: Config) -> bool:
     """Whether a resolved Config drops prompts at random, before rollout."""
     rule = sampler.PROMPT_RULES[cfg.prompt_rule]
-    without_rate = rule.rate is None and rule.keep_prob is not sampler.everything
-    return cfg.prompt_prune_rate > 0 or without_rate
+    return cfg.prompt_rule != "none" and can_drop(rule, cfg.prompt_prune_rate)
 
 
 def require(cfg: Config, name: str, good: bool, rule: str) -> None:
@@ -258,19 +262,15 @@ def _check_values(cfg: Config) -> None:
     require(cfg, "eps_high", 0 < cfg.eps_high < math.inf, "above 0")
 
 
-def _check_rules(cfg: Config) -> None:
-    """Check the values that depend on the two rules."""
-    prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
+def _check_updates(cfg: Config) -> None:
+    """Check that each update of a step has prompts."""
     total = cfg.prompts_per_step
-    why = "so that every update has the planned size"
-    divisor = f"a divisor of the step's {total} prompts, {why}"
+    divisor = f"a divisor of the step's {total} prompts, so that every update has the planned size"
     require(cfg, "minibatches", total % cfg.minibatches == 0, divisor)
-    if prompt_rule.fixed_size:
+    if cfg.prompt_rule == "uniform":
         each = total // cfg.minibatches
-        kept = sampler.kept_prompts(each, cfg.prompt_prune_rate)
-        require(
-            cfg, "prompt_prune_rate", kept > 0, f"lower: an update would keep 0 of {each} prompts"
-        )
+        some = round((1.0 - cfg.prompt_prune_rate) * each) > 0
+        require(cfg, "prompt_prune_rate", some, f"lower: an update would keep 0 of {each} prompts")
 
 
 def learning_rate(cfg: Config, step: int, highest: float) -> float:
@@ -300,14 +300,11 @@ def warnings(cfg: Config) -> list[str]:
             f"prompts are pruned, too: by {cfg.prompt_rule}, the prompt rule of --method "
             f"{cfg.method}; --prompt-rule none keeps all"
         )
-    completion_rule = dppo.COMPLETION_RULES[cfg.completion_rule]
-    prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
-    if completion_rule.biased and (cfg.completion_prune_rate > 0 or completion_rule.rate is None):
-        rule = f"--completion-rule {cfg.completion_rule}"
-        notes.append(f"{rule} changes the expected gradient: {completion_rule.biased}")
-    if prompt_rule.biased and (cfg.prompt_prune_rate > 0 or prompt_rule.rate is None):
-        rule = f"--prompt-rule {cfg.prompt_rule}"
-        notes.append(f"{rule} changes the expected gradient: {prompt_rule.biased}")
+    for level, table in (("completion", dppo.COMPLETION_RULES), ("prompt", sampler.PROMPT_RULES)):
+        name = getattr(cfg, f"{level}_rule")
+        rule, rate = table[name], getattr(cfg, f"{level}_prune_rate")
+        if rule.biased and can_drop(rule, rate):
+            notes.append(f"--{level}-rule {name} changes the expected gradient: {rule.biased}")
     if cfg.engine == "vllm" and cfg.completion_rule in ("pps", "adaptive"):
         notes.append(
             f"--engine vllm gives {cfg.completion_rule} an upper bound of each completion's size: "

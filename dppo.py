@@ -53,9 +53,11 @@ class RuleError(ValueError):
 
 @contextlib.contextmanager
 def named(kind: str, name: str):
-    """Adds a note that names the rule or loss to whatever its call raises."""
+    """Says which rule or loss raised: in the message of a RuleError, in a note of any other."""
     try:
         yield
+    except RuleError as error:
+        raise RuleError(f"{kind} {name!r} {error}") from None
     except Exception as error:
         error.add_note(f"(in the {kind} {name!r})")
         raise
@@ -148,6 +150,11 @@ class Completions:
     cost: torch.Tensor  # tokens that training forwards: prompt + completion
     size: torch.Tensor  # contribution_size: how much it is expected to move the gradient
     rest: float = 0.0  # the time of all of a step but training, in tokens trained on; for adaptive
+
+    @property
+    def live(self) -> torch.Tensor:
+        """Which of them have a loss term that is not exactly 0, bool [K, G]."""
+        return self.size > 0
 
 
 def energy_bound(logprobs: torch.Tensor) -> torch.Tensor:
@@ -278,8 +285,8 @@ def generator_for(*key) -> Generator:
     return Generator(Philox(key=int.from_bytes(digest[:16], "big")))
 
 
-def draw(keep_prob: torch.Tensor, generator: Generator) -> torch.Tensor:
-    """Keep or drop, bool of keep_prob's shape: independent, with exactly these probabilities."""
+def independent(keep_prob: torch.Tensor, generator: Generator) -> torch.Tensor:
+    """Independent draw, bool of keep_prob's shape."""
     uniform = torch.as_tensor(generator.random(keep_prob.shape))  # float64 in [0, 1)
     return uniform < keep_prob  # 1.0 is always kept, 0.0 never
 
@@ -312,30 +319,114 @@ def ht_weights(keep: torch.Tensor, keep_prob: torch.Tensor) -> torch.Tensor:
     return torch.where(keep, 1.0 / keep_prob, 0.0)
 
 
-def prune(keep_prob: torch.Tensor, generator: Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) of an independent draw, both of keep_prob's shape. If every probability is 1,
-    everything is kept and every weight is exactly 1."""
-    keep = draw(keep_prob, generator)
-    return keep, ht_weights(keep, keep_prob)
+# ---------------------------------------------------------------------------- rules
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How completions or prompts are dropped: an entry of COMPLETION_RULES or sampler.PROMPT_RULES.
+
+    draw(batch, prune_rate, generator) -> (keep, weights), both [K, G] for the Completions of a
+    mini-batch, or [n] for its sampler.Prompts. Weights are 0 where keep is False.
+
+    `by_probability` makes the draw of an unbiased rule. A rule with another draw is biased, and
+    must say why.
+    """
+
+    draw: Callable
+    rate: float | None  # the default; at 0 nothing is dropped. None: the rule has no rate
+    biased: str | None = None  # the reason, printed in the run's first lines
+    keep_prob: Callable | None = None  # of by_probability: (batch, prune_rate) -> float64, checked
+    order: Callable | None = None  # of by_probability
+
+
+def any_order(batch, generator: Generator) -> torch.Tensor:
+    """At random: then a systematic draw of equal probabilities is a simple random sample."""
+    return torch.from_numpy(generator.permutation(batch.live.numel()))
+
+
+def by_probability(
+    keep_prob: Callable, *, rate: float | None, order=any_order, biased: str | None = None
+) -> Rule:
+    """The rule that keeps with these probabilities, and weights by 1 / probability.
+
+    keep_prob(batch, prune_rate) -> probabilities of the shape of batch.live. They must be above 0
+    where batch.live is True, because no weight can make up for what is never kept. A rule with
+    `biased` is exempt.
+
+    order(batch, generator) -> a permutation of the batch's places, for a systematic draw, which
+    keeps as many as the probabilities add up to, rounded up or down. None: an independent draw.
+    """
+
+    def checked(batch, prune_rate: float) -> torch.Tensor:
+        p = keep_prob(batch, prune_rate)
+        must = f"must return probabilities of shape {list(batch.live.shape)}"
+        if not torch.is_tensor(p) or p.shape != batch.live.shape:
+            shape = list(p.shape) if torch.is_tensor(p) else type(p).__name__
+            raise RuleError(f"{must}, not {shape}")
+        wrong = ~((p >= 0) & (p <= 1))  # NaN, too
+        if wrong.any():
+            raise RuleError(f"{must}, from 0 to 1, not {p[wrong][0].item():g}")
+        never = batch.live & (p == 0)
+        if never.any() and not biased:
+            raise RuleError(
+                f"{must}, above 0 wherever the gradient is not 0; {int(never.sum())} of "
+                f'{int(batch.live.sum())} are 0 there. If that is meant, say biased="the reason"'
+            )
+        lowest = p[batch.live].min().item() if batch.live.any() else 1.0
+        if lowest < 1 and prune_rate == 0 and rate is not None:
+            raise RuleError(f"{must}, of 1 at prune rate 0, not {lowest:g}; or say rate=None")
+        return p.double()
+
+    def draw(batch, prune_rate: float, generator: Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        p = checked(batch, prune_rate)
+        if order:
+            keep = systematic(p, order(batch, generator), start=generator.random())
+        else:
+            keep = independent(p, generator)
+        return keep, ht_weights(keep, p)
+
+    return Rule(draw, rate, biased, checked, order)
+
+
+def draw_by_rule(
+    kind: str, rules: dict[str, Rule], name: str, prune_rate: float, batch, generator: Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keep, weights) of the shape of batch.live, by one of `rules`. RuleError if it is unknown, or
+    if it returns anything else."""
+    check_known(kind, name, rules)
+    with named(kind, name):
+        drawn = rules[name].draw(batch, prune_rate, generator)
+        shape = batch.live.shape
+        is_pair = isinstance(drawn, tuple) and len(drawn) == 2
+        if not is_pair or not all(torch.is_tensor(x) and x.shape == shape for x in drawn):
+            raise RuleError(f"must return (keep, weights), both of shape {list(shape)}")
+    return drawn
 
 
 # ---------------------------------------------------------------------------- completion rules
 
 
-@dataclass(frozen=True)
-class CompletionRule:
-    """How completions are dropped: an entry of COMPLETION_RULES.
+def prune_completions(
+    name: str, prune_rate: float, batch: Completions, generator: Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keep, weights) [K, G] of one of COMPLETION_RULES. Each draw serves exactly one update."""
+    kind = "completion rule"
+    return draw_by_rule(kind, COMPLETION_RULES, name, prune_rate, batch, generator)
 
-    keep_prob(batch, prune_rate) -> [K, G] for a Completions. It must be above 0 for every
-    completion whose loss term is not exactly 0 (batch.size > 0). Rules marked `biased` are exempt.
-    A rule with `select` must always set `biased`: to "" if the rule is unbiased.
-    """
 
-    keep_prob: Callable | None  # None: the rule has `select`
-    rate: float | None = 0.7  # default r_o; at 0 nothing is dropped. None: the rule has no rate
-    order: Callable | None = None  # (batch, generator) -> [K * G], of a systematic draw; or None
-    biased: str | None = None  # the reason, printed in the run's first lines
-    select: Callable | None = None  # (batch, prune_rate) -> (keep, weights), without probabilities
+def everything(batch, prune_rate: float) -> torch.Tensor:
+    return torch.ones(batch.live.shape)
+
+
+def terms_not_zero(batch: Completions, prune_rate: float) -> torch.Tensor:
+    """All but terms that are exactly 0: equal rewards, unscorable or masked."""
+    return batch.live.double()
+
+
+def blindly(batch: Completions, prune_rate: float) -> torch.Tensor:
+    """All with the same probability."""
+    return torch.full(batch.live.shape, 1.0 - prune_rate, dtype=torch.float64)
 
 
 def low_advantages(batch: Completions, prune_rate: float) -> torch.Tensor:
@@ -356,13 +447,8 @@ def adaptive(batch: Completions, prune_rate: float) -> torch.Tensor:
     """Ours: the least time x variance, at batch.rest. It keeps a large share of the contributing
     terms where these are few or alike, and a small one where a few of many carry the gradient."""
     if not batch.rest > 0:
-        raise RuleError(f"the completion rule 'adaptive' needs a rest above 0, not {batch.rest:g}")
+        raise RuleError(f"needs a rest above 0, not {batch.rest:g}")
     return adaptive_keep_prob(batch.size, batch.cost, batch.rest)
-
-
-def any_order(batch: Completions, generator: Generator) -> torch.Tensor:
-    """At random: then a systematic draw of equal probabilities is a simple random sample."""
-    return torch.from_numpy(generator.permutation(batch.size.numel()))
 
 
 def strata_order(batch: Completions, generator=None) -> torch.Tensor:
@@ -373,75 +459,13 @@ def strata_order(batch: Completions, generator=None) -> torch.Tensor:
 
 
 COMPLETION_RULES = {
-    "none": CompletionRule(lambda batch, _: torch.ones_like(batch.size), rate=None),
-    # all but terms that are exactly 0: equal rewards, unscorable or masked
-    "zero": CompletionRule(lambda batch, _: (batch.size > 0).double(), rate=None),
-    # blindly, a fixed share
-    "uniform": CompletionRule(
-        lambda batch, r: torch.full_like(batch.size, 1.0 - r, dtype=torch.float64), order=any_order
-    ),
-    "dppo": CompletionRule(low_advantages),
-    "pps": CompletionRule(proportional_to_size, order=strata_order),
-    "adaptive": CompletionRule(adaptive, rate=None, order=strata_order),
+    "none": by_probability(everything, rate=None),
+    "zero": by_probability(terms_not_zero, rate=None),
+    "uniform": by_probability(blindly, rate=0.7),
+    "dppo": by_probability(low_advantages, rate=0.7, order=None),
+    "pps": by_probability(proportional_to_size, rate=0.7, order=strata_order),
+    "adaptive": by_probability(adaptive, rate=None, order=strata_order),
 }
-
-
-def check_keep_prob(kind: str, name: str, rule, prune_rate: float, keep_prob, live) -> None:
-    """RuleError unless keep_prob are probabilities of the shape of `live`, which is True where the
-    term may be nonzero. There they must be above 0, unless the rule is `biased`: no weight can make
-    up for what is never kept. At rate 0 they must be 1, unless the rule has no rate."""
-    must = f"{kind} {name!r} must return probabilities of shape {list(live.shape)}"
-    if not torch.is_tensor(keep_prob) or keep_prob.shape != live.shape:
-        found = list(keep_prob.shape) if torch.is_tensor(keep_prob) else type(keep_prob).__name__
-        raise RuleError(f"{must}, not {found}")
-    wrong = ~((keep_prob >= 0) & (keep_prob <= 1))  # NaN, too
-    if wrong.any():
-        raise RuleError(f"{must}, from 0 to 1, not {keep_prob[wrong][0].item():g}")
-    lowest = keep_prob[live].min().item() if live.any() else 1.0
-    if lowest == 0 and not rule.biased:
-        zeros = int((keep_prob[live] == 0).sum())
-        raise RuleError(
-            f"{must}, above 0 wherever the gradient is not 0; {zeros} of {int(live.sum())} are 0 "
-            'there. If that is meant, give its entry biased="the reason"'
-        )
-    if lowest < 1 and prune_rate == 0 and rule.rate is not None:
-        raise RuleError(f"{must}, of 1 at prune rate 0, not {lowest:g}; or give it rate=None")
-
-
-def check_selection(kind: str, name: str, selected, shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) as a rule's `select` returned them; RuleError unless they have this shape."""
-    is_pair = isinstance(selected, tuple) and len(selected) == 2
-    if not is_pair or not all(torch.is_tensor(x) and x.shape == shape for x in selected):
-        raise RuleError(f"{kind} {name!r} must select (keep, weights), both of shape {list(shape)}")
-    return selected
-
-
-def completion_keep_prob(name: str, prune_rate: float, batch: Completions) -> torch.Tensor:
-    """Keep probabilities, float64 [K, G], of one of COMPLETION_RULES at rate r_o, checked."""
-    kind, rule = "completion rule", COMPLETION_RULES[name]
-    with named(kind, name):
-        keep_prob = rule.keep_prob(batch, prune_rate)
-    check_keep_prob(kind, name, rule, prune_rate, keep_prob, batch.size > 0)
-    return keep_prob.double()
-
-
-def prune_completions(
-    name: str, prune_rate: float, batch: Completions, generator: Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) [K, G] of one of COMPLETION_RULES. Each draw serves exactly one update."""
-    check_known("completion rule", name, COMPLETION_RULES)
-    rule = COMPLETION_RULES[name]
-    if rule.select:
-        with named("completion rule", name):
-            selected = rule.select(batch, prune_rate)
-        return check_selection("completion rule", name, selected, batch.size.shape)
-    keep_prob = completion_keep_prob(name, prune_rate, batch)
-    if not rule.order:
-        return prune(keep_prob, generator)
-    with named("completion rule", name):
-        order = rule.order(batch, generator)
-    keep = systematic(keep_prob, order, start=generator.random())
-    return keep, ht_weights(keep, keep_prob)
 
 
 # ---------------------------------------------------------------------------- losses
@@ -531,11 +555,12 @@ def token_loss(
         lengths = zeros.index_add(0, owner, torch.ones_like(log_ratio)).clamp(min=1)
         log_ratio = (zeros.index_add(0, owner, log_ratio) / lengths)[owner]
     with named("loss", loss):
-        found = LOSSES[loss].surrogate(log_ratio.exp(), logprobs, advantages, eps_low, eps_high)
-    if not isinstance(found, tuple) or [part.shape for part in found] != [logprobs.shape] * 2:
-        wanted = f"two tensors of shape {list(logprobs.shape)}"
-        raise RuleError(f"loss {loss!r} must return (loss, clipped), {wanted}")
-    return found
+        terms = LOSSES[loss].surrogate(log_ratio.exp(), logprobs, advantages, eps_low, eps_high)
+        shape = logprobs.shape
+        if not isinstance(terms, tuple) or [part.shape for part in terms] != [shape] * 2:
+            wanted = f"two tensors of shape {list(shape)}"
+            raise RuleError(f"must return (loss, clipped), {wanted}")
+    return terms
 
 
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """
 The proof by enumeration: every outcome that a pruning rule can have, with its probability.
 
-    python proof.py          prints the table for a toy policy of 36 parameters, and a second one:
-                             which objective each rule ascends
+    python proof.py          prints the table for a toy policy of 36 parameters
     python proof.py FILE     imports a Python file first, to prove the rules and losses that it adds
 
 Gradients are linear in the weights (the tests show it with real backward passes). So the expected
@@ -71,7 +70,7 @@ class Case:
 
 
 def independent_outcomes(keep_prob: torch.Tensor) -> Iterator[tuple[torch.Tensor, float]]:
-    """Every (keep, probability) of dppo.draw."""
+    """Every (keep, probability) of dppo.independent."""
     flat = keep_prob.flatten().tolist()
     choices = [(True,) if p == 1 else (False,) if p == 0 else (True, False) for p in flat]
     for bits in itertools.product(*choices):
@@ -92,47 +91,21 @@ def systematic_outcomes(
 
 
 def outcomes(
-    name: str, prune_rate: float, batch: dppo.Completions
+    rule: dppo.Rule, prune_rate: float, batch: dppo.Completions | sampler.Prompts
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """Every (keep, weights, probability) of a completion rule on a batch. If the order is
-    random, one is enumerated: a systematic draw is exact in every order."""
-    rule = dppo.COMPLETION_RULES[name]
+    """Every (keep, weights, probability) of a rule on a batch. If the order is random, one is
+    enumerated: a systematic draw is exact in every order."""
     prune_rate = rate_of(rule, prune_rate)
-    if rule.select:
-        yield *rule.select(batch, prune_rate), 1.0
+    if not rule.keep_prob:  # by rank: no chance
+        yield *rule.draw(batch, prune_rate, None), 1.0
         return
-    keep_prob = dppo.completion_keep_prob(name, prune_rate, batch)
+    keep_prob = rule.keep_prob(batch, prune_rate)
     draws = independent_outcomes(keep_prob)
     if rule.order:
         order = rule.order(batch, dppo.generator_for(0))
         draws = systematic_outcomes(keep_prob, order)
     for keep, chance in draws:
         yield keep, dppo.ht_weights(keep, keep_prob), chance
-
-
-def prompt_outcomes(
-    name: str, prune_rate: float, history: sampler.PromptHistory, prompts: torch.Tensor
-) -> dict[tuple[int, ...], tuple[torch.Tensor, float]]:
-    """{kept: (weights [Q], probability)} of a prompt rule, for every outcome; `kept` are places in
-    prompts [Q]. The draw orders equals at random: every permutation is enumerated."""
-    rule = sampler.PROMPT_RULES[name]
-    prune_rate = rate_of(rule, prune_rate)
-    if rule.select:
-        keep, weights = rule.select(history.score[prompts], prune_rate)
-        return {tuple(keep.nonzero().flatten().tolist()): (weights, 1.0)}
-    keep_prob = history.keep_prob(name, prune_rate, prompts)
-    draws = []
-    for permutation in itertools.permutations(range(len(prompts))):
-        order = torch.tensor(permutation)
-        order = order[keep_prob[order].argsort(stable=True)]
-        share = 1 / math.factorial(len(prompts))
-        draws += [(keep, share * p) for keep, p in systematic_outcomes(keep_prob, order)]
-    found = {}
-    for keep, chance in draws:
-        kept = tuple(keep.nonzero().flatten().tolist())
-        _, before = found.get(kept, (None, 0.0))
-        found[kept] = (dppo.ht_weights(keep, keep_prob), before + chance)
-    return found
 
 
 # ---------------------------------------------------------------------------- expectations
@@ -147,7 +120,7 @@ def expected_gradient(
     """
     each = case.of_each() if each is None else each  # [K * G, P]
     total, chances = torch.zeros_like(each[0]), 0.0
-    for keep, weights, chance in outcomes(rule, prune_rate, case.batch):
+    for keep, weights, chance in outcomes(dppo.COMPLETION_RULES[rule], prune_rate, case.batch):
         factor = weights
         if mistake == "no weights":
             factor = keep.double()
@@ -163,68 +136,6 @@ def expected_gradient(
 def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """Largest difference over the largest entry."""
     return ((got - wanted).abs().max() / wanted.abs().max()).item()
-
-
-# ---------------------------------------------------------------------------- the objective
-
-
-def objective_slope(
-    pass_rates: torch.Tensor,
-    group_size: int,
-    scale_rewards: str,
-    rule: str = "none",
-    prune_rate: float = 0.0,
-    scored: int | None = None,
-) -> torch.Tensor:
-    """F is the objective that a rule ascends, a function of a prompt's pass rate p. Returns F'(p)
-    [n] at pass_rates [n], float64: the expected gradient of the prompt's group is F'(p) grad p.
-
-    Rewards are 0 and 1. Valid for rules that look at the rewards of their own group only, on
-    policy, and with a denominator of group_size that does not depend on lengths (--loss dr_grpo).
-    Only `scored` completions of the group, by default all, have a reward.
-
-    Let s be the gradient of a completion's log-probability. Then E[s | right] = grad log p, and
-    E[s | wrong] = grad log(1 - p). So a rule that gives right completions a total of `right`, and
-    wrong ones a total of -`wrong`, has F'(p) = E[right / p + wrong / (1 - p)] / group_size, over
-    the number of right completions, which is binomial. A rule by rank may break ties between right
-    and wrong ones by order. The mean of the two extreme orders is that of all orders, if the total
-    that the right (or wrong) completions get is linear in how many of them are kept.
-    """
-    p = pass_rates.double()
-    slope = torch.zeros_like(p)
-    scored = group_size if scored is None else scored
-    for k in range(scored + 1):
-        rewards = torch.full((1, group_size), torch.nan, dtype=torch.float64)
-        rewards[0, :scored] = (torch.arange(scored) < k).double()
-        binomial = float(math.comb(scored, k)) * p**k * (1 - p) ** (scored - k)
-        for ordered in (rewards, rewards.flip(1)):  # a rule by rank breaks ties by order
-            advantages = dppo.group_advantages(ordered, scale_rewards)
-            ones = torch.ones_like(advantages)
-            size = dppo.contribution_size(advantages, ones, ones, beta=0.0)
-            batch = dppo.Completions(advantages, ordered, ones, size, rest=0.3 * ones.numel())
-            trained = advantages * mean_weights(rule, prune_rate, batch)
-            right, wrong = trained[ordered == 1].sum(), -trained[ordered == 0].sum()
-            slope += binomial / 2 * (right / p + wrong / (1 - p)) / group_size
-    return slope
-
-
-def mean_weights(name: str, prune_rate: float, batch: dppo.Completions) -> torch.Tensor:
-    """The expected weights [K, G] of a completion rule: a rule by rank has fixed ones; the others'
-    are 1 on average, unless the keep probability is 0."""
-    rule = dppo.COMPLETION_RULES[name]
-    if rule.select:
-        return rule.select(batch, prune_rate)[1]
-    return (dppo.completion_keep_prob(name, rate_of(rule, prune_rate), batch) > 0).double()
-
-
-def objective_of(slope: torch.Tensor, pass_rates: torch.Tensor, group_size: int) -> str | None:
-    """Which of dppo.SCALES has a slope proportional to this one [n], if any has. For groups of two
-    or three the scales none, group and variance coincide, and "none" is returned."""
-    for name in dppo.SCALES:
-        ratio = slope / objective_slope(pass_rates, group_size, name)
-        if relative_error(ratio, ratio.mean().expand_as(ratio)) < LIMIT:
-            return name
-    return None
 
 
 # ---------------------------------------------------------------------------- a toy policy
@@ -309,12 +220,10 @@ def toy_case(
     return Case(gradient, batch, factor)
 
 
-def toy_history() -> sampler.PromptHistory:
-    """A history of three prompts. Two were rolled out, with different scores and lengths."""
-    history = sampler.PromptHistory(3)
-    advantages = torch.tensor([[0.2] * 4, [0.0] * 4], dtype=torch.float64)
-    history.update(torch.arange(2), advantages, torch.tensor([[9] * 4, [2] * 4]))
-    return history
+def toy_prompts() -> sampler.Prompts:
+    """Three prompts. Two were rolled out before, with different advantages and lengths."""
+    nan = torch.nan
+    return sampler.Prompts(torch.tensor([0.2, 0.0, nan]), torch.tensor([9.0, 2.0, nan]))
 
 
 def both_levels(
@@ -329,11 +238,12 @@ def both_levels(
     """
     options = {"beta": beta, "num_prompts": 3, "num_tokens": None if own_tokens else KNOWN_TOKENS}
     total, chances = torch.zeros(36, dtype=torch.float64), 0.0
-    draws = prompt_outcomes(prompt_rule, prune_rate, toy_history(), torch.arange(3))
-    for kept, (weights, chance) in draws.items():
+    draws = outcomes(sampler.PROMPT_RULES[prompt_rule], prune_rate, toy_prompts())
+    for keep, weights, chance in draws:
         chances += chance
-        if kept:  # else there is no gradient
-            case = toy_case(loss, prompts=kept, prompt_weights=weights[[*kept]], **options)
+        if keep.any():  # else there is no gradient
+            prompts = keep.nonzero().flatten().tolist()
+            case = toy_case(loss, prompts=prompts, prompt_weights=weights[keep], **options)
             total += chance * expected_gradient(case, rule, prune_rate)
     if abs(chances - 1.0) > 1e-9:
         raise ArithmeticError(f"the probabilities of {prompt_rule}'s outcomes sum to {chances}")
@@ -374,8 +284,6 @@ def try_larger_batches(name: str) -> None:
     are less alike than the enumerated one: up to 1,000 tokens, rewards between 0 and 1, and None.
     """
     rule = dppo.COMPLETION_RULES[name]
-    if rule.select:
-        return
     generator = torch.Generator().manual_seed(0)
     for group_size in (2, 4, 16, 32):
         shape = (16, group_size)
@@ -388,7 +296,8 @@ def try_larger_batches(name: str) -> None:
         prompt_tokens = 50
         cost = prompt_tokens + lengths
         batch = dppo.Completions(advantages, rewards, cost, size, rest=cost.sum().item())
-        dppo.completion_keep_prob(name, rate_of(rule, 0.5), batch)
+        with dppo.named("completion rule", name):
+            rule.keep_prob(batch, rate_of(rule, 0.5))
 
 
 def prompt_rule_error(rule: str, loss: str, own_tokens: bool = False) -> float:
@@ -396,8 +305,9 @@ def prompt_rule_error(rule: str, loss: str, own_tokens: bool = False) -> float:
     full one."""
     errors = []
     for beta in BETAS:
-        options = {"beta": beta, "own_tokens": own_tokens}
-        errors.append(relative_error(*both_levels(loss, rule, "pps", 0.4, **options)))
+        with dppo.named("prompt rule", rule):
+            found, full = both_levels(loss, rule, "pps", 0.4, beta=beta, own_tokens=own_tokens)
+        errors.append(relative_error(found, full))
     return max(errors)
 
 
@@ -429,7 +339,7 @@ def main(file: str | None = None) -> None:
     print("claimed to be unbiased: rules that drop prompts, and pps after them")
     for rule in rules(sampler.PROMPT_RULES, biased=False):
         wrong += line(rule, lambda loss, rule=rule: prompt_rule_error(rule, loss))
-    print("biased, or unbiased only for another objective (rules by rank, see the second table)")
+    print("biased, or unbiased only for another objective (python -m related.objectives)")
     line("prompts, own tokens", lambda loss: prompt_rule_error("uniform", loss, own_tokens=True))
     for rule in rules(sampler.PROMPT_RULES, biased=True):
         line(f"prompts, {rule}", lambda loss, rule=rule: prompt_rule_error(rule, loss))
@@ -441,45 +351,7 @@ def main(file: str | None = None) -> None:
     if wrong:
         why = "A loss that is off in every row lets a token's term depend on other sequences"
         raise SystemExit(f"NOT unbiased: {', '.join(wrong)}. {why}")
-    print(f"\nEverything that claims to be unbiased is, within {LIMIT:.0e}.\n")
-    print_objectives()
-
-
-# ---------------------------------------------------------------------------- the second table
-
-PASS_RATES = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.97], dtype=torch.float64)
-BY_RANK = (  # rule, group size, completions kept of each group
-    ("pods", 8, 2), ("pods", 32, 3), ("pods", 8, 4), ("cppo", 16, 3), ("cppo", 16, 8),
-)  # fmt: skip
-
-
-def objectives() -> list[tuple[str, str, int, torch.Tensor]]:
-    """(rule, scale_rewards, G, F' at PASS_RATES) of every row of the table."""
-    rows = [("unbiased", scale, G, "none", 0.0) for scale in dppo.SCALES for G in (4, 8, 16, 32)]
-    for name, G, kept in BY_RANK:
-        scales = ("none",) if name == "pods" else ("none", "group")  # pods normalizes by itself
-        rows += [(f"{name}, {kept} kept", scale, G, name, 1 - kept / G) for scale in scales]
-    rows += [("dppo_floor, r_o 0.7", scale, 16, "dppo_floor", 0.7) for scale in ("none", "group")]
-    return [
-        (label, scale, G, objective_slope(PASS_RATES, G, scale, name, rate))
-        for label, scale, G, name, rate in rows
-    ]
-
-
-def print_objectives() -> None:
-    """Which objective each rule ascends, with a constant denominator."""
-    print(
-        "The objective F(p) that each rule ascends, with p a prompt's pass rate, for rewards of 0 "
-        "and 1 and\n--loss dr_grpo: F'(p) / F'(0.5), by exact sums over the number of right "
-        "completions. Every\nunbiased rule has the slope of its --scale-rewards.\n"
-    )
-    heads = "".join(f"  p = {p:<5g}" for p in PASS_RATES.tolist())
-    print(f"  {'rule':20s} {'scale_rewards':14s} {'G':>3s}{heads}  objective")
-    for label, scale, G, slope in objectives():
-        relative = slope / slope[2]  # PASS_RATES[2] is 0.5
-        cells = "".join(f"{value:10.2f}" for value in relative.tolist())
-        found = objective_of(slope, PASS_RATES, G)
-        print(f"  {label:20s} {scale:14s} {G:3d}{cells}    {dppo.SCALES.get(found, 'its own')}")
+    print(f"\nEverything that claims to be unbiased is, within {LIMIT:.0e}.")
 
 
 if __name__ == "__main__":

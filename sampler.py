@@ -6,7 +6,7 @@ So all ranks agree without communication, and there is no random state to save. 
 what was known before the step began. That makes the weights 1 / P(kept) exact: the expected
 gradient of each step is that of all its candidates.
 
-A rule is one function of the candidates' scores, and one entry in PROMPT_RULES. You may add rules.
+A rule is one function of the candidates' history, and one entry in PROMPT_RULES. You may add rules.
 `candidates` and `PromptHistory.prune` keep the estimate exact: do not change those.
 
 Letters: P prompts of the data, Q candidates of a step, K of them rolled out, G completions each.
@@ -14,7 +14,6 @@ Letters: P prompts of the data, Q candidates of a step, K of them rolled out, G 
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,15 +41,25 @@ def candidates(num_prompts: int, prompts_per_step: int, seed: int, step: int) ->
     return order[position * prompts_per_step : (position + 1) * prompts_per_step]
 
 
-class PromptHistory:
-    """What is remembered of each prompt's group at its last rollout.
+@dataclass
+class Prompts:
+    """What a prompt rule may look at: the candidates of one mini-batch, [n] each, and what is
+    remembered of each one's group at its last rollout. NaN: it was never rolled out."""
 
-    score   [P] float32, mean |advantage|: 0 if all rewards were equal; NaN before the first rollout
-    tokens  [P] float32, mean tokens of a completion; NaN before the first rollout
-    """
+    past_advantage: torch.Tensor  # float32, mean |advantage|: 0 if all rewards were equal
+    tokens: torch.Tensor  # float32, mean tokens of a completion
+
+    @property
+    def live(self) -> torch.Tensor:
+        """Which may have a gradient, bool [n]: all of them."""
+        return torch.ones_like(self.past_advantage, dtype=torch.bool)
+
+
+class PromptHistory:
+    """What is remembered of all prompts: past_advantage and tokens, [P] each, as in Prompts."""
 
     def __init__(self, num_prompts: int):
-        self.score = torch.full((num_prompts,), torch.nan)
+        self.past_advantage = torch.full((num_prompts,), torch.nan)
         self.tokens = torch.full((num_prompts,), torch.nan)
 
     def update(
@@ -58,8 +67,12 @@ class PromptHistory:
     ) -> None:
         """Remember the full groups of the K prompts that were rolled out: advantages and lengths
         [K, G]."""
-        self.score[prompts] = advantages.abs().mean(dim=1).float()
+        self.past_advantage[prompts] = advantages.abs().mean(dim=1).float()
         self.tokens[prompts] = lengths.double().mean(dim=1).float()
+
+    def of(self, prompts: torch.Tensor) -> Prompts:
+        """What is remembered of these prompts [n]."""
+        return Prompts(self.past_advantage[prompts], self.tokens[prompts])
 
     def expected_tokens(self, prompts: torch.Tensor) -> torch.Tensor:
         """Tokens [n] that a completion of each prompt is expected to have: the mean of its last
@@ -69,21 +82,6 @@ class PromptHistory:
         if known:  # fsum, because ranks with different thread counts must agree
             average = math.fsum(known) / len(known)
         return self.tokens[prompts].nan_to_num(average)
-
-    def keep_prob(
-        self, name: str, prune_rate: float, prompts: torch.Tensor, minibatches: int = 1
-    ) -> torch.Tensor:
-        """Probabilities [Q] that the candidates are rolled out, by one of PROMPT_RULES at this rate
-        (r_q in docs/); float64, checked."""
-        dppo.check_known("prompt rule", name, PROMPT_RULES)
-        rule, parts = PROMPT_RULES[name], []
-        for score in self.score[prompts].chunk(minibatches):
-            with dppo.named("prompt rule", name):
-                keep_prob = rule.keep_prob(score, prune_rate)
-            live = torch.ones_like(score, dtype=torch.bool)  # any prompt may have a gradient
-            dppo.check_keep_prob("prompt rule", name, rule, prune_rate, keep_prob, live)
-            parts.append(keep_prob.double())
-        return torch.cat(parts)
 
     def prune(
         self,
@@ -95,72 +93,39 @@ class PromptHistory:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(keep, weights) [Q] of the candidates, by one of PROMPT_RULES.
 
-        The draw is systematic: it keeps as many as the probabilities add up to, rounded up or down.
-        Its order is by probability and at random among equals, so uniform is a simple random
-        sample. Each mini-batch has its own draw. With a single draw, the number kept for the first
-        update would determine the number left for the second, whose parameters depend on the first.
+        Each mini-batch has its own draw. With a single draw, the number kept for the first update
+        would determine the number left for the second, whose parameters depend on the first.
         """
-        dppo.check_known("prompt rule", name, PROMPT_RULES)
-        rule = PROMPT_RULES[name]
-        if rule.select:
-            selected = []
-            for score in self.score[prompts].chunk(minibatches):
-                with dppo.named("prompt rule", name):
-                    pair = rule.select(score, prune_rate)
-                selected.append(dppo.check_selection("prompt rule", name, pair, score.shape))
-            keep, weights = zip(*selected, strict=True)
-            return torch.cat(keep), torch.cat(weights)
-        keep_prob = self.keep_prob(name, prune_rate, prompts, minibatches)
-        kept = []
-        for part in keep_prob.chunk(minibatches):
-            order = torch.from_numpy(generator.permutation(len(part)))
-            order = order[part[order].argsort(stable=True)]
-            kept.append(dppo.systematic(part, order, start=generator.random()))
-        keep = torch.cat(kept)
-        return keep, dppo.ht_weights(keep, keep_prob)
+        drawn = []
+        for part in prompts.chunk(minibatches):
+            batch = self.of(part)
+            drawn.append(
+                dppo.draw_by_rule("prompt rule", PROMPT_RULES, name, prune_rate, batch, generator)
+            )
+        keep, weights = zip(*drawn, strict=True)
+        return torch.cat(keep), torch.cat(weights)
 
 
 # ---------------------------------------------------------------------------- prompt rules
 
 
-@dataclass(frozen=True)
-class PromptRule:
-    """How prompts are dropped before rollout: an entry of PROMPT_RULES.
-
-    keep_prob(score, prune_rate) -> [n], above 0, of the n candidates of one mini-batch. score [n]
-    is PromptHistory's, and NaN if a prompt was never rolled out.
-    """
-
-    keep_prob: Callable | None  # None: the rule has `select`
-    rate: float | None = 0.3  # default r_q; config.METHODS has others. 0 keeps all. None: no rate
-    fixed_size: bool = False  # the probabilities always add up to kept_prompts(n, r_q)
-    biased: str | None = None  # the reason, printed in the run's first lines
-    select: Callable | None = None  # (score, prune_rate) -> (keep, weights)
+def blindly(batch: Prompts, prune_rate: float) -> torch.Tensor:
+    """A fixed number, round((1 - r_q) n), all with the same probability."""
+    n = len(batch.past_advantage)
+    return torch.full((n,), round((1.0 - prune_rate) * n) / n, dtype=torch.float64)
 
 
-def kept_prompts(num_candidates: int, prune_rate: float) -> int:
-    """How many of n candidates a rule of fixed size rolls out: exactly round((1 - r_q) n)."""
-    return round((1.0 - prune_rate) * num_candidates)
-
-
-def everything(score: torch.Tensor, prune_rate: float) -> torch.Tensor:
-    return torch.ones_like(score)
-
-
-def blindly(score: torch.Tensor, prune_rate: float) -> torch.Tensor:
-    """A fixed number, all with the same probability."""
-    return torch.full_like(score.double(), kept_prompts(len(score), prune_rate) / len(score))
-
-
-def low_scores(score: torch.Tensor, prune_rate: float) -> torch.Tensor:
-    """The paper's: 1 - r_q if a prompt's score is below the mean score of the candidates, else 1;
-    also 1 if it was never rolled out. (A summary speaks of low historical advantage; the mean as
+def low_past_advantages(batch: Prompts, prune_rate: float) -> torch.Tensor:
+    """The paper's: 1 - r_q if a prompt's past |advantage| is below the mean of the candidates, else
+    1; also 1 if it was never rolled out. (A summary speaks of low historical advantage; the mean as
     the threshold is ours.)"""
-    return dppo.threshold_keep_prob(score, ~score.isnan(), prune_rate)
+    known = ~batch.past_advantage.isnan()
+    return dppo.threshold_keep_prob(batch.past_advantage, known, prune_rate)
 
 
+# The default rate is r_q; config.METHODS has others. Draws are systematic, in random order.
 PROMPT_RULES = {
-    "none": PromptRule(everything, rate=None),
-    "uniform": PromptRule(blindly, fixed_size=True),
-    "dppo": PromptRule(low_scores),
+    "none": dppo.by_probability(dppo.everything, rate=None),
+    "uniform": dppo.by_probability(blindly, rate=0.3),
+    "dppo": dppo.by_probability(low_past_advantages, rate=0.3),
 }

@@ -133,7 +133,7 @@ class Trainer:
         # ---
         prompts, prompt_weights = window[kept_prompts], window_weights[kept_prompts]  # [K], [K]
         # for the log; before the history learns from this step
-        history_figures = metrics.history(self.history.score, window, kept_prompts)
+        history_figures = metrics.history(self.history.past_advantage, window, kept_prompts)
 
         # 2. Sample G completions of each prompt. Each rank has its share of the prompts.
         expected = self.history.expected_tokens(prompts).tolist()  # [K]

@@ -129,13 +129,16 @@ def prompt_draws(rule, rate, history, window, gram, tokens, generator, draws) ->
     """(keep, weights) [Q] of each draw of one rule."""
     if rule == "uniform, coins":
         even = torch.full(window.shape, 1 - rate, dtype=torch.float64)
-        return [dppo.prune(even, generator) for _ in range(draws)]
+        keeps = [dppo.independent(even, generator) for _ in range(draws)]
+        return [(keep, dppo.ht_weights(keep, even)) for keep in keeps]
     own = {}
     if rule == "oracle":  # pps, with the true norms in place of what the history learned
         norm = gram.diagonal().clamp(min=0).sqrt()
         size = norm.clamp(min=1e-3 * norm.mean().item() + 1e-30) / tokens.sqrt()
-        ones, count = torch.ones_like(size), sampler.kept_prompts(len(size), rate)
-        own["oracle"] = sampler.PromptRule(lambda *_: dppo.pps_keep_prob(size, ones, count))
+        ones, count = torch.ones_like(size), round((1 - rate) * len(size))
+        own["oracle"] = dppo.by_probability(
+            lambda *_: dppo.pps_keep_prob(size, ones, count), rate=0.3
+        )
     with mock.patch.dict(sampler.PROMPT_RULES, own):
         return [history.prune(rule, rate, window, generator) for _ in range(draws)]
 

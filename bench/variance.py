@@ -170,7 +170,7 @@ def rule_draws(name, share, found, batch, norms, draws):
             rate = 1 - share
         drawn = [dppo.prune_completions(name, rate, batch, generator)[1] for _ in range(draws)]
     elif name == "dppo":
-        expected = lambda rate: kept(dppo.completion_keep_prob("dppo", rate, batch))
+        expected = lambda rate: kept(dppo.COMPLETION_RULES["dppo"].keep_prob(batch, rate))
         rate = search(expected, share)
         if rate is None:
             return None
@@ -192,7 +192,7 @@ def rule_draws(name, share, found, batch, norms, draws):
         drawn = []
         for _ in range(draws):
             if name.endswith("independent"):
-                keep = dppo.draw(keep_prob, generator)
+                keep = dppo.independent(keep_prob, generator)
             else:
                 keep = dppo.systematic(keep_prob, order, generator.random())
             drawn.append(dppo.ht_weights(keep, keep_prob))
@@ -219,7 +219,7 @@ def variance_rows(found: Gradients, loss: str, stage: str, draws: int) -> list[d
     batch = replace(found.batch, advantages=advantages, size=size)
     columns = [(share, None) for share in SHARES]
     for rate in RATES:
-        spent = dppo.completion_keep_prob("dppo", rate, batch) * batch.cost
+        spent = dppo.COMPLETION_RULES["dppo"].keep_prob(batch, rate) * batch.cost
         columns.append(((spent[live].sum() / batch.cost[live].sum()).item(), rate))
     rows = []
     for share, rate in columns:

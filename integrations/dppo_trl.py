@@ -200,9 +200,9 @@ class DPPOTrainer(trl.GRPOTrainer):
         )
         world, G = self.accelerator.num_processes, self.num_generations
         require(
-            sampler.PROMPT_RULES[rule].fixed_size or G % world == 0,
+            rule == "uniform" or G % world == 0,
             f"prompt_rule={rule!r} keeps a varying number of prompts, so {world} processes must "
-            f"divide num_generations={G}; or choose 'pps' or 'uniform'",
+            f"divide num_generations={G}; or choose 'uniform'",
         )
 
     # ------------------------------------------------------------------------------------- prompts
@@ -210,7 +210,7 @@ class DPPOTrainer(trl.GRPOTrainer):
     def draw_prompts(self, inputs: list[dict]) -> tuple[list[dict], torch.Tensor, torch.Tensor]:
         """What is rolled out of a generation batch: (this rank's rows, prompts [K], weights [K]).
 
-        A rule of fixed size keeps a number of prompts whose completions divide evenly among the
+        The rule uniform keeps a number of prompts whose completions divide evenly among the
         ranks.
         """
         G = self.num_generations
@@ -226,7 +226,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         rule, rate = self.args.prompt_rule, self.args.prompt_prune_rate
         if self.loss_type in PER_TOKEN and self.so_far["mean_tokens"] is None:
             rule = "none"  # this generation batch is whole, and gives the denominator
-        if sampler.PROMPT_RULES[rule].fixed_size:
+        if rule == "uniform":
             unit = world // gcd(world, G)
             kept = unit * max(1, round((1.0 - rate) * Q / unit))
             rate = 1.0 - kept / Q

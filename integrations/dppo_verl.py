@@ -235,7 +235,7 @@ class DPPOTrainer(PPOTrainerSync):
             return batch
         prompts = dppo_shared.find_prompts(self.index, batch["raw_prompt"])
         rule, rate = self.prompt_rule, self.prompt_prune_rate
-        if sampler.PROMPT_RULES[rule].fixed_size:  # at least one prompt for each update
+        if rule == "uniform":  # at least one prompt for each update
             rate = min(rate, 1.0 - self.M / self.Q)
         if self.actor.loss_agg_mode == "token-mean" and self.mean_tokens is None:
             rule = "none"  # this batch is whole, and gives the denominator

@@ -91,27 +91,16 @@ def most_varied(advantages: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 # ---------------------------------------------------------------------------- the entries
 
 
-def without_zeros(select: Callable) -> Callable:
-    """The same rule without the terms that are exactly 0: the same update, for less."""
-
-    def rule(batch: dppo.Completions, prune_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        keep, weights = select(batch, prune_rate)
-        live = batch.size > 0
-        return keep & live, weights * live
-
-    return rule
-
-
 def cppo(batch: dppo.Completions, prune_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(keep, weights) [K, G], as of the other rules; prune_rate is the share removed."""
-    scores = batch.advantages.abs()
-    return top(scores, kept_count(scores.shape[1], prune_rate))
+    sizes = batch.advantages.abs()
+    return top(sizes, kept_count(sizes.shape[1], prune_rate))
 
 
 def cppo_batch(batch, prune_rate):
-    scores = batch.advantages.abs()
-    keep, weights = top(scores.flatten(), kept_count(scores.numel(), prune_rate))
-    return keep.view(scores.shape), weights.view(scores.shape)
+    sizes = batch.advantages.abs()
+    keep, weights = top(sizes.flatten(), kept_count(sizes.numel(), prune_rate))
+    return keep.view(sizes.shape), weights.view(sizes.shape)
 
 
 def pods(batch, prune_rate):
@@ -123,9 +112,20 @@ def low_completions(batch, prune_rate):
     return floor_of_low(batch.advantages.abs(), ~batch.rewards.isnan(), prune_rate)
 
 
-def low_prompts(score: torch.Tensor, prune_rate: float):
+def low_prompts(batch: sampler.Prompts, prune_rate: float):
     """(keep, weights) [Q]."""
-    return floor_of_low(score, ~score.isnan(), prune_rate)
+    return floor_of_low(batch.past_advantage, ~batch.past_advantage.isnan(), prune_rate)
+
+
+def by_rank(select: Callable, rate: float, biased: str) -> dppo.Rule:
+    """The rule that takes what select(batch, prune_rate) says, without the terms that are exactly
+    0: the same update, for less."""
+
+    def draw(batch, prune_rate: float, generator) -> tuple[torch.Tensor, torch.Tensor]:
+        keep, weights = select(batch, prune_rate)
+        return keep & batch.live, weights * batch.live
+
+    return dppo.Rule(draw, rate, biased)
 
 
 OTHER_OBJECTIVE = (
@@ -134,11 +134,9 @@ OTHER_OBJECTIVE = (
 )
 BY_RANK = "it keeps by rank, not at random"
 dppo.COMPLETION_RULES |= {
-    "cppo": dppo.CompletionRule(None, select=without_zeros(cppo), biased=OTHER_OBJECTIVE),
-    "cppo_batch": dppo.CompletionRule(None, select=without_zeros(cppo_batch), biased=BY_RANK),
-    "pods": dppo.CompletionRule(None, select=without_zeros(pods), biased=OTHER_OBJECTIVE),
-    "dppo_floor": dppo.CompletionRule(
-        None, select=without_zeros(low_completions), biased=OTHER_OBJECTIVE
-    ),
+    "cppo": by_rank(cppo, 0.7, OTHER_OBJECTIVE),
+    "cppo_batch": by_rank(cppo_batch, 0.7, BY_RANK),
+    "pods": by_rank(pods, 0.7, OTHER_OBJECTIVE),
+    "dppo_floor": by_rank(low_completions, 0.7, OTHER_OBJECTIVE),
 }
-sampler.PROMPT_RULES |= {"dppo_floor": sampler.PromptRule(None, select=low_prompts, biased=BY_RANK)}
+sampler.PROMPT_RULES |= {"dppo_floor": by_rank(low_prompts, 0.3, BY_RANK)}

@@ -206,7 +206,7 @@ class Greso:
         while len(chosen) < count:
             epoch, position = divmod(self.cursor, len(self.easy))
             loaded = order(epoch)[position : position + self.LOADER]
-            keep = dppo.draw(self.keep_prob(loaded), generator)
+            keep = dppo.independent(self.keep_prob(loaded), generator)
             keep &= ~torch.isin(loaded, chosen)  # where an epoch ends in the middle of a round
             before = keep.cumsum(dim=0) - keep.long()  # kept prompts ahead of each
             used = int((before < count - len(chosen)).sum())  # the rest stays for the next call

@@ -180,4 +180,6 @@ def test_a_check_changes_nothing(small_runs):
     assert list(map(times, unchecked)) == list(map(times, plain))
     pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
-    assert torch.equal(one.history.score.nan_to_num(-1), other.history.score.nan_to_num(-1))
+    assert torch.equal(
+        one.history.past_advantage.nan_to_num(-1), other.history.past_advantage.nan_to_num(-1)
+    )

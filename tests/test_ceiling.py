@@ -63,7 +63,7 @@ def test_variance_of_draws():
         directions = torch.randn(60, 16, dtype=torch.float64)
         directions *= (size / directions.norm(dim=1))[:, None]
         generator = dppo.generator_for(0, number)
-        _, weights = dppo.prune(keep_prob, generator)
+        weights = dppo.ht_weights(dppo.independent(keep_prob, generator), keep_prob)
         independent.append((weights @ directions).square().sum().item())
         keep = dppo.systematic(keep_prob, order, generator.random())
         weights = dppo.ht_weights(keep, keep_prob)
@@ -73,7 +73,7 @@ def test_variance_of_draws():
     assert sum(systematic) / 4000 == pytest.approx(predicted, rel=0.1)
     kinds = ([], [])  # of draws: independent, systematic
     for generator in map(dppo.generator_for, range(2000)):
-        _, weights = dppo.prune(keep_prob, generator)
+        weights = dppo.ht_weights(dppo.independent(keep_prob, generator), keep_prob)
         kinds[0].append((weights @ size).item())
         keep = dppo.systematic(keep_prob, order, generator.random())
         kinds[1].append((dppo.ht_weights(keep, keep_prob) @ size).item())
@@ -105,7 +105,7 @@ def test_the_adaptive_rule():
     kept = []
     for m in (0.001, 0.25, 2.0, 1e12):
         batch = dppo.Completions(size, size, cost, size, rest=m * cost.sum().item())
-        keep_prob = dppo.completion_keep_prob("adaptive", 0.0, batch)
+        keep_prob = dppo.COMPLETION_RULES["adaptive"].keep_prob(batch, 0.0)
         old_rate = 1 / (1 + m)
         old = dppo.adaptive_keep_prob(size, cost, (1 / old_rate - 1) * cost.sum().item())
         assert torch.allclose(keep_prob, old, rtol=1e-4)
@@ -118,10 +118,10 @@ def test_the_adaptive_rule():
     assert kept[0] < 0.6 * kept[-1], "the dearer training is, the more is dropped"
     assert torch.equal(keep_prob, live.double())
     nothing = dppo.Completions(0 * size, size, cost, 0 * size, rest=1.0)
-    assert (dppo.completion_keep_prob("adaptive", 0.0, nothing) == 0).all()
+    assert (dppo.COMPLETION_RULES["adaptive"].keep_prob(nothing, 0.0) == 0).all()
     unknown = dppo.Completions(size, size, cost, size)
     with pytest.raises(dppo.RuleError, match="'adaptive' needs a rest above 0, not 0"):
-        dppo.completion_keep_prob("adaptive", 0.0, unknown)
+        dppo.COMPLETION_RULES["adaptive"].keep_prob(unknown, 0.0)
 
 
 # ---------------------------------------------------------------------------- groups of a run

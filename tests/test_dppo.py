@@ -131,7 +131,7 @@ def test_mean_is_of_the_group_and_of_scorable_completions():
     rewards = table([[1.0, 0, 0, nan, nan, nan], [0, 0, 0, 0, 0, 1], [nan] * 6])
     advantages = dppo.group_advantages(rewards, "none")
     batch = dppo.Completions(advantages, rewards, *[torch.ones(3, 6)] * 2)
-    keep_prob = dppo.completion_keep_prob("dppo", 0.5, batch)
+    keep_prob = dppo.COMPLETION_RULES["dppo"].keep_prob(batch, 0.5)
     # group 0: |A| is 2/3, 1/3, 1/3 and 0; the mean of three is 4/9, of six 2/9, of the batch 1/4
     assert keep_prob[:2].tolist() == [[1, 0.5, 0.5, 0.5, 0.5, 0.5], [0.5] * 5 + [1]]
     assert keep_prob[2].tolist() == [1.0] * 6, "nothing is below a mean of nothing"
@@ -181,7 +181,8 @@ def test_one_prompt_with_two_completions(rule, rewards):
     scale, cost = torch.ones(1, 2, dtype=torch.float64), table([[1.0, 6.0]])
     size = dppo.contribution_size(advantages, scale, table([[0.5, 3.0]]), 0.0)
     batch = dppo.Completions(advantages, rewards, cost, size, rest=1.0)
-    mean = sum(chance * weights for _, weights, chance in proof.outcomes(rule, 0.6, batch))
+    outcomes = proof.outcomes(dppo.COMPLETION_RULES[rule], 0.6, batch)
+    mean = sum(chance * weights for _, weights, chance in outcomes)
     drops_zeros = rule in ("zero", "pps", "adaptive")
     wanted = torch.where(size > 0, 1.0, 0.0) if drops_zeros else torch.ones(1, 2)
     assert mean.flatten().tolist() == pytest.approx(wanted.flatten().tolist())
@@ -200,7 +201,7 @@ def test_draws_have_their_probabilities():
     single uniform number for all."""
     keep_prob = table([1.0, 0.7, 0.3, 0.05])
     draws = 20_000
-    kept = dppo.draw(keep_prob.expand(draws, 4), dppo.generator_for(0)).double()
+    kept = dppo.independent(keep_prob.expand(draws, 4), dppo.generator_for(0)).double()
     error = (keep_prob * (1 - keep_prob) / draws).sqrt()
     assert ((kept.mean(0) - keep_prob).abs() <= 4 * error).all()
     assert (kept[:, 0] == 1).all()
@@ -226,7 +227,7 @@ def test_draw_at_the_ends(monkeypatch, uniform):
 
     generator = SimpleNamespace(random=lambda shape: np.full(shape, uniform))
     near = [0.0, 1e-12, 1 - 1e-12, 1.0]
-    kept = dppo.draw(table(near), generator).tolist()
+    kept = dppo.independent(table(near), generator).tolist()
     assert kept == [uniform < p for p in near]
 
 
@@ -295,11 +296,11 @@ def test_pps_draws_are_fresh_and_ordered():
     generator = dppo.generator_for(0)
     draws = [dppo.prune_completions("pps", 0.5, batch, generator) for _ in range(50)]
     drawn = {tuple(keep.flatten().tolist()) for keep, _ in draws}
-    outcomes = proof.outcomes("pps", 0.5, batch)
+    outcomes = proof.outcomes(dppo.COMPLETION_RULES["pps"], 0.5, batch)
     assert drawn == {tuple(keep.flatten().tolist()) for keep, _, p in outcomes if p > 1e-9}
     assert len(drawn) > 3
     keep, weights = draws[-1]
-    keep_prob = dppo.completion_keep_prob("pps", 0.5, batch)
+    keep_prob = dppo.COMPLETION_RULES["pps"].keep_prob(batch, 0.5)
     assert torch.equal(weights, torch.where(keep, 1 / keep_prob, 0.0))
     cost = (keep_prob * batch.cost).sum().item()
     assert cost == pytest.approx(12.0), "1 - r_o of all tokens, those of size 0 included"

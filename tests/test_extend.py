@@ -103,13 +103,19 @@ def token_loss(_rate=None):
     return dppo.token_loss(*[torch.zeros(3)] * 3, torch.zeros(3).long(), loss="mine", **clip)
 
 
+def make_rule(keep_prob=None, rate=0.5, **options):
+    if keep_prob:
+        return dppo.by_probability(keep_prob, rate=rate, **options)
+    return dppo.Rule(rate=rate, **options)
+
+
 KINDS = {  # its table, its class, and a call that uses the entry `mine`
     "completion rule": (
-        dppo.COMPLETION_RULES, dppo.CompletionRule,
+        dppo.COMPLETION_RULES, make_rule,
         lambda rate: dppo.prune_completions("mine", rate, completions(), dppo.generator_for(0)),
     ),
     "prompt rule": (
-        sampler.PROMPT_RULES, sampler.PromptRule,
+        sampler.PROMPT_RULES, make_rule,
         lambda rate: sampler.PromptHistory(2).prune(
             "mine", rate, torch.arange(2), dppo.generator_for(0)),
     ),
@@ -117,12 +123,12 @@ KINDS = {  # its table, its class, and a call that uses the entry `mine`
 }  # fmt: skip
 BOTH, LOSS = ("completion rule", "prompt rule"), ("loss",)
 gives = lambda value, **options: {"keep_prob": lambda batch, *_: value(batch)} | options
-selects = lambda value: gives(None, keep_prob=None, select=lambda *_: value(), biased="it picks")
+selects = lambda value: {"draw": lambda *_: value(), "biased": "it picks"}
 loses = lambda value: {"surrogate": lambda *_: value(), "denominator": "constant"}
 shape = r"must return probabilities of shape "
-pair = r"must select \(keep, weights\), both of shape \["
+pair = r"must return \(keep, weights\), both of shape \["
 two = r"must return \(loss, clipped\), two tensors of shape \[3\]"
-like = lambda batch: ones(batch.size.shape if isinstance(batch, dppo.Completions) else batch.shape)
+like = lambda batch: ones(batch.live.shape)
 ENTRIES = [  # kinds, the entry, the rate, the message if it is wrong
     (BOTH, gives(lambda batch: like(batch)[:1]), 0.5, shape + r"\[.*, not \[1"),
     (BOTH, gives(lambda batch: like(batch) * 1.5), 0.5, shape + ".*, from 0 to 1, not 1.5"),
@@ -131,7 +137,7 @@ ENTRIES = [  # kinds, the entry, the rate, the message if it is wrong
     (BOTH, gives(lambda batch: like(batch) * 0.5), 0.0, shape + ".*, of 1 at prune rate 0"),
     (BOTH, gives(lambda batch: like(batch) * 0.5, rate=None), 0.0, None),
     (BOTH, gives(lambda batch: like(batch) * 0.0, biased="it keeps nothing"), 0.5, None),
-    (BOTH[:1], gives(lambda batch: (batch.size > 0).double()), 0.5, None),
+    (BOTH[:1], gives(lambda batch: batch.live.double()), 0.5, None),
     (BOTH, selects(lambda: ones(2)), 0.5, pair),
     (BOTH, selects(lambda: (ones(2) > 0, ones(9))), 0.5, pair),
     (BOTH, selects(lambda: [ones(2)] * 2), 0.5, pair),
@@ -171,16 +177,16 @@ def test_an_exception_keeps_its_traceback(kind, make):
 
 
 plain = lambda ratio, logprobs, advantages, *_: (-ratio * advantages, ratio < 0)
-everything = lambda batch, rate: (batch.size >= 0, ones(batch.size.shape))
+everything = lambda batch, *_: (batch.live | True, ones(batch.live.shape))
 REFUSED = [  # kind, entry, flags, message
-    ("completion rule", everything, {"method": "mine"}, "'mine' is a function: wrap it in a Compl"),
-    ("completion rule", dppo.CompletionRule(None, select=everything), {"method": "mine"},
-     "'mine' selects by itself.*say in its biased="),
-    ("prompt rule", sampler.PromptRule(None, select=everything), {"method": "mine"},
-     "'mine' selects by itself.*say in its biased="),
+    ("completion rule", everything, {"method": "mine"}, "is a function: give it to dppo.by_prob"),
+    ("completion rule", dppo.Rule(everything, rate=0.5), {"method": "mine"},
+     "'mine' draws without keep probabilities.*say in its biased="),
+    ("prompt rule", dppo.Rule(everything, rate=0.5), {"method": "mine"},
+     "'mine' draws without keep probabilities.*say in its biased="),
     ("loss", dppo.Loss(plain, "tokens"), {"loss": "mine"},
      r"unknown denominator \(loss 'mine'\) 'tokens': choose one of own length, constant"),
-    ("completion rule", dppo.CompletionRule(everything), {"method": "mime"},
+    ("completion rule", dppo.by_probability(everything, rate=0.5), {"method": "mime"},
      "--method mime: choose one of grpo, .*, pps,.* mine"),
 ]  # fmt: skip
 
@@ -196,9 +202,8 @@ def test_entries_that_no_run_accepts(kind, entry, flags, message):
             dppo.loss_scale(ones((1, 1)), "mine", num_sequences=1, max_new_tokens=1, num_tokens=1)
 
 
-rule = dppo.CompletionRule(lambda batch, rate: ones(batch.size.shape))
-picky = dppo.CompletionRule(None, select=everything, biased="it keeps all")
-honest = dppo.CompletionRule(None, select=everything, biased="")
+rule = dppo.by_probability(lambda batch, rate: like(batch), rate=0.5)
+picky = dppo.Rule(everything, rate=0.5, biased="it keeps all")
 MINE = {"completion_rule": "mine"}
 NOTES = [  # the completion rule `mine`, flags, a text, whether the first lines have it
     (rule, MINE | {"method": "dppo"}, "prompts are pruned, too: by dppo", True),
@@ -208,7 +213,7 @@ NOTES = [  # the completion rule `mine`, flags, a text, whether the first lines 
     (rule, MINE | {"method": "dppo", "prompt_rule": "none"}, "pruned", False),
     (rule, MINE | {"method": "dppo", "prompt_rule": "uniform"}, "pruned", False),
     (picky, {"method": "mine"}, "changes the expected gradient: it keeps all", True),
-    (honest, {"method": "mine"}, "changes the expected gradient", False),
+    (rule, {"method": "mine"}, "changes the expected gradient", False),
     (rule, {"data": "words"}, "tiny can only add: name another model to learn from words", True),
     (rule, {"data": "mine.jsonl", "max_new_tokens": 9}, "can only add", True),
     (rule, {"data": "arithmetic-mixed"}, "can only add", False),
@@ -238,8 +243,7 @@ def test_the_count_of_tokens_is_known_before_the_draw(
 ):
     """Where a loss divides by the batch's tokens and prompts are pruned, also by a rule without a
     rate. Catches a denominator that the draw decides, which proof.py cannot see in a run."""
-    half = lambda score, _rate: torch.full((len(score),), 0.5)
-    sampler.PROMPT_RULES["mine"] = sampler.PromptRule(half, rate=None)
+    sampler.PROMPT_RULES["mine"] = dppo.by_probability(lambda *_: ones(4) / 2, rate=None)
     dppo.LOSSES["mine"] = dppo.Loss(plain, denominator)
     options = {"prompt_rule": prompt_rule, "prompt_prune_rate": rate, "loss": "mine"}
     args = toy.flags(policy_folder, str(tmp_path / "run"), method="grpo", **options)
@@ -261,13 +265,14 @@ FILES = [  # a file, and what proof.py says of it
      r"NOT unbiased: zero with mean, .*A loss that is off in every row"),
     (HEAD + "dppo.LOSSES['mine'] = dppo.Loss(lambda ratio, logprobs, advantages, *_: (-ratio * "
      "advantages / len(ratio), ratio < 0), 'constant')\n", "NOT unbiased: zero with mine"),
-    (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.CompletionRule(lambda batch, rate: "
-     "(batch.size / batch.size.sum(1, keepdim=True)).clamp(max=1))\n",
+    (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.by_probability(lambda batch, rate: "
+     "(batch.size / batch.size.sum(1, keepdim=True)).clamp(max=1), rate=0.5)\n",
      "completion rule 'mine' must return .* not nan"),  # dead groups
-    (HEAD + "sampler.PROMPT_RULES['mine'] = sampler.PromptRule(lambda score, rate: "
-     "score.clamp(0.1, 1))\n", "prompt rule 'mine' must return .* not nan"),  # new prompts
-    (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.CompletionRule(lambda batch, rate: 1.0 - "
-     "(rate > 0) * ((batch.rewards == 1) & (batch.cost > 100)).double())\n",
+    (HEAD + "sampler.PROMPT_RULES['mine'] = dppo.by_probability(lambda batch, rate: "
+     "batch.past_advantage.clamp(0.1, 1), rate=0.5)\n",
+     "prompt rule 'mine' must return .* not nan"),  # new prompts
+    (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.by_probability(lambda batch, rate: 1.0 - "
+     "(rate > 0) * ((batch.rewards == 1) & (batch.cost > 100)).double(), rate=0.5)\n",
      r"'mine' .*above 0 .*; \d+ of \d+ are 0 there"),  # only in batches of long completions
 ]  # fmt: skip
 

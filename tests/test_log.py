@@ -14,6 +14,7 @@ import config
 import dppo
 import metrics
 import proof
+import sampler
 import train
 from bench import check
 from rollout import Rollouts
@@ -254,13 +255,11 @@ def test_figures_are_estimates_of_the_full_batch(full_batch, prompt_rule):
     scores = torch.tensor([[1, -1, 0], [1, -1, 0], [0.1, -0.1, 0], [0.1, -0.1, 0]])
     trainer.history.update(window, scores, LENGTHS)
     expected, chances, drawn = dict.fromkeys(full, 0.0), 0.0, set()
-    draws = proof.prompt_outcomes(prompt_rule, 0.5, trainer.history, window)
-    for places, (prompt_weights, chance) in draws.items():
-        kept = torch.zeros(4, dtype=torch.bool)
-        kept[[*places]] = True
+    rule = sampler.PROMPT_RULES[prompt_rule]
+    for kept, prompt_weights, chance in proof.outcomes(rule, 0.5, trainer.history.of(window)):
         drawn |= set(prompt_weights.tolist())
         _, batch = figures_of(trainer, (kept, prompt_weights))
-        for keep, weights, own_chance in proof.outcomes("pps", 0.6, batch):
+        for keep, weights, own_chance in proof.outcomes(dppo.COMPLETION_RULES["pps"], 0.6, batch):
             row, _ = figures_of(trainer, (kept, prompt_weights), (keep, weights))
             chances += chance * own_chance
             for name in full:

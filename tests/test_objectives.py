@@ -1,15 +1,17 @@
-"""Which objective a rule ascends: the slopes that proof.py computes, against the gradient of every
-group that a policy can sample; the limits of real-valued rewards; and unscorable completions."""
+"""Which objective a rule ascends: the slopes of related/objectives.py, against the gradient of
+every group that a policy can sample; limits of real-valued rewards; unscorable completions."""
 
 import itertools
 import json
 import math
+import re
 
 import pytest
 import torch
 
 import dppo
 import proof
+from related import objectives
 from runtime import InputError
 
 PASS_RATES = torch.tensor([0.003, 0.1, 0.4, 0.5, 0.9, 0.98], dtype=torch.float64)
@@ -36,7 +38,7 @@ def sampled_gradient(scale_rewards: str, rule: str, rate: float, G: int = 4):
             advantages, torch.ones_like(rewards), energy[texts][None], beta=0.0
         )
         batch = dppo.Completions(advantages, rewards, torch.ones_like(rewards), size, rest=0.5)
-        for _keep, weights, chance in proof.outcomes(rule, rate, batch):
+        for _keep, weights, chance in proof.outcomes(dppo.COMPLETION_RULES[rule], rate, batch):
             terms = (weights * advantages)[0, :, None] * scores[texts]  # [G, 3]
             total += chance * probs[texts].prod() * terms.sum(dim=0) / G
     return total, probs[2], probs[2] * scores[2]
@@ -48,9 +50,9 @@ def test_slopes_by_enumeration(scale_rewards, rule, rate):
     """Within 1e-12. Catches a slope without the division by p, a binomial of the wrong class, and
     weights of the wrong side."""
     got, p, gradient = sampled_gradient(scale_rewards, rule, rate)
-    slope = proof.objective_slope(p[None], 4, scale_rewards, rule, rate)
+    slope = objectives.objective_slope(p[None], 4, scale_rewards, rule, rate)
     assert (got - slope * gradient).abs().max() < 1e-12
-    unbiased = proof.objective_slope(p[None], 4, scale_rewards)
+    unbiased = objectives.objective_slope(p[None], 4, scale_rewards)
     same = abs(slope / unbiased - 1) < 1e-12
     # keeping 2 of 4, PODS gives each live group the same weight, as the logit does
     assert same == (not dppo.COMPLETION_RULES[rule].biased), (slope, unbiased)
@@ -61,7 +63,7 @@ def test_slopes_in_closed_form(G):
     """Catches the sample variance, an epsilon beside it, and a mean over G where one of the class
     belongs."""
     p = PASS_RATES
-    slope = lambda scale: proof.objective_slope(p, G, scale)
+    slope = lambda scale: objectives.objective_slope(p, G, scale)
     expected = {
         "none": torch.full_like(p, (G - 1) / G),
         "variance": (1 - p**G - (1 - p) ** G) / (p * (1 - p)),
@@ -70,7 +72,7 @@ def test_slopes_in_closed_form(G):
     for scale, wanted in expected.items():
         assert ((slope(scale) / wanted - 1).abs() < 1e-12).all(), scale
     # With many completions, group's is 1 / std.
-    many = proof.objective_slope(torch.tensor([0.3]), 200, "group") * math.sqrt(0.3 * 0.7)
+    many = objectives.objective_slope(torch.tensor([0.3]), 200, "group") * math.sqrt(0.3 * 0.7)
     assert many.item() == pytest.approx(1, abs=0.01)
 
 
@@ -78,10 +80,10 @@ def test_slopes_in_closed_form(G):
 def test_pods_ascends_the_logit(G, kept):
     """From R - mean, to 1e-12. Keeping four is another objective, and so is keeping two from
     advantages over std + 1e-4, a little. Catches PODS with its weights of another size."""
-    logit = proof.objective_slope(PASS_RATES, G, "variance")
+    logit = objectives.objective_slope(PASS_RATES, G, "variance")
 
     def spread(scale, kept):  # how far the ratio of the two slopes is from a constant
-        got = proof.objective_slope(PASS_RATES, G, scale, "pods", 1 - kept / G)
+        got = objectives.objective_slope(PASS_RATES, G, scale, "pods", 1 - kept / G)
         ratio = got / logit
         return (ratio.max() / ratio.min() - 1).item()
 
@@ -89,9 +91,9 @@ def test_pods_ascends_the_logit(G, kept):
     assert 1e-6 < spread("group", kept) < 1e-3, "+ 1e-4 beside the standard deviation"
     if G > 5:
         assert spread("none", 4) > 1e-3
-    found = proof.objective_slope(PASS_RATES, G, "none", "pods", 1 - kept / G)
-    assert proof.objective_of(found, PASS_RATES, G) == "variance"
-    assert proof.objective_of(found * PASS_RATES, PASS_RATES, G) is None
+    found = objectives.objective_slope(PASS_RATES, G, "none", "pods", 1 - kept / G)
+    assert objectives.objective_of(found, PASS_RATES, G) == "variance"
+    assert objectives.objective_of(found * PASS_RATES, PASS_RATES, G) is None
 
 
 @pytest.mark.parametrize("scored", [2, 3, 7, 8])
@@ -106,14 +108,14 @@ def test_unscorable_completions(scored):
     assert advantages[0].item() == pytest.approx(G)
     assert advantages[1:scored].tolist() == pytest.approx([-G / (scored - 1)] * (scored - 1))
     assert advantages[scored:].tolist() == [0.0] * (G - scored)
-    slope = proof.objective_slope(p, G, "variance", scored=scored)
+    slope = objectives.objective_slope(p, G, "variance", scored=scored)
     wanted = (1 - p**scored - (1 - p) ** scored) / (p * (1 - p))
     assert ((slope / wanted - 1).abs() < 1e-12).all()
     for scale, wanted in (
         ("none", torch.full_like(p, (scored - 1) / G)),
         ("mean", scored / G * (1 - (1 - p) ** (scored - 1)) / p),
     ):
-        slope = proof.objective_slope(p, G, scale, scored=scored)
+        slope = objectives.objective_slope(p, G, scale, scored=scored)
         assert ((slope / wanted - 1).abs() < 1e-12).all(), scale
 
 
@@ -189,7 +191,7 @@ def test_dead_groups_removed(replacement):
             probability = math.prod(chance[q][k] for q, k in pairs) / len(draws)
             for q, k in pairs:
                 expected[q] += probability * part[q][k] / max(1, live)  # a dead part is 0
-    factor = expected / proof.objective_slope(p, G, "none")
+    factor = expected / objectives.objective_slope(p, G, "none")
     spread = (factor.max() / factor.min() - 1).item()
     if replacement:
         assert spread < 1e-12
@@ -237,3 +239,16 @@ def test_bad_flags(run):
             run("run", loss="mine")
     finally:
         del dppo.LOSSES["mine"]
+
+
+def test_the_printed_table(capsys):
+    objectives.main()
+    table = capsys.readouterr().out.split("\n\n")[1].strip().splitlines()
+    cells = [re.split(r"  +", line.strip()) for line in table[1:]]
+    objective_of = {(rule, scale): objective for rule, scale, *_, objective in cells}
+    for scale, objective in dppo.SCALES.items():
+        assert objective_of["unbiased", scale] == objective
+    assert objective_of["pods, 2 kept", "none"] == "logit(p)"
+    assert objective_of["pods, 3 kept", "none"] == "logit(p)"
+    assert objective_of["pods, 4 kept", "none"] == "its own"
+    assert objective_of["cppo, 3 kept", "group"] == "its own"

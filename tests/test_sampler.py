@@ -69,10 +69,10 @@ def test_the_history_remembers_the_last_group():
     assert history.expected_tokens(torch.arange(4)).tolist() == [1.0] * 4, "nothing is known"
     see(history, [0, 2], [[1, 0, 0, 0], [1, 1, 1, 1]], tokens=8)
     see(history, [2], [[2, 0, 2, 0]], tokens=4)
-    assert history.score.nan_to_num(-1).tolist() == [0.375, -1, 1.0, -1]
+    assert history.past_advantage.nan_to_num(-1).tolist() == [0.375, -1, 1.0, -1]
     advantages = torch.tensor([[0.5, -0.5]])
     history.update(torch.tensor([0]), advantages, torch.tensor([[1, 3]]))
-    assert history.score[0] == 0.5
+    assert history.past_advantage[0] == 0.5
     assert history.expected_tokens(torch.tensor([2, 1, 0])).tolist() == [4, 3, 2], "1: an average"
 
 
@@ -87,7 +87,9 @@ def test_threshold_rule_by_hand():
     """
     history = sampler.PromptHistory(6)
     see(history, [0, 2, 4], [[2.0, 0, 2, 0], [0.6, 0, 0, 0.6], [0, 0, 0, 0]])
-    assert history.score.nan_to_num(-1).tolist() == pytest.approx([1.0, -1, 0.3, -1, 0, -1])
+    assert history.past_advantage.nan_to_num(-1).tolist() == pytest.approx(
+        [1.0, -1, 0.3, -1, 0, -1]
+    )
     window = torch.tensor([0, 1, 2, 3])  # seen: 1.0 and 0.3, mean 0.65
     assert weights_of(history, window) == [{1.0}, {1.0}, {0.0, 4 / 3}, {1.0}]
     assert weights_of(history, torch.tensor([1, 3, 5])) == [{1.0}] * 3
@@ -126,7 +128,9 @@ def test_fixed_size_rules_keep_exactly_the_planned_number():
     window = torch.tensor([3, 4, 8, 10, 61, 6, 14, 15, 20, 60])  # in each half two were dull
     for rate, wanted in ((0.3, [7]), (0.35, [6]), (0.44, [3, 3]), (0.5, [2, 2])):
         minibatches = len(wanted)
-        keep_prob = history.keep_prob("uniform", rate, window, minibatches)
+        uniform = sampler.PROMPT_RULES["uniform"]
+        parts = [uniform.keep_prob(history.of(x), rate) for x in window.chunk(minibatches)]
+        keep_prob = torch.cat(parts)
         assert keep_prob.sum() == pytest.approx(sum(wanted))
         given = ("uniform", rate, window, generator, minibatches)
         drawn = [history.prune(*given) for _ in range(600)]
@@ -142,19 +146,14 @@ def test_fixed_size_rules_keep_exactly_the_planned_number():
             both = torch.outer(*keep_prob.chunk(2))
             error = (both * (1 - both) / len(keep)).sqrt()
             assert ((first.T @ second / len(keep) - both).abs() <= 4.5 * error + 1e-12).all()
-    everything = history.keep_prob("uniform", 0.0, window)
-    assert torch.equal(everything, torch.ones(10, dtype=torch.float64)), "rate 0 keeps all"
-    assert history.prune("uniform", 0.0, window, generator, 2)[0].all()
+    assert history.prune("uniform", 0.0, window, generator, 2)[0].all(), "rate 0 keeps all"
 
 
-def test_the_draw_is_by_probability():
-    """The less likely candidates get their share in every draw, to within one.
-
-    Catches a draw that is not ordered by the probability, which keeps the means but adds variance.
-    """
+def test_the_number_of_dull_prompts_is_fixed():
+    """To within one, in every draw. Catches an independent draw, which adds variance."""
     history, generator = trained_history()
     window = torch.arange(64)
-    keep_prob = history.keep_prob("dppo", 0.5, window)
+    keep_prob = sampler.PROMPT_RULES["dppo"].keep_prob(history.of(window), 0.5)
     low = keep_prob <= keep_prob.min() + 1e-9
     share = keep_prob[low].sum()
     assert 2 < share <= low.sum() / 2

@@ -144,7 +144,7 @@ def test_the_factor_of_every_sequence(run, monkeypatch):
 
     def record_prompts(history, rule, rate, window, *args):
         keep, weights = prune(history, rule, rate, window, *args)
-        recorded.append([history.score[window].tolist(), keep.tolist()])
+        recorded.append([history.past_advantage[window].tolist(), keep.tolist()])
         return keep, weights
 
     def record_update(model, *args, **kwargs):
@@ -221,7 +221,7 @@ def test_a_step_that_keeps_nothing(run, tmp_path, monkeypatch):
     Catches a division by what was kept, an empty pack, and NaN in the log.
     """
     nothing = lambda keep_prob, *_, **__: torch.zeros(keep_prob.shape, dtype=torch.bool)
-    monkeypatch.setattr(dppo, "draw", nothing)  # of completions
+    monkeypatch.setattr(dppo, "independent", nothing)  # of completions
     monkeypatch.setattr(dppo, "systematic", nothing)  # of prompts
     before = load_file(tmp_path / "policy" / "model.safetensors")
     log = run("run", steps=2, save_every=2)

@@ -180,7 +180,7 @@ def test_edges_by_size_are_exact():
     exact, unweighted, over_kept = (torch.zeros_like(factors) for _ in range(3))
     for m, row in enumerate(size[:, None, 1:]):
         batch = dppo.Completions(row, row, torch.ones_like(row), row)
-        for keep, weights, chance in proof.outcomes("pps", 0.5, batch):
+        for keep, weights, chance in proof.outcomes(dppo.COMPLETION_RULES["pps"], 0.5, batch):
             exact[m, 1:] += chance * factors[m, 1:] * weights[0]
             unweighted[m, 1:] += chance * factors[m, 1:] * keep[0]
             over_kept[m, 1:] += chance * advantages[m, 1:] * trees.kept_mean(keep)[0]

@@ -21,6 +21,8 @@ import update
 from bench import check
 from runtime import ranks
 
+PPS = dppo.COMPLETION_RULES["pps"]
+
 # several packs of several segments
 RUN = config.Config(pack_tokens=24, device="cpu", temperature=0.7)
 
@@ -267,7 +269,7 @@ def test_sgd_updates_are_unbiased(policy_folder, tmp_path, make_optimizer, grad_
     everything = torch.ones_like(seen[0].size, dtype=torch.bool)
     updated = functools.partial(trainer.updated, start=start, make_optimizer=make_optimizer)
     whole = updated((everything, everything.double()))
-    drawn = [*proof.outcomes("pps", 0.7, seen[0])]
+    drawn = [*proof.outcomes(PPS, 0.7, seen[0])]
     assert len(drawn) > 5
     mean = sum(p * (updated((keep, w)) - start) for keep, w, p in drawn)
     error = proof.relative_error(mean, whole - start)
@@ -332,20 +334,18 @@ def test_the_step_is_unbiased(policy_folder, tmp_path, loss, prompt_rule):
 
     expected, chances = torch.zeros_like(full), 0.0
     of_parts = [
-        proof.prompt_outcomes(prompt_rule, 0.5, trainer.history, part) for part in window.chunk(2)
+        proof.outcomes(sampler.PROMPT_RULES[prompt_rule], 0.5, trainer.history.of(part))
+        for part in window.chunk(2)
     ]
-    for outcomes in itertools.product(*(of_part.items() for of_part in of_parts)):
-        kept = torch.zeros(4, dtype=torch.bool)
-        for number, (places, _) in enumerate(outcomes):
-            kept[[2 * number + place for place in places]] = True
-        prompt_weights = torch.cat([weights for _, (weights, _) in outcomes])
-        chance = math.prod(own for _, (_, own) in outcomes)
+    for outcomes in itertools.product(*of_parts):
+        keeps, weights, own_chances = zip(*outcomes, strict=True)
+        kept, prompt_weights, chance = torch.cat(keeps), torch.cat(weights), math.prod(own_chances)
         chances += chance
         _, batches = gradients(trainer, (kept, prompt_weights), None)
         all_kept = [(torch.ones_like(one.size) > 0, torch.ones_like(one.size)) for one in batches]
         for number, batch in enumerate(batches):
             # The updates draw separately, and nothing moves the parameters between them here.
-            for keep, weights, own_chance in proof.outcomes("pps", 0.6, batch):
+            for keep, weights, own_chance in proof.outcomes(PPS, 0.6, batch):
                 drawn = all_kept.copy()
                 drawn[number] = (keep, weights)
                 found = gradients(trainer, (kept, prompt_weights), drawn)
@@ -373,7 +373,7 @@ def test_prompt_level_and_both_are_unbiased(make, loss, rule, prompt_rule):
     """
     rewards, beta = table([[1, 0, 0], [0, 1, 1], [1, 1, 0]]), 0.1
     history, window = learned_history()
-    keep_prob = history.keep_prob(prompt_rule, 0.4, window)
+    keep_prob = sampler.PROMPT_RULES[prompt_rule].keep_prob(history.of(window), 0.4)
     patterns = {}
     for number in range(100):  # the real draw, for its patterns and weights
         generator = dppo.generator_for(number)
@@ -465,7 +465,7 @@ def test_the_printed_table(capsys):
     proof.main()
     printed = capsys.readouterr().out
     completions, prompts, biased = re.split(r"\n(?:claimed to be .*|biased, .*)\n", printed)[1:]
-    biased, verdict, _heading, objectives = biased.strip().split("\n\n")
+    biased, verdict = biased.strip().split("\n\n")
     assert verdict == "Everything that claims to be unbiased is, within 1e-09."
     table = lambda part: [re.split(r"  +", line.strip()) for line in part.strip().splitlines()]
     assert [row[0] for row in table(completions)] == [*UNBIASED]
@@ -480,28 +480,3 @@ def test_the_printed_table(capsys):
     for error, loss in zip(own[1:], dppo.LOSSES, strict=True):
         assert float(error) > 1e-3 if loss in ("dapo", "cispo") else float(error) < 1e-10
     assert min(float(word) for row in rest for word in row[1:]) > 1e-3
-
-    rows = {tuple(row[:2]): row[-1] for row in table(objectives)[1:]}
-    for scale, objective in dppo.SCALES.items():
-        assert rows["unbiased", scale] == objective
-    assert rows["pods, 2 kept", "none"] == rows["pods, 3 kept", "none"] == "logit(p)"
-    assert rows["pods, 4 kept", "none"] == rows["cppo, 3 kept", "group"] == "its own"
-
-
-def test_prompt_outcomes_are_those_of_the_draw():
-    """Frequencies of 4,000 real draws. Catches a pattern that the enumeration lacks, and one whose
-    probability is off."""
-    history, prompts = proof.toy_history(), torch.arange(3)
-    for rule in ("uniform", "dppo"):
-        found = proof.prompt_outcomes(rule, 0.4, history, prompts)
-        assert sum(chance for _, chance in found.values()) == pytest.approx(1)
-        generator, counts = dppo.generator_for(1), dict.fromkeys(found, 0)
-        for _ in range(4000):
-            keep, weights = history.prune(rule, 0.4, prompts, generator)
-            kept = tuple(keep.nonzero().flatten().tolist())
-            counts[kept] += 1
-            assert torch.equal(weights, found[kept][0])
-        for kept, (_, chance) in found.items():
-            assert counts[kept] / 4000 == pytest.approx(chance, abs=0.03), (rule, kept)
-        if rule == "dppo":
-            assert len({round(chance, 6) for _, chance in found.values()}) > 1

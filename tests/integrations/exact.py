@@ -96,7 +96,7 @@ def over_completions(gradient, part=0, seen=None):
     def outcomes(rule, rate, batch, _generator):
         if seen is not None:
             seen.append(batch)
-        return proof.outcomes(rule, rate, batch)
+        return proof.outcomes(dppo.COMPLETION_RULES[rule], rate, batch)
 
     return expectation(gradient, dppo, "prune_completions", outcomes, part)
 
@@ -105,9 +105,10 @@ def over_prompts(gradient):
     """The expectation over the draw of prompts, in which every update has its own candidates."""
 
     def outcomes(history, rule, rate, prompts, _generator, updates=1):
-        parts = [proof.prompt_outcomes(rule, rate, history, x) for x in prompts.chunk(updates)]
-        for drawn in itertools.product(*(part.values() for part in parts)):
-            weights = torch.cat([weights for weights, _chance in drawn])
-            yield weights > 0, weights, math.prod(chance for _weights, chance in drawn)
+        entry = sampler.PROMPT_RULES[rule]
+        parts = [proof.outcomes(entry, rate, history.of(x)) for x in prompts.chunk(updates)]
+        for drawn in itertools.product(*parts):
+            keeps, weights, chances = zip(*drawn, strict=True)
+            yield torch.cat(keeps), torch.cat(weights), math.prod(chances)
 
     return expectation(gradient, sampler.PromptHistory, "prune", outcomes)

@@ -207,7 +207,7 @@ def test_stopped_and_resumed(tmp_path, loss):
     for name, value in vars(whole.history).items():
         other = vars(resumed.history)[name]
         torch.testing.assert_close(value, other, rtol=0, atol=0, equal_nan=True)
-    assert not whole.history.score.isnan().all()
+    assert not whole.history.past_advantage.isnan().all()
     assert whole.mean_tokens == resumed.mean_tokens
     first = json.loads(texts[0].splitlines()[1])
     assert first["kept/prompts"] == (1.0 if loss == "dapo" else 0.5), "dapo counts tokens first"
@@ -284,7 +284,7 @@ def test_refusals(tmp_path, options, message):
 
 def test_rules_of_ones_own(tmp_path, monkeypatch):
     """Fails if a rule that is added after the import is refused."""
-    rule = dppo.CompletionRule(lambda batch, rate: (batch.size > 0).double(), rate=None)
+    rule = dppo.by_probability(lambda batch, rate: batch.live.double(), rate=None)
     monkeypatch.setitem(dppo.COMPLETION_RULES, "mine", rule)
     make_trainer(tmp_path, Server(), completion_rule="mine")
 

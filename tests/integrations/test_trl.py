@@ -246,7 +246,7 @@ def test_equal_rewards_are_dull():
     rows = [{"prompt": text} for text in trl_toy.PROMPTS for _ in range(8)]
     found = trainer._generate_and_score_completions(rows)
     assert found["advantages"].any(), "TRL's advantages are exact zeros"
-    assert trainer.history.score.tolist() == [0.0] * 4
+    assert trainer.history.past_advantage.tolist() == [0.0] * 4
 
 
 def test_padding_is_not_a_surprise():
@@ -430,7 +430,7 @@ def test_trainers_are_refused(monkeypatch):
         with pytest.raises(RuleError, match="no environment_factory"):
             trainer.check()
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 3)
-    own = sampler.PromptRule(lambda score, rate: torch.ones(len(score)))
+    own = dppo.by_probability(lambda batch, rate: torch.ones(batch.live.shape), rate=0.3)
     monkeypatch.setitem(sampler.PROMPT_RULES, "mine", own)
     for rule in ("dppo", "mine"):
         trainer.args.prompt_rule = rule

@@ -100,7 +100,7 @@ class SameStart:
     def __call__(self, rule, rate, batch, _generator):
         start = self.starts[self.calls % len(self.starts)]
         self.calls += 1
-        keep_prob = dppo.completion_keep_prob(rule, rate, batch)
+        keep_prob = dppo.COMPLETION_RULES[rule].keep_prob(batch, rate)
         keep = dppo.systematic(keep_prob, dppo.strata_order(batch), start)
         return keep, dppo.ht_weights(keep, keep_prob)
 
@@ -115,7 +115,7 @@ def starts_of(pruned):
         )  # fmt: skip
         with mock.patch.object(dppo, "prune_completions", prune):
             pruned.step()
-        keep_prob = dppo.completion_keep_prob("pps", 0.5, seen[part])
+        keep_prob = dppo.COMPLETION_RULES["pps"].keep_prob(seen[part], 0.5)
         laid = keep_prob.flatten()[dppo.strata_order(seen[part])]
         ends = torch.where(laid >= 1, 0.0, laid).cumsum(dim=0) % 1.0
         edges = sorted({0.0, *ends.tolist(), 1.0})

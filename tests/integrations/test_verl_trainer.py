@@ -207,7 +207,7 @@ def test_equal_rewards_are_dull():
     with mock.patch.object(dppo, "prune_completions", record):
         pruned.step()
     assert seen[0].advantages.any(), "verl's advantages are exact zeros"
-    assert pruned.trainer.history.score.tolist() == [0.0, 0.0]
+    assert pruned.trainer.history.past_advantage.tolist() == [0.0, 0.0]
 
 
 def test_a_batch_that_keeps_nothing():
