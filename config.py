@@ -151,7 +151,6 @@ def resolve(cfg: Config) -> Config:
         "lr": 6e-4 if tiny else 1e-6,
         "lr_schedule": "linear" if tiny else "constant",
         "adam_beta2": 0.95 if tiny else 0.999,
-        "grad_clip": 1.0,
         "pack_tokens": 2048 if device == "cpu" else 8192,
     }
     if tiny:  # a rule without a rate keeps its 0
@@ -251,7 +250,7 @@ def _check_values(cfg: Config) -> None:
     require(cfg, "adam_beta2", 0 <= cfg.adam_beta2 < 1, "at least 0 and below 1")
     for name in ("lr", "temperature", "reward_range", "rest"):
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
-    for name in ("beta", "warmup", "grad_clip", "weight_decay", "eval_every", "save_every"):
+    for name in ("beta", "warmup", "grad_clip", "eval_every", "save_every"):
         require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0 and finite")
     good = 0 < cfg.eps_low < 1 or cfg.eps_low == dppo.LOSSES[cfg.loss].clip[0]  # cispo: 1
     require(cfg, "eps_low", good, "above 0 and below 1")

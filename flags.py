@@ -126,19 +126,15 @@ class Config:
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
-    """Learning rate of AdamW. By default 1e-6; with tiny 7e-4 for adaptive, 4.3e-4 for pps, 1.2e-3
-    for grpo, else 6e-4."""
+    """Learning rate of AdamW. By default 1e-6; with tiny 6e-4, or 4.3e-4 for pps."""
     adam_beta2: float | None = None
     """AdamW's beta2. By default 0.999, or 0.95 with tiny."""
     warmup: int = 5
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
     """Learning rate after warm-up. By default linear (down to 0) for tiny, else constant."""
-    grad_clip: float | None = None
-    """Largest gradient norm of an update; longer gradients are scaled down to it. 0: no limit. By
-    default 1, or 0.01 for adaptive with tiny, whose usual norms are 0.01 to 0.02."""
-    weight_decay: float = 0.0
-    """AdamW's weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm of an update; longer gradients are scaled down to it. 0: no limit."""
 
     # ------------------------------------------------------------------------ packing and machine
     pack_tokens: int | None = None

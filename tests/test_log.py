@@ -283,15 +283,15 @@ def test_the_history_learns_from_full_groups(steps):
 
 
 def test_flags_of_the_optimizer(steps, monkeypatch):
-    """Catches --grad-clip, --weight-decay and --lr that the optimizer never sees."""
+    """Catches --grad-clip and --lr that the optimizer never sees."""
     clip, seen = torch.nn.utils.clip_grad_norm_, []
     record = lambda parameters, norm: seen.append(norm) or clip(parameters, norm)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
-    options = {"grad_clip": 0.37, "weight_decay": 0.123, "lr": 0.01, "warmup": 0}
+    options = {"grad_clip": 0.37, "lr": 0.01, "warmup": 0}
     options["adam_beta2"] = 0.91
     trainer, _, _ = steps(count=1, **options)
     (group,) = trainer.optimizer.param_groups
-    assert (seen, group["weight_decay"], group["lr"]) == ([0.37], 0.123, 0.01)
+    assert (seen, group["lr"]) == ([0.37], 0.01)
     assert group["betas"] == (0.9, 0.91)
 
 

@@ -141,7 +141,7 @@ def test_resumed_on_other_ranks(policy_folder, tmp_path):
     common = {"save_every": 2, "eval_every": 2, "eval_problems": 3, "beta": 0.1}
 
     def go(name, steps, world, *args):
-        run = flags(policy_folder, str(tmp_path / name), weight_decay=0.1, steps=steps, **common)
+        run = flags(policy_folder, str(tmp_path / name), steps=steps, **common)
         in_processes(world, toy.main, [*run, *args])
 
     go("whole", 6, 1)

@@ -341,7 +341,6 @@ BAD_INPUT = """
 --grad-clip inf | --grad-clip inf: must be at least 0 and finite
 --adam-beta2 1 | --adam-beta2 1.0: must be at least 0 and below 1
 --temperature 0 | --temperature 0.0: must be above 0
---weight-decay inf | --weight-decay inf: must be at least 0 and finite
 --eps-high 0 | --eps-high 0.0: must be above 0
 --eps-low 1 | --eps-low 1.0: must be above 0 and below 1
 --save-every -5 | --save-every -5: must be at least 0
