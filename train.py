@@ -121,19 +121,19 @@ class Trainer:
         started = self.timer.start()
 
         # 1. Select the candidates of this step.
-        window = self.candidates(step)  # [Q]
-        kept_prompts = torch.ones_like(window, dtype=torch.bool)  # [Q]; GRPO keeps all
-        window_weights = torch.ones_like(window, dtype=torch.float64)  # [Q]
+        candidates = self.candidates(step)  # [Q]
+        kept = torch.ones_like(candidates, dtype=torch.bool)  # [Q]; GRPO keeps all
+        prompt_weights = torch.ones_like(candidates, dtype=torch.float64)  # [Q]
         # --- DPPO, before rollout: drop prompts at random, weight the rest by 1 / P(kept)
         counts_tokens = self.needs_mean_tokens and self.mean_tokens is None  # see 5
         prompt_rule = "none" if counts_tokens else cfg.prompt_rule
-        kept_prompts, window_weights = self.history.prune(
-            prompt_rule, cfg.prompt_prune_rate, window, generator, M
+        kept, prompt_weights = self.history.prune(
+            prompt_rule, cfg.prompt_prune_rate, candidates, generator, M
         )
         # ---
-        prompts, prompt_weights = window[kept_prompts], window_weights[kept_prompts]  # [K], [K]
+        prompts, prompt_weights = candidates[kept], prompt_weights[kept]  # [K], [K]
         # for the log; before the history learns from this step
-        history_figures = metrics.history(self.history.past_advantage, window, kept_prompts)
+        history_figures = metrics.history(self.history.past_advantage, candidates, kept)
 
         # 2. Sample G completions of each prompt. Each rank has its share of the prompts.
         expected = self.history.expected_tokens(prompts).tolist()  # [K]
@@ -180,11 +180,11 @@ class Trainer:
         )  # [K, G]  # fmt: skip
         factor = prompt_weights[:, None] * scale  # [K, G]
 
-        # 6. Each update has its own part of the candidates, and its own draw. A prompt's place in
-        # the window says which part it is in. Its place among the kept prompts would not do: it
-        # depends on what else was kept, which is biased.
+        # 6. Each update has its own part of the candidates, and its own draw. A prompt's place
+        # among the candidates says which part it is in. Its place among the kept prompts would not
+        # do: it depends on what else was kept, which is biased.
         # These are the parts that PromptHistory.prune draws; M divides Q (config.py checks it).
-        minibatch = kept_prompts.nonzero()[:, 0] * M // Q  # [K]
+        minibatch = kept.nonzero()[:, 0] * M // Q  # [K]
         cost = self.prompt_tokens[prompts, None] + lengths  # [K, G], tokens to train on
         keep = torch.ones_like(factor, dtype=torch.bool)  # [K, G]; GRPO keeps all
         weights = torch.ones_like(factor)  # [K, G]
