@@ -112,7 +112,7 @@ def loss(model, ids, sampled, old_logprobs, advantage, factor):
     return ((term * sampled[:, 1:]).sum(1) * factor).sum()
 
 
-def train(grpo=False, seed=0):
+def train(grpo=False, seed=0, steps=STEPS):
     set_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(arithmetic.BASE)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
@@ -120,7 +120,7 @@ def train(grpo=False, seed=0):
     held_out = [arithmetic.problem("heldout", i) for i in range(HELD_OUT)] * 4
     past = torch.full((PROBLEMS,), torch.nan)  # mean |advantage| of each prompt's last group
     seconds = 0.0
-    for step in range(STEPS):
+    for step in range(steps):
         started = time.perf_counter()
         # Drop prompts, before their completions are sampled.
         prompts = torch.randperm(PROBLEMS)[:Q]  # the candidates [Q], in random order
@@ -148,7 +148,7 @@ def train(grpo=False, seed=0):
         for n in (kept[i : i + ROWS] for i in range(0, len(kept), ROWS)):
             loss(model, ids[n], sampled[n], logprobs[n], advantage[n], factor[n]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = LR * min((step + 1) / WARMUP, 1 - step / STEPS)
+        optimizer.param_groups[0]["lr"] = LR * min((step + 1) / WARMUP, 1 - step / steps)
         optimizer.step()
         seconds += time.perf_counter() - started
         line = f"step {step + 1:2} | reward {weight @ mean[:, 0] / weight.sum():.3f} | "
@@ -162,5 +162,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0] + ". Takes a minute.")
     parser.add_argument("--grpo", action="store_true", help="keep everything, with weight 1")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS)
     torch.set_num_threads(1)  # beside other programs, more threads would wait for each other
     train(**vars(parser.parse_args()))
