@@ -16,7 +16,6 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the caller
 
-from bench import search
 from runtime import InputError, log
 
 METHODS = {  # name in the tables and color in the pictures
@@ -220,7 +219,8 @@ def winners_table(rows: list[dict]) -> str:
                 for row in by_seed(rows, setting, name, budget=budget).values():
                     budgets_with.setdefault(row["flags"], []).append(budget)
             for flags, budgets in budgets_with.items():
-                given = search.values_of(name, flags)
+                words = iter(flags.split())
+                given = dict(zip(words, words, strict=True))
                 where = ", ".join(f"{one:g}" for one in dict.fromkeys(budgets))
                 shown = [given.get(flag, "") for flag in names]
                 cells.append([f"{TITLES[setting]} {where}", METHODS[name][0], *shown])
