@@ -17,10 +17,9 @@ function of the weights.
 Packing cannot change the objective: nothing is dropped, split or truncated, and the factor of a
 sequence in the loss belongs to the sequence, not to its slot.
 
-`python -m bench packing` draws it. Source: arXiv:2603.04135 section 4.3 (window-based greedy). The
-details are our reconstruction; shared prompts are our addition. Letters: L tokens in a slot,
-S segments in it, K keys they attend to, N completion tokens to predict, H heads, D head width,
-V vocabulary.
+Notebook 03 draws it. Source: arXiv:2603.04135 section 4.3 (window-based greedy). The details are
+our reconstruction; shared prompts are our addition. Letters: L tokens in a slot, S segments in it,
+K keys they attend to, N completion tokens to predict, H heads, D head width, V vocabulary.
 """
 
 import inspect

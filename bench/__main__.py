@@ -3,9 +3,8 @@ The measurements behind the tables in docs/. Run from the root of the repository
 
     python -m bench savings     what pruning saves at equal steps
     python -m bench race        which method is most accurate after a budget of seconds
-    python -m bench search      the flags that are most accurate after a budget of seconds
     python -m bench results     the tables and pictures of docs/results.md, from their rows
-    python -m bench variance    error of each pruning rule, from real gradients
+    python -m bench variance    error of each completion rule, from real gradients
     python -m bench check       pruned gradients against full ones over whole runs, and a planted
                                 mistake that this must find
     python -m bench ceiling     which group size to use, and what pruning gains, from a run's log
@@ -13,14 +12,11 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench step        seconds of a training step and its parts
     python -m bench rollout     completions per second of every installed engine
     python -m bench update      packed and padded updates
-    python -m bench packing     how sequences are packed, as a picture
-    python -m bench gpu         decode rates and the MFU of updates on a GPU (runs/gpu.sh)
     python -m bench trl         TRL's trainer with and without pruning (requirements-trl.txt)
 
 `--json FILE` writes the rows; runs/*.json come from it. With `--shape 0.6b`, step, rollout and
-update use random weights of a size for a GPU. Examples:
+update use random weights of a size for a GPU (runs/gpu.sh). Examples:
 
-    python -m bench variance --level prompt --json runs/variance-prompt.json
     python -m bench race --budgets 5 --seeds 2
     python -m bench step --shape 0.6b --steps 10 --skip 2 --methods grpo pps
     python -m bench rollout --shape 0.6b --batches 256 1024
@@ -31,28 +27,10 @@ import sys
 import transformers
 import tyro
 
-from bench import (
-    ceiling,
-    check,
-    gpu,
-    law,
-    packing,
-    race,
-    results,
-    rollout,
-    savings,
-    search,
-    step,
-    trl,
-    update,
-    variance,
-)
+from bench import ceiling, check, law, race, results, rollout, savings, step, trl, update, variance
 from runtime import InputError
 
-MODULES = (
-    results, savings, race, search, variance, check, ceiling, law, step, rollout, update, packing,
-    gpu, trl,
-)  # fmt: skip
+MODULES = (results, savings, race, variance, check, ceiling, law, step, rollout, update, trl)
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 
 

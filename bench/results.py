@@ -16,7 +16,6 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the caller
 
-from bench import search
 from runtime import InputError, log
 
 METHODS = {  # name in the tables and color in the pictures
@@ -71,7 +70,6 @@ def tables() -> dict[str, str]:
     for setting in settings_of(raced):
         found[f"race, {TITLES[setting]}"] = race_table(raced, setting)
     found["ceilings"] = ceiling_table(saved)
-    found["winners"] = winners_table(raced)
     return found
 
 
@@ -205,26 +203,6 @@ def draw_race(rows: list[dict]) -> Figure:
     panels[0].set_ylabel("wrong answers, held out")
     add_legend(figure, panels)
     return figure
-
-
-def winners_table(rows: list[dict]) -> str:
-    """Markdown: the flags that were raced."""
-    names = ("--prompts-per-step", "--group-size", "--prompt-prune-rate", "--completion-prune-rate")
-    names += ("--rest", "--lr", "--scale-rewards", "--lr-schedule", "--grad-clip")
-    heads = ("Q", "G", "r_q", "r_o", "rest", "learning rate", "advantages", "schedule", "clip")
-    cells = [["task, seconds", "method", *heads], ["---"] * (2 + len(heads))]
-    for setting in settings_of(rows):
-        for name in METHODS:
-            budgets_with = {}  # flags: budgets
-            for budget in budgets_of(rows, setting):
-                for row in by_seed(rows, setting, name, budget=budget).values():
-                    budgets_with.setdefault(row["flags"], []).append(budget)
-            for flags, budgets in budgets_with.items():
-                given = search.values_of(name, flags)
-                where = ", ".join(f"{one:g}" for one in dict.fromkeys(budgets))
-                shown = [given.get(flag, "") for flag in names]
-                cells.append([f"{TITLES[setting]} {where}", METHODS[name][0], *shown])
-    return as_markdown(cells)
 
 
 # ---------------------------------------------------------------------------- question 3

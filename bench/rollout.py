@@ -5,7 +5,6 @@ import itertools
 import statistics
 import tempfile
 from dataclasses import replace
-from unittest import mock
 
 import torch
 
@@ -14,8 +13,7 @@ import data
 import models
 import rollout
 from bench import JsonFile, sampling_copy, shapes, write_json
-from engines import slots, vllm_engine
-from engines.fast_decoder import Decoder
+from engines import vllm_engine
 from runtime.timer import clock
 from tasks import arithmetic
 from update import trainer_logprobs
@@ -92,38 +90,12 @@ def random_prompts(count: int, vocabulary: int) -> list[list[int]]:
 
 
 def measure(model, policy, prompts, sampling, cfg, seed: int) -> dict:
-    """Seconds and tokens of one rollout, what the model computed for them, and how far their
-    log-probs are from the trainer's."""
-    computed = []  # tokens of each forward, prompts included; vLLM does not call this model
-    decode, run = Decoder.__call__, slots.Slots.run
-
-    def by_transformers(_model, args, inputs, _output):
-        computed.append((args[0] if args else inputs["input_ids"]).numel())
-
-    def by_decoder(decoder, token, positions, step, cache, *others):
-        if not isinstance(cache, slots.Slots):
-            computed.append(token.numel())
-        return decode(decoder, token, positions, step, cache, *others)
-
-    def in_slots(own):  # replays call nothing
-        computed.extend([own.rows] * slots.EVERY)
-        run(own)
-
-    hook = policy.register_forward_hook(by_transformers, with_kwargs=True)
-    patch = mock.patch.object
-    with patch(Decoder, "__call__", by_decoder), patch(slots.Slots, "run", in_slots):
-        started = clock(cfg.device)
-        rollouts = rollout.sample(policy, prompts, sampling, group_size=cfg.group_size, seed=seed)
-        seconds = clock(cfg.device) - started
-    hook.remove()
+    """Seconds and tokens of one rollout, and how far its log-probs are from the trainer's."""
+    started = clock(cfg.device)
+    rollouts = rollout.sample(policy, prompts, sampling, group_size=cfg.group_size, seed=seed)
+    seconds = clock(cfg.device) - started
     gaps = (trainer_logprobs(model, rollouts, cfg) - rollouts.logprobs).abs()
-    return {
-        "seconds": seconds,
-        "tokens": int(rollouts.lengths.sum()),
-        "forwards": len(computed),
-        "computed": sum(computed),
-        "gap": gaps.max().item(),
-    }
+    return {"seconds": seconds, "tokens": int(rollouts.lengths.sum()), "gap": gaps.max().item()}
 
 
 def compare(timed: dict[tuple[str, int], list[dict]]) -> list[dict]:
@@ -143,17 +115,12 @@ def compare(timed: dict[tuple[str, int], list[dict]]) -> list[dict]:
             "times_as_fast": [statistics.median(ratios), ratios[0], ratios[-1]],
             "max_logprob_gap": max(run["gap"] for run in runs),
             "tokens": sum(run["tokens"] for run in runs),
-            "forwards": statistics.median(run["forwards"] for run in runs),
-            "computed_per_token": statistics.median(
-                run["computed"] / run["tokens"] for run in runs
-            ),
             "all_seconds": [run["seconds"] for run in runs],
         }
         table.append(row)
         print(
             f"{name:8s} {batch:5d} at once {row['seconds']:8.3f} s {row['tokens_per_s']:10.0f} "
             f"tokens/s   {row['times_as_fast'][0]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) times "
-            f"hf's best   {row['forwards']:.0f} forwards, {row['computed_per_token']:.2f} tokens "
-            f"computed for each one sampled   largest log-prob gap {row['max_logprob_gap']:.1e}"
+            f"hf's best   largest log-prob gap {row['max_logprob_gap']:.1e}"
         )
     return table

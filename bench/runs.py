@@ -35,8 +35,8 @@ import train
 from bench import ceiling, made_by
 from runtime import InputError, log, ranks
 
-HELD_OUT = 2000  # held-out problems, from which a race and a search choose theirs
-SEARCHED = 250  # problems of a search, and of a curve
+HELD_OUT = 2000  # held-out problems, of which the first are used
+CURVE_PROBLEMS = 250
 SAME_SPEED = 1.4  # a larger ratio of two probes is another machine, not the noise of neighbors
 PACE = 8  # the last steps, whose mean says how long the next ones take
 CURVE = 4  # evaluations of a run by steps, the last one included
@@ -55,7 +55,7 @@ class Setting(NamedTuple):
     """What all runs of a setting share."""
 
     flags: str  # of train.py; those of a run come after them
-    problems: int = 1000  # held out, that a race evaluates on, 4 completions each
+    problems: int = 1000  # held out, 4 completions each
 
 
 SFT = Path("out-smollm2/sft/checkpoint")  # SmolLM2's supervised start
@@ -78,7 +78,6 @@ class Run:
     seed: int
     budget: float = 0  # in seconds, or:
     steps: int = 0
-    search: bool = False  # evaluated on the problems of a search
 
     def is_row(self, row: dict) -> bool:
         """Whether a row of a file is this run's."""
@@ -193,8 +192,8 @@ def make_one(run: Run, problems: int | None = None) -> dict:
             prompts = row["kept/prompts"] * trainer.cfg.prompts_per_step
             rows.append(row | {"seconds": seconds, "prompts": prompts})
             if step < run.steps and step % max(1, run.steps // CURVE) == 0:
-                curve.append([step, evaluate(trainer, run, problems or SEARCHED)])
-        accuracy = evaluate(trainer, run, problems)
+                curve.append([step, evaluate(trainer, run, problems or CURVE_PROBLEMS)])
+        accuracy = evaluate(trainer, run, problems or SETTINGS[run.setting].problems)
         if run.steps:
             ceilings = of_log(rows, groups, vars(trainer.cfg))
     except (InputError, FloatingPointError) as problem:  # such as a loss that is not finite
@@ -226,23 +225,12 @@ def plan(times: list[float], budget: float) -> int:
     return len(times) + max(0, round(left / statistics.mean(times[-PACE:])))
 
 
-def evaluate(trainer: train.Trainer, run: Run, problems: int | None) -> float:
-    """avg@4 of the trained policy on the problems of the race or of the search."""
-    chosen = held_out(run, [problem.text for problem in trainer.eval_set])[:problems]
+def evaluate(trainer: train.Trainer, run: Run, problems: int) -> float:
+    """avg@4 of the trained policy on the first held-out problems."""
     ranks.refresh(trainer.policy, trainer.model)
     rewards, _truncated = evaluation.sample_rewards(
-        trainer.policy, trainer.tokenizer, [trainer.eval_set[i] for i in chosen],
-        [trainer.eval_ids[i] for i in chosen], trainer.eval_reward, trainer.sampling,
-        k=train.EVAL_K, seed=dppo.seed_for(run.seed, "final"), keys=chosen,
+        trainer.policy, trainer.tokenizer, trainer.eval_set[:problems],
+        trainer.eval_ids[:problems], trainer.eval_reward, trainer.sampling,
+        k=train.EVAL_K, seed=dppo.seed_for(run.seed, "final"), keys=range(problems),
     )  # fmt: skip
     return round(evaluation.avg_at_k(rewards), 5)
-
-
-def held_out(run: Run, texts: list[str]) -> list[int]:
-    """Which of the held-out problems a run is evaluated on: the first ones, or for a search others,
-    whose texts differ too."""
-    count = SETTINGS[run.setting].problems
-    if not run.search:
-        return [*range(count)]
-    raced = {*texts[:count]}
-    return [i for i, text in enumerate(texts) if text not in raced][:SEARCHED]

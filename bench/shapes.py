@@ -3,7 +3,7 @@
 import json
 import random
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import tokenizers
 import torch
@@ -23,24 +23,6 @@ SHAPES = {  # Qwen3's: hidden, feed-forward, layers, heads, key-value heads, hea
     "8b": (4096, 12_288, 36, 32, 8, 128, 151_936),
 }
 UNTIED = ("8b",)  # these have a head of their own
-
-
-class GPU(NamedTuple):
-    flops: float  # dense bfloat16 operations a second
-    bandwidth: float  # bytes of memory read or written a second
-
-
-GPUS = {  # from data sheets: H100 SXM, H200 SXM, A100 SXM of 80 GB
-    "H100": GPU(989e12, 3.35e12),
-    "H200": GPU(989e12, 4.8e12),
-    "A100": GPU(312e12, 2.0e12),
-}
-
-
-def this_gpu() -> GPU | None:
-    """The data sheet of CUDA's device; None if it is not in the table."""
-    name = torch.cuda.get_device_name()
-    return next((sheet for gpu, sheet in GPUS.items() if gpu in name), None)
 
 
 def qwen3(shape: str) -> transformers.Qwen3Config:
@@ -91,20 +73,3 @@ def random_policy(shape: str, folder: str) -> None:
             length = rng.randint(20, 200)
             problem = " ".join(f"t{rng.randrange(vocabulary)}" for _ in range(length))
             file.write(json.dumps({"problem": problem, "answer": "1"}) + "\n")
-
-
-def model_flops(options, sequences: list[tuple[int, int]]) -> float:
-    """Operations of forward and backward for sequences of (prompt, completion) tokens.
-
-    2 + 4 per weight and token: the layers' weights x all tokens + the head's x completion tokens.
-    Causal attention: 6 x layers x heads x width x sum of squared lengths. Padding and recomputation
-    do not count, and shared prompts count as often as they occur.
-    """
-    hidden = options.hidden_size
-    queries = options.num_attention_heads * options.head_dim
-    keys = options.num_key_value_heads * options.head_dim
-    layer = hidden * (2 * queries + 2 * keys + 3 * options.intermediate_size)  # weights
-    lengths = [sum(both) for both in sequences]
-    layers = sum(layer * length + queries * length**2 for length in lengths)
-    head = options.vocab_size * hidden * sum(completion for _, completion in sequences)
-    return 6 * (options.num_hidden_layers * layers + head)

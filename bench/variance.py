@@ -1,6 +1,5 @@
 """
-How noisy each completion rule is on real gradients: `python -m bench variance`. Prompt rules are
-in replay.py.
+How noisy each completion rule is on real gradients: `python -m bench variance`.
 
 Rollouts and gradients are computed on the run's device; everything after that is small and on the
 CPU.
@@ -16,7 +15,6 @@ import statistics
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -27,55 +25,13 @@ import models
 import rollout
 import sampler
 import train
-from bench import JsonFile, gradient, inner_products, made_by, replay, sampling_copy, sized
+from bench import JsonFile, gradient, inner_products, made_by, sampling_copy, sized
 from related import rivals  # noqa: F401 (adds its rules, which are biased)
 from rewards import score
 from update import accumulate_gradients
 
-
-def main(
-    level: Literal["completion", "prompt"] = "completion",
-    seeds: tuple[int, ...] = (0, 1, 2),
-    draws: int = 2000,
-    flags: str = "",
-    json_file: JsonFile = None,
-) -> None:
-    """Squared error |g - full|^2 of a pruned gradient g, by rule, averaged over the rule's draws.
-
-    completion: relative to |full|^2, from the gradient of every completion, with rollouts of the
-    embedded run (GRPO) early, midway and late. Tokens are the prompt + completion tokens of the
-    completions that contribute. "oracle" knows the true gradient norms; ratios are to its
-    independent draw.
-
-    prompt: relative to a uniform draw of as many rollout tokens, from the gradient of every group
-    at every step of a run that prunes nothing. "oracle" knows norms and tokens.
-
-    Args:
-        level: which of the two prunings
-        seeds: seeds of the runs; the tables show medians
-        draws: draws of each rule and batch (prompt: a tenth of it)
-        flags: completion: instead of the embedded runs, one batch of a model, given by flags of
-            train.py: --flags="--model FOLDER --data words"; the gradients of its completions are
-            all in memory, and --level and --seeds have no effect
-        json_file: where to write the rows
-    """
-    if flags:
-        rows = batch_variance(config.resolve(config.parse_config(flags.split())), draws)
-    elif level == "completion":
-        rows = completion_variance(seeds, draws)
-    else:
-        rows = replay.prompt_variance(seeds, draws // 10)
-    if json_file:  # one line a row, names only once: a third of the size
-        short = lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
-        lists = [[short(value) for value in row.values()] for row in rows]
-        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in lists)
-        made = "".join(f"{json.dumps(k)}: {json.dumps(v)}, " for k, v in made_by().items())
-        columns = json.dumps(list(rows[0]))
-        json_file.write_text(f'{{{made}"columns": {columns}, "rows": [\n{lines}\n]}}\n')
-
-
-# ---------------------------------------------------------------------------- completions
-
+TASKS = ("arithmetic", "arithmetic-mixed")  # the default and the realistic one
+LOSSES = ("grpo", "dr_grpo")
 SHARES = (0.1, 0.2, 0.3, 0.5)  # of the tokens of completions that contribute
 RATES = (0.5, 0.7, 0.9)  # r_o of dppo; the other rules get the tokens that it spends
 STAGES = {"early": 4, "midway": 32, "late": 64}  # steps of the embedded run
@@ -103,17 +59,9 @@ def real_gradients(folder: Path, cfg, step: int) -> Gradients:
     model, tokenizer = models.load_policy(str(folder), cfg.device)
     problems = data.train_problems(cfg.data, hold_out=True)
     room = model.config.max_position_embeddings - cfg.max_new_tokens
-    format_ = (cfg.prompt_format, cfg.thinking)
-    problems, ids = data.encode_prompts(problems, tokenizer, room, *format_)
+    problems, ids = data.encode_prompts(problems, tokenizer, room)
     window = sampler.candidates(len(problems), cfg.prompts_per_step, cfg.seed, step + 1).tolist()
-    sampling = models.sampling(
-        model,
-        tokenizer,
-        cfg.max_new_tokens,
-        cfg.engine,
-        temperature=cfg.temperature,
-        batch_size=cfg.rollout_batch,
-    )
+    sampling = models.sampling(model, tokenizer, cfg.max_new_tokens)
     options = {"group_size": cfg.group_size, "seed": dppo.seed_for(cfg.seed, step, "bench")}
     policy = sampling_copy(model, cfg)
     rollouts = rollout.sample(policy, [ids[q] for q in window], sampling, **options)
@@ -276,29 +224,27 @@ def best_length_error(weights: torch.Tensor, gram: torch.Tensor) -> float:
     return 1 - along**2 / (square * length2) if length2 else 1.0  # 0: nothing was kept
 
 
-def completion_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
-    """Print a table, and return its rows.
+# ---------------------------------------------------------------------------- the command
 
-    {seed, data, loss, stage, rule, tokens, r_o, kept, rel_mse, rel_bias2, ratio_to_oracle}
+
+def main(seeds: tuple[int, ...] = (0, 1, 2), draws: int = 2000, json_file: JsonFile = None) -> None:
+    """Squared error |g - full|^2 of a pruned gradient g, by rule, averaged over the rule's draws.
+
+    It is relative to |full|^2, from the gradient of every completion, with rollouts of the embedded
+    run (GRPO) early, midway and late. Tokens are the prompt + completion tokens of the completions
+    that contribute. "oracle" knows the true gradient norms; ratios are to its independent draw.
+
+    Args:
+        seeds: seeds of the runs; the tables show medians
+        draws: draws of each rule and batch
+        json_file: where to write the rows {seed, data, loss, stage, rule, tokens, r_o, kept,
+            rel_mse, rel_bias2, ratio_to_oracle}
     """
     rows = []
-    for seed, data_name in itertools.product(seeds, replay.SETTINGS):
-        with tempfile.TemporaryDirectory() as folder:
-            args = [*sized("grpo"), "--data", data_name, "--seed", str(seed)]
-            args += ["--steps", str(max(STAGES.values())), "--eval-every", "0"]
-            args += ["--save-every", str(math.gcd(*STAGES.values())), "--keep-checkpoints", "99"]
-            cfg = config.parse_config([*args, "--out-dir", f"{folder}/run"])
-            train.main(cfg)
-            for stage, step in STAGES.items():  # the learning rate reaches 0 at the last
-                checkpoint = Path(folder, "run", f"checkpoint-{step:06d}")
-                found = real_gradients(checkpoint, config.resolve(cfg), step)
-                live = found.live.sum().item()
-                print(f"{data_name}, seed {seed}, {stage}: {live} live completions", flush=True)
-                for loss in replay.LOSSES:
-                    marks = {"seed": seed, "data": data_name}
-                    rows += [marks | row for row in variance_rows(found, loss, stage, draws)]
+    for seed, data_name in itertools.product(seeds, TASKS):
+        rows += rows_of_run(data_name, seed, draws)
     columns = [{"tokens": share, "r_o": None} for share in SHARES] + [{"r_o": r} for r in RATES]
-    for data_name, loss, stage in itertools.product(replay.SETTINGS, replay.LOSSES, STAGES):
+    for data_name, loss, stage in itertools.product(TASKS, LOSSES, STAGES):
         what = "medians of relative squared error, squared bias (error over the oracle's)"
         print(f"\n{data_name}, {loss}, {stage}: {what}")
         heads = [f"as r_o {c['r_o']}" if c["r_o"] else f"{c['tokens']}" for c in columns]
@@ -306,28 +252,32 @@ def completion_variance(seeds: tuple[int, ...], draws: int) -> list[dict]:
         for rule in dict.fromkeys(row["rule"] for row in rows):
             wanted = {"data": data_name, "loss": loss, "stage": stage, "rule": rule}
             print(f"{rule:24s}" + "".join(_cell(rows, wanted | column) for column in columns))
-    return rows
+    if json_file:  # one line a row, names only once: a third of the size
+        short = lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
+        lists = [[short(value) for value in row.values()] for row in rows]
+        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in lists)
+        made = "".join(f"{json.dumps(k)}: {json.dumps(v)}, " for k, v in made_by().items())
+        columns = json.dumps(list(rows[0]))
+        json_file.write_text(f'{{{made}"columns": {columns}, "rows": [\n{lines}\n]}}\n')
 
 
-def batch_variance(cfg: config.Config, draws: int) -> list[dict]:
-    """Print how well sizes predict the gradient norms of one batch, and a table; its rows."""
-    found = real_gradients(Path(cfg.model), cfg, 0)
-    norms = found.gram.diagonal().sqrt()  # of the live completions' sums of grad log-prob
-    energy, lengths = found.energy[found.live].double(), found.lengths[found.live].double()
-    print(f"{len(norms)} live completions; correlation of their gradients' norms")
-    for name, size in (("energy", energy), ("length", lengths)):
-        print(f"with sqrt({name}): {torch.corrcoef(torch.stack([norms, size.sqrt()]))[0, 1]:.3f}")
-    marks = {"data": cfg.data, "seed": cfg.seed}
-    rows = [
-        marks | row for loss in replay.LOSSES for row in variance_rows(found, loss, "start", draws)
-    ]
-    for loss in replay.LOSSES:
-        print(f"\n{loss}: relative squared error, squared bias (error over the oracle's)")
-        print(f"{'':24s}" + "".join(f"{share:>26}" for share in SHARES))
-        for rule in dict.fromkeys(row["rule"] for row in rows):
-            wanted = {"loss": loss, "rule": rule, "r_o": None}
-            cells = (_cell(rows, wanted | {"tokens": share}) for share in SHARES)
-            print(f"{rule:24s}" + "".join(cells))
+def rows_of_run(data_name: str, seed: int, draws: int) -> list[dict]:
+    """Train without pruning, and measure every rule at each stage of the run."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        args = [*sized("grpo"), "--data", data_name, "--seed", str(seed)]
+        args += ["--steps", str(max(STAGES.values())), "--eval-every", "0"]
+        args += ["--save-every", str(math.gcd(*STAGES.values())), "--keep-checkpoints", "99"]
+        cfg = config.parse_config([*args, "--out-dir", f"{folder}/run"])
+        train.main(cfg)
+        for stage, step in STAGES.items():  # the learning rate reaches 0 at the last
+            checkpoint = Path(folder, "run", f"checkpoint-{step:06d}")
+            found = real_gradients(checkpoint, config.resolve(cfg), step)
+            live = found.live.sum().item()
+            print(f"{data_name}, seed {seed}, {stage}: {live} live completions", flush=True)
+            for loss in LOSSES:
+                marks = {"seed": seed, "data": data_name}
+                rows += [marks | row for row in variance_rows(found, loss, stage, draws)]
     return rows
 
 

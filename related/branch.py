@@ -1,5 +1,6 @@
 """
 A race of GRPO, BranchGRPO and prunings of its trees in two dimensions: `python -m related.branch`.
+Rows: runs/branch.json, which also has methods that are no longer here.
 
 The model is a small flow-matching sampler of six Gaussians on a circle, pre-trained in seconds. The
 reward is how close a sample is to two of them. A step draws 8 starting points, samples 16 leaves
@@ -29,7 +30,7 @@ TARGET = 0.9  # the reward that is raced to
 DEPTHS, TREES = 20, 8  # of each tree; trees in a step
 LAST_SPLIT = 10  # the depth of the last split's children
 DROPPED = 5  # depths that depth pruning drops, as published
-KEPT_EDGES = 138  # of 218: what that leaves, so every other pruning of edges keeps as many
+KEPT_EDGES = 138  # of 218: what that leaves, so every other pruning keeps as many
 INTERVAL = 5  # steps between moves of the sliding window; published: 30, of 300
 NOISE = 0.7  # of the sampler, eta
 STD = NOISE * DEPTHS**-0.5  # of the noise of one step
@@ -40,15 +41,10 @@ INDEPENDENT = trees.grow([16] + [1] * (DEPTHS - 1))
 TREE = trees.grow(trees.schedule(DEPTHS))
 METHODS = {  # tree, advantages and denominators, pruning
     "grpo": (INDEPENDENT, "published", None),
-    "grpo, edges": (INDEPENDENT, "exact", "edges"),
     "tree": (TREE, "published", None),
     "tree, half": (TREE, "published", "half"),
-    "tree, quarters": (TREE, "published", "quarters"),
     "tree, depth": (TREE, "published", "depth"),
-    "exact": (TREE, "exact", None),
-    "exact, window": (TREE, "exact", "window"),
     "exact, edges": (TREE, "exact", "edges"),
-    "exact, roulette": (TREE, "exact", "roulette"),
 }
 
 
@@ -117,7 +113,7 @@ class Run:
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=5e-4)
         self.draws = dppo.generator_for(seed, "branch")
         self.generator = torch.Generator().manual_seed(dppo.seed_for(seed, "branch"))
-        self.mean, self.std = 0.0, 1.0  # of the last step's rewards
+        self.std = 1.0  # of the last step's rewards
         self.steps, self.seconds = 0, 0.0
         self.evaluations = 0  # of the model, to sample and to train
         self.curve = []  # (steps, seconds, evaluations, reward)
@@ -125,11 +121,11 @@ class Run:
     def advance(self) -> None:
         """One step."""
         started = time.process_time()
-        states, noise, weights, guess = self.roll_out()
+        states, noise = self.roll_out()
         if self.credit == "published":
             factors = self.published_factors(states)
         else:
-            factors = self.exact_factors(states, noise, weights, guess)
+            factors = self.exact_factors(states, noise)
         self.update(states, factors.float())
         self.steps += 1
         self.seconds += time.process_time() - started
@@ -139,63 +135,44 @@ class Run:
         self.curve.append((self.steps, self.seconds, self.evaluations, mean_reward(self.net)))
 
     @torch.no_grad()
-    def roll_out(self):
-        """States and their noise [B, N, 2]; weights and guesses [B, N] of the roulette, if any."""
+    def roll_out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """States and their noise, [B, N, 2]."""
         tree = self.tree
         noise = torch.randn(TREES, len(tree.parent), 2, generator=self.generator)
         states = noise.clone()  # the root is noise
-        weights = torch.ones(states.shape[:2])
-        guess = torch.zeros(states.shape[:2])
-        alive = weights > 0
         for depth, (level, below) in enumerate(itertools.pairwise(tree.levels)):
-            x, live = states[:, level], alive[:, level]
+            x = states[:, level]
             sigma = torch.tensor(1 - depth / DEPTHS)
-            v = torch.zeros_like(x)
-            v[live] = velocity(self.net, x[live], sigma)
-            self.evaluations += int(live.sum())
-            if self.pruning == "roulette" and depth == LAST_SPLIT:  # half of the branches go on
-                clean = x - sigma * v  # what the sample will be, on average
-                guess[:, level] = reward(clean) - self.mean
-                weights[:, level] = trees.draw(torch.ones(live.shape), 0.5, self.draws)[1].float()
-            parent = tree.parent[below]
-            mean = next_mean(x, v, sigma)[:, parent - level.start]
+            v = velocity(self.net, x.flatten(0, 1), sigma).view_as(x)
+            self.evaluations += v[..., 0].numel()
+            mean = next_mean(x, v, sigma)[:, tree.parent[below] - level.start]
             states[:, below] = mean + STD * noise[:, below]
-            alive[:, below] = (alive & (weights > 0))[:, parent]
-        return states, noise, weights, guess
+        return states, noise
 
     def published_factors(self, states: torch.Tensor) -> torch.Tensor:
         """What multiplies each edge's log-prob in the objective, [B, N]; 0 is not trained."""
         tree = self.tree
-        rewards = reward(states[:, tree.leaves])
-        advantages = trees.depth_advantages(tree, trees.node_values(tree, rewards))
-        if self.pruning is None:
-            keep = tree.depth > 0
-        elif self.pruning == "depth":
+        advantages = trees.depth_advantages(tree, self.values(states))
+        keep = tree.depth > 0
+        if self.pruning == "half":
+            keep = trees.width_keep(tree, advantages, LAST_SPLIT)
+        if self.pruning == "depth":
             first = trees.slide(self.steps, DEPTHS, DROPPED, interval=INTERVAL)
             keep = trees.depth_keep(tree, first, DROPPED)
-        else:
-            keep = trees.width_keep(tree, advantages, LAST_SPLIT, self.pruning)
         return advantages * trees.kept_mean(keep)
 
-    def exact_factors(self, states, noise, weights, guess) -> torch.Tensor:
-        """The same for the exact methods. Also remembers the rewards' mean and deviation."""
-        tree = self.tree
-        rewards = reward(states[:, tree.leaves])
-        values = trees.node_values(tree, rewards - self.mean, weights, guess)
-        advantages = trees.loo_advantages(tree, values, weights, self.std)
-        factors = advantages * trees.planned_mean(tree)
-        if self.pruning == "window":
-            late = DEPTHS - LAST_SPLIT
-            start = torch.randint(late, (TREES,), generator=self.generator)
-            factors *= trees.random_window(tree, LAST_SPLIT, late - DROPPED, start)[1]
-        if self.pruning == "edges":
-            size = self.edge_sizes(advantages, noise)[:, 1:]  # the root is no edge
-            drawn = trees.draw(size, 1 - KEPT_EDGES / size.shape[1], self.draws)[1]
-            factors *= F.pad(drawn, (1, 0))
-        went_on = trees.branch_weights(tree, weights)[:, tree.leaves]
-        self.mean = ((rewards * went_on).sum() / went_on.sum()).item()
-        self.std = rewards[went_on > 0].std().item()
-        return factors
+    def exact_factors(self, states: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """The same for the exact method. Also remembers the deviation of the rewards."""
+        tree, values = self.tree, self.values(states)
+        advantages = trees.loo_advantages(tree, values, self.std)
+        size = self.edge_sizes(advantages, noise)[:, 1:]  # the root is no edge
+        drawn = trees.draw(size, 1 - KEPT_EDGES / size.shape[1], self.draws)[1]
+        self.std = values[:, tree.leaves].std().item()
+        return advantages * trees.planned_mean(tree) * F.pad(drawn, (1, 0))
+
+    def values(self, states: torch.Tensor) -> torch.Tensor:
+        """The values of all nodes [B, N]."""
+        return trees.node_values(self.tree, reward(states[:, self.tree.leaves]))
 
     def edge_sizes(self, advantages: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """Estimated gradient norms [B, N] of the edges' terms, with respect to the velocity."""

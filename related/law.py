@@ -7,10 +7,11 @@ L0 and N0 are the loss and the size of the whole model, rho is the share that wa
 the number of tokens since. The seven constants are fitted to cheap runs, and tell whether an
 expensive one is worth it. gamma is negative: the more is removed, the higher the loss.
 
-    python -m related.law    fit it to small runs and predict others, half an hour of one core
+    python -m related.law    fit it to the rows of small runs, and predict others
 
-Models like that of the embedded task, in three widths, are trained on it, pruned, and trained
-again. The law is fitted to some of these runs and predicts the others.
+The rows are runs/law.json: models like that of the embedded task, in three widths, were trained on
+it, pruned by related/structured.py, and trained again (`git show 380940f:related/law.py`, half an
+hour of one core). The law is fitted to some of them and predicts the others.
 
 The form is as a summary of the paper gives it. How it is fitted and the unit of a slope are our
 reconstruction.
@@ -18,33 +19,17 @@ reconstruction.
 Letters: R measurements.
 """
 
-import copy
-import itertools
+import json
 import math
-import random
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import transformers
-import tyro
 
-import packing
-from bench import JsonFile, write_json
-from related import stream, structured
-from tasks import arithmetic
-
+ROWS = Path("runs/law.json")  # {method, width, rate, size, whole, pruned, step, tokens, loss}
 HUBER = 0.01  # nats; beyond, a residual counts linearly
 STARTS, ITERATIONS = 32, 300  # of the fit
 CENTRE = (-2.0, -2.0, -4.0, -1.0, -1.0, 0.0, 0.0)  # of the random starts
-
-WIDTHS, RATES, METHODS = (64, 96, 128), (0.25, 0.375, 0.5), ("2ssp", "l2")
-BLOCKS, HEAD = 8, 32  # blocks of a model, and the width of a head
-BASE_STEPS, LR = 1500, 3e-3  # of the whole models; their learning rate falls to 0
-STEPS, RETRAIN_LR = 192, 5e-4  # of the pruned ones; theirs is constant
-WARMUP, BATCH = 20, 32  # steps, problems
-MEASURED = (6, 12, 24, 48, 96, 192)  # the steps after which a pruned model's loss is measured
-CALIBRATION, WINDOW = 32, 32  # texts, and tokens of each
-HELD_OUT, FAR = 256, 10_000_000  # problems, and the first of them: no run comes that far
 
 
 # ---------------------------------------------------------------------------- the law
@@ -128,82 +113,6 @@ def errors(law: Law, rows: Rows, run: torch.Tensor) -> dict[str, float]:
     }
 
 
-# ---------------------------------------------------------------------------- the small runs
-
-
-def problems(tokenizer, first: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of prompts and of their teacher's answers: problems `first` and on of the base
-    split. The teacher forgets carries, so that no model's loss falls to 0."""
-    prompts = [arithmetic.problem("base", first + place)[0] for place in range(count)]
-    teacher = random.Random(f"law/{first}")
-    answers = [arithmetic.worked_answer(one, arithmetic.CARRY_PROB, teacher) for one in prompts]
-    encoded = [[*tokenizer.encode(answer), tokenizer.eos_token_id] for answer in answers]
-    return [tokenizer.encode(one) for one in prompts], encoded
-
-
-def train(model, tokenizer, first: int, rates: list[float]):
-    """Supervised training on problems `first` and on with these learning rates; yields the tokens
-    so far after each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, betas=(0.9, 0.98))
-    tokens = 0
-    for step, rate in enumerate(rates):
-        pack = packing.build_pack(*problems(tokenizer, first + step * BATCH, BATCH))
-        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / WARMUP)
-        optimizer.zero_grad()
-        (-packing.packed_logprobs(model, pack)[0].mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        tokens += pack.input_ids.numel()
-        yield tokens
-
-
-@torch.no_grad()
-def held_out_loss(model, tokenizer) -> float:
-    """Nats per answer token of problems that no run trains on."""
-    pack = packing.build_pack(*problems(tokenizer, FAR, HELD_OUT))
-    return -packing.packed_logprobs(model, pack)[0].mean().item()
-
-
-def whole_model(width: int, tokenizer):
-    """A model of that width after the embedded task's supervised training."""
-    config = copy.deepcopy(arithmetic.make_model(tokenizer, seed=0).config)
-    config.hidden_size, config.intermediate_size = width, 3 * width
-    config.num_attention_heads = config.num_key_value_heads = width // HEAD
-    config.num_hidden_layers, config.layer_types = BLOCKS, ["full_attention"] * BLOCKS
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(config)
-    rates = [LR * (1 - step / BASE_STEPS) for step in range(BASE_STEPS)]
-    for _ in train(model, tokenizer, 0, rates):
-        pass
-    return model
-
-
-def calibration_texts(tokenizer) -> torch.Tensor:
-    """[CALIBRATION, WINDOW] tokens of the first problems that a whole model has not seen."""
-    pairs = zip(*problems(tokenizer, BASE_STEPS * BATCH, 8 * CALIBRATION), strict=True)
-    texts = [prompt + answer for prompt, answer in pairs]
-    long_enough = [text[:WINDOW] for text in texts if len(text) >= WINDOW]
-    return torch.tensor(long_enough[:CALIBRATION])
-
-
-def retrain(model, tokenizer, method: str, rate: float) -> list[dict]:
-    """Prune a copy of the model and train it on what the whole one has not seen; its rows."""
-    whole = copy.deepcopy(model)
-    whole.set_attn_implementation("sdpa")
-    smaller = structured.prune(whole, calibration_texts(tokenizer), method, rate)
-    smaller.set_attn_implementation(packing.ATTENTION)
-    facts = {"method": method, "width": model.config.hidden_size, "rate": rate}
-    facts |= {"size": stream.size(model), "whole": held_out_loss(model, tokenizer)}
-    facts |= {"pruned": held_out_loss(smaller, tokenizer)}
-    rows = []
-    rates = [RETRAIN_LR] * STEPS
-    for step, tokens in enumerate(train(smaller, tokenizer, (BASE_STEPS + 1) * BATCH, rates), 1):
-        if step in MEASURED:
-            loss = held_out_loss(smaller, tokenizer)
-            rows.append(facts | {"step": step, "tokens": tokens, "loss": loss})
-    return rows
-
-
 # ---------------------------------------------------------------------------- what it predicts
 
 
@@ -243,32 +152,16 @@ def fits_of(rows: list[dict], method: str) -> list[dict]:
     return found
 
 
-def main(json_file: JsonFile = None) -> None:
-    """Train, prune and train again; fit the law, and print how well it predicts.
-
-    Args:
-        json_file: where to write the rows {method, width, rate, size (parameters), whole and pruned
-            (losses before, and after pruning), step, tokens, loss}, and the fits {method, held_out,
-            fitted, tested, mean_error, r2, asd, constants}
-    """
-    tokenizer = arithmetic.make_tokenizer()
-    rows = []
-    for width in WIDTHS:
-        model = whole_model(width, tokenizer)
-        for method, rate in itertools.product(METHODS, RATES):
-            own = retrain(model, tokenizer, method, rate)
-            rows += own
-            losses = " ".join(f"{row['loss']:.3f}" for row in own)
-            before = f"{own[0]['whole']:.3f}, pruned {own[0]['pruned']:.3f}"
-            print(f"{method:6} width {width} rate {rate}: {before}, then {losses}", flush=True)
-    fits = [fit for method in METHODS for fit in fits_of(rows, method)]
-    write_json(json_file, {"rows": rows, "fits": fits})
+def main() -> None:
+    """Fit the law to the rows of runs/law.json, and print how well it predicts."""
+    rows = json.loads(ROWS.read_text())["rows"]
     print(f"{'method':8}{'held out':10}{'fitted':>7}{'tested':>7}{'error':>9}{'r2':>9}{'asd':>9}")
-    for one in fits:
-        counts = f"{one['fitted']:7}{one['tested']:7}"
-        figures = f"{one['mean_error']:9.4f}{one['r2']:9.4f}{one['asd']:9.4f}"
-        print(f"{one['method']:8}{one['held_out']:10}{counts}{figures}")
+    for method in dict.fromkeys(row["method"] for row in rows):
+        for one in fits_of(rows, method):
+            counts = f"{one['fitted']:7}{one['tested']:7}"
+            figures = f"{one['mean_error']:9.4f}{one['r2']:9.4f}{one['asd']:9.4f}"
+            print(f"{one['method']:8}{one['held_out']:10}{counts}{figures}", flush=True)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main()

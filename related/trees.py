@@ -13,10 +13,9 @@ could as well be a segment of tokens.
     kept_mean         BIASED  Depths count by their number of nodes, and an edge counts by how many
                               others are kept.
     planned_mean      exact   Ours: a mean over the planned nodes of each depth, summed over depths.
-    width_keep        BIASED  Keeps the best edges, or the best and the worst.
+    width_keep        BIASED  Keeps the best edges.
     depth_keep        BIASED  Never trains some depths.
-    random_window     exact   Ours: trains a random window of depths.
-    draw              exact   Ours: draws edges by size, or branches before they are rolled out.
+    draw              exact   Ours: draws edges by size.
 
 "Exact" means that with loo_advantages and planned_mean the expected gradient is that of the
 expected reward; tests/test_trees.py enumerates it. Three things would break it:
@@ -88,24 +87,14 @@ def group_sizes(group: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------- values and advantages
 
 
-def node_values(tree: Tree, rewards: torch.Tensor, weights=None, guess=None) -> torch.Tensor:
+def node_values(tree: Tree, rewards: torch.Tensor) -> torch.Tensor:
     """Values [..., N]: a leaf's is its reward, of [..., L], and another node's is the mean of its
-    children's.
-
-    After a Russian roulette, weights [..., N] are 1 / probability for a node that went on, 0 for
-    one that did not, and 1 where there was no draw. guess [..., N] is what the node seemed worth
-    when it was drawn. The value becomes guess + weight (value - guess). So rewards below a node
-    that did not go on count for nothing; they only must be finite.
-    """
+    children's."""
     values = rewards.new_zeros(*rewards.shape[:-1], len(tree.parent))
     values[..., tree.leaves] = rewards
     share = (1 / group_sizes(tree.family)).to(values.dtype)
-    for level in reversed(tree.levels):
-        if weights is not None:
-            surprise = values[..., level] - guess[..., level]
-            values[..., level] = guess[..., level] + weights[..., level] * surprise
-        if level.start > 0:
-            values.index_add_(-1, tree.parent[level], share[level] * values[..., level])
+    for level in reversed(tree.levels[1:]):
+        values.index_add_(-1, tree.parent[level], share[level] * values[..., level])
     return values
 
 
@@ -119,13 +108,13 @@ def depth_advantages(tree: Tree, values: torch.Tensor) -> torch.Tensor:
     return torch.where(std < 1e-6, 0.0, centred / (std + 1e-8)).clamp(-5, 5)
 
 
-def loo_advantages(tree: Tree, values: torch.Tensor, weights=None, scale=1.0) -> torch.Tensor:
+def loo_advantages(tree: Tree, values: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Leave-one-out advantages [..., N]: (value - baseline) / scale.
 
     The baseline is the mean value of the parent's other children. An only child has its parent's
     baseline, which is allowed because what does not descend from the parent does not descend from
     the child. `scale` must be known before the rollout, for example from earlier steps; the tree's
-    own deviation would be biased, as in GRPO. `weights` are those of a roulette, if there was one.
+    own deviation would be biased, as in GRPO.
     """
     others = (group_sizes(tree.family) - 1).clamp(min=1)
     baseline = (group_sums(values, tree.family) - values) / others
@@ -133,16 +122,7 @@ def loo_advantages(tree: Tree, values: torch.Tensor, weights=None, scale=1.0) ->
     for level in tree.levels[1:]:
         if lone[level.start]:
             baseline[..., level] = baseline[..., tree.parent[level]]
-    advantages = torch.where(tree.depth > 0, (values - baseline) / scale, 0.0)
-    return advantages if weights is None else advantages * branch_weights(tree, weights)
-
-
-def branch_weights(tree: Tree, weights: torch.Tensor) -> torch.Tensor:
-    """The weight of each edge after a roulette, [..., N]: the product of the weights above it."""
-    above = torch.ones_like(weights)
-    for level in tree.levels[1:]:
-        above[..., level] = (above * weights)[..., tree.parent[level]]
-    return above
+    return torch.where(tree.depth > 0, (values - baseline) / scale, 0.0)
 
 
 # ---------------------------------------------------------------------------- denominators
@@ -161,24 +141,17 @@ def kept_mean(keep: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------- published prunings
 
 
-def width_keep(tree: Tree, advantages: torch.Tensor, after: int, rule: str) -> torch.Tensor:
+def width_keep(tree: Tree, advantages: torch.Tensor, after: int) -> torch.Tensor:
     """Which edges [..., N] are trained, as published. All are up to depth `after`, that of the last
-    split's children. Below it each leaf has a chain of edges, of which half are trained:
-
-    half      in each chain those with the largest advantages. All are equal, because every depth
-              has the same rewards, so a stable sort keeps the first half of the chain
-    quarters  the quarter with the largest advantages in the tree, and the one with the smallest
-    """
-    dppo.check_known("width rule", rule, ("half", "quarters"))
+    split's children. Below it each leaf has a chain of edges, and the half of each chain with the
+    largest advantages is trained. All are equal, because every depth has the same rewards, so a
+    stable sort keeps the first half of the chain."""
     late = tree.depth > after
-    scores = advantages[..., late]
-    chains = tree.leaves.stop - tree.leaves.start if rule == "half" else 1
-    scores = scores.unflatten(-1, (-1, chains))  # [..., n, chains], ranked along n
+    chains = tree.leaves.stop - tree.leaves.start
+    scores = advantages[..., late].unflatten(-1, (-1, chains))  # [..., n, chains]
     rank = scores.argsort(dim=-2, descending=True, stable=True).argsort(dim=-2)
-    n = rank.shape[-2]
-    chosen = rank < n // 2 if rule == "half" else (rank < n // 4) | (rank >= n - n // 4)
     keep = (tree.depth > 0).repeat(*advantages.shape[:-1], 1)
-    keep[..., late] = chosen.flatten(-2)
+    keep[..., late] = (rank < rank.shape[-2] // 2).flatten(-2)
     return keep
 
 
@@ -195,27 +168,12 @@ def slide(step: int, depths: int, window: int, *, stop: int = 9, interval: int =
     return max(min(stop, deepest), deepest - step // interval)
 
 
-# ---------------------------------------------------------------------------- exact prunings
-
-
-def random_window(tree: Tree, after: int, window: int, start: torch.Tensor):
-    """(keep, weights) [B, N]: all edges up to depth `after`, and of the depths below a window that
-    wraps around. start [B] must be uniform in 0 ... number of those depths - 1."""
-    number = len(tree.levels) - 1 - after
-    late = tree.depth > after
-    place = (tree.depth - after - 1 - start[:, None]) % number  # [B, N]
-    keep = (tree.depth > 0) & (~late | (place < window))
-    keep_prob = torch.where(late, window / number, 1.0).double()
-    return keep, dppo.ht_weights(keep, keep_prob)
+# ---------------------------------------------------------------------------- the exact pruning
 
 
 def draw(size: torch.Tensor, prune_rate: float, generator: Generator):
-    """(keep, weights) [B, n], a share 1 - prune_rate of what is given, by dppo.py's rule pps.
-
-    For edges, after the rollout: size is dppo.contribution_size(advantages, planned_mean, energy,
-    0), and the weights multiply the edges' terms. For branches, before they are rolled out (Russian
-    roulette): size is any guess above 0, and the weights go to node_values and loo_advantages.
-    """
+    """(keep, weights) [B, n], a share 1 - prune_rate of the edges, by dppo.py's rule pps. Size is
+    dppo.contribution_size(advantages, planned_mean, energy, 0); the weights multiply the terms."""
     cost = torch.ones_like(size)
     batch = dppo.Completions(advantages=size, rewards=size, cost=cost, size=size)
     return dppo.prune_completions("pps", prune_rate, batch, generator)

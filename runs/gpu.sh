@@ -1,16 +1,23 @@
 #!/usr/bin/env bash
-# A first run on a GPU, in a few minutes: tests/gpu, then decode rates at 64 and 256 sequences of
-# 0.6B and the MFU of updates of 0.6B and 4B. Rows: runs/gpu-rates.json.
-#   bash runs/gpu.sh [flags of python -m bench gpu]
+# A first run on a GPU, in a few minutes: tests/gpu, then a step, rollouts and updates of Qwen3's
+# shapes with random weights. Rows: out-gpu/*.json.
+#   bash runs/gpu.sh
 # torch must be installed; the packages below come from the folder wheels if there is one, else from
 # PyPI. With internet access, this makes the folder:
 #   pip download -d wheels --only-binary :all: transformers==5.23.0 tyro tqdm matplotlib \
 #       pytest pytest-xdist
-set -euo pipefail
+set -uo pipefail  # what fails, running out of memory included, does not end the others
 cd "$(dirname "$0")/.."
 packages=(transformers==5.23.0 tyro tqdm matplotlib pytest pytest-xdist)
 source=()
 [ ! -d wheels ] || source=(--no-index --find-links wheels)
-pip install -q "${source[@]}" "${packages[@]}"
-pytest -n 0 -q tests/gpu || true
-exec python -m bench gpu --json runs/gpu-rates.json "$@"
+pip install -q "${source[@]}" "${packages[@]}" || exit
+mkdir -p out-gpu
+pytest -n 0 -q tests/gpu
+measure() {  # measure NAME COMMAND FLAGS...
+    python -m bench "${@:2}" --json "out-gpu/$1.json"
+}
+measure step step --shape 0.6b --rounds 1 --steps 10 --skip 2 --methods grpo pps --new-tokens 128
+measure rollout rollout --shape 0.6b --rounds 2 --batches 64 256 --new-tokens 128
+measure update-0.6b update --shape 0.6b --rounds 2 --sequences 64
+measure update-4b update --shape 4b --rounds 2 --sequences 64

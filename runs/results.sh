@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # All rows of docs/results.md, two runs at a time on 2 cores without a GPU and without other programs.
 #   bash runs/results.sh savings   equal steps, runs/savings.jsonl, 2 hours
-#   bash runs/results.sh race      equal seconds: search, runs/search.jsonl, and race, runs/race.jsonl,
-#                                  5 hours
+#   bash runs/results.sh race      equal seconds, with the flags that won in runs/search.jsonl;
+#                                  runs/race.jsonl, 3 hours
 #   bash runs/results.sh words     equal steps of SmolLM2, an hour; after bash runs/smollm2.sh
 # The same command continues where it was stopped. `python -m bench results` prints and draws the rows.
 set -euo pipefail
@@ -12,7 +12,6 @@ savings) exec python -m bench savings --json runs/savings.jsonl ;;
 words) exec python -m bench savings --json runs/savings.jsonl --settings words --candidates 16 --seeds 2 ;;
 race)
     for setting in arithmetic arithmetic-mixed; do  # each on one machine
-        python -m bench search --settings $setting
         python -m bench race --settings $setting --json runs/race.jsonl
     done
     ;;

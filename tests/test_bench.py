@@ -56,7 +56,6 @@ def test_rollout(command):
         assert row["tokens"] == 32 * 4
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
         assert row["max_logprob_gap"] < 0.1
-    assert rows[1]["computed_per_token"] < rows[0]["computed_per_token"]
 
 
 def test_update(command):
@@ -64,24 +63,24 @@ def test_update(command):
     updates with packed ones."""
     rows = command("update --shape tiny --rounds 1 --sequences 16 --pack-tokens 512")
     tokens = {row["variant"]: row["tokens"] for row in rows if row["seconds"] > 0}
-    assert tokens["packed, shared prompts"] < tokens["packed"] == tokens["packed, masked SDPA"]
-    assert tokens["packed"] < min(tokens["padded, sorted"], tokens["padded, arrival"])
+    assert tokens["packed, shared prompts"] < tokens["packed"]
+    assert tokens["packed"] < tokens["padded, sorted"] <= tokens["padded, arrival"]
 
 
 def test_trl(small_runs, command, monkeypatch):
     """Our side of the comparison; TRL's steps are made up."""
 
-    def trl_steps(size, steps, _seed, variant="TRL", work=None):
-        if work is not None:
-            work += [(3, 500), (5, 700)]
-        return [900.0] + [size * len(variant) / 3] * (steps - 1)
+    def trl_steps(variant, micro_batch, steps, _seed):
+        return [900.0] + [float(micro_batch * len(variant))] * (steps - 1)
 
     monkeypatch.setattr(trl, "trl_steps", trl_steps)
-    rows = command("trl --rounds 1 --steps 3 --micro-batches 200 100 300 --seeds 0")
-    seconds = {row["trainer"]: row["seconds"] for row in rows}
-    assert seconds["TRL"] == 100, "the best micro-batch, without its first step"
-    assert [*seconds][-3:] == ["grpo", "dppo", "pps"]
-    assert rows[-1]["ratio"] == pytest.approx(seconds["pps"] / 100)
+    rows = command("trl --rounds 1 --steps 3 --micro-batch 10")
+    found = {row["trainer"]: row for row in rows}
+    assert [*found] == [*trl.VARIANTS, "grpo", "dppo", "pps"]
+    assert found["TRL"]["seconds"] == 30, "without its first step"
+    assert found["TRL, pps"]["ratio"] == pytest.approx(8 / 3)
+    assert found["pps"]["ratio"] == pytest.approx(found["pps"]["seconds"] / 30)
+    assert 0 < found["pps"]["seconds"] < 30
 
 
 def test_sizes_of_benches():
@@ -103,16 +102,6 @@ def test_parameters_of_qwen3(shape, count):
     it is not."""
     model = shapes.random_model(shape, "meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == count
-
-
-def test_operations_by_hand():
-    """The tiny shape. Catches a forward that counts as one with its backward, and a head that
-    counts for the prompt."""
-    model = shapes.random_model("tiny", "cpu")
-    products = sum(p.numel() for name, p in model.named_parameters() if "proj" in name)
-    flops = shapes.model_flops(model.config, [(10, 30), (5, 5)])
-    attention = 4 * 4 * 32 * (40**2 + 10**2)  # layers, heads, width, squared lengths
-    assert flops == 6 * (products * 50 + 2048 * 128 * 35 + attention)
 
 
 # ---------------------------------------------------------------------------- the check

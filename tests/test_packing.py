@@ -3,13 +3,12 @@
 import random
 import types
 
+import packed
 import pytest
 import torch
 import torch.nn.functional as F
 
 import packing
-from bench import masked
-from bench import packing as bench_packing
 
 # ------------------------------------------------------------------------- one slot
 
@@ -115,7 +114,7 @@ def test_random_sets_equal_one_by_one(make_policy, sequences):
         for pack_members in packs:
             some = [prompts[m] for m in pack_members], [completions[m] for m in pack_members]
             pack = packing.build_pack(*some, share_prompts=share)
-            planned = bench_packing.slot_tokens(pack_members, lengths, *sharing)
+            planned = packed.slot_tokens(pack_members, lengths, *sharing)
             assert pack.input_ids.shape[1] == planned
             logprobs, entropy = packing.packed_logprobs(model, pack, temperature=0.7)
             (logprobs * coefficients[torch.tensor(pack_members)[pack.owner]]).sum().backward()
@@ -136,7 +135,7 @@ def test_float32_to_1e_5(make_policy, sequences, share):
     prompts, completions = zip(*sequences, strict=True)
     pack = packing.build_pack(prompts, completions, share_prompts=share)
     results = []
-    for name in (packing.ATTENTION, masked.MASKED):
+    for name in (packing.ATTENTION, packed.MASKED):
         model.set_attn_implementation(name)
         model.zero_grad()
         logprobs, _ = packing.packed_logprobs(model, pack)
@@ -317,7 +316,7 @@ def test_kernels_on_cuda(make_policy, sequences, share):
     model = make_policy()[0].to("cuda")
     pack = packing.build_pack(*zip(*sequences, strict=True), "cuda", share_prompts=share)
     results = []
-    for name, dtype in ((packing.ATTENTION, torch.bfloat16), (masked.MASKED, torch.float32)):
+    for name, dtype in ((packing.ATTENTION, torch.bfloat16), (packed.MASKED, torch.float32)):
         model.set_attn_implementation(name)
         model.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype == torch.bfloat16):

@@ -1,15 +1,13 @@
-"""The plan places every sequence once, densely and nearly in order; and the picture of it."""
+"""The plan places every sequence once, densely and nearly in order."""
 
-import math
 import random
 import time
-from collections import Counter
 from functools import partial
 
 import pytest
+from packed import slot_tokens
 
 import packing
-from bench import packing as bench_packing
 
 
 def random_set(seed):
@@ -31,7 +29,7 @@ def test_plan_holds_each_sequence_once_within_capacity(seed):
         packs = packing.plan_packs(lengths, 32, window, *sharing)
         order = [index for pack in packs for index in pack]
         assert sorted(order) == list(range(len(lengths)))
-        tokens = [bench_packing.slot_tokens(pack, lengths, *sharing) for pack in packs]
+        tokens = [slot_tokens(pack, lengths, *sharing) for pack in packs]
         assert all(n <= 32 or len(pack) == 1 for n, pack in zip(tokens, packs, strict=True))
         assert packs == packing.plan_packs(lengths, 32, window, *sharing)
         if window < len(lengths):
@@ -63,7 +61,7 @@ def test_plan_shares_prompts():
     assert plan([5, 9, 4, 5, 5], window=3, prompts=[7, 8, 7, 7, 8]) == [[0, 3, 2], [1], [4]]
     assert plan([5, 5, 4, 4, 4], window=1, prompts=[7, 8, 7, 7, 8]) == [[0, 1], [2, 3, 4]]
     assert plan([5, 5, 4, 4, 4], window=4, prompts=[7, 8, 7, 7, 8]) == [[0, 2, 3], [1, 4]]
-    assert bench_packing.slot_tokens([0, 3, 2], [5, 9, 4, 5, 5], [7, 8, 7, 7, 8], [3] * 5) == 8
+    assert slot_tokens([0, 3, 2], [5, 9, 4, 5, 5], [7, 8, 7, 7, 8], [3] * 5) == 8
 
 
 def test_the_longest_sibling_of_any_prompt_in_the_slot_comes_first():
@@ -114,9 +112,7 @@ def test_density_and_speed():
     few = lengths[:5000]
 
     def density(packs):
-        return bench_packing.pack_density(
-            [bench_packing.slot_tokens(pack, lengths) for pack in packs[:-1]], 2048
-        )
+        return sum(slot_tokens(pack, lengths) for pack in packs[:-1]) / 2048 / (len(packs) - 1)
 
     window, widest, next_fit = (
         density(packing.plan_packs(few, 2048, size)) for size in (64, 5000, 1)
@@ -124,10 +120,6 @@ def test_density_and_speed():
     assert window > max(0.97, widest - 0.01)
     assert next_fit < 0.97
     assert density(packs) > 0.97
-    assert bench_packing.pack_density([20, 5], 10) == pytest.approx(25 / 30), (
-        "over-long: its own length"
-    )
-    assert math.isnan(bench_packing.pack_density([], 10))
 
 
 def test_bad_arguments_are_refused():
@@ -137,24 +129,3 @@ def test_bad_arguments_are_refused():
     for share in (False, True):
         with pytest.raises(ValueError, match="sequence 1 has an empty prompt"):
             packing.build_pack([[1], []], [[2], [3]], share_prompts=share)
-
-
-def test_the_picture_is_of_real_slots(capsys):
-    """`python -m bench packing` draws every token that is forwarded: a prompt once per sequence, or
-    once per slot if shared. Fails if the picture is not of the plan, or if a printed count is
-    wrong."""
-    drawn = []
-    bench_packing.main()
-    for part in capsys.readouterr().out.rstrip().split("\n\n"):
-        _, *lines, summary = part.splitlines()
-        assert "padded" in part or {len(line) for line in lines} == {2 + 72}
-        drawn.append([line.strip().rstrip(".") for line in lines])
-        if "packed" in part:
-            assert summary.startswith(f"  {sum(map(len, drawn[-1]))} tokens in {len(lines)} slots")
-    padded, packed, shared = (Counter("".join(lines)) for lines in drawn)
-    assert padded == packed
-    assert all(packed[letter] == shared[letter] for letter in "abcdefghijkl")
-    for digit in "123":
-        assert shared[digit] == packed[digit] // 4 * sum(digit in line for line in drawn[2]), (
-            "once a slot"
-        )

@@ -1,36 +1,29 @@
-"""The search, the race and the runs of equal steps, with runs that take no time except in one test;
-and the tables of docs/results.md."""
+"""The race and the runs of equal steps, with runs that take no time except in one test; and the
+tables of docs/results.md."""
 
-import itertools
-import statistics
-import zlib
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 import config
-from bench import race, results, runs, savings, search
+from bench import race, results, runs, savings
 from bench.runs import Run
 from runtime import InputError, log
 
 
 @pytest.fixture
 def fake_runs(monkeypatch):
-    """Runs that take no time; returns the list of them. Accuracy is a function of what a run is."""
+    """Runs that take no time; returns the list of them."""
     made = []
 
     def make_one(run):
         made.append(run)
-        parts = [(run.flags,), (run.flags, run.budget), (run.flags, run.budget, run.seed)]
-        numbers = [zlib.crc32(repr(part).encode()) / 2**32 for part in parts]
-        more = {"made": 7, "seconds": 1.0, "prompts": 7.0, "trained": 70.0, "probe": 1.0}
-        accuracy = sum(share * number for share, number in zip((1, 4, 4), numbers, strict=True)) / 9
-        return vars(run) | {"accuracy": accuracy, "failed": None} | more
+        figures = {"made": 7, "seconds": 1.0, "prompts": 7.0, "trained": 70.0, "probe": 1.0}
+        return vars(run) | figures | {"accuracy": 0.5, "failed": None}
 
     class Pool:
         def __init__(self, *_args):
@@ -40,9 +33,6 @@ def fake_runs(monkeypatch):
             return self
 
         def __exit__(self, *_error):
-            pass
-
-        def shutdown(self, **_options):
             pass
 
         def submit(self, work, run):
@@ -57,108 +47,45 @@ def fake_runs(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("kills", [(), (1, 30, 50, 75, 100)])
-def test_search_and_race(fake_runs, tmp_path, monkeypatch, capsys, kills):
-    """Two methods are searched, killed now and then, and raced. Catches a method with more trials
-    than another, trials that are chosen again after a kill, flags that did not win, and a race on
-    seeds or problems of the search."""
-    file = tmp_path / "search.jsonl"
-    append, counts = log.append_rows, itertools.count()
-
-    def killed(path, rows):
-        if next(counts) in kills:
-            raise KeyboardInterrupt
-        append(path, rows)
-
-    monkeypatch.setattr(log, "append_rows", killed)
-    for _ in kills:
-        with pytest.raises(KeyboardInterrupt):
-            search.main("grpo,pods", ("arithmetic",), 2, file)
-    search.main("grpo,pods", ("arithmetic",), 2, file)
-    rows = log.read_rows(file)
-    assert [row["method"] for row in rows[:40]] == ["grpo", "pods"] * 20, "they take turns"
-    trials = {5: [40, 6, 3, 3], 20: [10, 4, 3, 3]}  # by seed
-    winners = {}
-    for method, budget in itertools.product(("grpo", "pods"), trials):
-        own = search.tried(rows, "arithmetic", method, budget)
-        assert [sum(row["seed"] == seed for row in own) for seed in range(100, 104)] == trials[
-            budget
-        ]
-        seeds = {}
-        for row in own:
-            seeds.setdefault(row["flags"], []).append(row["accuracy"])
-        finalists = [flags for flags in seeds if len(seeds[flags]) == 4]
-        assert len(finalists) == 3
-        best = max(finalists, key=lambda flags: statistics.mean(seeds[flags]))
-        winners[method, budget] = best
-        assert search.winner("arithmetic", method, budget, file) == best
-    assert search.winner("arithmetic", "grpo", 80, file) == winners["grpo", 20]
-    assert search.winner("arithmetic", "grpo", 10, file) == winners["grpo", 5]
-
-    monkeypatch.setattr(search.winner, "__defaults__", (file,))
-    fake_runs.clear()
+def test_the_race(fake_runs, tmp_path, capsys):
+    """Catches methods that do not take turns, a race on seeds of the search, another budget's
+    flags, and finished runs that are repeated."""
     options = {"methods": "grpo,pods", "json_file": tmp_path / "race.jsonl"}
     race.main(budgets=(5, 80), seeds=2, **options)
     assert "| PODS, tuned |" in capsys.readouterr().out
-    assert [run.method for run in fake_runs] == ["grpo", "pods"] * 4, "methods take turns"
+    assert [run.method for run in fake_runs] == ["grpo", "pods"] * 4
     assert [run.seed for run in fake_runs] == [10] * 4 + [11] * 4, "a seed is a block"
-    assert not any(run.search for run in fake_runs)
     for run in fake_runs:
-        won = winners[run.method, min(run.budget, 20)]
-        expected = won if run.budget == 5 else won.replace("constant", "linear")
-        assert run.flags == expected
+        assert run.flags == race.flags_for("arithmetic", run.method, run.budget)
     race.main(budgets=(5, 80), seeds=2, **options)
-    assert len(fake_runs) == 8, "finished runs are not repeated"
+    assert len(fake_runs) == 8
 
 
-def test_configurations(tmp_path):
-    """Every configuration of a search is one that train.py takes, has a batch that fits its budget,
-    and can be read back; a child differs from a parent in at most two flags, by one value. Catches
-    a space with a flag that train.py refuses, hours later."""
-    one = search.SEARCHES["arithmetic"][0]
-    rng = search.random.Random(0)
-    for method in search.SPACES:
-        space = search.SPACES[method][1]
-        found = search.random_flags("arithmetic", method, one)
-        assert len({*found}) == one.first
-        for flags in found:
-            config.resolve(config.parse_config(flags.split()))
-            chosen = search.parse(method, flags)
-            assert search.to_flags(method, chosen, one.budget) == flags
-            child = search.moved(method, chosen, rng)
-            places = [
-                space[name].index(child[name]) - space[name].index(chosen[name]) for name in space
-            ]
-            assert all(abs(place) <= 1 for place in places)
-            assert sum(map(abs, places)) <= 2
-    chosen = {"--prompts-per-step": 8, "--group-size": 32, "--lr": 6e-4}
-    assert search.to_flags("grpo", chosen, 5).endswith("--lr 0.000424"), "6e-4 sqrt(256 / 512)"
-    assert search.to_flags("grpo", chosen | {"--group-size": 64}, 5) is None, "512 in 5 s"
-    assert search.to_flags("grpo", chosen | {"--group-size": 2}, 5) is None, "16 completions"
-    kept = chosen | {"--group-size": 8, "--completion-prune-rate": 0.8}
-    assert search.to_flags("pods", kept, 5) is None, "it needs two of eight"
-    assert search.to_flags("dppo", kept, 5)
+def test_the_winners_of_the_search():
+    """Every method was raced with the flags that won, as the committed rows of search and race say.
+    Catches a lucky seed that outranks more, and another budget's winner."""
+    for row in log.read_rows(results.RACE):
+        assert race.flags_for(row["setting"], row["method"], row["budget"]) == row["flags"]
+    cheapest = race.flags_for("arithmetic", "grpo", 5)
+    assert race.flags_for("arithmetic", "grpo", 1) == cheapest
+    assert race.flags_for("arithmetic", "grpo", 19) == cheapest
+    assert race.flags_for("arithmetic", "grpo", 20) != cheapest
 
 
 def test_equal_steps(fake_runs, tmp_path):
     """Catches methods with other candidates, learning rates or steps than GRPO's, and blocks that
     hold two seeds."""
-    file = tmp_path / "savings.jsonl"
-    savings.main(candidates=(32,), seeds=2, json_file=file)
+    savings.main(candidates=(32,), seeds=2, json_file=tmp_path / "savings.jsonl")
     count = len(savings.METHODS) * 2
     assert [run.seed for run in fake_runs] == [10] * count + [11] * count
-    resolved = [
-        config.resolve(
-            config.parse_config(
-                [*runs.SETTINGS[run.setting].flags.split(), *run.flags.split(), "--device", "cpu"]
-            )
-        )
-        for run in fake_runs
-    ]
-    shared = {(cfg.prompts_per_step, cfg.group_size, cfg.lr, cfg.loss) for cfg in resolved}
-    assert shared == {(32, 16, 6e-4, "dr_grpo")}
-    assert len({(cfg.lr_schedule, cfg.scale_rewards, cfg.grad_clip) for cfg in resolved}) == 1
     assert {(run.steps, run.budget) for run in fake_runs} == {(40, 0)}
+    shared = set()
+    for run in fake_runs:
+        flags = f"{runs.SETTINGS[run.setting].flags} {run.flags} --device cpu"
+        cfg = config.resolve(config.parse_config(flags.split()))
+        batch = (cfg.prompts_per_step, cfg.group_size, cfg.lr, cfg.loss)
+        shared.add((*batch, cfg.lr_schedule, cfg.scale_rewards, cfg.grad_clip))
+    assert shared == {(32, 16, 6e-4, "dr_grpo", "linear", "none", 1.0)}
 
 
 def rows_of(method, accuracies, **more):
@@ -204,9 +131,9 @@ def test_real_runs(tmp_path, monkeypatch, policy_folder):
     file.write_text('{"setting": "arith')
     flags = f"--method grpo --model {policy_folder} --prompts-per-step 4 --group-size 2"
     flags += " --max-new-tokens 2"
-    planned = [Run("arithmetic", "grpo", flags, seed, budget=0.5, search=True) for seed in (0, 1)]
+    planned = [Run("arithmetic", "grpo", flags, seed, budget=0.5) for seed in (0, 1)]
     blind = flags.replace("--method grpo", "--method uniform --prompt-prune-rate 0.5")
-    planned.append(Run("arithmetic", "uniform", blind, 0, steps=8, search=True))
+    planned.append(Run("arithmetic", "uniform", blind, 0, steps=8))
     planned.append(replace(planned[0], flags=f"{flags} --lr -1"))
     rows = runs.make(planned, file, workers=2)
     assert [row["seed"] for row in rows] == [0, 1, 0, 0]
@@ -229,16 +156,6 @@ def test_real_runs(tmp_path, monkeypatch, policy_folder):
     runs.check_speed([replace(planned[2], seed=2)], rows, file)  # equal steps compare in pairs
 
 
-def test_ranking():
-    """Catches a lucky seed that outranks more, and later seeds that change an earlier rung."""
-    rows = [
-        {"flags": flags, "seed": seed, "accuracy": accuracy}
-        for flags, seed, accuracy in (("a", 100, 0.8), ("a", 101, 0.8), ("b", 100, 0.9))
-    ]
-    assert search.ranking(rows) == ["a", "b"]
-    assert search.ranking(rows, before=101) == ["b", "a"]
-
-
 def test_plan():
     """Catches a schedule that ends before or after its budget."""
     assert runs.plan([1.0] * 4, 10) == 10
@@ -246,39 +163,30 @@ def test_plan():
     assert runs.plan([1.0] * 12, 10) == 12
 
 
-def test_problems_of_a_search(monkeypatch):
-    """Catches trials that are evaluated on a text of the race."""
-    texts = [str(i % 1100) for i in range(2000)]  # the last 900 repeat the first ones
-    race_run = Run("arithmetic", "grpo", "", 0, budget=5)
-    assert runs.held_out(race_run, texts) == [*range(1000)]
-    chosen = runs.held_out(replace(race_run, search=True), texts)
-    assert chosen == [*range(1000, 1100)]
-    assert len(runs.held_out(replace(race_run, search=True), [*map(str, range(2000))])) == 250
-
+def test_problems(monkeypatch):
+    """Catches a run that is evaluated on other problems than the first ones."""
     asked = []
 
-    def sample_rewards(*_args, keys, **_options):
-        asked.append(keys)
-        return torch.zeros(len(keys), 4), 0
+    def sample_rewards(_model, _tokenizer, problems, ids, *_args, keys, **_options):
+        asked.append((problems, ids, [*keys]))
+        return torch.tensor([[1.0, 0.0]]), 0
 
     monkeypatch.setattr(runs.evaluation, "sample_rewards", sample_rewards)
-    trainer = mock.MagicMock(eval_set=[SimpleNamespace(text=text) for text in texts])
-    trainer.policy = trainer.model
-    runs.evaluate(trainer, replace(race_run, search=True), None)
-    runs.evaluate(trainer, race_run, 3)
-    assert asked == [[*range(1000, 1100)], [0, 1, 2]]
+    monkeypatch.setattr(runs.ranks, "refresh", lambda *_: None)
+    trainer = mock.MagicMock(eval_set=[*"abcde"], eval_ids=[*"fghij"])
+    assert runs.evaluate(trainer, Run("arithmetic", "grpo", "", 0, steps=5), 2) == 0.5
+    assert asked == [(["a", "b"], ["f", "g"], [0, 1])]
 
 
 def test_names_are_checked_first(tmp_path):
     """Catches a race that fails hours later."""
+    file = tmp_path / "rows.jsonl"
     for methods in ("grpo,padaptive", "greso"):
         with pytest.raises(InputError, match=r"--methods \w+: choose from grpo, adaptive"):
-            race.main(methods, json_file=tmp_path / "rows.jsonl")
+            race.main(methods, json_file=file)
     with pytest.raises(InputError, match="--settings words: choose from arithmetic, arith"):
-        race.main("grpo", ("words",), json_file=tmp_path / "rows.jsonl")
-    with pytest.raises(InputError, match="no whole search at 5 s; run python -m bench search"):
-        search.winner("arithmetic", "grpo", 5, tmp_path / "none.jsonl")
-    assert not list(tmp_path.iterdir())
+        race.main("grpo", ("words",), json_file=file)
+    assert not file.exists()
 
 
 def test_committed_tables():

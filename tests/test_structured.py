@@ -2,11 +2,9 @@
 model without a sub-layer must be the whole model in which that sub-layer adds nothing."""
 
 import itertools
-import json
 import math
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import models
 import rollout
-from related import perplexities, pruned, recovery, stream, structured, text
+from related import pruned, recovery, stream, structured
 from runtime import InputError
 from tasks import arithmetic
 
@@ -273,20 +271,22 @@ def test_bias_is_fitted_behind_earlier_ones():
 def numbers(tmp_path):
     """A text file."""
     path = tmp_path / "numbers.txt"
-    path.write_text(" ".join(map(str, range(900))))
-    return str(path)
+    path.write_text("\n\n".join(map(str, range(900))))
+    return path
 
 
-def test_text(numbers):
-    """Nine tenths calibrate and one is held out, in windows spread over each."""
-    calibration, held_out = text.read(numbers, TOKENIZER, 4, 20)
-    tokens = torch.tensor(TOKENIZER(Path(numbers).read_text())["input_ids"])
+def test_windows(numbers):
+    """Nine tenths calibrate and one is held out, in windows spread over each; a paragraph counts
+    once, so none is in both."""
+    tokens = torch.tensor(TOKENIZER(numbers.read_text())["input_ids"])
+    numbers.write_text(f"{numbers.read_text()}\n\n0\n\n1")
+    calibration, held_out = structured.windows(numbers, TOKENIZER, 4, 20)
     first, last = tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]
     assert torch.equal(calibration[3], first[3 * len(first) // 4 :][:20])
     assert torch.equal(held_out[0], last[:20])
-    for name, length in (("python-docs", 10**6), (numbers, 10**6), ("none", 20)):
-        with pytest.raises(InputError, match=f"--data {name}: "):
-            text.read(name, TOKENIZER, 4, length)
+    for file in (None, numbers):
+        with pytest.raises(InputError, match=f"--data {file}: 4 windows of 1000000 tokens do not"):
+            structured.windows(file, TOKENIZER, 4, 10**6)
 
 
 def test_command(numbers, tmp_path, capsys):
@@ -298,7 +298,7 @@ def test_command(numbers, tmp_path, capsys):
     structured.main(**options)
     shown = capsys.readouterr().out
     smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
-    held_out = text.read(numbers, TOKENIZER, 2, 50)[1]
+    held_out = structured.windows(numbers, TOKENIZER, 2, 50)[1]
     expected = [math.exp(nll(logits(one, held_out), held_out).mean()) for one in (model, smaller)]
     row = re.search(r"held-out perplexity +([\d.,]+) +([\d.,]+)", shown).groups()
     assert [float(value.replace(",", "")) for value in row] == pytest.approx(expected, rel=1e-3)
@@ -307,7 +307,7 @@ def test_command(numbers, tmp_path, capsys):
         structured.main(**options)
     other = AutoModelForCausalLM.from_config(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1))
     with pytest.raises(InputError, match=r"type gpt2: use one of llama, qwen2, qwen3"):
-        structured.choose(other, IDS, "l2", 0.5)
+        structured.prune(other, IDS, "l2", 0.5)
 
 
 def test_training_a_pruned_model(policy_folder, tmp_path, monkeypatch):
@@ -328,25 +328,3 @@ def test_training_a_pruned_model(policy_folder, tmp_path, monkeypatch):
     assert trained.config.removed_sublayers == {"0.self_attn": 2}
     before = smaller.state_dict()
     assert all(not torch.equal(before[name], value) for name, value in trained.state_dict().items())
-
-
-def test_table_of_perplexities(numbers, tmp_path, monkeypatch):
-    """A row for each method, sparsity, seed and recovery, with the figures of that model. Catches
-    rows under another's name."""
-    changes = {"DECODED": 2, "SAMPLES": 2, "TOKENS": 50, "SEEDS": 2, "RECOVERED": ("l2",)}
-    for name, value in (changes | {"SPARSITIES": (0.25, 0.5)}).items():
-        monkeypatch.setattr(perplexities, name, value)
-    folder = save(make("Llama"), tmp_path / "whole")
-    perplexities.main(folder, numbers, ("l2", "random", "2ssp"), tmp_path / "rows.json")
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["method"] for row in rows] == ["none"] + ["l2"] * 6 + ["random"] * 4 + ["2ssp"] * 2
-    policy, _ = models.load_policy(folder, "cpu")
-    policy.set_attn_implementation("sdpa")
-    calibration, held_out = text.read(numbers, TOKENIZER, 2, 50)
-    for row in rows:
-        if row["method"] in ("l2", "2ssp"):
-            rank = structured.RANKS[row["recovery"]]
-            smaller = structured.prune(policy, calibration, row["method"], row["sparsity"], rank)
-            perplexity = math.exp(stream.mean_loss(smaller, held_out))
-            assert row["perplexity"] == pytest.approx(perplexity)
-            assert row["parameters"] == stream.size(smaller)

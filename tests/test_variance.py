@@ -1,16 +1,14 @@
 """The variance bench: its figures on made-up gradients, where they are known in closed form, and
 the command on small real runs."""
 
-import itertools
 import json
 
 import pytest
 import torch
 
-import bench
 import dppo
 from bench import __main__ as command_line
-from bench import replay, variance
+from bench import variance
 
 
 @pytest.fixture(scope="module")
@@ -77,41 +75,11 @@ def test_error_at_the_best_length():
     assert variance.best_length_error(0 * keep, gram) == 1.0
 
 
-def test_uniform_error_is_that_of_every_sample():
-    """Against all samples of 3 of 7 groups with a common direction. Catches the formula of
-    independent keeps."""
-    vectors = torch.randn(7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
-    samples = [list(kept) for kept in itertools.combinations(range(7), 3)]
-    full = vectors.sum(dim=0)
-    errors = [(vectors[kept].sum(dim=0) * 7 / 3 - full).square().sum() for kept in samples]
-    exact = (sum(errors) / len(errors)).item()
-    assert replay.uniform_error(vectors @ vectors.T, 3) == pytest.approx(exact)
-    assert replay.uniform_error(vectors @ vectors.T, 7) == pytest.approx(0, abs=1e-9)
-
-
-def test_a_recorded_run(small_runs):
-    """Every step's inner products add up to the gradient that the step has, recorded or not.
-    Catches a record of another step, and one group's gradient that is all of them."""
-    args = ["--method", "grpo", "--steps", "2", "--device", "cpu"]  # bfloat16 rounds at 4e-3
-    trainer, _ = bench.run(args, replay.GroupByGroup)
-    _, plain = bench.run(args)
-    for step, row in zip(trainer.recorded, plain, strict=True):
-        assert step.step == row["step"]
-        assert step.gram.diagonal().count_nonzero() > 1
-        assert step.gram.sum().item() ** 0.5 == pytest.approx(row["grad_norm"], rel=1e-4)
-        assert step.lengths.sum() == row["tokens/generated"]
-        dead = (step.advantages == 0).all(dim=1).double().mean()
-        assert dead == pytest.approx(row["frac_reward_zero_std"])
-
-
-@pytest.mark.parametrize("level", ["completion", "prompt"])
-def test_the_command(small_runs, monkeypatch, capsys, tmp_path, level):
+def test_the_command(small_runs, monkeypatch, capsys, tmp_path):
     """From the command line to the table and the file that notebook 02 reads, on runs of a few
     steps. Catches a bench that train.py has outgrown, and a stage with another's checkpoint."""
-    monkeypatch.setattr(replay, "SETTINGS", ("arithmetic",))
+    monkeypatch.setattr(variance, "TASKS", ("arithmetic",))
     monkeypatch.setattr(variance, "STAGES", {"early": 1, "late": 3})
-    monkeypatch.setattr(replay, "EPOCHS", 1)
-    monkeypatch.setattr(replay.arithmetic, "TRAIN_PROBLEMS", 64)
     steps, real = [], variance.real_gradients
 
     def from_checkpoint(folder, cfg, step):
@@ -120,25 +88,23 @@ def test_the_command(small_runs, monkeypatch, capsys, tmp_path, level):
 
     monkeypatch.setattr(variance, "real_gradients", from_checkpoint)
     file = tmp_path / "rows.json"
-    command_line.main(f"variance --level {level} --seeds 0 --draws 60 --json {file}".split())
-    table = json.loads(file.read_text())
-    found = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-    rules = {row["rule"] for row in found}
-    assert rules >= {*(variance.RULES if level == "completion" else replay.PROMPT_RULES)}
-    assert {"commit", "machine", "date"} < {*table}
-    rule = {"completion": "pps", "prompt": "uniform, coins"}[level]
-    assert any(row["rel_mse"] for row in found if row["rule"] == rule)
-    assert steps == ([(1, 1), (3, 3)] if level == "completion" else [])
-    head = {"completion": "late: medians", "prompt": "r_q 0.6: error over"}[level]
-    assert f"arithmetic, dr_grpo, {head}" in capsys.readouterr().out
-
-
-def test_a_batch_of_a_model(small_runs, capsys, tmp_path):
-    """With --flags, one batch of that model and data. Catches flags without effect."""
-    file = tmp_path / "rows.json"
-    args = ["variance", "--draws", "60", "--json", str(file)]
-    command_line.main([*args, "--flags=--data words --prompt-format plain --seed 5"])
+    command_line.main(f"variance --seeds 0 --draws 60 --json {file}".split())
     table = json.loads(file.read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-    assert {(row["data"], row["seed"], row["stage"]) for row in rows} == {("words", 5, "start")}
-    assert "with sqrt(energy)" in capsys.readouterr().out
+    assert {row["rule"] for row in rows} >= {*variance.RULES}
+    assert {(row["seed"], row["data"]) for row in rows} == {(0, "arithmetic")}
+    assert {"commit", "machine", "date"} < {*table}
+    assert any(row["rel_mse"] for row in rows if row["rule"] == "pps")
+    assert steps == [(1, 1), (3, 3)]
+    assert "arithmetic, dr_grpo, late: medians" in capsys.readouterr().out
+
+
+def test_a_cell_is_the_median_over_seeds():
+    """Catches a mean, and a dash that hides what a seed lacks."""
+    rows = [
+        {"rule": "pps", "kept": 0.1, "rel_mse": mse, "rel_bias2": 0.0, "ratio_to_oracle": 2 * mse}
+        for mse in (0.1, 0.2, 0.6)
+    ]
+    assert variance._cell(rows, {"rule": "pps"}).split() == ["0.2000", "0.0000", "(", "0.40)"]
+    rows[0]["kept"] = None
+    assert variance._cell(rows, {"rule": "pps"}).strip() == "-"

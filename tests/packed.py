@@ -1,6 +1,6 @@
-"""
-Packed attention with one mask of all queries and keys: slow and obvious. Tests and benches compare
-packing.packed_attention with it. Importing this file registers it with transformers.
+"""What packing.py is compared with: attention with one mask of all queries and keys, slow and
+obvious, and the tokens of a planned slot. Importing this file registers the attention with
+transformers.
 
 Letters: L tokens in a slot, K keys, H heads, D head width.
 """
@@ -32,3 +32,12 @@ def _by_mask(query, key, value, segments, scaling):
 
 
 AttentionInterface.register(MASKED, masked_attention)
+
+
+def slot_tokens(pack: list[int], lengths: list[int], prompts=None, prompt_lengths=None) -> int:
+    """Tokens that the sequences of one slot take, counted as in plan_packs."""
+    tokens = sum(lengths[index] for index in pack)
+    if prompts:
+        own = {prompts[index]: prompt_lengths[index] for index in pack}
+        tokens += sum(own.values()) - sum(prompt_lengths[index] for index in pack)
+    return tokens
