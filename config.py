@@ -257,7 +257,8 @@ def _check_values(cfg: Config) -> None:
     cap = cfg.importance_cap
     correct = cap == 0 or 1 <= cap < math.inf
     require(cfg, "importance_cap", correct, "0 (no correction) or at least 1")
-    require(cfg, "vllm_memory", 0 < cfg.vllm_memory < 1, "above 0 and below 1")
+    good = cfg.vllm_memory is None or 0 < cfg.vllm_memory < 1
+    require(cfg, "vllm_memory", good, "above 0 and below 1")
     require(cfg, "eps_high", 0 < cfg.eps_high < math.inf, "above 0")
 
 

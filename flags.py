@@ -119,8 +119,9 @@ class Config:
     engine: Literal["compact", "hf", "vllm", "plain"] = "compact"
     """What samples: compact (this repository's), hf (transformers' generate), vllm, or plain: the
     loop in rollout.py."""
-    vllm_memory: float = 0.3
-    """Share of the GPU's memory that vLLM may use while it samples."""
+    vllm_memory: float | None = None
+    """Share of the GPU's memory that vLLM may use while it samples. By default what training
+    leaves."""
     rollout_batch: int = 512
     """Sequences sampled at once; fewer where a GPU's free memory holds fewer."""
 

@@ -9,6 +9,7 @@ weights of a layer that it does not use, and codes. So is a model that cannot be
 import bisect
 import contextlib
 import copy
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from transformers.utils import find_adapter_config_file, logging
 
 import chat_format
 import data
+import memory
 import packing
 import rollout
 from config import Config
@@ -80,11 +82,13 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     source = str(saved or base)
     if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
         transformers.utils.logging.disable_progress_bar()
-    apart = cfg.shard == "fsdp" or (cfg.dtype == "bfloat16" and cfg.engine != "vllm")
-    model, tokenizer = load_policy(source, cfg.device, samples=not apart)
+    apart = memory.samples_apart(cfg)
+    # In turns: on the host, a model of 8B takes 30 GiB while it is read.
+    load = functools.partial(ranks.in_turns, load_policy)
+    model, tokenizer = load(source, cfg.device, samples=not apart)
     began_with = None if saved else model  # None: it was not read
     if cfg.beta or renamed:
-        began_with = load_policy(base, cfg.device, samples=False)[0].requires_grad_(False)
+        began_with = load(base, cfg.device, samples=False)[0].requires_grad_(False)
     data.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
     if any(".experts." in name for name, _ in model.named_parameters()):
         ranks.say("note: the model is a mixture of experts; no loss balances its routers")
@@ -97,7 +101,7 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
         for sharded in filter(None, (model, reference)):
             shard(sharded, cfg.device)
     if apart:
-        policy = load_policy(source, cfg.device, cfg.dtype)[0].requires_grad_(False)
+        policy = load(source, cfg.device, cfg.dtype)[0].requires_grad_(False)
     return Models(model, tokenizer, policy, reference, source, fingerprint)
 
 
@@ -130,13 +134,20 @@ def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
 
 
 def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> rollout.Sampling:
-    """How the run samples. Starts vLLM for --engine vllm and checks its log-probs."""
-    engine = cfg.engine
+    """How the run samples, after it has said how much memory it will take. Starts vLLM for --engine
+    vllm and checks its log-probs."""
+    engine, share = cfg.engine, cfg.vllm_memory
+    longest = max(map(len, prompts))
+    if cfg.device == "cuda":
+        _, total = torch.cuda.mem_get_info()
+        sizes = (models.model, cfg, longest, ranks.world())
+        ranks.say(memory.report(*sizes, total))
+        share = share or memory.vllm_share(memory.plan(*sizes), total)
     if engine == "vllm":
         engine = vllm_engine.Engine(
             models.source, vocab_size=models.model.vocab_size,
-            max_tokens=max(map(len, prompts)) + cfg.max_new_tokens, sequences=cfg.rollout_batch,
-            dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
+            max_tokens=longest + cfg.max_new_tokens, sequences=cfg.rollout_batch,
+            dtype=cfg.dtype, device=cfg.device, memory=share,
         )  # fmt: skip
     found = sampling(
         models.model, models.tokenizer, cfg.max_new_tokens, engine, temperature=cfg.temperature,

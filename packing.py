@@ -156,8 +156,8 @@ def build_pack(
     """Lay sequences (prompt + completion, token ids) end to end: long segments first, so that equal
     ones are adjacent. With share_prompts, equal prompts are laid out once. An empty prompt raises
     ValueError."""
-    trunks = {}  # segments that attend to themselves only
-    branches = {}  # segments that also attend to a trunk
+    # 1. Which segments there are. A trunk attends to itself, and a branch also to its trunk.
+    trunks, branches = {}, {}
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if not prompt:
             problem = "has an empty prompt: no position predicts its first token"
@@ -168,38 +168,39 @@ def build_pack(
         else:
             trunks[number] = prompt + completion[:-1]
 
-    ids, positions = [], []
-    keys, shapes = [], []  # shapes: (queries, keys) of each segment
-    starts = {}
-    for trunk in sorted(trunks, key=lambda trunk: -len(trunks[trunk])):
-        starts[trunk] = len(ids)
-        keys += range(len(ids), len(ids) + len(trunks[trunk]))
-        shapes.append((len(trunks[trunk]), len(trunks[trunk])))
-        positions += range(len(trunks[trunk]))
-        ids += trunks[trunk]
-    for number in sorted(branches, key=lambda n: (-len(prompts[n]), -len(branches[n]))):
-        before, tokens = len(prompts[number]), len(branches[number])
-        trunk_start, start = starts[tuple(prompts[number])], len(ids)
-        starts[number] = start
-        if tokens:
-            keys += [*range(trunk_start, trunk_start + before), *range(start, start + tokens)]
-            shapes.append((tokens, before + tokens))
-        positions += range(before, before + tokens)
-        ids += branches[number]
+    # 2. Lay them out. `starts` has the place of each in the slot.
+    ids, positions, starts = [], [], {}
+    keys, shapes = [], []  # the places that queries attend to; (queries, keys) of each segment
 
+    def lay(name, tokens, first_position, attended):
+        starts[name] = len(ids)
+        places = range(len(ids), len(ids) + len(tokens))
+        positions.extend(range(first_position, first_position + len(tokens)))
+        ids.extend(tokens)
+        if tokens:
+            keys.extend([*attended, *places])
+            shapes.append((len(tokens), len(attended) + len(tokens)))
+
+    for name in sorted(trunks, key=lambda name: -len(trunks[name])):
+        lay(name, trunks[name], 0, ())
+    for number in sorted(branches, key=lambda n: (-len(prompts[n]), -len(branches[n]))):
+        trunk, length = starts[tuple(prompts[number])], len(prompts[number])
+        lay(number, branches[number], length, range(trunk, trunk + length))
+
+    # 3. Who predicts what. A prompt's last token predicts its completion's first.
     predictors, targets, owner = [], [], []
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        # The prompt's last token predicts the completion's first.
         last = starts[tuple(prompt) if share_prompts else number] + len(prompt) - 1
         first = starts[number] if share_prompts else last + 1
         predictors += [last, *range(first, first + len(completion) - 1)][: len(completion)]
         targets += completion
         owner += [number] * len(completion)
 
+    # 4. One copy to the device.
     runs = tuple((len(list(equal)), *shape) for shape, equal in groupby(shapes))
     queries, cumulative_keys = ([0, *accumulate(column)] for column in zip(*shapes, strict=True))
     columns = [ids, positions, predictors, targets, owner, queries, cumulative_keys, keys]
-    buffer = send(torch.tensor([*chain(*columns)]), device)  # one copy to the device
+    buffer = send(torch.tensor([*chain(*columns)]), device)
     parts = buffer.split([*map(len, columns)])
     ids, positions, predictors, targets, owner, queries, cumulative_keys, keys = parts
     key_index = keys if share_prompts else None

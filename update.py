@@ -32,8 +32,7 @@ class Sequence(NamedTuple):
 
 
 class UpdateStats(NamedTuple):
-    """Sums over the completion tokens of one update. To add one, put it at the same place here
-    and in `row` or `counts` of accumulate_gradients."""
+    """Sums over the completion tokens of one update. To add one, name it here and there."""
 
     loss: float  # with the full batch's denominator, the KL term included
     kl: float  # the KL term alone, before beta
@@ -66,7 +65,7 @@ def accumulate_gradients(
     sequences = share_out(kept_sequences(rollouts, keep, mine, old_logprobs))
     advantages, multiplier = advantages.double().flatten(), multiplier.double().flatten()  # [K * G]
 
-    measured, counts = [], []
+    measured, counts = [], []  # of each pack, by name: on the device, and on the host
     for pack, members in packs(sequences, cfg, model.device, show_progress):
         lengths = torch.tensor([len(one.completion) for one in members], dtype=torch.long)
         place = torch.tensor([one.place for one in members], dtype=torch.long)
@@ -103,19 +102,30 @@ def accumulate_gradients(
 
         if not members:  # a dummy pack, which FSDP needs
             continue
-        capped = (importance > (cap or math.inf)).sum()
-        gap = (now - sampler_logprobs).abs().sum()
-        row = [total, (kl * factor).sum(), clipped.sum(), gap, importance.sum(), capped]
-        row = torch.stack([*row, entropy.sum()]).detach()
-        measured.append(row)  # read after the loop; here the host would wait
+        figures = {
+            "loss": total,
+            "kl": (kl * factor).sum(),
+            "clipped": clipped.sum(),
+            "gap": (now - sampler_logprobs).abs().sum(),
+            "importance": importance.sum(),
+            "capped": (importance > (cap or math.inf)).sum(),
+            "entropy": entropy.sum(),
+        }
+        measured.append({name: figure.detach() for name, figure in figures.items()})
         tokens = pack.input_ids.shape[1]
-        counts.append([len(place), tokens, max(cfg.pack_tokens, tokens)])
+        slots = max(cfg.pack_tokens, tokens)
+        counts.append({"completion_tokens": len(place), "tokens": tokens, "slots": slots})
 
     ranks.sum_gradients(model)
     sums = torch.zeros(len(UpdateStats._fields), dtype=torch.float64)
     if counts:
-        parts = (torch.stack(measured).cpu().double(), torch.tensor(counts, dtype=torch.float64))
-        sums = torch.cat(parts, dim=1).sum(dim=0)
+        # Read only now: in the loop, the host would wait for the device.
+        tables = [torch.stack([*row.values()]) for row in measured]  # [figures] each
+        table = torch.stack(tables).cpu().double()  # [packs, figures]
+        host = torch.tensor([[*row.values()] for row in counts], dtype=torch.float64)
+        names = [*measured[0], *counts[0]]
+        found = dict(zip(names, torch.cat([table, host], dim=1).sum(dim=0), strict=True))
+        sums = torch.stack([found[name] for name in UpdateStats._fields])
     return UpdateStats(*ranks.all_reduce(sums).tolist())
 
 

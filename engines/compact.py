@@ -4,7 +4,7 @@ equal, and completions that have ended leave. fast_decoder.py computes the logit
 it supports; on a GPU, slots.py has another loop for these.
 
 - `sample`: the engine. `_decode` is its loop over tokens.
-- `Record`: draws tokens and records them; engines/hf.py uses it, too
+- `Record`: draws tokens (by `draw`) and records them; engines/hf.py uses it, too
 - `next_rows`: which rows the batch has after a token
 
 Letters: K prompts, G completions each, T = max_new_tokens, V vocabulary, B = K x G completions of a
@@ -26,11 +26,13 @@ from transformers import (
 )
 
 import rollout
-from engines import categorical, check_decoder, prefill, slots
+from engines import check_decoder, prefill, slots
 from runtime import NotFiniteError
 from runtime.device import send
 
 NOT_FINITE = "the model's logits are not finite"
+BLOCK = 512  # tokens of the vocabulary that are summed together, see `draw`
+BELOW_1 = 1 - 2**-53  # the largest float64 below 1
 
 
 def sample(
@@ -137,7 +139,7 @@ class Record:
         completion [n]. If row_of is None: the tokens [n, 1], None and None."""
         probs = scores.exp()  # [R, V]
         if self.sampling.temperature:
-            token = categorical.draw(probs, self.uniforms[active, step, None], row_of)  # [n, 1]
+            token = draw(probs, self.uniforms[active, step, None], row_of)  # [n, 1]
         else:  # there is one completion of each prompt
             token = scores.argmax(dim=1, keepdim=True)
         if row_of is None:
@@ -170,6 +172,54 @@ class Record:
         if not finite.all():
             raise NotFiniteError(NOT_FINITE)
         return ends
+
+
+def draw(probs, uniform, row=None):
+    """Draw indices [B, 1] from probabilities [B, V], with one number [B, 1] in [0, 1) for each.
+
+    A draw inverts the cumulative sum of a row. That sum must be in float64, because in float32
+    unlikely tokens would lose their share. Over a vocabulary of 150,000 it is the slowest part of
+    sampling, so a draw first chooses a block, by the blocks' sums, and then a token of it.
+
+    The index drawn is the first whose cumulative sum is above `uniform` times the total, so rows
+    need not sum to 1. With row [B], probs is [R, V] and draw i uses probs[row[i]]; the sums of a
+    row are then computed once, however many draws use it.
+
+    Block sums are rounded to the type of probs. The tokens of a block share exactly its rounded
+    sum, so each token's probability is as exact as its entry.
+    """
+    V = probs.shape[1]
+    if V <= BLOCK:
+        ends = probs.cumsum(dim=1, dtype=torch.float64)
+        return _place(ends if row is None else ends[row], uniform)
+
+    # Choose a block. The last one is shorter than the others, and may be empty.
+    full = V // BLOCK * BLOCK
+    sums = probs[:, :full].unflatten(1, (-1, BLOCK)).sum(dim=2)
+    sums = torch.cat([sums, probs[:, full:].sum(dim=1, keepdim=True)], dim=1).double()
+    ends = sums.cumsum(dim=1)
+    if row is not None:
+        sums, ends = sums[row], ends[row]  # [B, blocks]
+    block = _place(ends, uniform)  # [B, 1]
+
+    # Choose a token of the block, by how far into the block the random number reaches.
+    point = uniform * ends[:, -1:] - (ends - sums).gather(1, block)
+    share = (point / sums.gather(1, block)).clamp(0.0, BELOW_1)
+    columns = block * BLOCK + torch.arange(BLOCK, device=probs.device)  # [B, BLOCK]
+    readable = columns.clamp(max=V - 1)
+    entries = probs.gather(1, readable) if row is None else probs[row[:, None], readable]
+    entries = entries.double().masked_fill(columns >= V, 0.0)
+    return columns.gather(1, _place(entries.cumsum(dim=1), share)).clamp(max=V - 1)
+
+
+def _place(ends, share):
+    """The first column [B, 1] whose cumulative sum is above this share of the total.
+
+    An entry of 0 is never chosen: a share below 1 of a total rounds to less than the total. If the
+    sums are NaN, any column may come back.
+    """
+    point = share * ends[:, -1:]
+    return torch.searchsorted(ends, point, right=True).clamp(max=ends.shape[1] - 1)
 
 
 def finish(prompt_ids, ids, statistics, sampling) -> rollout.Rollouts:

@@ -28,7 +28,7 @@ from runtime import InputError, NotFiniteError
 MAX_GAP = {"float32": 0.01, "bfloat16": 0.3}
 # The same for perturbed weights, as a share of the mean change of the log-probs.
 MAX_MOVED_GAP = 0.25
-# Perturbation relative to the weights. Deep layers would amplify a larger one too much.
+# How far each tensor is moved, relative to its norm. Deep layers would amplify more too much.
 NOISE = 0.1
 VOCABULARY_NOISE = 1.0  # embedding and head
 
@@ -45,11 +45,11 @@ class Engine:
         sequences: int,
         dtype: str,
         device: str,
-        memory: float,
+        memory: float | None,
     ):
         """`folder` is a hub id or folder, used for its config only. `vocab_size` excludes padding.
         `max_tokens` bounds prompt plus completion, `sequences` how many are sampled at once.
-        InputError if vLLM cannot start."""
+        `memory` is a share of the GPU's, by default 0.3. InputError if vLLM cannot start."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors are handed over in-process
         if device == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -73,7 +73,7 @@ class Engine:
                 dtype=dtype,
                 max_model_len=max_tokens,
                 max_num_seqs=sequences,
-                gpu_memory_utilization=memory,
+                gpu_memory_utilization=memory or 0.3,
                 enable_sleep_mode=self.sleeps,
                 enforce_eager=device == "cpu",
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
@@ -136,6 +136,7 @@ class Engine:
         """Send the weights of `model`, and drop what vLLM cached under the previous ones."""
         asleep = self.sleeps and self.llm.llm_engine.is_sleeping()
         if asleep:
+            torch.cuda.empty_cache()  # vLLM takes memory beside PyTorch, which keeps what it freed
             self.llm.wake_up(tags=["weights"])
         dtype = getattr(torch, self.dtype)
         vocabulary = [
@@ -188,17 +189,20 @@ class Engine:
 
 @contextlib.contextmanager
 def moved_weights(model):
-    """Noise on every weight, relative to its tensor's root mean square; exact weights on exit."""
-    kept = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-            share = VOCABULARY_NOISE if len(parameter) == model.config.vocab_size else NOISE
-            parameter.add_(share * parameter.square().mean().sqrt() * noise)
+    """Other signs for some weights of every tensor, drawn where the weights are. On exit they are
+    drawn again, so the weights are exact and none was copied."""
+    flip_signs(model)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for parameter, old in zip(model.parameters(), kept, strict=True):
-                parameter.copy_(old)
+        flip_signs(model)
+
+
+@torch.no_grad()
+def flip_signs(model) -> None:
+    generator = torch.Generator(model.device).manual_seed(0)
+    for weight in model.parameters():
+        # Flipping a share s of the weights moves a tensor by 2 sqrt(s) of its norm.
+        moved = VOCABULARY_NOISE if len(weight) == model.config.vocab_size else NOISE
+        chosen = torch.rand(weight.shape, generator=generator, device=model.device)
+        weight.copy_(torch.where(chosen < (moved / 2) ** 2, -weight, weight))

@@ -63,8 +63,13 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def world() -> int:
+    """The number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def are_several() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
+    return world() > 1
 
 
 def say(text: str) -> None:
@@ -92,6 +97,15 @@ def broadcast(work, *args, **kwargs):
     found = all_gather(found)[0]
     if isinstance(found, InputError):
         raise found
+    return found
+
+
+def in_turns(work, *args, **kwargs):
+    """work(*args, **kwargs) on each rank, one at a time on each machine. All ranks call this."""
+    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        if turn == int(os.environ.get("LOCAL_RANK", "0")):
+            found = work(*args, **kwargs)
+        barrier()
     return found
 
 

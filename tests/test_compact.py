@@ -1,68 +1,12 @@
-"""The compact engine: rows that serve several completions change no sample."""
+"""The compact engine's parts: rows of the batch, their cache, and draws from many rows."""
 
 import random
 
 import pytest
 import torch
-from test_rollout import assert_same_rollouts
 
 import rollout
-from engines import compact, hf, prefill
-
-ENDS = [256, *range(0, 256, 16)]
-PROMPTS = [[65, 66, 67], [68], [65, 66, 67], [71] * 5]  # of unequal lengths, and one of them twice
-
-
-@pytest.fixture
-def sample(make_policy, forwards):
-    """sample(prompts, ...): rollouts of a float64 model, and how many rows were decoded.
-
-    The model's predictions are sharpened, so that completions of a prompt stay equal for a while.
-    The engine is compact, unless another one is given.
-    """
-    model, _ = make_policy(dtype=torch.float64)
-    with torch.no_grad():
-        model.model.norm.weight *= 2
-    seen = forwards(model)
-
-    def go(prompts, group_size=8, **changes):
-        options = {"max_new_tokens": 14, "eos_ids": ENDS, "pad_id": 257, "engine": compact}
-        sampling = rollout.Sampling(**options | changes)
-        seen.clear()
-        found = rollout.sample(model, prompts, sampling, group_size=group_size, seed=3)
-        return found, sum(len(tokens) for tokens, _, _ in seen[1:])
-
-    return go
-
-
-CASES = [
-    {},
-    {"group_size": 1},
-    {"group_size": 2, "temperature": 0.6},
-    {"group_size": 5, "batch_size": 10},
-    {"batch_size": 8, "temperature": 0.5, "repetition_penalty": 1.5},
-    {"batch_size": 24, "top_k": 2},
-    {"top_p": 0.4, "repetition_penalty": 1.2},
-    {"group_size": 3, "temperature": 0.0},
-    {"eos_ids": [-1], "temperature": 0.7},
-]
-
-
-@pytest.mark.parametrize("room", [1, 4, 64])
-@pytest.mark.parametrize("options", CASES, ids=str)
-def test_shared_rows_change_nothing(sample, monkeypatch, options, room):
-    """Catches a row that gets the keys, mask, position or penalty of another row, a draw with
-    another completion's random number, statistics of another completion's token, and a completion
-    that depends on the size of its batch or goes on past its end. The reference is the plain loop,
-    or hf where there is more than a temperature."""
-    monkeypatch.setattr(prefill, "ROOM", room)
-    found, rows = sample(PROMPTS, **options)
-    simple = hf if {"top_k", "top_p", "repetition_penalty"} & set(options) else None
-    wanted, _ = sample(PROMPTS, engine=simple, **options)
-    close = {"rtol": 1e-5, "atol": 1e-5} if simple else {"rtol": 1e-6, "atol": 1e-8}
-    assert_same_rollouts(found, wanted, **close)  # recorded in float32; hf makes logits float32
-    if options.get("group_size", 8) > 2 and options.get("temperature") != 0:
-        assert rows < found.lengths.sum() - found.lengths.numel()
+from engines import compact, prefill
 
 
 def test_next_rows():
@@ -185,3 +129,80 @@ def test_masks_suit_the_kernels(make_policy, forwards):
     seen.clear()
     rollout.sample(model, [[65], [66]], sampling, group_size=6, seed=5)
     assert [mask for _, mask, _ in seen] == [None] * 3
+
+
+# ------------------------------------------------------------------------- draws
+
+
+@pytest.mark.parametrize("vocabulary", [7, 512, 1024, 1300])
+def test_a_draw_inverts_the_cumulative_sum(vocabulary):
+    """Catches a block that is off by one, tokens of the last, shorter block that are never drawn,
+    sums in float32, and draws that share a row but use the blocks of another row."""
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(50, vocabulary, generator=generator)
+    probs *= torch.rand(50, vocabulary, generator=generator) < 0.3
+    probs[:, -1] += 0.01
+    row = torch.randint(50, (4000,), generator=generator)
+    uniform = torch.rand(4000, 1, dtype=torch.float64, generator=generator)
+
+    ends = probs.double().cumsum(dim=1)[row]
+    exact = torch.searchsorted(ends, uniform * ends[:, -1:], right=True)
+
+    assert (exact == vocabulary - 1).any()
+    assert torch.equal(compact.draw(probs, uniform, row), exact)
+    assert torch.equal(compact.draw(probs[row], uniform), exact)
+
+
+@pytest.mark.parametrize("others", [400, 1500])
+def test_unlikely_tokens_keep_their_shares(others):
+    """Catches sums in float32, to which unlikely tokens add nothing, and a block whose rounding
+    goes to one of its tokens.
+
+    One token has probability 1, the others have 1e-9. The random numbers are 1e-10 apart, so each
+    of the others gets 10 of them.
+    """
+    probs = torch.full((1, 1 + others), 1e-9)
+    probs[:, 0] = 1.0
+    draws = 10 * others + 1000
+    uniform = 1 - (torch.arange(draws, dtype=torch.float64) + 0.5) * 1e-10
+    drawn = compact.draw(probs.expand(draws, -1), uniform[:, None])
+    counts = torch.bincount(drawn.flatten(), minlength=1 + others)
+    assert counts[1:].min() >= 9
+    assert counts[1:].max() <= 11
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.49, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_the_borders_of_a_token(monkeypatch, number, token):
+    """Catches a border that belongs to the token before it, and the least and largest random number
+    when they reach a token of probability 0."""
+    probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
+    for block in (1, 2, 3, 5, 512):
+        monkeypatch.setattr(compact, "BLOCK", block)
+        drawn = compact.draw(probs, torch.tensor([[number]], dtype=torch.float64))
+        assert drawn.tolist() == [[token]], block
+
+
+def test_a_token_of_probability_0_is_never_drawn(monkeypatch):
+    """Catches a random number that rounding moves out of its block, onto an entry of 0. All of them
+    lie where rounding decides: just below a token's border, or at the ends of the range."""
+    monkeypatch.setattr(compact, "BLOCK", 7)
+    generator = torch.Generator().manual_seed(1)
+    probs = torch.rand(20_000, 40, generator=generator) ** 30  # sums of these are not exact
+    probs *= torch.rand(20_000, 40, generator=generator) < 0.3
+    probs[:, 20] += 0.1
+    border = torch.randint(40, (20_000, 1), generator=generator)
+    ends = probs.double().cumsum(dim=1)
+    below_border = ends.gather(1, border) / ends[:, -1:] * (1 - 2**-53)
+    lowest = torch.zeros_like(below_border)
+    highest = torch.full_like(below_border, compact.BELOW_1)
+    for uniform in (below_border, lowest, highest):
+        drawn = compact.draw(probs, uniform)
+        assert (probs.gather(1, drawn) > 0).all()
+
+
+def test_a_row_of_nan_gives_some_token():
+    """Catches an index beyond the vocabulary: it would end the run before the check for NaN, which
+    names the fault, is reached."""
+    for vocabulary in (7, 1300):
+        drawn = compact.draw(torch.full((1, vocabulary), torch.nan), torch.tensor([[0.5]]))
+        assert drawn < vocabulary

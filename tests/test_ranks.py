@@ -15,6 +15,7 @@ from toy import flags, in_processes, rows
 from transformers import Qwen3ForCausalLM
 
 import config
+import models
 import train
 import update
 from rollout import Rollouts
@@ -108,6 +109,31 @@ def test_sequences_arrive_whole_and_once(world, trained_again):
     printed = [line.split(";") for line in in_processes(world, shared_out, trained_again)]
     got = sorted(place for places, _ in printed for place in eval(places))
     assert got == eval(printed[0][1])
+
+
+def load_slowly(folder):
+    ranks.start("cpu")
+    read = models.read
+
+    def watched(name):
+        began = time.monotonic()
+        time.sleep(0.3)
+        found = read(name)
+        print(began, time.monotonic(), flush=True)
+        return found
+
+    models.read = watched
+    cfg = config.resolve(config.Config(model=folder, device="cpu", beta=0.1, shard="fsdp"))
+    models.load_models(cfg, None)
+
+
+def test_ranks_load_in_turns(policy_folder):
+    """The model, the reference and the copy that samples. Catches ranks that hold a model on the
+    host at the same time: eight of 8B are 260 GB."""
+    printed = in_processes(2, load_slowly, policy_folder)
+    spans = sorted([float(time) for time in line.split()] for line in "".join(printed).splitlines())
+    assert len(spans) == 6
+    assert all(end <= began for (_, end), (began, _) in itertools.pairwise(spans))
 
 
 # ---------------------------------------------------------------------------- sharded weights

@@ -1,9 +1,9 @@
-"""Rollouts: log-probs are those of the policy that sampled; completions end where they should.
+"""Rollouts: what every engine returns is what one forward without cache or padding allows.
 
-The plain loop is proved against forwards without a cache, the engines against the plain loop.
+`check` is the oracle: given a rollout and its random numbers, it computes each completion's logits
+in one forward over the whole text, and says which token each number draws.
 """
 
-import collections
 import itertools
 from unittest import mock
 
@@ -17,11 +17,8 @@ import dppo
 import models
 import packing
 import rollout
-from engines import compact, hf, prefill, slots
+from engines import compact, prefill, slots
 from runtime import InputError
-
-FAST = ["compact", "slots", "hf"]
-ALL = pytest.mark.parametrize("engine", ["plain", *FAST])
 
 
 class InSlots:
@@ -34,6 +31,8 @@ class InSlots:
 
 
 ENGINES = models.ENGINES | {"slots": InSlots}
+ALL = pytest.mark.parametrize("engine", ["plain", "compact", "slots", "hf"])
+PROMPTS = [[66, 67, 68, 69, 70], [65], [71, 72], [65]]
 
 
 def sample(model, prompt_ids, *, group_size=6, seed=5, keys=None, engine="plain", **changes):
@@ -43,133 +42,150 @@ def sample(model, prompt_ids, *, group_size=6, seed=5, keys=None, engine="plain"
     return rollout.sample(model, prompt_ids, sampling, **draw)
 
 
+def flat(rollouts):
+    """The token ids of each completion, K * G of them."""
+    ids, lengths = rollouts.completion_ids.flatten(0, 1).tolist(), rollouts.lengths.flatten()
+    return [tokens[:length] for tokens, length in zip(ids, lengths, strict=True)]
+
+
 def assert_same_rollouts(found, wanted, *, rtol=0.0, atol=1e-6):
     """The same completions, with the same log-probs, entropies and energies up to rounding."""
-    inside = torch.arange(wanted.logprobs.shape[2]) < wanted.lengths[..., None]
-    assert torch.equal(found.lengths, wanted.lengths)
+    assert flat(found) == flat(wanted)
     assert torch.equal(found.truncated, wanted.truncated)
-    assert torch.equal(found.completion_ids[inside], wanted.completion_ids[inside])
     for name in ("logprobs", "entropy", "energy"):
-        own, other = getattr(found, name), getattr(wanted, name)
-        torch.testing.assert_close(own, other, rtol=rtol, atol=atol, msg=name)
+        values = getattr(found, name), getattr(wanted, name)
+        torch.testing.assert_close(*values, rtol=rtol, atol=atol, msg=name)
 
 
-# ------------------------------------------------------------------------- the plain loop is right
+def check(model, found, sampling, *, seed, keys):
+    """Assert that a rollout of a float64 model is the one that its random numbers draw."""
+    K, G, T = found.completion_ids.shape
+    numbers = rollout.random_numbers(seed, keys, K, G, T).flatten(0, 1)
+    columns = (found.logprobs, found.entropy, found.energy, found.truncated)
+    columns = zip(flat(found), numbers, *(column.flatten(0, 1) for column in columns), strict=True)
+    for place, (tokens, uniforms, logprobs, entropy, energy, truncated) in enumerate(columns):
+        prompt, n = found.prompt_ids[place // G], len(tokens)
+        ends = [token in sampling.eos_ids for token in tokens]
+        assert not any(ends[:-1])
+        assert truncated == (not ends[-1])
+        assert ends[-1] or n == T
+        logits = plain_logits(model, torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
+        texts = [prompt + tokens[:t] for t in range(n)]
+        rows = zip(logits[:, : model.vocab_size].double(), texts, strict=True)
+        scores = torch.stack([warped(row, text, sampling) for row, text in rows]).log_softmax(dim=1)
+        probs = scores.exp()  # [n, V]
+        drawn = (probs.cumsum(dim=1) > uniforms[:n, None]).int().argmax(dim=1)
+        if sampling.temperature == 0:
+            drawn = scores.argmax(dim=1)
+        assert tokens == drawn.tolist()
+        wanted = scores.gather(1, drawn[:, None])[:, 0].float()
+        torch.testing.assert_close(logprobs[:n], wanted, rtol=1e-5, atol=1e-5)
+        assert not logprobs[n:].any()
+        wanted = torch.special.entr(probs).sum().item()
+        assert entropy.item() == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+        one_hot = torch.nn.functional.one_hot(drawn, probs.shape[1])
+        wanted = (one_hot - probs).square().sum().item()
+        assert energy.item() == pytest.approx(wanted, rel=1e-2, abs=1e-12)  # however small
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_the_trainers(make_policy, temperature):
-    """Catches a temperature on one side only, values shifted by a token, left padding that is
-    attended to, and an energy without the other tokens' part.
-
-    The reference is a forward of the trainer over prompt and completion, at the same temperature.
-    """
-    model, _ = make_policy()
-    prompts = [[66, 67, 68, 69, 70], [65], [71, 72]]
-    options = {"temperature": temperature, "eos_ids": [256, *range(0, 256, 8)]}
-    got = sample(model, prompts, batch_size=18, **options)
-    assert 1 < got.lengths.float().mean() < 12, "some end early, some do not"
-    for q, g in itertools.product(range(3), range(6)):
-        length = got.lengths[q, g]
-        completion = got.completion_ids[q, g, :length].tolist()
-        pack = packing.build_pack([prompts[q]], [completion])
-        forced, entropy = packing.packed_logprobs(model, pack, temperature=temperature)
-        assert (got.logprobs[q, g, :length] - forced).abs().max() < 1e-5
-        assert (got.logprobs[q, g, length:] == 0).all()
-        ids = torch.tensor([prompts[q] + completion])
-        assert got.entropy[q, g].item() == pytest.approx(entropy.sum().item(), rel=1e-4)
-        probs = (plain_logits(model, ids)[0] / temperature).softmax(dim=-1)
-        probs = probs[len(prompts[q]) - 1 : -1]  # that each completion token came from
-        one_hot = torch.nn.functional.one_hot(ids[0, len(prompts[q]) :], probs.shape[1])
-        energy = (one_hot - probs).square().sum()
-        assert got.energy[q, g].item() == pytest.approx(energy.item(), rel=1e-4)
+def warped(logits, text, sampling):
+    """Logits [V] as eval.py's flags change them: penalty, temperature, top-k, then top-p."""
+    seen = sorted({token for token in text if token < len(logits)})
+    penalty = sampling.repetition_penalty
+    logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+    logits = logits / (sampling.temperature or 1.0)
+    if sampling.top_k:
+        logits[logits < logits.topk(sampling.top_k).values[-1]] = -torch.inf
+    probs, order = logits.softmax(dim=0).sort(descending=True)
+    logits[order[probs.cumsum(dim=0) - probs >= sampling.top_p]] = -torch.inf
+    return logits
 
 
-def test_frequencies_and_entropy_are_those_of_the_policy(make_policy):
-    """Catches a token that gets another one's share, and a temperature that is applied twice.
+# ------------------------------------------------------------------------- one conformance test
 
-    Frequencies of 20,000 one-token completions are within 4.5 standard errors of softmax(logits /
-    temperature), and the recorded entropy is that distribution's.
-    """
-    model, _ = make_policy()
-    logits = plain_logits(model, torch.tensor([[65, 66]]))[0, -1]
-    probability = torch.softmax(logits / 1.5, dim=0)
-    options = {"max_new_tokens": 1, "temperature": 1.5}
-    got = sample(model, [[65, 66]], group_size=20_000, **options)
-    frequency = torch.bincount(got.completion_ids.flatten(), minlength=258) / 20_000
-    error = (probability * (1 - probability) / 20_000).sqrt()
-    assert ((frequency - probability).abs() <= 4.5 * error + 1e-4).all()
-    entropy = -(probability * probability.log()).sum()
-    assert torch.allclose(got.entropy, entropy.expand(1, 20_000), atol=1e-4)
-
-
-def test_every_completion_is_as_frequent_as_the_policy_says(small_world):
-    """Catches rows that change places when others leave, an end token that does not end,
-    completions of a group that copy each other, and a vocabulary's padding that is sampled or
-    counted.
-
-    In 20,000 draws next to groups of other lengths, each of the 53 possible completions occurs
-    within 4 standard errors of its probability, with the trainer's log-probs.
-    """
-    model, chances = small_world
-    assert len(chances) == 53
-    assert sum(chances.values()) == pytest.approx(1)
-    options = {"max_new_tokens": 3, "eos_ids": [0, 4], "pad_id": 4, "batch_size": 60_000}
-    prompts = [[3], [1, 2], [2, 2, 1, 3]]
-    got = sample(model, prompts, group_size=20_000, **options)
-    completions = zip(got.completion_ids[1].tolist(), got.lengths[1], strict=True)
-    found = [tuple(ids[:length]) for ids, length in completions]
-    counts = collections.Counter(found)
-    for completion, chance in chances.items():
-        error = (chance * (1 - chance) / 20_000) ** 0.5
-        assert abs(counts[completion] / 20_000 - chance) <= 4 * error + 1e-5, completion
-    pack = packing.build_pack([[1, 2]] * 200, list(map(list, found[:200])))
-    forced, _ = packing.packed_logprobs(model, pack)
-    inside = torch.arange(3) < got.lengths[1, :200, None]
-    assert (got.logprobs[1, :200][inside] - forced).abs().max() < 1e-5
+CASES = {
+    "sampled": {},
+    "cooler, in small batches": {"temperature": 0.6, "batch_size": 6},
+    "one at a time": {"batch_size": 1, "group_size": 1},
+    "little cache": {"cache_tokens": 1, "group_size": 2},
+    "greedy, penalized": {"temperature": 0.0, "repetition_penalty": 1.7, "group_size": 2},
+    "cooler, penalized": {"temperature": 0.5, "repetition_penalty": 1.5, "batch_size": 8},
+    "the pad is an end token": {"pad_id": 8},
+    "nearly certain": {"temperature": 0.05},  # small energies must not be rounding errors
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.5, "repetition_penalty": 1.2},
+    "no end": {"eos_ids": [-1], "temperature": 0.7},
+    "one token": {"max_new_tokens": 1},
+}
 
 
-# ------------------------------------------------------------------------- the engines equal it
-
-
-SAME = [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"batch_size": 6}, {"pad_id": 8}]
-
-
-@pytest.mark.parametrize("engine", FAST)
-@pytest.mark.parametrize("options", SAME, ids=str)
-def test_engines_sample_what_the_plain_loop_samples(make_policy, engine, options):
-    """Catches in compact and hf what the tests above catch in the plain loop, and top-k or top-p
-    leaking in from the model's generation config, as Qwen3 ships one. In float64, so that rounding
-    changes no token; the pad may be an end token."""
+@pytest.mark.parametrize("case", CASES)
+@ALL
+def test_engines_return_what_the_oracle_draws(make_policy, monkeypatch, engine, case):
+    """In float64, so that rounding changes no token; of a head with 62 rows more than there are
+    tokens. Catches a temperature, position or padding that is off, rows or slots that change
+    places or split, an end that is not one, settings that leak in from the generation config, as
+    Qwen3 ships them, a cache by a name that this transformers ignores, and energies that cancel."""
+    monkeypatch.setattr(prefill, "ROOM", 4)
     model, _ = make_policy(dtype=torch.float64)
+    model.model.norm.weight.data *= 1.5  # so that completions of a prompt stay equal for a while
     shipped = {"temperature": 0.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
     model.generation_config.update(do_sample=True, **shipped)
-    own_config = model.generation_config
-    prompts = [[66, 67, 68, 69, 70], [65], [71, 72]]
-    options = {"eos_ids": [256, *range(0, 256, 8)], "max_new_tokens": 20} | options
-    wanted = sample(model, prompts, **options)
-    assert len(set(wanted.lengths.flatten().tolist())) > 1
-    found = sample(model, prompts, engine=engine, **options)
-    assert_same_rollouts(found, wanted, rtol=1e-5, atol=1e-5)  # hf makes logits float32
+    own_config, model.vocab_size = model.generation_config, 196
+    options = {"eos_ids": [256, *range(0, 196, 8)], "max_new_tokens": 20} | CASES[case]
+    group_size = options.pop("group_size", 6)
+    draw = {"seed": 5, "keys": ["a", "b", "c", "d"]}
+    if engine == "plain" and {"top_k", "top_p", "repetition_penalty"} & {*options}:
+        with pytest.raises(ValueError, match="the plain loop has no top_k, top_p or repetition"):
+            sample(model, PROMPTS, **options)
+        return
+    found = sample(model, PROMPTS, engine=engine, group_size=group_size, **draw, **options)
     assert model.generation_config is own_config, "restored"
     assert model.config._attn_implementation == packing.ATTENTION
+    check(model, found, rollout.Sampling(**{"pad_id": 257} | options), **draw)
+    if case == "cooler, in small batches":  # and what the trainer computes of it
+        pack = packing.build_pack([p for p in PROMPTS for _ in range(6)], flat(found))
+        forced, _ = packing.packed_logprobs(model, pack, temperature=0.6)
+        inside = torch.arange(20) < found.lengths[..., None]
+        assert (found.logprobs[inside] - forced).abs().max() < 1e-5
 
 
 @ALL
-def test_energy_of_a_nearly_certain_token(make_policy, engine):
-    """Catches an energy computed as 1 - 2 p + sum p^2, which in float32 is all rounding error
-    here."""
-    model, _ = make_policy()
-    logits = plain_logits(model, torch.tensor([[65, 66]]))[0, -1].double()
-    first, second = logits.topk(2).values.tolist()
-    temperature = (first - second) / 8
-    probs = (logits / temperature).softmax(dim=0)
-    exact = torch.nn.functional.one_hot(logits.argmax(), 258).sub(probs).square().sum().item()
-    assert 1e-8 < exact < 1e-6
-    options = {"max_new_tokens": 1, "temperature": temperature, "engine": engine}
-    got = sample(model, [[65, 66]], **options)
-    assert (got.completion_ids == logits.argmax()).all()
-    assert got.energy.flatten().tolist() == pytest.approx([exact] * 6, rel=1e-3)
+def test_a_completion_follows_from_its_key(make_policy, engine):
+    """Some of the prompts, in another order, in smaller groups, cut off earlier, but with their
+    keys, get the same. Catches numbers by place, and those that depend on G or max_new_tokens."""
+    model, _ = make_policy(dtype=torch.float64)
+    prompts = [[65, 66, 67], [68], [65, 66, 67], [71] * 5]
+    options = {"eos_ids": list(range(0, 258, 24)), "max_new_tokens": 20}
+    whole = sample(model, prompts, keys=["a", "b", "c", "d"], **options)
+    some = {"keys": ["d", "a", "c"], "engine": engine, "group_size": 4}
+    part = sample(model, [prompts[k] for k in (3, 0, 2)], **some, **options | {"max_new_tokens": 7})
+    inside = torch.arange(7) < part.lengths[..., None]
+    wanted = whole.completion_ids[[3, 0, 2], :4, :7]
+    assert torch.equal(part.lengths, whole.lengths[[3, 0, 2], :4].clamp(max=7))
+    assert torch.equal(part.completion_ids[inside], wanted[inside])
+
+
+def test_random_numbers():
+    """Uniform, of 64 bits of a key, and none twice. Prompt 123 in step 31 of seed 0 and prompt 44
+    in step 77 shared theirs when torch's generator took 32 bits of a seed."""
+    seeds = [dppo.seed_for(0, 31, "rollout"), dppo.seed_for(0, 77, "rollout")]
+    couple = [dppo.seed_for(seed, (key, 0)) for seed, key in zip(seeds, (123, 44), strict=True)]
+    assert len({pair % 2**32 for pair in couple}) == 1, "the couple still collides in 32 bits"
+    numbers = rollout.random_numbers(seeds[0], [(123, 0)], 1, 1, 50)
+    assert not np.isin(numbers, rollout.random_numbers(seeds[1], [(44, 0)], 1, 1, 50)).any()
+    numbers = rollout.random_numbers(0, ["a", "b"], 2, 30, 1000).flatten()
+    assert len(numbers.unique()) == 60_000
+    assert (numbers.histc(10, 0, 1) / 6000 - 1).abs().max() < 4 * (0.9 / 6000) ** 0.5
+    again = rollout.random_numbers(0, ["a"], 1, 3, 7)
+    assert torch.equal(again, numbers.view(2, 30, 1000)[:1, :3, :7])
+    assert not torch.equal(again, rollout.random_numbers(1, ["a"], 1, 3, 7))
+    alone = dppo.generator_for(0, "b")
+    alone.bit_generator.advance(5 * 2**64)
+    assert (alone.random(11) == numbers.view(2, 30, 1000)[1, 5, :11].numpy()).all()
+
+
+# ------------------------------------------------------------------------- work, errors, modes
 
 
 @ALL
@@ -179,70 +195,18 @@ def test_distribution_of_a_bfloat16_model(make_policy, engine, temperature):
     model, _ = make_policy(dtype=torch.bfloat16)
     with torch.no_grad(), rollout.evaluation_mode(model):
         logits = model(torch.tensor([[65, 66]])).logits[0, -1]
-    scores = (logits.double() / temperature).log_softmax(dim=0)
-    options = {"max_new_tokens": 1, "temperature": temperature, "engine": engine}
-    got = sample(model, [[65, 66]], **options)
-    exact = scores[got.completion_ids].float()
-    torch.testing.assert_close(got.logprobs, exact, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("engine", FAST)
-def test_greedy_is_what_the_bare_model_says(make_policy, engine):
-    """Catches an error that compact and hf share, such as padding that is penalized as if the
-    prompt held it: each token of a padded prompt is checked by a forward without a cache."""
-    model, _ = make_policy(seed=4)
-    options = {"temperature": 0.0, "repetition_penalty": 1.7, "engine": engine}
-    got = sample(model, [[65, 66], [1] * 9], group_size=1, **options)
-    sequence = [65, 66]
-    for token in got.completion_ids[0, 0, : got.lengths[0, 0]].tolist():
-        logits = plain_logits(model, torch.tensor([sequence]))[0, -1]
-        seen = sorted(set(sequence))
-        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.7, logits[seen] * 1.7)
-        assert token == logits.argmax()
-        sequence.append(token)
-
-
-def test_top_p_and_top_k_cut_the_tail(make_policy):
-    """Catches a flag of eval.py that does nothing. The plain loop refuses them."""
-    model, _ = make_policy()
-    probs = plain_logits(model, torch.tensor([[65, 66]]))[0, -1].softmax(dim=0)
-    ranked = probs.sort(descending=True)
-    nucleus = ranked.indices[: int((ranked.values.cumsum(dim=0) < 0.5).sum()) + 1].tolist()
-    cases = [({"top_p": 0.5}, nucleus), ({"top_k": 3}, ranked.indices[:3].tolist())]
-    for engine, (changes, allowed) in itertools.product(FAST, cases):
-        options = {"max_new_tokens": 1, "engine": engine, "batch_size": 5_000} | changes
-        got = sample(model, [[65, 66]], group_size=5_000, **options)
-        assert set(got.completion_ids.flatten().tolist()) == set(allowed)
-        assert got.entropy.isfinite().all()
-    for changes in ({"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 1.1}):
-        with pytest.raises(ValueError, match="the plain loop has no top_k, top_p or repetition"):
-            sample(model, [[65, 66]], **changes)
-
-
-@pytest.mark.parametrize("engine", ["plain", "compact"])
-def test_positions_of_padding_are_not_negative(make_policy, engine):
-    """Catches negative positions of padding, which a model with a table of positions cannot look
-    up."""
-    model, _ = make_policy()
-    lowest = []
-    model.register_forward_pre_hook(
-        lambda _module, _args, inputs: lowest.append(inputs["position_ids"].min().item()),
-        with_kwargs=True,
-    )
-    sample(model, [[65], [66] * 4], max_new_tokens=1, engine=engine)
-    assert lowest == [0]
+    exact = (logits.double() / temperature).log_softmax(dim=0)
+    got = sample(model, [[65, 66]], max_new_tokens=1, temperature=temperature, engine=engine)
+    wanted = exact[got.completion_ids].float()
+    torch.testing.assert_close(got.logprobs, wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("engine", "batch_size"), [("plain", 100), ("compact", 50), ("compact", 100)]
 )
 def test_prompts_are_read_once_and_rows_leave(make_policy, forwards, engine, batch_size):
-    """Catches a prefill for each completion, equal texts in two rows, finished rows that stay, a
-    check of the last token only, and a batch size that is ignored.
-
-    The model computes every prompt once, and every distinct text once. The plain loop computes
-    every completion.
-    """
+    """Catches a prefill for each completion, equal texts in two rows, finished rows that stay, long
+    prompts beside short ones, and a batch size that is ignored."""
     model, _ = make_policy()
     seen = forwards(model)
     options = {"eos_ids": list(range(0, 258, 8)), "batch_size": batch_size, "engine": engine}
@@ -251,221 +215,156 @@ def test_prompts_are_read_once_and_rows_leave(make_policy, forwards, engine, bat
     assert got.truncated.any()
     assert max(computed) <= batch_size
     tokens = int(got.lengths.sum()) - 100
-    if engine == "compact":
-        columns = zip(got.completion_ids.flatten(0, 1).tolist(), got.lengths.flatten(), strict=True)
-        begun = {
-            (row // 50, *ids[: end + 1])
-            for row, (ids, length) in enumerate(columns)
-            for end in range(length - 1)
-        }
+    if engine == "compact":  # every distinct text once
+        begun = {(i // 50, *x[:end]) for i, x in enumerate(flat(got)) for end in range(1, len(x))}
         assert len(begun) < tokens
         tokens = len(begun)
     assert sum(computed) == 6 + tokens
-
-
-@pytest.mark.parametrize("engine", ["plain", "compact"])
-def test_forwards_continue_the_cache(make_policy, monkeypatch, engine):
-    """Catches a cache by a name that this version of transformers ignores: 5.23 decodes without
-    context if it is called `cache`, and 5.40 will if it is called `past_key_values`."""
-    model, _ = make_policy()
-    made = []
-    module, name = {"plain": (rollout, "DynamicCache"), "compact": (prefill, "growing_cache")}[
-        engine
-    ]
-    make = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda: made.append(make()) or made[-1])
-    sample(model, [[65, 66, 67]], max_new_tokens=5, eos_ids=[], engine=engine)
-    assert made[0].get_seq_length() == 3 + 5 - 1  # the last token is not read
-
-
-@pytest.mark.parametrize("engine", ["plain", "compact"])
-def test_prompts_of_one_length_share_a_batch(make_policy, engine):
-    """Catches batches in the caller's order, where short prompts are padded to long ones."""
-    model, _ = make_policy()
-    shapes = []
-    model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
-    prompts = [[65] * 4, [66], [67] * 4, [68]]
-    got = sample(model, prompts, group_size=2, batch_size=4, max_new_tokens=1, engine=engine)
-    assert shapes == [(2, 1), (2, 4)]
-    assert got.prompt_ids == prompts
+    seen.clear()
+    sample(
+        model, [[65] * 4, [66], [67] * 4, [68]], **options | {"batch_size": 12}, max_new_tokens=1
+    )
+    assert [tuple(tokens.shape) for tokens, _, _ in seen] == [(2, 1), (2, 4)]
 
 
 @ALL
-def test_a_completion_follows_from_its_key(make_policy, engine):
-    """Catches random numbers that follow from a prompt's place, that depend on the group's size or
-    on max_new_tokens, or that completions, tokens or seeds share.
-
-    Some of the prompts, in another order, in smaller groups, cut off earlier, but with their keys,
-    get the same ids in float64 as from the plain loop.
-    """
-    model, _ = make_policy(dtype=torch.float64)
-    prompts = [[65, 66, 67], [68], [65, 66, 67], [71] * 5]
-    options = {"eos_ids": list(range(0, 258, 24)), "max_new_tokens": 20}
-    whole = sample(model, prompts, keys=["a", "b", "c", "d"], **options)
-    parts = {"d": 3, "a": 0, "c": 2}
-    some = [prompts[number] for number in parts.values()]
-    part = sample(model, some, keys=list(parts), group_size=4, engine=engine, **options)
-    wanted = whole.completion_ids[[*parts.values()], :4]
-    inside = torch.arange(20) < part.lengths[..., None]
-    assert torch.equal(part.lengths, whole.lengths[[*parts.values()], :4])
-    assert torch.equal(part.completion_ids[inside], wanted[inside])
-    other = sample(model, some, keys=["d", "a", "e"], group_size=4, engine=engine, **options)
-    assert torch.equal(other.lengths[:2], part.lengths[:2])
-    assert not torch.equal(other.completion_ids[2], part.completion_ids[2])
-    reseeded = sample(model, some, keys=list(parts), seed=6, group_size=4, engine=engine, **options)
-    assert not torch.equal(reseeded.completion_ids, part.completion_ids)
-    short = sample(model, some, keys=list(parts), engine=engine, **options | {"max_new_tokens": 7})
-    inside = torch.arange(7) < short.lengths[..., None]
-    wanted = whole.completion_ids[[*parts.values()], :, :7]
-    assert torch.equal(short.completion_ids[inside], wanted[inside])
-    first = whole.completion_ids[:, :, 0]
-    assert len(set(first[[0, 2]].flatten().tolist())) > 6, "prompts and groups differ"
-
-
-def test_no_two_prompts_share_their_random_numbers(make_policy):
-    """Catches a key of which fewer than 64 bits count. Prompt 123 in step 31 of seed 0 and prompt
-    44 in step 77 shared their numbers when torch's generator took 32 bits of a seed."""
-    seeds = [dppo.seed_for(0, 31, "rollout"), dppo.seed_for(0, 77, "rollout")]
-    keys = [(123, 0), (44, 0)]
-    pairs = [dppo.seed_for(seed, key) for seed, key in zip(seeds, keys, strict=True)]
-    assert len({pair % 2**32 for pair in pairs}) == 1, "the couple still collides in 32 bits"
-    model, _ = make_policy(dtype=torch.float64)
-    one, other = (sample(model, [[65]], seed=s, keys=[k]) for s, k in zip(seeds, keys, strict=True))
-    assert not torch.equal(one.completion_ids, other.completion_ids)
-    numbers = [dppo.generator_for(s, k).random(50) for s, k in zip(seeds, keys, strict=True)]
-    assert not np.isin(numbers[0], numbers[1]).any()
-
-
-def test_ends_and_cuts(make_policy):
-    """Catches an end token that is ignored because it is not the first of the list, or that is left
-    out of its completion, and lengths that are taken from pad tokens, one of which ends
-    completions."""
-    model, tokenizer = make_policy()
-    ends = [257, 256, *range(0, 256, 8)]
-    got = sample(model, [[65]], group_size=200, eos_ids=ends)
-    assert got.truncated.any()
-    assert not got.truncated.all()
-    columns = got.completion_ids[0].tolist(), got.lengths[0], got.truncated[0]
-    for ids, length, cut in zip(*columns, strict=True):
-        inside = [token in ends for token in ids[:length]]
-        assert not any(inside[:-1])
-        assert inside[-1] != bool(cut)
-        assert length == 12 or not cut
-    texts = chat_format.decode(tokenizer, got.completion_ids[0].tolist())
-    assert len(texts) == 200
-    assert not any("<|" in text for text in texts)
-
-
-@ALL
-def test_no_prompts_is_an_empty_rollout(make_policy, engine):
-    """Catches a rank without prompts that fails."""
-    got = sample(make_policy()[0], [], engine=engine)
-    assert got.completion_ids.shape[:2] == (0, 6)
-    assert got.lengths.shape == (0, 6)
-
-
-@ALL
-@pytest.mark.parametrize("token", [65, 66])
-def test_broken_weights_are_reported(make_policy, engine, token):
-    """Catches a check for NaN that a single finite logit satisfies, and completions that end before
-    the first check."""
+@pytest.mark.parametrize("broken", ["token 65", "token 66", "second row"])
+def test_broken_weights_are_reported(make_policy, engine, broken):
+    """Catches a check that a single finite logit satisfies, or other rows' or later tokens'."""
     model, _ = make_policy()
-    with torch.no_grad():
-        model.get_input_embeddings().weight[token] = torch.nan
+    spoil = lambda _module, _args, out: out.index_fill(0, torch.tensor([1]), torch.nan)
+    if broken == "second row":
+        model.model.norm.register_forward_hook(spoil)
+    else:
+        model.get_input_embeddings().weight.data[int(broken[-2:])] = torch.nan
     with pytest.raises(FloatingPointError, match="not finite"):
-        sample(model, [[65]], engine=engine)
+        sample(model, [[65], [66]][: 1 + (broken == "second row")], engine=engine, eos_ids=[-1])
     assert model.config._attn_implementation == packing.ATTENTION, "restored after an error too"
 
 
 @ALL
-def test_one_bad_row_is_reported(make_policy, engine):
-    """Catches a NaN that passes because the logits of other completions, or of later tokens, are
-    finite. Only the second row of a forward by transformers is broken here."""
-    model, _ = make_policy()
-    broken = lambda _module, _args, out: out.index_fill(0, torch.tensor([1]), torch.nan)
-    model.model.norm.register_forward_hook(broken)
-    with pytest.raises(FloatingPointError, match="not finite"):
-        sample(model, [[65], [66]], engine=engine, eos_ids=[-1])
-
-
-@ALL
 @pytest.mark.parametrize("training", [True, False])
-def test_the_models_mode_is_restored(make_policy, training, engine):
-    """Catches samples with dropout, and a trained model that sampling leaves in evaluation mode, or
-    the reverse."""
+def test_modes_and_positions(make_policy, training, engine):
+    """Catches samples with dropout, a trained model left in evaluation mode, negative positions of
+    padding, which a table of positions cannot look up, and a rank without prompts that fails."""
     model, _ = make_policy()
     model.train(training)
-    during = []
-    model.register_forward_pre_hook(
-        lambda *_: during.append((model.training, torch.backends.cuda.cudnn_sdp_enabled()))
+    seen = []
+    watch = lambda _model, _args, inputs: seen.append(
+        (
+            model.training,
+            torch.backends.cuda.cudnn_sdp_enabled(),
+            bool(inputs["position_ids"].min() >= 0),
+        )
     )
-    sample(model, [[65]], max_new_tokens=1, engine=engine)
-    cudnn = engine == "plain"  # it would make a plan for each token
-    assert during == [(False, cudnn)]
+    model.register_forward_pre_hook(watch, with_kwargs=True)
+    sample(model, [[65], [66] * 4], max_new_tokens=1, engine=engine)
+    assert {*seen} == {(False, engine == "plain", 0)}  # cudnn would make a plan for each token
     assert model.training == training
     assert torch.backends.cuda.cudnn_sdp_enabled()
+    empty = sample(model, [], engine=engine)
+    assert empty.completion_ids.shape[:2] == empty.lengths.shape == (0, 6)
 
 
-def test_settings_come_from_the_policy(make_policy):
-    """Catches a chat model that never stops, because its end token is taken from the tokenizer, and
-    an option that is lost."""
-    model, tokenizer = make_policy()
+# ------------------------------------------------------------------------- a policy that is loaded
+
+
+@pytest.fixture
+def reload(tmp_path):
+    """Save a model and its tokenizer, and load them as --model."""
+
+    def go(model, tokenizer, *dtype):
+        for part in (model, tokenizer):
+            part.save_pretrained(tmp_path)
+        return models.load_policy(str(tmp_path), "cpu", *dtype)
+
+    return go
+
+
+def test_settings_come_from_the_policy(make_policy, reload):
+    """Catches a chat model that never stops, because its end token is taken from the tokenizer, a
+    run that needs a pad token or adds one, a vocabulary whose size is the config's, and weights or
+    rotary frequencies of another type."""
+    model, tokenizer = make_policy(dtype=torch.bfloat16)
     for of_generation, of_config, ends in (
         ([5, 256], None, [5, 256]), (7, 9, [7, 9, 256]), (None, [5, 7], [5, 7, 256])
     ):  # fmt: skip
         model.generation_config.eos_token_id = of_generation
         model.config.eos_token_id = of_config
         got = models.sampling(model, tokenizer, 9, "hf", temperature=0.5)
-        assert got == rollout.Sampling(9, ends, 257, temperature=0.5, engine=hf)
-
-
-@ALL
-def test_a_loaded_models_vocabulary_is_its_tokenizers(make_policy, tmp_path, engine):
-    """Catches a vocabulary whose size is the config's: 62 rows of this head are not tokens."""
-    model, tokenizer = make_policy()
+        assert got == rollout.Sampling(9, ends, 257, temperature=0.5, engine=models.ENGINES["hf"])
+    model.config.eos_token_id = 256
     model.resize_token_embeddings(320)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    loaded, _ = models.load_policy(str(tmp_path), "cpu")
-    assert loaded.config.vocab_size == 320
-    got = sample(loaded, [[65, 66]], group_size=500, engine=engine)
-    assert got.completion_ids.max() < 258
-    pack = packing.build_pack([[65, 66]], [got.completion_ids[0, 0, : got.lengths[0, 0]].tolist()])
-    forced, _ = packing.packed_logprobs(loaded, pack)
-    assert (forced - got.logprobs[0, 0, : got.lengths[0, 0]]).abs().max() < 1e-5
-
-
-def test_a_loaded_policy_can_be_padded_and_trained(make_policy, tmp_path):
-    """Catches a run that needs a pad token or adds one to the tokenizer, a vocabulary that includes
-    a token which the model lacks, and weights that AdamW would update in bfloat16 because the file
-    has that type."""
-    model, tokenizer = make_policy(dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path)
     tokenizer.pad_token = None
     tokenizer.add_tokens(["<|more|>"])
-    tokenizer.save_pretrained(tmp_path)
-    loaded, tokenizer = models.load_policy(str(tmp_path), "cpu")
-    assert models.sampling(loaded, tokenizer, 9).pad_id == tokenizer.eos_token_id == 256
-    assert tokenizer.pad_token is None
-    assert loaded.vocab_size == 258
+    loaded, tokenizer = reload(model, tokenizer)
+    assert (loaded.config.vocab_size, loaded.vocab_size, tokenizer.pad_token) == (320, 259, None)
+    assert models.sampling(loaded, tokenizer, 9).pad_id == tokenizer.eos_token_id
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
-
-
-def test_a_policy_in_bfloat16_keeps_its_positions(policy_folder):
-    """Catches rotary frequencies that are rounded to bfloat16 together with the weights."""
-    exact, _ = models.load_policy(policy_folder, "cpu")
-    policy, _ = models.load_policy(policy_folder, "cpu", "bfloat16")
+    smaller, _ = reload(make_policy()[0], tokenizer)
+    assert smaller.vocab_size == 258, "without the token that the model lacks"
+    policy, _ = reload(loaded, tokenizer, "bfloat16")
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
-    own, rounded = (model.model.rotary_emb.inv_freq for model in (exact, policy))
-    assert torch.equal(own, rounded)
-    assert not torch.equal(own, own.bfloat16().float())
-
-
-def test_a_model_with_a_sliding_window_is_refused(make_policy, tmp_path):
-    """Catches a window in one layer that passes because another has full attention."""
-    model, tokenizer = make_policy()
+    exact, rounded = (each.model.rotary_emb.inv_freq for each in (loaded, policy))
+    assert torch.equal(exact, rounded), "positions are not rounded"
+    texts = chat_format.decode(tokenizer, [[257, 65, 256], [66]])
+    assert not any("<|" in text for text in texts)
     model.config.layer_types = ["full_attention", "sliding_attention"]
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"layers of kinds .*sliding_attention"):
-        models.load_policy(str(tmp_path), "cpu")
+        reload(model, tokenizer)
+
+
+# ------------------------------------------------------------------------- the cache's budget
+
+
+@pytest.mark.parametrize("engine", ["plain", "compact", "hf"])
+def test_batches_fit_the_cache(make_policy, forwards, engine):
+    """Catches an engine that ignores the budget, a group that is left out because it does not fit,
+    and samples that depend on the budget."""
+    model, _ = make_policy(dtype=torch.float64)
+    seen = forwards(model)
+    options = {"group_size": 3, "engine": engine, "batch_size": 64}
+    wanted = sample(model, PROMPTS, **options)
+    for tokens, most in ((1, 3), (3 * 17, 3), (6 * 17, 6), (7 * 17, 6)):
+        seen.clear()
+        found = sample(model, PROMPTS, cache_tokens=tokens, **options)
+        assert max(len(tokens) for tokens, _, _ in seen if tokens.shape[1] == 1) == most
+        assert_same_rollouts(found, wanted)
+
+
+def test_cache_bytes(make_policy):
+    """Catches a budget in tokens of another size, and one that takes all memory of a GPU."""
+    model, _ = make_policy(dtype=torch.float64)
+    with torch.inference_mode(), prefill.decoding(model):
+        *_, cache = prefill.prefill(model, [[65] * 5], 0)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert rollout.cache_bytes(model.config, model.dtype) == held / 5
+    gpu = mock.Mock(config=model.config, dtype=model.dtype)
+    gpu.device.type = "cuda"
+    answers = {"mem_get_info": (700 * held, 0), "memory_reserved": 400 * held}
+    answers |= {"memory_allocated": 100 * held}
+    with mock.patch.multiple(
+        torch.cuda, **{k: mock.Mock(return_value=v) for k, v in answers.items()}
+    ):
+        assert rollout.cache_tokens(gpu, rollout.Sampling(9, [], 0)) == 0.6 * 1000 * 5
+    assert rollout.cache_tokens(gpu, rollout.Sampling(9, [], 0, cache_tokens=7)) == 7
+
+
+def test_groups_of_equal_lengths_share_a_batch():
+    """Catches a batch that holds one group too many, or too few."""
+    model = mock.Mock()
+    model.device.type = "cpu"
+    prompts = [[1] * n for n in (5, 1, 3, 1)]
+    for batch_size, cut in (
+        (4, [[1, 3], [2, 0]]),
+        (7, [[1, 3, 2], [0]]),
+        (1, [[1], [3], [2], [0]]),
+    ):
+        sampling = rollout.Sampling(9, [], 0, batch_size=batch_size)
+        assert rollout.batches(model, prompts, 2, sampling) == cut
+    sampling = rollout.Sampling(9, [], 0, cache_tokens=4 * 12)
+    assert rollout.batches(model, prompts, 2, sampling) == [[1, 3], [2], [0]]
+    assert all(
+        [*itertools.chain(*rollout.batches(model, prompts, G, sampling))] == [1, 3, 2, 0]
+        for G in (1, 2, 5)
+    )

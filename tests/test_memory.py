@@ -1,0 +1,176 @@
+"""The memory plan: its parts by hand, its activations measured, and what it advises."""
+
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+import config
+import memory
+import models
+import packing
+from bench import shapes
+from engines import vllm_engine
+from runtime import device, ranks
+
+GIB = 2**30
+
+
+def resolved(**changes):
+    options = {"device": "cpu", "dtype": "bfloat16", "pack_tokens": 8192, "max_new_tokens": 1024}
+    return config.resolve(config.Config(model="x", data="gsm8k", **options | changes))
+
+
+def meta(shape):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(shapes.qwen3(shape))
+
+
+@pytest.fixture(scope="module")
+def model_4b():
+    return meta("4b")
+
+
+TABLE = [  # flags, GPUs, {part: GiB}; 4B has 4.022e9 parameters and caches 147,456 bytes a token
+    ({}, 1, {"weights": 15.0, "gradients": 15.0, "optimizer": 30.0, "reference": 0,
+             "sampling copy": 7.5, "logits": 2.0, "keys and values": 512 * 1224 * 147_456 / GIB,
+             "expected": 512 * 712 * 147_456 / GIB, "one group": 16 * 1224 * 147_456 / GIB}),
+    ({"shard": "fsdp", "beta": 0.1}, 8, {"weights": 1.87, "optimizer": 3.75, "reference": 1.87,
+             "sampling copy": 7.5, "keys and values": 64 * 1224 * 147_456 / GIB}),
+    ({"engine": "vllm", "rollout_batch": 32}, 8, {"weights": 15.0, "sampling copy": 0,
+             "keys and values": 32 * 1224 * 147_456 / GIB}),
+    ({"dtype": "float32", "pack_tokens": 256}, 1, {"sampling copy": 0, "logits":
+             256 * 151_936 * 16 / GIB, "keys and values": 512 * 1224 * 294_912 / GIB}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "world", "wanted"), TABLE)
+def test_parts_by_hand(model_4b, changes, world, wanted):
+    """Catches a part that is not divided by the ranks, or that is, and bytes of another type."""
+    parts = memory.plan(model_4b, resolved(**changes), 200, world)
+    found = {name: parts[name] / GIB for name in wanted}
+    assert found == pytest.approx(wanted, rel=0.005)
+
+
+class FusedNorm(torch.autograd.Function):
+    """Keeps what CUDA's kernel keeps: its input."""
+
+    @staticmethod
+    def forward(ctx, x, shape, weight, eps):
+        ctx.save_for_backward(x)
+        return F.rms_norm(x, shape, weight, eps)
+
+
+def kept(model, cfg, tokens):
+    """Bytes that a forward keeps for its backward pass, beside the weights."""
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    stored = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            stored[storage.data_ptr()] = storage
+        return tensor
+
+    pack_of_one = packing.build_pack([[1]], [[2] * tokens])
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    inputs = {"position_ids": pack_of_one.position_ids, "segments": pack_of_one.segments}
+    with hooks, device.autocast(cfg):
+        model.base_model(pack_of_one.input_ids, use_cache=False, **inputs)
+    return sum(storage.nbytes() for storage in stored.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_those_of_a_forward(monkeypatch, dtype, checkpointing):
+    """Two more layers keep what the plan says, to 1 %. Catches a tensor that is not counted, and a
+    cast of the weights that counts for each token. On the CPU, the attention's output is copied."""
+    norm = types.SimpleNamespace(rms_norm=FusedNorm.apply)
+    monkeypatch.setattr(device, "F", norm)
+    cfg = resolved(dtype=dtype, gradient_checkpointing=checkpointing, pack_tokens=300)
+    measured, planned = [], []
+    for layers in (2, 4):
+        shape = shapes.qwen3("tiny")
+        shape.num_hidden_layers = layers
+        model = AutoModelForCausalLM.from_config(shape, attn_implementation=packing.ATTENTION)
+        device.fuse_norms(model)
+        if checkpointing:
+            models.checkpoint_layers(model)
+        measured.append(kept(model, cfg, 300))
+        planned.append(memory.plan(model, cfg, 9, 1)["activations"])
+    width = shape.num_attention_heads * shape.head_dim * getattr(torch, dtype).itemsize
+    copied = 0 if checkpointing else 2 * 300 * width
+    found = measured[1] - measured[0] - copied
+    assert found == pytest.approx(planned[1] - planned[0], rel=0.01)
+
+
+ADVICE = [  # shape, flags, GPUs, the flag that helps most
+    ("0.6b", {}, 1, None),
+    ("4b", {}, 1, "--gradient-checkpointing"),
+    ("4b", {"gradient_checkpointing": True}, 1, "--pack-tokens 2048"),
+    ("4b", {"gradient_checkpointing": True}, 8, "--shard fsdp"),
+    ("4b", {"gradient_checkpointing": True, "shard": "fsdp"}, 8, None),
+    ("4b", {"gradient_checkpointing": True, "shard": "fsdp", "max_new_tokens": 2**15}, 8,
+     "--max-new-tokens 16384"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "changes", "world", "flag"), ADVICE)
+def test_the_flag_that_helps_most(model_4b, shape, changes, world, flag):
+    """On a GPU of 80 GB. Catches advice that does not help, and a run that dies unwarned."""
+    model = model_4b if shape == "4b" else meta(shape)
+    text = memory.report(model, resolved(**changes), 200, world, 79 * GIB)
+    assert text.startswith("memory of a GPU of 79.0 GiB: weights ")
+    assert ("note: a step may not fit" in text) == (flag is not None)
+    assert flag is None or f"{flag} helps most: " in text
+
+
+def test_vllm_gets_what_training_leaves(model_4b):
+    """Catches a share that starves a large model, or that the state of training does not fit
+    beside: of 80 GB, 4B leaves 0.71 if eight GPUs share it."""
+    shares = []
+    for world, total in ((1, 140), (8, 79), (1, 40)):
+        cfg = resolved(engine="vllm", shard="fsdp" if world > 1 else "none")
+        parts = memory.plan(model_4b, cfg, 200, world)
+        shares.append(memory.vllm_share(parts, total * GIB))
+    assert shares == [0.47, 0.71, 0.05]
+
+
+@pytest.mark.parametrize("given", [None, 0.4])
+def test_a_run_says_its_plan(make_policy, monkeypatch, capsys, given):
+    """On a pretended GPU of 1 GiB. Catches a plan that is not printed, and a default of
+    --vllm-memory that does not follow from it, or replaces what was given."""
+    shares = []
+    engine = lambda *_args, **options: shares.append(options["memory"])
+    engine = types.SimpleNamespace(Engine=engine)
+    monkeypatch.setattr(models, "vllm_engine", engine)
+    monkeypatch.setattr(models, "sampling", lambda *_args, **_options: types.SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, GIB))
+    monkeypatch.setattr(ranks, "world", lambda: 1)
+    model, tokenizer = make_policy()
+    loaded = models.Models(model, tokenizer, model, None, "x", None)
+    cfg = replace(resolved(vllm_memory=given), device="cuda", engine="vllm")
+    with pytest.raises(AttributeError, match="check"):  # of no engine
+        models.make_sampling(cfg, loaded, [[65]], False)
+    assert "memory of a GPU of 1.0 GiB: weights" in capsys.readouterr().out
+    assert shares == [given or pytest.approx(0.9, abs=0.02)]
+
+
+def test_moved_weights_come_back(make_policy):
+    """Catches weights that move by another share of their norm, that are not exact afterwards, or
+    that vLLM's check copies to the host."""
+    model, _ = make_policy()
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    layers = [name for name in before if "layers" in name]
+    far = lambda *names: torch.cat([(weight[name] - before[name]).flatten() for name in names])
+    with vllm_engine.moved_weights(model):
+        weight = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    whole = torch.cat([before[name].flatten() for name in layers]).norm().item()
+    assert far(*layers).norm().item() == pytest.approx(0.1 * whole, rel=0.5)
+    embedding = "model.embed_tokens.weight"
+    moved = (far(embedding).norm() / before[embedding].norm()).item()
+    assert moved == pytest.approx(1.0, rel=0.1)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
