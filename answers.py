@@ -21,7 +21,8 @@ from runtime import math_judge
 SYMBOLS = dict.fromkeys("‐‒–—―−", "-") | dict.fromkeys("·⋅∙", r"\cdot ")
 SYMBOLS |= dict.fromkeys("≤⩽", r"\leq ") | dict.fromkeys("≥⩾", r"\geq ") | {"≠": r"\neq "}
 SYMBOLS |= {"×": r"\times ", "÷": "/", "±": r"\pm ", "π": r"\pi ", "∛": "√[3]", "∜": "√[4]"}
-SYMBOLS |= {"∞": r"\infty ", "∪": r"\cup ", "∅": r"\emptyset ", "∶": ":"}
+SYMBOLS |= {"∞": r"\infty ", "∪": r"\cup ", "∅": r"\emptyset ", "Ø": r"\emptyset ", "∶": ":"}
+SYMBOLS |= {"⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "′": "'"}
 FACTORS = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}"}
 FACTORS |= {"billion": "10^{9}", "trillion": "10^{12}"}
 SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
@@ -37,7 +38,8 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"(?<![\\a-z])sqrt\b", "√"),
     (r"√(\[\d\])?\s*(?:\(([^()]*)\)|([\d.]+|[a-z]|\\frac\{\d+\}\{\d+\}))", r"\\sqrt\1{\2\3}"),
     (r"√", r"\\sqrt"),
-    (r"(?<![\\a-z])(pi|sin|cos|tan|log|ln)\b", r"\\\1 "),
+    (r"(?<![\\a-z])(pi|sin|cos|tan|log|ln)(?![a-z])", r"\\\1 "),
+    (r"\binfinity\b", r"\\infty "),
     # LaTeX
     (r",\\!", "{,}"),
     (r"\\(?:left|right|displaystyle)(?![a-z])|(?<!\\)\\[()[\]!]|\*\*|`", ""),
@@ -62,9 +64,11 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     # around an answer
     (r"^\s*(?:=|≈|\\approx\b|\\sim\b|about\b|approximately\b|[a-z]\s*(?:∈|\\in\b))", ""),
     (r"^[\s*_:]+|(?:[\s.,;:*_。]|\\\\)+$", ""),
-    (r"^(?:option|choice|answer)\b[\s:]*(?=\(?[a-z]\b)", ""),
+    (r"^(?:the )?(?:option|choice|answer)\b(?: is)?[\s:]*(?=\(?(?:[a-z]\b|[\d\\-]))", ""),
     (r"\s+", " "),
+    (r",? and ", ", "),
     # numbers
+    (r"(?<=\d) ?\^?\{? ?(?:st|nd|rd|th)\b ?\}?", ""),
     (r"(?<=\d)(?<!\d{4})(?:\{,\}| )(?=\d{3}(?![\d/]))", ""),
     (r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d/.])", r"\1\\frac{\2}{\3}"),
     (r"(?<![\d.^_])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})"),
@@ -77,10 +81,11 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"\^ ?(?:\{ ?(?:\\circ|o) ?\}|\\circ|o\b)|\\(?:text)?degree(?![a-z])", "°"),
     (r"(?:°|\bdegrees?\b) ?(?:([cf])(?:elsius|ahrenheit)?\b)?", r" degree\1 "),
     (r"\\?%|\bper ?cent(?:age)?\b|\bpct\b", " percent "),
-    (r"(?:\\?\$|\busd\b)(.*)", r"\1 dollar"),
+    (r"(?:\\?\$|\busd\b|\bu\.?s\.? (?=dollar))(.*)", r"\1 dollar"),
     (r"€(.*)", r"\1 euro"),
     (r"£(.*)", r"\1 pound"),
     (r"\bmph\b", " mile/hour"),
+    (r"\bkm?ph\b|\bkmh\b", " km/hour"),
 ]
 SPELLINGS = [(re.compile(pattern, re.IGNORECASE), to) for pattern, to in SPELLINGS]
 SPACES = re.compile(r"(?<![\da-z,])\s+|\s+(?![\da-z\s])", re.IGNORECASE)
@@ -107,6 +112,8 @@ UNIT = re.compile(
 )  # fmt: skip
 COUNTED = re.compile(r"(?:(?<=\d) +|(?<=[})]))(?=[a-z' -]*[a-z]{3})[a-z' -]+$", re.IGNORECASE)
 
+# A set, an open or a closed interval. Not a union, and not a set that a condition describes.
+BRACKETS = re.compile(r"(\\{|\(|\[)(?!.*(?:[|:]|\\mid|\\c[au]p)).*,.*(?:\\}|\)|\])")
 WORDS = re.compile(r"(?=.*[a-z]{3})[a-z ,.'-]+|0[xob][\da-f]+", re.IGNORECASE)
 NUMBER = re.compile(r"-?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 ROUNDED = re.compile(r"(?=.*\.)-?[0.]*[1-9]\.?(?:\d\.?){14,}")  # such as 0.333333333333333
@@ -118,8 +125,9 @@ class Answer(NamedTuple):
     value: str
     relation: str
     label: str
-    units: list[str]
+    units: set[str]
     bases: list[str]  # of numbers such as 101_2
+    bracket: str  # that opens a set or a tuple
 
 
 @lru_cache
@@ -133,10 +141,10 @@ def read(text: str) -> Answer:
     text = SPACES.sub("", text)
     if found := RELATION.fullmatch(text):
         relation, text = found.groups()
-    units = []
+    units = set()
     if not WORDS.fullmatch(text):
         for name, power in UNIT.findall(text):
-            units += [UNITS[name.lower()], *{"": [], "2": ["sq"], "3": ["cu"]}[power]]
+            units |= {UNITS[name.lower()], *{"": [], "2": ["sq"], "3": ["cu"]}[power]}
         text = UNIT.sub("", text).strip() or text
         text = COUNTED.sub("", text)
     bases = [BASES.get(base.lower(), base) for _digits, base in BASE.findall(text)]
@@ -145,7 +153,8 @@ def read(text: str) -> Answer:
         number = Decimal(text.replace(",", "")).normalize(Context(prec=len(text)))
         text = f"{number or Decimal():f}"
     text = re.sub(r", |,(?!\d{3}(?!\d))", ", ", text)  # "3, 200" are two numbers
-    return Answer(text, relation, label, sorted(units), bases)
+    bracket = BRACKETS.fullmatch(text)
+    return Answer(text, relation, label, units, bases, bracket[1] if bracket else "")
 
 
 def equal(answer: str, given: str) -> bool:
@@ -153,7 +162,7 @@ def equal(answer: str, given: str) -> bool:
     one, two = read(answer), read(given)
     if one.label and two.label:
         return one.label == two.label
-    both = ((one.units, two.units), (one.bases, two.bases))
+    both = ((one.units, two.units), (one.bases, two.bases), (one.bracket, two.bracket))
     if one.relation != two.relation or any(a and b and a != b for a, b in both):
         return False
     if same(one.value, two.value):  # 50 % and 50, too

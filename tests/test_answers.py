@@ -39,6 +39,10 @@ TABLE = {
         0 ; 0b11 ; 0
         am+b ; b+ma ; 1
         m ; h ; 0
+        \{1,2\} ; (1,2) ; 0
+        [1,2] ; \{1,2\} ; 0
+        \{1,2\} ; 2,1 ; 1
+        \{1,2\}\cup(3,4) ; (3,4)\cup\{1,2\} ; 1
     """,
     "relations": r"""
         5 ; \neq 5 ; 0
@@ -93,11 +97,15 @@ TABLE = {
         5\text{ cm}^2 ; 5 ; 1
         12\text{ mph} ; 12\text{ miles per hour} ; 1
         12\text{ mph} ; 12\text{ km/h} ; 0
+        12\text{ mph} ; 12\text{ kph} ; 0
+        60^\circ, 120^\circ ; 60, 120 degrees ; 1
         8\text{ m/s} ; 8\text{ m/s}^2 ; 0
         \pi\text{ cm} ; \pi ; 1
         2m ; 2h ; 0
         \$12.50 ; 12.5 dollars ; 1
         \$5 ; €5 ; 0
+        \$5 ; 5 US dollars ; 1
+        5 ; 5 U.S. dollars ; 1
         \$5 ; 5 cents ; 0
         €5 ; 5 euros ; 1
         £5 ; 5 pounds ; 1
@@ -129,6 +137,10 @@ TABLE = {
         x\le 2 ; x⩽2 ; 1
         \mathbb{R} ; ℝ ; 1
         1:2 ; 1∶2 ; 1
+        \log_2 3 ; log₂3 ; 1
+        \lfloor x\rfloor+\lceil y\rceil ; ⌊x⌋+⌈y⌉ ; 1
+        \emptyset ; Ø ; 1
+        45' ; 45′ ; 1
     """,
     "mixed numbers": r"""
         3/2 ; 1 1/2 ; 1
@@ -167,6 +179,10 @@ TABLE = {
         73 ; 73! ; 0
         3\sqrt7 ; 3 sqrt(7) ; 1
         (0,\infty) ; (0, infinity) ; 1
+        \infty ; infinity ; 1
+        Tom, Jerry ; Tom and Jerry ; 1
+        2^{nd} ; 2 ; 1
+        12 ; 12th ; 1
         True ; true ; 1
         \text{two lines} ; Two  lines. ; 1
         east ; seat ; 0
@@ -190,6 +206,8 @@ TABLE = {
         B ; \text{B. } 7 ; 1
         7 ; \text{B. } 7 ; 1
         B ; Option (B) ; 1
+        B ; The answer is B. ; 1
+        7 ; Answer: 7 ; 1
         B ; b) ; 1
         B ; C. x = B ; 0
         B ; (B) and (C) ; 0
