@@ -26,20 +26,14 @@ def require(condition, sentence: str) -> None:
         raise RuleError(sentence)
 
 
-def check_rules(
-    completion_rule: str, completion_prune_rate: float, rest: float, prompt_rule: str,
-    prompt_prune_rate: float,
-) -> None:  # fmt: skip
+def check_rules(options) -> None:
     """RuleError for an unknown or a biased rule, and for a rate or a rest out of range."""
-    require(rest > 0, f"rest={rest}: choose a value above 0")
-    check_rule("completion", completion_rule, completion_prune_rate, dppo.COMPLETION_RULES)
-    check_rule("prompt", prompt_rule, prompt_prune_rate, sampler.PROMPT_RULES)
-
-
-def check_rule(level: str, rule: str, rate: float, rules: dict) -> None:
-    unbiased = [name for name, entry in rules.items() if not entry.biased]
-    dppo.check_known(f"{level}_rule", rule, unbiased)
-    require(0 <= rate < 1, f"{level}_prune_rate={rate}: choose a rate from 0 to below 1")
+    require(options.rest > 0, f"rest={options.rest}: choose a value above 0")
+    for level, rules in (("completion", dppo.COMPLETION_RULES), ("prompt", sampler.PROMPT_RULES)):
+        unbiased = [name for name, entry in rules.items() if not entry.biased]
+        dppo.check_known(f"{level}_rule", getattr(options, f"{level}_rule"), unbiased)
+        rate = getattr(options, f"{level}_prune_rate")
+        require(0 <= rate < 1, f"{level}_prune_rate={rate}: choose a rate from 0 to below 1")
 
 
 # ---------------------------------------------------------------------------- tokens of a batch

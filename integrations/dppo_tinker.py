@@ -105,9 +105,6 @@ class Trainer:
             require(
                 value in exact, f"{option}={value!r} is not exact through this API: use {exact}"
             )
-        dppo_shared.check_rules(
-            completion_rule, completion_prune_rate, rest, prompt_rule, prompt_prune_rate
-        )
         scale_rewards = scale_rewards or dppo.LOSSES[loss].scale_rewards
         dppo.check_known("scale_rewards", scale_rewards, dppo.SCALES)
         require(
@@ -132,6 +129,7 @@ class Trainer:
         self.completion_rule = completion_rule
         self.completion_prune_rate = completion_prune_rate
         self.rest = rest
+        dppo_shared.check_rules(self)
         self.loss = loss
         self.loss_fn = loss_fn
         self.scale_rewards = scale_rewards

@@ -141,13 +141,7 @@ class DPPOTrainer(trl.GRPOTrainer):
     def check(self) -> None:
         """RuleError for options with which pruning would not be exact."""
         args = self.args
-        dppo_shared.check_rules(
-            args.completion_rule,
-            args.completion_prune_rate,
-            args.rest,
-            args.prompt_rule,
-            args.prompt_prune_rate,
-        )
+        dppo_shared.check_rules(args)
         dppo.check_known("scale_rewards", args.scale_rewards, ("batch", *dppo.SCALES))
         own_scale = args.scale_rewards in OWN_SCALES
         require(

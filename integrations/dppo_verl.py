@@ -88,13 +88,7 @@ MEMORY = 8  # how many batches the mean of their tokens remembers
 
 def check(config, trainer) -> None:
     """RuleError for options with which pruning would not be exact."""
-    dppo_shared.check_rules(
-        trainer.completion_rule,
-        trainer.completion_prune_rate,
-        trainer.rest,
-        trainer.prompt_rule,
-        trainer.prompt_prune_rate,
-    )
+    dppo_shared.check_rules(trainer)
     if not trainer.prunes:
         return
     otherwise = "or set both rules of trainer.v1.nanodppo to none"

@@ -2,16 +2,22 @@
 
 trl_toy.py, tinker_toy.py and verl_toy.py each have a Toy around a trainer of four prompts, of G
 completions each, which are the same in every step, at parameters that do not move. They also have
-    LOSSES     {name: options} of all losses that are exact
-    PER_TOKEN  those of them that divide by the tokens of a batch
-    REFUSED    those of them that prompts cannot be pruned with
-    SCALES     {name: options} of what advantages can be divided by
-    FEW        options for two prompts
-    PLAIN      options without terms that need no advantage
-    MISTAKES   {name: (patch, options)} that the enumeration must find
-    MEMORY     of the trainer's mean of tokens
+    make        makes a trainer of some options, or refuses them
+    LOSSES      {name: options} of all losses that are exact
+    PER_TOKEN   those of them that divide by the tokens of a batch
+    OWN_LENGTH  those of them that are a mean over each completion's tokens
+    SCALES      {name: options} of what advantages can be divided by
+    FEW         options for two prompts
+    PLAIN       options without terms that need no advantage
+    DULL        options for prompts whose completions all have one reward, without such terms
+    STOCK       [(the library's trainer, options with which a Toy equals it bit for bit)]
+    MISTAKES    {name: (patch, options)} that the enumeration must find
+    REFUSED     [(options, message)] of what is always refused
+    INEXACT     [(options, message)] of what is refused unless both rules are none
+    MEMORY      of the trainer's mean of tokens
 """
 
+import contextlib
 import copy
 import itertools
 import math
@@ -25,17 +31,25 @@ import proof
 import sampler
 
 G = 4
-RULES = ("completion_rule", "completion_prune_rate", "prompt_rule", "prompt_prune_rate")
+RULES = ("completion_rule", "completion_prune_rate", "prompt_rule", "prompt_prune_rate", "rest")
+NONE = {"completion_rule": "none", "prompt_rule": "none"}
 
 
 class Toy:
     """Toy(**options) has the options of pruning by the names in RULES, and the library's own.
 
     step() -> gradient [..., P] of an update; stock() -> that of the library without pruning;
-    figures() -> {name: value} of the last step; mean_tokens can be read and set. `tables` are the
-    rewards, tokens with loss and all tokens of the completions, [4, G] each; `kept`, names of what
-    a step changes in the trainer.
+    figures() -> {name: value} of the last step. `tables` are the rewards, tokens with loss, all
+    tokens and energies of the completions, [4, G] each; `scale`, what advantages are divided by;
+    `beta`, the strength of terms that need no advantage; `kept`, names of what a step changes in
+    the trainer.
     """
+
+    scale = "group"
+
+    def state(self):
+        """The dict that has the trainer's mean_tokens."""
+        return vars(self.trainer)
 
     def remember(self):
         """gradient() starts from what the trainer knows now."""
@@ -50,8 +64,13 @@ class Toy:
         scores = torch.tensor([0.0, 0.3, 0.5, 0.7], dtype=torch.float64)[:, None].expand(4, G)
         lengths = torch.tensor([6, 12, 4, 9])[:, None].expand(4, G)
         self.trainer.history.update(torch.arange(4), scores, lengths)
-        self.mean_tokens = mean_tokens
+        self.state()["mean_tokens"] = mean_tokens
         self.remember()
+
+
+def number(*key):
+    """A large whole number, always the same for a key."""
+    return zlib.crc32("".join(map(str, key)).encode())
 
 
 def noise(*key):
@@ -62,6 +81,20 @@ def noise(*key):
 def error(found, wanted):
     """Largest difference over the largest entry, of gradients [..., P]."""
     return ((found - wanted).abs().amax(dim=-1) / wanted.abs().amax(dim=-1)).max().item()
+
+
+@contextlib.contextmanager
+def calls_of(owner, name):
+    """A list that gets (arguments, result) of each call of the function owner.name."""
+    real, calls = getattr(owner, name), []
+
+    def call(*args, **options):
+        result = real(*args, **options)
+        calls.append((args, result))
+        return result
+
+    with mock.patch.object(owner, name, call):
+        yield calls
 
 
 def expectation(gradient, owner, name, outcomes, part=None):

@@ -1,6 +1,7 @@
-"""Pruning inside other trainers is exact: every outcome of a draw, through the library's own loss.
+"""What every trainer must do: exact by enumeration, the library itself if it is off, refusals.
 
-tests/trl.sh, tinker.sh and verl.sh build environments with the libraries and run these tests there.
+The proof goes over every outcome of a draw, through the library's own loss. tests/trl.sh, tinker.sh
+and verl.sh build environments with the libraries and run these tests there.
 """
 
 import importlib
@@ -9,9 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
-from exact import error, over_completions, over_prompts
+from exact import NONE, calls_of, error, over_completions, over_prompts
 
 import dppo
+import dppo_shared
 import sampler
 from dppo import RuleError
 from related import rivals  # noqa: F401 (adds rules that are biased)
@@ -26,24 +28,43 @@ PROMPTS = {"prompt_rule": "uniform", "prompt_prune_rate": 0.5}
 
 def each(cases):
     """Parameters (library, case) for all that cases(library) lists."""
-    found = [(library, case) for library in TOYS for case in cases(library)]
-    names = [f"{library.__name__[:-4]}-{case}".replace(" ", "") for library, case in found]
-    return pytest.mark.parametrize(("library", "case"), found, ids=names)
+    found = [(library, i, case) for library in TOYS for i, case in enumerate(cases(library))]
+    names = [
+        f"{library.__name__[:-4]}-{case if isinstance(case, str) else i}"
+        for library, i, case in found
+    ]
+    parameters = [(library, case) for library, _i, case in found]
+    return pytest.mark.parametrize(("library", "case"), parameters, ids=names)
+
+
+every = pytest.mark.parametrize("library", TOYS, ids=lambda library: library.__name__[:-4])
+
+
+# ---------------------------------------------------------------------------- completions
 
 
 @each(lambda library: library.LOSSES)
 def test_completions_are_exact(library, case):
     """The mean gradient over the draw of pps is that of the library without pruning, for any loss,
-    with the clip, KL, corrections and masks that the library has. Lengths differ.
+    with the clip, KL, corrections and masks that the library has. Lengths differ. The rule sees
+    sizes of the loss's scale, by the sampler's log-probs, and costs of all tokens.
 
     Catches a denominator or an advantage that depends on the draw, a weight that misses a part of
     the loss, a token that is trimmed, and a row that is sent twice or never.
     """
     toy = library.Toy(completion_rule="pps", completion_prune_rate=0.5, **library.LOSSES[case])
-    stock = toy.stock()
-    assert error(over_completions(toy.gradient), stock) < 1e-12
+    stock, seen = toy.stock(), []
+    assert error(over_completions(toy.gradient, seen=seen), stock) < 1e-12
     assert error(toy.gradient(), stock) > 0.01
     assert toy.figures()["kept_completions"] < 1
+
+    rewards, lengths, costs, energy = toy.tables
+    scale = 1 / lengths if case in library.OWN_LENGTH else torch.ones(lengths.shape)
+    advantages = dppo.group_advantages(rewards, toy.scale)
+    size = dppo.contribution_size(advantages, scale, energy, toy.beta).flatten().sort().values
+    found = seen[0].size.flatten().sort().values
+    torch.testing.assert_close(found / found.max(), size / size.max(), rtol=1e-3, atol=1e-6)
+    assert torch.equal(seen[0].cost.flatten().long().sort().values, costs.flatten().sort().values)
 
 
 @each(lambda library: ["uniform", "dppo"])
@@ -64,33 +85,23 @@ def test_zero_is_the_librarys(library, case):
     assert toy.figures()["kept_completions"] == (advantages != 0).sum() / 16 < 1
 
 
-@each(lambda library: library.SCALES)
-def test_scales_are_exact(library, case):
-    """Both draws. Catches advantages of what was kept, or of another scale than was asked for."""
-    options = PROMPTS | {"completion_rule": "pps"} | library.SCALES[case]
-    toy = library.Toy(**options)
-    found = over_prompts(lambda: over_completions(toy.gradient))
-    assert error(found, toy.stock()) < 1e-12
+@every
+def test_a_batch_that_keeps_nothing(library):
+    """Fails if a request or a forward is missing, for which the library waits, or moves weights."""
+    toy = library.Toy(completion_rule="zero", **library.DULL)
+    assert not toy.gradient().any()
+    assert toy.figures()["kept_completions"] == 0
 
 
-@each(lambda library: [
-    (loss, rule)
-    for number, loss in enumerate(library.LOSSES)
-    for rule in (("uniform", "dppo") if number == 0 else ("uniform",))
-    if loss not in library.REFUSED
-])  # fmt: skip
-def test_prompts_are_exact(library, case):
-    """A loss per token divides by a number known before the draw. Catches prompt weights that do
-    not reach the loss, a denominator of the kept prompts, and a count that is taken from the draw.
-    """
-    loss, rule = case
-    options = PROMPTS | {"prompt_rule": rule, "completion_rule": "none"}
-    toy = library.Toy(**options, **library.LOSSES[loss])
-    toy.teach(mean_tokens=64.0)
-    wanted = toy.stock()
-    if loss in library.PER_TOKEN:
-        wanted = wanted * toy.tables[1].sum() / 64
-    assert error(over_prompts(toy.gradient), wanted) < 1e-12
+@each(lambda library: library.STOCK)
+def test_none_is_the_library(library, case):
+    """Both rules none, two steps: gradients and the log, bit for bit. Catches a wrapper that does
+    something when it is switched off."""
+    kind, options = case
+    none, stock = library.Toy(**options, **NONE), library.Toy(kind, **options)
+    for _step in range(2):
+        assert torch.equal(none.step(), stock.step())
+    assert none.log() == stock.log()
 
 
 @each(lambda library: [*library.MISTAKES, "no weights"])
@@ -107,8 +118,50 @@ def test_mistakes_are_found(library, case):
     assert error(along * found, stock) > 1e-3, "whatever its length"
 
 
-@each(lambda library: [library.PER_TOKEN[0]])
-def test_lessons_figures_and_draws(library, case, monkeypatch):
+# ---------------------------------------------------------------------------- prompts
+
+
+@each(lambda library: library.SCALES)
+def test_scales_are_exact(library, case):
+    """Both draws. Catches advantages of what was kept, or of another scale than was asked for."""
+    options = PROMPTS | {"completion_rule": "pps"} | library.SCALES[case]
+    toy = library.Toy(**options)
+    found = over_prompts(lambda: over_completions(toy.gradient))
+    assert error(found, toy.stock()) < 1e-12
+
+
+@each(lambda library: [
+    (loss, rule)
+    for number, loss in enumerate(library.LOSSES)
+    for rule in (("uniform", "dppo") if number == 0 else ("uniform",))
+    if loss != "bnpo"  # it is refused
+])  # fmt: skip
+def test_prompts_are_exact(library, case):
+    """A loss per token divides by a number known before the draw. Catches prompt weights that do
+    not reach the loss, a denominator of the kept prompts, and a count that is taken from the draw.
+    """
+    loss, rule = case
+    options = PROMPTS | {"prompt_rule": rule, "completion_rule": "none"}
+    toy = library.Toy(**options, **library.LOSSES[loss])
+    toy.teach(mean_tokens=64.0)
+    wanted = toy.stock()
+    if loss in library.PER_TOKEN:
+        wanted = wanted * toy.tables[1].sum() / 64
+    assert error(over_prompts(toy.gradient), wanted) < 1e-12
+
+
+@each(lambda library: library.OWN_LENGTH[:1] if library.STOCK else [])  # Tinker's Trainer refuses
+def test_at_least_one_prompt_at_once(library, case):
+    """Fails if a high rate leaves none, or if a loss that needs no count waits for one."""
+    rules = {"prompt_rule": "uniform", "prompt_prune_rate": 0.99, "completion_rule": "none"}
+    toy = library.Toy(**rules, **library.LOSSES[case])
+    toy.step()
+    assert toy.figures()["kept_prompts"] == 1 / 4
+    assert toy.figures()["weight_max"] == 4
+
+
+@every
+def test_lessons_figures_and_draws(library):
     """Three steps. The first batch is whole, because its tokens are counted. The history learns the
     groups of the prompts that were drawn; the mean of tokens follows the weighted tokens; figures
     are of this batch. Each draw has random numbers of its own.
@@ -116,66 +169,117 @@ def test_lessons_figures_and_draws(library, case, monkeypatch):
     Catches one seed for every draw, another table in place of the advantages, weights that are not
     the draw's, a mean of what was kept, and a figure of something else.
     """
-    keys, lessons, prompts, drawn = [], [], [], []
-
-    def spy(owner, name, see):
-        real = getattr(owner, name)
-
-        def call(*args, **options):
-            found = real(*args, **options)
-            see(args, found)
-            return found
-
-        monkeypatch.setattr(owner, name, call)
-
-    toy = library.Toy(**PROMPTS, completion_prune_rate=0.5, **library.LOSSES[case])
-    spy(dppo, "generator_for", lambda args, _: keys.append(args))
-    spy(sampler.PromptHistory, "update", lambda args, _: lessons.append(args[1:]))
-    spy(sampler.PromptHistory, "prune", lambda args, found: prompts.append((args[3], *found)))
-    spy(dppo, "prune_completions", lambda args, found: drawn.append((args[2], *found)))
-    for number in range(3):
-        before = toy.mean_tokens
-        toy.step()
-        (candidates, keep, weights), (batch, kept, own) = prompts[number], drawn[number]
-        rows, w = candidates[keep], weights[keep, None]
-        rewards, lengths, costs = (table[rows] for table in toy.tables)
-        assert len(rows) == (2 if number else 4)
-        learned, advantages, tokens = lessons[number]
-        assert torch.equal(learned, rows)
-        wanted = dppo.group_advantages(rewards, "group")
-        torch.testing.assert_close(advantages.double(), wanted, atol=1e-4, rtol=1e-3)
-        assert torch.equal(tokens.long(), lengths)
-        assert torch.equal(batch.cost.long(), costs)
-        estimate = (w * lengths).sum().item()
-        mean = before or estimate
-        assert toy.mean_tokens == pytest.approx(mean + (estimate - mean) / library.MEMORY)
-        total, live = w * own * kept, (w * own)[(batch.size > 0) & kept]
-        wanted = {
-            "kept_prompts": len(rows) / 4,
-            "kept_completions": kept.sum().item() / 16,
-            "kept_tokens": ((kept * costs).sum() / (w * costs).sum()).item(),
-            "weight_max": total.max().item(),
-            "effective_sample_size": (live.sum() ** 2 / live.square().sum()).item(),
-            "reward": ((w * rewards.nanmean(dim=1, keepdim=True)).sum() / 4).item(),
-        }
-        found = toy.figures()
-        assert len(found.keys() & wanted.keys()) >= 5
-        assert {name: found[name] for name in wanted if name in found} == pytest.approx(
-            {name: wanted[name] for name in wanted if name in found}
-        )
+    options = PROMPTS | library.LOSSES[library.PER_TOKEN[0]]
+    toy = library.Toy(completion_prune_rate=0.5, **options)
+    with (
+        calls_of(dppo, "generator_for") as keys,
+        calls_of(sampler.PromptHistory, "update") as lessons,
+        calls_of(sampler.PromptHistory, "prune") as prompts,
+        calls_of(dppo, "prune_completions") as drawn,
+    ):
+        for number in range(3):
+            before = toy.state()["mean_tokens"]
+            toy.step()
+            (_history, _rule, _rate, candidates, *_others), (keep, weights) = prompts[number]
+            (_rule, _rate, batch, _generator), (kept, own) = drawn[number]
+            rows, w = candidates[keep], weights[keep, None]
+            rewards, lengths, costs, _energy = (table[rows] for table in toy.tables)
+            assert len(rows) == (2 if number else 4)
+            (_history, learned, advantages, tokens), _none = lessons[number]
+            assert torch.equal(learned, rows)
+            wanted = dppo.group_advantages(rewards, "group")
+            torch.testing.assert_close(advantages.double(), wanted, atol=1e-4, rtol=1e-3)
+            assert torch.equal(tokens.long(), lengths)
+            assert torch.equal(batch.cost.long(), costs)
+            estimate = (w * lengths).sum().item()
+            mean = before or estimate
+            mean += (estimate - mean) / library.MEMORY
+            assert toy.state()["mean_tokens"] == pytest.approx(mean)
+            wanted = dppo_shared.completion_figures(w * own * kept, w, costs, batch.size, 16)
+            wanted["kept_prompts"] = len(rows) / 4
+            wanted["reward"] = ((w * rewards.nanmean(dim=1, keepdim=True)).sum() / 4).item()
+            found = toy.figures()
+            shared = found.keys() & wanted.keys()
+            assert len(shared) >= 5
+            assert {x: found[x] for x in shared} == pytest.approx({x: wanted[x] for x in shared})
     assert estimate != lengths.sum().item()
+    keys = [key for key, _generator in keys]
     assert len(keys) == len(set(keys)) >= 3
 
 
-@each(lambda library: range(6))
-def test_rules_are_checked(library, case):
-    options, message = (
-        ({"completion_rule": "psp"}, "unknown completion_rule 'psp'.*none, zero, uniform, dppo, p"),
-        ({"completion_rule": "cppo"}, "unknown completion_rule 'cppo'.*none, zero, uniform, dppo"),
-        ({"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz'.*none, uniform, dppo"),
-        ({"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .* below 1"),
-        ({"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .* from 0"),
-        ({"rest": 0.0}, "rest=0.0: choose a value above 0"),
-    )[case]
-    with pytest.raises(RuleError, match=message):
-        library.Toy(**options)
+# ---------------------------------------------------------------------------- refusals
+
+
+OF_RULES = [
+    ({"completion_rule": "psp"}, "unknown completion_rule 'psp'.*none, zero, uniform, dppo, p"),
+    ({"completion_rule": "cppo"}, "unknown completion_rule 'cppo'.*none, zero, uniform, dppo"),
+    ({"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz'.*none, uniform, dppo"),
+    ({"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .* below 1"),
+    ({"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .* from 0"),
+    ({"rest": 0.0}, "rest=0.0: choose a value above 0"),
+]
+
+
+@each(lambda library: [*OF_RULES, *library.REFUSED, *library.INEXACT])
+def test_refusals(library, case):
+    """What would not be exact is refused in one line with the option and the way out; without
+    pruning, the library's own options are its business. Catches a sentence about another option."""
+    options, message = case
+    with pytest.raises(RuleError, match=message) as caught:
+        library.make(**options)
+    assert "\n" not in str(caught.value)
+    if case in library.INEXACT:
+        library.make(**options | NONE)
+
+
+@every
+def test_rules_of_ones_own(library, monkeypatch):
+    """Fails if a rule that is added after the import is refused."""
+    monkeypatch.setitem(dppo.COMPLETION_RULES, "mine", dppo.COMPLETION_RULES["pps"])
+    library.make(completion_rule="mine")
+
+
+# ---------------------------------------------------------------------------- what they share
+
+
+def test_equal_rewards_are_dull():
+    """Fails if the history takes the rounding error of a library's advantage for an advantage."""
+    history = sampler.PromptHistory(3)
+    rewards = torch.tensor([[0.1, 0.1, 0.1], [0.0, 1.0, 1.0]])
+    advantages = torch.tensor([[1e-4, 1e-4, 1e-4], [-2.0, 1.0, 1.0]])
+    dppo_shared.learn(history, torch.tensor([0, 2]), rewards, advantages, torch.ones(2, 3))
+    assert history.past_advantage[0] == 0
+    assert history.past_advantage[2] > 0
+
+
+def test_energies():
+    """Padding and a NaN of vLLM's are no surprise; without log-probs all tokens are equal."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    logprobs = torch.tensor([[-1.0, torch.nan, -9.0], [-2.0, -9.0, torch.nan]])
+    bound = dppo.energy_bound(torch.tensor([-1.0, -2.0]))
+    torch.testing.assert_close(dppo_shared.energy_of(logprobs, mask), bound)
+    assert dppo_shared.energy_of(None, mask).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("mean", "tokens", "wanted"), [(None, 8, 8), (8, 16, 10), (None, 0, None), (4, 0, 3)]
+)
+def test_means_of_tokens(mean, tokens, wanted):
+    assert dppo_shared.update_mean(mean, tokens, memory=4) == wanted
+
+
+def test_figures():
+    """By hand: two prompts of weight 2 and 1, of two completions each; the last adds nothing, but
+    is kept. A group without rewards counts as 0."""
+    weights = torch.tensor([[4.0, 0.0], [1.0, 1.0]])
+    prompt_weights = torch.tensor([[2.0], [1.0]])
+    cost = torch.tensor([[10.0, 5.0], [6.0, 4.0]])
+    size = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    assert dppo_shared.completion_figures(weights, prompt_weights, cost, size, 8) == {
+        "kept_completions": 3 / 8,
+        "kept_tokens": 20 / 40,
+        "weight_max": 4,
+        "effective_sample_size": pytest.approx((4 + 1) ** 2 / (16 + 1)),
+    }
+    rewards = torch.tensor([[torch.nan, 1.0], [torch.nan, torch.nan]])
+    assert dppo_shared.mean_reward(rewards, prompt_weights[:, 0], prompts_per_step=4) == 2 / 4

@@ -1,5 +1,5 @@
-"""dppo_tinker.py against a service in this process: padding, runs, refusals. test_exact.py has the
-proof.
+"""dppo_tinker.py against a service in this process: padding, its denominator, runs. test_exact.py
+has what every trainer must do.
 
 These tests need no SDK; tests/tinker.sh runs them with it, and test_tinker_server.py with SkyRL's
 server.
@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import tinker_toy
 import torch
-from exact import error, over_completions
+from exact import calls_of, error, over_completions
 from tinker_toy import MEANS, PROBLEMS, Server, Toy, dppo_tinker, make_trainer
 
 import dppo
@@ -37,12 +37,11 @@ def test_padding_is_exact(tmp_path, rule, multiple):
     completions leave none. Catches a length without the padding, a number of datums without the
     fillers, and fillers that have a gradient."""
     options = {"pad_tokens": 8, "pad_datums": multiple, "completion_rule": rule}
-    toy, sent = Toy(tmp_path, **options), []
-    step = tinker_toy.Client.forward_backward
-    record = lambda client, datums, loss_fn: sent.append(datums) or step(client, datums, loss_fn)
-    with mock.patch.object(tinker_toy.Client, "forward_backward", record):
+    toy = Toy(tmp_path, **options)
+    with calls_of(tinker_toy.Client, "forward_backward") as calls:
         found = over_completions(toy.gradient)
     assert error(found, toy.stock()) < 1e-12
+    sent = [datums for (_client, datums, _loss_fn), _future in calls]
     assert {one.model_input.length for datums in sent for one in datums} == {8}
     assert {len(datums) % multiple for datums in sent} == {0}
     live = [sum(any(one.loss_fn_inputs["advantages"]) for one in datums) for datums in sent]
@@ -73,9 +72,16 @@ def test_other_denominators_are_refused(tmp_path, denominator):
         Toy(tmp_path, denominator)
 
 
-def test_servers_without_norms_are_refused(tmp_path):
-    with pytest.raises(RuleError, match=r"norms \[nan, nan, nan, nan\] .*use another server"):
-        make_trainer(tmp_path, Server(norm=None))
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ({"norm": None}, r"norms \[nan, nan, nan, nan\] .*use another server"),
+        ({"logprobs": False}, r"returns no log-probs .*use one that does"),
+    ],
+)
+def test_other_servers_are_refused(tmp_path, missing, message):
+    with pytest.raises(RuleError, match=message):
+        train(tmp_path, Server(**missing))
 
 
 def test_zero_sends_less(tmp_path):
@@ -86,36 +92,21 @@ def test_zero_sends_less(tmp_path):
     assert zero.row["grad_norm"] == found[1].norm().item() == pytest.approx(found[0].norm().item())
 
 
-def test_a_step_that_keeps_nothing(tmp_path):
-    """All rewards are equal: one datum without an advantage, and a step of Adam by its momentum.
-    Catches an empty request, which the SDK refuses, and a step that train.py makes and this not."""
-    toy = Toy(tmp_path, completion_rule="zero")
-    toy.trainer.reward = lambda text, answer: 1.0
-    assert not toy.gradient().any()
-    assert toy.row["kept/completions"] == 0
-    assert 0 < toy.row["tokens/trained"] <= 7
-
-
 def test_the_log(tmp_path):
     """Names are train.py's, except for the prompts' tokens. Catches tokens that were not sent, and
     a share of groups without the prompts' weights."""
     toy = Toy(tmp_path, prompt_rule="dppo", prompt_prune_rate=0.5, completion_rule="pps")
     toy.teach()
-    drawn, own, history = [], [], sampler.PromptHistory
-    prune, weights = history.prune, dppo.prune_completions
-    see_prompts = lambda *args: drawn.append((args[3], *prune(*args))) or drawn[-1][1:]
-    see = lambda *args: own.append((args[2], *weights(*args))) or own[-1][1:]
     with (
-        mock.patch.object(history, "prune", see_prompts),
-        mock.patch.object(dppo, "prune_completions", see),
+        calls_of(sampler.PromptHistory, "prune") as prompts,
+        calls_of(dppo, "prune_completions") as drawn,
     ):
-        for number in range(9):  # the first draw that leaves a prompt out
-            toy.trainer.number = number
-            row = (toy.gradient(), toy.row)[1]
-            if not drawn[-1][1].all():
-                break
-    (candidates, keep, w), (_batch, kept, _own) = drawn[-1], own[-1]
-    rewards, lengths, costs = (table[candidates[keep]] for table in toy.tables)
+        keep = torch.ones(4)
+        while keep.all():  # until a draw leaves a prompt out
+            toy.step()
+            (_history, _rule, _rate, candidates, _generator), (keep, w) = prompts[-1]
+    row, (_arguments, (kept, _weights)) = toy.row, drawn[-1]
+    rewards, lengths, costs, _energy = (table[candidates[keep]] for table in toy.tables)
     w, mean = w[keep], rewards.nanmean(dim=1)
     dead = dppo.dead_groups(rewards)
     good = dead & (mean >= 0.5)
@@ -131,19 +122,6 @@ def test_the_log(tmp_path):
     assert w.unique().numel() > 1
     names = json.loads((ROOT / "runs" / "main-seed0.jsonl").read_text().splitlines()[1])
     assert {x for x in row if not x.startswith("by_group/")} - {"tokens/prefilled"} <= names.keys()
-
-
-def test_sizes_are_those_of_surprises(tmp_path):
-    """Fails if sizes do not come from the log-probs that sampling returns."""
-    toy, seen = Toy(tmp_path), []
-    over_completions(toy.gradient, seen=seen)
-    (batch,), order = seen, sampler.candidates(4, 4, 0, 1)
-    for k, q in enumerate(order.tolist()):
-        for g, one in enumerate(toy.rows[q]):
-            energy = sum(2 * (1 - torch.tensor(x).exp()) ** 2 for x in one.logprobs)
-            size = abs(batch.advantages[k, g]) * energy.sqrt() / len(one.tokens) / 16
-            if size > dppo.SIZE_FLOOR * batch.size.max():
-                assert batch.size[k, g] == pytest.approx(size.item(), rel=1e-6)
 
 
 def test_datums_have_the_sdks_types():
@@ -231,62 +209,24 @@ def test_evaluations(tmp_path):
     assert json.loads(last)["reward"] is None
 
 
-def test_learning_rates(tmp_path):
-    """Fails if the warm-up is not of five steps, or reaches more than lr."""
-    rates = []
-    step = tinker_toy.Client.optim_step
-    record = lambda client, adam: rates.append(adam) or step(client, adam)
-    with mock.patch.object(tinker_toy.Client, "optim_step", record):
+def test_what_the_server_is_asked(tmp_path):
+    """Fails if the warm-up is not of five steps, or reaches more than lr; if two steps, two prompts
+    or an evaluation share random numbers; or if seeds are more than servers take."""
+    with (
+        calls_of(tinker_toy.Client, "optim_step") as steps,
+        calls_of(tinker_toy.Policy, "sample") as samples,
+    ):
         train(tmp_path, Server(), lr=0.1)
-    assert [one.learning_rate for one in rates] == pytest.approx(
-        [0.0] * 4 + [0.02, 0.04, 0.06, 0.08, 0.1, 0.1]
-    )
-    assert {(one.beta1, one.beta2, one.eps) for one in rates} == {(0.9, 0.999, 1e-8)}
-
-
-def test_samples_are_new(tmp_path):
-    """Fails if two steps, two prompts or an evaluation share random numbers, or if seeds are more
-    than servers take."""
-    seeds = []
-    sample = tinker_toy.Policy.sample
-    record = lambda policy, prompt, count, options: (
-        seeds.append(options.seed) or sample(policy, prompt, count, options)
-    )
-    with mock.patch.object(tinker_toy.Policy, "sample", record):
-        train(tmp_path, Server())
+    adams = [adam for (_client, adam), _future in steps]
+    rates = [0.0] * 4 + [0.02, 0.04, 0.06, 0.08, 0.1, 0.1]
+    assert [adam.learning_rate for adam in adams] == pytest.approx(rates)
+    assert {(adam.beta1, adam.beta2, adam.eps) for adam in adams} == {(0.9, 0.999, 1e-8)}
+    seeds = [options.seed for (_policy, _prompt, _count, options), _future in samples]
     assert len(seeds) == len(set(seeds)) == 6 * 2 + 3 * 2
     assert 0 <= min(seeds) < max(seeds) < 2**30
 
 
 # ---------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss": "gspo"}, "loss='gspo' is not exact .*'grpo', 'dr_grpo', 'dapo', 'cispo'"),
-        ({"loss": "gppo"}, "loss='gppo' is not exact .*'grpo'"),
-        ({"loss_fn": "dro"}, "loss_fn='dro' is not exact .*'importance_sampling', 'ppo', 'cispo'"),
-        ({"loss_fn": "dppo"}, "loss_fn='dppo' is not exact"),
-        ({"loss_fn": "cross_entropy"}, "loss_fn='cross_entropy' is not exact"),
-        ({"prompts_per_step": 5}, "prompts_per_step=5: only 4 problems"),
-        ({"scale_rewards": "std"}, "unknown scale_rewards 'std': .*none, group, variance, mean"),
-    ],
-)
-def test_refusals(tmp_path, options, message):
-    """What would not be exact is refused with the option and the way out, before the server is
-    asked for anything."""
-    server = Server()
-    with pytest.raises(RuleError, match=message):
-        make_trainer(tmp_path, server, **options)
-    assert not server.clients
-
-
-def test_rules_of_ones_own(tmp_path, monkeypatch):
-    """Fails if a rule that is added after the import is refused."""
-    rule = dppo.by_probability(lambda batch, rate: batch.live.double(), rate=None)
-    monkeypatch.setitem(dppo.COMPLETION_RULES, "mine", rule)
-    make_trainer(tmp_path, Server(), completion_rule="mine")
 
 
 def test_other_runs_are_not_resumed(tmp_path):
@@ -300,11 +240,6 @@ def test_other_runs_are_not_resumed(tmp_path):
     with pytest.raises(RuleError, match="create_training_client_from_state_with_optimizer failed"):
         train(tmp_path, Server())  # it does not have the weights
     assert (tmp_path / "state.pt").read_bytes() == before
-
-
-def test_missing_log_probs(tmp_path):
-    with pytest.raises(RuleError, match=r"returns no log-probs .*use one that does"):
-        train(tmp_path, Server(logprobs=False))
 
 
 def test_answers_are_not_awaited_for_ever(monkeypatch):
@@ -330,21 +265,15 @@ def test_no_sdk():
     assert re.search(r"RuleError: Tinker's SDK is missing: pip install .*$", done.stderr)
 
 
-def test_no_key(tmp_path, monkeypatch):
-    """Without a key, or a command that prints one, the server is not asked."""
-    server = Server()
-    monkeypatch.setattr(tinker_toy.SDK, "ServiceClient", server, raising=False)
-    monkeypatch.setattr(dppo_tinker, "tinker", tinker_toy.SDK)
+def test_no_key(monkeypatch):
+    """Fails if the server is asked without a key, or if a command that prints one is not enough."""
+    monkeypatch.setattr(tinker_toy, "KEY", {})
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     monkeypatch.delenv("TINKER_CREDENTIAL_CMD", raising=False)
-    tools = (tinker_toy.reward, tinker_toy.Tokenizer(), "toy", "http://toy")
-    options = {"prompts_per_step": 4, "out_dir": tmp_path}
     with pytest.raises(RuleError, match=r"TINKER_API_KEY is not set: .* tml-"):
-        dppo_tinker.Trainer(PROBLEMS, [], *tools, **options)
-    assert not server.clients
+        tinker_toy.make()
     monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "cat key")
-    dppo_tinker.Trainer(PROBLEMS, [], *tools, **options)
-    assert server.clients
+    tinker_toy.make()
 
 
 # ---------------------------------------------------------------------------- the page

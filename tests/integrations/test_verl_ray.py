@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("verl", reason="tests/verl.sh runs these, with verl")
 pytest.importorskip("ray")
@@ -66,45 +65,6 @@ def test_none_and_zero_are_verls_trainer(tmp_path, workers):
         assert 0.1 < one["dppo/kept_tokens"] < 0.7
         assert one["critic/score/mean"] == other["critic/score/mean"], "of all rows"
         assert one["response_length/mean"] == other["response_length/mean"]
-
-
-def test_pps_is_unbiased(tmp_path):
-    """40 draws on a fixed batch at fixed weights, in verl's trainer: the squared bias of the whole
-    gradient, with its 95 % interval, which contains 0. That of weights times 0.9 lies above.
-
-    The inner product of two draws' errors has the squared bias as its mean.
-    """
-    fixed = {
-        f"{ACTOR}.optim.lr": 0.0, "data.shuffle": False, f"{OPTION}completion_prune_rate": 0.87,
-        f"{ACTOR}.loss_agg_mode": "token-mean", "actor_rollout_ref.rollout.n": 16,
-    }  # fmt: skip
-    (tmp_path / "full").mkdir()
-    (tmp_path / "draws").mkdir()
-    options = {"prompts": 8, "SAME_ROLLOUTS": "1"}
-    stock = fixed | {"trainer.total_training_steps": 1, f"{OPTION}completion_prune_rate": 0.0}
-    train(tmp_path / "a", stock, GRADIENTS=str(tmp_path / "full"), **options)
-    many = fixed | TRAINER | {"trainer.total_training_steps": 40, "trainer.total_epochs": 40}
-    rows = train(tmp_path / "b", many, GRADIENTS=str(tmp_path / "draws"), **options)
-    load = lambda part: [torch.load(path) for path in sorted((tmp_path / part).iterdir())]
-    (full,), draws = load("full"), torch.stack(load("draws"))
-    assert len(draws) == len(rows) == 40
-    full, draws = full.double() / full.norm(), draws.double() / full.norm()
-    kept = sum(row["dppo/kept_tokens"] for row in rows) / len(rows)
-    noise = (draws - full).square().sum(dim=1).mean().item()
-    print("kept tokens", kept, "squared noise of a draw", noise)
-    for scale in (1.0, 0.9):
-        estimate, half = squared_bias(scale * draws - full)
-        print("weights times", scale, "squared bias", estimate, "+-", half)
-        assert (abs(estimate) < half) == (scale == 1.0)
-        assert estimate > half or scale == 1.0
-    assert kept < 0.2
-    assert noise > 1e-4
-
-
-def squared_bias(errors):
-    """(estimate of |E e|^2, half of its 95 % interval) from independent errors e [n, P]."""
-    products = (errors[::2] * errors[1::2]).sum(dim=1)  # [n / 2]
-    return products.mean().item(), 1.96 * (products.std() / len(products) ** 0.5).item()
 
 
 def test_killed_and_resumed(tmp_path):

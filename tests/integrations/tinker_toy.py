@@ -11,13 +11,12 @@ import os
 import sys
 import tempfile
 import types
-import zlib
 from dataclasses import dataclass, field
 from unittest import mock
 
 import exact
 import torch
-from exact import G, noise
+from exact import G, noise, number
 
 import dppo
 
@@ -35,33 +34,15 @@ class ModelInput:
     length = property(lambda self: len(self.ids))
 
 
-@dataclass
-class Datum:
-    model_input: ModelInput
-    loss_fn_inputs: dict
-
-
-@dataclass
-class AdamParams:
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-
-
-@dataclass
-class SamplingParams:
-    max_tokens: int
-    stop: list
-    seed: int
-
-
 class TinkerError(Exception):
     pass
 
 
-NAMES = ("ModelInput", "Datum", "AdamParams", "SamplingParams", "TinkerError")
-SDK = types.SimpleNamespace(**{name: globals()[name] for name in NAMES})
+Columns = types.SimpleNamespace  # the SDK's other types are their fields
+SDK = Columns(
+    ModelInput=ModelInput, Datum=Columns, AdamParams=Columns, SamplingParams=Columns,
+    TinkerError=TinkerError,
+)  # fmt: skip
 try:
     dppo_tinker = importlib.import_module("dppo_tinker")
 except dppo.RuleError:  # without the SDK
@@ -79,8 +60,10 @@ class Tokenizer:
 
 def reward(text, answer):
     """0 or 1, and None for some texts of the second prompt."""
-    number = zlib.crc32(f"{text}|{answer}".encode())
-    return None if answer == "answer 1" and number % 7 == 0 else float(number % 2)
+    lot = number(text, "|", answer)
+    if answer == "dull":
+        return 1.0
+    return None if answer == "answer 1" and lot % 7 == 0 else float(lot % 2)
 
 
 # ---------------------------------------------------------------------------- the policy
@@ -219,7 +202,7 @@ class Policy:
     def sample(self, prompt, count, options):
         assert len(options.stop) == 1
         key = prompt.ids if self.server.fixed else options.seed
-        generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+        generator = torch.Generator().manual_seed(number(key))
         sequences = [self.one(prompt.ids, options, generator) for _ in range(count)]
         return Future(types.SimpleNamespace(sequences=sequences))
 
@@ -239,6 +222,9 @@ class Policy:
 # ---------------------------------------------------------------------------- one step
 
 
+KEY = {"TINKER_API_KEY": "tml-toy"}
+
+
 def make_trainer(folder, server, problems=PROBLEMS, held_out=(), **options):
     """A Trainer of `server`; the types of the SDK are those above."""
     options = {
@@ -246,16 +232,24 @@ def make_trainer(folder, server, problems=PROBLEMS, held_out=(), **options):
         "prompt_rule": "none", "completion_rule": "none", "out_dir": str(folder),
     } | options  # fmt: skip
     SDK.ServiceClient = server
-    key = mock.patch.dict(os.environ, TINKER_API_KEY="tml-toy")
-    with key, mock.patch.object(dppo_tinker, "tinker", SDK):
+    with mock.patch.dict(os.environ, KEY), mock.patch.object(dppo_tinker, "tinker", SDK):
         return dppo_tinker.Trainer(
             problems, list(held_out), reward, Tokenizer(), "toy", "http://toy", **options
         )
 
 
-OWN_LENGTH = lambda length, n, tokens: length * n
+def make(**options):
+    """Refusals come before the server is asked for anything."""
+    server = Server()
+    try:
+        return make_trainer(tempfile.mkdtemp(), server, **options)
+    except dppo.RuleError:
+        assert not server.clients
+        raise
+
+
 DENOMINATORS = {
-    "grpo": OWN_LENGTH,
+    "grpo": lambda length, n, tokens: length * n,
     "dr_grpo": lambda length, n, tokens: n * LONGEST,
     "dapo": lambda length, n, tokens: tokens,
     "cispo": lambda length, n, tokens: tokens,
@@ -272,10 +266,20 @@ LOSSES = {
     for denominator in denominators
 }  # fmt: skip
 PER_TOKEN = [name for name in LOSSES if name.startswith(("dapo", "cispo"))]
-REFUSED, MEMORY = (), dppo_tinker.MEMORY
+OWN_LENGTH = [name for name in LOSSES if name.startswith("grpo")]
+MEMORY = dppo_tinker.MEMORY
 SCALES = {scale: {"scale_rewards": scale} for scale in dppo.SCALES}
 FEW = {"problems": PROBLEMS[:2]}
 PLAIN = {}
+DULL = {"problems": [(ids, "dull") for ids in PROMPTS]}
+STOCK = []  # its loop is dppo_tinker's
+REFUSED = [
+    ({"loss": "gspo"}, "loss='gspo' is not exact .*'grpo', 'dr_grpo', 'dapo', 'cispo'"),
+    ({"loss_fn": "dro"}, "loss_fn='dro' is not exact .*'importance_sampling', 'ppo', 'cispo'"),
+    ({"prompts_per_step": 5}, "prompts_per_step=5: only 4 problems"),
+    ({"scale_rewards": "std"}, "unknown scale_rewards 'std': .*none, group, variance, mean"),
+]
+INEXACT = []
 
 
 def mistaken(means):
@@ -305,7 +309,7 @@ class Toy(exact.Toy):
         self.scale = options.get("scale_rewards") or dppo.LOSSES[self.trainer.loss].scale_rewards
         self.denominator, self.trainer.number = DENOMINATORS[self.trainer.loss], 1
         policy = Policy(server, self.trainer.client.theta)
-        options = SamplingParams(LONGEST, [0], 0)
+        options = Columns(max_tokens=LONGEST, stop=[0], seed=0)
         sample = lambda prompt: policy.sample(ModelInput(prompt), G, options).value.sequences
         self.rows = [sample(prompt) for prompt, _answer in problems]
         scores = [[reward(Tokenizer().decode(x.tokens, True), answer) for x in row]
@@ -313,16 +317,13 @@ class Toy(exact.Toy):
         scores = [[torch.nan if x is None else x for x in row] for row in scores]
         lengths = torch.tensor([[len(one.tokens) for one in row] for row in self.rows])
         costs = lengths + self.trainer.prompt_tokens[:, None]
-        self.tables = torch.tensor(scores, dtype=torch.float64), lengths, costs
+        energy = torch.tensor(
+            [[dppo.energy_bound(torch.tensor(one.logprobs)).sum() for one in row]
+             for row in self.rows]
+        )  # fmt: skip
+        self.tables = torch.tensor(scores, dtype=torch.float64), lengths, costs, energy
+        self.beta = 0.0
         self.remember()
-
-    @property
-    def mean_tokens(self):
-        return self.trainer.mean_tokens
-
-    @mean_tokens.setter
-    def mean_tokens(self, value):
-        self.trainer.mean_tokens = value
 
     def figures(self):
         names = {"kept/prompts": "kept_prompts", "kept/completions": "kept_completions"}
@@ -341,7 +342,7 @@ class Toy(exact.Toy):
         """The gradient of all Q x G completions: the sum of A x loss / denominator(length, Q x G,
         their tokens), by dppo.py's own losses."""
         loss_fn, theta = self.trainer.loss_fn, self.trainer.client.theta.clone().requires_grad_()
-        rewards, lengths, _costs = self.tables
+        rewards, lengths, _costs, _energy = self.tables
         advantages, total = dppo.group_advantages(rewards, self.scale), 0.0
         clip = {"eps_low": 0.2, "eps_high": 0.2}
         if loss_fn == "importance_sampling":

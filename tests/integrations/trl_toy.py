@@ -11,7 +11,6 @@ import itertools
 import os
 import signal
 import tempfile
-import zlib
 from unittest import mock
 
 import exact
@@ -20,12 +19,13 @@ import transformers
 import trl
 from accelerate.utils import gather_object
 from datasets import Dataset
-from exact import RULES, G, noise
+from exact import NONE, RULES, G, noise, number
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from trl.trainer import utils
 
 import dppo
 import dppo_trl
+from dppo import energy_bound
 
 LETTERS = "abcdefgh"
 PROMPTS = ["f", "bb", "ccc", "ee"]  # 0, 2, 1 and 3 of their fixed completions are right
@@ -78,7 +78,7 @@ def gpt2():
 
 def toy_reward(completions, **columns):
     """0 or 1, by the letters."""
-    return [float(zlib.crc32(f"{text}.".encode()) % 3 == 0) for text in completions]
+    return [float(number(text, ".") % 3 == 0) for text in completions]
 
 
 def make_trainer(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, folder=None, callbacks=(), **options):
@@ -106,14 +106,20 @@ def make_trainer(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, folder=None, callba
     )
 
 
+make = make_trainer
+
 # ---------------------------------------------------------------------------- a fixed batch
 
 
 def completion(prompt, g):
     """The token ids of a prompt's g-th completion, 1 to 6 of them; the longest are cut off."""
-    length = 1 + zlib.crc32(f"{prompt}{g}".encode()) % 6
-    ids = [2 + zlib.crc32(f"{prompt}{g}{t}".encode()) % len(LETTERS) for t in range(length)]
+    length = 1 + number(prompt, g) % 6
+    ids = [2 + number(prompt, g, t) % len(LETTERS) for t in range(length)]
     return [*ids[:-1], 1] if length < 6 else ids
+
+
+def sampled_logprobs(prompt, g):
+    return [-2 + noise(prompt, g, t) for t in range(len(completion(prompt, g)))]
 
 
 def fixed_completions(trainer, prompts):
@@ -121,11 +127,8 @@ def fixed_completions(trainer, prompts):
     same, whichever rank it is on, and whatever other prompts are sampled."""
     first = trainer.accelerator.process_index * len(prompts)
     numbers = [place % G for place in range(first, first + len(prompts))]
-    completions = [completion(prompt, g) for prompt, g in zip(prompts, numbers, strict=True)]
-    logprobs = [
-        [-2 + noise(prompt, g, t) for t in range(len(ids))]
-        for prompt, g, ids in zip(prompts, numbers, completions, strict=True)
-    ]
+    completions = list(map(completion, prompts, numbers))
+    logprobs = list(map(sampled_logprobs, prompts, numbers))
     tokenizer = trainer.processing_class
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
@@ -187,10 +190,12 @@ COMPUTE_LOSS = dppo_trl.DPPOTrainer._compute_loss
 
 
 LOSSES = {loss: {"loss_type": loss} for loss in dppo_trl.LOSSES}
-PER_TOKEN, REFUSED, MEMORY = dppo_trl.PER_TOKEN, ("bnpo",), dppo_trl.MEMORY
+PER_TOKEN, OWN_LENGTH, MEMORY = dppo_trl.PER_TOKEN, ("grpo", "sapo"), dppo_trl.MEMORY
 SCALES = {scale: {"scale_rewards": scale} for scale in dppo_trl.OWN_SCALES}
 FEW = {"prompts": ["ccc", "ee"], "per_device_train_batch_size": 2}
 PLAIN = {"beta": 0.0}
+DULL = PLAIN | {"prompts": ["f"] * 4}
+STOCK = [(trl.GRPOTrainer, {})]
 MISTAKES = {
     f"{mistake.__name__}-{loss}": (
         mock.patch.object(dppo_trl.DPPOTrainer, method, mistake),
@@ -199,6 +204,25 @@ MISTAKES = {
     for loss in ("grpo", "bnpo")
     for method, mistake in (("correction", kept_count), ("_compute_loss", weighted_advantages))
 }
+BY_PROMPT = {"prompt_rule": "uniform"}
+SEPARATE = {"multi_objective_aggregation": "normalize_then_sum"}
+REFUSED = [
+    ({"loss_type": "new"}, "loss_type='new' .*choose 'grpo' or"),
+    ({"scale_rewards": "std"}, "unknown scale_rewards 'std': .*batch, none, group, variance"),
+    (NONE | SEPARATE | {"scale_rewards": "mean"}, "scale_rewards='mean' .*set multi_objective_agg"),
+]
+INEXACT = [
+    ({"entropy_coef": 0.01}, "entropy_coef=0.01 .*choose 0.0,"),
+    ({"use_adaptive_entropy": True}, "use_adaptive_entropy=True .*choose False"),
+    ({"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5 .*choose 1.0"),
+    ({"steps_per_generation": 3, "per_device_train_batch_size": 8}, "let one divide"),
+    (BY_PROMPT | {"loss_type": "bnpo"}, "loss_type='bnpo' .*choose 'grpo' or"),
+    (BY_PROMPT | {"scale_rewards": "batch"}, "scale_rewards='batch' .*'none' or 'group' or"),
+    (BY_PROMPT | SEPARATE, "normalize_then_sum' .*choose 'sum_then_normalize'"),
+    (BY_PROMPT | {"num_iterations": 2}, "num_iterations=2 .*choose 1"),
+    (BY_PROMPT | {"steps_per_generation": 8}, "steps_per_generation=8 .*set it to 4"),
+    (BY_PROMPT | {"steps_per_generation": 2}, "steps_per_generation=2 .*set it to 4"),
+]
 
 
 class Toy(exact.Toy):
@@ -224,11 +248,13 @@ class Toy(exact.Toy):
         rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
         n = trainer.args.generation_batch_size // world
         self.inputs = rows[rank * n : (rank + 1) * n]
-        lengths = torch.tensor([[len(completion(x, g)) for g in range(G)] for x in prompts])
-        texts = [["".join(LETTERS[i - 2] for i in completion(x, g) if i > 1) for g in range(G)]
-                 for x in prompts]  # fmt: skip
-        rewards = torch.tensor([toy_reward(row) for row in texts], dtype=torch.float64)
-        self.tables = rewards, lengths, lengths + torch.tensor([[len(x)] for x in prompts])
+        table = lambda f: torch.tensor([[f(x, g) for g in range(G)] for x in prompts])
+        lengths = table(lambda x, g: len(completion(x, g)))
+        energy = table(lambda x, g: energy_bound(torch.tensor(sampled_logprobs(x, g))).sum())
+        text = lambda x, g: "".join(LETTERS[i - 2] for i in completion(x, g) if i > 1)
+        rewards = table(lambda x, g: toy_reward([text(x, g)])[0]).double()
+        costs = lengths + torch.tensor([[len(x)] for x in prompts])
+        self.tables, self.beta = (rewards, lengths, costs, energy), trainer.beta
         self.remember()
 
     def stock(self):
@@ -238,13 +264,11 @@ class Toy(exact.Toy):
         stock.trainer.own_scale = self.options.get("scale_rewards")
         return stock.step()
 
-    @property
-    def mean_tokens(self):
-        return self.trainer.so_far["mean_tokens"]
+    def state(self):
+        return self.trainer.so_far
 
-    @mean_tokens.setter
-    def mean_tokens(self, value):
-        self.trainer.so_far["mean_tokens"] = value
+    def log(self):
+        return {name: x for name, x in self.trainer._metrics["train"].items() if "time" not in name}
 
     def figures(self):
         rows = self.trainer._metrics["train"].items()

@@ -96,7 +96,6 @@ torch.Tensor.pin_memory = lambda self, *args, **options: self  # of FSDP2's refe
 from verl.experimental.agent_loop import agent_loop  # noqa: E402
 from verl.trainer.ppo.v1 import trainer_base  # noqa: E402
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer  # noqa: E402
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 from verl.workers.rollout import base, replica  # noqa: E402
 
 import dppo_verl  # noqa: E402, F401
@@ -215,12 +214,11 @@ class PlainLoop(agent_loop.AgentLoopBase):
     """The prompt is the text itself: the embedded task's tokenizer has no chat template."""
 
     def __init__(self, trainer_config, server_manager, tokenizer, **options):
-        self.same = os.environ.get("SAME_ROLLOUTS")  # in every step
         self.seed = trainer_config.config.data.seed
         self.server, self.tokenizer = server_manager, tokenizer
 
     async def run(self, sampling_params, **row):
-        text, step = row["raw_prompt"][0]["content"], 0 if self.same else int(row["global_steps"])
+        text, step = row["raw_prompt"][0]["content"], int(row["global_steps"])
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         params = sampling_params | {
             "seed": dppo.seed_for(self.seed, text, int(row["session_id"]), step)
@@ -248,20 +246,3 @@ def in_order(self, partition_id, uids, rows):
 materialize, number = ReplayBuffer._materialize_batch, itertools.count()
 ReplayBuffer._wait_for_next_poll, ReplayBuffer._materialize_batch = wait, in_order
 trainer_base.uuid = types.SimpleNamespace(uuid4=lambda: f"{next(number):09}")  # of prompts
-
-# ------------------------------------------------------------------------------- what is measured
-
-step_of_optimizer = FSDPEngine.optimizer_step
-
-
-def optimizer_step(self):
-    """verl's, and the whole gradient, if GRADIENTS names a folder for it."""
-    if folder := os.environ.get("GRADIENTS"):
-        found = [x.grad.full_tensor().flatten() for x in self.module.parameters()]
-        if torch.distributed.get_rank() == 0:
-            number = len(list(Path(folder).iterdir()))
-            torch.save(torch.cat(found), Path(folder, f"{number:05}.pt"))
-    return step_of_optimizer(self)
-
-
-FSDPEngine.optimizer_step = optimizer_step

@@ -2,14 +2,13 @@
 parameters in float64. See exact.py."""
 
 import types
-import zlib
 from unittest import mock
 
 import exact
 import numpy as np
 import torch
 import transfer_queue as tq
-from exact import RULES, G, noise
+from exact import RULES, G, noise, number
 from hydra import compose, initialize_config_module
 from tensordict import NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -19,6 +18,7 @@ from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
 
 import dppo_verl
+from dppo import energy_bound
 
 V = 7  # tokens; 0 ends a completion
 BASE = {
@@ -38,7 +38,7 @@ BASE = {
 }  # fmt: skip
 
 # Options, as `configure` takes them.
-RULE, RATE, PROMPT_RULE, PROMPT_RATE = RULES
+RULE, RATE, PROMPT_RULE, PROMPT_RATE, _REST = RULES
 ACTOR = "actor_rollout_ref__actor__"
 LOSS, MODE = f"{ACTOR}policy_loss__loss_mode", f"{ACTOR}loss_agg_mode"
 UPDATE = f"{ACTOR}ppo_mini_batch_size"
@@ -52,11 +52,33 @@ LOSSES = {
     if loss == "vanilla" or mode == ("seq-mean-token-mean" if loss == "sapo" else "token-mean")
 }
 PER_TOKEN = [name for name in LOSSES if name.endswith("-token-mean") and "-seq-" not in name]
-REFUSED, MEMORY = (), dppo_verl.MEMORY
+OWN_LENGTH = [name for name in LOSSES if name.endswith("-seq-mean-token-mean")]
+MEMORY = dppo_verl.MEMORY
 ESTIMATORS = ("grpo", "grpo_variance", "grpo_mean", "rloo")
 SCALES = {name: {"algorithm__adv_estimator": name, MODE: "token-sum"} for name in ESTIMATORS}
 FEW = {"prompts": ("bb", "ccc"), UPDATE: 2}
 PLAIN = {**NO_TERMS, "prompts": ("f", "bb", "ccc", "dddd")}  # of the last, none is right
+DULL = {**NO_TERMS, "prompts": ("dddd", "hhhh"), UPDATE: 1}
+STOCK = [(PPOTrainerSync, {"ranks": 1})]
+REFUSED = [
+    ({LOSS: "sapo", PROMPT_RULE: "uniform"}, "=token-mean with sapo .*set it to seq-mean"),
+    ({"trainer__v1__nanodppo__rate": 0.5}, "unknown option of trainer.v1.nanodppo 'rate'"),
+]
+INEXACT = [
+    ({UPDATE: 3}, "ppo_mini_batch_size=3 does not divide data.train_batch_size=4: .*a divisor"),
+    (
+        {MODE: "seq-mean-token-sum-norm", f"{ACTOR}loss_scale_factor": None},
+        "loss_scale_factor=null: .*set it to data.max_response_length",
+    ),
+]
+for values, names in dppo_verl.EXACT:
+    other = {"1": 2, "None": True, "True": False}.get(str(values[0]), "other")
+    choice = "null" if values[0] is None else values[0]
+    for name in names:
+        parts = "actor_rollout_ref." * name.startswith(("actor.", "model.", "hybrid_engine"))
+        option = f"{parts}{name}"
+        said = f"{option}={other}: .*set it to {choice}"
+        INEXACT.append(({option.replace(".", "__"): other}, said))
 
 
 def kept_tokens(config, model_output, data, dp_group=None):
@@ -100,6 +122,12 @@ def configure(**changes):
         return compose("ppo_trainer", overrides=flags)
 
 
+def make(**options):
+    """verl's own part of a trainer is left out."""
+    with mock.patch.object(PPOTrainerSync, "__init__", return_value=None):
+        return dppo_verl.DPPOTrainer(configure(**options))
+
+
 def plain(x):
     """A field of a row: float64, or what is not a tensor."""
     if not torch.is_tensor(x):
@@ -134,12 +162,10 @@ class Queue:
 
 def completion(prompt, g):
     """The fields of a prompt's g-th completion: 1 to 6 tokens, some of them masked."""
-    length = 1 + zlib.crc32(f"{prompt}{g}".encode()) % 6
-    prompts = torch.tensor([1 + zlib.crc32(prompt.encode()) % 5, 3][: 1 + len(prompt) % 2])
-    ids = [1 + zlib.crc32(f"{prompt}{g}{t}".encode()) % (V - 1) for t in range(length)]
-    mask = [
-        int(t == 0 or zlib.crc32(f"{prompt}{g}{t}mask".encode()) % 5 > 0) for t in range(length)
-    ]
+    length = 1 + number(prompt, g) % 6
+    prompts = torch.tensor([1 + number(prompt) % 5, 3][: 1 + len(prompt) % 2])
+    ids = [1 + number(prompt, g, t) % (V - 1) for t in range(length)]
+    mask = [int(t == 0 or number(prompt, g, t, "mask") % 5 > 0) for t in range(length)]
     rollout = [-1.5 + noise(prompt, g, t) for t in range(length)]
     scores = torch.zeros(length).double()
     scores[-1] = float(g < len(prompt) % G)  # as many are right as the prompt has letters
@@ -222,18 +248,22 @@ class Toy(exact.Toy):
         with mock.patch.object(PPOTrainerSync, "_setup"):
             self.trainer._setup()
         rows = [[completion(prompt, g) for g in range(G)] for prompt in prompts]
-        sums = lambda name: torch.tensor([[x[name].sum().item() for x in row] for row in rows])
-        costs = torch.tensor([[len(x["input_ids"]) for x in row] for row in rows])
-        self.tables = sums("rm_scores").double(), sums("response_mask"), costs
+        table = lambda f: torch.tensor([[f(x).item() for x in row] for row in rows])
+        energy = lambda x: (energy_bound(x["rollout_log_probs"]) * x["response_mask"]).sum()
+        self.tables = (
+            table(lambda x: x["rm_scores"].sum()).double(),
+            table(lambda x: x["response_mask"].sum()),
+            table(lambda x: x["attention_mask"].sum()),
+            table(energy),
+        )
+        actor = self.config.actor_rollout_ref.actor
+        self.beta = actor.use_kl_loss * actor.kl_loss_coef + actor.entropy_coeff
+        if actor.policy_loss.loss_mode == "dro":
+            self.beta += actor.policy_loss.dro_beta
         self.remember()
 
-    @property
-    def mean_tokens(self):
-        return self.trainer.mean_tokens
-
-    @mean_tokens.setter
-    def mean_tokens(self, value):
-        self.trainer.mean_tokens = value
+    def log(self):
+        return self.metrics, [tag["seq_len"] for tag in self.returned.tags]
 
     def figures(self):
         return {name[5:]: x for name, x in self.metrics.items() if name.startswith("dppo/")}
