@@ -5,7 +5,7 @@ What a run leaves on disk, written so that a kill at any moment damages nothing.
     log.jsonl            one row a step, on disk before the step's checkpoint
     samples.jsonl        a few completions a step, with reward, advantage and keep decision
     checkpoint-000020/   after step 20: a Hugging Face folder, trainer.pt (optimizer, prompt
-                         history, step) and files.json (sizes and checksums)
+                         history, step) and files.json (sizes)
     checkpoint           a link to the newest, where the file system has links
     lock                 held by the process that writes all this
 
@@ -21,18 +21,14 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
-import zlib
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors import safe_open
 
 from runtime import InputError, log, ranks
 
 NUMBERED = re.compile(r"checkpoint-\d{6,}")
-BEGINNING = 2**20  # bytes of each file that are read for its checksum
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
 
@@ -90,17 +86,12 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
     unfinished = out_dir / "checkpoint.new"
     shutil.rmtree(unfinished, ignore_errors=True)
     with log.nothing_lost_if_full(unfinished, Exception):  # each library has errors of its own
-        once = {tensor.data_ptr(): tensor for tensor in weights.values()}  # as they are written
-        bits = _sum_of_bits(once.values())  # first: transformers empties the dictionary
         model.save_pretrained(unfinished, state_dict=weights)
         getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
         torch.save(state, unfinished / "trainer.pt")
         paths = [path for path in unfinished.rglob("*") if path.is_file()]
-        files = {
-            str(path.relative_to(unfinished)): _size_and_checksum(path, BEGINNING) for path in paths
-        }
-        written = json.dumps(files | {"weights": bits}, indent=1)
-        (unfinished / "files.json").write_text(written + "\n")
+        sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in paths}
+        (unfinished / "files.json").write_text(json.dumps(sizes, indent=1) + "\n")
         for path in [*paths, unfinished / "files.json"]:  # on disk before it gets the final name
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
@@ -137,47 +128,23 @@ def _link(out_dir, final):
         link.unlink(missing_ok=True)
 
 
-def _size_and_checksum(path, length):
-    """Of a file: its size, and the checksum of its first bytes."""
-    with open(path, "rb") as file:
-        return [path.stat().st_size, zlib.crc32(file.read(length))]
-
-
 def fingerprint(model) -> int:
-    """A number that identifies a model's weights."""
-    return _sum_of_bits(model.parameters())
-
-
-def _sum_of_bits(tensors):
-    """The sum of the tensors' bits, read as integers: it depends neither on the order of the sum
-    nor on names and shapes, which transformers may change when it saves."""
+    """The sum of the bits of a model's weights, read as integers. It depends neither on the order
+    of the sum nor on names and shapes, which transformers may change when it saves."""
     total = 0
-    for tensor in tensors:
+    for tensor in model.parameters():
         bits = tensor.detach().contiguous().view(INTEGERS[tensor.itemsize])
         total += bits.sum(dtype=torch.int64).item()
     return total
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint is what was written. Nothing was read again for that: trainer.pt is a
-    zip file, which has checksums, and the weights were added up before they were written."""
+    """Whether every file of a checkpoint has the size that was written."""
     try:
-        files = json.loads((path / "files.json").read_text())
-        bits = files.pop("weights", None)
-        length = -1 if bits is None else BEGINNING  # older ones have checksums of whole files
-        for name, value in files.items():
-            if _size_and_checksum(path / name, length) != value:
-                return False
-        with zipfile.ZipFile(path / "trainer.pt") as file:
-            return file.testzip() is None and bits in (None, _sum_of_bits(_stored_weights(path)))
-    except Exception:  # whatever a damaged file leads to
+        sizes = json.loads((path / "files.json").read_text())
+        return all((path / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
         return False
-
-
-def _stored_weights(folder):
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            yield from map(file.get_tensor, file.keys())
 
 
 def find(out_dir: Path) -> Path | None:
