@@ -14,15 +14,21 @@ from pathlib import Path
 from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
 
 CURVES = ("#0072B2", "#D55E00", "#009E73")  # of Okabe and Ito, for the colour-blind
-LEGEND = {"frameon": False, "handlelength": 1.2, "columnspacing": 1, "borderpad": 0}
-REWARD = {"reward": "reward (train)", "eval/avg@4": "avg@4 (held out)"}
+LEGEND = {
+    "frameon": False,
+    "fontsize": "small",
+    "handlelength": 1.2,
+    "columnspacing": 1,
+    "borderpad": 0,
+}
+REWARD = {"reward": "train", "eval/avg@4": "held out, avg@4"}
 # The y axis of a panel: {key of a row: name of its curve}. All begin at 0.
 OF_ALL = {
     "seconds per step": {f"time/{part}": part for part in ("rollout", "train", "score")},
-    "share of groups with equal rewards": {"frac_reward_zero_std": None},
+    "share of dead groups": {"frac_reward_zero_std": None},
     "tokens per completion, mean": {"completions/mean_length": None},
     "entropy, nats per token": {"entropy": None},
-    "gradient norm before clipping": {"grad_norm": None},
+    "gradient norm, not clipped": {"grad_norm": None},
 }
 OF_PRUNED = {
     "share kept": {"kept/completions": "completions", "kept/tokens": "tokens"},
@@ -37,8 +43,8 @@ OF_PRUNED_PROMPTS = {
 
 
 def draw_run(out_dir: Path) -> None:
-    """Draw run.png: reward by step and by time, then the panels above. A prompt is dull if the
-    rewards of its last group were equal."""
+    """Draw run.png: reward by step and by time, then the panels above. In a dead group all rewards
+    are equal; a prompt is dull if its last group was dead."""
     lines = (out_dir / "log.jsonl").read_text().split("\n")[:-1]  # without a half-written last line
     rows = [json.loads(line) for line in lines]
     cfg = json.loads((out_dir / "config.json").read_text())["config"]
@@ -49,7 +55,7 @@ def draw_run(out_dir: Path) -> None:
     panels += [("step", name, curves) for name, curves in panels_of(rows).items()]
 
     height = math.ceil(len(panels) / 3)  # in rows of at most three
-    figure = Figure(figsize=(11, 3.2 * height), layout="constrained")
+    figure = Figure(figsize=(9.5, 2.8 * height), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     figure.suptitle("{method} on {data}: {model}, seed {seed}".format(**cfg))
     for number, part in enumerate(figure.subfigures(height, 1, squeeze=False)[:, 0]):

@@ -1,10 +1,8 @@
-"""The log's figures under pruning, worked out again from what a step drew; and flags that only the
+"""The figures of the log by hand, and that a step gives them its tensors; and flags that only the
 optimizer sees."""
 
-import inspect
 import math
-from dataclasses import replace
-from unittest import mock
+import types
 
 import pytest
 import torch
@@ -13,13 +11,106 @@ from toy import Recorder, flags, toy_reward
 import config
 import dppo
 import metrics
-import proof
-import train
-from bench import check
-from rollout import Rollouts
 from runtime import log
 from tasks import arithmetic
-from update import UpdateStats, trainer_logprobs
+from update import UpdateStats
+
+nan = math.nan
+
+
+def table(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+# Two prompts of the four candidates, three completions each; the second group is dead.
+BATCH = {
+    "prompt_weights": table(2, 1),
+    "rewards": table([1, 0, nan], [0, 0, 0]),
+    "lengths": table([1, 2, 3], [2, 2, 2]),
+    "truncated": table([0, 0, 1], [1, 1, 1]),
+    "entropy": table([1, 2, 3], [1, 1, 1]),
+    "advantages": table([1, -1, 0], [0, 0, 0]),
+    "scale": table([0.5, 0.5, 0.5], [1, 1, 1]),
+    "cost": table([2, 3, 4], [5, 5, 5]),
+    "keep": table([1, 0, 0], [0, 1, 0]).bool(),
+    "weights": table([4, 0, 0], [0, 3, 0]),
+    "grad_norms": [1.0, 3.0],
+    "stats": [
+        UpdateStats(
+            loss=1, kl=2, clipped=3, gap=4, importance=5, capped=6, entropy=7,
+            completion_tokens=8, tokens=9, slots=10,
+        ),
+        UpdateStats(
+            loss=10, kl=20, clipped=30, gap=40, importance=50, capped=60, entropy=70,
+            completion_tokens=80, tokens=90, slots=100,
+        ),
+    ],
+}  # fmt: skip
+IMPORTANCE = "sampling/importance_sampling_ratio"
+BY_HAND = {
+    # means over what was rolled out, each prompt with its weight
+    "reward": (2 * 0.5 + 0) / 3,  # of scored completions
+    "reward_std": 2 * 0.5**0.5 / 3,
+    "frac_reward_zero_std": 1 / 3,
+    "frac_reward_some_none": 2 / 3,
+    "completions/mean_length": (2 * 2 + 2) / 3,
+    "completions/clipped_ratio": (2 / 3 + 1) / 3,
+    "entropy": (2 * 2 + 1) / (2 * 2 + 2),
+    # of all updates, or of the first one only
+    "loss": (1 + 10) / 2,
+    "kl": (2 + 20) / (2 * 0.5 * 6 + 6),
+    "grad_norm": 2,
+    "clip_ratio/region_mean": (3 + 30) / (8 + 80),
+    "entropy/trained": 7 / 8,
+    "sampling/sampling_logp_difference/mean": 4 / 8,
+    f"{IMPORTANCE}/mean": 5 / 8,
+    f"{IMPORTANCE}/capped": 6 / 8,
+    "pack/density": (9 + 90) / (10 + 100),
+    "tokens/generated": 12,
+    "tokens/trained": 99,
+    # of the four candidates
+    "kept/prompts": 2 / 4,
+    "kept/completions": 2 / 12,
+    "kept/tokens": (2 + 5) / (2 * 9 + 15),
+    "cost/sampled": 24,
+    "cost/kept": 7,
+    "weight/max": 4,
+    "weight/prompt_max": 2,
+    "weight/ess": (4 + 3) ** 2 / (4**2 + 3**2),
+}
+
+
+def test_figures_by_hand():
+    """Catches a mean without the prompts' weights, an unscorable completion or group that counts, a
+    ratio of other updates, and an effective number of completions whose term is 0."""
+    cfg = types.SimpleNamespace(
+        device="cpu", importance_cap=2.0, beta=0.5, prompts_per_step=4, group_size=3
+    )
+    assert metrics.row(cfg, **BATCH) == pytest.approx(BY_HAND)
+    plain = metrics.row(
+        types.SimpleNamespace(**vars(cfg) | {"importance_cap": 0, "beta": 0}), **BATCH
+    )
+    assert BY_HAND.keys() - plain.keys() == {"kl", f"{IMPORTANCE}/mean", f"{IMPORTANCE}/capped"}
+    assert plain["weight/ess"] == 1, "without a KL term, only the first completion contributes"
+
+
+def test_a_group_that_cannot_be_scored_has_no_reward():
+    """It counts as a group with equal rewards. Catches one that lowers the mean reward, or that
+    makes it NaN."""
+    tables = [BATCH[name] for name in ("lengths", "truncated", "entropy")]
+    found = metrics.averages(table(2, 1), table([1, 0, 1], [nan] * 3), *tables)
+    assert found["reward"] == pytest.approx(2 / 3)
+    assert found["reward_std"] == pytest.approx(2 * (1 / 3) ** 0.5 / 3)
+    assert found["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    assert found["frac_reward_some_none"] == 0
+
+
+def test_figures_of_the_history_by_hand():
+    """Prompts 1 and 2 are dull. Catches a share of the wrong prompts."""
+    score, window = torch.tensor([nan, 0, 0, 1]), torch.tensor([1, 2, 3])
+    found = metrics.history(score, window, torch.tensor([True, False, True]))
+    names = ("history/never_rolled_out", "history/dull", "kept/dull_prompts", "kept/other_prompts")
+    assert found == dict(zip(names, (1 / 4, 2 / 4, 1 / 2, 1), strict=True))
 
 
 @pytest.fixture
@@ -45,231 +136,36 @@ def some_fail(completion, answer):
     return toy_reward(completion, answer) * (int(answer) % 2)
 
 
-def test_means_stand_for_all_candidates(steps):
-    """With prompt weights that differ. Catches a mean over the groups that happened to be rolled
-    out: of dead groups, of rewards, of their deviation, of lengths and of entropies."""
-    trainer, row, _ = steps(reward=some_fail, prompt_rule="dppo")
-    seen = trainer.steps[-1]
-    rewards, weights = seen.rewards, seen.prompt_weights
-    assert len(set(weights.tolist())) > 1, "else a plain mean is the same"
-    mean = lambda values: ((weights * values).sum() / weights.sum()).item()
-    dead = (rewards == rewards[:, :1]).all(dim=1)
-    assert 0 < dead.sum() < len(dead)
-    assert row["frac_reward_zero_std"] == pytest.approx(mean(dead.double()))
-    assert row["frac_reward_zero_std"] != pytest.approx(dead.double().mean().item())
-    assert row["reward"] == pytest.approx(mean(rewards.mean(dim=1)))
-    assert row["reward_std"] == pytest.approx(mean(rewards.std(dim=1)))
-    lengths = mean(seen.lengths.mean(dim=1))
-    assert row["completions/mean_length"] == pytest.approx(lengths)
-    assert row["completions/clipped_ratio"] == pytest.approx(mean(seen.truncated.mean(dim=1)))
-    entropy = mean(seen.entropy.mean(dim=1)) / lengths
-    assert row["entropy"] == pytest.approx(entropy)
-    kept_only = (seen.entropy * seen.keep).sum() / (seen.lengths * seen.keep).sum()
-    assert row["entropy"] != pytest.approx(kept_only.item(), rel=1e-4)
-
-
-def test_deviation_of_scored_rewards():
-    """Of a group's scorable rewards only. Catches a divisor that counts the others."""
-    nan = math.nan
-    rewards = torch.tensor([[1, 0, nan, nan], [1, 0, 1, 0], [1, nan, nan, nan]])
-    found = metrics.nan_std(rewards)
-    assert found[:2].tolist() == pytest.approx([math.sqrt(0.5), math.sqrt(1 / 3)])
-    assert found[2].isnan()
-
-
-def test_samples(steps):
-    """Of three prompts the first completion: a sample's weight is its prompt's times its own, of
-    the one update that may have kept it. Catches a weight that is left out, and another's row."""
-    trainer, _, others = steps(count=3, reward=some_fail, minibatches=2)
-    seen, samples = trainer.steps[-1], others["samples"]
-    weights = sum(one.factor * one.keep for one in seen.updates) / seen.scale
+def test_samples_and_groups(steps):
+    """Of three prompts the first completion, whose weight is its prompt's times its own; of all
+    groups what `bench ceiling` needs, without the weight of the prompt. Catches a weight that is
+    left out or counts twice, another prompt's row, and a NaN that is no JSON."""
+    some_none = lambda text, answer: None if text[:1] > "P" else some_fail(text, answer)
+    trainer, row, others = steps(count=3, reward=some_none, minibatches=2)
+    seen, samples, (groups,) = trainer.steps[-1], others["samples"], others["groups"]
+    weights = sum(one.factor * one.keep for one in seen.updates) / seen.scale  # of both levels
+    assert 0 < seen.keep.sum() < seen.keep.numel()
+    assert row["weight/max"] == pytest.approx(weights.max().item())
     assert len(samples) == 3
     for k, sample in enumerate(samples):
         problem = trainer.train_set[seen.taught.prompts[k]]
         assert (sample["step"], sample["prompt"]) == (3, problem.text)
         assert sample["answer"] == problem.answer
-        assert sample["reward"] == some_fail(sample["completion"], problem.answer)
-        assert sample["reward"] == seen.rewards[k, 0]
+        score = some_none(sample["completion"], problem.answer)
+        assert sample["reward"] == (pytest.approx(nan, nan_ok=True) if score is None else score)
         assert sample["advantage"] == seen.advantages[k, 0]
         assert sample["weight"] == pytest.approx(weights[k, 0].item())
         assert sample["kept"] == (sample["weight"] > 0)
-    table = torch.arange(8.0).view(4, 2)
-    found = metrics.samples(
-        1, trainer.train_set[:4], ["ab", "cd", "ef", "gh"], table, -table, table > 3, table / 2
-    )
-    assert [sample["completion"] for sample in found] == ["a", "c", "e"]
-    assert [sample["reward"] for sample in found] == [0, 2, 4]
-    assert [sample["advantage"] for sample in found] == [0, -2, -4]
-    assert [sample["kept"] for sample in found] == [False, False, True]
-    assert [sample["weight"] for sample in found] == [0, 1, 2]
 
-
-def test_groups(steps):
-    """A step's row of groups.jsonl: what was rolled out, whole. Catches a weight of the prompt in a
-    size or in a completion's weight, where it would count twice, a size of a masked completion, and
-    a NaN that is no JSON."""
-    some_none = lambda text, _answer: None if text[:1] > "P" else float(text[:1] < "@")
-    trainer, _, others = steps(count=3, reward=some_none, minibatches=2)
-    seen, (row,) = trainer.steps[-1], others["groups"]
-    assert 0 < seen.keep.sum() < seen.keep.numel()
-    assert (row["step"], row["prompts"]) == (3, seen.taught.prompts.tolist())
-    assert row["prompt_weights"] == seen.prompt_weights.tolist() == [2.0] * 4
-    assert row["tokens"] == seen.cost.tolist()
-    stored = lambda table: [[None if math.isnan(x) else x for x in group] for group in table]
-    assert '"rewards": ' + str(stored(seen.rewards.tolist())).replace("None", "null") in (
-        log.as_json(row)
-    )
-    assert torch.allclose(torch.tensor(row["weights"]).double(), seen.weights / 2, rtol=1e-4)
+    assert (groups["step"], groups["prompts"]) == (3, seen.taught.prompts.tolist())
+    assert groups["prompt_weights"] == seen.prompt_weights.tolist() == [2.0] * 4
+    assert groups["tokens"] == seen.cost.tolist()
+    rewards = log.as_json(groups).split('"rewards": ')[1].split(', "tokens"')[0]
+    assert rewards == str(seen.rewards.tolist()).replace("nan", "null")
+    assert torch.allclose(table(*groups["weights"]), seen.weights / 2, rtol=1e-4)
     energy = seen.updates[0].rollouts.energy
     size = dppo.contribution_size(torch.ones(4, 6), seen.scale, energy, 0.0)
-    assert torch.allclose(torch.tensor(row["size_of_1"]).double(), size, rtol=1e-4)
-    masked = torch.tensor([[0.0, 0.5]])
-    tables = {"rewards": masked, "cost": masked, "energy": 4 + masked, "weights": masked}
-    ids = torch.tensor([7])
-    row = metrics.groups(1, ids, prompt_weights=ids, scale=masked, **tables)
-    assert row["size_of_1"] == [[0.0, pytest.approx(0.5 * 4.5**0.5, rel=1e-4)]]
-
-
-def test_unscorable_completions_are_left_out(steps):
-    """Fails if they lower the mean reward, or if a group without a score counts in it."""
-
-    def some(text, answer):
-        return None if int(answer) % 3 == 0 or text[:1] < "@" else float(text[:1] < "P")
-
-    trainer, row, _ = steps(count=1, reward=some, prompts_per_step=16, prompt_prune_rate=0)
-    rewards = trainer.steps[-1].rewards
-    none, all_none = rewards.isnan().any(dim=1), rewards.isnan().all(dim=1)
-    assert 0 < all_none.sum() < none.sum()
-    assert row["reward"] == pytest.approx(rewards[~all_none].nanmean(dim=1).mean().item())
-    assert row["frac_reward_some_none"] == (none & ~all_none).double().mean()
-
-
-def test_effective_sample_size_is_of_live_completions(steps):
-    """Fails if it counts completions that are kept although their term is 0."""
-    rates = {"prompt_prune_rate": 0, "completion_prune_rate": 0}
-    trainer, row, _ = steps(count=1, method="grpo", reward=some_fail, **rates)
-    advantages = trainer.steps[-1].advantages
-    live = (advantages != 0).sum().item()
-    assert 0 < live < advantages.numel()
-    assert row["weight/ess"] == pytest.approx(live)
-
-
-def test_figures_of_the_first_update(steps):
-    """What compares sampler and trainer is of the first update only, and clipping is of all. Fails
-    if one is the other."""
-    trainer, _, _ = steps(count=1, importance_cap=2.0)
-    one, other = (UpdateStats(*[value] * len(UpdateStats._fields)) for value in (2.0, 5.0))
-    names = inspect.signature(metrics.row).parameters.keys() - {"cfg", "stats", "grad_norms"}
-    tensors = {name: getattr(trainer.steps[-1], name) for name in names}
-    stats = [one, other._replace(completion_tokens=1.0)]
-    row = metrics.row(trainer.cfg, **tensors, stats=stats, grad_norms=[1.0, 3.0])
-    ratio, gap = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference/mean"
-    assert [row[name] for name in (f"{ratio}/mean", f"{ratio}/capped", gap)] == [1.0] * 3
-    assert row["clip_ratio/region_mean"] == pytest.approx(7 / 3)
-    assert (row["loss"], row["grad_norm"]) == (3.5, 2.0)
-
-
-# ---------------------------------------------------------------------------- the full batch's
-
-# Four groups of three. Prompts 2 and 3 are those that a draw by score may drop.
-LENGTHS = torch.tensor([[1, 3, 5], [2, 4, 6], [3, 5, 7], [4, 6, 8]])
-REWARDS = torch.tensor([[1, 0, 1], [0, 0, 0], [1, math.nan, 0], [1, 0, 0]]).double()
-TRUNCATED = torch.tensor([[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 1, 1]]).bool()
-ENTROPY = LENGTHS * torch.tensor([[1.6], [1.2], [0.9], [0.7]])  # the longer, the less a token
-CAP, BETA = 1.2, 0.3
-
-
-@pytest.fixture
-def full_batch(policy_folder, tmp_path, monkeypatch):
-    """(a trainer that samples the four groups, the figures of all of them, each worked out from its
-    definition). The sampler is off, so that the cap acts, and the reference is another model."""
-    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 4)
-    options = {"method": "pps", "loss": "grpo", "beta": BETA, "importance_cap": CAP}
-    options |= {"group_size": 3, "max_new_tokens": 8}
-    args = flags(policy_folder, str(tmp_path / "run"), **options)
-    trainer = train.Trainer(config.parse_config(args), toy_reward)
-    with torch.no_grad():
-        trainer.model.model.norm.weight.mul_(1.3)
-    draw, window = torch.Generator().manual_seed(0), trainer.candidates(1)
-    prompt_ids = [trainer.train_ids[q] for q in window.tolist()]
-    ids = torch.randint(0, 256, (4, 3, 8), generator=draw)
-    nothing, energy = torch.zeros(4, 3, 8), LENGTHS * torch.rand(4, 3, generator=draw)
-    rollouts = Rollouts(prompt_ids, ids, nothing, ENTROPY, energy, LENGTHS, TRUNCATED)
-    now, ref = (
-        trainer_logprobs(one, rollouts, trainer.cfg) for one in (trainer.model, trainer.reference)
-    )
-    rollouts.logprobs = now + 0.3 * torch.randn(now.shape, generator=draw) * (now != 0)
-    trainer.sampling = replace(trainer.sampling, engine=check.Stored(rollouts, window))
-    # a group's first length says which one it is
-    score = lambda part, *_: ([["text"]] * len(part.lengths), REWARDS[part.lengths[:, 0] - 1])
-    monkeypatch.setattr(train, "score", score)
-
-    importance = (now - rollouts.logprobs).exp()
-    assert 0.2 < (importance > CAP).sum() / LENGTHS.sum() < 0.5
-    factor = importance.clamp(max=CAP) / LENGTHS[..., None] / 12
-    kl = (ref - now).expm1() - (ref - now)
-    advantages = dppo.group_advantages(REWARDS, "group")[..., None]
-    return trainer, {
-        "reward": (2 / 3 + 0 + 1 / 2 + 1 / 3) / 4,
-        "reward_std": (2 * (1 / 3) ** 0.5 + 0.5**0.5) / 4,
-        "frac_reward_zero_std": 1 / 4,
-        "frac_reward_some_none": 1 / 4,
-        "completions/mean_length": 4.5,
-        "completions/clipped_ratio": 3 / 12,
-        "entropy": (ENTROPY.sum() / LENGTHS.sum()).item(),
-        "loss": (factor * (BETA * kl - advantages) * (now != 0)).sum().item(),
-        "kl": (factor * kl).sum().item(),
-    }
-
-
-def figures_of(trainer, prompts, completions=None):
-    """(the row of step 1, what its completions are drawn from), with these draws: (kept, weights)
-    [Q] and (keep, weights) [K, G], by default all. Nothing is updated."""
-    seen = []
-
-    def drawn(_name, _rate, batch, _generator):
-        seen.append(batch)
-        return completions or (batch.size >= 0, torch.ones_like(batch.size))
-
-    with (
-        mock.patch.object(trainer.history, "prune", return_value=prompts),
-        mock.patch.object(trainer.history, "update"),
-        mock.patch.object(dppo, "prune_completions", drawn),
-        mock.patch.object(trainer.optimizer, "step"),
-    ):
-        row, _ = trainer.step(1)
-    return row, seen[0]
-
-
-@pytest.mark.parametrize("prompt_rule", ["none", "uniform", "dppo"])
-def test_figures_are_estimates_of_the_full_batch(full_batch, prompt_rule):
-    """Averaged over every draw of prompts (two of four; or by score, with unequal weights), and
-    then of completions by pps: exactly, where a figure is linear in the weights.
-
-    Catches a figure without its weights, a KL term without the importance ratio, a denominator that
-    the draw decides, and an entropy that is a mean of ratios.
-    """
-    trainer, full = full_batch
-    window = trainer.candidates(1)
-    scores = torch.tensor([[1, -1, 0], [1, -1, 0], [0.1, -0.1, 0], [0.1, -0.1, 0]])
-    trainer.history.update(window, scores, LENGTHS)
-    expected, chances, drawn = dict.fromkeys(full, 0.0), 0.0, set()
-    draws = proof.prompt_outcomes(prompt_rule, 0.5, trainer.history, window)
-    for places, (prompt_weights, chance) in draws.items():
-        kept = torch.zeros(4, dtype=torch.bool)
-        kept[[*places]] = True
-        drawn |= set(prompt_weights.tolist())
-        _, batch = figures_of(trainer, (kept, prompt_weights))
-        for keep, weights, own_chance in proof.outcomes("pps", 0.6, batch):
-            row, _ = figures_of(trainer, (kept, prompt_weights), (keep, weights))
-            chances += chance * own_chance
-            for name in full:
-                expected[name] += chance * own_chance * row[name]
-    assert chances == pytest.approx(1.0)
-    assert drawn == {"none": {1}, "uniform": {0, 2}, "dppo": {0, 1, 2}}[prompt_rule]
-    for name, value in full.items():
-        near = 0.04 if name == "entropy" else 2e-5  # a ratio of two estimates; and float32
-        assert expected[name] == pytest.approx(value, rel=near), name
+    assert torch.allclose(table(*groups["size_of_1"]), size, rtol=1e-4)
 
 
 def test_the_history_learns_from_full_groups(steps):
