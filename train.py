@@ -57,7 +57,7 @@ import models
 import rollout
 import sampler
 from flags import Config
-from rewards import score
+from rewards import math_reward, score
 from runtime import InputError, NotFiniteError, checkpoint, console, log, ranks
 from runtime.stop import Stop
 from runtime.timer import Timer
@@ -421,6 +421,8 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
     if instruction:
         print(f"after each problem, prompts say: {instruction}")
     notes = config.warnings(cfg)
+    if cfg.model == "tiny" and trainer.reward is math_reward:  # not a reward of the user's
+        notes.append(f"--model tiny can only add: name another model to learn from {cfg.data}")
     if cfg.engine == "compact" and trainer.policy.why_not_fast:
         why = trainer.policy.why_not_fast
         notes.append(

@@ -209,10 +209,6 @@ NOTES = [  # the completion rule `mine`, flags, a text, whether the first lines 
     (rule, MINE | {"method": "dppo", "prompt_rule": "uniform"}, "pruned", False),
     (picky, {"method": "mine"}, "changes the expected gradient: it keeps all", True),
     (honest, {"method": "mine"}, "changes the expected gradient", False),
-    (rule, {"data": "words"}, "tiny can only add: name another model to learn from words", True),
-    (rule, {"data": "mine.jsonl", "max_new_tokens": 9}, "can only add", True),
-    (rule, {"data": "arithmetic-mixed"}, "can only add", False),
-    (rule, {"data": "words", "model": "smollm2"}, "can only add", False),
 ]
 
 

@@ -324,7 +324,7 @@ BAD_INPUT = """
 --data arithmetic-longer | evaluation only
 --eval-every 1 --eval-data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
 --model /nowhere/model | --model /nowhere/model cannot be loaded
---prompts-per-step 513 | --prompts-per-step 513: the data hold only 512; lower it
+--prompts-per-step 513 | 513: the data hold only 512 without those held out; lower it
 --max-new-tokens 512 | 512: a sequence has at most 512 tokens, prompt included
 --max-new-tokens 511 | all 512 prompts are longer than 1 tokens: lower --max-new-tokens
 """  # arguments | a part of the message
@@ -338,6 +338,27 @@ def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, line)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("reward", [None, toy.toy_reward])
+def test_a_file_of_a_few_rows(tmp_path, capsys, reward):
+    """Of eight, one is held out, and the error says so. With a reward of the user's, the embedded
+    model is not said to be the wrong one."""
+    log.append_rows(
+        tmp_path / "few.jsonl", [{"problem": f"{n}+1?", "answer": "1"} for n in range(8)]
+    )
+    args = {"data": str(tmp_path / "few.jsonl"), "instruction": "", "group_size": 2, "steps": 1}
+
+    def run(**options):
+        cfg = config.parse_config(flags("tiny", str(tmp_path / "run"), **args, **options))
+        train.main(cfg, reward=reward)
+
+    with pytest.raises(InputError, match="the data hold only 7 without those held out; lower it"):
+        run(prompts_per_step=8)
+    run(prompts_per_step=7)
+    said = capsys.readouterr().out
+    assert ("--model tiny can only add" in said) == (reward is None)
+    assert "prompts say" not in said
 
 
 def test_just_enough_prompts():
