@@ -67,9 +67,8 @@ TOKENS_MEMORY = 10  # steps until a batch's token count weighs 1/e in the mean
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
 DEAD_STEPS = 5  # steps in a row with gradient 0, after which a run says so
 NOTHING_LEARNED = (
-    "the gradient was 0 for {} steps, so nothing was learned. A reward of 0 or 1 throughout: the "
-    "problems are too hard or too easy, or the reward does not find the answer. A reward of -: no "
-    "reference answer can be scored. See completion and reward in {}"
+    "the gradient was 0 for {} steps, so nothing was learned: the problems are too hard or too "
+    "easy, or the reward does not find or cannot score the answers. See {}"
 )
 SOME_NONE = (
     "the reward is None for some completions of a prompt and a number for others. None leaves a "
@@ -374,13 +373,11 @@ def guarded(trainer: Trainer, done: int, write=lambda: None):
     try:
         yield
     except NotFiniteError as error:
-        if ranks.waits.step == 0:
-            problem = f"--model {cfg.model} is not finite in {cfg.dtype} ({error})"
-            raise InputError(f"{problem}: use --dtype float32, or another model") from None
         saved = checkpoint.newest(Path(cfg.out_dir)) or cfg.model
         raise InputError(
             f"step {ranks.waits.step} is not finite ({error}): it is not saved, and --resume would "
-            f"repeat it. Start again in a new --out-dir from --model {saved}, with a lower --lr"
+            f"repeat it. Start again in a new --out-dir from --model {saved}, with a lower --lr or "
+            f"--dtype float32"
         ) from None
     except Exception:
         if done and not updates and trainer.is_main and cfg.shard == "none":

@@ -14,13 +14,7 @@ from pathlib import Path
 from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
 
 CURVES = ("#0072B2", "#D55E00", "#009E73")  # of Okabe and Ito, for the colour-blind
-LEGEND = {
-    "frameon": False,
-    "fontsize": "small",
-    "handlelength": 1.2,
-    "columnspacing": 1,
-    "borderpad": 0,
-}
+LEGEND = {"ncols": 3, "frameon": False, "fontsize": "small", "columnspacing": 1}
 REWARD = {"reward": "train", "eval/avg@4": "held out, avg@4"}
 # The y axis of a panel: {key of a row: name of its curve}. All begin at 0.
 OF_ALL = {
@@ -94,7 +88,7 @@ def draw_panel(axis, rows: list[dict], x: str, name: str, curves: dict) -> None:
     least = 1.05 if name.startswith(("share", "reward")) else 0
     axis.set_ylim(min(0, low) if name == "reward" else 0, max(least, high))
     if len(curves) > 1:  # above the panel, where no curve is
-        axis.legend(ncols=3, bbox_to_anchor=(0, 1), loc="lower left", **LEGEND)
+        axis.legend(bbox_to_anchor=(0, 1), loc="lower left", **LEGEND)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The whole run: GRPO is the special case, the log says what happened, ranks agree."""
 
 import inspect
-import json
 import math
 import re
 import textwrap
@@ -78,21 +77,11 @@ def test_log_rows(run, pictures, tmp_path):
     assert ["eval/avg@4" in row for row in log] == [True, False, True, True]
     for row in log[1:]:
         assert set(row) - {"eval/avg@4"} == set(NAMES.split())
-        assert 0 < row["cost/kept"] <= row["cost/sampled"]
         assert row["time/rollout"] + row["time/score"] + row["time/train"] < row["step_time"]
-        assert 0 < row["kept/tokens"] <= 1
-        assert 0 < row["kept/completions"] <= row["kept/prompts"] <= 1
         assert row["sampling/sampling_logp_difference/mean"] < 1e-5
         assert row["clip_ratio/region_mean"] == 0, "one update a batch: the ratio is 1"
     assert log[1]["kept/prompts"] == 1, "no history yet"
     assert log[1]["tokens/generated"] == round(log[1]["completions/mean_length"] * 24)
-    sample = rows(tmp_path / "run", "samples.jsonl")[0]
-    names = ("step", "prompt", "completion", "answer", "reward", "advantage", "kept", "weight")
-    assert set(sample) == set(names)
-    assert sample["reward"] == toy_reward(sample["completion"], "")
-    written = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert written["config"]["prompt_prune_rate"] == 0.5
-    assert written["versions"]["torch"] == torch.__version__
     assert (tmp_path / "run" / "run.png").stat().st_size > 10_000
 
 
@@ -119,17 +108,6 @@ def test_times_of_a_step(run, monkeypatch):
     parts = {"time/rollout": 1, "time/score": 10, "time/train": 200, "step_time": 211}
     for row in run("run", steps=2, eval_every=1, eval_problems=2, minibatches=2)[1:]:
         assert {name: row[name] for name in parts} == parts
-
-
-def test_thirty_steps_raise_the_reward(run):
-    """From a quarter, which is chance.
-
-    Catches the wrong sign of the loss, advantages of other rows, and an update that is not applied.
-    """
-    sizes = {"prompts_per_step": 6, "group_size": 8, "max_new_tokens": 2}
-    log = run("run", steps=30, lr=3e-3, prompt_prune_rate=0.3, **sizes)
-    first, last = ([row["reward"] for row in part] for part in (log[:3], log[-3:]))
-    assert sum(last) / 3 > sum(first) / 3 + 0.3
 
 
 def test_gradient_checkpointing_is_the_same_run(run, tmp_path, monkeypatch):
