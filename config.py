@@ -17,7 +17,6 @@ import tyro
 
 import data
 import dppo
-import rewards
 import sampler
 from flags import Config
 from runtime import InputError, checkpoint
@@ -285,14 +284,13 @@ def check_prompts(cfg: Config, prompts: int) -> None:
     """InputError if the data hold fewer prompts than a step needs."""
     needed = cfg.prompts_per_step
     if prompts < needed:
-        raise InputError(f"--prompts-per-step {needed}: the data hold only {prompts}; lower it")
+        left = f"the data hold only {prompts} without those held out"
+        raise InputError(f"--prompts-per-step {needed}: {left}; lower it")
 
 
 def warnings(cfg: Config) -> list[str]:
     """What may surprise a user of a resolved Config, above all a gradient that is not unbiased."""
     notes = []
-    if cfg.model == "tiny" and data.reward_function(cfg.data) is not rewards.arithmetic_reward:
-        notes.append(f"--model tiny can only add: name another model to learn from {cfg.data}")
     method = method_of(cfg)
     by_method = cfg.prompt_rule == method.prompt_rule and prunes_prompts(cfg)
     if by_method and cfg.completion_rule != method.completion_rule:

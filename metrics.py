@@ -1,6 +1,5 @@
 """
-The figures of a step's row in log.jsonl, its groups and sampled completions beside it, and the
-console line.
+The figures of a step's row in log.jsonl, and the groups and sampled completions beside it.
 
 train.py adds step, learning_rate, step_time, time/*, eval/* and history/* (see `history`). Names
 are TRL's where it has one. A figure that does not exist in a step is NaN here and null in the file.
@@ -9,33 +8,26 @@ Letters: K prompts rolled out, G completions each.
 """
 
 import math
-from pathlib import Path
 
 import torch
 
-import config
 import dppo
-from update import UpdateStats
-
-SOME_NONE = (
-    "the reward is None for some completions of a prompt and a number for others. None leaves a "
-    "completion out of its group. Return 0.0 for a wrong one"
-)
 
 
 def row(
-    cfg: config.Config, *, prompt_weights, rewards, lengths, truncated, entropy, advantages, scale,
-    cost, keep, weights, stats: list[UpdateStats], grad_norms: list[float],
+    cfg, *, prompt_weights, rewards, lengths, truncated, entropy, advantages, scale, cost, keep,
+    weights, stats: list, grad_norms: list[float],
 ) -> dict:  # fmt: skip
     """The figures of a step, from tensors of train.py's step: prompt_weights is [K], all others
-    [K, G]. `weights` are those of both levels. stats and grad_norms have an entry for each update.
+    [K, G]. `weights` are those of both levels. stats (update.UpdateStats) and grad_norms have an
+    entry for each update.
 
     Averages weight each prompt by 1 / P(kept), so they estimate what all Q candidates would have
     shown.
     """
     first = stats[0]
     sums = torch.tensor(stats, dtype=torch.float64).sum(dim=0)
-    total = UpdateStats(*sums.tolist())
+    total = first._make(sums.tolist())
     figures = {
         "loss": total.loss / len(stats),
         **averages(prompt_weights, rewards, lengths, truncated, entropy),
@@ -96,7 +88,7 @@ def history(score: torch.Tensor, window: torch.Tensor, kept: torch.Tensor) -> di
     }
 
 
-def kept(cfg: config.Config, prompt_weights, advantages, scale, cost, keep, weights) -> dict:
+def kept(cfg, prompt_weights, advantages, scale, cost, keep, weights) -> dict:
     """How much both prunings kept, and the weights that make up for the rest."""
     live = dppo.contributes(advantages, scale, cfg.beta)  # [K, G]
     num_prompts = cfg.prompts_per_step  # Q
@@ -168,66 +160,6 @@ def samples(step: int, problems: list, texts, rewards, advantages, keep, weights
         }
         for row, problem in enumerate(problems[:3])
     ]
-
-
-def first_lines(
-    cfg: config.Config, policy, world: int, problems: int, held_out: int, step: int
-) -> str:
-    """What the run is, and notes on what may surprise its user."""
-    parameters = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
-    prompts = cfg.prompts_per_step
-    rest = f"steps {step} to {cfg.steps}" if step <= cfg.steps else "only its last evaluation"
-    summary = (
-        f"{cfg.model}: {parameters:.1f} M parameters on {world} x {cfg.device}, {cfg.dtype}; "
-        f"{cfg.data}: {problems} problems to train on, {held_out} held out; loss {cfg.loss}, "
-        f"prompt rule {cfg.prompt_rule}, completion rule {cfg.completion_rule}, {prompts} x "
-        f"{cfg.group_size} completions a step; {rest}, in {cfg.out_dir}/"
-    )
-    notes = config.warnings(cfg)
-    if cfg.engine == "compact" and policy.why_not_fast:
-        summary += "; transformers decodes tokens"
-        notes.append(f"the fast decoder is not used, because {policy.why_not_fast}")
-    elif cfg.engine == "compact":
-        summary += "; the fast decoder decodes tokens"
-    return "\n".join([summary, *(f"note: {note}" for note in notes)])
-
-
-def nothing_learned(cfg: config.Config, row: dict, steps: int, samples: Path) -> str:
-    """A note for a run whose gradient was 0 for some steps, given the figures of the last one."""
-    cause = "each problem is too easy or too hard for the model, so its completions earn the same"
-    if math.isnan(row["reward"]):
-        cause = "no reference answer can be scored"
-    elif cfg.mask_truncated and row["completions/clipped_ratio"] == 1:
-        cause = "--max-new-tokens cuts off all completions, and --mask-truncated masks these"
-    elif row["frac_reward_zero_std"] < 1:
-        cause = "no completion that was kept has a loss, although rewards differ in some groups"
-    elif row["reward"] == 0:
-        cause = "the reward never finds the answer in a completion, or the problems are too hard"
-    return (
-        f"the gradient was 0 for {steps} steps, so nothing was learned (mean reward "
-        f"{row['reward']:.3f}). Likely cause: {cause}. See {samples}"
-    )
-
-
-def console_line(figures: dict, steps: int) -> str:
-    """One aligned line for a step. Step 0 has evaluations only."""
-    width = len(str(steps))
-    scores = " | ".join(
-        f"{name} {value:.3f}" for name, value in figures.items() if name.startswith("eval/")
-    )
-    if figures["step"] == 0:
-        return f"step {0:5d} | {scores}"
-    entropy = figures["entropy"]
-    if math.isnan(entropy):  # vLLM returns none
-        entropy = figures["entropy/trained"]
-    line = (
-        f"step {figures['step']:{width}d}/{steps} | reward {figures['reward']:.3f} | kept "
-        f"{figures['kept/completions']:.2f} | w_max {figures['weight/max']:4.1f} | density "
-        f"{figures['pack/density']:.2f} | entropy {entropy:.3f} | gnorm "
-        f"{figures['grad_norm']:5.2f} | sample {figures['time/rollout']:5.2f}s | train "
-        f"{figures['time/train']:5.2f}s"
-    )
-    return f"{line} | {scores}" if scores else line
 
 
 def effective_sample_size(weights: torch.Tensor) -> float:

@@ -57,7 +57,7 @@ import models
 import rollout
 import sampler
 from flags import Config
-from rewards import score
+from rewards import math_reward, score
 from runtime import InputError, NotFiniteError, checkpoint, console, log, ranks
 from runtime.stop import Stop
 from runtime.timer import Timer
@@ -66,6 +66,14 @@ from update import accumulate_gradients, trainer_logprobs
 TOKENS_MEMORY = 10  # steps until a batch's token count weighs 1/e in the mean
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
 DEAD_STEPS = 5  # steps in a row with gradient 0, after which a run says so
+NOTHING_LEARNED = (
+    "the gradient was 0 for {} steps, so nothing was learned: the problems are too hard or too "
+    "easy, or the reward does not find or cannot score the answers. See {}"
+)
+SOME_NONE = (
+    "the reward is None for some completions of a prompt and a number for others. None leaves a "
+    "completion out of its group. Return 0.0 for a wrong one"
+)
 STOPPED = "stopped after step {}; to continue: the same program with --resume --out-dir {}"
 
 
@@ -311,7 +319,7 @@ def run(trainer: Trainer, until: int | None = None) -> None:
 
     def write(row, others):
         if logger:
-            logger.write(row, others, metrics.console_line(row, cfg.steps))
+            logger.write(row, others, console.lines(row, others.get("samples"), cfg))
 
     with stop.listening():
         if done == 0 and cfg.eval_every:  # the model as it was loaded
@@ -329,12 +337,10 @@ def run(trainer: Trainer, until: int | None = None) -> None:
             row |= evaluated
             write(row, others)
             dead_steps = dead_steps + 1 if row["grad_norm"] == 0 else 0
-            if logger:
-                if row["frac_reward_some_none"] > 0:
-                    logger.note(metrics.SOME_NONE)
-                if dead_steps == DEAD_STEPS:
-                    path = out_dir / "samples.jsonl"
-                    logger.note(metrics.nothing_learned(cfg, row, DEAD_STEPS, path))
+            if logger and row["frac_reward_some_none"] > 0:
+                logger.note(SOME_NONE)
+            if logger and dead_steps == DEAD_STEPS:
+                logger.note(NOTHING_LEARNED.format(DEAD_STEPS, out_dir / "samples.jsonl"))
 
             stopped = stop.agreed()
             due = cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps)
@@ -347,6 +353,8 @@ def run(trainer: Trainer, until: int | None = None) -> None:
             if done < cfg.steps:
                 print(STOPPED.format(done, cfg.out_dir), flush=True)
             else:
+                print(console.summary(log.read_rows(logger.path)))
+                print(f"what other pruning would save: python -m bench ceiling {out_dir}")
                 saved = f", {checkpoint.newest(out_dir)}/" if saved_at == done else ""
                 print(f"done: {logger.path}, {out_dir / 'run.png'}{saved}")
     ranks.finish()
@@ -365,13 +373,11 @@ def guarded(trainer: Trainer, done: int, write=lambda: None):
     try:
         yield
     except NotFiniteError as error:
-        if ranks.waits.step == 0:
-            problem = f"--model {cfg.model} is not finite in {cfg.dtype} ({error})"
-            raise InputError(f"{problem}: use --dtype float32, or another model") from None
         saved = checkpoint.newest(Path(cfg.out_dir)) or cfg.model
         raise InputError(
             f"step {ranks.waits.step} is not finite ({error}): it is not saved, and --resume would "
-            f"repeat it. Start again in a new --out-dir from --model {saved}, with a lower --lr"
+            f"repeat it. Start again in a new --out-dir from --model {saved}, with a lower --lr or "
+            f"--dtype float32"
         ) from None
     except Exception:
         if done and not updates and trainer.is_main and cfg.shard == "none":
@@ -389,22 +395,38 @@ def guarded(trainer: Trainer, done: int, write=lambda: None):
 def start_log(trainer: Trainer, done: int) -> log.Log:
     """Write config.json, cut the log back to the checkpoint, and say what the run is."""
     cfg, out_dir = trainer.cfg, Path(trainer.cfg.out_dir)
-    if done and (stored := log.read_json(out_dir / "config.json")["ranks"]) != trainer.world:
-        how = "sums round differently, so samples will eventually differ"
-        print(f"resuming a run of {stored} ranks on {trainer.world}: {how}")
     logger = log.Log(out_dir)
     logger.open(done)
     if cfg.track:
         logger.start_tracker(cfg.track, asdict(cfg))
     checkpoint.write_config(out_dir, asdict(cfg), trainer.world, trainer.tokenizer.date)
+    millions = sum(parameter.numel() for parameter in trainer.policy.parameters()) / 1e6
     problems, held_out = len(trainer.train_set), len(trainer.eval_set)
-    first = metrics.first_lines(cfg, trainer.policy, trainer.world, problems, held_out, done + 1)
-    print(first)
+    print(
+        f"{cfg.model}: {millions:.1f} M parameters on {trainer.world} x {cfg.device}, {cfg.dtype}; "
+        f"{cfg.data}: {problems} problems to train on, {held_out} held out"
+    )
+    print(
+        f"prompt rule {cfg.prompt_rule}, completion rule {cfg.completion_rule}, loss {cfg.loss}; "
+        f"{cfg.prompts_per_step} x {cfg.group_size} completions a step; from step {done} to "
+        f"{cfg.steps}, in {cfg.out_dir}/"
+    )
+    print(console.COLUMNS)
     instruction = cfg.instruction
     if instruction is None:
         instruction = trainer.train_set[0].instruction
     if instruction:
         print(f"after each problem, prompts say: {instruction}")
+    notes = config.warnings(cfg)
+    if cfg.model == "tiny" and trainer.reward is math_reward:  # not a reward of the user's
+        notes.append(f"--model tiny can only add: name another model to learn from {cfg.data}")
+    if cfg.engine == "compact" and trainer.policy.why_not_fast:
+        why = trainer.policy.why_not_fast
+        notes.append(
+            f"--engine vllm may sample faster: our fast decoder is not used, because {why}"
+        )
+    for note in notes:
+        logger.note(note)
     return logger
 
 
@@ -457,26 +479,26 @@ def restore(trainer: Trainer) -> int:
     """
     stored, of_run = checkpoint.load_state(trainer.saved), f"the run in {trainer.cfg.out_dir}"
     state = stored["trainer"]
-    same_kind = isinstance(state.get("content", {}).get("train"), str)  # older ones had two hashes
-    if state.keys() != trainer.state().keys() or not same_kind:
+    if state.keys() != trainer.state().keys():
         raise InputError(
             f"--resume: another program or version than this one trained {of_run}: resume it with "
             f"the command that started it"
         )
-    if trainer.fingerprint not in (None, stored["fingerprint"]):
-        raise InputError(
-            f"--model {trainer.cfg.model} is not the model that {of_run} began with: name that "
-            f"one, or use another --out-dir"
-        )
-    trainer.fingerprint = stored["fingerprint"]
-    for use, flag in (("train", "--data"), ("evaluate", "--eval-data")):
-        now, before = trainer.content[use], state["content"][use]
+    content = trainer.content
+    for flag, what, now, before in (
+        ("--model", "the model that", trainer.fingerprint, stored["fingerprint"]),
+        ("--data", "the problems to train on that", content["train"], state["content"]["train"]),
+        ("--eval-data", "the problems to evaluate on that", content["evaluate"],
+         state["content"]["evaluate"]),
+    ):  # fmt: skip
+        # None, "": it was not read, or a run without evaluation
         if now and before and now != before:
             raise InputError(
-                f"{flag}: the problems to {use} on have other prompts or reference answers than "
-                f"when {of_run} began: give it the data that it had, or use another --out-dir"
+                f"{flag} is not {what} {of_run} began with: give it the one that it had, or use "
+                f"another --out-dir"
             )
-        trainer.content[use] = before or now  # "": a run without evaluation
+    trainer.fingerprint = stored["fingerprint"]
+    trainer.content = {use: before or content[use] for use, before in state["content"].items()}
     ranks.load_optimizer(trainer.optimizer, stored["optimizer"])
     trainer.load_state(state)
     return stored["step"]

@@ -21,9 +21,8 @@ import torch
 import tyro
 
 import config
-import metrics
 import train
-from runtime import log
+from runtime import console, log
 from runtime.device import cast_weights
 from train import Trainer
 
@@ -66,7 +65,7 @@ def run(
         logger = train.start_log(trainer, 0)
         for step in range(1, trainer.cfg.steps + 1):
             row, others = trainer.step(step)
-            logger.write(row, others, metrics.console_line(row, trainer.cfg.steps))
+            logger.write(row, others, console.lines(row, None, trainer.cfg))
         return trainer, log.read_rows(Path(folder, "log.jsonl"))
 
 

@@ -125,24 +125,33 @@ def time_ratio(first: dict[int, dict], second: dict[int, dict]) -> float:
 
 
 def draw_savings(rows: list[dict]) -> Figure:
-    """Accuracy minus GRPO's over seconds a step, a panel for each task: its largest batch. The two
-    seeds of words have no interval, so they are in the table only."""
+    """A line for each method: its seconds a step over GRPO's, and its accuracy minus GRPO's. A row
+    of panels for each task: its largest batch. The two seeds of words have no interval, so they are
+    in the table only."""
     settings = [name for name in settings_of(rows) if name != "words"]
-    figure, panels = new_figure(len(settings))
-    for panel, setting in zip(panels, settings, strict=True):
+    figure = Figure(figsize=(7, 3 * len(settings)), dpi=120, layout="constrained")
+    panels = figure.subplots(len(settings), 2, squeeze=False, sharey="row", sharex="col")
+    for (times, gaps), setting in zip(panels, settings, strict=True):
         count = candidates_of(rows, setting)[-1]
         full = by_seed(rows, setting, "grpo", candidates=count)
-        for name, (title, color) in METHODS.items():
+        names = [
+            name for name in METHODS if full and by_seed(rows, setting, name, candidates=count)
+        ]
+        for place, name in enumerate(names):
+            color = METHODS[name][1]
             own = by_seed(rows, setting, name, candidates=count)
-            if own and full:
-                mean, half = interval(difference(accuracies(own), accuracies(full)))
-                style = {"color": color, "marker": MARKERS[name], "ms": 7, "ls": "", "capsize": 3}
-                panel.errorbar(time_ratio(own, full), mean, half, label=title, **style)
-        panel.axhline(0, color="#cccccc", lw=1, zorder=0)
-        panel.set(title=f"{TITLES[setting]}, {count} x 16", xlabel="step time, GRPO's = 1")
-        panel.set_xlim(left=0)
-    panels[0].set_ylabel("accuracy minus GRPO's, equal steps")
-    add_legend(figure, panels)
+            mean, half = interval(difference(accuracies(own), accuracies(full)))
+            times.barh(place, time_ratio(own, full), color=color)
+            gaps.errorbar(mean, place, xerr=half, color=color, marker="o", capsize=3)
+        times.set(yticks=range(len(names)), yticklabels=[METHODS[name][0] for name in names])
+        times.set_title(f"{TITLES[setting]}, {count} x 16")
+        gaps.axvline(0, color="#cccccc", lw=1, zorder=0)
+        for panel in (times, gaps):
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.grid(axis="x", alpha=0.2)
+        times.invert_yaxis()
+    panels[-1, 0].set_xlabel("step time, GRPO's = 1")
+    panels[-1, 1].set_xlabel("accuracy minus GRPO's")
     return figure
 
 

@@ -91,15 +91,13 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
     shutil.rmtree(unfinished, ignore_errors=True)
     with log.nothing_lost_if_full(unfinished, Exception):  # each library has errors of its own
         once = {tensor.data_ptr(): tensor for tensor in weights.values()}  # as they are written
-        bits = _sum_of_bits(once.values())  # first: transformers empties the dictionary
+        bits = sum_of_bits(once.values())  # first: transformers empties the dictionary
         model.save_pretrained(unfinished, state_dict=weights)
         getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
         torch.save(state, unfinished / "trainer.pt")
         paths = [path for path in unfinished.rglob("*") if path.is_file()]
-        files = {
-            str(path.relative_to(unfinished)): _size_and_checksum(path, BEGINNING) for path in paths
-        }
-        written = json.dumps(files | {"weights": bits}, indent=1)
+        files = {str(path.relative_to(unfinished)): size_and_checksum(path) for path in paths}
+        written = json.dumps({"files": files, "weights": bits}, indent=1)
         (unfinished / "files.json").write_text(written + "\n")
         for path in [*paths, unfinished / "files.json"]:  # on disk before it gets the final name
             with open(path, "rb+") as file:
@@ -137,18 +135,18 @@ def _link(out_dir, final):
         link.unlink(missing_ok=True)
 
 
-def _size_and_checksum(path, length):
+def size_and_checksum(path: Path) -> list[int]:
     """Of a file: its size, and the checksum of its first bytes."""
     with open(path, "rb") as file:
-        return [path.stat().st_size, zlib.crc32(file.read(length))]
+        return [path.stat().st_size, zlib.crc32(file.read(BEGINNING))]
 
 
 def fingerprint(model) -> int:
     """A number that identifies a model's weights."""
-    return _sum_of_bits(model.parameters())
+    return sum_of_bits(model.parameters())
 
 
-def _sum_of_bits(tensors):
+def sum_of_bits(tensors) -> int:
     """The sum of the tensors' bits, read as integers: it depends neither on the order of the sum
     nor on names and shapes, which transformers may change when it saves."""
     total = 0
@@ -162,19 +160,19 @@ def is_complete(path: Path) -> bool:
     """Whether a checkpoint is what was written. Nothing was read again for that: trainer.pt is a
     zip file, which has checksums, and the weights were added up before they were written."""
     try:
-        files = json.loads((path / "files.json").read_text())
-        bits = files.pop("weights", None)
-        length = -1 if bits is None else BEGINNING  # older ones have checksums of whole files
-        for name, value in files.items():
-            if _size_and_checksum(path / name, length) != value:
-                return False
+        written = json.loads((path / "files.json").read_text())
+        files = {name: size_and_checksum(path / name) for name in written["files"]}
         with zipfile.ZipFile(path / "trainer.pt") as file:
-            return file.testzip() is None and bits in (None, _sum_of_bits(_stored_weights(path)))
+            intact = file.testzip() is None
+        return (
+            files == written["files"] and intact and sum_of_bits(stored(path)) == written["weights"]
+        )
     except Exception:  # whatever a damaged file leads to
         return False
 
 
-def _stored_weights(folder):
+def stored(folder: Path):
+    """The weights of a checkpoint."""
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             yield from map(file.get_tensor, file.keys())

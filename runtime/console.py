@@ -1,9 +1,19 @@
-"""The console of a program, which is never a reason to stop: files hold what matters."""
+"""
+The console of a program, which is never a reason to stop: files hold what matters. And what a run
+of train.py prints there.
+"""
 
 import contextlib
 import io
+import math
 import os
 import sys
+
+COLUMNS = (
+    "kept: completions to train on; w_max: the largest of their weights, 1 / P(kept); gnorm: norm "
+    "of the gradient before clipping"
+)
+SHOWN = 160  # characters of a sample's prompt and of its completion, the last ones
 
 
 class Console:
@@ -37,3 +47,63 @@ def go_on() -> None:
     with contextlib.suppress(OSError):  # it flushes
         escape()
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
+
+
+# ---------------------------------------------------------------------------- of a training run
+
+
+def lines(row: dict, samples: list[dict] | None, cfg) -> str:
+    """An aligned line for a row of log.jsonl. Step 0 has evaluations only. After the first step and
+    after each evaluation, a line with the first of the step's samples follows."""
+    parts = [f"step {row['step']:{len(str(cfg.steps))}d}/{cfg.steps}"]
+    if row["step"] > 0:
+        entropy = row["entropy"]
+        if math.isnan(entropy):  # vLLM returns none
+            entropy = row["entropy/trained"]
+        completions = cfg.prompts_per_step * cfg.group_size
+        kept = round(row["kept/completions"] * completions)
+        parts += [
+            f"reward {number(row['reward'], 3)}",
+            f"kept {kept:{len(str(completions))}d}/{completions}",
+            f"w_max {number(row['weight/max'], 1, width=5)}",
+            f"entropy {number(entropy, 3)}",
+            f"gnorm {number(row['grad_norm'], 3)}",
+            f"sample {row['time/rollout']:5.2f}s",
+            f"train {row['time/train']:5.2f}s",
+        ]
+    scores = evaluations(row)
+    parts += [f"{name} {number(value, 3)}" for name, value in scores]
+    text = " | ".join(parts)
+    if samples and (scores or row["step"] == 1):
+        first = samples[0]
+        prompt, completion = first["prompt"][-SHOWN:], first["completion"][-SHOWN:]
+        text += f"\n    {prompt!r} -> {completion!r}: reward {number(first['reward'], 3)}"
+    return text
+
+
+def summary(rows: list[dict]) -> str:
+    """What a run has done, from all rows of its log.jsonl."""
+    steps = [row for row in rows if row["step"] > 0]
+    sampled, kept, seconds = (
+        sum(row[name] for row in steps) for name in ("cost/sampled", "cost/kept", "step_time")
+    )
+    share = number(100 * kept / sampled if sampled else math.nan, 0)
+    tokens = f"{sampled:,.0f} tokens sampled with their prompts, {kept:,.0f} ({share} %) trained on"
+    parts = [tokens, f"{seconds:.0f} s of steps"]
+    scores = [score for row in rows for score in evaluations(row)]
+    if scores:
+        (name, before), (_, after) = scores[0], scores[-1]
+        parts.insert(0, f"{name} from {number(before, 3)} to {number(after, 3)}")
+    return "; ".join(parts)
+
+
+def evaluations(row: dict) -> list[tuple[str, float]]:
+    """(name, value) of the row's evaluations, such as ("avg@4", 0.5)."""
+    found = [(name.split("/")[1], row[name]) for name in row if name.startswith("eval/")]
+    return [(f"held-out {name}", value) for name, value in found]
+
+
+def number(value: float | None, digits: int, width: int = 0) -> str:
+    """The value, or "-" if it does not exist: NaN, or null in a file."""
+    exists = value is not None and math.isfinite(value)
+    return (f"{value:.{digits}f}" if exists else "-").rjust(width)

@@ -209,3 +209,16 @@ def run(policy_folder, tmp_path):
         return toy.rows(tmp_path / name)
 
     return go
+
+
+@pytest.fixture
+def ends_like_the_whole(run, tmp_path):
+    """Resume the run `part`, with the flags that it had: its log, samples, groups and weights are
+    those of the run `whole`, which never stopped."""
+
+    def check(**options):
+        run("whole", **options)
+        run("part", resume="auto", **options)
+        toy.assert_same(toy.timeless(tmp_path / "whole"), toy.timeless(tmp_path / "part"))
+
+    return check

@@ -214,10 +214,6 @@ NOTES = [  # the completion rule `mine`, flags, a text, whether the first lines 
     (rule, MINE | {"method": "dppo", "prompt_rule": "uniform"}, "pruned", False),
     (picky, {"method": "mine"}, "changes the expected gradient: it keeps all", True),
     (rule, {"method": "mine"}, "changes the expected gradient", False),
-    (rule, {"data": "words"}, "tiny can only add: name another model to learn from words", True),
-    (rule, {"data": "mine.jsonl", "max_new_tokens": 9}, "can only add", True),
-    (rule, {"data": "arithmetic-mixed"}, "can only add", False),
-    (rule, {"data": "words", "model": "smollm2"}, "can only add", False),
 ]
 
 
@@ -308,10 +304,9 @@ def test_a_reward_that_fails_keeps_its_traceback(run, tmp_path):
 
 
 SILENT = [  # a reward, flags, the note
-    (lambda *_: 0.0, {}, "(mean reward 0.000). Likely cause: the reward never finds the answer"),
-    (lambda *_: 1.0, {"method": "pps"}, "(mean reward 1.000). Likely cause: each problem is too"),
-    (lambda *_: None, {}, "no reference answer can be scored"),
-    (toy.toy_reward, {"mask_truncated": True, "max_new_tokens": 1}, "cuts off all completions"),
+    (lambda *_: 0.0, {}, "the gradient was 0 for 5 steps, so nothing was learned"),
+    (lambda *_: 1.0, {"method": "pps"}, "the gradient was 0 for 5 steps"),
+    (lambda *_: None, {}, "the gradient was 0 for 5 steps"),
     (toy.toy_reward, {}, None),
     # a reward that forgets to return, and one that cannot score some problems
     (lambda text, _: 1.0 if text[:1] < "@" else None, {"steps": 3}, "the reward is None for some"),
@@ -329,7 +324,7 @@ def test_a_run_without_signal_says_so(run, tmp_path, capsys, reward, flags, text
     assert len(places) == bool(text)
     for i in places:
         assert text in lines[i]
-        if "mean reward" in text:  # those of every step are equal
+        if "gradient" in text:
             assert lines[i - 1].startswith("step  5/12")
             assert str(tmp_path / "run" / "samples.jsonl") in lines[i]
 

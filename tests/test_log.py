@@ -1,8 +1,8 @@
-"""The log's figures under pruning, worked out again from what a step drew; and flags that only the
-optimizer sees."""
+"""The figures of the log by hand, that a step gives them its tensors, and that pruned ones estimate
+the full batch's; and flags that only the optimizer sees."""
 
-import inspect
 import math
+import types
 from dataclasses import replace
 from unittest import mock
 
@@ -21,6 +21,103 @@ from rollout import Rollouts
 from runtime import log
 from tasks import arithmetic
 from update import UpdateStats, trainer_logprobs
+
+nan = math.nan
+
+
+def table(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+# Two prompts of the four candidates, three completions each; the second group is dead.
+BATCH = {
+    "prompt_weights": table(2, 1),
+    "rewards": table([1, 0, nan], [0, 0, 0]),
+    "lengths": table([1, 2, 3], [2, 2, 2]),
+    "truncated": table([0, 0, 1], [1, 1, 1]),
+    "entropy": table([1, 2, 3], [1, 1, 1]),
+    "advantages": table([1, -1, 0], [0, 0, 0]),
+    "scale": table([0.5, 0.5, 0.5], [1, 1, 1]),
+    "cost": table([2, 3, 4], [5, 5, 5]),
+    "keep": table([1, 0, 0], [0, 1, 0]).bool(),
+    "weights": table([4, 0, 0], [0, 3, 0]),
+    "grad_norms": [1.0, 3.0],
+    "stats": [
+        UpdateStats(
+            loss=1, kl=2, clipped=3, gap=4, importance=5, capped=6, entropy=7,
+            completion_tokens=8, tokens=9, slots=10,
+        ),
+        UpdateStats(
+            loss=10, kl=20, clipped=30, gap=40, importance=50, capped=60, entropy=70,
+            completion_tokens=80, tokens=90, slots=100,
+        ),
+    ],
+}  # fmt: skip
+IMPORTANCE = "sampling/importance_sampling_ratio"
+BY_HAND = {
+    # means over what was rolled out, each prompt with its weight
+    "reward": (2 * 0.5 + 0) / 3,  # of scored completions
+    "reward_std": 2 * 0.5**0.5 / 3,
+    "frac_reward_zero_std": 1 / 3,
+    "frac_reward_some_none": 2 / 3,
+    "completions/mean_length": (2 * 2 + 2) / 3,
+    "completions/clipped_ratio": (2 / 3 + 1) / 3,
+    "entropy": (2 * 2 + 1) / (2 * 2 + 2),
+    # of all updates, or of the first one only
+    "loss": (1 + 10) / 2,
+    "kl": (2 + 20) / (2 * 0.5 * 6 + 6),
+    "grad_norm": 2,
+    "clip_ratio/region_mean": (3 + 30) / (8 + 80),
+    "entropy/trained": 7 / 8,
+    "sampling/sampling_logp_difference/mean": 4 / 8,
+    f"{IMPORTANCE}/mean": 5 / 8,
+    f"{IMPORTANCE}/capped": 6 / 8,
+    "pack/density": (9 + 90) / (10 + 100),
+    "tokens/generated": 12,
+    "tokens/trained": 99,
+    # of the four candidates
+    "kept/prompts": 2 / 4,
+    "kept/completions": 2 / 12,
+    "kept/tokens": (2 + 5) / (2 * 9 + 15),
+    "cost/sampled": 24,
+    "cost/kept": 7,
+    "weight/max": 4,
+    "weight/prompt_max": 2,
+    "weight/ess": (4 + 3) ** 2 / (4**2 + 3**2),
+}
+
+
+def test_figures_by_hand():
+    """Catches a mean without the prompts' weights, an unscorable completion or group that counts, a
+    ratio of other updates, and an effective number of completions whose term is 0."""
+    cfg = types.SimpleNamespace(
+        device="cpu", importance_cap=2.0, beta=0.5, prompts_per_step=4, group_size=3
+    )
+    assert metrics.row(cfg, **BATCH) == pytest.approx(BY_HAND)
+    plain = metrics.row(
+        types.SimpleNamespace(**vars(cfg) | {"importance_cap": 0, "beta": 0}), **BATCH
+    )
+    assert BY_HAND.keys() - plain.keys() == {"kl", f"{IMPORTANCE}/mean", f"{IMPORTANCE}/capped"}
+    assert plain["weight/ess"] == 1, "without a KL term, only the first completion contributes"
+
+
+def test_a_group_that_cannot_be_scored_has_no_reward():
+    """It counts as a group with equal rewards. Catches one that lowers the mean reward, or that
+    makes it NaN."""
+    tables = [BATCH[name] for name in ("lengths", "truncated", "entropy")]
+    found = metrics.averages(table(2, 1), table([1, 0, 1], [nan] * 3), *tables)
+    assert found["reward"] == pytest.approx(2 / 3)
+    assert found["reward_std"] == pytest.approx(2 * (1 / 3) ** 0.5 / 3)
+    assert found["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    assert found["frac_reward_some_none"] == 0
+
+
+def test_figures_of_the_history_by_hand():
+    """Prompts 1 and 2 are dull. Catches a share of the wrong prompts."""
+    score, window = torch.tensor([nan, 0, 0, 1]), torch.tensor([1, 2, 3])
+    found = metrics.history(score, window, torch.tensor([True, False, True]))
+    names = ("history/never_rolled_out", "history/dull", "kept/dull_prompts", "kept/other_prompts")
+    assert found == dict(zip(names, (1 / 4, 2 / 4, 1 / 2, 1), strict=True))
 
 
 @pytest.fixture
@@ -46,128 +143,47 @@ def some_fail(completion, answer):
     return toy_reward(completion, answer) * (int(answer) % 2)
 
 
-def test_means_stand_for_all_candidates(steps):
-    """With prompt weights that differ. Catches a mean over the groups that happened to be rolled
-    out: of dead groups, of rewards, of their deviation, of lengths and of entropies."""
-    trainer, row, _ = steps(reward=some_fail, prompt_rule="dppo")
-    seen = trainer.steps[-1]
-    rewards, weights = seen.rewards, seen.prompt_weights
-    assert len(set(weights.tolist())) > 1, "else a plain mean is the same"
-    mean = lambda values: ((weights * values).sum() / weights.sum()).item()
-    dead = (rewards == rewards[:, :1]).all(dim=1)
-    assert 0 < dead.sum() < len(dead)
-    assert row["frac_reward_zero_std"] == pytest.approx(mean(dead.double()))
-    assert row["frac_reward_zero_std"] != pytest.approx(dead.double().mean().item())
-    assert row["reward"] == pytest.approx(mean(rewards.mean(dim=1)))
-    assert row["reward_std"] == pytest.approx(mean(rewards.std(dim=1)))
-    lengths = mean(seen.lengths.mean(dim=1))
-    assert row["completions/mean_length"] == pytest.approx(lengths)
-    assert row["completions/clipped_ratio"] == pytest.approx(mean(seen.truncated.mean(dim=1)))
-    entropy = mean(seen.entropy.mean(dim=1)) / lengths
-    assert row["entropy"] == pytest.approx(entropy)
-    kept_only = (seen.entropy * seen.keep).sum() / (seen.lengths * seen.keep).sum()
-    assert row["entropy"] != pytest.approx(kept_only.item(), rel=1e-4)
-
-
-def test_deviation_of_scored_rewards():
-    """Of a group's scorable rewards only. Catches a divisor that counts the others."""
-    nan = math.nan
-    rewards = torch.tensor([[1, 0, nan, nan], [1, 0, 1, 0], [1, nan, nan, nan]])
-    found = metrics.nan_std(rewards)
-    assert found[:2].tolist() == pytest.approx([math.sqrt(0.5), math.sqrt(1 / 3)])
-    assert found[2].isnan()
-
-
-def test_samples(steps):
-    """Of three prompts the first completion: a sample's weight is its prompt's times its own, of
-    the one update that may have kept it. Catches a weight that is left out, and another's row."""
-    trainer, _, others = steps(count=3, reward=some_fail, minibatches=2)
-    seen, samples = trainer.steps[-1], others["samples"]
-    weights = sum(one.factor * one.keep for one in seen.updates) / seen.scale
+def test_samples_and_groups(steps):
+    """Of three prompts the first completion, whose weight is its prompt's times its own; of all
+    groups what `bench ceiling` needs, without the weight of the prompt. Catches a weight that is
+    left out or counts twice, another prompt's row, and a NaN that is no JSON."""
+    some_none = lambda text, answer: None if text[:1] > "P" else some_fail(text, answer)
+    trainer, row, others = steps(count=3, reward=some_none, minibatches=2)
+    seen, samples, (groups,) = trainer.steps[-1], others["samples"], others["groups"]
+    weights = sum(one.factor * one.keep for one in seen.updates) / seen.scale  # of both levels
+    assert 0 < seen.keep.sum() < seen.keep.numel()
+    assert row["weight/max"] == pytest.approx(weights.max().item())
     assert len(samples) == 3
     for k, sample in enumerate(samples):
         problem = trainer.train_set[seen.taught.prompts[k]]
         assert (sample["step"], sample["prompt"]) == (3, problem.text)
         assert sample["answer"] == problem.answer
-        assert sample["reward"] == some_fail(sample["completion"], problem.answer)
-        assert sample["reward"] == seen.rewards[k, 0]
+        score = some_none(sample["completion"], problem.answer)
+        assert sample["reward"] == (pytest.approx(nan, nan_ok=True) if score is None else score)
         assert sample["advantage"] == seen.advantages[k, 0]
         assert sample["weight"] == pytest.approx(weights[k, 0].item())
         assert sample["kept"] == (sample["weight"] > 0)
-    table = torch.arange(8.0).view(4, 2)
-    found = metrics.samples(
-        1, trainer.train_set[:4], ["ab", "cd", "ef", "gh"], table, -table, table > 3, table / 2
-    )
-    assert [sample["completion"] for sample in found] == ["a", "c", "e"]
-    assert [sample["reward"] for sample in found] == [0, 2, 4]
-    assert [sample["advantage"] for sample in found] == [0, -2, -4]
-    assert [sample["kept"] for sample in found] == [False, False, True]
-    assert [sample["weight"] for sample in found] == [0, 1, 2]
 
-
-def test_groups(steps):
-    """A step's row of groups.jsonl: what was rolled out, whole. Catches a weight of the prompt in a
-    size or in a completion's weight, where it would count twice, a size of a masked completion, and
-    a NaN that is no JSON."""
-    some_none = lambda text, _answer: None if text[:1] > "P" else float(text[:1] < "@")
-    trainer, _, others = steps(count=3, reward=some_none, minibatches=2)
-    seen, (row,) = trainer.steps[-1], others["groups"]
-    assert 0 < seen.keep.sum() < seen.keep.numel()
-    assert (row["step"], row["prompts"]) == (3, seen.taught.prompts.tolist())
-    assert row["prompt_weights"] == seen.prompt_weights.tolist() == [2.0] * 4
-    assert row["tokens"] == seen.cost.tolist()
-    stored = lambda table: [[None if math.isnan(x) else x for x in group] for group in table]
-    assert '"rewards": ' + str(stored(seen.rewards.tolist())).replace("None", "null") in (
-        log.as_json(row)
-    )
-    assert torch.allclose(torch.tensor(row["weights"]).double(), seen.weights / 2, rtol=1e-4)
+    assert (groups["step"], groups["prompts"]) == (3, seen.taught.prompts.tolist())
+    assert groups["prompt_weights"] == seen.prompt_weights.tolist() == [2.0] * 4
+    assert groups["tokens"] == seen.cost.tolist()
+    rewards = log.as_json(groups).split('"rewards": ')[1].split(', "tokens"')[0]
+    assert rewards == str(seen.rewards.tolist()).replace("nan", "null")
+    assert torch.allclose(table(*groups["weights"]), seen.weights / 2, rtol=1e-4)
     energy = seen.updates[0].rollouts.energy
     size = dppo.contribution_size(torch.ones(4, 6), seen.scale, energy, 0.0)
-    assert torch.allclose(torch.tensor(row["size_of_1"]).double(), size, rtol=1e-4)
-    masked = torch.tensor([[0.0, 0.5]])
-    tables = {"rewards": masked, "cost": masked, "energy": 4 + masked, "weights": masked}
-    ids = torch.tensor([7])
-    row = metrics.groups(1, ids, prompt_weights=ids, scale=masked, **tables)
-    assert row["size_of_1"] == [[0.0, pytest.approx(0.5 * 4.5**0.5, rel=1e-4)]]
+    assert torch.allclose(table(*groups["size_of_1"]), size, rtol=1e-4)
 
 
-def test_unscorable_completions_are_left_out(steps):
-    """Fails if they lower the mean reward, or if a group without a score counts in it."""
-
-    def some(text, answer):
-        return None if int(answer) % 3 == 0 or text[:1] < "@" else float(text[:1] < "P")
-
-    trainer, row, _ = steps(count=1, reward=some, prompts_per_step=16, prompt_prune_rate=0)
-    rewards = trainer.steps[-1].rewards
-    none, all_none = rewards.isnan().any(dim=1), rewards.isnan().all(dim=1)
-    assert 0 < all_none.sum() < none.sum()
-    assert row["reward"] == pytest.approx(rewards[~all_none].nanmean(dim=1).mean().item())
-    assert row["frac_reward_some_none"] == (none & ~all_none).double().mean()
-
-
-def test_effective_sample_size_is_of_live_completions(steps):
-    """Fails if it counts completions that are kept although their term is 0."""
-    rates = {"prompt_prune_rate": 0, "completion_prune_rate": 0}
-    trainer, row, _ = steps(count=1, method="grpo", reward=some_fail, **rates)
-    advantages = trainer.steps[-1].advantages
-    live = (advantages != 0).sum().item()
-    assert 0 < live < advantages.numel()
-    assert row["weight/ess"] == pytest.approx(live)
-
-
-def test_figures_of_the_first_update(steps):
-    """What compares sampler and trainer is of the first update only, and clipping is of all. Fails
-    if one is the other."""
-    trainer, _, _ = steps(count=1, importance_cap=2.0)
-    one, other = (UpdateStats(*[value] * len(UpdateStats._fields)) for value in (2.0, 5.0))
-    names = inspect.signature(metrics.row).parameters.keys() - {"cfg", "stats", "grad_norms"}
-    tensors = {name: getattr(trainer.steps[-1], name) for name in names}
-    stats = [one, other._replace(completion_tokens=1.0)]
-    row = metrics.row(trainer.cfg, **tensors, stats=stats, grad_norms=[1.0, 3.0])
-    ratio, gap = "sampling/importance_sampling_ratio", "sampling/sampling_logp_difference/mean"
-    assert [row[name] for name in (f"{ratio}/mean", f"{ratio}/capped", gap)] == [1.0] * 3
-    assert row["clip_ratio/region_mean"] == pytest.approx(7 / 3)
-    assert (row["loss"], row["grad_norm"]) == (3.5, 2.0)
+def test_the_history_learns_from_full_groups(steps):
+    """From the groups that were rolled out, whole, whatever is dropped or masked. Catches a
+    history of what was kept."""
+    trainer, _, _ = steps(count=6, reward=some_fail, mask_truncated=True)
+    seen, taught = trainer.steps[-1], trainer.steps[-1].taught
+    assert 0 < seen.keep.sum() < seen.keep.numel()
+    assert torch.equal(taught.prompts, trainer.candidates(6)[seen.kept])
+    assert torch.equal(taught.advantages, seen.advantages)
+    assert torch.equal(taught.lengths, seen.lengths)
 
 
 # ---------------------------------------------------------------------------- the full batch's
@@ -271,15 +287,7 @@ def test_figures_are_estimates_of_the_full_batch(full_batch, prompt_rule):
         assert expected[name] == pytest.approx(value, rel=near), name
 
 
-def test_the_history_learns_from_full_groups(steps):
-    """From the groups that were rolled out, whole, whatever is dropped or masked. Catches a
-    history of what was kept."""
-    trainer, _, _ = steps(count=6, reward=some_fail, mask_truncated=True)
-    seen, taught = trainer.steps[-1], trainer.steps[-1].taught
-    assert 0 < seen.keep.sum() < seen.keep.numel()
-    assert torch.equal(taught.prompts, trainer.candidates(6)[seen.kept])
-    assert torch.equal(taught.advantages, seen.advantages)
-    assert torch.equal(taught.lengths, seen.lengths)
+# ---------------------------------------------------------------------------- the flags
 
 
 def test_flags_of_the_optimizer(steps, monkeypatch):
@@ -289,20 +297,11 @@ def test_flags_of_the_optimizer(steps, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
     options = {"grad_clip": 0.37, "lr": 0.01, "warmup": 0}
     options["adam_beta2"] = 0.91
-    trainer, _, _ = steps(count=1, **options)
+    trainer, row, _ = steps(count=1, **options)
     (group,) = trainer.optimizer.param_groups
     assert (seen, group["lr"]) == ([0.37], 0.01)
+    assert row["learning_rate"] == 0.01
     assert group["betas"] == (0.9, 0.91)
-
-
-def test_every_step_has_its_learning_rate(steps):
-    """Warm-up, then the schedule, in the optimizer and in the log. Catches a schedule that the
-    optimizer never sees."""
-    options = {"steps": 4, "warmup": 2, "lr": 0.01, "lr_schedule": "linear"}
-    for count, expected in ((1, 0.005), (2, 0.01), (3, 0.02 / 3), (4, 0.01 / 3)):
-        trainer, row, _ = steps(count=count, **options)
-        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
-        assert row["learning_rate"] == pytest.approx(expected)
 
 
 OF_TINY = """

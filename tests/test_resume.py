@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,20 +27,17 @@ from runtime import InputError, log
 from tasks import arithmetic
 
 
-def test_resumed_in_the_middle_of_an_epoch(run, tmp_path, monkeypatch):
-    """Log, samples and weights as if never stopped: the whole prompt history is saved.
+def saved_step(folder):
+    return torch.load(folder / "checkpoint" / "trainer.pt", weights_only=True)["step"]
 
-    Fails if scores or dapo's mean token count are lost.
-    """
+
+def test_resumed_in_the_middle_of_an_epoch(run, ends_like_the_whole, monkeypatch):
+    """Fails if the scores of prompts or dapo's mean token count are lost."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
-    common = {"method": "pps", "group_size": 3, "lr": 3e-3, "loss": "dapo"}
-    common |= {"prompt_rule": "uniform", "prompt_prune_rate": 0.5}
-    run("whole", steps=30, save_every=30, **common)
-    run("part", steps=19, save_every=19, **common)
-    state = torch.load(tmp_path / "part" / "checkpoint" / "trainer.pt", weights_only=True)
-    assert (state["trainer"]["history"]["score"] > 0).sum() > 10
-    toy.main(["--out-dir", str(tmp_path / "part"), "--resume", "--steps", "30"])
-    assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
+    options = {"method": "pps", "group_size": 3, "lr": 3e-3, "loss": "dapo", "steps": 30}
+    options |= {"prompt_rule": "uniform", "prompt_prune_rate": 0.5, "save_every": 30}
+    run("part", until=19, **options)
+    ends_like_the_whole(**options)
 
 
 def main_until_killed(args, wanted, seconds):
@@ -57,25 +53,19 @@ def main_until_killed(args, wanted, seconds):
     toy.main(args)
 
 
-def test_killed_and_resumed(policy_folder, tmp_path):
-    """Killed at random moments before and after the first checkpoint, then resumed: log, samples
-    and weights equal an uninterrupted run's bit for bit, times excepted.
-
-    The moments are counted in rows and CPU time, so that a busy machine cannot miss them. Catches
-    state that is not saved (optimizer, history, step), and rows that are written twice.
-    """
-    common = {"steps": 24, "save_every": 5, "eval_every": 6, "eval_problems": 4}
-    common |= {"prompts_per_step": 12, "prompt_prune_rate": 0.4}
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    in_processes(1, toy.main, flags(policy_folder, str(whole), **common))
-    args = flags(policy_folder, str(broken), **common)
+def test_killed_and_resumed(policy_folder, ends_like_the_whole, tmp_path):
+    """Killed at random moments before and after the first checkpoint, which are counted in rows and
+    CPU time, so that a busy machine cannot miss them. Catches state that is not saved (optimizer,
+    history, step), and rows that are written twice."""
+    options = {"steps": 24, "save_every": 5, "eval_every": 6, "eval_problems": 4}
+    options |= {"prompts_per_step": 12, "prompt_prune_rate": 0.4}
+    args = flags(policy_folder, str(tmp_path / "part"), **options)
     for number, (least, most) in enumerate(((2, 5), (8, 18))):
         moment = random.Random(f"kill {number}")
         killed = (moment.randint(least, most), moment.uniform(0, 0.05))
         resume = ["--resume"][:number]
         in_processes(1, main_until_killed, args + resume, *killed, codes=[-signal.SIGPROF])
-    in_processes(1, toy.main, [*args, "--resume"])
-    assert_same(timeless(whole), timeless(broken))
+    ends_like_the_whole(**options)
 
 
 def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkeypatch):
@@ -93,86 +83,68 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
     with pytest.raises(InputError, match=r"--group-size 8: the run in .* has 6"):
         config.parse_config([*out, "--group-size", "8"])
     toy.main([*out, "--steps", "6"])
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     run("falling", steps=2, save_every=2, lr_schedule="linear")
     with pytest.raises(InputError, match=r"--steps 4: the run in .* has 2"):
         config.parse_config(["--out-dir", str(tmp_path / "falling"), "--resume", "--steps", "4"])
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 412)
-    with pytest.raises(InputError, match=r"--data: the problems to train on have other prompts"):
-        toy.main([*out, "--steps", "8"])
-    holds = "holds a run: give --resume to continue it, or another --out-dir"
-    with pytest.raises(InputError, match=holds):
+    with pytest.raises(InputError, match="holds a run: give --resume to continue it, or another"):
         run("run")
 
 
-def test_resume_with_other_prompts(policy_folder, run, tmp_path):
-    """As many as before, each of the same length, in another order. Catches a history that is given
-    to other prompts, and data that is compared by lengths alone."""
-    one, other = '{"problem": "1+3?", "answer": "4"}', '{"problem": "2+2?", "answer": "4"}'
-    last = [one, one]  # of which one is held out
-    file = tmp_path / "problems.jsonl"
-    file.write_text("\n".join([one, other] * 3 + last) + "\n")
-    run("run", steps=2, save_every=2, data=str(file))
-    file.write_text("\n".join([other, one] * 3 + last) + "\n")
-    with pytest.raises(InputError, match=r"to train on have other prompts or reference"):
-        toy.main(["--out-dir", str(tmp_path / "run"), "--resume", "--steps", "4"])
+TRAIN = [{"problem": f"{n}+{4 - n % 2}?", "answer": "4"} for n in range(8)]
+EVAL = [{"problem": f"{n}+2?", "answer": str(n + 2)} for n in range(3)]
+FILES = {
+    "train": TRAIN, "eval": EVAL, "order": [TRAIN[1], TRAIN[0], *TRAIN[2:]],
+    "answers": [row | {"answer": "7"} for row in TRAIN], "longer": [*EVAL, EVAL[0]],
+}  # fmt: skip
+OTHERS = [  # a flag, its value, and what is said of it
+    ("--data", "nothing.jsonl", "nothing.jsonl cannot be read .*No such file"),
+    ("--data", "order.jsonl", "--data is not the problems to train on that the run in .* began"),
+    ("--data", "answers.jsonl", "--data is not the problems to train on that the run in .* began"),
+    ("--eval-data", "longer.jsonl", "--eval-data is not the problems to evaluate on that the run"),
+    ("--model", "another", "--model is not the model that the run in .* began with"),
+]
 
 
-def test_only_contents_count_on_resume(policy_folder, run, tmp_path):
-    """Data and model may have moved, and the run is the one that never stopped. Other answers,
-    other problems to evaluate on and another model are named.
+def test_only_contents_count_on_resume(policy_folder, run, ends_like_the_whole, tmp_path):
+    """Data and model may have moved, and the run is the one that never stopped, also after steps
+    without evaluation. Another model, other problems, answers, or another order are named.
 
-    Catches contents that are not compared, and a path that is.
+    Catches contents that are not compared, or by their lengths alone, and a path that is compared.
     """
-    rows_of = {
-        "train": [{"problem": f"{n}+1?", "answer": str(n + 1)} for n in range(8)],
-        "eval": [{"problem": f"{n}+2?", "answer": str(n + 2)} for n in range(3)],
-    }
-    paths = {name: str(tmp_path / f"{name}.jsonl") for name in rows_of}
-    for name, content in rows_of.items():
-        log.append_rows(Path(paths[name]), content)
-    options = {"data": paths["train"], "eval_data": paths["eval"], "steps": 4, "save_every": 2}
-    options |= {"eval_every": 2, "lr": 3e-3}
-    run("whole", **options)
+    moved = tmp_path / "moved"
+    shutil.copytree(policy_folder, moved / "policy")
+    for name, content in FILES.items():
+        log.append_rows(tmp_path / f"{name}.jsonl", content)
+        log.append_rows(moved / f"{name}.jsonl", content)
+    names = {"model": "policy", "data": "train.jsonl", "eval_data": "eval.jsonl"}
+    options = {"data": str(tmp_path / "train.jsonl"), "eval_data": str(tmp_path / "eval.jsonl")}
+    options |= {"steps": 4, "save_every": 2, "eval_every": 2, "lr": 3e-3}
     run("part", until=2, **options)
     (tmp_path / "part" / "checkpoint").unlink()  # the link, which some file systems cannot have
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for path in (policy_folder, *paths.values()):
-        shutil.move(path, moved)
-    out = ["--out-dir", str(tmp_path / "part"), "--resume"]
-    data, evaluated = (
-        ["--data", str(moved / "train.jsonl")],
-        ["--eval-data", str(moved / "eval.jsonl")],
-    )
+    shutil.copytree(tmp_path / "part" / "checkpoint-000002", moved / "another")
 
-    def refused(message, *args):
-        with pytest.raises(InputError, match=message):
-            toy.main([*out, *args])
+    def resume(*args, until=None):
+        known = [part for name in names for part in (config.flag(name), str(moved / names[name]))]
+        out = ["--out-dir", str(tmp_path / "part"), "--resume"]
+        train.main(config.parse_config([*out, *known, *args]), reward=toy.toy_reward, until=until)
 
-    refused(r"train.jsonl cannot be read .*No such file", *evaluated)
-    answers = [row | {"answer": "7"} for row in rows_of["train"]]
-    log.append_rows(tmp_path / "answers.jsonl", answers)
-    log.append_rows(tmp_path / "longer.jsonl", [*rows_of["eval"], {"problem": "?", "answer": "1"}])
-    other = ["--data", str(tmp_path / "answers.jsonl")]
-    refused("problems to train on have other prompts or reference answers than", *other, *evaluated)
-    other = ["--eval-data", str(tmp_path / "longer.jsonl")]
-    refused("--eval-data: the problems to evaluate on have other prompts or", *data, *other)
-    model = ["--model", str(tmp_path / "part" / "checkpoint")]
-    unwatched = config.parse_config([*out, *data, *evaluated, "--eval-every", "0"])
-    train.main(unwatched, reward=toy.toy_reward, until=3)
-    evaluated = ["--eval-every", "2", *evaluated]
-    refused("--eval-data: the problems to evaluate on have other", *data, *evaluated, *other)
-    refused("checkpoint is not the model that the run in .* began with", *data, *evaluated, *model)
-    toy.main([*out, *data, *evaluated, "--model", str(moved / "policy")])
-    assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
+    def refuse_others():
+        for flag, file, message in OTHERS:
+            with pytest.raises(InputError, match=message):
+                resume("--eval-every", "2", flag, str(moved / file))
+
+    refuse_others()
+    resume("--eval-every", "0", until=3)
+    refuse_others()
+    resume("--eval-every", "2")
+    ends_like_the_whole(**options)
 
 
 def test_what_is_lost_is_said(run, tmp_path, capsys, pictures):
     """A resume before the first checkpoint starts over; one without its log goes on, and draws what
     is left. Catches rows that go without a word, and a run that fails at its end."""
     run("run", steps=3)
-    (tmp_path / "run" / "checkpoint").unlink(missing_ok=True)
     capsys.readouterr()
     assert [row["step"] for row in run("run", steps=3, resume=True)] == [1, 2, 3]
     said = capsys.readouterr().out
@@ -185,7 +157,7 @@ def test_what_is_lost_is_said(run, tmp_path, capsys, pictures):
     assert (tmp_path / "other" / "run.png").exists()
 
 
-def test_a_picture_that_fails_is_a_note(run, tmp_path, monkeypatch, capsys):
+def test_a_picture_that_fails_is_a_note(run, monkeypatch, capsys):
     """Catches a complete run that ends in a traceback because the disk is full."""
 
     def full(_folder):
@@ -194,23 +166,28 @@ def test_a_picture_that_fails_is_a_note(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(log, "plot", types.SimpleNamespace(draw_run=full))
     run("run", steps=1)
     said = capsys.readouterr().out
-    assert (
-        f"run.png could not be drawn; to try again: python -m runtime.plot {tmp_path}/run" in said
-    )
+    assert "run.png could not be drawn; to try again: python -m runtime.plot" in said
     assert "(OSError: [Errno 28] No space left on device)" in said
     assert said.splitlines()[-1].startswith("done: ")
 
 
-def fails_at(call, error):
-    """The toy reward, which raises an error at its n-th call, once."""
-    calls = itertools.count(1)
+def nth_call_fails(monkeypatch, owner, name, number, fails):
+    """The n-th call of owner.name calls fails(*args) first, and adds what that returns."""
+    real, calls = getattr(owner, name), itertools.count(1)
 
-    def reward(completion, answer):
-        if next(calls) == call:
-            raise error
-        return toy.toy_reward(completion, answer)
+    def called(*args, **options):
+        add = fails(*args) if next(calls) == number else None
+        found = real(*args, **options)
+        return found if add is None else found + add
 
-    return reward
+    monkeypatch.setattr(owner, name, called)
+
+
+def raises(error):
+    def fails(*_args):
+        raise error
+
+    return fails
 
 
 # Of a step 24 completions are rewarded, of an evaluation 8; there is one before the first step.
@@ -223,95 +200,80 @@ def fails_at(call, error):
         (8 + 5, ConnectionError("judge away"), 0),
     ],
 )
-def test_a_reward_that_raises_loses_no_step(run, tmp_path, capsys, call, error, last):
+def test_a_reward_that_raises_loses_no_step(run, tmp_path, monkeypatch, capsys, call, error, last):
     """The finished steps are saved, then the error goes on; --resume continues, and the run is the
     one that never failed, but for an evaluation that was not made.
 
     Catches an error that loses the steps since the checkpoint, one that is hidden, and a log
     without the step that was saved.
     """
-    common = {"steps": 4, "eval_every": 2, "eval_problems": 2, "lr": 3e-3, "save_every": 4}
-    run("whole", **common)
-    with pytest.raises(type(error), match=str(error)):
-        run("part", reward=fails_at(call, error), **common)
+    options = {"steps": 4, "eval_every": 2, "eval_problems": 2, "lr": 3e-3, "save_every": 4}
+    run("whole", **options)
+    with monkeypatch.context() as patch:
+        nth_call_fails(patch, toy, "toy_reward", call, raises(error))
+        with pytest.raises(type(error), match=str(error)):
+            run("part", reward=toy.toy_reward, **options)
     folder = tmp_path / "part"
     assert rows(folder)[-1]["step"] == last
     assert (folder / "checkpoint").exists() == (last > 0)
     said = f"stopped after step {last}; to continue: the same program with --resume"
     assert (said in capsys.readouterr().out) == (last > 0)
-    run("part", resume=True, **common)
-    (log, *rest), (log_of_part, *rest_of_part) = timeless(tmp_path / "whole"), timeless(folder)
+    run("part", resume=True, **options)
+    whole, part = timeless(tmp_path / "whole"), timeless(folder)
     if call == 8 + 2 * 24 + 3:
-        assert log[2].pop("eval/avg@4") is not None
-    assert_same((log, *rest), (log_of_part, *rest_of_part))
+        assert whole[0][2].pop("eval/avg@4") is not None
+    assert_same(whole, part)
 
 
 @pytest.mark.parametrize(("update", "saved"), [(3, True), (4, False)])
 def test_half_a_step_is_not_saved(run, tmp_path, monkeypatch, update, saved):
     """A loss that fails in the first or in the second update of step 2. Catches a checkpoint whose
     weights are ahead of its step."""
-    calls, accumulate = itertools.count(1), train.accumulate_gradients
-
-    def fails(*args, **options):
-        if next(calls) == update:
-            raise ArithmeticError("of a loss")
-        return accumulate(*args, **options)
-
-    monkeypatch.setattr(train, "accumulate_gradients", fails)
+    error = ArithmeticError("of a loss")
+    nth_call_fails(monkeypatch, train, "accumulate_gradients", update, raises(error))
     with pytest.raises(ArithmeticError, match="of a loss"):
         run("run", minibatches=2)
     assert (tmp_path / "run" / "checkpoint-000001").exists() == saved
 
 
-def test_not_finite_stops_and_the_checkpoint_survives(run, tmp_path):
-    """A learning rate that makes the weights explode.
+def break_weights(model, *_args):
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.nan)
 
-    Catches a traceback in place of the message, and a checkpoint of a step that did not end.
-    """
-    with pytest.raises(InputError, match=r"step \d+ is not finite .* a lower --lr") as caught:
-        run("run", steps=9, lr=1e30, warmup=0, save_every=1)
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "fails", "message", "last"),
+    [
+        (dppo, "group_advantages", 3, lambda *_: math.nan, r"step 3 is not finite \(loss nan", 2),
+        # found by the evaluation after step 2
+        (
+            evaluation,
+            "sample_rewards",
+            3,
+            break_weights,
+            r"step 2 is not finite \(the model's lo",
+            1,
+        ),
+        (dppo, "group_advantages", 9, None, r"step \d+ is not finite .* with a lower --lr", None),
+    ],
+)
+def test_not_finite_is_neither_applied_nor_saved(
+    run, tmp_path, monkeypatch, owner, name, call, fails, message, last
+):
+    """A loss, weights, or a learning rate that makes them explode. Catches a traceback in place of
+    the message, an update with a NaN gradient, and a checkpoint of a step that did not end."""
+    options = {"steps": 5, "save_every": 1, "eval_every": int(owner is evaluation)}
+    options |= {"eval_problems": 2} if fails else {"lr": 1e30, "warmup": 0}
+    nth_call_fails(monkeypatch, owner, name, call, fails)
+    with pytest.raises(InputError, match=message) as caught:
+        run("run", **options)
     assert "\n" not in str(caught.value)
-    assert f"from --model {tmp_path / 'run' / 'checkpoint'}, with a lower" in str(caught.value)
-    saved = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt", weights_only=True)["step"]
-    assert saved == rows(tmp_path / "run")[-1]["step"]
-
-
-def test_not_finite_evaluation(run, tmp_path, monkeypatch):
-    """An update of step 2 broke the weights, and its evaluation finds it: that step is neither
-    logged nor saved."""
-    calls, evaluate = itertools.count(), evaluation.sample_rewards
-
-    def breaks_at_third(model, *args, **kwargs):
-        if next(calls) == 2:
-            with torch.no_grad():
-                model.model.norm.weight.fill_(math.nan)
-        return evaluate(model, *args, **kwargs)
-
-    monkeypatch.setattr(evaluation, "sample_rewards", breaks_at_third)
-    message = r"step 2 is not finite \(the model's logits are not finite"
-    with pytest.raises(InputError, match=message):
-        run("run", steps=4, eval_every=1, eval_problems=2, save_every=1)
-    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1]
-    saved = torch.load(tmp_path / "run" / "checkpoint" / "trainer.pt", weights_only=True)["step"]
-    assert saved == 1
-
-
-def test_not_finite_loss_is_not_applied(run, tmp_path, monkeypatch):
-    """Advantages become NaN in step 3: the weights of step 2 stay.
-
-    Catches an optimizer step with a NaN gradient.
-    """
-    calls, advantages = itertools.count(1), dppo.group_advantages
-
-    def broken(*args):
-        return advantages(*args) + (math.nan if next(calls) == 3 else 0)
-
-    monkeypatch.setattr(dppo, "group_advantages", broken)
-    with pytest.raises(InputError, match=r"step 3 is not finite \(loss nan"):
-        run("run", steps=5, save_every=1)
-    weights = load_file(tmp_path / "run" / "checkpoint" / "model.safetensors")
+    folder = tmp_path / "run"
+    assert f"from --model {folder / 'checkpoint'}, with a lower" in str(caught.value)
+    assert saved_step(folder) == rows(folder)[-1]["step"]
+    assert last in (None, saved_step(folder))
+    weights = load_file(folder / "checkpoint" / "model.safetensors")
     assert all(weight.isfinite().all() for weight in weights.values())
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
 # ---------------------------------------------------------------------------- input
@@ -361,7 +323,7 @@ BAD_INPUT = """
 --data arithmetic-longer | evaluation only
 --eval-every 1 --eval-data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
 --model /nowhere/model | --model /nowhere/model cannot be loaded
---prompts-per-step 513 | --prompts-per-step 513: the data hold only 512; lower it
+--prompts-per-step 513 | 513: the data hold only 512 without those held out; lower it
 --max-new-tokens 512 | 512: a sequence has at most 512 tokens, prompt included
 --max-new-tokens 511 | all 512 prompts are longer than 1 tokens: lower --max-new-tokens
 """  # arguments | a part of the message
@@ -375,6 +337,27 @@ def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, line)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("reward", [None, toy.toy_reward])
+def test_a_file_of_a_few_rows(tmp_path, capsys, reward):
+    """Of eight, one is held out, and the error says so. With a reward of the user's, the embedded
+    model is not said to be the wrong one."""
+    log.append_rows(
+        tmp_path / "few.jsonl", [{"problem": f"{n}+1?", "answer": "1"} for n in range(8)]
+    )
+    args = {"data": str(tmp_path / "few.jsonl"), "instruction": "", "group_size": 2, "steps": 1}
+
+    def run(**options):
+        cfg = config.parse_config(flags("tiny", str(tmp_path / "run"), **args, **options))
+        train.main(cfg, reward=reward)
+
+    with pytest.raises(InputError, match="the data hold only 7 without those held out; lower it"):
+        run(prompts_per_step=8)
+    run(prompts_per_step=7)
+    said = capsys.readouterr().out
+    assert ("--model tiny can only add" in said) == (reward is None)
+    assert "prompts say" not in said
 
 
 def test_just_enough_prompts():
