@@ -30,8 +30,8 @@ def main(
 
     Args:
         rounds: timed rollouts of each engine and batch
-        batches: sequences sampled at once; the embedded task has 512 in all, so smaller batches
-            take several turns
+        batches: sequences sampled at once; the embedded task has the largest of them in all, so
+            smaller batches take several turns
         shape: embedded: base model and problems of the embedded task. Otherwise random weights of
             that size and random prompts, one batch of sequences in all, each of `new_tokens`
         new_tokens: length of each completion, unless the shape is embedded
@@ -40,14 +40,14 @@ def main(
     """
     cfg = config.resolve(config.Config(group_size=16))
     group_size = cfg.group_size
-    totals = [512] * len(batches)  # sequences in all
+    totals = [max(batches)] * len(batches)  # sequences in all
     with tempfile.TemporaryDirectory() as folder:
         if shape == "embedded":
             base = str(arithmetic.BASE)
             model, tokenizer = models.load_policy(base, cfg.device)
             problems = data.train_problems(cfg.data, hold_out=True)
             _, prompts = data.encode_prompts(problems, tokenizer, 400)
-            eos_ids = models.eos_token_ids(model, tokenizer)
+            eos_ids = models.sampling(model, tokenizer, cfg.max_new_tokens).eos_ids
         else:
             base, totals, eos_ids = folder, batches, []
             cfg = replace(cfg, max_new_tokens=new_tokens)

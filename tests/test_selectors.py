@@ -43,16 +43,19 @@ def rounds_of(alive, generator):
     return roll_out, sizes
 
 
-def test_greso_is_biased():
-    """The means over the groups that it trains on, and over all that it rolled out, against the
-    un-pruned mean: streaks keep revived prompts away, and refilling prefers live ones.
+@pytest.mark.parametrize(
+    ("kind", "target", "steps"), [(selectors.Greso, 20, 600), (selectors.Mopps, 10, 300)]
+)
+def test_a_selection_is_biased(kind, target, steps):
+    """The mean signal over the groups that it trains on, and GRESO's over all that it rolled out,
+    against the un-pruned mean: streaks keep revived prompts away, and refilling prefers live ones.
 
-    Fails if GRESO is so mild that the comparison is unfair.
+    Fails if the rival is so mild that the comparison is unfair.
     """
-    greso, generator = selectors.Greso(200), dppo.generator_for(0)
+    selector, generator = kind(200), dppo.generator_for(0)
     order = lambda epoch: sampler.epoch_order(200, 0, epoch)
     trained, sampled, truth = [], [], []
-    for step in range(1, 601):
+    for step in range(1, steps + 1):
         pass_rate = drifting_pass_rate(step)
 
         def roll_out(prompts, _number, pass_rate=pass_rate):
@@ -60,16 +63,16 @@ def test_greso_is_biased():
             solved = uniform < pass_rate[prompts, None]
             return round_of(prompts, solved.double())
 
-        batch, weights = greso.collect(roll_out, 20, order, generator)
-        rewards = batch.rewards
-        signal = dppo.group_advantages(rewards, "none").square().sum(dim=1)
-        trained.append((weights * signal).sum().item() / 20)
+        batch, weights = selector.collect(roll_out, target, order, generator)
+        signal = dppo.group_advantages(batch.rewards, "none").square().sum(dim=1)
+        trained.append((weights * signal).sum().item() / target)
         sampled.append(signal.mean().item())
         expected = 4 * pass_rate * (1 - pass_rate) * 3 / 4  # the signal of a group of 4
         truth.append(expected.mean().item())
     for values in (trained, sampled):
         difference = torch.tensor(values) - torch.tensor(truth)
         assert difference.mean().abs() > 10 * difference.std() / math.sqrt(len(difference))
+    assert sum(trained) > sum(truth)
 
 
 def test_greso_streaks_by_hand():
@@ -248,28 +251,6 @@ def test_mopps_takes_the_nearest_to_a_half():
     mopps.posterior[:] = 1.0  # nothing is known: any two
     drawn = {tuple(mopps_step(mopps, groups, seed=seed)[0]) for seed in range(20)}
     assert len(drawn) > 10
-
-
-def test_mopps_is_biased():
-    """The mean signal over what it trains on, against the un-pruned mean. Fails if MoPPS is so mild
-    that the comparison is unfair."""
-    mopps, generator = selectors.Mopps(200), dppo.generator_for(0)
-    order = lambda epoch: sampler.epoch_order(200, 0, epoch)
-    trained, truth = [], []
-    for step in range(1, 301):
-        pass_rate = drifting_pass_rate(step)
-
-        def roll_out(prompts, _number, pass_rate=pass_rate):
-            uniform = torch.from_numpy(generator.random((len(prompts), 4)))
-            solved = uniform < pass_rate[prompts, None]
-            return round_of(prompts, solved.double())
-
-        part, weights = mopps.collect(roll_out, 10, order, generator)
-        signal = dppo.group_advantages(part.rewards, "none").square().sum(dim=1)
-        trained.append((weights * signal).sum().item() / 10)
-        truth.append((4 * pass_rate * (1 - pass_rate) * 3 / 4).mean().item())
-    difference = torch.tensor(trained) - torch.tensor(truth)
-    assert difference.mean() > 10 * difference.std() / math.sqrt(len(difference))
 
 
 # ---------------------------------------------------------------------------- whole runs
