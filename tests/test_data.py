@@ -536,7 +536,7 @@ def test_real_files():
     """GSM8K and MATH as published. Of MATH two answers are null, and two are empty."""
     problems = data.read_problems(str(SHARED / "gsm8k_train.jsonl"))
     assert len(problems) == 7473
-    assert all(rewards.last_boxed(one.solution) == one.answer for one in problems)
+    assert all(rewards.final_answer(one.solution) == one.answer for one in problems)
     assert not any("<<" in one.solution or "####" in one.solution for one in problems)
     problems = data.read_problems(str(SHARED / "math_train.json"))
     assert len(problems) == 7474
