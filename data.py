@@ -428,10 +428,7 @@ def encode_prompts(
         texts = [_plain_text(problem, line) for problem, line in pairs]
         prompt_ids = tokenizer(texts)["input_ids"]
         ends = chat_format.end_tokens(tokenizer, model)
-        # After an end token a model starts a new text. Some tokenizers add one to every text.
-        if any(ids[-1] in ends for ids in filter(None, prompt_ids)):
-            ranks.say("note: the tokenizer ends each text with an end token; prompts go without it")
-        for ids in prompt_ids:
+        for ids in prompt_ids:  # some tokenizers end every text with one; a model would start anew
             while ids and ids[-1] in ends:
                 ids.pop()
     check_vocabulary(prompt_ids, tokenizer, model)

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -187,14 +186,11 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
     needs weights of that type, or each would be cast for every token. If it `samples`, it is
     compared with the fast decoder, see engines/check_decoder.py."""
     model, tokenizer = read(name)
-    tokens = max(tokenizer.get_vocab().values()) + 1  # Qwen3 pads its head beyond these
-    model.vocab_size = min(tokens, model.config.vocab_size)
-    if broken := [key for key, weight in model.named_parameters() if not weight.isfinite().all()]:
-        weights = f"{len(broken)} of its weights, such as {broken[0]}"
-        raise InputError(f"--model {name}: {weights}, hold NaN or infinity: use another checkpoint")
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     window = getattr(model.config, "sliding_window", None)
     try:
+        tokens = max(tokenizer.get_vocab().values()) + 1  # Qwen3 pads its head beyond these
+        model.vocab_size = min(tokens, model.config.vocab_size)
         model.longest = longest_sequence(model)
         packs = kinds == {"full_attention"} and packs_exactly(model, model.longest)
         why = "that needs full attention, and logits that are a linear map of the last hidden state"
@@ -228,7 +224,7 @@ def read(name: str):
     try:
         check_files(name, folder)
         config = AutoConfig.from_pretrained(name, **options)
-        check_kind(config)
+        check_quantization(config, folder)
         model, names = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=torch.float32, attn_implementation=packing.ATTENTION,
             output_loading_info=True, ignore_mismatched_sizes=True, **options,
@@ -236,19 +232,19 @@ def read(name: str):
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         # For checkpoints. A call changes the tokenizer's padding and truncation settings.
         tokenizer.as_loaded = copy.deepcopy(tokenizer)
-        unused = check_names(model, names)
+        unused = check_weights(model, names)
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
         why = data.in_words(error)
-        if kind := re.search("model type `(pruned_[a-z0-9]+)`", why):
-            why = f"its type {kind[1]} needs `python -m related.pruned PROGRAM FLAGS`"
         where = "" if folder.is_dir() else " (there is no such folder)"
         raise InputError(f"--model {name} cannot be loaded{where}: {why}") from None
     finally:
         logging.set_verbosity(verbosity)
     if unused:
         ranks.say(f"note: --model {name} has weights that it does not use, such as {unused[0]}")
-    if code := getattr(config, "auto_map", None) or tokenizer.init_kwargs.get("auto_map"):
-        ranks.say(f"note: --model {name} names code of its own, which is not run: {code}")
+    kind, saved_as = type(model).__name__, config.architectures or []
+    code = getattr(config, "auto_map", None) or tokenizer.init_kwargs.get("auto_map")
+    if code or (saved_as and kind not in saved_as):
+        ranks.say(f"note: --model {name} names {code or saved_as}; it is read as {kind} instead")
     return model, tokenizer
 
 
@@ -257,7 +253,7 @@ def check_files(name: str, folder: Path) -> None:
     here = folder.is_dir() or try_to_load_from_cache(name, "config.json")
     if not here and not file_exists(name, "config.json"):  # asked once: transformers asks for 30 s
         raise ValueError("the hub has no config.json of this name")
-    if find_adapter_config_file(name):
+    if find_adapter_config_file(name) or [*folder.glob("adapter_*")]:
         raise ValueError("it has an adapter; merge it with merge_and_unload(), and save the result")
     # transformers ignores a generation config that it cannot read, and with it the end tokens.
     kinds = ("config.json", "generation_config.json", "tokenizer*.json", "model*.safetensors*")
@@ -274,26 +270,30 @@ def check_files(name: str, folder: Path) -> None:
             raise ValueError(f"{path} cannot be read: {data.in_words(error)}") from None
 
 
-def check_kind(config) -> None:
-    """ValueError unless a config is that of a text-only decoder with full weights."""
-    if {"vision_config", "audio_config"} & {*config.sub_configs}:
-        raise ValueError("it is a vision-language or audio model; only text models can be trained")
-    if config.is_encoder_decoder:
-        raise ValueError("it is an encoder-decoder model; only decoders can be trained")
+def check_quantization(config, folder: Path) -> None:
+    """ValueError for codes in place of weights, unless transformers makes them full weights."""
     quantization = getattr(config, "quantization_config", None)
     if quantization and quantization.get("quant_method") == "fp8":
         quantization["dequantize"] = True  # exact; a GPU would compute with the codes
-    elif quantization is not None:
-        kind = quantization.get("quant_method", "it does not say how")
+        return
+    codes = set()  # in a file that no quantization_config describes
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, "pt") as weights:
+            names = [name for name in weights.offset_keys() if "weight" in name]
+            codes |= {weights.get_slice(name).get_dtype() for name in names}
+    codes -= {"F64", "F32", "F16", "BF16"}
+    if codes or quantization is not None:
+        method = (quantization or {}).get("quant_method") or " ".join(codes) or "in an unknown way"
         raise ValueError(
-            f"it is quantized ({kind}), and only full weights can be trained: use the bfloat16 or "
-            f"float32 model that it was made from"
+            f"it is quantized ({method}), and only full weights can be trained: use the bfloat16 "
+            f"or float32 model that it was made from"
         )
 
 
-def check_names(model, names: dict) -> list[str]:
-    """The names of weights that are not used. ValueError if transformers has made up a weight, or
-    if a weight in one of the model's layers, such as the scale of codes, is not used."""
+def check_weights(model, names: dict) -> list[str]:
+    """The names of weights that are not used. ValueError if transformers has made up a weight, if a
+    weight in one of the model's layers, such as the scale of codes, is not used, or if a weight is
+    not a finite number of 32 bits."""
     lost = sorted(names["missing_keys"])
     lost += [
         f"{key}, which has the shape {[*of_file]} in the file, but {[*of_config]} in config.json"
@@ -314,6 +314,9 @@ def check_names(model, names: dict) -> list[str]:
                 f"transformers does not use {key}, which changes one of its layers: use full "
                 f"weights, not quantized ones or an adapter's"
             )
+    for key, weight in model.named_parameters():
+        if weight.dtype != torch.float32 or not weight.isfinite().all():
+            raise ValueError(f"{key} holds NaN, infinity or codes: use another checkpoint")
     return unused
 
 

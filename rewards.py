@@ -65,12 +65,14 @@ def verify(answer: str, given: str) -> bool:
 
 
 def final_answer(completion: str) -> str | None:
-    """The last box after the last thought; None without one, or if a thought never ended."""
+    """The content of the last box after the last thought. None if there is no box, if it is too
+    long or never closed, or if a thought never ended."""
     for opening, closing in chat_format.THOUGHTS:
         completion = completion.rpartition(closing)[2]
         if opening in completion:
             return None
-    return last_boxed(completion)
+    box = last_box(completion)
+    return box and box.content
 
 
 class Box(NamedTuple):
@@ -104,13 +106,6 @@ def last_box(text: str) -> Box | None:
                 return Box(text[inside + 1 : brace.start()], start, brace.end())
         return Box(None, start, len(text))
     return None
-
-
-def last_boxed(text: str) -> str | None:
-    """The content of the last box; None if there is no box, or if the last one is too long or never
-    closed."""
-    box = last_box(text)
-    return box and box.content
 
 
 # ---------------------------------------------------------------------------- of a batch

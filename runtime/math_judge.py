@@ -51,16 +51,6 @@ def ask(answer: str, given: str | None) -> bool:
     raise RuntimeError("the process that judges mathematics was killed twice")
 
 
-def stop() -> None:
-    """End the judge, if it runs, and wait for it. The next `ask` starts another."""
-    global _judge  # noqa: PLW0603
-    with _turn:
-        if _judge:
-            _judge.stdin.close()
-            _judge.wait()
-        _judge = None
-
-
 def _start_judge():
     # -P keeps this file's folder off sys.path. The session is new so that Ctrl-C reaches only the
     # trainer, which may still have completions to score.

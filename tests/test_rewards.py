@@ -119,7 +119,7 @@ BOXES = {  # a text: the content of its last box
 @pytest.mark.parametrize("text", BOXES)
 def test_boxes(text):
     """Catches a spelling of a box that is overlooked, and an escaped brace that counts."""
-    assert rewards.last_boxed(text) == BOXES[text]
+    assert rewards.final_answer(text) == BOXES[text]
 
 
 def test_a_thought_that_has_not_ended():
@@ -185,8 +185,8 @@ def test_the_longest_answer():
     """Exactly LONGEST_ANSWER characters in a box are an answer; one more is none. Catches a limit
     that is off by one."""
     longest = "1" * rewards.LONGEST_ANSWER
-    assert rewards.last_boxed(f"\\boxed{{{longest}}} .") == longest
-    assert rewards.last_boxed(f"\\boxed{{{longest}1}} .") is None
+    assert rewards.final_answer(f"\\boxed{{{longest}}} .") == longest
+    assert rewards.final_answer(f"\\boxed{{{longest}1}} .") is None
 
 
 def test_long_texts_are_quick():

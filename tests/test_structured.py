@@ -319,7 +319,7 @@ def test_training_a_pruned_model(policy_folder, tmp_path, monkeypatch):
     smaller = pruned.rebuild(whole, ["0.self_attn"], 2, tensors)
     folder = save(smaller, tmp_path / "smaller")
     monkeypatch.delitem(transformers.CONFIG_MAPPING._extra_content, "pruned_qwen3", raising=False)
-    with pytest.raises(InputError, match=r"type pruned_qwen3 needs `python -m related.pruned"):
+    with pytest.raises(InputError, match="pruned_qwen3"):
         models.load_policy(folder, "cpu")
     flags = toy.flags(folder, str(tmp_path / "out"), steps=1, save_every=1)
     monkeypatch.setattr(sys, "argv", ["pruned.py", "toy", *flags])
