@@ -87,7 +87,7 @@ def draw_panel(axis, rows: list[dict], x: str, name: str, curves: dict) -> None:
     low, high = axis.get_ylim()
     least = 1.05 if name.startswith(("share", "reward")) else 0
     axis.set_ylim(min(0, low) if name == "reward" else 0, max(least, high))
-    if len(curves) > 1:  # above the panel, where no curve is
+    if axis.get_legend_handles_labels()[0]:  # above the panel, where no curve is
         axis.legend(bbox_to_anchor=(0, 1), loc="lower left", **LEGEND)
 
 
