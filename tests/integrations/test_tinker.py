@@ -85,11 +85,15 @@ def test_other_servers_are_refused(tmp_path, missing, message):
 
 
 def test_zero_sends_less(tmp_path):
-    """Fails if a completion without an advantage is sent, or if another norm is logged."""
+    """Fails if a completion without an advantage is sent, if another norm is logged, or if more or
+    less than one datum is sent where all rewards are equal: the SDK refuses an empty request."""
     none, zero = (Toy(tmp_path / rule, completion_rule=rule) for rule in ("none", "zero"))
     found = [toy.gradient() for toy in (none, zero)]
     assert zero.row["tokens/trained"] < none.row["tokens/trained"]
     assert zero.row["grad_norm"] == found[1].norm().item() == pytest.approx(found[0].norm().item())
+    dull = Toy(tmp_path / "dull", completion_rule="zero", **tinker_toy.DULL)
+    dull.gradient()
+    assert 0 < dull.row["tokens/trained"] <= 7
 
 
 def test_the_log(tmp_path):

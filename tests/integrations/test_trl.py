@@ -100,6 +100,9 @@ def test_dropped_rows_are_not_forwarded():
     lengths = [int(mask.sum()) for x in forwards for mask in x]
     assert lengths == sorted(lengths)
     assert toy.figures()["forwards"] == len(plan) / 4
+    dull = Toy(completion_rule="zero", **trl_toy.DULL)
+    dull.gradient()
+    assert [x["factor"].tolist() for x in dull.plan()] == [[0.0]], "one row, for other ranks"
 
 
 @pytest.mark.parametrize(("kind", "narrowest"), [("llama", 1), ("gpt2", 8)])
