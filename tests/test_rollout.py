@@ -250,13 +250,11 @@ def test_modes_and_positions(make_policy, training, engine):
     model, _ = make_policy()
     model.train(training)
     seen = []
-    watch = lambda _model, _args, inputs: seen.append(
-        (
-            model.training,
-            torch.backends.cuda.cudnn_sdp_enabled(),
-            bool(inputs["position_ids"].min() >= 0),
-        )
-    )
+
+    def watch(_model, _args, inputs):
+        cudnn, lowest = torch.backends.cuda.cudnn_sdp_enabled(), inputs["position_ids"].min().item()
+        seen.append((model.training, cudnn, lowest))
+
     model.register_forward_pre_hook(watch, with_kwargs=True)
     sample(model, [[65], [66] * 4], max_new_tokens=1, engine=engine)
     assert {*seen} == {(False, engine == "plain", 0)}  # cudnn would make a plan for each token

@@ -171,7 +171,6 @@ static void note(const std::string& kind, const std::string& op) {
 enum Check { EXACT, ITERATOR, INDEX, ANY };  // how CUDA's operator checks devices
 struct About {
   int check = ITERATOR;
-  bool launches = true;
   int syncs = 0;
 };
 static std::unordered_map<std::string, About> about;
@@ -232,23 +231,17 @@ static void note_index_put(const std::string& name, const Stack& args) {
 }
 
 static void note_cost(const std::string& name, const Stack& args, const About& what) {
-  bool launches = what.launches;
-  auto label = name;
   if (name == "aten::copy_") {
     const auto to = args[0].toTensor(), from = args[1].toTensor();
-    launches = from.is_cuda() && to.is_cuda();
-    if (!launches && from.numel()) {
+    if (from.is_cuda() != to.is_cuda() && from.numel()) {
       const auto& host = from.is_cuda() ? to : from;
       const bool free = args[2].toBool() && is_pinned(host.data_ptr());
       note(free ? "copy" : from.is_cuda() ? "d2h" : "h2d", name);
     }
-    if (to.dtype() != from.dtype())
-      label = name + " " + toString(from.scalar_type()) + "->" + toString(to.scalar_type());
   }
   if (name == "aten::_index_put_impl_") note_index_put(name, args);
   const bool item = name == "aten::_local_scalar_dense";
   for (int i = 0; i < what.syncs; ++i) note(item ? "d2h" : "hidden", name);
-  if (launches) note("launch", label);
 }
 
 // ------------------------------------------------------------------------- the fallback
@@ -362,7 +355,7 @@ static Tensor& set_whole(Tensor& t, Storage s) {
 static int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&,
                                 const std::optional<Tensor>&, double, bool, std::optional<double>,
                                 bool) {
-  return 4;  // SDPBackend::overrideable, the only fused one that Python can implement
+  return 0;  // SDPBackend::math
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
@@ -379,11 +372,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 
 static std::unique_ptr<torch::Library> more;
 static bool start(py::object function,
-                  std::unordered_map<std::string, std::tuple<int, bool, int>> table,
+                  std::unordered_map<std::string, std::tuple<int, int>> table,
                   std::vector<std::string> kernels) {
   note_function = function.release().ptr();
   for (auto& [name, row] : table)
-    about[name] = About{std::get<0>(row), std::get<1>(row), std::get<2>(row)};
+    about[name] = About{std::get<0>(row), std::get<1>(row)};
   at::replace_hooks();
   SetAllocator(kCUDA, &allocator, 1);
   impl::device_guard_impl_registry[static_cast<size_t>(kCUDA)].store(&guard);

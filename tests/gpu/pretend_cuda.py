@@ -17,7 +17,6 @@ again, on the same memory, with the numbers that they had. What waits is refused
 
 What is counted, by kind and operator:
 
-    launch   operators that compute: at least as many kernels
     d2h      copies to the CPU and .item(): the host waits for all that was queued
     h2d      blocking copies from pageable memory: the host waits too
     copy     copies with non_blocking=True that do not wait (to the CPU: into pinned memory)
@@ -77,14 +76,6 @@ def total(seen, *kinds: str) -> int:
 
 
 @contextlib.contextmanager
-def _fused(name: str):
-    """One launch, whatever PyTorch does inside: for stand-ins of kernels."""
-    _note("launch", name)
-    with _silence():
-        yield
-
-
-@contextlib.contextmanager
 def _silence():
     before, _quiet.on = getattr(_quiet, "on", False), True
     try:
@@ -108,12 +99,6 @@ SYNCS = {  # operators whose CUDA implementation reads something back, and how o
     "_unique2": 1, "unique_dim": 1, "unique_consecutive": 1, "unique_dim_consecutive": 1,
     "repeat_interleave.Tensor": 1, "histc": 1, "_linalg_check_errors": 1,
 }  # fmt: skip
-FREE = {  # no kernel
-    "view", "as_strided", "_reshape_alias", "unfold", "resize_", "set_", "set_.source_Tensor",
-    "alias", "detach", "_local_scalar_dense", "is_set_to", "equal", "record_stream", "view_as_real",
-    "view_as_complex", "squeeze", "unsqueeze", "t", "transpose", "permute", "expand", "select",
-    "slice", "lift_fresh", "_unsafe_view",
-}  # fmt: skip
 INDEXING = {"index.Tensor", "index.Tensor_out", "_index_put_impl_", "index_put_", "index_put"}
 MOVING = {"copy_", "resize_", "set_", "set_.source_Tensor", "record_stream", "is_set_to"}
 
@@ -136,12 +121,11 @@ def install() -> None:
     torch.inference_mode = lambda on=True: torch.no_grad() if on else contextlib.nullcontext()
     if not _native().start(_note, *_operators()):
         raise RuntimeError("this PyTorch does not take the hooks of the pretend device")
-    _implement_attention()
     _implement_norm()
 
 
 def _operators():
-    """({operator: (check, launches, syncs)}, names of operators whose kernel for CUDA replaces a
+    """({operator: (check, syncs)}, names of operators whose kernel for CUDA replaces a
     composite one). The numbers of checks are those of pretend_cuda.cpp."""
     import torchgen
     import yaml
@@ -159,7 +143,7 @@ def _operators():
             check = index
         if name in MOVING or name.startswith("_foreach"):
             check = anything
-        table[f"aten::{name}"] = (check, name not in FREE, SYNCS.get(name, 0))
+        table[f"aten::{name}"] = (check, SYNCS.get(name, 0))
         composite = any(key.startswith("Composite") for key in keys)
         if "CUDA" in keys and composite and name != "_fused_rms_norm":
             kernels.append(name)
@@ -296,7 +280,7 @@ def _implement_norm() -> None:
 
     def forward(x, shape, weight, eps):
         _same_device(x, weight)
-        with _fused("norm kernel"):
+        with _silence():
             (own,) = wide(x)
             scale = 1.0 if weight is None else wide(weight)[0]
             rstd = (own.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
@@ -304,7 +288,7 @@ def _implement_norm() -> None:
 
     def backward(grad, x, shape, rstd, weight, mask):
         _same_device(grad, x, rstd, weight)
-        with _fused("norm kernel, backward"):
+        with _silence():
             grad, own, rstd, scale = wide(grad, x, rstd, weight)
             unit = own * rstd
             scaled = grad * scale
@@ -320,68 +304,11 @@ def _implement_norm() -> None:
 
 
 def _attend(query, key, value, bias, scale):
-    """(output, probabilities) of query [..., H, n, D] and key, value [..., H_kv, m, D], float32."""
+    """Attention of query [..., H, n, D] to key, value [..., H_kv, m, D], in float32."""
     groups = query.shape[-3] // key.shape[-3]
     key, value = (t.float().repeat_interleave(groups, dim=-3) for t in (key, value))
     scores = query.float() @ key.mT * scale + bias
-    probs = scores.softmax(dim=-1).nan_to_num()  # a query without keys gets 0
-    return probs @ value, probs
-
-
-def _attend_backward(grad, query, key, value, bias, scale):
-    """Gradients by hand, because autograd is off inside a kernel."""
-    groups = query.shape[-3] // key.shape[-3]
-    wide_key, wide_value = (t.float().repeat_interleave(groups, dim=-3) for t in (key, value))
-    probs, grad = _attend(query, key, value, bias, scale)[1], grad.float()
-    of_probs = grad @ wide_value.mT
-    of_scores = probs * (of_probs - (of_probs * probs).sum(dim=-1, keepdim=True)) * scale
-    narrow = lambda t: t.unflatten(-3, (-1, groups)).sum(dim=-3)
-    grads = of_scores @ wide_key, narrow(of_scores.mT @ query.float()), narrow(probs.mT @ grad)
-    return [grad.to(t.dtype) for grad, t in zip(grads, (query, key, value), strict=True)]
-
-
-def _causal(queries: int, keys: int, last: int):
-    """0 where a query may look, else -inf; the first query sees `last` + 1 keys."""
-    hidden = ~torch.ones(queries, keys, dtype=torch.bool).tril(last)
-    return torch.zeros(queries, keys).masked_fill(hidden, -torch.inf)
-
-
-def _implement_attention() -> None:
-    """scaled_dot_product_attention's fused forward and backward, in Python."""
-    name = "_scaled_dot_product_fused_attention_overrideable"
-
-    def plain(query, key, value, attn_bias, is_causal, scale):
-        bias = torch.zeros(())
-        if attn_bias is not None and attn_bias.numel():
-            bias = _native().alias(attn_bias).float()
-        if is_causal:
-            bias = bias + _causal(query.shape[-2], key.shape[-2], 0)  # top left
-        return *map(_native().alias, (query, key, value)), bias, scale or query.shape[-1] ** -0.5
-
-    def forward(
-        query, key, value, attn_bias=None, dropout_p=0.0, is_causal=False, return_debug_mask=False,
-        *, scale=None,
-    ):  # fmt: skip
-        _same_device(query, key, value, attn_bias)
-        with _fused("attention kernel"):
-            own = plain(query, key, value, attn_bias, is_causal, scale)
-            out = _attend(*own)[0].to(query.dtype)
-            out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as flash attention lays it out
-            nothing = _native().wrap(torch.empty(0, dtype=torch.int64))
-            lse = _native().wrap(torch.empty(query.shape[:-1]))
-        sizes = query.shape[-2], key.shape[-2]
-        return _native().wrap(out), lse, nothing, nothing, *sizes, nothing, nothing, nothing
-
-    def backward(grad, query, key, value, attn_bias, *rest, scale=None):
-        _same_device(grad, query, key, value, attn_bias)
-        is_causal = rest[-3]
-        with _fused("attention kernel, backward"):
-            own = plain(query, key, value, attn_bias, is_causal, scale)
-            grads = _attend_backward(_native().alias(grad), *own)
-        return *map(_native().wrap, grads), None
-
-    _aten.impl(name, forward, "CUDA")
-    _aten.impl(f"{name}_backward", backward, "CUDA")
+    return scores.softmax(dim=-1) @ value
 
 
 def _same_device(*tensors) -> None:
@@ -393,35 +320,19 @@ def _same_device(*tensors) -> None:
             )
 
 
-class _Varlen(torch.autograd.Function):
+def _varlen(query, key, value, cu_q, cu_k, scale):
     """Segment by segment: [tokens, heads, D], where the last query of a segment sees all keys."""
-
-    @staticmethod
-    def parts(tensors, queries, keys, scale):
-        sizes = (queries, keys, keys, queries)
-        split = (t.split(some) for t, some in zip(tensors, sizes, strict=False))
-        for part in zip(*split, strict=True):
-            query, key, value, *grad = (t.transpose(0, 1) for t in part)  # [H, n, D]
-            shape = query.shape[1], key.shape[1]
-            yield *grad, query, key, value, _causal(*shape, shape[1] - shape[0]), scale
-
-    @staticmethod
-    def forward(ctx, query, key, value, cu_q, cu_k, scale):
-        ctx.save_for_backward(query, key, value)
-        with _fused("varlen kernel"):
-            ctx.shape = *(_native().alias(cu).diff().tolist() for cu in (cu_q, cu_k)), scale
-            own = [_native().alias(t) for t in (query, key, value)]
-            outs = [_attend(*part)[0].transpose(0, 1) for part in _Varlen.parts(own, *ctx.shape)]
-            return _native().wrap(torch.cat(outs).to(query.dtype))
-
-    @staticmethod
-    def backward(ctx, grad):
-        with _fused("varlen kernel, backward"):
-            own = [_native().alias(t) for t in (*ctx.saved_tensors, grad)]
-            grads = [_attend_backward(*part) for part in _Varlen.parts(own, *ctx.shape)]
-            columns = zip(*grads, strict=True)
-            whole = (torch.cat([t.transpose(0, 1) for t in column]) for column in columns)
-            return *map(_native().wrap, whole), None, None, None
+    queries, keys = (_native().alias(cu).diff().tolist() for cu in (cu_q, cu_k))
+    outs = []
+    parts = zip(query.split(queries), key.split(keys), value.split(keys), strict=True)
+    with torch.autocast("cuda", enabled=False):
+        for part in parts:
+            q, k, v = (t.transpose(0, 1) for t in part)  # [H, n, D]
+            seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+            seen = seen.tril(k.shape[1] - q.shape[1])
+            bias = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf)
+            outs.append(_attend(q, k, v, bias, scale).transpose(0, 1))
+    return torch.cat(outs).to(query.dtype)
 
 
 def _check_varlen(query, key, value, cu_q, cu_k, max_q, max_k):
@@ -453,7 +364,7 @@ def flash_attn_varlen_func(
     _check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     assert causal
     assert not dropout_p
-    return _Varlen.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale or q.shape[-1] ** -0.5)
+    return _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale or q.shape[-1] ** -0.5)
 
 
 def varlen_attn(
@@ -470,7 +381,7 @@ def varlen_attn(
         return _with_cache(query, key, value, cu_seq_q, cu_seq_k, seqused_k, max_k, scale)
     _check_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
     assert tuple(window_size) == (-1, 0)
-    return _Varlen.apply(query, key, value, cu_seq_q, cu_seq_k, scale)
+    return _varlen(query, key, value, cu_seq_q, cu_seq_k, scale)
 
 
 @torch.library.custom_op("pretend::varlen_with_cache", mutates_args=())
@@ -479,7 +390,7 @@ def _with_cache(
     cu_k: torch.Tensor, used: torch.Tensor, columns: int, scale: float,
 ) -> torch.Tensor:  # fmt: skip
     """One operator, so that a graph holds it as one."""
-    with _fused("varlen kernel"):
+    with _silence():
         _check_varlen(query, key, value, cu_q, cu_k, 1, columns)
         _same_device(query, used)
         used = _native().alias(used)
@@ -489,5 +400,5 @@ def _with_cache(
         key, value = (t.unflatten(0, (-1, columns)).transpose(1, 2) for t in (key, value))
         hidden = torch.arange(columns) >= used[:, None]
         bias = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)[:, None, None]
-        out = _attend(query[:, :, None], key, value, bias, scale)[0][:, :, 0]
+        out = _attend(query[:, :, None], key, value, bias, scale)[:, :, 0]
         return _native().wrap(out.to(query.dtype))

@@ -12,14 +12,9 @@ import update
 VARIANTS = {
     "grpo": {},
     "gspo": {"loss": "gspo"},
-    "dapo": {"loss": "dapo"},
     "cispo": {"loss": "cispo"},
-    "dr_grpo": {"loss": "dr_grpo"},
     "cap": {"importance_cap": 2.0},
     "old": {"importance_cap": 2.0},
-    "kl": {"beta": 0.05},
-    "temperature": {"temperature": 0.7},
-    "checkpointing": {"gradient_checkpointing": True},
     "chunked": {"temperature": 0.7, "beta": 0.05},
     "all": {"loss": "gspo", "importance_cap": 2.0, "beta": 0.1, "gradient_checkpointing": True},
 }  # fmt: skip
