@@ -282,17 +282,22 @@ def measured(rows: list[dict], task: str, rule: str, m: float, size: int) -> dic
 
 
 def progress(rows: list[dict], task: str, rule: str, m: float, size: int) -> dict[int, float]:
-    """{fresh seed: the time of the best group size without pruning over the arm's own}; 0 if the
-    arm never arrived."""
+    """{fresh seed: the time of the best group size without pruning over the arm's own}; 0 if that
+    run never arrived."""
     best = measured(rows, task, "zero", m, best_size(rows, task, "zero", m))
     own = measured(rows, task, rule, m, size)
     return {seed: best[seed] / own[seed] for seed in own if seed in best}
 
 
 def best_size(rows: list[dict], task: str, rule: str, m: float) -> int:
-    """The group size with the least median time over fresh seeds."""
-    time = lambda size: statistics.median(measured(rows, task, rule, m, size).values())
-    return min(GROUP_SIZES, key=time)
+    """The group size with the least median time over fresh seeds, among those with which most of
+    them arrive."""
+
+    def slowness(size):
+        times = measured(rows, task, rule, m, size).values()
+        return sum(map(math.isinf, times)), statistics.median(times)
+
+    return min(GROUP_SIZES, key=slowness)
 
 
 def predictions(title: str) -> dict[tuple, list[float]]:
@@ -378,7 +383,8 @@ def gains(rows: list[dict], task: str) -> str:
 
 def draw(rows: list[dict], task: str) -> Figure:
     """Virtual time to the target over the group size, at two values of m, relative to the best
-    group size without pruning. Lines are predicted, points measured, with 95 % intervals."""
+    group size without pruning. Lines are predicted, points measured, with 95 % intervals; an arm
+    of which a run never arrived has no point."""
     figure, panels = results.new_figure(2)
     for panel, m in zip(panels, (0.1, 1.0), strict=True):
         for rule, name in (("zero", "grpo_zero"), ("adaptive", "adaptive")):
@@ -386,13 +392,14 @@ def draw(rows: list[dict], task: str) -> Figure:
             for predicted, style in zip(PREDICTIONS, (":", "-"), strict=True):
                 times = [1 / value for value in predictions(predicted)[task, m, rule]]
                 panel.plot(GROUP_SIZES, times, style, color=color, lw=1.2)
-            found = [progress(rows, task, rule, m, size) for size in GROUP_SIZES]
-            logs = [{seed: -math.log(value) for seed, value in of.items()} for of in found]
+            found = {size: progress(rows, task, rule, m, size) for size in GROUP_SIZES}
+            arrived = [size for size in GROUP_SIZES if all(found[size].values())]
+            logs = [{n: -math.log(value) for n, value in found[size].items()} for size in arrived]
             middle, half = torch.tensor([results.interval(log_time) for log_time in logs]).T
             times = middle.exp()
             bars = torch.stack([times - (middle - half).exp(), (middle + half).exp() - times])
             style = {"color": color, "marker": results.MARKERS[name], "ls": "", "capsize": 3}
-            panel.errorbar(GROUP_SIZES, times, bars, label=title, **style)
+            panel.errorbar(arrived, times, bars, label=title, **style)
         panel.set(title=f"m = {m:g}", xscale="log", yscale="log", xlabel="group size")
         panel.set_xticks(GROUP_SIZES, map(str, GROUP_SIZES))
         panel.set_yticks([0.5, 0.7, 1, 1.5, 2, 3, 4], ["0.5", "0.7", "1", "1.5", "2", "3", "4"])

@@ -210,7 +210,7 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
     Catches a loop that does not run, a denominator or advantage of what was kept, a weight that is
     left out, a history that is never written, and dropping above the mean.
     """
-    small = {"Q": 4, "G": 4, "T": 6, "STEPS": 2, "HELD_OUT": 3, "EVAL_EVERY": 2, "ROWS": 5}
+    small = {"Q": 4, "G": 4, "T": 6, "HELD_OUT": 3, "EVAL_EVERY": 2, "ROWS": 5}
     small |= {"PROBLEMS": 4}  # so that the second step knows all of its prompts
     for name, value in small.items():
         monkeypatch.setattr(minimal, name, value)
@@ -242,7 +242,7 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
     monkeypatch.setattr(minimal, "prune", spy_prune)
     monkeypatch.setattr(minimal, "loss", spy_loss)
     monkeypatch.setattr(minimal, "sample", spy_sample)
-    minimal.train(grpo=grpo, seed=1)
+    minimal.train(grpo=grpo, seed=1, steps=2)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert "held-out accuracy" in lines[1]
