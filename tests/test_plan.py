@@ -5,9 +5,17 @@ import time
 from functools import partial
 
 import pytest
-from packed import slot_tokens
 
 import packing
+
+
+def slot_tokens(pack, lengths, prompts=None, prompt_lengths=None):
+    """Tokens that the sequences of one slot take, counted as in plan_packs."""
+    tokens = sum(lengths[index] for index in pack)
+    if prompts:
+        own = {prompts[index]: prompt_lengths[index] for index in pack}
+        tokens += sum(own.values()) - sum(prompt_lengths[index] for index in pack)
+    return tokens
 
 
 def random_set(seed):
