@@ -198,11 +198,6 @@ def _check_entries(cfg: Config) -> None:
             maker = "dppo.by_probability" if kind is dppo.Rule else "dppo.Loss"
             wrong = f"the entry {getattr(cfg, name)!r} is a {type(entry).__name__}"
             raise InputError(f"{wrong}: give it to {maker}(..)")
-        if kind is dppo.Rule and not entry.keep_prob and not entry.biased:
-            raise InputError(
-                f"the entry {getattr(cfg, name)!r} draws without keep probabilities: use "
-                f"dppo.by_probability(..), or say in its biased=.. what it does to the gradient"
-            )
     denominator = dppo.LOSSES[cfg.loss].denominator
     dppo.check_known(f"denominator (loss {cfg.loss!r})", denominator, dppo.DENOMINATORS)
     scale_rewards = dppo.LOSSES[cfg.loss].scale_rewards

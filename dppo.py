@@ -329,8 +329,8 @@ class Rule:
     draw(batch, prune_rate, generator) -> (keep, weights), both [K, G] for the Completions of a
     mini-batch, or [n] for its sampler.Prompts. Weights are 0 where keep is False.
 
-    `by_probability` makes the draw of an unbiased rule. A rule with another draw is biased, and
-    must say why.
+    `by_probability` makes the draw of an unbiased rule. A rule with another draw counts as biased,
+    because nothing can check its weights, and must say why.
     """
 
     draw: Callable
@@ -338,6 +338,13 @@ class Rule:
     biased: str | None = None  # the reason, printed in the run's first lines
     keep_prob: Callable | None = None  # of by_probability: (batch, prune_rate) -> float64, checked
     order: Callable | None = None  # of by_probability
+
+    def __post_init__(self):
+        if not self.keep_prob and not self.biased:
+            raise RuleError(
+                "a rule draws without keep probabilities: use dppo.by_probability(..), or say in "
+                "its biased=.. what it does to the expected gradient"
+            )
 
 
 def any_order(batch, generator: Generator) -> torch.Tensor:
@@ -370,8 +377,9 @@ def by_probability(
         never = batch.live & (p == 0)
         if never.any() and not biased:
             raise RuleError(
-                f"{must}, above 0 wherever the gradient is not 0; {int(never.sum())} of "
-                f'{int(batch.live.sum())} are 0 there. If that is meant, say biased="the reason"'
+                f"must return probabilities above 0 wherever batch.live is True, but "
+                f"{int(never.sum())} of {int(batch.live.sum())} are 0 there. If that is meant, say "
+                f'biased="the reason"'
             )
         lowest = p[batch.live].min().item() if batch.live.any() else 1.0
         if lowest < 1 and prune_rate == 0 and rate is not None:
@@ -545,7 +553,7 @@ def token_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The surrogate of each completion token, [N], and whether the clip acts on it, bool [N].
 
-    `owner` [N] numbers the sequences from 0. The factor (weights / denominator) multiplies
+    `owner` [N] numbers the sequences from 0. The multiplier (weights / denominator) multiplies
     the result afterwards, so it cannot move the clip.
     """
     check_known("loss", loss, LOSSES)

@@ -62,6 +62,10 @@ class PromptHistory:
         self.past_advantage = torch.full((num_prompts,), torch.nan)
         self.tokens = torch.full((num_prompts,), torch.nan)
 
+    def restore(self, state: dict) -> None:
+        """Take over vars() of another history."""
+        self.past_advantage, self.tokens = state["past_advantage"], state["tokens"]
+
     def update(
         self, prompts: torch.Tensor, advantages: torch.Tensor, lengths: torch.Tensor
     ) -> None:
@@ -123,7 +127,7 @@ def low_past_advantages(batch: Prompts, prune_rate: float) -> torch.Tensor:
     return dppo.threshold_keep_prob(batch.past_advantage, known, prune_rate)
 
 
-# The default rate is r_q; config.METHODS has others. Draws are systematic, in random order.
+# The default rate is r_q. Draws are systematic, in random order.
 PROMPT_RULES = {
     "none": dppo.by_probability(dppo.everything, rate=None),
     "uniform": dppo.by_probability(blindly, rate=0.3),

@@ -130,18 +130,18 @@ class Trainer:
 
         # 1. Select the candidates of this step.
         candidates = self.candidates(step)  # [Q]
-        kept = torch.ones_like(candidates, dtype=torch.bool)  # [Q]; GRPO keeps all
+        kept_prompts = torch.ones_like(candidates, dtype=torch.bool)  # [Q]; GRPO keeps all
         prompt_weights = torch.ones_like(candidates, dtype=torch.float64)  # [Q]
         # --- DPPO, before rollout: drop prompts at random, weight the rest by 1 / P(kept)
         counts_tokens = self.needs_mean_tokens and self.mean_tokens is None  # see 5
         prompt_rule = "none" if counts_tokens else cfg.prompt_rule
-        kept, prompt_weights = self.history.prune(
+        kept_prompts, prompt_weights = self.history.prune(
             prompt_rule, cfg.prompt_prune_rate, candidates, generator, M
         )
         # ---
-        prompts, prompt_weights = candidates[kept], prompt_weights[kept]  # [K], [K]
+        prompts, prompt_weights = candidates[kept_prompts], prompt_weights[kept_prompts]  # [K], [K]
         # for the log; before the history learns from this step
-        history_figures = metrics.history(self.history.past_advantage, candidates, kept)
+        history_figures = metrics.history(self.history.past_advantage, candidates, kept_prompts)
 
         # 2. Sample G completions of each prompt. Each rank has its share of the prompts.
         expected = self.history.expected_tokens(prompts).tolist()  # [K]
@@ -190,9 +190,9 @@ class Trainer:
 
         # 6. Each update has its own part of the candidates, and its own draw. A prompt's place
         # among the candidates says which part it is in. Its place among the kept prompts would not
-        # do: it depends on what else was kept, which is biased.
+        # do: it depends on what else was kept, so the estimate would be biased.
         # These are the parts that PromptHistory.prune draws; M divides Q (config.py checks it).
-        minibatch = kept.nonzero()[:, 0] * M // Q  # [K]
+        minibatch = kept_prompts.nonzero()[:, 0] * M // Q  # [K]
         cost = self.prompt_tokens[prompts, None] + lengths  # [K, G], tokens to train on
         keep = torch.ones_like(factor, dtype=torch.bool)  # [K, G]; GRPO keeps all
         weights = torch.ones_like(factor)  # [K, G]
@@ -290,7 +290,7 @@ class Trainer:
         return {"content": self.content, "history": history, "mean_tokens": self.mean_tokens}
 
     def load_state(self, state: dict) -> None:
-        vars(self.history).update(state["history"])
+        self.history.restore(state["history"])
         self.mean_tokens = state["mean_tokens"]
 
 
@@ -354,7 +354,8 @@ def run(trainer: Trainer, until: int | None = None) -> None:
                 print(STOPPED.format(done, cfg.out_dir), flush=True)
             else:
                 print(console.summary(log.read_rows(logger.path)))
-                print(f"what other pruning would save: python -m bench ceiling {out_dir}")
+                ceiling = f"python -m bench ceiling {out_dir}"
+                print(f"which group size and pruning would be fastest: {ceiling}")
                 saved = f", {checkpoint.newest(out_dir)}/" if saved_at == done else ""
                 print(f"done: {logger.path}, {out_dir / 'run.png'}{saved}")
     ranks.finish()

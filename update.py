@@ -80,13 +80,15 @@ def accumulate_gradients(
 
         logprobs, entropy = packed_logprobs(model, pack, cfg)  # [N], [N]
         now = logprobs.detach()
-        sampler_logprobs, start_logprobs, advantage, factor = per_token.to(now.dtype)  # [N] each
+        sampler_logprobs, start_logprobs, advantage, token_multiplier = per_token.to(
+            now.dtype
+        )  # [N] each
         old = sampler_logprobs  # [N]
         importance = torch.ones_like(now)  # [N]
         if cap := cfg.importance_cap:
             old = now if old_logprobs is None else start_logprobs
             importance = importance_ratio(old - sampler_logprobs)
-            factor = factor * importance.clamp(max=cap)
+            token_multiplier = token_multiplier * importance.clamp(max=cap)
         loss, clipped = dppo.token_loss(
             logprobs, old, advantage, pack.owner, loss=cfg.loss, eps_low=cfg.eps_low,
             eps_high=cfg.eps_high, num_sequences=pack.num_sequences,
@@ -96,15 +98,15 @@ def accumulate_gradients(
             with torch.no_grad():
                 ref_logprobs, _ = packed_logprobs(reference, pack, cfg)  # [N]
             kl = dppo.kl_k3(logprobs, ref_logprobs)
-        # The factor multiplies after the clip, so it cannot move the clip.
-        total = ((loss + cfg.beta * kl) * factor).sum()
+        # It multiplies after the clip, so it cannot move the clip.
+        total = ((loss + cfg.beta * kl) * token_multiplier).sum()
         total.backward()
 
         if not members:  # a dummy pack, which FSDP needs
             continue
         figures = {
             "loss": total,
-            "kl": (kl * factor).sum(),
+            "kl": (kl * token_multiplier).sum(),
             "clipped": clipped.sum(),
             "gap": (now - sampler_logprobs).abs().sum(),
             "importance": importance.sum(),

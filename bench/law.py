@@ -290,8 +290,8 @@ def progress(rows: list[dict], task: str, rule: str, m: float, size: int) -> dic
 
 
 def best_size(rows: list[dict], task: str, rule: str, m: float) -> int:
-    """The group size with the least median time over fresh seeds, among those with which most of
-    them arrive."""
+    """The group size with the fewest fresh runs that never arrive, and among these the least median
+    time."""
 
     def slowness(size):
         times = measured(rows, task, rule, m, size).values()
@@ -328,21 +328,24 @@ def table(rows: list[dict], task: str) -> str:
 
 def agreement(rows: list[dict], task: str) -> str:
     """Markdown: how well each prediction describes the runs. A cell is an arm; those that are 1 by
-    definition do not count."""
+    definition do not count, nor those of which a run never arrived."""
     head = ["", "cells inside their interval", "off by a factor of", "rank correlation by m"]
-    head.append("best group size within one step")
+    head.append("best group size named")
     cells = [head, ["---"] * len(head)]
     for title in PREDICTIONS:
-        inside, factors, correlations, near = [], [], [], []
+        inside, factors, correlations, named = [], [], [], []
         for m in RATIOS:
             of_m = []  # (predicted, measured)
             for rule in ("zero", "adaptive"):
                 predicted = predictions(title)[task, m, rule]
                 best = predicted.index(max(predicted))
                 found = GROUP_SIZES.index(best_size(rows, task, rule, m))
-                near.append(abs(best - found) <= 1)
+                named.append(best == found)
                 for value, size in zip(predicted, GROUP_SIZES, strict=True):
-                    mean, half = results.interval(progress(rows, task, rule, m, size))
+                    own = progress(rows, task, rule, m, size)
+                    if not all(own.values()):
+                        continue
+                    mean, half = results.interval(own)
                     of_m.append((value, mean))
                     if half > 0:
                         inside.append(abs(value - mean) <= half)
@@ -354,7 +357,7 @@ def agreement(rows: list[dict], task: str) -> str:
             f"{sum(inside)} of {len(inside)}",
             f"{math.exp(statistics.mean(factors)):.2f}",
             ", ".join(f"{value:.2f}" for value in correlations),
-            f"{sum(near)} of {len(near)}",
+            f"{sum(named)} of {len(named)}",
         ])  # fmt: skip
     return results.as_markdown(cells)
 

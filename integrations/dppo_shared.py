@@ -141,7 +141,7 @@ def restore_history(
         f"{folder / FILE}: its history is of other prompts; resume with the {option} of that run, "
         "or delete the file to forget them",
     )
-    vars(history).update(state["history"])
+    history.restore(state["history"])
 
 
 # ---------------------------------------------------------------------------- figures

@@ -151,7 +151,7 @@ class Trainer:
             run_key, history, weights, self.log, self.mean_tokens = torch.load(self.path)
             other = f"{self.path} is of another model, seed or data: set another out_dir"
             require(run_key == self.run_key, other)
-            vars(self.history).update(history)
+            self.history.restore(history)
 
         self.service = ask(tinker.ServiceClient, base_url=base_url)
         new = self.service.create_lora_training_client, base_model, lora_rank, seed

@@ -68,7 +68,7 @@ def lines(row: dict, samples: list[dict] | None, cfg) -> str:
             f"w_max {number(row['weight/max'], 1, width=5)}",
             f"entropy {number(entropy, 3)}",
             f"gnorm {number(row['grad_norm'], 3)}",
-            f"sample {row['time/rollout']:5.2f}s",
+            f"rollout {row['time/rollout']:5.2f}s",
             f"train {row['time/train']:5.2f}s",
         ]
     scores = evaluations(row)
@@ -77,7 +77,8 @@ def lines(row: dict, samples: list[dict] | None, cfg) -> str:
     if samples and (scores or row["step"] == 1):
         first = samples[0]
         prompt, completion = first["prompt"][-SHOWN:], first["completion"][-SHOWN:]
-        text += f"\n    {prompt!r} -> {completion!r}: reward {number(first['reward'], 3)}"
+        text += f"\n    its first completion: {prompt!r} -> {completion!r}"
+        text += f": reward {number(first['reward'], 3)}"
     return text
 
 
@@ -88,7 +89,7 @@ def summary(rows: list[dict]) -> str:
         sum(row[name] for row in steps) for name in ("cost/sampled", "cost/kept", "step_time")
     )
     share = number(100 * kept / sampled if sampled else math.nan, 0)
-    tokens = f"{sampled:,.0f} tokens sampled with their prompts, {kept:,.0f} ({share} %) trained on"
+    tokens = f"{sampled:,.0f} tokens of prompts and completions, {kept:,.0f} ({share} %) trained on"
     parts = [tokens, f"{seconds:.0f} s of steps"]
     scores = [score for row in rows for score in evaluations(row)]
     if scores:

@@ -22,7 +22,7 @@ OF_ALL = {
     "share of dead groups": {"frac_reward_zero_std": None},
     "tokens per completion, mean": {"completions/mean_length": None},
     "entropy, nats per token": {"entropy": None},
-    "gradient norm, not clipped": {"grad_norm": None},
+    "gradient norm before clipping": {"grad_norm": None},
 }
 OF_PRUNED = {
     "share kept": {"kept/completions": "completions", "kept/tokens": "tokens"},
@@ -44,8 +44,8 @@ def draw_run(out_dir: Path) -> None:
     cfg = json.loads((out_dir / "config.json").read_text())["config"]
     seconds = 0.0  # of training, without evaluations
     for row in rows:
-        row["seconds of training"] = seconds = seconds + row.get("step_time", 0.0)
-    panels = [("step", "reward", REWARD), ("seconds of training", "reward", REWARD)]
+        row["seconds of steps"] = seconds = seconds + row.get("step_time", 0.0)
+    panels = [("step", "reward", REWARD), ("seconds of steps", "reward", REWARD)]
     panels += [("step", name, curves) for name, curves in panels_of(rows).items()]
 
     height = math.ceil(len(panels) / 3)  # in rows of at most three

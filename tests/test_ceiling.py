@@ -258,7 +258,7 @@ def test_figures_by_hand():
     assert figures(others, [first, *steps], SETTINGS, "made up", C, rest=M) == found, "--rest"
     printed = ceiling.report(found)
     assert "10 of them used; 0.75 of the groups are live" in printed
-    assert "use groups of 4." in printed
+    assert "groups of 4 are predicted to be fastest." in printed
     assert f"gains {known_figures()['adaptive/4']:.2f} over that, with groups of 4." in printed
 
 

@@ -121,6 +121,8 @@ def test_what_a_run_came_to():
         ROW | {"step": 2, "eval/avg@4": None},
     ]
     said = console.summary(rows)
-    assert said.startswith("held-out avg@4 from 0.250 to -; 3,000 tokens sampled")
+    assert said.startswith(
+        "held-out avg@4 from 0.250 to -; 3,000 tokens of prompts and completions"
+    )
     assert said.endswith("600 (20 %) trained on; 7 s of steps")
-    assert console.summary([]).startswith("0 tokens sampled with their prompts, 0 (- %)")
+    assert console.summary([]).startswith("0 tokens of prompts and completions, 0 (- %)")

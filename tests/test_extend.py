@@ -133,7 +133,12 @@ ENTRIES = [  # kinds, the entry, the rate, the message if it is wrong
     (BOTH, gives(lambda batch: like(batch)[:1]), 0.5, shape + r"\[.*, not \[1"),
     (BOTH, gives(lambda batch: like(batch) * 1.5), 0.5, shape + ".*, from 0 to 1, not 1.5"),
     (BOTH, gives(lambda batch: like(batch) * torch.nan), 0.5, shape + ".*, from 0 to 1, not nan"),
-    (BOTH, gives(lambda batch: like(batch) * 0.0), 0.5, shape + ".*, above 0 .*biased="),
+    (
+        BOTH,
+        gives(lambda batch: like(batch) * 0.0),
+        0.5,
+        r"must return .*, but (\d) of \1 are.*biased=",
+    ),
     (BOTH, gives(lambda batch: like(batch) * 0.5), 0.0, shape + ".*, of 1 at prune rate 0"),
     (BOTH, gives(lambda batch: like(batch) * 0.5, rate=None), 0.0, None),
     (BOTH, gives(lambda batch: like(batch) * 0.0, biased="it keeps nothing"), 0.5, None),
@@ -180,10 +185,6 @@ plain = lambda ratio, logprobs, advantages, *_: (-ratio * advantages, ratio < 0)
 everything = lambda batch, *_: (batch.live | True, ones(batch.live.shape))
 REFUSED = [  # kind, entry, flags, message
     ("completion rule", everything, {"method": "mine"}, "is a function: give it to dppo.by_prob"),
-    ("completion rule", dppo.Rule(everything, rate=0.5), {"method": "mine"},
-     "'mine' draws without keep probabilities.*say in its biased="),
-    ("prompt rule", dppo.Rule(everything, rate=0.5), {"method": "mine"},
-     "'mine' draws without keep probabilities.*say in its biased="),
     ("loss", dppo.Loss(plain, "tokens"), {"loss": "mine"},
      r"unknown denominator \(loss 'mine'\) 'tokens': choose one of own length, constant"),
     ("completion rule", dppo.by_probability(everything, rate=0.5), {"method": "mime"},
@@ -200,6 +201,13 @@ def test_entries_that_no_run_accepts(kind, entry, flags, message):
     if kind == "loss":
         with pytest.raises(dppo.RuleError, match=message):
             dppo.loss_scale(ones((1, 1)), "mine", num_sequences=1, max_new_tokens=1, num_tokens=1)
+
+
+def test_a_draw_of_ones_own_says_what_it_does():
+    with pytest.raises(
+        dppo.RuleError, match=r"draws without keep probabilities.*say in its biased="
+    ):
+        dppo.Rule(everything, rate=0.5)
 
 
 rule = dppo.by_probability(lambda batch, rate: like(batch), rate=0.5)
@@ -269,7 +277,7 @@ FILES = [  # a file, and what proof.py says of it
      "prompt rule 'mine' must return .* not nan"),  # new prompts
     (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.by_probability(lambda batch, rate: 1.0 - "
      "(rate > 0) * ((batch.rewards == 1) & (batch.cost > 100)).double(), rate=0.5)\n",
-     r"'mine' .*above 0 .*; \d+ of \d+ are 0 there"),  # only in batches of long completions
+     r"'mine' .*above 0 .*, but \d+ of \d+ are 0 there"),  # only in batches of long completions
 ]  # fmt: skip
 
 

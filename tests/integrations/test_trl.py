@@ -161,7 +161,7 @@ def test_killed_and_resumed(tmp_path):
     assert one[0]["draws"] == one[0]["batches"] == 6
     for name, value in one[1].items():
         torch.testing.assert_close(value, other[1][name], rtol=0, atol=0, equal_nan=True)
-    assert not one[1]["score"].isnan().all()
+    assert not one[1]["past_advantage"].isnan().all()
     assert all(map(torch.equal, one[2], other[2]))
     assert one[3] == other[3]
     shares = [row["dppo/kept_prompts"] for row in one[3][:6]]
