@@ -352,17 +352,29 @@ def test_what_there_is_no_figure_for():
 
 def test_rest_over_training():
     """Seconds of 100 to 400 tokens of 1000, of which an update takes 0.2 s whatever it keeps.
-    Catches a fixed time that counts as training, and a rest that leaves it out."""
+    Catches a fixed time that counts as training, a rest that leaves it out, and a step that waited
+    for another program."""
     rows = []
     for step in range(2, 21):
         kept = 100.0 + 15 * step
         train = 0.2 + 0.001 * kept
         row = {"cost/sampled": 1000.0, "cost/kept": kept, "time/train": train}
         rows.append(row | {"step_time": 0.3 + train})
+    rows[3]["step_time"] = 99.0
     assert ceiling.rest_over_training(rows) == pytest.approx(0.5)  # 500 tokens of 1000
     for row in rows:  # equal tokens: no line can be drawn, so training has no fixed time
         row |= {"cost/kept": 1000.0, "time/train": 1.0, "step_time": 1.25}
     assert ceiling.rest_over_training(rows) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("slope", [-0.001, 0.003])
+def test_a_line_that_no_update_follows(slope):
+    """Seconds that fall with the tokens, or that leave a fixed time below 0: all of the time is
+    taken to grow with them."""
+    kept = torch.tensor([100.0, 200.0, 300.0, 400.0, 500.0], dtype=torch.float64)
+    seconds = 0.6 + slope * (kept - 300)
+    expected = (seconds / kept).median().item()
+    assert ceiling.seconds_of_a_token(kept, seconds) == expected
 
 
 # ---------------------------------------------------------------------------- prompts
