@@ -14,7 +14,7 @@ Completions of one prompt may share it: its tokens are forwarded once, as a segm
 and each completion is a segment that attends to the prompt and to itself. The result is the same
 function of the weights.
 
-Packing cannot change the objective: nothing is dropped, split or truncated, and the factor of a
+Packing cannot change the objective: nothing is dropped, split or truncated, and the multiplier of a
 sequence in the loss belongs to the sequence, not to its slot.
 
 Notebook 03 draws it. Source: arXiv:2603.04135 section 4.3 (window-based greedy). The details are

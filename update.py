@@ -32,7 +32,8 @@ class Sequence(NamedTuple):
 
 
 class UpdateStats(NamedTuple):
-    """Sums over the completion tokens of one update. To add one, name it here and there."""
+    """Sums over the completion tokens of one update. To add one, name it here and
+    in accumulate_gradients."""
 
     loss: float  # with the full batch's denominator, the KL term included
     kl: float  # the KL term alone, before beta
@@ -80,9 +81,8 @@ def accumulate_gradients(
 
         logprobs, entropy = packed_logprobs(model, pack, cfg)  # [N], [N]
         now = logprobs.detach()
-        sampler_logprobs, start_logprobs, advantage, token_multiplier = per_token.to(
-            now.dtype
-        )  # [N] each
+        per_token = per_token.to(now.dtype)
+        sampler_logprobs, start_logprobs, advantage, token_multiplier = per_token  # [N] each
         old = sampler_logprobs  # [N]
         importance = torch.ones_like(now)  # [N]
         if cap := cfg.importance_cap:
@@ -126,8 +126,9 @@ def accumulate_gradients(
         table = torch.stack(tables).cpu().double()  # [packs, figures]
         host = torch.tensor([[*row.values()] for row in counts], dtype=torch.float64)
         names = [*measured[0], *counts[0]]
-        found = dict(zip(names, torch.cat([table, host], dim=1).sum(dim=0), strict=True))
-        sums = torch.stack([found[name] for name in UpdateStats._fields])
+        totals = torch.cat([table, host], dim=1).sum(dim=0)
+        sum_of = dict(zip(names, totals, strict=True))
+        sums = torch.stack([sum_of[name] for name in UpdateStats._fields])
     return UpdateStats(*ranks.all_reduce(sums).tolist())
 
 
