@@ -117,6 +117,18 @@ def trained_history():
     return history, dppo.generator_for(1)
 
 
+def test_a_restored_history_is_whole():
+    """Catches a part of the history that a resumed run has lost, and one of an older version, whose
+    prompts would all count as new."""
+    history, _ = trained_history()
+    other = sampler.PromptHistory(64)
+    other.restore(vars(history))
+    for name, value in vars(history).items():
+        assert torch.equal(value.nan_to_num(-1), vars(other)[name].nan_to_num(-1)), name
+    with pytest.raises(KeyError, match="past_advantage"):
+        other.restore({"score": history.past_advantage, "tokens": history.tokens})
+
+
 def test_fixed_size_rules_keep_exactly_the_planned_number():
     """round((1 - r_q) n) in every draw of each mini-batch; every prompt is kept as often as its
     probability says, over 600 draws and within 4.5 standard errors.
