@@ -79,7 +79,8 @@ class Run:
         if self.rule == "adaptive":
             pruning = f"--prompt-rule none --completion-rule adaptive --rest {self.ratio}"
         task = f"--data {self.task} --eval-data arithmetic --steps {STEPS[self.task]}"
-        return f"{FLAGS} {task} {batch} {pruning} --lr {self.lr} --seed {self.seed}"
+        folder = "--out-dir out-law"  # nothing is written there; the default may hold a run
+        return f"{FLAGS} {task} {batch} {pruning} --lr {self.lr} --seed {self.seed} {folder}"
 
     def is_row(self, row: dict) -> bool:
         return all(row[name] == value for name, value in vars(self).items())

@@ -173,13 +173,13 @@ def test_a_model_that_is_not_there_is_asked_for_once(monkeypatch):
 
     monkeypatch.setattr(models, "file_exists", unreachable)
     with pytest.raises(
-        InputError, match=r"out/checkpoint .*no such folder\): OSError: Name or service"
+        InputError, match=r"no-run/checkpoint .*no such folder\): OSError: Name or service"
     ):
-        models.load_policy("out/checkpoint", "cpu")
+        models.load_policy("no-run/checkpoint", "cpu")
     monkeypatch.setattr(models, "file_exists", lambda name, file: asked.append(name))
     with pytest.raises(InputError, match=r"no such folder\): the hub has no config.json of this"):
-        models.load_policy("out/checkpoint", "cpu")
-    assert asked == ["out/checkpoint"] * 2
+        models.load_policy("no-run/checkpoint", "cpu")
+    assert asked == ["no-run/checkpoint"] * 2
 
 
 def test_a_mixture_of_experts_has_no_router_loss(make_policy, tmp_path, capsys):
