@@ -36,7 +36,6 @@ from bench import ceiling, made_by
 from runtime import InputError, log, ranks
 
 HELD_OUT = 2000  # held-out problems, of which the first are used
-CURVE_PROBLEMS = 250
 SAME_SPEED = 1.4  # a larger ratio of two probes is another machine, not the noise of neighbors
 PACE = 8  # the last steps, whose mean says how long the next ones take
 CURVE = 4  # evaluations of a run by steps, the last one included
@@ -56,6 +55,7 @@ class Setting(NamedTuple):
 
     flags: str  # of train.py; those of a run come after them
     problems: int = 1000  # held out, 4 completions each
+    curve: int = 250  # problems of the evaluations before the last one; 0: none of these
 
 
 SFT = Path("out-smollm2/sft/checkpoint")  # SmolLM2's supervised start
@@ -64,7 +64,7 @@ WORDS = f"--data words --prompt-format plain --rollout-batch 256 --model {SFT}"
 SETTINGS = {
     "arithmetic": Setting(f"--data arithmetic {BASE}"),
     "arithmetic-mixed": Setting(f"--data arithmetic-mixed --eval-data arithmetic {BASE}"),
-    "words": Setting(f"{WORDS} {BASE} --warmup 2", 256),  # few steps
+    "words": Setting(f"{WORDS} {BASE} --warmup 2", 256, curve=0),  # few steps
 }
 
 
@@ -171,7 +171,8 @@ def make_one(run: Run, problems: int | None = None) -> dict:
 
     A run that cannot go on has the accuracy 0.
     """
-    args = [*SETTINGS[run.setting].flags.split(), *run.flags.split(), "--seed", str(run.seed)]
+    setting = SETTINGS[run.setting]
+    args = [*setting.flags.split(), *run.flags.split(), "--seed", str(run.seed)]
     args += ["--eval-problems", str(HELD_OUT), "--out-dir", "out-race/never-written"]
     started = time.monotonic()
     speed = probe()
@@ -191,9 +192,9 @@ def make_one(run: Run, problems: int | None = None) -> dict:
             seconds = time.process_time() - before
             prompts = row["kept/prompts"] * trainer.cfg.prompts_per_step
             rows.append(row | {"seconds": seconds, "prompts": prompts})
-            if step < run.steps and step % max(1, run.steps // CURVE) == 0:
-                curve.append([step, evaluate(trainer, run, problems or CURVE_PROBLEMS)])
-        accuracy = evaluate(trainer, run, problems or SETTINGS[run.setting].problems)
+            if setting.curve and step < run.steps and step % max(1, run.steps // CURVE) == 0:
+                curve.append([step, evaluate(trainer, run, problems or setting.curve)])
+        accuracy = evaluate(trainer, run, problems or setting.problems)
         if run.steps:
             ceilings = of_log(rows, groups, vars(trainer.cfg))
     except (InputError, FloatingPointError) as problem:  # such as a loss that is not finite
