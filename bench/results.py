@@ -57,7 +57,6 @@ def main() -> None:
     saved, raced = log.read_rows(SAVINGS), log.read_rows(RACE)
     draw_savings(saved).savefig(FOLDER / "savings.png")
     draw_race(raced).savefig(FOLDER / "race.png")
-    draw_ceilings(saved).savefig(FOLDER / "ceilings.png")
 
 
 def tables() -> dict[str, str]:
@@ -66,10 +65,8 @@ def tables() -> dict[str, str]:
     found = {}
     for setting in settings_of(saved):
         found[f"savings, {TITLES[setting]}"] = savings_table(saved, setting)
-    found["savings, the default"] = default_table(saved)
     for setting in settings_of(raced):
         found[f"race, {TITLES[setting]}"] = race_table(raced, setting)
-    found["ceilings"] = ceiling_table(saved)
     return found
 
 
@@ -104,17 +101,6 @@ def savings_table(rows: list[dict], setting: str) -> str:
                 apart = difference(accuracies(own), accuracies(full))
                 line += [show(interval(apart), "+"), f"{time_ratio(own, full):.2f}"]
         cells.append(line)
-    return as_markdown(cells)
-
-
-def default_table(rows: list[dict]) -> str:
-    """Markdown: the default, adaptive with 40 % of 64 prompts, against GRPO with 32."""
-    cells = [["task", "GRPO, 32 x 16", "adaptive, 26 of 64 x 16", "difference"], ["---"] * 4]
-    for setting in ("arithmetic", "arithmetic-mixed"):
-        full = accuracies(by_seed(rows, setting, "grpo", candidates=32))
-        own = accuracies(by_seed(rows, setting, "adaptive_prompts", candidates=64))
-        shown = [show(interval(full)), show(interval(own))]
-        cells.append([TITLES[setting], *shown, show(interval(difference(own, full)), "+")])
     return as_markdown(cells)
 
 
@@ -211,68 +197,6 @@ def draw_race(rows: list[dict]) -> Figure:
         panel.minorticks_off()
     panels[0].set_ylabel("wrong answers, held out")
     add_legend(figure, panels)
-    return figure
-
-
-# ---------------------------------------------------------------------------- question 3
-
-
-def ceiling_table(rows: list[dict]) -> str:
-    """Markdown: of each setting its two inputs, the ceilings, and what adaptive reached."""
-    head = ["setting", "live groups", "rest / training", "ceiling, completions", "adaptive reached"]
-    head += ["ceiling, prompts", "time without zeros, over adaptive's"]
-    cells = [head, ["---"] * len(head)]
-    for title, found in ceilings(rows).items():
-        cells.append([
-            title,
-            f"{found['live_groups']:.2f}",
-            f"{found['rest_over_training']:.2f}",
-            f"{found['ceiling/completions']:.2f}",
-            f"{found['reached']:.2f} of {found['own ceiling']:.2f}",
-            f"{found['ceiling/prompts']:.2f}",
-            f"{found['seconds']:.2f}",
-        ])  # fmt: skip
-    return as_markdown(cells)
-
-
-def ceilings(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """{setting: figures of `bench ceiling`, means over seeds}: GRPO's, but `reached` and
-    `own ceiling` are adaptive's. `seconds` is GRPO's time without zero terms over adaptive's."""
-    found = {}
-    for setting in settings_of(rows):
-        for count in candidates_of(rows, setting):
-            full = by_seed(rows, setting, "grpo", candidates=count)
-            own = by_seed(rows, setting, OURS, candidates=count)
-            live = by_seed(rows, setting, "grpo_zero", candidates=count) or full
-            names = ("live_groups", "rest_over_training", "ceiling/completions", "ceiling/prompts")
-            figures = {name: mean_of_ceiling(full, name) for name in names}
-            figures["reached"] = mean_of_ceiling(own, "reached")
-            figures["own ceiling"] = mean_of_ceiling(own, "ceiling/completions")
-            figures["seconds"] = time_ratio(live, own)
-            found[f"{TITLES[setting]}, {count} x 16"] = figures
-    return found
-
-
-def mean_of_ceiling(found: dict[int, dict], name: str) -> float:
-    return statistics.mean(row["ceiling"][name] for row in found.values())
-
-
-def draw_ceilings(rows: list[dict]) -> Figure:
-    """What pruning could gain at most in each setting, and what adaptive reached."""
-    found = ceilings(rows)
-    figure, (panel,) = new_figure(1)
-    figure.set_size_inches(5.5, 2 + 0.6 * len(found))
-    y = range(len(found), 0, -1)
-    column = lambda name: [figures[name] for figures in found.values()]
-    style = {"height": 0.25, "left": 1}
-    gain = lambda name: [value - 1 for value in column(name)]
-    panel.barh([one + 0.26 for one in y], gain("own ceiling"), color="#BBBBBB", **style)
-    panel.barh([*y], gain("reached"), color=METHODS[OURS][1], **style)
-    panel.barh([one - 0.26 for one in y], gain("ceiling/prompts"), color="#99C9E8", **style)
-    panel.set_yticks([*y], [name.replace(", ", "\n") for name in found])
-    panel.set_xlabel("progress in a second, GRPO without zeros = 1")
-    names = ("completions: ceiling of adaptive's run", "completions: adaptive", "prompts: ceiling")
-    figure.legend(panel.containers, names, frameon=False, loc="outside lower center")
     return figure
 
 

@@ -13,8 +13,6 @@ the runs of a setting that end after seconds are made on machines of one speed.
 """
 
 import itertools
-import json
-import math
 import multiprocessing
 import os
 import statistics
@@ -32,7 +30,7 @@ import config
 import dppo
 import eval as evaluation
 import train
-from bench import ceiling, made_by
+from bench import made_by
 from runtime import InputError, log, ranks
 
 HELD_OUT = 2000  # held-out problems, of which the first are used
@@ -176,9 +174,9 @@ def make_one(run: Run, problems: int | None = None) -> dict:
     args += ["--eval-problems", str(HELD_OUT), "--out-dir", "out-race/never-written"]
     started = time.monotonic()
     speed = probe()
-    rows, groups = [], []  # of log.jsonl and groups.jsonl
+    rows = []  # of log.jsonl
     curve = []  # [step, accuracy], before the last step
-    accuracy, ceilings, failed = 0.0, {}, None
+    accuracy, failed = 0.0, None
     try:
         trainer = train.Trainer(config.parse_config(args))
         for step in itertools.count(1):
@@ -187,35 +185,19 @@ def make_one(run: Run, problems: int | None = None) -> dict:
                 break
             trainer.cfg = replace(trainer.cfg, steps=planned)
             before = time.process_time()
-            row, others = trainer.step(step)
-            groups += others["groups"]
+            row, _others = trainer.step(step)
             seconds = time.process_time() - before
             prompts = row["kept/prompts"] * trainer.cfg.prompts_per_step
             rows.append(row | {"seconds": seconds, "prompts": prompts})
             if setting.curve and step < run.steps and step % max(1, run.steps // CURVE) == 0:
                 curve.append([step, evaluate(trainer, run, problems or setting.curve)])
         accuracy = evaluate(trainer, run, problems or setting.problems)
-        if run.steps:
-            ceilings = of_log(rows, groups, vars(trainer.cfg))
     except (InputError, FloatingPointError) as problem:  # such as a loss that is not finite
         failed = str(problem)
     sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}
     result = {"made": len(rows), "accuracy": accuracy, "curve": curve, "failed": failed}
     wall = round(time.monotonic() - started, 2)
-    return vars(run) | result | sums | {
-        "ceiling": ceilings, "wall_of_run": wall, "probe": speed, **made_by()
-    }  # fmt: skip
-
-
-def of_log(rows: list[dict], groups: list[dict], settings: dict) -> dict:
-    """The figures of `bench ceiling`; {} if the run is too short for them."""
-    as_stored = lambda rows: [json.loads(log.as_json(row)) for row in rows]
-    try:
-        found = ceiling.figures(as_stored(rows), as_stored(groups), settings, "")
-    except InputError:
-        return {}
-    numbers = {name: value for name, value in found.items() if isinstance(value, float)}
-    return {name: None if math.isnan(x) else round(x, 4) for name, x in numbers.items()}
+    return vars(run) | result | sums | {"wall_of_run": wall, "probe": speed, **made_by()}
 
 
 def plan(times: list[float], budget: float) -> int:
