@@ -32,9 +32,9 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"[₀-₎ₐ-ₜ]+", r"_{\g<0>}"),
     (r"ℝ", r"\\mathbb{R}"),
     (r"[¼-¾⅐-⅞]", r" \g<0>"),
-    (r"[^\x00-\x7f]+", lambda found: unicodedata.normalize("NFKC", found[0])),
+    (r"[^\x00-\x7f]+", lambda match: unicodedata.normalize("NFKC", match[0])),
     (r"(\d+)⁄(\d+)", r"\\frac{\1}{\2}"),
-    (f"[{''.join(SYMBOLS)}]", lambda found: SYMBOLS[found[0]]),
+    (f"[{''.join(SYMBOLS)}]", lambda match: SYMBOLS[match[0]]),
     (r"(?<![\\a-z])sqrt\b", "√"),
     (r"√(\[\d\])?\s*(?:\(([^()]*)\)|([\d.]+|[a-z]|\\frac\{\d+\}\{\d+\}))", r"\\sqrt\1{\2\3}"),
     (r"√", r"\\sqrt"),
@@ -136,11 +136,11 @@ def read(text: str) -> Answer:
     for pattern, replacement in SPELLINGS:
         text = pattern.sub(replacement, text)
     label = relation = ""
-    if found := LABEL.fullmatch(text):
-        label, text = found[1].upper(), found[2]
+    if match := LABEL.fullmatch(text):
+        label, text = match[1].upper(), match[2]
     text = SPACES.sub("", text)
-    if found := RELATION.fullmatch(text):
-        relation, text = found.groups()
+    if match := RELATION.fullmatch(text):
+        relation, text = match.groups()
     units = set()
     if not WORDS.fullmatch(text):
         for name, power in UNIT.findall(text):
@@ -159,18 +159,19 @@ def read(text: str) -> Answer:
 
 def equal(answer: str, given: str) -> bool:
     """Whether what was given equals the reference answer."""
-    one, two = read(answer), read(given)
-    if one.label and two.label:
-        return one.label == two.label
-    both = ((one.units, two.units), (one.bases, two.bases), (one.bracket, two.bracket))
-    if one.relation != two.relation or any(a and b and a != b for a, b in both):
+    gold, given = read(answer), read(given)
+    if gold.label and given.label:
+        return gold.label == given.label
+    both = ((gold.units, given.units), (gold.bases, given.bases), (gold.bracket, given.bracket))
+    if gold.relation != given.relation or any(a and b and a != b for a, b in both):
         return False
-    if same(one.value, two.value):  # 50 % and 50, too
+    if same(gold.value, given.value):  # 50 % and 50, too
         return True
-    one, two = (
-        rf"\frac{{{a.value}}}{{100}}" if "percent" in a.units else a.value for a in (one, two)
+    values = (
+        rf"\frac{{{part.value}}}{{100}}" if "percent" in part.units else part.value
+        for part in (gold, given)
     )
-    return same(one, two)
+    return same(*values)
 
 
 def same(answer: str, given: str) -> bool:

@@ -304,9 +304,9 @@ def problem_of(row: dict, data: str) -> Problem:
         answers = [solution]
     else:
         name = _first_key(row, ANSWER_KEYS)
-        found = "" if row[name] is None else row[name]  # _scorable drops such rows, and counts them
-        found = found if isinstance(found, list) and found else [found]
-        answers = [_text_or_number(value, name) for value in found]
+        value = "" if row[name] is None else row[name]  # _scorable drops such rows, and counts them
+        values = value if isinstance(value, list) and value else [value]
+        answers = [_text_or_number(value, name) for value in values]
         texts = (row[name] for name in ANSWER_KEYS if isinstance(row.get(name), str))
         solution = next(filter(None, map(worked_solution, texts)), "")
     asked = [turn["content"] for turn in turns if turn["role"] == "user"]
@@ -418,11 +418,12 @@ def encode_prompts(
     """
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise InputError("--prompt-format chat: the tokenizer has no chat template; use plain")
-    own = [problem.instruction if instruction is None else instruction for problem in problems]
-    pairs = [*zip(problems, own, strict=True)]
+    lines = [problem.instruction if instruction is None else instruction for problem in problems]
+    pairs = [*zip(problems, lines, strict=True)]
     if tokenizer.chat_template and prompt_format != "plain":
         ends = tuple(tokenizer.convert_ids_to_tokens(chat_format.end_tokens(tokenizer)))
-        texts = [in_template(one.messages(line), tokenizer, ends, thinking) for one, line in pairs]
+        chats = [problem.messages(line) for problem, line in pairs]
+        texts = [in_template(chat, tokenizer, ends, thinking) for chat in chats]
         prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     else:
         texts = [_plain_text(problem, line) for problem, line in pairs]

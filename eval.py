@@ -79,11 +79,11 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
     table = []
     with checkpoint.owned(cfg.out_dir):
         folder = open_folder(cfg.out_dir, settings) if cfg.out_dir else None
-        for one in sets:
-            path = folder and folder / f"{one.file}.jsonl"
-            rows = complete(model, tokenizer, one, sampling, cfg, path, reward)
-            row = {"data": one.name, **figures(rows)}
-            row |= settings | {"max_new_tokens": one.max_new_tokens}
+        for problem_set in sets:
+            path = folder and folder / f"{problem_set.file}.jsonl"
+            rows = complete(model, tokenizer, problem_set, sampling, cfg, path, reward)
+            row = {"data": problem_set.name, **figures(rows)}
+            row |= settings | {"max_new_tokens": problem_set.max_new_tokens}
             print(log.as_json(row), flush=True)
             table.append(row)
     print_table(table, cfg.k)
@@ -110,9 +110,9 @@ def check_config(cfg: EvalConfig) -> None:
 def load(cfg: EvalConfig, reward):
     """(model, tokenizer, problem sets, sampling), ready to sample from."""
     if cfg.prompt is not None:
-        found = {"prompt": ("prompt", [data.Problem(cfg.prompt, "", "prompt")])}
+        named = {"prompt": ("prompt", [data.Problem(cfg.prompt, "", "prompt")])}
     else:
-        found = {name: read_set(name, cfg, reward) for name in cfg.data}
+        named = {name: read_set(name, cfg, reward) for name in cfg.data}
 
     source = models.model_folder(cfg.model)
     if Path(source).is_dir():  # no bar for loading a folder; a download keeps its own
@@ -121,7 +121,7 @@ def load(cfg: EvalConfig, reward):
     data.fix_date(tokenizer, checkpoint.first_date(cfg.out_dir))
 
     sets = []
-    for name, (file, problems) in found.items():
+    for name, (file, problems) in named.items():
         room = cfg.max_new_tokens or data.max_new_tokens(name)
         fitting = data.encode_prompts(
             problems, tokenizer, models.prompt_room(model, room), cfg.prompt_format, cfg.thinking,
@@ -131,13 +131,13 @@ def load(cfg: EvalConfig, reward):
 
     engine = cfg.engine
     if engine == "vllm":
-        longest = max(len(ids) + one.max_new_tokens for one in sets for ids in one.prompt_ids)
+        longest = max(len(ids) + each.max_new_tokens for each in sets for ids in each.prompt_ids)
         engine = vllm_engine.Engine(
             source, vocab_size=model.vocab_size, max_tokens=longest, sequences=cfg.batch_size,
             dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
         )  # fmt: skip
     sampling = models.sampling(
-        model, tokenizer, max(one.max_new_tokens for one in sets), engine,
+        model, tokenizer, max(each.max_new_tokens for each in sets), engine,
         temperature=cfg.temperature, batch_size=cfg.batch_size, top_k=cfg.top_k, top_p=cfg.top_p,
         repetition_penalty=cfg.repetition_penalty, show_progress=True,
     )  # fmt: skip
@@ -171,13 +171,13 @@ def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, 
 
 
 def complete(
-    model, tokenizer, one: ProblemSet, sampling, cfg, path=None, reward=None
+    model, tokenizer, problem_set: ProblemSet, sampling, cfg, path=None, reward=None
 ) -> list[dict]:
     """Sample and score every problem of a set, batch by batch. Rows that `path` has are reused.
 
     A row has index, problem, answer, rewards, lengths, truncated and completions.
     """
-    name, _file, problems, prompt_ids, room = one
+    name, _file, problems, prompt_ids, room = problem_set
     sampling = replace(sampling, max_new_tokens=room)
     reward = reward or data.reward_function(name)
     chunk = max(1, cfg.batch_size // cfg.k)  # problems in a batch

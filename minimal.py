@@ -97,7 +97,8 @@ def sample(model, problems):
         rows, token = rows[going], token[going]
         cache.batch_select_indices(going)
     given = tokenizer.batch_decode(ids[:, W:], skip_special_tokens=True)
-    right = [one.rpartition("=")[2] == answer for one, answer in zip(given, answers, strict=True)]
+    ends = [text.rpartition("=")[2] for text in given]
+    right = [end == answer for end, answer in zip(ends, answers, strict=True)]
     return ids, sampled, logprobs, torch.tensor(right, dtype=torch.float64)
 
 

@@ -148,15 +148,15 @@ def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> 
             max_tokens=longest + cfg.max_new_tokens, sequences=cfg.rollout_batch,
             dtype=cfg.dtype, device=cfg.device, memory=share,
         )  # fmt: skip
-    found = sampling(
+    how = sampling(
         models.model, models.tokenizer, cfg.max_new_tokens, engine, temperature=cfg.temperature,
         batch_size=cfg.rollout_batch, show_progress=show_progress,
     )  # fmt: skip
     if cfg.engine == "vllm":
         longest = sorted(prompts, key=len)[-4:]  # vLLM caches whole blocks of prompts
         logprobs = lambda rollouts: trainer_logprobs(models.policy, rollouts, cfg)
-        engine.check(models.policy, longest, found, logprobs)
-    return found
+        engine.check(models.policy, longest, how, logprobs)
+    return how
 
 
 def sampling(
@@ -197,8 +197,8 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
     except Exception as error:  # its config and its code may lack anything
         packs, why = False, data.in_words(error)
     if not packs:
-        found = f"a window of {window} tokens" if window else f"layers of kinds {sorted(kinds)}"
-        raise InputError(f"--model {name}, with {found}, cannot be packed exactly: {why}")
+        layers = f"a window of {window} tokens" if window else f"layers of kinds {sorted(kinds)}"
+        raise InputError(f"--model {name}, with {layers}, cannot be packed exactly: {why}")
     if samples and model.longest < model.config.max_position_embeddings:
         ranks.say(
             f"note: the rotary embedding (rope) of --model {name} changes in sequences of more "
@@ -336,8 +336,8 @@ def longest_sequence(model) -> int:
     def rotations(length: int) -> torch.Tensor:
         """The rotations of positions 0 to 2 in a forward that also holds position length - 1."""
         positions = torch.tensor([[0, 1, 2, length - 1]], device=model.device)
-        found = rotary(torch.zeros(1, device=model.device), positions)
-        return torch.cat(found if isinstance(found, tuple) else (found,))[:, :3]
+        angles = rotary(torch.zeros(1, device=model.device), positions)
+        return torch.cat(angles if isinstance(angles, tuple) else (angles,))[:, :3]
 
     exact = rotations(3)
     if torch.equal(rotations(most), exact):

@@ -63,7 +63,7 @@ class Case:
         """What each sequence adds to the full gradient, [K * G, P]: one backward pass each."""
         advantages, factor = self.batch.advantages, self.factor
         alone = torch.eye(factor.numel(), dtype=torch.bool).view(-1, *factor.shape)
-        return torch.stack([self.gradient(advantages, factor * one, one) for one in alone])
+        return torch.stack([self.gradient(advantages, factor * keep, keep) for keep in alone])
 
 
 # ---------------------------------------------------------------------------- every outcome
@@ -193,8 +193,8 @@ def toy_case(
             num_sequences=Q * G,
         )
         total = ((losses + beta * dppo.kl_k3(logprobs, ref)) * spread(factor)).sum()
-        (found,) = torch.autograd.grad(total, here, allow_unused=True, materialize_grads=True)
-        return found.flatten()
+        (gradient,) = torch.autograd.grad(total, here, allow_unused=True, materialize_grads=True)
+        return gradient.flatten()
 
     probs = table.softmax(dim=-1)[tokens[..., :-1]]  # [Q, G, 5, V]
     onehot = torch.nn.functional.one_hot(tokens[..., 1:], V)
@@ -274,8 +274,8 @@ def completion_rule_error(rule: str, loss: str, mistake: str | None = None) -> f
     errors = []
     for beta in BETAS:
         case = toy_case(loss, beta=beta, prompts=range(3), num_prompts=3)
-        found = expected_gradient(case, rule, 0.5, mistake=mistake)
-        errors.append(relative_error(found, case.full()))
+        expected = expected_gradient(case, rule, 0.5, mistake=mistake)
+        errors.append(relative_error(expected, case.full()))
     return max(errors)
 
 
@@ -306,8 +306,8 @@ def prompt_rule_error(rule: str, loss: str, own_tokens: bool = False) -> float:
     errors = []
     for beta in BETAS:
         with dppo.named("prompt rule", rule):
-            found, full = both_levels(loss, rule, "pps", 0.4, beta=beta, own_tokens=own_tokens)
-        errors.append(relative_error(found, full))
+            expected, full = both_levels(loss, rule, "pps", 0.4, beta=beta, own_tokens=own_tokens)
+        errors.append(relative_error(expected, full))
     return max(errors)
 
 

@@ -140,18 +140,18 @@ def reward_of(completion: str, answer: str, reward) -> float:
     """What a reward returns, as a number; None becomes NaN."""
     which = f"the completion {completion[:80]!r}, with the reference answer {answer[:80]!r}"
     try:
-        found = reward(completion, answer)
+        value = reward(completion, answer)
     except Exception as error:
         error.add_note(f"The reward raised this for {which}.")
         raise
-    if found is None:
+    if value is None:
         return math.nan
     try:
-        number = float(found) if hasattr(found, "__float__") else math.nan
+        number = float(value) if hasattr(value, "__float__") else math.nan
     except (OverflowError, RuntimeError, TypeError, ValueError):  # 10**400, or several numbers
         number = math.nan
     if not abs(number) <= LARGEST:  # or NaN
-        said = "a number that is too large" if isinstance(found, int) else f"{found!r}"[:80]
+        said = "a number that is too large" if isinstance(value, int) else f"{value!r}"[:80]
         wanted = f"return a number of at most {LARGEST:g}, or None if the answer cannot be scored"
         raise InputError(f"the reward is {said} for {which}: {wanted}")
     return number

@@ -82,8 +82,8 @@ def sample(
     keys = range(len(prompt_ids)) if keys is None else keys
     if sampling.temperature == 0 and group_size > 1:
         # Greedy completions of a prompt are all equal, and vLLM refuses to return several.
-        one = sample(model, prompt_ids, sampling, group_size=1, seed=seed, keys=keys)
-        _, *columns = vars(one).values()
+        single = sample(model, prompt_ids, sampling, group_size=1, seed=seed, keys=keys)
+        _, *columns = vars(single).values()
         columns = (column.repeat_interleave(group_size, dim=1) for column in columns)
         return Rollouts(prompt_ids, *columns)
     sample_all = sampling.engine.sample if sampling.engine else _plain
@@ -99,7 +99,7 @@ def _plain(model, prompt_ids, sampling: Sampling, *, group_size, seed, keys) -> 
         raise ValueError("the plain loop has no top_k, top_p or repetition_penalty: use an engine")
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
     uniforms = random_numbers(seed, keys, K, G, T)
-    found = Rollouts(
+    rollouts = Rollouts(
         prompt_ids,
         completion_ids=torch.full((K, G, T), sampling.pad_id),
         logprobs=torch.zeros(K, G, T),
@@ -112,17 +112,19 @@ def _plain(model, prompt_ids, sampling: Sampling, *, group_size, seed, keys) -> 
     bar = {"desc": "rollout", "unit": " batches", "delay": 3, "leave": False}
     with evaluation_mode(model):
         for batch in tqdm(cut, disable=not sampling.show_progress, **bar):
-            _sample_batch(model, batch, uniforms, sampling, found)
-    return found
+            _sample_batch(model, batch, uniforms, sampling, rollouts)
+    return rollouts
 
 
-def _sample_batch(model, batch: list[int], uniforms, sampling: Sampling, found: Rollouts) -> None:
-    """Sample the completions of B prompts, the places `batch` in `found`, and write them there."""
-    G, T = found.completion_ids.shape[1:]
+def _sample_batch(
+    model, batch: list[int], uniforms, sampling: Sampling, rollouts: Rollouts
+) -> None:
+    """Sample completions of B prompts, whose places are `batch`, into the rollouts."""
+    G, T = rollouts.completion_ids.shape[1:]
     end_ids = torch.tensor(sampling.eos_ids, device=model.device)
 
     # Read each prompt once, padded on the left, so that all completions begin in one column.
-    prompts = [found.prompt_ids[k] for k in batch]
+    prompts = [rollouts.prompt_ids[k] for k in batch]
     W = max(map(len, prompts))
     ids = [[0] * (W - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (W - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -158,12 +160,12 @@ def _sample_batch(model, batch: list[int], uniforms, sampling: Sampling, found: 
         one_hot = torch.zeros_like(probs).scatter_(1, token, 1.0)
         going = ~torch.isin(token[:, 0], end_ids)  # [n]
 
-        found.completion_ids[k, g, t] = token[:, 0].cpu()
-        found.logprobs[k, g, t] = scores.gather(1, token)[:, 0].float().cpu()
-        found.entropy[k, g] += torch.special.entr(probs).sum(dim=1).float().cpu()
-        found.energy[k, g] += (one_hot - probs).square().sum(dim=1).float().cpu()
-        found.lengths[k, g] += 1
-        found.truncated[k, g] = going.cpu()  # until a later token is an end
+        rollouts.completion_ids[k, g, t] = token[:, 0].cpu()
+        rollouts.logprobs[k, g, t] = scores.gather(1, token)[:, 0].float().cpu()
+        rollouts.entropy[k, g] += torch.special.entr(probs).sum(dim=1).float().cpu()
+        rollouts.energy[k, g] += (one_hot - probs).square().sum(dim=1).float().cpu()
+        rollouts.lengths[k, g] += 1
+        rollouts.truncated[k, g] = going.cpu()  # until a later token is an end
         if t + 1 == T or not going.any():
             break
 
@@ -199,15 +201,14 @@ def cache_tokens(model, sampling: Sampling) -> int:
 def batches(model, prompt_ids, group_size: int, sampling: Sampling) -> list[list[int]]:
     """The places of the prompts, in batches of whole groups. Short prompts come first: similar
     lengths need less padding."""
-    tokens, found = cache_tokens(model, sampling), []
+    tokens, cut = cache_tokens(model, sampling), []
     for k in sorted(range(len(prompt_ids)), key=lambda k: len(prompt_ids[k])):
         longest = len(prompt_ids[k]) + sampling.max_new_tokens
-        if not found or (len(found[-1]) + 1) * group_size > min(
-            sampling.batch_size, tokens // longest
-        ):
-            found.append([])
-        found[-1].append(k)
-    return found
+        most = min(sampling.batch_size, tokens // longest)  # sequences
+        if not cut or (len(cut[-1]) + 1) * group_size > most:
+            cut.append([])
+        cut[-1].append(k)
+    return cut
 
 
 def cache_name(model) -> str:

@@ -68,12 +68,12 @@ def accumulate_gradients(
 
     measured, counts = [], []  # of each pack, by name: on the device, and on the host
     for pack, members in packs(sequences, cfg, model.device, show_progress):
-        lengths = torch.tensor([len(one.completion) for one in members], dtype=torch.long)
-        place = torch.tensor([one.place for one in members], dtype=torch.long)
+        lengths = torch.tensor([len(sequence.completion) for sequence in members], dtype=torch.long)
+        place = torch.tensor([sequence.place for sequence in members], dtype=torch.long)
         place = place.repeat_interleave(lengths)  # [N]
         columns = [
-            torch.cat([one.logprobs for one in members] or [torch.zeros(0)]).double(),
-            torch.cat([one.old_logprobs for one in members] or [torch.zeros(0)]).double(),
+            torch.cat([sequence.logprobs for sequence in members] or [torch.zeros(0)]).double(),
+            torch.cat([sequence.old_logprobs for sequence in members] or [torch.zeros(0)]).double(),
             advantages[place],
             multiplier[place],
         ]
@@ -146,10 +146,10 @@ def trainer_logprobs(model, rollouts, cfg, keep=None) -> torch.Tensor:
     table = rollouts.logprobs.new_zeros(rollouts.logprobs.shape)
     for pack, members in packs(sequences, cfg, model.device):
         logprobs = packed_logprobs(model, pack, cfg)[0].to(table)  # [N]
-        lengths = [len(one.completion) for one in members]
+        lengths = [len(sequence.completion) for sequence in members]
         # A dummy pack has log-probs of no member.
-        for one, own in zip(members, logprobs.split(lengths), strict=False):
-            table.view(-1, table.shape[2])[one.place, : len(own)] = own
+        for sequence, part in zip(members, logprobs.split(lengths), strict=False):
+            table.view(-1, table.shape[2])[sequence.place, : len(part)] = part
     return table
 
 
@@ -165,10 +165,10 @@ def kept_sequences(rollouts, keep, mine, old_logprobs=None) -> list[Sequence]:
     """What is kept of the groups `mine` [k] of this rank, in their order; keep [K, G]."""
     old_logprobs = rollouts.logprobs if old_logprobs is None else old_logprobs
     G = keep.shape[1]
-    found = []
+    sequences = []
     for row, g in keep[mine].nonzero().tolist():
         length = rollouts.lengths[row, g].item()
-        found.append(
+        sequences.append(
             Sequence(
                 place=mine[row].item() * G + g,
                 prompt=rollouts.prompt_ids[row],
@@ -177,7 +177,7 @@ def kept_sequences(rollouts, keep, mine, old_logprobs=None) -> list[Sequence]:
                 old_logprobs=old_logprobs[row, g, :length].clone(),
             )
         )
-    return found
+    return sequences
 
 
 def share_out(sequences: list[Sequence]) -> list[Sequence]:
@@ -188,10 +188,10 @@ def share_out(sequences: list[Sequence]) -> list[Sequence]:
     of_ranks = ranks.all_gather(sequences)
     if len(of_ranks) == 1:
         return sequences
-    everything = sorted(itertools.chain(*of_ranks), key=lambda one: one.place)
-    rank_of = ranks.largest_first([work(one) for one in everything], len(of_ranks))
+    everything = sorted(itertools.chain(*of_ranks), key=lambda sequence: sequence.place)
+    rank_of = ranks.largest_first([work(sequence) for sequence in everything], len(of_ranks))
     rank = ranks.rank()
-    return [one for one, owner in zip(everything, rank_of, strict=True) if owner == rank]
+    return [sequence for sequence, owner in zip(everything, rank_of, strict=True) if owner == rank]
 
 
 def work(sequence: Sequence) -> int:
@@ -208,9 +208,9 @@ def packs(sequences: list[Sequence], cfg, device, show_progress=False):
     share = packing.shares_prompts(device)
     names = lengths = None  # of the prompts that sequences share
     if share:
-        names = [id(one.prompt) for one in sequences]
-        lengths = [len(one.prompt) for one in sequences]
-    tokens = [work(one) for one in sequences]
+        names = [id(sequence.prompt) for sequence in sequences]
+        lengths = [len(sequence.prompt) for sequence in sequences]
+    tokens = [work(sequence) for sequence in sequences]
     plan = packing.plan_packs(tokens, cfg.pack_tokens, packing.WINDOW, names, lengths)
     if cfg.shard == "fsdp":
         most = ranks.all_reduce(torch.tensor(len(plan)), ranks.MAX).item()
@@ -218,6 +218,6 @@ def packs(sequences: list[Sequence], cfg, device, show_progress=False):
     bar = {"desc": "update", "unit": "pack", "delay": 3, "leave": False}
     for slot in tqdm(plan, **bar, disable=not show_progress):
         members = [sequences[index] for index in slot]
-        prompts = [one.prompt for one in members] or [[0]]
-        completions = [one.completion for one in members] or [[]]
+        prompts = [sequence.prompt for sequence in members] or [[0]]
+        completions = [sequence.completion for sequence in members] or [[]]
         yield packing.build_pack(prompts, completions, device, share_prompts=share), members

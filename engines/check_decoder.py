@@ -72,7 +72,7 @@ def _unfit(model) -> str:
         "its products are not plain linear layers": any(type(m) is not nn.Linear for m in products),
         "its outputs have biases": any(getattr(m, "bias", None) is not None for m in outputs),
     }
-    return next((reason for reason, found in reasons.items() if found), "")
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 @torch.no_grad()
@@ -85,12 +85,12 @@ def logits(model, decode=None) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (4, LENGTH), generator=generator)
     prompts = [row[:width].tolist() for row, width in zip(ids, (3, 8, 8, 8), strict=True)]
-    found = []
+    after = []
     with prefill.decoding(model):
         _, _, positions, bias, cache = prefill.prefill(model, prompts, 3)
         for step, token in enumerate(ids[:, 8:].to(model.device).split(1, dim=1)):
-            found.append(decode(token, positions, step + 1, cache, bias[..., : 9 + step]))
-    return torch.stack(found).float()
+            after.append(decode(token, positions, step + 1, cache, bias[..., : 9 + step]))
+    return torch.stack(after).float()
 
 
 def _transformers(model):

@@ -83,10 +83,10 @@ def _decode(model, prompt_ids, group_size, record, progress) -> None:
     for step in range(T):
         texts = None
         if record.warpers:
-            one = active  # a completion of each row
+            first = active  # a completion of each row
             if row_of is not None:
-                one = active.new_zeros(len(logits)).scatter_(0, row_of, active)
-            texts = torch.cat([prompts, record.ids[one, :step]], dim=1)  # [R, W + step]
+                first = active.new_zeros(len(logits)).scatter_(0, row_of, active)
+            texts = torch.cat([prompts, record.ids[first, :step]], dim=1)  # [R, W + step]
         scores = record.distribution(texts, logits)
         # Text number i continues in row i, unless rows were freed or added (below).
         token, continued, row_of = record.draw(active, row_of, step, scores)  # [C, 1], [C], [n]
@@ -238,16 +238,16 @@ def finish(prompt_ids, ids, statistics, sampling) -> rollout.Rollouts:
 def warpers(sampling) -> LogitsProcessorList:
     """The functions that apply a rollout.Sampling's settings to logits, in transformers' order.
     There are none for plain sampling at temperature 1 or 0."""
-    found = LogitsProcessorList()
+    processors = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
-        found.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if sampling.temperature not in (0, 1):
-        found.append(TemperatureLogitsWarper(sampling.temperature))
+        processors.append(TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k:
-        found.append(TopKLogitsWarper(sampling.top_k))
+        processors.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        found.append(TopPLogitsWarper(sampling.top_p))
-    return found
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    return processors
 
 
 class Rows(NamedTuple):

@@ -22,11 +22,11 @@ def sample(
 @contextlib.contextmanager
 def empty_generation_config(model):
     """Empty the model's generation config, which fills in what a call omits; restored on exit."""
-    own, model.generation_config = model.generation_config, GenerationConfig()
+    given, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = given
 
 
 def _generate(model, prompt_ids, group_size, record, progress) -> None:

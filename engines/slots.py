@@ -172,7 +172,8 @@ class Slots:
         if not moves:
             return
         source, to = send(torch.tensor([*zip(*moves, strict=True)]), self.device)
-        for table in (self.texts, self.logits, *(one for layer in self.layers for one in layer[0])):
+        caches = [cache for layer in self.layers for cache in layer[0]]
+        for table in (self.texts, self.logits, *caches):
             table[to] = table[source]
         for row, new in moves:
             self.held[new] = self.held.pop(row)

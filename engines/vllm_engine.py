@@ -120,7 +120,7 @@ class Engine:
         logprobs = torch.zeros(K * G, T)
         lengths = torch.zeros(K * G, dtype=torch.long)
         truncated = torch.zeros(K * G, dtype=torch.bool)
-        for row, completion in enumerate(one for output in outputs for one in output.outputs):
+        for row, completion in enumerate(text for output in outputs for text in output.outputs):
             length = lengths[row] = len(completion.token_ids)
             ids[row, :length] = torch.tensor(completion.token_ids)
             logprobs[row, :length] = torch.tensor(completion.logprobs.logprobs)

@@ -100,8 +100,8 @@ def summary(rows: list[dict]) -> str:
 
 def evaluations(row: dict) -> list[tuple[str, float]]:
     """(name, value) of the row's evaluations, such as ("avg@4", 0.5)."""
-    found = [(name.split("/")[1], row[name]) for name in row if name.startswith("eval/")]
-    return [(f"held-out {name}", value) for name, value in found]
+    figures = [(name.split("/")[1], row[name]) for name in row if name.startswith("eval/")]
+    return [(f"held-out {name}", value) for name, value in figures]
 
 
 def number(value: float | None, digits: int, width: int = 0) -> str:

@@ -32,12 +32,12 @@ def read_json(path: Path) -> dict:
 
 def _parse(text: str, where) -> dict:
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
-        found = error
-    if not isinstance(found, dict):
+        content = error
+    if not isinstance(content, dict):
         raise InputError(f"{where} is not what was written there: remove it, or use another folder")
-    return found
+    return content
 
 
 def cut_rows(path: Path, keep) -> list[dict]:

@@ -104,20 +104,21 @@ def judge() -> None:
         wanted = read(answer)
         if given is None or not wanted:
             return bool(wanted)
-        found = read(given)
+        read_given = read(given)
         exact = "." not in answer + given
-        if differ(wanted[0], found[0], DIGITS - 10 if exact else 3):
+        if differ(wanted[0], read_given[0], DIGITS - 10 if exact else 3):
             return False
         digits = DIGITS if exact else 15
-        return verify(wanted, found, numeric_precision=digits, timeout_seconds=None)
+        return verify(wanted, read_given, numeric_precision=digits, timeout_seconds=None)
 
-    def differ(one, other, digits):
+    def differ(first, second, digits):
         """Whether two real numbers differ in their first digits. For math-verify, tiny ones are
         equal."""
-        if not all(getattr(value, "is_number", False) and value.is_real for value in (one, other)):
+        values = (first, second)
+        if not all(getattr(value, "is_number", False) and value.is_real for value in values):
             return False
-        gap = abs((one - other).evalf(2, maxn=DIGITS))
-        return gap * 10**digits > max(abs(one.evalf(2)), abs(other.evalf(2)))
+        gap = abs((first - second).evalf(2, maxn=DIGITS))
+        return gap * 10**digits > max(abs(first.evalf(2)), abs(second.evalf(2)))
 
     verdicts = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the library's own output is not a verdict

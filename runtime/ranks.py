@@ -88,25 +88,25 @@ def broadcast(work, *args, **kwargs):
 
     Anything that depends on time or disk is decided on rank 0 and broadcast. All ranks call this.
     """
-    found = None
+    result = None
     if is_first():
         try:
-            found = work(*args, **kwargs)
+            result = work(*args, **kwargs)
         except InputError as error:
-            found = error
-    found = all_gather(found)[0]
-    if isinstance(found, InputError):
-        raise found
-    return found
+            result = error
+    result = all_gather(result)[0]
+    if isinstance(result, InputError):
+        raise result
+    return result
 
 
 def in_turns(work, *args, **kwargs):
     """work(*args, **kwargs) on each rank, one at a time on each machine. All ranks call this."""
     for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         if turn == int(os.environ.get("LOCAL_RANK", "0")):
-            found = work(*args, **kwargs)
+            result = work(*args, **kwargs)
         barrier()
-    return found
+    return result
 
 
 def finish() -> None:
@@ -122,8 +122,8 @@ def report(problem: Exception | str) -> None:
         time.sleep(5)  # torchrun ends this rank if rank 0 has reported meanwhile
     print(f"error: {problem}", file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's last lines show it again
-        found = {"message": f"error: {problem}", "timestamp": int(time.time())}
-        Path(path).write_text(json.dumps(found))
+        content = {"message": f"error: {problem}", "timestamp": int(time.time())}
+        Path(path).write_text(json.dumps(content))
 
 
 def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:

@@ -9,6 +9,7 @@ solve some problems. `torchrun --nproc-per-node 4 -m tasks.sft` divides each bat
 processes.
 """
 
+import itertools
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -65,7 +66,8 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
 
     The prompts are those that train.py samples from.
     """
-    problems = [one for name in cfg.data for one in ranks.broadcast(data.sft_problems, name)]
+    sets = [ranks.broadcast(data.sft_problems, name) for name in cfg.data]
+    problems = [*itertools.chain(*sets)]
     problems, prompts = data.encode_prompts(
         problems, tokenizer, longest, cfg.prompt_format, False, cfg.instruction, model
     )
