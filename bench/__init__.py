@@ -109,10 +109,10 @@ def commit() -> str:
     command = ["git", "rev-parse", "--short=10", "HEAD"]
     folder = Path(__file__).parent
     try:
-        found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return found.stdout.strip()
+    return answer.stdout.strip()
 
 
 @functools.cache

@@ -76,9 +76,9 @@ def main(
         raise InputError(f"{run}: its log is of an older version; make a new run")
     settings = json.loads((run / "config.json").read_text())["config"]
     rows, groups = log.read_rows(run / "log.jsonl"), log.read_rows(run / "groups.jsonl")
-    found = figures(rows, groups, settings, str(run), correlation, rest)
-    print(report(found))
-    write_json(json_file, found)
+    results = figures(rows, groups, settings, str(run), correlation, rest)
+    print(report(results))
+    write_json(json_file, results)
 
 
 def figures(
@@ -203,11 +203,11 @@ def relative_progress(columns: dict) -> dict:
         signal, product = columns[key][:, drawn].mean(dim=-1)
         return signal.square() / product.exp()
 
-    found = {}
+    progress = {}
     for (rule, size), column in columns.items():
         spread = (rates((rule, size)) / rates(best)).std().item()
-        found[f"{rule}/{size}"] = [rate(column) / rate(columns[best]), 1.96 * spread]
-    return found
+        progress[f"{rule}/{size}"] = [rate(column) / rate(columns[best]), 1.96 * spread]
+    return progress
 
 
 # ---------------------------------------------------------------------------- seconds
@@ -298,25 +298,25 @@ def shares_of_pass_rates(groups: torch.Tensor, chance: torch.Tensor) -> torch.Te
 # ---------------------------------------------------------------------------- the report
 
 
-def report(found: dict) -> str:
+def report(figures: dict) -> str:
     """The figures in words."""
-    G = found["group_size"]
-    group_sizes = [int(key.removeprefix("zero/")) for key in found if key.startswith("zero/")]
-    progress = lambda rule, size: found[f"{rule}/{size}"][0]
+    G = figures["group_size"]
+    group_sizes = [int(key.removeprefix("zero/")) for key in figures if key.startswith("zero/")]
+    progress = lambda rule, size: figures[f"{rule}/{size}"][0]
     number = lambda value: "   -" if math.isnan(value) else f"{value:.2f}"
 
     def line(rule, title):
         cells = (f"{value:6.2f} ± {half:.2f}" for value, half in
-                 (found[f"{rule}/{size}"] for size in group_sizes))  # fmt: skip
+                 (figures[f"{rule}/{size}"] for size in group_sizes))  # fmt: skip
         return f"  {title:20s}" + "".join(cells)
 
     best = max(group_sizes, key=lambda size: progress("zero", size))
     pruned = max(group_sizes, key=lambda size: progress("adaptive", size))
     lines = [
-        f"{found['run']}: {found['steps']} steps after the first one, {found['used']} of them "
-        f"used; {found['live_groups']:.2f} of the groups are live.",
-        f"Everything but training takes {found['rest_over_training']:.2f} of the time of training "
-        "on every completion.",
+        f"{figures['run']}: {figures['steps']} steps after the first one, {figures['used']} of "
+        f"them used; {figures['live_groups']:.2f} of the groups are live.",
+        f"Everything but training takes {figures['rest_over_training']:.2f} of the time of "
+        "training on every completion.",
         "",
         "Progress in a second, where noise limits learning, by group size (95 % over steps):",
         "  " + " " * 20 + "".join(f"{size:6d}       " for size in group_sizes),
@@ -325,21 +325,22 @@ def report(found: dict) -> str:
         "",
         f"Without pruning, groups of {best} are predicted to be fastest.",
         f"adaptive gains {progress('adaptive', pruned):.2f} over that, with groups of {pruned}.",
-        f"At this run's group size, {G}, it gains {found['ceiling/completions']:.2f}.",
-        f"(Completions of a prompt correlate by {found['correlation']:g}: --correlation. 0.05 was "
-        "fitted to a model of 0.8 M parameters.)",
+        f"At this run's group size, {G}, it gains {figures['ceiling/completions']:.2f}.",
+        f"(Completions of a prompt correlate by {figures['correlation']:g}: --correlation. 0.05 "
+        "was fitted to a model of 0.8 M parameters.)",
         "",
         "Dropping prompts before the rollout, relative to as many at random:",
-        f"  {number(found['ceiling/prompts'])}  if each prompt's pass rate were known",
-        f"  {number(found['ceiling/last_group'])}  by the result of its last group (none right, "
+        f"  {number(figures['ceiling/prompts'])}  if each prompt's pass rate were known",
+        f"  {number(figures['ceiling/last_group'])}  by the result of its last group (none right, "
         "some, all)",
         "",
-        f"What this run did: {number(found['reached']).strip()} times the progress of GRPO without "
-        f"zeros, at {number(found['variance']).strip()} times the noise of sampling alone.",
+        f"What this run did: {number(figures['reached']).strip()} times the progress of GRPO "
+        f"without zeros, at {number(figures['variance']).strip()} times the noise of sampling "
+        "alone.",
     ]
-    if found["scale_rewards"] != "none":
+    if figures["scale_rewards"] != "none":
         lines.append(
-            f"With --scale-rewards {found['scale_rewards']} each group size has an objective of "
+            f"With --scale-rewards {figures['scale_rewards']} each group size has an objective of "
             "its own; with none all have the same."
         )
     return "\n".join(lines)

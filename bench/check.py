@@ -33,9 +33,9 @@ class Checked(Trainer):
 
     def step(self, step: int) -> tuple[dict, dict[str, list[dict]]]:
         due = step % self.every == 0
-        found = check(self, step, self.draws) if due else {}
+        checks = check(self, step, self.draws) if due else {}
         row, others = super().step(step)
-        return row | found, others
+        return row | checks, others
 
 
 class Underweighted(Checked):
@@ -183,11 +183,17 @@ def main(
         number = 2 if method in WITHOUT_CHANCE else draws
         checked = functools.partial(trainer_class, every=every, draws=number)
         _, log_rows = run(args, checked)
-        found = [row for row in log_rows if row.get("check/norm")]
-        norms = [row["check/norm"] for row in found]
+        checked = [row for row in log_rows if row.get("check/norm")]
+        norms = [row["check/norm"] for row in checked]
         for key in ("check/bias2", "check/scale", "check/variance"):
-            mean, error = mean_and_error([row[key] for row in found], norms)
-            result = {"rule": name, "key": key, "mean": mean, "error": error, "checks": len(found)}
+            mean, error = mean_and_error([row[key] for row in checked], norms)
+            result = {
+                "rule": name,
+                "key": key,
+                "mean": mean,
+                "error": error,
+                "checks": len(checked),
+            }
             rows.append(result)
     print(f"\n{'':20s} {'':16s} {'mean':>10s} {'std. error':>10s}  mean / error")
     for row in rows:

@@ -221,15 +221,15 @@ def effects_of(gram: torch.Tensor, rewards: torch.Tensor) -> dict[str, float]:
     """
     K, G = rewards.shape
     prompt = torch.arange(K).repeat_interleave(G)
-    found = {}
+    effects = {}
     for size in GROUP_SIZES:
         advantages = dppo.group_advantages(rewards.view(-1, size), "none").flatten()
         products = advantages[:, None] * gram * advantages
         group = torch.arange(K * G) // size
         signal = products[prompt[:, None] != prompt].mean().item()  # |E|^2 of a completion
         of_groups = products[group[:, None] == group].sum().item() - K * G * size * signal
-        found[str(size)] = of_groups / products.diagonal().sum().item()
-    return found
+        effects[str(size)] = of_groups / products.diagonal().sum().item()
+    return effects
 
 
 # ---------------------------------------------------------------------------- figures
@@ -260,8 +260,8 @@ def time_to_target(row: dict, m: float) -> float:
 
 def rows_of(rows: list[dict], arm: tuple, lr: float, seeds: Iterable[int]) -> list[dict]:
     """The runs of an arm at a learning rate, in the order of the seeds."""
-    found = {row["seed"]: row for row in rows if Run(*arm, lr, row["seed"]).is_row(row)}
-    return [found[seed] for seed in seeds if seed in found]
+    runs = {row["seed"]: row for row in rows if Run(*arm, lr, row["seed"]).is_row(row)}
+    return [runs[seed] for seed in seeds if seed in runs]
 
 
 def best_rate(rows: list[dict], arm: tuple, m: float) -> float:
@@ -286,8 +286,8 @@ def progress(rows: list[dict], task: str, rule: str, m: float, size: int) -> dic
     """{fresh seed: the time of the best group size without pruning over the arm's own}; 0 if that
     run never arrived."""
     best = measured(rows, task, "zero", m, best_size(rows, task, "zero", m))
-    own = measured(rows, task, rule, m, size)
-    return {seed: best[seed] / own[seed] for seed in own if seed in best}
+    times = measured(rows, task, rule, m, size)
+    return {seed: best[seed] / times[seed] for seed in times if seed in best}
 
 
 def best_size(rows: list[dict], task: str, rule: str, m: float) -> int:
@@ -304,13 +304,13 @@ def best_size(rows: list[dict], task: str, rule: str, m: float) -> int:
 def predictions(title: str) -> dict[tuple, list[float]]:
     """{(task, m, rule): progress by group size}, of the table below a title of PREDICTED."""
     names = {"default": "arithmetic", "mixed": "arithmetic-mixed"}
-    found = {}
+    by_arm = {}
     for line in PREDICTED.read_text().split(f"## {title}")[1].split("\n## ")[0].splitlines():
         task, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         if task in names:
             m, rule, *values = cells
-            found[names[task], float(m), rule] = [float(value) for value in values]
-    return found
+            by_arm[names[task], float(m), rule] = [float(value) for value in values]
+    return by_arm
 
 
 def table(rows: list[dict], task: str) -> str:
@@ -321,8 +321,8 @@ def table(rows: list[dict], task: str) -> str:
         for title in PREDICTIONS:
             values = predictions(title)[task, m, rule]
             cells.append([f"{m:g}", rule, title, *(f"{value:.2f}" for value in values)])
-        found = [progress(rows, task, rule, m, size) for size in GROUP_SIZES]
-        shown = [results.show(results.interval(one), digits=2) for one in found]
+        of_sizes = [progress(rows, task, rule, m, size) for size in GROUP_SIZES]
+        shown = [results.show(results.interval(seeds), digits=2) for seeds in of_sizes]
         cells.append([f"{m:g}", rule, "measured", *shown])
     return results.as_markdown(cells)
 
@@ -340,13 +340,12 @@ def agreement(rows: list[dict], task: str) -> str:
             for rule in ("zero", "adaptive"):
                 predicted = predictions(title)[task, m, rule]
                 best = predicted.index(max(predicted))
-                found = GROUP_SIZES.index(best_size(rows, task, rule, m))
-                named.append(best == found)
+                named.append(GROUP_SIZES[best] == best_size(rows, task, rule, m))
                 for value, size in zip(predicted, GROUP_SIZES, strict=True):
-                    own = progress(rows, task, rule, m, size)
-                    if not all(own.values()):
+                    of_seeds = progress(rows, task, rule, m, size)
+                    if not all(of_seeds.values()):
                         continue
-                    mean, half = results.interval(own)
+                    mean, half = results.interval(of_seeds)
                     of_m.append((value, mean))
                     if half > 0:
                         inside.append(abs(value - mean) <= half)
@@ -396,9 +395,12 @@ def draw(rows: list[dict], task: str) -> Figure:
             for predicted, style in zip(PREDICTIONS, (":", "-"), strict=True):
                 times = [1 / value for value in predictions(predicted)[task, m, rule]]
                 panel.plot(GROUP_SIZES, times, style, color=color, lw=1.2)
-            found = {size: progress(rows, task, rule, m, size) for size in GROUP_SIZES}
-            arrived = [size for size in GROUP_SIZES if all(found[size].values())]
-            logs = [{n: -math.log(value) for n, value in found[size].items()} for size in arrived]
+            of_sizes = {size: progress(rows, task, rule, m, size) for size in GROUP_SIZES}
+            arrived = [size for size in GROUP_SIZES if all(of_sizes[size].values())]
+            logs = [
+                {seed: -math.log(value) for seed, value in of_sizes[size].items()}
+                for size in arrived
+            ]
             middle, half = torch.tensor([results.interval(log_time) for log_time in logs]).T
             times = middle.exp()
             bars = torch.stack([times - (middle - half).exp(), (middle + half).exp() - times])

@@ -62,12 +62,12 @@ def main() -> None:
 def tables() -> dict[str, str]:
     """All tables of the page, by name."""
     saved, raced = log.read_rows(SAVINGS), log.read_rows(RACE)
-    found = {}
+    by_name = {}
     for setting in settings_of(saved):
-        found[f"savings, {TITLES[setting]}"] = savings_table(saved, setting)
+        by_name[f"savings, {TITLES[setting]}"] = savings_table(saved, setting)
     for setting in settings_of(raced):
-        found[f"race, {TITLES[setting]}"] = race_table(raced, setting)
-    return found
+        by_name[f"race, {TITLES[setting]}"] = race_table(raced, setting)
+    return by_name
 
 
 # ---------------------------------------------------------------------------- question 1
@@ -75,31 +75,31 @@ def tables() -> dict[str, str]:
 
 def savings_table(rows: list[dict], setting: str) -> str:
     """Markdown: what a method rolls out and trains on, and for each number of candidates its
-    accuracy minus GRPO's, and its time over GRPO's. GRPO's line has its own."""
+    accuracy minus GRPO's, and its time over GRPO's. GRPO's line has its runs."""
     counts = candidates_of(rows, setting)
     head = ["method", "prompts", "trained on"]
     for count in counts:
         head += [f"{count} x 16: accuracy", f"{count} x 16: step time"]
     cells = [head, ["---"] * len(head)]
     for name, (title, _color) in METHODS.items():
-        found = [by_seed(rows, setting, name, candidates=count) for count in counts]
-        if not any(found):
+        of_counts = [by_seed(rows, setting, name, candidates=count) for count in counts]
+        if not any(of_counts):
             continue
-        own = found[0]
+        runs = of_counts[0]
         full = by_seed(rows, setting, "grpo", candidates=counts[0])
         line = [
             title,
-            f"{mean_of(own, 'prompts') / mean_of(own, 'made'):.0f} of {counts[0]}",
-            f"{mean_of(own, 'trained') / mean_of(full, 'trained'):.2f}",
+            f"{mean_of(runs, 'prompts') / mean_of(runs, 'made'):.0f} of {counts[0]}",
+            f"{mean_of(runs, 'trained') / mean_of(full, 'trained'):.2f}",
         ]
-        for count, own in zip(counts, found, strict=True):
+        for count, runs in zip(counts, of_counts, strict=True):
             full = by_seed(rows, setting, "grpo", candidates=count)
             if name == "grpo":
-                seconds = statistics.median(row["seconds"] / row["made"] for row in own.values())
-                line += [show(interval(accuracies(own))), f"{seconds:.2f} s a step"]
+                seconds = statistics.median(row["seconds"] / row["made"] for row in runs.values())
+                line += [show(interval(accuracies(runs))), f"{seconds:.2f} s a step"]
             else:
-                apart = difference(accuracies(own), accuracies(full))
-                line += [show(interval(apart), "+"), f"{time_ratio(own, full):.2f}"]
+                apart = difference(accuracies(runs), accuracies(full))
+                line += [show(interval(apart), "+"), f"{time_ratio(runs, full):.2f}"]
         cells.append(line)
     return as_markdown(cells)
 
@@ -125,9 +125,9 @@ def draw_savings(rows: list[dict]) -> Figure:
         ]
         for place, name in enumerate(names):
             color = METHODS[name][1]
-            own = by_seed(rows, setting, name, candidates=count)
-            mean, half = interval(difference(accuracies(own), accuracies(full)))
-            times.barh(place, time_ratio(own, full), color=color)
+            runs = by_seed(rows, setting, name, candidates=count)
+            mean, half = interval(difference(accuracies(runs), accuracies(full)))
+            times.barh(place, time_ratio(runs, full), color=color)
             gaps.errorbar(mean, place, xerr=half, color=color, marker="o", capsize=3)
         times.set(yticks=range(len(names)), yticklabels=[METHODS[name][0] for name in names])
         times.set_title(f"{TITLES[setting]}, {count} x 16")
@@ -149,23 +149,23 @@ def race_table(rows: list[dict], setting: str) -> str:
     budgets = budgets_of(rows, setting)
     raced = {row["method"] for row in rows if row["setting"] == setting}
     names = [name for name in METHODS if name in raced]
-    cells = [["seconds", *(f"{one:g}" for one in budgets)], ["---"] * (1 + len(budgets))]
-    found = {
+    cells = [["seconds", *(f"{budget:g}" for budget in budgets)], ["---"] * (1 + len(budgets))]
+    of_runs = {
         key: accuracies(by_seed(rows, setting, key[0], budget=key[1]))
         for key in itertools.product(names, budgets)
     }
     for name in names:
-        shown = [show(interval(found[name, one])) for one in budgets]
+        shown = [show(interval(of_runs[name, budget])) for budget in budgets]
         cells.append([f"{METHODS[name][0]}, tuned", *shown])
     if OURS not in names:
         return as_markdown(cells)
     for name in names:
         if name != OURS:
-            apart = [difference(found[OURS, one], found[name, one]) for one in budgets]
+            gaps = [difference(of_runs[OURS, budget], of_runs[name, budget]) for budget in budgets]
             title = f"{METHODS[OURS][0]} - {METHODS[name][0]}"
-            cells.append([title, *(show(interval(one), "+") for one in apart)])
-    lowest = [min(found[OURS, one].values(), default=math.nan) for one in budgets]
-    cells.append([f"lowest run of {METHODS[OURS][0]}", *(f"{one:.3f}" for one in lowest)])
+            cells.append([title, *(show(interval(gap), "+") for gap in gaps)])
+    lowest = [min(of_runs[OURS, budget].values(), default=math.nan) for budget in budgets]
+    cells.append([f"lowest run of {METHODS[OURS][0]}", *(f"{accuracy:.3f}" for accuracy in lowest)])
     return as_markdown(cells)
 
 
@@ -176,12 +176,14 @@ def draw_race(rows: list[dict]) -> Figure:
     for panel, setting in zip(panels, settings, strict=True):
         budgets = budgets_of(rows, setting)
         for place, name in enumerate(METHODS):
-            found = [accuracies(by_seed(rows, setting, name, budget=one)) for one in budgets]
-            if any(found):
-                mean, half = zip(*map(interval, found), strict=True)
-                wrong = [1 - one for one in mean]
+            of_budgets = [
+                accuracies(by_seed(rows, setting, name, budget=budget)) for budget in budgets
+            ]
+            if any(of_budgets):
+                mean, half = zip(*map(interval, of_budgets), strict=True)
+                wrong = [1 - accuracy for accuracy in mean]
                 title, color = METHODS[name]
-                x = [one * 1.03 ** (place - 4) for one in budgets]  # apart
+                x = [budget * 1.03 ** (place - 4) for budget in budgets]  # apart
                 style = {
                     "color": color,
                     "marker": MARKERS[name],
@@ -191,7 +193,7 @@ def draw_race(rows: list[dict]) -> Figure:
                 }
                 panel.errorbar(x, wrong, half, **style)
         panel.set(title=TITLES[setting], xscale="log", yscale="log", xlabel="seconds of training")
-        panel.set_xticks(budgets, [f"{one:g}" for one in budgets])
+        panel.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
         shares = [share for share in (0.003, 0.01, 0.03, 0.1, 0.3) if panel.get_ylim()[0] < share]
         panel.set_yticks(shares, [f"{100 * share:g} %" for share in shares])
         panel.minorticks_off()
@@ -226,20 +228,20 @@ def by_seed(
     rows: Iterable[dict], setting: str, method: str, budget: float = 0, candidates: int = 0
 ) -> dict[int, dict]:
     """{seed: row} of the runs of a method, at a budget or with a number of candidates."""
-    found = {}
+    runs = {}
     for row in rows:
         same = (row["setting"], row["method"], row["budget"]) == (setting, method, budget)
         if same and (budget or candidates_of_row(row) == candidates):
-            found[row["seed"]] = row
-    return found
+            runs[row["seed"]] = row
+    return runs
 
 
-def accuracies(found: dict[int, dict]) -> dict[int, float]:
-    return {seed: row["accuracy"] for seed, row in found.items()}
+def accuracies(runs: dict[int, dict]) -> dict[int, float]:
+    return {seed: row["accuracy"] for seed, row in runs.items()}
 
 
-def mean_of(found: dict[int, dict], name: str) -> float:
-    return statistics.mean(row[name] for row in found.values())
+def mean_of(runs: dict[int, dict], name: str) -> float:
+    return statistics.mean(row[name] for row in runs.values())
 
 
 def difference(first: dict[int, float], second: dict[int, float]) -> dict[int, float]:

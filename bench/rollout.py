@@ -75,10 +75,10 @@ def main(
             sampling = rollout.Sampling(cfg.max_new_tokens, eos_ids, 0, **options)
             first, count = number * total // group_size, total // group_size
             some = [prompts[(first + place) % len(prompts)] for place in range(count)]
-            found = measure(model, policy, some, sampling, cfg, seed=number)
+            measured = measure(model, policy, some, sampling, cfg, seed=number)
             runs = timed.setdefault((name, batch), [])
             if number > 0:  # the first warms up
-                runs.append(found)
+                runs.append(measured)
     write_json(json_file, compare(timed))
 
 

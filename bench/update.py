@@ -237,9 +237,9 @@ def time_updates(model, name: str, work: Work, cfg: config.Config, rounds: int) 
         for update in updates:
             once(update)  # warms up
             seconds[update] = min(once(update)[1] for _ in range(2))
-            found = gradient(model).cpu()
-            first = found if first is None else first
-            error = ((found - first).norm() / first.norm()).item()
+            tried = gradient(model).cpu()
+            first = tried if first is None else first
+            error = ((tried - first).norm() / first.norm()).item()
             if error > limit:
                 raise ArithmeticError(f"{name}, {variant}: the gradient is off by {error}")
         fastest[variant] = min(seconds, key=seconds.get)

@@ -101,16 +101,16 @@ def search(share_at, share: float) -> float | None:
     return high
 
 
-def rule_draws(name, share, found, batch, norms, draws):
+def rule_draws(name, share, measured, batch, norms, draws):
     """(weights [draws, Q, G], share of the live tokens kept) of one rule at a share of the tokens.
 
     None if the rule cannot keep that few.
     """
     generator = dppo.generator_for(0)
-    tokens = batch.cost[found.live].sum().item()
+    tokens = batch.cost[measured.live].sum().item()
 
     def kept(keep_prob):
-        return (keep_prob * batch.cost)[found.live].sum().item() / tokens
+        return (keep_prob * batch.cost)[measured.live].sum().item() / tokens
 
     if name in ("pps", "uniform"):
         rate = 1 - share * tokens / batch.cost.sum().item()  # of all tokens
@@ -148,23 +148,25 @@ def rule_draws(name, share, found, batch, norms, draws):
     return weights, kept((weights > 0).double().mean(dim=0))
 
 
-def variance_rows(found: Gradients, loss: str, stage: str, draws: int) -> list[dict]:
+def variance_rows(measured: Gradients, loss: str, stage: str, draws: int) -> list[dict]:
     """Every rule at every share of the tokens, for one loss and stage."""
-    lengths, live = found.lengths, found.live
+    lengths, live = measured.lengths, measured.live
     scale = dppo.loss_scale(
         lengths,
         loss,
         num_sequences=lengths.numel(),
-        max_new_tokens=found.max_new_tokens,
+        max_new_tokens=measured.max_new_tokens,
         num_tokens=lengths.sum().item(),
     )
-    advantages = dppo.group_advantages(found.batch.rewards, dppo.LOSSES[loss].scale_rewards)
+    advantages = dppo.group_advantages(measured.batch.rewards, dppo.LOSSES[loss].scale_rewards)
     factor = (scale * advantages)[live]
-    gram = factor[:, None] * found.gram * factor  # of the completions' terms in the full gradient
+    gram = (
+        factor[:, None] * measured.gram * factor
+    )  # of the completions' terms in the full gradient
     norms = torch.zeros_like(scale)
     norms[live] = gram.diagonal().sqrt()
-    size = dppo.contribution_size(advantages, scale, found.energy, beta=0.0)
-    batch = replace(found.batch, advantages=advantages, size=size)
+    size = dppo.contribution_size(advantages, scale, measured.energy, beta=0.0)
+    batch = replace(measured.batch, advantages=advantages, size=size)
     columns = [(share, None) for share in SHARES]
     for rate in RATES:
         spent = dppo.COMPLETION_RULES["dppo"].keep_prob(batch, rate) * batch.cost
@@ -173,7 +175,7 @@ def variance_rows(found: Gradients, loss: str, stage: str, draws: int) -> list[d
     for share, rate in columns:
         oracle = None
         for rule in RULES:
-            drawn = rule_draws(rule, share, found, batch, norms, draws)
+            drawn = rule_draws(rule, share, measured, batch, norms, draws)
             name = {"loss": loss, "stage": stage, "rule": rule}
             name |= {"tokens": round(share, 4), "r_o": rate}
             if drawn is None:
@@ -272,19 +274,21 @@ def rows_of_run(data_name: str, seed: int, draws: int) -> list[dict]:
         train.main(cfg)
         for stage, step in STAGES.items():  # the learning rate reaches 0 at the last
             checkpoint = Path(folder, "run", f"checkpoint-{step:06d}")
-            found = real_gradients(checkpoint, config.resolve(cfg), step)
-            live = found.live.sum().item()
+            measured = real_gradients(checkpoint, config.resolve(cfg), step)
+            live = measured.live.sum().item()
             print(f"{data_name}, seed {seed}, {stage}: {live} live completions", flush=True)
             for loss in LOSSES:
                 marks = {"seed": seed, "data": data_name}
-                rows += [marks | row for row in variance_rows(found, loss, stage, draws)]
+                rows += [marks | row for row in variance_rows(measured, loss, stage, draws)]
     return rows
 
 
 def _cell(rows: list[dict], wanted: dict) -> str:
     """Medians over seeds as text; a dash if some seed has none."""
-    found = [row for row in rows if wanted.items() <= row.items()]
-    if not found or not all(row["kept"] and row["ratio_to_oracle"] is not None for row in found):
+    matching = [row for row in rows if wanted.items() <= row.items()]
+    if not matching or not all(
+        row["kept"] and row["ratio_to_oracle"] is not None for row in matching
+    ):
         return f"{'-':>26s}"
-    median = lambda key: statistics.median(row[key] for row in found)
+    median = lambda key: statistics.median(row[key] for row in matching)
     return f"{median('rel_mse'):9.4f} {median('rel_bias2'):7.4f} ({median('ratio_to_oracle'):6.2f})"
