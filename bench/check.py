@@ -183,18 +183,12 @@ def main(
         number = 2 if method in WITHOUT_CHANCE else draws
         checked = functools.partial(trainer_class, every=every, draws=number)
         _, log_rows = run(args, checked)
-        checked = [row for row in log_rows if row.get("check/norm")]
-        norms = [row["check/norm"] for row in checked]
+        with_check = [row for row in log_rows if row.get("check/norm")]
+        norms = [row["check/norm"] for row in with_check]
         for key in ("check/bias2", "check/scale", "check/variance"):
-            mean, error = mean_and_error([row[key] for row in checked], norms)
-            result = {
-                "rule": name,
-                "key": key,
-                "mean": mean,
-                "error": error,
-                "checks": len(checked),
-            }
-            rows.append(result)
+            mean, error = mean_and_error([row[key] for row in with_check], norms)
+            result = {"rule": name, "key": key, "mean": mean, "error": error}
+            rows.append(result | {"checks": len(with_check)})
     print(f"\n{'':20s} {'':16s} {'mean':>10s} {'std. error':>10s}  mean / error")
     for row in rows:
         ratio = row["mean"] / (row["error"] or math.nan)
