@@ -12,7 +12,6 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench step        seconds of a training step and its parts
     python -m bench rollout     completions per second of every installed engine
     python -m bench update      packed and padded updates
-    python -m bench trl         TRL's trainer with and without pruning (requirements-trl.txt)
 
 `--json FILE` writes the rows; runs/*.json come from it. With `--shape 0.6b`, step, rollout and
 update use random weights of a size for a GPU (runs/gpu.sh). Examples:
@@ -27,10 +26,10 @@ import sys
 import transformers
 import tyro
 
-from bench import ceiling, check, law, race, results, rollout, savings, step, trl, update, variance
+from bench import ceiling, check, law, race, results, rollout, savings, step, update, variance
 from runtime import InputError
 
-MODULES = (results, savings, race, variance, check, ceiling, law, step, rollout, update, trl)
+MODULES = (results, savings, race, variance, check, ceiling, law, step, rollout, update)
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 
 

@@ -10,7 +10,7 @@ import torch
 import bench
 import config
 from bench import __main__ as command_line
-from bench import check, shapes, trl
+from bench import check, shapes
 from tasks import arithmetic
 
 
@@ -72,22 +72,6 @@ def test_update(command):
     tokens = {row["variant"]: row["tokens"] for row in rows if row["seconds"] > 0}
     assert tokens["packed, shared prompts"] < tokens["packed"]
     assert tokens["packed"] < min(tokens["padded, sorted"], tokens["padded, arrival"])
-
-
-def test_trl(small_runs, command, monkeypatch):
-    """Our side of the comparison; TRL's steps are made up."""
-
-    def trl_steps(variant, micro_batch, steps, _seed):
-        return [900.0] + [float(micro_batch * len(variant))] * (steps - 1)
-
-    monkeypatch.setattr(trl, "trl_steps", trl_steps)
-    rows = command("trl --rounds 1 --steps 3 --micro-batch 10")
-    found = {row["trainer"]: row for row in rows}
-    assert [*found] == [*trl.VARIANTS, "grpo", "dppo", "pps"]
-    assert found["TRL"]["seconds"] == 30, "without its first step"
-    assert found["TRL, pps"]["ratio"] == pytest.approx(8 / 3)
-    assert found["pps"]["ratio"] == pytest.approx(found["pps"]["seconds"] / 30)
-    assert 0 < found["pps"]["seconds"] < 30
 
 
 def test_sizes_of_benches():
