@@ -30,7 +30,7 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"[º˚]", "°"),
     (r"[⁰¹²³⁴-⁾ⁿ]+", r"^{\g<0>}"),
     (r"[₀-₎ₐ-ₜ]+", r"_{\g<0>}"),
-    (r"ℝ", r"\\mathbb{R}"),
+    (r"[ℝℤℕℚℂ]", lambda match: rf"\mathbb{{{unicodedata.normalize('NFKC', match[0])}}}"),
     (r"[¼-¾⅐-⅞]", r" \g<0>"),
     (r"[^\x00-\x7f]+", lambda match: unicodedata.normalize("NFKC", match[0])),
     (r"(\d+)⁄(\d+)", r"\\frac{\1}{\2}"),
@@ -41,9 +41,11 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"(?<![\\a-z])(pi|sin|cos|tan|log|ln)(?![a-z])", r"\\\1 "),
     (r"\binfinity\b", r"\\infty "),
     # LaTeX
-    (r",\\!", "{,}"),
+    (r",\\!\s*", "{,}"),
+    (r"\\\\\[[\d.]+ ?(?:pt|em|ex)\]", r"\\\\"),  # space between the rows of a matrix
     (r"\\(?:left|right|displaystyle)(?![a-z])|(?<!\\)\\[()[\]!]|\*\*|`", ""),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])", " "),
+    (r"\\(?:boldsymbol|bm)(?![a-z])", r"\\mathbf"),
     (r"\\(?:mbox|emph|underline|(?:text|math)(?:bf|rm|it|normal)?)\s*\{([^{}]*)\}", r" \1 "),
     (r"(?<!\\)\$([^$]*)(?<!\\)\$", r"\1"),
     (r"\\[dtc]frac", r"\\frac"),
@@ -51,7 +53,7 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"\\sqrt\s*(\[[^]]*\])?\s*([^\W_])", r"\\sqrt\1{\2}"),
     (r"\\lbrace(?![a-z])", r"\\{"),
     (r"\\rbrace(?![a-z])", r"\\}"),
-    (r"\\varnothing|\\\{\s*\\\}|\bempty set\b", r"\\emptyset "),
+    (r"\\varnothing|\\\{\s*\\\}|\b(?:the )?empty set\b", r"\\emptyset "),
     (r"\\colon(?![a-z])|(?<=\d)\s+to\s+(?=\d)", ":"),
     # relations
     (r"<=|\\(?:le|leqslant)(?![a-z])|\b(?:at most|no more than)\b", r"\\leq "),
@@ -64,7 +66,9 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     # around an answer
     (r"^\s*(?:=|≈|\\approx\b|\\sim\b|about\b|approximately\b|[a-z]\s*(?:∈|\\in\b))", ""),
     (r"^[\s*_:]+|(?:[\s.,;:*_。]|\\\\)+$", ""),
-    (r"^(?:the )?(?:option|choice|answer)\b(?: is)?[\s:]*(?=\(?(?:[a-z]\b|[\d\\-]))", ""),
+    (r"^(?:the )?(?:correct |final )?(?=(?:option|choice|answer)\b)", ""),
+    (r"^(?:option|choice|answer)\b(?: is)?[\s:]*(?=\(?(?:[a-z]\b|[\d\\-]))", ""),
+    (r"^an? (?=[a-z]{3})", ""),
     (r"\s+", " "),
     (r",? and ", ", "),
     # numbers
@@ -72,7 +76,7 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"(?<=\d)(?<!\d{4})(?:\{,\}| )(?=\d{3}(?![\d/]))", ""),
     (r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d/.])", r"\1\\frac{\2}{\3}"),
     (r"(?<![\d.^_])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})"),
-    *((rf"(?<=[\d)}}]) ?{word}\b", rf"\\times{factor}") for word, factor in FACTORS.items()),
+    *((rf"(?<=[\d)}}]) ?{word}s?\b", rf"\\times{factor}") for word, factor in FACTORS.items()),
     (r"(?<![\w.])(\d+\.?\d*|\.\d+)e([+-]?\d+)(?!\w)", r"\1\\times10^{\2}"),
     (r"^(-?[\d.]+) ?(?:\\times|\\cdot|\*|x) ?10 ?\^ ?\{? ?([+-]?\d+) ?\}?", r"\1e\2"),
     (r"\(([\da-f]+)\) ?(?=_)", r"\1"),
@@ -82,13 +86,15 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"(?:°|\bdegrees?\b) ?(?:([cf])(?:elsius|ahrenheit)?\b)?", r" degree\1 "),
     (r"\\?%|\bper ?cent(?:age)?\b|\bpct\b", " percent "),
     (r"(?:\\?\$|\busd\b|\bu\.?s\.? (?=dollar))(.*)", r"\1 dollar"),
+    (r"¢", " cent"),
     (r"€(.*)", r"\1 euro"),
     (r"£(.*)", r"\1 pound"),
+    (r"\b(units?) ?\^ ?\{?[23]\}?", r"\1"),
     (r"\bmph\b", " mile/hour"),
     (r"\bkm?ph\b|\bkmh\b", " km/hour"),
 ]
 SPELLINGS = [(re.compile(pattern, re.IGNORECASE), to) for pattern, to in SPELLINGS]
-SPACES = re.compile(r"(?<![\da-z,])\s+|\s+(?![\da-z\s])", re.IGNORECASE)
+SPACES = re.compile(r"(?<![\da-z,])\s+|\s+(?![\da-z\s])|(?<=\d) (?=[a-z]\b)", re.IGNORECASE)
 
 LABEL = re.compile(  # the letter of a choice
     r"\(?([A-Z]|[a-z](?= ?\)))(?: ?\)(?! ?(?:and|or)\b)(?=$| ?[\w\\]| [-.])|[.:](?= )|$) ?(.*)"
@@ -100,20 +106,27 @@ BASES = {name: str(base) for base, name in enumerate(BASES, 2)}
 UNITS = """
     mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre,
     in inch, ft foot feet, yd yard, mi mile, s sec second, min minute, h hr hour, day, week, month,
-    yr year, mg milligram, g gram, kg kilogram, oz ounce, lb pound, ton, ml milliliter,
-    l liter litre, gal gallon, dollar buck, cent, euro, percent, deg degree, degreec, degreef,
-    rad radian, sq square, cu cubic, am a.m, pm p.m"""
+    yr year, decade, century centuries, mg milligram, g gram, kg kilogram, oz ounce, lb pound, ton,
+    ml milliliter, l liter litre, gal gallon, quart qt, pint pt, cup, tablespoon tbsp, teaspoon tsp,
+    acre, hectare, dollar buck, cent, dime, nickel, quarter, penny pennies, euro, percent,
+    deg degree, degreec, degreef, rad radian, sq square, cu cubic, am a.m, pm p.m"""
 UNITS = {name: names.split()[0] for names in UNITS.split(",") for name in names.split()}
 LONG = "|".join(sorted((name for name in UNITS if len(name) > 1), key=len, reverse=True))
 SHORT = "|".join(name for name in UNITS if len(name) == 1)  # only at the end: 3m + 1 is algebra
 UNIT = re.compile(
-    rf"(?:/|\bper )?(?<=[\d}}). /])({LONG}|(?:{SHORT})(?=[\^{{}}23]*(?:/|$)))(?:e?s)?(?![a-z])\.?"
+    rf"(?:/|\bper )?(?<=[\d}}). /])(?<!, )"
+    rf"({LONG}|(?:{SHORT})(?=[\^{{}}23]*(?:/|$)))(?:e?s)?(?![a-z])\.?"
     r"(?:\^\{?([23])\}?)?", re.IGNORECASE,
 )  # fmt: skip
-COUNTED = re.compile(r"(?:(?<=\d) +|(?<=[})]))(?=[a-z' -]*[a-z]{3})[a-z' -]+$", re.IGNORECASE)
+COUNTED = re.compile(  # words after a number, unless they change it
+    r"(?:(?<=\d) +|(?<=[})]))(?!(?:squared|cubed|factorial|halves|tenths|hundredths)$)"
+    r"(?=[a-z' -]*[a-z]{3})[a-z' -]+$", re.IGNORECASE,
+)  # fmt: skip
 
-# A set, an open or a closed interval. Not a union, and not a set that a condition describes.
-BRACKETS = re.compile(r"(\\{|\(|\[)(?!.*(?:[|:]|\\mid|\\c[au]p)).*,.*(?:\\}|\)|\])")
+# A set, an open or a closed interval. Not a union, not a set that a condition describes, and not a
+# list of pairs.
+BRACKETS = re.compile(r"(\\{|\(|\[)(?!.*(?:[|:]|\\mid|\\c[au]p|[)\]], ?[(\[])).*,.*(?:\\}|\)|\])")
+RATIO = re.compile(r"[\d.]+(?::[\d.]+){2,}")  # math-verify would read 2:3:5 as 2/(3*5)
 WORDS = re.compile(r"(?=.*[a-z]{3})[a-z ,.'-]+|0[xob][\da-f]+", re.IGNORECASE)
 NUMBER = re.compile(r"-?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 ROUNDED = re.compile(r"(?=.*\.)-?[0.]*[1-9]\.?(?:\d\.?){14,}")  # such as 0.333333333333333
@@ -180,6 +193,8 @@ def same(answer: str, given: str) -> bool:
         return True
     if WORDS.fullmatch(answer) or WORDS.fullmatch(given):
         return answer.lower() == given.lower()
+    if RATIO.fullmatch(answer) and RATIO.fullmatch(given):
+        return False
     if NUMBER.fullmatch(answer) and NUMBER.fullmatch(given) and not ROUNDED.fullmatch(answer):
         return False
     return math_judge.ask(answer, given)

@@ -350,12 +350,13 @@ def compare(first: str, second: str) -> list[dict]:
     return table
 
 
-def stored_means(path: Path) -> dict[tuple[str, int], float]:
-    """{(problem, which of its occurrences): the mean reward of its scorable completions}, without
-    problems that have none. Where a model dropped a prompt, later rows have other indices."""
+def stored_means(path: Path) -> dict[tuple, float]:
+    """{((problem, answer), which of their occurrences): the mean reward of its scorable
+    completions}, without problems that have none. Where a model dropped a prompt, later rows have
+    other indices."""
     seen, means = Counter(), {}
     for row in log.read_rows(path):
-        text, mean = row["problem"], stored_rewards([row]).nanmean().item()
+        text, mean = (row["problem"], row.get("answer")), stored_rewards([row]).nanmean().item()
         if not math.isnan(mean):
             means[text, seen[text]] = mean
         seen[text] += 1

@@ -253,7 +253,7 @@ def check_files(name: str, folder: Path) -> None:
     here = folder.is_dir() or try_to_load_from_cache(name, "config.json")
     if not here and not file_exists(name, "config.json"):  # asked once: transformers asks for 30 s
         raise ValueError("the hub has no config.json of this name")
-    if find_adapter_config_file(name) or [*folder.glob("adapter_*")]:
+    if find_adapter_config_file(name) or [*folder.glob("adapter*")]:
         raise ValueError("it has an adapter; merge it with merge_and_unload(), and save the result")
     # transformers ignores a generation config that it cannot read, and with it the end tokens.
     kinds = ("config.json", "generation_config.json", "tokenizer*.json", "model*.safetensors*")
@@ -277,7 +277,7 @@ def check_quantization(config, folder: Path) -> None:
         quantization["dequantize"] = True  # exact; a GPU would compute with the codes
         return
     codes = set()  # in a file that no quantization_config describes
-    for path in folder.glob("model*.safetensors"):
+    for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as weights:
             names = [name for name in weights.offset_keys() if "weight" in name]
             codes |= {weights.get_slice(name).get_dtype() for name in names}

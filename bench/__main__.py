@@ -27,7 +27,7 @@ import transformers
 import tyro
 
 from bench import ceiling, check, law, race, results, rollout, savings, step, update, variance
-from runtime import InputError
+from runtime import InputError, console
 
 MODULES = (results, savings, race, variance, check, ceiling, law, step, rollout, update)
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
@@ -39,6 +39,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    console.escape()  # tables have a ±
     transformers.utils.logging.disable_progress_bar()
     try:
         main()

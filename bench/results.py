@@ -41,6 +41,8 @@ MARKERS = {  # so that colors need not be told apart
     "cppo": "<",
 }
 OURS = "adaptive"
+# What others are compared with at equal steps. GRPO without zeros has GRPO's gradient.
+REFERENCES = {"words": "grpo_zero"}  # else grpo
 TITLES = {"arithmetic": "default task", "arithmetic-mixed": "mixed task", "words": "SmolLM2"}
 FOLDER = Path("runs")
 SAVINGS, RACE = FOLDER / "savings.jsonl", FOLDER / "race.jsonl"
@@ -75,8 +77,9 @@ def tables() -> dict[str, str]:
 
 def savings_table(rows: list[dict], setting: str) -> str:
     """Markdown: what a method rolls out and trains on, and for each number of candidates its
-    accuracy minus GRPO's, and its time over GRPO's. GRPO's line has its runs."""
-    counts = candidates_of(rows, setting)
+    accuracy minus the reference's, and its time over the reference's. The reference's line has its
+    accuracy and its seconds."""
+    counts, reference = candidates_of(rows, setting), REFERENCES.get(setting, "grpo")
     head = ["method", "prompts", "trained on"]
     for count in counts:
         head += [f"{count} x 16: accuracy", f"{count} x 16: step time"]
@@ -86,15 +89,16 @@ def savings_table(rows: list[dict], setting: str) -> str:
         if not any(of_counts):
             continue
         runs = of_counts[0]
-        full = by_seed(rows, setting, "grpo", candidates=counts[0])
+        full = by_seed(rows, setting, reference, candidates=counts[0])
+        full = {seed: full[seed] for seed in runs}
         line = [
             title,
             f"{mean_of(runs, 'prompts') / mean_of(runs, 'made'):.0f} of {counts[0]}",
             f"{mean_of(runs, 'trained') / mean_of(full, 'trained'):.2f}",
         ]
         for count, runs in zip(counts, of_counts, strict=True):
-            full = by_seed(rows, setting, "grpo", candidates=count)
-            if name == "grpo":
+            full = by_seed(rows, setting, reference, candidates=count)
+            if name == reference:
                 seconds = statistics.median(row["seconds"] / row["made"] for row in runs.values())
                 line += [show(interval(accuracies(runs))), f"{seconds:.2f} s a step"]
             else:
@@ -112,8 +116,8 @@ def time_ratio(first: dict[int, dict], second: dict[int, dict]) -> float:
 
 def draw_savings(rows: list[dict]) -> Figure:
     """A line for each method: its seconds a step over GRPO's, and its accuracy minus GRPO's. A row
-    of panels for each task: its largest batch. The two seeds of words have no interval, so they are
-    in the table only."""
+    of panels for each task: its largest batch. Of words, which has another reference, there is only
+    a table."""
     settings = [name for name in settings_of(rows) if name != "words"]
     figure = Figure(figsize=(7, 3 * len(settings)), dpi=120, layout="constrained")
     panels = figure.subplots(len(settings), 2, squeeze=False, sharey="row", sharex="col")

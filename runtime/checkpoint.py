@@ -120,7 +120,7 @@ def newest(out_dir: Path) -> Path | None:
     """The link to the newest checkpoint, or its folder where there are no links; None if there is
     no checkpoint."""
     link = out_dir / "checkpoint"
-    return link if link.exists() else next(iter(_numbered(out_dir)[::-1]), None)
+    return link if link.is_dir() else next(iter(_numbered(out_dir)[::-1]), None)
 
 
 def _link(out_dir, final):

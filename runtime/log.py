@@ -128,7 +128,7 @@ class Log:
         """
         try:
             tracker = importlib.import_module(name)
-        except ImportError as error:
+        except Exception as error:
             message = f"--track {name}: cannot import it ({error}); pip install {name}"
             raise InputError(message) from None
         path = self.out_dir / "track-id"

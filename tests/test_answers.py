@@ -10,6 +10,56 @@ import answers
 import data
 
 TABLE = {
+    "what a second search found": r"""
+        11,\! 111,\! 111,\! 100 ; 11111111100 ; 1
+        11,\! 111,\! 111,\! 100 ; 11{,}111{,}111{,}100 ; 1
+        11,\! 111,\! 111,\! 100 ; 11,111,111,100 ; 1
+        \text{A, D, F, G, H} ; A,D,F,G,H ; 1
+        \text{H, E} ; E, H ; 1
+        \text{H, E} ; E, G ; 0
+        \text{E,G} ; E, G ; 1
+        F, G ; F ; 0
+        (2,3), (4,5) ; \{(2,3),(4,5)\} ; 1
+        \{(2,3),(4,5)\} ; (2,3),(4,5) ; 1
+        (2,3), (4,5) ; (2,3),(4,6) ; 0
+        (2,3), (4,5) ; (3,2),(4,5) ; 0
+        (2,3) ; \{2,3\} ; 0
+        (1,2),(3,4) ; [1,2],[3,4] ; 0
+        2+3i ; 2+3\mathrm{i} ; 1
+        2+3i ; 2+3 i ; 1
+        -1-2i ; -1-2\text{i} ; 1
+        42 ; 42\text{ units}^2 ; 1
+        42\text{ units}^2 ; 42 ; 1
+        20\text{ sq units} ; 20\text{ units}^2 ; 1
+        80\text{ cents} ; 80¢ ; 1
+        \begin{pmatrix}1&2\\3&4\end{pmatrix} ; \begin{pmatrix}1&2\\[4pt]3&4\end{pmatrix} ; 1
+        42 ; \boldsymbol{42} ; 1
+        42 ; \bm{42} ; 1
+        \mathbb{Z} ; ℤ ; 1
+        \mathbb{N} ; ℕ ; 1
+        \mathbb{Z} ; ℕ ; 0
+        \emptyset ; \text{the empty set} ; 1
+        42 ; \text{Final Answer: }42 ; 1
+        A ; The correct answer is A ; 1
+        A ; The correct answer is B ; 0
+        \text{ellipse} ; \text{an ellipse} ; 1
+        2:3:5 ; 2:5:3 ; 0
+        2:3:5 ; 2 : 3 : 5 ; 1
+        2:3 ; 2/3 ; 1
+        3\text{ gallons} ; 3\text{ quarts} ; 0
+        5\text{ acres} ; 5\text{ hectares} ; 0
+        5\text{ acres} ; 5 ; 1
+        4\text{ dimes} ; 4\text{ nickels} ; 0
+        4\text{ dimes} ; 4 ; 1
+        5\text{ pennies} ; 5 ; 1
+        12 ; 12\text{ thousands} ; 0
+        12000 ; 12\text{ thousand} ; 1
+        3 ; 3\text{ halves} ; 0
+        3 ; 3\text{ squared} ; 0
+        5 ; 5\text{ apples} ; 1
+        2\text{ centuries} ; 2\text{ decades} ; 0
+        2 cups ; 2 ; 1
+    """,
     "exact numbers": r"""
         \frac{1}{2^{2023}} ; \frac{1}{2^{2024}} ; 0
         \frac{1}{5000!} ; \frac{1}{5001!} ; 0

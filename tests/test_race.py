@@ -120,6 +120,12 @@ def test_the_savings_table():
         "| GRPO | 32 of 32 | 1.00 | 0.600 ± 0.248 | 2.00 s a step |",
         "| dppo | 24 of 32 | 0.50 | +0.000 ± 0.248 | 0.50 |",
     ]
+    words = [row | {"setting": "words"} for row in rows]
+    words += [row | {"method": "grpo_zero", "seconds": 40.0} for row in words[:3]]
+    grpo, zeros, dppo = results.savings_table(words[1:], "words").splitlines()[2:]
+    assert grpo == "| GRPO | 32 of 32 | 1.00 | +0.000 ± 0.000 | 2.00 |", "of the seeds that it has"
+    assert zeros.endswith("| 0.600 ± 0.248 | 1.00 s a step |")
+    assert dppo.endswith("| +0.000 ± 0.248 | 1.00 |")
 
 
 def test_real_runs(tmp_path, monkeypatch, policy_folder):
