@@ -16,6 +16,7 @@ import metrics
 import rollout
 from runtime import checkpoint, log, ranks
 from runtime.stop import SIGNALS, Stop
+from tasks import arithmetic
 
 TOY = str(ROOT / "tests" / "toy.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -56,10 +57,11 @@ def test_stopped_and_resumed(run, ends_like_the_whole, tmp_path, monkeypatch, ca
     """A signal at this moment, then --resume: the step is finished, logged and saved, and the run
     is the one that never stopped.
 
-    Catches half a step in the log, a request that is ignored, a stop that does not save, and a
-    schedule that ends with `until`.
+    Catches half a step in the log, a request that is ignored, a stop that does not save, a schedule
+    that ends with `until`, and scores of prompts or a mean token count that are lost.
     """
-    options = COMMON | {"method": "pps", "minibatches": 2, "prompts_per_step": 8}
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 12)  # epochs end within a step
+    options = COMMON | {"method": "pps", "minibatches": 2, "prompts_per_step": 8, "loss": "dapo"}
     options |= {"prompt_rule": "uniform", "lr_schedule": "cosine", "save_every": 2}
     with monkeypatch.context() as patched:
         if moment:
