@@ -203,9 +203,9 @@ def make_rollouts():
 def run(policy_folder, tmp_path):
     """Train in this process with the toy reward, or another; returns the log's rows."""
 
-    def go(name, reward=toy.toy_reward, until=None, **changes):
-        args = toy.flags(policy_folder, str(tmp_path / name), **changes)
-        train.main(config.parse_config(args), reward=reward, until=until)
+    def go(name, reward=toy.toy_reward, until=None, trainer_class=train.Trainer, **changes):
+        cfg = config.parse_config(toy.flags(policy_folder, str(tmp_path / name), **changes))
+        train.main(cfg, reward=reward, until=until, trainer_class=trainer_class)
         return toy.rows(tmp_path / name)
 
     return go
