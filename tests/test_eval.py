@@ -5,7 +5,7 @@ import json
 import math
 import re
 import runpy
-import subprocess
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +16,9 @@ import torch
 import data
 import eval as evaluation
 import rollout
-from data import Problem
 from engines import hf
 from eval import EvalConfig
-from runtime import InputError, log
+from runtime import InputError, checkpoint, log
 
 ROOT = Path(__file__).resolve().parents[1]
 nan = math.nan
@@ -47,10 +46,12 @@ def sampled(monkeypatch):
 # ---------------------------------------------------------------------------- figures
 
 
+SCORES = torch.tensor([[1.0, 1, 1, 0], [0, nan, nan, nan], [1, 0, nan, nan], [nan] * 4])
+
+
 def test_average_is_over_completions_then_problems():
     """Fails if all completions are pooled (then 4/7), or an unscorable one counts as wrong."""
-    rewards = torch.tensor([[1.0, 1, 1, 0], [0, nan, nan, nan], [1, 0, nan, nan], [nan] * 4])
-    assert evaluation.avg_at_k(rewards) == pytest.approx((0.75 + 0 + 0.5) / 3)
+    assert evaluation.avg_at_k(SCORES) == pytest.approx((0.75 + 0 + 0.5) / 3)
     assert math.isnan(evaluation.avg_at_k(torch.full((2, 2), nan)))
 
 
@@ -97,15 +98,14 @@ def test_pass_at_k_by_enumeration():
 
     Catches 1 - (1 - c/n)^k, and an unscorable completion that is counted.
     """
-    rewards = torch.tensor([[1.0, 0, 0, 0, 1], [0] * 5, [1] * 5, [1, 0, 0, nan, nan]])
+    scorable = [[1.0, 0, 0, 0, 1], [0.0] * 5, [1.0] * 5, [1.0, 0, 0]]
+    rewards = torch.tensor([row + [nan] * (5 - len(row)) for row in scorable])
     for k in (1, 2, 3, 4, 5):
-        shares = []
-        for row in rewards.tolist():
-            scorable = [score for score in row if not math.isnan(score)]
-            choices = list(itertools.combinations(scorable, k))
-            if choices:
-                shares.append(sum(any(choice) for choice in choices) / len(choices))
-        assert evaluation.pass_at_k(rewards, k) == pytest.approx(sum(shares) / len(shares))
+        chances = []
+        for row in scorable:
+            if choices := list(itertools.combinations(row, k)):
+                chances.append(sum(map(any, choices)) / len(choices))
+        assert evaluation.pass_at_k(rewards, k) == pytest.approx(sum(chances) / len(chances))
     assert math.isnan(evaluation.pass_at_k(rewards, 6))
     assert evaluation.pass_at_k(torch.tensor([[0.5, 1.0]]), 1) == 0.5, "half a point is not right"
 
@@ -143,46 +143,27 @@ def test_paired_comparison(tmp_path):
     Catches pairs by row number, two separate intervals, pairs of different problems, means over
     problems of one folder, and a problem that is there twice but counts once.
     """
-    for folder, shift in (("old", 0), ("new", 1)):
-        rows = [
-            {
-                "problem": f"p{n if n < 97 else 96}",  # the last four are the same
-                "rewards": [float(n % 10 < 5 + shift), float(n % 10 < 5), None],
-            }
-            for n in range(100)
-        ]
-        rows[98 + shift]["rewards"] = [None] * 3
-        rows = [{"index": n} | row for n, row in enumerate(rows[shift:])]
-        (tmp_path / folder).mkdir()
-        write(tmp_path / folder / "mine.jsonl", rows)
-    (row,) = evaluation.compare(str(tmp_path / "old"), str(tmp_path / "new"))
+    old, new, nothing = (str(tmp_path / name) for name in ("old", "new", "nothing"))
+    texts = [f"p{n}" for n in range(97)] + ["p96"] * 3
+    for folder, shift in ((old, 0), (new, 1)):
+        rewards = [[float(n % 10 < 5 + shift), float(n % 10 < 5), None] for n in range(100)]
+        rewards[98 + shift] = [None] * 3
+        rows = [{"problem": texts[n], "rewards": rewards[n]} for n in range(shift, 100)]
+        Path(folder).mkdir()
+        write(Path(folder) / "mine.jsonl", [{"index": n} | row for n, row in enumerate(rows)])
+    (row,) = evaluation.compare(old, new)
     assert row["problems"] == 97
     assert row["first"] == pytest.approx(49 / 97, abs=1e-4)
     assert row["second"] == pytest.approx((49 + 5) / 97, abs=1e-4)
     assert row["difference"] == pytest.approx(5 / 97, abs=1e-4)
     assert 0 < row["wilson95"][0] < row["difference"] < row["wilson95"][1] < 0.1
-    (row,) = evaluation.compare(str(tmp_path / "old"), str(tmp_path / "old"))
+    (row,) = evaluation.compare(old, old)
     assert row["wilson95"][0] == -row["wilson95"][1] < 0, "of a model and itself"
     with pytest.raises(InputError, match="no problem in common"):
-        evaluation.compare(str(tmp_path / "old"), str(tmp_path))
+        evaluation.compare(old, nothing)
 
 
 # ---------------------------------------------------------------------------- the command line
-
-
-def test_command_line(policy_folder):
-    """One line of JSON per set, then the table."""
-    args = ["--model", policy_folder, "--max-new-tokens", "4", "--k", "2", "--problems", "5"]
-    program = [sys.executable, "eval.py", *args, "--data", "arithmetic-longer", "arithmetic"]
-    out = subprocess.run(program, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    first, second, head, *table = out.splitlines()
-    names = [json.loads(line)["data"] for line in (first, second)]
-    assert names == ["arithmetic-longer", "arithmetic"]
-    row = json.loads(first)
-    assert (row["problems"], row["avg@2"]) == (5, 0.0)
-    assert row["max_new_tokens"] == 4
-    assert head.startswith("set")
-    assert len(table) == 3, "two sets and their average"
 
 
 def test_bad_values_are_named(monkeypatch, capsys):
@@ -254,20 +235,24 @@ def test_batches_do_not_mix_up_problems(policy_folder, tmp_path, batch_size):
 
 
 def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):
-    """Fails if two sets or two --seed share their draws, if --prompt ignores --seed or is not
-    answered, if a set gets the room of another one, or if a batch has no room for the k completions
-    of a problem."""
+    """One line of JSON per set, then the table. Fails if two sets or two --seed share their draws,
+    if --prompt ignores --seed or is not answered, if a set gets the room of another one, or if a
+    batch has no room for the k completions of a problem."""
     names = ("arithmetic", "arithmetic-longer")
+    rooms = [*map(data.max_new_tokens, names)]
     for seed in (0, 1):
         cfg = EvalConfig(policy_folder, data=names, problems=1, seed=seed)
         evaluation.main(replace(cfg, k=3, batch_size=2))
-        capsys.readouterr()
+        *lines, head, _first, _second, average = capsys.readouterr().out.splitlines()
+        lines = [json.loads(line) for line in lines]
+        assert [line["data"] for line in lines] == [*names]
+        assert [line["max_new_tokens"] for line in lines] == rooms
+        assert (head[:3], average[:7]) == ("set", "average")
         (row,) = evaluation.main(replace(cfg, prompt="7+9+5?", max_new_tokens=2))
         assert row["completion"] + "\n" == capsys.readouterr().out
-    rooms = [sampling.max_new_tokens for _, _, sampling, _ in sampled]
     seeds = [options["seed"] for *_, options in sampled]
     assert [options["group_size"] for *_, options in sampled] == [3, 3, 1] * 2
-    assert rooms == [*map(data.max_new_tokens, names), 2] * 2
+    assert [sampling.max_new_tokens for _, _, sampling, _ in sampled] == [*rooms, 2] * 2
     assert rooms[0] != rooms[1]
     assert len(set(seeds)) == len(seeds) == 6
 
@@ -352,11 +337,9 @@ def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatc
         cfg = EvalConfig(policy_folder, out_dir=str(tmp_path / folder), **options)
         return evaluation.main(replace(cfg, **changes))
 
-    whole = go("whole")
+    whole, part = go("whole"), tmp_path / "part"
     text = (tmp_path / "whole" / "arithmetic.jsonl").read_text()
-    part = tmp_path / "part"
-    part.mkdir()
-    (part / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    shutil.copytree(tmp_path / "whole", part)
     half = "\n".join(text.split("\n")[:3]) + '\n{"index": 3, "pro'
     (part / "arithmetic.jsonl").write_text(half)
     sampled.clear()
@@ -371,27 +354,29 @@ def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatc
     assert len(sampled) == 2, "nothing is sampled again"
     assert (part / "arithmetic.jsonl").read_text() == text
 
-    message = r"has temperature 1\.0, not 0\.5: use the same value, or another folder"
-    with pytest.raises(InputError, match=message):
-        go("part", temperature=0.5)
-    texts = [json.loads(line)["problem"] for line in text.splitlines()]
-    others = [Problem(text, "another answer", "other") for text in texts]
+    for changes, message in (
+        (
+            {"temperature": 0.5},
+            r"temperature 1\.0, not 0\.5: use the same value, or another folder",
+        ),
+        ({"seed": 1}, "seed 0, not 1: use"),
+    ):
+        with pytest.raises(InputError, match=f"--out-dir {part} has {message}"):
+            go("part", **changes)
+    others = [replace(problem, answer="another") for problem in data.eval_problems("arithmetic", 5)]
     monkeypatch.setattr(data, "eval_problems", lambda *args, **options: others)
     message = "has other problems or answers than arithmetic: use another --out-dir"
     with pytest.raises(InputError, match=message):
         go("part")
+    monkeypatch.setattr(checkpoint, "fingerprint", lambda _model: 1)
+    with pytest.raises(InputError, match=f"--out-dir {part} has weights .*, not 1: use"):
+        go("part")
 
 
-def test_settings_of_a_folder(tmp_path):
-    """Fails if other weights, another seed or another reward pass for the same, or a run of
-    training for an evaluation; or if a file that is cut ends in a traceback."""
-    folder, settings = str(tmp_path), {"weights": 2**62, "seed": 0, "reward": None}
-    for _twice in range(2):
-        evaluation.open_folder(folder, settings)
-    for name, other in (("weights", 2**62 + 1), ("seed", 1), ("reward", "mine")):
-        with pytest.raises(InputError, match=f"--out-dir {folder} has {name} .*, not {other}"):
-            evaluation.open_folder(folder, settings | {name: other})
-    for text, message in (('{"weig', "is not what was written"), ('{"config": {}}', "of training")):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(InputError, match=message):
-            evaluation.open_folder(folder, settings)
+@pytest.mark.parametrize(
+    ("text", "message"), [('{"weig', "is not what was written"), ('{"config": {}}', "of training")]
+)
+def test_a_folder_of_something_else(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=message):
+        evaluation.open_folder(str(tmp_path), {"seed": 0})
