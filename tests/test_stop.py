@@ -78,10 +78,7 @@ def test_stopped_and_resumed(run, ends_like_the_whole, tmp_path, monkeypatch, ca
 
 
 def test_more_signals_do_not_interrupt_the_save(run, tmp_path, monkeypatch, capsys):
-    """A scheduler sends USR1, then TERM; and a cluster may signal both torchrun and the ranks.
-
-    Catches a save after the handlers are restored.
-    """
+    """A scheduler sends USR1, then TERM. Catches a save after the handlers are restored."""
     signal_at(monkeypatch, metrics, "row", 1, signal.SIGUSR1)
     signal_at(monkeypatch, os, "fsync", 5, signal.SIGTERM)
     run("run", steps=5, save_every=0)
@@ -137,21 +134,15 @@ def test_a_request_on_one_rank_stops_all():
 # ---------------------------------------------------------------------------- programs
 
 
-def wait_until(condition, process):
-    """Wait until a program has come so far, or has ended."""
-    deadline = time.monotonic() + HANG
-    while process.poll() is None and not condition():
+def start(command, folder, wanted):
+    """A program, running, whose log in `folder` has at least `wanted` lines, or that has ended."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, **pipes)
+    path, deadline = folder / "log.jsonl", time.monotonic() + HANG
+    while process.poll() is None and not (path.exists() and len(path.open().readlines()) >= wanted):
         if time.monotonic() > deadline:
             process.kill()
         time.sleep(0.005)
-
-
-def start(command, folder, wanted):
-    """A program, running, whose log in `folder` has at least `wanted` lines."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, **pipes)
-    path = folder / "log.jsonl"
-    wait_until(lambda: path.exists() and path.read_text().count("\n") >= wanted, process)
     return process
 
 
@@ -176,9 +167,7 @@ def test_two_ranks_killed_and_stopped(policy_folder, tmp_path):
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=HANG)
     assert process.returncode != 0, "torchrun's own status"
-    assert re.search(
-        r"stopped after step \d+; to continue: the same program with --resume", printed
-    )
+    assert re.search(r"stopped after step \d+; to continue: the same program with --res", printed)
 
     steps = rows(tmp_path / "broken")[-1]["step"] + 3
     in_processes(2, toy.main, [*endless, "--resume", "--steps", str(steps)])
