@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
-from toy import HANG, ROOT, rows
+from toy import HANG, ROOT
 from transformers import PreTrainedTokenizerFast
 
 import models
@@ -260,21 +260,6 @@ def test_a_folder_that_cannot_be_written(tmp_path, name):
     message = f"--out-dir {tmp_path / name} cannot be written .*: choose another folder"
     with pytest.raises(InputError, match=message), checkpoint.owned(tmp_path / name):
         pass
-
-
-def test_rows_after_the_checkpoint_are_cut(tmp_path):
-    """Catches a resumed run that writes rows twice, cuts the checkpoint's own row, or fails on a
-    half-written line; and one that does not start because there is no checkpoint yet."""
-    assert checkpoint.find(tmp_path) is None
-    path = tmp_path / "log.jsonl"
-    log.append_rows(path, [{"step": step, "x": float("nan")} for step in range(4)])
-    with open(path, "a") as file:
-        file.write('{"step": 1, "x"')
-    assert len(log.cut_rows(path, lambda row: row["step"] <= 2)) == 3
-    assert rows(tmp_path) == [{"step": step, "x": None} for step in range(3)]
-    log.cut_rows(path, lambda row: False)
-    assert path.read_text() == ""
-    assert log.cut_rows(tmp_path / "nothing.jsonl", lambda row: True) == []
 
 
 def test_config_without_git(tmp_path, monkeypatch):

@@ -257,19 +257,14 @@ def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):
     assert len(set(seeds)) == len(seeds) == 6
 
 
-def test_held_out_rows_that_fit(policy_folder, tmp_path, capsys):
-    """Fails if --held-out evaluates on training rows, or if a prompt has no room to be answered."""
+def test_held_out_rows(policy_folder, tmp_path):
+    """Fails if --held-out evaluates on training rows."""
     rows = [{"problem": f"p{n}", "answer": "1"} for n in range(60)]
-    most = 512 - len(data.INSTRUCTION) - 2  # two newlines
-    rows[-1]["problem"] = "x" * (most - 2)
     path = write(tmp_path / "mine.jsonl", rows)
-    for room, held_out in ((2, 3), (3, 2)):
-        cfg = EvalConfig(policy_folder, data=(path,), held_out=True, k=1, max_new_tokens=room)
-        (row,) = evaluation.main(replace(cfg, out_dir=str(tmp_path / f"evals{room}")))
-        assert row["problems"] == held_out
-    assert "dropped 1 of 3 prompts: longer than 509 tokens" in capsys.readouterr().out
-    (path,) = (tmp_path / "evals3").glob("mine-*.jsonl")
-    assert [row["problem"] for row in log.read_rows(path)] == ["p57", "p58"]
+    cfg = EvalConfig(policy_folder, data=(path,), held_out=True, k=1, max_new_tokens=2)
+    evaluation.main(replace(cfg, out_dir=str(tmp_path / "evals")))
+    (path,) = (tmp_path / "evals").glob("mine-*.jsonl")
+    assert [row["problem"] for row in log.read_rows(path)] == ["p57", "p58", "p59"]
 
 
 # ---------------------------------------------------------------------------- stored completions
@@ -373,10 +368,7 @@ def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatc
         go("part")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [('{"weig', "is not what was written"), ('{"config": {}}', "of training")]
-)
-def test_a_folder_of_something_else(tmp_path, text, message):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(InputError, match=message):
+def test_a_folder_of_a_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"config": {}}')
+    with pytest.raises(InputError, match="holds a run of training: use another folder"):
         evaluation.open_folder(str(tmp_path), {"seed": 0})

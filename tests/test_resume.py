@@ -4,10 +4,8 @@ import itertools
 import json
 import math
 import os
-import random
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -29,34 +27,6 @@ from runtime import InputError, log
 
 def saved_step(folder):
     return torch.load(folder / "checkpoint" / "trainer.pt", weights_only=True)["step"]
-
-
-def main_until_killed(args, wanted, seconds):
-    """A run that the kernel ends so many seconds of CPU time after its log has `wanted` rows."""
-    append = log.append_rows
-
-    def append_rows(path, new):
-        append(path, new)
-        if path.name == "log.jsonl" and len(log.read_rows(path)) == wanted:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF has no handler: it kills
-
-    log.append_rows = append_rows
-    toy.main(args)
-
-
-def test_killed_and_resumed(policy_folder, ends_like_the_whole, tmp_path):
-    """Killed at random moments before and after the first checkpoint, which are counted in rows and
-    CPU time, so that a busy machine cannot miss them. Catches state that is not saved (optimizer,
-    history, step), and rows that are written twice."""
-    options = {"steps": 24, "save_every": 5, "eval_every": 6, "eval_problems": 4}
-    options |= {"prompts_per_step": 12, "prompt_prune_rate": 0.4}
-    args = flags(policy_folder, str(tmp_path / "part"), **options)
-    for number, (least, most) in enumerate(((2, 5), (8, 18))):
-        moment = random.Random(f"kill {number}")
-        killed = (moment.randint(least, most), moment.uniform(0, 0.05))
-        resume = ["--resume"][:number]
-        in_processes(1, main_until_killed, args + resume, *killed, codes=[-signal.SIGPROF])
-    ends_like_the_whole(**options)
 
 
 def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkeypatch):
@@ -93,7 +63,6 @@ FILES = {
     "answers": [row | {"answer": "7"} for row in TRAIN], "longer": [*EVAL, EVAL[0]],
 }  # fmt: skip
 OTHERS = [  # a flag, its value, and what is said of it
-    ("--data", "nothing", "nothing.jsonl cannot be read .*No such file"),
     ("--data", "order", "--data is not the problems to train on that the run in .* began"),
     ("--data", "answers", "--data is not the problems to train on that the run in .* began"),
     ("--eval-data", "longer", "--eval-data is not the problems to evaluate on that the run"),
@@ -107,7 +76,7 @@ def test_only_contents_count_on_resume(policy_folder, run, ends_like_the_whole, 
 
     Catches contents that are not compared, or by their lengths alone, and a path that is compared.
     """
-    moved = {name: str(tmp_path / "moved" / f"{name}.jsonl") for name in (*FILES, "nothing")}
+    moved = {name: str(tmp_path / "moved" / f"{name}.jsonl") for name in FILES}
     moved |= {name: str(tmp_path / "moved" / name) for name in ("policy", "another")}
     shutil.copytree(policy_folder, moved["policy"])
     for name, content in FILES.items():
@@ -304,10 +273,8 @@ BAD_INPUT = """
 --shard fsdp | --shard fsdp: no ranks share the weights; start train.py with torchrun
 --prompt-format chat | --prompt-format chat: the tokenizer has no chat template; use plain
 --data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
---data arithmetic-longer | evaluation only
 --eval-every 1 --eval-data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
 --model /nowhere/model | --model /nowhere/model cannot be loaded
---prompts-per-step 513 | 513: the data hold only 512 without those held out; lower it
 --max-new-tokens 512 | 512: a sequence has at most 512 tokens, prompt included
 --max-new-tokens 511 | all 512 prompts are longer than 1 tokens: lower --max-new-tokens
 """  # arguments | a part of the message

@@ -5,6 +5,7 @@ import math
 import random
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -263,25 +264,20 @@ def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypat
     """
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
     options = {"steps": 20, "lr": 3e-3, "loss": "dr_grpo"}
-    trainer, updates = trainer_of(policy_folder, tmp_path, method, **options), []
-    accumulate = train.accumulate_gradients
-    record = lambda *args, **options: updates.append(args) or accumulate(*args, **options)
-    monkeypatch.setattr(train, "accumulate_gradients", record)
-    sample, seeds = rollout.sample, []
-
-    def record_seed(model, prompt_ids, sampling, **options):
-        if not isinstance(sampling.engine, selectors.Stored):
-            seeds.append(options["seed"])
-        return sample(model, prompt_ids, sampling, **options)
-
-    monkeypatch.setattr(rollout, "sample", record_seed)
+    trainer = trainer_of(policy_folder, tmp_path, method, **options)
+    accumulate = mock.Mock(wraps=train.accumulate_gradients)
+    sample = mock.Mock(wraps=rollout.sample)
+    monkeypatch.setattr(train, "accumulate_gradients", accumulate)
+    monkeypatch.setattr(rollout, "sample", sample)
     rows, found = [], []
     for step in range(1, 21):
         rows.append(trainer.step(step)[0])
         found.append(trainer.found)
+    calls = [(call.args[2].engine, call.kwargs["seed"]) for call in sample.call_args_list]
+    seeds = [seed for engine, seed in calls if not isinstance(engine, selectors.Stored)]
     assert len(set(seeds)) == len(seeds) > 20, "each round has random numbers of its own"
-    for row, update, every in zip(rows, updates, found, strict=True):
-        _model, _rollouts, advantages, factor, keep = update
+    for row, update, every in zip(rows, accumulate.call_args_list, found, strict=True):
+        _model, _rollouts, advantages, factor, keep = update.args
         live = ~dppo.dead_groups(every.rewards)
         first = dppo.group_advantages(every.rewards[live][:4], "none")
         assert torch.equal(advantages, first), "the first live groups, and no dead one"
