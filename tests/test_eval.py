@@ -349,15 +349,10 @@ def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatc
     assert len(sampled) == 2, "nothing is sampled again"
     assert (part / "arithmetic.jsonl").read_text() == text
 
-    for changes, message in (
-        (
-            {"temperature": 0.5},
-            r"temperature 1\.0, not 0\.5: use the same value, or another folder",
-        ),
-        ({"seed": 1}, "seed 0, not 1: use"),
-    ):
-        with pytest.raises(InputError, match=f"--out-dir {part} has {message}"):
-            go("part", **changes)
+    for name, stored, other in (("temperature", r"1\.0", 0.5), ("seed", 0, 1)):
+        message = f"--out-dir {part} has {name} {stored}, not {other}: use the same value, or"
+        with pytest.raises(InputError, match=message):
+            go("part", **{name: other})
     others = [replace(problem, answer="another") for problem in data.eval_problems("arithmetic", 5)]
     monkeypatch.setattr(data, "eval_problems", lambda *args, **options: others)
     message = "has other problems or answers than arithmetic: use another --out-dir"
