@@ -130,19 +130,16 @@ shape = r"must return probabilities of shape "
 pair = r"must return \(keep, weights\), both of shape \["
 two = r"must return \(loss, clipped\), two tensors of shape \[3\]"
 like = lambda batch: ones(batch.live.shape)
+times = lambda number, **options: gives(lambda batch: like(batch) * number, **options)
+none = r"must return .*, but (\d) of \1 are.*biased="
 ENTRIES = [  # kinds, the entry, the rate, the message if it is wrong
     (BOTH, gives(lambda batch: like(batch)[:1]), 0.5, shape + r"\[.*, not \[1"),
-    (BOTH, gives(lambda batch: like(batch) * 1.5), 0.5, shape + ".*, from 0 to 1, not 1.5"),
-    (BOTH, gives(lambda batch: like(batch) * torch.nan), 0.5, shape + ".*, from 0 to 1, not nan"),
-    (
-        BOTH,
-        gives(lambda batch: like(batch) * 0.0),
-        0.5,
-        r"must return .*, but (\d) of \1 are.*biased=",
-    ),
-    (BOTH, gives(lambda batch: like(batch) * 0.5), 0.0, shape + ".*, of 1 at prune rate 0"),
-    (BOTH, gives(lambda batch: like(batch) * 0.5, rate=None), 0.0, None),
-    (BOTH, gives(lambda batch: like(batch) * 0.0, biased="it keeps nothing"), 0.5, None),
+    (BOTH, times(1.5), 0.5, shape + ".*, from 0 to 1, not 1.5"),
+    (BOTH, times(torch.nan), 0.5, shape + ".*, from 0 to 1, not nan"),
+    (BOTH, times(0.0), 0.5, none),
+    (BOTH, times(0.5), 0.0, shape + ".*, of 1 at prune rate 0"),
+    (BOTH, times(0.5, rate=None), 0.0, None),
+    (BOTH, times(0.0, biased="it keeps nothing"), 0.5, None),
     (BOTH[:1], gives(lambda batch: batch.live.double()), 0.5, None),
     (BOTH, selects(lambda: ones(2)), 0.5, pair),
     (BOTH, selects(lambda: (ones(2) > 0, ones(9))), 0.5, pair),
@@ -209,7 +206,7 @@ def test_entries_that_nothing_accepts():
         dppo.Rule(everything, rate=0.5)
 
 
-rule = dppo.by_probability(lambda batch, rate: like(batch), rate=0.5)
+rule = make_rule(**times(1.0))
 picky = dppo.Rule(everything, rate=0.5, biased="it keeps all")
 MINE = {"completion_rule": "mine"}
 NOTES = [  # the completion rule `mine`, flags, a note of the first lines, the prompt rule
