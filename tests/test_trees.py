@@ -88,7 +88,7 @@ def enumerate_trees(V, children):
     )
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (3, 1)], ids=str)  # and with only children
+@pytest.fixture(scope="module", params=[(2, 2), (3, 1)], ids=str)
 def case(request):
     found = enumerate_trees(3, request.param)
     assert found.chance.sum() == pytest.approx(1, abs=1e-12)
@@ -120,6 +120,13 @@ def test_loo_is_exact(case):
     advantages, factors = loo_factors(case)
     assert close(case.expected(factors), case.by_depth.sum(dim=0))
     assert not advantages[:, 0].any()
+
+
+def test_an_only_child_has_its_parents_baseline():
+    """By hand. Catches a chain whose edges lose their baseline, which would still be unbiased."""
+    tree = trees.grow([2, 1, 1])
+    values = trees.node_values(tree, torch.tensor([1.0, 4.0]))
+    assert trees.loo_advantages(tree, values).tolist() == [0, -3, 3, -3, 3, -3, 3]
 
 
 def test_the_published_advantages_are_biased(case):
