@@ -54,7 +54,7 @@ ROWS = [  # what a row has beside its problem: the answer, the worked solution
     ({"solution": SUM}, "8", "#### Sum\n3+5 = 8\n\\boxed{8}"),
     ({"answer": "#### Sum\nIt is 9."}, "#### Sum\nIt is 9.", ""),
     ({"solution": OPEN_BOX}, "59", OPEN_BOX),
-    ({"reward_model": VERL}, "34", ""),
+    ({"reward_model": VERL, "ground_truth": None}, "34", ""),
     ({"reward_model": VERL, "ground_truth": "7"}, "7", ""),
     ({"answer": MARKS}, "4", "1+1 = 2.\n4 4\n\\boxed{4}"),
     ({"answer": "2", "solution": MARKS}, "2", "1+1 = 2.\n4 4\n\\boxed{4}"),
