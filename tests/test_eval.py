@@ -94,10 +94,8 @@ def test_intervals_by_hand():
 
 
 def test_pass_at_k_by_enumeration():
-    """The share of all choices of k out of n that include a right completion.
-
-    Catches 1 - (1 - c/n)^k, and an unscorable completion that is counted.
-    """
+    """The share of all choices of k out of n that include a right completion. Catches 1 - (1 -
+    c/n)^k, and an unscorable completion that is counted."""
     scorable = [[1.0, 0, 0, 0, 1], [0.0] * 5, [1.0] * 5, [1.0, 0, 0]]
     rewards = torch.tensor([row + [nan] * (5 - len(row)) for row in scorable])
     for k in (1, 2, 3, 4, 5):
@@ -138,11 +136,9 @@ def test_rewards_that_are_not_right_or_wrong():
 
 def test_paired_comparison(tmp_path):
     """The second model had no room for the first problem, and cannot score the last, nor the first
-    model the one before. The interval is that of the differences.
-
-    Catches pairs by row number, two separate intervals, pairs of different problems, means over
-    problems of one folder, and a problem that is there twice but counts once.
-    """
+    model the one before. The interval is that of the differences. Catches pairs by row number, two
+    separate intervals, pairs of different problems, means over problems of one folder, and a
+    problem that is there twice but counts once."""
     old, new, nothing = (str(tmp_path / name) for name in ("old", "new", "nothing"))
     texts = [f"p{n}" for n in range(97)] + ["p96"] * 3
     for folder, shift in ((old, 0), (new, 1)):
@@ -194,11 +190,9 @@ def test_every_flag_reaches_the_sampler(policy_folder, sampled):
 
 
 def test_check_golds(tmp_path, capsys):
-    """Lists the reference answers that fail, and counts the others.
-
-    Fails if an answer passes just because its text equals itself: the last one takes math-verify
-    too long, so nothing that is spelled in another way would be right.
-    """
+    """Lists the reference answers that fail, and counts the others. Fails if an answer passes just
+    because its text equals itself: the last one takes math-verify too long, so nothing that is
+    spelled in another way would be right."""
     answers = ["\\frac{1}{2}", "", None, "1,200", " ", "so $x$ is \\boxed{7}", "3!!!!!!!!!"]
     rows = [{"problem": f"p{n}", "answer": answer} for n, answer in enumerate(answers)]
     path = write(tmp_path / "mine.jsonl", rows)
@@ -291,9 +285,7 @@ def evaluate(policy_folder, tmp_path):
 
 def test_what_a_file_holds_names_its_completions(evaluate, tmp_path):
     """Two files of one name, of which one has the other's problems and more; and fewer --problems.
-
-    Catches a set that takes over another one's completions, and one that --problems starts over.
-    """
+    Catches a set that takes over another one's completions, and one that --problems starts over."""
     for name, rows in (("a", SUMS[:4]), ("b", SUMS), ("c", SUMS[4:])):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "test.jsonl", rows)
@@ -321,11 +313,8 @@ def test_only_what_a_file_holds_counts(evaluate, tmp_path, monkeypatch):
 
 def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatch, sampled):
     """Killed within the second of three batches, it ends with the rows of a whole evaluation, and
-    does not sample the first batch again.
-
-    Fails if a seed depends on how much is left, if half a batch is kept, or if the completions of
-    other problems are taken for this set's.
-    """
+    does not sample the first batch again. Fails if a seed depends on how much is left, if half a
+    batch is kept, or if the completions of other problems are taken for this set's."""
     options = {"k": 2, "problems": 5, "max_new_tokens": 3, "batch_size": 4}
 
     def go(folder, **changes):

@@ -347,10 +347,8 @@ def test_folders_that_hold_something_else(run, policy_folder, tmp_path):
 
 
 def test_each_group_has_its_own_rate(run, monkeypatch):
-    """An optimizer with two groups, of which one has a tenth of --lr; also after a resume.
-
-    Catches a schedule for the first group only, and one that goes on from the last step's rates.
-    """
+    """An optimizer with two groups, of which one has a tenth of --lr; also after a resume. Catches
+    a schedule for the first group only, and one that goes on from the last step's rates."""
     rates = []
 
     def make_optimizer(cfg, parameters):

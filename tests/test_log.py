@@ -251,11 +251,9 @@ def figures_of(trainer, prompts, completions=None):
 @pytest.mark.parametrize("prompt_rule", ["none", "uniform", "dppo"])
 def test_figures_are_estimates_of_the_full_batch(full_batch, prompt_rule):
     """Averaged over every draw of prompts (two of four; or by score, with unequal weights), and
-    then of completions by pps: exactly, where a figure is linear in the weights.
-
-    Catches a figure without its weights, a KL term without the importance ratio, a denominator that
-    the draw decides, and an entropy that is a mean of ratios.
-    """
+    then of completions by pps: exactly, where a figure is linear in the weights. Catches a figure
+    without its weights, a KL term without the importance ratio, a denominator that the draw
+    decides, and an entropy that is a mean of ratios."""
     trainer, full = full_batch
     window = trainer.candidates(1)
     scores = torch.tensor([[1, -1, 0], [1, -1, 0], [0.1, -0.1, 0], [0.1, -0.1, 0]])

@@ -212,10 +212,8 @@ ROPES = [  # a rotary embedding, and how long a sequence may be
 @pytest.mark.parametrize(("rope", "longest"), ROPES, ids=lambda value: str(value)[:40])
 def test_rotations_never_change_up_to_the_longest_sequence(make_policy, rope, longest):
     """Its log-probs, packed beside a sequence of that length, are those that it has alone; and one
-    token more changes them, if the limit is below max_position_embeddings.
-
-    Catches a limit that is off by one, and one for a rotation that is always the same.
-    """
+    token more changes them, if the limit is below max_position_embeddings. Catches a limit that is
+    off by one, and one for a rotation that is always the same."""
     model, _ = with_rope(make_policy, rope)
     assert models.longest_sequence(model) == longest
 

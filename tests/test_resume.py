@@ -72,10 +72,8 @@ OTHERS = [  # a flag, its value, and what is said of it
 
 def test_only_contents_count_on_resume(policy_folder, run, ends_like_the_whole, tmp_path):
     """Data and model may have moved, and the run is the one that never stopped, also after steps
-    without evaluation. Another model, other problems, answers, or another order are named.
-
-    Catches contents that are not compared, or by their lengths alone, and a path that is compared.
-    """
+    without evaluation. Another model, other problems, answers, or another order are named. Catches
+    contents that are not compared, or by their lengths alone, and a path that is compared."""
     moved = {name: str(tmp_path / "moved" / f"{name}.jsonl") for name in FILES}
     moved |= {name: str(tmp_path / "moved" / name) for name in ("policy", "another")}
     shutil.copytree(policy_folder, moved["policy"])
@@ -168,11 +166,8 @@ IN_STEP_3 = EVALUATED + 2 * REWARDED + EVALUATED + 5
 def test_a_reward_that_raises_loses_no_step(run, tmp_path, monkeypatch, capsys, call, error, last):
     """The finished steps are saved, then the error goes on; --resume continues, and the run is the
     one that never failed, but for an evaluation that was not made. If no step ended, the folder is
-    free.
-
-    Catches an error that loses the steps since the checkpoint, one that is hidden or called a step
-    that is not finite, and a log without the step that was saved.
-    """
+    free. Catches an error that loses the steps since the checkpoint, one that is hidden or called a
+    step that is not finite, and a log without the step that was saved."""
     options = {"steps": 4, "eval_every": 2, "eval_problems": 2, "lr": 3e-3, "save_every": 4}
     run("whole", **options)
     with monkeypatch.context() as patch:
@@ -321,9 +316,7 @@ def program(args):
 
 def test_bad_input_has_no_traceback(tmp_path):
     """As a program, alone and on two ranks, of which only the first reports it: the second waits.
-
-    Catches an error that every rank prints, and one that is not in torchrun's last lines.
-    """
+    Catches an error that every rank prints, and one that is not in torchrun's last lines."""
     (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "1"}\noops\n')
     message = "bad.jsonl: JSONDecodeError: Expecting value"
     args = ["--data", str(tmp_path / "bad.jsonl"), "--out-dir", str(tmp_path / "run")]

@@ -32,28 +32,13 @@ def round_of(prompts, rewards):
     return selectors.Round(prompts, rollouts, rewards)
 
 
-def rounds_of(alive, generator):
-    """A roll_out for Greso.collect whose groups are live with this chance, and its round sizes."""
-    sizes = []
-
-    def roll_out(prompts, _number):
-        sizes.append(len(prompts))
-        rewards = torch.zeros(len(prompts), 4)
-        rewards[:, 0] = torch.from_numpy(generator.random(len(prompts)) < alive).float()
-        return round_of(prompts, rewards)
-
-    return roll_out, sizes
-
-
 @pytest.mark.parametrize(
     ("kind", "target", "steps"), [(selectors.Greso, 20, 600), (selectors.Mopps, 10, 300)]
 )
 def test_a_selection_is_biased(kind, target, steps):
     """The mean signal over the groups that it trains on, and GRESO's over all that it rolled out,
     against the un-pruned mean: streaks keep revived prompts away, and refilling prefers live ones.
-
-    Fails if the rival is so mild that the comparison is unfair.
-    """
+    Fails if the rival is so mild that the comparison is unfair."""
     selector, generator = kind(200), dppo.generator_for(0)
     order = lambda epoch: sampler.epoch_order(200, 0, epoch)
     trained, sampled, truth = [], [], []
@@ -78,11 +63,9 @@ def test_a_selection_is_biased(kind, target, steps):
 
 
 def test_greso_streaks_by_hand():
-    """The published thresholds and floor.
-
-    Catches a streak that survives its end, a bound that is off (dead groups of mean 0.97 or 0.12
-    have no streak), and live groups beyond the bounds that have one.
-    """
+    """The published thresholds and floor. Catches a streak that survives its end, a bound that is
+    off (dead groups of mean 0.97 or 0.12 have no streak), and live groups beyond the bounds that
+    have one."""
     live = [1.0] * 4 + [0.0] * 4
     groups = [[1.0] * 8, [0.1] * 8, live, [1.0] * 7 + [0.8], [0.97] * 8, [0.12] * 8]
     groups += [[1.0] * 7 + [0.9], [0.0] * 7 + [0.5]]  # live, of mean 0.9875 and 0.0625
@@ -127,31 +110,34 @@ def test_greso_exploration_by_hand():
 
 
 def test_greso_collects_in_rounds():
-    """Rounds until enough groups are live; surplus ones have weight 0; if all are dead, it ends
-    after ROUNDS.
+    """Until enough groups are live, or to the end of ROUNDS; surplus groups have weight 0. Catches
+    prompts that are visited twice, training on dead groups, an endless step, and an adjustment in
+    the first epoch."""
+    greso, sizes, order = selectors.Greso(1000), [], lambda _epoch: torch.arange(1000)
 
-    Catches prompts that are visited twice, training on dead groups, an endless step, and an
-    adjustment in the first epoch.
-    """
-    greso, generator = selectors.Greso(1000), dppo.generator_for(0)
-    order = lambda epoch: torch.arange(1000)
-    roll_out, sizes = rounds_of(0.3, generator)
-    batch, weights = greso.collect(roll_out, 64, order, generator)
-    alive, prompts = ~dppo.dead_groups(batch.rewards), batch.prompts
-    assert prompts.tolist() == list(range(len(prompts))), "in the epoch's order, none twice"
-    assert greso.cursor == len(prompts)
-    assert sizes[0] == 96
-    assert all(16 <= size <= 96 for size in sizes)
-    used = weights > 0
-    assert torch.equal(used.nonzero(), alive.nonzero()[:64])
+    def collect(live):
+        """A step of 64 prompts, in which so many of each five groups are live."""
+
+        def roll_out(prompts, _number):
+            sizes.append(len(prompts))
+            rewards = torch.zeros(len(prompts), 4)
+            rewards[torch.arange(len(prompts)) % 5 < live, 0] = 1.0
+            return round_of(prompts, rewards)
+
+        return greso.collect(roll_out, 64, order, dppo.generator_for(0))
+
+    batch, weights = collect(live=2)
+    assert batch.prompts.tolist() == list(range(greso.cursor)), "in the epoch's order, none twice"
+    assert sizes == [96, 76], "39 live groups, then 1.25 x 25 / (39 / 96)"
+    alive = ~dppo.dead_groups(batch.rewards)
+    assert torch.equal((weights > 0).nonzero(), alive.nonzero()[:64])
     assert weights.sum() == pytest.approx(64)
-    assert (greso.p_easy, greso.p_hard) == (0.5, 0.5), "the first epoch only watches"
-    dead, sizes = rounds_of(0.0, generator)
-    _, weights = greso.collect(dead, 64, order, generator)
-    assert len(sizes) == selectors.Greso.ROUNDS
+    _, weights = collect(live=0)
+    assert len(sizes) == 2 + selectors.Greso.ROUNDS
     assert weights.sum() == 0
+    assert (greso.p_easy, greso.p_hard) == (0.5, 0.5), "the first epoch only watches"
     greso.cursor = 2000
-    greso.collect(roll_out, 64, order, generator)
+    collect(live=2)
     assert (greso.p_easy, greso.p_hard) != (0.5, 0.5)
 
 
@@ -159,11 +145,9 @@ def test_greso_collects_in_rounds():
     ("live", "sizes"), [(1, [24, 24]), (5, [24, 24]), (15, [24, 4]), (16, [24]), (20, [24])]
 )
 def test_greso_shares_the_update(live, sizes):
-    """Of the first round `live` groups are live, of the second none; sixteen are wanted.
-
-    Catches a round more than needed if exactly enough are live, one that is smaller than a quarter
-    of the target, and weights that do not sum to the target.
-    """
+    """Of the first round `live` groups are live, of the second none; sixteen are wanted. Catches a
+    round more than needed if exactly enough are live, one that is smaller than a quarter of the
+    target, and weights that do not sum to the target."""
     found = []
 
     def roll_out(prompts, number):
@@ -228,11 +212,9 @@ def test_mopps_posterior_by_hand():
 
 
 def test_mopps_takes_the_nearest_to_a_half():
-    """Of each pool of 8 Q prompts in turn, of all of an epoch's before the next shuffle.
-
-    Catches the farthest, a mean in place of a draw, a pool that is not the next one, the remainder
-    of an epoch, and prompts that are not in the order of the pool.
-    """
+    """Of each pool of 8 Q prompts in turn, of all of an epoch's before the next shuffle. Catches
+    the farthest, a mean in place of a draw, a pool that is not the next one, the remainder of an
+    epoch, and prompts that are not in the order of the pool."""
     rates = torch.tensor([0.9, 0.45, 0.1, 0.6, 0.2, 0.8, 0.95, 0.3] * 5)[:35]
     rates[9::16] = 0.48
     groups = lambda prompts: torch.zeros(len(prompts), 4, dtype=torch.float64)
@@ -258,10 +240,8 @@ def trainer_of(policy_folder, folder, method, **changes):
 @pytest.mark.parametrize("method", ["greso", "dynamic"])
 def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypatch, method):
     """Without weights, from several rounds: Q live groups, or as many as the last round left.
-
     Catches training on dead groups, a surplus that counts, rounds that roll out alike, and a rule
-    that skips prompts although it should not, or the reverse.
-    """
+    that skips prompts although it should not, or the reverse."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
     options = {"steps": 20, "lr": 3e-3, "loss": "dr_grpo"}
     trainer = trainer_of(policy_folder, tmp_path, method, **options)

@@ -59,11 +59,9 @@ def teach(policy_folder, file, tmp_path):
 
 def test_a_step_is_the_plain_computation(make_policy, file, monkeypatch):
     """Catches a mean over a slot instead of the batch, a loss on the prompt, a lost slot, the
-    gradient of an earlier step, and a norm that is not clipped.
-
-    Loss and gradient in float64, against transformers' own attention, problem by problem: with a
-    slot for each problem, about four slots, and one slot.
-    """
+    gradient of an earlier step, and a norm that is not clipped. Loss and gradient in float64,
+    against transformers' own attention, problem by problem: with a slot for each problem, about
+    four slots, and one slot."""
     model, tokenizer = make_policy(dtype=torch.float64)
     cfg = settings(file, batch_size=12)
     batch = sft.encode(cfg, tokenizer, 512)
@@ -162,11 +160,9 @@ def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
 
 def test_stopped_killed_and_resumed(teach, tmp_path, monkeypatch, capsys):
     """Catches a stop without a checkpoint, an optimizer that starts afresh, a step that is repeated
-    or skipped, and rows that are written twice.
-
-    A run is stopped by SIGTERM in step 3, resumed, killed in step 6 after the checkpoint of step 4,
-    and resumed. Its log and weights are an uninterrupted run's, bit for bit.
-    """
+    or skipped, and rows that are written twice. A run is stopped by SIGTERM in step 3, resumed,
+    killed in step 6 after the checkpoint of step 4, and resumed. Its log and weights are an
+    uninterrupted run's, bit for bit."""
     monkeypatch.setattr(sft, "SAVE_EVERY", 2)
     teach("whole", steps=8)
     calls, update = itertools.count(1), sft.update
@@ -218,10 +214,8 @@ def record_gradients(folder, model, file):
 
 def test_two_ranks_are_one(policy_folder, file, tmp_path, monkeypatch):
     """Catches a rank that divides by its own number of tokens, a problem on both ranks or on none,
-    a gradient or loss that is not summed, and a rank that waits for one without problems.
-
-    `uneven` has three problems on the first rank and two on the second, `alone` one and none.
-    """
+    a gradient or loss that is not summed, and a rank that waits for one without problems. `uneven`
+    has three problems on the first rank and two on the second, `alone` one and none."""
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     monkeypatch.setattr(ranks, "sum_gradients", ranks.sum_gradients)  # restores what is patched

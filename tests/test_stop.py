@@ -55,11 +55,9 @@ def signal_at(monkeypatch, owner, name, call, number):
 )
 def test_stopped_and_resumed(run, ends_like_the_whole, tmp_path, monkeypatch, capsys, moment, last):
     """A signal at this moment, then --resume: the step is finished, logged and saved, and the run
-    is the one that never stopped.
-
-    Catches half a step in the log, a request that is ignored, a stop that does not save, a schedule
-    that ends with `until`, and scores of prompts or a mean token count that are lost.
-    """
+    is the one that never stopped. Catches half a step in the log, a request that is ignored, a stop
+    that does not save, a schedule that ends with `until`, and scores of prompts or a mean token
+    count that are lost."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 12)  # epochs end within a step
     options = COMMON | {"method": "pps", "minibatches": 2, "prompts_per_step": 8, "loss": "dapo"}
     options |= {"prompt_rule": "uniform", "lr_schedule": "cosine", "save_every": 2}
@@ -87,11 +85,9 @@ def test_more_signals_do_not_interrupt_the_save(run, tmp_path, monkeypatch, caps
 
 
 def test_only_the_second_interrupt_ends_at_once():
-    """A second signal other than Ctrl-C changes nothing, because schedulers send two.
-
-    Catches a Ctrl-C that nobody can repeat, a scheduler's second signal that ends a run without a
-    save, and handlers that stay after the run.
-    """
+    """A second signal other than Ctrl-C changes nothing, because schedulers send two. Catches a
+    Ctrl-C that nobody can repeat, a scheduler's second signal that ends a run without a save, and
+    handlers that stay after the run."""
     before = [signal.getsignal(number) for number in SIGNALS]
     heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
     for first in heard:
@@ -148,11 +144,9 @@ def start(command, folder, wanted):
 
 def test_two_ranks_killed_and_stopped(policy_folder, tmp_path):
     """kill -9 of one rank, then SIGTERM to torchrun, then to the end: the run that was never
-    stopped. (torchrun's own exit status is 1.)
-
-    The first two have no last step, so that they cannot end before they are stopped. Catches a rank
-    that waits for one that has left, and ranks that stop at different steps.
-    """
+    stopped. (torchrun's own exit status is 1.) The first two have no last step, so that they cannot
+    end before they are stopped. Catches a rank that waits for one that has left, and ranks that
+    stop at different steps."""
     endless = flags(policy_folder, str(tmp_path / "broken"), **(COMMON | {"steps": 10**6}))
     command = [*TORCHRUN, TOY, *endless]
     process = start(command, tmp_path / "broken", 6)
