@@ -109,8 +109,8 @@ def test_pass_at_k_by_enumeration():
 
 
 def test_figures_by_hand(capsys):
-    """Fails if a share or a mean is of problems instead of completions, if pass@k lacks k, or if
-    the table's average of two sets is their sum."""
+    """Fails if a share or a mean is of problems instead of completions, if pass@k lacks k or is 0
+    because no reward is exactly 1, or if the table's average of two sets is their sum."""
     rows = [
         {"rewards": [1, 0, None], "lengths": [2, 3, 9], "truncated": [False, False, True]},
         {"rewards": [0, 0, 0], "lengths": [9, 9, 4], "truncated": [True, True, False]},
@@ -123,15 +123,10 @@ def test_figures_by_hand(capsys):
         "problems": 2, "k": 3, "avg@3": 0.25, "pass@1": 0.25, "pass@2": 0.5, "pass@3": 0.0,
         "unscorable": 1, "truncated_share": 0.5, "mean_length": 6.0,
     }  # fmt: skip
-
-
-def test_rewards_that_are_not_right_or_wrong():
-    """Catches a pass@k of 0 because no completion earns exactly 1."""
-    rows = [{"rewards": [0.5, 2.0], "lengths": [2, 3], "truncated": [False] * 2}]
-    found = evaluation.figures(rows)
-    assert found["avg@2"] == 1.25
-    assert not any(name.startswith("pass@") for name in found)
-    evaluation.print_table([found | {"data": "one"}], k=2)
+    partial = evaluation.figures([rows[0] | {"rewards": [0.5, 2.0, 2.0]}])
+    assert partial["avg@3"] == 1.5
+    assert not any(name.startswith("pass@") for name in partial)
+    evaluation.print_table([partial | {"data": "one"}], k=3)
 
 
 def test_paired_comparison(tmp_path):
