@@ -211,11 +211,11 @@ picky = dppo.Rule(everything, rate=0.5, biased="it keeps all")
 MINE = {"completion_rule": "mine"}
 NOTES = [  # the completion rule `mine`, flags, a note of the first lines, the prompt rule
     (rule, MINE | {"method": "dppo"}, "prompts are pruned, too: by dppo", "dppo"),
-    (rule, {"method": "dppo"}, None, "dppo"),
-    (rule, {"method": "mine"}, None, "none"),
-    (rule, MINE | {"method": "grpo"}, None, "none"),
-    (rule, MINE | {"method": "dppo", "prompt_rule": "none"}, None, "none"),
-    (rule, MINE | {"method": "dppo", "prompt_rule": "uniform"}, None, "uniform"),
+    (rule, {"method": "dppo"}, "", "dppo"),
+    (rule, {"method": "mine"}, "", "none"),
+    (rule, MINE | {"method": "grpo"}, "", "none"),
+    (rule, MINE | {"method": "dppo", "prompt_rule": "none"}, "", "none"),
+    (rule, MINE | {"method": "dppo", "prompt_rule": "uniform"}, "", "uniform"),
     (picky, {"method": "mine"}, "changes the expected gradient: it keeps all", "none"),
 ]
 
