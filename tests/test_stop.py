@@ -135,7 +135,8 @@ def start(command, folder, wanted):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, text=True, **pipes)
     path, deadline = folder / "log.jsonl", time.monotonic() + HANG
-    while process.poll() is None and not (path.exists() and len(path.open().readlines()) >= wanted):
+    reached = lambda: path.exists() and path.read_text().count("\n") >= wanted
+    while process.poll() is None and not reached():
         if time.monotonic() > deadline:
             process.kill()
         time.sleep(0.005)
