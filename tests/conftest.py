@@ -58,20 +58,11 @@ def make_policy():
         torch.manual_seed(seed)
         tokenizer = arithmetic.make_tokenizer()
         config = Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=512,
-            tie_word_embeddings=True,
-            initializer_range=0.2,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+            tie_word_embeddings=True, initializer_range=0.2, bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
         config._attn_implementation = packing.ATTENTION
         model = Qwen3ForCausalLM(config).to(dtype)
         if dtype == torch.float64:  # Qwen3's RMSNorm computes in float32 whatever the input is
@@ -144,16 +135,10 @@ def small_world():
     two end tokens. Each probability comes from a forward of its own."""
     torch.manual_seed(3)
     config = Qwen3Config(
-        vocab_size=8,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        initializer_range=0.4,
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, initializer_range=0.4,
         tie_word_embeddings=True,
-    )
+    )  # fmt: skip
     model = Qwen3ForCausalLM._from_config(config, attn_implementation=packing.ATTENTION)
     model.vocab_size = 5
     check_decoder.compare(model)
@@ -203,9 +188,9 @@ def make_rollouts():
 def run(policy_folder, tmp_path):
     """Train in this process with the toy reward, or another; returns the log's rows."""
 
-    def go(name, reward=toy.toy_reward, until=None, **changes):
-        args = toy.flags(policy_folder, str(tmp_path / name), **changes)
-        train.main(config.parse_config(args), reward=reward, until=until)
+    def go(name, reward=toy.toy_reward, until=None, trainer_class=train.Trainer, **changes):
+        cfg = config.parse_config(toy.flags(policy_folder, str(tmp_path / name), **changes))
+        train.main(cfg, reward=reward, until=until, trainer_class=trainer_class)
         return toy.rows(tmp_path / name)
 
     return go

@@ -7,11 +7,11 @@ import types
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import pyarrow
 import pytest
-import torch
 from pyarrow import parquet
 from tokenizers import processors
 
@@ -25,132 +25,125 @@ from tasks import arithmetic, sft, word_problems
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-def write(tmp_path, *lines):
+def write(tmp_path, *rows):
     path = tmp_path / "problems.jsonl"
-    texts = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
-    path.write_text("".join(texts))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def test_a_file_is_read_by_any_of_its_keys(tmp_path):
-    chat = [{"role": "user", "content": "d?"}]
-    rows = {  # the answer that is read: the row
-        "1": {"question": "a?", "answer": "1"},
-        "2.5": {"problem": "b?", "final_answer": 2.5, "answer": None, "source": "algebra"},
-        "1,003": {"prompt": "c?", "solution": "so #### 1,003", "id": 7},
-        "x": {"prompt": chat, "target": "$x$"},
-        "\\frac{1}{2}": {"problem": "e?", "solution": "\\boxed{3}, no, \\boxed{\\frac{1}{2}}."},
-        "27": {"problem": "f?", "answer": 27.0, "solution": "not \\boxed{1}"},
-        "2, 3": {"problem": "g?", "final_answer": ["$2$", 3.0]},
-        "0.00000015": {"problem": "h?", "answer": 1.5e-7},
-        "": {"problem": "i?", "answer": float("nan")},
-        # a heading is no answer, unlike the end of the last line; and a box wins over both
-        "7": {"problem": "j?", "solution": "#### Sum\nIt is \\boxed{7}.\n#### Check\nIt is odd."},
-        "8": {"problem": "k?", "solution": "#### Sum\n3+5 = <<3+5=8>>8\n#### 8\n\n"},
-        "#### Sum\nIt is 9.": {"problem": "l?", "answer": "#### Sum\nIt is 9."},
-        "59": {"problem": "m?", "solution": "$\\boxed 59$. Remark: $n = 12$ fails."},
-        "34": {"problem": "n?", "reward_model": {"style": "rule", "ground_truth": "34"}},
-    }
-    path = write(tmp_path, "\ufeff", *rows.values())
-    problems = data.read_problems(path)
-    assert [problem.answer for problem in problems] == [*rows]
-    assert [problem.text for problem in problems] == [f"{letter}?" for letter in "abcdefghijklmn"]
-    assert [problem.source for problem in problems[:3]] == [path, "algebra", path]
+# ---------------------------------------------------------------------------- rows
 
-
-def test_arrays_and_parquet(tmp_path):
-    """Fails if an array is read as one line, or a parquet file as text."""
-    rows = [{"problem": f"p{n}", "answer": str(n), "subject": "algebra"} for n in range(3)]
-    lines = data.read_problems(write(tmp_path, *rows))
-    for name in ("a.json", "b.jsonl"):
-        (tmp_path / name).write_text(json.dumps(rows, indent=1))
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
-    for name in ("a.json", "b.jsonl", "a.parquet"):
-        assert data.read_problems(str(tmp_path / name)) == lines
-
-
-LONG = "123456789012345678901234567890123"
-COLUMNS = [  # values of a parquet column, its type, and the answers
-    ([Decimal(f"{LONG}.00"), Decimal("1000"), None], None, [LONG, "1000", ""]),
-    ([7.1, None], "float", ["7.1", ""]),  # not 7.099999904632568
+BOX = "\\boxed{3}, no, \\boxed{\\frac{1}{2}}."
+MARKS = "1+1 = <<1+1=2>>2.\n<<2*2=4>>4 <<4>>4\n#### 4"
+SHIFT = "a << b, so \\boxed{2} >> 1"
+HEADINGS = "#### Sum\nIt is \\boxed{7}.\n#### Check\nIt is odd."
+SUM = "#### Sum\n3+5 = <<3+5=8>>8\n#### 8\n\n"
+OPEN_BOX = "$\\boxed 59$. Remark: $n = 12$ fails."
+VERL = {"style": "rule", "ground_truth": "34"}
+ROWS = [  # what a row has beside its problem: the answer, the worked solution
+    ({"final_answer": 2.5, "answer": None}, "2.5", ""),
+    ({"solution": "so #### 1,003", "id": 7}, "1,003", "so\n\\boxed{1,003}"),
+    ({"target": "$x$"}, "x", ""),
+    ({"solution": BOX}, "\\frac{1}{2}", BOX),
+    ({"answer": 27.0, "solution": "not \\boxed{1}"}, "27", "not \\boxed{1}"),
+    ({"final_answer": ["$2$", 3.0], "solution": ["three"]}, "2, 3", ""),
+    ({"answer": 1.5e-7}, "0.00000015", ""),
+    ({"answer": float("nan")}, "", ""),
+    # a heading is no answer, unlike the end of the last line; and a box wins over both
+    ({"solution": HEADINGS}, "7", HEADINGS),
+    ({"solution": SUM}, "8", "#### Sum\n3+5 = 8\n\\boxed{8}"),
+    ({"answer": "#### Sum\nIt is 9."}, "#### Sum\nIt is 9.", ""),
+    ({"solution": OPEN_BOX}, "59", OPEN_BOX),
+    ({"reward_model": VERL, "ground_truth": None}, "34", ""),
+    ({"reward_model": VERL, "ground_truth": "7"}, "7", ""),
+    ({"answer": MARKS}, "4", "1+1 = 2.\n4 4\n\\boxed{4}"),
+    ({"answer": "2", "solution": MARKS}, "2", "1+1 = 2.\n4 4\n\\boxed{4}"),
+    ({"answer": SHIFT}, "2", SHIFT),
+    ({"answer": "#### 72"}, "72", ""),
+    ({"answer": "\\boxed{72}"}, "72", ""),
+    ({"answer": None}, "", ""),
 ]
 
 
-def test_numbers_in_parquet(tmp_path):
-    """Catches a digit that is lost, and rows of an older file of this name from a cache."""
-    for values, kind, answers in COLUMNS:
-        column = pyarrow.array(values, kind)
-        table = pyarrow.table({"problem": ["p"] * len(values), "answer": column})
-        parquet.write_table(table, tmp_path / "a.PARQUET")
-        found = data.read_problems(str(tmp_path / "a.PARQUET"))
-        assert [problem.answer for problem in found] == answers
-
-
-SYSTEM = {"role": "system", "content": "Be brief."}
-USER, OTHER = {"role": "user", "content": "1+1?"}, {"role": "user", "content": "And 3+4?"}
-SAYS = {"role": "assistant", "content": "1+1=2, so \\boxed{2}."}
-PARTS = {
-    "role": "user",
-    "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}],
-}
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
-RESULT = {"role": "tool", "content": "2", "name": None}
-HALF = {"role": "system", "content": "\ud83d"}
-IMAGE = {"role": "user", "content": [{"type": "image"}]}
+@pytest.mark.parametrize(("row", "answer", "solution"), ROWS)
+def test_a_row_is_read_by_any_of_its_keys(row, answer, solution):
+    """Catches a heading taken for an answer, calculator marks that stay, a bare answer taken for a
+    solution, and a solution overlooked beside the answer."""
+    for key in ("problem", "question", "prompt"):
+        problem = data.problem_of({key: "q?"} | row, "FILE")
+        assert problem == data.Problem("q?", answer, "FILE", solution, data.INSTRUCTION)
+    assert data.problem_of({"problem": "q?", "subject": "Al"} | row, "FILE").source == "Al"
 
 
 def user(text):
-    return {"role": "user", "content": f"{text}\nBox it."}
+    return {"role": "user", "content": text}
 
 
-SAID = SAYS["content"]
-CHATS = {  # a row: the messages of its prompt, with the instruction "Box it.", and its solution
-    "system": ({"prompt": [SYSTEM, USER], "answer": "2"}, [SYSTEM, user("1+1?")], ""),
-    "messages": (
-        {"messages": [USER, SAYS, OTHER], "answer": 2}, [USER, SAYS, user("And 3+4?")], "",
-    ),
-    "parts": ({"prompt": [SYSTEM, PARTS], "answer": "2"}, [SYSTEM, user("1+1?")], ""),
-    "one turn": ({"prompt": [USER], "answer": "2"}, [user("1+1?")], ""),
-    "tools": (
-        {"prompt": [USER, CALL, RESULT], "answer": "2"},
-        [user("1+1?"), CALL | {"content": ""}, {"role": "tool", "content": "2"}], "",
-    ),
-    "solution": ({"messages": [SYSTEM, USER, SAYS], "answer": None}, [SYSTEM, user("1+1?")], SAID),
-    "without a box": ({"messages": [USER, SAYS | {"content": "2"}]}, [user("1+1?")], "2"),
-}  # fmt: skip
+SYSTEM, TOOL = {"role": "system", "content": "Be brief."}, {"role": "tool", "content": "2"}
+NAMELESS = TOOL | {"name": None}
+USER, OTHER, BOXED = user("1+1?"), user("And 3+4?"), user("1+1?\nBox it.")
+SAYS = {"role": "assistant", "content": "1+1=2, so \\boxed{2}."}
+PARTS = user([{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}])
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+TALK_BOXED = [USER, SAYS, user("And 3+4?\nBox it."), CALL | {"content": ""}, TOOL]
+CHATS = [  # a row, the messages of its prompt with the instruction "Box it.", its solution
+    ({"prompt": [SYSTEM, PARTS], "answer": "2"}, [SYSTEM, BOXED], ""),
+    ({"prompt": [USER], "answer": "2"}, [BOXED], ""),
+    ({"messages": [USER, SAYS, OTHER, CALL, NAMELESS], "answer": 2}, TALK_BOXED, ""),
+    ({"messages": [SYSTEM, USER, SAYS], "answer": None}, [SYSTEM, BOXED], SAYS["content"]),
+    ({"messages": [USER, SAYS | {"content": "2"}]}, [BOXED], "2"),
+]
 
 
-@pytest.mark.parametrize("name", CHATS)
-def test_a_chat_is_used_whole(tmp_path, name):
+@pytest.mark.parametrize(("row", "messages", "solution"), CHATS)
+def test_a_chat_is_used_whole(row, messages, solution):
     """Catches a turn that is lost, an instruction after another turn, and a last turn of the
     assistant that is in the prompt although it gives the answer away."""
-    row, messages, solution = CHATS[name]
-    (problem,) = data.read_problems(write(tmp_path, row))
+    problem = data.problem_of(row, "FILE")
     assert problem.messages("Box it.") == messages
     assert (problem.answer, problem.solution) == ("2", solution)
 
 
-def test_chats_in_parquet(tmp_path):
-    """verl's columns; and parquet gives every turn the keys of all turns."""
+# ---------------------------------------------------------------------------- files
+
+
+def test_formats(tmp_path):
+    """Catches an array that is read as a line, a mark in front of the first row, a parquet file
+    that is read as text, and keys of other turns, which parquet adds as null."""
     rows = [
-        {
-            "prompt": [SYSTEM | {"name": "s"}, USER],
-            "reward_model": {"ground_truth": "2"},
-            "ground_truth": None,
-        },
-        {"prompt": [OTHER], "reward_model": {"ground_truth": None}, "ground_truth": "7"},
+        {"prompt": [SYSTEM | {"name": "s"}, USER], "answer": "2", "subject": "algebra"},
+        {"prompt": [OTHER], "answer": None, "subject": None},
     ]
+    lines = "\ufeff" + "\n".join(map(json.dumps, rows))
+    texts = {"lines.jsonl": lines, "a.json": json.dumps(rows, indent=1)}
+    for name, text in (texts | {"a.jsonl": texts["a.json"]}).items():
+        (tmp_path / name).write_text(text)
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
-    first, second = data.read_problems(str(tmp_path / "a.parquet"))
-    assert first.messages() == [SYSTEM | {"name": "s"}, USER]
-    assert (second.messages(), second.turns) == ([OTHER], ())
-    assert [first.answer, second.answer] == ["2", "7"]
+    for name in ("lines.jsonl", "a.json", "a.jsonl", "a.parquet"):
+        first, second = data.read_problems(str(tmp_path / name))
+        assert first.messages() == [SYSTEM | {"name": "s"}, USER]
+        assert (second.messages(), second.turns) == ([OTHER], ())
+        assert [first.source, second.source] == ["algebra", str(tmp_path / name)]
+
+
+LONG = "123456789012345678901234567890123"
+
+
+def test_numbers_in_parquet(tmp_path):
+    """Catches a digit that is lost: as a Python number, the float is 7.099999904632568."""
+    columns = {
+        "problem": ["p"] * 4,
+        "answer": [Decimal(f"{LONG}.00"), Decimal("1000"), None, None],
+        "target": pyarrow.array([None, None, 7.1, None], "float"),
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.PARQUET")
+    problems = data.read_problems(str(tmp_path / "a.PARQUET"))
+    assert [problem.answer for problem in problems] == [LONG, "1000", "7.1", ""]
 
 
 CHAT = {"messages": [USER, SAYS], "answer": "2"}
+HALF = {"role": "system", "content": "\ud83d"}
 LINES = {  # a line of a.jsonl: what is wrong with row 1 of a.jsonl
-    "{oops}": "JSONDecodeError: Expecting property name",
-    f'{{"question": "a", "answer": {"1" * 5000}}}': "Exceeds the limit",
     '{"question": "a", "label": "1"}': "it has none of the keys answer, final_answer",
     '{"answer": "1"}': "problem, question, prompt, messages (it has: answer)",
     '{"question": "a", "answer": ["1", null]}': "'answer' must be text or a number, got None",
@@ -161,29 +154,20 @@ LINES = {  # a line of a.jsonl: what is wrong with row 1 of a.jsonl
     json.dumps(CHAT | {"messages": [HALF, USER]}): "surrogates not allowed",
     json.dumps(CHAT | {"messages": [SYSTEM]}): "nothing is asked under 'messages'",
     json.dumps(CHAT | {"messages": []}): "nothing is asked under 'messages'",
-    json.dumps(CHAT | {"messages": [IMAGE]}): "KeyError: 'text'",
+    json.dumps(CHAT | {"messages": [user([{"type": "image"}])]}): "KeyError: 'text'",
 }
-FILES = {  # name and text of a file: what is wrong with it
-    ("a.jsonl", "[" * 10**5): "RecursionError",
-    ("a.jsonl", '\n{"question": "a", "answer": "1"}\n{oops}\n'): "row 3 of .*: JSONDecodeError",
-    ("a.jsonl", "\n"): "is empty",
-    ("a.jsonl", b"\xff\xfe\x00"): "can't decode byte",
-    ("a.json", '[{"problem": "p", "answer": "1"}, 7]'): "row 2 of .* not a JSON object but int",
-    ("a.parquet", "no"): "Parquet file size is 2 bytes",
-    ("a.txt", None): "No such file .*give a file of JSON or parquet, or one of arith",
-}  # fmt: skip
+FILES = [  # name and text of a file, and what is wrong with it
+    *(("a.jsonl", line, f"row 1 of .*: .*{re.escape(why)}.*: cor") for line, why in LINES.items()),
+    ("a.jsonl", '\n{"question": "a", "answer": "1"}\n{oops}\n', "row 3 of .*: JSONDecodeError"),
+    ("a.jsonl", "\n", "is empty"),
+    ("a.jsonl", b"\xff\xfe\x00", "can't decode byte"),
+    ("a.json", '[{"problem": "p", "answer": "1"}, 7]', "row 2 of .* not a JSON object but int"),
+    ("a.parquet", "no", "Parquet file size is 2 bytes"),
+    ("a.txt", None, "No such file .*give a file of JSON or parquet, or one of arith"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        *((*file, message) for file, message in FILES.items()),
-        *(
-            ("a.jsonl", line, f"row 1 of .*: .*{re.escape(why)}.*: cor")
-            for line, why in LINES.items()
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "message"), FILES)
 def test_what_cannot_be_read_is_refused(tmp_path, name, text, message):
     """In one line, which names the file and the row. Catches a traceback, and a row that is read as
     a problem that nobody asked."""
@@ -196,21 +180,35 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, text, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.skipif(not SHARED.exists(), reason="the real problem files are not in the repository")
+def test_real_files():
+    """GSM8K and MATH as published. Of MATH two answers are null, and two are empty."""
+    problems = data.read_problems(str(SHARED / "gsm8k_train.jsonl"))
+    assert len(problems) == 7473
+    assert all(rewards.final_answer(one.solution) == one.answer for one in problems)
+    assert not any("<<" in one.solution or "####" in one.solution for one in problems)
+    problems = data.read_problems(str(SHARED / "math_train.json"))
+    assert len(problems) == 7474
+    assert sum(not one.answer for one in problems) == 4
+    assert len({one.source for one in problems}) == 7
+
+
+# ---------------------------------------------------------------------------- sets
+
+
 def test_the_last_twentieth_is_held_out(tmp_path):
-    """Fails if training problems are evaluated on, or if nothing of a small file is held out."""
+    """Catches training problems that are evaluated on, and a small file that holds nothing out."""
     path = write(tmp_path, *[{"question": f"q{i}", "answer": str(i)} for i in range(40)])
-    train = data.train_problems(path, hold_out=True)
-    held_out = data.eval_problems(path, 300, of_training_file=True)
-    assert [problem.text for problem in train + held_out] == [f"q{i}" for i in range(40)]
-    assert len(held_out) == 2
-    assert data.eval_problems(path, 1, of_training_file=True) == held_out[:1]
-    assert len(data.train_problems(path, hold_out=False)) == 40
-    assert len(data.eval_problems(path, 3)) == 3
-    problems = [data.Problem("p", "1", "file")]
-    shares = [data._held_out("FILE", count * problems) for count in (2, 45, 51)]
+    every = data.read_problems(path)
+    assert data.train_problems(path, hold_out=True) == every[:38]
+    assert data.train_problems(path, hold_out=False) == every
+    assert data.eval_problems(path, 300, of_training_file=True) == every[38:]
+    assert data.eval_problems(path, 1, of_training_file=True) == every[38:39]
+    assert data.eval_problems(path, 3) == every[:3]
+    shares = [data._held_out("FILE", count * every[:1]) for count in (2, 45, 51)]
     assert shares == [1, 2, 3], "rounded to the nearest number, but at least 1"
-    with pytest.raises(InputError, match="too few"):
-        data.train_problems(write(tmp_path, {"question": "q", "answer": "1"}), hold_out=True)
+    with pytest.raises(InputError, match="FILE: too few"):
+        data._held_out("FILE", every[:1])
 
 
 SOURCES = {
@@ -226,43 +224,24 @@ def test_embedded_data(name):
     """Catches problems of another task or split, training problems that are evaluated on, a reward
     or a room for another task's right answers, and text and solution in each other's place."""
     task, train_split, eval_split, _reward, _room = data.EMBEDDED[name]
-    found = data.eval_problems(name, None)
-    assert len(found) == data.EVAL_PROBLEMS
-    assert {problem.source for problem in found} == SOURCES[name]
-    assert found[:5] == data.eval_problems(name, 5)
-    text, answer, source, *solution = task.problem(eval_split, 8)
-    assert found[8] == data.Problem(text, answer, source, *solution)
-    for problem in found:
+    held_out = data.eval_problems(name, None)
+    assert len(held_out) == data.EVAL_PROBLEMS
+    assert held_out[:5] == data.eval_problems(name, 5)
+    assert held_out[8] == data.Problem(*task.problem(eval_split, 8))
+    for problem in held_out:
         right = problem.solution or arithmetic.worked_answer(problem.text)
         assert data.reward_function(name)(right, problem.answer) == 1.0
         assert len(right) < data.max_new_tokens(name) < data.max_new_tokens("file.jsonl")
 
-    if train_split is None:
+    if train_split:
+        train = data.train_problems(name, hold_out=True)
+        assert len(train) == task.TRAIN_PROBLEMS == 512
+        assert not {problem.text for problem in train} & {problem.text for problem in held_out}
+    else:
         with pytest.raises(InputError, match="evaluation only: train on one of arithmetic, arith"):
-            data.train_problems(name, hold_out=True)
-        return
-    train = data.train_problems(name, hold_out=True)
-    assert len(train) == task.TRAIN_PROBLEMS == 512
-    assert {problem.source for problem in train} == SOURCES[name]
-    assert not {problem.text for problem in train} & {problem.text for problem in found}
-
-
-@pytest.mark.parametrize(
-    ("answer", "solution"),
-    [
-        ("1+1 = <<1+1=2>>2.\n<<2*2=4>>4 <<4>>4\n#### 4", "1+1 = 2.\n4 4\n\\boxed{4}"),
-        ("a << b, so \\boxed{2} >> 1", "a << b, so \\boxed{2} >> 1"),
-        *((answer, "") for answer in ("72", 72, "#### 72", "\\boxed{72}", "by 72", None)),
-    ],
-)
-def test_worked_solutions(tmp_path, answer, solution):
-    """Catches calculator marks that stay, an answer that is not boxed, a bare answer taken for a
-    solution, and a solution overlooked beside the answer."""
-    row = {"question": "q", "answer": answer}
-    beside = {"question": "q", "answer": "2", "solution": answer}
-    problems = data.read_problems(write(tmp_path, row, beside))
-    assert [problem.solution for problem in problems] == [solution, solution]
-    assert problems[0].instruction
+            train = data.train_problems(name, hold_out=True)
+        train = held_out
+    assert {one.source for one in held_out} == {one.source for one in train} == SOURCES[name]
 
 
 def test_sft_problems(tmp_path):
@@ -273,120 +252,160 @@ def test_sft_problems(tmp_path):
     rows = [{"question": f"q{n}", "answer": f"so #### {n}" if n % 2 else n} for n in range(40)]
     found = data.sft_problems(write(tmp_path, *rows))
     assert [problem.text for problem in found] == [f"q{n}" for n in range(1, 38, 2)]
-    assert [one.solution for one in found[:2]] == ["so\n\\boxed{1}", "so\n\\boxed{3}"]
     with pytest.raises(InputError, match="19 of 19 problems have no worked solution; use"):
         data.sft_problems(write(tmp_path, *rows[::2]))
 
 
-def test_prompts_that_do_not_fit_are_counted(capsys):
-    texts = ("short", "x" * 50, "")
-    problems = [data.Problem(text, "1", "file") for text in texts]
-    tokenizer = arithmetic.make_tokenizer()
+def test_hub_sets(monkeypatch):
+    """Catches a wrong id, configuration or split, and a traceback."""
+    rows = [{"question": "q", "answer": "so 1+1=2 #### 2"}]
+    load = mock.Mock(side_effect=[rows, ConnectionError("Couldn't reach the hub")])
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    (problem,) = data.eval_problems("gsm8k-test", None)
+    assert (problem.text, problem.answer, problem.source) == ("q", "2", "gsm8k-test")
+    load.assert_called_once_with("openai/gsm8k", "main", split="test")
+    message = r"--data gsm8k cannot be read \(ConnectionError: Couldn't reach the hub\)"
+    with pytest.raises(InputError, match=message):
+        data.train_problems("gsm8k", hold_out=True)
 
-    def fitting(limit):
-        kept, prompt_ids = data.encode_prompts(problems, tokenizer, limit)
-        assert [len(problem.text) for problem in kept] == [len(ids) for ids in prompt_ids]
-        return [len(ids) for ids in prompt_ids]
 
-    assert fitting(50) == [5, 50], "nothing predicts the first token after no prompt"
-    assert fitting(49) == [5]
+def test_problems_that_cannot_be_scored_are_dropped(tmp_path, capsys):
+    """They are counted. Fails if the default reward drops problems although the user has another
+    one, which cannot be asked before a completion is there."""
+    answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": " "}
+    rows = [{"problem": text, "answer": answer} for text, answer in answers.items()]
+    path = write(tmp_path, *rows)
+    dropped = f"note: 3 of 5 reference answers of {path} cannot be scored (python eval.py "
+    dropped += f"--check-golds --data {path} lists them); these problems are dropped\n"
+    for reward, kept, said in ((None, "ps", 2 * dropped), (len, "pqrst", "")):
+        train = data.train_problems(path, hold_out=False, reward=reward)
+        assert "".join(problem.text for problem in train) == kept
+        assert data.eval_problems(path, None, reward=reward) == train
+        assert capsys.readouterr().out == said
+    with pytest.raises(InputError, match=r"^1 of 1 reference answers of .* cannot be scored"):
+        data.eval_problems(write(tmp_path, rows[1]), 3)
+
+
+def test_what_makes_a_problem_the_same(capsys):
+    """Its chat, but not its file, its place or its answer. Catches equal keys of two occurrences,
+    and a problem in both parts of the data that is not counted."""
+    one, other = data.Problem("a", "1", "x"), data.Problem("b", "2", "x")
+    chat = data.Problem("a", "1", "x", turns=(SYSTEM, user("a")))
+    keys = data.draw_keys([one, other, one, chat])
+    assert len(set(keys)) == 4
+    assert data.draw_keys([other, data.Problem("a", "3", "y")]) == [keys[1], keys[0]]
+    data.say_common([one, chat], [other, one, one])
+    data.say_common([one], [other, chat])
+    said = "note: 2 of the 3 problems to evaluate on are also trained on\n"
+    assert capsys.readouterr().out == said
+
+
+# ---------------------------------------------------------------------------- prompts
+
+
+PROBLEM = data.Problem("1+1?", "2", "file")
+TALK = replace(PROBLEM, turns=(SYSTEM, USER))
+
+
+@pytest.fixture
+def prompts(make_policy):
+    """prompts(problems, ...) by encode_prompts, as text; `.tokenizer` has one token a character."""
+    model, tokenizer = make_policy()
+
+    def encode(problems, limit=200, **options):
+        _, ids = data.encode_prompts(problems, tokenizer, limit, model=model, **options)
+        return [tokenizer.decode(one) for one in ids]
+
+    encode.model, encode.tokenizer = model, tokenizer
+    return encode
+
+
+def test_prompts_that_do_not_fit_are_counted(prompts, capsys):
+    problems = [replace(PROBLEM, text=text) for text in ("short", "x" * 50, "")]
+    assert prompts(problems, 50) == ["short", "x" * 50], 'nothing predicts the first token after ""'
+    kept, ids = data.encode_prompts(problems, prompts.tokenizer, 49)
+    assert (kept, len(ids)) == (problems[:1], 1)
     assert "dropped 2 of 3 prompts: longer than 49 tokens" in capsys.readouterr().out
     with pytest.raises(InputError, match="all 3 prompts are longer than 2 tokens"):
-        fitting(2)
+        prompts(problems, 2)
 
 
-def prompts_of(problems, tokenizer, *args, **options):
-    found = data.encode_prompts(problems, tokenizer, 200, *args, **options)[1]
-    return [tokenizer.decode(ids) for ids in found]
-
-
-def test_prompt_formats():
+def test_prompt_formats(prompts):
     """Catches a template without --thinking, a base model without an instruction, and an empty
     instruction that is read as the default."""
-    tokenizer = arithmetic.make_tokenizer()
-    boxed = data.Problem("1+1", "2", "file", instruction="Box it.")
-    texts = functools.partial(prompts_of, [boxed, data.Problem("1+1?", "2", "chain")], tokenizer)
-    plain = ["1+1\nBox it.\n", "1+1?"]
-    assert texts() == texts("plain") == plain
-    assert texts(instruction="Go.") == ["1+1\nGo.\n", "1+1?\nGo.\n"]
-    assert texts(instruction="") == ["1+1", "1+1?"]
-    with pytest.raises(InputError, match="--prompt-format chat: the tokenizer has no chat templ"):
-        texts("chat")
-    tokenizer.chat_template = (
+    texts = functools.partial(prompts, [replace(PROBLEM, instruction="Box it."), PROBLEM])
+    plain = ["1+1?\nBox it.\n", "1+1?"]
+    assert texts() == texts(prompt_format="plain") == plain
+    assert texts(instruction="Go.") == ["1+1?\nGo.\n"] * 2
+    assert texts(instruction="") == ["1+1?"] * 2
+    prompts.tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
         "{% if not enable_thinking %}<think></think>{% endif %}"
     )
-    users = ["<user>1+1\nBox it.<assistant>", "<user>1+1?<assistant>"]
+    users = ["<user>1+1?\nBox it.<assistant>", "<user>1+1?<assistant>"]
     assert texts() == [user + "<think></think>" for user in users]
-    assert texts("chat", True) == users
-    assert texts("plain", True) == plain
-    assert texts("chat", True, "Go.")[1] == "<user>1+1?\nGo.<assistant>"
+    assert texts(prompt_format="chat", thinking=True) == users
+    assert texts(prompt_format="plain", thinking=True) == plain
+    assert texts(thinking=True, instruction="Go.") == ["<user>1+1?\nGo.<assistant>"] * 2
 
 
-def model_of(rows, ends=None):
-    """What encode_prompts asks a model for."""
-    return types.SimpleNamespace(
-        config=None,
-        generation_config=types.SimpleNamespace(eos_token_id=ends),
-        get_input_embeddings=lambda: torch.nn.Embedding(rows, 1),
-    )
-
-
-def test_prompts_that_no_model_can_continue():
-    """Catches an end token that the tokenizer adds, or the template; turns that nothing joins; a
-    template's own words that are lost; and a token that the model has no embedding for."""
-    tokenizer = arithmetic.make_tokenizer()
-    problem = data.Problem("1+1?", "2", "file")
-    chat = data.Problem("1+1?", "2", "file", turns=(SYSTEM, USER))
-    with pytest.raises(
-        InputError, match=r"a chat of several turns, which ends with '1\+1\?', needs a"
-    ):
-        data.encode_prompts([problem, chat], tokenizer, 100)
-    data.encode_prompts([problem], tokenizer, 100, model=model_of(64))
-    with pytest.raises(InputError, match=r"gives '\?' the id 30, but the model's embedding has 30"):
-        data.encode_prompts([problem], tokenizer, 100, model=model_of(30))
-    of_generation = tokenizer.encode("1?")  # ends that only the model names
-    assert prompts_of([problem], tokenizer, model=model_of(64, of_generation)) == ["1+"]
-
+def test_ends_of_prompts(prompts):
+    """A prompt ends with no end token, of the tokenizer or only of the model. A template may open
+    the turn in words."""
+    tokenizer = prompts.tokenizer
     end = ("<|end|>", tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A <|end|>", special_tokens=[end]
     )
-    assert prompts_of([problem], tokenizer) == ["1+1?"]
-
-    for after in ("", "\n", " \n\n", "\t", "\u00a0", "<|end|>\n"):
-        tokenizer.chat_template = f"{{{{ messages[0].content }}}}{{{{ eos_token }}}}{after}"
-        with pytest.raises(
-            InputError,
-            match=r"chat of user \(the assistant's turn never begins.*use --prompt-format",
-        ):
-            data.encode_prompts([problem], tokenizer, 100)
-    tokenizer.chat_template += "Say: "
-    assert prompts_of([problem], tokenizer)[0].endswith("Say: ")
-    for content in (
-        "{% if m.role == 'user' %}{{ m.content }}{% endif %}",
-        "{{ m.content[0].text }}",
-    ):
-        tokenizer.chat_template = f"{{% for m in messages %}}{content}{{% endfor %}}Say: "
-        with pytest.raises(
-            InputError, match=r"system, user .it leaves out what the system says, 'Be"
-        ):
-            data.encode_prompts([chat], tokenizer, 100)
-    tokenizer.chat_template = "{{ raise_exception('no chats') }}"
-    with pytest.raises(
-        InputError, match=r"chat of user \(TemplateError: no chats\).*--prompt-format plain"
-    ):
-        data.encode_prompts([problem], tokenizer, 100)
+    assert prompts([PROBLEM]) == ["1+1?"]
+    prompts.model.generation_config.eos_token_id = tokenizer.encode("1?")
+    assert prompts([PROBLEM]) == ["1+"]
+    tokenizer.chat_template = "{{ messages[0].content }}{{ eos_token }}\nSay: "
+    assert prompts([PROBLEM]) == ["1+1?<|end|>\nSay: "]
 
 
-def test_control_tokens_in_problems_are_noted(capsys):
-    tokenizer = arithmetic.make_tokenizer()
-    texts = ("1+1?", "Is <|end|> an end, or <|pad|>?", "Is < |end|> one?")
-    data.encode_prompts([data.Problem(text, "2", "file") for text in texts], tokenizer, 100)
-    assert re.search(r"control tokens, such as '<.*'; 2 in all", capsys.readouterr().out)
-    data.encode_prompts([data.Problem(texts[2], "2", "file")], tokenizer, 100)
+NEVER = r"chat of user \(the assistant's turn never begins.*use --prompt-format"
+LOST = r"system, user .it leaves out what the system says, 'Be"
+SAY = "{{% for m in messages %}}{}{{% endfor %}}Say: "
+REFUSED = [  # a chat template, a problem, a part of the message
+    (None, TALK, r"a chat of several turns, which ends with '1\+1\?', needs a"),
+    *(("{{ messages[0].content }}{{ eos_token }}" + after, PROBLEM, NEVER)
+      for after in ("", "\n", " \n\n", "\t", "\u00a0", "<|end|>\n")),
+    (SAY.format("{% if m.role == 'user' %}{{ m.content }}{% endif %}"), TALK, LOST),
+    (SAY.format("{{ m.content[0].text }}"), TALK, LOST),
+    ("{{ raise_exception('no chats') }}", PROBLEM,
+     r"chat of user \(TemplateError: no chats\).*--prompt-format plain"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "problem", "message"), REFUSED)
+def test_prompts_that_no_model_can_continue(prompts, template, problem, message):
+    """Catches turns that nothing joins, an end token of the template, and a template that loses
+    what somebody says."""
+    prompts.tokenizer.chat_template = template
+    with pytest.raises(InputError, match=message):
+        prompts([problem])
+
+
+def test_the_tokenizer_is_the_models(prompts):
+    """The id of '?' is 30. Catches an index that is beyond the embedding in the first forward."""
+    prompts.model.resize_token_embeddings(31)
+    assert prompts([PROBLEM]) == ["1+1?"]
+    prompts.model.resize_token_embeddings(30)
+    with pytest.raises(InputError, match=r"gives '\?' the id 30, but the model's embedding has 30"):
+        prompts([PROBLEM])
+
+
+def test_control_tokens_in_problems_are_noted(prompts, capsys):
+    texts = ("1+1?", "Is < |end|> one?", "Is <|end|> an end, or <|pad|>?")
+    problems = [replace(PROBLEM, text=text) for text in texts]
+    prompts(problems[:2])
     assert capsys.readouterr().out == ""
+    prompts(problems)
+    assert re.search(r"control tokens, such as '<.*'; 2 in all", capsys.readouterr().out)
 
+
+# ---------------------------------------------------------------------------- dates
 
 DATES = {  # what a chat template says: what it says on the day of the run; None: no date
     "{{ strftime_now('%d %b %Y') }}": "28 Nov 2026",
@@ -410,42 +429,32 @@ def test_the_date_of_a_template(template):
         assert not expected or tokenizer.apply_chat_template([USER], tokenize=False) == expected
 
 
-@pytest.fixture
-def on(monkeypatch):
-    """Set today's date."""
-
-    def set_date(date):
-        today = types.SimpleNamespace(today=lambda: date)
-        monkeypatch.setattr(checkpoint, "datetime", types.SimpleNamespace(date=today))
-
-    return set_date
-
-
-def test_a_run_keeps_its_date(on, run, policy_folder, tmp_path, monkeypatch, capsys):
+def test_a_run_keeps_its_date(run, policy_folder, tmp_path, monkeypatch, capsys):
     """A run, an evaluation and a supervised start, which all go on the next day. Catches prompts of
     two days in one folder, a checkpoint whose template is of one day, and two evaluations of
     different days that are compared without a word."""
     template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}>"
     (Path(policy_folder) / "chat_template.jinja").write_text(template)
-    more = Path(policy_folder) / "additional_chat_templates" / "tool_use.jinja"
-    more.parent.mkdir()
-    more.write_text("x")
     evals = EvalConfig(policy_folder, problems=4, k=2, batch_size=4, max_new_tokens=9)
-    sums = [{"problem": f"{n}+1?", "answer": f"so #### {n + 1}"} for n in range(4)]
-    supervised = SftConfig(policy_folder, (write(tmp_path, *sums),), steps=2, batch_size=2)
+    sums = write(tmp_path, *[{"problem": f"{n}+1?", "answer": f"so #### {n}"} for n in range(4)])
+    supervised = SftConfig(policy_folder, (sums,), steps=2, batch_size=2)
     supervised = replace(supervised, out_dir=str(tmp_path / "sft"))
+
+    def set_date(date):
+        today = types.SimpleNamespace(today=lambda: date)
+        monkeypatch.setattr(checkpoint, "datetime", types.SimpleNamespace(date=today))
 
     def evaluate(name):
         evaluation.main(replace(evals, out_dir=str(tmp_path / name)))
         return (tmp_path / name / "arithmetic.jsonl").read_text()
 
-    on("2026-11-28")
+    set_date("2026-11-28")
     run("run", steps=2, until=1)
     whole = evaluate("first")
     with monkeypatch.context() as patched:
         patched.setattr(sft.Stop, "agreed", lambda _stop: True)
         sft.main(supervised)
-    on("2026-11-29")
+    set_date("2026-11-29")
     assert len(run("run", steps=2, resume=True)) == 2
     sft.main(replace(supervised, resume=True))
     assert len(log.read_rows(tmp_path / "sft" / "log.jsonl")) == 2
@@ -457,88 +466,3 @@ def test_a_run_keeps_its_date(on, run, policy_folder, tmp_path, monkeypatch, cap
     assert log.read_json(tmp_path / "run" / "config.json")["date"] == "2026-11-28"
     evaluation.compare(*(str(tmp_path / name) for name in ("first", "second")))
     assert "note: the folders differ in date: 2026-11-28, 2026-11-29\n" in capsys.readouterr().out
-
-
-def test_what_makes_a_problem_the_same(capsys):
-    """Its chat, but not its file, its place or its answer. Catches equal keys of two occurrences,
-    and a problem in both parts of the data that is not counted."""
-    one, other = data.Problem("a", "1", "x"), data.Problem("b", "2", "x")
-    chat = data.Problem("a", "1", "x", turns=(SYSTEM, {"role": "user", "content": "a"}))
-    keys = data.draw_keys([one, other, one, chat])
-    assert len(set(keys)) == 4
-    assert data.draw_keys([other, data.Problem("a", "3", "y")]) == [keys[1], keys[0]]
-    data.say_common([one, chat], [other, one, one])
-    data.say_common([one], [other, chat])
-    said = "note: 2 of the 3 problems to evaluate on are also trained on\n"
-    assert capsys.readouterr().out == said
-
-
-HUB_COLUMNS = {
-    "openai/gsm8k": {"question": "q", "answer": "so 1+1=2 #### 2"},
-    "DigitalLearningGmbH/MATH-lighteval": {"problem": "q", "type": "Al", "solution": "\\boxed{2}"},
-    "haizhongzheng/DAPO-Math-17K-cleaned": {"prompt": "q", "target": "2"},
-    "HuggingFaceH4/MATH-500": {"problem": "q", "solution": "\\boxed{3}", "answer": "2"},
-    "HuggingFaceH4/aime_2024": {"problem": "q", "solution": "\\boxed{3}", "answer": "002"},
-    "math-ai/amc23": {"question": "q", "answer": 2.0, "url": ""},
-    "math-ai/minervamath": {"question": "q", "answer": "2"},
-    "math-ai/olympiadbench": {"question": "q", "solution": ["three"], "final_answer": ["$2$"]},
-    "MARIO-Math-Reasoning/Gaokao2023-Math-En": {"question": "q", "answer": "$2$"},
-}
-
-
-def test_hub_sets(monkeypatch):
-    """Every name is loaded by id, configuration and split, with the columns it has on the hub.
-
-    Catches a wrong split, a column that no key names, and GSM8K's whole solution as the answer.
-    """
-    loaded = []
-
-    def load_dataset(name, configuration=None, *, split):
-        loaded.append((name, configuration, split))
-        return datasets.Dataset.from_list([HUB_COLUMNS[name]] * 3)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name in data.HUB:
-        problems = data.eval_problems(name, None)
-        assert [(one.text, one.answer.lstrip("0")) for one in problems] == [("q", "2")] * 3
-    assert ("openai/gsm8k", "main", "test") in loaded
-    assert {name for name, *_ in loaded} == set(HUB_COLUMNS)
-    assert data.train_problems("math", hold_out=True)[0].source == "Al"
-
-    def no_network(*args, **options):
-        raise ConnectionError("Couldn't reach the hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", no_network)
-    message = r"--data gsm8k cannot be read \(ConnectionError: Couldn't reach the hub\)"
-    with pytest.raises(InputError, match=message):
-        data.train_problems("gsm8k", hold_out=True)
-
-
-def test_problems_that_cannot_be_scored_are_dropped(tmp_path, capsys):
-    """They are counted. Fails if the default reward drops problems although the user has another
-    one, which cannot be asked before a completion is there."""
-    answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": " "}
-    rows = [{"problem": text, "answer": answer} for text, answer in answers.items()]
-    path = write(tmp_path, *rows)
-    dropped = f"note: 3 of 5 reference answers of {path} cannot be scored (python eval.py "
-    dropped += f"--check-golds --data {path} lists them); these problems are dropped\n"
-    for reward, kept, said in ((None, "ps", 2 * dropped), (len, "pqrst", "")):
-        train = data.train_problems(path, hold_out=False, reward=reward)
-        assert "".join(problem.text for problem in train) == kept
-        assert data.eval_problems(path, None, reward=reward) == train
-        assert capsys.readouterr().out == said
-    with pytest.raises(InputError, match=r"^1 of 1 reference answers of .* cannot be scored"):
-        data.eval_problems(write(tmp_path, rows[1]), 3)
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="the real problem files are not in the repository")
-def test_real_files():
-    """GSM8K and MATH as published. Of MATH two answers are null, and two are empty."""
-    problems = data.read_problems(str(SHARED / "gsm8k_train.jsonl"))
-    assert len(problems) == 7473
-    assert all(rewards.final_answer(one.solution) == one.answer for one in problems)
-    assert not any("<<" in one.solution or "####" in one.solution for one in problems)
-    problems = data.read_problems(str(SHARED / "math_train.json"))
-    assert len(problems) == 7474
-    assert sum(not one.answer for one in problems) == 4
-    assert len({one.source for one in problems}) == 7

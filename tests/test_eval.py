@@ -5,7 +5,7 @@ import json
 import math
 import re
 import runpy
-import subprocess
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +16,9 @@ import torch
 import data
 import eval as evaluation
 import rollout
-from data import Problem
 from engines import hf
 from eval import EvalConfig
-from runtime import InputError, log
+from runtime import InputError, checkpoint, log
 
 ROOT = Path(__file__).resolve().parents[1]
 nan = math.nan
@@ -47,10 +46,12 @@ def sampled(monkeypatch):
 # ---------------------------------------------------------------------------- figures
 
 
+SCORES = torch.tensor([[1.0, 1, 1, 0], [0, nan, nan, nan], [1, 0, nan, nan], [nan] * 4])
+
+
 def test_average_is_over_completions_then_problems():
     """Fails if all completions are pooled (then 4/7), or an unscorable one counts as wrong."""
-    rewards = torch.tensor([[1.0, 1, 1, 0], [0, nan, nan, nan], [1, 0, nan, nan], [nan] * 4])
-    assert evaluation.avg_at_k(rewards) == pytest.approx((0.75 + 0 + 0.5) / 3)
+    assert evaluation.avg_at_k(SCORES) == pytest.approx((0.75 + 0 + 0.5) / 3)
     assert math.isnan(evaluation.avg_at_k(torch.full((2, 2), nan)))
 
 
@@ -93,26 +94,23 @@ def test_intervals_by_hand():
 
 
 def test_pass_at_k_by_enumeration():
-    """The share of all choices of k out of n that include a right completion.
-
-    Catches 1 - (1 - c/n)^k, and an unscorable completion that is counted.
-    """
-    rewards = torch.tensor([[1.0, 0, 0, 0, 1], [0] * 5, [1] * 5, [1, 0, 0, nan, nan]])
+    """The share of all choices of k out of n that include a right completion. Catches 1 - (1 -
+    c/n)^k, and an unscorable completion that is counted."""
+    scorable = [[1.0, 0, 0, 0, 1], [0.0] * 5, [1.0] * 5, [1.0, 0, 0]]
+    rewards = torch.tensor([row + [nan] * (5 - len(row)) for row in scorable])
     for k in (1, 2, 3, 4, 5):
-        shares = []
-        for row in rewards.tolist():
-            scorable = [score for score in row if not math.isnan(score)]
-            choices = list(itertools.combinations(scorable, k))
-            if choices:
-                shares.append(sum(any(choice) for choice in choices) / len(choices))
-        assert evaluation.pass_at_k(rewards, k) == pytest.approx(sum(shares) / len(shares))
+        chances = []
+        for row in scorable:
+            if choices := list(itertools.combinations(row, k)):
+                chances.append(sum(map(any, choices)) / len(choices))
+        assert evaluation.pass_at_k(rewards, k) == pytest.approx(sum(chances) / len(chances))
     assert math.isnan(evaluation.pass_at_k(rewards, 6))
     assert evaluation.pass_at_k(torch.tensor([[0.5, 1.0]]), 1) == 0.5, "half a point is not right"
 
 
 def test_figures_by_hand(capsys):
-    """Fails if a share or a mean is of problems instead of completions, if pass@k lacks k, or if
-    the table's average of two sets is their sum."""
+    """Fails if a share or a mean is of problems instead of completions, if pass@k lacks k or is 0
+    because no reward is exactly 1, or if the table's average of two sets is their sum."""
     rows = [
         {"rewards": [1, 0, None], "lengths": [2, 3, 9], "truncated": [False, False, True]},
         {"rewards": [0, 0, 0], "lengths": [9, 9, 4], "truncated": [True, True, False]},
@@ -125,64 +123,38 @@ def test_figures_by_hand(capsys):
         "problems": 2, "k": 3, "avg@3": 0.25, "pass@1": 0.25, "pass@2": 0.5, "pass@3": 0.0,
         "unscorable": 1, "truncated_share": 0.5, "mean_length": 6.0,
     }  # fmt: skip
-
-
-def test_rewards_that_are_not_right_or_wrong():
-    """Catches a pass@k of 0 because no completion earns exactly 1."""
-    rows = [{"rewards": [0.5, 2.0], "lengths": [2, 3], "truncated": [False] * 2}]
-    found = evaluation.figures(rows)
-    assert found["avg@2"] == 1.25
-    assert not any(name.startswith("pass@") for name in found)
-    evaluation.print_table([found | {"data": "one"}], k=2)
+    partial = evaluation.figures([rows[0] | {"rewards": [0.5, 2.0, 2.0]}])
+    assert partial["avg@3"] == 1.5
+    assert not any(name.startswith("pass@") for name in partial)
+    evaluation.print_table([partial | {"data": "one"}], k=3)
 
 
 def test_paired_comparison(tmp_path):
     """The second model had no room for the first problem, and cannot score the last, nor the first
-    model the one before. The interval is that of the differences.
-
-    Catches pairs by row number, two separate intervals, pairs of different problems, means over
-    problems of one folder, and a problem that is there twice but counts once.
-    """
-    for folder, shift in (("old", 0), ("new", 1)):
-        rows = [
-            {
-                "problem": f"p{n if n < 97 else 96}",  # the last four are the same
-                "rewards": [float(n % 10 < 5 + shift), float(n % 10 < 5), None],
-            }
-            for n in range(100)
-        ]
-        rows[98 + shift]["rewards"] = [None] * 3
-        rows = [{"index": n} | row for n, row in enumerate(rows[shift:])]
-        (tmp_path / folder).mkdir()
-        write(tmp_path / folder / "mine.jsonl", rows)
-    (row,) = evaluation.compare(str(tmp_path / "old"), str(tmp_path / "new"))
+    model the one before. The interval is that of the differences. Catches pairs by row number, two
+    separate intervals, pairs of different problems, means over problems of one folder, and a
+    problem that is there twice but counts once."""
+    old, new, nothing = (str(tmp_path / name) for name in ("old", "new", "nothing"))
+    texts = [f"p{n}" for n in range(97)] + ["p96"] * 3
+    for folder, shift in ((old, 0), (new, 1)):
+        rewards = [[float(n % 10 < 5 + shift), float(n % 10 < 5), None] for n in range(100)]
+        rewards[98 + shift] = [None] * 3
+        rows = [{"problem": texts[n], "rewards": rewards[n]} for n in range(shift, 100)]
+        Path(folder).mkdir()
+        write(Path(folder) / "mine.jsonl", [{"index": n} | row for n, row in enumerate(rows)])
+    (row,) = evaluation.compare(old, new)
     assert row["problems"] == 97
     assert row["first"] == pytest.approx(49 / 97, abs=1e-4)
     assert row["second"] == pytest.approx((49 + 5) / 97, abs=1e-4)
     assert row["difference"] == pytest.approx(5 / 97, abs=1e-4)
     assert 0 < row["wilson95"][0] < row["difference"] < row["wilson95"][1] < 0.1
-    (row,) = evaluation.compare(str(tmp_path / "old"), str(tmp_path / "old"))
+    (row,) = evaluation.compare(old, old)
     assert row["wilson95"][0] == -row["wilson95"][1] < 0, "of a model and itself"
     with pytest.raises(InputError, match="no problem in common"):
-        evaluation.compare(str(tmp_path / "old"), str(tmp_path))
+        evaluation.compare(old, nothing)
 
 
 # ---------------------------------------------------------------------------- the command line
-
-
-def test_command_line(policy_folder):
-    """One line of JSON per set, then the table."""
-    args = ["--model", policy_folder, "--max-new-tokens", "4", "--k", "2", "--problems", "5"]
-    program = [sys.executable, "eval.py", *args, "--data", "arithmetic-longer", "arithmetic"]
-    out = subprocess.run(program, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    first, second, head, *table = out.splitlines()
-    names = [json.loads(line)["data"] for line in (first, second)]
-    assert names == ["arithmetic-longer", "arithmetic"]
-    row = json.loads(first)
-    assert (row["problems"], row["avg@2"]) == (5, 0.0)
-    assert row["max_new_tokens"] == 4
-    assert head.startswith("set")
-    assert len(table) == 3, "two sets and their average"
 
 
 def test_bad_values_are_named(monkeypatch, capsys):
@@ -213,11 +185,9 @@ def test_every_flag_reaches_the_sampler(policy_folder, sampled):
 
 
 def test_check_golds(tmp_path, capsys):
-    """Lists the reference answers that fail, and counts the others.
-
-    Fails if an answer passes just because its text equals itself: the last one takes math-verify
-    too long, so nothing that is spelled in another way would be right.
-    """
+    """Lists the reference answers that fail, and counts the others. Fails if an answer passes just
+    because its text equals itself: the last one takes math-verify too long, so nothing that is
+    spelled in another way would be right."""
     answers = ["\\frac{1}{2}", "", None, "1,200", " ", "so $x$ is \\boxed{7}", "3!!!!!!!!!"]
     rows = [{"problem": f"p{n}", "answer": answer} for n, answer in enumerate(answers)]
     path = write(tmp_path / "mine.jsonl", rows)
@@ -254,37 +224,36 @@ def test_batches_do_not_mix_up_problems(policy_folder, tmp_path, batch_size):
 
 
 def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):
-    """Fails if two sets or two --seed share their draws, if --prompt ignores --seed or is not
-    answered, if a set gets the room of another one, or if a batch has no room for the k completions
-    of a problem."""
+    """One line of JSON per set, then the table. Fails if two sets or two --seed share their draws,
+    if --prompt ignores --seed or is not answered, if a set gets the room of another one, or if a
+    batch has no room for the k completions of a problem."""
     names = ("arithmetic", "arithmetic-longer")
+    rooms = [*map(data.max_new_tokens, names)]
     for seed in (0, 1):
         cfg = EvalConfig(policy_folder, data=names, problems=1, seed=seed)
         evaluation.main(replace(cfg, k=3, batch_size=2))
-        capsys.readouterr()
+        *lines, head, _first, _second, average = capsys.readouterr().out.splitlines()
+        lines = [json.loads(line) for line in lines]
+        assert [line["data"] for line in lines] == [*names]
+        assert [line["max_new_tokens"] for line in lines] == rooms
+        assert (head[:3], average[:7]) == ("set", "average")
         (row,) = evaluation.main(replace(cfg, prompt="7+9+5?", max_new_tokens=2))
         assert row["completion"] + "\n" == capsys.readouterr().out
-    rooms = [sampling.max_new_tokens for _, _, sampling, _ in sampled]
     seeds = [options["seed"] for *_, options in sampled]
     assert [options["group_size"] for *_, options in sampled] == [3, 3, 1] * 2
-    assert rooms == [*map(data.max_new_tokens, names), 2] * 2
+    assert [sampling.max_new_tokens for _, _, sampling, _ in sampled] == [*rooms, 2] * 2
     assert rooms[0] != rooms[1]
     assert len(set(seeds)) == len(seeds) == 6
 
 
-def test_held_out_rows_that_fit(policy_folder, tmp_path, capsys):
-    """Fails if --held-out evaluates on training rows, or if a prompt has no room to be answered."""
+def test_held_out_rows(policy_folder, tmp_path):
+    """Fails if --held-out evaluates on training rows."""
     rows = [{"problem": f"p{n}", "answer": "1"} for n in range(60)]
-    most = 512 - len(data.INSTRUCTION) - 2  # two newlines
-    rows[-1]["problem"] = "x" * (most - 2)
     path = write(tmp_path / "mine.jsonl", rows)
-    for room, held_out in ((2, 3), (3, 2)):
-        cfg = EvalConfig(policy_folder, data=(path,), held_out=True, k=1, max_new_tokens=room)
-        (row,) = evaluation.main(replace(cfg, out_dir=str(tmp_path / f"evals{room}")))
-        assert row["problems"] == held_out
-    assert "dropped 1 of 3 prompts: longer than 509 tokens" in capsys.readouterr().out
-    (path,) = (tmp_path / "evals3").glob("mine-*.jsonl")
-    assert [row["problem"] for row in log.read_rows(path)] == ["p57", "p58"]
+    cfg = EvalConfig(policy_folder, data=(path,), held_out=True, k=1, max_new_tokens=2)
+    evaluation.main(replace(cfg, out_dir=str(tmp_path / "evals")))
+    (path,) = (tmp_path / "evals").glob("mine-*.jsonl")
+    assert [row["problem"] for row in log.read_rows(path)] == ["p57", "p58", "p59"]
 
 
 # ---------------------------------------------------------------------------- stored completions
@@ -311,9 +280,7 @@ def evaluate(policy_folder, tmp_path):
 
 def test_what_a_file_holds_names_its_completions(evaluate, tmp_path):
     """Two files of one name, of which one has the other's problems and more; and fewer --problems.
-
-    Catches a set that takes over another one's completions, and one that --problems starts over.
-    """
+    Catches a set that takes over another one's completions, and one that --problems starts over."""
     for name, rows in (("a", SUMS[:4]), ("b", SUMS), ("c", SUMS[4:])):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "test.jsonl", rows)
@@ -341,22 +308,17 @@ def test_only_what_a_file_holds_counts(evaluate, tmp_path, monkeypatch):
 
 def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatch, sampled):
     """Killed within the second of three batches, it ends with the rows of a whole evaluation, and
-    does not sample the first batch again.
-
-    Fails if a seed depends on how much is left, if half a batch is kept, or if the completions of
-    other problems are taken for this set's.
-    """
+    does not sample the first batch again. Fails if a seed depends on how much is left, if half a
+    batch is kept, or if the completions of other problems are taken for this set's."""
     options = {"k": 2, "problems": 5, "max_new_tokens": 3, "batch_size": 4}
 
     def go(folder, **changes):
         cfg = EvalConfig(policy_folder, out_dir=str(tmp_path / folder), **options)
         return evaluation.main(replace(cfg, **changes))
 
-    whole = go("whole")
+    whole, part = go("whole"), tmp_path / "part"
     text = (tmp_path / "whole" / "arithmetic.jsonl").read_text()
-    part = tmp_path / "part"
-    part.mkdir()
-    (part / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    shutil.copytree(tmp_path / "whole", part)
     half = "\n".join(text.split("\n")[:3]) + '\n{"index": 3, "pro'
     (part / "arithmetic.jsonl").write_text(half)
     sampled.clear()
@@ -371,27 +333,21 @@ def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatc
     assert len(sampled) == 2, "nothing is sampled again"
     assert (part / "arithmetic.jsonl").read_text() == text
 
-    message = r"has temperature 1\.0, not 0\.5: use the same value, or another folder"
-    with pytest.raises(InputError, match=message):
-        go("part", temperature=0.5)
-    texts = [json.loads(line)["problem"] for line in text.splitlines()]
-    others = [Problem(text, "another answer", "other") for text in texts]
+    for name, stored, other in (("temperature", r"1\.0", 0.5), ("seed", 0, 1)):
+        message = f"--out-dir {part} has {name} {stored}, not {other}: use the same value, or"
+        with pytest.raises(InputError, match=message):
+            go("part", **{name: other})
+    others = [replace(problem, answer="another") for problem in data.eval_problems("arithmetic", 5)]
     monkeypatch.setattr(data, "eval_problems", lambda *args, **options: others)
     message = "has other problems or answers than arithmetic: use another --out-dir"
     with pytest.raises(InputError, match=message):
         go("part")
+    monkeypatch.setattr(checkpoint, "fingerprint", lambda _model: 1)
+    with pytest.raises(InputError, match=f"--out-dir {part} has weights .*, not 1: use"):
+        go("part")
 
 
-def test_settings_of_a_folder(tmp_path):
-    """Fails if other weights, another seed or another reward pass for the same, or a run of
-    training for an evaluation; or if a file that is cut ends in a traceback."""
-    folder, settings = str(tmp_path), {"weights": 2**62, "seed": 0, "reward": None}
-    for _twice in range(2):
-        evaluation.open_folder(folder, settings)
-    for name, other in (("weights", 2**62 + 1), ("seed", 1), ("reward", "mine")):
-        with pytest.raises(InputError, match=f"--out-dir {folder} has {name} .*, not {other}"):
-            evaluation.open_folder(folder, settings | {name: other})
-    for text, message in (('{"weig', "is not what was written"), ('{"config": {}}', "of training")):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(InputError, match=message):
-            evaluation.open_folder(folder, settings)
+def test_a_folder_of_a_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"config": {}}')
+    with pytest.raises(InputError, match="holds a run of training: use another folder"):
+        evaluation.open_folder(str(tmp_path), {"seed": 0})

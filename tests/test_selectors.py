@@ -1,9 +1,11 @@
 """Rivals that select prompts by what they see: how they choose, and whole runs."""
 
+import functools
 import math
 import random
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -30,28 +32,13 @@ def round_of(prompts, rewards):
     return selectors.Round(prompts, rollouts, rewards)
 
 
-def rounds_of(alive, generator):
-    """A roll_out for Greso.collect whose groups are live with this chance, and its round sizes."""
-    sizes = []
-
-    def roll_out(prompts, _number):
-        sizes.append(len(prompts))
-        rewards = torch.zeros(len(prompts), 4)
-        rewards[:, 0] = torch.from_numpy(generator.random(len(prompts)) < alive).float()
-        return round_of(prompts, rewards)
-
-    return roll_out, sizes
-
-
 @pytest.mark.parametrize(
     ("kind", "target", "steps"), [(selectors.Greso, 20, 600), (selectors.Mopps, 10, 300)]
 )
 def test_a_selection_is_biased(kind, target, steps):
     """The mean signal over the groups that it trains on, and GRESO's over all that it rolled out,
     against the un-pruned mean: streaks keep revived prompts away, and refilling prefers live ones.
-
-    Fails if the rival is so mild that the comparison is unfair.
-    """
+    Fails if the rival is so mild that the comparison is unfair."""
     selector, generator = kind(200), dppo.generator_for(0)
     order = lambda epoch: sampler.epoch_order(200, 0, epoch)
     trained, sampled, truth = [], [], []
@@ -76,11 +63,9 @@ def test_a_selection_is_biased(kind, target, steps):
 
 
 def test_greso_streaks_by_hand():
-    """The published thresholds and floor.
-
-    Catches a streak that survives its end, a bound that is off (dead groups of mean 0.97 or 0.12
-    have no streak), and live groups beyond the bounds that have one.
-    """
+    """The published thresholds and floor. Catches a streak that survives its end, a bound that is
+    off (dead groups of mean 0.97 or 0.12 have no streak), and live groups beyond the bounds that
+    have one."""
     live = [1.0] * 4 + [0.0] * 4
     groups = [[1.0] * 8, [0.1] * 8, live, [1.0] * 7 + [0.8], [0.97] * 8, [0.12] * 8]
     groups += [[1.0] * 7 + [0.9], [0.0] * 7 + [0.5]]  # live, of mean 0.9875 and 0.0625
@@ -112,12 +97,10 @@ def test_greso_exploration_by_hand():
     assert (greso.p_easy, greso.p_hard) == pytest.approx((0.49, 0.49))
     greso.adjust(torch.tensor([easy, hard, *[live] * 8]))  # a tenth each
     assert (greso.p_easy, greso.p_hard) == pytest.approx((0.48, 0.5))
-    for _step in range(100):
-        greso.adjust(few)
-    assert (greso.p_easy, greso.p_hard) == (0.95, 0.95)
-    for _step in range(200):
-        greso.adjust(many)
-    assert (greso.p_easy, greso.p_hard) == (0.05, 0.05)
+    for rewards, limit in ((few, 0.95), (many, 0.05)):
+        for _step in range(200):
+            greso.adjust(rewards)
+        assert (greso.p_easy, greso.p_hard) == (limit, limit)
 
     assert greso.next_batch(100, 0.5, 384, 64) == (250, True)
     assert greso.next_batch(10, 0.5, 384, 64) == (64, True)
@@ -127,31 +110,34 @@ def test_greso_exploration_by_hand():
 
 
 def test_greso_collects_in_rounds():
-    """Rounds until enough groups are live; surplus ones have weight 0; if all are dead, it ends
-    after ROUNDS.
+    """Until enough groups are live, or to the end of ROUNDS; surplus groups have weight 0. Catches
+    prompts that are visited twice, training on dead groups, an endless step, and an adjustment in
+    the first epoch."""
+    greso, sizes, order = selectors.Greso(1000), [], lambda _epoch: torch.arange(1000)
 
-    Catches prompts that are visited twice, training on dead groups, an endless step, and an
-    adjustment in the first epoch.
-    """
-    greso, generator = selectors.Greso(1000), dppo.generator_for(0)
-    order = lambda epoch: torch.arange(1000)
-    roll_out, sizes = rounds_of(0.3, generator)
-    batch, weights = greso.collect(roll_out, 64, order, generator)
-    alive, prompts = ~dppo.dead_groups(batch.rewards), batch.prompts
-    assert prompts.tolist() == list(range(len(prompts))), "in the epoch's order, none twice"
-    assert greso.cursor == len(prompts)
-    assert sizes[0] == 96
-    assert all(16 <= size <= 96 for size in sizes)
-    used = weights > 0
-    assert torch.equal(used.nonzero(), alive.nonzero()[:64])
+    def collect(live):
+        """A step of 64 prompts, in which so many of each five groups are live."""
+
+        def roll_out(prompts, _number):
+            sizes.append(len(prompts))
+            rewards = torch.zeros(len(prompts), 4)
+            rewards[torch.arange(len(prompts)) % 5 < live, 0] = 1.0
+            return round_of(prompts, rewards)
+
+        return greso.collect(roll_out, 64, order, dppo.generator_for(0))
+
+    batch, weights = collect(live=2)
+    assert batch.prompts.tolist() == list(range(greso.cursor)), "in the epoch's order, none twice"
+    assert sizes == [96, 76], "39 live groups, then 1.25 x 25 / (39 / 96)"
+    alive = ~dppo.dead_groups(batch.rewards)
+    assert torch.equal((weights > 0).nonzero(), alive.nonzero()[:64])
     assert weights.sum() == pytest.approx(64)
-    assert (greso.p_easy, greso.p_hard) == (0.5, 0.5), "the first epoch only watches"
-    dead, sizes = rounds_of(0.0, generator)
-    _, weights = greso.collect(dead, 64, order, generator)
-    assert len(sizes) == selectors.Greso.ROUNDS
+    _, weights = collect(live=0)
+    assert len(sizes) == 2 + selectors.Greso.ROUNDS
     assert weights.sum() == 0
+    assert (greso.p_easy, greso.p_hard) == (0.5, 0.5), "the first epoch only watches"
     greso.cursor = 2000
-    greso.collect(roll_out, 64, order, generator)
+    collect(live=2)
     assert (greso.p_easy, greso.p_hard) != (0.5, 0.5)
 
 
@@ -159,12 +145,10 @@ def test_greso_collects_in_rounds():
     ("live", "sizes"), [(1, [24, 24]), (5, [24, 24]), (15, [24, 4]), (16, [24]), (20, [24])]
 )
 def test_greso_shares_the_update(live, sizes):
-    """Of the first round `live` groups are live, of the second none; sixteen are wanted.
-
-    Catches a round more than needed if exactly enough are live, one that is smaller than a quarter
-    of the target, and weights that do not sum to the target.
-    """
-    greso, found = selectors.Greso(100), []
+    """Of the first round `live` groups are live, of the second none; sixteen are wanted. Catches a
+    round more than needed if exactly enough are live, one that is smaller than a quarter of the
+    target, and weights that do not sum to the target."""
+    found = []
 
     def roll_out(prompts, number):
         found.append(len(prompts))
@@ -173,33 +157,27 @@ def test_greso_shares_the_update(live, sizes):
         return round_of(prompts, rewards)
 
     order = lambda epoch: torch.arange(100)
-    _, weights = greso.collect(roll_out, 16, order, dppo.generator_for(0))
+    _, weights = selectors.Greso(100).collect(roll_out, 16, order, dppo.generator_for(0))
     assert found[:2] == sizes
     used = min(live, 16)
-    assert weights[:24].tolist() == pytest.approx([16 / used] * used + [0.0] * (24 - used))
-    assert not weights[24:].any()
+    assert weights[:used].tolist() == pytest.approx([16 / used] * used)
+    assert not weights[used:].any()
 
 
 def test_joined_and_chosen_rounds_are_in_order():
     """Two prompts and one, as if they had been rolled out together, then in another order. Catches
     columns that change places, and rollouts that are not joined or not moved."""
-    table = lambda *rows: torch.tensor(rows, dtype=torch.float64)
-    first = round_of(torch.tensor([65, 66]), table([1, 0], [2, 0]))
-    second = round_of(torch.tensor([68]), table([3, 0]))
+    first = round_of(torch.tensor([65, 66]), torch.tensor([[1, 0], [2, 0]]))
+    second = round_of(torch.tensor([68]), torch.tensor([[3, 0]]))
     whole = selectors.join([first, second])
-    for found, wanted in (
-        (whole, [0, 1, 2]),
-        (selectors.chosen(whole, torch.tensor([2, 0])), [2, 0]),
-    ):
-        prompts = [[65, 66, 68][place] for place in wanted]
+    part = selectors.chosen(whole, torch.tensor([2, 0]))
+    for found, prompts, rewards in ((whole, [65, 66, 68], [1, 2, 3]), (part, [68, 65], [3, 1])):
         assert found.prompts.tolist() == prompts
-        assert found.rewards.tolist() == [[place + 1, 0] for place in wanted]
-        assert found.rollouts.prompt_ids == [[prompt] for prompt in prompts]
-        assert found.rollouts.completion_ids[:, 1, 0].tolist() == prompts
-        assert found.rollouts.logprobs[:, 0, 0].tolist() == pytest.approx(
-            [-p / 10 for p in prompts]
-        )
-    assert first.prompts.tolist() == [65, 66], "untouched"
+        assert found.rewards[:, 0].tolist() == rewards
+        rollouts = found.rollouts
+        assert rollouts.prompt_ids == [[prompt] for prompt in prompts]
+        assert rollouts.completion_ids[:, 1, 0].tolist() == prompts
+        assert torch.equal(rollouts.logprobs, -rollouts.completion_ids / 10)
 
 
 def mopps_step(mopps, rewards_of, target=2, seed=0, order=torch.arange):
@@ -234,11 +212,9 @@ def test_mopps_posterior_by_hand():
 
 
 def test_mopps_takes_the_nearest_to_a_half():
-    """Of each pool of 8 Q prompts in turn, of all of an epoch's before the next shuffle.
-
-    Catches the farthest, a mean in place of a draw, a pool that is not the next one, the remainder
-    of an epoch, and prompts that are not in the order of the pool.
-    """
+    """Of each pool of 8 Q prompts in turn, of all of an epoch's before the next shuffle. Catches
+    the farthest, a mean in place of a draw, a pool that is not the next one, the remainder of an
+    epoch, and prompts that are not in the order of the pool."""
     rates = torch.tensor([0.9, 0.45, 0.1, 0.6, 0.2, 0.8, 0.95, 0.3] * 5)[:35]
     rates[9::16] = 0.48
     groups = lambda prompts: torch.zeros(len(prompts), 4, dtype=torch.float64)
@@ -264,31 +240,24 @@ def trainer_of(policy_folder, folder, method, **changes):
 @pytest.mark.parametrize("method", ["greso", "dynamic"])
 def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypatch, method):
     """Without weights, from several rounds: Q live groups, or as many as the last round left.
-
     Catches training on dead groups, a surplus that counts, rounds that roll out alike, and a rule
-    that skips prompts although it should not, or the reverse.
-    """
+    that skips prompts although it should not, or the reverse."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
     options = {"steps": 20, "lr": 3e-3, "loss": "dr_grpo"}
-    trainer, updates = trainer_of(policy_folder, tmp_path, method, **options), []
-    accumulate = train.accumulate_gradients
-    record = lambda *args, **options: updates.append(args) or accumulate(*args, **options)
-    monkeypatch.setattr(train, "accumulate_gradients", record)
-    sample, seeds = rollout.sample, []
-
-    def record_seed(model, prompt_ids, sampling, **options):
-        if not isinstance(sampling.engine, selectors.Stored):
-            seeds.append(options["seed"])
-        return sample(model, prompt_ids, sampling, **options)
-
-    monkeypatch.setattr(rollout, "sample", record_seed)
+    trainer = trainer_of(policy_folder, tmp_path, method, **options)
+    accumulate = mock.Mock(wraps=train.accumulate_gradients)
+    sample = mock.Mock(wraps=rollout.sample)
+    monkeypatch.setattr(train, "accumulate_gradients", accumulate)
+    monkeypatch.setattr(rollout, "sample", sample)
     rows, found = [], []
     for step in range(1, 21):
         rows.append(trainer.step(step)[0])
         found.append(trainer.found)
+    calls = [(call.args[2].engine, call.kwargs["seed"]) for call in sample.call_args_list]
+    seeds = [seed for engine, seed in calls if not isinstance(engine, selectors.Stored)]
     assert len(set(seeds)) == len(seeds) > 20, "each round has random numbers of its own"
-    for row, update, every in zip(rows, updates, found, strict=True):
-        _model, _rollouts, advantages, factor, keep = update
+    for row, update, every in zip(rows, accumulate.call_args_list, found, strict=True):
+        _model, _rollouts, advantages, factor, keep = update.args
         live = ~dppo.dead_groups(every.rewards)
         first = dppo.group_advantages(every.rewards[live][:4], "none")
         assert torch.equal(advantages, first), "the first live groups, and no dead one"
@@ -308,39 +277,35 @@ def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypat
     assert (trainer.selector.cursor > rolled_out) == (method == "greso")
 
 
-def test_rewards_are_asked_for_once(policy_folder, tmp_path):
-    """Also for a reward that would answer differently the second time, or with None. Catches groups
-    that are live for the selector and dead for the update."""
-    draw, asked = random.Random(0), []
+def test_all_that_was_rolled_out_counts(policy_folder, tmp_path, monkeypatch):
+    """Each completion is rewarded once, also by a reward that would answer differently the second
+    time, or with None; and the history learns from every group. Catches groups that are live for
+    the selector and dead for the update, and a log that calls prompts unseen, or never dull,
+    because the update did not use them."""
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
+    draw, asked, seen, dull = random.Random(0), [], set(), set()
 
     def reward(text, _answer):
         asked.append(text)
         return draw.choice([0.0, 1.0, None])
 
-    trainer = trainer_of(policy_folder, tmp_path, "dynamic", group_size=6)
+    trainer = trainer_of(policy_folder, tmp_path, "dynamic")
     trainer.reward = reward
-    row, _ = trainer.step(1)
-    assert len(asked) == trainer.found.rewards.numel()
-    assert trainer.found.rewards.isnan().any()
-    assert row["kept/completions"] > 0
+    for step in range(1, 6):
+        asked.clear()
+        row, _ = trainer.step(step)
+        prompts, rewards = trainer.found.prompts, trainer.found.rewards
+        assert len(asked) == rewards.numel()
+        assert rewards.isnan().any()
+        assert row["kept/completions"] > 0
+        assert row["history/never_rolled_out"] == pytest.approx(1 - len(seen) / 64)
+        assert row["history/dull"] == pytest.approx(len(dull) / 64)
+        seen |= set(prompts.tolist())
+        dull = (dull - set(prompts.tolist())) | set(prompts[dppo.dead_groups(rewards)].tolist())
+    assert dull
     assert trainer.reward is reward
     assert trainer.sampling.engine is not None
     assert not isinstance(trainer.sampling.engine, selectors.Stored)
-
-
-def test_the_history_knows_all_that_was_rolled_out(policy_folder, tmp_path, monkeypatch):
-    """Catches a log that calls prompts unseen, or never dull, because the update did not use
-    them."""
-    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
-    trainer, seen, dull = trainer_of(policy_folder, tmp_path, "dynamic"), set(), set()
-    for step in range(1, 6):
-        row, _ = trainer.step(step)
-        assert row["history/never_rolled_out"] == pytest.approx(1 - len(seen) / 64)
-        assert row["history/dull"] == pytest.approx(len(dull) / 64)
-        prompts, dead = trainer.found.prompts, dppo.dead_groups(trainer.found.rewards)
-        seen |= set(prompts.tolist())
-        dull = (dull - set(prompts.tolist())) | set(prompts[dead].tolist())
-    assert dull
 
 
 def test_an_empty_completion_does_not_shift_rewards(policy_folder, tmp_path, monkeypatch):
@@ -383,33 +348,29 @@ def test_a_round_has_no_prompt_twice():
 
 
 @pytest.mark.parametrize("method", ["greso", "mopps"])
-def test_resumed(policy_folder, tmp_path, monkeypatch, method):
+def test_resumed(run, tmp_path, monkeypatch, method):
     """Log, samples and weights as if never stopped, also after a reward that raised in the midst of
     a step. Catches streaks, probabilities, the cursor or MoPPS's counts that are lost or ahead of
     the step, and a run that goes on as one of another method."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
-
-    def go(name, steps, *more, kind=selectors.METHODS[method], reward=toy.toy_reward):
-        args = toy.flags(policy_folder, str(tmp_path / name), method="grpo", group_size=3)
-        args += ["--lr", "3e-3", "--steps", str(steps), "--save-every", "5", *more]
-        toy.train.main(config.parse_config(args), reward=reward, trainer_class=kind)
-        return toy.timeless(tmp_path / name)
-
-    whole = go("whole", 20)
-    go("part", 15)
-    for other in (toy.train.Trainer, selectors.DynamicTrainer):
-        with pytest.raises(InputError, match="another program or version than this one trained"):
-            go("part", 20, "--resume", kind=other)
-    toy.assert_same(whole, go("part", 20, "--resume"))
+    options = {"method": "grpo", "group_size": 3, "lr": 3e-3, "steps": 20, "save_every": 5}
+    go = functools.partial(run, trainer_class=selectors.METHODS[method], **options)
     calls = iter(range(100))
 
     def raises(completion, answer):
         next(calls)  # StopIteration, after some steps
         return toy.toy_reward(completion, answer)
 
+    go("whole")
+    go("stopped", until=15)
     with pytest.raises(StopIteration):
-        go("raised", 20, reward=raises)
-    toy.assert_same(whole, go("raised", 20, "--resume"))
+        go("raised", reward=raises)
+    for other in (train.Trainer, selectors.DynamicTrainer):
+        with pytest.raises(InputError, match="another program or version than this one trained"):
+            go("stopped", resume=True, trainer_class=other)
+    for name in ("stopped", "raised"):
+        go(name, resume=True)
+        toy.assert_same(toy.timeless(tmp_path / "whole"), toy.timeless(tmp_path / name))
 
 
 def test_the_command(policy_folder, tmp_path):

@@ -16,6 +16,7 @@ import metrics
 import rollout
 from runtime import checkpoint, log, ranks
 from runtime.stop import SIGNALS, Stop
+from tasks import arithmetic
 
 TOY = str(ROOT / "tests" / "toy.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -54,12 +55,11 @@ def signal_at(monkeypatch, owner, name, call, number):
 )
 def test_stopped_and_resumed(run, ends_like_the_whole, tmp_path, monkeypatch, capsys, moment, last):
     """A signal at this moment, then --resume: the step is finished, logged and saved, and the run
-    is the one that never stopped.
-
-    Catches half a step in the log, a request that is ignored, a stop that does not save, and a
-    schedule that ends with `until`.
-    """
-    options = COMMON | {"method": "pps", "minibatches": 2, "prompts_per_step": 8}
+    is the one that never stopped. Catches half a step in the log, a request that is ignored, a stop
+    that does not save, a schedule that ends with `until`, and scores of prompts or a mean token
+    count that are lost."""
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 12)  # epochs end within a step
+    options = COMMON | {"method": "pps", "minibatches": 2, "prompts_per_step": 8, "loss": "dapo"}
     options |= {"prompt_rule": "uniform", "lr_schedule": "cosine", "save_every": 2}
     with monkeypatch.context() as patched:
         if moment:
@@ -76,10 +76,7 @@ def test_stopped_and_resumed(run, ends_like_the_whole, tmp_path, monkeypatch, ca
 
 
 def test_more_signals_do_not_interrupt_the_save(run, tmp_path, monkeypatch, capsys):
-    """A scheduler sends USR1, then TERM; and a cluster may signal both torchrun and the ranks.
-
-    Catches a save after the handlers are restored.
-    """
+    """A scheduler sends USR1, then TERM. Catches a save after the handlers are restored."""
     signal_at(monkeypatch, metrics, "row", 1, signal.SIGUSR1)
     signal_at(monkeypatch, os, "fsync", 5, signal.SIGTERM)
     run("run", steps=5, save_every=0)
@@ -88,11 +85,9 @@ def test_more_signals_do_not_interrupt_the_save(run, tmp_path, monkeypatch, caps
 
 
 def test_only_the_second_interrupt_ends_at_once():
-    """A second signal other than Ctrl-C changes nothing, because schedulers send two.
-
-    Catches a Ctrl-C that nobody can repeat, a scheduler's second signal that ends a run without a
-    save, and handlers that stay after the run.
-    """
+    """A second signal other than Ctrl-C changes nothing, because schedulers send two. Catches a
+    Ctrl-C that nobody can repeat, a scheduler's second signal that ends a run without a save, and
+    handlers that stay after the run."""
     before = [signal.getsignal(number) for number in SIGNALS]
     heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
     for first in heard:
@@ -135,31 +130,24 @@ def test_a_request_on_one_rank_stops_all():
 # ---------------------------------------------------------------------------- programs
 
 
-def wait_until(condition, process):
-    """Wait until a program has come so far, or has ended."""
-    deadline = time.monotonic() + HANG
-    while process.poll() is None and not condition():
+def start(command, folder, wanted):
+    """A program, running, whose log in `folder` has at least `wanted` lines, or that has ended."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, **pipes)
+    path, deadline = folder / "log.jsonl", time.monotonic() + HANG
+    reached = lambda: path.exists() and path.read_text().count("\n") >= wanted
+    while process.poll() is None and not reached():
         if time.monotonic() > deadline:
             process.kill()
         time.sleep(0.005)
-
-
-def start(command, folder, wanted):
-    """A program, running, whose log in `folder` has at least `wanted` lines."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, **pipes)
-    path = folder / "log.jsonl"
-    wait_until(lambda: path.exists() and path.read_text().count("\n") >= wanted, process)
     return process
 
 
 def test_two_ranks_killed_and_stopped(policy_folder, tmp_path):
     """kill -9 of one rank, then SIGTERM to torchrun, then to the end: the run that was never
-    stopped. (torchrun's own exit status is 1.)
-
-    The first two have no last step, so that they cannot end before they are stopped. Catches a rank
-    that waits for one that has left, and ranks that stop at different steps.
-    """
+    stopped. (torchrun's own exit status is 1.) The first two have no last step, so that they cannot
+    end before they are stopped. Catches a rank that waits for one that has left, and ranks that
+    stop at different steps."""
     endless = flags(policy_folder, str(tmp_path / "broken"), **(COMMON | {"steps": 10**6}))
     command = [*TORCHRUN, TOY, *endless]
     process = start(command, tmp_path / "broken", 6)
@@ -174,9 +162,7 @@ def test_two_ranks_killed_and_stopped(policy_folder, tmp_path):
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=HANG)
     assert process.returncode != 0, "torchrun's own status"
-    assert re.search(
-        r"stopped after step \d+; to continue: the same program with --resume", printed
-    )
+    assert re.search(r"stopped after step \d+; to continue: the same program with --res", printed)
 
     steps = rows(tmp_path / "broken")[-1]["step"] + 3
     in_processes(2, toy.main, [*endless, "--resume", "--steps", str(steps)])

@@ -123,7 +123,7 @@ def test_loo_is_exact(case):
 
 
 def test_an_only_child_has_its_parents_baseline():
-    """By hand. Catches a chain whose edges lose their baseline."""
+    """By hand. Catches a chain whose edges lose their baseline, which would still be unbiased."""
     tree = trees.grow([2, 1, 1])
     values = trees.node_values(tree, torch.tensor([1.0, 4.0]))
     assert trees.loo_advantages(tree, values).tolist() == [0, -3, 3, -3, 3, -3, 3]

@@ -42,20 +42,11 @@ def make_model(folder, *, tied, padding=0):
     torch.manual_seed(0)
     tokenizer = arithmetic.make_tokenizer()
     shape = Qwen3Config(
-        vocab_size=len(tokenizer) + padding,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-        eos_token_id=256,
-        pad_token_id=257,
-        bos_token_id=None,
-    )
+        vocab_size=len(tokenizer) + padding, hidden_size=64, intermediate_size=96,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=512, tie_word_embeddings=tied, initializer_range=0.3,
+        eos_token_id=256, pad_token_id=257, bos_token_id=None,
+    )  # fmt: skip
     Qwen3ForCausalLM(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return models.load_policy(str(folder), "cpu")[0]
@@ -122,12 +113,8 @@ def test_greedy_tokens_and_cut_tails_are_those_of_compact(pair):
     """Groups of equal completions, with and without penalties. Catches a flag of eval.py that is
     not passed to vLLM."""
     model, engine = pair
-    for changes in (
-        {"temperature": 0.0},
-        {"temperature": 0.0, "repetition_penalty": 1.5},
-        {"top_k": 1},
-        {"top_p": 1e-6},
-    ):
+    greedy = {"temperature": 0.0}
+    for changes in (greedy, greedy | {"repetition_penalty": 1.5}, {"top_k": 1}, {"top_p": 1e-6}):
         ours, theirs = (sample(model, one, group_size=3, **changes) for one in (compact, engine))
         assert torch.equal(ours.lengths, theirs.lengths)
         inside = torch.arange(12) < ours.lengths[..., None]
@@ -190,27 +177,23 @@ def test_the_check_finds_what_was_forgotten(pair, monkeypatch):
     sampling = rollout.Sampling(12, [256], 257, engine=engine)
 
     def check():
-        engine.check(
-            model, PROMPTS, sampling, lambda rollouts: trainer_logprobs(model, rollouts, CFG)
-        )
+        logprobs = lambda rollouts: trainer_logprobs(model, rollouts, CFG)
+        engine.check(model, PROMPTS, sampling, logprobs)
+
+    def assert_found(owner, name, forgetful):
+        complaint = r"nats a token from the trainer's .* it samples another policy"
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, forgetful)
+            with pytest.raises(InputError, match=complaint):
+                check()
 
     check()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    complaint = r"nats a token from the trainer's .* it samples another policy"
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.llm, "reset_prefix_cache", lambda: None)
-        with pytest.raises(InputError, match=complaint):
-            check()
+    assert_found(engine.llm, "reset_prefix_cache", lambda: None)
     engine.llm.reset_prefix_cache()
     if model.config.tie_word_embeddings:
-        with monkeypatch.context() as patch:
-            patch.setattr(vllm.LLM, "collective_rpc", headless)
-            with pytest.raises(InputError, match=complaint):
-                check()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.llm, "collective_rpc", lambda *args, **options: None)
-        with pytest.raises(InputError, match=complaint):
-            check()
+        assert_found(vllm.LLM, "collective_rpc", headless)
+    assert_found(engine.llm, "collective_rpc", lambda *args, **options: None)
     check()
 
 
@@ -281,10 +264,10 @@ def test_training_refuses_to_start_with_old_weights(train_with_vllm, monkeypatch
 
 def test_resume_is_bit_for_bit(train_with_vllm, tmp_path):
     """Catches samples that depend on what the engine did before the checkpoint."""
-    train_with_vllm("whole", steps=4, method="pps", prompt_rule="uniform", save_every=2)
-    train_with_vllm("part", steps=2, method="pps", prompt_rule="uniform", save_every=2)
-    args = ["--out-dir", str(tmp_path / "part"), "--resume", "--steps", "4"]
-    train.main(config.parse_config(args), reward=coin)
+    options = {"method": "pps", "prompt_rule": "uniform", "save_every": 2}
+    train_with_vllm("whole", steps=4, **options)
+    train_with_vllm("part", steps=2, **options)
+    train_with_vllm("part", steps=4, resume=True, **options)
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
 
 
