@@ -174,7 +174,7 @@ def test_a_reward_that_raises_loses_no_step(run, tmp_path, monkeypatch, capsys, 
         nth_call_fails(patch, toy, "toy_reward", call, error)
         with pytest.raises(type(error), match=str(error)) as caught:
             run("part", reward=toy.toy_reward, **options)
-    assert str(caught.traceback[-1].statement) == "raise fails"
+    assert str(caught.traceback[-1].statement).strip() == "raise fails"
     folder = tmp_path / "part"
     assert rows(folder)[-1]["step"] == last
     assert (folder / "checkpoint").exists() == (last > 0)
