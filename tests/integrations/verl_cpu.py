@@ -5,7 +5,6 @@ only counts slots. A rollout is a function of the weights, the prompt, its numbe
 runs with other workers or other batches sample the same tokens.
 """
 
-import asyncio
 import contextlib
 import itertools
 import os
@@ -41,46 +40,23 @@ class NoDevice(types.ModuleType):
         return some.get(name) or getattr(torch.cpu, name, lambda *args, **options: 0)
 
 
-def nothing(*args, **options):
-    return None
+def answer(value):
+    return lambda *args, **options: value
 
 
-@PlatformRegistry.register("cpu")
-class Cpu(PlatformBase):
-    device_name = vendor_name = "cpu"
-    device_module = NoDevice("cpu")
-    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = nothing
-    empty_cache = profiler_start = profiler_stop = cudart = nothing
-
-    def is_available(self):
-        return True
-
-    def current_device(self):
-        return torch.device("cpu")
-
-    def device_count(self):
-        return 1
-
-    def get_device_capability(self, device_index=0):
-        return None, None
-
-    def communication_backend_name(self):
-        return "gloo"
-
-    def visible_devices_envvar(self):
-        return "CUDA_VISIBLE_DEVICES"
-
-    def ray_resource_name(self):
-        return "GPU"
-
-    def ray_noset_envvars(self):
-        return []
-
-    def is_ipc_supported(self):
-        return False
-
-    def nvtx_range(self, msg):
-        return contextlib.nullcontext()
+NOTHING = (
+    "set_device", "synchronize", "manual_seed", "manual_seed_all", "set_allocator_settings",
+    "empty_cache", "profiler_start", "profiler_stop", "cudart",
+)  # fmt: skip
+ANSWERS = dict.fromkeys(NOTHING) | {
+    "is_available": True, "current_device": torch.device("cpu"), "device_count": 1,
+    "get_device_capability": (None, None), "communication_backend_name": "gloo",
+    "visible_devices_envvar": "CUDA_VISIBLE_DEVICES", "ray_resource_name": "GPU",
+    "ray_noset_envvars": [], "is_ipc_supported": False, "nvtx_range": contextlib.nullcontext(),
+}  # fmt: skip
+METHODS = {name: answer(value) for name, value in ANSWERS.items()}
+NAMES = {"device_name": "cpu", "vendor_name": "cpu", "device_module": NoDevice("cpu")}
+Cpu = PlatformRegistry.register("cpu")(type("Cpu", (PlatformBase,), METHODS | NAMES))
 
 
 join = verl.utils.distributed.initialize_global_process_group_ray
@@ -101,74 +77,33 @@ from verl.workers.rollout import base, replica  # noqa: E402
 import dppo_verl  # noqa: E402, F401
 
 
-def noise(seed, shape):
-    """Gumbel noise [T, V] of a request: the largest of logits + noise is a sample."""
-    uniform = dppo.generator_for(seed, "gumbel").random(shape)
-    return torch.from_numpy(-np.log(-np.log(np.maximum(uniform, 1e-300)))).float()
-
-
 @torch.no_grad()
-def sample(model, prompts, seeds, temperature, tokens):
-    """[(token ids, log-probs)] of a completion of each prompt; temperature 0 is greedy."""
-    width, end = max(map(len, prompts)), model.config.eos_token_id
-    ids = torch.tensor([[end] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    gumbel = torch.zeros(len(prompts), tokens, model.config.vocab_size)
-    if temperature:
-        gumbel = torch.stack([noise(seed, gumbel.shape[1:]) for seed in seeds])
-    found, rows = [([], []) for _ in prompts], torch.arange(len(prompts))
-    cache, new = DynamicCache(), ids
-    for t in range(tokens):
-        place = mask.cumsum(1)[:, -new.shape[1] :] - 1
-        logits = model(new, mask, place.clamp(min=0), cache).logits[:, -1].float() / (
-            temperature or 1.0
-        )
-        new = (logits + gumbel[rows, t]).argmax(dim=1, keepdim=True)
-        logprobs = logits.log_softmax(dim=1).gather(1, new)[:, 0].tolist()
-        for row, token, logprob in zip(rows.tolist(), new[:, 0].tolist(), logprobs, strict=True):
-            found[row][0].append(token)
-            found[row][1].append(logprob)
-        going = new[:, 0] != end
-        if not going.any():
-            break
-        rows, new, mask = rows[going], new[going], mask[going]
-        cache.batch_select_indices(going)
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-    return found
+def sample(model, prompt, seed, tokens):
+    """(token ids, log-probs) of a completion. The largest of logits + Gumbel noise is a sample."""
+    uniform = dppo.generator_for(seed, "gumbel").random((tokens, model.config.vocab_size))
+    gumbel = torch.from_numpy(-np.log(-np.log(np.maximum(uniform, 1e-300)))).float()
+    ids, logprobs, cache, new = [], [], DynamicCache(), torch.tensor([prompt])
+    while len(ids) < tokens and ids[-1:] != [model.config.eos_token_id]:
+        logits = model(new, past_key_values=cache).logits[0, -1].float()
+        token = (logits + gumbel[len(ids)]).argmax().item()
+        ids.append(token)
+        logprobs.append(logits.log_softmax(dim=0)[token].item())
+        new = torch.tensor([[token]])
+    return ids, logprobs
 
 
 @ray.remote(num_cpus=0)
 class Server:
-    """What arrives together is sampled together."""
-
     def __init__(self, path, tokens):
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.waiting, self.task, self.step, self.tokens = [], None, 0, tokens
+        self.step, self.tokens = 0, tokens
 
     async def generate(self, request_id, prompt_ids, sampling_params, **options):
-        future = asyncio.get_running_loop().create_future()
-        self.waiting.append((list(prompt_ids), sampling_params, future))
-        self.task = self.task or asyncio.create_task(self.run())
-        return await future
-
-    async def run(self):
-        await asyncio.sleep(0.3)
-        while self.waiting:
-            requests, self.waiting = self.waiting, []
-            for some in {params["temperature"] for _, params, _ in requests}:
-                part = [request for request in requests if request[1]["temperature"] == some]
-                prompts, params, futures = zip(*part, strict=True)
-                seeds = [x["seed"] for x in params]
-                found = sample(self.model, prompts, seeds, some, self.tokens)
-                for future, (ids, logprobs) in zip(futures, found, strict=True):
-                    extra = {"global_steps": self.step}
-                    done = replica.TokenOutput(
-                        token_ids=ids, log_probs=logprobs, stop_reason="completed",
-                        extra_fields=extra,
-                    )  # fmt: skip
-                    future.set_result(done)
-                await asyncio.sleep(0)
-        self.task = None
+        ids, logprobs = sample(self.model, list(prompt_ids), sampling_params["seed"], self.tokens)
+        return replica.TokenOutput(
+            token_ids=ids, log_probs=logprobs, stop_reason="completed",
+            extra_fields={"global_steps": self.step},
+        )  # fmt: skip
 
     async def load(self, state, step):
         self.model.load_state_dict(state, strict=False)
