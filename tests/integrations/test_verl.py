@@ -153,10 +153,10 @@ def test_exact_in_verls_engine(remove_padding, dynamic):
         "use_remove_padding": remove_padding, "use_dynamic_bsz": dynamic,
         "max_token_len_per_gpu": 12,
     }  # fmt: skip
-    pruned = Toy(policy=EnginePolicy, engine=engine, **FEW, completion_prune_rate=0.4)
+    pruned = Toy(policy=EnginePolicy, engine=engine, ranks=1, **FEW, completion_prune_rate=0.4)
     assert error(over_completions(pruned.gradient), pruned.stock()) < 1e-12
     assert error(pruned.gradient(), pruned.stock()) > 0.01
-    assert len(pruned.forwarded) > 2, "one micro-batch on each rank"
+    assert len(pruned.forwarded) > 1
 
 
 # ---------------------------------------------------------------------------- prompts
