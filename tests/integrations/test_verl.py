@@ -221,8 +221,8 @@ def test_failed_rollouts():
     pruned = Toy(**FEW)
     sample = pruned.sample
 
-    def one_failed(*args):
-        batch, metrics = sample(*args)
+    def one_failed(*args, **options):
+        batch, metrics = sample(*args, **options)
         return batch.select_keys([key for key in batch.keys if not key.endswith("_2_0")]), metrics
 
     pruned.trainer.replay_buffer.sample = one_failed
