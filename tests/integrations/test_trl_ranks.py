@@ -20,6 +20,7 @@ from trl_toy import Toy, dppo_trl, make_trainer
 
 
 def rank_exact():
+    trl_toy.model_folder("llama")  # before the process group, in which only rank 0 would write it
     world = int(os.environ["WORLD_SIZE"])
     layout = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8 // world}
     halves = {"gradient_accumulation_steps": 4 // world, "steps_per_generation": 8 // world}
