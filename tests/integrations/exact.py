@@ -11,7 +11,6 @@ completions each, which are the same in every step, at parameters that do not mo
     PLAIN       options without terms that need no advantage
     DULL        options for prompts whose completions all have one reward, without such terms
     STOCK       [(the library's trainer, options with which a Toy equals it bit for bit)]
-    MISTAKES    {name: (patch, options)} that the enumeration must find
     REFUSED     [(options, message)] of what is always refused
     INEXACT     [(options, message)] of what is refused unless both rules are none
     MEMORY      of the trainer's mean of tokens
@@ -81,6 +80,13 @@ def noise(*key):
 def error(found, wanted):
     """Largest difference over the largest entry, of gradients [..., P]."""
     return ((found - wanted).abs().amax(dim=-1) / wanted.abs().amax(dim=-1)).max().item()
+
+
+def assert_same_history(one, other):
+    """Both histories know the same, and know something."""
+    assert not one.past_advantage.isnan().all()
+    for name, value in vars(one).items():
+        torch.testing.assert_close(value, vars(other)[name], rtol=0, atol=0, equal_nan=True)
 
 
 @contextlib.contextmanager

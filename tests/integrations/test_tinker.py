@@ -11,14 +11,15 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import tinker_toy
 import torch
-from exact import calls_of, error, over_completions
-from tinker_toy import MEANS, PROBLEMS, Server, Toy, dppo_tinker, make_trainer
+from exact import assert_same_history, calls_of, error, over_completions
+from tinker_toy import MEANS, PROBLEMS, Server, Toy, dppo_tinker, make_trainer, toy_sdk
 
 import dppo
 import sampler
@@ -26,18 +27,35 @@ from dppo import RuleError
 from tasks import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
+HELD_OUT = [([6], "answer"), ([1, 1], "answer")]
+BOTH = {"prompt_rule": "uniform", "prompt_prune_rate": 0.5, "completion_rule": "pps"}
+
+
+def train(folder, server, **options):
+    """The trainer after six steps of four candidates, with both levels of pruning."""
+    options = {
+        "steps": 6, "save_every": 2, "eval_every": 3, "prompts_per_step": 4, "held_out": HELD_OUT,
+        "problems": PROBLEMS * 4,
+    } | BOTH | options  # fmt: skip
+    trainer = make_trainer(folder, server, **options)
+    with toy_sdk():
+        trainer.train()
+    return trainer
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 # ---------------------------------------------------------------------------- a step
 
 
-@pytest.mark.parametrize(("rule", "multiple"), [("pps", 5), ("none", 5), ("none", 40)])
-def test_padding_is_exact(tmp_path, rule, multiple):
-    """Lengths in multiples of 8 and datums in multiples of 5 or 40, by fillers, of which all of 16
-    completions leave none. Catches a length without the padding, a number of datums without the
-    fillers, and fillers that have a gradient."""
-    options = {"pad_tokens": 8, "pad_datums": multiple, "completion_rule": rule}
-    toy = Toy(tmp_path, **options)
+@pytest.mark.parametrize(("rule", "multiple"), [("pps", 5), ("none", 6), ("none", 40)])
+def test_padding_is_exact(rule, multiple):
+    """Lengths in multiples of 8 and datums in multiples of 5, 6 or 40, by fillers; 16 completions
+    are too few for 40, and are sent again. Catches a length without the padding, a number of datums
+    without the fillers, and fillers that have a gradient."""
+    toy = Toy(pad_tokens=8, pad_datums=multiple, completion_rule=rule)
     with calls_of(tinker_toy.Client, "forward_backward") as calls:
         found = over_completions(toy.gradient)
     assert error(found, toy.stock()) < 1e-12
@@ -48,58 +66,17 @@ def test_padding_is_exact(tmp_path, rule, multiple):
     assert any(n % multiple for n in live), "no fillers were needed"
 
 
-# ---------------------------------------------------------------------------- the probe
-
-
-@pytest.mark.parametrize("norm", ["skyrl.ai/grad_norm", "unclipped_grad_l2:mean"])
-@pytest.mark.parametrize("denominator", MEANS)
-def test_the_denominator_is_measured(tmp_path, denominator, norm):
-    """By either name of the gradient's norm, and on a client of its own."""
-    trainer = Toy(tmp_path, denominator).trainer
-    trainer.service.norm = norm
-    client = trainer.service.create_lora_training_client("toy", 1, 2)
-    with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):
-        found = dppo_tinker.measure_denominator(client, "ppo", [1, 2, 3, 4, 5, 6, 1, 2, 3])
-    assert found == MEANS[denominator]
-    assert trainer.client.moments[2] == 0, "the probe's steps count as the run's"
-
-
-@pytest.mark.parametrize("denominator", ["all tokens", "live tokens", "call", "scaled"])
-def test_other_denominators_are_refused(tmp_path, denominator):
-    """A mean over all tokens, over those with an advantage, over each call's datums, and scaled
-    advantages. Catches a probe that takes one of them for a sum or a mean."""
-    with pytest.raises(RuleError, match=r"ppo: norms \[.*use another server"):
-        Toy(tmp_path, denominator)
-
-
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [
-        ({"norm": None}, r"norms \[nan, nan, nan, nan\] .*use another server"),
-        ({"logprobs": False}, r"returns no log-probs .*use one that does"),
-    ],
-)
-def test_other_servers_are_refused(tmp_path, missing, message):
-    with pytest.raises(RuleError, match=message):
-        train(tmp_path, Server(**missing))
-
-
-def test_zero_sends_less(tmp_path):
-    """Fails if a completion without an advantage is sent, if another norm is logged, or if more or
-    less than one datum is sent where all rewards are equal: the SDK refuses an empty request."""
-    none, zero = (Toy(tmp_path / rule, completion_rule=rule) for rule in ("none", "zero"))
-    found = [toy.gradient() for toy in (none, zero)]
-    assert zero.row["tokens/trained"] < none.row["tokens/trained"]
-    assert zero.row["grad_norm"] == found[1].norm().item() == pytest.approx(found[0].norm().item())
-    dull = Toy(tmp_path / "dull", completion_rule="zero", **tinker_toy.DULL)
+def test_one_datum_is_sent_at_least():
+    """Where all rewards are equal, the SDK refuses an empty request. Catches more than one."""
+    dull = Toy(completion_rule="zero", **tinker_toy.DULL)
     dull.gradient()
     assert 0 < dull.row["tokens/trained"] <= 7
 
 
-def test_the_log(tmp_path):
-    """Names are train.py's, except for the prompts' tokens. Catches tokens that were not sent, and
-    a share of groups without the prompts' weights."""
-    toy = Toy(tmp_path, prompt_rule="dppo", prompt_prune_rate=0.5, completion_rule="pps")
+def test_the_log():
+    """Names are train.py's, except for the prompts' tokens. Catches tokens that were not sent,
+    another norm, and a share of groups without the prompts' weights."""
+    toy = Toy(prompt_rule="dppo", prompt_prune_rate=0.5, completion_rule="pps")
     toy.teach()
     with (
         calls_of(sampler.PromptHistory, "prune") as prompts,
@@ -107,21 +84,24 @@ def test_the_log(tmp_path):
     ):
         keep = torch.ones(4)
         while keep.all():  # until a draw leaves a prompt out
-            toy.step()
+            gradient = toy.step()
             (_history, _rule, _rate, candidates, _generator), (keep, w) = prompts[-1]
     row, (_arguments, (kept, _weights)) = toy.row, drawn[-1]
     rewards, lengths, costs, _energy = (table[candidates[keep]] for table in toy.tables)
     w, mean = w[keep], rewards.nanmean(dim=1)
     dead = dppo.dead_groups(rewards)
     good = dead & (mean >= 0.5)
+    share = lambda some: ((w * some).sum() / w.sum()).item()
     wanted = {
-        "reward": ((w * mean).sum() / w.sum()).item(),
+        "reward": share(mean),
+        "grad_norm": gradient.norm().item(),
         "tokens/prefilled": (costs - lengths)[:, 0].sum().item(),
         "tokens/generated": lengths.sum().item(),
         "tokens/trained": (kept * (costs - 1)).sum().item(),
+        "by_group/frac_mixed": share(~dead),
+        "by_group/frac_all_good": share(good),
+        "by_group/frac_all_bad": share(dead & ~good),
     }
-    for name, some in {"mixed": ~dead, "all_good": good, "all_bad": dead & ~good}.items():
-        wanted[f"by_group/frac_{name}"] = ((w * some).sum() / w.sum()).item()
     assert {name: row[name] for name in wanted} == pytest.approx(wanted)
     assert w.unique().numel() > 1
     names = json.loads((ROOT / "runs" / "main-seed0.jsonl").read_text().splitlines()[1])
@@ -146,91 +126,92 @@ def test_datums_have_the_sdks_types():
     assert short.loss_fn_inputs["advantages"].tolist() == [12, 0, 0, 0, 0, 0]
 
 
+# ---------------------------------------------------------------------------- servers
+
+
+@pytest.mark.parametrize("norm", ["skyrl.ai/grad_norm", "unclipped_grad_l2:mean"])
+@pytest.mark.parametrize("denominator", MEANS)
+def test_the_denominator_is_measured(tmp_path, denominator, norm):
+    """By either name of the gradient's norm, and on a client of its own."""
+    trainer = make_trainer(tmp_path, Server(denominator, norm))
+    assert trainer.means == MEANS[denominator]
+    assert not trainer.client.gradients, "the probe's steps count as the run's"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"denominator": kind}, r"ppo: norms \[.*use another server")
+            for kind in ("all tokens", "live tokens", "call", "scaled")
+        ),
+        ({"norm": None}, r"norms \[nan, nan, nan, nan\] .*use another server"),
+        ({"logprobs": False}, r"returns no log-probs .*use one that does"),
+    ],
+)
+def test_other_servers_are_refused(tmp_path, options, message):
+    """A mean over all tokens, over those with an advantage, over each call's datums, and scaled
+    advantages. Catches a probe that takes one of them for a sum or a mean."""
+    with pytest.raises(RuleError, match=message):
+        train(tmp_path, Server(**options))
+
+
+def test_what_the_server_is_asked(tmp_path):
+    """Fails if the warm-up is not of five steps, or reaches more than lr; if two steps, two prompts
+    or an evaluation share random numbers; or if seeds are more than servers take."""
+    with calls_of(tinker_toy.Client, "optim_step") as steps, calls_of(Server, "sample") as samples:
+        train(tmp_path, Server(), lr=0.1)
+    adams = [adam for (_client, adam), _future in steps]
+    rates = [0.0] * 4 + [0.02, 0.04, 0.06, 0.08, 0.1, 0.1]
+    assert [adam.learning_rate for adam in adams] == pytest.approx(rates)
+    assert {(adam.beta1, adam.beta2, adam.eps) for adam in adams} == {(0.9, 0.999, 1e-8)}
+    seeds = [options.seed for (_server, _prompt, _count, options), _future in samples]
+    assert len(seeds) == len(set(seeds)) == 6 * 2 + 3 * 2
+    assert 0 <= min(seeds) < max(seeds) < 2**30
+
+
 # ---------------------------------------------------------------------------- runs
-
-HELD_OUT = [([6], "answer"), ([1, 1], "answer")]
-BOTH = {"prompt_rule": "uniform", "prompt_prune_rate": 0.5, "completion_rule": "pps"}
-
-
-def train(folder, server, **options):
-    options = {"steps": 6, "save_every": 2, "eval_every": 3, "problems": PROBLEMS * 4} | options
-    held_out = options.pop("held_out", HELD_OUT)
-    trainer = make_trainer(folder, server, held_out=held_out, prompts_per_step=4, **BOTH, **options)
-    with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):
-        trainer.train()
-    return trainer
-
-
-def state(folder):
-    return torch.load(folder / "state.pt")
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
 def test_stopped_and_resumed(tmp_path, loss):
     """The server fails in step 6, after the checkpoint of step 4: one line says so. The same call
-    goes on: log, weights, Adam's moments, history and denominator are those of a run that went
+    goes on: log, weights, the optimizer, history and denominator are those of a run that went
     through. Catches a draw that starts over, and anything that a checkpoint forgets."""
     whole = train(tmp_path / "whole", Server(), loss=loss)
     server = Server(dies_at=5)
     with pytest.raises(RuleError, match=r"optim_step failed with TinkerError\('connection") as said:
         train(tmp_path / "broken", server, loss=loss)
     assert "\n" not in str(said.value)
-    log = (tmp_path / "broken" / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in log] == [0, 1, 2, 3, 4, 5]
-    assert len(state(tmp_path / "broken")[3]) == 5, "steps 0 to 4"
+    assert [row["step"] for row in log_of(tmp_path / "broken")] == [0, 1, 2, 3, 4, 5]
+    assert len(torch.load(tmp_path / "broken" / "state.pt")[3]) == 5, "steps 0 to 4"
     server.dies_at = -1
     resumed = train(tmp_path / "broken", server, loss=loss)
-    texts = [(tmp_path / name / "log.jsonl").read_text() for name in ("whole", "broken")]
-    assert texts[0] == texts[1]
-    assert len(texts[0].splitlines()) == 7
+    log = log_of(tmp_path / "whole")
+    assert log_of(tmp_path / "broken") == log
+    assert len(log) == 7
     assert torch.equal(whole.client.theta, resumed.client.theta)
-    assert all(map(torch.equal, whole.client.moments[:2], resumed.client.moments[:2]))
-    assert resumed.client.moments[2] == 6
-    for name, value in vars(whole.history).items():
-        other = vars(resumed.history)[name]
-        torch.testing.assert_close(value, other, rtol=0, atol=0, equal_nan=True)
-    assert not whole.history.past_advantage.isnan().all()
+    assert torch.equal(whole.client.momentum, resumed.client.momentum)
+    assert_same_history(whole.history, resumed.history)
     assert whole.mean_tokens == resumed.mean_tokens
-    first = json.loads(texts[0].splitlines()[1])
-    assert first["kept/prompts"] == (1.0 if loss == "dapo" else 0.5), "dapo counts tokens first"
+    assert log[1]["kept/prompts"] == (1.0 if loss == "dapo" else 0.5), "dapo counts tokens first"
 
 
 def test_evaluations(tmp_path):
     """At step 0 and every third: the mean of four completions of each. Catches one of trained
     problems, and a nan in the file."""
-    trainer = train(tmp_path, Server(), held_out=[([2], "answer 1"), ([3], "answer 1")])
-    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    trainer = train(tmp_path, Server(), held_out=[([2], "unscorable"), ([3], "unscorable")])
+    rows = log_of(tmp_path)
     assert [row["step"] for row in rows if "eval/avg@4" in row] == [0, 3, 6]
     trainer.service.saved.clear()
-    with mock.patch.object(dppo_tinker, "tinker", tinker_toy.SDK):
+    with toy_sdk():
         _, rewards = trainer.sample(trainer.held_out, 4, "eval", 6)
     assert rows[6]["eval/avg@4"] == rewards.nanmean().item()
     assert rows[0].keys() == {"step", "eval/avg@4"}
     train(tmp_path / "none", Server(), held_out=[])
     with mock.patch.object(tinker_toy, "reward", return_value=None):
         train(tmp_path / "nan", Server(), steps=1)
-    last = (tmp_path / "nan" / "log.jsonl").read_text().splitlines()[-1]
-    assert json.loads(last)["reward"] is None
-
-
-def test_what_the_server_is_asked(tmp_path):
-    """Fails if the warm-up is not of five steps, or reaches more than lr; if two steps, two prompts
-    or an evaluation share random numbers; or if seeds are more than servers take."""
-    with (
-        calls_of(tinker_toy.Client, "optim_step") as steps,
-        calls_of(tinker_toy.Policy, "sample") as samples,
-    ):
-        train(tmp_path, Server(), lr=0.1)
-    adams = [adam for (_client, adam), _future in steps]
-    rates = [0.0] * 4 + [0.02, 0.04, 0.06, 0.08, 0.1, 0.1]
-    assert [adam.learning_rate for adam in adams] == pytest.approx(rates)
-    assert {(adam.beta1, adam.beta2, adam.eps) for adam in adams} == {(0.9, 0.999, 1e-8)}
-    seeds = [options.seed for (_policy, _prompt, _count, options), _future in samples]
-    assert len(seeds) == len(set(seeds)) == 6 * 2 + 3 * 2
-    assert 0 <= min(seeds) < max(seeds) < 2**30
-
-
-# ---------------------------------------------------------------------------- bad input
+    assert log_of(tmp_path / "nan")[-1]["reward"] is None
 
 
 def test_other_runs_are_not_resumed(tmp_path):
@@ -246,26 +227,28 @@ def test_other_runs_are_not_resumed(tmp_path):
     assert (tmp_path / "state.pt").read_bytes() == before
 
 
+# ---------------------------------------------------------------------------- bad input
+
+
 def test_answers_are_not_awaited_for_ever(monkeypatch):
     """Fails if a server that hangs hangs the client: TimeoutError is one line, too."""
     monkeypatch.setattr(dppo_tinker, "TIMEOUT", 0.01)
-    from concurrent.futures import Future
 
-    def forward_backward(*_):
+    def forward_backward():
         return Future()
 
-    with pytest.raises(
-        RuleError, match=r"forward_backward failed with TimeoutError.*program continues"
-    ):
+    said = r"forward_backward failed with TimeoutError.*program continues"
+    with pytest.raises(RuleError, match=said):
         dppo_tinker.ask(forward_backward)
 
 
 def test_no_sdk():
     """Without the SDK there is one sentence, with the way out."""
     check = "import sys; sys.modules['tinker'] = None; import dppo_tinker"
-    command = [sys.executable, "-c", check]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'integrations'}"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, check=False, env=environment
+    )
     assert re.search(r"RuleError: Tinker's SDK is missing: pip install .*$", done.stderr)
 
 
@@ -285,23 +268,28 @@ def test_no_key(monkeypatch):
 PAGE = (ROOT / "docs" / "other-trainers.md").read_text().split("\n## Tinker\n")[1]
 
 
-def test_the_program(policy_folder, monkeypatch, tmp_path):
-    """Two small steps of the page's program. Catches one that no longer runs, and a figure of the
-    log that the page does not have."""
+def small_program():
+    """The page's program with two small steps."""
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     for large, small in (("steps=25", "steps=2"), ("step=32", "step=8"), ('c", 100', 'c", 8')):
         assert large in program
         program = program.replace(large, small)
+    return program
+
+
+def test_the_program(policy_folder, monkeypatch, tmp_path):
+    """Catches one that no longer runs, and a figure of the log that the page does not have."""
     monkeypatch.setattr(arithmetic, "BASE", policy_folder)
     monkeypatch.setattr(dppo_tinker, "tinker", tinker_toy.SDK)
-    monkeypatch.setattr(tinker_toy.SDK, "ServiceClient", Server(), raising=False)
+    server = Server()
+    monkeypatch.setattr(tinker_toy.SDK, "ServiceClient", lambda base_url: server, raising=False)
     monkeypatch.setitem(sys.modules, "dppo_tinker", dppo_tinker)
     monkeypatch.setenv("TINKER_API_KEY", "tml-toy")
     monkeypatch.chdir(tmp_path)
-    exec(program, {})
-    log = (tmp_path / "out-tinker" / "log.jsonl").read_text().splitlines()
+    exec(small_program(), {})
     named = set(re.findall(r"^\| `(tokens/\w+)` \|", PAGE, re.MULTILINE))
-    assert {name for name in json.loads(log[2]) if name.startswith("tokens/")} == named
+    logged = log_of(tmp_path / "out-tinker")[2]
+    assert {name for name in logged if name.startswith("tokens/")} == named
 
 
 def test_options_are_explained():

@@ -5,25 +5,24 @@ tests/trl.sh builds an environment with TRL and runs these tests in it; without 
 skipped.
 """
 
-import importlib
 import re
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from exact import NONE, error
-from toy import in_processes
+from exact import NONE, assert_same_history, error
 
 import dppo
 from dppo import RuleError
 
-trl = pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
-trl_toy = importlib.import_module("trl_toy")  # after the line above: it needs TRL, too
-dppo_trl, Toy, make_trainer = trl_toy.dppo_trl, trl_toy.Toy, trl_toy.make_trainer
+pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
+import trl
+import trl_toy
+from trl_toy import Toy, dppo_trl, make_trainer
 
-PROMPTS = {"prompt_rule": "uniform"}
+PROMPTS = {"prompt_rule": "uniform", "prompt_prune_rate": 0.3}
+ROWS = [{"prompt": text} for text in trl_toy.PROMPTS for _ in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -48,19 +47,19 @@ def test_layouts_are_exact(loss, accumulation, generation, iterations, batch):
     assert error(toy.over_windows(), toy.stock()) < 1e-12
 
 
-def test_logged_advantages():
-    """TRL prints a table of completions. Catches one whose advantages are TRL's, or those of other
-    rows, when fewer prompts are rolled out than the table has room for."""
+def test_own_scales():
+    """The advantages that are trained on and those of TRL's table of completions, where fewer
+    prompts are rolled out than the table has room for. Catches TRL's own, or those of other rows.
+    """
     rules = PROMPTS | {"prompt_prune_rate": 0.5}
     trainer = make_trainer(scale_rewards="variance", **rules, loss_type="grpo")
     trainer.model.train()
-    rows = [{"prompt": text} for text in trl_toy.PROMPTS for _ in range(4)]
-    trainer._generate_and_score_completions(rows)
-    logs = trainer._logs
+    found, logs = trainer._generate_and_score_completions(ROWS), trainer._logs
     assert len(logs["advantages"]) == len(logs["prompt"]) == 8
     rewards = torch.tensor(logs["rewards"]["toy_reward"]).view(-1, 4)
-    wanted = dppo.group_advantages(rewards, "variance").flatten()
-    assert torch.equal(torch.tensor(logs["advantages"]), wanted.float())
+    wanted = dppo.group_advantages(rewards, "variance").flatten().float()
+    assert torch.equal(torch.tensor(logs["advantages"]), wanted)
+    assert torch.equal(found["advantages"].float(), wanted)
 
 
 def test_large_evaluations():
@@ -70,13 +69,22 @@ def test_large_evaluations():
     layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     trainer = make_trainer(scale_rewards="variance", **NONE, **options, **layout)
     trainer.model.eval()
-    rows = [{"prompt": text} for text in trl_toy.PROMPTS for _ in range(4)]
-    found = trainer._generate_and_score_completions(rows)
-    assert len(found["advantages"]) == 16
+    assert len(trainer._generate_and_score_completions(ROWS)["advantages"]) == 16
     assert len(trainer._logs["advantages"]) == trainer.args.generation_batch_size == 4
 
 
-# ---------------------------------------------------------------------------- runs
+def test_evaluation_is_grpos():
+    """Nothing is drawn while TRL evaluates. Catches a wrapper that forgets to ask."""
+    trainer = Toy(**PROMPTS).trainer
+    trainer.model.eval()
+    with trl_toy.exact_world():
+        rows = trainer._prepare_inputs([{"prompt": "a"}] * 4)
+    assert len(rows["completion_ids"]) == 4
+    assert "factor" not in rows
+    assert trainer.so_far["draws"] == trainer.so_far["batches"] == 0
+
+
+# ---------------------------------------------------------------------------- micro-batches
 
 
 def test_dropped_rows_are_not_forwarded():
@@ -96,7 +104,6 @@ def test_dropped_rows_are_not_forwarded():
     assert toy.trainer.plan[: 4 - len(plan)] == [None] * (4 - len(plan))
     for x, mask in zip(plan, forwards, strict=True):  # prompts of up to 3 tokens
         assert mask.shape[1] == 3 + x["completion_mask"].sum(dim=1).max()
-    assert sum(mask.numel() for mask in forwards) < rows * (3 + 6)
     lengths = [int(mask.sum()) for x in forwards for mask in x]
     assert lengths == sorted(lengths)
     assert toy.figures()["forwards"] == len(plan) / 4
@@ -106,12 +113,11 @@ def test_dropped_rows_are_not_forwarded():
 
 
 @pytest.mark.parametrize(("kind", "narrowest"), [("llama", 1), ("gpt2", 8)])
-def test_padding_on_the_left(tmp_path, kind, narrowest):
-    """Prompts of 1 and 8 tokens, in float32. A Llama loses padding on the left; a GPT-2 must not,
-    because it would move its positions. Catches a trimmed prompt, and a shift."""
-    trl_toy.save_model(tmp_path / kind, kind, torch.float32)
+def test_padding_on_the_left(kind, narrowest):
+    """Prompts of 1 and 8 tokens. A Llama loses padding on the left; a GPT-2 must not, because it
+    would move its positions. Catches a trimmed prompt, and a shift."""
     options = {"prompts": ["a", "b", "abcdefgh", "c"], "loss_type": "grpo"}
-    options |= {"folder": tmp_path / kind, "completion_rule": "zero"}
+    options |= {"model": kind, "completion_rule": "zero"}
     toy = Toy(**options)
     assert error(toy.gradient(), toy.stock()) < 1e-4
     widths = [x["prompt_ids"].shape[1] for x in toy.plan()]
@@ -120,15 +126,6 @@ def test_padding_on_the_left(tmp_path, kind, narrowest):
     toy.gradient()
     (rows, *_) = toy.plan()
     assert (rows["prompt_ids"].shape[1], rows["completion_ids"].shape[1]) == (10, 10), "TRL's own"
-
-
-def test_rewards_of_several_functions():
-    """Fails if a reward has not TRL's weights, or if NaN of all functions is a reward."""
-    trainer, nan = make_trainer(), torch.nan
-    trainer.reward_weights = torch.tensor([2.0, 1.0])
-    trainer.rewards = torch.tensor([[1.0, nan], [nan, nan], [0, 3], [1, 1]])
-    wanted = torch.tensor([2, nan, 3, 3])
-    torch.testing.assert_close(trainer.total_rewards(), wanted, equal_nan=True)
 
 
 def test_micro_batches_without_tokens():
@@ -144,30 +141,49 @@ def test_micro_batches_without_tokens():
     assert all(x["factor"].isfinite().all() for x in toy.plan())
 
 
-def test_killed_and_resumed(tmp_path):
-    """kill -9 in step 5, resumed from the checkpoint of step 4: the log, the weights, the draws and
-    the history are those of a run that went through. Catches a draw that starts over, a history
-    that is forgotten, and a denominator that is.
+def test_rewards_of_several_functions():
+    """Fails if a reward has not TRL's weights, or if NaN of all functions is a reward."""
+    trainer, nan = make_trainer(), torch.nan
+    trainer.reward_weights = torch.tensor([2.0, 1.0])
+    trainer.rewards = torch.tensor([[1.0, nan], [nan, nan], [0, 3], [1, 1]])
+    wanted = torch.tensor([2, nan, 3, 3])
+    torch.testing.assert_close(trainer.total_rewards(), wanted, equal_nan=True)
 
-    Resumed with other prompts, it says so.
-    """
-    whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
-    in_processes(1, trl_toy.train, whole, 0, None)
-    in_processes(1, trl_toy.train, broken, 5, None, codes=[-signal.SIGKILL])
-    assert {path.name for path in Path(broken).iterdir()} >= {"checkpoint-2", "checkpoint-4"}
-    in_processes(1, trl_toy.train, broken, 0, True)
-    one, other = (torch.load(f"{folder}/end.pt") for folder in (whole, broken))
-    assert one[0] == other[0]
-    assert one[0]["draws"] == one[0]["batches"] == 6
-    for name, value in one[1].items():
-        torch.testing.assert_close(value, other[1][name], rtol=0, atol=0, equal_nan=True)
-    assert not one[1]["past_advantage"].isnan().all()
-    assert all(map(torch.equal, one[2], other[2]))
-    assert one[3] == other[3]
-    shares = [row["dppo/kept_prompts"] for row in one[3][:6]]
+
+# ---------------------------------------------------------------------------- runs
+
+
+def six_steps(folder, resume=None, prompts=trl_toy.MANY):
+    """A run with both levels of pruning and a checkpoint every two steps, and all of it that must
+    repeat: the counts, the weights, the log without its times."""
+    trainer = make_trainer(
+        prompts=prompts, max_steps=6, output_dir=str(folder), save_strategy="steps", save_steps=2,
+        shuffle_dataset=True, **PROMPTS,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    times = ("step_time", "train_", "total_flos")
+    rows = [
+        {name: row[name] for name in row if not name.startswith(times)}
+        for row in trainer.state.log_history
+    ]
+    return trainer, (trainer.so_far, rows), [x.detach() for x in trainer.model.parameters()]
+
+
+def test_resumed_bit_for_bit(tmp_path):
+    """A run goes on from the checkpoint of step 4: the log, the weights, the draws and the history
+    are those of the run that went through. Catches a draw that starts over, a history that is
+    forgotten, and a denominator that is. Resumed with other prompts, it says so."""
+    whole, figures, weights = six_steps(tmp_path / "whole")
+    four = str(tmp_path / "whole" / "checkpoint-4")
+    resumed, again, weights_again = six_steps(tmp_path / "resumed", four)
+    assert again == figures
+    assert all(map(torch.equal, weights_again, weights))
+    assert_same_history(whole.history, resumed.history)
+    assert whole.so_far["draws"] == whole.so_far["batches"] == 6
+    shares = [row["dppo/kept_prompts"] for row in whole.state.log_history[:6]]
     assert shares == [1.0] + [0.75] * 5, "the first batch gives the denominator"
     with pytest.raises(RuleError, match=r"dppo\.pt: its history is of other prompts"):
-        trl_toy.train(broken, 0, True, prompts=trl_toy.MANY[:-1])
+        six_steps(tmp_path / "other", four, trl_toy.MANY[:-1])
 
 
 def test_other_runs_are_resumed(tmp_path, monkeypatch):
@@ -186,21 +202,18 @@ def test_other_runs_are_resumed(tmp_path, monkeypatch):
         assert (tmp_path / "checkpoint-0" / "dppo.pt").exists() == writes
 
 
+# ---------------------------------------------------------------------------- the page
+
 PAGE = Path(trl_toy.__file__).parents[2].joinpath("docs", "other-trainers.md").read_text()
 
 
-@pytest.fixture
-def at_the_hub(policy_folder, monkeypatch, tmp_path):
-    """The current folder has the page's model by its name: small and untrained."""
+def test_the_page(policy_folder, monkeypatch, tmp_path):
+    """The program of the page, word for word, with a small model by the name of the page's. Catches
+    one that no longer runs, and a figure of the log that the page does not explain."""
     (name,) = re.findall(r'model="(.*)"', PAGE)
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).symlink_to(policy_folder)
     monkeypatch.chdir(tmp_path)
-
-
-def test_the_page(at_the_hub):
-    """The program of the page, word for word. Catches one that no longer runs, and a figure of the
-    log that the page does not explain."""
     program = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
     names = {}
     exec(program, names)
@@ -221,60 +234,47 @@ def test_the_parser(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["train_trl.py", "--config", str(path), *flags, "--use_cpu"])
     names = {"TrlParser": trl.TrlParser, "DPPOConfig": dppo_trl.DPPOConfig}
     (args,) = eval(line, names)
-    found = {name: getattr(args, name) for name in ("completion_prune_rate", "scale_rewards")}
-    assert found == {"completion_prune_rate": 0.8, "scale_rewards": "variance"}
-    assert args.prompt_rule == "uniform"
+    found = (args.prompt_rule, args.completion_prune_rate, args.scale_rewards)
+    assert found == ("uniform", 0.8, "variance")
     monkeypatch.setattr(sys, "argv", ["train_trl.py", "--help"])
     with pytest.raises(SystemExit):
         eval(line, names)
 
 
+# ---------------------------------------------------------------------------- refusals
+
+
 def test_configurations_are_checked():
     """GRPOConfig has no rules: the sentence names the class that does. Catches defaults that are
     used without a word."""
+    config = trl.GRPOConfig("out", use_cpu=True)
     with pytest.raises(RuleError, match="args is a GRPOConfig: DPPOTrainer needs a DPPOConfig"):
-        dppo_trl.DPPOTrainer(
-            trl_toy.gpt2(), trl_toy.toy_reward, trl.GRPOConfig("out", use_cpu=True)
-        )
-
-
-def test_evaluation_is_grpos():
-    """Nothing is drawn while TRL evaluates. Catches a wrapper that forgets to ask."""
-    trainer = Toy(**trl_toy.BOTH).trainer
-    trainer.model.eval()
-    with trl_toy.exact_world():
-        rows = trainer._prepare_inputs([{"prompt": "a"}] * 4)
-    assert len(rows["completion_ids"]) == 4
-    assert "factor" not in rows
-    assert trainer.so_far["draws"] == trainer.so_far["batches"] == 0
-
-
-def test_other_versions_are_refused(monkeypatch):
-    """Fails if methods of a TRL that nobody read are wrapped."""
-    monkeypatch.setattr(trl, "__version__", "1.17.0")
-    for options in ({}, {"scale_rewards": "mean", **NONE}):
-        with pytest.raises(RuleError, match=r"trl 1\.17\.0: .*pip install 'trl==1\.16\.\*'"):
-            make_trainer(**options)
-    make_trainer(**NONE)
+        dppo_trl.DPPOTrainer(trl_toy.model_folder("gpt2"), trl_toy.toy_reward, config)
 
 
 def test_trainers_are_refused(monkeypatch):
-    """Fails if a router's loss, environments, or ranks among which no group can be divided pass."""
+    """Fails if methods of a TRL that nobody read are wrapped, or if a router's loss, environments,
+    or ranks among which no group can be divided pass."""
     trainer = make_trainer(prompt_rule="dppo")
-    ranks = type(trainer.accelerator)
-    for owner, name, value, message in (
-        (trainer, "aux_loss_enabled", True, r"router_aux_loss_coef: .*set it to 0\.0"),
-        (trainer, "environment_factories", [object], "no environment_factory"),
-        (ranks, "num_processes", 3, "'dppo' .*3 processes must divide num_generations=4;"),
+    scaled = make_trainer(scale_rewards="mean", **NONE)
+    ranks, version = type(trainer.accelerator), r"trl 1\.17\.0: .*pip install 'trl==1\.16\.\*'"
+    for refused, owner, name, value, message in (
+        (trainer, trl, "__version__", "1.17.0", version),
+        (scaled, trl, "__version__", "1.17.0", version),
+        (trainer, trainer, "aux_loss_enabled", True, r"router_aux_loss_coef: .*set it to 0\.0"),
+        (trainer, trainer, "environment_factories", [object], "no environment_factory"),
+        (trainer, ranks, "num_processes", 3, "'dppo' .*3 processes must divide num_generations=4;"),
     ):
-        trainer.check()
+        refused.check()
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             with pytest.raises(RuleError, match=message):
-                trainer.check()
+                refused.check()
     monkeypatch.setattr(ranks, "num_processes", 3)
     trainer.args.prompt_rule = "uniform"  # of fixed size
     trainer.check()
+    monkeypatch.setattr(trl, "__version__", "1.17.0")
+    make_trainer(**NONE)
 
 
 def test_images_are_refused(monkeypatch):

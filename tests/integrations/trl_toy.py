@@ -7,9 +7,6 @@ the head is replaced by log_softmax, and the model is a GPT-2.
 import contextlib
 import copy
 import functools
-import itertools
-import os
-import signal
 import tempfile
 from unittest import mock
 
@@ -19,17 +16,17 @@ import transformers
 import trl
 from accelerate.utils import gather_object
 from datasets import Dataset
-from exact import NONE, RULES, G, noise, number
+from exact import NONE, G, noise, number
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from trl.trainer import utils
 
-import dppo
 import dppo_trl
 from dppo import energy_bound
 
 LETTERS = "abcdefgh"
 PROMPTS = ["f", "bb", "ccc", "ee"]  # 0, 2, 1 and 3 of their fixed completions are right
 SAME_LENGTH = ["ab", "cd", "ef", "gh"]  # padding shifts the positions of a GPT-2
+MANY = [a + b for a in LETTERS for b in LETTERS]
 REAL_GENERATE = trl.GRPOTrainer._generate_and_score_completions
 
 
@@ -43,8 +40,11 @@ class DoubleHead:
         return table.gather(1, labels[:, None])[:, 0], entropy, None, None, None
 
 
-def save_model(folder, kind="gpt2", dtype=torch.float64):
-    """An untrained model of ten tokens and its tokenizer."""
+@functools.cache
+def model_folder(kind):
+    """The folder of an untrained model of ten tokens and its tokenizer: a gpt2 in float64 or a
+    llama in float32."""
+    folder = tempfile.mkdtemp()
     vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *LETTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -52,27 +52,24 @@ def save_model(folder, kind="gpt2", dtype=torch.float64):
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
     ).save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"vocab_size": len(vocab), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    shared = {
+        "vocab_size": len(vocab), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
+        "initializer_range": 0.4,
+    }  # fmt: skip
     if kind == "gpt2":
-        nothing = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config = transformers.GPT2Config(
-            n_embd=8, n_layer=1, n_head=2, n_positions=32, initializer_range=0.4, **nothing, **sizes
-        )
+            n_embd=8, n_layer=1, n_head=2, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, **shared,
+        )  # fmt: skip
     else:
         config = transformers.LlamaConfig(
             hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.4, **sizes,
+            num_key_value_heads=1, max_position_embeddings=64, **shared,
         )  # fmt: skip
+    torch.manual_seed(0)
+    dtype = torch.float64 if kind == "gpt2" else torch.float32
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
-
-
-@functools.cache
-def gpt2():
-    """The folder of a GPT-2, of which there is one in a process."""
-    folder = tempfile.mkdtemp()
-    save_model(folder)
     return folder
 
 
@@ -81,9 +78,8 @@ def toy_reward(completions, **columns):
     return [float(number(text, ".") % 3 == 0) for text in completions]
 
 
-def make_trainer(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, folder=None, callbacks=(), **options):
-    """A trainer of save_model's model. GRPOTrainer gets no options of pruning."""
-    folder = folder or gpt2()
+def make_trainer(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, model="gpt2", **options):
+    folder = model_folder(model)
     options = {
         "output_dir": f"{folder}/out", "use_cpu": True, "bf16": False, "report_to": "none",
         "num_generations": G, "max_completion_length": 6, "per_device_train_batch_size": 4,
@@ -91,18 +87,12 @@ def make_trainer(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, folder=None, callba
         "learning_rate": 1e-2, "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True,
         "max_grad_norm": 0.0, "shuffle_dataset": False,
     } | options  # fmt: skip
-    config = dppo_trl.DPPOConfig
-    if not issubclass(kind, dppo_trl.DPPOTrainer):
-        config = trl.GRPOConfig
-        options = {name: x for name, x in options.items() if name not in RULES}
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     return kind(
-        model,
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto"),
         toy_reward,
-        args=config(**options),
+        args=dppo_trl.DPPOConfig(**options),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=transformers.AutoTokenizer.from_pretrained(folder, padding_side="left"),
-        callbacks=list(callbacks),
     )
 
 
@@ -160,34 +150,7 @@ def exact_world():
         yield
 
 
-class Scaled(trl.GRPOTrainer):
-    """GRPOTrainer with a scale of dppo.SCALES that TRL does not have."""
-
-    def _generate_and_score_completions(self, inputs):
-        rows = super()._generate_and_score_completions(inputs)
-        advantages = dppo.group_advantages(self.rewards.view(-1, G), self.own_scale).flatten()
-        return rows | {"advantages": advantages.to(rows["advantages"])}
-
-    def _calculate_rewards(self, *args):
-        self.rewards = super()._calculate_rewards(*args)[:, 0]
-        return self.rewards[:, None]
-
-
-def kept_count(trainer, rows):
-    """A mistake: divides by what is kept."""
-    return 1.0
-
-
-def weighted_advantages(trainer, model, inputs):
-    """A mistake: multiplies advantages instead of gradients. The KL term has no weights then."""
-    if inputs is not None:
-        weighted = inputs["advantages"] * inputs["factor"].to(inputs["advantages"])
-        inputs = inputs | {"advantages": weighted, "factor": None}
-    return COMPUTE_LOSS(trainer, model, inputs)
-
-
-COMPUTE_LOSS = dppo_trl.DPPOTrainer._compute_loss
-
+# ---------------------------------------------------------------------------- for test_exact.py
 
 LOSSES = {loss: {"loss_type": loss} for loss in dppo_trl.LOSSES}
 PER_TOKEN, OWN_LENGTH, MEMORY = dppo_trl.PER_TOKEN, ("grpo", "sapo"), dppo_trl.MEMORY
@@ -196,14 +159,6 @@ FEW = {"prompts": ["ccc", "ee"], "per_device_train_batch_size": 2}
 PLAIN = {"beta": 0.0}
 DULL = PLAIN | {"prompts": ["f"] * 4}
 STOCK = [(trl.GRPOTrainer, {})]
-MISTAKES = {
-    f"{mistake.__name__}-{loss}": (
-        mock.patch.object(dppo_trl.DPPOTrainer, method, mistake),
-        {"loss_type": loss},
-    )
-    for loss in ("grpo", "bnpo")
-    for method, mistake in (("correction", kept_count), ("_compute_loss", weighted_advantages))
-}
 BY_PROMPT = {"prompt_rule": "uniform"}
 SEPARATE = {"multi_objective_aggregation": "normalize_then_sum"}
 REFUSED = [
@@ -243,11 +198,13 @@ class Toy(exact.Toy):
                 moved = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
                 parameter.add_(moved, alpha=0.1)
         self.model = trainer.accelerator.prepare_model(trainer.model)
+
         prompts = list(trainer.train_dataset["prompt"])
         rows = [{"prompt": text} for text in prompts for _ in range(G)]
         rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
         n = trainer.args.generation_batch_size // world
         self.inputs = rows[rank * n : (rank + 1) * n]
+
         table = lambda f: torch.tensor([[f(x, g) for g in range(G)] for x in prompts])
         lengths = table(lambda x, g: len(completion(x, g)))
         energy = table(lambda x, g: energy_bound(torch.tensor(sampled_logprobs(x, g))).sum())
@@ -258,11 +215,8 @@ class Toy(exact.Toy):
         self.remember()
 
     def stock(self):
-        own = self.options.get("scale_rewards") in dppo_trl.OWN_SCALES
-        options = self.options | ({"scale_rewards": "none"} if own else {})
-        stock = Toy(Scaled if own else trl.GRPOTrainer, **options)
-        stock.trainer.own_scale = self.options.get("scale_rewards")
-        return stock.step()
+        """Both rules none, which is TRL's trainer: test_none_is_the_library."""
+        return Toy(**self.options | NONE).step()
 
     def state(self):
         return self.trainer.so_far
@@ -307,49 +261,10 @@ class Toy(exact.Toy):
         """[windows, updates, P]: the expected gradients over the draw of one window, for each. A
         draw sees the rows of its window only."""
         expected, trainer = [], self.trainer
+        share = trainer.args.steps_per_generation // trainer.window
         for window in range(self.micro_steps() // trainer.window):
             seen = []
             expected.append(exact.over_completions(self.gradient, window, seen))
-            share = trainer.args.steps_per_generation // trainer.window
-            assert {(batch.cost > 0).sum().item() * share for batch in seen} == {
-                seen[0].cost.numel()
-            }
+            for batch in seen:
+                assert (batch.cost > 0).sum() * share == batch.cost.numel()
         return torch.stack(expected)
-
-
-# ---------------------------------------------------------------------------- in processes
-
-
-MANY = [a + b for a, b in itertools.product(LETTERS, LETTERS)]
-BOTH = {"prompt_rule": "uniform", "prompt_prune_rate": 0.3}
-
-
-class Kill(transformers.TrainerCallback):
-    """SIGKILL after a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **options):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def train(out, kill, resume, prompts=MANY):
-    """Six steps with both levels of pruning; `out` gets all that must repeat."""
-    trainer = make_trainer(
-        prompts=prompts, callbacks=[Kill(kill)], max_steps=6, output_dir=out,
-        save_strategy="steps", save_steps=2, shuffle_dataset=True, **BOTH,
-    )  # fmt: skip
-    trainer.train(resume_from_checkpoint=resume)
-    weights = [parameter.detach() for parameter in trainer.model.parameters()]
-    torch.save(
-        (trainer.so_far, vars(trainer.history), weights, repeatable(trainer)), f"{out}/end.pt"
-    )
-
-
-def repeatable(trainer):
-    """The log without its times."""
-    times = ("step_time", "train_", "total_flos")
-    rows = trainer.state.log_history
-    return [{key: row[key] for key in row if not key.startswith(times)} for row in rows]

@@ -38,7 +38,6 @@ BASE = {
 }  # fmt: skip
 
 # Options, as `configure` takes them.
-RULE, RATE, PROMPT_RULE, PROMPT_RATE, _REST = RULES
 ACTOR = "actor_rollout_ref__actor__"
 LOSS, MODE = f"{ACTOR}policy_loss__loss_mode", f"{ACTOR}loss_agg_mode"
 UPDATE = f"{ACTOR}ppo_mini_batch_size"
@@ -61,7 +60,7 @@ PLAIN = {**NO_TERMS, "prompts": ("f", "bb", "ccc", "dddd")}  # of the last, none
 DULL = {**NO_TERMS, "prompts": ("dddd", "hhhh"), UPDATE: 1}
 STOCK = [(PPOTrainerSync, {"ranks": 1})]
 REFUSED = [
-    ({LOSS: "sapo", PROMPT_RULE: "uniform"}, "=token-mean with sapo .*set it to seq-mean"),
+    ({LOSS: "sapo", "prompt_rule": "uniform"}, "=token-mean with sapo .*set it to seq-mean"),
     ({"trainer__v1__nanodppo__rate": 0.5}, "unknown option of trainer.v1.nanodppo 'rate'"),
 ]
 INEXACT = [
@@ -79,36 +78,6 @@ for values, names in dppo_verl.EXACT:
         option = f"{parts}{name}"
         said = f"{option}={other}: .*set it to {choice}"
         INEXACT.append(({option.replace(".", "__"): other}, said))
-
-
-def kept_tokens(config, model_output, data, dp_group=None):
-    """A mistake: divides by the tokens of what is kept, as verl counts them."""
-    with mock.patch.object(dppo_verl.tu, "assign_non_tensor"):
-        return PRUNED_LOSS(config, model_output, data, dp_group)
-
-
-def weighted_advantages(config, model_output, data, dp_group=None):
-    """A mistake: multiplies advantages instead of gradients."""
-    factor = data["dppo"].values().view(-1, 2)[:, :1]
-    rows = [a * f for a, f in zip(data["advantages"].unbind(), factor, strict=True)]
-    data["advantages"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    data["dppo"] = torch.cat([torch.ones_like(factor), data["dppo"].values().view(-1, 2)[:, 1:]], 1)
-    return PRUNED_LOSS(config, model_output, data, dp_group)
-
-
-PRUNED_LOSS = dppo_verl.pruned_loss
-MISTAKES = {
-    name: (mock.patch.object(dppo_verl, "pruned_loss", mistake), FEW | options)
-    for name, mistake, options in (
-        ("kept tokens", kept_tokens, {MODE: "token-mean", **NO_TERMS}),
-        ("advantages with KL", weighted_advantages, {ENTROPY: 0}),
-        ("advantages with entropy", weighted_advantages, {KL: False, ENTROPY: 0.1}),
-        ("advantages with dro", weighted_advantages, {LOSS: "dro", **NO_TERMS}),
-    )
-}
-partial = PPOTrainerSync._compute_advantage
-partial = mock.patch.object(dppo_verl.DPPOTrainer, "_compute_advantage", partial)
-MISTAKES["advantages of partial groups"] = partial, FEW | NO_TERMS
 
 
 def configure(**changes):
@@ -209,29 +178,32 @@ class Policy:
     def gradient(self):
         return self.logits.grad.flatten().clone()
 
-    def move(self, lr):
-        with torch.no_grad():
-            self.logits -= lr * self.logits.grad
+
+PROMPTS = ("f", "bb", "ccc", "eeeee")
+ENGINE = {  # what verl's engine and its micro-batches depend on
+    "use_remove_padding": True, "use_dynamic_bsz": True, "max_token_len_per_gpu": 160,
+}  # fmt: skip
 
 
 class Toy(exact.Toy):
     """A trainer, its queue, and the gradients of its updates."""
 
-    PROMPTS = ("f", "bb", "ccc", "eeeee")
     kept = ("history", "mean_tokens", "global_steps")
 
-    def __init__(self, kind=dppo_verl.DPPOTrainer, prompts=PROMPTS, ranks=2, **changes):
+    def __init__(
+        self, kind=dppo_verl.DPPOTrainer, prompts=PROMPTS, ranks=2, policy=Policy, engine=ENGINE,
+        **changes,
+    ):  # fmt: skip
         if issubclass(kind, dppo_verl.DPPOTrainer):
             changes = {"trainer__v1__trainer_mode": "nanodppo"} | changes
-        self.options = changes | {"prompts": prompts}
+        self.options = changes | {"prompts": prompts, "policy": policy, "engine": engine}
         self.config = configure(data__train_batch_size=len(prompts), **changes)
-        self.trainer, self.queue, self.make_policy = kind(self.config), Queue(), Policy
-        self.remove_padding, self.dynamic = True, True  # for verl's engine
-        self.padded, self.limit = 0, 160  # rows in all steps; tokens of a micro-batch
+        self.trainer, self.queue = kind(self.config), Queue()
+        self.ranks, self.make_policy, self.engine = ranks, policy, engine
         self.trainer.train_dataset = [
             {"raw_prompt": [{"role": "user", "content": x}], "data_source": "toy"} for x in prompts
         ]
-        self.trainer.global_steps, self.ranks, self.lr = 0, ranks, 0.0
+        self.trainer.global_steps = 0
         self.trainer.tokenizer = types.SimpleNamespace(eos_token_id=0)
         self.trainer.replay_buffer = types.SimpleNamespace(sample=self.sample)
         self.trainer.reward_loop_manager = mock.Mock(reward_loop_worker_handles=[1])
@@ -307,7 +279,6 @@ class Toy(exact.Toy):
             self.submitted = self.trainer._next_train_batch()
             size = self.config.data.train_batch_size
             self.returned = self.trainer._step_once(self.metrics, {}, size)
-        self.padded += sum(tag.get("is_padding", False) for tag in self.returned.tags)
         return torch.stack(self.gradients)
 
     def log_probs(self, batch):
@@ -332,10 +303,9 @@ class Toy(exact.Toy):
             self.sizes.append(sum(map(len, parts)))
             for part in parts:
                 tu.assign_non_tensor(
-                    part, batch_num_tokens=tokens, dp_size=self.ranks, use_dynamic_bsz=self.dynamic,
-                    global_batch_size=extra["global_batch_size"], max_token_len_per_gpu=self.limit,
-                    micro_batch_size_per_gpu=1, use_remove_padding=self.remove_padding,
-                    temperature=1.0, calculate_entropy=True,
+                    part, batch_num_tokens=tokens, dp_size=self.ranks, temperature=1.0,
+                    global_batch_size=extra["global_batch_size"], micro_batch_size_per_gpu=1,
+                    calculate_entropy=True, **self.engine,
                 )  # fmt: skip
                 self.trained.append(part)
                 for micro in prepare_micro_batches(part)[0]:
@@ -344,18 +314,14 @@ class Toy(exact.Toy):
                     loss, _ = self.loss(model_output=output, data=micro, dp_group=None)
                     (loss / self.ranks).backward()
             self.gradients.append(self.policy.gradient())
-            self.policy.move(self.lr)
         return TensorDict({}, []).set_non_tensor("metrics", {"mfu": 0.0})
 
 
-def stock(prompts=Toy.PROMPTS, policy=None, **changes):
+def stock(prompts, **changes):
     """verl's own gradient [P] of one un-pruned update of these prompts, on one rank."""
     changes = {name: x for name, x in changes.items() if name not in RULES}
     changes |= {UPDATE: len(prompts), "trainer__v1__trainer_mode": "sync"}
-    toy = Toy(PPOTrainerSync, prompts, ranks=1, **changes)
-    if policy is not None:
-        toy.make_policy = lambda: policy
-    (gradient,) = toy.step()
+    (gradient,) = Toy(PPOTrainerSync, prompts, ranks=1, **changes).step()
     return gradient
 
 
