@@ -15,6 +15,9 @@ samples, so a group of 16 is four groups of 4. Their gradients correlate, becaus
 prompt: --correlation adds the noise of that, and is not measured from the run. In batches above the
 critical size V does not matter, and a smaller batch gains as much as any pruning.
 
+The completions of a group share the reading of their prompt in rollouts, and on a CPU in updates,
+too. So smaller groups read more prompts, which the predicted times leave out.
+
 V is that of independent keeps. The systematic draws of pps and adaptive have less noise, so they
 may exceed what is printed.
 
@@ -328,6 +331,8 @@ def report(figures: dict) -> str:
         f"At this run's group size, {G}, it gains {figures['ceiling/completions']:.2f}.",
         f"(Completions of a prompt correlate by {figures['correlation']:g}: --correlation. 0.05 "
         "was fitted to a model of 0.8 M parameters.)",
+        "(Not counted: smaller groups read more prompts. Where most tokens are the prompt's, they "
+        "are slower than this.)",
         "",
         "Dropping prompts before the rollout, relative to as many at random:",
         f"  {number(figures['ceiling/prompts'])}  if each prompt's pass rate were known",

@@ -89,6 +89,8 @@ def test_without_links(save, tmp_path, monkeypatch):
         assert step_of(checkpoint.find(tmp_path)) == step
         found = models.model_folder(str(tmp_path / "checkpoint"))
         assert found == str(tmp_path / f"checkpoint-00000{step}")
+    (tmp_path / "checkpoint").write_text("checkpoint-000002")  # what a copy made of a link
+    assert checkpoint.newest(tmp_path) == tmp_path / "checkpoint-000003"
     nothing = str(tmp_path / "none" / "checkpoint")
     assert models.model_folder(nothing) == nothing
 

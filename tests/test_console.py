@@ -62,6 +62,13 @@ def test_characters_that_the_console_lacks(policy_folder, tmp_path):
     assert r"gr\xf6\xdfe-\u221a2/log.jsonl" in said
 
 
+def test_a_closed_console():
+    """Catches the ValueError of a stream that a library closed."""
+    stream = io.StringIO()
+    stream.close()
+    print("x", file=console.Console(stream), flush=True)
+
+
 def test_a_console_that_is_the_result(monkeypatch):
     """eval.py's: characters are escaped, but a full disk is an error, because the table is all that
     there is."""

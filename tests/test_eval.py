@@ -153,6 +153,13 @@ def test_paired_comparison(tmp_path):
     with pytest.raises(InputError, match="no problem in common"):
         evaluation.compare(old, nothing)
 
+    # Chats that end alike differ in their answers; the second model had no room for the first.
+    same = [{"problem": "Go on.", "answer": n, "rewards": [n]} for n in (1, 0)]
+    for folder, rows in ((old, same), (new, same[1:])):
+        write(Path(folder) / "yours.jsonl", [{"index": n} | row for n, row in enumerate(rows)])
+    _, row = evaluation.compare(old, new)
+    assert (row["problems"], row["difference"]) == (1, 0)
+
 
 # ---------------------------------------------------------------------------- the command line
 

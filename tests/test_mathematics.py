@@ -130,6 +130,10 @@ def test_tracking(run, monkeypatch, tmp_path):
     assert "eval/avg@4" in calls[3][2]
     with pytest.raises(InputError, match=r"--track nothing: cannot import it .*; pip install n"):
         run("other", track="nothing")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "halfway.py").write_text("raise TypeError('protobuf')")
+    with pytest.raises(InputError, match=r"--track halfway: cannot import it \(protobuf\)"):
+        run("other", track="halfway")
 
 
 @pytest.mark.parametrize("call", ["init", "log", "finish"])

@@ -78,10 +78,16 @@ REFUSED = {  # a case: what is done to the folder, and what the message says
     "no head": (NO_HEAD, "1 of its weights are missing, such as lm_head.weight"),
     "other shapes": (set_config(intermediate_size=64), r"has the shape \[32, 48\] in the file"),
     "an adapter": (text("adapter_model.bin", ""), "it has an adapter; merge it"),
+    "MLX's adapter": (text("adapters.safetensors", ""), "it has an adapter; merge it"),
     "an adapter inside": (with_weight(UP.replace("weight", "lora_A.weight")), "not use .*lora_A"),
     "a bias of a tied head": (
         together(TIED, with_weight("lm_head.bias")), "does not use lm_head.bias, which changes"),
     "codes": (with_weight(UP, torch.ones(48, 32, dtype=torch.int8)), r"it is quantized \(I8\)"),
+    "codes in a file of another name": (
+        together(
+            with_weight(UP, torch.ones(48, 32, dtype=torch.int8)),
+            lambda folder: (folder / "model.safetensors").rename(folder / "all.safetensors")),
+        r"it is quantized \(I8\)"),
     "one NaN": (with_weight(UP, torch.full((48, 32), torch.nan)), f"{UP} holds NaN, infinity or"),
     "quantized": (
         set_config(quantization_config={"quant_method": "modelopt"}),
