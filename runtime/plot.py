@@ -13,6 +13,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
 
+from runtime import console
+
 CURVES = ("#0072B2", "#D55E00", "#009E73")  # of Okabe and Ito, for the colour-blind
 LEGEND = {"ncols": 3, "frameon": False, "fontsize": "small", "columnspacing": 1}
 REWARD = {"reward": "train", "eval/avg@4": "held out, avg@4"}
@@ -92,6 +94,7 @@ def draw_panel(axis, rows: list[dict], x: str, name: str, curves: dict) -> None:
 
 
 if __name__ == "__main__":
+    console.escape()
     if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "log.jsonl").exists():
         raise SystemExit("usage: python -m runtime.plot FOLDER, the --out-dir of a run")
     draw_run(Path(sys.argv[1]))

@@ -5,6 +5,7 @@ import contextlib
 import io
 import math
 import os
+import runpy
 import subprocess
 import sys
 import types
@@ -55,11 +56,19 @@ def in_ascii(args):
     train.cli(toy.toy_reward, args=args)
 
 
+def plot_in_ascii(folder):
+    sys.stdout.reconfigure(encoding="ascii", errors="strict")
+    sys.argv = ["plot", folder]
+    runpy.run_module("runtime.plot", run_name="__main__")
+
+
 def test_characters_that_the_console_lacks(policy_folder, tmp_path):
     """Catches a run that ends because its folder has a name that is not ASCII."""
     args = flags(policy_folder, str(tmp_path / "größe-√2"), steps=1)
     (said,) = in_processes(1, in_ascii, args)
     assert r"gr\xf6\xdfe-\u221a2/log.jsonl" in said
+    (said,) = in_processes(1, plot_in_ascii, str(tmp_path / "größe-√2"))
+    assert r"gr\xf6\xdfe-\u221a2/run.png" in said
 
 
 def test_a_closed_console():
