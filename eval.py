@@ -356,10 +356,11 @@ def stored_means(path: Path) -> dict[tuple, float]:
     other indices."""
     seen, means = Counter(), {}
     for row in log.read_rows(path):
-        text, mean = (row["problem"], row.get("answer")), stored_rewards([row]).nanmean().item()
+        asked = row["problem"], row.get("answer")
+        mean = stored_rewards([row]).nanmean().item()
         if not math.isnan(mean):
-            means[text, seen[text]] = mean
-        seen[text] += 1
+            means[asked, seen[asked]] = mean
+        seen[asked] += 1
     return means
 
 
