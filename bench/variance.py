@@ -160,9 +160,8 @@ def variance_rows(measured: Gradients, loss: str, stage: str, draws: int) -> lis
     )
     advantages = dppo.group_advantages(measured.batch.rewards, dppo.LOSSES[loss].scale_rewards)
     factor = (scale * advantages)[live]
-    gram = (
-        factor[:, None] * measured.gram * factor
-    )  # of the completions' terms in the full gradient
+    # Of the completions' terms in the full gradient:
+    gram = factor[:, None] * measured.gram * factor
     norms = torch.zeros_like(scale)
     norms[live] = gram.diagonal().sqrt()
     size = dppo.contribution_size(advantages, scale, measured.energy, beta=0.0)
@@ -286,9 +285,8 @@ def rows_of_run(data_name: str, seed: int, draws: int) -> list[dict]:
 def _cell(rows: list[dict], wanted: dict) -> str:
     """Medians over seeds as text; a dash if some seed has none."""
     matching = [row for row in rows if wanted.items() <= row.items()]
-    if not matching or not all(
-        row["kept"] and row["ratio_to_oracle"] is not None for row in matching
-    ):
+    known = all(row["kept"] and row["ratio_to_oracle"] is not None for row in matching)
+    if not (matching and known):
         return f"{'-':>26s}"
     median = lambda key: statistics.median(row[key] for row in matching)
     return f"{median('rel_mse'):9.4f} {median('rel_bias2'):7.4f} ({median('ratio_to_oracle'):6.2f})"
