@@ -25,11 +25,10 @@ from transformers.utils import find_adapter_config_file, logging
 
 import chat_format
 import data
-import memory
 import packing
 import rollout
 from config import Config
-from engines import check_decoder, compact, hf, vllm_engine
+from engines import check_decoder, compact, hf, memory, vllm_engine
 from runtime import InputError, checkpoint, ranks
 from runtime.device import cast_weights, fuse_norms
 from tasks import arithmetic, gguf

@@ -8,7 +8,7 @@ None leaves a completion out of its group's mean and standard deviation and give
 is for problems whose reference answer is missing, or cannot be read. A completion that cannot be
 read is wrong: 0.0.
 
-answers.py says which answers are equal.
+runtime/answers.py says which answers are equal.
 """
 
 import math
@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-import answers
 import chat_format
-from runtime import InputError, math_judge
+from runtime import InputError, answers, math_judge
 
 LONGEST_ANSWER = 2000  # characters; anything longer is not an answer
 LARGEST = 1e30  # of a reward's absolute value: squares must be finite

@@ -1,4 +1,4 @@
-"""Infrastructure, independent of the method: processes, signals, files, pictures, the judge.
+"""Infrastructure, independent of the method: processes, signals, files, pictures, answers.
 
 May import only runtime, nothing from the repository's root.
 """

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-import answers
 import data
+from runtime import answers
 
 TABLE = {
     "what a second search found": r"""

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import config
-import memory
 import models
 import packing
 from bench import shapes
-from engines import vllm_engine
+from engines import memory, vllm_engine
 from runtime import device, ranks
 
 GIB = 2**30

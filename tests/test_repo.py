@@ -33,7 +33,7 @@ FOLDERS = ("engines", "integrations", "tasks", "runtime", "related", "bench")
 # root. `root` stands for all modules of the root. related is found by name only.
 MAY_IMPORT = {
     "root": {"root", "engines", "tasks", "runtime"},
-    "engines": {"engines", "runtime", "dppo", "rollout"},
+    "engines": {"engines", "runtime", "dppo", "rollout", "packing"},
     "integrations": {"integrations", "dppo", "sampler", "chat_format"},
     "tasks": {"tasks", "runtime", "packing", "chat_format"},
     "tasks.sft": {"tasks", "runtime", "root"},  # a program, which the root does not import

@@ -3,7 +3,7 @@ Whether two mathematical answers are equal: first spelling, then meaning, then m
 
 SPELLINGS turns the ways to write an answer into one. `read` then takes off what stands around the
 value: what both answers have there, such as a unit, must agree. Values that are plain numbers or
-words are compared here; others go to math-verify, in a process of its own: runtime/math_judge.py.
+words are compared here; others go to math-verify, in a process of its own: math_judge.py.
 
 >>> equal("3/2", "1½"), equal("3 cm", "3"), equal("3 cm", "3 km"), equal("3", "at least 3")
 (True, True, False, False)
