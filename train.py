@@ -221,7 +221,6 @@ class Trainer:
                 old_logprobs = trainer_logprobs(self.model, rollouts, cfg, keep[mine])
             for number in range(M):
                 in_update = (minibatch == number)[:, None]  # [K, 1]
-                self.optimizer.zero_grad()
                 sums = accumulate_gradients(
                     self.model, rollouts, advantages, factor * weights, keep & in_update, cfg=cfg,
                     mine=mine, old_logprobs=old_logprobs, reference=self.reference,
@@ -235,6 +234,7 @@ class Trainer:
                 if not (math.isfinite(sums.loss) and math.isfinite(grad_norms[-1])):
                     raise NotFiniteError(f"loss {sums.loss}, gradient norm {grad_norms[-1]}")
                 self.optimizer.step()
+                self.optimizer.zero_grad()  # now: rollouts and evaluations can use the memory
 
         # 8. Remember the groups. Later steps draw by what is known of their prompts.
         self.history.update(prompts, advantages, lengths)

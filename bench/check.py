@@ -108,9 +108,10 @@ def gradient_of_step(trainer: Trainer, step: int, stored: Stored, **changes) -> 
     try:
         with stop, contextlib.suppress(Updated):
             Trainer.step(trainer, step)
+        return gradient(trainer.model)
     finally:
+        trainer.optimizer.zero_grad()
         trainer.cfg, trainer.sampling, trainer.candidates = cfg, sampling, candidates
-    return gradient(trainer.model)
 
 
 def compare(full: torch.Tensor, pruned: Iterable[torch.Tensor]) -> dict[str, float]:

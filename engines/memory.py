@@ -72,8 +72,10 @@ def state(parts: dict[str, int]) -> int:
 
 
 def peak(parts: dict[str, int]) -> int:
-    """Bytes that a run needs at least: rollouts take fewer sequences at once where they must."""
-    return state(parts) + max(parts["logits"] + parts["activations"], parts["one group"])
+    """Bytes that a run needs at least: rollouts take fewer sequences at once where they must, and
+    there are no gradients meanwhile."""
+    update = parts["logits"] + parts["activations"]
+    return state(parts) + max(update, parts["one group"] - parts["gradients"])
 
 
 def vllm_share(parts: dict[str, int], total: int) -> float:

@@ -279,7 +279,8 @@ def test_figures_are_estimates_of_the_full_batch(full_batch, prompt_rule):
 
 
 def test_flags_of_the_optimizer(steps, monkeypatch):
-    """Catches --grad-clip and --lr that the optimizer never sees."""
+    """Catches --grad-clip and --lr that the optimizer never sees, and gradients that take memory
+    during the next rollouts."""
     clip, seen = torch.nn.utils.clip_grad_norm_, []
     record = lambda parameters, norm: seen.append(norm) or clip(parameters, norm)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
@@ -288,6 +289,7 @@ def test_flags_of_the_optimizer(steps, monkeypatch):
     assert (seen, group["lr"]) == ([0.37], 0.01)
     assert row["learning_rate"] == 0.01
     assert group["betas"] == (0.9, 0.91)
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
 NAMES = ("prompts_per_step", "group_size", "lr", "completion_prune_rate", "rest")

@@ -54,6 +54,13 @@ def test_parts_by_hand(model_4b, changes, world, wanted):
     assert found == pytest.approx(wanted, rel=0.005)
 
 
+def test_the_peak_by_hand():
+    """An update, or a rollout of one group, which has no gradients beside it."""
+    parts = dict.fromkeys(memory.STATE, 1) | {"logits": 2, "activations": 3}
+    assert memory.peak(parts | {"one group": 6}) == 5 + 2 + 3
+    assert memory.peak(parts | {"one group": 7}) == 4 + 7
+
+
 class FusedNorm(torch.autograd.Function):
     """Keeps what CUDA's kernel keeps: its input."""
 
