@@ -1,10 +1,10 @@
 """
 What a run takes of a GPU's memory, computed before its first step.
 
-`plan` counts bytes by part. The state of training stays for the whole run. An update (logits,
-activations) and a rollout (keys and values) take turns with the rest. Measured on an H200 with
---gradient-checkpointing and no sampling copy, updates of Qwen3 at 0.6B, 1.7B and 4B took 12.3, 30.9
-and 66.9 GiB; the plan has 12.3, 30.3 and 66.2.
+`plan` counts bytes by part. Weights, their copies and the optimizer stay for the whole run. An
+update (gradients, logits, activations) and a rollout (keys and values) take turns with the rest.
+Measured on an H200 with --gradient-checkpointing and no sampling copy, updates of Qwen3 at 0.6B,
+1.7B and 4B took 12.3, 30.9 and 66.9 GiB; the plan has 12.3, 30.3 and 66.2.
 """
 
 from dataclasses import replace
