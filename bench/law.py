@@ -19,11 +19,8 @@ runs/law-predicted.md was written before the first run.
 
 import itertools
 import math
-import multiprocessing
-import os
 import statistics
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +32,7 @@ import dppo
 import eval as evaluation
 import rollout
 import train
-from bench import JsonFile, gradient, inner_products, made_by, results
+from bench import JsonFile, gradient, inner_products, made_by, results, runs
 from rewards import score
 from runtime import log
 from update import accumulate_gradients
@@ -85,6 +82,17 @@ class Run:
     def is_row(self, row: dict) -> bool:
         return all(row[name] == value for name, value in vars(self).items())
 
+    def make(self) -> dict:
+        return make_one(self)
+
+    def warm_up(self) -> None:
+        """Virtual time needs none."""
+
+    def line(self, row: dict) -> str:
+        accuracies = [point[3] for point in row["curve"]]
+        arm = f"{self.task} {self.rule} m {self.ratio:g} G {self.group_size}"
+        return f"{arm} lr {self.lr:g} seed {self.seed} {accuracies}"
+
 
 def main(
     tasks: tuple[str, ...] = ("arithmetic", "arithmetic-mixed"),
@@ -110,29 +118,15 @@ def main(
         arms = [(task, "zero", 0.0, size) for size in GROUP_SIZES]
         arms += [(task, "adaptive", m, size) for m in RATIOS for size in GROUP_SIZES]
         tuning = itertools.product(TUNING_SEEDS, RATES, arms)
-        make([Run(*arm, lr, seed) for seed, lr, arm in tuning], json_file, workers)
-        rows = log.read_rows(json_file)
+        rows = runs.make([Run(*arm, lr, seed) for seed, lr, arm in tuning], json_file, workers)
         chosen = dict.fromkeys(
             (*arm, best_rate(rows, arm, m))
             for arm in arms
             for m in ([arm[2]] if arm[2] else RATIOS)
         )
-        make([Run(*arm, seed) for seed in range(seeds) for arm in chosen], json_file, workers)
+        fresh = [Run(*arm, seed) for seed in range(seeds) for arm in chosen]
+        runs.make(fresh, json_file, workers)
         show(log.read_rows(json_file), task)
-
-
-def make(runs: Iterable[Run], file: Path, workers: int) -> None:
-    """Make the runs that the file lacks, `workers` at a time."""
-    rows = log.cut_rows(file, lambda row: True)
-    missing = [run for run in runs if not any(map(run.is_row, rows))]
-    os.environ["OMP_NUM_THREADS"] = "1"  # the workers inherit it
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(make_one, run) for run in missing]):
-            row = done.result()
-            log.append_rows(file, [row])
-            name = f"{row['task']} {row['rule']} m {row['ratio']:g} G {row['group_size']}"
-            accuracies = [point[3] for point in row["curve"]]
-            print(name, f"lr {row['lr']:g} seed {row['seed']}", accuracies, flush=True)
 
 
 def make_one(run: Run) -> dict:
@@ -260,8 +254,8 @@ def time_to_target(row: dict, m: float) -> float:
 
 def rows_of(rows: list[dict], arm: tuple, lr: float, seeds: Iterable[int]) -> list[dict]:
     """The runs of an arm at a learning rate, in the order of the seeds."""
-    runs = {row["seed"]: row for row in rows if Run(*arm, lr, row["seed"]).is_row(row)}
-    return [runs[seed] for seed in seeds if seed in runs]
+    of_arm = {row["seed"]: row for row in rows if Run(*arm, lr, row["seed"]).is_row(row)}
+    return [of_arm[seed] for seed in seeds if seed in of_arm]
 
 
 def best_rate(rows: list[dict], arm: tuple, m: float) -> float:
@@ -278,8 +272,8 @@ def measured(rows: list[dict], task: str, rule: str, m: float, size: int) -> dic
     """{fresh seed: virtual time to the target} of an arm, at its learning rate."""
     arm = (task, rule, 0.0 if rule == "zero" else m, size)
     lr = best_rate(rows, arm, m)
-    runs = rows_of(rows, arm, lr, range(100))
-    return {row["seed"]: time_to_target(row, m) for row in runs}
+    of_arm = rows_of(rows, arm, lr, range(100))
+    return {row["seed"]: time_to_target(row, m) for row in of_arm}
 
 
 def progress(rows: list[dict], task: str, rule: str, m: float, size: int) -> dict[int, float]:

@@ -58,6 +58,7 @@ def main(
         for seed in range(seeds or (8 if budget == BUDGETS[setting][-1] else 10))
     ]
     in_blocks = sorted(raced, key=lambda run: (run.seed, run.setting, run.budget))
+    runs.check_speed(in_blocks, json_file)
     runs.make(in_blocks, json_file, workers)
     for setting in settings:
         print(f"\n{setting}: accuracy after so many seconds of training\n")

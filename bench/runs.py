@@ -81,6 +81,21 @@ class Run:
         """Whether a row of a file is this run's."""
         return all(row[name] == value for name, value in vars(self).items())
 
+    def make(self) -> dict:
+        """Its row."""
+        return make_one(self)
+
+    def warm_up(self) -> None:
+        """Load the libraries, before a run is timed."""
+        make_one(replace(self, steps=1), problems=1)
+
+    def line(self, row: dict) -> str:
+        """Its row, as it is shown when the run ends."""
+        where = f"{row['setting']} seed {row['seed']}"
+        steps = f"{row['made']} steps in {row['seconds']:.1f} s"
+        failed = f" failed: {row['failed']}" if row["failed"] else ""
+        return f"{row['accuracy']:.3f}  {where}: {steps}, {row['flags']}{failed}"
+
 
 def check_names(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
     """InputError for a name that a flag does not take, before anything runs."""
@@ -96,32 +111,34 @@ def check_settings(given: Iterable[str], known: Iterable[str]) -> None:
         raise InputError(f"--settings words: there is no {SFT}; run bash runs/smollm2.sh first")
 
 
-def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
+def make(runs: list, file: Path, workers: int) -> list[dict]:
     """The rows of the runs, in their order. Those that the file lacks are made, `workers` at a
-    time."""
+    time. A run is a Run, or a dataclass with the same methods."""
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = log.cut_rows(file, lambda row: True)
     missing = [run for run in dict.fromkeys(runs) if not any(map(run.is_row, rows))]
     if missing:
-        check_speed(missing, rows, file)
         os.environ["OMP_NUM_THREADS"] = "1"  # the workers inherit it
         context = multiprocessing.get_context("spawn")
         started = (min(workers, len(missing)), context, start_worker, missing[:1])
         with ProcessPoolExecutor(*started) as pool:
+            run_of = {pool.submit(run.make): run for run in missing}
             try:
-                for done in as_completed([pool.submit(make_one, run) for run in missing]):
-                    log.append_rows(file, [done.result()])
-                    rows.append(done.result())
-                    print(line(done.result()), flush=True)
+                for done in as_completed(run_of):
+                    row = done.result()
+                    log.append_rows(file, [row])
+                    rows.append(row)
+                    print(run_of[done].line(row), flush=True)
             except BaseException:  # Ctrl-C, too: the runs that have not begun never will
                 pool.shutdown(cancel_futures=True)
                 raise
     return [next(filter(run.is_row, rows)) for run in runs]
 
 
-def check_speed(missing: list[Run], rows: list[dict], file: Path) -> None:
+def check_speed(runs: list[Run], file: Path) -> None:
     """InputError if runs that end after seconds would join rows of a faster or slower machine."""
-    settings = {run.setting for run in missing if run.budget}
+    rows = log.read_rows(file)
+    settings = {run.setting for run in runs if not any(map(run.is_row, rows))}
     before = [row["probe"] for row in rows if row["setting"] in settings]
     ratio = statistics.median(before) / probe() if before else 1.0
     if not 1 / SAME_SPEED < ratio < SAME_SPEED:
@@ -145,18 +162,10 @@ def probe() -> float:
     return round(1000 * statistics.median(times), 3)
 
 
-def line(row: dict) -> str:
-    """A row, as it is shown when the run ends."""
-    where = f"{row['setting']} seed {row['seed']}"
-    steps = f"{row['made']} steps in {row['seconds']:.1f} s"
-    failed = f" failed: {row['failed']}" if row["failed"] else ""
-    return f"{row['accuracy']:.3f}  {where}: {steps}, {row['flags']}{failed}"
-
-
-def start_worker(run: Run) -> None:
-    """Let this worker end with its parent, and load the libraries before a run is timed."""
+def start_worker(run) -> None:
+    """Let this worker end with its parent, and be warm when its first run begins."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    make_one(replace(run, steps=1), problems=1)
+    run.warm_up()
 
 
 def _end_with_parent() -> None:
