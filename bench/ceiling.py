@@ -133,8 +133,9 @@ def figures(
     as_table = lambda rows: torch.tensor(rows, dtype=torch.float64).T
     columns = {key: as_table(column) for key, column in columns.items()}
     times, noises = as_table(reached)
-    by_rank = dppo.COMPLETION_RULES[settings["completion_rule"]].biased
-    noise = math.nan if by_rank else noises.mean().item()  # else the weights are not 1 / p
+    rule = dppo.COMPLETION_RULES.get(settings["completion_rule"])
+    unbiased = rule is not None and not rule.biased  # None: a rule of the user's
+    noise = noises.mean().item() if unbiased else math.nan  # else the weights may not be 1 / p
 
     known, last_group = ceilings_of_prompts(list(steps.values()), ratio, settings["scale_rewards"])
     return {
@@ -317,32 +318,40 @@ def report(figures: dict) -> str:
     pruned = max(group_sizes, key=lambda size: progress("adaptive", size))
     lines = [
         f"{figures['run']}: {figures['steps']} steps after the first one, {figures['used']} of "
-        f"them used; {figures['live_groups']:.2f} of the groups are live.",
+        "them used: those in which every group size has unequal rewards. Rewards differ in "
+        f"{figures['live_groups']:.2f} of the groups.",
         f"Everything but training takes {figures['rest_over_training']:.2f} of the time of "
-        "training on every completion.",
+        "training on every completion (m, --rest).",
         "",
-        "Progress in a second, where noise limits learning, by group size (95 % over steps):",
+        "How fast the model learns, where noise limits it, by group size. The best size without "
+        "pruning is 1.00 (95 % over steps):",
         "  " + " " * 20 + "".join(f"{size:6d}       " for size in group_sizes),
         line("zero", "GRPO without zeros"),
         line("adaptive", "adaptive"),
         "",
-        f"Without pruning, groups of {best} are predicted to be fastest.",
-        f"adaptive gains {progress('adaptive', pruned):.2f} over that, with groups of {pruned}.",
-        f"At this run's group size, {G}, it gains {figures['ceiling/completions']:.2f}.",
-        f"(Completions of a prompt correlate by {figures['correlation']:g}: --correlation. 0.05 "
-        "was fitted to a model of 0.8 M parameters.)",
+        f"GRPO without zeros is predicted to learn fastest with groups of {best}.",
+        f"adaptive with groups of {pruned} is predicted to be {progress('adaptive', pruned):.2f} "
+        "times as fast.",
+        f"With groups of {G}, as in this run, adaptive is {figures['ceiling/completions']:.2f} times "
+        "as fast as GRPO without zeros.",
+        "(This takes the gradients of a prompt's completions to correlate by "
+        f"{figures['correlation']:g}. 0.05 was fitted to a model of 0.8 M parameters; try "
+        "--correlation 0 and 0.2.)",
         "(Not counted: smaller groups read more prompts. Where most tokens are the prompt's, they "
         "are slower than this.)",
         "",
-        "Dropping prompts before the rollout, relative to as many at random:",
+        "Dropping prompts before the rollout could be so many times as fast as dropping as many at "
+        "random:",
         f"  {number(figures['ceiling/prompts'])}  if each prompt's pass rate were known",
-        f"  {number(figures['ceiling/last_group'])}  by the result of its last group (none right, "
-        "some, all)",
-        "",
-        f"What this run did: {number(figures['reached']).strip()} times the progress of GRPO "
-        f"without zeros, at {number(figures['variance']).strip()} times the noise of sampling "
-        "alone.",
+        f"  {number(figures['ceiling/last_group'])}  if the result of its last group is known (none "
+        "right, some, all)",
     ]
+    if not math.isnan(figures["reached"]):
+        lines += [
+            "",
+            f"This run was {figures['reached']:.2f} times as fast as GRPO without zeros, and its "
+            f"pruning made the gradient's variance {figures['variance']:.2f} times as large.",
+        ]
     if figures["scale_rewards"] != "none":
         lines.append(
             f"With --scale-rewards {figures['scale_rewards']} each group size has an objective of "

@@ -118,10 +118,16 @@ UNIT = re.compile(
     rf"({LONG}|(?:{SHORT})(?=[\^{{}}23]*(?:/|$)))(?:e?s)?(?![a-z])\.?"
     r"(?:\^\{?([23])\}?)?", re.IGNORECASE,
 )  # fmt: skip
-COUNTED = re.compile(  # words after a number, unless they change it
-    r"(?:(?<=\d) +|(?<=[})]))(?!(?:squared|cubed|factorial|halves|tenths|hundredths)$)"
-    r"(?=[a-z' -]*[a-z]{3})[a-z' -]+$", re.IGNORECASE,
-)  # fmt: skip
+CHANGES = (  # words that change the number before them: 2 or three, 5 thousandths
+    "or|nor|plus|minus|power|squared|cubed|factorial|half|halves|thirds?|"
+    "(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?|"
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen|"
+    "(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|million|billion|dozen"
+)
+COUNTED = re.compile(  # other words after a number
+    rf"(?:(?<=\d) +|(?<=[}})]))(?![a-z' -]*\b(?:{CHANGES})\b)(?=[a-z' -]*[a-z]{{3}})[a-z' -]+$",
+    re.IGNORECASE,
+)
 
 # A set, an open or a closed interval. Not a union, not a set that a condition describes, and not a
 # list of pairs.

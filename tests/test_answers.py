@@ -10,6 +10,19 @@ import data
 from runtime import answers
 
 TABLE = {
+    "words that change the number before them": r"""
+        2 ; 2 or three ; 0
+        3 ; 3 minus two ; 0
+        5 ; 5 thousandths ; 0
+        5 ; 5 thousand ; 0
+        12 ; 12 to the power two ; 0
+        8 ; 8 or possibly nine ; 0
+        90 ; 90 plus ten ; 0
+        1 ; 1 half ; 0
+        3 ; 3 times ; 1
+        5 ; 5 left over ; 1
+        40 ; 40 red paths ; 1
+    """,
     "what a second search found": r"""
         11,\! 111,\! 111,\! 100 ; 11111111100 ; 1
         11,\! 111,\! 111,\! 100 ; 11{,}111{,}111{,}100 ; 1

@@ -257,9 +257,12 @@ def test_figures_by_hand():
     others = [made_up_row(row["step"], m=9.0) for row in rows]
     assert figures(others, [first, *steps], SETTINGS, "made up", C, rest=M) == found, "--rest"
     printed = ceiling.report(found)
-    assert "10 of them used; 0.75 of the groups are live" in printed
-    assert "groups of 4 are predicted to be fastest." in printed
-    assert f"gains {known_figures()['adaptive/4']:.2f} over that, with groups of 4." in printed
+    assert "10 of them used: those in which every group size has unequal rewards. " in printed
+    assert "Rewards differ in 0.75 of the groups." in printed
+    assert "GRPO without zeros is predicted to learn fastest with groups of 4." in printed
+    gain = f"{known_figures()['adaptive/4']:.2f} times as fast"
+    assert f"adaptive with groups of 4 is predicted to be {gain}." in printed
+    assert "This run was " in printed
 
 
 def test_a_step_without_prompts_is_left_out():
@@ -328,16 +331,17 @@ def test_a_prompt_of_weight_2_is_two_prompts():
 
 
 def test_what_there_is_no_figure_for():
-    """Rewards that are not 0 and 1, rules by rank, and runs with too little. Catches a null that
-    ends the command, and noise from weights that are not 1 / p."""
+    """Rewards that are not 0 and 1, rules by rank or of the user's, and runs with too little.
+    Catches a null that ends the command, and noise from weights that are not 1 / p."""
     groups, rows = known_steps(), rows_of(known_steps())
     partial = [group | {"rewards": [[0.5, 0, 1, 0], [None, 1, 0, 0]]} for group in groups]
     found = figures(rows, partial, SETTINGS, "")
     assert math.isnan(found["ceiling/prompts"])
     assert "   -  if each prompt's pass rate were known" in ceiling.report(found)
-    by_rank = figures(rows, groups, SETTINGS | {"completion_rule": "pods"}, "")
-    assert "What this run did: - times" in ceiling.report(by_rank)
-    assert "an objective of its own" not in ceiling.report(by_rank)
+    for rule in ("pods", "mine"):
+        printed = ceiling.report(figures(rows, groups, SETTINGS | {"completion_rule": rule}, ""))
+        assert "This run was" not in printed
+        assert "an objective of its own" not in printed
     other = figures(rows, groups, SETTINGS | {"scale_rewards": "group"}, "")
     assert "--scale-rewards group each group size has an objective of" in ceiling.report(other)
     assert figures(rows[:3], groups, SETTINGS, "")["used"] == 3
