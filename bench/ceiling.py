@@ -332,8 +332,8 @@ def report(figures: dict) -> str:
         f"GRPO without zeros is predicted to learn fastest with groups of {best}.",
         f"adaptive with groups of {pruned} is predicted to be {progress('adaptive', pruned):.2f} "
         "times as fast.",
-        f"With groups of {G}, as in this run, adaptive is {figures['ceiling/completions']:.2f} times "
-        "as fast as GRPO without zeros.",
+        f"With groups of {G}, as in this run, adaptive is {figures['ceiling/completions']:.2f} "
+        "times as fast as GRPO without zeros.",
         "(This takes the gradients of a prompt's completions to correlate by "
         f"{figures['correlation']:g}. 0.05 was fitted to a model of 0.8 M parameters; try "
         "--correlation 0 and 0.2.)",
@@ -343,8 +343,8 @@ def report(figures: dict) -> str:
         "Dropping prompts before the rollout could be so many times as fast as dropping as many at "
         "random:",
         f"  {number(figures['ceiling/prompts'])}  if each prompt's pass rate were known",
-        f"  {number(figures['ceiling/last_group'])}  if the result of its last group is known (none "
-        "right, some, all)",
+        f"  {number(figures['ceiling/last_group'])}  if the result of its last group is known "
+        "(none right, some, all)",
     ]
     if not math.isnan(figures["reached"]):
         lines += [
