@@ -44,7 +44,7 @@ ADVANTAGE_EPS = 1e-4  # added to the group's standard deviation, as in TRL
 # A score counts as below the mean only if it is below by more than this. At pass rate 1/2 all
 # |advantages| are equal, and rounding would decide.
 THRESHOLD_MARGIN = 1e-6
-SIZE_FLOOR = 0.03  # lowest size, relative to the mean size, so that no weight is too large
+SIZE_FLOOR = 0.03  # lowest size, relative to the mean size, so that no weight is unbounded
 
 
 class RuleError(ValueError):
@@ -179,8 +179,9 @@ def contribution_size(
 
     `factor` is what multiplies the loss of its tokens (prompt weight over denominator; 0: masked),
     because the variance that pruning adds is that of the weighted term. `energy` is the sum over
-    its tokens of |onehot - softmax|^2. The gradient passes through the logits, and the scores of
-    different tokens are uncorrelated, so the squared norm is roughly proportional to the energy.
+    its tokens of |onehot - softmax|^2. The gradient passes through the logits, and the gradients
+    of different tokens' log-probs are uncorrelated, so the squared norm is roughly proportional to
+    the energy.
     beta accounts for the KL term.
 
     The size is exactly 0 where the term is exactly 0. Elsewhere it is at least SIZE_FLOOR of the
@@ -454,7 +455,7 @@ def proportional_to_size(batch: Completions, prune_rate: float) -> torch.Tensor:
 def adaptive(batch: Completions, prune_rate: float) -> torch.Tensor:
     """Ours: the least time x variance, at batch.rest. It keeps a large share of the contributing
     terms where these are few or alike, and a small one where a few of many carry the gradient."""
-    if not batch.rest > 0:
+    if batch.live.any() and not batch.rest > 0:
         raise RuleError(f"needs a rest above 0, not {batch.rest:g}")
     return adaptive_keep_prob(batch.size, batch.cost, batch.rest)
 
@@ -523,7 +524,7 @@ LOSSES = {  # clips are the papers'; cispo's is from 0 (no lower bound) to 5 (TR
 def loss_scale(
     lengths: torch.Tensor, loss: str, *, num_sequences: int, max_new_tokens: int, num_tokens: float
 ) -> torch.Tensor:
-    """The factor of each token's loss in a full batch, float64 of lengths' shape: 1 / denominator.
+    """1 / denominator, which multiplies each token's loss in a full batch: float64, lengths' shape.
 
     The counts are of the full batch, fixed before anything is pruned: num_sequences = Q x G, and
     num_tokens its completion tokens. With M updates a step, both are divided by M.

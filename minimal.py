@@ -16,6 +16,8 @@ adds variance. pps, probability proportional to size, adds little: p_i grows wit
 gradient norm of l_i. Prompts are drawn before the rollout, when sizes are not known, so p follows
 from what is known of the past: the mean |advantage| of the prompt's last group. This is the paper's
 rule (arXiv:2603.04135), as we reconstruct it. The two weights multiply.
+
+train.py's default differs: its rule is adaptive, it keeps all prompts, and its loss is Dr. GRPO's.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, set_seed
 from tasks import arithmetic
 
 Q, G, T = 32, 8, 64  # prompts of a step, completions each, tokens at most
-DULL = 0.5  # keep prompts whose past |advantage| is below the mean with this probability
+LOW = 0.5  # keep prompts whose past |advantage| is below the mean with this probability
 TOKEN_SHARE = 0.4  # train on this share of the tokens of all sampled completions and their prompts
 FLOOR = 0.1  # lowest size, relative to the mean size, so that no weight is too large
 STEPS, WARMUP, LR, CLIP, ROWS = 60, 5, 6e-4, 0.2, 64  # ROWS: completions in one backward pass
@@ -40,10 +42,11 @@ PAD, END = tokenizer.pad_token_id, tokenizer.eos_token_id
 
 
 def completion_size(advantage, factor, logprobs):
-    """Estimated gradient norm [N] of each completion's term, exactly 0 where the term is. At the
-    logits, a token's gradient is onehot - softmax, of squared norm at most 2 (1 - prob)^2; over
-    tokens these roughly add up, because the scores of different tokens are uncorrelated."""
-    energy = 2 * logprobs.expm1().square().sum(1)  # [N]; log-probs are 0 elsewhere
+    """Estimated gradient norm [N] of each completion's term, exactly 0 where the term is. `factor`
+    is its prompt's weight / denominator. At the logits, the gradient of a token's log-prob is
+    onehot - softmax, of squared norm at most 2 (1 - prob)^2. Over tokens these roughly add up to
+    the energy, because the gradients of different tokens are uncorrelated."""
+    energy = 2 * logprobs.expm1().square().sum(1)  # [N]; expm1 of a log-prob is prob - 1
     size = factor * advantage.abs() * energy.sqrt()
     live = advantage != 0
     return torch.where(live, size.clamp(min=FLOOR * size[live].mean()), 0.0)
@@ -56,10 +59,10 @@ def keep_prob(size, cost, budget):
     The variance is about sum((1 / p - 1) size^2), least at p = min(1, tau size / sqrt(cost)). To
     find tau, fill up: what would pass 1 is kept for sure, and the others share what is left.
     """
-    score, sure = size / cost.sqrt(), torch.zeros_like(size, dtype=torch.bool)
+    priority, sure = size / cost.sqrt(), torch.zeros_like(size, dtype=torch.bool)
     while True:
-        tau = (budget - cost[sure].sum()) / (score * cost)[~sure].sum().clamp(min=1e-30)
-        p = torch.where(sure, 1.0, tau * score)
+        tau = (budget - cost[sure].sum()) / (priority * cost)[~sure].sum().clamp(min=1e-30)
+        p = torch.where(sure, 1.0, tau * priority)
         if not (p > 1).any():
             return p
         sure |= p > 1
@@ -102,15 +105,16 @@ def sample(model, problems):
     return ids, sampled, logprobs, torch.tensor(right, dtype=torch.float64)
 
 
-def loss(model, ids, sampled, old_logprobs, advantage, factor):
-    """The sum of n completions' clipped terms, each times its factor [n], weight / denominator."""
+def loss(model, ids, sampled, old_logprobs, advantage, multiplier):
+    """The sum of n completions' clipped terms, each times its multiplier [n]: both weights over the
+    denominator."""
     used = (sampled | (ids != PAD)).any(0)  # [W + T], the L columns that are not all padding
     ids, sampled, old_logprobs = ids[:, used], sampled[:, used], old_logprobs[:, used]  # [n, L]
     logits = model(ids, attention_mask=ids != PAD).logits[:, :-1]  # [n, L - 1, V]
     logprobs = -F.cross_entropy(logits.mT, ids[:, 1:], reduction="none")  # [n, L - 1]
     ratio, advantage = (logprobs - old_logprobs[:, 1:]).exp(), advantage[:, None]
     term = -torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
-    return ((term * sampled[:, 1:]).sum(1) * factor).sum()
+    return ((term * sampled[:, 1:]).sum(1) * multiplier).sum()
 
 
 def train(grpo=False, seed=0, steps=STEPS):
@@ -125,8 +129,8 @@ def train(grpo=False, seed=0, steps=STEPS):
         started = time.perf_counter()
         # Drop prompts, before their completions are sampled.
         prompts = torch.randperm(PROBLEMS)[:Q]  # the candidates [Q], in random order
-        dull = past[prompts] < past[prompts].nanmean()  # [Q]; False where either is NaN
-        p = torch.where(dull, DULL, 1.0).double()
+        low = past[prompts] < past[prompts].nanmean()  # [Q]; False where either is NaN
+        p = torch.where(low, LOW, 1.0).double()
         weight = prune(torch.ones_like(p) if grpo else p, random.random())  # [Q]
         prompts, weight = prompts[weight > 0], weight[weight > 0]  # [K]
         # Sample and reward. Advantages are of full groups, and exactly 0 if all rewards are equal.
@@ -142,12 +146,12 @@ def train(grpo=False, seed=0, steps=STEPS):
         # Drop completions, before they are trained on: by size, and those of size 0 always.
         cost = (ids != PAD).sum(1).double()  # [N], tokens to train on, with the prompt
         p = keep_prob(completion_size(advantage, factor, logprobs), cost, TOKEN_SHARE * cost.sum())
-        factor *= prune(torch.ones_like(p) if grpo else p, random.random())
-        kept = factor.nonzero()[:, 0]
+        multiplier = factor * prune(torch.ones_like(p) if grpo else p, random.random())  # [N]
+        kept = multiplier.nonzero()[:, 0]
         kept = kept[cost[kept].argsort()]  # similar lengths share a pass, so little is padding
         optimizer.zero_grad(set_to_none=False)  # a gradient of 0, not none, if nothing is kept
         for n in (kept[i : i + ROWS] for i in range(0, len(kept), ROWS)):
-            loss(model, ids[n], sampled[n], logprobs[n], advantage[n], factor[n]).backward()
+            loss(model, ids[n], sampled[n], logprobs[n], advantage[n], multiplier[n]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = LR * min((step + 1) / WARMUP, 1 - step / steps)
         optimizer.step()

@@ -117,7 +117,7 @@ def test_the_adaptive_rule():
     assert kept == sorted(kept)
     assert kept[0] < 0.6 * kept[-1], "the dearer training is, the more is dropped"
     assert torch.equal(keep_prob, live.double())
-    nothing = dppo.Completions(0 * size, size, cost, 0 * size, rest=1.0)
+    nothing = dppo.Completions(0 * size, size, cost, 0 * size)  # an update without prompts has none
     assert (dppo.COMPLETION_RULES["adaptive"].keep_prob(nothing, 0.0) == 0).all()
     unknown = dppo.Completions(size, size, cost, size)
     with pytest.raises(dppo.RuleError, match="needs a rest above 0, not 0"):

@@ -206,7 +206,7 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
     """Each completion's factor is (prompt weight x completion weight) / (own length x Q x G), its
     advantage that of the full group; with --grpo everything is trained on with weight 1.
 
-    In the second step prompts whose |advantage| was below the mean are kept with probability DULL.
+    In the second step prompts whose |advantage| was below the mean are kept with probability LOW.
     Catches a loop that does not run, a denominator or advantage of what was kept, a weight that is
     left out, a history that is never written, and dropping above the mean.
     """
@@ -229,10 +229,10 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
         probabilities.append(args[0])
         return draws[-1]
 
-    def spy_loss(model, ids, sampled, old_logprobs, advantage, factor):
+    def spy_loss(model, ids, sampled, old_logprobs, advantage, multiplier):
         assert ((advantage[:, None] - expected.flatten()).abs().amin(dim=1) < 1e-9).all()
-        trained[-1].append(factor * sampled.sum(1) * 4 * 4)
-        return loss(model, ids, sampled, old_logprobs, advantage, factor)
+        trained[-1].append(multiplier * sampled.sum(1) * 4 * 4)
+        return loss(model, ids, sampled, old_logprobs, advantage, multiplier)
 
     def spy_sample(*args):
         *rollouts, rewards = sample(*args)
@@ -248,10 +248,10 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
     assert "held-out accuracy" in lines[1]
     assert probabilities[0].tolist() == [1.0] * 4, "nothing is known yet"
     past = expected.abs().mean(dim=1)
-    dull = int((past < past.mean()).sum())
-    assert 0 < dull < 4
+    low = int((past < past.mean()).sum())
+    assert 0 < low < 4
     assert sorted(probabilities[2].tolist()) == sorted(
-        [1.0 if grpo else 0.5] * dull + [1.0] * (4 - dull)
+        [1.0 if grpo else 0.5] * low + [1.0] * (4 - low)
     )
     for step in range(2):
         prompts, completions = draws[2 * step : 2 * step + 2]
