@@ -5,10 +5,7 @@ A bad value raises an InputError that names the flag, the value and a remedy bef
 loaded or written.
 """
 
-import contextlib
-import difflib
 import importlib
-import io
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -51,7 +48,6 @@ FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the e
     "track",
 )  # fmt: skip
 COMPARED = ("model", "data", "eval_data")  # may have moved, if their contents are the same
-TRUNCATING = ("--top-p", "--top-k", "--repetition-penalty")  # flags of eval.py, not ours
 
 
 # ---------------------------------------------------------------------------- the command line
@@ -59,7 +55,7 @@ TRUNCATING = ("--top-p", "--top-k", "--repetition-penalty")  # flags of eval.py,
 
 def parse_config(argv: list[str]) -> Config:
     """The Config of a command line. With --resume, the defaults are the settings of that run."""
-    cfg = _parse(argv, Config())
+    cfg = tyro.cli(Config, args=argv)
     stored = Path(cfg.out_dir) / "config.json"
     if cfg.resume and stored.exists():
         settings = checkpoint.stored_config(stored.parent)
@@ -70,7 +66,7 @@ def parse_config(argv: list[str]) -> Config:
             )
         run = Config(**settings)
         run = replace(run, out_dir=cfg.out_dir)  # the folder may have been moved
-        cfg = _parse(argv, run)
+        cfg = tyro.cli(Config, args=argv, default=run)
         for field in fields(Config):
             now, then = getattr(cfg, field.name), getattr(run, field.name)
             free = field.name in FREE_TO_CHANGE
@@ -83,29 +79,6 @@ def parse_config(argv: list[str]) -> Config:
                     f"{flag(field.name)} {now}: the run in {cfg.out_dir} has {then}; leave it, or "
                     f"use another --out-dir"
                 )
-    return cfg
-
-
-def _parse(argv: list[str], default: Config) -> Config:
-    """Parse with tyro; its error message becomes one line."""
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            cfg, unknown = tyro.cli(Config, args=argv, default=default, return_unknown_args=True)
-    except SystemExit as stop:
-        if stop.code == 0:  # --help
-            raise
-        lines = [line for line in complaint.getvalue().splitlines() if not line.startswith("╭")]
-        frameless = " ".join(lines).translate({ord(c): " " for c in "─│╰╯"})
-        message = " ".join(frameless.split()).split(" Argument helptext")[0]
-        raise InputError(message.split(" For full helptext")[0]) from None
-    if unknown:
-        name = unknown[0].split("=")[0].replace("_", "-")
-        near = difflib.get_close_matches(name, [flag(field.name) for field in fields(Config)], n=1)
-        hint = f"did you mean {near[0]}?" if near else "see --help"
-        if name in TRUNCATING:
-            hint = "training needs the distribution that was sampled; only eval.py has such flags"
-        raise InputError(f"unknown flag {unknown[0]}: {hint}")
     return cfg
 
 
@@ -231,7 +204,7 @@ def _check_values(cfg: Config) -> None:
         table = sampler.PROMPT_RULES if level == "prompt" else dppo.COMPLETION_RULES
         without = f"--{level}-rule {rule} (--method {cfg.method}), which has no rate"
         if rule == "adaptive":
-            without += f" but --rest (rate {rate:g} is now --rest {1 / max(rate, 1e-9) - 1:.3g})"
+            without += " but --rest"
         has_rate = rate == 0 or table[rule].rate is not None
         require(cfg, name, has_rate, f"0 with {without}: choose another rule or method")
     counts = (

@@ -241,7 +241,7 @@ BAD_INPUT = """
 --completion-prune-rate nan | --completion-prune-rate nan: must be
 --method grpo --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule none (--method grpo)
 --method grpo_zero --completion-prune-rate 0.5 | 0.5: must be 0 with --completion-rule zero
---method adaptive --completion-prune-rate 0.8 | has no rate but --rest (rate 0.8 is now --rest 0.25)
+--method adaptive --completion-prune-rate 0.8 | which has no rate but --rest: choose another
 --method uniform --prompt-prune-rate 0.9 | 0.9: must be lower: an update would keep 0 of 4 prompts
 --prompt-rule uniform --prompt-prune-rate 0.8 --minibatches 2 | an update would keep 0 of 2
 --minibatches 3 | --minibatches 3: must be a divisor of the step's 4 prompts
@@ -259,9 +259,6 @@ BAD_INPUT = """
 --temperature 0 | --temperature 0.0: must be above 0
 --eps-high 0 | --eps-high 0.0: must be above 0
 --eps-low 1 | --eps-low 1.0: must be above 0 and below 1
---lrr 1 | unknown flag --lrr: did you mean --lr?
---repetition_penalty=1.1 | unknown flag --repetition_penalty=1.1: training needs the distribution
---engine fast | invalid choice 'fast' for argument '--engine'
 --timeout 0 | --timeout 0: must be at least 1
 --vllm-memory 1 | --vllm-memory 1.0: must be above 0 and below 1
 --importance-cap 0.5 | --importance-cap 0.5: must be 0 (no correction) or at least 1
