@@ -155,7 +155,10 @@ def _check_name(cfg: Config, name: str, known: dict) -> None:
     """InputError if the value of a flag is not in its table."""
     value = getattr(cfg, name)
     if value not in known:
-        raise InputError(f"{flag(name)} {value}: choose one of {', '.join(known)}")
+        names = ", ".join(known)
+        raise InputError(
+            f"{flag(name)} {value}: choose one of {names}, or run the program that adds it"
+        )
 
 
 def _check_entries(cfg: Config) -> None:

@@ -419,8 +419,12 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
     if instruction:
         print(f"after each problem, prompts say: {instruction}")
     notes = config.warnings(cfg)
-    if cfg.model == "tiny" and trainer.reward is math_reward:  # not a reward of the user's
-        notes.append(f"--model tiny can only add: name another model to learn from {cfg.data}")
+    adds = set(trainer.train_set[0].text) <= set("0123456789+=;?")
+    if cfg.model == "tiny" and (trainer.reward is math_reward or not adds):
+        notes.append(
+            f"--model tiny can only add, and puts no answer in a box: name another model to learn "
+            f"from {cfg.data}"
+        )
     if cfg.engine == "compact" and trainer.policy.why_not_fast:
         why = trainer.policy.why_not_fast
         notes.append(

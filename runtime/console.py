@@ -11,7 +11,7 @@ import sys
 
 COLUMNS = (
     "kept: completions to train on; w_max: the largest of their weights, 1 / P(kept); gnorm: norm "
-    "of the gradient before clipping"
+    "of the gradient before clipping; avg@4: mean reward of 4 completions of each problem"
 )
 SHOWN = 160  # characters of a sample's prompt and of its completion, the last ones
 
@@ -77,7 +77,7 @@ def lines(row: dict, samples: list[dict] | None, cfg) -> str:
     if samples and (scores or row["step"] == 1):
         first = samples[0]
         prompt, completion = first["prompt"][-SHOWN:], first["completion"][-SHOWN:]
-        text += f"\n    its first completion: {prompt!r} -> {completion!r}"
+        text += f"\n    a completion: {prompt!r} -> {completion!r}"
         text += f": reward {number(first['reward'], 3)}"
     return text
 

@@ -282,11 +282,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, line)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("reward", [None, toy.toy_reward])
-def test_a_file_of_a_few_rows(tmp_path, capsys, reward):
-    """Of eight, one is held out, and the error says so. With a reward of the user's, the embedded
-    model is not said to be the wrong one."""
-    problems = [{"problem": f"{n}+1?", "answer": "1"} for n in range(8)]
+@pytest.mark.parametrize(
+    ("asked", "reward", "wrong_model"),
+    [("+1?", None, True), ("+1?", toy.toy_reward, False), (" apples?", toy.toy_reward, True)],
+)
+def test_a_file_of_a_few_rows(tmp_path, capsys, asked, reward, wrong_model):
+    """Of eight, one is held out, and the error says so. The embedded model is said to be the wrong
+    one, except for sums with a reward of the user's."""
+    problems = [{"problem": f"{n}{asked}", "answer": "1"} for n in range(8)]
     log.append_rows(tmp_path / "few.jsonl", problems)
     options = {"data": str(tmp_path / "few.jsonl"), "instruction": "", "group_size": 2, "steps": 1}
 
@@ -298,7 +301,7 @@ def test_a_file_of_a_few_rows(tmp_path, capsys, reward):
         run(8)
     run(7)
     said = capsys.readouterr().out
-    assert ("--model tiny can only add" in said) == (reward is None)
+    assert ("--model tiny can only add" in said) == wrong_model
     assert "prompts say" not in said
 
 
