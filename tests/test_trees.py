@@ -11,9 +11,6 @@ import dppo
 import proof
 from related import branch, trees
 
-PUBLISHED = trees.grow(trees.PUBLISHED)
-
-
 # ---------------------------------------------------------------------------- every tree
 
 
@@ -89,13 +86,6 @@ def test_loo_is_exact(case):
     assert not advantages[:, 0].any()
 
 
-def test_an_only_child_has_its_parents_baseline():
-    """By hand. Catches a chain whose edges lose their baseline, which would still be unbiased."""
-    tree = trees.grow([2, 1, 1])
-    values = trees.node_values(tree, torch.tensor([1.0, 4.0]))
-    assert trees.loo_advantages(tree, values).tolist() == [0, -3, 3, -3, 3, -3, 3]
-
-
 def test_the_published_advantages_are_biased(case):
     """Before the division by the deviation a depth with n nodes has (n - 1) / n of its gradient.
     With the deviation and the mean over edges, not even the direction is right."""
@@ -115,26 +105,29 @@ def test_the_published_advantages_are_biased(case):
 # ---------------------------------------------------------------------------- pruning
 
 
-def test_published_prunings():
-    """The width rule keeps the first half of every chain, because its advantages tie. Catches a
-    window that moves too early, too far or the wrong way."""
-    rewards = torch.rand(2, 16, dtype=torch.float64)
-    advantages = trees.depth_advantages(PUBLISHED, trees.node_values(PUBLISHED, rewards))
-    half = trees.width_keep(PUBLISHED, advantages, 10)
-    assert half.equal(((PUBLISHED.depth > 0) & (PUBLISHED.depth <= 15)).expand(2, -1))
-    first = [trees.slide(step, 20, 5, 30) for step in (0, 29, 30, 59, 60, 180, 209, 210, 9999)]
-    assert first == [16, 16, 15, 15, 14, 10, 10, 9, 9]
-    depth = trees.depth_keep(PUBLISHED, 12, 3)
-    assert sorted({*range(21)} - {*PUBLISHED.depth[depth].tolist()}) == [0, 12, 13, 14]
-
-
-def test_the_best_edges_of_each_chain():
-    """By hand: two chains of two edges below the split. Catches the worst ones, and a ranking over
-    chains."""
+def test_two_chains_by_hand():
+    """An only child has the baseline of its parent, and below the split the better edges of each
+    chain are kept. Catches a chain whose edges lose their baseline, which would still be unbiased,
+    and a ranking over chains."""
     tree = trees.grow([2, 1, 1])
+    values = trees.node_values(tree, torch.tensor([1.0, 4.0]))
+    assert trees.loo_advantages(tree, values).tolist() == [0, -3, 3, -3, 3, -3, 3]
     advantages = torch.tensor([0.0, 1.0, 1.0, 5.0, 1.0, 4.0, 2.0])
     keep = trees.width_keep(tree, advantages, 1)
     assert keep.tolist() == [False, True, True, True, False, False, True]
+
+
+def test_published_prunings():
+    """The width rule keeps the first half of every chain, because its advantages tie. Catches a
+    window that moves too early, too far or the wrong way."""
+    tree = branch.TREE
+    advantages = trees.depth_advantages(tree, trees.node_values(tree, torch.rand(2, 16)))
+    half = trees.width_keep(tree, advantages, branch.LAST_SPLIT)
+    assert half.equal(((tree.depth > 0) & (tree.depth <= 15)).expand(2, -1))
+    first = [trees.slide(step, 20, 5, 30) for step in (0, 29, 30, 59, 60, 180, 209, 210, 9999)]
+    assert first == [16, 16, 15, 15, 14, 10, 10, 9, 9]
+    depth = trees.depth_keep(tree, 12, 3)
+    assert sorted({*range(21)} - {*tree.depth[depth].tolist()}) == [0, 12, 13, 14]
 
 
 def test_edges_by_size_are_exact():
