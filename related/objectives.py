@@ -43,8 +43,8 @@ def objective_slope(
     E[s | wrong] = grad log(1 - p). So a rule that gives right completions a total of `right`, and
     wrong ones a total of -`wrong`, has F'(p) = E[right / p + wrong / (1 - p)] / group_size, over
     the number of right completions, which is binomial. A rule by rank may break ties between right
-    and wrong ones by order. The mean of the two extreme orders is that of all orders, if the total
-    that the right (or wrong) completions get is linear in how many of them are kept.
+    and wrong completions by order. The mean over the two extreme orders is the mean over all, if
+    the total that the right (or wrong) completions get is linear in how many of them are kept.
     """
     p = pass_rates.double()
     slope = torch.zeros_like(p)
@@ -63,8 +63,8 @@ def objective_slope(
 
 
 def mean_weights(name: str, prune_rate: float, batch: dppo.Completions) -> torch.Tensor:
-    """The expected weights [K, G] of a completion rule: a rule by rank has fixed ones; the others'
-    are 1 on average, unless the keep probability is 0."""
+    """The expected weights [K, G] of a completion rule. A rule by rank has fixed weights; those of
+    the others are 1 on average, unless the keep probability is 0."""
     rule = dppo.COMPLETION_RULES[name]
     prune_rate = proof.rate_of(rule, prune_rate)
     if not rule.keep_prob:

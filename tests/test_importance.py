@@ -55,8 +55,8 @@ def test_importance_weights_give_the_policys_gradient(small_world):
         rollouts = one_token_rollouts(sampler)
         return gradient(model, rollouts, advantages, sampler.exp()[:, None], **changes)
 
-    def error(found):
-        return ((found - truth).norm() / truth.norm()).item()
+    def error(biased):
+        return ((biased - truth).norm() / truth.norm()).item()
 
     sums, exact = sampled(importance_cap=10.0)
     assert error(exact) < 1e-5
@@ -84,9 +84,9 @@ def test_a_ratio_that_overflows(small_world):
     """A sampler that is 200 nats off: the logged ratio and the gradient stay finite."""
     model, _ = small_world
     rollouts = one_token_rollouts(torch.full((5,), -200.0))
-    sums, found = gradient(model, rollouts, torch.ones(5, 1), torch.ones(5, 1), importance_cap=2.0)
+    sums, grad = gradient(model, rollouts, torch.ones(5, 1), torch.ones(5, 1), importance_cap=2.0)
     assert math.isfinite(sums.importance)
-    assert found.isfinite().all()
+    assert grad.isfinite().all()
 
 
 def test_trainer_logprobs_are_in_their_places(make_policy, monkeypatch):

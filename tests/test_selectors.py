@@ -276,7 +276,7 @@ def test_each_completion_is_rewarded_once(policy_folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", ["greso", "mopps"])
 def test_resumed(run, tmp_path, monkeypatch, method):
     """Log, samples and weights as if never stopped. Catches streaks, probabilities, the cursor or
-    MoPPS's counts that are lost, and a run that goes on as one of another method."""
+    MoPPS's counts that are lost, and a run that another method continues."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
     kind = lambda name: functools.partial(selectors.SelectorTrainer, selectors.METHODS[name])
     options = {"method": "grpo", "group_size": 3, "lr": 3e-3, "steps": 20, "save_every": 5}

@@ -79,8 +79,8 @@ def loo_factors(case):
 
 
 def test_loo_is_exact(case):
-    """The expected gradient is that of the expected reward. Catches a baseline with the node's own
-    leaves in it, one from another level, and factors that are not those of the plan."""
+    """The expected gradient is that of the expected reward. Catches a baseline with the node
+    in it or from another level, and factors that are not those of the plan."""
     advantages, factors = loo_factors(case)
     assert close(case.expected(factors), case.by_depth.sum(dim=0))
     assert not advantages[:, 0].any()
