@@ -168,9 +168,8 @@ class Run:
         slope = 1 + 0.5 * NOISE**2 * (1 - sigma) / sigma  # |d mean / d velocity| DEPTHS
         energy = noise.square().sum(dim=-1) * slope.square()
         planned = trees.planned_mean(tree).expand(advantages.shape)
-        size = dppo.contribution_size(advantages, planned, energy, 0.0)[
-            :, 1:
-        ]  # the root is no edge
+        size = dppo.contribution_size(advantages, planned, energy, beta=0.0)
+        size = size[:, 1:]  # the root is no edge
         weights = trees.draw(size, 1 - KEPT_EDGES / size.shape[1], self.draws)[1]
         return advantages * planned * F.pad(weights, (1, 0))
 

@@ -85,8 +85,7 @@ def keep_neurons(model, kept) -> None:
     for block, neurons in zip(model.base_model.layers, kept.to(model.device), strict=True):
         mlp = block.mlp
         for linear in (mlp.gate_proj, mlp.up_proj):
-            for tensor in linear.parameters():
-                tensor.data = tensor.data[neurons]
+            linear.weight.data = linear.weight.data[neurons]
             linear.out_features = len(neurons)
         mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, neurons].contiguous()
         mlp.down_proj.in_features = mlp.intermediate_size = len(neurons)

@@ -154,7 +154,6 @@ class Greso:
     size, so both are required.
     """
 
-    skips = True
     FEWEST = 2  # prompts of the data, times Q: the first round takes 1.5, and more may follow
     EASY, HARD, FLOOR = 0.98, 0.11, 0.01
     ALPHA_EASY, ALPHA_HARD = 0.25 / 3, 2 * 0.25 / 3  # of a target of 0.25 dead groups
@@ -169,8 +168,6 @@ class Greso:
 
     def keep_prob(self, prompts: torch.Tensor) -> torch.Tensor:
         """Chance [K] of each prompt to be rolled out."""
-        if not self.skips:
-            return torch.ones(len(prompts), dtype=torch.float64)
         easy = (self.p_easy ** self.easy[prompts].double()).clamp(min=self.FLOOR)
         return easy * (self.p_hard ** self.hard[prompts].double()).clamp(min=self.FLOOR)
 
@@ -251,7 +248,8 @@ class Greso:
 class Dynamic(Greso):
     """DAPO's dynamic sampling with GRESO's sizes of rounds: no prompt is skipped."""
 
-    skips = False
+    def keep_prob(self, prompts):
+        return torch.ones(len(prompts), dtype=torch.float64)
 
 
 # ---------------------------------------------------------------------------- MoPPS

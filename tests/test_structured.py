@@ -92,11 +92,10 @@ def test_removal_is_the_masked_model(family, removed, tmp_path):
 def test_dead_neurons_change_nothing(tmp_path):
     """Neurons whose output is 0 score 0, and the model without them is the same function. So it is
     after stock transformers has loaded it. Catches a down projection that keeps other columns."""
-    model = make("Llama", mlp_bias=True)
+    model = make("Llama")
     with torch.no_grad():
         for number, block in enumerate(model.model.layers):
-            for tensor in block.mlp.up_proj.parameters():
-                tensor[number : number + 10] = 0
+            block.mlp.up_proj.weight[number : number + 10] = 0
     before = logits(model)
     scores = structured.neuron_scores(model, IDS)
     assert ((scores == 0).sum(dim=1) == 10).all()
