@@ -87,7 +87,8 @@ def two_stage_counts(sparsity: float, blocks: int, width: int, attention: int, f
 
 @torch.no_grad()
 def neuron_scores(model, sequences) -> torch.Tensor:
-    """[L, n]: the L2 norm of each neuron's outputs over the tokens of a sequence, on average."""
+    """[L, n]: the L2 norm of each neuron's outputs over the tokens of a sequence, summed over
+    sequences."""
     names = stream.all_names(model)
     scores = torch.zeros(len(names) // 2, model.config.intermediate_size)
     for ids in sequences.split(1):
@@ -96,7 +97,7 @@ def neuron_scores(model, sequences) -> torch.Tensor:
             mlp, norm = stream.parts(model, f"{block}.mlp")
             outputs = mlp.act_fn(mlp.gate_proj(norm(h))) * mlp.up_proj(norm(h))  # [1, T, n]
             scores[block] += outputs[0].norm(dim=0).cpu()
-    return scores / len(sequences)
+    return scores
 
 
 @torch.no_grad()

@@ -276,6 +276,9 @@ def test_training_a_pruned_model(policy_folder, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="pruned_qwen3"):
         models.load_policy(folder, "cpu")
     flags = toy.flags(folder, str(tmp_path / "out"), steps=1, save_every=1)
+    monkeypatch.setattr(sys, "argv", ["pruned.py"])
+    with pytest.raises(SystemExit, match="usage: python"):
+        pruned.main()
     monkeypatch.setattr(sys, "argv", ["pruned.py", "toy", *flags])
     pruned.main()
     trained, _ = models.load_policy(str(tmp_path / "out" / "checkpoint"), "cpu")
