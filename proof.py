@@ -339,7 +339,10 @@ def main(file: str | None = None) -> None:
     print("claimed to be unbiased: rules that drop prompts, and pps after them")
     for rule in rules(sampler.PROMPT_RULES, biased=False):
         wrong += line(rule, lambda loss, rule=rule: prompt_rule_error(rule, loss))
-    print("biased, or unbiased only for another objective (python -m related.objectives)")
+    print(
+        "biased, or unbiased for another objective (python -m related.objectives); own tokens, "
+        "kept count: the draw decides the denominator"
+    )
     line("prompts, own tokens", lambda loss: prompt_rule_error("uniform", loss, own_tokens=True))
     for rule in rules(sampler.PROMPT_RULES, biased=True):
         line(f"prompts, {rule}", lambda loss, rule=rule: prompt_rule_error(rule, loss))

@@ -3,7 +3,7 @@ Everything that measures, one file per command: `python -m bench` lists them.
 
 Variants alternate within one call; the output is medians and ratios.
 
-May import: anything. Only tests, notebooks, runs/*.sh and related (to write rows) import bench.
+May import: anything. Only tests, notebooks and runs/*.sh import bench.
 """
 
 import copy

@@ -1,12 +1,16 @@
 """
 A race of GRPO, BranchGRPO and prunings of its trees in two dimensions: `python -m related.branch`.
-Rows: runs/branch.json, which also has methods that are no longer here.
 
 The model is a small flow-matching sampler of six Gaussians on a circle, pre-trained in seconds. The
 reward is how close a sample is to two of them. A step draws 8 starting points, samples 16 leaves
 from each, as independent trajectories or as a tree, and makes one update. There is one update per
 rollout, so ratios are 1 and no clip acts. Every edge's noise is independent of its siblings' and
 has the standard deviation that its log-prob has.
+
+All runs take turns, a step each, so that a busy machine slows all of them alike. Printed are the
+CPU seconds of one thread until the mean reward is TARGET, on the line between two evaluations,
+which are not timed; NaN if it is never reached. runs/branch.json also has the steps, the model's
+evaluations, and five methods that are no longer here.
 
 Letters: N nodes, L leaves, B trees of one shape.
 """
@@ -19,10 +23,8 @@ import time
 
 import torch
 import torch.nn.functional as F
-import tyro
 
 import dppo
-from bench import JsonFile, write_json
 from related import trees
 
 SEEDS, STEPS, PRETRAINING = (3, 4, 5), 50, 1000
@@ -38,13 +40,13 @@ ANGLES = torch.arange(6) * torch.pi / 3
 MODES = 2 * torch.stack([ANGLES.cos(), ANGLES.sin()], dim=1)  # [6, 2]
 LIKED = MODES[:2]
 INDEPENDENT = trees.grow([16] + [1] * (DEPTHS - 1))
-TREE = trees.grow(trees.schedule(DEPTHS))
-METHODS = {  # tree, advantages and denominators, pruning
-    "grpo": (INDEPENDENT, "published", None),
-    "tree": (TREE, "published", None),
-    "tree, half": (TREE, "published", "half"),
-    "tree, depth": (TREE, "published", "depth"),
-    "exact, edges": (TREE, "exact", "edges"),
+TREE = trees.grow(trees.PUBLISHED)
+METHODS = {  # tree, and what is trained of it; "edges" has the exact advantages, too
+    "grpo": (INDEPENDENT, "all"),
+    "tree": (TREE, "all"),
+    "tree, half": (TREE, "half"),
+    "tree, depth": (TREE, "depth"),
+    "exact, edges": (TREE, "edges"),
 }
 
 
@@ -109,30 +111,25 @@ class Run:
 
     def __init__(self, method: str, seed: int, net: torch.nn.Module):
         self.method, self.seed, self.net = method, seed, copy.deepcopy(net)
-        self.tree, self.credit, self.pruning = METHODS[method]
+        self.tree, self.pruning = METHODS[method]
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=5e-4)
         self.draws = dppo.generator_for(seed, "branch")
         self.generator = torch.Generator().manual_seed(dppo.seed_for(seed, "branch"))
         self.std = 1.0  # of the last step's rewards
         self.steps, self.seconds = 0, 0.0
-        self.evaluations = 0  # of the model, to sample and to train
-        self.curve = []  # (steps, seconds, evaluations, reward)
+        self.curve = []  # (seconds, reward) of each evaluation
 
     def advance(self) -> None:
-        """One step."""
         started = time.process_time()
         states, noise = self.roll_out()
-        if self.credit == "published":
-            factors = self.published_factors(states)
+        values = trees.node_values(self.tree, reward(states[:, self.tree.levels[-1]]))  # [B, N]
+        if self.pruning == "edges":
+            factors = self.exact_factors(values, noise)
         else:
-            factors = self.exact_factors(states, noise)
+            factors = self.published_factors(values)
         self.update(states, factors.float())
         self.steps += 1
         self.seconds += time.process_time() - started
-
-    def evaluate(self) -> None:
-        """Add a point to the curve; not timed."""
-        self.curve.append((self.steps, self.seconds, self.evaluations, mean_reward(self.net)))
 
     @torch.no_grad()
     def roll_out(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,43 +141,37 @@ class Run:
             x = states[:, level]
             sigma = torch.tensor(1 - depth / DEPTHS)
             v = velocity(self.net, x.flatten(0, 1), sigma).view_as(x)
-            self.evaluations += v[..., 0].numel()
             mean = next_mean(x, v, sigma)[:, tree.parent[below] - level.start]
             states[:, below] = mean + STD * noise[:, below]
         return states, noise
 
-    def published_factors(self, states: torch.Tensor) -> torch.Tensor:
+    def published_factors(self, values: torch.Tensor) -> torch.Tensor:
         """What multiplies each edge's log-prob in the objective, [B, N]; 0 is not trained."""
         tree = self.tree
-        advantages = trees.depth_advantages(tree, self.values(states))
+        advantages = trees.depth_advantages(tree, values)
         keep = tree.depth > 0
         if self.pruning == "half":
             keep = trees.width_keep(tree, advantages, LAST_SPLIT)
         if self.pruning == "depth":
-            first = trees.slide(self.steps, DEPTHS, DROPPED, interval=INTERVAL)
+            first = trees.slide(self.steps, DEPTHS, DROPPED, INTERVAL)
             keep = trees.depth_keep(tree, first, DROPPED)
         return advantages * trees.kept_mean(keep)
 
-    def exact_factors(self, states: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """The same for the exact method. Also remembers the deviation of the rewards."""
-        tree, values = self.tree, self.values(states)
-        advantages = trees.loo_advantages(tree, values, self.std)
-        size = self.edge_sizes(advantages, noise)[:, 1:]  # the root is no edge
-        drawn = trees.draw(size, 1 - KEPT_EDGES / size.shape[1], self.draws)[1]
-        self.std = values[:, tree.leaves].std().item()
-        return advantages * trees.planned_mean(tree) * F.pad(drawn, (1, 0))
+    def exact_factors(self, values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """The same for the exact method. Also remembers the deviation of the rewards.
 
-    def values(self, states: torch.Tensor) -> torch.Tensor:
-        """The values of all nodes [B, N]."""
-        return trees.node_values(self.tree, reward(states[:, self.tree.leaves]))
-
-    def edge_sizes(self, advantages: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """Estimated gradient norms [B, N] of the edges' terms, with respect to the velocity."""
-        sigma = 1 - (self.tree.depth - 1) / DEPTHS
+        Edges are drawn by their estimated gradient norms, with respect to the velocity."""
+        tree = self.tree
+        advantages = trees.loo_advantages(tree, values) / self.std
+        self.std = values[:, tree.levels[-1]].std().item()
+        sigma = 1 - (tree.depth - 1) / DEPTHS  # where each edge begins
         slope = 1 + 0.5 * NOISE**2 * (1 - sigma) / sigma  # |d mean / d velocity| DEPTHS
         energy = noise.square().sum(dim=-1) * slope.square()
-        planned = trees.planned_mean(self.tree).expand(advantages.shape)
-        return dppo.contribution_size(advantages, planned, energy, 0.0)
+        planned = trees.planned_mean(tree).expand(advantages.shape)
+        size = dppo.contribution_size(advantages, planned, energy, beta=0.0)
+        size = size[:, 1:]  # the root is no edge
+        weights = trees.draw(size, 1 - KEPT_EDGES / size.shape[1], self.draws)[1]
+        return advantages * planned * F.pad(weights, (1, 0))
 
     def update(self, states: torch.Tensor, factors: torch.Tensor) -> None:
         """Ascend the sum of the edges' log-probs, each times its factor [B, N]."""
@@ -192,71 +183,39 @@ class Run:
         self.optimizer.zero_grad()
         (-(factors[tree, edge] * logprobs).sum() / TREES).backward()
         self.optimizer.step()
-        self.evaluations += len(edge)
 
 
 # ---------------------------------------------------------------------------- the race
 
 
-def main(json_file: JsonFile = None) -> None:
-    """Race GRPO, BranchGRPO, its prunings and the exact forms to the same reward.
-
-    All runs take turns, a step each, so that a busy machine slows all of them alike. Seconds are
-    CPU seconds of one thread, without the evaluations.
-
-    Args:
-        json_file: where to write the rows {method, seed, steps, seconds, evaluations, last_reward}
-    """
+def main() -> None:
+    """Print the median seconds of each method, their median ratio to grpo, and its range."""
     torch.set_num_threads(1)
     net = pretrained()
     runs = [Run(method, seed, net) for seed in SEEDS for method in METHODS]
     for step in range(STEPS + 1):
         for run in runs:
             if step % 2 == 0 or step == STEPS:
-                run.evaluate()
+                run.curve.append((run.seconds, mean_reward(run.net)))
             if step < STEPS:
                 run.advance()
-    rows = [
-        {"method": run.method, "seed": run.seed}
-        | spent(run.curve)
-        | {"last_reward": run.curve[-1][-1]}
-        for run in runs
-    ]
-    write_json(json_file, rows)
-    print(table(rows))
+    seconds = {
+        method: [seconds_to_target(run.curve) for run in runs if run.method == method]
+        for method in METHODS
+    }
+    print(f"to a reward of {TARGET}, {len(SEEDS)} seeds: seconds, and their ratio to grpo's")
+    for method, each in seconds.items():
+        ratios = [ours / grpo for ours, grpo in zip(each, seconds["grpo"], strict=True)]
+        spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"{method:12}{statistics.median(each):6.2f}{statistics.median(ratios):6.2f} {spread}")
 
 
-def spent(curve: list[tuple]) -> dict[str, float]:
-    """What a run had spent when its reward reached TARGET, on the line between two evaluations; NaN
-    if it did not."""
-    names = ("steps", "seconds", "evaluations")
-    for before, after in itertools.pairwise(curve):
-        if after[-1] >= TARGET:
-            part = (TARGET - before[-1]) / (after[-1] - before[-1])
-            columns = zip(names, before, after, strict=False)  # all but the reward
-            return {name: old + part * (new - old) for name, old, new in columns}
-    return dict.fromkeys(names, math.nan)
-
-
-def table(rows: list[dict]) -> str:
-    """A line for each method: medians of what it spent to reach TARGET, and its last reward."""
-    lines = [
-        f"to a reward of {TARGET}: medians of {len(rows) // len(METHODS)} seeds; "
-        "in brackets the ratio to grpo and its range",
-        f"{'method':16s}{'steps':>6s}{'seconds':>9s}{'evaluations':>32s}{'last reward':>32s}",
-    ]
-    grpo = [row for row in rows if row["method"] == "grpo"]
-    for method in METHODS:
-        own = [row for row in rows if row["method"] == method]
-        middle = lambda name, own=own: statistics.median(row[name] for row in own)
-        line = f"{method:16s}{middle('steps'):6.1f}"
-        for name, digits in (("seconds", 2), ("evaluations", 0)):
-            ratios = [ours[name] / theirs[name] for ours, theirs in zip(own, grpo, strict=True)]
-            spread = f"({statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f})"
-            line += f"{middle(name):9.{digits}f} {spread:20s}"
-        lines.append(line + f"{middle('last_reward'):13.3f}")
-    return "\n".join(lines)
+def seconds_to_target(curve: list[tuple[float, float]]) -> float:
+    for (before, lower), (after, higher) in itertools.pairwise(curve):
+        if higher >= TARGET:
+            return before + (TARGET - lower) / (higher - lower) * (after - before)
+    return math.nan
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main()

@@ -16,8 +16,13 @@ import proof
 importlib.import_module("related.rivals")  # adds its rules
 
 PASS_RATES = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.97], dtype=torch.float64)
-BY_RANK = (  # rule, group size, completions kept of each group
-    ("pods", 8, 2), ("pods", 32, 3), ("pods", 8, 4), ("cppo", 16, 3), ("cppo", 16, 8),
+TABLE = (  # rule, scale_rewards, group size, prune rate
+    *(("none", scale, G, 0.0) for scale in dppo.SCALES for G in (8, 32)),
+    ("pods", "none", 8, 1 - 2 / 8), ("pods", "none", 32, 1 - 3 / 32),
+    ("pods", "none", 8, 1 - 4 / 8),
+    ("cppo", "none", 16, 1 - 3 / 16), ("cppo", "group", 16, 1 - 3 / 16),
+    ("cppo", "none", 16, 1 - 8 / 16),
+    ("dppo_floor", "none", 16, 0.7),
 )  # fmt: skip
 
 
@@ -27,29 +32,25 @@ def objective_slope(
     scale_rewards: str,
     rule: str = "none",
     prune_rate: float = 0.0,
-    scored: int | None = None,
 ) -> torch.Tensor:
     """F is the objective that a rule ascends, a function of a prompt's pass rate p. Returns F'(p)
     [n] at pass_rates [n], float64: the expected gradient of the prompt's group is F'(p) grad p.
 
-    Rewards are 0 and 1. Valid for rules that look at the rewards of their own group only, on
-    policy, and with a denominator of group_size that does not depend on lengths (--loss dr_grpo).
-    Only `scored` completions of the group, by default all, have a reward.
+    Rewards are 0 and 1. Valid for rules that look at the rewards of a group alone, on policy, and
+    with a denominator of group_size that does not depend on lengths (--loss dr_grpo).
 
     Let s be the gradient of a completion's log-probability. Then E[s | right] = grad log p, and
     E[s | wrong] = grad log(1 - p). So a rule that gives right completions a total of `right`, and
     wrong ones a total of -`wrong`, has F'(p) = E[right / p + wrong / (1 - p)] / group_size, over
     the number of right completions, which is binomial. A rule by rank may break ties between right
-    and wrong ones by order. The mean of the two extreme orders is that of all orders, if the total
-    that the right (or wrong) completions get is linear in how many of them are kept.
+    and wrong completions by order. The mean over the two extreme orders is the mean over all, if
+    the total that the right (or wrong) completions get is linear in how many of them are kept.
     """
     p = pass_rates.double()
     slope = torch.zeros_like(p)
-    scored = group_size if scored is None else scored
-    for k in range(scored + 1):
-        rewards = torch.full((1, group_size), torch.nan, dtype=torch.float64)
-        rewards[0, :scored] = (torch.arange(scored) < k).double()
-        binomial = float(math.comb(scored, k)) * p**k * (1 - p) ** (scored - k)
+    for k in range(group_size + 1):
+        rewards = (torch.arange(group_size) < k).double()[None]
+        binomial = float(math.comb(group_size, k)) * p**k * (1 - p) ** (group_size - k)
         for ordered in (rewards, rewards.flip(1)):  # a rule by rank breaks ties by order
             advantages = dppo.group_advantages(ordered, scale_rewards)
             ones = torch.ones_like(advantages)
@@ -62,8 +63,8 @@ def objective_slope(
 
 
 def mean_weights(name: str, prune_rate: float, batch: dppo.Completions) -> torch.Tensor:
-    """The expected weights [K, G] of a completion rule: a rule by rank has fixed ones; the others'
-    are 1 on average, unless the keep probability is 0."""
+    """The expected weights [K, G] of a completion rule. A rule by rank has fixed weights; those of
+    the others are 1 on average, unless the keep probability is 0."""
     rule = dppo.COMPLETION_RULES[name]
     prune_rate = proof.rate_of(rule, prune_rate)
     if not rule.keep_prob:
@@ -81,32 +82,19 @@ def objective_of(slope: torch.Tensor, pass_rates: torch.Tensor, group_size: int)
     return None
 
 
-def objectives() -> list[tuple[str, str, int, torch.Tensor]]:
-    """(rule, scale_rewards, G, F' at PASS_RATES) of every row of the table."""
-    rows = [("unbiased", scale, G, "none", 0.0) for scale in dppo.SCALES for G in (4, 8, 16, 32)]
-    for name, G, kept in BY_RANK:
-        scales = ("none",) if name == "pods" else ("none", "group")  # pods normalizes by itself
-        rows += [(f"{name}, {kept} kept", scale, G, name, 1 - kept / G) for scale in scales]
-    rows += [("dppo_floor, r_o 0.7", scale, 16, "dppo_floor", 0.7) for scale in ("none", "group")]
-    return [
-        (label, scale, G, objective_slope(PASS_RATES, G, scale, name, rate))
-        for label, scale, G, name, rate in rows
-    ]
-
-
 def main() -> None:
     print(
         "The objective F(p) that each rule ascends, with p a prompt's pass rate, for rewards of 0 "
         "and 1 and\n--loss dr_grpo: F'(p) / F'(0.5), by exact sums over the number of right "
-        "completions. Every\nunbiased rule has the slope of its --scale-rewards.\n"
+        "completions. Every\nunbiased rule is as none: it has the slope of its --scale-rewards.\n"
     )
     heads = "".join(f"  p = {p:<5g}" for p in PASS_RATES.tolist())
-    print(f"  {'rule':20s} {'scale_rewards':14s} {'G':>3s}{heads}  objective")
-    for label, scale, G, slope in objectives():
-        relative = slope / slope[2]  # PASS_RATES[2] is 0.5
-        cells = "".join(f"{value:10.2f}" for value in relative.tolist())
-        found = objective_of(slope, PASS_RATES, G)
-        print(f"  {label:20s} {scale:14s} {G:3d}{cells}    {dppo.SCALES.get(found, 'its own')}")
+    print(f"  {'rule':12s} {'rate':5s} {'scale_rewards':14s} {'G':>3s}{heads}  objective")
+    for rule, scale, G, rate in TABLE:
+        slope = objective_slope(PASS_RATES, G, scale, rule, rate)
+        cells = "".join(f"{value:10.2f}" for value in (slope / slope[2]).tolist())  # p = 0.5
+        name = dppo.SCALES.get(objective_of(slope, PASS_RATES, G), "another")
+        print(f"  {rule:12s} {rate:<5.2f} {scale:14s} {G:3d}{cells}    {name}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """
 Language models that lack some sub-layers, as related/structured.py writes them.
 
-No config of transformers says "block 7 has no attention". So such a folder names an architecture of
-our own, pruned_llama, pruned_qwen2 or pruned_qwen3, which transformers refuses to load until
-`register` was called. Its config.json holds `removed_sublayers`, the name of each ("7.self_attn" or
-"9.mlp", by block) with what stands in its place: null for nothing, 0 for a bias, r for a bias and a
-matrix of rank r.
+No config of transformers says "block 7 has no attention". So such a folder names an architecture
+that transformers does not have, pruned_llama, pruned_qwen2 or pruned_qwen3, and refuses to load
+until `register` was called. Its config.json holds `removed_sublayers`, the name of each
+("7.self_attn" or "9.mlp", by block) with what stands in its place: null for nothing, r for a bias
+and a matrix of rank r.
 
     python -m related.pruned PROGRAM FLAGS    train, eval or tasks.sft, able to load such a folder
     torchrun -m related.pruned train FLAGS    the same on several ranks
@@ -27,14 +27,14 @@ class StandIn(nn.Module):
     def __init__(self, width: int, rank: int | None, is_attention: bool):
         super().__init__()
         self.is_attention = is_attention
-        self.bias = None if rank is None else nn.Parameter(torch.zeros(width))
-        self.down = nn.Linear(width, rank, bias=False) if rank else None
-        self.up = nn.Linear(rank, width, bias=False) if rank else None
+        self.rank = rank
+        if rank:
+            self.bias = nn.Parameter(torch.zeros(width))
+            self.down = nn.Linear(width, rank, bias=False)
+            self.up = nn.Linear(rank, width, bias=False)
 
     def forward(self, hidden_states, **_of_attention):
-        update = 0.0 if self.bias is None else self.bias
-        if self.down is not None:
-            update = update + self.up(self.down(hidden_states))
+        update = self.bias + self.up(self.down(hidden_states)) if self.rank else 0.0
         return (update, None) if self.is_attention else update
 
 
@@ -48,7 +48,7 @@ def remove(model, removed: dict[str, int | None]) -> None:
         number, kind = name.split(".")
         block = layers[int(number)]
         setattr(block, kind, StandIn(model.config.hidden_size, rank, kind == "self_attn"))
-        if not rank:
+        if rank is None:
             setattr(block, NORMS[kind], nn.Identity())
     left = [layer.self_attn for layer in layers if not isinstance(layer.self_attn, StandIn)]
     for place, attention in enumerate(left):
@@ -80,16 +80,12 @@ def register() -> None:
         transformers.AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
 
 
-# ------------------------------------------------------------------------- making them
-
-
 def keep_neurons(model, kept) -> None:
     """Narrow every FFN, in place, to the neurons kept [L, fewer n]."""
     for block, neurons in zip(model.base_model.layers, kept.to(model.device), strict=True):
         mlp = block.mlp
         for linear in (mlp.gate_proj, mlp.up_proj):
-            for tensor in linear.parameters():
-                tensor.data = tensor.data[neurons]
+            linear.weight.data = linear.weight.data[neurons]
             linear.out_features = len(neurons)
         mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, neurons].contiguous()
         mlp.down_proj.in_features = mlp.intermediate_size = len(neurons)
@@ -99,12 +95,11 @@ def keep_neurons(model, kept) -> None:
 def rebuild(model, removed: list[str], rank: int | None = None, tensors: dict | None = None):
     """A new model without the removed sub-layers, in evaluation mode.
 
-    rank: of what stands in their places, as above; its `tensors` have the names of the state_dict
-    of a model that has all blocks. With None, empty blocks are removed, and the others are
-    renumbered."""
+    rank: of what stands in their places; its `tensors` have the names of the state_dict of a model
+    that has all blocks. With None, empty blocks are removed, and the others are renumbered."""
     blocks = [*range(len(model.base_model.layers))]  # those that are left
     if rank is None:
-        blocks = [b for b in blocks if not {f"{b}.{kind}" for kind in NORMS} <= {*removed}]
+        blocks = [b for b in blocks if any(f"{b}.{kind}" not in removed for kind in NORMS)]
     stand_ins = {
         f"{place}.{kind}": rank
         for place, block in enumerate(blocks)
@@ -130,9 +125,6 @@ def rebuild(model, removed: list[str], rank: int | None = None, tensors: dict | 
         state[name] = old[".".join(path)]
     smaller.load_state_dict(state)
     return smaller.eval()
-
-
-# ------------------------------------------------------------------------- the command
 
 
 def main() -> None:

@@ -1,8 +1,6 @@
 """
-What stands in for a removed sub-layer, in closed form (after arXiv:2407.16286).
-
-    bias      the mean of what the sub-layer added
-    lowrank   the map of rank r of its normed input, and the bias, that come nearest to it
+What stands in for a removed sub-layer, in closed form (after arXiv:2407.16286): the map of rank r
+of its normed input, and the bias, that come nearest to what it added.
 
 The paper's code for these is not public; the forms are ours. Letters: N sequences of T tokens, m
 tokens in all, d hidden size, r rank.
@@ -17,7 +15,7 @@ RIDGE = 1e-3  # relative to the inputs' mean square
 
 @torch.no_grad()
 def recover(model, sequences, removed: list[str], rank: int, ridge: float = RIDGE) -> dict:
-    """The tensors of the stand-ins of removed sub-layers, for `rebuild`; with rank 0, biases alone.
+    """The tensors of the stand-ins of removed sub-layers, for `rebuild`.
 
     Each is fitted to what its sub-layer would add behind the stand-ins before it."""
     tensors, h = {}, stream.embed(model, sequences)  # [N, T, d]
@@ -39,9 +37,7 @@ def fit(x, y, rank: int, ridge: float):
     Reduced-rank ridge regression: of all maps of this rank, the least squared error plus a penalty
     on the squared norm of up down, whose weight is ridge times the sum of squares of x, over d."""
     center, bias = x.mean(dim=0), y.mean(dim=0)
-    if rank == 0:
-        return bias, x.new_zeros(0, x.shape[1]), x.new_zeros(x.shape[1], 0)
-    x = x - center  # then that of y does not matter
+    x = x - center  # then the mean of y does not matter
     gram, cross = x.T @ x, x.T @ y
     penalty = ridge * gram.trace() / len(gram)
     full = torch.linalg.solve(gram + penalty * torch.eye(len(gram)).to(gram), cross)  # [d, d]

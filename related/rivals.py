@@ -1,8 +1,8 @@
 """
 The rivals' pruning rules: what they keep, and what they multiply it by. None has the expected
 gradient of the full batch; some ascend another objective (docs/method.md). Importing this file
-adds them to dppo.COMPLETION_RULES and sampler.PROMPT_RULES; config.py does so when one is asked for
-by name.
+adds them to dppo.COMPLETION_RULES and sampler.PROMPT_RULES; config.py imports it when a run names a
+rule that the core does not have.
 
     cppo        the largest |advantage| of each group: CPPO's paper (arXiv:2503.22342)
     cppo_batch  the largest |advantage| of the whole mini-batch: CPPO's code (lzhxmu/CPPO)
@@ -11,9 +11,9 @@ by name.
     dppo_floor  the deterministic fraction that secondary sources ascribe to DPPO, at both levels
 
 Our versions leave out the completions whose term is exactly 0, such as those of dead groups, and
-the authors' code trains on them. The update is the same and costs less.
-Keeping by rank gives keep probabilities of 0 and 1, and no weight can correct for a zero. PODS also
-takes the mean and standard deviation of what it keeps.
+the authors' code trains on them. The update is the same and costs less. Keeping by rank gives keep
+probabilities of 0 and 1, and no weight can correct for a zero. PODS also takes the mean and
+standard deviation of what it keeps.
 
 Letters: Q prompts of a step, K of them rolled out, G completions each, n completions.
 """
@@ -55,7 +55,7 @@ def floor_of_low(
     """(keep, weights) [..., n], for completions by |advantage| and for prompts by history.
 
     Of the n_low scores below the mean of the last dimension, the floor(rate n_low) lowest are
-    dropped, and ties keep order; the other low ones get weight 1 / (1 - rate).
+    dropped, and ties keep order; the other low scores get weight 1 / (1 - rate).
     """
     low = dppo.threshold_keep_prob(scores, counted, 1.0) == 0  # below the mean
     num_low = low.sum(dim=-1, keepdim=True).double()
@@ -70,8 +70,8 @@ def most_varied(advantages: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     variance: the best i and the worst of the rest, for one i.
 
     PODS normalizes the subset's rewards again. Within a group advantages are rewards, shifted and
-    scaled, so this normalizes advantages [K, G]. A weight turns the given advantage into the new
-    one. An advantage of exactly 0 stays 0; rewards of 0 and 1 have none in a live group.
+    scaled, so this normalizes advantages [K, G]. Advantage times weight is the new advantage. One
+    of exactly 0 stays 0; with rewards of 0 and 1 no live group has any.
     """
     K, G = advantages.shape
     weights = torch.zeros(K, G, dtype=torch.float64)

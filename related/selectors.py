@@ -14,11 +14,6 @@ All three are biased. GRESO skips at random, but it does not weight what it keep
 it has enough live groups. Dynamic sampling gives its live groups the weight of all groups. MoPPS's
 draw is random, too, but nothing divides by the chance of being among the nearest.
 
-Two are left out. SPEED-RL (arXiv:2506.09016) begins its groups in one step and completes them in a
-later one, so their token ids and log-probs would have to wait in the checkpoint, and the groups of
-a step would differ in size. SPEC-RL (arXiv:2509.23232) reuses old texts leniently, for which it
-needs drafts, and these saved no time here (runs/LOG.md).
-
 Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G completions each.
 """
 
@@ -27,6 +22,7 @@ import functools
 import itertools
 import math
 import random
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
@@ -41,7 +37,7 @@ import train
 from rewards import score
 from runtime import InputError, ranks
 
-OF_THE_DRAW = ("kept/dull_prompts", "kept/other_prompts")  # a selector draws in another way
+OF_THE_DRAW = ("history/", "kept/dull", "kept/other")  # columns; a selector draws in another way
 
 
 @dataclass
@@ -53,56 +49,38 @@ class Round:
     rewards: torch.Tensor  # [k, G]
 
 
-class Stored:
-    """An engine that returns the rollouts of K prompts that were sampled before."""
-
-    def __init__(self, rollouts: rollout.Rollouts):
-        self.rollouts = rollouts
-
-    def sample(self, model, prompt_ids, sampling, **options) -> rollout.Rollouts:
-        return self.rollouts
-
-
 class SelectorTrainer(train.Trainer):
-    """A Trainer whose `selector` decides by rewards which groups to train on, and so rolls out
-    before it decides. One process and one update a step."""
+    """A Trainer whose selector decides by rewards which groups to train on, and so rolls out before
+    it decides. One process and one update a step."""
 
-    selector_class = None  # of a subclass
-
-    def __init__(self, cfg, reward=None):
+    def __init__(self, selector_class, cfg, reward=None):
         super().__init__(cfg, reward)
-        cfg, name = self.cfg, self.selector_class.__name__
-        if cfg.prompt_rule != "none":
-            raise InputError(f"--prompt-rule {cfg.prompt_rule}: {name} chooses the prompts")
-        if self.world > 1 or cfg.minibatches > 1:
-            raise InputError(f"--method {name.lower()} needs one process, and --minibatches 1")
-        fewest = self.selector_class.fewest_prompts(cfg.prompts_per_step)
-        if len(self.train_set) < fewest:
-            few = f"needs {fewest} prompts, and the data have {len(self.train_set)}"
-            raise InputError(f"--method {name.lower()} {few}: lower --prompts-per-step")
-        self.selector = self.selector_class(len(self.train_set))
+        Q, prompts, name = self.cfg.prompts_per_step, len(self.train_set), selector_class.__name__
+        if self.cfg.prompt_rule != "none":
+            raise InputError(f"--prompt-rule {self.cfg.prompt_rule}: {name} chooses the prompts")
+        if self.world > 1 or self.cfg.minibatches > 1:
+            raise InputError(f"{name} needs one process, and --minibatches 1")
+        fewest = selector_class.FEWEST * Q
+        if prompts < fewest:
+            few = f"{name} needs {fewest} prompts, and the data have {prompts}"
+            raise InputError(f"--prompts-per-step {Q}: {few}")
+        self.selector = selector_class(prompts)
 
     def step(self, step):
         """Trainer.step for the groups that the selector uses. The log's averages are over all
         groups that it has rolled out."""
         sampling, reward = self.sampling, self.reward
-        try:
-            row, samples = super().step(step)
-        finally:  # what `candidates` may have replaced
-            self.sampling, self.reward = sampling, reward
-            vars(self.history).pop("prune", None)
-        every = self.found.rollouts
-        advantages = dppo.group_advantages(
-            self.found.rewards, self.cfg.scale_rewards, self.cfg.reward_range
-        )
-        self.history.update(self.found.prompts, advantages, every.lengths)  # also what is not used
+        row, samples = super().step(step)
+        self.sampling, self.reward = sampling, reward  # `candidates` has replaced them
+        del self.history.prune
+        every = self.every.rollouts
         row |= metrics.averages(
-            torch.ones(len(every.lengths), dtype=torch.float64), self.found.rewards.double(),
+            torch.ones(len(every.lengths), dtype=torch.float64), self.every.rewards.double(),
             every.lengths.double(), every.truncated.double(), every.entropy.double(),
         )  # fmt: skip
         row["kept/prompts"] = len(every.lengths) / self.cfg.prompts_per_step
         row["tokens/generated"] = int(every.lengths.sum())
-        return {name: row[name] for name in row if name not in OF_THE_DRAW}, samples
+        return {name: row[name] for name in row if not name.startswith(OF_THE_DRAW)}, samples
 
     def candidates(self, step):
         """The prompts that the selector uses, after it has rolled out what it wants to see. The
@@ -111,18 +89,19 @@ class SelectorTrainer(train.Trainer):
         order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
         generator = dppo.generator_for(self.cfg.seed, step, "select")
         roll_out = functools.partial(self.roll_out, step)
-        self.found, weights = self.selector.collect(roll_out, Q, order, generator)
+        self.every, weights = self.selector.collect(roll_out, Q, order, generator)
         places = (weights > 0).nonzero()[:, 0]
-        used = chosen(self.found, places)
+        used = gather([self.every], places)
         everything = torch.ones(len(places), dtype=torch.bool)
         scores = iter(used.rewards[used.rollouts.lengths > 0].tolist())  # `score` skips the others
         self.history.prune = lambda *_: (everything, weights[places])
-        self.sampling = replace(self.sampling, engine=Stored(used.rollouts))
+        engine = types.SimpleNamespace(sample=lambda *args, **options: used.rollouts)
+        self.sampling = replace(self.sampling, engine=engine)
         self.reward = lambda *_: None if math.isnan(score := next(scores)) else score
         return used.prompts
 
     def roll_out(self, step: int, prompts: torch.Tensor, number: int) -> Round:
-        """Round `number` of a step, with random numbers of its own."""
+        """Round `number` of a step; each has other random numbers."""
         indices = prompts.tolist()
         with self.timer.measure("rollout"):
             ranks.refresh(self.policy, self.model)
@@ -137,35 +116,30 @@ class SelectorTrainer(train.Trainer):
         return Round(prompts, rollouts, rewards)
 
     def state(self):
-        return super().state() | {self.selector_class.__name__: vars(self.selector)}
+        return super().state() | {type(self.selector).__name__: vars(self.selector)}
 
     def load_state(self, state):
         super().load_state(state)
-        vars(self.selector).update(state[self.selector_class.__name__])
+        vars(self.selector).update(state[type(self.selector).__name__])
 
 
-def chosen(found: Round, place: torch.Tensor) -> Round:
-    """Some groups of a round: those at `place` [K], in that order."""
-    columns = {}
-    for field in fields(found.rollouts):
-        value = getattr(found.rollouts, field.name)
-        ids = isinstance(value, list)
-        columns[field.name] = [value[k] for k in place.tolist()] if ids else value[place]
-    return Round(found.prompts[place], rollout.Rollouts(**columns), found.rewards[place])
-
-
-def join(rounds: list[Round]) -> Round:
-    """The groups of several rounds, as if rolled out together."""
+def gather(rounds: list[Round], places: torch.Tensor | None = None) -> Round:
+    """The groups of these rounds, as if rolled out together: all, or those at `places` [K]."""
+    prompts = torch.cat([part.prompts for part in rounds])
+    places = torch.arange(len(prompts)) if places is None else places
     columns = {}
     for field in fields(rollout.Rollouts):
         values = [getattr(part.rollouts, field.name) for part in rounds]
-        ids = isinstance(values[0], list)
-        columns[field.name] = [*itertools.chain(*values)] if ids else torch.cat(values)
-    return Round(
-        torch.cat([part.prompts for part in rounds]),
-        rollout.Rollouts(**columns),
-        torch.cat([part.rewards for part in rounds]),
-    )
+        if isinstance(values[0], list):  # token ids
+            every = [*itertools.chain(*values)]
+            columns[field.name] = [every[k] for k in places.tolist()]
+        else:
+            columns[field.name] = torch.cat(values)[places]
+    rewards = torch.cat([part.rewards for part in rounds])
+    return Round(prompts[places], rollout.Rollouts(**columns), rewards[places])
+
+
+# ---------------------------------------------------------------------------- GRESO
 
 
 class Greso:
@@ -180,8 +154,7 @@ class Greso:
     size, so both are required.
     """
 
-    skips = True
-
+    FEWEST = 2  # prompts of the data, times Q: the first round takes 1.5, and more may follow
     EASY, HARD, FLOOR = 0.98, 0.11, 0.01
     ALPHA_EASY, ALPHA_HARD = 0.25 / 3, 2 * 0.25 / 3  # of a target of 0.25 dead groups
     CHANGE, LEAST, MOST = 0.01, 0.05, 0.95  # step size and bounds of p_easy and p_hard
@@ -195,8 +168,6 @@ class Greso:
 
     def keep_prob(self, prompts: torch.Tensor) -> torch.Tensor:
         """Chance [K] of each prompt to be rolled out."""
-        if not self.skips:
-            return torch.ones(len(prompts), dtype=torch.float64)
         easy = (self.p_easy ** self.easy[prompts].double()).clamp(min=self.FLOOR)
         return easy * (self.p_hard ** self.hard[prompts].double()).clamp(min=self.FLOOR)
 
@@ -216,16 +187,17 @@ class Greso:
 
     def update(self, prompts: torch.Tensor, rewards: torch.Tensor) -> None:
         """Streaks of the prompts [K] from their groups' rewards [K, G]."""
-        for streak, found in zip((self.easy, self.hard), self._easy_and_hard(rewards), strict=True):
-            streak[prompts] = torch.where(found, streak[prompts] + 1, 0).to(torch.int16)
+        for streak, goes_on in zip((self.easy, self.hard), self._dead(rewards), strict=True):
+            streak[prompts] = torch.where(goes_on, streak[prompts] + 1, 0).to(torch.int16)
 
-    def _easy_and_hard(self, rewards):
+    def _dead(self, rewards):
+        """(easy, hard) [K], of groups' rewards [K, G]."""
         dead, mean = dppo.dead_groups(rewards), rewards.nanmean(dim=1)
         return dead & (mean >= self.EASY), dead & (mean <= self.HARD)
 
     def adjust(self, rewards: torch.Tensor) -> None:
         """Move p_easy and p_hard, once a step, by all groups rolled out in it [K, G]."""
-        easy, hard = (found.double().mean() for found in self._easy_and_hard(rewards))
+        easy, hard = (groups.double().mean() for groups in self._dead(rewards))
         self.p_easy = self._moved(self.p_easy, easy >= self.ALPHA_EASY)
         self.p_hard = self._moved(self.p_hard, hard >= self.ALPHA_HARD)
 
@@ -270,33 +242,29 @@ class Greso:
         rank = alive.cumsum(dim=0) - 1  # [K], among the live
         used = alive & (rank < target)
         count = max(1, int(used.sum()))
-        return join(rounds), used.double() * target / count
-
-    @staticmethod
-    def fewest_prompts(target: int) -> int:
-        """How many prompts the data must have to select `target` a step."""
-        return 2 * target  # the first round takes 1.5 times the target, and more may follow
+        return gather(rounds), used.double() * target / count
 
 
 class Dynamic(Greso):
     """DAPO's dynamic sampling with GRESO's sizes of rounds: no prompt is skipped."""
 
-    skips = False
+    def keep_prob(self, prompts):
+        return torch.ones(len(prompts), dtype=torch.float64)
 
 
-# ---------------------------------------------------------------------------- MoPPS (prompt level)
+# ---------------------------------------------------------------------------- MoPPS
 
 
 class Mopps:
     """MoPPS's selection of prompts, as in its code (thu-rllab/MoPPS: mopps.py, the scripts' topk).
 
     Each prompt has a Beta distribution of its pass rate. A step draws one rate for each prompt of a
-    pool of POOL Q, rolls out the Q nearest to 1/2, and trains on them without weights. An observed
-    group adds its right and wrong completions; before that, what was known is decayed by half
-    towards the prior Beta(1, 1).
+    pool of FEWEST Q, rolls out the Q nearest to 1/2, and trains on them without weights. A group
+    adds its right and wrong completions; before that, what was known is decayed by half towards the
+    prior Beta(1, 1).
     """
 
-    POOL = 8  # times Q
+    FEWEST = 8  # prompts of a pool, and so of the data, times Q
     DECAY = 0.5
 
     def __init__(self, num_prompts: int):
@@ -307,8 +275,8 @@ class Mopps:
         self, roll_out: Callable, target: int, order: Callable, generator: Generator
     ) -> tuple:
         """(round, weights [Q]) as Greso.collect, with one round of Q = `target`."""
-        epoch, place = divmod(self.cursor, self.posterior.shape[1] // (self.POOL * target))
-        pool = order(epoch)[self.POOL * target * place :][: self.POOL * target]
+        epoch, place = divmod(self.cursor, self.posterior.shape[1] // (self.FEWEST * target))
+        pool = order(epoch)[self.FEWEST * target * place :][: self.FEWEST * target]
         draw = random.Random(int(generator.integers(2**62)))
         known = self.posterior[:, pool].T.tolist()
         rates = torch.tensor([draw.betavariate(right, wrong) for right, wrong in known])
@@ -321,35 +289,15 @@ class Mopps:
         self.cursor += 1
         return part, torch.ones(target, dtype=torch.float64)
 
-    @staticmethod
-    def fewest_prompts(target: int) -> int:
-        """As Greso.fewest_prompts."""
-        return Mopps.POOL * target
-
 
 # ---------------------------------------------------------------------------- the command
 
 
-class GresoTrainer(SelectorTrainer):
-    selector_class = Greso
-
-
-class DynamicTrainer(SelectorTrainer):
-    selector_class = Dynamic
-
-
-class MoppsTrainer(SelectorTrainer):
-    selector_class = Mopps
-
-
-METHODS = {"greso": GresoTrainer, "dynamic": DynamicTrainer, "mopps": MoppsTrainer}
+METHODS = {"greso": Greso, "dynamic": Dynamic, "mopps": Mopps}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser(description="Other flags are train.py's.", allow_abbrev=False)
     parser.add_argument("--method", choices=METHODS, required=True)
-    own, rest = parser.parse_known_args()
-    train.cli(trainer_class=METHODS[own.method], args=["--method", "grpo", *rest])
+    given, rest = parser.parse_known_args()
+    trainer_class = functools.partial(SelectorTrainer, METHODS[given.method])
+    train.cli(trainer_class=trainer_class, args=["--method", "grpo", *rest])

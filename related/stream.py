@@ -7,8 +7,6 @@ attn_implementation "sdpa". A sub-layer is named by its block and its kind: "3.s
 Letters: N sequences of T tokens, d hidden size, V vocabulary, L blocks.
 """
 
-import statistics
-
 import torch
 import torch.nn.functional as F
 
@@ -27,12 +25,8 @@ def parts(model, name: str):
     return getattr(block, kind), getattr(block, NORMS[kind])
 
 
-def size(*modules) -> int:
-    """Their parameters."""
-    return sum(weight.numel() for module in modules for weight in module.parameters())
-
-
-# ------------------------------------------------------------------------- forward
+def size(module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def update(model, name: str, h):
@@ -47,10 +41,10 @@ def update(model, name: str, h):
 
 def states(model, h, names: list[str]) -> list[torch.Tensor]:
     """The hidden states [N, T, d] before each of these sub-layers, and after the last one."""
-    found = [h]
+    hidden = [h]
     for name in names:
-        found.append(found[-1] + update(model, name, found[-1])[1])
-    return found
+        hidden.append(hidden[-1] + update(model, name, hidden[-1])[1])
+    return hidden
 
 
 def embed(model, ids):
@@ -64,11 +58,3 @@ def logits(model, h):
 def loss(logits, ids) -> float:
     """Mean -log p of the tokens after the first, in nats; exp of it is the perplexity."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
-
-
-@torch.no_grad()
-def mean_loss(model, sequences, names: list[str] | None = None) -> float:
-    """The loss on sequences [N, T] of the model, or of these of its sub-layers alone."""
-    names = all_names(model) if names is None else names
-    last = lambda ids: logits(model, states(model, embed(model, ids), names)[-1])
-    return statistics.mean(loss(last(ids), ids) for ids in sequences.split(1))

@@ -1,16 +1,14 @@
 """
 Structured pruning: take neurons, attentions or whole blocks out of a language model for good.
 
-    python -m related.structured --model smollm2 --sparsity 0.25 --method 2ssp --out-dir out/2ssp
+    python -m related.structured --model smollm2 --sparsity 0.25 --method 2ssp --out-dir out-2ssp
 
 2ssp (arXiv:2501.17771) narrows every FFN to the same number of neurons, then removes attentions one
 by one. The depth metrics (arXiv:2407.16286) score each block once, on the whole model, and the
 blocks with the lowest scores go:
 
-    cosine, l1, l2   how far the block moves the hidden state: 1 - cosine, |f(h)| / |h|
-    logit, loss      how far the logits (L2) and the loss move if this block alone is gone
-    shapley          what the block takes off the loss of random halves of all blocks, on average
-    random           no metric, to compare with
+    cosine, l2   how far the block moves the hidden state: 1 - cosine, |f(h)| / |h|
+    loss         the loss if this block alone is gone
 
 What is removed adds nothing to the residual stream, or with --recovery what recovery.py fits.
 
@@ -21,8 +19,9 @@ whole model do not see what else goes.
 Letters: N sequences of T tokens, d hidden size, V vocabulary, L blocks, n neurons of an FFN.
 """
 
-import copy
+import itertools
 import math
+import statistics
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -37,14 +36,10 @@ from related import pruned, stream
 from related.recovery import recover
 from runtime import InputError
 from runtime.device import choose_device
-from runtime.timer import clock
-from tasks import gguf
 
-DISTANCES = ("cosine", "l1", "l2")
-METHODS = ("2ssp", *DISTANCES, "logit", "loss", "shapley", "random")
-RANKS = {"none": None, "bias": 0, "lowrank": 32}  # of --recovery: what stands in, see pruned.py
+RANK = 32  # of what --recovery puts in place of a removed sub-layer
 ALPHA = 1.5  # of 2ssp, as published; with more, more attentions and fewer neurons go
-SUBNETWORKS = 10  # of shapley, as published
+SAMPLES, LENGTH = 16, 256  # windows of text to calibrate on, as many to evaluate on; their tokens
 
 
 # ------------------------------------------------------------------------- depth: one-shot scores
@@ -52,68 +47,27 @@ SUBNETWORKS = 10  # of shapley, as published
 
 @torch.no_grad()
 def importance(model, sequences, metric: str) -> torch.Tensor:
-    """The score [L] of each block on sequences [N, T]; metric is one of METHODS, but not 2ssp."""
-    blocks = len(model.base_model.layers)
-    generator = torch.Generator().manual_seed(0)
-    if metric == "random":
-        return torch.rand(blocks, generator=generator)
-    if metric == "shapley":
-        return shapley(model, sequences, generator)
+    """The score [L] of each block, on average over sequences [N, T]."""
     names = stream.all_names(model)
-    scores = torch.zeros(blocks)
+    scores = torch.zeros(len(names) // 2)
     for ids in sequences.split(1):
-        states = stream.states(model, stream.embed(model, ids), names)
-        hidden = states[::2]  # before each block, and after the last one
-        whole = stream.logits(model, hidden[-1])
-        for block in range(blocks):
-            if metric in DISTANCES:
-                score = distance(metric, hidden[block], hidden[block + 1])
+        hidden = stream.states(model, stream.embed(model, ids), names)[::2]  # around each block
+        for block, (before, after) in enumerate(itertools.pairwise(hidden)):
+            if metric == "cosine":
+                score = (1 - F.cosine_similarity(before, after, dim=-1)).mean().item()
+            elif metric == "l2":
+                score = ((after - before).norm(dim=-1) / before.norm(dim=-1)).mean().item()
             else:
-                left = names[2 * block + 2 :]  # the sub-layers of the blocks that follow
-                last = stream.states(model, hidden[block], left)[-1]
-                score = damage(metric, whole, stream.logits(model, last), ids)
+                last = stream.states(model, before, names[2 * block + 2 :])[-1]
+                score = stream.loss(stream.logits(model, last), ids)
             scores[block] += score
     return scores / len(sequences)
-
-
-def distance(metric: str, before: torch.Tensor, after: torch.Tensor) -> float:
-    """How far a block moves hidden states [1, T, d], on average over tokens."""
-    if metric == "cosine":
-        return (1 - F.cosine_similarity(before, after, dim=-1)).mean().item()
-    p = int(metric[1])  # of l1 and l2
-    return ((after - before).norm(p, dim=-1) / before.norm(p, dim=-1)).mean().item()
-
-
-def damage(metric: str, whole: torch.Tensor, without: torch.Tensor, ids) -> float:
-    """How far the logits [1, T, V] or the loss are off without a block."""
-    if metric == "logit":
-        return (without - whole).norm(dim=-1).mean().item()
-    return stream.loss(without, ids) - stream.loss(whole, ids)
-
-
-def shapley(model, sequences, generator) -> torch.Tensor:
-    """[L]: the mean loss of subnetworks without a block, minus that of those with it.
-
-    Each is a random half of the blocks. They come in pairs of complements (ours), so that every
-    block is in as many as it is not in."""
-    blocks = len(model.base_model.layers)
-    scores = torch.zeros(blocks)
-    for _ in range(SUBNETWORKS // 2):
-        half = torch.rand(blocks, generator=generator).argsort() < blocks // 2
-        for present in (half, ~half):
-            names = [name for name in stream.all_names(model) if present[int(name.split(".")[0])]]
-            loss = stream.mean_loss(model, sequences, names)
-            scores += torch.where(present, -loss, loss)
-    return scores / (SUBNETWORKS // 2)
 
 
 def least_important(scores: torch.Tensor, sparsity: float) -> list[str]:
     """The sub-layers of the blocks with the lowest scores [L], as many as come nearest to this
     share of all blocks."""
-    blocks = len(scores)
-    count = round(sparsity * blocks)
-    if not 0 < count < blocks:
-        raise InputError(f"--sparsity {sparsity}: of {blocks} blocks, 1 to {blocks - 1} can go")
+    count = round(sparsity * len(scores))
     lowest = scores.argsort(stable=True)[:count].tolist()
     return [f"{block}.{kind}" for block in lowest for kind in pruned.NORMS]
 
@@ -128,16 +82,13 @@ def two_stage_counts(sparsity: float, blocks: int, width: int, attention: int, f
     removed = round(blocks * sparsity ** (ffn / attention / ALPHA))
     by_width = round(sparsity * main) - removed * attention  # parameters left to remove
     fewer = round(by_width / blocks)  # of each FFN
-    kept = round(width * (1 - fewer / ffn))
-    if removed >= blocks or not 0 < kept <= width:
-        left = f"{blocks - removed} of {blocks} attentions and {kept} of {width} neurons"
-        raise InputError(f"--sparsity {sparsity}: 2ssp would keep {left}")
-    return removed, kept
+    return removed, round(width * (1 - fewer / ffn))
 
 
 @torch.no_grad()
 def neuron_scores(model, sequences) -> torch.Tensor:
-    """[L, n]: the L2 norm of each neuron's outputs over the tokens of a sequence, on average."""
+    """[L, n]: the L2 norm of each neuron's outputs over the tokens of a sequence, summed over
+    sequences."""
     names = stream.all_names(model)
     scores = torch.zeros(len(names) // 2, model.config.intermediate_size)
     for ids in sequences.split(1):
@@ -146,7 +97,7 @@ def neuron_scores(model, sequences) -> torch.Tensor:
             mlp, norm = stream.parts(model, f"{block}.mlp")
             outputs = mlp.act_fn(mlp.gate_proj(norm(h))) * mlp.up_proj(norm(h))  # [1, T, n]
             scores[block] += outputs[0].norm(dim=0).cpu()
-    return scores / len(sequences)
+    return scores
 
 
 @torch.no_grad()
@@ -180,43 +131,46 @@ def two_stage(model, sequences, sparsity: float) -> list[str]:
 # ------------------------------------------------------------------------- the command
 
 
-def windows(file: Path | None, tokenizer, samples: int, length: int) -> torch.Tensor:
-    """[2, samples, length] tokens: windows spread over the first nine tenths of a text, to
-    calibrate on, and over its last tenth, held out. Without a file, the text is Python's own
-    reference, 0.4 MB of technical English that comes with Python."""
-    text = file.read_text(encoding="utf-8") if file else "\n\n".join(topics.values())
-    paragraphs = dict.fromkeys(text.split("\n\n"))  # each once, so none is in both parts
-    tokens = torch.tensor(tokenizer("\n\n".join(paragraphs))["input_ids"])
+def windows(tokenizer) -> torch.Tensor:
+    """[2, SAMPLES, LENGTH] tokens of Python's reference, 0.4 MB of technical English that comes
+    with Python: windows spread over its first nine tenths, to calibrate on, and over its last
+    tenth, held out."""
+    paragraphs = "\n\n".join(topics.values()).split("\n\n")
+    text = "\n\n".join(dict.fromkeys(paragraphs))  # each once, so none is in both parts
+    tokens = torch.tensor(tokenizer(text)["input_ids"])
     parts = tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]
-    if len(parts[1]) < samples * length:
-        problem = f"{samples} windows of {length} tokens do not fit: {len(parts[1])} are held out"
-        raise InputError(f"--data {file}: {problem}")
-    starts = [(part, number * len(part) // samples) for part in parts for number in range(samples)]
-    found = [part[start : start + length] for part, start in starts]
-    return torch.stack(found).view(2, samples, length)
+    starts = [(part, number * len(part) // SAMPLES) for part in parts for number in range(SAMPLES)]
+    chosen = [part[start : start + LENGTH] for part, start in starts]
+    return torch.stack(chosen).view(2, SAMPLES, LENGTH)
 
 
-def prune(model, sequences, method: str, sparsity: float, rank: int | None = None):
-    """A new, smaller model, calibrated on sequences [N, T]. Rank is that of what stands in for a
-    removed sub-layer, see pruned.py."""
+def prune(model, sequences, method: str, sparsity: float, recovery: bool = False):
+    """A new, smaller model, calibrated on sequences [N, T]. 2ssp narrows the given one, too."""
     if model.config.model_type not in pruned.FAMILIES:
         families = ", ".join(pruned.FAMILIES)
         raise InputError(f"--model is of type {model.config.model_type}: use one of {families}")
     if not 0 < sparsity < 1:
         raise InputError(f"--sparsity {sparsity}: must be above 0 and below 1")
     if method == "2ssp":
-        model = copy.deepcopy(model)  # it is narrowed in place
         removed = two_stage(model, sequences, sparsity)
     else:
         removed = least_important(importance(model, sequences, method), sparsity)
-    tensors = {} if rank is None else recover(model, sequences, removed, rank)
-    return pruned.rebuild(model, removed, rank, tensors)
+    if not recovery:
+        return pruned.rebuild(model, removed)
+    return pruned.rebuild(model, removed, RANK, recover(model, sequences, removed, RANK))
+
+
+@torch.no_grad()
+def sizes_and_perplexity(model, sequences) -> list[float]:
+    losses = [stream.loss(model(ids, use_cache=False).logits, ids) for ids in sequences.split(1)]
+    blocks = model.base_model.layers
+    return [stream.size(model), stream.size(blocks), math.exp(statistics.mean(losses))]
 
 
 def main(
-    model: str = "smollm2", sparsity: float = 0.25, method: Literal[METHODS] = "2ssp",
-    recovery: Literal[tuple(RANKS)] = "none", data: Path | None = None, samples: int = 16,
-    tokens: int = 256, out_dir: Path = Path("out/pruned"),
+    model: str = "smollm2", sparsity: float = 0.25,
+    method: Literal["2ssp", "cosine", "l2", "loss"] = "2ssp", recovery: bool = False,
+    out_dir: Path = Path("out/pruned"),
 ) -> None:  # fmt: skip
     """Prune a model, save it, and print what it lost.
 
@@ -224,37 +178,28 @@ def main(
         model: smollm2, a .gguf file, a folder, or a hub id
         sparsity: share of the parameters of the blocks to remove
         method: what to remove
-        recovery: what stands in for a removed sub-layer
-        data: a text file, of which a tenth is held out to evaluate on; default: Python's reference
-        samples: sequences to calibrate on, and to evaluate on
-        tokens: of a sequence
+        recovery: put a bias and a matrix of rank 32 in place of each removed sub-layer
         out_dir: the new folder
     """
     if out_dir.exists():
         raise InputError(f"--out-dir {out_dir} exists: give another")
     device = choose_device("auto")
-    whole, tokenizer = models.load_policy(gguf.model_folder(model), device)
+    whole, tokenizer = models.load_policy(models.model_folder(model), device)
     whole.set_attn_implementation("sdpa")
-    calibration, held_out = windows(data, tokenizer, samples, tokens).to(device)
-    started = clock(device)
-    smaller = prune(whole, calibration, method, sparsity, RANKS[recovery]).to(device)
-    seconds = clock(device) - started
+    calibration, held_out = windows(tokenizer).to(device)
+    before = sizes_and_perplexity(whole, held_out)
+    smaller = prune(whole, calibration, method, sparsity, recovery).to(device)
     smaller.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
     print(f"{'':20}{'before':>14}{'after':>14}{'ratio':>8}")
-    for name, measure in (
-        ("parameters", stream.size),
-        ("of the blocks", lambda one: stream.size(one.base_model.layers)),
-        ("held-out perplexity", lambda one: math.exp(stream.mean_loss(one, held_out))),
-    ):
-        before, after = measure(whole), measure(smaller)
-        print(f"{name:20}{before:14,.6g}{after:14,.6g}{after / before:8.3f}")
-    print(f"{seconds:.1f} s of pruning; {out_dir} is of type {smaller.config.model_type}")
+    names = ("parameters", "of the blocks", "held-out perplexity")
+    for name, old, new in zip(names, before, sizes_and_perplexity(smaller, held_out), strict=True):
+        print(f"{name:20}{old:14,.6g}{new:14,.6g}{new / old:8.3f}")
+    print(f"{out_dir} is of type {smaller.config.model_type}")
 
 
 if __name__ == "__main__":
     try:
         tyro.cli(main)
     except InputError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(f"error: {problem}")

@@ -3,13 +3,14 @@ BranchGRPO (arXiv:2509.06040, code Fredreic1849/BranchGRPO): trees of rollouts, 
 
 A prompt is rolled out as a tree. At a split every node gets several children, elsewhere one. Only
 the leaves have rewards. A node's value is the mean reward of the leaves below it, and every edge is
-trained with an advantage of its own. Here an edge is a denoising step of a diffusion model; it
-could as well be a segment of tokens.
+trained with the advantage of the node that it leads to. In related/branch.py an edge is a denoising
+step of a diffusion model; it could as well be a segment of tokens.
 
     depth_advantages  BIASED  The mean of a depth's n nodes contains the node itself, so the depth's
-                              gradient shrinks to (n - 1) / n. Each depth also has its own standard
-                              deviation.
-    loo_advantages    exact   Ours: the mean of a node's siblings, and one scale for the whole tree.
+                              gradient shrinks to (n - 1) / n. Each depth is divided by another
+                              standard deviation.
+    loo_advantages    exact   Ours: the baseline is the mean of a node's siblings. Divide all by one
+                              scale that is known before the rollout, say of earlier steps.
     kept_mean         BIASED  Depths count by their number of nodes, and an edge counts by how many
                               others are kept.
     planned_mean      exact   Ours: a mean over the planned nodes of each depth, summed over depths.
@@ -38,6 +39,8 @@ from numpy.random import Generator
 
 import dppo
 
+PUBLISHED = [2 if step in (0, 3, 6, 9) else 1 for step in range(20)]  # children of a node, by depth
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -46,16 +49,7 @@ class Tree:
     parent: torch.Tensor  # [N]; the root is its own parent
     depth: torch.Tensor  # [N]
     family: torch.Tensor  # [N], the same number for siblings
-    levels: list[slice]  # the nodes of each depth
-
-    @property
-    def leaves(self) -> slice:
-        return self.levels[-1]
-
-
-def schedule(steps: int = 20, splits: Sequence[int] = (0, 3, 6, 9), children: int = 2) -> list[int]:
-    """Children per node at each step: `children` at splits, else 1. The defaults are published."""
-    return [children if step in splits else 1 for step in range(steps)]
+    levels: list[slice]  # the nodes of each depth; the last are the leaves
 
 
 def grow(children: Sequence[int]) -> Tree:
@@ -91,7 +85,7 @@ def node_values(tree: Tree, rewards: torch.Tensor) -> torch.Tensor:
     """Values [..., N]: a leaf's is its reward, of [..., L], and another node's is the mean of its
     children's."""
     values = rewards.new_zeros(*rewards.shape[:-1], len(tree.parent))
-    values[..., tree.leaves] = rewards
+    values[..., tree.levels[-1]] = rewards
     share = (1 / group_sizes(tree.family)).to(values.dtype)
     for level in reversed(tree.levels[1:]):
         values.index_add_(-1, tree.parent[level], share[level] * values[..., level])
@@ -100,21 +94,20 @@ def node_values(tree: Tree, rewards: torch.Tensor) -> torch.Tensor:
 
 def depth_advantages(tree: Tree, values: torch.Tensor) -> torch.Tensor:
     """As published, [..., N] of values [..., N]: (value - mean) / (std + 1e-8) over the nodes of
-    each depth, clamped to 5. It is 0 for a lone node, or if the deviation is below 1e-6."""
+    each depth. It is 0 for a lone node, or if the deviation is below 1e-6."""
     count = group_sizes(tree.depth).to(values.dtype)
     centred = values - group_sums(values, tree.depth) / count
     variance = group_sums(centred.square(), tree.depth) / (count - 1).clamp(min=1)
     std = variance.sqrt()
-    return torch.where(std < 1e-6, 0.0, centred / (std + 1e-8)).clamp(-5, 5)
+    return torch.where(std < 1e-6, 0.0, centred / (std + 1e-8))
 
 
-def loo_advantages(tree: Tree, values: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Leave-one-out advantages [..., N]: (value - baseline) / scale.
+def loo_advantages(tree: Tree, values: torch.Tensor) -> torch.Tensor:
+    """Leave-one-out advantages [..., N] of values [..., N]: value - baseline.
 
     The baseline is the mean value of the parent's other children. An only child has its parent's
     baseline, which is allowed because what does not descend from the parent does not descend from
-    the child. `scale` must be known before the rollout, for example from earlier steps; the tree's
-    own deviation would be biased, as in GRPO.
+    the child.
     """
     others = (group_sizes(tree.family) - 1).clamp(min=1)
     baseline = (group_sums(values, tree.family) - values) / others
@@ -122,15 +115,15 @@ def loo_advantages(tree: Tree, values: torch.Tensor, scale: float = 1.0) -> torc
     for level in tree.levels[1:]:
         if lone[level.start]:
             baseline[..., level] = baseline[..., tree.parent[level]]
-    return torch.where(tree.depth > 0, (values - baseline) / scale, 0.0)
+    return torch.where(tree.depth > 0, values - baseline, 0.0)
 
 
 # ---------------------------------------------------------------------------- denominators
 
 
 def planned_mean(tree: Tree) -> torch.Tensor:
-    """The factor of each edge, float64 [N]: 1 / planned nodes of its depth, 0 for the root."""
-    return torch.where(tree.depth > 0, 1 / group_sizes(tree.depth), 0.0)
+    """The factor of each edge, float64 [N]: 1 / planned nodes of its depth."""
+    return 1 / group_sizes(tree.depth)
 
 
 def kept_mean(keep: torch.Tensor) -> torch.Tensor:
@@ -147,7 +140,7 @@ def width_keep(tree: Tree, advantages: torch.Tensor, after: int) -> torch.Tensor
     largest advantages is trained. All are equal, because every depth has the same rewards, so a
     stable sort keeps the first half of the chain."""
     late = tree.depth > after
-    chains = tree.leaves.stop - tree.leaves.start
+    chains = int((tree.depth == tree.depth[-1]).sum())
     scores = advantages[..., late].unflatten(-1, (-1, chains))  # [..., n, chains]
     rank = scores.argsort(dim=-2, descending=True, stable=True).argsort(dim=-2)
     keep = (tree.depth > 0).repeat(*advantages.shape[:-1], 1)
@@ -161,11 +154,10 @@ def depth_keep(tree: Tree, first: int, window: int) -> torch.Tensor:
     return (tree.depth > 0) & ~dropped
 
 
-def slide(step: int, depths: int, window: int, *, stop: int = 9, interval: int = 30) -> int:
+def slide(step: int, depths: int, window: int, interval: int) -> int:
     """The first of the depths that step (0, 1, ...) drops, as published. At first these are the
-    deepest `window`; every `interval` steps they move up by one, until they begin at `stop`."""
-    deepest = depths - window + 1
-    return max(min(stop, deepest), deepest - step // interval)
+    deepest `window`; every `interval` steps they move up by one, until they begin at depth 9."""
+    return max(9, depths - window + 1 - step // interval)
 
 
 # ---------------------------------------------------------------------------- the exact pruning

@@ -187,6 +187,8 @@ REFUSED = [  # a table, its entry `mine`, flags, the message
      "--method mime: choose one of grpo, .*, pps,.* mine"),
     (dppo.LOSSES, dppo.Loss(plain, "tokens"), {"loss": "mine"},
      r"unknown denominator \(loss 'mine'\) 'tokens': choose one of own length, constant"),
+    (dppo.LOSSES, dppo.Loss(plain, "constant", scale_rewards="std"), {"loss": "mine"},
+     r"scale_rewards \(loss 'mine'\) 'std': choose one of"),
 ]  # fmt: skip
 
 

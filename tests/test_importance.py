@@ -1,10 +1,8 @@
 """A sampler that differs from the policy is measured, and corrected by truncated weights."""
 
-import itertools
 import math
 import sys
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -57,8 +55,8 @@ def test_importance_weights_give_the_policys_gradient(small_world):
         rollouts = one_token_rollouts(sampler)
         return gradient(model, rollouts, advantages, sampler.exp()[:, None], **changes)
 
-    def error(found):
-        return ((found - truth).norm() / truth.norm()).item()
+    def error(biased):
+        return ((biased - truth).norm() / truth.norm()).item()
 
     sums, exact = sampled(importance_cap=10.0)
     assert error(exact) < 1e-5
@@ -86,9 +84,9 @@ def test_a_ratio_that_overflows(small_world):
     """A sampler that is 200 nats off: the logged ratio and the gradient stay finite."""
     model, _ = small_world
     rollouts = one_token_rollouts(torch.full((5,), -200.0))
-    sums, found = gradient(model, rollouts, torch.ones(5, 1), torch.ones(5, 1), importance_cap=2.0)
+    sums, grad = gradient(model, rollouts, torch.ones(5, 1), torch.ones(5, 1), importance_cap=2.0)
     assert math.isfinite(sums.importance)
-    assert found.isfinite().all()
+    assert grad.isfinite().all()
 
 
 def test_trainer_logprobs_are_in_their_places(make_policy, monkeypatch):
@@ -132,65 +130,52 @@ def test_the_cap_is_above_not_at_it(make_policy, make_rollouts):
     assert sums.capped == sums.gap == 0
 
 
-class SamplerIsOff(Recorder):
-    """Reports log-probs that are 0.1 too low in every other place; records each look-up of old
-    log-probs."""
+@pytest.fixture
+def look_ups(monkeypatch):
+    """Samplers report log-probs that are 0.1 too low in every other place. A list that gets, at
+    each look-up of old log-probs, the sum of the weights."""
+    sample, sums = rollout.sample, []
 
-    def __init__(self, cfg):
-        super().__init__(cfg, reward=toy_reward)
-        self.looked_up = []  # the weights at each look-up
+    def off(*args, **options):
+        rollouts = sample(*args, **options)
+        rollouts.logprobs[..., ::2] -= 0.1
+        return rollouts
 
-    def step(self, step):
-        sample = rollout.sample
+    def look_up(model, rollouts, cfg, keep):
+        sums.append(sum(weight.sum().item() for weight in model.parameters()))
+        return update.trainer_logprobs(model, rollouts, cfg, keep)
 
-        def off(*args, **options):
-            rollouts = sample(*args, **options)
-            rollouts.logprobs[..., ::2] -= 0.1
-            return rollouts
-
-        def look_up(model, rollouts, cfg, keep):
-            self.looked_up.append(sum(weight.sum().item() for weight in model.parameters()))
-            return update.trainer_logprobs(model, rollouts, cfg, keep)
-
-        with (
-            mock.patch.object(rollout, "sample", off),
-            mock.patch.object(train, "trainer_logprobs", look_up),
-        ):
-            found = super().step(step)
-        for one in self.now.updates:
-            if (old := one.options["old_logprobs"]) is not None:
-                kept = self.now.keep & (self.now.lengths > 0)
-                assert torch.equal((old != 0).any(dim=2), kept), "of what any draw has kept"
-        return found
+    monkeypatch.setattr(rollout, "sample", off)
+    monkeypatch.setattr(train, "trainer_logprobs", look_up)
+    return sums
 
 
-def test_a_run_whose_sampler_is_off(policy_folder, tmp_path):
+def test_a_run_whose_sampler_is_off(policy_folder, tmp_path, look_ups):
     """The log shows the gap, and corrected runs differ from plain ones. With two mini-batches
     old log-probs are looked up once a step, before its first update. Catches a look-up
     after an update, and updates that use current log-probs instead."""
 
     def run(**changes):
         args = flags(policy_folder, str(tmp_path), method="grpo", **changes)
-        trainer = SamplerIsOff(config.parse_config(args))
-        return [trainer.step(step)[0] for step in range(1, trainer.cfg.steps + 1)], trainer
-
-    def given(trainer):
-        """The old log-probs of each update."""
-        return [one.options["old_logprobs"] for step in trainer.steps for one in step.updates]
-
-    plain, _ = run()
-    assert not any("sampling/importance_sampling_ratio/mean" in row for row in plain)
-    corrected, trainer = run(importance_cap=1.05)
-    assert not trainer.looked_up
-    assert given(trainer) == [None] * 4
-    twice, trainer = run(importance_cap=2.0, minibatches=2)
-    assert len(trainer.looked_up) == len(set(trainer.looked_up)) == 4
-    old = given(trainer)
-    assert len(old) == 8
-    assert all(first is second for first, second in zip(old[::2], old[1::2], strict=True))
+        trainer = Recorder(config.parse_config(args), toy_reward)
+        log = [trainer.step(step)[0] for step in range(1, trainer.cfg.steps + 1)]
+        return log, trainer.steps
 
     ratio = "sampling/importance_sampling_ratio"
-    for row in itertools.chain(corrected, twice):
+    plain, _ = run()
+    assert not any(f"{ratio}/mean" in row for row in plain)
+    corrected, steps = run(importance_cap=1.05)
+    assert not look_ups
+    assert all(each.options["old_logprobs"] is None for step in steps for each in step.updates)
+    twice, steps = run(importance_cap=2.0, minibatches=2)
+    assert len(look_ups) == len(set(look_ups)) == len(steps) == 4
+    for step in steps:
+        first, second = (each.options["old_logprobs"] for each in step.updates)
+        assert first is second
+        kept = step.keep & (step.lengths > 0)
+        assert torch.equal((first != 0).any(dim=2), kept), "of what any draw has kept"
+
+    for row in corrected + twice:
         assert 0.049 < row["sampling/sampling_logp_difference/mean"] < 0.1
         assert 1.05 < row[f"{ratio}/mean"] < 1.11
         assert row[f"{ratio}/capped"] == pytest.approx(0.58 if row in corrected else 0, abs=0.2)
@@ -226,17 +211,11 @@ def test_gspo_in_bfloat16_clips_nothing_before_an_update(make_policy):
 @pytest.mark.parametrize(
     ("given", "cap"),
     [
-        ({}, 0.0),
-        ({"dtype": "bfloat16"}, 2.0),
-        ({"dtype": "bfloat16", "importance_cap": 0.0}, 0.0),
-        ({"loss": "gspo"}, 0.0),
-        ({"loss": "gspo", "dtype": "bfloat16"}, 2.0),
-        ({"loss": "gspo", "dtype": "bfloat16", "importance_cap": 0.0}, 0.0),
-        ({"shard": "fsdp"}, 0.0),
-        ({"engine": "vllm"}, 2.0),
-        ({"engine": "vllm", "importance_cap": 0.0}, 0.0),
+        ({}, 0.0), ({"loss": "gspo"}, 0.0), ({"shard": "fsdp"}, 0.0),
+        ({"dtype": "bfloat16"}, 2.0), ({"loss": "gspo", "dtype": "bfloat16"}, 2.0),
+        ({"engine": "vllm"}, 2.0), ({"engine": "vllm", "importance_cap": 0.0}, 0.0),
     ],
-)
+)  # fmt: skip
 def test_the_cap_is_on_where_the_sampler_differs(given, cap):
     """By more than the clip tolerates. Fails if the correction is on where it is not needed, or off
     where it is, or if it cannot be turned off."""

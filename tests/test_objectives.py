@@ -1,5 +1,5 @@
 """Which objective a rule ascends: the slopes of related/objectives.py, against the gradient of
-every group that a policy can sample; limits of real-valued rewards; unscorable completions."""
+every group that a policy can sample; and the advantages of each --scale-rewards."""
 
 import itertools
 import json
@@ -12,9 +12,7 @@ import torch
 import dppo
 import proof
 from related import objectives
-from runtime import InputError
 
-PASS_RATES = torch.tensor([0.003, 0.1, 0.4, 0.5, 0.9, 0.98], dtype=torch.float64)
 RULES = (  # of dppo.COMPLETION_RULES, and a prune rate
     ("none", 0.0), ("zero", 0.0), ("uniform", 0.5), ("dppo", 0.5), ("pps", 0.5),
     ("adaptive", 0.0),
@@ -58,96 +56,35 @@ def test_slopes_by_enumeration(scale_rewards, rule, rate):
     assert same == (not dppo.COMPLETION_RULES[rule].biased), (slope, unbiased)
 
 
-@pytest.mark.parametrize("G", [2, 4, 16, 33])
-def test_slopes_in_closed_form(G):
-    """Catches the sample variance, an epsilon beside it, and a mean over G where one of the class
-    belongs."""
-    p = PASS_RATES
-    slope = lambda scale: objectives.objective_slope(p, G, scale)
-    expected = {
-        "none": torch.full_like(p, (G - 1) / G),
-        "variance": (1 - p**G - (1 - p) ** G) / (p * (1 - p)),
-        "mean": (1 - (1 - p) ** (G - 1)) / p,
-    }
-    for scale, wanted in expected.items():
-        assert ((slope(scale) / wanted - 1).abs() < 1e-12).all(), scale
-    # With many completions, group's is 1 / std.
-    many = objectives.objective_slope(torch.tensor([0.3]), 200, "group") * math.sqrt(0.3 * 0.7)
-    assert many.item() == pytest.approx(1, abs=0.01)
+NAN = math.nan
+CLOSE = [0.501] + [0.5] * 7  # real-valued rewards that hardly differ
+TENTH = [reward / 10 for reward in CLOSE]
+FLOOR = 7 / 64  # the variance of eight rewards of which one is 1 and the others are 0
+SMALL = FLOOR * 0.1**2
+ADVANTAGES = [  # scale_rewards, range, rewards, advantages
+    ("variance", 1, [1, 0, 0, 0], [4, -4 / 3, -4 / 3, -4 / 3]),
+    ("variance", 1, [1, 0, 0, NAN, NAN, NAN], [6, -3, -3, 0, 0, 0]),  # G / k, -G / (n - k)
+    ("variance", 1, CLOSE, [0.001 * 7 / 8 / FLOOR] + [-0.001 / 8 / FLOOR] * 7),
+    ("variance", 0.1, TENTH, [0.0001 * 7 / 8 / SMALL] + [-0.0001 / 8 / SMALL] * 7),
+    ("mean", 1, [1, 0, 0, 0], [3, -1, -1, -1]),
+    ("mean", 1, [1, 0, NAN, NAN], [1, -1, 0, 0]),
+    ("mean", 1, TENTH, [0.0001 * 7 / 8 * 8] + [-0.0001 / 8 * 8] * 7),  # the mean is below 1 / G
+    ("mean", 0.1, TENTH, [0.0001 * 7 / 8 / 0.0500125] + [-0.0001 / 8 / 0.0500125] * 7),
+]
 
 
-@pytest.mark.parametrize(("G", "kept"), [(8, 2), (32, 3), (16, 3), (5, 2)])
-def test_pods_ascends_the_logit(G, kept):
-    """From R - mean, to 1e-12. Keeping four is another objective, and so is keeping two from
-    advantages over std + 1e-4, a little. Catches PODS with its weights of another size."""
-    logit = objectives.objective_slope(PASS_RATES, G, "variance")
-
-    def spread(scale, kept):  # how far the ratio of the two slopes is from a constant
-        got = objectives.objective_slope(PASS_RATES, G, scale, "pods", 1 - kept / G)
-        ratio = got / logit
-        return (ratio.max() / ratio.min() - 1).item()
-
-    assert spread("none", kept) < 1e-12
-    assert 1e-6 < spread("group", kept) < 1e-3, "+ 1e-4 beside the standard deviation"
-    if G > 5:
-        assert spread("none", 4) > 1e-3
-    found = objectives.objective_slope(PASS_RATES, G, "none", "pods", 1 - kept / G)
-    assert objectives.objective_of(found, PASS_RATES, G) == "variance"
-    assert objectives.objective_of(found * PASS_RATES, PASS_RATES, G) is None
+@pytest.mark.parametrize(("scale_rewards", "reward_range", "rewards", "wanted"), ADVANTAGES)
+def test_advantages_by_hand(scale_rewards, reward_range, rewards, wanted):
+    """Catches no floor, one that rewards of 0 and 1 meet, one that ignores the range, a missing
+    G / n, and G where the n that were scored belong."""
+    table = torch.tensor([rewards], dtype=torch.float64)
+    advantages = dppo.group_advantages(table, scale_rewards, reward_range)
+    assert advantages[0].tolist() == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("scored", [2, 3, 7, 8])
-def test_unscorable_completions(scored):
-    """The logit's advantages stay those of class means, G / k and -G / (n - k), and its slope is
-    that of n completions. Catches a missing G / n, and G where the n that were scored belong."""
-    G, p = 8, PASS_RATES
-    rewards = torch.full((1, G), torch.nan, dtype=torch.float64)
-    rewards[0, :scored] = 0.0
-    rewards[0, 0] = 1.0
-    advantages = dppo.group_advantages(rewards, "variance")[0]
-    assert advantages[0].item() == pytest.approx(G)
-    assert advantages[1:scored].tolist() == pytest.approx([-G / (scored - 1)] * (scored - 1))
-    assert advantages[scored:].tolist() == [0.0] * (G - scored)
-    slope = objectives.objective_slope(p, G, "variance", scored=scored)
-    wanted = (1 - p**scored - (1 - p) ** scored) / (p * (1 - p))
-    assert ((slope / wanted - 1).abs() < 1e-12).all()
-    for scale, wanted in (
-        ("none", torch.full_like(p, (scored - 1) / G)),
-        ("mean", scored / G * (1 - (1 - p) ** (scored - 1)) / p),
-    ):
-        slope = objectives.objective_slope(p, G, scale, scored=scored)
-        assert ((slope / wanted - 1).abs() < 1e-12).all(), scale
-
-
-def test_real_valued_rewards_have_a_floor():
-    """Catches no floor (advantages of 1e3 for rewards that hardly differ), one that rewards of 0
-    and 1 meet, and one that ignores the range."""
-    G = 8
-    close = torch.full((1, G), 0.5, dtype=torch.float64)
-    close[0, 0] = 0.501
-    for scale, largest in (("variance", (G - 1) / G**2), ("mean", 1 / G)):
-        one_right = torch.zeros(1, G, dtype=torch.float64)
-        one_right[0, 0] = 1.0
-        limit = dppo.group_advantages(one_right, scale)[0, 0].item()
-        assert limit == pytest.approx((1 - 1 / G) / largest)
-        # the floor does not act on 0 and 1, whatever the number of right ones
-        for right in range(1, G):
-            rewards = (torch.arange(G) < right).double()[None]
-            free = dppo.group_advantages(rewards, scale, reward_range=1e-6)
-            assert torch.allclose(dppo.group_advantages(rewards, scale), free, rtol=1e-12)
-        # all rewards and their range times 0.1: the floor scales with them
-        for rewards in (one_right, close / 10):
-            small = dppo.group_advantages(rewards / 10, scale, reward_range=0.1)
-            scaled = 10 if scale == "variance" else 1
-            expected = dppo.group_advantages(rewards, scale) * scaled
-            assert torch.allclose(small, expected, rtol=1e-12)
+def test_the_mean_needs_rewards_of_0_or_more():
     with pytest.raises(dppo.RuleError, match="'mean' needs rewards of 0 or more, not -1"):
-        dppo.group_advantages(close - 1.5, "mean")
-    advantages = dppo.group_advantages(close, "variance")
-    assert advantages[0, 0].item() == pytest.approx(0.001 * (1 - 1 / G) / ((G - 1) / G**2))
-    low = dppo.group_advantages(close / 10, "mean")
-    assert low[0, 0].item() == pytest.approx(0.0001 * (1 - 1 / G) * G), "the mean is below 1 / G"
-    assert not torch.allclose(low, dppo.group_advantages(close / 10, "mean", reward_range=0.1))
+        dppo.group_advantages(torch.tensor([[-1.0, 0.0]]), "mean")
 
 
 @pytest.mark.parametrize("loss", dppo.LOSSES)
@@ -166,89 +103,25 @@ def test_pruning_keeps_every_objective(loss, scale_rewards):
                 assert proof.relative_error(wrong, full) > 1e-3, (rule, mistake)
 
 
-@pytest.mark.parametrize("replacement", [True, False])
-def test_dead_groups_removed(replacement):
-    """What docs/method.md says of filters: three prompts are drawn, and the gradient is divided
-    by the number of live groups. Drawn independently, each prompt's part of the expected gradient
-    is the full one's, times one factor. Without replacement from four prompts it is not."""
-    G = 3
-    p = torch.tensor([0.02, 0.3, 0.6, 0.9], dtype=torch.float64)
-    numbers = range(G + 1)  # of right completions
-    groups = torch.tensor([[float(i < k) for i in range(G)] for k in numbers], dtype=torch.float64)
-    right = (dppo.group_advantages(groups, "none") * groups).sum(dim=1)  # [G + 1]
-    # what a group of prompt q with k right adds, in units of grad p of its prompt
-    part = [[(right[k] / q + right[k] / (1 - q)).item() / G for k in numbers] for q in p]
-    chance = [[math.comb(G, k) * (q**k * (1 - q) ** (G - k)).item() for k in numbers] for q in p]
-
-    draws = list(itertools.permutations(range(4), 3))
-    if replacement:
-        draws = list(itertools.product(range(4), repeat=3))
-    expected = torch.zeros(4, dtype=torch.float64)
-    for prompts in draws:
-        for found in itertools.product(numbers, repeat=3):
-            live = sum(0 < k < G for k in found)
-            pairs = list(zip(prompts, found, strict=True))
-            probability = math.prod(chance[q][k] for q, k in pairs) / len(draws)
-            for q, k in pairs:
-                expected[q] += probability * part[q][k] / max(1, live)  # a dead part is 0
-    factor = expected / objectives.objective_slope(p, G, "none")
-    spread = (factor.max() / factor.min() - 1).item()
-    if replacement:
-        assert spread < 1e-12
-    else:
-        assert spread > 0.1
-
-
-@pytest.mark.parametrize(
-    ("scale_rewards", "live"),
-    [
-        ("none", lambda k, G: (1 - k / G, -k / G)),
-        ("variance", lambda k, G: (G / k, -G / (G - k))),
-        ("mean", lambda k, G: (G / k - 1, -1.0)),
-    ],
-)
-def test_a_run_takes_the_flag(run, tmp_path, scale_rewards, live):
-    """With another loss than the one whose default it is. Catches a step that asks the loss."""
-    run("run", loss="grpo", scale_rewards=scale_rewards, steps=3)
+def test_a_run_takes_the_flags(run, tmp_path):
+    """With another scale than the loss has by default, and a range of 10, which raises every
+    variance. Catches a step that asks the loss, or leaves the range out."""
+    run("run", loss="grpo", scale_rewards="variance", reward_range=10, steps=3)
     rows = [json.loads(row) for row in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
-    possible = {0.0, *itertools.chain(*(live(k, 6) for k in range(1, 6)))}
-    found = [row["advantage"] for row in rows]
-    assert any(found)
-    assert all(min(abs(one - value) for value in possible) < 1e-9 for one in found), found
-    stored = json.loads((tmp_path / "run/config.json").read_text())["config"]
-    assert stored["scale_rewards"] == scale_rewards
-
-
-def test_a_run_takes_the_range(run, tmp_path):
-    """A range of 10 floors every variance. Catches a step that leaves it out."""
-    run("run", scale_rewards="variance", reward_range=10, steps=3)
-    rows = [json.loads(row) for row in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
-    floor = 5 / 36 * 100  # G = 6
-    assert 0 < max(abs(row["advantage"]) for row in rows) < 1 / floor
-
-
-def test_bad_flags(run):
-    """Before anything is loaded. Catches a range of 0, which makes the floor no floor."""
-    with pytest.raises(InputError, match=r"--reward-range 0\.0: must be above 0 and finite"):
-        run("run", reward_range=0)
-    with pytest.raises(InputError, match="scale-rewards"):
-        run("run", scale_rewards="std")
-    dppo.LOSSES["mine"] = dppo.Loss(dppo.clipped_ratio, "constant", scale_rewards="std")
-    try:
-        with pytest.raises(ValueError, match=r"scale_rewards \(loss 'mine'\) 'std': choose one of"):
-            run("run", loss="mine")
-    finally:
-        del dppo.LOSSES["mine"]
+    floor, G = 5 / 36 * 100, 6
+    possible = [(right - k / G) / floor for k in range(1, G) for right in (0, 1)]
+    advantages = [row["advantage"] for row in rows if row["advantage"]]
+    assert advantages
+    assert all(min(abs(each - value) for value in possible) < 1e-9 for each in advantages)
 
 
 def test_the_printed_table(capsys):
     objectives.main()
     table = capsys.readouterr().out.split("\n\n")[1].strip().splitlines()
     cells = [re.split(r"  +", line.strip()) for line in table[1:]]
-    objective_of = {(rule, scale): objective for rule, scale, *_, objective in cells}
-    for scale, objective in dppo.SCALES.items():
-        assert objective_of["unbiased", scale] == objective
-    assert objective_of["pods, 2 kept", "none"] == "logit(p)"
-    assert objective_of["pods, 3 kept", "none"] == "logit(p)"
-    assert objective_of["pods, 4 kept", "none"] == "its own"
-    assert objective_of["cppo, 3 kept", "group"] == "its own"
+    for (rule, scale, *_), (*_, objective) in zip(objectives.TABLE, cells, strict=True):
+        if rule == "none":
+            assert objective == dppo.SCALES[scale]
+    assert cells[-1][:2] == ["dppo_floor", "0.70"]
+    assert cells[-1][4:] == ["0.97", "0.98", "1.00", "0.98", "0.97", "another"]
+    assert [row[-1] for row in cells if row[0] == "pods"] == ["logit(p)", "logit(p)", "another"]

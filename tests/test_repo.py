@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "tasks": {"tasks", "runtime", "packing", "chat_format"},
     "tasks.sft": {"tasks", "runtime", "root"},  # a program, which the root does not import
     "runtime": {"runtime"},
-    "related": {"related", "root", "engines", "tasks", "runtime", "bench"},  # bench writes rows
+    "related": {"related", "root", "engines", "tasks", "runtime"},
     "bench": {"bench", "related", "root", "engines", "integrations", "tasks", "runtime"},
 }
 

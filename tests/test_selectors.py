@@ -3,23 +3,21 @@
 import functools
 import math
 import random
-import subprocess
+import runpy
 import sys
 from unittest import mock
 
 import pytest
 import torch
 import toy
-from test_sampler import drifting_pass_rate
 
 import config
 import dppo
 import metrics
 import rollout
-import sampler
 import train
 from related import selectors
-from runtime import InputError, NotFiniteError
+from runtime import InputError
 from tasks import arithmetic
 
 
@@ -30,36 +28,6 @@ def round_of(prompts, rewards):
     columns = (ids, -ids / 10, table, table, table.long() + 1, table.bool())
     rollouts = rollout.Rollouts([[prompt] for prompt in prompts.tolist()], *columns)
     return selectors.Round(prompts, rollouts, rewards)
-
-
-@pytest.mark.parametrize(
-    ("kind", "target", "steps"), [(selectors.Greso, 20, 600), (selectors.Mopps, 10, 300)]
-)
-def test_a_selection_is_biased(kind, target, steps):
-    """The mean signal over the groups that it trains on, and GRESO's over all that it rolled out,
-    against the un-pruned mean: streaks keep revived prompts away, and refilling prefers live ones.
-    Fails if the rival is so mild that the comparison is unfair."""
-    selector, generator = kind(200), dppo.generator_for(0)
-    order = lambda epoch: sampler.epoch_order(200, 0, epoch)
-    trained, sampled, truth = [], [], []
-    for step in range(1, steps + 1):
-        pass_rate = drifting_pass_rate(step)
-
-        def roll_out(prompts, _number, pass_rate=pass_rate):
-            uniform = torch.from_numpy(generator.random((len(prompts), 4)))
-            solved = uniform < pass_rate[prompts, None]
-            return round_of(prompts, solved.double())
-
-        batch, weights = selector.collect(roll_out, target, order, generator)
-        signal = dppo.group_advantages(batch.rewards, "none").square().sum(dim=1)
-        trained.append((weights * signal).sum().item() / target)
-        sampled.append(signal.mean().item())
-        expected = 4 * pass_rate * (1 - pass_rate) * 3 / 4  # the signal of a group of 4
-        truth.append(expected.mean().item())
-    for values in (trained, sampled):
-        difference = torch.tensor(values) - torch.tensor(truth)
-        assert difference.mean().abs() > 10 * difference.std() / math.sqrt(len(difference))
-    assert sum(trained) > sum(truth)
 
 
 def test_greso_streaks_by_hand():
@@ -109,35 +77,37 @@ def test_greso_exploration_by_hand():
     assert greso.next_batch(200, 1.0, 384, 64) == (384, False), "no group was live"
 
 
+def collect(greso, target, live_of):
+    """(batch, weights, sizes of the rounds) of a step; live_of(prompts, number) are live groups."""
+    sizes, order = [], lambda _epoch: torch.arange(1000)
+
+    def roll_out(prompts, number):
+        sizes.append(len(prompts))
+        rewards = torch.zeros(len(prompts), 4)
+        rewards[live_of(prompts, number), 0] = 1.0
+        return round_of(prompts, rewards)
+
+    return *greso.collect(roll_out, target, order, dppo.generator_for(0)), sizes
+
+
 def test_greso_collects_in_rounds():
     """Until enough groups are live, or to the end of ROUNDS; surplus groups have weight 0. Catches
     prompts that are visited twice, training on dead groups, an endless step, and an adjustment in
     the first epoch."""
-    greso, sizes, order = selectors.Greso(1000), [], lambda _epoch: torch.arange(1000)
-
-    def collect(live):
-        """A step of 64 prompts, in which so many of each five groups are live."""
-
-        def roll_out(prompts, _number):
-            sizes.append(len(prompts))
-            rewards = torch.zeros(len(prompts), 4)
-            rewards[torch.arange(len(prompts)) % 5 < live, 0] = 1.0
-            return round_of(prompts, rewards)
-
-        return greso.collect(roll_out, 64, order, dppo.generator_for(0))
-
-    batch, weights = collect(live=2)
+    greso = selectors.Greso(1000)
+    two_of_five = lambda prompts, _number: torch.arange(len(prompts)) % 5 < 2
+    batch, weights, sizes = collect(greso, 64, two_of_five)
     assert batch.prompts.tolist() == list(range(greso.cursor)), "in the epoch's order, none twice"
     assert sizes == [96, 76], "39 live groups, then 1.25 x 25 / (39 / 96)"
     alive = ~dppo.dead_groups(batch.rewards)
     assert torch.equal((weights > 0).nonzero(), alive.nonzero()[:64])
     assert weights.sum() == pytest.approx(64)
-    _, weights = collect(live=0)
-    assert len(sizes) == 2 + selectors.Greso.ROUNDS
+    _, weights, sizes = collect(greso, 64, lambda prompts, _number: prompts < 0)
+    assert len(sizes) == selectors.Greso.ROUNDS
     assert weights.sum() == 0
     assert (greso.p_easy, greso.p_hard) == (0.5, 0.5), "the first epoch only watches"
     greso.cursor = 2000
-    collect(live=2)
+    collect(greso, 64, two_of_five)
     assert (greso.p_easy, greso.p_hard) != (0.5, 0.5)
 
 
@@ -148,51 +118,48 @@ def test_greso_shares_the_update(live, sizes):
     """Of the first round `live` groups are live, of the second none; sixteen are wanted. Catches a
     round more than needed if exactly enough are live, one that is smaller than a quarter of the
     target, and weights that do not sum to the target."""
-    found = []
-
-    def roll_out(prompts, number):
-        found.append(len(prompts))
-        rewards = torch.zeros(len(prompts), 2)
-        rewards[: live if number == 0 else 0, 0] = 1.0
-        return round_of(prompts, rewards)
-
-    order = lambda epoch: torch.arange(100)
-    _, weights = selectors.Greso(100).collect(roll_out, 16, order, dppo.generator_for(0))
-    assert found[:2] == sizes
+    first = lambda prompts, number: slice(0, live if number == 0 else 0)
+    _, weights, rounds = collect(selectors.Greso(1000), 16, first)
+    assert rounds[:2] == sizes
     used = min(live, 16)
     assert weights[:used].tolist() == pytest.approx([16 / used] * used)
     assert not weights[used:].any()
 
 
-def test_joined_and_chosen_rounds_are_in_order():
+def test_a_round_has_no_prompt_twice():
+    """Where an epoch ends within a round, a prompt may come up again: of ten, five are mostly
+    skipped, and six are wanted. Catches two equal groups of a prompt."""
+    greso, order = selectors.Greso(10), lambda epoch: torch.arange(10)
+    greso.easy[5:] = 100
+    chosen = greso.select(6, order, dppo.generator_for(0)).tolist()
+    assert chosen[:5] == [0, 1, 2, 3, 4]
+    assert chosen[5] >= 5
+    assert greso.cursor > 10
+    assert greso.cursor % 10 == chosen[5] + 1, "the next round goes on behind the last one chosen"
+
+
+def test_gathered_rounds_are_in_order():
     """Two prompts and one, as if they had been rolled out together, then in another order. Catches
     columns that change places, and rollouts that are not joined or not moved."""
     first = round_of(torch.tensor([65, 66]), torch.tensor([[1, 0], [2, 0]]))
     second = round_of(torch.tensor([68]), torch.tensor([[3, 0]]))
-    whole = selectors.join([first, second])
-    part = selectors.chosen(whole, torch.tensor([2, 0]))
-    for found, prompts, rewards in ((whole, [65, 66, 68], [1, 2, 3]), (part, [68, 65], [3, 1])):
-        assert found.prompts.tolist() == prompts
-        assert found.rewards[:, 0].tolist() == rewards
-        rollouts = found.rollouts
-        assert rollouts.prompt_ids == [[prompt] for prompt in prompts]
-        assert rollouts.completion_ids[:, 1, 0].tolist() == prompts
-        assert torch.equal(rollouts.logprobs, -rollouts.completion_ids / 10)
+    whole = selectors.gather([first, second])
+    part = selectors.gather([first, second], torch.tensor([2, 0]))
+    for batch, prompts, rewards in ((whole, [65, 66, 68], [1, 2, 3]), (part, [68, 65], [3, 1])):
+        assert batch.prompts.tolist() == prompts
+        assert batch.rewards[:, 0].tolist() == rewards
+        assert batch.rollouts.prompt_ids == [[prompt] for prompt in prompts]
+        assert batch.rollouts.completion_ids[:, 1, 0].tolist() == prompts
+        assert torch.equal(batch.rollouts.logprobs, -batch.rollouts.completion_ids / 10)
 
 
-def mopps_step(mopps, rewards_of, target=2, seed=0, order=torch.arange):
+def mopps_step(mopps, rewards_of, target=2, seed=0):
     """A step of `target` prompts; rewards_of(prompts) are their groups' rewards [K, G]."""
-    calls = []
-
-    def roll_out(prompts, number):
-        calls.append((prompts.tolist(), number))
-        return round_of(prompts, rewards_of(prompts))
-
-    shuffle = lambda _epoch: order(mopps.posterior.shape[1])
-    found = mopps.collect(roll_out, target, shuffle, dppo.generator_for(seed))
-    ((prompts, number),) = calls
-    assert number == 0
-    return prompts, *found
+    roll_out = mock.Mock(side_effect=lambda prompts, _: round_of(prompts, rewards_of(prompts)))
+    shuffle = lambda _epoch: torch.arange(mopps.posterior.shape[1])
+    batch, weights = mopps.collect(roll_out, target, shuffle, dppo.generator_for(seed))
+    roll_out.assert_called_once_with(mock.ANY, 0)
+    return batch.prompts.tolist(), weights
 
 
 def test_mopps_posterior_by_hand():
@@ -201,7 +168,7 @@ def test_mopps_posterior_by_hand():
     mopps = selectors.Mopps(8)
     mopps.posterior[:, 5] = torch.tensor([1e6, 1e6])  # surely the nearest
     mopps.posterior[:, 2] = torch.tensor([8.0, 2.0])
-    (first,), *_ = mopps_step(mopps, lambda _: torch.tensor([[1.0, 1, 1, 0]]), target=1)
+    (first,), _ = mopps_step(mopps, lambda _: torch.tensor([[1.0, 1, 1, 0]]), target=1)
     expected = torch.ones(2, 8, dtype=torch.float64)
     expected[:, 2] = torch.tensor([8.0, 2.0])
     expected[:, 5] = torch.tensor([5e5 + 0.5 + 3, 5e5 + 0.5 + 1])
@@ -221,8 +188,8 @@ def test_mopps_takes_the_nearest_to_a_half():
     mopps = selectors.Mopps(35)
     for step in range(5):  # two pools of 16 in an epoch
         mopps.posterior[:] = 1e7 * torch.stack([rates, 1 - rates])
-        prompts, batch, weights = mopps_step(mopps, groups)
-        assert prompts == batch.prompts.tolist() == [[1, 9], [17, 25]][step % 2]
+        prompts, weights = mopps_step(mopps, groups)
+        assert prompts == [[1, 9], [17, 25]][step % 2]
         assert weights.tolist() == [1, 1]
     mopps.posterior[:] = 1.0  # nothing is known: any two
     drawn = {tuple(mopps_step(mopps, groups, seed=seed)[0]) for seed in range(20)}
@@ -234,7 +201,8 @@ def test_mopps_takes_the_nearest_to_a_half():
 
 def trainer_of(policy_folder, folder, method, **changes):
     args = toy.flags(policy_folder, str(folder), **({"method": "grpo", "group_size": 3} | changes))
-    return selectors.METHODS[method](config.parse_config(args), toy.toy_reward)
+    kind = selectors.METHODS[method]
+    return selectors.SelectorTrainer(kind, config.parse_config(args), toy.toy_reward)
 
 
 @pytest.mark.parametrize("method", ["greso", "dynamic"])
@@ -249,15 +217,10 @@ def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypat
     sample = mock.Mock(wraps=rollout.sample)
     monkeypatch.setattr(train, "accumulate_gradients", accumulate)
     monkeypatch.setattr(rollout, "sample", sample)
-    rows, found = [], []
+    engine, rolled_out, prompts = trainer.sampling.engine, [], 0
     for step in range(1, 21):
-        rows.append(trainer.step(step)[0])
-        found.append(trainer.found)
-    calls = [(call.args[2].engine, call.kwargs["seed"]) for call in sample.call_args_list]
-    seeds = [seed for engine, seed in calls if not isinstance(engine, selectors.Stored)]
-    assert len(set(seeds)) == len(seeds) > 20, "each round has random numbers of its own"
-    for row, update, every in zip(rows, accumulate.call_args_list, found, strict=True):
-        _model, _rollouts, advantages, factor, keep = update.args
+        row, _ = trainer.step(step)
+        every, (_model, _, advantages, factor, keep) = trainer.every, accumulate.call_args.args
         live = ~dppo.dead_groups(every.rewards)
         first = dppo.group_advantages(every.rewards[live][:4], "none")
         assert torch.equal(advantages, first), "the first live groups, and no dead one"
@@ -270,47 +233,26 @@ def test_refilling_rules_train_on_live_groups(policy_folder, tmp_path, monkeypat
         assert row["weight/prompt_max"] == row["weight/max"] == pytest.approx(weight)
         expected = torch.full_like(factor, weight / (4 * 3 * 6))  # Q groups, of 3, of 6 tokens
         assert torch.allclose(factor, expected)
-        assert {"history/dull", "history/never_rolled_out"} < row.keys()
-        assert not set(selectors.OF_THE_DRAW) & row.keys()
-    assert len({row["kept/prompts"] for row in rows}) > 1, "rounds"
-    rolled_out = sum(round(4 * row["kept/prompts"]) for row in rows)
-    assert (trainer.selector.cursor > rolled_out) == (method == "greso")
+        assert not any(name.startswith(selectors.OF_THE_DRAW) for name in row)
+        prompts += len(live)
+        rolled_out.append(len(live))
+    assert len(set(rolled_out)) > 1, "rounds"
+    assert (trainer.selector.cursor > sum(rolled_out)) == (method == "greso")
+    calls = sample.call_args_list
+    seeds = [call.kwargs["seed"] for call in calls if call.args[2].engine is engine]
+    assert len(set(seeds)) == len(seeds) > 20, "each round has other random numbers"
 
 
-def test_all_that_was_rolled_out_counts(policy_folder, tmp_path, monkeypatch):
-    """Each completion is rewarded once, also by a reward that would answer differently the second
-    time, or with None; and the history learns from every group. Catches groups that are live for
-    the selector and dead for the update, and a log that calls prompts unseen, or never dull,
-    because the update did not use them."""
+def test_each_completion_is_rewarded_once(policy_folder, tmp_path, monkeypatch):
+    """By a reward that would answer differently the second time, or with None, and an empty
+    completion is not rewarded. Catches groups that are live for the selector and dead for the
+    update, and rewards that are handed to the next completion."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
-    draw, asked, seen, dull = random.Random(0), [], set(), set()
+    draw, asked, sample, row_of, tables = random.Random(0), [], rollout.sample, metrics.row, []
 
     def reward(text, _answer):
         asked.append(text)
         return draw.choice([0.0, 1.0, None])
-
-    trainer = trainer_of(policy_folder, tmp_path, "dynamic")
-    trainer.reward = reward
-    for step in range(1, 6):
-        asked.clear()
-        row, _ = trainer.step(step)
-        prompts, rewards = trainer.found.prompts, trainer.found.rewards
-        assert len(asked) == rewards.numel()
-        assert rewards.isnan().any()
-        assert row["kept/completions"] > 0
-        assert row["history/never_rolled_out"] == pytest.approx(1 - len(seen) / 64)
-        assert row["history/dull"] == pytest.approx(len(dull) / 64)
-        seen |= set(prompts.tolist())
-        dull = (dull - set(prompts.tolist())) | set(prompts[dppo.dead_groups(rewards)].tolist())
-    assert dull
-    assert trainer.reward is reward
-    assert trainer.sampling.engine is not None
-    assert not isinstance(trainer.sampling.engine, selectors.Stored)
-
-
-def test_an_empty_completion_does_not_shift_rewards(policy_folder, tmp_path, monkeypatch):
-    """Catches rewards that are handed to the next completion."""
-    sample, row_of, seen = rollout.sample, metrics.row, []
 
     def with_an_empty_one(model, prompt_ids, sampling, **options):
         rollouts = sample(model, prompt_ids, sampling, **options)
@@ -318,74 +260,54 @@ def test_an_empty_completion_does_not_shift_rewards(policy_folder, tmp_path, mon
         return rollouts
 
     monkeypatch.setattr(rollout, "sample", with_an_empty_one)
-    record = lambda cfg, **given: seen.append(given["rewards"]) or row_of(cfg, **given)
+    record = lambda cfg, **given: tables.append(given["rewards"]) or row_of(cfg, **given)
     monkeypatch.setattr(metrics, "row", record)
     trainer = trainer_of(policy_folder, tmp_path, "mopps")
-    trainer.step(1)
-    assert seen[0][0, 0].isnan()
-    assert torch.equal(seen[0].nan_to_num(-1), trainer.found.rewards.nan_to_num(-1))
-
-
-def test_a_failure_comes_through(policy_folder, tmp_path):
-    """Catches an exception that hides the one of the rollout."""
-    trainer = trainer_of(policy_folder, tmp_path, "mopps")
-    with torch.no_grad():
-        trainer.model.model.norm.weight.fill_(math.nan)
-    with pytest.raises(NotFiniteError):
-        trainer.step(1)
-
-
-def test_a_round_has_no_prompt_twice():
-    """Where an epoch ends within a round, a prompt may come up again: of ten, five are mostly
-    skipped, and six are wanted. Catches two equal groups of a prompt."""
-    greso, order = selectors.Greso(10), lambda epoch: torch.arange(10)
-    greso.easy[5:] = 100
-    chosen = greso.select(6, order, dppo.generator_for(0)).tolist()
-    assert chosen[:5] == [0, 1, 2, 3, 4]
-    assert chosen[5] >= 5
-    assert greso.cursor > 10
-    assert greso.cursor % 10 == chosen[5] + 1, "the next round goes on behind the last one chosen"
+    trainer.reward = reward
+    for step in range(1, 6):
+        asked.clear()
+        trainer.step(step)
+        rewards = trainer.every.rewards
+        assert len(asked) == rewards.numel() - 1
+        assert rewards[0, 0].isnan()
+        assert torch.equal(tables[-1].nan_to_num(-1), rewards.nan_to_num(-1))
 
 
 @pytest.mark.parametrize("method", ["greso", "mopps"])
 def test_resumed(run, tmp_path, monkeypatch, method):
-    """Log, samples and weights as if never stopped, also after a reward that raised in the midst of
-    a step. Catches streaks, probabilities, the cursor or MoPPS's counts that are lost or ahead of
-    the step, and a run that goes on as one of another method."""
+    """Log, samples and weights as if never stopped. Catches streaks, probabilities, the cursor or
+    MoPPS's counts that are lost, and a run that another method continues."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
+    kind = lambda name: functools.partial(selectors.SelectorTrainer, selectors.METHODS[name])
     options = {"method": "grpo", "group_size": 3, "lr": 3e-3, "steps": 20, "save_every": 5}
-    go = functools.partial(run, trainer_class=selectors.METHODS[method], **options)
-    calls = iter(range(100))
-
-    def raises(completion, answer):
-        next(calls)  # StopIteration, after some steps
-        return toy.toy_reward(completion, answer)
-
-    go("whole")
-    go("stopped", until=15)
-    with pytest.raises(StopIteration):
-        go("raised", reward=raises)
-    for other in (train.Trainer, selectors.DynamicTrainer):
+    go = functools.partial(run, **options)
+    go("whole", trainer_class=kind(method))
+    go("stopped", until=15, trainer_class=kind(method))
+    for other in (train.Trainer, kind("dynamic")):
         with pytest.raises(InputError, match="another program or version than this one trained"):
             go("stopped", resume=True, trainer_class=other)
-    for name in ("stopped", "raised"):
-        go(name, resume=True)
-        toy.assert_same(toy.timeless(tmp_path / "whole"), toy.timeless(tmp_path / name))
+    go("stopped", resume=True, trainer_class=kind(method))
+    toy.assert_same(toy.timeless(tmp_path / "whole"), toy.timeless(tmp_path / "stopped"))
 
 
-def test_the_command(policy_folder, tmp_path):
-    """As a program. Catches flags that do not reach train.py, too few prompts, and a prompt rule
-    that would be ignored."""
-    args = toy.flags(policy_folder, str(tmp_path / "run"), method="dynamic", steps=1)
-    command = [sys.executable, "-m", "related.selectors", *args]
-    done = subprocess.run(command, cwd=toy.ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "done: " in done.stdout
-    with pytest.raises(InputError, match="--method mopps needs 520 prompts, and the data have 512"):
-        trainer_of(policy_folder, tmp_path, "mopps", prompts_per_step=65)
-    with pytest.raises(InputError, match="--method greso needs 514 prompts, and the data have 512"):
-        trainer_of(policy_folder, tmp_path, "greso", prompts_per_step=257)
-    with pytest.raises(InputError, match="--method mopps needs one process, and --minibatches 1"):
-        trainer_of(policy_folder, tmp_path, "mopps", minibatches=2)
-    with pytest.raises(InputError, match="--prompt-rule uniform: Greso chooses the prompts"):
-        trainer_of(policy_folder, tmp_path, "greso", prompt_rule="uniform")
+def test_the_command(policy_folder, tmp_path, monkeypatch, capsys):
+    """As a program. Catches flags that do not reach train.py."""
+    flags = toy.flags(policy_folder, str(tmp_path / "run"), method="dynamic", steps=1)
+    monkeypatch.setattr(sys, "argv", ["selectors.py", *flags])
+    monkeypatch.delitem(sys.modules, "related.selectors")
+    runpy.run_module("related.selectors", run_name="__main__")
+    assert "done: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "complaint"),
+    [
+        ("mopps", {"prompts_per_step": 65}, "Mopps needs 520 prompts, and the data have 512"),
+        ("greso", {"prompts_per_step": 257}, "Greso needs 514 prompts, and the data have 512"),
+        ("mopps", {"minibatches": 2}, "Mopps needs one process, and --minibatches 1"),
+        ("greso", {"prompt_rule": "uniform"}, "--prompt-rule uniform: Greso chooses the prompts"),
+    ],
+)
+def test_refused(policy_folder, tmp_path, method, changes, complaint):
+    with pytest.raises(InputError, match=complaint):
+        trainer_of(policy_folder, tmp_path, method, **changes)

@@ -1,37 +1,28 @@
-"""BranchGRPO's trees (related/trees.py) by enumeration of every tree that a small tabular language
-model can sample: what is exact, and what is biased. And their race (related/branch.py)."""
+"""BranchGRPO's trees (related/trees.py) by enumeration of every tree that a small tabular policy
+can sample: what is exact, and what is biased. And their race (related/branch.py)."""
 
-import functools
-import itertools
-import json
-import math
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import dppo
 import proof
 from related import branch, trees
-
-PUBLISHED = trees.grow(trees.schedule())
-
 
 # ---------------------------------------------------------------------------- every tree
 
 
 @dataclass
 class Case:
-    """Every outcome of a tree of two levels: [M] of them, N nodes, P parameters, float64.
-
-    Its texts have a segment of one token and one of up to two; token 0 ends a text.
-    """
+    """Every outcome of a tree of two levels, [M] of them, for a policy of P parameters, float64. An
+    edge is a choice of V: at depth 2 it depends on the choice above it, and so does the reward."""
 
     tree: trees.Tree
     chance: torch.Tensor  # [M]
-    scores: torch.Tensor  # [M, N, P], of each edge's segment
+    scores: torch.Tensor  # [M, N, P], of each edge's choice
     rewards: torch.Tensor  # [M, L]
-    first: torch.Tensor  # [M, N]: the token of depth 1 on each node's path
     by_depth: torch.Tensor  # [2, P], the gradient of the expected reward through each level
 
     def expected(self, factors):
@@ -39,60 +30,33 @@ class Case:
         return torch.einsum("m,mn,mnp->p", self.chance, factors.double(), self.scores)
 
 
-@functools.cache
 def enumerate_trees(V, children):
+    tree = trees.grow(children)
     generator = torch.Generator().manual_seed(0)
-    states = [(), *itertools.product(range(1, V)), *itertools.product(range(1, V), repeat=2)]
-    logits = torch.randn(len(states), V, generator=generator, dtype=torch.float64)
-    rows = logits.log_softmax(dim=-1)
+    logits = torch.randn(1 + V, V, generator=generator, dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(dim=1)  # of the first choice, and of the second after each first
+    reward = torch.rand(V, V, generator=generator, dtype=torch.float64)
+    mean = (logprobs[0].exp()[:, None] * logprobs[1:].exp() * reward).sum()
+    (gradient,) = torch.autograd.grad(mean, logits)
+    by_depth = torch.stack([F.pad(gradient[:1], (0, 0, 0, V)), F.pad(gradient[1:], (0, 0, 1, 0))])
 
-    def segment(prefix, tokens):  # (log-prob, score [P])
-        score = torch.zeros(len(states), V, dtype=torch.float64)
-        total = 0.0
-        for place, token in enumerate(tokens):
-            row = states.index(prefix + tokens[:place])
-            total += rows[row, token].item()
-            score[row] -= rows[row].exp()
-            score[row, token] += 1
-        return total, score.flatten()
-
-    ends = {a: [(b, c) for b in range(1, V) for c in range(V)] + [(0,)] for a in range(1, V)}
-    ends[0] = [()]
-    texts = [(a, end) for a in range(V) for end in ends[a]]
-    reward = dict(zip(texts, torch.rand(len(texts), generator=generator).tolist(), strict=True))
-    found = {text: (segment((), text[:1]), segment(text[:1], text[1])) for text in texts}
-    chances = [math.exp(found[text][0][0] + found[text][1][0]) for text in texts]
-    by_depth = torch.stack([
-        sum(p * reward[text] * found[text][d][1] for p, text in zip(chances, texts, strict=True))
-        for d in (0, 1)
-    ])  # fmt: skip
-    b1, b2 = children
-    subtrees = [(a, below) for a in range(V) for below in itertools.product(ends[a], repeat=b2)]
-    outcomes = list(itertools.product(subtrees, repeat=b1))
-    pieces = [
-        [segment((), (a,)) for a, _ in tops] + [found[a, e][1] for a, ends in tops for e in ends]
-        for tops in outcomes
-    ]
-    root = torch.zeros(len(outcomes), 1, dtype=torch.float64)
-    logprobs = torch.tensor([[piece[0] for piece in row] for row in pieces], dtype=torch.float64)
-    scores = torch.stack([torch.stack([piece[1] for piece in row]) for row in pieces])
-    paths = [[a for a, _ in tops] + [a for a, e in tops for _ in e] for tops in outcomes]
-    rewards = [[reward[a, e] for a, below in tops for e in below] for tops in outcomes]
-    return Case(
-        trees.grow(children),
-        logprobs.sum(dim=1).exp(),
-        torch.cat([root[..., None].expand(-1, 1, scores.shape[-1]), scores], dim=1),
-        torch.tensor(rewards, dtype=torch.float64),
-        torch.cat([root, torch.tensor(paths)], dim=1),
-        by_depth,
-    )
+    edges = len(tree.parent) - 1
+    choice = torch.cartesian_prod(*[torch.arange(V)] * edges)  # [M, edges]
+    leaves = slice(children[0], edges)
+    above = choice[:, tree.parent[1:][leaves] - 1]  # [M, L]
+    row = F.pad(above + 1, (children[0], 0))  # [M, edges], of the logits
+    logprobs = logprobs.detach()
+    scores = torch.zeros(len(choice), edges + 1, 1 + V, V, dtype=torch.float64)
+    score = F.one_hot(choice, V) - logprobs[row].exp()  # [M, edges, V]
+    scores[:, 1:] = F.one_hot(row, 1 + V)[..., None] * score[:, :, None]
+    chance = logprobs[row, choice].sum(dim=1).exp()
+    return Case(tree, chance, scores.flatten(2), reward[above, choice[:, leaves]],
+                by_depth.flatten(1))  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[(2, 2), (3, 1)], ids=str)
 def case(request):
-    found = enumerate_trees(3, request.param)
-    assert found.chance.sum() == pytest.approx(1, abs=1e-12)
-    return found
+    return enumerate_trees(3, request.param)
 
 
 def close(got, wanted):
@@ -115,18 +79,11 @@ def loo_factors(case):
 
 
 def test_loo_is_exact(case):
-    """The expected gradient is that of the expected reward. Catches a baseline with the node's own
-    leaves in it, one from another level, and factors that are not those of the plan."""
+    """The expected gradient is that of the expected reward. Catches a baseline with the node
+    in it or from another level, and factors that are not those of the plan."""
     advantages, factors = loo_factors(case)
     assert close(case.expected(factors), case.by_depth.sum(dim=0))
     assert not advantages[:, 0].any()
-
-
-def test_an_only_child_has_its_parents_baseline():
-    """By hand. Catches a chain whose edges lose their baseline, which would still be unbiased."""
-    tree = trees.grow([2, 1, 1])
-    values = trees.node_values(tree, torch.tensor([1.0, 4.0]))
-    assert trees.loo_advantages(tree, values).tolist() == [0, -3, 3, -3, 3, -3, 3]
 
 
 def test_the_published_advantages_are_biased(case):
@@ -148,26 +105,29 @@ def test_the_published_advantages_are_biased(case):
 # ---------------------------------------------------------------------------- pruning
 
 
-def test_published_prunings():
-    """Each leaves 138 of 218 edges. The width rule keeps the first half of every chain, because its
-    advantages tie."""
-    rewards = torch.rand(2, 16, dtype=torch.float64)
-    advantages = trees.depth_advantages(PUBLISHED, trees.node_values(PUBLISHED, rewards))
-    half = trees.width_keep(PUBLISHED, advantages, 10)
-    assert half.equal(((PUBLISHED.depth > 0) & (PUBLISHED.depth <= 15)).expand(2, -1))
-    first = [trees.slide(step, 20, 5) for step in (0, 29, 30, 59, 60, 180, 209, 210, 9999)]
-    assert first == [16, 16, 15, 15, 14, 10, 10, 9, 9]
-    depth = trees.depth_keep(PUBLISHED, 12, 3)
-    assert sorted({*range(21)} - {*PUBLISHED.depth[depth].tolist()}) == [0, 12, 13, 14]
-
-
-def test_the_best_edges_of_each_chain():
-    """By hand: two chains of two edges below the split. Catches the worst ones, and a ranking over
-    chains."""
+def test_two_chains_by_hand():
+    """An only child has the baseline of its parent, and below the split the better edges of each
+    chain are kept. Catches a chain whose edges lose their baseline, which would still be unbiased,
+    and a ranking over chains."""
     tree = trees.grow([2, 1, 1])
+    values = trees.node_values(tree, torch.tensor([1.0, 4.0]))
+    assert trees.loo_advantages(tree, values).tolist() == [0, -3, 3, -3, 3, -3, 3]
     advantages = torch.tensor([0.0, 1.0, 1.0, 5.0, 1.0, 4.0, 2.0])
     keep = trees.width_keep(tree, advantages, 1)
     assert keep.tolist() == [False, True, True, True, False, False, True]
+
+
+def test_published_prunings():
+    """The width rule keeps the first half of every chain, because its advantages tie. Catches a
+    window that moves too early, too far or the wrong way."""
+    tree = branch.TREE
+    advantages = trees.depth_advantages(tree, trees.node_values(tree, torch.rand(2, 16)))
+    half = trees.width_keep(tree, advantages, branch.LAST_SPLIT)
+    assert half.equal(((tree.depth > 0) & (tree.depth <= 15)).expand(2, -1))
+    first = [trees.slide(step, 20, 5, 30) for step in (0, 29, 30, 59, 60, 180, 209, 210, 9999)]
+    assert first == [16, 16, 15, 15, 14, 10, 10, 9, 9]
+    depth = trees.depth_keep(tree, 12, 3)
+    assert sorted({*range(21)} - {*tree.depth[depth].tolist()}) == [0, 12, 13, 14]
 
 
 def test_edges_by_size_are_exact():
@@ -193,6 +153,21 @@ def test_edges_by_size_are_exact():
 # ---------------------------------------------------------------------------- the race
 
 
+class OneGaussian(torch.nn.Module):
+    """The velocity whose samples are a Gaussian at the first liked mode, of deviation 0.3."""
+
+    def forward(self, inputs):
+        x, share = inputs[:, :2], 1 - inputs[:, 2:]  # of the data in x
+        excess = (x - share * branch.LIKED[0]) / (share.square() * 0.3**2 + (1 - share).square())
+        return (1 - share - share * 0.3**2) * excess - branch.LIKED[0]
+
+
+def test_the_sampler():
+    """The mean reward of the Gaussian is 1 / (1 + 0.3²). Catches another score, noise, distance,
+    and steps of another length."""
+    assert branch.mean_reward(OneGaussian()) == pytest.approx(1 / 1.09, abs=0.01)
+
+
 class Shift(torch.nn.Module):
     """A velocity of two parameters, the same everywhere."""
 
@@ -205,13 +180,13 @@ class Shift(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("method", "sampled", "trained"),
-    [("grpo", 305, 320), ("tree", 203, 218), ("tree, half", 203, 138), ("tree, depth", 203, 138),
-     ("exact, edges", 203, 138)],
+    ("method", "trained"),
+    [("grpo", 320), ("tree", 218), ("tree, half", 138), ("tree, depth", 138),
+     ("exact, edges", 138)],
 )  # fmt: skip
-def test_a_step_of_each_method(method, sampled, trained):
-    """Evaluations as planned, and the gradient of the log-probs of the states that were sampled,
-    times the factors. Catches noise whose deviation is not that of the log-prob."""
+def test_a_step_of_each_method(method, trained):
+    """So many edges of each tree, and the gradient of the log-probs of the states that were
+    sampled, times the factors. Catches noise whose deviation is not that of the log-prob."""
     run = branch.Run(method, 0, Shift())
     run.optimizer = torch.optim.SGD(run.net.parameters(), lr=1.0)
     before = run.net.by.detach().clone()
@@ -220,26 +195,30 @@ def test_a_step_of_each_method(method, sampled, trained):
     run.roll_out = lambda: seen.setdefault("rollout", roll_out())
     run.update = lambda states, factors: update(states, seen.setdefault("factors", factors))
     run.advance()
-    assert abs(run.evaluations - (sampled + trained) * branch.TREES) <= 1
     noise, factors = seen["rollout"][1][:, 1:], seen["factors"][:, 1:]
+    assert abs(factors.count_nonzero().item() - trained * branch.TREES) <= 1
     sigma = 1 - (run.tree.depth[1:, None] - 1) / branch.DEPTHS
     slope = -(1 + 0.5 * branch.NOISE**2 * (1 - sigma) / sigma) / branch.DEPTHS  # d mean / d by
     step = (factors[..., None] * noise / branch.STD * slope).sum(dim=(0, 1)) / branch.TREES
     torch.testing.assert_close(run.net.by.detach() - before, step, atol=1e-4, rtol=1e-4)
 
 
-def test_the_race(tmp_path, capsys, monkeypatch):
-    """Fails if a method or a seed is missing, if runs share a model, or if what was spent is not
-    that on the line to the target."""
-    for name, value in {"SEEDS": (1, 2), "STEPS": 2, "PRETRAINING": 5}.items():
+def test_the_race(capsys, monkeypatch):
+    """Fails if a method or a seed is missing, if runs share a model, if a ratio is not that to
+    grpo with the same seed, or if seconds are not those on the line to the target."""
+    curve = [(0.0, 0.5), (1.0, 0.7), (2.0, 1.1), (3.0, 1.2)]
+    assert branch.seconds_to_target(curve) == pytest.approx(1.5)
+    for name, value in {"SEEDS": (1, 2), "STEPS": 3, "PRETRAINING": 5}.items():
         monkeypatch.setattr(branch, name, value)
-    branch.main(json_file=tmp_path / "rows.json")
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["method"] for row in rows] == [*branch.METHODS] * 2
-    assert all(math.isnan(row["steps"]) for row in rows)  # far from the target
+    curves = []
+    count = lambda curve: curves.append(curve) or len(curves)
+    monkeypatch.setattr(branch, "seconds_to_target", count)
+    branch.main()
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert lines == [
+        f"{method:12}{2 * i + 1.5:6.2f}{1.5 * i + 1:6.2f} ({i + 1:.2f} to {2 * i + 1:.2f})"
+        for i, method in enumerate(branch.METHODS)
+    ]
+    assert all(0 == first[0] < second[0] < third[0] for first, second, third in curves)
     # At first the published prunings drop the same edges.
-    assert len({row["last_reward"] for row in rows}) == 8
-    shown = capsys.readouterr().out
-    assert all(f"\n{method} " in shown for method in branch.METHODS)
-    curve = [(0, 0.0, 0, 0.5), (2, 1.0, 40, 0.7), (4, 2.0, 80, 1.1)]
-    assert branch.spent(curve) == pytest.approx({"steps": 3, "seconds": 1.5, "evaluations": 60})
+    assert len({third[1] for _, _, third in curves}) == 8
