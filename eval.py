@@ -104,7 +104,6 @@ def check_config(cfg: EvalConfig) -> None:
     require("temperature", 0 <= cfg.temperature < math.inf, "at least 0")
     require("top_k", cfg.top_k >= 0, "at least 0")
     require("top_p", 0 < cfg.top_p <= 1, "above 0 and at most 1")
-    require("repetition_penalty", 0 < cfg.repetition_penalty < math.inf, "above 0")
 
 
 def load(cfg: EvalConfig, reward):
@@ -139,7 +138,7 @@ def load(cfg: EvalConfig, reward):
     sampling = models.sampling(
         model, tokenizer, max(each.max_new_tokens for each in sets), engine,
         temperature=cfg.temperature, batch_size=cfg.batch_size, top_k=cfg.top_k, top_p=cfg.top_p,
-        repetition_penalty=cfg.repetition_penalty, show_progress=True,
+        show_progress=True,
     )  # fmt: skip
     return model, tokenizer, sets, sampling
 

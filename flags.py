@@ -201,8 +201,6 @@ class EvalConfig:
     """Sample only from this many of the likeliest tokens. 0 means all tokens."""
     top_p: float = 1.0
     """Sample only from the likeliest tokens that together have this probability."""
-    repetition_penalty: float = 1.0
-    """A value above 1 makes tokens that already occurred less likely."""
     max_new_tokens: int | None = None
     """Longest completion, in tokens. By default what the data need; 1,024 for --prompt."""
     prompt_format: Literal["auto", "chat", "plain"] = "auto"

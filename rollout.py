@@ -49,8 +49,8 @@ class Rollouts:
 
 @dataclass
 class Sampling:
-    """How to sample. Training needs the defaults of top_k, top_p and repetition_penalty: with other
-    values, completions would not be drawn from the policy that is trained."""
+    """How to sample. Training needs the defaults of top_k and top_p: with other values, completions
+    would not be drawn from the policy that is trained."""
 
     max_new_tokens: int  # T
     eos_ids: list[int]  # each ends a completion
@@ -61,7 +61,6 @@ class Sampling:
     engine: object = None  # None: the plain loop. Else it has a `sample` function, see below
     top_k: int = 0  # 0: all
     top_p: float = 1.0
-    repetition_penalty: float = 1.0
     show_progress: bool = False
 
 
@@ -77,7 +76,7 @@ def sample(
     of this function, and `keys` is never None.
 
     Raises NotFiniteError if the model's logits are not finite, and ValueError if the plain loop
-    is asked for top_k, top_p or repetition_penalty.
+    is asked for top_k or top_p.
     """
     keys = range(len(prompt_ids)) if keys is None else keys
     if sampling.temperature == 0 and group_size > 1:
@@ -95,8 +94,8 @@ def sample(
 
 @torch.no_grad()
 def _plain(model, prompt_ids, sampling: Sampling, *, group_size, seed, keys) -> Rollouts:
-    if sampling.top_k or sampling.top_p < 1 or sampling.repetition_penalty != 1:
-        raise ValueError("the plain loop has no top_k, top_p or repetition_penalty: use an engine")
+    if sampling.top_k or sampling.top_p < 1:
+        raise ValueError("the plain loop has no top_k or top_p: use an engine")
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
     uniforms = random_numbers(seed, keys, K, G, T)
     rollouts = Rollouts(

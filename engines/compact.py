@@ -19,7 +19,6 @@ import torch
 from tqdm import tqdm
 from transformers import (
     LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -74,20 +73,14 @@ def _decode(model, prompt_ids, group_size, record, progress) -> None:
     completions whose texts are equal so far, and splits when they draw different tokens. What has
     ended leaves. On a GPU, the host waits for every token."""
     T, device = record.sampling.max_new_tokens, model.device
-    logits, prompts, positions, bias, cache = prefill.prefill(model, prompt_ids, T)
-    W, ragged = prompts.shape[1], prefill.is_ragged(prompt_ids)
+    logits, W, positions, bias, cache = prefill.prefill(model, prompt_ids, T)
+    ragged = prefill.is_ragged(prompt_ids)
     decode = check_decoder.decoder(model, W + T)
     active = torch.arange(len(record.ids), device=device)  # the unfinished completions, [n]
     # the batch's row of each of them; None: a row of its own
     row_of = None if group_size == 1 else active // group_size
     for step in range(T):
-        texts = None
-        if record.warpers:
-            first = active  # a completion of each row
-            if row_of is not None:
-                first = active.new_zeros(len(logits)).scatter_(0, row_of, active)
-            texts = torch.cat([prompts, record.ids[first, :step]], dim=1)  # [R, W + step]
-        scores = record.distribution(texts, logits)
+        scores = record.distribution(logits)
         # Text number i continues in row i, unless rows were freed or added (below).
         token, continued, row_of = record.draw(active, row_of, step, scores)  # [C, 1], [C], [n]
         ended = record.ended(active, step)
@@ -100,7 +93,7 @@ def _decode(model, prompt_ids, group_size, record, progress) -> None:
             for layer in cache.layers:
                 layer.keep(len(rows.text), rows.copied_to, rows.copied_from, most=live)
             active, token, row_of = active[rows.going], token[rows.text], rows.row_of
-            prompts, positions, bias = (x[rows.source] for x in (prompts, positions, bias))
+            positions, bias = positions[rows.source], bias[rows.source]
         visible = bias[..., : W + step + 1] if ragged else None
         logits = decode(token, positions, step + 1, cache, visible)  # [R, V]
 
@@ -121,13 +114,12 @@ class Record:
         self.statistics = torch.zeros(3, *shape, device=device)
         self.warpers = warpers(sampling)
 
-    def distribution(self, sequences, logits):
-        """Log-probs [R, V] of the token after `sequences` [R, length], which only warpers read; the
-        head's padding is excluded."""
+    def distribution(self, logits):
+        """Log-probs [R, V] of the next token; the head's padding is excluded."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logits = logits[:, : self.vocab_size]
         if self.warpers:
-            logits = self.warpers(sequences, logits.to(dtype))
+            logits = self.warpers(None, logits.to(dtype))  # these do not read the texts
         scores = torch.log_softmax(logits, dim=-1, dtype=dtype)
         # Finite, so that 0 * log 0 is 0 for the tokens that top-k and top-p leave out.
         return scores.clamp_(min=torch.finfo(dtype).min) if self.warpers else scores
@@ -239,8 +231,6 @@ def warpers(sampling) -> LogitsProcessorList:
     """The functions that apply a rollout.Sampling's settings to logits, in transformers' order.
     There are none for plain sampling at temperature 1 or 0."""
     processors = LogitsProcessorList()
-    if sampling.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if sampling.temperature not in (0, 1):
         processors.append(TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k:

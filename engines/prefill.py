@@ -36,7 +36,7 @@ def decoding(model):
 def pad_left(prompt_ids, device):
     """(ids, mask) [K, width], padded on the left, so that all completions start in one column.
 
-    The padding repeats a token of the prompt. A repetition penalty penalizes that one anyway."""
+    Nothing attends to the padding; it repeats a token of the prompt."""
     width = max(map(len, prompt_ids))
     ids = [[ids[0]] * (width - len(ids)) + ids for ids in prompt_ids]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
@@ -46,8 +46,8 @@ def pad_left(prompt_ids, device):
 def prefill(model, prompt_ids, room):
     """Read K prompts, the longest of W tokens. `room` tokens will be sampled after each.
 
-    Returns (logits, ids, positions, bias, cache): the logits [K, V] of the first sampled token, the
-    padded prompts [K, W], the position [K, 1] of each prompt's last token, and the cache. bias
+    Returns (logits, W, positions, bias, cache): the logits [K, V] of the first sampled token, W,
+    the position [K, 1] of each prompt's last token, and the cache. bias
     [K, 1, 1, W + room or more] is added to attention's scores: 0, and -inf at padding.
 
     If all prompts begin with the same P tokens (a system prompt, examples), these are read once.
@@ -63,7 +63,6 @@ def prefill(model, prompt_ids, room):
         others = torch.arange(1, K, device=device)
         for layer in cache.layers:  # every prompt gets a copy of the beginning's row
             layer.keep(K, others, torch.zeros_like(others), most=K)
-        ids = torch.cat([beginning.expand(K, -1), ids], dim=1)  # [K, W]
         mask = F.pad(mask, (P, 0), value=1)  # [K, W]
     W = mask.shape[1]
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -74,12 +73,12 @@ def prefill(model, prompt_ids, room):
         visible = mask.bool()[:, None, None].expand(K, 1, W, W).tril()
         visible = visible | torch.eye(W, dtype=torch.bool, device=device)
         inputs["attention_mask"] = visible[:, :, P:]
-    logits = model(ids[:, P:], **inputs, logits_to_keep=1).logits[:, -1]
+    logits = model(ids, **inputs, logits_to_keep=1).logits[:, -1]
     # Attention copies the bias unless it has the queries' type and rows of a multiple of 16 bytes.
     bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
     padding = -(W + room) % 8
     bias = F.pad(bias, (0, room + padding))[:, None, None]
-    return logits, ids, positions[:, -1:], bias, cache
+    return logits, W, positions[:, -1:], bias, cache
 
 
 def common_beginning(prompt_ids) -> list[int]:

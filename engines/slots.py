@@ -79,18 +79,17 @@ class Slots:
         zeros = self.decoder.head.new_zeros
         shape = (2, R, C, self.decoder.kv_heads, self.decoder.width)
         self.layers = [Layer(zeros(shape)) for _ in self.decoder.layers]
-        self.texts = zeros(R, C, dtype=torch.long)
+        self.columns = C
         self.logits = zeros(R, len(self.decoder.head))  # of each slot's next token
         self.state = zeros(3, R, dtype=torch.long)  # completion, its position, tokens drawn
 
     def step(self) -> None:
         """Draw a token in each slot and read it. The host reads nothing, and all shapes are fixed:
         what is not a tensor is the same in every step of R slots."""
-        R, C = self.rows, self.texts.shape[1]
+        R, C = self.rows, self.columns
         number, position, drawn = self.state[:, :R]  # [R] each
-        scores = self.record.distribution(self.texts[:R], self.logits[:R])
+        scores = self.record.distribution(self.logits[:R])
         token, *_ = self.record.draw(number, None, drawn, scores)  # [R, 1]
-        self.texts[:R].scatter_(1, position[:, None], token)
         rows = torch.arange(R + 1, dtype=torch.int32, device=self.device)
         after = torch.arange(C, device=self.device) > position[:, None]  # [R, C]
         bias = self.logits.new_zeros(R, C).masked_fill_(after, -torch.inf)[:, None, None]
@@ -150,16 +149,13 @@ class Slots:
     def read(self, prompts: list[int], slots: list[tuple[int, int]]) -> None:
         """Read prompts, and copy them to `slots` (slot, prompt)."""
         ids = [self.prompts[k] for k in prompts]
-        logits, ids, _, _, cache = prefill.prefill(self.model, ids, 0)
-        W = ids.shape[1]
+        logits, W, _, _, cache = prefill.prefill(self.model, ids, 0)
         table = [(row, prompts.index(k), W - len(self.prompts[k])) for row, k in slots]
         row, source, padding = send(torch.tensor([*zip(*table, strict=True)]), self.device)
         # A prompt is padded on the left, and begins in its slot's first column.
         columns = (torch.arange(W, device=self.device) + padding[:, None]).clamp(max=W - 1)
         pairs = source[:, None], columns  # [n, W]
         self.logits[row] = logits[source]
-        self.texts[row] = ids[source, -1:]  # a token of its own where none is yet, for penalties
-        self.texts[row, :W] = ids[pairs]
         for layer, read in zip(self.layers, cache.layers, strict=True):
             for to, states in zip(layer.states, (read.keys, read.values), strict=True):
                 to[row, :W] = states[pairs[0], :, pairs[1]]
@@ -173,7 +169,7 @@ class Slots:
             return
         source, to = send(torch.tensor([*zip(*moves, strict=True)]), self.device)
         caches = [cache for layer in self.layers for cache in layer[0]]
-        for table in (self.texts, self.logits, *caches):
+        for table in (self.logits, *caches):
             table[to] = table[source]
         for row, new in moves:
             self.held[new] = self.held.pop(row)

@@ -103,7 +103,6 @@ class Engine:
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
-            repetition_penalty=sampling.repetition_penalty,
             stop_token_ids=sampling.eos_ids,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,  # one list, not a dict for each token

@@ -95,7 +95,7 @@ def test_a_shared_beginning_changes_nothing(make_policy, monkeypatch, prompts, f
     shapes, forward = [], model.forward
     record = lambda ids, **inputs: shapes.append(ids.shape) or forward(ids, **inputs)
     monkeypatch.setattr(model, "forward", record)
-    sampling = rollout.Sampling(8, [256], 257, engine=compact, repetition_penalty=1.3)
+    sampling = rollout.Sampling(8, [256], 257, engine=compact)
     found = {}
     for shared in (100, 3):
         monkeypatch.setattr(prefill, "SHARED", shared)

@@ -167,7 +167,7 @@ def test_paired_comparison(tmp_path):
 def test_bad_values_are_named(monkeypatch, capsys):
     for name, value in (
         ("k", 0), ("max_new_tokens", 0), ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.5),
-        ("top_k", -1), ("repetition_penalty", 0.0),
+        ("top_k", -1),
     ):  # fmt: skip
         with pytest.raises(InputError, match=f"--{name.replace('_', '-')} {value}: must be"):
             evaluation.main(EvalConfig("m", **{name: value}))
@@ -180,7 +180,7 @@ def test_bad_values_are_named(monkeypatch, capsys):
 
 def test_every_flag_reaches_the_sampler(policy_folder, sampled):
     """Catches a flag of eval.py that does nothing, and weights in another type than --dtype."""
-    logged = {"temperature": 0.5, "top_k": 3, "top_p": 0.7, "repetition_penalty": 1.2}
+    logged = {"temperature": 0.5, "top_k": 3, "top_p": 0.7}
     given = {**logged, "batch_size": 7}
     common = {"problems": 2, "max_new_tokens": 3, "dtype": "bfloat16"}
     (row,) = evaluation.main(EvalConfig(policy_folder, engine="hf", **common, **given))

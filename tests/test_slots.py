@@ -41,7 +41,7 @@ def test_the_batch_fits_and_shrinks(sample, changes, most):
     assert sampled <= sum(rows) < 2.5 * sampled
 
 
-WARPED = {"temperature": 0.6, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1}
+WARPED = {"temperature": 0.6, "top_k": 5, "top_p": 0.9}
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0}, WARPED])
