@@ -16,8 +16,7 @@ importance ratio):
     scale           [K, G]  1 / denominator of the full batch; 0 if the completion is masked
     weights         [K, G]  1 / P(the completion was kept), after reward; 0 if it was dropped
 
-`factor` is the product of the first two. The draw of completions needs it, before the third is
-known.
+`factor` is the product of the first two. It is what the draw of completions sees.
 
 Several ranks: every rank holds the whole model, or with --shard fsdp a share of the weights that
 are trained. With --shard fsdp, or in bfloat16, it samples from a copy. Before the rollout, prompts
@@ -99,7 +98,8 @@ class Trainer:
         self.saved = look(cfg)  # the weights are loaded here, the rest by `restore`
         loaded = models.load_models(cfg, self.saved)
         # `model` is trained, and `policy` samples: a copy, or the same object.
-        self.model, self.tokenizer, self.policy, self.reference, _, self.fingerprint = loaded
+        self.model, self.policy, self.reference = loaded.model, loaded.policy, loaded.reference
+        self.tokenizer, self.fingerprint = loaded.tokenizer, loaded.fingerprint
         self.train_set, self.train_ids = models.encode(cfg, loaded, self.train_set)
         self.eval_set, self.eval_ids = models.encode(cfg, loaded, self.eval_set)
         config.check_prompts(cfg, len(self.train_set))
@@ -200,7 +200,8 @@ class Trainer:
         for number in range(M):
             rows = minibatch == number  # [K]
             size = dppo.contribution_size(advantages[rows], factor[rows], energy[rows], cfg.beta)
-            rest = cfg.rest * cost[rows].sum().item()  # for the rule adaptive, in tokens
+            # For the rule adaptive: the time of everything but training, in tokens trained on.
+            rest = cfg.rest * cost[rows].sum().item()
             part = dppo.Completions(advantages[rows], rewards[rows], cost[rows], size, rest)
             keep[rows], weights[rows] = dppo.prune_completions(
                 cfg.completion_rule, cfg.completion_prune_rate, part, generator
