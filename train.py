@@ -166,7 +166,8 @@ class Trainer:
         table = torch.zeros(len(prompts), G, len(columns), dtype=torch.float64)
         table[mine] = torch.stack([column.double() for column in columns], dim=-1)
         rewards, lengths, truncated, entropy, energy = ranks.all_reduce(table).unbind(dim=-1)
-        # [K, G] each. A reward of NaN: its reference answer cannot be scored.
+        # [K, G] each. A reward of NaN: its reference answer cannot be scored. Energy: the squared
+        # gradient of a completion's log-probs at the logits (dppo.py), from which come the sizes.
 
         # 4. Advantages, over full groups.
         advantages = dppo.group_advantages(rewards, cfg.scale_rewards, cfg.reward_range)  # [K, G]
