@@ -139,6 +139,7 @@ def draw_savings(rows: list[dict]) -> Figure:
         for panel in (times, gaps):
             panel.spines[["top", "right"]].set_visible(False)
             panel.grid(axis="x", alpha=0.2)
+        times.set_xticks([0, 0.5, 1])
         times.invert_yaxis()
     panels[-1, 0].set_xlabel("step time, GRPO's = 1")
     panels[-1, 1].set_xlabel("accuracy minus GRPO's")
