@@ -14,6 +14,7 @@ pass@1. Each set prints one line of JSON, and a table follows. With --out-dir ea
 stored as soon as it is scored, and repeating the command continues an interrupted evaluation.
 """
 
+import functools
 import json
 import math
 import sys
@@ -32,6 +33,7 @@ import tyro
 from tqdm import tqdm
 from transformers.utils import logging
 
+import config
 import data
 import models
 import rewards
@@ -92,12 +94,7 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
 
 def check_config(cfg: EvalConfig) -> None:
     """InputError names a flag whose value is out of range."""
-
-    def require(name, good, what):
-        if not good:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} {getattr(cfg, name)}: must be {what}")
-
+    require = functools.partial(config.require, cfg)
     for name in ("k", "problems", "batch_size", "max_new_tokens"):
         value = getattr(cfg, name)
         require(name, value is None or value >= 1, "at least 1")
