@@ -3,9 +3,7 @@ A pretend CUDA device, so that the code for GPUs runs, and its waits are seen, w
 
     pretend_cuda.install()
     torch.ones(2, device="cuda") + torch.ones(2)  # RuntimeError: ... tensors ... on the same device
-    with pretend_cuda.waiting() as waits:
-        ...
-    print(waits)  # the names of the operators that made the host wait
+    print(pretend_cuda.waits)  # the operators that made the host wait, by name
 
 A CPU build of PyTorch has everything of CUDA but its kernels. DLPack gives a tensor's memory the
 name cuda:0, and a fallback takes every operator that reaches the CUDA key: it checks devices, and
@@ -37,41 +35,24 @@ READS = {  # operators whose CUDA kernel tells the host a number or a size
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 FAR = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
 _keep = []  # what ends with its Python object
-_waits = []  # a list of names for each `with waiting()` that is open
 _captures = []  # the torch.cuda.graph that is open
-
-
-@contextlib.contextmanager
-def waiting():
-    """The names of the operators inside that made the host wait."""
-    _waits.append([])
-    try:
-        yield _waits[-1]
-    finally:
-        _waits.pop()
+waits = []  # the operators that made the host wait, by name
 
 
 def _wait(name: str) -> None:
     if _captures:
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({name})")
-    for names in _waits:
-        names.append(name)
+    waits.append(name)
 
 
 # ------------------------------------------------------------------------- installation
-
-
-def unavailable() -> str | None:
-    """Why this machine can have no pretend device, or None."""
-    if torch.version.cuda or torch.version.hip:
-        return "this PyTorch is built for GPUs; the pretend device needs a CPU build"
-    return None if hasattr(torch._C, "_acc") else "the pretend device needs PyTorch 2.10 or newer"
 
 
 def install() -> None:
     """Make this process believe that it has one CUDA device; there is no way back.
 
     Call it once, before anything asks for CUDA or runs a backward pass."""
+    assert not torch.version.cuda, "the pretend device needs a CPU build of PyTorch"
     guard = type("Guard", (torch._C._acc.DeviceGuard,), {"type_": lambda _: _kind.CUDA})()
     torch._C._acc.register_python_privateuseone_device_guard(guard)
     folder = Path(torch.__file__).parent
@@ -97,11 +78,8 @@ def install() -> None:
     answers = {
         "_lazy_init": None,
         "is_available": True,
-        "device_count": 1,
-        "get_device_name": "pretend CUDA",
         "is_bf16_supported": True,
-        "is_current_stream_capturing": False,
-        "empty_cache": None,
+        "get_device_name": "pretend CUDA",
         "manual_seed_all": None,  # the CPU's generator draws
         "reset_peak_memory_stats": None,
         "memory_allocated": 2**20,
@@ -164,7 +142,9 @@ def _fallback(op, *args, **kwargs):
         kind = type(value)
         if isinstance(value, torch.Tensor):
             if value.is_cuda:
-                alias = _moved(value, CPU) if value.numel() else _empty_like(value)
+                alias = (
+                    _moved(value, CPU) if value.numel() else torch.empty_like(value, device="cpu")
+                )
                 given[id(alias)] = value, alias
                 return alias
             if value.dim() and name not in INDEXING:
@@ -193,23 +173,18 @@ def _fallback(op, *args, **kwargs):
     return tuple(map(to_cuda, found)) if type(found) is tuple else to_cuda(found)
 
 
-def _empty_like(tensor):
-    """Memory that a kernel can resize."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
 def _check_index(name, tensor, indices, values=None, accumulate=False, *_) -> None:
     """Reading by a mask calls nonzero, and by an index on the CPU copies it: those are seen."""
     if values is not None and values.is_cuda != tensor.is_cuda and values.dim():
         raise RuntimeError(f"{FAR}cpu ({name})")
-    for index in indices:
-        if index is not None and index.is_cuda and not tensor.is_cuda:
+    for index in filter(torch.is_tensor, indices):
+        if index.is_cuda and not tensor.is_cuda:
             raise RuntimeError("indices should be on cpu or on the same device as the tensor (cpu)")
-        if index is not None and values is not None:
-            one_value = values.numel() == 1 and not accumulate
-            on_cpu = index.dim() and not index.is_cuda
-            if on_cpu or (index.dtype == torch.bool and not one_value):
-                _wait(name)
+        mask = index.dtype == torch.bool
+        if values is not None and mask and (values.numel() > 1 or accumulate):
+            _wait(name)
+        if values is not None and index.dim() and not index.is_cuda:
+            _wait(name)
 
 
 def _copy_(to, source, non_blocking=False):
