@@ -6,7 +6,10 @@ import torch
 import config
 import update
 
-WARPED = {"top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1, "temperature": 0.7}
+WARPED = {
+    "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1, "temperature": 0.7, "batch_size": 4,
+    "max_new_tokens": 40,
+}  # fmt: skip
 SAME = [  # engine, options
     ("plain", {"max_new_tokens": 40, "temperature": 0.7, "batch_size": 8}),
     ("compact", {"max_new_tokens": 40}),
