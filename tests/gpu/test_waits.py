@@ -36,38 +36,33 @@ def test_the_device_is_one(waits, pretend):
         assert waits(work) == count
 
 
-@pytest.mark.parametrize("ends", [[-1], [256, 17, 99, 180]], ids=["nobody ends", "some end"])
-def test_decoding(policy, sample, waits, ends):
+def test_decoding(policy, sample, waits):
     """The waits of 64 more tokens. Catches a check of the ends after every token, and one of logits
     that waits."""
-    model = policy()
-    options = {"prompts": 6, "group_size": 8, "eos_ids": ends, "batch_size": 48}
+    model = policy(dtype="bfloat16")
+    options = {"prompts": 6, "group_size": 8, "eos_ids": [256, 17, 99, 180], "batch_size": 48}
     lengths = sample(model, max_new_tokens=96, **options).lengths
-    assert lengths.max() == 96
-    assert (lengths.min() < 96) == (len(ends) > 1)
+    assert lengths.min() < lengths.max() == 96
     few, many = (waits(sample, model, max_new_tokens=count, **options) for count in (32, 96))
     assert many - few <= (96 - 32) / TOKENS
 
 
-UPDATES = [{}, {"loss": "gspo"}, {"importance_cap": 2.0}, {"beta": 0.1}]
-
-
-@pytest.mark.parametrize("options", UPDATES, ids=["defaults", "gspo", "cap", "kl"])
+@pytest.mark.parametrize("options", [{}, {"loss": "gspo", "importance_cap": 2.0, "beta": 0.1}])
 def test_update(policy, sample, kernel, waits, options):
     """Many packs wait as often as few. Catches a pack whose tensors are copied one by
     one, and a loss that reads a number back."""
     kernel("torch")
-    options = {"device": "cuda", "pack_tokens": 60, **options}
-    cfg = config.resolve(config.Config(**options))
+    cfg = config.resolve(config.Config(device="cuda", pack_tokens=60, **options))
     model, reference = policy(), policy(seed=1).requires_grad_(False)
-    everything, packs = sample(model, dtype="bfloat16", prompts=16), []
+    everything, packs = sample(policy(dtype="bfloat16"), prompts=16), []
 
     def accumulate(prompts):
         some = (getattr(everything, field.name)[:prompts] for field in fields(everything))
         ones = torch.ones(prompts, 4, dtype=torch.float64)
         keep, own = ones > 0, rollout.Rollouts(*some)
-        given = {"cfg": cfg, "reference": reference if cfg.beta else None}
-        sums = update.accumulate_gradients(model, own, ones, ones, keep, **given)
+        sums = update.accumulate_gradients(
+            model, own, ones, ones, keep, cfg=cfg, reference=reference
+        )
         packs.append(int(sums.slots) // cfg.pack_tokens)
 
     accumulate(4)  # makes .grad
