@@ -41,7 +41,7 @@ import torch
 from numpy.random import Generator, Philox
 
 ADVANTAGE_EPS = 1e-4  # added to the group's standard deviation, as in TRL
-# A score counts as below the mean only if it is below by more than this. At pass rate 1/2 all
+# A value counts as below the mean only if it is below by more than this. At pass rate 1/2 all
 # |advantages| are equal, and rounding would decide.
 THRESHOLD_MARGIN = 1e-6
 SIZE_FLOOR = 0.03  # lowest size, relative to the mean size, so that no weight is unbounded
@@ -197,19 +197,19 @@ def contribution_size(
 
 
 def threshold_keep_prob(
-    scores: torch.Tensor, counted: torch.Tensor, prune_rate: float
+    values: torch.Tensor, counted: torch.Tensor, prune_rate: float
 ) -> torch.Tensor:
-    """Keep probabilities, float64 of scores' shape [..., n]: 1 - prune_rate below the mean, else 1.
+    """Keep probabilities, float64 of values' shape [..., n]: 1 - prune_rate below the mean, else 1.
 
-    The mean is over the `counted` [..., n] entries of the last dimension. A NaN score (a prompt
+    The mean is over the `counted` [..., n] entries of the last dimension. A NaN (a prompt
     that was never rolled out) is always kept. This is the paper's threshold (from secondary
     sources) at both levels: |advantage| against its group's mean with r_o, historical |advantage|
     against the step's mean with r_q. The random form is ours.
     """
-    scores = scores.double()
-    total = torch.where(counted, scores, 0.0).sum(dim=-1, keepdim=True)
+    values = values.double()
+    total = torch.where(counted, values, 0.0).sum(dim=-1, keepdim=True)
     mean = total / counted.sum(dim=-1, keepdim=True)  # [..., 1]; NaN if none counts: none is below
-    below = scores < mean - THRESHOLD_MARGIN  # False where either is NaN
+    below = values < mean - THRESHOLD_MARGIN  # False where either is NaN
     return 1.0 - prune_rate * below.double()
 
 
@@ -256,14 +256,14 @@ def adaptive_keep_prob(size: torch.Tensor, cost: torch.Tensor, rest: float) -> t
     norms = size[live].double()
     norms = norms / norms.max()  # squares of very small or large sizes would leave float64
     costs = cost[live].double()
-    scores = norms / costs.sqrt()
-    order = scores.argsort(descending=True)
+    priority = norms / costs.sqrt()
+    order = priority.argsort(descending=True)
     # tau, if the first 1, 2, ... terms are kept for sure
     time_of_first = rest + costs[order].cumsum(dim=0)
     taus = (time_of_first / norms[order].square().cumsum(dim=0)).sqrt()
     # The next term is kept for sure, too, if its probability would pass 1.
-    more = int((taus[:-1] * scores[order][1:] >= 1).sum())
-    keep_prob[live] = (taus[more] * scores).clamp(max=1.0)
+    more = int((taus[:-1] * priority[order][1:] >= 1).sum())
+    keep_prob[live] = (taus[more] * priority).clamp(max=1.0)
     return keep_prob
 
 

@@ -143,14 +143,14 @@ def _sample_batch(
     for t in range(T):
         # The distribution of token t. In float64, sums over the vocabulary lose nothing.
         logits = logits[:, : model.vocab_size].double()  # [n, V]
-        scores = (logits / (sampling.temperature or 1.0)).log_softmax(dim=1)
-        if scores.isnan().any():
+        logprobs = (logits / (sampling.temperature or 1.0)).log_softmax(dim=1)  # [n, V]
+        if logprobs.isnan().any():
             raise NotFiniteError("the model's logits are not finite")
-        probs = scores.exp()
+        probs = logprobs.exp()
 
         # The token is the first whose cumulative probability is above a uniform random number.
         if sampling.temperature == 0:
-            token = scores.argmax(dim=1, keepdim=True)  # [n, 1]
+            token = logprobs.argmax(dim=1, keepdim=True)  # [n, 1]
         else:
             ends = probs.cumsum(dim=1)
             # The probabilities may not sum to exactly 1.
@@ -160,7 +160,7 @@ def _sample_batch(
         going = ~torch.isin(token[:, 0], end_ids)  # [n]
 
         rollouts.completion_ids[k, g, t] = token[:, 0].cpu()
-        rollouts.logprobs[k, g, t] = scores.gather(1, token)[:, 0].float().cpu()
+        rollouts.logprobs[k, g, t] = logprobs.gather(1, token)[:, 0].float().cpu()
         rollouts.entropy[k, g] += torch.special.entr(probs).sum(dim=1).float().cpu()
         rollouts.energy[k, g] += (one_hot - probs).square().sum(dim=1).float().cpu()
         rollouts.lengths[k, g] += 1
