@@ -229,7 +229,7 @@ class Trainer:
         scores = rewards.nanmean(dim=1, keepdim=True)  # [K, 1]; nan: unscorable
         mixed = ~dppo.dead_groups(rewards)[:, None]  # [K, 1]
         share = lambda groups: ((weights * groups).sum() / weights.sum()).item()  # of all Q
-        figures = dppo_shared.completion_figures(weights * own_weights, weights, cost, size, Q * G)
+        figures = dppo_shared.completion_figures(weights * own_weights, weights, cost, Q * G)
         return {
             "reward": ((weights * scores).nansum() / (weights + 0 * scores).nansum()).item(),
             "grad_norm": grad_norm,

@@ -367,9 +367,7 @@ class DPPOTrainer(PPOTrainerSync):
             if self.mean_tokens is not None:  # known before the draw
                 full[:] = self.mean_tokens / self.M
             self.learn(metrics, prompt_weights[:, 0], rewards, advantages, tokens)
-        figures = dppo_shared.completion_figures(
-            weights, prompt_weights, cost, size, num_completions=self.Q * G
-        )
+        figures = dppo_shared.completion_figures(weights, prompt_weights, cost, self.Q * G)
         metrics |= {f"dppo/{name}": value for name, value in figures.items()}
 
         kept, flat = {}, weights.flatten().tolist()
