@@ -13,6 +13,7 @@ import pytest
 import torch
 from exact import NONE, assert_same_history, error
 
+import dppo
 from dppo import RuleError
 
 pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
@@ -67,6 +68,14 @@ def test_micro_batches_without_tokens():
     toy = Toy(mask_truncated_completions=True, **options, **rule)
     assert error(toy.gradient(), toy.stock()) < 1e-12
     assert min(x["completion_mask"].sum() for x in toy.plan()) == 0, "else nothing was masked"
+
+
+def test_own_scales():
+    """Fails if TRL's advantages are trained on."""
+    toy = Toy(scale_rewards="variance")
+    toy.step()
+    wanted = dppo.group_advantages(toy.tables[0], "variance")
+    torch.testing.assert_close(toy.trainer.batch.advantages, wanted)
 
 
 def test_rewards_of_several_functions():

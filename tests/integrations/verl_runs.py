@@ -1,17 +1,11 @@
-"""Runs of verl's main_ppo on the embedded task, on a CPU. It does not import verl.
-
-    python tests/integrations/verl_runs.py FOLDER
-
-trains until 0.9 of held-out problems are right, by verl's own trainer and by dppo_verl's, with two
-seeds, and prints a row for each run. The runs of test_verl_ray.py start here, too.
-"""
+"""Runs of verl's main_ppo on the embedded task, on a CPU, for test_verl_ray.py. It does not import
+verl."""
 
 import contextlib
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -95,12 +89,12 @@ def log(folder, name="log.jsonl"):
     return [json.loads(row)["data"] for row in rows]
 
 
-def write_data(folder, problems, held_out=()):
+def write_data(folder, problems):
     """The embedded task as parquet, the way verl reads it, and each prompt once."""
     import pandas as pd
 
     problems = list({problem.text: problem for problem in problems}.values())
-    for name, split in (("train", problems), ("val", held_out or problems[:4])):
+    for name, split in (("train", problems), ("val", problems[:4])):
         rows = [
             {
                 "prompt": [{"role": "user", "content": problem.text}],
@@ -111,51 +105,3 @@ def write_data(folder, problems, held_out=()):
             for i, problem in enumerate(split)
         ]
         pd.DataFrame(rows).to_parquet(Path(folder, f"{name}.parquet"))
-
-
-# ------------------------------------------------------------------------------------- the race
-
-TASK = {
-    "data.train_batch_size": 32, "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
-    "actor_rollout_ref.rollout.n": 16, "data.max_response_length": 64,
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": 5,
-    "actor_rollout_ref.actor.optim.weight_decay": 0.0,
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
-    "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0, "trainer.test_freq": 2,
-    "trainer.total_training_steps": 60,
-}  # fmt: skip
-PLUG_IN = {"trainer.v1.trainer_mode": "nanodppo"}
-METHODS = {"verl": {}, "pps": PLUG_IN}
-SCORE = "val-core/arithmetic/acc/mean@1"
-
-
-def race(folder, method, seed, wanted=0.9):
-    """Steps, rows and tokens until the held-out accuracy is reached; the run then ends."""
-    import data
-    from tasks import arithmetic
-
-    folder = Path(folder).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    held_out = data.eval_problems("arithmetic", 300, of_training_file=True)
-    write_data(folder, data.train_problems("arithmetic", hold_out=True), held_out)
-    process = start(arithmetic.BASE, folder, TASK | METHODS[method] | {"data.seed": seed})
-    reached = lambda: max((row.get(SCORE, 0.0) for row in log(folder)), default=0.0) >= wanted
-    while process.poll() is None and not reached():
-        time.sleep(2)
-    stop(process)
-    rows = log(folder)
-    first = next((i for i, row in enumerate(rows) if row.get(SCORE, 0.0) >= wanted), len(rows) - 1)
-    rows = rows[: first + 1]
-    return {
-        "method": method, "seed": seed, "reached": rows[-1].get(SCORE, 0.0) >= wanted,
-        "accuracy": {i + 1: row[SCORE] for i, row in enumerate(rows) if SCORE in row},
-        "steps": len(rows), "rows": sum(512 * row.get("dppo/forwards", 1.0) for row in rows),
-        "tokens": sum(row["global_seqlen/mean"] for row in rows),  # of one worker, with padding
-    }  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    for seed in range(2):
-        for method in METHODS:
-            print(json.dumps(race(f"{sys.argv[1]}/{method}-{seed}", method, seed)), flush=True)

@@ -170,12 +170,6 @@ class Policy:
         nested = torch.nested.nested_tensor_from_jagged
         return {"log_probs": nested(logprobs, offsets), "entropy": nested(entropy(logits), offsets)}
 
-    def zero(self):
-        self.logits.grad = None
-
-    def gradient(self):
-        return self.logits.grad.flatten().clone()
-
 
 PROMPTS = ("f", "bb", "ccc", "eeeee")
 ENGINE = {"use_remove_padding": True, "max_token_len_per_gpu": 160}
@@ -293,7 +287,7 @@ class Toy(exact.Toy):
         options = {"epochs": extra["epochs"], "seed": 1, "dataloader_kwargs": {"shuffle": False}}
         for parts in zip(*(tu.make_iterator(x, size, **options) for x in data), strict=True):
             tokens = sum(part["loss_mask"].values().sum().item() for part in parts)
-            self.policy.zero()
+            self.policy.logits.grad = None
             self.sizes.append(sum(map(len, parts)))
             for part in parts:
                 tu.assign_non_tensor(
@@ -307,7 +301,7 @@ class Toy(exact.Toy):
                     output = self.policy.forward(micro)
                     loss, _ = self.loss(model_output=output, data=micro, dp_group=None)
                     (loss / self.ranks).backward()
-            self.gradients.append(self.policy.gradient())
+            self.gradients.append(self.policy.logits.grad.flatten())
         return TensorDict({}, []).set_non_tensor("metrics", {"mfu": 0.0})
 
 
