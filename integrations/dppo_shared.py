@@ -114,56 +114,42 @@ def learn(
 FILE = "dppo.pt"  # in the folder of the library's own checkpoint
 
 
-def save(folder: Path, state: dict) -> None:
-    """Write what a resumed run needs."""
+def save(folder: Path, trainer) -> None:
+    """Write what a resumed run needs: the trainer's prompt history and its mean of tokens."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(state, folder / FILE)
+    prompts = dppo.seed_for(*trainer.index)
+    torch.save((prompts, vars(trainer.history), trainer.mean_tokens), folder / FILE)
 
 
-def load(folder: Path) -> dict | None:
-    """What `save` wrote. None if there is no such file: the library's own trainer made this
-    checkpoint, and its run can go on with pruning."""
-    path = folder / FILE
-    return torch.load(path, weights_only=True) if path.exists() else None
-
-
-def history_state(history: sampler.PromptHistory, index: dict[int, int]) -> dict:
-    """The part of a checkpoint that is about prompts."""
-    return {"prompts": dppo.seed_for(*index), "history": vars(history)}
-
-
-def restore_history(
-    history: sampler.PromptHistory, index: dict[int, int], state: dict, folder: Path, option: str
-) -> None:
-    """Bring back the history of a checkpoint. `option` is the one that names the data set."""
+def load(folder: Path, trainer, option: str) -> None:
+    """Bring back what `save` wrote. Without the file, the library's own trainer made this
+    checkpoint, and its run goes on with pruning. `option` is the one that names the data set."""
+    if not (folder / FILE).exists():
+        return
+    prompts, history, mean_tokens = torch.load(folder / FILE, weights_only=True)
     require(
-        state["prompts"] == dppo.seed_for(*index),
+        prompts == dppo.seed_for(*trainer.index),
         f"{folder / FILE}: its history is of other prompts; resume with the {option} of that run, "
         "or delete the file to forget them",
     )
-    history.restore(state["history"])
+    trainer.history.restore(history)
+    trainer.mean_tokens = mean_tokens
 
 
 # ---------------------------------------------------------------------------- figures
 
 
 def completion_figures(
-    weights: torch.Tensor,
-    prompt_weights: torch.Tensor,
-    cost: torch.Tensor,
-    size: torch.Tensor,
-    num_completions: int,
+    weights: torch.Tensor, prompt_weights: torch.Tensor, cost: torch.Tensor, num_completions: int
 ) -> dict[str, float]:
     """What a draw kept. The weights of completions [K, G] include those of their prompts [K, 1],
     and are 0 for what was dropped; num_completions are those of the un-pruned batch."""
     kept = weights > 0
     expected = (prompt_weights * cost).sum()  # tokens of the un-pruned batch
-    live = weights[size > 0]  # of completions with a gradient
     return {
         "kept_completions": kept.sum().item() / num_completions,
         "kept_tokens": (cost[kept].sum() / expected).item(),
         "weight_max": weights.max().item(),
-        "effective_sample_size": (live.sum().square() / live.square().sum()).item(),
     }
 
 

@@ -12,10 +12,10 @@ Letters: Q candidates of a step, K of them sampled, G completions each.
 
 import json
 import math
-import os
 import secrets
 from pathlib import Path
 
+import tinker
 import torch
 
 import chat_format
@@ -24,11 +24,6 @@ import dppo_shared
 import sampler
 from dppo import RuleError
 from dppo_shared import require
-
-try:
-    import tinker
-except ImportError:
-    raise RuleError("Tinker's SDK is missing: pip install 'nanodppo[tinker]', or tinker") from None
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "cispo")  # of dppo.LOSSES, all but gspo's ratio of a sequence
 LOSS_FNS = ("importance_sampling", "ppo", "cispo")  # the server's, proportional to the advantage
@@ -47,18 +42,19 @@ def ask(request, *args, **options):
         raise RuleError(f"{said}; once the server is back, the same program continues") from error
 
 
-def make_datums(rows: list, means: tuple = (False, False), multiple: int = 1) -> list:
+def make_datums(rows: list, means: tuple = (False, False)) -> list:
     """A tinker.Datum of each row (prompt, tokens, logprobs, advantages). Their gradient is the sum
     of the tokens', on a server with the `means` of measure_denominator."""
     datums = []
     for prompt, tokens, logprobs, advantages in rows:
         ids, zeros = [*prompt, *tokens], [0.0] * (len(prompt) - 1)
-        pad = -(len(ids) - 1) % multiple
-        factor = (len(ids) - 1 + pad if means[0] else 1) * (len(rows) if means[1] else 1)
-        columns = ids[1:], [*zeros, *logprobs], [*zeros, *(factor * a for a in advantages)]
-        names = "target_tokens", "logprobs", "advantages"
-        inputs = {name: [*x, *[0] * pad] for name, x in zip(names, columns, strict=True)}
-        ids = tinker.ModelInput.from_ints([*ids[:-1], *[0] * pad])
+        factor = (len(ids) - 1 if means[0] else 1) * (len(rows) if means[1] else 1)
+        inputs = {
+            "target_tokens": ids[1:],
+            "logprobs": [*zeros, *logprobs],
+            "advantages": [*zeros, *(factor * a for a in advantages)],
+        }
+        ids = tinker.ModelInput.from_ints(ids[:-1])
         datums.append(tinker.Datum(model_input=ids, loss_fn_inputs=inputs))
     return datums
 
@@ -96,7 +92,7 @@ class Trainer:
         prompt_rule="none", prompt_prune_rate=0.3, completion_rule="pps", completion_prune_rate=0.7,
         rest=0.4,
         loss="grpo", loss_fn="ppo", scale_rewards=None, lr=1e-4, lora_rank=32,
-        pad_tokens=1, pad_datums=1, eval_every=10, save_every=10,
+        pad_datums=1, eval_every=10, save_every=10,
     ):  # fmt: skip
         """A run, new or from out_dir. problems and held_out are lists of (prompt tokens, answer).
         reward(text, answer) is a number, or None if the answer cannot be scored. scale_rewards is
@@ -107,10 +103,6 @@ class Trainer:
             )
         scale_rewards = scale_rewards or dppo.LOSSES[loss].scale_rewards
         dppo.check_known("scale_rewards", scale_rewards, dppo.SCALES)
-        require(
-            os.environ.get("TINKER_API_KEY") or os.environ.get("TINKER_CREDENTIAL_CMD"),
-            "TINKER_API_KEY is not set: set it to your key; SkyRL takes any that begins with tml-",
-        )
         require(
             len(problems) >= prompts_per_step,
             f"prompts_per_step={prompts_per_step}: only {len(problems)} problems",
@@ -134,7 +126,6 @@ class Trainer:
         self.loss_fn = loss_fn
         self.scale_rewards = scale_rewards
         self.lr = lr
-        self.pad_tokens = pad_tokens
         self.pad_datums = pad_datums
         self.eval_every = eval_every
         self.save_every = save_every
@@ -172,10 +163,6 @@ class Trainer:
             futures.append(policy.sample(tinker.ModelInput.from_ints(prompt), count, options))
         found = [ask(future.result, TIMEOUT).sequences for future in futures]
         rows = [(problems[k][0], x.tokens, x.logprobs) for k, xs in enumerate(found) for x in xs]
-        require(
-            all(logprobs is not None for *_, logprobs in rows),
-            "the server returns no log-probs of what it samples: use one that does",
-        )
         texts = [self.tokenizer.decode(tokens, skip_special_tokens=True) for _, tokens, _ in rows]
         scores = [self.reward(text, problems[i // count][1]) for i, text in enumerate(texts)]
         rewards = torch.tensor([math.nan if s is None else s for s in scores], dtype=torch.float64)
@@ -220,22 +207,17 @@ class Trainer:
         carried = [carried[i] for i in order] + [0.0] * n
         pairs = zip((order * multiple)[:n], carried, strict=False)
         rows = [(*rows[i], [a] * len(rows[i][1])) for i, a in pairs]
-        datums = make_datums(rows, self.means, self.pad_tokens)
+        datums = make_datums(rows, self.means)
         grad_norm = update(self.client, self.loss_fn, [datums], self.lr * min(1, step / WARMUP))
 
         self.history.update(prompts, advantages, lengths)
         self.mean_tokens = dppo_shared.update_mean(self.mean_tokens, estimate, MEMORY)
 
         scores = rewards.nanmean(dim=1, keepdim=True)  # [K, 1]; nan: unscorable
-        mixed = ~dppo.dead_groups(rewards)[:, None]  # [K, 1]
-        share = lambda groups: ((weights * groups).sum() / weights.sum()).item()  # of all Q
-        figures = dppo_shared.completion_figures(weights * own_weights, weights, cost, size, Q * G)
+        figures = dppo_shared.completion_figures(weights * own_weights, weights, cost, Q * G)
         return {
             "reward": ((weights * scores).nansum() / (weights + 0 * scores).nansum()).item(),
             "grad_norm": grad_norm,
-            "by_group/frac_mixed": share(mixed),
-            "by_group/frac_all_good": share(~mixed & (scores >= 0.5)),
-            "by_group/frac_all_bad": share(~mixed & ~(scores >= 0.5)),
             "kept/prompts": len(prompts) / Q,
             "kept/completions": figures["kept_completions"],
             "kept/tokens": figures["kept_tokens"],

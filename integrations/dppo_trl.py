@@ -7,9 +7,9 @@ Unbiased pruning in TRL: its GRPOTrainer, with less work for the same expected g
 TRL still samples, rewards and computes the loss. Its methods are wrapped; none of its code is
 copied. Rules, draws and weights come from dppo.py and sampler.py.
     prompts      are dropped before rollout, from each generation batch
-    completions  are dropped after reward, from all that an update trains on (a window). What is
+    completions  are dropped after reward, from the generation batch, which is one update's. What is
                  kept is sorted by length and divided among the ranks. It fills the last micro-steps
-                 of the window, and the earlier ones do nothing
+                 of the update, and the earlier ones do nothing
     weights      TRL's loss depends on the parameters through log-probs alone. So if their gradient
                  in row i is multiplied by f_i, the whole term of row i is: clip, KL, masks and
                  vLLM's correction. f_i is the weight 1 / P(kept) times a correction, because TRL
@@ -21,8 +21,8 @@ Letters: Q prompts of a generation batch, K of them rolled out, G completions ea
 rows are spread over R ranks, n on each; B rows of a micro-batch, T tokens.
 """
 
-from dataclasses import dataclass, field, replace
-from math import gcd
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -40,21 +40,17 @@ from dppo_shared import require
 TRL = "1.16."  # the version whose losses are known, by what they divide by:
 PER_ROW = ("grpo", "sapo", "dr_grpo", "luspo")  # the rows of the micro-batch
 PER_TOKEN = ("dapo", "cispo", "vespo")  # the tokens of the generation batch
-LOSSES = (*PER_ROW, *PER_TOKEN, "bnpo")  # bnpo: the tokens of the micro-batch
 
 OWN_SCALES = ("variance", "mean")  # of scale_rewards; TRL does not have them
 
-EXACT = {  # with these values, a row's term does not depend on which other rows are kept
-    "loss_type": LOSSES,
-    "entropy_coef": (0.0,),
-    "use_adaptive_entropy": (False,),
-    "top_entropy_quantile": (1.0,),
-}
-EXACT_WITH_PROMPTS = EXACT | {  # if prompts are dropped, too: nor on which prompts are kept
+EXACT = {  # with these values, a row's term does not depend on which prompts and rows are kept
     "loss_type": (*PER_ROW, *PER_TOKEN),
     "scale_rewards": tuple(dppo.SCALES),
     "multi_objective_aggregation": ("sum_then_normalize",),
     "num_iterations": (1,),
+    "entropy_coef": (0.0,),
+    "use_adaptive_entropy": (False,),
+    "top_entropy_quantile": (1.0,),
 }
 PADDED_LEFT = ("prompt_ids", "prompt_mask")
 PADDED_RIGHT = (
@@ -62,11 +58,6 @@ PADDED_RIGHT = (
     "sampling_per_token_logps", "importance_sampling_ratio",
 )  # fmt: skip
 MEMORY = 8  # how many generation batches the mean of their tokens remembers
-
-
-def loss_mask(rows: dict) -> torch.Tensor:
-    """Which tokens [n, T] carry loss: not padding, not masked, not a tool's."""
-    return rows["completion_mask"] * rows.get("tool_mask", 1)
 
 
 def take(rows: dict, index: slice | torch.Tensor) -> dict:
@@ -111,12 +102,7 @@ class DPPOTrainer(trl.GRPOTrainer):
     """GRPOTrainer with a rule that drops completions and one that drops prompts. `args` is a
     DPPOConfig."""
 
-    def __init__(self, model, reward_funcs, args: DPPOConfig | None = None, *others, **options):
-        require(
-            isinstance(args, DPPOConfig),
-            f"args is a {type(args).__name__}: DPPOTrainer needs a DPPOConfig, which has all of "
-            "GRPOConfig's options",
-        )
+    def __init__(self, model, reward_funcs, args: DPPOConfig, *others, **options):
         super().__init__(model, reward_funcs, args, *others, **options)
         self.prunes_prompts = args.prompt_rule != "none"
         self.prunes = self.prunes_prompts or args.completion_rule != "none"
@@ -124,14 +110,9 @@ class DPPOTrainer(trl.GRPOTrainer):
         if args.scale_rewards in OWN_SCALES:
             self.scale_rewards = "none"  # TRL's part; see `rescale`
 
-        # the micro-steps that share a draw: those of an update, or of a shorter generation batch
-        self.window = min(self.args.gradient_accumulation_steps, self.args.steps_per_generation)
-        text_config = self.model.config.get_text_config()
-        self.rotary = bool(getattr(text_config, "rope_parameters", None))  # relative positions
-        self.rows = None  # the generation batch on this rank, [n, ...], in TRL's shuffled order
-        self.plan = None  # the window's micro-batches, one a micro-step; None: nothing to do
+        self.plan = None  # the update's micro-batches, one a micro-step; None: nothing to do
         self.factor = None  # f [B] of the micro-batch whose loss is being computed
-        self.so_far = {"draws": 0, "batches": 0, "mean_tokens": None}
+        self.mean_tokens = None  # of a generation batch; see dppo_shared.update_mean
 
         if self.prunes_prompts:
             prompts = list(self.train_dataset["prompt"])
@@ -143,50 +124,42 @@ class DPPOTrainer(trl.GRPOTrainer):
         args = self.args
         dppo_shared.check_rules(args)
         dppo.check_known("scale_rewards", args.scale_rewards, ("batch", *dppo.SCALES))
-        own_scale = args.scale_rewards in OWN_SCALES
+        if not self.prunes and args.scale_rewards not in OWN_SCALES:
+            return
         require(
-            args.multi_objective_aggregation == "sum_then_normalize" or not own_scale,
-            f"scale_rewards={args.scale_rewards!r} is for the sum of all rewards; set "
-            "multi_objective_aggregation to 'sum_then_normalize'",
-        )
-        require(
-            trl.__version__.startswith(TRL) or not (self.prunes or own_scale),
+            trl.__version__.startswith(TRL),
             f"trl {trl.__version__}: only the methods of {TRL}* are known here; "
             f"pip install 'trl=={TRL}*'",
         )
-        if not self.prunes:
-            return
-        rules = f"completion_rule={args.completion_rule!r}, prompt_rule={args.prompt_rule!r}"
-        for name, values in (EXACT_WITH_PROMPTS if self.prunes_prompts else EXACT).items():
+        for name, values in EXACT.items():
             value, choice = getattr(args, name), " or ".join(map(repr, values))
             require(
                 value in values,
-                f"{name}={value!r} with {rules}: what a completion adds to the gradient would "
-                f"depend on what else is sampled or kept; choose {choice}, or set the rules to "
-                "'none'",
+                f"{name}={value!r}: what a completion adds to the gradient would depend on what "
+                f"else is sampled or kept; choose {choice}, or TRL's GRPOTrainer",
             )
+        update, generation = args.gradient_accumulation_steps, args.steps_per_generation
+        require(
+            generation == update,
+            f"steps_per_generation={generation}: each update needs draws of its own; set it to "
+            f"{update} (gradient_accumulation_steps)",
+        )
         require(
             not self.aux_loss_enabled,
             "router_aux_loss_coef: the router's loss would depend on what is kept; set it to 0.0",
         )
-        update, generation = args.gradient_accumulation_steps, args.steps_per_generation
+        config = self.model.config.get_text_config()
         require(
-            max(update, generation) % min(update, generation) == 0,
-            f"gradient_accumulation_steps={update}, steps_per_generation={generation}: an update "
-            "would mix parts of two draws; let one divide the other",
+            getattr(config, "rope_parameters", None),
+            f"{config.model_type}: without rotary positions, padding would change what the model "
+            "computes; use another model, or TRL's GRPOTrainer",
         )
         if self.prunes_prompts:
             self.check_prompts()
 
     def check_prompts(self) -> None:
-        """RuleError for options with which the prompt rule would not be exact."""
-        args, rule = self.args, self.args.prompt_rule
-        update, generation = args.gradient_accumulation_steps, args.steps_per_generation
-        require(
-            generation == update,
-            f"steps_per_generation={generation} with prompt_rule={rule!r}: an update needs one "
-            f"draw of prompts of its own; set it to {update} (gradient_accumulation_steps)",
-        )
+        """RuleError for what the prompt rule cannot do."""
+        rule = self.args.prompt_rule
         require(
             isinstance(self.train_dataset, Dataset) and not self.environment_factories,
             f"prompt_rule={rule!r} remembers every prompt: give a Dataset as train_dataset and no "
@@ -218,13 +191,13 @@ class DPPOTrainer(trl.GRPOTrainer):
         prompts = dppo_shared.find_prompts(self.index, [row["prompt"] for row in candidates])
 
         rule, rate = self.args.prompt_rule, self.args.prompt_prune_rate
-        if self.loss_type in PER_TOKEN and self.so_far["mean_tokens"] is None:
+        if self.loss_type in PER_TOKEN and self.mean_tokens is None:
             rule = "none"  # this generation batch is whole, and gives the denominator
         if rule == "uniform":
-            unit = world // gcd(world, G)
+            unit = world // math.gcd(world, G)
             kept = unit * max(1, round((1.0 - rate) * Q / unit))
             rate = 1.0 - kept / Q
-        generator = dppo.generator_for(self.args.seed, "prompts", self.so_far["batches"])
+        generator = dppo.generator_for(self.args.seed, "prompts", self.state.global_step + 1)
         drawn = self.history.prune(rule, rate, prompts, generator)
         keep, weights = broadcast_object_list(list(drawn))  # ranks might round differently
         self._metrics["train"]["dppo/kept_prompts"].append(keep.double().mean().item())
@@ -236,26 +209,26 @@ class DPPOTrainer(trl.GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
         """TRL's rollouts and rewards, of the prompts that are drawn."""
-        if not (self.prunes and self.model.training):
-            return self.rescale(super()._generate_and_score_completions(inputs))
-        self.so_far["batches"] += 1
+        if not self.model.training:
+            return super()._generate_and_score_completions(inputs)
         prompts = weights = None
         if self.prunes_prompts:
             inputs, prompts, weights = self.draw_prompts(inputs)
         rows = self.rescale(super()._generate_and_score_completions(inputs))
-        require(
-            "num_images" not in rows,
-            "images: pruning was never tried with them; set both rules to 'none'",
-        )
-        first = self.accelerator.process_index * len(inputs)
-        # the number of each row among all N, which TRL's shuffle takes along
-        rows["place"] = torch.arange(len(inputs), device=self.accelerator.device) + first
-        self.gather(rows, prompts, weights)
+        if self.prunes:
+            self.gather(rows, prompts, weights)
         return rows
 
     def gather(self, rows: dict, prompts, weights) -> None:
         """Collect from all ranks what the rules look at, and teach it to the prompt history."""
-        mask = loss_mask(rows)
+        require(
+            "num_images" not in rows,
+            "images: pruning was never tried with them; set both rules to 'none'",
+        )
+        n, device = len(rows["advantages"]), self.accelerator.device
+        # the number of each row among all N, which TRL's shuffle takes along
+        rows["place"] = torch.arange(n, device=device) + self.accelerator.process_index * n
+        mask = rows["completion_mask"] * rows.get("tool_mask", 1)  # [n, T], tokens with loss
         logprobs = rows.get("sampling_per_token_logps", rows.get("old_per_token_logps"))
         energy = dppo_shared.energy_of(logprobs, mask)
         cost = rows["prompt_mask"].sum(dim=1) + rows["completion_mask"].sum(dim=1)
@@ -272,20 +245,15 @@ class DPPOTrainer(trl.GRPOTrainer):
             Q = self.args.generation_batch_size // self.num_generations
             reward = dppo_shared.mean_reward(rewards, weights, Q)
             self._metrics["train"]["dppo/reward"].append(reward)
-            mean = self.set_denominator(weights, tokens)
-            rows["num_items_in_batch"] = torch.tensor(mean, device=rows["place"].device)
+            estimate = (weights[:, None] * tokens).sum().item()  # of all Q prompts
+            known = self.mean_tokens or estimate  # the first batch is whole, so it can count
+            rows["num_items_in_batch"] = torch.tensor(known, device=device)
+            self.mean_tokens = dppo_shared.update_mean(self.mean_tokens, estimate, MEMORY)
         else:
             weights = torch.ones(len(size), dtype=torch.float64)
         self.prompt_weights = weights[:, None]  # [K, 1]
-        self.batch = dppo.Completions(advantages, rewards, cost, self.prompt_weights * size)
-
-    def set_denominator(self, weights, tokens) -> float:
-        """The tokens that a loss of PER_TOKEN divides by: their mean before this batch, because it
-        was known before the draw. Then this batch enters the mean."""
-        estimate = (weights[:, None] * tokens).sum().item()  # of all Q prompts
-        mean = self.so_far["mean_tokens"]
-        self.so_far["mean_tokens"] = dppo_shared.update_mean(mean, estimate, MEMORY)
-        return estimate if mean is None else mean  # the first batch is whole, so it can count
+        rest = self.args.rest * cost.sum().item()
+        self.batch = dppo.Completions(advantages, rewards, cost, self.prompt_weights * size, rest)
 
     def _calculate_rewards(self, *args) -> torch.Tensor:
         """TRL's, [N, reward functions]."""
@@ -298,17 +266,13 @@ class DPPOTrainer(trl.GRPOTrainer):
         return torch.where(weighted.isnan().all(dim=1), torch.nan, weighted.nansum(dim=1))
 
     def rescale(self, rows: dict) -> dict:
-        """The same rows. If TRL does not have the scale, dppo.group_advantages gives advantages."""
+        """The same rows. If TRL does not have the scale, dppo.group_advantages gives advantages;
+        TRL's table of completions has rewards minus their mean."""
         scale = self.args.scale_rewards
         if scale not in OWN_SCALES:
             return rows
-        G = self.num_generations if self.model.training else self.num_generations_eval
-        groups = self.total_rewards().view(-1, G)
+        groups = self.total_rewards().view(-1, self.num_generations)
         advantages = dppo.group_advantages(groups, scale).flatten()  # [N]
-        logged = self._logs["advantages"]  # TRL has just added its own to these
-        for _ in range(min(len(advantages), len(logged))):  # the table has room for a batch
-            logged.pop()
-        logged.extend(advantages.tolist())
         n = len(rows["advantages"])
         first = self.accelerator.process_index * n
         return rows | {"advantages": advantages[first : first + n].to(rows["advantages"])}
@@ -319,51 +283,45 @@ class DPPOTrainer(trl.GRPOTrainer):
         """The micro-batch of this micro-step; None if it has nothing to do."""
         if not (self.prunes and self.model.training):
             return super()._prepare_inputs(inputs)
-        generated = self.args.steps_per_generation
-        step = self._step % (generated * self.num_iterations)
-        if step == 0 or self.rows is None:  # None after a resume
-            self.rows = shuffle_sequence_dict(self._generate_and_score_completions(inputs))
-        if step % self.window == 0 or self.plan is None:
-            self.plan = self.draw_completions(step % generated // self.window)
-        return self.plan[step % self.window]
+        step = self._step % self.args.gradient_accumulation_steps
+        if step == 0:
+            rows = shuffle_sequence_dict(self._generate_and_score_completions(inputs))
+            self.plan = self.draw_completions(rows)
+        return self.plan[step]
 
-    def draw_completions(self, part: int) -> list[dict | None]:
-        """Draw from one window, the part-th of the generation batch, and plan its micro-steps."""
-        B, rank = self.args.per_device_train_batch_size, self.accelerator.process_index
-        n = len(self.rows["place"]) * self.window // self.args.steps_per_generation
-        rows = take(self.rows, slice(part * n, (part + 1) * n))
-        if self.loss_type == "bnpo":  # it divides by the tokens of the un-pruned micro-batch
-            tokens = loss_mask(rows).sum(dim=1).view(-1, B).sum(dim=1)
-            rows["denominator"] = tokens.clamp(min=1).double().repeat_interleave(B)
+    def draw_completions(self, rows: dict) -> list[dict | None]:
+        """Draw from a generation batch, [n, ...] on this rank, and plan the rank's micro-steps.
 
-        # The rule sees the rows of this window only: those of others cost nothing and have size 0.
-        places = self.accelerator.gather(rows["place"]).cpu()  # [R * n]
-        inside = torch.zeros(self.batch.size.numel(), dtype=torch.bool)
-        inside[places] = True
-        inside = inside.view_as(self.batch.size)  # [K, G]
-        cost = self.batch.cost * inside
-        rest = self.args.rest * cost.sum().item()
-        batch = replace(self.batch, cost=cost, size=self.batch.size * inside, rest=rest)
-        generator = dppo.generator_for(self.args.seed, "completions", self.so_far["draws"])
-        self.so_far["draws"] += 1
+        TRL gathers metrics in each micro-step, so all ranks must run equally many rows. If the
+        ranks do not divide their number, some ranks run the shortest row besides, with f = 0.
+        """
+        B, batch = self.args.per_device_train_batch_size, self.batch
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        generator = dppo.generator_for(self.args.seed, "completions", self.state.global_step)
         _keep, weights = dppo.prune_completions(
             self.args.completion_rule, self.args.completion_prune_rate, batch, generator
         )
-        weights = weights * inside * self.prompt_weights  # [K, G]
+        weights = weights * self.prompt_weights  # [K, G]
         (weights,) = broadcast_object_list([weights])  # ranks might round differently
 
-        length = batch.cost.flatten()[places]  # [R * n]
-        factor = weights.flatten()[places]  # [R * n]
-        table, fills = self.divide((factor > 0).view(-1, n), length)  # [R, m]
-        rows = self.exchange(rows, table)
-        factor = torch.where(fills, 0.0, factor[table])[rank]  # [m]
+        places = self.accelerator.gather(rows["place"]).cpu()  # [N], of TRL's shuffled rows
+        factor, length = weights.flatten()[places], batch.cost.flatten()[places]  # [N]
+        order = length.argsort(stable=True)
+        kept = order[factor[order] > 0]
+        m = max(1, math.ceil(len(kept) / world))  # rows of each rank
+        fillers = m * world - len(kept)
+        kept = torch.cat([order[:1].repeat(fillers), kept])
+        factor = factor[kept]
+        factor[:fillers] = 0.0
+        rows = self.exchange(rows, kept.view(m, world).T)
+        factor = factor[rank::world]  # [m], of this rank's rows, shortest first
         plan = [self.micro_batch(rows, factor, some) for some in torch.arange(len(factor)).split(B)]
 
-        num_completions = B * self.window * len(table)
         figures = dppo_shared.completion_figures(
-            weights, self.prompt_weights, batch.cost, batch.size, num_completions
+            weights, self.prompt_weights, batch.cost, self.args.generation_batch_size
         )
-        figures["forwards"] = len(plan) / self.window
+        micro_steps = self.args.gradient_accumulation_steps
+        figures["forwards"] = len(plan) / micro_steps
         for name, value in figures.items():
             self._metrics["train"][f"dppo/{name}"].append(value)
 
@@ -371,32 +329,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         if self.is_deepspeed_enabled:
             # ZeRO forgets the last update's gradients only when new ones come; these are all 0.
             idle = self.micro_batch(rows, 0.0 * factor, torch.tensor([0]))
-        return [idle] * (self.window - len(plan)) + plan
-
-    def divide(self, kept: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Divide the kept rows among the ranks: the rows [R, m] that each trains on, shortest
-        first, and which of them are fillers, bool [R, m], whose factor is to be 0. `kept` [R, n] is
-        what was kept of the rows that each rank sampled; their lengths are [R * n].
-
-        TRL gathers metrics in each micro-step, so all ranks must run equally many rows. A rank that
-        gets fewer repeats its shortest row. A model without relative positions sees how a rank has
-        padded its prompts, so its rows change ranks only if all ranks pad to the same width.
-        """
-        world, n = kept.shape
-        order = length.argsort(stable=True)
-        order = order[kept.flatten()[order]]
-        width = torch.tensor([self.rows["prompt_ids"].shape[1]], device=self.accelerator.device)
-        if self.rotary or len(self.accelerator.gather(width).unique()) == 1:
-            of_ranks = [order[rank::world] for rank in range(world)]
-        else:
-            of_ranks = [order[order // n == rank] for rank in range(world)]
-        counts = torch.tensor([len(rows) for rows in of_ranks])
-        m = max(1, int(counts.max()))
-        fills = torch.arange(m) < m - counts[:, None]
-        shortest = length.view(world, n).argmin(dim=1) + n * torch.arange(world)
-        table = shortest[:, None].repeat(1, m)
-        table[~fills] = torch.cat(of_ranks)
-        return table, fills
+        return [idle] * (micro_steps - len(plan)) + plan
 
     def exchange(self, rows: dict, table: torch.Tensor) -> dict:
         """This rank's rows [m] in the table [R, m] of all ranks. Row number r was sampled on rank
@@ -408,7 +341,8 @@ class DPPOTrainer(trl.GRPOTrainer):
         columns = {name: x.reshape(n, -1) for name, x in rows.items() if x.ndim}  # [n, T or 1]
         for name, x in columns.items():
             left = name in PADDED_LEFT
-            columns[name] = self.accelerator.pad_across_processes(x, dim=1, pad_first=left)
+            pad = 1 if name == "importance_sampling_ratio" else 0  # as TRL has it; vespo sums logs
+            columns[name] = self.accelerator.pad_across_processes(x, 1, pad, pad_first=left)
         widths = [x.shape[1] for x in columns.values()]
 
         # All columns travel as one table of float64, which holds token ids without loss.
@@ -430,18 +364,11 @@ class DPPOTrainer(trl.GRPOTrainer):
         if self.pad_to_multiple_of is None:
             width = max(1, rows["completion_mask"].any(dim=0).sum().item())
             rows |= {name: rows[name][:, :width] for name in PADDED_RIGHT if name in rows}
-            if self.rotary:  # positions are relative, so that a shift changes nothing
-                width = rows["prompt_mask"].any(dim=0).sum().item()
-                rows |= {name: rows[name][:, -width:] for name in PADDED_LEFT}
-        return rows | {"factor": factor[index] * self.correction(rows)}
-
-    def correction(self, rows: dict) -> torch.Tensor | float:
-        """TRL's denominator for these rows over their denominator in the un-pruned batch."""
-        if self.loss_type in PER_TOKEN:
-            return 1.0
-        if self.loss_type in PER_ROW:
-            return len(rows["place"]) / self.args.per_device_train_batch_size
-        return (loss_mask(rows).sum().clamp(min=1) / rows["denominator"]).cpu()
+            width = rows["prompt_mask"].any(dim=0).sum().item()
+            rows |= {name: rows[name][:, -width:] for name in PADDED_LEFT}
+        # TRL divides by the rows that it is given, instead of B, or by the tokens of all rows.
+        share = len(index) / self.args.per_device_train_batch_size
+        return rows | {"factor": factor[index] * (share if self.loss_type in PER_ROW else 1.0)}
 
     # ------------------------------------------------------------------------------------ the loss
 
@@ -465,24 +392,15 @@ class DPPOTrainer(trl.GRPOTrainer):
     # --------------------------------------------------------------------------------- checkpoints
 
     def _save_checkpoint(self, model, trial) -> None:
-        """TRL's checkpoint, and in dppo.pt how many draws were made and the prompt history."""
-        if self.prunes and self.args.should_save:
-            state = {"so_far": self.so_far}
-            if self.prunes_prompts:
-                state |= dppo_shared.history_state(self.history, self.index)
+        """TRL's checkpoint, and dppo.pt, with the prompt history and the mean of tokens. Draws
+        follow from the seed and the step."""
+        if self.prunes_prompts and self.args.should_save:
             name = f"checkpoint-{self.state.global_step}"
-            dppo_shared.save(Path(self._get_output_dir(trial), name), state)
+            dppo_shared.save(Path(self._get_output_dir(trial), name), self)
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint) -> None:
-        """TRL's, and dppo.pt if there is one: a run of GRPOTrainer can go on as DPPO."""
+        """TRL's, and dppo.pt."""
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not self.prunes:
-            return
-        folder = Path(checkpoint)
-        state = dppo_shared.load(folder)
-        if state is None:
-            return
-        self.so_far = state["so_far"]
-        if self.prunes_prompts and "history" in state:
-            dppo_shared.restore_history(self.history, self.index, state, folder, "train_dataset")
+        if checkpoint is not None and self.prunes_prompts:
+            dppo_shared.load(Path(checkpoint), self, "train_dataset")

@@ -81,7 +81,8 @@ EXACT = [  # values with which a row's term does not depend on what else is kept
         "algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.use_kl_in_reward",
         "algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups",
         "trainer.v1.sampler.custom_sampler.path"]),
-    ((True,), ["hybrid_engine"]),
+    ((True,), ["hybrid_engine", "actor.use_dynamic_bsz", "rollout.log_prob_use_dynamic_bsz",
+               "ref.log_prob_use_dynamic_bsz"]),
 ]  # fmt: skip
 MEMORY = 8  # how many batches the mean of their tokens remembers
 
@@ -114,10 +115,9 @@ def check(config, trainer) -> None:
         f"set it to data.max_response_length, {otherwise}",
     )
     require(
-        not trainer.prunes_prompts
-        or (actor.policy_loss.loss_mode, actor.loss_agg_mode) != ("sapo", "token-mean"),
-        f"{PARTS}.actor.loss_agg_mode=token-mean with sapo and a prompt rule: only its KL loss and "
-        "entropy bonus would divide by tokens; set it to seq-mean-token-mean",
+        actor.policy_loss.loss_mode != "sapo" or actor.loss_agg_mode == "seq-mean-token-mean",
+        f"{PARTS}.actor.loss_agg_mode={actor.loss_agg_mode} with sapo: it would be that of the KL "
+        "loss and entropy bonus only; set it to seq-mean-token-mean",
     )
     mini_batch, Q = actor.ppo_mini_batch_size, config.data.train_batch_size
     require(
@@ -125,8 +125,6 @@ def check(config, trainer) -> None:
         f"{PARTS}.actor.ppo_mini_batch_size={mini_batch} does not divide "
         f"data.train_batch_size={Q}: an update would be cut short; choose a divisor, {otherwise}",
     )
-    if config.data.get("seed") is None:
-        print("data.seed=null: draws use seed 0, but verl's order of prompts cannot be repeated")
 
 
 def scaled_advantages(scale, token_level_rewards, response_mask, index, **_options):
@@ -291,18 +289,12 @@ class DPPOTrainer(PPOTrainerSync):
         return batch
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """To how many rows verl pads: M updates of equal size, whole micro-batches on each rank."""
+        """To how many rows verl pads: M updates of equal size on each rank."""
         if not self.prunes:
             return super()._get_required_batch_multiple(dp_size)
-        option, sizes = "log_prob_micro_batch_size_per_gpu", [1]
-        if not self.actor.use_dynamic_bsz:
-            sizes += [self.actor.ppo_micro_batch_size_per_gpu, self.config[PARTS].rollout[option]]
-        if self.use_reference_policy and not self.config[PARTS].ref.log_prob_use_dynamic_bsz:
-            sizes += [self.config[PARTS].ref[option]]
         self.ranks = dp_size
-        unit = dp_size * math.lcm(*sizes)
         largest = max(self.parts.count(part) for part in self.parts)  # rows of an update
-        self.rows_per_update = unit * math.ceil(largest / unit)
+        self.rows_per_update = dp_size * math.ceil(largest / dp_size)
         return self.M * self.rows_per_update
 
     def look_at(self, batch) -> torch.Tensor:
@@ -346,7 +338,6 @@ class DPPOTrainer(PPOTrainerSync):
         update_of = groups[:, 0].long() // actor.ppo_mini_batch_size  # [K]
         prompt_weights = groups[:, 1:]  # [K, 1]
         by_length = actor.loss_agg_mode == "seq-mean-token-mean"
-        by_length |= actor.policy_loss.loss_mode == "sapo"
         beta = actor.use_kl_loss * actor.kl_loss_coef + abs(actor.entropy_coeff)
         beta += actor.policy_loss.dro_beta if actor.policy_loss.loss_mode == "dro" else 0.0
         size = dppo_shared.size_of(advantages, tokens, energy, by_length, beta)
@@ -367,9 +358,7 @@ class DPPOTrainer(PPOTrainerSync):
             if self.mean_tokens is not None:  # known before the draw
                 full[:] = self.mean_tokens / self.M
             self.learn(metrics, prompt_weights[:, 0], rewards, advantages, tokens)
-        figures = dppo_shared.completion_figures(
-            weights, prompt_weights, cost, size, num_completions=self.Q * G
-        )
+        figures = dppo_shared.completion_figures(weights, prompt_weights, cost, self.Q * G)
         metrics |= {f"dppo/{name}": value for name, value in figures.items()}
 
         kept, flat = {}, weights.flatten().tolist()
@@ -394,12 +383,11 @@ class DPPOTrainer(PPOTrainerSync):
         ends by naming itself the latest. Draws follow from the seed and the step."""
         if self.prunes_prompts:
             folder = Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
-            state = dppo_shared.history_state(self.history, self.index)
-            dppo_shared.save(folder, state | {"mean_tokens": self.mean_tokens})
+            dppo_shared.save(folder, self)
         super()._save_checkpoint()
 
     def _load_checkpoint(self):
-        """verl's, and dppo.pt if there is one: a run of verl's own trainer can go on as DPPO."""
+        """verl's, and dppo.pt."""
         super()._load_checkpoint()
         if not (self.prunes_prompts and self.global_steps):
             return
@@ -407,9 +395,4 @@ class DPPOTrainer(PPOTrainerSync):
         folder = Path(options.default_local_dir, f"global_step_{self.global_steps}")
         if options.resume_mode == "resume_path":
             folder = Path(options.resume_from_path)
-        state = dppo_shared.load(folder)
-        if state is None:
-            return
-        option = "data.train_files"
-        dppo_shared.restore_history(self.history, self.index, state, folder, option)
-        self.mean_tokens = state["mean_tokens"]
+        dppo_shared.load(folder, self, "data.train_files")

@@ -38,17 +38,12 @@ class Toy:
     """Toy(**options) has the options of pruning by the names in RULES, and the library's own.
 
     step() -> gradient [..., P] of an update; stock() -> that of the library without pruning;
-    figures() -> {name: value} of the last step. `tables` are the rewards, tokens with loss, all
-    tokens and energies of the completions, [4, G] each; `scale`, what advantages are divided by;
-    `beta`, the strength of terms that need no advantage; `kept`, names of what a step changes in
-    the trainer.
+    figures() -> {name: value} of the last step. `tables` has the tables of the completions;
+    `scale`, what advantages are divided by; `beta`, the strength of terms that need no advantage.
     """
 
-    scale = "group"
-
-    def state(self):
-        """The dict that has the trainer's mean_tokens."""
-        return vars(self.trainer)
+    scale, beta = "group", 0.0
+    kept = ("history", "mean_tokens")  # what a step changes in the trainer
 
     def remember(self):
         """gradient() starts from what the trainer knows now."""
@@ -63,7 +58,7 @@ class Toy:
         scores = torch.tensor([0.0, 0.3, 0.5, 0.7], dtype=torch.float64)[:, None].expand(4, G)
         lengths = torch.tensor([6, 12, 4, 9])[:, None].expand(4, G)
         self.trainer.history.update(torch.arange(4), scores, lengths)
-        self.state()["mean_tokens"] = mean_tokens
+        self.trainer.mean_tokens = mean_tokens
         self.remember()
 
 
@@ -75,6 +70,26 @@ def number(*key):
 def noise(*key):
     """A number from -1 to 1, always the same for a key."""
     return zlib.crc32(repr(key).encode()) % 2001 / 1000 - 1
+
+
+def completion(prompt, g, end=None, longest=6):
+    """(tokens, log-probs) of a prompt's g-th completion, 1 to `longest` tokens from 1 to 6. All but
+    the longest have an end, if there is one. The log-probs are of no policy."""
+    length = 1 + number(prompt, g) % longest
+    tokens = [1 + number(prompt, g, t) % 6 for t in range(length)]
+    if end is not None and length < longest:
+        tokens[-1] = end
+    return tokens, [-1.5 + noise(prompt, g, t) for t in range(length)]
+
+
+def tables(prompts, row):
+    """The tables [Q, G] of rewards, all tokens, tokens with loss, and energies. row(prompt, g) is
+    (reward, number of all tokens, log-probs of those with loss)."""
+    rows = [row(prompt, g) for prompt in prompts for g in range(G)]
+    rewards, costs, logprobs = zip(*rows, strict=True)
+    energy = [dppo.energy_bound(torch.tensor(x)).sum() for x in logprobs]
+    found = [torch.tensor(x) for x in (rewards, costs, list(map(len, logprobs)), energy)]
+    return [x.double().view(-1, G) for x in found]
 
 
 def error(found, wanted):

@@ -6,7 +6,6 @@ tests/verl.sh runs these, which takes an hour; without verl they are skipped.
 import importlib
 import re
 import time
-from pathlib import Path
 
 import pytest
 
@@ -48,7 +47,8 @@ def norms(rows):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_none_and_zero_are_verls_trainer(tmp_path, workers):
     """Three steps. With both rules none, verl's gradient norms to the last digit. Without the
-    completions whose advantage is 0, to 1e-5. Catches whatever the tests without Ray replace.
+    completions whose advantage is 0, to 1e-5. Catches whatever the tests without Ray replace, a
+    start that does not say that it prunes, and a figure that the page does not explain.
 
     Adam multiplies rounding errors in its first steps, hence a lower learning rate.
     """
@@ -65,6 +65,12 @@ def test_none_and_zero_are_verls_trainer(tmp_path, workers):
         assert 0.1 < one["dppo/kept_tokens"] < 0.7
         assert one["critic/score/mean"] == other["critic/score/mean"], "of all rows"
         assert one["response_length/mean"] == other["response_length/mean"]
+    page = (runs.ROOT / "docs" / "other-trainers.md").read_text()
+    explained = set(re.findall(r"^\| `(dppo/\w+)` \|", page, re.MULTILINE))
+    logged = {name for name in zero[0] if name.startswith("dppo/")}
+    assert logged == explained - {"dppo/kept_prompts", "dppo/reward"}
+    said = "nanodppo: completion_rule=zero"
+    assert [said in (tmp_path / x / "output.txt").read_text() for x in ("stock", "zero")] == [0, 1]
 
 
 def test_killed_and_resumed(tmp_path):
@@ -83,7 +89,7 @@ def test_killed_and_resumed(tmp_path):
     resumed = train(tmp_path / "broken", options, 2, log="resumed.jsonl")
     assert [row["training/global_step"] for row in resumed] == [5, 6]
     own = [name for name in whole[0] if name.startswith("dppo/")]
-    assert len(own) == 7
+    assert len(own) == 6
     figures = lambda rows: [[row[name] for name in [*own, "actor/grad_norm"]] for row in rows]
     print(figures(whole), figures(resumed))
     for one, other in zip(whole[4:], resumed, strict=True):
@@ -91,22 +97,3 @@ def test_killed_and_resumed(tmp_path):
     assert figures(whole)[4] == pytest.approx(figures(broken)[4], rel=1e-4)
     shares = [row["dppo/kept_prompts"] for row in whole]
     assert shares == [1.0] + [0.5] * 5, "of 4 candidates of an update, 2.4 are rounded to 2"
-
-
-def test_the_page(tmp_path, monkeypatch):
-    """Two steps without and with the page's option. Catches a figure that the page does not
-    explain, and a start that does not say that it prunes."""
-    page = (runs.ROOT / "docs" / "other-trainers.md").read_text()
-    commands = [("out-verl", ""), ("out-pps", "trainer.v1.trainer_mode=nanodppo")]
-    small = ["trainer.total_training_steps=2", "data.train_batch_size=8"]
-    small += [f"{ACTOR}.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"]
-    monkeypatch.chdir(tmp_path)
-    for folder, options in commands:
-        runs.main("train", folder, *options.split(), *small, "trainer.test_freq=-1")
-        rows = runs.log(folder)
-        assert len(rows) == 2
-        said = "nanodppo: completion_rule=pps" in Path(folder, "output.txt").read_text()
-        assert said == bool(options)
-    explained = set(re.findall(r"^\| `(dppo/\w+)` \|", page, re.MULTILINE))
-    logged = {name for name in rows[0] if name.startswith("dppo/")}
-    assert logged == explained - {"dppo/kept_prompts", "dppo/reward"}

@@ -6,7 +6,6 @@ need no SDK.
 """
 
 import importlib
-import os
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -15,14 +14,14 @@ from unittest import mock
 
 import exact
 import torch
-from exact import G, noise, number
+from exact import G, completion, number, tables
 
 import dppo
 
-PROMPTS = [[1], [2, 3], [4, 5, 6], [2, 1]]  # of tokens 0 to 6; 0 ends a completion
+PROMPTS = [[1], [6], [4, 5, 6], [3, 3]]  # of tokens 0 to 6; 0 ends a completion
 ANSWERS = ["good", "unscorable", "mixed", "mixed"]  # see `reward`
 PROBLEMS = list(zip(PROMPTS, ANSWERS, strict=True))
-V, LONGEST = 7, 5  # tokens, tokens of a completion
+V, LONGEST = 7, 6  # tokens, tokens of a completion
 MEANS = {"sum": (0, 0), "tokens": (1, 0), "datums": (0, 1), "both": (1, 1)}
 
 
@@ -44,7 +43,7 @@ SDK = SimpleNamespace(  # the SDK's other types are their fields
 )  # fmt: skip
 try:
     dppo_tinker = importlib.import_module("dppo_tinker")
-except dppo.RuleError:  # without the SDK
+except ModuleNotFoundError:  # without the SDK
     with mock.patch.dict(sys.modules, tinker=SDK):
         dppo_tinker = importlib.import_module("dppo_tinker")
 
@@ -57,7 +56,6 @@ class Tokenizer:
     eos_token_id = 0
 
     def decode(self, tokens, skip_special_tokens):
-        assert skip_special_tokens
         return " ".join(str(token) for token in tokens if token)
 
 
@@ -67,20 +65,6 @@ def reward(text, answer):
         return 1.0
     lot = number(text, "|", answer)
     return None if answer == "unscorable" and lot % 3 == 0 else float(lot % 2)
-
-
-# ---------------------------------------------------------------------------- the policy
-
-
-def completion(key, g, longest=LONGEST, end=0):
-    """The g-th of a prompt or a seed, of 1 to `longest` tokens; the longest are cut off. Its
-    log-probs are of no policy."""
-    length = 1 + number(key, g) % longest
-    tokens = [1 + number(key, g, t) % (V - 1) for t in range(length)]
-    if length < longest:
-        tokens[-1] = end
-    logprobs = [-1.2 + noise(key, g, t) for t in range(length)]
-    return SimpleNamespace(tokens=tokens, logprobs=logprobs)
 
 
 def token_losses(theta, loss_fn, ids, targets, logprobs, advantages):
@@ -122,7 +106,6 @@ class Server:
     saved: dict = field(default_factory=dict)
     clients: list = field(default_factory=list)
     dies_at: int = -1  # the request number (of optimizer steps) that fails
-    logprobs: bool = True
 
     def create_lora_training_client(self, base_model, rank, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -141,9 +124,8 @@ class Server:
     def sample(self, prompt, count, options):
         key = prompt.ids if self.fixed else options.seed
         (end,) = options.stop
-        sequences = [completion(key, g, options.max_tokens, end) for g in range(count)]
-        for one in sequences:
-            one.logprobs = one.logprobs if self.logprobs else None
+        found = [completion(key, g, end, options.max_tokens) for g in range(count)]
+        sequences = [SimpleNamespace(tokens=ids, logprobs=logprobs) for ids, logprobs in found]
         return Future(SimpleNamespace(sequences=sequences))
 
 
@@ -166,7 +148,6 @@ class Client:
             largest = max(abs(a) for datum, _ in call for a in datum.loss_fn_inputs["advantages"])
             for datum, loss_fn in call:
                 columns, T = datum.loss_fn_inputs, datum.model_input.length
-                assert {len(column) for column in columns.values()} == {T}
                 loss = token_losses(
                     theta, loss_fn, datum.model_input.ids, columns["target_tokens"],
                     columns["logprobs"], columns["advantages"],
@@ -202,30 +183,19 @@ class Client:
 
 # ---------------------------------------------------------------------------- for test_exact.py
 
-KEY = {"TINKER_API_KEY": "tml-toy"}
 
-
-def make_trainer(folder, server, problems=PROBLEMS, held_out=(), **options):
+def make(server=None, folder=None, problems=PROBLEMS, held_out=(), **options):
     """A Trainer of `server`; the types of the SDK are those above."""
     options = {
         "prompts_per_step": len(problems), "group_size": G, "max_new_tokens": LONGEST, "lr": 0.1,
-        "prompt_rule": "none", "completion_rule": "none", "out_dir": str(folder),
+        "prompt_rule": "none", "completion_rule": "none",
+        "out_dir": str(folder or tempfile.mkdtemp()),
     } | options  # fmt: skip
-    SDK.ServiceClient = lambda base_url: server
-    with mock.patch.dict(os.environ, KEY), toy_sdk():
+    SDK.ServiceClient = lambda base_url: server or Server()
+    with toy_sdk():
         return dppo_tinker.Trainer(
             problems, list(held_out), reward, Tokenizer(), "toy", "http://toy", **options
         )
-
-
-def make(**options):
-    """Refusals come before the server is asked for anything."""
-    server = Server()
-    try:
-        return make_trainer(tempfile.mkdtemp(), server, **options)
-    except dppo.RuleError:
-        assert not server.clients
-        raise
 
 
 DENOMINATORS = {
@@ -265,23 +235,21 @@ INEXACT = []
 class Toy(exact.Toy):
     """A trainer with fixed completions, whose lr is 0."""
 
-    kept = ("history", "mean_tokens", "number")
+    kept = (*exact.Toy.kept, "number")  # of the step, by which candidates are shuffled
 
     def __init__(self, denominator="both", problems=PROBLEMS, **options):
         server = Server(denominator, fixed=True)
-        self.trainer = make_trainer(tempfile.mkdtemp(), server, problems, lr=0.0, **options)
-        loss, self.beta, self.trainer.number = self.trainer.loss, 0.0, 1
-        self.scale = options.get("scale_rewards") or dppo.LOSSES[loss].scale_rewards
-        self.denominator = DENOMINATORS[loss]
+        self.trainer = make(server, problems=problems, lr=0.0, **options)
+        self.trainer.number = 1
+        self.scale = options.get("scale_rewards") or dppo.LOSSES[self.trainer.loss].scale_rewards
 
-        self.rows = [[completion(prompt, g) for g in range(G)] for prompt, _answer in problems]
-        table = lambda f: torch.tensor([[f(x, q) for x in row] for q, row in enumerate(self.rows)])
-        score = lambda x, q: reward(Tokenizer().decode(x.tokens, True), problems[q][1])
-        rewards = table(lambda x, q: torch.nan if score(x, q) is None else score(x, q))
-        lengths = table(lambda x, q: len(x.tokens))
-        costs = table(lambda x, q: len(problems[q][0]) + len(x.tokens))
-        energy = table(lambda x, q: dppo.energy_bound(torch.tensor(x.logprobs)).sum())
-        self.tables = rewards.double(), lengths, costs, energy
+        def row(problem, g):
+            prompt, answer = problem
+            tokens, logprobs = completion(prompt, g, end=0)
+            score = reward(Tokenizer().decode(tokens, True), answer)
+            return torch.nan if score is None else score, len(prompt + tokens), logprobs
+
+        self.tables = tables(problems, row)
         self.remember()
 
     def figures(self):
@@ -301,13 +269,14 @@ class Toy(exact.Toy):
         """The gradient of all Q x G completions: the sum of A x loss / denominator(length, Q x G,
         their tokens)."""
         theta, total = self.trainer.client.theta.clone().requires_grad_(), 0.0
-        rewards, lengths, _costs, _energy = self.tables
+        rewards, _costs, lengths, _energy = self.tables
         advantages = dppo.group_advantages(rewards, self.scale)
-        for (prompt, _), row, A in zip(self.trainer.problems, self.rows, advantages, strict=True):
-            for one, a in zip(row, A.tolist(), strict=True):
-                ids, zeros, n = prompt + one.tokens, [0.0] * (len(prompt) - 1), len(one.tokens)
-                columns = ids[:-1], ids[1:], [*zeros, *one.logprobs], [*zeros, *[a] * n]
+        for (prompt, _answer), row in zip(self.trainer.problems, advantages.tolist(), strict=True):
+            for g, A in enumerate(row):
+                tokens, logprobs = completion(prompt, g, end=0)
+                ids, n, zeros = prompt + tokens, len(tokens), [0.0] * (len(prompt) - 1)
+                columns = ids[:-1], ids[1:], [*zeros, *logprobs], [*zeros, *[A] * n]
                 losses = token_losses(theta, self.trainer.loss_fn, *columns)
-                denominator = self.denominator(n, lengths.numel(), lengths.sum().item())
-                total = total + losses.sum() / denominator
+                denominator = DENOMINATORS[self.trainer.loss]
+                total = total + losses.sum() / denominator(n, lengths.numel(), lengths.sum().item())
         return torch.autograd.grad(total, theta)[0].flatten()

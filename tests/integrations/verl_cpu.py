@@ -108,21 +108,17 @@ def noise(seed, shape):
 
 
 @torch.no_grad()
-def sample(model, prompts, seeds, temperature, tokens):
-    """[(token ids, log-probs)] of a completion of each prompt; temperature 0 is greedy."""
+def sample(model, prompts, seeds, tokens):
+    """[(token ids, log-probs)] of a completion of each prompt at temperature 1."""
     width, end = max(map(len, prompts)), model.config.eos_token_id
     ids = torch.tensor([[end] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    gumbel = torch.zeros(len(prompts), tokens, model.config.vocab_size)
-    if temperature:
-        gumbel = torch.stack([noise(seed, gumbel.shape[1:]) for seed in seeds])
+    gumbel = torch.stack([noise(seed, (tokens, model.config.vocab_size)) for seed in seeds])
     found, rows = [([], []) for _ in prompts], torch.arange(len(prompts))
     cache, new = DynamicCache(), ids
     for t in range(tokens):
         place = mask.cumsum(1)[:, -new.shape[1] :] - 1
-        logits = model(new, mask, place.clamp(min=0), cache).logits[:, -1].float() / (
-            temperature or 1.0
-        )
+        logits = model(new, mask, place.clamp(min=0), cache).logits[:, -1].float()
         new = (logits + gumbel[rows, t]).argmax(dim=1, keepdim=True)
         logprobs = logits.log_softmax(dim=1).gather(1, new)[:, 0].tolist()
         for row, token, logprob in zip(rows.tolist(), new[:, 0].tolist(), logprobs, strict=True):
@@ -147,7 +143,7 @@ class Server:
 
     async def generate(self, request_id, prompt_ids, sampling_params, **options):
         future = asyncio.get_running_loop().create_future()
-        self.waiting.append((list(prompt_ids), sampling_params, future))
+        self.waiting.append((list(prompt_ids), sampling_params["seed"], future))
         self.task = self.task or asyncio.create_task(self.run())
         return await future
 
@@ -155,19 +151,15 @@ class Server:
         await asyncio.sleep(0.3)
         while self.waiting:
             requests, self.waiting = self.waiting, []
-            for some in {params["temperature"] for _, params, _ in requests}:
-                part = [request for request in requests if request[1]["temperature"] == some]
-                prompts, params, futures = zip(*part, strict=True)
-                seeds = [x["seed"] for x in params]
-                found = sample(self.model, prompts, seeds, some, self.tokens)
-                for future, (ids, logprobs) in zip(futures, found, strict=True):
-                    extra = {"global_steps": self.step}
-                    done = replica.TokenOutput(
-                        token_ids=ids, log_probs=logprobs, stop_reason="completed",
-                        extra_fields=extra,
-                    )  # fmt: skip
-                    future.set_result(done)
-                await asyncio.sleep(0)
+            prompts, seeds, futures = zip(*requests, strict=True)
+            found = sample(self.model, prompts, seeds, self.tokens)
+            for future, (ids, logprobs) in zip(futures, found, strict=True):
+                done = replica.TokenOutput(
+                    token_ids=ids, log_probs=logprobs, stop_reason="completed",
+                    extra_fields={"global_steps": self.step},
+                )  # fmt: skip
+                future.set_result(done)
+            await asyncio.sleep(0)
         self.task = None
 
     async def load(self, state, step):

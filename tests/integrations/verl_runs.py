@@ -1,19 +1,11 @@
-"""Runs of verl's main_ppo on the embedded task, on a CPU. It does not import verl.
-
-    python tests/integrations/verl_runs.py train FOLDER NAME=VALUE...
-    python tests/integrations/verl_runs.py race FOLDER
-
-The first trains with verl's options. The second trains until 0.9 of held-out problems are right, by
-verl's own trainer and by dppo_verl's, with two seeds.
-"""
+"""Runs of verl's main_ppo on the embedded task, on a CPU, for test_verl_ray.py. It does not import
+verl."""
 
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -25,11 +17,11 @@ FLOAT32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 def settings(model, folder, workers=1):
     """verl's options for the embedded task on a CPU."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    parts = {
+    return {
         "data.train_files": f"{folder}/train.parquet", "data.val_files": f"{folder}/val.parquet",
         "data.train_batch_size": 8, "data.max_prompt_length": 32, "data.max_response_length": 32,
         "data.seed": 0, "data.dataloader_num_workers": 0,
-        "reward.custom_reward_function.path": f"{ROOT}/tests/integrations/verl_reward.py",
+        "reward.custom_reward_function.path": __file__,
         "reward.num_workers": 1,
         "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.model.path": model,
@@ -52,7 +44,13 @@ def settings(model, folder, workers=1):
         "ray_kwargs.ray_init.num_cpus": 16, "+ray_kwargs.ray_init.num_gpus": workers,
         "+ray_kwargs.ray_init.include_dashboard": False,
     }  # fmt: skip
-    return parts
+
+
+def compute_score(data_source, solution_str, ground_truth, **options):
+    """The embedded task's reward, as verl calls it."""
+    import data
+
+    return data.reward_function("arithmetic")(solution_str, ground_truth)
 
 
 def start(model, folder, changes, workers=1, **environment):
@@ -72,12 +70,12 @@ def start(model, folder, changes, workers=1, **environment):
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=folder)
 
 
-def stop(process, how=signal.SIGKILL):
-    """Ends a run and what it has started, Ray's processes included, unless it has ended."""
+def stop(process):
+    """Kills a run and what it has started, Ray's processes included, unless it has ended."""
     if process.poll() is not None:
         return
     family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(how)
+    process.kill()
     process.wait()
     for child in family:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -91,12 +89,12 @@ def log(folder, name="log.jsonl"):
     return [json.loads(row)["data"] for row in rows]
 
 
-def write_data(folder, problems, held_out=()):
+def write_data(folder, problems):
     """The embedded task as parquet, the way verl reads it, and each prompt once."""
     import pandas as pd
 
     problems = list({problem.text: problem for problem in problems}.values())
-    for name, split in (("train", problems), ("val", held_out or problems[:4])):
+    for name, split in (("train", problems), ("val", problems[:4])):
         rows = [
             {
                 "prompt": [{"role": "user", "content": problem.text}],
@@ -107,78 +105,3 @@ def write_data(folder, problems, held_out=()):
             for i, problem in enumerate(split)
         ]
         pd.DataFrame(rows).to_parquet(Path(folder, f"{name}.parquet"))
-
-
-# ------------------------------------------------------------------------------------- the race
-
-TASK = {
-    "data.train_batch_size": 32, "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
-    "actor_rollout_ref.rollout.n": 16, "data.max_response_length": 64,
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": 5,
-    "actor_rollout_ref.actor.optim.weight_decay": 0.0,
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
-    "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0, "trainer.test_freq": 2,
-    "trainer.total_training_steps": 60,
-}  # fmt: skip
-PLUG_IN = {"trainer.v1.trainer_mode": "nanodppo"}
-METHODS = {"verl": {}, "pps": PLUG_IN}
-SCORE = "val-core/arithmetic/acc/mean@1"
-SHOWN = ("training/global_step", "critic/score/mean", SCORE, "actor/grad_norm")
-
-
-def prepare(folder):
-    """The folder with the embedded task's data; the folder of its base model."""
-    import data
-    from tasks import arithmetic
-
-    folder.mkdir(parents=True, exist_ok=True)
-    held_out = data.eval_problems("arithmetic", 300, of_training_file=True)
-    write_data(folder, data.train_problems("arithmetic", hold_out=True), held_out)
-    return arithmetic.BASE
-
-
-def race(folder, method, seed, wanted=0.9):
-    """Steps, rows and tokens until the held-out accuracy is reached; the run then ends."""
-    folder = Path(folder).resolve()
-    base = prepare(folder)
-    process = start(base, folder, TASK | METHODS[method] | {"data.seed": seed})
-    reached = lambda: max((row.get(SCORE, 0.0) for row in log(folder)), default=0.0) >= wanted
-    while process.poll() is None and not reached():
-        time.sleep(2)
-    stop(process)
-    rows = log(folder)
-    first = next((i for i, row in enumerate(rows) if row.get(SCORE, 0.0) >= wanted), len(rows) - 1)
-    rows = rows[: first + 1]
-    return {
-        "method": method, "seed": seed, "reached": rows[-1].get(SCORE, 0.0) >= wanted,
-        "accuracy": {i + 1: row[SCORE] for i, row in enumerate(rows) if SCORE in row},
-        "steps": len(rows), "rows": sum(512 * row.get("dppo/forwards", 1.0) for row in rows),
-        "tokens": sum(row["global_seqlen/mean"] for row in rows),  # of one worker, with padding
-    }  # fmt: skip
-
-
-def main(command, folder, *options):
-    """`train FOLDER NAME=VALUE...` prints verl's log, `race FOLDER` a row for each run."""
-    if command == "train":
-        folder = Path(folder).resolve()
-        base = prepare(folder)
-        changes = TASK | dict(option.split("=", 1) for option in options)
-        process, shown = start(base, folder, changes), 0
-        while (ended := process.poll()) is None or shown < len(log(folder)):
-            for row in log(folder)[shown:]:
-                known = {name: row[name] for name in SHOWN if name in row}
-                known |= {name: x for name, x in row.items() if name.startswith("dppo/")}
-                print(" ".join(f"{name} {value:.3f}" for name, value in known.items()), flush=True)
-                shown += 1
-            time.sleep(1)
-        if ended:
-            raise SystemExit(f"verl has failed: see {folder}/output.txt")
-    else:
-        for seed in range(2):
-            for method in METHODS:
-                print(json.dumps(race(f"{folder}/{method}-{seed}", method, seed)), flush=True)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    main(*sys.argv[1:])

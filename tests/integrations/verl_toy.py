@@ -8,7 +8,7 @@ import exact
 import numpy as np
 import torch
 import transfer_queue as tq
-from exact import RULES, G, noise, number
+from exact import RULES, G, completion, noise, number, tables
 from hydra import compose, initialize_config_module
 from tensordict import NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -18,7 +18,6 @@ from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
 
 import dppo_verl
-from dppo import energy_bound
 
 V = 7  # tokens; 0 ends a completion
 BASE = {
@@ -53,17 +52,17 @@ LOSSES = {
 PER_TOKEN = [name for name in LOSSES if name.endswith("-token-mean") and "-seq-" not in name]
 OWN_LENGTH = [name for name in LOSSES if name.endswith("-seq-mean-token-mean")]
 MEMORY = dppo_verl.MEMORY
-ESTIMATORS = ("grpo", "grpo_variance", "grpo_mean", "rloo")
-SCALES = {name: {"algorithm__adv_estimator": name, MODE: "token-sum"} for name in ESTIMATORS}
+SCALES = {
+    name: {"algorithm__adv_estimator": name, MODE: "token-sum"}
+    for name in ("grpo", "grpo_variance", "grpo_mean", "rloo")
+}
 FEW = {"prompts": ("bb", "ccc"), UPDATE: 2}
 PLAIN = {**NO_TERMS, "prompts": ("f", "bb", "ccc", "dddd")}  # of the last, none is right
 DULL = {**NO_TERMS, "prompts": ("dddd", "hhhh"), UPDATE: 1}
 STOCK = [(PPOTrainerSync, {"ranks": 1})]
-REFUSED = [
-    ({LOSS: "sapo", "prompt_rule": "uniform"}, "=token-mean with sapo .*set it to seq-mean"),
-    ({"trainer__v1__nanodppo__rate": 0.5}, "unknown option of trainer.v1.nanodppo 'rate'"),
-]
+REFUSED = [({"trainer__v1__nanodppo__rate": 0.5}, "unknown option of trainer.v1.nanodppo 'rate'")]
 INEXACT = [
+    ({LOSS: "sapo"}, "loss_agg_mode=token-mean with sapo: .*set it to seq-mean-token-mean"),
     ({UPDATE: 3}, "ppo_mini_batch_size=3 does not divide data.train_batch_size=4: .*a divisor"),
     (
         {MODE: "seq-mean-token-sum-norm", f"{ACTOR}loss_scale_factor": None},
@@ -74,7 +73,8 @@ for values, names in dppo_verl.EXACT:
     other = {"1": 2, "None": True, "True": False}.get(str(values[0]), "other")
     choice = "null" if values[0] is None else values[0]
     for name in names:
-        parts = "actor_rollout_ref." * name.startswith(("actor.", "model.", "hybrid_engine"))
+        inside = name.startswith(("actor.", "model.", "rollout.", "ref.", "hybrid_engine"))
+        parts = "actor_rollout_ref." * inside
         option = f"{parts}{name}"
         said = f"{option}={other}: .*set it to {choice}"
         INEXACT.append(({option.replace(".", "__"): other}, said))
@@ -129,25 +129,23 @@ class Queue:
         return tq.KVBatchMeta(keys, [self.tags[key] for key in keys], partition_id)
 
 
-def completion(prompt, g):
-    """The fields of a prompt's g-th completion: 1 to 6 tokens, some of them masked."""
-    length = 1 + number(prompt, g) % 6
+def row_of(prompt, g):
+    """The fields of a prompt's g-th completion, some of whose tokens are masked."""
+    ids, rollout = completion(prompt, g)
     prompts = torch.tensor([1 + number(prompt) % 5, 3][: 1 + len(prompt) % 2])
-    ids = [1 + number(prompt, g, t) % (V - 1) for t in range(length)]
-    mask = [int(t == 0 or number(prompt, g, t, "mask") % 5 > 0) for t in range(length)]
-    rollout = [-1.5 + noise(prompt, g, t) for t in range(length)]
-    scores = torch.zeros(length).double()
+    mask = [int(t == 0 or number(prompt, g, t, "mask") % 5 > 0) for t in range(len(ids))]
+    scores = torch.zeros(len(ids)).double()
     scores[-1] = float(g < len(prompt) % G)  # as many are right as the prompt has letters
     input_ids = torch.cat([prompts, torch.tensor(ids)])
+    other = lambda name: [x + 0.4 * noise(name, prompt, g, t) for t, x in enumerate(rollout)]
     return {
         "prompts": prompts, "responses": torch.tensor(ids), "input_ids": input_ids,
         "position_ids": torch.arange(len(input_ids)), "response_mask": torch.tensor(mask),
         "loss_mask": torch.tensor(mask), "rm_scores": scores,
         "rollout_log_probs": torch.tensor(rollout).double(),
+        "old_log_probs": torch.tensor(other("old")).double(),
+        "ref_log_prob": torch.tensor(other("ref")).double(),
         "attention_mask": torch.ones_like(input_ids),
-    } | {
-        name: torch.tensor([x + 0.4 * noise(name, prompt, g, t) for t, x in enumerate(rollout)])
-        .double() for name in ("old_log_probs", "ref_log_prob")
     }  # fmt: skip
 
 
@@ -172,23 +170,15 @@ class Policy:
         nested = torch.nested.nested_tensor_from_jagged
         return {"log_probs": nested(logprobs, offsets), "entropy": nested(entropy(logits), offsets)}
 
-    def zero(self):
-        self.logits.grad = None
-
-    def gradient(self):
-        return self.logits.grad.flatten().clone()
-
 
 PROMPTS = ("f", "bb", "ccc", "eeeee")
-ENGINE = {  # what verl's engine and its micro-batches depend on
-    "use_remove_padding": True, "use_dynamic_bsz": True, "max_token_len_per_gpu": 160,
-}  # fmt: skip
+ENGINE = {"use_remove_padding": True, "max_token_len_per_gpu": 160}
 
 
 class Toy(exact.Toy):
     """A trainer, its queue, and the gradients of its updates."""
 
-    kept = ("history", "mean_tokens", "global_steps")
+    kept = (*exact.Toy.kept, "global_steps")
 
     def __init__(
         self, kind=dppo_verl.DPPOTrainer, prompts=PROMPTS, ranks=2, policy=Policy, engine=ENGINE,
@@ -219,15 +209,13 @@ class Toy(exact.Toy):
         self.loss = lambda **inputs: ppo_loss(config, **inputs)
         with mock.patch.object(PPOTrainerSync, "_setup"):
             self.trainer._setup()
-        rows = [[completion(prompt, g) for g in range(G)] for prompt in prompts]
-        table = lambda f: torch.tensor([[f(x).item() for x in row] for row in rows])
-        energy = lambda x: (energy_bound(x["rollout_log_probs"]) * x["response_mask"]).sum()
-        self.tables = (
-            table(lambda x: x["rm_scores"].sum()).double(),
-            table(lambda x: x["response_mask"].sum()),
-            table(lambda x: x["attention_mask"].sum()),
-            table(energy),
-        )
+
+        def row(prompt, g):
+            row = row_of(prompt, g)
+            logprobs = row["rollout_log_probs"][row["response_mask"] > 0].tolist()
+            return row["rm_scores"].sum().item(), len(row["input_ids"]), logprobs
+
+        self.tables = tables(prompts, row)
         actor = self.config.actor_rollout_ref.actor
         self.beta = actor.use_kl_loss * actor.kl_loss_coef + actor.entropy_coeff
         if actor.policy_loss.loss_mode == "dro":
@@ -253,7 +241,7 @@ class Toy(exact.Toy):
         rows = zip(self.submitted["uid"], self.submitted["raw_prompt"], strict=True)
         for uid, prompt in sorted(rows, key=lambda x: noise(x[1])):  # the queue has its own order
             for g in range(G):
-                row = completion(prompt[0]["content"], g) | {"uid": uid}
+                row = row_of(prompt[0]["content"], g) | {"uid": uid}
                 keys.append(f"{uid}_{g}_0")
                 self.queue.rows[keys[-1]] = row
                 tags.append({"seq_len": len(row["input_ids"])})
@@ -299,13 +287,13 @@ class Toy(exact.Toy):
         options = {"epochs": extra["epochs"], "seed": 1, "dataloader_kwargs": {"shuffle": False}}
         for parts in zip(*(tu.make_iterator(x, size, **options) for x in data), strict=True):
             tokens = sum(part["loss_mask"].values().sum().item() for part in parts)
-            self.policy.zero()
+            self.policy.logits.grad = None
             self.sizes.append(sum(map(len, parts)))
             for part in parts:
                 tu.assign_non_tensor(
                     part, batch_num_tokens=tokens, dp_size=self.ranks, temperature=1.0,
                     global_batch_size=extra["global_batch_size"], micro_batch_size_per_gpu=1,
-                    calculate_entropy=True, **self.engine,
+                    calculate_entropy=True, use_dynamic_bsz=True, **self.engine,
                 )  # fmt: skip
                 self.trained.append(part)
                 for micro in prepare_micro_batches(part)[0]:
@@ -313,7 +301,7 @@ class Toy(exact.Toy):
                     output = self.policy.forward(micro)
                     loss, _ = self.loss(model_output=output, data=micro, dp_group=None)
                     (loss / self.ranks).backward()
-            self.gradients.append(self.policy.gradient())
+            self.gradients.append(self.policy.logits.grad.flatten())
         return TensorDict({}, []).set_non_tensor("metrics", {"mfu": 0.0})
 
 
@@ -327,5 +315,5 @@ def stock(prompts, **changes):
 
 def tokens_of(prompts):
     """Tokens with loss of all completions of these prompts."""
-    rows = [completion(x, g) for x in prompts for g in range(G)]
+    rows = [row_of(x, g) for x in prompts for g in range(G)]
     return sum(row["response_mask"].sum().item() for row in rows)
