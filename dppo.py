@@ -149,7 +149,7 @@ class Completions:
     rewards: torch.Tensor  # NaN: unscorable
     cost: torch.Tensor  # tokens that training forwards: prompt + completion
     size: torch.Tensor  # contribution_size: how much it is expected to move the gradient
-    rest: float = 0.0  # the time of all of a step but training, in tokens trained on; for adaptive
+    rest_tokens: float = 0.0  # time of everything but training, in tokens trained on; for adaptive
 
     @property
     def live(self) -> torch.Tensor:
@@ -453,11 +453,11 @@ def proportional_to_size(batch: Completions, prune_rate: float) -> torch.Tensor:
 
 
 def adaptive(batch: Completions, prune_rate: float) -> torch.Tensor:
-    """Ours: the least time x variance, at batch.rest. It keeps a large share of the contributing
+    """Ours: the least time x variance, at batch.rest_tokens. It keeps a large share of the contributing
     terms where these are few or alike, and a small one where a few of many carry the gradient."""
-    if batch.live.any() and not batch.rest > 0:
-        raise RuleError(f"needs a rest above 0, not {batch.rest:g}")
-    return adaptive_keep_prob(batch.size, batch.cost, batch.rest)
+    if batch.live.any() and not batch.rest_tokens > 0:
+        raise RuleError(f"needs rest_tokens above 0, not {batch.rest_tokens:g}")
+    return adaptive_keep_prob(batch.size, batch.cost, batch.rest_tokens)
 
 
 def strata_order(batch: Completions, generator=None) -> torch.Tensor:

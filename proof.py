@@ -295,7 +295,7 @@ def try_larger_batches(name: str) -> None:
         size = dppo.contribution_size(advantages, 1 / lengths, energy=lengths, beta=0.0)
         prompt_tokens = 50
         cost = prompt_tokens + lengths
-        batch = dppo.Completions(advantages, rewards, cost, size, rest=cost.sum().item())
+        batch = dppo.Completions(advantages, rewards, cost, size, rest_tokens=cost.sum().item())
         with dppo.named("completion rule", name):
             rule.keep_prob(batch, rate_of(rule, 0.5))
 

@@ -104,7 +104,7 @@ def test_the_adaptive_rule():
     live = size > 0
     kept = []
     for m in (0.001, 0.25, 2.0, 1e12):
-        batch = dppo.Completions(size, size, cost, size, rest=m * cost.sum().item())
+        batch = dppo.Completions(size, size, cost, size, rest_tokens=m * cost.sum().item())
         keep_prob = dppo.COMPLETION_RULES["adaptive"].keep_prob(batch, 0.0)
         old_rate = 1 / (1 + m)
         old = dppo.adaptive_keep_prob(size, cost, (1 / old_rate - 1) * cost.sum().item())
@@ -120,7 +120,7 @@ def test_the_adaptive_rule():
     nothing = dppo.Completions(0 * size, size, cost, 0 * size)  # an update without prompts has none
     assert (dppo.COMPLETION_RULES["adaptive"].keep_prob(nothing, 0.0) == 0).all()
     unknown = dppo.Completions(size, size, cost, size)
-    with pytest.raises(dppo.RuleError, match="needs a rest above 0, not 0"):
+    with pytest.raises(dppo.RuleError, match="needs rest_tokens above 0, not 0"):
         dppo.COMPLETION_RULES["adaptive"].keep_prob(unknown, 0.0)
 
 

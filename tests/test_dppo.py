@@ -36,7 +36,7 @@ def batch_of(rewards, scale_rewards="group", scale=1.0, beta=0.0):
     advantages = dppo.group_advantages(rewards, scale_rewards)
     size = dppo.contribution_size(advantages, scale * torch.ones_like(rewards), steps, beta)
     cost = 3 * steps
-    return dppo.Completions(advantages, rewards, cost, size, rest=0.3 * cost.sum().item())
+    return dppo.Completions(advantages, rewards, cost, size, rest_tokens=0.3 * cost.sum().item())
 
 
 # ---------------------------------------------------------------------------- properties

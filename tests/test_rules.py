@@ -232,7 +232,7 @@ def test_a_draw_sees_only_its_own_minibatch(start, monkeypatch):
         assert torch.equal(batch.size == 0, own == 0)
         live = batch.size[batch.size > 0]
         assert live.min() >= 0.03 * live.mean() * 0.99, "the floor is of its own mean"
-        assert batch.rest == 0.25 * batch.cost.sum(), "--rest"
+        assert batch.rest_tokens == 0.25 * batch.cost.sum(), "--rest"
 
 
 def test_what_a_rule_looks_at(start, monkeypatch):
