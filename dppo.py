@@ -453,8 +453,9 @@ def proportional_to_size(batch: Completions, prune_rate: float) -> torch.Tensor:
 
 
 def adaptive(batch: Completions, prune_rate: float) -> torch.Tensor:
-    """Ours: the least time x variance, at batch.rest_tokens. It keeps a large share of the contributing
-    terms where these are few or alike, and a small one where a few of many carry the gradient."""
+    """Ours: the least time x variance, at batch.rest_tokens. It keeps a large share of the
+    contributing terms where these are few or alike, and a small one where a few of many carry the
+    gradient."""
     if batch.live.any() and not batch.rest_tokens > 0:
         raise RuleError(f"needs rest_tokens above 0, not {batch.rest_tokens:g}")
     return adaptive_keep_prob(batch.size, batch.cost, batch.rest_tokens)

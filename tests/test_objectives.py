@@ -35,7 +35,9 @@ def sampled_gradient(scale_rewards: str, rule: str, rate: float, G: int = 4):
         size = dppo.contribution_size(
             advantages, torch.ones_like(rewards), energy[texts][None], beta=0.0
         )
-        batch = dppo.Completions(advantages, rewards, torch.ones_like(rewards), size, rest_tokens=0.5)
+        batch = dppo.Completions(
+            advantages, rewards, torch.ones_like(rewards), size, rest_tokens=0.5
+        )
         for _keep, weights, chance in proof.outcomes(dppo.COMPLETION_RULES[rule], rate, batch):
             terms = (weights * advantages)[0, :, None] * scores[texts]  # [G, 3]
             total += chance * probs[texts].prod() * terms.sum(dim=0) / G
