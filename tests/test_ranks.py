@@ -57,8 +57,9 @@ def test_rollouts_follow_the_history(policy_folder, tmp_path, monkeypatch):
     assert len(set(seen[-1][0])) > 1
 
 
-def shared_out(trained_again):
-    """On each rank: prompts are sampled by turns. Checks what each rank receives."""
+def shared_out():
+    """On each rank: prompts are sampled by turns. Checks what each rank receives, also if log-probs
+    are computed again for later updates."""
     rank, world = ranks.start("cpu")
     K, G, T = 5, 4, 6
     draw = torch.Generator().manual_seed(3)
@@ -75,8 +76,16 @@ def shared_out(trained_again):
         [prompt_ids[k] for k in mine.tolist()], own, -own / 1000.0, nothing, nothing,
         lengths[mine], nothing.bool(),
     )  # fmt: skip
-    old = 2 * rollouts.logprobs if trained_again else None
-    received = update.share_out(update.kept_sequences(rollouts, keep, mine, old))
+    for old in (None, 2 * rollouts.logprobs):
+        received = update.share_out(update.kept_sequences(rollouts, keep, mine, old))
+        check_received(received, old is not None, ids, lengths, prompt_ids)
+    places = [one.place for one in received]
+    assert places == sorted(places)
+    print(places, keep.flatten().nonzero()[:, 0].tolist(), sep=";")
+
+
+def check_received(received, trained_again, ids, lengths, prompt_ids):
+    G = ids.shape[1]
     for one in received:
         k, g = divmod(one.place, G)
         expected = ids[k, g, : lengths[k, g]]
@@ -86,16 +95,12 @@ def shared_out(trained_again):
         torch.testing.assert_close(one.old_logprobs, one.logprobs * (2 if trained_again else 1))
         # not a view: with it the whole table would travel
         assert one.logprobs.untyped_storage().nbytes() == 4 * len(expected)
-    places = [one.place for one in received]
-    assert places == sorted(places)
-    print(places, keep.flatten().nonzero()[:, 0].tolist(), sep=";")
 
 
-@pytest.mark.parametrize(("world", "trained_again"), [(3, False), (6, True)])
-def test_sequences_arrive_whole_and_once(world, trained_again):
+def test_sequences_arrive_whole_and_once():
     """Catches a sequence that is lost, that arrives twice, or with another's tokens or log-probs.
     Of 6 ranks, the last one has sampled nothing."""
-    printed = [line.split(";") for line in in_processes(world, shared_out, trained_again)]
+    printed = [line.split(";") for line in in_processes(6, shared_out)]
     got = sorted(place for places, _ in printed for place in eval(places))
     assert got == eval(printed[0][1])
 

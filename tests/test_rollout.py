@@ -47,15 +47,6 @@ def flat(rollouts):
     return [tokens[:length] for tokens, length in zip(ids, lengths, strict=True)]
 
 
-def assert_same_rollouts(found, wanted, *, rtol=0.0, atol=1e-6):
-    """The same completions, with the same log-probs, entropies and energies up to rounding."""
-    assert flat(found) == flat(wanted)
-    assert torch.equal(found.truncated, wanted.truncated)
-    for name in ("logprobs", "entropy", "energy"):
-        values = getattr(found, name), getattr(wanted, name)
-        torch.testing.assert_close(*values, rtol=rtol, atol=atol, msg=name)
-
-
 def check(model, found, sampling, *, seed, keys):
     """Assert that a rollout of a float64 model is the one that its random numbers draw."""
     K, G, T = found.completion_ids.shape
