@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import time
+from unittest import mock
 
 import pytest
 import sharded
@@ -239,32 +240,31 @@ def test_a_hang_has_a_name(policy_folder, tmp_path):
     assert checkpoint.is_complete(tmp_path / "run" / "checkpoint-000001")
 
 
-def add_in_buckets(size):
+def add_in_buckets():
     rank, _ = ranks.start("cpu")
     model = torch.nn.Sequential(*(torch.nn.Linear(n, n + 1) for n in (3, 40, 2, 9)))
-    draw = torch.Generator().manual_seed(rank)
-    for parameter in list(model.parameters())[1:]:  # the first one has no gradient
-        parameter.grad = torch.randn(parameter.shape, generator=draw).t().contiguous().t()
-    expected = [ranks.all_gather(parameter.grad) for parameter in model.parameters()]
-    ranks.BUCKET, reduce, sizes = size, ranks.all_reduce, []
-    ranks.all_reduce = lambda tensor: sizes.append(tensor.numel()) or reduce(tensor)
-    ranks.sum_gradients(model)
-    for parameter, parts in zip(model.parameters(), expected, strict=True):
-        total = sum(part for part in parts if part is not None) if parts[0] is not None else 0
-        assert torch.equal(parameter.grad, torch.zeros_like(parameter) + total)
-    print(sizes)
+    draw, add = torch.Generator().manual_seed(rank), ranks.all_reduce
+    for size, buckets in ((2**25, 1), (100, 4)):
+        for parameter in list(model.parameters())[1:]:  # the first one has no gradient
+            parameter.grad = torch.randn(parameter.shape, generator=draw).t().contiguous().t()
+        expected = [sum(ranks.all_gather(weight.grad)) for weight in [*model.parameters()][1:]]
+        sizes = []
+        record = lambda tensor, sizes=sizes: sizes.append(tensor.numel()) or add(tensor)
+        with mock.patch.multiple(ranks, BUCKET=size, all_reduce=record):
+            ranks.sum_gradients(model)
+        first, *others = (parameter.grad for parameter in model.parameters())
+        assert not first.any()
+        assert all(map(torch.equal, others, expected))
+        assert len(sizes) == buckets
+        assert sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
+        assert max(sizes) <= max(size, 40 * 41) + 100
+        model.zero_grad()
 
 
-@pytest.mark.parametrize(("size", "buckets"), [(2**25, 1), (100, 4)])
-def test_gradients_are_summed_in_buckets(size, buckets):
+def test_gradients_are_summed_in_buckets():
     """The same sums, bit for bit. Catches a copy of all gradients, and one that ends up in another
     parameter."""
-    first, second = in_processes(2, add_in_buckets, size)
-    assert first == second
-    sizes = eval(first)
-    assert len(sizes) == buckets
-    assert sum(sizes) == 3 * 4 + 4 + 40 * 41 + 41 + 2 * 3 + 3 + 9 * 10 + 10
-    assert max(sizes) <= max(size, 40 * 41) + 100
+    in_processes(2, add_in_buckets)
 
 
 def broadcast_on_ranks():

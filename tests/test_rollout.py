@@ -92,15 +92,13 @@ def warped(logits, sampling):
 CASES = {
     "sampled": {},
     "cooler, in small batches": {"temperature": 0.6, "batch_size": 6},
-    "one at a time": {"batch_size": 1, "group_size": 1},
-    "little cache": {"cache_tokens": 1, "group_size": 2},
+    "one at a time": {"cache_tokens": 1, "group_size": 1},
     "greedy": {"temperature": 0.0, "group_size": 2},
     "the pad is an end token": {"pad_id": 8},
     "nearly certain": {"temperature": 0.05},  # small energies must not be rounding errors
     "top-k": {"top_k": 5},
     "top-p": {"top_p": 0.5, "batch_size": 8},
     "no end": {"eos_ids": [-1], "temperature": 0.7},
-    "one token": {"max_new_tokens": 1},
 }
 
 

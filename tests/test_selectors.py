@@ -279,10 +279,10 @@ def test_resumed(run, tmp_path, monkeypatch, method):
     MoPPS's counts that are lost, and a run that another method continues."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 32)
     kind = lambda name: functools.partial(selectors.SelectorTrainer, selectors.METHODS[name])
-    options = {"method": "grpo", "group_size": 3, "lr": 3e-3, "steps": 10, "save_every": 5}
+    options = {"method": "grpo", "group_size": 3, "lr": 3e-3, "steps": 20, "save_every": 5}
     go = functools.partial(run, **options)
     go("whole", trainer_class=kind(method))
-    go("stopped", until=5, trainer_class=kind(method))
+    go("stopped", until=15, trainer_class=kind(method))
     for other in (train.Trainer, kind("dynamic")):
         with pytest.raises(InputError, match="another program or version than this one trained"):
             go("stopped", resume=True, trainer_class=other)
