@@ -79,23 +79,19 @@ def shared_out():
     )  # fmt: skip
     for old in (None, 2 * rollouts.logprobs):
         received = update.share_out(update.kept_sequences(rollouts, keep, mine, old))
-        check_received(received, old is not None, ids, lengths, prompt_ids)
+        for one in received:
+            k, g = divmod(one.place, G)
+            expected = ids[k, g, : lengths[k, g]]
+            assert one.prompt == prompt_ids[k]
+            assert one.completion == expected.tolist()
+            torch.testing.assert_close(one.logprobs, -expected / 1000.0)
+            factor = 1 if old is None else 2
+            torch.testing.assert_close(one.old_logprobs, factor * one.logprobs)
+            # not a view: with it the whole table would travel
+            assert one.logprobs.untyped_storage().nbytes() == 4 * len(expected)
     places = [one.place for one in received]
     assert places == sorted(places)
     print(places, keep.flatten().nonzero()[:, 0].tolist(), sep=";")
-
-
-def check_received(received, trained_again, ids, lengths, prompt_ids):
-    G = ids.shape[1]
-    for one in received:
-        k, g = divmod(one.place, G)
-        expected = ids[k, g, : lengths[k, g]]
-        assert one.prompt == prompt_ids[k]
-        assert one.completion == expected.tolist()
-        torch.testing.assert_close(one.logprobs, -expected / 1000.0)
-        torch.testing.assert_close(one.old_logprobs, one.logprobs * (2 if trained_again else 1))
-        # not a view: with it the whole table would travel
-        assert one.logprobs.untyped_storage().nbytes() == 4 * len(expected)
 
 
 def test_sequences_arrive_whole_and_once():
