@@ -42,7 +42,6 @@ def plan(model, cfg, prompt: int, world: int) -> dict[str, int]:
         "logits": 4 * LOGITS * chunk,
         "activations": activations(config, cfg, parameters),
         "keys and values": cached * (prompt + cfg.max_new_tokens),
-        "expected": cached * (prompt + cfg.max_new_tokens // 2),
         "one group": cached * (prompt + cfg.max_new_tokens) * cfg.group_size // sequences,
     }
 
@@ -90,9 +89,8 @@ def report(model, cfg, prompt: int, world: int, total: int) -> str:
     shown = ", ".join(f"{name} {gib(parts[name])}" for name in STATE if parts[name])
     text = (
         f"memory of a GPU of {gib(total)} GiB: {shown}; an update: logits {gib(parts['logits'])}, "
-        f"activations {gib(parts['activations'])}; a rollout: keys and values "
-        f"{gib(parts['keys and values'])}, or {gib(parts['expected'])} if completions are half as "
-        f"long as they may be"
+        f"activations {gib(parts['activations'])}; a rollout: keys and values at most "
+        f"{gib(parts['keys and values'])}"
     )
     if peak(parts) <= (1 - SPARE) * total:
         return text

@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 import rollout
 
 ROOM = 64  # columns of the cache that are allocated ahead
-SHARED = 16  # a beginning that all prompts share is read once if it has this many tokens
 
 
 @contextlib.contextmanager
@@ -49,49 +48,24 @@ def prefill(model, prompt_ids, room):
     Returns (logits, W, positions, bias, cache): the logits [K, V] of the first sampled token, W,
     the position [K, 1] of each prompt's last token, and the cache. bias
     [K, 1, 1, W + room or more] is added to attention's scores: 0, and -inf at padding.
-
-    If all prompts begin with the same P tokens (a system prompt, examples), these are read once.
     """
-    beginning = common_beginning(prompt_ids)
-    K, P, device = len(prompt_ids), len(beginning), model.device
-    ids, mask = pad_left([prompt[P:] for prompt in prompt_ids], device)
+    ids, mask = pad_left(prompt_ids, model.device)  # [K, W] each
+    K, W = mask.shape
     cache = growing_cache()
-    read_with = {rollout.cache_name(model): cache}
-    if P:
-        beginning = torch.tensor([beginning], device=device)
-        model(beginning, **read_with, logits_to_keep=1)
-        others = torch.arange(1, K, device=device)
-        for layer in cache.layers:  # every prompt gets a copy of the beginning's row
-            layer.keep(K, others, torch.zeros_like(others), most=K)
-        mask = F.pad(mask, (P, 0), value=1)  # [K, W]
-    W = mask.shape[1]
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    inputs = {"position_ids": positions[:, P:], "attention_mask": None, **read_with}
-    if P or is_ragged(prompt_ids):
+    inputs = {"position_ids": positions, "attention_mask": None, rollout.cache_name(model): cache}
+    if is_ragged(prompt_ids):
         # transformers uses a mask of four dimensions unchanged. Padding attends to itself: kernels
         # differ in what they return for a query without keys.
         visible = mask.bool()[:, None, None].expand(K, 1, W, W).tril()
-        visible = visible | torch.eye(W, dtype=torch.bool, device=device)
-        inputs["attention_mask"] = visible[:, :, P:]
+        diagonal = torch.eye(W, dtype=torch.bool, device=model.device)
+        inputs["attention_mask"] = visible | diagonal
     logits = model(ids, **inputs, logits_to_keep=1).logits[:, -1]
     # Attention copies the bias unless it has the queries' type and rows of a multiple of 16 bytes.
     bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
     padding = -(W + room) % 8
     bias = F.pad(bias, (0, room + padding))[:, None, None]
     return logits, W, positions[:, -1:], bias, cache
-
-
-def common_beginning(prompt_ids) -> list[int]:
-    """The tokens that all prompts begin with; [] if they are too few to be worth a forward.
-
-    A prompt's last token is never part of it, because its logits predict the first sampled token.
-    """
-    # In dictionary order, what the first and the last list share is shared by all between them.
-    first, last = min(prompt_ids), max(prompt_ids)
-    longest = min(map(len, prompt_ids)) - 1
-    pairs = zip(first[:longest], last, strict=False)
-    number = next((place for place, (a, b) in enumerate(pairs) if a != b), longest)
-    return first[:number] if number >= SHARED and len(prompt_ids) > 1 else []
 
 
 def is_ragged(prompt_ids) -> bool:

@@ -36,7 +36,7 @@ def model_4b():
 TABLE = [  # flags, GPUs, {part: GiB}; 4B has 4.022e9 parameters and caches 147,456 bytes a token
     ({}, 1, {"weights": 15.0, "gradients": 15.0, "optimizer": 30.0, "reference": 0,
              "sampling copy": 7.5, "logits": 2.0, "keys and values": 512 * 1224 * 147_456 / GIB,
-             "expected": 512 * 712 * 147_456 / GIB, "one group": 16 * 1224 * 147_456 / GIB}),
+             "one group": 16 * 1224 * 147_456 / GIB}),
     ({"shard": "fsdp", "beta": 0.1}, 8, {"weights": 1.87, "optimizer": 3.75, "reference": 1.87,
              "sampling copy": 7.5, "keys and values": 64 * 1224 * 147_456 / GIB}),
     ({"engine": "vllm", "rollout_batch": 32}, 8, {"weights": 15.0, "sampling copy": 0,

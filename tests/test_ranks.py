@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import time
+from unittest import mock
 
 import pytest
 import sharded
@@ -57,8 +58,9 @@ def test_rollouts_follow_the_history(policy_folder, tmp_path, monkeypatch):
     assert len(set(seen[-1][0])) > 1
 
 
-def shared_out(trained_again):
-    """On each rank: prompts are sampled by turns. Checks what each rank receives."""
+def shared_out():
+    """On each rank: prompts are sampled by turns. Checks what each rank receives, also if log-probs
+    are computed again for later updates."""
     rank, world = ranks.start("cpu")
     K, G, T = 5, 4, 6
     draw = torch.Generator().manual_seed(3)
@@ -75,27 +77,27 @@ def shared_out(trained_again):
         [prompt_ids[k] for k in mine.tolist()], own, -own / 1000.0, nothing, nothing,
         lengths[mine], nothing.bool(),
     )  # fmt: skip
-    old = 2 * rollouts.logprobs if trained_again else None
-    received = update.share_out(update.kept_sequences(rollouts, keep, mine, old))
-    for one in received:
-        k, g = divmod(one.place, G)
-        expected = ids[k, g, : lengths[k, g]]
-        assert one.prompt == prompt_ids[k]
-        assert one.completion == expected.tolist()
-        torch.testing.assert_close(one.logprobs, -expected / 1000.0)
-        torch.testing.assert_close(one.old_logprobs, one.logprobs * (2 if trained_again else 1))
-        # not a view: with it the whole table would travel
-        assert one.logprobs.untyped_storage().nbytes() == 4 * len(expected)
+    for old in (None, 2 * rollouts.logprobs):
+        received = update.share_out(update.kept_sequences(rollouts, keep, mine, old))
+        for one in received:
+            k, g = divmod(one.place, G)
+            expected = ids[k, g, : lengths[k, g]]
+            assert one.prompt == prompt_ids[k]
+            assert one.completion == expected.tolist()
+            torch.testing.assert_close(one.logprobs, -expected / 1000.0)
+            factor = 1 if old is None else 2
+            torch.testing.assert_close(one.old_logprobs, factor * one.logprobs)
+            # not a view: with it the whole table would travel
+            assert one.logprobs.untyped_storage().nbytes() == 4 * len(expected)
     places = [one.place for one in received]
     assert places == sorted(places)
     print(places, keep.flatten().nonzero()[:, 0].tolist(), sep=";")
 
 
-@pytest.mark.parametrize(("world", "trained_again"), [(3, False), (6, True)])
-def test_sequences_arrive_whole_and_once(world, trained_again):
+def test_sequences_arrive_whole_and_once():
     """Catches a sequence that is lost, that arrives twice, or with another's tokens or log-probs.
     Of 6 ranks, the last one has sampled nothing."""
-    printed = [line.split(";") for line in in_processes(world, shared_out, trained_again)]
+    printed = [line.split(";") for line in in_processes(6, shared_out)]
     got = sorted(place for places, _ in printed for place in eval(places))
     assert got == eval(printed[0][1])
 
@@ -234,32 +236,31 @@ def test_a_hang_has_a_name(policy_folder, tmp_path):
     assert checkpoint.is_complete(tmp_path / "run" / "checkpoint-000001")
 
 
-def add_in_buckets(size):
+def add_in_buckets():
     rank, _ = ranks.start("cpu")
     model = torch.nn.Sequential(*(torch.nn.Linear(n, n + 1) for n in (3, 40, 2, 9)))
-    draw = torch.Generator().manual_seed(rank)
-    for parameter in list(model.parameters())[1:]:  # the first one has no gradient
-        parameter.grad = torch.randn(parameter.shape, generator=draw).t().contiguous().t()
-    expected = [ranks.all_gather(parameter.grad) for parameter in model.parameters()]
-    ranks.BUCKET, reduce, sizes = size, ranks.all_reduce, []
-    ranks.all_reduce = lambda tensor: sizes.append(tensor.numel()) or reduce(tensor)
-    ranks.sum_gradients(model)
-    for parameter, parts in zip(model.parameters(), expected, strict=True):
-        total = sum(part for part in parts if part is not None) if parts[0] is not None else 0
-        assert torch.equal(parameter.grad, torch.zeros_like(parameter) + total)
-    print(sizes)
+    draw, add = torch.Generator().manual_seed(rank), ranks.all_reduce
+    for size, buckets in ((2**25, 1), (100, 4)):
+        for parameter in list(model.parameters())[1:]:  # the first one has no gradient
+            parameter.grad = torch.randn(parameter.shape, generator=draw).t().contiguous().t()
+        expected = [sum(ranks.all_gather(weight.grad)) for weight in [*model.parameters()][1:]]
+        sizes = []
+        record = lambda tensor, sizes=sizes: sizes.append(tensor.numel()) or add(tensor)
+        with mock.patch.multiple(ranks, BUCKET=size, all_reduce=record):
+            ranks.sum_gradients(model)
+        first, *others = (parameter.grad for parameter in model.parameters())
+        assert not first.any()
+        assert all(map(torch.equal, others, expected))
+        assert len(sizes) == buckets
+        assert sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
+        assert max(sizes) <= max(size, 40 * 41) + 100
+        model.zero_grad()
 
 
-@pytest.mark.parametrize(("size", "buckets"), [(2**25, 1), (100, 4)])
-def test_gradients_are_summed_in_buckets(size, buckets):
+def test_gradients_are_summed_in_buckets():
     """The same sums, bit for bit. Catches a copy of all gradients, and one that ends up in another
     parameter."""
-    first, second = in_processes(2, add_in_buckets, size)
-    assert first == second
-    sizes = eval(first)
-    assert len(sizes) == buckets
-    assert sum(sizes) == 3 * 4 + 4 + 40 * 41 + 41 + 2 * 3 + 3 + 9 * 10 + 10
-    assert max(sizes) <= max(size, 40 * 41) + 100
+    in_processes(2, add_in_buckets)
 
 
 def broadcast_on_ranks():
