@@ -34,21 +34,16 @@ COLORS = {  # of rules, in notebooks; safe for colour-blind readers (Okabe and I
     "pps": "#009E73", "cppo": "#D55E00", "pods": "#999933", "cppo_batch": "#E69F00",
     "dppo_floor": "#CC79A7",
 }  # fmt: skip
-FEWER_PROMPTS = "--prompts-per-step 64 --prompt-rule uniform --prompt-prune-rate 0.6"
-SIZES = {
-    "pps": f"{FEWER_PROMPTS} --completion-prune-rate 0.7",
-    "adaptive": f"{FEWER_PROMPTS} --rest 0.4286",
-}
+SHARED = "--group-size 16 --loss grpo --adam-beta2 0.999 --lr 6e-4"
+PPS = "--prompts-per-step 64 --prompt-rule uniform --prompt-prune-rate 0.6"
+PPS += " --completion-prune-rate 0.7"
 
 
-def sized(method: str, flags: str = "") -> list[str]:
+def sized(method: str) -> list[str]:
     """Flags of train.py for runs whose steps are compared: 32 prompts x 16 completions, or with pps
-    26 of 64 x 16. A record keeps its meaning when the defaults of tiny change. `flags` override
-    these; with a --model among them the learning rate is that model's default."""
-    sizes = SIZES.get(method, "--prompts-per-step 32")
-    shared = "--group-size 16 --loss grpo --adam-beta2 0.999"
-    rate = "" if "--model" in flags else "--lr 6e-4"
-    return f"--method {method} {sizes} {shared} {rate} {flags}".split()
+    26 of 64 x 16. A record keeps its meaning when the defaults of tiny change."""
+    sizes = PPS if method == "pps" else "--prompts-per-step 32"
+    return f"--method {method} {sizes} {SHARED}".split()
 
 
 def run(

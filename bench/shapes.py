@@ -13,8 +13,7 @@ import packing
 from engines import check_decoder
 from runtime.device import fuse_norms
 
-# embedded: the embedded task and its base model
-Shape = Literal["embedded", "tiny", "0.6b", "1.7b", "4b", "8b"]
+Shape = Literal["tiny", "0.6b", "1.7b", "4b", "8b"]
 SHAPES = {  # Qwen3's: hidden, feed-forward, layers, heads, key-value heads, head width, vocabulary
     "tiny": (128, 384, 4, 4, 2, 32, 2048),
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151_936),
