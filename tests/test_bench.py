@@ -47,21 +47,19 @@ def test_step(command):
     assert found["grpo", "step_time"] > found["grpo", "time/train"] > 0
 
 
-def test_rollout(command):
-    """Catches an engine that another one's tokens are counted for."""
-    rows = command("rollout --rounds 1 --batches 32 --shape tiny --new-tokens 4")
+@pytest.mark.parametrize(
+    ("flags", "sequences", "lengths"),
+    [("--shape tiny --new-tokens 4 --batches 32", 32, (4, 4)), ("--batches 16 32", 32, (3, 54))],
+)
+def test_rollout(command, flags, sequences, lengths):
+    """Catches an engine that another one's tokens are counted for, completions that never end, and
+    a batch that is not all of the prompts."""
+    rows = command(f"rollout --rounds 1 {flags}")
     assert [row["engine"] for row in rows][:3] == ["hf", "compact", "plain"]
     for row in rows:
-        assert row["tokens"] == 32 * 4
+        assert lengths[0] <= row["tokens"] / sequences <= lengths[1]
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
         assert row["max_logprob_gap"] < 0.1
-
-
-def test_rollout_of_the_embedded_task(command):
-    """Catches completions that never end, and a batch that is not all of the prompts."""
-    rows = command("rollout --rounds 1 --batches 16 32")
-    assert {(row["engine"], row["batch"]) for row in rows} >= {("hf", 16), ("compact", 32)}
-    assert all(32 * 2 < row["tokens"] < 32 * 55 for row in rows)
 
 
 def test_update(command):
