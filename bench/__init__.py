@@ -6,7 +6,6 @@ Variants alternate within one call; the output is medians and ratios.
 May import: anything. Only tests, notebooks and runs/*.sh import bench.
 """
 
-import copy
 import datetime
 import functools
 import json
@@ -23,7 +22,6 @@ import tyro
 import config
 import train
 from runtime import console, log
-from runtime.device import cast_weights
 from train import Trainer
 
 JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]  # a parameter that is the flag --json
@@ -62,15 +60,6 @@ def run(
             row, others = trainer.step(step)
             logger.write(row, others, console.lines(row, None, trainer.cfg))
         return trainer, log.read_rows(Path(folder, "log.jsonl"))
-
-
-def sampling_copy(model, cfg: config.Config):
-    """What train.py would sample from: the model itself, or in bfloat16 a copy of that type."""
-    if cfg.dtype == "float32":
-        return model
-    copied = copy.deepcopy(model)
-    cast_weights(copied, cfg.dtype)
-    return copied
 
 
 def write_json(path: Path | None, content) -> None:

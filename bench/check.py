@@ -176,13 +176,9 @@ def main(steps: int = 60, every: int = 6, draws: int = 64, json_file: JsonFile =
             mean, error = mean_and_error([row[key] for row in with_check], norms)
             result = {"rule": name, "key": key, "mean": mean, "error": error}
             rows.append(result | {"checks": len(with_check)})
-    print(f"\n{'':20s} {'':16s} {'mean':>10s} {'std. error':>10s}  mean / error")
+    print("\nmean ± standard error over the checks")
     for row in rows:
-        ratio = row["mean"] / (row["error"] or math.nan)
-        print(
-            f"{row['rule']:20s} {row['key']:16s} {row['mean']:10.5f} {row['error']:10.5f}  "
-            f"{ratio:+6.1f}  ({row['checks']} checks)"
-        )
+        print(f"{row['rule']:20s} {row['key']:16s} {row['mean']:10.5f} ± {row['error']:.5f}")
     write_json(json_file, rows)
 
 

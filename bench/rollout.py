@@ -1,5 +1,6 @@
 """How fast each engine but vLLM samples a step's rollouts: `python -m bench rollout`."""
 
+import copy
 import itertools
 import statistics
 from dataclasses import replace
@@ -10,7 +11,8 @@ import config
 import data
 import models
 import rollout
-from bench import JsonFile, sampling_copy, shapes, write_json
+from bench import JsonFile, shapes, write_json
+from runtime.device import cast_weights
 from runtime.timer import clock
 from tasks import arithmetic
 from update import trainer_logprobs
@@ -50,7 +52,10 @@ def main(
         problems = data.train_problems(cfg.data, hold_out=True)
         _, prompts = data.encode_prompts(problems, tokenizer, 400)
         eos_ids = models.sampling(model, tokenizer, cfg.max_new_tokens).eos_ids
-    policy = sampling_copy(model, cfg)
+    policy = model
+    if cfg.dtype != "float32":  # train.py samples from a copy
+        policy = copy.deepcopy(model)
+        cast_weights(policy, cfg.dtype)
     timed = {}  # (engine's name, batch) -> its measurements
     sizes = zip(batches, totals, strict=True)
     for number, (batch, total), name in itertools.product(range(rounds + 1), sizes, ENGINES):

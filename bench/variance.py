@@ -25,7 +25,7 @@ import models
 import rollout
 import sampler
 import train
-from bench import JsonFile, gradient, inner_products, made_by, sampling_copy, sized
+from bench import JsonFile, gradient, inner_products, sized, stamped
 from related import rivals  # noqa: F401 (adds cppo_batch)
 from rewards import score
 from update import accumulate_gradients
@@ -60,8 +60,7 @@ def real_gradients(folder: Path, cfg, step: int) -> Gradients:
     window = sampler.candidates(len(problems), cfg.prompts_per_step, cfg.seed, step + 1).tolist()
     sampling = models.sampling(model, tokenizer, cfg.max_new_tokens)
     options = {"group_size": cfg.group_size, "seed": dppo.seed_for(cfg.seed, step, "bench")}
-    policy = sampling_copy(model, cfg)
-    rollouts = rollout.sample(policy, [ids[q] for q in window], sampling, **options)
+    rollouts = rollout.sample(model, [ids[q] for q in window], sampling, **options)
     reward = data.reward_function(cfg.data)
     _, rewards = score(rollouts, [problems[q] for q in window], tokenizer, reward)  # [Q, G]
 
@@ -231,10 +230,8 @@ def main(seeds: tuple[int, ...] = (0, 1, 2), draws: int = 2000, json_file: JsonF
     if json_file:  # one line a row, names only once: a third of the size
         short = lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
         lists = [[short(value) for value in row.values()] for row in rows]
-        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in lists)
-        made = "".join(f"{json.dumps(k)}: {json.dumps(v)}, " for k, v in made_by().items())
-        columns = json.dumps(list(rows[0]))
-        json_file.write_text(f'{{{made}"columns": {columns}, "rows": [\n{lines}\n]}}\n')
+        table = json.dumps(stamped({"columns": list(rows[0]), "rows": lists}))
+        json_file.write_text(table.replace("], [", "],\n[") + "\n")
 
 
 def rows_of_run(data_name: str, seed: int, draws: int) -> list[dict]:

@@ -36,7 +36,7 @@ HEADS, KEY_HEADS = 4, 2
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     """A cache of the test's own."""
-    monkeypatch.setattr(ours, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(ours, "CACHE", tmp_path / "new" / "cache")
     return ours.CACHE
 
 

@@ -16,8 +16,6 @@ from test_packing import flat_grad, plain_logprobs
 from toy import assert_same, rows, timeless
 
 import data
-import models
-import rollout
 from runtime import InputError, ranks
 from tasks import sft
 
@@ -117,26 +115,6 @@ def test_prompts_and_solutions(make_policy, file, template, form, end):
 # ---------------------------------------------------------------------------- a run
 
 
-def test_it_learns(teach, tmp_path, monkeypatch):
-    """Catches the wrong sign of the loss, an update that is not applied, targets that are off by
-    one, an end that is not learned, and a checkpoint of other weights. Two problems are learned by
-    heart, and the checkpoint, read as train.py reads it, completes both as taught."""
-    monkeypatch.setattr(data, "INSTRUCTION", ":")  # short prompts need few steps
-    taught = {"aaaa": "a: \\boxed{1}", "bbbb": "b: \\boxed{2}", "held out": "c: \\boxed{3}"}
-    problems = [{"problem": text, "answer": solution} for text, solution in taught.items()]
-    file = write(tmp_path / "two.jsonl", problems)
-    log = teach("run", data=(file,), batch_size=2, steps=80, lr=1e-2)
-    assert log[0]["loss"] > 1
-    assert log[-1]["loss"] < 0.1
-    model, tokenizer = models.load_policy(str(tmp_path / "run" / "checkpoint"), "cpu")
-    _, prompts = data.encode_prompts(data.sft_problems(file), tokenizer, 512)
-    sampling = models.sampling(model, tokenizer, 30, temperature=0)
-    found = rollout.sample(model, prompts, sampling, group_size=1, seed=0)
-    pairs = zip(found.completion_ids[:, 0], found.lengths[:, 0], strict=True)
-    said = [tokenizer.decode(ids[:length]) for ids, length in pairs]
-    assert said == ["a: \\boxed{1}<|end|>", "b: \\boxed{2}<|end|>"]
-
-
 def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
     """Catches a problem that is repeated or left out in an epoch, an order that does not change,
     and a warm-up or a decay that is off by one step or never reaches the optimizer."""
@@ -162,12 +140,13 @@ def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
 
 
 def test_stopped_killed_and_resumed(teach, tmp_path, monkeypatch, capsys):
-    """Catches a stop without a checkpoint, an optimizer that starts afresh, a step that is repeated
-    or skipped, and rows that are written twice. A run is stopped by SIGTERM in step 3, resumed,
-    killed in step 6 after the checkpoint of step 4, and resumed. Its log and weights are an
-    uninterrupted run's, bit for bit."""
+    """Catches an update that is not applied, a stop without a checkpoint, an optimizer that starts
+    afresh, a step that is repeated or skipped, and rows that are written twice. A run is stopped by
+    SIGTERM in step 3, resumed, killed in step 6 after the checkpoint of step 4, and resumed. Its
+    log and weights are an uninterrupted run's, bit for bit."""
     monkeypatch.setattr(sft, "SAVE_EVERY", 2)
-    teach("whole", steps=8)
+    first, *_, last = teach("whole", steps=8)
+    assert last["loss"] < first["loss"]
     calls, update = itertools.count(1), sft.update
 
     def interrupted(*args):
