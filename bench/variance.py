@@ -19,13 +19,9 @@ from pathlib import Path
 import torch
 
 import config
-import data
 import dppo
-import models
-import rollout
-import sampler
 import train
-from bench import JsonFile, gradient, inner_products, sized, stamped
+from bench import JsonFile, check, gradient, inner_products, sized, stamped
 from related import rivals  # noqa: F401 (adds cppo_batch)
 from rewards import score
 from update import accumulate_gradients
@@ -53,36 +49,31 @@ class Gradients:
 def real_gradients(folder: Path, cfg, step: int) -> Gradients:
     """Roll out the window after `step` from a checkpoint, and compute the gradient of each live
     completion alone."""
-    model, tokenizer = models.load_policy(str(folder), cfg.device)
-    problems = data.train_problems(cfg.data, hold_out=True)
-    room = model.config.max_position_embeddings - cfg.max_new_tokens
-    problems, ids = data.encode_prompts(problems, tokenizer, room)
-    window = sampler.candidates(len(problems), cfg.prompts_per_step, cfg.seed, step + 1).tolist()
-    sampling = models.sampling(model, tokenizer, cfg.max_new_tokens)
-    options = {"group_size": cfg.group_size, "seed": dppo.seed_for(cfg.seed, step, "bench")}
-    rollouts = rollout.sample(model, [ids[q] for q in window], sampling, **options)
-    reward = data.reward_function(cfg.data)
-    _, rewards = score(rollouts, [problems[q] for q in window], tokenizer, reward)  # [Q, G]
+    trainer = train.Trainer(replace(cfg, model=str(folder), out_dir=f"{folder}-bench"))
+    window = trainer.candidates(step + 1)
+    rollouts = check.roll_out(trainer, window, step, "bench")
+    problems = [trainer.train_set[q] for q in window.tolist()]
+    _, rewards = score(rollouts, problems, trainer.tokenizer, trainer.reward)  # [Q, G]
 
     live = ~dppo.dead_groups(rewards)[:, None].expand_as(rewards) & ~rewards.isnan()
     ones, alone = torch.ones_like(rewards), torch.zeros_like(live)
     gradients = []
     for place in live.nonzero().tolist():  # advantage and scale 1: minus the sum of grad log-prob
         keep = alone.index_put(tuple(torch.tensor(place)), torch.tensor(True))
-        model.zero_grad()
-        accumulate_gradients(model, rollouts, ones, ones, keep, cfg=cfg)
-        gradients.append(gradient(model))
+        trainer.model.zero_grad()
+        accumulate_gradients(trainer.model, rollouts, ones, ones, keep, cfg=trainer.cfg)
+        gradients.append(gradient(trainer.model))
 
     lengths = rollouts.lengths
-    prompt_tokens = torch.tensor([[len(ids[q])] for q in window])
+    prompt_tokens = trainer.prompt_tokens[window]  # [Q]
     zeros = torch.zeros_like(rewards)
     return Gradients(
-        dppo.Completions(zeros, rewards, prompt_tokens + lengths, zeros),
+        dppo.Completions(zeros, rewards, prompt_tokens[:, None] + lengths, zeros),
         lengths,
         energy=rollouts.energy,
         live=live,
         gram=inner_products(gradients),
-        max_new_tokens=cfg.max_new_tokens,
+        max_new_tokens=trainer.cfg.max_new_tokens,
     )
 
 
