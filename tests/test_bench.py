@@ -57,6 +57,7 @@ def test_rollout(command, flags, sequences, lengths):
     assert [row["engine"] for row in rows][:3] == ["hf", "compact", "plain"]
     for row in rows:
         assert lengths[0] <= row["tokens"] / sequences <= lengths[1]
+        assert row["tokens"] == pytest.approx(rows[0]["tokens"], rel=0.1), "the same prompts"
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
         assert row["max_logprob_gap"] < 0.1
 
