@@ -6,7 +6,6 @@ Variants alternate within one call; the output is medians and ratios.
 May import: anything. Only tests, notebooks and runs/*.sh import bench.
 """
 
-import copy
 import datetime
 import functools
 import json
@@ -23,7 +22,6 @@ import tyro
 import config
 import train
 from runtime import console, log
-from runtime.device import cast_weights
 from train import Trainer
 
 JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]  # a parameter that is the flag --json
@@ -34,21 +32,16 @@ COLORS = {  # of rules, in notebooks; safe for colour-blind readers (Okabe and I
     "pps": "#009E73", "cppo": "#D55E00", "pods": "#999933", "cppo_batch": "#E69F00",
     "dppo_floor": "#CC79A7",
 }  # fmt: skip
-FEWER_PROMPTS = "--prompts-per-step 64 --prompt-rule uniform --prompt-prune-rate 0.6"
-SIZES = {
-    "pps": f"{FEWER_PROMPTS} --completion-prune-rate 0.7",
-    "adaptive": f"{FEWER_PROMPTS} --rest 0.4286",
-}
+SHARED = "--group-size 16 --loss grpo --adam-beta2 0.999 --lr 6e-4"
+PPS = "--prompts-per-step 64 --prompt-rule uniform --prompt-prune-rate 0.6"
+PPS += " --completion-prune-rate 0.7"
 
 
-def sized(method: str, flags: str = "") -> list[str]:
+def sized(method: str) -> list[str]:
     """Flags of train.py for runs whose steps are compared: 32 prompts x 16 completions, or with pps
-    26 of 64 x 16. A record keeps its meaning when the defaults of tiny change. `flags` override
-    these; with a --model among them the learning rate is that model's default."""
-    sizes = SIZES.get(method, "--prompts-per-step 32")
-    shared = "--group-size 16 --loss grpo --adam-beta2 0.999"
-    rate = "" if "--model" in flags else "--lr 6e-4"
-    return f"--method {method} {sizes} {shared} {rate} {flags}".split()
+    26 of 64 x 16. A record keeps its meaning when the defaults of tiny change."""
+    sizes = PPS if method == "pps" else "--prompts-per-step 32"
+    return f"--method {method} {sizes} {SHARED}".split()
 
 
 def run(
@@ -67,15 +60,6 @@ def run(
             row, others = trainer.step(step)
             logger.write(row, others, console.lines(row, None, trainer.cfg))
         return trainer, log.read_rows(Path(folder, "log.jsonl"))
-
-
-def sampling_copy(model, cfg: config.Config):
-    """What train.py would sample from: the model itself, or in bfloat16 a copy of that type."""
-    if cfg.dtype == "float32":
-        return model
-    copied = copy.deepcopy(model)
-    cast_weights(copied, cfg.dtype)
-    return copied
 
 
 def write_json(path: Path | None, content) -> None:

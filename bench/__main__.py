@@ -10,15 +10,11 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench ceiling     which group size to use, and what pruning gains, from a run's log
     python -m bench law         time to an accuracy for every group size, with and without pruning
     python -m bench step        seconds of a training step and its parts
-    python -m bench rollout     completions per second of every installed engine
+    python -m bench rollout     tokens per second of each engine but vLLM
     python -m bench update      packed and padded updates
 
 `--json FILE` writes the rows; runs/*.json come from it. With `--shape 0.6b`, step, rollout and
-update use random weights of a size for a GPU (runs/gpu.sh). Examples:
-
-    python -m bench race --budgets 5 --seeds 2
-    python -m bench step --shape 0.6b --steps 10 --skip 2 --methods grpo pps
-    python -m bench rollout --shape 0.6b --batches 256 1024
+update use random weights of a size for a GPU (runs/gpu.sh).
 """
 
 import sys

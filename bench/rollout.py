@@ -1,9 +1,8 @@
-"""How fast every installed engine samples a step's rollouts: `python -m bench rollout`."""
+"""How fast each engine but vLLM samples a step's rollouts: `python -m bench rollout`."""
 
-import importlib.util
+import copy
 import itertools
 import statistics
-import tempfile
 from dataclasses import replace
 
 import torch
@@ -12,17 +11,19 @@ import config
 import data
 import models
 import rollout
-from bench import JsonFile, sampling_copy, shapes, write_json
-from engines import vllm_engine
+from bench import JsonFile, shapes, write_json
+from runtime.device import cast_weights
 from runtime.timer import clock
 from tasks import arithmetic
 from update import trainer_logprobs
+
+ENGINES = ("hf", "compact", "plain")
 
 
 def main(
     rounds: int = 7,
     batches: tuple[int, ...] = (128, 512),
-    shape: shapes.Shape = "embedded",
+    shape: shapes.Shape | None = None,
     new_tokens: int = 512,
     json_file: JsonFile = None,
 ) -> None:
@@ -32,53 +33,40 @@ def main(
         rounds: timed rollouts of each engine and batch
         batches: sequences sampled at once; the embedded task has the largest of them in all, so
             smaller batches take several turns
-        shape: embedded: base model and problems of the embedded task. Otherwise random weights of
-            that size and random prompts, one batch of sequences in all, each of `new_tokens`
-        new_tokens: length of each completion, unless the shape is embedded
+        shape: by default the base model and the problems of the embedded task. Otherwise random
+            weights of that size and random prompts, one batch of sequences in all
+        new_tokens: length of each completion, with random weights
         json_file: where to write the rows {engine, batch, seconds, tokens_per_s,
             max_logprob_gap, ...}
     """
     cfg = config.resolve(config.Config(group_size=16))
     group_size = cfg.group_size
     totals = [max(batches)] * len(batches)  # sequences in all
-    with tempfile.TemporaryDirectory() as folder:
-        if shape == "embedded":
-            base = str(arithmetic.BASE)
-            model, tokenizer = models.load_policy(base, cfg.device)
-            problems = data.train_problems(cfg.data, hold_out=True)
-            _, prompts = data.encode_prompts(problems, tokenizer, 400)
-            eos_ids = models.sampling(model, tokenizer, cfg.max_new_tokens).eos_ids
-        else:
-            base, totals, eos_ids = folder, batches, []
-            cfg = replace(cfg, max_new_tokens=new_tokens)
-            model = shapes.random_model(shape, cfg.device)
-            model.save_pretrained(base)
-            prompts = random_prompts(max(batches) // group_size * (rounds + 1), model.vocab_size)
-        policy = sampling_copy(model, cfg)
-        engines = {name: models.ENGINES[name] for name in ("hf", "compact", "plain")}
-        if importlib.util.find_spec("vllm"):
-            engines["vllm"] = vllm_engine.Engine(
-                base,
-                vocab_size=model.vocab_size,
-                max_tokens=max(map(len, prompts)) + cfg.max_new_tokens,
-                sequences=max(batches),
-                dtype=cfg.dtype,
-                device=cfg.device,
-                memory=cfg.vllm_memory,
-            )
-        timed = {}  # (engine's name, batch) -> its measurements
-        sizes = zip(batches, totals, strict=True)
-        for number, (batch, total), name in itertools.product(range(rounds + 1), sizes, engines):
-            if name == "vllm" and batch < max(batches):
-                continue  # vLLM chooses its batches itself
-            options = {"batch_size": batch, "engine": engines[name]}
-            sampling = rollout.Sampling(cfg.max_new_tokens, eos_ids, 0, **options)
-            first, count = number * total // group_size, total // group_size
-            some = [prompts[(first + place) % len(prompts)] for place in range(count)]
-            measured = measure(model, policy, some, sampling, cfg, seed=number)
-            runs = timed.setdefault((name, batch), [])
-            if number > 0:  # the first warms up
-                runs.append(measured)
+    if shape:
+        totals, eos_ids = batches, []
+        cfg = replace(cfg, max_new_tokens=new_tokens)
+        model = shapes.random_model(shape, cfg.device)
+        prompts = random_prompts(max(batches) // group_size * (rounds + 1), model.vocab_size)
+    else:
+        model, tokenizer = models.load_policy(str(arithmetic.BASE), cfg.device)
+        problems = data.train_problems(cfg.data, hold_out=True)
+        _, prompts = data.encode_prompts(problems, tokenizer, 400)
+        eos_ids = models.sampling(model, tokenizer, cfg.max_new_tokens).eos_ids
+    policy = model
+    if cfg.dtype != "float32":  # train.py samples from a copy
+        policy = copy.deepcopy(model)
+        cast_weights(policy, cfg.dtype)
+    timed = {}  # (engine's name, batch) -> its measurements
+    sizes = zip(batches, totals, strict=True)
+    for number, (batch, total), name in itertools.product(range(rounds + 1), sizes, ENGINES):
+        options = {"batch_size": batch, "engine": models.ENGINES[name]}
+        sampling = rollout.Sampling(cfg.max_new_tokens, eos_ids, 0, **options)
+        first, count = number * total // group_size, total // group_size
+        some = [prompts[(first + place) % len(prompts)] for place in range(count)]
+        measured = measure(model, policy, some, sampling, cfg, seed=number)
+        runs = timed.setdefault((name, batch), [])
+        if number > 0:  # the first warms up
+            runs.append(measured)
     write_json(json_file, compare(timed))
 
 
@@ -115,7 +103,6 @@ def compare(timed: dict[tuple[str, int], list[dict]]) -> list[dict]:
             "times_as_fast": [statistics.median(ratios), ratios[0], ratios[-1]],
             "max_logprob_gap": max(run["gap"] for run in runs),
             "tokens": sum(run["tokens"] for run in runs),
-            "all_seconds": [run["seconds"] for run in runs],
         }
         table.append(row)
         print(

@@ -13,16 +13,12 @@ import packing
 from engines import check_decoder
 from runtime.device import fuse_norms
 
-# embedded: the embedded task and its base model
-Shape = Literal["embedded", "tiny", "0.6b", "1.7b", "4b", "8b"]
+Shape = Literal["tiny", "0.6b", "4b"]
 SHAPES = {  # Qwen3's: hidden, feed-forward, layers, heads, key-value heads, head width, vocabulary
     "tiny": (128, 384, 4, 4, 2, 32, 2048),
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151_936),
-    "1.7b": (2048, 6144, 28, 16, 8, 128, 151_936),
     "4b": (2560, 9728, 36, 32, 8, 128, 151_936),
-    "8b": (4096, 12_288, 36, 32, 8, 128, 151_936),
 }
-UNTIED = ("8b",)  # these have a head of their own
 
 
 def qwen3(shape: str) -> transformers.Qwen3Config:
@@ -36,7 +32,7 @@ def qwen3(shape: str) -> transformers.Qwen3Config:
         num_key_value_heads=kv_heads,
         head_dim=width,
         vocab_size=vocabulary,
-        tie_word_embeddings=shape not in UNTIED,
+        tie_word_embeddings=True,
     )
 
 

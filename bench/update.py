@@ -31,6 +31,7 @@ from runtime.timer import clock
 from tasks import arithmetic
 from update import accumulate_gradients
 
+STEPS = 24  # of the runs that the lengths come from
 BUDGETS = (0.25, 0.5, 1, 2)  # of a micro-batch, in slots; padded variants get the fastest
 
 
@@ -174,22 +175,20 @@ def log_normal_work(K: int, G: int, median: int, prompt_tokens: int, vocabulary:
 
 
 def main(
-    shape: shapes.Shape = "embedded",
+    shape: shapes.Shape | None = None,
     rounds: int = 7,
     pack_tokens: int | None = None,
-    steps: int = 24,
     sequences: int = 256,
     json_file: JsonFile = None,
 ) -> None:
     """Time forward and backward of one update, packed and padded, in turn.
 
     Args:
-        shape: embedded: the embedded base model and the lengths of real runs. Otherwise random
+        shape: by default the embedded base model and the lengths of real runs. Otherwise random
             weights of that size
         rounds: how often each variant is timed
         pack_tokens: tokens in a slot; default: train.py's
-        steps: steps of the runs that the lengths come from
-        sequences: how many sequences, unless the shape is embedded
+        sequences: how many sequences, with random weights
         json_file: where to write the rows {lengths, variant, tokens (forwarded), seconds (median),
             ratio (the speed over that of padding in order of arrival), ratio_low, ratio_high}
     """
@@ -197,20 +196,20 @@ def main(
     if pack_tokens:
         args += ["--pack-tokens", str(pack_tokens)]
     cfg = config.resolve(config.parse_config(args))
-    if shape == "embedded":
-        model, tokenizer = models.load_policy(str(arithmetic.BASE), cfg.device)
-        methods = {"all": "grpo", "kept by dppo": "dppo", "kept by pps": "pps"}
-        works = {
-            f"embedded, {name}": recorded_works(method, steps)[-1]
-            for name, method in methods.items()
-        }
-        works["log-normal"] = log_normal_work(16, 16, 120, 24, len(tokenizer))
-    else:
+    if shape:
         model = shapes.random_model(shape, cfg.device)
         models.checkpoint_layers(model)
         median = 60 if shape == "tiny" else 600
         sizes = (sequences // 8, 8, median, median // 4, model.vocab_size)
         works = {"log-normal": log_normal_work(*sizes)}
+    else:
+        model, tokenizer = models.load_policy(str(arithmetic.BASE), cfg.device)
+        methods = {"all": "grpo", "kept by dppo": "dppo", "kept by pps": "pps"}
+        works = {
+            f"embedded, {name}": recorded_works(method, STEPS)[-1]
+            for name, method in methods.items()
+        }
+        works["log-normal"] = log_normal_work(16, 16, 120, 24, len(tokenizer))
     rows = []
     for name, work in works.items():
         rows += time_updates(model, name, work, cfg, rounds)

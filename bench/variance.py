@@ -19,26 +19,19 @@ from pathlib import Path
 import torch
 
 import config
-import data
 import dppo
-import models
-import rollout
-import sampler
 import train
-from bench import JsonFile, gradient, inner_products, made_by, sampling_copy, sized
-from related import rivals  # noqa: F401 (adds its rules, which are biased)
+from bench import JsonFile, check, gradient, inner_products, sized, stamped
+from related import rivals  # noqa: F401 (adds cppo_batch)
 from rewards import score
 from update import accumulate_gradients
 
 TASKS = ("arithmetic", "arithmetic-mixed")  # the default and the realistic one
 LOSSES = ("grpo", "dr_grpo")
 SHARES = (0.1, 0.2, 0.3, 0.5)  # of the tokens of completions that contribute
-RATES = (0.5, 0.7, 0.9)  # r_o of dppo; the other rules get the tokens that it spends
+RATE = 0.9  # r_o of dppo; the other rules get the tokens that it spends
 STAGES = {"early": 4, "midway": 32, "late": 64}  # steps of the embedded run
-RULES = (
-    "oracle, independent", "oracle", "pps", "dppo", "uniform", "cppo", "cppo_batch", "pods",
-    "dppo_floor",
-)  # fmt: skip
+RULES = ("oracle, independent", "oracle", "pps", "dppo", "uniform", "cppo_batch, best length")
 
 
 @dataclass
@@ -56,43 +49,37 @@ class Gradients:
 def real_gradients(folder: Path, cfg, step: int) -> Gradients:
     """Roll out the window after `step` from a checkpoint, and compute the gradient of each live
     completion alone."""
-    model, tokenizer = models.load_policy(str(folder), cfg.device)
-    problems = data.train_problems(cfg.data, hold_out=True)
-    room = model.config.max_position_embeddings - cfg.max_new_tokens
-    problems, ids = data.encode_prompts(problems, tokenizer, room)
-    window = sampler.candidates(len(problems), cfg.prompts_per_step, cfg.seed, step + 1).tolist()
-    sampling = models.sampling(model, tokenizer, cfg.max_new_tokens)
-    options = {"group_size": cfg.group_size, "seed": dppo.seed_for(cfg.seed, step, "bench")}
-    policy = sampling_copy(model, cfg)
-    rollouts = rollout.sample(policy, [ids[q] for q in window], sampling, **options)
-    reward = data.reward_function(cfg.data)
-    _, rewards = score(rollouts, [problems[q] for q in window], tokenizer, reward)  # [Q, G]
+    trainer = train.Trainer(replace(cfg, model=str(folder), out_dir=f"{folder}-bench"))
+    window = trainer.candidates(step + 1)
+    rollouts = check.roll_out(trainer, window, step, "bench")
+    problems = [trainer.train_set[q] for q in window.tolist()]
+    _, rewards = score(rollouts, problems, trainer.tokenizer, trainer.reward)  # [Q, G]
 
     live = ~dppo.dead_groups(rewards)[:, None].expand_as(rewards) & ~rewards.isnan()
     ones, alone = torch.ones_like(rewards), torch.zeros_like(live)
     gradients = []
     for place in live.nonzero().tolist():  # advantage and scale 1: minus the sum of grad log-prob
         keep = alone.index_put(tuple(torch.tensor(place)), torch.tensor(True))
-        model.zero_grad()
-        accumulate_gradients(model, rollouts, ones, ones, keep, cfg=cfg)
-        gradients.append(gradient(model))
+        trainer.model.zero_grad()
+        accumulate_gradients(trainer.model, rollouts, ones, ones, keep, cfg=trainer.cfg)
+        gradients.append(gradient(trainer.model))
 
     lengths = rollouts.lengths
-    prompt_tokens = torch.tensor([[len(ids[q])] for q in window])
+    prompt_tokens = trainer.prompt_tokens[window]  # [Q]
     zeros = torch.zeros_like(rewards)
     return Gradients(
-        dppo.Completions(zeros, rewards, prompt_tokens + lengths, zeros),
+        dppo.Completions(zeros, rewards, prompt_tokens[:, None] + lengths, zeros),
         lengths,
         energy=rollouts.energy,
         live=live,
         gram=inner_products(gradients),
-        max_new_tokens=cfg.max_new_tokens,
+        max_new_tokens=trainer.cfg.max_new_tokens,
     )
 
 
-def search(share_at, share: float) -> float | None:
-    """The rate at which share_at(rate), which falls, is `share`; None if it never is."""
-    low, high = 0.0, 1 - 1e-6
+def search(share_at, share: float, high: float = 1 - 1e-6) -> float | None:
+    """The rate up to `high` at which share_at(rate), which falls, is `share`; None if none is."""
+    low = 0.0
     if share_at(high) > share * 1.001:
         return None
     for _ in range(40):
@@ -112,29 +99,7 @@ def rule_draws(name, share, measured, batch, norms, draws):
     def kept(keep_prob):
         return (keep_prob * batch.cost)[measured.live].sum().item() / tokens
 
-    if name in ("pps", "uniform"):
-        rate = 1 - share * tokens / batch.cost.sum().item()  # of all tokens
-        if name == "uniform":
-            rate = 1 - share
-        drawn = [dppo.prune_completions(name, rate, batch, generator)[1] for _ in range(draws)]
-    elif name == "dppo":
-        expected = lambda rate: kept(dppo.COMPLETION_RULES["dppo"].keep_prob(batch, rate))
-        rate = search(expected, share)
-        if rate is None:
-            return None
-        drawn = [dppo.prune_completions("dppo", rate, batch, generator)[1] for _ in range(draws)]
-    elif name in dppo.COMPLETION_RULES and dppo.COMPLETION_RULES[name].biased:
-        groups, G = batch.size.shape
-        fewest = {"cppo": 1 / G, "cppo_batch": 1 / (groups * G), "pods": 2 / G}  # that they keep
-        highest = 1 - fewest.get(name, 0.0)
-        keep = lambda rate: dppo.prune_completions(name, min(rate, highest), batch, generator)
-        rate = search(lambda rate: kept(keep(rate)[0].double()), share)
-        if rate is None:
-            return None
-        drawn = [keep(rate)[1]]
-    else:
-        if name not in ("oracle", "oracle, independent"):  # pps with the true norms
-            raise KeyError(name)
+    if name.startswith("oracle"):  # pps with the true norms
         keep_prob = dppo.pps_keep_prob(norms, batch.cost, share * tokens)
         order = dppo.strata_order(replace(batch, size=norms))
         drawn = []
@@ -144,6 +109,20 @@ def rule_draws(name, share, measured, batch, norms, draws):
             else:
                 keep = dppo.systematic(keep_prob, order, generator.random())
             drawn.append(dppo.ht_weights(keep, keep_prob))
+    else:
+        draw = lambda rate: dppo.prune_completions(name.split(",")[0], rate, batch, generator)
+        rate = 1 - share
+        if name == "pps":  # its rate is of all tokens
+            rate = 1 - share * tokens / batch.cost.sum().item()
+        elif name == "dppo":
+            keep_prob = dppo.COMPLETION_RULES["dppo"].keep_prob
+            rate = search(lambda rate: kept(keep_prob(batch, rate)), share)
+        elif name.startswith("cppo_batch"):  # without chance; it keeps one completion at least
+            most = 1 - 1 / batch.size.numel()
+            rate, draws = search(lambda rate: kept(draw(rate)[0].double()), share, most), 1
+        if rate is None:
+            return None
+        drawn = [draw(rate)[1] for _ in range(draws)]
     weights = torch.stack(drawn)
     return weights, kept((weights > 0).double().mean(dim=0))
 
@@ -166,35 +145,22 @@ def variance_rows(measured: Gradients, loss: str, stage: str, draws: int) -> lis
     norms[live] = gram.diagonal().sqrt()
     size = dppo.contribution_size(advantages, scale, measured.energy, beta=0.0)
     batch = replace(measured.batch, advantages=advantages, size=size)
-    columns = [(share, None) for share in SHARES]
-    for rate in RATES:
-        spent = dppo.COMPLETION_RULES["dppo"].keep_prob(batch, rate) * batch.cost
-        columns.append(((spent[live].sum() / batch.cost[live].sum()).item(), rate))
+    spent = dppo.COMPLETION_RULES["dppo"].keep_prob(batch, RATE) * batch.cost
+    of_dppo = (spent[live].sum() / batch.cost[live].sum()).item()
     rows = []
-    for share, rate in columns:
-        oracle = None
+    for share, rate in [*((share, None) for share in SHARES), (of_dppo, RATE)]:
         for rule in RULES:
-            drawn = rule_draws(rule, share, measured, batch, norms, draws)
-            name = {"loss": loss, "stage": stage, "rule": rule}
-            name |= {"tokens": round(share, 4), "r_o": rate}
-            if drawn is None:
-                errors = dict.fromkeys(("kept", "rel_mse", "rel_bias2", "ratio_to_oracle"))
-                rows.append(name | errors)
-                continue
-            weights, kept = drawn
-            mse, bias2 = relative_errors(weights[:, live], gram)
-            oracle = mse if rule == "oracle, independent" else oracle
-            rows.append(name | {"kept": kept} | _errors(mse, bias2, oracle))
-            if rule in ("cppo", "cppo_batch"):  # see best_length_error
-                best = best_length_error(weights[0, live], gram)
-                name["rule"] = f"{rule}, best length"
-                rows.append(name | {"kept": kept} | _errors(best, best, oracle))
+            row = {"loss": loss, "stage": stage, "rule": rule}
+            row |= {"tokens": round(share, 4), "r_o": rate}
+            row |= dict.fromkeys(("kept", "rel_mse", "rel_bias2"))
+            if drawn := rule_draws(rule, share, measured, batch, norms, draws):
+                weights, row["kept"] = drawn
+                row["rel_mse"], row["rel_bias2"] = relative_errors(weights[:, live], gram)
+                if rule.endswith("best length"):
+                    best = best_length_error(weights[0, live], gram)
+                    row |= {"rel_mse": best, "rel_bias2": best}
+            rows.append(row)
     return rows
-
-
-def _errors(mse: float, bias2: float, oracle: float) -> dict:
-    ratio = mse / oracle if oracle else None  # at a share of 1 the oracle makes no error
-    return {"rel_mse": mse, "rel_bias2": bias2, "ratio_to_oracle": ratio}
 
 
 def relative_errors(weights: torch.Tensor, gram: torch.Tensor) -> tuple[float, float]:
@@ -233,33 +199,30 @@ def main(seeds: tuple[int, ...] = (0, 1, 2), draws: int = 2000, json_file: JsonF
 
     It is relative to |full|^2, from the gradient of every completion, with rollouts of the embedded
     run (GRPO) early, midway and late. Tokens are the prompt + completion tokens of the completions
-    that contribute. "oracle" knows the true gradient norms; ratios are to its independent draw.
+    that contribute. "oracle" knows the true gradient norms.
 
     Args:
-        seeds: seeds of the runs; the tables show medians
+        seeds: seeds of the runs; what is printed are medians
         draws: draws of each rule and batch
         json_file: where to write the rows {seed, data, loss, stage, rule, tokens, r_o, kept,
-            rel_mse, rel_bias2, ratio_to_oracle}
+            rel_mse, rel_bias2}
     """
     rows = []
     for seed, data_name in itertools.product(seeds, TASKS):
         rows += rows_of_run(data_name, seed, draws)
-    columns = [{"tokens": share, "r_o": None} for share in SHARES] + [{"r_o": r} for r in RATES]
+    print(f"\nmedian squared errors at the tokens of dppo at r_o {RATE}")
     for data_name, loss, stage in itertools.product(TASKS, LOSSES, STAGES):
-        what = "medians of relative squared error, squared bias (error over the oracle's)"
-        print(f"\n{data_name}, {loss}, {stage}: {what}")
-        heads = [f"as r_o {c['r_o']}" if c["r_o"] else f"{c['tokens']}" for c in columns]
-        print(f"{'':24s}" + "".join(f"{head:>26s}" for head in heads))
-        for rule in dict.fromkeys(row["rule"] for row in rows):
-            wanted = {"data": data_name, "loss": loss, "stage": stage, "rule": rule}
-            print(f"{rule:24s}" + "".join(_cell(rows, wanted | column) for column in columns))
+        wanted = {"data": data_name, "loss": loss, "stage": stage, "r_o": RATE}.items()
+        print(f"{data_name}, {loss}, {stage}")
+        for rule in RULES:
+            errors = [row["rel_mse"] for row in rows if {*wanted, ("rule", rule)} <= row.items()]
+            known = [error for error in errors if error is not None]
+            print(f"    {rule:24s}" + (f"{statistics.median(known):9.2g}" if known else " -"))
     if json_file:  # one line a row, names only once: a third of the size
         short = lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
         lists = [[short(value) for value in row.values()] for row in rows]
-        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in lists)
-        made = "".join(f"{json.dumps(k)}: {json.dumps(v)}, " for k, v in made_by().items())
-        columns = json.dumps(list(rows[0]))
-        json_file.write_text(f'{{{made}"columns": {columns}, "rows": [\n{lines}\n]}}\n')
+        table = json.dumps(stamped({"columns": list(rows[0]), "rows": lists}))
+        json_file.write_text(table.replace("], [", "],\n[") + "\n")
 
 
 def rows_of_run(data_name: str, seed: int, draws: int) -> list[dict]:
@@ -280,13 +243,3 @@ def rows_of_run(data_name: str, seed: int, draws: int) -> list[dict]:
                 marks = {"seed": seed, "data": data_name}
                 rows += [marks | row for row in variance_rows(measured, loss, stage, draws)]
     return rows
-
-
-def _cell(rows: list[dict], wanted: dict) -> str:
-    """Medians over seeds as text; a dash if some seed has none."""
-    matching = [row for row in rows if wanted.items() <= row.items()]
-    known = all(row["kept"] and row["ratio_to_oracle"] is not None for row in matching)
-    if not (matching and known):
-        return f"{'-':>26s}"
-    median = lambda key: statistics.median(row[key] for row in matching)
-    return f"{median('rel_mse'):9.4f} {median('rel_bias2'):7.4f} ({median('ratio_to_oracle'):6.2f})"

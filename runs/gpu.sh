@@ -17,7 +17,7 @@ pytest -n 0 -q tests/gpu
 measure() {  # measure NAME COMMAND FLAGS...
     python -m bench "${@:2}" --json "out-gpu/$1.json"
 }
-measure step step --shape 0.6b --rounds 1 --steps 10 --skip 2 --methods grpo pps --new-tokens 128
+measure step step --shape 0.6b --new-tokens 128
 measure rollout rollout --shape 0.6b --rounds 2 --batches 64 256 --new-tokens 128
 measure update-0.6b update --shape 0.6b --rounds 2 --sequences 64
 measure update-4b update --shape 4b --rounds 2 --sequences 64

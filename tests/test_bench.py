@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import bench
-import config
 from bench import __main__ as command_line
 from bench import check, shapes
 from tasks import arithmetic
@@ -41,28 +40,26 @@ def test_a_record_says_who_made_it(tmp_path):
 
 def test_step(command):
     """Catches a bench that train.py has outgrown, and a method that is not passed on."""
-    size = "--rounds 1 --steps 1 --skip 0 --shape tiny --new-tokens 4"
-    rows = command(f"step {size} --methods grpo pps")
+    rows = command("step --shape tiny --steps 1 --skip 0 --new-tokens 4")
     found = {(row["method"], row["part"]): row["median"] for row in rows}
     assert 0 < found["pps", "tokens/trained"] < 0.9 * found["grpo", "tokens/trained"]
     assert found["grpo", "step_time"] > found["grpo", "time/train"] > 0
 
 
-def test_rollout(command):
-    """Catches an engine that another one's tokens are counted for."""
-    rows = command("rollout --rounds 1 --batches 32 --shape tiny --new-tokens 4")
+@pytest.mark.parametrize(
+    ("flags", "sequences", "lengths"),
+    [("--shape tiny --new-tokens 4 --batches 32", 32, (4, 4)), ("--batches 16 32", 32, (3, 54))],
+)
+def test_rollout(command, flags, sequences, lengths):
+    """Catches an engine that another one's tokens are counted for, completions that never end, and
+    a batch that is not all of the prompts."""
+    rows = command(f"rollout --rounds 1 {flags}")
     assert [row["engine"] for row in rows][:3] == ["hf", "compact", "plain"]
     for row in rows:
-        assert row["tokens"] == 32 * 4
+        assert lengths[0] <= row["tokens"] / sequences <= lengths[1]
+        assert row["tokens"] == pytest.approx(rows[0]["tokens"], rel=0.1), "the same prompts"
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
         assert row["max_logprob_gap"] < 0.1
-
-
-def test_rollout_of_the_embedded_task(command):
-    """Catches completions that never end, and a batch that is not all of the prompts."""
-    rows = command("rollout --rounds 1 --batches 16 32")
-    assert {(row["engine"], row["batch"]) for row in rows} >= {("hf", 16), ("compact", 32)}
-    assert all(32 * 2 < row["tokens"] < 32 * 55 for row in rows)
 
 
 def test_update(command):
@@ -74,23 +71,9 @@ def test_update(command):
     assert tokens["packed"] < min(tokens["padded, sorted"], tokens["padded, arrival"])
 
 
-def test_sizes_of_benches():
-    """Catches steps that are compared at sizes or rates of their own, and tiny's learning rate for
-    another model."""
-    for method, prompts in (("grpo", 32), ("dppo", 32), ("pps", 64), ("adaptive", 64)):
-        cfg = config.resolve(config.parse_config(bench.sized(method)))
-        assert (cfg.method, cfg.prompts_per_step, cfg.group_size) == (method, prompts, 16)
-        assert (cfg.loss, cfg.lr, cfg.adam_beta2) == ("grpo", 6e-4, 0.999)
-    cfg = config.resolve(config.parse_config(bench.sized("pps", "--model folder --group-size 4")))
-    assert (cfg.lr, cfg.group_size) == (1e-6, 4)
-
-
-@pytest.mark.parametrize(
-    ("shape", "count"), [("0.6b", 596_049_920), ("4b", 4_022_468_096), ("8b", 8_190_735_360)]
-)
+@pytest.mark.parametrize(("shape", "count"), [("0.6b", 596_049_920), ("4b", 4_022_468_096)])
 def test_parameters_of_qwen3(shape, count):
-    """The published numbers. Catches a dimension that is not Qwen3's, and a head that is tied where
-    it is not."""
+    """The published numbers. Catches a dimension that is not Qwen3's."""
     model = shapes.random_model(shape, "meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
@@ -123,8 +106,10 @@ def test_check(small_runs, command, monkeypatch):
     """pps is within three standard errors of 0, and the planted mistake is not. Catches one draw
     for both estimates, a full gradient that is pruned, and a check that draws no prompts."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 24)
-    size = "--steps 20 --every 1 --draws 8 --methods dppo,pps"
-    rows = command(f"check {size} --flags='--device cpu'")  # bfloat16 rounds at 4e-3
+    monkeypatch.setattr(check, "RUNS", [row for row in check.RUNS if row[1] in ("dppo", "pps")])
+    on_cpu = lambda method: [*bench.sized(method), "--device", "cpu"]  # bfloat16 rounds at 4e-3
+    monkeypatch.setattr(check, "sized", on_cpu)
+    rows = command("check --steps 20 --every 1 --draws 8")
     found = {(row["rule"], row["key"]): (row["mean"], row["error"]) for row in rows}
     assert {row["checks"] for row in rows} == {20}
     for rule in ("dppo", "pps"):

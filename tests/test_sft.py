@@ -1,4 +1,4 @@
-"""Supervised training: the plain loss, runs that learn and resume, ranks that agree, bad input."""
+"""Supervised training: the plain loss, runs that learn and resume, bad input."""
 
 import itertools
 import json
@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from test_packing import flat_grad, plain_logprobs
-from toy import assert_same, in_processes, rows, timeless
+from toy import assert_same, rows, timeless
 
 import data
-import models
-import rollout
 from runtime import InputError, ranks
 from tasks import sft
 
@@ -74,7 +72,7 @@ def test_a_step_is_the_plain_computation(make_policy, file, monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for pack_tokens in (1, 320, 9999):
         monkeypatch.setattr(sft, "PACK_TOKENS", pack_tokens)
-        row = sft.update(model, optimizer, batch, cfg, slice(None))
+        row = sft.update(model, optimizer, batch, cfg)
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-9)
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-9)
         assert (flat_grad(model) - clipped).norm() < 1e-5 * clipped.norm()  # clipping adds 1e-6
@@ -82,26 +80,25 @@ def test_a_step_is_the_plain_computation(make_policy, file, monkeypatch):
 
 ROLES = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>"
 TURNS = "{% for m in messages %}<user>{{ m.content }}<|pad|>{% endfor %}<assistant>"
-ENCODED = [  # a chat template, a prompt format; how a solution begins and ends
-    (ROLES, "plain", "", "<|end|>"),
-    (ROLES, "chat", "", "<|end|>"),
-    (TURNS, "plain", "", "<|end|>"),
-    (TURNS, "chat", "", "<|pad|>"),  # where a turn ends
-    (TURNS + "<think>", "chat", "</think>\n\n", "<|pad|>"),
+ENCODED = [  # a chat template, a prompt format; how a solution ends
+    (ROLES, "chat", "<|end|>"),
+    (TURNS, "plain", "<|end|>"),
+    (TURNS, "chat", "<|pad|>"),  # where a turn ends
 ]
 
 
-@pytest.mark.parametrize(("template", "form", "begin", "end"), ENCODED)
-def test_prompts_and_solutions(make_policy, file, template, form, begin, end):
+@pytest.mark.parametrize(("template", "form", "end"), ENCODED)
+def test_prompts_and_solutions(make_policy, file, template, form, end):
     """Catches a prompt format or an instruction that is not passed on, a solution of another
-    problem, an end that ends no turn, and a limit on tokens that forgets the solution."""
+    problem, an end that ends no turn, a limit on tokens that forgets the solution, and a solution
+    inside a thought."""
     _, tokenizer = make_policy()
     tokenizer.chat_template = template
     cfg = settings(file, prompt_format=form)
     _, prompts = data.encode_prompts(data.sft_problems(file), tokenizer, 512, form)
     pairs = sft.encode(cfg, tokenizer, 512)
     assert [prompt for prompt, _ in pairs] == prompts
-    solutions = [begin + row["answer"] + end for row in PROBLEMS[:-1]]
+    solutions = [row["answer"] + end for row in PROBLEMS[:-1]]
     assert [tokenizer.decode(solution) for _, solution in pairs] == solutions
     boxed, *_ = sft.encode(replace(cfg, instruction="Box it."), tokenizer, 512)
     assert "Box it." in tokenizer.decode(boxed[0])
@@ -109,29 +106,13 @@ def test_prompts_and_solutions(make_policy, file, template, form, begin, end):
     shorter = [pair for pair in pairs if len(pair[0]) + len(pair[1]) < longest]
     assert sft.encode(cfg, tokenizer, longest) == pairs
     assert sft.encode(cfg, tokenizer, longest - 1) == shorter
+    tokenizer.chat_template += "<think>"
+    if form == "chat":
+        with pytest.raises(InputError, match="opens a thought"):
+            sft.encode(cfg, tokenizer, 512)
 
 
 # ---------------------------------------------------------------------------- a run
-
-
-def test_it_learns(teach, tmp_path, monkeypatch):
-    """Catches the wrong sign of the loss, an update that is not applied, targets that are off by
-    one, an end that is not learned, and a checkpoint of other weights. Two problems are learned by
-    heart, and the checkpoint, read as train.py reads it, completes both as taught."""
-    monkeypatch.setattr(data, "INSTRUCTION", ":")  # short prompts need few steps
-    taught = {"aaaa": "a: \\boxed{1}", "bbbb": "b: \\boxed{2}", "held out": "c: \\boxed{3}"}
-    problems = [{"problem": text, "answer": solution} for text, solution in taught.items()]
-    file = write(tmp_path / "two.jsonl", problems)
-    log = teach("run", data=(file,), batch_size=2, steps=80, lr=1e-2)
-    assert log[0]["loss"] > 1
-    assert log[-1]["loss"] < 0.1
-    model, tokenizer = models.load_policy(str(tmp_path / "run" / "checkpoint"), "cpu")
-    _, prompts = data.encode_prompts(data.sft_problems(file), tokenizer, 512)
-    sampling = models.sampling(model, tokenizer, 30, temperature=0)
-    found = rollout.sample(model, prompts, sampling, group_size=1, seed=0)
-    pairs = zip(found.completion_ids[:, 0], found.lengths[:, 0], strict=True)
-    said = [tokenizer.decode(ids[:length]) for ids, length in pairs]
-    assert said == ["a: \\boxed{1}<|end|>", "b: \\boxed{2}<|end|>"]
 
 
 def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
@@ -159,12 +140,13 @@ def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
 
 
 def test_stopped_killed_and_resumed(teach, tmp_path, monkeypatch, capsys):
-    """Catches a stop without a checkpoint, an optimizer that starts afresh, a step that is repeated
-    or skipped, and rows that are written twice. A run is stopped by SIGTERM in step 3, resumed,
-    killed in step 6 after the checkpoint of step 4, and resumed. Its log and weights are an
-    uninterrupted run's, bit for bit."""
+    """Catches an update that is not applied, a stop without a checkpoint, an optimizer that starts
+    afresh, a step that is repeated or skipped, and rows that are written twice. A run is stopped by
+    SIGTERM in step 3, resumed, killed in step 6 after the checkpoint of step 4, and resumed. Its
+    log and weights are an uninterrupted run's, bit for bit."""
     monkeypatch.setattr(sft, "SAVE_EVERY", 2)
-    teach("whole", steps=8)
+    first, *_, last = teach("whole", steps=8)
+    assert last["loss"] < first["loss"]
     calls, update = itertools.count(1), sft.update
 
     def interrupted(*args):
@@ -195,56 +177,20 @@ def test_bfloat16(teach):
     assert rounded["loss"] == pytest.approx(plain["loss"], rel=0.05)
 
 
-def record_gradients(folder, model, file):
-    """Two runs of which every rank writes the summed gradients."""
-    add, gradients = ranks.sum_gradients, []
-
-    def recorded(model):
-        add(model)
-        gradients.append(flat_grad(model))
-
-    ranks.sum_gradients = recorded
-    for name, batch_size in (("uneven", 5), ("alone", 1)):
-        gradients.clear()
-        options = {"model": model, "out_dir": f"{folder}/{name}", "batch_size": batch_size}
-        sft.main(settings(file, steps=3, **options))
-        rank = os.environ.get("RANK", "0")
-        torch.save(torch.stack(gradients), f"{folder}/{name}-rank{rank}.pt")
-
-
-def test_two_ranks_are_one(policy_folder, file, tmp_path, monkeypatch):
-    """Catches a rank that divides by its own number of tokens, a problem on both ranks or on none,
-    a gradient or loss that is not summed, and a rank that waits for one without problems. `uneven`
-    has three problems on the first rank and two on the second, `alone` one and none."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    monkeypatch.setattr(ranks, "sum_gradients", ranks.sum_gradients)  # restores what is patched
-    record_gradients(one, policy_folder, file)
-    in_processes(2, record_gradients, two, policy_folder, file)
-    for name in ("uneven", "alone"):
-        whole = torch.load(one / f"{name}-rank0.pt")
-        assert len(whole) == 3
-        for rank in range(2):
-            together = torch.load(two / f"{name}-rank{rank}.pt")
-            assert (whole - together).norm() < 1e-5 * whole.norm()
-        for here, there in zip(rows(one / name), rows(two / name), strict=True):
-            for key in ("step", "loss", "grad_norm", "learning_rate"):
-                assert here[key] == pytest.approx(there[key], rel=1e-5), key
-
-
 # ---------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_bad_input_leaves_nothing(teach, tmp_path, monkeypatch):
+    """Catches a folder that is left behind, and two processes that would write the same files."""
+    for changes, message in (
         ({"lr": math.nan}, "--lr nan: must be above 0"),
         ({"batch_size": 13}, "--batch-size 13: only 12 problems fit the model"),
-    ],
-)
-def test_bad_input_leaves_nothing(teach, tmp_path, changes, message):
-    with pytest.raises(InputError, match=message):
-        teach("run", **changes)
+    ):
+        with pytest.raises(InputError, match=message):
+            teach("run", **changes)
+    monkeypatch.setattr(ranks, "start", lambda _device: (0, 2))
+    with pytest.raises(InputError, match="start it without torchrun"):
+        teach("run")
     assert not (tmp_path / "run").exists()
 
 
@@ -256,9 +202,9 @@ def test_a_gradient_that_is_not_finite(teach, tmp_path):
     assert not [*(tmp_path / "run").glob("checkpoint*")]
 
 
-def test_a_folder_that_holds_a_run(teach, file, tmp_path, monkeypatch):
+def test_a_folder_that_holds_a_run(teach, file, tmp_path):
     """Catches a run that is overwritten, one that is resumed with other flags or other solutions,
-    one that has ended, and a resume that starts a run."""
+    and a resume that starts a run."""
 
     def refused(name, message, **changes):
         with pytest.raises(InputError, match=message):
@@ -267,19 +213,13 @@ def test_a_folder_that_holds_a_run(teach, file, tmp_path, monkeypatch):
     log = teach("run", steps=2)
     for changes in ({}, {"resume": True, "lr": 0.5}, {"resume": True, "data": ("words",)}):
         refused("run", "run holds a run: continue it with --resume", **changes)
-    refused("run", "has ended after its 2 steps", resume=True)
     refused("elsewhere", "elsewhere holds no run: --resume auto would start", resume=True)
+    for resume in (True, "auto"):
+        assert teach("run", steps=2, resume=resume) == log, "it has ended"
+    Path(file).write_text(Path(file).read_text().replace("0", "1"))
+    refused("run", "not the problems that the run in .*run began with", resume=True)
     assert rows(tmp_path / "run") == log
-    with monkeypatch.context() as patch:
-        patch.setattr(sft.Stop, "agreed", lambda _stop: True)
-        teach("stopped", steps=2)
-    content = Path(file).read_text()
-    Path(file).write_text(content.replace("0", "1"))
-    refused("stopped", "not the problems that the run in .*stopped began with", resume=True)
-    Path(file).write_text(content)
-    assert [row["step"] for row in teach("stopped", steps=2, resume=True)] == [1, 2]
-    for _ in range(2):  # starts it, then finds that it has ended
-        assert len(teach("auto", steps=2, resume="auto")) == 2
+    assert len(teach("auto", steps=2, resume="auto")) == 2
 
 
 def test_as_a_program(monkeypatch, capsys):

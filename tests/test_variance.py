@@ -30,9 +30,10 @@ def rows():
 
 
 def test_errors_agree_with_the_formula(rows):
-    """The variance of independent draws is sum((1 / p - 1) |term|^2), and unbiased rules have no
-    bias. Catches errors that count dead groups, the square of something else, a share of all tokens
-    in place of those that contribute, and the noise of the draws in the bias."""
+    """The variance of independent draws is sum((1 / p - 1) |term|^2), unbiased rules have no bias,
+    and the error of a rule without chance is all bias. Catches errors that count dead groups, the
+    square of something else, a share of all tokens in place of those that contribute, and the noise
+    of the draws in the bias."""
     found, vectors, table = rows
     factors = dppo.group_advantages(found.batch.rewards, "none")[found.live]
     terms = factors[:, None] * vectors
@@ -47,22 +48,13 @@ def test_errors_agree_with_the_formula(rows):
             assert row["kept"] == pytest.approx(row["tokens"], abs=0.03)
             assert abs(row["rel_bias2"]) < 0.02 * row["rel_mse"] + 1e-9
             excess.append(row["rel_bias2"] / row["rel_mse"] * 1000)  # 1 with the draws' noise in it
-    assert len(excess) > 12
+        if row["rule"] == "cppo_batch, best length":
+            assert 0 < row["kept"] <= row["tokens"] + 1e-3
+            assert row["rel_bias2"] == row["rel_mse"] > 0
+    assert len(excess) > 10
     assert abs(sum(excess) / len(excess)) < 0.5
     unreachable = [row for row in table if (row["rule"], row["tokens"]) == ("dppo", 0.1)]
     assert [row["rel_mse"] for row in unreachable] == [None], "it keeps all above the mean"
-
-
-def test_a_rule_never_stands_in_for_another(rows):
-    """The error of a rule without chance is all bias. Catches an unknown rule that draws as pps
-    does, as the rivals' did while nothing had imported them."""
-    found, _, table = rows
-    names = {"cppo", "cppo_batch", "pods", "dppo_floor"}
-    biased = [row for row in table if row["rule"] in names and row["kept"]]
-    assert {row["rule"] for row in biased} == names
-    assert all(row["rel_bias2"] == row["rel_mse"] for row in biased)
-    with pytest.raises(KeyError, match="nobody"):
-        variance.rule_draws("nobody", 0.5, found, found.batch, found.batch.size, 2)
 
 
 def test_error_at_the_best_length():
@@ -76,8 +68,8 @@ def test_error_at_the_best_length():
 
 
 def test_the_command(small_runs, monkeypatch, capsys, tmp_path):
-    """From the command line to the table and the file that notebook 02 reads, on runs of a few
-    steps. Catches a bench that train.py has outgrown, and a stage with another's checkpoint."""
+    """From the command line to the file that notebook 02 reads, on runs of a few steps. Catches a
+    bench that train.py has outgrown, and a stage with another's checkpoint."""
     monkeypatch.setattr(variance, "TASKS", ("arithmetic",))
     monkeypatch.setattr(variance, "STAGES", {"early": 1, "late": 3})
     steps, real = [], variance.real_gradients
@@ -91,20 +83,9 @@ def test_the_command(small_runs, monkeypatch, capsys, tmp_path):
     command_line.main(f"variance --seeds 0 --draws 60 --json {file}".split())
     table = json.loads(file.read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-    assert {row["rule"] for row in rows} >= {*variance.RULES}
+    assert {row["rule"] for row in rows} == {*variance.RULES}
     assert {(row["seed"], row["data"]) for row in rows} == {(0, "arithmetic")}
     assert {"commit", "machine", "date"} < {*table}
     assert any(row["rel_mse"] for row in rows if row["rule"] == "pps")
     assert steps == [(1, 1), (3, 3)]
-    assert "arithmetic, dr_grpo, late: medians" in capsys.readouterr().out
-
-
-def test_a_cell_is_the_median_over_seeds():
-    """Catches a mean, and a dash that hides what a seed lacks."""
-    rows = [
-        {"rule": "pps", "kept": 0.1, "rel_mse": mse, "rel_bias2": 0.0, "ratio_to_oracle": 2 * mse}
-        for mse in (0.1, 0.2, 0.6)
-    ]
-    assert variance._cell(rows, {"rule": "pps"}).split() == ["0.2000", "0.0000", "(", "0.40)"]
-    rows[0]["kept"] = None
-    assert variance._cell(rows, {"rule": "pps"}).strip() == "-"
+    assert capsys.readouterr().out.count("\narithmetic, dr_grpo, late\n") == 1

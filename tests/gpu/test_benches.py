@@ -9,7 +9,7 @@ from bench import __main__ as command_line
 from bench import shapes
 
 COMMANDS = {  # command, a figure of every row
-    "step --rounds 1 --steps 2 --skip 1 --methods pps --new-tokens 4": "median",
+    "step --steps 2 --skip 1 --methods pps --new-tokens 4": "median",
     "rollout --rounds 1 --batches 16 --new-tokens 4": "tokens_per_s",
     "update --rounds 1 --sequences 8 --pack-tokens 256": "seconds",
 }
