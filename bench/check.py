@@ -20,6 +20,7 @@ import torch
 import dppo
 import rollout
 from bench import JsonFile, gradient, run, sized, write_json
+from runtime import InputError
 from train import Trainer
 
 
@@ -164,6 +165,8 @@ def main(steps: int = 60, every: int = 6, draws: int = 64, json_file: JsonFile =
         draws: pruned gradients of a check; the standard error of bias2 falls as 1 / draws
         json_file: where to write the rows {rule, key, mean, error, checks}
     """
+    if every > steps:
+        raise InputError(f"--steps {steps} --every {every}: no check; give more steps")
     rows = []
     for name, method, trainer_class in RUNS:
         args = [*sized(method), "--steps", str(steps)]

@@ -10,6 +10,7 @@ import torch
 import bench
 from bench import __main__ as command_line
 from bench import check, shapes
+from runtime import InputError
 from tasks import arithmetic
 
 
@@ -104,7 +105,10 @@ def test_check_weights_steps_by_their_gradient():
 
 def test_check(small_runs, command, monkeypatch):
     """pps is within three standard errors of 0, and the planted mistake is not. Catches one draw
-    for both estimates, a full gradient that is pruned, and a check that draws no prompts."""
+    for both estimates, a full gradient that is pruned, a check that draws no prompts, and runs that
+    end without one."""
+    with pytest.raises(InputError, match="--steps 5 --every 6: no check; give more steps"):
+        check.main(steps=5)
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 24)
     monkeypatch.setattr(check, "RUNS", [row for row in check.RUNS if row[1] in ("dppo", "pps")])
     on_cpu = lambda method: [*bench.sized(method), "--device", "cpu"]  # bfloat16 rounds at 4e-3
