@@ -528,7 +528,8 @@ def loss_scale(
     """1 / denominator, which multiplies each token's loss in a full batch: float64, lengths' shape.
 
     The counts are of the full batch, fixed before anything is pruned: num_sequences = Q x G, and
-    num_tokens its completion tokens. With M updates a step, both are divided by M.
+    num_tokens its completion tokens. With M updates a step, both are divided by M; verl divides by
+    each mini-batch's own tokens.
         own length    length x num_sequences: a mean over sequences of token means
         constant      num_sequences x max_new_tokens
         batch tokens  num_tokens
