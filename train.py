@@ -67,7 +67,8 @@ EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
 DEAD_STEPS = 5  # steps in a row with gradient 0, after which a run says so
 NOTHING_LEARNED = (
     "the gradient was 0 for {} steps, so nothing was learned: the problems are too hard or too "
-    "easy, or the reward does not find or cannot score the answers. See {}"
+    "easy, the reward does not find or cannot score the answers, or --mask-truncated leaves out "
+    "every completion. See {}"
 )
 SOME_NONE = (
     "the reward is None for some completions of a prompt and a number for others. None leaves a "
