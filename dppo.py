@@ -180,9 +180,8 @@ def contribution_size(
     `factor` is what multiplies the loss of its tokens (prompt weight over denominator; 0: masked),
     because the variance that pruning adds is that of the weighted term. `energy` is the sum over
     its tokens of |onehot - softmax|^2. The gradient passes through the logits, and the gradients
-    of different tokens' log-probs are uncorrelated, so the squared norm is roughly proportional to
-    the energy.
-    beta accounts for the KL term.
+    of different tokens' log-probs are uncorrelated. So the squared norm is roughly proportional to
+    the energy. beta accounts for the KL term.
 
     The size is exactly 0 where the term is exactly 0. Elsewhere it is at least SIZE_FLOOR of the
     mean, so an estimate that underflows never leads to a keep probability of 0.
@@ -201,10 +200,10 @@ def threshold_keep_prob(
 ) -> torch.Tensor:
     """Keep probabilities, float64 of values' shape [..., n]: 1 - prune_rate below the mean, else 1.
 
-    The mean is over the `counted` [..., n] entries of the last dimension. A NaN (a prompt
-    that was never rolled out) is always kept. This is the paper's threshold (from secondary
-    sources) at both levels: |advantage| against its group's mean with r_o, historical |advantage|
-    against the step's mean with r_q. The random form is ours.
+    The mean is over the `counted` [..., n] entries of the last dimension. NaN (a prompt that was
+    never rolled out) is always kept. This is the paper's threshold (from secondary sources) at both
+    levels: |advantage| against its group's mean with r_o, historical |advantage| against the step's
+    mean with r_q. The random form is ours.
     """
     values = values.double()
     total = torch.where(counted, values, 0.0).sum(dim=-1, keepdim=True)

@@ -80,9 +80,9 @@ def _decode(model, prompt_ids, group_size, record, progress) -> None:
     # the batch's row of each of them; None: a row of its own
     row_of = None if group_size == 1 else active // group_size
     for step in range(T):
-        scores = record.distribution(logits)
+        logprobs = record.distribution(logits)
         # Text number i continues in row i, unless rows were freed or added (below).
-        token, continued, row_of = record.draw(active, row_of, step, scores)  # [C, 1], [C], [n]
+        token, continued, row_of = record.draw(active, row_of, step, logprobs)  # [C, 1], [C], [n]
         ended = record.ended(active, step)
         live = 0 if step + 1 == T else len(active) - int(ended.sum())
         progress.update(len(active) - live)
@@ -120,37 +120,37 @@ class Record:
         logits = logits[:, : self.vocab_size]
         if self.warpers:
             logits = self.warpers(None, logits.to(dtype))  # these do not read the texts
-        scores = torch.log_softmax(logits, dim=-1, dtype=dtype)
+        logprobs = torch.log_softmax(logits, dim=-1, dtype=dtype)
         # Finite, so that 0 * log 0 is 0 for the tokens that top-k and top-p leave out.
-        return scores.clamp_(min=torch.finfo(dtype).min) if self.warpers else scores
+        return logprobs.clamp_(min=torch.finfo(dtype).min) if self.warpers else logprobs
 
-    def draw(self, active, row_of, step, scores):
+    def draw(self, active, row_of, step, logprobs):
         """Draw token `step`, one number or [n], of completions `active` [n] from log-probs [R, V]:
         completion i from row row_of[i], or with None from row i. Returns the texts after it: their
         last tokens [C, 1], the rows [C] that they continue, ascending, and the text of each
         completion [n]. If row_of is None: the tokens [n, 1], None and None."""
-        probs = scores.exp()  # [R, V]
+        probs = logprobs.exp()  # [R, V]
         if self.sampling.temperature:
             token = draw(probs, self.uniforms[active, step, None], row_of)  # [n, 1]
         else:  # there is one completion of each prompt
-            token = scores.argmax(dim=1, keepdim=True)
+            token = logprobs.argmax(dim=1, keepdim=True)
         if row_of is None:
-            self.take(active, step, scores, probs, token)
+            self.take(active, step, logprobs, probs, token)
             return token, None, None
-        V = scores.shape[1]
+        V = logprobs.shape[1]
         texts, text_of = torch.unique(row_of * V + token[:, 0], return_inverse=True)  # [C], [n]
         continued, token = texts // V, texts[:, None] % V
-        if len(texts) > len(scores):
-            scores, probs = scores[continued], probs[continued]  # [C, V]
-        self.take(active, step, scores, probs, token, text_of)
+        if len(texts) > len(logprobs):
+            logprobs, probs = logprobs[continued], probs[continued]  # [C, V]
+        self.take(active, step, logprobs, probs, token, text_of)
         return token, continued, text_of
 
-    def take(self, active, step, scores, probs, token, text_of=slice(None)):
+    def take(self, active, step, logprobs, probs, token, text_of=slice(None)):
         """Record token[text_of] (token is [C, 1]) as token `step` of completions `active`.
-        Overwrites probs [C, V], the exp of scores."""
-        logprob = scores.gather(1, token)[:, 0]  # [C]
+        Overwrites probs [C, V], the exp of logprobs."""
+        logprob = logprobs.gather(1, token)[:, 0]  # [C]
         probs.scatter_(1, token, 0.0)  # the others'
-        others = (probs[:, None] @ scores[..., None]).flatten()  # the sum of p log p
+        others = (probs[:, None] @ logprobs[..., None]).flatten()  # the sum of p log p
         spread = torch.linalg.vector_norm(probs, dim=1)
         self.ids[active, step] = token[text_of, 0]
         statistics = torch.stack([logprob, others, spread]).float()  # [3, C]

@@ -38,10 +38,10 @@ def _generate(model, prompt_ids, group_size, record, progress) -> None:
     active = torch.arange(B, device=model.device)
 
     def draw(sequences, logits):
-        scores = record.distribution(logits)
-        if scores.isnan().any():  # generate would go on with them
+        logprobs = record.distribution(logits)
+        if logprobs.isnan().any():  # generate would go on with them
             raise NotFiniteError(compact.NOT_FINITE)
-        token, _, _ = record.draw(active, None, sequences.shape[1] - width, scores)
+        token, _, _ = record.draw(active, None, sequences.shape[1] - width, logprobs)
         return torch.full_like(logits, -torch.inf).scatter_(1, token, 0.0)
 
     model.generate(

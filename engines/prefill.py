@@ -46,8 +46,8 @@ def prefill(model, prompt_ids, room):
     """Read K prompts, the longest of W tokens. `room` tokens will be sampled after each.
 
     Returns (logits, W, positions, bias, cache): the logits [K, V] of the first sampled token, W,
-    the position [K, 1] of each prompt's last token, and the cache. bias
-    [K, 1, 1, W + room or more] is added to attention's scores: 0, and -inf at padding.
+    the position [K, 1] of each prompt's last token, a bias [K, 1, 1, W + room or more], and the
+    cache. The bias is added to attention's scores: 0, and -inf at padding.
     """
     ids, mask = pad_left(prompt_ids, model.device)  # [K, W] each
     K, W = mask.shape

@@ -88,8 +88,8 @@ class Slots:
         what is not a tensor is the same in every step of R slots."""
         R, C = self.rows, self.columns
         number, position, drawn = self.state[:, :R]  # [R] each
-        scores = self.record.distribution(self.logits[:R])
-        token, *_ = self.record.draw(number, None, drawn, scores)  # [R, 1]
+        logprobs = self.record.distribution(self.logits[:R])
+        token, *_ = self.record.draw(number, None, drawn, logprobs)  # [R, 1]
         rows = torch.arange(R + 1, dtype=torch.int32, device=self.device)
         after = torch.arange(C, device=self.device) > position[:, None]  # [R, C]
         bias = self.logits.new_zeros(R, C).masked_fill_(after, -torch.inf)[:, None, None]

@@ -341,8 +341,11 @@ class DPPOTrainer(trl.GRPOTrainer):
         columns = {name: x.reshape(n, -1) for name, x in rows.items() if x.ndim}  # [n, T or 1]
         for name, x in columns.items():
             left = name in PADDED_LEFT
-            pad = 1 if name == "importance_sampling_ratio" else 0  # as TRL has it; vespo sums logs
-            columns[name] = self.accelerator.pad_across_processes(x, 1, pad, pad_first=left)
+            # TRL pads this ratio with 1, because vespo sums its logs.
+            pad = 1 if name == "importance_sampling_ratio" else 0
+            columns[name] = self.accelerator.pad_across_processes(
+                x, dim=1, pad_index=pad, pad_first=left
+            )
         widths = [x.shape[1] for x in columns.values()]
 
         # All columns travel as one table of float64, which holds token ids without loss.

@@ -122,7 +122,7 @@ CHANGES = (  # words that change the number before them: 2 or three, 5 thousandt
     "or|nor|plus|minus|power|squared|cubed|factorial|half|halves|thirds?|"
     "(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?|"
     "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen|"
-    "(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|million|billion|dozen"
+    "(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
 )
 COUNTED = re.compile(  # other words after a number
     rf"(?:(?<=\d) +|(?<=[}})]))(?![a-z' -]*\b(?:{CHANGES})\b)(?=[a-z' -]*[a-z]{{3}})[a-z' -]+$",
