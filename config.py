@@ -47,6 +47,7 @@ FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the e
     "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "timeout",
     "track",
 )  # fmt: skip
+RULES = (dppo.Rule, dppo.BiasedRule)
 COMPARED = ("model", "data", "eval_data")  # may have moved, if their contents are the same
 
 
@@ -164,14 +165,14 @@ def _check_name(cfg: Config, name: str, known: dict) -> None:
 def _check_entries(cfg: Config) -> None:
     """InputError for a rule or loss that is unknown, or whose entry is of the wrong kind."""
     for name, table, kind in (
-        ("prompt_rule", sampler.PROMPT_RULES, dppo.Rule),
-        ("completion_rule", dppo.COMPLETION_RULES, dppo.Rule),
+        ("prompt_rule", sampler.PROMPT_RULES, RULES),
+        ("completion_rule", dppo.COMPLETION_RULES, RULES),
         ("loss", dppo.LOSSES, dppo.Loss),
     ):
         _check_name(cfg, name, table)
         entry = table[getattr(cfg, name)]
         if not isinstance(entry, kind):
-            maker = "dppo.by_probability" if kind is dppo.Rule else "dppo.Loss"
+            maker = "dppo.Rule" if kind is RULES else "dppo.Loss"
             wrong = f"the entry {getattr(cfg, name)!r} is a {type(entry).__name__}"
             raise InputError(f"{wrong}: give it to {maker}(..)")
     denominator = dppo.LOSSES[cfg.loss].denominator
@@ -180,7 +181,7 @@ def _check_entries(cfg: Config) -> None:
     dppo.check_known(f"scale_rewards (loss {cfg.loss!r})", scale_rewards, dppo.SCALES)
 
 
-def can_drop(rule: dppo.Rule, prune_rate: float) -> bool:
+def can_drop(rule: dppo.Rule | dppo.BiasedRule, prune_rate: float) -> bool:
     return prune_rate > 0 or rule.rate is None
 
 
@@ -272,7 +273,7 @@ def warnings(cfg: Config) -> list[str]:
     for level, table in (("completion", dppo.COMPLETION_RULES), ("prompt", sampler.PROMPT_RULES)):
         name = getattr(cfg, f"{level}_rule")
         rule, rate = table[name], getattr(cfg, f"{level}_prune_rate")
-        if rule.biased and can_drop(rule, rate):
+        if isinstance(rule, dppo.BiasedRule) and can_drop(rule, rate):
             notes.append(f"--{level}-rule {name} changes the expected gradient: {rule.biased}")
     if cfg.engine == "vllm" and cfg.completion_rule in ("pps", "adaptive"):
         notes.append(

@@ -322,29 +322,8 @@ def ht_weights(keep: torch.Tensor, keep_prob: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------- rules
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How completions or prompts are dropped: an entry of COMPLETION_RULES or sampler.PROMPT_RULES.
-
-    draw(batch, prune_rate, generator) -> (keep, weights), both [K, G] for the Completions of a
-    mini-batch, or [n] for its sampler.Prompts. Weights are 0 where keep is False.
-
-    `by_probability` makes the draw of an unbiased rule. A rule with another draw counts as biased,
-    because nothing can check its weights, and must say why.
-    """
-
-    draw: Callable
-    rate: float | None  # the default; at 0 nothing is dropped. None: the rule has no rate
-    biased: str | None = None  # the reason, printed in the run's first lines
-    keep_prob: Callable | None = None  # of by_probability: (batch, prune_rate) -> float64, checked
-    order: Callable | None = None  # of by_probability
-
-    def __post_init__(self):
-        if not self.keep_prob and not self.biased:
-            raise RuleError(
-                "a rule draws without keep probabilities: use dppo.by_probability(..), or say in "
-                "its biased=.. what it does to the expected gradient"
-            )
+# What a rule draws: (keep, weights), bool and float64 of the shape of batch.live.
+Drawn = tuple[torch.Tensor, torch.Tensor]
 
 
 def any_order(batch, generator: Generator) -> torch.Tensor:
@@ -352,64 +331,91 @@ def any_order(batch, generator: Generator) -> torch.Tensor:
     return torch.from_numpy(generator.permutation(batch.live.numel()))
 
 
-def by_probability(
-    keep_prob: Callable, *, rate: float | None, order=any_order, biased: str | None = None
-) -> Rule:
-    """The rule that keeps with these probabilities, and weights by 1 / probability.
+@dataclass(frozen=True)
+class Rule:
+    """Keeps at random, and weights by 1 / P(kept): an entry of COMPLETION_RULES or PROMPT_RULES.
 
-    keep_prob(batch, prune_rate) -> probabilities of the shape of batch.live. They must be above 0
-    where batch.live is True, because no weight can make up for what is never kept. A rule with
-    `biased` is exempt.
+    chance(batch, prune_rate) -> the probabilities of keeping, of the shape of batch.live: [K, G]
+    for the Completions of a mini-batch, [n] for its sampler.Prompts. They must be above 0 where
+    batch.live is True, because no weight can make up for what is never kept.
 
     order(batch, generator) -> a permutation of the batch's places, for a systematic draw, which
     keeps as many as the probabilities add up to, rounded up or down. None: an independent draw.
+
+    The weights are not the user's to choose: they make the estimate exact.
     """
 
-    def checked(batch, prune_rate: float) -> torch.Tensor:
-        p = keep_prob(batch, prune_rate)
+    chance: Callable
+    rate: float | None  # the default; at 0 nothing is dropped. None: the rule has no rate
+    order: Callable | None = any_order
+
+    def __init_subclass__(cls):
+        raise RuleError(
+            f"{cls.__name__}: a dppo.Rule cannot be subclassed, because its weights must be 1 / "
+            f"probability. Use dppo.BiasedRule(select, rate, biased='the reason') for others"
+        )
+
+    def keep_prob(self, batch, prune_rate: float) -> torch.Tensor:
+        """The probabilities, float64, checked."""
+        p = self.chance(batch, prune_rate)
         must = f"must return probabilities of shape {list(batch.live.shape)}"
         if not torch.is_tensor(p) or p.shape != batch.live.shape:
             shape = list(p.shape) if torch.is_tensor(p) else type(p).__name__
             raise RuleError(f"{must}, not {shape}")
-        wrong = ~((p >= 0) & (p <= 1))  # NaN, too
-        if wrong.any():
-            raise RuleError(f"{must}, from 0 to 1, not {p[wrong][0].item():g}")
-        never = batch.live & (p == 0)
-        if never.any() and not biased:
+        valid = (p >= 0) & (p <= 1) & ((p > 0) | ~batch.live)  # NaN is not
+        if not valid.all():
             raise RuleError(
-                f"must return probabilities above 0 wherever batch.live is True, but "
-                f"{int(never.sum())} of {int(batch.live.sum())} are 0 there. If that is meant, say "
-                f'biased="the reason"'
+                f"{must}, from 0 to 1, and above 0 wherever batch.live is True, not "
+                f"{p[~valid][0].item():g}. A dppo.BiasedRule may keep with probability 0"
             )
-        lowest = p[batch.live].min().item() if batch.live.any() else 1.0
-        if lowest < 1 and prune_rate == 0 and rate is not None:
-            raise RuleError(f"{must}, of 1 at prune rate 0, not {lowest:g}; or say rate=None")
+        if prune_rate == 0 and self.rate is not None and (p[batch.live] < 1).any():
+            raise RuleError("must keep all that is live at prune rate 0, or say rate=None")
         return p.double()
 
-    def draw(batch, prune_rate: float, generator: Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        p = checked(batch, prune_rate)
-        if order:
-            keep = systematic(p, order(batch, generator), start=generator.random())
+    def draw(self, batch, prune_rate: float, generator: Generator) -> Drawn:
+        p = self.keep_prob(batch, prune_rate)
+        if self.order:
+            keep = systematic(p, self.order(batch, generator), start=generator.random())
         else:
             keep = independent(p, generator)
         return keep, ht_weights(keep, p)
 
-    return Rule(draw, rate, biased, checked, order)
+
+@dataclass(frozen=True)
+class BiasedRule:
+    """Any other rule: one that keeps by rank, or clips its weights. Nothing can check its weights,
+    so it must say what it does to the expected gradient.
+
+    select(batch, prune_rate, generator) -> (keep, weights), both of the shape of batch.live. Terms
+    that are exactly 0 are left out whatever it says: the same update, for less.
+    """
+
+    select: Callable
+    rate: float | None  # as of a Rule
+    biased: str  # the reason, printed in the run's first lines
+
+    def __post_init__(self):
+        if not isinstance(self.biased, str) or not self.biased.strip():
+            raise RuleError("biased= must say what the rule does to the expected gradient")
+
+    def draw(self, batch, prune_rate: float, generator: Generator) -> Drawn:
+        selected = self.select(batch, prune_rate, generator)
+        shape = batch.live.shape
+        is_pair = isinstance(selected, tuple) and len(selected) == 2
+        if not is_pair or not all(torch.is_tensor(x) and x.shape == shape for x in selected):
+            raise RuleError(f"must return (keep, weights), both of shape {list(shape)}")
+        keep, weights = selected
+        keep = keep.bool() & batch.live
+        return keep, torch.where(keep, weights.double(), 0.0)
 
 
 def draw_by_rule(
-    kind: str, rules: dict[str, Rule], name: str, prune_rate: float, batch, generator: Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keep, weights) of the shape of batch.live, by one of `rules`. RuleError if it is unknown, or
-    if it returns anything else."""
+    kind: str, rules: dict, name: str, prune_rate: float, batch, generator: Generator
+) -> Drawn:
+    """The draw of one of `rules`. RuleError if it is unknown or cannot draw."""
     check_known(kind, name, rules)
     with named(kind, name):
-        drawn = rules[name].draw(batch, prune_rate, generator)
-        shape = batch.live.shape
-        is_pair = isinstance(drawn, tuple) and len(drawn) == 2
-        if not is_pair or not all(torch.is_tensor(x) and x.shape == shape for x in drawn):
-            raise RuleError(f"must return (keep, weights), both of shape {list(shape)}")
-    return drawn
+        return rules[name].draw(batch, prune_rate, generator)
 
 
 # ---------------------------------------------------------------------------- completion rules
@@ -417,7 +423,7 @@ def draw_by_rule(
 
 def prune_completions(
     name: str, prune_rate: float, batch: Completions, generator: Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Drawn:
     """(keep, weights) [K, G] of one of COMPLETION_RULES. Each draw serves exactly one update."""
     kind = "completion rule"
     return draw_by_rule(kind, COMPLETION_RULES, name, prune_rate, batch, generator)
@@ -468,12 +474,12 @@ def strata_order(batch: Completions, generator=None) -> torch.Tensor:
 
 
 COMPLETION_RULES = {
-    "none": by_probability(everything, rate=None),
-    "zero": by_probability(terms_not_zero, rate=None),
-    "uniform": by_probability(blindly, rate=0.7),
-    "dppo": by_probability(low_advantages, rate=0.7, order=None),
-    "pps": by_probability(proportional_to_size, rate=0.7, order=strata_order),
-    "adaptive": by_probability(adaptive, rate=None, order=strata_order),
+    "none": Rule(everything, rate=None),
+    "zero": Rule(terms_not_zero, rate=None),
+    "uniform": Rule(blindly, rate=0.7),
+    "dppo": Rule(low_advantages, rate=0.7, order=None),
+    "pps": Rule(proportional_to_size, rate=0.7, order=strata_order),
+    "adaptive": Rule(adaptive, rate=None, order=strata_order),
 }
 
 

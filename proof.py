@@ -15,28 +15,24 @@ Letters: K prompts, G completions each, P parameters, N completion tokens, V voc
 import importlib
 import importlib.util
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
 import torch
+from numpy.random import Generator, Philox
 
 import dppo
 import sampler
 
 importlib.import_module("related.rivals")  # adds its rules
 
-MISTAKES = ("no weights", "kept count")  # common ones, made on purpose: they must be found
 LIMIT = 1e-9  # rounding stays far below, a bias far above
 BETAS = (0.0, 0.1)  # without and with a KL term; tables show the larger error
+DRAWS = 200  # of a biased rule
 KNOWN_TOKENS = 30.0  # what dapo and cispo divide by where prompts are pruned: earlier batches' mean
-
-
-def rules(table: dict, *, biased: bool) -> list[str]:
-    """The rules of a table that claim to be unbiased, or those that do not; without `none`."""
-    return [name for name, rule in table.items() if bool(rule.biased) == biased and name != "none"]
 
 
 def rate_of(rule, prune_rate: float) -> float:
@@ -69,64 +65,81 @@ class Case:
 # ---------------------------------------------------------------------------- every outcome
 
 
-def independent_outcomes(keep_prob: torch.Tensor) -> Iterator[tuple[torch.Tensor, float]]:
-    """Every (keep, probability) of dppo.independent."""
-    flat = keep_prob.flatten().tolist()
-    choices = [(True,) if p == 1 else (False,) if p == 0 else (True, False) for p in flat]
+class Scripted(Generator):
+    """A generator whose random() returns these numbers, one a call. Permutations are always the
+    same one: a systematic draw is exact in every order."""
+
+    def __init__(self, *numbers):
+        super().__init__(Philox(key=0))
+        self.numbers = [*numbers]
+
+    def random(self, size=None):
+        if size is not None and isinstance(self.numbers[0], float):
+            return super().random(size)  # for a rule's order; the start comes after it
+        return self.numbers.pop(0)
+
+    def permutation(self, n):
+        return dppo.generator_for(n).permutation(n)
+
+
+def random_numbers(
+    rule: dppo.Rule, prune_rate: float, batch: dppo.Completions | sampler.Prompts
+) -> Iterator[tuple[float | numpy.ndarray, float]]:
+    """(number, probability) of each case of what a rule's draw gets from random(): the start of a
+    systematic draw, or an array for an independent one.
+
+    Outcomes change only where a number passes an edge, which follows from the keep probabilities.
+    The numbers lie close to both sides of each edge, so a draw with other edges is off.
+    """
+    p = rule.keep_prob(batch, prune_rate)
+    if rule.order:
+        laid = p.flatten()[rule.order(batch, Scripted(0.0))]
+        ends = torch.where(laid >= 1, 0.0, laid).cumsum(dim=0) % 1.0
+        for low, high in itertools.pairwise(sorted({0.0, *ends.tolist(), 1.0})):
+            margin = 1e-6 * (high - low)
+            yield low + margin, (high - low) / 2
+            yield high - margin, (high - low) / 2
+        return
+    choices = [(True,) if x == 1 else (False,) if x == 0 else (True, False) for x in p.flatten()]
     for bits in itertools.product(*choices):
-        chance = math.prod(p if bit else 1 - p for p, bit in zip(flat, bits, strict=True))
-        yield torch.tensor(bits).view(keep_prob.shape), chance
-
-
-def systematic_outcomes(
-    keep_prob: torch.Tensor, order: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, float]]:
-    """Every (keep, probability) of dppo.systematic, which changes only where the start passes the
-    end of an interval."""
-    laid = keep_prob.flatten()[order]
-    ends = torch.where(laid >= 1, 0.0, laid).cumsum(dim=0) % 1.0
-    edges = sorted({0.0, *ends.tolist(), 1.0})
-    for low, high in itertools.pairwise(edges):
-        yield dppo.systematic(keep_prob, order, (low + high) / 2), high - low
+        keep = torch.tensor(bits).view(p.shape)
+        below = p.nextafter(torch.zeros_like(p))  # random() < p keeps
+        chance = torch.where(keep, p, 1.0 - p).prod().item()
+        yield torch.where(keep, below, p).numpy(), chance
 
 
 def outcomes(
-    rule: dppo.Rule, prune_rate: float, batch: dppo.Completions | sampler.Prompts
+    rule: dppo.Rule | dppo.BiasedRule, prune_rate: float, batch: dppo.Completions | sampler.Prompts
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """Every (keep, weights, probability) of a rule on a batch. If the order is random, one is
-    enumerated: a systematic draw is exact in every order."""
+    """Every (keep, weights, probability) of a rule's own draw on a batch. Of a biased rule, which
+    may draw as it likes, DRAWS draws."""
     prune_rate = rate_of(rule, prune_rate)
-    if not rule.keep_prob:  # by rank: no chance
-        yield *rule.draw(batch, prune_rate, None), 1.0
-        return
-    keep_prob = rule.keep_prob(batch, prune_rate)
-    draws = independent_outcomes(keep_prob)
-    if rule.order:
-        order = rule.order(batch, dppo.generator_for(0))
-        draws = systematic_outcomes(keep_prob, order)
-    for keep, chance in draws:
-        yield keep, dppo.ht_weights(keep, keep_prob), chance
+    if isinstance(rule, dppo.BiasedRule):
+        sources = [(dppo.generator_for(seed), 1 / DRAWS) for seed in range(DRAWS)]
+    else:
+        numbers = random_numbers(rule, prune_rate, batch)
+        sources = [(Scripted(number), chance) for number, chance in numbers]
+    different = {}  # so that equal outcomes are one
+    for generator, chance in sources:
+        keep, weights = rule.draw(batch, prune_rate, generator)
+        key = (*keep.flatten().tolist(), *weights.flatten().tolist())
+        outcome = different.setdefault(key, [keep, weights, 0.0])
+        outcome[2] += chance
+    yield from different.values()
 
 
 # ---------------------------------------------------------------------------- expectations
 
 
-def expected_gradient(
-    case: Case, rule: str, prune_rate: float, *, each=None, mistake: str | None = None
-) -> torch.Tensor:
+def expected_gradient(case: Case, rule: str, prune_rate: float, *, each=None) -> torch.Tensor:
     """The pruned gradient [P], summed over every outcome times its probability.
 
-    `mistake` makes one of MISTAKES; `each` saves computing case.of_each() again.
+    `each` saves computing case.of_each() again.
     """
     each = case.of_each() if each is None else each  # [K * G, P]
     total, chances = torch.zeros_like(each[0]), 0.0
     for keep, weights, chance in outcomes(dppo.COMPLETION_RULES[rule], prune_rate, case.batch):
-        factor = weights
-        if mistake == "no weights":
-            factor = keep.double()
-        elif mistake == "kept count":  # the mean over what is kept
-            factor = weights * keep.numel() / max(1, keep.sum().item())
-        total += chance * (factor.flatten() @ each)
+        total += chance * ((weights * keep).flatten() @ each)
         chances += chance
     if abs(chances - 1.0) > 1e-9:
         raise ArithmeticError(f"the probabilities of {rule}'s outcomes sum to {chances}")
@@ -145,19 +158,16 @@ def toy_case(
     loss: str = "grpo",
     *,
     beta: float = 0.0,
-    drift: float = 0.3,
-    prompts=(0, 1),
+    prompts=(0, 1, 2),
     prompt_weights=None,
-    num_prompts: int = 2,
     num_tokens: float | None = None,
-    scale_rewards: str | None = None,
 ) -> Case:
     """Four completions of up to 5 tokens per prompt, under a table of next-token logits [V, V].
 
-    Everything is float64. `drift` moves the old log-probs away from the policy's, so that some
-    tokens are clipped; one completion is masked. `prompts` are the places that a prompt-level
-    draw kept, among the first num_prompts of three; prompt_weights [len(prompts)] are theirs. dapo
-    and cispo divide by `num_tokens`, by default this batch's weighted tokens.
+    Everything is float64. The old log-probs are so far from the policy's that some tokens are
+    clipped; one completion is masked. `prompts` are the places that a prompt-level draw kept, among
+    three; prompt_weights [len(prompts)] are theirs. dapo and cispo divide by `num_tokens`, by
+    default this batch's weighted tokens.
     """
     V, G, Q = 6, 4, 3
     rows = list(prompts)
@@ -175,23 +185,18 @@ def toy_case(
         return table.log_softmax(dim=-1)[tokens[..., :-1], tokens[..., 1:]]  # [Q, G, 5]
 
     policy_logprobs = logprobs_of(table)
+    old_logprobs, ref_logprobs = policy_logprobs + 0.3 * noise, policy_logprobs + ref_noise
 
     def gradient(advantages, factor, keep):
         here = table.clone().requires_grad_()
         mask = keep[..., None] & sampled[rows]  # [K, G, 5]
         tokens_of = lambda values: values[rows][mask]  # [N]
         spread = lambda values: values[..., None].expand_as(mask)[mask]  # [N]
-        logprobs, ref = tokens_of(logprobs_of(here)), tokens_of(policy_logprobs + ref_noise)  # [N]
+        logprobs, ref = tokens_of(logprobs_of(here)), tokens_of(ref_logprobs)  # [N]
         losses, _ = dppo.token_loss(
-            logprobs,
-            tokens_of(policy_logprobs + drift * noise),
-            spread(advantages),
-            tokens_of(owner),
-            loss=loss,
-            eps_low=eps_low,
-            eps_high=eps_high,
-            num_sequences=Q * G,
-        )
+            logprobs, tokens_of(old_logprobs), spread(advantages), tokens_of(owner), loss=loss,
+            eps_low=eps_low, eps_high=eps_high, num_sequences=Q * G,
+        )  # fmt: skip
         total = ((losses + beta * dppo.kl_k3(logprobs, ref)) * spread(factor)).sum()
         (gradient,) = torch.autograd.grad(total, here, allow_unused=True, materialize_grads=True)
         return gradient.flatten()
@@ -205,16 +210,12 @@ def toy_case(
     if prompt_weights is not None:
         multiplier = multiplier * prompt_weights[:, None]
     factor = multiplier * dppo.loss_scale(
-        lengths,
-        loss,
-        num_sequences=num_prompts * G,
-        max_new_tokens=5,
+        lengths, loss, num_sequences=Q * G, max_new_tokens=5,
         num_tokens=num_tokens or (multiplier * lengths).sum().item(),
-    )
-    scale_rewards = scale_rewards or dppo.LOSSES[loss].scale_rewards
-    advantages = dppo.group_advantages(rewards, scale_rewards)[rows]
+    )  # fmt: skip
+    advantages = dppo.group_advantages(rewards, dppo.LOSSES[loss].scale_rewards)[rows]
     size = dppo.contribution_size(advantages, factor, (energy * sampled).sum(dim=-1)[rows], beta)
-    cost = lengths + 1
+    cost = lengths.double() + 1  # the prompt is one token
     rest = 0.3 * cost.sum().item()
     batch = dppo.Completions(advantages, rewards[rows], cost, size, rest)
     return Case(gradient, batch, factor)
@@ -236,7 +237,7 @@ def both_levels(
     draw. A loss with "batch tokens" divides by KNOWN_TOKENS, fixed before the draw, or with
     own_tokens by the tokens of each outcome, which is biased.
     """
-    options = {"beta": beta, "num_prompts": 3, "num_tokens": None if own_tokens else KNOWN_TOKENS}
+    options = {"beta": beta, "num_tokens": None if own_tokens else KNOWN_TOKENS}
     total, chances = torch.zeros(36, dtype=torch.float64), 0.0
     draws = outcomes(sampler.PROMPT_RULES[prompt_rule], prune_rate, toy_prompts())
     for keep, weights, chance in draws:
@@ -247,36 +248,33 @@ def both_levels(
             total += chance * expected_gradient(case, rule, prune_rate)
     if abs(chances - 1.0) > 1e-9:
         raise ArithmeticError(f"the probabilities of {prompt_rule}'s outcomes sum to {chances}")
-    return total, toy_case(loss, prompts=range(3), **options).full()
+    return total, toy_case(loss, **options).full()
 
 
 # ---------------------------------------------------------------------------- the table
 
 
-def import_file(file: str) -> None:
-    """Import a Python file that adds rules or losses; SystemExit with a line if it cannot be."""
-    tables = (dppo.COMPLETION_RULES, sampler.PROMPT_RULES, dppo.LOSSES)
-    before = sum(map(len, tables))
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    if spec is None or not Path(file).is_file():
+def import_file(file: str) -> list[str]:
+    """Import a Python file that adds rules or losses; returns their names. As in a script, modules
+    beside the file are found. SystemExit with a line if it cannot be used."""
+    path = Path(file).resolve()
+    spec = importlib.util.spec_from_file_location(path.name, path)
+    if spec is None or not path.is_file():
         raise SystemExit(f"error: {file} is not a Python file")
+    tables = (dppo.COMPLETION_RULES, sampler.PROMPT_RULES, dppo.LOSSES)
+    before = [entry for table in tables for entry in table.values()]
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    sys.modules[path.name] = module  # a dataclass looks its module up
     try:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(module)
     except SystemExit:
         guard = 'put train.cli() under if __name__ == "__main__":'
         raise SystemExit(f"error: {file} starts a run when it is imported: {guard}") from None
-    if sum(map(len, tables)) == before:
+    added = [name for table in tables for name, entry in table.items() if entry not in before]
+    if not added:
         raise SystemExit(f"error: {file} adds no rule and no loss to the tables")
-
-
-def completion_rule_error(rule: str, loss: str, mistake: str | None = None) -> float:
-    """How far the expected gradient of a completion rule at r_o 0.5 is from the full one."""
-    errors = []
-    for beta in BETAS:
-        case = toy_case(loss, beta=beta, prompts=range(3), num_prompts=3)
-        expected = expected_gradient(case, rule, 0.5, mistake=mistake)
-        errors.append(relative_error(expected, case.full()))
-    return max(errors)
+    return added
 
 
 def try_larger_batches(name: str) -> None:
@@ -300,57 +298,90 @@ def try_larger_batches(name: str) -> None:
             rule.keep_prob(batch, rate_of(rule, 0.5))
 
 
-def prompt_rule_error(rule: str, loss: str, own_tokens: bool = False) -> float:
-    """How far the expected gradient of a prompt rule, and pps after it, at rate 0.4 is from the
-    full one."""
-    errors = []
+def of_completion_rule(rule: str, loss: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients [P], expected and full, of a completion rule at r_o 0.5, for each of BETAS."""
+    pairs = []
+    for beta in BETAS:
+        case = toy_case(loss, beta=beta)
+        with dppo.named("completion rule", rule):
+            pairs.append((expected_gradient(case, rule, 0.5), case.full()))
+    return pairs
+
+
+def of_prompt_rule(
+    rule: str, loss: str, own_tokens: bool = False
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients [P], expected and full, of a prompt rule, and pps after it, at rate 0.4, for each
+    of BETAS."""
+    pairs = []
     for beta in BETAS:
         with dppo.named("prompt rule", rule):
-            expected, full = both_levels(loss, rule, "pps", 0.4, beta=beta, own_tokens=own_tokens)
-        errors.append(relative_error(expected, full))
-    return max(errors)
+            pairs.append(both_levels(loss, rule, "pps", 0.4, beta=beta, own_tokens=own_tokens))
+    return pairs
+
+
+def largest_error(pairs) -> float:
+    return max(relative_error(got, wanted) for got, wanted in pairs)
+
+
+def direction(pairs) -> str:
+    """The largest error that is left after the best rescaling, and the largest angle."""
+    errors, angles = [], []
+    for got, wanted in pairs:
+        errors.append(relative_error(got * (got @ wanted) / got.square().sum(), wanted))
+        cosine = got @ wanted / (got.norm() * wanted.norm())
+        angles.append(cosine.clamp(-1.0, 1.0).acos().rad2deg().item())
+    return f"{max(errors):.2f} {max(angles):.0f}\N{DEGREE SIGN}"
 
 
 def main(file: str | None = None) -> None:
     """Print, for every rule and loss, how far the expected gradient is from the full one.
     SystemExit if one that claims to be unbiased is not."""
-    if file:
-        import_file(file)
+    yours = import_file(file) if file else []
     print(
-        "The expected gradient over every outcome of the draw, enumerated: its largest error, "
-        "relative to the\nlargest entry of the full gradient. 8 to 12 sequences of 1 to 5 tokens, "
-        "rewards of 0 and 1, float64,\nsome tokens clipped; rate 0.5, or 0.4 at both levels where "
-        "prompts are pruned; the worse of beta 0 and 0.1 (KL).\n"
+        "The expected gradient over every outcome of the draw, enumerated, against the full one. 8 "
+        "to 12 sequences\nof 1 to 5 tokens, rewards of 0 and 1, float64, some tokens clipped; rate "
+        "0.5, or 0.4 at both levels where\nprompts are pruned; the worse of beta 0 and 0.1 (KL).\n",
+        flush=True,
     )
-    print(f"{'':32s}" + "".join(f" {loss:>8s}" for loss in dppo.LOSSES))
+    # All of it is computed before the table begins, so that an error stands alone.
+    unbiased, biased = {}, {}  # name of the row -> {loss: gradients}
+    for kind, table, gradients in (
+        ("completions", dppo.COMPLETION_RULES, of_completion_rule),
+        ("prompts", sampler.PROMPT_RULES, of_prompt_rule),
+    ):
+        for rule in sorted(table, key=lambda name: name not in yours):  # those of the file first
+            if rule == "none":
+                continue
+            rows = biased if isinstance(table[rule], dppo.BiasedRule) else unbiased
+            if kind == "completions" and rows is unbiased:
+                try_larger_batches(rule)
+            mark = " (yours)" if rule in yours else ""
+            rows[f"{kind}: {rule}{mark}"] = {loss: gradients(rule, loss) for loss in dppo.LOSSES}
+    biased["prompts: uniform, own tokens"] = {
+        loss: of_prompt_rule("uniform", loss, own_tokens=True) for loss in dppo.LOSSES
+    }
 
-    wrong = []  # of what claims to be unbiased
+    def show(name, cells):
+        print(f"  {name:30s}" + "".join(f" {cell:>{max(8, len(cell))}s}" for cell in cells))
 
-    def line(name, error_with):
-        errors = [(loss, error_with(loss)) for loss in dppo.LOSSES]
-        cells = (f" {error:{max(8, len(loss))}.0e}" for loss, error in errors)
-        print(f"  {name:30s}" + "".join(cells), flush=True)
-        return [f"{name} with {loss}" for loss, error in errors if not error < LIMIT]
-
-    print("claimed to be unbiased: rules that drop completions")
-    for rule in rules(dppo.COMPLETION_RULES, biased=False):
-        try_larger_batches(rule)
-        wrong += line(rule, lambda loss, rule=rule: completion_rule_error(rule, loss))
-    print("claimed to be unbiased: rules that drop prompts, and pps after them")
-    for rule in rules(sampler.PROMPT_RULES, biased=False):
-        wrong += line(rule, lambda loss, rule=rule: prompt_rule_error(rule, loss))
+    show("", dppo.LOSSES)
+    print("Claimed to be unbiased: the largest error, relative to the gradient's largest entry")
+    for name, row in unbiased.items():
+        show(name, [f"{largest_error(pairs):.0e}" for pairs in row.values()])
     print(
-        "biased, or unbiased for another objective (python -m related.objectives); own tokens, "
-        "kept count: the draw decides the denominator"
+        "Biased, or unbiased for another objective (python -m related.objectives): the error that "
+        "is left after the\nbest rescaling, because Adam ignores a gradient's length, and the angle"
     )
-    line("prompts, own tokens", lambda loss: prompt_rule_error("uniform", loss, own_tokens=True))
-    for rule in rules(sampler.PROMPT_RULES, biased=True):
-        line(f"prompts, {rule}", lambda loss, rule=rule: prompt_rule_error(rule, loss))
-    for rule in rules(dppo.COMPLETION_RULES, biased=True):
-        line(rule, lambda loss, rule=rule: completion_rule_error(rule, loss))
-    for mistake in MISTAKES:
-        name = f"dppo, {mistake}"
-        line(name, lambda loss, mistake=mistake: completion_rule_error("dppo", loss, mistake))
+    for name, row in biased.items():
+        show(name, [direction(pairs) for pairs in row.values()])
+
+    wrong = [
+        f"{name} with {loss}"
+        for name, row in unbiased.items()
+        for loss, pairs in row.items()
+        if not largest_error(pairs) < LIMIT
+    ]
     if wrong:
         why = "A loss that is off in every row lets a token's term depend on other sequences"
         raise SystemExit(f"NOT unbiased: {', '.join(wrong)}. {why}")

@@ -129,7 +129,7 @@ def low_past_advantages(batch: Prompts, prune_rate: float) -> torch.Tensor:
 
 # The default rate is r_q. Draws are systematic, in random order.
 PROMPT_RULES = {
-    "none": dppo.by_probability(dppo.everything, rate=None),
-    "uniform": dppo.by_probability(blindly, rate=0.3),
-    "dppo": dppo.by_probability(low_past_advantages, rate=0.3),
+    "none": dppo.Rule(dppo.everything, rate=None),
+    "uniform": dppo.Rule(blindly, rate=0.3),
+    "dppo": dppo.Rule(low_past_advantages, rate=0.3),
 }

@@ -69,7 +69,7 @@ def mean_weights(name: str, prune_rate: float, batch: dppo.Completions) -> torch
     the others are 1 on average, unless the keep probability is 0."""
     rule = dppo.COMPLETION_RULES[name]
     prune_rate = proof.rate_of(rule, prune_rate)
-    if not rule.keep_prob:
+    if isinstance(rule, dppo.BiasedRule):
         return rule.draw(batch, prune_rate, None)[1]
     return (rule.keep_prob(batch, prune_rate) > 0).double()
 

@@ -18,8 +18,6 @@ standard deviation of what it keeps.
 Letters: Q prompts of a step, K of them rolled out, G completions each, n completions.
 """
 
-from collections.abc import Callable
-
 import torch
 
 import dppo
@@ -91,41 +89,32 @@ def most_varied(advantages: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 # ---------------------------------------------------------------------------- the entries
 
 
-def cppo(batch: dppo.Completions, prune_rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+def cppo(
+    batch: dppo.Completions, prune_rate: float, generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(keep, weights) [K, G], as of the other rules; prune_rate is the share removed."""
     sizes = batch.advantages.abs()
     return top(sizes, kept_count(sizes.shape[1], prune_rate))
 
 
-def cppo_batch(batch, prune_rate):
+def cppo_batch(batch, prune_rate, generator):
     sizes = batch.advantages.abs()
     keep, weights = top(sizes.flatten(), kept_count(sizes.numel(), prune_rate))
     return keep.view(sizes.shape), weights.view(sizes.shape)
 
 
-def pods(batch, prune_rate):
+def pods(batch, prune_rate, generator):
     count = kept_count(batch.advantages.shape[1], prune_rate, least=2)  # one reward does not vary
     return most_varied(batch.advantages, count)
 
 
-def low_completions(batch, prune_rate):
+def low_completions(batch, prune_rate, generator):
     return floor_of_low(batch.advantages.abs(), ~batch.rewards.isnan(), prune_rate)
 
 
-def low_prompts(batch: sampler.Prompts, prune_rate: float):
+def low_prompts(batch: sampler.Prompts, prune_rate: float, generator):
     """(keep, weights) [Q]."""
     return floor_of_low(batch.past_advantage, ~batch.past_advantage.isnan(), prune_rate)
-
-
-def by_rank(select: Callable, rate: float, biased: str) -> dppo.Rule:
-    """The rule that takes what select(batch, prune_rate) says, without the terms that are exactly
-    0: the same update, for less."""
-
-    def draw(batch, prune_rate: float, generator) -> tuple[torch.Tensor, torch.Tensor]:
-        keep, weights = select(batch, prune_rate)
-        return keep & batch.live, weights * batch.live
-
-    return dppo.Rule(draw, rate, biased)
 
 
 OTHER_OBJECTIVE = (
@@ -134,9 +123,9 @@ OTHER_OBJECTIVE = (
 )
 BY_RANK = "it keeps by rank, not at random"
 dppo.COMPLETION_RULES |= {
-    "cppo": by_rank(cppo, 0.7, OTHER_OBJECTIVE),
-    "cppo_batch": by_rank(cppo_batch, 0.7, BY_RANK),
-    "pods": by_rank(pods, 0.7, OTHER_OBJECTIVE),
-    "dppo_floor": by_rank(low_completions, 0.7, OTHER_OBJECTIVE),
+    "cppo": dppo.BiasedRule(cppo, 0.7, OTHER_OBJECTIVE),
+    "cppo_batch": dppo.BiasedRule(cppo_batch, 0.7, BY_RANK),
+    "pods": dppo.BiasedRule(pods, 0.7, OTHER_OBJECTIVE),
+    "dppo_floor": dppo.BiasedRule(low_completions, 0.7, OTHER_OBJECTIVE),
 }
-sampler.PROMPT_RULES |= {"dppo_floor": by_rank(low_prompts, 0.3, BY_RANK)}
+sampler.PROMPT_RULES |= {"dppo_floor": dppo.BiasedRule(low_prompts, 0.3, BY_RANK)}

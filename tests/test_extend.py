@@ -83,12 +83,14 @@ def test_rules_and_loss_of_the_readme(policy_folder, tmp_path, capsys):
 
     (tmp_path / "mine.py").write_text(RULES)
     proof.main(str(tmp_path / "mine.py"))
-    unbiased = capsys.readouterr().out.split("\nbiased")[0].splitlines()
-    assert unbiased[4].split()[-1] == "unclipped"
-    lines = [line.split() for line in unbiased if line.startswith("  mine ")]
-    assert len(lines) == 2, "at both levels"
-    lines += [line.split()[-1:] for line in unbiased[6:] if "e-" in line]  # the loss, every rule
-    assert all(float(error) < 1e-10 for line in lines for error in line if error != "mine")
+    head, unbiased = capsys.readouterr().out.split("\nBiased")[0].split("\nClaimed")
+    assert head.split()[-1] == "unclipped"
+    lines = unbiased.splitlines()[1:]
+    assert lines[0].startswith("  completions: mine (yours) "), "the user's first"
+    assert sum("(yours)" in line for line in lines) == 2, "at both levels"
+    errors = [float(word) for line in lines for word in line.split() if "e-" in word]
+    assert len(errors) == len(lines) * 6
+    assert max(errors) < 1e-10
 
 
 # ---------------------------------------------------------------------------- entries
@@ -104,10 +106,9 @@ def token_loss(_rate=None):
     return dppo.token_loss(*[torch.zeros(3)] * 3, torch.zeros(3).long(), loss="mine", **clip)
 
 
-def make_rule(keep_prob=None, rate=0.5, **options):
-    if keep_prob:
-        return dppo.by_probability(keep_prob, rate=rate, **options)
-    return dppo.Rule(rate=rate, **options)
+def make_rule(rate=0.5, **options):
+    kind = dppo.BiasedRule if "biased" in options else dppo.Rule
+    return kind(rate=rate, **options)
 
 
 KINDS = {  # its table, its class, and a call that uses the entry `mine`
@@ -123,23 +124,22 @@ KINDS = {  # its table, its class, and a call that uses the entry `mine`
     "loss": (dppo.LOSSES, dppo.Loss, token_loss),
 }  # fmt: skip
 BOTH, LOSS = ("completion rule", "prompt rule"), ("loss",)
-gives = lambda value, **options: {"keep_prob": lambda batch, *_: value(batch)} | options
-selects = lambda value: {"draw": lambda *_: value(), "biased": "it picks"}
+gives = lambda value, **options: {"chance": lambda batch, *_: value(batch)} | options
+selects = lambda value: {"select": lambda *_: value(), "biased": "it picks"}
 loses = lambda value: {"surrogate": lambda *_: value(), "denominator": "constant"}
 shape = r"must return probabilities of shape "
 pair = r"must return \(keep, weights\), both of shape \["
 two = r"must return \(loss, clipped\), two tensors of shape \[3\]"
 like = lambda batch: ones(batch.live.shape)
 times = lambda number, **options: gives(lambda batch: like(batch) * number, **options)
-none = r"must return .*, but (\d) of \1 are.*biased="
+none = shape + r".*, and above 0 wherever batch.live is True, not 0\. A dppo.BiasedRule may"
 ENTRIES = [  # kinds, the entry, the rate, the message if it is wrong
     (BOTH, gives(lambda batch: like(batch)[:1]), 0.5, shape + r"\[.*, not \[1"),
-    (BOTH, times(1.5), 0.5, shape + ".*, from 0 to 1, not 1.5"),
-    (BOTH, times(torch.nan), 0.5, shape + ".*, from 0 to 1, not nan"),
+    (BOTH, times(1.5), 0.5, shape + ".*, from 0 to 1, .* not 1.5"),
+    (BOTH, times(torch.nan), 0.5, shape + ".*, from 0 to 1, .* not nan"),
     (BOTH, times(0.0), 0.5, none),
-    (BOTH, times(0.5), 0.0, shape + ".*, of 1 at prune rate 0"),
+    (BOTH, times(0.5), 0.0, "must keep all that is live at prune rate 0, or say rate=None"),
     (BOTH, times(0.5, rate=None), 0.0, None),
-    (BOTH, times(0.0, biased="it keeps nothing"), 0.5, None),
     (BOTH[:1], gives(lambda batch: batch.live.double()), 0.5, None),
     (BOTH, selects(lambda: ones(2)), 0.5, pair),
     (BOTH, selects(lambda: (ones(2) > 0, ones(9))), 0.5, pair),
@@ -182,8 +182,8 @@ plain = lambda ratio, logprobs, advantages, *_: (-ratio * advantages, ratio < 0)
 everything = lambda batch, *_: (batch.live | True, ones(batch.live.shape))
 REFUSED = [  # a table, its entry `mine`, flags, the message
     (dppo.COMPLETION_RULES, everything, {"method": "mine"},
-     "is a function: give it to dppo.by_prob"),
-    (dppo.COMPLETION_RULES, dppo.by_probability(everything, rate=0.5), {"method": "mime"},
+     r"is a function: give it to dppo.Rule\(\.\.\)"),
+    (dppo.COMPLETION_RULES, dppo.Rule(everything, rate=0.5), {"method": "mime"},
      "--method mime: choose one of grpo, .*, pps,.* mine"),
     (dppo.LOSSES, dppo.Loss(plain, "tokens"), {"loss": "mine"},
      r"unknown denominator \(loss 'mine'\) 'tokens': choose one of own length, constant"),
@@ -204,12 +204,13 @@ def test_entries_that_nothing_accepts():
     dppo.LOSSES["mine"] = dppo.Loss(plain, "tokens")
     with pytest.raises(dppo.RuleError, match="unknown denominator"):
         dppo.loss_scale(ones((1, 1)), "mine", num_sequences=1, max_new_tokens=1, num_tokens=1)
-    with pytest.raises(dppo.RuleError, match=r"draws without keep prob.*say in its biased="):
-        dppo.Rule(everything, rate=0.5)
+    for reason in (None, "", " "):
+        with pytest.raises(dppo.RuleError, match="biased= must say what the rule does"):
+            dppo.BiasedRule(everything, rate=0.5, biased=reason)
 
 
 rule = make_rule(**times(1.0))
-picky = dppo.Rule(everything, rate=0.5, biased="it keeps all")
+picky = dppo.BiasedRule(everything, rate=0.5, biased="it keeps all")
 MINE = {"completion_rule": "mine"}
 NOTES = [  # the completion rule `mine`, flags, a note of the first lines, the prompt rule
     (rule, MINE | {"method": "dppo"}, "prompts are pruned, too: by dppo", "dppo"),
@@ -244,7 +245,7 @@ def test_the_count_of_tokens_is_known_before_the_draw(
 ):
     """Where a loss divides by the batch's tokens and prompts are pruned, also by a rule without a
     rate. Catches a denominator that the draw decides, which proof.py cannot see in a run."""
-    sampler.PROMPT_RULES["mine"] = dppo.by_probability(lambda *_: ones(4) / 2, rate=None)
+    sampler.PROMPT_RULES["mine"] = dppo.Rule(lambda *_: ones(4) / 2, rate=None)
     dppo.LOSSES["mine"] = dppo.Loss(plain, denominator)
     options = {"prompt_rule": prompt_rule, "prompt_prune_rate": rate, "loss": "mine"}
     args = toy.flags(policy_folder, str(tmp_path / "run"), method="grpo", **options)
@@ -263,18 +264,16 @@ FILES = [  # a file, and what proof.py says of it
     (None, r"mine.py is not a Python file"),
     (HEAD + "dppo.LOSSES['mean'] = dppo.Loss(lambda ratio, logprobs, advantages, *_: (-ratio * "
      "(advantages - advantages.mean()), ratio < 0), 'own length')\n",
-     r"NOT unbiased: zero with mean, .*A loss that is off in every row"),
-    (HEAD + "dppo.LOSSES['mine'] = dppo.Loss(lambda ratio, logprobs, advantages, *_: (-ratio * "
-     "advantages / len(ratio), ratio < 0), 'constant')\n", "NOT unbiased: zero with mine"),
-    (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.by_probability(lambda batch, rate: "
+     r"NOT unbiased: completions: zero with mean, .*A loss that is off in every row"),
+    (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.Rule(lambda batch, rate: "
      "(batch.size / batch.size.sum(1, keepdim=True)).clamp(max=1), rate=0.5)\n",
      "completion rule 'mine' must return .* not nan"),  # dead groups
-    (HEAD + "sampler.PROMPT_RULES['mine'] = dppo.by_probability(lambda batch, rate: "
+    (HEAD + "sampler.PROMPT_RULES['mine'] = dppo.Rule(lambda batch, rate: "
      "batch.past_advantage.clamp(0.1, 1), rate=0.5)\n",
      "prompt rule 'mine' must return .* not nan"),  # new prompts
-    (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.by_probability(lambda batch, rate: 1.0 - "
+    (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.Rule(lambda batch, rate: 1.0 - "
      "(rate > 0) * ((batch.rewards == 1) & (batch.cost > 100)).double(), rate=0.5)\n",
-     r"'mine' .*above 0 .*, but \d+ of \d+ are 0 there"),  # only in batches of long completions
+     r"completion rule 'mine' .*above 0 .*, not 0\."),  # only in batches of long completions
 ]  # fmt: skip
 
 
@@ -287,6 +286,78 @@ def test_what_the_proof_refuses(tmp_path, monkeypatch, text, message):
         (tmp_path / "mine.py").write_text(text)
     with pytest.raises((SystemExit, dppo.RuleError), match=message):
         proof.main(str(tmp_path / "mine.py"))
+
+
+CLIPPED = """
+import dataclasses
+import dppo, train
+pps = dppo.COMPLETION_RULES["pps"]
+def clipped(batch, prune_rate, generator):
+    keep, weights = pps.draw(batch, prune_rate, generator)
+    return keep, weights.clamp(max=1.5)
+"""
+FORBIDDEN = [  # a line more, and the error's words
+    ("dppo.COMPLETION_RULES['mine'] = dataclasses.replace(pps, draw=clipped)", "argument 'draw'"),
+    ("dppo.COMPLETION_RULES['mine'] = dppo.Rule(clipped, 0.7, keep_prob=pps.keep_prob)",
+     "argument 'keep_prob'"),
+    ("dppo.COMPLETION_RULES['mine'] = dppo.BiasedRule(clipped, rate=0.7)", "argument: 'biased'"),
+    ("pps.draw = clipped", "cannot assign to field 'draw'"),
+    ("class Clipped(dppo.Rule):\n    def draw(self, *args): return clipped(*args)",
+     "Clipped: a dppo.Rule cannot be subclassed, .* Use dppo.BiasedRule"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "message"), FORBIDDEN)
+def test_weights_are_not_the_users(line, message):
+    """Refused where it is written. Catches weights that are clipped, or 1, without a word."""
+    with pytest.raises((TypeError, AttributeError, dppo.RuleError), match=message):
+        exec(CLIPPED + line, {})
+
+
+BIASED_DRAWS = {
+    "clipped": lambda keep, weights: weights.clamp(max=1.5),
+    "without weights": lambda keep, weights: keep.double(),
+    "by what was kept": lambda keep, weights: keep * keep.numel() / keep.sum().clamp(min=1),
+}
+
+
+@pytest.mark.parametrize("kind", BIASED_DRAWS)
+def test_other_weights_are_possible_and_say_so(run, capsys, kind):
+    """The run's first lines print the reason, and the proof shows the error."""
+    pps = dppo.COMPLETION_RULES["pps"]
+
+    def select(batch, prune_rate, generator):
+        keep, weights = pps.draw(batch, prune_rate, generator)
+        return keep, BIASED_DRAWS[kind](keep, weights)
+
+    dppo.COMPLETION_RULES["mine"] = dppo.BiasedRule(select, rate=0.7, biased="I change weights")
+    run("run", method="mine", steps=2)
+    note = "note: --completion-rule mine changes the expected gradient: I change weights"
+    assert note in capsys.readouterr().out
+    case = proof.toy_case()
+    mine, full = proof.expected_gradient(case, "mine", 0.8), case.full()
+    assert proof.relative_error(mine, full) > 0.1
+
+
+def test_the_proof_loads_a_file_as_python_does(tmp_path, monkeypatch):
+    """A dataclass whose annotations are text, a module beside the file, and a rule that takes a
+    mean of tokens."""
+    (tmp_path / "beside.py").write_text("SHARE = 0.5\n")
+    (tmp_path / "mine.py").write_text("""from __future__ import annotations
+import dataclasses
+import dppo
+import beside
+@dataclasses.dataclass
+class Chance:
+    share: float
+    def __call__(self, batch, prune_rate):
+        is_long = batch.cost > batch.cost.mean(dim=1, keepdim=True)
+        return 1.0 - self.share * prune_rate * is_long.double()
+dppo.COMPLETION_RULES["long"] = dppo.Rule(Chance(beside.SHARE), rate=0.5)
+""")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    assert proof.import_file(str(tmp_path / "mine.py")) == ["long"]
+    assert proof.largest_error(proof.of_completion_rule("long", "grpo")) < 1e-10
 
 
 # ---------------------------------------------------------------------------- runs

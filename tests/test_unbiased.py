@@ -276,82 +276,152 @@ def test_sgd_updates_are_unbiased(policy_folder, tmp_path, make_optimizer, grad_
     assert (error < 1e-10) if exact else (error > 1e-3)
 
 
-def gradients(trainer, prompts, completions):
-    """The gradients [M, P] of the M updates of step 2, all at the same parameters.
+# ---------------------------------------------------------------------------- the step
 
-    prompts: (kept, weights) [Q]. completions: a list of M (keep, weights), one for each update, or
-    None, which draws and returns (gradients, what each update draws from)."""
-    found, batches = [], []
-    draw = dppo.prune_completions
-    mean_tokens = trainer.mean_tokens
 
-    def accumulate(model, *args, **options):
+class Gradients:
+    """Takes step 2 of a trainer with given random numbers, and keeps the gradient of each of its
+    updates. The parameters stay what they are."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.found, self.batches = [], []
+
+    def accumulate(self, model, *args, **options):
         sums = update.accumulate_gradients(model, *args, **options)
-        found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        parameters = self.trainer.model.parameters()
+        self.found.append(torch.cat([parameter.grad.flatten() for parameter in parameters]))
         return sums
 
-    def prune_completions(*args):
-        batches.append(args[2])
-        return draw(*args) if completions is None else completions[len(batches) - 1]
+    def of(self, numbers) -> torch.Tensor:
+        """[M, P]. `numbers`: what the step's draws get from random(), one after the other."""
+        self.found, self.batches = [], []
+        generator_for, prune = dppo.generator_for, dppo.prune_completions
+        scripted = proof.Scripted(*numbers)
 
-    with (
-        mock.patch.object(train, "accumulate_gradients", accumulate),
-        mock.patch.object(trainer.optimizer, "step"),
-        mock.patch.object(trainer.history, "prune", return_value=prompts),
-        mock.patch.object(trainer.history, "update"),
-        mock.patch.object(dppo, "prune_completions", prune_completions),
-    ):
-        trainer.step(2)
-    trainer.mean_tokens = mean_tokens
-    return (torch.stack(found), batches) if completions is None else torch.stack(found)
+        def generator(*key):
+            return scripted if key[-1] == "keep" else generator_for(*key)
+
+        def record(name, rate, batch, generator):
+            self.batches.append(batch)
+            return prune(name, rate, batch, generator)
+
+        mean_tokens = self.trainer.mean_tokens
+        with (
+            mock.patch.object(dppo, "generator_for", generator),
+            mock.patch.object(dppo, "prune_completions", record),
+            mock.patch.object(train, "accumulate_gradients", self.accumulate),
+            mock.patch.object(self.trainer.optimizer, "step"),
+            mock.patch.object(self.trainer.history, "update"),
+        ):
+            self.trainer.step(2)
+        self.trainer.mean_tokens = mean_tokens
+        return torch.stack(self.found)
+
+
+def middles(rule, rate, batch):
+    """(start, probability) for each interval of starts that has an outcome of its own."""
+    both_ends = [*proof.random_numbers(rule, rate, batch)]
+    for (low, chance), (high, _) in zip(both_ends[::2], both_ends[1::2], strict=True):
+        yield (low + high) / 2, 2 * chance
+
+
+def step_error(folder, loss, prompt_rule):
+    """How far the expected gradients of the two updates of a step are from those of the step that
+    keeps everything. Truncated completions are masked."""
+    settings = {"method": "grpo", "group_size": 3, "loss": loss, "minibatches": 2}
+    rates = {"prompt_prune_rate": 0.5, "completion_prune_rate": 0.6}
+    rules = {"prompt_rule": prompt_rule, "completion_rule": "pps"}
+    several_values = lambda completion, _answer: float(sum(map(ord, completion)) % 3)
+
+    def trainer_with(name, **changes):
+        args = flags(*folder(name), mask_truncated=True, **settings, **changes)
+        trainer = InFloat64(config.parse_config(args), several_values, step=2)
+        trainer.sampling.engine.rollouts.truncated = torch.arange(12).view(4, 3) % 5 == 0
+        scores = table([[0, 0, 0], [3, -3, 3], [2, -2, 2], [1, 0, -1]])
+        trainer.history.update(trainer.candidates(2), scores, torch.ones(4, 3))
+        return trainer
+
+    whole = trainer_with("whole")
+    full = Gradients(whole).of([0.5] * 4)
+    trainer = trainer_with("pruned", **rules, **rates)
+    if trainer.needs_mean_tokens:
+        rollouts = whole.sampling.engine.rollouts
+        trainer.mean_tokens = (rollouts.lengths * ~rollouts.truncated).sum().item()
+    assert (full.norm(dim=1) > 0).all()
+
+    gradients = Gradients(trainer)
+    expected, chances = torch.zeros_like(full), 0.0
+    prompts = sampler.PROMPT_RULES[prompt_rule]
+    of_parts = [
+        middles(prompts, 0.5, trainer.history.of(part)) for part in trainer.candidates(2).chunk(2)
+    ]
+    for (first, first_chance), (second, second_chance) in itertools.product(*of_parts):
+        chance = first_chance * second_chance
+        chances += chance
+        gradients.of([first, second, 0.5, 0.5])
+        for number, batch in enumerate(gradients.batches):
+            # The updates draw separately, and nothing moves the parameters between them here.
+            for start, own_chance in middles(PPS, 0.6, batch):
+                starts = [start, 0.5] if number == 0 else [0.5, start]
+                found = gradients.of([first, second, *starts])
+                expected[number] += chance * own_chance * found[number]
+    assert chances == pytest.approx(1.0)
+    return proof.relative_error(expected, full)
+
+
+@pytest.fixture
+def folder(policy_folder, tmp_path):
+    return lambda name: (policy_folder, str(tmp_path / name))
 
 
 @pytest.mark.parametrize("prompt_rule", ["dppo", "uniform"])
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
-def test_the_step_is_unbiased(policy_folder, tmp_path, loss, prompt_rule):
-    """train.py's own step with two updates, averaged over every outcome of both levels, is the
-    step that keeps everything. Truncated completions are masked.
+def test_the_step_is_unbiased(folder, loss, prompt_rule):
+    """train.py's own step with two updates and its own draws, averaged over every outcome of both
+    levels, is GRPO's step.
 
-    Catches a mini-batch that depends on which prompts are kept, a denominator of the kept, and a
-    weight that one of the updates leaves out.
+    Catches a mini-batch that depends on which prompts are kept, a denominator of the kept, and
+    weights that one of the updates leaves out or takes from another.
     """
-    settings = {"method": "grpo", "prompt_rule": prompt_rule, "completion_rule": "pps"}
-    settings |= {"prompt_prune_rate": 0.5, "completion_prune_rate": 0.6, "group_size": 3}
-    settings |= {"loss": loss, "minibatches": 2, "mask_truncated": True}
-    args = flags(policy_folder, str(tmp_path / "run"), **settings)
-    several_values = lambda completion, _answer: float(sum(map(ord, completion)) % 3)
-    trainer = InFloat64(config.parse_config(args), several_values, step=2)
-    trainer.sampling.engine.rollouts.truncated = torch.arange(12).view(4, 3) % 5 == 0
-    trainer.mean_tokens = 40.0 if trainer.needs_mean_tokens else None
-    window = trainer.candidates(2)  # [4]
-    scores = table([[0, 0, 0], [3, -3, 3], [2, -2, 2], [1, 0, -1]])
-    trainer.history.update(window, scores, torch.ones(4, 3))
+    assert step_error(folder, loss, prompt_rule) <= 1e-10
 
-    everything = torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 3, dtype=torch.float64)
-    all_prompts = torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.float64)
-    full = gradients(trainer, all_prompts, [everything, everything])
-    assert (full.norm(dim=1) > 0).all()
 
-    expected, chances = torch.zeros_like(full), 0.0
-    of_parts = [
-        proof.outcomes(sampler.PROMPT_RULES[prompt_rule], 0.5, trainer.history.of(part))
-        for part in window.chunk(2)
-    ]
-    for outcomes in itertools.product(*of_parts):
-        keeps, weights, own_chances = zip(*outcomes, strict=True)
-        kept, prompt_weights, chance = torch.cat(keeps), torch.cat(weights), math.prod(own_chances)
-        chances += chance
-        _, batches = gradients(trainer, (kept, prompt_weights), None)
-        all_kept = [(torch.ones_like(one.size) > 0, torch.ones_like(one.size)) for one in batches]
-        for number, batch in enumerate(batches):
-            # The updates draw separately, and nothing moves the parameters between them here.
-            for keep, weights, own_chance in proof.outcomes(PPS, 0.6, batch):
-                drawn = all_kept.copy()
-                drawn[number] = (keep, weights)
-                found = gradients(trainer, (kept, prompt_weights), drawn)
-                expected[number] += chance * own_chance * found[number]
-    assert chances == pytest.approx(1.0)
-    assert proof.relative_error(expected, full) <= 1e-10
+HT_WEIGHTS, SYSTEMATIC, INDEPENDENT = dppo.ht_weights, dppo.systematic, dppo.independent
+FAULTS = {  # what is wrong, and the function of dppo.py in which it is
+    "no weights": ("ht_weights", lambda keep, p: keep.double()),
+    "clipped": ("ht_weights", lambda keep, p: HT_WEIGHTS(keep, p).clamp(max=1.5)),
+    "kept count": (
+        "ht_weights", lambda keep, p: HT_WEIGHTS(keep, p) * keep.numel() / max(1, keep.sum())
+    ),
+    "constant start": ("systematic", lambda p, order, start: SYSTEMATIC(p, order, 0.5)),
+    "short range": ("systematic", lambda p, order, start: SYSTEMATIC(p, order, 0.95 * start)),
+    "kept too often": (
+        "independent", lambda p, generator: INDEPENDENT((1.05 * p).clamp(max=1), generator)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["no weights", "clipped", "constant start"])
+def test_the_step_shows_faults_of_the_draw(folder, monkeypatch, fault):
+    monkeypatch.setattr(dppo, *FAULTS[fault])
+    assert step_error(folder, "grpo", "uniform") > 1e-3
+
+
+def test_the_step_shows_weights_of_another_minibatch(folder, monkeypatch):
+    prune, others = dppo.prune_completions, []
+
+    def swapped(name, rate, batch, generator):
+        keep, weights = prune(name, rate, batch, generator)
+        others.append(weights)
+        fits = len(others) > 1 and others[-2].shape == weights.shape
+        return keep, others[-2] if fits else weights
+
+    monkeypatch.setattr(dppo, "prune_completions", swapped)
+    assert step_error(folder, "grpo", "uniform") > 1e-3
+
+
+# ---------------------------------------------------------------------------- both levels
 
 
 def learned_history():
@@ -366,39 +436,20 @@ def learned_history():
 @pytest.mark.parametrize("rule", ["none", "dppo", "pps", "adaptive"])
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "dapo", "cispo"])
 def test_prompt_level_and_both_are_unbiased(make, loss, rule, prompt_rule):
-    """Each prompt pattern has its own completion probabilities, from the real draw's weights.
-
-    test_rules.py shows that train.py uses them. Catches prompt weights that are not
-    1 / probability, and a size that the weights make 0.
-    """
+    """Each prompt pattern has its own completion probabilities. Catches prompt weights that are not
+    1 / probability, and a size that the weights make 0."""
     rewards, beta = table([[1, 0, 0], [0, 1, 1], [1, 1, 0]]), 0.1
     history, window = learned_history()
-    keep_prob = sampler.PROMPT_RULES[prompt_rule].keep_prob(history.of(window), 0.4)
-    patterns = {}
-    for number in range(100):  # the real draw, for its patterns and weights
-        generator = dppo.generator_for(number)
-        keep, weights = history.prune(prompt_rule, 0.4, window, generator)
-        patterns[tuple(keep.tolist())] = weights
-
-    def chance_of(pattern):
-        odds = [p if kept else 1 - p for kept, p in zip(pattern, keep_prob.tolist(), strict=True)]
-        if prompt_rule == "dppo":
-            return math.prod(odds)
-        assert sum(pattern) == 2  # so the one that is missing determines the pattern
-        return odds[pattern.index(False)]
-
-    chances = {pattern: chance_of(pattern) for pattern in patterns}
-    assert sum(chances.values()) == pytest.approx(1.0)
     known = {"tokens": 30.0}  # before the draw
     full = make(rewards, loss, beta, **known).full()
     total = torch.zeros_like(full)
-    for keep, weights in patterns.items():
-        kept = [q for q in range(3) if keep[q]]
-        case = make(rewards, loss, beta, prompt_weights=weights, kept=kept, **known)
-        total += chances[keep] * proof.expected_gradient(case, rule, 0.5)
+    entry = sampler.PROMPT_RULES[prompt_rule]
+    for keep, weights, chance in proof.outcomes(entry, 0.4, history.of(window)):
+        kept = keep.nonzero()[:, 0].tolist()
+        if kept:
+            case = make(rewards, loss, beta, prompt_weights=weights, kept=kept, **known)
+            total += chance * proof.expected_gradient(case, rule, 0.5)
     assert proof.relative_error(total, full) <= 1e-10
-    if prompt_rule == "dppo":
-        assert keep_prob.max() > 1.05 * keep_prob.min()
 
 
 def test_fixed_size_draw_over_two_minibatches(make):
@@ -436,27 +487,33 @@ def test_fixed_size_draw_over_two_minibatches(make):
     assert second(drawn(1)) > 1e-3
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_the_draw_are_found(make, monkeypatch, fault):
+    """Fails if the enumeration runs anything but the draw that trains."""
+    case = make(table([[1, 0, 0, 0], [1, 1, 0, 1]]), "grpo")
+    full = case.full()
+    monkeypatch.setattr(dppo, *FAULTS[fault])
+    errors = [
+        proof.relative_error(proof.expected_gradient(case, rule, 0.5), full)
+        for rule in ("dppo", "pps")  # an independent draw and a systematic one
+    ]
+    assert max(errors) > 1e-3
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("planted", [*proof.MISTAKES, *BIASED])
-def test_mistakes_are_found(make, planted, beta):
-    """Fails if the enumeration cannot tell: each of these popular mistakes, and each biased
-    baseline, is off by more than 1e-3."""
+@pytest.mark.parametrize("rule", BIASED)
+def test_biased_rules_are_found(make, rule, beta):
     case = make(table([[1, 0, 0, 0], [1, 1, 0, 1]]), "grpo", beta)
-    rule, mistake = (planted, None) if planted in BIASED else ("dppo", planted)
-    pruned = proof.expected_gradient(case, rule, 0.5, mistake=mistake)
+    pruned = proof.expected_gradient(case, rule, 0.5)
     assert proof.relative_error(pruned, case.full()) > 1e-3
 
 
-@pytest.mark.parametrize("mistake", proof.MISTAKES)
-def test_mistakes_are_found_at_the_prompt_level(make, mistake):
-    """The same for whole prompts: without weights, or weighted over the prompts that were kept."""
-    rewards, total = table([[1, 0, 0], [0, 1, 1]]), 0.0
-    full = make(rewards, "grpo").full()
-    for kept in ([0, 1], [0], [1]):
-        weight = 1.0 if mistake == "no weights" else 2.0 * 2 / len(kept)
-        weights = torch.full((2,), weight, dtype=torch.float64)
-        total = total + 0.25 * make(rewards, "grpo", prompt_weights=weights, kept=kept).full()
-    assert proof.relative_error(total, full) > 1e-3
+@pytest.mark.parametrize("fault", ["no weights", "clipped", "constant start"])
+def test_the_proof_ends_with_an_error(monkeypatch, fault):
+    monkeypatch.setattr(dppo, *FAULTS[fault])
+    monkeypatch.setattr(dppo, "LOSSES", {"grpo": dppo.LOSSES["grpo"]})
+    with pytest.raises(SystemExit, match=r"NOT unbiased: completions: .*prompts: "):
+        proof.main()
 
 
 def test_the_printed_table(capsys):
@@ -464,19 +521,41 @@ def test_the_printed_table(capsys):
     that is in no section, or in the wrong one."""
     proof.main()
     printed = capsys.readouterr().out
-    completions, prompts, biased = re.split(r"\n(?:claimed to be .*|biased, .*)\n", printed)[1:]
+    exact, biased = re.split(r"\n(?:Claimed to be .*|Biased, .*\n.*)\n", printed)[1:]
     biased, verdict = biased.strip().split("\n\n")
     assert verdict == "Everything that claims to be unbiased is, within 1e-09."
-    table = lambda part: [re.split(r"  +", line.strip()) for line in part.strip().splitlines()]
-    assert [row[0] for row in table(completions)] == [*UNBIASED]
-    assert [row[0] for row in table(prompts)] == ["uniform", "dppo"]
-    named = ["prompts, own tokens", "prompts, dppo_floor", *BIASED]
-    named += [f"dppo, {mistake}" for mistake in proof.MISTAKES]
-    assert [row[0] for row in table(biased)] == named
-    errors = lambda part: [float(word) for row in table(part) for word in row[1:]]
-    assert len(errors(completions)) == 25
-    assert max(errors(completions) + errors(prompts)) < 1e-10
-    own, *rest = table(biased)
-    for error, loss in zip(own[1:], dppo.LOSSES, strict=True):
-        assert float(error) > 1e-3 if loss in ("dapo", "cispo") else float(error) < 1e-10
-    assert min(float(word) for row in rest for word in row[1:]) > 1e-3
+    rows = lambda part: [re.split(r"  +", line.strip()) for line in part.strip().splitlines()]
+    names = [f"completions: {rule}" for rule in UNBIASED]
+    assert [row[0] for row in rows(exact)] == [*names, "prompts: uniform", "prompts: dppo"]
+    errors = [float(word) for row in rows(exact) for word in row[1:]]
+    assert len(errors) == 7 * 5
+    assert max(errors) < 1e-10
+
+    names = [f"completions: {rule}" for rule in BIASED]
+    assert all(re.search(rf"{name} +0\.\d\d \d\d° .*\n", biased) for name in names)
+    own = re.search(r"prompts: uniform, own tokens(.*)", biased)[1]
+    assert re.findall(r"(\d\.\d\d) +\d+°", own)[2] == "0.05"  # dapo; grpo's is 0
+    assert re.findall(r"(\d\.\d\d) +\d+°", own)[0] == "0.00"
+
+
+def test_the_angle_and_the_error_after_rescaling():
+    """cppo's gradient may be twice as long as the full one: Adam does not see that."""
+    full = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    assert proof.direction([(3.0 * full, full)]) == "0.00 0°"
+    # (2, 0) is best halved: (1, 0), which is off by 1
+    assert proof.direction([(torch.tensor([2.0, 0.0], dtype=torch.float64), full)]) == "1.00 45°"
+
+
+def test_the_proofs_batches_are_like_those_of_a_run(folder):
+    """Types and devices. Catches a rule that trains and crashes the proof, or the other way."""
+    trainer = InFloat64(config.parse_config(flags(*folder("run"), method="pps")), step=2)
+    gradients = Gradients(trainer)
+    gradients.of([0.5] * 2)
+    prompts = trainer.history.of(trainer.candidates(2))
+    toys = (proof.toy_case().batch, proof.toy_prompts())
+    for toy, real in zip(toys, (gradients.batches[0], prompts), strict=True):
+        for name, value in vars(real).items():
+            other = vars(toy)[name]
+            assert type(other) is type(value), name
+            if torch.is_tensor(value):
+                assert (other.dtype, other.device) == (value.dtype, value.device), name
