@@ -31,9 +31,6 @@ Letters: Q candidates of a step, K prompts rolled out, k of them by this rank, G
 M mini-batches, which are the updates of a step.
 """
 
-import contextlib
-import copy
-import functools
 import math
 import sys
 from dataclasses import asdict
@@ -65,10 +62,9 @@ from update import accumulate_gradients, trainer_logprobs
 TOKENS_MEMORY = 10  # steps until a batch's token count weighs 1/e in the mean
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
 DEAD_STEPS = 5  # steps in a row with gradient 0, after which a run says so
-NOTHING_LEARNED = (
-    "the gradient was 0 for {} steps, so nothing was learned: the problems are too hard or too "
-    "easy, the reward does not find or cannot score the answers, or --mask-truncated leaves out "
-    "every completion. See {}"
+NOT_FINITE = (
+    "step {} is not finite ({}): it is not saved, and --resume would repeat it. Start again in a "
+    "new --out-dir from --model {}, with a lower --lr or --dtype float32"
 )
 SOME_NONE = (
     "the reward is None for some completions of a prompt and a number for others. None leaves a "
@@ -117,6 +113,7 @@ class Trainer:
         self.needs_mean_tokens = config.prunes_prompts(cfg) and divides_by_tokens
         self.mean_tokens = None  # of the un-pruned batches of the last steps
         self.optimizer = models.make_optimizer(cfg, self.model.parameters())
+        self.is_whole = True  # False while a step has updated only a part of this
 
     def step(self, step: int) -> tuple[dict, dict[str, list[dict]]]:
         """One step of DPPO; returns its row for log.jsonl, and the rows of other files by name.
@@ -236,6 +233,7 @@ class Trainer:
                 stats.append(sums)
                 if not (math.isfinite(sums.loss) and math.isfinite(grad_norms[-1])):
                     raise NotFiniteError(f"loss {sums.loss}, gradient norm {grad_norms[-1]}")
+                self.is_whole = False
                 self.optimizer.step()
                 self.optimizer.zero_grad()  # now: rollouts and evaluations can use the memory
 
@@ -245,6 +243,8 @@ class Trainer:
             mean = self.mean_tokens or sampled_tokens
             # If the mean is 0, forget it: the next step keeps all prompts and counts again.
             self.mean_tokens = (mean + (sampled_tokens - mean) / TOKENS_MEMORY) or None
+
+        self.is_whole = True
 
         both_weights = prompt_weights[:, None] * weights  # [K, G], for the log
         row = metrics.row(
@@ -307,7 +307,7 @@ def run(trainer: Trainer, until: int | None = None) -> None:
     any moment continues from its newest checkpoint, and repeats the steps after it exactly.
     """
     cfg, out_dir, stop = trainer.cfg, Path(trainer.cfg.out_dir), Stop()
-    done = restore(trainer) if trainer.saved else 0  # steps whose rows are in the log
+    done = restore(trainer) if trainer.saved else 0  # steps that have ended
     if cfg.resume is True and done >= cfg.steps:
         more = ", or give more --steps" if cfg.lr_schedule == "constant" else ""
         raise InputError(
@@ -318,38 +318,45 @@ def run(trainer: Trainer, until: int | None = None) -> None:
     last = cfg.steps if until is None else min(cfg.steps, until)
     saved_at = done  # the step of the newest checkpoint
     dead_steps = 0  # in a row
-    ranks.waits.step = done
+    row, others, is_written = {"step": 0}, {}, False
 
     def write(row, others):
         if logger:
             logger.write(row, others, console.lines(row, others.get("samples"), cfg))
 
     with stop.listening():
-        if done == 0 and cfg.eval_every:  # the model as it was loaded
-            with guarded(trainer, done):
-                write({"step": 0} | trainer.evaluate(0), {})
-
-        stopped = stop.agreed()
-        while done < last and not stopped:
-            ranks.waits.step = done + 1
-            with guarded(trainer, done):
-                row, others = trainer.step(done + 1)
-            done += 1
-            with guarded(trainer, done, functools.partial(write, row, others)):
-                evaluated = trainer.evaluate(done)
-            row |= evaluated
-            write(row, others)
-            dead_steps = dead_steps + 1 if row["grad_norm"] == 0 else 0
-            if logger and row["frac_reward_some_none"] > 0:
-                logger.note(SOME_NONE)
-            if logger and dead_steps == DEAD_STEPS:
-                logger.note(NOTHING_LEARNED.format(DEAD_STEPS, out_dir / "samples.jsonl"))
-
+        try:
+            if done == 0 and cfg.eval_every:  # the model as it was loaded
+                write(row | trainer.evaluate(0), others)
+            is_written = True
             stopped = stop.agreed()
-            due = cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps)
-            if due or stopped or (done == last and done < cfg.steps):
-                save_run(trainer, done, trainer.state())
-                saved_at = done
+            while done < last and not stopped:
+                row, others = trainer.step(done + 1)
+                done, is_written = done + 1, False
+                row |= trainer.evaluate(done)
+                write(row, others)
+                is_written = True
+                dead_steps = dead_steps + 1 if row["grad_norm"] == 0 else 0
+                if logger and row["frac_reward_some_none"] > 0:
+                    logger.note(SOME_NONE)
+                if logger and dead_steps == DEAD_STEPS:
+                    logger.note(why_nothing_was_learned(row, cfg))
+                stopped = stop.agreed()
+                due = cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps)
+                if due or stopped or (done == last and done < cfg.steps):
+                    save_run(trainer, done)
+                    saved_at = done
+        except NotFiniteError as error:
+            saved = checkpoint.newest(out_dir) or cfg.model
+            raise InputError(NOT_FINITE.format(done + is_written, error, saved)) from None
+        except Exception:
+            # A reward or a rule of the user's. Other ranks may be elsewhere, so rank 0 saves alone.
+            if done and trainer.is_whole and trainer.is_main and cfg.shard == "none":
+                if not is_written:
+                    write(row, others)
+                save_run(trainer, done)
+                print(STOPPED.format(done, cfg.out_dir), flush=True)
+            raise
 
         if logger:  # still listening, so that a scheduler's second signal does not interrupt this
             logger.close()
@@ -366,34 +373,28 @@ def run(trainer: Trainer, until: int | None = None) -> None:
         trainer.sampling.engine.close()
 
 
-@contextlib.contextmanager
-def guarded(trainer: Trainer, done: int, write=lambda: None):
-    """Around a step or an evaluation. If something is not finite, the run cannot continue, and says
-    what can be done. If a reward or a rule raises, `write` and save the run after its step `done`;
-    then the error goes on. Only rank 0 does that, and not for a sharded model: the other ranks are
-    elsewhere."""
-    cfg, state, updates = trainer.cfg, copy.deepcopy(trainer.state()), []
-    hook = trainer.optimizer.register_step_pre_hook(lambda *_: updates.append(1))
-    try:
-        yield
-    except NotFiniteError as error:
-        saved = checkpoint.newest(Path(cfg.out_dir)) or cfg.model
-        raise InputError(
-            f"step {ranks.waits.step} is not finite ({error}): it is not saved, and --resume would "
-            f"repeat it. Start again in a new --out-dir from --model {saved}, with a lower --lr or "
-            f"--dtype float32"
-        ) from None
-    except Exception:
-        if done and not updates and trainer.is_main and cfg.shard == "none":
-            try:
-                write()
-                save_run(trainer, done, state)
-                print(STOPPED.format(done, cfg.out_dir), flush=True)
-            except InputError as problem:  # a full disk
-                print(f"note: {problem}", flush=True)
-        raise
-    finally:
-        hook.remove()
+def why_nothing_was_learned(row: dict, cfg: Config) -> str:
+    """What the figures of a step without a gradient say."""
+    cut_off, reward = row["completions/clipped_ratio"], row["reward"]
+    if cut_off > 0.5:
+        why = (
+            f"{cut_off:.0%} of the completions were cut off at --max-new-tokens "
+            f"{cfg.max_new_tokens}: raise it"
+        )
+        if cfg.mask_truncated:
+            why += ", or leave out --mask-truncated, which masks them"
+    elif math.isnan(reward):
+        why = "the reward is None for all completions: no reference answer can be scored"
+    elif reward == 0:
+        why = (
+            "all rewards are 0: the problems are too hard, or the reward does not find the answers"
+        )
+    else:
+        why = f"rewards do not differ within a group, and are {reward:.3g} on average"
+    samples = Path(cfg.out_dir, "samples.jsonl")
+    return (
+        f"the gradient was 0 for {DEAD_STEPS} steps, so nothing was learned: {why}. See {samples}"
+    )
 
 
 def start_log(trainer: Trainer, done: int) -> log.Log:
@@ -422,11 +423,11 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
     if instruction:
         print(f"after each problem, prompts say: {instruction}")
     notes = config.warnings(cfg)
-    adds = set(trainer.train_set[0].text) <= set("0123456789+=;?")
+    adds = {*trainer.train_set[0].text, *instruction} <= {*"0123456789+=;?"}
     if cfg.model == "tiny" and (trainer.reward is math_reward or not adds):
         notes.append(
-            f"--model tiny can only add, and puts no answer in a box: name another model to learn "
-            f"from {cfg.data}"
+            f"--model tiny can only add, and puts no answer in a box: for {cfg.data} name another "
+            f'model, or for a file of sums add --instruction "" and a reward of yours'
         )
     if cfg.engine == "compact" and trainer.policy.why_not_fast:
         why = trainer.policy.why_not_fast
@@ -465,15 +466,14 @@ def look(cfg: Config) -> Path | None:
     return ranks.broadcast(checkpoint.find, folder) if cfg.resume else None
 
 
-def save_run(trainer: Trainer, step: int, state: dict) -> None:
-    """A checkpoint after a step, with trainer.state(). All ranks contribute to that of a sharded
-    model."""
+def save_run(trainer: Trainer, step: int) -> None:
+    """A checkpoint after a step. All ranks contribute to that of a sharded model."""
     cfg = trainer.cfg
     if not trainer.is_main and cfg.shard == "none":
         return
     optimizer, weights = ranks.gather(trainer.optimizer.state_dict()), ranks.weights(trainer.model)
     if trainer.is_main:
-        stored = {"step": step, "optimizer": optimizer, "trainer": state}
+        stored = {"step": step, "optimizer": optimizer, "trainer": trainer.state()}
         stored["fingerprint"] = trainer.fingerprint
         folder, keep = Path(cfg.out_dir), cfg.keep_checkpoints
         checkpoint.save(folder, trainer.model, weights, trainer.tokenizer, stored, keep=keep)

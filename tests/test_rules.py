@@ -213,9 +213,10 @@ def test_a_draw_sees_only_its_own_minibatch(start, monkeypatch):
     """Each gets a batch of its own prompts, whose sizes follow from them alone, and its own random
     numbers.
 
-    Catches sizes whose floor, or a budget or a rest, that counts completions of other mini-batches,
+    Catches a floor of sizes, a budget or a rest that counts completions of other mini-batches,
     whose update is at other parameters.
     """
+    monkeypatch.setattr(dppo, "SIZE_FLOOR", 0.9)  # so high that it acts
     prune, batches = dppo.prune_completions, []
     record = lambda *args: batches.append(args[2]) or prune(*args)
     monkeypatch.setattr(dppo, "prune_completions", record)
@@ -228,10 +229,9 @@ def test_a_draw_sees_only_its_own_minibatch(start, monkeypatch):
         assert torch.equal(batch.rewards, seen.rewards[rows])
         assert torch.equal(batch.advantages, seen.advantages[rows])
         assert torch.equal(batch.cost, seen.cost[rows])
-        own = dppo.contribution_size(batch.advantages, seen.scale[rows], batch.size, 0.0)
-        assert torch.equal(batch.size == 0, own == 0)
-        live = batch.size[batch.size > 0]
-        assert live.min() >= 0.03 * live.mean() * 0.99, "the floor is of its own mean"
+        energy = seen.updates[0].rollouts.energy[rows].double()
+        own = dppo.contribution_size(batch.advantages, seen.scale[rows], energy, 0.0)
+        torch.testing.assert_close(batch.size, own, rtol=1e-12, atol=0)
         assert batch.rest_tokens == 0.25 * batch.cost.sum(), "--rest"
 
 
