@@ -24,6 +24,7 @@ import config
 import dppo
 import metrics
 import packing
+import rollout
 import train
 import update
 from runtime import InputError, log, ranks
@@ -53,6 +54,20 @@ def flags(model, out_dir, **changes):
 def main(args):
     """`train.py ARGS...` with the toy reward."""
     train.main(config.parse_config(args), reward=toy_reward)
+
+
+class Stored:
+    """An engine that returns what was sampled before for the prompts `window` [Q]."""
+
+    def __init__(self, rollouts, window):
+        self.rollouts = rollouts
+        self.place = {index: place for place, index in enumerate(window.tolist())}
+
+    def sample(self, model, prompt_ids, sampling, *, keys, **options):
+        places = [self.place[key] for key in keys]
+        columns = vars(self.rollouts).values()
+        pick = lambda value: value[places] if torch.is_tensor(value) else prompt_ids
+        return rollout.Rollouts(*map(pick, columns))
 
 
 def plain_logits(model, ids):
