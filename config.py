@@ -106,8 +106,8 @@ def resolve(cfg: Config) -> Config:
     prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
     completion_rule = dppo.COMPLETION_RULES[cfg.completion_rule]
     dtype = choose_dtype(cfg.dtype, device)
-    # Sampler and trainer round differently if they are different programs, and in bfloat16, where
-    # the sampler has a copy of the weights.
+    # Engine and trainer round differently if they are different programs, and in bfloat16, where
+    # the engine has a copy of the weights.
     rounds_differently = cfg.engine == "vllm" or dtype == "bfloat16"
     eps_low, eps_high = dppo.LOSSES[cfg.loss].clip
     defaults = {

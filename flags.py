@@ -76,8 +76,8 @@ class Config:
     """The ratio is clipped to at most 1 + eps_high, also for cispo (TRL's is 1 + eps_high). By
     default the loss's own."""
     importance_cap: float | None = None
-    """Correct for the sampler's rounding: multiply each token's loss by min(cap, trainer's
-    probability / sampler's probability). 0: off. By default 2 with vLLM or in bfloat16, else 0."""
+    """Correct for the engine's rounding: multiply each token's loss by min(cap, trainer's
+    probability / engine's probability). 0: off. By default 2 with vLLM or in bfloat16, else 0."""
     beta: float = 0.0
     """Coefficient of the KL term (k3) to the model that the run began with. 0 loads no reference
     model."""

@@ -92,7 +92,7 @@ class Trainer:
             torch.set_num_threads(1)
         problems = models.load_problems(cfg, reward)  # first: a bad file is reported at once
         self.train_set, self.eval_set, self.reward, self.eval_reward = problems
-        self.saved = look(cfg)  # the weights are loaded here, the rest by `restore`
+        self.saved = find_checkpoint(cfg)  # the weights are loaded here, the rest by `restore`
         loaded = models.load_models(cfg, self.saved)
         # `model` is trained, and `policy` samples: a copy, or the same object.
         self.model, self.policy, self.reference = loaded.model, loaded.policy, loaded.reference
@@ -214,16 +214,18 @@ class Trainer:
             group["lr"] = config.learning_rate(cfg, step, highest)
         stats, grad_norms = [], []
         with self.timer.measure("train"):
-            # None: compare with the sampler's log-probs, or with a cap the current model's. With a
-            # cap and several updates, all of them compare with the model before the first update.
-            old_logprobs = None
-            if cfg.importance_cap and M > 1:
+            # The log-probs that ratios compare with.
+            if not cfg.importance_cap:
+                old_logprobs = rollouts.logprobs  # the engine's, which are there
+            elif M == 1:
+                old_logprobs = None  # the model's in this update: nothing has moved it yet
+            else:
                 old_logprobs = trainer_logprobs(self.model, rollouts, cfg, keep[mine])
             for number in range(M):
                 in_update = (minibatch == number)[:, None]  # [K, 1]
                 sums = accumulate_gradients(
-                    self.model, rollouts, advantages, factor * weights, keep & in_update, cfg=cfg,
-                    mine=mine, old_logprobs=old_logprobs, reference=self.reference,
+                    self.model, rollouts, advantages, factor * weights, keep & in_update,
+                    old_logprobs, cfg=cfg, mine=mine, reference=self.reference,
                     show_progress=self.show_progress,
                 )  # fmt: skip
                 norm = torch.nn.utils.clip_grad_norm_(
@@ -442,7 +444,7 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
 # ---------------------------------------------------------------------------- checkpoints
 
 
-def look(cfg: Config) -> Path | None:
+def find_checkpoint(cfg: Config) -> Path | None:
     """The checkpoint that a run resumes from, if any. InputError if a run would be overwritten, if
     there is none to resume, or if --shard fsdp has no ranks to share the weights."""
     folder = Path(cfg.out_dir)

@@ -27,8 +27,8 @@ class Sequence(NamedTuple):
     place: int  # of the completion in the flattened tables: [K * G], or [k * G] of this rank
     prompt: list[int]
     completion: list[int]
-    logprobs: torch.Tensor  # [tokens of the completion], the sampler's
-    old_logprobs: torch.Tensor  # likewise, the policy's before the step's first update
+    logprobs: torch.Tensor  # [tokens of the completion], the engine's
+    old_logprobs: torch.Tensor  # likewise, what its ratios compare with
 
 
 class UpdateStats(NamedTuple):
@@ -38,7 +38,7 @@ class UpdateStats(NamedTuple):
     loss: float  # with the full batch's denominator, the KL term included
     kl: float  # the KL term alone, before beta
     clipped: float  # tokens on which the clip acts
-    gap: float  # |trainer's log-prob - sampler's|, nats
+    gap: float  # |trainer's log-prob - engine's|, nats
     importance: float  # importance ratios, before the cap
     capped: float  # tokens whose ratio is above it
     entropy: float  # nats
@@ -48,7 +48,7 @@ class UpdateStats(NamedTuple):
 
 
 def accumulate_gradients(
-    model, rollouts, advantages, multiplier, keep, *, cfg, mine=None, old_logprobs=None,
+    model, rollouts, advantages, multiplier, keep, old_logprobs, *, cfg, mine=None,
     reference=None, show_progress=False,
 ) -> UpdateStats:  # fmt: skip
     """Add the gradient of every kept sequence of all ranks to .grad; returns the sums of all ranks.
@@ -58,9 +58,9 @@ def accumulate_gradients(
     multiplier, weights over denominator, and by nothing that depends on the pack, so any layout
     gives the same gradient. With cfg.beta, `reference` is the frozen model of the KL term.
 
-    Without cfg.importance_cap the old log-probs are the sampler's, which need no extra forward.
-    With it they are the trainer's: `old_logprobs` [k, G, T], or the current ones if
-    None. Each token is then also multiplied by its importance ratio, see `importance_ratio`.
+    Ratios compare with `old_logprobs` [k, G, T], or with the current ones if None. With
+    cfg.importance_cap each token is also multiplied by its importance ratio, see
+    `importance_ratio`.
     """
     mine = torch.arange(len(keep)) if mine is None else mine
     sequences = share_out(kept_sequences(rollouts, keep, mine, old_logprobs))
@@ -82,12 +82,12 @@ def accumulate_gradients(
         logprobs, entropy = packed_logprobs(model, pack, cfg)  # [N], [N]
         now = logprobs.detach()
         per_token = per_token.to(now.dtype)
-        sampler_logprobs, start_logprobs, advantage, token_multiplier = per_token  # [N] each
-        old = sampler_logprobs  # [N]
+        engine_logprobs, old, advantage, token_multiplier = per_token  # [N] each
+        if old_logprobs is None:
+            old = now
         importance = torch.ones_like(now)  # [N]
         if cap := cfg.importance_cap:
-            old = now if old_logprobs is None else start_logprobs
-            importance = importance_ratio(old - sampler_logprobs)
+            importance = importance_ratio(old - engine_logprobs)
             token_multiplier = token_multiplier * importance.clamp(max=cap)
         loss, clipped = dppo.token_loss(
             logprobs, old, advantage, pack.owner, loss=cfg.loss, eps_low=cfg.eps_low,
@@ -108,7 +108,7 @@ def accumulate_gradients(
             "loss": total,
             "kl": (kl * token_multiplier).sum(),
             "clipped": clipped.sum(),
-            "gap": (now - sampler_logprobs).abs().sum(),
+            "gap": (now - engine_logprobs).abs().sum(),
             "importance": importance.sum(),
             "capped": (importance > (cap or math.inf)).sum(),
             "entropy": entropy.sum(),
@@ -133,7 +133,7 @@ def accumulate_gradients(
 
 
 def importance_ratio(log_ratio):
-    """exp(log_ratio) [N]: each token's probability under the trainer over the sampler's."""
+    """exp(log_ratio) [N]: each token's probability under the trainer over the engine's."""
     return log_ratio.clamp(max=20.0).exp()  # above any cap, but the logged mean stays finite
 
 
@@ -142,7 +142,7 @@ def trainer_logprobs(model, rollouts, cfg, keep=None) -> torch.Tensor:
     """The sampled tokens' log-probs [k, G, T] in the trainer's arithmetic; 0 past the end, and for
     completions that keep [k, G] leaves out."""
     keep = torch.ones_like(rollouts.truncated) if keep is None else keep
-    sequences = kept_sequences(rollouts, keep, torch.arange(len(keep)))
+    sequences = kept_sequences(rollouts, keep, torch.arange(len(keep)), None)
     table = rollouts.logprobs.new_zeros(rollouts.logprobs.shape)
     for pack, members in packs(sequences, cfg, model.device):
         logprobs = packed_logprobs(model, pack, cfg)[0].to(table)  # [N]
@@ -161,7 +161,7 @@ def packed_logprobs(model, pack, cfg):
         return packing.packed_logprobs(model, pack, temperature=cfg.temperature)
 
 
-def kept_sequences(rollouts, keep, mine, old_logprobs=None) -> list[Sequence]:
+def kept_sequences(rollouts, keep, mine, old_logprobs) -> list[Sequence]:
     """What is kept of the groups `mine` [k] of this rank, in their order; keep [K, G]."""
     old_logprobs = rollouts.logprobs if old_logprobs is None else old_logprobs
     G = keep.shape[1]
