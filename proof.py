@@ -150,7 +150,6 @@ def toy_case(
     prompt_weights=None,
     num_prompts: int = 2,
     num_tokens: float | None = None,
-    scale_rewards: str | None = None,
 ) -> Case:
     """Four completions of up to 5 tokens per prompt, under a table of next-token logits [V, V].
 
@@ -211,8 +210,7 @@ def toy_case(
         max_new_tokens=5,
         num_tokens=num_tokens or (multiplier * lengths).sum().item(),
     )
-    scale_rewards = scale_rewards or dppo.LOSSES[loss].scale_rewards
-    advantages = dppo.group_advantages(rewards, scale_rewards)[rows]
+    advantages = dppo.group_advantages(rewards, dppo.LOSSES[loss].scale_rewards)[rows]
     size = dppo.contribution_size(advantages, factor, (energy * sampled).sum(dim=-1)[rows], beta)
     cost = lengths + 1
     rest = 0.3 * cost.sum().item()
