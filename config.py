@@ -219,7 +219,7 @@ def _check_values(cfg: Config) -> None:
         require(cfg, name, getattr(cfg, name) >= 1, "at least 1")
     require(cfg, "group_size", cfg.group_size >= 2, "at least 2: a group of one has no advantage")
     require(cfg, "adam_beta2", 0 <= cfg.adam_beta2 < 1, "at least 0 and below 1")
-    for name in ("lr", "temperature", "reward_range", "rest"):
+    for name in ("lr", "temperature", "rest"):
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
     for name in ("beta", "warmup", "grad_clip", "eval_every", "save_every"):
         require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0 and finite")

@@ -72,56 +72,28 @@ def check_known(kind: str, name: str, known) -> None:
 # ---------------------------------------------------------------------------- advantages
 
 
-# What R - mean is divided by in each group, and the objective that this ascends: a function of each
-# prompt's pass rate p, for rewards of 0 and 1 (docs/method.md). none and group are TRL's names.
-SCALES = {
-    "none": "p",  # Dr. GRPO (arXiv:2503.20783)
-    "group": "2 arcsin(sqrt(p))",  # GRPO (arXiv:2402.03300): the group's standard deviation
-    "variance": "logit(p)",
-    "mean": "log(p)",  # MaxRL (arXiv:2602.02710)
-}
+SCALES = ("none", "group")  # what R - mean is divided by in each group; TRL's names
 
 
-def group_advantages(
-    rewards: torch.Tensor, scale_rewards: str, reward_range: float = 1.0
-) -> torch.Tensor:
+def group_advantages(rewards: torch.Tensor, scale_rewards: str) -> torch.Tensor:
     """Advantages [Q, G] of rewards [Q, G], from each full group, before anything is dropped.
 
-    R - mean, divided by what one of SCALES says:
-        none      1
-        group     the sample standard deviation + 1e-4, as in TRL
-        variance  the population variance: for rewards of 0 and 1, the advantages of the right
-                  completions add up to G, and those of the wrong ones to -G
-        mean      the mean
-
-    reward_range is the largest possible reward minus the smallest. Variance and mean are raised to
-    at least those of a group with one reward of reward_range and G - 1 of 0. So real-valued rewards
-    that hardly differ are not blown up. With a range of 1 this never changes rewards of 0 and 1.
-    `mean` raises a RuleError for a negative reward.
+    R - mean (Dr. GRPO, arXiv:2503.20783). With scale_rewards "group" it is divided by the sample
+    standard deviation + 1e-4, as in TRL (GRPO, arXiv:2402.03300). The choice sets the objective
+    (docs/method.md).
 
     An unscorable completion (reward NaN) counts in neither mean nor deviation and gets 0. If all
     rewards of a group are equal, it gets exact zeros, not rounding errors divided by 1e-4.
     """
     check_known("scale_rewards", scale_rewards, SCALES)
-    G = rewards.shape[1]
     scored = ~rewards.isnan()
     count = scored.sum(dim=1, keepdim=True)  # [Q, 1]
-    filled = torch.where(scored, rewards, 0.0)
-    mean = filled.sum(dim=1, keepdim=True) / count.clamp(min=1)  # [Q, 1]
+    mean = torch.where(scored, rewards, 0.0).sum(dim=1, keepdim=True) / count.clamp(min=1)
     centred = torch.where(scored, rewards - mean, 0.0)  # [Q, G]
-    squares = centred.square().sum(dim=1, keepdim=True)  # [Q, 1]
     if scale_rewards == "group":
+        squares = centred.square().sum(dim=1, keepdim=True)  # [Q, 1]
         std = (squares / (count - 1).clamp(min=1)).sqrt()
         centred = centred / (std + ADVANTAGE_EPS)
-    elif scale_rewards == "variance":
-        variance = (squares / count.clamp(min=1)).clamp(min=(G - 1) / G**2 * reward_range**2)
-        # The denominator of the loss counts G completions, however many were scored.
-        centred = centred / variance * G / count.clamp(min=1)
-    elif scale_rewards == "mean":
-        if (rewards < 0).any():
-            lowest = filled.min().item()
-            raise RuleError(f"scale_rewards 'mean' needs rewards of 0 or more, not {lowest:g}")
-        centred = centred / mean.clamp(min=reward_range / G)
     dead = dead_groups(rewards)[:, None]  # [Q, 1]
     return torch.where(dead, 0.0, centred)
 

@@ -61,14 +61,10 @@ class Config:
     loss: str | None = None
     """The surrogate loss, with its ratio, clip and denominator: grpo, dr_grpo, dapo, gspo, cispo,
     or one of yours. By default grpo, or dr_grpo with tiny."""
-    scale_rewards: Literal["none", "group", "variance", "mean"] | None = None
+    scale_rewards: Literal["none", "group"] | None = None
     """What R - mean is divided by in each group, which sets the objective: none (Dr. GRPO: the pass
-    rate p), group (its standard deviation, GRPO: 2 arcsin(sqrt(p))), variance (logit(p)), or mean
-    (MaxRL: log(p)). By default none for dr_grpo, else group."""
-    reward_range: float = 1.0
-    """The largest possible reward minus the smallest. variance and mean need it: their divisor is
-    at least that of a group with one reward of this size and G - 1 zeros. mean refuses negative
-    rewards."""
+    rate p), or group (its standard deviation, GRPO: 2 arcsin(sqrt(p))). By default none for
+    dr_grpo, else group."""
     eps_low: float | None = None
     """The ratio is clipped to at least 1 - eps_low. By default the loss's own, such as 0.2 for
     grpo."""

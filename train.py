@@ -168,7 +168,7 @@ class Trainer:
         # gradient of a completion's log-probs at the logits (dppo.py), from which come the sizes.
 
         # 4. Advantages, over full groups.
-        advantages = dppo.group_advantages(rewards, cfg.scale_rewards, cfg.reward_range)  # [K, G]
+        advantages = dppo.group_advantages(rewards, cfg.scale_rewards)  # [K, G]
 
         # 5. The denominator counts all Q candidates, kept or not, divided by M: each of the M
         # updates has Q / M of them.

@@ -93,7 +93,7 @@ def figures(
     rest: float | None = None,
 ) -> dict:
     """The figures of the steps in which groups of every size are live, from the rows of log.jsonl
-    and groups.jsonl. settings: scale_rewards, reward_range, beta and completion_rule of the run.
+    and groups.jsonl. settings: scale_rewards, beta and completion_rule of the run.
     InputError if there are fewer than 3 such steps."""
     rows = {row["step"]: row for row in rows if row["step"] > WARM}
     steps = {row["step"]: as_step(row) for row in groups if row["step"] in rows and row["prompts"]}
@@ -171,8 +171,7 @@ def sizes(step: Step, group_size: int, settings: dict) -> tuple[torch.Tensor, fl
     """
     K, G = step.rewards.shape
     blocks = step.rewards.reshape(-1, group_size)
-    advantages = dppo.group_advantages(blocks, settings["scale_rewards"], settings["reward_range"])
-    advantages = advantages.view(K, G)
+    advantages = dppo.group_advantages(blocks, settings["scale_rewards"]).view(K, G)
     ones = torch.ones_like(advantages)
     size = dppo.contribution_size(advantages, step.size_of_1, ones, settings["beta"])
     weight = step.prompt_weights[:, None]

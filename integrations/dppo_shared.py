@@ -1,5 +1,5 @@
 """
-What the trainers in this folder share: dppo_trl.py, dppo_verl.py and dppo_tinker.py.
+What the trainers in this folder share: dppo_trl.py and dppo_verl.py.
 
 Each of them puts pruning into another library. Here is what does not depend on the library: which
 rules and rates can be used, the mean number of tokens that a loss divides by, sizes of completions,

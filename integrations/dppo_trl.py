@@ -11,14 +11,14 @@ copied. Rules, draws and weights come from dppo.py and sampler.py.
                  kept is sorted by length and divided among the ranks. It fills the last micro-steps
                  of the update, and the earlier ones do nothing
     weights      TRL's loss depends on the parameters through log-probs alone. So if their gradient
-                 in row i is multiplied by f_i, the whole term of row i is: clip, KL, masks and
-                 vLLM's correction. f_i is the weight 1 / P(kept) times a correction, because TRL
-                 computes its denominator from the rows that it is given
-`check` refuses options for which such a factor is not exact. docs/other-trainers.md has a run and
-explains its log.
+                 in a row is multiplied, the whole term of the row is: clip, KL, masks and vLLM's
+                 correction. The multiplier is the weight 1 / P(kept) times a correction, because
+                 TRL computes its denominator from the rows that it is given
+`check` refuses options for which such a multiplier is not exact. docs/other-trainers.md has a run
+and explains its log.
 
 Letters: Q prompts of a generation batch, K of them rolled out, G completions each. The N = K x G
-rows are spread over R ranks, n on each; B rows of a micro-batch, T tokens.
+rows are spread over the ranks, n on each; B rows of a micro-batch, T tokens.
 """
 
 import math
@@ -26,11 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import trl
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
-from trl.trainer.utils import shuffle_sequence_dict
 
 import dppo
 import dppo_shared
@@ -41,11 +39,9 @@ TRL = "1.16."  # the version whose losses are known, by what they divide by:
 PER_ROW = ("grpo", "sapo", "dr_grpo", "luspo")  # the rows of the micro-batch
 PER_TOKEN = ("dapo", "cispo", "vespo")  # the tokens of the generation batch
 
-OWN_SCALES = ("variance", "mean")  # of scale_rewards; TRL does not have them
-
 EXACT = {  # with these values, a row's term does not depend on which prompts and rows are kept
     "loss_type": (*PER_ROW, *PER_TOKEN),
-    "scale_rewards": tuple(dppo.SCALES),
+    "scale_rewards": dppo.SCALES,
     "multi_objective_aggregation": ("sum_then_normalize",),
     "num_iterations": (1,),
     "entropy_coef": (0.0,),
@@ -60,11 +56,6 @@ PADDED_RIGHT = (
 MEMORY = 8  # how many generation batches the mean of their tokens remembers
 
 
-def take(rows: dict, index: slice | torch.Tensor) -> dict:
-    """Some of the rows. A scalar, such as num_items_in_batch, belongs to all of them."""
-    return {name: x[index] if x.ndim else x for name, x in rows.items()}
-
-
 def option(default, explanation: str):
     """A field of DPPOConfig. TrlParser's --help prints the explanation."""
     return field(default=default, metadata={"help": explanation})
@@ -72,8 +63,8 @@ def option(default, explanation: str):
 
 @dataclass
 class DPPOConfig(trl.GRPOConfig):
-    """GRPOConfig with the options of pruning. With both rules "none" and a scale_rewards that TRL
-    has, DPPOTrainer is GRPOTrainer, bit for bit."""
+    """GRPOConfig with the options of pruning. With both rules "none", DPPOTrainer is GRPOTrainer,
+    bit for bit."""
 
     completion_rule: str = option(
         "pps",
@@ -91,11 +82,6 @@ class DPPOConfig(trl.GRPOConfig):
     prompt_prune_rate: float = option(
         0.3, "Share of prompts that is dropped; for dppo the chance of dropping one."
     )
-    scale_rewards: str = option(
-        "group",
-        "What advantages are divided by: TRL's group, batch or none; or the group's variance, or "
-        "its mean (MaxRL).",
-    )
 
 
 class DPPOTrainer(trl.GRPOTrainer):
@@ -107,11 +93,9 @@ class DPPOTrainer(trl.GRPOTrainer):
         self.prunes_prompts = args.prompt_rule != "none"
         self.prunes = self.prunes_prompts or args.completion_rule != "none"
         self.check()
-        if args.scale_rewards in OWN_SCALES:
-            self.scale_rewards = "none"  # TRL's part; see `rescale`
 
         self.plan = None  # the update's micro-batches, one a micro-step; None: nothing to do
-        self.factor = None  # f [B] of the micro-batch whose loss is being computed
+        self.multiplier = None  # [B], of the micro-batch whose loss is being computed
         self.mean_tokens = None  # of a generation batch; see dppo_shared.update_mean
 
         if self.prunes_prompts:
@@ -123,8 +107,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         """RuleError for options with which pruning would not be exact."""
         args = self.args
         dppo_shared.check_rules(args)
-        dppo.check_known("scale_rewards", args.scale_rewards, ("batch", *dppo.SCALES))
-        if not self.prunes and args.scale_rewards not in OWN_SCALES:
+        if not self.prunes:
             return
         require(
             trl.__version__.startswith(TRL),
@@ -214,7 +197,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         prompts = weights = None
         if self.prunes_prompts:
             inputs, prompts, weights = self.draw_prompts(inputs)
-        rows = self.rescale(super()._generate_and_score_completions(inputs))
+        rows = super()._generate_and_score_completions(inputs)
         if self.prunes:
             self.gather(rows, prompts, weights)
         return rows
@@ -225,9 +208,6 @@ class DPPOTrainer(trl.GRPOTrainer):
             "num_images" not in rows,
             "images: pruning was never tried with them; set both rules to 'none'",
         )
-        n, device = len(rows["advantages"]), self.accelerator.device
-        # the number of each row among all N, which TRL's shuffle takes along
-        rows["place"] = torch.arange(n, device=device) + self.accelerator.process_index * n
         mask = rows["completion_mask"] * rows.get("tool_mask", 1)  # [n, T], tokens with loss
         logprobs = rows.get("sampling_per_token_logps", rows.get("old_per_token_logps"))
         energy = dppo_shared.energy_of(logprobs, mask)
@@ -247,7 +227,7 @@ class DPPOTrainer(trl.GRPOTrainer):
             self._metrics["train"]["dppo/reward"].append(reward)
             estimate = (weights[:, None] * tokens).sum().item()  # of all Q prompts
             known = self.mean_tokens or estimate  # the first batch is whole, so it can count
-            rows["num_items_in_batch"] = torch.tensor(known, device=device)
+            rows["num_items_in_batch"] = torch.tensor(known, device=self.accelerator.device)
             self.mean_tokens = dppo_shared.update_mean(self.mean_tokens, estimate, MEMORY)
         else:
             weights = torch.ones(len(size), dtype=torch.float64)
@@ -265,18 +245,6 @@ class DPPOTrainer(trl.GRPOTrainer):
         weighted = self.rewards * self.reward_weights.to(self.rewards)  # [N, reward functions]
         return torch.where(weighted.isnan().all(dim=1), torch.nan, weighted.nansum(dim=1))
 
-    def rescale(self, rows: dict) -> dict:
-        """The same rows. If TRL does not have the scale, dppo.group_advantages gives advantages;
-        TRL's table of completions has rewards minus their mean."""
-        scale = self.args.scale_rewards
-        if scale not in OWN_SCALES:
-            return rows
-        groups = self.total_rewards().view(-1, self.num_generations)
-        advantages = dppo.group_advantages(groups, scale).flatten()  # [N]
-        n = len(rows["advantages"])
-        first = self.accelerator.process_index * n
-        return rows | {"advantages": advantages[first : first + n].to(rows["advantages"])}
-
     # --------------------------------------------------------------------------------- completions
 
     def _prepare_inputs(self, inputs):
@@ -285,15 +253,14 @@ class DPPOTrainer(trl.GRPOTrainer):
             return super()._prepare_inputs(inputs)
         step = self._step % self.args.gradient_accumulation_steps
         if step == 0:
-            rows = shuffle_sequence_dict(self._generate_and_score_completions(inputs))
-            self.plan = self.draw_completions(rows)
+            self.plan = self.draw_completions(self._generate_and_score_completions(inputs))
         return self.plan[step]
 
     def draw_completions(self, rows: dict) -> list[dict | None]:
         """Draw from a generation batch, [n, ...] on this rank, and plan the rank's micro-steps.
 
         TRL gathers metrics in each micro-step, so all ranks must run equally many rows. If the
-        ranks do not divide their number, some ranks run the shortest row besides, with f = 0.
+        ranks do not divide their number, some ranks run the shortest row besides, with weight 0.
         """
         B, batch = self.args.per_device_train_batch_size, self.batch
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
@@ -304,18 +271,16 @@ class DPPOTrainer(trl.GRPOTrainer):
         weights = weights * self.prompt_weights  # [K, G]
         (weights,) = broadcast_object_list([weights])  # ranks might round differently
 
-        places = self.accelerator.gather(rows["place"]).cpu()  # [N], of TRL's shuffled rows
-        factor, length = weights.flatten()[places], batch.cost.flatten()[places]  # [N]
-        order = length.argsort(stable=True)
-        kept = order[factor[order] > 0]
+        order = batch.cost.flatten().argsort(stable=True)  # [N], shortest first
+        kept = order[weights.flatten()[order] > 0]
         m = max(1, math.ceil(len(kept) / world))  # rows of each rank
         fillers = m * world - len(kept)
         kept = torch.cat([order[:1].repeat(fillers), kept])
-        factor = factor[kept]
-        factor[:fillers] = 0.0
-        rows = self.exchange(rows, kept.view(m, world).T)
-        factor = factor[rank::world]  # [m], of this rank's rows, shortest first
-        plan = [self.micro_batch(rows, factor, some) for some in torch.arange(len(factor)).split(B)]
+        row_weights = weights.flatten()[kept]
+        row_weights[:fillers] = 0.0
+        rows = self.exchange(rows, kept[rank::world])
+        row_weights = row_weights[rank::world]  # [m]
+        plan = [self.micro_batch(rows, row_weights, some) for some in torch.arange(m).split(B)]
 
         figures = dppo_shared.completion_figures(
             weights, self.prompt_weights, batch.cost, self.args.generation_batch_size
@@ -328,42 +293,27 @@ class DPPOTrainer(trl.GRPOTrainer):
         idle = None
         if self.is_deepspeed_enabled:
             # ZeRO forgets the last update's gradients only when new ones come; these are all 0.
-            idle = self.micro_batch(rows, 0.0 * factor, torch.tensor([0]))
+            idle = self.micro_batch(rows, 0.0 * row_weights, torch.tensor([0]))
         return [idle] * (micro_steps - len(plan)) + plan
 
-    def exchange(self, rows: dict, table: torch.Tensor) -> dict:
-        """This rank's rows [m] in the table [R, m] of all ranks. Row number r was sampled on rank
-        r // n, as its row r % n."""
-        world, rank, n = len(table), self.accelerator.process_index, len(rows["place"])
-        owner = table // n  # [R, m], the rank that has the row
-        if (owner == torch.arange(world)[:, None]).all():  # no row changes ranks
-            return take(rows, table[rank] - rank * n)
-        columns = {name: x.reshape(n, -1) for name, x in rows.items() if x.ndim}  # [n, T or 1]
-        for name, x in columns.items():
-            left = name in PADDED_LEFT
-            # TRL pads this ratio with 1, because vespo sums its logs.
-            pad = 1 if name == "importance_sampling_ratio" else 0
-            columns[name] = self.accelerator.pad_across_processes(
-                x, dim=1, pad_index=pad, pad_first=left
-            )
-        widths = [x.shape[1] for x in columns.values()]
+    def exchange(self, rows: dict, places: torch.Tensor) -> dict:
+        """The rows [m] that have these places [m] among the N rows of all ranks. A scalar, such as
+        num_items_in_batch, belongs to all rows."""
+        found = dict(rows)
+        for name, x in rows.items():
+            if x.ndim:
+                # TRL pads this ratio with 1, because vespo sums its logs.
+                pad = 1 if name == "importance_sampling_ratio" else 0
+                padded = self.accelerator.pad_across_processes(
+                    x, dim=1, pad_index=pad, pad_first=name in PADDED_LEFT
+                )
+                found[name] = self.accelerator.gather(padded)[places]
+        return found
 
-        # All columns travel as one table of float64, which holds token ids without loss.
-        leaving = [line[of == rank] - rank * n for line, of in zip(table, owner, strict=True)]
-        sent = torch.cat([x.double() for x in columns.values()], dim=1)[torch.cat(leaving)]
-        order = owner[rank].argsort(stable=True)  # rows arrive by rank
-        found, counts = sent.new_empty(len(order), sent.shape[1]), owner[rank].bincount(None, world)
-        dist.all_to_all_single(found, sent, counts.tolist(), list(map(len, leaving)))
-        found = found[order.argsort()].split(widths, dim=1)
-
-        rows = dict(rows)  # scalars stay
-        for name, x in zip(columns, found, strict=True):
-            rows[name] = (x if rows[name].ndim > 1 else x[:, 0]).to(rows[name].dtype)
-        return rows
-
-    def micro_batch(self, rows: dict, factor: torch.Tensor, index: torch.Tensor) -> dict:
-        """Some of these rows, without columns that are padding in all of them, and their f."""
-        rows = take(rows, index)
+    def micro_batch(self, rows: dict, row_weights: torch.Tensor, index: torch.Tensor) -> dict:
+        """Some of these rows, without columns that are padding in all of them, and what multiplies
+        the gradients of their log-probs."""
+        rows = {name: x[index] if x.ndim else x for name, x in rows.items()}
         if self.pad_to_multiple_of is None:
             width = max(1, rows["completion_mask"].any(dim=0).sum().item())
             rows |= {name: rows[name][:, :width] for name in PADDED_RIGHT if name in rows}
@@ -371,25 +321,26 @@ class DPPOTrainer(trl.GRPOTrainer):
             rows |= {name: rows[name][:, -width:] for name in PADDED_LEFT}
         # TRL divides by the rows that it is given, instead of B, or by the tokens of all rows.
         share = len(index) / self.args.per_device_train_batch_size
-        return rows | {"factor": factor[index] * (share if self.loss_type in PER_ROW else 1.0)}
+        correction = share if self.loss_type in PER_ROW else 1.0
+        return rows | {"multiplier": row_weights[index] * correction}
 
     # ------------------------------------------------------------------------------------ the loss
 
     def _compute_loss(self, model, inputs) -> torch.Tensor:
-        """TRL's loss of a micro-batch, whose gradient carries the factors."""
+        """TRL's loss of a micro-batch, whose gradient carries the multipliers."""
         if inputs is None:
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
-        self.factor = inputs.get("factor")
+        self.multiplier = inputs.get("multiplier")
         loss = super()._compute_loss(model, inputs)
-        self.factor = None
+        self.multiplier = None
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args, **options):
-        """TRL's log-probs [B, T]; in the loss, f multiplies each row's gradient."""
+        """TRL's log-probs [B, T]; in the loss, each row's gradient is multiplied."""
         logprobs, *others = super()._get_per_token_logps_and_entropies(*args, **options)
-        if self.factor is not None and logprobs.requires_grad:
-            factor = self.factor.to(logprobs)[:, None]
-            logprobs.register_hook(lambda gradient: gradient * factor)
+        if self.multiplier is not None and logprobs.requires_grad:
+            multiplier = self.multiplier.to(logprobs)[:, None]
+            logprobs.register_hook(lambda gradient: gradient * multiplier)
         return logprobs, *others
 
     # --------------------------------------------------------------------------------- checkpoints

@@ -10,10 +10,10 @@ and sampler.py.
     completions  are dropped after reward and before log-probs. An update (a mini-batch) has the
                  completions of fixed prompts, and is drawn, padded and balanced by itself
     weights      verl's loss depends on the parameters through log-probs and entropies alone. So if
-                 their gradient in row i is multiplied by f_i = 1 / P(kept), which the training
-                 processes do, the whole term of row i is: clip, KL, entropy bonus, masks and
+                 their gradient in a row is multiplied by its weight 1 / P(kept), which the training
+                 processes do, the whole term of the row is: clip, KL, entropy bonus, masks and
                  rollout correction. Advantages and denominators are those of the un-pruned batch
-`check` refuses options for which such a factor is not exact. docs/other-trainers.md explains the
+`check` refuses options for which such a weight is not exact. docs/other-trainers.md explains the
 options and the log. `python -m dppo_verl` says whether verl finds this file, and if not, why.
 verl's own losses dppo_tv and dppo_kl are Divergence PPO (arXiv:2602.04879), another method.
 
@@ -32,7 +32,6 @@ import verl
 from omegaconf import OmegaConf, open_dict
 from tensordict import TensorDict
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import register_adv_est
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories as compute_advantage
@@ -70,7 +69,7 @@ PARTS = "actor_rollout_ref"
 EXACT = [  # values with which a row's term does not depend on what else is kept, and their options
     (LOSSES, ["actor.policy_loss.loss_mode"]),
     (MODES, ["actor.loss_agg_mode"]),
-    (("grpo", "grpo_variance", "grpo_mean", "rloo"), ["algorithm.adv_estimator"]),
+    (("grpo", "rloo"), ["algorithm.adv_estimator"]),
     (("fsdp", "fsdp2"), ["actor.strategy"]),
     ((1,), ["actor.ppo_epochs", "actor.ulysses_sequence_parallel_size",
             "actor.fsdp_config.ulysses_sequence_parallel_size"]),
@@ -127,33 +126,18 @@ def check(config, trainer) -> None:
     )
 
 
-def scaled_advantages(scale, token_level_rewards, response_mask, index, **_options):
-    """(advantages, returns) [N, T]: those of dppo.group_advantages. `index` [N] names the groups.
-    These are algorithm.adv_estimator=grpo_variance and grpo_mean, for verl's own trainers, too."""
-    rewards = token_level_rewards.sum(dim=1)  # [N]
-    advantages = torch.zeros_like(rewards)
-    for uid in set(index):
-        rows = torch.from_numpy(index == uid)  # [N]
-        advantages[rows] = dppo.group_advantages(rewards[rows][None], scale)[0]
-    advantages = advantages[:, None] * response_mask
-    return advantages, advantages
-
-
-for scale in ("variance", "mean"):
-    register_adv_est(f"grpo_{scale}")(functools.partial(scaled_advantages, scale))
-
-
 def pruned_loss(config, model_output: dict, data: TensorDict, dp_group=None):
-    """verl's ppo_loss of a micro-batch in a training process, with the gradient of row i times f_i
-    and the tokens of the un-pruned mini-batch as denominator: both are in data["dppo"], [n, 2]."""
+    """verl's ppo_loss of a micro-batch in a training process, with the gradient of each row times
+    its weight and the tokens of the un-pruned mini-batch as denominator: both are in data["dppo"],
+    [n, 2]."""
     table = data["dppo"].values() if data["dppo"].is_nested else data["dppo"]
-    factor, tokens = table.view(-1, 2).T
-    factor = factor.repeat_interleave(data["input_ids"].offsets().diff())  # of each token
+    weights, tokens = table.view(-1, 2).T
+    weights = weights.repeat_interleave(data["input_ids"].offsets().diff())  # of each token
     output = dict(model_output)
     for name in {"log_probs", "entropy"} & output.keys():
         flat = output[name] = output[name].values() if output[name].is_nested else output[name]
         if flat.requires_grad:
-            flat.register_hook(lambda gradient: gradient * factor.to(gradient))
+            flat.register_hook(lambda gradient: gradient * weights.to(gradient))
     tu.assign_non_tensor(data, batch_num_tokens=tokens[0].item())
     return ppo_loss(config, output, data, dp_group)
 
@@ -260,7 +244,7 @@ class DPPOTrainer(PPOTrainerSync):
 
     def _balance_batch(self, batch, metrics, **options):
         """What is kept of a batch with rewards, padded and balanced in each update. The field
-        `dppo` has f and the denominator of every row."""
+        `dppo` has the weight and the denominator of every row."""
         if not self.prunes:
             return super()._balance_batch(batch, metrics, **options)
         kept, tokens = self.draw_completions(batch, metrics)
@@ -268,7 +252,7 @@ class DPPOTrainer(PPOTrainerSync):
         self.parts = [part for part, _ in kept.values()]
         batch = super()._balance_batch(batch.select_keys(list(kept)), metrics, **options)  # pads
         updates, padding = [[] for _ in range(self.M)], []
-        table = torch.zeros(len(batch), 2, dtype=torch.float64)  # padding keeps f = 0
+        table = torch.zeros(len(batch), 2, dtype=torch.float64)  # padding keeps the weight 0
         for i, key in enumerate(batch.keys):
             if key in kept:
                 part, table[i, 0] = kept[key]
@@ -318,7 +302,7 @@ class DPPOTrainer(PPOTrainerSync):
         return torch.stack([advantages, scores.sum(dim=1), tokens, cost, energy])
 
     def draw_completions(self, batch, metrics) -> tuple[dict, list[float]]:
-        """({key: (update, f)} of the rows that are kept, the denominator of each update). The
+        """({key: (update, weight)} of the rows that are kept, the denominator of each update). The
         prompt history learns from the rows."""
         K, G, actor = len(self.groups), self.G, self.actor
         number = {uid: k for k, uid in enumerate(self.groups)}
@@ -365,7 +349,7 @@ class DPPOTrainer(PPOTrainerSync):
         for key, place in zip(batch.keys, places, strict=True):
             if flat[place]:
                 kept[key] = (update_of[place // G].item(), flat[place])
-        if not kept:  # verl waits for an update: one row with f = 0
+        if not kept:  # verl waits for an update: one row with weight 0
             kept = {batch.keys[0]: (0, 0.0)}
         return kept, full.clamp(min=1).tolist()
 

@@ -16,8 +16,14 @@ import proof
 importlib.import_module("related.rivals")  # adds its rules
 
 PASS_RATES = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.97], dtype=torch.float64)
-TABLE = (  # rule, scale_rewards, group size, prune rate
-    *(("none", scale, G, 0.0) for scale in dppo.SCALES for G in (8, 32)),
+OBJECTIVES = {  # what R - mean is divided by: the objective of every unbiased rule
+    "none": "p",
+    "group": "2 arcsin(sqrt(p))",
+    "variance": "logit(p)",
+    "mean": "log(p)",
+}
+TABLE = (  # rule, divisor, group size, prune rate
+    *(("none", divisor, G, 0.0) for divisor in OBJECTIVES for G in (8, 32)),
     ("pods", "none", 8, 1 - 2 / 8), ("pods", "none", 32, 1 - 3 / 32),
     ("pods", "none", 8, 1 - 4 / 8),
     ("cppo", "none", 16, 1 - 3 / 16), ("cppo", "group", 16, 1 - 3 / 16),
@@ -26,10 +32,21 @@ TABLE = (  # rule, scale_rewards, group size, prune rate
 )  # fmt: skip
 
 
+def advantages_of(rewards: torch.Tensor, divisor: str) -> torch.Tensor:
+    """Advantages [Q, G] of rewards of 0 and 1, [Q, G]: those of --scale-rewards, and with two more
+    divisors, which no run has."""
+    if divisor in dppo.SCALES:
+        return dppo.group_advantages(rewards, divisor)
+    mean = rewards.mean(dim=1, keepdim=True)  # [Q, 1]
+    variance = mean * (1 - mean)
+    divided = (rewards - mean) / (mean if divisor == "mean" else variance)
+    return torch.where(variance > 0, divided, 0.0)
+
+
 def objective_slope(
     pass_rates: torch.Tensor,
     group_size: int,
-    scale_rewards: str,
+    divisor: str,
     rule: str = "none",
     prune_rate: float = 0.0,
 ) -> torch.Tensor:
@@ -52,7 +69,7 @@ def objective_slope(
         rewards = (torch.arange(group_size) < k).double()[None]
         binomial = float(math.comb(group_size, k)) * p**k * (1 - p) ** (group_size - k)
         for ordered in (rewards, rewards.flip(1)):  # a rule by rank breaks ties by order
-            advantages = dppo.group_advantages(ordered, scale_rewards)
+            advantages = advantages_of(ordered, divisor)
             ones = torch.ones_like(advantages)
             size = dppo.contribution_size(advantages, ones, ones, beta=0.0)
             batch = dppo.Completions(
@@ -75,12 +92,12 @@ def mean_weights(name: str, prune_rate: float, batch: dppo.Completions) -> torch
 
 
 def objective_of(slope: torch.Tensor, pass_rates: torch.Tensor, group_size: int) -> str | None:
-    """Which of dppo.SCALES has a slope proportional to this one [n], if any has. For groups of two
-    or three the scales none, group and variance coincide, and "none" is returned."""
-    for name in dppo.SCALES:
-        ratio = slope / objective_slope(pass_rates, group_size, name)
+    """The name of an objective whose slope is proportional to this one [n], if there is one. For
+    groups of two or three the divisors none, group and variance coincide, and it is "p"."""
+    for divisor, objective in OBJECTIVES.items():
+        ratio = slope / objective_slope(pass_rates, group_size, divisor)
         if proof.relative_error(ratio, ratio.mean().expand_as(ratio)) < proof.LIMIT:
-            return name
+            return objective
     return None
 
 
@@ -88,15 +105,15 @@ def main() -> None:
     print(
         "The objective F(p) that each rule ascends, with p a prompt's pass rate, for rewards of 0 "
         "and 1 and\n--loss dr_grpo: F'(p) / F'(0.5), by exact sums over the number of right "
-        "completions. Every\nunbiased rule is as none: it has the slope of its --scale-rewards.\n"
+        "completions. Every\nunbiased rule is as none. --scale-rewards has none and group only.\n"
     )
     heads = "".join(f"  p = {p:<5g}" for p in PASS_RATES.tolist())
-    print(f"  {'rule':12s} {'rate':5s} {'scale_rewards':14s} {'G':>3s}{heads}  objective")
-    for rule, scale, G, rate in TABLE:
-        slope = objective_slope(PASS_RATES, G, scale, rule, rate)
+    print(f"  {'rule':12s} {'rate':5s} {'divided by':10s} {'G':>3s}{heads}  objective")
+    for rule, divisor, G, rate in TABLE:
+        slope = objective_slope(PASS_RATES, G, divisor, rule, rate)
         cells = "".join(f"{value:10.2f}" for value in (slope / slope[2]).tolist())  # p = 0.5
-        name = dppo.SCALES.get(objective_of(slope, PASS_RATES, G), "another")
-        print(f"  {rule:12s} {rate:<5.2f} {scale:14s} {G:3d}{cells}    {name}")
+        name = objective_of(slope, PASS_RATES, G) or "another"
+        print(f"  {rule:12s} {rate:<5.2f} {divisor:10s} {G:3d}{cells}    {name}")
 
 
 if __name__ == "__main__":

@@ -80,8 +80,7 @@ def test_longest_answers_fit():
 
 def test_the_base_model_can_be_made_again(tmp_path):
     """Catches a recipe that no longer runs, a folder that train.py cannot load, and a configuration
-    that names the type that the weights are stored in. SkyRL's server computes in that type, and
-    refuses float16 on a CPU."""
+    that names the type that the weights are stored in, because a library may compute in it."""
     arithmetic.make_base(tmp_path, steps=2)
     models.load_policy(str(tmp_path), "cpu")
     files, parameters = [], []

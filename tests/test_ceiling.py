@@ -127,7 +127,7 @@ def test_the_adaptive_rule():
 # ---------------------------------------------------------------------------- groups of a run
 
 NAN = math.nan
-SETTINGS = {"scale_rewards": "none", "reward_range": 1.0, "beta": 0.0, "completion_rule": "pps"}
+SETTINGS = {"scale_rewards": "none", "beta": 0.0, "completion_rule": "pps"}
 
 
 def made_up_row(step: int, m: float = 0.5) -> dict:
@@ -164,12 +164,9 @@ def rows_of(groups: list[dict]) -> list[dict]:
     return [made_up_row(group["step"]) for group in groups]
 
 
-@pytest.mark.parametrize(
-    ("scale_rewards", "reward_range", "beta"),
-    [("none", 1.0, 0.0), ("group", 1.0, 0.0), ("variance", 3.0, 0.1), ("mean", 1.0, 0.0)],
-)
+@pytest.mark.parametrize(("scale_rewards", "beta"), [("none", 0.0), ("none", 0.1), ("group", 0.0)])
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_sizes_of_smaller_groups(scale_rewards, reward_range, beta, size):
+def test_sizes_of_smaller_groups(scale_rewards, beta, size):
     """Each block of a group is a group: its own mean, its own zeros. Catches blocks of different
     prompts, advantages of the whole group, and a masked or unscorable completion with a size."""
     rewards = [[1, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0.5]]
@@ -178,13 +175,13 @@ def test_sizes_of_smaller_groups(scale_rewards, reward_range, beta, size):
     of_1[0, 4] = 0.0  # masked
     weights = [1.0, 4.0, 2.0, 1.0]
     row = made_up_group(2, rewards, size=of_1.tolist(), prompt_weights=weights)
-    settings = {"scale_rewards": scale_rewards, "reward_range": reward_range, "beta": beta}
+    settings = {"scale_rewards": scale_rewards, "beta": beta}
     found, signal = ceiling.sizes(ceiling.as_step(row), size, settings)
     total, expected = 0.0, torch.zeros(4, 6, dtype=torch.float64)
     for k, g in itertools.product(range(4), range(0, 6, size)):
         block = [NAN if reward is None else reward for reward in rewards[k][g : g + size]]
         block = torch.tensor([block], dtype=torch.float64)
-        advantage = dppo.group_advantages(block, scale_rewards, reward_range)[0].abs()
+        advantage = dppo.group_advantages(block, scale_rewards)[0].abs()
         expected[k, g : g + size] = (advantage + beta) * of_1[k, g : g + size] * weights[k] ** 0.5
         trained = of_1[k, g : g + size] > 0  # a masked completion carries no signal
         total += weights[k] * (advantage * trained).sum().item()
@@ -390,7 +387,7 @@ def expected_step(G: int, chance: torch.Tensor) -> ceiling.Step:
     return ceiling.Step(rewards, rewards, rewards, rewards, prompt_weights=1e6 * chance)
 
 
-@pytest.mark.parametrize("scale_rewards", ["none", "variance"])
+@pytest.mark.parametrize("scale_rewards", dppo.SCALES)
 @pytest.mark.parametrize(
     "pass_rates",
     [
@@ -409,12 +406,9 @@ def test_prompts_with_known_pass_rates(pass_rates, scale_rewards):
     chance = torch.tensor(
         [[math.comb(G, k) * q**k * (1 - q) ** (G - k) for k in right.tolist()] for q in pass_rates]
     ).double()
-    weight = (G - right) / G if scale_rewards == "none" else 1 / right  # of a right completion
-    against = right / G if scale_rewards == "none" else 1 / (G - right)
-    if scale_rewards == "variance":
-        weight, against = weight * G, against * G
-    squares = right * weight**2 + (G - right) * against**2
-    squares[0] = squares[-1] = 0.0
+    squares = right * (G - right) / G  # of R - mean
+    if scale_rewards == "group":
+        squares = (G - 1.0) * (squares > 0)
     size2 = chance @ squares.double()
     cost = ratio + 1 - chance[:, 0] - chance[:, -1]
     blind = cost.mean() * size2.mean()

@@ -1,9 +1,8 @@
 """Which objective a rule ascends: the slopes of related/objectives.py, against the gradient of
-every group that a policy can sample; and the advantages of each --scale-rewards."""
+every group that a policy can sample; and a run's --scale-rewards."""
 
 import itertools
 import json
-import math
 import re
 
 import pytest
@@ -20,7 +19,7 @@ RULES = (  # of dppo.COMPLETION_RULES, and a prune rate
 )  # fmt: skip
 
 
-def sampled_gradient(scale_rewards: str, rule: str, rate: float, G: int = 4):
+def sampled_gradient(divisor: str, rule: str, rate: float, G: int = 4):
     """(expected gradient [3], pass rate, its gradient [3]) of a policy that has three texts, of
     which the last is right: over every group of G texts, and every outcome of the rule's draw."""
     logits = torch.tensor([0.3, -0.4, -0.9], dtype=torch.float64)
@@ -31,7 +30,7 @@ def sampled_gradient(scale_rewards: str, rule: str, rate: float, G: int = 4):
     for group in itertools.product(range(3), repeat=G):
         texts = torch.tensor(group)
         rewards = (texts == 2).double()[None]
-        advantages = dppo.group_advantages(rewards, scale_rewards)
+        advantages = objectives.advantages_of(rewards, divisor)
         size = dppo.contribution_size(
             advantages, torch.ones_like(rewards), energy[texts][None], beta=0.0
         )
@@ -44,74 +43,40 @@ def sampled_gradient(scale_rewards: str, rule: str, rate: float, G: int = 4):
     return total, probs[2], probs[2] * scores[2]
 
 
-@pytest.mark.parametrize("scale_rewards", dppo.SCALES)
+@pytest.mark.parametrize("divisor", objectives.OBJECTIVES)
 @pytest.mark.parametrize(("rule", "rate"), RULES)
-def test_slopes_by_enumeration(scale_rewards, rule, rate):
+def test_slopes_by_enumeration(divisor, rule, rate):
     """Within 1e-12. Catches a slope without the division by p, a binomial of the wrong class, and
     weights of the wrong side."""
-    got, p, gradient = sampled_gradient(scale_rewards, rule, rate)
-    slope = objectives.objective_slope(p[None], 4, scale_rewards, rule, rate)
+    got, p, gradient = sampled_gradient(divisor, rule, rate)
+    slope = objectives.objective_slope(p[None], 4, divisor, rule, rate)
     assert (got - slope * gradient).abs().max() < 1e-12
-    unbiased = objectives.objective_slope(p[None], 4, scale_rewards)
+    unbiased = objectives.objective_slope(p[None], 4, divisor)
     same = abs(slope / unbiased - 1) < 1e-12
     # keeping 2 of 4, PODS gives each live group the same weight, as the logit does
     assert same == (not dppo.COMPLETION_RULES[rule].biased), (slope, unbiased)
 
 
-NAN = math.nan
-CLOSE = [0.501] + [0.5] * 7  # real-valued rewards that hardly differ
-TENTH = [reward / 10 for reward in CLOSE]
-FLOOR = 7 / 64  # the variance of eight rewards of which one is 1 and the others are 0
-SMALL = FLOOR * 0.1**2
-ADVANTAGES = [  # scale_rewards, range, rewards, advantages
-    ("variance", 1, [1, 0, 0, 0], [4, -4 / 3, -4 / 3, -4 / 3]),
-    ("variance", 1, [1, 0, 0, NAN, NAN, NAN], [6, -3, -3, 0, 0, 0]),  # G / k, -G / (n - k)
-    ("variance", 1, CLOSE, [0.001 * 7 / 8 / FLOOR] + [-0.001 / 8 / FLOOR] * 7),
-    ("variance", 0.1, TENTH, [0.0001 * 7 / 8 / SMALL] + [-0.0001 / 8 / SMALL] * 7),
-    ("mean", 1, [1, 0, 0, 0], [3, -1, -1, -1]),
-    ("mean", 1, [1, 0, NAN, NAN], [1, -1, 0, 0]),
-    ("mean", 1, TENTH, [0.0001 * 7 / 8 * 8] + [-0.0001 / 8 * 8] * 7),  # the mean is below 1 / G
-    ("mean", 0.1, TENTH, [0.0001 * 7 / 8 / 0.0500125] + [-0.0001 / 8 / 0.0500125] * 7),
-]
+@pytest.mark.parametrize(
+    ("divisor", "wanted"),
+    [
+        ("none", lambda p, G: (G - 1) / G + 0 * p),
+        ("variance", lambda p, G: (1 - p**G - (1 - p) ** G) / (p * (1 - p))),
+        ("mean", lambda p, G: (1 - (1 - p) ** (G - 1)) / p),
+    ],
+)
+def test_slopes_in_closed_form(divisor, wanted):
+    """The formulas of docs/method.md. Catches another divisor than the one that is named."""
+    p = objectives.PASS_RATES
+    for G in (2, 5):
+        assert torch.allclose(objectives.objective_slope(p, G, divisor), wanted(p, G), rtol=1e-12)
 
 
-@pytest.mark.parametrize(("scale_rewards", "reward_range", "rewards", "wanted"), ADVANTAGES)
-def test_advantages_by_hand(scale_rewards, reward_range, rewards, wanted):
-    """Catches no floor, one that rewards of 0 and 1 meet, one that ignores the range, a missing
-    G / n, and G where the n that were scored belong."""
-    table = torch.tensor([rewards], dtype=torch.float64)
-    advantages = dppo.group_advantages(table, scale_rewards, reward_range)
-    assert advantages[0].tolist() == pytest.approx(wanted)
-
-
-def test_the_mean_needs_rewards_of_0_or_more():
-    with pytest.raises(dppo.RuleError, match="'mean' needs rewards of 0 or more, not -1"):
-        dppo.group_advantages(torch.tensor([[-1.0, 0.0]]), "mean")
-
-
-@pytest.mark.parametrize("loss", dppo.LOSSES)
-@pytest.mark.parametrize("scale_rewards", dppo.SCALES)
-def test_pruning_keeps_every_objective(loss, scale_rewards):
-    """Every outcome of every unbiased rule, for each objective and loss, within 1e-12; the planted
-    mistakes are off by more than 1e-3. Catches sizes of other advantages than the trained ones."""
-    case = proof.toy_case(loss, prompts=range(3), num_prompts=3, scale_rewards=scale_rewards)
-    each, full = case.of_each(), case.full()
-    for rule in proof.rules(dppo.COMPLETION_RULES, biased=False):
-        got = proof.expected_gradient(case, rule, 0.5, each=each)
-        assert proof.relative_error(got, full) < 1e-12, rule
-        if rule != "zero":  # it drops nothing that a weight could be forgotten for
-            for mistake in proof.MISTAKES:
-                wrong = proof.expected_gradient(case, rule, 0.5, each=each, mistake=mistake)
-                assert proof.relative_error(wrong, full) > 1e-3, (rule, mistake)
-
-
-def test_a_run_takes_the_flags(run, tmp_path):
-    """With another scale than the loss has by default, and a range of 10, which raises every
-    variance. Catches a step that asks the loss, or leaves the range out."""
-    run("run", loss="grpo", scale_rewards="variance", reward_range=10, steps=3)
+def test_a_run_takes_the_flag(run, tmp_path):
+    """With another scale than the loss has by default. Catches a step that asks the loss."""
+    run("run", loss="grpo", scale_rewards="none", steps=3)
     rows = [json.loads(row) for row in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
-    floor, G = 5 / 36 * 100, 6
-    possible = [(right - k / G) / floor for k in range(1, G) for right in (0, 1)]
+    possible = [right - k / 6 for k in range(1, 6) for right in (0, 1)]
     advantages = [row["advantage"] for row in rows if row["advantage"]]
     assert advantages
     assert all(min(abs(each - value) for value in possible) < 1e-9 for each in advantages)
@@ -121,9 +86,9 @@ def test_the_printed_table(capsys):
     objectives.main()
     table = capsys.readouterr().out.split("\n\n")[1].strip().splitlines()
     cells = [re.split(r"  +", line.strip()) for line in table[1:]]
-    for (rule, scale, *_), (*_, objective) in zip(objectives.TABLE, cells, strict=True):
+    for (rule, divisor, *_), (*_, objective) in zip(objectives.TABLE, cells, strict=True):
         if rule == "none":
-            assert objective == dppo.SCALES[scale]
+            assert objective == objectives.OBJECTIVES[divisor]
     assert cells[-1][:2] == ["dppo_floor", "0.70"]
     assert cells[-1][4:] == ["0.97", "0.98", "1.00", "0.98", "0.97", "another"]
     assert [row[-1] for row in cells if row[0] == "pods"] == ["logit(p)", "logit(p)", "another"]

@@ -22,10 +22,9 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOG = ROOT / "runs" / "LOG.md"  # its flags and commands are those of their day
 
-OTHER_FLAGS = {  # of torchrun, pip, TRL and SkyRL
+OTHER_FLAGS = {  # of torchrun, pip and TRL
     "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
-    "--shutdown-timeout", "--signals-to-handle", "--no-deps", "--extra", "--base-model",
-    "--backend", "--port", "--config", "--max-restarts",
+    "--shutdown-timeout", "--signals-to-handle", "--no-deps", "--config", "--max-restarts",
 }  # fmt: skip
 
 FOLDERS = ("engines", "integrations", "tasks", "runtime", "related", "bench")
@@ -34,7 +33,7 @@ FOLDERS = ("engines", "integrations", "tasks", "runtime", "related", "bench")
 MAY_IMPORT = {
     "root": {"root", "engines", "tasks", "runtime"},
     "engines": {"engines", "runtime", "dppo", "rollout", "packing"},
-    "integrations": {"integrations", "dppo", "sampler", "chat_format"},
+    "integrations": {"integrations", "dppo", "sampler"},
     "tasks": {"tasks", "runtime", "packing", "chat_format"},
     "tasks.sft": {"tasks", "runtime", "root"},  # a program, which the root does not import
     "runtime": {"runtime"},

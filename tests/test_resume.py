@@ -248,7 +248,6 @@ BAD_INPUT = """
 --lr 0 | --lr 0.0: must be above 0
 --lr inf | --lr inf: must be above 0 and finite
 --rest 0 | --rest 0.0: must be above 0 and finite
---reward-range 0 | --reward-range 0.0: must be above 0 and finite
 --grad-clip -1 | --grad-clip -1.0: must be at least 0
 --grad-clip inf | --grad-clip inf: must be at least 0 and finite
 --adam-beta2 1 | --adam-beta2 1.0: must be at least 0 and below 1

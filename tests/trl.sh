@@ -11,6 +11,6 @@ if [ ! -x "$venv/bin/pytest" ]; then
         py-cpuinfo==9.0.0 ninja==1.13.2 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 pydantic \
         pydantic-core annotated-types typing-inspection nvidia-ml-py
 fi
-"$venv/bin/python" -m pytest -o addopts= -v -p no:cacheprovider -k "not tinker" \
+"$venv/bin/python" -m pytest -o addopts= -v -p no:cacheprovider \
     tests/integrations/test_exact.py tests/integrations/test_trl.py \
     tests/integrations/test_trl_ranks.py

@@ -9,5 +9,5 @@ if [ ! -x "$venv/bin/pytest" ]; then
 fi
 # without conftest.py, which needs what train.py needs; Ray would give its workers a low priority
 OMP_NUM_THREADS=1 RAY_worker_niceness=0 "$venv/bin/python" -m pytest -o addopts= --noconftest -v \
-    -s -W ignore -p no:cacheprovider -k "not tinker" tests/integrations/test_exact.py \
+    -s -W ignore -p no:cacheprovider tests/integrations/test_exact.py \
     tests/integrations/test_verl.py tests/integrations/test_verl_ray.py

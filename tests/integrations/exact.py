@@ -1,6 +1,6 @@
 """Every outcome of a draw inside another library's trainer.
 
-trl_toy.py, tinker_toy.py and verl_toy.py each have a Toy around a trainer of four prompts, of G
+trl_toy.py and verl_toy.py each have a Toy around a trainer of four prompts, of G
 completions each, which are the same in every step, at parameters that do not move. They also have
     make        makes a trainer of some options, or refuses them
     LOSSES      {name: options} of all losses that are exact

@@ -1,6 +1,6 @@
 """What every trainer must do: exact by enumeration, the library itself if it is off, refusals.
 
-The proof goes over every outcome of a draw, through the library's own loss. tests/trl.sh, tinker.sh
+The proof goes over every outcome of a draw, through the library's own loss. tests/trl.sh
 and verl.sh build environments with the libraries and run these tests there.
 """
 
@@ -20,8 +20,8 @@ from related import rivals  # noqa: F401 (adds rules that are biased)
 
 TOYS = [
     importlib.import_module(f"{name}_toy")
-    for name in ("trl", "tinker", "verl")
-    if name == "tinker" or importlib.util.find_spec(name)
+    for name in ("trl", "verl")
+    if importlib.util.find_spec(name)
 ]
 PROMPTS = {"prompt_rule": "uniform", "prompt_prune_rate": 0.5}
 
@@ -146,7 +146,7 @@ def test_prompts_are_exact(library, case):
     assert error(over_prompts(toy.gradient), wanted) < 1e-12
 
 
-@each(lambda library: library.OWN_LENGTH[:1] if library.STOCK else [])  # Tinker's Trainer refuses
+@each(lambda library: library.OWN_LENGTH[:1])
 def test_at_least_one_prompt_at_once(library, case):
     """Fails if a high rate leaves none, or if a loss that needs no count waits for one."""
     rules = {"prompt_rule": "uniform", "prompt_prune_rate": 0.99, "completion_rule": "none"}

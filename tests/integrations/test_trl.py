@@ -13,7 +13,6 @@ import pytest
 import torch
 from exact import NONE, assert_same_history, error
 
-import dppo
 from dppo import RuleError
 
 pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
@@ -31,7 +30,7 @@ def test_evaluation_is_grpos():
     with trl_toy.exact_world():
         rows = trainer._prepare_inputs([{"prompt": "a"}] * 4)
     assert len(rows["completion_ids"]) == 4
-    assert "factor" not in rows
+    assert "multiplier" not in rows
 
 
 def test_dropped_rows_are_not_forwarded():
@@ -46,7 +45,7 @@ def test_dropped_rows_are_not_forwarded():
     toy.trainer.model.register_forward_pre_hook(record, with_kwargs=True)
     toy.gradient()
     rows, plan = sum(map(len, forwards)), toy.plan()
-    assert rows == sum(len(x["place"]) for x in plan) < 16
+    assert rows == sum(len(x["multiplier"]) for x in plan) < 16
     assert len(forwards) == len(plan) == -(-rows // 4)
     assert toy.trainer.plan[: 4 - len(plan)] == [None] * (4 - len(plan))
     assert all(mask.any(dim=0).all() for mask in forwards)
@@ -55,7 +54,7 @@ def test_dropped_rows_are_not_forwarded():
     assert toy.figures()["forwards"] == len(plan) / 4
     dull = Toy(completion_rule="zero", **trl_toy.DULL)
     dull.gradient()
-    assert [x["factor"].tolist() for x in dull.plan()] == [[0.0]], "one row, for other ranks"
+    assert [x["multiplier"].tolist() for x in dull.plan()] == [[0.0]], "one row, for other ranks"
     padded = Toy(pad_to_multiple_of=5)
     padded.gradient()
     assert all(x["completion_ids"].shape[1] == 10 for x in padded.plan()), "TRL's own"
@@ -68,14 +67,6 @@ def test_micro_batches_without_tokens():
     toy = Toy(mask_truncated_completions=True, **options, **rule)
     assert error(toy.gradient(), toy.stock()) < 1e-12
     assert min(x["completion_mask"].sum() for x in toy.plan()) == 0, "else nothing was masked"
-
-
-def test_own_scales():
-    """Fails if TRL's advantages are trained on."""
-    toy = Toy(scale_rewards="variance")
-    toy.step()
-    wanted = dppo.group_advantages(toy.tables[0], "variance")
-    torch.testing.assert_close(toy.trainer.batch.advantages, wanted)
 
 
 def test_rewards_of_several_functions():
@@ -168,7 +159,7 @@ def test_the_parser(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["train_trl.py", "--config", str(path), *flags, "--use_cpu"])
     (args,) = eval(line, {"TrlParser": trl.TrlParser, "DPPOConfig": dppo_trl.DPPOConfig})
     found = (args.prompt_rule, args.completion_prune_rate, args.scale_rewards)
-    assert found == ("uniform", 0.8, "variance")
+    assert found == ("uniform", 0.8, "none")
 
 
 # ---------------------------------------------------------------------------- refusals
@@ -178,12 +169,10 @@ def test_trainers_are_refused(monkeypatch):
     """Fails if methods of a TRL that nobody read are wrapped, or if a router's loss, positions that
     padding moves, images, environments, or ranks among which no group can be divided pass."""
     trainer = make(prompt_rule="dppo")
-    scaled = make(scale_rewards="mean", **NONE)
     ranks, version = type(trainer.accelerator), r"trl 1\.17\.0: .*pip install 'trl==1\.16\.\*'"
     text = trainer.model.config.get_text_config()
     for refused, owner, name, value, message in (
         (trainer, trl, "__version__", "1.17.0", version),
-        (scaled, trl, "__version__", "1.17.0", version),
         (trainer, trainer, "aux_loss_enabled", True, r"router_aux_loss_coef: .*set it to 0\.0"),
         (trainer, text, "rope_parameters", None, "gpt_neox: without rotary .*use another model"),
         (trainer, trainer, "environment_factories", [object], "no environment_factory"),

@@ -52,10 +52,7 @@ LOSSES = {
 PER_TOKEN = [name for name in LOSSES if name.endswith("-token-mean") and "-seq-" not in name]
 OWN_LENGTH = [name for name in LOSSES if name.endswith("-seq-mean-token-mean")]
 MEMORY = dppo_verl.MEMORY
-SCALES = {
-    name: {"algorithm__adv_estimator": name, MODE: "token-sum"}
-    for name in ("grpo", "grpo_variance", "grpo_mean", "rloo")
-}
+SCALES = {name: {"algorithm__adv_estimator": name, MODE: "token-sum"} for name in ("grpo", "rloo")}
 FEW = {"prompts": ("bb", "ccc"), UPDATE: 2}
 PLAIN = {**NO_TERMS, "prompts": ("f", "bb", "ccc", "dddd")}  # of the last, none is right
 DULL = {**NO_TERMS, "prompts": ("dddd", "hhhh"), UPDATE: 1}
