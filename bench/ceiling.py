@@ -16,16 +16,13 @@ prompt: --correlation adds the noise of that, and is not measured from the run. 
 critical size V does not matter, and a smaller batch gains as much as any pruning.
 
 The completions of a group share the reading of their prompt in rollouts, and on a CPU in updates,
-too. So smaller groups read more prompts, which the predicted times leave out.
-
-V is that of independent keeps. The systematic draws of pps and adaptive have less noise, so they
-may exceed what is printed.
+too, which the predicted times leave out. V is that of independent keeps: the systematic draws of
+pps and adaptive have less noise.
 
 The ceilings of prompts are what dropping prompts before the rollout could gain if the pass rate of
 each were known, or the result of its last group. How pass rates are distributed is estimated from
-the groups of the run. What a prompt contributes is then the expected sum of squared advantages of
-its group, and what it costs is its rollout, and training on it if it is live. Lengths are taken to
-be equal.
+the groups of the run. A prompt contributes the expected sum of squared advantages of its group, and
+costs its rollout, and training on it if it is live. Lengths are taken to be equal.
 """
 
 import json

@@ -54,11 +54,12 @@ BASE = "--loss dr_grpo --adam-beta2 0.95 --lr-schedule linear --warmup 5 --grad-
 SFT = "out-smollm2/sft/checkpoint"  # SmolLM2's supervised start, by bash runs/smollm2.sh
 WORDS = f"--data words --prompt-format plain --rollout-batch 256 --model {SFT}"
 SETTINGS = {  # flags that all runs share; those of a method come after them
-    "arithmetic": f"--data arithmetic {BASE}",
-    "arithmetic-mixed": f"--data arithmetic-mixed --eval-data arithmetic {BASE}",
-    "words": f"{WORDS} {BASE} --warmup 2",  # few steps
+    "arithmetic": f"--data arithmetic --eval-problems 1000 {BASE}",
+    "arithmetic-mixed": (
+        f"--data arithmetic-mixed --eval-data arithmetic --eval-problems 1000 {BASE}"
+    ),
+    "words": f"{WORDS} --eval-problems 256 {BASE} --warmup 2",  # few steps
 }
-PROBLEMS = {"arithmetic": 1000, "arithmetic-mixed": 1000, "words": 256}  # held out, 4 completions
 CURVE = 4  # evaluations of a run of --steps, the last one included
 PACE = 8  # the last steps, whose mean says how long the next ones take
 FIRST_SEED = 10
@@ -87,8 +88,7 @@ class Run:
 
     def config(self) -> config.Config:
         flags = f"{SETTINGS[self.setting]} {self.flags} --seed {self.seed}"
-        more = f"--eval-problems {PROBLEMS[self.setting]} --out-dir out-race/never-written"
-        return config.parse_config(f"{flags} {more}".split())
+        return config.parse_config(f"{flags} --out-dir out-race/never-written".split())
 
     def is_row(self, row: dict) -> bool:
         """Whether a row of a file is this run's."""
@@ -120,23 +120,21 @@ def main(
     """
     if bool(steps) == bool(seconds):
         raise InputError("give either --steps or --seconds")
-    arms = [(name, f"{of_method(name)} {flags}".strip()) for name in methods]
-    arms = [(name.split("=")[0], own) for name, own in arms]
     planned = [
-        Run(setting, name, own, FIRST_SEED + seed, seconds, steps)
+        Run(setting, *arm(method, flags), FIRST_SEED + seed, seconds, steps)
         for seed in range(seeds)
-        for name, own in arms
+        for method in methods
     ]
     rows = make(planned, json_file, workers)
     print(f"\n{table(rows)}")
 
 
-def of_method(method: str) -> str:
-    """The flags of METHODS, or those after NAME=."""
+def arm(method: str, shared: str) -> tuple[str, str]:
+    """(name, flags) of a name of METHODS, or of NAME=FLAGS."""
     name, equals, flags = method.partition("=")
     if not equals and name not in METHODS:
         raise InputError(f"--methods {name}: give NAME=FLAGS, or one of {', '.join(METHODS)}")
-    return flags if equals else METHODS[name]
+    return name, f"{flags if equals else METHODS[name]} {shared}".strip()
 
 
 def table(rows: list[dict]) -> str:
@@ -217,8 +215,8 @@ def make_one(run: Run) -> dict:
             prompts = row["kept/prompts"] * trainer.cfg.prompts_per_step
             rows.append(row | {"seconds": seconds, "prompts": prompts})
             if step < run.steps and step % max(1, run.steps // CURVE) == 0:
-                curve.append([step, evaluate(trainer, run, PROBLEMS[run.setting] // 4)])
-        accuracy = evaluate(trainer, run, PROBLEMS[run.setting])
+                curve.append([step, evaluate(trainer, run, len(trainer.eval_set) // 4)])
+        accuracy = evaluate(trainer, run, len(trainer.eval_set))
     except NotFiniteError as problem:
         failed = str(problem)
     sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}
@@ -229,7 +227,8 @@ def make_one(run: Run) -> dict:
 @functools.cache
 def warm_up(setting: str) -> None:
     """Load and compile what the first step of a process does, before a run is timed."""
-    train.Trainer(Run(setting, "grpo_zero", METHODS["grpo_zero"], 0, 0, 1).config()).step(1)
+    flags = "--method grpo --prompts-per-step 2 --group-size 2"
+    train.Trainer(Run(setting, "warm-up", flags, seed=0, budget=0, steps=1).config()).step(1)
 
 
 def plan(times: list[float], budget: float) -> int:

@@ -19,7 +19,6 @@ from matplotlib.figure import Figure  # not pyplot, which would choose a backend
 
 from runtime import log
 
-
 METHODS = {  # title, and in pictures color and marker, so that colors need not be told apart
     "grpo": ("GRPO", "#000000", "o"),
     "grpo_zero": ("GRPO without zeros", "#777777", "P"),

@@ -103,9 +103,9 @@ def in_turns(part: str, variants: dict[str, Callable], rounds: int, device: str)
     for number in range(rounds + 1):
         for name, variant in variants.items():
             started = clock(device)
-            tokens = variant()
+            speed = variant() / (clock(device) - started)
             if number > 0:  # the first round warms up
-                speeds[name].append(tokens / (clock(device) - started))
+                speeds[name].append(speed)
     rows, (first, *_) = [], speeds.values()
     for name, own in speeds.items():
         ratios = [fast / slow for fast, slow in zip(own, first, strict=True)]
