@@ -1,20 +1,12 @@
 """
 The measurements behind the tables in docs/. Run from the root of the repository.
 
-    python -m bench savings     what pruning saves at equal steps
-    python -m bench race        which method is most accurate after a budget of seconds
-    python -m bench results     the tables and pictures of docs/results.md, from their rows
-    python -m bench variance    error of each completion rule, from real gradients
-    python -m bench check       pruned gradients against full ones over whole runs, and a planted
-                                mistake that this must find
     python -m bench ceiling     which group size to use, and what pruning gains, from a run's log
-    python -m bench law         time to an accuracy for every group size, with and without pruning
-    python -m bench step        seconds of a training step and its parts
-    python -m bench rollout     tokens per second of each engine but vLLM
-    python -m bench update      packed and padded updates
+    python -m bench race        methods at equal steps, or at equal seconds
+    python -m bench results     the tables and pictures of docs/, from their rows
+    python -m bench speed       tokens per second of rollouts and of updates
 
-`--json FILE` writes the rows; runs/*.json come from it. With `--shape 0.6b`, step, rollout and
-update use random weights of a size for a GPU (runs/gpu.sh).
+`--json FILE` writes the rows.
 """
 
 import sys
@@ -22,10 +14,10 @@ import sys
 import transformers
 import tyro
 
-from bench import ceiling, check, law, race, results, rollout, savings, step, update, variance
+from bench import ceiling, race, results, speed
 from runtime import InputError, console
 
-MODULES = (results, savings, race, variance, check, ceiling, law, step, rollout, update)
+MODULES = (ceiling, race, results, speed)
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 
 

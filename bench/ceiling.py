@@ -16,16 +16,13 @@ prompt: --correlation adds the noise of that, and is not measured from the run. 
 critical size V does not matter, and a smaller batch gains as much as any pruning.
 
 The completions of a group share the reading of their prompt in rollouts, and on a CPU in updates,
-too. So smaller groups read more prompts, which the predicted times leave out.
-
-V is that of independent keeps. The systematic draws of pps and adaptive have less noise, so they
-may exceed what is printed.
+too, which the predicted times leave out. V is that of independent keeps: the systematic draws of
+pps and adaptive have less noise.
 
 The ceilings of prompts are what dropping prompts before the rollout could gain if the pass rate of
 each were known, or the result of its last group. How pass rates are distributed is estimated from
-the groups of the run. What a prompt contributes is then the expected sum of squared advantages of
-its group, and what it costs is its rollout, and training on it if it is live. Lengths are taken to
-be equal.
+the groups of the run. A prompt contributes the expected sum of squared advantages of its group, and
+costs its rollout, and training on it if it is live. Lengths are taken to be equal.
 """
 
 import json
@@ -44,8 +41,6 @@ from runtime import InputError, log
 WARM = 1  # the first step also loads and compiles
 # Dense near 0 and 1, where a group's chance of being live changes fastest.
 PASS_RATES = torch.cat([torch.linspace(-14, 14, 281).sigmoid(), torch.tensor([0.0, 1.0])]).double()
-AT_THE_ENDS = 0.9  # the share of prompts that are never or always solved, to begin with
-ROUNDS = 10_000  # of expectation and maximization
 RESAMPLES = 500  # of the steps, for the intervals
 
 
@@ -55,7 +50,6 @@ class Step(NamedTuple):
     rewards: torch.Tensor  # [K, G]; NaN: unscorable
     cost: torch.Tensor  # [K, G]
     size_of_1: torch.Tensor  # [K, G], size of a completion whose |advantage| is 1
-    weights: torch.Tensor  # [K, G], 1 / P(completion kept); 0: dropped
     prompt_weights: torch.Tensor  # [K]
 
 
@@ -73,15 +67,14 @@ def main(
         rest: the time of everything but training over training; by default the run's own
         json_file: where to write the figures
     """
-    if not (run / "log.jsonl").exists():
-        raise InputError(f"{run}: there is no log.jsonl")
-    if not (run / "groups.jsonl").exists():
-        raise InputError(f"{run}: its log is of an older version; make a new run")
+    for name in ("config.json", "log.jsonl", "groups.jsonl"):
+        if not (run / name).exists():
+            raise InputError(f"{run}: there is no {name}")
     settings = json.loads((run / "config.json").read_text())["config"]
     rows, groups = log.read_rows(run / "log.jsonl"), log.read_rows(run / "groups.jsonl")
-    results = figures(rows, groups, settings, str(run), correlation, rest)
-    print(report(results))
-    write_json(json_file, results)
+    found = figures(rows, groups, settings, str(run), correlation, rest)
+    print(report(found))
+    write_json(json_file, found)
 
 
 def figures(
@@ -93,8 +86,8 @@ def figures(
     rest: float | None = None,
 ) -> dict:
     """The figures of the steps in which groups of every size are live, from the rows of log.jsonl
-    and groups.jsonl. settings: scale_rewards, beta and completion_rule of the run.
-    InputError if there are fewer than 3 such steps."""
+    and groups.jsonl. settings: scale_rewards and beta of the run. InputError if there are fewer
+    than 3 such steps."""
     rows = {row["step"]: row for row in rows if row["step"] > WARM}
     steps = {row["step"]: as_step(row) for row in groups if row["step"] in rows and row["prompts"]}
     if not steps:
@@ -110,34 +103,24 @@ def figures(
             f"{name}: {len(used)} steps after the first one had live groups of every size; make "
             "20, with larger batches or problems that are sometimes solved"
         )
-    ratio = rest_over_training([rows[n] for n in used]) if rest is None else rest
+    if rest is None:
+        rest = measured_rest([rows[number] for number in used])
 
     columns = {}  # (rule, group size): signal and log(T V) of each step, [2, steps]
-    reached = []  # time without pruning over the run's, and noise of the run over sampling's
     for number in used:
         step = steps[number]
         cost = (step.cost * step.prompt_weights[:, None]).flatten()
-        others = ratio * cost.sum().item()  # the time of everything but training, in tokens
+        rest_tokens = rest * cost.sum().item()
         for g, (size, signal) in sizes_of[number].items():
+            correlated = (g - 1) * correlation * size.square().sum().item()
             live = (size > 0).double()
-            best = dppo.adaptive_keep_prob(size, cost, others)
+            best = dppo.adaptive_keep_prob(size, cost, rest_tokens)
             for rule, keep_prob in (("zero", live), ("adaptive", best)):
-                together = (g - 1) * correlation * size.square().sum().item()
-                product = time_variance(keep_prob, size, cost, others, together)
+                product = time_variance(keep_prob, size, cost, rest_tokens, correlated)
                 columns.setdefault((rule, g), []).append((signal, math.log(product)))
-        size, _signal = sizes_of[number][G]
-        weights = step.weights.flatten()
-        time = others + cost[weights > 0].sum()
-        noise = (size * weights).square().sum() / size.square().sum()
-        reached.append(((others + cost[size > 0].sum()) / time, noise))
-    as_table = lambda rows: torch.tensor(rows, dtype=torch.float64).T
-    columns = {key: as_table(column) for key, column in columns.items()}
-    times, noises = as_table(reached)
-    rule = dppo.COMPLETION_RULES.get(settings["completion_rule"])
-    unbiased = rule is not None and not rule.biased  # None: a rule of the user's
-    noise = noises.mean().item() if unbiased else math.nan  # else the weights may not be 1 / p
+    columns = {key: torch.tensor(pairs).double().T for key, pairs in columns.items()}
 
-    known, last_group = ceilings_of_prompts(list(steps.values()), ratio, settings["scale_rewards"])
+    known, last_group = ceilings_of_prompts(list(steps.values()), rest, settings["scale_rewards"])
     return {
         "run": name,
         "group_size": G,
@@ -146,20 +129,18 @@ def figures(
         "steps": len(rows),
         "used": len(used),
         "live_groups": 1 - statistics.mean(rows[n]["frac_reward_zero_std"] for n in steps),
-        "rest_over_training": ratio,
+        "rest": rest,
         **relative_progress(columns),
         "ceiling/completions": rate(columns["adaptive", G]) / rate(columns["zero", G]),
         "ceiling/prompts": known,
         "ceiling/last_group": last_group,
-        "reached": times.log().mean().exp().item() / noise,
-        "variance": noise,
     }
 
 
 def as_step(row: dict) -> Step:
     """The tensors of a row of groups.jsonl. A reward that JSON has as null is NaN."""
     rewards = [[math.nan if reward is None else reward for reward in g] for g in row["rewards"]]
-    tables = (rewards, row["tokens"], row["size_of_1"], row["weights"], row["prompt_weights"])
+    tables = (rewards, row["tokens"], row["size_of_1"], row["prompt_weights"])
     return Step(*(torch.tensor(table, dtype=torch.float64) for table in tables))
 
 
@@ -180,13 +161,13 @@ def sizes(step: Step, group_size: int, settings: dict) -> tuple[torch.Tensor, fl
     return (size * weight.sqrt()).flatten(), signal
 
 
-def time_variance(keep_prob, size, cost, rest: float, together: float = 0.0) -> float:
-    """T V of keep probabilities, as dppo.adaptive_keep_prob explains it. `together` is the noise
+def time_variance(keep_prob, size, cost, rest_tokens: float, correlated: float = 0.0) -> float:
+    """T V of keep probabilities, as dppo.adaptive_keep_prob explains it. `correlated` is the noise
     that is added because the completions of a prompt correlate."""
     live = size > 0
-    time = rest + (keep_prob * cost).sum()
+    time = rest_tokens + (keep_prob * cost).sum()
     variance = (size[live].square() / keep_prob[live]).sum()
-    return (time * (variance + together)).item()
+    return (time * (variance + correlated)).item()
 
 
 def rate(column: torch.Tensor) -> float:
@@ -216,13 +197,13 @@ def relative_progress(columns: dict) -> dict:
 # ---------------------------------------------------------------------------- seconds
 
 
-def rest_over_training(rows: list[dict]) -> float:
+def measured_rest(rows: list[dict]) -> float:
     """The time of everything but training over that of training on all that was sampled."""
     column = lambda key: torch.tensor([row[key] for row in rows], dtype=torch.float64)
     kept = column("cost/kept")
     second = seconds_of_a_token(kept, column("time/train"))
-    rest = (column("step_time") - second * kept).median().item() / second  # in tokens
-    return rest / column("cost/sampled").mean().item()
+    rest_tokens = (column("step_time") - second * kept).median().item() / second
+    return rest_tokens / column("cost/sampled").mean().item()
 
 
 def seconds_of_a_token(kept: torch.Tensor, seconds: torch.Tensor) -> float:
@@ -243,10 +224,9 @@ def seconds_of_a_token(kept: torch.Tensor, seconds: torch.Tensor) -> float:
 # ---------------------------------------------------------------------------- prompts
 
 
-def ceilings_of_prompts(steps: list[Step], ratio: float, scale_rewards: str) -> tuple[float, float]:
+def ceilings_of_prompts(steps: list[Step], rest: float, scale_rewards: str) -> tuple[float, float]:
     """The ceilings of pruning prompts whose pass rates are known, or the result of whose last group
-    is (none right, some, all); NaN unless rewards are 0 and 1 and some group is live. `ratio` is
-    rest over training."""
+    is (none right, some, all); NaN unless rewards are 0 and 1 and some group is live."""
     G = steps[0].rewards.shape[1]
     groups = torch.zeros(G + 1, dtype=torch.float64)  # with 0, 1, .., G right; 1 / P(kept) each
     for step in steps:
@@ -263,7 +243,7 @@ def ceilings_of_prompts(steps: list[Step], ratio: float, scale_rewards: str) -> 
     squares = dppo.group_advantages(rewards, scale_rewards).square().sum(dim=1)
     dead = torch.stack([chance[:, 0], chance[:, -1]], dim=1)  # [pass rates, 2]
     size2 = chance @ squares  # [pass rates]
-    cost = ratio + 1 - dead.sum(dim=1)
+    cost = rest + 1 - dead.sum(dim=1)
     blind = (share @ cost) * (share @ size2)
 
     # Prompts are kept in proportion to size / sqrt(cost), of the prompt or of its class on average.
@@ -275,27 +255,19 @@ def ceilings_of_prompts(steps: list[Step], ratio: float, scale_rewards: str) -> 
 
 def shares_of_pass_rates(groups: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
     """The shares of PASS_RATES of maximum likelihood (Laird 1978), from the number of groups with
-    0, 1, .., G right [G + 1] and their chances [pass rates, G + 1].
+    0, 1, .., G right [G + 1] and their chances [pass rates, G + 1]."""
+    logits = torch.zeros_like(PASS_RATES, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logits], max_iter=300, line_search_fn="strong_wolfe")
 
-    Each round multiplies the shares as expectation and maximization does, to a power that grows
-    until the likelihood falls. With a power of 1 it takes a hundred times as many rounds. A small
-    pass rate looks like one of 0, so shares move away from the ends sooner than towards them: most
-    of the prompts begin there.
-    """
-    share = torch.full_like(PASS_RATES, (1 - AT_THE_ENDS) / (len(PASS_RATES) - 2))
-    share[-2:] = AT_THE_ENDS / 2  # the last two pass rates are 0 and 1
-    best, highest, power = share, -math.inf, 1.0
-    for _ in range(ROUNDS):
-        mixed = (share @ chance).clamp(min=1e-300)  # [G + 1]
-        likelihood = (groups * mixed.log()).sum().item()
-        if likelihood < highest:  # too far: once more from the best, in a plain step
-            share, power = best, 1.0
-            mixed = (share @ chance).clamp(min=1e-300)
-        best, highest = share, max(likelihood, highest)
-        share = share * (chance @ (groups / groups.sum() / mixed)) ** power
-        share = share / share.sum()
-        power *= 1.5
-    return best
+    def loss():
+        optimizer.zero_grad()
+        mixed = (logits.softmax(dim=0) @ chance).clamp(min=1e-300)  # [G + 1]
+        loss = -(groups / groups.sum() * mixed.log()).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(loss)
+    return logits.detach().softmax(dim=0)
 
 
 # ---------------------------------------------------------------------------- the report
@@ -309,8 +281,7 @@ def report(figures: dict) -> str:
     number = lambda value: "   -" if math.isnan(value) else f"{value:.2f}"
 
     def line(rule, title):
-        cells = (f"{value:6.2f} ± {half:.2f}" for value, half in
-                 (figures[f"{rule}/{size}"] for size in group_sizes))  # fmt: skip
+        cells = ("{:6.2f} ± {:.2f}".format(*figures[f"{rule}/{size}"]) for size in group_sizes)
         return f"  {title:20s}" + "".join(cells)
 
     best = max(group_sizes, key=lambda size: progress("zero", size))
@@ -319,8 +290,8 @@ def report(figures: dict) -> str:
         f"{figures['run']}: {figures['steps']} steps after the first one, {figures['used']} of "
         "them used: those in which every group size has unequal rewards. Rewards differ in "
         f"{figures['live_groups']:.2f} of the groups.",
-        f"Everything but training takes {figures['rest_over_training']:.2f} of the time of "
-        "training on every completion (m, --rest).",
+        f"Everything but training takes {figures['rest']:.2f} of the time of training on every "
+        "completion (m, --rest).",
         "",
         "How fast the model learns, where noise limits it, by group size. The best size without "
         "pruning is 1.00 (95 % over steps):",
@@ -345,12 +316,6 @@ def report(figures: dict) -> str:
         f"  {number(figures['ceiling/last_group'])}  if the result of its last group is known "
         "(none right, some, all)",
     ]
-    if not math.isnan(figures["reached"]):
-        lines += [
-            "",
-            f"This run was {figures['reached']:.2f} times as fast as GRPO without zeros, and its "
-            f"pruning made the gradient's variance {figures['variance']:.2f} times as large.",
-        ]
     if figures["scale_rewards"] != "none":
         lines.append(
             f"With --scale-rewards {figures['scale_rewards']} each group size has an objective of "

@@ -1,86 +1,251 @@
 """
-The race at equal seconds: which method is most accurate, if everything is tuned?
+Methods at equal steps, or at equal seconds.
 
-    python -m bench race --budgets 5 --seeds 2      all methods, live, in a minute
-    bash runs/results.sh race                       the race of docs/results.md, hours
+    python -m bench race --seconds 5 --seeds 2        a minute
+    python -m bench race --steps 40 --methods grpo grpo_zero adaptive pps
+    python -m bench race --seconds 20 --methods adaptive "small=--method grpo_zero --group-size 4"
 
-Every method has the flags that won its search at the largest budget that was searched and is not
-above the race's. runs/search.jsonl has the trials; `git show 380940f:bench/search.py` made them.
-Where the race's budget is larger, the learning rate of all methods falls linearly: a search of
-short runs prefers a constant one, which ends lower after four times as long (three methods, one
-seed each: by 0.01, 0.03 and 0.10).
+At equal steps the question is what pruning saves, if all other settings are left alone. At equal
+seconds it is which method is best, and each should have the flags that suit it.
 
-A seed of all methods is one block, and in it they take turns, because a shared machine is faster in
-one hour than in the next. Intervals are over seeds, with these flags. They do not say how lucky the
-search was.
+Seconds are those for which a run's one thread computes steps (CPU time); evaluation is left out. On
+two cores, two runs at a time are about as fast as one alone. A seed of all methods is one block,
+and in it they take turns, because a shared machine is faster in one hour than in the next.
+
+A row is appended when its run ends, so the same command resumes after a stop. A run is never
+repeated for its result. Seconds compare only within one machine: give each its own --json.
 """
 
+import functools
+import itertools
+import multiprocessing
+import os
 import statistics
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from bench import JsonFile, results, runs
-from bench.runs import Run
-from runtime import log
+import torch
 
+import config
+import dppo
+import eval as evaluation
+import train
+from bench import JsonFile, made_by, results
+from runtime import InputError, NotFiniteError, log, ranks
+
+METHODS = {  # flags. Rates are the usual ones of each method; blind draws keep what pps keeps
+    "grpo": "--method grpo",
+    "grpo_zero": "--method grpo_zero",
+    "adaptive": "--method adaptive --rest 0.1111",
+    "adaptive_prompts": (
+        "--method adaptive --rest 0.1111 --prompt-rule uniform --prompt-prune-rate 0.6"
+    ),
+    "pps": "--method pps --completion-prune-rate 0.9",
+    "uniform": "--completion-rule uniform --method grpo --completion-prune-rate 0.9",
+    "dppo": "--method dppo",
+    "pods": "--method pods --completion-prune-rate 0.8",
+    "cppo": "--method cppo --completion-prune-rate 0.8",
+}
+BASE = "--loss dr_grpo --adam-beta2 0.95 --lr-schedule linear --warmup 5 --grad-clip 1"
+SFT = "out-smollm2/sft/checkpoint"  # SmolLM2's supervised start, by bash runs/smollm2.sh
+WORDS = f"--data words --prompt-format plain --rollout-batch 256 --model {SFT}"
+SETTINGS = {  # flags that all runs share; those of a method come after them
+    "arithmetic": f"--data arithmetic --eval-problems 1000 {BASE}",
+    "arithmetic-mixed": (
+        f"--data arithmetic-mixed --eval-data arithmetic --eval-problems 1000 {BASE}"
+    ),
+    "words": f"{WORDS} --eval-problems 256 {BASE} --warmup 2",  # few steps
+}
+CURVE = 4  # evaluations of a run of --steps, the last one included
+PACE = 8  # the last steps, whose mean says how long the next ones take
+FIRST_SEED = 10
 OWN = Path("out-race/rows.jsonl")
-SEARCHED = Path("runs/search.jsonl")
-METHODS = ("grpo", "adaptive", "dppo", "pods", "cppo")
-FIRST_SEED = 10  # of the race; those of the search begin at 100
-BUDGETS = {"arithmetic": (5, 20, 80), "arithmetic-mixed": (10, 40, 160)}  # seconds
+SUMS = {  # column of a row: the column of the log that it sums over all steps
+    "seconds": "seconds",  # CPU time
+    "wall": "step_time",
+    "prompts": "prompts",  # rolled out
+    "rollout": "time/rollout",
+    "train": "time/train",
+    "sampled": "cost/sampled",  # tokens of prompts and completions that were rolled out
+    "trained": "cost/kept",  # and of those that were trained on
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is, before it is made."""
+
+    setting: str
+    method: str  # its name in the tables
+    flags: str  # of train.py
+    seed: int
+    budget: float  # in seconds; 0: it ends after its steps
+    steps: int
+
+    def config(self) -> config.Config:
+        flags = f"{SETTINGS[self.setting]} {self.flags} --seed {self.seed}"
+        return config.parse_config(f"{flags} --out-dir out-race/never-written".split())
+
+    def is_row(self, row: dict) -> bool:
+        """Whether a row of a file is this run's."""
+        return all(row[name] == value for name, value in vars(self).items())
 
 
 def main(
-    methods: str = ",".join(METHODS),
-    settings: tuple[str, ...] = ("arithmetic",),
-    budgets: tuple[float, ...] = (),
-    seeds: int | None = None,
+    methods: tuple[str, ...] = ("grpo_zero", "adaptive"),
+    setting: Literal["arithmetic", "arithmetic-mixed", "words"] = "arithmetic",
+    steps: int = 0,
+    seconds: float = 0,
+    flags: str = "",
+    seeds: int = 5,
     workers: int = 2,
     json_file: JsonFile = OWN,
 ) -> None:
-    """Race methods, each with the flags that won its search, and print the table.
+    """Train each method for equal steps or for equal seconds, and print the table.
 
     Args:
-        methods: of grpo, adaptive, dppo, pods and cppo, separated by commas
-        settings: arithmetic, arithmetic-mixed
-        budgets: seconds of training; default: all of the setting
-        seeds: of each method and budget; default: 10, and 8 at the largest budget
+        methods: grpo, grpo_zero, adaptive, adaptive_prompts, pps, uniform, dppo, pods, cppo, or
+            NAME=FLAGS with flags of train.py
+        setting: the task. words is SmolLM2's, and begins with bash runs/smollm2.sh
+        steps: of each run
+        seconds: of each run, instead of steps
+        flags: of train.py, for all methods
+        seeds: of each method
         workers: runs at a time, each with one thread
         json_file: where the rows of all runs are; the same command resumes after a stop
     """
-    methods = methods.split(",")
-    runs.check_names("--methods", methods, METHODS)
-    runs.check_settings(settings, BUDGETS)
-    raced = [
-        Run(setting, name, flags_for(setting, name, budget), FIRST_SEED + seed, budget)
-        for setting in settings
-        for budget in budgets or BUDGETS[setting]
-        for name in methods
-        for seed in range(seeds or (8 if budget == BUDGETS[setting][-1] else 10))
+    if bool(steps) == bool(seconds):
+        raise InputError("give either --steps or --seconds")
+    planned = [
+        Run(setting, *arm(method, flags), FIRST_SEED + seed, seconds, steps)
+        for seed in range(seeds)
+        for method in methods
     ]
-    in_blocks = sorted(raced, key=lambda run: (run.seed, run.setting, run.budget))
-    runs.check_speed(in_blocks, json_file)
-    runs.make(in_blocks, json_file, workers)
-    for setting in settings:
-        print(f"\n{setting}: accuracy after so many seconds of training\n")
-        print(results.race_table(log.read_rows(json_file), setting))
+    rows = make(planned, json_file, workers)
+    print(f"\n{table(rows)}")
 
 
-def flags_for(setting: str, method: str, budget: float) -> str:
-    """The flags with which a method is raced at a budget: of those that were tried on most seeds,
-    the best by mean accuracy."""
-    trials = [
-        row
-        for row in log.read_rows(SEARCHED)
-        if (row["setting"], row["method"]) == (setting, method)
-    ]
-    searched = sorted({row["budget"] for row in trials})
-    nearest = max((one for one in searched if one <= budget), default=searched[0])
-    accuracies = {}
-    for row in trials:
-        if row["budget"] == nearest:
-            accuracies.setdefault(row["flags"], []).append(row["accuracy"])
-    rank = lambda flags: (len(accuracies[flags]), statistics.mean(accuracies[flags]))
-    winner = max(accuracies, key=rank)
-    if budget > searched[-1]:
-        return winner.replace("--lr-schedule constant", "--lr-schedule linear")
-    return winner
+def arm(method: str, shared: str) -> tuple[str, str]:
+    """(name, flags) of a name of METHODS, or of NAME=FLAGS."""
+    name, equals, flags = method.partition("=")
+    if not equals and name not in METHODS:
+        raise InputError(f"--methods {name}: give NAME=FLAGS, or one of {', '.join(METHODS)}")
+    return name, f"{flags if equals else METHODS[name]} {shared}".strip()
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: what each method did, and its accuracy minus that of the first one, paired."""
+    cells, of_methods = [], {}
+    for row in rows:
+        of_methods.setdefault(row["method"], {})[row["seed"]] = row
+    first = next(iter(of_methods.values()))
+    for name, runs in of_methods.items():
+        mean = functools.partial(results.mean_of, runs)
+        gap = results.difference(results.accuracies(runs), results.accuracies(first))
+        share = mean("trained") / max(1, mean("sampled"))
+        cells.append([
+            name, f"{mean('made'):.0f}", f"{mean('seconds'):.1f}", f"{share:.2f}",
+            results.show(results.interval(results.accuracies(runs))),
+            results.show(results.interval(gap), "+"),
+        ])  # fmt: skip
+    head = ["method", "steps", "CPU seconds", "trained on", "accuracy", "minus the first"]
+    return results.as_markdown(head, cells)
+
+
+# ---------------------------------------------------------------------------- runs
+
+
+def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
+    """The rows of the runs, in their order. Those that the file lacks are made, `workers` at a
+    time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = log.cut_rows(file, lambda row: True)  # without a half-written line
+    missing = [run for run in runs if not any(map(run.is_row, rows))]
+    for run in missing:
+        run.config()  # a flag that is mistyped ends the command here
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
+        waiting = [pool.submit(make_one, run) for run in missing]
+        try:
+            for done in as_completed(waiting):
+                row = done.result()
+                log.append_rows(file, [row])
+                rows.append(row)
+                where = f"{row['setting']}, {row['method']}, seed {row['seed']}"
+                steps = f"{row['made']} steps in {row['seconds']:.1f} s"
+                print(f"{where}: {row['accuracy']:.3f} after {steps} {row['failed'] or ''}")
+        except BaseException:  # Ctrl-C, too: the runs that have not begun never will
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [next(filter(run.is_row, rows)) for run in runs]
+
+
+def end_with_parent() -> None:
+    """Let this worker end when its parent does, even if that was killed."""
+
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def make_one(run: Run) -> dict:
+    """Make a run in this process, and evaluate it; returns its row. A run whose loss or gradient is
+    not finite has the accuracy 0."""
+    torch.set_num_threads(1)
+    warm_up(run.setting)
+    rows = []  # of log.jsonl
+    curve = []  # [step, accuracy], before the last step
+    accuracy, failed = 0.0, None
+    trainer = train.Trainer(run.config())
+    try:
+        for step in itertools.count(1):
+            planned = run.steps or plan([row["seconds"] for row in rows], run.budget)
+            if step > planned:
+                break
+            trainer.cfg = replace(trainer.cfg, steps=planned)
+            before = time.process_time()
+            row, _others = trainer.step(step)
+            seconds = time.process_time() - before
+            prompts = row["kept/prompts"] * trainer.cfg.prompts_per_step
+            rows.append(row | {"seconds": seconds, "prompts": prompts})
+            if step < run.steps and step % max(1, run.steps // CURVE) == 0:
+                curve.append([step, evaluate(trainer, run, len(trainer.eval_set) // 4)])
+        accuracy = evaluate(trainer, run, len(trainer.eval_set))
+    except NotFiniteError as problem:
+        failed = str(problem)
+    sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}
+    result = {"made": len(rows), "accuracy": accuracy, "curve": curve, "failed": failed}
+    return vars(run) | result | sums | made_by()
+
+
+@functools.cache
+def warm_up(setting: str) -> None:
+    """Load and compile what the first step of a process does, before a run is timed."""
+    flags = "--method grpo --prompts-per-step 2 --group-size 2"
+    train.Trainer(Run(setting, "warm-up", flags, seed=0, budget=0, steps=1).config()).step(1)
+
+
+def plan(times: list[float], budget: float) -> int:
+    """How many steps a run will have, from the seconds of those that it has made. So its learning
+    rate's schedule ends with its budget."""
+    if not times:
+        return 1000
+    left = budget - sum(times)
+    return len(times) + max(0, round(left / statistics.mean(times[-PACE:])))
+
+
+def evaluate(trainer: train.Trainer, run: Run, problems: int) -> float:
+    """avg@4 of the trained policy on the first held-out problems."""
+    ranks.refresh(trainer.policy, trainer.model)
+    rewards, _truncated = evaluation.sample_rewards(
+        trainer.policy, trainer.tokenizer, trainer.eval_set[:problems],
+        trainer.eval_ids[:problems], trainer.eval_reward, trainer.sampling,
+        k=train.EVAL_K, seed=dppo.seed_for(run.seed, "final"), keys=range(problems),
+    )  # fmt: skip
+    return round(evaluation.avg_at_k(rewards), 5)

@@ -1,5 +1,5 @@
 """
-The tables and pictures of docs/results.md, from the rows of its runs.
+The tables and pictures of docs/results.md and docs/method.md, from the rows of their runs.
 
     python -m bench results
 
@@ -8,96 +8,92 @@ interval is Student's t over seeds, 95 %.
 """
 
 import itertools
+import json
 import math
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the caller
 
-from runtime import InputError, log
+from runtime import log
 
-METHODS = {  # name in the tables and color in the pictures
-    "grpo": ("GRPO", "#000000"),
-    "grpo_zero": ("GRPO without zeros", "#777777"),
-    "adaptive": ("adaptive", "#009E73"),
-    "adaptive_prompts": ("adaptive, fewer prompts", "#E69F00"),
-    "pps": ("pps", "#56B4E9"),
-    "uniform": ("blind draws", "#CC79A7"),
-    "dppo": ("dppo", "#0072B2"),
-    "pods": ("PODS", "#999933"),
-    "cppo": ("CPPO", "#D55E00"),
-}
-MARKERS = {  # so that colors need not be told apart
-    "grpo": "o",
-    "grpo_zero": "P",
-    "adaptive": "D",
-    "adaptive_prompts": "d",
-    "pps": "s",
-    "uniform": "X",
-    "dppo": "^",
-    "pods": "v",
-    "cppo": "<",
+METHODS = {  # title, and in pictures color and marker, so that colors need not be told apart
+    "grpo": ("GRPO", "#000000", "o"),
+    "grpo_zero": ("GRPO without zeros", "#777777", "P"),
+    "adaptive": ("adaptive", "#009E73", "D"),
+    "adaptive_prompts": ("adaptive, fewer prompts", "#E69F00", "d"),
+    "pps": ("pps", "#56B4E9", "s"),
+    "uniform": ("blind draws", "#CC79A7", "X"),
+    "dppo": ("dppo", "#0072B2", "^"),
+    "pods": ("PODS", "#999933", "v"),
+    "cppo": ("CPPO", "#D55E00", "<"),
 }
 OURS = "adaptive"
 # What others are compared with at equal steps. GRPO without zeros has GRPO's gradient.
 REFERENCES = {"words": "grpo_zero"}  # else grpo
 TITLES = {"arithmetic": "default task", "arithmetic-mixed": "mixed task", "words": "SmolLM2"}
 FOLDER = Path("runs")
-SAVINGS, RACE = FOLDER / "savings.jsonl", FOLDER / "race.jsonl"
+SAVINGS, RACE, LAW = FOLDER / "savings.jsonl", FOLDER / "race.jsonl", FOLDER / "law.jsonl"
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 1 to 9 degrees
 
 
 def main() -> None:
     """Print all tables, and draw the pictures into runs/."""
-    for file in (SAVINGS, RACE):
-        if not file.exists():
-            raise InputError(f"there is no {file}: run bash runs/results.sh {file.stem} first")
     for name, table in tables().items():
         print(f"\n{name}\n\n{table}")
-    saved, raced = log.read_rows(SAVINGS), log.read_rows(RACE)
-    draw_savings(saved).savefig(FOLDER / "savings.png")
-    draw_race(raced).savefig(FOLDER / "race.png")
+    draw_savings(log.read_rows(SAVINGS)).savefig(FOLDER / "savings.png")
+    draw_race(log.read_rows(RACE)).savefig(FOLDER / "race.png")
+    for task, runs in law_runs().items():
+        draw_law(runs, task).savefig(FOLDER / f"law-{task}.png")
 
 
 def tables() -> dict[str, str]:
-    """All tables of the page, by name."""
+    """All tables, by name."""
     saved, raced = log.read_rows(SAVINGS), log.read_rows(RACE)
     by_name = {}
     for setting in settings_of(saved):
         by_name[f"savings, {TITLES[setting]}"] = savings_table(saved, setting)
     for setting in settings_of(raced):
         by_name[f"race, {TITLES[setting]}"] = race_table(raced, setting)
+    by_name["noise"] = noise_table(read_json("variance.json"))
+    by_name["packing"] = packing_table(read_json("update.json"))
+    for task, runs in law_runs().items():
+        by_name[f"law, {TITLES[task]}: progress"] = progress_table(runs, task)
+        by_name[f"law, {TITLES[task]}: gains"] = gains_table(runs, task)
+        by_name[f"law, {TITLES[task]}: agreement"] = agreement_table(runs, task)
     return by_name
 
 
-# ---------------------------------------------------------------------------- question 1
+def read_json(name: str):
+    return json.loads((FOLDER / name).read_text())
+
+
+# ---------------------------------------------------------------------------- equal steps
 
 
 def savings_table(rows: list[dict], setting: str) -> str:
     """Markdown: what a method rolls out and trains on, and for each number of candidates its
     accuracy minus the reference's, and its time over the reference's. The reference's line has its
     accuracy and its seconds."""
-    counts, reference = candidates_of(rows, setting), REFERENCES.get(setting, "grpo")
+    counts, reference = sizes_of(rows, setting), REFERENCES.get(setting, "grpo")
     head = ["method", "prompts", "trained on"]
     for count in counts:
         head += [f"{count} x 16: accuracy", f"{count} x 16: step time"]
-    cells = [head, ["---"] * len(head)]
-    for name, (title, _color) in METHODS.items():
-        of_counts = [by_seed(rows, setting, name, candidates=count) for count in counts]
-        if not any(of_counts):
+    cells = []
+    for name, (title, *_look) in METHODS.items():
+        runs = by_seed(rows, setting, name, counts[0])
+        if not runs:
             continue
-        runs = of_counts[0]
-        full = by_seed(rows, setting, reference, candidates=counts[0])
+        full = by_seed(rows, setting, reference, counts[0])
         full = {seed: full[seed] for seed in runs}
-        line = [
-            title,
-            f"{mean_of(runs, 'prompts') / mean_of(runs, 'made'):.0f} of {counts[0]}",
-            f"{mean_of(runs, 'trained') / mean_of(full, 'trained'):.2f}",
-        ]
-        for count, runs in zip(counts, of_counts, strict=True):
-            full = by_seed(rows, setting, reference, candidates=count)
+        prompts = mean_of(runs, "prompts") / mean_of(runs, "made")
+        trained = mean_of(runs, "trained") / mean_of(full, "trained")
+        line = [title, f"{prompts:.0f} of {counts[0]}", f"{trained:.2f}"]
+        for count in counts:
+            runs = by_seed(rows, setting, name, count)
+            full = by_seed(rows, setting, reference, count)
             if name == reference:
                 seconds = statistics.median(row["seconds"] / row["made"] for row in runs.values())
                 line += [show(interval(accuracies(runs))), f"{seconds:.2f} s a step"]
@@ -105,7 +101,7 @@ def savings_table(rows: list[dict], setting: str) -> str:
                 apart = difference(accuracies(runs), accuracies(full))
                 line += [show(interval(apart), "+"), f"{time_ratio(runs, full):.2f}"]
         cells.append(line)
-    return as_markdown(cells)
+    return as_markdown(head, cells)
 
 
 def time_ratio(first: dict[int, dict], second: dict[int, dict]) -> float:
@@ -122,18 +118,15 @@ def draw_savings(rows: list[dict]) -> Figure:
     figure = Figure(figsize=(7, 3 * len(settings)), dpi=120, layout="constrained")
     panels = figure.subplots(len(settings), 2, squeeze=False, sharey="row", sharex="col")
     for (times, gaps), setting in zip(panels, settings, strict=True):
-        count = candidates_of(rows, setting)[-1]
-        full = by_seed(rows, setting, "grpo", candidates=count)
-        names = [
-            name for name in METHODS if full and by_seed(rows, setting, name, candidates=count)
-        ]
-        for place, name in enumerate(names):
-            color = METHODS[name][1]
-            runs = by_seed(rows, setting, name, candidates=count)
+        count = sizes_of(rows, setting)[-1]
+        full = by_seed(rows, setting, "grpo", count)
+        for place, (name, (_title, color, _marker)) in enumerate(METHODS.items()):
+            runs = by_seed(rows, setting, name, count)
             mean, half = interval(difference(accuracies(runs), accuracies(full)))
             times.barh(place, time_ratio(runs, full), color=color)
             gaps.errorbar(mean, place, xerr=half, color=color, marker="o", capsize=3)
-        times.set(yticks=range(len(names)), yticklabels=[METHODS[name][0] for name in names])
+        titles = [title for title, *_look in METHODS.values()]
+        times.set(yticks=range(len(titles)), yticklabels=titles)
         times.set_title(f"{TITLES[setting]}, {count} x 16")
         gaps.axvline(0, color="#cccccc", lw=1, zorder=0)
         for panel in (times, gaps):
@@ -146,32 +139,26 @@ def draw_savings(rows: list[dict]) -> Figure:
     return figure
 
 
-# ---------------------------------------------------------------------------- question 2
+# ---------------------------------------------------------------------------- equal seconds
 
 
 def race_table(rows: list[dict], setting: str) -> str:
     """Markdown: each method's mean accuracy at each budget, and ours minus each, paired."""
-    budgets = budgets_of(rows, setting)
-    raced = {row["method"] for row in rows if row["setting"] == setting}
-    names = [name for name in METHODS if name in raced]
-    cells = [["seconds", *(f"{budget:g}" for budget in budgets)], ["---"] * (1 + len(budgets))]
-    of_runs = {
-        key: accuracies(by_seed(rows, setting, key[0], budget=key[1]))
-        for key in itertools.product(names, budgets)
-    }
-    for name in names:
-        shown = [show(interval(of_runs[name, budget])) for budget in budgets]
-        cells.append([f"{METHODS[name][0]}, tuned", *shown])
-    if OURS not in names:
-        return as_markdown(cells)
-    for name in names:
-        if name != OURS:
-            gaps = [difference(of_runs[OURS, budget], of_runs[name, budget]) for budget in budgets]
-            title = f"{METHODS[OURS][0]} - {METHODS[name][0]}"
-            cells.append([title, *(show(interval(gap), "+") for gap in gaps)])
-    lowest = [min(of_runs[OURS, budget].values(), default=math.nan) for budget in budgets]
-    cells.append([f"lowest run of {METHODS[OURS][0]}", *(f"{accuracy:.3f}" for accuracy in lowest)])
-    return as_markdown(cells)
+    budgets = sizes_of(rows, setting)
+    of_methods = {}  # name: {seed: accuracy} of each budget
+    for name in METHODS:
+        of_budgets = [accuracies(by_seed(rows, setting, name, budget)) for budget in budgets]
+        if any(of_budgets):
+            of_methods[name] = of_budgets
+    cells = []
+    for name, of_budgets in of_methods.items():
+        cells.append([f"{METHODS[name][0]}, tuned", *map(show, map(interval, of_budgets))])
+    ours, (title, *_look) = of_methods.pop(OURS), METHODS[OURS]
+    for name, of_budgets in of_methods.items():
+        gaps = map(interval, map(difference, ours, of_budgets))
+        cells.append([f"{title} - {METHODS[name][0]}", *(show(gap, "+") for gap in gaps)])
+    cells.append([f"lowest run of {title}", *(f"{min(runs.values()):.3f}" for runs in ours)])
+    return as_markdown(["seconds", *(f"{budget:g}" for budget in budgets)], cells)
 
 
 def draw_race(rows: list[dict]) -> Figure:
@@ -179,30 +166,264 @@ def draw_race(rows: list[dict]) -> Figure:
     settings = settings_of(rows)
     figure, panels = new_figure(len(settings))
     for panel, setting in zip(panels, settings, strict=True):
-        budgets = budgets_of(rows, setting)
-        for place, name in enumerate(METHODS):
-            of_budgets = [
-                accuracies(by_seed(rows, setting, name, budget=budget)) for budget in budgets
-            ]
-            if any(of_budgets):
-                mean, half = zip(*map(interval, of_budgets), strict=True)
+        budgets = sizes_of(rows, setting)
+        for place, (name, (title, color, marker)) in enumerate(METHODS.items()):
+            runs = [accuracies(by_seed(rows, setting, name, budget)) for budget in budgets]
+            if any(runs):
+                mean, half = zip(*map(interval, runs), strict=True)
                 wrong = [1 - accuracy for accuracy in mean]
-                title, color = METHODS[name]
                 x = [budget * 1.03 ** (place - 4) for budget in budgets]  # apart
-                style = {
-                    "color": color,
-                    "marker": MARKERS[name],
-                    "ms": 5,
-                    "capsize": 3,
-                    "label": title,
-                }
-                panel.errorbar(x, wrong, half, **style)
+                style = {"color": color, "marker": marker, "ms": 5, "capsize": 3}
+                panel.errorbar(x, wrong, half, label=title, **style)
         panel.set(title=TITLES[setting], xscale="log", yscale="log", xlabel="seconds of training")
         panel.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
         shares = [share for share in (0.003, 0.01, 0.03, 0.1, 0.3) if panel.get_ylim()[0] < share]
         panel.set_yticks(shares, [f"{100 * share:g} %" for share in shares])
         panel.minorticks_off()
     panels[0].set_ylabel("wrong answers, held out")
+    add_legend(figure, panels)
+    return figure
+
+
+# ---------------------------------------------------------------------------- noise, packing
+
+NOISE = {  # rule of runs/variance.json: its title
+    "oracle, independent": "oracle: true norms, independent keeps",
+    "pps": "**pps**",
+    "dppo": "dppo",
+    "uniform": "blind draws",
+    "cppo_batch, best length": "CPPO's code (cppo_batch), rescaled to the best length; biased",
+}
+STAGES = ("early", "midway", "late")
+LENGTHS = {  # of runs/update.json
+    "embedded, all": "all of step 24",
+    "embedded, kept by dppo": "kept by dppo",
+    "embedded, kept by pps": "kept by pps",
+    "log-normal": "log-normal",
+}
+LAYOUTS = {
+    "padded, sorted": "padded, by length",
+    "packed": "packed",
+    "packed, shared prompts": "**packed, shared**",
+}
+
+
+def noise_table(record: dict) -> str:
+    """Markdown: the squared error of each rule at the tokens of dppo, default task and --loss
+    grpo, by stage."""
+    errors = {}  # (rule, stage): {seed: error}
+    for values in record["rows"]:
+        row = dict(zip(record["columns"], values, strict=True))
+        if (row["data"], row["loss"], row["r_o"]) == ("arithmetic", "grpo", 0.9):
+            errors.setdefault((row["rule"], row["stage"]), {})[row["seed"]] = row["rel_mse"]
+    cells = []
+    for rule, title in NOISE.items():
+        medians = [statistics.median(errors[rule, stage].values()) for stage in STAGES]
+        cells.append([title, *map(two_digits, medians)])
+    line = ["dppo / pps, range over seeds"]
+    for stage in STAGES:
+        pps = errors["pps", stage]
+        ratios = [error / pps[seed] for seed, error in errors["dppo", stage].items()]
+        line.append(f"{two_digits(min(ratios))} to {two_digits(max(ratios))}")
+    return as_markdown(["", *STAGES], [*cells, line])
+
+
+def two_digits(value: float) -> str:
+    return f"{float(f'{value:.1e}'):g}"
+
+
+def packing_table(rows: list[dict]) -> str:
+    """Markdown: the speed of an update relative to padded micro-batches in order of arrival."""
+    found = {(row["lengths"], row["variant"]): row for row in rows}
+    cell = "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f})"
+    cells = [
+        [title, *(cell.format(**found[lengths, layout]) for lengths in LENGTHS)]
+        for layout, title in LAYOUTS.items()
+    ]
+    return as_markdown(["", *LENGTHS.values()], cells)
+
+
+# ---------------------------------------------------------------------------- the law
+
+# The rows of runs/law.jsonl were made by `git show 50494ff:bench/law.py`: 64 completions a step in
+# groups of each size, GRPO without zeros (zero) and adaptive, until an accuracy is surely reached.
+# Time is virtual, m x tokens sampled + tokens trained on, so one run of zero serves every m.
+PREDICTED = FOLDER / "law-predicted.md"
+PREDICTIONS = ("Before the runs", "With the correlation of groups")  # its tables
+TARGETS = {"arithmetic": 0.85, "arithmetic-mixed": 0.7}  # accuracy on held-out problems
+RULES = {"zero": "grpo_zero", "adaptive": "adaptive"}  # their names in METHODS
+RATIOS = (0.1, 0.3, 1.0, 3.0)  # m
+GROUP_SIZES = (2, 4, 8, 16, 32)
+TUNING_SEEDS = (100, 101)  # of three learning rates; all other seeds are fresh
+
+Runs = dict[tuple, dict[int, float]]  # {(rule, m, group size): {fresh seed: time to the target}}
+
+
+def law_runs() -> dict[str, Runs]:
+    """The runs of each task."""
+    rows = log.read_rows(LAW)
+    return {task: times_of_arms([row for row in rows if row["task"] == task]) for task in TARGETS}
+
+
+def times_of_arms(rows: list[dict]) -> Runs:
+    """The times of every arm of a task, at the learning rate that is the fastest on the tuning
+    seeds."""
+    runs = {}
+    for rule, m, size in itertools.product(RULES, RATIOS, GROUP_SIZES):
+        arm = (rule, m if rule == "adaptive" else 0.0, size)
+        of_rates = {}  # {learning rate: {seed: time}}
+        for row in rows:
+            if (row["rule"], row["ratio"], row["group_size"]) == arm:
+                of_rates.setdefault(row["lr"], {})[row["seed"]] = time_to_target(row, m)
+        tuned = lambda times: slowness(times[seed] for seed in TUNING_SEEDS)
+        best = min(of_rates.values(), key=tuned)
+        fresh = best.keys() - {*TUNING_SEEDS}
+        runs[rule, m, size] = {seed: best[seed] for seed in sorted(fresh)}
+    return runs
+
+
+def time_to_target(row: dict, m: float) -> float:
+    """Virtual time until the run's accuracy, made monotone, is at the target; else infinite."""
+    target = TARGETS[row["task"]]
+    times = [m * sampled + trained for _step, sampled, trained, _accuracy in row["curve"]]
+    heights = monotone([point[3] for point in row["curve"]])
+    for i in range(1, len(times)):
+        if heights[i] >= target:
+            share = (target - heights[i - 1]) / (heights[i] - heights[i - 1])
+            return times[i - 1] + share * (times[i] - times[i - 1])
+    return math.inf
+
+
+def monotone(values: list[float]) -> list[float]:
+    """The increasing sequence that is nearest by squares (pool adjacent violators)."""
+    pools = []  # [mean, count]
+    for value in values:
+        pools.append([value, 1])
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (first, n), (second, k) = pools[-2:]
+            pools[-2:] = [[(first * n + second * k) / (n + k), n + k]]
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+def slowness(times) -> tuple[int, float]:
+    """How many runs never arrived, and the median time: an order of arms."""
+    times = [*times]
+    return sum(map(math.isinf, times)), statistics.median(times)
+
+
+def best_size(runs: Runs, rule: str, m: float) -> int:
+    """The fastest group size."""
+    return min(GROUP_SIZES, key=lambda size: slowness(runs[rule, m, size].values()))
+
+
+def progress(runs: Runs, rule: str, m: float, size: int) -> dict[int, float]:
+    """{seed: the time of the best group size without pruning over the arm's own}; 0 if that run
+    never arrived."""
+    best = runs["zero", m, best_size(runs, "zero", m)]
+    return {seed: best[seed] / time for seed, time in runs[rule, m, size].items()}
+
+
+def predictions(title: str, task: str) -> dict[tuple, list[float]]:
+    """{(m, rule): progress by group size}, of the table below a title of PREDICTED."""
+    names = {"default": "arithmetic", "mixed": "arithmetic-mixed"}
+    by_arm = {}
+    for line in PREDICTED.read_text().split(f"## {title}")[1].split("\n## ")[0].splitlines():
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        if names.get(name) == task:
+            m, rule, *values = cells
+            by_arm[float(m), rule] = [float(value) for value in values]
+    return by_arm
+
+
+def progress_table(runs: Runs, task: str) -> str:
+    """Markdown: progress of every arm, predicted and measured, relative to the best group size
+    without pruning."""
+    cells = []
+    for m, rule in itertools.product(RATIOS, RULES):
+        for title in PREDICTIONS:
+            values = predictions(title, task)[m, rule]
+            cells.append([f"{m:g}", rule, title, *(f"{value:.2f}" for value in values)])
+        measured = [interval(progress(runs, rule, m, size)) for size in GROUP_SIZES]
+        cells.append([f"{m:g}", rule, "measured", *(show(one, digits=2) for one in measured)])
+    return as_markdown(["m", "rule", "", *map(str, GROUP_SIZES)], cells)
+
+
+def gains_table(runs: Runs, task: str) -> str:
+    """Markdown: the best group sizes, and what the best adaptive gains over the best group size
+    without pruning."""
+    cells = []
+    for m in RATIOS:
+        sizes = [best_size(runs, rule, m) for rule in RULES]
+        gain = interval(progress(runs, "adaptive", m, sizes[1]))
+        predicted = [max(predictions(title, task)[m, "adaptive"]) for title in PREDICTIONS]
+        shown = " and ".join(f"{value:.2f}" for value in predicted)
+        cells.append([f"{m:g}", *map(str, sizes), show(gain, digits=2), shown])
+    return as_markdown(
+        ["m", "best size without pruning", "with", "adaptive gains", "predicted"], cells
+    )
+
+
+def agreement_table(runs: Runs, task: str) -> str:
+    """Markdown: how well each prediction describes the runs. A cell is an arm; those that are 1 by
+    definition do not count, nor those of which a run never arrived."""
+    head = ["", "cells inside their interval", "off by a factor of", "rank correlation by m"]
+    head.append("best group size named")
+    cells = []
+    for title in PREDICTIONS:
+        inside, factors, correlations, named = [], [], [], []
+        for m in RATIOS:
+            of_m = []  # (predicted, measured)
+            for rule in RULES:
+                predicted = predictions(title, task)[m, rule]
+                best = predicted.index(max(predicted))
+                named.append(GROUP_SIZES[best] == best_size(runs, rule, m))
+                for value, size in zip(predicted, GROUP_SIZES, strict=True):
+                    of_seeds = progress(runs, rule, m, size)
+                    if not all(of_seeds.values()):
+                        continue
+                    mean, half = interval(of_seeds)
+                    of_m.append((value, mean))
+                    if half > 0:
+                        inside.append(abs(value - mean) <= half)
+                        factors.append(abs(math.log(value / mean)))
+            ranks = torch.tensor(of_m).argsort(dim=0, stable=True).argsort(dim=0).T  # [2, arms]
+            correlations.append(torch.corrcoef(ranks.double())[0, 1].item())
+        cells.append([
+            title,
+            f"{sum(inside)} of {len(inside)}",
+            f"{math.exp(statistics.mean(factors)):.2f}",
+            ", ".join(f"{value:.2f}" for value in correlations),
+            f"{sum(named)} of {len(named)}",
+        ])  # fmt: skip
+    return as_markdown(head, cells)
+
+
+def draw_law(runs: Runs, task: str) -> Figure:
+    """Virtual time to the target over the group size, at two values of m, relative to the best
+    group size without pruning. Lines are predicted, points measured, with 95 % intervals; an arm
+    of which a run never arrived has no point."""
+    figure, panels = new_figure(2)
+    for panel, m in zip(panels, (0.1, 1.0), strict=True):
+        for rule, name in RULES.items():
+            title, color, marker = METHODS[name]
+            for prediction, style in zip(PREDICTIONS, (":", "-"), strict=True):
+                times = [1 / value for value in predictions(prediction, task)[m, rule]]
+                panel.plot(GROUP_SIZES, times, style, color=color, lw=1.2)
+            logs = {}  # group size: {seed: log of the time}
+            for size in GROUP_SIZES:
+                of_seeds = progress(runs, rule, m, size)
+                if all(of_seeds.values()):
+                    logs[size] = {seed: -math.log(value) for seed, value in of_seeds.items()}
+            middle, half = torch.tensor([interval(log_time) for log_time in logs.values()]).T
+            times = middle.exp()
+            bars = torch.stack([times - (middle - half).exp(), (middle + half).exp() - times])
+            style = {"color": color, "marker": marker, "ls": "", "capsize": 3}
+            panel.errorbar([*logs], times, bars, label=title, **style)
+        panel.set(title=f"m = {m:g}", xscale="log", yscale="log", xlabel="group size")
+        panel.set_xticks(GROUP_SIZES, map(str, GROUP_SIZES))
+        panel.set_yticks([0.5, 0.7, 1, 1.5, 2, 3, 4], ["0.5", "0.7", "1", "1.5", "2", "3", "4"])
+        panel.minorticks_off()
+    panels[0].set_ylabel("time to the target")
     add_legend(figure, panels)
     return figure
 
@@ -215,30 +436,22 @@ def settings_of(rows: list[dict]) -> list[str]:
     return [name for name in TITLES if name in known]
 
 
-def budgets_of(rows: list[dict], setting: str) -> list[float]:
-    return sorted({row["budget"] for row in rows if row["setting"] == setting})
+def sizes_of(rows: list[dict], setting: str) -> list[float]:
+    return sorted({size_of(row) for row in rows if row["setting"] == setting})
 
 
-def candidates_of(rows: list[dict], setting: str) -> list[int]:
-    return sorted({candidates_of_row(row) for row in rows if row["setting"] == setting})
-
-
-def candidates_of_row(row: dict) -> int:
-    """Prompts of a step."""
+def size_of(row: dict) -> float:
+    """The seconds of a run that ends after seconds, else the prompts of its steps."""
     words = row["flags"].split()
-    return int(words[words.index("--prompts-per-step") + 1])
+    return row["budget"] or int(words[words.index("--prompts-per-step") + 1])
 
 
-def by_seed(
-    rows: Iterable[dict], setting: str, method: str, budget: float = 0, candidates: int = 0
-) -> dict[int, dict]:
-    """{seed: row} of the runs of a method, at a budget or with a number of candidates."""
-    runs = {}
-    for row in rows:
-        same = (row["setting"], row["method"], row["budget"]) == (setting, method, budget)
-        if same and (budget or candidates_of_row(row) == candidates):
-            runs[row["seed"]] = row
-    return runs
+def by_seed(rows: list[dict], setting: str, method: str, size: float) -> dict[int, dict]:
+    """{seed: row} of the runs of a method, of some seconds or prompts of a step."""
+    wanted = (setting, method, size)
+    return {
+        row["seed"]: row for row in rows if (row["setting"], row["method"], size_of(row)) == wanted
+    }
 
 
 def accuracies(runs: dict[int, dict]) -> dict[int, float]:
@@ -270,8 +483,9 @@ def show(figures: tuple[float, float], sign: str = "", digits: int = 3) -> str:
     return text if math.isnan(half) else f"{text} ± {half:.{digits}f}"
 
 
-def as_markdown(cells: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+def as_markdown(head: list[str], cells: list[list[str]]) -> str:
+    rows = [head, ["---"] * len(head), *cells]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 # ---------------------------------------------------------------------------- pictures
@@ -292,6 +506,6 @@ def add_legend(figure: Figure, panels: list[Axes]) -> None:
     for panel in panels:
         for handle, title in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(title, handle)
-    titles = [title for title, _color in METHODS.values() if title in handles]
+    titles = [title for title, *_look in METHODS.values() if title in handles]
     style = {"frameon": False, "loc": "outside lower center", "ncols": 2 * len(panels)}
     figure.legend([handles[title] for title in titles], titles, **style)

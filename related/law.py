@@ -96,23 +96,6 @@ def descend(rows: Rows, start: torch.Tensor) -> tuple[float, Law]:
     return loss, Law(*free[:5].exp().tolist(), *free[5:].tolist())
 
 
-def errors(law: Law, rows: Rows, run: torch.Tensor) -> dict[str, float]:
-    """How well the law predicts: mean_error (of the loss, nats), r2, and asd, the paper's Average
-    Slope Difference, here in nats per doubling of D. run [R] numbers the runs; slopes are between
-    neighbours in D of one run."""
-    residual = law.predict(rows) - rows.loss
-    spread = (rows.loss - rows.loss.mean()).square().sum()
-    order = sorted(range(len(run)), key=lambda r: (run[r].item(), rows.tokens[r].item()))
-    inside = run[order].diff() == 0
-    doublings = rows.tokens[order].log2().diff()[inside]
-    slopes = (residual[order].diff()[inside] / doublings).abs()
-    return {
-        "mean_error": residual.abs().mean().item(),
-        "r2": (1 - residual.square().sum() / spread).item(),
-        "asd": slopes.mean().item(),
-    }
-
-
 # ---------------------------------------------------------------------------- what it predicts
 
 
@@ -123,44 +106,33 @@ def as_rows(rows: list[dict]) -> Rows:
     return found._replace(size=found.size / 1e6, tokens=found.tokens / 1e5)
 
 
-def fits_of(rows: list[dict], method: str) -> list[dict]:
-    """The law of a method, fitted to all of its rows, and without the largest size, the highest
-    rate or the most tokens (of each run), which it then predicts."""
-    own = [row for row in rows if row["method"] == method]
-    measured = as_rows(own)
-    step = torch.tensor([row["step"] for row in own])
-    runs = [(row["width"], row["rate"]) for row in own]
-    run = torch.tensor([runs.index(one) for one in runs])
-    nothing = torch.zeros(len(own), dtype=torch.bool)
+def errors(rows: list[dict]) -> dict[str, float]:
+    """The mean errors, in nats, of the law that is fitted to all rows of a method, and of laws that
+    are fitted without the largest size, the highest rate or the most tokens (of each run), on these
+    rows."""
+    measured, step = as_rows(rows), torch.tensor([row["step"] for row in rows])
     held_out = {
-        "none": nothing,
+        "nothing": torch.zeros(len(rows), dtype=torch.bool),
         "size": measured.size == measured.size.max(),
         "rate": measured.rate == measured.rate.max(),
         "tokens": step == step.max(),
     }
-    found = []
+    found = {}
     for name, hidden in held_out.items():
-        law = fit(measured.where(~hidden))
-        tested = hidden if hidden.any() else ~nothing
-        # A slope needs two losses; that of the last doubling starts at one that was fitted.
-        sloped = step >= step.max() / 2 if name == "tokens" else tested
-        wrong = errors(law, measured.where(tested), run[tested])
-        wrong["asd"] = errors(law, measured.where(sloped), run[sloped])["asd"]
-        counts = {"fitted": int((~hidden).sum()), "tested": int(tested.sum())}
-        facts = {"method": method, "held_out": name} | counts | wrong
-        found.append(facts | {"constants": law._asdict()})
+        tested = measured.where(hidden if hidden.any() else ~hidden)
+        error = fit(measured.where(~hidden)).predict(tested) - tested.loss
+        found[name] = error.abs().mean().item()
     return found
 
 
 def main() -> None:
-    """Fit the law to the rows of runs/law.json, and print how well it predicts."""
+    """Fit the law to the rows of runs/law.json, and print how well it predicts those that were
+    held out."""
     rows = json.loads(ROWS.read_text())["rows"]
-    print(f"{'method':8}{'held out':10}{'fitted':>7}{'tested':>7}{'error':>9}{'r2':>9}{'asd':>9}")
+    print("held out:", "nothing, the largest size, the highest rate, the most tokens")
     for method in dict.fromkeys(row["method"] for row in rows):
-        for one in fits_of(rows, method):
-            counts = f"{one['fitted']:7}{one['tested']:7}"
-            figures = f"{one['mean_error']:9.4f}{one['r2']:9.4f}{one['asd']:9.4f}"
-            print(f"{one['method']:8}{one['held_out']:10}{counts}{figures}", flush=True)
+        found = errors([row for row in rows if row["method"] == method])
+        print(f"{method:8}", *(f"{error:8.3f}" for error in found.values()))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,16 @@
-"""Every bench but the race and variance, from its command line to its rows, at a size at which it
-takes seconds; and the check of unbiasedness, because its figures are a proof."""
+"""The records of a bench, and `bench speed` from its command line to its rows."""
 
 import json
-import shlex
 
 import pytest
 import torch
 
 import bench
+import config
+import packing
+import train
 from bench import __main__ as command_line
-from bench import check, shapes
-from runtime import InputError
-from tasks import arithmetic
-
-
-@pytest.fixture
-def command(tmp_path):
-    """Run a command line, and return the content of its --json."""
-
-    def go(line):
-        command_line.main([*shlex.split(line), "--json", str(tmp_path / "rows.json")])
-        return json.loads((tmp_path / "rows.json").read_text())
-
-    return go
+from bench import speed
 
 
 def test_a_record_says_who_made_it(tmp_path):
@@ -33,122 +21,90 @@ def test_a_record_says_who_made_it(tmp_path):
     first, second = (tmp_path / "kept.jsonl").read_text().splitlines()
     bench.write_json(tmp_path / "table.json", {"rows": [1]})
     for row in (json.loads(first), json.loads((tmp_path / "table.json").read_text())):
-        assert {"commit", "machine", "date"} < {*row}
         assert all(row[name] for name in ("commit", "machine", "date"))
     assert json.loads(first)["step"] == 0
     assert json.loads(second) == {"step": 1, "loss": 2.0}
 
 
-def test_step(command):
-    """Catches a bench that train.py has outgrown, and a method that is not passed on."""
-    rows = command("step --shape tiny --steps 1 --skip 0 --new-tokens 4")
-    found = {(row["method"], row["part"]): row["median"] for row in rows}
-    assert 0 < found["pps", "tokens/trained"] < 0.9 * found["grpo", "tokens/trained"]
-    assert found["grpo", "step_time"] > found["grpo", "time/train"] > 0
+def test_speed(policy_folder, tmp_path, capsys):
+    """Catches a command that train.py has outgrown, log-probs of another model, and a part that is
+    not timed."""
+    flags = f"--model {policy_folder} --prompts-per-step 4 --group-size 4 --max-new-tokens 6"
+    file = str(tmp_path / "rows.json")
+    command_line.main(["speed", "--rounds", "1", f"--flags={flags}", "--json", file])
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    variants = {"rollout": 6, "update, all": 4, "update, a tenth": 4}
+    for part, count in variants.items():
+        of_part = [row for row in rows if row["part"] == part]
+        assert len(of_part) == count
+        assert all(row["tokens_per_s"] > 0 for row in of_part)
+        assert of_part[0]["ratio"] == 1
+    gaps = [
+        float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "by" in line
+    ]
+    assert len(gaps) == len(speed.ENGINES)
+    assert max(gaps) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("flags", "sequences", "lengths"),
-    [("--shape tiny --new-tokens 4 --batches 32", 32, (4, 4)), ("--batches 16 32", 32, (3, 54))],
-)
-def test_rollout(command, flags, sequences, lengths):
-    """Catches an engine that another one's tokens are counted for, completions that never end, and
-    a batch that is not all of the prompts."""
-    rows = command(f"rollout --rounds 1 {flags}")
-    assert [row["engine"] for row in rows][:3] == ["hf", "compact", "plain"]
-    for row in rows:
-        assert lengths[0] <= row["tokens"] / sequences <= lengths[1]
-        assert row["tokens"] == pytest.approx(rows[0]["tokens"], rel=0.1), "the same prompts"
-        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
-        assert row["max_logprob_gap"] < 0.1
+def test_turns(monkeypatch):
+    """Two variants of 10 tokens that take 1 and 2 s, then 3 and 2, after a round that warms up.
+    Catches a first round that counts, and a ratio of medians where the median of pairs belongs."""
+    times = iter([0, 9, 0, 9, 0, 1, 0, 2, 0, 3, 0, 2, 0, 1, 0, 4])  # started, ended
+    monkeypatch.setattr(speed, "clock", lambda _device: next(times))
+    first, second = speed.in_turns("part", dict.fromkeys(("a", "b"), lambda: 10), 3, "cpu")
+    assert (first["tokens_per_s"], first["ratio"]) == (10, 1)
+    assert second["tokens_per_s"] == 5
+    assert (second["ratio"], second["ratio_low"], second["ratio_high"]) == (0.5, 0.25, 1.5)
 
 
-def test_update(command):
-    """The bench asserts that every layout has the first one's gradient, so this compares padded
-    updates with packed ones."""
-    rows = command("update --shape tiny --rounds 1 --sequences 16 --pack-tokens 512")
-    tokens = {row["variant"]: row["tokens"] for row in rows if row["seconds"] > 0}
-    assert tokens["packed, shared prompts"] < tokens["packed"]
-    assert tokens["packed"] < min(tokens["padded, sorted"], tokens["padded, arrival"])
+@pytest.fixture
+def updates(policy_folder):
+    """(model, batch, config) of eight groups of eight, half of which is kept, in small slots."""
+    flags = f"--model {policy_folder} --prompts-per-step 8 --group-size 8 --max-new-tokens 6"
+    args = f"{flags} --device cpu --pack-tokens 512 --out-dir unused --importance-cap 0"
+    trainer = train.Trainer(config.parse_config(args.split()))
+    prompts = [trainer.train_ids[q] for q in trainer.candidates(1).tolist()]
+    rollouts = speed.rollout.sample(trainer.model, prompts, trainer.sampling, group_size=8, seed=0)
+    return trainer.model, speed.random_batch(rollouts, 0.5), trainer.cfg
 
 
-@pytest.mark.parametrize(("shape", "count"), [("0.6b", 596_049_920), ("4b", 4_022_468_096)])
-def test_parameters_of_qwen3(shape, count):
-    """The published numbers. Catches a dimension that is not Qwen3's."""
-    model = shapes.random_model(shape, "meta")
-    assert sum(parameter.numel() for parameter in model.parameters()) == count
-
-
-# ---------------------------------------------------------------------------- the check
-
-
-def test_comparison_by_hand():
-    """Two pruned gradients of two parameters: errors (1, 0) and (1, 2), whose product is 1.
-
-    Catches n^2 in place of n (n - 1), and a norm that is not the full gradient's.
-    """
-    found = check.compare(torch.tensor([3.0, 4]), iter(torch.tensor([[4.0, 4], [4, 6]])))
-    assert found == {
-        "check/bias2": pytest.approx(1 / 25),
-        "check/variance": pytest.approx(2 / 25),  # around their mean: (0, -1) and (0, 1)
-        "check/scale": pytest.approx((3 + 3 + 8) / 2 / 25),
-        "check/norm": pytest.approx(5.0),
+def test_layouts_have_one_gradient(updates, monkeypatch):
+    """Catches a padded update that reads another token's state, and one that is not compared."""
+    model, batch, cfg = updates
+    assert 0 < batch.keep.sum() < 64
+    calls = {
+        name: lambda name=name: speed.UPDATES[name](model, batch, cfg) for name in speed.UPDATES
     }
+    speed.check_gradients(model, calls, limit=1e-5)
+    monkeypatch.setattr(speed, "pad_sequence", lambda texts, **_: torch.ones(len(texts), 99).long())
+    with pytest.raises(ArithmeticError, match="packed: the gradient is off by"):
+        speed.check_gradients(model, calls, limit=1e-2)
 
 
-def test_check_weights_steps_by_their_gradient():
-    """Catches a plain mean, which steps with hardly a gradient would decide."""
-    mean, error = check.mean_and_error([9.0, 1.0], [1.0, 7.0])
-    assert mean == 2.0
-    assert error == 1.75, "((7 x 1)^2 + (1 x 7)^2) x 2 / 1, its root over 8"
+def test_layouts_differ(updates, monkeypatch):
+    """Sorted by length, padded micro-batches are narrower than in order of arrival, and none is
+    larger than a quarter of a slot. Only one of the packed updates shares prompts."""
+    seen, pad, build = [], speed.pad_sequence, packing.build_pack
 
+    def see_pad(texts, **options):
+        padded = pad(texts, **options)
+        seen.append(padded.numel())
+        return padded
 
-def test_check(small_runs, command, monkeypatch):
-    """pps is within three standard errors of 0, and the planted mistake is not. Catches one draw
-    for both estimates, a full gradient that is pruned, a check that draws no prompts, and runs that
-    end without one."""
-    with pytest.raises(InputError, match="--steps 5 --every 6: no check; give more steps"):
-        check.main(steps=5)
-    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 24)
-    monkeypatch.setattr(check, "RUNS", [row for row in check.RUNS if row[1] in ("dppo", "pps")])
-    on_cpu = lambda method: [*bench.sized(method), "--device", "cpu"]  # bfloat16 rounds at 4e-3
-    monkeypatch.setattr(check, "sized", on_cpu)
-    rows = command("check --steps 20 --every 1 --draws 8")
-    found = {(row["rule"], row["key"]): (row["mean"], row["error"]) for row in rows}
-    assert {row["checks"] for row in rows} == {20}
-    for rule in ("dppo", "pps"):
-        for key in ("check/bias2", "check/scale"):
-            mean, error = found[rule, key]
-            assert abs(mean) < 3 * error, (rule, key)
-        assert found[rule, "check/variance"][0] > 0
-    mean, error = found["pps, weights x 0.9", "check/scale"]
-    assert mean < -3 * error
+    def see_build(*args, share_prompts, **options):
+        seen.append(share_prompts)
+        return build(*args, share_prompts=share_prompts, **options)
 
-
-def test_the_planted_mistake_is_at_both_levels(small_runs):
-    """Pruned gradients are 0.9 x 0.9 times as long as those of the same draws without any. Catches
-    a check that sees one level."""
-
-    def scale(kind):
-        checked = lambda *args: kind(*args, every=1, draws=8)
-        _, (row,) = bench.run([*bench.sized("pps"), "--steps", "1", "--device", "cpu"], checked)
-        return 1 + row["check/scale"]
-
-    assert scale(check.Underweighted) == pytest.approx(0.81 * scale(check.Checked), rel=1e-4)
-
-
-def test_a_check_changes_nothing(small_runs):
-    """Catches a check that disturbs the run's draws, history or weights."""
-    checked = lambda *args: check.Checked(*args, every=1, draws=2)
-    args = [*bench.sized("pps"), "--steps", "4", "--device", "cpu"]
-    one, rows = bench.run(args, checked)
-    other, plain = bench.run(args)
-    unchecked = [{k: v for k, v in row.items() if not k.startswith("check/")} for row in rows]
-    assert [len(row) for row in rows] == [len(row) + 4 for row in unchecked]
-    times = lambda row: {k: v for k, v in row.items() if "time" not in k}
-    assert list(map(times, unchecked)) == list(map(times, plain))
-    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs)
-    assert torch.equal(
-        one.history.past_advantage.nan_to_num(-1), other.history.past_advantage.nan_to_num(-1)
-    )
+    monkeypatch.setattr(speed, "pad_sequence", see_pad)
+    monkeypatch.setattr(packing, "build_pack", see_build)
+    model, batch, cfg = updates
+    found = {}
+    for name, update in speed.UPDATES.items():
+        update(model, batch, cfg)
+        found[name] = seen.copy()
+        seen.clear()
+    assert sum(found["padded, sorted"]) < sum(found["padded, arrival"])
+    assert max(found["padded, arrival"]) <= cfg.pack_tokens / 4
+    assert 1 < len(found["padded, arrival"]) < batch.keep.sum()
+    assert {*found["packed"]} == {False}
+    assert {*found["packed, shared prompts"]} == {True}
