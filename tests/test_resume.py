@@ -21,7 +21,7 @@ import config
 import dppo
 import eval as evaluation
 import train
-from runtime import InputError, log, plot
+from runtime import InputError, checkpoint, log, plot
 
 
 def saved_step(folder):
@@ -133,6 +133,22 @@ def test_a_picture_that_fails_is_a_note(run, monkeypatch, capsys):
     assert said.splitlines()[-1].startswith("done: ")
 
 
+def test_a_checkpoint_is_whole_when_it_gets_its_name(run, monkeypatch):
+    """And the row of its step is in the log, so that a kill at the next moment loses nothing.
+    Catches a checkpoint that is saved before its row, and a list of files that is written late."""
+    rename, seen = Path.rename, []
+
+    def watched(unfinished, final):
+        if final.name.startswith("checkpoint-"):
+            logged = rows(final.parent)[-1]["step"]
+            seen.append((final.name, checkpoint.is_complete(unfinished), logged))
+        return rename(unfinished, final)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    run("run", steps=4, save_every=2)
+    assert seen == [("checkpoint-000002", True, 2), ("checkpoint-000004", True, 4)]
+
+
 def nth_call_fails(monkeypatch, owner, name, number, fails):
     """The n-th call of owner.name raises `fails`, or calls fails(*args) first and adds what that
     returns."""
@@ -197,28 +213,40 @@ def test_half_a_step_is_not_saved(run, tmp_path, monkeypatch, update, saved):
     assert (tmp_path / "run" / "checkpoint-000001").exists() == saved
 
 
+def infinite(*_args):
+    return math.inf
+
+
+def not_a_number(*_args):
+    return math.nan
+
+
 def break_weights(model, *_args):
     with torch.no_grad():
         model.model.norm.weight.fill_(math.nan)
 
 
-NOT_FINITE = [  # the call that fails, and how; the message, and the last step that is saved
-    ((dppo, "group_advantages", 3, lambda *_: math.nan), r"step 3 is not finite \(loss nan", 2),
-    ((evaluation, "sample_rewards", 3, break_weights),  # found by the evaluation after step 2
-     r"step 2 is not finite \(the model's lo", 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("failure", "message", "last"), NOT_FINITE)
+@pytest.mark.parametrize(
+    ("owner", "name", "breaks", "message", "last"),
+    [
+        (dppo, "group_advantages", not_a_number, r"step 3 is not finite \(loss nan", 2),
+        (torch.nn.utils, "clip_grad_norm_", infinite,
+         r"step 3 is not finite \(loss -?\d.*, gradient norm inf\)", 2),
+        # found by the evaluation after step 2
+        (evaluation, "sample_rewards", break_weights,
+         r"step 2 is not finite \(the model's logits", 1),
+    ],
+)  # fmt: skip
 def test_not_finite_is_neither_applied_nor_saved(
-    run, tmp_path, monkeypatch, failure, message, last
+    run, tmp_path, monkeypatch, owner, name, breaks, message, last
 ):
-    """A loss, or weights. Catches a traceback in place of the message, an update with a NaN
-    gradient, and a checkpoint of a step that did not end."""
-    nth_call_fails(monkeypatch, *failure)
-    evaluated = int(failure[0] is evaluation)
+    """A loss, the norm of a gradient whose loss is finite, or weights, at the third call. Catches a
+    traceback in place of the message, an update with such a gradient, and a checkpoint of a step
+    that did not end."""
+    nth_call_fails(monkeypatch, owner, name, 3, breaks)
+    eval_every = 1 if owner is evaluation else 0
     with pytest.raises(InputError, match=message) as caught:
-        run("run", steps=5, save_every=1, eval_every=evaluated, eval_problems=2)
+        run("run", steps=5, save_every=1, eval_every=eval_every, eval_problems=2)
     assert "\n" not in str(caught.value)
     folder = tmp_path / "run"
     assert f"from --model {folder / 'checkpoint'}, with a lower --lr" in str(caught.value)

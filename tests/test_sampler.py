@@ -7,7 +7,7 @@ import torch
 
 import dppo
 import sampler
-from related import rivals, selectors  # noqa: F401 (rivals adds dppo_floor)
+from related import rivals  # noqa: F401 (adds dppo_floor)
 
 
 def test_an_epoch_shows_each_prompt_once():

@@ -14,10 +14,12 @@ from toy import assert_same, flags, in_processes, rows, timeless, toy_reward
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import config
+import data
 import dppo
 import models
 import rollout
 import train
+from related import greso
 from runtime import InputError, ranks, timer
 from tasks import arithmetic
 
@@ -122,45 +124,34 @@ def test_thirty_steps_raise_the_reward(run):
 
 
 def test_gradient_checkpointing_is_the_same_run(run, tmp_path, monkeypatch):
-    """Bit for bit the same weights; every layer computes twice in an update and once in a rollout.
-
-    Catches a flag without effect, as in evaluation mode, and recomputation while sampling.
-    """
-    calls, forward = [], Qwen3MLP.forward
+    """Bit for bit the same weights; every layer computes twice in an update. Catches a flag without
+    effect, as in evaluation mode."""
+    with_grad, forward = [], Qwen3MLP.forward
 
     def counted(layer, states):
-        calls.append((layer.training, torch.is_grad_enabled()))
+        with_grad.append(torch.is_grad_enabled())
         return forward(layer, states)
 
     monkeypatch.setattr(Qwen3MLP, "forward", counted)
-    counts = {}
-    for name, flag in (("plain", {}), ("checkpointed", {"gradient_checkpointing": True})):
-        calls.clear()
-        run(name, save_every=4, **flag)
-        counts[name] = sum(grad for _, grad in calls)
-        in_training = sum(training for training, grad in calls if not grad)
-        searched = 2 if flag else 0  # two layers, in the search for dropout
-        assert in_training == searched, "sampling is in evaluation mode"
-    assert counts["checkpointed"] == 2 * counts["plain"] > 0
+    run("plain", save_every=4)
+    plain = sum(with_grad)
+    with_grad.clear()
+    run("checkpointed", save_every=4, gradient_checkpointing=True)
+    assert sum(with_grad) == 2 * plain > 0
     assert_same(timeless(tmp_path / "plain"), timeless(tmp_path / "checkpointed"))
 
 
 @pytest.mark.parametrize("of_attention", [True, False])
-def test_dropout_and_checkpointing_do_not_meet(policy_folder, run, monkeypatch, of_attention):
+def test_dropout_and_checkpointing_do_not_meet(make_policy, of_attention):
     """Checkpointing needs transformers' training mode, which would enable dropout."""
-    load = models.load_policy
-
-    def with_dropout(*args, **options):
-        model, tokenizer = load(*args, **options)
-        if of_attention:
-            model.model.layers[0].self_attn.attention_dropout = 0.1
-        else:
-            model.model.layers[0].mlp.act_fn = torch.nn.Dropout(0.1)
-        return model, tokenizer
-
-    monkeypatch.setattr(models, "load_policy", with_dropout)
+    model, _ = make_policy()
+    layer = model.model.layers[0]
+    if of_attention:
+        layer.self_attn.attention_dropout = 0.1
+    else:
+        layer.mlp.act_fn = torch.nn.Dropout(0.1)
     with pytest.raises(InputError, match="--gradient-checkpointing: this model has dropout"):
-        run("run", gradient_checkpointing=True)
+        models.checkpoint_layers(model)
 
 
 def test_a_step_that_keeps_nothing(run, tmp_path, monkeypatch):
@@ -174,10 +165,10 @@ def test_a_step_that_keeps_nothing(run, tmp_path, monkeypatch):
     before = load_file(tmp_path / "policy" / "model.safetensors")
     log = run("run", steps=2, save_every=2)
     for row in log:
-        zeros = ("loss", "grad_norm", "kept/prompts", "tokens/trained")
-        assert [row[name] for name in zeros] == [0] * 4
-        nulls = ("reward", "entropy", "weight/max", "weight/ess", "pack/density", "kept/tokens")
-        assert [row[name] for name in nulls] == [None] * 6
+        for name in ("loss", "grad_norm", "kept/prompts", "tokens/trained"):
+            assert row[name] == 0, name
+        for name in ("reward", "entropy", "weight/max", "weight/ess", "pack/density"):
+            assert row[name] is None, name
     after = load_file(tmp_path / "run" / "checkpoint" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -193,24 +184,68 @@ def test_unscorable_rewards(run):
         assert (row["loss"], row["grad_norm"], row["reward"]) == (0, 0, None)
 
 
-def test_bfloat16_samples_from_a_fresh_copy(run, monkeypatch):
-    """Sampler and trainer differ by rounding only, after updates that move the weights a lot. Fails
-    if the sampler's copy keeps the first weights, or is not bfloat16."""
-    sample, dtypes = rollout.sample, set()
+@pytest.mark.parametrize("trainer_class", [train.Trainer, greso.GresoTrainer])
+def test_the_copy_that_samples_has_the_trained_weights(run, monkeypatch, trainer_class):
+    """In bfloat16 the trained weights are in float32, and a copy samples. Catches a rollout or an
+    evaluation of weights that are an update old."""
+    trainers, sampled, sample = [], [], rollout.sample
 
-    def watched(model, *args, **options):
-        dtypes.update(parameter.dtype for parameter in model.parameters())
-        return sample(model, *args, **options)
+    def make_trainer(cfg, reward):
+        trainers.append(trainer_class(cfg, reward))
+        return trainers[0]
+
+    def watched(policy, *args, **options):
+        pairs = zip(policy.parameters(), trainers[0].model.parameters(), strict=True)
+        for copied, trained in pairs:
+            assert trained.dtype == torch.float32
+            assert torch.equal(copied, trained.bfloat16())
+        sampled.append(policy)
+        return sample(policy, *args, **options)
 
     monkeypatch.setattr(rollout, "sample", watched)
-    rows = run("run", dtype="bfloat16", lr=0.02, steps=4)
-    assert dtypes == {torch.bfloat16}
-    gaps = [row["sampling/sampling_logp_difference/mean"] for row in rows]
-    assert min(gaps) > 0
-    assert max(gaps) < 0.05, gaps
+    options = {"method": "grpo", "dtype": "bfloat16", "lr": 0.02, "steps": 2}
+    run("run", trainer_class=make_trainer, eval_every=2, eval_problems=2, **options)
+    assert len(sampled) >= 4, "two rollouts, and evaluations before the first and after the last"
+
+
+def test_an_evaluation_has_its_own_reward(run, monkeypatch):
+    """That of --eval-data. Catches the reward of the training data."""
+    reward_of = {"arithmetic": lambda _text, _answer: 0.25, "words": lambda _text, _answer: 0.75}
+    monkeypatch.setattr(data, "reward_function", reward_of.get)
+    options = {"data": "arithmetic", "eval_data": "words", "eval_every": 1, "eval_problems": 2}
+    before, step = run("run", reward=None, steps=1, **options)
+    assert step["reward"] == 0.25
+    assert before["eval/avg@4"] == step["eval/avg@4"] == 0.75
 
 
 # ---------------------------------------------------------------------------- seeds
+
+
+def test_all_draws_follow_the_seed(policy_folder, tmp_path, monkeypatch):
+    """Another --seed gives another order of the data, other random numbers for rollouts and
+    evaluations, and other blind draws at both levels. Each is compared by itself."""
+    sample, seeds = rollout.sample, []
+
+    def watched(*args, seed, **options):
+        seeds.append(seed)
+        return sample(*args, seed=seed, **options)
+
+    monkeypatch.setattr(rollout, "sample", watched)
+    options = {"method": "uniform", "prompt_rule": "uniform", "prompts_per_step": 8}
+    options |= {"prompt_prune_rate": 0.5, "completion_prune_rate": 0.5}
+    options |= {"eval_every": 1, "eval_problems": 2}
+    options |= {"beta": 0.1}  # so that every completion may be kept, whatever its reward
+    drawn = {name: set() for name in ("candidates", "prompts", "completions")}
+    for seed in (1, 2, 3):
+        args = flags(policy_folder, str(tmp_path), seed=seed, **options)
+        trainer = toy.Recorder(config.parse_config(args), toy_reward)
+        trainer.step(1)
+        trainer.evaluate(1)
+        drawn["candidates"].add(str(trainer.candidates(1)))
+        drawn["prompts"].add(str(trainer.steps[0].kept))
+        drawn["completions"].add(str(trainer.steps[0].keep))
+    assert {name: len(found) for name, found in drawn.items()} == dict.fromkeys(drawn, 3)
+    assert len(set(seeds)) == 6, "a rollout and an evaluation of each"
 
 
 def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch):
@@ -262,10 +297,8 @@ def test_several_ranks_are_one(policy_folder, tmp_path, world, kind):
     one, two = tmp_path / "one", tmp_path / "two"
     in_processes(1, toy.record_runs, one, policy_folder)
     in_processes(world, toy.record_runs, two, policy_folder, "--shard", kind)
-    updates = {"plain": 3, "dropped": 3, "alone": 3, "updates": 6, "cispo": 6, "gspo": 3}
-    for name in (*updates, "dr_grpo"):
+    for name in toy.RUNS:
         whole = torch.load(one / f"{name}-rank0.pt")
-        assert len(whole) == updates.get(name, 3)
         assert any(gradient.norm() > 0 for *_, gradient in whole)
         for rank in range(world):
             together = torch.load(two / f"{name}-rank{rank}.pt")
@@ -276,11 +309,7 @@ def test_several_ranks_are_one(policy_folder, tmp_path, world, kind):
                 assert torch.equal(keep, there[2])
                 assert (gradient - there[3]).norm() < 5e-6 * max(1.0, gradient.norm())
         for here, there in zip(rows(one / name), rows(two / name), strict=True):
-            for key in here:
-                if key.startswith(("time/", "step_time", "pack/", "tokens/trained")):
-                    continue  # several ranks have other slots
-                rounding = 1e-6  # may be all there is
-                close = there[key]
-                if close is not None:
-                    close = pytest.approx(close, rel=1e-5, abs=rounding)
-                assert here[key] == close, key
+            for key in here.keys() - {"step_time", "pack/density", "tokens/trained"}:
+                if not key.startswith("time/"):  # nor what follows from the slots
+                    close = pytest.approx(there[key] or 0, rel=1e-5, abs=1e-6)  # or null
+                    assert (here[key] or 0) == close, key

@@ -223,24 +223,26 @@ class Dropping(Recorder):
             return super().step(step)
 
 
-def record_runs(folder, model, *args):
-    """Short runs that must not depend on the number of ranks; every rank writes its record.
+BOTH_LEVELS = {"method": "pps", "prompt_rule": "uniform"}
+CORRECTED = BOTH_LEVELS | {"importance_cap": 1.5, "mask_truncated": True, "lr": 1e-2}
+RUNS = {  # that must not depend on the number of ranks
+    "plain": {},
+    "dropped": {},  # the second of two ranks keeps nothing
+    "alone": {"prompts_per_step": 1},  # the second of two ranks has no prompt
+    "updates": BOTH_LEVELS | {"loss": "dapo", "minibatches": 2, "beta": 0.1},
+    "cispo": CORRECTED | {"loss": "cispo", "minibatches": 2},
+    "gspo": CORRECTED | {"loss": "gspo"},
+    "dr_grpo": CORRECTED | {"loss": "dr_grpo"},
+}
 
-    In `dropped` the second of two ranks keeps nothing; in `alone` it has no prompt. `updates` has
-    pps, KL and mini-batches; the others a correction of the sampler, and masks.
-    """
-    both = {"method": "pps", "prompt_rule": "uniform"}
-    updates = both | {"loss": "dapo", "minibatches": 2, "beta": 0.1}
-    corrected = both | {"importance_cap": 1.5, "mask_truncated": True, "lr": 1e-2}
-    for name, changes in (
-        ("plain", {}), ("dropped", {}), ("alone", {"prompts_per_step": 1}),
-        ("updates", updates), ("cispo", corrected | {"loss": "cispo", "minibatches": 2}),
-        ("gspo", corrected | {"loss": "gspo"}), ("dr_grpo", corrected | {"loss": "dr_grpo"}),
-    ):  # fmt: skip
-        rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3, "seed": 3}
+
+def record_runs(folder, model, *args):
+    """All of RUNS; every rank writes its record of each."""
+    rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3, "seed": 3}
+    for name, changes in RUNS.items():
         own = flags(model, f"{folder}/{name}", **(rates | changes))
-        kind = Dropping if name == "dropped" else Recorder
-        trainer = kind(config.parse_config([*own, *args]), toy_reward)
+        trainer_class = Dropping if name == "dropped" else Recorder
+        trainer = trainer_class(config.parse_config([*own, *args]), toy_reward)
         train.run(trainer)
         record = [
             (step.taught.prompts, step.prompt_weights, one.keep, one.gradient)

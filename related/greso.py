@@ -1,27 +1,20 @@
 """
-Rivals that choose prompts by what they see: GRESO, DAPO's dynamic sampling and MoPPS.
+GRESO (arXiv:2506.02177), a rival that skips prompts which were all right or all wrong lately.
 
-    python -m related.selectors --method greso        skips prompts that were all right or all wrong
-                                                      lately (arXiv:2506.02177)
-    python -m related.selectors --method dynamic      refills until the batch has live groups
-                                                      (DAPO, arXiv:2503.14476)
-    python -m related.selectors --method mopps        the prompts whose guessed pass rates are
-                                                      nearest 1/2 (arXiv:2507.04632)
+    python -m related.greso --out-dir out-greso
 
-Other flags are train.py's; --completion-rule may drop completions as well. They need one process.
+Other flags are train.py's; --completion-rule may drop completions as well. It needs one process.
 
-All three are biased. GRESO skips at random, but it does not weight what it keeps, and it stops once
-it has enough live groups. Dynamic sampling gives its live groups the weight of all groups. MoPPS's
-draw is random, too, but nothing divides by the chance of being among the nearest.
+It is biased: it skips at random, but does not weight what it keeps, and it stops once it has enough
+live groups.
 
 Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G completions each.
 """
 
-import argparse
 import functools
 import itertools
 import math
-import random
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -37,40 +30,39 @@ import train
 from rewards import score
 from runtime import InputError, ranks
 
-OF_THE_DRAW = ("history/", "kept/dull", "kept/other")  # columns; a selector draws in another way
+OF_THE_DRAW = ("history/", "kept/dull", "kept/other")  # columns; GRESO draws in another way
 
 
 @dataclass
 class Round:
-    """The groups that a selector has rolled out at once."""
+    """The groups that were rolled out at once."""
 
     prompts: torch.Tensor  # [k], indices into the data
     rollouts: rollout.Rollouts
     rewards: torch.Tensor  # [k, G]
 
 
-class SelectorTrainer(train.Trainer):
-    """A Trainer whose selector decides by rewards which groups to train on, and so rolls out before
-    it decides. One process and one update a step."""
+class GresoTrainer(train.Trainer):
+    """A Trainer that decides by rewards which groups to train on, and so rolls out before it
+    decides. One process and one update a step."""
 
-    def __init__(self, selector_class, cfg, reward=None):
+    def __init__(self, cfg, reward=None):
         super().__init__(cfg, reward)
-        Q, prompts, name = self.cfg.prompts_per_step, len(self.train_set), selector_class.__name__
+        Q, prompts = self.cfg.prompts_per_step, len(self.train_set)
         if self.cfg.prompt_rule != "none":
-            raise InputError(f"--prompt-rule {self.cfg.prompt_rule}: {name} chooses the prompts")
+            raise InputError(f"--prompt-rule {self.cfg.prompt_rule}: GRESO chooses the prompts")
         if self.world > 1 or self.cfg.minibatches > 1:
-            raise InputError(f"{name} needs one process, and --minibatches 1")
-        fewest = selector_class.FEWEST * Q
-        if prompts < fewest:
-            few = f"{name} needs {fewest} prompts, and the data have {prompts}"
+            raise InputError("GRESO needs one process, and --minibatches 1")
+        if prompts < 2 * Q:  # the first round takes 1.5 Q, and more may follow
+            few = f"GRESO needs {2 * Q} prompts, and the data have {prompts}"
             raise InputError(f"--prompts-per-step {Q}: {few}")
-        self.selector = selector_class(prompts)
+        self.greso = Greso(prompts)
 
     def step(self, step):
-        """Trainer.step for the groups that the selector uses. The log's averages are over all
-        groups that it has rolled out."""
+        """Trainer.step for the groups that GRESO uses. The log's averages are over all groups that
+        it has rolled out."""
         sampling, reward = self.sampling, self.reward
-        row, samples = super().step(step)
+        row, others = super().step(step)
         self.sampling, self.reward = sampling, reward  # `candidates` has replaced them
         del self.history.prune
         every = self.every.rollouts
@@ -80,24 +72,33 @@ class SelectorTrainer(train.Trainer):
         )  # fmt: skip
         row["kept/prompts"] = len(every.lengths) / self.cfg.prompts_per_step
         row["tokens/generated"] = int(every.lengths.sum())
-        return {name: row[name] for name in row if not name.startswith(OF_THE_DRAW)}, samples
+        return {name: row[name] for name in row if not name.startswith(OF_THE_DRAW)}, others
 
     def candidates(self, step):
-        """The prompts that the selector uses, after it has rolled out what it wants to see. The
-        step gets their completions, rewards and weights from here."""
-        Q = self.cfg.prompts_per_step
+        """Roll out until GRESO has what it wants; returns the prompts that it uses. The step gets
+        their completions, rewards and weights from here."""
         order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
         generator = dppo.generator_for(self.cfg.seed, step, "select")
         roll_out = functools.partial(self.roll_out, step)
-        self.every, weights = self.selector.collect(roll_out, Q, order, generator)
+        Q = self.cfg.prompts_per_step
+        self.every, weights = self.greso.collect(roll_out, Q, order, generator)
         places = (weights > 0).nonzero()[:, 0]
         used = gather([self.every], places)
-        everything = torch.ones(len(places), dtype=torch.bool)
-        scores = iter(used.rewards[used.rollouts.lengths > 0].tolist())  # `score` skips the others
-        self.history.prune = lambda *_: (everything, weights[places])
-        engine = types.SimpleNamespace(sample=lambda *args, **options: used.rollouts)
-        self.sampling = replace(self.sampling, engine=engine)
-        self.reward = lambda *_: None if math.isnan(score := next(scores)) else score
+        rewards = iter(used.rewards[used.rollouts.lengths > 0].tolist())  # `score` skips the others
+
+        def known_reward(_completion, _answer):
+            reward = next(rewards)
+            return None if math.isnan(reward) else reward
+
+        def known_rollouts(*_args, **_options):
+            return used.rollouts
+
+        def known_weights(*_args):
+            return torch.ones(len(places), dtype=torch.bool), weights[places]
+
+        self.reward = known_reward
+        self.sampling = replace(self.sampling, engine=types.SimpleNamespace(sample=known_rollouts))
+        self.history.prune = known_weights
         return used.prompts
 
     def roll_out(self, step: int, prompts: torch.Tensor, number: int) -> Round:
@@ -116,11 +117,11 @@ class SelectorTrainer(train.Trainer):
         return Round(prompts, rollouts, rewards)
 
     def state(self):
-        return super().state() | {type(self.selector).__name__: vars(self.selector)}
+        return super().state() | {"greso": vars(self.greso)}
 
     def load_state(self, state):
         super().load_state(state)
-        vars(self.selector).update(state[type(self.selector).__name__])
+        vars(self.greso).update(state["greso"])
 
 
 def gather(rounds: list[Round], places: torch.Tensor | None = None) -> Round:
@@ -154,7 +155,6 @@ class Greso:
     size, so both are required.
     """
 
-    FEWEST = 2  # prompts of the data, times Q: the first round takes 1.5, and more may follow
     EASY, HARD, FLOOR = 0.98, 0.11, 0.01
     ALPHA_EASY, ALPHA_HARD = 0.25 / 3, 2 * 0.25 / 3  # of a target of 0.25 dead groups
     CHANGE, LEAST, MOST = 0.01, 0.05, 0.95  # step size and bounds of p_easy and p_hard
@@ -245,59 +245,5 @@ class Greso:
         return gather(rounds), used.double() * target / count
 
 
-class Dynamic(Greso):
-    """DAPO's dynamic sampling with GRESO's sizes of rounds: no prompt is skipped."""
-
-    def keep_prob(self, prompts):
-        return torch.ones(len(prompts), dtype=torch.float64)
-
-
-# ---------------------------------------------------------------------------- MoPPS
-
-
-class Mopps:
-    """MoPPS's selection of prompts, as in its code (thu-rllab/MoPPS: mopps.py, the scripts' topk).
-
-    Each prompt has a Beta distribution of its pass rate. A step draws one rate for each prompt of a
-    pool of FEWEST Q, rolls out the Q nearest to 1/2, and trains on them without weights. A group
-    adds its right and wrong completions; before that, what was known is decayed by half towards the
-    prior Beta(1, 1).
-    """
-
-    FEWEST = 8  # prompts of a pool, and so of the data, times Q
-    DECAY = 0.5
-
-    def __init__(self, num_prompts: int):
-        self.posterior = torch.ones(2, num_prompts, dtype=torch.float64)  # right, wrong
-        self.cursor = 0  # pools since the run began
-
-    def collect(
-        self, roll_out: Callable, target: int, order: Callable, generator: Generator
-    ) -> tuple:
-        """(round, weights [Q]) as Greso.collect, with one round of Q = `target`."""
-        epoch, place = divmod(self.cursor, self.posterior.shape[1] // (self.FEWEST * target))
-        pool = order(epoch)[self.FEWEST * target * place :][: self.FEWEST * target]
-        draw = random.Random(int(generator.integers(2**62)))
-        known = self.posterior[:, pool].T.tolist()
-        rates = torch.tensor([draw.betavariate(right, wrong) for right, wrong in known])
-        nearest = (rates - 0.5).abs().argsort(stable=True)[:target].sort().values  # as in the pool
-        part = roll_out(pool[nearest], 0)
-        rewards = part.rewards.clamp(0, 1)
-        counts = torch.stack([rewards.nansum(dim=1), (1 - rewards).nansum(dim=1)])  # [2, Q]
-        known = self.posterior[:, part.prompts]
-        self.posterior[:, part.prompts] = self.DECAY * known + (1 - self.DECAY) + counts
-        self.cursor += 1
-        return part, torch.ones(target, dtype=torch.float64)
-
-
-# ---------------------------------------------------------------------------- the command
-
-
-METHODS = {"greso": Greso, "dynamic": Dynamic, "mopps": Mopps}
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Other flags are train.py's.", allow_abbrev=False)
-    parser.add_argument("--method", choices=METHODS, required=True)
-    given, rest = parser.parse_known_args()
-    trainer_class = functools.partial(SelectorTrainer, METHODS[given.method])
-    train.cli(trainer_class=trainer_class, args=["--method", "grpo", *rest])
+    train.cli(trainer_class=GresoTrainer, args=["--method", "grpo", *sys.argv[1:]])
