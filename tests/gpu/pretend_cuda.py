@@ -217,11 +217,12 @@ def _attend(query, key, value, cu_q, cu_k, max_q, max_k, scale):
         fits = bounds[0] == 0 and bounds[-1] == len(t) and min(sizes[-1]) >= 0
         if cu.dtype != torch.int32 or not fits or not max(sizes[-1]) <= longest:
             raise RuntimeError(f"cu_seqlens {cu.dtype} {bounds}: {len(t)} tokens, {longest}")
-    out, query_sizes, key_sizes = [], *sizes
-    states = zip(query.split(query_sizes), key.split(key_sizes), value.split(key_sizes), strict=True)
-    for q, k, v in states:
-        seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
-        q, k, v = (t.float().transpose(0, 1) for t in (q, k, v))  # [heads, tokens, D]
+    out, (query_sizes, key_sizes) = [], sizes
+    segments = query.split(query_sizes), key.split(key_sizes), value.split(key_sizes)
+    for segment in zip(*segments, strict=True):
+        q, k, v = (t.float().transpose(0, 1) for t in segment)  # [heads, tokens, D]
+        shape = q.shape[1], k.shape[1]
+        seen = torch.ones(shape, dtype=torch.bool, device=q.device).tril(shape[1] - shape[0])
         with torch.autocast("cuda", enabled=False):
             attended = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
         out.append(attended.transpose(0, 1))
