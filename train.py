@@ -87,7 +87,7 @@ class Trainer:
 
     def __init__(self, cfg: Config, reward=None):
         self.cfg = cfg = config.resolve(cfg)
-        self.rank, self.world = ranks.start(cfg.device, cfg.timeout)
+        self.rank, self.world = ranks.start(cfg.device)
         self.is_main = self.rank == 0
         self.show_progress = self.is_main and sys.stderr.isatty()
         self.timer = Timer(cfg.device)
@@ -318,7 +318,6 @@ def run(trainer: Trainer, until: int | None = None) -> None:
     last = cfg.steps if until is None else min(cfg.steps, until)
     saved_at = done  # the step of the newest checkpoint
     dead_steps = 0  # in a row
-    ranks.waits.step = done
 
     def write(row, others):
         if logger:
@@ -331,7 +330,6 @@ def run(trainer: Trainer, until: int | None = None) -> None:
 
         stopped = stop.agreed()
         while done < last and not stopped:
-            ranks.waits.step = done + 1
             with guarded(trainer, done):
                 row, others = trainer.step(done + 1)
             done += 1
@@ -379,7 +377,7 @@ def guarded(trainer: Trainer, done: int, write=lambda: None):
     except NotFiniteError as error:
         saved = checkpoint.newest(Path(cfg.out_dir)) or cfg.model
         raise InputError(
-            f"step {ranks.waits.step} is not finite ({error}): it is not saved, and --resume would "
+            f"not finite after step {done} ({error}): nothing of that is saved, and --resume would "
             f"repeat it. Start again in a new --out-dir from --model {saved}, with a lower --lr or "
             f"--dtype float32"
         ) from None
@@ -518,6 +516,7 @@ def restore(trainer: Trainer) -> int:
 def main(cfg: Config, *, reward=None, until: int | None = None, trainer_class=Trainer) -> None:
     """One training run. Raises InputError for bad input before anything is written. `until`: stop
     after this step as if by SIGTERM; learning-rate schedules still end at cfg.steps."""
+    ranks.start(cfg.device)  # only rank 0 owns the folder
     with checkpoint.owned(cfg.out_dir):
         run(trainer_class(cfg, reward), until)
 
