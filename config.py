@@ -44,8 +44,7 @@ METHODS = {  # the name of any other rule is a method, too: that rule, at its le
 
 FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the experiment
     "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "gradient_checkpointing",
-    "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "timeout",
-    "track",
+    "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "track",
 )  # fmt: skip
 RULES = (dppo.Rule, dppo.BiasedRule)
 COMPARED = ("model", "data", "eval_data")  # may have moved, if their contents are the same
@@ -213,7 +212,7 @@ def _check_values(cfg: Config) -> None:
         require(cfg, name, has_rate, f"0 with {without}: choose another rule or method")
     counts = (
         "steps", "prompts_per_step", "minibatches", "max_new_tokens", "rollout_batch",
-        "pack_tokens", "eval_problems", "keep_checkpoints", "timeout",
+        "pack_tokens", "eval_problems", "keep_checkpoints",
     )  # fmt: skip
     for name in counts:
         require(cfg, name, getattr(cfg, name) >= 1, "at least 1")

@@ -163,9 +163,6 @@ class Config:
     """Steps between checkpoints. 0 means never."""
     keep_checkpoints: int = 2
     """Number of checkpoints to keep, the newest ones."""
-    timeout: int = 20
-    """Minutes that a rank may wait for another. Then it ends the run, and says which one it waited
-    for."""
     track: str | None = None
     """Also log to wandb, trackio, or a module of yours with the same calls."""
 

@@ -8,8 +8,8 @@ top-k 20, top-p 0.95) plays no part, except for its end tokens.
 
 The plain loop below reads each prompt once, then samples its completions one token at a time.
 Engines take the same arguments and return the same; tests compare them with the plain loop:
-    compact  a faster loop, which computes equal texts of a group once, or on a GPU replays a graph.
-             The default of train.py.
+    compact  a faster loop, which on a CPU computes equal texts of a group once. The default of
+             train.py.
     hf       transformers' model.generate
     vllm     vLLM in this process, for large models on GPUs
 

@@ -83,7 +83,7 @@ class Trainer:
 
     def __init__(self, cfg: Config, reward=None):
         self.cfg = cfg = config.resolve(cfg)
-        self.rank, self.world = ranks.start(cfg.device, cfg.timeout)
+        self.rank, self.world = ranks.start(cfg.device)
         self.is_main = self.rank == 0
         self.show_progress = self.is_main and sys.stderr.isatty()
         self.timer = Timer(cfg.device)
@@ -520,6 +520,7 @@ def restore(trainer: Trainer) -> int:
 def main(cfg: Config, *, reward=None, until: int | None = None, trainer_class=Trainer) -> None:
     """One training run. Raises InputError for bad input before anything is written. `until`: stop
     after this step as if by SIGTERM; learning-rate schedules still end at cfg.steps."""
+    ranks.start(cfg.device)  # only rank 0 owns the folder
     with checkpoint.owned(cfg.out_dir):
         run(trainer_class(cfg, reward), until)
 

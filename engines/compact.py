@@ -1,7 +1,7 @@
 """
-Our fast engine. In its loop, completions of a prompt share a row of the batch while their texts are
-equal, and completions that have ended leave. fast_decoder.py computes the logits of the models that
-it supports; on a GPU, slots.py has another loop for these.
+Our fast engine. On a CPU, completions of a prompt share a row of the batch while their texts are
+equal. Completions that have ended leave. fast_decoder.py computes the logits of the models that it
+supports.
 
 - `sample`: the engine. `_decode` is its loop over tokens.
 - `Record`: draws tokens (by `draw`) and records them; engines/hf.py uses it, too
@@ -12,7 +12,6 @@ batch, W tokens of its longest prompt. n completions are unfinished; they have R
 row of the batch each; after the next token there are C distinct texts.
 """
 
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -25,11 +24,14 @@ from transformers import (
 )
 
 import rollout
-from engines import check_decoder, prefill, slots
+from engines import check_decoder, prefill
 from runtime import NotFiniteError
 from runtime.device import send
 
 NOT_FINITE = "the model's logits are not finite"
+# Tokens between two checks for completions that have ended. On a GPU the host waits at a check, and
+# completions that have ended go on until then.
+CHECK_EVERY = {"cpu": 1, "cuda": 16}
 BLOCK = 512  # tokens of the vocabulary that are summed together, see `draw`
 BELOW_1 = 1 - 2**-53  # the largest float64 below 1
 
@@ -39,61 +41,65 @@ def sample(
 ) -> rollout.Rollouts:
     """See rollout.sample."""
     options = {"group_size": group_size, "seed": seed, "keys": keys}
-    if model.device.type in slots.DEVICES and not check_decoder.why_not_fast(model):
-        options["spare"] = slots.EVERY
-        return in_batches(slots.decode, model, prompt_ids, sampling, **options)
     return in_batches(_decode, model, prompt_ids, sampling, **options)
 
 
-def in_batches(
-    decode, model, prompt_ids, sampling, *, group_size, seed, keys, spare=0
-) -> rollout.Rollouts:
+def in_batches(decode, model, prompt_ids, sampling, *, group_size, seed, keys) -> rollout.Rollouts:
     """Sample in batches: decode(model, prompts, group_size, record, progress) samples one batch and
-    stores it in `record`, a Record. With `spare` there is one batch, and the record has room for so
-    many more tokens."""
+    stores it in `record`, a Record."""
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
     bar = {"desc": "rollout", "unit": " completions", "delay": 3, "leave": False}
     progress = tqdm(total=K * G, disable=not sampling.show_progress, **bar)
-    uniforms = rollout.random_numbers(seed, keys, K, G, T + spare)
+    uniforms = rollout.random_numbers(seed, keys, K, G, T)
     # Made outside inference mode: autograd cannot use tensors that were made inside it.
     ids = torch.full((K, G, T), sampling.pad_id)
     statistics = torch.zeros(3, K, G, T)
-    batches = rollout.batches(model, prompt_ids, G, sampling)
     with progress, torch.inference_mode(), prefill.decoding(model):
-        for batch in [[*itertools.chain(*batches)]] if spare else batches:
+        for batch in rollout.batches(model, prompt_ids, G, sampling):
             record = Record(sampling, uniforms[batch], model)
             decode(model, [prompt_ids[k] for k in batch], G, record, progress)
-            ids[batch] = record.ids[:, :T].cpu().view(-1, G, T)
-            statistics[:, batch] = record.statistics[..., :T].cpu().view(3, -1, G, T)
+            ids[batch] = record.ids.cpu().view(-1, G, T)
+            statistics[:, batch] = record.statistics.cpu().view(3, -1, G, T)
     return finish(prompt_ids, ids, statistics, sampling)
 
 
 def _decode(model, prompt_ids, group_size, record, progress) -> None:
-    """Prefill each prompt once, then decode its completions in step. A row of the batch serves all
-    completions whose texts are equal so far, and splits when they draw different tokens. What has
-    ended leaves. On a GPU, the host waits for every token."""
+    """Read each prompt once, then decode its completions in step. A row of the batch serves all
+    completions whose texts are equal so far, and splits when they draw different tokens. At each
+    check, completions that have ended leave.
+
+    To share rows, the host must read every token. On a GPU it would wait for each of them, so there
+    every completion has a row of its own."""
     T, device = record.sampling.max_new_tokens, model.device
+    interval = CHECK_EVERY[device.type]
     logits, W, positions, bias, cache = prefill.prefill(model, prompt_ids, T)
     ragged = prefill.is_ragged(prompt_ids)
     decode = check_decoder.decoder(model, W + T)
     active = torch.arange(len(record.ids), device=device)  # the unfinished completions, [n]
-    # the batch's row of each of them; None: a row of its own
-    row_of = None if group_size == 1 else active // group_size
+    row_of = active // group_size  # the batch's row of each of them; None: a row of its own
+    if interval > 1:
+        for layer in cache.layers:
+            layer.keep(len(active), active, row_of, most=len(active))
+        logits, positions, bias = logits[row_of], positions[row_of], bias[row_of]
+    if len(logits) == len(active):
+        row_of = None
     for step in range(T):
         logprobs = record.distribution(logits)
         # Text number i continues in row i, unless rows were freed or added (below).
         token, continued, row_of = record.draw(active, row_of, step, logprobs)  # [C, 1], [C], [n]
-        ended = record.ended(active, step)
-        live = 0 if step + 1 == T else len(active) - int(ended.sum())
-        progress.update(len(active) - live)
-        if live == 0:
-            break
-        if live < len(active) or len(token) > len(logits):
-            rows = next_rows(continued, row_of, ended.to(device))
-            for layer in cache.layers:
-                layer.keep(len(rows.text), rows.copied_to, rows.copied_from, most=live)
-            active, token, row_of = active[rows.going], token[rows.text], rows.row_of
-            positions, bias = positions[rows.source], bias[rows.source]
+        last = step + 1 == T
+        if last or (step + 1) % interval == 0:
+            ended = record.ended(active, step // interval * interval, step + 1)
+            live = 0 if last else len(active) - int(ended.sum())
+            progress.update(len(active) - live)
+            if live == 0:
+                break
+            if live < len(active) or len(token) > len(logits):
+                rows = next_rows(continued, row_of, ended.to(device))
+                for layer in cache.layers:
+                    layer.keep(len(rows.text), rows.copied_to, rows.copied_from, most=live)
+                active, token, row_of = active[rows.going], token[rows.text], rows.row_of
+                positions, bias = positions[rows.source], bias[rows.source]
         visible = bias[..., : W + step + 1] if ragged else None
         logits = decode(token, positions, step + 1, cache, visible)  # [R, V]
 
@@ -125,10 +131,10 @@ class Record:
         return logprobs.clamp_(min=torch.finfo(dtype).min) if self.warpers else logprobs
 
     def draw(self, active, row_of, step, logprobs):
-        """Draw token `step`, one number or [n], of completions `active` [n] from log-probs [R, V]:
-        completion i from row row_of[i], or with None from row i. Returns the texts after it: their
-        last tokens [C, 1], the rows [C] that they continue, ascending, and the text of each
-        completion [n]. If row_of is None: the tokens [n, 1], None and None."""
+        """Draw token `step` of completions `active` [n] from log-probs [R, V]: completion i from
+        row row_of[i], or with None from row i. Returns the texts after it: their last tokens
+        [C, 1], the rows [C] that they continue, ascending, and the text of each completion [n]. If
+        row_of is None: the tokens [n, 1], None and None."""
         probs = logprobs.exp()  # [R, V]
         if self.sampling.temperature:
             token = draw(probs, self.uniforms[active, step, None], row_of)  # [n, 1]
@@ -156,11 +162,12 @@ class Record:
         statistics = torch.stack([logprob, others, spread]).float()  # [3, C]
         self.statistics[:, active, step] = statistics[:, text_of]
 
-    def ended(self, active, step):
-        """Whether token `step` of each of `active`, on the CPU, is an end token. The host waits for
-        it. NotFiniteError if the model's logits were not finite."""
-        ends = torch.isin(self.ids[active, step], self.eos)
-        ends, finite = torch.stack([ends, self.statistics[0, active, step].isfinite()]).cpu()
+    def ended(self, active, start: int, stop: int):
+        """[n] bool on the CPU: which of `active` drew an end token from `start` to `stop`. The host
+        waits for it. NotFiniteError if the model's logits were not finite."""
+        ends = torch.isin(self.ids[active, start:stop], self.eos).any(dim=1)
+        finite = self.statistics[0, active, start:stop].isfinite().all(dim=1)
+        ends, finite = torch.stack([ends, finite]).cpu()
         if not finite.all():
             raise NotFiniteError(NOT_FINITE)
         return ends

@@ -65,6 +65,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.dtype = dtype
         self.sleeps = device == "cuda"  # between two calls, when the trainer needs the memory
+        self.among_ranks = dist.is_initialized()
         try:
             self.llm = LLM(
                 folder,
@@ -76,7 +77,7 @@ class Engine:
                 gpu_memory_utilization=memory or 0.3,
                 enable_sleep_mode=self.sleeps,
                 enforce_eager=device == "cpu",
-                distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
+                distributed_executor_backend="external_launcher" if self.among_ranks else None,
                 logprobs_mode="processed_logprobs",  # after the temperature
                 generation_config="vllm",  # not the model's own temperature, top-k and top-p
                 skip_tokenizer_init=True,
@@ -156,9 +157,9 @@ class Engine:
 
     def close(self) -> None:
         """Call this before destroying the process group, in which vLLM has groups of its own.
-        Without torchrun vLLM created the process group itself, so it is destroyed here."""
+        Without other ranks vLLM made the process group itself, so it is destroyed here."""
         self.llm.llm_engine.engine_core.shutdown()
-        if dist.is_initialized() and "RANK" not in os.environ:
+        if dist.is_initialized() and not self.among_ranks:
             dist.destroy_process_group()
 
     def check(self, model, prompt_ids, sampling: rollout.Sampling, logprobs_of) -> None:

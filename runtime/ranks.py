@@ -9,16 +9,14 @@ and all ranks must run the same number of them. Sampling cannot be a collective,
 stops when its own completions end: it uses a whole copy of the model, refreshed beforehand.
 """
 
-import contextlib
 import datetime
 import heapq
 import itertools
 import json
 import os
+import socket
 import sys
-import threading
 import time
-import types
 from pathlib import Path
 
 import torch
@@ -29,28 +27,33 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from runtime import InputError
+from runtime.device import choose_device
 
 MAX = dist.ReduceOp.MAX
 BUCKET = 2**25  # elements of the gradients that are summed at once
+# A rank that waits longer for another ends the run. NCCL's own 10 minutes are too short while one
+# rank downloads a model.
+LIMIT = datetime.timedelta(minutes=30)
 
-# For whoever waits: where this rank is, and how long it waits for another.
-waits = types.SimpleNamespace(minutes=20, step=0, collectives=0, store=None)
 
+def start(device: str) -> tuple[int, int]:
+    """(rank, number of ranks); joins the process group if torchrun launched this process.
 
-def start(device: str, minutes: float = 20) -> tuple[int, int]:
-    """(rank, number of ranks); joins the process group if torchrun launched this process. A rank
-    that waits so many minutes for another one ends the run."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    A launcher sets RANK. Without it this is the only process, whatever else is in the environment:
+    schedulers and containers export WORLD_SIZE for programs that they do not launch."""
     if "RANK" in os.environ and not dist.is_initialized():
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "nccl" if device == "cuda" else "gloo"
-        # PyTorch's own limit comes after ours, and for FSDP's collectives in place of it.
-        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=minutes + 1))
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        waits.minutes, waits.store = minutes, dist.PrefixStore(f"nanodppo {restart}", store)
-    return rank, world
+        cuda = choose_device(device) == "cuda"
+        try:
+            if cuda:
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=LIMIT)
+        except (KeyError, ValueError, RuntimeError) as error:
+            why = " ".join(str(error).split())
+            raise InputError(
+                f"RANK is {os.environ['RANK']} in the environment, but this process cannot join "
+                f"the others ({type(error).__name__}: {why}): start it with torchrun, or unset RANK"
+            ) from None
+    return rank(), world()
 
 
 def rank() -> int:
@@ -59,8 +62,8 @@ def rank() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is the process that prints and writes: torchrun's rank 0, or the only one."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this is the process that prints and writes: rank 0, or the only one."""
+    return rank() == 0
 
 
 def world() -> int:
@@ -102,8 +105,10 @@ def broadcast(work, *args, **kwargs):
 
 def in_turns(work, *args, **kwargs):
     """work(*args, **kwargs) on each rank, one at a time on each machine. All ranks call this."""
-    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-        if turn == int(os.environ.get("LOCAL_RANK", "0")):
+    machines = all_gather(socket.gethostname())
+    my_turn = machines[: rank()].count(machines[rank()])
+    for turn in range(world()):
+        if turn == my_turn:
             result = work(*args, **kwargs)
         barrier()
     return result
@@ -118,7 +123,7 @@ def finish() -> None:
 
 def report(problem: Exception | str) -> None:
     """Print the error that ends this process. If rank 0 has it too, only rank 0 prints it."""
-    if not is_first():
+    if os.environ.get("RANK", "0") != "0":  # there may be no process group yet
         time.sleep(5)  # torchrun ends this rank if rank 0 has reported meanwhile
     print(f"error: {problem}", file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's last lines show it again
@@ -132,8 +137,7 @@ def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
         if dist.get_backend() == "nccl" and tensor.device.type == "cpu":
             tensor.copy_(all_reduce(tensor.cuda(), op))
         else:
-            with together("all_reduce"):
-                dist.all_reduce(tensor, op)
+            dist.all_reduce(tensor, op)
     return tensor
 
 
@@ -142,40 +146,8 @@ def all_gather(items) -> list:
     if not are_several():
         return [items]
     of_ranks = [None] * dist.get_world_size()
-    with together("all_gather"):
-        dist.all_gather_object(of_ranks, items)
+    dist.all_gather_object(of_ranks, items)
     return of_ranks
-
-
-@contextlib.contextmanager
-def together(collective: str):
-    """Around a collective: if another rank stays away, this one names it and ends the run. If
-    another library, such as accelerate, made the process group, that library's limit holds."""
-    if waits.store is None:
-        yield
-        return
-    waits.collectives += 1
-    waits.store.set(str(rank()), str(waits.collectives))
-    timer = threading.Timer(60 * waits.minutes, _give_up, [collective])
-    timer.start()
-    try:
-        yield
-        if dist.get_backend() == "nccl":
-            torch.cuda.synchronize()  # NCCL's calls return at once
-    finally:
-        timer.cancel()
-
-
-def _give_up(collective):
-    """In a thread, because nothing interrupts a collective."""
-    store, others = waits.store, map(str, range(dist.get_world_size()))
-    reached = {other: int(store.get(other)) if store.check([other]) else 0 for other in others}
-    absent = ", ".join(other for other in reached if reached[other] < waits.collectives)
-    report(
-        f"rank {rank()} waited {waits.minutes:g} minutes in {collective} of step {waits.step} for "
-        f"rank {absent}: continue with --resume; if a rank may take longer, raise --timeout"
-    )
-    os._exit(1)
 
 
 def largest_first(work: list[float], world: int) -> list[int]:

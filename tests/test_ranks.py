@@ -23,6 +23,51 @@ from rollout import Rollouts
 from runtime import InputError, checkpoint, ranks
 from tasks import arithmetic
 
+# ---------------------------------------------------------------------------- the process group
+
+ONE = [{"WORLD_SIZE": "4"}, {"LOCAL_RANK": "1"}, {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}]
+INCOMPLETE = [
+    ({"RANK": "0"}, "WORLD_SIZE expected, but not set"),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR expected, but not set"),
+    ({"RANK": "first", "WORLD_SIZE": "2"}, "ValueError: invalid literal for int"),
+]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Set the variables of a launcher, and no others."""
+
+    def set_only(variables):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_only
+
+
+@pytest.mark.parametrize("variables", ONE)
+def test_a_process_that_nobody_launched_is_alone(run, tmp_path, launched, variables):
+    """Whatever a scheduler exports. Catches a share of the batch that nobody samples."""
+    run("plain", steps=2)
+    launched(variables)
+    run("exported", steps=2, save_every=2)
+    plain, exported = (toy.rows(tmp_path / name) for name in ("plain", "exported"))
+    rewards = [row["reward"] for row in plain]
+    assert rewards == [row["reward"] for row in exported]
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["ranks"] == 1
+    assert (tmp_path / "exported" / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(("variables", "message"), INCOMPLETE)
+def test_incomplete_variables_of_a_launcher(run, tmp_path, launched, variables, message):
+    launched(variables)
+    with pytest.raises(InputError, match=f"RANK is .*{message}.*with torchrun, or unset") as caught:
+        run("run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
 # ---------------------------------------------------------------------------- shares of the work
 
 
@@ -104,6 +149,8 @@ def test_sequences_arrive_whole_and_once():
 
 def load_slowly(folder):
     ranks.start("cpu")
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):  # as some launchers do not set
+        del os.environ[name]
     read = models.read
 
     def watched(name):
@@ -208,32 +255,6 @@ def test_a_reward_that_raises_on_one_rank(policy_folder, tmp_path):
     last = rows(tmp_path / "run")[-1]["step"]
     assert last > 0
     assert checkpoint.is_complete(tmp_path / "run" / f"checkpoint-{last:06d}")
-
-
-def sleeps_in_step_2(args):
-    """A run whose second rank sleeps when it should sum gradients."""
-    add, steps = ranks.sum_gradients, itertools.count(1)
-
-    def sleeps(model):
-        if next(steps) == 2:
-            ranks.waits.minutes = 0.1  # from here on, because a test's ranks start slowly
-            if os.environ["RANK"] == "1":
-                time.sleep(15)
-                os._exit(7)
-        add(model)
-
-    ranks.sum_gradients = sleeps
-    toy.main(args)
-
-
-def test_a_hang_has_a_name(policy_folder, tmp_path):
-    """Of three ranks, the one that is not there is named, with the collective and the step. Catches
-    a run that waits for hours, and one that names whoever waits."""
-    args = flags(policy_folder, str(tmp_path / "run"), save_every=1)
-    printed = in_processes(3, sleeps_in_step_2, args, codes=[1, 7, 1])
-    message = "error: rank 0 waited 0.1 minutes in all_reduce of step 2 for rank 1: continue with"
-    assert message in printed[0]
-    assert checkpoint.is_complete(tmp_path / "run" / "checkpoint-000001")
 
 
 def add_in_buckets():

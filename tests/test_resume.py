@@ -282,7 +282,6 @@ BAD_INPUT = """
 --temperature 0 | --temperature 0.0: must be above 0
 --eps-high 0 | --eps-high 0.0: must be above 0
 --eps-low 1 | --eps-low 1.0: must be above 0 and below 1
---timeout 0 | --timeout 0: must be at least 1
 --vllm-memory 1 | --vllm-memory 1.0: must be above 0 and below 1
 --importance-cap 0.5 | --importance-cap 0.5: must be 0 (no correction) or at least 1
 --shard fsdp | --shard fsdp: no ranks share the weights; start train.py with torchrun

@@ -16,21 +16,21 @@ import dppo
 import models
 import packing
 import rollout
-from engines import compact, prefill, slots
+from engines import compact, prefill
 from runtime import InputError
 
 
-class InSlots:
-    """compact as on a GPU, eagerly; it looks for ends every 4 tokens."""
+class AsOnGPU:
+    """compact with a row for each completion, and a check every 4 tokens."""
 
     @staticmethod
     def sample(*args, **options):
-        with mock.patch.multiple(slots, DEVICES=("cpu",), EVERY=4):
+        with mock.patch.dict(compact.CHECK_EVERY, cpu=4):
             return compact.sample(*args, **options)
 
 
-ENGINES = models.ENGINES | {"slots": InSlots}
-ALL = pytest.mark.parametrize("engine", ["plain", "compact", "slots", "hf"])
+ENGINES = models.ENGINES | {"as on a GPU": AsOnGPU}
+ALL = pytest.mark.parametrize("engine", ["plain", "compact", "as on a GPU", "hf"])
 PROMPTS = [[66, 67, 68, 69, 70], [65], [71, 72], [65]]
 
 
@@ -106,8 +106,8 @@ CASES = {
 @ALL
 def test_engines_return_what_the_oracle_draws(make_policy, monkeypatch, engine, case):
     """In float64, so that rounding changes no token; of a head with 62 rows more than there are
-    tokens. Catches a temperature, position or padding that is off, rows or slots that change
-    places or split, an end that is not one, settings that leak in from the generation config, as
+    tokens. Catches a temperature, position or padding that is off, rows that change places or
+    split, an end that is not one, settings that leak in from the generation config, as
     Qwen3 ships them, a cache by a name that this transformers ignores, and energies that cancel."""
     monkeypatch.setattr(prefill, "ROOM", 4)
     model, _ = make_policy(dtype=torch.float64)
@@ -212,15 +212,17 @@ def test_prompts_are_read_once_and_rows_leave(make_policy, forwards, engine, bat
 @ALL
 @pytest.mark.parametrize("broken", ["token 65", "token 66", "second row"])
 def test_broken_weights_are_reported(make_policy, engine, broken):
-    """Catches a check that a single finite logit satisfies, or other rows' or later tokens'."""
+    """Catches a check that a single finite logit satisfies, or other rows' or later tokens', and
+    tokens after the last check."""
     model, _ = make_policy()
     spoil = lambda _module, _args, out: out.index_fill(0, torch.tensor([1]), torch.nan)
     if broken == "second row":
         model.model.norm.register_forward_hook(spoil)
     else:
         model.get_input_embeddings().weight.data[int(broken[-2:])] = torch.nan
+    options = {"engine": engine, "eos_ids": [-1], "max_new_tokens": 3}
     with pytest.raises(FloatingPointError, match="not finite"):
-        sample(model, [[65], [66]][: 1 + (broken == "second row")], engine=engine, eos_ids=[-1])
+        sample(model, [[65], [66]][: 1 + (broken == "second row")], **options)
     assert model.config._attn_implementation == packing.ATTENTION, "restored after an error too"
 
 

@@ -6,7 +6,6 @@ The tests that need a GPU: the machine's, or else the pretend one of pretend_cud
 A pretend device cannot be taken back, so `pytest` alone leaves this folder out; .ci/run has it.
 """
 
-import warnings
 from unittest import mock
 
 import pretend_cuda
@@ -16,14 +15,13 @@ import torch
 import models
 import packing
 import rollout
-from engines import check_decoder, slots
+from engines import check_decoder
 from runtime.device import cast_weights, fuse_norms
 
 KERNELS = {"flash": "flash_attn_varlen_func", "torch": "varlen_attn"}
 PRETEND = not torch.cuda.is_available()
 if PRETEND:
     pretend_cuda.install()
-    slots.varlen_attn = pretend_cuda.varlen_attn
 
 
 @pytest.fixture(scope="session")
@@ -81,24 +79,3 @@ def kernel(monkeypatch):
         return chosen
 
     return use
-
-
-@pytest.fixture
-def waits():
-    """How often the host waits for the device during a call."""
-
-    def count(work, *args, **options):
-        if PRETEND:
-            pretend_cuda.waits.clear()
-            work(*args, **options)
-            return len(pretend_cuda.waits)
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                work(*args, **options)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        return sum("synchronizing CUDA operation" in str(one.message) for one in caught)
-
-    return count

@@ -1,48 +1,29 @@
 """
-A pretend CUDA device, so that the code for GPUs runs, and its waits are seen, without a GPU.
+A pretend CUDA device, so that the code for GPUs runs without a GPU.
 
     pretend_cuda.install()
     torch.ones(2, device="cuda") + torch.ones(2)  # RuntimeError: ... tensors ... on the same device
-    print(pretend_cuda.waits)  # the operators that made the host wait, by name
 
 A CPU build of PyTorch has everything of CUDA but its kernels. DLPack gives a tensor's memory the
 name cuda:0, and a fallback takes every operator that reaches the CUDA key: it checks devices, and
 runs the CPU kernel on the same memory. Everything above that is PyTorch's own code: autograd,
 autocast, modules, optimizers, torch.save.
 
-torch.cuda.graph keeps the operators of a capture and takes back what they wrote; a replay runs them
-again, on the same memory, with the numbers that they had. What waits is refused in a capture.
-
-It cannot show times, streams, races, CUDA's random numbers and rounding, NCCL, torch.compile, or
-what real kernels lack.
+It cannot show times, waits, streams, races, CUDA's random numbers and rounding, NCCL,
+torch.compile, or what real kernels lack.
 """
 
-import contextlib
 import ctypes
 import itertools
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 CPU, CUDA = 1, 2  # DLPack's numbers
-READS = {  # operators whose CUDA kernel tells the host a number or a size
-    "_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "_unique2",
-    "unique_dim", "unique_consecutive", "repeat_interleave",
-}  # fmt: skip
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 FAR = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
 _keep = []  # what ends with its Python object
-_captures = []  # the torch.cuda.graph that is open
-waits = []  # the operators that made the host wait, by name
-
-
-def _wait(name: str) -> None:
-    if _captures:
-        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({name})")
-    waits.append(name)
 
 
 # ------------------------------------------------------------------------- installation
@@ -81,6 +62,7 @@ def install() -> None:
         "is_bf16_supported": True,
         "get_device_name": "pretend CUDA",
         "manual_seed_all": None,  # the CPU's generator draws
+        "synchronize": None,
         "reset_peak_memory_stats": None,
         "memory_allocated": 2**20,
         "max_memory_allocated": 2**20,
@@ -89,11 +71,7 @@ def install() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    # A capture would see `to` and `reshape`, of which nobody knows whether they copy.
-    torch.inference_mode = lambda on=True: torch.no_grad() if on else contextlib.nullcontext()
-    torch.cuda.synchronize = lambda device=None: _wait("synchronize")
-    torch.cuda.CUDAGraph, torch.cuda.graph = _Graph, _Capture
-    torch.Tensor.pin_memory = _pin_memory
+    torch.Tensor.pin_memory = torch.Tensor.clone
     torch.storage._StorageBase.cpu = _storage_on_cpu
     deepcopy = torch.Tensor.__deepcopy__  # a CPU build makes no storage of another device
     torch.Tensor.__deepcopy__ = lambda own, memo: (
@@ -119,12 +97,6 @@ def _storage_on_cpu(storage):
     return torch.frombuffer(bytearray(memory), dtype=torch.uint8).untyped_storage()
 
 
-def _pin_memory(tensor):
-    pinned = tensor.clone()
-    pinned.pinned = True
-    return pinned
-
-
 # ------------------------------------------------------------------------- operators
 
 
@@ -132,8 +104,6 @@ def _fallback(op, *args, **kwargs):
     """The CPU's kernel, on the same memory. Raises where CUDA's operator would: a tensor of the CPU
     may only be a number, or an index."""
     name = op._schema.name.removeprefix("aten::")
-    if name in READS:
-        _wait(name)
     if name in INDEXING:
         _check_index(name, *args)
     given = {}  # the tensor and its alias, by the alias's id
@@ -173,26 +143,15 @@ def _fallback(op, *args, **kwargs):
     return tuple(map(to_cuda, found)) if type(found) is tuple else to_cuda(found)
 
 
-def _check_index(name, tensor, indices, values=None, accumulate=False, *_) -> None:
-    """Reading by a mask calls nonzero, and by an index on the CPU copies it: those are seen."""
+def _check_index(name, tensor, indices, values=None, *_) -> None:
     if values is not None and values.is_cuda != tensor.is_cuda and values.dim():
         raise RuntimeError(f"{FAR}cpu ({name})")
     for index in filter(torch.is_tensor, indices):
         if index.is_cuda and not tensor.is_cuda:
             raise RuntimeError("indices should be on cpu or on the same device as the tensor (cpu)")
-        mask = index.dtype == torch.bool
-        if values is not None and mask and (values.numel() > 1 or accumulate):
-            _wait(name)
-        if values is not None and index.dim() and not index.is_cuda:
-            _wait(name)
 
 
 def _copy_(to, source, non_blocking=False):
-    """Between devices it waits, unless the CPU's memory is pinned."""
-    if to.is_cuda != source.is_cuda and source.numel():
-        pinned = getattr(source if to.is_cuda else to, "pinned", False)
-        if not (non_blocking and pinned):
-            _wait("copy_")
     to_cpu = lambda tensor: _moved(tensor, CPU) if tensor.is_cuda else tensor
     to_cpu(to).copy_(to_cpu(source))
     return to
@@ -222,56 +181,6 @@ OWN = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------- graphs
-
-
-class _Graph:
-    def __init__(self):
-        self.calls = []
-
-    def pool(self):
-        return "a pool"
-
-    def replay(self):
-        for call, args, kwargs, out in self.calls:
-            found = call(*args, **kwargs)
-            for to, new in zip(_tensors(out), _tensors(found), strict=True):
-                if to.data_ptr() != new.data_ptr():
-                    to.copy_(new)
-
-
-class _Capture(TorchDispatchMode):
-    """Operators are computed, as the next ones need shapes, but what they wrote is taken back."""
-
-    def __init__(self, graph, pool=None, *, capture_error_mode="global"):
-        super().__init__()
-        self.graph, self.before = graph, []
-
-    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if call._schema.is_mutable:
-            aliases = [_moved(tensor, CPU) for tensor in _tensors((args, kwargs))]
-            self.before += [(alias, alias.clone()) for alias in aliases]
-        out = call(*args, **kwargs)
-        if not call.is_view:
-            self.graph.calls.append((call, args, kwargs, out))
-        return out
-
-    def __enter__(self):
-        _captures.append(self)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        _captures.pop()
-        for memory, before in reversed(self.before):
-            memory.copy_(before)
-
-
-def _tensors(values):
-    return [value for value in tree_leaves(values) if torch.is_tensor(value)]
-
-
 # ------------------------------------------------------------------------- attention
 
 
@@ -286,19 +195,18 @@ def flash_attn_varlen_func(
 
 def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
-    enable_gqa=False, seqused_k=None,
+    enable_gqa=False,
 ):  # fmt: skip
-    """Stand-in of torch.nn.attention.varlen.varlen_attn; window_size (-1, 0) is causal. With
-    seqused_k there is one query in each sequence."""
+    """Stand-in of torch.nn.attention.varlen.varlen_attn; window_size (-1, 0) is causal."""
     assert query.shape[1] == key.shape[1] or enable_gqa
-    assert max_q == 1 if seqused_k is not None else tuple(window_size) == (-1, 0)
-    return _attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, seqused_k)
+    assert tuple(window_size) == (-1, 0)
+    return _attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale)
 
 
-def _attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, used=None):
+def _attend(query, key, value, cu_q, cu_k, max_q, max_k, scale):
     """Attention [tokens, heads, D] inside segments, in float32. A segment's last query sees all of
-    its keys, the one before it all but one, and so on; with `used` there is one query, which sees
-    so many keys. Raises where the kernels would refuse their arguments, or read out of bounds."""
+    its keys, the one before it all but one, and so on. Raises where the kernels would refuse their
+    arguments, or read out of bounds."""
     for t in (query, key, value):
         if t.dtype != torch.bfloat16 or t.dim() != 3 or t.shape[-1] % 8 or t.stride(-1) != 1:
             raise RuntimeError(f"flash attention has no {t.dtype} {tuple(t.shape)} {t.stride()}")
@@ -309,25 +217,13 @@ def _attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, used=None):
         fits = bounds[0] == 0 and bounds[-1] == len(t) and min(sizes[-1]) >= 0
         if cu.dtype != torch.int32 or not fits or not max(sizes[-1]) <= longest:
             raise RuntimeError(f"cu_seqlens {cu.dtype} {bounds}: {len(t)} tokens, {longest}")
-    states = [query.float(), key.float(), value.float()]
-    if used is not None:
-        if used.dtype != torch.int32:
-            raise RuntimeError(f"seqused_k is {used.dtype}")
-        states = [t.unflatten(0, (len(query), -1)) for t in states]
-        places = torch.arange(max_k, device=used.device)
-        return _inside(*states, (places < used[:, None])[:, None, None], scale).to(query.dtype)
-    parts = zip(*(t.split(n) for t, n in zip(states, (*sizes, sizes[1]), strict=True)), strict=True)
-    out = []
-    for q, k, v in parts:
-        seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
-        out.append(_inside(q[None], k[None], v[None], seen, scale))
+    out, (query_sizes, key_sizes) = [], sizes
+    segments = query.split(query_sizes), key.split(key_sizes), value.split(key_sizes)
+    for segment in zip(*segments, strict=True):
+        q, k, v = (t.float().transpose(0, 1) for t in segment)  # [heads, tokens, D]
+        shape = q.shape[1], k.shape[1]
+        seen = torch.ones(shape, dtype=torch.bool, device=q.device).tril(shape[1] - shape[0])
+        with torch.autocast("cuda", enabled=False):
+            attended = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+        out.append(attended.transpose(0, 1))
     return torch.cat(out).to(query.dtype)
-
-
-def _inside(query, key, value, seen, scale):
-    """[segments x queries, heads, D] of [segments, tokens, heads, D]."""
-    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    with torch.autocast("cuda", enabled=False):
-        return F.scaled_dot_product_attention(
-            query, key, value, seen, scale=scale, enable_gqa=True
-        ).transpose(1, 2).flatten(0, 1)  # fmt: skip

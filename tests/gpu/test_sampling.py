@@ -21,12 +21,21 @@ SAME = [  # engine, options
 ]
 
 
+def test_the_device_is_one():
+    """Catches a pretend device that takes the CPU's tensors, too."""
+    cuda, cpu = torch.ones(4, device="cuda"), torch.ones(4)
+    index = torch.tensor([0, 1], device="cuda")
+    for mixed in (lambda: cuda + cpu, lambda: torch.cat([cuda, cpu]), lambda: cpu[index]):
+        with pytest.raises(RuntimeError, match="same device"):
+            mixed()
+
+
 @pytest.mark.parametrize(("engine", "options"), SAME)
 def test_rollouts_are_the_cpus(policy, sample, engine, options):
     """In float32 with the same random numbers, though rows leave the batch at other tokens. On the
     CPU the plain loop samples, if it knows the options. Catches a tensor on the wrong device, a
-    result that is not on the CPU, an option that acts on one device only, a graph that reads old
-    memory, and random numbers that depend on the rows in a batch."""
+    result that is not on the CPU, an option that acts on one device only, and random numbers that
+    depend on the rows in a batch."""
     model = policy()
     if engine == "compact, by transformers":
         engine, model.why_not_fast = "compact", "it is another model"
