@@ -49,7 +49,7 @@ def main(
         prompts = random_prompts(max(batches) // group_size * (rounds + 1), model.vocab_size)
     else:
         model, tokenizer = models.load_policy(str(arithmetic.BASE), cfg.device)
-        problems = data.train_problems(cfg.data, hold_out=True)
+        problems = data.train_problems(cfg.data)
         _, prompts = data.encode_prompts(problems, tokenizer, 400)
         eos_ids = models.sampling(model, tokenizer, cfg.max_new_tokens).eos_ids
     policy = model

@@ -29,7 +29,7 @@ for seed in range(3):
     for method, options in rules.items():
         print(method, seed, flush=True)
         dppo_tinker.Trainer(
-            encode(data.train_problems("arithmetic", hold_out=True)),
+            encode(data.train_problems("arithmetic")),
             encode(data.eval_problems("arithmetic", 100)),
             data.reward_function("arithmetic"),
             tokenizer,

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import re
+import threading
 import types
 from dataclasses import replace
 from decimal import Decimal
@@ -13,14 +15,16 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 import data
 import eval as evaluation
 import rewards
-from flags import EvalConfig, SftConfig
+from flags import EvalConfig
 from runtime import InputError, checkpoint, log
-from tasks import arithmetic, sft, word_problems
+from tasks import arithmetic, word_problems
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -130,15 +134,41 @@ LONG = "123456789012345678901234567890123"
 
 
 def test_numbers_in_parquet(tmp_path):
-    """Catches a digit that is lost: as a Python number, the float is 7.099999904632568."""
-    columns = {
-        "problem": ["p"] * 4,
-        "answer": [Decimal(f"{LONG}.00"), Decimal("1000"), None, None],
-        "target": pyarrow.array([None, None, 7.1, None], "float"),
+    """Catches a digit that is lost, and float32 noise at any depth: as a Python number, the float32
+    of 12345.6 is 12345.599609375. A float64 keeps all its digits."""
+    single, half = pyarrow.float32(), pyarrow.float16()
+    answers = {
+        "decimal": [Decimal(f"{LONG}.00")],
+        "float32": pyarrow.array([7.1], single),
+        "float16": pyarrow.array([0.1], half),
+        "list": pyarrow.array([[12345.6, 0.1]], pyarrow.large_list(single)),
+        "float64": [2.0**-20],
     }
-    parquet.write_table(pyarrow.table(columns), tmp_path / "a.PARQUET")
-    problems = data.read_problems(str(tmp_path / "a.PARQUET"))
-    assert [problem.answer for problem in problems] == [LONG, "1000", "7.1", ""]
+    for name, answer in answers.items():
+        table = pyarrow.table({"problem": ["p"], "answer": answer})
+        parquet.write_table(table, tmp_path / f"{name}.PARQUET")
+    truth = pyarrow.struct([("ground_truth", single), ("notes", pyarrow.list_(half))])
+    verl = pyarrow.array([{"ground_truth": 12345.6, "notes": [0.1, None]}, None], truth)
+    table = pyarrow.table({"problem": ["p", "q"], "answer": [None, "3"], "reward_model": verl})
+    parquet.write_table(table, tmp_path / "verl.PARQUET")
+    read = {}
+    for path in tmp_path.iterdir():
+        read[path.stem] = [problem.answer for problem in data.read_problems(str(path))]
+    assert read == {
+        "decimal": [LONG], "float32": ["7.1"], "float16": ["0.1"], "list": ["12345.6, 0.1"],
+        "float64": [f"{Decimal('9.5367431640625e-07'):f}"], "verl": ["12345.6", "3"],
+    }  # fmt: skip
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    """--data <(zcat FILE): catches a second reading, which finds nothing."""
+    os.mkfifo(tmp_path / "pipe")
+    lines = [json.dumps({"question": f"q{n}", "answer": n}) for n in range(40)]
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=["\n".join(lines)])
+    writer.start()
+    train, evaluated = data.problem_sets(str(tmp_path / "pipe"), None, 9)
+    writer.join()
+    assert (len(train), len(evaluated)) == (38, 2)
 
 
 CHAT = {"messages": [USER, SAYS], "answer": "2"}
@@ -159,7 +189,7 @@ LINES = {  # a line of a.jsonl: what is wrong with row 1 of a.jsonl
 FILES = [  # name and text of a file, and what is wrong with it
     *(("a.jsonl", line, f"row 1 of .*: .*{re.escape(why)}.*: cor") for line, why in LINES.items()),
     ("a.jsonl", '\n{"question": "a", "answer": "1"}\n{oops}\n', "row 3 of .*: JSONDecodeError"),
-    ("a.jsonl", "\n", "is empty"),
+    ("a.jsonl", "\n", "has no rows"),
     ("a.jsonl", b"\xff\xfe\x00", "can't decode byte"),
     ("a.json", '[{"problem": "p", "answer": "1"}, 7]', "row 2 of .* not a JSON object but int"),
     ("a.parquet", "no", "Parquet file size is 2 bytes"),
@@ -200,11 +230,12 @@ def test_the_last_twentieth_is_held_out(tmp_path):
     """Catches training problems that are evaluated on, and a small file that holds nothing out."""
     path = write(tmp_path, *[{"question": f"q{i}", "answer": str(i)} for i in range(40)])
     every = data.read_problems(path)
-    assert data.train_problems(path, hold_out=True) == every[:38]
-    assert data.train_problems(path, hold_out=False) == every
-    assert data.eval_problems(path, 300, of_training_file=True) == every[38:]
-    assert data.eval_problems(path, 1, of_training_file=True) == every[38:39]
-    assert data.eval_problems(path, 3) == every[:3]
+    assert data.problem_sets(path, None, 300) == (every[:38], every[38:])
+    assert data.problem_sets(path, None, 1) == (every[:38], every[38:39])
+    assert data.problem_sets(path, None, 0) == (every[:38], [])
+    assert data.problem_sets(path, path, 3) == (every, every[:3])
+    assert data.problem_sets(path, "nowhere", 0) == (every, []), "no evaluation: it is not read"
+    assert data.eval_problems(path, 300, held_out=True) == every[38:]
     shares = [data._held_out("FILE", count * every[:1]) for count in (2, 45, 51)]
     assert shares == [1, 2, 3], "rounded to the nearest number, but at least 1"
     with pytest.raises(InputError, match="FILE: too few"):
@@ -234,12 +265,13 @@ def test_embedded_data(name):
         assert len(right) < data.max_new_tokens(name) < data.max_new_tokens("file.jsonl")
 
     if train_split:
-        train = data.train_problems(name, hold_out=True)
+        train, evaluated = data.problem_sets(name, None, 5)
+        assert evaluated == held_out[:5]
         assert len(train) == task.TRAIN_PROBLEMS == 512
         assert not {problem.text for problem in train} & {problem.text for problem in held_out}
     else:
         with pytest.raises(InputError, match="evaluation only: train on one of arithmetic, arith"):
-            train = data.train_problems(name, hold_out=True)
+            data.train_problems(name)
         train = held_out
     assert {one.source for one in held_out} == {one.source for one in train} == SOURCES[name]
 
@@ -266,24 +298,42 @@ def test_hub_sets(monkeypatch):
     load.assert_called_once_with("openai/gsm8k", "main", split="test")
     message = r"--data gsm8k cannot be read \(ConnectionError: Couldn't reach the hub\)"
     with pytest.raises(InputError, match=message):
-        data.train_problems("gsm8k", hold_out=True)
+        data.train_problems("gsm8k")
 
 
-def test_problems_that_cannot_be_scored_are_dropped(tmp_path, capsys):
-    """They are counted. Fails if the default reward drops problems although the user has another
-    one, which cannot be asked before a completion is there."""
-    answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": " "}
+def test_reference_answers_that_cannot_be_scored_are_dropped(tmp_path, capsys):
+    """The first ones are shown. Fails if the default reward drops problems although the user has
+    another one, which cannot be asked before a completion is there."""
+    answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": " ", "u": ""}
     rows = [{"problem": text, "answer": answer} for text, answer in answers.items()]
     path = write(tmp_path, *rows)
-    dropped = f"note: 3 of 5 reference answers of {path} cannot be scored (python eval.py "
-    dropped += f"--check-golds --data {path} lists them); these problems are dropped\n"
-    for reward, kept, said in ((None, "ps", 2 * dropped), (len, "pqrst", "")):
-        train = data.train_problems(path, hold_out=False, reward=reward)
-        assert "".join(problem.text for problem in train) == kept
-        assert data.eval_problems(path, None, reward=reward) == train
-        assert capsys.readouterr().out == said
-    with pytest.raises(InputError, match=r"^1 of 1 reference answers of .* cannot be scored"):
+    train = data.train_problems(path)
+    said = capsys.readouterr().out
+    assert [problem.text for problem in train] == ["p", "s"]
+    assert data.eval_problems(path) == train
+    assert said == (
+        f"note: 4 of 6 reference answers of {path} cannot be scored, and their problems are "
+        "dropped: '' to 'q'; '' to 'r'; '' to 't'\n"
+    )
+    assert len(data.train_problems(path, len)) == len(data.eval_problems(path, reward=len)) == 6
+    with pytest.raises(InputError, match=r"^1 of 1 reference answers of .* cannot be scored: '' to"):
         data.eval_problems(write(tmp_path, rows[1]), 3)
+
+
+def test_what_is_odd_about_a_file_is_said(tmp_path, capsys):
+    """Placeholders, and columns that no prompt has. Catches columns that hold nothing, those that
+    are read, and a second problem that is not."""
+    answers = ("proof", "7", "Not found", "proof", "N/A", "improper")
+    rows = [{"prompt": "p", "answer": answer, "input": ""} for answer in answers]
+    rows[1] |= {"choices": ["7", "8"], "question": "q", "subject": "s", "solution": "so #### 7"}
+    rows[2] |= {"level": 0, "messages": None, "reward_model": {"style": "rule"}}
+    path = write(tmp_path, *rows)
+    assert len(data.train_problems(path)) == 6
+    assert capsys.readouterr().out.splitlines() == [
+        f"note: prompts leave out these columns of {path}: choices, level, prompt",
+        f"note: 4 of 6 reference answers of {path} look like placeholders, and count as right "
+        "answers: 'proof' (2), 'Not found' (1), 'N/A' (1)",
+    ]
 
 
 def test_what_makes_a_problem_the_same(capsys):
@@ -322,12 +372,28 @@ def prompts(make_policy):
 
 def test_prompts_that_do_not_fit_are_counted(prompts, capsys):
     problems = [replace(PROBLEM, text=text) for text in ("short", "x" * 50, "")]
-    assert prompts(problems, 50) == ["short", "x" * 50], 'nothing predicts the first token after ""'
+    assert prompts(problems[:2], 50) == ["short", "x" * 50]
+    assert capsys.readouterr().out == ""
     kept, ids = data.encode_prompts(problems, prompts.tokenizer, 49)
-    assert (kept, len(ids)) == (problems[:1], 1)
-    assert "dropped 2 of 3 prompts: longer than 49 tokens" in capsys.readouterr().out
-    with pytest.raises(InputError, match="all 3 prompts are longer than 2 tokens"):
-        prompts(problems, 2)
+    assert (kept, len(ids)) == (problems[:1], 1), 'nothing predicts the first token after ""'
+    long, empty = "1 longer than the 49 tokens that --max-new-tokens leaves", "1 empty"
+    assert capsys.readouterr().out == f"dropped 2 of 3 prompts: {long} and {empty}\n"
+    with pytest.raises(InputError, match="dropped 1 of 1 prompts: 1 empty; none is left"):
+        prompts(problems[2:])
+
+
+def test_characters_that_tokens_lose_are_noted(capsys):
+    """12*7, 12-7 and 127 become one prompt."""
+    digits = Tokenizer(BPE({digit: number for number, digit in enumerate("0123456789")}, []))
+    digits.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=digits, eos_token="<|end|>")
+    problems = [replace(PROBLEM, text=text) for text in ("127", "12*7", "12-7", "1*2*7")]
+    data.encode_prompts(problems[:1], tokenizer, 9)
+    assert capsys.readouterr().out == ""
+    _, prompt_ids = data.encode_prompts(problems, tokenizer, 9)
+    assert prompt_ids == [[1, 2, 7]] * 4
+    said = "note: these characters are lost, because no token holds them: '*' '-'\n"
+    assert capsys.readouterr().out == said
 
 
 def test_prompt_formats(prompts):
@@ -430,15 +496,12 @@ def test_the_date_of_a_template(template):
 
 
 def test_a_run_keeps_its_date(run, policy_folder, tmp_path, monkeypatch, capsys):
-    """A run, an evaluation and a supervised start, which all go on the next day. Catches prompts of
-    two days in one folder, a checkpoint whose template is of one day, and two evaluations of
-    different days that are compared without a word."""
+    """A run and an evaluation, which both go on the next day. Catches prompts of two days in one
+    folder, a checkpoint whose template is of one day, and two evaluations of different days that
+    are compared without a word."""
     template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}>"
     (Path(policy_folder) / "chat_template.jinja").write_text(template)
     evals = EvalConfig(policy_folder, problems=4, k=2, batch_size=4, max_new_tokens=9)
-    sums = write(tmp_path, *[{"problem": f"{n}+1?", "answer": f"so #### {n}"} for n in range(4)])
-    supervised = SftConfig(policy_folder, (sums,), steps=2, batch_size=2)
-    supervised = replace(supervised, out_dir=str(tmp_path / "sft"))
 
     def set_date(date):
         today = types.SimpleNamespace(today=lambda: date)
@@ -451,13 +514,8 @@ def test_a_run_keeps_its_date(run, policy_folder, tmp_path, monkeypatch, capsys)
     set_date("2026-11-28")
     run("run", steps=2, until=1)
     whole = evaluate("first")
-    with monkeypatch.context() as patched:
-        patched.setattr(sft.Stop, "agreed", lambda _stop: True)
-        sft.main(supervised)
     set_date("2026-11-29")
     assert len(run("run", steps=2, resume=True)) == 2
-    sft.main(replace(supervised, resume=True))
-    assert len(log.read_rows(tmp_path / "sft" / "log.jsonl")) == 2
     saved = tmp_path / "run" / "checkpoint"
     assert (saved / "chat_template.jinja").read_text() == template
     assert checkpoint.is_complete(saved)
