@@ -69,6 +69,7 @@ EMBEDDED = {  # data name -> its task. A new one needs a module in tasks/ and a 
     "arithmetic": Embedded(arithmetic, "train", "heldout", sums, 55),
     "arithmetic-mixed": Embedded(arithmetic, "mixed", "mixed-heldout", sums, 148),
     "arithmetic-longer": Embedded(arithmetic, None, "longer", sums, 88),
+    # The longest solution of 20,000 has 44 characters; a tokenizer may take more.
     "words": Embedded(word_problems, "train", "heldout", rewards.math_reward, 60),
 }
 
@@ -95,19 +96,25 @@ class Problem:
 
 
 def problem_sets(
-    data: str, eval_data: str | None, limit: int, reward=None
+    data: str, eval_data: str | None, limit: int | None, reward=None
 ) -> tuple[list[Problem], list[Problem]]:
     """(problems to train on, at most `limit` problems to evaluate on).
 
     Without eval_data these are the held-out split of an embedded task, or the last 5 % of other
-    data, which are then not trained on.
+    data, which are then not trained on. Says how many problems are in both.
     """
+    train = train_problems(data, reward)
     if eval_data is None and data not in EMBEDDED:
-        problems = _scorable(data, reward)
-        end = len(problems) - _held_out(data, problems)
-        return problems[:end], problems[end:][:limit]
-    evaluated = eval_problems(eval_data or data, limit, reward=reward) if limit else []
-    return train_problems(data, reward), evaluated
+        if len(train) < 2:
+            raise InputError(f"{data}: too few problems to hold some out, give --eval-data")
+        end = len(train) - max(1, round(HELD_OUT_SHARE * len(train)))
+        train, evaluated = train[:end], train[end:][:limit]
+    else:
+        evaluated = eval_problems(eval_data or data, limit, reward) if limit else []
+    trained = {identity(problem) for problem in train}
+    if common := sum(identity(problem) in trained for problem in evaluated):
+        ranks.say(f"note: {common} of {len(evaluated)} problems to evaluate on are also trained on")
+    return train, evaluated
 
 
 def train_problems(data: str, reward=None) -> list[Problem]:
@@ -121,15 +128,11 @@ def train_problems(data: str, reward=None) -> list[Problem]:
     return _computed(task, split, task.TRAIN_PROBLEMS)
 
 
-def eval_problems(
-    data: str, limit: int | None = None, *, held_out: bool = False, reward=None
-) -> list[Problem]:
-    """At most `limit` problems to evaluate on: a held-out embedded split, or a whole set. With
-    held_out, only the last 5 % of the set, on which problem_sets does not train."""
+def eval_problems(data: str, limit: int | None = None, reward=None) -> list[Problem]:
+    """At most `limit` problems to evaluate on: of a held-out embedded split, or of a whole set."""
     if data in EMBEDDED:
         return _computed(EMBEDDED[data].task, EMBEDDED[data].eval_split, limit or EVAL_PROBLEMS)
-    problems = _scorable(data, reward)
-    return (problems[-_held_out(data, problems) :] if held_out else problems)[:limit]
+    return _scorable(data, reward)[:limit]
 
 
 def sft_problems(data: str) -> list[Problem]:
@@ -166,12 +169,6 @@ def _computed(task: ModuleType, split: str, count: int) -> list[Problem]:
     return [Problem(*task.problem(split, index)) for index in range(count)]
 
 
-def _held_out(data: str, problems: list[Problem]) -> int:
-    if len(problems) < 2:
-        raise InputError(f"{data}: too few problems to hold some out, give --eval-data")
-    return max(1, round(HELD_OUT_SHARE * len(problems)))
-
-
 def _scorable(data: str, reward) -> list[Problem]:
     """The problems whose reference answers the default reward can read; says what the others look
     like, and which answers are only placeholders. A reward of the user's gets all problems."""
@@ -194,16 +191,6 @@ def _scorable(data: str, reward) -> list[Problem]:
         said = f"{odd.total()} of {len(answers)} reference answers of {data} look like placeholders"
         ranks.say(f"note: {said}, and count as right answers: {named}")
     return kept
-
-
-def say_common(train: list[Problem], evaluated: list[Problem]) -> None:
-    """Say how many of the problems to evaluate on are trained on, too."""
-    trained = {identity(problem) for problem in train}
-    common = sum(identity(problem) in trained for problem in evaluated)
-    if common:
-        ranks.say(
-            f"note: {common} of the {len(evaluated)} problems to evaluate on are also trained on"
-        )
 
 
 def identity(problem: Problem) -> str:

@@ -14,7 +14,6 @@ as soon as it is scored, and repeating the command continues an interrupted eval
 completions are not sampled again, but scored again: the reward may have been corrected meanwhile.
 """
 
-import functools
 import json
 import math
 import sys
@@ -74,9 +73,7 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
 
     settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
     settings |= {"weights": checkpoint.fingerprint(model), "date": tokenizer.date}
-    settings["reward"] = None  # the default of each set
-    if reward:
-        settings["reward"] = getattr(reward, "__qualname__", type(reward).__name__)
+    settings["reward"] = reward and getattr(reward, "__qualname__", type(reward).__name__)
     table = []
     with checkpoint.owned(cfg.out_dir):
         folder = open_folder(cfg.out_dir, settings) if cfg.out_dir else None
@@ -106,13 +103,12 @@ def cli(reward=None) -> None:
 
 def check_config(cfg: EvalConfig) -> None:
     """InputError names a flag whose value is out of range."""
-    require = functools.partial(config.require, cfg)
     for name in ("k", "problems", "batch_size", "max_new_tokens"):
         value = getattr(cfg, name)
-        require(name, value is None or value >= 1, "at least 1")
-    require("temperature", 0 <= cfg.temperature < math.inf, "at least 0")
-    require("top_k", cfg.top_k >= 0, "at least 0")
-    require("top_p", 0 < cfg.top_p <= 1, "above 0 and at most 1")
+        config.require(cfg, name, value is None or value >= 1, "at least 1")
+    config.require(cfg, "temperature", 0 <= cfg.temperature < math.inf, "at least 0")
+    config.require(cfg, "top_k", cfg.top_k >= 0, "at least 0")
+    config.require(cfg, "top_p", 0 < cfg.top_p <= 1, "above 0 and at most 1")
 
 
 def load(cfg: EvalConfig, reward):
@@ -158,9 +154,13 @@ def read_set(name: str, cfg: EvalConfig, reward) -> tuple[str, list[data.Problem
     A file's completions are named after the contents of all of its problems, because two files may
     have the same name.
     """
+    limit = None if data.is_file(name) else cfg.problems
+    if cfg.held_out and name not in data.EMBEDDED:
+        _, problems = data.problem_sets(name, None, limit, reward)
+    else:
+        problems = data.eval_problems(name, limit, reward)
     if not data.is_file(name):
-        return name, data.eval_problems(name, cfg.problems, held_out=cfg.held_out, reward=reward)
-    problems = data.eval_problems(name, held_out=cfg.held_out, reward=reward)
+        return name, problems
     return f"{Path(name).stem}-{data.content_hash(problems)}", problems[: cfg.problems]
 
 
@@ -198,8 +198,8 @@ def complete(
     rows, later = rows[: len(problems)], rows[len(problems) :]  # later: of more --problems
     if [row.get("prompt") for row in rows] != prompts[: len(rows)]:
         raise InputError(
-            f"{path} has completions of other prompts than {name} now gives (the data, the chat "
-            f"template or the version changed): use another --out-dir"
+            f"{path} has completions of other prompts than {name} now gives (its problems, the "
+            f"chat template or the version changed): use another --out-dir"
         )
     if len(rows) < len(problems):  # sample a batch again if some of it is missing
         rows = rows[: len(rows) // chunk * chunk]

@@ -53,12 +53,9 @@ def load_problems(cfg: Config, reward: Callable | None = None) -> tuple:
     """(problems of --data, problems to evaluate on if there are evaluations, their two rewards).
     `reward` replaces the data's own."""
     limit = cfg.eval_problems if cfg.eval_every else 0
-    names = (cfg.data, cfg.eval_data)
-    train, evaluated = ranks.broadcast(data.problem_sets, *names, limit, reward)
-    data.say_common(train, evaluated)
-    name = cfg.eval_data or cfg.data
-    of_data = [reward or data.reward_function(data_name) for data_name in (cfg.data, name)]
-    return train, evaluated, *of_data
+    sets = ranks.broadcast(data.problem_sets, cfg.data, cfg.eval_data, limit, reward)
+    names = (cfg.data, cfg.eval_data or cfg.data)
+    return *sets, *(reward or data.reward_function(name) for name in names)
 
 
 def model_folder(model: str) -> str:

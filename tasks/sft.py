@@ -21,6 +21,7 @@ import torch
 import tyro
 
 import chat_format
+import config
 import data
 import models
 import packing
@@ -95,8 +96,7 @@ def main(cfg: Config) -> None:
     anything is written."""
     ranks.check_single("tasks.sft")
     for name in ("steps", "batch_size", "lr"):
-        if not getattr(cfg, name) > 0:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be above 0")
+        config.require(cfg, name, getattr(cfg, name) > 0, "above 0")
     device = choose_device(cfg.device)
     cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device))
     out_dir = Path(cfg.out_dir)

@@ -2,6 +2,7 @@
 says."""
 
 import contextlib
+import importlib
 import io
 import math
 import os
@@ -15,7 +16,7 @@ import toy
 from toy import HANG, ROOT, flags, in_processes, rows
 
 import train
-from runtime import checkpoint, console
+from runtime import checkpoint, console, plot
 
 
 def without_console(args):
@@ -59,6 +60,28 @@ def test_characters_that_the_console_lacks(policy_folder, tmp_path):
     assert r"gr\xf6\xdfe-\u221a2/log.jsonl" in said
     (said,) = in_processes(1, plot_in_ascii, str(tmp_path / "größe-√2"))
     assert r"gr\xf6\xdfe-\u221a2/run.png" in said
+
+
+def test_a_picture_of_another_folder(tmp_path, monkeypatch, capsys):
+    """Catches a traceback."""
+    (tmp_path / "log.jsonl").write_text("")
+    (tmp_path / "config.json").write_text('{"config": {"batch_size": 4}}')
+    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "runtime.plot")
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("runtime.plot", run_name="__main__")
+    assert caught.value.code == 2
+    message = f"error: {tmp_path} holds a supervised start where a training run should be: "
+    assert capsys.readouterr().err == f"{message}give another folder\n"
+
+
+def test_a_run_without_matplotlib(run, pictures, monkeypatch, capsys):
+    """As with the MPLBACKEND of a notebook. Catches an import that ends train.py or eval.py before
+    it starts."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    importlib.reload(plot)
+    assert len(run("run", steps=1)) == 1
+    assert "note: run.png could not be drawn" in capsys.readouterr().out
 
 
 def test_a_closed_console():

@@ -29,8 +29,9 @@ from tasks import arithmetic, word_problems
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-def write(tmp_path, *rows):
-    path = tmp_path / "problems.jsonl"
+def write(folder, *rows):
+    folder.mkdir(exist_ok=True)
+    path = folder / "problems.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -235,11 +236,11 @@ def test_the_last_twentieth_is_held_out(tmp_path):
     assert data.problem_sets(path, None, 0) == (every[:38], [])
     assert data.problem_sets(path, path, 3) == (every, every[:3])
     assert data.problem_sets(path, "nowhere", 0) == (every, []), "no evaluation: it is not read"
-    assert data.eval_problems(path, 300, held_out=True) == every[38:]
-    shares = [data._held_out("FILE", count * every[:1]) for count in (2, 45, 51)]
-    assert shares == [1, 2, 3], "rounded to the nearest number, but at least 1"
-    with pytest.raises(InputError, match="FILE: too few"):
-        data._held_out("FILE", every[:1])
+    for count, share in ((2, 1), (45, 2), (51, 3)):  # rounded to the nearest number, but at least 1
+        path = write(tmp_path, *count * [{"question": "q", "answer": "1"}])
+        assert len(data.problem_sets(path, None, 300)[1]) == share
+    with pytest.raises(InputError, match="too few problems to hold some out"):
+        data.problem_sets(write(tmp_path, {"question": "q", "answer": "1"}), None, 300)
 
 
 SOURCES = {
@@ -316,7 +317,7 @@ def test_reference_answers_that_cannot_be_scored_are_dropped(tmp_path, capsys):
         "dropped: '' to 'q'; '' to 'r'; '' to 't'\n"
     )
     assert len(data.train_problems(path, len)) == len(data.eval_problems(path, reward=len)) == 6
-    with pytest.raises(InputError, match=r"^1 of 1 reference answers of .* cannot be scored: '' to"):
+    with pytest.raises(InputError, match=r"1 of 1 reference answers of .* be scored: '' to 'q'"):
         data.eval_problems(write(tmp_path, rows[1]), 3)
 
 
@@ -336,17 +337,22 @@ def test_what_is_odd_about_a_file_is_said(tmp_path, capsys):
     ]
 
 
-def test_what_makes_a_problem_the_same(capsys):
-    """Its chat, but not its file, its place or its answer. Catches equal keys of two occurrences,
-    and a problem in both parts of the data that is not counted."""
+def test_what_makes_a_problem_the_same():
+    """Its chat, but not its file, place or answer. Catches equal keys of two occurrences."""
     one, other = data.Problem("a", "1", "x"), data.Problem("b", "2", "x")
     chat = data.Problem("a", "1", "x", turns=(SYSTEM, user("a")))
     keys = data.draw_keys([one, other, one, chat])
     assert len(set(keys)) == 4
     assert data.draw_keys([other, data.Problem("a", "3", "y")]) == [keys[1], keys[0]]
-    data.say_common([one, chat], [other, one, one])
-    data.say_common([one], [other, chat])
-    said = "note: 2 of the 3 problems to evaluate on are also trained on\n"
+
+
+def test_problems_in_both_parts_are_counted(tmp_path, capsys):
+    rows = [{"question": f"q{n}", "answer": n} for n in (1, 2, 1, 3)]
+    train, evaluated = (write(tmp_path / name, *rows[place:]) for place, name in enumerate("ab"))
+    data.problem_sets(train, None, 9)
+    assert capsys.readouterr().out == ""
+    data.problem_sets(train, evaluated, 2)
+    said = "note: 2 of 2 problems to evaluate on are also trained on\n"
     assert capsys.readouterr().out == said
 
 
