@@ -21,12 +21,9 @@ from transformers import PreTrainedTokenizerFast
 
 import data
 import eval as evaluation
-import rewards
 from flags import EvalConfig
-from runtime import InputError, checkpoint, log
+from runtime import InputError, checkpoint
 from tasks import arithmetic, word_problems
-
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def write(folder, *rows):
@@ -138,27 +135,23 @@ def test_numbers_in_parquet(tmp_path):
     """Catches a digit that is lost, and float32 noise at any depth: as a Python number, the float32
     of 12345.6 is 12345.599609375. A float64 keeps all its digits."""
     single, half = pyarrow.float32(), pyarrow.float16()
-    answers = {
-        "decimal": [Decimal(f"{LONG}.00")],
-        "float32": pyarrow.array([7.1], single),
-        "float16": pyarrow.array([0.1], half),
-        "list": pyarrow.array([[12345.6, 0.1]], pyarrow.large_list(single)),
-        "float64": [2.0**-20],
-    }
-    for name, answer in answers.items():
-        table = pyarrow.table({"problem": ["p"], "answer": answer})
-        parquet.write_table(table, tmp_path / f"{name}.PARQUET")
     truth = pyarrow.struct([("ground_truth", single), ("notes", pyarrow.list_(half))])
-    verl = pyarrow.array([{"ground_truth": 12345.6, "notes": [0.1, None]}, None], truth)
-    table = pyarrow.table({"problem": ["p", "q"], "answer": [None, "3"], "reward_model": verl})
-    parquet.write_table(table, tmp_path / "verl.PARQUET")
-    read = {}
-    for path in tmp_path.iterdir():
-        read[path.stem] = [problem.answer for problem in data.read_problems(str(path))]
-    assert read == {
-        "decimal": [LONG], "float32": ["7.1"], "float16": ["0.1"], "list": ["12345.6, 0.1"],
-        "float64": [f"{Decimal('9.5367431640625e-07'):f}"], "verl": ["12345.6", "3"],
-    }  # fmt: skip
+    columns = {
+        "answer": [Decimal(f"{LONG}.00"), *[None] * 5],
+        "final_answer": pyarrow.array([None, 7.1, *[None] * 4], single),
+        "target": pyarrow.array([None, None, 0.1, *[None] * 3], half),
+        "solution": pyarrow.array(
+            [*[None] * 3, [12345.6, 0.1], None, None], pyarrow.large_list(single)
+        ),
+        "ground_truth": [*[None] * 4, 2.0**-20, None],
+        "reward_model": [*[None] * 5, {"ground_truth": 12345.6, "notes": [0.1, None]}],
+    }
+    columns["reward_model"] = pyarrow.array(columns["reward_model"], truth)
+    table = pyarrow.table({"problem": ["p"] * 6} | columns)
+    parquet.write_table(table, tmp_path / "a.PARQUET")
+    answers = [problem.answer for problem in data.read_problems(str(tmp_path / "a.PARQUET"))]
+    exact = f"{Decimal('9.5367431640625e-07'):f}"
+    assert answers == [LONG, "7.1", "0.1", "12345.6, 0.1", exact, "12345.6"]
 
 
 def test_a_pipe_is_read_once(tmp_path):
@@ -211,19 +204,6 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, text, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="the real problem files are not in the repository")
-def test_real_files():
-    """GSM8K and MATH as published. Of MATH two answers are null, and two are empty."""
-    problems = data.read_problems(str(SHARED / "gsm8k_train.jsonl"))
-    assert len(problems) == 7473
-    assert all(rewards.final_answer(one.solution) == one.answer for one in problems)
-    assert not any("<<" in one.solution or "####" in one.solution for one in problems)
-    problems = data.read_problems(str(SHARED / "math_train.json"))
-    assert len(problems) == 7474
-    assert sum(not one.answer for one in problems) == 4
-    assert len({one.source for one in problems}) == 7
-
-
 # ---------------------------------------------------------------------------- sets
 
 
@@ -253,28 +233,26 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_embedded_data(name):
-    """Catches problems of another task or split, training problems that are evaluated on, a reward
-    or a room for another task's right answers, and text and solution in each other's place."""
+    """Catches another task's problems, reward or room, and training problems that are evaluated
+    on."""
     task, train_split, eval_split, _reward, _room = data.EMBEDDED[name]
-    held_out = data.eval_problems(name, None)
+    held_out = data.eval_problems(name)
     assert len(held_out) == data.EVAL_PROBLEMS
-    assert held_out[:5] == data.eval_problems(name, 5)
     assert held_out[8] == data.Problem(*task.problem(eval_split, 8))
+    assert {problem.source for problem in held_out} == SOURCES[name]
     for problem in held_out:
         right = problem.solution or arithmetic.worked_answer(problem.text)
         assert data.reward_function(name)(right, problem.answer) == 1.0
         assert len(right) < data.max_new_tokens(name) < data.max_new_tokens("file.jsonl")
-
-    if train_split:
-        train, evaluated = data.problem_sets(name, None, 5)
-        assert evaluated == held_out[:5]
-        assert len(train) == task.TRAIN_PROBLEMS == 512
-        assert not {problem.text for problem in train} & {problem.text for problem in held_out}
-    else:
+    if train_split is None:
         with pytest.raises(InputError, match="evaluation only: train on one of arithmetic, arith"):
             data.train_problems(name)
-        train = held_out
-    assert {one.source for one in held_out} == {one.source for one in train} == SOURCES[name]
+        return
+    train, evaluated = data.problem_sets(name, None, 5)
+    assert evaluated == held_out[:5]
+    assert len(train) == task.TRAIN_PROBLEMS == 512
+    assert train[8] == data.Problem(*task.problem(train_split, 8))
+    assert not {problem.text for problem in train} & {problem.text for problem in held_out}
 
 
 def test_sft_problems(tmp_path):
@@ -492,8 +470,7 @@ DATES = {  # what a chat template says: what it says on the day of the run; None
 @pytest.mark.parametrize("template", DATES)
 def test_the_date_of_a_template(template):
     """Catches a prompt that is another one on the next day."""
-    tokenizer = arithmetic.make_tokenizer()
-    expected = DATES[template]
+    tokenizer, expected = arithmetic.make_tokenizer(), DATES[template]
     for of_tokenizer in (template, {"default": template or "", "tool_use": ""}):
         tokenizer.chat_template = of_tokenizer
         data.fix_date(tokenizer, "2026-11-28")
@@ -502,31 +479,22 @@ def test_the_date_of_a_template(template):
 
 
 def test_a_run_keeps_its_date(run, policy_folder, tmp_path, monkeypatch, capsys):
-    """A run and an evaluation, which both go on the next day. Catches prompts of two days in one
-    folder, a checkpoint whose template is of one day, and two evaluations of different days that
-    are compared without a word."""
+    """Catches prompts of two days in one folder, a checkpoint whose template is of one day, and
+    evaluations of two days that are compared without a word."""
     template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}>"
     (Path(policy_folder) / "chat_template.jinja").write_text(template)
-    evals = EvalConfig(policy_folder, problems=4, k=2, batch_size=4, max_new_tokens=9)
-
-    def set_date(date):
-        today = types.SimpleNamespace(today=lambda: date)
-        monkeypatch.setattr(checkpoint, "datetime", types.SimpleNamespace(date=today))
-
-    def evaluate(name):
-        evaluation.main(replace(evals, out_dir=str(tmp_path / name)))
-        return (tmp_path / name / "arithmetic.jsonl").read_text()
-
-    set_date("2026-11-28")
+    cfg = EvalConfig(policy_folder, problems=2, k=2, batch_size=2, max_new_tokens=9)
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    today = types.SimpleNamespace(today=lambda: "2026-11-28")
+    monkeypatch.setattr(checkpoint, "datetime", types.SimpleNamespace(date=today))
     run("run", steps=2, until=1)
-    whole = evaluate("first")
-    set_date("2026-11-29")
+    evaluation.main(replace(cfg, problems=1, out_dir=first))
+    today.today = lambda: "2026-11-29"
     assert len(run("run", steps=2, resume=True)) == 2
     saved = tmp_path / "run" / "checkpoint"
     assert (saved / "chat_template.jinja").read_text() == template
     assert checkpoint.is_complete(saved)
-    (tmp_path / "first" / "arithmetic.jsonl").write_text("".join(whole.splitlines(True)[:2]))
-    assert evaluate("first") == whole != evaluate("second")
-    assert log.read_json(tmp_path / "run" / "config.json")["date"] == "2026-11-28"
-    evaluation.compare(*(str(tmp_path / name) for name in ("first", "second")))
+    evaluation.main(replace(cfg, out_dir=first))  # goes on with the prompts of the day before
+    evaluation.main(replace(cfg, out_dir=second))
+    evaluation.compare(first, second)
     assert "note: the folders differ in date: 2026-11-28, 2026-11-29\n" in capsys.readouterr().out
