@@ -42,8 +42,10 @@ PROBLEM_KEYS = ("problem", "question", "prompt", "messages")
 ANSWER_KEYS = ("answer", "final_answer", "target", "solution", "ground_truth")
 SOURCE_KEYS = ("source", "subject", "type")
 READ = {*ANSWER_KEYS, *SOURCE_KEYS, "reward_model"}
-# What published data have where no answer was found; in small letters, without spaces.
-PLACEHOLDERS = {"proof", "notfound", "none", "null", "nan", "na", "unknown", "noanswer", "tbd"}
+# What data have where no answer was found: small letters and digits, without what is between them.
+PLACEHOLDERS = {
+    "", "proof", "notfound", "none", "null", "nan", "na", "unknown", "noanswer", "todo", "tbd",
+}  # fmt: skip
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 # What a chat template calls for today's date, such as strftime_now("%d %B %Y").
 TODAY = re.compile(r"strftime_now\((?:\s*format\s*=)?\s*(['\"])(.*?)\1\s*\)")
@@ -185,7 +187,7 @@ def _scorable(data: str, reward) -> list[Problem]:
             raise InputError(f"{said}: {pairs}")
         ranks.say(f"note: {said}, and their problems are dropped: {pairs}")
     answers = [problem.answer for problem in kept]
-    odd = Counter(one for one in answers if re.sub("[^a-z]", "", one.lower()) in PLACEHOLDERS)
+    odd = Counter(one for one in answers if re.sub(r"[\W_]", "", one.lower()) in PLACEHOLDERS)
     if odd:
         named = ", ".join(f"{answer!r} ({count})" for answer, count in odd.most_common(3))
         said = f"{odd.total()} of {len(answers)} reference answers of {data} look like placeholders"

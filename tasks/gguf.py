@@ -41,11 +41,12 @@ def model_folder(model: str) -> str:
 
 
 def converted(file: Path) -> Path:
-    """The folder in CACHE of a GGUF file, by its content and the packages that convert."""
+    """The folder in CACHE of a GGUF file, by its content and what converts: packages, this code."""
     with open(file, "rb") as opened:
         content = hashlib.file_digest(opened, "sha256").hexdigest()
     versions = [metadata.version(name) for name in ("transformers", "gguf")]
-    key = hashlib.sha256(" ".join([content, *versions]).encode()).hexdigest()[:12]
+    parts = [content, *versions, Path(__file__).read_text()]
+    key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
     folder = CACHE / f"gguf-{key}"
     if folder.exists():
         return folder

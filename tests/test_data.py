@@ -302,7 +302,7 @@ def test_reference_answers_that_cannot_be_scored_are_dropped(tmp_path, capsys):
 def test_what_is_odd_about_a_file_is_said(tmp_path, capsys):
     """Placeholders, and columns that no prompt has. Catches columns that hold nothing, those that
     are read, and a second problem that is not."""
-    answers = ("proof", "7", "Not found", "proof", "N/A", "improper")
+    answers = ("proof", "7", "Not found", "proof", "-", "no proof")
     rows = [{"prompt": "p", "answer": answer, "input": ""} for answer in answers]
     rows[1] |= {"choices": ["7", "8"], "question": "q", "subject": "s", "solution": "so #### 7"}
     rows[2] |= {"level": 0, "messages": None, "reward_model": {"style": "rule"}}
@@ -311,7 +311,7 @@ def test_what_is_odd_about_a_file_is_said(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"note: prompts leave out these columns of {path}: choices, level, prompt",
         f"note: 4 of 6 reference answers of {path} look like placeholders, and count as right "
-        "answers: 'proof' (2), 'Not found' (1), 'N/A' (1)",
+        "answers: 'proof' (2), 'Not found' (1), '-' (1)",
     ]
 
 

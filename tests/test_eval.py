@@ -45,15 +45,6 @@ def sampled(monkeypatch):
 # ---------------------------------------------------------------------------- figures
 
 
-SCORES = torch.tensor([[1.0, 1, 1, 0], [0, nan, nan, nan], [1, 0, nan, nan], [nan] * 4])
-
-
-def test_average_is_over_completions_then_problems():
-    """Fails if all completions are pooled (then 4/7), or an unscorable one counts as wrong."""
-    assert evaluation.avg_at_k(SCORES) == pytest.approx((0.75 + 0 + 0.5) / 3)
-    assert math.isnan(evaluation.avg_at_k(torch.full((2, 2), nan)))
-
-
 @pytest.mark.parametrize("P", [30, 300])
 @pytest.mark.parametrize(("first", "second"), [(0, 0.05), (0, 0.95), (0.02, 0.05), (0.3, 0.5)])
 def test_intervals_cover(P, first, second):
@@ -105,8 +96,8 @@ def test_pass_at_k_by_enumeration():
 
 
 def test_figures_by_hand():
-    """Fails if a share or a mean is of problems instead of completions, or if pass@k lacks k or is
-    0 because no reward is exactly 1."""
+    """Fails if all completions are pooled, if an unscorable one counts as wrong, or if pass@k lacks
+    k or is 0 because no reward is exactly 1."""
     rows = [
         {"rewards": [1, 0, None], "lengths": [2, 3, 9], "truncated": [False, False, True]},
         {"rewards": [0, 0, 0], "lengths": [9, 9, 4], "truncated": [True, True, False]},
@@ -118,6 +109,8 @@ def test_figures_by_hand():
         "problems": 2, "k": 3, "avg@3": 0.25, "pass@1": 0.25, "pass@2": 0.5, "pass@3": 0.0,
         "unscorable": 1, "truncated_share": 0.5, "mean_length": 6.0,
     }  # fmt: skip
+    nothing = evaluation.figures([rows[0] | {"rewards": [None] * 3}])
+    assert math.isnan(nothing["avg@3"])
     partial = evaluation.figures([rows[0] | {"rewards": [0.5, 2.0, 2.0]}])
     assert partial["avg@3"] == 1.5
     assert not any(name.startswith("pass@") for name in partial)
