@@ -93,7 +93,7 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
 
 def cli(reward=None) -> None:
     """The command line: evaluate with its flags. Bad input ends in one line and exit status 2."""
-    console.escape()
+    console.result()
     try:
         main(tyro.cli(EvalConfig), reward=reward)
     except (InputError, FloatingPointError) as problem:

@@ -97,7 +97,7 @@ def draw_panel(axis, rows: list[dict], x: str, name: str, curves: dict) -> None:
 if __name__ == "__main__":
     from runtime import checkpoint  # it imports log, which imports this
 
-    console.escape()
+    console.result()
     if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "log.jsonl").exists():
         raise SystemExit("usage: python -m runtime.plot FOLDER, the --out-dir of a run")
     try:

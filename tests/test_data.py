@@ -255,7 +255,7 @@ def test_embedded_data(name):
     assert not {problem.text for problem in train} & {problem.text for problem in held_out}
 
 
-def test_sft_problems(tmp_path):
+def test_sft_problems(tmp_path, capsys):
     """Catches held-out rows or rows without a solution that would be learned."""
     words = data.sft_problems("words")
     assert len(words) == word_problems.SFT_PROBLEMS
@@ -263,6 +263,8 @@ def test_sft_problems(tmp_path):
     rows = [{"question": f"q{n}", "answer": f"so #### {n}" if n % 2 else n} for n in range(40)]
     found = data.sft_problems(write(tmp_path, *rows))
     assert [problem.text for problem in found] == [f"q{n}" for n in range(1, 38, 2)]
+    said = "note: 19 of 38 problems have no worked solution and are left out\n"
+    assert capsys.readouterr().out == said
     with pytest.raises(InputError, match="19 of 19 problems have no worked solution; use"):
         data.sft_problems(write(tmp_path, *rows[::2]))
 
