@@ -41,6 +41,11 @@ HUB = {  # data name -> id, configuration and split on the hub
 PROBLEM_KEYS = ("problem", "question", "prompt", "messages")
 ANSWER_KEYS = ("answer", "final_answer", "target", "solution", "ground_truth")
 SOURCE_KEYS = ("source", "subject", "type")
+READ = {*ANSWER_KEYS, *SOURCE_KEYS, "reward_model"}
+# What data have where no answer was found: small letters and digits, without what is between them.
+PLACEHOLDERS = {
+    "", "proof", "notfound", "none", "null", "nan", "na", "unknown", "noanswer", "todo", "tbd",
+}  # fmt: skip
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 # What a chat template calls for today's date, such as strftime_now("%d %B %Y").
 TODAY = re.compile(r"strftime_now\((?:\s*format\s*=)?\s*(['\"])(.*?)\1\s*\)")
@@ -58,27 +63,17 @@ class Embedded(NamedTuple):
     train_split: str | None  # None: for evaluation only
     eval_split: str
     reward: Callable
-    longest_completion: int  # tokens; the default --max-new-tokens
+    room: int  # the default --max-new-tokens: the longest right answer and its end token
 
 
+sums = rewards.arithmetic_reward
 EMBEDDED = {  # data name -> its task. A new one needs a module in tasks/ and a row here.
-    "arithmetic": Embedded(
-        arithmetic, "train", "heldout",
-        rewards.arithmetic_reward, arithmetic.longest_completion(arithmetic.CHAIN),
-    ),
-    "arithmetic-mixed": Embedded(
-        arithmetic, "mixed", "mixed-heldout",
-        rewards.arithmetic_reward, arithmetic.longest_completion(arithmetic.UNSOLVED),
-    ),
-    "arithmetic-longer": Embedded(
-        arithmetic, None, "longer",
-        rewards.arithmetic_reward, arithmetic.longest_completion(arithmetic.LONGER),
-    ),
-    "words": Embedded(
-        word_problems, "train", "heldout",
-        rewards.math_reward, word_problems.LONGEST_COMPLETION,
-    ),
-}  # fmt: skip
+    "arithmetic": Embedded(arithmetic, "train", "heldout", sums, 55),
+    "arithmetic-mixed": Embedded(arithmetic, "mixed", "mixed-heldout", sums, 148),
+    "arithmetic-longer": Embedded(arithmetic, None, "longer", sums, 88),
+    # The longest solution of 20,000 has 44 characters; a tokenizer may take more.
+    "words": Embedded(word_problems, "train", "heldout", rewards.math_reward, 60),
+}
 
 
 @dataclass(frozen=True)
@@ -102,42 +97,52 @@ class Problem:
 # ---------------------------------------------------------------------------- sets
 
 
-def train_problems(data: str, *, hold_out: bool, reward=None) -> list[Problem]:
-    """The problems to train on. With hold_out, data that are not embedded lose their last 5 %.
+def problem_sets(
+    data: str, eval_data: str | None, limit: int | None, reward=None
+) -> tuple[list[Problem], list[Problem]]:
+    """(problems to train on, at most `limit` problems to evaluate on).
 
-    Problems whose reference answers the default reward cannot read are dropped, unless `reward` is
-    one of the user's.
+    Without eval_data these are the held-out split of an embedded task, or the last 5 % of other
+    data, which are then not trained on. Says how many problems are in both.
     """
-    if data in EMBEDDED:
-        task, split = EMBEDDED[data].task, EMBEDDED[data].train_split
-        if split is None:
-            trained = ", ".join(name for name in EMBEDDED if EMBEDDED[name].train_split)
-            raise InputError(f"--data {data} is for evaluation only: train on one of {trained}")
-        return _computed(task, split, task.TRAIN_PROBLEMS)
-    problems = _scorable(data, reward)
-    return problems[: -_held_out(data, problems)] if hold_out else problems
+    train = train_problems(data, reward)
+    if eval_data is None and data not in EMBEDDED:
+        if len(train) < 2:
+            raise InputError(f"{data}: too few problems to hold some out, give --eval-data")
+        end = len(train) - max(1, round(HELD_OUT_SHARE * len(train)))
+        train, evaluated = train[:end], train[end:][:limit]
+    else:
+        evaluated = eval_problems(eval_data or data, limit, reward) if limit else []
+    trained = {identity(problem) for problem in train}
+    if common := sum(identity(problem) in trained for problem in evaluated):
+        ranks.say(f"note: {common} of {len(evaluated)} problems to evaluate on are also trained on")
+    return train, evaluated
 
 
-def eval_problems(
-    data: str, limit: int | None, *, of_training_file: bool = False, reward=None
-) -> list[Problem]:
-    """At most `limit` problems to evaluate on: a held-out embedded split, or a whole set.
+def train_problems(data: str, reward=None) -> list[Problem]:
+    """All problems to train on: an embedded split, or a whole set."""
+    if data not in EMBEDDED:
+        return _scorable(data, reward)
+    task, split = EMBEDDED[data].task, EMBEDDED[data].train_split
+    if split is None:
+        trained = ", ".join(name for name in EMBEDDED if EMBEDDED[name].train_split)
+        raise InputError(f"--data {data} is for evaluation only: train on one of {trained}")
+    return _computed(task, split, task.TRAIN_PROBLEMS)
 
-    With of_training_file, only the last 5 % of the set, which train_problems holds out. Problems
-    that cannot be scored are dropped as in train_problems.
-    """
+
+def eval_problems(data: str, limit: int | None = None, reward=None) -> list[Problem]:
+    """At most `limit` problems to evaluate on: of a held-out embedded split, or of a whole set."""
     if data in EMBEDDED:
         return _computed(EMBEDDED[data].task, EMBEDDED[data].eval_split, limit or EVAL_PROBLEMS)
-    problems = _scorable(data, reward)
-    return (problems[-_held_out(data, problems) :] if of_training_file else problems)[:limit]
+    return _scorable(data, reward)[:limit]
 
 
 def sft_problems(data: str) -> list[Problem]:
     """Problems with worked solutions, for supervised training: those of the data set `words`, or
-    the rows of train_problems that have a solution."""
+    the rows to train on that have a solution."""
     if data == "words":
         return _computed(word_problems, "sft", word_problems.SFT_PROBLEMS)
-    problems = train_problems(data, hold_out=True)
+    problems, _ = problem_sets(data, None, 0)
     worked = [problem for problem in problems if problem.solution]
     without = f"{len(problems) - len(worked)} of {len(problems)} problems have no worked solution"
     if not worked:
@@ -159,47 +164,35 @@ def is_file(data: str) -> bool:
 
 def max_new_tokens(data: str) -> int:
     """Default room for a completion."""
-    return EMBEDDED[data].longest_completion if data in EMBEDDED else FILE_TOKENS
+    return EMBEDDED[data].room if data in EMBEDDED else FILE_TOKENS
 
 
 def _computed(task: ModuleType, split: str, count: int) -> list[Problem]:
     return [Problem(*task.problem(split, index)) for index in range(count)]
 
 
-def _held_out(data: str, problems: list[Problem]) -> int:
-    if len(problems) < 2:
-        raise InputError(f"{data}: too few problems to hold some out, give --eval-data")
-    return max(1, round(HELD_OUT_SHARE * len(problems)))
-
-
 def _scorable(data: str, reward) -> list[Problem]:
-    """The problems that the reward can score; says how many others there are.
-
-    Only the default reward can be asked beforehand. One of the user's sees completions only.
-    """
+    """The problems whose reference answers the default reward can read; says what the others look
+    like, and which answers are only placeholders. A reward of the user's gets all problems."""
     problems = read_problems(data)
     if reward not in (None, reward_function(data)):
         return problems
-    kept = [problem for problem in problems if rewards.has_value(problem.answer)]
-    dropped = (
-        f"{len(problems) - len(kept)} of {len(problems)} reference answers of {data} cannot be "
-        f"scored (python eval.py --check-golds --data {data} lists them)"
-    )
-    if not kept:
-        raise InputError(dropped)
-    if len(kept) < len(problems):
-        ranks.say(f"note: {dropped}; these problems are dropped")
+    kept, dropped = [], []
+    for problem in problems:
+        (kept if rewards.has_value(problem.answer) else dropped).append(problem)
+    if dropped:
+        pairs = "; ".join(f"{one.answer[:50]!r} to {one.text[:50]!r}" for one in dropped[:3])
+        said = f"{len(dropped)} of {len(problems)} reference answers of {data} cannot be scored"
+        if not kept:
+            raise InputError(f"{said}: {pairs}")
+        ranks.say(f"note: {said}, and their problems are dropped: {pairs}")
+    answers = [problem.answer for problem in kept]
+    odd = Counter(one for one in answers if re.sub(r"[\W_]", "", one.lower()) in PLACEHOLDERS)
+    if odd:
+        named = ", ".join(f"{answer!r} ({count})" for answer, count in odd.most_common(3))
+        said = f"{odd.total()} of {len(answers)} reference answers of {data} look like placeholders"
+        ranks.say(f"note: {said}, and count as right answers: {named}")
     return kept
-
-
-def say_common(train: list[Problem], evaluated: list[Problem]) -> None:
-    """Say how many of the problems to evaluate on are trained on, too."""
-    trained = {identity(problem) for problem in train}
-    common = sum(identity(problem) in trained for problem in evaluated)
-    if common:
-        ranks.say(
-            f"note: {common} of the {len(evaluated)} problems to evaluate on are also trained on"
-        )
 
 
 def identity(problem: Problem) -> str:
@@ -240,15 +233,20 @@ def read_problems(data: str) -> list[Problem]:
         names = ", ".join([*EMBEDDED, *HUB])
         hint = f"give a file of JSON or parquet, or one of {names}"
         raise InputError(f"--data {data} cannot be read ({in_words(error)}): {hint}") from None
-    problems = []
-    for number, row in rows:
+    problems, unread = [], set()
+    for number, line in rows:
         try:
-            problems.append(problem_of(json.loads(row) if isinstance(row, str) else row, data))
+            row = json.loads(line) if isinstance(line, str) else line
+            problems.append(problem_of(row, data))
         except Exception as error:
             remedy = "correct or remove it"
             raise InputError(f"row {number} of {data}: {in_words(error)}: {remedy}") from None
+        given = {name for name, value in row.items() if value not in (None, "")}
+        unread |= given - READ - {_first_key(row, PROBLEM_KEYS)}
     if not problems:
-        raise InputError(f"{data} is empty: give each row a problem and an answer")
+        raise InputError(f"{data} has no rows: give it some with a problem and an answer")
+    if unread:
+        ranks.say(f"note: prompts leave out these columns of {data}: {', '.join(sorted(unread))}")
     return problems
 
 
@@ -271,16 +269,23 @@ def _rows(data: str):
         import pyarrow.parquet
 
         table = pyarrow.parquet.ParquetFile(data).read()
-        for place, column in enumerate(table.columns):
-            if column.type == pyarrow.float32():  # Python would say 7.099999904632568 for 7.1
-                exact = column.cast("string").cast("double")
-                table = table.set_column(place, table.column_names[place], exact)
-        return enumerate(table.to_pylist(), 1)
+        kind = pyarrow.struct(table.schema)
+        return enumerate([as_written(row, kind) for row in table.to_pylist()], 1)
     text = Path(data).read_text(encoding="utf-8-sig")  # Windows programs put a mark in front
     if text.lstrip().startswith("["):
         return enumerate(json.loads(text), 1)
     lines = enumerate(text.split("\n"), 1)  # splitlines also splits inside strings
     return [(number, line) for number, line in lines if line.strip()]
+
+
+def as_written(value, kind):
+    """A value of an Arrow type with all digits of its numbers, and no more: as a Python number, the
+    float32 of 7.1 is 7.099999904632568."""
+    if isinstance(value, dict):
+        return {field.name: as_written(value[field.name], field.type) for field in kind}
+    if isinstance(value, list):
+        return [as_written(part, kind.field(0).type) for part in value]
+    return float(str(kind.to_pandas_dtype()(value))) if isinstance(value, float) else value
 
 
 def problem_of(row: dict, data: str) -> Problem:
@@ -418,32 +423,37 @@ def encode_prompts(
     """
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise InputError("--prompt-format chat: the tokenizer has no chat template; use plain")
-    lines = [problem.instruction if instruction is None else instruction for problem in problems]
-    pairs = [*zip(problems, lines, strict=True)]
-    if tokenizer.chat_template and prompt_format != "plain":
-        ends = tuple(tokenizer.convert_ids_to_tokens(chat_format.end_tokens(tokenizer)))
-        chats = [problem.messages(line) for problem, line in pairs]
-        texts = [in_template(chat, tokenizer, ends, thinking) for chat in chats]
-        prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    else:
-        texts = [_plain_text(problem, line) for problem, line in pairs]
-        prompt_ids = tokenizer(texts)["input_ids"]
-        ends = chat_format.end_tokens(tokenizer, model)
-        for ids in prompt_ids:  # some tokenizers end every text with one; a model would start anew
-            while ids and ids[-1] in ends:
+    is_chat = tokenizer.chat_template and prompt_format != "plain"
+    ends = tuple(tokenizer.convert_ids_to_tokens(chat_format.end_tokens(tokenizer)))
+    texts = []
+    for problem in problems:
+        line = problem.instruction if instruction is None else instruction
+        if is_chat:
+            texts.append(in_template(problem.messages(line), tokenizer, ends, thinking))
+        else:
+            texts.append(_plain_text(problem, line))
+    prompt_ids = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
+    check_tokens(texts, prompt_ids, tokenizer, model)
+    if not is_chat:  # some tokenizers end every text with an end token; a model would start anew
+        end_ids = chat_format.end_tokens(tokenizer, model)
+        for ids in prompt_ids:
+            while ids and ids[-1] in end_ids:
                 ids.pop()
-    check_vocabulary(prompt_ids, tokenizer, model)
 
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     asked = [" ".join(turn["content"] for turn in problem.messages()) for problem in problems]
     if held := [token for text in asked for token in special if token in text]:
         ranks.say(f"note: problems contain control tokens, such as {held[0]!r}; {len(held)} in all")
     fits = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
-    too_long = f"longer than {max_prompt_tokens} tokens"
-    if not fits:
-        raise InputError(f"all {len(problems)} prompts are {too_long}: lower --max-new-tokens")
     if len(fits) < len(problems):
-        ranks.say(f"dropped {len(problems) - len(fits)} of {len(problems)} prompts: {too_long}")
+        empty = prompt_ids.count([])
+        too_long = len(problems) - len(fits) - empty
+        limit = f"longer than the {max_prompt_tokens} tokens that --max-new-tokens leaves"
+        why = [f"{count} {what}" for count, what in ((too_long, limit), (empty, "empty")) if count]
+        dropped = f"dropped {too_long + empty} of {len(problems)} prompts: {' and '.join(why)}"
+        if not fits:
+            raise InputError(f"{dropped}; none is left")
+        ranks.say(dropped)
     return [problems[index] for index in fits], [prompt_ids[index] for index in fits]
 
 
@@ -480,12 +490,19 @@ def _plain_text(problem: Problem, instruction: str) -> str:
     return f"{problem.text}\n{instruction}\n" if instruction else problem.text
 
 
-def check_vocabulary(all_ids: list[list[int]], tokenizer, model) -> None:
-    """InputError if one of the texts has a token that the model's embedding has no row for."""
-    rows = model.get_input_embeddings().num_embeddings if model else math.inf
+def check_tokens(texts: list[str], all_ids: list[list[int]], tokenizer, model) -> None:
+    """Say which characters of the texts their tokens lose. InputError if a token's id is beyond the
+    model's embedding."""
     highest = max((max(ids, default=0) for ids in all_ids), default=0)
+    rows = model.get_input_embeddings().num_embeddings if model else math.inf
     if highest >= rows:
         raise InputError(
             f"the tokenizer gives {tokenizer.decode([highest])!r} the id {highest}, but the "
             f"model's embedding has {rows} rows: it is not this model's tokenizer"
         )
+    lost = Counter()
+    for text, ids in zip(texts, all_ids, strict=True):
+        lost += Counter(text) - Counter(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    if lost:
+        characters = " ".join(repr(character) for character, _count in lost.most_common(20))
+        ranks.say(f"note: these characters are lost, because no token holds them: {characters}")

@@ -6,15 +6,14 @@ How good a model is: avg@k and pass@k on sets of problems, or its answer to one 
         gaokao2023en --k 32 --max-new-tokens 32768 --temperature 0.6 --top-p 0.95 --top-k 20 \\
         --thinking --out-dir evals/4b
     python eval.py --compare evals/4b evals/4b-trained     # paired differences by problem
-    python eval.py --check-golds --data FILE               # reference answers that cannot be scored
     python eval.py --model out/checkpoint --prompt "7+9+5?"
 
 avg@k averages over k completions of a problem, then over problems: a low-variance estimate of
-pass@1. Each set prints one line of JSON, and a table follows. With --out-dir each batch is
-stored as soon as it is scored, and repeating the command continues an interrupted evaluation.
+pass@1. The table comes first, then a line of JSON for each set. With --out-dir each batch is stored
+as soon as it is scored, and repeating the command continues an interrupted evaluation. Stored
+completions are not sampled again, but scored again: the reward may have been corrected meanwhile.
 """
 
-import functools
 import json
 import math
 import sys
@@ -41,11 +40,11 @@ import rollout
 from dppo import seed_for
 from engines import vllm_engine
 from flags import EvalConfig
-from runtime import InputError, checkpoint, console, log
+from runtime import InputError, checkpoint, console, log, ranks
 from runtime.device import choose_device, choose_dtype
 
 # Flags that do not change a completion. All others must be the same throughout one --out-dir.
-FREE = ("data", "problems", "out_dir", "compare", "check_golds", "prompt", "vllm_memory", "device")
+FREE = ("data", "problems", "out_dir", "compare", "prompt", "vllm_memory", "device")
 
 
 class ProblemSet(NamedTuple):
@@ -61,8 +60,7 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
     check_config(cfg)
     if cfg.compare:
         return compare(*cfg.compare)
-    if cfg.check_golds:
-        return check_golds(cfg.data)
+    ranks.check_single("eval.py")
     if cfg.model is None:
         raise InputError("--model: give a folder such as out/checkpoint, a hub id or a .gguf file")
     device = choose_device(cfg.device)
@@ -75,9 +73,7 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
 
     settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
     settings |= {"weights": checkpoint.fingerprint(model), "date": tokenizer.date}
-    settings["reward"] = None  # the default of each set
-    if reward:
-        settings["reward"] = getattr(reward, "__qualname__", type(reward).__name__)
+    settings["reward"] = reward and getattr(reward, "__qualname__", type(reward).__name__)
     table = []
     with checkpoint.owned(cfg.out_dir):
         folder = open_folder(cfg.out_dir, settings) if cfg.out_dir else None
@@ -85,22 +81,34 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
             path = folder and folder / f"{problem_set.file}.jsonl"
             rows = complete(model, tokenizer, problem_set, sampling, cfg, path, reward)
             row = {"data": problem_set.name, **figures(rows)}
-            row |= settings | {"max_new_tokens": problem_set.max_new_tokens}
-            print(log.as_json(row), flush=True)
-            table.append(row)
-    print_table(table, cfg.k)
+            print(as_line(row), flush=True)
+            table.append(row | settings | {"max_new_tokens": problem_set.max_new_tokens})
+    if len(table) > 1:
+        mean = sum(row[f"avg@{cfg.k}"] for row in table) / len(table)
+        print(f"{'average':36s} avg@{cfg.k} {mean:.3f}")
+    for row in table:
+        print(log.as_json(row))
     return table
+
+
+def cli(reward=None) -> None:
+    """The command line: evaluate with its flags. Bad input ends in one line and exit status 2."""
+    console.result()
+    try:
+        main(tyro.cli(EvalConfig), reward=reward)
+    except (InputError, FloatingPointError) as problem:
+        ranks.report(problem)
+        sys.exit(2)
 
 
 def check_config(cfg: EvalConfig) -> None:
     """InputError names a flag whose value is out of range."""
-    require = functools.partial(config.require, cfg)
     for name in ("k", "problems", "batch_size", "max_new_tokens"):
         value = getattr(cfg, name)
-        require(name, value is None or value >= 1, "at least 1")
-    require("temperature", 0 <= cfg.temperature < math.inf, "at least 0")
-    require("top_k", cfg.top_k >= 0, "at least 0")
-    require("top_p", 0 < cfg.top_p <= 1, "above 0 and at most 1")
+        config.require(cfg, name, value is None or value >= 1, "at least 1")
+    config.require(cfg, "temperature", 0 <= cfg.temperature < math.inf, "at least 0")
+    config.require(cfg, "top_k", cfg.top_k >= 0, "at least 0")
+    config.require(cfg, "top_p", 0 < cfg.top_p <= 1, "above 0 and at most 1")
 
 
 def load(cfg: EvalConfig, reward):
@@ -146,10 +154,13 @@ def read_set(name: str, cfg: EvalConfig, reward) -> tuple[str, list[data.Problem
     A file's completions are named after the contents of all of its problems, because two files may
     have the same name.
     """
-    options = {"of_training_file": cfg.held_out, "reward": reward}
+    limit = None if data.is_file(name) else cfg.problems
+    if cfg.held_out and name not in data.EMBEDDED:
+        _, problems = data.problem_sets(name, None, limit, reward)
+    else:
+        problems = data.eval_problems(name, limit, reward)
     if not data.is_file(name):
-        return name, data.eval_problems(name, cfg.problems, **options)
-    problems = data.eval_problems(name, None, **options)
+        return name, problems
     return f"{Path(name).stem}-{data.content_hash(problems)}", problems[: cfg.problems]
 
 
@@ -169,9 +180,10 @@ def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, 
 def complete(
     model, tokenizer, problem_set: ProblemSet, sampling, cfg, path=None, reward=None
 ) -> list[dict]:
-    """Sample and score every problem of a set, batch by batch. Rows that `path` has are reused.
+    """Sample and score every problem of a set, batch by batch. What `path` has is scored again.
 
-    A row has index, problem, answer, rewards, lengths, truncated and completions.
+    A row has index, prompt (a hash of its tokens), problem, answer, rewards, lengths, truncated and
+    completions.
     """
     name, _file, problems, prompt_ids, room = problem_set
     sampling = replace(sampling, max_new_tokens=room)
@@ -180,32 +192,39 @@ def complete(
     seed, keys = seed_for(cfg.seed, name), range(len(problems))
     if data.is_file(name):  # neither the file's path nor the order of its rows matters
         seed, keys = seed_for(cfg.seed, "file"), data.draw_keys(problems)
+    prompts = [data.digest(ids) for ids in prompt_ids]
 
-    rows = log.read_rows(path)[: len(problems)] if path else []
-    expected = [(problem.text, problem.answer) for problem in problems[: len(rows)]]
-    if [(row["problem"], row.get("answer")) for row in rows] != expected:
-        raise InputError(f"{path} has other problems or answers than {name}: use another --out-dir")
-    if path and len(rows) < len(problems):  # sample a batch again if some of it is missing
-        rows = log.cut_rows(path, lambda row: row["index"] < len(rows) // chunk * chunk)
+    rows = log.read_rows(path) if path else []
+    rows, later = rows[: len(problems)], rows[len(problems) :]  # later: of more --problems
+    if [row.get("prompt") for row in rows] != prompts[: len(rows)]:
+        raise InputError(
+            f"{path} has completions of other prompts than {name} now gives (its problems, the "
+            f"chat template or the version changed): use another --out-dir"
+        )
+    if len(rows) < len(problems):  # sample a batch again if some of it is missing
+        rows = rows[: len(rows) // chunk * chunk]
+    for row, problem in zip(rows, problems, strict=False):
+        row.update(scored(row["completions"], problem, reward))
+    if path:
+        not_scored = {"rewards": [None] * cfg.k}
+        log.write_rows(path, [*rows, *(row | not_scored for row in later)])
 
     starts = range(len(rows), len(problems), chunk)
     for start in tqdm(starts, desc=name, unit="batch", delay=3, leave=False):
         batch = range(len(problems))[start : start + chunk]
-        ids, asked = [prompt_ids[index] for index in batch], [problems[index] for index in batch]
-        options = {"seed": seed, "keys": [keys[index] for index in batch]}
-        rollouts = rollout.sample(model, ids, sampling, group_size=cfg.k, **options)
-        texts, scores = rewards.score(rollouts, asked, tokenizer, reward)
+        ids, drawn = [prompt_ids[index] for index in batch], [keys[index] for index in batch]
+        rollouts = rollout.sample(model, ids, sampling, group_size=cfg.k, seed=seed, keys=drawn)
+        texts = rewards.seen(rollouts, tokenizer)
         new = [
             {
                 "index": index,
-                "problem": problem.text,
-                "answer": problem.answer,
-                "rewards": [None if math.isnan(score) else score for score in scores[row].tolist()],
+                "prompt": prompts[index],
+                **scored(texts[row], problems[index], reward),
                 "lengths": rollouts.lengths[row].tolist(),
                 "truncated": rollouts.truncated[row].tolist(),
                 "completions": texts[row],
             }
-            for row, (index, problem) in enumerate(zip(batch, asked, strict=True))
+            for row, index in enumerate(batch)
         ]
         if path:
             log.append_rows(path, new)
@@ -213,19 +232,23 @@ def complete(
     return rows
 
 
+def scored(completions: list[str], problem: data.Problem, reward) -> dict:
+    """What the row of a problem says of its completions. A reward of None cannot be scored."""
+    numbers = [rewards.reward_of(text, problem.answer, reward) for text in completions]
+    found = [None if math.isnan(number) else number for number in numbers]
+    return {"problem": problem.text, "answer": problem.answer, "rewards": found}
+
+
 def open_folder(folder: str, settings: dict) -> Path:
     """The folder of one model's completions; InputError if it was made with other settings."""
     path = Path(folder) / "config.json"
-    if not path.exists():
-        log.write_text(path, json.dumps(settings, indent=2) + "\n")
-        return path.parent
-    stored = log.read_json(path)
-    if "config" in stored:
-        raise InputError(f"--out-dir {folder} holds a run of training: use another folder")
-    for name, value in settings.items():
-        if stored.get(name) != value:
-            has = f"--out-dir {folder} has {name} {stored.get(name)}, not {value}"
-            raise InputError(f"{has}: use the same value, or another folder")
+    if path.exists():
+        stored = checkpoint.stored_config(path.parent, "an evaluation")
+        for name, value in settings.items():
+            if name != "reward" and stored.get(name) != value:
+                has = f"--out-dir {folder} has {name} {stored.get(name)}, not {value}"
+                raise InputError(f"{has}: use the same value, or another folder")
+    log.write_text(path, json.dumps(settings, indent=2) + "\n")
     return path.parent
 
 
@@ -299,30 +322,25 @@ def figures(rows: list[dict]) -> dict:
     }
 
 
-def print_table(table: list[dict], k: int) -> None:
-    """One line per set, and the average over several."""
-    print(f"{'set':18s} problems   avg@{k:<4d} (Wilson, 95 %)    pass@{k:<4d} cut off")
-    for row in table:
-        name, (low, high) = Path(row["data"]).stem[:18], row["wilson95"]
-        print(
-            f"{name:18s} {row['problems']:8d}   {row[f'avg@{k}']:.3f}    ({low:.3f} to {high:.3f})"
-            f"   {row.get(f'pass@{k}', math.nan):.3f}     {row['truncated_share']:6.1%}"
-        )
-    if len(table) > 1:
-        print(f"{'average':27s}   {sum(row[f'avg@{k}'] for row in table) / len(table):.3f}")
+def as_line(row: dict) -> str:
+    """The figures of a set, in one line."""
+    name, k, (low, high) = Path(row["data"]).stem[:18], row["k"], row["wilson95"]
+    text = f"{name:18s} {row['problems']:8d} problems   avg@{k} {row[f'avg@{k}']:.3f}"
+    text += f" ({low:.3f} to {high:.3f}, Wilson, 95 %)"
+    text += f"   pass@{k} {row[f'pass@{k}']:.3f}" if f"pass@{k}" in row else ""
+    return f"{text}   cut off {row['truncated_share']:.1%}"
 
 
-# ---------------------------------------------------------------------------- compare and check
+# ---------------------------------------------------------------------------- compare
 
 
 def compare(first: str, second: str) -> list[dict]:
     """How much better the second folder is on each set that both hold, problem by problem."""
+    old, new = (checkpoint.stored_config(Path(one), "an evaluation") for one in (first, second))
+    for name in old:
+        if name not in ("model", "weights") and old[name] != new.get(name):
+            print(f"note: the folders differ in {name}: {old[name]}, {new.get(name)}")
     table = []
-    paths = [Path(folder) / "config.json" for folder in (first, second)]
-    old, new = (log.read_json(path) if path.exists() else {} for path in paths)
-    for name in old.keys() & new.keys() - {"model", "weights"}:
-        if old[name] != new[name]:
-            print(f"note: the folders differ in {name}: {old[name]}, {new[name]}")
     for path in sorted(Path(first).glob("*.jsonl")):
         old, new = (stored_means(Path(folder) / path.name) for folder in (first, second))
         pairs = [(old[key], new[key]) for key in old if key in new]
@@ -330,19 +348,19 @@ def compare(first: str, second: str) -> list[dict]:
             continue
         before, after = torch.tensor(pairs, dtype=torch.float64).T
         difference = after - before
-        row = {
-            "set": path.stem,
-            "problems": len(pairs),
-            "first": round(before.mean().item(), 4),
-            "second": round(after.mean().item(), 4),
-            "difference": round(difference.mean().item(), 4),
-            "wilson95": [round(end, 4) for end in wilson_interval(difference, low=-1.0)],
-        }
-        print(log.as_json(row))
-        table.append(row)
+        low, high = wilson_interval(difference, low=-1.0)
+        means = [round(mean.item(), 4) for mean in (before.mean(), after.mean(), difference.mean())]
+        print(
+            f"{path.stem}: {first} {means[0]:.3f}, {second} {means[1]:.3f}, difference "
+            f"{means[2]:+.3f} ({low:+.3f} to {high:+.3f}, 95 %) on {len(pairs)} problems"
+        )
+        row = {"set": path.stem, "problems": len(pairs), "first": first, "second": second}
+        row |= {"means": means[:2], "difference": means[2]}
+        table.append(row | {"wilson95": [round(low, 4), round(high, 4)]})
     if not table:
-        hint = "eval.py --out-dir makes such folders"
-        raise InputError(f"--compare {first} {second}: no problem in common; {hint}")
+        raise InputError(f"--compare {first} {second}: no problem in common")
+    for row in table:
+        print(log.as_json(row))
     return table
 
 
@@ -360,27 +378,5 @@ def stored_means(path: Path) -> dict[tuple, float]:
     return means
 
 
-def check_golds(names: tuple[str, ...]) -> list[dict]:
-    """Compare every reference answer with itself, by the reward and by math-verify alone."""
-    verified = number = 0
-    for name in names:
-        embedded = name in data.EMBEDDED
-        problems = data.eval_problems(name, None) if embedded else data.read_problems(name)
-        for row, problem in enumerate(problems, 1):
-            answer = problem.answer
-            right = rewards.math_reward(f"\\boxed{{{answer}}}", answer) == 1.0
-            right = right and rewards.verify(answer, answer)
-            if not right:
-                print(f"{name}, row {row}: answer {answer[:80]!r} of {problem.text[:80]!r}")
-            number, verified = number + 1, verified + right
-    print(f"verified {verified} of {number}")
-    return []
-
-
 if __name__ == "__main__":
-    console.escape()
-    try:
-        main(tyro.cli(EvalConfig))
-    except (InputError, FloatingPointError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        sys.exit(2)
+    cli()

@@ -184,8 +184,6 @@ class EvalConfig:
     """Store every completion in this folder, and continue from those already stored there."""
     compare: tuple[str, str] | None = None
     """Instead of evaluating a model, compare two folders made with --out-dir."""
-    check_golds: bool = False
-    """Instead of evaluating a model, list reference answers of --data that cannot be scored."""
     prompt: str | None = None
     """Instead of evaluating the model, print its answer to this one question."""
     temperature: float = 1.0
@@ -235,10 +233,7 @@ class SftConfig:
     seed: int = 0
     """Seed of the order of the problems."""
     out_dir: str = "out/sft"
-    """The run folder: config.json, log.jsonl and the newest checkpoint."""
-    resume: Resume = False
-    """Continue the run in --out-dir from its checkpoint. --resume auto starts one if there is
-    none."""
+    """The run folder: config.json, log.jsonl and, at the end, the checkpoint."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto is cuda if there is a GPU."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -52,16 +52,10 @@ class Models(NamedTuple):
 def load_problems(cfg: Config, reward: Callable | None = None) -> tuple:
     """(problems of --data, problems to evaluate on if there are evaluations, their two rewards).
     `reward` replaces the data's own."""
-    rows_of_file = cfg.eval_data is None  # its last ones are evaluated on
-    name = cfg.eval_data or cfg.data
-    train = ranks.broadcast(data.train_problems, cfg.data, hold_out=rows_of_file, reward=reward)
-    evaluated = []
-    if cfg.eval_every:
-        options = {"of_training_file": rows_of_file, "reward": reward}
-        evaluated = ranks.broadcast(data.eval_problems, name, cfg.eval_problems, **options)
-        data.say_common(train, evaluated)
-    of_data = [reward or data.reward_function(data_name) for data_name in (cfg.data, name)]
-    return train, evaluated, *of_data
+    limit = cfg.eval_problems if cfg.eval_every else 0
+    sets = ranks.broadcast(data.problem_sets, cfg.data, cfg.eval_data, limit, reward)
+    names = (cfg.data, cfg.eval_data or cfg.data)
+    return *sets, *(reward or data.reward_function(name) for name in names)
 
 
 def model_folder(model: str) -> str:

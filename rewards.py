@@ -110,6 +110,19 @@ def last_box(text: str) -> Box | None:
 # ---------------------------------------------------------------------------- of a batch
 
 
+def seen(rollouts, tokenizer) -> list[list[str]]:
+    """What a reward sees of G completions for each of K prompts, [K][G]: with the marks of
+    thoughts, also of one that the prompt opens."""
+    texts = []
+    opened = chat_format.open_thoughts(tokenizer, rollouts.prompt_ids)  # K
+    rows = zip(opened, rollouts.completion_ids.tolist(), rollouts.lengths.tolist(), strict=True)
+    for opening, group, lengths in rows:
+        completions = [ids[:length] for ids, length in zip(group, lengths, strict=True)]
+        decoded = chat_format.decode(tokenizer, completions, keep_thoughts=True)
+        texts.append([opening + text for text in decoded])
+    return texts
+
+
 def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch.Tensor]:
     """(texts, rewards) of G completions for each of K problems: lists [K][G], float64 [K, G].
 
@@ -122,14 +135,12 @@ def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch
         strict=True,
     )  # fmt: skip
     completions = [ids[:length] for ids, length in rows]  # K * G
-    texts = seen = chat_format.decode(tokenizer, completions)
+    texts = texts_seen = chat_format.decode(tokenizer, completions)
     if reward is math_reward:  # it must see whether a thought has ended
-        opened = chat_format.open_thoughts(tokenizer, rollouts.prompt_ids)  # K
-        with_thoughts = chat_format.decode(tokenizer, completions, keep_thoughts=True)
-        seen = [opened[number // G] + text for number, text in enumerate(with_thoughts)]
+        texts_seen = [text for group in seen(rollouts, tokenizer) for text in group]
     rewards = [
         reward_of(text, problems[number // G].answer, reward) if completions[number] else math.nan
-        for number, text in enumerate(seen)
+        for number, text in enumerate(texts_seen)
     ]
     texts = [texts[k * G : (k + 1) * G] for k in range(len(problems))]
     return texts, torch.tensor(rewards, dtype=torch.float64).view(len(problems), G)

@@ -27,7 +27,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    console.escape()  # tables have a ±
+    console.result()  # tables have a ±
     transformers.utils.logging.disable_progress_bar()
     try:
         main()

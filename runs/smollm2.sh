@@ -21,10 +21,13 @@ esac
 start=$out/sft/checkpoint
 
 common=(--prompt-format plain)
-train() {  # train MODULE FOLDER FLAGS...: start a run, or continue it
-    python -m "$1" "${common[@]}" --resume auto --out-dir "$2" "${@:3}"
-    local steps; steps=$(sed -n 's/^ *"steps": \([0-9]*\),*$/\1/p' "$2/config.json")
-    [ -e "$2/checkpoint-$(printf %06d "$steps")" ]  # one that was stopped ends this script
+start() {  # start FOLDER FLAGS...: a supervised start, once
+    [ -e "$1/checkpoint" ] || python -m tasks.sft "${common[@]}" --out-dir "$1" "${@:2}"
+}
+train() {  # train FOLDER FLAGS...: start a run, or continue it
+    python train.py "${common[@]}" --resume auto --out-dir "$1" "${@:2}"
+    local steps; steps=$(sed -n 's/^ *"steps": \([0-9]*\),*$/\1/p' "$1/config.json")
+    [ -e "$1/checkpoint-$(printf %06d "$steps")" ]  # one that was stopped ends this script
 }
 evaluate() {  # evaluate NAME MODEL DATA FLAGS...
     python eval.py --out-dir "$out/evals/$1" --model "$2" --data "${@:3}" --prompt-format plain \
@@ -43,9 +46,9 @@ if [ "${1:-}" = --gsm8k ]; then
     for part in train test; do  # problems of at most two calculations
         grep -v '<<.*<<.*<<' "$2/gsm8k_$part.jsonl" >$gsm8k/$part.jsonl
     done
-    train tasks.sft $gsm8k/sft --model $start --data $gsm8k/train.jsonl --steps 20 --lr 1e-4
+    start $gsm8k/sft --model $start --data $gsm8k/train.jsonl --steps 20 --lr 1e-4
     for method in grpo pps; do
-        train train $gsm8k/$method --method $method --model $gsm8k/sft/checkpoint \
+        train $gsm8k/$method --method $method --model $gsm8k/sft/checkpoint \
             --data $gsm8k/train.jsonl --max-new-tokens 128 --rollout-batch 256 --eval-every 0 \
             --prompts-per-step 8 --steps 6 --lr 2e-5 --lr-schedule linear --save-every 3
     done
@@ -55,11 +58,11 @@ if [ "${1:-}" = --gsm8k ]; then
     gains gsm8k-
     exit
 fi
-train tasks.sft $out/sft --model smollm2 --steps $sft
+start $out/sft --model smollm2 --steps $sft
 evaluate smollm2 smollm2 words
 evaluate sft $start words
 for method in grpo pps; do
-    train train $out/$method --method $method --model $start --data words --rollout-batch 256 \
+    train $out/$method --method $method --model $start --data words --rollout-batch 256 \
         --prompts-per-step 16 --steps $steps --lr 2e-5 --lr-schedule linear \
         --eval-every $every --eval-problems $watched --keep-checkpoints 1
     evaluate $method $out/$method/checkpoint words

@@ -33,6 +33,11 @@ from runtime import InputError, log, ranks
 
 NUMBERED = re.compile(r"checkpoint-\d{6,}")
 BEGINNING = 2**20  # bytes of each file that are read for its checksum
+# What a folder holds: a setting in its config.json that only this kind has.
+KINDS = {
+    "a training run": "method", "an evaluation": "weights", "a supervised start": "batch_size",
+    "a model": "model_type",
+}  # fmt: skip
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
 
@@ -196,13 +201,15 @@ def load_state(folder: Path) -> dict:
     return torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
 
 
-def stored_config(out_dir: Path) -> dict:
-    """The settings of the latest start of the run in a folder. InputError if it holds no run."""
-    path = out_dir / "config.json"
-    stored = log.read_json(path)
-    if "config" not in stored:
-        raise InputError(f"--out-dir {out_dir} holds an evaluation ({path}): use another folder")
-    return stored["config"]
+def stored_config(folder: Path, kind: str = "a training run") -> dict:
+    """The settings in config.json of a folder. InputError if it is not of this kind."""
+    path = folder / "config.json"
+    stored = log.read_json(path) if path.exists() else {}
+    settings = stored.get("config", stored)
+    found = next((name for name, key in KINDS.items() if key in settings), "nothing of ours")
+    if found != kind:
+        raise InputError(f"{folder} holds {found} where {kind} should be: give another folder")
+    return settings
 
 
 def first_date(out_dir: str | None) -> str:

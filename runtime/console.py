@@ -18,21 +18,28 @@ SHOWN = 160  # characters of a sample's prompt and of its completion, the last o
 
 class Console:
     """stdout or stderr. It drops what cannot be written: after `| head`, a Ctrl-C that also ended
-    `tee`, a terminal that closed, on a full disk."""
+    `tee`, a terminal that closed, on a full disk. ValueError: the stream is closed."""
 
-    def __init__(self, stream):
+    def __init__(self, stream, errors=(OSError, ValueError)):
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  None: it was closed
+        self.errors = errors
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
     def write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        with contextlib.suppress(*self.errors):
             self.stream.write(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        with contextlib.suppress(*self.errors):
             self.stream.flush()
+
+
+def result() -> None:
+    """For a program whose result is what it prints: only `| head` may close its console."""
+    escape()
+    sys.stdout = Console(sys.stdout, errors=[BrokenPipeError])
 
 
 def escape() -> None:

@@ -11,8 +11,6 @@ import math
 import sys
 from pathlib import Path
 
-from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
-
 from runtime import console
 
 CURVES = ("#0072B2", "#D55E00", "#009E73")  # of Okabe and Ito, for the colour-blind
@@ -41,6 +39,9 @@ OF_PRUNED_PROMPTS = {
 def draw_run(out_dir: Path) -> None:
     """Draw run.png: reward by step and by time, then the panels above. In a dead group all rewards
     are equal; a prompt is dull if its last group was dead."""
+    # Not pyplot, whose backend is the caller's. Here, because a run goes on where it is missing.
+    from matplotlib.figure import Figure
+
     lines = (out_dir / "log.jsonl").read_text().split("\n")[:-1]  # without a half-written last line
     rows = [json.loads(line) for line in lines]
     cfg = json.loads((out_dir / "config.json").read_text())["config"]
@@ -94,8 +95,15 @@ def draw_panel(axis, rows: list[dict], x: str, name: str, curves: dict) -> None:
 
 
 if __name__ == "__main__":
-    console.escape()
+    from runtime import checkpoint  # it imports log, which imports this
+
+    console.result()
     if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "log.jsonl").exists():
         raise SystemExit("usage: python -m runtime.plot FOLDER, the --out-dir of a run")
-    draw_run(Path(sys.argv[1]))
+    try:
+        checkpoint.stored_config(Path(sys.argv[1]))
+        draw_run(Path(sys.argv[1]))
+    except (ImportError, ValueError) as problem:  # no matplotlib, or not with this MPLBACKEND
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
     print(Path(sys.argv[1]) / "run.png")

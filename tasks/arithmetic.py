@@ -102,12 +102,6 @@ def worked_answer(prompt: str, carry_prob: float = 1.0, rng: random.Random | Non
     return ";".join(steps)
 
 
-def longest_completion(chain: tuple[int, int]) -> int:
-    """Tokens (= characters) in the longest right answer, including the end token."""
-    _shortest, longest = chain
-    return len(worked_answer("+".join(["9"] * longest) + "?")) + 1
-
-
 # ---------------------------------------------------------------------------- tokenizer, base model
 
 

@@ -22,15 +22,13 @@ from runtime import InputError
 
 # Holds the converted folders.
 CACHE = Path(os.environ.get("NANODPPO_CACHE") or Path(__file__).resolve().parents[1] / ".cache")
-RECIPE = 1  # raise it when a change to `convert` changes what it writes
 SAMPLE = "It's 1,234 + 5.6 = ?\n\n  They  don't know: naïve 漢字 🙂"  # must survive the tokenizer
 
 
 def model_folder(model: str) -> str:
     """The folder of a --model value that is `smollm2` or a .gguf file; any other value unchanged.
 
-    The first call converts. The cache key is the file's content, the versions of the packages that
-    convert, and RECIPE. InputError with the reason if the file cannot be read or converted.
+    The first call converts. InputError with the reason if the file cannot be read or converted.
     """
     if model != "smollm2" and not model.lower().endswith(".gguf"):
         return model
@@ -43,11 +41,12 @@ def model_folder(model: str) -> str:
 
 
 def converted(file: Path) -> Path:
-    """The folder in CACHE of a GGUF file."""
+    """The folder in CACHE of a GGUF file, by its content and what converts: packages, this code."""
     with open(file, "rb") as opened:
         content = hashlib.file_digest(opened, "sha256").hexdigest()
     versions = [metadata.version(name) for name in ("transformers", "gguf")]
-    key = hashlib.sha256(" ".join([content, *versions, str(RECIPE)]).encode()).hexdigest()[:12]
+    parts = [content, *versions, Path(__file__).read_text()]
+    key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
     folder = CACHE / f"gguf-{key}"
     if folder.exists():
         return folder

@@ -5,7 +5,7 @@ Supervised training on worked solutions: the start that a model needs before it 
     python train.py --model out/sft/checkpoint --data words
 
 GRPO learns nothing from a group whose completions are all wrong, so a model must already
-solve some problems. A run is one process.
+solve some problems. A run is one process, and is not resumed: it takes minutes.
 """
 
 import sys
@@ -21,6 +21,7 @@ import torch
 import tyro
 
 import chat_format
+import config
 import data
 import models
 import packing
@@ -28,35 +29,10 @@ import sampler
 from flags import SftConfig as Config
 from runtime import InputError, checkpoint, console, log, ranks
 from runtime.device import autocast, choose_device, choose_dtype
-from runtime.stop import Stop
 from runtime.timer import clock
 
 PACK_TOKENS = 2048  # tokens in one forward and backward pass
 WARMUP = 10  # steps until the learning rate is at its highest
-SAVE_EVERY = 20  # steps between two checkpoints
-
-
-def check(cfg: Config) -> Config:
-    """The config with device and dtype resolved.
-
-    InputError for a bad value, or if the run folder holds another run.
-    """
-    for name in ("steps", "batch_size", "lr"):
-        if not getattr(cfg, name) > 0:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be above 0")
-    device = choose_device(cfg.device)
-    cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device), data=list(cfg.data))
-    out_dir = Path(cfg.out_dir)
-    if not (out_dir / "config.json").exists():
-        if cfg.resume is True:
-            raise InputError(f"--resume: {out_dir} holds no run: --resume auto would start one")
-        return cfg
-    resume = {"resume": cfg.resume or True}
-    flags_of_run = asdict(Config()) | checkpoint.stored_config(out_dir) | resume
-    if asdict(cfg) != flags_of_run:
-        way_out = "continue it with --resume and the same flags"
-        raise InputError(f"--out-dir {out_dir} holds a run: {way_out}")
-    return cfg
 
 
 def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[int], list[int]]]:
@@ -74,7 +50,7 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
         raise InputError(f"--model {cfg.model}: its template opens a thought, {way_out}")
     texts = [problem.solution for problem in problems]
     solutions = [[*ids, end] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    data.check_vocabulary(solutions, tokenizer, model)
+    data.check_tokens(texts, solutions, tokenizer, model)
     pairs = zip(prompts, solutions, strict=True)
     fitting = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
     if len(fitting) < cfg.batch_size:
@@ -110,54 +86,43 @@ def update(model, optimizer, batch, cfg: Config) -> dict:
         total += loss.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if not norm.isfinite():
-        raise InputError(f"--lr {cfg.lr}: the gradient is {norm}; the last checkpoint is intact")
+        raise InputError(f"--lr {cfg.lr}: the gradient is {norm}; lower it")
     optimizer.step()
     return {"loss": total, "grad_norm": norm.item()}
 
 
 def main(cfg: Config) -> None:
-    """One supervised run. Raises InputError for bad input before anything is written."""
+    """One supervised run: all steps, then a checkpoint. Raises InputError for bad input before
+    anything is written."""
+    ranks.check_single("tasks.sft")
+    for name in ("steps", "batch_size", "lr"):
+        config.require(cfg, name, getattr(cfg, name) > 0, "above 0")
+    device = choose_device(cfg.device)
+    cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device))
+    out_dir = Path(cfg.out_dir)
     with checkpoint.owned(cfg.out_dir):
-        run(check(cfg))
-
-
-def run(cfg: Config) -> None:
-    """All steps of a supervised run, or those after its checkpoint."""
-    if ranks.start(cfg.device)[1] > 1:
-        raise InputError("tasks.sft is one process: start it without torchrun")
-    out_dir, stop = Path(cfg.out_dir), Stop()
-    saved = checkpoint.find(out_dir) if cfg.resume else None
-    source = str(saved or models.model_folder(cfg.model))
-    model, tokenizer = models.load_policy(source, cfg.device, samples=False)
-    data.fix_date(tokenizer, checkpoint.first_date(out_dir))
-    pairs = encode(cfg, tokenizer, model.longest, model)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    content = data.digest(pairs)
-    state = checkpoint.load_state(saved) if saved else {"step": 0, "content": content}
-    if state["content"] != content:
-        raise InputError(f"--data: not the problems that the run in {out_dir} began with")
-    if saved:
-        optimizer.load_state_dict(state["optimizer"])
-    record = log.Log(out_dir)
-    record.open(state["step"])
-    checkpoint.write_config(out_dir, asdict(cfg), 1, tokenizer.date)
-    with stop.listening():
-        for step in range(state["step"] + 1, cfg.steps + 1):
-            started = clock(cfg.device)
+        if (out_dir / "config.json").exists():
+            checkpoint.stored_config(out_dir, "a supervised start")
+        if checkpoint.newest(out_dir):
+            raise InputError(f"--out-dir {out_dir} holds a checkpoint: use another folder")
+        model, tokenizer = models.load_policy(models.model_folder(cfg.model), device, samples=False)
+        data.fix_date(tokenizer, checkpoint.first_date(None))
+        pairs = encode(cfg, tokenizer, model.longest, model)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+        record = log.Log(out_dir)
+        record.open(0)
+        checkpoint.write_config(out_dir, asdict(cfg), 1, tokenizer.date)
+        for step in range(1, cfg.steps + 1):
+            started = clock(device)
             rate = cfg.lr * min(step / WARMUP, 1.0) * (1 - (step - 1) / cfg.steps)
             optimizer.param_groups[0]["lr"] = rate
             chosen = sampler.candidates(len(pairs), cfg.batch_size, cfg.seed, step)
             row = update(model, optimizer, [pairs[i] for i in chosen], cfg)
-            row |= {"step": step, "learning_rate": rate, "step_time": clock(cfg.device) - started}
-            stopped = stop.agreed()
+            row |= {"step": step, "learning_rate": rate, "step_time": clock(device) - started}
             line = "step {step} | loss {loss:.3f} | gnorm {grad_norm:.2f} | {step_time:.1f}s"
             record.write(row, {}, line.format(**row))
-            if stopped or step % SAVE_EVERY == 0 or step == cfg.steps:
-                state = {"step": step, "content": content, "optimizer": optimizer.state_dict()}
-                checkpoint.save(out_dir, model, ranks.weights(model), tokenizer, state, keep=1)
-                print(f"saved {out_dir}/checkpoint of step {step}", flush=True)
-            if stopped:
-                break
+        checkpoint.save(out_dir, model, ranks.weights(model), tokenizer, {"step": step}, keep=1)
+        print(f"saved {out_dir}/checkpoint", flush=True)
 
 
 if __name__ == "__main__":
@@ -165,5 +130,5 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Config))
     except InputError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        ranks.report(problem)
         sys.exit(2)

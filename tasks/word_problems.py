@@ -34,7 +34,6 @@ CARE_PROB = 0.4  # the probability that the teacher boxes the result
 
 TRAIN_PROBLEMS = 512
 SFT_PROBLEMS = 10_000  # for supervised training
-LONGEST_COMPLETION = 60  # tokens: the longest solution of 20,000 has 44 characters, plus a third
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 BOYS = """Tom Ben Sam Leo Max Adam Noah Liam Omar Paul Hugo Ivan Jonas Karim Lucas Peter Ravi Simon
 Victor David"""

@@ -1,7 +1,7 @@
 """A console that cannot be written, or that lacks characters, is no reason to stop. What a run
 says."""
 
-import contextlib
+import importlib
 import io
 import math
 import os
@@ -9,13 +9,14 @@ import runpy
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import pytest
 import toy
 from toy import HANG, ROOT, flags, in_processes, rows
 
 import train
-from runtime import checkpoint, console
+from runtime import checkpoint, console, plot
 
 
 def without_console(args):
@@ -61,6 +62,28 @@ def test_characters_that_the_console_lacks(policy_folder, tmp_path):
     assert r"gr\xf6\xdfe-\u221a2/run.png" in said
 
 
+def test_a_picture_of_another_folder(tmp_path, monkeypatch, capsys):
+    """Catches a traceback."""
+    (tmp_path / "log.jsonl").write_text("")
+    (tmp_path / "config.json").write_text('{"config": {"batch_size": 4}}')
+    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "runtime.plot")
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("runtime.plot", run_name="__main__")
+    assert caught.value.code == 2
+    message = f"error: {tmp_path} holds a supervised start where a training run should be: "
+    assert capsys.readouterr().err == f"{message}give another folder\n"
+
+
+def test_a_run_without_matplotlib(run, pictures, monkeypatch, capsys):
+    """As with the MPLBACKEND of a notebook. Catches an import that ends train.py or eval.py before
+    it starts."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    importlib.reload(plot)
+    assert len(run("run", steps=1)) == 1
+    assert "note: run.png could not be drawn" in capsys.readouterr().out
+
+
 def test_a_closed_console():
     """Catches the ValueError of a stream that a library closed."""
     stream = io.StringIO()
@@ -69,20 +92,19 @@ def test_a_closed_console():
 
 
 def test_a_console_that_is_the_result(monkeypatch):
-    """eval.py's: characters are escaped, but a full disk is an error, because the table is all that
-    there is."""
-    with open("/dev/full", "w", encoding="ascii") as full:
-        said = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-        monkeypatch.setattr(sys, "stdout", said)
-        monkeypatch.setattr(sys, "stderr", full)
-        console.escape()
-        print("√2")
-        said.flush()
-        assert said.buffer.getvalue() == b"\\u221a2\n"
-        with pytest.raises(OSError, match="No space left"):
-            print("x", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):
-            full.close()
+    """eval.py's: characters are escaped, and `| head` is no error, but a full disk is one, because
+    the table is all that there is."""
+    said = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", said)
+    console.result()
+    print("√2", flush=True)
+    assert said.buffer.getvalue() == b"\\u221a2\n"
+    write = mock.Mock(side_effect=[BrokenPipeError, None, OSError("full")])
+    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(write=write))
+    console.result()
+    print("x")
+    with pytest.raises(OSError, match="full"):
+        print("x")
 
 
 # ---------------------------------------------------------------------------- of a training run

@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import re
+import threading
 import types
 from dataclasses import replace
 from decimal import Decimal
@@ -13,20 +15,20 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 import data
 import eval as evaluation
-import rewards
-from flags import EvalConfig, SftConfig
-from runtime import InputError, checkpoint, log
-from tasks import arithmetic, sft, word_problems
-
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+from flags import EvalConfig
+from runtime import InputError, checkpoint
+from tasks import arithmetic, word_problems
 
 
-def write(tmp_path, *rows):
-    path = tmp_path / "problems.jsonl"
+def write(folder, *rows):
+    folder.mkdir(exist_ok=True)
+    path = folder / "problems.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -130,15 +132,37 @@ LONG = "123456789012345678901234567890123"
 
 
 def test_numbers_in_parquet(tmp_path):
-    """Catches a digit that is lost: as a Python number, the float is 7.099999904632568."""
+    """Catches a digit that is lost, and float32 noise at any depth: as a Python number, the float32
+    of 12345.6 is 12345.599609375. A float64 keeps all its digits."""
+    single, half = pyarrow.float32(), pyarrow.float16()
+    truth = pyarrow.struct([("ground_truth", single), ("notes", pyarrow.list_(half))])
     columns = {
-        "problem": ["p"] * 4,
-        "answer": [Decimal(f"{LONG}.00"), Decimal("1000"), None, None],
-        "target": pyarrow.array([None, None, 7.1, None], "float"),
+        "answer": [Decimal(f"{LONG}.00"), *[None] * 5],
+        "final_answer": pyarrow.array([None, 7.1, *[None] * 4], single),
+        "target": pyarrow.array([None, None, 0.1, *[None] * 3], half),
+        "solution": pyarrow.array(
+            [*[None] * 3, [12345.6, 0.1], None, None], pyarrow.large_list(single)
+        ),
+        "ground_truth": [*[None] * 4, 2.0**-20, None],
+        "reward_model": [*[None] * 5, {"ground_truth": 12345.6, "notes": [0.1, None]}],
     }
-    parquet.write_table(pyarrow.table(columns), tmp_path / "a.PARQUET")
-    problems = data.read_problems(str(tmp_path / "a.PARQUET"))
-    assert [problem.answer for problem in problems] == [LONG, "1000", "7.1", ""]
+    columns["reward_model"] = pyarrow.array(columns["reward_model"], truth)
+    table = pyarrow.table({"problem": ["p"] * 6} | columns)
+    parquet.write_table(table, tmp_path / "a.PARQUET")
+    answers = [problem.answer for problem in data.read_problems(str(tmp_path / "a.PARQUET"))]
+    exact = f"{Decimal('9.5367431640625e-07'):f}"
+    assert answers == [LONG, "7.1", "0.1", "12345.6, 0.1", exact, "12345.6"]
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    """--data <(zcat FILE): catches a second reading, which finds nothing."""
+    os.mkfifo(tmp_path / "pipe")
+    lines = [json.dumps({"question": f"q{n}", "answer": n}) for n in range(40)]
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=["\n".join(lines)])
+    writer.start()
+    train, evaluated = data.problem_sets(str(tmp_path / "pipe"), None, 9)
+    writer.join()
+    assert (len(train), len(evaluated)) == (38, 2)
 
 
 CHAT = {"messages": [USER, SAYS], "answer": "2"}
@@ -159,7 +183,7 @@ LINES = {  # a line of a.jsonl: what is wrong with row 1 of a.jsonl
 FILES = [  # name and text of a file, and what is wrong with it
     *(("a.jsonl", line, f"row 1 of .*: .*{re.escape(why)}.*: cor") for line, why in LINES.items()),
     ("a.jsonl", '\n{"question": "a", "answer": "1"}\n{oops}\n', "row 3 of .*: JSONDecodeError"),
-    ("a.jsonl", "\n", "is empty"),
+    ("a.jsonl", "\n", "has no rows"),
     ("a.jsonl", b"\xff\xfe\x00", "can't decode byte"),
     ("a.json", '[{"problem": "p", "answer": "1"}, 7]', "row 2 of .* not a JSON object but int"),
     ("a.parquet", "no", "Parquet file size is 2 bytes"),
@@ -180,19 +204,6 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, text, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="the real problem files are not in the repository")
-def test_real_files():
-    """GSM8K and MATH as published. Of MATH two answers are null, and two are empty."""
-    problems = data.read_problems(str(SHARED / "gsm8k_train.jsonl"))
-    assert len(problems) == 7473
-    assert all(rewards.final_answer(one.solution) == one.answer for one in problems)
-    assert not any("<<" in one.solution or "####" in one.solution for one in problems)
-    problems = data.read_problems(str(SHARED / "math_train.json"))
-    assert len(problems) == 7474
-    assert sum(not one.answer for one in problems) == 4
-    assert len({one.source for one in problems}) == 7
-
-
 # ---------------------------------------------------------------------------- sets
 
 
@@ -200,15 +211,16 @@ def test_the_last_twentieth_is_held_out(tmp_path):
     """Catches training problems that are evaluated on, and a small file that holds nothing out."""
     path = write(tmp_path, *[{"question": f"q{i}", "answer": str(i)} for i in range(40)])
     every = data.read_problems(path)
-    assert data.train_problems(path, hold_out=True) == every[:38]
-    assert data.train_problems(path, hold_out=False) == every
-    assert data.eval_problems(path, 300, of_training_file=True) == every[38:]
-    assert data.eval_problems(path, 1, of_training_file=True) == every[38:39]
-    assert data.eval_problems(path, 3) == every[:3]
-    shares = [data._held_out("FILE", count * every[:1]) for count in (2, 45, 51)]
-    assert shares == [1, 2, 3], "rounded to the nearest number, but at least 1"
-    with pytest.raises(InputError, match="FILE: too few"):
-        data._held_out("FILE", every[:1])
+    assert data.problem_sets(path, None, 300) == (every[:38], every[38:])
+    assert data.problem_sets(path, None, 1) == (every[:38], every[38:39])
+    assert data.problem_sets(path, None, 0) == (every[:38], [])
+    assert data.problem_sets(path, path, 3) == (every, every[:3])
+    assert data.problem_sets(path, "nowhere", 0) == (every, []), "no evaluation: it is not read"
+    for count, share in ((2, 1), (45, 2), (51, 3)):  # rounded to the nearest number, but at least 1
+        path = write(tmp_path, *count * [{"question": "q", "answer": "1"}])
+        assert len(data.problem_sets(path, None, 300)[1]) == share
+    with pytest.raises(InputError, match="too few problems to hold some out"):
+        data.problem_sets(write(tmp_path, {"question": "q", "answer": "1"}), None, 300)
 
 
 SOURCES = {
@@ -221,30 +233,29 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_embedded_data(name):
-    """Catches problems of another task or split, training problems that are evaluated on, a reward
-    or a room for another task's right answers, and text and solution in each other's place."""
+    """Catches another task's problems, reward or room, and training problems that are evaluated
+    on."""
     task, train_split, eval_split, _reward, _room = data.EMBEDDED[name]
-    held_out = data.eval_problems(name, None)
+    held_out = data.eval_problems(name)
     assert len(held_out) == data.EVAL_PROBLEMS
-    assert held_out[:5] == data.eval_problems(name, 5)
     assert held_out[8] == data.Problem(*task.problem(eval_split, 8))
+    assert {problem.source for problem in held_out} == SOURCES[name]
     for problem in held_out:
         right = problem.solution or arithmetic.worked_answer(problem.text)
         assert data.reward_function(name)(right, problem.answer) == 1.0
         assert len(right) < data.max_new_tokens(name) < data.max_new_tokens("file.jsonl")
-
-    if train_split:
-        train = data.train_problems(name, hold_out=True)
-        assert len(train) == task.TRAIN_PROBLEMS == 512
-        assert not {problem.text for problem in train} & {problem.text for problem in held_out}
-    else:
+    if train_split is None:
         with pytest.raises(InputError, match="evaluation only: train on one of arithmetic, arith"):
-            train = data.train_problems(name, hold_out=True)
-        train = held_out
-    assert {one.source for one in held_out} == {one.source for one in train} == SOURCES[name]
+            data.train_problems(name)
+        return
+    train, evaluated = data.problem_sets(name, None, 5)
+    assert evaluated == held_out[:5]
+    assert len(train) == task.TRAIN_PROBLEMS == 512
+    assert train[8] == data.Problem(*task.problem(train_split, 8))
+    assert not {problem.text for problem in train} & {problem.text for problem in held_out}
 
 
-def test_sft_problems(tmp_path):
+def test_sft_problems(tmp_path, capsys):
     """Catches held-out rows or rows without a solution that would be learned."""
     words = data.sft_problems("words")
     assert len(words) == word_problems.SFT_PROBLEMS
@@ -252,6 +263,8 @@ def test_sft_problems(tmp_path):
     rows = [{"question": f"q{n}", "answer": f"so #### {n}" if n % 2 else n} for n in range(40)]
     found = data.sft_problems(write(tmp_path, *rows))
     assert [problem.text for problem in found] == [f"q{n}" for n in range(1, 38, 2)]
+    said = "note: 19 of 38 problems have no worked solution and are left out\n"
+    assert capsys.readouterr().out == said
     with pytest.raises(InputError, match="19 of 19 problems have no worked solution; use"):
         data.sft_problems(write(tmp_path, *rows[::2]))
 
@@ -266,37 +279,60 @@ def test_hub_sets(monkeypatch):
     load.assert_called_once_with("openai/gsm8k", "main", split="test")
     message = r"--data gsm8k cannot be read \(ConnectionError: Couldn't reach the hub\)"
     with pytest.raises(InputError, match=message):
-        data.train_problems("gsm8k", hold_out=True)
+        data.train_problems("gsm8k")
 
 
-def test_problems_that_cannot_be_scored_are_dropped(tmp_path, capsys):
-    """They are counted. Fails if the default reward drops problems although the user has another
-    one, which cannot be asked before a completion is there."""
-    answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": " "}
+def test_reference_answers_that_cannot_be_scored_are_dropped(tmp_path, capsys):
+    """The first ones are shown. Fails if the default reward drops problems although the user has
+    another one, which cannot be asked before a completion is there."""
+    answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": " ", "u": ""}
     rows = [{"problem": text, "answer": answer} for text, answer in answers.items()]
     path = write(tmp_path, *rows)
-    dropped = f"note: 3 of 5 reference answers of {path} cannot be scored (python eval.py "
-    dropped += f"--check-golds --data {path} lists them); these problems are dropped\n"
-    for reward, kept, said in ((None, "ps", 2 * dropped), (len, "pqrst", "")):
-        train = data.train_problems(path, hold_out=False, reward=reward)
-        assert "".join(problem.text for problem in train) == kept
-        assert data.eval_problems(path, None, reward=reward) == train
-        assert capsys.readouterr().out == said
-    with pytest.raises(InputError, match=r"^1 of 1 reference answers of .* cannot be scored"):
+    train = data.train_problems(path)
+    said = capsys.readouterr().out
+    assert [problem.text for problem in train] == ["p", "s"]
+    assert data.eval_problems(path) == train
+    assert said == (
+        f"note: 4 of 6 reference answers of {path} cannot be scored, and their problems are "
+        "dropped: '' to 'q'; '' to 'r'; '' to 't'\n"
+    )
+    assert len(data.train_problems(path, len)) == len(data.eval_problems(path, reward=len)) == 6
+    with pytest.raises(InputError, match=r"1 of 1 reference answers of .* be scored: '' to 'q'"):
         data.eval_problems(write(tmp_path, rows[1]), 3)
 
 
-def test_what_makes_a_problem_the_same(capsys):
-    """Its chat, but not its file, its place or its answer. Catches equal keys of two occurrences,
-    and a problem in both parts of the data that is not counted."""
+def test_what_is_odd_about_a_file_is_said(tmp_path, capsys):
+    """Placeholders, and columns that no prompt has. Catches columns that hold nothing, those that
+    are read, and a second problem that is not."""
+    answers = ("proof", "7", "Not found", "proof", "-", "no proof")
+    rows = [{"prompt": "p", "answer": answer, "input": ""} for answer in answers]
+    rows[1] |= {"choices": ["7", "8"], "question": "q", "subject": "s", "solution": "so #### 7"}
+    rows[2] |= {"level": 0, "messages": None, "reward_model": {"style": "rule"}}
+    path = write(tmp_path, *rows)
+    assert len(data.train_problems(path)) == 6
+    assert capsys.readouterr().out.splitlines() == [
+        f"note: prompts leave out these columns of {path}: choices, level, prompt",
+        f"note: 4 of 6 reference answers of {path} look like placeholders, and count as right "
+        "answers: 'proof' (2), 'Not found' (1), '-' (1)",
+    ]
+
+
+def test_what_makes_a_problem_the_same():
+    """Its chat, but not its file, place or answer. Catches equal keys of two occurrences."""
     one, other = data.Problem("a", "1", "x"), data.Problem("b", "2", "x")
     chat = data.Problem("a", "1", "x", turns=(SYSTEM, user("a")))
     keys = data.draw_keys([one, other, one, chat])
     assert len(set(keys)) == 4
     assert data.draw_keys([other, data.Problem("a", "3", "y")]) == [keys[1], keys[0]]
-    data.say_common([one, chat], [other, one, one])
-    data.say_common([one], [other, chat])
-    said = "note: 2 of the 3 problems to evaluate on are also trained on\n"
+
+
+def test_problems_in_both_parts_are_counted(tmp_path, capsys):
+    rows = [{"question": f"q{n}", "answer": n} for n in (1, 2, 1, 3)]
+    train, evaluated = (write(tmp_path / name, *rows[place:]) for place, name in enumerate("ab"))
+    data.problem_sets(train, None, 9)
+    assert capsys.readouterr().out == ""
+    data.problem_sets(train, evaluated, 2)
+    said = "note: 2 of 2 problems to evaluate on are also trained on\n"
     assert capsys.readouterr().out == said
 
 
@@ -322,12 +358,28 @@ def prompts(make_policy):
 
 def test_prompts_that_do_not_fit_are_counted(prompts, capsys):
     problems = [replace(PROBLEM, text=text) for text in ("short", "x" * 50, "")]
-    assert prompts(problems, 50) == ["short", "x" * 50], 'nothing predicts the first token after ""'
+    assert prompts(problems[:2], 50) == ["short", "x" * 50]
+    assert capsys.readouterr().out == ""
     kept, ids = data.encode_prompts(problems, prompts.tokenizer, 49)
-    assert (kept, len(ids)) == (problems[:1], 1)
-    assert "dropped 2 of 3 prompts: longer than 49 tokens" in capsys.readouterr().out
-    with pytest.raises(InputError, match="all 3 prompts are longer than 2 tokens"):
-        prompts(problems, 2)
+    assert (kept, len(ids)) == (problems[:1], 1), 'nothing predicts the first token after ""'
+    long, empty = "1 longer than the 49 tokens that --max-new-tokens leaves", "1 empty"
+    assert capsys.readouterr().out == f"dropped 2 of 3 prompts: {long} and {empty}\n"
+    with pytest.raises(InputError, match="dropped 1 of 1 prompts: 1 empty; none is left"):
+        prompts(problems[2:])
+
+
+def test_characters_that_tokens_lose_are_noted(capsys):
+    """12*7, 12-7 and 127 become one prompt."""
+    digits = Tokenizer(BPE({digit: number for number, digit in enumerate("0123456789")}, []))
+    digits.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=digits, eos_token="<|end|>")
+    problems = [replace(PROBLEM, text=text) for text in ("127", "12*7", "12-7", "1*2*7")]
+    data.encode_prompts(problems[:1], tokenizer, 9)
+    assert capsys.readouterr().out == ""
+    _, prompt_ids = data.encode_prompts(problems, tokenizer, 9)
+    assert prompt_ids == [[1, 2, 7]] * 4
+    said = "note: these characters are lost, because no token holds them: '*' '-'\n"
+    assert capsys.readouterr().out == said
 
 
 def test_prompt_formats(prompts):
@@ -420,8 +472,7 @@ DATES = {  # what a chat template says: what it says on the day of the run; None
 @pytest.mark.parametrize("template", DATES)
 def test_the_date_of_a_template(template):
     """Catches a prompt that is another one on the next day."""
-    tokenizer = arithmetic.make_tokenizer()
-    expected = DATES[template]
+    tokenizer, expected = arithmetic.make_tokenizer(), DATES[template]
     for of_tokenizer in (template, {"default": template or "", "tool_use": ""}):
         tokenizer.chat_template = of_tokenizer
         data.fix_date(tokenizer, "2026-11-28")
@@ -430,39 +481,22 @@ def test_the_date_of_a_template(template):
 
 
 def test_a_run_keeps_its_date(run, policy_folder, tmp_path, monkeypatch, capsys):
-    """A run, an evaluation and a supervised start, which all go on the next day. Catches prompts of
-    two days in one folder, a checkpoint whose template is of one day, and two evaluations of
-    different days that are compared without a word."""
+    """Catches prompts of two days in one folder, a checkpoint whose template is of one day, and
+    evaluations of two days that are compared without a word."""
     template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}>"
     (Path(policy_folder) / "chat_template.jinja").write_text(template)
-    evals = EvalConfig(policy_folder, problems=4, k=2, batch_size=4, max_new_tokens=9)
-    sums = write(tmp_path, *[{"problem": f"{n}+1?", "answer": f"so #### {n}"} for n in range(4)])
-    supervised = SftConfig(policy_folder, (sums,), steps=2, batch_size=2)
-    supervised = replace(supervised, out_dir=str(tmp_path / "sft"))
-
-    def set_date(date):
-        today = types.SimpleNamespace(today=lambda: date)
-        monkeypatch.setattr(checkpoint, "datetime", types.SimpleNamespace(date=today))
-
-    def evaluate(name):
-        evaluation.main(replace(evals, out_dir=str(tmp_path / name)))
-        return (tmp_path / name / "arithmetic.jsonl").read_text()
-
-    set_date("2026-11-28")
+    cfg = EvalConfig(policy_folder, problems=2, k=2, batch_size=2, max_new_tokens=9)
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    today = types.SimpleNamespace(today=lambda: "2026-11-28")
+    monkeypatch.setattr(checkpoint, "datetime", types.SimpleNamespace(date=today))
     run("run", steps=2, until=1)
-    whole = evaluate("first")
-    with monkeypatch.context() as patched:
-        patched.setattr(sft.Stop, "agreed", lambda _stop: True)
-        sft.main(supervised)
-    set_date("2026-11-29")
+    evaluation.main(replace(cfg, problems=1, out_dir=first))
+    today.today = lambda: "2026-11-29"
     assert len(run("run", steps=2, resume=True)) == 2
-    sft.main(replace(supervised, resume=True))
-    assert len(log.read_rows(tmp_path / "sft" / "log.jsonl")) == 2
     saved = tmp_path / "run" / "checkpoint"
     assert (saved / "chat_template.jinja").read_text() == template
     assert checkpoint.is_complete(saved)
-    (tmp_path / "first" / "arithmetic.jsonl").write_text("".join(whole.splitlines(True)[:2]))
-    assert evaluate("first") == whole != evaluate("second")
-    assert log.read_json(tmp_path / "run" / "config.json")["date"] == "2026-11-28"
-    evaluation.compare(*(str(tmp_path / name) for name in ("first", "second")))
+    evaluation.main(replace(cfg, out_dir=first))  # goes on with the prompts of the day before
+    evaluation.main(replace(cfg, out_dir=second))
+    evaluation.compare(first, second)
     assert "note: the folders differ in date: 2026-11-28, 2026-11-29\n" in capsys.readouterr().out

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import runpy
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -46,28 +45,16 @@ def sampled(monkeypatch):
 # ---------------------------------------------------------------------------- figures
 
 
-SCORES = torch.tensor([[1.0, 1, 1, 0], [0, nan, nan, nan], [1, 0, nan, nan], [nan] * 4])
-
-
-def test_average_is_over_completions_then_problems():
-    """Fails if all completions are pooled (then 4/7), or an unscorable one counts as wrong."""
-    assert evaluation.avg_at_k(SCORES) == pytest.approx((0.75 + 0 + 0.5) / 3)
-    assert math.isnan(evaluation.avg_at_k(torch.full((2, 2), nan)))
-
-
-@pytest.mark.parametrize("k", [1, 8])
 @pytest.mark.parametrize("P", [30, 300])
-@pytest.mark.parametrize(
-    ("first", "second"), [(0, 0.05), (0, 0.2), (0, 0.5), (0, 0.95), (0.02, 0.05), (0.3, 0.5)]
-)
-def test_intervals_cover(P, k, first, second):
+@pytest.mark.parametrize(("first", "second"), [(0, 0.05), (0, 0.95), (0.02, 0.05), (0.3, 0.5)])
+def test_intervals_cover(P, first, second):
     """2,000 sets of P problems, of which two models can solve these shares, always or half of the
     time; where the first solves none, the interval is of the second. Catches the percentile
     bootstrap and Student's t (0.69 of 30 problems at 0.05), and completions that are resampled."""
-    generator = torch.Generator().manual_seed(P + k)
+    generator = torch.Generator().manual_seed(P)
     rates = torch.tensor([1.0, 0.5]).double()[torch.randint(2, (2, 2000, P), generator=generator)]
     can = torch.rand(2, 2000, P, generator=generator) < torch.tensor([first, second])[:, None, None]
-    chances = (can * rates)[..., None].expand(-1, -1, -1, k)
+    chances = (can * rates)[..., None].expand(-1, -1, -1, 8)
     before, after = torch.bernoulli(chances, generator=generator).mean(dim=3)
     truth, low = 0.75 * (second - first), -1.0 if first else 0.0
     ends = torch.tensor([evaluation.wilson_interval(x, low) for x in after - before])
@@ -108,57 +95,88 @@ def test_pass_at_k_by_enumeration():
     assert evaluation.pass_at_k(torch.tensor([[0.5, 1.0]]), 1) == 0.5, "half a point is not right"
 
 
-def test_figures_by_hand(capsys):
-    """Fails if a share or a mean is of problems instead of completions, if pass@k lacks k or is 0
-    because no reward is exactly 1, or if the table's average of two sets is their sum."""
+def test_figures_by_hand():
+    """Fails if all completions are pooled, if an unscorable one counts as wrong, or if pass@k lacks
+    k or is 0 because no reward is exactly 1."""
     rows = [
         {"rewards": [1, 0, None], "lengths": [2, 3, 9], "truncated": [False, False, True]},
         {"rewards": [0, 0, 0], "lengths": [9, 9, 4], "truncated": [True, True, False]},
     ]
     found = evaluation.figures(rows)
-    evaluation.print_table([found | {"data": "one"}, found | {"data": "two", "avg@3": 0.75}], k=3)
-    assert capsys.readouterr().out.split()[-2:] == ["average", "0.500"]
-    assert 0 <= found["wilson95"][0] < found.pop("wilson95")[1]
+    low, high = found.pop("wilson95")
+    assert 0 <= low < high
     assert found == {
         "problems": 2, "k": 3, "avg@3": 0.25, "pass@1": 0.25, "pass@2": 0.5, "pass@3": 0.0,
         "unscorable": 1, "truncated_share": 0.5, "mean_length": 6.0,
     }  # fmt: skip
+    nothing = evaluation.figures([rows[0] | {"rewards": [None] * 3}])
+    assert math.isnan(nothing["avg@3"])
     partial = evaluation.figures([rows[0] | {"rewards": [0.5, 2.0, 2.0]}])
     assert partial["avg@3"] == 1.5
     assert not any(name.startswith("pass@") for name in partial)
-    evaluation.print_table([partial | {"data": "one"}], k=3)
+    assert "pass@" not in evaluation.as_line(partial | {"data": "mine"})
 
 
-def test_paired_comparison(tmp_path):
-    """The second model had no room for the first problem, and cannot score the last, nor the first
-    model the one before. The interval is that of the differences. Catches pairs by row number, two
-    separate intervals, pairs of different problems, means over problems of one folder, and a
-    problem that is there twice but counts once."""
-    old, new, nothing = (str(tmp_path / name) for name in ("old", "new", "nothing"))
-    texts = [f"p{n}" for n in range(97)] + ["p96"] * 3
-    for folder, shift in ((old, 0), (new, 1)):
-        rewards = [[float(n % 10 < 5 + shift), float(n % 10 < 5), None] for n in range(100)]
-        rewards[98 + shift] = [None] * 3
-        rows = [{"problem": texts[n], "rewards": rewards[n]} for n in range(shift, 100)]
-        Path(folder).mkdir()
-        write(Path(folder) / "mine.jsonl", [{"index": n} | row for n, row in enumerate(rows)])
+@pytest.fixture
+def store(tmp_path):
+    """store(name, rows): an evaluation's folder with these rows of a set."""
+
+    def go(name, rows):
+        (tmp_path / name).mkdir()
+        evaluation.open_folder(str(tmp_path / name), {"weights": 1})
+        log.write_rows(tmp_path / name / "mine.jsonl", rows)
+        return str(tmp_path / name)
+
+    return go
+
+
+# The second model had no room for the first problem.
+OLD = [("a", [1, 1]), ("b", [0, 1]), ("b", [0, None]), ("c", [1]), ("d", [None]), ("e", [1])]
+NEW = [("b", [1, 1]), ("b", [0, 0]), ("c", [None, 1]), ("d", [1]), ("e", [None])]
+
+
+def test_paired_comparison(store, capsys):
+    """Catches pairs by row number, means over the problems of one folder, a problem that is there
+    twice but counts once, one that has no score, and an interval that is not of the differences."""
+    old = store("old", [{"problem": p, "rewards": r} for p, r in OLD])
+    new = store("new", [{"problem": p, "rewards": r} for p, r in NEW])
     (row,) = evaluation.compare(old, new)
-    assert row["problems"] == 97
-    assert row["first"] == pytest.approx(49 / 97, abs=1e-4)
-    assert row["second"] == pytest.approx((49 + 5) / 97, abs=1e-4)
-    assert row["difference"] == pytest.approx(5 / 97, abs=1e-4)
-    assert 0 < row["wilson95"][0] < row["difference"] < row["wilson95"][1] < 0.1
-    (row,) = evaluation.compare(old, old)
-    assert row["wilson95"][0] == -row["wilson95"][1] < 0, "of a model and itself"
-    with pytest.raises(InputError, match="no problem in common"):
-        evaluation.compare(old, nothing)
+    low, high = evaluation.wilson_interval(torch.tensor([0.5, 0.0, 0.0]), low=-1.0)
+    assert row == {
+        "set": "mine", "problems": 3, "first": old, "second": new, "means": [0.5, 0.6667],
+        "difference": 0.1667, "wilson95": [round(low, 4), round(high, 4)],
+    }  # fmt: skip
+    said = f"mine: {old} 0.500, {new} 0.667, difference +0.167 ({low:+.3f} to {high:+.3f}, 95 %)"
+    assert capsys.readouterr().out.splitlines() == [f"{said} on 3 problems", json.dumps(row)]
 
-    # Chats that end alike differ in their answers; the second model had no room for the first.
-    same = [{"problem": "Go on.", "answer": n, "rewards": [n]} for n in (1, 0)]
-    for folder, rows in ((old, same), (new, same[1:])):
-        write(Path(folder) / "yours.jsonl", [{"index": n} | row for n, row in enumerate(rows)])
-    _, row = evaluation.compare(old, new)
+
+def test_chats_that_end_alike_differ_in_their_answers(store):
+    one, two = ({"problem": "Go on.", "answer": n, "rewards": [n]} for n in (1, 0))
+    old, new, other = store("old", [one, two]), store("new", [two]), store("other", [])
+    (row,) = evaluation.compare(old, new)
     assert (row["problems"], row["difference"]) == (1, 0)
+    with pytest.raises(InputError, match="no problem in common"):
+        evaluation.compare(old, other)
+
+
+HOLDS = {  # config.json of a folder: what it holds
+    '{"config": {"method": "pps"}}': "a training run",
+    '{"config": {"batch_size": 32}}': "a supervised start",
+    '{"model_type": "qwen3"}': "a model",
+    "{}": "nothing of ours",
+}
+
+
+@pytest.mark.parametrize("settings", HOLDS)
+def test_folders_of_another_kind(store, tmp_path, settings):
+    """Catches a traceback, and completions that are written into a run's folder."""
+    mine, other = store("mine", []), str(tmp_path)
+    (tmp_path / "config.json").write_text(settings)
+    message = f"{other} holds {HOLDS[settings]} where an evaluation should be"
+    with pytest.raises(InputError, match=message):
+        evaluation.compare(mine, other)
+    with pytest.raises(InputError, match=message):
+        evaluation.open_folder(other, {"seed": 0})
 
 
 # ---------------------------------------------------------------------------- the command line
@@ -191,59 +209,86 @@ def test_every_flag_reaches_the_sampler(policy_folder, sampled):
     assert logged.items() <= row.items()
 
 
-def test_check_golds(tmp_path, capsys):
-    """Lists the reference answers that fail, and counts the others. Fails if an answer passes just
-    because its text equals itself: the last one takes math-verify too long, so nothing that is
-    spelled in another way would be right."""
-    answers = ["\\frac{1}{2}", "", None, "1,200", " ", "so $x$ is \\boxed{7}", "3!!!!!!!!!"]
-    rows = [{"problem": f"p{n}", "answer": answer} for n, answer in enumerate(answers)]
-    path = write(tmp_path / "mine.jsonl", rows)
-    evaluation.main(EvalConfig(check_golds=True, data=(path,)))
-    *listed, last = capsys.readouterr().out.splitlines()
-    assert last == "verified 3 of 7"
-    assert [line.split("row ")[1][0] for line in listed] == ["2", "3", "5", "7"]
+MINE = """
+import eval as evaluation
+def mine(completion, answer):
+    return 0.25
+if __name__ == "__main__":
+    evaluation.cli(mine)
+"""
+
+
+def test_a_program_with_its_own_reward(policy_folder, tmp_path, monkeypatch, capsys):
+    """The README's. The table comes before the JSON."""
+    (tmp_path / "mine.py").write_text(MINE)
+    flags = ["--model", policy_folder, "--problems", "2", "--k", "1", "--max-new-tokens", "2"]
+    monkeypatch.setattr(sys, "argv", ["mine.py", *flags])
+    runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
+    table, line = capsys.readouterr().out.splitlines()
+    assert re.match(r"arithmetic +2 problems +avg@1 0\.250", table)
+    assert (json.loads(line)["avg@1"], json.loads(line)["reward"]) == (0.25, "mine")
+
+
+def test_several_processes_are_refused(monkeypatch, tmp_path):
+    """Catches rows that are written by each rank of torchrun."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cfg = EvalConfig("nowhere", out_dir=str(tmp_path / "evals"))
+    with pytest.raises(InputError, match="nowhere"):
+        evaluation.main(cfg)  # one process, on a machine that exports WORLD_SIZE
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InputError, match=r"eval\.py is one process, not 2: start it without"):
+        evaluation.main(cfg)
+    assert not (tmp_path / "evals").exists()
 
 
 # ---------------------------------------------------------------------------- sample and score
 
 
+SUMS = [{"problem": f"{n}+1?", "answer": str(n + 1)} for n in range(12)]
+
+
+@pytest.fixture
+def evaluate(policy_folder, tmp_path):
+    """Evaluate in a folder, by default five sums of the task; returns the rows of each file of
+    completions there."""
+
+    def go(folder, *files, reward=None, **changes):
+        options = {"k": 2, "max_new_tokens": 3, "batch_size": 4}
+        options |= {"data": files} if files else {"problems": 5}
+        cfg = EvalConfig(policy_folder, out_dir=str(tmp_path / folder), **(options | changes))
+        evaluation.main(cfg, reward=reward)
+        return {path.name: log.read_rows(path) for path in (tmp_path / folder).glob("*.jsonl")}
+
+    return go
+
+
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_batches_do_not_mix_up_problems(policy_folder, tmp_path, batch_size):
-    """Seven problems, in batches of one or two: each completion is scored by the given reward, with
-    its own problem's answer. Fails if a batch gets another one's answers, if the last is lost, or
-    if another reward scores completions or selects problems."""
+def test_batches_do_not_mix_up_problems(evaluate, tmp_path, batch_size):
+    """Seven problems, in batches of one or two. Fails if a batch gets another one's answers, if the
+    last is lost, or if another reward scores completions or selects problems."""
     rows = [{"problem": "+" * n, "answer": n} for n in range(1, 8)]
     path = write(tmp_path / "mine.jsonl", [*rows, {"problem": "p", "answer": "none"}])
-    cfg = EvalConfig(policy_folder, data=(path,), k=2, max_new_tokens=3, batch_size=batch_size)
-    evaluation.main(
-        replace(cfg, out_dir=str(tmp_path / "evals")),
-        reward=lambda _completion, answer: None if answer == "none" else float(answer),
-    )
-    (path,) = (tmp_path / "evals").glob("mine-*.jsonl")
-    *stored, last = log.read_rows(path)
+    reward = lambda _completion, answer: None if answer == "none" else float(answer)
+    ((*stored, last),) = evaluate("evals", path, reward=reward, batch_size=batch_size).values()
     assert [row["index"] for row in stored] == [*range(7)]
     assert [row["problem"] for row in stored] == ["+" * n for n in range(1, 8)]
     assert [row["rewards"] for row in stored] == [[n, n] for n in range(1, 8)]
     assert last["rewards"] == [None, None]
-    for other, name in ((float, "float"), (None, "None")):
-        with pytest.raises(InputError, match=rf"has reward .*lambda.*, not {name}: use the same"):
-            evaluation.main(replace(cfg, out_dir=str(tmp_path / "evals")), reward=other)
 
 
 def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):
-    """One line of JSON per set, then the table. Fails if two sets or two --seed share their draws,
-    if --prompt ignores --seed or is not answered, if a set gets the room of another one, or if a
-    batch has no room for the k completions of a problem."""
+    """Fails if two sets or two --seed share their draws, if --prompt ignores --seed or is not
+    answered, if a set gets the room of another one, or if a batch has no room for the k completions
+    of a problem."""
     names = ("arithmetic", "arithmetic-longer")
     rooms = [*map(data.max_new_tokens, names)]
     for seed in (0, 1):
         cfg = EvalConfig(policy_folder, data=names, problems=1, seed=seed)
-        evaluation.main(replace(cfg, k=3, batch_size=2))
-        *lines, head, _first, _second, average = capsys.readouterr().out.splitlines()
-        lines = [json.loads(line) for line in lines]
-        assert [line["data"] for line in lines] == [*names]
-        assert [line["max_new_tokens"] for line in lines] == rooms
-        assert (head[:3], average[:7]) == ("set", "average")
+        table = evaluation.main(replace(cfg, k=3, batch_size=2))
+        first, second, average, *lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in (first, second, average)] == [*names, "average"]
+        assert [json.loads(line) for line in lines] == table
+        assert [row["max_new_tokens"] for row in table] == rooms
         (row,) = evaluation.main(replace(cfg, prompt="7+9+5?", max_new_tokens=2))
         assert row["completion"] + "\n" == capsys.readouterr().out
     seeds = [options["seed"] for *_, options in sampled]
@@ -253,52 +298,29 @@ def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):
     assert len(set(seeds)) == len(seeds) == 6
 
 
-def test_held_out_rows(policy_folder, tmp_path):
+def test_held_out_rows(evaluate, tmp_path):
     """Fails if --held-out evaluates on training rows."""
-    rows = [{"problem": f"p{n}", "answer": "1"} for n in range(60)]
-    path = write(tmp_path / "mine.jsonl", rows)
-    cfg = EvalConfig(policy_folder, data=(path,), held_out=True, k=1, max_new_tokens=2)
-    evaluation.main(replace(cfg, out_dir=str(tmp_path / "evals")))
-    (path,) = (tmp_path / "evals").glob("mine-*.jsonl")
-    assert [row["problem"] for row in log.read_rows(path)] == ["p57", "p58", "p59"]
+    path = write(tmp_path / "mine.jsonl", [{"problem": f"p{n}", "answer": "1"} for n in range(60)])
+    (rows,) = evaluate("evals", path, held_out=True).values()
+    assert [row["problem"] for row in rows] == ["p57", "p58", "p59"]
 
 
 # ---------------------------------------------------------------------------- stored completions
 
 
-SUMS = [{"problem": f"{n}+1?", "answer": str(n + 1)} for n in range(12)]
-
-
-@pytest.fixture
-def evaluate(policy_folder, tmp_path):
-    """Evaluate files; returns the completions of each problem, and the files of completions."""
-
-    def go(folder, *files, **options):
-        cfg = EvalConfig(policy_folder, data=files, k=2, max_new_tokens=3)
-        evaluation.main(replace(cfg, out_dir=str(tmp_path / folder), **options))
-        stored = {path.name: log.read_rows(path) for path in (tmp_path / folder).glob("*.jsonl")}
-        said = {}
-        for row in (row for rows in stored.values() for row in rows):
-            said.setdefault(row["problem"], []).append(row["completions"])
-        return said, {name: len(rows) for name, rows in stored.items()}
-
-    return go
-
-
 def test_what_a_file_holds_names_its_completions(evaluate, tmp_path):
     """Two files of one name, of which one has the other's problems and more; and fewer --problems.
     Catches a set that takes over another one's completions, and one that --problems starts over."""
-    for name, rows in (("a", SUMS[:4]), ("b", SUMS), ("c", SUMS[4:])):
+    for name, rows in (("a", SUMS[:4]), ("b", SUMS)):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "test.jsonl", rows)
-    a, b, c = (str(tmp_path / name / "test.jsonl") for name in "abc")
-    _, counts = evaluate("evals", a, b, c)
-    assert sorted(counts.values()) == [4, 8, 12]
-    assert all(re.fullmatch(r"test-[0-9a-f]{16}\.jsonl", name) for name in counts)
-    assert evaluate("evals", a, c, b, problems=3)[1] == counts
-    _, (count,) = (part.values() for part in evaluate("fewer", b, problems=3))
-    assert count == 3
-    assert evaluate("fewer", b)[1].popitem()[1] == 12
+    a, b = (str(tmp_path / name / "test.jsonl") for name in "ab")
+    few, all_ = evaluate("evals", a, b).items()
+    assert sorted(map(len, (few[1], all_[1]))) == [4, 12]
+    assert all(re.fullmatch(r"test-[0-9a-f]{16}\.jsonl", name) for name, _rows in (few, all_))
+    assert evaluate("evals", b, a, problems=3).keys() == dict([few, all_]).keys()
+    assert [*map(len, evaluate("fewer", b, problems=3).values())] == [3]
+    assert [*map(len, evaluate("fewer", b).values())] == [12]
 
 
 def test_only_what_a_file_holds_counts(evaluate, tmp_path, monkeypatch):
@@ -307,54 +329,59 @@ def test_only_what_a_file_holds_counts(evaluate, tmp_path, monkeypatch):
     first = write(tmp_path / "first.jsonl", [*SUMS, SUMS[3]])
     again = write(tmp_path / "again.jsonl", [SUMS[3], *SUMS[::-1]])
     monkeypatch.chdir(tmp_path)
-    said = [evaluate(f"evals{n}", path)[0] for n, path in enumerate((first, "first.jsonl", again))]
+    said = []
+    for folder, path in (("a", first), ("b", "first.jsonl"), ("c", again)):
+        (rows,) = evaluate(folder, path).values()
+        said.append(sorted((row["problem"], row["completions"]) for row in rows))
     assert said[0] == said[1] == said[2]
-    one, other = said[0]["3+1?"]
+    one, other = (completions for problem, completions in said[0] if problem == "3+1?")
     assert one != other
 
 
-def test_an_interrupted_evaluation_continues(policy_folder, tmp_path, monkeypatch, sampled):
+def test_an_interrupted_evaluation_continues(evaluate, tmp_path, sampled):
     """Killed within the second of three batches, it ends with the rows of a whole evaluation, and
-    does not sample the first batch again. Fails if a seed depends on how much is left, if half a
-    batch is kept, or if the completions of other problems are taken for this set's."""
-    options = {"k": 2, "problems": 5, "max_new_tokens": 3, "batch_size": 4}
-
-    def go(folder, **changes):
-        cfg = EvalConfig(policy_folder, out_dir=str(tmp_path / folder), **options)
-        return evaluation.main(replace(cfg, **changes))
-
-    whole, part = go("whole"), tmp_path / "part"
-    text = (tmp_path / "whole" / "arithmetic.jsonl").read_text()
-    shutil.copytree(tmp_path / "whole", part)
-    half = "\n".join(text.split("\n")[:3]) + '\n{"index": 3, "pro'
-    (part / "arithmetic.jsonl").write_text(half)
+    does not sample the first batch again. Fails if a seed depends on how much is left, or if half a
+    batch is kept."""
+    whole = evaluate("part")
+    path = tmp_path / "part" / "arithmetic.jsonl"
+    half = path.read_text().split("\n")[:3]
+    path.write_text("\n".join(half) + '\n{"index": 3, "pro')
     sampled.clear()
-    assert go("part") == whole
-    assert [len(prompts) for _, prompts, *_ in sampled] == [2, 1]
-    keys = [key for *_, options in sampled for key in options["keys"]]
-    assert keys == [2, 3, 4], "the places of the problems, so no two are the same draw"
-    assert (part / "arithmetic.jsonl").read_text() == text
+    assert evaluate("part") == whole
+    assert [options["keys"] for *_, options in sampled] == [[2, 3], [4]]
 
-    assert go("part") == whole
-    assert go("part", problems=3)[0]["problems"] == 3
-    assert len(sampled) == 2, "nothing is sampled again"
-    assert (part / "arithmetic.jsonl").read_text() == text
 
+def test_stored_completions_are_scored_again(evaluate, tmp_path, sampled):
+    """Catches scores of a reward that was corrected meanwhile, a comparison of two rewards' scores,
+    and completions that are lost or sampled again."""
+    (rows,) = evaluate("evals", reward=lambda _completion, _answer: 0.5).values()
+    sampled.clear()
+    (again,) = evaluate("evals", reward=lambda _completion, answer: int(answer)).values()
+    for row, scored in zip(rows, again, strict=True):
+        assert row["rewards"] == [0.5, 0.5]
+        assert scored == row | {"rewards": [int(row["answer"])] * 2}
+    (fewer,) = evaluate("evals", reward=len_reward, problems=3).values()
+    assert [row["rewards"] for row in fewer[3:]] == [[None, None]] * 2
+    assert [row["completions"] for row in fewer] == [row["completions"] for row in rows]
+    assert log.read_json(tmp_path / "evals" / "config.json")["reward"] == "len_reward"
+    assert not sampled
+
+
+def len_reward(completion, _answer):
+    return len(completion)
+
+
+def test_completions_of_other_settings_are_refused(evaluate, policy_folder, monkeypatch):
+    """Catches completions of another seed, temperature or model, or of other prompts: here the chat
+    template was corrected."""
+    evaluate("evals")
     for name, stored, other in (("temperature", r"1\.0", 0.5), ("seed", 0, 1)):
-        message = f"--out-dir {part} has {name} {stored}, not {other}: use the same value, or"
-        with pytest.raises(InputError, match=message):
-            go("part", **{name: other})
-    others = [replace(problem, answer="another") for problem in data.eval_problems("arithmetic", 5)]
-    monkeypatch.setattr(data, "eval_problems", lambda *args, **options: others)
-    message = "has other problems or answers than arithmetic: use another --out-dir"
-    with pytest.raises(InputError, match=message):
-        go("part")
+        with pytest.raises(InputError, match=f"evals has {name} {stored}, not {other}: use the"):
+            evaluate("evals", **{name: other})
+    template = Path(policy_folder) / "chat_template.jinja"
+    template.write_text("{% for m in messages %}9+{{ m.content }}{% endfor %}")
+    with pytest.raises(InputError, match=r"arithmetic\.jsonl has completions of other prompts"):
+        evaluate("evals")
     monkeypatch.setattr(checkpoint, "fingerprint", lambda _model: 1)
-    with pytest.raises(InputError, match=f"--out-dir {part} has weights .*, not 1: use"):
-        go("part")
-
-
-def test_a_folder_of_a_run(tmp_path):
-    (tmp_path / "config.json").write_text('{"config": {}}')
-    with pytest.raises(InputError, match="holds a run of training: use another folder"):
-        evaluation.open_folder(str(tmp_path), {"seed": 0})
+    with pytest.raises(InputError, match=r"evals has weights .*, not 1: use"):
+        evaluate("evals")

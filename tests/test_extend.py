@@ -411,7 +411,7 @@ def test_folders_that_hold_something_else(run, policy_folder, tmp_path):
     evals = {"out_dir": str(tmp_path / "evals"), "problems": 1, "k": 1, "max_new_tokens": 2}
     evaluation.main(evaluation.EvalConfig(policy_folder, **evals))
     for resume in ({}, {"resume": True}):
-        refused(r"holds an evaluation \(.*config.json\): use another", "evals", **resume)
+        refused("evals holds an evaluation where a training run should be", "evals", **resume)
     with checkpoint.owned(tmp_path / "held"):
         refused("held is in use by another process", "held")
         held = evaluation.EvalConfig(policy_folder, **evals | {"out_dir": str(tmp_path / "held")})

@@ -180,7 +180,7 @@ def test_other_models_are_refused(reason, tmp_path, cache, monkeypatch):
 
 def test_the_cache(tiny, cache, monkeypatch):
     """Catches an interrupted conversion that is taken for a whole one, a second conversion of the
-    same file, and a folder that is kept for another file or another recipe."""
+    same file, and a folder that is kept for another file or another version of the code."""
     convert, made = ours.convert, []
 
     monkeypatch.setattr(ours, "convert", mock.Mock(side_effect=KeyboardInterrupt))
@@ -192,7 +192,7 @@ def test_the_cache(tiny, cache, monkeypatch):
     first = ours.model_folder(tiny)
     assert ours.model_folder(tiny) == first
     assert len(made) == 1
-    monkeypatch.setattr(ours, "RECIPE", ours.RECIPE + 1)
+    monkeypatch.setattr(ours, "__file__", __file__)  # another version of the code
     second = ours.model_folder(tiny)
     write(tiny, other_weights={"output_norm.weight": torch.ones(64)})
     assert len({first, second, ours.model_folder(tiny)}) == len(made) == 3

@@ -48,7 +48,7 @@ def test_training(policy_folder, tmp_path, capsys, name):
     assert log[-1]["eval/avg@4"] == 1.0
     samples = rows(tmp_path / "run", "samples.jsonl")
     assert all(row["answer"] == answers[row["prompt"]] for row in samples)
-    assert "prompts: longer than 506 tokens" in capsys.readouterr().out
+    assert "longer than the 506 tokens" in capsys.readouterr().out
 
 
 def test_presets(monkeypatch):

@@ -290,7 +290,7 @@ BAD_INPUT = """
 --eval-every 1 --eval-data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
 --model /nowhere/model | --model /nowhere/model cannot be loaded
 --max-new-tokens 512 | 512: a sequence has at most 512 tokens, prompt included
---max-new-tokens 511 | all 512 prompts are longer than 1 tokens: lower --max-new-tokens
+--max-new-tokens 511 | dropped 512 of 512 prompts: 512 longer than the 1 tokens
 """  # arguments | a part of the message
 
 

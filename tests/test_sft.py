@@ -1,22 +1,19 @@
-"""Supervised training: the plain loss, runs that learn and resume, bad input."""
+"""Supervised training: the plain loss, a run that learns, bad input."""
 
 import itertools
 import json
 import math
-import os
 import runpy
-import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from test_packing import flat_grad, plain_logprobs
-from toy import assert_same, rows, timeless
+from toy import rows
 
 import data
-from runtime import InputError, ranks
+from runtime import InputError
 from tasks import sft
 
 PROBLEMS = [
@@ -139,35 +136,27 @@ def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
     assert [row["learning_rate"] for row in log] == used
 
 
-def test_stopped_killed_and_resumed(teach, tmp_path, monkeypatch, capsys):
-    """Catches an update that is not applied, a stop without a checkpoint, an optimizer that starts
-    afresh, a step that is repeated or skipped, and rows that are written twice. A run is stopped by
-    SIGTERM in step 3, resumed, killed in step 6 after the checkpoint of step 4, and resumed. Its
-    log and weights are an uninterrupted run's, bit for bit."""
-    monkeypatch.setattr(sft, "SAVE_EVERY", 2)
-    first, *_, last = teach("whole", steps=8)
-    assert last["loss"] < first["loss"]
-    calls, update = itertools.count(1), sft.update
+def test_a_run(teach, tmp_path, monkeypatch):
+    """Catches an update that is not applied, a checkpoint of the first weights, and a run that is
+    killed and cannot be started again. A second run would overwrite the first."""
+    update, calls = sft.update, itertools.count(1)
 
-    def interrupted(*args):
-        call = next(calls)
-        if call == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        if call == 6:
+    def killed(*args):
+        if next(calls) == 3:
             raise ConnectionError
         return update(*args)
 
-    monkeypatch.setattr(sft, "update", interrupted)
-    part = tmp_path / "part"
-    assert [row["step"] for row in teach("part", steps=8)] == [1, 2, 3]
-    assert (part / "checkpoint").resolve().name == "checkpoint-000003"
-    assert "checkpoint of step 3" in capsys.readouterr().out
-    with pytest.raises(ConnectionError):
-        teach("part", steps=8, resume=True)
-    assert [row["step"] for row in rows(part)] == [1, 2, 3, 4, 5]
-    teach("part", steps=8, resume=True)
-    assert_same(timeless(tmp_path / "whole"), timeless(part))
-    assert [path.name for path in part.glob("checkpoint-*")] == ["checkpoint-000008"]
+    with monkeypatch.context() as patched:
+        patched.setattr(sft, "update", killed)
+        with pytest.raises(ConnectionError):
+            teach("run", steps=8)
+    first, *_, last = teach("run", steps=8)
+    assert (first["step"], last["step"], len(rows(tmp_path / "run"))) == (1, 8, 8)
+    assert last["loss"] < first["loss"]
+    (again, *_) = teach("more", steps=1, model=str(tmp_path / "run" / "checkpoint"))
+    assert again["loss"] < first["loss"]
+    with pytest.raises(InputError, match="run holds a checkpoint: use another folder"):
+        teach("run")
 
 
 def test_bfloat16(teach):
@@ -181,17 +170,25 @@ def test_bfloat16(teach):
 
 
 def test_bad_input_leaves_nothing(teach, tmp_path, monkeypatch):
-    """Catches a folder that is left behind, and two processes that would write the same files."""
+    """Catches a folder that is left behind, files of another kind in it, and ranks of torchrun that
+    all write the same files."""
     for changes, message in (
         ({"lr": math.nan}, "--lr nan: must be above 0"),
         ({"batch_size": 13}, "--batch-size 13: only 12 problems fit the model"),
     ):
         with pytest.raises(InputError, match=message):
             teach("run", **changes)
-    monkeypatch.setattr(ranks, "start", lambda _device: (0, 2))
-    with pytest.raises(InputError, match="start it without torchrun"):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(InputError, match=r"tasks\.sft is one process, not 2: start it without"):
         teach("run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_another_kind(teach, tmp_path):
+    (tmp_path / "config.json").write_text('{"config": {"method": "pps"}}')
+    with pytest.raises(InputError, match="holds a training run where a supervised start should"):
+        teach(".")
 
 
 def test_a_gradient_that_is_not_finite(teach, tmp_path):
@@ -200,26 +197,6 @@ def test_a_gradient_that_is_not_finite(teach, tmp_path):
         teach("run", lr=1e38)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
     assert not [*(tmp_path / "run").glob("checkpoint*")]
-
-
-def test_a_folder_that_holds_a_run(teach, file, tmp_path):
-    """Catches a run that is overwritten, one that is resumed with other flags or other solutions,
-    and a resume that starts a run."""
-
-    def refused(name, message, **changes):
-        with pytest.raises(InputError, match=message):
-            teach(name, steps=2, **changes)
-
-    log = teach("run", steps=2)
-    for changes in ({}, {"resume": True, "lr": 0.5}, {"resume": True, "data": ("words",)}):
-        refused("run", "run holds a run: continue it with --resume", **changes)
-    refused("elsewhere", "elsewhere holds no run: --resume auto would start", resume=True)
-    for resume in (True, "auto"):
-        assert teach("run", steps=2, resume=resume) == log, "it has ended"
-    Path(file).write_text(Path(file).read_text().replace("0", "1"))
-    refused("run", "not the problems that the run in .*run began with", resume=True)
-    assert rows(tmp_path / "run") == log
-    assert len(teach("auto", steps=2, resume="auto")) == 2
 
 
 def test_as_a_program(monkeypatch, capsys):

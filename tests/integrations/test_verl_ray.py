@@ -26,7 +26,7 @@ HANG = 1500  # seconds
 def train(folder, changes, workers=1, prompts=64, log="log.jsonl", until=None, **environment):
     """verl's log of a run to its end, or until it has logged that many steps; then kill -9."""
     folder.mkdir(exist_ok=True)
-    runs.write_data(folder, data.train_problems("arithmetic", hold_out=True)[:prompts])
+    runs.write_data(folder, data.train_problems("arithmetic")[:prompts])
     environment["VERL_FILE_LOGGER_PATH"] = str(folder / log)
     base = arithmetic.BASE
     process, started = runs.start(base, folder, changes, workers, **environment), time.time()
