@@ -44,7 +44,7 @@ METHODS = {  # the name of any other rule is a method, too: that rule, at its le
 
 FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the experiment
     "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "gradient_checkpointing",
-    "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "track",
+    "shard", "out_dir", "resume", "eval_every", "save_every", "track",
 )  # fmt: skip
 RULES = (dppo.Rule, dppo.BiasedRule)
 COMPARED = ("model", "data", "eval_data")  # may have moved, if their contents are the same
@@ -122,7 +122,6 @@ def resolve(cfg: Config) -> Config:
         "max_new_tokens": max(map(data.max_new_tokens, (cfg.data, cfg.eval_data or cfg.data))),
         "lr": 6e-4 if tiny else 1e-6,
         "lr_schedule": "linear" if tiny else "constant",
-        "adam_beta2": 0.95 if tiny else 0.999,
         "pack_tokens": 2048 if device == "cpu" else 8192,
     }
     if tiny:  # a rule without a rate keeps its 0
@@ -212,12 +211,11 @@ def _check_values(cfg: Config) -> None:
         require(cfg, name, has_rate, f"0 with {without}: choose another rule or method")
     counts = (
         "steps", "prompts_per_step", "minibatches", "max_new_tokens", "rollout_batch",
-        "pack_tokens", "eval_problems", "keep_checkpoints",
+        "pack_tokens", "eval_problems",
     )  # fmt: skip
     for name in counts:
         require(cfg, name, getattr(cfg, name) >= 1, "at least 1")
     require(cfg, "group_size", cfg.group_size >= 2, "at least 2: a group of one has no advantage")
-    require(cfg, "adam_beta2", 0 <= cfg.adam_beta2 < 1, "at least 0 and below 1")
     for name in ("lr", "temperature", "rest"):
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
     for name in ("beta", "warmup", "grad_clip", "eval_every", "save_every"):

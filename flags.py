@@ -124,8 +124,6 @@ class Config:
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
     """Learning rate of AdamW. By default 1e-6; with tiny 6e-4, or 4.3e-4 for pps."""
-    adam_beta2: float | None = None
-    """AdamW's beta2. By default 0.999, or 0.95 with tiny."""
     warmup: int = 5
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
@@ -161,8 +159,6 @@ class Config:
     """Evaluate on at most this many problems, with 4 completions each."""
     save_every: int = 20
     """Steps between checkpoints. 0 means never."""
-    keep_checkpoints: int = 2
-    """Number of checkpoints to keep, the newest ones."""
     track: str | None = None
     """Also log to wandb, trackio, or a module of yours with the same calls."""
 

@@ -120,7 +120,7 @@ def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
     """The optimizer. Before each step, train.py multiplies each parameter group's initial learning
     rate by the schedule; checkpoints hold the optimizer's state."""
     return torch.optim.AdamW(
-        parameters, lr=cfg.lr, betas=(0.9, cfg.adam_beta2), weight_decay=0.0,
+        parameters, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0,
         fused=cfg.device == "cuda",
     )  # fmt: skip
 

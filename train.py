@@ -224,8 +224,8 @@ class Trainer:
             for number in range(M):
                 in_update = (minibatch == number)[:, None]  # [K, 1]
                 sums = accumulate_gradients(
-                    self.model, rollouts, advantages, factor * weights, keep & in_update,
-                    old_logprobs, cfg=cfg, mine=mine, reference=self.reference,
+                    self.model, rollouts, advantages, factor * weights, keep & in_update, cfg=cfg,
+                    old_logprobs=old_logprobs, mine=mine, reference=self.reference,
                     show_progress=self.show_progress,
                 )  # fmt: skip
                 norm = torch.nn.utils.clip_grad_norm_(
@@ -477,8 +477,8 @@ def save_run(trainer: Trainer, step: int) -> None:
     if trainer.is_main:
         stored = {"step": step, "optimizer": optimizer, "trainer": trainer.state()}
         stored["fingerprint"] = trainer.fingerprint
-        folder, keep = Path(cfg.out_dir), cfg.keep_checkpoints
-        checkpoint.save(folder, trainer.model, weights, trainer.tokenizer, stored, keep=keep)
+        folder = Path(cfg.out_dir)
+        checkpoint.save(folder, trainer.model, weights, trainer.tokenizer, stored)
 
 
 def restore(trainer: Trainer) -> int:

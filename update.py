@@ -48,7 +48,7 @@ class UpdateStats(NamedTuple):
 
 
 def accumulate_gradients(
-    model, rollouts, advantages, multiplier, keep, old_logprobs, *, cfg, mine=None,
+    model, rollouts, advantages, multiplier, keep, *, cfg, old_logprobs, mine=None,
     reference=None, show_progress=False,
 ) -> UpdateStats:  # fmt: skip
     """Add the gradient of every kept sequence of all ranks to .grad; returns the sums of all ranks.
@@ -142,7 +142,7 @@ def trainer_logprobs(model, rollouts, cfg, keep=None) -> torch.Tensor:
     """The sampled tokens' log-probs [k, G, T] in the trainer's arithmetic; 0 past the end, and for
     completions that keep [k, G] leaves out."""
     keep = torch.ones_like(rollouts.truncated) if keep is None else keep
-    sequences = kept_sequences(rollouts, keep, torch.arange(len(keep)), None)
+    sequences = kept_sequences(rollouts, keep, torch.arange(len(keep)))
     table = rollouts.logprobs.new_zeros(rollouts.logprobs.shape)
     for pack, members in packs(sequences, cfg, model.device):
         logprobs = packed_logprobs(model, pack, cfg)[0].to(table)  # [N]
@@ -161,7 +161,7 @@ def packed_logprobs(model, pack, cfg):
         return packing.packed_logprobs(model, pack, temperature=cfg.temperature)
 
 
-def kept_sequences(rollouts, keep, mine, old_logprobs) -> list[Sequence]:
+def kept_sequences(rollouts, keep, mine, old_logprobs=None) -> list[Sequence]:
     """What is kept of the groups `mine` [k] of this rank, in their order; keep [K, G]."""
     old_logprobs = rollouts.logprobs if old_logprobs is None else old_logprobs
     G = keep.shape[1]

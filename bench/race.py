@@ -50,7 +50,7 @@ METHODS = {  # flags. Rates are the usual ones of each method; blind draws keep 
     "pods": "--method pods --completion-prune-rate 0.8",
     "cppo": "--method cppo --completion-prune-rate 0.8",
 }
-BASE = "--loss dr_grpo --adam-beta2 0.95 --lr-schedule linear --warmup 5 --grad-clip 1"
+BASE = "--loss dr_grpo --lr-schedule linear --warmup 5 --grad-clip 1"
 SFT = "out-smollm2/sft/checkpoint"  # SmolLM2's supervised start, by bash runs/smollm2.sh
 WORDS = f"--data words --prompt-format plain --rollout-batch 256 --model {SFT}"
 SETTINGS = {  # flags that all runs share; those of a method come after them

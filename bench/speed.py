@@ -139,7 +139,8 @@ def packed_update(model, batch: Batch, cfg, *, share_prompts: bool) -> None:
     """Add the gradient of the batch to .grad, as train.py does."""
     model.set_attn_implementation(packing.ATTENTION)
     with mock.patch.object(packing, "shares_prompts", return_value=share_prompts):
-        accumulate_gradients(model, *vars(batch).values(), cfg=cfg)
+        old_logprobs = batch.rollouts.logprobs
+        accumulate_gradients(model, *vars(batch).values(), cfg=cfg, old_logprobs=old_logprobs)
 
 
 def padded_update(model, batch: Batch, cfg, *, by_length: bool) -> None:

@@ -64,7 +64,7 @@ evaluate sft $start words
 for method in grpo pps; do
     train $out/$method --method $method --model $start --data words --rollout-batch 256 \
         --prompts-per-step 16 --steps $steps --lr 2e-5 --lr-schedule linear \
-        --eval-every $every --eval-problems $watched --keep-checkpoints 1
+        --eval-every $every --eval-problems $watched
     evaluate $method $out/$method/checkpoint words
 done
 gains ""

@@ -85,7 +85,7 @@ def owned(folder: str | None):
                     place.rmdir()
 
 
-def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: int) -> None:
+def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: int = 2) -> None:
     """Write `weights` as a Hugging Face folder, and in it `state` (with its "step") as trainer.pt.
 
     It is written under another name and renamed, so a kill leaves complete checkpoints only. The

@@ -77,7 +77,9 @@ def updates(policy, checkpointing, head_logits, loss):
         advantages = torch.randn(shape, generator=generator)
         scale = torch.rand(shape, generator=generator) / K / G
         for kind, model in trained.items():
-            old = update.trainer_logprobs(model, rollouts, settings[kind])
+            old = rollouts.logprobs
+            if settings[kind].importance_cap:
+                old = update.trainer_logprobs(model, rollouts, settings[kind])
             optimizers[kind].zero_grad()
             sums = update.accumulate_gradients(
                 model, rollouts, advantages, scale, keep, mine=mine,

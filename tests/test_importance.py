@@ -24,10 +24,12 @@ def gradient(model, rollouts, advantages, scale, old_logprobs=None, **changes):
     """(sums, gradient [P]) with everything kept."""
     model.zero_grad()
     keep = torch.ones_like(rollouts.truncated)
+    cfg = replace(CFG, **changes)
+    if not cfg.importance_cap:
+        old_logprobs = rollouts.logprobs
     sums = update.accumulate_gradients(
-        model, rollouts, advantages, scale, keep, cfg=replace(CFG, **changes),
-        old_logprobs=old_logprobs,
-    )  # fmt: skip
+        model, rollouts, advantages, scale, keep, cfg=cfg, old_logprobs=old_logprobs
+    )
     return sums, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
@@ -201,7 +203,8 @@ def test_gspo_in_bfloat16_clips_nothing_before_an_update(make_policy):
 
     def clipped(cfg):
         args = (model, rollouts, advantages, ones, ones.bool())
-        sums = update.accumulate_gradients(*args, cfg=cfg)
+        old = None if cfg.importance_cap else rollouts.logprobs
+        sums = update.accumulate_gradients(*args, cfg=cfg, old_logprobs=old)
         return sums.clipped / sums.completion_tokens
 
     assert clipped(cfg) == 0

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from toy import Recorder, flags, toy_reward
+from toy import Recorder, Stored, flags, toy_reward
 
 import config
 import dppo
@@ -16,7 +16,6 @@ import metrics
 import proof
 import sampler
 import train
-from bench import check
 from rollout import Rollouts
 from runtime import log
 from tasks import arithmetic
@@ -206,7 +205,7 @@ def full_batch(policy_folder, tmp_path, monkeypatch):
     models = (trainer.model, trainer.reference)
     now, ref = (trainer_logprobs(model, rollouts, trainer.cfg) for model in models)
     rollouts.logprobs = now + 0.3 * torch.randn(now.shape, generator=draw) * (now != 0)
-    trainer.sampling = replace(trainer.sampling, engine=check.Stored(rollouts, window))
+    trainer.sampling = replace(trainer.sampling, engine=Stored(rollouts, window))
     # a group's first length says which one it is
     score = lambda part, *_: ([["text"]] * len(part.lengths), REWARDS[part.lengths[:, 0] - 1])
     monkeypatch.setattr(train, "score", score)
@@ -284,11 +283,11 @@ def test_flags_of_the_optimizer(steps, monkeypatch):
     clip, seen = torch.nn.utils.clip_grad_norm_, []
     record = lambda parameters, norm: seen.append(norm) or clip(parameters, norm)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
-    trainer, row, _ = steps(count=1, grad_clip=0.37, lr=0.01, warmup=0, adam_beta2=0.91)
+    trainer, row, _ = steps(count=1, grad_clip=0.37, lr=0.01, warmup=0)
     (group,) = trainer.optimizer.param_groups
     assert (seen, group["lr"]) == ([0.37], 0.01)
     assert row["learning_rate"] == 0.01
-    assert group["betas"] == (0.9, 0.91)
+    assert group["betas"] == (0.9, 0.95)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 

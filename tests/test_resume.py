@@ -278,7 +278,6 @@ BAD_INPUT = """
 --rest 0 | --rest 0.0: must be above 0 and finite
 --grad-clip -1 | --grad-clip -1.0: must be at least 0
 --grad-clip inf | --grad-clip inf: must be at least 0 and finite
---adam-beta2 1 | --adam-beta2 1.0: must be at least 0 and below 1
 --temperature 0 | --temperature 0.0: must be above 0
 --eps-high 0 | --eps-high 0.0: must be above 0
 --eps-low 1 | --eps-low 1.0: must be above 0 and below 1

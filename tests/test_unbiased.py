@@ -66,8 +66,9 @@ def make(make_policy, make_rollouts):
         def gradient(advantages, scale, keep):
             model.zero_grad()
             update.accumulate_gradients(
-                model, part, advantages, scale, keep, cfg=cfg, reference=reference
-            )
+                model, part, advantages, scale, keep, cfg=cfg, reference=reference,
+                old_logprobs=None if cfg.importance_cap else part.logprobs,
+            )  # fmt: skip
             ranks.sum_gradients(model)
             return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 

@@ -46,8 +46,9 @@ def test_any_layout_is_the_same_update(make_policy, make_rollouts, monkeypatch, 
             rows = 7 if pack_tokens == 24 else 9999  # of the head's chunks
             monkeypatch.setattr(packing, "HEAD_LOGITS", rows * 258)
             sums = update.accumulate_gradients(
-                model, rollouts, advantages, scale, keep, cfg=cfg, reference=reference
-            )
+                model, rollouts, advantages, scale, keep, cfg=cfg,
+                old_logprobs=rollouts.logprobs, reference=reference,
+            )  # fmt: skip
             results.append((flat_grad(model), sums))
         (grad, sums), *others = results
         assert (grad.abs().max() > 0) == (sums.completion_tokens > 0) == bool(keep.any())
@@ -82,8 +83,9 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss):
     keep = torch.ones(4, 2, dtype=torch.bool)
     model.zero_grad()
     got = update.accumulate_gradients(
-        model, rollouts, advantages, scale, keep, cfg=cfg, reference=reference
-    )
+        model, rollouts, advantages, scale, keep, cfg=cfg, old_logprobs=rollouts.logprobs,
+        reference=reference,
+    )  # fmt: skip
     grad = flat_grad(model)
 
     model.zero_grad()
@@ -131,7 +133,7 @@ def test_slots_hold_exactly_what_is_forwarded(make_policy, make_rollouts, monkey
         cfg = config.resolve(config.Config(device="cpu", pack_tokens=pack_tokens))
         ones = torch.ones_like(rollouts.truncated, dtype=torch.float32)
         args = (model, rollouts, ones, ones, ones.bool())
-        sums = update.accumulate_gradients(*args, cfg=cfg)
+        sums = update.accumulate_gradients(*args, cfg=cfg, old_logprobs=rollouts.logprobs)
         return sums.tokens, sums.slots
 
     rollouts = make_rollouts(model, 1, 4)
@@ -164,8 +166,9 @@ def test_bfloat16_update(make_policy, make_rollouts):
         cfg = config.resolve(config.Config(device="cpu", dtype=dtype, beta=0.1))
         model.zero_grad()
         update.accumulate_gradients(
-            model, rollouts, ones, ones, ones > 0, cfg=cfg, reference=reference
-        )
+            model, rollouts, ones, ones, ones > 0, cfg=cfg, old_logprobs=rollouts.logprobs,
+            reference=reference,
+        )  # fmt: skip
         grads.append(flat_grad(model))
     assert seen == [(torch.float32, False)] * 2 + [(torch.bfloat16, False)] * 2
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}

@@ -37,7 +37,9 @@ def test_gradients_are_the_cpus(policy, sample, kernel, monkeypatch, changes, dt
         model, reference = policy(device), policy(device, seed=1).requires_grad_(False)
         if cfg.gradient_checkpointing:
             models.checkpoint_layers(model)
-        old = update.trainer_logprobs(reference, rollouts, cfg) if changes is OLD else None
+        old = None if cfg.importance_cap else rollouts.logprobs
+        if changes is OLD:
+            old = update.trainer_logprobs(reference, rollouts, cfg)
         sums = update.accumulate_gradients(
             model, rollouts, *rows, keep, cfg=cfg, old_logprobs=old, reference=reference
         )
