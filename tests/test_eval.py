@@ -57,9 +57,7 @@ def test_average_is_over_completions_then_problems():
 
 @pytest.mark.parametrize("k", [1, 8])
 @pytest.mark.parametrize("P", [30, 300])
-@pytest.mark.parametrize(
-    ("first", "second"), [(0, 0.05), (0, 0.2), (0, 0.5), (0, 0.95), (0.02, 0.05), (0.3, 0.5)]
-)
+@pytest.mark.parametrize(("first", "second"), [(0, 0.05), (0, 0.95), (0.02, 0.05)])
 def test_intervals_cover(P, k, first, second):
     """2,000 sets of P problems, of which two models can solve these shares, always or half of the
     time; where the first solves none, the interval is of the second. Catches the percentile

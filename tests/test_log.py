@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from toy import Recorder, flags, toy_reward
+from toy import Recorder, Stored, flags, toy_reward
 
 import config
 import dppo
@@ -16,7 +16,6 @@ import metrics
 import proof
 import sampler
 import train
-from bench import check
 from rollout import Rollouts
 from runtime import log
 from tasks import arithmetic
@@ -206,7 +205,7 @@ def full_batch(policy_folder, tmp_path, monkeypatch):
     models = (trainer.model, trainer.reference)
     now, ref = (trainer_logprobs(model, rollouts, trainer.cfg) for model in models)
     rollouts.logprobs = now + 0.3 * torch.randn(now.shape, generator=draw) * (now != 0)
-    trainer.sampling = replace(trainer.sampling, engine=check.Stored(rollouts, window))
+    trainer.sampling = replace(trainer.sampling, engine=Stored(rollouts, window))
     # a group's first length says which one it is
     score = lambda part, *_: ([["text"]] * len(part.lengths), REWARDS[part.lengths[:, 0] - 1])
     monkeypatch.setattr(train, "score", score)

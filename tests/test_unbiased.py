@@ -10,15 +10,15 @@ from unittest import mock
 import pytest
 import torch
 from test_dppo import table
-from toy import flags, toy_reward
+from toy import Stored, flags, toy_reward
 
 import config
 import dppo
 import proof
+import rollout
 import sampler
 import train
 import update
-from bench import check
 from runtime import ranks
 
 PPS = dppo.COMPLETION_RULES["pps"]
@@ -226,8 +226,10 @@ class InFloat64(train.Trainer):
         super().__init__(cfg, reward=reward)
         self.model.double()
         window = self.candidates(step)
-        stored = check.Stored(check.roll_out(self, window, step), window)
-        self.sampling = replace(self.sampling, engine=stored)
+        prompt_ids = [self.train_ids[q] for q in window.tolist()]
+        options = {"group_size": self.cfg.group_size, "seed": dppo.seed_for(self.cfg.seed, step)}
+        rollouts = rollout.sample(self.policy, prompt_ids, self.sampling, **options)
+        self.sampling = replace(self.sampling, engine=Stored(rollouts, window))
 
     def parameters(self):
         return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()

@@ -26,6 +26,7 @@ import metrics
 import packing
 import train
 import update
+from rollout import Rollouts
 from runtime import InputError, log, ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,6 +148,19 @@ def _wait(processes, codes):
 
 
 # ---------------------------------------------------------------------------- a recorded run
+
+
+class Stored:
+    """An engine that returns what was sampled before for the prompts `window` [Q]."""
+
+    def __init__(self, rollouts, window):
+        self.rollouts = rollouts
+        self.place = {index: place for place, index in enumerate(window.tolist())}
+
+    def sample(self, _model, prompt_ids, _sampling, *, keys, **_options):
+        places = [self.place[key] for key in keys]
+        pick = lambda value: value[places] if torch.is_tensor(value) else prompt_ids
+        return Rollouts(*map(pick, vars(self.rollouts).values()))
 
 
 class Recorder(train.Trainer):
