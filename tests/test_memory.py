@@ -6,16 +6,29 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import config
 import models
 import packing
-from bench import shapes
 from engines import memory, vllm_engine
 from runtime import device, ranks
 
 GIB = 2**30
+SHAPES = {  # Qwen3's: hidden, feed-forward, layers, heads, key-value heads, head width, vocabulary
+    "tiny": (128, 384, 4, 4, 2, 32, 2048),
+    "0.6b": (1024, 3072, 28, 16, 8, 128, 151_936),
+    "4b": (2560, 9728, 36, 32, 8, 128, 151_936),
+}
+
+
+def qwen3(shape):
+    hidden, inner, layers, heads, kv_heads, width, vocabulary = SHAPES[shape]
+    return Qwen3Config(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width,
+        vocab_size=vocabulary, tie_word_embeddings=True,
+    )  # fmt: skip
 
 
 def resolved(**changes):
@@ -25,7 +38,7 @@ def resolved(**changes):
 
 def meta(shape):
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(shapes.qwen3(shape))
+        return AutoModelForCausalLM.from_config(qwen3(shape))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +112,7 @@ def test_activations_are_those_of_a_forward(monkeypatch, dtype, checkpointing):
     cfg = resolved(dtype=dtype, gradient_checkpointing=checkpointing, pack_tokens=300)
     measured, planned = [], []
     for layers in (2, 4):
-        shape = shapes.qwen3("tiny")
+        shape = qwen3("tiny")
         shape.num_hidden_layers = layers
         model = AutoModelForCausalLM.from_config(shape, attn_implementation=packing.ATTENTION)
         device.fuse_norms(model)
