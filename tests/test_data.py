@@ -129,29 +129,25 @@ def test_formats(tmp_path):
 
 
 LONG = "123456789012345678901234567890123"
+SINGLE, HALF_SINGLE = pyarrow.float32(), pyarrow.float16()
+VERLS = pyarrow.struct([("ground_truth", SINGLE), ("notes", pyarrow.list_(HALF_SINGLE))])
+NUMBERS = [  # a column, how it is read
+    ("answer", pyarrow.array([Decimal(f"{LONG}.00")]), LONG),
+    ("answer", pyarrow.array([2.0**-20]), "0.00000095367431640625"),
+    ("answer", pyarrow.array([7.1], SINGLE), "7.1"),
+    ("answer", pyarrow.array([0.1], HALF_SINGLE), "0.1"),
+    ("answer", pyarrow.array([[12345.6, 0.1]], pyarrow.large_list(SINGLE)), "12345.6, 0.1"),
+    ("reward_model", pyarrow.array([{"ground_truth": 12345.6, "notes": [0.1]}], VERLS), "12345.6"),
+]
 
 
-def test_numbers_in_parquet(tmp_path):
-    """Catches a digit that is lost, and float32 noise at any depth: as a Python number, the float32
-    of 12345.6 is 12345.599609375. A float64 keeps all its digits."""
-    single, half = pyarrow.float32(), pyarrow.float16()
-    truth = pyarrow.struct([("ground_truth", single), ("notes", pyarrow.list_(half))])
-    columns = {
-        "answer": [Decimal(f"{LONG}.00"), *[None] * 5],
-        "final_answer": pyarrow.array([None, 7.1, *[None] * 4], single),
-        "target": pyarrow.array([None, None, 0.1, *[None] * 3], half),
-        "solution": pyarrow.array(
-            [*[None] * 3, [12345.6, 0.1], None, None], pyarrow.large_list(single)
-        ),
-        "ground_truth": [*[None] * 4, 2.0**-20, None],
-        "reward_model": [*[None] * 5, {"ground_truth": 12345.6, "notes": [0.1, None]}],
-    }
-    columns["reward_model"] = pyarrow.array(columns["reward_model"], truth)
-    table = pyarrow.table({"problem": ["p"] * 6} | columns)
-    parquet.write_table(table, tmp_path / "a.PARQUET")
-    answers = [problem.answer for problem in data.read_problems(str(tmp_path / "a.PARQUET"))]
-    exact = f"{Decimal('9.5367431640625e-07'):f}"
-    assert answers == [LONG, "7.1", "0.1", "12345.6, 0.1", exact, "12345.6"]
+@pytest.mark.parametrize(("name", "column", "answer"), NUMBERS)
+def test_numbers_in_parquet(tmp_path, name, column, answer):
+    """Catches a digit that is lost, and the noise of short floats at any depth: as a Python number,
+    the float32 of 12345.6 is 12345.599609375."""
+    parquet.write_table(pyarrow.table({"problem": ["p"], name: column}), tmp_path / "a.PARQUET")
+    (problem,) = data.read_problems(str(tmp_path / "a.PARQUET"))
+    assert problem.answer == answer
 
 
 def test_a_pipe_is_read_once(tmp_path):
@@ -255,11 +251,11 @@ def test_embedded_data(name):
     assert not {problem.text for problem in train} & {problem.text for problem in held_out}
 
 
-def test_sft_problems(tmp_path, capsys):
+def test_sft_problems(tmp_path, capsys, monkeypatch):
     """Catches held-out rows or rows without a solution that would be learned."""
-    words = data.sft_problems("words")
-    assert len(words) == word_problems.SFT_PROBLEMS
-    assert words[8] == data.Problem(*word_problems.problem("sft", 8))
+    monkeypatch.setattr(word_problems, "SFT_PROBLEMS", 9)
+    *_, ninth = data.sft_problems("words")
+    assert ninth == data.Problem(*word_problems.problem("sft", 8))
     rows = [{"question": f"q{n}", "answer": f"so #### {n}" if n % 2 else n} for n in range(40)]
     found = data.sft_problems(write(tmp_path, *rows))
     assert [problem.text for problem in found] == [f"q{n}" for n in range(1, 38, 2)]
