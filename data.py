@@ -112,7 +112,7 @@ def problem_sets(
         end = len(train) - max(1, round(HELD_OUT_SHARE * len(train)))
         train, evaluated = train[:end], train[end:][:limit]
     else:
-        evaluated = eval_problems(eval_data or data, limit, reward) if limit else []
+        evaluated = [] if limit == 0 else eval_problems(eval_data or data, limit, reward)
     trained = {identity(problem) for problem in train}
     if common := sum(identity(problem) in trained for problem in evaluated):
         ranks.say(f"note: {common} of {len(evaluated)} problems to evaluate on are also trained on")

@@ -23,8 +23,7 @@ def chains(split, count=400):
 
 
 def test_problems():
-    """Catches a wrong answer, chains of other lengths or with carries where there should be none,
-    and other problems or shares of kinds than the committed runs had."""
+    """Catches a wrong answer, and other problems than the committed runs had."""
     problems = [chains(split) for split in SPLITS]
     for prompt, answer, kind in itertools.chain(*problems):
         numbers = [int(number) for number in prompt[:-1].split("+")]
@@ -45,8 +44,7 @@ def test_nothing_held_out_is_trained_on():
 
 
 def test_teacher_forgets_carries_and_nothing_else():
-    """Catches errors without a carry, carries that are always or never remembered, and workings
-    that do not add up."""
+    """Catches errors without a carry, and workings that do not add up."""
     rng = random.Random(0)
     carries = forgotten = 0
     for prompt, answer, _ in chains("train"):
@@ -80,8 +78,7 @@ def test_longest_answers_fit():
 
 
 def test_the_base_model_can_be_made_again(tmp_path):
-    """Catches a recipe that no longer runs, a folder that train.py cannot load, and a configuration
-    that names the type that the weights are stored in, because a library may compute in it."""
+    """Catches a configuration of float16, which not every library computes in on a CPU."""
     arithmetic.make_base(tmp_path, steps=2)
     models.load_policy(str(tmp_path), "cpu")
     files, parameters = [], []
@@ -96,8 +93,7 @@ def test_the_base_model_can_be_made_again(tmp_path):
 
 @pytest.mark.slow
 def test_the_made_base_is_as_good_as_the_shipped_one(tmp_path):
-    """`pytest -m slow tests/test_arithmetic.py`, two minutes. Catches a shipped model that the
-    recipe in the repository does not make."""
+    """Two minutes, with `pytest -m slow`."""
     arithmetic.make_base(tmp_path)
     accuracy = {}
     for folder in (tmp_path, arithmetic.BASE):

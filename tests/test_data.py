@@ -69,8 +69,7 @@ ROWS = [  # what a row has beside its problem: the answer, the worked solution
 
 @pytest.mark.parametrize(("row", "answer", "solution"), ROWS)
 def test_a_row_is_read_by_any_of_its_keys(row, answer, solution):
-    """Catches a heading taken for an answer, calculator marks that stay, a bare answer taken for a
-    solution, and a solution overlooked beside the answer."""
+    """Catches headings as answers, marks that stay, and bare answers as solutions."""
     for key in ("problem", "question", "prompt"):
         problem = data.problem_of({key: "q?"} | row, "FILE")
         assert problem == data.Problem("q?", answer, "FILE", solution, data.INSTRUCTION)
@@ -99,8 +98,7 @@ CHATS = [  # a row, the messages of its prompt with the instruction "Box it.", i
 
 @pytest.mark.parametrize(("row", "messages", "solution"), CHATS)
 def test_a_chat_is_used_whole(row, messages, solution):
-    """Catches a turn that is lost, an instruction after another turn, and a last turn of the
-    assistant that is in the prompt although it gives the answer away."""
+    """Catches a lost turn, and a last one of the assistant that gives the answer away."""
     problem = data.problem_of(row, "FILE")
     assert problem.messages("Box it.") == messages
     assert (problem.answer, problem.solution) == ("2", solution)
@@ -110,8 +108,7 @@ def test_a_chat_is_used_whole(row, messages, solution):
 
 
 def test_formats(tmp_path):
-    """Catches an array that is read as a line, a mark in front of the first row, a parquet file
-    that is read as text, and keys of other turns, which parquet adds as null."""
+    """Catches an array read as a line, a mark in front, and keys that parquet adds as null."""
     rows = [
         {"prompt": [SYSTEM | {"name": "s"}, USER], "answer": "2", "subject": "algebra"},
         {"prompt": [OTHER], "answer": None, "subject": None},
@@ -129,29 +126,24 @@ def test_formats(tmp_path):
 
 
 LONG = "123456789012345678901234567890123"
+SINGLE, HALF_SINGLE = pyarrow.float32(), pyarrow.float16()
+VERLS = pyarrow.struct([("ground_truth", SINGLE), ("notes", pyarrow.list_(HALF_SINGLE))])
+NUMBERS = [  # a column, how it is read
+    ("answer", pyarrow.array([Decimal(f"{LONG}.00")]), LONG),
+    ("answer", pyarrow.array([2.0**-20]), "0.00000095367431640625"),
+    ("answer", pyarrow.array([7.1], SINGLE), "7.1"),
+    ("answer", pyarrow.array([0.1], HALF_SINGLE), "0.1"),
+    ("answer", pyarrow.array([[12345.6, 0.1]], pyarrow.large_list(SINGLE)), "12345.6, 0.1"),
+    ("reward_model", pyarrow.array([{"ground_truth": 12345.6, "notes": [0.1]}], VERLS), "12345.6"),
+]
 
 
-def test_numbers_in_parquet(tmp_path):
-    """Catches a digit that is lost, and float32 noise at any depth: as a Python number, the float32
-    of 12345.6 is 12345.599609375. A float64 keeps all its digits."""
-    single, half = pyarrow.float32(), pyarrow.float16()
-    truth = pyarrow.struct([("ground_truth", single), ("notes", pyarrow.list_(half))])
-    columns = {
-        "answer": [Decimal(f"{LONG}.00"), *[None] * 5],
-        "final_answer": pyarrow.array([None, 7.1, *[None] * 4], single),
-        "target": pyarrow.array([None, None, 0.1, *[None] * 3], half),
-        "solution": pyarrow.array(
-            [*[None] * 3, [12345.6, 0.1], None, None], pyarrow.large_list(single)
-        ),
-        "ground_truth": [*[None] * 4, 2.0**-20, None],
-        "reward_model": [*[None] * 5, {"ground_truth": 12345.6, "notes": [0.1, None]}],
-    }
-    columns["reward_model"] = pyarrow.array(columns["reward_model"], truth)
-    table = pyarrow.table({"problem": ["p"] * 6} | columns)
-    parquet.write_table(table, tmp_path / "a.PARQUET")
-    answers = [problem.answer for problem in data.read_problems(str(tmp_path / "a.PARQUET"))]
-    exact = f"{Decimal('9.5367431640625e-07'):f}"
-    assert answers == [LONG, "7.1", "0.1", "12345.6, 0.1", exact, "12345.6"]
+@pytest.mark.parametrize(("name", "column", "answer"), NUMBERS)
+def test_numbers_in_parquet(tmp_path, name, column, answer):
+    """Catches lost digits, and noise at any depth: float32's 12345.6 is 12345.599609375."""
+    parquet.write_table(pyarrow.table({"problem": ["p"], name: column}), tmp_path / "a.PARQUET")
+    (problem,) = data.read_problems(str(tmp_path / "a.PARQUET"))
+    assert problem.answer == answer
 
 
 def test_a_pipe_is_read_once(tmp_path):
@@ -193,8 +185,7 @@ FILES = [  # name and text of a file, and what is wrong with it
 
 @pytest.mark.parametrize(("name", "text", "message"), FILES)
 def test_what_cannot_be_read_is_refused(tmp_path, name, text, message):
-    """In one line, which names the file and the row. Catches a traceback, and a row that is read as
-    a problem that nobody asked."""
+    """In one line, which names the file and the row."""
     path = tmp_path / name
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -233,8 +224,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_embedded_data(name):
-    """Catches another task's problems, reward or room, and training problems that are evaluated
-    on."""
+    """Catches another task's problems, reward or room, and problems in both splits."""
     task, train_split, eval_split, _reward, _room = data.EMBEDDED[name]
     held_out = data.eval_problems(name)
     assert len(held_out) == data.EVAL_PROBLEMS
@@ -255,11 +245,11 @@ def test_embedded_data(name):
     assert not {problem.text for problem in train} & {problem.text for problem in held_out}
 
 
-def test_sft_problems(tmp_path, capsys):
+def test_sft_problems(tmp_path, capsys, monkeypatch):
     """Catches held-out rows or rows without a solution that would be learned."""
-    words = data.sft_problems("words")
-    assert len(words) == word_problems.SFT_PROBLEMS
-    assert words[8] == data.Problem(*word_problems.problem("sft", 8))
+    monkeypatch.setattr(word_problems, "SFT_PROBLEMS", 9)
+    *_, ninth = data.sft_problems("words")
+    assert ninth == data.Problem(*word_problems.problem("sft", 8))
     rows = [{"question": f"q{n}", "answer": f"so #### {n}" if n % 2 else n} for n in range(40)]
     found = data.sft_problems(write(tmp_path, *rows))
     assert [problem.text for problem in found] == [f"q{n}" for n in range(1, 38, 2)]
@@ -283,8 +273,7 @@ def test_hub_sets(monkeypatch):
 
 
 def test_reference_answers_that_cannot_be_scored_are_dropped(tmp_path, capsys):
-    """The first ones are shown. Fails if the default reward drops problems although the user has
-    another one, which cannot be asked before a completion is there."""
+    """Catches problems that are dropped although the user has another reward."""
     answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": " ", "u": ""}
     rows = [{"problem": text, "answer": answer} for text, answer in answers.items()]
     path = write(tmp_path, *rows)
@@ -302,8 +291,7 @@ def test_reference_answers_that_cannot_be_scored_are_dropped(tmp_path, capsys):
 
 
 def test_what_is_odd_about_a_file_is_said(tmp_path, capsys):
-    """Placeholders, and columns that no prompt has. Catches columns that hold nothing, those that
-    are read, and a second problem that is not."""
+    """Catches a note of columns that are empty or read."""
     answers = ("proof", "7", "Not found", "proof", "-", "no proof")
     rows = [{"prompt": "p", "answer": answer, "input": ""} for answer in answers]
     rows[1] |= {"choices": ["7", "8"], "question": "q", "subject": "s", "solution": "so #### 7"}
@@ -383,8 +371,7 @@ def test_characters_that_tokens_lose_are_noted(capsys):
 
 
 def test_prompt_formats(prompts):
-    """Catches a template without --thinking, a base model without an instruction, and an empty
-    instruction that is read as the default."""
+    """Catches an empty instruction that is read as the default."""
     texts = functools.partial(prompts, [replace(PROBLEM, instruction="Box it."), PROBLEM])
     plain = ["1+1?\nBox it.\n", "1+1?"]
     assert texts() == texts(prompt_format="plain") == plain
@@ -402,8 +389,7 @@ def test_prompt_formats(prompts):
 
 
 def test_ends_of_prompts(prompts):
-    """A prompt ends with no end token, of the tokenizer or only of the model. A template may open
-    the turn in words."""
+    """A prompt ends with no end token; but a template may open the turn in words."""
     tokenizer = prompts.tokenizer
     end = ("<|end|>", tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -432,8 +418,7 @@ REFUSED = [  # a chat template, a problem, a part of the message
 
 @pytest.mark.parametrize(("template", "problem", "message"), REFUSED)
 def test_prompts_that_no_model_can_continue(prompts, template, problem, message):
-    """Catches turns that nothing joins, an end token of the template, and a template that loses
-    what somebody says."""
+    """Catches turns that nothing joins, and a template that loses what somebody says."""
     prompts.tokenizer.chat_template = template
     with pytest.raises(InputError, match=message):
         prompts([problem])
@@ -481,8 +466,7 @@ def test_the_date_of_a_template(template):
 
 
 def test_a_run_keeps_its_date(run, policy_folder, tmp_path, monkeypatch, capsys):
-    """Catches prompts of two days in one folder, a checkpoint whose template is of one day, and
-    evaluations of two days that are compared without a word."""
+    """Catches prompts of two days in one folder, and a checkpoint whose template has a date."""
     template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}>"
     (Path(policy_folder) / "chat_template.jinja").write_text(template)
     cfg = EvalConfig(policy_folder, problems=2, k=2, batch_size=2, max_new_tokens=9)

@@ -30,8 +30,7 @@ def write(path, rows):
 
 @pytest.fixture
 def sampled(monkeypatch):
-    """A list that gets, of each call of rollout.sample: the model, the prompts, how to sample, and
-    the options."""
+    """What each call of rollout.sample gets: model, prompts, how to sample, options."""
     calls, sample = [], rollout.sample
 
     def record(model, prompt_ids, sampling, **options):
@@ -64,8 +63,7 @@ def test_intervals_cover(P, first, second):
 
 
 def test_intervals_by_hand():
-    """Wilson's of 7 of 50; shares of 0 and 1; equal models; rewards beyond 1. Fails if a problem
-    that cannot be scored counts, or if less spread does not narrow it."""
+    """Fails if a problem without a score counts, or if less spread does not narrow it."""
     interval = evaluation.wilson_interval
     solved = (torch.arange(50) < 7).double()
     assert interval(solved) == pytest.approx((0.0695, 0.2619), abs=1e-4)
@@ -81,8 +79,7 @@ def test_intervals_by_hand():
 
 
 def test_pass_at_k_by_enumeration():
-    """The share of all choices of k out of n that include a right completion. Catches 1 - (1 -
-    c/n)^k, and an unscorable completion that is counted."""
+    """Of all choices of k out of n. Catches 1 - (1 - c/n)^k."""
     scorable = [[1.0, 0, 0, 0, 1], [0.0] * 5, [1.0] * 5, [1.0, 0, 0]]
     rewards = torch.tensor([row + [nan] * (5 - len(row)) for row in scorable])
     for k in (1, 2, 3, 4, 5):
@@ -96,8 +93,7 @@ def test_pass_at_k_by_enumeration():
 
 
 def test_figures_by_hand():
-    """Fails if all completions are pooled, if an unscorable one counts as wrong, or if pass@k lacks
-    k or is 0 because no reward is exactly 1."""
+    """Fails if completions are pooled, or an unscorable one counts as wrong."""
     rows = [
         {"rewards": [1, 0, None], "lengths": [2, 3, 9], "truncated": [False, False, True]},
         {"rewards": [0, 0, 0], "lengths": [9, 9, 4], "truncated": [True, True, False]},
@@ -136,8 +132,7 @@ NEW = [("b", [1, 1]), ("b", [0, 0]), ("c", [None, 1]), ("d", [1]), ("e", [None])
 
 
 def test_paired_comparison(store, capsys):
-    """Catches pairs by row number, means over the problems of one folder, a problem that is there
-    twice but counts once, one that has no score, and an interval that is not of the differences."""
+    """Catches pairs by row number, and an interval that is not of the differences."""
     old = store("old", [{"problem": p, "rewards": r} for p, r in OLD])
     new = store("new", [{"problem": p, "rewards": r} for p, r in NEW])
     (row,) = evaluation.compare(old, new)
@@ -249,8 +244,7 @@ SUMS = [{"problem": f"{n}+1?", "answer": str(n + 1)} for n in range(12)]
 
 @pytest.fixture
 def evaluate(policy_folder, tmp_path):
-    """Evaluate in a folder, by default five sums of the task; returns the rows of each file of
-    completions there."""
+    """Evaluate in a folder, by default five sums; returns the rows of each file there."""
 
     def go(folder, *files, reward=None, **changes):
         options = {"k": 2, "max_new_tokens": 3, "batch_size": 4}
@@ -264,8 +258,7 @@ def evaluate(policy_folder, tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_batches_do_not_mix_up_problems(evaluate, tmp_path, batch_size):
-    """Seven problems, in batches of one or two. Fails if a batch gets another one's answers, if the
-    last is lost, or if another reward scores completions or selects problems."""
+    """Fails if a batch gets another one's answers, or if the last one is lost."""
     rows = [{"problem": "+" * n, "answer": n} for n in range(1, 8)]
     path = write(tmp_path / "mine.jsonl", [*rows, {"problem": "p", "answer": "none"}])
     reward = lambda _completion, answer: None if answer == "none" else float(answer)
@@ -277,9 +270,7 @@ def test_batches_do_not_mix_up_problems(evaluate, tmp_path, batch_size):
 
 
 def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):
-    """Fails if two sets or two --seed share their draws, if --prompt ignores --seed or is not
-    answered, if a set gets the room of another one, or if a batch has no room for the k completions
-    of a problem."""
+    """Fails if sets or seeds share their draws, or a set gets the room of another one."""
     names = ("arithmetic", "arithmetic-longer")
     rooms = [*map(data.max_new_tokens, names)]
     for seed in (0, 1):
@@ -309,8 +300,7 @@ def test_held_out_rows(evaluate, tmp_path):
 
 
 def test_what_a_file_holds_names_its_completions(evaluate, tmp_path):
-    """Two files of one name, of which one has the other's problems and more; and fewer --problems.
-    Catches a set that takes over another one's completions, and one that --problems starts over."""
+    """Catches a set that takes over another one's completions."""
     for name, rows in (("a", SUMS[:4]), ("b", SUMS)):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "test.jsonl", rows)
@@ -324,8 +314,7 @@ def test_what_a_file_holds_names_its_completions(evaluate, tmp_path):
 
 
 def test_only_what_a_file_holds_counts(evaluate, tmp_path, monkeypatch):
-    """Catches a draw by the path, or by the place of a row; and equal draws for two occurrences of
-    one problem."""
+    """Catches a draw by the path, or by the place of a row."""
     first = write(tmp_path / "first.jsonl", [*SUMS, SUMS[3]])
     again = write(tmp_path / "again.jsonl", [SUMS[3], *SUMS[::-1]])
     monkeypatch.chdir(tmp_path)
@@ -339,9 +328,7 @@ def test_only_what_a_file_holds_counts(evaluate, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_evaluation_continues(evaluate, tmp_path, sampled):
-    """Killed within the second of three batches, it ends with the rows of a whole evaluation, and
-    does not sample the first batch again. Fails if a seed depends on how much is left, or if half a
-    batch is kept."""
+    """Killed in the second of three batches, it does not sample the first one again."""
     whole = evaluate("part")
     path = tmp_path / "part" / "arithmetic.jsonl"
     half = path.read_text().split("\n")[:3]
@@ -352,8 +339,7 @@ def test_an_interrupted_evaluation_continues(evaluate, tmp_path, sampled):
 
 
 def test_stored_completions_are_scored_again(evaluate, tmp_path, sampled):
-    """Catches scores of a reward that was corrected meanwhile, a comparison of two rewards' scores,
-    and completions that are lost or sampled again."""
+    """Catches scores of another reward, and completions that are lost or sampled again."""
     (rows,) = evaluate("evals", reward=lambda _completion, _answer: 0.5).values()
     sampled.clear()
     (again,) = evaluate("evals", reward=lambda _completion, answer: int(answer)).values()
@@ -372,8 +358,7 @@ def len_reward(completion, _answer):
 
 
 def test_completions_of_other_settings_are_refused(evaluate, policy_folder, monkeypatch):
-    """Catches completions of another seed, temperature or model, or of other prompts: here the chat
-    template was corrected."""
+    """Also if the chat template was corrected, because then the prompts are others."""
     evaluate("evals")
     for name, stored, other in (("temperature", r"1\.0", 0.5), ("seed", 0, 1)):
         with pytest.raises(InputError, match=f"evals has {name} {stored}, not {other}: use the"):

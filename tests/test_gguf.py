@@ -107,8 +107,7 @@ def tiny(tmp_path):
 
 @pytest.mark.parametrize(("kind", "quantized"), [("llama", False), ("llama", True), ("qwen2", 0)])
 def test_the_folder_is_the_same_model(kind, quantized, tmp_path):
-    """Catches queries in llama.cpp's order, lost biases, default settings, blocks of quantized
-    weights that are mixed up, and weights that stay quantized."""
+    """Catches queries in llama.cpp's order, lost biases, and weights that stay quantized."""
     model = write(tmp_path / "m.gguf", kind=kind, quantized=quantized)
     folder = ours.model_folder(str(tmp_path / "m.gguf"))
     found, tokenizer = models.load_policy(folder, "cpu")
@@ -127,8 +126,7 @@ def test_the_folder_is_the_same_model(kind, quantized, tmp_path):
 
 
 def test_tokens_and_ends(tiny):
-    """Catches GPT-2's rule, which splits "\\n\\n7" differently, a chat model that never stops or
-    stops at every line end, and an end token that gets no gradient because it is also padding."""
+    """Catches GPT-2's rule, and a chat model that never stops or stops at every line end."""
     tokenizer = AutoTokenizer.from_pretrained(ours.model_folder(tiny))
     for text, tokens in {
         "1234": ["1", "2", "3", "4"],
@@ -167,8 +165,7 @@ DROPPED = ["context_length", "rope.freq_base", "attention.layer_norm_rms_epsilon
 
 @pytest.mark.parametrize("reason", [*REFUSED, *DROPPED])
 def test_other_models_are_refused(reason, tmp_path, cache, monkeypatch):
-    """Catches a file that transformers would load as another model without a word, or whose
-    settings it drops, and a refusal without a remedy."""
+    """Catches a file that transformers would load as another model without a word."""
     write(tmp_path / "m.gguf", *REFUSED.get(reason, ()))
     if reason in DROPPED:
         monkeypatch.delitem(GGUF_CONFIG_MAPPING["llama"], reason)
@@ -179,8 +176,7 @@ def test_other_models_are_refused(reason, tmp_path, cache, monkeypatch):
 
 
 def test_the_cache(tiny, cache, monkeypatch):
-    """Catches an interrupted conversion that is taken for a whole one, a second conversion of the
-    same file, and a folder that is kept for another file or another version of the code."""
+    """Catches half a conversion, a second one, and a folder of another file or code."""
     convert, made = ours.convert, []
 
     monkeypatch.setattr(ours, "convert", mock.Mock(side_effect=KeyboardInterrupt))
@@ -199,8 +195,7 @@ def test_the_cache(tiny, cache, monkeypatch):
 
 
 def test_smollm2_and_other_names(tiny, monkeypatch):
-    """Catches a missing file or package without its name, and a hub id or a folder that is taken
-    for a file."""
+    """Catches a hub id or a folder that is taken for a file."""
     for other in ("Qwen/Qwen3-0.6B", "out/checkpoint", "unsloth/Qwen3-4B-GGUF"):
         assert ours.model_folder(other) == other
     with pytest.raises(InputError, match=r"--model none.GGUF .*No such file.*docs/running\.md"):
@@ -215,8 +210,7 @@ def test_smollm2_and_other_names(tiny, monkeypatch):
 
 
 def test_a_run(tiny, tmp_path, monkeypatch):
-    """Catches a program that passes a .gguf file's name on, and a resumed run that needs the file
-    although its weights are in the checkpoint."""
+    """Catches a resumed run that needs the file although its weights are in the checkpoint."""
     args = toy.flags(tiny, str(tmp_path / "run"), steps=2, save_every=1)
     train.main(config.parse_config(args), reward=toy.toy_reward, until=1)
     evaluation.main(evaluation.EvalConfig(tiny, prompt="7", max_new_tokens=3, device="cpu"))

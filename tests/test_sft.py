@@ -86,9 +86,7 @@ ENCODED = [  # a chat template, a prompt format; how a solution ends
 
 @pytest.mark.parametrize(("template", "form", "end"), ENCODED)
 def test_prompts_and_solutions(make_policy, file, template, form, end):
-    """Catches a prompt format or an instruction that is not passed on, a solution of another
-    problem, an end that ends no turn, a limit on tokens that forgets the solution, and a solution
-    inside a thought."""
+    """Catches a flag that is not passed on, and an end that ends no turn."""
     _, tokenizer = make_policy()
     tokenizer.chat_template = template
     cfg = settings(file, prompt_format=form)
@@ -113,8 +111,7 @@ def test_prompts_and_solutions(make_policy, file, template, form, end):
 
 
 def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
-    """Catches a problem that is repeated or left out in an epoch, an order that does not change,
-    and a warm-up or a decay that is off by one step or never reaches the optimizer."""
+    """Catches a problem that is repeated or left out, and a schedule off by one step."""
     batches, used = [], []
 
     def update(model, optimizer, batch, *args):
@@ -137,8 +134,7 @@ def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
 
 
 def test_a_run(teach, tmp_path, monkeypatch):
-    """Catches an update that is not applied, a checkpoint of the first weights, and a run that is
-    killed and cannot be started again. A second run would overwrite the first."""
+    """Catches an update that is not applied, and a killed run that cannot be started again."""
     update, calls = sft.update, itertools.count(1)
 
     def killed(*args):
@@ -170,8 +166,7 @@ def test_bfloat16(teach):
 
 
 def test_bad_input_leaves_nothing(teach, tmp_path, monkeypatch):
-    """Catches a folder that is left behind, files of another kind in it, and ranks of torchrun that
-    all write the same files."""
+    """Also under torchrun, whose ranks would all write the same files."""
     for changes, message in (
         ({"lr": math.nan}, "--lr nan: must be above 0"),
         ({"batch_size": 13}, "--batch-size 13: only 12 problems fit the model"),
@@ -200,8 +195,7 @@ def test_a_gradient_that_is_not_finite(teach, tmp_path):
 
 
 def test_as_a_program(monkeypatch, capsys):
-    """Catches `python -m tasks.sft` that does not start, and an error without status or as a
-    traceback."""
+    """Catches an error without status, or as a traceback."""
     monkeypatch.setattr(sys, "argv", ["tasks.sft", "--data", "words", "gsm8k", "--steps", "0"])
     monkeypatch.delitem(sys.modules, "tasks.sft")
     with pytest.raises(SystemExit) as caught:

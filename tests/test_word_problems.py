@@ -20,8 +20,7 @@ def problems(split, count=3000):
 
 
 def test_problems_stay_the_same():
-    """Fails if a change of the generator or of its texts gives other problems than the committed
-    runs had, or if it keeps a state between calls. Before you change the digest, read some."""
+    """Those of the committed runs. Before you change the digest, read some."""
     text = str([problems(split, 1000) for split in SPLITS])
     assert hashlib.sha256(text.encode()).hexdigest()[:12] == "b9625fcc8085"
     assert word_problems.problem("sft", 7) == problems("sft", 8)[7]
@@ -29,8 +28,7 @@ def test_problems_stay_the_same():
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_solutions_are_true(split, monkeypatch):
-    """Catches a division with a rest, a negative result, a number that is told but not used or used
-    but not told, a solution that earns no reward, and plots that prefer few steps."""
+    """Catches numbers that are told or used only, and plots that prefer few steps."""
     if split == "sft":  # else its teacher errs
         monkeypatch.setattr(word_problems, "CARE_PROB", 1.0)
     reward, steps = data.reward_function("words"), Counter()
@@ -53,8 +51,7 @@ def test_solutions_are_true(split, monkeypatch):
 
 
 def test_the_teacher_often_boxes_a_wrong_number(monkeypatch):
-    """Catches a share of errors that is not CARE_PROB, an error in the reference answer, a wrong
-    number that the equations lack, and a problem that depends on it."""
+    """Catches another share than CARE_PROB, and an error in the reference answer."""
     share, found = word_problems.CARE_PROB, problems("sft")
     monkeypatch.setattr(word_problems, "CARE_PROB", 1.0)
     careful = 0
@@ -69,8 +66,7 @@ def test_the_teacher_often_boxes_a_wrong_number(monkeypatch):
 
 
 def test_held_out_sentences_are_unseen():
-    """Catches a sentence in the last quarter of a list that another list trains on, names and
-    numbers aside."""
+    """Names and numbers aside."""
     seen, held_out = set(), set()
     for text in word_problems.SENTENCES.values():
         masked = re.sub("{[AB]}", "A", re.sub("{[a-z]}", "n", " ".join(text.split())))
