@@ -67,7 +67,7 @@ class Stored:
         places = [self.place[key] for key in keys]
         columns = vars(self.rollouts).values()
         pick = lambda value: value[places] if torch.is_tensor(value) else prompt_ids
-        return Rollouts(*map(pick, columns))
+        return rollout.Rollouts(*map(pick, columns))
 
 
 def plain_logits(model, ids):
