@@ -42,6 +42,7 @@ from dppo import seed_for
 from engines import vllm_engine
 from flags import EvalConfig
 from runtime import InputError, checkpoint, console, log
+from runtime.answers import OR
 from runtime.device import choose_device, choose_dtype
 
 # Flags that do not change a completion. All others must be the same throughout one --out-dir.
@@ -59,6 +60,8 @@ class ProblemSet(NamedTuple):
 def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
     """Evaluate and print; returns the JSON rows. `reward` replaces the default of each set."""
     check_config(cfg)
+    if reward:
+        rewards.takes_row(reward)  # raises if it cannot be called
     if cfg.compare:
         return compare(*cfg.compare)
     if cfg.check_golds:
@@ -361,15 +364,15 @@ def stored_means(path: Path) -> dict[tuple, float]:
 
 
 def check_golds(names: tuple[str, ...]) -> list[dict]:
-    """Compare every reference answer with itself, by the reward and by math-verify alone."""
+    """Compare every reference answer with itself."""
     verified = number = 0
     for name in names:
         embedded = name in data.EMBEDDED
         problems = data.eval_problems(name, None) if embedded else data.read_problems(name)
         for row, problem in enumerate(problems, 1):
             answer = problem.answer
-            right = rewards.math_reward(f"\\boxed{{{answer}}}", answer) == 1.0
-            right = right and rewards.verify(answer, answer)
+            each = answer.split(OR)
+            right = all(rewards.math_reward(f"\\boxed{{{one}}}", one) == 1.0 for one in each)
             if not right:
                 print(f"{name}, row {row}: answer {answer[:80]!r} of {problem.text[:80]!r}")
             number, verified = number + 1, verified + right
