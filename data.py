@@ -9,12 +9,13 @@ InputError names the row that cannot be used, before training starts.
 
 import datetime
 import hashlib
+import itertools
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import MAX_PREC, Context, Decimal
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ import chat_format
 import dppo
 import rewards
 from runtime import InputError, ranks
+from runtime.answers import OR, equal
 from tasks import arithmetic, word_problems
 
 HUB = {  # data name -> id, configuration and split on the hub
@@ -84,6 +86,7 @@ class Problem:
     solution: str = ""  # worked out, with the answer in a box; "" if there is none
     instruction: str = ""  # the prompt's last line
     turns: tuple[dict, ...] = ()  # of a chat; () if it has only the text
+    row: dict = field(default_factory=dict, compare=False)  # as read, for a reward that asks for it
 
     def messages(self, instruction: str = "") -> list[dict]:
         """The turns of the prompt, with the instruction after the user's last one."""
@@ -320,9 +323,9 @@ def problem_of(row: dict, data: str) -> Problem:
     "".join(turn["content"] for turn in turns).encode()  # UnicodeEncodeError: half a character
     sources = (row[name] for name in SOURCE_KEYS if isinstance(row.get(name), str) and row[name])
     is_plain = len(turns) == 1 and turns[0].keys() == {"role", "content"}
-    answer = ", ".join(map(reference_answer, answers))
+    answer = together([*map(reference_answer, answers)])
     chat = () if is_plain else tuple(turns)
-    return Problem(asked[-1], answer, next(sources, data), solution, INSTRUCTION, chat)
+    return Problem(asked[-1], answer, next(sources, data), solution, INSTRUCTION, chat, row)
 
 
 def _first_key(row: dict, keys: tuple[str, ...]) -> str:
@@ -373,6 +376,18 @@ def reference_answer(value: str | int | float | Decimal) -> str:
     text = text.strip()
     dollars = len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text[1:-1]
     return text[1:-1].strip() if dollars else text
+
+
+def together(answers: list[str]) -> str:
+    """One reference answer for a list: alternatives, unless all are different numbers.
+
+    >>> together(["8", "eight"]), together(["1/2", "0.5"]), together(["2", "3"])
+    ('8 (or) eight', '1/2 (or) 0.5', '2, 3')
+    """
+    answers = [*dict.fromkeys(answers)]
+    numbers = not any(re.search(r"[^\W\d_i]", re.sub(r"\\[a-z]+", "", one)) for one in answers)
+    different = not any(equal(*pair) for pair in itertools.combinations(answers, 2))
+    return (", " if numbers and different else OR).join(answers)
 
 
 def worked_solution(text: str) -> str:

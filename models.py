@@ -26,6 +26,7 @@ from transformers.utils import find_adapter_config_file, logging
 import chat_format
 import data
 import packing
+import rewards
 import rollout
 from config import Config
 from engines import check_decoder, compact, hf, memory, vllm_engine
@@ -52,6 +53,8 @@ class Models(NamedTuple):
 def load_problems(cfg: Config, reward: Callable | None = None) -> tuple:
     """(problems of --data, problems to evaluate on if there are evaluations, their two rewards).
     `reward` replaces the data's own."""
+    if reward:
+        rewards.takes_row(reward)  # raises if it cannot be called
     limit = cfg.eval_problems if cfg.eval_every else 0
     sets = ranks.broadcast(data.problem_sets, cfg.data, cfg.eval_data, limit, reward)
     names = (cfg.data, cfg.eval_data or cfg.data)
