@@ -377,26 +377,19 @@ def run(trainer: Trainer, until: int | None = None) -> None:
 
 def why_nothing_was_learned(row: dict, cfg: Config) -> str:
     """What the figures of a step without a gradient say."""
-    cut_off, reward = row["completions/clipped_ratio"], row["reward"]
-    if cut_off > 0.5:
-        why = (
-            f"{cut_off:.0%} of the completions were cut off at --max-new-tokens "
-            f"{cfg.max_new_tokens}: raise it"
-        )
-        if cfg.mask_truncated:
-            why += ", or leave out --mask-truncated, which masks them"
-    elif math.isnan(reward):
+    reward, cut_off = row["reward"], row["completions/clipped_ratio"]
+    if math.isnan(reward):
         why = "the reward is None for all completions: no reference answer can be scored"
     elif reward == 0:
-        why = (
-            "all rewards are 0: the problems are too hard, or the reward does not find the answers"
-        )
+        why = "all rewards are 0: the problems are too hard, or the reward finds no answer"
     else:
         why = f"rewards do not differ within a group, and are {reward:.3g} on average"
+    if cut_off > 0.5:
+        why += f". --max-new-tokens {cfg.max_new_tokens} cut off {cut_off:.0%} of the completions"
+        why += ", which --mask-truncated masks" if cfg.mask_truncated else ""
     samples = Path(cfg.out_dir, "samples.jsonl")
-    return (
-        f"the gradient was 0 for {DEAD_STEPS} steps, so nothing was learned: {why}. See {samples}"
-    )
+    steps = f"the gradient was 0 for {DEAD_STEPS} steps, so nothing was learned"
+    return f"{steps}: {why}. See {samples}"
 
 
 def start_log(trainer: Trainer, done: int) -> log.Log:
