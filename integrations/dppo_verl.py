@@ -83,7 +83,6 @@ EXACT = [  # values with which a row's term does not depend on what else is kept
     ((True,), ["hybrid_engine", "actor.use_dynamic_bsz", "rollout.log_prob_use_dynamic_bsz",
                "ref.log_prob_use_dynamic_bsz"]),
 ]  # fmt: skip
-MEMORY = 8  # how many batches the mean of their tokens remembers
 
 
 def check(config, trainer) -> None:
@@ -222,15 +221,6 @@ class DPPOTrainer(PPOTrainerSync):
         self.groups = {uids[q]: (q, weights[q].item()) for q in places.tolist()}
         return tu.index_select_tensor_dict(batch, places)
 
-    def learn(self, metrics, weights, rewards, advantages, tokens) -> None:
-        """The prompt history and the mean of tokens learn from the prompts that were rolled out,
-        whose weights are [K]. The other tables are [K, G]."""
-        dppo_shared.learn(self.history, self.prompts, rewards, advantages, tokens)
-        estimate = (weights * tokens.sum(dim=1)).sum().item()  # of all Q prompts
-        self.mean_tokens = dppo_shared.update_mean(self.mean_tokens, estimate, MEMORY)
-        metrics["dppo/reward"] = dppo_shared.mean_reward(rewards, weights, self.Q)
-        metrics["dppo/kept_prompts"] = len(weights) / self.Q
-
     # --------------------------------------------------------------------------------- completions
 
     def _step_once(self, metrics, timing_raw, sample_batch_size):
@@ -341,7 +331,10 @@ class DPPOTrainer(PPOTrainerSync):
         if self.prunes_prompts:
             if self.mean_tokens is not None:  # known before the draw
                 full[:] = self.mean_tokens / self.M
-            self.learn(metrics, prompt_weights[:, 0], rewards, advantages, tokens)
+            w = prompt_weights[:, 0]  # [K]
+            dppo_shared.learn(self, self.prompts, w, rewards, advantages, tokens)
+            metrics["dppo/reward"] = dppo_shared.mean_reward(rewards, w, self.Q)
+            metrics["dppo/kept_prompts"] = K / self.Q
         figures = dppo_shared.completion_figures(weights, prompt_weights, cost, self.Q * G)
         metrics |= {f"dppo/{name}": value for name, value in figures.items()}
 
