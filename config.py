@@ -46,7 +46,6 @@ FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the e
     "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "gradient_checkpointing",
     "shard", "out_dir", "resume", "eval_every", "save_every", "keep_checkpoints", "track",
 )  # fmt: skip
-COMPARED = ("model", "data", "eval_data")  # may have moved, if their contents are the same
 
 
 # ---------------------------------------------------------------------------- the command line
@@ -69,8 +68,6 @@ def parse_config(argv: list[str]) -> Config:
         for field in fields(Config):
             now, then = getattr(cfg, field.name), getattr(run, field.name)
             free = field.name in FREE_TO_CHANGE
-            if field.name in COMPARED:  # train.restore compares them, given a checkpoint
-                free = checkpoint.newest(stored.parent) is not None
             if field.name == "steps" and run.lr_schedule != "constant":
                 free = False  # the schedule would change
             if now != then and not free:
