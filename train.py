@@ -96,15 +96,12 @@ class Trainer:
         loaded = models.load_models(cfg, self.saved)
         # `model` is trained, and `policy` samples: a copy, or the same object.
         self.model, self.policy, self.reference = loaded.model, loaded.policy, loaded.reference
-        self.tokenizer, self.fingerprint = loaded.tokenizer, loaded.fingerprint
+        self.tokenizer = loaded.tokenizer
         self.train_set, self.train_ids = models.encode(cfg, loaded, self.train_set)
         self.eval_set, self.eval_ids = models.encode(cfg, loaded, self.eval_set)
         config.check_prompts(cfg, len(self.train_set))
+        self.content = data.content_hash(self.train_set)  # a resumed run must have the same
         prompts = self.train_ids + self.eval_ids
-        self.content = {  # a resumed run must have the same
-            "train": data.content_hash(self.train_set, self.train_ids),
-            "evaluate": data.content_hash(self.eval_set, self.eval_ids) if self.eval_set else "",
-        }
         self.sampling = models.make_sampling(cfg, loaded, prompts, self.show_progress)
 
         self.prompt_tokens = torch.tensor([len(ids) for ids in self.train_ids])  # [prompts]
@@ -469,39 +466,22 @@ def save_run(trainer: Trainer, step: int) -> None:
     optimizer, weights = ranks.gather(trainer.optimizer.state_dict()), ranks.weights(trainer.model)
     if trainer.is_main:
         stored = {"step": step, "optimizer": optimizer, "trainer": trainer.state()}
-        stored["fingerprint"] = trainer.fingerprint
         folder = Path(cfg.out_dir)
         checkpoint.save(folder, trainer.model, weights, trainer.tokenizer, stored)
 
 
 def restore(trainer: Trainer) -> int:
-    """Give the Trainer what its checkpoint holds besides the weights; returns the step.
-
-    InputError if the run began with another model, or with other problems. Their files may have
-    moved: only their contents count.
-    """
-    stored, of_run = checkpoint.load_state(trainer.saved), f"the run in {trainer.cfg.out_dir}"
+    """Give the Trainer what its checkpoint holds besides the weights; returns the step. InputError
+    for other problems, whose places in the prompt history would be wrong."""
+    stored = checkpoint.load_state(trainer.saved)
     state = stored["trainer"]
     if state.keys() != trainer.state().keys():
         raise InputError(
-            f"--resume: another program or version than this one trained {of_run}: resume it with "
-            f"the command that started it"
+            f"--resume: another program or version than this one trained the run in "
+            f"{trainer.cfg.out_dir}: resume it with the command that started it"
         )
-    content = trainer.content
-    for flag, what, now, before in (
-        ("--model", "the model that", trainer.fingerprint, stored["fingerprint"]),
-        ("--data", "the problems to train on that", content["train"], state["content"]["train"]),
-        ("--eval-data", "the problems to evaluate on that", content["evaluate"],
-         state["content"]["evaluate"]),
-    ):  # fmt: skip
-        # None, "": it was not read, or a run without evaluation
-        if now and before and now != before:
-            raise InputError(
-                f"{flag} is not {what} {of_run} began with: give it the one that it had, or use "
-                f"another --out-dir"
-            )
-    trainer.fingerprint = stored["fingerprint"]
-    trainer.content = {use: before or content[use] for use, before in state["content"].items()}
+    if state["content"] != trainer.content:
+        raise InputError(f"--data {trainer.cfg.data}: not the problems that the run began with")
     ranks.load_optimizer(trainer.optimizer, stored["optimizer"])
     trainer.load_state(state)
     return stored["step"]

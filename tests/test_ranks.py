@@ -199,8 +199,7 @@ def test_resumed_on_other_ranks(policy_folder, tmp_path):
     """Two steps sharded over 2 ranks, two on one rank, two sharded over 3: the log and checkpoint
     of a run on one rank.
 
-    Catches a share that is saved as the whole, Adam's state of another parameter, and
-    a fingerprint of a share.
+    Catches a share that is saved as the whole, and Adam's state of another parameter.
     """
     common = {"save_every": 2, "eval_every": 2, "eval_problems": 3, "beta": 0.1}
 
