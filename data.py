@@ -316,7 +316,7 @@ def problem_of(row: dict, data: str) -> Problem:
         values = value if isinstance(value, list) and value else [value]
         answers = [_text_or_number(value, name) for value in values]
         texts = (row[name] for name in ANSWER_KEYS if isinstance(row.get(name), str))
-        solution = next(filter(None, map(worked_solution, texts)), "")
+        solution = next(filter(None, (parts(text)[0] for text in texts)), "")
     asked = [turn["content"] for turn in turns if turn["role"] == "user"]
     if not "".join(asked[-1:]).strip():
         raise ValueError(f"nothing is asked under {key!r}")
@@ -353,27 +353,17 @@ def _turn(turn: dict) -> dict:
 
 
 def reference_answer(value: str | int | float | Decimal) -> str:
-    """The reference answer in a value: the last box, or else what follows #### in the last line, or
-    else all of it.
+    """The reference answer in a value.
 
     >>> reference_answer("24+48=72 #### 72"), reference_answer(27.0), reference_answer("$2x$")
     ('72', '27', '2x')
-    >>> reference_answer("#### Step 2\\nso \\\\boxed{3}.")
-    '3'
     """
     if isinstance(value, (float, Decimal)):
         if not math.isfinite(value):
             return ""
         value = f"{value:.15g}" if isinstance(value, float) else value  # not 0.1 + 0.2's noise
         value = f"{Decimal(value).normalize(Context(prec=MAX_PREC)):f}"
-    text = str(value)
-    if box := rewards.last_box(text):
-        text = box.content or ""
-    else:
-        last_line = text.strip().rpartition("\n")[2]
-        _before, mark, after = last_line.rpartition("####")
-        text = after if mark else text
-    text = text.strip()
+    text = parts(str(value))[1].strip()
     dollars = len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text[1:-1]
     return text[1:-1].strip() if dollars else text
 
@@ -390,20 +380,23 @@ def together(answers: list[str]) -> str:
     return (", " if numbers and different else OR).join(answers)
 
 
-def worked_solution(text: str) -> str:
-    """A row's own solution, with the answer in a box and no calculator marks; "" for an answer.
+def parts(text: str) -> tuple[str, str]:
+    """(worked solution, answer) of a text. The answer is in the last box, or else after #### in the
+    last line, or else it is all. A solution ends in a box, without a calculator's marks.
 
-    >>> worked_solution("So 24+48 = <<24+48=72>>72 clips.\\n#### 72")
-    'So 24+48 = 72 clips.\\n\\\\boxed{72}'
-    >>> worked_solution("so $x=\\\\boxed{3}$."), worked_solution("72"), worked_solution("#### 72")
-    ('so $x=\\\\boxed{3}$.', '', '')
+    >>> parts("So 24+48 = <<24+48=72>>72 clips.\\n#### 72")
+    ('So 24+48 = 72 clips.\\n\\\\boxed{72}', '72')
+    >>> parts("#### Step 2\\nso $x=\\\\boxed{3}$."), parts("\\\\boxed{3}"), parts("#### 72")
+    (('#### Step 2\\nso $x=\\\\boxed{3}$.', '3'), ('', '3'), ('', '72'))
     """
     if box := rewards.last_box(text):
-        return text if box.content and text.strip() != text[box.start : box.end] else ""
+        is_bare = text.strip() == text[box.start : box.end]
+        return "" if is_bare or not box.content else text, box.content or ""
     lines, _newline, last_line = text.strip().rpartition("\n")
-    before, mark, answer = last_line.rpartition("####")
+    before, mark, answer = map(str.strip, last_line.rpartition("####"))
     steps = re.sub(r"<<.*?>>", "", f"{lines}\n{before}").strip()
-    return f"{steps}\n\\boxed{{{answer.strip()}}}" if mark and steps else ""
+    solution = f"{steps}\n\\boxed{{{answer}}}" if mark and steps else ""
+    return solution, answer if mark else text
 
 
 # ---------------------------------------------------------------------------- prompts
