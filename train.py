@@ -130,8 +130,8 @@ class Trainer:
         # --- DPPO, before rollout: drop prompts at random, weight the rest by 1 / P(kept)
         counts_tokens = self.needs_mean_tokens and self.mean_tokens is None  # see 5
         prompt_rule = "none" if counts_tokens else cfg.prompt_rule
-        kept_prompts, prompt_weights = self.history.prune(
-            prompt_rule, cfg.prompt_prune_rate, candidates, generator, M
+        kept_prompts, prompt_weights = sampler.prune_prompts(
+            prompt_rule, cfg.prompt_prune_rate, self.history, candidates, generator, M
         )
         # ---
         prompts, prompt_weights = candidates[kept_prompts], prompt_weights[kept_prompts]  # [K], [K]
@@ -187,7 +187,7 @@ class Trainer:
         # 6. Each update has its own part of the candidates, and its own draw. A prompt's place
         # among the candidates says which part it is in. Its place among the kept prompts would not
         # do: it depends on what else was kept, so the estimate would be biased.
-        # These are the parts that PromptHistory.prune draws; M divides Q (config.py checks it).
+        # These are the parts that prune_prompts draws; M divides Q (config.py checks it).
         minibatch = kept_prompts.nonzero()[:, 0] * M // Q  # [K]
         cost = self.prompt_tokens[prompts, None] + lengths  # [K, G], tokens to train on
         keep = torch.ones_like(factor, dtype=torch.bool)  # [K, G]; GRPO keeps all

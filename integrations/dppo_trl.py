@@ -175,7 +175,7 @@ class DPPOTrainer(trl.GRPOTrainer):
             kept = unit * max(1, round((1.0 - rate) * Q / unit))
             rate = 1.0 - kept / Q
         generator = dppo.generator_for(self.args.seed, "prompts", self.state.global_step + 1)
-        drawn = self.history.prune(rule, rate, prompts, generator)
+        drawn = sampler.prune_prompts(rule, rate, self.history, prompts, generator)
         keep, weights = broadcast_object_list(list(drawn))  # ranks might round differently
         self._metrics["train"]["dppo/kept_prompts"].append(keep.double().mean().item())
 

@@ -215,7 +215,7 @@ class DPPOTrainer(PPOTrainerSync):
         if self.actor.loss_agg_mode == "token-mean" and self.mean_tokens is None:
             rule = "none"  # this batch is whole, and gives the denominator
         generator = dppo.generator_for(self.seed, "prompts", self.global_steps)
-        keep, weights = self.history.prune(rule, rate, prompts, generator, self.M)
+        keep, weights = sampler.prune_prompts(rule, rate, self.history, prompts, generator, self.M)
         self.prompts = prompts[keep]  # [K]
         places = keep.nonzero().flatten()  # [K]
         self.groups = {uids[q]: (q, weights[q].item()) for q in places.tolist()}

@@ -118,8 +118,8 @@ KINDS = {  # its table, its class, and a call that uses the entry `mine`
     ),
     "prompt rule": (
         sampler.PROMPT_RULES, make_rule,
-        lambda rate: sampler.PromptHistory(2).prune(
-            "mine", rate, torch.arange(2), dppo.generator_for(0)),
+        lambda rate: sampler.prune_prompts(
+            "mine", rate, sampler.PromptHistory(2), torch.arange(2), dppo.generator_for(0)),
     ),
     "loss": (dppo.LOSSES, dppo.Loss, token_loss),
 }  # fmt: skip

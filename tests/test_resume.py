@@ -8,6 +8,7 @@ import runpy
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch

@@ -47,7 +47,7 @@ def see(history, prompts, rewards, tokens=5):
 def weights_of(history, window, rate=0.25, rule="dppo"):
     """The weights that each candidate can get, over many draws."""
     generator = dppo.generator_for(0)
-    drawn = [history.prune(rule, rate, window, generator) for _ in range(100)]
+    drawn = [sampler.prune_prompts(rule, rate, history, window, generator) for _ in range(100)]
     assert all(torch.equal(weights > 0, keep) for keep, weights in drawn)
     return [set(column) for column in zip(*(weights.tolist() for _, weights in drawn), strict=True)]
 
@@ -101,7 +101,7 @@ def test_threshold_rule_by_hand():
     assert weights_of(history, window) == [{0.0, 4 / 3}, {1.0}, {1.0}, {1.0}], "the last visit"
     message = "unknown prompt rule 'gresso': choose one of none, uniform, dppo"
     with pytest.raises(ValueError, match=message):
-        history.prune("gresso", 0.5, window, dppo.generator_for(0))
+        sampler.prune_prompts("gresso", 0.5, history, window, dppo.generator_for(0))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,10 @@ def test_a_blind_draw_keeps_exactly_the_planned_number(rate, minibatches, wanted
     floor in place of round, draws that favour a place, and one draw for all mini-batches."""
     history, generator = sampler.PromptHistory(10), dppo.generator_for(1)
     window = torch.arange(10)
-    drawn = [history.prune("uniform", rate, window, generator, minibatches) for _ in range(400)]
+    drawn = [
+        sampler.prune_prompts("uniform", rate, history, window, generator, minibatches)
+        for _ in range(400)
+    ]
     keep = torch.stack([keep for keep, _ in drawn])
     share = wanted / (10 // minibatches)
     for part in keep.chunk(minibatches, dim=1):
@@ -128,7 +131,7 @@ def test_the_number_of_dull_prompts_is_fixed():
     dull = torch.arange(60) % 3 == 0
     see(history, list(range(60)), [[0.0, 0.0] if low else [1.0, 0.0] for low in dull])
     for _ in range(100):
-        keep, _ = history.prune("dppo", 0.45, torch.arange(60), generator)
+        keep, _ = sampler.prune_prompts("dppo", 0.45, history, torch.arange(60), generator)
         assert keep[~dull].all()
         assert keep[dull].sum() == 11, "0.55 of 20"
 
@@ -137,7 +140,10 @@ def test_uniform_is_a_simple_random_sample():
     """Every pair is as likely as every other. Catches a systematic draw in a fixed order, which
     never keeps neighbours."""
     history, generator = sampler.PromptHistory(6), dppo.generator_for(0)
-    drawn = [history.prune("uniform", 0.5, torch.arange(6), generator)[0] for _ in range(2000)]
+    drawn = [
+        sampler.prune_prompts("uniform", 0.5, history, torch.arange(6), generator)[0]
+        for _ in range(2000)
+    ]
     keep = torch.stack(drawn).double()
     together = (keep.T @ keep / len(keep))[torch.triu_indices(6, 6, 1).unbind()]
     assert ((together - 0.2).abs() < 0.04).all(), "3 of 6: a pair has 3 / 6 x 2 / 5"
@@ -157,7 +163,7 @@ def test_draws_start_anywhere(monkeypatch):
     ones = torch.ones(1, 2, dtype=torch.float64)
     batch = dppo.Completions(ones, ones, ones, ones)
     for _ in range(500):
-        history.prune("uniform", 0.5, torch.arange(4), generator)
+        sampler.prune_prompts("uniform", 0.5, history, torch.arange(4), generator)
         dppo.prune_completions("pps", 0.5, batch, generator)
     for of_level in (starts[::2], starts[1::2]):
         counts = torch.histc(torch.tensor(of_level), bins=20, min=0.0, max=1.0)

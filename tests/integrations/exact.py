@@ -156,11 +156,11 @@ def over_completions(gradient, part=0, seen=None):
 def over_prompts(gradient):
     """The expectation over the draw of prompts, in which every update has its own candidates."""
 
-    def outcomes(history, rule, rate, prompts, _generator, updates=1):
+    def outcomes(rule, rate, history, prompts, _generator, updates=1):
         entry = sampler.PROMPT_RULES[rule]
         parts = [proof.outcomes(entry, rate, history.of(x)) for x in prompts.chunk(updates)]
         for drawn in itertools.product(*parts):
             keeps, weights, chances = zip(*drawn, strict=True)
             yield torch.cat(keeps), torch.cat(weights), math.prod(chances)
 
-    return expectation(gradient, sampler.PromptHistory, "prune", outcomes)
+    return expectation(gradient, sampler, "prune_prompts", outcomes)

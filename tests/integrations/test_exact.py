@@ -156,13 +156,13 @@ def test_lessons_figures_and_draws(library):
     with (
         calls_of(dppo, "generator_for") as keys,
         calls_of(sampler.PromptHistory, "update") as lessons,
-        calls_of(sampler.PromptHistory, "prune") as prompts,
+        calls_of(sampler, "prune_prompts") as prompts,
         calls_of(dppo, "prune_completions") as drawn,
     ):
         for number in range(3):
             before = toy.trainer.mean_tokens
             toy.step()
-            (_history, _rule, _rate, candidates, *_others), (keep, weights) = prompts[number]
+            (_rule, _rate, _history, candidates, *_others), (keep, weights) = prompts[number]
             (_rule, _rate, batch, _generator), (kept, own) = drawn[number]
             rows, w = candidates[keep], weights[keep, None]
             rewards, costs, lengths, _energy = (table[rows] for table in toy.tables)
