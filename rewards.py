@@ -130,7 +130,7 @@ def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch
         for text, length in zip(group, lengths, strict=True):
             rewards.append(reward_of(text, problem, reward) if length else math.nan)
     if math_judge.budget <= 0:
-        ranks.say(f"note: after {JUDGE_SECONDS:g} s of comparing answers, the rest count as wrong")
+        ranks.say(f"note: comparing took {JUDGE_SECONDS:g} s, the batch's other formulas are wrong")
     math_judge.budget = math.inf
     return texts, torch.tensor(rewards, dtype=torch.float64).view(rollouts.lengths.shape)
 
