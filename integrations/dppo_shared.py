@@ -14,8 +14,12 @@ from pathlib import Path
 import torch
 
 import dppo
-import sampler
 from dppo import RuleError
+
+try:
+    import dppo_sampler as sampler  # of the pip package: there, `sampler` may be the user's
+except ImportError:
+    import sampler
 
 # ---------------------------------------------------------------------------- options
 
@@ -30,7 +34,7 @@ def check_rules(options) -> None:
     """RuleError for an unknown or a biased rule, and for a rate or a rest out of range."""
     require(options.rest > 0, f"rest={options.rest}: choose a value above 0")
     for level, rules in (("completion", dppo.COMPLETION_RULES), ("prompt", sampler.PROMPT_RULES)):
-        unbiased = [name for name, entry in rules.items() if not entry.biased]
+        unbiased = [name for name, rule in rules.items() if isinstance(rule, dppo.Rule)]
         dppo.check_known(f"{level}_rule", getattr(options, f"{level}_rule"), unbiased)
         rate = getattr(options, f"{level}_prune_rate")
         require(0 <= rate < 1, f"{level}_prune_rate={rate}: choose a rate from 0 to below 1")

@@ -32,8 +32,7 @@ from datasets import Dataset
 
 import dppo
 import dppo_shared
-import sampler
-from dppo_shared import require
+from dppo_shared import require, sampler
 
 TRL = "1.16."  # the version whose losses are known, by what they divide by:
 PER_ROW = ("grpo", "sapo", "dr_grpo", "luspo")  # the rows of the micro-batch

@@ -43,8 +43,7 @@ from verl.workers.utils.padding import response_to_nested
 
 import dppo
 import dppo_shared
-import sampler
-from dppo_shared import require
+from dppo_shared import require, sampler
 
 if __name__ == "__main__":  # verl hides the errors of plug-ins; this is where they are shown
     if "nanodppo" not in TRAINER_REGISTRY:
