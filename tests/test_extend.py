@@ -50,7 +50,7 @@ def program(folder, code, *args):
 # ---------------------------------------------------------------------------- the README's snippets
 
 
-def test_reward_of_the_readme():
+def test_reward_of_the_readme(tmp_path):
     """It agrees with the embedded task's own reward, so training with it is training. Catches a
     reward that is 0 forever, as an earlier README's was."""
     names = {"__name__": "myreward"}
@@ -59,12 +59,14 @@ def test_reward_of_the_readme():
     for index in range(200):
         prompt, answer, _ = arithmetic.problem("train", index)
         completion = arithmetic.worked_answer(prompt, arithmetic.CARRY_PROB, rng)
-        found.append(names["my_reward"](completion, answer))
-        assert found[-1] == rewards.arithmetic_reward(completion, answer)
-    assert 0.1 < sum(found) / 200 < 0.9
-    assert names["my_reward"]("7+9=16", "") is None
-    inspect.signature(train.cli).bind(names["my_reward"])
-    assert "train.cli(my_reward)" in REWARD
+        reward = names["my_reward"](completion, answer, {"problem": prompt})
+        assert (reward > 0.5) == rewards.arithmetic_reward(completion, answer)
+        found.append(reward)
+    assert {0.0, 0.1, 0.9, 1.0} >= {*found} > {0.1, 1.0}
+    assert names["my_reward"]("7+9=16", "", {"problem": "7+9?"}) is None
+    args = toy.flags("tiny", str(tmp_path / "run"), steps=1, prompts_per_step=4, group_size=2)
+    done = program(tmp_path, REWARD, *args)
+    assert "step 1/1 | reward 0." in done.stdout, done.stderr
 
 
 def test_rules_and_loss_of_the_readme(policy_folder, tmp_path, capsys):
