@@ -3,7 +3,7 @@ What chat models add to text: tokens that end turns, and marks around thoughts.
 
     end_tokens         every token that ends a completion
     open_thoughts      the mark of the thought that a prompt ends in
-    decode             a completion's text, with or without the marks of thoughts
+    decode             a completion's text, with the marks of thoughts
 """
 
 import math
@@ -80,11 +80,8 @@ def _open_thought(tokenizer, ids: list[int], controls: set[int]) -> str:
     return ""
 
 
-def decode(tokenizer, completions: list[list[int]], *, keep_thoughts: bool = False) -> list[str]:
-    """The texts of completions without special tokens. With keep_thoughts, the marks of thoughts
-    stay, even where they are special tokens."""
-    if not keep_thoughts:
-        return [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
+def decode(tokenizer, completions: list[list[int]]) -> list[str]:
+    """The texts of completions without special tokens, but with the marks of thoughts."""
     added = tokenizer.added_tokens_decoder.items()
     dropped = {number for number, token in added if token.special and token.content not in MARKS}
     texts = ([number for number in ids if number not in dropped] for ids in completions)

@@ -47,7 +47,6 @@ FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the e
     "shard", "out_dir", "resume", "eval_every", "save_every", "track",
 )  # fmt: skip
 RULES = (dppo.Rule, dppo.BiasedRule)
-COMPARED = ("model", "data", "eval_data")  # may have moved, if their contents are the same
 
 
 # ---------------------------------------------------------------------------- the command line
@@ -70,8 +69,6 @@ def parse_config(argv: list[str]) -> Config:
         for field in fields(Config):
             now, then = getattr(cfg, field.name), getattr(run, field.name)
             free = field.name in FREE_TO_CHANGE
-            if field.name in COMPARED:  # train.restore compares them, given a checkpoint
-                free = checkpoint.newest(stored.parent) is not None
             if field.name == "steps" and run.lr_schedule != "constant":
                 free = False  # the schedule would change
             if now != then and not free:

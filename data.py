@@ -9,12 +9,13 @@ InputError names the row that cannot be used, before training starts.
 
 import datetime
 import hashlib
+import itertools
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import MAX_PREC, Context, Decimal
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ import chat_format
 import dppo
 import rewards
 from runtime import InputError, ranks
+from runtime.answers import OR, equal
 from tasks import arithmetic, word_problems
 
 HUB = {  # data name -> id, configuration and split on the hub
@@ -84,6 +86,7 @@ class Problem:
     solution: str = ""  # worked out, with the answer in a box; "" if there is none
     instruction: str = ""  # the prompt's last line
     turns: tuple[dict, ...] = ()  # of a chat; () if it has only the text
+    row: dict = field(default_factory=dict, compare=False)  # as read, for a reward that asks for it
 
     def messages(self, instruction: str = "") -> list[dict]:
         """The turns of the prompt, with the instruction after the user's last one."""
@@ -313,16 +316,16 @@ def problem_of(row: dict, data: str) -> Problem:
         values = value if isinstance(value, list) and value else [value]
         answers = [_text_or_number(value, name) for value in values]
         texts = (row[name] for name in ANSWER_KEYS if isinstance(row.get(name), str))
-        solution = next(filter(None, map(worked_solution, texts)), "")
+        solution = next(filter(None, (parts(text)[0] for text in texts)), "")
     asked = [turn["content"] for turn in turns if turn["role"] == "user"]
     if not "".join(asked[-1:]).strip():
         raise ValueError(f"nothing is asked under {key!r}")
     "".join(turn["content"] for turn in turns).encode()  # UnicodeEncodeError: half a character
     sources = (row[name] for name in SOURCE_KEYS if isinstance(row.get(name), str) and row[name])
     is_plain = len(turns) == 1 and turns[0].keys() == {"role", "content"}
-    answer = ", ".join(map(reference_answer, answers))
+    answer = together([*map(reference_answer, answers)])
     chat = () if is_plain else tuple(turns)
-    return Problem(asked[-1], answer, next(sources, data), solution, INSTRUCTION, chat)
+    return Problem(asked[-1], answer, next(sources, data), solution, INSTRUCTION, chat, row)
 
 
 def _first_key(row: dict, keys: tuple[str, ...]) -> str:
@@ -350,45 +353,50 @@ def _turn(turn: dict) -> dict:
 
 
 def reference_answer(value: str | int | float | Decimal) -> str:
-    """The reference answer in a value: the last box, or else what follows #### in the last line, or
-    else all of it.
+    """The reference answer in a value.
 
     >>> reference_answer("24+48=72 #### 72"), reference_answer(27.0), reference_answer("$2x$")
     ('72', '27', '2x')
-    >>> reference_answer("#### Step 2\\nso \\\\boxed{3}.")
-    '3'
     """
     if isinstance(value, (float, Decimal)):
         if not math.isfinite(value):
             return ""
         value = f"{value:.15g}" if isinstance(value, float) else value  # not 0.1 + 0.2's noise
         value = f"{Decimal(value).normalize(Context(prec=MAX_PREC)):f}"
-    text = str(value)
-    if box := rewards.last_box(text):
-        text = box.content or ""
-    else:
-        last_line = text.strip().rpartition("\n")[2]
-        _before, mark, after = last_line.rpartition("####")
-        text = after if mark else text
-    text = text.strip()
+    text = parts(str(value))[1].strip()
     dollars = len(text) > 1 and text[0] == text[-1] == "$" and "$" not in text[1:-1]
     return text[1:-1].strip() if dollars else text
 
 
-def worked_solution(text: str) -> str:
-    """A row's own solution, with the answer in a box and no calculator marks; "" for an answer.
+def together(answers: list[str]) -> str:
+    """One reference answer for a list: alternatives, unless all are different numbers.
 
-    >>> worked_solution("So 24+48 = <<24+48=72>>72 clips.\\n#### 72")
-    'So 24+48 = 72 clips.\\n\\\\boxed{72}'
-    >>> worked_solution("so $x=\\\\boxed{3}$."), worked_solution("72"), worked_solution("#### 72")
-    ('so $x=\\\\boxed{3}$.', '', '')
+    >>> together(["8", "eight"]), together(["1/2", "0.5"]), together(["2", "3"])
+    ('8 (or) eight', '1/2 (or) 0.5', '2, 3')
+    """
+    answers = [*dict.fromkeys(answers)]
+    numbers = not any(re.search(r"[^\W\d_i]", re.sub(r"\\[a-z]+", "", one)) for one in answers)
+    different = not any(equal(*pair) for pair in itertools.combinations(answers, 2))
+    return (", " if numbers and different else OR).join(answers)
+
+
+def parts(text: str) -> tuple[str, str]:
+    """(worked solution, answer) of a text. The answer is in the last box, or else after #### in the
+    last line, or else it is all. A solution ends in a box, without a calculator's marks.
+
+    >>> parts("So 24+48 = <<24+48=72>>72 clips.\\n#### 72")
+    ('So 24+48 = 72 clips.\\n\\\\boxed{72}', '72')
+    >>> parts("#### Step 2\\nso $x=\\\\boxed{3}$."), parts("\\\\boxed{3}"), parts("#### 72")
+    (('#### Step 2\\nso $x=\\\\boxed{3}$.', '3'), ('', '3'), ('', '72'))
     """
     if box := rewards.last_box(text):
-        return text if box.content and text.strip() != text[box.start : box.end] else ""
+        is_bare = text.strip() == text[box.start : box.end]
+        return "" if is_bare or not box.content else text, box.content or ""
     lines, _newline, last_line = text.strip().rpartition("\n")
-    before, mark, answer = last_line.rpartition("####")
+    before, mark, answer = map(str.strip, last_line.rpartition("####"))
     steps = re.sub(r"<<.*?>>", "", f"{lines}\n{before}").strip()
-    return f"{steps}\n\\boxed{{{answer.strip()}}}" if mark and steps else ""
+    solution = f"{steps}\n\\boxed{{{answer}}}" if mark and steps else ""
+    return solution, answer if mark else text
 
 
 # ---------------------------------------------------------------------------- prompts

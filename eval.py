@@ -57,10 +57,12 @@ class ProblemSet(NamedTuple):
 
 def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
     """Evaluate and print; returns the JSON rows. `reward` replaces the default of each set."""
+    ranks.check_single("eval.py")
     check_config(cfg)
+    if reward:
+        rewards.takes_row(reward)  # raises if it cannot be called
     if cfg.compare:
         return compare(*cfg.compare)
-    ranks.check_single("eval.py")
     if cfg.model is None:
         raise InputError("--model: give a folder such as out/checkpoint, a hub id or a .gguf file")
     device = choose_device(cfg.device)
@@ -234,7 +236,7 @@ def complete(
 
 def scored(completions: list[str], problem: data.Problem, reward) -> dict:
     """What the row of a problem says of its completions. A reward of None cannot be scored."""
-    numbers = [rewards.reward_of(text, problem.answer, reward) for text in completions]
+    numbers = [rewards.reward_of(text, problem, reward) for text in completions]
     found = [None if math.isnan(number) else number for number in numbers]
     return {"problem": problem.text, "answer": problem.answer, "rewards": found}
 

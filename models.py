@@ -26,6 +26,7 @@ from transformers.utils import find_adapter_config_file, logging
 import chat_format
 import data
 import packing
+import rewards
 import rollout
 from config import Config
 from engines import check_decoder, compact, hf, memory, vllm_engine
@@ -46,12 +47,13 @@ class Models(NamedTuple):
     policy: torch.nn.Module  # samples; the model itself unless its weights are sharded or cast
     reference: torch.nn.Module | None  # the model that the run began with; None without --beta
     source: str  # the folder or hub id of the weights
-    fingerprint: int | None  # of the model that --model names; None if it was not read
 
 
 def load_problems(cfg: Config, reward: Callable | None = None) -> tuple:
     """(problems of --data, problems to evaluate on if there are evaluations, their two rewards).
     `reward` replaces the data's own."""
+    if reward:
+        rewards.takes_row(reward)  # raises if it cannot be called
     limit = cfg.eval_problems if cfg.eval_every else 0
     sets = ranks.broadcast(data.problem_sets, cfg.data, cfg.eval_data, limit, reward)
     names = (cfg.data, cfg.eval_data or cfg.data)
@@ -68,8 +70,7 @@ def model_folder(model: str) -> str:
 def load_models(cfg: Config, saved: Path | None) -> Models:
     """The models of --model, or of a checkpoint that the run resumes from."""
     base = cfg.model
-    renamed = saved and base != checkpoint.stored_config(Path(cfg.out_dir))["model"]
-    if cfg.beta or renamed or not saved:
+    if cfg.beta or not saved:
         base = ranks.broadcast(model_folder, base)
     source = str(saved or base)
     if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
@@ -78,14 +79,12 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     # In turns: on the host, a model of 8B takes 30 GiB while it is read.
     load = functools.partial(ranks.in_turns, load_policy)
     model, tokenizer = load(source, cfg.device, samples=not apart)
-    began_with = None if saved else model  # None: it was not read
-    if cfg.beta or renamed:
-        began_with = load(base, cfg.device, samples=False)[0].requires_grad_(False)
+    reference = None
+    if cfg.beta:
+        reference = load(base, cfg.device, samples=False)[0].requires_grad_(False)
     data.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
     if any(".experts." in name for name, _ in model.named_parameters()):
         ranks.say("note: the model is a mixture of experts; no loss balances its routers")
-    fingerprint = began_with and checkpoint.fingerprint(began_with)
-    reference = began_with if cfg.beta else None
     if cfg.gradient_checkpointing:
         checkpoint_layers(model)
     policy = model
@@ -94,7 +93,7 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
             shard(sharded, cfg.device)
     if apart:
         policy = load(source, cfg.device, cfg.dtype)[0].requires_grad_(False)
-    return Models(model, tokenizer, policy, reference, source, fingerprint)
+    return Models(model, tokenizer, policy, reference, source)
 
 
 def encode(cfg: Config, models: Models, problems: list) -> tuple[list, list[list[int]]]:

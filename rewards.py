@@ -1,30 +1,32 @@
 """
 Rewards: 1.0 for a right answer, 0.0 for a wrong one, None if the problem cannot be scored.
 
-A reward is a function of (completion, answer): the model's text, and the problem's reference
-answer. What the model answers is called `given`.
+A reward is a function of (completion, answer) or of (completion, answer, row): the model's text,
+the reference answer, and a dict of the problem, its answer, its source and all columns of its row.
+The text keeps the marks of thoughts, and begins with one if the prompt opened a thought. All
+rewards get the same text, so one that calls math_reward pays what math_reward pays.
 
 None leaves a completion out of its group's mean and standard deviation and gives it advantage 0. It
-is for problems whose reference answer is missing, or cannot be read. A completion that cannot be
-read is wrong: 0.0.
-
-runtime/answers.py says which answers are equal.
+is for reference answers that are missing or cannot be read. A completion that cannot be read is
+wrong: 0.0. What it answers is called `given`.
 """
 
+import inspect
 import math
 import re
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 
 import chat_format
-from runtime import InputError, answers, math_judge
+from runtime import InputError, math_judge, ranks
+from runtime.answers import LONGEST, equal, has_value
 
-LONGEST_ANSWER = 2000  # characters; anything longer is not an answer
+JUDGE_SECONDS = 60.0  # of CPU time, for the comparisons of a batch
 LARGEST = 1e30  # of a reward's absolute value: squares must be finite
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one is text
-BARE = re.compile(rf"[^\s$]{{0,{LONGEST_ANSWER}}}")  # content without braces, and what follows it
+BARE = re.compile(rf"[^\s$]{{0,{LONGEST}}}")  # content without braces, and what follows it
 AFTER = re.compile(r"(?:\\[)\]\\]|[*,;:.])+$")  # \) \] \\ and punctuation are not part of it
 
 
@@ -34,9 +36,7 @@ def arithmetic_reward(completion: str, answer: str) -> float | None:
     >>> arithmetic_reward("7+9=16;16+5=21", "21"), arithmetic_reward("7+9=16;16+5=11", "21")
     (1.0, 0.0)
     """
-    if not answer.isdigit():
-        return None
-    return float(completion.rpartition("=")[2] == answer)
+    return float(completion.rpartition("=")[2] == answer) if answer.isdigit() else None
 
 
 def math_reward(completion: str, answer: str) -> float | None:
@@ -48,19 +48,7 @@ def math_reward(completion: str, answer: str) -> float | None:
     if not has_value(answer):
         return None
     given = final_answer(completion)
-    if given is None:
-        return 0.0
-    return float(answers.equal(answer, given))
-
-
-def has_value(answer: str) -> bool:
-    """Whether a reference answer can be read. If not, all completions would earn the same."""
-    return 0 < len(answer.strip()) <= LONGEST_ANSWER and answers.is_readable(answer)
-
-
-def verify(answer: str, given: str) -> bool:
-    """Whether math-verify finds the values of two answers equal; False on a timeout."""
-    return math_judge.ask(answers.read(answer).value, answers.read(given).value)
+    return float(given is not None and equal(answer, given))
 
 
 def final_answer(completion: str) -> str | None:
@@ -74,12 +62,8 @@ def final_answer(completion: str) -> str | None:
     return box and box.content
 
 
-class Box(NamedTuple):
-    """A box in a text: text[start:end] is all of it. Its content is None if it was never closed."""
-
-    content: str | None
-    start: int
-    end: int
+# A box in a text: text[start:end] is all of it. Its content is None if it was never closed.
+Box = namedtuple("Box", "content start end")
 
 
 def last_box(text: str) -> Box | None:
@@ -99,7 +83,7 @@ def last_box(text: str) -> Box | None:
                 return Box(content, start, inside + len(content))
             continue
         depth = 0
-        for brace in BRACE.finditer(text, inside, inside + LONGEST_ANSWER + 2):
+        for brace in BRACE.finditer(text, inside, inside + LONGEST + 2):
             depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if depth == 0:
                 return Box(text[inside + 1 : brace.start()], start, brace.end())
@@ -107,7 +91,19 @@ def last_box(text: str) -> Box | None:
     return None
 
 
-# ---------------------------------------------------------------------------- of a batch
+def takes_row(reward) -> bool:
+    """Whether a reward has a third parameter, `row`. InputError if it cannot be called."""
+    try:
+        signature = inspect.signature(reward)
+        row = {"row": {}} if "row" in [*signature.parameters][2:] else {}
+        signature.bind("", "", **row)
+        return bool(row)
+    except ValueError:  # a function of C may have no signature
+        return False
+    except TypeError as error:
+        name = getattr(reward, "__qualname__", repr(reward))
+        wanted = "it must accept (completion, answer) or (completion, answer, row)"
+        raise InputError(f"the reward {name} cannot be called ({error}): {wanted}") from None
 
 
 def seen(rollouts, tokenizer) -> list[list[str]]:
@@ -118,7 +114,7 @@ def seen(rollouts, tokenizer) -> list[list[str]]:
     rows = zip(opened, rollouts.completion_ids.tolist(), rollouts.lengths.tolist(), strict=True)
     for opening, group, lengths in rows:
         completions = [ids[:length] for ids, length in zip(group, lengths, strict=True)]
-        decoded = chat_format.decode(tokenizer, completions, keep_thoughts=True)
+        decoded = chat_format.decode(tokenizer, completions)
         texts.append([opening + text for text in decoded])
     return texts
 
@@ -126,31 +122,26 @@ def seen(rollouts, tokenizer) -> list[list[str]]:
 def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch.Tensor]:
     """(texts, rewards) of G completions for each of K problems: lists [K][G], float64 [K, G].
 
-    Texts have no special tokens. A reward is NaN if the completion cannot be scored, or was not
-    sampled.
+    The texts are what the reward sees. What cannot be scored, or was not sampled, has reward NaN.
     """
-    G = rollouts.lengths.shape[1]
-    rows = zip(
-        rollouts.completion_ids.flatten(0, 1).tolist(), rollouts.lengths.flatten().tolist(),
-        strict=True,
-    )  # fmt: skip
-    completions = [ids[:length] for ids, length in rows]  # K * G
-    texts = texts_seen = chat_format.decode(tokenizer, completions)
-    if reward is math_reward:  # it must see whether a thought has ended
-        texts_seen = [text for group in seen(rollouts, tokenizer) for text in group]
-    rewards = [
-        reward_of(text, problems[number // G].answer, reward) if completions[number] else math.nan
-        for number, text in enumerate(texts_seen)
-    ]
-    texts = [texts[k * G : (k + 1) * G] for k in range(len(problems))]
-    return texts, torch.tensor(rewards, dtype=torch.float64).view(len(problems), G)
+    math_judge.budget = JUDGE_SECONDS
+    texts, rewards = seen(rollouts, tokenizer), []
+    for problem, group, lengths in zip(problems, texts, rollouts.lengths.tolist(), strict=True):
+        for text, length in zip(group, lengths, strict=True):
+            rewards.append(reward_of(text, problem, reward) if length else math.nan)
+    if math_judge.budget <= 0:
+        ranks.say(f"note: comparing took {JUDGE_SECONDS:g} s, the batch's other formulas are wrong")
+    math_judge.budget = math.inf
+    return texts, torch.tensor(rewards, dtype=torch.float64).view(rollouts.lengths.shape)
 
 
-def reward_of(completion: str, answer: str, reward) -> float:
+def reward_of(completion: str, problem, reward) -> float:
     """What a reward returns, as a number; None becomes NaN."""
+    answer = problem.answer
     which = f"the completion {completion[:80]!r}, with the reference answer {answer[:80]!r}"
+    row = {"problem": problem.text, "answer": answer, "source": problem.source} | problem.row
     try:
-        value = reward(completion, answer)
+        value = reward(completion, answer, **({"row": row} if takes_row(reward) else {}))
     except Exception as error:
         error.add_note(f"The reward raised this for {which}.")
         raise

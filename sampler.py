@@ -7,7 +7,7 @@ what was known before the step began. That makes the weights 1 / P(kept) exact: 
 gradient of each step is that of all its candidates.
 
 A rule is one function of the candidates' history, and one entry in PROMPT_RULES. You may add rules.
-`candidates` and `PromptHistory.prune` keep the estimate exact: do not change those.
+`candidates` and `prune_prompts` keep the estimate exact: do not change those.
 
 Letters: P prompts of the data, Q candidates of a step, K of them rolled out, G completions each.
 """
@@ -87,30 +87,31 @@ class PromptHistory:
             average = math.fsum(known) / len(known)
         return self.tokens[prompts].nan_to_num(average)
 
-    def prune(
-        self,
-        name: str,
-        prune_rate: float,
-        prompts: torch.Tensor,
-        generator: Generator,
-        minibatches: int = 1,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keep, weights) [Q] of the candidates, by one of PROMPT_RULES.
-
-        Each mini-batch has its own draw. With a single draw, the number kept for the first update
-        would determine the number left for the second, whose parameters depend on the first.
-        """
-        drawn = []
-        for part in prompts.chunk(minibatches):
-            batch = self.of(part)
-            drawn.append(
-                dppo.draw_by_rule("prompt rule", PROMPT_RULES, name, prune_rate, batch, generator)
-            )
-        keep, weights = zip(*drawn, strict=True)
-        return torch.cat(keep), torch.cat(weights)
-
 
 # ---------------------------------------------------------------------------- prompt rules
+
+
+def prune_prompts(
+    name: str,
+    prune_rate: float,
+    history: PromptHistory,
+    prompts: torch.Tensor,
+    generator: Generator,
+    minibatches: int = 1,
+) -> dppo.Drawn:
+    """(keep, weights) [Q] of the candidates `prompts`, by one of PROMPT_RULES.
+
+    Each mini-batch has its own draw. With a single draw, the number kept for the first update would
+    determine the number left for the second, whose parameters depend on the first.
+    """
+    drawn = []
+    for part in prompts.chunk(minibatches):
+        batch = history.of(part)
+        drawn.append(
+            dppo.draw_by_rule("prompt rule", PROMPT_RULES, name, prune_rate, batch, generator)
+        )
+    keep, weights = zip(*drawn, strict=True)
+    return torch.cat(keep), torch.cat(weights)
 
 
 def blindly(batch: Prompts, prune_rate: float) -> torch.Tensor:

@@ -96,15 +96,12 @@ class Trainer:
         loaded = models.load_models(cfg, self.saved)
         # `model` is trained, and `policy` samples: a copy, or the same object.
         self.model, self.policy, self.reference = loaded.model, loaded.policy, loaded.reference
-        self.tokenizer, self.fingerprint = loaded.tokenizer, loaded.fingerprint
+        self.tokenizer = loaded.tokenizer
         self.train_set, self.train_ids = models.encode(cfg, loaded, self.train_set)
         self.eval_set, self.eval_ids = models.encode(cfg, loaded, self.eval_set)
         config.check_prompts(cfg, len(self.train_set))
+        self.content = data.content_hash(self.train_set)  # a resumed run must have the same
         prompts = self.train_ids + self.eval_ids
-        self.content = {  # a resumed run must have the same
-            "train": data.content_hash(self.train_set, self.train_ids),
-            "evaluate": data.content_hash(self.eval_set, self.eval_ids) if self.eval_set else "",
-        }
         self.sampling = models.make_sampling(cfg, loaded, prompts, self.show_progress)
 
         self.prompt_tokens = torch.tensor([len(ids) for ids in self.train_ids])  # [prompts]
@@ -133,8 +130,8 @@ class Trainer:
         # --- DPPO, before rollout: drop prompts at random, weight the rest by 1 / P(kept)
         counts_tokens = self.needs_mean_tokens and self.mean_tokens is None  # see 5
         prompt_rule = "none" if counts_tokens else cfg.prompt_rule
-        kept_prompts, prompt_weights = self.history.prune(
-            prompt_rule, cfg.prompt_prune_rate, candidates, generator, M
+        kept_prompts, prompt_weights = sampler.prune_prompts(
+            prompt_rule, cfg.prompt_prune_rate, self.history, candidates, generator, M
         )
         # ---
         prompts, prompt_weights = candidates[kept_prompts], prompt_weights[kept_prompts]  # [K], [K]
@@ -190,7 +187,7 @@ class Trainer:
         # 6. Each update has its own part of the candidates, and its own draw. A prompt's place
         # among the candidates says which part it is in. Its place among the kept prompts would not
         # do: it depends on what else was kept, so the estimate would be biased.
-        # These are the parts that PromptHistory.prune draws; M divides Q (config.py checks it).
+        # These are the parts that prune_prompts draws; M divides Q (config.py checks it).
         minibatch = kept_prompts.nonzero()[:, 0] * M // Q  # [K]
         cost = self.prompt_tokens[prompts, None] + lengths  # [K, G], tokens to train on
         keep = torch.ones_like(factor, dtype=torch.bool)  # [K, G]; GRPO keeps all
@@ -377,26 +374,19 @@ def run(trainer: Trainer, until: int | None = None) -> None:
 
 def why_nothing_was_learned(row: dict, cfg: Config) -> str:
     """What the figures of a step without a gradient say."""
-    cut_off, reward = row["completions/clipped_ratio"], row["reward"]
-    if cut_off > 0.5:
-        why = (
-            f"{cut_off:.0%} of the completions were cut off at --max-new-tokens "
-            f"{cfg.max_new_tokens}: raise it"
-        )
-        if cfg.mask_truncated:
-            why += ", or leave out --mask-truncated, which masks them"
-    elif math.isnan(reward):
+    reward, cut_off = row["reward"], row["completions/clipped_ratio"]
+    if math.isnan(reward):
         why = "the reward is None for all completions: no reference answer can be scored"
     elif reward == 0:
-        why = (
-            "all rewards are 0: the problems are too hard, or the reward does not find the answers"
-        )
+        why = "all rewards are 0: the problems are too hard, or the reward finds no answer"
     else:
         why = f"rewards do not differ within a group, and are {reward:.3g} on average"
+    if cut_off > 0.5:
+        why += f". --max-new-tokens {cfg.max_new_tokens} cut off {cut_off:.0%} of the completions"
+        why += ", which --mask-truncated masks" if cfg.mask_truncated else ""
     samples = Path(cfg.out_dir, "samples.jsonl")
-    return (
-        f"the gradient was 0 for {DEAD_STEPS} steps, so nothing was learned: {why}. See {samples}"
-    )
+    steps = f"the gradient was 0 for {DEAD_STEPS} steps, so nothing was learned"
+    return f"{steps}: {why}. See {samples}"
 
 
 def start_log(trainer: Trainer, done: int) -> log.Log:
@@ -476,39 +466,22 @@ def save_run(trainer: Trainer, step: int) -> None:
     optimizer, weights = ranks.gather(trainer.optimizer.state_dict()), ranks.weights(trainer.model)
     if trainer.is_main:
         stored = {"step": step, "optimizer": optimizer, "trainer": trainer.state()}
-        stored["fingerprint"] = trainer.fingerprint
         folder = Path(cfg.out_dir)
         checkpoint.save(folder, trainer.model, weights, trainer.tokenizer, stored)
 
 
 def restore(trainer: Trainer) -> int:
-    """Give the Trainer what its checkpoint holds besides the weights; returns the step.
-
-    InputError if the run began with another model, or with other problems. Their files may have
-    moved: only their contents count.
-    """
-    stored, of_run = checkpoint.load_state(trainer.saved), f"the run in {trainer.cfg.out_dir}"
+    """Give the Trainer what its checkpoint holds besides the weights; returns the step. InputError
+    for other problems, whose places in the prompt history would be wrong."""
+    stored = checkpoint.load_state(trainer.saved)
     state = stored["trainer"]
     if state.keys() != trainer.state().keys():
         raise InputError(
-            f"--resume: another program or version than this one trained {of_run}: resume it with "
-            f"the command that started it"
+            f"--resume: another program or version than this one trained the run in "
+            f"{trainer.cfg.out_dir}: resume it with the command that started it"
         )
-    content = trainer.content
-    for flag, what, now, before in (
-        ("--model", "the model that", trainer.fingerprint, stored["fingerprint"]),
-        ("--data", "the problems to train on that", content["train"], state["content"]["train"]),
-        ("--eval-data", "the problems to evaluate on that", content["evaluate"],
-         state["content"]["evaluate"]),
-    ):  # fmt: skip
-        # None, "": it was not read, or a run without evaluation
-        if now and before and now != before:
-            raise InputError(
-                f"{flag} is not {what} {of_run} began with: give it the one that it had, or use "
-                f"another --out-dir"
-            )
-    trainer.fingerprint = stored["fingerprint"]
-    trainer.content = {use: before or content[use] for use, before in state["content"].items()}
+    if state["content"] != trainer.content:
+        raise InputError(f"--data {trainer.cfg.data}: not the problems that the run began with")
     ranks.load_optimizer(trainer.optimizer, stored["optimizer"])
     trainer.load_state(state)
     return stored["step"]

@@ -2,8 +2,8 @@
 What the trainers in this folder share: dppo_trl.py and dppo_verl.py.
 
 Each of them puts pruning into another library. Here is what does not depend on the library: which
-rules and rates can be used, the mean number of tokens that a loss divides by, sizes of completions,
-the history of prompts that are known by their text, and figures for the log. Rules, draws and
+rules and rates can be used, sizes of completions, the history of prompts that are known by their
+text, the mean number of tokens that a loss divides by, and figures for the log. Rules, draws and
 weights come from dppo.py and sampler.py.
 
 Letters: Q prompts of a batch, K of them rolled out, G completions each.
@@ -14,8 +14,12 @@ from pathlib import Path
 import torch
 
 import dppo
-import sampler
 from dppo import RuleError
+
+try:
+    import dppo_sampler as sampler  # of the pip package: there, `sampler` may be the user's
+except ImportError:
+    import sampler
 
 # ---------------------------------------------------------------------------- options
 
@@ -30,27 +34,10 @@ def check_rules(options) -> None:
     """RuleError for an unknown or a biased rule, and for a rate or a rest out of range."""
     require(options.rest > 0, f"rest={options.rest}: choose a value above 0")
     for level, rules in (("completion", dppo.COMPLETION_RULES), ("prompt", sampler.PROMPT_RULES)):
-        unbiased = [name for name, entry in rules.items() if not entry.biased]
+        unbiased = [name for name, rule in rules.items() if isinstance(rule, dppo.Rule)]
         dppo.check_known(f"{level}_rule", getattr(options, f"{level}_rule"), unbiased)
         rate = getattr(options, f"{level}_prune_rate")
         require(0 <= rate < 1, f"{level}_prune_rate={rate}: choose a rate from 0 to below 1")
-
-
-# ---------------------------------------------------------------------------- tokens of a batch
-
-
-def update_mean(mean: float | None, tokens: float, memory: int) -> float | None:
-    """The mean number of tokens of a batch, after one more batch of `tokens`.
-
-    Some losses divide by the tokens of their batch. If prompts are dropped, that number is unknown,
-    and an estimate of it would make the gradient biased. So they divide by a number that was known
-    before the draw: this mean, which remembers about as many batches as `memory` says. None means
-    that it is not known; then the next batch keeps all of its prompts, and counts its tokens.
-    Nothing can be divided by 0, so a mean of 0 is not known either.
-    """
-    if mean is None:
-        mean = tokens
-    return mean + (tokens - mean) / memory or None
 
 
 # ---------------------------------------------------------------------------- completions
@@ -92,21 +79,34 @@ def find_prompts(index: dict[int, int], prompts: list) -> torch.Tensor:
     return torch.tensor([index[dppo.seed_for(prompt)] for prompt in prompts])
 
 
+# Some losses divide by the tokens of their batch. If prompts are dropped, that number is unknown,
+# and an estimate of it would make the gradient biased. So they divide by a number that was known
+# before the draw: the mean over earlier batches. As long as it is None, a batch keeps all of its
+# prompts, and its tokens are counted.
+MEMORY = 8  # about how many batches the mean remembers
+
+
 def learn(
-    history: sampler.PromptHistory,
+    trainer,
     prompts: torch.Tensor,
+    weights: torch.Tensor,
     rewards: torch.Tensor,
     advantages: torch.Tensor,
     tokens: torch.Tensor,
 ) -> None:
-    """The history remembers the prompts [K] that were rolled out, by their full groups [K, G].
+    """The trainer's history and its mean of tokens learn from the prompts [K] that were rolled out,
+    of weights [K], by their full groups [K, G].
 
     TRL's and verl's advantages of equal rewards, such as 0.1, can be rounding errors over a tiny
     deviation. The score is made exactly 0 there, because a rule may tell by it which prompts were
     dull.
     """
     dull = dppo.dead_groups(rewards)[:, None]  # [K, 1]
-    history.update(prompts, torch.where(dull, 0.0, advantages), tokens)
+    trainer.history.update(prompts, torch.where(dull, 0.0, advantages), tokens)
+    estimate = (weights[:, None] * tokens).sum().item()  # of all Q prompts
+    mean = estimate if trainer.mean_tokens is None else trainer.mean_tokens
+    # Nothing can be divided by 0, so a mean of 0 is not known either.
+    trainer.mean_tokens = mean + (estimate - mean) / MEMORY or None
 
 
 # ---------------------------------------------------------------------------- checkpoints

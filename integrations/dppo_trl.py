@@ -32,14 +32,14 @@ from datasets import Dataset
 
 import dppo
 import dppo_shared
-import sampler
-from dppo_shared import require
+from dppo_shared import require, sampler
 
 TRL = "1.16."  # the version whose losses are known, by what they divide by:
 PER_ROW = ("grpo", "sapo", "dr_grpo", "luspo")  # the rows of the micro-batch
 PER_TOKEN = ("dapo", "cispo", "vespo")  # the tokens of the generation batch
 
-EXACT = {  # with these values, a row's term does not depend on which prompts and rows are kept
+# With these values, a row's term does not depend on what else is kept, and an update has its draw.
+EXACT = {
     "loss_type": (*PER_ROW, *PER_TOKEN),
     "scale_rewards": dppo.SCALES,
     "multi_objective_aggregation": ("sum_then_normalize",),
@@ -53,7 +53,6 @@ PADDED_RIGHT = (
     "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
     "sampling_per_token_logps", "importance_sampling_ratio",
 )  # fmt: skip
-MEMORY = 8  # how many generation batches the mean of their tokens remembers
 
 
 def option(default, explanation: str):
@@ -96,7 +95,7 @@ class DPPOTrainer(trl.GRPOTrainer):
 
         self.plan = None  # the update's micro-batches, one a micro-step; None: nothing to do
         self.multiplier = None  # [B], of the micro-batch whose loss is being computed
-        self.mean_tokens = None  # of a generation batch; see dppo_shared.update_mean
+        self.mean_tokens = None  # of a generation batch; see dppo_shared.MEMORY
 
         if self.prunes_prompts:
             prompts = list(self.train_dataset["prompt"])
@@ -114,19 +113,13 @@ class DPPOTrainer(trl.GRPOTrainer):
             f"trl {trl.__version__}: only the methods of {TRL}* are known here; "
             f"pip install 'trl=={TRL}*'",
         )
-        for name, values in EXACT.items():
+        one_update = {"steps_per_generation": (args.gradient_accumulation_steps,)}
+        for name, values in (EXACT | one_update).items():
             value, choice = getattr(args, name), " or ".join(map(repr, values))
             require(
                 value in values,
-                f"{name}={value!r}: what a completion adds to the gradient would depend on what "
-                f"else is sampled or kept; choose {choice}, or TRL's GRPOTrainer",
+                f"{name}={value!r}: not exact with pruning; choose {choice}, or TRL's GRPOTrainer",
             )
-        update, generation = args.gradient_accumulation_steps, args.steps_per_generation
-        require(
-            generation == update,
-            f"steps_per_generation={generation}: each update needs draws of its own; set it to "
-            f"{update} (gradient_accumulation_steps)",
-        )
         require(
             not self.aux_loss_enabled,
             "router_aux_loss_coef: the router's loss would depend on what is kept; set it to 0.0",
@@ -181,7 +174,7 @@ class DPPOTrainer(trl.GRPOTrainer):
             kept = unit * max(1, round((1.0 - rate) * Q / unit))
             rate = 1.0 - kept / Q
         generator = dppo.generator_for(self.args.seed, "prompts", self.state.global_step + 1)
-        drawn = self.history.prune(rule, rate, prompts, generator)
+        drawn = sampler.prune_prompts(rule, rate, self.history, prompts, generator)
         keep, weights = broadcast_object_list(list(drawn))  # ranks might round differently
         self._metrics["train"]["dppo/kept_prompts"].append(keep.double().mean().item())
 
@@ -221,14 +214,12 @@ class DPPOTrainer(trl.GRPOTrainer):
         by_length = self.loss_type in ("grpo", "sapo")
         size = dppo_shared.size_of(advantages, tokens, energy, by_length, self.beta)
         if self.prunes_prompts:
-            dppo_shared.learn(self.history, prompts, rewards, advantages, tokens)
             Q = self.args.generation_batch_size // self.num_generations
             reward = dppo_shared.mean_reward(rewards, weights, Q)
             self._metrics["train"]["dppo/reward"].append(reward)
-            estimate = (weights[:, None] * tokens).sum().item()  # of all Q prompts
-            known = self.mean_tokens or estimate  # the first batch is whole, so it can count
+            known = self.mean_tokens or tokens.sum().item()  # without a mean, this batch is whole
             rows["num_items_in_batch"] = torch.tensor(known, device=self.accelerator.device)
-            self.mean_tokens = dppo_shared.update_mean(self.mean_tokens, estimate, MEMORY)
+            dppo_shared.learn(self, prompts, weights, rewards, advantages, tokens)
         else:
             weights = torch.ones(len(size), dtype=torch.float64)
         self.prompt_weights = weights[:, None]  # [K, 1]

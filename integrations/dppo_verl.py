@@ -43,8 +43,7 @@ from verl.workers.utils.padding import response_to_nested
 
 import dppo
 import dppo_shared
-import sampler
-from dppo_shared import require
+from dppo_shared import require, sampler
 
 if __name__ == "__main__":  # verl hides the errors of plug-ins; this is where they are shown
     if "nanodppo" not in TRAINER_REGISTRY:
@@ -83,7 +82,6 @@ EXACT = [  # values with which a row's term does not depend on what else is kept
     ((True,), ["hybrid_engine", "actor.use_dynamic_bsz", "rollout.log_prob_use_dynamic_bsz",
                "ref.log_prob_use_dynamic_bsz"]),
 ]  # fmt: skip
-MEMORY = 8  # how many batches the mean of their tokens remembers
 
 
 def check(config, trainer) -> None:
@@ -216,20 +214,11 @@ class DPPOTrainer(PPOTrainerSync):
         if self.actor.loss_agg_mode == "token-mean" and self.mean_tokens is None:
             rule = "none"  # this batch is whole, and gives the denominator
         generator = dppo.generator_for(self.seed, "prompts", self.global_steps)
-        keep, weights = self.history.prune(rule, rate, prompts, generator, self.M)
+        keep, weights = sampler.prune_prompts(rule, rate, self.history, prompts, generator, self.M)
         self.prompts = prompts[keep]  # [K]
         places = keep.nonzero().flatten()  # [K]
         self.groups = {uids[q]: (q, weights[q].item()) for q in places.tolist()}
         return tu.index_select_tensor_dict(batch, places)
-
-    def learn(self, metrics, weights, rewards, advantages, tokens) -> None:
-        """The prompt history and the mean of tokens learn from the prompts that were rolled out,
-        whose weights are [K]. The other tables are [K, G]."""
-        dppo_shared.learn(self.history, self.prompts, rewards, advantages, tokens)
-        estimate = (weights * tokens.sum(dim=1)).sum().item()  # of all Q prompts
-        self.mean_tokens = dppo_shared.update_mean(self.mean_tokens, estimate, MEMORY)
-        metrics["dppo/reward"] = dppo_shared.mean_reward(rewards, weights, self.Q)
-        metrics["dppo/kept_prompts"] = len(weights) / self.Q
 
     # --------------------------------------------------------------------------------- completions
 
@@ -341,7 +330,10 @@ class DPPOTrainer(PPOTrainerSync):
         if self.prunes_prompts:
             if self.mean_tokens is not None:  # known before the draw
                 full[:] = self.mean_tokens / self.M
-            self.learn(metrics, prompt_weights[:, 0], rewards, advantages, tokens)
+            w = prompt_weights[:, 0]  # [K]
+            dppo_shared.learn(self, self.prompts, w, rewards, advantages, tokens)
+            metrics["dppo/reward"] = dppo_shared.mean_reward(rewards, w, self.Q)
+            metrics["dppo/kept_prompts"] = K / self.Q
         figures = dppo_shared.completion_figures(weights, prompt_weights, cost, self.Q * G)
         metrics |= {f"dppo/{name}": value for name, value in figures.items()}
 

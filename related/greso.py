@@ -18,6 +18,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from unittest import mock
 
 import torch
 from numpy.random import Generator
@@ -62,9 +63,13 @@ class GresoTrainer(train.Trainer):
         """Trainer.step for the groups that GRESO uses. The log's averages are over all groups that
         it has rolled out."""
         sampling, reward = self.sampling, self.reward
-        row, others = super().step(step)
+
+        def known_weights(*_args):
+            return torch.ones(len(self.weights), dtype=torch.bool), self.weights
+
+        with mock.patch.object(sampler, "prune_prompts", known_weights):
+            row, others = super().step(step)
         self.sampling, self.reward = sampling, reward  # `candidates` has replaced them
-        del self.history.prune
         every = self.every.rollouts
         row |= metrics.averages(
             torch.ones(len(every.lengths), dtype=torch.float64), self.every.rewards.double(),
@@ -93,12 +98,9 @@ class GresoTrainer(train.Trainer):
         def known_rollouts(*_args, **_options):
             return used.rollouts
 
-        def known_weights(*_args):
-            return torch.ones(len(places), dtype=torch.bool), weights[places]
-
         self.reward = known_reward
         self.sampling = replace(self.sampling, engine=types.SimpleNamespace(sample=known_rollouts))
-        self.history.prune = known_weights
+        self.weights = weights[places]
         return used.prompts
 
     def roll_out(self, step: int, prompts: torch.Tensor, number: int) -> Round:

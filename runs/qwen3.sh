@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Presets for real models on real mathematics; flags after the name override the preset:
 #   bash runs/qwen3.sh NAME [flags of train.py]
-# Derived from the memory table in docs/running.md; no GPU has run them yet. After 20 steps,
+# Derived from the memory figures in docs/running.md; no GPU has run them yet. After 20 steps,
 # `python -m bench ceiling out-NAME` says which --rest and which group size fit the machine.
 set -euo pipefail
 # Under torchrun, ranks that are still saving are killed after this many seconds (default: 30).

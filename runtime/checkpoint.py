@@ -5,7 +5,7 @@ What a run leaves on disk, written so that a kill at any moment damages nothing.
     log.jsonl            one row a step, on disk before the step's checkpoint
     samples.jsonl        a few completions a step, with reward, advantage and keep decision
     checkpoint-000020/   after step 20: a Hugging Face folder, trainer.pt (optimizer, prompt
-                         history, step) and files.json (sizes and checksums)
+                         history, step) and files.json (the sizes of the files)
     checkpoint           a link to the newest, where the file system has links
     lock                 held by the process that writes all this
 
@@ -21,18 +21,15 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
-import zlib
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors import safe_open
 
 from runtime import InputError, log, ranks
 
 NUMBERED = re.compile(r"checkpoint-\d{6,}")
-BEGINNING = 2**20  # bytes of each file that are read for its checksum
+ROOT = Path(__file__).resolve().parents[1]
 # What a folder holds: a setting in its config.json that only this kind has.
 KINDS = {
     "a training run": "method", "an evaluation": "weights", "a supervised start": "batch_size",
@@ -95,15 +92,13 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
     unfinished = out_dir / "checkpoint.new"
     shutil.rmtree(unfinished, ignore_errors=True)
     with log.nothing_lost_if_full(unfinished, Exception):  # each library has errors of its own
-        once = {tensor.data_ptr(): tensor for tensor in weights.values()}  # as they are written
-        bits = sum_of_bits(once.values())  # first: transformers empties the dictionary
         model.save_pretrained(unfinished, state_dict=weights)
         getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
         torch.save(state, unfinished / "trainer.pt")
+        follow_umask(unfinished)
         paths = [path for path in unfinished.rglob("*") if path.is_file()]
-        files = {str(path.relative_to(unfinished)): size_and_checksum(path) for path in paths}
-        written = json.dumps({"files": files, "weights": bits}, indent=1)
-        (unfinished / "files.json").write_text(written + "\n")
+        sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in paths}
+        (unfinished / "files.json").write_text(json.dumps(sizes, indent=1) + "\n")
         for path in [*paths, unfinished / "files.json"]:  # on disk before it gets the final name
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
@@ -140,47 +135,33 @@ def _link(out_dir, final):
         link.unlink(missing_ok=True)
 
 
-def size_and_checksum(path: Path) -> list[int]:
-    """Of a file: its size, and the checksum of its first bytes."""
-    with open(path, "rb") as file:
-        return [path.stat().st_size, zlib.crc32(file.read(BEGINNING))]
+def follow_umask(folder: Path) -> None:
+    """Let whoever may read a model's config read its weights: safetensors gives them mode 600."""
+    for path in folder.glob("*.safetensors"):
+        path.chmod((folder / "config.json").stat().st_mode)
 
 
 def fingerprint(model) -> int:
-    """A number that identifies a model's weights."""
-    return sum_of_bits(model.parameters())
-
-
-def sum_of_bits(tensors) -> int:
-    """The sum of the tensors' bits, read as integers: it depends neither on the order of the sum
-    nor on names and shapes, which transformers may change when it saves."""
+    """A number that identifies a model's weights: the sum of their bits, read as integers. It
+    depends neither on the order of the sum nor on names and shapes, which transformers may change
+    when it saves."""
     total = 0
-    for tensor in tensors:
+    for tensor in model.parameters():
         bits = tensor.detach().contiguous().view(INTEGERS[tensor.itemsize])
         total += bits.sum(dtype=torch.int64).item()
     return total
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint is what was written. Nothing was read again for that: trainer.pt is a
-    zip file, which has checksums, and the weights were added up before they were written."""
+    """Whether a checkpoint has all of its files, with their sizes. InputError if nobody can know,
+    because they cannot be read."""
     try:
-        written = json.loads((path / "files.json").read_text())
-        files = {name: size_and_checksum(path / name) for name in written["files"]}
-        with zipfile.ZipFile(path / "trainer.pt") as file:
-            intact = file.testzip() is None
-        return (
-            files == written["files"] and intact and sum_of_bits(stored(path)) == written["weights"]
-        )
-    except Exception:  # whatever a damaged file leads to
+        sizes = json.loads((path / "files.json").read_text())
+        return all((path / name).stat().st_size == size for name, size in sizes.items())
+    except (FileNotFoundError, ValueError, AttributeError):  # AttributeError: no dictionary
         return False
-
-
-def stored(folder: Path):
-    """The weights of a checkpoint."""
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            yield from map(file.get_tensor, file.keys())
+    except OSError as error:
+        raise InputError(f"--resume: {error.filename} cannot be read ({error.strerror})") from None
 
 
 def find(out_dir: Path) -> Path | None:
@@ -190,15 +171,20 @@ def find(out_dir: Path) -> Path | None:
         if is_complete(path):
             _link(out_dir, path)
             return path
-        print(f"{path} is damaged: its files are not what was written")
+        print(f"{path} is damaged: a file is missing, or has another size than was written")
     if paths:
-        raise InputError(f"--resume: no checkpoint in {out_dir} is complete: remove the folder")
+        raise InputError(f"--resume: no checkpoint in {out_dir} is complete: use another --out-dir")
     return None
 
 
 def load_state(folder: Path) -> dict:
     """The state that `save` was given, on the CPU."""
-    return torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+    path = folder / "trainer.pt"
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged file leads to
+        why = " ".join(str(error).split())
+        raise InputError(f"--resume: {path} cannot be read ({why})") from None
 
 
 def stored_config(folder: Path, kind: str = "a training run") -> dict:
@@ -221,10 +207,12 @@ def first_date(out_dir: str | None) -> str:
 
 def write_config(out_dir: Path, config: dict, ranks: int, date: str | None) -> None:
     """config.json: every resolved value, the date of the prompts, the versions, and the commit."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    # This clone's own repository: an archive may lie in another one.
+    own = ["git", "-C", str(ROOT), "--git-dir=.git", "--work-tree=."]
+    command = [*own, "describe", "--always", "--dirty", "--abbrev=40"]
     commit = None
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no checkout
-        answer = subprocess.run([*command, "--abbrev=40"], capture_output=True, check=True)
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no clone
+        answer = subprocess.run(command, capture_output=True, check=True)
         commit = answer.stdout.decode().strip()  # it ends in -dirty if files differ from it
     written = {
         "config": config,

@@ -21,13 +21,20 @@ def read_rows(path: Path) -> list[dict]:
     """The complete rows of a JSON-lines file; none if there is no file."""
     if not path.exists():
         return []
-    lines = path.read_text(errors="replace").split("\n")[:-1]
+    lines = _read(path).split("\n")[:-1]
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def read_json(path: Path) -> dict:
     """The object in a small file of ours."""
-    return _parse(path.read_text(errors="replace"), path)
+    return _parse(_read(path), path)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError as error:  # of a colleague's file, or of the disk
+        raise InputError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def _parse(text: str, where) -> dict:

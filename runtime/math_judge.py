@@ -3,7 +3,7 @@ The process that compares mathematical answers with math-verify, and `ask`, whic
 
 Some answers (10^{10^{10}}, nested powers) would take forever or exhaust the memory. A thread cannot
 be stopped, and a Python signal handler would have to wait for one long multiplication to end. So a
-child process does the comparing, kernel timers kill it if it takes too long, and another is forked.
+child process does the comparing; a kernel timer kills it if it takes too long; another is forked.
 
 This file imports neither torch nor anything of the repository: the child runs under a 1 GiB limit.
 """
@@ -18,10 +18,10 @@ import sys
 import threading
 
 SECONDS = 1.0  # CPU time of one comparison, after which the answer is wrong; most take 3 ms
-PATIENCE = 20.0  # wall time; far above SECONDS, so that a busy machine does not change rewards
 MEMORY = 2**30  # bytes
 DIGITS = 3000  # of an exact comparison
 
+budget = float("inf")  # CPU seconds that comparisons may still take; set by rewards.score
 _judge = None  # the running process, shared by all threads
 _turn = threading.Lock()
 
@@ -31,59 +31,57 @@ def ask(answer: str, given: str | None) -> bool:
     """Whether a given answer equals the reference answer, or, if `given` is None, whether the
     reference answer can be read.
 
-    Thread-safe. Raises RuntimeError if the judge cannot run.
+    Thread-safe. Raises TimeoutError, which is not cached, if the budget is spent, and RuntimeError
+    if the judge cannot run.
     """
-    global _judge  # noqa: PLW0603, one for the whole process
+    global _judge, budget  # noqa: PLW0603, one for the whole process
     with _turn:
-        for _attempt in range(2):
-            try:
-                _judge = _judge or _start_judge()
-                _judge.stdin.write(json.dumps([answer, given]).encode() + b"\n")
-                _judge.stdin.flush()
-                if verdict := _judge.stdout.readline():
-                    return verdict == b"1\n"
-            except BrokenPipeError:
-                pass
-            except BaseException:  # interrupted: the next caller must not read this pair's verdict
-                _judge = _end_judge(_judge)
-                raise
-            _judge = _end_judge(_judge)  # it died, perhaps not because of this pair: try once more
+        if given and budget <= 0:
+            raise TimeoutError
+        for _attempt in range(2):  # a judge that died did not die of this pair, as a rule
+            judge, _judge = _judge or _start_judge(), None
+            with contextlib.suppress(BrokenPipeError):
+                judge.stdin.write(json.dumps([answer, given]).encode() + b"\n")
+                judge.stdin.flush()
+                if line := judge.stdout.readline():
+                    _judge = judge  # not if interrupted: the next caller would read this verdict
+                    verdict, seconds = json.loads(line)
+                    budget -= seconds
+                    return verdict
     raise RuntimeError("the process that judges mathematics was killed twice")
 
 
 def _start_judge():
+    """A new judge. It ends with its input, at the latest when this process ends."""
     # -P keeps this file's folder off sys.path. The session is new so that Ctrl-C reaches only the
     # trainer, which may still have completions to score.
     command = [sys.executable, "-P", __file__]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(command, **pipes, start_new_session=True)
-    try:
-        if process.stdout.readline() == b"ready\n":
-            return process
-        lines = process.stderr.read().decode(errors="replace").strip().splitlines()
-        complaint = lines[-1] if lines else "no error message"
+    if process.stdout.readline() != b"ready\n":
+        complaint = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
         raise RuntimeError(f"the process that judges mathematics cannot start: {complaint}")
-    except BaseException:
-        _end_judge(process)
-        raise
+    return process
 
 
-def _end_judge(process) -> None:
-    """Kill the judge and its child, which would otherwise go on answering."""
-    if process:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _forget() -> None:
+    """In a forked process, which starts its own judge: two would read each other's verdicts."""
+    global _judge  # noqa: PLW0603
+    _judge = None
+    _turn.release()
 
+
+# A fork waits until nobody asks.
+os.register_at_fork(before=_turn.acquire, after_in_parent=_turn.release, after_in_child=_forget)
 
 # ---------------------------------------------------------------------------- in the judge
 
 
 def judge() -> None:
-    """Read lines [answer, given] and write 1 or 0 for each, until the input ends.
+    """Read lines [answer, given] and write [verdict, CPU seconds] for each, until the input ends.
 
     A forked child does the work under limits that the kernel enforces. This process only waits: if
-    the child was killed, it answers 0 and forks another.
+    the child was killed, it answers for it and forks another.
     """
     import logging
     import resource
@@ -112,8 +110,7 @@ def judge() -> None:
         return verify(wanted, read_given, numeric_precision=digits, timeout_seconds=None)
 
     def differ(first, second, digits):
-        """Whether two real numbers differ in their first digits. For math-verify, tiny ones are
-        equal."""
+        """Whether two real numbers differ in their first digits: math-verify equates tiny ones."""
         values = (first, second)
         if not all(getattr(value, "is_number", False) and value.is_real for value in values):
             return False
@@ -133,18 +130,16 @@ def judge() -> None:
         _, status = os.waitpid(child, 0)
         if status == 0:
             return
-        os.write(verdicts, b"0\n")
+        os.write(verdicts, b"[false, %f]\n" % SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     while line := requests.readline():
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # without a handler, its signal kills
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
         try:
             verdict = compare(*json.loads(line))
         except (Exception, RecursionError):
             verdict = False
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        os.write(verdicts, b"1\n" if verdict else b"0\n")
+        left, _every = signal.setitimer(signal.ITIMER_PROF, 0)
+        os.write(verdicts, json.dumps([verdict, SECONDS - left]).encode() + b"\n")
     os._exit(0)
 
 

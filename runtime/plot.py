@@ -94,16 +94,19 @@ def draw_panel(axis, rows: list[dict], x: str, name: str, curves: dict) -> None:
         axis.legend(bbox_to_anchor=(0, 1), loc="lower left", **LEGEND)
 
 
-if __name__ == "__main__":
-    from runtime import checkpoint  # it imports log, which imports this
-
-    console.result()
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "log.jsonl").exists():
-        raise SystemExit("usage: python -m runtime.plot FOLDER, the --out-dir of a run")
+def main(folder: Path) -> None:
+    """Draw a run's picture, and print where it is. SystemExit says why there is none."""
     try:
-        checkpoint.stored_config(Path(sys.argv[1]))
-        draw_run(Path(sys.argv[1]))
-    except (ImportError, ValueError) as problem:  # no matplotlib, or not with this MPLBACKEND
+        config = json.loads((folder / "config.json").read_text())
+        if "method" not in config.get("config", {}):
+            raise ValueError(f"{folder} holds no run of train.py: give the --out-dir of one")
+        draw_run(folder)
+    except (ImportError, OSError, ValueError) as problem:  # or MPLBACKEND names what is not there
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
-    print(Path(sys.argv[1]) / "run.png")
+    print(folder / "run.png")
+
+
+if __name__ == "__main__":
+    console.result()
+    main(Path(*sys.argv[1:]))

@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import chat_format
-from runtime import InputError
+from runtime import InputError, checkpoint
 
 # Holds the converted folders.
 CACHE = Path(os.environ.get("NANODPPO_CACHE") or Path(__file__).resolve().parents[1] / ".cache")
@@ -89,6 +89,7 @@ def convert(file: Path, folder: Path) -> None:
 
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    checkpoint.follow_umask(folder)
     saved = AutoTokenizer.from_pretrained(folder)
     if saved.decode(saved.encode(SAMPLE, add_special_tokens=False)) != SAMPLE:
         raise ValueError("the tokenizer changes text")

@@ -102,9 +102,8 @@ def test_a_token_that_begins_the_text_ends_no_question(tokenizer):
 
 
 def test_marks_of_thoughts_survive_decoding(tokenizer):
-    """Only if asked, and then without other special tokens. Catches an end token in an answer."""
+    """Without other special tokens. Catches an end token in an answer, and a thought that nobody
+    sees."""
     text = "[THINK]<think>7</think>[/THINK]8<|stop|>"
     ids = [tokenizer.encode(text, add_special_tokens=False)]
-    assert chat_format.decode(tokenizer, ids) == ["<think>7</think>8"]
-    kept = chat_format.decode(tokenizer, ids, keep_thoughts=True)
-    assert kept == ["[THINK]<think>7</think>[/THINK]8"]
+    assert chat_format.decode(tokenizer, ids) == ["[THINK]<think>7</think>[/THINK]8"]

@@ -3,10 +3,11 @@
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
+import subprocess
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -113,57 +114,74 @@ def test_only_its_own_checkpoints_are_read_and_removed(save, tmp_path):
     assert (tmp_path / "checkpoint").is_symlink()
 
 
-def bytes_read():
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def test_a_checkpoint_is_not_read_again(save, monkeypatch):
-    """Catches checksums that read 45 GiB after they are written."""
-    monkeypatch.setattr(checkpoint, "BEGINNING", 99)
-    before = bytes_read()
-    save(1)
-    assert bytes_read() - before < 9**6
-
-
-DAMAGES = {  # a file, and what becomes of its bytes
-    "cut": ("trainer.pt", lambda content: content[:-1]),
-    "flipped": ("config.json", lambda content: flipped(content, 9)),
-    "weight flipped": ("model.safetensors", lambda content: flipped(content, -9)),
-    "moment flipped": ("trainer.pt", lambda content: flipped(content, 9**5)),
+DAMAGES = {  # files, and what becomes of their bytes; None: they are removed
+    "cut": ("model.safetensors", lambda content: content[:-1]),
     "gone": ("tokenizer.json", None),
+    "list cut": ("files.json", lambda content: content[:9]),
+    "list empty": ("files.json", lambda _content: b"[]"),
     "list gone": ("files.json", None),
-    "empty": ("*", None),
+    "all gone": ("*", None),
 }
 
 
-def flipped(content, place):
-    content = bytearray(content)
-    content[place] ^= 1
-    return content
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_skipped(save, tmp_path, monkeypatch, capsys, damage):
+def test_a_damaged_checkpoint_is_skipped(save, tmp_path, capsys, damage):
     """And reported. Catches a run that starts over although all of its checkpoints are damaged."""
-    monkeypatch.setattr(checkpoint, "BEGINNING", 99)  # these files are short
     save(1)
     save(2)
-    victim = tmp_path / "checkpoint-000002"
     name, change = DAMAGES[damage]
-    for path in victim.glob(name):
+    for path in (tmp_path / "checkpoint-000002").glob(name):
         content = path.read_bytes()
         path.unlink()
         if change:
             path.write_bytes(change(content))
     assert step_of(checkpoint.find(tmp_path)) == step_of(tmp_path / "checkpoint") == 1
-    message = "checkpoint-000002 is damaged: its files are not what was written"
-    assert message in capsys.readouterr().out
+    assert "checkpoint-000002 is damaged: a file is missing, or has" in capsys.readouterr().out
     save(2)
     assert step_of(checkpoint.find(tmp_path)) == 2
     for path in tmp_path.glob("checkpoint-*"):
         (path / "trainer.pt").write_bytes(b"")
-    with pytest.raises(InputError, match=r"no checkpoint in .* is complete: remove the folder"):
+    with pytest.raises(InputError, match=r"no checkpoint in .* is complete: use another --out-dir"):
         checkpoint.find(tmp_path)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_files_follow_the_umask(save, tmp_path, umask):
+    """Catches weights that nobody else can read, although they can read all other files."""
+    before = os.umask(umask)
+    try:
+        save(1)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "checkpoint").iterdir()}
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask)
+    assert "model.safetensors" in modes
+
+
+UNREADABLE = ["files.json", "trainer.pt", "config.json", "log.jsonl"]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_cannot_be_read_is_not_damaged(run, tmp_path, monkeypatch, name):
+    """A colleague's file, or one on a disk in trouble. Catches an older checkpoint in its place,
+    which then overwrites it, a run that starts over, and a traceback."""
+    run("run", steps=4, save_every=2)
+    before = sorted((tmp_path / "run").rglob("*"))
+    real = open
+
+    def refuse(path, *args, **options):
+        if str(path).endswith(name) and "checkpoint-000002" not in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("io.open", refuse)  # of pathlib
+    with pytest.raises(InputError, match=f"{name} cannot be read .*Permission denied") as caught:
+        run("run", steps=6, save_every=2, resume=True)
+    assert "\n" not in str(caught.value)
+    assert "remove" not in str(caught.value)
+    monkeypatch.undo()
+    assert sorted((tmp_path / "run").rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -264,10 +282,26 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         pass
 
 
-def test_config_without_git(tmp_path, monkeypatch):
-    """Catches a run that fails where git is missing, and a config.json that is left unfinished."""
+def commit_of(folder):
+    checkpoint.write_config(folder, {"seed": 1}, 2, None)
+    written = json.loads((folder / "config.json").read_text())
+    assert (written["config"], written["ranks"]) == ({"seed": 1}, 2)
+    assert names(folder) == ["config.json"]
+    return written["commit"]
+
+
+def test_the_commit_is_the_clones_own(tmp_path, monkeypatch):
+    """Catches a run that fails where git is missing, a config.json that is left unfinished, and the
+    commit of another repository, in which an archive lies."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "run").mkdir()
+    for words in ("init -q", "commit -q --allow-empty -m first"):
+        subprocess.run([*git, *words.split()], check=True)
+    monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
+    assert re.fullmatch("[0-9a-f]{40}", commit_of(tmp_path / "run"))
+    monkeypatch.setattr(checkpoint, "ROOT", tmp_path / "archive")
+    assert commit_of(tmp_path / "run") is None
+    monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
     monkeypatch.setenv("PATH", "")
-    checkpoint.write_config(tmp_path, {"seed": 1}, 2, None)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert (written["config"], written["ranks"], written["commit"]) == ({"seed": 1}, 2, None)
-    assert names(tmp_path) == ["config.json"]
+    assert commit_of(tmp_path / "run") is None

@@ -62,17 +62,16 @@ def test_characters_that_the_console_lacks(policy_folder, tmp_path):
     assert r"gr\xf6\xdfe-\u221a2/run.png" in said
 
 
-def test_a_picture_of_another_folder(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("config", ['{"config": {"batch_size": 4}}', '{"model_type": "qwen3"}'])
+def test_a_picture_of_another_folder(tmp_path, capsys, config):
     """Catches a traceback."""
     (tmp_path / "log.jsonl").write_text("")
-    (tmp_path / "config.json").write_text('{"config": {"batch_size": 4}}')
-    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "runtime.plot")
+    (tmp_path / "config.json").write_text(config)
     with pytest.raises(SystemExit) as caught:
-        runpy.run_module("runtime.plot", run_name="__main__")
+        plot.main(tmp_path)
     assert caught.value.code == 2
-    message = f"error: {tmp_path} holds a supervised start where a training run should be: "
-    assert capsys.readouterr().err == f"{message}give another folder\n"
+    message = f"error: {tmp_path} holds no run of train.py: give the --out-dir of one\n"
+    assert capsys.readouterr().err == message
 
 
 def test_a_run_without_matplotlib(run, pictures, monkeypatch, capsys):

@@ -118,8 +118,8 @@ KINDS = {  # its table, its class, and a call that uses the entry `mine`
     ),
     "prompt rule": (
         sampler.PROMPT_RULES, make_rule,
-        lambda rate: sampler.PromptHistory(2).prune(
-            "mine", rate, torch.arange(2), dppo.generator_for(0)),
+        lambda rate: sampler.prune_prompts(
+            "mine", rate, sampler.PromptHistory(2), torch.arange(2), dppo.generator_for(0)),
     ),
     "loss": (dppo.LOSSES, dppo.Loss, token_loss),
 }  # fmt: skip
@@ -364,13 +364,15 @@ dppo.COMPLETION_RULES["long"] = dppo.Rule(Chance(beside.SHARE), rate=0.5)
 
 
 SILENT = [  # a reward, flags, the note
-    (lambda *_: 0.0, {}, "the gradient was 0 for 5 steps, so nothing was learned"),
-    (lambda *_: None, {"method": "pps"}, "the gradient was 0 for 5 steps"),
+    (lambda *_: 0.0, {}, "nothing was learned: all rewards are 0"),
+    (lambda *_: 0.5, {}, "nothing was learned: rewards do not differ within a group, and are 0.5"),
+    (lambda *_: None, {"method": "pps"}, "nothing was learned: the reward is None for all"),
+    (lambda *_: 0.0, {}, "--max-new-tokens 6 cut off 100% of the completions"),
     (toy.toy_reward, {}, None),
     # a reward that forgets to return, and one that cannot score some problems
     (lambda text, _: 1.0 if text[:1] < "@" else None, {"steps": 3}, "the reward is None for some"),
     (lambda _, answer: None if int(answer) % 2 else 1.0, {"steps": 3}, None),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("reward", "flags", "text"), SILENT)

@@ -238,7 +238,7 @@ def figures_of(trainer, prompts, completions=None):
         return completions or (batch.size >= 0, torch.ones_like(batch.size))
 
     with (
-        mock.patch.object(trainer.history, "prune", return_value=prompts),
+        mock.patch.object(sampler, "prune_prompts", return_value=prompts),
         mock.patch.object(trainer.history, "update"),
         mock.patch.object(dppo, "prune_completions", drawn),
         mock.patch.object(trainer.optimizer, "step"),

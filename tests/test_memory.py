@@ -170,7 +170,7 @@ def test_a_run_says_its_plan(make_policy, monkeypatch, capsys, given):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, GIB))
     monkeypatch.setattr(ranks, "world", lambda: 1)
     model, tokenizer = make_policy()
-    loaded = models.Models(model, tokenizer, model, None, "x", None)
+    loaded = models.Models(model, tokenizer, model, None, "x")
     cfg = replace(resolved(vllm_memory=given), device="cuda", engine="vllm")
     with pytest.raises(AttributeError, match="check"):  # of no engine
         models.make_sampling(cfg, loaded, [[65]], False)

@@ -1,7 +1,7 @@
 """minimal.py: both draws enumerated, the trainer's gradient, GRPO as the identity, one page."""
 
-import ast
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -17,34 +17,15 @@ from tasks import arithmetic
 FILE = Path(minimal.__file__)
 
 
-def outcomes(p):
-    """Every weight vector that a systematic draw from p [n] can give, with its probability.
+# ---------------------------------------------------------------------------- the two draws
 
-    The draw changes only where `start` lets another cumulative sum reach the next integer.
-    """
+
+def outcomes(p):
+    """(chance, weights) of every weight vector that a systematic draw from p [n] can give. It
+    changes only where `start` lets another cumulative sum reach the next integer."""
     cuts = sorted({0.0, 1.0, *(-p.cumsum(0) % 1).tolist()})
     for low, high in itertools.pairwise(cuts):
         yield high - low, minimal.prune(p, (low + high) / 2)
-
-
-def assert_unbiased(size, cost, budget):
-    """Enumerate the draw of these sizes; returns its keep probabilities."""
-    p = minimal.keep_prob(size, cost, budget)
-    mean, tokens = torch.zeros_like(p), 0.0
-    counts = set()
-    for chance, weights in outcomes(p):
-        mean += chance * weights
-        tokens += chance * cost[weights > 0].sum().item()
-        if chance > 1e-9:
-            counts.add(int((weights > 0).sum()))
-        assert (weights[size == 0] == 0).all(), "a term of 0 was trained on"
-    assert mean[size > 0] == pytest.approx(1.0, abs=1e-6)
-    assert tokens == pytest.approx(min(budget, cost[size > 0].sum().item()), abs=1e-6)
-    assert max(counts) - min(counts) <= 1, "the number kept is fixed, except for rounding"
-    return p
-
-
-# ---------------------------------------------------------------------------- the two draws
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 1.0])
@@ -62,13 +43,23 @@ def test_completion_draw_is_unbiased(share):
     logprobs[20] = 0.0  # probabilities that were rounded to 1: no energy, but an advantage
     factor = torch.rand(48, generator=generator, dtype=torch.float64).pow(4)
     cost = torch.randint(5, 70, (48,), generator=generator).double()
+
     size = minimal.completion_size(advantage, factor, logprobs)
-    assert advantage[20] != 0
-    assert torch.equal(size > 0, advantage != 0)
-    assert 8 <= (size == 0).sum() < 40, "some groups are dead"
-    p = assert_unbiased(size, cost, share * cost.sum().item())
-    assert ((p > 0) & (p < 1)).any() or share == 1.0
-    assert (p == 1).any() or share == 0.05, "water-filling is needed"
+    p = minimal.keep_prob(size, cost, share * cost.sum())
+
+    live = advantage != 0
+    assert live[20]
+    assert torch.equal(size > 0, live)
+    assert 8 <= (~live).sum() < 40, "some groups are dead"
+    mean_weights, tokens, counts = torch.zeros_like(p), 0.0, set()
+    for chance, weights in outcomes(p):
+        mean_weights += chance * weights
+        tokens += chance * cost[weights > 0].sum()
+        if chance > 1e-9:
+            counts.add(int((weights > 0).sum()))
+    assert torch.allclose(mean_weights, live.double(), atol=1e-6)
+    assert torch.allclose(tokens, (share * cost.sum()).clamp(max=cost[live].sum()), atol=1e-6)
+    assert max(counts) - min(counts) <= 1, "the number kept is fixed, except for rounding"
 
 
 def test_size_is_a_gradient_norm(monkeypatch):
@@ -177,22 +168,19 @@ def test_gradient_is_the_trainers(policy_folder, tmp_path, monkeypatch):
     assert 0 < keep.sum() < K * G
     assert len(set(seen.weights[keep].tolist())) > 2
     W = max(map(len, rollouts.prompt_ids))
-    ids = torch.full((K * G, W + T), minimal.PAD)
-    sampled, old = torch.zeros(K * G, W + T, dtype=torch.bool), torch.zeros(K * G, W + T)
-    lengths = rollouts.lengths.flatten()
-    for row, length in enumerate(lengths.tolist()):
-        prompt = torch.tensor(rollouts.prompt_ids[row // G])
-        ids[row, W - len(prompt) : W] = prompt
-        completion = slice(W, W + length)
-        ids[row, completion] = rollouts.completion_ids.flatten(0, 1)[row, :length]
-        old[row, completion] = rollouts.logprobs.flatten(0, 1)[row, :length]
-        sampled[row, completion] = True
+    ids, old = torch.full((K, G, W + T), minimal.PAD), torch.zeros(K, G, W + T)
+    for k, prompt in enumerate(rollouts.prompt_ids):
+        ids[k, :, W - len(prompt) : W] = torch.tensor(prompt)
+    sampled = torch.arange(W + T) - W < rollouts.lengths[..., None]
+    sampled[..., :W] = False
+    ids[sampled] = rollouts.completion_ids[sampled[..., W:]]
+    old[sampled] = rollouts.logprobs[sampled[..., W:]]
     assert not (ids[sampled] == minimal.PAD).any(), "minimal.py takes it for padding"
-    factor = keep.flatten() * seen.weights.flatten() / (lengths * 6 * G)  # 6 candidates
+    factor = keep * seen.weights / (rollouts.lengths * 6 * G)  # 6 candidates
     model = AutoModelForCausalLM.from_pretrained(policy_folder)
-    advantage = seen.advantages.flatten()
-    for n in factor.nonzero().squeeze(1).split(3):
-        minimal.loss(model, ids[n], sampled[n], old[n], advantage[n], factor[n]).backward()
+    tables = (ids, sampled, old, seen.advantages, factor)
+    for k in range(K):  # a group at a time
+        minimal.loss(model, *(table[k] for table in tables)).backward()
     found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert expected.norm() > 0
     assert (found - expected).norm() < 1e-5 * expected.norm()
@@ -201,76 +189,80 @@ def test_gradient_is_the_trainers(policy_folder, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------- the whole file
 
 
-@pytest.mark.parametrize("grpo", [False, True])
-def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
-    """Each completion's factor is (prompt weight x completion weight) / (own length x Q x G), its
-    advantage that of the full group; with --grpo everything is trained on with weight 1.
-
-    In the second step prompts whose |advantage| was below the mean are kept with probability LOW.
-    Catches a loop that does not run, a denominator or advantage of what was kept, a weight that is
-    left out, a history that is never written, and dropping above the mean.
-    """
-    small = {"Q": 4, "G": 4, "T": 6, "HELD_OUT": 3, "EVAL_EVERY": 2, "ROWS": 5}
-    small |= {"PROBLEMS": 4}  # so that the second step knows all of its prompts
+def two_steps(grpo, policy_folder, monkeypatch):
+    """(draws, trained) of two steps of 4 prompts x 4 completions: a list of (p, weights) for each
+    call of `prune`, and for each step a list of (advantage, factor), where a factor is the
+    multiplier times own length x Q x G. Rewards are 0, 1, 2 in turn, so no group is dead."""
+    small = {"Q": 4, "G": 4, "T": 6, "PROBLEMS": 4, "HELD_OUT": 3, "EVAL_EVERY": 2, "ROWS": 5}
     for name, value in small.items():
         monkeypatch.setattr(minimal, name, value)
-    problem, answers = arithmetic.problem, itertools.cycle("01")
-    chance = lambda *key: (problem(*key)[0], next(answers), "chain")
-    monkeypatch.setattr(arithmetic, "problem", chance)
     monkeypatch.setattr(arithmetic, "BASE", policy_folder)
-    every = torch.arange(16, dtype=torch.float64) % 3  # rewards, and no group is dead
-    groups = every.view(4, 4)
-    expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-    draws, probabilities, trained = [], [], []
+    draws, trained = [], []
     prune, loss, sample = minimal.prune, minimal.loss, minimal.sample
 
-    def spy_prune(*args):
-        draws.append(prune(*args))
-        probabilities.append(args[0])
-        return draws[-1]
+    def spy_prune(p, start):
+        weights = prune(p, start)
+        draws.append((p, weights))
+        return weights
+
+    def spy_sample(model, problems):
+        ids, sampled, logprobs, rewards = sample(model, problems)
+        trained.append([])
+        return ids, sampled, logprobs, torch.arange(len(rewards)).double() % 3
 
     def spy_loss(model, ids, sampled, old_logprobs, advantage, multiplier):
-        assert ((advantage[:, None] - expected.flatten()).abs().amin(dim=1) < 1e-9).all()
-        trained[-1].append(multiplier * sampled.sum(1) * 4 * 4)
+        factor = multiplier * sampled.sum(1) * 4 * 4
+        trained[-1] += zip(advantage.tolist(), factor.tolist(), strict=True)
         return loss(model, ids, sampled, old_logprobs, advantage, multiplier)
 
-    def spy_sample(*args):
-        *rollouts, rewards = sample(*args)
-        trained.append([])
-        return *rollouts, every[: len(rewards)]
-
     monkeypatch.setattr(minimal, "prune", spy_prune)
-    monkeypatch.setattr(minimal, "loss", spy_loss)
     monkeypatch.setattr(minimal, "sample", spy_sample)
+    monkeypatch.setattr(minimal, "loss", spy_loss)
     minimal.train(grpo=grpo, seed=1, steps=2)
+    return draws, trained
+
+
+def advantages_of(num_prompts):
+    groups = (torch.arange(4 * num_prompts).double() % 3).view(-1, 4)
+    std, mean = torch.std_mean(groups, 1, keepdim=True)
+    return (groups - mean) / (std + 1e-4)
+
+
+@pytest.mark.parametrize("grpo", [False, True])
+def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
+    """Each completion's factor is the product of its two weights, and its advantage that of the
+    full group. Catches a denominator or an advantage of what was kept, and a weight that is left
+    out or that belongs to another completion."""
+    draws, trained = two_steps(grpo, policy_folder, monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert "held-out accuracy" in lines[1]
-    assert probabilities[0].tolist() == [1.0] * 4, "nothing is known yet"
-    past = expected.abs().mean(dim=1)
-    low = int((past < past.mean()).sum())
-    assert 0 < low < 4
-    assert sorted(probabilities[2].tolist()) == sorted(
-        [1.0 if grpo else 0.5] * low + [1.0] * (4 - low)
-    )
-    for step in range(2):
-        prompts, completions = draws[2 * step : 2 * step + 2]
-        weights = prompts[prompts > 0].repeat_interleave(4) * completions
-        found = torch.cat(trained[step])
-        assert found.sort().values == pytest.approx(weights[weights > 0].sort().values, rel=1e-9)
-        assert int(lines[step].split("kept")[1].split("|")[0]) == len(found)
-        assert (found == 1).all() and len(found) == 16 if grpo else 0 < len(found) < 8
+    for step in (0, 1):
+        (_, of_prompts), (_, of_completions) = draws[2 * step : 2 * step + 2]
+        of_prompts = of_prompts[of_prompts > 0]
+        advantages = advantages_of(len(of_prompts)).flatten()
+        factors = of_prompts.repeat_interleave(4) * of_completions
+        kept = factors > 0
+        wanted = zip(advantages[kept].tolist(), factors[kept].tolist(), strict=True)
+        torch.testing.assert_close(sorted(trained[step]), sorted(wanted), rtol=1e-6, atol=0)
+        assert f"kept {int(kept.sum()):3}" in lines[step]
+        assert factors.tolist() == [1.0] * 16 if grpo else kept.sum() < 8
+
+
+def test_prompts_are_dropped_by_their_past(policy_folder, monkeypatch):
+    """Those whose |advantage| was below the mean are kept with probability LOW in the second step.
+    Catches a history that is never written, and dropping above the mean."""
+    draws, _ = two_steps(False, policy_folder, monkeypatch)
+    past = advantages_of(4).abs().mean(dim=1)
+    wanted = torch.where(past < past.mean(), minimal.LOW, 1.0)
+    first, _, second, _ = (p for p, _weights in draws)
+    assert first.tolist() == [1.0] * 4, "nothing is known yet"
+    assert sorted(second.tolist()) == sorted(wanted.tolist())
+    assert 0 < (second == 1).sum() < 4
 
 
 def test_one_page():
     """The file imports nothing of ours but the task."""
-    text = FILE.read_text()
-    imported = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.split(".")[0] for alias in node.names}
-        if isinstance(node, ast.ImportFrom):
-            imported.add(node.module.split(".")[0])
-    ours = {path.stem for path in FILE.parent.glob("*.py")}
-    ours |= {path.parent.name for path in FILE.parent.glob("*/__init__.py")}
-    assert imported & ours == {"tasks"}
+    imported = re.findall(r"^(?:from|import) (\w+)", FILE.read_text(), flags=re.MULTILINE)
+    ours = {path.stem for path in FILE.parent.glob("*")}
+    assert ours & {*imported} == {"tasks"}

@@ -17,6 +17,7 @@ from transformers import Qwen3ForCausalLM
 
 import config
 import models
+import sampler
 import train
 import update
 from rollout import Rollouts
@@ -84,19 +85,19 @@ def test_rollouts_follow_the_history(policy_folder, tmp_path, monkeypatch):
     options = {"method": "pps", "prompt_rule": "uniform", "prompts_per_step": 8}
     args = flags(policy_folder, str(tmp_path), **options)
     trainer = train.Trainer(config.parse_config(args), toy.toy_reward)
-    divide, prune, seen = ranks.largest_first, trainer.history.prune, []
+    divide, prune, seen = ranks.largest_first, sampler.prune_prompts, []
 
     def watch(work, world):
         seen.append((work, trainer.history.expected_tokens(trainer.drawn).tolist()))
         return divide(work, world)
 
-    def drawn(rule, rate, window, generator, minibatches):
-        keep, weights = prune(rule, rate, window, generator, minibatches)
+    def drawn(rule, rate, history, window, generator, minibatches):
+        keep, weights = prune(rule, rate, history, window, generator, minibatches)
         trainer.drawn = window[keep]
         return keep, weights
 
     monkeypatch.setattr(ranks, "largest_first", watch)
-    trainer.history.prune = drawn
+    monkeypatch.setattr(sampler, "prune_prompts", drawn)
     for step in range(1, 7):
         trainer.step(step)
     assert all(given == expected for given, expected in seen)
@@ -199,8 +200,7 @@ def test_resumed_on_other_ranks(policy_folder, tmp_path):
     """Two steps sharded over 2 ranks, two on one rank, two sharded over 3: the log and checkpoint
     of a run on one rank.
 
-    Catches a share that is saved as the whole, Adam's state of another parameter, and
-    a fingerprint of a share.
+    Catches a share that is saved as the whole, and Adam's state of another parameter.
     """
     common = {"save_every": 2, "eval_every": 2, "eval_problems": 3, "beta": 0.1}
 

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import runpy
-import shutil
 import sys
 import time
 import types
@@ -37,8 +36,11 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
     cfg = config.parse_config(out)
     settings = (cfg.model, cfg.prompt_prune_rate, cfg.group_size, cfg.steps)
     assert settings == (policy_folder, 0.25, 6, 4)
-    with pytest.raises(InputError, match=r"--group-size 8: the run in .* has 6"):
-        config.parse_config([*out, "--group-size", "8"])
+    for flag, value, before in (("group-size", "8", "6"), ("data", "words", "arithmetic")):
+        with pytest.raises(
+            InputError, match=f"--{flag} {value}: the run in .* has {before}; leave"
+        ):
+            config.parse_config([*out, f"--{flag}", value])
     toy.main([*out, "--steps", "6"])
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(InputError, match=r"--steps 4: the run in .* has 2"):
@@ -55,51 +57,23 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
         config.parse_config(["--resume"])
 
 
-TRAIN = [{"problem": f"{n}+{4 - n % 2}?", "answer": "4"} for n in range(8)]
-EVAL = [{"problem": f"{n}+2?", "answer": str(n + 2)} for n in range(3)]
-FILES = {
-    "train": TRAIN, "eval": EVAL, "order": [TRAIN[1], TRAIN[0], *TRAIN[2:]],
-    "answers": [row | {"answer": "7"} for row in TRAIN], "longer": [*EVAL, EVAL[0]],
+ROWS = [{"problem": f"{n}+{4 - n % 2}?", "answer": "4"} for n in range(8)]
+CHANGED = {
+    "order": [ROWS[1], ROWS[0], *ROWS[2:]], "answers": [row | {"answer": "7"} for row in ROWS],
+    "more": [*ROWS, ROWS[0]],
 }  # fmt: skip
-OTHERS = [  # a flag, its value, and what is said of it
-    ("--data", "order", "--data is not the problems to train on that the run in .* began"),
-    ("--data", "answers", "--data is not the problems to train on that the run in .* began"),
-    ("--eval-data", "longer", "--eval-data is not the problems to evaluate on that the run"),
-    ("--model", "another", "--model is not the model that the run in .* began with"),
-]
 
 
-def test_only_contents_count_on_resume(policy_folder, run, ends_like_the_whole, tmp_path):
-    """Data and model may have moved, and the run is the one that never stopped, also after steps
-    without evaluation. Another model, other problems, answers, or another order are named. Catches
-    contents that are not compared, or by their lengths alone, and a path that is compared."""
-    moved = {name: str(tmp_path / "moved" / f"{name}.jsonl") for name in FILES}
-    moved |= {name: str(tmp_path / "moved" / name) for name in ("policy", "another")}
-    shutil.copytree(policy_folder, moved["policy"])
-    for name, content in FILES.items():
-        log.append_rows(tmp_path / f"{name}.jsonl", content)
-        log.append_rows(Path(moved[name]), content)
-    options = {"data": str(tmp_path / "train.jsonl"), "eval_data": str(tmp_path / "eval.jsonl")}
-    options |= {"steps": 4, "save_every": 2, "eval_every": 2, "lr": 3e-3}
-    run("part", until=2, **options)
-    (tmp_path / "part" / "checkpoint").unlink()  # the link, which some file systems cannot have
-    shutil.copytree(tmp_path / "part" / "checkpoint-000002", moved["another"])
-
-    def resume(eval_every, *args, until=None):
-        own = ["--out-dir", str(tmp_path / "part"), "--resume", "--eval-every", eval_every]
-        own += ["--model", moved["policy"], "--data", moved["train"], "--eval-data", moved["eval"]]
-        train.main(config.parse_config([*own, *args]), reward=toy.toy_reward, until=until)
-
-    def refuse_others():
-        for flag, name, message in OTHERS:
-            with pytest.raises(InputError, match=message):
-                resume("2", flag, moved[name])
-
-    refuse_others()
-    resume("0", until=3)
-    refuse_others()
-    resume("2")
-    ends_like_the_whole(**options)
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_file_that_has_changed(run, tmp_path, change):
+    """Catches a prompt history of other problems."""
+    path = tmp_path / "train.jsonl"
+    log.write_rows(path, ROWS)
+    options = {"data": str(path), "eval_data": "arithmetic", "save_every": 2}
+    run("run", steps=2, **options)
+    log.write_rows(path, CHANGED[change])
+    with pytest.raises(InputError, match=r"--data .*train.jsonl: not the problems that the run"):
+        run("run", steps=3, resume=True, **options)
 
 
 def test_what_is_lost_is_said(run, tmp_path, monkeypatch, capsys):

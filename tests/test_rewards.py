@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -15,9 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+import config
 import data
+import eval as evaluation
+import models
 import rewards
-from runtime import InputError, math_judge
+from runtime import InputError, answers, math_judge
 from tasks import arithmetic
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -122,27 +127,36 @@ def test_boxes(text):
     assert rewards.final_answer(text) == BOXES[text]
 
 
-def test_a_thought_that_has_not_ended():
-    """The default reward sees it, whether the prompt opened it or its marks are special tokens.
-    Catches a box in it that counts, and a user's reward or a log that sees the marks."""
+def rollouts_of(prompts, completions, answer="7"):
+    """Rollouts of the same completions for each prompt, their problems, and a tokenizer whose marks
+    of thoughts are special tokens: what rewards.score takes."""
     tokenizer = arithmetic.make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
-    prompts = ("1+6?", "1+6?<think>\n")
-    completions = ("[THINK]7: \\boxed{7}", "[THINK]7[/THINK]\\boxed{7}", "</think>\\boxed{7}")
     ids = [tokenizer.encode(text) for text in completions]
     padded = [own + [0] * (max(map(len, ids)) - len(own)) for own in ids]
     rollouts = SimpleNamespace(
         prompt_ids=[tokenizer.encode(text) for text in prompts],
-        completion_ids=torch.tensor([padded, padded]),
-        lengths=torch.tensor([[*map(len, ids)]] * 2),
+        completion_ids=torch.tensor([padded] * len(prompts)),
+        lengths=torch.tensor([[*map(len, ids)]] * len(prompts)),
     )
-    problems, seen = [SimpleNamespace(answer="7")] * 2, []
-    plain = ["7: \\boxed{7}", "7\\boxed{7}", "</think>\\boxed{7}"]
-    texts, found = rewards.score(rollouts, problems, tokenizer, rewards.math_reward)
-    assert found.tolist() == [[0, 1, 1], [0, 0, 1]]
-    own = rewards.score(rollouts, problems, tokenizer, lambda text, _: seen.append(text))[0]
-    assert seen == plain * 2
-    assert texts == own == [plain, plain]
+    return rollouts, [data.Problem(text, answer, "file") for text in prompts], tokenizer
+
+
+PROBLEM = data.Problem("1+6?", "7", "file", row={"level": 3, "source": "book"})
+
+
+def test_a_thought_that_has_not_ended():
+    """Every reward sees it, whether the prompt opened it or its marks are special tokens. Catches a
+    box in it that counts, also in a reward that calls math_reward, and a log of another text."""
+    prompts = ("1+6?", "1+6?<think>\n")
+    completions = ["[THINK]7: \\boxed{7}", "[THINK]7[/THINK]\\boxed{7}", "</think>\\boxed{7}"]
+    rollouts = rollouts_of(prompts, completions)
+    seen = [completions, [f"<think>{text}" for text in completions]]
+    half = lambda text, answer: 0.5 * rewards.math_reward(text, answer)
+    for reward in (rewards.math_reward, functools.partial(rewards.math_reward), half):
+        texts, found = rewards.score(*rollouts, reward)
+        assert texts == seen
+        assert (found / found.max()).tolist() == [[0, 1, 1], [0, 0, 1]]
 
 
 def test_what_was_not_sampled_is_not_scored():
@@ -150,13 +164,12 @@ def test_what_was_not_sampled_is_not_scored():
     completion meets another prompt's answer."""
     seen = []
     reward = lambda text, answer: seen.append((text, answer)) or len(seen)
-    ids = torch.tensor([[[1, 2], [3, 4]], [[5, 6], [7, 8]]])
-    rollouts = SimpleNamespace(completion_ids=ids, lengths=torch.tensor([[2, 1], [0, 1]]))
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
-    problems = [SimpleNamespace(answer="a"), SimpleNamespace(answer="b")]
+    rollouts, _problems, tokenizer = rollouts_of(("?", "?"), ("12", "34"))
+    rollouts.lengths = torch.tensor([[2, 1], [0, 1]])
+    problems = [data.Problem("?", answer, "") for answer in "ab"]
     texts, found = rewards.score(rollouts, problems, tokenizer, reward)
-    assert seen == [("[1, 2]", "a"), ("[3]", "a"), ("[7]", "b")]
-    assert texts == [["[1, 2]", "[3]"], ["[]", "[7]"]]
+    assert seen == [("12", "a"), ("3", "a"), ("3", "b")]
+    assert texts == [["12", "3"], ["", "3"]]
     assert found.isnan().tolist() == [[False, False], [True, False]]
     assert (found[0, 0], found[1, 1]) == (1, 3)
 
@@ -164,8 +177,8 @@ def test_what_was_not_sampled_is_not_scored():
 def test_what_a_reward_may_return():
     """Catches text that Python would read as a number, a NaN that counts as unscorable, an error
     that does not name the completion, and one that hides the line of the user's file."""
-    of = lambda reward: rewards.reward_of("x" * 500, "y", reward)
-    which = f"the completion '{'x' * 80}', with the reference answer 'y'"
+    of = lambda reward: rewards.reward_of("x" * 500, PROBLEM, reward)
+    which = f"the completion '{'x' * 80}', with the reference answer '7'"
 
     for found in (1, True, torch.tensor(1.0), np.float32(1)):
         assert of(lambda _text, _answer, found=found: found) == 1.0
@@ -181,10 +194,48 @@ def test_what_a_reward_may_return():
     assert which in caught.value.__notes__[0]
 
 
+def test_a_reward_may_ask_for_the_row():
+    """The problem and all columns, for each call anew. Catches a column that is lost, a row of a
+    file that is not kept, and one that makes another problem of the same question."""
+    row = {"problem": "1+6?", "answer": "7", "source": "book", "level": 3}
+    seen = []
+    asks = lambda text, answer, row: seen.append(dict(row)) or row.clear() or 1.0
+    optional = lambda text, answer, weight=1, row=None: asks(text, answer, row)
+    keyword = lambda text, answer, *, row: asks(text, answer, row)
+    for reward in (asks, optional, keyword, functools.partial(asks)):
+        assert rewards.reward_of("7", PROBLEM, reward) == 1.0
+    assert seen == [row] * 4
+    own = {"question": "1+6?", "answer": "so #### 7", "level": 3}
+    problem = data.problem_of(own, "file")
+    rewards.reward_of("7", problem, asks)
+    assert seen[-1] == {"problem": "1+6?", "source": "file"} | own
+    again = data.problem_of(own | {"level": 4}, "file")
+    assert (problem, hash(problem)) == (again, hash(again))
+    assert data.content_hash([problem]) == data.content_hash([again])
+
+
+REFUSED = [
+    lambda text: 1.0, lambda text, answer, problem: 1.0, lambda text, answer, row, more: 1.0,
+    lambda text, answer, *, weight: 1.0, functools.partial(lambda text: 1.0), "math",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reward", REFUSED)
+def test_a_reward_that_cannot_be_called(reward):
+    """Is refused before anything is loaded. Catches a TypeError after the first rollout, and a
+    function of C, whose signature Python cannot read, that is refused."""
+    message = r"the reward .* cannot be called \(.*\): it must accept \(completion, answer\) or"
+    with pytest.raises(InputError, match=message):
+        models.load_problems(config.Config(data="missing"), reward)
+    with pytest.raises(InputError, match=message):
+        evaluation.main(evaluation.EvalConfig("missing"), reward=reward)
+    assert not rewards.takes_row(max)
+
+
 def test_the_longest_answer():
-    """Exactly LONGEST_ANSWER characters in a box are an answer; one more is none. Catches a limit
+    """Exactly LONGEST characters in a box are an answer; one more is none. Catches a limit
     that is off by one."""
-    longest = "1" * rewards.LONGEST_ANSWER
+    longest = "1" * answers.LONGEST
     assert rewards.final_answer(f"\\boxed{{{longest}}} .") == longest
     assert rewards.final_answer(f"\\boxed{{{longest}1}} .") is None
 
@@ -213,11 +264,13 @@ def fresh_judge(monkeypatch, tmp_path, old="", new=""):
     math_judge.ask.cache_clear()
     monkeypatch.setattr(math_judge, "_judge", None)
     monkeypatch.setattr(math_judge, "__file__", str(tmp_path / "judge.py"))
-    try:
-        yield
-    finally:
-        math_judge._end_judge(math_judge._judge)
-        math_judge.ask.cache_clear()
+    yield
+    math_judge.ask.cache_clear()
+
+
+def verify(answer, given):
+    """The judge's verdict alone."""
+    return math_judge.ask(answers.read(answer).value, answers.read(given).value)
 
 
 HOSTILE = [  # wrong answers, made to hang or crash the judge, and reference answers
@@ -278,31 +331,64 @@ def test_limits_of_the_judge(monkeypatch, tmp_path):
     assert found == {"wait": True, "memory": False, "crash": False, "spin": False, "1+1": True}
 
 
-def test_patience_of_the_judge(monkeypatch, tmp_path):
-    """Catches a judge that waits forever for a comparison that neither computes nor returns."""
+def test_a_batch_of_hostile_answers(monkeypatch, tmp_path, capsys):
+    """After some CPU time the judge computes no more for a batch, whose other answers that need it
+    count as wrong. Catches a step that takes half an hour, verdicts that stay wrong afterwards, a
+    bound outside of batches, and answers that need no judge, or have a verdict, and count."""
     (tmp_path / "math_verify.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with fresh_judge(monkeypatch, tmp_path, "PATIENCE = 20.0", "PATIENCE = 0.2"):
-        assert not math_judge.ask("1", "hang")
-        assert math_judge.ask("1", "1+1")
+    monkeypatch.setattr(rewards, "JUDGE_SECONDS", 0.3)
+    known, late = ["\\boxed{2+x}"], ["\\boxed{3+x}"]
+    hostile = [f"\\boxed{{spin{number}}}" for number in range(9)]
+
+    def score(texts):
+        rollouts = rollouts_of(["?"], texts, "x+1")
+        return rewards.score(*rollouts, rewards.math_reward)[1].tolist()
+
+    with fresh_judge(monkeypatch, tmp_path, "SECONDS = 1.0", "SECONDS = 0.2"):
+        assert score(known) == [[1]]
+        assert score([*hostile, *known, *late, "\\boxed{x+1}"]) == [[0] * 9 + [1, 0, 1]]
+        assert "note: comparing took 0.3 s, the batch's" in capsys.readouterr().out
+        assert score(late) == [[1]]
+        for text in hostile[2:4]:
+            assert rewards.math_reward(text, "x+1") == 0.0
+        assert rewards.math_reward("\\boxed{4+x}", "x+1") == 1.0
+    assert capsys.readouterr().out == ""
+
+
+def judge_of(number):
+    """The judge's verdict, and which process gave it. Runs in a forked process."""
+    return verify(f"x+{number}", f"{number}+x"), math_judge._judge.pid
+
+
+def test_a_forked_process_has_its_own_judge():
+    """Catches processes that read each other's verdicts, and a lock that stays locked."""
+    assert verify("x+1", "1+x")
+    ours = math_judge._judge.pid
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        found = pool.map_async(judge_of, range(2, 10)).get(timeout=60)
+    assert all(verdict for verdict, _judge in found)
+    assert ours not in {judge for _verdict, judge in found}
+    assert not math_judge._turn.locked()
+    assert judge_of(10) == (True, ours)
 
 
 def test_many_threads_ask_one_judge():
     """Fails if a thread reads another's verdict."""
     math_judge.ask.cache_clear()
     rng = random.Random(0)
-    answers = [f"\\frac{{{n}}}{{7}}" for n in range(100)]
-    pairs = [(answer, rng.choice((answer, "\\frac{1}{9}"))) for answer in answers]
+    golds = [f"\\frac{{{n}}}{{7}}" for n in range(100)]
+    pairs = [(gold, rng.choice((gold, "\\frac{1}{9}"))) for gold in golds]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        verdicts = list(pool.map(lambda pair: rewards.verify(*pair), pairs))
+        verdicts = list(pool.map(lambda pair: verify(*pair), pairs))
     assert verdicts == [answer == given for answer, given in pairs]
 
 
 def test_a_killed_judge_is_replaced():
-    assert rewards.verify("\\frac{1}{3}", "\\frac{2}{6}")
+    assert verify("\\frac{1}{3}", "\\frac{2}{6}")
     os.killpg(math_judge._judge.pid, signal.SIGKILL)
     math_judge._judge.wait()
-    assert rewards.verify("\\frac{1}{3}", "\\frac{3}{9}")
+    assert verify("\\frac{1}{3}", "\\frac{3}{9}")
 
 
 def test_verdicts_are_cached(monkeypatch):
@@ -328,7 +414,7 @@ def test_without_math_verify(monkeypatch, tmp_path):
 def test_an_interrupted_query_leaves_no_verdict_behind(monkeypatch):
     """Fails if the next query reads the verdict of the interrupted one."""
     math_judge.ask.cache_clear()
-    assert not rewards.verify("\\frac{1}{9}", "\\frac{2}{9}")
+    assert not verify("\\frac{1}{9}", "\\frac{2}{9}")
 
     def interrupted(real=math_judge._judge.stdin.flush):
         real()
@@ -337,8 +423,8 @@ def test_an_interrupted_query_leaves_no_verdict_behind(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(math_judge._judge.stdin, "flush", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            rewards.verify("\\frac{3}{9}", "\\frac{1}{3}")
-    assert not rewards.verify("\\frac{1}{9}", "\\frac{4}{9}")
+            verify("\\frac{3}{9}", "\\frac{1}{3}")
+    assert not verify("\\frac{1}{9}", "\\frac{4}{9}")
 
 
 # ---------------------------------------------------------------------------- real problems
@@ -352,10 +438,10 @@ def test_an_interrupted_query_leaves_no_verdict_behind(monkeypatch):
 def test_real_answers(name, number):
     """Every reference answer equals itself, by math-verify alone too; another problem's, two rows
     above, is right only if it is the same. Catches a judge that is too strict or too lenient."""
-    answers = [problem.answer for problem in data.read_problems(str(SHARED / name))]
-    assert len(answers) == number
-    for answer, other in zip(answers, answers[-2:] + answers[:-2], strict=True):
+    golds = [problem.answer for problem in data.read_problems(str(SHARED / name))]
+    assert len(golds) == number
+    for answer, other in zip(golds, golds[-2:] + golds[:-2], strict=True):
         assert rewards.math_reward(f"\\boxed{{{answer}}}", answer) == 1.0
-        assert name == "gsm8k_test.jsonl" or rewards.verify(answer, answer)
+        assert name == "gsm8k_test.jsonl" or verify(answer, answer)
         reward = rewards.math_reward(f"\\boxed{{{other}}}", answer)
         assert reward == float(answer == other), (answer, other)

@@ -257,26 +257,6 @@ def test_what_a_rule_looks_at(start, monkeypatch):
         torch.testing.assert_close(batch.size, size)
 
 
-def test_minibatches(start):
-    """Two updates a step: every prompt in one mini-batch, planned sizes as denominators, a draw of
-    its own for each update.
-
-    Catches a mini-batch's kept count, and everything in the first one.
-    """
-    rates = {"prompt_prune_rate": 0, "completion_prune_rate": 0.6}
-    trainer = start(method="dppo", steps=6, minibatches=2, **rates)
-    take_steps(trainer)
-    for seen in trainer.steps:
-        first, second = seen.updates
-        assert not first.keep[2:].any(), "the first half of the window comes first"
-        assert not second.keep[:2].any()
-        for one in (first, second):
-            planned = seen.scale * seen.lengths * 2 * 6  # 2 prompts x 6 completions
-            assert ((planned - 1).abs() < 1e-9).all()
-            kept = (one.factor / seen.scale)[one.keep]
-            assert (((kept - 1).abs() < 1e-9) | ((kept - 1 / 0.4).abs() < 1e-9)).all()
-
-
 def assert_drawn(seen, one, minibatch, tokens):
     """Check an update's factors: those that the rules may give in this half of the window.
 

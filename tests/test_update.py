@@ -11,7 +11,7 @@ import config
 import models
 import packing
 import update
-from runtime import InputError, device
+from runtime import InputError, ranks
 
 # ------------------------------------------------------------------------- the update
 
@@ -193,23 +193,20 @@ def test_gradients_are_added_in_a_fixed_order(make_policy, share_prompts):
     assert not names & {"IndexBackward0", "IndexPutBackward0"}
 
 
-def test_autocast_adds_up_in_float32():
-    """With 20 chunks of a head, the error of its gradient is that of one cast. Catches a cache of
-    casts, which makes the chunks add up one bfloat16 gradient."""
-    torch.manual_seed(0)
-    head = torch.nn.Linear(32, 50, bias=False)
-    hidden = torch.randn(2000, 32)
-    targets = torch.randint(50, (2000,))
-    grads = {}
-    cases = [("exact", "float32", 10**9), ("one", "bfloat16", 10**9), ("chunks", "bfloat16", 5000)]
-    for name, dtype, limit in cases:
-        head.zero_grad()
-        with device.autocast(config.Config(device="cpu", dtype=dtype)):
-            logprobs, _ = packing.token_logprobs(hidden, head, targets, head_logits=limit)
-        logprobs.sum().backward()
-        grads[name] = head.weight.grad.clone()
-    one, chunks = ((grads[name] - grads["exact"]).norm() for name in ("one", "chunks"))
-    assert chunks < 1.3 * one
+@pytest.mark.parametrize("rank", [0, 1])
+def test_pruned_work_is_balanced(monkeypatch, rank):
+    """Of two ranks the first has kept seven sequences and the second one. Catches an update in
+    which each rank keeps its own."""
+    nothing = torch.zeros(0)
+    sequences = [
+        update.Sequence(place, [1], [2] * length, nothing, nothing)
+        for place, length in enumerate((9, 2, 7, 4, 8, 3, 6, 5))
+    ]
+    of_ranks = [sequences[:7], sequences[7:]]
+    monkeypatch.setattr(ranks, "all_gather", lambda _own: of_ranks)
+    monkeypatch.setattr(ranks, "rank", lambda: rank)
+    share = update.share_out(of_ranks[rank])
+    assert sum(map(update.work, share)) == sum(map(update.work, sequences)) / 2
 
 
 # ------------------------------------------------------------------------- the head
@@ -219,32 +216,29 @@ def test_autocast_adds_up_in_float32():
 def test_chunked_head_is_the_head(make_policy, rows):
     """Values, entropies and gradients of 7 tokens in chunks, with no more logits at once than
     allowed, in the backward pass too. Catches a chunk that is lost or repeated, all logits at once,
-    a gradient through the entropy, and a missing temperature."""
+    a gradient through the entropy, a missing temperature, and padding that counts as tokens."""
     model, _ = make_policy(dtype=torch.float64)
-    head = model.get_output_embeddings()
-    targets = torch.arange(7)
-    results, seen = [], []
-    hook = head.register_forward_hook(lambda _module, _inputs, out: seen.append(len(out)))
-    for limit in (10**6, rows * head.out_features + 5):
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(7, 32, dtype=torch.float64, generator=generator, requires_grad=True)
-        model.zero_grad()
-        logprobs, entropy = packing.token_logprobs(hidden, head, targets, 0.7, head_logits=limit)
-        assert not entropy.requires_grad
-        (logprobs * torch.arange(1.0, 8.0)).sum().backward()
-        results.append((logprobs.detach(), entropy, hidden.grad, head.weight.grad))
-    hook.remove()
-    for one, other in zip(*results, strict=True):
-        assert torch.allclose(one, other, atol=1e-12)
-    assert seen[0] == 7
-    assert max(seen[1:]) == rows
-    assert sum(seen[1:]) == (7 if rows == 7 else 14), "once forward, once backward"
-    part, _ = packing.token_logprobs(hidden, head, targets, 0.7, 200, rows * head.out_features)
-    each = (hidden @ head.weight[:200].T / 0.7).log_softmax(dim=-1)
-    assert torch.allclose(part, each[torch.arange(7), targets], atol=1e-12)
-    each = (hidden @ head.weight.T / 0.7).log_softmax(dim=-1)
-    assert torch.allclose(results[0][0], each[torch.arange(7), targets], atol=1e-12)
-    assert torch.allclose(results[0][1], -(each.exp() * each).sum(dim=1), atol=1e-12)
+    head, targets = model.get_output_embeddings(), torch.arange(7)
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 32, dtype=torch.float64, generator=draw, requires_grad=True)
+    coefficients = torch.arange(1.0, 8.0, dtype=torch.float64)
+    every = (hidden @ head.weight[:200].T / 0.7).log_softmax(dim=-1)
+    wanted = every[torch.arange(7), targets]
+    wanted_gradients = torch.autograd.grad(wanted @ coefficients, (hidden, head.weight))
+
+    seen = []
+    head.register_forward_hook(lambda _module, _inputs, out: seen.append(len(out)))
+    limit = rows * head.out_features + 5
+    logprobs, entropy = packing.token_logprobs(hidden, head, targets, 0.7, 200, limit)
+    gradients = torch.autograd.grad(logprobs @ coefficients, (hidden, head.weight))
+
+    assert torch.allclose(logprobs, wanted, atol=1e-12)
+    assert torch.allclose(entropy, -(every.exp() * every).sum(dim=1), atol=1e-12)
+    assert not entropy.requires_grad
+    for got, expected in zip(gradients, wanted_gradients, strict=True):
+        assert torch.allclose(got, expected, atol=1e-12)
+    assert max(seen) == rows
+    assert sum(seen) == (7 if rows == 7 else 14), "once forward, once backward"
 
 
 def test_scaled_logits_are_refused(make_policy, policy_folder, monkeypatch):

@@ -25,6 +25,7 @@ import dppo
 import metrics
 import packing
 import rollout
+import sampler
 import train
 import update
 from runtime import InputError, log, ranks
@@ -174,7 +175,7 @@ class Recorder(train.Trainer):
 
     def step(self, step):
         self.now = types.SimpleNamespace(updates=[])
-        prune, learn, row = self.history.prune, self.history.update, metrics.row
+        prune, learn, row = sampler.prune_prompts, self.history.update, metrics.row
 
         def see_prune(*args):
             self.now.kept, weights = prune(*args)
@@ -192,7 +193,8 @@ class Recorder(train.Trainer):
         with (
             mock.patch.object(train, "accumulate_gradients", self.see_update),
             mock.patch.object(metrics, "row", see_row),
-            mock.patch.multiple(self.history, prune=see_prune, update=see_taught),
+            mock.patch.object(sampler, "prune_prompts", see_prune),
+            mock.patch.object(self.history, "update", see_taught),
         ):
             found = super().step(step)
         self.steps.append(self.now)

@@ -1,7 +1,7 @@
 """Every outcome of a draw inside another library's trainer.
 
-trl_toy.py and verl_toy.py each have a Toy around a trainer of four prompts, of G
-completions each, which are the same in every step, at parameters that do not move. They also have
+trl_toy.py and verl_toy.py each have a Toy around a trainer of four prompts, of G completions each,
+which are the same in every step, at parameters that do not move. They also have
     make        makes a trainer of some options, or refuses them
     LOSSES      {name: options} of all losses that are exact
     PER_TOKEN   those of them that divide by the tokens of a batch
@@ -10,10 +10,8 @@ completions each, which are the same in every step, at parameters that do not mo
     FEW         options for two prompts
     PLAIN       options without terms that need no advantage
     DULL        options for prompts whose completions all have one reward, without such terms
-    STOCK       [(the library's trainer, options with which a Toy equals it bit for bit)]
-    REFUSED     [(options, message)] of what is always refused
+    STOCK       the library's trainer, and options with which a Toy equals it bit for bit
     INEXACT     [(options, message)] of what is refused unless both rules are none
-    MEMORY      of the trainer's mean of tokens
 """
 
 import contextlib
@@ -69,7 +67,7 @@ def number(*key):
 
 def noise(*key):
     """A number from -1 to 1, always the same for a key."""
-    return zlib.crc32(repr(key).encode()) % 2001 / 1000 - 1
+    return number(key) % 2001 / 1000 - 1
 
 
 def completion(prompt, g, end=None, longest=6):
@@ -158,11 +156,11 @@ def over_completions(gradient, part=0, seen=None):
 def over_prompts(gradient):
     """The expectation over the draw of prompts, in which every update has its own candidates."""
 
-    def outcomes(history, rule, rate, prompts, _generator, updates=1):
+    def outcomes(rule, rate, history, prompts, _generator, updates=1):
         entry = sampler.PROMPT_RULES[rule]
         parts = [proof.outcomes(entry, rate, history.of(x)) for x in prompts.chunk(updates)]
         for drawn in itertools.product(*parts):
             keeps, weights, chances = zip(*drawn, strict=True)
             yield torch.cat(keeps), torch.cat(weights), math.prod(chances)
 
-    return expectation(gradient, sampler.PromptHistory, "prune", outcomes)
+    return expectation(gradient, sampler, "prune_prompts", outcomes)

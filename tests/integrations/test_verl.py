@@ -25,18 +25,7 @@ import verl_toy as toy
 from hydra import compose, initialize_config_module
 from verl.trainer.ppo import padding_utils
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl_toy import (
-    ENTROPY,
-    FEW,
-    KL,
-    LOSS,
-    MODE,
-    NO_TERMS,
-    UPDATE,
-    Toy,
-    dppo_verl,
-    tokens_of,
-)  # fmt: skip
+from verl_toy import ENTROPY, FEW, KL, LOSS, MODE, NO_TERMS, UPDATE, Toy, dppo_verl
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,7 +56,7 @@ def test_each_update_is_exact(size, ranks):
     options = {MODE: "token-mean", UPDATE: size}
     pruned = Toy(**options, completion_rule="pps", completion_prune_rate=0.5, ranks=ranks)
     for part in range(4 // size):
-        stock = toy.stock(toy.PROMPTS[part * size : (part + 1) * size], **options)
+        stock = pruned.stock(toy.PROMPTS[part * size : (part + 1) * size])
         found = over_completions(pruned.gradient, part)[part]
         assert error(found, stock) < 1e-12
         assert len(pruned.gradients) == 4 // size
@@ -123,10 +112,10 @@ def test_prompts_of_several_updates_are_exact(mode):
     pruned = Toy(**{MODE: mode, UPDATE: 2}, **rules)
     pruned.teach(mean_tokens=60.0)
     for part, found in enumerate(over_prompts(pruned.gradient)):
-        prompts = toy.PROMPTS[2 * part : 2 * part + 2]
-        wanted = toy.stock(prompts, **{MODE: mode, UPDATE: 2})
+        own = slice(2 * part, 2 * part + 2)
+        wanted = pruned.stock(toy.PROMPTS[own])
         if mode == "token-mean":
-            wanted *= tokens_of(prompts) / 30
+            wanted *= pruned.tables[2][own].sum() / 30
         assert error(found, wanted) < 1e-12
 
 
@@ -164,7 +153,7 @@ def test_dropped_rows_are_not_forwarded():
     assert len(pruned.queue.rows) == 16 + len(padding)
     assert set(pruned.returned.keys) == set(pruned.queue.rows)
     assert (factor > 0).sum() + len(padding) == rows
-    assert set(tokens.tolist()) == {tokens_of(toy.PROMPTS[:2]), tokens_of(toy.PROMPTS[2:])}
+    assert set(tokens.tolist()) == {x.sum().item() for x in pruned.tables[2].split(2)}
     assert pruned.metrics["dppo/forwards"] == rows / 16
 
 
@@ -240,7 +229,10 @@ def test_other_versions_are_refused(monkeypatch):
 
 
 def test_other_data_is_refused():
-    """Fails if two prompts share a history, or a group of other rollouts is pruned."""
+    """Fails if two prompts share a history, or a group of other rollouts is pruned, or if a
+    misspelt option is ignored."""
+    with pytest.raises(RuleError, match=r"unknown option of trainer.v1.nanodppo 'rate'"):
+        toy.make(trainer__v1__nanodppo__rate=0.5)
     repeated = {"prompts": ("f", "bb", "f", "ccc")}
     said = r"train_files: 1 of 4 prompts repeat others.*set it to none"
     with pytest.raises(RuleError, match=said):

@@ -120,13 +120,12 @@ def exact_world():
 # ---------------------------------------------------------------------------- for test_exact.py
 
 LOSSES = {loss: {"loss_type": loss} for loss in (*dppo_trl.PER_ROW, *dppo_trl.PER_TOKEN)}
-PER_TOKEN, OWN_LENGTH, MEMORY = dppo_trl.PER_TOKEN, ("grpo", "sapo"), dppo_trl.MEMORY
+PER_TOKEN, OWN_LENGTH = dppo_trl.PER_TOKEN, ("grpo", "sapo")
 SCALES = {scale: {"scale_rewards": scale} for scale in ("none", "group")}
 FEW = {"prompts": ["ccc", "ee"], "per_device_train_batch_size": 2}
 PLAIN = {"beta": 0.0}
 DULL = PLAIN | {"prompts": ["f"] * 4}
-STOCK = [(trl.GRPOTrainer, {})]
-REFUSED = []
+STOCK = trl.GRPOTrainer, {}
 INEXACT = [
     ({"loss_type": "bnpo"}, "loss_type='bnpo': .*choose 'grpo' or"),
     ({"scale_rewards": "batch"}, "scale_rewards='batch': .*'none' or 'group', or"),
@@ -135,7 +134,7 @@ INEXACT = [
     ({"entropy_coef": 0.01}, "entropy_coef=0.01: .*choose 0.0,"),
     ({"use_adaptive_entropy": True}, "use_adaptive_entropy=True: .*choose False"),
     ({"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5: .*choose 1.0"),
-    ({"steps_per_generation": 8}, "steps_per_generation=8: .*set it to 4"),
+    ({"steps_per_generation": 8}, "steps_per_generation=8: .*choose 4,"),
 ]
 
 

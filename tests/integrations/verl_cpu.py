@@ -5,7 +5,6 @@ only counts slots. A rollout is a function of the weights, the prompt, its numbe
 runs with other workers or other batches sample the same tokens.
 """
 
-import asyncio
 import contextlib
 import itertools
 import os
@@ -19,7 +18,7 @@ import ray
 import torch
 import verl.utils.distributed
 from transformers import AutoModelForCausalLM, DynamicCache
-from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,11 +45,9 @@ def nothing(*args, **options):
 
 
 @PlatformRegistry.register("cpu")
-class Cpu(PlatformBase):
-    device_name = vendor_name = "cpu"
-    device_module = NoDevice("cpu")
-    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = nothing
-    empty_cache = profiler_start = profiler_stop = cudart = nothing
+class Cpu(PlatformCUDA):
+    device_name, device_module = "cpu", NoDevice("cpu")
+    set_device = synchronize = set_allocator_settings = lambda *_: None
 
     def is_available(self):
         return True
@@ -61,20 +58,8 @@ class Cpu(PlatformBase):
     def device_count(self):
         return 1
 
-    def get_device_capability(self, device_index=0):
-        return None, None
-
     def communication_backend_name(self):
         return "gloo"
-
-    def visible_devices_envvar(self):
-        return "CUDA_VISIBLE_DEVICES"
-
-    def ray_resource_name(self):
-        return "GPU"
-
-    def ray_noset_envvars(self):
-        return []
 
     def is_ipc_supported(self):
         return False
@@ -101,66 +86,36 @@ from verl.workers.rollout import base, replica  # noqa: E402
 import dppo_verl  # noqa: E402, F401
 
 
-def noise(seed, shape):
-    """Gumbel noise [T, V] of a request: the largest of logits + noise is a sample."""
-    uniform = dppo.generator_for(seed, "gumbel").random(shape)
-    return torch.from_numpy(-np.log(-np.log(np.maximum(uniform, 1e-300)))).float()
-
-
 @torch.no_grad()
-def sample(model, prompts, seeds, tokens):
-    """[(token ids, log-probs)] of a completion of each prompt at temperature 1."""
-    width, end = max(map(len, prompts)), model.config.eos_token_id
-    ids = torch.tensor([[end] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    gumbel = torch.stack([noise(seed, (tokens, model.config.vocab_size)) for seed in seeds])
-    found, rows = [([], []) for _ in prompts], torch.arange(len(prompts))
-    cache, new = DynamicCache(), ids
+def sample(model, ids, seed, tokens):
+    """(token ids, log-probs) of a completion at temperature 1: the largest of logits + Gumbel noise
+    is a sample."""
+    uniform = dppo.generator_for(seed, "gumbel").random((tokens, model.config.vocab_size))
+    noise = torch.from_numpy(-np.log(-np.log(np.maximum(uniform, 1e-300)))).float()
+    cache, new, found, logprobs = DynamicCache(), torch.tensor([ids]), [], []
     for t in range(tokens):
-        place = mask.cumsum(1)[:, -new.shape[1] :] - 1
-        logits = model(new, mask, place.clamp(min=0), cache).logits[:, -1].float()
-        new = (logits + gumbel[rows, t]).argmax(dim=1, keepdim=True)
-        logprobs = logits.log_softmax(dim=1).gather(1, new)[:, 0].tolist()
-        for row, token, logprob in zip(rows.tolist(), new[:, 0].tolist(), logprobs, strict=True):
-            found[row][0].append(token)
-            found[row][1].append(logprob)
-        going = new[:, 0] != end
-        if not going.any():
+        logits = model(new, past_key_values=cache).logits[0, -1].float()
+        new = (logits + noise[t]).argmax().view(1, 1)
+        found.append(new.item())
+        logprobs.append(logits.log_softmax(dim=0)[found[-1]].item())
+        if found[-1] == model.config.eos_token_id:
             break
-        rows, new, mask = rows[going], new[going], mask[going]
-        cache.batch_select_indices(going)
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-    return found
+    return found, logprobs
 
 
 @ray.remote(num_cpus=0)
 class Server:
-    """What arrives together is sampled together."""
-
     def __init__(self, path, tokens):
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.waiting, self.task, self.step, self.tokens = [], None, 0, tokens
+        self.step, self.tokens = 0, tokens
 
     async def generate(self, request_id, prompt_ids, sampling_params, **options):
-        future = asyncio.get_running_loop().create_future()
-        self.waiting.append((list(prompt_ids), sampling_params["seed"], future))
-        self.task = self.task or asyncio.create_task(self.run())
-        return await future
-
-    async def run(self):
-        await asyncio.sleep(0.3)
-        while self.waiting:
-            requests, self.waiting = self.waiting, []
-            prompts, seeds, futures = zip(*requests, strict=True)
-            found = sample(self.model, prompts, seeds, self.tokens)
-            for future, (ids, logprobs) in zip(futures, found, strict=True):
-                done = replica.TokenOutput(
-                    token_ids=ids, log_probs=logprobs, stop_reason="completed",
-                    extra_fields={"global_steps": self.step},
-                )  # fmt: skip
-                future.set_result(done)
-            await asyncio.sleep(0)
-        self.task = None
+        seed = sampling_params["seed"]
+        ids, logprobs = sample(self.model, list(prompt_ids), seed, self.tokens)
+        steps = {"global_steps": self.step}
+        return replica.TokenOutput(
+            token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields=steps
+        )
 
     async def load(self, state, step):
         self.model.load_state_dict(state, strict=False)

@@ -51,13 +51,11 @@ LOSSES = {
 }
 PER_TOKEN = [name for name in LOSSES if name.endswith("-token-mean") and "-seq-" not in name]
 OWN_LENGTH = [name for name in LOSSES if name.endswith("-seq-mean-token-mean")]
-MEMORY = dppo_verl.MEMORY
 SCALES = {name: {"algorithm__adv_estimator": name, MODE: "token-sum"} for name in ("grpo", "rloo")}
 FEW = {"prompts": ("bb", "ccc"), UPDATE: 2}
 PLAIN = {**NO_TERMS, "prompts": ("f", "bb", "ccc", "dddd")}  # of the last, none is right
 DULL = {**NO_TERMS, "prompts": ("dddd", "hhhh"), UPDATE: 1}
-STOCK = [(PPOTrainerSync, {"ranks": 1})]
-REFUSED = [({"trainer__v1__nanodppo__rate": 0.5}, "unknown option of trainer.v1.nanodppo 'rate'")]
+STOCK = PPOTrainerSync, {"ranks": 1}
 INEXACT = [
     ({LOSS: "sapo"}, "loss_agg_mode=token-mean with sapo: .*set it to seq-mean-token-mean"),
     ({UPDATE: 3}, "ppo_mini_batch_size=3 does not divide data.train_batch_size=4: .*a divisor"),
@@ -225,8 +223,14 @@ class Toy(exact.Toy):
     def figures(self):
         return {name[5:]: x for name, x in self.metrics.items() if name.startswith("dppo/")}
 
-    def stock(self):
-        return stock(**self.options)
+    def stock(self, prompts=None):
+        """verl's own gradient [P] of one un-pruned update of these prompts, by default of all, on
+        one rank."""
+        changes = {name: x for name, x in self.options.items() if name not in RULES}
+        prompts = prompts or changes["prompts"]
+        changes |= {"prompts": prompts, UPDATE: len(prompts), "trainer__v1__trainer_mode": "sync"}
+        (gradient,) = Toy(PPOTrainerSync, ranks=1, **changes).step()
+        return gradient
 
     def set_loss(self, loss):
         self.loss = loss
@@ -300,17 +304,3 @@ class Toy(exact.Toy):
                     (loss / self.ranks).backward()
             self.gradients.append(self.policy.logits.grad.flatten())
         return TensorDict({}, []).set_non_tensor("metrics", {"mfu": 0.0})
-
-
-def stock(prompts, **changes):
-    """verl's own gradient [P] of one un-pruned update of these prompts, on one rank."""
-    changes = {name: x for name, x in changes.items() if name not in RULES}
-    changes |= {UPDATE: len(prompts), "trainer__v1__trainer_mode": "sync"}
-    (gradient,) = Toy(PPOTrainerSync, prompts, ranks=1, **changes).step()
-    return gradient
-
-
-def tokens_of(prompts):
-    """Tokens with loss of all completions of these prompts."""
-    rows = [row_of(x, g) for x in prompts for g in range(G)]
-    return sum(row["response_mask"].sum().item() for row in rows)
