@@ -291,7 +291,7 @@ def report(figures: dict) -> str:
         "them used: those in which every group size has unequal rewards. Rewards differ in "
         f"{figures['live_groups']:.2f} of the groups.",
         f"Everything but training takes {figures['rest']:.2f} of the time of training on every "
-        "completion (m, --rest).",
+        "completion (rest).",
         "",
         "How fast the model learns, where noise limits it, by group size. The best size without "
         "pruning is 1.00 (95 % over steps):",
