@@ -66,11 +66,14 @@ def test_any_layout_is_the_same_update(make_policy, make_rollouts, monkeypatch, 
             assert others[-1][1].tokens == prompts + sums.completion_tokens - 30, "each prompt once"
 
 
-@pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo"])
-def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss):
+@pytest.mark.parametrize(
+    ("loss", "cap"), [("grpo", 0.0), ("gspo", 0.0), ("cispo", 0.0), ("grpo", 1.2)]
+)
+def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss, cap):
     """Every sum and the gradient against the formulas, completion by completion, in float64. Groups
     of 2, lengths from 1 to T, advantages of 0, and one scale of 0. Catches a KL term without its
-    weight or beta, a ratio, clip or gap with the wrong sign, and a sum of another column."""
+    weight, its importance ratio or beta, a ratio, clip or gap with the wrong sign, and a sum of
+    another column."""
     model, _ = make_policy(dtype=torch.float64)
     reference, _ = make_policy(seed=1, dtype=torch.float64)
     rollouts = make_rollouts(model, 4, 2, drift=0.3)
@@ -79,7 +82,7 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss):
     advantages, scale = torch.randn(2, 4, 2, dtype=torch.float64, generator=generator)
     advantages[1] = 0.0
     scale[2, 0] = 0.0
-    cfg = resolved(loss, pack_tokens=16)
+    cfg = resolved(loss, pack_tokens=16, importance_cap=cap)
     keep = torch.ones(4, 2, dtype=torch.bool)
     model.zero_grad()
     got = update.accumulate_gradients(
@@ -89,13 +92,18 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss):
     grad = flat_grad(model)
 
     model.zero_grad()
-    wanted = dict.fromkeys(("loss", "kl", "clipped", "gap", "importance", "entropy"), 0.0)
+    names = ("loss", "kl", "clipped", "gap", "importance", "capped", "entropy")
+    wanted = dict.fromkeys(names, 0.0)
     for q, g in itertools.product(range(4), range(2)):
         n = rollouts.lengths[q, g]
         texts = [rollouts.prompt_ids[q]], [rollouts.completion_ids[q, g, :n].tolist()]
         pack = packing.build_pack(*texts)
         new, entropy = packing.packed_logprobs(model, pack)
-        old = rollouts.logprobs[q, g, :n]
+        sampled = rollouts.logprobs[q, g, :n]
+        gap = (new - sampled).detach()
+        importance = gap.exp() if cap else torch.ones_like(gap)
+        multiplier = scale[q, g] * importance.clamp(max=cap or 1.0)
+        old = new.detach() if cap else sampled
         ratio = (new - old).exp()
         if loss == "gspo":
             ratio = (new - old).mean().exp()
@@ -109,16 +117,18 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss):
             clipped = (ratio - inside) * advantage > 0
         change = packing.packed_logprobs(reference, pack)[0].detach() - new
         kl = change.exp() - change - 1
-        total = ((each + cfg.beta * kl) * scale[q, g]).sum()
+        total = ((each + cfg.beta * kl) * multiplier).sum()
         total.backward()
-        gap = (new - old).detach()
-        parts = (total, (kl * scale[q, g]).sum(), clipped.expand(n).sum(), gap.abs().sum())
-        for name, part in zip(wanted, (*parts, torch.ones(n).sum(), entropy.sum()), strict=True):
-            wanted[name] += part.item()
-    assert 0 < wanted["clipped"] < rollouts.lengths.sum()
+        wanted["loss"] += total.item()
+        wanted["kl"] += (kl * multiplier).sum().item()
+        wanted["clipped"] += clipped.expand(n).sum().item()
+        wanted["gap"] += gap.abs().sum().item()
+        wanted["importance"] += importance.sum().item()
+        wanted["capped"] += (importance > cap).sum().item() if cap else 0
+        wanted["entropy"] += entropy.sum().item()
+    assert cap or 0 < wanted["clipped"] < rollouts.lengths.sum()
     for name, value in wanted.items():
         assert getattr(got, name) == pytest.approx(value, rel=1e-9), name
-    assert got.capped == 0
     assert (grad - flat_grad(model)).abs().max() < 1e-10 * grad.abs().max()
 
 
