@@ -28,27 +28,20 @@ COLORS = {  # of rules, in notebooks; safe for colour-blind readers (Okabe and I
 }  # fmt: skip
 
 
-def write_json(path: Path | None, content) -> None:
-    """Write a record to the file of --json, if there is one, with who made it (see stamped)."""
+def write_json(path: Path | None, record: dict) -> None:
+    """Write a record to the file of --json, if there is one."""
     if path:
-        path.write_text(json.dumps(stamped(content), indent=1) + "\n")
-
-
-def stamped(content: dict | list[dict]) -> dict | list[dict]:
-    """The record with commit, machine and date added: to the dictionary, or to the first row."""
-    if isinstance(content, dict):
-        return content | made_by()
-    first, *rest = content
-    return [first | made_by(), *rest]
+        path.write_text(json.dumps(record | made_by(), indent=1) + "\n")
 
 
 def keep_log(run_log: str, record: str) -> None:
     """Copy the log.jsonl of a run to a record."""
-    log.write_rows(Path(record), stamped(log.read_rows(Path(run_log))))
+    first, *others = log.read_rows(Path(run_log))
+    log.write_rows(Path(record), [first | made_by(), *others])
 
 
 def made_by() -> dict[str, str]:
-    """The commit that is checked out, this machine and the date."""
+    """What a record has to say: the commit that is checked out, this machine and the date."""
     date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
     return {"commit": commit(), "machine": machine(), "date": date}
 

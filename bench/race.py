@@ -19,9 +19,7 @@ repeated for its result. Seconds compare only within one machine: give each its 
 import functools
 import itertools
 import multiprocessing
-import os
 import statistics
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -168,7 +166,7 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
     for run in missing:
         run.config()  # a flag that is mistyped ends the command here
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
+    with ProcessPoolExecutor(workers, context) as pool:
         waiting = [pool.submit(make_one, run) for run in missing]
         try:
             for done in as_completed(waiting):
@@ -177,21 +175,14 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
                 rows.append(row)
                 where = f"{row['setting']}, {row['method']}, seed {row['seed']}"
                 steps = f"{row['made']} steps in {row['seconds']:.1f} s"
-                print(f"{where}: {row['accuracy']:.3f} after {steps} {row['failed'] or ''}")
+                print(
+                    f"{where}: {row['accuracy']:.3f} after {steps} {row['failed'] or ''}",
+                    flush=True,
+                )
         except BaseException:  # Ctrl-C, too: the runs that have not begun never will
             pool.shutdown(cancel_futures=True)
             raise
     return [next(filter(run.is_row, rows)) for run in runs]
-
-
-def end_with_parent() -> None:
-    """Let this worker end when its parent does, even if that was killed."""
-
-    def wait():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def make_one(run: Run) -> dict:

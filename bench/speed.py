@@ -93,7 +93,7 @@ def main(flags: str = "", rounds: int = 7, json_file: JsonFile = None) -> None:
         updates = {variant: functools.partial(update, variant, batch) for variant in UPDATES}
         check_gradients(model, updates, limit=1e-4 if cfg.dtype == "float32" else 0.1)
         rows += in_turns(f"update, {name}", updates, rounds, cfg.device)
-    write_json(json_file, rows)
+    write_json(json_file, {"rows": rows})
 
 
 def in_turns(part: str, variants: dict[str, Callable], rounds: int, device: str) -> list[dict]:

@@ -32,7 +32,7 @@ def test_speed(policy_folder, tmp_path, capsys):
     flags = f"--model {policy_folder} --prompts-per-step 4 --group-size 4 --max-new-tokens 6"
     file = str(tmp_path / "rows.json")
     command_line.main(["speed", "--rounds", "1", f"--flags={flags}", "--json", file])
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     variants = {"rollout": 6, "update, all": 4, "update, a tenth": 4}
     for part, count in variants.items():
         of_part = [row for row in rows if row["part"] == part]

@@ -14,6 +14,6 @@ def test_speed(kernel, policy_folder, tmp_path):
     flags = f"--model {policy_folder} --prompts-per-step 4 --group-size 4 --max-new-tokens 6"
     file = tmp_path / "rows.json"
     command_line.main(["speed", "--rounds", "1", f"--flags={flags}", "--json", str(file)])
-    rows = json.loads(file.read_text())
-    assert all(row["tokens_per_s"] > 0 for row in rows)
-    assert rows[0]["machine"] == torch.cuda.get_device_name()
+    record = json.loads(file.read_text())
+    assert all(row["tokens_per_s"] > 0 for row in record["rows"])
+    assert record["machine"] == torch.cuda.get_device_name()
