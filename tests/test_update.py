@@ -67,13 +67,15 @@ def test_any_layout_is_the_same_update(make_policy, make_rollouts, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("loss", "cap"), [("grpo", 0.0), ("gspo", 0.0), ("cispo", 0.0), ("grpo", 1.2)]
-)
-def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss, cap):
+    ("loss", "cap", "looked_up"),
+    [("grpo", 0, False), ("gspo", 0, False), ("cispo", 0, False), ("grpo", 1.2, False),
+     ("grpo", 1.2, True)],
+)  # fmt: skip
+def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss, cap, looked_up):
     """Every sum and the gradient against the formulas, completion by completion, in float64. Groups
-    of 2, lengths from 1 to T, advantages of 0, and one scale of 0. Catches a KL term without its
-    weight, its importance ratio or beta, a ratio, clip or gap with the wrong sign, and a sum of
-    another column."""
+    of 2, lengths from 1 to T, advantages of 0, and one scale of 0. With a cap, old log-probs are
+    current or looked up. Catches a KL term without its weight, its importance ratio or beta, a
+    ratio, clip or gap with the wrong sign, and a sum of another column."""
     model, _ = make_policy(dtype=torch.float64)
     reference, _ = make_policy(seed=1, dtype=torch.float64)
     rollouts = make_rollouts(model, 4, 2, drift=0.3)
@@ -84,9 +86,12 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss, cap):
     scale[2, 0] = 0.0
     cfg = resolved(loss, pack_tokens=16, importance_cap=cap)
     keep = torch.ones(4, 2, dtype=torch.bool)
+    old_logprobs = None if cap else rollouts.logprobs
+    if looked_up:
+        old_logprobs = rollouts.logprobs.sin()
     model.zero_grad()
     got = update.accumulate_gradients(
-        model, rollouts, advantages, scale, keep, cfg=cfg, old_logprobs=rollouts.logprobs,
+        model, rollouts, advantages, scale, keep, cfg=cfg, old_logprobs=old_logprobs,
         reference=reference,
     )  # fmt: skip
     grad = flat_grad(model)
@@ -100,10 +105,10 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss, cap):
         pack = packing.build_pack(*texts)
         new, entropy = packing.packed_logprobs(model, pack)
         sampled = rollouts.logprobs[q, g, :n]
-        gap = (new - sampled).detach()
-        importance = gap.exp() if cap else torch.ones_like(gap)
-        multiplier = scale[q, g] * importance.clamp(max=cap or 1.0)
         old = new.detach() if cap else sampled
+        old = old_logprobs[q, g, :n] if looked_up else old
+        importance = (old - sampled).exp()
+        multiplier = scale[q, g] * importance.clamp(max=cap or 1.0)
         ratio = (new - old).exp()
         if loss == "gspo":
             ratio = (new - old).mean().exp()
@@ -122,7 +127,7 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss, cap):
         wanted["loss"] += total.item()
         wanted["kl"] += (kl * multiplier).sum().item()
         wanted["clipped"] += clipped.expand(n).sum().item()
-        wanted["gap"] += gap.abs().sum().item()
+        wanted["gap"] += (new - sampled).abs().sum().item()
         wanted["importance"] += importance.sum().item()
         wanted["capped"] += (importance > cap).sum().item() if cap else 0
         wanted["entropy"] += entropy.sum().item()
