@@ -76,9 +76,9 @@ STOPPED = "stopped after step {}; to continue: the same program with --resume --
 class Trainer:
     """Model, optimizer, prompt history, tokenizer and data. `step` is the algorithm.
 
-    reward(completion, answer) returns a finite number, or None if the reference answer cannot be
-    scored. Without one, the data's own reward is used. Raises InputError for bad input before
-    anything is written.
+    reward(completion, answer), or reward(completion, answer, row), returns a finite number, or None
+    if the reference answer cannot be scored. Without one, the data's own reward is used. Raises
+    InputError for bad input before anything is written.
     """
 
     def __init__(self, cfg: Config, reward=None):
@@ -243,8 +243,6 @@ class Trainer:
             # If the mean is 0, forget it: the next step keeps all prompts and counts again.
             self.mean_tokens = (mean + (sampled_tokens - mean) / TOKENS_MEMORY) or None
 
-        self.is_whole = True
-
         both_weights = prompt_weights[:, None] * weights  # [K, G], for the log
         row = metrics.row(
             cfg, prompt_weights=prompt_weights, rewards=rewards, lengths=lengths,
@@ -260,6 +258,7 @@ class Trainer:
         groups = metrics.groups(
             step, prompts, prompt_weights, rewards, cost, scale, energy, weights
         )
+        self.is_whole = True
         return row, {"samples": samples, "groups": [groups]}
 
     def candidates(self, step: int) -> torch.Tensor:
