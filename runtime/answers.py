@@ -71,7 +71,7 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"^(.*\d.*) or (?:less|fewer|below)\s*$", r"\\leq \1"),
     # around an answer
     (r"^\s*(?:=|≈|\\approx\b|\\sim\b|about\b|approximately\b|[a-z]\s*(?:∈|\\in\b))", ""),
-    (r"^[\s*_:]+|(?:[\s.,;:*_。]|\\\\)+$", ""),
+    (r"^[\s*_:]+|(?:[\s.,;:*_。]|\\\\|\sfor all\s+[a-z])+$", ""),
     (r"^(?:the )?(?:correct |final )?(?=(?:option|choice|answer)\b)", ""),
     (r"^(?:option|choice|answer)\b(?: is)?[\s:]*(?=\(?(?:[a-z]\b|[\d\\-]))", ""),
     (r"^an? (?=[a-z]{3})", ""),
@@ -125,14 +125,14 @@ UNITS = """
     deg degree, rad radian, am am, pm pm, $ dollar, usd dollar, ¢ cent, € euro, £ pound, ¥ yen"""
 UNITS = dict(names.split() for names in UNITS.split(","))
 SHORT = rf"(?:{'|'.join(map(re.escape, UNITS))})(?!{LETTER})"
-WORD = rf"(?<![\w\\])(?!(?:{CHANGES})\b){LETTER}+"
 OTHER = rf"(?=[^\W\d_a-zα-ω]){LETTER}+|[$¢-¥₠-⃏]"  # not Greek: 3α is algebra, as 3ab is
-LONG = rf"(?:(?!.\b){SHORT}|(?={LETTER}{{3}}){WORD}|{OTHER})"
-AND = r"[ /*.'-]|\\cdot|\^ ?\{?-?\d\}?"
+WORD = rf"(?=(?:{LETTER}{{1,2}} )*{LETTER}{{3}})(?<![\w\\])(?!(?:{CHANGES})\b){LETTER}+"
+LONG = rf"(?!.\b){SHORT}|{WORD}|{OTHER}"
+AND = rf"[ /*.']|-(?={LETTER}{{3}})|\\cdot|\^ ?\{{?-?\d\}}?"
 AFTER = r"(?<=[\d)}\]])|(?<=\\pi)"
 UNIT = re.compile(  # m, h and so on only at the end: 3m + 1 is algebra
     rf"(?:{AFTER}) ?/? ?{SHORT}(?:{AND}|{SHORT})*$|"
-    rf"(?:{AFTER}|(?<=[^a-z][a-z])(?= )|(?= degree| percent)) ?/? ?{LONG}(?:{AND}|{WORD}|{OTHER})*"
+    rf"(?:{AFTER}|(?<=[^a-z][a-z])(?= )|(?= degree| percent)) ?/? ?(?:{LONG})(?:{AND}|{LONG})*"
     r"(?! ?\w)", re.IGNORECASE,
 )  # fmt: skip
 NAME = re.compile(rf"(/?) ?(?<![\\\w])({LETTER}+|{OTHER})(?: ?\^ ?\{{?(-?\d))?")

@@ -80,6 +80,13 @@ TABLE = {
         5 kg m^2/s^2 ; 5\text{ kg}\cdot\text{m}^2\cdot\text{s}^{-2} ; 1
         4 \text{ feet} ; \text{4 \text{ feet}} ; 1
         \frac12 ; \mathbf{\frac{1}{2}} ; 1
+        5 ; 5 of the apples ; 1
+        5 ; 5 times a day ; 1
+        90° ; 90° - x ; 0
+        90° ; 90° x ; 0
+        5 hours ; 5 hours/x ; 0
+        50\pi ; 50\pi\text{ times }x ; 0
+        \frac12 ; \frac12\text{ for all }x ; 1
         2α ; 2 ; 0
         3abc ; 3 ; 0
         2n ; 2 ; 0
