@@ -7,9 +7,7 @@ which are the same in every step, at parameters that do not move. They also have
     PER_TOKEN   those of them that divide by the tokens of a batch
     OWN_LENGTH  those of them that are a mean over each completion's tokens
     SCALES      {name: options} of what advantages can be divided by
-    FEW         options for two prompts
-    PLAIN       options without terms that need no advantage
-    DULL        options for prompts whose completions all have one reward, without such terms
+    DULL        options with which all completions of a prompt have one reward, and no other term
     STOCK       the library's trainer, and options with which a Toy equals it bit for bit
     INEXACT     [(options, message)] of what is refused unless both rules are none
 """

@@ -64,24 +64,6 @@ def test_completions_are_exact(library, case):
     assert torch.equal(seen[0].cost.flatten().sort().values, costs.flatten().sort().values)
 
 
-@each(lambda library: ["uniform", "dppo"])
-def test_other_rules_are_exact(library, case):
-    """The paper's rule, too, whose outcomes double with every completion below the mean."""
-    toy = library.Toy(completion_rule=case, completion_prune_rate=0.4, **library.FEW)
-    stock = toy.stock()
-    assert error(over_completions(toy.gradient), stock) < 1e-12
-    assert error(toy.gradient(), stock) > 0.01
-
-
-@each(lambda library: [x for x in library.LOSSES if not x.startswith("dro-")])  # it has a penalty
-def test_zero_is_the_librarys(library, case):
-    """Catches a completion that is dropped although its term is not 0, and one that is not."""
-    toy = library.Toy(completion_rule="zero", **library.LOSSES[case] | library.PLAIN)
-    assert error(toy.gradient(), toy.stock()) < 1e-12
-    advantages = dppo.group_advantages(toy.tables[0], "none")
-    assert toy.figures()["kept_completions"] == (advantages != 0).sum() / 16 < 1
-
-
 @every
 def test_a_batch_that_keeps_nothing(library):
     """Fails if a request or a forward is missing, for which the library waits, or moves weights."""

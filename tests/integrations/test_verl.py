@@ -45,8 +45,7 @@ def test_terms_without_advantages(options):
         assert error(over_completions(pruned.gradient), pruned.stock()) < 1e-12
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("size", "ranks"), [(1, 1), (2, 2)])
 def test_each_update_is_exact(size, ranks):
     """Updates of 2 or 1 of 4 prompts: the expected gradient of each is verl's for its prompts.
 

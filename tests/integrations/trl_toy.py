@@ -122,9 +122,7 @@ def exact_world():
 LOSSES = {loss: {"loss_type": loss} for loss in (*dppo_trl.PER_ROW, *dppo_trl.PER_TOKEN)}
 PER_TOKEN, OWN_LENGTH = dppo_trl.PER_TOKEN, ("grpo", "sapo")
 SCALES = {scale: {"scale_rewards": scale} for scale in ("none", "group")}
-FEW = {"prompts": ["ccc", "ee"], "per_device_train_batch_size": 2}
-PLAIN = {"beta": 0.0}
-DULL = PLAIN | {"prompts": ["f"] * 4}
+DULL = {"beta": 0.0, "prompts": ["f"] * 4}
 STOCK = trl.GRPOTrainer, {}
 INEXACT = [
     ({"loss_type": "bnpo"}, "loss_type='bnpo': .*choose 'grpo' or"),

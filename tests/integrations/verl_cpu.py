@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import os
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -179,17 +178,11 @@ class PlainLoop(agent_loop.AgentLoopBase):
         )  # fmt: skip
 
 
-def wait(self, partition_id, last_time):
-    """verl looks for finished rollouts every two seconds, which is most of a small step."""
-    time.sleep(0.1)
-    return last_time
-
-
 def in_order(self, partition_id, uids, rows):
     """In verl, rollouts come in the order in which they ended, and sums differ by rounding."""
     return materialize(self, partition_id, uids, dict(sorted(rows.items())))
 
 
 materialize, number = ReplayBuffer._materialize_batch, itertools.count()
-ReplayBuffer._wait_for_next_poll, ReplayBuffer._materialize_batch = wait, in_order
+ReplayBuffer._materialize_batch = in_order
 trainer_base.uuid = types.SimpleNamespace(uuid4=lambda: f"{next(number):09}")  # of prompts

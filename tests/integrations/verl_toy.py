@@ -1,6 +1,8 @@
 """verl's trainer without Ray: its own methods and losses on a queue in memory and a policy of a few
 parameters in float64. See exact.py."""
 
+import copy
+import functools
 import types
 from unittest import mock
 
@@ -10,6 +12,7 @@ import torch
 import transfer_queue as tq
 from exact import RULES, G, completion, noise, number, tables
 from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
@@ -53,7 +56,6 @@ PER_TOKEN = [name for name in LOSSES if name.endswith("-token-mean") and "-seq-"
 OWN_LENGTH = [name for name in LOSSES if name.endswith("-seq-mean-token-mean")]
 SCALES = {name: {"algorithm__adv_estimator": name, MODE: "token-sum"} for name in ("grpo", "rloo")}
 FEW = {"prompts": ("bb", "ccc"), UPDATE: 2}
-PLAIN = {**NO_TERMS, "prompts": ("f", "bb", "ccc", "dddd")}  # of the last, none is right
 DULL = {**NO_TERMS, "prompts": ("dddd", "hhhh"), UPDATE: 1}
 STOCK = PPOTrainerSync, {"ranks": 1}
 INEXACT = [
@@ -75,15 +77,22 @@ for values, names in dppo_verl.EXACT:
         INEXACT.append(({option.replace(".", "__"): other}, said))
 
 
+@functools.cache
+def defaults():
+    """verl's own configuration."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer")
+
+
 def configure(**changes):
-    """verl's own configuration; in the names of `changes`, __ is a dot."""
+    """A copy of it with BASE; in the names of `changes`, __ is a dot."""
     own = lambda name: f"trainer.v1.nanodppo.{name}" if name in RULES else name.replace("__", ".")
     options = BASE | {own(name): value for name, value in changes.items()}
     new = ("trainer.v1.nanodppo.", "actor_rollout_ref.model.override_config.")
-    text = lambda value: "null" if value is None else value
-    flags = [f"{'+' * x.startswith(new)}{x}={text(value)}" for x, value in options.items()]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=flags)
+    config = copy.deepcopy(defaults())
+    for name, value in options.items():
+        OmegaConf.update(config, name, value, force_add=name.startswith(new))
+    return config
 
 
 def make(**options):
