@@ -24,7 +24,7 @@ from runtime import InputError, checkpoint
 from tasks import arithmetic
 
 README = (toy.ROOT / "README.md").read_text()
-REWARD, RULES = re.findall(r"^```python\n(import .*?)^```$", README, re.DOTALL | re.MULTILINE)
+REWARD, WEIGHTED, RULES = re.findall(r"^```python\n(import .*?)^```$", README, re.DOTALL | re.MULTILINE)
 ones = lambda shape: torch.ones(shape, dtype=torch.float64)
 
 
@@ -65,6 +65,22 @@ def test_reward_of_the_readme():
     assert names["my_reward"]("7+9=16", "") is None
     inspect.signature(train.cli).bind(names["my_reward"])
     assert "train.cli(my_reward)" in REWARD
+
+
+def test_weighted_reward_of_the_readme(run, tmp_path):
+    """It trains on a file. Catches a renamed column or function, and a reward without its row."""
+    names = {"__name__": "myreward"}
+    exec(WEIGHTED, names)
+    reward = names["right_and_short"]
+    long = {"problem": "1+6?"}
+    assert reward("\\boxed{7}", "7", long) == pytest.approx(1.0)
+    assert reward("\\boxed{8}", "7", long) == pytest.approx(0.1)
+    assert reward("." * 40 + "\\boxed{7}", "7", long) == pytest.approx(0.9)
+    assert reward("\\boxed{7}", "", long) is None
+    (tmp_path / "file.jsonl").write_text('{"problem": "1+6?", "answer": "7"}\n' * 8)
+    log = run("run", reward=reward, data=str(tmp_path / "file.jsonl"), steps=1, eval_every=1)
+    assert 0 <= log[1]["reward"] <= 0.1
+    assert "eval/avg@4" in log[1]
 
 
 def test_rules_and_loss_of_the_readme(policy_folder, tmp_path, capsys):
