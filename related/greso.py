@@ -13,7 +13,6 @@ Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G com
 
 import functools
 import itertools
-import math
 import sys
 import types
 from collections.abc import Callable
@@ -61,9 +60,9 @@ class GresoTrainer(train.Trainer):
     def step(self, step):
         """Trainer.step for the groups that GRESO uses. The log's averages are over all groups that
         it has rolled out."""
-        sampling, reward = self.sampling, self.reward
+        sampling = self.sampling
         row, others = super().step(step)
-        self.sampling, self.reward = sampling, reward  # `candidates` has replaced them
+        self.sampling = sampling  # `candidates` has replaced it, and this:
         del self.history.prune
         every = self.every.rollouts
         row |= metrics.averages(
@@ -76,7 +75,7 @@ class GresoTrainer(train.Trainer):
 
     def candidates(self, step):
         """Roll out until GRESO has what it wants; returns the prompts that it uses. The step gets
-        their completions, rewards and weights from here."""
+        their completions and weights from here, and rewards them again."""
         order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
         generator = dppo.generator_for(self.cfg.seed, step, "select")
         roll_out = functools.partial(self.roll_out, step)
@@ -84,11 +83,6 @@ class GresoTrainer(train.Trainer):
         self.every, weights = self.greso.collect(roll_out, Q, order, generator)
         places = (weights > 0).nonzero()[:, 0]
         used = gather([self.every], places)
-        rewards = iter(used.rewards[used.rollouts.lengths > 0].tolist())  # `score` skips the others
-
-        def known_reward(_completion, _answer):
-            reward = next(rewards)
-            return None if math.isnan(reward) else reward
 
         def known_rollouts(*_args, **_options):
             return used.rollouts
@@ -96,7 +90,6 @@ class GresoTrainer(train.Trainer):
         def known_weights(*_args):
             return torch.ones(len(places), dtype=torch.bool), weights[places]
 
-        self.reward = known_reward
         self.sampling = replace(self.sampling, engine=types.SimpleNamespace(sample=known_rollouts))
         self.history.prune = known_weights
         return used.prompts
