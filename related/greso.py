@@ -13,7 +13,6 @@ Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G com
 
 import functools
 import itertools
-import math
 import sys
 import types
 from collections.abc import Callable
@@ -62,14 +61,14 @@ class GresoTrainer(train.Trainer):
     def step(self, step):
         """Trainer.step for the groups that GRESO uses. The log's averages are over all groups that
         it has rolled out."""
-        sampling, reward = self.sampling, self.reward
+        sampling = self.sampling
 
         def known_weights(*_args):
             return torch.ones(len(self.weights), dtype=torch.bool), self.weights
 
         with mock.patch.object(sampler, "prune_prompts", known_weights):
             row, others = super().step(step)
-        self.sampling, self.reward = sampling, reward  # `candidates` has replaced them
+        self.sampling = sampling  # `candidates` has replaced it
         every = self.every.rollouts
         row |= metrics.averages(
             torch.ones(len(every.lengths), dtype=torch.float64), self.every.rewards.double(),
@@ -81,7 +80,7 @@ class GresoTrainer(train.Trainer):
 
     def candidates(self, step):
         """Roll out until GRESO has what it wants; returns the prompts that it uses. The step gets
-        their completions, rewards and weights from here."""
+        their completions and weights from here, and rewards them again."""
         order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
         generator = dppo.generator_for(self.cfg.seed, step, "select")
         roll_out = functools.partial(self.roll_out, step)
@@ -89,16 +88,10 @@ class GresoTrainer(train.Trainer):
         self.every, weights = self.greso.collect(roll_out, Q, order, generator)
         places = (weights > 0).nonzero()[:, 0]
         used = gather([self.every], places)
-        rewards = iter(used.rewards[used.rollouts.lengths > 0].tolist())  # `score` skips the others
-
-        def known_reward(_completion, _answer):
-            reward = next(rewards)
-            return None if math.isnan(reward) else reward
 
         def known_rollouts(*_args, **_options):
             return used.rollouts
 
-        self.reward = known_reward
         self.sampling = replace(self.sampling, engine=types.SimpleNamespace(sample=known_rollouts))
         self.weights = weights[places]
         return used.prompts

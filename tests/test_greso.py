@@ -1,6 +1,5 @@
 """GRESO (related/greso.py): which prompts it skips, how many rounds it takes, and whole runs."""
 
-import random
 import runpy
 import sys
 from unittest import mock
@@ -11,7 +10,6 @@ import toy
 
 import config
 import dppo
-import metrics
 import rollout
 import train
 from related import greso
@@ -202,37 +200,6 @@ def test_it_trains_on_live_groups(policy_folder, tmp_path, monkeypatch):
     calls = sample.call_args_list
     seeds = [call.kwargs["seed"] for call in calls if call.args[2].engine is engine]
     assert len(set(seeds)) == len(seeds) > 20, "each round has other random numbers"
-
-
-def test_each_completion_is_rewarded_once(policy_folder, tmp_path, monkeypatch):
-    """By a reward that would answer differently the second time, or with None, and an empty
-    completion is not rewarded. Catches groups that are live for GRESO and dead for the update, and
-    rewards that are handed to the next completion."""
-    draw = random.Random(0)
-    reward = mock.Mock(side_effect=lambda _text, _answer: draw.choice([0.0, 1.0, None]))
-    sample, row_of, tables = rollout.sample, metrics.row, []
-
-    def with_empty_ones(model, prompt_ids, sampling, **options):
-        rollouts = sample(model, prompt_ids, sampling, **options)
-        rollouts.lengths[:, 0] = 0
-        return rollouts
-
-    def record(cfg, **given):
-        tables.append(given["rewards"])
-        return row_of(cfg, **given)
-
-    monkeypatch.setattr(rollout, "sample", with_empty_ones)
-    monkeypatch.setattr(metrics, "row", record)
-    trainer = trainer_of(policy_folder, tmp_path)
-    trainer.reward = reward
-    for step in range(1, 6):
-        reward.reset_mock()
-        trainer.step(step)
-        rewards = trainer.every.rewards
-        used = (~dppo.dead_groups(rewards)).nonzero()[:4, 0]
-        assert reward.call_count == rewards[:, 1:].numel()
-        assert rewards[:, 0].isnan().all()
-        assert torch.equal(tables[-1].nan_to_num(-1), rewards[used].nan_to_num(-1))
 
 
 def test_resumed(run, tmp_path, monkeypatch):

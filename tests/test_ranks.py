@@ -8,12 +8,10 @@ import time
 from unittest import mock
 
 import pytest
-import sharded
 import torch
 import toy
 from safetensors.torch import load_file
 from toy import flags, in_processes, rows
-from transformers import Qwen3ForCausalLM
 
 import config
 import models
@@ -176,24 +174,6 @@ def test_ranks_load_in_turns(policy_folder):
 
 
 # ---------------------------------------------------------------------------- sharded weights
-
-
-def test_gradients_of_a_sharded_model(make_policy, tmp_path):
-    """Updates with clipping, AdamW and the KL term: tied and untied heads, with and without
-    gradient checkpointing and head chunks, two losses, ranks with unequal packs and with none.
-
-    Catches a mean over ranks, a rank that runs fewer forwards, a tied weight in two shards, and
-    gradients of gathered weights in place of the optimizer's.
-    """
-    for name, tied in (("tied", True), ("untied", False)):
-        model, tokenizer = make_policy()
-        model.config.tie_word_embeddings = tied
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(model.config).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    folders = (str(tmp_path / "tied"), str(tmp_path / "untied"))
-    for printed in in_processes(2, sharded.main, *folders):
-        assert printed.count("same") == 8
 
 
 def test_resumed_on_other_ranks(policy_folder, tmp_path):

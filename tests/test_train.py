@@ -112,17 +112,6 @@ def test_times_of_a_step(run, monkeypatch):
         assert {name: row[name] for name in parts} == parts
 
 
-def test_thirty_steps_raise_the_reward(run):
-    """From a quarter, which is chance.
-
-    Catches the wrong sign of the loss, advantages of other rows, and an update that is not applied.
-    """
-    sizes = {"prompts_per_step": 6, "group_size": 8, "max_new_tokens": 2}
-    log = run("run", steps=30, lr=3e-3, prompt_prune_rate=0.3, **sizes)
-    first, last = ([row["reward"] for row in part] for part in (log[:3], log[-3:]))
-    assert sum(last) / 3 > sum(first) / 3 + 0.3
-
-
 def test_gradient_checkpointing_is_the_same_run(run, tmp_path, monkeypatch):
     """Bit for bit the same weights; every layer computes twice in an update. Catches a flag without
     effect, as in evaluation mode."""
@@ -286,15 +275,20 @@ def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("world", "kind"), [(2, "none"), (2, "fsdp"), (4, "none")])
-def test_several_ranks_are_one(policy_folder, tmp_path, world, kind):
+def test_several_ranks_are_one(make_policy, policy_folder, tmp_path, world, kind):
     """The same rollouts on one rank and on 2 or 4, each with the whole model or a share of it, give
     the same draws and, to 5e-6, the same gradients; also if what a rank has sampled is not kept, or
     if it has no prompt.
 
-    Catches a rank in a draw's seed, a rank's own denominator, a mean in place of a sum, and
-    sequences that are dealt without their own log-probs, factors or advantages.
+    Catches a rank in a draw's seed, a rank's own denominator, a mean in place of a sum, sequences
+    that are dealt without their own log-probs, factors or advantages, and a rank that runs fewer
+    forwards than another.
     """
     one, two = tmp_path / "one", tmp_path / "two"
+    model, tokenizer = make_policy()
+    model.config.tie_word_embeddings = False
+    type(model)(model.config).save_pretrained(f"{policy_folder}-untied")
+    tokenizer.save_pretrained(f"{policy_folder}-untied")
     in_processes(1, toy.record_runs, one, policy_folder)
     in_processes(world, toy.record_runs, two, policy_folder, "--shard", kind)
     for name in toy.RUNS:

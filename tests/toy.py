@@ -235,6 +235,7 @@ RUNS = {  # that must not depend on the number of ranks
     "cispo": CORRECTED | {"loss": "cispo", "minibatches": 2},
     "gspo": CORRECTED | {"loss": "gspo"},
     "dr_grpo": CORRECTED | {"loss": "dr_grpo"},
+    "untied": BOTH_LEVELS | {"beta": 0.1, "gradient_checkpointing": True},  # and a head in chunks
 }
 
 
@@ -242,7 +243,9 @@ def record_runs(folder, model, *args):
     """All of RUNS; every rank writes its record of each."""
     rates = {"prompt_prune_rate": 0.3, "completion_prune_rate": 0.5, "steps": 3, "seed": 3}
     for name, changes in RUNS.items():
-        own = flags(model, f"{folder}/{name}", **(rates | changes))
+        packing.HEAD_LOGITS = 1024 if name == "untied" else 2**27
+        folder_of_model = f"{model}-untied" if name == "untied" else model
+        own = flags(folder_of_model, f"{folder}/{name}", **(rates | changes))
         trainer_class = Dropping if name == "dropped" else Recorder
         trainer = trainer_class(config.parse_config([*own, *args]), toy_reward)
         train.run(trainer)
