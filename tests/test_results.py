@@ -109,3 +109,20 @@ def test_committed_tables():
         assert table in pages or name.endswith("progress"), name
     first = results.predictions("Before the runs", "arithmetic")
     assert first[0.1, "zero"] == [1.0, 0.81, 0.68, 0.6, 0.55]
+
+
+def test_pictures(monkeypatch, capsys):
+    """All four are drawn; the first points of the law's are GRPO without zeros, whose best size at
+    m = 0.1 is 2. Catches a picture of the progress, not of the time."""
+    drawn = {}
+    save = lambda figure, path: drawn.update({path: figure})
+    monkeypatch.setattr(results.Figure, "savefig", save)
+    results.main()
+    assert "race, default task\n\n| seconds | 5 | 20 | 80 |" in capsys.readouterr().out
+    names = ("savings", "race", "law-arithmetic", "law-arithmetic-mixed")
+    assert list(drawn) == [Path(f"runs/{name}.png") for name in names]
+    points = drawn[Path("runs/law-arithmetic.png")].axes[0].containers[0].lines[0]
+    sizes, times = points.get_data()
+    assert list(sizes) == [2, 4, 8, 16, 32]
+    assert times[0] == 1
+    assert min(times[1:]) > 1
