@@ -6,7 +6,6 @@ which are the same in every step, at parameters that do not move. They also have
     LOSSES      {name: options} of all losses that are exact
     PER_TOKEN   those of them that divide by the tokens of a batch
     OWN_LENGTH  those of them that are a mean over each completion's tokens
-    SCALES      {name: options} of what advantages can be divided by
     DULL        options with which all completions of a prompt have one reward, and no other term
     STOCK       the library's trainer, and options with which a Toy equals it bit for bit
     INEXACT     [(options, message)] of what is refused unless both rules are none
@@ -68,12 +67,12 @@ def noise(*key):
     return number(key) % 2001 / 1000 - 1
 
 
-def completion(prompt, g, end=None, longest=6):
-    """(tokens, log-probs) of a prompt's g-th completion, 1 to `longest` tokens from 1 to 6. All but
-    the longest have an end, if there is one. The log-probs are of no policy."""
-    length = 1 + number(prompt, g) % longest
+def completion(prompt, g, end=None):
+    """(tokens, log-probs) of a prompt's g-th completion, 1 to 6 tokens from 1 to 6. All but the
+    longest have an end, if there is one. The log-probs are of no policy."""
+    length = 1 + number(prompt, g) % 6
     tokens = [1 + number(prompt, g, t) % 6 for t in range(length)]
-    if end is not None and length < longest:
+    if end is not None and length < 6:
         tokens[-1] = end
     return tokens, [-1.5 + noise(prompt, g, t) for t in range(length)]
 

@@ -23,18 +23,17 @@ TOYS = [importlib.import_module(f"{name}_toy") for name in LIBRARIES]
 PROMPTS = {"prompt_rule": "uniform", "prompt_prune_rate": 0.5}
 
 
+def name(value):
+    return getattr(value, "__name__", None)
+
+
 def each(cases):
     """Parameters (library, case) for all that cases(library) lists."""
-    found = [(library, i, case) for library in TOYS for i, case in enumerate(cases(library))]
-    names = [
-        f"{library.__name__[:-4]}-{case if isinstance(case, str) else i}"
-        for library, i, case in found
-    ]
-    parameters = [(library, case) for library, _i, case in found]
-    return pytest.mark.parametrize(("library", "case"), parameters, ids=names)
+    found = [(library, case) for library in TOYS for case in cases(library)]
+    return pytest.mark.parametrize(("library", "case"), found, ids=name)
 
 
-every = pytest.mark.parametrize("library", TOYS, ids=lambda library: library.__name__[:-4])
+every = pytest.mark.parametrize("library", TOYS, ids=name)
 
 
 # ---------------------------------------------------------------------------- completions
@@ -42,9 +41,8 @@ every = pytest.mark.parametrize("library", TOYS, ids=lambda library: library.__n
 
 @each(lambda library: library.LOSSES)
 def test_completions_are_exact(library, case):
-    """The mean gradient over the draw of pps is that of the library without pruning, for any loss,
-    with the clip, KL, corrections and masks that the library has. Lengths differ. The rule sees
-    sizes of the loss's scale, by the sampler's log-probs, and costs of all tokens.
+    """The mean gradient over the draw of pps is that of the library without pruning. The rule sees
+    sizes of the loss's scale, by the engine's log-probs, and costs of all tokens.
 
     Catches a denominator or an advantage that depends on the draw, a weight that misses a part of
     the loss, a token that is trimmed, and a row that is sent twice or never.
@@ -86,30 +84,23 @@ def test_none_is_the_library(library):
 # ---------------------------------------------------------------------------- prompts
 
 
-@each(lambda library: library.SCALES)
-def test_scales_are_exact(library, case):
-    """Both draws. Catches advantages of what was kept, or of another scale than was asked for."""
-    options = PROMPTS | {"completion_rule": "pps"} | library.SCALES[case]
-    toy = library.Toy(**options)
+@every
+def test_both_draws_are_exact(library):
+    """Catches a draw of completions that forgets the weights of their prompts."""
+    toy = library.Toy(**PROMPTS, completion_rule="pps", **library.LOSSES[library.OWN_LENGTH[0]])
     found = over_prompts(lambda: over_completions(toy.gradient))
     assert error(found, toy.stock()) < 1e-12
 
 
-@each(lambda library: [
-    (loss, rule)
-    for number, loss in enumerate(library.LOSSES)
-    for rule in (("uniform", "dppo") if number == 0 else ("uniform",))
-])  # fmt: skip
+@each(lambda library: library.LOSSES)
 def test_prompts_are_exact(library, case):
     """A loss per token divides by a number known before the draw. Catches prompt weights that do
     not reach the loss, a denominator of the kept prompts, and a count that is taken from the draw.
     """
-    loss, rule = case
-    options = PROMPTS | {"prompt_rule": rule, "completion_rule": "none"}
-    toy = library.Toy(**options, **library.LOSSES[loss])
+    toy = library.Toy(**PROMPTS, completion_rule="none", **library.LOSSES[case])
     toy.teach(mean_tokens=64.0)
     wanted = toy.stock()
-    if loss in library.PER_TOKEN:
+    if case in library.PER_TOKEN:
         wanted = wanted * toy.tables[2].sum() / 64
     assert error(over_prompts(toy.gradient), wanted) < 1e-12
 
@@ -126,9 +117,7 @@ def test_at_least_one_prompt_at_once(library, case):
 
 @every
 def test_lessons_figures_and_draws(library):
-    """Three steps. The first batch is whole, because its tokens are counted. The history learns the
-    groups of the prompts that were drawn; the mean of tokens follows the weighted tokens; figures
-    are of this batch. Each draw has random numbers of its own.
+    """Three steps, of which the first is whole, because its tokens are counted.
 
     Catches one seed for every draw, another table in place of the advantages, weights that are not
     the draw's, a mean of what was kept, and a figure of something else.

@@ -6,7 +6,6 @@ skipped.
 """
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from dppo import RuleError
 pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
 import trl
 import trl_toy
-from trl_toy import Toy, dppo_trl, make
+from trl_toy import Toy, make
 
 PROMPTS = {"prompt_rule": "uniform", "prompt_prune_rate": 0.3}
 
@@ -78,9 +77,6 @@ def test_rewards_of_several_functions():
     torch.testing.assert_close(trainer.total_rewards(), wanted, equal_nan=True)
 
 
-# ---------------------------------------------------------------------------- runs
-
-
 def six_steps(folder, resume=None, prompts=trl_toy.MANY):
     """A run with both levels of pruning and a checkpoint every two steps, and all of it that must
     repeat: the mean of tokens, the log without its times, the weights."""
@@ -127,8 +123,6 @@ def test_the_main_rank_saves(tmp_path, monkeypatch):
         assert (tmp_path / "checkpoint-0" / "dppo.pt").exists() == writes
 
 
-# ---------------------------------------------------------------------------- the page
-
 PAGE = Path(trl_toy.__file__).parents[2].joinpath("docs", "other-trainers.md").read_text()
 
 
@@ -146,23 +140,6 @@ def test_the_page(policy_folder, monkeypatch, tmp_path):
     explained = set(re.findall(r"^\| `(dppo/\w+)` \|", PAGE, re.MULTILINE))
     logged = {name for name in names["trainer"].state.log_history[0] if name.startswith("dppo/")}
     assert logged == explained - {"dppo/kept_prompts", "dppo/reward"}
-
-
-def test_the_parser(monkeypatch, tmp_path):
-    """TrlParser with the page's YAML file and a flag beside it. Catches options that are not in the
-    configuration's class, and a file that no longer works."""
-    (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    path = tmp_path / "dppo.yaml"
-    path.write_text(text)
-    (line,) = re.findall(r"`args, = (.*)`", PAGE)
-    flags = re.search(r"`python train_trl.py --config dppo.yaml (.*)`", PAGE)[1].split()
-    monkeypatch.setattr(sys, "argv", ["train_trl.py", "--config", str(path), *flags, "--use_cpu"])
-    (args,) = eval(line, {"TrlParser": trl.TrlParser, "DPPOConfig": dppo_trl.DPPOConfig})
-    found = (args.prompt_rule, args.completion_prune_rate, args.scale_rewards)
-    assert found == ("uniform", 0.8, "none")
-
-
-# ---------------------------------------------------------------------------- refusals
 
 
 def test_trainers_are_refused(monkeypatch):

@@ -8,7 +8,6 @@ skipped.
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 from unittest import mock
 
@@ -23,99 +22,38 @@ pytest.importorskip("verl", reason="tests/verl.sh runs these, with verl")
 import verl
 import verl_toy as toy
 from hydra import compose, initialize_config_module
-from verl.trainer.ppo import padding_utils
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl_toy import ENTROPY, FEW, KL, LOSS, MODE, NO_TERMS, UPDATE, Toy, dppo_verl
+from verl_toy import FEW, MODE, UPDATE, Toy, dppo_verl
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# ---------------------------------------------------------------------------- completions
-
-
-@pytest.mark.parametrize(
-    "options", [{LOSS: "dro", **NO_TERMS}, {KL: True, ENTROPY: 0}, {KL: False, ENTROPY: 0.02}]
-)
-def test_terms_without_advantages(options):
-    """Where no completion of a group is right, zero keeps what has a gradient by dro's penalty, a
-    KL loss or an entropy bonus. Catches a term that is dropped for sure because its advantage is 0,
-    and a gradient that the factor misses."""
-    for rule in ("zero", "pps"):
-        pruned = Toy(**FEW | options | {"prompts": ("bb", "dddd")}, completion_rule=rule)
-        assert error(over_completions(pruned.gradient), pruned.stock()) < 1e-12
-
-
-@pytest.mark.parametrize(("size", "ranks"), [(1, 1), (2, 2)])
-def test_each_update_is_exact(size, ranks):
-    """Updates of 2 or 1 of 4 prompts: the expected gradient of each is verl's for its prompts.
-
-    Catches rows that move to another update, another update's denominator, and a budget that
-    several of them share.
-    """
-    options = {MODE: "token-mean", UPDATE: size}
-    pruned = Toy(**options, completion_rule="pps", completion_prune_rate=0.5, ranks=ranks)
-    for part in range(4 // size):
-        stock = pruned.stock(toy.PROMPTS[part * size : (part + 1) * size])
-        found = over_completions(pruned.gradient, part)[part]
-        assert error(found, stock) < 1e-12
-        assert len(pruned.gradients) == 4 // size
-        assert len(set(pruned.sizes)) == 1, "updates of unequal size"
-
-
-def test_padding_has_no_weight(monkeypatch):
-    """Rows that pad copy a row, here with all of its tokens. Catches the factor of that row."""
-    copy = lambda row, tag, eos: (dict(row), tag | {"is_padding": True})
-    monkeypatch.setattr(padding_utils, "construct_minimal_padding_template", copy)
-    pruned = Toy(**FEW, **{MODE: "token-sum"}, completion_rule="uniform", completion_prune_rate=0.4)
-    assert error(over_completions(pruned.gradient), pruned.stock()) < 1e-12
-    assert any(key.startswith("pad") for key in pruned.queue.rows)
-
-
-class EnginePolicy(toy.Policy):
-    """Its logits through the FSDP engine's own preparation of inputs and outputs."""
-
-    engine = types.SimpleNamespace(
-        pad_to_length=False, use_ulysses_sp=False,
-        engine_config=types.SimpleNamespace(
-            entropy_checkpointing=False, entropy_from_logits_with_chunking=False
-        ),
-        _get_packed_pad_size=lambda n: 0, _gather_and_unpad_packed=lambda x, n: x,
-        compute_entropy_from_logits=toy.entropy,
-    )  # fmt: skip
-
-    def forward(self, data):
-        inputs, args = FSDPEngineWithLMHead.prepare_model_inputs(self.engine, data)
-        output = types.SimpleNamespace(logits=self.logits[inputs["input_ids"]])
-        return FSDPEngineWithLMHead.prepare_model_outputs(self.engine, output, args, data, None)
-
-
 @pytest.mark.parametrize("remove_padding", [True, False])
-def test_exact_in_verls_engine(remove_padding):
-    """verl's engine packs rows or pads them, and micro-batches have another order. Catches a factor
+def test_exact_in_several_micro_batches(remove_padding):
+    """verl's engine packs rows or pads them, and micro-batches have another order. Catches a weight
     that is given to another row's tokens."""
     engine = {"use_remove_padding": remove_padding, "max_token_len_per_gpu": 12}
-    pruned = Toy(policy=EnginePolicy, engine=engine, ranks=1, **FEW, completion_prune_rate=0.4)
+    pruned = Toy(engine=engine, ranks=1, **FEW, completion_prune_rate=0.4)
     assert error(over_completions(pruned.gradient), pruned.stock()) < 1e-12
     assert error(pruned.gradient(), pruned.stock()) > 0.01
     assert len(pruned.forwarded) > 1
 
 
-# ---------------------------------------------------------------------------- prompts
-
-
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_prompts_of_several_updates_are_exact(mode):
-    """Two updates of two candidates, of which one is rolled out. Catches prompts that are given to
-    updates after the draw."""
-    rules = {"prompt_rule": "uniform", "prompt_prune_rate": 0.5, "completion_rule": "none"}
+def test_each_update_is_exact(mode):
+    """Two updates of two candidates: after both draws, the expected gradient of each is verl's for
+    its candidates. Catches prompts that are given to updates after the draw, rows that move to
+    another update, another update's denominator, and updates of unequal size."""
+    rules = {"prompt_rule": "dppo", "prompt_prune_rate": 0.5, "completion_prune_rate": 0.5}
     pruned = Toy(**{MODE: mode, UPDATE: 2}, **rules)
     pruned.teach(mean_tokens=60.0)
-    for part, found in enumerate(over_prompts(pruned.gradient)):
+    for part in (0, 1):
+        found = over_prompts(lambda part=part: over_completions(pruned.gradient, part))[part]
         own = slice(2 * part, 2 * part + 2)
         wanted = pruned.stock(toy.PROMPTS[own])
         if mode == "token-mean":
             wanted *= pruned.tables[2][own].sum() / 30
         assert error(found, wanted) < 1e-12
+        assert len(set(pruned.sizes)) == 1
 
 
 def test_draws_of_each_update():
@@ -133,11 +71,8 @@ def test_draws_of_each_update():
     assert {key[0] for key in keys} == {7}
 
 
-# ---------------------------------------------------------------------------- a step
-
-
 def test_dropped_rows_are_not_forwarded():
-    """What is trained on are the rows that were kept and padding with factor 0; every row that was
+    """What is trained on are the rows that were kept and padding of weight 0; every row that was
     sampled is returned, so that verl clears it.
 
     Catches work that is only masked, rows that leak in the queue, and a figure of something else.
@@ -145,13 +80,13 @@ def test_dropped_rows_are_not_forwarded():
     pruned = Toy(completion_prune_rate=0.6, **{UPDATE: 2, MODE: "token-mean"})
     pruned.step()
     table = torch.cat([part["dppo"].values().view(-1, 2) for part in pruned.trained])
-    (factor, tokens), rows = table.T, len(table)
+    (weights, tokens), rows = table.T, len(table)
     assert sum(pruned.forwarded) == rows < 16
     assert pruned.sizes == [rows // 2] * 2
     padding = [key for key in pruned.queue.rows if key.startswith("pad")]
     assert len(pruned.queue.rows) == 16 + len(padding)
     assert set(pruned.returned.keys) == set(pruned.queue.rows)
-    assert (factor > 0).sum() + len(padding) == rows
+    assert (weights > 0).sum() + len(padding) == rows
     assert set(tokens.tolist()) == {x.sum().item() for x in pruned.tables[2].split(2)}
     assert pruned.metrics["dppo/forwards"] == rows / 16
 
@@ -160,13 +95,8 @@ def test_failed_rollouts():
     """A completion of each prompt is missing: it has no reward and costs nothing. Catches a place
     that shifts, and one that is trained on."""
     pruned = Toy(**FEW)
-    sample = pruned.sample
-
-    def one_failed(*args, **options):
-        batch, metrics = sample(*args, **options)
-        return batch.select_keys([key for key in batch.keys if not key.endswith("_2_0")]), metrics
-
-    pruned.trainer.replay_buffer.sample = one_failed
+    ended = lambda keys: [key for key in keys if not key.endswith("_2_0")]
+    pruned.arrive = lambda batch: batch.select_keys(ended(batch.keys))
     with calls_of(dppo, "prune_completions") as calls:
         pruned.step()
     (((_rule, _rate, batch, _generator), _drawn),) = calls
@@ -177,9 +107,6 @@ def test_failed_rollouts():
     rewards, costs, _lengths, _energy = (table[:, there] for table in pruned.tables)
     assert torch.equal(batch.rewards[:, there], rewards)
     assert torch.equal(batch.cost[:, there], costs)
-
-
-# ---------------------------------------------------------------------------- checkpoints
 
 
 def test_checkpoints(tmp_path, monkeypatch):
@@ -216,43 +143,31 @@ def test_checkpoints(tmp_path, monkeypatch):
         loaded(prompts=("f", "bb", "ccc", "g"))
 
 
-# ---------------------------------------------------------------------------- refusals
-
-
-def test_other_versions_are_refused(monkeypatch):
-    """Fails if methods of a verl that nobody read are wrapped."""
-    monkeypatch.setattr(verl, "__version__", "0.10.0")
-    with pytest.raises(RuleError, match=r"verl 0\.10\.0: .*pip install verl==0\.9\.1, or"):
-        Toy()
-    Toy(completion_rule="none")
-
-
-def test_other_data_is_refused():
-    """Fails if two prompts share a history, or a group of other rollouts is pruned, or if a
-    misspelt option is ignored."""
+def test_what_is_refused(monkeypatch):
+    """Fails if a misspelt option is ignored, if methods of a verl that nobody read are wrapped, if
+    two prompts share a history, or if a group of other rollouts is pruned."""
     with pytest.raises(RuleError, match=r"unknown option of trainer.v1.nanodppo 'rate'"):
         toy.make(trainer__v1__nanodppo__rate=0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(verl, "__version__", "0.10.0")
+        with pytest.raises(RuleError, match=r"verl 0\.10\.0: .*pip install verl==0\.9\.1, or"):
+            toy.make()
+        toy.make(completion_rule="none")
     repeated = {"prompts": ("f", "bb", "f", "ccc")}
     said = r"train_files: 1 of 4 prompts repeat others.*set it to none"
     with pytest.raises(RuleError, match=said):
         Toy(**repeated, prompt_rule="uniform")
     pruned = Toy(**repeated)  # completions alone need no history
     pruned.step()
-    sample = pruned.sample
 
-    def several_outputs(*args, **options):
-        batch, metrics = sample(*args, **options)
+    def several_outputs(batch):
         batch.keys[3] = batch.keys[3].replace("_0", "_1")
-        return batch, metrics
+        return batch
 
-    pruned.trainer.replay_buffer.sample = several_outputs
-    pruned.queue.tags = mock.MagicMock()
+    pruned.arrive, pruned.queue.tags = several_outputs, mock.MagicMock()
     said = r"rollout\.n=4, but the agent loop .*: change it to n rollouts"
     with pytest.raises(RuleError, match=said):
         pruned.step()
-
-
-# ---------------------------------------------------------------------------- the plug-in
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,8 @@ def exact_world():
 # ---------------------------------------------------------------------------- for test_exact.py
 
 LOSSES = {loss: {"loss_type": loss} for loss in (*dppo_trl.PER_ROW, *dppo_trl.PER_TOKEN)}
+LOSSES["dr_grpo"]["scale_rewards"] = "none"
 PER_TOKEN, OWN_LENGTH = dppo_trl.PER_TOKEN, ("grpo", "sapo")
-SCALES = {scale: {"scale_rewards": scale} for scale in ("none", "group")}
 DULL = {"beta": 0.0, "prompts": ["f"] * 4}
 STOCK = trl.GRPOTrainer, {}
 INEXACT = [
@@ -162,6 +162,7 @@ class Toy(exact.Toy):
             return toy_reward([text_of(tokens)])[0], len(prompt) + len(tokens), logprobs
 
         self.tables, self.beta = tables(prompts, row), trainer.beta
+        self.scale = trainer.scale_rewards
         self.remember()
 
     def stock(self):

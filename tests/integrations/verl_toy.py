@@ -17,6 +17,7 @@ from tensordict import NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
 
@@ -52,9 +53,14 @@ LOSSES = {
     for mode in dppo_verl.MODES
     if loss == "vanilla" or mode == ("seq-mean-token-mean" if loss == "sapo" else "token-mean")
 }
+LOSSES |= {  # what has a gradient without an advantage, each alone; another estimator
+    "dro": {LOSS: "dro", MODE: "token-sum", **NO_TERMS},
+    "kl": {MODE: "token-sum", ENTROPY: 0},
+    "entropy": {MODE: "token-sum", KL: False},
+    "rloo": {"algorithm__adv_estimator": "rloo", MODE: "token-sum", **NO_TERMS},
+}
 PER_TOKEN = [name for name in LOSSES if name.endswith("-token-mean") and "-seq-" not in name]
 OWN_LENGTH = [name for name in LOSSES if name.endswith("-seq-mean-token-mean")]
-SCALES = {name: {"algorithm__adv_estimator": name, MODE: "token-sum"} for name in ("grpo", "rloo")}
 FEW = {"prompts": ("bb", "ccc"), UPDATE: 2}
 DULL = {**NO_TERMS, "prompts": ("dddd", "hhhh"), UPDATE: 1}
 STOCK = PPOTrainerSync, {"ranks": 1}
@@ -66,30 +72,24 @@ INEXACT = [
         "loss_scale_factor=null: .*set it to data.max_response_length",
     ),
 ]
+with initialize_config_module("verl.trainer.config", version_base=None):
+    DEFAULTS = compose("ppo_trainer")
 for values, names in dppo_verl.EXACT:
     other = {"1": 2, "None": True, "True": False}.get(str(values[0]), "other")
     choice = "null" if values[0] is None else values[0]
     for name in names:
-        inside = name.startswith(("actor.", "model.", "rollout.", "ref.", "hybrid_engine"))
-        parts = "actor_rollout_ref." * inside
-        option = f"{parts}{name}"
+        inside = name.split(".")[0] in DEFAULTS.actor_rollout_ref
+        option = f"actor_rollout_ref.{name}" if inside else name
         said = f"{option}={other}: .*set it to {choice}"
         INEXACT.append(({option.replace(".", "__"): other}, said))
 
 
-@functools.cache
-def defaults():
-    """verl's own configuration."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer")
-
-
 def configure(**changes):
-    """A copy of it with BASE; in the names of `changes`, __ is a dot."""
+    """verl's own configuration with BASE; in the names of `changes`, __ is a dot."""
     own = lambda name: f"trainer.v1.nanodppo.{name}" if name in RULES else name.replace("__", ".")
     options = BASE | {own(name): value for name, value in changes.items()}
     new = ("trainer.v1.nanodppo.", "actor_rollout_ref.model.override_config.")
-    config = copy.deepcopy(defaults())
+    config = copy.deepcopy(DEFAULTS)
     for name, value in options.items():
         OmegaConf.update(config, name, value, force_add=name.startswith(new))
     return config
@@ -160,22 +160,29 @@ def entropy(logits):
 
 
 class Policy:
-    """Logits of the next token by the last one: [V, V]."""
+    """Logits of the next token by the last one, [V, V], through the FSDP engine's own preparation
+    of inputs and outputs."""
+
+    engine = types.SimpleNamespace(
+        pad_to_length=False, use_ulysses_sp=False,
+        engine_config=types.SimpleNamespace(
+            entropy_checkpointing=False, entropy_from_logits_with_chunking=False
+        ),
+        _get_packed_pad_size=lambda n: 0, _gather_and_unpad_packed=lambda x, n: x,
+        compute_entropy_from_logits=entropy,
+    )  # fmt: skip
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
         self.logits = torch.randn(V, V, generator=generator).double().requires_grad_()
 
     def forward(self, data):
-        """verl's model_output of a micro-batch: jagged."""
-        ids, offsets = data["input_ids"].values(), data["input_ids"].offsets()
-        logits = self.logits[ids]  # [tokens, V]
-        logprobs = logits.log_softmax(dim=-1).gather(1, ids.roll(-1)[:, None])[:, 0]
-        nested = torch.nested.nested_tensor_from_jagged
-        return {"log_probs": nested(logprobs, offsets), "entropy": nested(entropy(logits), offsets)}
+        inputs, args = FSDPEngineWithLMHead.prepare_model_inputs(self.engine, data)
+        output = types.SimpleNamespace(logits=self.logits[inputs["input_ids"]])
+        return FSDPEngineWithLMHead.prepare_model_outputs(self.engine, output, args, data, None)
 
 
-PROMPTS = ("f", "bb", "ccc", "eeeee")
+PROMPTS = ("f", "bb", "ccc", "dddd")  # of the last, none is right
 ENGINE = {"use_remove_padding": True, "max_token_len_per_gpu": 160}
 
 
@@ -185,15 +192,14 @@ class Toy(exact.Toy):
     kept = (*exact.Toy.kept, "global_steps")
 
     def __init__(
-        self, kind=dppo_verl.DPPOTrainer, prompts=PROMPTS, ranks=2, policy=Policy, engine=ENGINE,
-        **changes,
-    ):  # fmt: skip
+        self, kind=dppo_verl.DPPOTrainer, prompts=PROMPTS, ranks=2, engine=ENGINE, **changes
+    ):
         if issubclass(kind, dppo_verl.DPPOTrainer):
             changes = {"trainer__v1__trainer_mode": "nanodppo"} | changes
-        self.options = changes | {"prompts": prompts, "policy": policy, "engine": engine}
+        self.options = changes | {"prompts": prompts, "engine": engine}
         self.config = configure(data__train_batch_size=len(prompts), **changes)
         self.trainer, self.queue = kind(self.config), Queue()
-        self.ranks, self.make_policy, self.engine = ranks, policy, engine
+        self.ranks, self.engine = ranks, engine
         self.trainer.train_dataset = [
             {"raw_prompt": [{"role": "user", "content": x}], "data_source": "toy"} for x in prompts
         ]
@@ -203,10 +209,12 @@ class Toy(exact.Toy):
         self.trainer.reward_loop_manager = mock.Mock(reward_loop_worker_handles=[1])
         self.trainer.checkpoint_manager, self.trainer.curr_step_profile = mock.Mock(), False
         self.trainer.timing_raw = {}
-        self.workers = self.trainer.actor_rollout_wg = types.SimpleNamespace(
-            _dispatch_info={"actor": list(range(ranks))}, set_loss_fn=self.set_loss,
+        self.trainer.actor_rollout_wg = types.SimpleNamespace(
+            _dispatch_info={"actor": list(range(ranks))},
+            set_loss_fn=functools.partial(setattr, self, "loss"),
             update_actor=self.update, compute_log_prob=lambda batch: batch,
         )  # fmt: skip
+        self.arrive = lambda batch: batch  # changes what has been sampled
         with mock.patch.object(PPOTrainerSync, "_init_dataloader"):
             self.trainer._init_dataloader()
         config = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
@@ -220,6 +228,8 @@ class Toy(exact.Toy):
             return row["rm_scores"].sum().item(), len(row["input_ids"]), logprobs
 
         self.tables = tables(prompts, row)
+        if self.config.algorithm.adv_estimator == "rloo":
+            self.scale = "none"
         actor = self.config.actor_rollout_ref.actor
         self.beta = actor.use_kl_loss * actor.kl_loss_coef + actor.entropy_coeff
         if actor.policy_loss.loss_mode == "dro":
@@ -241,9 +251,6 @@ class Toy(exact.Toy):
         (gradient,) = Toy(PPOTrainerSync, ranks=1, **changes).step()
         return gradient
 
-    def set_loss(self, loss):
-        self.loss = loss
-
     def sample(self, global_steps, partition_id, batch_size):
         """In place of rollouts and rewards: all completions of the prompts that were submitted."""
         keys, tags = [], []
@@ -256,13 +263,13 @@ class Toy(exact.Toy):
                 self.queue.rows[keys[-1]] = row
                 tags.append({"seq_len": len(row["input_ids"])})
         self.queue.tags |= dict(zip(keys, tags, strict=True))
-        return tq.KVBatchMeta(keys, tags, "train"), {}
+        return self.arrive(tq.KVBatchMeta(keys, tags, "train")), {}
 
     def step(self):
         """A step of the trainer through verl's own methods: the gradient [P] of each update."""
         self.gradients, self.forwarded, self.sizes, self.metrics = [], [], [], {}
         self.trainer.global_steps += 1
-        self.policy, self.trained = self.make_policy(), []
+        self.policy, self.trained = Policy(), []
         prompts = np.empty(len(self.trainer.train_dataset), dtype=object)
         prompts[:] = [row["raw_prompt"] for row in self.trainer.train_dataset]
         index = np.array([0] * len(prompts), dtype=object)
