@@ -5,7 +5,6 @@ import importlib
 import io
 import math
 import os
-import runpy
 import subprocess
 import sys
 import types
@@ -47,19 +46,11 @@ def in_ascii(args):
     train.cli(toy.toy_reward, args=args)
 
 
-def plot_in_ascii(folder):
-    sys.stdout.reconfigure(encoding="ascii", errors="strict")
-    sys.argv = ["plot", folder]
-    runpy.run_module("runtime.plot", run_name="__main__")
-
-
 def test_characters_that_the_console_lacks(policy_folder, tmp_path):
     """Catches a run that ends because its folder has a name that is not ASCII."""
     args = flags(policy_folder, str(tmp_path / "größe-√2"), steps=1)
     (said,) = in_processes(1, in_ascii, args)
     assert r"gr\xf6\xdfe-\u221a2/log.jsonl" in said
-    (said,) = in_processes(1, plot_in_ascii, str(tmp_path / "größe-√2"))
-    assert r"gr\xf6\xdfe-\u221a2/run.png" in said
 
 
 @pytest.mark.parametrize("config", ['{"config": {"batch_size": 4}}', '{"model_type": "qwen3"}'])
@@ -119,24 +110,29 @@ SAMPLE = "'1+1?\\n' -> '1+1=2': reward 1.000"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "shown"),
+    ("changes", "said"),
     [
-        ({"step": 2}, "step  2/20 | reward 0.250 | kept  1/24 | w_max  12.5 | entropy 0.5", False),
-        ({"step": 2, "entropy": 0.75}, "entropy 0.750 | gnorm 0.032", False),
-        ({"step": 2, "reward": math.nan}, "reward - |", False),
-        ({"step": 1}, "reward 0.250", True),
-        ({"step": 2, "eval/avg@4": 0.5}, "| held-out avg@4 0.500", True),
+        ({}, "step  2/20 | reward 0.250 | kept  1/24 | w_max  12.5 | entropy 0.5"),
+        ({"entropy": 0.75}, "entropy 0.750 | gnorm 0.032"),
+        ({"reward": math.nan}, "reward - |"),
+        ({"eval/avg@4": 0.5}, "| held-out avg@4 0.500\n    a completion: " + SAMPLE),
     ],
 )
-def test_the_line_of_a_step(changes, said, shown):
-    """Catches a share that rounds to 0.00, a nan, and a sample at every step or at none."""
-    line = console.lines(ROW | changes, SAMPLES, CFG)
-    assert said in line
-    assert (SAMPLE in line) == shown
-    assert "never said" not in line
-    assert console.lines({"step": 0, "eval/avg@4": 0.5}, None, CFG).endswith(
-        "| held-out avg@4 0.500"
-    )
+def test_the_line_of_a_step(changes, said):
+    """Catches a share that rounds to 0.00, and a nan."""
+    assert said in console.lines(ROW | {"step": 2} | changes, SAMPLES, CFG)
+
+
+def test_the_line_before_the_first_step():
+    line = console.lines({"step": 0, "eval/avg@4": 0.5}, None, CFG)
+    assert line == "step  0/20 | held-out avg@4 0.500"
+
+
+def test_a_sample_is_shown_in_the_first_step():
+    """Catches one in every step, or several."""
+    assert SAMPLE in console.lines(ROW | {"step": 1}, SAMPLES, CFG)
+    assert SAMPLE not in console.lines(ROW | {"step": 2}, SAMPLES, CFG)
+    assert "never said" not in console.lines(ROW | {"step": 1}, SAMPLES, CFG)
 
 
 def test_what_a_run_came_to():

@@ -223,22 +223,26 @@ def test_broken_weights_are_reported(make_policy, engine, broken):
 @ALL
 @pytest.mark.parametrize("training", [True, False])
 def test_modes_and_positions(make_policy, training, engine):
-    """Catches samples with dropout, a trained model left in evaluation mode, negative positions of
-    padding, which a table of positions cannot look up, and a rank without prompts that fails."""
+    """Catches samples with dropout, a trained model left in evaluation mode, and negative positions
+    of padding, which a table of positions cannot look up."""
     model, _ = make_policy()
     model.train(training)
     seen = []
 
     def watch(_model, _args, inputs):
-        cudnn, lowest = torch.backends.cuda.cudnn_sdp_enabled(), inputs["position_ids"].min().item()
-        seen.append((model.training, cudnn, lowest))
+        cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # it would make a plan for each token
+        seen.append((model.training, inputs["position_ids"].min().item(), cudnn))
 
     model.register_forward_pre_hook(watch, with_kwargs=True)
     sample(model, [[65], [66] * 4], max_new_tokens=1, engine=engine)
-    assert {*seen} == {(False, engine == "plain", 0)}  # cudnn would make a plan for each token
+    assert {*seen} == {(False, 0, engine == "plain")}
     assert model.training == training
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    empty = sample(model, [], engine=engine)
+
+
+@ALL
+def test_a_rank_without_prompts(make_policy, engine):
+    empty = sample(make_policy()[0], [], engine=engine)
     assert empty.completion_ids.shape[:2] == empty.lengths.shape == (0, 6)
 
 

@@ -20,7 +20,7 @@ import models
 import rollout
 import train
 from related import greso
-from runtime import InputError, ranks, timer
+from runtime import InputError, timer
 from tasks import arithmetic
 
 
@@ -237,38 +237,26 @@ def test_all_draws_follow_the_seed(policy_folder, tmp_path, monkeypatch):
     assert len(set(seeds)) == 6, "a rollout and an evaluation of each"
 
 
-def test_no_two_purposes_share_a_seed(policy_folder, tmp_path, monkeypatch):
-    """Every key of a run on one rank and on two is used once, and no prompt's on both ranks.
+def test_no_two_purposes_share_a_seed(run, monkeypatch):
+    """Every key of a run is used once, but those of shuffles, which a step may look up again. Fails
+    if two rollouts, evaluations or draws use one seed."""
+    keys = []
 
-    Epoch shuffles are excepted: a step may look one up again. Fails if two rollouts or evaluations
-    sample from one seed, and if two ranks sample a prompt from one key.
-    """
-    seed_for, keys = dppo.seed_for, []
-    for name in ("seed_for", "generator_for"):
-        use = getattr(dppo, name)
-        monkeypatch.setattr(dppo, name, lambda *key, use=use: keys.append(key) or use(*key))
+    def watch(use):
+        def watched(*key):
+            keys.append(key)
+            return use(*key)
+
+        return watched
+
+    monkeypatch.setattr(dppo, "seed_for", watch(dppo.seed_for))
+    monkeypatch.setattr(dppo, "generator_for", watch(dppo.generator_for))
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 24)
-    options = {"method": "pps", "steps": 6, "eval_every": 2, "eval_problems": 4, "lr": 1e-5}
-    options |= {"minibatches": 2, "prompt_rule": "uniform"}
-    used = []
-    for place in ((0, 1), (0, 2), (1, 2)):  # of which a rank sees its own rewards alone
-        monkeypatch.setattr(ranks, "start", lambda *_, place=place: place)
-        keys.clear()
-        folder = str(tmp_path / "rank{} of {}".format(*place))
-        train.main(config.parse_config(flags(policy_folder, folder, **options)), reward=toy_reward)
-        used.append([key for key in keys if key[-1] != "epoch"])
-    named = [{key for key in of_rank if len(key) > 2} for of_rank in used]
-    groups = [set(of_rank) - names for of_rank, names in zip(used, named, strict=True)]
-    for of_rank in used:
-        assert len(set(of_rank)) == len(of_rank)
-    assert {key[2] for key in named[0]} == {"rollout", "eval", "keep"}
-    # Later steps of these two ranks prune by what they have seen, so their prompts differ.
-    first = {seed_for(*key) for key in named[0] if key[1:3] == (1, "rollout") or key[2] == "eval"}
-    on_rank = [{key for key in keys if key[0] in first} for keys in groups]
-    assert on_rank[1] | on_rank[2] >= on_rank[0]
-    assert on_rank[1] & on_rank[2] == set()
-    distinct = set().union(*used)
-    assert len({seed_for(*key) for key in distinct}) == len(distinct)
+    options = {"method": "pps", "prompt_rule": "uniform", "minibatches": 2}
+    run("run", steps=6, eval_every=2, eval_problems=4, **options)
+    used = [key for key in keys if key[-1] != "epoch"]
+    assert {key[2] for key in used if len(key) == 3} == {"rollout", "eval", "keep"}
+    assert len({dppo.seed_for(*key) for key in used}) == len(used)
 
 
 # ---------------------------------------------------------------------------- several ranks
