@@ -7,6 +7,7 @@ loaded or written.
 
 import importlib
 import math
+import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def parse_config(argv: list[str]) -> Config:
     """The Config of a command line. With --resume, the defaults are the settings of that run."""
     cfg = tyro.cli(Config, args=argv)
     stored = Path(cfg.out_dir) / "config.json"
-    if cfg.resume and stored.exists():
+    if cfg.resume and os.path.exists(stored):
         settings = checkpoint.stored_config(stored.parent)
         if unknown := settings.keys() - {field.name for field in fields(Config)}:
             raise InputError(

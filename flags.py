@@ -4,6 +4,7 @@ Every flag of train.py, eval.py and tasks/sft.py: the reference, which `--help` 
 Nothing else is imported here, so that `--help` is answered at once.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -30,8 +31,20 @@ Resume = Annotated[  # --resume, or --resume auto
 ]  # fmt: skip
 
 
+class Flags:
+    """`~` in the value of any flag that may be a path is expanded: no shell does it after a `=`."""
+
+    def __post_init__(self):
+        for name in {"model", "data", "eval_data", "out_dir", "compare"} & {*vars(self)}:
+            value = getattr(self, name)
+            if isinstance(value, str):
+                setattr(self, name, os.path.expanduser(value))
+            elif value is not None:
+                setattr(self, name, type(value)(map(os.path.expanduser, value)))
+
+
 @dataclass
-class Config:
+class Config(Flags):
     # ------------------------------------------------------------------------ method
     method: str = "adaptive"
     """A pair of rules with their defaults: adaptive, pps, dppo, uniform, a rival or one of yours.
@@ -164,7 +177,7 @@ class Config:
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(Flags):
     model: str | None = None
     """The model to evaluate: a folder such as out/checkpoint or tasks/arithmetic-base (tiny before
     training), a hub id, smollm2 or a .gguf file."""
@@ -211,7 +224,7 @@ class EvalConfig:
 
 
 @dataclass
-class SftConfig:
+class SftConfig(Flags):
     model: str = "smollm2"
     """The model to train: smollm2, a .gguf file, a folder, or a hub id."""
     data: tuple[str, ...] = ("words",)

@@ -2,11 +2,11 @@
 What a run starts from: problems, models and prompts, from the names that a user gives.
 
 All of it happens once, before the first step. transformers reads a model; if it cannot, an
-InputError has its words. What it would read as another model is refused: weights that are missing,
-weights of a layer that it does not use, and codes. So is a model that cannot be packed exactly.
+InputError has its words. A model is accepted if it has exactly the weights of its files, all of
+them full and finite, and if it can be packed exactly. Else it might be another model than the one
+that was saved.
 """
 
-import bisect
 import contextlib
 import copy
 import functools
@@ -178,23 +178,24 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
     needs weights of that type, or each would be cast for every token. If it `samples`, it is
     compared with the fast decoder, see engines/check_decoder.py."""
     model, tokenizer = read(name)
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    kinds = sorted(set(getattr(model.config, "layer_types", None) or ["full_attention"]))
     window = getattr(model.config, "sliding_window", None)
+    rope = getattr(model.config, "rope_parameters", None) or {}
     try:
         tokens = max(tokenizer.get_vocab().values()) + 1  # Qwen3 pads its head beyond these
         model.vocab_size = min(tokens, model.config.vocab_size)
-        model.longest = longest_sequence(model)
-        packs = kinds == {"full_attention"} and packs_exactly(model, model.longest)
-        why = "that needs full attention, and logits that are a linear map of the last hidden state"
+        model.longest = model.config.max_position_embeddings
+        packs = kinds == ["full_attention"] and packs_exactly(model, model.longest)
+        why = ""
     except Exception as error:  # its config and its code may lack anything
-        packs, why = False, data.in_words(error)
+        packs, why = False, f" ({data.in_words(error)})"
     if not packs:
-        layers = f"a window of {window} tokens" if window else f"layers of kinds {sorted(kinds)}"
-        raise InputError(f"--model {name}, with {layers}, cannot be packed exactly: {why}")
-    if samples and model.longest < model.config.max_position_embeddings:
-        ranks.say(
-            f"note: the rotary embedding (rope) of --model {name} changes in sequences of more "
-            f"than {model.longest} tokens, so prompt and completion are limited to that"
+        raise InputError(
+            f"--model {name} cannot be packed exactly{why}: that needs full attention, rotations "
+            f"that do not depend on other sequences, and logits that are a linear map of the last "
+            f"hidden state. Its config has the layers {kinds}, sliding_window {window}, rope_type "
+            f"{rope.get('rope_type')}, and original_max_position_embeddings "
+            f"{rope.get('original_max_position_embeddings')}"
         )
     fuse_norms(model)
     exact = check_decoder.logits(model) if samples and dtype != "float32" else None
@@ -208,15 +209,14 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
 def read(name: str):
     """(model, tokenizer) as transformers reads them, in float32. InputError, in its words, if it
     cannot, or if the model would not be the one that was saved."""
-    folder = Path(name).expanduser()
-    name = str(folder) if folder.is_dir() else name
+    folder = Path(name)
     options = {"trust_remote_code": False}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would print a table of the names of missing weights
     try:
-        check_files(name, folder)
+        types = check_files(name, folder)
         config = AutoConfig.from_pretrained(name, **options)
-        check_quantization(config, folder)
+        check_quantization(config, types)
         model, names = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=torch.float32, attn_implementation=packing.ATTENTION,
             output_loading_info=True, ignore_mismatched_sizes=True, **options,
@@ -224,15 +224,13 @@ def read(name: str):
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         # For checkpoints. A call changes the tokenizer's padding and truncation settings.
         tokenizer.as_loaded = copy.deepcopy(tokenizer)
-        unused = check_weights(model, names)
+        check_weights(model, names)
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
+        where = "" if folder.exists() else " (there is no such folder)"
         why = data.in_words(error)
-        where = "" if folder.is_dir() else " (there is no such folder)"
         raise InputError(f"--model {name} cannot be loaded{where}: {why}") from None
     finally:
         logging.set_verbosity(verbosity)
-    if unused:
-        ranks.say(f"note: --model {name} has weights that it does not use, such as {unused[0]}")
     kind, saved_as = type(model).__name__, config.architectures or []
     code = getattr(config, "auto_map", None) or tokenizer.init_kwargs.get("auto_map")
     if code or (saved_as and kind not in saved_as):
@@ -240,103 +238,66 @@ def read(name: str):
     return model, tokenizer
 
 
-def check_files(name: str, folder: Path) -> None:
-    """An exception if there is no model, an adapter, or a file that is not whole."""
-    here = folder.is_dir() or try_to_load_from_cache(name, "config.json")
+def check_files(name: str, folder: Path) -> set[str]:
+    """The types of the weights in a folder. An exception if it is no model, or has an adapter or a
+    file that is not whole, which transformers would ignore or not name."""
+    here = folder.exists() or try_to_load_from_cache(name, "config.json")
     if not here and not file_exists(name, "config.json"):  # asked once: transformers asks for 30 s
         raise ValueError("the hub has no config.json of this name")
+    if folder.is_file():
+        raise ValueError(f"it is a file: give its folder, {folder.parent}")
     if find_adapter_config_file(name) or [*folder.glob("adapter*")]:
         raise ValueError("it has an adapter; merge it with merge_and_unload(), and save the result")
-    # transformers ignores a generation config that it cannot read, and with it the end tokens.
-    kinds = ("config.json", "generation_config.json", "tokenizer*.json", "model*.safetensors*")
-    for path in sorted(path for kind in kinds for path in folder.glob(kind)):
+    types = set()
+    kinds = ("config", "generation_config", "tokenizer*", "*.index")
+    paths = [path for kind in kinds for path in folder.glob(f"{kind}.json")]
+    for path in [*paths, *folder.glob("*.safetensors")]:
         try:
-            with open(path, "rb") as file:
-                if file.read(20) == b"version https://git-":
-                    raise ValueError("it is only a Git LFS pointer: run `git lfs pull`")
             if path.suffix == ".json":
-                json.loads(path.read_text(encoding="utf-8"))
+                content = json.loads(path.read_text(encoding="utf-8"))
             else:
-                safe_open(path, "pt")
+                with safe_open(path, "pt") as weights:
+                    keys = [key for key in weights.offset_keys() if "weight" in key]
+                    types |= {weights.get_slice(key).get_dtype() for key in keys}
         except Exception as error:
-            raise ValueError(f"{path} cannot be read: {data.in_words(error)}") from None
+            why = data.in_words(error)
+            pointer = "if it is a Git LFS pointer, run `git lfs pull`"
+            raise ValueError(f"{path} cannot be read ({why}): {pointer}") from None
+        if path.name == "config.json" and "model_type" not in content:
+            weights = checkpoint.newest(folder) or "a folder with weights"
+            raise ValueError(f"it is the folder of a run or an evaluation: give {weights}")
+    return types
 
 
-def check_quantization(config, folder: Path) -> None:
+def check_quantization(config, types: set[str]) -> None:
     """ValueError for codes in place of weights, unless transformers makes them full weights."""
     quantization = getattr(config, "quantization_config", None)
     if quantization and quantization.get("quant_method") == "fp8":
         quantization["dequantize"] = True  # exact; a GPU would compute with the codes
-        return
-    codes = set()  # in a file that no quantization_config describes
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as weights:
-            names = [name for name in weights.offset_keys() if "weight" in name]
-            codes |= {weights.get_slice(name).get_dtype() for name in names}
-    codes -= {"F64", "F32", "F16", "BF16"}
-    if codes or quantization is not None:
-        method = (quantization or {}).get("quant_method") or " ".join(codes) or "in an unknown way"
+    elif quantization is not None or not types <= {"F64", "F32", "F16", "BF16"}:
+        method = (quantization or {}).get("quant_method") or sorted(types)
         raise ValueError(
             f"it is quantized ({method}), and only full weights can be trained: use the bfloat16 "
             f"or float32 model that it was made from"
         )
 
 
-def check_weights(model, names: dict) -> list[str]:
-    """The names of weights that are not used. ValueError if transformers has made up a weight, if a
-    weight in one of the model's layers, such as the scale of codes, is not used, or if a weight is
-    not a finite number of 32 bits."""
-    lost = sorted(names["missing_keys"])
-    lost += [
-        f"{key}, which has the shape {[*of_file]} in the file, but {[*of_config]} in config.json"
-        for key, of_file, of_config in sorted(names["mismatched_keys"])
+def check_weights(model, names: dict) -> None:
+    """ValueError unless the model has exactly the weights of its files, all of them finite."""
+    wrong = [
+        f"{len(keys)} {kind} (such as {min(keys)})"
+        for kind in ("missing", "mismatched", "unexpected")
+        if (keys := names[f"{kind}_keys"])
     ]
-    unused = sorted(names["unexpected_keys"])
-    if lost:
-        alike = [key for key in unused if key.endswith(lost[0])] or unused
-        instead = f"; it has {alike[0]} instead" if alike else ""
+    if wrong:
         raise ValueError(
-            f"{len(lost)} of its weights are missing, such as {lost[0]}{instead}. Save the whole "
-            f"model, not a wrapper such as torch.compile's (_orig_mod.), and merge an adapter first"
+            f"its weights are not those of {type(model).__name__}: {', '.join(wrong)}. Save the "
+            f"whole model, not a wrapper such as torch.compile's (_orig_mod.), merge an adapter "
+            f"first, and use full weights, not quantized ones"
         )
-    layers = {key.rpartition(".")[0] for key, _ in model.named_parameters(remove_duplicate=False)}
-    for key in unused:
-        if layers & {key[:dot] for dot, character in enumerate(key) if character == "."}:
-            raise ValueError(
-                f"transformers does not use {key}, which changes one of its layers: use full "
-                f"weights, not quantized ones or an adapter's"
-            )
     for key, weight in model.named_parameters():
         if weight.dtype != torch.float32 or not weight.isfinite().all():
             raise ValueError(f"{key} holds NaN, infinity or codes: use another checkpoint")
-    return unused
-
-
-@torch.no_grad()
-def longest_sequence(model) -> int:
-    """The number of tokens that a sequence may have: max_position_embeddings, or fewer.
-
-    Some rotary embeddings (longrope, dynamic) rotate all tokens of a forward differently if one of
-    them is far enough from its beginning. Then a token's log-prob would depend on what else is
-    in the slot, and on what is sampled after it. Up to this length that never happens.
-    """
-    most = model.config.max_position_embeddings
-    rotary = getattr(model.base_model, "rotary_emb", None)
-    if not rotary:
-        return most
-
-    def rotations(length: int) -> torch.Tensor:
-        """The rotations of positions 0 to 2 in a forward that also holds position length - 1."""
-        positions = torch.tensor([[0, 1, 2, length - 1]], device=model.device)
-        angles = rotary(torch.zeros(1, device=model.device), positions)
-        return torch.cat(angles if isinstance(angles, tuple) else (angles,))[:, :3]
-
-    exact = rotations(3)
-    if torch.equal(rotations(most), exact):
-        return most
-    # The longest length whose rotations still equal those of length 3.
-    changes = lambda length: not torch.equal(rotations(length), exact)
-    return 2 + bisect.bisect_left(range(3, most), True, key=changes)
 
 
 @torch.no_grad()
@@ -344,8 +305,9 @@ def packs_exactly(model, longest: int = 3) -> bool:
     """Whether the model gives four sequences the same log-probs packed as in two batches of two.
 
     Two begin at position 0. The other two end at the last position of the longest sequence. The
-    log-probs differ if the model ignores the attention interface, scales or caps its logits, or (in
-    training mode) has dropout. Raises whatever a model of another build does."""
+    log-probs differ if the model ignores the attention interface, rotates tokens by the last
+    position in the slot (longrope), scales or caps its logits, or (in training mode) has dropout.
+    Raises whatever a model of another build does."""
     sequences = torch.tensor([[0, 1, 2], [2, 1, 0]], device=model.device)
     starts = (0, longest - 3)
     pack = packing.build_pack([[0], [2]] * 2, [[1, 2], [1, 0]] * 2, model.device)

@@ -51,7 +51,8 @@ def owned(folder: str | None):
         yield
         return
     out_dir = Path(folder)
-    new = [place for place in (out_dir, *out_dir.parents) if not place.exists()]
+    # os.path, because Path.exists raises where it may not look.
+    new = [place for place in (out_dir, *out_dir.parents) if not os.path.exists(place)]
     path = out_dir / "lock"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -132,7 +133,8 @@ def _link(out_dir, final):
         new.symlink_to(final.name)
         new.replace(link)
     except OSError:  # Google Drive, exFAT and SMB have no links; one to an older checkpoint must go
-        link.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            link.unlink(missing_ok=True)
 
 
 def follow_umask(folder: Path) -> None:

@@ -274,11 +274,17 @@ def test_a_file_that_is_not_what_was_written(tmp_path, text):
         log.read_rows(tmp_path / "log.jsonl")
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    """Because a file is there, or in a folder that only its owner may look into."""
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "run"
     message = f"--out-dir {folder} cannot be written .*: choose another folder"
     with pytest.raises(InputError, match=message), checkpoint.owned(folder):
+        pass
+    refused = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr(type(tmp_path), "exists", refused)
+    monkeypatch.setattr(type(tmp_path), "mkdir", refused)
+    with pytest.raises(InputError, match="Permission denied"), checkpoint.owned(tmp_path / "run"):
         pass
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import toy
+import tyro
 from safetensors.torch import load_file
 from toy import ROOT, assert_same, flags, in_processes, rows, timeless
 
@@ -21,6 +22,7 @@ import dppo
 import eval as evaluation
 import train
 from runtime import InputError, checkpoint, log, plot
+from tasks import sft
 
 
 def saved_step(folder):
@@ -275,6 +277,21 @@ def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, line)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+PATHS = [
+    (config.Config, "--model=~/a --data=~/b --eval-data=~/c --out-dir=~/d"),
+    (evaluation.EvalConfig, "--model=~/a --data ~/b ~/c --out-dir=~/d --compare ~/e ~/f"),
+    (sft.Config, "--model=~/a.gguf --data ~/b c --out-dir=~/d"),
+]
+
+
+@pytest.mark.parametrize(("kind", "args"), PATHS)
+def test_a_tilde_is_the_home(monkeypatch, kind, args):
+    """Catches a folder that is called ~."""
+    monkeypatch.setenv("HOME", "/home/me")
+    expanded = args.replace("~", "/home/me")
+    assert tyro.cli(kind, args=args.split()) == tyro.cli(kind, args=expanded.split())
 
 
 @pytest.mark.parametrize(
