@@ -104,7 +104,7 @@ REFUSED = {  # a case: what is done to the folder, and what the message says
     "one window": (
         set_config(layer_types=["full_attention", "sliding_attention"]), "exactly: .*the layers"),
     "rotations that change": (
-        set_config(rope_parameters=LONG), "longrope, original_max_position_embeddings 128"),
+        set_config(rope_parameters=LONG), "longrope, and original_max_position_embeddings 128"),
     "Falcon": (falcon, "KeyError: 'packed'"),
     "own code": (set_config(model_type="new", auto_map={"AutoConfig": "c.C"}), "custom code"),
     "nothing there": (shutil.rmtree, r"\(there is no such folder\): .*Repo id"),

@@ -9,11 +9,10 @@ from toy import assert_same, timeless
 
 import config
 import dppo
-import models
 import rollout
 import sampler
 import update
-from runtime import InputError, plot
+from runtime import plot
 from tasks import arithmetic
 
 COMPLETION_RULES = (
@@ -129,7 +128,7 @@ def test_every_loss_raises_the_reward(run, loss):
     assert loss == "cispo" or sum(row["clip_ratio/region_mean"] or 0 for row in log) > 0
 
 
-def test_kl_reference_is_the_first_model(policy_folder, run, tmp_path):
+def test_kl_reference_is_the_first_model(run, tmp_path):
     """KL is 0 before the first update and grows; after --resume the reference is not the
     checkpoint. Catches a reference that trains, or that is loaded from the checkpoint."""
     common = {"method": "grpo", "beta": 0.5, "lr": 3e-3, "save_every": 3}
@@ -140,12 +139,6 @@ def test_kl_reference_is_the_first_model(policy_folder, run, tmp_path):
     assert whole[0]["kl"] == pytest.approx(0, abs=1e-9)
     assert whole[5]["kl"] > 1e-4
     assert_same(timeless(tmp_path / "whole"), timeless(tmp_path / "part"))
-    model, _ = models.load_policy(policy_folder, "cpu")
-    with torch.no_grad():
-        model.model.norm.weight.mul_(1.1)
-    model.save_pretrained(policy_folder)
-    with pytest.raises(InputError, match=r"is not the model that the run in .* began with"):
-        toy.main([*out, "8"])
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
