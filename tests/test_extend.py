@@ -24,7 +24,9 @@ from runtime import InputError, checkpoint
 from tasks import arithmetic
 
 README = (toy.ROOT / "README.md").read_text()
-REWARD, WEIGHTED, RULES = re.findall(r"^```python\n(import .*?)^```$", README, re.DOTALL | re.MULTILINE)
+REWARD, WEIGHTED, RULES = re.findall(
+    r"^```python\n(import .*?)^```$", README, re.DOTALL | re.MULTILINE
+)
 ones = lambda shape: torch.ones(shape, dtype=torch.float64)
 
 
