@@ -389,6 +389,27 @@ def test_equal(kind):
     assert {pair: answers.equal(*pair) for pair in right} == right
 
 
+LISTS = {  # reference answers of one row: what becomes of them
+    ("8", "eight"): "8 (or) eight",
+    ("Paris", "City of Paris"): "Paris (or) City of Paris",
+    ("1/2", "0.5"): "1/2 (or) 0.5",
+    ("12", "12.0", "13"): "12 (or) 12.0 (or) 13",
+    ("5 km", "5000 m"): "5 km (or) 5000 m",
+    ("2", "3", "2"): "2, 3",
+    (r"\sqrt{2}", r"-\sqrt{2}"): r"\sqrt{2}, -\sqrt{2}",
+    ("2i", "-2i"): "2i, -2i",
+    ("(1,2)", "(3,4)"): "(1,2), (3,4)",
+    ("7",): "7",
+}
+
+
+def test_lists():
+    """Alternatives, unless all are different numbers. Catches an answer that nobody gives."""
+    row = {"problem": "?"}
+    found = {each: data.problem_of(row | {"answer": [*each]}, "").answer for each in LISTS}
+    assert found == LISTS
+
+
 def test_floats():
     """A float stands for its 15 significant digits, and for a fraction that they may round.
 

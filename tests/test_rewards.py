@@ -230,6 +230,7 @@ def test_a_reward_that_cannot_be_called(reward):
     with pytest.raises(InputError, match=message):
         evaluation.main(evaluation.EvalConfig("missing"), reward=reward)
     assert not rewards.takes_row(max)
+    assert not rewards.takes_row(lambda text, row: 1.0)
 
 
 def test_the_longest_answer():
@@ -306,8 +307,9 @@ LatexExtractionConfig = dict
 def parse(text, config, parsing_timeout):
     print("noise", flush=True)
     started = time.process_time()
-    while "spin" in text and time.process_time() < started + 8: pass
-    time.sleep({"wait": 2.0, "hang": 60}.get(text[7:-3], 0))
+    seconds = 8 if "spin" in text else 0.1 if "slow" in text else 0
+    while time.process_time() < started + seconds: pass
+    time.sleep(2.0 if "wait" in text else 0)
     if "memory" in text: mmap.mmap(-1, 2**31)
     if "crash" in text: os._exit(3)
     return [text]
@@ -350,10 +352,13 @@ def test_a_batch_of_hostile_answers(monkeypatch, tmp_path, capsys):
         assert score([*hostile, *known, *late, "\\boxed{x+1}"]) == [[0] * 9 + [1, 0, 1]]
         assert "note: comparing took 0.3 s, the batch's" in capsys.readouterr().out
         assert score(late) == [[1]]
+        (slow,) = score([f"\\boxed{{slow{number}}}" for number in range(9)])
+        assert (slow[0], slow[-1]) == (1, 0)
         for text in hostile[2:4]:
             assert rewards.math_reward(text, "x+1") == 0.0
         assert rewards.math_reward("\\boxed{4+x}", "x+1") == 1.0
-    assert capsys.readouterr().out == ""
+        monkeypatch.setattr(math_judge, "budget", 0)
+        assert rewards.math_reward("\\boxed{5+x}", "x+2") == 0.0, "not None"
 
 
 def judge_of(number):
