@@ -139,7 +139,7 @@ def judge() -> None:
         except (Exception, RecursionError):
             verdict = False
         left, _every = signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(verdicts, json.dumps([verdict, SECONDS - left]).encode() + b"\n")
+        os.write(verdicts, json.dumps([verdict, max(0, SECONDS - left)]).encode() + b"\n")
     os._exit(0)
 
 
