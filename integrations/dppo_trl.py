@@ -244,7 +244,10 @@ class DPPOTrainer(trl.GRPOTrainer):
             return super()._prepare_inputs(inputs)
         step = self._step % self.args.gradient_accumulation_steps
         if step == 0:
-            self.plan = self.draw_completions(self._generate_and_score_completions(inputs))
+            rows = self._generate_and_score_completions(inputs)
+            # TRL shuffles here. Its random numbers are used up, so that both sample alike.
+            torch.randperm(len(rows["advantages"]))
+            self.plan = self.draw_completions(rows)
         return self.plan[step]
 
     def draw_completions(self, rows: dict) -> list[dict | None]:
