@@ -39,7 +39,7 @@ METHODS = {  # the name of any other rule is a method, too: that rule, at its le
     "pps": Method(
         completion_rule="pps", tiny={"group_size": 8, "completion_prune_rate": 0.9, "lr": 4.3e-4}
     ),
-    "adaptive": Method(completion_rule="adaptive", tiny={"group_size": 8, "rest": 0.1}),
+    "adaptive": Method(completion_rule="adaptive", tiny={"group_size": 8}),
 }
 
 
@@ -112,7 +112,6 @@ def resolve(cfg: Config) -> Config:
         "prompts_per_step": 32,
         "group_size": 16,
         "completion_prune_rate": completion_rule.rate or 0.0,
-        "rest": 0.4,
         "scale_rewards": dppo.LOSSES[cfg.loss].scale_rewards,
         "eps_low": eps_low,
         "eps_high": eps_high,
@@ -214,8 +213,10 @@ def _check_values(cfg: Config) -> None:
     for name in counts:
         require(cfg, name, getattr(cfg, name) >= 1, "at least 1")
     require(cfg, "group_size", cfg.group_size >= 2, "at least 2: a group of one has no advantage")
-    for name in ("lr", "temperature", "rest"):
+    for name in ("lr", "temperature"):
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
+    good = cfg.rest == "auto" or 0 < cfg.rest < math.inf
+    require(cfg, "rest", good, "auto, or above 0 and finite")
     for name in ("beta", "warmup", "grad_clip", "eval_every", "save_every"):
         require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0 and finite")
     good = 0 < cfg.eps_low < 1 or cfg.eps_low == dppo.LOSSES[cfg.loss].clip[0]  # cispo: 1

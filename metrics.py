@@ -1,8 +1,8 @@
 """
 The figures of a step's row in log.jsonl, and the groups and sampled completions beside it.
 
-train.py adds step, learning_rate, step_time, time/*, eval/* and history/* (see `history`). Names
-are TRL's where it has one. A figure that does not exist in a step is NaN here and null in the file.
+train.py adds step, learning_rate, rest, step_time, time/*, eval/* and history/* (see `history`).
+Names are TRL's where it has one. A figure that does not exist in a step is NaN here and null in the file.
 
 Letters: K prompts rolled out, G completions each.
 """
@@ -97,6 +97,7 @@ def kept(cfg, prompt_weights, advantages, scale, cost, keep, weights) -> dict:
         "kept/prompts": len(prompt_weights) / num_prompts,
         "kept/completions": keep.sum().item() / (num_prompts * cfg.group_size),
         "kept/tokens": ratio((keep * cost).sum().item(), full_tokens),
+        "kept/live_tokens": ratio((keep * cost).sum().item(), (live * cost).sum().item()),
         # prompt and completion tokens of what was rolled out, and of what was kept
         "cost/sampled": cost.sum().item(),
         "cost/kept": (cost * keep).sum().item(),

@@ -36,7 +36,7 @@ import tyro
 
 import dppo
 from bench import JsonFile, write_json
-from runtime import InputError, log
+from runtime import InputError, log, timer
 
 WARM = 1  # the first step also loads and compiles
 # Dense near 0 and 1, where a group's chance of being live changes fastest.
@@ -104,7 +104,7 @@ def figures(
             "20, with larger batches or problems that are sometimes solved"
         )
     if rest is None:
-        rest = measured_rest([rows[number] for number in used])
+        rest = timer.measured_rest([rows[number] for number in used])
 
     columns = {}  # (rule, group size): signal and log(T V) of each step, [2, steps]
     for number in used:
@@ -192,33 +192,6 @@ def relative_progress(columns: dict) -> dict:
         spread = (rates((rule, size)) / rates(best)).std().item()
         progress[f"{rule}/{size}"] = [rate(column) / rate(columns[best]), 1.96 * spread]
     return progress
-
-
-# ---------------------------------------------------------------------------- seconds
-
-
-def measured_rest(rows: list[dict]) -> float:
-    """The time of everything but training over that of training on all that was sampled."""
-    column = lambda key: torch.tensor([row[key] for row in rows], dtype=torch.float64)
-    kept = column("cost/kept")
-    second = seconds_of_a_token(kept, column("time/train"))
-    rest_tokens = (column("step_time") - second * kept).median().item() / second
-    return rest_tokens / column("cost/sampled").mean().item()
-
-
-def seconds_of_a_token(kept: torch.Tensor, seconds: torch.Tensor) -> float:
-    """Seconds of training on one more token, from the tokens [n] and the seconds [n] of n updates.
-
-    An update that keeps little also takes its fixed time. Where the tokens differ enough, a line
-    through the points tells the two apart; else all of the time is taken to grow with the tokens.
-    """
-    low, high = kept.quantile(torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
-    if high > 2 * low:
-        centred = kept - kept.mean()
-        slope = ((centred * seconds).sum() / centred.square().sum()).item()
-        if 0 < slope * kept.mean() < seconds.mean():
-            return slope
-    return (seconds / kept.clamp(min=1)).median().item()
 
 
 # ---------------------------------------------------------------------------- prompts

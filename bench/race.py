@@ -1,12 +1,14 @@
 """
-Methods at equal steps, or at equal seconds.
+Methods at equal steps, at equal seconds, or until they reach an accuracy.
 
     python -m bench race --seconds 5 --seeds 2        a minute
     python -m bench race --steps 40 --methods grpo grpo_zero adaptive pps
     python -m bench race --seconds 20 --methods adaptive "small=--method grpo_zero --group-size 4"
+    python -m bench race --reach 0.98 --methods adaptive "small=--steps 200 --method grpo_zero"
 
 At equal steps the question is what pruning saves, if all other settings are left alone. At equal
-seconds it is which method is best, and each should have the flags that suit it.
+seconds, and until an accuracy, it is which method is best, and each should have the flags that suit
+it.
 
 Seconds are those for which a run's one thread computes steps (CPU time); evaluation is left out. On
 two cores, two runs at a time are about as fast as one alone. A seed of all methods is one block,
@@ -59,6 +61,7 @@ SETTINGS = {  # flags that all runs share; those of a method come after them
     "words": f"{WORDS} --eval-problems 256 {BASE} --warmup 2",  # few steps
 }
 CURVE = 4  # evaluations of a run of --steps, the last one included
+EVERY, PROBLEMS = 10, 150  # with --reach: steps between evaluations, and how many problems
 PACE = 8  # the last steps, whose mean says how long the next ones take
 FIRST_SEED = 10
 OWN = Path("out-race/rows.jsonl")
@@ -83,6 +86,7 @@ class Run:
     seed: int
     budget: float  # in seconds; 0: it ends after its steps
     steps: int
+    reach: float = 0.0  # the accuracy at which it ends, or at the --steps of its flags
 
     def config(self) -> config.Config:
         flags = f"{SETTINGS[self.setting]} {self.flags} --seed {self.seed}"
@@ -90,7 +94,7 @@ class Run:
 
     def is_row(self, row: dict) -> bool:
         """Whether a row of a file is this run's."""
-        return all(row[name] == value for name, value in vars(self).items())
+        return all(row.get(name, 0.0) == value for name, value in vars(self).items())
 
 
 def main(
@@ -98,6 +102,7 @@ def main(
     setting: Literal["arithmetic", "arithmetic-mixed", "words"] = "arithmetic",
     steps: int = 0,
     seconds: float = 0,
+    reach: float = 0,
     flags: str = "",
     seeds: int = 5,
     workers: int = 2,
@@ -111,15 +116,16 @@ def main(
         setting: the task. words is SmolLM2's, and begins with bash runs/smollm2.sh
         steps: of each run
         seconds: of each run, instead of steps
+        reach: end a run when it has this accuracy; it fails if it has not after its own --steps
         flags: of train.py, for all methods
         seeds: of each method
         workers: runs at a time, each with one thread
         json_file: where the rows of all runs are; the same command resumes after a stop
     """
-    if bool(steps) == bool(seconds):
-        raise InputError("give either --steps or --seconds")
+    if [bool(steps), bool(seconds), bool(reach)].count(True) != 1:
+        raise InputError("give one of --steps, --seconds and --reach")
     planned = [
-        Run(setting, *arm(method, flags), FIRST_SEED + seed, seconds, steps)
+        Run(setting, *arm(method, flags), FIRST_SEED + seed, seconds, steps, reach)
         for seed in range(seeds)
         for method in methods
     ]
@@ -191,12 +197,15 @@ def make_one(run: Run) -> dict:
     torch.set_num_threads(1)
     warm_up(run.setting)
     rows = []  # of log.jsonl
-    curve = []  # [step, accuracy], before the last step
+    curve = []  # [step, accuracy, seconds], before the last step
     accuracy, failed = 0.0, None
     trainer = train.Trainer(run.config())
+    steps = run.steps or (trainer.cfg.steps if run.reach else 0)
+    every = EVERY if run.reach else max(1, steps // CURVE)
+    problems = PROBLEMS if run.reach else len(trainer.eval_set) // 4
     try:
         for step in itertools.count(1):
-            planned = run.steps or plan([row["seconds"] for row in rows], run.budget)
+            planned = steps or plan([row["seconds"] for row in rows], run.budget)
             if step > planned:
                 break
             trainer.cfg = replace(trainer.cfg, steps=planned)
@@ -205,13 +214,18 @@ def make_one(run: Run) -> dict:
             seconds = time.process_time() - before
             prompts = row["kept/prompts"] * trainer.cfg.prompts_per_step
             rows.append(row | {"seconds": seconds, "prompts": prompts})
-            if step < run.steps and step % max(1, run.steps // CURVE) == 0:
-                curve.append([step, evaluate(trainer, run, len(trainer.eval_set) // 4)])
-        accuracy = evaluate(trainer, run, len(trainer.eval_set))
+            if step < (steps + bool(run.reach)) and step % every == 0:
+                so_far = round(sum(row["seconds"] for row in rows), 3)
+                curve.append([step, evaluate(trainer, run, problems), so_far])
+                if run.reach and curve[-1][1] >= run.reach:
+                    break
+        final = problems if run.reach else len(trainer.eval_set)
+        accuracy = evaluate(trainer, run, final)
     except NotFiniteError as problem:
         failed = str(problem)
     sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}
     result = {"made": len(rows), "accuracy": accuracy, "curve": curve, "failed": failed}
+    result["rest"] = rows[-1]["rest"] if rows else None
     return vars(run) | result | sums | made_by()
 
 

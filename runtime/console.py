@@ -89,6 +89,14 @@ def lines(row: dict, samples: list[dict] | None, cfg) -> str:
     return text
 
 
+def rest(row: dict, cfg) -> str:
+    """What --rest auto measured, and what follows from it in the step of a row."""
+    text = f"everything but training takes {row['rest']:.2g} of the time of training on everything"
+    if cfg.completion_rule == "adaptive":
+        text += f": adaptive keeps {number(row['kept/live_tokens'], 2)} of what is not 0"
+    return text
+
+
 def summary(rows: list[dict]) -> str:
     """What a run has done, from all rows of its log.jsonl."""
     steps = [row for row in rows if row["step"] > 0]

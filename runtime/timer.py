@@ -1,11 +1,19 @@
-"""Times of a step's parts, measured after the device has finished its work."""
+"""
+Times of a step's parts, measured after the device has finished its work; and from them `rest`, the
+time of all of a step but training over the time of training on every completion.
+"""
 
 import contextlib
+import math
 import time
 
 import torch
 
+from runtime import ranks
+
 PARTS = ("rollout", "score", "train")
+TIMES = ("cost/kept", "cost/sampled", "time/train", "step_time")  # a row's, which give `rest`
+GRID = 1.4  # `rest` is rounded to its powers, so that a run seldom differs from its repetition
 
 
 def clock(device: str) -> float:
@@ -36,3 +44,50 @@ class Timer:
         started = self.now()
         yield
         self.seconds[f"time/{part}"] += self.now() - started
+
+
+class Rest:
+    """The `rest` of a run. --rest auto measures it after the steps 4, 8, 16, 32, ..., because
+    lengths change; until then it is infinite, and adaptive keeps every term that is not 0."""
+
+    def __init__(self, flag: float | str):
+        self.value = math.inf if flag == "auto" else flag
+        self.is_measured = flag == "auto"
+        self.rows = []  # TIMES of each step but the first, which warms up
+
+    def add(self, step: int, row: dict) -> None:
+        """Learn from a step's row of the log; the seconds are the mean of all ranks."""
+        if not self.is_measured or step == 1:
+            return
+        figures = torch.tensor([row[name] for name in TIMES], dtype=torch.float64)
+        mean = ranks.all_reduce(figures) / ranks.world()
+        self.rows.append(dict(zip(TIMES, mean.tolist(), strict=True)))
+        is_due = step >= 4 and step & (step - 1) == 0
+        if is_due and any(row["cost/kept"] for row in self.rows):
+            now = measured_rest(self.rows)
+            if not self.value / GRID < now < self.value * GRID:
+                self.value = GRID ** round(math.log(now, GRID))
+
+
+def measured_rest(rows: list[dict]) -> float:
+    """The time of all of a step but training, over that of training on all that was sampled, from
+    rows of log.jsonl. It is the median of their later half."""
+    column = lambda key, rows=rows: torch.tensor([row[key] for row in rows], dtype=torch.float64)
+    second = seconds_of_a_token(column("cost/kept"), column("time/train"))
+    recent = rows[len(rows) // 2 :]
+    others = column("step_time", recent) - second * column("cost/kept", recent)
+    return (others.median() / second / column("cost/sampled", recent).mean()).item()
+
+
+def seconds_of_a_token(kept: torch.Tensor, seconds: torch.Tensor) -> float:
+    """Seconds of training on one more token, from the tokens [n] and the seconds [n] of n updates.
+
+    An update that keeps little also takes its fixed time. Where the tokens differ enough, a line
+    through the points tells the two apart; else all of the time is taken to grow with the tokens.
+    """
+    if kept.max() > 2 * kept.min():
+        centred = kept - kept.mean()
+        slope = ((centred * seconds).sum() / centred.square().sum()).item()
+        if 0 < slope * kept.mean() < seconds.mean():
+            return slope
+    return (seconds.sum() / kept.sum()).item()
