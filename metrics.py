@@ -2,7 +2,8 @@
 The figures of a step's row in log.jsonl, and the groups and sampled completions beside it.
 
 train.py adds step, learning_rate, rest, step_time, time/*, eval/* and history/* (see `history`).
-Names are TRL's where it has one. A figure that does not exist in a step is NaN here and null in the file.
+Names are TRL's where it has one. A figure that does not exist in a step is NaN here and null in the
+file.
 
 Letters: K prompts rolled out, G completions each.
 """
