@@ -105,6 +105,7 @@ def main(
     reach: float = 0,
     flags: str = "",
     seeds: int = 5,
+    first_seed: int = FIRST_SEED,
     workers: int = 2,
     json_file: JsonFile = OWN,
 ) -> None:
@@ -119,13 +120,14 @@ def main(
         reach: end a run when it has this accuracy; it fails if it has not after its own --steps
         flags: of train.py, for all methods
         seeds: of each method
+        first_seed: the lowest of them
         workers: runs at a time, each with one thread
         json_file: where the rows of all runs are; the same command resumes after a stop
     """
     if [bool(steps), bool(seconds), bool(reach)].count(True) != 1:
         raise InputError("give one of --steps, --seconds and --reach")
     planned = [
-        Run(setting, *arm(method, flags), FIRST_SEED + seed, seconds, steps, reach)
+        Run(setting, *arm(method, flags), first_seed + seed, seconds, steps, reach)
         for seed in range(seeds)
         for method in methods
     ]

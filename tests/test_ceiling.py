@@ -245,31 +245,6 @@ def test_what_there_is_no_figure_for():
         figures(rows, [made_up_group(1, [[1, 0]])], SETTINGS, "run")
 
 
-def test_measured_rest():
-    """Seconds of 100 to 400 tokens of 1000, of which an update takes 0.2 s whatever it keeps.
-    Catches a fixed time that counts as training, a rest that leaves it out, and a step that waited
-    for another program."""
-    rows = []
-    for step in range(2, 21):
-        kept = 100.0 + 15 * step
-        train = 0.2 + 0.001 * kept
-        row = {"cost/sampled": 1000.0, "cost/kept": kept, "time/train": train}
-        rows.append(row | {"step_time": 0.3 + train})
-    rows[3]["step_time"] = 99.0
-    assert ceiling.measured_rest(rows) == pytest.approx(0.5)  # 500 tokens of 1000
-
-
-@pytest.mark.parametrize("slope", [-0.001, 0.003, 0.0015])
-def test_seconds_of_a_token(slope):
-    """Seconds that fall with the tokens, that leave a fixed time below 0, or that are of equal
-    tokens: all of the time is taken to grow with them."""
-    kept = torch.tensor([100.0, 200.0, 300.0, 400.0, 500.0], dtype=torch.float64)
-    kept = kept if slope != 0.0015 else 200 + kept / 10
-    seconds = 0.6 + slope * (kept - 300)
-    expected = (seconds / kept).median().item()
-    assert ceiling.seconds_of_a_token(kept, seconds) == expected
-
-
 PASS_RATES = [[0.0] * 9 + [0.5], [0.97], [0.1, 0.5, 0.9, 0.9], [0.0, 0.1, 1.0, 0.4], [0.0005]]
 
 

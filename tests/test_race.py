@@ -1,6 +1,7 @@
 """The runner of equal steps and equal seconds, with runs that take no time except in one test."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -61,7 +62,7 @@ def test_bad_names_and_flags_end_it_first(fake_runs, tmp_path):
     with pytest.raises(SystemExit):
         race.main(("grpo", "mine=--method grpo --learning 1"), steps=1, json_file=file)
     for both in ({}, {"steps": 1, "seconds": 1}):
-        with pytest.raises(InputError, match="give either --steps or --seconds"):
+        with pytest.raises(InputError, match="give one of --steps, --seconds and --reach"):
             race.main(json_file=file, **both)
     assert not fake_runs
 
@@ -81,7 +82,7 @@ def test_real_runs(tmp_path, monkeypatch, policy_folder):
     assert timed["made"] > 0
     assert counted["made"] == 8
     assert counted["prompts"] == 16, "half of 8 x 4"
-    assert [step for step, _accuracy in counted["curve"]] == [2, 4, 6]
+    assert [step for step, *_ in counted["curve"]] == [2, 4, 6]
     assert counted["train"] + counted["rollout"] < counted["wall"]
     assert counted["sampled"] > 16 * 2 * 2, "a prompt has more than 2 tokens"
     assert 0 < counted["trained"] < counted["sampled"]
@@ -101,6 +102,21 @@ def test_a_run_that_diverges_is_a_row(monkeypatch, policy_folder):
     run = Run("arithmetic", "grpo", f"--method grpo --model {policy_folder}", 0, 0, 8)
     row = race.make_one(run)
     assert (row["accuracy"], row["failed"], row["made"]) == (0.0, "loss nan", 0)
+
+
+def test_until_an_accuracy(monkeypatch, policy_folder):
+    """Evaluated after every tenth step. Catches a run that goes on, one that ends before its own
+    steps, and seconds of other steps."""
+    found = iter([0.2, 0.7, 0.7, 0.1, 0.2])
+    monkeypatch.setattr(race, "warm_up", lambda _setting: None)
+    monkeypatch.setattr(race, "evaluate", lambda *_: next(found))
+    flags = f"--model {policy_folder} --prompts-per-step 1 --group-size 2 --max-new-tokens 1"
+    run = Run("arithmetic", "grpo", f"{flags} --steps 30", 0, budget=0, steps=0, reach=0.7)
+    row = race.make_one(run)
+    assert [point[:2] for point in row["curve"]] == [[10, 0.2], [20, 0.7]]
+    assert 0 < row["curve"][0][2] < row["curve"][1][2] == row["seconds"]
+    row = race.make_one(replace(run, flags=f"{flags} --steps 12"))
+    assert (row["made"], row["accuracy"], row["curve"][0][1]) == (12, 0.2, 0.1)
 
 
 def test_plan():

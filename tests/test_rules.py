@@ -54,7 +54,7 @@ def test_method_is_a_choice_of_two_rules():
         assert cfg.prompt_prune_rate == (0.0 if rules[0] == "none" else 0.3)
         no_rate = rules[1] in ("none", "zero", "adaptive")
         assert cfg.completion_prune_rate == (0.0 if no_rate else 0.7)
-        assert (cfg.prompts_per_step, cfg.rest) == (32, 0.4)
+        assert (cfg.prompts_per_step, cfg.rest) == (32, "auto")
         assert (cfg.lr, cfg.lr_schedule) == (1e-6, "constant")
     assert config.resolve(config.Config(device="cpu")).method == "adaptive"
     cfg = config.resolve(config.Config(method="grpo", completion_rule="pps", device="cpu"))

@@ -44,7 +44,7 @@ def flags(model, out_dir, **changes):
     options = {
         "model": model, "method": "dppo", "out_dir": out_dir, "device": "cpu", "steps": 4,
         "prompts_per_step": 4, "group_size": 6, "max_new_tokens": 6, "pack_tokens": 48, "lr": 1e-3,
-        "eval_every": 0, "save_every": 0,
+        "eval_every": 0, "save_every": 0, "rest": 0.4,
     } | changes  # fmt: skip
     flag = {name: f"--{name.replace('_', '-')}" for name in options}
     pairs = [[flag[name], str(value)] for name, value in options.items() if value is not True]
