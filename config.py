@@ -8,7 +8,7 @@ loaded or written.
 import importlib
 import math
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import tyro
@@ -20,29 +20,8 @@ from flags import Config
 from runtime import InputError, checkpoint
 from runtime.device import choose_device, choose_dtype
 
-
-@dataclass(frozen=True)
-class Method:
-    """What a --method sets: two rules, and with the embedded model the defaults of other flags."""
-
-    prompt_rule: str = "none"
-    completion_rule: str = "none"
-    tiny: dict = field(default_factory=dict)  # with --model tiny
-
-
-METHODS = {  # the name of any other rule is a method, too: that rule, at its level or at both
-    "grpo": Method(tiny={"group_size": 8}),
-    # The winner of a search at equal seconds (docs/results.md): small groups, most of them dead.
-    "grpo_zero": Method(completion_rule="zero", tiny={"prompts_per_step": 16, "group_size": 4}),
-    "uniform": Method("uniform", "uniform"),
-    "dppo": Method("dppo", "dppo"),
-    "pps": Method(
-        completion_rule="pps", tiny={"group_size": 8, "completion_prune_rate": 0.9, "lr": 4.3e-4}
-    ),
-    "adaptive": Method(completion_rule="adaptive", tiny={"group_size": 8}),
-}
-
-
+# Pairs of a prompt rule and a completion rule. The name of a rule is a method, too.
+METHODS = {"grpo": ("none", "none"), "grpo_zero": ("none", "zero")}
 FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the experiment
     "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "gradient_checkpointing",
     "shard", "out_dir", "resume", "eval_every", "save_every", "track",
@@ -93,11 +72,11 @@ def resolve(cfg: Config) -> Config:
     device = choose_device(cfg.device)
     tiny = cfg.model == "tiny"
     cfg = replace(cfg, loss=cfg.loss or ("dr_grpo" if tiny else "grpo"))
-    method = method_of(cfg)
+    prompt_rule, completion_rule = rules_of(cfg)
     cfg = replace(
         cfg,
-        prompt_rule=cfg.prompt_rule or method.prompt_rule,
-        completion_rule=cfg.completion_rule or method.completion_rule,
+        prompt_rule=cfg.prompt_rule or prompt_rule,
+        completion_rule=cfg.completion_rule or completion_rule,
     )
     _check_entries(cfg)
     prompt_rule = sampler.PROMPT_RULES[cfg.prompt_rule]
@@ -109,8 +88,7 @@ def resolve(cfg: Config) -> Config:
     eps_low, eps_high = dppo.LOSSES[cfg.loss].clip
     defaults = {
         "prompt_prune_rate": prompt_rule.rate or 0.0,
-        "prompts_per_step": 32,
-        "group_size": 16,
+        "prompts_per_step": 16 if tiny else 64,
         "completion_prune_rate": completion_rule.rate or 0.0,
         "scale_rewards": dppo.LOSSES[cfg.loss].scale_rewards,
         "eps_low": eps_low,
@@ -121,8 +99,6 @@ def resolve(cfg: Config) -> Config:
         "lr_schedule": "linear" if tiny else "constant",
         "pack_tokens": 2048 if device == "cpu" else 8192,
     }
-    if tiny:  # a rule without a rate keeps its 0
-        defaults |= {name: value for name, value in method.tiny.items() if defaults[name]}
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     cfg = replace(cfg, device=device, dtype=dtype, **missing)
     _check_values(cfg)
@@ -130,9 +106,9 @@ def resolve(cfg: Config) -> Config:
     return cfg
 
 
-def method_of(cfg: Config) -> Method:
-    """The Method of --method. Rivals are loaded if one is asked for; else the core has no need of
-    them."""
+def rules_of(cfg: Config) -> tuple[str, str]:
+    """The prompt rule and the completion rule of --method. Rivals are loaded if one is asked for;
+    else the core has no need of them."""
     ours = {*METHODS, *sampler.PROMPT_RULES, *dppo.COMPLETION_RULES}
     asked = {cfg.method, cfg.prompt_rule, cfg.completion_rule} - {None}
     if not asked <= ours:
@@ -140,11 +116,8 @@ def method_of(cfg: Config) -> Method:
     prompt_rules, completion_rules = sampler.PROMPT_RULES, dppo.COMPLETION_RULES
     name = cfg.method
     _check_name(cfg, "method", {**METHODS, **prompt_rules, **completion_rules})
-    if name in METHODS:
-        return METHODS[name]
-    return Method(
-        name if name in prompt_rules else "none", name if name in completion_rules else "none"
-    )
+    named = (name if name in prompt_rules else "none", name if name in completion_rules else "none")
+    return METHODS.get(name, named)
 
 
 def _check_name(cfg: Config, name: str, known: dict) -> None:
@@ -259,9 +232,9 @@ def check_prompts(cfg: Config, prompts: int) -> None:
 def warnings(cfg: Config) -> list[str]:
     """What may surprise a user of a resolved Config, above all a gradient that is not unbiased."""
     notes = []
-    method = method_of(cfg)
-    by_method = cfg.prompt_rule == method.prompt_rule and prunes_prompts(cfg)
-    if by_method and cfg.completion_rule != method.completion_rule:
+    prompt_rule, completion_rule = rules_of(cfg)
+    by_method = cfg.prompt_rule == prompt_rule and prunes_prompts(cfg)
+    if by_method and cfg.completion_rule != completion_rule:
         notes.append(
             f"prompts are pruned, too: by {cfg.prompt_rule}, the prompt rule of --method "
             f"{cfg.method}; --prompt-rule none keeps all"

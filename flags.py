@@ -64,7 +64,7 @@ class Config(Flags):
     completion_prune_rate: float | None = None
     """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
     its group's mean. pps: the share of sampled tokens not trained on; higher means that less is
-    kept. By default 0.7, or 0.9 for pps with tiny."""
+    kept. By default 0.7."""
     rest: float | Literal["auto"] = "auto"
     """For adaptive: the time of all of a step but training, above all the rollout, over the time of
     training on everything that was sampled. Lower means that less is kept. auto measures it, after
@@ -114,11 +114,10 @@ class Config(Flags):
     steps: int = 100
     """Steps of the run. Each samples one batch and makes --minibatches optimizer updates."""
     prompts_per_step: int | None = None
-    """Q, the candidate prompts of a step, which also set the denominator. By default 32; 16 for
-    grpo_zero with tiny."""
-    group_size: int | None = None
-    """G, the completions sampled for each prompt. By default 16; with tiny 8, or 4 for
-    grpo_zero."""
+    """Q, the candidate prompts of a step, which also set the denominator. By default 64; with tiny
+    16."""
+    group_size: int = 8
+    """G, the completions sampled for each prompt."""
     minibatches: int = 1
     """Optimizer updates of a step. Each trains on its share of the step's prompts."""
     max_new_tokens: int | None = None
@@ -136,7 +135,7 @@ class Config(Flags):
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
-    """Learning rate of AdamW. By default 1e-6; with tiny 6e-4, or 4.3e-4 for pps."""
+    """Learning rate of AdamW. By default 1e-6; with tiny 6e-4."""
     warmup: int = 5
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
