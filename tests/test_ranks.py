@@ -220,17 +220,17 @@ def test_ranks_load_in_turns(policy_folder):
 
 
 def test_resumed_on_other_ranks(policy_folder, run, tmp_path):
-    """Two steps sharded over 2 ranks, two on one rank, two sharded over 3: the log and checkpoint
-    of a run on one rank.
+    """A step sharded over 2 ranks, one on one rank, one sharded over 3: the log and checkpoint of a
+    run on one rank.
 
     Catches a share that is saved as the whole, and Adam's state of another parameter.
     """
-    common = {"save_every": 2, "eval_every": 2, "eval_problems": 3, "beta": 0.1}
+    common = {"save_every": 1, "eval_every": 3, "eval_problems": 3, "beta": 0.1}
     broken = flags(policy_folder, str(tmp_path / "broken"), **common)
-    run("whole", steps=6, **common)
-    in_processes(2, toy.main, [*broken, "--steps", "2", "--shard", "fsdp"])
-    run("broken", steps=4, resume=True, shard="none", **common)
-    in_processes(3, toy.main, [*broken, "--steps", "6", "--resume", "--shard", "fsdp"])
+    run("whole", steps=3, **common)
+    in_processes(2, toy.main, [*broken, "--steps", "1", "--shard", "fsdp"])
+    run("broken", steps=2, resume=True, shard="none", **common)
+    in_processes(3, toy.main, [*broken, "--steps", "3", "--resume", "--shard", "fsdp"])
     for here, there in zip(rows(tmp_path / "whole"), rows(tmp_path / "broken"), strict=True):
         assert here.keys() == there.keys()
         for key in {"step", "reward", "grad_norm", "loss", "eval/avg@4"} & here.keys():

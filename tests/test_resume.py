@@ -8,6 +8,7 @@ import runpy
 import sys
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -283,15 +284,17 @@ def test_a_tilde_is_the_home(monkeypatch, kind, args):
     ("asked", "reward", "wrong_model"),
     [("+1?", None, True), ("+1?", toy.toy_reward, False), (" apples?", toy.toy_reward, True)],
 )
-def test_a_file_of_a_few_rows(run, tmp_path, capsys, asked, reward, wrong_model):
+def test_a_file_of_a_few_rows(tmp_path, capsys, asked, reward, wrong_model):
     """Of eight, one is held out, and the error says so. The embedded model is said to be the wrong
     one, except for sums with a reward of the user's."""
     problems = [{"problem": f"{n}{asked}", "answer": "1"} for n in range(8)]
     log.append_rows(tmp_path / "few.jsonl", problems)
-    options = {"data": str(tmp_path / "few.jsonl"), "instruction": "", "steps": 1, "model": "tiny"}
+    options = {"data": str(tmp_path / "few.jsonl"), "instruction": "", "group_size": 2, "steps": 1}
+    args = flags("tiny", tmp_path / "run", **options)
+    cfg = config.parse_config([*args, "--prompts-per-step", "8"])
     with pytest.raises(InputError, match="the data hold only 7 without those held out; lower it"):
-        run("run", reward, prompts_per_step=8, **options)
-    run("run", reward, prompts_per_step=7, **options)
+        train.main(cfg, reward=reward)
+    train.main(replace(cfg, prompts_per_step=7), reward=reward)
     assert ("--model tiny can only add" in capsys.readouterr().out) == wrong_model
 
 
