@@ -167,6 +167,4 @@ def test_a_token_of_probability_0_is_never_drawn(monkeypatch):
 def test_a_row_of_nan_gives_some_token():
     """Catches an index beyond the vocabulary: it would end the run before the check for NaN, which
     names the fault, is reached."""
-    for vocabulary in (7, 1300):
-        drawn = compact.draw(torch.full((1, vocabulary), torch.nan), torch.tensor([[0.5]]))
-        assert drawn < vocabulary
+    assert compact.draw(torch.full((1, 1300), torch.nan), torch.tensor([[0.5]])) < 1300

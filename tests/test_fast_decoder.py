@@ -10,7 +10,6 @@ import models
 import packing
 import rollout
 from engines import check_decoder, compact, fast_decoder
-from runtime import checkpoint, ranks
 
 SMALL = {
     "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -208,32 +207,3 @@ def test_neighbours_in_memory_are_not_joined():
         wanted = torch.cat([part.detach().clone() for part in parts])
         assert torch.equal(fast_decoder.joined(*parts), wanted)
         assert torch.equal(torch.cat(parts), wanted)
-
-
-def test_a_model_trains_after_a_rollout():
-    """Catches weights or samples that were made in inference mode, which autograd refuses."""
-    model = make("Qwen3")
-    model.why_not_fast = ""
-    sampling = rollout.Sampling(3, [-1], 0, engine=compact)
-    found = rollout.sample(model, [[65, 66]], sampling, group_size=2, seed=0)
-    pack = packing.build_pack([[65, 66]], [found.completion_ids[0, 0].tolist()])
-    logprobs = packing.packed_logprobs(model, pack)[0]
-    (logprobs * found.logprobs[0, 0]).sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    assert not found.completion_ids.is_inference()
-
-
-def test_checkpoints_of_joined_weights(tmp_path, make_policy):
-    """Catches a checkpoint that safetensors refuses because weights share memory, that holds a
-    joined tensor whole for each of its parts, or that lacks one."""
-    model, tokenizer = make("Qwen2", tie_word_embeddings=True), make_policy()[1]
-    before = tmp_path / "before"
-    model.save_pretrained(before)
-    fast_decoder.Decoder(model, 4)
-    checkpoint.save(tmp_path, model, ranks.weights(model), tokenizer, {"step": 1}, keep=1)
-    saved = tmp_path / "checkpoint-000001"
-    sizes = {(folder / "model.safetensors").stat().st_size for folder in (before, saved)}
-    assert len(sizes) == 1
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(saved).state_dict()
-    for name, weight in model.state_dict().items():
-        assert torch.equal(loaded[name], weight), name

@@ -268,17 +268,6 @@ def test_a_policy_with_other_rows_and_tokens(make_policy, tmp_path):
     assert models.sampling(loaded, tokenizer, 9).pad_id == tokenizer.eos_token_id
 
 
-def test_weights_have_the_type_that_is_asked_for(make_policy, tmp_path):
-    """Whatever they are stored in. Catches rotary frequencies that are rounded, too."""
-    for part in make_policy(dtype=torch.bfloat16):
-        part.save_pretrained(tmp_path)
-    load = lambda *dtype: models.load_policy(str(tmp_path), "cpu", *dtype)[0]
-    exact, rounded = load(), load("bfloat16")
-    assert {parameter.dtype for parameter in exact.parameters()} == {torch.float32}
-    assert {parameter.dtype for parameter in rounded.parameters()} == {torch.bfloat16}
-    assert torch.equal(exact.model.rotary_emb.inv_freq, rounded.model.rotary_emb.inv_freq)
-
-
 # ------------------------------------------------------------------------- the cache's budget
 
 
