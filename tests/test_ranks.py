@@ -225,7 +225,7 @@ def test_resumed_on_other_ranks(policy_folder, run, tmp_path):
 
     Catches a share that is saved as the whole, and Adam's state of another parameter.
     """
-    common = {"save_every": 1, "eval_every": 3, "eval_problems": 3, "beta": 0.1}
+    common = {"save_every": 1, "eval_every": 1, "eval_problems": 3, "beta": 0.1}
     broken = flags(policy_folder, str(tmp_path / "broken"), **common)
     run("whole", steps=3, **common)
     in_processes(2, toy.main, [*broken, "--steps", "1", "--shard", "fsdp"])

@@ -4,7 +4,6 @@ tests/vllm.sh builds an environment with a vLLM for CPUs and runs these tests in
 they are skipped.
 """
 
-import collections
 import json
 import os
 import random
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy import assert_same, flags, plain_logits, rows, timeless
+from toy import assert_same, flags, rows, timeless
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import config
@@ -86,7 +85,8 @@ def largest_gap(model, rollouts, cfg=CFG):
 
 def test_rollouts_are_those_of_the_policy(pair):
     """Log-probs, end tokens, cuts and energies; the pad is an end token. Catches log-probs from
-    before the temperature, and lengths from token values."""
+    before the temperature, top-k of the model's own generation config, and lengths from token
+    values."""
     model, engine = pair
     ends = {"eos_ids": [256, *range(0, 256, 16)], "pad_id": 16}
     got = sample(model, engine, temperature=0.6, group_size=40, **ends)
@@ -127,19 +127,6 @@ def test_seed_decides_everything(pair):
     assert not torch.equal(one.completion_ids, other.completion_ids)
     group = {tuple(ids) for ids in one.completion_ids[0].tolist()}
     assert len(group) > 1, "a group's completions differ"
-
-
-def test_first_tokens_are_as_frequent_as_the_policy_says(pair):
-    """4,000 draws, within 4.5 standard errors. Catches top-k or a temperature from the model's own
-    generation config."""
-    model, engine = pair
-    got = sample(model, engine, group_size=1000, max_new_tokens=1)
-    for k in (0, 3):
-        probs = plain_logits(model, torch.tensor([PROMPTS[k]]))[0, -1].softmax(dim=-1).tolist()
-        counts = collections.Counter(got.completion_ids[k].flatten().tolist())
-        for token, prob in enumerate(probs):
-            error = (prob * (1 - prob) / 1000) ** 0.5
-            assert abs(counts[token] / 1000 - prob) <= 4.5 * error + 2e-3
 
 
 def test_the_check_finds_what_was_forgotten(pair, monkeypatch):
