@@ -116,6 +116,18 @@ def test_resumed_bit_for_bit(tmp_path):
     assert rows[4]["dppo/kept_prompts"] == 1.0
 
 
+def test_zero_trains_like_grpo():
+    """Three steps without the completions whose advantage is 0. Catches random numbers that TRL uses
+    and the pruned step does not: its next samples would be others."""
+    weights = []
+    for rule in ("none", "zero"):
+        trainer = make(prompts=trl_toy.MANY, completion_rule=rule, max_steps=3)
+        trainer.train()
+        weights.append(trainer.model.state_dict())
+    assert trainer.state.log_history[0]["dppo/kept_completions"] < 1
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
+
+
 def test_the_main_rank_saves(tmp_path, monkeypatch):
     """Fails if every rank writes the file."""
     trainer = make(**PROMPTS, output_dir=str(tmp_path))
