@@ -117,8 +117,8 @@ def test_resumed_bit_for_bit(tmp_path):
 
 
 def test_zero_trains_like_grpo():
-    """Three steps without the completions whose advantage is 0. Catches random numbers that TRL uses
-    and the pruned step does not: its next samples would be others."""
+    """Three steps without the completions whose advantage is 0. Catches random numbers that TRL
+    draws and the pruned step does not: its next samples would be others."""
     weights = []
     for rule in ("none", "zero"):
         trainer = make(prompts=trl_toy.MANY, completion_rule=rule, max_steps=3)
