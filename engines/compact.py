@@ -15,6 +15,7 @@ row of the batch each; after the next token there are C distinct texts.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import (
     LogitsProcessorList,
@@ -192,23 +193,19 @@ def draw(probs, uniform, row=None):
         ends = probs.cumsum(dim=1, dtype=torch.float64)
         return _place(ends if row is None else ends[row], uniform)
 
-    # Choose a block. The last one is shorter than the others, and may be empty.
-    full = V // BLOCK * BLOCK
-    sums = probs[:, :full].unflatten(1, (-1, BLOCK)).sum(dim=2)
-    sums = torch.cat([sums, probs[:, full:].sum(dim=1, keepdim=True)], dim=1).double()
+    # Choose a block. The last one is filled up with zeros.
+    row = torch.arange(len(probs), device=probs.device) if row is None else row  # [B]
+    blocks = F.pad(probs, (0, -V % BLOCK)).unflatten(1, (-1, BLOCK))  # [R, blocks, BLOCK]
+    sums = blocks.sum(dim=2).double()[row]  # [B, blocks]
     ends = sums.cumsum(dim=1)
-    if row is not None:
-        sums, ends = sums[row], ends[row]  # [B, blocks]
     block = _place(ends, uniform)  # [B, 1]
 
     # Choose a token of the block, by how far into the block the random number reaches.
     point = uniform * ends[:, -1:] - (ends - sums).gather(1, block)
     share = (point / sums.gather(1, block)).clamp(0.0, BELOW_1)
-    columns = block * BLOCK + torch.arange(BLOCK, device=probs.device)  # [B, BLOCK]
-    readable = columns.clamp(max=V - 1)
-    entries = probs.gather(1, readable) if row is None else probs[row[:, None], readable]
-    entries = entries.double().masked_fill(columns >= V, 0.0)
-    return columns.gather(1, _place(entries.cumsum(dim=1), share)).clamp(max=V - 1)
+    entries = blocks[row, block[:, 0]].double()  # [B, BLOCK]
+    token = block * BLOCK + _place(entries.cumsum(dim=1), share)
+    return token.clamp(max=V - 1)
 
 
 def _place(ends, share):

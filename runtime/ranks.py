@@ -11,7 +11,6 @@ stops when its own completions end: it uses a whole copy of the model, refreshed
 
 import datetime
 import heapq
-import itertools
 import json
 import os
 import socket
@@ -30,7 +29,6 @@ from runtime import InputError
 from runtime.device import choose_device
 
 MAX = dist.ReduceOp.MAX
-BUCKET = 2**25  # elements of the gradients that are summed at once
 # A rank that waits longer for another ends the run. NCCL's own 10 minutes are too short while one
 # rank downloads a model.
 LIMIT = datetime.timedelta(minutes=30)
@@ -169,23 +167,16 @@ def largest_first(work: list[float], world: int) -> list[int]:
 
 
 def sum_gradients(model) -> None:
-    """Sum all gradients over ranks, a bucket at a time; FSDP has already summed sharded ones. A
-    bucket has about BUCKET elements, or is one larger weight.
+    """Sum all gradients over ranks; FSDP has already summed sharded ones.
 
     There is no DDP wrapper, so a rank that kept nothing simply contributes zeros.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    if are_several() and not is_sharded(model):
-        ends = itertools.accumulate(parameter.numel() for parameter in parameters)
-        numbered = zip(ends, parameters, strict=True)
-        for _, bucket in itertools.groupby(numbered, key=lambda pair: pair[0] // BUCKET):
-            grads = [parameter.grad for _, parameter in bucket]
-            flat = all_reduce(torch.cat([grad.flatten() for grad in grads]))
-            for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(total.view_as(grad))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if not is_sharded(model):
+                all_reduce(parameter.grad)
 
 
 # ---------------------------------------------------------------------------- --shard fsdp

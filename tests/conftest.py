@@ -29,7 +29,8 @@ collect_ignore_glob = ["integrations/verl_*.py"]  # tests/verl.sh
 if not importlib.util.find_spec("trl"):
     collect_ignore_glob.append("integrations/trl_*.py")
 LONG = (
-    "test_notebooks", "test_ranks", "test_stop", "test_train.py::test_two_ranks",
+    "test_notebooks", "test_ranks", "test_stop", "test_trl_ranks",
+    "test_train.py::test_several_ranks",
 )  # fmt: skip
 
 

@@ -48,11 +48,14 @@ def test_fused_norms_return_the_models_type(weights):
 
 
 def test_cast_weights_have_memory_of_their_own():
-    """Fails if the same type is not copied: loaded weights may be unaligned views of a file."""
+    """Fails if the same type is not copied: loaded weights may be unaligned views of a file. And if
+    buffers, such as rotary frequencies, are rounded."""
     layer = torch.nn.Linear(3, 2)
+    layer.register_buffer("frequencies", torch.ones(1) / 3)
     before = layer.weight.data
     device.cast_weights(layer, "float32")
     assert layer.weight.data_ptr() != before.data_ptr()
     assert torch.equal(layer.weight, before)
     device.cast_weights(layer, "bfloat16")
     assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
+    assert layer.frequencies.dtype == torch.float32

@@ -10,7 +10,6 @@ import models
 import packing
 import rollout
 from engines import check_decoder, compact, fast_decoder
-from runtime import checkpoint, ranks
 
 SMALL = {
     "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -107,13 +106,13 @@ def test_a_model_that_differs_keeps_transformers():
         assert "differ" in model.why_not_fast
 
 
+class Adapted(torch.nn.Linear):
+    """An adapter that adds nothing yet."""
+
+
 def test_an_adapted_model_keeps_transformers():
-    """Catches an adapter that adds nothing yet, so that the comparison passes, and is lost once it
-    is trained: the fast decoder reads the layer's weight alone."""
-
-    class Adapted(torch.nn.Linear):
-        pass
-
+    """Catches an adapter that passes the comparison, and is lost once it is trained: the fast
+    decoder reads the layer's weight alone."""
     model = make("Llama")
     model.model.layers[1].mlp.up_proj.__class__ = Adapted
     check_decoder.compare(model)
@@ -125,7 +124,7 @@ def test_bfloat16_is_as_close_as_transformers(monkeypatch):
     from float32 than transformers is."""
     call = fast_decoder.Decoder.__call__
     noise = 0.05 * torch.randn(258, generator=torch.Generator().manual_seed(0))
-    for family in ("Llama", "Qwen2", "Qwen3"):
+    for family in ("Qwen2", "Qwen3"):
         exact = check_decoder.logits(make(family))
         model = make(family, torch.bfloat16)
         check_decoder.compare(model, exact)
@@ -173,75 +172,33 @@ def test_weights_are_stored_once():
             assert getattr(one, name).data_ptr() == getattr(other, name).data_ptr(), name
 
 
-@pytest.mark.parametrize("change", ["train", "copy", "load", "cast", "replace"])
+@pytest.mark.parametrize("change", ["copy", "replace"])
 def test_the_decoder_sees_new_weights(change):
-    """Catches samples from old weights after an update, a deep copy, load_state_dict, a cast, or a
-    parameter that is given other memory."""
+    """Catches samples from old weights after an update of a deep copy, or of a parameter that is
+    given other memory, as by a cast."""
     model = make("Qwen3")
     check_decoder.compare(model)
     before = check_decoder.logits(model)
     if change == "copy":
         model = copy.deepcopy(model)
-    if change in ("train", "copy"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         pack = packing.build_pack([[65, 66]], [[67, 68, 69]])
         (-packing.packed_logprobs(model, pack)[0].sum()).backward()
         optimizer.step()
-    if change == "load":
-        model.load_state_dict({k: 1.1 * v for k, v in model.state_dict().items()})
-    if change == "cast":
-        model.double()
-    if change == "replace":
+    else:
         weight = model.model.layers[1].self_attn.v_proj.weight
         weight.data = weight.data * 2
     assert gap(model) < 1e-5
-    if change != "cast":
-        assert (check_decoder.logits(model) - before).abs().max() > 0.01
+    assert (check_decoder.logits(model) - before).abs().max() > 0.01
 
 
 def test_neighbours_in_memory_are_not_joined():
     """Catches parameters that are neighbours in memory, but in another order or in storages of
     their own, taken for joined ones."""
     memory = torch.randn(6, 3)
-    own_storage = lambda rows: torch.from_numpy(rows.numpy())
-    same_storage = lambda rows: rows
-    for order, view in (
-        ([0, 4, 2], same_storage),
-        ([2, 0, 4], same_storage),
-        ([0, 2, 4], same_storage),
-        ([0, 2, 4], own_storage),
-    ):
-        parts = [torch.nn.Parameter(view(memory[row : row + 2])) for row in order]
+    apart = [torch.from_numpy(rows.numpy()) for rows in (memory[:2], memory[2:])]
+    for views in ([memory[2:], memory[:2]], apart):
+        parts = [torch.nn.Parameter(view) for view in views]
         wanted = torch.cat([part.detach().clone() for part in parts])
         assert torch.equal(fast_decoder.joined(*parts), wanted)
         assert torch.equal(torch.cat(parts), wanted)
-
-
-def test_a_model_trains_after_a_rollout():
-    """Catches weights or samples that were made in inference mode, which autograd refuses."""
-    model = make("Qwen3")
-    model.why_not_fast = ""
-    sampling = rollout.Sampling(3, [-1], 0, engine=compact)
-    found = rollout.sample(model, [[65, 66]], sampling, group_size=2, seed=0)
-    pack = packing.build_pack([[65, 66]], [found.completion_ids[0, 0].tolist()])
-    logprobs = packing.packed_logprobs(model, pack)[0]
-    (logprobs * found.logprobs[0, 0]).sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    assert not found.completion_ids.is_inference()
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_checkpoints_of_joined_weights(tmp_path, make_policy, tied):
-    """Catches a checkpoint that safetensors refuses because weights share memory, that holds a
-    joined tensor whole for each of its parts, or that lacks one."""
-    model, tokenizer = make("Qwen2", tie_word_embeddings=tied), make_policy()[1]
-    before = tmp_path / "before"
-    model.save_pretrained(before)
-    fast_decoder.Decoder(model, 4)
-    checkpoint.save(tmp_path, model, ranks.weights(model), tokenizer, {"step": 1}, keep=1)
-    saved = tmp_path / "checkpoint-000001"
-    sizes = {(folder / "model.safetensors").stat().st_size for folder in (before, saved)}
-    assert len(sizes) == 1
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(saved).state_dict()
-    for name, weight in model.state_dict().items():
-        assert torch.equal(loaded[name], weight), name

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import time
-from unittest import mock
 
 import pytest
 import torch
@@ -19,17 +18,11 @@ import sampler
 import train
 import update
 from rollout import Rollouts
-from runtime import InputError, checkpoint, ranks
+from runtime import InputError, ranks
+from runtime.stop import Stop
 from tasks import arithmetic
 
 # ---------------------------------------------------------------------------- the process group
-
-ONE = [{"WORLD_SIZE": "4"}, {"LOCAL_RANK": "1"}, {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}]
-INCOMPLETE = [
-    ({"RANK": "0"}, "WORLD_SIZE expected, but not set"),
-    ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR expected, but not set"),
-    ({"RANK": "first", "WORLD_SIZE": "2"}, "ValueError: invalid literal for int"),
-]
 
 
 @pytest.fixture
@@ -45,26 +38,46 @@ def launched(monkeypatch):
     return set_only
 
 
-@pytest.mark.parametrize("variables", ONE)
-def test_a_process_that_nobody_launched_is_alone(run, tmp_path, launched, variables):
+def test_a_process_that_nobody_launched_is_alone(run, tmp_path, launched):
     """Whatever a scheduler exports. Catches a share of the batch that nobody samples."""
-    run("plain", steps=2)
-    launched(variables)
-    run("exported", steps=2, save_every=2)
-    plain, exported = (toy.rows(tmp_path / name) for name in ("plain", "exported"))
-    rewards = [row["reward"] for row in plain]
-    assert rewards == [row["reward"] for row in exported]
+    run("plain", steps=1)
+    launched({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    run("exported", steps=1)
+    plain, exported = (toy.rows(tmp_path / name)[0] for name in ("plain", "exported"))
+    assert plain["reward"] == exported["reward"]
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["ranks"] == 1
-    assert (tmp_path / "exported" / "checkpoint").exists()
 
 
-@pytest.mark.parametrize(("variables", "message"), INCOMPLETE)
-def test_incomplete_variables_of_a_launcher(run, tmp_path, launched, variables, message):
-    launched(variables)
-    with pytest.raises(InputError, match=f"RANK is .*{message}.*with torchrun, or unset") as caught:
+def test_incomplete_variables_of_a_launcher(run, tmp_path, launched):
+    launched({"RANK": "0"})
+    message = "RANK is 0 .*WORLD_SIZE expected, but not set.*with torchrun, or unset"
+    with pytest.raises(InputError, match=message) as caught:
         run("run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def broadcast_and_stop():
+    rank, world = ranks.start("cpu")
+
+    def fail():
+        raise InputError(f"wrong on {rank}")
+
+    found = ranks.broadcast(lambda: print("called", flush=True) or f"found by {rank}")
+    with pytest.raises(InputError) as caught:
+        ranks.broadcast(fail)
+    stop = Stop()
+    stop.requested = rank == 1
+    print(f"{rank} of {world}: {found}, {caught.value}, {stop.agreed()}")
+
+
+def test_the_ranks_agree():
+    """Every rank gets the result, and the InputError, of rank 0. A request to stop on one rank
+    stops all. Catches problems that each rank chooses by its own clock, and a rank that goes on,
+    alone, to the next collective."""
+    first, second = in_processes(2, broadcast_and_stop)
+    assert first == "called\n0 of 2: found by 0, wrong on 0, True\n"
+    assert second == "1 of 2: found by 0, wrong on 0, True\n"
 
 
 # ---------------------------------------------------------------------------- shares of the work
@@ -103,16 +116,16 @@ def test_rollouts_follow_the_history(policy_folder, tmp_path, monkeypatch):
 
 
 def shared_out():
-    """On each rank: prompts are sampled by turns. Checks what each rank receives, also if log-probs
-    are computed again for later updates."""
-    rank, world = ranks.start("cpu")
+    """On each rank: checks what it receives, also if log-probs are computed again for later
+    updates."""
+    rank, _ = ranks.start("cpu")
     K, G, T = 5, 4, 6
     draw = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, T + 1, (K, G), generator=draw)
     keep = torch.rand(K, G, generator=draw) < 0.6
     keep[1] = False
     prompt_ids = [[100 + k] * (k + 1) for k in range(K)]
-    mine = torch.arange(K)[rank::world]
+    mine = (torch.tensor([0, 1, 1, 0, 1]) == rank).nonzero()[:, 0]
     # a token's id says whose it is; its log-probs follow from it
     ids = torch.arange(K * G * T).view(K, G, T)
     own = ids[mine]
@@ -140,8 +153,8 @@ def shared_out():
 
 def test_sequences_arrive_whole_and_once():
     """Catches a sequence that is lost, that arrives twice, or with another's tokens or log-probs.
-    Of 6 ranks, the last one has sampled nothing."""
-    printed = [line.split(";") for line in in_processes(6, shared_out)]
+    Of 3 ranks, the last one has sampled nothing."""
+    printed = [line.split(";") for line in in_processes(3, shared_out)]
     got = sorted(place for places, _ in printed for place in eval(places))
     assert got == eval(printed[0][1])
 
@@ -154,7 +167,7 @@ def load_slowly(folder):
 
     def watched(name):
         began = time.monotonic()
-        time.sleep(0.3)
+        time.sleep(0.1)
         found = read(name)
         print(began, time.monotonic(), flush=True)
         return found
@@ -176,22 +189,18 @@ def test_ranks_load_in_turns(policy_folder):
 # ---------------------------------------------------------------------------- sharded weights
 
 
-def test_resumed_on_other_ranks(policy_folder, tmp_path):
-    """Two steps sharded over 2 ranks, two on one rank, two sharded over 3: the log and checkpoint
-    of a run on one rank.
+def test_resumed_on_other_ranks(policy_folder, run, tmp_path):
+    """A step sharded over 2 ranks, one on one rank, one sharded over 3: the log and checkpoint of a
+    run on one rank.
 
     Catches a share that is saved as the whole, and Adam's state of another parameter.
     """
-    common = {"save_every": 2, "eval_every": 2, "eval_problems": 3, "beta": 0.1}
-
-    def go(name, steps, world, *args):
-        run = flags(policy_folder, str(tmp_path / name), steps=steps, **common)
-        in_processes(world, toy.main, [*run, *args])
-
-    go("whole", 6, 1)
-    go("broken", 2, 2, "--shard", "fsdp")
-    go("broken", 4, 1, "--resume", "--shard", "none")
-    go("broken", 6, 3, "--resume", "--shard", "fsdp")
+    common = {"save_every": 1, "eval_every": 1, "eval_problems": 3, "beta": 0.1}
+    broken = flags(policy_folder, str(tmp_path / "broken"), **common)
+    run("whole", steps=3, **common)
+    in_processes(2, toy.main, [*broken, "--steps", "1", "--shard", "fsdp"])
+    run("broken", steps=2, resume=True, shard="none", **common)
+    in_processes(3, toy.main, [*broken, "--steps", "3", "--resume", "--shard", "fsdp"])
     for here, there in zip(rows(tmp_path / "whole"), rows(tmp_path / "broken"), strict=True):
         assert here.keys() == there.keys()
         for key in {"step", "reward", "grad_norm", "loss", "eval/avg@4"} & here.keys():
@@ -201,88 +210,9 @@ def test_resumed_on_other_ranks(policy_folder, tmp_path):
     here, there = (json.loads((folder / "config.json").read_text()) for folder in (one, other))
     assert here == there
     here, there = (load_file(folder / "model.safetensors") for folder in (one, other))
-    assert here.keys() == there.keys()
-    for name in here:
-        torch.testing.assert_close(here[name], there[name], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
     load = lambda folder: torch.load(folder / "trainer.pt", weights_only=True)["optimizer"]
     here, there = load(one), load(other)
     assert here["param_groups"] == there["param_groups"]
-    assert here["state"].keys() == there["state"].keys()
     assert "exp_avg" in here["state"][0]
-    for index, entries in here["state"].items():
-        for name, value in entries.items():
-            torch.testing.assert_close(value, there["state"][index][name], rtol=1e-3, atol=1e-6)
-
-
-def fails_on_the_second(args):
-    rank = int(os.environ["RANK"])
-    calls = itertools.count(1)
-
-    def reward(completion, answer):
-        if rank == 1 and next(calls) > 30:  # of 12 or so in a step
-            raise ConnectionError("judge away")
-        return toy.toy_reward(completion, answer)
-
-    train.main(config.parse_config(args), reward=reward)
-
-
-def test_a_reward_that_raises_on_one_rank(policy_folder, tmp_path):
-    """The first rank saves the finished steps, although the second one has left. Catches a rank
-    that waits for one that failed."""
-    args = flags(policy_folder, str(tmp_path / "run"), steps=9)
-    _, second = in_processes(2, fails_on_the_second, args, codes=[1, 1])
-    assert "ConnectionError: judge away" in second
-    last = rows(tmp_path / "run")[-1]["step"]
-    assert last > 0
-    assert checkpoint.is_complete(tmp_path / "run" / f"checkpoint-{last:06d}")
-
-
-def add_in_buckets():
-    rank, _ = ranks.start("cpu")
-    model = torch.nn.Sequential(*(torch.nn.Linear(n, n + 1) for n in (3, 40, 2, 9)))
-    draw, add = torch.Generator().manual_seed(rank), ranks.all_reduce
-    for size, buckets in ((2**25, 1), (100, 4)):
-        for parameter in list(model.parameters())[1:]:  # the first one has no gradient
-            parameter.grad = torch.randn(parameter.shape, generator=draw).t().contiguous().t()
-        expected = [sum(ranks.all_gather(weight.grad)) for weight in [*model.parameters()][1:]]
-        sizes = []
-        record = lambda tensor, sizes=sizes: sizes.append(tensor.numel()) or add(tensor)
-        with mock.patch.multiple(ranks, BUCKET=size, all_reduce=record):
-            ranks.sum_gradients(model)
-        first, *others = (parameter.grad for parameter in model.parameters())
-        assert not first.any()
-        assert all(map(torch.equal, others, expected))
-        assert len(sizes) == buckets
-        assert sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
-        assert max(sizes) <= max(size, 40 * 41) + 100
-        model.zero_grad()
-
-
-def test_gradients_are_summed_in_buckets():
-    """The same sums, bit for bit. Catches a copy of all gradients, and one that ends up in another
-    parameter."""
-    in_processes(2, add_in_buckets)
-
-
-def broadcast_on_ranks():
-    rank, world = ranks.start("cpu")
-
-    def fail():
-        raise InputError(f"wrong on {rank}")
-
-    found = ranks.broadcast(lambda: print("called", flush=True) or f"found by {rank}")
-    try:
-        ranks.broadcast(fail)
-    except InputError as error:
-        print(f"{rank} of {world}: {found}, {error}")
-
-
-def test_the_first_rank_decides():
-    """Every rank gets the result, and the InputError, of rank 0.
-
-    Catches problems that each rank chooses by its own clock, and a base model that each rank
-    trains.
-    """
-    first, second = in_processes(2, broadcast_on_ranks)
-    assert first == "called\n0 of 2: found by 0, wrong on 0\n"
-    assert second == "1 of 2: found by 0, wrong on 0\n"
+    torch.testing.assert_close(here["state"], there["state"], rtol=1e-3, atol=1e-6)

@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 import time
-import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,8 +32,8 @@ def saved_step(folder):
 def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkeypatch):
     """--resume needs no flag but the folder, which may have moved; a changed flag is refused, or
     that of another version, and more steps are fine."""
-    run("run", steps=4, save_every=2, prompt_prune_rate=0.25)
-    run("falling", steps=2, save_every=2, lr_schedule="linear")
+    run("run", save_every=4, prompt_prune_rate=0.25)
+    run("falling", steps=1, save_every=1, lr_schedule="linear")
     out, falling = (["--resume", "--out-dir", str(tmp_path / name)] for name in ("run", "falling"))
     cfg = config.parse_config(out)
     settings = (cfg.model, cfg.prompt_prune_rate, cfg.group_size, cfg.steps)
@@ -43,9 +43,9 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
             InputError, match=f"--{flag} {value}: the run in .* has {before}; leave"
         ):
             config.parse_config([*out, f"--{flag}", value])
-    toy.main([*out, "--steps", "6"])
-    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(InputError, match=r"--steps 4: the run in .* has 2"):
+    toy.main([*out, "--steps", "5"])
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    with pytest.raises(InputError, match=r"--steps 4: the run in .* has 1"):
         config.parse_config([*falling, "--steps", "4"])
     with pytest.raises(InputError, match="holds a run: give --resume to continue it, or another"):
         run("run")
@@ -59,33 +59,28 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
         config.parse_config(["--resume"])
 
 
-ROWS = [{"problem": f"{n}+{4 - n % 2}?", "answer": "4"} for n in range(8)]
-CHANGED = {
-    "order": [ROWS[1], ROWS[0], *ROWS[2:]], "answers": [row | {"answer": "7"} for row in ROWS],
-    "more": [*ROWS, ROWS[0]],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGED)
-def test_a_file_that_has_changed(run, tmp_path, change):
-    """Catches a prompt history of other problems."""
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_file_that_has_changed(run, tmp_path, answers):
+    """Two of its rows have changed places, or an answer is another. Catches a prompt history of
+    other problems."""
+    problems = [{"problem": f"{n}+{4 - n % 2}?", "answer": "4"} for n in range(8)]
     path = tmp_path / "train.jsonl"
-    log.write_rows(path, ROWS)
-    options = {"data": str(path), "eval_data": "arithmetic", "save_every": 2}
-    run("run", steps=2, **options)
-    log.write_rows(path, CHANGED[change])
+    log.write_rows(path, problems)
+    options = {"data": str(path), "eval_data": "arithmetic", "save_every": 1}
+    run("run", steps=1, **options)
+    changed = [row | {"answer": "7"} for row in problems] if answers else problems[::-1]
+    log.write_rows(path, changed)
     with pytest.raises(InputError, match=r"--data .*train.jsonl: not the problems that the run"):
-        run("run", steps=3, resume=True, **options)
+        run("run", steps=2, resume=True, **options)
 
 
 def test_what_is_lost_is_said(run, tmp_path, monkeypatch, capsys):
     """A resume before the first checkpoint starts over; one without its log goes on, and draws what
     is left. Catches rows that go without a word, and a run that fails at its end."""
-    run("run", steps=3)
-    capsys.readouterr()
-    assert [row["step"] for row in run("run", steps=3, resume=True)] == [1, 2, 3]
+    run("run", steps=1)
+    assert [row["step"] for row in run("run", steps=1, resume=True)] == [1]
     said = capsys.readouterr().out
-    assert "no checkpoint was saved: removing 3 rows of log.jsonl and starting at step 1" in said
+    assert "no checkpoint was saved: removing 1 rows of log.jsonl and starting at step 1" in said
     run("other", steps=4, until=2, save_every=2)
     for name in ("log.jsonl", "samples.jsonl", "groups.jsonl"):
         (tmp_path / "other" / name).unlink()
@@ -93,20 +88,6 @@ def test_what_is_lost_is_said(run, tmp_path, monkeypatch, capsys):
     assert [row["step"] for row in run("other", steps=4, save_every=2, resume=True)] == [3, 4]
     assert "log.jsonl has no row of step 2" in capsys.readouterr().out
     assert (tmp_path / "other" / "run.png").exists()
-
-
-def test_a_picture_that_fails_is_a_note(run, monkeypatch, capsys):
-    """Catches a complete run that ends in a traceback because the disk is full."""
-
-    def full(_folder):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(log, "plot", types.SimpleNamespace(draw_run=full))
-    run("run", steps=1)
-    said = capsys.readouterr().out
-    assert "run.png could not be drawn; to try again: python -m runtime.plot" in said
-    assert "(OSError: [Errno 28] No space left on device)" in said
-    assert said.splitlines()[-1].startswith("done: ")
 
 
 def test_a_checkpoint_is_whole_when_it_gets_its_name(run, monkeypatch):
@@ -236,32 +217,22 @@ def test_not_finite_is_neither_applied_nor_saved(
 
 BAD_INPUT = """
 --prompt-prune-rate 1.0 | --prompt-prune-rate 1.0: must be at least 0 and below 1
---completion-prune-rate -0.1 | --completion-prune-rate -0.1: must be at least 0 and below 1
---completion-prune-rate nan | --completion-prune-rate nan: must be
+--completion-prune-rate nan | --completion-prune-rate nan: must be at least 0 and below 1
 --method grpo --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule none (--method grpo)
---method grpo_zero --completion-prune-rate 0.5 | 0.5: must be 0 with --completion-rule zero
 --method adaptive --completion-prune-rate 0.8 | which has no rate but --rest: choose another
---method uniform --prompt-prune-rate 0.9 | 0.9: must be lower: an update would keep 0 of 4 prompts
 --prompt-rule uniform --prompt-prune-rate 0.8 --minibatches 2 | an update would keep 0 of 2
 --minibatches 3 | --minibatches 3: must be a divisor of the step's 4 prompts
---beta -1 | --beta -1.0: must be at least 0
 --loss cispo --eps-low 1.5 | --eps-low 1.5: must be above 0
 --completion-rule topk | --completion-rule topk: choose one of none, zero, uniform, dppo, pps
 --group-size 1 | --group-size 1: must be at least 2
 --steps 0 | --steps 0: must be at least 1
---lr 0 | --lr 0.0: must be above 0
---lr inf | --lr inf: must be above 0 and finite
---rest 0 | --rest 0.0: must be above 0 and finite
---grad-clip -1 | --grad-clip -1.0: must be at least 0
+--lr 0 | --lr 0.0: must be above 0 and finite
 --grad-clip inf | --grad-clip inf: must be at least 0 and finite
---temperature 0 | --temperature 0.0: must be above 0
 --eps-high 0 | --eps-high 0.0: must be above 0
---eps-low 1 | --eps-low 1.0: must be above 0 and below 1
 --vllm-memory 1 | --vllm-memory 1.0: must be above 0 and below 1
 --importance-cap 0.5 | --importance-cap 0.5: must be 0 (no correction) or at least 1
 --shard fsdp | --shard fsdp: no ranks share the weights; start train.py with torchrun
 --prompt-format chat | --prompt-format chat: the tokenizer has no chat template; use plain
---data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
 --eval-every 1 --eval-data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
 --model /nowhere/model | --model /nowhere/model cannot be loaded
 --max-new-tokens 512 | 512: a sequence has at most 512 tokens, prompt included
@@ -279,19 +250,16 @@ def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, line)
     assert not (tmp_path / "run").exists()
 
 
-PATHS = [
-    (config.Config, "--model=~/a --data=~/b --eval-data=~/c --out-dir=~/d"),
-    (evaluation.EvalConfig, "--model=~/a --data ~/b ~/c --out-dir=~/d --compare ~/e ~/f"),
-    (sft.Config, "--model=~/a.gguf --data ~/b c --out-dir=~/d"),
-]
-
-
-@pytest.mark.parametrize(("kind", "args"), PATHS)
-def test_a_tilde_is_the_home(monkeypatch, kind, args):
+def test_a_tilde_is_the_home(monkeypatch):
     """Catches a folder that is called ~."""
     monkeypatch.setenv("HOME", "/there")
-    expanded = args.replace("~", "/there")
-    assert tyro.cli(kind, args=args.split()) == tyro.cli(kind, args=expanded.split())
+    for kind, args in (
+        (config.Config, "--model=~/a --data=~/b --eval-data=~/c --out-dir=~/d"),
+        (evaluation.EvalConfig, "--model=~/a --data ~/b ~/c --out-dir=~/d --compare ~/e ~/f"),
+        (sft.Config, "--model=~/a.gguf --data ~/b c --out-dir=~/d"),
+    ):
+        expanded = args.replace("~", "/there")
+        assert tyro.cli(kind, args=args.split()) == tyro.cli(kind, args=expanded.split())
 
 
 @pytest.mark.parametrize(
@@ -304,17 +272,12 @@ def test_a_file_of_a_few_rows(tmp_path, capsys, asked, reward, wrong_model):
     problems = [{"problem": f"{n}{asked}", "answer": "1"} for n in range(8)]
     log.append_rows(tmp_path / "few.jsonl", problems)
     options = {"data": str(tmp_path / "few.jsonl"), "instruction": "", "group_size": 2, "steps": 1}
-
-    def run(prompts_per_step):
-        args = flags("tiny", tmp_path / "run", prompts_per_step=prompts_per_step, **options)
-        train.main(config.parse_config(args), reward=reward)
-
+    args = flags("tiny", tmp_path / "run", **options)
+    cfg = config.parse_config([*args, "--prompts-per-step", "8"])
     with pytest.raises(InputError, match="the data hold only 7 without those held out; lower it"):
-        run(8)
-    run(7)
-    said = capsys.readouterr().out
-    assert ("--model tiny can only add" in said) == wrong_model
-    assert "prompts say" not in said
+        train.main(cfg, reward=reward)
+    train.main(replace(cfg, prompts_per_step=7), reward=reward)
+    assert ("--model tiny can only add" in capsys.readouterr().out) == wrong_model
 
 
 def program(args):
@@ -327,15 +290,13 @@ def program(args):
 
 
 def test_bad_input_has_no_traceback(tmp_path):
-    """As a program, alone and on two ranks, of which only the first reports it: the second waits.
-    Catches an error that every rank prints, and one that is not in torchrun's last lines."""
+    """As a program on two ranks, of which only the first reports it: the second waits. Catches an
+    error that every rank prints, and one that is not in torchrun's last lines."""
     (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "1"}\noops\n')
-    message = "bad.jsonl: JSONDecodeError: Expecting value"
     args = ["--data", str(tmp_path / "bad.jsonl"), "--out-dir", str(tmp_path / "run")]
-    (alone,) = in_processes(1, program, args, codes=[2])
-    assert alone.startswith("error: ")
-    assert message in alone
-    assert alone.count("\n") == 1
     first, second = in_processes(2, program, args, codes=[2, 77])
-    assert (first, second) == (alone, "")
-    assert message in json.loads((tmp_path / "run.json").read_text())["message"]
+    assert first.startswith("error: ")
+    assert first.count("\n") == 1
+    assert second == ""
+    for said in (first, json.loads((tmp_path / "run.json").read_text())["message"]):
+        assert "bad.jsonl: JSONDecodeError: Expecting value" in said

@@ -90,13 +90,11 @@ def warped(logits, sampling):
 CASES = {
     "sampled": {},
     "cooler, in small batches": {"temperature": 0.6, "batch_size": 6},
-    "one at a time": {"cache_tokens": 1, "group_size": 1},
+    "one at a time, the pad is an end token": {"cache_tokens": 1, "group_size": 1, "pad_id": 8},
     "greedy": {"temperature": 0.0, "group_size": 2},
-    "the pad is an end token": {"pad_id": 8},
     "nearly certain": {"temperature": 0.05},  # small energies must not be rounding errors
     "top-k": {"top_k": 5},
-    "top-p": {"top_p": 0.5, "batch_size": 8},
-    "no end": {"eos_ids": [-1], "temperature": 0.7},
+    "top-p, no end": {"top_p": 0.5, "batch_size": 8, "eos_ids": [-1]},
 }
 
 
@@ -124,11 +122,6 @@ def test_engines_return_what_the_oracle_draws(make_policy, monkeypatch, engine, 
     assert model.generation_config is own_config, "restored"
     assert model.config._attn_implementation == packing.ATTENTION
     check(model, found, rollout.Sampling(**{"pad_id": 257} | options), **draw)
-    if case == "cooler, in small batches":  # and what the trainer computes of it
-        pack = packing.build_pack([p for p in PROMPTS for _ in range(6)], flat(found))
-        forced, _ = packing.packed_logprobs(model, pack, temperature=0.6)
-        inside = torch.arange(20) < found.lengths[..., None]
-        assert (found.logprobs[inside] - forced).abs().max() < 1e-5
 
 
 @ALL
@@ -156,9 +149,6 @@ def test_random_numbers():
     again = rollout.random_numbers(0, ["a"], 1, 3, 7)
     assert torch.equal(again, numbers[:1, :3, :7])
     assert not torch.equal(again, rollout.random_numbers(1, ["a"], 1, 3, 7))
-    alone = dppo.generator_for(0, "b")
-    alone.bit_generator.advance(5 * 2**64)
-    assert (alone.random(11) == numbers[1, 5, :11].numpy()).all()
 
 
 def test_keys_count_with_all_their_bits():
@@ -249,21 +239,8 @@ def test_a_rank_without_prompts(make_policy, engine):
 # ------------------------------------------------------------------------- a policy that is loaded
 
 
-@pytest.fixture
-def reload(tmp_path):
-    """Save a model and its tokenizer, and load them as --model."""
-
-    def go(model, tokenizer, *dtype):
-        for part in (model, tokenizer):
-            part.save_pretrained(tmp_path)
-        return models.load_policy(str(tmp_path), "cpu", *dtype)
-
-    return go
-
-
 @pytest.mark.parametrize(
-    ("of_generation", "of_config", "ends"),
-    [([5, 256], None, [5, 256]), (7, 9, [7, 9, 256]), (None, [5, 7], [5, 7, 256])],
+    ("of_generation", "of_config", "ends"), [([5, 256], None, [5, 256]), (7, 9, [7, 9, 256])]
 )
 def test_end_tokens_come_from_the_policy(make_policy, of_generation, of_config, ends):
     """Catches a chat model that never stops, because its end token is taken from the tokenizer."""
@@ -274,27 +251,21 @@ def test_end_tokens_come_from_the_policy(make_policy, of_generation, of_config, 
     assert found == rollout.Sampling(9, ends, 257, temperature=0.5, engine=models.ENGINES["hf"])
 
 
-def test_a_policy_with_other_rows_and_tokens(make_policy, reload):
+def test_a_policy_with_other_rows_and_tokens(make_policy, tmp_path):
     """Catches a run that needs a pad token or adds one, and a vocabulary whose size is the
     config's, or the tokenizer's where the model has fewer rows."""
     model, tokenizer = make_policy()
-    model.resize_token_embeddings(320)
     tokenizer.pad_token = None
     tokenizer.add_tokens(["<|more|>"])
-    loaded, tokenizer = reload(model, tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    smaller, _ = models.load_policy(str(tmp_path), "cpu")
+    assert smaller.vocab_size == 258, "without the token that the model lacks"
+    model.resize_token_embeddings(320)
+    model.save_pretrained(tmp_path)
+    loaded, tokenizer = models.load_policy(str(tmp_path), "cpu")
     assert (loaded.config.vocab_size, loaded.vocab_size, tokenizer.pad_token) == (320, 259, None)
     assert models.sampling(loaded, tokenizer, 9).pad_id == tokenizer.eos_token_id
-    smaller, _ = reload(make_policy()[0], tokenizer)
-    assert smaller.vocab_size == 258, "without the token that the model lacks"
-
-
-def test_weights_have_the_type_that_is_asked_for(make_policy, reload):
-    """Whatever they are stored in. Catches rotary frequencies that are rounded, too."""
-    stored = make_policy(dtype=torch.bfloat16)
-    exact, rounded = reload(*stored)[0], reload(*stored, "bfloat16")[0]
-    assert {parameter.dtype for parameter in exact.parameters()} == {torch.float32}
-    assert {parameter.dtype for parameter in rounded.parameters()} == {torch.bfloat16}
-    assert torch.equal(exact.model.rotary_emb.inv_freq, rounded.model.rotary_emb.inv_freq)
 
 
 # ------------------------------------------------------------------------- the cache's budget
@@ -325,9 +296,7 @@ def test_cache_tokens_of_a_gpu(make_policy, monkeypatch):
 @pytest.mark.parametrize(
     ("limit", "cut"),
     [
-        ({"batch_size": 4}, [[1, 3], [2, 0]]),
         ({"batch_size": 7}, [[1, 3, 2], [0]]),
-        ({"batch_size": 1}, [[1], [3], [2], [0]]),
         ({"cache_tokens": 4 * 12}, [[1, 3], [2], [0]]),
         ({"cache_tokens": 1}, [[1], [3], [2], [0]]),
     ],

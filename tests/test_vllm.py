@@ -4,7 +4,6 @@ tests/vllm.sh builds an environment with a vLLM for CPUs and runs these tests in
 they are skipped.
 """
 
-import collections
 import json
 import os
 import random
@@ -15,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy import assert_same, flags, plain_logits, rows, timeless
+from toy import assert_same, flags, rows, timeless
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import config
 import models
-import packing
 import rollout
 import train
 from engines import compact, vllm_engine
@@ -85,14 +83,14 @@ def largest_gap(model, rollouts, cfg=CFG):
     return (trainer_logprobs(model, rollouts, cfg) - rollouts.logprobs).abs().max().item()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_rollouts_are_those_of_the_policy(pair, temperature):
+def test_rollouts_are_those_of_the_policy(pair):
     """Log-probs, end tokens, cuts and energies; the pad is an end token. Catches log-probs from
-    before the temperature, and lengths from token values."""
+    before the temperature, top-k of the model's own generation config, and lengths from token
+    values."""
     model, engine = pair
     ends = {"eos_ids": [256, *range(0, 256, 16)], "pad_id": 16}
-    got = sample(model, engine, temperature=temperature, group_size=40, **ends)
-    cfg = config.resolve(config.Config(device="cpu", temperature=temperature))
+    got = sample(model, engine, temperature=0.6, group_size=40, **ends)
+    cfg = config.resolve(config.Config(device="cpu", temperature=0.6))
     assert largest_gap(model, got, cfg) < 1e-4
     assert got.truncated.any()
     assert not got.truncated.all()
@@ -103,7 +101,7 @@ def test_rollouts_are_those_of_the_policy(pair, temperature):
         assert inside[-1] != bool(cut)
         assert length == 12 or not cut
     # The exact energies are of other completions of the same policy.
-    sampling = rollout.Sampling(12, [256], 257, temperature)
+    sampling = rollout.Sampling(12, [256], 257, 0.6)
     exact = rollout.sample(model, PROMPTS, sampling, group_size=40, seed=1)
     assert got.energy.mean() > exact.energy.mean() * 0.9, "a bound from above"
     assert got.entropy.isnan().all()
@@ -129,42 +127,6 @@ def test_seed_decides_everything(pair):
     assert not torch.equal(one.completion_ids, other.completion_ids)
     group = {tuple(ids) for ids in one.completion_ids[0].tolist()}
     assert len(group) > 1, "a group's completions differ"
-
-
-def test_first_tokens_are_as_frequent_as_the_policy_says(pair):
-    """4,000 draws, within 4.5 standard errors. Catches top-k or a temperature from the model's own
-    generation config."""
-    model, engine = pair
-    got = sample(model, engine, group_size=1000, max_new_tokens=1)
-    for k in (0, 3):
-        probs = plain_logits(model, torch.tensor([PROMPTS[k]]))[0, -1].softmax(dim=-1).tolist()
-        counts = collections.Counter(got.completion_ids[k].flatten().tolist())
-        for token, prob in enumerate(probs):
-            error = (prob * (1 - prob) / 1000) ** 0.5
-            assert abs(counts[token] / 1000 - prob) <= 4.5 * error + 2e-3
-
-
-def test_ten_updates_arrive(pair):
-    """The gap after each of ten AdamW steps that move the policy. Catches weights that are sent
-    once only, and a stale head or prefix."""
-    model, engine = pair
-    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-    gaps, moves = [], []
-    for step in range(10):
-        rollouts = sample(model, engine, seed=step)
-        gaps.append(largest_gap(model, rollouts))
-        completion = rollouts.completion_ids[0, 0, : rollouts.lengths[0, 0]].tolist()
-        pack = packing.build_pack([PROMPTS[0]], [completion])
-        loss = packing.packed_logprobs(model, pack)[0].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        moves.append(largest_gap(model, rollouts))
-    print("gaps", *(f"{gap:.0e}" for gap in gaps), "moves", *(f"{move:.1f}" for move in moves))
-    model.load_state_dict(first)
-    assert max(gaps) < 1e-4
-    assert min(moves) > 0.1
 
 
 def test_the_check_finds_what_was_forgotten(pair, monkeypatch):
@@ -234,18 +196,11 @@ def train_with_vllm(tmp_path):
     return go
 
 
-@pytest.mark.parametrize(
-    "changes", [{"method": "grpo"}, {"method": "dppo", "minibatches": 2, "lr": 1e-3}]
-)
-def test_training(train_with_vllm, changes):
-    """Catches stale weights in the training loop. At each of ten steps vLLM's log-probs are the
-    trainer's, and the correction for a difference has nothing to do."""
-    log = train_with_vllm("run", **changes)
-    gap = "sampling/sampling_logp_difference/mean"
-    log = [row for row in log if row[gap] is not None]  # null where nothing was kept
-    gaps = [row[gap] for row in log]
-    assert len(gaps) > 5
-    print("gaps", *(f"{gap:.0e}" for gap in gaps))
+def test_training(train_with_vllm):
+    """Catches stale weights, a stale head or prefix in the training loop. At each of ten steps
+    vLLM's log-probs are the trainer's, and the correction for a difference has nothing to do."""
+    log = train_with_vllm("run", method="grpo")
+    gaps = [row["sampling/sampling_logp_difference/mean"] for row in log]
     assert max(gaps) < 1e-4
     ratios = [row["sampling/importance_sampling_ratio/mean"] for row in log]
     assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-4)

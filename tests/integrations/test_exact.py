@@ -161,8 +161,7 @@ def test_lessons_figures_and_draws(library):
 
 
 OF_RULES = [
-    ({"completion_rule": "psp"}, "unknown completion_rule 'psp'.*none, zero, uniform, dppo, p"),
-    ({"completion_rule": "cppo"}, "unknown completion_rule 'cppo'.*none, zero, uniform, dppo"),
+    ({"completion_rule": "cppo"}, "unknown completion_rule 'cppo'.*none, zero, uniform, dppo, p"),
     ({"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz'.*none, uniform, dppo"),
     ({"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .* below 1"),
     ({"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .* from 0"),

@@ -1,16 +1,16 @@
-"""dppo_trl.py on one process: micro-batches, whole runs, the page. test_exact.py has what every
-trainer must do.
+"""dppo_trl.py on one process: micro-batches, whole runs. test_exact.py has what every trainer must
+do; .ci/run runs the program of the page.
 
 tests/trl.sh builds an environment with TRL and runs these tests in it; without TRL they are
 skipped.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from exact import NONE, assert_same_history, error
+from toy import ROOT
 
 from dppo import RuleError
 
@@ -96,8 +96,8 @@ def six_steps(folder, resume=None, prompts=trl_toy.MANY):
 def test_resumed_bit_for_bit(tmp_path):
     """A run goes on from the checkpoint of step 4: the log, the weights, the draws and the history
     are those of the run that went through. Catches a draw that starts over, a history that is
-    forgotten, and a denominator that is. Resumed with other prompts, it says so; a checkpoint of
-    GRPOTrainer, without dppo.pt, is taken."""
+    forgotten, a denominator that is, and a figure that the page does not explain. Resumed with
+    other prompts, it says so; a checkpoint of GRPOTrainer, without dppo.pt, is taken."""
     whole, figures, weights = six_steps(tmp_path / "whole")
     four = tmp_path / "whole" / "checkpoint-4"
     resumed, again, weights_again = six_steps(tmp_path / "resumed", str(four))
@@ -106,11 +106,26 @@ def test_resumed_bit_for_bit(tmp_path):
     assert_same_history(whole.history, resumed.history)
     shares = [row["dppo/kept_prompts"] for row in whole.state.log_history[:6]]
     assert shares == [1.0] + [0.75] * 5, "the first batch gives the denominator"
+    logged = {name for name in whole.state.log_history[0] if name.startswith("dppo/")}
+    page = ROOT.joinpath("docs", "other-trainers.md").read_text()
+    assert logged == set(re.findall(r"^\| `(dppo/\w+)` \|", page, re.MULTILINE))
     with pytest.raises(RuleError, match=r"dppo\.pt: its history is of other prompts"):
         six_steps(tmp_path / "other", str(four), trl_toy.MANY[:-1])
     (four / "dppo.pt").unlink()
     _trainer, (_mean, rows), _weights = six_steps(tmp_path / "stock", str(four))
     assert rows[4]["dppo/kept_prompts"] == 1.0
+
+
+def test_zero_trains_like_grpo():
+    """Three steps without the completions whose advantage is 0. Catches random numbers that TRL
+    draws and the pruned step does not: its next samples would be others."""
+    weights = []
+    for rule in ("none", "zero"):
+        trainer = make(prompts=trl_toy.MANY, completion_rule=rule, max_steps=3)
+        trainer.train()
+        weights.append(trainer.model.state_dict())
+    assert trainer.state.log_history[0]["dppo/kept_completions"] < 1
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
 
 
 def test_the_main_rank_saves(tmp_path, monkeypatch):
@@ -121,25 +136,6 @@ def test_the_main_rank_saves(tmp_path, monkeypatch):
         monkeypatch.setattr(type(trainer.args), "should_save", writes)
         trainer._save_checkpoint(trainer.model, None)
         assert (tmp_path / "checkpoint-0" / "dppo.pt").exists() == writes
-
-
-PAGE = Path(trl_toy.__file__).parents[2].joinpath("docs", "other-trainers.md").read_text()
-
-
-def test_the_page(policy_folder, monkeypatch, tmp_path):
-    """The program of the page, word for word, with a small model by the name of the page's. Catches
-    one that no longer runs, and a figure of the log that the page does not explain."""
-    (name,) = re.findall(r'model="(.*)"', PAGE)
-    (tmp_path / name).parent.mkdir()
-    (tmp_path / name).symlink_to(policy_folder)
-    monkeypatch.chdir(tmp_path)
-    program = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
-    names = {}
-    exec(program, names)
-    assert names["trainer"].state.global_step == 20
-    explained = set(re.findall(r"^\| `(dppo/\w+)` \|", PAGE, re.MULTILINE))
-    logged = {name for name in names["trainer"].state.log_history[0] if name.startswith("dppo/")}
-    assert logged == explained - {"dppo/kept_prompts", "dppo/reward"}
 
 
 def test_trainers_are_refused(monkeypatch):
