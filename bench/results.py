@@ -13,10 +13,6 @@ import math
 import statistics
 from pathlib import Path
 
-import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the caller
-
 from runtime import log
 
 METHODS = {  # title, and in pictures color and marker, so that colors need not be told apart
@@ -36,6 +32,7 @@ REFERENCES = {"words": "grpo_zero"}  # else grpo
 TITLES = {"arithmetic": "default task", "arithmetic-mixed": "mixed task", "words": "SmolLM2"}
 FOLDER = Path("runs")
 SAVINGS, RACE, LAW = FOLDER / "savings.jsonl", FOLDER / "race.jsonl", FOLDER / "law.jsonl"
+NOISE = FOLDER / "variance.json"
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 1 to 9 degrees
 
 
@@ -57,17 +54,11 @@ def tables() -> dict[str, str]:
         by_name[f"savings, {TITLES[setting]}"] = savings_table(saved, setting)
     for setting in settings_of(raced):
         by_name[f"race, {TITLES[setting]}"] = race_table(raced, setting)
-    by_name["noise"] = noise_table(read_json("variance.json"))
-    by_name["packing"] = packing_table(read_json("update.json"))
+    by_name["noise"] = noise_table(json.loads(NOISE.read_text()))
     for task, runs in law_runs().items():
-        by_name[f"law, {TITLES[task]}: progress"] = progress_table(runs, task)
         by_name[f"law, {TITLES[task]}: gains"] = gains_table(runs, task)
         by_name[f"law, {TITLES[task]}: agreement"] = agreement_table(runs, task)
     return by_name
-
-
-def read_json(name: str):
-    return json.loads((FOLDER / name).read_text())
 
 
 # ---------------------------------------------------------------------------- equal steps
@@ -110,13 +101,13 @@ def time_ratio(first: dict[int, dict], second: dict[int, dict]) -> float:
     return statistics.median(first[seed]["seconds"] / second[seed]["seconds"] for seed in both)
 
 
-def draw_savings(rows: list[dict]) -> Figure:
+def draw_savings(rows: list[dict]):
     """A line for each method: its seconds a step over GRPO's, and its accuracy minus GRPO's. A row
     of panels for each task: its largest batch. Of words, which has another reference, there is only
     a table."""
     settings = [name for name in settings_of(rows) if name != "words"]
-    figure = Figure(figsize=(7, 3 * len(settings)), dpi=120, layout="constrained")
-    panels = figure.subplots(len(settings), 2, squeeze=False, sharey="row", sharex="col")
+    shared = {"sharey": "row", "sharex": "col"}
+    figure, panels = new_figure(len(settings), 2, (7, 3 * len(settings)), **shared)
     for (times, gaps), setting in zip(panels, settings, strict=True):
         count = sizes_of(rows, setting)[-1]
         full = by_seed(rows, setting, "grpo", count)
@@ -130,8 +121,7 @@ def draw_savings(rows: list[dict]) -> Figure:
         times.set_title(f"{TITLES[setting]}, {count} x 16")
         gaps.axvline(0, color="#cccccc", lw=1, zorder=0)
         for panel in (times, gaps):
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.grid(axis="x", alpha=0.2)
+            panel.grid(visible=False, axis="y")
         times.set_xticks([0, 0.5, 1])
         times.invert_yaxis()
     panels[-1, 0].set_xlabel("step time, GRPO's = 1")
@@ -161,10 +151,10 @@ def race_table(rows: list[dict], setting: str) -> str:
     return as_markdown(["seconds", *(f"{budget:g}" for budget in budgets)], cells)
 
 
-def draw_race(rows: list[dict]) -> Figure:
+def draw_race(rows: list[dict]):
     """Wrong answers over the budget, a panel for each task. Bars are 95 % intervals."""
     settings = settings_of(rows)
-    figure, panels = new_figure(len(settings))
+    figure, (panels,) = new_figure(1, len(settings), (3.2 * len(settings) + 0.6, 3.8))
     for panel, setting in zip(panels, settings, strict=True):
         budgets = sizes_of(rows, setting)
         for place, (name, (title, color, marker)) in enumerate(METHODS.items()):
@@ -185,9 +175,9 @@ def draw_race(rows: list[dict]) -> Figure:
     return figure
 
 
-# ---------------------------------------------------------------------------- noise, packing
+# ---------------------------------------------------------------------------- noise
 
-NOISE = {  # rule of runs/variance.json: its title
+NOISY = {  # rule of runs/variance.json: its title
     "oracle, independent": "oracle: true norms, independent keeps",
     "pps": "**pps**",
     "dppo": "dppo",
@@ -195,17 +185,6 @@ NOISE = {  # rule of runs/variance.json: its title
     "cppo_batch, best length": "CPPO's code (cppo_batch), rescaled to the best length; biased",
 }
 STAGES = ("early", "midway", "late")
-LENGTHS = {  # of runs/update.json
-    "embedded, all": "all of step 24",
-    "embedded, kept by dppo": "kept by dppo",
-    "embedded, kept by pps": "kept by pps",
-    "log-normal": "log-normal",
-}
-LAYOUTS = {
-    "padded, sorted": "padded, by length",
-    "packed": "packed",
-    "packed, shared prompts": "**packed, shared**",
-}
 
 
 def noise_table(record: dict) -> str:
@@ -217,7 +196,7 @@ def noise_table(record: dict) -> str:
         if (row["data"], row["loss"], row["r_o"]) == ("arithmetic", "grpo", 0.9):
             errors.setdefault((row["rule"], row["stage"]), {})[row["seed"]] = row["rel_mse"]
     cells = []
-    for rule, title in NOISE.items():
+    for rule, title in NOISY.items():
         medians = [statistics.median(errors[rule, stage].values()) for stage in STAGES]
         cells.append([title, *map(two_digits, medians)])
     line = ["dppo / pps, range over seeds"]
@@ -230,17 +209,6 @@ def noise_table(record: dict) -> str:
 
 def two_digits(value: float) -> str:
     return f"{float(f'{value:.1e}'):g}"
-
-
-def packing_table(rows: list[dict]) -> str:
-    """Markdown: the speed of an update relative to padded micro-batches in order of arrival."""
-    found = {(row["lengths"], row["variant"]): row for row in rows}
-    cell = "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f})"
-    cells = [
-        [title, *(cell.format(**found[lengths, layout]) for lengths in LENGTHS)]
-        for layout, title in LAYOUTS.items()
-    ]
-    return as_markdown(["", *LENGTHS.values()], cells)
 
 
 # ---------------------------------------------------------------------------- the law
@@ -335,19 +303,6 @@ def predictions(title: str, task: str) -> dict[tuple, list[float]]:
     return by_arm
 
 
-def progress_table(runs: Runs, task: str) -> str:
-    """Markdown: progress of every arm, predicted and measured, relative to the best group size
-    without pruning."""
-    cells = []
-    for m, rule in itertools.product(RATIOS, RULES):
-        for title in PREDICTIONS:
-            values = predictions(title, task)[m, rule]
-            cells.append([f"{m:g}", rule, title, *(f"{value:.2f}" for value in values)])
-        measured = [interval(progress(runs, rule, m, size)) for size in GROUP_SIZES]
-        cells.append([f"{m:g}", rule, "measured", *(show(one, digits=2) for one in measured)])
-    return as_markdown(["rest", "rule", "", *map(str, GROUP_SIZES)], cells)
-
-
 def gains_table(runs: Runs, task: str) -> str:
     """Markdown: the best group sizes, and what the best adaptive gains over the best group size
     without pruning."""
@@ -366,59 +321,51 @@ def gains_table(runs: Runs, task: str) -> str:
 def agreement_table(runs: Runs, task: str) -> str:
     """Markdown: how well each prediction describes the runs. A cell is an arm; those that are 1 by
     definition do not count, nor those of which a run never arrived."""
-    head = ["", "cells inside their interval", "off by a factor of", "rank correlation by rest"]
-    head.append("best group size named")
+    head = ["", "cells inside their interval", "off by a factor of", "best group size named"]
     cells = []
     for title in PREDICTIONS:
-        inside, factors, correlations, named = [], [], [], []
-        for m in RATIOS:
-            of_m = []  # (predicted, measured)
-            for rule in RULES:
-                predicted = predictions(title, task)[m, rule]
-                best = predicted.index(max(predicted))
-                named.append(GROUP_SIZES[best] == best_size(runs, rule, m))
-                for value, size in zip(predicted, GROUP_SIZES, strict=True):
-                    of_seeds = progress(runs, rule, m, size)
-                    if not all(of_seeds.values()):
-                        continue
-                    mean, half = interval(of_seeds)
-                    of_m.append((value, mean))
-                    if half > 0:
-                        inside.append(abs(value - mean) <= half)
-                        factors.append(abs(math.log(value / mean)))
-            ranks = torch.tensor(of_m).argsort(dim=0, stable=True).argsort(dim=0).T  # [2, arms]
-            correlations.append(torch.corrcoef(ranks.double())[0, 1].item())
+        inside, factors, named = [], [], []
+        for m, rule in itertools.product(RATIOS, RULES):
+            predicted = predictions(title, task)[m, rule]
+            best = predicted.index(max(predicted))
+            named.append(GROUP_SIZES[best] == best_size(runs, rule, m))
+            for value, size in zip(predicted, GROUP_SIZES, strict=True):
+                of_seeds = progress(runs, rule, m, size)
+                mean, half = interval(of_seeds)
+                if all(of_seeds.values()) and half > 0:
+                    inside.append(abs(value - mean) <= half)
+                    factors.append(abs(math.log(value / mean)))
         cells.append([
             title,
             f"{sum(inside)} of {len(inside)}",
             f"{math.exp(statistics.mean(factors)):.2f}",
-            ", ".join(f"{value:.2f}" for value in correlations),
             f"{sum(named)} of {len(named)}",
         ])  # fmt: skip
     return as_markdown(head, cells)
 
 
-def draw_law(runs: Runs, task: str) -> Figure:
+def draw_law(runs: Runs, task: str):
     """Virtual time to the target over the group size, at two values of m, relative to the best
     group size without pruning. Lines are predicted, points measured, with 95 % intervals; an arm
     of which a run never arrived has no point."""
-    figure, panels = new_figure(2)
+    figure, (panels,) = new_figure(1, 2, (7, 3.8))
     for panel, m in zip(panels, (0.1, 1.0), strict=True):
         for rule, name in RULES.items():
             title, color, marker = METHODS[name]
             for prediction, style in zip(PREDICTIONS, (":", "-"), strict=True):
                 times = [1 / value for value in predictions(prediction, task)[m, rule]]
                 panel.plot(GROUP_SIZES, times, style, color=color, lw=1.2)
-            logs = {}  # group size: {seed: log of the time}
+            points = []  # (group size, time, below it, above it)
             for size in GROUP_SIZES:
                 of_seeds = progress(runs, rule, m, size)
                 if all(of_seeds.values()):
-                    logs[size] = {seed: -math.log(value) for seed, value in of_seeds.items()}
-            middle, half = torch.tensor([interval(log_time) for log_time in logs.values()]).T
-            times = middle.exp()
-            bars = torch.stack([times - (middle - half).exp(), (middle + half).exp() - times])
+                    logs = {seed: -math.log(value) for seed, value in of_seeds.items()}
+                    middle, half = interval(logs)
+                    low, time, high = map(math.exp, (middle - half, middle, middle + half))
+                    points.append((size, time, time - low, high - time))
+            sizes, times, *bars = zip(*points, strict=True)
             style = {"color": color, "marker": marker, "ls": "", "capsize": 3}
-            panel.errorbar([*logs], times, bars, label=title, **style)
+            panel.errorbar(sizes, times, bars, label=title, **style)
         panel.set(title=f"rest = {m:g}", xscale="log", yscale="log", xlabel="group size")
         panel.set_xticks(GROUP_SIZES, map(str, GROUP_SIZES))
         panel.set_yticks([0.5, 0.7, 1, 1.5, 2, 3, 4], ["0.5", "0.7", "1", "1.5", "2", "3", "4"])
@@ -491,16 +438,20 @@ def as_markdown(head: list[str], cells: list[list[str]]) -> str:
 # ---------------------------------------------------------------------------- pictures
 
 
-def new_figure(count: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(3.2 * count + 0.6, 3.8), dpi=120, layout="constrained")
-    panels = [*figure.subplots(1, count, squeeze=False)[0]]
-    for panel in panels:
+def new_figure(rows: int, columns: int, size: tuple[float, float], **shared):
+    """(figure, panels [rows, columns])."""
+    # Not pyplot, whose backend is the caller's. Here, because tables need no matplotlib.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, **shared)
+    for panel in panels.flat:
         panel.grid(alpha=0.2)
         panel.spines[["top", "right"]].set_visible(False)
     return figure, panels
 
 
-def add_legend(figure: Figure, panels: list[Axes]) -> None:
+def add_legend(figure, panels) -> None:
     """One legend for all panels, below them, with each title once."""
     handles = {}
     for panel in panels:

@@ -242,6 +242,9 @@ BY_HAND = {  # what it says: the call, what it must give; an exact 0 must be exa
     "advantages: none": (lambda: dppo.group_advantages(table([[1, 0]]), "none"), [0.5, -0.5]),
     "advantages: only dr_grpo's are not divided": (
         lambda: [one.scale_rewards == "group" for one in dppo.LOSSES.values()], [1, 0, 1, 1, 1]),
+    "clips are the papers'": (
+        lambda: [one.clip for one in dppo.LOSSES.values()],
+        [0.2, 0.2, 0.2, 0.2, 0.2, 0.28, 3e-4, 4e-4, 1, 4]),
     "energies: their bound": (lambda: dppo.energy_bound(table([0.25, 1]).log()), [1.125, 0]),
     "kl is never negative": (
         lambda: dppo.kl_k3(table([-1, -1, -3]), table([-1, -1.00001, -1])),

@@ -1,6 +1,5 @@
-"""minimal.py: both draws enumerated, the trainer's gradient, GRPO as the identity, one page."""
+"""minimal.py: the sizes, probabilities, draws and gradient of dppo.py and train.py, on one page."""
 
-import itertools
 import re
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import toy
 from transformers import AutoModelForCausalLM
 
 import config
+import dppo
 import minimal
 import rollout
 from tasks import arithmetic
@@ -20,91 +20,37 @@ FILE = Path(minimal.__file__)
 # ---------------------------------------------------------------------------- the two draws
 
 
-def outcomes(p):
-    """(chance, weights) of every weight vector that a systematic draw from p [n] can give. It
-    changes only where `start` lets another cumulative sum reach the next integer."""
-    cuts = sorted({0.0, 1.0, *(-p.cumsum(0) % 1).tolist()})
-    for low, high in itertools.pairwise(cuts):
-        yield high - low, minimal.prune(p, (low + high) / 2)
-
-
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 1.0])
-def test_completion_draw_is_unbiased(share):
-    """Weights are 1 on average wherever the size is not 0, and the expected tokens are the budget.
-
-    Catches a weight other than 1 / p, a probability other than p, a budget that ignores what is
-    kept for sure, and an estimated size of 0 that is trusted.
-    """
+def test_sizes_and_probabilities_are_those_of_pps(monkeypatch, share):
+    """With dead groups, and probabilities that were rounded to 1. Catches a floor that is missing,
+    a size that is not divided by the root of its cost, and a budget that ignores what is kept for
+    sure."""
+    monkeypatch.setattr(dppo, "SIZE_FLOOR", minimal.FLOOR)
     generator = torch.Generator().manual_seed(0)
-    rewards = (torch.rand(6, 8, generator=generator) < torch.linspace(0, 1, 6)[:, None]).double()
-    std, mean = torch.std_mean(rewards, 1, keepdim=True)
-    advantage = ((rewards - mean) / (std + 1e-4)).flatten()
+    advantage = torch.tensor([1.5, -0.5, 0.0, 0.1]).double().repeat(12)
     logprobs = -5 * torch.rand(48, 12, generator=generator).pow(8)
-    logprobs[20] = 0.0  # probabilities that were rounded to 1: no energy, but an advantage
+    logprobs[20] = 0.0
     factor = torch.rand(48, generator=generator, dtype=torch.float64).pow(4)
     cost = torch.randint(5, 70, (48,), generator=generator).double()
-
-    size = minimal.completion_size(advantage, factor, logprobs)
-    p = minimal.keep_prob(size, cost, share * cost.sum())
-
-    live = advantage != 0
-    assert live[20]
-    assert torch.equal(size > 0, live)
-    assert 8 <= (~live).sum() < 40, "some groups are dead"
-    mean_weights, tokens, counts = torch.zeros_like(p), 0.0, set()
-    for chance, weights in outcomes(p):
-        mean_weights += chance * weights
-        tokens += chance * cost[weights > 0].sum()
-        if chance > 1e-9:
-            counts.add(int((weights > 0).sum()))
-    assert torch.allclose(mean_weights, live.double(), atol=1e-6)
-    assert torch.allclose(tokens, (share * cost.sum()).clamp(max=cost[live].sum()), atol=1e-6)
-    assert max(counts) - min(counts) <= 1, "the number kept is fixed, except for rounding"
+    for live in (advantage, torch.zeros(48).double()):
+        size = minimal.completion_size(live, factor, logprobs)
+        energy = dppo.energy_bound(logprobs).sum(dim=1)
+        wanted = dppo.contribution_size(live, factor, energy, beta=0.0)
+        torch.testing.assert_close(size, wanted, rtol=1e-6, atol=0)
+        p = minimal.keep_prob(size, cost, share * cost.sum())
+        wanted = dppo.pps_keep_prob(wanted, cost, share * cost.sum().item())
+        torch.testing.assert_close(p.clamp(max=1.0), wanted, rtol=1e-6, atol=0)
 
 
-def test_size_is_a_gradient_norm(monkeypatch):
-    """With two tokens to choose from, it is exactly the norm of the term's gradient at the logits.
-
-    Catches a wrong energy, a sign, and tokens that count although they were not sampled.
-    """
-    monkeypatch.setattr(minimal, "FLOOR", 0.0)
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(5, 7, 2, generator=generator, dtype=torch.float64, requires_grad=True)
-    advantage, factor = torch.tensor([1.5, -0.5, 0.0, 2.0, -1.0]), torch.rand(5).double()
-    sampled = torch.rand(5, 7, generator=generator) < 0.7
-    logprobs = torch.where(sampled, logits.log_softmax(-1)[..., 1], 0.0)
-    ((logprobs.sum(1) * advantage) * factor).sum().backward()
-    size = minimal.completion_size(advantage, factor, logprobs.detach())
-    assert size.numpy() == pytest.approx(logits.grad.norm(dim=(1, 2)).numpy(), rel=1e-9)
-
-
-def test_keep_prob_has_the_least_variance():
-    """No shift of budget between two terms lowers sum((1 / p - 1) size^2).
-
-    Catches a size that is not divided by the root of its cost.
-    """
-    generator = torch.Generator().manual_seed(1)
-    size = torch.rand(20, generator=generator, dtype=torch.float64)
-    cost = torch.randint(1, 9, (20,), generator=generator).double()
-    p = minimal.keep_prob(size, cost, 0.4 * cost.sum())
-    marginal = size.square() / (p.square() * cost)  # variance saved by a token more
-    inner = p < 1
-    assert 0 < inner.sum() < 20
-    assert marginal[inner] == pytest.approx(marginal[inner][0].item(), rel=1e-9)
-    assert (marginal[~inner] >= marginal[inner][0] * (1 - 1e-9)).all()
-
-
-def test_nothing_live_keeps_nothing():
-    """Fails if a batch of dead groups divides by 0, or waits forever."""
-    zeros, cost = torch.zeros(6, dtype=torch.float64), torch.full((6,), 9.0).double()
-    size = minimal.completion_size(zeros, cost, torch.full((6, 3), -0.5))
-    assert torch.equal(minimal.keep_prob(size, cost, 20.0), zeros)
-    assert torch.equal(minimal.prune(zeros, 0.0), zeros)
-
-
-@pytest.mark.parametrize("start", [0.0, 0.3, 1 - 2**-53])
-def test_grpo_is_the_identity(start):
-    """Keep probabilities of 1 keep everything with weight exactly 1, whatever the draw."""
+@pytest.mark.parametrize("start", [0.0, 0.3, 0.75, 1 - 2**-53])
+def test_the_draw_is_systematic(start):
+    """Weights are 1 / p for what dppo.systematic keeps, and exactly 1 if p is 1, whatever the draw.
+    Catches weights of another draw, and a probability of 0 that is kept."""
+    p = torch.rand(512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p[::7] = 0.0
+    keep = dppo.systematic(p, torch.arange(512), 1 - start)
+    found = minimal.prune(p, start)
+    assert torch.equal(found, dppo.ht_weights(keep, p))
     assert torch.equal(minimal.prune(torch.ones(512).double(), start), torch.ones(512).double())
 
 
@@ -231,8 +177,9 @@ def advantages_of(num_prompts):
 @pytest.mark.parametrize("grpo", [False, True])
 def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
     """Each completion's factor is the product of its two weights, and its advantage that of the
-    full group. Catches a denominator or an advantage of what was kept, and a weight that is left
-    out or that belongs to another completion."""
+    full group. In the second step, prompts whose |advantage| was below the mean are kept with
+    probability LOW. Catches a denominator or an advantage of what was kept, a weight that is left
+    out or that belongs to another completion, and a history that is never written."""
     draws, trained = two_steps(grpo, policy_folder, monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
@@ -247,18 +194,11 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
         torch.testing.assert_close(sorted(trained[step]), sorted(wanted), rtol=1e-6, atol=0)
         assert f"kept {int(kept.sum()):3}" in lines[step]
         assert factors.tolist() == [1.0] * 16 if grpo else kept.sum() < 8
-
-
-def test_prompts_are_dropped_by_their_past(policy_folder, monkeypatch):
-    """Those whose |advantage| was below the mean are kept with probability LOW in the second step.
-    Catches a history that is never written, and dropping above the mean."""
-    draws, _ = two_steps(False, policy_folder, monkeypatch)
     past = advantages_of(4).abs().mean(dim=1)
     wanted = torch.where(past < past.mean(), minimal.LOW, 1.0)
     first, _, second, _ = (p for p, _weights in draws)
-    assert first.tolist() == [1.0] * 4, "nothing is known yet"
-    assert sorted(second.tolist()) == sorted(wanted.tolist())
-    assert 0 < (second == 1).sum() < 4
+    assert grpo or first.tolist() == [1.0] * 4, "nothing is known yet"
+    assert grpo or sorted(second.tolist()) == sorted(wanted.tolist())
 
 
 def test_one_page():

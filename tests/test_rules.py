@@ -12,7 +12,6 @@ import dppo
 import rollout
 import sampler
 import update
-from runtime import plot
 from tasks import arithmetic
 
 COMPLETION_RULES = (
@@ -110,22 +109,16 @@ def test_every_rule_trains(run, rule):
         assert 0 < row["kept/completions"] <= row["kept/prompts"] <= 1
 
 
-@pytest.mark.parametrize("loss", dppo.LOSSES)
-def test_every_loss_raises_the_reward(run, loss):
-    """Thirty steps with pps, and three mini-batches, so that ratios leave 1.
-
-    Catches a wrong sign, a loss that the update does not know, and a clip so wrong that nothing
-    moves.
-    """
+def test_training_raises_the_reward(run):
+    """Thirty steps with pps, and three mini-batches, so that ratios leave 1. Catches a step in the
+    wrong direction, and a clip so wrong that nothing moves."""
     options = {"prompts_per_step": 12, "group_size": 8, "max_new_tokens": 2, "steps": 30}
     options |= {"minibatches": 3, "completion_prune_rate": 0.5, "lr": 2e-3}
     options |= {"prompt_rule": "uniform", "prompt_prune_rate": 0.6}
-    if loss == "gspo":  # two tokens are too short for 3e-4
-        options |= {"eps_low": 0.2, "eps_high": 0.2}
-    log = run("run", method="pps", loss=loss, **options)
+    log = run("run", method="pps", loss="grpo", **options)
     first, last = ([row["reward"] for row in part] for part in (log[:3], log[-3:]))
     assert sum(last) / 3 > sum(first) / 3 + 0.25
-    assert loss == "cispo" or sum(row["clip_ratio/region_mean"] or 0 for row in log) > 0
+    assert sum(row["clip_ratio/region_mean"] or 0 for row in log) > 0
 
 
 def test_kl_reference_is_the_first_model(run, tmp_path):
@@ -175,79 +168,51 @@ def test_masked_truncation(start, monkeypatch, loss, minibatches):
 # ---------------------------------------------------------------------------- several updates
 
 
-def test_an_update_multiplies_weight_and_scale(start, monkeypatch):
-    """The gradient is update.accumulate_gradients' of prompt weight x scale x weight, for what is
-    kept.
-
-    Catches a factor that is left out, and gradients of an earlier update that are added.
-    """
-    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)
-    rates = {"prompt_prune_rate": 0.5, "completion_prune_rate": 0.6, "steps": 8}
-    options = {"beta": 0.1, "minibatches": 2, "lr": 1e-30, "prompt_rule": "dppo"}
-    trainer = start(method="pps", **options, **rates)
+def test_each_update_begins_without_a_gradient(start):
+    """Catches gradients of an earlier update that are added."""
+    trainer = start(method="pps", minibatches=2, lr=1e-30, beta=0.1)
     take_steps(trainer)
-    assert any(len(set(seen.prompt_weights.tolist())) > 1 for seen in trainer.steps)
-    for seen in trainer.steps:
-        minibatch = seen.kept.nonzero()[:, 0] // 2  # of the window of 4
-        for number, one in enumerate(seen.updates):
-            keep = seen.keep & (minibatch == number)[:, None]
-            trainer.optimizer.zero_grad()
-            tables = (seen.advantages, seen.scale * seen.weights, keep)
-            options = {"cfg": trainer.cfg, "reference": trainer.reference}
-            options["old_logprobs"] = one.rollouts.logprobs
-            expected = update.accumulate_gradients(trainer.model, one.rollouts, *tables, **options)
-            found = [parameter.grad.flatten() for parameter in trainer.model.parameters()]
-            torch.testing.assert_close(torch.cat(found), one.gradient, rtol=1e-4, atol=1e-7)
-            assert expected == pytest.approx(one.sums, rel=1e-5, abs=1e-9)
-    norms = [one.gradient.norm() for seen in trainer.steps for one in seen.updates]
-    assert sum(norm > 0 for norm in norms) > 8
+    for one in (one for seen in trainer.steps for one in seen.updates):
+        trainer.optimizer.zero_grad()
+        tables = (one.advantages, one.factor, one.keep)
+        update.accumulate_gradients(trainer.model, one.rollouts, *tables, **one.options)
+        found = [parameter.grad.flatten() for parameter in trainer.model.parameters()]
+        torch.testing.assert_close(torch.cat(found), one.gradient, rtol=1e-4, atol=1e-7)
+    assert all(one.gradient.norm() > 0 for seen in trainer.steps for one in seen.updates)
 
 
 def test_a_draw_sees_only_its_own_minibatch(start, monkeypatch):
-    """Each gets a batch of its own prompts, whose sizes follow from them alone, and its own random
-    numbers.
+    """Each gets a batch of its own prompts, whose sizes follow from them alone. A completion's cost
+    has its prompt in it, and its size the weight of its prompt, because the noise that is added is
+    that of the weighted term.
 
     Catches a floor of sizes, a budget or a rest that counts completions of other mini-batches,
-    whose update is at other parameters.
+    whose update is at other parameters, and costs without the prompt's tokens.
     """
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)
     monkeypatch.setattr(dppo, "SIZE_FLOOR", 0.9)  # so high that it acts
     prune, batches = dppo.prune_completions, []
     record = lambda *args: batches.append(args[2]) or prune(*args)
     monkeypatch.setattr(dppo, "prune_completions", record)
-    trainer = start(method="pps", minibatches=2, completion_prune_rate=0.6, rest=0.25)
-    trainer.step(1)
-    (seen,) = trainer.steps
-    assert len(batches) == 2
-    for number, batch in enumerate(batches):
-        rows = slice(2 * number, 2 * number + 2)  # the first half of the window comes first
-        assert torch.equal(batch.rewards, seen.rewards[rows])
-        assert torch.equal(batch.advantages, seen.advantages[rows])
-        assert torch.equal(batch.cost, seen.cost[rows])
-        energy = seen.updates[0].rollouts.energy[rows].double()
-        own = dppo.contribution_size(batch.advantages, seen.scale[rows], energy, 0.0)
-        torch.testing.assert_close(batch.size, own, rtol=1e-12, atol=0)
-        assert batch.rest_tokens == 0.25 * batch.cost.sum(), "--rest"
-
-
-def test_what_a_rule_looks_at(start, monkeypatch):
-    """A completion's cost has its prompt in it, and its size the weight of its prompt, because the
-    noise that is added is that of the weighted term. Catches sizes without the prompt's weight, and
-    costs without its tokens."""
-    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)
-    prune, batches = dppo.prune_completions, []
-    record = lambda *args: batches.append(args[2]) or prune(*args)
-    monkeypatch.setattr(dppo, "prune_completions", record)
     options = {"prompt_rule": "dppo", "prompt_prune_rate": 0.5, "steps": 8, "loss": "dr_grpo"}
-    trainer = start(method="pps", completion_prune_rate=0.6, **options)
+    options |= {"minibatches": 2, "completion_prune_rate": 0.6, "rest": 0.25}
+    trainer = start(method="pps", **options)
     take_steps(trainer)
     assert any(len(set(seen.prompt_weights.tolist())) > 1 for seen in trainer.steps)
-    for seen, batch in zip(trainer.steps, batches, strict=True):
-        tokens = torch.tensor([len(trainer.train_ids[q]) for q in seen.taught.prompts.tolist()])
-        assert torch.equal(batch.cost, tokens[:, None] + seen.lengths)
-        rollouts = seen.updates[0].rollouts
-        factor = seen.prompt_weights[:, None] * seen.scale
-        size = dppo.contribution_size(seen.advantages, factor, rollouts.energy, 0.0)
-        torch.testing.assert_close(batch.size, size)
+    assert len(batches) == 2 * len(trainer.steps)
+    for number, batch in enumerate(batches):
+        seen = trainer.steps[number // 2]
+        rows = seen.kept.nonzero()[:, 0] // 2 == number % 2  # halves of the window of 4
+        prompts = seen.taught.prompts[rows].tolist()
+        tokens = torch.tensor([len(trainer.train_ids[q]) for q in prompts])
+        assert torch.equal(batch.rewards, seen.rewards[rows])
+        assert torch.equal(batch.advantages, seen.advantages[rows])
+        assert torch.equal(batch.cost, tokens[:, None] + seen.lengths[rows])
+        energy = seen.updates[0].rollouts.energy[rows]
+        factor = (seen.prompt_weights[:, None] * seen.scale)[rows]
+        own = dppo.contribution_size(batch.advantages, factor, energy, 0.0)
+        torch.testing.assert_close(batch.size, own)
+        assert batch.rest_tokens == 0.25 * batch.cost.sum(), "--rest"
 
 
 def assert_drawn(seen, one, minibatch, tokens):
@@ -266,29 +231,14 @@ def assert_drawn(seen, one, minibatch, tokens):
 
 
 def assert_logged(row, seen):
-    """Work out a step's row again, from its two updates and the weights of its prompts."""
-    lengths, w_q = seen.lengths, seen.prompt_weights[:, None]
-    first = seen.updates[0].sums
-    sums = torch.tensor([one.sums for one in seen.updates], dtype=torch.float64)
-    total = update.UpdateStats(*sums.sum(dim=0).tolist())
-    mass = (w_q * seen.scale * lengths).sum().item()  # of all completions, kept or not
-    assert row["loss"] == pytest.approx(total.loss / 2, rel=1e-9)
-    assert row["kl"] == pytest.approx(total.kl / mass, rel=1e-9)
-    assert row["clip_ratio/region_mean"] == pytest.approx(total.clipped / total.completion_tokens)
-    assert row["tokens/trained"] == total.tokens
-    assert row["pack/density"] == total.tokens / total.slots
+    """What the step gives to metrics.row, whose own figures test_log.py works out by hand."""
+    assert row["loss"] == pytest.approx(sum(one.sums.loss for one in seen.updates) / 2, rel=1e-9)
+    assert row["tokens/trained"] == sum(one.sums.tokens for one in seen.updates)
     kept = sum(int(one.keep.sum()) for one in seen.updates)
     assert row["kept/completions"] == pytest.approx(kept / 24)
-    kept_cost = sum((seen.cost * one.keep).sum() for one in seen.updates)
-    assert row["kept/tokens"] == pytest.approx((kept_cost / (w_q * seen.cost).sum()).item())
     both = sum(one.factor * one.keep for one in seen.updates) / seen.scale
-    assert row["weight/ess"] == pytest.approx((both.sum() ** 2 / both.square().sum()).item())
     assert row["weight/max"] == pytest.approx(both.max().item())
-    assert row["weight/prompt_max"] == w_q.max()
-    if first.completion_tokens:
-        gap = row["sampling/sampling_logp_difference/mean"]
-        assert gap == pytest.approx(first.gap / first.completion_tokens)
-        assert row["entropy/trained"] == pytest.approx(first.entropy / first.completion_tokens)
+    assert row["weight/prompt_max"] == seen.prompt_weights.max()
     norms = [one.gradient.norm().item() for one in seen.updates]
     assert row["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-5)
 
@@ -318,15 +268,6 @@ def test_several_updates_of_a_pruned_window(start, monkeypatch):
     halves = [(seen.kept.nonzero()[:, 0] // 2).tolist() for seen in trainer.steps]
     among_kept = [[place * 2 // len(half) for place in range(len(half))] for half in halves]
     assert halves != among_kept, "else a mini-batch by place among the kept would be the same"
-
-
-@pytest.mark.parametrize(("loss", "first"), [("dapo", 1.0), ("cispo", 1.0), ("grpo", 0.5)])
-def test_the_first_step_counts_tokens(start, loss, first):
-    """It rolls out all prompts where later steps divide by a count; others prune at once. Catches a
-    first denominator that its own draw decided."""
-    options = {"prompt_rule": "uniform", "prompt_prune_rate": 0.5, "steps": 3}
-    rows = take_steps(start(method="pps", loss=loss, **options))
-    assert [row["kept/prompts"] for row in rows] == [first, 0.5, 0.5]
 
 
 def test_a_count_of_zero_tokens_is_not_known(start, monkeypatch):
@@ -386,31 +327,3 @@ def test_fixed_number_of_prompts(start, monkeypatch):
         dull |= set(step.taught.prompts[equal].tolist())
     assert len(seen) > 8
     assert dull
-
-
-def test_picture_of_a_run_that_has_just_begun(run, tmp_path, pictures):
-    """runtime.plot at any time, also before the first step.
-
-    Catches a picture that requires a step.
-    """
-    run("run", method="pps", group_size=3, steps=3, eval_every=3, eval_problems=3)
-    (tmp_path / "run" / "run.png").unlink()
-    plot.draw_run(tmp_path / "run")
-    log = tmp_path / "run" / "log.jsonl"
-    log.write_text(log.read_text().splitlines(keepends=True)[0])
-    plot.draw_run(tmp_path / "run")
-
-
-def test_every_group_has_random_numbers_of_its_own(start, monkeypatch):
-    """In every step. Catches a step that samples again what was sampled before."""
-    sample, seeds, keys = rollout.sample, [], []
-
-    def record(*args, **options):
-        seeds.append(options["seed"])
-        keys.append(options["keys"])
-        return sample(*args, **options)
-
-    monkeypatch.setattr(rollout, "sample", record)
-    take_steps(start(method="pps", prompt_rule="uniform", group_size=3, steps=12, lr=3e-3))
-    assert len(set(seeds)) == 12
-    assert all(len(set(own)) == len(own) for own in keys)

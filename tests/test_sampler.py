@@ -17,26 +17,6 @@ def test_an_epoch_shows_each_prompt_once():
     assert first.tolist() != second.tolist()
 
 
-def test_one_candidate_a_step():
-    """Q = 1, and an epoch of one step. Catches a position or a share that needs two prompts."""
-    windows = [sampler.candidates(3, 1, seed=0, step=step) for step in range(1, 7)]
-    assert sorted(torch.cat(windows[:3]).tolist()) == [0, 1, 2]
-    assert sorted(torch.cat(windows[3:]).tolist()) == [0, 1, 2]
-    history = sampler.PromptHistory(1)
-    see(history, [0], [[1, 0]])
-    for rule in ("none", "uniform", "dppo"):
-        assert weights_of(history, torch.tensor([0]), rule=rule) == [{1.0}], rule
-
-
-def test_seeds_depend_on_every_part_of_the_key():
-    """Catches a purpose or a rank that is left out, and seeds that torch refuses."""
-    keys = [(0, 1, "keep"), (0, 2, "keep"), (1, 1, "keep"), (0, 11, "keep")]
-    keys += [(0, 1, "rollout", 0), (0, 1, "rollout", 1)]
-    seeds = [dppo.seed_for(*key) for key in keys]
-    assert len(set(seeds)) == len(keys)
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
 def see(history, prompts, rewards, tokens=5):
     """history.update after rolling these prompts out; the advantages are the centred rewards."""
     rewards = torch.tensor(rewards, dtype=torch.float64)
@@ -134,38 +114,3 @@ def test_the_number_of_dull_prompts_is_fixed():
         keep, _ = sampler.prune_prompts("dppo", 0.45, history, torch.arange(60), generator)
         assert keep[~dull].all()
         assert keep[dull].sum() == 11, "0.55 of 20"
-
-
-def test_uniform_is_a_simple_random_sample():
-    """Every pair is as likely as every other. Catches a systematic draw in a fixed order, which
-    never keeps neighbours."""
-    history, generator = sampler.PromptHistory(6), dppo.generator_for(0)
-    drawn = [
-        sampler.prune_prompts("uniform", 0.5, history, torch.arange(6), generator)[0]
-        for _ in range(2000)
-    ]
-    keep = torch.stack(drawn).double()
-    together = (keep.T @ keep / len(keep))[torch.triu_indices(6, 6, 1).unbind()]
-    assert ((together - 0.2).abs() < 0.04).all(), "3 of 6: a pair has 3 / 6 x 2 / 5"
-
-
-def test_draws_start_anywhere(monkeypatch):
-    """In 0 to 1, at both levels: else the keep probabilities would not be exact. Catches a start
-    that never comes near 1."""
-    starts, systematic = [], dppo.systematic
-
-    def record(keep_prob, order, start):
-        starts.append(start)
-        return systematic(keep_prob, order, start)
-
-    monkeypatch.setattr(dppo, "systematic", record)
-    history, generator = sampler.PromptHistory(4), dppo.generator_for(0)
-    ones = torch.ones(1, 2, dtype=torch.float64)
-    batch = dppo.Completions(ones, ones, ones, ones)
-    for _ in range(500):
-        sampler.prune_prompts("uniform", 0.5, history, torch.arange(4), generator)
-        dppo.prune_completions("pps", 0.5, batch, generator)
-    for of_level in (starts[::2], starts[1::2]):
-        counts = torch.histc(torch.tensor(of_level), bins=20, min=0.0, max=1.0)
-        assert counts.sum() == 500
-        assert counts.min() >= 7, "25 expected"

@@ -20,7 +20,7 @@ import models
 import rollout
 import train
 from related import greso
-from runtime import InputError, timer
+from runtime import InputError, plot, timer
 from tasks import arithmetic
 
 
@@ -84,7 +84,13 @@ def test_log_rows(run, pictures, tmp_path):
         assert row["clip_ratio/region_mean"] == 0, "one update a batch: the ratio is 1"
     assert log[1]["kept/prompts"] == 1, "no history yet"
     assert log[1]["tokens/generated"] == round(log[1]["completions/mean_length"] * 24)
-    assert (tmp_path / "run" / "run.png").stat().st_size > 10_000
+    picture = tmp_path / "run" / "run.png"
+    assert picture.stat().st_size > 10_000
+    picture.unlink()
+    log_file = tmp_path / "run" / "log.jsonl"
+    log_file.write_text(log_file.read_text().splitlines(keepends=True)[0])
+    plot.draw_run(tmp_path / "run")  # before the first step
+    assert picture.exists()
 
 
 def test_times_of_a_step(run, monkeypatch):
@@ -210,36 +216,9 @@ def test_an_evaluation_has_its_own_reward(run, monkeypatch):
 # ---------------------------------------------------------------------------- seeds
 
 
-def test_all_draws_follow_the_seed(policy_folder, tmp_path, monkeypatch):
-    """Another --seed gives another order of the data, other random numbers for rollouts and
-    evaluations, and other blind draws at both levels. Each is compared by itself."""
-    sample, seeds = rollout.sample, []
-
-    def watched(*args, seed, **options):
-        seeds.append(seed)
-        return sample(*args, seed=seed, **options)
-
-    monkeypatch.setattr(rollout, "sample", watched)
-    options = {"method": "uniform", "prompt_rule": "uniform", "prompts_per_step": 8}
-    options |= {"prompt_prune_rate": 0.5, "completion_prune_rate": 0.5}
-    options |= {"eval_every": 1, "eval_problems": 2}
-    options |= {"beta": 0.1}  # so that every completion may be kept, whatever its reward
-    drawn = {name: set() for name in ("candidates", "prompts", "completions")}
-    for seed in (1, 2, 3):
-        args = flags(policy_folder, str(tmp_path), seed=seed, **options)
-        trainer = toy.Recorder(config.parse_config(args), toy_reward)
-        trainer.step(1)
-        trainer.evaluate(1)
-        drawn["candidates"].add(str(trainer.candidates(1)))
-        drawn["prompts"].add(str(trainer.steps[0].kept))
-        drawn["completions"].add(str(trainer.steps[0].keep))
-    assert {name: len(found) for name, found in drawn.items()} == dict.fromkeys(drawn, 3)
-    assert len(set(seeds)) == 6, "a rollout and an evaluation of each"
-
-
 def test_no_two_purposes_share_a_seed(run, monkeypatch):
-    """Every key of a run is used once, but those of shuffles, which a step may look up again. Fails
-    if two rollouts, evaluations or draws use one seed."""
+    """Every key of a run begins with --seed and is used once, but those of shuffles, which a step
+    may look up again. Fails if two rollouts, evaluations or draws use one seed."""
     keys = []
 
     def watch(use):
@@ -251,11 +230,12 @@ def test_no_two_purposes_share_a_seed(run, monkeypatch):
 
     monkeypatch.setattr(dppo, "seed_for", watch(dppo.seed_for))
     monkeypatch.setattr(dppo, "generator_for", watch(dppo.generator_for))
-    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 24)
-    options = {"method": "pps", "prompt_rule": "uniform", "minibatches": 2}
+    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 8)  # so that prompts return
+    options = {"method": "pps", "prompt_rule": "uniform", "minibatches": 2, "seed": 7}
     run("run", steps=6, eval_every=2, eval_problems=4, **options)
     used = [key for key in keys if key[-1] != "epoch"]
     assert {key[2] for key in used if len(key) == 3} == {"rollout", "eval", "keep"}
+    assert {key[0] for key in keys if len(key) == 3} == {7}
     assert len({dppo.seed_for(*key) for key in used}) == len(used)
 
 

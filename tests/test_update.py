@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from test_packing import flat_grad
+from test_packing import flat_grad, plain_logprobs
 from transformers import Qwen3ForCausalLM
 
 import config
@@ -72,10 +72,11 @@ def test_any_layout_is_the_same_update(make_policy, make_rollouts, monkeypatch, 
      ("grpo", 1.2, True)],
 )  # fmt: skip
 def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss, cap, looked_up):
-    """Every sum and the gradient against the formulas, completion by completion, in float64. Groups
-    of 2, lengths from 1 to T, advantages of 0, and one scale of 0. With a cap, old log-probs are
-    current or looked up. Catches a KL term without its weight, its importance ratio or beta, a
-    ratio, clip or gap with the wrong sign, and a sum of another column."""
+    """Every sum and the gradient against the formulas, completion by completion, with transformers'
+    own attention in float64. Groups of 2, lengths from 1 to T, advantages of 0, and one scale of 0.
+    With a cap, old log-probs are current or looked up. Catches a KL term without its weight, its
+    importance ratio or beta, a ratio, clip or gap with the wrong sign, and a sum of another column.
+    """
     model, _ = make_policy(dtype=torch.float64)
     reference, _ = make_policy(seed=1, dtype=torch.float64)
     rollouts = make_rollouts(model, 4, 2, drift=0.3)
@@ -84,7 +85,7 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss, cap, looked
     advantages, scale = torch.randn(2, 4, 2, dtype=torch.float64, generator=generator)
     advantages[1] = 0.0
     scale[2, 0] = 0.0
-    cfg = resolved(loss, pack_tokens=16, importance_cap=cap)
+    cfg = resolved(loss, pack_tokens=16, importance_cap=cap, temperature=0.9)
     keep = torch.ones(4, 2, dtype=torch.bool)
     old_logprobs = None if cap else rollouts.logprobs
     if looked_up:
@@ -101,9 +102,8 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss, cap, looked
     wanted = dict.fromkeys(names, 0.0)
     for q, g in itertools.product(range(4), range(2)):
         n = rollouts.lengths[q, g]
-        texts = [rollouts.prompt_ids[q]], [rollouts.completion_ids[q, g, :n].tolist()]
-        pack = packing.build_pack(*texts)
-        new, entropy = packing.packed_logprobs(model, pack)
+        text = rollouts.prompt_ids[q], rollouts.completion_ids[q, g, :n].tolist()
+        new, entropy = plain_logprobs(model, *text, 0.9)
         sampled = rollouts.logprobs[q, g, :n]
         old = new.detach() if cap else sampled
         old = old_logprobs[q, g, :n] if looked_up else old
@@ -120,7 +120,7 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, loss, cap, looked
         else:
             each = -torch.minimum(ratio * advantage, inside * advantage).expand(n)
             clipped = (ratio - inside) * advantage > 0
-        change = packing.packed_logprobs(reference, pack)[0].detach() - new
+        change = plain_logprobs(reference, *text, 0.9)[0].detach() - new
         kl = change.exp() - change - 1
         total = ((each + cfg.beta * kl) * multiplier).sum()
         total.backward()
