@@ -11,6 +11,7 @@ is for reference answers that are missing or cannot be read. A completion that c
 wrong: 0.0. What it answers is called `given`.
 """
 
+import contextlib
 import inspect
 import math
 import re
@@ -124,15 +125,25 @@ def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch
 
     The texts are what the reward sees. What cannot be scored, or was not sampled, has reward NaN.
     """
-    math_judge.budget = JUDGE_SECONDS
     texts, rewards = seen(rollouts, tokenizer), []
-    for problem, group, lengths in zip(problems, texts, rollouts.lengths.tolist(), strict=True):
-        for text, length in zip(group, lengths, strict=True):
-            rewards.append(reward_of(text, problem, reward) if length else math.nan)
-    if math_judge.budget <= 0:
-        ranks.say(f"note: comparing took {JUDGE_SECONDS:g} s, the batch's other formulas are wrong")
-    math_judge.budget = math.inf
+    with bounded():
+        for problem, group, lengths in zip(problems, texts, rollouts.lengths.tolist(), strict=True):
+            for text, length in zip(group, lengths, strict=True):
+                rewards.append(reward_of(text, problem, reward) if length else math.nan)
     return texts, torch.tensor(rewards, dtype=torch.float64).view(rollouts.lengths.shape)
+
+
+@contextlib.contextmanager
+def bounded():
+    """While the completions of a batch are scored: comparing them takes at most JUDGE_SECONDS."""
+    math_judge.budget = JUDGE_SECONDS
+    try:
+        yield
+        if math_judge.budget <= 0:
+            after = f"after {JUDGE_SECONDS:g} s of comparing"
+            ranks.say(f"note: {after}, the other formulas of the batch count as wrong")
+    finally:
+        math_judge.budget = math.inf
 
 
 def reward_of(completion: str, problem, reward) -> float:

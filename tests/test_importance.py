@@ -1,12 +1,11 @@
-"""A sampler that differs from the policy is measured, and corrected by truncated weights."""
+"""An engine that differs from the policy is measured, and corrected by truncated weights."""
 
-import math
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from toy import Recorder, flags, plain_logits, toy_reward
+from toy import Recorder, flags, toy_reward
 
 import config
 import packing
@@ -31,42 +30,9 @@ def gradient(model, rollouts, advantages, scale, old_logprobs=None, **changes):
     return sums, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def one_token_rollouts(logprobs):
-    """All five one-token completions of prompt [1, 2], each a group of 1, with log-probs [5]."""
-    ids = torch.arange(5).view(5, 1, 1)
-    zeros = torch.zeros(5, 1)
-    lengths = torch.ones(5, 1, dtype=torch.long)
-    columns = (logprobs.view(5, 1, 1), zeros, zeros, lengths, zeros.bool())
-    return rollout.Rollouts([[1, 2]] * 5, ids, *columns)
-
-
-def test_importance_weights_give_the_policys_gradient(small_world):
-    """Every one-token completion, weighted by its probability under a sampler that is 0.5 nats off:
-    with importance weights, the expected gradient is that of the policy's own samples; without
-    them, or with a low cap, it is not."""
-    model, _ = small_world
-    policy = plain_logits(model, torch.tensor([[1, 2]]))[0, -1, :5].log_softmax(dim=0)
-    sampler = (policy + torch.tensor([0.5, -0.5, 0.3, -0.2, 0.1])).log_softmax(dim=0)
-    advantages = torch.tensor([[1.0], [-2.0], [0.5], [3.0], [-1.0]])
-    _, truth = gradient(model, one_token_rollouts(policy), advantages, policy.exp()[:, None])
-
-    def error(cap):
-        rollouts, chances = one_token_rollouts(sampler), sampler.exp()[:, None]
-        _, found = gradient(model, rollouts, advantages, chances, importance_cap=cap)
-        return (found - truth).norm() / truth.norm()
-
-    assert error(10.0) < 1e-5
-    assert error(0.0) > 0.05
-    assert error(1.0) > 0.02
-
-
-def test_a_ratio_that_overflows(small_world):
-    """A sampler that is 200 nats off: the logged ratio and the gradient stay finite."""
-    model, _ = small_world
-    rollouts = one_token_rollouts(torch.full((5,), -200.0))
-    sums, grad = gradient(model, rollouts, torch.ones(5, 1), torch.ones(5, 1), importance_cap=2.0)
-    assert math.isfinite(sums.importance)
-    assert grad.isfinite().all()
+def test_a_ratio_that_overflows():
+    """An engine that is 200 nats off: the logged ratio stays finite."""
+    assert update.importance_ratio(torch.tensor([200.0])).isfinite().all()
 
 
 def test_trainer_logprobs_are_in_their_places(make_policy, monkeypatch):
@@ -165,9 +131,8 @@ def test_several_updates_compare_with_the_model_before_the_first(corrected_run):
 @pytest.mark.parametrize(
     ("given", "cap"),
     [
-        ({}, 0.0), ({"loss": "gspo"}, 0.0), ({"shard": "fsdp"}, 0.0),
-        ({"dtype": "bfloat16"}, 2.0), ({"loss": "gspo", "dtype": "bfloat16"}, 2.0),
-        ({"engine": "vllm"}, 2.0), ({"engine": "vllm", "importance_cap": 0.0}, 0.0),
+        ({}, 0.0), ({"dtype": "bfloat16"}, 2.0), ({"engine": "vllm"}, 2.0),
+        ({"engine": "vllm", "importance_cap": 0.0}, 0.0),
     ],
 )  # fmt: skip
 def test_the_cap_is_on_where_the_sampler_differs(given, cap):

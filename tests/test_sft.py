@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import runpy
-import sys
 from dataclasses import replace
 
 import pytest
@@ -75,20 +73,14 @@ def test_a_step_is_the_plain_computation(make_policy, file, monkeypatch):
         assert (flat_grad(model) - clipped).norm() < 1e-5 * clipped.norm()  # clipping adds 1e-6
 
 
-ROLES = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>"
 TURNS = "{% for m in messages %}<user>{{ m.content }}<|pad|>{% endfor %}<assistant>"
-ENCODED = [  # a chat template, a prompt format; how a solution ends
-    (ROLES, "chat", "<|end|>"),
-    (TURNS, "plain", "<|end|>"),
-    (TURNS, "chat", "<|pad|>"),  # where a turn ends
-]
 
 
-@pytest.mark.parametrize(("template", "form", "end"), ENCODED)
-def test_prompts_and_solutions(make_policy, file, template, form, end):
+@pytest.mark.parametrize(("form", "end"), [("plain", "<|end|>"), ("chat", "<|pad|>")])
+def test_prompts_and_solutions(make_policy, file, form, end):
     """Catches a flag that is not passed on, and an end that ends no turn."""
     _, tokenizer = make_policy()
-    tokenizer.chat_template = template
+    tokenizer.chat_template = TURNS
     cfg = settings(file, prompt_format=form)
     _, prompts = data.encode_prompts(data.sft_problems(file), tokenizer, 512, form)
     pairs = sft.encode(cfg, tokenizer, 512)
@@ -142,10 +134,9 @@ def test_a_run(teach, tmp_path, monkeypatch):
             raise ConnectionError
         return update(*args)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(sft, "update", killed)
-        with pytest.raises(ConnectionError):
-            teach("run", steps=8)
+    monkeypatch.setattr(sft, "update", killed)
+    with pytest.raises(ConnectionError):
+        teach("run", steps=8)
     first, *_, last = teach("run", steps=8)
     assert (first["step"], last["step"], len(rows(tmp_path / "run"))) == (1, 8, 8)
     assert last["loss"] < first["loss"]
@@ -180,25 +171,9 @@ def test_bad_input_leaves_nothing(teach, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_of_another_kind(teach, tmp_path):
-    (tmp_path / "config.json").write_text('{"config": {"method": "pps"}}')
-    with pytest.raises(InputError, match="holds a training run where a supervised start should"):
-        teach(".")
-
-
 def test_a_gradient_that_is_not_finite(teach, tmp_path):
     """Catches a run that goes on with weights of NaN, and saves them over good ones."""
     with pytest.raises(InputError, match=r"--lr 1e\+38: the gradient is nan"):
         teach("run", lr=1e38)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
     assert not [*(tmp_path / "run").glob("checkpoint*")]
-
-
-def test_as_a_program(monkeypatch, capsys):
-    """Catches an error without status, or as a traceback."""
-    monkeypatch.setattr(sys, "argv", ["tasks.sft", "--data", "words", "gsm8k", "--steps", "0"])
-    monkeypatch.delitem(sys.modules, "tasks.sft")
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_module("tasks.sft", run_name="__main__")
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "error: --steps 0: must be above 0\n"
