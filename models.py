@@ -83,8 +83,6 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     if cfg.beta:
         reference = load(base, cfg.device, samples=False)[0].requires_grad_(False)
     data.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
-    if any(".experts." in name for name, _ in model.named_parameters()):
-        ranks.say("note: the model is a mixture of experts; no loss balances its routers")
     if cfg.gradient_checkpointing:
         checkpoint_layers(model)
     policy = model
@@ -268,11 +266,9 @@ def check_files(name: str, folder: Path) -> set[str]:
 
 
 def check_quantization(config, types: set[str]) -> None:
-    """ValueError for codes in place of weights, unless transformers makes them full weights."""
+    """ValueError for codes in place of weights."""
     quantization = getattr(config, "quantization_config", None)
-    if quantization and quantization.get("quant_method") == "fp8":
-        quantization["dequantize"] = True  # exact; a GPU would compute with the codes
-    elif quantization is not None or not types <= {"F64", "F32", "F16", "BF16"}:
+    if quantization or not types <= {"F64", "F32", "F16", "BF16"}:
         method = (quantization or {}).get("quant_method") or sorted(types)
         raise ValueError(
             f"it is quantized ({method}), and only full weights can be trained: use the bfloat16 "
@@ -293,8 +289,8 @@ def check_weights(model, names: dict) -> None:
             f"whole model, without a wrapper (_orig_mod.), adapter or quantization"
         )
     for key, weight in model.named_parameters():
-        if weight.dtype != torch.float32 or not weight.isfinite().all():
-            raise ValueError(f"{key} holds NaN, infinity or codes: use another checkpoint")
+        if not weight.isfinite().all():
+            raise ValueError(f"{key} holds NaN or infinity: use another checkpoint")
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ rewards get the same text, so one that calls math_reward pays what math_reward p
 
 None leaves a completion out of its group's mean and standard deviation and gives it advantage 0. It
 is for reference answers that are missing or cannot be read. A completion that cannot be read is
-wrong: 0.0. What it answers is called `given`.
+wrong: 0.0.
 """
 
 import contextlib
@@ -140,8 +140,7 @@ def bounded():
     try:
         yield
         if math_judge.budget <= 0:
-            after = f"after {JUDGE_SECONDS:g} s of comparing"
-            ranks.say(f"note: {after}, the other formulas of the batch count as wrong")
+            ranks.say(f"note: after {JUDGE_SECONDS:g} s of comparing, formulas count as wrong")
     finally:
         math_judge.budget = math.inf
 
