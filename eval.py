@@ -237,11 +237,10 @@ def complete(
 
 def score(rows: list[dict], problems: list[data.Problem], reward) -> None:
     """Write into the rows of a batch what their completions earn; None cannot be scored."""
-    with rewards.bounded():
-        for row, problem in zip(rows, problems, strict=True):
-            numbers = [rewards.reward_of(text, problem, reward) for text in row["completions"]]
-            row |= {"problem": problem.text, "answer": problem.answer}
-            row["rewards"] = [None if math.isnan(number) else number for number in numbers]
+    found = rewards.of_texts([row["completions"] for row in rows], problems, reward)
+    for row, problem, numbers in zip(rows, problems, found, strict=True):
+        row |= {"problem": problem.text, "answer": problem.answer}
+        row["rewards"] = [None if math.isnan(number) else number for number in numbers]
 
 
 def open_folder(folder: str, settings: dict) -> Path:

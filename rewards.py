@@ -11,7 +11,6 @@ is for reference answers that are missing or cannot be read. A completion that c
 wrong: 0.0.
 """
 
-import contextlib
 import inspect
 import math
 import re
@@ -123,25 +122,22 @@ def seen(rollouts, tokenizer) -> list[list[str]]:
 def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch.Tensor]:
     """(texts, rewards) of G completions for each of K problems: lists [K][G], float64 [K, G].
 
-    The texts are what the reward sees. What cannot be scored, or was not sampled, has reward NaN.
+    The texts are what the reward sees. What cannot be scored has reward NaN.
     """
-    texts, rewards = seen(rollouts, tokenizer), []
-    with bounded():
-        for problem, group, lengths in zip(problems, texts, rollouts.lengths.tolist(), strict=True):
-            for text, length in zip(group, lengths, strict=True):
-                rewards.append(reward_of(text, problem, reward) if length else math.nan)
-    return texts, torch.tensor(rewards, dtype=torch.float64).view(rollouts.lengths.shape)
+    texts = seen(rollouts, tokenizer)
+    rewards = torch.tensor(of_texts(texts, problems, reward), dtype=torch.float64)
+    return texts, rewards.view(rollouts.lengths.shape)
 
 
-@contextlib.contextmanager
-def bounded():
-    """While the completions of a batch are scored: comparing them takes at most JUDGE_SECONDS."""
+def of_texts(texts: list[list[str]], problems, reward) -> list[list[float]]:
+    """The rewards [K][G] of a batch of texts, whose comparing takes at most JUDGE_SECONDS."""
     math_judge.budget = JUDGE_SECONDS
+    pairs = zip(problems, texts, strict=True)
     try:
-        yield
+        return [[reward_of(text, problem, reward) for text in group] for problem, group in pairs]
+    finally:
         if math_judge.budget <= 0:
             ranks.say(f"note: after {JUDGE_SECONDS:g} s of comparing, formulas count as wrong")
-    finally:
         math_judge.budget = math.inf
 
 

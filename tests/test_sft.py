@@ -1,7 +1,6 @@
 """Supervised training: the plain loss, a run that learns, bad input."""
 
 import itertools
-import json
 import math
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from test_packing import flat_grad, plain_logprobs
 from toy import rows
 
 import data
-from runtime import InputError
+from runtime import InputError, log
 from tasks import sft
 
 PROBLEMS = [
@@ -20,14 +19,10 @@ PROBLEMS = [
 ]
 
 
-def write(path, problems):
-    path.write_text("".join(json.dumps(row) + "\n" for row in problems))
-    return str(path)
-
-
 @pytest.fixture
 def file(tmp_path):
-    return write(tmp_path / "problems.jsonl", PROBLEMS)
+    log.append_rows(tmp_path / "problems.jsonl", PROBLEMS)
+    return str(tmp_path / "problems.jsonl")
 
 
 def settings(file, **changes):
@@ -113,7 +108,7 @@ def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
 
     monkeypatch.setattr(sft, "update", update)
     teach("other seed", seed=1, steps=3)
-    log = teach("run", steps=30, lr=6.0)
+    found = teach("run", steps=30, lr=6.0)
     everything = sorted(sft.encode(settings(file), make_policy()[1], 512))
     epochs = [[*itertools.chain(*batches[start : start + 3])] for start in range(0, 33, 3)]
     assert all(sorted(epoch) == everything for epoch in epochs)
@@ -122,7 +117,7 @@ def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
     warm_up = [min(step / 10, 1.0) for step in range(1, 31)]
     decay = [6.0 - 0.2 * step for step in range(30)]
     assert used == pytest.approx([w * d for w, d in zip(warm_up, decay, strict=True)])
-    assert [row["learning_rate"] for row in log] == used
+    assert [row["learning_rate"] for row in found] == used
 
 
 def test_a_run(teach, tmp_path, monkeypatch):
