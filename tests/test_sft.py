@@ -157,6 +157,9 @@ def test_bad_input_leaves_nothing(teach, tmp_path, monkeypatch):
         teach("run", lr=math.nan)
     with pytest.raises(InputError, match="--batch-size 13: only 12 problems fit the model"):
         teach("run", batch_size=13)
+    (tmp_path / "config.json").write_text('{"config": {"method": "pps"}}')
+    with pytest.raises(InputError, match="holds a training run where a supervised start should"):
+        teach(".")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(InputError, match=r"tasks\.sft is one process, not 2: start it without"):
