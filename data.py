@@ -213,11 +213,9 @@ def draw_keys(problems: list[Problem]) -> list[int]:
     return keys
 
 
-def content_hash(problems: list[Problem], prompt_ids: list[list[int]] | None = None) -> str:
-    """A hash of a set's prompts (as token ids if these are given) and of its reference answers, in
-    16 hexadecimal digits."""
-    prompts = prompt_ids or [*map(identity, problems)]
-    return digest(prompts) + digest([problem.answer for problem in problems])
+def content_hash(problems: list[Problem]) -> str:
+    """A hash of a set's prompts and of its reference answers, in 16 hexadecimal digits."""
+    return digest([*map(identity, problems)]) + digest([problem.answer for problem in problems])
 
 
 def digest(value) -> str:
