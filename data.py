@@ -213,11 +213,9 @@ def draw_keys(problems: list[Problem]) -> list[int]:
     return keys
 
 
-def content_hash(problems: list[Problem], prompt_ids: list[list[int]] | None = None) -> str:
-    """A hash of a set's prompts (as token ids if these are given) and of its reference answers, in
-    16 hexadecimal digits."""
-    prompts = prompt_ids or [*map(identity, problems)]
-    return digest(prompts) + digest([problem.answer for problem in problems])
+def content_hash(problems: list[Problem]) -> str:
+    """A hash of a set's prompts and of its reference answers, in 16 hexadecimal digits."""
+    return digest([*map(identity, problems)]) + digest([problem.answer for problem in problems])
 
 
 def digest(value) -> str:
@@ -438,8 +436,13 @@ def encode_prompts(
         line = problem.instruction if instruction is None else instruction
         if is_chat:
             texts.append(in_template(problem.messages(line), tokenizer, ends, thinking))
+        elif len(problem.turns) > 1:
+            raise InputError(
+                f"a chat of several turns, which ends with {problem.text[-60:]!r}, needs a chat "
+                f"template: use a model that has one, and not --prompt-format plain"
+            )
         else:
-            texts.append(_plain_text(problem, line))
+            texts.append(f"{problem.text}\n{line}\n" if line else problem.text)
     prompt_ids = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
     check_tokens(texts, prompt_ids, tokenizer, model)
     if not is_chat:  # some tokenizers end every text with an end token; a model would start anew
@@ -448,17 +451,14 @@ def encode_prompts(
             while ids and ids[-1] in end_ids:
                 ids.pop()
 
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    asked = [" ".join(turn["content"] for turn in problem.messages()) for problem in problems]
-    if held := [token for text in asked for token in special if token in text]:
-        ranks.say(f"note: problems contain control tokens, such as {held[0]!r}; {len(held)} in all")
     fits = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
     if len(fits) < len(problems):
         empty = prompt_ids.count([])
         too_long = len(problems) - len(fits) - empty
-        limit = f"longer than the {max_prompt_tokens} tokens that --max-new-tokens leaves"
-        why = [f"{count} {what}" for count, what in ((too_long, limit), (empty, "empty")) if count]
-        dropped = f"dropped {too_long + empty} of {len(problems)} prompts: {' and '.join(why)}"
+        dropped = (
+            f"dropped {too_long + empty} of {len(problems)} prompts: {too_long} longer than the "
+            f"{max_prompt_tokens} tokens that --max-new-tokens leaves, {empty} empty"
+        )
         if not fits:
             raise InputError(f"{dropped}; none is left")
         ranks.say(dropped)
@@ -486,16 +486,6 @@ def in_template(messages: list[dict], tokenizer, ends: tuple[str, ...], thinking
             f"model whose template has these roles, change the data, or use --prompt-format plain"
         ) from None
     return text
-
-
-def _plain_text(problem: Problem, instruction: str) -> str:
-    """A problem and its instruction, on lines of their own."""
-    if len(problem.turns) > 1:
-        raise InputError(
-            f"a chat of several turns, which ends with {problem.text[-60:]!r}, needs a chat "
-            f"template: use a model that has one, and not --prompt-format plain"
-        )
-    return f"{problem.text}\n{instruction}\n" if instruction else problem.text
 
 
 def check_tokens(texts: list[str], all_ids: list[list[int]], tokenizer, model) -> None:

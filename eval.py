@@ -184,8 +184,8 @@ def complete(
 ) -> list[dict]:
     """Sample and score every problem of a set, batch by batch. What `path` has is scored again.
 
-    A row has index, prompt (a hash of its tokens), problem, answer, rewards, lengths, truncated and
-    completions.
+    A row has index, prompt (a hash of its tokens), lengths, truncated, completions, problem, answer
+    and rewards.
     """
     name, _file, problems, prompt_ids, room = problem_set
     sampling = replace(sampling, max_new_tokens=room)
@@ -205,8 +205,9 @@ def complete(
         )
     if len(rows) < len(problems):  # sample a batch again if some of it is missing
         rows = rows[: len(rows) // chunk * chunk]
-    for row, problem in zip(rows, problems, strict=False):
-        row.update(scored(row["completions"], problem, reward))
+    for start in range(0, len(rows), chunk):
+        stored = rows[start : start + chunk]
+        score(stored, problems[start : start + len(stored)], reward)
     if path:
         not_scored = {"rewards": [None] * cfg.k}
         log.write_rows(path, [*rows, *(row | not_scored for row in later)])
@@ -221,24 +222,25 @@ def complete(
             {
                 "index": index,
                 "prompt": prompts[index],
-                **scored(texts[row], problems[index], reward),
                 "lengths": rollouts.lengths[row].tolist(),
                 "truncated": rollouts.truncated[row].tolist(),
                 "completions": texts[row],
             }
             for row, index in enumerate(batch)
         ]
+        score(new, problems[start : start + chunk], reward)
         if path:
             log.append_rows(path, new)
         rows += new
     return rows
 
 
-def scored(completions: list[str], problem: data.Problem, reward) -> dict:
-    """What the row of a problem says of its completions. A reward of None cannot be scored."""
-    numbers = [rewards.reward_of(text, problem, reward) for text in completions]
-    found = [None if math.isnan(number) else number for number in numbers]
-    return {"problem": problem.text, "answer": problem.answer, "rewards": found}
+def score(rows: list[dict], problems: list[data.Problem], reward) -> None:
+    """Write into the rows of a batch what their completions earn; None cannot be scored."""
+    found = rewards.of_texts([row["completions"] for row in rows], problems, reward)
+    for row, problem, numbers in zip(rows, problems, found, strict=True):
+        row |= {"problem": problem.text, "answer": problem.answer}
+        row["rewards"] = [None if math.isnan(number) else number for number in numbers]
 
 
 def open_folder(folder: str, settings: dict) -> Path:

@@ -83,8 +83,6 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     if cfg.beta:
         reference = load(base, cfg.device, samples=False)[0].requires_grad_(False)
     data.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
-    if any(".experts." in name for name, _ in model.named_parameters()):
-        ranks.say("note: the model is a mixture of experts; no loss balances its routers")
     if cfg.gradient_checkpointing:
         checkpoint_layers(model)
     policy = model
@@ -178,9 +176,7 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
     needs weights of that type, or each would be cast for every token. If it `samples`, it is
     compared with the fast decoder, see engines/check_decoder.py."""
     model, tokenizer = read(name)
-    kinds = sorted(set(getattr(model.config, "layer_types", None) or ["full_attention"]))
-    window = getattr(model.config, "sliding_window", None)
-    rope = getattr(model.config, "rope_parameters", None) or {}
+    kinds = sorted({*(getattr(model.config, "layer_types", None) or ["full_attention"])})
     try:
         tokens = max(tokenizer.get_vocab().values()) + 1  # Qwen3 pads its head beyond these
         model.vocab_size = min(tokens, model.config.vocab_size)
@@ -190,12 +186,12 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
     except Exception as error:  # its config and its code may lack anything
         packs, why = False, f" ({data.in_words(error)})"
     if not packs:
+        window = getattr(model.config, "sliding_window", None)
+        rope = getattr(model.config, "rope_parameters", None)
         raise InputError(
             f"--model {name} cannot be packed exactly{why}: that needs full attention, rotations "
             f"that do not depend on other sequences, and logits that are a linear map of the last "
-            f"hidden state. Its config has the layers {kinds}, sliding_window {window}, rope_type "
-            f"{rope.get('rope_type')}, and original_max_position_embeddings "
-            f"{rope.get('original_max_position_embeddings')}"
+            f"hidden state. It has the layers {kinds}, sliding_window {window} and rope {rope}"
         )
     fuse_norms(model)
     exact = check_decoder.logits(model) if samples and dtype != "float32" else None
@@ -270,11 +266,9 @@ def check_files(name: str, folder: Path) -> set[str]:
 
 
 def check_quantization(config, types: set[str]) -> None:
-    """ValueError for codes in place of weights, unless transformers makes them full weights."""
+    """ValueError for codes in place of weights."""
     quantization = getattr(config, "quantization_config", None)
-    if quantization and quantization.get("quant_method") == "fp8":
-        quantization["dequantize"] = True  # exact; a GPU would compute with the codes
-    elif quantization is not None or not types <= {"F64", "F32", "F16", "BF16"}:
+    if quantization or not types <= {"F64", "F32", "F16", "BF16"}:
         method = (quantization or {}).get("quant_method") or sorted(types)
         raise ValueError(
             f"it is quantized ({method}), and only full weights can be trained: use the bfloat16 "
@@ -292,12 +286,11 @@ def check_weights(model, names: dict) -> None:
     if wrong:
         raise ValueError(
             f"its weights are not those of {type(model).__name__}: {', '.join(wrong)}. Save the "
-            f"whole model, not a wrapper such as torch.compile's (_orig_mod.), merge an adapter "
-            f"first, and use full weights, not quantized ones"
+            f"whole model, without a wrapper (_orig_mod.), adapter or quantization"
         )
     for key, weight in model.named_parameters():
-        if weight.dtype != torch.float32 or not weight.isfinite().all():
-            raise ValueError(f"{key} holds NaN, infinity or codes: use another checkpoint")
+        if not weight.isfinite().all():
+            raise ValueError(f"{key} holds NaN or infinity: use another checkpoint")
 
 
 @torch.no_grad()

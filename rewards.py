@@ -8,7 +8,7 @@ rewards get the same text, so one that calls math_reward pays what math_reward p
 
 None leaves a completion out of its group's mean and standard deviation and gives it advantage 0. It
 is for reference answers that are missing or cannot be read. A completion that cannot be read is
-wrong: 0.0. What it answers is called `given`.
+wrong: 0.0.
 """
 
 import inspect
@@ -122,17 +122,23 @@ def seen(rollouts, tokenizer) -> list[list[str]]:
 def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch.Tensor]:
     """(texts, rewards) of G completions for each of K problems: lists [K][G], float64 [K, G].
 
-    The texts are what the reward sees. What cannot be scored, or was not sampled, has reward NaN.
+    The texts are what the reward sees. What cannot be scored has reward NaN.
     """
+    texts = seen(rollouts, tokenizer)
+    rewards = torch.tensor(of_texts(texts, problems, reward), dtype=torch.float64)
+    return texts, rewards.view(rollouts.lengths.shape)
+
+
+def of_texts(texts: list[list[str]], problems, reward) -> list[list[float]]:
+    """The rewards [K][G] of a batch of texts, whose comparing takes at most JUDGE_SECONDS."""
     math_judge.budget = JUDGE_SECONDS
-    texts, rewards = seen(rollouts, tokenizer), []
-    for problem, group, lengths in zip(problems, texts, rollouts.lengths.tolist(), strict=True):
-        for text, length in zip(group, lengths, strict=True):
-            rewards.append(reward_of(text, problem, reward) if length else math.nan)
-    if math_judge.budget <= 0:
-        ranks.say(f"note: comparing took {JUDGE_SECONDS:g} s, the batch's other formulas are wrong")
-    math_judge.budget = math.inf
-    return texts, torch.tensor(rewards, dtype=torch.float64).view(rollouts.lengths.shape)
+    pairs = zip(problems, texts, strict=True)
+    try:
+        return [[reward_of(text, problem, reward) for text in group] for problem, group in pairs]
+    finally:
+        if math_judge.budget <= 0:
+            ranks.say(f"note: after {JUDGE_SECONDS:g} s of comparing, formulas count as wrong")
+        math_judge.budget = math.inf
 
 
 def reward_of(completion: str, problem, reward) -> float:

@@ -21,7 +21,7 @@ SECONDS = 1.0  # CPU time of one comparison, after which the answer is wrong; mo
 MEMORY = 2**30  # bytes
 DIGITS = 3000  # of an exact comparison
 
-budget = float("inf")  # CPU seconds that comparisons may still take; set by rewards.score
+budget = float("inf")  # CPU seconds that comparisons may still take; set by rewards.of_texts
 _judge = None  # the running process, shared by all threads
 _turn = threading.Lock()
 

@@ -11,18 +11,9 @@ from runtime import answers
 
 TABLE = {
     "words of other languages": r"""
-        5 ; 5 \text{ Äpfel} ; 1
-        5 ; 5\text{Äpfel} ; 1
-        5 ; 6 Äpfel ; 0
-        12 élèves ; 12 ; 1
-        4 ; 4 dni później ; 1
-        6 часов ; 6 ; 1
         6 часов ; 6 минут ; 0
-        5 м ; 5 см ; 0
         5元 ; 5 ; 1
-        5元 ; 5个 ; 0
         7 ; 7개 ; 1
-        5 ; 5 घंटे ; 1
         5 ; ٥ ساعات ; 1
         50000 ; 5万 ; 1
         5 ; 5万 ; 0
@@ -30,39 +21,26 @@ TABLE = {
         3.5 ; ٣٫٥ ; 1
         3, 4 ; 3 und 4 ; 1
         3, 4 ; 3和4 ; 1
-        3, 4 ; 3 und 5 ; 0
         Été ; été ; 1
         Été ; Été ; 1
         Été ; Ete ; 0
         нет ; Нет ; 1
-        нет ; да ; 0
-        奇数 ; 奇数 ; 1
         奇数 ; 偶数 ; 0
         Straße ; STRASSE ; 1
     """,
     "words after a number": r"""
         5 Meter ; 5 Stunden ; 0
-        5 Stunden ; 1 Stunde ; 0
         5 Stunden ; 5 Stunde ; 1
-        5 joules ; 5 watts ; 0
-        5 joules ; 5 ; 1
         5 apples ; 5 oranges ; 0
-        5 apples ; 5 red apples ; 1
         5 cities ; 5 city ; 1
-        5 metres ; 5 m ; 1
         5 litres ; 5 L ; 1
         14 hrs ; 14 hours ; 1
         3 foot ; 3 ft. ; 1
         5 minutes ; 5 min ; 1
         20 Celsius ; 20 Fahrenheit ; 0
-        20 degrees Celsius ; 20 degrees Fahrenheit ; 0
         20℃ ; 20 Celsius ; 1
-        20℃ ; 20℉ ; 0
         20 ; 20℉ ; 1
-        5 yen ; 5 dollars ; 0
-        ¥5 ; \$5 ; 0
         ¥5 ; 5 yen ; 1
-        ₹500 ; 500 ; 1
         US\$5 ; 5 dollars ; 1
         \$5 ; 5 USD ; 1
         50% ; 50 Prozent ; 1
@@ -71,118 +49,68 @@ TABLE = {
         25\pi\text{ cm}^2 ; 25\pi \text{ square centimeters} ; 1
         5 square meters ; 5 meters ; 0
         5 square meters ; 5 cubic meters ; 0
-        5 miles ; 5 miles per hour ; 0
         9.8 m/s^2 ; 9.8\ \mathrm{m\,s^{-2}} ; 1
         9.8 m/s^2 ; 9.8 m·s⁻² ; 1
         9.8 m/s^2 ; 9.8 m s^{-1} ; 0
-        9.8 ; 9.8\,\mathrm{m\cdot s^{-2}} ; 1
         9.8 m/s^2 ; 9.8 meters per second squared ; 1
         5 kg m^2/s^2 ; 5\text{ kg}\cdot\text{m}^2\cdot\text{s}^{-2} ; 1
         4 \text{ feet} ; \text{4 \text{ feet}} ; 1
         \frac12 ; \mathbf{\frac{1}{2}} ; 1
-        5 ; 5 of the apples ; 1
-        5 ; 5 times a day ; 1
-        90° ; 90° - x ; 0
         90° ; 90° x ; 0
-        5 hours ; 5 hours/x ; 0
         50\pi ; 50\pi\text{ times }x ; 0
         \frac12 ; \frac12\text{ for all }x ; 1
         2α ; 2 ; 0
         3abc ; 3 ; 0
-        2n ; 2 ; 0
         3m+1 ; 4 ; 0
         \sqrt{2 h} ; \sqrt{2} ; 0
     """,
     "grouped digits": r"""
         100000 ; 1,00,000 ; 1
         1,00,000 ; 1000000 ; 0
-        12345678 ; 1,23,45,678 ; 1
-        100000 ; 1{,}00{,}000 ; 1
         3.5 ; 3{,}5 ; 1
-        3.5 ; 35 ; 0
     """,
     "alternatives": r"""
         8 (or) eight ; 8 ; 1
         8 (or) eight ; Eight ; 1
-        8 (or) eight ; 9 ; 0
         8 (or) eight ; 8 (or) eight ; 0
-        1/2 (or) 0.5 ; \frac12 ; 1
-        Paris (or) City of Paris ; City of Paris ; 1
         Paris (or) City of Paris ; Paris, City of Paris ; 0
     """,
     "words that change the number before them": r"""
         2 ; 2 or three ; 0
         3 ; 3 minus two ; 0
         5 ; 5 thousandths ; 0
-        5 ; 5 thousand ; 0
-        12 ; 12 to the power two ; 0
-        8 ; 8 or possibly nine ; 0
-        90 ; 90 plus ten ; 0
         1 ; 1 half ; 0
-        3 ; 3 times ; 1
         5 ; 5 left over ; 1
-        40 ; 40 red paths ; 1
     """,
     "what a second search found": r"""
-        11,\! 111,\! 111,\! 100 ; 11111111100 ; 1
-        11,\! 111,\! 111,\! 100 ; 11{,}111{,}111{,}100 ; 1
         11,\! 111,\! 111,\! 100 ; 11,111,111,100 ; 1
-        \text{A, D, F, G, H} ; A,D,F,G,H ; 1
         \text{H, E} ; E, H ; 1
-        \text{H, E} ; E, G ; 0
-        \text{E,G} ; E, G ; 1
         F, G ; F ; 0
         (2,3), (4,5) ; \{(2,3),(4,5)\} ; 1
-        \{(2,3),(4,5)\} ; (2,3),(4,5) ; 1
-        (2,3), (4,5) ; (2,3),(4,6) ; 0
         (2,3), (4,5) ; (3,2),(4,5) ; 0
         (2,3) ; \{2,3\} ; 0
         (1,2),(3,4) ; [1,2],[3,4] ; 0
         2+3i ; 2+3\mathrm{i} ; 1
-        2+3i ; 2+3 i ; 1
-        -1-2i ; -1-2\text{i} ; 1
-        42 ; 42\text{ units}^2 ; 1
-        42\text{ units}^2 ; 42 ; 1
-        20\text{ sq units} ; 20\text{ units}^2 ; 1
         80\text{ cents} ; 80¢ ; 1
         \begin{pmatrix}1&2\\3&4\end{pmatrix} ; \begin{pmatrix}1&2\\[4pt]3&4\end{pmatrix} ; 1
-        42 ; \boldsymbol{42} ; 1
         42 ; \bm{42} ; 1
         \mathbb{Z} ; ℤ ; 1
-        \mathbb{N} ; ℕ ; 1
         \mathbb{Z} ; ℕ ; 0
         \emptyset ; \text{the empty set} ; 1
         42 ; \text{Final Answer: }42 ; 1
         A ; The correct answer is A ; 1
-        A ; The correct answer is B ; 0
         \text{ellipse} ; \text{an ellipse} ; 1
         2:3:5 ; 2:5:3 ; 0
-        2:3:5 ; 2 : 3 : 5 ; 1
-        2:3 ; 2/3 ; 1
-        3\text{ gallons} ; 3\text{ quarts} ; 0
-        5\text{ acres} ; 5\text{ hectares} ; 0
-        5\text{ acres} ; 5 ; 1
-        4\text{ dimes} ; 4\text{ nickels} ; 0
-        4\text{ dimes} ; 4 ; 1
-        5\text{ pennies} ; 5 ; 1
-        12 ; 12\text{ thousands} ; 0
-        12000 ; 12\text{ thousand} ; 1
         3 ; 3\text{ halves} ; 0
         3 ; 3\text{ squared} ; 0
-        5 ; 5\text{ apples} ; 1
-        2\text{ centuries} ; 2\text{ decades} ; 0
-        2 cups ; 2 ; 1
     """,
     "exact numbers": r"""
         \frac{1}{2^{2023}} ; \frac{1}{2^{2024}} ; 0
         \frac{1}{5000!} ; \frac{1}{5001!} ; 0
-        -\frac{1}{10^{20}} ; \frac{1}{10^{20}} ; 0
         1-\frac{1}{2^{60}} ; 1-\frac{1}{2^{61}} ; 0
-        \sqrt{10^{200}+1} ; 10^{100} ; 0
         \sqrt{10^{2000}+1} ; 10^{1000} ; 0
         0 ; 10^{-40} ; 0
         (\frac{1}{2^{60}}, 3) ; (\frac{-1}{2^{60}}, 3) ; 0
-        [10^{-30}, 1] ; [10^{-31}, 1] ; 0
         x^2+\frac{y}{2^{80}} ; x^2 ; 0
         \frac{1}{2^{2023}} ; 2^{-2023} ; 1
         \sqrt{3+2\sqrt{2}} ; 1+\sqrt{2} ; 1
@@ -199,27 +127,20 @@ TABLE = {
         3s ; 3t ; 0
         2t ; 2 ; 0
         0 ; 0x10 ; 0
-        0 ; 0b11 ; 0
         am+b ; b+ma ; 1
         m ; h ; 0
         \{1,2\} ; (1,2) ; 0
-        [1,2] ; \{1,2\} ; 0
         \{1,2\} ; 2,1 ; 1
         \{1,2\}\cup(3,4) ; (3,4)\cup\{1,2\} ; 1
     """,
     "relations": r"""
         5 ; \neq 5 ; 0
-        5 ; ≠ 5 ; 0
         5 ; \not= 5 ; 0
         5 ; \text{not } 5 ; 0
-        5 ; \le 5 ; 0
         5 ; \gg 5 ; 0
-        5 ; \lt 5 ; 0
         5 ; more than 5 ; 0
         5 ; 5 \text{ or more} ; 0
-        5 ; at most 5 ; 0
         \ge 5 ; 5 ; 0
-        \ge 5 ; \le 5 ; 0
         \ge 5 ; \text{at least } 5 ; 1
         \ge 5 ; 5\text{ or more} ; 1
         \le 5 ; at most 5 ; 1
@@ -234,19 +155,16 @@ TABLE = {
     """,
     "bases and factors": r"""
         4210_7 ; 4210_8 ; 0
-        3A_{12} ; 3A_{13} ; 0
         4210_7 ; 4210₇ ; 1
         4210_7 ; (4210)_{\text{seven}} ; 1
         4210_7 ; 4210 \text{ (base 7)} ; 1
         4210_7 ; 4210 ; 1
-        2 ; 2\text{ million} ; 0
         5 ; 5\text{ thousand} ; 0
         36 ; 3 dozen ; 1
         600 ; 6 hundred ; 1
         4e12 ; 4 trillion ; 1
         \$1.5\text{ billion} ; 1{,}500{,}000{,}000 ; 1
         \frac{1}{2}\text{ million} ; 500000 ; 1
-        3 \times 10^5 ; 3×10⁵ ; 1
         1.6e-19 ; 1.6001\times 10^{-19} ; 0
         (1e-3, 2) ; (0.001, 2) ; 1
     """,
@@ -255,74 +173,46 @@ TABLE = {
         10:30\text{ a.m.} ; 10:30\text{ p.m.} ; 0
         8\!:\!34 \text{ p.m.} ; 8:34 PM ; 1
         10:30\text{ a.m.} ; 10:30 ; 1
-        5\text{ cm}^2 ; 5\text{ sq. cm} ; 1
-        5\text{ cm}^2 ; 5\text{ cm}^3 ; 0
-        5\text{ cm}^2 ; 5 ; 1
         12\text{ mph} ; 12\text{ miles per hour} ; 1
-        12\text{ mph} ; 12\text{ km/h} ; 0
-        12\text{ mph} ; 12\text{ kph} ; 0
         60^\circ, 120^\circ ; 60, 120 degrees ; 1
-        8\text{ m/s} ; 8\text{ m/s}^2 ; 0
         \pi\text{ cm} ; \pi ; 1
         2m ; 2h ; 0
         \$12.50 ; 12.5 dollars ; 1
         \$5 ; €5 ; 0
-        \$5 ; 5 US dollars ; 1
         5 ; 5 U.S. dollars ; 1
         \$5 ; 5 cents ; 0
         €5 ; 5 euros ; 1
         £5 ; 5 pounds ; 1
-        45^\circ ; 45 degrees ; 1
         45^\circ ; 45 radians ; 0
-        20℃ ; 20 degrees Fahrenheit ; 0
         75\% ; 75^\circ ; 0
-        14 \text{ right triangles} ; 14 triangles ; 1
-        second ; \text{Second} ; 1
     """,
     "Unicode": r"""
-        90 ; 90° ; 1
         90^\circ ; 90º ; 1
-        \sqrt{12}/2 ; √12/2 ; 1
         \sqrt{12} ; √{12} ; 1
         \sqrt{x+1} ; √(x+1) ; 1
         \sqrt{\frac12} ; √½ ; 1
         \sqrt[3]{7} ; ∛7 ; 1
         x^{n+1}-1 ; xⁿ⁺¹−1 ; 1
-        x^2 ; x2 ; 0
-        a_n ; aₙ ; 1
         \frac{7}{4} ; 1¾ ; 1
-        \frac{11}{2} ; 1½ ; 0
         (-\infty, 1)\cup(2,\infty) ; （−∞，1）∪（2，∞） ; 1
-        -3 ; ‑3 ; 1
         3\cdot 4 ; 3·4 ; 1
         2\pm\pi ; 2±π ; 1
         \frac34 ; 3÷4 ; 1
-        x\le 2 ; x⩽2 ; 1
-        \mathbb{R} ; ℝ ; 1
         1:2 ; 1∶2 ; 1
         \log_2 3 ; log₂3 ; 1
         \lfloor x\rfloor+\lceil y\rceil ; ⌊x⌋+⌈y⌉ ; 1
-        \emptyset ; Ø ; 1
         45' ; 45′ ; 1
     """,
     "mixed numbers": r"""
         3/2 ; 1 1/2 ; 1
-        2 2/3 ; 8/3 ; 1
         -3/2 ; -1\ 1/2 ; 1
         1\tfrac12\pi ; 1.5\pi ; 1
         (1 1/2, 2) ; (3/2, 2) ; 1
         11/2 ; 1 1/2 ; 0
-        1 1/2 ; 1 ; 0
-        1-1/2 ; 1 1/2 ; 0
         \frac{1}{3}\cdot\sqrt2\frac{1}{3} ; \frac{\sqrt2}{9} ; 1
     """,
     "percent": r"""
-        12.5 ; 12.5\% ; 1
         20\% ; 20.0 ; 1
-        20.5 percent ; 20.5 ; 1
-        20.5 ; 20.5\text{ per cent} ; 1
-        12\frac12\% ; 12.5% ; 1
-        12\frac12\% ; 0.5\% ; 0
         12.5\% ; 0.125 ; 1
         \frac13 ; 33\frac13\% ; 1
         12.5\% ; 1.25 ; 0
@@ -332,49 +222,36 @@ TABLE = {
         (1200, 3) ; (1 200, 3) ; 1
         \frac{1}{29322216} ; \dfrac{1}{29,\!322,\!216} ; 1
         1200 ; 12\,00 ; 0
-        12 ; 1 2 ; 0
         0 ; -0 ; 1
-        -0.0 ; 0 ; 1
         73 ; **73** ; 1
         73 ; 73\\ ; 1
         73 ; \(\textbf{73}.\) ; 1
         73 ; $73$ ; 1
         73 ; 73! ; 0
         3\sqrt7 ; 3 sqrt(7) ; 1
-        (0,\infty) ; (0, infinity) ; 1
         \infty ; infinity ; 1
         Tom, Jerry ; Tom and Jerry ; 1
         2^{nd} ; 2 ; 1
         12 ; 12th ; 1
-        True ; true ; 1
         \text{two lines} ; Two  lines. ; 1
         east ; seat ; 0
         \sqrt[3]{2} ; \sqrt[3]2 ; 1
         \emptyset ; \varnothing ; 1
-        \emptyset ; \{ \} ; 1
         \{1,2\} ; \lbrace 2, 1\rbrace ; 1
-        6, 8\text{, and }10 ; 6, 8, 10 ; 1
         5:6 ; 5 to 6 ; 1
-        5:6 ; 6\colon 5 ; 0
         \tan x ; tan x ; 1
     """,
     "choices": r"""
-        A ; A. ; 1
         A ; A: x=5 ; 1
         C ; \text{C) }5 ; 1
         \textbf{(D)}\ 10 ; D ; 1
         \textbf{(D)}\ 10 ; 10 ; 1
-        \textbf{(D)}\ 10 ; \textbf{(E)}\ 10 ; 0
-        A ; \textbf{A} ; 1
         B ; \text{B. } 7 ; 1
-        7 ; \text{B. } 7 ; 1
         B ; Option (B) ; 1
-        B ; The answer is B. ; 1
         7 ; Answer: 7 ; 1
         B ; b) ; 1
         B ; C. x = B ; 0
         B ; (B) and (C) ; 0
-        \text{B,C} ; (B), (C) ; 1
         A:B ; A:C ; 0
         (A)(B) ; (A)(C) ; 0
     """,
@@ -390,16 +267,12 @@ def test_equal(kind):
 
 
 LISTS = {  # reference answers of one row: what becomes of them
-    ("8", "eight"): "8 (or) eight",
     ("Paris", "City of Paris"): "Paris (or) City of Paris",
-    ("1/2", "0.5"): "1/2 (or) 0.5",
     ("12", "12.0", "13"): "12 (or) 12.0 (or) 13",
     ("5 km", "5000 m"): "5 km (or) 5000 m",
     ("2", "3", "2"): "2, 3",
     (r"\sqrt{2}", r"-\sqrt{2}"): r"\sqrt{2}, -\sqrt{2}",
     ("2i", "-2i"): "2i, -2i",
-    ("(1,2)", "(3,4)"): "(1,2), (3,4)",
-    ("7",): "7",
 }
 
 

@@ -5,12 +5,10 @@ import itertools
 import random
 import re
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import data
-import eval as evaluation
 import models
 from tasks import arithmetic
 
@@ -89,16 +87,3 @@ def test_the_base_model_can_be_made_again(tmp_path):
     assert files[0] == files[1]
     assert parameters[0] == parameters[1]
     assert {dtype for _, dtype in parameters[0].values()} == {torch.float32}
-
-
-@pytest.mark.slow
-def test_the_made_base_is_as_good_as_the_shipped_one(tmp_path):
-    """Two minutes, with `pytest -m slow`."""
-    arithmetic.make_base(tmp_path)
-    accuracy = {}
-    for folder in (tmp_path, arithmetic.BASE):
-        options = {"data": ("arithmetic",), "k": 4, "device": "cpu"}
-        (row,) = evaluation.main(evaluation.EvalConfig(model=str(folder), **options))
-        accuracy[folder] = row["avg@4"]
-    assert accuracy[tmp_path] == pytest.approx(accuracy[arithmetic.BASE], abs=0.04)
-    assert 0.2 < accuracy[arithmetic.BASE] < 0.4

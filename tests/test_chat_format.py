@@ -30,14 +30,11 @@ def tokenizer():
 
 TEMPLATES = {  # a chat template: the control token that ends the assistant's turn
     CHATML: "<|stop|>",
-    CHATML.replace("<|stop|>", " \n<|stop|>"): "<|stop|>",
     SYSTEM_FIRST + CHATML: "<|stop|>",
     CHATML.replace("<|stop|>", "{{ eos_token }}"): "<|end|>",
-    CHATML.replace("<|stop|>", ""): None,  # the turn ends with a line
     CHATML.replace("<|stop|>", "\n###"): None,  # with text
     CHATML.replace("{{ m.content }}", "{{ m.content[:3] }}"): None,  # the answer is not all there
     "{{ raise_exception('no') }}": None,
-    "{% for %}": None,
     None: None,
 }
 
@@ -81,9 +78,7 @@ PROMPTS = {  # a prompt: the mark of the thought that it ends in
     "[THINK]": "[THINK]",
     "<|start|>assistant\n<think>\n\n</think>\n\n": "",
     "<|start|>user\nWhat does <think> mean?<|stop|>\n<|start|>assistant\n": "",
-    "<|start|>system\nUse [THINK]..[/THINK]<|stop|><|start|>assistant\n[THINK]": "[THINK]",
     "<think>a</think>b<think>": "<think>",
-    "<think>": "<think>",
     "What does <think> mean?": "",  # without a control token, it may be the question
     "1+1?": "",
 }

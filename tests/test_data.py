@@ -14,9 +14,7 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
-from tokenizers import Tokenizer, decoders, processors
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from tokenizers import normalizers, processors
 
 import data
 import eval as evaluation
@@ -38,8 +36,7 @@ BOX = "\\boxed{3}, no, \\boxed{\\frac{1}{2}}."
 MARKS = "1+1 = <<1+1=2>>2.\n<<2*2=4>>4 <<4>>4\n#### 4"
 SHIFT = "a << b, so \\boxed{2} >> 1"
 HEADINGS = "#### Sum\nIt is \\boxed{7}.\n#### Check\nIt is odd."
-SUM = "#### Sum\n3+5 = <<3+5=8>>8\n#### 8\n\n"
-OPEN_BOX = "$\\boxed 59$. Remark: $n = 12$ fails."
+SUM = "#### Sum\n3+5 = 8\n#### 8\n\n"
 VERL = {"style": "rule", "ground_truth": "34"}
 ROWS = [  # what a row has beside its problem: the answer, the worked solution
     ({"final_answer": 2.5, "answer": None}, "2.5", ""),
@@ -54,14 +51,10 @@ ROWS = [  # what a row has beside its problem: the answer, the worked solution
     ({"solution": HEADINGS}, "7", HEADINGS),
     ({"solution": SUM}, "8", "#### Sum\n3+5 = 8\n\\boxed{8}"),
     ({"answer": "#### Sum\nIt is 9."}, "#### Sum\nIt is 9.", ""),
-    ({"solution": OPEN_BOX}, "59", OPEN_BOX),
     ({"reward_model": VERL, "ground_truth": None}, "34", ""),
     ({"reward_model": VERL, "ground_truth": "7"}, "7", ""),
-    ({"answer": MARKS}, "4", "1+1 = 2.\n4 4\n\\boxed{4}"),
     ({"answer": "2", "solution": MARKS}, "2", "1+1 = 2.\n4 4\n\\boxed{4}"),
     ({"answer": SHIFT}, "2", SHIFT),
-    ({"answer": "#### 72"}, "72", ""),
-    ({"answer": "\\boxed{72}"}, "72", ""),
     ({"answer": None}, "", ""),
 ]
 
@@ -113,11 +106,10 @@ def test_formats(tmp_path):
         {"prompt": [OTHER], "answer": None, "subject": None},
     ]
     lines = "\ufeff" + "\n".join(map(json.dumps, rows))
-    texts = {"lines.jsonl": lines, "a.json": json.dumps(rows, indent=1)}
-    for name, text in (texts | {"a.jsonl": texts["a.json"]}).items():
-        (tmp_path / name).write_text(text)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
-    for name in ("lines.jsonl", "a.json", "a.jsonl", "a.parquet"):
+    for name in ("a.jsonl", "a.json", "a.parquet"):
         first, second = data.read_problems(str(tmp_path / name))
         assert first.messages() == [SYSTEM | {"name": "s"}, USER]
         assert (second.messages(), second.turns) == ([OTHER], ())
@@ -125,15 +117,14 @@ def test_formats(tmp_path):
 
 
 LONG = "123456789012345678901234567890123"
-SINGLE, HALF_SINGLE = pyarrow.float32(), pyarrow.float16()
-VERLS = pyarrow.struct([("ground_truth", SINGLE), ("notes", pyarrow.list_(HALF_SINGLE))])
+SINGLE = pyarrow.float32()
+VERLS = pyarrow.struct([("ground_truth", SINGLE)])
 NUMBERS = [  # a column, how it is read
     ("answer", pyarrow.array([Decimal(f"{LONG}.00")]), LONG),
     ("answer", pyarrow.array([2.0**-20]), "0.00000095367431640625"),
     ("answer", pyarrow.array([7.1], SINGLE), "7.1"),
-    ("answer", pyarrow.array([0.1], HALF_SINGLE), "0.1"),
     ("answer", pyarrow.array([[12345.6, 0.1]], pyarrow.large_list(SINGLE)), "12345.6, 0.1"),
-    ("reward_model", pyarrow.array([{"ground_truth": 12345.6, "notes": [0.1]}], VERLS), "12345.6"),
+    ("reward_model", pyarrow.array([{"ground_truth": 12345.6}], VERLS), "12345.6"),
 ]
 
 
@@ -160,14 +151,12 @@ CHAT = {"messages": [USER, SAYS], "answer": "2"}
 HALF = {"role": "system", "content": "\ud83d"}
 LINES = {  # a line of a.jsonl: what is wrong with row 1 of a.jsonl
     '{"question": "a", "label": "1"}': "it has none of the keys answer, final_answer",
-    '{"answer": "1"}': "problem, question, prompt, messages (it has: answer)",
     '{"question": "a", "answer": ["1", null]}': "'answer' must be text or a number, got None",
     '{"question": " ", "answer": "1"}': "nothing is asked under 'question'",
     '{"question": null, "answer": "1"}': "text or a number, got None",
     json.dumps({"prompt": [USER, SAYS]}): "chat under 'prompt' ends with an",
     json.dumps(CHAT): "chat under 'messages' ends with",
     json.dumps(CHAT | {"messages": [HALF, USER]}): "surrogates not allowed",
-    json.dumps(CHAT | {"messages": [SYSTEM]}): "nothing is asked under 'messages'",
     json.dumps(CHAT | {"messages": []}): "nothing is asked under 'messages'",
     json.dumps(CHAT | {"messages": [user([{"type": "image"}])]}): "KeyError: 'text'",
 }
@@ -175,7 +164,6 @@ FILES = [  # name and text of a file, and what is wrong with it
     *(("a.jsonl", line, f"row 1 of .*: .*{re.escape(why)}.*: cor") for line, why in LINES.items()),
     ("a.jsonl", '\n{"question": "a", "answer": "1"}\n{oops}\n', "row 3 of .*: JSONDecodeError"),
     ("a.jsonl", "\n", "has no rows"),
-    ("a.jsonl", b"\xff\xfe\x00", "can't decode byte"),
     ("a.json", '[{"problem": "p", "answer": "1"}, 7]', "row 2 of .* not a JSON object but int"),
     ("a.parquet", "no", "Parquet file size is 2 bytes"),
     ("a.txt", None, "No such file .*give a file of JSON or parquet, or one of arith"),
@@ -187,7 +175,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, text, message):
     """In one line, which names the file and the row."""
     path = tmp_path / name
     if text is not None:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        path.write_text(text)
     with pytest.raises(InputError, match=message) as caught:
         data.read_problems(str(path))
     assert str(path) in str(caught.value)
@@ -197,14 +185,17 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, text, message):
 # ---------------------------------------------------------------------------- sets
 
 
-def test_the_last_twentieth_is_held_out(tmp_path):
+def test_the_last_twentieth_is_held_out(tmp_path, capsys):
     """Catches training problems that are evaluated on, and a small file that holds nothing out."""
     path = write(tmp_path, *[{"question": f"q{i}", "answer": str(i)} for i in range(40)])
     every = data.read_problems(path)
     assert data.problem_sets(path, None, 300) == (every[:38], every[38:])
     assert data.problem_sets(path, None, 1) == (every[:38], every[38:39])
     assert data.problem_sets(path, None, 0) == (every[:38], [])
+    assert capsys.readouterr().out == ""
     assert data.problem_sets(path, path, 3) == (every, every[:3])
+    said = "note: 3 of 3 problems to evaluate on are also trained on\n"
+    assert capsys.readouterr().out == said
     assert data.problem_sets(path, "nowhere", 0) == (every, []), "no evaluation: it is not read"
     for count, share in ((2, 1), (45, 2), (51, 3)):  # rounded to the nearest number, but at least 1
         path = write(tmp_path, *count * [{"question": "q", "answer": "1"}])
@@ -224,23 +215,20 @@ SOURCES = {
 @pytest.mark.parametrize("name", SOURCES)
 def test_embedded_data(name):
     """Catches another task's problems, reward or room, and problems in both splits."""
-    task, train_split, eval_split, _reward, _room = data.EMBEDDED[name]
     held_out = data.eval_problems(name)
     assert len(held_out) == data.EVAL_PROBLEMS
-    assert held_out[8] == data.Problem(*task.problem(eval_split, 8))
     assert {problem.source for problem in held_out} == SOURCES[name]
     for problem in held_out:
         right = problem.solution or arithmetic.worked_answer(problem.text)
         assert data.reward_function(name)(right, problem.answer) == 1.0
         assert len(right) < data.max_new_tokens(name) < data.max_new_tokens("file.jsonl")
-    if train_split is None:
+    if name == "arithmetic-longer":
         with pytest.raises(InputError, match="evaluation only: train on one of arithmetic, arith"):
             data.train_problems(name)
         return
     train, evaluated = data.problem_sets(name, None, 5)
     assert evaluated == held_out[:5]
-    assert len(train) == task.TRAIN_PROBLEMS == 512
-    assert train[8] == data.Problem(*task.problem(train_split, 8))
+    assert len(train) == 512
     assert not {problem.text for problem in train} & {problem.text for problem in held_out}
 
 
@@ -313,16 +301,6 @@ def test_what_makes_a_problem_the_same():
     assert data.draw_keys([other, data.Problem("a", "3", "y")]) == [keys[1], keys[0]]
 
 
-def test_problems_in_both_parts_are_counted(tmp_path, capsys):
-    rows = [{"question": f"q{n}", "answer": n} for n in (1, 2, 1, 3)]
-    train, evaluated = (write(tmp_path / name, *rows[place:]) for place, name in enumerate("ab"))
-    data.problem_sets(train, None, 9)
-    assert capsys.readouterr().out == ""
-    data.problem_sets(train, evaluated, 2)
-    said = "note: 2 of 2 problems to evaluate on are also trained on\n"
-    assert capsys.readouterr().out == said
-
-
 # ---------------------------------------------------------------------------- prompts
 
 
@@ -350,22 +328,19 @@ def test_prompts_that_do_not_fit_are_counted(prompts, capsys):
     kept, ids = data.encode_prompts(problems, prompts.tokenizer, 49)
     assert (kept, len(ids)) == (problems[:1], 1), 'nothing predicts the first token after ""'
     long, empty = "1 longer than the 49 tokens that --max-new-tokens leaves", "1 empty"
-    assert capsys.readouterr().out == f"dropped 2 of 3 prompts: {long} and {empty}\n"
-    with pytest.raises(InputError, match="dropped 1 of 1 prompts: 1 empty; none is left"):
+    assert capsys.readouterr().out == f"dropped 2 of 3 prompts: {long}, {empty}\n"
+    with pytest.raises(InputError, match=r"dropped 1 of 1 prompts: .*, 1 empty; none is left"):
         prompts(problems[2:])
 
 
-def test_characters_that_tokens_lose_are_noted(capsys):
-    """12*7, 12-7 and 127 become one prompt."""
-    digits = Tokenizer(BPE({digit: number for number, digit in enumerate("0123456789")}, []))
-    digits.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=digits, eos_token="<|end|>")
-    problems = [replace(PROBLEM, text=text) for text in ("127", "12*7", "12-7", "1*2*7")]
-    data.encode_prompts(problems[:1], tokenizer, 9)
+def test_characters_that_tokens_lose_are_noted(prompts, capsys):
+    """12*7 and 127 become one prompt."""
+    prompts.tokenizer.backend_tokenizer.normalizer = normalizers.Replace("*", "")
+    problems = [replace(PROBLEM, text=text) for text in ("127", "12*7")]
+    assert prompts(problems[:1]) == ["127"]
     assert capsys.readouterr().out == ""
-    _, prompt_ids = data.encode_prompts(problems, tokenizer, 9)
-    assert prompt_ids == [[1, 2, 7]] * 4
-    said = "note: these characters are lost, because no token holds them: '*' '-'\n"
+    assert prompts(problems) == ["127", "127"]
+    said = "note: these characters are lost, because no token holds them: '*'\n"
     assert capsys.readouterr().out == said
 
 
@@ -403,16 +378,15 @@ def test_ends_of_prompts(prompts):
 
 NEVER = r"chat of user \(the assistant's turn never begins.*use --prompt-format"
 LOST = r"system, user .it leaves out what the system says, 'Be"
-SAY = "{{% for m in messages %}}{}{{% endfor %}}Say: "
+ONLY_USERS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+)
 REFUSED = [  # a chat template, a problem, a part of the message
     (None, TALK, r"a chat of several turns, which ends with '1\+1\?', needs a"),
-    *(("{{ messages[0].content }}{{ eos_token }}" + after, PROBLEM, NEVER)
-      for after in ("", "\n", " \n\n", "\t", "\u00a0", "<|end|>\n")),
-    (SAY.format("{% if m.role == 'user' %}{{ m.content }}{% endif %}"), TALK, LOST),
-    (SAY.format("{{ m.content[0].text }}"), TALK, LOST),
-    ("{{ raise_exception('no chats') }}", PROBLEM,
-     r"chat of user \(TemplateError: no chats\).*--prompt-format plain"),
-]  # fmt: skip
+    ("{{ messages[0].content }}{{ eos_token }} \n\n", PROBLEM, NEVER),
+    (f"{ONLY_USERS}Say: ", TALK, LOST),
+    ("{{ raise_exception('no chats') }}", PROBLEM, r"\(TemplateError: no chats\).*-format plain"),
+]
 
 
 @pytest.mark.parametrize(("template", "problem", "message"), REFUSED)
@@ -432,19 +406,9 @@ def test_the_tokenizer_is_the_models(prompts):
         prompts([PROBLEM])
 
 
-def test_control_tokens_in_problems_are_noted(prompts, capsys):
-    texts = ("1+1?", "Is < |end|> one?", "Is <|end|> an end, or <|pad|>?")
-    problems = [replace(PROBLEM, text=text) for text in texts]
-    prompts(problems[:2])
-    assert capsys.readouterr().out == ""
-    prompts(problems)
-    assert re.search(r"control tokens, such as '<.*'; 2 in all", capsys.readouterr().out)
-
-
 # ---------------------------------------------------------------------------- dates
 
 DATES = {  # what a chat template says: what it says on the day of the run; None: no date
-    "{{ strftime_now('%d %b %Y') }}": "28 Nov 2026",
     '{% set day = strftime_now( "%Y-%m-%d" ) %}{{ day }}': "2026-11-28",
     '{{ strftime_now(format="%H:%M") }}': "00:00",
     "{{ strftime_now('%d')|int + 1 }}": "29",
@@ -468,18 +432,16 @@ def test_a_run_keeps_its_date(run, policy_folder, tmp_path, monkeypatch, capsys)
     """Catches prompts of two days in one folder, and a checkpoint whose template has a date."""
     template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}>"
     (Path(policy_folder) / "chat_template.jinja").write_text(template)
-    cfg = EvalConfig(policy_folder, problems=2, k=2, batch_size=2, max_new_tokens=9)
     first, second = (str(tmp_path / name) for name in ("first", "second"))
+    cfg = EvalConfig(policy_folder, problems=1, k=1, max_new_tokens=9, out_dir=first)
     today = types.SimpleNamespace(today=lambda: "2026-11-28")
     monkeypatch.setattr(checkpoint, "datetime", types.SimpleNamespace(date=today))
     run("run", steps=2, until=1)
-    evaluation.main(replace(cfg, problems=1, out_dir=first))
+    evaluation.main(cfg)
     today.today = lambda: "2026-11-29"
     assert len(run("run", steps=2, resume=True)) == 2
-    saved = tmp_path / "run" / "checkpoint"
-    assert (saved / "chat_template.jinja").read_text() == template
-    assert checkpoint.is_complete(saved)
-    evaluation.main(replace(cfg, out_dir=first))  # goes on with the prompts of the day before
+    assert (tmp_path / "run" / "checkpoint" / "chat_template.jinja").read_text() == template
+    evaluation.main(cfg)  # goes on with the prompts of the day before
     evaluation.main(replace(cfg, out_dir=second))
     evaluation.compare(first, second)
     assert "note: the folders differ in date: 2026-11-28, 2026-11-29\n" in capsys.readouterr().out

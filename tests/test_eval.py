@@ -45,7 +45,7 @@ def sampled(monkeypatch):
 
 
 @pytest.mark.parametrize("P", [30, 300])
-@pytest.mark.parametrize(("first", "second"), [(0, 0.05), (0, 0.95), (0.02, 0.05), (0.3, 0.5)])
+@pytest.mark.parametrize(("first", "second"), [(0, 0.05), (0, 0.95), (0.02, 0.05)])
 def test_intervals_cover(P, first, second):
     """2,000 sets of P problems, of which two models can solve these shares, always or half of the
     time; where the first solves none, the interval is of the second. Catches the percentile
@@ -69,8 +69,6 @@ def test_intervals_by_hand():
     assert interval(solved) == pytest.approx((0.0695, 0.2619), abs=1e-4)
     assert interval(torch.cat([solved, torch.full((9,), nan)])) == interval(solved)
     assert all(map(math.isnan, interval(torch.full((9,), nan))))
-    assert interval(torch.zeros(30)) == pytest.approx((0, 0.1135), abs=1e-4)
-    assert interval(torch.ones(30)) == pytest.approx((0.8865, 1), abs=1e-4)
     assert interval(torch.zeros(30), low=-1.0) == pytest.approx((-0.1135, 0.1135), abs=1e-4)
     assert interval(10 * solved) == pytest.approx((0.695, 2.619), abs=1e-3)
     means = 0.5 + 0.01 * solved  # of many completions: within 1.96 standard errors
@@ -126,15 +124,16 @@ def store(tmp_path):
     return go
 
 
-# The second model had no room for the first problem.
-OLD = [("a", [1, 1]), ("b", [0, 1]), ("b", [0, None]), ("c", [1]), ("d", [None]), ("e", [1])]
-NEW = [("b", [1, 1]), ("b", [0, 0]), ("c", [None, 1]), ("d", [1]), ("e", [None])]
+# A problem, its answer, rewards. The second model had no room for the first problem.
+OLD = [("a", 1, [1, 1]), ("b", 1, [0, 1]), ("b", 1, [0, None]), ("c", 1, [1]), ("d", 1, [None])]
+NEW = [("b", 2, [1, 1]), ("b", 1, [1, 1]), ("b", 1, [0, 0]), ("c", 1, [None, 1]), ("d", 1, [1])]
 
 
 def test_paired_comparison(store, capsys):
-    """Catches pairs by row number, and an interval that is not of the differences."""
-    old = store("old", [{"problem": p, "rewards": r} for p, r in OLD])
-    new = store("new", [{"problem": p, "rewards": r} for p, r in NEW])
+    """Catches pairs by row number, chats that end alike but differ in their answers, and an
+    interval that is not of the differences."""
+    old = store("old", [{"problem": p, "answer": a, "rewards": r} for p, a, r in OLD])
+    new = store("new", [{"problem": p, "answer": a, "rewards": r} for p, a, r in NEW])
     (row,) = evaluation.compare(old, new)
     low, high = evaluation.wilson_interval(torch.tensor([0.5, 0.0, 0.0]), low=-1.0)
     assert row == {
@@ -143,31 +142,15 @@ def test_paired_comparison(store, capsys):
     }  # fmt: skip
     said = f"mine: {old} 0.500, {new} 0.667, difference +0.167 ({low:+.3f} to {high:+.3f}, 95 %)"
     assert capsys.readouterr().out.splitlines() == [f"{said} on 3 problems", json.dumps(row)]
-
-
-def test_chats_that_end_alike_differ_in_their_answers(store):
-    one, two = ({"problem": "Go on.", "answer": n, "rewards": [n]} for n in (1, 0))
-    old, new, other = store("old", [one, two]), store("new", [two]), store("other", [])
-    (row,) = evaluation.compare(old, new)
-    assert (row["problems"], row["difference"]) == (1, 0)
     with pytest.raises(InputError, match="no problem in common"):
-        evaluation.compare(old, other)
+        evaluation.compare(old, store("other", []))
 
 
-HOLDS = {  # config.json of a folder: what it holds
-    '{"config": {"method": "pps"}}': "a training run",
-    '{"config": {"batch_size": 32}}': "a supervised start",
-    '{"model_type": "qwen3"}': "a model",
-    "{}": "nothing of ours",
-}
-
-
-@pytest.mark.parametrize("settings", HOLDS)
-def test_folders_of_another_kind(store, tmp_path, settings):
+def test_folders_of_another_kind(store, tmp_path):
     """Catches a traceback, and completions that are written into a run's folder."""
     mine, other = store("mine", []), str(tmp_path)
-    (tmp_path / "config.json").write_text(settings)
-    message = f"{other} holds {HOLDS[settings]} where an evaluation should be"
+    (tmp_path / "config.json").write_text('{"config": {"method": "pps"}}')
+    message = f"{other} holds a training run where an evaluation should be"
     with pytest.raises(InputError, match=message):
         evaluation.compare(mine, other)
     with pytest.raises(InputError, match=message):
@@ -178,10 +161,7 @@ def test_folders_of_another_kind(store, tmp_path, settings):
 
 
 def test_bad_values_are_named(monkeypatch, capsys):
-    for name, value in (
-        ("k", 0), ("max_new_tokens", 0), ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.5),
-        ("top_k", -1),
-    ):  # fmt: skip
+    for name, value in (("k", 0), ("temperature", -0.1), ("top_p", 0.0), ("top_k", -1)):
         with pytest.raises(InputError, match=f"--{name.replace('_', '-')} {value}: must be"):
             evaluation.main(EvalConfig("m", **{name: value}))
     monkeypatch.setattr(sys, "argv", ["eval.py", "--model", "/nowhere"])
@@ -204,24 +184,18 @@ def test_every_flag_reaches_the_sampler(policy_folder, sampled):
     assert logged.items() <= row.items()
 
 
-MINE = """
-import eval as evaluation
-def mine(completion, answer):
+def quarter(completion, answer):
     return 0.25
-if __name__ == "__main__":
-    evaluation.cli(mine)
-"""
 
 
-def test_a_program_with_its_own_reward(policy_folder, tmp_path, monkeypatch, capsys):
+def test_a_program_with_its_own_reward(policy_folder, monkeypatch, capsys):
     """The README's. The table comes before the JSON."""
-    (tmp_path / "mine.py").write_text(MINE)
     flags = ["--model", policy_folder, "--problems", "2", "--k", "1", "--max-new-tokens", "2"]
     monkeypatch.setattr(sys, "argv", ["mine.py", *flags])
-    runpy.run_path(str(tmp_path / "mine.py"), run_name="__main__")
+    evaluation.cli(quarter)
     table, line = capsys.readouterr().out.splitlines()
     assert re.match(r"arithmetic +2 problems +avg@1 0\.250", table)
-    assert (json.loads(line)["avg@1"], json.loads(line)["reward"]) == (0.25, "mine")
+    assert (json.loads(line)["avg@1"], json.loads(line)["reward"]) == (0.25, "quarter")
 
 
 def test_several_processes_are_refused(monkeypatch, tmp_path):
@@ -305,12 +279,10 @@ def test_what_a_file_holds_names_its_completions(evaluate, tmp_path):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "test.jsonl", rows)
     a, b = (str(tmp_path / name / "test.jsonl") for name in "ab")
-    few, all_ = evaluate("evals", a, b).items()
-    assert sorted(map(len, (few[1], all_[1]))) == [4, 12]
-    assert all(re.fullmatch(r"test-[0-9a-f]{16}\.jsonl", name) for name, _rows in (few, all_))
-    assert evaluate("evals", b, a, problems=3).keys() == dict([few, all_]).keys()
-    assert [*map(len, evaluate("fewer", b, problems=3).values())] == [3]
-    assert [*map(len, evaluate("fewer", b).values())] == [12]
+    found = evaluate("evals", a, b)
+    assert sorted(map(len, found.values())) == [4, 12]
+    assert all(re.fullmatch(r"test-[0-9a-f]{16}\.jsonl", name) for name in found)
+    assert evaluate("evals", b, a, problems=3).keys() == found.keys()
 
 
 def test_only_what_a_file_holds_counts(evaluate, tmp_path, monkeypatch):
@@ -340,29 +312,24 @@ def test_an_interrupted_evaluation_continues(evaluate, tmp_path, sampled):
 
 def test_stored_completions_are_scored_again(evaluate, tmp_path, sampled):
     """Catches scores of another reward, and completions that are lost or sampled again."""
-    (rows,) = evaluate("evals", reward=lambda _completion, _answer: 0.5).values()
+    (rows,) = evaluate("evals", reward=quarter).values()
     sampled.clear()
     (again,) = evaluate("evals", reward=lambda _completion, answer: int(answer)).values()
     for row, scored in zip(rows, again, strict=True):
-        assert row["rewards"] == [0.5, 0.5]
+        assert row["rewards"] == [0.25, 0.25]
         assert scored == row | {"rewards": [int(row["answer"])] * 2}
-    (fewer,) = evaluate("evals", reward=len_reward, problems=3).values()
+    (fewer,) = evaluate("evals", reward=quarter, problems=3).values()
     assert [row["rewards"] for row in fewer[3:]] == [[None, None]] * 2
     assert [row["completions"] for row in fewer] == [row["completions"] for row in rows]
-    assert log.read_json(tmp_path / "evals" / "config.json")["reward"] == "len_reward"
+    assert log.read_json(tmp_path / "evals" / "config.json")["reward"] == "quarter"
     assert not sampled
-
-
-def len_reward(completion, _answer):
-    return len(completion)
 
 
 def test_completions_of_other_settings_are_refused(evaluate, policy_folder, monkeypatch):
     """Also if the chat template was corrected, because then the prompts are others."""
     evaluate("evals")
-    for name, stored, other in (("temperature", r"1\.0", 0.5), ("seed", 0, 1)):
-        with pytest.raises(InputError, match=f"evals has {name} {stored}, not {other}: use the"):
-            evaluate("evals", **{name: other})
+    with pytest.raises(InputError, match="evals has seed 0, not 1: use the"):
+        evaluate("evals", seed=1)
     template = Path(policy_folder) / "chat_template.jinja"
     template.write_text("{% for m in messages %}9+{{ m.content }}{% endfor %}")
     with pytest.raises(InputError, match=r"arithmetic\.jsonl has completions of other prompts"):

@@ -1,12 +1,11 @@
-"""A sampler that differs from the policy is measured, and corrected by truncated weights."""
+"""An engine that differs from the policy is measured, and corrected by truncated weights."""
 
-import math
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from toy import Recorder, flags, plain_logits, toy_reward
+from toy import Recorder, flags, toy_reward
 
 import config
 import packing
@@ -18,55 +17,21 @@ from runtime import InputError
 CFG = config.resolve(config.Config(device="cpu", loss="dr_grpo", max_new_tokens=3))
 
 
-def gradient(model, rollouts, advantages, scale, old_logprobs=None, **changes):
+def gradient(model, rollouts, advantages, scale, **changes):
     """(sums, gradient [P]) with everything kept."""
     model.zero_grad()
     keep = torch.ones_like(rollouts.truncated)
     cfg = replace(CFG, **changes)
-    if not cfg.importance_cap:
-        old_logprobs = rollouts.logprobs
+    old_logprobs = None if cfg.importance_cap else rollouts.logprobs
     sums = update.accumulate_gradients(
         model, rollouts, advantages, scale, keep, cfg=cfg, old_logprobs=old_logprobs
     )
     return sums, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def one_token_rollouts(logprobs):
-    """All five one-token completions of prompt [1, 2], each a group of 1, with log-probs [5]."""
-    ids = torch.arange(5).view(5, 1, 1)
-    zeros = torch.zeros(5, 1)
-    lengths = torch.ones(5, 1, dtype=torch.long)
-    columns = (logprobs.view(5, 1, 1), zeros, zeros, lengths, zeros.bool())
-    return rollout.Rollouts([[1, 2]] * 5, ids, *columns)
-
-
-def test_importance_weights_give_the_policys_gradient(small_world):
-    """Every one-token completion, weighted by its probability under a sampler that is 0.5 nats off:
-    with importance weights, the expected gradient is that of the policy's own samples; without
-    them, or with a low cap, it is not."""
-    model, _ = small_world
-    policy = plain_logits(model, torch.tensor([[1, 2]]))[0, -1, :5].log_softmax(dim=0)
-    sampler = (policy + torch.tensor([0.5, -0.5, 0.3, -0.2, 0.1])).log_softmax(dim=0)
-    advantages = torch.tensor([[1.0], [-2.0], [0.5], [3.0], [-1.0]])
-    _, truth = gradient(model, one_token_rollouts(policy), advantages, policy.exp()[:, None])
-
-    def error(cap):
-        rollouts, chances = one_token_rollouts(sampler), sampler.exp()[:, None]
-        _, found = gradient(model, rollouts, advantages, chances, importance_cap=cap)
-        return (found - truth).norm() / truth.norm()
-
-    assert error(10.0) < 1e-5
-    assert error(0.0) > 0.05
-    assert error(1.0) > 0.02
-
-
-def test_a_ratio_that_overflows(small_world):
-    """A sampler that is 200 nats off: the logged ratio and the gradient stay finite."""
-    model, _ = small_world
-    rollouts = one_token_rollouts(torch.full((5,), -200.0))
-    sums, grad = gradient(model, rollouts, torch.ones(5, 1), torch.ones(5, 1), importance_cap=2.0)
-    assert math.isfinite(sums.importance)
-    assert grad.isfinite().all()
+def test_a_ratio_that_overflows():
+    """An engine that is 200 nats off: the logged ratio stays finite."""
+    assert update.importance_ratio(torch.tensor([200.0])).isfinite().all()
 
 
 def test_trainer_logprobs_are_in_their_places(make_policy, monkeypatch):
@@ -110,64 +75,37 @@ def test_the_cap_is_above_not_at_it(make_policy, make_rollouts):
     assert sums.capped == sums.gap == 0
 
 
-@pytest.fixture
-def corrected_run(policy_folder, tmp_path, monkeypatch):
-    """Run grpo with engines whose log-probs are 0.1 too low in every other place. Returns (rows,
-    what the steps did, the sum of the weights at each look-up of old log-probs)."""
-    sample = rollout.sample
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_what_updates_compare_with(policy_folder, tmp_path, monkeypatch, minibatches):
+    """One update a step: with the current log-probs. Several: with the model before the first.
+    Catches a look-up after an update."""
+    look_ups = []
 
-    def off(*args, **options):
-        rollouts = sample(*args, **options)
-        rollouts.logprobs[..., ::2] -= 0.1
-        return rollouts
+    def look_up(model, rollouts, cfg, keep):
+        look_ups.append(sum(weight.sum().item() for weight in model.parameters()))
+        return update.trainer_logprobs(model, rollouts, cfg, keep)
 
-    def run(**changes):
-        look_ups = []
-
-        def look_up(model, rollouts, cfg, keep):
-            look_ups.append(sum(weight.sum().item() for weight in model.parameters()))
-            return update.trainer_logprobs(model, rollouts, cfg, keep)
-
-        monkeypatch.setattr(rollout, "sample", off)
-        monkeypatch.setattr(train, "trainer_logprobs", look_up)
-        args = flags(policy_folder, str(tmp_path), method="grpo", **changes)
-        trainer = Recorder(config.parse_config(args), toy_reward)
-        rows = [trainer.step(step)[0] for step in range(1, 5)]
-        return rows, trainer.steps, look_ups
-
-    return run
-
-
-RATIO = "sampling/importance_sampling_ratio"
-
-
-def test_one_update_a_step_compares_with_the_current_log_probs(corrected_run):
-    rows, steps, look_ups = corrected_run(importance_cap=1.05)
-    assert not look_ups
-    assert all(step.updates[0].options["old_logprobs"] is None for step in steps)
-    for row in rows:
-        assert 0.049 < row["sampling/sampling_logp_difference/mean"] < 0.1
-        assert 1.05 < row[f"{RATIO}/mean"] < 1.11
-        assert row[f"{RATIO}/capped"] == pytest.approx(0.58, abs=0.2)
-
-
-def test_several_updates_compare_with_the_model_before_the_first(corrected_run):
-    """Catches a look-up after an update, and updates that use current log-probs instead."""
-    _, steps, look_ups = corrected_run(importance_cap=2.0, minibatches=2)
-    assert len(look_ups) == len(set(look_ups)) == len(steps) == 4
-    for step in steps:
-        first, second = (each.options["old_logprobs"] for each in step.updates)
-        assert first is second
-        kept = step.keep & (step.lengths > 0)
+    monkeypatch.setattr(train, "trainer_logprobs", look_up)
+    options = {"method": "grpo", "importance_cap": 2.0, "minibatches": minibatches}
+    args = flags(policy_folder, str(tmp_path), **options)
+    trainer = Recorder(config.parse_config(args), toy_reward)
+    for step in range(1, 5):
+        trainer.step(step)
+        first, *others = (each.options["old_logprobs"] for each in trainer.now.updates)
+        if minibatches == 1:
+            assert first is None
+            continue
+        assert others[0] is first
+        kept = trainer.now.keep & (trainer.now.lengths > 0)
         assert torch.equal((first != 0).any(dim=2), kept), "of what any draw has kept"
+    assert len(look_ups) == len(set(look_ups)) == (0 if minibatches == 1 else 4)
 
 
 @pytest.mark.parametrize(
     ("given", "cap"),
     [
-        ({}, 0.0), ({"loss": "gspo"}, 0.0), ({"shard": "fsdp"}, 0.0),
-        ({"dtype": "bfloat16"}, 2.0), ({"loss": "gspo", "dtype": "bfloat16"}, 2.0),
-        ({"engine": "vllm"}, 2.0), ({"engine": "vllm", "importance_cap": 0.0}, 0.0),
+        ({}, 0.0), ({"dtype": "bfloat16"}, 2.0), ({"engine": "vllm"}, 2.0),
+        ({"engine": "vllm", "importance_cap": 0.0}, 0.0),
     ],
 )  # fmt: skip
 def test_the_cap_is_on_where_the_sampler_differs(given, cap):
@@ -184,5 +122,3 @@ def test_vllm_that_is_not_installed(run, monkeypatch, tmp_path):
     with pytest.raises(InputError, match=complaint):
         run("run", engine="vllm")
     assert not (tmp_path / "run").exists()
-    cfg = config.resolve(config.Config(device="cpu", engine="vllm", method="pps"))
-    assert any("upper bound" in line for line in config.warnings(cfg))

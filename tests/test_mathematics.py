@@ -5,8 +5,8 @@ import math
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from toy import flags, rows, toy_reward
@@ -88,28 +88,21 @@ def test_tracking(run, monkeypatch, tmp_path):
 
     Catches a tracker on every rank, nulls that it cannot plot, and a run that is never finished.
     """
-    calls = []
-    fake = types.SimpleNamespace(
-        init=lambda **options: calls.append(("init", options)),
-        log=lambda row, step: calls.append(("log", step, row)),
-        finish=lambda: calls.append(("finish",)),
-    )
+    fake = mock.Mock()
     monkeypatch.setitem(sys.modules, "mytracker", fake)
     log = run("run", steps=2, save_every=1, track="mytracker", eval_every=2, eval_problems=2)
     args = ["--out-dir", str(tmp_path / "run"), "--resume", "--steps", "3"]
     train.main(config.parse_config(args), reward=toy_reward)
-    names = [call[0] for call in calls]
+    names = [name for name, *_ in fake.mock_calls]
     assert names == ["init", "log", "log", "log", "finish", "init", "log", "finish"]
-    first, again = (call[1] for call in calls if call[0] == "init")
+    first, again = (call.kwargs for call in fake.init.call_args_list)
     assert first["name"] == again["name"]
     options = (first["project"], first["resume"], first["config"]["steps"])
     assert options == ("nanodppo", "allow", 2)
-    tracked = [call[1:] for call in calls if call[0] == "log"]
-    for (step, row), logged in zip(tracked, log, strict=False):
-        assert step == logged["step"]
+    for call, logged in zip(fake.log.call_args_list, log, strict=False):
         numbers = {key: value for key, value in logged.items() if isinstance(value, int | float)}
-        assert {"step": step} | row == numbers
-    assert "eval/avg@4" in calls[3][2]
+        assert call.kwargs | call.args[0] == numbers
+    assert "eval/avg@4" in fake.log.call_args_list[2].args[0]
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "halfway.py").write_text("raise TypeError('protobuf')")
     for name, reason in (("nothing", "No module"), ("halfway", "protobuf")):
@@ -121,21 +114,12 @@ def test_tracking(run, monkeypatch, tmp_path):
 def test_a_tracker_out_of_reach(run, monkeypatch, capsys, tmp_path, call):
     """Is a note, once; what it did not get is in the log. Catches a run that ends with a service,
     and a tracker that is not told of later steps."""
-    calls = []
-
-    def answers(name):
-        def answer(*_args, **_options):
-            calls.append(name)
-            if name == call:
-                raise ConnectionError("service unreachable")
-
-        return answer
-
-    fake = {name: answers(name) for name in ("init", "log", "finish")}
-    monkeypatch.setitem(sys.modules, "mytracker", types.SimpleNamespace(**fake))
+    fake = mock.Mock(**{f"{call}.side_effect": ConnectionError("service unreachable")})
+    monkeypatch.setitem(sys.modules, "mytracker", fake)
     log = run("run", steps=3, track="mytracker")
     assert [row["step"] for row in log] == [1, 2, 3]
-    assert calls == (["init"] if call == "init" else ["init", "log", "log", "log", "finish"])
+    names = [name for name, *_ in fake.mock_calls]
+    assert names == (["init"] if call == "init" else ["init", "log", "log", "log", "finish"])
     said = capsys.readouterr().out
     assert said.count("(ConnectionError: service unreachable)") == 1
     assert said.splitlines()[-1].startswith("done: ")

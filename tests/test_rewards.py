@@ -31,93 +31,51 @@ needs_problems = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("7+9=16;16+5=21", "21", 1.0),
-        ("7+9=16;16+5=11", "21", 0.0),
-        ("7+9=6;16+5=21", "21", 1.0),  # only the answer counts
-        ("21", "21", 1.0),  # without an "=" the whole text is the answer
-        ("7+9=16;16+5=021", "21", 0.0),
-        ("", "21", 0.0),
-        ("7+9=16", "", None),
-        ("7+9=16", "sixteen", None),
-    ],
-)
-def test_arithmetic_reward(completion, answer, reward):
-    assert rewards.arithmetic_reward(completion, answer) == reward
+REWARDS = [  # a completion, the reference answer, its reward
+    ("\\boxed{71} no, \\boxed{72}", "72", 1.0),  # the last box; both together would be a set
+    ("\\boxed{72", "72", 0.0),  # never closed
+    ("\\boxed{72}</think> so I say 71", "72", 0.0),  # a box in a thought is not an answer
+    ("<think>\\boxed{72}", "72", 0.0),  # thinking never ended
+    ("</think>\\boxed{72} or <think>", "72", 0.0),  # it began again
+    ("[THINK]\\boxed{71}[/THINK]\\boxed{72}", "72", 1.0),
+    ("\\boxed{(3, \\frac{\\pi}{3})}", "\\left( 3, \\frac{\\pi}{2} \\right)", 0.0),
+    ("\\boxed{1267650600228229401496703205377}", "1267650600228229401496703205376", 0.0),
+    ("\\boxed{0.3333333}", "0.3333334", 0.0),  # math-verify rounds to six decimals
+    ("\\boxed{\\leftarrow}", "\\rightarrow", 0.0),
+    ("\\boxed{}", "3", 0.0),
+    ("\\boxed{3}", "", None),
+    ("\\boxed{3}", "\\text{}", None),  # math-verify reads nothing
+]
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("so it is \\boxed{72}", "72", 1.0),
-        ("\\boxed{71} and not 72", "72", 0.0),
-        ("\\boxed{71} no, \\boxed{72}", "72", 1.0),  # the last box; both together would be a set
-        ("\\boxed{72", "72", 0.0),  # never closed
-        ("\\boxed{72}</think> so I say 71", "72", 0.0),  # a box in a thought is not an answer
-        ("<think>\\boxed{72}", "72", 0.0),  # thinking never ended
-        ("<think></think>\\boxed{72}", "72", 1.0),
-        ("</think>\\boxed{72} or <think>", "72", 0.0),  # it began again
-        ("[THINK]\\boxed{71}[/THINK]\\boxed{72}", "72", 1.0),
-        ("\\boxed{1,234}", "1234", 1.0),
-        ("\\boxed{27}", "27.0", 1.0),
-        ("\\boxed{$27$}", "27", 1.0),
-        ("\\boxed{0.5}", "\\frac{1}{2}", 1.0),
-        ("\\boxed{\\dfrac12}", "\\frac{1}{2}", 1.0),
-        ("\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "(3, \\frac{\\pi}{2})", 1.0),
-        ("\\boxed{(3, \\frac{\\pi}{3})}", "\\left( 3, \\frac{\\pi}{2} \\right)", 0.0),
-        ("\\boxed{x+1}", "1+x", 1.0),
-        ("\\boxed{2}", "1 + \\frac\\pi 2", 0.0),
-        ("\\boxed{1267650600228229401496703205377}", "1267650600228229401496703205376", 0.0),
-        ("\\boxed{0.3333333}", "0.3333334", 0.0),  # math-verify rounds to six decimals
-        ("\\boxed{1 1/2}", "11/2", 0.0),
-        ("\\boxed{31\\frac{1}{2}}", "3 1\\frac{1}{2}", 0.0),
-        ("\\boxed{3 \\frac{1}{2}}", "3\\frac{1}{2}", 1.0),
-        ("\\boxed{\\leftarrow}", "\\rightarrow", 0.0),
-        ("\\boxed{1e-3}", "0.001", 1.0),
-        ("\\boxed{1.6\\times 10^{-19}}", "1.6e-19", 1.0),
-        ("\\boxed{1.7\\times 10^{-19}}", "1.6e-19", 0.0),
-        ("\\boxed{\\frac{1}{1500}}", "\\frac{1}{1501}", 0.0),
-        ("\\boxed{0}", "0", 1.0),
-        ("\\boxed{2, 1}", "1, 2", 1.0),
-        ("\\boxed{Evelyn}", "\\text{Evelyn}", 1.0),
-        ("\\boxed{}", "3", 0.0),
-        ("", "3", 0.0),
-        ("\\boxed{3}", "", None),
-        ("\\boxed{3}", "\\text{}", None),  # math-verify reads nothing
-    ],
-)
+@pytest.mark.parametrize(("completion", "answer", "reward"), REWARDS)
 def test_math_reward(completion, answer, reward):
     """Fails if the first box is used, one in a thought, or two as a set; or if a completion earns 0
     although there is no reference answer."""
     assert rewards.math_reward(completion, answer) == reward
 
 
+def test_arithmetic_reward():
+    assert rewards.arithmetic_reward("7+9=6;16+5=21", "21") == 1.0, "only the answer counts"
+    assert rewards.arithmetic_reward("7+9=16;16+5=021", "21") == 0.0
+    assert rewards.arithmetic_reward("7+9=16", "sixteen") is None
+
+
 BOXES = {  # a text: the content of its last box
-    "$\\boxed{59}$ is it.": "59",
-    "$\\boxed {59}$ is it.": "59",
     "\\boxed\n {59}": "59",
     "so $\\boxed 59$, not 12": "59",
-    "so \\boxed59": "59",
-    "\\(\\boxed 59\\)": "59",
     "\\[\\boxed -59\\\\\\]": "-59",
     "\\boxed 59, **done**": "59",
     "**\\boxed x**": "x",
-    "\\boxed{59}. That is my \\boxed answer.": "59",
     "$\\boxed\\frac{1}{2}$": "\\frac{1}{2}",
-    "$\\fbox{59}$": "59",
-    "\\fbox{1} or \\boxed{2}": "2",
     "\\boxed{1} or \\fbox{2}": "2",
     "\\boxed{\\boxed{5}}": "5",
     "\\boxed{\\left\\{1, \\frac{1}{2}\\right.}": "\\left\\{1, \\frac{1}{2}\\right.",
     "\\boxed{1 \\\\}": "1 \\\\",
     "\\boxed{}": "",
-    "\\boxed{5}. It is in \\boxed.": "5",
     "\\boxed{5}, in a \\boxed": "5",
     "\\boxedtext{5}": None,
     "\\boxed{5} or \\boxed{6": None,
-    "59": None,
 }
 
 
@@ -159,19 +117,13 @@ def test_a_thought_that_has_not_ended():
         assert (found / found.max()).tolist() == [[0, 1, 1], [0, 0, 1]]
 
 
-def test_what_was_not_sampled_is_not_scored():
-    """Completions without a token are those of other ranks. Fails if the reward sees them, or if a
-    completion meets another prompt's answer."""
-    seen = []
-    reward = lambda text, answer: seen.append((text, answer)) or len(seen)
-    rollouts, _problems, tokenizer = rollouts_of(("?", "?"), ("12", "34"))
-    rollouts.lengths = torch.tensor([[2, 1], [0, 1]])
-    problems = [data.Problem("?", answer, "") for answer in "ab"]
+def test_each_completion_meets_its_own_answer():
+    rollouts, _problems, tokenizer = rollouts_of(("?", "?"), ("12", "3"))
+    problems = [data.Problem("?", answer, "") for answer in ("12", "3")]
+    reward = lambda text, answer: None if (text, answer) == ("3", "3") else float(text + answer)
     texts, found = rewards.score(rollouts, problems, tokenizer, reward)
-    assert seen == [("12", "a"), ("3", "a"), ("3", "b")]
-    assert texts == [["12", "3"], ["", "3"]]
-    assert found.isnan().tolist() == [[False, False], [True, False]]
-    assert (found[0, 0], found[1, 1]) == (1, 3)
+    assert texts == [["12", "3"]] * 2
+    assert found.nan_to_num(0).tolist() == [[1212, 312], [123, 0]]
 
 
 def test_what_a_reward_may_return():
@@ -215,8 +167,7 @@ def test_a_reward_may_ask_for_the_row():
 
 
 REFUSED = [
-    lambda text: 1.0, lambda text, answer, problem: 1.0, lambda text, answer, row, more: 1.0,
-    lambda text, answer, *, weight: 1.0, functools.partial(lambda text: 1.0), "math",
+    lambda text: 1.0, lambda text, answer, problem: 1.0, lambda text, answer, *, weight: 1.0, "math"
 ]  # fmt: skip
 
 
@@ -242,13 +193,11 @@ def test_the_longest_answer():
 
 
 def test_long_texts_are_quick():
-    """The judge never sees these texts.
-
-    Fails if all the text after the box is scanned, or a number of ten million digits is converted.
-    """
+    """The judge never sees these texts. Catches a search whose time grows with the square of the
+    length, and a number of ten million digits that is converted."""
     before = time.process_time()
-    texts = ("{" * 10_000_000, "\\boxed{" * 100_000, "\\boxed{" + "{" * 10_000_000)
-    for text in (*texts, "\\boxed{" + "9" * 10_000_000):
+    boxes = ("\\boxed{" * 100_000, "\\boxed{" + "{" * 10_000_000, "\\boxed{" + "9" * 10_000_000)
+    for text in (*boxes, "\\boxed 1" + "." * 10**6 + "x"):
         assert rewards.math_reward(text + "}", "3") == 0.0
     assert time.process_time() - before < 2
 
@@ -257,11 +206,11 @@ def test_long_texts_are_quick():
 
 
 @contextlib.contextmanager
-def fresh_judge(monkeypatch, tmp_path, old="", new=""):
+def fresh_judge(monkeypatch, tmp_path, old, new):
     """A judge of its own, in whose source `new` replaces `old`."""
     source = Path(math_judge.__file__).read_text()
     assert old in source
-    (tmp_path / "judge.py").write_text(source.replace(old, new) if old else source)
+    (tmp_path / "judge.py").write_text(source.replace(old, new))
     math_judge.ask.cache_clear()
     monkeypatch.setattr(math_judge, "_judge", None)
     monkeypatch.setattr(math_judge, "__file__", str(tmp_path / "judge.py"))
@@ -276,19 +225,10 @@ def verify(answer, given):
 
 HOSTILE = [  # wrong answers, made to hang or crash the judge, and reference answers
     ("99^{99^{99}}", "x^{7}+1"),
-    ("\\log{10^{10^{10}}}", "7"),
     ("\\sqrt{" * 150 + "2" + "}" * 150, "7"),
-    ("|" * 900 + "2" + "|" * 900, "x^{7}+1"),
     ("1/" * 900 + "0", "7"),
     ("lambda: 0", "7"),
 ]
-
-
-def test_a_long_text_after_a_bare_box():
-    """Catches a search whose time grows with the square of the length."""
-    started = time.process_time()
-    assert rewards.math_reward("\\boxed 1" + "." * 10**6 + "x", "7") == 0.0
-    assert time.process_time() - started < 1
 
 
 def test_hostile_answers():
@@ -319,46 +259,50 @@ def verify(answer, given, **options):
 """
 
 
-def test_limits_of_the_judge(monkeypatch, tmp_path):
-    """CPU time, memory and crashes make an answer wrong, and the next answer is still judged.
-
-    Waiting does not: on a busy machine a short computation can take seconds. Fails if a comparison
-    that sleeps for two seconds is wrong, and if CPU time or memory is not limited.
-    """
+@pytest.fixture
+def fake_judge(monkeypatch, tmp_path):
+    """A judge whose math-verify equates everything, or does what the text says."""
     (tmp_path / "math_verify.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with fresh_judge(monkeypatch, tmp_path):
-        names = ("wait", "memory", "crash", "spin", "1+1")
-        found = {name: math_judge.ask("1", name) for name in names}
+    with fresh_judge(monkeypatch, tmp_path, "SECONDS = 1.0", "SECONDS = 0.2"):
+        yield
+
+
+def test_limits_of_the_judge(fake_judge):
+    """CPU time, memory and crashes make an answer wrong, and the next answer is still judged.
+    Waiting does not: on a busy machine a short computation can take seconds."""
+    names = ("wait", "memory", "crash", "spin", "1+1")
+    found = {name: math_judge.ask("1", name) for name in names}
     assert found == {"wait": True, "memory": False, "crash": False, "spin": False, "1+1": True}
 
 
-def test_a_batch_of_hostile_answers(monkeypatch, tmp_path, capsys):
+def test_a_batch_of_hostile_answers(fake_judge, monkeypatch, capsys):
     """After some CPU time the judge computes no more for a batch, whose other answers that need it
     count as wrong. Catches a step that takes half an hour, verdicts that stay wrong afterwards, a
     bound outside of batches, and answers that need no judge, or have a verdict, and count."""
-    (tmp_path / "math_verify.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(rewards, "JUDGE_SECONDS", 0.3)
-    known, late = ["\\boxed{2+x}"], ["\\boxed{3+x}"]
     hostile = [f"\\boxed{{spin{number}}}" for number in range(9)]
+    known, late = "\\boxed{2+x}", "\\boxed{3+x}"
 
-    def score(texts):
-        rollouts = rollouts_of(["?"], texts, "x+1")
-        return rewards.score(*rollouts, rewards.math_reward)[1].tolist()
+    def score(*texts, reward=rewards.math_reward):
+        (found,) = rewards.score(*rollouts_of(["?"], texts, "x+1"), reward)[1].tolist()
+        return found
 
-    with fresh_judge(monkeypatch, tmp_path, "SECONDS = 1.0", "SECONDS = 0.2"):
-        assert score(known) == [[1]]
-        assert score([*hostile, *known, *late, "\\boxed{x+1}"]) == [[0] * 9 + [1, 0, 1]]
-        assert "note: comparing took 0.3 s, the batch's" in capsys.readouterr().out
-        assert score(late) == [[1]]
-        (slow,) = score([f"\\boxed{{slow{number}}}" for number in range(9)])
-        assert (slow[0], slow[-1]) == (1, 0)
-        for text in hostile[2:4]:
-            assert rewards.math_reward(text, "x+1") == 0.0
-        assert rewards.math_reward("\\boxed{4+x}", "x+1") == 1.0
-        monkeypatch.setattr(math_judge, "budget", 0)
-        assert rewards.math_reward("\\boxed{5+x}", "x+2") == 0.0, "not None"
+    assert score(known) == [1]
+    assert score(*hostile, known, late, "\\boxed{x+1}") == [0] * 9 + [1, 0, 1]
+    assert "note: after 0.3 s of comparing, formulas" in capsys.readouterr().out
+    assert score(late) == [1]
+    slow = score(*(f"\\boxed{{slow{number}}}" for number in range(9)))
+    assert (slow[0], slow[-1]) == (1, 0)
+    rows = [{"completions": ["\\boxed{1spin}", "\\boxed{2spin}"]}, {"completions": [known]}]
+    problems = [data.Problem("?", answer, "") for answer in ("x+1", "x+2")]
+    evaluation.score(rows, problems, rewards.math_reward)
+    assert [row["rewards"] for row in rows] == [[0, 0], [0]], "not None"
+    with pytest.raises(ZeroDivisionError):
+        score(known, reward=lambda _text, _answer: 1 / 0)
+    for text in hostile[2:4]:
+        assert rewards.math_reward(text, "x+1") == 0.0
+    assert rewards.math_reward("\\boxed{4+x}", "x+1") == 1.0
 
 
 def judge_of(number):

@@ -1,10 +1,7 @@
 """Supervised training: the plain loss, a run that learns, bad input."""
 
 import itertools
-import json
 import math
-import runpy
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +10,7 @@ from test_packing import flat_grad, plain_logprobs
 from toy import rows
 
 import data
-from runtime import InputError
+from runtime import InputError, log
 from tasks import sft
 
 PROBLEMS = [
@@ -22,14 +19,10 @@ PROBLEMS = [
 ]
 
 
-def write(path, problems):
-    path.write_text("".join(json.dumps(row) + "\n" for row in problems))
-    return str(path)
-
-
 @pytest.fixture
 def file(tmp_path):
-    return write(tmp_path / "problems.jsonl", PROBLEMS)
+    log.append_rows(tmp_path / "problems.jsonl", PROBLEMS)
+    return str(tmp_path / "problems.jsonl")
 
 
 def settings(file, **changes):
@@ -75,20 +68,14 @@ def test_a_step_is_the_plain_computation(make_policy, file, monkeypatch):
         assert (flat_grad(model) - clipped).norm() < 1e-5 * clipped.norm()  # clipping adds 1e-6
 
 
-ROLES = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>"
 TURNS = "{% for m in messages %}<user>{{ m.content }}<|pad|>{% endfor %}<assistant>"
-ENCODED = [  # a chat template, a prompt format; how a solution ends
-    (ROLES, "chat", "<|end|>"),
-    (TURNS, "plain", "<|end|>"),
-    (TURNS, "chat", "<|pad|>"),  # where a turn ends
-]
 
 
-@pytest.mark.parametrize(("template", "form", "end"), ENCODED)
-def test_prompts_and_solutions(make_policy, file, template, form, end):
+@pytest.mark.parametrize(("form", "end"), [("plain", "<|end|>"), ("chat", "<|pad|>")])
+def test_prompts_and_solutions(make_policy, file, form, end):
     """Catches a flag that is not passed on, and an end that ends no turn."""
     _, tokenizer = make_policy()
-    tokenizer.chat_template = template
+    tokenizer.chat_template = TURNS
     cfg = settings(file, prompt_format=form)
     _, prompts = data.encode_prompts(data.sft_problems(file), tokenizer, 512, form)
     pairs = sft.encode(cfg, tokenizer, 512)
@@ -121,7 +108,7 @@ def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
 
     monkeypatch.setattr(sft, "update", update)
     teach("other seed", seed=1, steps=3)
-    log = teach("run", steps=30, lr=6.0)
+    found = teach("run", steps=30, lr=6.0)
     everything = sorted(sft.encode(settings(file), make_policy()[1], 512))
     epochs = [[*itertools.chain(*batches[start : start + 3])] for start in range(0, 33, 3)]
     assert all(sorted(epoch) == everything for epoch in epochs)
@@ -130,7 +117,7 @@ def test_batches_and_learning_rates(teach, file, make_policy, monkeypatch):
     warm_up = [min(step / 10, 1.0) for step in range(1, 31)]
     decay = [6.0 - 0.2 * step for step in range(30)]
     assert used == pytest.approx([w * d for w, d in zip(warm_up, decay, strict=True)])
-    assert [row["learning_rate"] for row in log] == used
+    assert [row["learning_rate"] for row in found] == used
 
 
 def test_a_run(teach, tmp_path, monkeypatch):
@@ -142,10 +129,9 @@ def test_a_run(teach, tmp_path, monkeypatch):
             raise ConnectionError
         return update(*args)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(sft, "update", killed)
-        with pytest.raises(ConnectionError):
-            teach("run", steps=8)
+    monkeypatch.setattr(sft, "update", killed)
+    with pytest.raises(ConnectionError):
+        teach("run", steps=8)
     first, *_, last = teach("run", steps=8)
     assert (first["step"], last["step"], len(rows(tmp_path / "run"))) == (1, 8, 8)
     assert last["loss"] < first["loss"]
@@ -167,23 +153,18 @@ def test_bfloat16(teach):
 
 def test_bad_input_leaves_nothing(teach, tmp_path, monkeypatch):
     """Also under torchrun, whose ranks would all write the same files."""
-    for changes, message in (
-        ({"lr": math.nan}, "--lr nan: must be above 0"),
-        ({"batch_size": 13}, "--batch-size 13: only 12 problems fit the model"),
-    ):
-        with pytest.raises(InputError, match=message):
-            teach("run", **changes)
+    with pytest.raises(InputError, match="--lr nan: must be above 0"):
+        teach("run", lr=math.nan)
+    with pytest.raises(InputError, match="--batch-size 13: only 12 problems fit the model"):
+        teach("run", batch_size=13)
+    (tmp_path / "config.json").write_text('{"config": {"method": "pps"}}')
+    with pytest.raises(InputError, match="holds a training run where a supervised start should"):
+        teach(".")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(InputError, match=r"tasks\.sft is one process, not 2: start it without"):
         teach("run")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_of_another_kind(teach, tmp_path):
-    (tmp_path / "config.json").write_text('{"config": {"method": "pps"}}')
-    with pytest.raises(InputError, match="holds a training run where a supervised start should"):
-        teach(".")
 
 
 def test_a_gradient_that_is_not_finite(teach, tmp_path):
@@ -192,13 +173,3 @@ def test_a_gradient_that_is_not_finite(teach, tmp_path):
         teach("run", lr=1e38)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
     assert not [*(tmp_path / "run").glob("checkpoint*")]
-
-
-def test_as_a_program(monkeypatch, capsys):
-    """Catches an error without status, or as a traceback."""
-    monkeypatch.setattr(sys, "argv", ["tasks.sft", "--data", "words", "gsm8k", "--steps", "0"])
-    monkeypatch.delitem(sys.modules, "tasks.sft")
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_module("tasks.sft", run_name="__main__")
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "error: --steps 0: must be above 0\n"
