@@ -32,6 +32,7 @@ M mini-batches, which are the updates of a step.
 """
 
 import math
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -61,6 +62,7 @@ from update import accumulate_gradients, trainer_logprobs
 
 TOKENS_MEMORY = 10  # steps until a batch's token count weighs 1/e in the mean
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
+FEW = 100  # held-out problems, below which a run says how uncertain their mean is
 DEAD_STEPS = 5  # steps in a row with gradient 0, after which a run says so
 NOT_FINITE = (
     "step {} is not finite ({}): it is not saved, and --resume would repeat it. Start again in a "
@@ -70,7 +72,6 @@ SOME_NONE = (
     "the reward is None for some completions of a prompt and a number for others. None leaves a "
     "completion out of its group. Return 0.0 for a wrong one"
 )
-STOPPED = "stopped after step {}; to continue: the same program with --resume --out-dir {}"
 
 
 class Trainer:
@@ -364,22 +365,34 @@ def run(trainer: Trainer, until: int | None = None) -> None:
                 if not is_written:
                     write(row, others)
                 save_run(trainer, done)
-                print(STOPPED.format(done, cfg.out_dir), flush=True)
+                print(stopped_after(done, trainer), flush=True)
             raise
 
         if logger:  # still listening, so that a scheduler's second signal does not interrupt this
             logger.close()
             if done < cfg.steps:
-                print(STOPPED.format(done, cfg.out_dir), flush=True)
+                print(stopped_after(done, trainer), flush=True)
             else:
                 print(console.summary(log.read_rows(logger.path)))
                 ceiling = f"python -m bench ceiling {out_dir}"
                 print(f"which group size and pruning would be fastest: {ceiling}")
-                saved = f", {checkpoint.newest(out_dir)}/" if saved_at == done else ""
-                print(f"done: {logger.path}, {out_dir / 'run.png'}{saved}")
+                written = [str(logger.path)]
+                if (out_dir / "run.png").exists():
+                    written.append(str(out_dir / "run.png"))
+                if saved_at == done:
+                    written.append(f"{checkpoint.newest(out_dir)}/")
+                print(f"done: {', '.join(written)}")
     ranks.finish()
     if cfg.engine == "vllm":
         trainer.sampling.engine.close()
+
+
+def stopped_after(step: int, trainer: Trainer) -> str:
+    """The last line of a run that can be continued, with the command that does."""
+    world = trainer.world
+    launcher = "python" if world == 1 else f"torchrun --nproc-per-node {world}"
+    program = f"{launcher} {sys.argv[0]} --resume --out-dir {shlex.quote(trainer.cfg.out_dir)}"
+    return f"stopped after step {step}; to continue: {program}"
 
 
 def why_nothing_was_learned(row: dict, cfg: Config) -> str:
@@ -430,6 +443,10 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
         notes.append(
             f"--model tiny can only add, and puts no answer in a box: for {cfg.data} name another "
             f'model, or for a file of sums add --instruction "" and a reward of yours'
+        )
+    if cfg.eval_every and held_out < FEW:
+        notes.append(
+            f"{held_out} problems are held out: their avg@4 may be off by {held_out**-0.5:.2f}"
         )
     if cfg.engine == "compact" and trainer.policy.why_not_fast:
         why = trainer.policy.why_not_fast

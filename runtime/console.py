@@ -9,6 +9,8 @@ import math
 import os
 import sys
 
+from runtime import timer
+
 COLUMNS = (
     "kept: completions to train on; w_max: the largest of their weights, 1 / P(kept); gnorm: norm "
     "of the gradient before clipping; avg@4: mean reward of 4 completions of each problem"
@@ -110,7 +112,28 @@ def summary(rows: list[dict]) -> str:
     if scores:
         (name, before), (_, after) = scores[0], scores[-1]
         parts.insert(0, f"{name} from {number(before, 3)} to {number(after, 3)}")
-    return "; ".join(parts)
+    warm = steps[1:]
+    if not any(row["cost/kept"] for row in warm):
+        return "; ".join(parts)
+    updates = sum(row["time/train"] for row in warm)
+    rollouts = sum(row["time/rollout"] for row in warm) / sum(row["step_time"] for row in warm)
+    token = timer.seconds_of_a_token(warm)
+    saved = token * sum(row["cost/sampled"] - row["cost/kept"] for row in warm)
+    rest = timer.measured_rest(warm)
+    return "; ".join(parts) + (
+        f"\nupdates took {updates:.0f} s; on every completion they would take about "
+        f"{updates + saved:.0f} s (an estimate). Rollouts were {rollouts:.0%} of a step"
+        f'\nrest is {rest:.2g}: {advice(rest)} (README.md, "Does it pay on your run?")'
+    )
+
+
+def advice(rest: float) -> str:
+    """What a run with this `rest` may gain, as the README's table has it."""
+    if rest < 0.5:
+        return "updates dominate, and adaptive saves much of them"
+    if rest < 2:
+        return "adaptive saves little more than leaving out zeros"
+    return "rollouts dominate, and dropping completions saves next to nothing"
 
 
 def evaluations(row: dict) -> list[tuple[str, float]]:

@@ -16,10 +16,11 @@ from runtime import console
 CURVES = ("#0072B2", "#D55E00", "#009E73")  # of Okabe and Ito, for the colour-blind
 LEGEND = {"ncols": 3, "frameon": False, "fontsize": "small", "columnspacing": 1}
 REWARD = {"reward": "train", "eval/avg@4": "held out, avg@4"}
+HELD_OUT = {"eval/avg@4": None}
 # The y axis of a panel: {key of a row: name of its curve}. All begin at 0.
 OF_ALL = {
     "seconds per step": {f"time/{part}": part for part in ("rollout", "train", "score")},
-    "share of dead groups": {"frac_reward_zero_std": None},
+    "share of dead groups (equal rewards)": {"frac_reward_zero_std": None},
     "tokens per completion, mean": {"completions/mean_length": None},
     "entropy, nats per token": {"entropy": None},
     "gradient norm before clipping": {"grad_norm": None},
@@ -48,7 +49,9 @@ def draw_run(out_dir: Path) -> None:
     seconds = 0.0  # of training, without evaluations
     for row in rows:
         row["seconds of steps"] = seconds = seconds + row.get("step_time", 0.0)
-    panels = [("step", "reward", REWARD), ("seconds of steps", "reward", REWARD)]
+    panels = [("step", "reward", REWARD)]
+    if any("eval/avg@4" in row for row in rows):
+        panels.append(("seconds of steps", "reward, held out", HELD_OUT))
     panels += [("step", name, curves) for name, curves in panels_of(rows).items()]
 
     height = math.ceil(len(panels) / 3)  # in rows of at most three
@@ -89,7 +92,7 @@ def draw_panel(axis, rows: list[dict], x: str, name: str, curves: dict) -> None:
     axis.set(xlabel=x, ylabel=name)
     low, high = axis.get_ylim()
     least = 1.05 if name.startswith(("share", "reward")) else 0
-    axis.set_ylim(min(0, low) if name == "reward" else 0, max(least, high))
+    axis.set_ylim(min(0, low) if name.startswith("reward") else 0, max(least, high))
     if axis.get_legend_handles_labels()[0]:  # above the panel, where no curve is
         axis.legend(bbox_to_anchor=(0, 1), loc="lower left", **LEGEND)
 

@@ -72,22 +72,26 @@ class Rest:
 def measured_rest(rows: list[dict]) -> float:
     """The time of all of a step but training, over that of training on all that was sampled, from
     rows of log.jsonl. It is the median of their later half."""
-    column = lambda key, rows=rows: torch.tensor([row[key] for row in rows], dtype=torch.float64)
-    second = seconds_of_a_token(column("cost/kept"), column("time/train"))
+    second = seconds_of_a_token(rows)
     recent = rows[len(rows) // 2 :]
-    others = column("step_time", recent) - second * column("cost/kept", recent)
-    return (others.median() / second / column("cost/sampled", recent).mean()).item()
+    others = column(recent, "step_time") - second * column(recent, "cost/kept")
+    return (others.median() / second / column(recent, "cost/sampled").mean()).item()
 
 
-def seconds_of_a_token(kept: torch.Tensor, seconds: torch.Tensor) -> float:
-    """Seconds of training on one more token, from the tokens [n] and the seconds [n] of n updates.
+def seconds_of_a_token(rows: list[dict]) -> float:
+    """Seconds of training on one more token, from rows of log.jsonl.
 
     An update that keeps little also takes its fixed time. Where the tokens differ enough, a line
     through the points tells the two apart; else all of the time is taken to grow with the tokens.
     """
+    kept, seconds = column(rows, "cost/kept"), column(rows, "time/train")
     if kept.max() > 2 * kept.min():
         centred = kept - kept.mean()
         slope = ((centred * seconds).sum() / centred.square().sum()).item()
         if 0 < slope * kept.mean() < seconds.mean():
             return slope
     return (seconds.sum() / kept.sum()).item()
+
+
+def column(rows: list[dict], key: str) -> torch.Tensor:
+    return torch.tensor([row[key] for row in rows], dtype=torch.float64)

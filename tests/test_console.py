@@ -136,16 +136,32 @@ def test_a_sample_is_shown_in_the_first_step():
 
 
 def test_what_a_run_came_to():
-    """Of all steps of its log, in which null stands for NaN. Catches a sum of the last step alone,
-    and a division by 0."""
+    """Of all steps of its log, in which null stands for NaN; seconds without the first one, which
+    warms up. Catches a sum of the last step alone, an estimate that only counts what was kept, and
+    a division by 0."""
+    seconds = {"time/rollout": 1.0, "time/train": 2.0, "step_time": 3.5}
     rows = [
         {"step": 0, "eval/avg@4": 0.25},
         ROW | {"step": 1},
-        ROW | {"step": 2, "eval/avg@4": None},
+        *(ROW | {"step": step, "eval/avg@4": None} | seconds for step in (2, 3)),
     ]
-    said = console.summary(rows)
-    assert said.startswith(
-        "held-out avg@4 from 0.250 to -; 3,000 tokens of prompts and completions"
+    said = console.summary(rows).splitlines()
+    assert said[0].startswith(
+        "held-out avg@4 from 0.250 to -; 4,500 tokens of prompts and completions"
     )
-    assert said.endswith("600 (20 %) trained on; 7 s of steps")
+    assert said[0].endswith("900 (20 %) trained on; 10 s of steps")
+    assert said[1] == (
+        "updates took 4 s; on every completion they would take about 20 s (an estimate). Rollouts "
+        "were 29% of a step"
+    )
+    assert said[2].startswith("rest is 0.15: updates dominate")  # 1.5 s over 10 s
     assert console.summary([]).startswith("0 tokens of prompts and completions, 0 (- %)")
+
+
+def test_advice():
+    """Catches other limits than those of the README's table."""
+    table = (ROOT / "README.md").read_text()
+    assert "`rest` below 0.5" in table
+    assert "`rest` above 2" in table
+    said = [console.advice(rest).split(",")[0] for rest in (0.49, 0.51, 1.99, 2.01)]
+    assert said[0] != said[1] == said[2] != said[3]

@@ -31,8 +31,8 @@ def test_seconds_of_a_token(slope):
     kept = torch.tensor([100.0, 200.0, 300.0, 400.0, 500.0], dtype=torch.float64)
     kept = kept if slope != 0.0015 else 200 + kept / 10
     seconds = 0.6 + slope * (kept - 300)
-    expected = (seconds.sum() / kept.sum()).item()
-    assert timer.seconds_of_a_token(kept, seconds) == expected
+    rows = [{"cost/kept": n, "time/train": s} for n, s in zip(kept, seconds, strict=True)]
+    assert timer.seconds_of_a_token(rows) == (seconds.sum() / kept.sum()).item()
 
 
 def test_when_it_is_measured():
