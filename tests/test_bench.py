@@ -11,6 +11,7 @@ import packing
 import train
 from bench import __main__ as command_line
 from bench import speed
+from runtime import InputError
 
 
 def test_a_record_says_who_made_it(tmp_path):
@@ -108,3 +109,11 @@ def test_layouts_differ(updates, monkeypatch):
     assert 1 < len(found["padded, arrival"]) < batch.keep.sum()
     assert {*found["packed"]} == {False}
     assert {*found["packed, shared prompts"]} == {True}
+
+
+def test_several_processes_are_refused(monkeypatch):
+    """Catches rows of a race that are written by each rank of torchrun."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="bench is one process, not 2: start it without torchrun"):
+        command_line.main(["ceiling", "nowhere"])

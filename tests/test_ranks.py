@@ -286,3 +286,11 @@ def test_the_first_rank_decides():
     first, second = in_processes(2, broadcast_on_ranks)
     assert first == "called\n0 of 2: found by 0, wrong on 0\n"
     assert second == "1 of 2: found by 0, wrong on 0\n"
+
+
+def test_a_number_of_processes_that_is_no_number(monkeypatch):
+    """Catches a traceback of a program that is one process."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "all")
+    with pytest.raises(InputError, match=r"eval\.py is one process, not all"):
+        ranks.check_single("eval.py")
