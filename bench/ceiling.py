@@ -67,9 +67,8 @@ def main(
         json_file: where to write the figures
     """
     settings = checkpoint.stored_config(run)
-    for name in ("log.jsonl", "groups.jsonl"):
-        if not (run / name).exists():
-            raise InputError(f"{run}: there is no {name}")
+    if not (run / "groups.jsonl").exists():
+        raise InputError(f"{run}: there is no groups.jsonl")
     rows, groups = log.read_rows(run / "log.jsonl"), log.read_rows(run / "groups.jsonl")
     found = figures(rows, groups, settings, str(run), correlation, rest)
     print(report(found))

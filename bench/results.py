@@ -14,8 +14,6 @@ import statistics
 from pathlib import Path
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the caller
 
 from runtime import log
 
@@ -110,10 +108,12 @@ def time_ratio(first: dict[int, dict], second: dict[int, dict]) -> float:
     return statistics.median(first[seed]["seconds"] / second[seed]["seconds"] for seed in both)
 
 
-def draw_savings(rows: list[dict]) -> Figure:
+def draw_savings(rows: list[dict]):
     """A line for each method: its seconds a step over GRPO's, and its accuracy minus GRPO's. A row
     of panels for each task: its largest batch. Of words, which has another reference, there is only
     a table."""
+    from matplotlib.figure import Figure  # here, because other benches draw nothing
+
     settings = [name for name in settings_of(rows) if name != "words"]
     figure = Figure(figsize=(7, 3 * len(settings)), dpi=120, layout="constrained")
     panels = figure.subplots(len(settings), 2, squeeze=False, sharey="row", sharex="col")
@@ -161,7 +161,7 @@ def race_table(rows: list[dict], setting: str) -> str:
     return as_markdown(["seconds", *(f"{budget:g}" for budget in budgets)], cells)
 
 
-def draw_race(rows: list[dict]) -> Figure:
+def draw_race(rows: list[dict]):
     """Wrong answers over the budget, a panel for each task. Bars are 95 % intervals."""
     settings = settings_of(rows)
     figure, panels = new_figure(len(settings))
@@ -398,7 +398,7 @@ def agreement_table(runs: Runs, task: str) -> str:
     return as_markdown(head, cells)
 
 
-def draw_law(runs: Runs, task: str) -> Figure:
+def draw_law(runs: Runs, task: str):
     """Virtual time to the target over the group size, at two values of m, relative to the best
     group size without pruning. Lines are predicted, points measured, with 95 % intervals; an arm
     of which a run never arrived has no point."""
@@ -491,7 +491,9 @@ def as_markdown(head: list[str], cells: list[list[str]]) -> str:
 # ---------------------------------------------------------------------------- pictures
 
 
-def new_figure(count: int) -> tuple[Figure, list[Axes]]:
+def new_figure(count: int):
+    from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the caller
+
     figure = Figure(figsize=(3.2 * count + 0.6, 3.8), dpi=120, layout="constrained")
     panels = [*figure.subplots(1, count, squeeze=False)[0]]
     for panel in panels:
@@ -500,7 +502,7 @@ def new_figure(count: int) -> tuple[Figure, list[Axes]]:
     return figure, panels
 
 
-def add_legend(figure: Figure, panels: list[Axes]) -> None:
+def add_legend(figure, panels: list) -> None:
     """One legend for all panels, below them, with each title once."""
     handles = {}
     for panel in panels:

@@ -1,6 +1,8 @@
 """The records of a bench, and `bench speed` from its command line to its rows."""
 
 import json
+import runpy
+import sys
 
 import pytest
 import torch
@@ -117,3 +119,9 @@ def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="bench is one process, not 2: start it without torchrun"):
         command_line.main(["ceiling", "nowhere"])
+
+
+def test_a_bench_without_matplotlib(monkeypatch):
+    """As with the MPLBACKEND of a notebook. Catches an import that ends ceiling and race."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    runpy.run_path("bench/results.py")

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from bench import results
 
@@ -116,7 +117,7 @@ def test_pictures(monkeypatch, capsys):
     m = 0.1 is 2. Catches a picture of the progress, not of the time."""
     drawn = {}
     save = lambda figure, path: drawn.update({path: figure})
-    monkeypatch.setattr(results.Figure, "savefig", save)
+    monkeypatch.setattr(Figure, "savefig", save)
     results.main()
     assert "race, default task\n\n| seconds | 5 | 20 | 80 |" in capsys.readouterr().out
     names = ("savings", "race", "law-arithmetic", "law-arithmetic-mixed")
