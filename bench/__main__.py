@@ -15,7 +15,7 @@ import transformers
 import tyro
 
 from bench import ceiling, race, results, speed
-from runtime import InputError, console
+from runtime import InputError, console, ranks
 
 MODULES = (ceiling, race, results, speed)
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
@@ -23,6 +23,7 @@ COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MO
 
 def main(args: list[str] | None = None) -> None:
     """Run one command; args default to the command line's."""
+    ranks.check_single("bench")
     tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m bench", args=args)
 
 

@@ -25,7 +25,6 @@ the groups of the run. A prompt contributes the expected sum of squared advantag
 costs its rollout, and training on it if it is live. Lengths are taken to be equal.
 """
 
-import json
 import math
 import statistics
 from pathlib import Path
@@ -36,7 +35,7 @@ import tyro
 
 import dppo
 from bench import JsonFile, write_json
-from runtime import InputError, log, timer
+from runtime import InputError, checkpoint, log, timer
 
 WARM = 1  # the first step also loads and compiles
 # Dense near 0 and 1, where a group's chance of being live changes fastest.
@@ -67,10 +66,9 @@ def main(
         rest: the time of everything but training over training; by default the run's own
         json_file: where to write the figures
     """
-    for name in ("config.json", "log.jsonl", "groups.jsonl"):
-        if not (run / name).exists():
-            raise InputError(f"{run}: there is no {name}")
-    settings = json.loads((run / "config.json").read_text())["config"]
+    settings = checkpoint.stored_config(run)
+    if not (run / "groups.jsonl").exists():
+        raise InputError(f"{run}: there is no groups.jsonl")
     rows, groups = log.read_rows(run / "log.jsonl"), log.read_rows(run / "groups.jsonl")
     found = figures(rows, groups, settings, str(run), correlation, rest)
     print(report(found))

@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from runtime import math_judge
 
-LONGEST = 2000  # characters; anything longer is not an answer
+LONGEST = 500  # characters; anything longer is not an answer
 OR = " (or) "  # between alternatives, in a reference answer
 SYMBOLS = {
     "‐‑‒–—―−": "-", "·⋅∙": r"\\cdot ", "×": r"\\times ", "÷": "/", "±": r"\\pm ", "π": r"\\pi ",
@@ -125,8 +125,8 @@ UNITS = """
     deg degree, rad radian, am am, pm pm, $ dollar, usd dollar, ¢ cent, € euro, £ pound, ¥ yen"""
 UNITS = dict(names.split() for names in UNITS.split(","))
 SHORT = rf"(?:{'|'.join(map(re.escape, UNITS))})(?!{LETTER})"
-OTHER = rf"(?=[^\W\d_a-zα-ω]){LETTER}+|[$¢-¥₠-⃏]"  # not Greek: 3α is algebra, as 3ab is
-WORD = rf"(?=(?:{LETTER}{{1,2}} )*{LETTER}{{3}})(?<![\w\\])(?!(?:{CHANGES})\b){LETTER}+"
+OTHER = rf"(?=[^\W\d_a-zα-ω]){LETTER}++|[$¢-¥₠-⃏]"  # not Greek: 3α is algebra, as 3ab is
+WORD = rf"(?=(?:{LETTER}{{1,2}} )*{LETTER}{{3}})(?<![\w\\])(?!(?:{CHANGES})\b){LETTER}++"
 LONG = rf"(?!.\b){SHORT}|{WORD}|{OTHER}"
 AND = rf"[ /*.']|-(?={LETTER}{{3}})|\\cdot|\^ ?\{{?-?\d\}}?"
 AFTER = r"(?<=[\d)}\]])|(?<=\\pi)"

@@ -99,10 +99,10 @@ def draw_panel(axis, rows: list[dict], x: str, name: str, curves: dict) -> None:
 
 def main(folder: Path) -> None:
     """Draw a run's picture, and print where it is. SystemExit says why there is none."""
+    from runtime import checkpoint  # it imports log.py, which imports this file
+
     try:
-        config = json.loads((folder / "config.json").read_text())
-        if "method" not in config.get("config", {}):
-            raise ValueError(f"{folder} holds no run of train.py: give the --out-dir of one")
+        checkpoint.stored_config(folder)
         draw_run(folder)
     except (ImportError, OSError, ValueError) as problem:  # or MPLBACKEND names what is not there
         print(f"error: {problem}", file=sys.stderr)

@@ -56,8 +56,8 @@ def start(device: str) -> tuple[int, int]:
 
 def check_single(program: str) -> None:
     """InputError if this is one of several processes, which would all write the same files."""
-    several = int(os.environ.get("WORLD_SIZE", "1"))
-    if "RANK" in os.environ and several > 1:
+    several = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and several != "1":
         raise InputError(f"{program} is one process, not {several}: start it without torchrun")
 
 

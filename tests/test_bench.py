@@ -1,6 +1,8 @@
 """The records of a bench, and `bench speed` from its command line to its rows."""
 
 import json
+import runpy
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import packing
 import train
 from bench import __main__ as command_line
 from bench import speed
+from runtime import InputError
 
 
 def test_a_record_says_who_made_it(tmp_path):
@@ -108,3 +111,17 @@ def test_layouts_differ(updates, monkeypatch):
     assert 1 < len(found["padded, arrival"]) < batch.keep.sum()
     assert {*found["packed"]} == {False}
     assert {*found["packed, shared prompts"]} == {True}
+
+
+def test_several_processes_are_refused(monkeypatch):
+    """Catches rows of a race that are written by each rank of torchrun."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="bench is one process, not 2: start it without torchrun"):
+        command_line.main(["ceiling", "nowhere"])
+
+
+def test_a_bench_without_matplotlib(monkeypatch):
+    """As with the MPLBACKEND of a notebook. Catches an import that ends ceiling and race."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    runpy.run_path("bench/results.py")

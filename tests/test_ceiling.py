@@ -289,5 +289,12 @@ def test_the_command(run, tmp_path, capsys):
     (tmp_path / "run" / "groups.jsonl").unlink()
     with pytest.raises(InputError, match=r"run: there is no groups\.jsonl"):
         ceiling.main(tmp_path / "run")
-    with pytest.raises(InputError, match=r"nowhere: there is no config\.json"):
+    with pytest.raises(InputError, match="nowhere holds nothing of ours where a training run"):
         ceiling.main(tmp_path / "nowhere")
+
+
+def test_a_folder_of_another_kind(tmp_path):
+    """Catches a KeyError, and the name of a file where the kind of folder is the mistake."""
+    (tmp_path / "config.json").write_text('{"weights": 7}')
+    with pytest.raises(InputError, match="holds an evaluation where a training run should be"):
+        ceiling.main(tmp_path)
