@@ -74,7 +74,8 @@ def measured_rest(rows: list[dict]) -> float:
     rows of log.jsonl. It is the median of their later half."""
     second = seconds_of_a_token(rows)
     recent = rows[len(rows) // 2 :]
-    others = column(recent, "step_time") - second * column(recent, "cost/kept")
+    training = second * column(recent, "cost/kept")
+    others = column(recent, "step_time") - training.minimum(column(recent, "time/train"))
     return (others.median() / second / column(recent, "cost/sampled").mean()).item()
 
 

@@ -24,6 +24,14 @@ def test_measured_rest():
     assert timer.measured_rest(rows) == pytest.approx(0.5)  # 500 tokens of 1000
 
 
+def test_it_is_never_below_0():
+    """Updates took less than the line says: what took the rest of the step still counts."""
+    rows = [made_up_row(step, kept=800, fixed=0) for step in range(2, 6)]
+    rows[2:] = [row | {"time/train": 0.1, "step_time": 0.15} for row in rows[2:]]
+    second = (2 * 0.8 + 2 * 0.1) / 3200
+    assert timer.measured_rest(rows) == pytest.approx(0.05 / second / 1000)
+
+
 @pytest.mark.parametrize("slope", [-0.001, 0.003, 0.0015])
 def test_seconds_of_a_token(slope):
     """Seconds that fall with the tokens, that leave a fixed time below 0, or that are of equal
