@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import types
-import zlib
 from functools import partial
 
 os.environ["OMP_NUM_THREADS"] = "1"  # the workers fill the cores; and a run must not choose by load
@@ -16,7 +15,6 @@ from transformers import Cache, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import config
-import data
 import packing
 import rollout
 import train
@@ -115,18 +113,6 @@ def policy_folder(make_policy, tmp_path):
     model.save_pretrained(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy")
     return str(tmp_path / "policy")
-
-
-@pytest.fixture
-def small_runs(policy_folder, monkeypatch):
-    """Whatever a bench trains is tiny, and rewarded by chance."""
-    small = {"--model": policy_folder, "--prompts-per-step": 4, "--group-size": 4}
-    small |= {"--max-new-tokens": 6}
-    more = [str(part) for pair in small.items() for part in pair]
-    parse = config.parse_config
-    reward = lambda text, _answer: float(zlib.crc32(text.encode()) % 2)
-    monkeypatch.setattr(config, "parse_config", lambda args: parse([*args, *more]))
-    monkeypatch.setattr(data, "reward_function", lambda _name: reward)
 
 
 @pytest.fixture
