@@ -21,7 +21,7 @@ from runtime import InputError, checkpoint
 from runtime.device import choose_device, choose_dtype
 
 # Pairs of a prompt rule and a completion rule. The name of a rule is a method, too.
-METHODS = {"grpo": ("none", "none"), "grpo_zero": ("none", "zero")}
+METHODS = {"grpo": ("none", "none")}
 FREE_TO_CHANGE = (  # when a run is resumed: settings that are not part of the experiment
     "steps", "device", "vllm_memory", "rollout_batch", "pack_tokens", "gradient_checkpointing",
     "shard", "out_dir", "resume", "eval_every", "save_every", "track",
@@ -249,9 +249,9 @@ def warnings(cfg: Config) -> list[str]:
             f"--engine vllm gives {cfg.completion_rule} an upper bound of each completion's size: "
             f"still unbiased, a little noisier"
         )
-    if cfg.beta > 0 and cfg.completion_rule == "zero" and not cfg.mask_truncated:
+    if cfg.beta > 0 and cfg.completion_rule == "nonzero" and not cfg.mask_truncated:
         why = "the KL term is never exactly zero"
-        notes.append(f"--completion-rule zero drops nothing with --beta above 0: {why}")
+        notes.append(f"--completion-rule nonzero drops nothing with --beta above 0: {why}")
     tight = cfg.loss == "gspo" and cfg.eps_high < 1e-2
     if tight and cfg.dtype == "bfloat16" and not cfg.importance_cap:
         notes.append(

@@ -447,7 +447,7 @@ def strata_order(batch: Completions, generator=None) -> torch.Tensor:
 
 COMPLETION_RULES = {
     "none": Rule(everything, rate=None),
-    "zero": Rule(terms_not_zero, rate=None),
+    "nonzero": Rule(terms_not_zero, rate=None),
     "uniform": Rule(blindly, rate=0.7),
     "dppo": Rule(low_advantages, rate=0.7, order=None),
     "pps": Rule(proportional_to_size, rate=0.7, order=strata_order),

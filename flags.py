@@ -48,13 +48,13 @@ class Config(Flags):
     # ------------------------------------------------------------------------ method
     method: str = "adaptive"
     """A pair of rules with their defaults: adaptive, pps, dppo, uniform, a rival or one of yours.
-    grpo prunes nothing; grpo_zero only terms that are 0."""
+    grpo prunes nothing; nonzero only terms that are 0."""
     prompt_rule: str | None = None
     """Which prompts are dropped before rollout. uniform (blindly) and dppo (the paper's, by past
     |advantage|) are unbiased; dppo_floor is biased. none drops nothing. By default the method's
     rule."""
     completion_rule: str | None = None
-    """Which completions are dropped after reward. zero (terms that are exactly 0), uniform, dppo
+    """Which completions are dropped after reward. nonzero (terms that are exactly 0), uniform, dppo
     (by |advantage|), pps (ours, by size, a share of the tokens) and adaptive (ours, by size, as
     many as pays) are unbiased. cppo, pods and dppo_floor keep by rank, which changes the objective
     (docs/method.md); cppo_batch is biased. none drops nothing. By default the method's rule."""

@@ -2,9 +2,9 @@
 Methods at equal steps, at equal seconds, or until they reach an accuracy.
 
     python -m bench race --seconds 5 --seeds 2        a minute
-    python -m bench race --steps 40 --methods grpo grpo_zero adaptive pps
-    python -m bench race --seconds 20 --methods adaptive "small=--method grpo_zero --group-size 4"
-    python -m bench race --reach 0.98 --methods adaptive "small=--steps 200 --method grpo_zero"
+    python -m bench race --steps 40 --methods grpo nonzero adaptive pps
+    python -m bench race --seconds 20 --methods adaptive "small=--method nonzero --group-size 4"
+    python -m bench race --reach 0.98 --methods adaptive "small=--steps 200 --method nonzero"
 
 At equal steps the question is what pruning saves, if all other settings are left alone. At equal
 seconds, and until an accuracy, it is which method is best, and each should have the flags that suit
@@ -39,7 +39,7 @@ from runtime import InputError, NotFiniteError, log, ranks
 
 METHODS = {  # flags. Rates are the usual ones of each method; blind draws keep what pps keeps
     "grpo": "--method grpo",
-    "grpo_zero": "--method grpo_zero",
+    "nonzero": "--method nonzero",
     "adaptive": "--method adaptive --rest 0.1111",
     "adaptive_prompts": (
         "--method adaptive --rest 0.1111 --prompt-rule uniform --prompt-prune-rate 0.6"
@@ -98,7 +98,7 @@ class Run:
 
 
 def main(
-    methods: tuple[str, ...] = ("grpo_zero", "adaptive"),
+    methods: tuple[str, ...] = ("nonzero", "adaptive"),
     setting: Literal["arithmetic", "arithmetic-mixed", "words"] = "arithmetic",
     steps: int = 0,
     seconds: float = 0,
@@ -112,7 +112,7 @@ def main(
     """Train each method for equal steps or for equal seconds, and print the table.
 
     Args:
-        methods: grpo, grpo_zero, adaptive, adaptive_prompts, pps, uniform, dppo, pods, cppo, or
+        methods: grpo, nonzero, adaptive, adaptive_prompts, pps, uniform, dppo, pods, cppo, or
             NAME=FLAGS with flags of train.py
         setting: the task. words is SmolLM2's, and begins with bash runs/smollm2.sh
         steps: of each run

@@ -17,7 +17,7 @@ from runtime import log
 
 METHODS = {  # title, and in pictures color and marker, so that colors need not be told apart
     "grpo": ("GRPO", "#000000", "o"),
-    "grpo_zero": ("GRPO without zeros", "#777777", "P"),
+    "nonzero": ("GRPO without zeros", "#777777", "P"),
     "adaptive": ("adaptive", "#009E73", "D"),
     "adaptive_prompts": ("adaptive, fewer prompts", "#E69F00", "d"),
     "pps": ("pps", "#56B4E9", "s"),
@@ -28,7 +28,7 @@ METHODS = {  # title, and in pictures color and marker, so that colors need not 
 }
 OURS = "adaptive"
 # What others are compared with at equal steps. GRPO without zeros has GRPO's gradient.
-REFERENCES = {"words": "grpo_zero"}  # else grpo
+REFERENCES = {"words": "nonzero"}  # else grpo
 TITLES = {"arithmetic": "default task", "arithmetic-mixed": "mixed task", "words": "SmolLM2"}
 FOLDER = Path("runs")
 SAVINGS, RACE, LAW = FOLDER / "savings.jsonl", FOLDER / "race.jsonl", FOLDER / "law.jsonl"
@@ -40,15 +40,15 @@ def main() -> None:
     """Print all tables, and draw the pictures into runs/."""
     for name, table in tables().items():
         print(f"\n{name}\n\n{table}")
-    draw_savings(log.read_rows(SAVINGS)).savefig(FOLDER / "savings.png")
-    draw_race(log.read_rows(RACE)).savefig(FOLDER / "race.png")
+    draw_savings(read_runs(SAVINGS)).savefig(FOLDER / "savings.png")
+    draw_race(read_runs(RACE)).savefig(FOLDER / "race.png")
     for task, runs in law_runs().items():
         draw_law(runs, task).savefig(FOLDER / f"law-{task}.png")
 
 
 def tables() -> dict[str, str]:
     """All tables, by name."""
-    saved, raced = log.read_rows(SAVINGS), log.read_rows(RACE)
+    saved, raced = read_runs(SAVINGS), read_runs(RACE)
     by_name = {}
     for setting in settings_of(saved):
         by_name[f"savings, {TITLES[setting]}"] = savings_table(saved, setting)
@@ -99,6 +99,12 @@ def time_ratio(first: dict[int, dict], second: dict[int, dict]) -> float:
     """Median over seeds of the first runs' seconds over the second ones'."""
     both = [seed for seed in first if seed in second]
     return statistics.median(first[seed]["seconds"] / second[seed]["seconds"] for seed in both)
+
+
+def read_runs(path: Path) -> list[dict]:
+    """The rows of a file. GRPO without zeros was called grpo_zero."""
+    rows = log.read_rows(path)
+    return [row | {"method": row["method"].replace("grpo_zero", "nonzero")} for row in rows]
 
 
 def draw_savings(rows: list[dict]):
@@ -219,7 +225,7 @@ def two_digits(value: float) -> str:
 PREDICTED = FOLDER / "law-predicted.md"
 PREDICTIONS = ("Before the runs", "With the correlation of groups")  # its tables
 TARGETS = {"arithmetic": 0.85, "arithmetic-mixed": 0.7}  # accuracy on held-out problems
-RULES = {"zero": "grpo_zero", "adaptive": "adaptive"}  # their names in METHODS
+RULES = {"zero": "nonzero", "adaptive": "adaptive"}  # their names in METHODS
 RATIOS = (0.1, 0.3, 1.0, 3.0)  # m, or rest: the time of all but training over that of training
 GROUP_SIZES = (2, 4, 8, 16, 32)
 TUNING_SEEDS = (100, 101)  # of three learning rates; all other seeds are fresh

@@ -66,14 +66,14 @@ class DPPOConfig(trl.GRPOConfig):
     bit for bit."""
 
     completion_rule: str = option(
-        "pps",
-        "Which completions are dropped after reward: none, zero, uniform, dppo, pps or adaptive.",
+        "adaptive",
+        "Which completions are dropped after reward: none, nonzero, uniform, dppo, pps, adaptive.",
     )
     completion_prune_rate: float = option(
         0.7, "Share that is dropped: of tokens for pps; for dppo the chance of dropping one."
     )
     rest: float = option(
-        0.4, "For adaptive: the time of all of a step but training, over training on everything."
+        1.0, "For adaptive: the time of all of a step but training, over training on everything."
     )
     prompt_rule: str = option(
         "none", "Which prompts are dropped before rollout: none, uniform or dppo."

@@ -56,7 +56,7 @@ if __name__ == "__main__":  # verl hides the errors of plug-ins; this is where t
 
 VERL = "0.9.1"  # the version whose methods are wrapped
 DEFAULTS = {
-    "completion_rule": "pps", "completion_prune_rate": 0.7, "rest": 0.4,
+    "completion_rule": "adaptive", "completion_prune_rate": 0.7, "rest": 1.0,
     "prompt_rule": "none", "prompt_prune_rate": 0.3,
 }  # fmt: skip
 LOSSES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "dro", "dppo_tv", "dppo_kl")

@@ -12,7 +12,7 @@ race() {
 }
 case ${1:-} in
 savings)
-    methods=(grpo grpo_zero adaptive adaptive_prompts pps uniform dppo pods cppo)
+    methods=(grpo nonzero adaptive adaptive_prompts pps uniform dppo pods cppo)
     for setting in arithmetic arithmetic-mixed; do
         for prompts in 32 64; do
             race --setting $setting --steps 40 --methods "${methods[@]}" \
@@ -21,7 +21,7 @@ savings)
     done
     ;;
 words)
-    race --setting words --steps 8 --methods grpo grpo_zero adaptive pps dppo pods \
+    race --setting words --steps 8 --methods grpo nonzero adaptive pps dppo pods \
         --flags="--group-size 16 --lr 2e-5 --prompts-per-step 16"
     ;;
 *) echo "unknown command ${1:-}: see the first lines of $0" >&2 && exit 2 ;;

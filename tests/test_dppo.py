@@ -18,8 +18,8 @@ import metrics
 import proof
 from related import rivals
 
-UNBIASED = ("none", "zero", "uniform", "dppo", "pps", "adaptive")
-DROP_ZEROS = ("zero", "pps", "adaptive")  # they never keep a term that is exactly 0
+UNBIASED = ("none", "nonzero", "uniform", "dppo", "pps", "adaptive")
+DROP_ZEROS = ("nonzero", "pps", "adaptive")  # they never keep a term that is exactly 0
 NAN = math.nan
 settings.register_profile("repeatable", max_examples=40, deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -307,7 +307,7 @@ REFUSED = {  # a misspelt name must not become another one; a rate must keep som
         *[torch.ones(1)] * 4, loss="drgrpo", eps_low=0, eps_high=0, num_sequences=1),
     "unknown scale_rewards 'std': choose one of none, group": lambda: dppo.group_advantages(
         torch.zeros(1, 2), "std"),
-    "unknown completion rule 'topk': choose one of none, zero": lambda: weights("topk", 0.5, A),
+    "unknown completion rule 'topk': choose one of none, nonzero": lambda: weights("topk", 0.5, A),
     "needs each of 3 places once in order": lambda: dppo.systematic(
         torch.ones(3), torch.tensor([0, 1, 1]), 0.5),
     "0.9 keeps 0 of 6 completions, .* 1 or more": lambda: rivals.kept_count(6, 0.9),

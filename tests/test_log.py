@@ -207,5 +207,5 @@ def test_defaults(method):
 
 
 def test_a_rule_without_a_rate_has_none():
-    switched = config.resolve(config.Config(device="cpu", method="pps", completion_rule="zero"))
+    switched = config.resolve(config.Config(device="cpu", method="pps", completion_rule="nonzero"))
     assert switched.completion_prune_rate == 0

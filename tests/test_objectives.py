@@ -13,7 +13,7 @@ import proof
 from related import objectives
 
 RULES = (  # of dppo.COMPLETION_RULES, and a prune rate
-    ("none", 0.0), ("zero", 0.0), ("uniform", 0.5), ("dppo", 0.5), ("pps", 0.5),
+    ("none", 0.0), ("nonzero", 0.0), ("uniform", 0.5), ("dppo", 0.5), ("pps", 0.5),
     ("adaptive", 0.0),
     ("pods", 0.5), ("cppo", 0.5), ("dppo_floor", 0.6),
 )  # fmt: skip

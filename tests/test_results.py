@@ -42,7 +42,7 @@ def test_the_savings_table():
         "| dppo | 24 of 32 | 0.50 | +0.000 ± 0.248 | 0.50 |",
     ]
     words = [row | {"setting": "words"} for row in rows]
-    words += [row | {"method": "grpo_zero", "seconds": 40.0} for row in words[:3]]
+    words += [row | {"method": "nonzero", "seconds": 40.0} for row in words[:3]]
     grpo, zeros, dppo = results.savings_table(words[1:], "words").splitlines()[2:]
     assert grpo == "| GRPO | 32 of 32 | 1.00 | +0.000 ± 0.000 | 2.00 |", "of the seeds that it has"
     assert zeros.endswith("| 0.600 ± 0.248 | 1.00 s a step |")
@@ -92,7 +92,7 @@ def test_each_arm_has_its_own_learning_rate(monkeypatch):
         for seed, curve in zip(results.TUNING_SEEDS, curves, strict=True)
     ]
     rows += [run_of(slow, lr=3e-4, seed=0), run_of(fast, lr=2e-4, seed=0)]
-    monkeypatch.setattr(results, "RULES", {"zero": "grpo_zero"})
+    monkeypatch.setattr(results, "RULES", {"zero": "nonzero"})
     monkeypatch.setattr(results, "GROUP_SIZES", (4,))
     runs = results.times_of_arms(rows)
     assert runs["zero", 0.1, 4] == {0: results.time_to_target(run_of(slow), 0.1)}

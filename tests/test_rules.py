@@ -15,7 +15,7 @@ import update
 from tasks import arithmetic
 
 COMPLETION_RULES = (
-    "none", "zero", "uniform", "dppo", "pps", "adaptive", "cppo", "cppo_batch", "pods",
+    "none", "nonzero", "uniform", "dppo", "pps", "adaptive", "cppo", "cppo_batch", "pods",
     "dppo_floor",
 )  # fmt: skip
 
@@ -42,7 +42,7 @@ def start(policy_folder, tmp_path):
 def test_method_is_a_choice_of_two_rules():
     """Catches a preset that overrides a rule that was given, and a rate for a rule without one."""
     for method, rules in (
-        ("grpo", ("none", "none")), ("grpo_zero", ("none", "zero")), ("dppo", ("dppo", "dppo")),
+        ("grpo", ("none", "none")), ("nonzero", ("none", "nonzero")), ("dppo", ("dppo", "dppo")),
         ("uniform", ("uniform", "uniform")), ("pps", ("none", "pps")),
         ("adaptive", ("none", "adaptive")), ("cppo", ("none", "cppo")),
         ("dppo_floor", ("dppo_floor", "dppo_floor")), ("pods", ("none", "pods")),
@@ -51,7 +51,7 @@ def test_method_is_a_choice_of_two_rules():
         assert (cfg.prompt_rule, cfg.completion_rule) == rules
         assert (cfg.group_size, cfg.loss) == (16, "grpo")
         assert cfg.prompt_prune_rate == (0.0 if rules[0] == "none" else 0.3)
-        no_rate = rules[1] in ("none", "zero", "adaptive")
+        no_rate = rules[1] in ("none", "nonzero", "adaptive")
         assert cfg.completion_prune_rate == (0.0 if no_rate else 0.7)
         assert (cfg.prompts_per_step, cfg.rest) == (32, "auto")
         assert (cfg.lr, cfg.lr_schedule) == (1e-6, "constant")
@@ -74,7 +74,7 @@ def notes_of(**changes):
         ({"method": "dppo_floor"}, "--prompt-rule dppo_floor changes the expected gradient"),
         ({"loss": "gspo", "dtype": "bfloat16", "importance_cap": 0}, "--loss gspo clips at 0.0004"),
         ({"method": "pods", "completion_prune_rate": 0.5}, "pods changes the expected gradient"),
-        ({"method": "grpo_zero", "beta": 0.1}, "zero drops nothing with --beta above 0"),
+        ({"method": "nonzero", "beta": 0.1}, "nonzero drops nothing with --beta above 0"),
     ],
 )
 def test_inexact_runs_say_so(changes, text):
@@ -149,7 +149,7 @@ def test_masked_truncation(start, monkeypatch, loss, minibatches):
 
     monkeypatch.setattr(rollout, "sample", truncating)
     options = {"loss": loss, "mask_truncated": True, "minibatches": minibatches}
-    trainer = start(method="grpo_zero", steps=2, **options)
+    trainer = start(method="nonzero", steps=2, **options)
     take_steps(trainer)
     for seen in trainer.steps:
         masked = seen.truncated > 0

@@ -20,7 +20,7 @@ import update
 
 PPS = dppo.COMPLETION_RULES["pps"]
 
-UNBIASED = ("zero", "uniform", "dppo", "pps", "adaptive")
+UNBIASED = ("nonzero", "uniform", "dppo", "pps", "adaptive")
 BIASED = ("cppo", "cppo_batch", "pods", "dppo_floor")
 
 

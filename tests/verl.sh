@@ -1,6 +1,6 @@
 #!/bin/sh
 # Tests of integrations/dppo_verl.py. Builds an environment with verl (some minutes) and runs them
-# there, which takes an hour. From the root of the repository: sh tests/verl.sh [FOLDER]
+# there. From the root of the repository: sh tests/verl.sh [FOLDER]
 set -e
 venv=${1:-.venv-verl}
 if [ ! -x "$venv/bin/pytest" ]; then
@@ -10,4 +10,4 @@ fi
 # without conftest.py, which needs what train.py needs; Ray would give its workers a low priority
 OMP_NUM_THREADS=1 RAY_worker_niceness=0 "$venv/bin/python" -m pytest -o addopts= --noconftest -v \
     -s -W ignore -p no:cacheprovider tests/integrations/test_exact.py \
-    tests/integrations/test_verl.py tests/integrations/test_verl_ray.py
+    tests/integrations/test_verl.py

@@ -65,7 +65,7 @@ def test_completions_are_exact(library, case):
 @every
 def test_a_batch_that_keeps_nothing(library):
     """Fails if a request or a forward is missing, for which the library waits, or moves weights."""
-    toy = library.Toy(completion_rule="zero", **library.DULL)
+    toy = library.Toy(completion_rule="nonzero", **library.DULL)
     assert not toy.gradient().any()
     assert toy.figures()["kept_completions"] == 0
 
@@ -161,7 +161,10 @@ def test_lessons_figures_and_draws(library):
 
 
 OF_RULES = [
-    ({"completion_rule": "cppo"}, "unknown completion_rule 'cppo'.*none, zero, uniform, dppo, p"),
+    (
+        {"completion_rule": "cppo"},
+        "unknown completion_rule 'cppo'.*none, nonzero, uniform, dppo, p",
+    ),
     ({"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz'.*none, uniform, dppo"),
     ({"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .* below 1"),
     ({"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .* from 0"),

@@ -51,7 +51,7 @@ def test_dropped_rows_are_not_forwarded():
     lengths = [int(mask.sum()) for x in forwards for mask in x]
     assert lengths == sorted(lengths)
     assert toy.figures()["forwards"] == len(plan) / 4
-    dull = Toy(completion_rule="zero", **trl_toy.DULL)
+    dull = Toy(completion_rule="nonzero", **trl_toy.DULL)
     dull.gradient()
     assert [x["multiplier"].tolist() for x in dull.plan()] == [[0.0]], "one row, for other ranks"
     padded = Toy(pad_to_multiple_of=5)
@@ -120,7 +120,7 @@ def test_zero_trains_like_grpo():
     """Three steps without the completions whose advantage is 0. Catches random numbers that TRL
     draws and the pruned step does not: its next samples would be others."""
     weights = []
-    for rule in ("none", "zero"):
+    for rule in ("none", "nonzero"):
         trainer = make(prompts=trl_toy.MANY, completion_rule=rule, max_steps=3)
         trainer.train()
         weights.append(trainer.model.state_dict())

@@ -32,7 +32,7 @@ def rank_exact():
         assert kept.max() - kept.min() <= 1
         assert len(multipliers) == kept.max()
     for rule in ("uniform", "dppo"):
-        rules = {"prompt_rule": rule, "prompt_prune_rate": 0.3, "completion_rule": "zero"}
+        rules = {"prompt_rule": rule, "prompt_prune_rate": 0.3, "completion_rule": "nonzero"}
         toy = Toy(loss_type="grpo", **layout, **rules)
         toy.teach()
         assert error(over_prompts(toy.gradient), toy.stock()) < 1e-12, rule
