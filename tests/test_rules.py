@@ -49,11 +49,11 @@ def test_method_is_a_choice_of_two_rules():
     ):  # fmt: skip
         cfg = config.resolve(config.Config(method=method, model="folder", device="cpu"))
         assert (cfg.prompt_rule, cfg.completion_rule) == rules
-        assert (cfg.group_size, cfg.loss) == (16, "grpo")
+        assert (cfg.group_size, cfg.loss) == (8, "grpo")
         assert cfg.prompt_prune_rate == (0.0 if rules[0] == "none" else 0.3)
         no_rate = rules[1] in ("none", "nonzero", "adaptive")
         assert cfg.completion_prune_rate == (0.0 if no_rate else 0.7)
-        assert (cfg.prompts_per_step, cfg.rest) == (32, "auto")
+        assert (cfg.prompts_per_step, cfg.rest) == (64, "auto")
         assert (cfg.lr, cfg.lr_schedule) == (1e-6, "constant")
     assert config.resolve(config.Config(device="cpu")).method == "adaptive"
     cfg = config.resolve(config.Config(method="grpo", completion_rule="pps", device="cpu"))
