@@ -1,14 +1,13 @@
 """
-What leaving out zeros, adaptive pruning and smaller groups would do for a training run, computed
-from its log: of train.py, of TRL or of verl.
+What leaving out zeros, adaptive and smaller groups would do for a training run, from its log.
 
     python train.py --method grpo --group-size 16 --steps 20 --out-dir out-grpo --save-every 0
     python -m bench ceiling out-grpo
-    python -m bench ceiling out-trl/completions --rest 2.3    TRL, with log_completions=True
-    python -m bench ceiling rollouts --rest 2.3               verl's trainer.rollout_data_dir
+    python -m bench ceiling out-trl/completions --rest 2.3    TRL's, with log_completions=True
+    python -m bench ceiling rollouts --rest 2.3               verl's, of trainer.rollout_data_dir
 
-Log a run with the largest group size that you would consider, because larger ones cannot be read
-from it. docs/other-trainers.md says how to get --rest from TRL's and verl's timings.
+Log a run with the largest group size that you would consider: nothing is said of larger ones.
+docs/other-trainers.md says how to get --rest from TRL's and verl's timings.
 
 Where noise limits learning, progress in a second goes as S^2 / (T V). S is the signal of a step's
 gradient, T its time and V its noise (dppo.adaptive_keep_prob; docs/method.md has the derivation).
@@ -16,15 +15,14 @@ Completions of a prompt are independent samples, so a group of 16 is four groups
 gradients correlate, because they share the prompt. No log shows by how much, so each comparison of
 group sizes is a range over CORRELATIONS.
 
-Other trainers log no tokens and no gradient sizes. Characters take the place of tokens, since only
-ratios count, and a gradient's size goes as the square root of the completion's length, as with
-losses whose denominator is the same for all completions: TRL's dapo and verl's token-mean, their
-defaults.
+TRL and verl log neither tokens nor sizes of gradients. Only ratios count, so characters take the
+place of tokens, and sizes go as |advantage| x sqrt(characters). This is for losses with one
+denominator for all completions, such as their defaults, dapo and token-mean.
 """
 
-import collections
 import math
 import shlex
+import statistics
 import textwrap
 from dataclasses import fields
 from pathlib import Path
@@ -109,22 +107,19 @@ def main(
 def read(path: Path) -> Run:
     """The run that was logged in a folder or a file. InputError if there is none."""
     if (path / "groups.jsonl").exists():
-        return own_run(path)
-    files = [*path.rglob("*.parquet"), *path.rglob("[0-9]*.jsonl")] if path.is_dir() else [path]
-    files = [file for file in sorted(files) if file.suffix in COLUMNS and file.exists()]
-    if not files:
+        rows = [row for row in log.read_rows(path / "log.jsonl") if row["step"] > WARM]
+        groups = [row for row in log.read_rows(path / "groups.jsonl") if row["prompts"]]
+        steps, settings = [*map(as_step, groups)], checkpoint.stored_config(path)
+        run = Run(steps, settings, measured_rest(rows) if rows else None)
+    else:
+        found = [*path.rglob("*.parquet"), *path.rglob("[0-9]*.jsonl")] if path.is_dir() else [path]
+        files = [file for file in sorted(found) if file.suffix in COLUMNS and file.exists()]
+        steps = as_steps([row for file in files for row in rows_of(file)])
+        trainer = "TRL" if files and files[0].suffix == ".parquet" else "verl"
+        run = Run(steps, {"scale_rewards": "group", "beta": 0.0}, trainer=trainer)
+    if not run.steps:
         raise InputError(NOTHING.format(path))
-    trainer = "TRL" if files[0].suffix == ".parquet" else "verl"
-    settings = {"scale_rewards": "group", "beta": 0.0}
-    return Run(as_steps([row for file in files for row in rows_of(file)]), settings, None, trainer)
-
-
-def own_run(folder: Path) -> Run:
-    """A run of train.py."""
-    settings = checkpoint.stored_config(folder)
-    rows = [row for row in log.read_rows(folder / "log.jsonl") if row["step"] > WARM]
-    groups = [row for row in log.read_rows(folder / "groups.jsonl") if row["prompts"]]
-    return Run([*map(as_step, groups)], settings, measured_rest(rows) if rows else None)
+    return run
 
 
 def as_step(row: dict) -> Step:
@@ -153,28 +148,23 @@ def rows_of(file: Path) -> list[tuple]:
 
 
 def as_steps(rows: list[tuple]) -> list[Step]:
-    """The groups of each step: the rows of a prompt. The size of most is G. A larger one, of a
-    prompt that was drawn twice, is several; what is left of it is left out."""
-    of_steps = {}  # {step: {prompt: [[reward, length of prompt and completion, length], ..]}}
+    """The groups of each step: the rows of a prompt, of which most have G. A prompt that was drawn
+    twice is two groups; what is left of an incomplete one is left out."""
+    text = lambda x: x if isinstance(x, str) else "".join(str(turn["content"]) for turn in x)
+    groups = {}  # (step, prompt): [[reward, length of prompt and completion, length], ..]
     for step, prompt, completion, reward in rows:
-        asked, length = as_text(prompt), len(as_text(completion))
+        asked, length = text(prompt), len(text(completion))
         row = [math.nan if reward is None else reward, len(asked) + length, length]
-        of_steps.setdefault(step, {}).setdefault(asked, []).append(row)
-    counts = collections.Counter(len(g) for groups in of_steps.values() for g in groups.values())
-    G = counts.most_common(1)[0][0] if counts else 0
+        groups.setdefault((step, asked), []).append(row)
+    G = statistics.mode(map(len, groups.values())) if groups else 0
+    of_steps = {}
+    for (step, _prompt), group in groups.items():
+        of_steps.setdefault(step, []).extend(group[: len(group) // G * G])
     steps = []
-    for groups in of_steps.values():
-        starts = [(g, at) for g in groups.values() for at in range(0, len(g) - G + 1, G)]
-        if starts:
-            table = torch.tensor([g[at : at + G] for g, at in starts], dtype=torch.float64)
-            rewards, cost, length = table.unbind(dim=2)  # [K, G] each
-            steps.append(Step(rewards, cost, length.sqrt(), torch.ones(len(starts)).double()))
+    for step in filter(None, of_steps.values()):
+        rewards, cost, length = torch.tensor(step, dtype=torch.float64).view(-1, G, 3).unbind(dim=2)
+        steps.append(Step(rewards, cost, length.sqrt(), torch.ones(len(cost)).double()))
     return steps
-
-
-def as_text(value: str | list) -> str:
-    """A prompt or a completion, of which chats are lists of turns."""
-    return value if isinstance(value, str) else "".join(str(turn["content"]) for turn in value)
 
 
 # ---------------------------------------------------------------------------- figures
@@ -183,17 +173,17 @@ def as_text(value: str | list) -> str:
 def figures(run: Run, name: str, rest: float | None = None) -> dict:
     """What the report says, as numbers. InputError if that would be little more than chance."""
     steps, rest = run.steps, run.rest if rest is None else rest
-    if not rest or rest < 0:
-        raise InputError(
-            f"{name}: give --rest above 0, the time of everything but training over the time of "
-            "training on all completions (docs/other-trainers.md says how to get it)"
-        )
-    weights = torch.cat([step.prompt_weights for step in steps]) if steps else torch.zeros(0)
-    live = torch.cat([~dppo.dead_groups(step.rewards) for step in steps]) if steps else weights > 0
+    weights = torch.cat([step.prompt_weights for step in steps])
+    live = torch.cat([~dppo.dead_groups(step.rewards) for step in steps])
     if live.sum() < ENOUGH:
         raise InputError(
             f"{name}: rewards differ in {int(live.sum())} of {len(live)} groups, and {ENOUGH} are "
             "needed: log more steps, or take problems that are sometimes solved"
+        )
+    if not rest or rest < 0:
+        raise InputError(
+            f"{name}: give --rest above 0, the time of everything but training over the time of "
+            "training on all completions (docs/other-trainers.md says how to get it)"
         )
     G = steps[0].rewards.shape[1]
     group_sizes = [size for size in range(2, G + 1) if G % size == 0]
