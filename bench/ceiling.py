@@ -73,7 +73,8 @@ class Run(NamedTuple):
 
     steps: list[Step]
     settings: dict  # of train.py; of another trainer scale_rewards and beta alone
-    rest: float | None = None  # as this run took it
+    rest: float | None = None  # of this run
+    source: str = ""  # of rest
     trainer: str = "train.py"
 
 
@@ -110,7 +111,7 @@ def read(path: Path) -> Run:
         rows = [row for row in log.read_rows(path / "log.jsonl") if row["step"] > WARM]
         groups = [row for row in log.read_rows(path / "groups.jsonl") if row["prompts"]]
         steps, settings = [*map(as_step, groups)], checkpoint.stored_config(path)
-        run = Run(steps, settings, measured_rest(rows) if rows else None)
+        run = Run(steps, settings, *(measured_rest(rows) if rows else ()))
     else:
         found = [*path.rglob("*.parquet"), *path.rglob("[0-9]*.jsonl")] if path.is_dir() else [path]
         files = [file for file in sorted(found) if file.suffix in COLUMNS and file.exists()]
@@ -131,20 +132,18 @@ def as_step(row: dict) -> Step:
 
 def rows_of(file: Path) -> list[tuple]:
     """(step, prompt, completion, reward) of each row of a file of TRL or verl."""
-    names = COLUMNS[file.suffix]
-    if file.suffix == ".parquet":
-        import pyarrow.parquet  # of datasets
+    import pyarrow.parquet  # of datasets
 
-        try:
-            rows = pyarrow.parquet.ParquetFile(file).read().to_pylist()
-        except (OSError, ValueError) as error:
-            raise InputError(f"{file} cannot be read ({error}): remove it") from None
-    else:
-        rows = log.read_rows(file)
-    for name in names:
-        if rows and name not in rows[0]:
-            raise InputError(f"{file} has no column {name!r}: give completions of TRL or of verl")
-    return [tuple(row[name] for name in names) for row in rows]
+    names = COLUMNS[file.suffix]
+    try:
+        if file.suffix == ".parquet":
+            rows = pyarrow.parquet.ParquetFile(file).read(names).to_pylist()
+        else:
+            rows = log.read_rows(file)
+        return [tuple(row[name] for name in names) for row in rows]
+    except (OSError, ValueError, KeyError) as error:
+        columns = ", ".join(names)
+        raise InputError(f"{file} is no log with the columns {columns} ({error!r})") from None
 
 
 def as_steps(rows: list[tuple]) -> list[Step]:
@@ -288,28 +287,18 @@ def has_two_rewards(steps: list[Step]) -> bool:
 # ---------------------------------------------------------------------------- seconds
 
 
-def measured_rest(rows: list[dict]) -> float:
-    """The time of everything but training over that of training on all that was sampled."""
+def measured_rest(rows: list[dict]) -> tuple[float, str]:
+    """The time of everything but training over that of training on all that was sampled, and how it
+    was measured. Medians leave out a step that waited for another program."""
     column = lambda key: torch.tensor([row[key] for row in rows], dtype=torch.float64)
-    kept = column("cost/kept")
-    second = seconds_of_a_token(kept, column("time/train"))
-    rest_tokens = (column("step_time") - second * kept).median().item() / second
-    return rest_tokens / column("cost/sampled").mean().item()
-
-
-def seconds_of_a_token(kept: torch.Tensor, seconds: torch.Tensor) -> float:
-    """Seconds of training on one more token, from the tokens [n] and the seconds [n] of n updates.
-
-    An update that keeps little also takes its fixed time. Where the tokens differ enough, a line
-    through the points tells the two apart; else all of the time is taken to grow with the tokens.
-    """
-    low, high = kept.quantile(torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
-    if high > 2 * low:
-        centred = kept - kept.mean()
-        slope = ((centred * seconds).sum() / centred.square().sum()).item()
-        if 0 < slope * kept.mean() < seconds.mean():
-            return slope
-    return (seconds / kept.clamp(min=1)).median().item()
+    kept, sampled, seconds = column("cost/kept"), column("cost/sampled"), column("time/train")
+    second = (seconds / kept.clamp(min=1)).median().item()  # of a token
+    rest = (column("step_time") - seconds).median().item() / (second * sampled.mean().item())
+    share = (kept.sum() / sampled.sum()).item()
+    source = "measured in this run"
+    if share < 0.5:
+        source += f", which trained on {share:.2f} of them: --method grpo measures it better"
+    return rest, source
 
 
 # ---------------------------------------------------------------------------- the report
@@ -319,7 +308,7 @@ def report(found: dict, run: Run) -> str:
     """The figures in words."""
     zero, adaptive = found["zero"], found["adaptive"]
     unit = "tokens" if run.trainer == "train.py" else "characters"
-    source = "as measured in this run" if found["rest"] == run.rest else "--rest"
+    source = run.source if found["rest"] == run.rest else "--rest"
     row = "  {:20}{:9.2f}{:14.2f} times as fast".format
     lines = [
         f"{found['path']}: {found['steps']} steps of {found['prompts']:.0f} prompts x "
@@ -334,12 +323,13 @@ def report(found: dict, run: Run) -> str:
         row("adaptive", adaptive["trained"], adaptive["faster"]),
         row("no training at all", 0.0, 1 + 1 / found["rest"]),
         "Zeros are completions without a gradient, so leaving them out changes nothing. Adaptive "
-        "keeps the gradient on average, and makes its variance at most "
+        "keeps the gradient on average. By estimated sizes, its variance is at most "
         f"{adaptive['noise']:.2f} times as large.",
         "",
         *about_group_sizes(found, run),
     ]
-    return "\n".join(line if line.startswith("  ") else textwrap.fill(line, 100) for line in lines)
+    wrap = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False).fill
+    return "\n".join(line if line.startswith("  ") else wrap(line) for line in lines)
 
 
 def about_group_sizes(found: dict, run: Run) -> list[str]:
