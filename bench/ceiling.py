@@ -318,7 +318,7 @@ def report(found: dict, run: Run) -> str:
         "All that follows is computed from this log; none of it was run.",
         "",
         f"The same batch, if the time of training goes with the {unit} that are trained on:",
-        "  compared with all     trains on     a step is",
+        f"  {'compared with all':20}{'trains on':>9}{'a step is':>14}",
         row("leaving out zeros", zero["trained"], zero["faster"]),
         row("adaptive", adaptive["trained"], adaptive["faster"]),
         row("no training at all", 0.0, 1 + 1 / found["rest"]),
