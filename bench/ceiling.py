@@ -343,7 +343,9 @@ def about_group_sizes(found: dict, run: Run) -> list[str]:
 
     def row(rule, title):
         cells = (found[f"{rule}/{size}"] for size in group_sizes)
-        ranges = (f"{min(cell):.2f} to {max(cell):.2f}" for cell in cells)
+        ranges = [f"{min(cell):.2f} to {max(cell):.2f}" for cell in cells]
+        if rule == "zero":
+            ranges[-1] = "1.00"  # what all are compared with
         return f"  {title:20}" + "".join(f"{cell:>15}" for cell in ranges)
 
     lines = [

@@ -136,7 +136,7 @@ def known_run() -> Run:
     return Run([made_up_step(rewards, size=size)] * 10, SETTINGS, REST)
 
 
-@pytest.mark.parametrize(("place", "rho"), enumerate(ceiling.CORRELATIONS))
+@pytest.mark.parametrize(("place", "rho"), [*enumerate(ceiling.CORRELATIONS)])
 def test_figures_by_hand(place, rho):
     """In closed form: without pruning T V is (rest + n) (sum a^2 + (G - 1) rho sum a^2), and the
     least T sum a^2 / p is (a_1 sqrt(rest + 1) + a_2 + ..)^2, if only the first has p = 1. Sizes
@@ -284,7 +284,7 @@ CHANGES = {
 def test_two_runs_that_would_settle_it(trainer):
     """Not with groups of 2, of which it warns. Catches a batch of fewer completions."""
     rewards = [[1, 0, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 1, 0, 1, 0]]
-    run = Run([made_up_step(rewards)] * 10, SETTINGS | {"prompts_per_step": 2}, 1.0, trainer)
+    run = Run([made_up_step(rewards)] * 10, SETTINGS | {"prompts_per_step": 2}, 1.0, "", trainer)
     said = " ".join(ceiling.report(figures(run, "run"), run).split())
     assert CHANGES[trainer] in said
     assert "Beware of groups of 2: one of three" in said
