@@ -363,7 +363,7 @@ def about_group_sizes(found: dict, run: Run) -> list[str]:
     if 2 in found["fastest/zero"] + found["fastest/adaptive"]:
         lines.append(
             "Beware of groups of 2: one of three of our runs with 32 x 2 in the default task never "
-            "arrived, and one of five in the mixed task."
+            "learned it, and one of five in the mixed task."
         )
     if run.settings["scale_rewards"] != "none":
         lines.append(
