@@ -262,6 +262,7 @@ def test_rows_of_other_trainers(tmp_path):
     first, second = ceiling.as_steps([*rows, (2, "ab", "", 7.0), (2, "ab", "", 8.0)])
     assert first.rewards.nan_to_num(9).tolist() == [[9, 5], [1, 2], [3, 4]]
     assert first.cost.tolist() == [[3, 5], [3, 4], [5, 6]]
+    assert first.size_of_1.square().round().tolist() == [[0, 2], [1, 2], [3, 4]]
     assert second.rewards.tolist() == [[7, 8]]
     (tmp_path / "1.jsonl").write_text('{"step": 1, "input": "a"}\n')
     with pytest.raises(InputError, match=r"1\.jsonl is no log with .*score \(KeyError\('output'\)"):
