@@ -1,50 +1,66 @@
 """
-What pruning could gain on a model, its data and this machine, and which group size to use: from the
-log of a run.
+What leaving out zeros, adaptive and smaller groups would do for a training run, from its log.
 
     python train.py --method grpo --group-size 16 --steps 20 --out-dir out-grpo --save-every 0
     python -m bench ceiling out-grpo
+    python -m bench ceiling out-trl/completions --rest 2.3    TRL's, with log_completions=True
+    python -m bench ceiling rollouts --rest 2.3               verl's, of trainer.rollout_data_dir
 
-So 20 steps of GRPO say whether pruning would pay, before it is turned on. Sample with the largest
-group size that you would consider: what larger groups would do cannot be read.
+Log a run with the largest group size that you would consider: nothing is said of larger ones.
+docs/other-trainers.md says how to get --rest from TRL's and verl's timings.
 
-Where noise limits learning, progress in a second goes as S^2 / (T V). S is the mean |advantage|, T
-the time of a step and V the noise of its gradient (dppo.adaptive_keep_prob; docs/method.md has the
-derivation). A run says all of it for smaller groups, too: completions of a prompt are independent
-samples, so a group of 16 is four groups of 4. Their gradients correlate, because they share the
-prompt: --correlation adds the noise of that, and is not measured from the run. In batches above the
-critical size V does not matter, and a smaller batch gains as much as any pruning.
+Where noise limits learning, progress in a second goes as S^2 / (T V). S is the signal of a step's
+gradient, T its time and V its noise (dppo.adaptive_keep_prob; docs/method.md has the derivation).
+Completions of a prompt are independent samples, so a group of 16 is four groups of 4. But their
+gradients correlate, because they share the prompt. No log shows by how much, so each comparison of
+group sizes is a range over CORRELATIONS.
 
-The completions of a group share the reading of their prompt in rollouts, and on a CPU in updates,
-too, which the predicted times leave out. V is that of independent keeps: the systematic draws of
-pps and adaptive have less noise.
-
-The ceilings of prompts are what dropping prompts before the rollout could gain if the pass rate of
-each were known, or the result of its last group. How pass rates are distributed is estimated from
-the groups of the run. A prompt contributes the expected sum of squared advantages of its group, and
-costs its rollout, and training on it if it is live. Lengths are taken to be equal.
+TRL and verl log neither tokens nor sizes of gradients. Only ratios count, so characters take the
+place of tokens, and sizes go as |advantage| x sqrt(characters). This is for losses with one
+denominator for all completions, such as their defaults, dapo and token-mean.
 """
 
 import math
+import shlex
 import statistics
+import textwrap
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import tyro
 
+import config
 import dppo
 from bench import JsonFile, write_json
+from flags import Config
 from runtime import InputError, checkpoint, log, timer
 
 WARM = 1  # the first step also loads and compiles
-# Dense near 0 and 1, where a group's chance of being live changes fastest.
-PASS_RATES = torch.cat([torch.linspace(-14, 14, 281).sigmoid(), torch.tensor([0.0, 1.0])]).double()
-RESAMPLES = 500  # of the steps, for the intervals
+CORRELATIONS = (0.0, 0.05, 0.1, 0.15, 0.2)  # measured: 0.14 and 0.16; fitted: 0.05 (docs/method.md)
+OFF = 1.16  # the factor by which such predictions were off in our mixed task (docs/method.md)
+ENOUGH = 20  # groups with different rewards
+SHORT = 40  # steps of a run that is proposed, and what it does not have of this one
+NOT_TAKEN_OVER = (
+    "prompt_rule", "completion_rule", "prompt_prune_rate", "completion_prune_rate", "rest",
+    "resume", "eval_every",
+)  # fmt: skip
+
+# Step, prompt, completion, and reward: of TRL the advantage, which contains the weights of reward
+# functions, and which compares the completions of a group as their reward does.
+COLUMNS = {
+    ".parquet": ("step", "prompt", "completion", "advantage"),  # TRL
+    ".jsonl": ("step", "input", "output", "score"),  # verl
+}
+NOTHING = (
+    "{}: no step is logged here. There is neither groups.jsonl (of train.py), nor a .parquet file "
+    "(TRL, log_completions=True), nor 1.jsonl and so on (verl, trainer.rollout_data_dir)"
+)
 
 
 class Step(NamedTuple):
-    """The groups of a step. Costs are tokens of prompt and completion."""
+    """The groups of a step. Costs are tokens of prompt and completion, or characters."""
 
     rewards: torch.Tensor  # [K, G]; NaN: unscorable
     cost: torch.Tensor  # [K, G]
@@ -52,87 +68,59 @@ class Step(NamedTuple):
     prompt_weights: torch.Tensor  # [K]
 
 
+class Run(NamedTuple):
+    """What was read from a log."""
+
+    steps: list[Step]
+    settings: dict  # of train.py; of another trainer scale_rewards and beta alone
+    rest: float | None = None  # of this run
+    trainer: str = "train.py"
+
+
 def main(
-    run: Annotated[Path, tyro.conf.Positional],
-    correlation: float = 0.05,
+    path: Annotated[Path, tyro.conf.Positional],
     rest: float | None = None,
+    scale_rewards: Literal["none", "group"] | None = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Print what group sizes, adaptive, and dropping prompts could gain on a run.
+    """Print what leaving out zeros, adaptive and smaller groups would do for a run.
 
     Args:
-        run: the run's folder
-        correlation: of the gradients of two completions of a prompt (docs/method.md)
-        rest: the time of everything but training over training; by default the run's own
+        path: a run's folder; or a file or a folder of completions that TRL or verl logged
+        rest: the time of everything but training, over the time of training on all completions. By
+            default that of a run of train.py; needed for others (docs/other-trainers.md)
+        scale_rewards: what the trainer divides R - mean by. By default the run's own; group, which
+            is TRL's and verl's default, for others
         json_file: where to write the figures
     """
-    settings = checkpoint.stored_config(run)
-    if not (run / "groups.jsonl").exists():
-        raise InputError(f"{run}: there is no groups.jsonl")
-    rows, groups = log.read_rows(run / "log.jsonl"), log.read_rows(run / "groups.jsonl")
-    found = figures(rows, groups, settings, str(run), correlation, rest)
-    print(report(found))
+    run = read(path)
+    if scale_rewards:
+        run.settings["scale_rewards"] = scale_rewards
+    found = figures(run, str(path), rest)
+    print(report(found, run))
     write_json(json_file, found)
 
 
-def figures(
-    rows: list[dict],
-    groups: list[dict],
-    settings: dict,
-    name: str,
-    correlation: float = 0.0,
-    rest: float | None = None,
-) -> dict:
-    """The figures of the steps in which groups of every size are live, from the rows of log.jsonl
-    and groups.jsonl. settings: scale_rewards and beta of the run. InputError if there are fewer
-    than 3 such steps."""
-    rows = {row["step"]: row for row in rows if row["step"] > WARM}
-    steps = {row["step"]: as_step(row) for row in groups if row["step"] in rows and row["prompts"]}
-    if not steps:
-        raise InputError(f"{name}: no step after the first one rolled out a prompt")
-    G = next(iter(steps.values())).rewards.shape[1]
-    group_sizes = [size for size in range(2, G + 1) if G % size == 0]
-    sizes_of = {  # step: {group size: (size [K * G], signal)}
-        number: {g: sizes(step, g, settings) for g in group_sizes} for number, step in steps.items()
-    }
-    used = [n for n in steps if all((size > 0).any() for size, _ in sizes_of[n].values())]
-    if len(used) < 3:
-        raise InputError(
-            f"{name}: {len(used)} steps after the first one had live groups of every size; make "
-            "20, with larger batches or problems that are sometimes solved"
-        )
-    if rest is None:
-        rest = timer.measured_rest([rows[number] for number in used])
+# ---------------------------------------------------------------------------- logs
 
-    columns = {}  # (rule, group size): signal and log(T V) of each step, [2, steps]
-    for number in used:
-        step = steps[number]
-        cost = (step.cost * step.prompt_weights[:, None]).flatten()
-        rest_tokens = rest * cost.sum().item()
-        for g, (size, signal) in sizes_of[number].items():
-            correlated = (g - 1) * correlation * size.square().sum().item()
-            live = (size > 0).double()
-            best = dppo.adaptive_keep_prob(size, cost, rest_tokens)
-            for rule, keep_prob in (("zero", live), ("adaptive", best)):
-                product = time_variance(keep_prob, size, cost, rest_tokens, correlated)
-                columns.setdefault((rule, g), []).append((signal, math.log(product)))
-    columns = {key: torch.tensor(pairs).double().T for key, pairs in columns.items()}
 
-    known, last_group = ceilings_of_prompts(list(steps.values()), rest, settings["scale_rewards"])
-    return {
-        "run": name,
-        "group_size": G,
-        "correlation": correlation,
-        "scale_rewards": settings["scale_rewards"],
-        "steps": len(rows),
-        "used": len(used),
-        "live_groups": 1 - statistics.mean(rows[n]["frac_reward_zero_std"] for n in steps),
-        "rest": rest,
-        **relative_progress(columns),
-        "ceiling/completions": rate(columns["adaptive", G]) / rate(columns["zero", G]),
-        "ceiling/prompts": known,
-        "ceiling/last_group": last_group,
-    }
+def read(path: Path) -> Run:
+    """The run that was logged in a folder or a file. InputError if there is none."""
+    if (path / "groups.jsonl").exists():
+        rows = [row for row in log.read_rows(path / "log.jsonl") if row["step"] > WARM]
+        groups = [row for row in log.read_rows(path / "groups.jsonl") if row["prompts"]]
+        steps, settings = [*map(as_step, groups)], checkpoint.stored_config(path)
+        rest = timer.measured_rest(rows) if any(row["cost/kept"] for row in rows) else None
+        run = Run(steps, settings, rest)
+    else:
+        found = [*path.rglob("*.parquet"), *path.rglob("[0-9]*.jsonl")] if path.is_dir() else [path]
+        files = [file for file in sorted(found) if file.suffix in COLUMNS and file.exists()]
+        steps = as_steps([row for file in files for row in rows_of(file)])
+        trainer = "TRL" if files and files[0].suffix == ".parquet" else "verl"
+        run = Run(steps, {"scale_rewards": "group", "beta": 0.0}, trainer=trainer)
+    if not run.steps:
+        raise InputError(NOTHING.format(path))
+    return run
 
 
 def as_step(row: dict) -> Step:
@@ -142,154 +130,276 @@ def as_step(row: dict) -> Step:
     return Step(*(torch.tensor(table, dtype=torch.float64) for table in tables))
 
 
+def rows_of(file: Path) -> list[tuple]:
+    """(step, prompt, completion, reward) of each row of a file of TRL or verl."""
+    import pyarrow.parquet  # of datasets
+
+    names = COLUMNS[file.suffix]
+    try:
+        if file.suffix == ".parquet":
+            rows = pyarrow.parquet.ParquetFile(file).read(names).to_pylist()
+        else:
+            rows = log.read_rows(file)
+        return [tuple(row[name] for name in names) for row in rows]
+    except (OSError, ValueError, KeyError) as error:
+        columns = ", ".join(names)
+        raise InputError(f"{file} is no log with the columns {columns} ({error!r})") from None
+
+
+def as_steps(rows: list[tuple]) -> list[Step]:
+    """The groups of each step: the rows of a prompt, of which most have G. A prompt that was drawn
+    twice is two groups; what is left of an incomplete one is left out."""
+    text = lambda x: x if isinstance(x, str) else "".join(str(turn["content"]) for turn in x)
+    groups = {}  # (step, prompt): [[reward, length of prompt and completion, length], ..]
+    for step, prompt, completion, reward in rows:
+        asked, length = text(prompt), len(text(completion))
+        row = [math.nan if reward is None else reward, len(asked) + length, length]
+        groups.setdefault((step, asked), []).append(row)
+    G = statistics.mode(map(len, groups.values())) if groups else 0
+    of_steps = {}
+    for (step, _prompt), group in groups.items():
+        of_steps.setdefault(step, []).extend(group[: len(group) // G * G])
+    steps = []
+    for step in filter(None, of_steps.values()):
+        rewards, cost, length = torch.tensor(step, dtype=torch.float64).view(-1, G, 3).unbind(dim=2)
+        steps.append(Step(rewards, cost, length.sqrt(), torch.ones(len(cost)).double()))
+    return steps
+
+
+# ---------------------------------------------------------------------------- figures
+
+
+def figures(run: Run, name: str, rest: float | None = None) -> dict:
+    """What the report says, as numbers. InputError if that would be little more than chance."""
+    steps, rest = run.steps, run.rest if rest is None else rest
+    weights = torch.cat([step.prompt_weights for step in steps])
+    live = torch.cat([~dppo.dead_groups(step.rewards) for step in steps])
+    if live.sum() < ENOUGH:
+        raise InputError(
+            f"{name}: rewards differ in {int(live.sum())} of {len(live)} groups, and {ENOUGH} are "
+            "needed: log more steps, or take problems that are sometimes solved"
+        )
+    if not rest or rest < 0:
+        raise InputError(
+            f"{name}: give --rest above 0, the time of everything but training over the time of "
+            "training on all completions (docs/other-trainers.md says how to get it)"
+        )
+    G = steps[0].rewards.shape[1]
+    group_sizes = [size for size in range(2, G + 1) if G % size == 0]
+    sums = {size: sums_of(run, size, rest) for size in group_sizes}
+    sampled = sum((step.cost * step.prompt_weights[:, None]).sum().item() for step in steps)
+    batch = {}  # with groups of G
+    for rule, (_signal, time, noise, all_noise) in sums[G].items():
+        batch[rule] = {
+            "trained": time / sampled - rest,
+            "faster": (1 + rest) * sampled / time,
+            "noise": noise / all_noise,
+        }
+    speeds = {
+        f"{rule}/{size}": [
+            speed(sums[size][rule], size, correlation) / speed(sums[G]["zero"], G, correlation)
+            for correlation in CORRELATIONS
+        ]
+        for rule in batch
+        for size in group_sizes
+    }
+    return {
+        "path": name,
+        "steps": len(steps),
+        "prompts": len(live) / len(steps),
+        "group_size": G,
+        "group_sizes": group_sizes,
+        "live_groups": (weights[live].sum() / weights.sum()).item(),
+        "rest": rest,
+        **batch,
+        "seconds": {size: sums[size]["zero"][1] / sums[G]["zero"][1] for size in group_sizes},
+        **speeds,
+        **{f"fastest/{rule}": fastest(rule, group_sizes, speeds) for rule in batch},
+        "comparable": run.settings["scale_rewards"] == "none" or has_two_rewards(steps),
+    }
+
+
+def sums_of(run: Run, group_size: int, rest: float) -> dict[str, list[float]]:
+    """{rule: [S, T, V, V without pruning]}, summed over the steps, whose groups are cut into groups
+    of group_size."""
+    found = {"zero": torch.zeros(4).double(), "adaptive": torch.zeros(4).double()}
+    for step in run.steps:
+        size, signal = sizes(step, group_size, run.settings)
+        cost = (step.cost * step.prompt_weights[:, None]).flatten()
+        rest_tokens = rest * cost.sum().item()
+        best = dppo.adaptive_keep_prob(size, cost, rest_tokens)
+        for rule, keep_prob in (("zero", (size > 0).double()), ("adaptive", best)):
+            time, noise = time_and_noise(keep_prob, size, cost, rest_tokens)
+            found[rule] += torch.tensor([signal, time, noise, size.square().sum().item()])
+    return {rule: total.tolist() for rule, total in found.items()}
+
+
 def sizes(step: Step, group_size: int, settings: dict) -> tuple[torch.Tensor, float]:
     """(size [K * G], signal) of a step whose groups are cut into groups of group_size.
 
-    A prompt of weight w counts as w prompts: its squared sizes and its costs times w. So T and V
-    are estimates of those of all candidates.
+    The signal is the sum of advantage x (R - mean). Undivided advantages have an expected gradient
+    of (1 - 1/G) times that of the mean reward, and a signal of (1 - 1/G) times the variance. So
+    signals compare group sizes for any rewards.
+
+    A prompt of weight w counts as w prompts: its squared sizes and its costs times w.
     """
     K, G = step.rewards.shape
     blocks = step.rewards.reshape(-1, group_size)
     advantages = dppo.group_advantages(blocks, settings["scale_rewards"]).view(K, G)
+    centred = dppo.group_advantages(blocks, "none").view(K, G)
     ones = torch.ones_like(advantages)
     size = dppo.contribution_size(advantages, step.size_of_1, ones, settings["beta"])
     weight = step.prompt_weights[:, None]
     trained = step.size_of_1 > 0  # a masked completion carries no signal
-    signal = ((weight * advantages.abs() * trained).sum() / (weight.sum() * G)).item()
+    signal = (weight * advantages * centred * trained).sum().item()
     return (size * weight.sqrt()).flatten(), signal
 
 
-def time_variance(keep_prob, size, cost, rest_tokens: float, correlated: float = 0.0) -> float:
-    """T V of keep probabilities, as dppo.adaptive_keep_prob explains it. `correlated` is the noise
-    that is added because the completions of a prompt correlate."""
+def time_and_noise(keep_prob, size, cost, rest_tokens: float) -> tuple[float, float]:
+    """T and V of keep probabilities, as dppo.adaptive_keep_prob explains them."""
     live = size > 0
-    time = rest_tokens + (keep_prob * cost).sum()
-    variance = (size[live].square() / keep_prob[live]).sum()
-    return (time * (variance + correlated)).item()
+    noise = (size[live].square() / keep_prob[live]).sum()
+    return rest_tokens + (keep_prob * cost).sum().item(), noise.item()
 
 
-def rate(column: torch.Tensor) -> float:
-    """S^2 / (T V) of signals and log(T V), [2, steps]: the mean of S, the geometric mean of T V."""
-    signal, product = column.mean(dim=1)
-    return (signal.square() / product.exp()).item()
+def speed(sums: list[float], group_size: int, correlation: float) -> float:
+    """S^2 / (T V). Correlated gradients of a prompt's completions add to V (Kish 1965)."""
+    signal, time, noise, all_noise = sums
+    if not signal:
+        return 0.0
+    return signal**2 / (time * (noise + (group_size - 1) * correlation * all_noise))
 
 
-def relative_progress(columns: dict) -> dict:
-    """{"zero/4": [progress, half of its 95 % interval]}, relative to the best group size without
-    pruning. Intervals are a bootstrap over steps (Efron 1979)."""
-    best = max((key for key in columns if key[0] == "zero"), key=lambda key: rate(columns[key]))
-    steps = columns[best].shape[1]
-    drawn = torch.randint(steps, (RESAMPLES, steps), generator=torch.Generator().manual_seed(0))
-
-    def rates(key):  # [RESAMPLES]
-        signal, product = columns[key][:, drawn].mean(dim=-1)
-        return signal.square() / product.exp()
-
-    progress = {}
-    for (rule, size), column in columns.items():
-        spread = (rates((rule, size)) / rates(best)).std().item()
-        progress[f"{rule}/{size}"] = [rate(column) / rate(columns[best]), 1.96 * spread]
-    return progress
+def fastest(rule: str, group_sizes: list[int], speeds: dict) -> list[int]:
+    """The group sizes that may be the fastest: at some correlation they are within OFF of the one
+    that is."""
+    table = torch.tensor([speeds[f"{rule}/{size}"] for size in group_sizes])
+    near = (OFF * table >= table.amax(dim=0)).any(dim=1)
+    return [size for size, is_near in zip(group_sizes, near, strict=True) if is_near]
 
 
-# ---------------------------------------------------------------------------- prompts
-
-
-def ceilings_of_prompts(steps: list[Step], rest: float, scale_rewards: str) -> tuple[float, float]:
-    """The ceilings of pruning prompts whose pass rates are known, or the result of whose last group
-    is (none right, some, all); NaN unless rewards are 0 and 1 and some group is live."""
-    G = steps[0].rewards.shape[1]
-    groups = torch.zeros(G + 1, dtype=torch.float64)  # with 0, 1, .., G right; 1 / P(kept) each
-    for step in steps:
-        if not ((step.rewards == 0) | (step.rewards == 1)).all():
-            return math.nan, math.nan
-        groups.index_add_(0, step.rewards.sum(dim=1).long(), step.prompt_weights)
-    if not groups[1:-1].any():
-        return math.nan, math.nan
-
-    right = torch.arange(G + 1)
-    chance = torch.distributions.Binomial(G, PASS_RATES[:, None]).log_prob(right.double()).exp()
-    share = shares_of_pass_rates(groups, chance)  # [pass rates]
-    rewards = (torch.arange(G) < right[:, None]).double()  # [G + 1, G]
-    squares = dppo.group_advantages(rewards, scale_rewards).square().sum(dim=1)
-    dead = torch.stack([chance[:, 0], chance[:, -1]], dim=1)  # [pass rates, 2]
-    size2 = chance @ squares  # [pass rates]
-    cost = rest + 1 - dead.sum(dim=1)
-    blind = (share @ cost) * (share @ size2)
-
-    # Prompts are kept in proportion to size / sqrt(cost), of the prompt or of its class on average.
-    known = blind / (share @ (size2 * cost).sqrt()).square()
-    classes = torch.cat([dead, 1 - dead.sum(dim=1, keepdim=True)], dim=1)  # [pass rates, 3]
-    of_class = ((share * size2) @ classes * ((share * cost) @ classes)).sqrt()  # [3]
-    return known.item(), (blind / of_class.sum().square()).item()
-
-
-def shares_of_pass_rates(groups: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
-    """The shares of PASS_RATES of maximum likelihood (Laird 1978), from the number of groups with
-    0, 1, .., G right [G + 1] and their chances [pass rates, G + 1]."""
-    logits = torch.zeros_like(PASS_RATES, requires_grad=True)
-    optimizer = torch.optim.LBFGS([logits], max_iter=300, line_search_fn="strong_wolfe")
-
-    def loss():
-        optimizer.zero_grad()
-        mixed = (logits.softmax(dim=0) @ chance).clamp(min=1e-300)  # [G + 1]
-        loss = -(groups / groups.sum() * mixed.log()).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(loss)
-    return logits.detach().softmax(dim=0)
+def has_two_rewards(steps: list[Step]) -> bool:
+    """Whether no group has more than two different rewards."""
+    groups = [group[~group.isnan()] for step in steps for group in step.rewards]
+    return all(len(group.unique()) <= 2 for group in groups)
 
 
 # ---------------------------------------------------------------------------- the report
 
 
-def report(figures: dict) -> str:
+def report(found: dict, run: Run) -> str:
     """The figures in words."""
-    G = figures["group_size"]
-    group_sizes = [int(key.removeprefix("zero/")) for key in figures if key.startswith("zero/")]
-    progress = lambda rule, size: figures[f"{rule}/{size}"][0]
-    number = lambda value: "   -" if math.isnan(value) else f"{value:.2f}"
-
-    def line(rule, title):
-        cells = ("{:6.2f} ± {:.2f}".format(*figures[f"{rule}/{size}"]) for size in group_sizes)
-        return f"  {title:20s}" + "".join(cells)
-
-    best = max(group_sizes, key=lambda size: progress("zero", size))
-    pruned = max(group_sizes, key=lambda size: progress("adaptive", size))
+    zero, adaptive = found["zero"], found["adaptive"]
+    unit = "tokens" if run.trainer == "train.py" else "characters"
+    source = "measured in this run" if found["rest"] == run.rest else "--rest"
+    row = "  {:20}{:9.2f}{:14.2f} times as fast".format
     lines = [
-        f"{figures['run']}: {figures['steps']} steps after the first one, {figures['used']} of "
-        "them used: those in which every group size has unequal rewards. Rewards differ in "
-        f"{figures['live_groups']:.2f} of the groups.",
-        f"Everything but training takes {figures['rest']:.2f} of the time of training on every "
-        "completion (rest).",
+        f"{found['path']}: {found['steps']} steps of {found['prompts']:.0f} prompts x "
+        f"{found['group_size']} completions of {run.trainer}. Rewards differ in "
+        f"{found['live_groups']:.2f} of the groups. Everything but training takes "
+        f"{found['rest']:.2f} of the time of training on all completions ({source}).",
+        "All that follows is computed from this log; none of it was run.",
         "",
-        "How fast the model learns, where noise limits it, by group size. The best size without "
-        "pruning is 1.00 (95 % over steps):",
-        "  " + " " * 20 + "".join(f"{size:6d}       " for size in group_sizes),
-        line("zero", "GRPO without zeros"),
-        line("adaptive", "adaptive"),
+        f"The same batch, if the time of training goes with the {unit} that are trained on:",
+        f"  {'compared with all':20}{'trains on':>9}{'a step is':>14}",
+        row("leaving out zeros", zero["trained"], zero["faster"]),
+        row("adaptive", adaptive["trained"], adaptive["faster"]),
+        row("no training at all", 0.0, 1 + 1 / found["rest"]),
+        "Zeros are completions without a gradient, so leaving them out changes nothing. Adaptive "
+        "keeps the gradient on average. By estimated sizes, its variance is at most "
+        f"{adaptive['noise']:.2f} times as large.",
         "",
-        f"GRPO without zeros is predicted to learn fastest with groups of {best}.",
-        f"adaptive with groups of {pruned} is predicted to be {progress('adaptive', pruned):.2f} "
-        "times as fast.",
-        f"With groups of {G}, as in this run, adaptive is {figures['ceiling/completions']:.2f} "
-        "times as fast as GRPO without zeros.",
-        "(This takes the gradients of a prompt's completions to correlate by "
-        f"{figures['correlation']:g}. 0.05 was fitted to a model of 0.8 M parameters; try "
-        "--correlation 0 and 0.2.)",
-        "(Not counted: smaller groups read more prompts. Where most tokens are the prompt's, they "
-        "are slower than this.)",
-        "",
-        "Dropping prompts before the rollout could be so many times as fast as dropping as many at "
-        "random:",
-        f"  {number(figures['ceiling/prompts'])}  if each prompt's pass rate were known",
-        f"  {number(figures['ceiling/last_group'])}  if the result of its last group is known "
-        "(none right, some, all)",
+        *about_group_sizes(found, run),
     ]
-    if figures["scale_rewards"] != "none":
+    wrap = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False).fill
+    return "\n".join(line if line.startswith("  ") else wrap(line) for line in lines)
+
+
+def about_group_sizes(found: dict, run: Run) -> list[str]:
+    """What the figures say about smaller groups."""
+    G, group_sizes = found["group_size"], found["group_sizes"]
+    if not found["comparable"]:
+        return [
+            "Nothing can be said of other group sizes. Rewards have more than two values and are "
+            "divided by their deviation, so each group size has an objective of its own."
+        ]
+
+    def row(rule, title):
+        cells = (found[f"{rule}/{size}"] for size in group_sizes)
+        ranges = [f"{min(cell):.2f} to {max(cell):.2f}" for cell in cells]
+        if rule == "zero":
+            ranges[-1] = "1.00"  # what all are compared with
+        return f"  {title:20}" + "".join(f"{cell:>15}" for cell in ranges)
+
+    lines = [
+        "Smaller groups, with as many completions, of more prompts. Where noise limits learning, "
+        f"it would be so many times as fast as with groups of {G} without zeros:",
+        f"  {'groups of':20}" + "".join(f"{size:15d}" for size in group_sizes),
+        row("zero", "leaving out zeros"),
+        row("adaptive", "adaptive"),
+        f"Ranges are for correlations of {CORRELATIONS[0]:g} to {CORRELATIONS[-1]:g} between the "
+        "gradients of a prompt's completions, which no log shows. Left out: smaller groups read "
+        "more prompts, so where prompts are long they gain less.",
+        f"Fastest without zeros: groups of {listed(found['fastest/zero'])}. Fastest with adaptive: "
+        f"groups of {listed(found['fastest/adaptive'])}.",
+    ]
+    if 2 in found["fastest/zero"] + found["fastest/adaptive"]:
         lines.append(
-            f"With --scale-rewards {figures['scale_rewards']} each group size has an objective of "
-            "its own; with none all have the same."
+            "Beware of groups of 2: one of three of our runs with 32 x 2 in the default task never "
+            "learned it, and one of five in the mixed task."
         )
-    return "\n".join(lines)
+    if run.settings["scale_rewards"] != "none":
+        lines.append(
+            "Rewards are divided by their deviation: each group size has an objective of its own."
+        )
+    others = [size for size in group_sizes if size not in (2, G)]
+    if others and found["fastest/zero"] != [G]:
+        best = max(others, key=lambda size: min(found[f"zero/{size}"]))
+        lines += ["", *two_runs(found, run, best)]
+    return lines
+
+
+def listed(group_sizes: list[int]) -> str:
+    """Those that cannot be told apart, in words."""
+    *others, last = map(str, group_sizes)
+    return f"{', '.join(others)} or {last}, which this log cannot tell apart" if others else last
+
+
+def two_runs(found: dict, run: Run, size: int) -> list[str]:
+    """The runs that would settle whether groups of `size` are faster."""
+    times = found["group_size"] // size
+    prompts = round(found["prompts"]) * times
+    if run.trainer == "TRL":
+        change = f"num_generations={size}, and all else the same (TRL's batches count completions)"
+    elif run.trainer == "verl":
+        change = (
+            f"actor_rollout_ref.rollout.n={size} data.train_batch_size={prompts} and {times} times "
+            "its actor_rollout_ref.actor.ppo_mini_batch_size"
+        )
+    else:
+        prompts = run.settings["prompts_per_step"]
+        steps = round(SHORT / found["seconds"][size])  # in as many seconds
+        return [
+            "Two short runs would settle it, by their accuracy at the end. They take about as many "
+            "seconds. (If another command than python train.py started this run, put that first.)",
+            "  " + command(run.settings, found["group_size"], prompts, SHORT),
+            "  " + command(run.settings, size, prompts * times, steps),
+        ]
+    return [
+        "Two short runs would settle it, by their held-out accuracy after as many seconds: one as "
+        f"now, and one with {change}."
+    ]
+
+
+def command(settings: dict, group_size: int, prompts: int, steps: int) -> str:
+    """The command of a run without zeros, with these settings otherwise."""
+    flags = {name: value for name, value in settings.items() if name not in NOT_TAKEN_OVER}
+    flags |= {"method": "nonzero", "group_size": group_size, "prompts_per_step": prompts}
+    flags |= {"steps": steps, "out_dir": f"out-{prompts}x{group_size}"}
+    parts = ["python train.py"]
+    for field in fields(Config):
+        value = flags.get(field.name, field.default)
+        if value != field.default:
+            parts.append(config.flag(field.name))
+            parts += [] if value is True else [shlex.quote(str(value))]
+    return " ".join(parts)
