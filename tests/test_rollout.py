@@ -6,12 +6,10 @@ in one forward over the whole text, and says which token each number draws.
 
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from toy import plain_logits
 
-import dppo
 import models
 import packing
 import rollout
@@ -151,15 +149,6 @@ def test_random_numbers():
     assert not torch.equal(again, rollout.random_numbers(1, ["a"], 1, 3, 7))
 
 
-def test_keys_count_with_all_their_bits():
-    """Prompt 123 in step 31 of seed 0 and prompt 44 in step 77 shared their numbers when torch's
-    generator took 32 bits of a seed."""
-    one, other = dppo.seed_for(0, 31, "rollout"), dppo.seed_for(0, 77, "rollout")
-    assert dppo.seed_for(one, (123, 0)) % 2**32 == dppo.seed_for(other, (44, 0)) % 2**32
-    numbers = rollout.random_numbers(one, [(123, 0)], 1, 1, 50)
-    assert not np.isin(numbers, rollout.random_numbers(other, [(44, 0)], 1, 1, 50)).any()
-
-
 # ------------------------------------------------------------------------- work, errors, modes
 
 
@@ -228,12 +217,6 @@ def test_modes_and_positions(make_policy, training, engine):
     assert {*seen} == {(False, 0, engine == "plain")}
     assert model.training == training
     assert torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@ALL
-def test_a_rank_without_prompts(make_policy, engine):
-    empty = sample(make_policy()[0], [], engine=engine)
-    assert empty.completion_ids.shape[:2] == empty.lengths.shape == (0, 6)
 
 
 # ------------------------------------------------------------------------- a policy that is loaded
