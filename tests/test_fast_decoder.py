@@ -190,15 +190,3 @@ def test_the_decoder_sees_new_weights(change):
         weight.data = weight.data * 2
     assert gap(model) < 1e-5
     assert (check_decoder.logits(model) - before).abs().max() > 0.01
-
-
-def test_neighbours_in_memory_are_not_joined():
-    """Catches parameters that are neighbours in memory, but in another order or in storages of
-    their own, taken for joined ones."""
-    memory = torch.randn(6, 3)
-    apart = [torch.from_numpy(rows.numpy()) for rows in (memory[:2], memory[2:])]
-    for views in ([memory[2:], memory[:2]], apart):
-        parts = [torch.nn.Parameter(view) for view in views]
-        wanted = torch.cat([part.detach().clone() for part in parts])
-        assert torch.equal(fast_decoder.joined(*parts), wanted)
-        assert torch.equal(torch.cat(parts), wanted)

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from toy import FORKS
 
 from bench import race, results
 from bench.race import Run
@@ -67,6 +68,7 @@ def test_bad_names_and_flags_end_it_first(fake_runs, tmp_path):
 def test_real_runs(tmp_path, monkeypatch, policy_folder):
     """In another process; a second call does not repeat them. Catches a half-written line that
     stays, a run that does not end with its budget or its steps, and sums of other columns."""
+    monkeypatch.setattr(race.multiprocessing, "get_context", lambda _spawn: FORKS)  # sooner there
     file = tmp_path / "rows.jsonl"
     file.write_text('{"setting": "arith')
     flags = f"--model {policy_folder} --prompts-per-step 4 --group-size 2 --max-new-tokens 2"

@@ -147,7 +147,7 @@ def test_a_reward_that_raises_loses_no_step(run, tmp_path, monkeypatch, capsys, 
     folder = tmp_path / "part"
     assert rows(folder)[-1]["step"] == last
     assert (folder / "checkpoint").exists() == (last > 0)
-    said = f"stopped after step {last}; to continue: the same program with --resume"
+    said = f"stopped after step {last}; to continue: python "
     assert (said in capsys.readouterr().out) == (last > 0)
     run("part", **options | ({"resume": True} if last else {}))
     whole, part = timeless(tmp_path / "whole"), timeless(folder)
@@ -216,7 +216,7 @@ BAD_INPUT = """
 --method grpo --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule none (--method grpo)
 --prompt-rule uniform --prompt-prune-rate 0.8 --minibatches 2 | an update would keep 0 of 2
 --minibatches 3 | --minibatches 3: must be a divisor of the step's 4 prompts
---completion-rule topk | --completion-rule topk: choose one of none, zero, uniform, dppo, pps
+--completion-rule topk | --completion-rule topk: choose one of none, nonzero, uniform, dppo, pps
 --group-size 1 | --group-size 1: must be at least 2
 --lr 0 | --lr 0.0: must be above 0 and finite
 --shard fsdp | --shard fsdp: no ranks share the weights; start train.py with torchrun

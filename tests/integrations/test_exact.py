@@ -162,8 +162,6 @@ def test_lessons_figures_and_draws(library):
 
 OF_RULES = [
     ({"completion_rule": "cppo"}, "unknown completion_rule 'cppo'.*none, nonzero, uniform"),
-    ({"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz'.*none, uniform, dppo"),
-    ({"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .* below 1"),
     ({"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .* from 0"),
     ({"rest": 0.0}, "rest=0.0: choose a value above 0"),
 ]
