@@ -74,9 +74,6 @@ def plan_packs(
         >>> plan_packs([5, 3, 4, 2, 6], pack_tokens=10, window=3)
         [[0, 2], [1, 4], [3]]
     """
-    if pack_tokens < 1 or window < 1:
-        got = f"{pack_tokens} and {window}"
-        raise ValueError(f"pack_tokens and window must be at least 1, got {got}")
     arriving = deque(range(len(lengths)))
     if window >= len(lengths):
         arriving = deque(sorted(arriving, key=lambda index: -lengths[index]))
@@ -233,8 +230,6 @@ def _attend(inside, query, key, value, segments, scaling, dropout, kwargs):
     if dropout:
         problem = f"no dropout, and the model asks for {dropout}"
         raise NotImplementedError(f"packed attention has {problem}")
-    if segments is None:
-        raise NotImplementedError("packed attention needs segments: call packed_logprobs")
     # Under autocast, normalized queries and keys are float32 while values are not.
     dtype = value.dtype
     query, key, value = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))

@@ -67,7 +67,6 @@ def _unfit(model) -> str:
     ]
     reasons = {
         f"its rotary embedding is {rope}": rope not in ROPES,
-        f"its activation is {config.hidden_act}": config.hidden_act != "silu",
         "its attention has a window": getattr(config, "sliding_window", None) is not None,
         "its products are not plain linear layers": any(type(m) is not nn.Linear for m in products),
         "its outputs have biases": any(getattr(m, "bias", None) is not None for m in outputs),

@@ -21,7 +21,7 @@ import config
 import dppo
 import eval as evaluation
 import train
-from runtime import InputError, checkpoint, log, plot
+from runtime import InputError, checkpoint, log
 from tasks import sft
 
 
@@ -71,20 +71,12 @@ def test_a_file_that_has_changed(run, tmp_path):
         run("run", steps=2, resume=True, **options)
 
 
-def test_what_is_lost_is_said(run, tmp_path, monkeypatch, capsys):
-    """A resume before the first checkpoint starts over; one without its log goes on, and draws what
-    is left. Catches rows that go without a word, and a run that fails at its end."""
+def test_what_is_lost_is_said(run, capsys):
+    """A resume before the first checkpoint starts over. Catches rows that go without a word."""
     run("run", steps=1)
     assert [row["step"] for row in run("run", steps=1, resume=True)] == [1]
     said = capsys.readouterr().out
     assert "no checkpoint was saved: removing 1 rows of log.jsonl and starting at step 1" in said
-    run("other", steps=4, until=2, save_every=2)
-    for name in ("log.jsonl", "samples.jsonl", "groups.jsonl"):
-        (tmp_path / "other" / name).unlink()
-    monkeypatch.setattr(log, "plot", plot)
-    assert [row["step"] for row in run("other", steps=4, save_every=2, resume=True)] == [3, 4]
-    assert "log.jsonl has no row of step 2" in capsys.readouterr().out
-    assert (tmp_path / "other" / "run.png").exists()
 
 
 def test_a_checkpoint_is_whole_when_it_gets_its_name(run, monkeypatch):

@@ -297,11 +297,3 @@ def test_the_printed_table(capsys):
 
     names = [f"completions: {rule}" for rule in BIASED]
     assert all(re.search(rf"{name} +0\.\d\d \d\d° .*\n", biased) for name in names)
-
-
-def test_the_angle_and_the_error_after_rescaling():
-    """cppo's gradient may be twice as long as the full one: Adam does not see that."""
-    full = torch.tensor([1.0, 1.0], dtype=torch.float64)
-    assert proof.direction([(3.0 * full, full)]) == "0.00 0°"
-    # (2, 0) is best halved: (1, 0), which is off by 1
-    assert proof.direction([(torch.tensor([2.0, 0.0], dtype=torch.float64), full)]) == "1.00 45°"

@@ -179,13 +179,6 @@ def test_refusals(library, case):
         library.make(**options | NONE)
 
 
-@every
-def test_rules_of_ones_own(library, monkeypatch):
-    """Fails if a rule that is added after the import is refused."""
-    monkeypatch.setitem(dppo.COMPLETION_RULES, "mine", dppo.COMPLETION_RULES["pps"])
-    library.make(completion_rule="mine")
-
-
 # ---------------------------------------------------------------------------- what they share
 
 
