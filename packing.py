@@ -253,16 +253,13 @@ def _by_runs(query, key, value, segments, scaling):
     for (count, queries, keys), *states in parts:
         # [count, H, queries or keys, D]
         q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in states)
-        mask = None if queries == keys else _causal(queries, keys, q.device)
+        mask = None
+        if queries != keys:  # the last query sees every key
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
         attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, **options)
         out.append(attended.transpose(1, 2).flatten(0, 1))  # [count * queries, H, D]
     return torch.cat(out)
-
-
-def _causal(queries, keys, device):
-    """[queries, keys] bool: the last query sees every key."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def _varlen(query, key, value, segments, scaling):

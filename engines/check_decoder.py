@@ -26,12 +26,8 @@ def decoder(model, length: int):
 
     It is the fast decoder if `compare` has accepted the model, else transformers.
     """
-    return _transformers(model) if why_not_fast(model) else Decoder(model, length)
-
-
-def why_not_fast(model) -> str:
-    """Why the fast decoder is not used, or ""."""
-    return getattr(model, "why_not_fast", "it was not compared")
+    why_not_fast = getattr(model, "why_not_fast", "it was not compared")
+    return _transformers(model) if why_not_fast else Decoder(model, length)
 
 
 def compare(model, exact=None) -> None:

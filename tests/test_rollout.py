@@ -88,7 +88,7 @@ def warped(logits, sampling):
 CASES = {
     "sampled": {},
     "cooler, in small batches": {"temperature": 0.6, "batch_size": 6},
-    "one at a time, the pad is an end token": {"cache_tokens": 1, "group_size": 1, "pad_id": 8},
+    "one at a time, the pad is an end token": {"batch_size": 1, "group_size": 1, "pad_id": 8},
     "greedy": {"temperature": 0.0, "group_size": 2},
     "nearly certain": {"temperature": 0.05},  # small energies must not be rounding errors
     "top-k": {"top_k": 5},
@@ -272,23 +272,21 @@ def test_cache_tokens_of_a_gpu(make_policy, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (700 * token, 0))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 400 * token)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100 * token)
-    assert rollout.cache_tokens(gpu, rollout.Sampling(9, [], 0)) == 600
-    assert rollout.cache_tokens(gpu, rollout.Sampling(9, [], 0, cache_tokens=7)) == 7
+    assert rollout.cache_tokens(gpu) == 600
 
 
 @pytest.mark.parametrize(
-    ("limit", "cut"),
+    ("sequences", "tokens", "cut"),
     [
-        ({"batch_size": 7}, [[1, 3, 2], [0]]),
-        ({"cache_tokens": 4 * 12}, [[1, 3], [2], [0]]),
-        ({"cache_tokens": 1}, [[1], [3], [2], [0]]),
+        (7, 1000, [[1, 3, 2], [0]]),
+        (512, 4 * 12, [[1, 3], [2], [0]]),
+        (512, 1, [[1], [3], [2], [0]]),
     ],
 )
-def test_groups_of_equal_lengths_share_a_batch(limit, cut):
+def test_groups_of_equal_lengths_share_a_batch(monkeypatch, sequences, tokens, cut):
     """Catches a batch that holds one group too many, or too few, and a group that is left out
     because it does not fit."""
-    model = mock.Mock()
-    model.device.type = "cpu"
+    monkeypatch.setattr(rollout, "cache_tokens", lambda model: tokens)
     prompts = [[1] * n for n in (5, 1, 3, 1)]
-    sampling = rollout.Sampling(9, [], 0, **limit)
-    assert rollout.batches(model, prompts, 2, sampling) == cut
+    sampling = rollout.Sampling(9, [], 0, batch_size=sequences)
+    assert rollout.batches(None, prompts, 2, sampling) == cut
