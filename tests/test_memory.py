@@ -31,6 +31,7 @@ def qwen3(shape):
 
 def resolved(**changes):
     options = {"device": "cpu", "dtype": "bfloat16", "pack_tokens": 8192, "max_new_tokens": 1024}
+    options |= {"prompts_per_step": 32, "group_size": 16}
     return config.resolve(config.Config(model="x", data="gsm8k", **options | changes))
 
 
