@@ -299,15 +299,15 @@ def packed_logprobs(
 
 
 def token_logprobs(
-    hidden, head, targets, temperature=1.0, vocab_size=None, head_logits=None
+    hidden, head, targets, temperature=1.0, vocab_size=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probs, entropies) [N] of targets [N], given hidden states [N, hidden].
 
-    Works in chunks of at most `head_logits` logits. Each chunk is recomputed in the backward pass,
+    Works in chunks of at most HEAD_LOGITS logits. Each chunk is recomputed in the backward pass,
     so that only one chunk's logits, softmax and gradient are live at a time. Only the first
     `vocab_size` rows of the head are tokens (Qwen3 pads it). Computes in float32 or wider.
     """
-    rows = (head_logits or HEAD_LOGITS) // head.out_features
+    rows = HEAD_LOGITS // head.out_features
     if len(hidden) <= rows:
         return _chunk_logprobs(hidden, head, targets, temperature, vocab_size)
     options = {"use_reentrant": False, "preserve_rng_state": False}
