@@ -74,9 +74,6 @@ def plan_packs(
         >>> plan_packs([5, 3, 4, 2, 6], pack_tokens=10, window=3)
         [[0, 2], [1, 4], [3]]
     """
-    if pack_tokens < 1 or window < 1:
-        got = f"{pack_tokens} and {window}"
-        raise ValueError(f"pack_tokens and window must be at least 1, got {got}")
     arriving = deque(range(len(lengths)))
     if window >= len(lengths):
         arriving = deque(sorted(arriving, key=lambda index: -lengths[index]))
@@ -233,8 +230,6 @@ def _attend(inside, query, key, value, segments, scaling, dropout, kwargs):
     if dropout:
         problem = f"no dropout, and the model asks for {dropout}"
         raise NotImplementedError(f"packed attention has {problem}")
-    if segments is None:
-        raise NotImplementedError("packed attention needs segments: call packed_logprobs")
     # Under autocast, normalized queries and keys are float32 while values are not.
     dtype = value.dtype
     query, key, value = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))
@@ -258,16 +253,13 @@ def _by_runs(query, key, value, segments, scaling):
     for (count, queries, keys), *states in parts:
         # [count, H, queries or keys, D]
         q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in states)
-        mask = None if queries == keys else _causal(queries, keys, q.device)
+        mask = None
+        if queries != keys:  # the last query sees every key
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
         attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, **options)
         out.append(attended.transpose(1, 2).flatten(0, 1))  # [count * queries, H, D]
     return torch.cat(out)
-
-
-def _causal(queries, keys, device):
-    """[queries, keys] bool: the last query sees every key."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def _varlen(query, key, value, segments, scaling):
@@ -307,15 +299,15 @@ def packed_logprobs(
 
 
 def token_logprobs(
-    hidden, head, targets, temperature=1.0, vocab_size=None, head_logits=None
+    hidden, head, targets, temperature=1.0, vocab_size=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probs, entropies) [N] of targets [N], given hidden states [N, hidden].
 
-    Works in chunks of at most `head_logits` logits. Each chunk is recomputed in the backward pass,
+    Works in chunks of at most HEAD_LOGITS logits. Each chunk is recomputed in the backward pass,
     so that only one chunk's logits, softmax and gradient are live at a time. Only the first
     `vocab_size` rows of the head are tokens (Qwen3 pads it). Computes in float32 or wider.
     """
-    rows = (head_logits or HEAD_LOGITS) // head.out_features
+    rows = HEAD_LOGITS // head.out_features
     if len(hidden) <= rows:
         return _chunk_logprobs(hidden, head, targets, temperature, vocab_size)
     options = {"use_reentrant": False, "preserve_rng_state": False}

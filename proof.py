@@ -228,16 +228,15 @@ def toy_prompts() -> sampler.Prompts:
 
 
 def both_levels(
-    loss: str, prompt_rule: str, rule: str, prune_rate: float, *, beta=0.0, own_tokens=False
+    loss: str, prompt_rule: str, rule: str, prune_rate: float, *, beta=0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expected gradients [P], pruned and full, with three prompts pruned by prompt_rule and then
     their completions by `rule`, with keep probabilities computed from the prompts that are left.
 
     Completion lengths differ between prompts, so the number of tokens rolled out depends on the
-    draw. A loss with "batch tokens" divides by KNOWN_TOKENS, fixed before the draw, or with
-    own_tokens by the tokens of each outcome, which is biased.
+    draw. A loss with "batch tokens" divides by KNOWN_TOKENS, fixed before the draw.
     """
-    options = {"beta": beta, "num_tokens": None if own_tokens else KNOWN_TOKENS}
+    options = {"beta": beta, "num_tokens": KNOWN_TOKENS}
     total, chances = torch.zeros(36, dtype=torch.float64), 0.0
     draws = outcomes(sampler.PROMPT_RULES[prompt_rule], prune_rate, toy_prompts())
     for keep, weights, chance in draws:
@@ -277,27 +276,6 @@ def import_file(file: str) -> list[str]:
     return added
 
 
-def try_larger_batches(name: str) -> None:
-    """RuleError if a completion rule drops for sure what no weight can make up for, in batches that
-    are less alike than the enumerated one: up to 1,000 tokens, rewards between 0 and 1, and None.
-    """
-    rule = dppo.COMPLETION_RULES[name]
-    generator = torch.Generator().manual_seed(0)
-    for group_size in (2, 4, 16, 32):
-        shape = (16, group_size)
-        lengths = torch.randint(1, 1000, shape, generator=generator).double()
-        rewards = torch.randint(5, shape, generator=generator).double() / 4
-        rewards[0] = 1.0  # a dead group
-        rewards[1, 0] = torch.nan
-        advantages = dppo.group_advantages(rewards, "group")
-        size = dppo.contribution_size(advantages, 1 / lengths, energy=lengths, beta=0.0)
-        prompt_tokens = 50
-        cost = prompt_tokens + lengths
-        batch = dppo.Completions(advantages, rewards, cost, size, rest_tokens=cost.sum().item())
-        with dppo.named("completion rule", name):
-            rule.keep_prob(batch, rate_of(rule, 0.5))
-
-
 def of_completion_rule(rule: str, loss: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Gradients [P], expected and full, of a completion rule at r_o 0.5, for each of BETAS."""
     pairs = []
@@ -308,15 +286,13 @@ def of_completion_rule(rule: str, loss: str) -> list[tuple[torch.Tensor, torch.T
     return pairs
 
 
-def of_prompt_rule(
-    rule: str, loss: str, own_tokens: bool = False
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def of_prompt_rule(rule: str, loss: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Gradients [P], expected and full, of a prompt rule, and pps after it, at rate 0.4, for each
     of BETAS."""
     pairs = []
     for beta in BETAS:
         with dppo.named("prompt rule", rule):
-            pairs.append(both_levels(loss, rule, "pps", 0.4, beta=beta, own_tokens=own_tokens))
+            pairs.append(both_levels(loss, rule, "pps", 0.4, beta=beta))
     return pairs
 
 
@@ -354,13 +330,8 @@ def main(file: str | None = None) -> None:
             if rule == "none":
                 continue
             rows = biased if isinstance(table[rule], dppo.BiasedRule) else unbiased
-            if kind == "completions" and rows is unbiased:
-                try_larger_batches(rule)
             mark = " (yours)" if rule in yours else ""
             rows[f"{kind}: {rule}{mark}"] = {loss: gradients(rule, loss) for loss in dppo.LOSSES}
-    biased["prompts: uniform, own tokens"] = {
-        loss: of_prompt_rule("uniform", loss, own_tokens=True) for loss in dppo.LOSSES
-    }
 
     def show(name, cells):
         print(f"  {name:30s}" + "".join(f" {cell:>{max(8, len(cell))}s}" for cell in cells))

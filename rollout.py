@@ -57,7 +57,6 @@ class Sampling:
     pad_id: int  # may be one of eos_ids
     temperature: float = 1.0  # log-probs include it; 0 is greedy, and log-probs are those at 1
     batch_size: int = 512  # sequences sampled at once, at most, in whole groups
-    cache_tokens: int | None = None  # that they may have in all, prompts included; see cache_tokens
     engine: object = None  # None: the plain loop. Else it has a `sample` function, see below
     top_k: int = 0  # 0: all
     top_p: float = 1.0
@@ -188,10 +187,10 @@ def cache_bytes(config, dtype: torch.dtype) -> int:
     return 2 * config.num_hidden_layers * heads * width * dtype.itemsize
 
 
-def cache_tokens(model, sampling: Sampling) -> int:
+def cache_tokens(model) -> int:
     """The number of tokens that the key-value cache of all sequences sampled at once may hold."""
-    if sampling.cache_tokens or model.device.type != "cuda":
-        return sampling.cache_tokens or sys.maxsize
+    if model.device.type != "cuda":
+        return sys.maxsize
     free, _ = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return int(FREE_SHARE * free) // cache_bytes(model.config, model.dtype)
@@ -200,7 +199,7 @@ def cache_tokens(model, sampling: Sampling) -> int:
 def batches(model, prompt_ids, group_size: int, sampling: Sampling) -> list[list[int]]:
     """The places of the prompts, in batches of whole groups. Short prompts come first: similar
     lengths need less padding."""
-    tokens, cut = cache_tokens(model, sampling), []
+    tokens, cut = cache_tokens(model), []
     for k in sorted(range(len(prompt_ids)), key=lambda k: len(prompt_ids[k])):
         longest = len(prompt_ids[k]) + sampling.max_new_tokens
         most = min(sampling.batch_size, tokens // longest)  # sequences

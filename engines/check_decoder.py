@@ -26,12 +26,8 @@ def decoder(model, length: int):
 
     It is the fast decoder if `compare` has accepted the model, else transformers.
     """
-    return _transformers(model) if why_not_fast(model) else Decoder(model, length)
-
-
-def why_not_fast(model) -> str:
-    """Why the fast decoder is not used, or ""."""
-    return getattr(model, "why_not_fast", "it was not compared")
+    why_not_fast = getattr(model, "why_not_fast", "it was not compared")
+    return _transformers(model) if why_not_fast else Decoder(model, length)
 
 
 def compare(model, exact=None) -> None:
@@ -67,7 +63,6 @@ def _unfit(model) -> str:
     ]
     reasons = {
         f"its rotary embedding is {rope}": rope not in ROPES,
-        f"its activation is {config.hidden_act}": config.hidden_act != "silu",
         "its attention has a window": getattr(config, "sliding_window", None) is not None,
         "its products are not plain linear layers": any(type(m) is not nn.Linear for m in products),
         "its outputs have biases": any(getattr(m, "bias", None) is not None for m in outputs),

@@ -77,7 +77,7 @@ class Decoder:
     def __call__(self, token, positions, step, cache, bias=None):
         """Logits [R, V] after token [R, 1], whose position is positions [R, 1] + step.
 
-        The token's keys and values are added to the cache, a prefill.growing_cache, whose layers
+        The token's keys and values are added to the cache, whose layers, prefill.GrowingLayer,
         attend. bias [R, 1, 1, n] is 0, and -inf at padding.
         """
         R, H, H_kv, D = len(token), self.heads, self.kv_heads, self.width

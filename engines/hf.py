@@ -1,7 +1,5 @@
 """transformers' own model.generate, which is slower than the compact engine, for comparison."""
 
-import contextlib
-
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
@@ -15,16 +13,10 @@ def sample(
 ) -> rollout.Rollouts:
     """See rollout.sample."""
     options = {"group_size": group_size, "seed": seed, "keys": keys}
-    with empty_generation_config(model):
-        return compact.in_batches(_generate, model, prompt_ids, sampling, **options)
-
-
-@contextlib.contextmanager
-def empty_generation_config(model):
-    """Empty the model's generation config, which fills in what a call omits; restored on exit."""
+    # The model's own generation config would fill in what a call omits.
     given, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        yield
+        return compact.in_batches(_generate, model, prompt_ids, sampling, **options)
     finally:
         model.generation_config = given
 

@@ -51,7 +51,7 @@ def prefill(model, prompt_ids, room):
     """
     ids, mask = pad_left(prompt_ids, model.device)  # [K, W] each
     K, W = mask.shape
-    cache = growing_cache()
+    cache = Cache(layer_class_to_replicate=GrowingLayer)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     inputs = {"position_ids": positions, "attention_mask": None, rollout.cache_name(model): cache}
     if is_ragged(prompt_ids):
@@ -127,8 +127,3 @@ class GrowingLayer(DynamicLayer):
 
     def _show(self, rows, length):
         self.keys, self.values = self.buffer[:, :rows, :, :length]
-
-
-def growing_cache() -> Cache:
-    """An empty cache for a model whose layers all have full attention."""
-    return Cache(layer_class_to_replicate=GrowingLayer)

@@ -14,7 +14,7 @@ and sampler.py.
                  processes do, the whole term of the row is: clip, KL, entropy bonus, masks and
                  rollout correction. Advantages and denominators are those of the un-pruned batch
 `check` refuses options for which such a weight is not exact. docs/other-trainers.md explains the
-options and the log. `python -m dppo_verl` says whether verl finds this file, and if not, why.
+options and the log.
 verl's own losses dppo_tv and dppo_kl are Divergence PPO (arXiv:2602.04879), another method.
 
 Letters: Q prompts of a batch, K of them rolled out, G completions each, N = K x G rows; M updates.
@@ -22,7 +22,6 @@ Letters: Q prompts of a batch, K of them rolled out, G completions each, N = K x
 
 import functools
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ import verl
 from omegaconf import OmegaConf, open_dict
 from tensordict import TensorDict
 from verl.protocol import DataProto
-from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer
+from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories as compute_advantage
 from verl.utils import tensordict_utils as tu
@@ -44,15 +43,6 @@ from verl.workers.utils.padding import response_to_nested
 import dppo
 import dppo_shared
 from dppo_shared import require, sampler
-
-if __name__ == "__main__":  # verl hides the errors of plug-ins; this is where they are shown
-    if "nanodppo" not in TRAINER_REGISTRY:
-        sys.exit(
-            f"{__file__} can be imported, but verl does not load it: pip install nanodppo in this "
-            "environment, or set VERL_USE_EXTERNAL_MODULES=dppo_verl"
-        )
-    print(f"verl {verl.__version__} finds the trainer nanodppo: {__file__}")
-    sys.exit()
 
 VERL = "0.9.1"  # the version whose methods are wrapped
 DEFAULTS = {

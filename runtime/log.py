@@ -123,8 +123,6 @@ class Log:
                 f"no checkpoint was saved: removing {len(before)} rows of log.jsonl and starting "
                 "at step 1"
             )
-        if done and done not in before:
-            print(f"note: log.jsonl has no row of step {done}, the checkpoint's: rows are missing")
         for name in ("log", *self.BESIDE):
             cut_rows(self.out_dir / f"{name}.jsonl", lambda row: done > 0 and row["step"] <= done)
 

@@ -116,32 +116,6 @@ def policy_folder(make_policy, tmp_path):
 
 
 @pytest.fixture
-def small_world():
-    """(model, chances): a Qwen3 of five tokens whose head is padded to eight, and the probability
-    of every completion of at most three tokens, {tokens: probability}, for the prompt [1, 2] and
-    two end tokens. Each probability comes from a forward of its own."""
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, initializer_range=0.4,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM._from_config(config, attn_implementation=packing.ATTENTION)
-    model.vocab_size = 5
-    check_decoder.compare(model)
-    chances, unfinished = {}, {(): 1.0}
-    for length in (1, 2, 3):
-        longer = {}
-        for begun, chance in unfinished.items():
-            logits = toy.plain_logits(model, torch.tensor([[1, 2, *begun]]))[0, -1, :5]
-            for token, prob in enumerate(logits.double().softmax(dim=0).tolist()):
-                ended = token in (0, 4) or length == 3
-                (chances if ended else longer)[*begun, token] = chance * prob
-        unfinished = longer
-    return model, chances
-
-
-@pytest.fixture
 def make_rollouts():
     """Random prompts and completions of ragged lengths; their log-probs are the model's own, moved
     by `drift`."""
@@ -181,16 +155,3 @@ def run(policy_folder, tmp_path):
         return toy.rows(tmp_path / name)
 
     return go
-
-
-@pytest.fixture
-def ends_like_the_whole(run, tmp_path):
-    """Resume the run `part`, with the flags that it had: its log, samples, groups and weights are
-    those of the run `whole`, which never stopped."""
-
-    def check(**options):
-        run("whole", **options)
-        run("part", resume="auto", **options)
-        toy.assert_same(toy.timeless(tmp_path / "whole"), toy.timeless(tmp_path / "part"))
-
-    return check

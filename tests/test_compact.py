@@ -1,12 +1,11 @@
-"""The compact engine's parts: rows of the batch, their cache, and draws from many rows."""
+"""The compact engine's parts: rows of the batch, and draws from many rows."""
 
 import random
 
 import pytest
 import torch
 
-import rollout
-from engines import compact, prefill
+from engines import compact
 
 
 def test_next_rows():
@@ -50,51 +49,6 @@ def test_next_rows():
     assert [place.tolist() for place in rows[:-1]] == [[0, 3, 2], [0, 3, 2], [0, 3, 2], [1], [3]]
 
 
-def test_the_cache_grows_by_doubling():
-    """Catches a cache that copies all keys and values for every new row or token, takes more rows
-    than there are completions, or loses what it held. The batch gains one row at a time."""
-    layer = prefill.GrowingLayer()
-    states = torch.arange(6.0).view(1, 1, 3, 2)
-    layer.update(states, -states)
-    buffers = set()
-    for count in range(2, 41):
-        layer.keep(count, torch.tensor([count - 1]), torch.tensor([count - 2]), most=40)
-        buffers.add(layer.buffer.data_ptr())
-        assert layer.buffer.shape[1] <= 40
-        assert torch.equal(layer.keys, states.expand(count, -1, -1, -1))
-        assert torch.equal(layer.values, -layer.keys)
-    assert len(buffers) <= 5, "4, 10, 22 and 40 rows"
-    widths = set()
-    for _ in range(1000):
-        layer.update(*torch.zeros(2, 40, 1, 1, 2))
-        widths.add(layer.buffer.shape[3])
-    assert len(widths) <= 6
-    assert torch.equal(layer.keys[:, :, :3], states.expand(40, -1, -1, -1))
-
-
-def test_masks_suit_the_kernels(make_policy, forwards):
-    """Catches a query that sees nothing, for which some kernels give NaN, and a mask that a kernel
-    would convert or copy in every layer: one of another type, or whose rows do not begin at a
-    multiple of 16 bytes. For prompts of one length there is no mask."""
-    model, _ = make_policy(dtype=torch.bfloat16)
-    model.why_not_fast = ""
-    seen = forwards(model)
-    sampling = rollout.Sampling(3, [-1], 257, engine=compact)
-    rollout.sample(model, [[65], [66] * 4], sampling, group_size=6, seed=0)
-    first, *others = (mask for _, mask, _ in seen)
-    assert first.any(dim=-1).all()
-    assert first[0, 0].tolist() == torch.eye(4, dtype=torch.bool).tolist()
-    assert first[1, 0].tolist() == torch.ones(4, 4, dtype=torch.bool).tril().tolist()
-    for width, mask in zip((5, 6), others, strict=True):
-        assert mask.shape == (12, 1, 1, width)  # all texts differ
-        assert mask.dtype == torch.bfloat16
-        assert mask.stride(0) % 8 == 0
-        assert sorted(mask.isinf().sum(dim=-1).flatten().tolist()) == [0] * 6 + [3] * 6
-    seen.clear()
-    rollout.sample(model, [[65], [66]], sampling, group_size=6, seed=5)
-    assert [mask for _, mask, _ in seen] == [None] * 3
-
-
 # ------------------------------------------------------------------------- draws
 
 
@@ -115,35 +69,6 @@ def test_a_draw_inverts_the_cumulative_sum(vocabulary):
     assert (exact == vocabulary - 1).any()
     assert torch.equal(compact.draw(probs, uniform, row), exact)
     assert torch.equal(compact.draw(probs[row], uniform), exact)
-
-
-@pytest.mark.parametrize("others", [400, 1500])
-def test_unlikely_tokens_keep_their_shares(others):
-    """Catches sums in float32, to which unlikely tokens add nothing, and a block whose rounding
-    goes to one of its tokens.
-
-    One token has probability 1, the others have 1e-9. The random numbers are 1e-10 apart, so each
-    of the others gets 10 of them.
-    """
-    probs = torch.full((1, 1 + others), 1e-9)
-    probs[:, 0] = 1.0
-    draws = 10 * others + 1000
-    uniform = 1 - (torch.arange(draws, dtype=torch.float64) + 0.5) * 1e-10
-    drawn = compact.draw(probs.expand(draws, -1), uniform[:, None])
-    counts = torch.bincount(drawn.flatten(), minlength=1 + others)
-    assert counts[1:].min() >= 9
-    assert counts[1:].max() <= 11
-
-
-@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.49, 1), (0.5, 3), (1 - 2**-53, 3)])
-def test_the_borders_of_a_token(monkeypatch, number, token):
-    """Catches a border that belongs to the token before it, and the least and largest random number
-    when they reach a token of probability 0."""
-    probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
-    for block in (2, 3, 512):
-        monkeypatch.setattr(compact, "BLOCK", block)
-        drawn = compact.draw(probs, torch.tensor([[number]], dtype=torch.float64))
-        assert drawn.tolist() == [[token]], block
 
 
 def test_a_token_of_probability_0_is_never_drawn(monkeypatch):

@@ -268,9 +268,6 @@ FILES = [  # a file, and what proof.py says of it
     (HEAD + "sampler.PROMPT_RULES['mine'] = dppo.Rule(lambda batch, rate: "
      "batch.past_advantage.clamp(0.1, 1), rate=0.5)\n",
      "prompt rule 'mine' must return .* not nan"),  # new prompts
-    (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.Rule(lambda batch, rate: 1.0 - "
-     "(rate > 0) * ((batch.rewards == 1) & (batch.cost > 100)).double(), rate=0.5)\n",
-     r"completion rule 'mine' .*above 0 .*, not 0\."),  # only in batches of long completions
 ]  # fmt: skip
 
 

@@ -2,10 +2,9 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from unittest import mock
 
 import pytest
-import torch
+from toy import FORKS
 
 from bench import race, results
 from bench.race import Run
@@ -69,6 +68,7 @@ def test_bad_names_and_flags_end_it_first(fake_runs, tmp_path):
 def test_real_runs(tmp_path, monkeypatch, policy_folder):
     """In another process; a second call does not repeat them. Catches a half-written line that
     stays, a run that does not end with its budget or its steps, and sums of other columns."""
+    monkeypatch.setattr(race.multiprocessing, "get_context", lambda _spawn: FORKS)  # sooner there
     file = tmp_path / "rows.jsonl"
     file.write_text('{"setting": "arith')
     flags = f"--model {policy_folder} --prompts-per-step 4 --group-size 2 --max-new-tokens 2"
@@ -123,21 +123,6 @@ def test_plan():
     assert race.plan([1.0] * 4, 10) == 10
     assert race.plan([5.0, *[0.5] * 8], 10) == 11, "the first step was slow"
     assert race.plan([1.0] * 12, 10) == 12
-
-
-def test_problems(monkeypatch):
-    """Catches a run that is evaluated on other problems than the first ones."""
-    asked = []
-
-    def sample_rewards(_model, _tokenizer, problems, ids, *_args, keys, **_options):
-        asked.append((problems, ids, [*keys]))
-        return torch.tensor([[1.0, 0.0]]), 0
-
-    monkeypatch.setattr(race.evaluation, "sample_rewards", sample_rewards)
-    monkeypatch.setattr(race.ranks, "refresh", lambda *_: None)
-    trainer = mock.MagicMock(eval_set=[*"abcde"], eval_ids=[*"fghij"])
-    assert race.evaluate(trainer, Run("arithmetic", "grpo", "", 0, 0, 5), 2) == 0.5
-    assert asked == [(["a", "b"], ["f", "g"], [0, 1])]
 
 
 def test_the_committed_rows_are_of_these_flags():

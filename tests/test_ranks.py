@@ -14,13 +14,10 @@ from toy import flags, in_processes, rows
 
 import config
 import models
-import sampler
-import train
 import update
 from rollout import Rollouts
 from runtime import InputError, ranks
 from runtime.stop import Stop
-from tasks import arithmetic
 
 # ---------------------------------------------------------------------------- the process group
 
@@ -81,38 +78,6 @@ def test_the_ranks_agree():
 
 
 # ---------------------------------------------------------------------------- shares of the work
-
-
-def test_largest_first_by_hand():
-    """Catches small pieces that come first, and a tie that goes to a later rank."""
-    assert ranks.largest_first([2, 3, 7, 2], 2) == [1, 1, 0, 1]
-    assert ranks.largest_first([5, 5, 5], 3) == [0, 1, 2]
-    assert ranks.largest_first([], 2) == []
-
-
-def test_rollouts_follow_the_history(policy_folder, tmp_path, monkeypatch):
-    """Catches a division that does not use the tokens which the prompt history expects."""
-    monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 16)  # later epochs know what to expect
-    options = {"method": "pps", "prompt_rule": "uniform", "prompts_per_step": 8}
-    args = flags(policy_folder, str(tmp_path), **options)
-    trainer = train.Trainer(config.parse_config(args), toy.toy_reward)
-    divide, prune, seen = ranks.largest_first, sampler.prune_prompts, []
-
-    def watch(work, world):
-        seen.append((work, trainer.history.expected_tokens(trainer.drawn).tolist()))
-        return divide(work, world)
-
-    def drawn(rule, rate, history, window, generator, minibatches):
-        keep, weights = prune(rule, rate, history, window, generator, minibatches)
-        trainer.drawn = window[keep]
-        return keep, weights
-
-    monkeypatch.setattr(ranks, "largest_first", watch)
-    monkeypatch.setattr(sampler, "prune_prompts", drawn)
-    for step in range(1, 7):
-        trainer.step(step)
-    assert all(given == expected for given, expected in seen)
-    assert len(set(seen[-1][0])) > 1
 
 
 def shared_out():
@@ -216,11 +181,3 @@ def test_resumed_on_other_ranks(policy_folder, run, tmp_path):
     assert here["param_groups"] == there["param_groups"]
     assert "exp_avg" in here["state"][0]
     torch.testing.assert_close(here["state"], there["state"], rtol=1e-3, atol=1e-6)
-
-
-def test_a_number_of_processes_that_is_no_number(monkeypatch):
-    """Catches a traceback of a program that is one process."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "all")
-    with pytest.raises(InputError, match=r"eval\.py is one process, not all"):
-        ranks.check_single("eval.py")

@@ -21,7 +21,7 @@ import config
 import dppo
 import eval as evaluation
 import train
-from runtime import InputError, checkpoint, log, plot
+from runtime import InputError, checkpoint, log
 from tasks import sft
 
 
@@ -59,35 +59,24 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
         config.parse_config(["--resume"])
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_a_file_that_has_changed(run, tmp_path, answers):
-    """Two of its rows have changed places, or an answer is another. Catches a prompt history of
-    other problems."""
+def test_a_file_that_has_changed(run, tmp_path):
+    """Its rows have changed places. Catches a prompt history of other problems."""
     problems = [{"problem": f"{n}+{4 - n % 2}?", "answer": "4"} for n in range(8)]
     path = tmp_path / "train.jsonl"
     log.write_rows(path, problems)
     options = {"data": str(path), "eval_data": "arithmetic", "save_every": 1}
     run("run", steps=1, **options)
-    changed = [row | {"answer": "7"} for row in problems] if answers else problems[::-1]
-    log.write_rows(path, changed)
+    log.write_rows(path, problems[::-1])
     with pytest.raises(InputError, match=r"--data .*train.jsonl: not the problems that the run"):
         run("run", steps=2, resume=True, **options)
 
 
-def test_what_is_lost_is_said(run, tmp_path, monkeypatch, capsys):
-    """A resume before the first checkpoint starts over; one without its log goes on, and draws what
-    is left. Catches rows that go without a word, and a run that fails at its end."""
+def test_what_is_lost_is_said(run, capsys):
+    """A resume before the first checkpoint starts over. Catches rows that go without a word."""
     run("run", steps=1)
     assert [row["step"] for row in run("run", steps=1, resume=True)] == [1]
     said = capsys.readouterr().out
     assert "no checkpoint was saved: removing 1 rows of log.jsonl and starting at step 1" in said
-    run("other", steps=4, until=2, save_every=2)
-    for name in ("log.jsonl", "samples.jsonl", "groups.jsonl"):
-        (tmp_path / "other" / name).unlink()
-    monkeypatch.setattr(log, "plot", plot)
-    assert [row["step"] for row in run("other", steps=4, save_every=2, resume=True)] == [3, 4]
-    assert "log.jsonl has no row of step 2" in capsys.readouterr().out
-    assert (tmp_path / "other" / "run.png").exists()
 
 
 def test_a_checkpoint_is_whole_when_it_gets_its_name(run, monkeypatch):
@@ -150,7 +139,7 @@ def test_a_reward_that_raises_loses_no_step(run, tmp_path, monkeypatch, capsys, 
     folder = tmp_path / "part"
     assert rows(folder)[-1]["step"] == last
     assert (folder / "checkpoint").exists() == (last > 0)
-    said = f"stopped after step {last}; to continue: the same program with --resume"
+    said = f"stopped after step {last}; to continue: python "
     assert (said in capsys.readouterr().out) == (last > 0)
     run("part", **options | ({"resume": True} if last else {}))
     whole, part = timeless(tmp_path / "whole"), timeless(folder)
@@ -159,15 +148,14 @@ def test_a_reward_that_raises_loses_no_step(run, tmp_path, monkeypatch, capsys, 
     assert_same(whole, part)
 
 
-@pytest.mark.parametrize(("update", "saved"), [(3, True), (4, False)])
-def test_half_a_step_is_not_saved(run, tmp_path, monkeypatch, update, saved):
-    """A loss that fails in the first or in the second update of step 2. Catches a checkpoint whose
-    weights are ahead of its step."""
+def test_half_a_step_is_not_saved(run, tmp_path, monkeypatch):
+    """A loss that fails in the second update of step 2. Catches a checkpoint whose weights are
+    ahead of its step."""
     error = ArithmeticError("of a loss")
-    nth_call_fails(monkeypatch, train, "accumulate_gradients", update, error)
+    nth_call_fails(monkeypatch, train, "accumulate_gradients", 4, error)
     with pytest.raises(ArithmeticError, match="of a loss"):
         run("run", minibatches=2)
-    assert (tmp_path / "run" / "checkpoint-000001").exists() == saved
+    assert not (tmp_path / "run" / "checkpoint-000001").exists()
 
 
 def infinite(*_args):
@@ -217,26 +205,17 @@ def test_not_finite_is_neither_applied_nor_saved(
 
 BAD_INPUT = """
 --prompt-prune-rate 1.0 | --prompt-prune-rate 1.0: must be at least 0 and below 1
---completion-prune-rate nan | --completion-prune-rate nan: must be at least 0 and below 1
 --method grpo --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule none (--method grpo)
---method adaptive --completion-prune-rate 0.8 | which has no rate but --rest: choose another
 --prompt-rule uniform --prompt-prune-rate 0.8 --minibatches 2 | an update would keep 0 of 2
 --minibatches 3 | --minibatches 3: must be a divisor of the step's 4 prompts
---loss cispo --eps-low 1.5 | --eps-low 1.5: must be above 0
---completion-rule topk | --completion-rule topk: choose one of none, zero, uniform, dppo, pps
+--completion-rule topk | --completion-rule topk: choose one of none, nonzero, uniform, dppo, pps
 --group-size 1 | --group-size 1: must be at least 2
---steps 0 | --steps 0: must be at least 1
 --lr 0 | --lr 0.0: must be above 0 and finite
---grad-clip inf | --grad-clip inf: must be at least 0 and finite
---eps-high 0 | --eps-high 0.0: must be above 0
---vllm-memory 1 | --vllm-memory 1.0: must be above 0 and below 1
---importance-cap 0.5 | --importance-cap 0.5: must be 0 (no correction) or at least 1
 --shard fsdp | --shard fsdp: no ranks share the weights; start train.py with torchrun
 --prompt-format chat | --prompt-format chat: the tokenizer has no chat template; use plain
 --eval-every 1 --eval-data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
 --model /nowhere/model | --model /nowhere/model cannot be loaded
 --max-new-tokens 512 | 512: a sequence has at most 512 tokens, prompt included
---max-new-tokens 511 | dropped 512 of 512 prompts: 512 longer than the 1 tokens
 """  # arguments | a part of the message
 
 
@@ -262,22 +241,18 @@ def test_a_tilde_is_the_home(monkeypatch):
         assert tyro.cli(kind, args=args.split()) == tyro.cli(kind, args=expanded.split())
 
 
-@pytest.mark.parametrize(
-    ("asked", "reward", "wrong_model"),
-    [("+1?", None, True), ("+1?", toy.toy_reward, False), (" apples?", toy.toy_reward, True)],
-)
-def test_a_file_of_a_few_rows(tmp_path, capsys, asked, reward, wrong_model):
+def test_a_file_of_a_few_rows(tmp_path, capsys):
     """Of eight, one is held out, and the error says so. The embedded model is said to be the wrong
-    one, except for sums with a reward of the user's."""
-    problems = [{"problem": f"{n}{asked}", "answer": "1"} for n in range(8)]
+    one for boxed answers."""
+    problems = [{"problem": f"{n}+1?", "answer": "1"} for n in range(8)]
     log.append_rows(tmp_path / "few.jsonl", problems)
     options = {"data": str(tmp_path / "few.jsonl"), "instruction": "", "group_size": 2, "steps": 1}
     args = flags("tiny", tmp_path / "run", **options)
     cfg = config.parse_config([*args, "--prompts-per-step", "8"])
     with pytest.raises(InputError, match="the data hold only 7 without those held out; lower it"):
-        train.main(cfg, reward=reward)
-    train.main(replace(cfg, prompts_per_step=7), reward=reward)
-    assert ("--model tiny can only add" in capsys.readouterr().out) == wrong_model
+        train.main(cfg)
+    train.main(replace(cfg, prompts_per_step=7))
+    assert "--model tiny can only add" in capsys.readouterr().out
 
 
 def program(args):

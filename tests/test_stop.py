@@ -70,7 +70,7 @@ def test_stopped_and_resumed(run, tmp_path, monkeypatch, capsys):
         assert rows(folder)[-1]["step"] == last
         saved = sorted(path.name for path in folder.glob("checkpoint-*"))
         assert saved == [f"checkpoint-00000{step}" for step in SAVED[last]]
-        again = f"the same program with --resume --out-dir {folder}"
+        again = f"python {sys.argv[0]} --resume --out-dir {folder}"
         said = f"stopped after step {last}; to continue: {again}\n"
         assert (said in capsys.readouterr().out) == (last < 5)
     run("whole", **options)
@@ -156,7 +156,7 @@ def test_two_ranks_broken_and_stopped(policy_folder, tmp_path):
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=HANG)
     assert process.returncode != 0, "torchrun's own status"
-    assert re.search(r"stopped after step \d+; to continue: the same program with --res", printed)
+    assert re.search(r"stopped after step \d+; to continue: torchrun --nproc-per-node 2 ", printed)
 
     steps = rows(folder)[-1]["step"] + 3
     in_processes(2, toy.main, [*endless, "--resume", "--steps", str(steps)])

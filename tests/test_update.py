@@ -228,7 +228,7 @@ def test_pruned_work_is_balanced(monkeypatch, rank):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7])
-def test_chunked_head_is_the_head(make_policy, rows):
+def test_chunked_head_is_the_head(make_policy, monkeypatch, rows):
     """Values, entropies and gradients of 7 tokens in chunks, with no more logits at once than
     allowed, in the backward pass too. Catches a chunk that is lost or repeated, all logits at once,
     a gradient through the entropy, a missing temperature, and padding that counts as tokens."""
@@ -243,8 +243,8 @@ def test_chunked_head_is_the_head(make_policy, rows):
 
     seen = []
     head.register_forward_hook(lambda _module, _inputs, out: seen.append(len(out)))
-    limit = rows * head.out_features + 5
-    logprobs, entropy = packing.token_logprobs(hidden, head, targets, 0.7, 200, limit)
+    monkeypatch.setattr(packing, "HEAD_LOGITS", rows * head.out_features + 5)
+    logprobs, entropy = packing.token_logprobs(hidden, head, targets, 0.7, 200)
     gradients = torch.autograd.grad(logprobs @ coefficients, (hidden, head.weight))
 
     assert torch.allclose(logprobs, wanted, atol=1e-12)

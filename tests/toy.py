@@ -226,15 +226,12 @@ class Dropping(Recorder):
 
 
 BOTH_LEVELS = {"method": "pps", "prompt_rule": "uniform"}
-CORRECTED = BOTH_LEVELS | {"importance_cap": 1.5, "mask_truncated": True, "lr": 1e-2}
+CORRECTED = {"importance_cap": 1.5, "mask_truncated": True, "lr": 1e-2}
 RUNS = {  # that must not depend on the number of ranks
-    "plain": {},
     "dropped": {},  # the second of two ranks keeps nothing
     "alone": {"prompts_per_step": 1},  # the second of two ranks has no prompt
     "updates": BOTH_LEVELS | {"loss": "dapo", "minibatches": 2, "beta": 0.1},
-    "cispo": CORRECTED | {"loss": "cispo", "minibatches": 2},
-    "gspo": CORRECTED | {"loss": "gspo"},
-    "dr_grpo": CORRECTED | {"loss": "dr_grpo"},
+    "corrected": BOTH_LEVELS | CORRECTED | {"loss": "gspo", "minibatches": 2},
     "untied": BOTH_LEVELS | {"beta": 0.1, "gradient_checkpointing": True},  # and a head in chunks
 }
 

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-import config
-import update
-
 LONG = {"max_new_tokens": 20, "temperature": 0.7, "batch_size": 4}  # compact looks after 16
 WARPED = LONG | {"top_k": 5, "top_p": 0.9}
 SAME = [  # engine, options
@@ -40,26 +37,3 @@ def test_rollouts_are_the_cpus(policy, sample, engine, options):
     assert torch.equal(found.completion_ids[inside], wanted.completion_ids[inside])
     for name in ("logprobs", "entropy", "energy"):
         assert torch.allclose(getattr(found, name), getattr(wanted, name), atol=1e-4), name
-
-
-def test_logits_that_are_not_finite(policy, sample):
-    """Catches a check that the host never reads."""
-    model = policy()
-    with torch.no_grad():
-        model.model.norm.weight[3] = float("nan")
-    with pytest.raises(FloatingPointError, match="not finite"):
-        sample(model)
-
-
-KERNELS = [("plain", "none"), ("compact", "flash"), ("compact", "torch")]
-
-
-@pytest.mark.parametrize(("engine", "name"), KERNELS)
-def test_trainer_logprobs(policy, sample, kernel, engine, name):
-    """In bfloat16 the trainer's arithmetic gives the sampler's log-probs. Catches log-probs of
-    another row, and a kernel that attends to another segment."""
-    kernel(name)
-    found = sample(policy(dtype="bfloat16"), engine=engine)
-    cfg = config.resolve(config.Config(device="cuda"))
-    gap = (update.trainer_logprobs(policy(), found, cfg) - found.logprobs).abs()
-    assert gap.max() < 0.1

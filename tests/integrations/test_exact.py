@@ -162,8 +162,6 @@ def test_lessons_figures_and_draws(library):
 
 OF_RULES = [
     ({"completion_rule": "cppo"}, "unknown completion_rule 'cppo'.*none, nonzero, uniform"),
-    ({"prompt_rule": "ppz"}, "unknown prompt_rule 'ppz'.*none, uniform, dppo"),
-    ({"completion_prune_rate": 1.0}, "completion_prune_rate=1.0: .* below 1"),
     ({"prompt_prune_rate": -0.1}, "prompt_prune_rate=-0.1: .* from 0"),
     ({"rest": 0.0}, "rest=0.0: choose a value above 0"),
 ]
@@ -179,13 +177,6 @@ def test_refusals(library, case):
     assert "\n" not in str(caught.value)
     if case in library.INEXACT:
         library.make(**options | NONE)
-
-
-@every
-def test_rules_of_ones_own(library, monkeypatch):
-    """Fails if a rule that is added after the import is refused."""
-    monkeypatch.setitem(dppo.COMPLETION_RULES, "mine", dppo.COMPLETION_RULES["pps"])
-    library.make(completion_rule="mine")
 
 
 # ---------------------------------------------------------------------------- what they share
