@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import itertools
 import random
 import re
 import runpy
@@ -138,15 +137,12 @@ none = shape + r".*, and above 0 wherever batch.live is True, not 0\. A dppo.Bia
 ENTRIES = [  # kinds, the entry, the rate, the message if it is wrong
     (BOTH, gives(lambda batch: like(batch)[:1]), 0.5, shape + r"\[.*, not \[1"),
     (BOTH, times(1.5), 0.5, shape + ".*, from 0 to 1, .* not 1.5"),
-    (BOTH, times(torch.nan), 0.5, shape + ".*, from 0 to 1, .* not nan"),
     (BOTH, times(0.0), 0.5, none),
     (BOTH, times(0.5), 0.0, "must keep all that is live at prune rate 0, or say rate=None"),
     (BOTH, times(0.5, rate=None), 0.0, None),
     (BOTH[:1], gives(lambda batch: batch.live.double()), 0.5, None),
     (BOTH, selects(lambda: ones(2)), 0.5, pair),
-    (BOTH, selects(lambda: (ones(2) > 0, ones(9))), 0.5, pair),
     (LOSS, loses(lambda: (ones(1).sum(), ones(3) > 0)), None, two),
-    (LOSS, loses(lambda: None), None, two),
 ]
 
 
@@ -166,7 +162,7 @@ def test_entries(kind, row):
 
 
 @pytest.mark.parametrize(
-    ("kind", "make"), [*itertools.product(BOTH, (gives, selects)), ("loss", loses)]
+    ("kind", "make"), [("completion rule", gives), ("prompt rule", selects), ("loss", loses)]
 )
 def test_an_exception_keeps_its_traceback(kind, make):
     """It comes through as it is, with a note that names the entry."""
@@ -200,13 +196,9 @@ def test_entries_that_no_run_accepts(table, entry, flags, message):
         config.resolve(config.Config(**flags))
 
 
-def test_entries_that_nothing_accepts():
-    dppo.LOSSES["mine"] = dppo.Loss(plain, "tokens")
-    with pytest.raises(dppo.RuleError, match="unknown denominator"):
-        dppo.loss_scale(ones((1, 1)), "mine", num_sequences=1, max_new_tokens=1, num_tokens=1)
-    for reason in (None, "", " "):
-        with pytest.raises(dppo.RuleError, match="biased= must say what the rule does"):
-            dppo.BiasedRule(everything, rate=0.5, biased=reason)
+def test_a_biased_rule_says_what_it_does():
+    with pytest.raises(dppo.RuleError, match="biased= must say what the rule does"):
+        dppo.BiasedRule(everything, rate=0.5, biased=" ")
 
 
 rule = make_rule(**times(1.0))
@@ -215,10 +207,7 @@ MINE = {"completion_rule": "mine"}
 NOTES = [  # the completion rule `mine`, flags, a note of the first lines, the prompt rule
     (rule, MINE | {"method": "dppo"}, "prompts are pruned, too: by dppo", "dppo"),
     (rule, {"method": "dppo"}, "", "dppo"),
-    (rule, {"method": "mine"}, "", "none"),
-    (rule, MINE | {"method": "grpo"}, "", "none"),
     (rule, MINE | {"method": "dppo", "prompt_rule": "none"}, "", "none"),
-    (rule, MINE | {"method": "dppo", "prompt_rule": "uniform"}, "", "uniform"),
     (picky, {"method": "mine"}, "changes the expected gradient: it keeps all", "none"),
 ]
 
@@ -259,7 +248,6 @@ def test_the_count_of_tokens_is_known_before_the_draw(
 
 HEAD = "import dppo, sampler\n"
 FILES = [  # a file, and what proof.py says of it
-    ("import dppo\n", r"adds no rule and no loss"),
     ("import train\ntrain.cli()\n", r"starts a run when it is imported: put train.cli\(\)"),
     (None, r"mine.py is not a Python file"),
     (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.Rule(lambda batch, rate: "
@@ -333,8 +321,6 @@ dppo.COMPLETION_RULES["long"] = dppo.Rule(Chance(beside.SHARE), rate=0.5)
 
 SILENT = [  # a reward, flags, the note
     (lambda *_: 0.0, {}, "nothing was learned: all rewards are 0"),
-    (lambda *_: 0.5, {}, "nothing was learned: rewards do not differ within a group, and are 0.5"),
-    (lambda *_: None, {"method": "pps"}, "nothing was learned: the reward is None for all"),
     (lambda *_: 0.0, {}, "--max-new-tokens 6 cut off 100% of the completions"),
     (toy.toy_reward, {}, None),
     # a reward that forgets to return, and one that cannot score some problems
@@ -414,32 +400,8 @@ def test_each_group_has_its_own_rate(run, monkeypatch):
     assert rates == whole * 2
 
 
-@pytest.mark.parametrize(("save_every", "ending"), [(0, "run.png"), (2, "checkpoint/")])
-def test_the_last_line_names_no_old_checkpoint(run, tmp_path, capsys, save_every, ending):
-    """Without --save-every only a stop saves. Catches a line that calls it the end's."""
-    run("run", steps=3, until=1, save_every=save_every)
-    assert (tmp_path / "run" / "checkpoint").exists()
-    run("run", steps=3, save_every=save_every, resume=True)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("done: ")
-    assert last.endswith(ending)
-
-
-# ---------------------------------------------------------------------------- the core
-
-
-def test_the_core_imports_no_rival(policy_folder, tmp_path):
-    """In a run of pps; with cppo, whether the method or a rule, they are there."""
-    pps = toy.flags(policy_folder, str(tmp_path / "run"), method="pps")
-    code = f"""import config, toy
-rivals = lambda: sum(name.startswith("related") for name in sys.modules)
-toy.main({pps!r})
-print("rivals", rivals())
-config.resolve(config.Config(completion_rule="cppo_batch"))
-print("rivals", rivals())
-"""
-    said = re.findall("^rivals .*", program(tmp_path, code), re.MULTILINE)
-    assert said == ["rivals 0", "rivals 2"]
-    names = {*sampler.PROMPT_RULES, *dppo.COMPLETION_RULES, *dppo.LOSSES}  # rivals, too
+def test_help_names_every_rule_and_loss():
+    config.resolve(config.Config(completion_rule="cppo_batch"))  # which imports the rivals
+    names = {*sampler.PROMPT_RULES, *dppo.COMPLETION_RULES, *dppo.LOSSES}
     missing = [n for n in names if not re.search(rf"\b{n}\b", inspect.getsource(config.Config))]
-    assert not missing, "--help names every rule and loss"
+    assert not missing
