@@ -1,7 +1,6 @@
 """BranchGRPO's trees (related/trees.py) by enumeration of every tree that a small tabular policy
 can sample: what is exact, and what is biased. And their race (related/branch.py)."""
 
-import math
 from dataclasses import dataclass
 from unittest import mock
 
@@ -189,19 +188,3 @@ def test_a_step_of_each_method(method, monkeypatch):
     slope = -(1 + 0.5 * branch.NOISE**2 * (1 - sigma) / sigma) / branch.DEPTHS  # d mean / d by
     step = (factors[tree, edge, None] * noise / branch.STD**2 * slope).sum(dim=0) / branch.TREES
     torch.testing.assert_close(run.net.by.detach() - before, step, atol=1e-4, rtol=1e-3)
-
-
-def test_the_race(capsys, monkeypatch):
-    """Catches a ratio that is not that to grpo with the same seed, runs that share a model, and a
-    target that is not on the line between two evaluations. The seconds of a run are its number."""
-    seconds, curves = branch.seconds_to_target, []
-    assert seconds([(0.0, 0.5), (1.0, 0.7), (2.0, 1.1)]) == pytest.approx(1.5)
-    assert math.isnan(seconds([(0.0, 0.5), (1.0, 0.7)]))
-    for name, value in {"SEEDS": (1, 2), "STEPS": 1, "PRETRAINING": 5}.items():
-        monkeypatch.setattr(branch, name, value)
-    monkeypatch.setattr(branch, "seconds_to_target", lambda one: curves.append(one) or len(curves))
-    branch.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "grpo          1.50  1.00 (1.00 to 1.00)"
-    assert lines[5] == "exact, edges  9.50  7.00 (5.00 to 9.00)"
-    assert len({curve[0][1] for curve in curves}) == 1, "all begin with one model"
