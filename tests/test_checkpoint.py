@@ -260,15 +260,6 @@ def test_a_file_that_is_not_what_was_written(tmp_path):
         log.read_rows(tmp_path / "log.jsonl")
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
-    """Because a file is there."""
-    (tmp_path / "file").write_text("")
-    folder = tmp_path / "file" / "run"
-    message = f"--out-dir {folder} cannot be written .*: choose another folder"
-    with pytest.raises(InputError, match=message), checkpoint.owned(folder):
-        pass
-
-
 def commit_of(folder):
     checkpoint.write_config(folder, {"seed": 1}, 2, None)
     written = json.loads((folder / "config.json").read_text())

@@ -115,13 +115,6 @@ def test_the_line_of_a_step(changes, said):
     assert said in console.lines(ROW | {"step": 2} | changes, SAMPLES, CFG)
 
 
-def test_a_sample_is_shown_in_the_first_step():
-    """Catches one in every step, or several."""
-    assert SAMPLE in console.lines(ROW | {"step": 1}, SAMPLES, CFG)
-    assert SAMPLE not in console.lines(ROW | {"step": 2}, SAMPLES, CFG)
-    assert "never said" not in console.lines(ROW | {"step": 1}, SAMPLES, CFG)
-
-
 def test_what_a_run_came_to():
     """Of all steps of its log, in which null stands for NaN; seconds without the first one, which
     warms up. Catches a sum of the last step alone, an estimate that only counts what was kept, and

@@ -59,16 +59,6 @@ def test_exploration_by_hand():
     assert (seen.p_easy, seen.p_hard) == (0.05, 0.95)
 
 
-def test_sizes_of_rounds_by_hand():
-    """The published formula. Catches a last round that is not declared."""
-    seen = greso.Greso(4)
-    assert seen.next_batch(100, 0.5, 384, 64) == (250, True)
-    assert seen.next_batch(10, 0.5, 384, 64) == (64, True)
-    assert seen.next_batch(192, 0.375, 384, 64) == (384, True), "exactly the default"
-    assert seen.next_batch(193, 0.375, 384, 64) == (384, False)
-    assert seen.next_batch(200, 1.0, 384, 64) == (384, False), "no group was live"
-
-
 def collect(seen, target, live_of):
     """(batch, weights, sizes of the rounds) of a step; live_of(prompts, number) are live groups."""
     sizes = []

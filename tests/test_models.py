@@ -55,10 +55,6 @@ def text(name, content):
     return lambda folder: (folder / name).write_text(content)
 
 
-def falcon(folder):
-    transformers.FalconConfig(num_hidden_layers=1).save_pretrained(folder)
-
-
 def a_run(folder):
     text("config.json", '{"config": {}}')(folder)
     (folder / "checkpoint-000020").mkdir()
@@ -87,7 +83,6 @@ REFUSED = {  # a case: what is done to the folder, and what the message says
     "windows": (set_config(layer_types=None, **WINDOW), "exactly: .*sliding_window 64"),
     "rotations that change": (
         set_config(rope_parameters=LONG), "exactly: .*rope .*'longrope'"),
-    "Falcon": (falcon, "KeyError: 'packed'"),
     "own code": (set_config(model_type="new", auto_map={"AutoConfig": "c.C"}), "custom code"),
     "a run": (a_run, r"folder of a run or an evaluation: give .*model/checkpoint-000020"),
 }  # fmt: skip

@@ -118,19 +118,6 @@ def test_two_chains_by_hand():
     assert keep.tolist() == [False, True, True, True, False, False, True]
 
 
-def test_published_prunings():
-    """The width rule keeps the first half of every chain, because its advantages tie. Catches a
-    window that moves too early, too far or the wrong way."""
-    tree = branch.TREE
-    advantages = trees.depth_advantages(tree, trees.node_values(tree, torch.rand(2, 16)))
-    half = trees.width_keep(tree, advantages, branch.LAST_SPLIT)
-    assert half.equal(((tree.depth > 0) & (tree.depth <= 15)).expand(2, -1))
-    first = [trees.slide(step, 20, 5, 30) for step in (0, 29, 30, 59, 60, 180, 209, 210, 9999)]
-    assert first == [16, 16, 15, 15, 14, 10, 10, 9, 9]
-    depth = trees.depth_keep(tree, 12, 3)
-    assert sorted({*range(21)} - {*tree.depth[depth].tolist()}) == [0, 12, 13, 14]
-
-
 def test_edges_by_size_are_exact():
     """Every outcome of the draw in every tree. Catches sizes that are 0 where the term is not.
     Without weights, or with a mean over what is kept, it is biased."""
@@ -165,7 +152,7 @@ class Shift(torch.nn.Module):
         return self.by.expand(len(inputs), 2)
 
 
-TRAINED = {"grpo": 320, "tree": 218, "tree, half": 138, "tree, depth": 138, "exact, edges": 138}
+TRAINED = {"grpo": 320, "tree": 218, "tree, half": 138, "exact, edges": 138}
 
 
 @pytest.mark.parametrize("method", TRAINED)
