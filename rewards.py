@@ -87,8 +87,6 @@ def takes_row(reward) -> bool:
         row = {"row": {}} if "row" in [*signature.parameters][2:] else {}
         signature.bind("", "", **row)
         return bool(row)
-    except ValueError:  # a function of C may have no signature
-        return False
     except TypeError as error:
         name = getattr(reward, "__qualname__", repr(reward))
         wanted = "it must accept (completion, answer) or (completion, answer, row)"

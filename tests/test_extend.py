@@ -14,7 +14,6 @@ import toy
 import config
 import dppo
 import eval as evaluation
-import models
 import proof
 import rewards
 import sampler
@@ -373,31 +372,6 @@ def test_folders_that_hold_something_else(run, policy_folder, tmp_path):
         held = evaluation.EvalConfig(policy_folder, **evals | {"out_dir": str(tmp_path / "held")})
         with pytest.raises(InputError, match="held is in use by another process"):
             evaluation.main(held)
-
-
-def test_each_group_has_its_own_rate(run, monkeypatch):
-    """An optimizer with two groups, of which one has a tenth of --lr; also after a resume. Catches
-    a schedule for the first group only, and one that goes on from the last step's rates."""
-    rates = []
-
-    def make_optimizer(cfg, parameters):
-        first, *others = parameters
-        groups = [{"params": [first]}, {"params": others, "lr": cfg.lr / 10}]
-        optimizer = torch.optim.AdamW(groups, lr=cfg.lr)
-        show = lambda *_: rates.append([group["lr"] for group in optimizer.param_groups])
-        optimizer.register_step_pre_hook(show)
-        return optimizer
-
-    monkeypatch.setattr(models, "make_optimizer", make_optimizer)
-    options = {"steps": 6, "warmup": 3, "lr": 0.3, "lr_schedule": "cosine", "save_every": 2}
-    run("whole", **options)
-    whole, cfg = rates.copy(), config.Config(**options)
-    expected = [config.learning_rate(cfg, step, cfg.lr) for step in range(1, 7)]
-    assert [first for first, _ in whole] == expected
-    assert [other for _, other in whole] == pytest.approx([rate / 10 for rate in expected])
-    run("part", until=4, **options)
-    run("part", resume=True, **options)
-    assert rates == whole * 2
 
 
 def test_help_names_every_rule_and_loss():
