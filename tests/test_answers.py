@@ -198,10 +198,8 @@ def test_equal(kind):
 
 LISTS = {  # reference answers of one row: what becomes of them
     ("Paris", "City of Paris"): "Paris (or) City of Paris",
-    ("12", "12.0", "13"): "12 (or) 12.0 (or) 13",
     ("5 km", "5000 m"): "5 km (or) 5000 m",
     ("2", "3", "2"): "2, 3",
-    (r"\sqrt{2}", r"-\sqrt{2}"): r"\sqrt{2}, -\sqrt{2}",
     ("2i", "-2i"): "2i, -2i",
 }
 

@@ -269,8 +269,8 @@ def commit_of(folder):
 
 
 def test_the_commit_is_the_clones_own(tmp_path, monkeypatch):
-    """Catches a run that fails where git is missing, a config.json that is left unfinished, and the
-    commit of another repository, in which an archive lies."""
+    """Catches a run that fails where git is missing, and the commit of another repository, in which
+    an archive lies."""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "archive").mkdir()
     (tmp_path / "run").mkdir()

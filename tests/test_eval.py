@@ -147,15 +147,6 @@ def test_paired_comparison(store, capsys):
         evaluation.compare(old, store("other", []))
 
 
-def test_folders_of_another_kind(store, tmp_path):
-    """Catches a traceback."""
-    mine, other = store("mine", []), str(tmp_path)
-    (tmp_path / "config.json").write_text('{"config": {"method": "pps"}}')
-    message = f"{other} holds a training run where an evaluation should be"
-    with pytest.raises(InputError, match=message):
-        evaluation.compare(mine, other)
-
-
 # ---------------------------------------------------------------------------- the command line
 
 

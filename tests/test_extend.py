@@ -178,12 +178,8 @@ everything = lambda batch, *_: (batch.live | True, ones(batch.live.shape))
 REFUSED = [  # a table, its entry `mine`, flags, the message
     (dppo.COMPLETION_RULES, everything, {"method": "mine"},
      r"is a function: give it to dppo.Rule\(\.\.\)"),
-    (dppo.COMPLETION_RULES, dppo.Rule(everything, rate=0.5), {"method": "mime"},
-     "--method mime: choose one of grpo, .*, pps,.* mine"),
     (dppo.LOSSES, dppo.Loss(plain, "tokens"), {"loss": "mine"},
      r"unknown denominator \(loss 'mine'\) 'tokens': choose one of own length, constant"),
-    (dppo.LOSSES, dppo.Loss(plain, "constant", scale_rewards="std"), {"loss": "mine"},
-     r"scale_rewards \(loss 'mine'\) 'std': choose one of"),
 ]  # fmt: skip
 
 

@@ -141,8 +141,8 @@ def test_what_a_reward_may_return():
 
 
 def test_a_reward_may_ask_for_the_row():
-    """The problem and all columns, for each call anew. Catches a column that is lost, a row of a
-    file that is not kept, and one that makes another problem of the same question."""
+    """The problem and all columns, for each call anew. Catches a column that is lost, and one that
+    makes another problem of the same question."""
     row = {"problem": "1+6?", "answer": "7", "source": "book", "level": 3}
     seen = []
     asks = lambda text, answer, row: seen.append(dict(row)) or row.clear() or 1.0
