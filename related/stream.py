@@ -30,20 +30,19 @@ def size(module) -> int:
 
 
 def update(model, name: str, h):
-    """(x, f(x)) [N, T, d]: the normed input of a sub-layer, and what it adds to the stream h."""
+    """What a sub-layer adds to the stream h [N, T, d]."""
     sublayer, norm = parts(model, name)
-    x = norm(h)
     if name.endswith("mlp"):
-        return x, sublayer(x)
+        return sublayer(norm(h))
     rope = model.base_model.rotary_emb(h, torch.arange(h.shape[1], device=h.device)[None])
-    return x, sublayer(hidden_states=x, position_embeddings=rope, attention_mask=None)[0]
+    return sublayer(hidden_states=norm(h), position_embeddings=rope, attention_mask=None)[0]
 
 
 def states(model, h, names: list[str]) -> list[torch.Tensor]:
     """The hidden states [N, T, d] before each of these sub-layers, and after the last one."""
     hidden = [h]
     for name in names:
-        hidden.append(hidden[-1] + update(model, name, hidden[-1])[1])
+        hidden.append(hidden[-1] + update(model, name, hidden[-1]))
     return hidden
 
 
