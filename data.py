@@ -43,6 +43,11 @@ HUB = {  # data name -> id, configuration and split on the hub
 PROBLEM_KEYS = ("problem", "question", "prompt", "messages")
 ANSWER_KEYS = ("answer", "final_answer", "target", "solution", "ground_truth")
 SOURCE_KEYS = ("source", "subject", "type")
+READ = {*ANSWER_KEYS, *SOURCE_KEYS, "reward_model"}
+# What data have where no answer was found: small letters and digits, without what is between them.
+PLACEHOLDERS = {
+    "", "proof", "notfound", "none", "null", "nan", "na", "unknown", "noanswer", "todo", "tbd",
+}  # fmt: skip
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 # What a chat template calls for today's date, such as strftime_now("%d %B %Y").
 TODAY = re.compile(r"strftime_now\((?:\s*format\s*=)?\s*(['\"])(.*?)\1\s*\)")
@@ -171,7 +176,7 @@ def _computed(task: ModuleType, split: str, count: int) -> list[Problem]:
 
 def _scorable(data: str, reward) -> list[Problem]:
     """The problems whose reference answers the default reward can read; says what the others look
-    like. A reward of the user's gets all problems."""
+    like, and which answers are only placeholders. A reward of the user's gets all problems."""
     problems = read_problems(data)
     if reward not in (None, reward_function(data)):
         return problems
@@ -184,6 +189,12 @@ def _scorable(data: str, reward) -> list[Problem]:
         if not kept:
             raise InputError(f"{said}: {pairs}")
         ranks.say(f"note: {said}, and their problems are dropped: {pairs}")
+    answers = [problem.answer for problem in kept]
+    odd = Counter(one for one in answers if re.sub(r"[\W_]", "", one.lower()) in PLACEHOLDERS)
+    if odd:
+        named = ", ".join(f"{answer!r} ({count})" for answer, count in odd.most_common(3))
+        said = f"{odd.total()} of {len(answers)} reference answers of {data} look like placeholders"
+        ranks.say(f"note: {said}, and count as right answers: {named}")
     return kept
 
 
@@ -223,7 +234,7 @@ def read_problems(data: str) -> list[Problem]:
         names = ", ".join([*EMBEDDED, *HUB])
         hint = f"give a file of JSON or parquet, or one of {names}"
         raise InputError(f"--data {data} cannot be read ({in_words(error)}): {hint}") from None
-    problems = []
+    problems, unread = [], set()
     for number, line in rows:
         try:
             row = json.loads(line) if isinstance(line, str) else line
@@ -231,8 +242,12 @@ def read_problems(data: str) -> list[Problem]:
         except Exception as error:
             remedy = "correct or remove it"
             raise InputError(f"row {number} of {data}: {in_words(error)}: {remedy}") from None
+        given = {name for name, value in row.items() if value not in (None, "")}
+        unread |= given - READ - {_first_key(row, PROBLEM_KEYS)}
     if not problems:
         raise InputError(f"{data} has no rows: give it some with a problem and an answer")
+    if unread:
+        ranks.say(f"note: prompts leave out these columns of {data}: {', '.join(sorted(unread))}")
     return problems
 
 
@@ -336,7 +351,11 @@ def _turn(turn: dict) -> dict:
 
 
 def reference_answer(value: str | int | float | Decimal) -> str:
-    """The reference answer in a value: "2x" in "$2x$", "72" in "24+48=72 #### 72"."""
+    """The reference answer in a value.
+
+    >>> reference_answer("24+48=72 #### 72"), reference_answer(27.0), reference_answer("$2x$")
+    ('72', '27', '2x')
+    """
     if isinstance(value, (float, Decimal)):
         if not math.isfinite(value):
             return ""
@@ -348,8 +367,11 @@ def reference_answer(value: str | int | float | Decimal) -> str:
 
 
 def together(answers: list[str]) -> str:
-    """One reference answer for a list: alternatives, such as "8 (or) eight", unless all are
-    different numbers, such as "2, 3"."""
+    """One reference answer for a list: alternatives, unless all are different numbers.
+
+    >>> together(["8", "eight"]), together(["1/2", "0.5"]), together(["2", "3"])
+    ('8 (or) eight', '1/2 (or) 0.5', '2, 3')
+    """
     answers = [*dict.fromkeys(answers)]
     numbers = not any(re.search(r"[^\W\d_i]", re.sub(r"\\[a-z]+", "", one)) for one in answers)
     different = not any(equal(*pair) for pair in itertools.combinations(answers, 2))
@@ -358,7 +380,13 @@ def together(answers: list[str]) -> str:
 
 def parts(text: str) -> tuple[str, str]:
     """(worked solution, answer) of a text. The answer is in the last box, or else after #### in the
-    last line, or else it is all. A solution ends in a box, without a calculator's marks."""
+    last line, or else it is all. A solution ends in a box, without a calculator's marks.
+
+    >>> parts("So 24+48 = <<24+48=72>>72 clips.\\n#### 72")
+    ('So 24+48 = 72 clips.\\n\\\\boxed{72}', '72')
+    >>> parts("#### Step 2\\nso $x=\\\\boxed{3}$."), parts("\\\\boxed{3}"), parts("#### 72")
+    (('#### Step 2\\nso $x=\\\\boxed{3}$.', '3'), ('', '3'), ('', '72'))
+    """
     if box := rewards.last_box(text):
         is_bare = text.strip() == text[box.start : box.end]
         return "" if is_bare or not box.content else text, box.content or ""

@@ -36,6 +36,7 @@ BOX = "\\boxed{3}, no, \\boxed{\\frac{1}{2}}."
 MARKS = "1+1 = <<1+1=2>>2.\n<<2*2=4>>4 <<4>>4\n#### 4"
 SHIFT = "a << b, so \\boxed{2} >> 1"
 HEADINGS = "#### Sum\nIt is \\boxed{7}.\n#### Check\nIt is odd."
+SUM = "#### Sum\n3+5 = 8\n#### 8\n\n"
 VERL = {"style": "rule", "ground_truth": "34"}
 ROWS = [  # what a row has beside its problem: the answer, the worked solution
     ({"final_answer": 2.5, "answer": None}, "2.5", ""),
@@ -44,10 +45,14 @@ ROWS = [  # what a row has beside its problem: the answer, the worked solution
     ({"solution": BOX}, "\\frac{1}{2}", BOX),
     ({"answer": 27.0, "solution": "not \\boxed{1}"}, "27", "not \\boxed{1}"),
     ({"final_answer": ["$2$", 3.0], "solution": ["three"]}, "2, 3", ""),
+    ({"answer": 1.5e-7}, "0.00000015", ""),
     ({"answer": float("nan")}, "", ""),
-    # a heading is no answer
+    # a heading is no answer, unlike the end of the last line; and a box wins over both
     ({"solution": HEADINGS}, "7", HEADINGS),
+    ({"solution": SUM}, "8", "#### Sum\n3+5 = 8\n\\boxed{8}"),
+    ({"answer": "#### Sum\nIt is 9."}, "#### Sum\nIt is 9.", ""),
     ({"reward_model": VERL, "ground_truth": None}, "34", ""),
+    ({"reward_model": VERL, "ground_truth": "7"}, "7", ""),
     ({"answer": "2", "solution": MARKS}, "2", "1+1 = 2.\n4 4\n\\boxed{4}"),
     ({"answer": SHIFT}, "2", SHIFT),
     ({"answer": None}, "", ""),
@@ -76,6 +81,7 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
 TALK_BOXED = [USER, SAYS, user("And 3+4?\nBox it."), CALL | {"content": ""}, TOOL]
 CHATS = [  # a row, the messages of its prompt with the instruction "Box it.", its solution
     ({"prompt": [SYSTEM, PARTS], "answer": "2"}, [SYSTEM, BOXED], ""),
+    ({"prompt": [USER], "answer": "2"}, [BOXED], ""),
     ({"messages": [USER, SAYS, OTHER, CALL, NAMELESS], "answer": 2}, TALK_BOXED, ""),
     ({"messages": [SYSTEM, USER, SAYS], "answer": None}, [SYSTEM, BOXED], SAYS["content"]),
     ({"messages": [USER, SAYS | {"content": "2"}]}, [BOXED], "2"),
@@ -115,7 +121,9 @@ SINGLE = pyarrow.float32()
 VERLS = pyarrow.struct([("ground_truth", SINGLE)])
 NUMBERS = [  # a column, how it is read
     ("answer", pyarrow.array([Decimal(f"{LONG}.00")]), LONG),
+    ("answer", pyarrow.array([2.0**-20]), "0.00000095367431640625"),
     ("answer", pyarrow.array([7.1], SINGLE), "7.1"),
+    ("answer", pyarrow.array([[12345.6, 0.1]], pyarrow.large_list(SINGLE)), "12345.6, 0.1"),
     ("reward_model", pyarrow.array([{"ground_truth": 12345.6}], VERLS), "12345.6"),
 ]
 
@@ -143,8 +151,11 @@ CHAT = {"messages": [USER, SAYS], "answer": "2"}
 HALF = {"role": "system", "content": "\ud83d"}
 LINES = {  # a line of a.jsonl: what is wrong with row 1 of a.jsonl
     '{"question": "a", "label": "1"}': "it has none of the keys answer, final_answer",
+    '{"question": "a", "answer": ["1", null]}': "'answer' must be text or a number, got None",
+    '{"question": " ", "answer": "1"}': "nothing is asked under 'question'",
     '{"question": null, "answer": "1"}': "text or a number, got None",
     json.dumps({"prompt": [USER, SAYS]}): "chat under 'prompt' ends with an",
+    json.dumps(CHAT): "chat under 'messages' ends with",
     json.dumps(CHAT | {"messages": [HALF, USER]}): "surrogates not allowed",
     json.dumps(CHAT | {"messages": []}): "nothing is asked under 'messages'",
     json.dumps(CHAT | {"messages": [user([{"type": "image"}])]}): "KeyError: 'text'",
@@ -152,7 +163,9 @@ LINES = {  # a line of a.jsonl: what is wrong with row 1 of a.jsonl
 FILES = [  # name and text of a file, and what is wrong with it
     *(("a.jsonl", line, f"row 1 of .*: .*{re.escape(why)}.*: cor") for line, why in LINES.items()),
     ("a.jsonl", '\n{"question": "a", "answer": "1"}\n{oops}\n', "row 3 of .*: JSONDecodeError"),
+    ("a.jsonl", "\n", "has no rows"),
     ("a.json", '[{"problem": "p", "answer": "1"}, 7]', "row 2 of .* not a JSON object but int"),
+    ("a.parquet", "no", "Parquet file size is 2 bytes"),
     ("a.txt", None, "No such file .*give a file of JSON or parquet, or one of arith"),
 ]
 
@@ -184,8 +197,11 @@ def test_the_last_twentieth_is_held_out(tmp_path, capsys):
     said = "note: 3 of 3 problems to evaluate on are also trained on\n"
     assert capsys.readouterr().out == said
     assert data.problem_sets(path, "nowhere", 0) == (every, []), "no evaluation: it is not read"
-    path = write(tmp_path, *2 * [{"question": "q", "answer": "1"}])
-    assert len(data.problem_sets(path, None, 300)[1]) == 1, "not 0"
+    for count, share in ((2, 1), (45, 2), (51, 3)):  # rounded to the nearest number, but at least 1
+        path = write(tmp_path, *count * [{"question": "q", "answer": "1"}])
+        assert len(data.problem_sets(path, None, 300)[1]) == share
+    with pytest.raises(InputError, match="too few problems to hold some out"):
+        data.problem_sets(write(tmp_path, {"question": "q", "answer": "1"}), None, 300)
 
 
 SOURCES = {
@@ -259,6 +275,21 @@ def test_reference_answers_that_cannot_be_scored_are_dropped(tmp_path, capsys):
     assert len(data.train_problems(path, len)) == len(data.eval_problems(path, reward=len)) == 6
     with pytest.raises(InputError, match=r"1 of 1 reference answers of .* be scored: '' to 'q'"):
         data.eval_problems(write(tmp_path, rows[1]), 3)
+
+
+def test_what_is_odd_about_a_file_is_said(tmp_path, capsys):
+    """Catches a note of columns that are empty or read."""
+    answers = ("proof", "7", "Not found", "proof", "-", "no proof")
+    rows = [{"prompt": "p", "answer": answer, "input": ""} for answer in answers]
+    rows[1] |= {"choices": ["7", "8"], "question": "q", "subject": "s", "solution": "so #### 7"}
+    rows[2] |= {"level": 0, "messages": None, "reward_model": {"style": "rule"}}
+    path = write(tmp_path, *rows)
+    assert len(data.train_problems(path)) == 6
+    assert capsys.readouterr().out.splitlines() == [
+        f"note: prompts leave out these columns of {path}: choices, level, prompt",
+        f"note: 4 of 6 reference answers of {path} look like placeholders, and count as right "
+        "answers: 'proof' (2), 'Not found' (1), '-' (1)",
+    ]
 
 
 def test_what_makes_a_problem_the_same():
@@ -368,8 +399,10 @@ def test_the_tokenizer_is_the_models(prompts):
 
 DATES = {  # what a chat template says: what it says on the day of the run; None: no date
     '{% set day = strftime_now( "%Y-%m-%d" ) %}{{ day }}': "2026-11-28",
+    '{{ strftime_now(format="%H:%M") }}': "00:00",
     "{{ strftime_now('%d')|int + 1 }}": "29",
     "{% if strftime_now is defined %}today{% endif %}": None,
+    None: None,
 }
 
 
@@ -377,10 +410,11 @@ DATES = {  # what a chat template says: what it says on the day of the run; None
 def test_the_date_of_a_template(template):
     """Catches a prompt that is another one on the next day."""
     tokenizer, expected = arithmetic.make_tokenizer(), DATES[template]
-    tokenizer.chat_template = template
-    data.fix_date(tokenizer, "2026-11-28")
-    assert tokenizer.date == (expected and "2026-11-28")
-    assert not expected or tokenizer.apply_chat_template([USER], tokenize=False) == expected
+    for of_tokenizer in (template, {"default": template or "", "tool_use": ""}):
+        tokenizer.chat_template = of_tokenizer
+        data.fix_date(tokenizer, "2026-11-28")
+        assert tokenizer.date == (expected and "2026-11-28")
+        assert not expected or tokenizer.apply_chat_template([USER], tokenize=False) == expected
 
 
 def test_a_run_keeps_its_date(run, policy_folder, tmp_path, monkeypatch, capsys):
