@@ -3,8 +3,9 @@ Language models that lack some sub-layers, as related/structured.py writes them.
 
 No config of transformers says "block 7 has no attention". So such a folder names an architecture
 that transformers does not have, pruned_llama, pruned_qwen2 or pruned_qwen3, and refuses to load
-until `register` was called. Its config.json holds `removed_sublayers`, their names: "7.self_attn"
-or "9.mlp", by block.
+until `register` was called. Its config.json holds `removed_sublayers`, the name of each
+("7.self_attn" or "9.mlp", by block) with what stands in its place: null for nothing, r for a bias
+and a matrix of rank r.
 
     python -m related.pruned PROGRAM FLAGS    train, eval or tasks.sft, able to load such a folder
     torchrun -m related.pruned train FLAGS    the same on several ranks
@@ -13,35 +14,43 @@ or "9.mlp", by block.
 import runpy
 import sys
 
+import torch
 import transformers
 from torch import nn
 
 NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}  # of a block's input
 
 
-class Nothing(nn.Module):
-    """What a removed sub-layer leaves: it adds 0."""
+class StandIn(nn.Module):
+    """What a removed sub-layer leaves: bias + up(down(x)) for its normed input x [N, T, d]."""
 
-    def __init__(self, is_attention: bool):
+    def __init__(self, width: int, rank: int | None, is_attention: bool):
         super().__init__()
         self.is_attention = is_attention
+        self.rank = rank
+        if rank:
+            self.bias = nn.Parameter(torch.zeros(width))
+            self.down = nn.Linear(width, rank, bias=False)
+            self.up = nn.Linear(rank, width, bias=False)
 
     def forward(self, hidden_states, **_of_attention):
-        return (0.0, None) if self.is_attention else 0.0
+        update = self.bias + self.up(self.down(hidden_states)) if self.rank else 0.0
+        return (update, None) if self.is_attention else update
 
 
-def remove(model, removed: list[str]) -> None:
-    """Replace each named sub-layer, and the norm of its input.
+def remove(model, removed: dict[str, int | None]) -> None:
+    """Replace each named sub-layer, and the norm of its input where nothing reads it.
 
     The attentions that are left are renumbered: transformers asks the first entry of the
     key-value cache how many tokens it holds, and an attention that is gone would never fill it."""
     layers = model.base_model.layers
-    for name in removed:
+    for name, rank in removed.items():
         number, kind = name.split(".")
         block = layers[int(number)]
-        setattr(block, kind, Nothing(kind == "self_attn"))
-        setattr(block, NORMS[kind], nn.Identity())
-    left = [layer.self_attn for layer in layers if not isinstance(layer.self_attn, Nothing)]
+        setattr(block, kind, StandIn(model.config.hidden_size, rank, kind == "self_attn"))
+        if rank is None:
+            setattr(block, NORMS[kind], nn.Identity())
+    left = [layer.self_attn for layer in layers if not isinstance(layer.self_attn, StandIn)]
     for place, attention in enumerate(left):
         attention.layer_idx = place
 
@@ -83,29 +92,32 @@ def keep_neurons(model, kept) -> None:
     model.config.intermediate_size = kept.shape[1]
 
 
-def rebuild(model, removed: list[str]):
-    """A new model without the removed sub-layers, in evaluation mode. Empty blocks are removed, and
-    the others are renumbered."""
-    every = range(len(model.base_model.layers))
-    blocks = [b for b in every if any(f"{b}.{kind}" not in removed for kind in NORMS)]
-    gone = [
-        f"{place}.{kind}"
+def rebuild(model, removed: list[str], rank: int | None = None, tensors: dict | None = None):
+    """A new model without the removed sub-layers, in evaluation mode.
+
+    rank: of what stands in their places; its `tensors` have the names of the state_dict of a model
+    that has all blocks. With None, empty blocks are removed, and the others are renumbered."""
+    blocks = [*range(len(model.base_model.layers))]  # those that are left
+    if rank is None:
+        blocks = [b for b in blocks if any(f"{b}.{kind}" not in removed for kind in NORMS)]
+    stand_ins = {
+        f"{place}.{kind}": rank
         for place, block in enumerate(blocks)
         for kind in NORMS
         if f"{block}.{kind}" in removed
-    ]
+    }
     config = model.config.to_dict() | {"num_hidden_layers": len(blocks)}
     del config["model_type"]  # the class below knows it
     if config.get("layer_types"):
         config["layer_types"] = [config["layer_types"][block] for block in blocks]
     config_class, model_class = type(model.config), type(model)
-    if gone:
+    if stand_ins:
         config_class, model_class = FAMILIES[model.config.model_type]
-        config["removed_sublayers"] = gone
+        config["removed_sublayers"] = stand_ins
     smaller = model_class(config_class.from_dict(config))
     smaller.generation_config = model.generation_config
 
-    old, state = model.state_dict(), {}
+    old, state = model.state_dict() | (tensors or {}), {}
     for name in smaller.state_dict():
         path = name.split(".")
         if path[1] == "layers":  # model.layers.PLACE.mlp.up_proj.weight

@@ -30,19 +30,20 @@ def size(module) -> int:
 
 
 def update(model, name: str, h):
-    """What a sub-layer adds to the stream h [N, T, d]."""
+    """(x, f(x)) [N, T, d]: the normed input of a sub-layer, and what it adds to the stream h."""
     sublayer, norm = parts(model, name)
+    x = norm(h)
     if name.endswith("mlp"):
-        return sublayer(norm(h))
+        return x, sublayer(x)
     rope = model.base_model.rotary_emb(h, torch.arange(h.shape[1], device=h.device)[None])
-    return sublayer(hidden_states=norm(h), position_embeddings=rope, attention_mask=None)[0]
+    return x, sublayer(hidden_states=x, position_embeddings=rope, attention_mask=None)[0]
 
 
 def states(model, h, names: list[str]) -> list[torch.Tensor]:
     """The hidden states [N, T, d] before each of these sub-layers, and after the last one."""
     hidden = [h]
     for name in names:
-        hidden.append(hidden[-1] + update(model, name, hidden[-1]))
+        hidden.append(hidden[-1] + update(model, name, hidden[-1])[1])
     return hidden
 
 

@@ -10,7 +10,7 @@ blocks with the lowest scores go:
     cosine, l2   how far the block moves the hidden state: 1 - cosine, |f(h)| / |h|
     loss         the loss if this block alone is gone
 
-What is removed adds nothing to the residual stream.
+What is removed adds nothing to the residual stream, or with --recovery what recovery.py fits.
 
 DPPO's weights keep the expected gradient what it was. Here nothing does: a pruned model is another
 function, which only training mends. The scores are means over a little text, and scores on the
@@ -33,9 +33,11 @@ import tyro
 
 import models
 from related import pruned, stream
+from related.recovery import recover
 from runtime import InputError
 from runtime.device import choose_device
 
+RANK = 32  # of what --recovery puts in place of a removed sub-layer
 ALPHA = 1.5  # of 2ssp, as published; with more, more attentions and fewer neurons go
 SAMPLES, LENGTH = 16, 256  # windows of text to calibrate on, as many to evaluate on; their tokens
 
@@ -142,7 +144,7 @@ def windows(tokenizer) -> torch.Tensor:
     return torch.stack(chosen).view(2, SAMPLES, LENGTH)
 
 
-def prune(model, sequences, method: str, sparsity: float):
+def prune(model, sequences, method: str, sparsity: float, recovery: bool = False):
     """A new, smaller model, calibrated on sequences [N, T]. 2ssp narrows the given one, too."""
     if model.config.model_type not in pruned.FAMILIES:
         families = ", ".join(pruned.FAMILIES)
@@ -153,7 +155,9 @@ def prune(model, sequences, method: str, sparsity: float):
         removed = two_stage(model, sequences, sparsity)
     else:
         removed = least_important(importance(model, sequences, method), sparsity)
-    return pruned.rebuild(model, removed)
+    if not recovery:
+        return pruned.rebuild(model, removed)
+    return pruned.rebuild(model, removed, RANK, recover(model, sequences, removed, RANK))
 
 
 @torch.no_grad()
@@ -165,7 +169,8 @@ def sizes_and_perplexity(model, sequences) -> list[float]:
 
 def main(
     model: str = "smollm2", sparsity: float = 0.25,
-    method: Literal["2ssp", "cosine", "l2", "loss"] = "2ssp", out_dir: Path = Path("out/pruned"),
+    method: Literal["2ssp", "cosine", "l2", "loss"] = "2ssp", recovery: bool = False,
+    out_dir: Path = Path("out/pruned"),
 ) -> None:  # fmt: skip
     """Prune a model, save it, and print what it lost.
 
@@ -173,6 +178,7 @@ def main(
         model: smollm2, a .gguf file, a folder, or a hub id
         sparsity: share of the parameters of the blocks to remove
         method: what to remove
+        recovery: put a bias and a matrix of rank 32 in place of each removed sub-layer
         out_dir: the new folder
     """
     if out_dir.exists():
@@ -182,7 +188,7 @@ def main(
     whole.set_attn_implementation("sdpa")
     calibration, held_out = windows(tokenizer).to(device)
     before = sizes_and_perplexity(whole, held_out)
-    smaller = prune(whole, calibration, method, sparsity).to(device)
+    smaller = prune(whole, calibration, method, sparsity, recovery).to(device)
     smaller.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
     print(f"{'':20}{'before':>14}{'after':>14}{'ratio':>8}")

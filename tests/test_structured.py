@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import models
 import rollout
-from related import pruned, stream, structured
+from related import pruned, recovery, stream, structured
 from runtime import InputError
 from tasks import arithmetic
 
@@ -69,7 +69,7 @@ def nll(logits, ids=IDS):
 # ------------------------------------------------------------------------- removal
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
 @pytest.mark.parametrize("removed", [REMOVED, BLOCKS], ids=["sub-layers", "blocks"])
 def test_removal_is_the_masked_model(family, removed, tmp_path):
     """After the folder was loaded and saved again. A block of which nothing is left is gone; where
@@ -146,6 +146,14 @@ def test_scores_are_their_definitions():
     assert structured.least_important(torch.tensor([3.0, 1.0, 4.0, 2.0]), 0.6) == names
 
 
+def test_two_stage_counts():
+    """By hand. Catches an exponent upside down, an alpha that multiplies, and attentions that are
+    not taken off the neurons' share."""
+    smollm2 = (30, 1536, 884_736, 2_654_208, 106_202_880)
+    assert structured.two_stage_counts(0.25, *smollm2) == (2, 1058)
+    assert structured.two_stage_counts(0.5, *smollm2) == (8, 648)
+
+
 def test_two_stage():
     """The shares of both stages add up to the sparsity; attentions are chosen greedily, by the loss
     of the narrow model without all that are gone so far."""
@@ -162,6 +170,42 @@ def test_two_stage():
         assert name == min(losses, key=losses.get)
 
 
+# ------------------------------------------------------------------------- recovery
+
+
+def test_fit_is_the_best_map_of_its_rank():
+    """Against the singular vectors of the fitted outputs, of ordinary least squares with the
+    penalty as further rows. Catches the smallest directions instead of the largest, and a bias that
+    forgets the inputs' mean."""
+    torch.manual_seed(0)
+    x = torch.randn(50, 6).double() @ torch.randn(6, 6).double() + 3
+    y = x @ torch.randn(6, 6).double() + torch.randn(50, 6).double()
+    bias, down, up = recovery.fit(x, y, 2, ridge=0.1)
+    centered = x - x.mean(0)
+    penalty = 0.1 * centered.square().sum() / 6
+    rows = torch.cat([centered, penalty.sqrt() * torch.eye(6).double()])
+    least = torch.linalg.lstsq(rows, torch.cat([y - y.mean(0), torch.zeros(6, 6).double()]))
+    directions = torch.linalg.svd(rows @ least.solution).Vh[:2]
+    matrix = least.solution @ directions.T @ directions
+    assert torch.allclose((up @ down).T, matrix)
+    assert torch.allclose(bias, y.mean(0) - x.mean(0) @ matrix)
+
+
+def test_stand_ins_are_fitted_behind_earlier_ones():
+    """On average over tokens, each adds what its sub-layer would add behind the stand-ins before
+    it, whatever the order of removal. Catches fits on the whole model's stream."""
+    model = make()
+    removed = ["2.mlp", "0.self_attn", "0.mlp"]
+    smaller = pruned.rebuild(model, removed, 2, recovery.recover(model, IDS, removed, 2))
+    with torch.no_grad():
+        h = stream.embed(model, IDS)
+        for name in stream.all_names(model):
+            wanted, added = (stream.update(each, name, h)[1] for each in (model, smaller))
+            assert torch.allclose(added.mean(dim=(0, 1)), wanted.mean(dim=(0, 1)), atol=1e-5)
+            h = h + added
+        assert torch.allclose(stream.logits(model, h), logits(smaller), atol=1e-5)
+
+
 # ------------------------------------------------------------------------- the commands
 
 
@@ -173,6 +217,14 @@ def numbers(monkeypatch):
     monkeypatch.setattr(structured, "SAMPLES", 4)
     monkeypatch.setattr(structured, "LENGTH", 20)
     return torch.tensor(TOKENIZER(text)["input_ids"])
+
+
+def test_windows(numbers):
+    """Nine tenths calibrate and one is held out; a paragraph counts once, so none is in both."""
+    calibration, held_out = structured.windows(TOKENIZER)
+    first, last = numbers[: len(numbers) * 9 // 10], numbers[len(numbers) * 9 // 10 :]
+    assert torch.equal(calibration[3], first[3 * len(first) // 4 :][:20])
+    assert torch.equal(held_out[0], last[:20])
 
 
 def test_command(numbers, tmp_path, capsys):
@@ -196,12 +248,13 @@ def test_command(numbers, tmp_path, capsys):
 
 
 def test_training_a_pruned_model(policy_folder, tmp_path, monkeypatch):
-    """train.py alone refuses the folder, in a line that names the way. That way trains it, and the
-    checkpoint is such a folder again."""
+    """train.py alone refuses the folder, in a line that names the way. That way trains it, with its
+    stand-in, and the checkpoint is such a folder again."""
     whole, _ = models.load_policy(policy_folder, "cpu")
     whole.set_attn_implementation("sdpa")
+    monkeypatch.setattr(structured, "RANK", 2)
     monkeypatch.setattr(structured, "least_important", lambda *_: ["0.self_attn"])
-    smaller = structured.prune(whole, IDS, "l2", 0.5)
+    smaller = structured.prune(whole, IDS, "l2", 0.5, recovery=True)
     folder = save(smaller, tmp_path / "smaller")
     monkeypatch.delitem(transformers.CONFIG_MAPPING._extra_content, "pruned_qwen3", raising=False)
     with pytest.raises(InputError, match="pruned_qwen3"):
@@ -210,6 +263,6 @@ def test_training_a_pruned_model(policy_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pruned.py", "toy", *flags])
     pruned.main()
     trained, _ = models.load_policy(str(tmp_path / "out" / "checkpoint"), "cpu")
-    assert trained.config.removed_sublayers == ["0.self_attn"]
+    assert trained.config.removed_sublayers == {"0.self_attn": 2}
     before = smaller.state_dict()
     assert all(not torch.equal(before[name], value) for name, value in trained.state_dict().items())
