@@ -1,5 +1,6 @@
 """The memory plan: its parts by hand, its activations measured, and what it advises."""
 
+import sys
 import types
 from dataclasses import replace
 
@@ -11,14 +12,17 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import config
 import models
 import packing
+import train
 from engines import memory, vllm_engine
-from runtime import device, ranks
+from runtime import InputError, device, ranks
 
 GIB = 2**30
 SHAPES = {  # Qwen3's: hidden, feed-forward, layers, heads, key-value heads, head width, vocabulary
     "tiny": (128, 384, 4, 4, 2, 32, 2048),
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151_936),
+    "1.7b": (2048, 6144, 28, 16, 8, 128, 151_936),
     "4b": (2560, 9728, 36, 32, 8, 128, 151_936),
+    "8b": (4096, 12_288, 36, 32, 8, 128, 151_936),
 }
 
 
@@ -27,7 +31,7 @@ def qwen3(shape):
     return Qwen3Config(
         hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width,
-        vocab_size=vocabulary, tie_word_embeddings=True,
+        vocab_size=vocabulary, tie_word_embeddings=shape != "8b",
     )  # fmt: skip
 
 
@@ -126,25 +130,48 @@ def test_activations_are_those_of_a_forward(monkeypatch, dtype, checkpointing):
     assert found == pytest.approx(planned[1] - planned[0], rel=0.01)
 
 
-ADVICE = [  # shape, flags, GPUs, the flag that helps most
-    ("0.6b", {}, 1, None),
-    ("4b", {}, 1, "--gradient-checkpointing"),
-    ("4b", {"gradient_checkpointing": True}, 1, "--pack-tokens 2048"),
-    ("4b", {"gradient_checkpointing": True}, 8, "--shard fsdp"),
-    ("4b", {"gradient_checkpointing": True, "shard": "fsdp"}, 8, None),
-    ("4b", {"gradient_checkpointing": True, "shard": "fsdp", "max_new_tokens": 2**15}, 8,
-     "--max-new-tokens 16384"),
+CHECKPOINTING = {"gradient_checkpointing": True}
+FIT = [  # shape, flags, GPUs, GiB of each: what fits
+    ("0.6b", {}, 1, 79, ""),
+    ("4b", {}, 1, 79, "this fits: CMD --gradient-checkpointing --pack-tokens 2048"),
+    ("4b", {}, 8, 47, "this fits: CMD --gradient-checkpointing --shard fsdp"),
+    ("4b", {}, 1, 47, "this fits: CMD --gradient-checkpointing --lora 16 --lr 1e-05"),
+    ("4b", CHECKPOINTING, 1, 79, "this fits: CMD --pack-tokens 2048"),
+    ("4b", CHECKPOINTING | {"shard": "fsdp", "max_new_tokens": 2**15}, 8, 79,
+     "this fits: CMD --max-new-tokens 16384"),
+    ("8b", {"lora": 32}, 1, 47, "this fits: CMD --gradient-checkpointing"),
+    ("8b", {}, 1, 15, "use a smaller model, or more GPUs"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("shape", "changes", "world", "flag"), ADVICE)
-def test_the_flag_that_helps_most(model_4b, shape, changes, world, flag):
-    """On a GPU of 80 GB. Catches advice that does not help, and a run that dies unwarned."""
-    model = model_4b if shape == "4b" else meta(shape)
-    text = memory.report(model, resolved(**changes), 200, world, 79 * GIB)
-    assert text.startswith("memory of a GPU of 79.0 GiB: weights ")
-    assert ("note: a step may not fit" in text) == (flag is not None)
-    assert flag is None or f"{flag} helps most: " in text
+@pytest.mark.parametrize(("shape", "changes", "world", "gib", "way_out"), FIT)
+def test_a_command_that_fits(shape, changes, world, gib, way_out):
+    """Refused if the update alone is larger than the GPU, else noted. Catches advice that does not
+    help, a run that dies unwarned, and a learning rate of all weights for adapters."""
+    cfg, model = resolved(**changes), meta(shape)
+    parts = memory.plan(model, cfg, 0, world)
+    needed = memory.state(parts) + parts["logits"] + parts["activations"]
+    try:
+        said = memory.check(model, cfg, world, gib * GIB, "CMD")
+        assert needed <= gib * GIB
+        assert said.startswith("note: a step needs ") == bool(way_out)
+    except InputError as refusal:
+        said = str(refusal)
+        assert needed > gib * GIB
+    assert said.endswith(way_out)
+
+
+def test_it_is_checked_before_the_data(policy_folder, monkeypatch):
+    """Catches half an hour of downloads before the refusal, and advice without the command."""
+    monkeypatch.setattr(sys, "argv", ["my.py", "--lr", "1e-6"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**20))
+    cfg = config.Config(model=policy_folder, device="cuda", data="nothing.jsonl")
+    with pytest.raises(InputError, match=f"--model {policy_folder}: a step needs .* or more GPUs"):
+        train.Trainer(cfg)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10 * GIB))
+    with pytest.raises(InputError, match=r"nothing\.jsonl cannot be read"):
+        train.Trainer(cfg)
 
 
 def test_vllm_gets_what_training_leaves(model_4b):
@@ -170,7 +197,7 @@ def test_a_run_says_its_plan(make_policy, monkeypatch, capsys, given):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, GIB))
     monkeypatch.setattr(ranks, "world", lambda: 1)
     model, tokenizer = make_policy()
-    loaded = models.Models(model, tokenizer, model, None, "x")
+    loaded = models.Models(model, tokenizer, model, None)
     cfg = replace(resolved(vllm_memory=given), device="cuda", engine="vllm")
     with pytest.raises(AttributeError, match="check"):  # of no engine
         models.make_sampling(cfg, loaded, [[65]], False)
