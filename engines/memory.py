@@ -36,9 +36,9 @@ def plan(model, cfg, prompt: int, world: int) -> dict[str, int]:
     share = parameters // world if cfg.shard == "fsdp" else parameters
     frozen = 0
     if cfg.lora:  # adapters of a matrix have `rank` of its rows and columns
-        names = model.base_model.layers.named_parameters()
-        matrices = [w for name, w in names if w.dim() == 2 and ".lora_" not in name]
-        share, frozen = cfg.lora * sum(sum(w.shape) for w in matrices), parameters
+        embedding, names = model.get_input_embeddings().weight, model.base_model.named_parameters()
+        ours = [w for name, w in names if ".lora_" not in name and w is not embedding]
+        share, frozen = cfg.lora * sum(sum(w.shape) for w in ours if w.dim() == 2), parameters
     sequences = min(cfg.rollout_batch, -(-cfg.prompts_per_step * cfg.group_size // world))
     cached = sequences * rollout.cache_bytes(config, dtype)  # for a token of each sequence
     engines = dtype.itemsize * parameters if cfg.engine == "vllm" else 0  # it has its own weights
