@@ -126,7 +126,7 @@ def resolve(cfg: Config) -> Config:
     if tiny:  # a rule without a rate keeps its 0
         defaults |= {name: value for name, value in method.tiny.items() if defaults[name]}
     if cfg.lora:
-        defaults["lr"] *= lora.RATE
+        defaults["lr"] = lora.learning_rate(defaults["lr"])
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     cfg = replace(cfg, device=device, dtype=dtype, **missing)
     _check_values(cfg)

@@ -98,8 +98,7 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     apart = memory.samples_apart(cfg)
     # In turns: on the host, a model of 8B takes 30 GiB while it is read.
     load = functools.partial(ranks.in_turns, load_policy)
-    frozen = cfg.dtype if cfg.lora else "float32"
-    model, tokenizer = load(source, cfg.device, frozen, samples=not apart)
+    model, tokenizer = load(source, cfg.device, samples=not apart)
     reference = None
     if cfg.beta and cfg.lora:
         reference = model  # without its adapters: see lora.base_alone
@@ -114,6 +113,7 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
         if lora.base_of(source):
             way_out = "save the merged model (docs/running.md), and train that"
             raise InputError(f"--lora {cfg.lora}: --model {cfg.model} is an adapter: {way_out}")
+        cast_weights(model, cfg.dtype)
         lora.inject(model, cfg.lora, seed_for(cfg.seed, "lora"))
         if saved:
             lora.load(model, saved)

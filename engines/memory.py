@@ -118,7 +118,7 @@ def check(model, cfg, world: int, total: int, command: str) -> str:
     packs = layers | {"pack_tokens": min(2048, cfg.pack_tokens)}
     tries = [layers, packs, layers | {"max_new_tokens": cfg.max_new_tokens // 2}]
     if not cfg.lora:
-        adapters = {"lora": 16, "lr": lora.RATE * cfg.lr, "shard": "none"}
+        adapters = {"lora": 16, "lr": lora.learning_rate(cfg.lr), "shard": "none"}
         tries += [layers | {"shard": "fsdp"}] * (world > 1) + [layers | adapters, packs | adapters]
     way_out = "use a smaller model, or more GPUs"
     for changes in reversed(tries):

@@ -146,6 +146,10 @@ def test_two_ranks_are_one(policy_folder, tmp_path):
 # ---------------------------------------------------------------------------- checkpoints
 
 
+def train_on(model, out_dir, **changes):
+    toy.main(toy.flags(str(model), str(out_dir), **changes))
+
+
 def test_a_run(run, policy_folder, tmp_path, capsys):
     """Resumed bit for bit. Its small checkpoint is read by peft and eval.py, as one model. Catches
     a base that is trained, an optimizer or an adapter that starts over, and a checkpoint of the
@@ -161,7 +165,7 @@ def test_a_run(run, policy_folder, tmp_path, capsys):
     assert names >= FILES
     assert not {"config.json", "model.safetensors"} & names
     with pytest.raises(InputError, match=r"--lora 4: --model .* is an adapter: save the merged"):
-        run("again", lora=4, model=str(saved))
+        train_on(saved, tmp_path / "again", lora=4)
 
     merged, _ = models.read(str(saved))
     base, _ = models.read(policy_folder)
@@ -183,10 +187,10 @@ def adapter(policy_folder, tmp_path):
     return tmp_path / "adapter"
 
 
-def test_all_weights_from_an_adapter(adapter, run, tmp_path):
+def test_all_weights_from_an_adapter(adapter, tmp_path):
     """Catches weights that stay frozen after the merge, and a checkpoint of the adapter alone."""
     before = models.read(str(adapter))[0].state_dict()
-    run("run", model=str(adapter), steps=2, save_every=2)
+    train_on(adapter, tmp_path / "run", steps=2, save_every=2)
     after = load_file(tmp_path / "run" / "checkpoint" / "model.safetensors")
     assert all(not torch.equal(after[name], before[name]) for name in after)
 
@@ -222,11 +226,11 @@ def test_adapters_that_are_refused(adapter, case):
     assert "\n" not in str(caught.value)
 
 
-def test_without_peft(run, adapter, monkeypatch):
+def test_without_peft(policy_folder, adapter, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    for options in ({"lora": 4}, {"model": str(adapter)}):
+    for model, rank in ((policy_folder, 4), (adapter, 0)):
         with pytest.raises(InputError, match="needs peft, which is not installed: pip install"):
-            run("run", **options)
+            train_on(model, tmp_path / "run", lora=rank)
 
 
 # ---------------------------------------------------------------------------- memory
@@ -236,10 +240,10 @@ CARDS = {"16 GB": 15, "24 GB": 23, "48 GB": 47, "80 GB": 79}  # GiB that CUDA sh
 
 
 def test_parts_by_hand():
-    """4B: 4.022e9 frozen weights, and 8 x 258,048 x 36 in adapters of rank 8. Catches a part that
+    """4B: 4.022e9 frozen weights, and 8 x 57,344 x 36 in adapters of rank 8. Catches a part that
     counts all weights, and float32 where bfloat16 is."""
     parts = memory.plan(meta("4b"), resolved(lora=8, beta=0.1), 200, 1)
-    adapters = 8 * 258_048 * 36
+    adapters = 8 * 57_344 * 36
     wanted = {"weights": 4 * adapters + 2 * 4.022e9, "gradients": 4 * adapters, "reference": 0}
     wanted |= {"optimizer": 8 * adapters, "sampling copy": 2 * 4.022e9}
     assert {name: parts[name] for name in wanted} == pytest.approx(wanted, rel=1e-3)
@@ -256,9 +260,9 @@ def test_activations_are_those_of_a_forward(monkeypatch, checkpointing):
         shape.num_hidden_layers = layers
         model = AutoModelForCausalLM.from_config(shape, attn_implementation=packing.ATTENTION)
         device.fuse_norms(model)
-        device.cast_weights(model, "bfloat16")
         if checkpointing:
             models.checkpoint_layers(model)
+        device.cast_weights(model, "bfloat16")
         lora.inject(model, 4, 0)
         measured.append(kept(model, cfg, 300))
         planned.append(memory.plan(model, cfg, 9, 1)["activations"])

@@ -165,6 +165,7 @@ def test_it_is_checked_before_the_data(policy_folder, monkeypatch):
     """Catches half an hour of downloads before the refusal, and advice without the command."""
     monkeypatch.setattr(sys, "argv", ["my.py", "--lr", "1e-6"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**20))
     cfg = config.Config(model=policy_folder, device="cuda", data="nothing.jsonl")
     with pytest.raises(InputError, match=f"--model {policy_folder}: a step needs .* or more GPUs"):
