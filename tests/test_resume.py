@@ -260,6 +260,8 @@ BAD_INPUT = """
 --vllm-memory 1 | --vllm-memory 1.0: must be above 0 and below 1
 --importance-cap 0.5 | --importance-cap 0.5: must be 0 (no correction) or at least 1
 --shard fsdp | --shard fsdp: no ranks share the weights; start train.py with torchrun
+--lora -1 | --lora -1: must be at least 0
+--lora 4 --shard fsdp | --lora 4: must be at least 0, and 0 with --shard fsdp
 --prompt-format chat | --prompt-format chat: the tokenizer has no chat template; use plain
 --data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
 --eval-every 1 --eval-data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
