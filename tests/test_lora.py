@@ -4,6 +4,7 @@ import copy
 import json
 import sys
 import types
+from dataclasses import replace
 
 import peft
 import pytest
@@ -42,6 +43,8 @@ def inject_moved(model, rank, seed):
 def adapted(make_policy):
     """(a model in float64 with adapters that have moved, its base)."""
     model, _ = make_policy(dtype=torch.float64)
+    bias = torch.linspace(-1, 1, 32, dtype=torch.float64)  # as Qwen2 has
+    model.model.layers[0].self_attn.q_proj.bias = torch.nn.Parameter(bias)
     base = copy.deepcopy(model)
     inject_moved(model, 4, 0)
     return model.double(), base
@@ -124,6 +127,15 @@ def test_the_plain_copy_is_the_model(adapted, make_rollouts, policy_folder):
     assert all(torch.equal(sent[name], plain[name][:258]) for name in plain)
 
 
+def test_types(policy_folder):
+    """Catches a frozen model that takes twice the memory, and adapters whose small steps are lost."""
+    cfg = resolved(lora=4)
+    loaded = models.load_models(replace(cfg, model=policy_folder), None)
+    of = lambda model: {(w.dtype, w.requires_grad) for w in model.parameters()}
+    assert of(loaded.model) == {(torch.bfloat16, False), (torch.float32, True)}
+    assert of(loaded.policy) == {(torch.bfloat16, False)}
+
+
 def record(path, args):
     trainer = toy.Recorder(config.parse_config(args), toy.toy_reward)
     train.run(trainer)
@@ -155,7 +167,9 @@ def test_a_run(run, policy_folder, tmp_path, capsys):
     a base that is trained, an optimizer or an adapter that starts over, and a checkpoint of the
     whole model."""
     options = {"lora": 4, "beta": 0.1, "save_every": 2, "lr": 1e-2, "gradient_checkpointing": True}
-    run("whole", **options)
+    rows = run("whole", **options)
+    gaps = [row["sampling/sampling_logp_difference/mean"] for row in rows]
+    assert max(gaps) < 1e-5, "it samples from what it trains"
     run("part", until=2, **options)
     run("part", resume="auto", **options)
     toy.assert_same(toy.timeless(tmp_path / "whole"), toy.timeless(tmp_path / "part"))
