@@ -128,7 +128,7 @@ def test_the_plain_copy_is_the_model(adapted, make_rollouts, policy_folder):
 
 
 def test_types(policy_folder):
-    """Catches a frozen model that takes twice the memory, and adapters whose small steps are lost."""
+    """Catches a frozen model of twice the size, and adapters whose small steps are lost."""
     cfg = resolved(lora=4)
     loaded = models.load_models(replace(cfg, model=policy_folder), None)
     of = lambda model: {(w.dtype, w.requires_grad) for w in model.parameters()}
