@@ -20,15 +20,20 @@ modern+=(--steps 300)
 # problems are 870 steps
 paper=(--method dppo --loss grpo --prompts-per-step 128 --group-size 5 --max-new-tokens 1024)
 paper+=(--steps 870)
+lora=(--lora 32 --lr 1e-5)
 case $name in
     0.6b-gsm8k) flags+=(--model Qwen/Qwen3-0.6B "${gsm8k[@]}") ;;  # one GPU of 80 GB
     1.7b-gsm8k) flags+=(--model Qwen/Qwen3-1.7B "${gsm8k[@]}") ;;  # one GPU of 80 GB
     4b-math) flags+=(--model Qwen/Qwen3-4B "${math[@]}" "${modern[@]}") ;;  # one GPU of 141 GB
     4b-math-8) gpus=8 flags+=(--model Qwen/Qwen3-4B "${math[@]}" "${modern[@]}" --shard fsdp) ;;
     8b-math-8) gpus=8 flags+=(--model Qwen/Qwen3-8B "${math[@]}" "${modern[@]}" --shard fsdp) ;;
+    # one GPU of 48 GB, and one of 80
+    4b-math-lora) flags+=(--model Qwen/Qwen3-4B "${math[@]}" "${modern[@]}" "${lora[@]}") ;;
+    8b-math-lora) flags+=(--model Qwen/Qwen3-8B "${math[@]}" "${modern[@]}" "${lora[@]}") ;;
     4b-math-paper) flags+=(--model Qwen/Qwen3-4B "${math[@]}" "${paper[@]}") ;;
     *)
-        presets="0.6b-gsm8k|1.7b-gsm8k|4b-math|4b-math-8|8b-math-8|4b-math-paper"
+        presets="0.6b-gsm8k|1.7b-gsm8k|4b-math|4b-math-8|8b-math-8|4b-math-lora|8b-math-lora"
+        presets+="|4b-math-paper"
         echo "usage: bash runs/qwen3.sh $presets [flags]" >&2
         exit 2
         ;;

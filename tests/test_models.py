@@ -71,7 +71,8 @@ WINDOW = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers":
 REFUSED = {  # a case: what is done to the folder, and what the message says
     "compiled": (COMPILED, "such as lm_head.weight.*such as _orig_mod.lm_head.weight"),
     "other shapes": (set_config(intermediate_size=64), r"6 mismatched \(such as .*mlp.*48.*64"),
-    "an adapter": (text("adapter_model.bin", ""), "it has an adapter; merge it"),
+    "an adapter": (text("adapter_model.bin", ""), "it has an adapter beside a model: give"),
+    "an adapter inside": (with_weight(UP.replace("weight", "lora_A.weight")), "such as .*lora_A"),
     "codes": (with_weight(UP, torch.ones(48, 32, dtype=torch.int8)), r"quantized \(\['F32', 'I8"),
     "one NaN": (with_weight(UP, torch.full((48, 32), torch.nan)), f"{UP} holds NaN or infinity"),
     "quantized": (
@@ -119,12 +120,13 @@ def test_what_is_only_noted(folder, capsys, change, note):
 
 def test_a_model_that_is_not_there_is_asked_for_once(monkeypatch):
     """Catches half a minute of retries for the folder of a run, if the hub cannot be reached."""
-    hub = mock.Mock(side_effect=[OSError("Name or service not known"), False])
+    hub = mock.Mock(side_effect=[OSError("Name or service not known"), False, False])
     monkeypatch.setattr(models, "file_exists", hub)
     for why in ("OSError: Name or service", "the hub has no config.json of this"):
         with pytest.raises(InputError, match=rf"no-run/checkpoint .*no such folder\): {why}"):
             models.load_policy("no-run/checkpoint", "cpu")
-    assert hub.mock_calls == [mock.call("no-run/checkpoint", "config.json")] * 2
+    asked = [call.args[1] for call in hub.mock_calls]
+    assert asked == ["config.json", "config.json", "adapter_config.json"]
 
 
 def test_the_check_looks_at_the_last_positions(make_policy, monkeypatch):

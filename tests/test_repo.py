@@ -28,7 +28,7 @@ OTHER_FLAGS = {  # of torchrun, pip and TRL
 
 # What the modules of a folder may import of ours: folders, and modules of the root.
 MAY_IMPORT = {
-    "engines": {"engines", "runtime", "dppo", "rollout", "packing"},
+    "engines": {"engines", "runtime", "dppo", "lora", "rollout", "packing"},
     "integrations": {"dppo", "sampler"},  # pip installs no others
     "runtime": {"runtime"},
 }
