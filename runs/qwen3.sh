@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Presets for real models on real mathematics; flags after the name override the preset:
 #   bash runs/qwen3.sh NAME [flags of train.py]
-# Derived from the memory figures in docs/running.md; no GPU has run them yet. After 20 steps,
-# `python -m bench ceiling out-NAME` says which --rest and which group size fit the machine.
+# Derived from the memory figures in docs/running.md; no GPU has run them yet. At its end, and after
+# 20 steps by `python -m bench ceiling out-NAME`, a run says what pruning saves on the machine.
 set -euo pipefail
 # Under torchrun, ranks that are still saving are killed after this many seconds (default: 30).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600
@@ -14,7 +14,7 @@ flags+=(--eval-every 20)
 gsm8k=(--data gsm8k --eval-data gsm8k-test --prompts-per-step 64 --group-size 8)
 gsm8k+=(--max-new-tokens 1024 --steps 200)
 math=(--data math --eval-data math500)
-modern=(--loss dapo --prompts-per-step 96 --group-size 16 --max-new-tokens 3072)
+modern=(--loss dapo --prompts-per-step 192 --group-size 8 --max-new-tokens 3072)
 modern+=(--steps 300)
 # our reconstruction of the paper's setting, from secondary sources; 15 epochs of MATH's 7,500
 # problems are 870 steps
