@@ -87,7 +87,7 @@ def takes_row(reward) -> bool:
         row = {"row": {}} if "row" in [*signature.parameters][2:] else {}
         signature.bind("", "", **row)
         return bool(row)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a function of C may have no signature
         name = getattr(reward, "__qualname__", repr(reward))
         wanted = "it must accept (completion, answer) or (completion, answer, row)"
         raise InputError(f"the reward {name} cannot be called ({error}): {wanted}") from None
