@@ -171,6 +171,14 @@ def test_a_reward_that_cannot_be_called(reward):
     assert not rewards.takes_row(lambda text, row: 1.0)
 
 
+def test_the_longest_answer():
+    """Exactly LONGEST characters in a box are an answer; one more is none. Catches a limit
+    that is off by one."""
+    longest = "1" * answers.LONGEST
+    assert rewards.final_answer(f"\\boxed{{{longest}}} .") == longest
+    assert rewards.final_answer(f"\\boxed{{{longest}1}} .") is None
+
+
 def test_long_texts_are_quick():
     """The judge never sees these texts. Catches a search whose time grows with the square of the
     length, and a number of ten million digits that is converted."""
@@ -200,6 +208,22 @@ def fresh_judge(monkeypatch, tmp_path, old, new):
 def verify(answer, given):
     """The judge's verdict alone."""
     return math_judge.ask(answers.read(answer).value, answers.read(given).value)
+
+
+HOSTILE = [  # wrong answers, made to hang or crash the judge, and reference answers
+    ("99^{99^{99}}", "x^{7}+1"),
+    ("\\sqrt{" * 150 + "2" + "}" * 150, "7"),
+    ("1/" * 900 + "0", "7"),
+    ("lambda: 0", "7"),
+]
+
+
+def test_hostile_answers():
+    """Catches an answer that hangs or crashes the judge, so that the next one is not judged."""
+    for number, (wrong, answer) in enumerate(HOSTILE):
+        assert rewards.math_reward(f"\\boxed{{{wrong}}}", answer) == 0.0, wrong[:80]
+        right = f"\\boxed{{\\frac{{{number}}}{{2}}}}"
+        assert rewards.math_reward(right, f"{number / 2}") == 1.0, wrong[:80]
 
 
 FAKE = """
