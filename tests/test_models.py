@@ -62,6 +62,7 @@ def a_run(folder):
 
 COMPILED = weights(lambda loaded: {f"_orig_mod.{name}": weight for name, weight in loaded.items()})
 UP = "model.layers.1.mlp.up_proj.weight"  # [48, 32]
+INSIDE = "model.layers.1.mlp.up_proj.lora_A.weight"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
 LONG = {
     "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "factor": 4.0,
@@ -72,7 +73,7 @@ REFUSED = {  # a case: what is done to the folder, and what the message says
     "compiled": (COMPILED, "such as lm_head.weight.*such as _orig_mod.lm_head.weight"),
     "other shapes": (set_config(intermediate_size=64), r"6 mismatched \(such as .*mlp.*48.*64"),
     "an adapter": (text("adapter_model.bin", ""), "it has an adapter beside a model: give"),
-    "an adapter inside": (with_weight(UP.replace("weight", "lora_A.weight")), "such as .*lora_A"),
+    "an adapter inside": (with_weight(INSIDE, torch.ones(4, 32)), "such as .*lora_A"),
     "codes": (with_weight(UP, torch.ones(48, 32, dtype=torch.int8)), r"quantized \(\['F32', 'I8"),
     "one NaN": (with_weight(UP, torch.full((48, 32), torch.nan)), f"{UP} holds NaN or infinity"),
     "quantized": (
