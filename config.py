@@ -15,6 +15,7 @@ import tyro
 
 import data
 import dppo
+import lora
 import sampler
 from flags import Config
 from runtime import InputError, checkpoint
@@ -99,6 +100,8 @@ def resolve(cfg: Config) -> Config:
         "lr_schedule": "linear" if tiny else "constant",
         "pack_tokens": 2048 if device == "cpu" else 8192,
     }
+    if cfg.lora:
+        defaults["lr"] = lora.learning_rate(defaults["lr"])
     missing = {name: value for name, value in defaults.items() if getattr(cfg, name) is None}
     cfg = replace(cfg, device=device, dtype=dtype, **missing)
     _check_values(cfg)
@@ -199,6 +202,8 @@ def _check_values(cfg: Config) -> None:
     require(cfg, "importance_cap", correct, "0 (no correction) or at least 1")
     good = cfg.vllm_memory is None or 0 < cfg.vllm_memory < 1
     require(cfg, "vllm_memory", good, "above 0 and below 1")
+    good = cfg.lora == 0 or (cfg.lora > 0 and cfg.shard == "none")
+    require(cfg, "lora", good, "at least 0, and 0 with --shard fsdp, which shards trained weights")
     require(cfg, "eps_high", 0 < cfg.eps_high < math.inf, "above 0")
 
 

@@ -444,7 +444,7 @@ def encode_prompts(
         else:
             texts.append(f"{problem.text}\n{line}\n" if line else problem.text)
     prompt_ids = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
-    check_tokens(texts, prompt_ids, tokenizer, model)
+    check_tokens(prompt_ids, tokenizer, model)
     if not is_chat:  # some tokenizers end every text with an end token; a model would start anew
         end_ids = chat_format.end_tokens(tokenizer, model)
         for ids in prompt_ids:
@@ -488,9 +488,8 @@ def in_template(messages: list[dict], tokenizer, ends: tuple[str, ...], thinking
     return text
 
 
-def check_tokens(texts: list[str], all_ids: list[list[int]], tokenizer, model) -> None:
-    """Say which characters of the texts their tokens lose. InputError if a token's id is beyond the
-    model's embedding."""
+def check_tokens(all_ids: list[list[int]], tokenizer, model) -> None:
+    """InputError if a token's id is beyond the model's embedding."""
     highest = max((max(ids, default=0) for ids in all_ids), default=0)
     rows = model.get_input_embeddings().num_embeddings if model else math.inf
     if highest >= rows:
@@ -498,9 +497,3 @@ def check_tokens(texts: list[str], all_ids: list[list[int]], tokenizer, model) -
             f"the tokenizer gives {tokenizer.decode([highest])!r} the id {highest}, but the "
             f"model's embedding has {rows} rows: it is not this model's tokenizer"
         )
-    lost = Counter()
-    for text, ids in zip(texts, all_ids, strict=True):
-        lost += Counter(text) - Counter(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-    if lost:
-        characters = " ".join(repr(character) for character, _count in lost.most_common(20))
-        ranks.say(f"note: these characters are lost, because no token holds them: {characters}")

@@ -139,8 +139,8 @@ def load(cfg: EvalConfig, reward):
     if engine == "vllm":
         longest = max(len(ids) + each.max_new_tokens for each in sets for ids in each.prompt_ids)
         engine = vllm_engine.Engine(
-            source, vocab_size=model.vocab_size, max_tokens=longest, sequences=cfg.batch_size,
-            dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
+            model.name_or_path, vocab_size=model.vocab_size, max_tokens=longest,
+            sequences=cfg.batch_size, dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
         )  # fmt: skip
     sampling = models.sampling(
         model, tokenizer, max(each.max_new_tokens for each in sets), engine,

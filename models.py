@@ -11,6 +11,8 @@ import contextlib
 import copy
 import functools
 import json
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,14 +23,16 @@ from huggingface_hub import file_exists, try_to_load_from_cache
 from safetensors import safe_open
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import find_adapter_config_file, logging
+from transformers.utils import has_file, logging
 
 import chat_format
 import data
+import lora
 import packing
 import rewards
 import rollout
 from config import Config
+from dppo import seed_for
 from engines import check_decoder, compact, hf, memory, vllm_engine
 from runtime import InputError, checkpoint, ranks
 from runtime.device import cast_weights, fuse_norms
@@ -46,7 +50,6 @@ class Models(NamedTuple):
     tokenizer: transformers.PreTrainedTokenizerBase
     policy: torch.nn.Module  # samples; the model itself unless its weights are sharded or cast
     reference: torch.nn.Module | None  # the model that the run began with; None without --beta
-    source: str  # the folder or hub id of the weights
 
 
 def load_problems(cfg: Config, reward: Callable | None = None) -> tuple:
@@ -67,12 +70,29 @@ def model_folder(model: str) -> str:
     return str(arithmetic.BASE) if model == "tiny" else gguf.model_folder(model)
 
 
+def check_memory(cfg: Config) -> None:
+    """InputError if no step can fit into the GPU, and a note if it may not. Reads only a config."""
+    source = ranks.broadcast(model_folder, cfg.model)
+    try:
+        check_files(source, Path(source))
+        shape = AutoConfig.from_pretrained(lora.base_of(source) or source)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shape)
+    except Exception:  # load_models will say what is wrong with the model
+        return
+    launcher = f"torchrun --nproc-per-node {ranks.world()}" if ranks.are_several() else "python"
+    command = f"{launcher} {shlex.join(sys.argv)}"
+    _, total = torch.cuda.mem_get_info()
+    if note := memory.check(model, cfg, ranks.world(), total, command):
+        ranks.say(note)
+
+
 def load_models(cfg: Config, saved: Path | None) -> Models:
     """The models of --model, or of a checkpoint that the run resumes from."""
     base = cfg.model
-    if cfg.beta or not saved:
+    if cfg.beta or cfg.lora or not saved:
         base = ranks.broadcast(model_folder, base)
-    source = str(saved or base)
+    source = str(base if cfg.lora else saved or base)
     if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
         transformers.utils.logging.disable_progress_bar()
     apart = memory.samples_apart(cfg)
@@ -80,18 +100,28 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     load = functools.partial(ranks.in_turns, load_policy)
     model, tokenizer = load(source, cfg.device, samples=not apart)
     reference = None
-    if cfg.beta:
+    if cfg.beta and cfg.lora:
+        reference = model  # without its adapters: see lora.base_alone
+    elif cfg.beta:
         reference = load(base, cfg.device, samples=False)[0].requires_grad_(False)
     data.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
     if cfg.gradient_checkpointing:
         checkpoint_layers(model)
+    if cfg.lora:
+        if lora.base_of(source):
+            way_out = "save the merged model (docs/running.md), and train that"
+            raise InputError(f"--lora {cfg.lora}: --model {cfg.model} is an adapter: {way_out}")
+        cast_weights(model, cfg.dtype)
+        lora.inject(model, cfg.lora, seed_for(cfg.seed, "lora"))
+        if saved:
+            lora.load(model, saved)
     policy = model
     if cfg.shard == "fsdp":
         for sharded in filter(None, (model, reference)):
             shard(sharded, cfg.device)
     if apart:
         policy = load(source, cfg.device, cfg.dtype)[0].requires_grad_(False)
-    return Models(model, tokenizer, policy, reference, source)
+    return Models(model, tokenizer, policy, reference)
 
 
 def encode(cfg: Config, models: Models, problems: list) -> tuple[list, list[list[int]]]:
@@ -116,8 +146,9 @@ def prompt_room(model, max_new_tokens: int) -> int:
 def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
     """The optimizer. Before each step, train.py multiplies each parameter group's initial learning
     rate by the schedule; checkpoints hold the optimizer's state."""
+    trained = [weight for weight in parameters if weight.requires_grad]
     return torch.optim.AdamW(
-        parameters, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0,
+        trained, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0,
         fused=cfg.device == "cuda",
     )  # fmt: skip
 
@@ -134,7 +165,7 @@ def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> 
         share = share or memory.vllm_share(memory.plan(*sizes), total)
     if engine == "vllm":
         engine = vllm_engine.Engine(
-            models.source, vocab_size=models.model.vocab_size,
+            models.model.name_or_path, vocab_size=models.model.vocab_size,
             max_tokens=longest + cfg.max_new_tokens, sequences=cfg.rollout_batch,
             dtype=cfg.dtype, device=cfg.device, memory=share,
         )  # fmt: skip
@@ -203,28 +234,35 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
 
 
 def read(name: str):
-    """(model, tokenizer) as transformers reads them, in float32. InputError, in its words, if it
-    cannot, or if the model would not be the one that was saved."""
-    folder = Path(name)
+    """(model, tokenizer) as transformers reads them, in float32, with an adapter merged. InputError
+    in its words, if it cannot, or if the model would not be the one that was saved."""
+    shown, source = name, name
     options = {"trust_remote_code": False}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would print a table of the names of missing weights
     try:
-        types = check_files(name, folder)
-        config = AutoConfig.from_pretrained(name, **options)
+        types = check_files(name, Path(name))
+        base = lora.base_of(name)
+        if base:
+            shown, source = f"{name}, an adapter of {base},", base
+            types |= check_files(base, Path(base))
+        config = AutoConfig.from_pretrained(source, **options)
         check_quantization(config, types)
         model, names = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=torch.float32, attn_implementation=packing.ATTENTION,
+            source, config=config, dtype=torch.float32, attn_implementation=packing.ATTENTION,
             output_loading_info=True, ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        own_tokenizer = not base or has_file(name, "tokenizer_config.json")
+        tokenizer = AutoTokenizer.from_pretrained(name if own_tokenizer else base, **options)
         # For checkpoints. A call changes the tokenizer's padding and truncation settings.
         tokenizer.as_loaded = copy.deepcopy(tokenizer)
         check_weights(model, names)
+        if base:
+            model = lora.merge(model, name)
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
-        where = "" if folder.exists() else " (there is no such folder)"
+        where = "" if Path(source).exists() else " (there is no such folder)"
         why = data.in_words(error)
-        raise InputError(f"--model {name} cannot be loaded{where}: {why}") from None
+        raise InputError(f"--model {shown} cannot be loaded{where}: {why}") from None
     finally:
         logging.set_verbosity(verbosity)
     kind, saved_as = type(model).__name__, config.architectures or []
@@ -235,15 +273,18 @@ def read(name: str):
 
 
 def check_files(name: str, folder: Path) -> set[str]:
-    """The types of the weights in a folder. An exception if it is no model, or has an adapter or a
+    """The types of the weights in a folder. An exception if it is no model and no adapter, or has a
     file that is not whole, which transformers would ignore or not name."""
-    here = folder.exists() or try_to_load_from_cache(name, "config.json")
-    if not here and not file_exists(name, "config.json"):  # asked once: transformers asks for 30 s
+    kinds = ("config.json", "adapter_config.json")
+    here = folder.exists() or any(try_to_load_from_cache(name, kind) for kind in kinds)
+    # Asked once: transformers asks for 30 s.
+    if not here and not any(file_exists(name, kind) for kind in kinds):
         raise ValueError("the hub has no config.json of this name")
     if folder.is_file():
         raise ValueError(f"it is a file: give its folder, {folder.parent}")
-    if find_adapter_config_file(name) or [*folder.glob("adapter*")]:
-        raise ValueError("it has an adapter; merge it with merge_and_unload(), and save the result")
+    weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*")]
+    if weights and [*folder.glob("adapter*")]:
+        raise ValueError("it has an adapter beside a model: give a folder with one of them")
     types = set()
     kinds = ("config", "generation_config", "tokenizer*", "*.index")
     paths = [path for kind in kinds for path in folder.glob(f"{kind}.json")]

@@ -31,20 +31,12 @@ AFTER = re.compile(r"(?:\\[)\]\\]|[*,;:.])+$")  # \) \] \\ and punctuation are n
 
 
 def arithmetic_reward(completion: str, answer: str) -> float | None:
-    """Exact: the text after the last "=" must equal the reference answer digit for digit.
-
-    >>> arithmetic_reward("7+9=16;16+5=21", "21"), arithmetic_reward("7+9=16;16+5=11", "21")
-    (1.0, 0.0)
-    """
+    """Exact: the text after the last "=" must equal the reference answer digit for digit."""
     return float(completion.rpartition("=")[2] == answer) if answer.isdigit() else None
 
 
 def math_reward(completion: str, answer: str) -> float | None:
-    """Whether the last box after the last thought equals the reference answer.
-
-    >>> math_reward("I think \\\\boxed{7}</think> so it is \\\\boxed{\\\\frac{2400}{2}}.", "1,200")
-    1.0
-    """
+    """Whether the last box after the last thought equals the reference answer."""
     if not has_value(answer):
         return None
     given = final_answer(completion)
@@ -71,9 +63,6 @@ def last_box(text: str) -> Box | None:
 
     Space may precede the brace. Without one, the box ends at white space or a dollar sign. It must
     then hold a digit, a command or one letter: "a \\boxed answer" is no box.
-
-    >>> last_box("$\\\\boxed {59}$").content, last_box("so $\\\\boxed 59$").content
-    ('59', '59')
     """
     for opening in reversed([*BOX.finditer(text)]):
         start, inside = opening.span()
@@ -98,9 +87,7 @@ def takes_row(reward) -> bool:
         row = {"row": {}} if "row" in [*signature.parameters][2:] else {}
         signature.bind("", "", **row)
         return bool(row)
-    except ValueError:  # a function of C may have no signature
-        return False
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a function of C may have no signature
         name = getattr(reward, "__qualname__", repr(reward))
         wanted = "it must accept (completion, answer) or (completion, answer, row)"
         raise InputError(f"the reward {name} cannot be called ({error}): {wanted}") from None

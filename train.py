@@ -49,6 +49,7 @@ import config
 import data
 import dppo
 import eval as evaluation
+import lora
 import metrics
 import models
 import rollout
@@ -91,6 +92,8 @@ class Trainer:
         if cfg.model == "tiny":
             # A second thread gains 4 %. Beside another program it makes a step 4.5 times as long.
             torch.set_num_threads(1)
+        if cfg.device == "cuda":
+            models.check_memory(cfg)
         problems = models.load_problems(cfg, reward)  # first: a bad file is reported at once
         self.train_set, self.eval_set, self.reward, self.eval_reward = problems
         self.saved = find_checkpoint(cfg)  # the weights are loaded here, the rest by `restore`
@@ -146,7 +149,7 @@ class Trainer:
         mine = (rank_of == self.rank).nonzero()[:, 0]  # [k], places among the K
         indices = prompts[mine].tolist()
         with self.timer.measure("rollout"):
-            ranks.refresh(self.policy, self.model)  # if it samples from a copy of the weights
+            lora.refresh(self.policy, self.model)  # if it samples from a copy of the weights
             rollouts = rollout.sample(
                 self.policy, [self.train_ids[index] for index in indices], self.sampling,
                 group_size=G, seed=dppo.seed_for(cfg.seed, step, "rollout"),
@@ -278,7 +281,7 @@ class Trainer:
         if not every or (step % every and step != self.cfg.steps):
             return {}
         mine = slice(self.rank, None, self.world)
-        ranks.refresh(self.policy, self.model)
+        lora.refresh(self.policy, self.model)
         scores, _truncated = evaluation.sample_rewards(
             self.policy, self.tokenizer, self.eval_set[mine], self.eval_ids[mine],
             self.eval_reward, self.sampling, k=EVAL_K,

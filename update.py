@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 import dppo
+import lora
 import packing
 from runtime import ranks
 from runtime.device import autocast, send
@@ -95,7 +96,7 @@ def accumulate_gradients(
         )  # [N], [N]  # fmt: skip
         kl = torch.zeros_like(loss)  # [N]
         if cfg.beta:
-            with torch.no_grad():
+            with torch.no_grad(), lora.base_alone(reference):
                 ref_logprobs, _ = packed_logprobs(reference, pack, cfg)  # [N]
             kl = dppo.kl_k3(logprobs, ref_logprobs)
         # It multiplies after the clip, so it cannot move the clip.

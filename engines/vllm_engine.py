@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import dppo
+import lora
 import rollout
 from runtime import InputError, NotFiniteError
 
@@ -149,7 +150,7 @@ class Engine:
             return rows.to(dtype)
 
         # The state dict holds a tied head under its own name as well.
-        weights = ((name, sent(tensor)) for name, tensor in model.state_dict().items())
+        weights = ((name, sent(tensor)) for name, tensor in lora.plain_state(model))
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if asleep:
             self.llm.wake_up(tags=["kv_cache"])

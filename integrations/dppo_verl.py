@@ -64,11 +64,13 @@ EXACT = [  # values with which a row's term does not depend on what else is kept
             "actor.fsdp_config.ulysses_sequence_parallel_size"]),
     ((None, False), [
         "actor.shuffle", "actor.use_prefix_grouper", "critic.enable", "distillation.enabled",
-        "model.mtp.enable", "model.override_config.output_router_logits", "skip.rollout_tq.enable",
+        "model.lora_adapter_path", "model.mtp.enable", "model.override_config.output_router_logits",
+        "skip.rollout_tq.enable",
         "algorithm.rollout_correction.bypass_mode", "algorithm.rollout_correction.rollout_rs",
         "algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.use_kl_in_reward",
         "algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups",
         "trainer.v1.sampler.custom_sampler.path"]),
+    ((0,), ["model.lora_rank"]),
     ((True,), ["hybrid_engine", "actor.use_dynamic_bsz", "rollout.log_prob_use_dynamic_bsz",
                "ref.log_prob_use_dynamic_bsz"]),
 ]  # fmt: skip

@@ -10,7 +10,7 @@ has the standard deviation that its log-prob has.
 All runs take turns, a step each, so that a busy machine slows all of them alike. Printed are the
 CPU seconds of one thread until the mean reward is TARGET, on the line between two evaluations,
 which are not timed; NaN if it is never reached. runs/branch.json also has the steps, the model's
-evaluations, and five methods that are no longer here.
+evaluations, and six methods that are no longer here.
 
 Letters: N nodes, L leaves, B trees of one shape.
 """
@@ -31,9 +31,7 @@ SEEDS, STEPS, PRETRAINING = (3, 4, 5), 50, 1000
 TARGET = 0.9  # the reward that is raced to
 DEPTHS, TREES = 20, 8  # of each tree; trees in a step
 LAST_SPLIT = 10  # the depth of the last split's children
-DROPPED = 5  # depths that depth pruning drops, as published
-KEPT_EDGES = 138  # of 218: what that leaves, so every other pruning keeps as many
-INTERVAL = 5  # steps between moves of the sliding window; published: 30, of 300
+KEPT_EDGES = 138  # of 218: what the published pruning leaves
 NOISE = 0.7  # of the sampler, eta
 STD = NOISE * DEPTHS**-0.5  # of the noise of one step
 ANGLES = torch.arange(6) * torch.pi / 3
@@ -45,7 +43,6 @@ METHODS = {  # tree, and what is trained of it; "edges" has the exact advantages
     "grpo": (INDEPENDENT, "all"),
     "tree": (TREE, "all"),
     "tree, half": (TREE, "half"),
-    "tree, depth": (TREE, "depth"),
     "exact, edges": (TREE, "edges"),
 }
 
@@ -116,7 +113,7 @@ class Run:
         self.draws = dppo.generator_for(seed, "branch")
         self.generator = torch.Generator().manual_seed(dppo.seed_for(seed, "branch"))
         self.std = 1.0  # of the last step's rewards
-        self.steps, self.seconds = 0, 0.0
+        self.seconds = 0.0
         self.curve = []  # (seconds, reward) of each evaluation
 
     def advance(self) -> None:
@@ -128,7 +125,6 @@ class Run:
         else:
             factors = self.published_factors(values)
         self.update(states, factors.float())
-        self.steps += 1
         self.seconds += time.process_time() - started
 
     @torch.no_grad()
@@ -152,9 +148,6 @@ class Run:
         keep = tree.depth > 0
         if self.pruning == "half":
             keep = trees.width_keep(tree, advantages, LAST_SPLIT)
-        if self.pruning == "depth":
-            first = trees.slide(self.steps, DEPTHS, DROPPED, INTERVAL)
-            keep = trees.depth_keep(tree, first, DROPPED)
         return advantages * trees.kept_mean(keep)
 
     def exact_factors(self, values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ step of a diffusion model; it could as well be a segment of tokens.
                               others are kept.
     planned_mean      exact   Ours: a mean over the planned nodes of each depth, summed over depths.
     width_keep        BIASED  Keeps the best edges.
-    depth_keep        BIASED  Never trains some depths.
     draw              exact   Ours: draws edges by size.
 
 "Exact" means that with loo_advantages and planned_mean the expected gradient is that of the
@@ -131,7 +130,7 @@ def kept_mean(keep: torch.Tensor) -> torch.Tensor:
     return keep.double() / keep.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
-# ---------------------------------------------------------------------------- published prunings
+# ---------------------------------------------------------------------------- the published pruning
 
 
 def width_keep(tree: Tree, advantages: torch.Tensor, after: int) -> torch.Tensor:
@@ -146,18 +145,6 @@ def width_keep(tree: Tree, advantages: torch.Tensor, after: int) -> torch.Tensor
     keep = (tree.depth > 0).repeat(*advantages.shape[:-1], 1)
     keep[..., late] = (rank < rank.shape[-2] // 2).flatten(-2)
     return keep
-
-
-def depth_keep(tree: Tree, first: int, window: int) -> torch.Tensor:
-    """Which edges [N] are trained, as published: all but those of `window` depths from `first`."""
-    dropped = (tree.depth >= first) & (tree.depth < first + window)
-    return (tree.depth > 0) & ~dropped
-
-
-def slide(step: int, depths: int, window: int, interval: int) -> int:
-    """The first of the depths that step (0, 1, ...) drops, as published. At first these are the
-    deepest `window`; every `interval` steps they move up by one, until they begin at depth 9."""
-    return max(9, depths - window + 1 - step // interval)
 
 
 # ---------------------------------------------------------------------------- the exact pruning

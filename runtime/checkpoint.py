@@ -138,9 +138,9 @@ def _link(out_dir, final):
 
 
 def follow_umask(folder: Path) -> None:
-    """Let whoever may read a model's config read its weights: safetensors gives them mode 600."""
+    """Let whoever may read the tokenizer read the weights: safetensors gives them mode 600."""
     for path in folder.glob("*.safetensors"):
-        path.chmod((folder / "config.json").stat().st_mode)
+        path.chmod((folder / "tokenizer_config.json").stat().st_mode)
 
 
 def fingerprint(model) -> int:

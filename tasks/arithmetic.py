@@ -87,11 +87,7 @@ def _chain(split: str, rng: random.Random) -> tuple[list[int], str]:
 
 
 def worked_answer(prompt: str, carry_prob: float = 1.0, rng: random.Random | None = None) -> str:
-    """The teacher's completion; with carry_prob < 1 it forgets carries (16+5=11) and continues.
-
-    >>> worked_answer("7+9+5?")
-    '7+9=16;16+5=21'
-    """
+    """The teacher's completion; with carry_prob < 1 it forgets carries (16+5=11) and continues."""
     total, *rest = map(int, prompt.rstrip("?").split("+"))
     steps = []
     for number in rest:

@@ -50,7 +50,7 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
         raise InputError(f"--model {cfg.model}: its template opens a thought, {way_out}")
     texts = [problem.solution for problem in problems]
     solutions = [[*ids, end] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    data.check_tokens(texts, solutions, tokenizer, model)
+    data.check_tokens(solutions, tokenizer, model)
     pairs = zip(prompts, solutions, strict=True)
     fitting = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
     if len(fitting) < cfg.batch_size:

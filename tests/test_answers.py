@@ -13,73 +13,50 @@ TABLE = {
     "words of other languages": r"""
         6 часов ; 6 минут ; 0
         5元 ; 5 ; 1
-        7 ; 7개 ; 1
         5 ; ٥ ساعات ; 1
-        50000 ; 5万 ; 1
         5 ; 5万 ; 0
-        5 ; 5 тысяч ; 0
         3.5 ; ٣٫٥ ; 1
         3, 4 ; 3 und 4 ; 1
         3, 4 ; 3和4 ; 1
-        Été ; été ; 1
         Été ; Été ; 1
-        Été ; Ete ; 0
         нет ; Нет ; 1
-        奇数 ; 偶数 ; 0
-        Straße ; STRASSE ; 1
     """,
     "words after a number": r"""
         5 Meter ; 5 Stunden ; 0
-        5 Stunden ; 5 Stunde ; 1
-        5 apples ; 5 oranges ; 0
         5 cities ; 5 city ; 1
         5 litres ; 5 L ; 1
-        14 hrs ; 14 hours ; 1
         3 foot ; 3 ft. ; 1
         5 minutes ; 5 min ; 1
         20 Celsius ; 20 Fahrenheit ; 0
-        20℃ ; 20 Celsius ; 1
         20 ; 20℉ ; 1
-        ¥5 ; 5 yen ; 1
         US\$5 ; 5 dollars ; 1
-        \$5 ; 5 USD ; 1
         50% ; 50 Prozent ; 1
         30-8p ; 30-8p\text{ cm} ; 1
         (3, 4) ; (3 cm, 4 cm) ; 1
         25\pi\text{ cm}^2 ; 25\pi \text{ square centimeters} ; 1
-        5 square meters ; 5 meters ; 0
         5 square meters ; 5 cubic meters ; 0
         9.8 m/s^2 ; 9.8\ \mathrm{m\,s^{-2}} ; 1
-        9.8 m/s^2 ; 9.8 m·s⁻² ; 1
-        9.8 m/s^2 ; 9.8 m s^{-1} ; 0
         9.8 m/s^2 ; 9.8 meters per second squared ; 1
         5 kg m^2/s^2 ; 5\text{ kg}\cdot\text{m}^2\cdot\text{s}^{-2} ; 1
         4 \text{ feet} ; \text{4 \text{ feet}} ; 1
         \frac12 ; \mathbf{\frac{1}{2}} ; 1
-        90° ; 90° x ; 0
         50\pi ; 50\pi\text{ times }x ; 0
         \frac12 ; \frac12\text{ for all }x ; 1
         2α ; 2 ; 0
-        3abc ; 3 ; 0
         3m+1 ; 4 ; 0
         \sqrt{2 h} ; \sqrt{2} ; 0
     """,
     "grouped digits": r"""
         100000 ; 1,00,000 ; 1
-        1,00,000 ; 1000000 ; 0
         3.5 ; 3{,}5 ; 1
     """,
     "alternatives": r"""
         8 (or) eight ; 8 ; 1
-        8 (or) eight ; Eight ; 1
-        8 (or) eight ; 8 (or) eight ; 0
         Paris (or) City of Paris ; Paris, City of Paris ; 0
     """,
     "words that change the number before them": r"""
         2 ; 2 or three ; 0
-        3 ; 3 minus two ; 0
         5 ; 5 thousandths ; 0
-        1 ; 1 half ; 0
         5 ; 5 left over ; 1
     """,
     "what a second search found": r"""
@@ -87,29 +64,19 @@ TABLE = {
         \text{H, E} ; E, H ; 1
         F, G ; F ; 0
         (2,3), (4,5) ; \{(2,3),(4,5)\} ; 1
-        (2,3), (4,5) ; (3,2),(4,5) ; 0
-        (2,3) ; \{2,3\} ; 0
-        (1,2),(3,4) ; [1,2],[3,4] ; 0
         2+3i ; 2+3\mathrm{i} ; 1
         80\text{ cents} ; 80¢ ; 1
         \begin{pmatrix}1&2\\3&4\end{pmatrix} ; \begin{pmatrix}1&2\\[4pt]3&4\end{pmatrix} ; 1
         42 ; \bm{42} ; 1
         \mathbb{Z} ; ℤ ; 1
-        \mathbb{Z} ; ℕ ; 0
         \emptyset ; \text{the empty set} ; 1
         42 ; \text{Final Answer: }42 ; 1
         A ; The correct answer is A ; 1
         \text{ellipse} ; \text{an ellipse} ; 1
         2:3:5 ; 2:5:3 ; 0
-        3 ; 3\text{ halves} ; 0
-        3 ; 3\text{ squared} ; 0
     """,
     "exact numbers": r"""
         \frac{1}{2^{2023}} ; \frac{1}{2^{2024}} ; 0
-        \frac{1}{5000!} ; \frac{1}{5001!} ; 0
-        1-\frac{1}{2^{60}} ; 1-\frac{1}{2^{61}} ; 0
-        \sqrt{10^{2000}+1} ; 10^{1000} ; 0
-        0 ; 10^{-40} ; 0
         (\frac{1}{2^{60}}, 3) ; (\frac{-1}{2^{60}}, 3) ; 0
         x^2+\frac{y}{2^{80}} ; x^2 ; 0
         \frac{1}{2^{2023}} ; 2^{-2023} ; 1
@@ -117,9 +84,6 @@ TABLE = {
         \cos\frac{\pi}{7} ; \sin\frac{5\pi}{14} ; 1
         0.1\pi ; \frac{\pi}{10} ; 1
         \frac13 ; 0.333333 ; 1
-        \frac13 ; 0.33 ; 0
-        \frac{1}{10^7} ; -0.0000001 ; 0
-        \frac{1}{10^7} ; 0.0000002 ; 0
     """,
     "a whole, not a part": r"""
         (\frac{1}{2},\frac{2}{3}) ; -(\frac{1}{2},\frac{2}{3}) ; 0
@@ -127,8 +91,6 @@ TABLE = {
         3s ; 3t ; 0
         2t ; 2 ; 0
         0 ; 0x10 ; 0
-        am+b ; b+ma ; 1
-        m ; h ; 0
         \{1,2\} ; (1,2) ; 0
         \{1,2\} ; 2,1 ; 1
         \{1,2\}\cup(3,4) ; (3,4)\cup\{1,2\} ; 1
@@ -136,17 +98,14 @@ TABLE = {
     "relations": r"""
         5 ; \neq 5 ; 0
         5 ; \not= 5 ; 0
-        5 ; \text{not } 5 ; 0
         5 ; \gg 5 ; 0
         5 ; more than 5 ; 0
-        5 ; 5 \text{ or more} ; 0
         \ge 5 ; 5 ; 0
         \ge 5 ; \text{at least } 5 ; 1
         \ge 5 ; 5\text{ or more} ; 1
         \le 5 ; at most 5 ; 1
         \leq 5 ; 5 or fewer ; 1
         \ne 5 ; \neq 5 ; 1
-        <5 ; \text{less than } 5 ; 1
         >5 ; \gt 5 ; 1
         x \ge 5 ; 5 \leq x ; 1
         5 ; =5 ; 1
@@ -157,12 +116,7 @@ TABLE = {
         4210_7 ; 4210_8 ; 0
         4210_7 ; 4210₇ ; 1
         4210_7 ; (4210)_{\text{seven}} ; 1
-        4210_7 ; 4210 \text{ (base 7)} ; 1
         4210_7 ; 4210 ; 1
-        5 ; 5\text{ thousand} ; 0
-        36 ; 3 dozen ; 1
-        600 ; 6 hundred ; 1
-        4e12 ; 4 trillion ; 1
         \$1.5\text{ billion} ; 1{,}500{,}000{,}000 ; 1
         \frac{1}{2}\text{ million} ; 500000 ; 1
         1.6e-19 ; 1.6001\times 10^{-19} ; 0
@@ -172,30 +126,18 @@ TABLE = {
         5\text{ hours} ; 5\text{ minutes} ; 0
         10:30\text{ a.m.} ; 10:30\text{ p.m.} ; 0
         8\!:\!34 \text{ p.m.} ; 8:34 PM ; 1
-        10:30\text{ a.m.} ; 10:30 ; 1
         12\text{ mph} ; 12\text{ miles per hour} ; 1
-        60^\circ, 120^\circ ; 60, 120 degrees ; 1
-        \pi\text{ cm} ; \pi ; 1
-        2m ; 2h ; 0
-        \$12.50 ; 12.5 dollars ; 1
         \$5 ; €5 ; 0
         5 ; 5 U.S. dollars ; 1
         \$5 ; 5 cents ; 0
-        €5 ; 5 euros ; 1
-        £5 ; 5 pounds ; 1
-        45^\circ ; 45 radians ; 0
-        75\% ; 75^\circ ; 0
     """,
     "Unicode": r"""
         90^\circ ; 90º ; 1
-        \sqrt{12} ; √{12} ; 1
         \sqrt{x+1} ; √(x+1) ; 1
-        \sqrt{\frac12} ; √½ ; 1
         \sqrt[3]{7} ; ∛7 ; 1
         x^{n+1}-1 ; xⁿ⁺¹−1 ; 1
         \frac{7}{4} ; 1¾ ; 1
         (-\infty, 1)\cup(2,\infty) ; （−∞，1）∪（2，∞） ; 1
-        3\cdot 4 ; 3·4 ; 1
         2\pm\pi ; 2±π ; 1
         \frac34 ; 3÷4 ; 1
         1:2 ; 1∶2 ; 1
@@ -208,33 +150,24 @@ TABLE = {
         -3/2 ; -1\ 1/2 ; 1
         1\tfrac12\pi ; 1.5\pi ; 1
         (1 1/2, 2) ; (3/2, 2) ; 1
-        11/2 ; 1 1/2 ; 0
         \frac{1}{3}\cdot\sqrt2\frac{1}{3} ; \frac{\sqrt2}{9} ; 1
     """,
     "percent": r"""
         20\% ; 20.0 ; 1
-        12.5\% ; 0.125 ; 1
         \frac13 ; 33\frac13\% ; 1
-        12.5\% ; 1.25 ; 0
     """,
     "small spellings": r"""
         1200 ; 1\,200 ; 1
         (1200, 3) ; (1 200, 3) ; 1
         \frac{1}{29322216} ; \dfrac{1}{29,\!322,\!216} ; 1
-        1200 ; 12\,00 ; 0
-        0 ; -0 ; 1
         73 ; **73** ; 1
-        73 ; 73\\ ; 1
         73 ; \(\textbf{73}.\) ; 1
-        73 ; $73$ ; 1
         73 ; 73! ; 0
         3\sqrt7 ; 3 sqrt(7) ; 1
         \infty ; infinity ; 1
         Tom, Jerry ; Tom and Jerry ; 1
         2^{nd} ; 2 ; 1
-        12 ; 12th ; 1
         \text{two lines} ; Two  lines. ; 1
-        east ; seat ; 0
         \sqrt[3]{2} ; \sqrt[3]2 ; 1
         \emptyset ; \varnothing ; 1
         \{1,2\} ; \lbrace 2, 1\rbrace ; 1
@@ -246,14 +179,11 @@ TABLE = {
         C ; \text{C) }5 ; 1
         \textbf{(D)}\ 10 ; D ; 1
         \textbf{(D)}\ 10 ; 10 ; 1
-        B ; \text{B. } 7 ; 1
         B ; Option (B) ; 1
         7 ; Answer: 7 ; 1
         B ; b) ; 1
         B ; C. x = B ; 0
         B ; (B) and (C) ; 0
-        A:B ; A:C ; 0
-        (A)(B) ; (A)(C) ; 0
     """,
 }
 
@@ -268,10 +198,8 @@ def test_equal(kind):
 
 LISTS = {  # reference answers of one row: what becomes of them
     ("Paris", "City of Paris"): "Paris (or) City of Paris",
-    ("12", "12.0", "13"): "12 (or) 12.0 (or) 13",
     ("5 km", "5000 m"): "5 km (or) 5000 m",
     ("2", "3", "2"): "2, 3",
-    (r"\sqrt{2}", r"-\sqrt{2}"): r"\sqrt{2}, -\sqrt{2}",
     ("2i", "-2i"): "2i, -2i",
 }
 

@@ -273,7 +273,7 @@ CHANGES = {
 def test_two_runs_that_would_settle_it(trainer):
     """Not with groups of 2, of which it warns. Catches a batch of fewer completions."""
     rewards = [[1, 0, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 1, 0, 1, 0]]
-    run = Run([made_up_step(rewards)] * 10, SETTINGS | {"prompts_per_step": 2}, 1.0, "", trainer)
+    run = Run([made_up_step(rewards)] * 10, SETTINGS | {"prompts_per_step": 2}, 1.0, trainer)
     said = " ".join(ceiling.report(figures(run, "run"), run).split())
     assert CHANGES[trainer] in said
     assert "Beware of groups of 2: one of three" in said
@@ -288,7 +288,7 @@ def test_the_command(run, tmp_path, capsys):
     ceiling.main(tmp_path / "run")
     said = " ".join(capsys.readouterr().out.split())
     assert "8 steps of 6 prompts x 6 completions of train.py. " in said
-    assert "(measured in this run, which trained on 0." in said
+    assert "(measured in this run)." in said
     settings = ceiling.read(tmp_path / "run").settings
     proposed = shlex.split(ceiling.command(settings, group_size=3, prompts=16, steps=50))
     again = asdict(config.resolve(config.parse_config(proposed[2:])))

@@ -115,8 +115,6 @@ def test_only_its_own_checkpoints_are_read_and_removed(save, tmp_path):
 
 DAMAGES = {  # files, and what becomes of their bytes; None: they are removed
     "cut": ("model.safetensors", lambda content: content[:-1]),
-    "gone": ("tokenizer.json", None),
-    "list cut": ("files.json", lambda content: content[:9]),
     "list empty": ("files.json", lambda _content: b"[]"),
     "all gone": ("*", None),
 }
@@ -155,7 +153,7 @@ def test_files_follow_the_umask(save, tmp_path):
     assert "model.safetensors" in modes
 
 
-@pytest.mark.parametrize("name", ["files.json", "trainer.pt", "config.json", "log.jsonl"])
+@pytest.mark.parametrize("name", ["files.json", "trainer.pt"])
 def test_what_cannot_be_read_is_not_damaged(run, tmp_path, monkeypatch, name):
     """A colleague's file, or one on a disk in trouble. Catches an older checkpoint in its place,
     which then overwrites it, a run that starts over, and a traceback."""
@@ -252,29 +250,14 @@ def test_fingerprints(make_policy):
         assert checkpoint.fingerprint(model.to(dtype)) not in (0, before)
 
 
-@pytest.mark.parametrize("text", ['{"conf', "[1]"])
-def test_a_file_that_is_not_what_was_written(tmp_path, text):
+def test_a_file_that_is_not_what_was_written(tmp_path):
     """Catches a traceback from a folder that a full disk left broken."""
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_text('{"conf')
     with pytest.raises(InputError, match=r"config.json is not what was written there: remove it"):
         checkpoint.stored_config(tmp_path)
-    (tmp_path / "log.jsonl").write_text(f'{{"step": 1}}\n{text}\n')
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n[1]\n')
     with pytest.raises(InputError, match=r"log.jsonl, line 2 is not what was written"):
         log.read_rows(tmp_path / "log.jsonl")
-
-
-def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    """Because a file is there, or in a folder that only its owner may look into."""
-    (tmp_path / "file").write_text("")
-    folder = tmp_path / "file" / "run"
-    message = f"--out-dir {folder} cannot be written .*: choose another folder"
-    with pytest.raises(InputError, match=message), checkpoint.owned(folder):
-        pass
-    refused = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
-    monkeypatch.setattr(type(tmp_path), "exists", refused)
-    monkeypatch.setattr(type(tmp_path), "mkdir", refused)
-    with pytest.raises(InputError, match="Permission denied"), checkpoint.owned(tmp_path / "run"):
-        pass
 
 
 def commit_of(folder):
@@ -286,8 +269,8 @@ def commit_of(folder):
 
 
 def test_the_commit_is_the_clones_own(tmp_path, monkeypatch):
-    """Catches a run that fails where git is missing, a config.json that is left unfinished, and the
-    commit of another repository, in which an archive lies."""
+    """Catches a run that fails where git is missing, and the commit of another repository, in which
+    an archive lies."""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "archive").mkdir()
     (tmp_path / "run").mkdir()

@@ -54,24 +54,16 @@ def test_characters_that_the_console_lacks(policy_folder, tmp_path):
     assert r"gr\xf6\xdfe-\u221a2/log.jsonl" in said
 
 
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        ('{"config": {"batch_size": 4}}', "holds a supervised start where a training run should"),
-        ('{"model_type": "qwen3"}', "holds a model where a training run should be"),
-        ("[1]", "config.json is not what was written there"),
-    ],
-)
-def test_a_picture_of_another_folder(tmp_path, capsys, config, why):
+def test_a_picture_of_another_folder(tmp_path, capsys):
     """Catches a traceback."""
     (tmp_path / "log.jsonl").write_text("")
-    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "config.json").write_text('{"config": {"batch_size": 4}}')
     with pytest.raises(SystemExit) as caught:
         plot.main(tmp_path)
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {tmp_path}")
-    assert why in line
+    assert "holds a supervised start where a training run should" in line
 
 
 def test_a_run_without_matplotlib(run, pictures, monkeypatch, capsys):
@@ -81,13 +73,6 @@ def test_a_run_without_matplotlib(run, pictures, monkeypatch, capsys):
     importlib.reload(plot)
     assert len(run("run", steps=1)) == 1
     assert "note: run.png could not be drawn" in capsys.readouterr().out
-
-
-def test_a_closed_console():
-    """Catches the ValueError of a stream that a library closed."""
-    stream = io.StringIO()
-    stream.close()
-    print("x", file=console.Console(stream), flush=True)
 
 
 def test_a_console_that_is_the_result(monkeypatch):
@@ -122,7 +107,6 @@ SAMPLE = "'1+1?\\n' -> '1+1=2': reward 1.000"
     ("changes", "said"),
     [
         ({}, "step  2/20 | reward 0.250 | kept  1/24 | w_max  12.5 | entropy 0.5"),
-        ({"entropy": 0.75}, "entropy 0.750 | gnorm 0.032"),
         ({"reward": math.nan}, "reward - |"),
         ({"eval/avg@4": 0.5}, "| held-out avg@4 0.500\n    a completion: " + SAMPLE),
     ],
@@ -130,18 +114,6 @@ SAMPLE = "'1+1?\\n' -> '1+1=2': reward 1.000"
 def test_the_line_of_a_step(changes, said):
     """Catches a share that rounds to 0.00, and a nan."""
     assert said in console.lines(ROW | {"step": 2} | changes, SAMPLES, CFG)
-
-
-def test_the_line_before_the_first_step():
-    line = console.lines({"step": 0, "eval/avg@4": 0.5}, None, CFG)
-    assert line == "step  0/20 | held-out avg@4 0.500"
-
-
-def test_a_sample_is_shown_in_the_first_step():
-    """Catches one in every step, or several."""
-    assert SAMPLE in console.lines(ROW | {"step": 1}, SAMPLES, CFG)
-    assert SAMPLE not in console.lines(ROW | {"step": 2}, SAMPLES, CFG)
-    assert "never said" not in console.lines(ROW | {"step": 1}, SAMPLES, CFG)
 
 
 def test_what_a_run_came_to():

@@ -14,7 +14,7 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
-from tokenizers import normalizers, processors
+from tokenizers import processors
 
 import data
 import eval as evaluation
@@ -331,17 +331,6 @@ def test_prompts_that_do_not_fit_are_counted(prompts, capsys):
     assert capsys.readouterr().out == f"dropped 2 of 3 prompts: {long}, {empty}\n"
     with pytest.raises(InputError, match=r"dropped 1 of 1 prompts: .*, 1 empty; none is left"):
         prompts(problems[2:])
-
-
-def test_characters_that_tokens_lose_are_noted(prompts, capsys):
-    """12*7 and 127 become one prompt."""
-    prompts.tokenizer.backend_tokenizer.normalizer = normalizers.Replace("*", "")
-    problems = [replace(PROBLEM, text=text) for text in ("127", "12*7")]
-    assert prompts(problems[:1]) == ["127"]
-    assert capsys.readouterr().out == ""
-    assert prompts(problems) == ["127", "127"]
-    said = "note: these characters are lost, because no token holds them: '*'\n"
-    assert capsys.readouterr().out == said
 
 
 def test_prompt_formats(prompts):

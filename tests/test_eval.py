@@ -44,8 +44,9 @@ def sampled(monkeypatch):
 # ---------------------------------------------------------------------------- figures
 
 
-@pytest.mark.parametrize("P", [30, 300])
-@pytest.mark.parametrize(("first", "second"), [(0, 0.05), (0, 0.95), (0.02, 0.05)])
+@pytest.mark.parametrize(
+    ("P", "first", "second"), [(30, 0, 0.05), (300, 0, 0.95), (300, 0.02, 0.05)]
+)
 def test_intervals_cover(P, first, second):
     """2,000 sets of P problems, of which two models can solve these shares, always or half of the
     time; where the first solves none, the interval is of the second. Catches the percentile
@@ -144,17 +145,6 @@ def test_paired_comparison(store, capsys):
     assert capsys.readouterr().out.splitlines() == [f"{said} on 3 problems", json.dumps(row)]
     with pytest.raises(InputError, match="no problem in common"):
         evaluation.compare(old, store("other", []))
-
-
-def test_folders_of_another_kind(store, tmp_path):
-    """Catches a traceback, and completions that are written into a run's folder."""
-    mine, other = store("mine", []), str(tmp_path)
-    (tmp_path / "config.json").write_text('{"config": {"method": "pps"}}')
-    message = f"{other} holds a training run where an evaluation should be"
-    with pytest.raises(InputError, match=message):
-        evaluation.compare(mine, other)
-    with pytest.raises(InputError, match=message):
-        evaluation.open_folder(other, {"seed": 0})
 
 
 # ---------------------------------------------------------------------------- the command line

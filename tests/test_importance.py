@@ -104,7 +104,7 @@ def test_what_updates_compare_with(policy_folder, tmp_path, monkeypatch, minibat
 @pytest.mark.parametrize(
     ("given", "cap"),
     [
-        ({}, 0.0), ({"dtype": "bfloat16"}, 2.0), ({"engine": "vllm"}, 2.0),
+        ({}, 0.0), ({"dtype": "bfloat16"}, 2.0),
         ({"engine": "vllm", "importance_cap": 0.0}, 0.0),
     ],
 )  # fmt: skip

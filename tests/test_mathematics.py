@@ -57,7 +57,7 @@ def test_presets(monkeypatch):
     script = ROOT / "runs" / "qwen3.sh"
     lines = [line.strip() for line in script.read_text().splitlines()]
     names = [line.split(")")[0] for line in lines if line[:2] in ("0.", "1.", "4b", "8b")]
-    assert len(names) == 6
+    assert len(names) == 8
     for name in names:
         command = ["bash", str(script), name, "--steps", "7"]
         environment = os.environ | {"TORCHRUN": "echo"}
@@ -65,6 +65,8 @@ def test_presets(monkeypatch):
         cfg = config.resolve(config.parse_config(args[args.index("train.py") + 1 :]))
         assert cfg.steps == 7
         assert cfg.model.lower().endswith(name.split("-")[0])
+        assert (cfg.lora > 0) == name.endswith("lora")
+        assert cfg.lr == (1e-5 if cfg.lora else 1e-6)
         assert (cfg.shard == "fsdp") == (args[args.index("--nproc-per-node") + 1] == "8")
         assert cfg.importance_cap == 2.0
 

@@ -212,6 +212,8 @@ BAD_INPUT = """
 --group-size 1 | --group-size 1: must be at least 2
 --lr 0 | --lr 0.0: must be above 0 and finite
 --shard fsdp | --shard fsdp: no ranks share the weights; start train.py with torchrun
+--lora -1 | --lora -1: must be at least 0
+--lora 4 --shard fsdp | --lora 4: must be at least 0, and 0 with --shard fsdp
 --prompt-format chat | --prompt-format chat: the tokenizer has no chat template; use plain
 --eval-every 1 --eval-data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
 --model /nowhere/model | --model /nowhere/model cannot be loaded

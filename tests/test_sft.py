@@ -141,29 +141,15 @@ def test_a_run(teach, tmp_path, monkeypatch):
         teach("run")
 
 
-def test_bfloat16(teach):
-    """Catches a --dtype bfloat16 without effect."""
-    (plain, *_), (rounded, *_) = teach("float32", steps=1), teach("16", steps=1, dtype="bfloat16")
-    assert rounded["loss"] != pytest.approx(plain["loss"], rel=1e-6)
-    assert rounded["loss"] == pytest.approx(plain["loss"], rel=0.05)
-
-
 # ---------------------------------------------------------------------------- bad input
 
 
-def test_bad_input_leaves_nothing(teach, tmp_path, monkeypatch):
-    """Also under torchrun, whose ranks would all write the same files."""
+def test_bad_input_leaves_nothing(teach, tmp_path):
     with pytest.raises(InputError, match="--lr nan: must be above 0"):
         teach("run", lr=math.nan)
-    with pytest.raises(InputError, match="--batch-size 13: only 12 problems fit the model"):
-        teach("run", batch_size=13)
     (tmp_path / "config.json").write_text('{"config": {"method": "pps"}}')
     with pytest.raises(InputError, match="holds a training run where a supervised start should"):
         teach(".")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(InputError, match=r"tasks\.sft is one process, not 2: start it without"):
-        teach("run")
     assert not (tmp_path / "run").exists()
 
 

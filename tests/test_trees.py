@@ -1,7 +1,6 @@
 """BranchGRPO's trees (related/trees.py) by enumeration of every tree that a small tabular policy
 can sample: what is exact, and what is biased. And their race (related/branch.py)."""
 
-import math
 from dataclasses import dataclass
 from unittest import mock
 
@@ -119,19 +118,6 @@ def test_two_chains_by_hand():
     assert keep.tolist() == [False, True, True, True, False, False, True]
 
 
-def test_published_prunings():
-    """The width rule keeps the first half of every chain, because its advantages tie. Catches a
-    window that moves too early, too far or the wrong way."""
-    tree = branch.TREE
-    advantages = trees.depth_advantages(tree, trees.node_values(tree, torch.rand(2, 16)))
-    half = trees.width_keep(tree, advantages, branch.LAST_SPLIT)
-    assert half.equal(((tree.depth > 0) & (tree.depth <= 15)).expand(2, -1))
-    first = [trees.slide(step, 20, 5, 30) for step in (0, 29, 30, 59, 60, 180, 209, 210, 9999)]
-    assert first == [16, 16, 15, 15, 14, 10, 10, 9, 9]
-    depth = trees.depth_keep(tree, 12, 3)
-    assert sorted({*range(21)} - {*tree.depth[depth].tolist()}) == [0, 12, 13, 14]
-
-
 def test_edges_by_size_are_exact():
     """Every outcome of the draw in every tree. Catches sizes that are 0 where the term is not.
     Without weights, or with a mean over what is kept, it is biased."""
@@ -166,7 +152,7 @@ class Shift(torch.nn.Module):
         return self.by.expand(len(inputs), 2)
 
 
-TRAINED = {"grpo": 320, "tree": 218, "tree, half": 138, "tree, depth": 138, "exact, edges": 138}
+TRAINED = {"grpo": 320, "tree": 218, "tree, half": 138, "exact, edges": 138}
 
 
 @pytest.mark.parametrize("method", TRAINED)
@@ -189,19 +175,3 @@ def test_a_step_of_each_method(method, monkeypatch):
     slope = -(1 + 0.5 * branch.NOISE**2 * (1 - sigma) / sigma) / branch.DEPTHS  # d mean / d by
     step = (factors[tree, edge, None] * noise / branch.STD**2 * slope).sum(dim=0) / branch.TREES
     torch.testing.assert_close(run.net.by.detach() - before, step, atol=1e-4, rtol=1e-3)
-
-
-def test_the_race(capsys, monkeypatch):
-    """Catches a ratio that is not that to grpo with the same seed, runs that share a model, and a
-    target that is not on the line between two evaluations. The seconds of a run are its number."""
-    seconds, curves = branch.seconds_to_target, []
-    assert seconds([(0.0, 0.5), (1.0, 0.7), (2.0, 1.1)]) == pytest.approx(1.5)
-    assert math.isnan(seconds([(0.0, 0.5), (1.0, 0.7)]))
-    for name, value in {"SEEDS": (1, 2), "STEPS": 1, "PRETRAINING": 5}.items():
-        monkeypatch.setattr(branch, name, value)
-    monkeypatch.setattr(branch, "seconds_to_target", lambda one: curves.append(one) or len(curves))
-    branch.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "grpo          1.50  1.00 (1.00 to 1.00)"
-    assert lines[5] == "exact, edges  9.50  7.00 (5.00 to 9.00)"
-    assert len({curve[0][1] for curve in curves}) == 1, "all begin with one model"

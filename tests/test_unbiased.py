@@ -131,8 +131,8 @@ class Gradients:
 
     def accumulate(self, model, *args, **options):
         sums = update.accumulate_gradients(model, *args, **options)
-        parameters = self.trainer.model.parameters()
-        self.found.append(torch.cat([parameter.grad.flatten() for parameter in parameters]))
+        trained = [weight for weight in self.trainer.model.parameters() if weight.requires_grad]
+        self.found.append(torch.cat([weight.grad.flatten() for weight in trained]))
         return sums
 
     def of(self, numbers) -> torch.Tensor:
@@ -168,10 +168,10 @@ def middles(rule, rate, batch):
         yield (low + high) / 2, 2 * chance
 
 
-def step_error(folder, loss, prompt_rule):
+def step_error(folder, loss, prompt_rule, **more):
     """How far the expected gradients of the two updates of a step are from those of the step that
     keeps everything. Truncated completions are masked."""
-    settings = {"method": "grpo", "group_size": 3, "loss": loss, "minibatches": 2}
+    settings = {"method": "grpo", "group_size": 3, "loss": loss, "minibatches": 2} | more
     rates = {"prompt_prune_rate": 0.5, "completion_prune_rate": 0.6}
     rules = {"prompt_rule": prompt_rule, "completion_rule": "pps"}
     several_values = lambda completion, _answer: float(sum(map(ord, completion)) % 3)

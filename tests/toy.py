@@ -88,7 +88,8 @@ def timeless(folder):
     """What must repeat: the log without its times, samples and groups, the final weights."""
     times = ("time/", "step_time")
     log = [{key: row[key] for key in row if not key.startswith(times)} for row in rows(folder)]
-    weights = load_file(folder / "checkpoint" / "model.safetensors")
+    (file,) = (folder / "checkpoint").glob("*model.safetensors")  # or adapter_model
+    weights = load_file(file)
     files = [folder / "samples.jsonl", folder / "groups.jsonl"]  # tasks.sft writes neither
     others = [row for file in files if file.exists() for row in rows(folder, file.name)]
     return log, others, weights
@@ -203,7 +204,8 @@ class Recorder(train.Trainer):
     def see_update(self, model, rollouts, advantages, factor, keep, **options):
         """In place of update.accumulate_gradients."""
         sums = update.accumulate_gradients(model, rollouts, advantages, factor, keep, **options)
-        gradient = [ranks.whole(parameter.grad).flatten() for parameter in model.parameters()]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        gradient = [ranks.whole(parameter.grad).flatten() for parameter in trained]
         tables = {"advantages": advantages, "factor": factor, "keep": keep}
         tables |= {"rollouts": rollouts, "sums": sums, "gradient": torch.cat(gradient)}
         self.now.updates.append(types.SimpleNamespace(**tables, options=options))

@@ -10,6 +10,7 @@ from runtime import log
 
 RUNS = {  # changes of toy.flags, and the attention kernel
     "dppo": ({"engine": "hf", "mask_truncated": True, "rollout_batch": 6}, "flash"),
+    "adaptive": ({"lora": 4, "beta": 0.05, "gradient_checkpointing": True}, "flash"),
     "pps": ({"lr_schedule": "cosine", "beta": 0.05, "loss": "dr_grpo"}, "torch"),
     "dppo_floor": (
         {"minibatches": 2, "importance_cap": 2, "gradient_checkpointing": True, "dtype": "float32"},

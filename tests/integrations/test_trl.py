@@ -7,9 +7,10 @@ skipped.
 
 import re
 
+import peft
 import pytest
 import torch
-from exact import assert_same_history, error
+from exact import assert_same_history, error, over_completions
 from toy import ROOT
 
 from dppo import RuleError
@@ -57,6 +58,15 @@ def test_dropped_rows_are_not_forwarded():
     padded = Toy(pad_to_multiple_of=5)
     padded.gradient()
     assert all(x["completion_ids"].shape[1] == 10 for x in padded.plan()), "TRL's own"
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_adapters_are_exact(beta):
+    """With peft_config, by enumeration; TRL's reference is the base without adapters. Catches a
+    weight that multiplies only a part of an adapter's gradient."""
+    shape = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    toy = Toy(peft_config=shape, beta=beta, loss_type="grpo")
+    assert error(over_completions(toy.gradient), toy.stock()) < 1e-12
 
 
 def test_micro_batches_without_tokens():

@@ -58,7 +58,8 @@ def toy_reward(completions, **columns):
 
 
 def make(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, dtype="float64", **options):
-    folder = model_folder()
+    folder, adapters = model_folder(), options.pop("peft_config", None)
+    torch.manual_seed(0)  # of adapters
     options = {
         "output_dir": f"{folder}/out", "use_cpu": True, "bf16": False, "report_to": "none",
         "num_generations": G, "max_completion_length": 6, "per_device_train_batch_size": 4,
@@ -72,6 +73,7 @@ def make(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, dtype="float64", **options)
         args=dppo_trl.DPPOConfig(**options),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=TOKENIZER,
+        peft_config=adapters,
     )
 
 
@@ -189,6 +191,7 @@ class Toy(exact.Toy):
             with wait, exact_world():
                 trainer.training_step(self.model, self.inputs, None)
         trainer.state.global_step += 1
-        found = torch.cat([x.grad.flatten() for x in trainer.model.parameters()])
+        trained = [x for x in trainer.model.parameters() if x.requires_grad]
+        found = torch.cat([x.grad.flatten() for x in trained])
         self.model.zero_grad()
         return found

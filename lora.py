@@ -1,0 +1,121 @@
+"""
+LoRA: train two thin matrices beside each linear layer, and none of the model's own weights.
+
+W x becomes W x + ALPHA / rank * B A x. peft adds A and B in place, so the model keeps its class:
+packing, losses and pruning do not know of them. The base W is frozen, in the run's dtype; A and B
+are float32. Three more things follow from "a base and adapters":
+    - a plain copy with the weights W + ALPHA / rank * B A samples, so engines see any other model
+    - the reference of the KL term is the base alone, and no second model
+    - a checkpoint holds only the adapters, in peft's format, and any such folder can be a --model
+"""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers.utils import find_adapter_config_file
+
+from runtime import InputError, ranks
+
+ALPHA = 32  # divided by the rank, so that one learning rate fits all ranks
+
+
+def learning_rate(all_weights: float) -> float:
+    """The one that fits adapters, given the one for all weights: docs/results.md has both."""
+    return round(10 * all_weights, 12)
+
+
+def need_peft(asked: str):
+    """The package. InputError if it is not installed."""
+    try:
+        import peft
+    except ImportError:
+        raise InputError(f"{asked} needs peft, which is not installed: pip install peft") from None
+    return peft
+
+
+def inject(model, rank: int, seed: int) -> None:
+    """Add adapters to all linear layers but the head, and freeze everything else."""
+    kind = need_peft(f"--lora {rank}").LoraConfig
+    shape = kind(r=rank, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.add_adapter(shape)
+    if os.path.isdir(model.name_or_path):  # a checkpoint names its base, and may be read elsewhere
+        shape.base_model_name_or_path = os.path.realpath(model.name_or_path)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+
+
+def is_adapted(model) -> bool:
+    return hasattr(model, "peft_config")
+
+
+@torch.no_grad()
+def load(model, folder: Path) -> None:
+    """Give the adapters the weights of a checkpoint."""
+    state = model.state_dict()
+    for name, weight in load_file(folder / "adapter_model.safetensors").items():
+        own = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+        state[own].copy_(weight)
+
+
+@torch.no_grad()
+def plain_state(model):
+    """(name, weight) of each weight of the plain model, one at a time."""
+    for name, weight in model.state_dict().items():
+        layer, is_base, _ = name.rpartition(".base_layer.weight")
+        if is_base:
+            delta = model.get_submodule(layer).get_delta_weight("default")
+            yield f"{layer}.weight", weight + delta
+        elif ".lora_" not in name:
+            yield name.replace(".base_layer.bias", ".bias"), weight
+
+
+@torch.no_grad()
+def refresh(policy, model) -> None:
+    """Give the copy that samples the current weights. Does nothing if they are one model."""
+    if not is_adapted(model):
+        ranks.refresh(policy, model)
+    elif policy is not model:
+        copies = policy.state_dict()
+        for name, weight in plain_state(model):
+            copies[name].copy_(weight)
+
+
+@contextlib.contextmanager
+def base_alone(model):
+    """The model computes without its adapters, if it has any."""
+    if not is_adapted(model):
+        yield
+        return
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def base_of(name: str) -> str | None:
+    """What the folder or hub id of an adapter names as its base. None if it is a whole model."""
+    file = find_adapter_config_file(name)
+    if not file:
+        return None
+    base = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ValueError("its adapter_config.json has no base_model_name_or_path")
+    return base
+
+
+def merge(model, name: str):
+    """The model with anybody's adapter merged. ValueError unless all of its weights are used."""
+    peft = need_peft("an adapter")
+    adapted = peft.PeftModel.from_pretrained(model, name)
+    stored = peft.utils.load_peft_weights(name, device="cpu").keys()
+    if wrong := stored ^ peft.get_peft_model_state_dict(adapted).keys():
+        raise ValueError(f"its adapter has other weights than its config: {min(wrong)}")
+    return adapted.merge_and_unload(safe_merge=True).requires_grad_(True)

@@ -1,0 +1,271 @@
+"""LoRA: exact gradients and merges, small checkpoints that peft reads, memory."""
+
+import copy
+import json
+import sys
+import types
+from dataclasses import replace
+
+import peft
+import pytest
+import torch
+import toy
+from safetensors.torch import load_file, save_file
+from test_memory import meta, resolved
+from test_unbiased import step_error
+from transformers import AutoModelForCausalLM
+
+import config
+import eval as evaluation
+import lora
+import models
+import packing
+import train
+import update
+from engines import memory, vllm_engine
+from runtime import InputError
+
+GIB = 2**30
+INJECT = lora.inject
+FILES = {"adapter_config.json", "adapter_model.safetensors", "trainer.pt", "tokenizer.json"}
+
+
+def inject_moved(model, rank, seed):
+    """lora.inject with a B that is not 0."""
+    INJECT(model, rank, seed)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(std=0.02, generator=generator)
+
+
+@pytest.fixture
+def adapted(make_policy):
+    """(a model in float64 with adapters that have moved, its base)."""
+    model, _ = make_policy(dtype=torch.float64)
+    bias = torch.linspace(-1, 1, 32, dtype=torch.float64)  # as Qwen2 has
+    model.model.layers[0].self_attn.q_proj.bias = torch.nn.Parameter(bias)
+    base = copy.deepcopy(model)
+    inject_moved(model, 4, 0)
+    return model.double(), base
+
+
+def gradients(model):
+    return torch.cat([w.grad.flatten() for w in model.parameters() if w.requires_grad])
+
+
+# ---------------------------------------------------------------------------- exact
+
+
+def test_the_step_is_unbiased(policy_folder, tmp_path, monkeypatch):
+    """Every outcome of both draws through train.py's own step, in float64. Catches adapters that
+    are not the trained ones, and gradients that are lost."""
+    monkeypatch.setattr(lora, "inject", inject_moved)
+    folder = lambda name: (policy_folder, str(tmp_path / name))
+    assert step_error(folder, "grpo", "uniform", lora=4) <= 1e-10
+
+
+def test_packed_and_padded_gradients(adapted, make_rollouts):
+    """The gradient of adapters, with a KL term, packed and in one padded batch whose reference is
+    a second model. Catches adapters that see other sequences or are left out, frozen weights with
+    a gradient, and a reference that has moved."""
+    model, base = adapted
+    rollouts = make_rollouts(model, 3, 4, drift=0.3)
+    generator = torch.Generator().manual_seed(1)
+    advantages, scale = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator)
+    cfg = config.resolve(config.Config(device="cpu", pack_tokens=24, beta=0.1, loss="grpo"))
+    update.accumulate_gradients(
+        model, rollouts, advantages, scale, torch.ones(3, 4, dtype=torch.bool), cfg=cfg,
+        old_logprobs=rollouts.logprobs, reference=model,
+    )  # fmt: skip
+    packed = gradients(model)
+    assert all(w.grad is None for w in model.parameters() if not w.requires_grad)
+
+    def padded(model, prompt, ids):
+        sequence = torch.cat([torch.tensor(prompt).expand(4, -1), ids], dim=1)
+        model.set_attn_implementation("sdpa")
+        logits = model(sequence, use_cache=False).logits[:, len(prompt) - 1 : -1]
+        model.set_attn_implementation(packing.ATTENTION)
+        return logits.log_softmax(dim=-1).gather(2, ids[..., None])[..., 0]
+
+    model.zero_grad()
+    for q, prompt in enumerate(rollouts.prompt_ids):
+        ids, old = rollouts.completion_ids[q], rollouts.logprobs[q]
+        new, ref = padded(model, prompt, ids), padded(base, prompt, ids).detach()
+        ratio, advantage = (new - old).exp(), advantages[q, :, None]
+        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        loss = loss + 0.1 * ((ref - new).exp() - (ref - new) - 1)
+        inside = torch.arange(ids.shape[1]) < rollouts.lengths[q, :, None]
+        (loss * inside * scale[q, :, None]).sum().backward()
+    assert (packed - gradients(model)).norm() <= 1e-10 * packed.norm()
+
+
+def test_the_plain_copy_is_the_model(adapted, make_rollouts, policy_folder):
+    """The copy that samples, and what is sent to vLLM. Catches a delta that is left out or counted
+    twice, weights of another layer, and names that vLLM does not know."""
+    model, base = adapted
+    rollouts, cfg = make_rollouts(model, 3, 4), resolved(dtype="float32")
+    logprobs = lambda model: update.trainer_logprobs(model, rollouts, cfg)
+    copied, before = copy.deepcopy(base), logprobs(base)
+    for _ in range(2):
+        lora.refresh(copied, model)
+    assert (logprobs(copied) - logprobs(model)).abs().max() < 1e-12
+    assert (before - logprobs(model)).abs().max() > 0.01
+    with lora.base_alone(model):
+        assert torch.equal(logprobs(model), before)
+    assert (logprobs(copied) - logprobs(model)).abs().max() < 1e-12
+
+    sent = {}
+    llm = types.SimpleNamespace(
+        collective_rpc=lambda _name, kwargs: sent.update(kwargs["weights_iterator"]),
+        reset_prefix_cache=lambda: None,
+    )
+    engine = types.SimpleNamespace(sleeps=False, llm=llm, dtype="float64", vocab_size=258)
+    vllm_engine.Engine.load(engine, model)
+    plain = copied.state_dict()
+    assert sent.keys() == plain.keys()
+    assert all(torch.equal(sent[name], plain[name][:258]) for name in plain)
+
+
+def test_types(policy_folder):
+    """Catches a frozen model of twice the size, and adapters whose small steps are lost."""
+    cfg = resolved(lora=4)
+    loaded = models.load_models(replace(cfg, model=policy_folder), None)
+    of = lambda model: {(w.dtype, w.requires_grad) for w in model.parameters()}
+    assert of(loaded.model) == {(torch.bfloat16, False), (torch.float32, True)}
+    assert of(loaded.policy) == {(torch.bfloat16, False)}
+
+
+def record(path, args):
+    trainer = toy.Recorder(config.parse_config(args), toy.toy_reward)
+    train.run(trainer)
+    torch.save([step.updates[0].gradient for step in trainer.steps], f"{path}-{trainer.rank}.pt")
+
+
+def test_two_ranks_are_one(policy_folder, tmp_path):
+    """Catches adapters that begin differently, and a gradient that is not summed."""
+    args = toy.flags(policy_folder, tmp_path / "out", lora=4, beta=0.1, method="pps", steps=3)
+    toy.in_processes(1, record, str(tmp_path / "one"), args)
+    args[args.index("--out-dir") + 1] = str(tmp_path / "out-2")
+    toy.in_processes(2, record, str(tmp_path / "two"), args)
+    one, *two = (torch.load(tmp_path / f"{name}.pt") for name in ("one-0", "two-0", "two-1"))
+    for grads in zip(one, *two, strict=True):
+        assert grads[0].norm() > 0
+        assert torch.equal(grads[1], grads[2])
+        assert (grads[0] - grads[1]).norm() <= 1e-3 * grads[0].norm()
+
+
+# ---------------------------------------------------------------------------- checkpoints
+
+
+def train_on(model, out_dir, **changes):
+    toy.main(toy.flags(str(model), str(out_dir), **changes))
+
+
+def test_a_run(run, policy_folder, tmp_path, capsys):
+    """Resumed bit for bit. Its small checkpoint is read by peft and eval.py, as one model. Catches
+    a base that is trained, an optimizer or an adapter that starts over, and a checkpoint of the
+    whole model."""
+    options = {"lora": 4, "beta": 0.1, "save_every": 2, "lr": 1e-2, "gradient_checkpointing": True}
+    rows = run("whole", **options)
+    gaps = [row["sampling/sampling_logp_difference/mean"] for row in rows]
+    assert max(gaps) < 1e-5, "it samples from what it trains"
+    run("part", until=2, **options)
+    run("part", resume="auto", **options)
+    toy.assert_same(toy.timeless(tmp_path / "whole"), toy.timeless(tmp_path / "part"))
+
+    saved = tmp_path / "whole" / "checkpoint"
+    names = {path.name for path in saved.iterdir()}
+    assert names >= FILES
+    assert not {"config.json", "model.safetensors"} & names
+    with pytest.raises(InputError, match=r"--lora 4: --model .* is an adapter: save the merged"):
+        train_on(saved, tmp_path / "again", lora=4)
+
+    merged, _ = models.read(str(saved))
+    base, _ = models.read(policy_folder)
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), saved)
+    ids = torch.arange(60, 90)[None]
+    expected = toy.plain_logits(theirs.get_base_model(), ids)
+    assert torch.allclose(toy.plain_logits(merged, ids), expected, atol=1e-4)
+    assert (toy.plain_logits(base, ids) - expected).abs().max() > 0.01
+    args = {"problems": 2, "k": 1, "max_new_tokens": 4, "device": "cpu"}
+    evaluation.main(evaluation.EvalConfig(model=str(tmp_path / "whole" / "checkpoint"), **args))
+
+
+@pytest.fixture
+def adapter(policy_folder, tmp_path):
+    """Somebody's adapter in bfloat16, for two of the layers, without a tokenizer."""
+    base = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.bfloat16)
+    shape = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, use_rslora=True)
+    peft.get_peft_model(base, shape).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_all_weights_from_an_adapter(adapter, tmp_path):
+    """Catches weights that stay frozen after the merge, and a checkpoint of the adapter alone."""
+    before = models.read(str(adapter))[0].state_dict()
+    train_on(adapter, tmp_path / "run", steps=2, save_every=2)
+    after = load_file(tmp_path / "run" / "checkpoint" / "model.safetensors")
+    assert all(not torch.equal(after[name], before[name]) for name in after)
+
+
+def edit(**changes):
+    def change(folder):
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def without_a_weight(folder):
+    weights = load_file(folder / "adapter_model.safetensors")
+    weights.popitem()
+    save_file(weights, folder / "adapter_model.safetensors")
+
+
+REFUSED = {
+    "no base": (edit(base_model_name_or_path=None), "has no base_model_name_or_path"),
+    "base away": (edit(base_model_name_or_path="/away"), "adapter of /away, cannot .*no such fold"),
+    "a weight less": (without_a_weight, "other weights than its config: .*q_proj.lora_"),
+    "other layers": (edit(target_modules=["w"]), "Target modules .*w.* not found"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_adapters_that_are_refused(adapter, case):
+    change, message = REFUSED[case]
+    change(adapter)
+    with pytest.raises(InputError, match=f"--model {adapter}.*{message}") as caught:
+        models.read(str(adapter))
+    assert "\n" not in str(caught.value)
+
+
+def test_without_peft(policy_folder, adapter, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    for model, rank in ((policy_folder, 4), (adapter, 0)):
+        with pytest.raises(InputError, match="needs peft, which is not installed: pip install"):
+            train_on(model, tmp_path / "run", lora=rank)
+
+
+# ---------------------------------------------------------------------------- memory
+
+SIZES = {"0.6B": "0.6b", "1.7B": "1.7b", "4B": "4b", "8B": "8b"}  # on the page, in test_memory
+CARDS = {"16 GB": 15, "24 GB": 23, "48 GB": 47, "80 GB": 79}  # GiB that CUDA shows
+
+
+def test_the_page_has_the_plan():
+    """Each number of the table, and which cards it fits."""
+    page = (toy.ROOT / "docs" / "running.md").read_text()
+    for name, shape in SIZES.items():
+        model, needed = meta(shape), []
+        for rank in (0, 32):
+            cfg = resolved(lora=rank, gradient_checkpointing=True)
+            needed.append(memory.peak(memory.plan(model, cfg, 200, 1)) / GIB)
+        every, adapters = needed
+        fits = lambda card, size: size <= (1 - memory.SPARE) * CARDS[card]
+        words = [
+            "both" if fits(card, every) else "LoRA" if fits(card, adapters) else "no"
+            for card in CARDS
+        ]
+        row = f"| {name} | {every:.1f} GiB | {adapters:.1f} GiB | {' | '.join(words)} |"
+        assert row in page
