@@ -63,9 +63,9 @@ def test_without_the_marked_lines_the_step_is_grpo(policy_folder, run, tmp_path)
 NAMES = """
     step rest loss reward reward_std frac_reward_zero_std frac_reward_some_none
     completions/mean_length completions/clipped_ratio clip_ratio/region_mean entropy entropy/trained
-    grad_norm learning_rate step_time kept/prompts kept/completions kept/tokens weight/max
-    weight/ess weight/prompt_max pack/density cost/sampled cost/kept tokens/generated tokens/trained
-    time/rollout time/score time/train sampling/sampling_logp_difference/mean
+    grad_norm learning_rate step_time kept/prompts kept/completions kept/tokens kept/live_tokens
+    weight/max weight/ess weight/prompt_max pack/density cost/sampled cost/kept tokens/generated
+    tokens/trained time/rollout time/score time/train sampling/sampling_logp_difference/mean
     history/never_rolled_out history/dull kept/dull_prompts kept/other_prompts
 """
 
