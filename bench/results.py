@@ -32,6 +32,9 @@ REFERENCES = {"words": "nonzero"}  # else grpo
 TITLES = {"arithmetic": "default task", "arithmetic-mixed": "mixed task", "words": "SmolLM2"}
 FOLDER = Path("runs")
 SAVINGS, RACE, LAW = FOLDER / "savings.jsonl", FOLDER / "race.jsonl", FOLDER / "law.jsonl"
+REACH = FOLDER / "reach.jsonl"
+FRESH = 20  # the lowest of its seeds that no flag was chosen on
+REACHED = {"arithmetic": (0.95, 0.98), "arithmetic-mixed": (0.9, 0.95)}
 NOISE = FOLDER / "variance.json"
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 1 to 9 degrees
 
@@ -54,6 +57,9 @@ def tables() -> dict[str, str]:
         by_name[f"savings, {TITLES[setting]}"] = savings_table(saved, setting)
     for setting in settings_of(raced):
         by_name[f"race, {TITLES[setting]}"] = race_table(raced, setting)
+    reached = [row for row in read_runs(REACH) if row["seed"] >= FRESH]
+    for setting in settings_of(reached):
+        by_name[f"seconds to an accuracy, {TITLES[setting]}"] = reach_table(reached, setting)
     by_name["noise"] = noise_table(json.loads(NOISE.read_text()))
     for task, runs in law_runs().items():
         by_name[f"law, {TITLES[task]}: gains"] = gains_table(runs, task)
@@ -133,6 +139,40 @@ def draw_savings(rows: list[dict]):
     panels[-1, 0].set_xlabel("step time, GRPO's = 1")
     panels[-1, 1].set_xlabel("accuracy minus GRPO's")
     return figure
+
+
+# ---------------------------------------------------------------------------- until an accuracy
+
+
+def reach_table(rows: list[dict], setting: str) -> str:
+    """Markdown: the seconds until each of REACHED, as median and range, infinite if a run never
+    had it; and the speed relative to GRPO without zeros, of the seeds in which both arrived."""
+    of_methods = {}
+    for row in rows:
+        if row["setting"] == setting:
+            of_methods.setdefault(row["method"], {})[row["seed"]] = row
+    reference, cells = of_methods["nonzero"], []
+    for runs in of_methods.values():
+        flags = next(iter(runs.values()))["flags"].replace("grpo_zero", "nonzero")
+        cells.append([f"`{flags}`", str(len(runs))])
+        for target in REACHED[setting]:
+            own, others = seconds_to(runs, target), seconds_to(reference, target)
+            low, high = min(own.values()), max(own.values())
+            cells[-1].append(f"{statistics.median(own.values()):.0f} ({low:.0f} to {high:.0f})")
+            both = [s for s in own if s in others and math.isfinite(own[s] + others[s])]
+            log_ratio, half = interval({s: math.log(others[s] / own[s]) for s in both})
+            low, high = math.exp(log_ratio - half), math.exp(log_ratio + half)
+            cells[-1].append(f"{math.exp(log_ratio):.2f} ({low:.2f} to {high:.2f})")
+    head = ["flags", "seeds"]
+    for target in REACHED[setting]:
+        head += [f"CPU seconds to {target}", "speed"]
+    return as_markdown(head, cells)
+
+
+def seconds_to(runs: dict[int, dict], target: float) -> dict[int, float]:
+    """{seed: seconds until the first evaluation with at least this accuracy, or infinity}."""
+    first = lambda row: next((s for _step, found, s in row["curve"] if found >= target), math.inf)
+    return {seed: first(row) for seed, row in runs.items()}
 
 
 # ---------------------------------------------------------------------------- equal seconds

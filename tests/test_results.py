@@ -56,3 +56,28 @@ def test_pictures(monkeypatch, capsys):
     assert list(sizes) == [2, 4, 8, 16, 32]
     assert times[0] == 1
     assert min(times[1:]) > 1
+
+
+def test_seconds_to_an_accuracy():
+    """Medians over all seeds, a run that never arrives among them; speeds over those in which both
+    arrive. Catches seconds of the last evaluation, and a failure that is left out."""
+
+    def row(method, seed, *seconds):
+        curve = [[10 * step, 0.9 + 0.05 * step, s] for step, s in enumerate(seconds)]
+        return {
+            "setting": "arithmetic",
+            "method": method,
+            "seed": seed,
+            "flags": "-",
+            "curve": curve,
+        }
+
+    rows = [
+        row("nonzero", 1, 5.0, 20.0),
+        row("nonzero", 2, 5.0, 40.0),
+        row("nonzero", 3, 7.0, 30.0),
+    ]
+    rows += [row("adaptive", 1, 4.0, 10.0), row("adaptive", 2, 4.0, 20.0), row("adaptive", 3, 4.0)]
+    table = results.reach_table(rows, "arithmetic").splitlines()
+    assert table[2].startswith("| `-` | 3 | 30 (20 to 40) | 1.00 (1.00 to 1.00) | inf")
+    assert table[3].startswith("| `-` | 3 | 20 (10 to inf) | 2.00 (2.00 to 2.00) |")
