@@ -43,7 +43,7 @@ def sampled_gradient(divisor: str, rule: str, rate: float, G: int = 4):
     return total, probs[2], probs[2] * scores[2]
 
 
-@pytest.mark.parametrize("divisor", objectives.OBJECTIVES)
+@pytest.mark.parametrize("divisor", dppo.SCALES)
 @pytest.mark.parametrize(("rule", "rate"), RULES)
 def test_slopes_by_enumeration(divisor, rule, rate):
     """Within 1e-12. Catches a slope without the division by p, a binomial of the wrong class, and

@@ -21,9 +21,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RELATED = [path for path in ROOT.glob("related/*.py") if path.stem != "__init__"]
 LOG = ROOT / "runs" / "LOG.md"  # its flags and commands are those of their day
 
-OTHER_FLAGS = {  # of torchrun, pip and TRL
+OTHER_FLAGS = {  # of torchrun, pip, jupyter and TRL
     "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
     "--shutdown-timeout", "--signals-to-handle", "--no-deps", "--config", "--max-restarts",
+    "--inplace",
 }  # fmt: skip
 
 # What the modules of a folder may import of ours: folders, and modules of the root.
