@@ -153,6 +153,8 @@ def reach_table(rows: list[dict], setting: str) -> str:
             of_methods.setdefault(row["method"], {})[row["seed"]] = row
     reference, cells = of_methods["nonzero"], []
     for runs in of_methods.values():
+        if len(runs) < 3:  # stopped
+            continue
         flags = next(iter(runs.values()))["flags"].replace("grpo_zero", "nonzero")
         cells.append([f"`{flags}`", str(len(runs))])
         for target in REACHED[setting]:
