@@ -62,8 +62,7 @@ def tables() -> dict[str, str]:
         by_name[f"seconds to an accuracy, {TITLES[setting]}"] = reach_table(reached, setting)
     by_name["noise"] = noise_table(json.loads(NOISE.read_text()))
     for task, runs in law_runs().items():
-        by_name[f"law, {TITLES[task]}: gains"] = gains_table(runs, task)
-        by_name[f"law, {TITLES[task]}: agreement"] = agreement_table(runs, task)
+        by_name[f"law, {TITLES[task]}"] = gains_table(runs, task)
     return by_name
 
 
@@ -364,32 +363,6 @@ def gains_table(runs: Runs, task: str) -> str:
     return as_markdown(
         ["rest", "best size without pruning", "with", "adaptive gains", "predicted"], cells
     )
-
-
-def agreement_table(runs: Runs, task: str) -> str:
-    """Markdown: how well each prediction describes the runs. A cell is an arm; those that are 1 by
-    definition do not count, nor those of which a run never arrived."""
-    head = ["", "cells inside their interval", "off by a factor of", "best group size named"]
-    cells = []
-    for title in PREDICTIONS:
-        inside, factors, named = [], [], []
-        for m, rule in itertools.product(RATIOS, RULES):
-            predicted = predictions(title, task)[m, rule]
-            best = predicted.index(max(predicted))
-            named.append(GROUP_SIZES[best] == best_size(runs, rule, m))
-            for value, size in zip(predicted, GROUP_SIZES, strict=True):
-                of_seeds = progress(runs, rule, m, size)
-                mean, half = interval(of_seeds)
-                if all(of_seeds.values()) and half > 0:
-                    inside.append(abs(value - mean) <= half)
-                    factors.append(abs(math.log(value / mean)))
-        cells.append([
-            title,
-            f"{sum(inside)} of {len(inside)}",
-            f"{math.exp(statistics.mean(factors)):.2f}",
-            f"{sum(named)} of {len(named)}",
-        ])  # fmt: skip
-    return as_markdown(head, cells)
 
 
 def draw_law(runs: Runs, task: str):
