@@ -8,7 +8,6 @@ interval is Student's t over seeds, 95 %.
 """
 
 import itertools
-import json
 import math
 import statistics
 from pathlib import Path
@@ -35,7 +34,6 @@ SAVINGS, RACE, LAW = FOLDER / "savings.jsonl", FOLDER / "race.jsonl", FOLDER / "
 REACH = FOLDER / "reach.jsonl"
 FRESH = 20  # the lowest of its seeds that no flag was chosen on
 REACHED = {"arithmetic": (0.95, 0.98), "arithmetic-mixed": (0.9, 0.95)}
-NOISE = FOLDER / "variance.json"
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 1 to 9 degrees
 
 
@@ -60,7 +58,6 @@ def tables() -> dict[str, str]:
     reached = [row for row in read_runs(REACH) if row["seed"] >= FRESH]
     for setting in settings_of(reached):
         by_name[f"seconds to an accuracy, {TITLES[setting]}"] = reach_table(reached, setting)
-    by_name["noise"] = noise_table(json.loads(NOISE.read_text()))
     for task, runs in law_runs().items():
         by_name[f"law, {TITLES[task]}"] = gains_table(runs, task)
     return by_name
@@ -217,42 +214,6 @@ def draw_race(rows: list[dict]):
     panels[0].set_ylabel("wrong answers, held out")
     add_legend(figure, panels)
     return figure
-
-
-# ---------------------------------------------------------------------------- noise
-
-NOISY = {  # rule of runs/variance.json: its title
-    "oracle, independent": "oracle: true norms, independent keeps",
-    "pps": "**pps**",
-    "dppo": "dppo",
-    "uniform": "blind draws",
-    "cppo_batch, best length": "CPPO's code (cppo_batch), rescaled to the best length; biased",
-}
-STAGES = ("early", "midway", "late")
-
-
-def noise_table(record: dict) -> str:
-    """Markdown: the squared error of each rule at the tokens of dppo, default task and --loss
-    grpo, by stage."""
-    errors = {}  # (rule, stage): {seed: error}
-    for values in record["rows"]:
-        row = dict(zip(record["columns"], values, strict=True))
-        if (row["data"], row["loss"], row["r_o"]) == ("arithmetic", "grpo", 0.9):
-            errors.setdefault((row["rule"], row["stage"]), {})[row["seed"]] = row["rel_mse"]
-    cells = []
-    for rule, title in NOISY.items():
-        medians = [statistics.median(errors[rule, stage].values()) for stage in STAGES]
-        cells.append([title, *map(two_digits, medians)])
-    line = ["dppo / pps, range over seeds"]
-    for stage in STAGES:
-        pps = errors["pps", stage]
-        ratios = [error / pps[seed] for seed, error in errors["dppo", stage].items()]
-        line.append(f"{two_digits(min(ratios))} to {two_digits(max(ratios))}")
-    return as_markdown(["", *STAGES], [*cells, line])
-
-
-def two_digits(value: float) -> str:
-    return f"{float(f'{value:.1e}'):g}"
 
 
 # ---------------------------------------------------------------------------- the law
