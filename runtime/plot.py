@@ -20,10 +20,10 @@ HELD_OUT = {"eval/avg@4": None}
 # The y axis of a panel: {key of a row: name of its curve}. All begin at 0.
 OF_ALL = {
     "seconds per step": {f"time/{part}": part for part in ("rollout", "train", "score")},
-    "share of dead groups (equal rewards)": {"frac_reward_zero_std": None},
-    "tokens per completion, mean": {"completions/mean_length": None},
+    "share of dead groups": {"frac_reward_zero_std": None},
+    "tokens per completion": {"completions/mean_length": None},
     "entropy, nats per token": {"entropy": None},
-    "gradient norm before clipping": {"grad_norm": None},
+    "gradient norm, unclipped": {"grad_norm": None},
 }
 OF_PRUNED = {
     "share kept": {"kept/completions": "completions", "kept/tokens": "tokens"},
@@ -57,7 +57,8 @@ def draw_run(out_dir: Path) -> None:
     height = math.ceil(len(panels) / 3)  # in rows of at most three
     figure = Figure(figsize=(9.5, 2.8 * height), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    figure.suptitle("{method} on {data}: {model}, seed {seed}".format(**cfg))
+    title = "{method} on {data}: {model}, seed {seed}. In a dead group all rewards are equal."
+    figure.suptitle(title.format(**cfg), fontsize="medium")
     for number, part in enumerate(figure.subfigures(height, 1, squeeze=False)[:, 0]):
         first, end = (len(panels) * place // height for place in (number, number + 1))
         axes = part.subplots(1, end - first, squeeze=False)[0]
