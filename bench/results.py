@@ -148,11 +148,10 @@ def reach_table(rows: list[dict], setting: str) -> str:
         if row["setting"] == setting:
             of_methods.setdefault(row["method"], {})[row["seed"]] = row
     reference, cells = of_methods["nonzero"], []
-    for runs in of_methods.values():
+    for name, runs in of_methods.items():
         if len(runs) < 3:  # stopped
             continue
-        flags = next(iter(runs.values()))["flags"].replace("grpo_zero", "nonzero")
-        cells.append([f"`{flags}`", str(len(runs))])
+        cells.append([name, str(len(runs))])
         for target in REACHED[setting]:
             own, others = seconds_to(runs, target), seconds_to(reference, target)
             low, high = min(own.values()), max(own.values())
@@ -161,7 +160,7 @@ def reach_table(rows: list[dict], setting: str) -> str:
             log_ratio, half = interval({s: math.log(others[s] / own[s]) for s in both})
             low, high = math.exp(log_ratio - half), math.exp(log_ratio + half)
             cells[-1].append(f"{math.exp(log_ratio):.2f} ({low:.2f} to {high:.2f})")
-    head = ["flags", "seeds"]
+    head = ["method", "seeds"]
     for target in REACHED[setting]:
         head += [f"CPU seconds to {target}", "speed"]
     return as_markdown(head, cells)

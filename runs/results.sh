@@ -37,9 +37,9 @@ reach)
         "pps=--method pps --completion-prune-rate 0.9 $batch --steps 120 --lr 6e-4" \
         "adaptive, 16 x 8=--method adaptive --prompts-per-step 16 --group-size 8 --steps 120 --lr 6e-4"
     until_accuracy --setting arithmetic-mixed --reach 0.95 --methods \
-        "adaptive=--method adaptive $batch --steps 150 --lr 4e-4" \
+        "adaptive, 32 x 4=--method adaptive $batch --steps 150 --lr 4e-4" \
         "nonzero=--method nonzero $batch --steps 150 --lr 4e-4" \
-        "adaptive, rest 0.1=--method adaptive --rest 0.1 $batch --steps 150 --lr 4e-4"
+        "adaptive, 32 x 4, rest 0.1=--method adaptive --rest 0.1 $batch --steps 150 --lr 4e-4"
     ;;
 *) echo "unknown command ${1:-}: see the first lines of $0" >&2 && exit 2 ;;
 esac

@@ -78,5 +78,5 @@ def test_seconds_to_an_accuracy():
     ]
     rows += [row("adaptive", 1, 4.0, 10.0), row("adaptive", 2, 4.0, 20.0), row("adaptive", 3, 4.0)]
     table = results.reach_table(rows, "arithmetic").splitlines()
-    assert table[2].startswith("| `-` | 3 | 30 (20 to 40) | 1.00 (1.00 to 1.00) | inf")
-    assert table[3].startswith("| `-` | 3 | 20 (10 to inf) | 2.00 (2.00 to 2.00) |")
+    assert table[2].startswith("| nonzero | 3 | 30 (20 to 40) | 1.00 (1.00 to 1.00) | inf")
+    assert table[3].startswith("| adaptive | 3 | 20 (10 to inf) | 2.00 (2.00 to 2.00) |")
