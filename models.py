@@ -298,8 +298,10 @@ def check_files(name: str, folder: Path) -> set[str]:
                     types |= {weights.get_slice(key).get_dtype() for key in keys}
         except Exception as error:
             why = data.in_words(error)
-            pointer = "if it is a Git LFS pointer, run `git lfs pull`"
-            raise ValueError(f"{path} cannot be read ({why}): {pointer}") from None
+            pointer = ": if it is a Git LFS pointer, run `git lfs pull`"
+            if isinstance(error, OSError):  # nothing is wrong with what it holds
+                pointer = ""
+            raise ValueError(f"{path} cannot be read ({why}){pointer}") from None
         if path.name == "config.json" and "model_type" not in content:
             weights = checkpoint.newest(folder) or "a folder with weights"
             raise ValueError(f"it is the folder of a run or an evaluation: give {weights}")

@@ -3,8 +3,7 @@ Rewards: 1.0 for a right answer, 0.0 for a wrong one, None if the problem cannot
 
 A reward is a function of (completion, answer) or of (completion, answer, row): the model's text,
 the reference answer, and a dict of the problem, its answer, its source and all columns of its row.
-The text keeps the marks of thoughts, and begins with one if the prompt opened a thought. All
-rewards get the same text, so one that calls math_reward pays what math_reward pays.
+The text keeps the marks of thoughts, and begins with one if the prompt opened a thought.
 
 None leaves a completion out of its group's mean and standard deviation and gives it advantage 0. It
 is for reference answers that are missing or cannot be read. A completion that cannot be read is

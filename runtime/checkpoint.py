@@ -193,8 +193,9 @@ def stored_config(folder: Path, kind: str = "a training run") -> dict:
     """The settings in config.json of a folder. InputError if it is not of this kind."""
     path = folder / "config.json"
     stored = log.read_json(path) if path.exists() else {}
-    settings = stored.get("config", stored)
-    found = next((name for name, key in KINDS.items() if key in settings), "nothing of ours")
+    settings = stored.get("config", stored) if isinstance(stored, dict) else {}
+    keys = settings if isinstance(settings, dict) else {}
+    found = next((name for name, key in KINDS.items() if key in keys), "nothing of ours")
     if found != kind:
         raise InputError(f"{folder} holds {found} where {kind} should be: give another folder")
     return settings
