@@ -80,8 +80,7 @@ def check_memory(cfg: Config) -> None:
             model = AutoModelForCausalLM.from_config(shape)
     except Exception:  # load_models will say what is wrong with the model
         return
-    launcher = f"torchrun --nproc-per-node {ranks.world()}" if ranks.are_several() else "python"
-    command = f"{launcher} {shlex.join(sys.argv)}"
+    command = f"{ranks.launcher()} {shlex.join(sys.argv)}"
     _, total = torch.cuda.mem_get_info()
     if note := memory.check(model, cfg, ranks.world(), total, command):
         ranks.say(note)

@@ -392,10 +392,9 @@ def run(trainer: Trainer, until: int | None = None) -> None:
 
 def stopped_after(step: int, trainer: Trainer) -> str:
     """The last line of a run that can be continued, with the command that does."""
-    world = trainer.world
-    launcher = "python" if world == 1 else f"torchrun --nproc-per-node {world}"
-    program = f"{launcher} {sys.argv[0]} --resume --out-dir {shlex.quote(trainer.cfg.out_dir)}"
-    return f"stopped after step {step}; to continue: {program}"
+    folder = shlex.quote(trainer.cfg.out_dir)
+    command = f"{ranks.launcher()} {sys.argv[0]} --resume --out-dir {folder}"
+    return f"stopped after step {step}; to continue: {command}"
 
 
 def why_nothing_was_learned(row: dict, cfg: Config) -> str:

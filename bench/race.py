@@ -216,7 +216,8 @@ def make_one(run: Run) -> dict:
             seconds = time.process_time() - before
             prompts = row["kept/prompts"] * trainer.cfg.prompts_per_step
             rows.append(row | {"seconds": seconds, "prompts": prompts})
-            if step < (steps + bool(run.reach)) and step % every == 0:
+            is_last = step == steps and not run.reach  # it is evaluated below
+            if steps and step % every == 0 and not is_last:
                 so_far = round(sum(row["seconds"] for row in rows), 3)
                 curve.append([step, evaluate(trainer, run, problems), so_far])
                 if run.reach and curve[-1][1] >= run.reach:

@@ -168,8 +168,11 @@ def reach_table(rows: list[dict], setting: str) -> str:
 
 def seconds_to(runs: dict[int, dict], target: float) -> dict[int, float]:
     """{seed: seconds until the first evaluation with at least this accuracy, or infinity}."""
-    first = lambda row: next((s for _step, found, s in row["curve"] if found >= target), math.inf)
-    return {seed: first(row) for seed, row in runs.items()}
+    found = {}
+    for seed, row in runs.items():
+        reached = [seconds for _step, accuracy, seconds in row["curve"] if accuracy >= target]
+        found[seed] = min(reached, default=math.inf)
+    return found
 
 
 # ---------------------------------------------------------------------------- equal seconds

@@ -108,6 +108,16 @@ def report(model, cfg, prompt: int, world: int, total: int) -> str:
     )
 
 
+def as_flags(changes: dict, cfg) -> str:
+    """The flags that change a Config so, each after a space."""
+    text = ""
+    for name, value in changes.items():
+        if getattr(cfg, name) != value:
+            text += f" --{name.replace('_', '-')}"
+            text += "" if value is True else f" {value}"
+    return text
+
+
 def check(model, cfg, world: int, total: int, command: str) -> str:
     """A note if a step may not fit into the GPU's `total` bytes, else "". It has the command that
     fits: `command` and more flags. InputError if no update can fit."""
@@ -116,16 +126,17 @@ def check(model, cfg, world: int, total: int, command: str) -> str:
         return ""
     layers = {"gradient_checkpointing": True}
     packs = layers | {"pack_tokens": min(2048, cfg.pack_tokens)}
-    tries = [layers, packs, layers | {"max_new_tokens": cfg.max_new_tokens // 2}]
+    tries = [layers, packs, layers | {"max_new_tokens": cfg.max_new_tokens // 2}]  # best first
+    if not cfg.lora and world > 1:
+        tries.append(layers | {"shard": "fsdp"})
     if not cfg.lora:
         adapters = {"lora": 16, "lr": lora.learning_rate(cfg.lr), "shard": "none"}
-        tries += [layers | {"shard": "fsdp"}] * (world > 1) + [layers | adapters, packs | adapters]
+        tries += [layers | adapters, packs | adapters]
     way_out = "use a smaller model, or more GPUs"
-    for changes in reversed(tries):
+    for changes in tries:
         if peak(plan(model, replace(cfg, **changes), 0, world)) <= (1 - SPARE) * total:
-            new = {name: value for name, value in changes.items() if getattr(cfg, name) != value}
-            flags = [f"--{name.replace('_', '-')} {value}" for name, value in new.items()]
-            way_out = " ".join(["this fits:", command, *flags]).replace(" True", "")
+            way_out = f"this fits: {command}{as_flags(changes, cfg)}"
+            break
     needed = state(parts) + parts["logits"] + parts["activations"]
     text = f"a step needs {peak(parts) / 2**30:.1f} GiB of the GPU's {total / 2**30:.1f}; {way_out}"
     if needed > total:

@@ -80,6 +80,11 @@ def are_several() -> bool:
     return world() > 1
 
 
+def launcher() -> str:
+    """The command that starts a program with as many processes."""
+    return f"torchrun --nproc-per-node {world()}" if are_several() else "python"
+
+
 def say(text: str) -> None:
     """Print a line, on the first rank only."""
     if is_first():

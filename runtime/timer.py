@@ -48,7 +48,11 @@ class Timer:
 
 class Rest:
     """The `rest` of a run. --rest auto measures it after the steps 4, 8, 16, 32, ..., because
-    lengths change; until then it is infinite, and adaptive keeps every term that is not 0."""
+    lengths change; until then it is infinite, and adaptive keeps every term that is not 0.
+
+    A step's rest follows from earlier steps only. It is known before the draw, so the gradient
+    stays unbiased.
+    """
 
     def __init__(self, flag: float | str):
         self.value = math.inf if flag == "auto" else flag
@@ -62,11 +66,14 @@ class Rest:
         figures = torch.tensor([row[name] for name in TIMES], dtype=torch.float64)
         mean = ranks.all_reduce(figures) / ranks.world()
         self.rows.append(dict(zip(TIMES, mean.tolist(), strict=True)))
-        is_due = step >= 4 and step & (step - 1) == 0
-        if is_due and any(row["cost/kept"] for row in self.rows):
-            now = measured_rest(self.rows)
-            if not self.value / GRID < now < self.value * GRID:
-                self.value = GRID ** round(math.log(now, GRID))
+        is_due = step >= 4 and step & (step - 1) == 0  # a power of 2
+        if not is_due:
+            return
+        now = measured_rest(self.rows)
+        is_known = 0 < now < math.inf  # not if nothing was sampled, or nothing trained on
+        is_near = self.value / GRID < now < self.value * GRID
+        if is_known and not is_near:
+            self.value = GRID ** round(math.log(now, GRID))
 
 
 def measured_rest(rows: list[dict]) -> float:

@@ -54,8 +54,13 @@ def test_when_it_is_measured():
     for step in range(1, 34):
         values[step] = rest.value  # what the step uses
         row = made_up_row(step, kept=800 if step <= 4 else 300)
-        slower = {1: 50.0}.get(step, 0.0 if step < 9 else 0.6 if step < 17 else 0.8)
-        row["step_time"] += slower
+        if step == 1:
+            row["time/train"] += 50.0
+            row["step_time"] += 50.0
+        elif step >= 17:
+            row["step_time"] += 0.8
+        elif step >= 9:
+            row["step_time"] += 0.6
         rest.add(step, row)
     assert [values[step] for step in (1, 4)] == [math.inf, math.inf]
     # Equal tokens say nothing of the fixed time: 0.3 / 1.25, rounded.
@@ -90,3 +95,12 @@ def test_a_run_measures_it(policy_folder, tmp_path, world):
     assert measured.pop() > 0
     state = torch.load(tmp_path / "checkpoint" / "trainer.pt", weights_only=True)
     assert len(state["trainer"]["rest"]["rows"]) == 6, "the first step left out"
+
+
+def test_steps_without_a_sample():
+    """All prompts were pruned lately. Catches a rest that is infinite or not a number."""
+    rest = timer.Rest("auto")
+    rest.add(2, made_up_row(2, kept=500))
+    for step in (3, 4):
+        rest.add(step, made_up_row(step, kept=0) | {"cost/sampled": 0.0})
+    assert rest.value == math.inf, "not measured yet"
