@@ -12,12 +12,13 @@ and the expected gradient is the full gradient (Horvitz and Thompson, 1952). Fou
     - p_i is the true probability of keeping l_i
     - each update has its own draw, made at the parameters that it starts from
 This is the gradient before it is clipped by norm: clipping and Adam are not linear. Pruning only
-adds variance. pps, probability proportional to size, adds little: p_i grows with the estimated
-gradient norm of l_i. Prompts are drawn before the rollout, when sizes are not known, so p follows
-from what is known of the past: the mean |advantage| of the prompt's last group. This is the paper's
-rule (arXiv:2603.04135), as we reconstruct it. The two weights multiply.
+adds variance. Completions are kept by train.py's default rule, adaptive: p_i grows with the
+estimated gradient norm of l_i, and as many are kept as pay in this run, which measures its own
+times. Prompts are drawn before the rollout, when sizes are not known, so p follows from what is
+known of the past: the mean |advantage| of the prompt's last group. This is the paper's rule
+(arXiv:2603.04135), as we reconstruct it. The two weights multiply.
 
-train.py's default differs: its rule is adaptive, it keeps all prompts, and its loss is Dr. GRPO's.
+train.py's default differs in two things: it keeps all prompts, and its loss is Dr. GRPO's.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from tasks import arithmetic
 
 Q, G, T = 32, 8, 64  # prompts of a step, completions each, tokens at most
 LOW = 0.5  # keep prompts whose past |advantage| is below the mean with this probability
-TOKEN_SHARE = 0.4  # train on this share of the tokens of all sampled completions and their prompts
+MEASURED = 4  # steps that train on all that is not 0, and measure the time of everything else
 FLOOR = 0.1  # lowest size, relative to the mean size, so that no weight is too large
 STEPS, WARMUP, LR, CLIP, ROWS = 60, 5, 6e-4, 0.2, 64  # ROWS: completions in one backward pass
 PROBLEMS, HELD_OUT, EVAL_EVERY = 512, 200, 5
@@ -52,20 +53,20 @@ def completion_size(advantage, factor, logprobs):
     return torch.where(live, size.clamp(min=FLOOR * size[live].mean()), 0.0)
 
 
-def keep_prob(size, cost, budget):
-    """Keep probabilities p [n] that spend sum(p cost) = budget with the least variance. Terms
-    of size 0 get p = 0; if the budget covers all others, they get p = 1.
+def keep_prob(size, cost, rest):
+    """Keep probabilities p [n] of the least time x variance. Terms of size 0 get p = 0.
 
-    The variance is about sum((1 / p - 1) size^2), least at p = min(1, tau size / sqrt(cost)). To
-    find tau, fill up: what would pass 1 is kept for sure, and the others share what is left.
+    A step takes the time rest + sum(p cost), all in tokens trained on, and the variance of its
+    gradient is about sum(size^2 / p). The product is least at p = min(1, tau size / sqrt(cost)).
+    For the terms with p = 1, tau^2 = (rest + sum(cost)) / sum(size^2). They are the first in the
+    order of size / sqrt(cost): as few as leave the next one's p below 1.
     """
-    priority, sure = size / cost.sqrt(), torch.zeros_like(size, dtype=torch.bool)
-    while True:
-        tau = (budget - cost[sure].sum()) / (priority * cost)[~sure].sum().clamp(min=1e-30)
-        p = torch.where(sure, 1.0, tau * priority)
-        if not (p > 1).any():
-            return p
-        sure |= p > 1
+    priority = size / cost.sqrt()
+    order = priority.argsort(descending=True)
+    time_of_first = rest + cost[order].cumsum(0)
+    taus = (time_of_first / size[order].square().cumsum(0).clamp(min=1e-30)).sqrt()
+    more = (taus[:-1] * priority[order][1:] >= 1).sum()  # kept for sure, beside the first
+    return (taus[more] * priority).clamp(max=1.0)
 
 
 def prune(p, start):
@@ -124,7 +125,8 @@ def train(grpo=False, seed=0, steps=STEPS):
     problems = [arithmetic.problem("train", i) for i in range(PROBLEMS)]
     held_out = [arithmetic.problem("heldout", i) for i in range(HELD_OUT)] * 4
     past = torch.full((PROBLEMS,), torch.nan)  # mean |advantage| of each prompt's last group
-    seconds = 0.0
+    seconds, training, trained = 0.0, 0.0, 0.0  # all steps; their training; tokens trained on
+    rest = 1e9  # time of all else in a step, in tokens trained on; high, until it is measured
     for step in range(steps):
         started = time.perf_counter()
         # Drop prompts, before their completions are sampled.
@@ -145,17 +147,22 @@ def train(grpo=False, seed=0, steps=STEPS):
         factor = weight.repeat_interleave(G) / (sampled.sum(1) * Q * G)  # [N]
         # Drop completions, before they are trained on: by size, and those of size 0 always.
         cost = (ids != PAD).sum(1).double()  # [N], tokens to train on, with the prompt
-        p = keep_prob(completion_size(advantage, factor, logprobs), cost, TOKEN_SHARE * cost.sum())
+        p = keep_prob(completion_size(advantage, factor, logprobs), cost, rest)
         multiplier = factor * prune(torch.ones_like(p) if grpo else p, random.random())  # [N]
         kept = multiplier.nonzero()[:, 0]
         kept = kept[cost[kept].argsort()]  # similar lengths share a pass, so little is padding
+        began = time.perf_counter()
         optimizer.zero_grad(set_to_none=False)  # a gradient of 0, not none, if nothing is kept
         for n in (kept[i : i + ROWS] for i in range(0, len(kept), ROWS)):
             loss(model, ids[n], sampled[n], logprobs[n], advantage[n], multiplier[n]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = LR * min((step + 1) / WARMUP, 1 - step / steps)
         optimizer.step()
-        seconds += time.perf_counter() - started
+        ended = time.perf_counter()
+        seconds, training = seconds + ended - started, training + ended - began
+        trained += cost[kept].sum().item()
+        if step + 1 == MEASURED:
+            rest = (seconds - training) / MEASURED * trained / training
         line = f"step {step + 1:2} | reward {weight @ mean[:, 0] / weight.sum():.3f} | "
         line += f"kept {len(kept):3} | tokens {cost[kept].sum():5.0f} | {seconds:5.1f} s"
         if (step + 1) % EVAL_EVERY == 0:

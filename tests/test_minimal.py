@@ -1,5 +1,6 @@
 """minimal.py: the sizes, probabilities, draws and gradient of dppo.py and train.py, on one page."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -20,11 +21,11 @@ FILE = Path(minimal.__file__)
 # ---------------------------------------------------------------------------- the two draws
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 1.0])
-def test_sizes_and_probabilities_are_those_of_pps(monkeypatch, share):
+@pytest.mark.parametrize("rest", [0.0, 300.0, 3000.0, 1e9])
+def test_sizes_and_probabilities_are_those_of_adaptive(monkeypatch, rest):
     """With dead groups, and probabilities that were rounded to 1. Catches a floor that is missing,
-    a size that is not divided by the root of its cost, and a budget that ignores what is kept for
-    sure."""
+    a size that is not divided by the root of its cost, and a time or a variance that leaves out
+    what is kept for sure."""
     monkeypatch.setattr(dppo, "SIZE_FLOOR", minimal.FLOOR)
     generator = torch.Generator().manual_seed(0)
     advantage = torch.tensor([1.5, -0.5, 0.0, 0.1]).double().repeat(12)
@@ -37,9 +38,8 @@ def test_sizes_and_probabilities_are_those_of_pps(monkeypatch, share):
         energy = dppo.energy_bound(logprobs).sum(dim=1)
         wanted = dppo.contribution_size(live, factor, energy, beta=0.0)
         torch.testing.assert_close(size, wanted, rtol=1e-6, atol=0)
-        p = minimal.keep_prob(size, cost, share * cost.sum())
-        wanted = dppo.pps_keep_prob(wanted, cost, share * cost.sum().item())
-        torch.testing.assert_close(p.clamp(max=1.0), wanted, rtol=1e-6, atol=0)
+        wanted = dppo.adaptive_keep_prob(wanted, cost, rest)
+        torch.testing.assert_close(minimal.keep_prob(size, cost, rest), wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("start", [0.0, 0.3, 0.75, 1 - 2**-53])
@@ -136,20 +136,29 @@ def test_gradient_is_the_trainers(policy_folder, tmp_path, monkeypatch):
 
 
 def two_steps(grpo, policy_folder, monkeypatch):
-    """(draws, trained) of two steps of 4 prompts x 4 completions: a list of (p, weights) for each
-    call of `prune`, and for each step a list of (advantage, factor), where a factor is the
-    multiplier times own length x Q x G. Rewards are 0, 1, 2 in turn, so no group is dead."""
+    """(draws, trained, rests) of two steps of 4 prompts x 4 completions: a list of (p, weights) for
+    each call of `prune`; for each step a list of (advantage, factor), where a factor is the
+    multiplier times own length x Q x G; and the `rest` of each step. Rewards are 0,
+    1, 2 in turn, so no group is dead. A step takes 1 s before its training and 16 s in it, so
+    `rest` is a sixteenth of the first's tokens."""
     small = {"Q": 4, "G": 4, "T": 6, "PROBLEMS": 4, "HELD_OUT": 3, "EVAL_EVERY": 2, "ROWS": 5}
+    small |= {"MEASURED": 1}
+    clock = itertools.accumulate(itertools.cycle([0, 1, 16]))  # a step reads it three times
+    monkeypatch.setattr(minimal.time, "perf_counter", clock.__next__)
     for name, value in small.items():
         monkeypatch.setattr(minimal, name, value)
     monkeypatch.setattr(arithmetic, "BASE", policy_folder)
-    draws, trained = [], []
-    prune, loss, sample = minimal.prune, minimal.loss, minimal.sample
+    draws, trained, rests = [], [], []
+    prune, keep_prob, loss, sample = minimal.prune, minimal.keep_prob, minimal.loss, minimal.sample
 
     def spy_prune(p, start):
         weights = prune(p, start)
         draws.append((p, weights))
         return weights
+
+    def spy_keep_prob(size, cost, rest):
+        rests.append(rest)
+        return keep_prob(size, cost, rest)
 
     def spy_sample(model, problems):
         ids, sampled, logprobs, rewards = sample(model, problems)
@@ -162,10 +171,11 @@ def two_steps(grpo, policy_folder, monkeypatch):
         return loss(model, ids, sampled, old_logprobs, advantage, multiplier)
 
     monkeypatch.setattr(minimal, "prune", spy_prune)
+    monkeypatch.setattr(minimal, "keep_prob", spy_keep_prob)
     monkeypatch.setattr(minimal, "sample", spy_sample)
     monkeypatch.setattr(minimal, "loss", spy_loss)
     minimal.train(grpo=grpo, seed=1, steps=2)
-    return draws, trained
+    return draws, trained, rests
 
 
 def advantages_of(num_prompts):
@@ -177,10 +187,13 @@ def advantages_of(num_prompts):
 @pytest.mark.parametrize("grpo", [False, True])
 def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
     """Each completion's factor is the product of its two weights, and its advantage that of the
-    full group. In the second step, prompts whose |advantage| was below the mean are kept with
-    probability LOW. Catches a denominator or an advantage of what was kept, a weight that is left
-    out or that belongs to another completion, and a history that is never written."""
-    draws, trained = two_steps(grpo, policy_folder, monkeypatch)
+    full group. The first step trains on every term that is not 0. In the second, prompts whose
+    |advantage| was below the mean are kept with probability LOW, and `rest` is measured.
+
+    Catches a denominator or an advantage of what was kept, a weight that is left out or that
+    belongs to another completion, and a history or times that are never written.
+    """
+    draws, trained, rests = two_steps(grpo, policy_folder, monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert "held-out accuracy" in lines[1]
@@ -193,7 +206,12 @@ def test_two_steps(grpo, policy_folder, monkeypatch, capsys):
         wanted = zip(advantages[kept].tolist(), factors[kept].tolist(), strict=True)
         torch.testing.assert_close(sorted(trained[step]), sorted(wanted), rtol=1e-6, atol=0)
         assert f"kept {int(kept.sum()):3}" in lines[step]
-        assert factors.tolist() == [1.0] * 16 if grpo else kept.sum() < 8
+        if grpo:
+            assert factors.tolist() == [1.0] * 16
+        elif step == 0:
+            assert torch.equal(factors, (advantages != 0).double())
+    tokens = float(re.search(r"tokens +(\d+)", lines[0])[1])
+    assert rests == [1e9, tokens / 16]
     past = advantages_of(4).abs().mean(dim=1)
     wanted = torch.where(past < past.mean(), minimal.LOW, 1.0)
     first, _, second, _ = (p for p, _weights in draws)
