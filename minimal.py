@@ -10,15 +10,16 @@ and the expected gradient is the full gradient (Horvitz and Thompson, 1952). Fou
     - advantages and denominators are those of the full groups and batch, whatever is dropped
     - p_i > 0 wherever l_i is not 0; a term that is exactly 0 (advantage 0) may go for free
     - p_i is the true probability of keeping l_i
-    - each update has its own draw, made at the parameters that it starts from
+    - each update has its own draw, because the first one moves the parameters
 This is the gradient before it is clipped by norm: clipping and Adam are not linear. Pruning only
-adds variance. Completions are kept by train.py's default rule, adaptive: p_i grows with the
-estimated gradient norm of l_i, and as many are kept as pay in this run, which measures its own
-times. Prompts are drawn before the rollout, when sizes are not known, so p follows from what is
-known of the past: the mean |advantage| of the prompt's last group. This is the paper's rule
-(arXiv:2603.04135), as we reconstruct it. The two weights multiply.
+adds variance. Completions are kept by train.py's default rule, adaptive: p_i grows with the size of
+l_i, an estimate of its gradient norm, and the slower training is beside the rest of a step, the
+fewer are kept. Prompts are drawn before the rollout, when sizes are not known, so p depends on the
+past: the mean |advantage| of the prompt's last group. This is the paper's rule (arXiv:2603.04135),
+as we reconstruct it. The two weights multiply.
 
-train.py's default differs in two things: it keeps all prompts, and its loss is Dr. GRPO's.
+train.py keeps all prompts by default, its loss is Dr. GRPO's (docs/method.md), and its draws and
+its measurement of time are a little better.
 """
 
 import argparse
@@ -32,8 +33,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, set_seed
 from tasks import arithmetic
 
 Q, G, T = 32, 8, 64  # prompts of a step, completions each, tokens at most
-LOW = 0.5  # keep prompts whose past |advantage| is below the mean with this probability
-MEASURED = 4  # steps that train on all that is not 0, and measure the time of everything else
+LOW = 0.5  # keep prompts whose past |advantage| is below the candidates' mean with this probability
+MEASURED = 4  # the first steps drop only zeros, and measure how long all but training takes
 FLOOR = 0.1  # lowest size, relative to the mean size, so that no weight is too large
 STEPS, WARMUP, LR, CLIP, ROWS = 60, 5, 6e-4, 0.2, 64  # ROWS: completions in one backward pass
 PROBLEMS, HELD_OUT, EVAL_EVERY = 512, 200, 5
@@ -45,8 +46,8 @@ PAD, END = tokenizer.pad_token_id, tokenizer.eos_token_id
 def completion_size(advantage, factor, logprobs):
     """Estimated gradient norm [N] of each completion's term, exactly 0 where the term is. `factor`
     is its prompt's weight / denominator. At the logits, the gradient of a token's log-prob is
-    onehot - softmax, of squared norm at most 2 (1 - prob)^2. Over tokens these roughly add up to
-    the energy, because the gradients of different tokens are uncorrelated."""
+    onehot - softmax, of squared norm at most 2 (1 - prob)^2. The sum of these is the energy: the
+    gradients of different tokens are uncorrelated, so their squared norms add up."""
     energy = 2 * logprobs.expm1().square().sum(1)  # [N]; expm1 of a log-prob is prob - 1
     size = factor * advantage.abs() * energy.sqrt()
     live = advantage != 0
@@ -58,22 +59,23 @@ def keep_prob(size, cost, rest):
 
     A step takes the time rest + sum(p cost), all in tokens trained on, and the variance of its
     gradient is about sum(size^2 / p). The product is least at p = min(1, tau size / sqrt(cost)).
-    For the terms with p = 1, tau^2 = (rest + sum(cost)) / sum(size^2). They are the first in the
-    order of size / sqrt(cost): as few as leave the next one's p below 1.
+    Sort by size / sqrt(cost). The first m terms have p = 1, and over them tau^2 is
+    (rest + sum(cost)) / sum(size^2). m is the least that leaves the next p below 1.
     """
     priority = size / cost.sqrt()
     order = priority.argsort(descending=True)
     time_of_first = rest + cost[order].cumsum(0)
     taus = (time_of_first / size[order].square().cumsum(0).clamp(min=1e-30)).sqrt()
-    more = (taus[:-1] * priority[order][1:] >= 1).sum()  # kept for sure, beside the first
-    return (taus[more] * priority).clamp(max=1.0)
+    m = 1 + (taus[:-1] * priority[order][1:] >= 1).sum()
+    return (taus[m - 1] * priority).clamp(max=1.0)
 
 
 def prune(p, start):
     """Weights [n]: 1 / p with probability p, else 0. So they are 1 on average wherever p > 0.
 
-    Lay the p end to end from `start`, and keep each that reaches the next integer. If `start` is
-    uniform in [0, 1), each is kept with probability p. Their number is sum(p), rounded up or down.
+    Add up the p from `start`, and keep each whose sum passes an integer: from 0.3, p = 0.5, 0.5, 1
+    give the sums 0.8, 1.3, 2.3, so the last two are kept. If `start` is uniform in [0, 1), each is
+    kept with probability p. Their number is sum(p), rounded up or down.
     """
     integers = (start + p.cumsum(0)).floor()  # how many were reached so far
     return torch.where(integers.diff(prepend=torch.zeros(1)) > 0, 1 / p, 0.0)
@@ -90,10 +92,11 @@ def sample(model, problems):
     sampled = torch.zeros(N, W + T, dtype=torch.bool)
     rows, cache = torch.arange(N), DynamicCache()  # the rows that go on
     for t in range(W, W + T):  # rotary positions are relative, so padding on the left does no harm
-        logits = model(token, ids[rows, :t] != PAD, None, cache).logits
-        every = logits[:, -1].log_softmax(-1)  # [rows, V]
-        token = every.exp().multinomial(1)  # [rows, 1]
-        ids[rows, t], logprobs[rows, t] = token[:, 0], every.gather(1, token)[:, 0]
+        read = ids[rows, :t] != PAD
+        logits = model(token, attention_mask=read, past_key_values=cache).logits
+        of_vocabulary = logits[:, -1].log_softmax(-1)  # [rows, V]
+        token = of_vocabulary.exp().multinomial(1)  # [rows, 1]
+        ids[rows, t], logprobs[rows, t] = token[:, 0], of_vocabulary.gather(1, token)[:, 0]
         sampled[rows, t] = True
         going = token[:, 0] != END
         if not going.any():
@@ -113,6 +116,7 @@ def loss(model, ids, sampled, old_logprobs, advantage, multiplier):
     ids, sampled, old_logprobs = ids[:, used], sampled[:, used], old_logprobs[:, used]  # [n, L]
     logits = model(ids, attention_mask=ids != PAD).logits[:, :-1]  # [n, L - 1, V]
     logprobs = -F.cross_entropy(logits.mT, ids[:, 1:], reduction="none")  # [n, L - 1]
+    # With one update a batch, as here, the ratio is 1, and the clip does not act.
     ratio, advantage = (logprobs - old_logprobs[:, 1:]).exp(), advantage[:, None]
     term = -torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return ((term * sampled[:, 1:]).sum(1) * multiplier).sum()
@@ -126,7 +130,7 @@ def train(grpo=False, seed=0, steps=STEPS):
     held_out = [arithmetic.problem("heldout", i) for i in range(HELD_OUT)] * 4
     past = torch.full((PROBLEMS,), torch.nan)  # mean |advantage| of each prompt's last group
     seconds, training, trained = 0.0, 0.0, 0.0  # all steps; their training; tokens trained on
-    rest = 1e9  # time of all else in a step, in tokens trained on; high, until it is measured
+    rest = 1e9  # tokens that are trained on in the time of all else; at first huge, so that p = 1
     for step in range(steps):
         started = time.perf_counter()
         # Drop prompts, before their completions are sampled.
@@ -138,8 +142,7 @@ def train(grpo=False, seed=0, steps=STEPS):
         # Sample and reward. Advantages are of full groups, and exactly 0 if all rewards are equal.
         groups = [problems[q] for q in prompts for _ in range(G)]
         ids, sampled, logprobs, rewards = sample(model, groups)  # N = K x G
-        # Dividing by std is GRPO's choice. With a constant denominator, R - mean alone would ascend
-        # the pass rate (Dr. GRPO), and (R - mean) / variance its logit.
+        # GRPO divides by the standard deviation. Dr. GRPO does not: docs/method.md, section 3.
         std, mean = torch.std_mean(rewards.view(-1, G), 1, keepdim=True)  # [K, 1]
         advantage = ((rewards.view(-1, G) - mean) / (std + 1e-4)).flatten()  # [N]
         past[prompts] = advantage.view(-1, G).abs().mean(1).float()
@@ -161,7 +164,7 @@ def train(grpo=False, seed=0, steps=STEPS):
         ended = time.perf_counter()
         seconds, training = seconds + ended - started, training + ended - began
         trained += cost[kept].sum().item()
-        if step + 1 == MEASURED:
+        if step + 1 == MEASURED:  # seconds of all else in a step x tokens trained on per second
             rest = (seconds - training) / MEASURED * trained / training
         line = f"step {step + 1:2} | reward {weight @ mean[:, 0] / weight.sum():.3f} | "
         line += f"kept {len(kept):3} | tokens {cost[kept].sum():5.0f} | {seconds:5.1f} s"

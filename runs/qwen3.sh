@@ -9,8 +9,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600
 cd "$(dirname "$0")/.."
 name=${1:-}
 gpus=1
-flags=(--out-dir "out-$name" --engine vllm --gradient-checkpointing --lr 1e-6 --warmup 10)
-flags+=(--eval-every 20)
+flags=(--out-dir "out-$name" --engine vllm --gradient-checkpointing)
 gsm8k=(--data gsm8k --eval-data gsm8k-test --prompts-per-step 64 --group-size 8)
 gsm8k+=(--max-new-tokens 1024 --steps 200)
 math=(--data math --eval-data math500)
@@ -20,7 +19,6 @@ modern+=(--steps 300)
 # problems are 870 steps
 paper=(--method dppo --loss grpo --prompts-per-step 128 --group-size 5 --max-new-tokens 1024)
 paper+=(--steps 870)
-lora=(--lora 32 --lr 1e-5)
 case $name in
     0.6b-gsm8k) flags+=(--model Qwen/Qwen3-0.6B "${gsm8k[@]}") ;;  # one GPU of 80 GB
     1.7b-gsm8k) flags+=(--model Qwen/Qwen3-1.7B "${gsm8k[@]}") ;;  # one GPU of 80 GB
@@ -28,8 +26,8 @@ case $name in
     4b-math-8) gpus=8 flags+=(--model Qwen/Qwen3-4B "${math[@]}" "${modern[@]}" --shard fsdp) ;;
     8b-math-8) gpus=8 flags+=(--model Qwen/Qwen3-8B "${math[@]}" "${modern[@]}" --shard fsdp) ;;
     # one GPU of 48 GB, and one of 80
-    4b-math-lora) flags+=(--model Qwen/Qwen3-4B "${math[@]}" "${modern[@]}" "${lora[@]}") ;;
-    8b-math-lora) flags+=(--model Qwen/Qwen3-8B "${math[@]}" "${modern[@]}" "${lora[@]}") ;;
+    4b-math-lora) flags+=(--model Qwen/Qwen3-4B "${math[@]}" "${modern[@]}" --lora 32) ;;
+    8b-math-lora) flags+=(--model Qwen/Qwen3-8B "${math[@]}" "${modern[@]}" --lora 32) ;;
     4b-math-paper) flags+=(--model Qwen/Qwen3-4B "${math[@]}" "${paper[@]}") ;;
     *)
         presets="0.6b-gsm8k|1.7b-gsm8k|4b-math|4b-math-8|8b-math-8|4b-math-lora|8b-math-lora"
