@@ -120,20 +120,22 @@ def summary(rows: list[dict]) -> str:
     token = timer.seconds_of_a_token(warm)
     saved = token * sum(row["cost/sampled"] - row["cost/kept"] for row in warm)
     rest = timer.measured_rest(warm)
+    elsewhere = rest / (1 + rest)
     return "; ".join(parts) + (
         f"\nupdates took {updates:.0f} s; on every completion they would take about "
-        f"{updates + saved:.0f} s (an estimate). Rollouts were {rollouts:.0%} of a step"
-        f'\nrest is {rest:.2g}: {advice(rest)} (README.md, "Does it pay on your run?")'
+        f"{updates + saved:.0f} s (an estimate). Rollouts were {rollouts:.0%} of these steps"
+        f"\nrest is {rest:.2g}: without pruning, {elsewhere:.0%} of a step would not be training. "
+        f'{advice(rest)} (README.md, "Does it pay on your run?")'
     )
 
 
 def advice(rest: float) -> str:
     """What a run with this `rest` may gain, as the README's table has it."""
     if rest < 0.5:
-        return "updates dominate, and adaptive saves much of them"
+        return "Updates dominate, and adaptive saves much of them"
     if rest < 2:
         return "adaptive saves little more than leaving out zeros"
-    return "rollouts dominate, and dropping completions saves next to nothing"
+    return "Rollouts dominate, and dropping completions saves little"
 
 
 def evaluations(row: dict) -> list[tuple[str, float]]:

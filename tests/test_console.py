@@ -137,9 +137,10 @@ def test_what_a_run_came_to():
     assert said[0].endswith("900 (20 %) trained on; 10 s of steps")
     assert said[1] == (
         "updates took 4 s; on every completion they would take about 20 s (an estimate). Rollouts "
-        "were 29% of a step"
+        "were 29% of these steps"
     )
-    assert said[2].startswith("rest is 0.15: updates dominate")  # 1.5 s over 10 s
+    elsewhere = "without pruning, 13% of a step would not be training"  # 1.5 s over 10 s + 1.5 s
+    assert said[2].startswith(f"rest is 0.15: {elsewhere}. Updates dominate")
     assert console.summary([]).startswith("0 tokens of prompts and completions, 0 (- %)")
 
 
