@@ -74,10 +74,10 @@ def test_real_runs(tmp_path, monkeypatch, policy_folder):
     flags = f"--model {policy_folder} --prompts-per-step 4 --group-size 2 --max-new-tokens 2"
     flags += " --eval-problems 8"
     blind = f"--method uniform --prompt-prune-rate 0.5 {flags}"
-    planned = [Run("arithmetic", "grpo", f"--method grpo {flags}", 0, steps=1)]
+    planned = [Run("arithmetic", "grpo", f"--method grpo {flags}", 0, steps=8)]
     planned.append(Run("arithmetic", "uniform", blind, 0, steps=8))
-    one, counted = race.make(planned, file, workers=1)
-    assert (one["made"], one["curve"]) == (1, [])
+    whole, counted = race.make(planned, file, workers=1)
+    assert whole["prompts"] == 32
     assert counted["made"] == 8
     assert counted["prompts"] == 16, "half of 8 x 4"
     assert [step for step, *_ in counted["curve"]] == [2, 4, 6]
@@ -86,7 +86,7 @@ def test_real_runs(tmp_path, monkeypatch, policy_folder):
     assert 0 < counted["trained"] < counted["sampled"]
     assert len(log.read_rows(file)) == 2
     monkeypatch.setattr(race, "make_one", lambda _run: pytest.fail("made again"))
-    assert race.make(planned[::-1], file, 1) == [counted, one]
+    assert race.make(planned[::-1], file, 1) == [counted, whole]
 
 
 def test_a_run_that_diverges_is_a_row(monkeypatch, policy_folder):
