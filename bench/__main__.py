@@ -2,7 +2,7 @@
 The measurements behind the tables in docs/. Run from the root of the repository.
 
     python -m bench ceiling     what pruning and smaller groups would do for a run, from its log
-    python -m bench race        methods at equal steps, or at equal seconds
+    python -m bench race        methods at equal steps, or until an accuracy
     python -m bench results     the tables and pictures of docs/, from their rows
     python -m bench speed       tokens per second of rollouts and of updates
 

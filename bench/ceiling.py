@@ -41,6 +41,7 @@ WARM = 1  # the first step also loads and compiles
 CORRELATIONS = (0.0, 0.05, 0.1, 0.15, 0.2)  # measured: 0.14 and 0.16; fitted: 0.05 (docs/method.md)
 OFF = 1.16  # the factor by which such predictions were off in our mixed task (docs/method.md)
 ENOUGH = 20  # groups with different rewards
+RULES = {"zero": "leaving out zeros", "adaptive": "adaptive"}  # and their titles
 SHORT = 40  # steps of a run that is proposed, and what it does not have of this one
 NOT_TAKEN_OVER = (
     "prompt_rule", "completion_rule", "prompt_prune_rate", "completion_prune_rate", "rest",
@@ -53,10 +54,6 @@ COLUMNS = {
     ".parquet": ("step", "prompt", "completion", "advantage"),  # TRL
     ".jsonl": ("step", "input", "output", "score"),  # verl
 }
-NOTHING = (
-    "{}: no step is logged here. There is neither groups.jsonl (of train.py), nor a .parquet file "
-    "(TRL, log_completions=True), nor 1.jsonl and so on (verl, trainer.rollout_data_dir)"
-)
 
 
 class Step(NamedTuple):
@@ -119,7 +116,11 @@ def read(path: Path) -> Run:
         trainer = "TRL" if files and files[0].suffix == ".parquet" else "verl"
         run = Run(steps, {"scale_rewards": "group", "beta": 0.0}, trainer=trainer)
     if not run.steps:
-        raise InputError(NOTHING.format(path))
+        raise InputError(
+            f"{path}: no step is logged here. There is neither groups.jsonl (of train.py), nor a "
+            ".parquet file (TRL, log_completions=True), nor 1.jsonl and so on (verl, "
+            "trainer.rollout_data_dir)"
+        )
     return run
 
 
@@ -186,56 +187,53 @@ def figures(run: Run, name: str, rest: float | None = None) -> dict:
         )
     G = steps[0].rewards.shape[1]
     group_sizes = [size for size in range(2, G + 1) if G % size == 0]
-    sums = {size: sums_of(run, size, rest) for size in group_sizes}
+    table = torch.stack([sums_of(run, size, rest) for size in group_sizes], dim=2)
+    signal, time, noise, all_noise = table  # [rules, group sizes] each
+    # Correlated gradients of a prompt's completions add to V (Kish 1965).
+    others = torch.tensor(group_sizes)[:, None] - 1
+    correlated = others * torch.tensor(CORRELATIONS) * all_noise[..., None]
+    speed = (signal.square() / time)[..., None] / (noise[..., None] + correlated)
+    speed = speed.nan_to_num() / speed[0, -1]  # [rules, group sizes, correlations]; no signal: 0
     sampled = sum((step.cost * step.prompt_weights[:, None]).sum().item() for step in steps)
-    batch = {}  # with groups of G
-    for rule, (_signal, time, noise, all_noise) in sums[G].items():
-        batch[rule] = {
-            "trained": time / sampled - rest,
-            "faster": (1 + rest) * sampled / time,
-            "noise": noise / all_noise,
-        }
-    speeds = {
-        f"{rule}/{size}": [
-            speed(sums[size][rule], size, correlation) / speed(sums[G]["zero"], G, correlation)
-            for correlation in CORRELATIONS
-        ]
-        for rule in batch
-        for size in group_sizes
-    }
-    return {
+    found = {
         "path": name,
         "steps": len(steps),
         "prompts": len(live) / len(steps),
-        "group_size": G,
         "group_sizes": group_sizes,
         "live_groups": (weights[live].sum() / weights.sum()).item(),
         "rest": rest,
-        **batch,
-        "seconds": {size: sums[size]["zero"][1] / sums[G]["zero"][1] for size in group_sizes},
-        **speeds,
-        **{f"fastest/{rule}": fastest(rule, group_sizes, speeds) for rule in batch},
+        "seconds": (time[0] / time[0, -1]).tolist(),
         "comparable": run.settings["scale_rewards"] == "none" or has_two_rewards(steps),
     }
+    for i, rule in enumerate(RULES):
+        found[rule] = {
+            "trained": time[i, -1].item() / sampled - rest,
+            "faster": (1 + rest) * sampled / time[i, -1].item(),
+            "noise": (noise[i, -1] / all_noise[i, -1]).item(),
+            "speed": speed[i].tolist(),
+            "fastest": fastest(group_sizes, speed[i]),
+        }
+    return found
 
 
-def sums_of(run: Run, group_size: int, rest: float) -> dict[str, list[float]]:
-    """{rule: [S, T, V, V without pruning]}, summed over the steps, whose groups are cut into groups
-    of group_size."""
-    found = {"zero": torch.zeros(4).double(), "adaptive": torch.zeros(4).double()}
+def sums_of(run: Run, group_size: int, rest: float) -> torch.Tensor:
+    """S, T, V, and V without pruning, of each of RULES, [4, rules]: sums over the steps, whose
+    groups are cut into groups of group_size."""
+    total = torch.zeros(4, len(RULES), dtype=torch.float64)
     for step in run.steps:
         size, signal = sizes(step, group_size, run.settings)
         cost = (step.cost * step.prompt_weights[:, None]).flatten()
         rest_tokens = rest * cost.sum().item()
         best = dppo.adaptive_keep_prob(size, cost, rest_tokens)
-        for rule, keep_prob in (("zero", (size > 0).double()), ("adaptive", best)):
-            time, noise = time_and_noise(keep_prob, size, cost, rest_tokens)
-            found[rule] += torch.tensor([signal, time, noise, size.square().sum().item()])
-    return {rule: total.tolist() for rule, total in found.items()}
+        keep_prob = torch.stack([(size > 0).double(), best])
+        time, noise = time_and_noise(keep_prob, size, cost, rest_tokens)
+        all_noise = size.square().sum()
+        total += torch.stack(torch.broadcast_tensors(signal, time, noise, all_noise))
+    return total
 
 
-def sizes(step: Step, group_size: int, settings: dict) -> tuple[torch.Tensor, float]:
-    """(size [K * G], signal) of a step whose groups are cut into groups of group_size.
+def sizes(step: Step, group_size: int, settings: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """(size [K * G], signal []) of a step whose groups are cut into groups of group_size.
 
     The signal is the sum of advantage x (R - mean). Undivided advantages have an expected gradient
     of (1 - 1/G) times that of the mean reward, and a signal of (1 - 1/G) times the variance. So
@@ -251,30 +249,21 @@ def sizes(step: Step, group_size: int, settings: dict) -> tuple[torch.Tensor, fl
     size = dppo.contribution_size(advantages, step.size_of_1, ones, settings["beta"])
     weight = step.prompt_weights[:, None]
     trained = step.size_of_1 > 0  # a masked completion carries no signal
-    signal = (weight * advantages * centred * trained).sum().item()
+    signal = (weight * advantages * centred * trained).sum()
     return (size * weight.sqrt()).flatten(), signal
 
 
-def time_and_noise(keep_prob, size, cost, rest_tokens: float) -> tuple[float, float]:
-    """T and V of keep probabilities, as dppo.adaptive_keep_prob explains them."""
+def time_and_noise(keep_prob, size, cost, rest_tokens: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """T and V [...] of keep probabilities [..., n], as dppo.adaptive_keep_prob explains them."""
     live = size > 0
-    noise = (size[live].square() / keep_prob[live]).sum()
-    return rest_tokens + (keep_prob * cost).sum().item(), noise.item()
+    noise = (size[live].square() / keep_prob[..., live]).sum(dim=-1)
+    return rest_tokens + (keep_prob * cost).sum(dim=-1), noise
 
 
-def speed(sums: list[float], group_size: int, correlation: float) -> float:
-    """S^2 / (T V). Correlated gradients of a prompt's completions add to V (Kish 1965)."""
-    signal, time, noise, all_noise = sums
-    if not signal:
-        return 0.0
-    return signal**2 / (time * (noise + (group_size - 1) * correlation * all_noise))
-
-
-def fastest(rule: str, group_sizes: list[int], speeds: dict) -> list[int]:
+def fastest(group_sizes: list[int], speed: torch.Tensor) -> list[int]:
     """The group sizes that may be the fastest: at some correlation they are within OFF of the one
-    that is."""
-    table = torch.tensor([speeds[f"{rule}/{size}"] for size in group_sizes])
-    near = (OFF * table >= table.amax(dim=0)).any(dim=1)
+    that is. speed is [group sizes, correlations]."""
+    near = (OFF * speed >= speed.amax(dim=0)).any(dim=1)
     return [size for size, is_near in zip(group_sizes, near, strict=True) if is_near]
 
 
@@ -289,25 +278,23 @@ def has_two_rewards(steps: list[Step]) -> bool:
 
 def report(found: dict, run: Run) -> str:
     """The figures in words."""
-    zero, adaptive = found["zero"], found["adaptive"]
     unit = "tokens" if run.trainer == "train.py" else "characters"
     source = "measured in this run" if found["rest"] == run.rest else "--rest"
-    row = "  {:20}{:9.2f}{:14.2f} times as fast".format
+    rows = [(title, found[rule]["trained"], found[rule]["faster"]) for rule, title in RULES.items()]
+    rows.append(("no training at all", 0.0, 1 + 1 / found["rest"]))
     lines = [
         f"{found['path']}: {found['steps']} steps of {found['prompts']:.0f} prompts x "
-        f"{found['group_size']} completions of {run.trainer}. Rewards differ in "
+        f"{found['group_sizes'][-1]} completions of {run.trainer}. Rewards differ in "
         f"{found['live_groups']:.2f} of the groups. Everything but training takes "
         f"{found['rest']:.2f} of the time of training on all completions ({source}).",
         "All that follows is computed from this log; none of it was run.",
         "",
         f"The same batch, if the time of training goes with the {unit} that are trained on:",
         f"  {'compared with all':20}{'trains on':>9}{'a step is':>14}",
-        row("leaving out zeros", zero["trained"], zero["faster"]),
-        row("adaptive", adaptive["trained"], adaptive["faster"]),
-        row("no training at all", 0.0, 1 + 1 / found["rest"]),
+        *map("  {0[0]:20}{0[1]:9.2f}{0[2]:14.2f} times as fast".format, rows),
         "Zeros are completions without a gradient, so leaving them out changes nothing. Adaptive "
         "keeps the gradient on average. By estimated sizes, its variance is at most "
-        f"{adaptive['noise']:.2f} times as large.",
+        f"{found['adaptive']['noise']:.2f} times as large.",
         "",
         *about_group_sizes(found, run),
     ]
@@ -317,33 +304,30 @@ def report(found: dict, run: Run) -> str:
 
 def about_group_sizes(found: dict, run: Run) -> list[str]:
     """What the figures say about smaller groups."""
-    G, group_sizes = found["group_size"], found["group_sizes"]
+    group_sizes, zero, adaptive = found["group_sizes"], found["zero"], found["adaptive"]
     if not found["comparable"]:
         return [
             "Nothing can be said of other group sizes. Rewards have more than two values and are "
             "divided by their deviation, so each group size has an objective of its own."
         ]
 
-    def row(rule, title):
-        cells = (found[f"{rule}/{size}"] for size in group_sizes)
-        ranges = [f"{min(cell):.2f} to {max(cell):.2f}" for cell in cells]
-        if rule == "zero":
-            ranges[-1] = "1.00"  # what all are compared with
-        return f"  {title:20}" + "".join(f"{cell:>15}" for cell in ranges)
-
+    cells = {
+        title: [f"{min(speeds):.2f} to {max(speeds):.2f}" for speeds in found[rule]["speed"]]
+        for rule, title in RULES.items()
+    }
+    cells[RULES["zero"]][-1] = "1.00"  # what all are compared with
     lines = [
         "Smaller groups, with as many completions, of more prompts. Where noise limits learning, "
-        f"it would be so many times as fast as with groups of {G} without zeros:",
+        f"it would be so many times as fast as with groups of {group_sizes[-1]} without zeros:",
         f"  {'groups of':20}" + "".join(f"{size:15d}" for size in group_sizes),
-        row("zero", "leaving out zeros"),
-        row("adaptive", "adaptive"),
+        *(f"  {title:20}" + "".join(f"{cell:>15}" for cell in row) for title, row in cells.items()),
         f"Ranges are for correlations of {CORRELATIONS[0]:g} to {CORRELATIONS[-1]:g} between the "
         "gradients of a prompt's completions, which no log shows. Left out: smaller groups read "
         "more prompts, so where prompts are long they gain less.",
-        f"Fastest without zeros: groups of {listed(found['fastest/zero'])}. Fastest with adaptive: "
-        f"groups of {listed(found['fastest/adaptive'])}.",
+        f"Fastest without zeros: groups of {listed(zero['fastest'])}. Fastest with adaptive: "
+        f"groups of {listed(adaptive['fastest'])}.",
     ]
-    if 2 in found["fastest/zero"] + found["fastest/adaptive"]:
+    if 2 in zero["fastest"] + adaptive["fastest"]:
         lines.append(
             "Beware of groups of 2: one of three of our runs with 32 x 2 in the default task never "
             "learned it, and one of five in the mixed task."
@@ -352,10 +336,9 @@ def about_group_sizes(found: dict, run: Run) -> list[str]:
         lines.append(
             "Rewards are divided by their deviation: each group size has an objective of its own."
         )
-    others = [size for size in group_sizes if size not in (2, G)]
-    if others and found["fastest/zero"] != [G]:
-        best = max(others, key=lambda size: min(found[f"zero/{size}"]))
-        lines += ["", *two_runs(found, run, best)]
+    slowest = {n: min(zero["speed"][n]) for n, size in enumerate(group_sizes[:-1]) if size > 2}
+    if slowest and zero["fastest"] != group_sizes[-1:]:
+        lines += ["", *two_runs(found, run, max(slowest, key=slowest.get))]
     return lines
 
 
@@ -365,9 +348,10 @@ def listed(group_sizes: list[int]) -> str:
     return f"{', '.join(others)} or {last}, which this log cannot tell apart" if others else last
 
 
-def two_runs(found: dict, run: Run, size: int) -> list[str]:
-    """The runs that would settle whether groups of `size` are faster."""
-    times = found["group_size"] // size
+def two_runs(found: dict, run: Run, n: int) -> list[str]:
+    """The runs that would settle whether groups of the n-th size are faster."""
+    size, G = found["group_sizes"][n], found["group_sizes"][-1]
+    times = G // size
     prompts = round(found["prompts"]) * times
     if run.trainer == "TRL":
         change = f"num_generations={size}, and all else the same (TRL's batches count completions)"
@@ -378,11 +362,11 @@ def two_runs(found: dict, run: Run, size: int) -> list[str]:
         )
     else:
         prompts = run.settings["prompts_per_step"]
-        steps = round(SHORT / found["seconds"][size])  # in as many seconds
+        steps = round(SHORT / found["seconds"][n])  # in as many seconds
         return [
             "Two short runs would settle it, by their accuracy at the end. They take about as many "
             "seconds. (If another command than python train.py started this run, put that first.)",
-            "  " + command(run.settings, found["group_size"], prompts, SHORT),
+            "  " + command(run.settings, G, prompts, SHORT),
             "  " + command(run.settings, size, prompts * times, steps),
         ]
     return [

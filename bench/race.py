@@ -1,14 +1,12 @@
 """
-Methods at equal steps, at equal seconds, or until they reach an accuracy.
+Methods at equal steps, or until they reach an accuracy.
 
-    python -m bench race --seconds 5 --seeds 2        a minute
+    python -m bench race --steps 10 --seeds 2         a minute
     python -m bench race --steps 40 --methods grpo nonzero adaptive pps
-    python -m bench race --seconds 20 --methods adaptive "small=--method nonzero --group-size 4"
     python -m bench race --reach 0.98 --methods adaptive "small=--steps 200 --method nonzero"
 
-At equal steps the question is what pruning saves, if all other settings are left alone. At equal
-seconds, and until an accuracy, it is which method is best, and each should have the flags that suit
-it.
+At equal steps the question is what pruning saves, if all other settings are left alone. Until an
+accuracy it is which method is best, and each should have the flags that suit it.
 
 Seconds are those for which a run's one thread computes steps (CPU time); evaluation is left out. On
 two cores, two runs at a time are about as fast as one alone. A seed of all methods is one block,
@@ -19,12 +17,10 @@ repeated for its result. Seconds compare only within one machine: give each its 
 """
 
 import functools
-import itertools
 import multiprocessing
-import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -62,7 +58,6 @@ SETTINGS = {  # flags that all runs share; those of a method come after them
 }
 CURVE = 4  # evaluations of a run of --steps, the last one included
 EVERY, PROBLEMS = 10, 150  # with --reach: steps between evaluations, and how many problems
-PACE = 8  # the last steps, whose mean says how long the next ones take
 FIRST_SEED = 10
 OWN = Path("out-race/rows.jsonl")
 SUMS = {  # column of a row: the column of the log that it sums over all steps
@@ -84,12 +79,12 @@ class Run:
     method: str  # its name in the tables
     flags: str  # of train.py
     seed: int
-    budget: float  # in seconds; 0: it ends after its steps
-    steps: int
-    reach: float = 0.0  # the accuracy at which it ends, or at the --steps of its flags
+    steps: int  # 0: the --steps of its flags
+    reach: float = 0.0  # the accuracy at which it ends sooner
 
     def config(self) -> config.Config:
         flags = f"{SETTINGS[self.setting]} {self.flags} --seed {self.seed}"
+        flags += f" --steps {self.steps}" if self.steps else ""
         return config.parse_config(f"{flags} --out-dir out-race/never-written".split())
 
     def is_row(self, row: dict) -> bool:
@@ -101,7 +96,6 @@ def main(
     methods: tuple[str, ...] = ("nonzero", "adaptive"),
     setting: Literal["arithmetic", "arithmetic-mixed", "words"] = "arithmetic",
     steps: int = 0,
-    seconds: float = 0,
     reach: float = 0,
     flags: str = "",
     seeds: int = 5,
@@ -109,14 +103,13 @@ def main(
     workers: int = 2,
     json_file: JsonFile = OWN,
 ) -> None:
-    """Train each method for equal steps or for equal seconds, and print the table.
+    """Train each method for equal steps, or until an accuracy, and print the table.
 
     Args:
         methods: grpo, nonzero, adaptive, adaptive_prompts, pps, uniform, dppo, pods, cppo, or
             NAME=FLAGS with flags of train.py
         setting: the task. words is SmolLM2's, and begins with bash runs/smollm2.sh
         steps: of each run
-        seconds: of each run, instead of steps
         reach: end a run when it has this accuracy; it fails if it has not after its own --steps
         flags: of train.py, for all methods
         seeds: of each method
@@ -124,10 +117,10 @@ def main(
         workers: runs at a time, each with one thread
         json_file: where the rows of all runs are; the same command resumes after a stop
     """
-    if [bool(steps), bool(seconds), bool(reach)].count(True) != 1:
-        raise InputError("give one of --steps, --seconds and --reach")
+    if bool(steps) == bool(reach):
+        raise InputError("give one of --steps and --reach")
     planned = [
-        Run(setting, *arm(method, flags), first_seed + seed, seconds, steps, reach)
+        Run(setting, *arm(method, flags), first_seed + seed, steps, reach)
         for seed in range(seeds)
         for method in methods
     ]
@@ -202,22 +195,18 @@ def make_one(run: Run) -> dict:
     curve = []  # [step, accuracy, seconds], before the last step
     accuracy, failed = 0.0, None
     trainer = train.Trainer(run.config())
-    steps = run.steps or (trainer.cfg.steps if run.reach else 0)
+    steps = trainer.cfg.steps
     every = EVERY if run.reach else max(1, steps // CURVE)
     problems = PROBLEMS if run.reach else len(trainer.eval_set) // 4
     try:
-        for step in itertools.count(1):
-            planned = steps or plan([row["seconds"] for row in rows], run.budget)
-            if step > planned:
-                break
-            trainer.cfg = replace(trainer.cfg, steps=planned)
+        for step in range(1, steps + 1):
             before = time.process_time()
             row, _others = trainer.step(step)
             seconds = time.process_time() - before
             prompts = row["kept/prompts"] * trainer.cfg.prompts_per_step
             rows.append(row | {"seconds": seconds, "prompts": prompts})
             is_last = step == steps and not run.reach  # it is evaluated below
-            if steps and step % every == 0 and not is_last:
+            if step % every == 0 and not is_last:
                 so_far = round(sum(row["seconds"] for row in rows), 3)
                 curve.append([step, evaluate(trainer, run, problems), so_far])
                 if run.reach and curve[-1][1] >= run.reach:
@@ -236,16 +225,7 @@ def make_one(run: Run) -> dict:
 def warm_up(setting: str) -> None:
     """Load and compile what the first step of a process does, before a run is timed."""
     flags = "--method grpo --prompts-per-step 2 --group-size 2"
-    train.Trainer(Run(setting, "warm-up", flags, seed=0, budget=0, steps=1).config()).step(1)
-
-
-def plan(times: list[float], budget: float) -> int:
-    """How many steps a run will have, from the seconds of those that it has made. So its learning
-    rate's schedule ends with its budget."""
-    if not times:
-        return 1000
-    left = budget - sum(times)
-    return len(times) + max(0, round(left / statistics.mean(times[-PACE:])))
+    train.Trainer(Run(setting, "warm-up", flags, seed=0, steps=1).config()).step(1)
 
 
 def evaluate(trainer: train.Trainer, run: Run, problems: int) -> float:

@@ -369,9 +369,9 @@ def sizes_of(rows: list[dict], setting: str) -> list[float]:
 
 
 def size_of(row: dict) -> float:
-    """The seconds of a run that ends after seconds, else the prompts of its steps."""
+    """The seconds of a run of race.jsonl, which ended after seconds; else the prompts of a step."""
     words = row["flags"].split()
-    return row["budget"] or int(words[words.index("--prompts-per-step") + 1])
+    return row.get("budget") or int(words[words.index("--prompts-per-step") + 1])
 
 
 def by_seed(rows: list[dict], setting: str, method: str, size: float) -> dict[int, dict]:
@@ -433,11 +433,6 @@ def new_figure(rows: int, columns: int, size: tuple[float, float], **shared):
 
 
 def add_legend(figure, panels) -> None:
-    """One legend for all panels, below them, with each title once."""
-    handles = {}
-    for panel in panels:
-        for handle, title in zip(*panel.get_legend_handles_labels(), strict=True):
-            handles.setdefault(title, handle)
-    titles = [title for title, *_look in METHODS.values() if title in handles]
+    """The legend of the first panel, which is that of all, below them."""
     style = {"frameon": False, "loc": "outside lower center", "ncols": 2 * len(panels)}
-    figure.legend([handles[title] for title in titles], titles, **style)
+    figure.legend(*panels[0].get_legend_handles_labels(), **style)

@@ -163,7 +163,9 @@ class Run:
         planned = trees.planned_mean(tree).expand(advantages.shape)
         size = dppo.contribution_size(advantages, planned, energy, beta=0.0)
         size = size[:, 1:]  # the root is no edge
-        weights = trees.draw(size, 1 - KEPT_EDGES / size.shape[1], self.draws)[1]
+        batch = dppo.Completions(size, size, torch.ones_like(size), size)
+        rate = 1 - KEPT_EDGES / size.shape[1]
+        _keep, weights = dppo.prune_completions("pps", rate, batch, self.draws)
         return advantages * planned * F.pad(weights, (1, 0))
 
     def update(self, states: torch.Tensor, factors: torch.Tensor) -> None:

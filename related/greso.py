@@ -200,13 +200,6 @@ class Greso:
         change = -self.CHANGE if too_many else self.CHANGE
         return min(max(chance + change, self.LEAST), self.MOST)
 
-    def next_batch(
-        self, missing: int, dead_share: float, default: int, least: int
-    ) -> tuple[int, bool]:
-        """(prompts of the next round, whether it is the last), with `missing` live groups to go."""
-        estimate = int(1.25 * missing / (1 - dead_share)) if dead_share < 1 else default + 1
-        return max(min(estimate, default), least), estimate <= default
-
     def collect(
         self, roll_out: Callable, target: int, order: Callable, generator: Generator
     ) -> tuple:
@@ -230,8 +223,9 @@ class Greso:
             missing = target - int(alive.sum())
             if missing <= 0 or last:
                 break
-            dead_share = 1 - now.double().mean().item()
-            size, last = self.next_batch(missing, dead_share, default, max(1, target // 4))
+            live_share = now.double().mean().item()
+            estimate = int(1.25 * missing / live_share) if live_share else default + 1
+            size, last = max(min(estimate, default), target // 4, 1), estimate <= default
         if not first_epoch:
             self.adjust(torch.cat([part.rewards for part in rounds]))
         rank = alive.cumsum(dim=0) - 1  # [K], among the live

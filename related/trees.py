@@ -15,10 +15,10 @@ step of a diffusion model; it could as well be a segment of tokens.
                               others are kept.
     planned_mean      exact   Ours: a mean over the planned nodes of each depth, summed over depths.
     width_keep        BIASED  Keeps the best edges.
-    draw              exact   Ours: draws edges by size.
 
 "Exact" means that with loo_advantages and planned_mean the expected gradient is that of the
-expected reward; tests/test_trees.py enumerates it. Three things would break it:
+expected reward, also if edges are drawn by their size, as related/branch.py does;
+tests/test_trees.py enumerates it. Three things would break it:
     - the number of children depends on what is drawn below. TreeRL (arXiv:2506.11902), for example,
       branches at the most surprising tokens of finished texts
     - children share their noise
@@ -34,9 +34,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from numpy.random import Generator
-
-import dppo
 
 PUBLISHED = [2 if step in (0, 3, 6, 9) else 1 for step in range(20)]  # children of a node, by depth
 
@@ -145,14 +142,3 @@ def width_keep(tree: Tree, advantages: torch.Tensor, after: int) -> torch.Tensor
     keep = (tree.depth > 0).repeat(*advantages.shape[:-1], 1)
     keep[..., late] = (rank < rank.shape[-2] // 2).flatten(-2)
     return keep
-
-
-# ---------------------------------------------------------------------------- the exact pruning
-
-
-def draw(size: torch.Tensor, prune_rate: float, generator: Generator):
-    """(keep, weights) [B, n], a share 1 - prune_rate of the edges, by dppo.py's rule pps. Size is
-    dppo.contribution_size(advantages, planned_mean, energy, 0); the weights multiply the terms."""
-    cost = torch.ones_like(size)
-    batch = dppo.Completions(advantages=size, rewards=size, cost=cost, size=size)
-    return dppo.prune_completions("pps", prune_rate, batch, generator)

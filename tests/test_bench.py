@@ -5,12 +5,9 @@ import runpy
 import sys
 
 import pytest
-import torch
 
 import bench
-import config
 import packing
-import train
 from bench import __main__ as command_line
 from bench import speed
 from runtime import InputError
@@ -29,14 +26,21 @@ def test_a_record_says_who_made_it(tmp_path):
     assert json.loads(second) == {"step": 1, "loss": 2.0}
 
 
-def test_speed(policy_folder, tmp_path, capsys):
-    """Catches a command that train.py has outgrown, log-probs of another model, and a part that is
-    not timed."""
+def test_speed(policy_folder, tmp_path, capsys, monkeypatch):
+    """Catches a command that train.py has outgrown, log-probs of another model, a part that is not
+    timed, and updates that all share prompts, or none."""
+    shared, accumulate = [], speed.accumulate_gradients
+
+    def see_update(*args, **options):
+        shared.append(packing.shares_prompts("cpu"))
+        return accumulate(*args, **options)
+
+    monkeypatch.setattr(speed, "accumulate_gradients", see_update)
     flags = f"--model {policy_folder} --prompts-per-step 4 --group-size 4 --max-new-tokens 6"
     file = str(tmp_path / "rows.json")
     command_line.main(["speed", "--rounds", "1", f"--flags={flags}", "--json", file])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    variants = {"rollout": 6, "update, all": 4, "update, a tenth": 4}
+    variants = {"rollout": 6, "update, all": 2, "update, a tenth": 2}
     for part, count in variants.items():
         of_part = [row for row in rows if row["part"] == part]
         assert len(of_part) == count
@@ -47,6 +51,7 @@ def test_speed(policy_folder, tmp_path, capsys):
     ]
     assert len(gaps) == len(speed.ENGINES)
     assert max(gaps) < 1e-4
+    assert shared == [False, True] * 4, "two rounds of each share"
 
 
 def test_turns(monkeypatch):
@@ -58,59 +63,6 @@ def test_turns(monkeypatch):
     assert (first["tokens_per_s"], first["ratio"]) == (10, 1)
     assert second["tokens_per_s"] == 5
     assert (second["ratio"], second["ratio_low"], second["ratio_high"]) == (0.5, 0.25, 1.5)
-
-
-@pytest.fixture
-def updates(policy_folder):
-    """(model, batch, config) of eight groups of eight, half of which is kept, in small slots."""
-    flags = f"--model {policy_folder} --prompts-per-step 8 --group-size 8 --max-new-tokens 6"
-    args = f"{flags} --device cpu --pack-tokens 512 --out-dir unused --importance-cap 0"
-    trainer = train.Trainer(config.parse_config(args.split()))
-    prompts = [trainer.train_ids[q] for q in trainer.candidates(1).tolist()]
-    rollouts = speed.rollout.sample(trainer.model, prompts, trainer.sampling, group_size=8, seed=0)
-    return trainer.model, speed.random_batch(rollouts, 0.5), trainer.cfg
-
-
-def test_layouts_have_one_gradient(updates, monkeypatch):
-    """Catches a padded update that reads another token's state, and one that is not compared."""
-    model, batch, cfg = updates
-    assert 0 < batch.keep.sum() < 64
-    calls = {
-        name: lambda name=name: speed.UPDATES[name](model, batch, cfg) for name in speed.UPDATES
-    }
-    speed.check_gradients(model, calls, limit=1e-5)
-    monkeypatch.setattr(speed, "pad_sequence", lambda texts, **_: torch.ones(len(texts), 99).long())
-    with pytest.raises(ArithmeticError, match="packed: the gradient is off by"):
-        speed.check_gradients(model, calls, limit=1e-2)
-
-
-def test_layouts_differ(updates, monkeypatch):
-    """Sorted by length, padded micro-batches are narrower than in order of arrival, and none is
-    larger than a quarter of a slot. Only one of the packed updates shares prompts."""
-    seen, pad, build = [], speed.pad_sequence, packing.build_pack
-
-    def see_pad(texts, **options):
-        padded = pad(texts, **options)
-        seen.append(padded.numel())
-        return padded
-
-    def see_build(*args, share_prompts, **options):
-        seen.append(share_prompts)
-        return build(*args, share_prompts=share_prompts, **options)
-
-    monkeypatch.setattr(speed, "pad_sequence", see_pad)
-    monkeypatch.setattr(packing, "build_pack", see_build)
-    model, batch, cfg = updates
-    found = {}
-    for name, update in speed.UPDATES.items():
-        update(model, batch, cfg)
-        found[name] = seen.copy()
-        seen.clear()
-    assert sum(found["padded, sorted"]) < sum(found["padded, arrival"])
-    assert max(found["padded, arrival"]) <= cfg.pack_tokens / 4
-    assert 1 < len(found["padded, arrival"]) < batch.keep.sum()
-    assert {*found["packed"]} == {False}
-    assert {*found["packed, shared prompts"]} == {True}
 
 
 def test_several_processes_are_refused(monkeypatch):

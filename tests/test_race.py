@@ -1,4 +1,4 @@
-"""The runner of equal steps and equal seconds, with runs that take no time except in one test."""
+"""The runner of equal steps, with runs that take no time except in one test."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -35,7 +35,7 @@ def test_methods_take_turns(fake_runs, tmp_path, capsys):
     assert [(run.method, run.seed) for run in fake_runs] == [
         ("pps", 10), ("mine", 10), ("pps", 11), ("mine", 11),
     ]  # fmt: skip
-    assert {(run.steps, run.budget) for run in fake_runs} == {(40, 0)}
+    assert {run.steps for run in fake_runs} == {40}
     assert fake_runs[0].flags == "--method pps --completion-prune-rate 0.9 --group-size 16"
     assert fake_runs[1].flags == "--method grpo --lr 1e-3 --group-size 16"
     capsys.readouterr()
@@ -47,8 +47,8 @@ def test_methods_take_turns(fake_runs, tmp_path, capsys):
         "| pps | 7 | 1.0 | 0.50 | 1.050 ± 0.636 | +1.050 ± 0.636 |",  # 12.71 x 0.1 / 2
     ]
 
-    race.main(("pps",), seconds=5, seeds=1, **options)
-    assert (fake_runs[-1].steps, fake_runs[-1].budget) == (0, 5)
+    race.main(("pps",), reach=0.5, seeds=1, **options)
+    assert (fake_runs[-1].steps, fake_runs[-1].reach) == (0, 0.5)
     assert len(log.read_rows(file)) == 5
 
 
@@ -59,26 +59,25 @@ def test_bad_names_and_flags_end_it_first(fake_runs, tmp_path):
         race.main(("grpo", "greso"), steps=1, json_file=file)
     with pytest.raises(SystemExit):
         race.main(("grpo", "mine=--method grpo --learning 1"), steps=1, json_file=file)
-    for both in ({}, {"steps": 1, "seconds": 1}):
-        with pytest.raises(InputError, match="give one of --steps, --seconds and --reach"):
+    for both in ({}, {"steps": 1, "reach": 1}):
+        with pytest.raises(InputError, match="give one of --steps and --reach"):
             race.main(json_file=file, **both)
     assert not fake_runs
 
 
 def test_real_runs(tmp_path, monkeypatch, policy_folder):
     """In another process; a second call does not repeat them. Catches a half-written line that
-    stays, a run that does not end with its budget or its steps, and sums of other columns."""
+    stays, a run of other steps, and sums of other columns."""
     monkeypatch.setattr(race.multiprocessing, "get_context", lambda _spawn: FORKS)  # sooner there
     file = tmp_path / "rows.jsonl"
     file.write_text('{"setting": "arith')
     flags = f"--model {policy_folder} --prompts-per-step 4 --group-size 2 --max-new-tokens 2"
     flags += " --eval-problems 8"
     blind = f"--method uniform --prompt-prune-rate 0.5 {flags}"
-    planned = [Run("arithmetic", "grpo", f"--method grpo {flags}", 0, budget=0.5, steps=0)]
-    planned.append(Run("arithmetic", "uniform", blind, 0, budget=0, steps=8))
-    timed, counted = race.make(planned, file, workers=1)
-    assert 0.3 < timed["seconds"] < 1
-    assert timed["made"] > 0
+    planned = [Run("arithmetic", "grpo", f"--method grpo {flags}", 0, steps=8)]
+    planned.append(Run("arithmetic", "uniform", blind, 0, steps=8))
+    whole, counted = race.make(planned, file, workers=1)
+    assert whole["prompts"] == 32
     assert counted["made"] == 8
     assert counted["prompts"] == 16, "half of 8 x 4"
     assert [step for step, *_ in counted["curve"]] == [2, 4, 6]
@@ -87,7 +86,7 @@ def test_real_runs(tmp_path, monkeypatch, policy_folder):
     assert 0 < counted["trained"] < counted["sampled"]
     assert len(log.read_rows(file)) == 2
     monkeypatch.setattr(race, "make_one", lambda _run: pytest.fail("made again"))
-    assert race.make(planned[::-1], file, 1) == [counted, timed]
+    assert race.make(planned[::-1], file, 1) == [counted, whole]
 
 
 def test_a_run_that_diverges_is_a_row(monkeypatch, policy_folder):
@@ -98,7 +97,7 @@ def test_a_run_that_diverges_is_a_row(monkeypatch, policy_folder):
 
     monkeypatch.setattr(race, "warm_up", lambda _setting: None)
     monkeypatch.setattr(race.train.Trainer, "step", step)
-    run = Run("arithmetic", "grpo", f"--method grpo --model {policy_folder}", 0, 0, 8)
+    run = Run("arithmetic", "grpo", f"--method grpo --model {policy_folder}", 0, 8)
     row = race.make_one(run)
     assert (row["accuracy"], row["failed"], row["made"]) == (0.0, "loss nan", 0)
 
@@ -110,19 +109,12 @@ def test_until_an_accuracy(monkeypatch, policy_folder):
     monkeypatch.setattr(race, "warm_up", lambda _setting: None)
     monkeypatch.setattr(race, "evaluate", lambda *_: next(found))
     flags = f"--model {policy_folder} --prompts-per-step 1 --group-size 2 --max-new-tokens 1"
-    run = Run("arithmetic", "grpo", f"{flags} --steps 30", 0, budget=0, steps=0, reach=0.7)
+    run = Run("arithmetic", "grpo", f"{flags} --steps 30", 0, steps=0, reach=0.7)
     row = race.make_one(run)
     assert [point[:2] for point in row["curve"]] == [[10, 0.2], [20, 0.7]]
     assert 0 < row["curve"][0][2] < row["curve"][1][2] == row["seconds"]
     row = race.make_one(replace(run, flags=f"{flags} --steps 12"))
     assert (row["made"], row["accuracy"], row["curve"][0][1]) == (12, 0.2, 0.1)
-
-
-def test_plan():
-    """Catches a schedule that ends before or after its budget."""
-    assert race.plan([1.0] * 4, 10) == 10
-    assert race.plan([5.0, *[0.5] * 8], 10) == 11, "the first step was slow"
-    assert race.plan([1.0] * 12, 10) == 12
 
 
 def test_the_committed_rows_are_of_these_flags():

@@ -1,4 +1,4 @@
-"""The tables of the pages, by hand and as they are committed."""
+"""The tables and pictures of the pages, as they are committed."""
 
 from pathlib import Path
 
@@ -7,32 +7,10 @@ from matplotlib.figure import Figure
 from bench import results
 
 
-def rows_of(method, accuracies):
-    same = {"setting": "arithmetic", "method": method, "budget": 10, "flags": ""}
-    return [same | {"seed": n, "accuracy": value} for n, value in enumerate(accuracies)]
-
-
-def test_the_race_table():
-    """By hand: adaptive 0.7, 0.8, 0.9 and GRPO 0.5, 0.7, 0.6, differences 0.2, 0.1, 0.3.
-
-    Catches unpaired differences, and normal quantiles.
-    """
-    rows = rows_of("adaptive", (0.7, 0.8, 0.9))
-    rows += rows_of("grpo", (0.5, 0.7, 0.6))
-    assert results.race_table(rows, "arithmetic").splitlines()[2:] == [
-        "| GRPO, tuned | 0.600 ± 0.248 |",  # 4.30 x 0.1 / sqrt(3)
-        "| adaptive, tuned | 0.800 ± 0.248 |",
-        "| adaptive - GRPO | +0.200 ± 0.248 |",
-    ]
-
-
-# ---------------------------------------------------------------------------- the pages
-
-
 def test_committed_tables():
     """Every table of a page is one that `bench results` prints, and the law's prediction is the one
-    that was committed before its runs. Catches a figure that outlived the rows that it came from.
-    """
+    that was committed before its runs. Catches a figure that outlived its rows, a difference
+    that is not paired, normal quantiles, and a run that never arrives but does not count."""
     pages = Path("docs/results.md").read_text() + Path("docs/method.md").read_text()
     for name, table in results.tables().items():
         assert table in pages, name
@@ -55,28 +33,3 @@ def test_pictures(monkeypatch, capsys):
     assert list(sizes) == [2, 4, 8, 16, 32]
     assert times[0] == 1
     assert min(times[1:]) > 1
-
-
-def test_seconds_to_an_accuracy():
-    """Medians over all seeds, a run that never arrives among them; speeds over those in which both
-    arrive. Catches seconds of the last evaluation, and a failure that is left out."""
-
-    def row(method, seed, *seconds):
-        curve = [[10 * step, 0.9 + 0.05 * step, s] for step, s in enumerate(seconds)]
-        return {
-            "setting": "arithmetic",
-            "method": method,
-            "seed": seed,
-            "flags": "-",
-            "curve": curve,
-        }
-
-    rows = [
-        row("nonzero", 1, 5.0, 20.0),
-        row("nonzero", 2, 5.0, 40.0),
-        row("nonzero", 3, 7.0, 30.0),
-    ]
-    rows += [row("adaptive", 1, 4.0, 10.0), row("adaptive", 2, 4.0, 20.0), row("adaptive", 3, 4.0)]
-    table = results.reach_table(rows, "arithmetic").splitlines()
-    assert table[2].startswith("| nonzero | 3 | 30 (20 to 40) | 1.00 (1.00 to 1.00) | inf")
-    assert table[3].startswith("| adaptive | 3 | 20 (10 to inf) | 2.00 (2.00 to 2.00) |")

@@ -209,34 +209,25 @@ def test_stand_ins_are_fitted_behind_earlier_ones():
 # ------------------------------------------------------------------------- the commands
 
 
-@pytest.fixture
-def numbers(monkeypatch):
-    """A text in place of Python's reference."""
+def test_command(monkeypatch, tmp_path, capsys):
+    """From a folder to a folder and a table, on a text in place of Python's reference. Nine tenths
+    calibrate and one is held out; a paragraph counts once, so none is in both. Catches a perplexity
+    on the calibration text, and an --out-dir that is written over."""
     text = "\n\n".join(map(str, range(900)))
     monkeypatch.setattr(structured, "topics", {"numbers": text, "two of them again": "0\n\n1"})
     monkeypatch.setattr(structured, "SAMPLES", 4)
     monkeypatch.setattr(structured, "LENGTH", 20)
-    return torch.tensor(TOKENIZER(text)["input_ids"])
-
-
-def test_windows(numbers):
-    """Nine tenths calibrate and one is held out; a paragraph counts once, so none is in both."""
+    tokens = torch.tensor(TOKENIZER(text)["input_ids"])
+    first, last = tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]
     calibration, held_out = structured.windows(TOKENIZER)
-    first, last = numbers[: len(numbers) * 9 // 10], numbers[len(numbers) * 9 // 10 :]
     assert torch.equal(calibration[3], first[3 * len(first) // 4 :][:20])
     assert torch.equal(held_out[0], last[:20])
-
-
-def test_command(numbers, tmp_path, capsys):
-    """From a folder to a folder and a table. Catches a perplexity on the calibration text, and an
-    --out-dir that is written over."""
     model = make("Llama")
     options = {"model": save(model, tmp_path / "whole"), "out_dir": tmp_path / "half"}
     options |= {"method": "l2", "sparsity": 0.5}
     structured.main(**options)
     shown = capsys.readouterr().out
     smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
-    held_out = structured.windows(TOKENIZER)[1]
     wanted = [nll(logits(each, held_out), held_out).exp().item() for each in (model, smaller)]
     row = re.search(r"held-out perplexity +([\d.,]+) +([\d.,]+)", shown).groups()
     assert [float(value.replace(",", "")) for value in row] == pytest.approx(wanted, rel=1e-3)
