@@ -329,8 +329,7 @@ def about_group_sizes(found: dict, run: Run) -> list[str]:
     ]
     if 2 in zero["fastest"] + adaptive["fastest"]:
         lines.append(
-            "Beware of groups of 2: one of three of our runs with 32 x 2 in the default task never "
-            "learned it, and one of five in the mixed task."
+            "Beware of groups of 2: with them, one of five of our runs never learned the mixed task."
         )
     if run.settings["scale_rewards"] != "none":
         lines.append(

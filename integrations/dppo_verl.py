@@ -2,7 +2,7 @@
 Unbiased pruning in verl: its synchronous trainer, with less work for the same expected gradient.
 
     VERL_USE_EXTERNAL_MODULES=dppo_verl python -m verl.trainer.main_ppo \
-        trainer.v1.trainer_mode=nanodppo +trainer.v1.nanodppo.completion_rule=pps ...
+        trainer.v1.trainer_mode=nanodppo +trainer.v1.nanodppo.rest=2.0 ...
 
 verl's methods are wrapped; none of its code is copied. Rules, draws and weights come from dppo.py
 and sampler.py.
