@@ -169,16 +169,6 @@ def read_set(name: str, cfg: EvalConfig, reward) -> tuple[str, list[data.Problem
 # ---------------------------------------------------------------------------- sample and score
 
 
-def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, k, seed, keys=None):
-    """(rewards, truncated) of k completions for each of P problems, both [P, k] float64.
-
-    A reward is NaN if the completion cannot be scored. keys: see rollout.sample.
-    """
-    options = {"group_size": k, "seed": seed, "keys": keys}
-    rollouts = rollout.sample(model, prompt_ids, sampling, **options)
-    return rewards.score(rollouts, problems, tokenizer, reward)[1], rollouts.truncated.double()
-
-
 def complete(
     model, tokenizer, problem_set: ProblemSet, sampling, cfg, path=None, reward=None
 ) -> list[dict]:

@@ -275,21 +275,24 @@ class Trainer:
     # ------------------------------------------------------------------------ beside the step
 
     def evaluate(self, step: int) -> dict:
-        """avg@4 on the held-out problems, of all ranks; {} if it is not due. Step 0 is the model as
-        it was loaded."""
+        """avg@4 on the held-out problems; {} if it is not due. Step 0 is the model as it was
+        loaded."""
         every = self.cfg.eval_every
         if not every or (step % every and step != self.cfg.steps):
             return {}
-        mine = slice(self.rank, None, self.world)
+        return {f"eval/avg@{EVAL_K}": self.accuracy(len(self.eval_set), step, "eval")}
+
+    def accuracy(self, count: int, *purpose) -> float:
+        """avg@4 on the first `count` held-out problems, of all ranks. `purpose` ends the seed."""
+        mine = slice(self.rank, count, self.world)
         lora.refresh(self.policy, self.model)
-        scores, _truncated = evaluation.sample_rewards(
-            self.policy, self.tokenizer, self.eval_set[mine], self.eval_ids[mine],
-            self.eval_reward, self.sampling, k=EVAL_K,
-            seed=dppo.seed_for(self.cfg.seed, step, "eval"), keys=range(len(self.eval_set))[mine],
+        rollouts = rollout.sample(
+            self.policy, self.eval_ids[mine], self.sampling, group_size=EVAL_K,
+            seed=dppo.seed_for(self.cfg.seed, *purpose), keys=range(count)[mine],
         )  # fmt: skip
-        rewards = torch.zeros(len(self.eval_set), EVAL_K, dtype=torch.float64)
-        rewards[mine] = scores
-        return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(ranks.all_reduce(rewards))}
+        rewards = torch.zeros(count, EVAL_K, dtype=torch.float64)
+        _, rewards[mine] = score(rollouts, self.eval_set[mine], self.tokenizer, self.eval_reward)
+        return evaluation.avg_at_k(ranks.all_reduce(rewards))
 
     def state(self) -> dict:
         """What a checkpoint holds of this besides the model and the optimizer."""

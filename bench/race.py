@@ -31,11 +31,9 @@ from typing import Literal
 import torch
 
 import config
-import dppo
-import eval as evaluation
 import train
 from bench import JsonFile, made_by, results
-from runtime import InputError, NotFiniteError, log, ranks
+from runtime import InputError, NotFiniteError, log
 
 METHODS = {  # flags. Rates are the usual ones of each method; blind draws keep what pps keeps
     "grpo": "--method grpo",
@@ -219,11 +217,11 @@ def make_one(run: Run) -> dict:
             is_last = step == steps and not run.reach  # it is evaluated below
             if steps and step % every == 0 and not is_last:
                 so_far = round(sum(row["seconds"] for row in rows), 3)
-                curve.append([step, evaluate(trainer, run, problems), so_far])
+                curve.append([step, round(trainer.accuracy(problems, "final"), 5), so_far])
                 if run.reach and curve[-1][1] >= run.reach:
                     break
         final = problems if run.reach else len(trainer.eval_set)
-        accuracy = evaluate(trainer, run, final)
+        accuracy = round(trainer.accuracy(final, "final"), 5)
     except NotFiniteError as problem:
         failed = str(problem)
     sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}
@@ -246,14 +244,3 @@ def plan(times: list[float], budget: float) -> int:
         return 1000
     left = budget - sum(times)
     return len(times) + max(0, round(left / statistics.mean(times[-PACE:])))
-
-
-def evaluate(trainer: train.Trainer, run: Run, problems: int) -> float:
-    """avg@4 of the trained policy on the first held-out problems."""
-    ranks.refresh(trainer.policy, trainer.model)
-    rewards, _truncated = evaluation.sample_rewards(
-        trainer.policy, trainer.tokenizer, trainer.eval_set[:problems],
-        trainer.eval_ids[:problems], trainer.eval_reward, trainer.sampling,
-        k=train.EVAL_K, seed=dppo.seed_for(run.seed, "final"), keys=range(problems),
-    )  # fmt: skip
-    return round(evaluation.avg_at_k(rewards), 5)
