@@ -30,7 +30,6 @@ if __name__ == "__main__":
 import torch
 import tyro
 from tqdm import tqdm
-from transformers.utils import logging
 
 import config
 import data
@@ -120,10 +119,7 @@ def load(cfg: EvalConfig, reward):
     else:
         named = {name: read_set(name, cfg, reward) for name in cfg.data}
 
-    source = models.model_folder(cfg.model)
-    if Path(source).is_dir():  # no bar for loading a folder; a download keeps its own
-        logging.disable_progress_bar()
-    model, tokenizer = models.load_policy(source, cfg.device, cfg.dtype)
+    model, tokenizer = models.load_policy(models.model_folder(cfg.model), cfg.device, cfg.dtype)
     data.fix_date(tokenizer, checkpoint.first_date(cfg.out_dir))
 
     sets = []

@@ -92,8 +92,6 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     if cfg.beta or cfg.lora or not saved:
         base = ranks.broadcast(model_folder, base)
     source = str(base if cfg.lora else saved or base)
-    if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
-        transformers.utils.logging.disable_progress_bar()
     apart = memory.samples_apart(cfg)
     # In turns: on the host, a model of 8B takes 30 GiB while it is read.
     load = functools.partial(ranks.in_turns, load_policy)
@@ -245,6 +243,8 @@ def read(name: str):
         if base:
             shown, source = f"{name}, an adapter of {base},", base
             types |= check_files(base, Path(base))
+        if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
+            logging.disable_progress_bar()
         config = AutoConfig.from_pretrained(source, **options)
         check_quantization(config, types)
         model, names = AutoModelForCausalLM.from_pretrained(
