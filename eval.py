@@ -125,10 +125,7 @@ def load(cfg: EvalConfig, reward):
     sets = []
     for name, (file, problems) in named.items():
         room = cfg.max_new_tokens or data.max_new_tokens(name)
-        fitting = data.encode_prompts(
-            problems, tokenizer, models.prompt_room(model, room), cfg.prompt_format, cfg.thinking,
-            cfg.instruction, model,
-        )  # fmt: skip
+        fitting = models.encode(replace(cfg, max_new_tokens=room), model, tokenizer, problems)
         sets.append(ProblemSet(name, file, *fitting, room))
 
     engine = cfg.engine

@@ -121,23 +121,17 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     return Models(model, tokenizer, policy, reference)
 
 
-def encode(cfg: Config, models: Models, problems: list) -> tuple[list, list[list[int]]]:
+def encode(cfg, model, tokenizer, problems: list) -> tuple[list, list[list[int]]]:
     """(problems, token ids) of the problems whose prompts leave room for a completion."""
     if not problems:
         return [], []
-    room = prompt_room(models.model, cfg.max_new_tokens)
-    return data.encode_prompts(
-        problems, models.tokenizer, room, cfg.prompt_format, cfg.thinking, cfg.instruction,
-        models.model,
-    )  # fmt: skip
-
-
-def prompt_room(model, max_new_tokens: int) -> int:
-    """The number of tokens that a prompt may have."""
-    if max_new_tokens >= model.longest:
+    room = model.longest - cfg.max_new_tokens
+    if room <= 0:
         longest = f"a sequence has at most {model.longest} tokens, prompt included"
-        raise InputError(f"--max-new-tokens {max_new_tokens}: {longest}; lower it")
-    return model.longest - max_new_tokens
+        raise InputError(f"--max-new-tokens {cfg.max_new_tokens}: {longest}; lower it")
+    return data.encode_prompts(
+        problems, tokenizer, room, cfg.prompt_format, cfg.thinking, cfg.instruction, model
+    )
 
 
 def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:

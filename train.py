@@ -31,6 +31,7 @@ Letters: Q candidates of a step, K prompts rolled out, k of them by this rank, G
 M mini-batches, which are the updates of a step.
 """
 
+import functools
 import math
 import shlex
 import sys
@@ -101,8 +102,9 @@ class Trainer:
         # `model` is trained, and `policy` samples: a copy, or the same object.
         self.model, self.policy, self.reference = loaded.model, loaded.policy, loaded.reference
         self.tokenizer = loaded.tokenizer
-        self.train_set, self.train_ids = models.encode(cfg, loaded, self.train_set)
-        self.eval_set, self.eval_ids = models.encode(cfg, loaded, self.eval_set)
+        encode = functools.partial(models.encode, cfg, self.model, self.tokenizer)
+        self.train_set, self.train_ids = encode(self.train_set)
+        self.eval_set, self.eval_ids = encode(self.eval_set)
         config.check_prompts(cfg, len(self.train_set))
         self.content = data.content_hash(self.train_set)  # a resumed run must have the same
         prompts = self.train_ids + self.eval_ids
