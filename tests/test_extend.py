@@ -217,26 +217,14 @@ def test_notes_of_the_first_lines(entry, flags, note, prompt_rule):
     assert cfg.prompt_rule == prompt_rule
 
 
-@pytest.mark.parametrize(
-    ("denominator", "prompt_rule", "rate", "known_before"),
-    [
-        ("batch tokens", "uniform", 0.5, True), ("batch tokens", "uniform", 0.0, False),
-        ("batch tokens", "mine", 0.0, True), ("own length", "uniform", 0.5, False),
-    ],
-)  # fmt: skip
-def test_the_count_of_tokens_is_known_before_the_draw(
-    policy_folder, tmp_path, denominator, prompt_rule, rate, known_before
-):
-    """Where a loss divides by the batch's tokens and prompts are pruned, also by a rule without a
-    rate. Catches a denominator that the draw decides, which proof.py cannot see in a run."""
+def test_the_count_of_tokens_is_known_before_the_draw(policy_folder, tmp_path):
+    """Also where a rule without a rate prunes prompts. Catches a denominator that the draw decides,
+    which proof.py cannot see in a run."""
     sampler.PROMPT_RULES["mine"] = dppo.Rule(lambda *_: ones(4) / 2, rate=None)
-    dppo.LOSSES["mine"] = dppo.Loss(plain, denominator)
-    options = {"prompt_rule": prompt_rule, "prompt_prune_rate": rate, "loss": "mine"}
+    options = {"prompt_rule": "mine", "loss": "dapo"}
     args = toy.flags(policy_folder, str(tmp_path / "run"), method="grpo", **options)
     trainer = train.Trainer(config.parse_config(args), toy.toy_reward)
-    assert trainer.needs_mean_tokens == known_before
-    all_are_kept = known_before or rate == 0.0
-    assert (trainer.step(1)[0]["kept/prompts"] == 1.0) == all_are_kept
+    assert [trainer.step(step)[0]["kept/prompts"] for step in (1, 2)] == [1.0, 0.5]
 
 
 # ---------------------------------------------------------------------------- the proof
@@ -312,8 +300,7 @@ dppo.COMPLETION_RULES["long"] = dppo.Rule(Chance(beside.SHARE), rate=0.5)
 
 
 SILENT = [  # a reward, flags, the note
-    (lambda *_: 0.0, {}, "nothing was learned: all rewards are 0"),
-    (lambda *_: 0.0, {}, "--max-new-tokens 6 cut off 100% of the completions"),
+    (lambda *_: 0.0, {}, "all rewards are 0.* --max-new-tokens 6 cut off 100% of the completions"),
     (toy.toy_reward, {}, None),
     # a reward that forgets to return, and one that cannot score some problems
     (lambda text, _: 1.0 if text[:1] < "@" else None, {"steps": 3}, "the reward is None for some"),
@@ -330,7 +317,7 @@ def test_a_run_without_signal_says_so(run, tmp_path, capsys, reward, flags, text
     places = [i for i, line in enumerate(lines) if re.match("note: the (gradient|reward)", line)]
     assert len(places) == bool(text)
     for i in places:
-        assert text in lines[i]
+        assert re.search(text, lines[i])
         if "gradient" in text:
             assert lines[i - 1].startswith("step  5/12")
             assert str(tmp_path / "run" / "samples.jsonl") in lines[i]
