@@ -31,14 +31,11 @@ needs_problems = pytest.mark.skipif(
 
 REWARDS = [  # a completion, the reference answer, its reward
     ("\\boxed{71} no, \\boxed{72}", "72", 1.0),  # the last box; both together would be a set
-    ("\\boxed{72", "72", 0.0),  # never closed
     ("\\boxed{72}</think> so I say 71", "72", 0.0),  # a box in a thought is not an answer
     ("<think>\\boxed{72}", "72", 0.0),  # thinking never ended
     ("</think>\\boxed{72} or <think>", "72", 0.0),  # it began again
     ("[THINK]\\boxed{71}[/THINK]\\boxed{72}", "72", 1.0),
-    ("\\boxed{(3, \\frac{\\pi}{3})}", "\\left( 3, \\frac{\\pi}{2} \\right)", 0.0),
     ("\\boxed{1267650600228229401496703205377}", "1267650600228229401496703205376", 0.0),
-    ("\\boxed{}", "3", 0.0),
     ("\\boxed{3}", "", None),
     ("\\boxed{3}", "\\text{}", None),  # math-verify reads nothing
 ]
@@ -109,15 +106,6 @@ def test_a_thought_that_has_not_ended():
         texts, found = rewards.score(*rollouts, reward)
         assert texts == seen
         assert (found / found.max()).tolist() == [[0, 1, 1], [0, 0, 1]]
-
-
-def test_each_completion_meets_its_own_answer():
-    rollouts, _problems, tokenizer = rollouts_of(("?", "?"), ("12", "3"))
-    problems = [data.Problem("?", answer, "") for answer in ("12", "3")]
-    reward = lambda text, answer: None if (text, answer) == ("3", "3") else float(text + answer)
-    texts, found = rewards.score(rollouts, problems, tokenizer, reward)
-    assert texts == [["12", "3"]] * 2
-    assert found.nan_to_num(0).tolist() == [[1212, 312], [123, 0]]
 
 
 def test_what_a_reward_may_return():
