@@ -293,12 +293,14 @@ def test_what_is_odd_about_a_file_is_said(tmp_path, capsys):
 
 
 def test_what_makes_a_problem_the_same():
-    """Its chat, but not its file, place or answer. Catches equal keys of two occurrences."""
+    """Its chat, but not its file, place or answer. Catches equal keys of two occurrences, or of a
+    chat and its last turn."""
     one, other = data.Problem("a", "1", "x"), data.Problem("b", "2", "x")
     chat = data.Problem("a", "1", "x", turns=(SYSTEM, user("a")))
     keys = data.draw_keys([one, other, one, chat])
     assert len(set(keys)) == 4
-    assert data.draw_keys([other, data.Problem("a", "3", "y")]) == [keys[1], keys[0]]
+    again = data.draw_keys([chat, other, data.Problem("a", "3", "y")])
+    assert again == [keys[3], keys[1], keys[0]]
 
 
 # ---------------------------------------------------------------------------- prompts
