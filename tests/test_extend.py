@@ -173,30 +173,8 @@ def test_an_exception_keeps_its_traceback(kind, make):
     assert "1 / 0" in str(caught.traceback[-1].statement)
 
 
-plain = lambda ratio, logprobs, advantages, *_: (-ratio * advantages, ratio < 0)
-everything = lambda batch, *_: (batch.live | True, ones(batch.live.shape))
-REFUSED = [  # a table, its entry `mine`, flags, the message
-    (dppo.COMPLETION_RULES, everything, {"method": "mine"},
-     r"is a function: give it to dppo.Rule\(\.\.\)"),
-    (dppo.LOSSES, dppo.Loss(plain, "tokens"), {"loss": "mine"},
-     r"unknown denominator \(loss 'mine'\) 'tokens': choose one of own length, constant"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("table", "entry", "flags", "message"), REFUSED)
-def test_entries_that_no_run_accepts(table, entry, flags, message):
-    """Before anything is loaded. Catches an AttributeError in place of the remedy."""
-    table["mine"] = entry
-    with pytest.raises(ValueError, match=message):
-        config.resolve(config.Config(**flags))
-
-
-def test_a_biased_rule_says_what_it_does():
-    with pytest.raises(dppo.RuleError, match="biased= must say what the rule does"):
-        dppo.BiasedRule(everything, rate=0.5, biased=" ")
-
-
 rule = make_rule(**times(1.0))
+everything = lambda batch, *_: (batch.live | True, ones(batch.live.shape))
 picky = dppo.BiasedRule(everything, rate=0.5, biased="it keeps all")
 MINE = {"completion_rule": "mine"}
 NOTES = [  # the completion rule `mine`, flags, a note of the first lines, the prompt rule
@@ -255,22 +233,30 @@ def test_what_the_proof_refuses(tmp_path, monkeypatch, text, message):
 
 CLIPPED = """
 import dppo
+from config import Config, resolve
 pps = dppo.COMPLETION_RULES["pps"]
 def clipped(batch, prune_rate, generator):
     keep, weights = pps.draw(batch, prune_rate, generator)
     return keep, weights.clamp(max=1.5)
 """
-FORBIDDEN = [  # a line more, and the error's words
+FORBIDDEN = [  # a line or two more, and the error's words
     ("dppo.COMPLETION_RULES['mine'] = dppo.BiasedRule(clipped, rate=0.7)", "argument: 'biased'"),
+    ("dppo.BiasedRule(clipped, rate=0.7, biased=' ')", "biased= must say what the rule does"),
     ("pps.draw = clipped", "cannot assign to field 'draw'"),
     ("class Clipped(dppo.Rule):\n    def draw(self, *args): return clipped(*args)",
      "Clipped: a dppo.Rule cannot be subclassed, .* Use dppo.BiasedRule"),
+    # before anything is loaded
+    ("dppo.COMPLETION_RULES['mine'] = clipped\nresolve(Config(method='mine'))",
+     r"is a function: give it to dppo.Rule\(\.\.\)"),
+    ("dppo.LOSSES['mine'] = dppo.Loss(clipped, 'tokens')\nresolve(Config(loss='mine'))",
+     r"unknown denominator \(loss 'mine'\) 'tokens': choose one of own length, constant"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("line", "message"), FORBIDDEN)
 def test_weights_are_not_the_users(line, message):
-    """Refused where it is written. Catches weights that are clipped, or 1, without a word."""
+    """Refused where it is written. Catches weights that are clipped, or 1, without a word, and an
+    AttributeError in place of the remedy."""
     with pytest.raises((TypeError, AttributeError, dppo.RuleError), match=message):
         exec(CLIPPED + line, {})
 
