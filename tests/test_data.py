@@ -19,15 +19,13 @@ from tokenizers import normalizers, processors
 import data
 import eval as evaluation
 from flags import EvalConfig
-from runtime import InputError, checkpoint
+from runtime import InputError, checkpoint, log
 from tasks import arithmetic, word_problems
 
 
 def write(folder, *rows):
-    folder.mkdir(exist_ok=True)
-    path = folder / "problems.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    log.write_rows(folder / "problems.jsonl", rows)
+    return str(folder / "problems.jsonl")
 
 
 # ---------------------------------------------------------------------------- rows
