@@ -134,16 +134,6 @@ def encode(cfg, model, tokenizer, problems: list) -> tuple[list, list[list[int]]
     )
 
 
-def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
-    """The optimizer. Before each step, train.py multiplies each parameter group's initial learning
-    rate by the schedule; checkpoints hold the optimizer's state."""
-    trained = [weight for weight in parameters if weight.requires_grad]
-    return torch.optim.AdamW(
-        trained, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0,
-        fused=cfg.device == "cuda",
-    )  # fmt: skip
-
-
 def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> rollout.Sampling:
     """How the run samples, after it has said how much memory it will take. Starts vLLM for --engine
     vllm and checks its log-probs."""

@@ -116,7 +116,10 @@ class Trainer:
         self.needs_mean_tokens = config.prunes_prompts(cfg) and divides_by_tokens
         self.mean_tokens = None  # of the un-pruned batches of the last steps
         self.rest = Rest(cfg.rest)
-        self.optimizer = models.make_optimizer(cfg, self.model.parameters())
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            trained, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=cfg.device == "cuda"
+        )
         self.is_whole = True  # False while a step has updated only a part of this
 
     def step(self, step: int) -> tuple[dict, dict[str, list[dict]]]:
