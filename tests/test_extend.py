@@ -179,7 +179,6 @@ picky = dppo.BiasedRule(everything, rate=0.5, biased="it keeps all")
 MINE = {"completion_rule": "mine"}
 NOTES = [  # the completion rule `mine`, flags, a note of the first lines, the prompt rule
     (rule, MINE | {"method": "dppo"}, "prompts are pruned, too: by dppo", "dppo"),
-    (rule, {"method": "dppo"}, "", "dppo"),
     (rule, MINE | {"method": "dppo", "prompt_rule": "none"}, "", "none"),
     (picky, {"method": "mine"}, "changes the expected gradient: it keeps all", "none"),
 ]
