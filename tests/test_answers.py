@@ -42,19 +42,13 @@ TABLE = {
         2α ; 2 ; 0
         3m+1 ; 4 ; 0
         \sqrt{2 h} ; \sqrt{2} ; 0
-    """,
-    "grouped digits": r"""
-        100000 ; 1,00,000 ; 1
-        3.5 ; 3{,}5 ; 1
+        2 ; 2 or three ; 0
+        5 ; 5 thousandths ; 0
+        5 ; 5 left over ; 1
     """,
     "alternatives": r"""
         8 (or) eight ; 8 ; 1
         Paris (or) City of Paris ; Paris, City of Paris ; 0
-    """,
-    "words that change the number before them": r"""
-        2 ; 2 or three ; 0
-        5 ; 5 thousandths ; 0
-        5 ; 5 left over ; 1
     """,
     "what a second search found": r"""
         11,\! 111,\! 111,\! 100 ; 11,111,111,100 ; 1
@@ -127,6 +121,8 @@ TABLE = {
         \$5 ; €5 ; 0
         5 ; 5 U.S. dollars ; 1
         \$5 ; 5 cents ; 0
+        20\% ; 20.0 ; 1
+        \frac13 ; 33\frac13\% ; 1
     """,
     "Unicode": r"""
         90^\circ ; 90º ; 1
@@ -148,11 +144,9 @@ TABLE = {
         1\tfrac12\pi ; 1.5\pi ; 1
         \frac{1}{3}\cdot\sqrt2\frac{1}{3} ; \frac{\sqrt2}{9} ; 1
     """,
-    "percent": r"""
-        20\% ; 20.0 ; 1
-        \frac13 ; 33\frac13\% ; 1
-    """,
     "small spellings": r"""
+        100000 ; 1,00,000 ; 1
+        3.5 ; 3{,}5 ; 1
         1200 ; 1\,200 ; 1
         \frac{1}{29322216} ; \dfrac{1}{29,\!322,\!216} ; 1
         73 ; \(\textbf{73}.\) ; 1
