@@ -256,7 +256,7 @@ FORBIDDEN = [  # a line or two more, and the error's words
 def test_weights_are_not_the_users(line, message):
     """Refused where it is written. Catches weights that are clipped, or 1, without a word, and an
     AttributeError in place of the remedy."""
-    with pytest.raises((TypeError, AttributeError, dppo.RuleError), match=message):
+    with pytest.raises((TypeError, AttributeError, ValueError), match=message):
         exec(CLIPPED + line, {})
 
 
