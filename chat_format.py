@@ -6,6 +6,7 @@ What chat models add to text: tokens that end turns, and marks around thoughts.
     decode             a completion's text, with the marks of thoughts
 """
 
+import contextlib
 import math
 
 # What opens and closes a thought. An answer inside a thought is not the model's answer.
@@ -16,7 +17,6 @@ THOUGHTS = (
     ("◁think▷", "◁/think▷"),
 )
 MARKS = {mark for pair in THOUGHTS for mark in pair}
-USER, ASSISTANT = {"role": "user", "content": "QUESTION"}, {"role": "assistant"}
 
 
 def end_tokens(tokenizer, model=None) -> list[int]:
@@ -39,15 +39,14 @@ def turn_end(tokenizer) -> int | None:
     """The control token that ends the assistant's turn in the chat template, if there is one."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    turns = [USER, ASSISTANT | {"content": "ANSWER"}]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # a template may insist on a system message
-        try:
-            system = {"role": "system", "content": "SYSTEM"}
-            text = tokenizer.apply_chat_template([system, *turns], tokenize=False)
-        except Exception:  # then it is reported when the first prompt is made
-            return None
+    system = {"role": "system", "content": "SYSTEM"}
+    turns = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
+    for chat in (turns, [system, *turns]):  # a template may insist on a system message
+        with contextlib.suppress(Exception):
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+            break
+    else:  # it is reported when the first prompt is made
+        return None
     _before, answer, after = text.rpartition("ANSWER")
     ids = tokenizer.encode(after.lstrip(), add_special_tokens=False) if answer else []
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None

@@ -353,8 +353,8 @@ def _turn(turn: dict) -> dict:
 def reference_answer(value: str | int | float | Decimal) -> str:
     """The reference answer in a value.
 
-    >>> reference_answer("24+48=72 #### 72"), reference_answer(27.0), reference_answer("$2x$")
-    ('72', '27', '2x')
+    >>> reference_answer("24+48=72 #### 72"), reference_answer(0.1 + 0.2), reference_answer("$2x$")
+    ('72', '0.3', '2x')
     """
     if isinstance(value, (float, Decimal)):
         if not math.isfinite(value):
@@ -369,8 +369,8 @@ def reference_answer(value: str | int | float | Decimal) -> str:
 def together(answers: list[str]) -> str:
     """One reference answer for a list: alternatives, unless all are different numbers.
 
-    >>> together(["8", "eight"]), together(["1/2", "0.5"]), together(["2", "3"])
-    ('8 (or) eight', '1/2 (or) 0.5', '2, 3')
+    >>> together(["8", "eight"]), together(["1/2", "0.5"]), together(["2i", "-2i", "2i"])
+    ('8 (or) eight', '1/2 (or) 0.5', '2i, -2i')
     """
     answers = [*dict.fromkeys(answers)]
     numbers = not any(re.search(r"[^\W\d_i]", re.sub(r"\\[a-z]+", "", one)) for one in answers)

@@ -30,7 +30,6 @@ if __name__ == "__main__":
 import torch
 import tyro
 from tqdm import tqdm
-from transformers.utils import logging
 
 import config
 import data
@@ -120,19 +119,13 @@ def load(cfg: EvalConfig, reward):
     else:
         named = {name: read_set(name, cfg, reward) for name in cfg.data}
 
-    source = models.model_folder(cfg.model)
-    if Path(source).is_dir():  # no bar for loading a folder; a download keeps its own
-        logging.disable_progress_bar()
-    model, tokenizer = models.load_policy(source, cfg.device, cfg.dtype)
+    model, tokenizer = models.load_policy(models.model_folder(cfg.model), cfg.device, cfg.dtype)
     data.fix_date(tokenizer, checkpoint.first_date(cfg.out_dir))
 
     sets = []
     for name, (file, problems) in named.items():
         room = cfg.max_new_tokens or data.max_new_tokens(name)
-        fitting = data.encode_prompts(
-            problems, tokenizer, models.prompt_room(model, room), cfg.prompt_format, cfg.thinking,
-            cfg.instruction, model,
-        )  # fmt: skip
+        fitting = models.encode(replace(cfg, max_new_tokens=room), model, tokenizer, problems)
         sets.append(ProblemSet(name, file, *fitting, room))
 
     engine = cfg.engine
@@ -167,16 +160,6 @@ def read_set(name: str, cfg: EvalConfig, reward) -> tuple[str, list[data.Problem
 
 
 # ---------------------------------------------------------------------------- sample and score
-
-
-def sample_rewards(model, tokenizer, problems, prompt_ids, reward, sampling, *, k, seed, keys=None):
-    """(rewards, truncated) of k completions for each of P problems, both [P, k] float64.
-
-    A reward is NaN if the completion cannot be scored. keys: see rollout.sample.
-    """
-    options = {"group_size": k, "seed": seed, "keys": keys}
-    rollouts = rollout.sample(model, prompt_ids, sampling, **options)
-    return rewards.score(rollouts, problems, tokenizer, reward)[1], rollouts.truncated.double()
 
 
 def complete(

@@ -51,10 +51,6 @@ def inject(model, rank: int, seed: int) -> None:
             weight.data = weight.data.float()
 
 
-def is_adapted(model) -> bool:
-    return hasattr(model, "peft_config")
-
-
 @torch.no_grad()
 def load(model, folder: Path) -> None:
     """Give the adapters the weights of a checkpoint."""
@@ -79,18 +75,16 @@ def plain_state(model):
 @torch.no_grad()
 def refresh(policy, model) -> None:
     """Give the copy that samples the current weights. Does nothing if they are one model."""
-    if not is_adapted(model):
-        ranks.refresh(policy, model)
-    elif policy is not model:
+    if policy is not model:
         copies = policy.state_dict()
         for name, weight in plain_state(model):
-            copies[name].copy_(weight)
+            copies[name].copy_(ranks.whole(weight))
 
 
 @contextlib.contextmanager
 def base_alone(model):
     """The model computes without its adapters, if it has any."""
-    if not is_adapted(model):
+    if not hasattr(model, "peft_config"):
         yield
         return
     model.disable_adapters()

@@ -92,8 +92,6 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     if cfg.beta or cfg.lora or not saved:
         base = ranks.broadcast(model_folder, base)
     source = str(base if cfg.lora else saved or base)
-    if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
-        transformers.utils.logging.disable_progress_bar()
     apart = memory.samples_apart(cfg)
     # In turns: on the host, a model of 8B takes 30 GiB while it is read.
     load = functools.partial(ranks.in_turns, load_policy)
@@ -123,33 +121,17 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     return Models(model, tokenizer, policy, reference)
 
 
-def encode(cfg: Config, models: Models, problems: list) -> tuple[list, list[list[int]]]:
+def encode(cfg, model, tokenizer, problems: list) -> tuple[list, list[list[int]]]:
     """(problems, token ids) of the problems whose prompts leave room for a completion."""
     if not problems:
         return [], []
-    room = prompt_room(models.model, cfg.max_new_tokens)
-    return data.encode_prompts(
-        problems, models.tokenizer, room, cfg.prompt_format, cfg.thinking, cfg.instruction,
-        models.model,
-    )  # fmt: skip
-
-
-def prompt_room(model, max_new_tokens: int) -> int:
-    """The number of tokens that a prompt may have."""
-    if max_new_tokens >= model.longest:
+    room = model.longest - cfg.max_new_tokens
+    if room <= 0:
         longest = f"a sequence has at most {model.longest} tokens, prompt included"
-        raise InputError(f"--max-new-tokens {max_new_tokens}: {longest}; lower it")
-    return model.longest - max_new_tokens
-
-
-def make_optimizer(cfg: Config, parameters) -> torch.optim.Optimizer:
-    """The optimizer. Before each step, train.py multiplies each parameter group's initial learning
-    rate by the schedule; checkpoints hold the optimizer's state."""
-    trained = [weight for weight in parameters if weight.requires_grad]
-    return torch.optim.AdamW(
-        trained, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0,
-        fused=cfg.device == "cuda",
-    )  # fmt: skip
+        raise InputError(f"--max-new-tokens {cfg.max_new_tokens}: {longest}; lower it")
+    return data.encode_prompts(
+        problems, tokenizer, room, cfg.prompt_format, cfg.thinking, cfg.instruction, model
+    )
 
 
 def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> rollout.Sampling:
@@ -245,6 +227,8 @@ def read(name: str):
         if base:
             shown, source = f"{name}, an adapter of {base},", base
             types |= check_files(base, Path(base))
+        if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
+            logging.disable_progress_bar()
         config = AutoConfig.from_pretrained(source, **options)
         check_quantization(config, types)
         model, names = AutoModelForCausalLM.from_pretrained(

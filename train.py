@@ -31,6 +31,7 @@ Letters: Q candidates of a step, K prompts rolled out, k of them by this rank, G
 M mini-batches, which are the updates of a step.
 """
 
+import functools
 import math
 import shlex
 import sys
@@ -101,8 +102,9 @@ class Trainer:
         # `model` is trained, and `policy` samples: a copy, or the same object.
         self.model, self.policy, self.reference = loaded.model, loaded.policy, loaded.reference
         self.tokenizer = loaded.tokenizer
-        self.train_set, self.train_ids = models.encode(cfg, loaded, self.train_set)
-        self.eval_set, self.eval_ids = models.encode(cfg, loaded, self.eval_set)
+        encode = functools.partial(models.encode, cfg, self.model, self.tokenizer)
+        self.train_set, self.train_ids = encode(self.train_set)
+        self.eval_set, self.eval_ids = encode(self.eval_set)
         config.check_prompts(cfg, len(self.train_set))
         self.content = data.content_hash(self.train_set)  # a resumed run must have the same
         prompts = self.train_ids + self.eval_ids
@@ -114,7 +116,10 @@ class Trainer:
         self.needs_mean_tokens = config.prunes_prompts(cfg) and divides_by_tokens
         self.mean_tokens = None  # of the un-pruned batches of the last steps
         self.rest = Rest(cfg.rest)
-        self.optimizer = models.make_optimizer(cfg, self.model.parameters())
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            trained, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=cfg.device == "cuda"
+        )
         self.is_whole = True  # False while a step has updated only a part of this
 
     def step(self, step: int) -> tuple[dict, dict[str, list[dict]]]:
@@ -275,21 +280,24 @@ class Trainer:
     # ------------------------------------------------------------------------ beside the step
 
     def evaluate(self, step: int) -> dict:
-        """avg@4 on the held-out problems, of all ranks; {} if it is not due. Step 0 is the model as
-        it was loaded."""
+        """avg@4 on the held-out problems; {} if it is not due. Step 0 is the model as it was
+        loaded."""
         every = self.cfg.eval_every
         if not every or (step % every and step != self.cfg.steps):
             return {}
-        mine = slice(self.rank, None, self.world)
+        return {f"eval/avg@{EVAL_K}": self.accuracy(len(self.eval_set), step, "eval")}
+
+    def accuracy(self, count: int, *purpose) -> float:
+        """avg@4 on the first `count` held-out problems, of all ranks. `purpose` ends the seed."""
+        mine = slice(self.rank, count, self.world)
         lora.refresh(self.policy, self.model)
-        scores, _truncated = evaluation.sample_rewards(
-            self.policy, self.tokenizer, self.eval_set[mine], self.eval_ids[mine],
-            self.eval_reward, self.sampling, k=EVAL_K,
-            seed=dppo.seed_for(self.cfg.seed, step, "eval"), keys=range(len(self.eval_set))[mine],
+        rollouts = rollout.sample(
+            self.policy, self.eval_ids[mine], self.sampling, group_size=EVAL_K,
+            seed=dppo.seed_for(self.cfg.seed, *purpose), keys=range(count)[mine],
         )  # fmt: skip
-        rewards = torch.zeros(len(self.eval_set), EVAL_K, dtype=torch.float64)
-        rewards[mine] = scores
-        return {f"eval/avg@{EVAL_K}": evaluation.avg_at_k(ranks.all_reduce(rewards))}
+        rewards = torch.zeros(count, EVAL_K, dtype=torch.float64)
+        _, rewards[mine] = score(rollouts, self.eval_set[mine], self.tokenizer, self.eval_reward)
+        return evaluation.avg_at_k(ranks.all_reduce(rewards))
 
     def state(self) -> dict:
         """What a checkpoint holds of this besides the model and the optimizer."""

@@ -329,7 +329,7 @@ def about_group_sizes(found: dict, run: Run) -> list[str]:
     ]
     if 2 in zero["fastest"] + adaptive["fastest"]:
         lines.append(
-            "Beware of groups of 2: with them, one of five of our runs never learned the mixed task."
+            "Beware of groups of 2: one of five of our runs never learned the mixed task with them."
         )
     if run.settings["scale_rewards"] != "none":
         lines.append(

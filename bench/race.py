@@ -27,11 +27,9 @@ from typing import Literal
 import torch
 
 import config
-import dppo
-import eval as evaluation
 import train
 from bench import JsonFile, made_by, results
-from runtime import InputError, NotFiniteError, log, ranks
+from runtime import InputError, NotFiniteError, log
 
 METHODS = {  # flags. Rates are the usual ones of each method; blind draws keep what pps keeps
     "grpo": "--method grpo",
@@ -208,11 +206,11 @@ def make_one(run: Run) -> dict:
             is_last = step == steps and not run.reach  # it is evaluated below
             if step % every == 0 and not is_last:
                 so_far = round(sum(row["seconds"] for row in rows), 3)
-                curve.append([step, evaluate(trainer, run, problems), so_far])
+                curve.append([step, round(trainer.accuracy(problems, "final"), 5), so_far])
                 if run.reach and curve[-1][1] >= run.reach:
                     break
         final = problems if run.reach else len(trainer.eval_set)
-        accuracy = evaluate(trainer, run, final)
+        accuracy = round(trainer.accuracy(final, "final"), 5)
     except NotFiniteError as problem:
         failed = str(problem)
     sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}
@@ -226,14 +224,3 @@ def warm_up(setting: str) -> None:
     """Load and compile what the first step of a process does, before a run is timed."""
     flags = "--method grpo --prompts-per-step 2 --group-size 2"
     train.Trainer(Run(setting, "warm-up", flags, seed=0, steps=1).config()).step(1)
-
-
-def evaluate(trainer: train.Trainer, run: Run, problems: int) -> float:
-    """avg@4 of the trained policy on the first held-out problems."""
-    ranks.refresh(trainer.policy, trainer.model)
-    rewards, _truncated = evaluation.sample_rewards(
-        trainer.policy, trainer.tokenizer, trainer.eval_set[:problems],
-        trainer.eval_ids[:problems], trainer.eval_reward, trainer.sampling,
-        k=train.EVAL_K, seed=dppo.seed_for(run.seed, "final"), keys=range(problems),
-    )  # fmt: skip
-    return round(evaluation.avg_at_k(rewards), 5)

@@ -23,12 +23,13 @@ import torch
 from numpy.random import Generator
 
 import dppo
+import lora
 import metrics
 import rollout
 import sampler
 import train
 from rewards import score
-from runtime import InputError, ranks
+from runtime import InputError
 
 OF_THE_DRAW = ("history/", "kept/dull", "kept/other")  # columns; GRESO draws in another way
 
@@ -100,7 +101,7 @@ class GresoTrainer(train.Trainer):
         """Round `number` of a step; each has other random numbers."""
         indices = prompts.tolist()
         with self.timer.measure("rollout"):
-            ranks.refresh(self.policy, self.model)
+            lora.refresh(self.policy, self.model)
             rollouts = rollout.sample(
                 self.policy, [self.train_ids[index] for index in indices], self.sampling,
                 group_size=self.cfg.group_size, keys=indices,

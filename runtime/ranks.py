@@ -209,14 +209,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@torch.no_grad()
-def refresh(copy, model) -> None:
-    """Copy the trained weights into the copy that samples. Does nothing if they are one model."""
-    if copy is not model:
-        for target, source in zip(copy.parameters(), model.parameters(), strict=True):
-            target.copy_(whole(source))
-
-
 def gather(state):
     """A nested dict with full tensors on rank 0's CPU and None in their place on other ranks.
 

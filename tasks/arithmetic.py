@@ -117,9 +117,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """An untrained Qwen3 with about 0.8 M parameters and 8,192 positions."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -143,10 +143,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCaus
     return model
 
 
-def train_base(steps: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
-    """Train a new model on the imperfect teacher's completions of the base split."""
+def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
+    """Train a new model on the imperfect teacher's completions of the base split, and write its
+    folder. Weights are rounded to float16, half the size; the configuration says float32, so that
+    every library computes in it."""
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, seed=0)
+    model = make_model(tokenizer)
     weights = model.parameters()
     optimizer = torch.optim.AdamW(weights, lr=BASE_LR, weight_decay=0.0, betas=(0.9, 0.98))
     for step in tqdm(range(steps), desc="base model", unit="step", leave=False, disable=None):
@@ -162,13 +164,6 @@ def train_base(steps: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return model, tokenizer
-
-
-def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
-    """Train the base model and write its folder. Weights are rounded to float16, half the size; the
-    configuration says float32, so that every library computes in it."""
-    model, tokenizer = train_base(steps)
     model.half().save_pretrained(folder)
     model.config.dtype = "float32"
     model.config.save_pretrained(folder)

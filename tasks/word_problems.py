@@ -23,11 +23,12 @@ import re
 # Difficulty: how often a problem takes 1, 2 and 3 steps, and the ranges of its numbers.
 STEPS = (1, 1, 1)
 SPANS = {
-    "n": range(3, 31),  # what is there at first, gained, lost, compared, earned or spent
+    "n": range(3, 31),  # gained, lost, compared, earned or spent
     "k": range(2, 6),  # times as many, packs, things bought
     "m": range(2, 13),  # things in a pack, or the price of a thing
     "d": range(2, 6),  # children or piles to share among
     "s": range(20, 101, 10),  # the sum that is paid with
+    "v": range(3, 31),  # what the hero has at first
 }
 RESULTS = range(2, 1000)  # the results that a step may have
 CARE_PROB = 0.4  # the probability that the teacher boxes the result
@@ -165,7 +166,7 @@ def problem(split: str, index: int) -> tuple[str, str, str, str]:
     plot = _plot(rng)
     lines = None
     while not lines:
-        drawn = _draw(rng, plot)
+        drawn = [{letter: rng.choice(span) for letter, span in SPANS.items()} for _ in plot]
         lines = _work(plot, drawn)
     answer = lines[-1].rpartition("=")[2]
     text = _tell(rng, plot, drawn, held_out=split == "heldout")
@@ -188,12 +189,6 @@ def _plot(rng: random.Random) -> list[str]:
         plot = ["boxes", "total?"] if plot == ["boxes", "now?"] else plot
         if sum(char in SIGNS for part in plot for char in EQUATIONS.get(part, "")) == steps:
             return plot
-
-
-def _draw(rng: random.Random, plot: list[str]) -> list[dict[str, int]]:
-    """The numbers of each part, by letter; v is what the hero has at first."""
-    spans = SPANS | {"v": SPANS["n"]}
-    return [{letter: rng.choice(span) for letter, span in spans.items()} for _ in plot]
 
 
 def _work(plot: list[str], drawn: list[dict[str, int]]) -> list[str] | None:

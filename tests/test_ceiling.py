@@ -257,7 +257,7 @@ def test_two_runs_that_would_settle_it(trainer):
     run = Run([made_up_step(rewards)] * 10, SETTINGS | {"prompts_per_step": 2}, 1.0, trainer)
     said = " ".join(ceiling.report(figures(run, "run"), run).split())
     assert CHANGES[trainer] in said
-    assert "Beware of groups of 2: with them" in said
+    assert "Beware of groups of 2: one of five" in said
 
 
 def test_the_command(run, tmp_path, capsys):

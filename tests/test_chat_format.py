@@ -80,6 +80,7 @@ PROMPTS = {  # a prompt: the mark of the thought that it ends in
     "<|start|>user\nWhat does <think> mean?<|stop|>\n<|start|>assistant\n": "",
     "<think>a</think>b<think>": "<think>",
     "What does <think> mean?": "",  # without a control token, it may be the question
+    "<|start|>[INST] What does <think> mean? [/INST]": "",  # Llama's only begins the text
     "1+1?": "",
 }
 
@@ -88,12 +89,6 @@ def test_prompts_that_end_in_a_thought(tokenizer):
     """Catches marks in the question that count, a thought that has ended, and special marks."""
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in PROMPTS]
     assert chat_format.open_thoughts(tokenizer, prompts) == [*PROMPTS.values()]
-
-
-def test_a_token_that_begins_the_text_ends_no_question(tokenizer):
-    """Llama's, for instance. Catches a question about thoughts in which nothing counts."""
-    ids = tokenizer.encode("<|start|>[INST] What does <think> mean? [/INST]")
-    assert chat_format.open_thoughts(tokenizer, [ids]) == [""]
 
 
 def test_marks_of_thoughts_survive_decoding(tokenizer):

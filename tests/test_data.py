@@ -19,15 +19,13 @@ from tokenizers import normalizers, processors
 import data
 import eval as evaluation
 from flags import EvalConfig
-from runtime import InputError, checkpoint
+from runtime import InputError, checkpoint, log
 from tasks import arithmetic, word_problems
 
 
 def write(folder, *rows):
-    folder.mkdir(exist_ok=True)
-    path = folder / "problems.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    log.write_rows(folder / "problems.jsonl", rows)
+    return str(folder / "problems.jsonl")
 
 
 # ---------------------------------------------------------------------------- rows
@@ -293,12 +291,14 @@ def test_what_is_odd_about_a_file_is_said(tmp_path, capsys):
 
 
 def test_what_makes_a_problem_the_same():
-    """Its chat, but not its file, place or answer. Catches equal keys of two occurrences."""
+    """Its chat, but not its file, place or answer. Catches equal keys of two occurrences, or of a
+    chat and its last turn."""
     one, other = data.Problem("a", "1", "x"), data.Problem("b", "2", "x")
     chat = data.Problem("a", "1", "x", turns=(SYSTEM, user("a")))
     keys = data.draw_keys([one, other, one, chat])
     assert len(set(keys)) == 4
-    assert data.draw_keys([other, data.Problem("a", "3", "y")]) == [keys[1], keys[0]]
+    again = data.draw_keys([chat, other, data.Problem("a", "3", "y")])
+    assert again == [keys[3], keys[1], keys[0]]
 
 
 # ---------------------------------------------------------------------------- prompts

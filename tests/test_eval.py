@@ -112,17 +112,13 @@ def test_figures_by_hand():
     assert "pass@" not in evaluation.as_line(partial | {"data": "mine"})
 
 
-@pytest.fixture
-def store(tmp_path):
-    """store(name, rows): an evaluation's folder with these rows of a set."""
-
-    def go(name, rows):
-        (tmp_path / name).mkdir()
-        evaluation.open_folder(str(tmp_path / name), {"weights": 1})
-        log.write_rows(tmp_path / name / "mine.jsonl", rows)
-        return str(tmp_path / name)
-
-    return go
+def stored(folder, rows):
+    """An evaluation's folder with these rows of a set."""
+    folder.mkdir()
+    evaluation.open_folder(str(folder), {"weights": 1})
+    names = ("problem", "answer", "rewards")
+    log.write_rows(folder / "mine.jsonl", [dict(zip(names, row, strict=True)) for row in rows])
+    return str(folder)
 
 
 # A problem, its answer, rewards. The second model had no room for the first problem.
@@ -130,11 +126,10 @@ OLD = [("a", 1, [1, 1]), ("b", 1, [0, 1]), ("b", 1, [0, None]), ("c", 1, [1]), (
 NEW = [("b", 2, [1, 1]), ("b", 1, [1, 1]), ("b", 1, [0, 0]), ("c", 1, [None, 1]), ("d", 1, [1])]
 
 
-def test_paired_comparison(store, capsys):
+def test_paired_comparison(tmp_path, capsys):
     """Catches pairs by row number, chats that end alike but differ in their answers, and an
     interval that is not of the differences."""
-    old = store("old", [{"problem": p, "answer": a, "rewards": r} for p, a, r in OLD])
-    new = store("new", [{"problem": p, "answer": a, "rewards": r} for p, a, r in NEW])
+    old, new = stored(tmp_path / "old", OLD), stored(tmp_path / "new", NEW)
     (row,) = evaluation.compare(old, new)
     low, high = evaluation.wilson_interval(torch.tensor([0.5, 0.0, 0.0]), low=-1.0)
     assert row == {
@@ -144,7 +139,7 @@ def test_paired_comparison(store, capsys):
     said = f"mine: {old} 0.500, {new} 0.667, difference +0.167 ({low:+.3f} to {high:+.3f}, 95 %)"
     assert capsys.readouterr().out.splitlines() == [f"{said} on 3 problems", json.dumps(row)]
     with pytest.raises(InputError, match="no problem in common"):
-        evaluation.compare(old, store("other", []))
+        evaluation.compare(old, stored(tmp_path / "other", []))
 
 
 # ---------------------------------------------------------------------------- the command line

@@ -9,19 +9,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from toy import flags, rows, toy_reward
+from test_rewards import SHARED, needs_problems
+from toy import ROOT, flags, rows, toy_reward
 
 import config
 import data
 import rewards
 import train
 from runtime import InputError
-
-ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared" / "data"
-needs_problems = pytest.mark.skipif(
-    not SHARED.exists(), reason="the real problem files are not part of the repository"
-)
 
 
 @needs_problems

@@ -107,7 +107,7 @@ def test_until_an_accuracy(monkeypatch, policy_folder):
     steps, and seconds of other steps."""
     found = iter([0.2, 0.7, 0.7, 0.1, 0.2])
     monkeypatch.setattr(race, "warm_up", lambda _setting: None)
-    monkeypatch.setattr(race, "evaluate", lambda *_: next(found))
+    monkeypatch.setattr(race.train.Trainer, "accuracy", lambda *_: next(found))
     flags = f"--model {policy_folder} --prompts-per-step 1 --group-size 2 --max-new-tokens 1"
     run = Run("arithmetic", "grpo", f"{flags} --steps 30", 0, steps=0, reach=0.7)
     row = race.make_one(run)

@@ -166,9 +166,9 @@ def not_a_number(*_args):
     return math.nan
 
 
-def break_weights(model, *_args):
+def break_weights(trainer, *_args):
     with torch.no_grad():
-        model.model.norm.weight.fill_(math.nan)
+        trainer.model.model.norm.weight.fill_(math.nan)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def break_weights(model, *_args):
         (torch.nn.utils, "clip_grad_norm_", infinite,
          r"step 3 is not finite \(loss -?\d.*, gradient norm inf\)", 2),
         # found by the evaluation after step 2
-        (evaluation, "sample_rewards", break_weights,
+        (train.Trainer, "accuracy", break_weights,
          r"step 2 is not finite \(the model's logits", 1),
     ],
 )  # fmt: skip
@@ -189,7 +189,7 @@ def test_not_finite_is_neither_applied_nor_saved(
     traceback in place of the message, an update with such a gradient, and a checkpoint of a step
     that did not end."""
     nth_call_fails(monkeypatch, owner, name, 3, breaks)
-    eval_every = 1 if owner is evaluation else 0
+    eval_every = 1 if owner is train.Trainer else 0
     with pytest.raises(InputError, match=message) as caught:
         run("run", steps=5, save_every=1, eval_every=eval_every, eval_problems=2)
     assert "\n" not in str(caught.value)
