@@ -5,7 +5,6 @@ Hypothesis searches for the batch that breaks a property; BY_HAND has the number
 
 import math
 from fractions import Fraction
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -111,19 +110,6 @@ def test_systematic(parts, start, order):
 
 
 # ---------------------------------------------------------------------------- draws
-
-
-@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
-def test_draw(uniform):
-    """0 is never kept and 1 always, at both ends of the generator's range. Catches <=, a float32
-    uniform number, which can round up to 1, and one number for all."""
-    asked = []
-    generator = SimpleNamespace(random=lambda shape: asked.append(shape) or np.full(shape, uniform))
-    near = [[0.0, 1e-12], [1 - 1e-12, 1.0]]
-    assert dppo.independent(table(near), generator).tolist() == [
-        [uniform < p for p in q] for q in near
-    ]
-    assert asked == [(2, 2)]
 
 
 def test_random_numbers():
