@@ -183,8 +183,6 @@ BY_HAND = {  # what it says: the call, what it must give; an exact 0 must be exa
     "2e-6 is no tie": (lambda: threshold([1 - 2e-6, 1 + 2e-6], 0.25), [0.75, 1]),
     "the mean is of what counts": (
         lambda: threshold([0.6, 0.3, 0.4, 0], 0.5, [True] * 3 + [False]), [1, 0.5, 0.5, 0.5]),
-    "nothing is below a mean of nothing": (lambda: threshold([0, 0], 0.5, False), [1, 1]),
-    "a new prompt is kept": (lambda: threshold([NAN, 0, 1], 0.5, [False, True, True]), [1, 0.5, 1]),
     "the mean is of the group, not of the batch or the unscorable": (
         lambda: papers_rule([1, 0, 0, NAN, NAN, NAN], [0, 0, 0, 0, 0, 1], [NAN] * 6),
         [1] + [0.5] * 10 + [1] + [1] * 6),
