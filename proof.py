@@ -76,7 +76,9 @@ class Scripted(Generator):
     def random(self, size=None):
         if size is not None and isinstance(self.numbers[0], float):
             return super().random(size)  # for a rule's order; the start comes after it
-        return self.numbers.pop(0)
+        number = self.numbers.pop(0)
+        assert size in (None, numpy.shape(number))
+        return number
 
     def permutation(self, n):
         return dppo.generator_for(n).permutation(n)

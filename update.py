@@ -60,8 +60,8 @@ def accumulate_gradients(
     gives the same gradient. With cfg.beta, `reference` is the frozen model of the KL term.
 
     Ratios compare with `old_logprobs` [k, G, T], or with the current ones if None. With
-    cfg.importance_cap each token is also multiplied by its importance ratio, see
-    `importance_ratio`.
+    cfg.importance_cap each token is also multiplied by its importance ratio: its probability under
+    the trainer over the engine's.
     """
     mine = torch.arange(len(keep)) if mine is None else mine
     sequences = share_out(kept_sequences(rollouts, keep, mine, old_logprobs))
@@ -88,7 +88,8 @@ def accumulate_gradients(
             old = now
         importance = torch.ones_like(now)  # [N]
         if cap := cfg.importance_cap:
-            importance = importance_ratio(old - engine_logprobs)
+            # At most e^20: above any cap, but the logged mean stays finite.
+            importance = (old - engine_logprobs).clamp(max=20.0).exp()
             token_multiplier = token_multiplier * importance.clamp(max=cap)
         loss, clipped = dppo.token_loss(
             logprobs, old, advantage, pack.owner, loss=cfg.loss, eps_low=cfg.eps_low,
@@ -131,11 +132,6 @@ def accumulate_gradients(
         sum_of = dict(zip(names, totals, strict=True))
         sums = torch.stack([sum_of[name] for name in UpdateStats._fields])
     return UpdateStats(*ranks.all_reduce(sums).tolist())
-
-
-def importance_ratio(log_ratio):
-    """exp(log_ratio) [N]: each token's probability under the trainer over the engine's."""
-    return log_ratio.clamp(max=20.0).exp()  # above any cap, but the logged mean stays finite
 
 
 @torch.no_grad()

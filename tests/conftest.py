@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toy
-from transformers import Cache, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import config
@@ -19,7 +19,6 @@ import packing
 import rollout
 import train
 from engines import check_decoder
-from engines.fast_decoder import Decoder
 from runtime import log, plot
 from tasks import arithmetic
 
@@ -79,31 +78,6 @@ def make_policy():
         return model, tokenizer
 
     return make
-
-
-@pytest.fixture
-def forwards(monkeypatch):
-    """forwards(model): a list that gets (token ids, mask, cache) of each forward of a rollout, by
-    transformers (prompts) and by the fast decoder, when it is done."""
-
-    def watch(model):
-        seen, decode = [], Decoder.__call__
-
-        def hook(_model, args, inputs, _output):
-            mask = inputs.get("attention_mask")
-            cache = next((x for x in inputs.values() if isinstance(x, Cache)), None)
-            seen.append((args[0] if args else inputs["input_ids"], mask, cache))
-
-        def spy(decoder, token, positions, step, cache, bias=None):
-            logits = decode(decoder, token, positions, step, cache, bias)
-            seen.append((token, bias, cache))
-            return logits
-
-        model.register_forward_hook(hook, with_kwargs=True)
-        monkeypatch.setattr(Decoder, "__call__", spy)
-        return seen
-
-    return watch
 
 
 @pytest.fixture

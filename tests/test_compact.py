@@ -1,7 +1,5 @@
 """The compact engine's parts: rows of the batch, and draws from many rows."""
 
-import random
-
 import pytest
 import torch
 
@@ -9,39 +7,13 @@ from engines import compact
 
 
 def test_next_rows():
-    """Catches a text in a row that continues another text, completions that change places, and
-    rows that are copied without need. Random batches, with a list in place of keys and values."""
-    rng = random.Random(0)
-    for _ in range(1000):
-        # R rows continue as C texts; some texts have several completions; some of these end.
-        R = rng.randint(1, 6)
-        continued = sorted([*range(R), *rng.choices(range(R), k=rng.randint(0, 6))])
-        C = len(continued)
-        text_of = [*range(C), *rng.choices(range(C), k=rng.randint(0, 6))]
-        rng.shuffle(text_of)
-        gone = {text for text in range(C) if rng.random() < 0.4}
-        ended = torch.tensor([text in gone for text in text_of])
-        if ended.all():
-            continue
-        rows = compact.next_rows(torch.tensor(continued), torch.tensor(text_of), ended)
-
-        kept = [text for text in range(C) if text not in gone]
-        texts, going = rows.text.tolist(), rows.going.tolist()
-        assert sorted(texts) == kept
-        assert rows.source.tolist() == [continued[text] for text in texts]
-
-        cache = [*range(R), *[None] * C]
-        copies = [cache[source] for source in rows.copied_from.tolist()]
-        for target, content in zip(rows.copied_to.tolist(), copies, strict=True):
-            cache[target] = content
-        assert cache[: len(texts)] == rows.source.tolist()
-        in_place = {continued[text] for text in kept if continued[text] < len(kept)}
-        assert len(copies) == len(kept) - len(in_place)
-
-        assert sorted(going) == (~ended).nonzero()[:, 0].tolist()
-        assert (rows.row_of is None) == (len(kept) == len(going))
-        row_of = range(len(going)) if rows.row_of is None else rows.row_of.tolist()
-        assert [texts[row] for row in row_of] == [text_of[number] for number in going]
+    """By hand; test_rollout.py shows that rows hold their texts. Row 0 continues as the texts 0 and
+    1, and text 2 of row 1 has ended: text 1 gets its row. Two completions have text 3. Catches rows
+    that are copied without need."""
+    continued, text_of = torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 2, 3, 3])
+    rows = compact.next_rows(continued, text_of, torch.tensor([False, False, True, False, False]))
+    found = [place.tolist() for place in rows]
+    assert found == [[0, 1, 3, 4], [0, 1, 3], [0, 0, 2], [1], [0], [0, 1, 2, 2]]
 
     # Completions that each have a row: the last one moves into the place of one that ended.
     rows = compact.next_rows(None, None, torch.tensor([False, True, False, False, True]))

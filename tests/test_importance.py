@@ -1,5 +1,6 @@
 """An engine that differs from the policy is measured, and corrected by truncated weights."""
 
+import math
 import sys
 from dataclasses import replace
 
@@ -8,8 +9,6 @@ import torch
 from toy import Recorder, flags, toy_reward
 
 import config
-import packing
-import rollout
 import train
 import update
 from runtime import InputError
@@ -17,62 +16,23 @@ from runtime import InputError
 CFG = config.resolve(config.Config(device="cpu", loss="dr_grpo", max_new_tokens=3))
 
 
-def gradient(model, rollouts, advantages, scale, **changes):
-    """(sums, gradient [P]) with everything kept."""
-    model.zero_grad()
-    keep = torch.ones_like(rollouts.truncated)
-    cfg = replace(CFG, **changes)
-    old_logprobs = None if cfg.importance_cap else rollouts.logprobs
-    sums = update.accumulate_gradients(
-        model, rollouts, advantages, scale, keep, cfg=cfg, old_logprobs=old_logprobs
-    )
-    return sums, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-
-def test_a_ratio_that_overflows():
-    """An engine that is 200 nats off: the logged ratio stays finite."""
-    assert update.importance_ratio(torch.tensor([200.0])).isfinite().all()
-
-
-def test_trainer_logprobs_are_in_their_places(make_policy, monkeypatch):
-    """Ragged completions, one of them empty, in slots that mix prompts. Catches rows in the order
-    of the packs."""
-    model, _ = make_policy()
-    prompts = [[65, 66], [67], [68, 69, 70]]
-    sampling = rollout.Sampling(9, [256, *range(0, 256, 8)], 257, temperature=0.6)
-    got = rollout.sample(model, prompts, sampling, group_size=5, seed=1)
-    got.lengths[1, 2] = 0
-    got.logprobs[1, 2] = 0.0
-    for share in (False, True):
-        monkeypatch.setattr(packing, "shares_prompts", lambda device, share=share: share)
-        cfg = replace(CFG, pack_tokens=20, temperature=0.6)
-        assert (update.trainer_logprobs(model, got, cfg) - got.logprobs).abs().max() < 1e-5
-
-
-def test_an_empty_completion_adds_nothing(make_policy):
-    """Catches a division by its length, and a target that does not exist."""
-    model, _ = make_policy()
-    got = rollout.sample(model, [[65, 66]], rollout.Sampling(6, [256], 257), group_size=3, seed=1)
-    scale = torch.ones(1, 3)
-    advantages = torch.tensor([[1.0, -1.0, 1.0]])
-    got.lengths[0, 2] = 0
-    sums, with_empty = gradient(model, got, advantages, scale)
-    scale[0, 2] = 0.0
-    assert torch.equal(with_empty, gradient(model, got, advantages, scale)[1])
-    assert sums.completion_tokens == got.lengths.sum()
-    assert with_empty.isfinite().all()
-
-
 def test_the_cap_is_above_not_at_it(make_policy, make_rollouts):
-    """A sampler that equals the trainer has ratios of exactly 1, so a cap of 1 cuts none of
-    them. Catches a ratio of other tokens."""
+    """A sampler that equals the trainer has ratios of exactly 1, so a cap of 1 cuts none of them.
+    Of one that is 200 nats off, the logged ratio stays finite. Catches a ratio of other tokens, and
+    a table of log-probs in the order of the slots."""
     model, _ = make_policy()
-    rollouts = make_rollouts(model, 3, 2)
-    rollouts.logprobs = update.trainer_logprobs(model, rollouts, CFG)
-    ones = torch.ones(3, 2)
-    sums, _ = gradient(model, rollouts, ones, ones, importance_cap=1.0)
+    rollouts, ones = make_rollouts(model, 3, 2), torch.ones(3, 2)
+    own = update.trainer_logprobs(model, rollouts, CFG)
+    torch.testing.assert_close(own, rollouts.logprobs, rtol=0, atol=1e-5)
+    rollouts.logprobs = own
+    cfg = replace(CFG, importance_cap=1.0)
+    args = (model, rollouts, ones, ones, ones > 0)
+    sums = update.accumulate_gradients(*args, cfg=cfg, old_logprobs=None)
     assert sums.importance == sums.completion_tokens == rollouts.lengths.sum()
     assert sums.capped == sums.gap == 0
+    rollouts.logprobs = own - 200.0
+    sums = update.accumulate_gradients(*args, cfg=cfg, old_logprobs=None)
+    assert math.isfinite(sums.importance)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])

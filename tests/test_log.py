@@ -167,14 +167,22 @@ def test_groups(steps):
 
 
 def test_the_history_learns_from_full_groups(steps):
-    """From the groups that were rolled out, whole, whatever is dropped or masked. Catches a
-    history of what was kept."""
-    trainer, _, _ = steps(count=6, reward=some_fail, mask_truncated=True)
-    seen, taught = trainer.steps[-1], trainer.steps[-1].taught
+    """From the groups that were rolled out, whole, whatever is dropped or masked. A row shows the
+    history before its step. Catches a history of what was kept, and figures of another window."""
+    trainer, row, _ = steps(count=6, reward=some_fail, mask_truncated=True)
+    (*before, seen), taught, dull = trainer.steps, trainer.steps[-1].taught, {}
     assert 0 < seen.keep.sum() < seen.keep.numel()
-    assert torch.equal(taught.prompts, trainer.candidates(6)[seen.kept])
+    window = trainer.candidates(6)
+    assert torch.equal(taught.prompts, window[seen.kept])
     assert torch.equal(taught.advantages, seen.advantages)
     assert torch.equal(taught.lengths, seen.lengths)
+    for one in before:
+        equal = (one.advantages == 0).all(dim=1).tolist()
+        dull |= dict(zip(one.taught.prompts.tolist(), equal, strict=True))
+    kept = [is_kept for q, is_kept in zip(window.tolist(), seen.kept, strict=True) if dull.get(q)]
+    assert row["history/never_rolled_out"] == 1 - len(dull) / 16
+    assert row["history/dull"] == sum(dull.values()) / 16
+    assert row["kept/dull_prompts"] == sum(kept) / len(kept) != row["kept/other_prompts"]
 
 
 # ---------------------------------------------------------------------------- the flags
@@ -192,15 +200,3 @@ def test_flags_of_the_optimizer(steps, monkeypatch):
     assert row["learning_rate"] == 0.01
     assert group["betas"] == (0.9, 0.95)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
-
-
-@pytest.mark.parametrize("method", ["adaptive", "grpo"])
-def test_defaults(method):
-    """Every method has the same batch. Catches another model that gets the rate that was searched
-    for tiny, a thousand times too large."""
-    tiny = config.resolve(config.Config(device="cpu", method=method))
-    assert (tiny.prompts_per_step, tiny.group_size, tiny.lr) == (16, 8, 6e-4)
-    assert (tiny.scale_rewards, tiny.grad_clip, tiny.rest) == ("none", 1.0, "auto")
-    other = config.resolve(config.Config(device="cpu", method=method, model="Qwen/Qwen3-0.6B"))
-    assert (other.prompts_per_step, other.group_size, other.lr) == (64, 8, 1e-6)
-    assert (other.scale_rewards, other.grad_clip, other.rest) == ("group", 1.0, "auto")

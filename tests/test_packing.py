@@ -1,7 +1,7 @@
-"""One slot: packing changes no log-prob and no gradient. test_plan.py tests the plan."""
+"""One slot: packing changes no log-prob and no gradient. test_plan.py tests the plan, and tests/gpu
+the kernels of a GPU."""
 
 import random
-import types
 
 import pytest
 import torch
@@ -137,94 +137,3 @@ def test_attention_with_dropout_is_refused(make_policy):
     packing.packed_logprobs(model.eval(), pack)
     with pytest.raises(NotImplementedError, match=r"dropout, and the model asks for 0\.1"):
         packing.packed_logprobs(model.train(), pack)
-
-
-# ------------------------------------------------------------------------- GPU kernels, imitated
-
-
-def fake_kernel(query, key, value, cu_q, cu_k, max_q, max_k, scale, grouped):
-    """A variable-length kernel as documented: causal, the last query aligned to the last key."""
-    assert query.shape[1:] == (4, 8)
-    assert key.shape[1:] == value.shape[1:] == (2, 8)
-    assert grouped
-    assert cu_q.dtype == cu_k.dtype == torch.int32
-    q_lengths, k_lengths = cu_q.diff(), cu_k.diff()
-    assert (max_q, max_k) == (q_lengths.max(), k_lengths.max())
-    assert (cu_q[-1], cu_k[-1]) == (len(query), len(key))
-    out = []
-    pairs = ((query, q_lengths), (key, k_lengths), (value, k_lengths))
-    parts = (part.split(sizes.tolist()) for part, sizes in pairs)
-    for q, *shared in zip(*parts, strict=True):
-        k, v = (heads.repeat_interleave(2, dim=1) for heads in shared)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        mask = torch.ones(len(q), len(k)).tril(len(k) - len(q)) == 0
-        weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", weights, v))
-    return torch.cat(out)
-
-
-def torch_2_11(q, k, v, *bounds, return_aux=None, scale=None, window_size=(-1, -1)):
-    assert window_size == (-1, 0)
-    return fake_kernel(q, k, v, *bounds, scale, grouped=True)
-
-
-def torch_2_13(
-    q, k, v, *bounds, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False
-):
-    assert window_size == (-1, 0)
-    return fake_kernel(q, k, v, *bounds, scale, grouped=enable_gqa)
-
-
-def flash_attn(q, k, v, *bounds, softmax_scale=None, causal=False):
-    assert causal
-    return fake_kernel(q, k, v, *bounds, softmax_scale, grouped=True)
-
-
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("kernel", [torch_2_11, torch_2_13, flash_attn])
-def test_variable_length_kernels_are_called_as_documented(
-    make_policy, sequences, monkeypatch, kernel, share
-):
-    """The arguments give the same log-probs with an imitation of each kernel. Catches query bounds
-    passed for key bounds, a missing causal window or scale, and an argument that torch 2.11 does
-    not know."""
-    monkeypatch.setattr(packing, "flash_attn_varlen_func", kernel if kernel is flash_attn else None)
-    monkeypatch.setattr(packing, "varlen_attn", None if kernel is flash_attn else kernel)
-    model, _ = make_policy()
-    pack = packing.build_pack(*zip(*sequences, strict=True), share_prompts=share)
-    wanted, _ = packing.packed_logprobs(model, pack)
-    monkeypatch.setattr(packing, "_by_runs", packing._varlen)
-    got, _ = packing.packed_logprobs(model, pack)
-    assert (got - wanted).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("is_cuda", "dtype", "kernel"),
-    [(True, torch.bfloat16, True), (True, torch.float32, False), (False, torch.bfloat16, False)],
-)
-def test_kernels_take_16_bits_on_cuda_only(monkeypatch, is_cuda, dtype, kernel):
-    """Fails if float32 on CUDA, or 16 bits on a CPU, reaches a kernel that cannot take it."""
-    chosen = []
-    monkeypatch.setattr(packing, "_attend", lambda inside, *_args: chosen.append(inside))
-    monkeypatch.setattr(packing, "varlen_attn", torch_2_13)
-    value = types.SimpleNamespace(is_cuda=is_cuda, dtype=dtype)
-    packing.packed_attention(None, None, None, value, None)
-    assert chosen == [packing._varlen if kernel else packing._by_runs]
-
-
-def test_autocast_reaches_the_kernels_in_one_dtype(make_policy, monkeypatch):
-    """Under autocast, Qwen3's normalized queries and keys are float32 and its values bfloat16.
-    Catches a missing cast."""
-    seen = []
-
-    def kernel(query, key, value, *_args):
-        seen.append({query.dtype, key.dtype, value.dtype})
-        return query
-
-    monkeypatch.setattr(packing, "_by_runs", kernel)
-    model, _ = make_policy()
-    with torch.autocast("cpu", torch.bfloat16):
-        pack = packing.build_pack([[1, 2]], [[3, 4]])
-        logprobs, entropy = packing.packed_logprobs(model, pack)
-    assert seen == [{torch.bfloat16}] * 2
-    assert logprobs.dtype == entropy.dtype == torch.float32

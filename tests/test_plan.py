@@ -8,15 +8,6 @@ import pytest
 import packing
 
 
-def slot_tokens(pack, lengths, prompts, prompt_lengths):
-    """Tokens that the sequences of one slot take, counted as in plan_packs."""
-    tokens = sum(lengths[index] for index in pack)
-    if prompts:
-        own = {prompts[index]: prompt_lengths[index] for index in pack}
-        tokens += sum(own.values()) - sum(prompt_lengths[index] for index in pack)
-    return tokens
-
-
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_each_sequence_is_placed_once_within_capacity(seed, shared):
@@ -35,7 +26,11 @@ def test_each_sequence_is_placed_once_within_capacity(seed, shared):
     order = [index for pack in packs for index in pack]
     assert sorted(order) == list(range(count))
     for pack in packs:
-        assert slot_tokens(pack, lengths, *sharing) <= 32 or len(pack) == 1
+        tokens = sum(lengths[index] for index in pack)
+        if shared:  # a prompt counts once
+            tokens -= sum(prompt_lengths[index] for index in pack)
+            tokens += sum({prompts[index]: prompt_lengths[index] for index in pack}.values())
+        assert tokens <= 32 or len(pack) == 1
     if window < count:
         waiting = list(range(count))
         for pack in packs:
@@ -60,20 +55,15 @@ def test_plan_is_the_window_rule():
 def test_plan_shares_prompts():
     """By hand, with prompts of 3 tokens. Another sequence of a prompt in the slot costs 3 less, and
     is placed before longer sequences of other prompts. Fails if a prompt is counted twice or never,
-    if siblings are not preferred, or if a prompt is remembered beyond its slot."""
+    if siblings are not preferred, or only those of the first prompt, and if a prompt is remembered
+    beyond its slot."""
     plan = partial(packing.plan_packs, pack_tokens=10, prompt_lengths=[3] * 5)
     assert plan([5, 9, 4, 5, 5], window=3, prompts=[7, 8, 7, 7, 8]) == [[0, 3, 2], [1], [4]]
     assert plan([5, 5, 4, 4, 4], window=1, prompts=[7, 8, 7, 7, 8]) == [[0, 1], [2, 3, 4]]
     assert plan([5, 5, 4, 4, 4], window=4, prompts=[7, 8, 7, 7, 8]) == [[0, 2, 3], [1, 4]]
-
-
-def test_the_longest_sibling_of_any_prompt_in_the_slot_comes_first():
-    """By hand. When prompts 7 and 8 are both in the slot, 5 tokens of room are left, and siblings
-    of both wait: the one of 7 tokens costs 4, the other of 5 tokens costs 2. Catches the shortest
-    sibling, and the siblings of the first prompt."""
-    lengths, prompts = [4, 7, 9, 30, 5], [7, 8, 8, 9, 7]
-    packs = packing.plan_packs(lengths, 18, 3, prompts, prompt_lengths=[3] * 5)
-    assert packs == [[0, 2, 1], [3], [4]]
+    # With 0 and 2, both prompts are in the slot, and siblings of both wait: 1 costs 4, 4 costs 2.
+    longest_first = plan([4, 7, 9, 30, 5], pack_tokens=18, window=3, prompts=[7, 8, 8, 9, 7])
+    assert longest_first == [[0, 2, 1], [3], [4]]
 
 
 def test_an_empty_prompt_is_refused():

@@ -113,15 +113,18 @@ def shared_out():
             assert one.logprobs.untyped_storage().nbytes() == 4 * len(expected)
     places = [one.place for one in received]
     assert places == sorted(places)
-    print(places, keep.flatten().nonzero()[:, 0].tolist(), sep=";")
+    tokens = sum(map(update.work, received))
+    print(places, keep.flatten().nonzero()[:, 0].tolist(), tokens, sep=";")
 
 
 def test_sequences_arrive_whole_and_once():
-    """Catches a sequence that is lost, that arrives twice, or with another's tokens or log-probs.
-    Of 3 ranks, the last one has sampled nothing."""
+    """Catches a sequence that is lost, that arrives twice, or with another's tokens or log-probs,
+    and ranks with unequal work. Of 3 ranks, the last one has sampled nothing."""
     printed = [line.split(";") for line in in_processes(3, shared_out)]
-    got = sorted(place for places, _ in printed for place in eval(places))
+    got = sorted(place for places, *_ in printed for place in eval(places))
     assert got == eval(printed[0][1])
+    tokens = [int(tokens) for *_, tokens in printed]
+    assert max(tokens) - min(tokens) <= 2
 
 
 def load_slowly(folder):
@@ -158,7 +161,8 @@ def test_resumed_on_other_ranks(policy_folder, run, tmp_path):
     """A step sharded over 2 ranks, one on one rank, one sharded over 3: the log and checkpoint of a
     run on one rank.
 
-    Catches a share that is saved as the whole, and Adam's state of another parameter.
+    Catches a share that is saved as the whole, Adam's state of another parameter, and a part of the
+    history that is lost.
     """
     common = {"save_every": 1, "eval_every": 1, "eval_problems": 3, "beta": 0.1}
     broken = flags(policy_folder, str(tmp_path / "broken"), **common)
@@ -176,8 +180,11 @@ def test_resumed_on_other_ranks(policy_folder, run, tmp_path):
     assert here == there
     here, there = (load_file(folder / "model.safetensors") for folder in (one, other))
     torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
-    load = lambda folder: torch.load(folder / "trainer.pt", weights_only=True)["optimizer"]
+    load = lambda folder: torch.load(folder / "trainer.pt", weights_only=True)
     here, there = load(one), load(other)
+    histories = (here["trainer"]["history"], there["trainer"]["history"])
+    torch.testing.assert_close(*histories, equal_nan=True)
+    here, there = here["optimizer"], there["optimizer"]
     assert here["param_groups"] == there["param_groups"]
     assert "exp_avg" in here["state"][0]
     torch.testing.assert_close(here["state"], there["state"], rtol=1e-3, atol=1e-6)

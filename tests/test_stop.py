@@ -56,11 +56,11 @@ MOMENTS = [  # of a run that is resumed after each, and the last step that has e
 def test_stopped_and_resumed(run, tmp_path, monkeypatch, capsys):
     """A signal at each of these moments, then --resume: the step is finished, logged and saved, and
     the run is the one that never stopped. Catches half a step in the log, a request that is
-    ignored, a stop that does not save, a schedule that ends with `until`, and scores of prompts or
-    a mean token count that are lost."""
+    ignored, a stop that does not save, a schedule that ends with `until`, scores of prompts or a
+    mean token count that are lost, and a KL reference that trains or comes from the checkpoint."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 12)  # epochs end within a step
     options = COMMON | {"method": "pps", "minibatches": 2, "prompts_per_step": 8, "loss": "dapo"}
-    options |= {"prompt_rule": "uniform", "lr_schedule": "cosine", "save_every": 2}
+    options |= {"prompt_rule": "uniform", "lr_schedule": "cosine", "save_every": 2, "beta": 0.1}
     folder = tmp_path / "part"
     for moment, last in MOMENTS:
         with monkeypatch.context() as patched:
@@ -73,7 +73,7 @@ def test_stopped_and_resumed(run, tmp_path, monkeypatch, capsys):
         again = f"python {sys.argv[0]} --resume --out-dir {folder}"
         said = f"stopped after step {last}; to continue: {again}\n"
         assert (said in capsys.readouterr().out) == (last < 5)
-    run("whole", **options)
+    assert run("whole", **options)[-1]["kl"] > 1e-4
     assert_same(timeless(tmp_path / "whole"), timeless(folder))
 
 

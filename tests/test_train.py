@@ -83,7 +83,6 @@ def test_log_rows(run, pictures, tmp_path):
         assert row["sampling/sampling_logp_difference/mean"] < 1e-5
         assert row["clip_ratio/region_mean"] == 0, "one update a batch: the ratio is 1"
     assert log[1]["kept/prompts"] == 1, "no history yet"
-    assert log[1]["tokens/generated"] == round(log[1]["completions/mean_length"] * 24)
     picture = tmp_path / "run" / "run.png"
     assert picture.stat().st_size > 10_000
     picture.unlink()

@@ -203,6 +203,7 @@ class Recorder(train.Trainer):
 
     def see_update(self, model, rollouts, advantages, factor, keep, **options):
         """In place of update.accumulate_gradients."""
+        assert all(parameter.grad is None for parameter in model.parameters())
         sums = update.accumulate_gradients(model, rollouts, advantages, factor, keep, **options)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         gradient = [ranks.whole(parameter.grad).flatten() for parameter in trained]

@@ -18,7 +18,9 @@ import rollout
 from engines import check_decoder
 from runtime.device import cast_weights, fuse_norms
 
-KERNELS = {"flash": "flash_attn_varlen_func", "torch": "varlen_attn"}
+KERNELS = {  # "torch 2.11" is a stand-in only
+    "flash": "flash_attn_varlen_func", "torch": "varlen_attn", "torch 2.11": "varlen_attn_of_2_11",
+}  # fmt: skip
 PRETEND = not torch.cuda.is_available()
 if PRETEND:
     pretend_cuda.install()
@@ -62,20 +64,19 @@ def sample():
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Choose packing's kernel: flash-attn's, PyTorch's, or none; returns a mock that knows whether
-    it was called. Skips a kernel that a real GPU's machine does not have."""
+    """Choose packing's kernel: one of KERNELS, or none; returns a mock that counts its calls. Skips
+    a kernel that a real GPU's machine does not have."""
 
     def use(name):
-        chosen = mock.Mock(called=False)
-        for one, attribute in KERNELS.items():
-            function = getattr(pretend_cuda if PRETEND else packing, attribute)
-            monkeypatch.setattr(packing, attribute, None)
-            if one == name:
-                if function is None:
-                    pytest.skip(f"no {attribute} is installed")
-                # autospec keeps the signature, which packing.py looks at
-                chosen = mock.create_autospec(function, side_effect=function)
-                monkeypatch.setattr(packing, attribute, chosen)
+        kernel = KERNELS.get(name, "")
+        function = getattr(pretend_cuda if PRETEND else packing, kernel, None)
+        if kernel and function is None:
+            pytest.skip(f"no {kernel} is installed")
+        # autospec keeps the signature, which packing.py looks at
+        chosen = mock.create_autospec(function, side_effect=function)
+        for attribute in ("flash_attn_varlen_func", "varlen_attn"):
+            is_chosen = kernel.removesuffix("_of_2_11") == attribute
+            monkeypatch.setattr(packing, attribute, chosen if is_chosen else None)
         return chosen
 
     return use

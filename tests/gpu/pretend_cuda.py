@@ -203,6 +203,14 @@ def varlen_attn(
     return _attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale)
 
 
+def varlen_attn_of_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
+):
+    """Stand-in of the one of torch 2.11, which takes fewer heads of keys without being told."""
+    options = {"scale": scale, "window_size": window_size, "enable_gqa": True}
+    return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+
+
 def _attend(query, key, value, cu_q, cu_k, max_q, max_k, scale):
     """Attention [tokens, heads, D] inside segments, in float32. A segment's last query sees all of
     its keys, the one before it all but one, and so on. Raises where the kernels would refuse their

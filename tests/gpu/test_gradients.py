@@ -13,8 +13,8 @@ ALL = {"loss": "gspo", "importance_cap": 2.0, "beta": 0.1, "gradient_checkpointi
 CHUNKED = {"loss": "cispo", "temperature": 0.7, "beta": 0.05}
 OLD = {"importance_cap": 2.0}
 CASES = [  # changes of the config, dtype, the attention kernel
-    (OLD, "float32", "none"), (ALL, "float32", "none"), (CHUNKED, "bfloat16", "none"),
-    (ALL, "bfloat16", "torch"), (CHUNKED, "bfloat16", "flash"),
+    (OLD, "float32", "torch"), (ALL, "float32", "torch"), (CHUNKED, "bfloat16", "none"),
+    (ALL, "bfloat16", "torch"), (ALL, "bfloat16", "torch 2.11"), (CHUNKED, "bfloat16", "flash"),
 ]  # fmt: skip
 
 
@@ -22,8 +22,9 @@ CASES = [  # changes of the config, dtype, the attention kernel
 def test_gradients_are_the_cpus(policy, sample, kernel, monkeypatch, changes, dtype, attention):
     """In several slots; in bfloat16 each kernel's gradient has the direction of the CPU's. Catches
     a tensor on the wrong device, anything that a GPU computes otherwise, bounds of other segments,
-    and a kernel that is not used."""
-    monkeypatch.setattr(packing, "shares_prompts", lambda _device: False)  # as on every GPU
+    and a kernel that is not used, or that gets float32 or what is on the CPU. OLD alone has slots
+    as on every GPU, and the others share prompts, so that keys have bounds of their own."""
+    monkeypatch.setattr(packing, "shares_prompts", lambda _device: changes is not OLD)
     if changes is CHUNKED:
         monkeypatch.setattr(packing, "HEAD_LOGITS", 258 * 7)
     rollouts, called = sample(policy(dtype=dtype), prompts=6), kernel(attention)
@@ -35,6 +36,7 @@ def test_gradients_are_the_cpus(policy, sample, kernel, monkeypatch, changes, dt
         cfg = config.Config(device=device, pack_tokens=60, dtype=dtype, **changes)
         cfg = config.resolve(cfg)
         model, reference = policy(device), policy(device, seed=1).requires_grad_(False)
+        model.model.layers[1].self_attn.scaling = 0.1  # not the kernels' default
         if cfg.gradient_checkpointing:
             models.checkpoint_layers(model)
         old = None if cfg.importance_cap else rollouts.logprobs
@@ -46,8 +48,10 @@ def test_gradients_are_the_cpus(policy, sample, kernel, monkeypatch, changes, dt
         return torch.tensor(sums, dtype=torch.float64), flat_grad(model).double().cpu()
 
     sums, gradient = compute("cuda")
-    assert called.called == (attention != "none")
+    calls = called.call_count
+    assert (calls > 0) == (attention != "none" and dtype == "bfloat16")
     wanted_sums, wanted = compute("cpu")
+    assert called.call_count == calls
     assert sums[-1] > 60, "several slots"
     assert torch.equal(sums[-3:], wanted_sums[-3:]), "tokens and slots"
     assert torch.cosine_similarity(gradient, wanted, dim=0) > 0.99
