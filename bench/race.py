@@ -60,10 +60,7 @@ FIRST_SEED = 10
 OWN = Path("out-race/rows.jsonl")
 SUMS = {  # column of a row: the column of the log that it sums over all steps
     "seconds": "seconds",  # CPU time
-    "wall": "step_time",
     "prompts": "prompts",  # rolled out
-    "rollout": "time/rollout",
-    "train": "time/train",
     "sampled": "cost/sampled",  # tokens of prompts and completions that were rolled out
     "trained": "cost/kept",  # and of those that were trained on
 }

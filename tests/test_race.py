@@ -81,7 +81,6 @@ def test_real_runs(tmp_path, monkeypatch, policy_folder):
     assert counted["made"] == 8
     assert counted["prompts"] == 16, "half of 8 x 4"
     assert [step for step, *_ in counted["curve"]] == [2, 4, 6]
-    assert counted["train"] + counted["rollout"] < counted["wall"]
     assert counted["sampled"] > 16 * 2 * 2, "a prompt has more than 2 tokens"
     assert 0 < counted["trained"] < counted["sampled"]
     assert len(log.read_rows(file)) == 2
