@@ -67,11 +67,11 @@ def tables() -> dict[str, str]:
 
 
 def savings_table(rows: list[dict], setting: str) -> str:
-    """Markdown: what a method rolls out and trains on, and for each number of candidates its
-    accuracy minus the reference's, and its time over the reference's. The reference's line has its
-    accuracy and its seconds."""
+    """Markdown: the tokens that a method trains on, and for each number of candidates its accuracy
+    minus the reference's, and its time over the reference's. The reference's line has its accuracy
+    and its seconds."""
     counts, reference = sizes_of(rows, setting), REFERENCES.get(setting, "grpo")
-    head = ["method", "prompts", "trained on"]
+    head = ["method", "trained on"]
     for count in counts:
         head += [f"{count} x 16: accuracy", f"{count} x 16: step time"]
     cells = []
@@ -81,9 +81,8 @@ def savings_table(rows: list[dict], setting: str) -> str:
             continue
         full = by_seed(rows, setting, reference, counts[0])
         full = {seed: full[seed] for seed in runs}
-        prompts = mean_of(runs, "prompts") / mean_of(runs, "made")
         trained = mean_of(runs, "trained") / mean_of(full, "trained")
-        line = [title, f"{prompts:.0f} of {counts[0]}", f"{trained:.2f}"]
+        line = [title, f"{trained:.2f}"]
         for count in counts:
             runs = by_seed(rows, setting, name, count)
             full = by_seed(rows, setting, reference, count)
