@@ -138,7 +138,7 @@ class Config(Flags):
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
-    """Learning rate of AdamW. By default 1e-6; with tiny 6e-4. Ten times that with --lora."""
+    """Learning rate of AdamW. By default 1e-6; with tiny 6e-4. Five times that with --lora."""
     warmup: int = 5
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None

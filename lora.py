@@ -25,7 +25,7 @@ ALPHA = 32  # divided by the rank, so that one learning rate fits all ranks
 
 def learning_rate(all_weights: float) -> float:
     """The one that fits adapters, given the one for all weights: docs/results.md has both."""
-    return round(10 * all_weights, 12)
+    return round(5 * all_weights, 12)
 
 
 def need_peft(asked: str):
