@@ -130,11 +130,8 @@ class DPPOTrainer(trl.GRPOTrainer):
             f"{config.model_type}: without rotary positions, padding would change what the model "
             "computes; use another model, or TRL's GRPOTrainer",
         )
-        if self.prunes_prompts:
-            self.check_prompts()
-
-    def check_prompts(self) -> None:
-        """RuleError for what the prompt rule cannot do."""
+        if not self.prunes_prompts:
+            return
         rule = self.args.prompt_rule
         require(
             isinstance(self.train_dataset, Dataset) and not self.environment_factories,
@@ -209,7 +206,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         table = torch.stack([column.float() for column in columns], dim=1)  # [n, 4]
         table = self.accelerator.gather(table).cpu().double().T  # [4, N]
         advantages, tokens, cost, energy = table.reshape(4, -1, self.num_generations)  # [K, G]
-        rewards = self.total_rewards().cpu().view_as(advantages)
+        rewards = self.rewards.cpu().view_as(advantages)
 
         by_length = self.loss_type in ("grpo", "sapo")
         size = dppo_shared.size_of(advantages, tokens, energy, by_length, self.beta)
@@ -227,14 +224,12 @@ class DPPOTrainer(trl.GRPOTrainer):
         self.batch = dppo.Completions(advantages, rewards, cost, self.prompt_weights * size, rest)
 
     def _calculate_rewards(self, *args) -> torch.Tensor:
-        """TRL's, [N, reward functions]."""
-        self.rewards = super()._calculate_rewards(*args)
-        return self.rewards
-
-    def total_rewards(self) -> torch.Tensor:
-        """The rewards [N] of all ranks: TRL's weighted sum. NaN: no function gave one."""
-        weighted = self.rewards * self.reward_weights.to(self.rewards)  # [N, reward functions]
-        return torch.where(weighted.isnan().all(dim=1), torch.nan, weighted.nansum(dim=1))
+        """TRL's [N, reward functions], of all ranks. Their weighted sum is kept for the rules; NaN
+        if no function gave a reward."""
+        of_each = super()._calculate_rewards(*args)
+        weighted = of_each * self.reward_weights.to(of_each)
+        self.rewards = torch.where(of_each.isnan().all(dim=1), torch.nan, weighted.nansum(dim=1))
+        return of_each
 
     # --------------------------------------------------------------------------------- completions
 
@@ -325,9 +320,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         if inputs is None:
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         self.multiplier = inputs.get("multiplier")
-        loss = super()._compute_loss(model, inputs)
-        self.multiplier = None
-        return loss
+        return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(self, *args, **options):
         """TRL's log-probs [B, T]; in the loss, each row's gradient is multiplied."""

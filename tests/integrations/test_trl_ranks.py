@@ -9,8 +9,10 @@ import os
 import pytest
 import torch
 import transformers
-from exact import error, over_completions, over_prompts
+from exact import over_completions, over_prompts
 from toy import FORKS, in_processes
+
+from proof import relative_error
 
 pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
 import trl_toy
@@ -26,7 +28,7 @@ def rank_exact():
     layout = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     for loss in ("grpo", "vespo"):  # per row and per token; test_exact.py has the others
         toy = Toy(loss_type=loss, **layout)
-        assert error(over_completions(toy.gradient), toy.stock()) < 1e-12, loss
+        assert relative_error(over_completions(toy.gradient), toy.stock()) < 1e-12, loss
         multipliers = torch.cat([x["multiplier"] for x in toy.plan()])
         kept = toy.trainer.accelerator.gather((multipliers > 0).sum()[None])  # [ranks]
         assert kept.max() - kept.min() <= 1
@@ -35,7 +37,7 @@ def rank_exact():
         rules = {"prompt_rule": rule, "prompt_prune_rate": 0.3, "completion_rule": "nonzero"}
         toy = Toy(loss_type="grpo", **layout, **rules)
         toy.teach()
-        assert error(over_prompts(toy.gradient), toy.stock()) < 1e-12, rule
+        assert relative_error(over_prompts(toy.gradient), toy.stock()) < 1e-12, rule
 
 
 def test_ranks_are_exact():
