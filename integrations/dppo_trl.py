@@ -180,18 +180,6 @@ class DPPOTrainer(trl.GRPOTrainer):
         n = len(rows) // world
         return rows[rank * n : (rank + 1) * n], prompts[keep], weights[keep]
 
-    def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
-        """TRL's rollouts and rewards, of the prompts that are drawn."""
-        if not self.model.training:
-            return super()._generate_and_score_completions(inputs)
-        prompts = weights = None
-        if self.prunes_prompts:
-            inputs, prompts, weights = self.draw_prompts(inputs)
-        rows = super()._generate_and_score_completions(inputs)
-        if self.prunes:
-            self.gather(rows, prompts, weights)
-        return rows
-
     def gather(self, rows: dict, prompts, weights) -> None:
         """Collect from all ranks what the rules look at, and teach it to the prompt history."""
         require(
@@ -239,7 +227,11 @@ class DPPOTrainer(trl.GRPOTrainer):
             return super()._prepare_inputs(inputs)
         step = self._step % self.args.gradient_accumulation_steps
         if step == 0:
+            prompts = weights = None
+            if self.prunes_prompts:
+                inputs, prompts, weights = self.draw_prompts(inputs)
             rows = self._generate_and_score_completions(inputs)
+            self.gather(rows, prompts, weights)
             # TRL shuffles here. Its random numbers are used up, so that both sample alike.
             torch.randperm(len(rows["advantages"]))
             self.plan = self.draw_completions(rows)

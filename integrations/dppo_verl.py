@@ -185,8 +185,8 @@ class DPPOTrainer(PPOTrainerSync):
         require(
             repeated == 0,
             f"data.train_files: {repeated} of {len(prompts)} prompts repeat others, but "
-            f"prompt_rule={self.args.prompt_rule} knows a prompt by its text; remove them, or set it to "
-            "none",
+            f"prompt_rule={self.args.prompt_rule} knows a prompt by its text; remove them, or set "
+            "it to none",
         )
 
     def _next_train_batch(self, num_prompts=None) -> TensorDict:
@@ -307,10 +307,7 @@ class DPPOTrainer(PPOTrainerSync):
         weights = torch.zeros(K, G, dtype=torch.float64)
         for part in update_of.unique().tolist():
             own = update_of == part  # [K]
-            sizes, rest = (
-                prompt_weights[own] * size[own],
-                self.args.rest * cost[own].sum().item(),
-            )
+            sizes, rest = (prompt_weights[own] * size[own], self.args.rest * cost[own].sum().item())
             look = dppo.Completions(advantages[own], rewards[own], cost[own], sizes, rest)
             generator = dppo.generator_for(self.seed, "completions", self.global_steps, part)
             _keep, drawn = dppo.prune_completions(

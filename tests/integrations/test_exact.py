@@ -87,10 +87,13 @@ def test_none_is_the_library(library):
 
 @every
 def test_both_draws_are_exact(library):
-    """Catches a draw of completions that forgets the weights of their prompts."""
-    toy = library.Toy(**PROMPTS, completion_rule="pps", **library.LOSSES[library.OWN_LENGTH[0]])
+    """Catches a draw of completions that forgets the weights of their prompts, a high rate that
+    leaves no prompt, and a loss that waits for a count of tokens without need."""
+    rules = {"prompt_rule": "uniform", "prompt_prune_rate": 0.99, "completion_rule": "pps"}
+    toy = library.Toy(**rules, **library.LOSSES[library.OWN_LENGTH[0]])
     found = over_prompts(lambda: over_completions(toy.gradient))
     assert relative_error(found, toy.stock()) < 1e-12
+    assert toy.figures()["kept_prompts"] == 1 / 4
 
 
 @each(lambda library: library.LOSSES)
@@ -104,16 +107,6 @@ def test_prompts_are_exact(library, case):
     if case in library.PER_TOKEN:
         wanted = wanted * toy.tables[2].sum() / 64
     assert relative_error(over_prompts(toy.gradient), wanted) < 1e-12
-
-
-@each(lambda library: library.OWN_LENGTH[:1])
-def test_at_least_one_prompt_at_once(library, case):
-    """Fails if a high rate leaves none, or if a loss that needs no count waits for one."""
-    rules = {"prompt_rule": "uniform", "prompt_prune_rate": 0.99, "completion_rule": "none"}
-    toy = library.Toy(**rules, **library.LOSSES[case])
-    toy.step()
-    assert toy.figures()["kept_prompts"] == 1 / 4
-    assert toy.figures()["weight_max"] == 4
 
 
 @every

@@ -9,7 +9,7 @@ from unittest import mock
 import exact
 import torch
 import transfer_queue as tq
-from exact import RULES, G, completion, noise, number, tables
+from exact import NONE, RULES, G, completion, noise, number, tables
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
@@ -26,6 +26,7 @@ import dppo_verl
 V = 7  # tokens; 0 ends a completion
 BASE = {
     "algorithm.adv_estimator": "grpo", "data.seed": 0, "data.train_batch_size": 4,
+    "trainer.v1.trainer_mode": "nanodppo",
     "actor_rollout_ref.actor.strategy": "fsdp", "actor_rollout_ref.rollout.n": G,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 4, "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.model.path": "toy",
@@ -40,9 +41,8 @@ BASE = {
     "algorithm.rollout_correction.rollout_is_threshold": 1.5,
 }  # fmt: skip
 
-# Options, as `configure` takes them.
-ACTOR = "actor_rollout_ref__actor__"
-LOSS, MODE = f"{ACTOR}policy_loss__loss_mode", f"{ACTOR}loss_agg_mode"
+ACTOR = "actor_rollout_ref.actor."
+LOSS, MODE = f"{ACTOR}policy_loss.loss_mode", f"{ACTOR}loss_agg_mode"
 UPDATE = f"{ACTOR}ppo_mini_batch_size"
 KL, ENTROPY = f"{ACTOR}use_kl_loss", f"{ACTOR}entropy_coeff"
 NO_TERMS = {KL: False, ENTROPY: 0}
@@ -57,13 +57,13 @@ LOSSES |= {  # what has a gradient without an advantage, each alone; another est
     "dro": {LOSS: "dro", MODE: "token-sum", **NO_TERMS},
     "kl": {MODE: "token-sum", ENTROPY: 0},
     "entropy": {MODE: "token-sum", KL: False},
-    "rloo": {"algorithm__adv_estimator": "rloo", MODE: "token-sum", **NO_TERMS},
+    "rloo": {"algorithm.adv_estimator": "rloo", MODE: "token-sum", **NO_TERMS},
 }
 PER_TOKEN = [name for name in LOSSES if name.endswith("-token-mean") and "-seq-" not in name]
 OWN_LENGTH = [name for name in LOSSES if name.endswith("-seq-mean-token-mean")]
 FEW = {"prompts": ("bb", "ccc"), UPDATE: 2}
 DULL = {**NO_TERMS, "prompts": ("dddd", "hhhh"), UPDATE: 1}
-STOCK = PPOTrainerSync, {"ranks": 1}
+STOCK = PPOTrainerSync, {"ranks": 1, "trainer.v1.trainer_mode": "sync"}
 INEXACT = [
     ({LOSS: "sapo"}, "loss_agg_mode=token-mean with sapo: .*set it to seq-mean-token-mean"),
     ({UPDATE: 3}, "ppo_mini_batch_size=3 does not divide data.train_batch_size=4: .*a divisor"),
@@ -81,12 +81,12 @@ for values, names in dppo_verl.EXACT:
         inside = name.split(".")[0] in DEFAULTS.actor_rollout_ref
         option = f"actor_rollout_ref.{name}" if inside else name
         said = f"{option}={other}: .*set it to {choice}"
-        INEXACT.append(({option.replace(".", "__"): other}, said))
+        INEXACT.append(({option: other}, said))
 
 
 def configure(**changes):
-    """verl's own configuration with BASE; in the names of `changes`, __ is a dot."""
-    own = lambda name: f"trainer.v1.nanodppo.{name}" if name in RULES else name.replace("__", ".")
+    """verl's own configuration with BASE."""
+    own = lambda name: f"trainer.v1.nanodppo.{name}" if name in RULES else name
     options = BASE | {own(name): value for name, value in changes.items()}
     new = ("trainer.v1.nanodppo.", "actor_rollout_ref.model.override_config.")
     config = copy.deepcopy(DEFAULTS)
@@ -173,10 +173,8 @@ class Toy(exact.Toy):
     def __init__(
         self, kind=dppo_verl.DPPOTrainer, prompts=PROMPTS, ranks=2, engine=ENGINE, **changes
     ):
-        if issubclass(kind, dppo_verl.DPPOTrainer):
-            changes = {"trainer__v1__trainer_mode": "nanodppo"} | changes
         self.options = changes | {"prompts": prompts, "engine": engine}
-        self.config = configure(data__train_batch_size=len(prompts), **changes)
+        self.config = configure(**{"data.train_batch_size": len(prompts)}, **changes)
         self.trainer, self.queue = kind(self.config), Queue()
         self.ranks, self.engine = ranks, engine
         self.trainer.train_dataset = [
@@ -185,9 +183,8 @@ class Toy(exact.Toy):
         self.trainer.global_steps = 0
         self.trainer.tokenizer = types.SimpleNamespace(eos_token_id=0)
         self.trainer.replay_buffer = types.SimpleNamespace(sample=self.sample)
-        self.trainer.reward_loop_manager = mock.Mock(reward_loop_worker_handles=[1])
-        self.trainer.checkpoint_manager, self.trainer.curr_step_profile = mock.Mock(), False
-        self.trainer.timing_raw = {}
+        self.trainer.reward_loop_manager = self.trainer.checkpoint_manager = mock.Mock()
+        self.trainer.curr_step_profile = False
         self.trainer.actor_rollout_wg = types.SimpleNamespace(
             _dispatch_info={"actor": list(range(ranks))},
             set_loss_fn=functools.partial(setattr, self, "loss"),
@@ -221,12 +218,11 @@ class Toy(exact.Toy):
         return {name[5:]: x for name, x in self.metrics.items() if name.startswith("dppo/")}
 
     def stock(self, prompts=None):
-        """verl's own gradient [P] of one un-pruned update of these prompts, by default of all, on
-        one rank."""
-        changes = {name: x for name, x in self.options.items() if name not in RULES}
-        prompts = prompts or changes["prompts"]
-        changes |= {"prompts": prompts, UPDATE: len(prompts), "trainer__v1__trainer_mode": "sync"}
-        (gradient,) = Toy(PPOTrainerSync, ranks=1, **changes).step()
+        """Both rules none, which is verl's trainer: the gradient [P] of one update of these
+        prompts, by default of all, on one rank."""
+        prompts = prompts or self.options["prompts"]
+        one_update = {"prompts": prompts, UPDATE: len(prompts), "ranks": 1}
+        (gradient,) = Toy(**self.options | NONE | one_update).step()
         return gradient
 
     def sample(self, global_steps, partition_id, batch_size):
@@ -248,19 +244,19 @@ class Toy(exact.Toy):
         self.policy, self.trained = Policy(), []
         prompts = [row["raw_prompt"] for row in self.trainer.train_dataset]
         self.trainer.train_dataloader_it = iter([{"raw_prompt": prompts}])
-        old = lambda trainer, batch, metrics: self.log_probs(batch)
         with (
             mock.patch.multiple(tq, kv_batch_get=self.queue.get, kv_batch_put=self.queue.put),
             mock.patch.multiple(
-                PPOTrainerSync, _compute_old_log_prob=old, _compute_ref_log_prob=old
+                PPOTrainerSync,
+                _compute_old_log_prob=self.log_probs,
+                _compute_ref_log_prob=self.log_probs,
             ),
         ):
             self.submitted = self.trainer._next_train_batch()
-            size = self.config.data.train_batch_size
-            self.returned = self.trainer._step_once(self.metrics, {}, size)
+            self.returned = self.trainer._step_once(self.metrics, {}, len(prompts))
         return torch.stack(self.gradients)
 
-    def log_probs(self, batch):
+    def log_probs(self, batch, metrics):
         """In place of the training processes: fixed ones of other policies."""
         for row in map(self.queue.rows.get, batch.keys):
             for name in ("old_log_probs", "ref_log_prob"):
