@@ -180,9 +180,9 @@ def test_refusals(library, case):
 # ---------------------------------------------------------------------------- what they share
 
 
-def test_equal_rewards_are_dull():
-    """Fails if the history takes the rounding error of a library's advantage for an advantage, or
-    if a batch without tokens leaves a mean of 0."""
+def test_equal_and_missing_rewards():
+    """Fails if the history takes the rounding error of a library's advantage for an advantage, if
+    a batch without tokens leaves a mean of 0, or if a missing reward makes the mean reward NaN."""
     trainer = types.SimpleNamespace(history=sampler.PromptHistory(3), mean_tokens=None)
     rewards = torch.tensor([[0.1, 0.1, 0.1], [0.0, 1.0, 1.0]])
     advantages = torch.tensor([[1e-4, 1e-4, 1e-4], [-2.0, 1.0, 1.0]])
@@ -191,6 +191,8 @@ def test_equal_rewards_are_dull():
     assert trainer.history.past_advantage[0] == 0
     assert trainer.history.past_advantage[2] > 0
     assert trainer.mean_tokens is None
+    rewards[0], rewards[1, 0] = torch.nan, torch.nan
+    assert dppo_shared.mean_reward(rewards, weights, prompts_per_step=2) == 1 / 2
 
 
 def test_energies():
@@ -204,10 +206,3 @@ def test_energies():
     ones = torch.ones(1, 2)
     sizes = dppo_shared.size_of(ones, torch.tensor([[0, 3]]), ones, True, beta=0.1)
     assert (sizes > 0).tolist() == [[False, True]]
-
-
-def test_missing_rewards():
-    """Two prompts of weight 2 and 1. A group without rewards counts as 0."""
-    rewards = torch.tensor([[torch.nan, 1.0], [torch.nan, torch.nan]])
-    weights = torch.tensor([2.0, 1.0])
-    assert dppo_shared.mean_reward(rewards, weights, prompts_per_step=4) == 2 / 4

@@ -22,12 +22,10 @@ import trl
 import trl_toy
 from trl_toy import Toy, make
 
-PROMPTS = {"prompt_rule": "uniform", "prompt_prune_rate": 0.3}
-
 
 def test_evaluation_is_grpos():
     """Nothing is drawn while TRL evaluates. Catches a wrapper that forgets to ask."""
-    trainer = Toy(**PROMPTS).trainer
+    trainer = Toy(prompt_rule="uniform").trainer
     trainer.model.eval()
     with trl_toy.exact_world():
         rows = trainer._prepare_inputs([{"prompt": "a"}] * 4)
@@ -93,7 +91,7 @@ def six_steps(folder, resume=None, prompts=trl_toy.MANY):
     repeat: the mean of tokens, the log without its times, the weights."""
     trainer = make(
         prompts=prompts, max_steps=6, output_dir=str(folder), save_strategy="steps", save_steps=2,
-        shuffle_dataset=True, **PROMPTS,
+        shuffle_dataset=True, prompt_rule="uniform",
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     times = ("step_time", "train_", "total_flos")

@@ -139,11 +139,10 @@ class Toy(exact.Toy):
         self.options, self.trainer = options, make(kind, **options)
         trainer = self.trainer
         trainer.use_vllm = True  # so that its correction takes part; nothing else of it is used
-        generator = torch.Generator().manual_seed(1)
+        torch.manual_seed(1)
         with torch.no_grad():
             for parameter in trainer.model.parameters():
-                moved = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-                parameter.add_(moved, alpha=0.1)
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
         self.model = trainer.accelerator.prepare_model(trainer.model)
 
         prompts = list(trainer.train_dataset["prompt"])

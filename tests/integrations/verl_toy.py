@@ -177,9 +177,8 @@ class Toy(exact.Toy):
         self.config = configure(**{"data.train_batch_size": len(prompts)}, **changes)
         self.trainer, self.queue = kind(self.config), Queue()
         self.ranks, self.engine = ranks, engine
-        self.trainer.train_dataset = [
-            {"raw_prompt": [{"role": "user", "content": x}]} for x in prompts
-        ]
+        self.messages = [[{"role": "user", "content": x}] for x in prompts]
+        self.trainer.train_dataset = [{"raw_prompt": x} for x in self.messages]
         self.trainer.global_steps = 0
         self.trainer.tokenizer = types.SimpleNamespace(eos_token_id=0)
         self.trainer.replay_buffer = types.SimpleNamespace(sample=self.sample)
@@ -239,11 +238,10 @@ class Toy(exact.Toy):
 
     def step(self):
         """A step of the trainer through verl's own methods: the gradient [P] of each update."""
-        self.gradients, self.forwarded, self.sizes, self.metrics = [], [], [], {}
+        self.gradients, self.trained, self.forwarded = [], [], []
+        self.policy, self.metrics = Policy(), {}
         self.trainer.global_steps += 1
-        self.policy, self.trained = Policy(), []
-        prompts = [row["raw_prompt"] for row in self.trainer.train_dataset]
-        self.trainer.train_dataloader_it = iter([{"raw_prompt": prompts}])
+        self.trainer.train_dataloader_it = iter([{"raw_prompt": self.messages}])
         with (
             mock.patch.multiple(tq, kv_batch_get=self.queue.get, kv_batch_put=self.queue.put),
             mock.patch.multiple(
@@ -253,7 +251,7 @@ class Toy(exact.Toy):
             ),
         ):
             self.submitted = self.trainer._next_train_batch()
-            self.returned = self.trainer._step_once(self.metrics, {}, len(prompts))
+            self.returned = self.trainer._step_once(self.metrics, {}, len(self.messages))
         return torch.stack(self.gradients)
 
     def log_probs(self, batch, metrics):
@@ -274,7 +272,6 @@ class Toy(exact.Toy):
         for parts in zip(*(tu.make_iterator(x, size, **options) for x in data), strict=True):
             tokens = sum(part["loss_mask"].values().sum().item() for part in parts)
             self.policy.logits.grad = None
-            self.sizes.append(sum(map(len, parts)))
             for part in parts:
                 tu.assign_non_tensor(
                     part, batch_num_tokens=tokens, dp_size=self.ranks, temperature=1.0,
