@@ -48,11 +48,7 @@ EXACT = {
     "use_adaptive_entropy": (False,),
     "top_entropy_quantile": (1.0,),
 }
-PADDED_LEFT = ("prompt_ids", "prompt_mask")
-PADDED_RIGHT = (
-    "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
-    "sampling_per_token_logps", "importance_sampling_ratio",
-)  # fmt: skip
+PADDED_LEFT = ("prompt_ids", "prompt_mask")  # TRL pads all other tensors on the right
 
 
 def option(default, explanation: str):
@@ -296,10 +292,11 @@ class DPPOTrainer(trl.GRPOTrainer):
         the gradients of their log-probs."""
         rows = {name: x[index] if x.ndim else x for name, x in rows.items()}
         if self.pad_to_multiple_of is None:
-            width = max(1, rows["completion_mask"].any(dim=0).sum().item())
-            rows |= {name: rows[name][:, :width] for name in PADDED_RIGHT if name in rows}
-            width = rows["prompt_mask"].any(dim=0).sum().item()
-            rows |= {name: rows[name][:, -width:] for name in PADDED_LEFT}
+            left = rows["prompt_mask"].any(dim=0).sum().item()
+            right = max(1, rows["completion_mask"].any(dim=0).sum().item())
+            for name, x in rows.items():
+                if x.ndim == 2:
+                    rows[name] = x[:, -left:] if name in PADDED_LEFT else x[:, :right]
         # TRL divides by the rows that it is given, instead of B, or by the tokens of all rows.
         share = len(index) / self.args.per_device_train_batch_size
         correction = share if self.loss_type in PER_ROW else 1.0

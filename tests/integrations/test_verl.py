@@ -7,7 +7,6 @@ skipped.
 
 import re
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +19,7 @@ from proof import relative_error
 pytest.importorskip("verl", reason="tests/verl.sh runs these, with verl")
 import verl
 import verl_toy as toy
-from hydra import compose, initialize_config_module
-from verl_toy import FEW, MODE, UPDATE, Toy, dppo_verl
+from verl_toy import FEW, MODE, UPDATE, Toy
 
 
 @pytest.mark.parametrize("remove_padding", [True, False])
@@ -164,8 +162,4 @@ def test_the_pages_options():
     page = Path(__file__).parents[2].joinpath("docs", "other-trainers.md").read_text()
     command = re.search(r"^    python -m verl\.trainer\.main_ppo ((?:.*\\\n)+.*)$", page, re.M)[1]
     options = command.replace("\\\n", " ").split()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=options)
-    with mock.patch.object(toy.PPOTrainerSync, "__init__", return_value=None):
-        trainer = dppo_verl.DPPOTrainer(config)
-    assert trainer.prunes
+    assert toy.make(toy.compose("ppo_trainer", overrides=options)).prunes

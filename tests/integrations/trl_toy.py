@@ -157,7 +157,6 @@ class Toy(exact.Toy):
 
         self.tables, self.beta = tables(prompts, row), trainer.beta
         self.scale = trainer.scale_rewards
-        self.remember()
 
     def stock(self):
         """Both rules none, which is TRL's trainer: test_none_is_the_library."""

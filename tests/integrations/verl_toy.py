@@ -72,8 +72,8 @@ INEXACT = [
         "loss_scale_factor=null: .*set it to data.max_response_length",
     ),
 ]
-with initialize_config_module("verl.trainer.config", version_base=None):
-    DEFAULTS = compose("ppo_trainer")
+initialize_config_module("verl.trainer.config", version_base=None)
+DEFAULTS = compose("ppo_trainer")
 for values, names in dppo_verl.EXACT:
     other = {"1": 2, "None": True, "True": False}.get(str(values[0]), "other")
     choice = "null" if values[0] is None else values[0]
@@ -95,10 +95,10 @@ def configure(**changes):
     return config
 
 
-def make(**options):
+def make(config=None, **options):
     """verl's own part of a trainer is left out."""
     with mock.patch.object(PPOTrainerSync, "__init__", return_value=None):
-        return dppo_verl.DPPOTrainer(configure(**options))
+        return dppo_verl.DPPOTrainer(config or configure(**options))
 
 
 class Queue:
@@ -208,7 +208,6 @@ class Toy(exact.Toy):
         self.beta = actor.use_kl_loss * actor.kl_loss_coef + actor.entropy_coeff
         if actor.policy_loss.loss_mode == "dro":
             self.beta += actor.policy_loss.dro_beta
-        self.remember()
 
     def log(self):
         return self.metrics, [tag["seq_len"] for tag in self.returned.tags]
