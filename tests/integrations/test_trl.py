@@ -1,8 +1,5 @@
 """dppo_trl.py on one process: micro-batches, whole runs. test_exact.py has what every trainer must
 do; .ci/run runs the program of the page.
-
-tests/trl.sh builds an environment with TRL and runs these tests in it; without TRL they are
-skipped.
 """
 
 import re

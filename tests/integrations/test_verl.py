@@ -1,8 +1,5 @@
 """dppo_verl.py without Ray: several updates, verl's engine, a step's queue and log, checkpoints.
 test_exact.py has what every trainer must do.
-
-tests/verl.sh builds an environment with verl and runs these tests in it; without verl they are
-skipped.
 """
 
 import re
@@ -60,7 +57,6 @@ def test_draws_of_each_update():
         for _step in range(8):
             pruned.step()
             assert sorted(q // 2 for q, _ in pruned.trainer.groups.values()) == [0, 1]
-            assert {weight for _, weight in pruned.trainer.groups.values()} == {2.0}
     keys = [key for key, _generator in calls]
     assert len(keys) == len(set(keys)) == 8 * (1 + 2)
     assert {key[0] for key in keys} == {7}
