@@ -71,11 +71,12 @@ def test_dropped_rows_are_not_forwarded():
     pruned = Toy(completion_rule="pps", **{UPDATE: 2, MODE: "token-mean"})
     pruned.step()
     table = torch.cat([part["dppo"].values().view(-1, 2) for part in pruned.trained])
-    weights, rows = table[:, 0], len(table)
+    (weights, tokens), rows = table.T, len(table)
     assert rows < 16
     padding = [key for key in pruned.queue.rows if key.startswith("pad")]
     assert set(pruned.returned.keys) == set(pruned.queue.rows)
     assert (weights > 0).sum() + len(padding) == rows
+    assert set(tokens.tolist()) == {x.sum().item() for x in pruned.tables[2].split(2)}
     assert pruned.metrics["dppo/forwards"] == rows / 16
 
 
