@@ -48,11 +48,7 @@ EXACT = {
     "use_adaptive_entropy": (False,),
     "top_entropy_quantile": (1.0,),
 }
-PADDED_LEFT = ("prompt_ids", "prompt_mask")
-PADDED_RIGHT = (
-    "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
-    "sampling_per_token_logps", "importance_sampling_ratio",
-)  # fmt: skip
+PADDED_LEFT = ("prompt_ids", "prompt_mask")  # TRL pads all other tensors on the right
 
 
 def option(default, explanation: str):
@@ -130,11 +126,8 @@ class DPPOTrainer(trl.GRPOTrainer):
             f"{config.model_type}: without rotary positions, padding would change what the model "
             "computes; use another model, or TRL's GRPOTrainer",
         )
-        if self.prunes_prompts:
-            self.check_prompts()
-
-    def check_prompts(self) -> None:
-        """RuleError for what the prompt rule cannot do."""
+        if not self.prunes_prompts:
+            return
         rule = self.args.prompt_rule
         require(
             isinstance(self.train_dataset, Dataset) and not self.environment_factories,
@@ -183,18 +176,6 @@ class DPPOTrainer(trl.GRPOTrainer):
         n = len(rows) // world
         return rows[rank * n : (rank + 1) * n], prompts[keep], weights[keep]
 
-    def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
-        """TRL's rollouts and rewards, of the prompts that are drawn."""
-        if not self.model.training:
-            return super()._generate_and_score_completions(inputs)
-        prompts = weights = None
-        if self.prunes_prompts:
-            inputs, prompts, weights = self.draw_prompts(inputs)
-        rows = super()._generate_and_score_completions(inputs)
-        if self.prunes:
-            self.gather(rows, prompts, weights)
-        return rows
-
     def gather(self, rows: dict, prompts, weights) -> None:
         """Collect from all ranks what the rules look at, and teach it to the prompt history."""
         require(
@@ -209,7 +190,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         table = torch.stack([column.float() for column in columns], dim=1)  # [n, 4]
         table = self.accelerator.gather(table).cpu().double().T  # [4, N]
         advantages, tokens, cost, energy = table.reshape(4, -1, self.num_generations)  # [K, G]
-        rewards = self.total_rewards().cpu().view_as(advantages)
+        rewards = self.rewards.cpu().view_as(advantages)
 
         by_length = self.loss_type in ("grpo", "sapo")
         size = dppo_shared.size_of(advantages, tokens, energy, by_length, self.beta)
@@ -227,14 +208,12 @@ class DPPOTrainer(trl.GRPOTrainer):
         self.batch = dppo.Completions(advantages, rewards, cost, self.prompt_weights * size, rest)
 
     def _calculate_rewards(self, *args) -> torch.Tensor:
-        """TRL's, [N, reward functions]."""
-        self.rewards = super()._calculate_rewards(*args)
-        return self.rewards
-
-    def total_rewards(self) -> torch.Tensor:
-        """The rewards [N] of all ranks: TRL's weighted sum. NaN: no function gave one."""
-        weighted = self.rewards * self.reward_weights.to(self.rewards)  # [N, reward functions]
-        return torch.where(weighted.isnan().all(dim=1), torch.nan, weighted.nansum(dim=1))
+        """TRL's [N, reward functions], of all ranks. Their weighted sum is kept for the rules; NaN
+        if no function gave a reward."""
+        of_each = super()._calculate_rewards(*args)
+        weighted = of_each * self.reward_weights.to(of_each)
+        self.rewards = torch.where(of_each.isnan().all(dim=1), torch.nan, weighted.nansum(dim=1))
+        return of_each
 
     # --------------------------------------------------------------------------------- completions
 
@@ -244,7 +223,11 @@ class DPPOTrainer(trl.GRPOTrainer):
             return super()._prepare_inputs(inputs)
         step = self._step % self.args.gradient_accumulation_steps
         if step == 0:
+            prompts = weights = None
+            if self.prunes_prompts:
+                inputs, prompts, weights = self.draw_prompts(inputs)
             rows = self._generate_and_score_completions(inputs)
+            self.gather(rows, prompts, weights)
             # TRL shuffles here. Its random numbers are used up, so that both sample alike.
             torch.randperm(len(rows["advantages"]))
             self.plan = self.draw_completions(rows)
@@ -309,10 +292,11 @@ class DPPOTrainer(trl.GRPOTrainer):
         the gradients of their log-probs."""
         rows = {name: x[index] if x.ndim else x for name, x in rows.items()}
         if self.pad_to_multiple_of is None:
-            width = max(1, rows["completion_mask"].any(dim=0).sum().item())
-            rows |= {name: rows[name][:, :width] for name in PADDED_RIGHT if name in rows}
-            width = rows["prompt_mask"].any(dim=0).sum().item()
-            rows |= {name: rows[name][:, -width:] for name in PADDED_LEFT}
+            left = rows["prompt_mask"].any(dim=0).sum().item()
+            right = max(1, rows["completion_mask"].any(dim=0).sum().item())
+            for name, x in rows.items():
+                if x.ndim == 2:
+                    rows[name] = x[:, -left:] if name in PADDED_LEFT else x[:, :right]
         # TRL divides by the rows that it is given, instead of B, or by the tokens of all rows.
         share = len(index) / self.args.per_device_train_batch_size
         correction = share if self.loss_type in PER_ROW else 1.0
@@ -325,9 +309,7 @@ class DPPOTrainer(trl.GRPOTrainer):
         if inputs is None:
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         self.multiplier = inputs.get("multiplier")
-        loss = super()._compute_loss(model, inputs)
-        self.multiplier = None
-        return loss
+        return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(self, *args, **options):
         """TRL's log-probs [B, T]; in the loss, each row's gradient is multiplied."""

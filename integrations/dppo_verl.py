@@ -22,6 +22,7 @@ Letters: Q prompts of a batch, K of them rolled out, G completions each, N = K x
 
 import functools
 import math
+import types
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,7 @@ EXACT = [  # values with which a row's term does not depend on what else is kept
 
 def check(config, trainer) -> None:
     """RuleError for options with which pruning would not be exact."""
-    dppo_shared.check_rules(trainer)
+    dppo_shared.check_rules(trainer.args)
     if not trainer.prunes:
         return
     otherwise = "or set both rules of trainer.v1.nanodppo to none"
@@ -142,13 +143,9 @@ class DPPOTrainer(PPOTrainerSync):
         for name in options:
             dppo.check_known("option of trainer.v1.nanodppo", name, DEFAULTS)
         options = DEFAULTS | options
-        self.completion_rule = options["completion_rule"]
-        self.completion_prune_rate = options["completion_prune_rate"]
-        self.rest = options["rest"]
-        self.prompt_rule = options["prompt_rule"]
-        self.prompt_prune_rate = options["prompt_prune_rate"]
-        self.prunes_prompts = self.prompt_rule != "none"
-        self.prunes = self.prunes_prompts or self.completion_rule != "none"
+        self.args = types.SimpleNamespace(**options)
+        self.prunes_prompts = self.args.prompt_rule != "none"
+        self.prunes = self.prunes_prompts or self.args.completion_rule != "none"
         check(config, self)
         print(f"nanodppo: {', '.join(f'{name}={value}' for name, value in options.items())}")
         self.actor = config[PARTS].actor
@@ -188,8 +185,8 @@ class DPPOTrainer(PPOTrainerSync):
         require(
             repeated == 0,
             f"data.train_files: {repeated} of {len(prompts)} prompts repeat others, but "
-            f"prompt_rule={self.prompt_rule} knows a prompt by its text; remove them, or set it to "
-            "none",
+            f"prompt_rule={self.args.prompt_rule} knows a prompt by its text; remove them, or set "
+            "it to none",
         )
 
     def _next_train_batch(self, num_prompts=None) -> TensorDict:
@@ -200,7 +197,7 @@ class DPPOTrainer(PPOTrainerSync):
         if not self.prunes_prompts:
             return batch
         prompts = dppo_shared.find_prompts(self.index, batch["raw_prompt"])
-        rule, rate = self.prompt_rule, self.prompt_prune_rate
+        rule, rate = self.args.prompt_rule, self.args.prompt_prune_rate
         if rule == "uniform":  # at least one prompt for each update
             rate = min(rate, 1.0 - self.M / self.Q)
         if self.actor.loss_agg_mode == "token-mean" and self.mean_tokens is None:
@@ -310,11 +307,11 @@ class DPPOTrainer(PPOTrainerSync):
         weights = torch.zeros(K, G, dtype=torch.float64)
         for part in update_of.unique().tolist():
             own = update_of == part  # [K]
-            sizes, rest = prompt_weights[own] * size[own], self.rest * cost[own].sum().item()
+            sizes, rest = (prompt_weights[own] * size[own], self.args.rest * cost[own].sum().item())
             look = dppo.Completions(advantages[own], rewards[own], cost[own], sizes, rest)
             generator = dppo.generator_for(self.seed, "completions", self.global_steps, part)
             _keep, drawn = dppo.prune_completions(
-                self.completion_rule, self.completion_prune_rate, look, generator
+                self.args.completion_rule, self.args.completion_prune_rate, look, generator
             )
             weights[own] = drawn * prompt_weights[own] * (cost[own] > 0)
 

@@ -38,15 +38,13 @@ class Toy:
     """
 
     scale, beta = "group", 0.0
-    kept = ("history", "mean_tokens")  # what a step changes in the trainer
-
-    def remember(self):
-        """gradient() starts from what the trainer knows now."""
-        self.past = {name: copy.deepcopy(vars(self.trainer).get(name)) for name in self.kept}
 
     def gradient(self):
-        vars(self.trainer).update(copy.deepcopy(self.past))
-        return self.step()
+        """Of a step of which the trainer learns nothing."""
+        known = {x: copy.deepcopy(vars(self.trainer).get(x)) for x in ("history", "mean_tokens")}
+        found = self.step()
+        vars(self.trainer).update(known)
+        return found
 
     def teach(self, mean_tokens=None):
         """The history has seen different scores and lengths, by which rules draw."""
@@ -54,7 +52,6 @@ class Toy:
         lengths = torch.tensor([6, 12, 4, 9])[:, None].expand(4, G)
         self.trainer.history.update(torch.arange(4), scores, lengths)
         self.trainer.mean_tokens = mean_tokens
-        self.remember()
 
 
 def number(*key):
@@ -87,16 +84,10 @@ def tables(prompts, row):
     return [x.double().view(-1, G) for x in found]
 
 
-def error(found, wanted):
-    """Largest difference over the largest entry, of gradients [..., P]."""
-    return ((found - wanted).abs().amax(dim=-1) / wanted.abs().amax(dim=-1)).max().item()
-
-
 def assert_same_history(one, other):
     """Both histories know the same, and know something."""
     assert not one.past_advantage.isnan().all()
-    for name, value in vars(one).items():
-        torch.testing.assert_close(value, vars(other)[name], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(vars(one), vars(other), rtol=0, atol=0, equal_nan=True)
 
 
 @contextlib.contextmanager
@@ -117,34 +108,32 @@ def expectation(gradient, owner, name, outcomes, part=None):
     """The mean of gradient() over the outcomes(*args) = [(keep, weights, chance)] of the part-th
     call of the function owner.name, while other calls keep everything; without a part, of every
     call."""
-    total = chances = number = 0
-    more = True
-    while more:
+    cases = []  # known from the first draw on
+
+    def term(i):
         calls = itertools.count()
 
-        def draw(*args, number=number, calls=calls):
-            nonlocal more, chance
+        def draw(*args):
             if next(calls) != part is not None:
                 ones = torch.ones_like(args[2].size)
                 return ones > 0, ones
-            (*drawn, chance), *rest = itertools.islice(outcomes(*args), number, number + 2)
-            more = bool(rest)
-            return drawn
+            cases[:] = cases or outcomes(*args)
+            return cases[i][:2]
 
-        chance = None
         with mock.patch.object(owner, name, draw):
             found = gradient()
-        total, chances, number = total + chance * found, chances + chance, number + 1
-    assert abs(chances - 1) < 1e-9
+        return cases[i][2] * found
+
+    total = term(0)
+    total += sum(term(i) for i in range(1, len(cases)))
+    assert abs(sum(chance for _keep, _weights, chance in cases) - 1) < 1e-9
     return total
 
 
-def over_completions(gradient, part=0, seen=None):
-    """The expectation over the part-th draw of completions, whose batches `seen` gets."""
+def over_completions(gradient, part=0):
+    """The expectation over the part-th draw of completions."""
 
     def outcomes(rule, rate, batch, _generator):
-        if seen is not None:
-            seen.append(batch)
         return proof.outcomes(dppo.COMPLETION_RULES[rule], rate, batch)
 
     return expectation(gradient, dppo, "prune_completions", outcomes, part)

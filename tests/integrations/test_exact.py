@@ -10,13 +10,13 @@ import types
 
 import pytest
 import torch
-from exact import NONE, calls_of, error, over_completions, over_prompts
+from exact import NONE, calls_of, over_completions, over_prompts
 
 import dppo
 import dppo_shared
 import sampler
 from dppo import RuleError
-from related import rivals  # noqa: F401 (adds rules that are biased)
+from proof import relative_error
 
 LIBRARIES = filter(importlib.util.find_spec, ("trl", "verl"))
 TOYS = [importlib.import_module(f"{name}_toy") for name in LIBRARIES]
@@ -48,18 +48,19 @@ def test_completions_are_exact(library, case):
     the loss, a token that is trimmed, and a row that is sent twice or never.
     """
     toy = library.Toy(completion_rule="pps", completion_prune_rate=0.5, **library.LOSSES[case])
-    stock, seen = toy.stock(), []
-    assert error(over_completions(toy.gradient, seen=seen), stock) < 1e-12
-    assert error(toy.gradient(), stock) > 0.01
-    assert toy.figures()["kept_completions"] < 1
+    stock = toy.stock()
+    assert relative_error(over_completions(toy.gradient), stock) < 1e-12
+    with calls_of(dppo, "prune_completions") as calls:
+        assert relative_error(toy.gradient(), stock) > 0.01
+    (((_rule, _rate, batch, _generator), _drawn),) = calls
 
     rewards, costs, lengths, energy = toy.tables
     scale = 1 / lengths if case in library.OWN_LENGTH else torch.ones(lengths.shape)
     advantages = dppo.group_advantages(rewards, toy.scale)
     size = dppo.contribution_size(advantages, scale, energy, toy.beta).flatten().sort().values
-    found = seen[0].size.flatten().sort().values
+    found = batch.size.flatten().sort().values
     torch.testing.assert_close(found / found.max(), size / size.max(), rtol=1e-3, atol=1e-6)
-    assert torch.equal(seen[0].cost.flatten().sort().values, costs.flatten().sort().values)
+    assert torch.equal(batch.cost.flatten().sort().values, costs.flatten().sort().values)
 
 
 @every
@@ -86,10 +87,13 @@ def test_none_is_the_library(library):
 
 @every
 def test_both_draws_are_exact(library):
-    """Catches a draw of completions that forgets the weights of their prompts."""
-    toy = library.Toy(**PROMPTS, completion_rule="pps", **library.LOSSES[library.OWN_LENGTH[0]])
+    """Catches a draw of completions that forgets the weights of their prompts, a high rate that
+    leaves no prompt, and a loss that waits for a count of tokens without need."""
+    rules = {"prompt_rule": "uniform", "prompt_prune_rate": 0.99, "completion_rule": "pps"}
+    toy = library.Toy(**rules, **library.LOSSES[library.OWN_LENGTH[0]])
     found = over_prompts(lambda: over_completions(toy.gradient))
-    assert error(found, toy.stock()) < 1e-12
+    assert relative_error(found, toy.stock()) < 1e-12
+    assert toy.figures()["kept_prompts"] == 1 / 4
 
 
 @each(lambda library: library.LOSSES)
@@ -102,17 +106,7 @@ def test_prompts_are_exact(library, case):
     wanted = toy.stock()
     if case in library.PER_TOKEN:
         wanted = wanted * toy.tables[2].sum() / 64
-    assert error(over_prompts(toy.gradient), wanted) < 1e-12
-
-
-@each(lambda library: library.OWN_LENGTH[:1])
-def test_at_least_one_prompt_at_once(library, case):
-    """Fails if a high rate leaves none, or if a loss that needs no count waits for one."""
-    rules = {"prompt_rule": "uniform", "prompt_prune_rate": 0.99, "completion_rule": "none"}
-    toy = library.Toy(**rules, **library.LOSSES[case])
-    toy.step()
-    assert toy.figures()["kept_prompts"] == 1 / 4
-    assert toy.figures()["weight_max"] == 4
+    assert relative_error(over_prompts(toy.gradient), wanted) < 1e-12
 
 
 @every
@@ -148,11 +142,14 @@ def test_lessons_figures_and_draws(library):
             mean = before or estimate
             mean += (estimate - mean) / dppo_shared.MEMORY
             assert toy.trainer.mean_tokens == pytest.approx(mean)
-            wanted = dppo_shared.completion_figures(w * own * kept, w, costs, 16)
-            wanted["kept_prompts"] = len(rows) / 4
-            wanted["reward"] = ((w * rewards.nanmean(dim=1, keepdim=True)).sum() / 4).item()
+            wanted = {
+                "kept_prompts": len(rows) / 4,
+                "kept_completions": kept.sum().item() / 16,
+                "kept_tokens": (costs[kept].sum() / (w * costs).sum()).item(),
+                "weight_max": (w * own * kept).max().item(),
+                "reward": (w * rewards).sum().item() / 16,
+            }
             assert {x: toy.figures()[x] for x in wanted} == pytest.approx(wanted)
-    assert estimate != lengths.sum().item()
     keys = [key for key, _generator in keys]
     assert len(keys) == len(set(keys)) >= 3
 
@@ -182,9 +179,9 @@ def test_refusals(library, case):
 # ---------------------------------------------------------------------------- what they share
 
 
-def test_equal_rewards_are_dull():
-    """Fails if the history takes the rounding error of a library's advantage for an advantage, or
-    if a batch without tokens leaves a mean of 0."""
+def test_equal_and_missing_rewards():
+    """Fails if the history takes the rounding error of a library's advantage for an advantage, if
+    a batch without tokens leaves a mean of 0, or if a missing reward makes the mean reward NaN."""
     trainer = types.SimpleNamespace(history=sampler.PromptHistory(3), mean_tokens=None)
     rewards = torch.tensor([[0.1, 0.1, 0.1], [0.0, 1.0, 1.0]])
     advantages = torch.tensor([[1e-4, 1e-4, 1e-4], [-2.0, 1.0, 1.0]])
@@ -193,6 +190,8 @@ def test_equal_rewards_are_dull():
     assert trainer.history.past_advantage[0] == 0
     assert trainer.history.past_advantage[2] > 0
     assert trainer.mean_tokens is None
+    rewards[0], rewards[1, 0] = torch.nan, torch.nan
+    assert dppo_shared.mean_reward(rewards, weights, prompts_per_step=2) == 1 / 2
 
 
 def test_energies():
@@ -206,15 +205,3 @@ def test_energies():
     ones = torch.ones(1, 2)
     sizes = dppo_shared.size_of(ones, torch.tensor([[0, 3]]), ones, True, beta=0.1)
     assert (sizes > 0).tolist() == [[False, True]]
-
-
-def test_figures_by_hand():
-    """Two prompts of weight 2 and 1, of two completions each. A group without rewards counts as
-    0."""
-    weights = torch.tensor([[4.0, 0.0], [1.0, 1.0]])
-    prompt_weights = torch.tensor([[2.0], [1.0]])
-    cost = torch.tensor([[10.0, 5.0], [6.0, 4.0]])
-    found = dppo_shared.completion_figures(weights, prompt_weights, cost, 8)
-    assert found == {"kept_completions": 3 / 8, "kept_tokens": 20 / 40, "weight_max": 4}
-    rewards = torch.tensor([[torch.nan, 1.0], [torch.nan, torch.nan]])
-    assert dppo_shared.mean_reward(rewards, prompt_weights[:, 0], prompts_per_step=4) == 2 / 4

@@ -81,12 +81,9 @@ def make(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, dtype="float64", **options)
 
 
 def sampled(prompt, g):
-    """(tokens, log-probs) of a prompt's g-th completion."""
-    return completion(prompt, g, end=TOKENIZER.eos_token_id)
-
-
-def text_of(ids):
-    return TOKENIZER.decode(ids, skip_special_tokens=True)
+    """(tokens, log-probs, text) of a prompt's g-th completion."""
+    tokens, logprobs = completion(prompt, g, end=TOKENIZER.eos_token_id)
+    return tokens, logprobs, TOKENIZER.decode(tokens, skip_special_tokens=True)
 
 
 def fixed_completions(trainer, prompts):
@@ -94,9 +91,9 @@ def fixed_completions(trainer, prompts):
     same, whichever rank it is on, and whatever other prompts are sampled."""
     first = trainer.accelerator.process_index * len(prompts)
     rows = [sampled(prompt, place % G) for place, prompt in enumerate(prompts, first)]
-    completions, logprobs = map(list, zip(*rows, strict=True))
+    completions, logprobs, texts = map(list, zip(*rows, strict=True))
     ids = [TOKENIZER(prompt)["input_ids"] for prompt in prompts]
-    return ids, completions, None, list(map(text_of, completions)), logprobs, {}, None, []
+    return ids, completions, None, texts, logprobs, {}, None, []
 
 
 def old_policy(trainer, inputs):
@@ -142,11 +139,10 @@ class Toy(exact.Toy):
         self.options, self.trainer = options, make(kind, **options)
         trainer = self.trainer
         trainer.use_vllm = True  # so that its correction takes part; nothing else of it is used
-        generator = torch.Generator().manual_seed(1)
+        torch.manual_seed(1)
         with torch.no_grad():
             for parameter in trainer.model.parameters():
-                moved = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-                parameter.add_(moved, alpha=0.1)
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
         self.model = trainer.accelerator.prepare_model(trainer.model)
 
         prompts = list(trainer.train_dataset["prompt"])
@@ -156,12 +152,11 @@ class Toy(exact.Toy):
         self.inputs = rows[rank * n : (rank + 1) * n]
 
         def row(prompt, g):
-            tokens, logprobs = sampled(prompt, g)
-            return toy_reward([text_of(tokens)])[0], len(prompt) + len(tokens), logprobs
+            tokens, logprobs, text = sampled(prompt, g)
+            return toy_reward([text])[0], len(prompt) + len(tokens), logprobs
 
         self.tables, self.beta = tables(prompts, row), trainer.beta
         self.scale = trainer.scale_rewards
-        self.remember()
 
     def stock(self):
         """Both rules none, which is TRL's trainer: test_none_is_the_library."""

@@ -7,16 +7,16 @@ import types
 from unittest import mock
 
 import exact
-import numpy as np
 import torch
 import transfer_queue as tq
-from exact import RULES, G, completion, noise, number, tables
+from exact import NONE, RULES, G, completion, noise, number, tables
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.torch_functional import entropy_from_logits
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
@@ -26,6 +26,7 @@ import dppo_verl
 V = 7  # tokens; 0 ends a completion
 BASE = {
     "algorithm.adv_estimator": "grpo", "data.seed": 0, "data.train_batch_size": 4,
+    "trainer.v1.trainer_mode": "nanodppo",
     "actor_rollout_ref.actor.strategy": "fsdp", "actor_rollout_ref.rollout.n": G,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 4, "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.model.path": "toy",
@@ -40,9 +41,8 @@ BASE = {
     "algorithm.rollout_correction.rollout_is_threshold": 1.5,
 }  # fmt: skip
 
-# Options, as `configure` takes them.
-ACTOR = "actor_rollout_ref__actor__"
-LOSS, MODE = f"{ACTOR}policy_loss__loss_mode", f"{ACTOR}loss_agg_mode"
+ACTOR = "actor_rollout_ref.actor."
+LOSS, MODE = f"{ACTOR}policy_loss.loss_mode", f"{ACTOR}loss_agg_mode"
 UPDATE = f"{ACTOR}ppo_mini_batch_size"
 KL, ENTROPY = f"{ACTOR}use_kl_loss", f"{ACTOR}entropy_coeff"
 NO_TERMS = {KL: False, ENTROPY: 0}
@@ -57,13 +57,13 @@ LOSSES |= {  # what has a gradient without an advantage, each alone; another est
     "dro": {LOSS: "dro", MODE: "token-sum", **NO_TERMS},
     "kl": {MODE: "token-sum", ENTROPY: 0},
     "entropy": {MODE: "token-sum", KL: False},
-    "rloo": {"algorithm__adv_estimator": "rloo", MODE: "token-sum", **NO_TERMS},
+    "rloo": {"algorithm.adv_estimator": "rloo", MODE: "token-sum", **NO_TERMS},
 }
 PER_TOKEN = [name for name in LOSSES if name.endswith("-token-mean") and "-seq-" not in name]
 OWN_LENGTH = [name for name in LOSSES if name.endswith("-seq-mean-token-mean")]
 FEW = {"prompts": ("bb", "ccc"), UPDATE: 2}
 DULL = {**NO_TERMS, "prompts": ("dddd", "hhhh"), UPDATE: 1}
-STOCK = PPOTrainerSync, {"ranks": 1}
+STOCK = PPOTrainerSync, {"ranks": 1, "trainer.v1.trainer_mode": "sync"}
 INEXACT = [
     ({LOSS: "sapo"}, "loss_agg_mode=token-mean with sapo: .*set it to seq-mean-token-mean"),
     ({UPDATE: 3}, "ppo_mini_batch_size=3 does not divide data.train_batch_size=4: .*a divisor"),
@@ -72,8 +72,8 @@ INEXACT = [
         "loss_scale_factor=null: .*set it to data.max_response_length",
     ),
 ]
-with initialize_config_module("verl.trainer.config", version_base=None):
-    DEFAULTS = compose("ppo_trainer")
+initialize_config_module("verl.trainer.config", version_base=None)
+DEFAULTS = compose("ppo_trainer")
 for values, names in dppo_verl.EXACT:
     other = {"1": 2, "None": True, "True": False}.get(str(values[0]), "other")
     choice = "null" if values[0] is None else values[0]
@@ -81,12 +81,12 @@ for values, names in dppo_verl.EXACT:
         inside = name.split(".")[0] in DEFAULTS.actor_rollout_ref
         option = f"actor_rollout_ref.{name}" if inside else name
         said = f"{option}={other}: .*set it to {choice}"
-        INEXACT.append(({option.replace(".", "__"): other}, said))
+        INEXACT.append(({option: other}, said))
 
 
 def configure(**changes):
-    """verl's own configuration with BASE; in the names of `changes`, __ is a dot."""
-    own = lambda name: f"trainer.v1.nanodppo.{name}" if name in RULES else name.replace("__", ".")
+    """verl's own configuration with BASE."""
+    own = lambda name: f"trainer.v1.nanodppo.{name}" if name in RULES else name
     options = BASE | {own(name): value for name, value in changes.items()}
     new = ("trainer.v1.nanodppo.", "actor_rollout_ref.model.override_config.")
     config = copy.deepcopy(DEFAULTS)
@@ -95,40 +95,31 @@ def configure(**changes):
     return config
 
 
-def make(**options):
+def make(config=None, **options):
     """verl's own part of a trainer is left out."""
     with mock.patch.object(PPOTrainerSync, "__init__", return_value=None):
-        return dppo_verl.DPPOTrainer(configure(**options))
-
-
-def plain(x):
-    """A field of a row: float64, or what is not a tensor."""
-    if not torch.is_tensor(x):
-        return getattr(x, "data", x)
-    return x.double() if x.is_floating_point() else x.clone()
+        return dppo_verl.DPPOTrainer(config or configure(**options))
 
 
 class Queue:
-    """TransferQueue in memory: {key: {field: value}}."""
+    """TransferQueue in memory: {key: {field: value}}. Numbers are float64."""
 
     def __init__(self):
         self.rows, self.tags = {}, {}
 
     def get(self, keys, partition_id=None, select_fields=None):
         found = [self.rows[key] for key in keys]
-        names = [x for x in found[0] if all(x in row for row in found)]
-        names = [x for x in names if select_fields is None or x in select_fields]
-        whole = {x: [row[x] for row in found] for x in names}
+        shared = set.intersection(*map(set, found))
+        names = shared & set(select_fields or shared)
         nested = lambda some: torch.nested.as_nested_tensor(some, layout=torch.jagged)
         stack = lambda some: nested(some) if torch.is_tensor(some[0]) else NonTensorStack(*some)
-        fields = {x: stack(some) for x, some in whole.items()}
-        return TensorDict(fields, batch_size=len(keys))
+        return TensorDict({x: stack([row[x] for row in found]) for x in names}, len(keys))
 
     def put(self, keys, partition_id=None, fields=None, tags=None):
-        for i, key in enumerate(keys):
+        for key, fields_of in zip(keys, fields, strict=True):
             row = self.rows.setdefault(key, {})
-            values = {name: fields[name][i] for name in fields.keys()}  # noqa: SIM118
-            row |= {name: plain(x) for name, x in values.items()}
+            for name, x in fields_of.items():
+                row[name] = x.double() if torch.is_tensor(x) and x.is_floating_point() else x
         self.tags |= dict(zip(keys, tags or (), strict=bool(tags)))
         return tq.KVBatchMeta(keys, [self.tags[key] for key in keys], partition_id)
 
@@ -141,22 +132,12 @@ def row_of(prompt, g):
     scores = torch.zeros(len(ids)).double()
     scores[-1] = float(g < len(prompt) % G)  # as many are right as the prompt has letters
     input_ids = torch.cat([prompts, torch.tensor(ids)])
-    other = lambda name: [x + 0.4 * noise(name, prompt, g, t) for t, x in enumerate(rollout)]
     return {
         "prompts": prompts, "responses": torch.tensor(ids), "input_ids": input_ids,
         "position_ids": torch.arange(len(input_ids)), "response_mask": torch.tensor(mask),
         "loss_mask": torch.tensor(mask), "rm_scores": scores,
         "rollout_log_probs": torch.tensor(rollout).double(),
-        "old_log_probs": torch.tensor(other("old")).double(),
-        "ref_log_prob": torch.tensor(other("ref")).double(),
-        "attention_mask": torch.ones_like(input_ids),
     }  # fmt: skip
-
-
-def entropy(logits):
-    """[tokens] of logits [tokens, V]."""
-    table = logits.log_softmax(dim=-1)
-    return -(table.exp() * table).sum(dim=-1)
 
 
 class Policy:
@@ -169,7 +150,7 @@ class Policy:
             entropy_checkpointing=False, entropy_from_logits_with_chunking=False
         ),
         _get_packed_pad_size=lambda n: 0, _gather_and_unpad_packed=lambda x, n: x,
-        compute_entropy_from_logits=entropy,
+        compute_entropy_from_logits=entropy_from_logits,
     )  # fmt: skip
 
     def __init__(self):
@@ -189,36 +170,30 @@ ENGINE = {"use_remove_padding": True, "max_token_len_per_gpu": 160}
 class Toy(exact.Toy):
     """A trainer, its queue, and the gradients of its updates."""
 
-    kept = (*exact.Toy.kept, "global_steps")
-
     def __init__(
         self, kind=dppo_verl.DPPOTrainer, prompts=PROMPTS, ranks=2, engine=ENGINE, **changes
     ):
-        if issubclass(kind, dppo_verl.DPPOTrainer):
-            changes = {"trainer__v1__trainer_mode": "nanodppo"} | changes
         self.options = changes | {"prompts": prompts, "engine": engine}
-        self.config = configure(data__train_batch_size=len(prompts), **changes)
+        self.config = configure(**{"data.train_batch_size": len(prompts)}, **changes)
         self.trainer, self.queue = kind(self.config), Queue()
         self.ranks, self.engine = ranks, engine
-        self.trainer.train_dataset = [
-            {"raw_prompt": [{"role": "user", "content": x}], "data_source": "toy"} for x in prompts
-        ]
+        self.messages = [[{"role": "user", "content": x}] for x in prompts]
+        self.trainer.train_dataset = [{"raw_prompt": x} for x in self.messages]
         self.trainer.global_steps = 0
         self.trainer.tokenizer = types.SimpleNamespace(eos_token_id=0)
         self.trainer.replay_buffer = types.SimpleNamespace(sample=self.sample)
-        self.trainer.reward_loop_manager = mock.Mock(reward_loop_worker_handles=[1])
-        self.trainer.checkpoint_manager, self.trainer.curr_step_profile = mock.Mock(), False
-        self.trainer.timing_raw = {}
+        self.trainer.reward_loop_manager = self.trainer.checkpoint_manager = mock.Mock()
+        self.trainer.curr_step_profile = False
         self.trainer.actor_rollout_wg = types.SimpleNamespace(
             _dispatch_info={"actor": list(range(ranks))},
             set_loss_fn=functools.partial(setattr, self, "loss"),
-            update_actor=self.update, compute_log_prob=lambda batch: batch,
+            update_actor=self.update,
         )  # fmt: skip
         self.arrive = lambda batch: batch  # changes what has been sampled
         with mock.patch.object(PPOTrainerSync, "_init_dataloader"):
             self.trainer._init_dataloader()
-        config = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-        self.loss = lambda **inputs: ppo_loss(config, **inputs)
+        actor = self.config.actor_rollout_ref.actor
+        self.loss = functools.partial(ppo_loss, omega_conf_to_dataclass(actor))
         with mock.patch.object(PPOTrainerSync, "_setup"):
             self.trainer._setup()
 
@@ -230,11 +205,9 @@ class Toy(exact.Toy):
         self.tables = tables(prompts, row)
         if self.config.algorithm.adv_estimator == "rloo":
             self.scale = "none"
-        actor = self.config.actor_rollout_ref.actor
         self.beta = actor.use_kl_loss * actor.kl_loss_coef + actor.entropy_coeff
         if actor.policy_loss.loss_mode == "dro":
             self.beta += actor.policy_loss.dro_beta
-        self.remember()
 
     def log(self):
         return self.metrics, [tag["seq_len"] for tag in self.returned.tags]
@@ -243,56 +216,49 @@ class Toy(exact.Toy):
         return {name[5:]: x for name, x in self.metrics.items() if name.startswith("dppo/")}
 
     def stock(self, prompts=None):
-        """verl's own gradient [P] of one un-pruned update of these prompts, by default of all, on
-        one rank."""
-        changes = {name: x for name, x in self.options.items() if name not in RULES}
-        prompts = prompts or changes["prompts"]
-        changes |= {"prompts": prompts, UPDATE: len(prompts), "trainer__v1__trainer_mode": "sync"}
-        (gradient,) = Toy(PPOTrainerSync, ranks=1, **changes).step()
+        """Both rules none, which is verl's trainer: the gradient [P] of one update of these
+        prompts, by default of all, on one rank."""
+        prompts = prompts or self.options["prompts"]
+        one_update = {"prompts": prompts, UPDATE: len(prompts), "ranks": 1}
+        (gradient,) = Toy(**self.options | NONE | one_update).step()
         return gradient
 
     def sample(self, global_steps, partition_id, batch_size):
         """In place of rollouts and rewards: all completions of the prompts that were submitted."""
-        keys, tags = [], []
+        keys, found = [], []
         assert batch_size == len(self.submitted["uid"])
         rows = zip(self.submitted["uid"], self.submitted["raw_prompt"], strict=True)
         for uid, prompt in sorted(rows, key=lambda x: noise(x[1])):  # the queue has its own order
             for g in range(G):
-                row = row_of(prompt[0]["content"], g) | {"uid": uid}
                 keys.append(f"{uid}_{g}_0")
-                self.queue.rows[keys[-1]] = row
-                tags.append({"seq_len": len(row["input_ids"])})
-        self.queue.tags |= dict(zip(keys, tags, strict=True))
-        return self.arrive(tq.KVBatchMeta(keys, tags, "train")), {}
+                found.append(row_of(prompt[0]["content"], g) | {"uid": uid})
+        tags = [{"seq_len": len(row["input_ids"])} for row in found]
+        return self.arrive(self.queue.put(keys, partition_id, found, tags)), {}
 
     def step(self):
         """A step of the trainer through verl's own methods: the gradient [P] of each update."""
-        self.gradients, self.forwarded, self.sizes, self.metrics = [], [], [], {}
+        self.gradients, self.trained, self.forwarded = [], [], []
+        self.policy, self.metrics = Policy(), {}
         self.trainer.global_steps += 1
-        self.policy, self.trained = Policy(), []
-        prompts = np.empty(len(self.trainer.train_dataset), dtype=object)
-        prompts[:] = [row["raw_prompt"] for row in self.trainer.train_dataset]
-        index = np.array([0] * len(prompts), dtype=object)
-        self.trainer.train_dataloader_it = iter([{"raw_prompt": prompts, "index": index}])
-        old = lambda trainer, batch, metrics: self.log_probs(batch)
+        self.trainer.train_dataloader_it = iter([{"raw_prompt": self.messages}])
         with (
-            mock.patch.object(tq, "kv_batch_get", self.queue.get),
-            mock.patch.object(tq, "kv_batch_put", self.queue.put),
-            mock.patch.object(PPOTrainerSync, "_compute_old_log_prob", old),
-            mock.patch.object(PPOTrainerSync, "_compute_ref_log_prob", old),
+            mock.patch.multiple(tq, kv_batch_get=self.queue.get, kv_batch_put=self.queue.put),
+            mock.patch.multiple(
+                PPOTrainerSync,
+                _compute_old_log_prob=self.log_probs,
+                _compute_ref_log_prob=self.log_probs,
+            ),
         ):
             self.submitted = self.trainer._next_train_batch()
-            size = self.config.data.train_batch_size
-            self.returned = self.trainer._step_once(self.metrics, {}, size)
+            self.returned = self.trainer._step_once(self.metrics, {}, len(self.messages))
         return torch.stack(self.gradients)
 
-    def log_probs(self, batch):
-        """In place of the training processes: fixed ones of another policy, 0 for padding."""
-        for key, tag in zip(batch.keys, batch.tags, strict=True):
-            row = self.queue.rows[key]
-            zeros = torch.zeros(len(row["responses"]), dtype=torch.float64)
+    def log_probs(self, batch, metrics):
+        """In place of the training processes: fixed ones of other policies."""
+        for row in map(self.queue.rows.get, batch.keys):
             for name in ("old_log_probs", "ref_log_prob"):
-                row[name] = zeros if tag.get("is_padding") else row[name]
+                shift = [0.4 * noise(name, t, x) for t, x in enumerate(row["responses"].tolist())]
+                row[name] = row["rollout_log_probs"] + torch.tensor(shift).double()
         return batch
 
     def update(self, batch):
@@ -305,7 +271,6 @@ class Toy(exact.Toy):
         for parts in zip(*(tu.make_iterator(x, size, **options) for x in data), strict=True):
             tokens = sum(part["loss_mask"].values().sum().item() for part in parts)
             self.policy.logits.grad = None
-            self.sizes.append(sum(map(len, parts)))
             for part in parts:
                 tu.assign_non_tensor(
                     part, batch_num_tokens=tokens, dp_size=self.ranks, temperature=1.0,
