@@ -148,7 +148,7 @@ def reach_table(rows: list[dict], setting: str) -> str:
             of_methods.setdefault(row["method"], {})[row["seed"]] = row
     reference, cells = of_methods["nonzero"], []
     for name, runs in of_methods.items():
-        if len(runs) < 3:  # stopped
+        if len(runs) < 8:  # stopped, or of the search
             continue
         cells.append([name, str(len(runs))])
         for target in REACHED[setting]:
