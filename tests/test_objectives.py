@@ -27,6 +27,8 @@ def sampled_gradient(divisor: str, rule: str, rate: float, G: int = 4):
     scores = torch.eye(3, dtype=torch.float64) - probs  # [text, logit]: grad log-probability
     energy = scores.square().sum(dim=1)
     total = torch.zeros(3, dtype=torch.float64)
+    by_rank = isinstance(dppo.COMPLETION_RULES[rule], dppo.BiasedRule)
+    of_batch = {}  # the outcomes of a draw. Rules by rank see rewards alone
     for group in itertools.product(range(3), repeat=G):
         texts = torch.tensor(group)
         rewards = (texts == 2).double()[None]
@@ -37,7 +39,10 @@ def sampled_gradient(divisor: str, rule: str, rate: float, G: int = 4):
         batch = dppo.Completions(
             advantages, rewards, torch.ones_like(rewards), size, rest_tokens=0.5
         )
-        for _keep, weights, chance in proof.outcomes(dppo.COMPLETION_RULES[rule], rate, batch):
+        seen = tuple((rewards[0] if by_rank else texts).tolist())
+        if seen not in of_batch:
+            of_batch[seen] = [*proof.outcomes(dppo.COMPLETION_RULES[rule], rate, batch)]
+        for _keep, weights, chance in of_batch[seen]:
             terms = (weights * advantages)[0, :, None] * scores[texts]  # [G, 3]
             total += chance * probs[texts].prod() * terms.sum(dim=0) / G
     return total, probs[2], probs[2] * scores[2]
