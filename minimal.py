@@ -18,8 +18,8 @@ fewer are kept. Prompts are drawn before the rollout, when sizes are not known, 
 past: the mean |advantage| of the prompt's last group. This is the paper's rule (arXiv:2603.04135),
 as we reconstruct it. The two weights multiply.
 
-train.py keeps all prompts by default, its loss is Dr. GRPO's (docs/method.md), and its draws and
-its measurement of time are a little better.
+By default train.py keeps all prompts, its loss is Dr. GRPO's (docs/method.md), and it measures its
+times again, because lengths change.
 """
 
 import argparse
@@ -117,7 +117,8 @@ def loss(model, ids, sampled, old_logprobs, advantage, multiplier):
     logits = model(ids, attention_mask=ids != PAD).logits[:, :-1]  # [n, L - 1, V]
     logprobs = -F.cross_entropy(logits.mT, ids[:, 1:], reduction="none")  # [n, L - 1]
     # With one update a batch, as here, the ratio is 1, and the clip does not act.
-    ratio, advantage = (logprobs - old_logprobs[:, 1:]).exp(), advantage[:, None]
+    ratio = (logprobs - old_logprobs[:, 1:]).exp()
+    advantage = advantage[:, None]
     term = -torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return ((term * sampled[:, 1:]).sum(1) * multiplier).sum()
 
@@ -129,7 +130,8 @@ def train(grpo=False, seed=0, steps=STEPS):
     problems = [arithmetic.problem("train", i) for i in range(PROBLEMS)]
     held_out = [arithmetic.problem("heldout", i) for i in range(HELD_OUT)] * 4
     past = torch.full((PROBLEMS,), torch.nan)  # mean |advantage| of each prompt's last group
-    seconds, training, trained = 0.0, 0.0, 0.0  # all steps; their training; tokens trained on
+    seconds, training = 0.0, 0.0  # of all steps so far, and of their training
+    trained = 0.0  # tokens that they trained on
     rest = 1e9  # tokens that are trained on in the time of all else; at first huge, so that p = 1
     for step in range(steps):
         started = time.perf_counter()
@@ -162,7 +164,8 @@ def train(grpo=False, seed=0, steps=STEPS):
         optimizer.param_groups[0]["lr"] = LR * min((step + 1) / WARMUP, 1 - step / steps)
         optimizer.step()
         ended = time.perf_counter()
-        seconds, training = seconds + ended - started, training + ended - began
+        seconds += ended - started
+        training += ended - began
         trained += cost[kept].sum().item()
         if step + 1 == MEASURED:  # seconds of all else in a step x tokens trained on per second
             rest = (seconds - training) / MEASURED * trained / training

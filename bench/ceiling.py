@@ -282,6 +282,9 @@ def report(found: dict, run: Run) -> str:
     source = "measured in this run" if found["rest"] == run.rest else "--rest"
     rows = [(title, found[rule]["trained"], found[rule]["faster"]) for rule, title in RULES.items()]
     rows.append(("no training at all", 0.0, 1 + 1 / found["rest"]))
+    same_batch = [
+        f"  {title:20}{trained:9.2f}{faster:14.2f} times as fast" for title, trained, faster in rows
+    ]
     lines = [
         f"{found['path']}: {found['steps']} steps of {found['prompts']:.0f} prompts x "
         f"{found['group_sizes'][-1]} completions of {run.trainer}. Rewards differ in "
@@ -291,7 +294,7 @@ def report(found: dict, run: Run) -> str:
         "",
         f"The same batch, if the time of training goes with the {unit} that are trained on:",
         f"  {'compared with all':20}{'trains on':>9}{'a step is':>14}",
-        *map("  {0[0]:20}{0[1]:9.2f}{0[2]:14.2f} times as fast".format, rows),
+        *same_batch,
         "Zeros are completions without a gradient, so leaving them out changes nothing. Adaptive "
         "keeps the gradient on average. By estimated sizes, its variance is at most "
         f"{found['adaptive']['noise']:.2f} times as large.",

@@ -307,7 +307,8 @@ class DPPOTrainer(PPOTrainerSync):
         weights = torch.zeros(K, G, dtype=torch.float64)
         for part in update_of.unique().tolist():
             own = update_of == part  # [K]
-            sizes, rest = (prompt_weights[own] * size[own], self.args.rest * cost[own].sum().item())
+            sizes = prompt_weights[own] * size[own]
+            rest = self.args.rest * cost[own].sum().item()
             look = dppo.Completions(advantages[own], rewards[own], cost[own], sizes, rest)
             generator = dppo.generator_for(self.seed, "completions", self.global_steps, part)
             _keep, drawn = dppo.prune_completions(
