@@ -196,10 +196,12 @@ def train_with_vllm(tmp_path):
     return go
 
 
-def test_training(train_with_vllm):
-    """Catches stale weights, a stale head or prefix in the training loop. At each of ten steps
-    vLLM's log-probs are the trainer's, and the correction for a difference has nothing to do."""
-    log = train_with_vllm("run", method="grpo")
+@pytest.mark.parametrize("lora", [0, 4])
+def test_training(train_with_vllm, lora):
+    """Catches stale weights, a stale head or prefix in the training loop, and adapters that are not
+    merged. At each of ten steps vLLM's log-probs are the trainer's, and the correction for a
+    difference has nothing to do."""
+    log = train_with_vllm("run", method="grpo", lora=lora)
     gaps = [row["sampling/sampling_logp_difference/mean"] for row in log]
     assert max(gaps) < 1e-4
     ratios = [row["sampling/importance_sampling_ratio/mean"] for row in log]

