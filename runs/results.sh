@@ -27,19 +27,28 @@ words)
     ;;
 reach)
     until_accuracy() {
-        python -m bench race --json runs/reach.jsonl --seeds 10 --first-seed 20 "$@"
+        python -m bench race --json runs/reach.jsonl --seeds 10 --first-seed 30 "$@"
     }
-    batch="--prompts-per-step 32 --group-size 4"
-    until_accuracy --setting arithmetic --reach 0.98 --methods \
-        "adaptive=--method adaptive $batch --steps 120 --lr 6e-4" \
-        "nonzero=--method nonzero $batch --steps 120 --lr 9e-4" \
-        "adaptive, rest 0.1=--method adaptive --rest 0.1 $batch --steps 120 --lr 6e-4" \
-        "pps=--method pps --completion-prune-rate 0.9 $batch --steps 120 --lr 6e-4" \
-        "adaptive, 16 x 8=--method adaptive --prompts-per-step 16 --group-size 8 --steps 120 --lr 6e-4"
+    four="--prompts-per-step 32 --group-size 4"
+    eight="--prompts-per-step 16 --group-size 8"
+    sixteen="--prompts-per-step 8 --group-size 16"
+    mixed="$sixteen --steps 200 --lr 4e-4"
     until_accuracy --setting arithmetic-mixed --reach 0.95 --methods \
-        "adaptive, 32 x 4=--method adaptive $batch --steps 150 --lr 4e-4" \
-        "nonzero=--method nonzero $batch --steps 150 --lr 4e-4" \
-        "adaptive, 32 x 4, rest 0.1=--method adaptive --rest 0.1 $batch --steps 150 --lr 4e-4"
+        "adaptive, 8 x 16=--method adaptive $mixed" \
+        "nonzero, 8 x 16=--method nonzero $mixed" \
+        "pps, 8 x 16=--method pps --completion-prune-rate 0.9 $mixed" \
+        "adaptive, rest 0.1, 8 x 16=--method adaptive --rest 0.1 $mixed" \
+        "adaptive, 16 x 8=--method adaptive $eight --steps 150 --lr 2.5e-4" \
+        "nonzero, 16 x 8=--method nonzero $eight --steps 150 --lr 2.5e-4" \
+        "adaptive, 32 x 4=--method adaptive $four --steps 150 --lr 4e-4" \
+        "nonzero, 32 x 4=--method nonzero $four --steps 150 --lr 4e-4"
+    until_accuracy --setting arithmetic --reach 0.98 --methods \
+        "adaptive, 16 x 8=--method adaptive $eight --steps 120 --lr 6e-4" \
+        "nonzero, 16 x 8=--method nonzero $eight --steps 120 --lr 4e-4" \
+        "adaptive, 8 x 16=--method adaptive $sixteen --steps 150 --lr 4e-4" \
+        "nonzero, 8 x 16=--method nonzero $sixteen --steps 150 --lr 6e-4" \
+        "adaptive, 32 x 4=--method adaptive $four --steps 120 --lr 6e-4" \
+        "nonzero, 32 x 4=--method nonzero $four --steps 120 --lr 9e-4"
     ;;
 *) echo "unknown command ${1:-}: see the first lines of $0" >&2 && exit 2 ;;
 esac
