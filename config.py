@@ -91,6 +91,7 @@ def resolve(cfg: Config) -> Config:
         "prompt_prune_rate": prompt_rule.rate or 0.0,
         "prompts_per_step": 16 if tiny else 64,
         "completion_prune_rate": completion_rule.rate or 0.0,
+        "rest": dppo.REST,
         "scale_rewards": dppo.LOSSES[cfg.loss].scale_rewards,
         "eps_low": eps_low,
         "eps_high": eps_high,
@@ -189,10 +190,8 @@ def _check_values(cfg: Config) -> None:
     for name in counts:
         require(cfg, name, getattr(cfg, name) >= 1, "at least 1")
     require(cfg, "group_size", cfg.group_size >= 2, "at least 2: a group of one has no advantage")
-    for name in ("lr", "temperature"):
+    for name in ("lr", "temperature", "rest"):
         require(cfg, name, 0 < getattr(cfg, name) < math.inf, "above 0 and finite")
-    good = cfg.rest == "auto" or 0 < cfg.rest < math.inf
-    require(cfg, "rest", good, "auto, or above 0 and finite")
     for name in ("beta", "warmup", "grad_clip", "eval_every", "save_every"):
         require(cfg, name, 0 <= getattr(cfg, name) < math.inf, "at least 0 and finite")
     good = 0 < cfg.eps_low < 1 or cfg.eps_low == dppo.LOSSES[cfg.loss].clip[0]  # cispo: 1

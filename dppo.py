@@ -45,6 +45,9 @@ ADVANTAGE_EPS = 1e-4  # added to the group's standard deviation, as in TRL
 # |advantages| are equal, and rounding would decide.
 THRESHOLD_MARGIN = 1e-6
 SIZE_FLOOR = 0.03  # lowest size, relative to the mean size, so that no weight is unbounded
+# For adaptive: the time of all of a step but training, over the time of training on everything. A
+# constant, so that a run repeats itself: what another value costs is in docs/method.md, section 4.
+REST = 0.1
 
 
 class RuleError(ValueError):

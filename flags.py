@@ -65,10 +65,10 @@ class Config(Flags):
     """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
     its group's mean. pps: the share of sampled tokens not trained on; higher means that less is
     kept. By default 0.7."""
-    rest: float | Literal["auto"] = "auto"
+    rest: float | None = None
     """For adaptive: the time of all of a step but training, above all the rollout, over the time of
-    training on everything that was sampled. Lower means that less is kept. auto measures it, after
-    steps in which every term that is not 0 is kept; a number makes a run repeatable bit for bit."""
+    training on everything that was sampled. Lower means that less is kept. By default 0.1, which
+    suits most runs (docs/method.md, section 4)."""
 
     # ------------------------------------------------------------------------ loss
     loss: str | None = None

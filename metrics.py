@@ -1,7 +1,7 @@
 """
 The figures of a step's row in log.jsonl, and the groups and sampled completions beside it.
 
-train.py adds step, learning_rate, rest, step_time, time/*, eval/* and history/* (see `history`).
+train.py adds step, learning_rate, step_time, time/*, eval/* and history/* (see `history`).
 Names are TRL's where it has one. A figure that does not exist in a step is NaN here and null in the
 file.
 

@@ -59,7 +59,7 @@ from flags import Config
 from rewards import math_reward, score
 from runtime import InputError, NotFiniteError, checkpoint, console, log, ranks
 from runtime.stop import Stop
-from runtime.timer import Rest, Timer
+from runtime.timer import Timer
 from update import accumulate_gradients, trainer_logprobs
 
 TOKENS_MEMORY = 10  # steps until a batch's token count weighs 1/e in the mean
@@ -115,7 +115,6 @@ class Trainer:
         divides_by_tokens = dppo.LOSSES[cfg.loss].denominator == "batch tokens"
         self.needs_mean_tokens = config.prunes_prompts(cfg) and divides_by_tokens
         self.mean_tokens = None  # of the un-pruned batches of the last steps
-        self.rest = Rest(cfg.rest)
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(
             trained, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=cfg.device == "cuda"
@@ -207,7 +206,7 @@ class Trainer:
             rows = minibatch == number  # [K]
             size = dppo.contribution_size(advantages[rows], factor[rows], energy[rows], cfg.beta)
             # For the rule adaptive: the time of everything but training, in tokens trained on.
-            rest = self.rest.value * cost[rows].sum().item()
+            rest = cfg.rest * cost[rows].sum().item()
             part = dppo.Completions(advantages[rows], rewards[rows], cost[rows], size, rest)
             keep[rows], weights[rows] = dppo.prune_completions(
                 cfg.completion_rule, cfg.completion_prune_rate, part, generator
@@ -260,9 +259,8 @@ class Trainer:
             keep=keep, weights=both_weights, stats=stats, grad_norms=grad_norms,
         )  # fmt: skip
         times = self.timer.seconds | {"step_time": self.timer.now() - started}
-        used = {"learning_rate": self.optimizer.param_groups[0]["lr"], "rest": self.rest.value}
+        used = {"learning_rate": self.optimizer.param_groups[0]["lr"]}
         row = {"step": step} | row | used | times | history_figures
-        self.rest.add(step, row)
         samples = metrics.samples(
             step, problems, texts, rewards[mine], advantages[mine], keep[mine], both_weights[mine]
         )
@@ -305,13 +303,11 @@ class Trainer:
             "content": self.content,
             "history": vars(self.history),
             "mean_tokens": self.mean_tokens,
-            "rest": vars(self.rest),
         }
 
     def load_state(self, state: dict) -> None:
         self.history.restore(state["history"])
         self.mean_tokens = state["mean_tokens"]
-        vars(self.rest).update(state["rest"])
 
 
 # ---------------------------------------------------------------------------- the run
@@ -335,7 +331,6 @@ def run(trainer: Trainer, until: int | None = None) -> None:
     last = cfg.steps if until is None else min(cfg.steps, until)
     saved_at = done  # the step of the newest checkpoint
     dead_steps = 0  # in a row
-    rest = None  # as the console last said it
     row, others, is_written = {"step": 0}, {}, False
 
     def write(row, others):
@@ -354,9 +349,6 @@ def run(trainer: Trainer, until: int | None = None) -> None:
                 row |= trainer.evaluate(done)
                 write(row, others)
                 is_written = True
-                if logger and cfg.rest == "auto" and row["rest"] not in (rest, math.inf):
-                    rest = row["rest"]
-                    logger.note(console.rest(row, cfg))
                 dead_steps = dead_steps + 1 if row["grad_norm"] == 0 else 0
                 if logger and row["frac_reward_some_none"] > 0:
                     logger.note(SOME_NONE)

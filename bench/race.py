@@ -212,7 +212,6 @@ def make_one(run: Run) -> dict:
         failed = str(problem)
     sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}
     result = {"made": len(rows), "accuracy": accuracy, "curve": curve, "failed": failed}
-    result["rest"] = rows[-1]["rest"] if rows else None
     return vars(run) | result | sums | made_by()
 
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import math
 import os
+import statistics
 import sys
 
 from runtime import timer
@@ -91,14 +92,6 @@ def lines(row: dict, samples: list[dict] | None, cfg) -> str:
     return text
 
 
-def rest(row: dict, cfg) -> str:
-    """What --rest auto measured, and what follows from it in the step of a row."""
-    text = f"everything but training takes {row['rest']:.2g} of the time of training on everything"
-    if cfg.completion_rule == "adaptive":
-        text += f": adaptive keeps {number(row['kept/live_tokens'], 2)} of what is not 0"
-    return text
-
-
 def summary(rows: list[dict]) -> str:
     """What a run has done, from all rows of its log.jsonl."""
     steps = [row for row in rows if row["step"] > 0]
@@ -112,18 +105,17 @@ def summary(rows: list[dict]) -> str:
     if scores:
         (name, before), (_, after) = scores[0], scores[-1]
         parts.insert(0, f"{name} from {number(before, 3)} to {number(after, 3)}")
-    warm = steps[1:]
-    if not any(row["cost/kept"] for row in warm):
+    rest = timer.measured_rest(rows)
+    if rest is None:
         return "; ".join(parts)
-    updates = sum(row["time/train"] for row in warm)
-    rollouts = sum(row["time/rollout"] for row in warm) / sum(row["step_time"] for row in warm)
-    token = timer.seconds_of_a_token(warm)
-    saved = token * sum(row["cost/sampled"] - row["cost/kept"] for row in warm)
-    rest = timer.measured_rest(warm)
+    recent = timer.recent_steps(rows)
+    updates = sum(row["time/train"] for row in steps)
+    saved = timer.seconds_of_a_token(recent) * (sampled - kept)
+    rollouts = statistics.median_low(row["time/rollout"] / row["step_time"] for row in recent)
     elsewhere = rest / (1 + rest)
     return "; ".join(parts) + (
         f"\nupdates took {updates:.0f} s; on every completion they would take about "
-        f"{updates + saved:.0f} s (an estimate). Rollouts were {rollouts:.0%} of these steps"
+        f"{updates + saved:.0f} s (an estimate). Rollouts were {rollouts:.0%} of a step"
         f"\nrest is {rest:.2g}: without pruning, {elsewhere:.0%} of a step would not be training. "
         f'{advice(rest)} (README.md, "Does it pay on your run?")'
     )

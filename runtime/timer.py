@@ -1,19 +1,16 @@
 """
-Times of a step's parts, measured after the device has finished its work; and from them `rest`, the
-time of all of a step but training over the time of training on every completion.
+The seconds of a step's parts, measured after the device has finished its work; and from them, for
+reports, `rest`: the time of all of a step but training over the time of training on everything.
 """
 
 import contextlib
-import math
+import statistics
 import time
 
 import torch
 
-from runtime import ranks
-
 PARTS = ("rollout", "score", "train")
-TIMES = ("cost/kept", "cost/sampled", "time/train", "step_time")  # a row's, which give `rest`
-GRID = 1.4  # `rest` is rounded to its powers, so that a run seldom differs from its repetition
+RECENT = 20  # steps that `measured_rest` looks at, because lengths change in a run
 
 
 def clock(device: str) -> float:
@@ -46,60 +43,46 @@ class Timer:
         self.seconds[f"time/{part}"] += self.now() - started
 
 
-class Rest:
-    """The `rest` of a run. --rest auto measures it after the steps 4, 8, 16, 32, ..., because
-    lengths change; until then it is infinite, and adaptive keeps every term that is not 0.
+# ---------------------------------------------------------------------------- rest, for reports
 
-    A step's rest follows from earlier steps only. It is known before the draw, so the gradient
-    stays unbiased.
+
+def recent_steps(rows: list[dict]) -> list[dict]:
+    """The last steps that trained on anything, from rows of log.jsonl, without step 1, which loads
+    and compiles."""
+    return [row for row in rows if row["step"] > 1 and row["cost/kept"]][-RECENT:]
+
+
+def median(rows: list[dict], key: str) -> float:
+    """The lower median, so that a step that waited, or loaded and compiled, changes nothing."""
+    return statistics.median_low(row[key] for row in rows)
+
+
+def measured_rest(rows: list[dict]) -> float | None:
+    """`rest` of a run's last steps, from rows of log.jsonl. None if it cannot be known.
+
+    rest = (seconds of a step - seconds of a token * tokens kept) / (seconds of a token * tokens
+    sampled), where `seconds of a token` leaves out what an update takes whatever it keeps.
     """
-
-    def __init__(self, flag: float | str):
-        self.value = math.inf if flag == "auto" else flag
-        self.is_measured = flag == "auto"
-        self.rows = []  # TIMES of each step but the first, which warms up
-
-    def add(self, step: int, row: dict) -> None:
-        """Learn from a step's row of the log; the seconds are the mean of all ranks."""
-        if not self.is_measured or step == 1:
-            return
-        figures = torch.tensor([row[name] for name in TIMES], dtype=torch.float64)
-        mean = ranks.all_reduce(figures) / ranks.world()
-        self.rows.append(dict(zip(TIMES, mean.tolist(), strict=True)))
-        is_due = step >= 4 and step & (step - 1) == 0  # a power of 2
-        if not is_due:
-            return
-        now = measured_rest(self.rows)
-        is_known = 0 < now < math.inf  # not if nothing was sampled, or nothing trained on
-        is_near = self.value / GRID < now < self.value * GRID
-        if is_known and not is_near:
-            self.value = GRID ** round(math.log(now, GRID))
+    steps = recent_steps(rows)
+    if not steps:
+        return None
+    token = seconds_of_a_token(steps)
+    others = [row["step_time"] - min(token * row["cost/kept"], row["time/train"]) for row in steps]
+    return statistics.median_low(others) / (token * median(steps, "cost/sampled"))
 
 
-def measured_rest(rows: list[dict]) -> float:
-    """The time of all of a step but training, over that of training on all that was sampled, from
-    rows of log.jsonl. It is the median of their later half."""
-    second = seconds_of_a_token(rows)
-    recent = rows[len(rows) // 2 :]
-    training = second * column(recent, "cost/kept")
-    others = column(recent, "step_time") - training.minimum(column(recent, "time/train"))
-    return (others.median() / second / column(recent, "cost/sampled").mean()).item()
-
-
-def seconds_of_a_token(rows: list[dict]) -> float:
-    """Seconds of training on one more token, from rows of log.jsonl.
+def seconds_of_a_token(steps: list[dict]) -> float:
+    """Seconds of training on one more token.
 
     An update that keeps little also takes its fixed time. Where the tokens differ enough, a line
-    through the points tells the two apart; else all of the time is taken to grow with the tokens.
+    tells the two apart: through the median of the half that kept less, and that of the half that
+    kept more. Else all of the time is taken to grow with the tokens.
     """
-    kept, seconds = column(rows, "cost/kept"), column(rows, "time/train")
-    if kept.max() > 2 * kept.min():
-        centred = kept - kept.mean()
-        slope = ((centred * seconds).sum() / centred.square().sum()).item()
-        if 0 < slope * kept.mean() < seconds.mean():
+    steps = sorted(steps, key=lambda row: row["cost/kept"])
+    less, more = steps[: len(steps) // 2], steps[len(steps) // 2 :]
+    if less and median(more, "cost/kept") > 1.5 * median(less, "cost/kept"):
+        tokens = median(more, "cost/kept") - median(less, "cost/kept")
+        slope = (median(more, "time/train") - median(less, "time/train")) / tokens
+        if 0 < slope * median(less, "cost/kept") < median(less, "time/train"):
             return slope
-    return (seconds.sum() / kept.sum()).item()
-
-
-def column(rows: list[dict], key: str) -> torch.Tensor:
-    return torch.tensor([row[key] for row in rows], dtype=torch.float64)
+    return statistics.median_low(row["time/train"] / row["cost/kept"] for row in steps)

@@ -121,7 +121,7 @@ def test_the_line_of_a_step(changes, said):
 
 
 def test_what_a_run_came_to():
-    """Of all steps of its log, in which null stands for NaN; seconds without the first one, which
+    """Of all steps of its log, in which null stands for NaN; `rest` without the first one, which
     warms up. Catches a sum of the last step alone, an estimate that only counts what was kept, and
     a division by 0."""
     seconds = {"time/rollout": 1.0, "time/train": 2.0, "step_time": 3.5}
@@ -136,8 +136,8 @@ def test_what_a_run_came_to():
     )
     assert said[0].endswith("900 (20 %) trained on; 10 s of steps")
     assert said[1] == (
-        "updates took 4 s; on every completion they would take about 20 s (an estimate). Rollouts "
-        "were 29% of these steps"
+        "updates took 6 s; on every completion they would take about 30 s (an estimate). Rollouts "
+        "were 29% of a step"
     )
     elsewhere = "without pruning, 13% of a step would not be training"  # 1.5 s over 10 s + 1.5 s
     assert said[2].startswith(f"rest is 0.15: {elsewhere}. Updates dominate")

@@ -60,8 +60,17 @@ def test_without_the_marked_lines_the_step_is_grpo(policy_folder, run, tmp_path)
     assert_same(timeless(tmp_path / "grpo"), timeless(tmp_path / "cut"))
 
 
+def test_a_default_run_repeats_itself(tmp_path):
+    """`python train.py` twice gives the same rows but for seconds. Catches a draw that depends on
+    the clock."""
+    for name in ("once", "twice"):
+        args = ["--steps", "4", "--save-every", "4", "--eval-every", "0"]
+        train.main(config.parse_config([*args, "--out-dir", str(tmp_path / name)]))
+    assert_same(timeless(tmp_path / "once"), timeless(tmp_path / "twice"))
+
+
 NAMES = """
-    step rest loss reward reward_std frac_reward_zero_std frac_reward_some_none
+    step loss reward reward_std frac_reward_zero_std frac_reward_some_none
     completions/mean_length completions/clipped_ratio clip_ratio/region_mean entropy entropy/trained
     grad_norm learning_rate step_time kept/prompts kept/completions kept/tokens kept/live_tokens
     weight/max weight/ess weight/prompt_max pack/density cost/sampled cost/kept tokens/generated
