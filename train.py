@@ -97,7 +97,9 @@ class Trainer:
             models.check_memory(cfg)
         problems = models.load_problems(cfg, reward)  # first: a bad file is reported at once
         self.train_set, self.eval_set, self.reward, self.eval_reward = problems
-        self.saved = find_checkpoint(cfg)  # the weights are loaded here, the rest by `restore`
+        parts = {"trainer": type(self), "reward": self.reward, "eval reward": self.eval_reward}
+        self.parts = {part: checkpoint.name_of(thing) for part, thing in parts.items()}
+        self.saved = find_checkpoint(cfg, self.parts)  # the rest is loaded by `restore`
         loaded = models.load_models(cfg, self.saved)
         # `model` is trained, and `policy` samples: a copy, or the same object.
         self.model, self.policy, self.reference = loaded.model, loaded.policy, loaded.reference
@@ -320,7 +322,9 @@ def run(trainer: Trainer, until: int | None = None) -> None:
     any moment continues from its newest checkpoint, and repeats the steps after it exactly.
     """
     cfg, out_dir, stop = trainer.cfg, Path(trainer.cfg.out_dir), Stop()
-    done = restore(trainer) if trainer.saved else 0  # steps that have ended
+    # In turns: each rank reads the whole state of the optimizer, and keeps its share. For 8B this
+    # is 64 GB. `done`: steps that have ended.
+    done = ranks.in_turns(restore, trainer) if trainer.saved else 0
     if cfg.resume is True and done >= cfg.steps:
         more = ", or give more --steps" if cfg.lr_schedule == "constant" else ""
         raise InputError(
@@ -421,7 +425,8 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
     logger.open(done)
     if cfg.track:
         logger.start_tracker(cfg.track, asdict(cfg))
-    checkpoint.write_config(out_dir, asdict(cfg), trainer.world, trainer.tokenizer.date)
+    date = trainer.tokenizer.date
+    checkpoint.write_config(out_dir, asdict(cfg), trainer.world, date, trainer.parts)
     millions = sum(parameter.numel() for parameter in trainer.policy.parameters()) / 1e6
     problems, held_out = len(trainer.train_set), len(trainer.eval_set)
     print(
@@ -463,9 +468,10 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
 # ---------------------------------------------------------------------------- checkpoints
 
 
-def find_checkpoint(cfg: Config) -> Path | None:
+def find_checkpoint(cfg: Config, parts: dict) -> Path | None:
     """The checkpoint that a run resumes from, if any. InputError if a run would be overwritten, if
-    there is none to resume, or if --shard fsdp has no ranks to share the weights."""
+    there is none to resume, if it has another trainer or reward, or if --shard fsdp has no ranks to
+    share the weights."""
     folder = Path(cfg.out_dir)
     holds_run = (folder / "config.json").exists()
     if holds_run:
@@ -481,6 +487,8 @@ def find_checkpoint(cfg: Config) -> Path | None:
             f"--out-dir {cfg.out_dir} holds a run: give --resume to continue it, or another "
             f"--out-dir"
         )
+    if holds_run and cfg.resume:
+        checkpoint.check_parts(folder, parts)
     if cfg.shard == "fsdp" and not dist.is_initialized():
         raise InputError("--shard fsdp: no ranks share the weights; start train.py with torchrun")
     ranks.barrier()  # every rank has looked before rank 0 writes
@@ -504,11 +512,6 @@ def restore(trainer: Trainer) -> int:
     for other problems, whose places in the prompt history would be wrong."""
     stored = checkpoint.load_state(trainer.saved)
     state = stored["trainer"]
-    if state.keys() != trainer.state().keys():
-        raise InputError(
-            f"--resume: another program or version than this one trained the run in "
-            f"{trainer.cfg.out_dir}: resume it with the command that started it"
-        )
     if state["content"] != trainer.content:
         raise InputError(f"--data {trainer.cfg.data}: not the problems that the run began with")
     ranks.load_optimizer(trainer.optimizer, stored["optimizer"])

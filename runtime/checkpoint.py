@@ -14,7 +14,7 @@ There is no random state to save: all randomness is a function of (seed, step, p
 
 import contextlib
 import datetime
-import fcntl
+import functools
 import json
 import os
 import re
@@ -25,6 +25,11 @@ from pathlib import Path
 
 import torch
 import transformers
+
+try:
+    import fcntl
+except ModuleNotFoundError:
+    sys.exit("error: this needs Linux or macOS; Windows has no fcntl")
 
 from runtime import InputError, log, ranks
 
@@ -208,8 +213,34 @@ def first_date(out_dir: str | None) -> str:
     return stored.get("date") or str(datetime.date.today())
 
 
-def write_config(out_dir: Path, config: dict, ranks: int, date: str | None) -> None:
-    """config.json: every resolved value, the date of the prompts, the versions, and the commit."""
+def name_of(thing) -> str:
+    """module.name of a class, a function or another object that can be called. What a program
+    defines is in __main__, so it gets the name of the program's file instead."""
+    while isinstance(thing, functools.partial):
+        thing = thing.func
+    thing = thing if hasattr(thing, "__qualname__") else type(thing)
+    main = getattr(sys.modules["__main__"], "__file__", None) or "__main__"
+    module = Path(main).stem if thing.__module__ == "__main__" else thing.__module__
+    return f"{module}.{thing.__qualname__}"
+
+
+def check_parts(folder: Path, parts: dict) -> None:
+    """InputError if the run in a folder has another trainer or reward than `parts` names."""
+    stored = log.read_json(folder / "config.json")
+    for part, now in parts.items():
+        then = stored.get("parts", {}).get(part)
+        if now != then:
+            raise InputError(
+                f"--resume: the run in {folder} has the {part} {then}, not {now}: resume it with "
+                f"the program that started it, {stored.get('program')}"
+            )
+
+
+def write_config(
+    out_dir: Path, config: dict, ranks: int, date: str | None, parts: dict | None = None
+) -> None:
+    """config.json: every resolved value, the program and its parts, the date of the prompts, the
+    versions, and the commit."""
     # This clone's own repository: an archive may lie in another one.
     own = ["git", "-C", str(ROOT), "--git-dir=.git", "--work-tree=."]
     command = [*own, "describe", "--always", "--dirty", "--abbrev=40"]
@@ -219,6 +250,8 @@ def write_config(out_dir: Path, config: dict, ranks: int, date: str | None) -> N
         commit = answer.stdout.decode().strip()  # it ends in -dirty if files differ from it
     written = {
         "config": config,
+        "program": sys.argv[0],
+        "parts": parts or {},
         "date": date,
         "versions": {
             "python": sys.version.split()[0],

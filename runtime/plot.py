@@ -100,13 +100,11 @@ def draw_panel(axis, rows: list[dict], x: str, name: str, curves: dict) -> None:
 
 def main(folder: Path) -> None:
     """Draw a run's picture, and print where it is. SystemExit says why there is none."""
-    from runtime import checkpoint  # it imports log.py, which imports this file
-
     try:
-        checkpoint.stored_config(folder)
         draw_run(folder)
-    except (ImportError, OSError, ValueError) as problem:  # or MPLBACKEND names what is not there
-        print(f"error: {problem}", file=sys.stderr)
+    except (ImportError, OSError, ValueError, KeyError, TypeError) as problem:
+        kind = type(problem).__name__
+        print(f"error: {folder} is not drawn ({kind}: {problem})", file=sys.stderr)
         sys.exit(2)
     print(folder / "run.png")
 

@@ -54,22 +54,6 @@ def test_characters_that_the_console_lacks(policy_folder, tmp_path):
     assert r"gr\xf6\xdfe-\u221a2/log.jsonl" in said
 
 
-@pytest.mark.parametrize(
-    ("config", "found"),
-    [('{"config": {"batch_size": 4}}', "a supervised start"), ('{"config": 3}', "nothing of ours")],
-)
-def test_a_picture_of_another_folder(tmp_path, capsys, config, found):
-    """Catches a traceback."""
-    (tmp_path / "log.jsonl").write_text("")
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(SystemExit) as caught:
-        plot.main(tmp_path)
-    assert caught.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {tmp_path}")
-    assert f"holds {found} where a training run should" in line
-
-
 def test_a_run_without_matplotlib(run, pictures, monkeypatch, capsys):
     """As with the MPLBACKEND of a notebook. Catches an import that ends train.py or eval.py before
     it starts."""

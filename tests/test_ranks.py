@@ -16,7 +16,7 @@ import config
 import models
 import update
 from rollout import Rollouts
-from runtime import InputError, ranks
+from runtime import InputError, checkpoint, ranks
 from runtime.stop import Stop
 
 # ---------------------------------------------------------------------------- the process group
@@ -127,20 +127,32 @@ def test_sequences_arrive_whole_and_once():
     assert max(tokens) - min(tokens) <= 2
 
 
+def watch(owner, name):
+    """Print when each call of owner.name begins and ends."""
+    work = getattr(owner, name)
+
+    def watched(*args):
+        began = time.monotonic()
+        time.sleep(0.1)
+        found = work(*args)
+        print("span", began, time.monotonic(), flush=True)
+        return found
+
+    setattr(owner, name, watched)
+
+
+def assert_in_turns(printed, calls):
+    lines = [line.split() for line in "".join(printed).splitlines()]
+    spans = sorted(tuple(map(float, words[1:])) for words in lines if words[0] == "span")
+    assert len(spans) == calls
+    assert all(end <= began for (_, end), (began, _) in itertools.pairwise(spans))
+
+
 def load_slowly(folder):
     ranks.start("cpu")
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):  # as some launchers do not set
         del os.environ[name]
-    read = models.read
-
-    def watched(name):
-        began = time.monotonic()
-        time.sleep(0.1)
-        found = read(name)
-        print(began, time.monotonic(), flush=True)
-        return found
-
-    models.read = watched
+    watch(models, "read")
     cfg = config.resolve(config.Config(model=folder, device="cpu", beta=0.1, shard="fsdp"))
     models.load_models(cfg, None)
 
@@ -148,28 +160,31 @@ def load_slowly(folder):
 def test_ranks_load_in_turns(policy_folder):
     """The model, the reference and the copy that samples. Catches ranks that hold a model on the
     host at the same time: eight of 8B are 260 GB."""
-    printed = in_processes(2, load_slowly, policy_folder)
-    spans = sorted([float(time) for time in line.split()] for line in "".join(printed).splitlines())
-    assert len(spans) == 6
-    assert all(end <= began for (_, end), (began, _) in itertools.pairwise(spans))
+    assert_in_turns(in_processes(2, load_slowly, policy_folder), calls=6)
 
 
 # ---------------------------------------------------------------------------- sharded weights
+
+
+def resume_slowly(args):
+    watch(checkpoint, "load_state")
+    toy.main(args)
 
 
 def test_resumed_on_other_ranks(policy_folder, run, tmp_path):
     """A step sharded over 2 ranks, one on one rank, one sharded over 3: the log and checkpoint of a
     run on one rank.
 
-    Catches a share that is saved as the whole, Adam's state of another parameter, and a part of the
-    history that is lost.
+    Catches a share that is saved as the whole, Adam's state of another parameter, a part of the
+    history that is lost, and ranks that read the optimizer's state at the same time.
     """
     common = {"save_every": 1, "eval_every": 1, "eval_problems": 3, "beta": 0.1}
     broken = flags(policy_folder, str(tmp_path / "broken"), **common)
     run("whole", steps=3, **common)
     in_processes(2, toy.main, [*broken, "--steps", "1", "--shard", "fsdp"])
     run("broken", steps=2, resume=True, shard="none", **common)
-    in_processes(3, toy.main, [*broken, "--steps", "3", "--resume", "--shard", "fsdp"])
+    printed = in_processes(3, resume_slowly, [*broken, "--steps=3", "--resume", "--shard=fsdp"])
+    assert_in_turns(printed, calls=3)
     for here, there in zip(rows(tmp_path / "whole"), rows(tmp_path / "broken"), strict=True):
         assert here.keys() == there.keys()
         for key in {"step", "reward", "grad_norm", "loss", "eval/avg@4"} & here.keys():

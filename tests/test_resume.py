@@ -1,5 +1,6 @@
 """Resuming: a kill loses nothing, a step that is not finite is not applied, bad input is named."""
 
+import functools
 import itertools
 import json
 import math
@@ -7,6 +8,7 @@ import os
 import runpy
 import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +61,28 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
         config.parse_config(["--resume"])
 
 
+def strict(completion, answer):
+    return float(completion == answer)
+
+
+def test_a_run_keeps_its_reward_and_its_trainer(run, tmp_path, monkeypatch):
+    """Catches a run of a user's reward that `train.py --resume` continues with the data's own, and
+    programs whose rewards have the same name."""
+    run("run", steps=1, save_every=1)
+    again = {"steps": 2, "resume": True}
+    for found, changes in (
+        ("the reward toy.toy_reward, not rewards.arithmetic_reward", {"reward": None}),
+        ("the trainer train.Trainer, not toy.Recorder", {"trainer_class": toy.Recorder}),
+    ):
+        with pytest.raises(InputError, match=f"{found}: resume it with the program .*pytest"):
+            run("run", **again, **changes)
+    for program in ("one", "two"):  # a function of a program, which Python calls __main__
+        main = types.SimpleNamespace(__file__=f"/there/{program}.py")
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        monkeypatch.setattr(strict, "__module__", "__main__")
+        assert checkpoint.name_of(functools.partial(strict, answer=3)) == f"{program}.strict"
+
+
 def test_a_file_that_has_changed(run, tmp_path):
     """Its rows have changed places. Catches a prompt history of other problems."""
     problems = [{"problem": f"{n}+{4 - n % 2}?", "answer": "4"} for n in range(8)]
@@ -100,6 +124,7 @@ def nth_call_fails(monkeypatch, owner, name, number, fails):
     returns."""
     real, calls = getattr(owner, name), itertools.count(1)
 
+    @functools.wraps(real)
     def called(*args, **options):
         now = next(calls) == number
         if now and isinstance(fails, Exception):
