@@ -18,12 +18,11 @@ import os
 
 import numpy
 import torch
-import torch.distributed as dist
 
 import dppo
 import lora
 import rollout
-from runtime import InputError, NotFiniteError
+from runtime import InputError, NotFiniteError, ranks
 
 # Mean |log-prob difference|, in nats; bfloat16 alone causes about 0.02.
 MAX_GAP = {"float32": 0.01, "bfloat16": 0.3}
@@ -66,7 +65,6 @@ class Engine:
         self.vocab_size = vocab_size
         self.dtype = dtype
         self.sleeps = device == "cuda"  # between two calls, when the trainer needs the memory
-        self.among_ranks = dist.is_initialized()
         try:
             self.llm = LLM(
                 folder,
@@ -78,7 +76,8 @@ class Engine:
                 gpu_memory_utilization=memory or 0.3,
                 enable_sleep_mode=self.sleeps,
                 enforce_eager=device == "cpu",
-                distributed_executor_backend="external_launcher" if self.among_ranks else None,
+                # Not "if there is a process group": a vLLM of one process leaves one of its own.
+                distributed_executor_backend="external_launcher" if ranks.are_several() else None,
                 logprobs_mode="processed_logprobs",  # after the temperature
                 generation_config="vllm",  # not the model's own temperature, top-k and top-p
                 skip_tokenizer_init=True,
@@ -157,11 +156,8 @@ class Engine:
         self.llm.reset_prefix_cache()
 
     def close(self) -> None:
-        """Call this before destroying the process group, in which vLLM has groups of its own.
-        Without other ranks vLLM made the process group itself, so it is destroyed here."""
+        """Stop vLLM. Its process group stays, for the next engine of this process."""
         self.llm.llm_engine.engine_core.shutdown()
-        if dist.is_initialized() and not self.among_ranks:
-            dist.destroy_process_group()
 
     def check(self, model, prompt_ids, sampling: rollout.Sampling, logprobs_of) -> None:
         """InputError unless vLLM's log-probs are the trainer's, both for the current weights and,
