@@ -127,9 +127,8 @@ class Config(Flags):
     """Longest completion, in tokens. By default what the embedded task needs, or 1,024."""
     temperature: float = 1.0
     """Sampling temperature. The trained log-probs include it."""
-    engine: Literal["compact", "hf", "vllm", "plain"] = "compact"
-    """What samples: compact (this repository's), hf (transformers' generate), vllm, or plain: the
-    loop in rollout.py."""
+    engine: Literal["loop", "hf", "vllm"] = "loop"
+    """What samples: loop (rollout.py's), hf (transformers' generate), or vllm."""
     vllm_memory: float | None = None
     """Share of the GPU's memory that vLLM may use while it samples. By default what training
     leaves."""
@@ -211,8 +210,8 @@ class EvalConfig(Flags):
     """The sentence after each problem, as in train.py, which has the same default."""
     thinking: bool = False
     """Let the chat template open a thinking block."""
-    engine: Literal["compact", "hf", "vllm"] = "compact"
-    """What samples: this repository's loop, transformers' generate, or vLLM."""
+    engine: Literal["loop", "hf", "vllm"] = "loop"
+    """What samples: loop (rollout.py's), hf (transformers' generate), or vllm."""
     vllm_memory: float = 0.8
     """Share of the GPU's memory that vLLM may use."""
     batch_size: int = 512

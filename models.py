@@ -27,20 +27,21 @@ from transformers.utils import has_file, logging
 
 import chat_format
 import data
+import decoder
 import lora
 import packing
 import rewards
 import rollout
 from config import Config
 from dppo import seed_for
-from engines import check_decoder, compact, hf, memory, vllm_engine
+from engines import hf, memory, vllm_engine
 from runtime import InputError, checkpoint, ranks
 from runtime.device import cast_weights, fuse_norms
 from tasks import arithmetic, gguf
 from update import trainer_logprobs
 
 # What --engine names. vLLM is started by whoever asks for it: see `make_sampling`.
-ENGINES = {"plain": None, "compact": compact, "hf": hf}
+ENGINES = {"loop": None, "hf": hf}
 
 
 class Models(NamedTuple):
@@ -161,9 +162,7 @@ def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> 
     return how
 
 
-def sampling(
-    model, tokenizer, max_new_tokens: int, engine="compact", **options
-) -> rollout.Sampling:
+def sampling(model, tokenizer, max_new_tokens: int, engine="loop", **options) -> rollout.Sampling:
     """How to sample from a loaded policy, with its end tokens and its pad token. `engine` is a name
     of ENGINES or an engine, such as a vllm_engine.Engine. `options` are other fields."""
     engine = ENGINES[engine] if isinstance(engine, str) else engine
@@ -185,8 +184,8 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
 
     The model has packed attention, and `model.longest` is the number of tokens that a sequence may
     have. The tokenizer is as it was saved. Training needs float32 weights; sampling in bfloat16
-    needs weights of that type, or each would be cast for every token. If it `samples`, it is
-    compared with the fast decoder, see engines/check_decoder.py."""
+    needs weights of that type, or each would be cast for every token. If it `samples`, the logits
+    of its short forward are checked, see decoder.py."""
     model, tokenizer = read(name)
     kinds = sorted({*(getattr(model.config, "layer_types", None) or ["full_attention"])})
     try:
@@ -206,12 +205,10 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
             f"hidden state. It has the layers {kinds}, sliding_window {window} and rope {rope}"
         )
     fuse_norms(model)
-    exact = check_decoder.logits(model) if samples and dtype != "float32" else None
-    cast_weights(model, dtype)
-    model = model.to(device)
     if samples:
-        check_decoder.compare(model, exact)
-    return model, tokenizer
+        decoder.check(model)
+    cast_weights(model, dtype)
+    return model.to(device), tokenizer
 
 
 def read(name: str):

@@ -6,31 +6,44 @@ temperature that the log-probabilities include, without top-k, top-p or a repeti
 (eval.py may ask for those). The model's own generation config (Qwen3 ships temperature 0.6,
 top-k 20, top-p 0.95) plays no part, except for its end tokens.
 
-The plain loop below reads each prompt once, then samples its completions one token at a time.
-Engines take the same arguments and return the same; tests compare them with the plain loop:
-    compact  a faster loop, which on a CPU computes equal texts of a group once. The default of
-             train.py.
-    hf       transformers' model.generate
-    vllm     vLLM in this process, for large models on GPUs
+`decode` is the loop: it reads each prompt once, then samples its completions one token at a time.
+minimal.py's `sample` has the same loop. This one has three things more: completions of a prompt
+share a row of the batch while their texts are equal (on a CPU), the cache of keys and values grows
+in place, and random numbers that make a completion independent of what else is sampled.
 
-Letters: K prompts, G completions each, T = max_new_tokens, V vocabulary, B prompts read at once,
-W tokens of the longest of them, n completions that are unfinished.
+Two engines take its place, and return the same: hf (transformers' model.generate, engines/hf.py)
+and vllm (for large models on GPUs, engines/vllm_engine.py).
+
+Letters: K prompts, G completions each, T = max_new_tokens, V vocabulary, B = completions of a
+batch, W tokens of the longest of their prompts. n completions are unfinished. They have R distinct
+texts, one row each, and C after the next token.
 """
 
-import contextlib
-import inspect
 import math
 import sys
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
-from transformers import DynamicCache
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+import decoder
 import dppo
 from runtime import NotFiniteError
+from runtime.device import send
 
 FREE_SHARE = 0.6  # of a GPU's free memory: the rest is for logits, and for reading prompts
+# Tokens between two looks for completions that have ended. On a GPU the host waits at a look.
+LOOK_EVERY = {"cpu": 1, "cuda": 16}
+BLOCK = 512  # tokens of the vocabulary that are summed together, see `draw`
+BELOW_1 = 1 - 2**-53  # the largest float64 below 1
+ROOM = 16
 
 
 @dataclass
@@ -57,7 +70,7 @@ class Sampling:
     pad_id: int  # may be one of eos_ids
     temperature: float = 1.0  # log-probs include it; 0 is greedy, and log-probs are those at 1
     batch_size: int = 512  # sequences sampled at once, at most, in whole groups
-    engine: object = None  # None: the plain loop. Else it has a `sample` function, see below
+    engine: object = None  # None: the loop below. Else it has a `sample` function, see below
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     show_progress: bool = False
@@ -74,8 +87,7 @@ def sample(
     on all prompts.) An engine is a module or an object: sampling.engine.sample takes the arguments
     of this function, and `keys` is never None.
 
-    Raises NotFiniteError if the model's logits are not finite, and ValueError if the plain loop
-    is asked for top_k or top_p.
+    Raises NotFiniteError if the model's logits are not finite.
     """
     keys = range(len(prompt_ids)) if keys is None else keys
     if sampling.temperature == 0 and group_size > 1:
@@ -84,97 +96,176 @@ def sample(
         _, *columns = vars(single).values()
         columns = (column.repeat_interleave(group_size, dim=1) for column in columns)
         return Rollouts(prompt_ids, *columns)
-    sample_all = sampling.engine.sample if sampling.engine else _plain
-    return sample_all(model, prompt_ids, sampling, group_size=group_size, seed=seed, keys=keys)
+    options = {"group_size": group_size, "seed": seed, "keys": keys}
+    if sampling.engine:
+        return sampling.engine.sample(model, prompt_ids, sampling, **options)
+    return in_batches(decode, model, prompt_ids, sampling, **options)
 
 
-# ------------------------------------------------------------------------- the plain loop
+# ------------------------------------------------------------------------- the loop
 
 
-@torch.no_grad()
-def _plain(model, prompt_ids, sampling: Sampling, *, group_size, seed, keys) -> Rollouts:
-    if sampling.top_k or sampling.top_p < 1:
-        raise ValueError("the plain loop has no top_k or top_p: use an engine")
+def in_batches(sample_batch, model, prompt_ids, sampling, *, group_size, seed, keys) -> Rollouts:
+    """Rollouts of all prompts. sample_batch(model, prompts, group_size, record) samples the
+    completions of one batch of them into a Record."""
     K, G, T = len(prompt_ids), group_size, sampling.max_new_tokens
     uniforms = random_numbers(seed, keys, K, G, T)
-    rollouts = Rollouts(
-        prompt_ids,
-        completion_ids=torch.full((K, G, T), sampling.pad_id),
-        logprobs=torch.zeros(K, G, T),
-        entropy=torch.zeros(K, G),
-        energy=torch.zeros(K, G),
-        lengths=torch.zeros(K, G, dtype=torch.long),
-        truncated=torch.zeros(K, G, dtype=torch.bool),
-    )
+    ids = torch.full((K, G, T), sampling.pad_id)
+    figures = torch.zeros(3, K, G, T)  # log-prob, entropy and energy of each token
     cut = batches(model, prompt_ids, G, sampling)
     bar = {"desc": "rollout", "unit": " batches", "delay": 3, "leave": False}
-    with evaluation_mode(model):
+    with torch.inference_mode(), decoder.evaluation_mode(model):
         for batch in tqdm(cut, disable=not sampling.show_progress, **bar):
-            _sample_batch(model, batch, uniforms, sampling, rollouts)
-    return rollouts
+            record = Record(sampling, uniforms[batch].flatten(0, 1), model)
+            sample_batch(model, [prompt_ids[k] for k in batch], G, record)
+            ids[batch] = record.ids.cpu().view(-1, G, T)
+            figures[:, batch] = record.figures.cpu().view(3, -1, G, T)
+
+    # Cut each completion after its first end token.
+    ends = torch.isin(ids, torch.tensor(sampling.eos_ids))
+    ended = ends.any(dim=-1)  # [K, G]
+    lengths = torch.where(ended, ends.int().argmax(dim=-1) + 1, T)
+    inside = torch.arange(T) < lengths[..., None]  # [K, G, T]
+    logprobs, entropy, energy = torch.where(inside, figures, 0.0)
+    if not logprobs.isfinite().all():
+        raise NotFiniteError("the model's logits are not finite")
+    return Rollouts(prompt_ids, ids, logprobs, entropy.sum(-1), energy.sum(-1), lengths, ~ended)
 
 
-def _sample_batch(
-    model, batch: list[int], uniforms, sampling: Sampling, rollouts: Rollouts
-) -> None:
-    """Sample completions of B prompts, whose places are `batch`, into the rollouts."""
-    G, T = rollouts.completion_ids.shape[1:]
-    end_ids = torch.tensor(sampling.eos_ids, device=model.device)
+def decode(model, prompts, group_size: int, record: "Record") -> None:
+    """Read each prompt once, then sample its completions one token at a time.
 
-    # Read each prompt once, padded on the left, so that all completions begin in one column.
-    prompts = [rollouts.prompt_ids[k] for k in batch]
-    W = max(map(len, prompts))
-    ids = [[0] * (W - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (W - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    ids, mask = (torch.tensor(rows, device=model.device) for rows in (ids, mask))  # [B, W] each
+    On a CPU, completions of a prompt share a row of the batch while their texts are equal. To know
+    them, the host must read every token. On a GPU it would wait for each, so there every completion
+    has a row of its own, and those that have ended go on until the next look.
+    """
+    T, device = record.sampling.max_new_tokens, model.device
+    look = LOOK_EVERY[device.type]
+    shares = look == 1
+
+    # Padding on the left makes all completions begin in one column.
+    ids, mask = pad_left(prompts, device)  # [K, W]
+    W = ids.shape[1]
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    cache = DynamicCache()
-    read_with = {cache_name(model): cache}
-    inputs = {"attention_mask": mask, "position_ids": positions, **read_with}
-    logits = model(ids, **inputs, logits_to_keep=1).logits[:, -1]  # [B, padded V]
+    cache = decoder.new_cache()
+    inputs = {"attention_mask": mask, "position_ids": positions, decoder.cache_name(model): cache}
+    logits = model(ids, **inputs, logits_to_keep=1).logits[:, -1]  # [K, V]
 
-    # From here on each unfinished completion has a row: completion g of prompt k.
-    k = torch.tensor(batch).repeat_interleave(G)  # [n]
-    g = torch.arange(G).repeat(len(batch))  # [n]
-    logits, mask = logits.repeat_interleave(G, dim=0), mask.repeat_interleave(G, dim=0)
-    cache.batch_repeat_interleave(G)
+    # What attention adds to its scores: -inf at padding. transformers would make it anew for each
+    # token. Its width is a multiple of 8, because attention copies other widths.
+    bias = F.pad(mask, (0, T + -(W + T) % 8), value=1)[:, None, None].to(model.dtype).log()
+    last = positions[:, -1:]  # [K, 1], the position of the last token of the prompt
+    is_padded = min(map(len, prompts)) < W
+    forward = decoder.forward_of(model, W + T)
 
+    active = torch.arange(len(record.ids), device=device)  # the unfinished completions, [n]
+    row_of = active // group_size  # the row of each of them
     for t in range(T):
-        # The distribution of token t. In float64, sums over the vocabulary lose nothing.
-        logits = logits[:, : model.vocab_size].double()  # [n, V]
-        logprobs = (logits / (sampling.temperature or 1.0)).log_softmax(dim=1)  # [n, V]
-        if logprobs.isnan().any():
-            raise NotFiniteError("the model's logits are not finite")
-        probs = logprobs.exp()
-
-        # The token is the first whose cumulative probability is above a uniform random number.
-        if sampling.temperature == 0:
-            token = logprobs.argmax(dim=1, keepdim=True)  # [n, 1]
-        else:
-            ends = probs.cumsum(dim=1)
-            # The probabilities may not sum to exactly 1.
-            point = uniforms[k, g, t, None].to(ends.device) * ends[:, -1:]
-            token = torch.searchsorted(ends, point, right=True)  # [n, 1]
-        one_hot = torch.zeros_like(probs).scatter_(1, token, 1.0)
-        going = ~torch.isin(token[:, 0], end_ids)  # [n]
-
-        rollouts.completion_ids[k, g, t] = token[:, 0].cpu()
-        rollouts.logprobs[k, g, t] = logprobs.gather(1, token)[:, 0].float().cpu()
-        rollouts.entropy[k, g] += torch.special.entr(probs).sum(dim=1).float().cpu()
-        rollouts.energy[k, g] += (one_hot - probs).square().sum(dim=1).float().cpu()
-        rollouts.lengths[k, g] += 1
-        rollouts.truncated[k, g] = going.cpu()  # until a later token is an end
-        if t + 1 == T or not going.any():
+        # The texts after the next token: the row [C] that each continues, its token [C, 1], and the
+        # text of each completion [n].
+        rows, token, text_of = record.draw(logits, active, row_of, t, shares)
+        if t + 1 == T:
             break
+        if (t + 1) % look == 0:
+            going = ~record.ended(active, t + 1 - look, t + 1)
+            if not going.any():
+                break
+            if not going.all():  # completions that have ended leave
+                active, text_of = active[going], text_of[going]
+                kept, text_of = text_of.unique(return_inverse=True)
+                rows, token = rows[kept], token[kept]
 
-        # Completions that have ended leave; the others read their new token.
-        if not going.all():
-            k, g, token, mask = k[going.cpu()], g[going.cpu()], token[going], mask[going]
-            cache.batch_select_indices(going)
-        mask = torch.cat([mask, torch.ones_like(token)], dim=1)
-        positions = mask.sum(dim=1, keepdim=True) - 1
-        inputs = {"attention_mask": mask, "position_ids": positions, **read_with}
-        logits = model(token, **inputs).logits[:, -1]
+        row_of, R = text_of, len(logits)
+        if len(rows) != R or (shares and not torch.equal(rows, torch.arange(R))):
+            for layer in cache.layers:
+                layer.select(rows)
+            bias, last = bias[rows], last[rows]
+        visible = bias[..., : W + t + 1] if is_padded else None
+        logits = forward(token, last + t + 1, cache, visible)
+
+
+class Record:
+    """The tokens of B completions: draws each from its distribution, and records it.
+    uniforms [B, T] are the random numbers."""
+
+    def __init__(self, sampling: Sampling, uniforms, model):
+        device, shape = model.device, uniforms.shape
+        self.sampling, self.vocab_size = sampling, model.vocab_size
+        self.uniforms = send(uniforms, device)
+        self.end_ids = torch.tensor(sampling.eos_ids, device=device)
+        self.ids = torch.full(shape, sampling.pad_id, device=device)  # [B, T]
+        self.figures = torch.zeros(3, *shape, device=device)  # log-prob, entropy, energy
+        self.warpers = warpers(sampling)
+
+    def draw(self, logits, active, row_of, t: int, shares: bool):
+        """Draw token t of the completions `active` [n] from the logits [R, V] of their rows, row_of
+        [n]. Returns the texts after it: the row [C] that each continues, its token [C, 1], and the
+        text of each completion [n]. If completions do not share rows, each is a text."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logits = logits[:, : self.vocab_size].to(dtype)  # [R, V]; the head may have more rows
+        logprobs = self.warpers(None, logits).log_softmax(dim=1)
+        probs, V = logprobs.exp(), logprobs.shape[1]
+        if self.sampling.temperature == 0:
+            token = logprobs.argmax(dim=1)[row_of]  # [n]
+        else:
+            token = draw(probs, self.uniforms[active, t, None], row_of)[:, 0]
+
+        texts, text_of = row_of * V + token, torch.arange(len(active), device=active.device)
+        if shares:
+            texts, text_of = texts.unique(return_inverse=True)  # [C], [n]
+        rows, token = texts // V, texts[:, None] % V
+        logprob = logprobs[rows, token[:, 0]]  # [C]
+        entropy = torch.special.entr(probs).sum(dim=1)[rows]
+        others = probs[rows].scatter_(1, token, 0.0)  # then 1 - p does not cancel
+        energy = logprob.expm1().square() + others.square().sum(dim=1)
+        self.ids[active, t] = token[text_of, 0]
+        self.figures[:, active, t] = torch.stack([logprob, entropy, energy]).float()[:, text_of]
+        return rows, token, text_of
+
+    def ended(self, active, start: int, stop: int):
+        """Which of the completions `active` drew an end token from `start` to `stop`, bool [n]."""
+        return torch.isin(self.ids[active, start:stop], self.end_ids).any(dim=1)
+
+
+def draw(probs, uniform, row):
+    """Draw indices [n, 1] from rows [n] of probabilities [R, V], with one number [n, 1] in [0, 1)
+    for each: the first index whose cumulative sum is above `uniform` times the total.
+
+    The sum must be in float64, because in float32 unlikely tokens would lose their share. Over a
+    vocabulary of 150,000 it is the slowest part of sampling, so a draw first chooses a block, by
+    the blocks' sums, and then a token of it. Block sums are rounded to the type of probs. The
+    tokens of a block share exactly its rounded sum.
+    """
+    V = probs.shape[1]
+    blocks = F.pad(probs, (0, -V % BLOCK)).unflatten(1, (-1, BLOCK))  # [R, blocks, BLOCK]
+    sums = blocks.sum(dim=2).double()[row]  # [n, blocks]
+    ends = sums.cumsum(dim=1)
+    block = _place(ends, uniform)  # [n, 1]
+    # A token of the block, by how far into the block the random number reaches.
+    point = uniform * ends[:, -1:] - (ends - sums).gather(1, block)
+    share = (point / sums.gather(1, block)).clamp(0.0, BELOW_1)
+    entries = blocks[row, block[:, 0]].double()  # [n, BLOCK]
+    return (block * BLOCK + _place(entries.cumsum(dim=1), share)).clamp(max=V - 1)
+
+
+def _place(ends, share):
+    """The first column [n, 1] whose cumulative sum is above this share of the total. An entry of 0
+    is never chosen: a share below 1 of a total rounds to less than the total. If the sums are NaN,
+    any column may come back."""
+    point = share * ends[:, -1:]
+    return torch.searchsorted(ends, point, right=True).clamp(max=ends.shape[1] - 1)
+
+
+def warpers(sampling) -> LogitsProcessorList:
+    """The functions that apply temperature, top-k and top-p to logits, in transformers' order."""
+    processors = LogitsProcessorList()
+    if sampling.temperature not in (0, 1):
+        processors.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    return processors
 
 
 # ------------------------------------------------------------------------- what engines use, too
@@ -209,12 +300,6 @@ def batches(model, prompt_ids, group_size: int, sampling: Sampling) -> list[list
     return cut
 
 
-def cache_name(model) -> str:
-    """What a model calls its key-value cache: `cache` since transformers 5.24, `past_key_values`
-    before. Older models silently ignore an argument that is called `cache`."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 def random_numbers(seed: int, keys, K: int, G: int, T: int) -> torch.Tensor:
     """Random numbers [K, G, T] in [0, 1), float64, of the K prompts with these keys.
 
@@ -231,12 +316,9 @@ def random_numbers(seed: int, keys, K: int, G: int, T: int) -> torch.Tensor:
     return numbers
 
 
-@contextlib.contextmanager
-def evaluation_mode(model):
-    """No dropout, and transformers' attention, since packing's has no cache; restored on exit."""
-    was_training, attention = model.training, model.config._attn_implementation
-    model.eval().set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.train(was_training).set_attn_implementation(attention)
+def pad_left(prompts, device):
+    """(ids, mask) [K, W] of K prompts, padded on the left. Nothing attends to the padding."""
+    W = max(map(len, prompts))
+    ids = [[0] * (W - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (W - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

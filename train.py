@@ -455,11 +455,6 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
         notes.append(
             f"{held_out} problems are held out: their avg@4 may be off by {held_out**-0.5:.2f}"
         )
-    if cfg.engine == "compact" and trainer.policy.why_not_fast:
-        why = trainer.policy.why_not_fast
-        notes.append(
-            f"--engine vllm may sample faster: our fast decoder is not used, because {why}"
-        )
     for note in notes:
         logger.note(note)
     return logger

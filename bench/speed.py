@@ -26,7 +26,7 @@ from runtime.timer import clock
 from update import accumulate_gradients, trainer_logprobs
 
 FLAGS = "--prompts-per-step 32 --group-size 16 --out-dir out-speed/never-written"
-ENGINES = ("hf", "compact", "plain")
+ENGINES = ("hf", "loop")
 AT_ONCE = (128, 512)  # sequences
 SHARES = {"all": 1.0, "a tenth": 0.1}  # of the completions, at random
 UPDATES = {"packed": False, "packed, shared prompts": True}  # whether prompts are shared
@@ -70,7 +70,7 @@ def main(flags: str = "", rounds: int = 7, json_file: JsonFile = None) -> None:
         gap = (trainer_logprobs(model, rollouts, cfg) - rollouts.logprobs).abs().max()
         print(f"{engine}: log-probs differ from the trainer's by at most {gap:.1e}")
 
-    rollouts = sampled["compact"]
+    rollouts = sampled["loop"]
     draws = torch.rand(rollouts.lengths.shape, generator=torch.Generator().manual_seed(0))
     for name, share in SHARES.items():
         updates = {

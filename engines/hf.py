@@ -1,11 +1,9 @@
-"""transformers' own model.generate, which is slower than the compact engine, for comparison."""
+"""transformers' own model.generate, which is slower than rollout.py's loop, for comparison."""
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 import rollout
-from engines import compact, prefill
-from runtime import NotFiniteError
 
 
 def sample(
@@ -16,35 +14,27 @@ def sample(
     # The model's own generation config would fill in what a call omits.
     given, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        return compact.in_batches(_generate, model, prompt_ids, sampling, **options)
+        return rollout.in_batches(generate, model, prompt_ids, sampling, **options)
     finally:
         model.generation_config = given
 
 
-def _generate(model, prompt_ids, group_size, record, progress) -> None:
-    """Sample by one call of model.generate. We draw each token with our random numbers, and return
-    scores that allow only that token."""
-    repeated = [ids for ids in prompt_ids for _ in range(group_size)]
-    sequences, mask = prefill.pad_left(repeated, model.device)
-    B, width = sequences.shape
-    active = torch.arange(B, device=model.device)
+def generate(model, prompts, group_size: int, record: rollout.Record) -> None:
+    """Sample a batch by one call of model.generate. We draw each token with our random numbers, and
+    return scores that allow only that token."""
+    ids, mask = rollout.pad_left([p for p in prompts for _ in range(group_size)], model.device)
+    rows = torch.arange(len(ids), device=model.device)
 
     def draw(sequences, logits):
-        logprobs = record.distribution(logits)
-        if logprobs.isnan().any():  # generate would go on with them
-            raise NotFiniteError(compact.NOT_FINITE)
-        token, _, _ = record.draw(active, None, sequences.shape[1] - width, logprobs)
+        t = sequences.shape[1] - ids.shape[1]
+        _, token, _ = record.draw(logits, rows, rows, t, shares=False)
         return torch.full_like(logits, -torch.inf).scatter_(1, token, 0.0)
 
-    model.generate(
-        sequences,
-        attention_mask=mask,
-        logits_processor=LogitsProcessorList([draw]),
-        generation_config=GenerationConfig(
-            do_sample=False,
-            max_new_tokens=record.sampling.max_new_tokens,
-            eos_token_id=record.sampling.eos_ids,
-            pad_token_id=record.sampling.pad_id,
-        ),
+    config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=record.sampling.max_new_tokens,
+        eos_token_id=record.sampling.eos_ids,
+        pad_token_id=record.sampling.pad_id,
     )
-    progress.update(B)
+    draws = LogitsProcessorList([draw])
+    model.generate(ids, attention_mask=mask, logits_processor=draws, generation_config=config)

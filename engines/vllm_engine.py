@@ -59,7 +59,7 @@ class Engine:
         try:
             from vllm import LLM, SamplingParams
         except ImportError as error:
-            way_out = "install vLLM, or use --engine compact"
+            way_out = "install vLLM, or use --engine loop"
             raise InputError(f"--engine vllm: cannot import it ({error}); {way_out}") from None
         self.make_params = SamplingParams
         self.vocab_size = vocab_size
@@ -180,7 +180,7 @@ class Engine:
                 raise InputError(
                     f"--engine vllm: its log-probs are {gap:.2g} nats a token from the trainer's "
                     f"{when}, more than {bound:.2g} ({self.dtype}): it samples another policy. "
-                    "Use --engine compact"
+                    "Use --engine loop"
                 )
 
 

@@ -10,28 +10,27 @@ import pytest
 import torch
 from toy import plain_logits
 
+import decoder
 import models
 import packing
 import rollout
-from engines import compact, prefill
-from engines.fast_decoder import Decoder
 
 
 class AsOnGPU:
-    """compact with a row for each completion, and a check every 4 tokens."""
+    """The loop with a row for each completion, and a look every 4 tokens."""
 
     @staticmethod
     def sample(*args, **options):
-        with mock.patch.dict(compact.CHECK_EVERY, cpu=4):
-            return compact.sample(*args, **options)
+        with mock.patch.dict(rollout.LOOK_EVERY, cpu=4):
+            return rollout.in_batches(rollout.decode, *args, **options)
 
 
 ENGINES = models.ENGINES | {"as on a GPU": AsOnGPU}
-ALL = pytest.mark.parametrize("engine", ["plain", "compact", "as on a GPU", "hf"])
+ALL = pytest.mark.parametrize("engine", ["loop", "as on a GPU", "hf"])
 PROMPTS = [[66, 67, 68, 69, 70], [65], [71, 72], [65]]
 
 
-def sample(model, prompt_ids, *, group_size=6, seed=5, keys=None, engine="plain", **changes):
+def sample(model, prompt_ids, *, group_size=6, seed=5, keys=None, engine="loop", **changes):
     options = {"max_new_tokens": 12, "eos_ids": [256], "pad_id": 257, "batch_size": 12}
     sampling = rollout.Sampling(**options | changes, engine=ENGINES[engine])
     draw = {"group_size": group_size, "seed": seed, "keys": keys}
@@ -104,7 +103,7 @@ def test_engines_return_what_the_oracle_draws(make_policy, monkeypatch, engine, 
     tokens. Catches a temperature, position or padding that is off, rows that change places or
     split, an end that is not one, settings that leak in from the generation config, as
     Qwen3 ships them, a cache by a name that this transformers ignores, and energies that cancel."""
-    monkeypatch.setattr(prefill, "ROOM", 4)
+    monkeypatch.setattr(decoder, "ROOM", 4)
     model, _ = make_policy(dtype=torch.float64)
     model.model.norm.weight.data *= 1.5  # so that completions of a prompt stay equal for a while
     shipped = {"temperature": 0.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
@@ -113,10 +112,6 @@ def test_engines_return_what_the_oracle_draws(make_policy, monkeypatch, engine, 
     options = {"eos_ids": [256, *range(0, 196, 8)], "max_new_tokens": 20} | CASES[case]
     group_size = options.pop("group_size", 6)
     draw = {"seed": 5, "keys": ["a", "b", "c", "d"]}
-    if engine == "plain" and {"top_k", "top_p"} & {*options}:
-        with pytest.raises(ValueError, match="the plain loop has no top_k or top_p"):
-            sample(model, PROMPTS, **options)
-        return
     found = sample(model, PROMPTS, engine=engine, group_size=group_size, **draw, **options)
     assert model.generation_config is own_config, "restored"
     assert model.config._attn_implementation == packing.ATTENTION
@@ -134,6 +129,43 @@ def test_random_numbers():
     assert not torch.equal(again, rollout.random_numbers(1, ["b"], 1, 3, 7))
 
 
+# ------------------------------------------------------------------------- draws
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1024, 1300])
+def test_a_draw_inverts_the_cumulative_sum(vocabulary):
+    """Catches a block that is off by one, tokens of the last, shorter block that are never drawn,
+    sums in float32, and draws that share a row but use the blocks of another row."""
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(50, vocabulary, generator=generator)
+    probs *= torch.rand(50, vocabulary, generator=generator) < 0.3
+    probs[:, -1] += 0.01
+    row = torch.randint(50, (4000,), generator=generator)
+    uniform = torch.rand(4000, 1, dtype=torch.float64, generator=generator)
+    ends = probs.double().cumsum(dim=1)[row]
+    exact = torch.searchsorted(ends, uniform * ends[:, -1:], right=True)
+    assert (exact == vocabulary - 1).any()
+    assert torch.equal(rollout.draw(probs, uniform, row), exact)
+
+
+def test_a_token_of_probability_0_is_never_drawn(monkeypatch):
+    """Catches a random number that rounding moves out of its block, onto an entry of 0. All of them
+    lie where rounding decides: just below a token's border, or at the ends of the range."""
+    monkeypatch.setattr(rollout, "BLOCK", 7)
+    generator = torch.Generator().manual_seed(1)
+    probs = torch.rand(20_000, 40, generator=generator) ** 30  # sums of these are not exact
+    probs *= torch.rand(20_000, 40, generator=generator) < 0.3
+    probs[:, 20] += 0.1
+    border = torch.randint(40, (20_000, 1), generator=generator)
+    ends = probs.double().cumsum(dim=1)
+    below_border = ends.gather(1, border) / ends[:, -1:] * (1 - 2**-53)
+    lowest = torch.zeros_like(below_border)
+    highest = torch.full_like(below_border, rollout.BELOW_1)
+    for uniform in (below_border, lowest, highest):
+        drawn = rollout.draw(probs, uniform, torch.arange(20_000))
+        assert (probs.gather(1, drawn) > 0).all()
+
+
 # ------------------------------------------------------------------------- work, errors, modes
 
 
@@ -141,7 +173,7 @@ def test_random_numbers():
 def test_distribution_of_a_bfloat16_model(make_policy, engine):
     """Catches log-probs that are rounded to bfloat16 before or after the temperature divides."""
     model, _ = make_policy(dtype=torch.bfloat16)
-    with torch.no_grad(), rollout.evaluation_mode(model):
+    with torch.no_grad(), decoder.evaluation_mode(model):
         logits = model(torch.tensor([[65, 66]])).logits[0, -1]
     exact = (logits.double() / 0.7).log_softmax(dim=0)
     got = sample(model, [[65, 66]], max_new_tokens=1, temperature=0.7, engine=engine)
@@ -149,25 +181,22 @@ def test_distribution_of_a_bfloat16_model(make_policy, engine):
     torch.testing.assert_close(got.logprobs, wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["plain", "compact"])
-def test_prompts_are_read_once_and_rows_leave(make_policy, monkeypatch, engine):
-    """Catches a prefill for each completion, equal texts in two rows of compact, finished rows that
-    stay, and a batch size that is ignored."""
+def test_prompts_and_equal_texts_are_read_once(make_policy, monkeypatch):
+    """Catches a prefill for each completion, equal texts in two rows, finished rows that stay, and
+    a batch size that is ignored."""
     model, _ = make_policy()
-    computed, decode = [], Decoder.__call__  # tokens of each forward, by both decoders
+    computed, forward = [], decoder.Decoder.__call__  # tokens of each forward
 
-    def spy(decoder, token, *args):
+    def spy(ours, token, *args):
         computed.append(token.numel())
-        return decode(decoder, token, *args)
+        return forward(ours, token, *args)
 
     model.register_forward_pre_hook(lambda _model, args: computed.append(args[0].numel()))
-    monkeypatch.setattr(Decoder, "__call__", spy)
-    options = {"eos_ids": list(range(0, 258, 8)), "batch_size": 50, "engine": engine}
+    monkeypatch.setattr(decoder.Decoder, "__call__", spy)
+    options = {"eos_ids": list(range(0, 258, 8)), "batch_size": 50}
     found = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, **options)
-    read = {(place, n) for place, text in enumerate(flat(found)) for n in range(1, len(text))}
-    if engine == "compact":  # every distinct text once
-        texts = flat(found)
-        read = {(place // 50, *texts[place][:n]) for place, n in read}
+    texts = enumerate(flat(found))
+    read = {(place // 50, *text[:n]) for place, text in texts for n in range(1, len(text))}
     assert found.truncated.any()
     assert max(computed) <= 50
     assert sum(computed) == 6 + len(read)
@@ -205,7 +234,7 @@ def test_modes_and_positions(make_policy, training, engine):
 
     model.register_forward_pre_hook(watch, with_kwargs=True)
     sample(model, [[65], [66] * 4], max_new_tokens=1, engine=engine)
-    assert {*seen} == {(False, 0, engine == "plain")}
+    assert {*seen} == {(False, 0, False)}
     assert model.training == training
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
@@ -248,8 +277,9 @@ def test_a_policy_with_other_rows_and_tokens(make_policy, tmp_path):
 def test_cache_bytes(make_policy):
     """Catches a budget in tokens of another size."""
     model, _ = make_policy(dtype=torch.float64)
-    with torch.inference_mode(), prefill.decoding(model):
-        *_, cache = prefill.prefill(model, [[65] * 5], 0)
+    cache = decoder.new_cache()
+    with torch.inference_mode(), decoder.evaluation_mode(model):
+        model(torch.tensor([[65] * 5]), **{decoder.cache_name(model): cache})
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert rollout.cache_bytes(model.config, model.dtype) == held / 5
 

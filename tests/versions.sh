@@ -11,6 +11,6 @@ for version in ${@:-5.0.0 5.24.0}; do
         "$venv/bin/pip" install -q -r "$venv/requirements.txt" "transformers==$version"
     fi
     "$venv/bin/pytest" -W error::DeprecationWarning tests/test_minimal.py tests/test_rollout.py \
-        tests/test_compact.py tests/test_fast_decoder.py tests/test_packing.py \
+        tests/test_decoder.py tests/test_packing.py \
         tests/test_update.py tests/test_unbiased.py tests/test_train.py tests/test_models.py
 done
