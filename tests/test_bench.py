@@ -40,7 +40,7 @@ def test_speed(policy_folder, tmp_path, capsys, monkeypatch):
     file = str(tmp_path / "rows.json")
     command_line.main(["speed", "--rounds", "1", f"--flags={flags}", "--json", file])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    variants = {"rollout": 6, "update, all": 2, "update, a tenth": 2}
+    variants = {"rollout": 4, "update, all": 2, "update, a tenth": 2}
     for part, count in variants.items():
         of_part = [row for row in rows if row["part"] == part]
         assert len(of_part) == count
