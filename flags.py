@@ -137,7 +137,7 @@ class Config(Flags):
 
     # ------------------------------------------------------------------------ optimizer
     lr: float | None = None
-    """Learning rate of AdamW. By default 1e-6; with tiny 6e-4. Five times that with --lora."""
+    """Learning rate of AdamW. By default 1e-6, and 1e-5 with --lora; with tiny 6e-4 and 3e-3."""
     warmup: int = 5
     """Steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None

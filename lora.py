@@ -24,8 +24,9 @@ ALPHA = 32  # divided by the rank, so that one learning rate fits all ranks
 
 
 def learning_rate(all_weights: float) -> float:
-    """The one that fits adapters, given the one for all weights: docs/results.md has both."""
-    return round(5 * all_weights, 12)
+    """Ten times the one for all weights, at any rank, as Schulman et al. found (LoRA Without
+    Regret, 2025, thinkingmachines.ai/blog/lora). docs/results.md has our figures."""
+    return round(10 * all_weights, 12)
 
 
 def need_peft(asked: str):
@@ -54,10 +55,11 @@ def inject(model, rank: int, seed: int) -> None:
 @torch.no_grad()
 def load(model, folder: Path) -> None:
     """Give the adapters the weights of a checkpoint."""
-    state = model.state_dict()
-    for name, weight in load_file(folder / "adapter_model.safetensors").items():
-        own = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
-        state[own].copy_(weight)
+    stored = load_file(folder / "adapter_model.safetensors")
+    peft = need_peft("a checkpoint of adapters")
+    peft.set_peft_model_state_dict(
+        model, {name.removeprefix("base_model.model."): stored[name] for name in stored}
+    )
 
 
 @torch.no_grad()

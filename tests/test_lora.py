@@ -127,13 +127,21 @@ def test_the_plain_copy_is_the_model(adapted, make_rollouts, policy_folder):
     assert all(torch.equal(sent[name], plain[name][:258]) for name in plain)
 
 
-def test_types(policy_folder):
-    """Catches a frozen model of twice the size, and adapters whose small steps are lost."""
-    cfg = resolved(lora=4)
-    loaded = models.load_models(replace(cfg, model=policy_folder), None)
+def test_what_is_injected(policy_folder):
+    """Catches a frozen model of twice the size, adapters whose small steps are lost, adapters that
+    begin alike whatever --seed is, and another factor than 32 / rank, which the rate is for."""
+    cfg = replace(resolved(lora=4), model=policy_folder)
+    first, again, other = (models.load_models(replace(cfg, seed=seed), None) for seed in (0, 0, 1))
     of = lambda model: {(w.dtype, w.requires_grad) for w in model.parameters()}
-    assert of(loaded.model) == {(torch.bfloat16, False), (torch.float32, True)}
-    assert of(loaded.policy) == {(torch.bfloat16, False)}
+    assert of(first.model) == {(torch.bfloat16, False), (torch.float32, True)}
+    assert of(first.policy) == {(torch.bfloat16, False)}
+    layers = [loaded.model.model.layers[1].mlp.up_proj for loaded in (first, again, other)]
+    a, same, different = (layer.lora_A["default"].weight for layer in layers)
+    assert torch.equal(a, same)
+    assert not torch.equal(a, different)
+    b = layers[0].lora_B["default"].weight.data.normal_()
+    delta = layers[0].get_delta_weight("default")
+    torch.testing.assert_close(delta, 32 / 4 * b @ a)
 
 
 def record(path, args):

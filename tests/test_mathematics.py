@@ -61,7 +61,7 @@ def test_presets(monkeypatch):
         assert cfg.steps == 7
         assert cfg.model.lower().endswith(name.split("-")[0])
         assert (cfg.lora > 0) == name.endswith("lora")
-        assert cfg.lr == (5e-6 if cfg.lora else 1e-6)
+        assert cfg.lr == (1e-5 if cfg.lora else 1e-6)
         assert (cfg.shard == "fsdp") == (args[args.index("--nproc-per-node") + 1] == "8")
         assert cfg.importance_cap == 2.0
 

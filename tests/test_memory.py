@@ -138,7 +138,7 @@ FIT = [  # shape, flags, GPUs, GiB of each: what fits
     ("0.6b", {}, 1, 79, ""),
     ("4b", {}, 1, 79, "this fits: CMD --gradient-checkpointing --pack-tokens 2048"),
     ("4b", {}, 8, 47, "this fits: CMD --gradient-checkpointing --shard fsdp"),
-    ("4b", {}, 1, 47, "this fits: CMD --gradient-checkpointing --lora 16 --lr 5e-06"),
+    ("4b", {}, 1, 47, "this fits: CMD --gradient-checkpointing --lora 16 --lr 1e-05"),
     ("4b", CHECKPOINTING, 1, 79, "this fits: CMD --pack-tokens 2048"),
     ("4b", CHECKPOINTING | {"shard": "fsdp", "max_new_tokens": 2**15}, 8, 79,
      "this fits: CMD --max-new-tokens 16384"),

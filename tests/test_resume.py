@@ -40,7 +40,9 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
     cfg = config.parse_config(out)
     settings = (cfg.model, cfg.prompt_prune_rate, cfg.group_size, cfg.steps)
     assert settings == (policy_folder, 0.25, 6, 4)
-    for flag, value, before in (("group-size", "8", "6"), ("data", "words", "arithmetic")):
+    for flag, value, before in (
+        ("group-size", "8", "6"), ("data", "words", "arithmetic"), ("seed", "1", "0"),
+    ):  # fmt: skip
         with pytest.raises(
             InputError, match=f"--{flag} {value}: the run in .* has {before}; leave"
         ):

@@ -192,23 +192,22 @@ def step_error(folder, loss, prompt_rule, **more):
         trainer.mean_tokens = (rollouts.lengths * ~rollouts.truncated).sum().item()
     assert (full.norm(dim=1) > 0).all()
 
+    # The expectation of each update given the draws of the other, because that one may have moved
+    # the parameters. (Nothing moves them here.)
     gradients = Gradients(trainer)
-    expected, chances = torch.zeros_like(full), 0.0
-    prompts = sampler.PROMPT_RULES[prompt_rule]
-    of_parts = [
-        middles(prompts, 0.5, trainer.history.of(part)) for part in trainer.candidates(2).chunk(2)
-    ]
-    for (first, first_chance), (second, second_chance) in itertools.product(*of_parts):
-        chance = first_chance * second_chance
-        chances += chance
-        gradients.of([first, second, 0.5, 0.5])
-        for number, batch in enumerate(gradients.batches):
-            # The updates draw separately, and nothing moves the parameters between them here.
-            for start, own_chance in middles(PPS, 0.6, batch):
-                starts = [start, 0.5] if number == 0 else [0.5, start]
-                found = gradients.of([first, second, *starts])
-                expected[number] += chance * own_chance * found[number]
-    assert chances == pytest.approx(1.0)
+    expected = torch.zeros_like(full)
+    for number, part in enumerate(trainer.candidates(2).chunk(2)):
+        chances = 0.0
+        prompts = middles(sampler.PROMPT_RULES[prompt_rule], 0.5, trainer.history.of(part))
+        for start, prompt_chance in prompts:
+            numbers = [0.5] * 4  # for the prompts of both updates, then for their completions
+            numbers[number] = start
+            gradients.of(numbers)
+            for own, chance in middles(PPS, 0.6, gradients.batches[number]):
+                numbers[2 + number] = own
+                expected[number] += prompt_chance * chance * gradients.of(numbers)[number]
+                chances += prompt_chance * chance
+        assert chances == pytest.approx(1.0)
     return proof.relative_error(expected, full)
 
 
@@ -229,6 +228,72 @@ def test_the_step_is_unbiased(folder, loss, prompt_rule):
     assert step_error(folder, loss, prompt_rule) <= 1e-10
 
 
+# ---------------------------------------------------------------------------- mistakes in the step
+
+ACCUMULATE, COMPLETIONS, PROMPTS = (
+    update.accumulate_gradients, dppo.prune_completions, sampler.prune_prompts
+)  # fmt: skip
+
+
+def advantages_of_the_kept(model, rollouts, advantages, factor, keep, **options):
+    """Centred once more, by the mean of what was kept."""
+    mean = (advantages * keep).sum(dim=1) / keep.sum(dim=1).clamp(min=1)
+    return ACCUMULATE(model, rollouts, advantages - mean[:, None], factor, keep, **options)
+
+
+def denominator_of_the_kept(model, rollouts, advantages, factor, keep, **options):
+    """Each update has 2 of the step's 4 prompts, with 3 completions each."""
+    return ACCUMULATE(model, rollouts, advantages, factor * 6 / keep.sum(), keep, **options)
+
+
+def one_draw_of_completions():
+    """The second update gets the random number of the first."""
+    first = []
+
+    def prune(name, rate, batch, generator):
+        if len(generator.numbers) == 2:
+            first.append(generator.numbers[0])
+        else:
+            generator = proof.Scripted(first.pop())
+        return COMPLETIONS(name, rate, batch, generator)
+
+    return prune
+
+
+def one_draw_of_prompts(name, rate, history, prompts, generator, minibatches):
+    generator.numbers[1] = generator.numbers[0]
+    return PROMPTS(name, rate, history, prompts, generator, minibatches)
+
+
+def weights_of_the_other_update():
+    drawn = []
+
+    def prune(name, rate, batch, generator):
+        keep, weights = COMPLETIONS(name, rate, batch, generator)
+        drawn.append(weights)
+        fits = len(drawn) > 1 and drawn[-2].shape == weights.shape
+        return keep, drawn[-2] if fits else weights
+
+    return prune
+
+
+MISTAKES = {
+    "advantages of the kept": (update, "accumulate_gradients", advantages_of_the_kept),
+    "denominator of the kept": (update, "accumulate_gradients", denominator_of_the_kept),
+    "one draw of completions": (dppo, "prune_completions", one_draw_of_completions()),
+    "one draw of prompts": (sampler, "prune_prompts", one_draw_of_prompts),
+    "weights of the other": (dppo, "prune_completions", weights_of_the_other_update()),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_in_the_step_are_found(folder, monkeypatch, mistake):
+    monkeypatch.setattr(*MISTAKES[mistake])
+    assert step_error(folder, "grpo", "uniform") > 1e-3
+
+
+# ---------------------------------------------------------------------------- faults of the draw
+
 HT_WEIGHTS, SYSTEMATIC, INDEPENDENT = dppo.ht_weights, dppo.systematic, dppo.independent
 FAULTS = {  # what is wrong, and the function of dppo.py in which it is
     "no weights": ("ht_weights", lambda keep, p: keep.double()),
@@ -242,22 +307,6 @@ FAULTS = {  # what is wrong, and the function of dppo.py in which it is
         "independent", lambda p, generator: INDEPENDENT((1.05 * p).clamp(max=1), generator)
     ),
 }  # fmt: skip
-
-
-def test_the_step_shows_weights_of_another_minibatch(folder, monkeypatch):
-    prune, others = dppo.prune_completions, []
-
-    def swapped(name, rate, batch, generator):
-        keep, weights = prune(name, rate, batch, generator)
-        others.append(weights)
-        fits = len(others) > 1 and others[-2].shape == weights.shape
-        return keep, others[-2] if fits else weights
-
-    monkeypatch.setattr(dppo, "prune_completions", swapped)
-    assert step_error(folder, "grpo", "uniform") > 1e-3
-
-
-# ---------------------------------------------------------------------------- faults
 
 
 @pytest.mark.parametrize("fault", FAULTS)

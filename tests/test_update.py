@@ -97,8 +97,9 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, monkeypatch, loss
 
 def test_slots_hold_exactly_what_is_forwarded(make_policy, make_rollouts, monkeypatch):
     """Prompts of 2 tokens with completions of 3, 1, 0 and 1 take 10 tokens: one slot of 10, or two
-    of 9. Two shared prompts of 4, each with two completions of 2, take two slots of 6. Catches a
-    last token that is counted, an empty completion that counts as -1, and the wrong siblings."""
+    of 9. Two shared prompts of 4, each with two completions of 2, take two slots of 6. Sequences of
+    5, 5, 3 and 3 tokens fit into two slots of 8, but not in this order. Catches a last token that
+    is counted, an empty completion that counts as -1, the wrong siblings, a window of one."""
     model, _ = make_policy()
 
     def slots(rollouts, pack_tokens, share):
@@ -118,6 +119,10 @@ def test_slots_hold_exactly_what_is_forwarded(make_policy, make_rollouts, monkey
     rollouts.prompt_ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
     rollouts.lengths = torch.full((2, 2), 2)
     assert slots(rollouts, 6, share=True) == (12, 12)
+    rollouts = make_rollouts(model, 1, 4)
+    rollouts.prompt_ids = [[1, 2]]
+    rollouts.lengths = torch.tensor([[4, 4, 2, 2]])
+    assert slots(rollouts, 8, share=False) == (16, 16)
 
 
 def test_bfloat16_update(make_policy, make_rollouts):
