@@ -134,6 +134,8 @@ class Completions:
 
 def energy_bound(logprobs: torch.Tensor) -> torch.Tensor:
     """Upper bound 2 (1 - p)^2 of the energy |onehot - softmax|^2 of a token with probability p.
+    The token itself gives (1 - p)^2. All others have 1 - p together, so their squares add up to at
+    most (1 - p)^2.
 
     It needs only the sampled token's log-prob, for engines that return nothing else; rollout.py
     computes the exact energy.

@@ -1,30 +1,31 @@
 """
-GRPO with unbiased pruning on one page: train on a fraction, keep the expected gradient.
+GRPO with unbiased pruning on one page: what train.py does by default.
 
-    python minimal.py           drops prompts before rollout and completions after reward
-    python minimal.py --grpo    keeps all 32 prompts and all completions, with weight 1
+    python minimal.py              trains on a random part of what it samples
+    python minimal.py --grpo       trains on everything
+    python minimal.py --prompts    also drops prompts before it samples, by the rule of the paper
 
-The loss of a full GRPO batch is a sum of terms l_i, one for each completion. Keep l_i with
-probability p_i, and multiply it by 1 / p_i if it is kept: then the expected sum is the full sum,
-and the expected gradient is the full gradient (Horvitz and Thompson, 1952). Four conditions:
+GRPO samples G completions of each of Q prompts. The advantage of a completion is its reward minus
+the mean reward of its prompt's G completions, its group. The loss makes completions of positive
+advantage likelier and the others less likely. It is a sum of terms l_i, one for each completion,
+and most of them hardly move the gradient.
+
+Keep l_i with probability p_i, and multiply it by 1 / p_i if it is kept. Its expectation is still
+l_i. So the expected gradient is that of all terms (Horvitz and Thompson, 1952), even if the draws
+of different terms depend on each other. There are four conditions:
     - advantages and denominators are those of the full groups and batch, whatever is dropped
     - p_i > 0 wherever l_i is not 0; a term that is exactly 0 (advantage 0) may go for free
     - p_i is the true probability of keeping l_i
     - each update has its own draw, because the first one moves the parameters
-This is the gradient before it is clipped by norm: clipping and Adam are not linear. Pruning only
-adds variance. Completions are kept by train.py's default rule, adaptive: p_i grows with the size of
-l_i, an estimate of its gradient norm, and the slower training is beside the rest of a step, the
-fewer are kept. Prompts are drawn before the rollout, when sizes are not known, so p depends on the
-past: the mean |advantage| of the prompt's last group. This is the paper's rule (arXiv:2603.04135),
-as we reconstruct it. The two weights multiply.
+This is the gradient before it is clipped by norm: clipping and Adam are not linear.
 
-By default train.py keeps all prompts, its loss is Dr. GRPO's (docs/method.md), and it measures its
-times again, because lengths change.
+The rule for p here is train.py's default, adaptive: large gradients are kept for sure, and small
+ones rarely. It saves training, but no sampling. --prompts saves both: it drops prompts of low past
+|advantage|, the rule of the paper (arXiv:2603.04135) as we reconstruct it. The weights multiply.
 """
 
 import argparse
 import random
-import time
 
 import torch
 import torch.nn.functional as F
@@ -32,86 +33,95 @@ from transformers import AutoModelForCausalLM, DynamicCache, set_seed
 
 from tasks import arithmetic
 
-Q, G, T = 32, 8, 64  # prompts of a step, completions each, tokens at most
-LOW = 0.5  # keep prompts whose past |advantage| is below the candidates' mean with this probability
-MEASURED = 4  # the first steps drop only zeros, and measure how long all but training takes
-FLOOR = 0.1  # lowest size, relative to the mean size, so that no weight is too large
-STEPS, WARMUP, LR, CLIP, ROWS = 60, 5, 6e-4, 0.2, 64  # ROWS: completions in one backward pass
-PROBLEMS, HELD_OUT, EVAL_EVERY = 512, 200, 5
+Q, G, T = 16, 8, 55  # prompts of a step, completions of each, most tokens of a right answer
+REST = 0.1  # time of all of a step but training / time of training on everything; see keep_prob
+FLOOR = 0.03  # the smallest size, relative to the mean size, so that no weight is too large
+LOW = 0.7  # for --prompts: keep prompts of low past |advantage| with this probability
+STEPS, WARMUP, LR, CLIP, ROWS = 100, 5, 6e-4, 0.2, 32  # ROWS: completions in one backward pass
+PROBLEMS, HELD_OUT = 512, 150
 
 tokenizer = arithmetic.make_tokenizer()  # one token per character; pads on the left
 PAD, END = tokenizer.pad_token_id, tokenizer.eos_token_id
 
 
-def completion_size(advantage, factor, logprobs):
-    """Estimated gradient norm [N] of each completion's term, exactly 0 where the term is. `factor`
-    is its prompt's weight / denominator. At the logits, the gradient of a token's log-prob is
-    onehot - softmax, of squared norm at most 2 (1 - prob)^2. The sum of these is the energy: the
-    gradients of different tokens are uncorrelated, so their squared norms add up."""
-    energy = 2 * logprobs.expm1().square().sum(1)  # [N]; expm1 of a log-prob is prob - 1
+def completion_size(advantage, factor, energy):
+    """Estimated gradient norm [N] of each completion's term, exactly 0 where the term is.
+
+    A term is factor x advantage x the sum of its tokens' log-probs. At the logits, the gradient of
+    a token's log-prob is onehot(token) - softmax. The gradients of different tokens are
+    uncorrelated, so their squared norms add up: the sum is the completion's energy.
+    """
     size = factor * advantage.abs() * energy.sqrt()
     live = advantage != 0
     return torch.where(live, size.clamp(min=FLOOR * size[live].mean()), 0.0)
 
 
-def keep_prob(size, cost, rest):
-    """Keep probabilities p [n] of the least time x variance. Terms of size 0 get p = 0.
+def keep_prob(size, cost):
+    """Keep probabilities p [n] of the least time x noise. Terms of size 0 get p = 0.
 
-    A step takes the time rest + sum(p cost), all in tokens trained on, and the variance of its
-    gradient is about sum(size^2 / p). The product is least at p = min(1, tau size / sqrt(cost)).
-    Sort by size / sqrt(cost). The first m terms have p = 1, and over them tau^2 is
-    (rest + sum(cost)) / sum(size^2). m is the least that leaves the next p below 1.
+    A step takes the time rest + sum(p cost), in tokens. The noise of its gradient, of sampling and
+    of pruning, is about sum(size^2 / p), and averaging it away takes steps in proportion. So a run
+    takes time x noise (notebook 00). It is least at p = min(1, tau size / sqrt(cost)).
+
+    Sort by priority = size / sqrt(cost). The first m terms have p = 1, and over them tau^2 is
+    (rest + sum(cost)) / sum(size^2). m is the least that leaves the next p below 1. If m leaves it
+    below 1, so does m + 1: the term that joins has cost / size^2 = 1 / priority^2 above tau^2, so
+    tau^2 grows towards that, but not past it. So counting the m that do not finds the least.
     """
+    rest = REST * cost.sum()
     priority = size / cost.sqrt()
     order = priority.argsort(descending=True)
     time_of_first = rest + cost[order].cumsum(0)
-    taus = (time_of_first / size[order].square().cumsum(0).clamp(min=1e-30)).sqrt()
+    taus = (time_of_first / size[order].square().cumsum(0).clamp(min=1e-30)).sqrt()  # of each m
     m = 1 + (taus[:-1] * priority[order][1:] >= 1).sum()
     return (taus[m - 1] * priority).clamp(max=1.0)
 
 
-def prune(p, start):
+def prune(p, order, start):
     """Weights [n]: 1 / p with probability p, else 0. So they are 1 on average wherever p > 0.
 
-    Add up the p from `start`, and keep each whose sum passes an integer: from 0.3, p = 0.5, 0.5, 1
-    give the sums 0.8, 1.3, 2.3, so the last two are kept. If `start` is uniform in [0, 1), each is
-    kept with probability p. Their number is sum(p), rounded up or down.
+    Add up the p in `order`, from `start`, and keep each whose sum passes an integer: from 0.3,
+    p = 0.5, 0.5, 1 give the sums 0.8, 1.3, 2.3, so the last two are kept. If `start` is uniform in
+    [0, 1), each is kept with probability p, and of any stretch sum(p), rounded up or down.
     """
-    integers = (start + p.cumsum(0)).floor()  # how many were reached so far
-    return torch.where(integers.diff(prepend=torch.zeros(1)) > 0, 1 / p, 0.0)
+    integers = (start + p[order].cumsum(0)).floor()  # how many were passed so far
+    weights = torch.zeros_like(p)
+    weights[order] = torch.where(integers.diff(prepend=torch.zeros(1)) > 0, 1 / p[order], 0.0)
+    return weights
 
 
 @torch.no_grad()
 def sample(model, problems):
     """A completion of each of N problems at temperature 1: token ids, which of them were sampled,
-    their log-probs, all [N, W + T] with W tokens of padded prompt, and rewards [N]."""
+    their log-probs, all [N, W + T] with W tokens of padded prompt, energies [N], rewards [N]."""
     texts, answers, _ = zip(*problems, strict=True)
     token = tokenizer(list(texts), padding=True, return_tensors="pt").input_ids
     N, W = token.shape
     ids, logprobs = F.pad(token, (0, T), value=PAD), torch.zeros(N, W + T)
     sampled = torch.zeros(N, W + T, dtype=torch.bool)
+    energy = torch.zeros(N, dtype=torch.float64)
     rows, cache = torch.arange(N), DynamicCache()  # the rows that go on
     for t in range(W, W + T):  # rotary positions are relative, so padding on the left does no harm
         read = ids[rows, :t] != PAD
         logits = model(token, attention_mask=read, past_key_values=cache).logits
         of_vocabulary = logits[:, -1].log_softmax(-1)  # [rows, V]
-        token = of_vocabulary.exp().multinomial(1)  # [rows, 1]
+        probs = of_vocabulary.exp()
+        token = probs.multinomial(1)  # [rows, 1]
         ids[rows, t], logprobs[rows, t] = token[:, 0], of_vocabulary.gather(1, token)[:, 0]
         sampled[rows, t] = True
+        energy[rows] += (F.one_hot(token[:, 0], probs.shape[1]) - probs).double().square().sum(1)
         going = token[:, 0] != END
         if not going.any():
             break
         rows, token = rows[going], token[going]
         cache.batch_select_indices(going)
     given = tokenizer.batch_decode(ids[:, W:], skip_special_tokens=True)
-    ends = [text.rpartition("=")[2] for text in given]
-    right = [end == answer for end, answer in zip(ends, answers, strict=True)]
-    return ids, sampled, logprobs, torch.tensor(right, dtype=torch.float64)
+    right = [text.rpartition("=")[2] == answer for text, answer in zip(given, answers, strict=True)]
+    return ids, sampled, logprobs, energy, torch.tensor(right, dtype=torch.float64)
 
 
 def loss(model, ids, sampled, old_logprobs, advantage, multiplier):
-    """The sum of n completions' clipped terms, each times its multiplier [n]: both weights over the
-    denominator."""
+    """The sum of n completions' clipped terms, each times its multiplier [n]."""
     used = (sampled | (ids != PAD)).any(0)  # [W + T], the L columns that are not all padding
     ids, sampled, old_logprobs = ids[:, used], sampled[:, used], old_logprobs[:, used]  # [n, L]
     logits = model(ids, attention_mask=ids != PAD).logits[:, :-1]  # [n, L - 1, V]
@@ -123,62 +133,57 @@ def loss(model, ids, sampled, old_logprobs, advantage, multiplier):
     return ((term * sampled[:, 1:]).sum(1) * multiplier).sum()
 
 
-def train(grpo=False, seed=0, steps=STEPS):
+def train(grpo=False, drop_prompts=False, seed=0, steps=STEPS):
     set_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(arithmetic.BASE)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     problems = [arithmetic.problem("train", i) for i in range(PROBLEMS)]
     held_out = [arithmetic.problem("heldout", i) for i in range(HELD_OUT)] * 4
     past = torch.full((PROBLEMS,), torch.nan)  # mean |advantage| of each prompt's last group
-    seconds, training = 0.0, 0.0  # of all steps so far, and of their training
-    trained = 0.0  # tokens that they trained on
-    rest = 1e9  # tokens that are trained on in the time of all else; at first huge, so that p = 1
-    for step in range(steps):
-        started = time.perf_counter()
-        # Drop prompts, before their completions are sampled.
-        prompts = torch.randperm(PROBLEMS)[:Q]  # the candidates [Q], in random order
+    print(f"held-out accuracy {sample(model, held_out)[-1].mean():.3f}", flush=True)
+    for step in range(1, steps + 1):
+        # Choose prompts, and drop some of them before they are sampled.
+        prompts = torch.randperm(PROBLEMS)[:Q]  # [Q], in random order
         low = past[prompts] < past[prompts].nanmean()  # [Q]; False where either is NaN
-        p = torch.where(low, LOW, 1.0).double()
-        weight = prune(torch.ones_like(p) if grpo else p, random.random())  # [Q]
+        p = torch.where(low & drop_prompts, LOW, 1.0).double()
+        weight = prune(p, torch.arange(Q), random.random())  # [Q]
         prompts, weight = prompts[weight > 0], weight[weight > 0]  # [K]
-        # Sample and reward. Advantages are of full groups, and exactly 0 if all rewards are equal.
-        groups = [problems[q] for q in prompts for _ in range(G)]
-        ids, sampled, logprobs, rewards = sample(model, groups)  # N = K x G
-        # GRPO divides by the standard deviation. Dr. GRPO does not: docs/method.md, section 3.
-        std, mean = torch.std_mean(rewards.view(-1, G), 1, keepdim=True)  # [K, 1]
-        advantage = ((rewards.view(-1, G) - mean) / (std + 1e-4)).flatten()  # [N]
+        groups = [problems[q] for q in prompts for _ in range(G)]  # N = K x G
+        ids, sampled, logprobs, energy, rewards = sample(model, groups)
+        # Advantages are of full groups, and exactly 0 if all rewards of a group are equal. The
+        # denominator, Q x G x T, is the full batch's. Both are Dr. GRPO's. GRPO divides by each
+        # group's deviation, too, and by each completion's length in place of T: docs/method.md.
+        mean = rewards.view(-1, G).mean(1, keepdim=True)  # [K, 1]
+        advantage = (rewards.view(-1, G) - mean).flatten()  # [N]
+        factor = weight.repeat_interleave(G) / (Q * G * T)  # [N]
         past[prompts] = advantage.view(-1, G).abs().mean(1).float()
-        # The denominator, own length x Q x G, is the full batch's: Q prompts, kept or not.
-        factor = weight.repeat_interleave(G) / (sampled.sum(1) * Q * G)  # [N]
-        # Drop completions, before they are trained on: by size, and those of size 0 always.
+        # Drop completions before they are trained on. The draw's order is by prompt, then by size:
+        # every prompt, and every range of sizes in it, gets its fair share.
         cost = (ids != PAD).sum(1).double()  # [N], tokens to train on, with the prompt
-        p = keep_prob(completion_size(advantage, factor, logprobs), cost, rest)
-        multiplier = factor * prune(torch.ones_like(p) if grpo else p, random.random())  # [N]
+        size = completion_size(advantage, factor, energy)  # [N]
+        p = torch.ones_like(size) if grpo else keep_prob(size, cost)  # [N]
+        by_size = size.argsort(stable=True)
+        order = by_size[(by_size // G).argsort(stable=True)]  # i // G is the prompt of i
+        multiplier = factor * prune(p, order, random.random())  # [N], weights over denominator
         kept = multiplier.nonzero()[:, 0]
         kept = kept[cost[kept].argsort()]  # similar lengths share a pass, so little is padding
-        began = time.perf_counter()
-        optimizer.zero_grad(set_to_none=False)  # a gradient of 0, not none, if nothing is kept
         for n in (kept[i : i + ROWS] for i in range(0, len(kept), ROWS)):
             loss(model, ids[n], sampled[n], logprobs[n], advantage[n], multiplier[n]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = LR * min((step + 1) / WARMUP, 1 - step / steps)
+        falling = (steps + 1 - step) / max(1, steps + 1 - WARMUP)
+        optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP, falling)
         optimizer.step()
-        ended = time.perf_counter()
-        seconds += ended - started
-        training += ended - began
-        trained += cost[kept].sum().item()
-        if step + 1 == MEASURED:  # seconds of all else in a step x tokens trained on per second
-            rest = (seconds - training) / MEASURED * trained / training
-        line = f"step {step + 1:2} | reward {weight @ mean[:, 0] / weight.sum():.3f} | "
-        line += f"kept {len(kept):3} | tokens {cost[kept].sum():5.0f} | {seconds:5.1f} s"
-        if (step + 1) % EVAL_EVERY == 0:
-            line += f" | held-out accuracy {sample(model, held_out)[3].mean():.3f}"
-        print(line, flush=True)
+        optimizer.zero_grad()
+        reward = weight @ mean[:, 0] / weight.sum()
+        print(f"step {step:3} | reward {reward:.3f} | kept {len(kept):3}/{len(p)}", end=" | ")
+        print(f"tokens trained on {cost[kept].sum():4.0f}/{cost.sum():.0f}", flush=True)
+    print(f"held-out accuracy {sample(model, held_out)[-1].mean():.3f}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0] + ". Takes a minute.")
-    parser.add_argument("--grpo", action="store_true", help="keep everything, with weight 1")
+    parser.add_argument("--grpo", action="store_true", help="train on everything, with weight 1")
+    parser.add_argument("--prompts", action="store_true", dest="drop_prompts", help="drop them too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
     torch.set_num_threads(1)  # beside other programs, more threads would wait for each other

@@ -6,8 +6,8 @@ Train a language model with DPPO. GRPO is the special case that prunes nothing.
     torchrun --nproc-per-node 8 train.py --model Qwen/Qwen3-0.6B --data FILE.jsonl --lr 1e-6
 
 flags.py explains the flags. `Trainer.step` is the algorithm, from top to bottom; `run`, below it,
-is the loop that evaluates, logs, saves and stops. minimal.py is the same estimator on one page,
-with simpler draws.
+is the loop that evaluates, logs, saves and stops. minimal.py is the same step on one page, for one
+task and one rank.
 
 Three numbers multiply the loss of a completion's tokens (and with --importance-cap each token's
 importance ratio):

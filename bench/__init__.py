@@ -21,9 +21,9 @@ from runtime import log
 JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]  # a parameter that is the flag --json
 
 COLORS = {  # of rules, in notebooks; safe for colour-blind readers (Okabe and Ito)
-    "none": "#000000", "nonzero": "#999999", "uniform": "#56B4E9", "dppo": "#0072B2",
-    "pps": "#009E73", "cppo": "#D55E00", "pods": "#999933", "cppo_batch": "#E69F00",
-    "dppo_floor": "#CC79A7",
+    "none": "#000000", "nonzero": "#777777", "adaptive": "#009E73", "pps": "#56B4E9",
+    "uniform": "#CC79A7", "dppo": "#0072B2", "cppo": "#D55E00", "pods": "#999933",
+    "cppo_batch": "#E69F00", "dppo_floor": "#882255",
 }  # fmt: skip
 
 
