@@ -50,6 +50,8 @@ def parse_config(argv: list[str]) -> Config:
         for field in fields(Config):
             now, then = getattr(cfg, field.name), getattr(run, field.name)
             free = field.name in FREE_TO_CHANGE
+            if field.name == "model" and (run.lora or run.beta):
+                free = True  # it may have moved: models.check_base compares the weights
             if field.name == "steps" and run.lr_schedule != "constant":
                 free = False  # the schedule would change
             if now != then and not free:
@@ -254,6 +256,8 @@ def warnings(cfg: Config) -> list[str]:
             f"--engine vllm gives {cfg.completion_rule} an upper bound of each completion's size: "
             f"still unbiased, a little noisier"
         )
+    if (cfg.lora or cfg.beta) and checkpoint.NUMBERED.fullmatch(Path(cfg.model).name):
+        notes.append(f"{cfg.model} must stay: to resume this run, and for the adapters of --lora")
     if cfg.beta > 0 and cfg.completion_rule == "nonzero" and not cfg.mask_truncated:
         why = "the KL term is never exactly zero"
         notes.append(f"--completion-rule nonzero drops nothing with --beta above 0: {why}")

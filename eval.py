@@ -73,7 +73,7 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
         return [{"prompt": cfg.prompt, "completion": row["completions"][0]}]
 
     settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
-    settings |= {"weights": checkpoint.fingerprint(model), "date": tokenizer.date}
+    settings |= {"weights": model.fingerprint, "date": tokenizer.date}
     settings["reward"] = reward and getattr(reward, "__qualname__", type(reward).__name__)
     table = []
     with checkpoint.owned(cfg.out_dir):

@@ -32,9 +32,13 @@ Resume = Annotated[  # --resume, or --resume auto
 
 
 class Flags:
-    """`~` in the value of any flag that may be a path is expanded: no shell does it after a `=`."""
+    """`~` in the value of any flag that may be a path is expanded: no shell does it after a `=`.
+    --model out/checkpoint means the folder that this link now leads to, because it will move on."""
 
     def __post_init__(self):
+        link = (getattr(self, "model", None) or "").rstrip("/")
+        if os.path.basename(link) == "checkpoint" and os.path.islink(link):
+            self.model = os.path.join(os.path.dirname(link), os.readlink(link))
         for name in {"model", "data", "eval_data", "out_dir", "compare"} & {*vars(self)}:
             value = getattr(self, name)
             if isinstance(value, str):

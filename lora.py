@@ -107,11 +107,15 @@ def base_of(name: str) -> str | None:
     return base
 
 
+def stored(name: str) -> dict:
+    """The weights of anybody's adapter, by name."""
+    return need_peft("an adapter").utils.load_peft_weights(name, device="cpu")
+
+
 def merge(model, name: str):
     """The model with anybody's adapter merged. ValueError unless all of its weights are used."""
     peft = need_peft("an adapter")
     adapted = peft.PeftModel.from_pretrained(model, name)
-    stored = peft.utils.load_peft_weights(name, device="cpu").keys()
-    if wrong := stored ^ peft.get_peft_model_state_dict(adapted).keys():
+    if wrong := stored(name).keys() ^ peft.get_peft_model_state_dict(adapted).keys():
         raise ValueError(f"its adapter has other weights than its config: {min(wrong)}")
     return adapted.merge_and_unload(safe_merge=True).requires_grad_(True)

@@ -35,13 +35,14 @@ import rollout
 from config import Config
 from dppo import seed_for
 from engines import hf, memory, vllm_engine
-from runtime import InputError, checkpoint, ranks
+from runtime import InputError, checkpoint, log, ranks
 from runtime.device import cast_weights, fuse_norms
 from tasks import arithmetic, gguf
 from update import trainer_logprobs
 
 # What --engine names. vLLM is started by whoever asks for it: see `make_sampling`.
 ENGINES = {"loop": None, "hf": hf}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
 
 class Models(NamedTuple):
@@ -51,6 +52,7 @@ class Models(NamedTuple):
     tokenizer: transformers.PreTrainedTokenizerBase
     policy: torch.nn.Module  # samples; the model itself unless its weights are sharded or cast
     reference: torch.nn.Module | None  # the model that the run began with; None without --beta
+    base: dict | None  # for a checkpoint's base.json; None without --lora and --beta
 
 
 def load_problems(cfg: Config, reward: Callable | None = None) -> tuple:
@@ -102,6 +104,10 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
         reference = model  # without its adapters: see lora.base_alone
     elif cfg.beta:
         reference = load(base, cfg.device, samples=False)[0].requires_grad_(False)
+    base = None
+    if frozen := model if cfg.lora else reference:
+        base = {"model": cfg.model, "fingerprint": frozen.fingerprint}
+        check_base(saved, cfg.model, frozen.fingerprint)
     data.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
     if cfg.gradient_checkpointing:
         checkpoint_layers(model)
@@ -119,7 +125,7 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
             shard(sharded, cfg.device)
     if apart:
         policy = load(source, cfg.device, cfg.dtype)[0].requires_grad_(False)
-    return Models(model, tokenizer, policy, reference)
+    return Models(model, tokenizer, policy, reference, base)
 
 
 def encode(cfg, model, tokenizer, problems: list) -> tuple[list, list[list[int]]]:
@@ -221,6 +227,9 @@ def read(name: str):
     try:
         types = check_files(name, Path(name))
         base = lora.base_of(name)
+        own = Path(name) / "base.json"
+        if base and not Path(base).exists() and own.exists():  # it has moved: by the user's name
+            base = model_folder(log.read_json(own)["model"])
         if base:
             shown, source = f"{name}, an adapter of {base},", base
             types |= check_files(base, Path(base))
@@ -237,19 +246,45 @@ def read(name: str):
         # For checkpoints. A call changes the tokenizer's padding and truncation settings.
         tokenizer.as_loaded = copy.deepcopy(tokenizer)
         check_weights(model, names)
+        model.fingerprint = of_base = fingerprint(model.parameters())
         if base:
             model = lora.merge(model, name)
+            model.fingerprint = of_base + fingerprint(lora.stored(name).values())
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
         where = "" if Path(source).exists() else " (there is no such folder)"
         why = data.in_words(error)
         raise InputError(f"--model {shown} cannot be loaded{where}: {why}") from None
     finally:
         logging.set_verbosity(verbosity)
+    if base:
+        check_base(Path(name), base, of_base)
     kind, saved_as = type(model).__name__, config.architectures or []
     code = getattr(config, "auto_map", None) or tokenizer.init_kwargs.get("auto_map")
     if code or (saved_as and kind not in saved_as):
         ranks.say(f"note: --model {name} names {code or saved_as}; it is read as {kind} instead")
     return model, tokenizer
+
+
+def fingerprint(weights) -> int:
+    """A number that identifies a model as it was read: the sum of its weights' bits, as integers.
+
+    It depends neither on the order of the sum nor on names and shapes, which transformers may
+    change when it saves. `read` gives each model its own as `model.fingerprint`."""
+    total = 0
+    for weight in weights:
+        bits = weight.detach().contiguous().view(INTEGERS[weight.itemsize])
+        total += bits.sum(dtype=torch.int64).item()
+    return total
+
+
+def check_base(folder: Path | None, model: str, found: int) -> None:
+    """InputError if the checkpoint in a folder was trained on, or compared with, other weights than
+    the model has: its base.json holds their fingerprint."""
+    path = folder and folder / "base.json"
+    if path and path.exists() and log.read_json(path)["fingerprint"] != found:
+        raise InputError(
+            f"{folder} was trained beside other weights than {model} now has: restore those"
+        )
 
 
 def check_files(name: str, folder: Path) -> set[str]:

@@ -103,7 +103,7 @@ class Trainer:
         loaded = models.load_models(cfg, self.saved)
         # `model` is trained, and `policy` samples: a copy, or the same object.
         self.model, self.policy, self.reference = loaded.model, loaded.policy, loaded.reference
-        self.tokenizer = loaded.tokenizer
+        self.tokenizer, self.base = loaded.tokenizer, loaded.base
         encode = functools.partial(models.encode, cfg, self.model, self.tokenizer)
         self.train_set, self.train_ids = encode(self.train_set)
         self.eval_set, self.eval_ids = encode(self.eval_set)
@@ -498,8 +498,8 @@ def save_run(trainer: Trainer, step: int) -> None:
     optimizer, weights = ranks.gather(trainer.optimizer.state_dict()), ranks.weights(trainer.model)
     if trainer.is_main:
         stored = {"step": step, "optimizer": optimizer, "trainer": trainer.state()}
-        folder = Path(cfg.out_dir)
-        checkpoint.save(folder, trainer.model, weights, trainer.tokenizer, stored)
+        model, tokenizer = trainer.model, trainer.tokenizer
+        checkpoint.save(Path(cfg.out_dir), model, weights, tokenizer, stored, trainer.base)
 
 
 def restore(trainer: Trainer) -> int:

@@ -40,7 +40,6 @@ KINDS = {
     "a training run": "method", "an evaluation": "weights", "a supervised start": "batch_size",
     "a model": "model_type",
 }  # fmt: skip
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
 
 @contextlib.contextmanager
@@ -88,8 +87,11 @@ def owned(folder: str | None):
                     place.rmdir()
 
 
-def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: int = 2) -> None:
-    """Write `weights` as a Hugging Face folder, and in it `state` (with its "step") as trainer.pt.
+def save(
+    out_dir: Path, model, weights: dict, tokenizer, state: dict, base=None, *, keep: int = 2
+) -> None:
+    """Write `weights` as a Hugging Face folder, and in it `state` (with its "step") as trainer.pt
+    and `base`, what the run was trained beside (models.Models), as base.json.
 
     It is written under another name and renamed, so a kill leaves complete checkpoints only. The
     `keep` newest stay.
@@ -101,6 +103,8 @@ def save(out_dir: Path, model, weights: dict, tokenizer, state: dict, *, keep: i
         model.save_pretrained(unfinished, state_dict=weights)
         getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
         torch.save(state, unfinished / "trainer.pt")
+        if base:
+            (unfinished / "base.json").write_text(json.dumps(base) + "\n")
         follow_umask(unfinished)
         paths = [path for path in unfinished.rglob("*") if path.is_file()]
         sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in paths}
@@ -146,17 +150,6 @@ def follow_umask(folder: Path) -> None:
     """Let whoever may read the tokenizer read the weights: safetensors gives them mode 600."""
     for path in folder.glob("*.safetensors"):
         path.chmod((folder / "tokenizer_config.json").stat().st_mode)
-
-
-def fingerprint(model) -> int:
-    """A number that identifies a model's weights: the sum of their bits, read as integers. It
-    depends neither on the order of the sum nor on names and shapes, which transformers may change
-    when it saves."""
-    total = 0
-    for tensor in model.parameters():
-        bits = tensor.detach().contiguous().view(INTEGERS[tensor.itemsize])
-        total += bits.sum(dtype=torch.int64).item()
-    return total
 
 
 def is_complete(path: Path) -> bool:

@@ -14,10 +14,11 @@ import torch
 
 import data
 import eval as evaluation
+import models
 import rollout
 from engines import hf
 from eval import EvalConfig
-from runtime import InputError, checkpoint, log
+from runtime import InputError, log
 
 ROOT = Path(__file__).resolve().parents[1]
 nan = math.nan
@@ -319,6 +320,6 @@ def test_completions_of_other_settings_are_refused(evaluate, policy_folder, monk
     template.write_text("{% for m in messages %}9+{{ m.content }}{% endfor %}")
     with pytest.raises(InputError, match=r"arithmetic\.jsonl has completions of other prompts"):
         evaluate("evals")
-    monkeypatch.setattr(checkpoint, "fingerprint", lambda _model: 1)
+    monkeypatch.setattr(models, "fingerprint", lambda _weights: 1)
     with pytest.raises(InputError, match=r"evals has weights .*, not 1: use"):
         evaluate("evals")

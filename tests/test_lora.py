@@ -2,9 +2,11 @@
 
 import copy
 import json
+import shutil
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import peft
 import pytest
@@ -198,6 +200,42 @@ def test_a_run(run, policy_folder, tmp_path, capsys):
     assert (toy.plain_logits(base, ids) - expected).abs().max() > 0.01
     args = {"problems": 2, "k": 1, "max_new_tokens": 4, "device": "cpu"}
     evaluation.main(evaluation.EvalConfig(model=str(tmp_path / "whole" / "checkpoint"), **args))
+
+
+@pytest.mark.parametrize("needs", [{"lora": 4}, {"beta": 0.1}])
+def test_the_base_is_the_one_of_the_run(run, policy_folder, make_policy, tmp_path, needs):
+    """Catches adapters on a base, or a KL term of a reference, whose weights became others; and
+    a base that may not move."""
+    options = {"save_every": 1, "until": 1, "lr_schedule": "constant"} | needs
+    run("run", **options)
+    saved, moved = tmp_path / "run" / "checkpoint", str(tmp_path / "moved")
+    assert json.loads((saved / "base.json").read_text())["model"] == policy_folder
+    Path(policy_folder).rename(moved)
+    if "lora" in needs:  # adapter_config.json has a path, base.json the user's name, such as tiny
+        elsewhere = shutil.copytree(saved, tmp_path / "copy")
+        fingerprint = json.loads((elsewhere / "base.json").read_text())["fingerprint"]
+        named = {"model": moved, "fingerprint": fingerprint}
+        (elsewhere / "base.json").write_text(json.dumps(named))
+        assert models.read(str(elsewhere))[0].fingerprint != fingerprint
+    again = ["--resume", "--out-dir", str(tmp_path / "run"), "--model", moved, "--steps", "2"]
+    toy.main(again)
+    assert len(toy.rows(tmp_path / "run")) == 2
+    other, _ = make_policy(seed=1)
+    other.save_pretrained(moved)
+    with pytest.raises(InputError, match=f"trained beside other weights than {moved} now has"):
+        toy.main([*again[:-1], "3"])
+    if "lora" in needs:
+        with pytest.raises(InputError, match="trained beside other weights than"):
+            models.read(str(saved))
+
+
+def test_a_link_is_its_numbered_folder(tmp_path):
+    """Catches a run that depends on a link, which leads elsewhere by the time it is resumed."""
+    (tmp_path / "checkpoint-000004").mkdir()
+    (tmp_path / "checkpoint").symlink_to("checkpoint-000004")
+    cfg = config.parse_config(["--model", f"{tmp_path}/checkpoint/", "--lora", "4"])
+    assert cfg.model == f"{tmp_path}/checkpoint-000004"
+    assert [note for note in config.warnings(config.resolve(cfg)) if "must stay" in note]
 
 
 @pytest.fixture

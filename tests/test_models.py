@@ -147,6 +147,19 @@ def test_the_check_looks_at_the_last_positions(make_policy, monkeypatch):
     assert not models.packs_exactly(model, 512)
 
 
+def test_fingerprints(make_policy):
+    """Catches a change of one bit that passes for the same model, and a sum of one type only."""
+    model, _ = make_policy()
+    of = lambda model: models.fingerprint(model.parameters())
+    before = of(model)
+    assert of(make_policy()[0]) == before
+    weight = model.model.norm.weight.data
+    weight[0] = torch.nextafter(weight[0], torch.tensor(9.0))
+    assert of(model) != before
+    for dtype in (torch.bfloat16, torch.float64):
+        assert of(model.to(dtype)) not in (0, before)
+
+
 # ---------------------------------------------------------------------------- what is saved
 
 
