@@ -45,8 +45,8 @@ ADVANTAGE_EPS = 1e-4  # added to the group's standard deviation, as in TRL
 # |advantages| are equal, and rounding would decide.
 THRESHOLD_MARGIN = 1e-6
 SIZE_FLOOR = 0.03  # lowest size, relative to the mean size, so that no weight is unbounded
-# For adaptive: the time of all of a step but training, over the time of training on everything. A
-# constant, so that a run repeats itself: what another value costs is in docs/method.md, section 4.
+# For adaptive: the time of all of a step but training, above all the rollout, over the time of
+# training on everything. A constant, so that a run repeats itself: docs/method.md, section 4.
 REST = 0.1
 
 
@@ -102,7 +102,7 @@ def group_advantages(rewards: torch.Tensor, scale_rewards: str) -> torch.Tensor:
 
 
 def dead_groups(rewards: torch.Tensor) -> torch.Tensor:
-    """Which groups [Q] carry no signal: all scorable rewards [Q, G] are equal, or there is none."""
+    """Which groups [Q] are dead: all scorable rewards [Q, G] are equal, or there is none."""
     scored = ~rewards.isnan()
     highest = torch.where(scored, rewards, -torch.inf).amax(dim=1)
     lowest = torch.where(scored, rewards, torch.inf).amin(dim=1)
@@ -124,7 +124,7 @@ class Completions:
     rewards: torch.Tensor  # NaN: unscorable
     cost: torch.Tensor  # tokens that training forwards: prompt + completion
     size: torch.Tensor  # contribution_size: how much it is expected to move the gradient
-    rest_tokens: float = 0.0  # time of everything but training, in tokens trained on; for adaptive
+    rest: float = REST  # for adaptive
 
     @property
     def live(self) -> torch.Tensor:
@@ -215,13 +215,13 @@ def pps_keep_prob(size: torch.Tensor, cost: torch.Tensor, budget: float) -> torc
 def adaptive_keep_prob(size: torch.Tensor, cost: torch.Tensor, rest: float) -> torch.Tensor:
     """Keep probabilities, float64 of size's shape: the least time x variance.
 
-    A step takes the time T = rest + sum_i p_i c_i, where `rest` is what does not depend on the
-    draw, above all the rollout. The noise of its gradient is V = sum_i a_i^2 / p_i, of sampling and
-    of independent keeps together, for terms of norm a_i and cost c_i. Where noise limits learning,
-    progress in a second goes as 1 / (T V).
+    For terms of norm a_i and cost c_i, a step takes the time T = R + sum_i p_i c_i, of which the
+    draw does not change R = rest * sum_i c_i. The noise of its gradient is V = sum_i a_i^2 / p_i,
+    of sampling and of independent keeps together. Where noise limits learning, progress in a second
+    goes as 1 / (T V).
 
     T V is least at p_i = min(1, tau a_i / sqrt(c_i)) with tau^2 = T / V. Let S be the terms with
-    p_i = 1. Then tau^2 = (rest + sum over S of c_i) / (sum over S of a_i^2). S is a prefix of the
+    p_i = 1. Then tau^2 = (R + sum over S of c_i) / (sum over S of a_i^2). S is a prefix of the
     terms sorted by a_i / sqrt(c_i): the shortest one whose tau leaves the next term below 1. Size 0
     is always dropped.
     """
@@ -235,9 +235,11 @@ def adaptive_keep_prob(size: torch.Tensor, cost: torch.Tensor, rest: float) -> t
     priority = norms / costs.sqrt()
     order = priority.argsort(descending=True)
     # tau, if the first 1, 2, ... terms are kept for sure
-    time_of_first = rest + costs[order].cumsum(dim=0)
+    time_of_first = rest * cost.sum().item() + costs[order].cumsum(dim=0)
     taus = (time_of_first / norms[order].square().cumsum(dim=0)).sqrt()
-    # The next term is kept for sure, too, if its probability would pass 1.
+    # The next term is kept for sure, too, if its probability would pass 1. If it would not, none
+    # after it would: its c / a^2 is above tau^2, so with it tau^2 rises, but stays below its c /
+    # a^2, and those of later terms are higher still.
     more = int((taus[:-1] * priority[order][1:] >= 1).sum())
     keep_prob[live] = (taus[more] * priority).clamp(max=1.0)
     return keep_prob
@@ -285,9 +287,10 @@ def systematic(keep_prob: torch.Tensor, order: torch.Tensor, start: float) -> to
     laid_out = keep_prob.double().flatten()[order]
     certain = laid_out >= 1.0  # a whole unit always holds a point, which rounding could lose
     ends = torch.where(certain, 0.0, laid_out).cumsum(dim=0)
-    points = (ends - start).ceil().clamp(min=0)  # how many of start, start + 1, ... before each end
+    begins = torch.cat([ends.new_zeros(1), ends])[:-1]
     keep = torch.empty_like(certain)
-    keep[order] = certain | (points.diff(prepend=points.new_zeros(1)) > 0)
+    # Of the points, ceil(x - start) lie before x.
+    keep[order] = certain | ((ends - start).ceil() > (begins - start).ceil())
     return keep.view(keep_prob.shape)
 
 
@@ -386,15 +389,6 @@ class BiasedRule:
         return keep, torch.where(keep, weights.double(), 0.0)
 
 
-def draw_by_rule(
-    kind: str, rules: dict, name: str, prune_rate: float, batch, generator: Generator
-) -> Drawn:
-    """The draw of one of `rules`. RuleError if it is unknown or cannot draw."""
-    check_known(kind, name, rules)
-    with named(kind, name):
-        return rules[name].draw(batch, prune_rate, generator)
-
-
 # ---------------------------------------------------------------------------- completion rules
 
 
@@ -402,8 +396,9 @@ def prune_completions(
     name: str, prune_rate: float, batch: Completions, generator: Generator
 ) -> Drawn:
     """(keep, weights) [K, G] of one of COMPLETION_RULES. Each draw serves exactly one update."""
-    kind = "completion rule"
-    return draw_by_rule(kind, COMPLETION_RULES, name, prune_rate, batch, generator)
+    check_known("completion rule", name, COMPLETION_RULES)
+    with named("completion rule", name):
+        return COMPLETION_RULES[name].draw(batch, prune_rate, generator)
 
 
 def everything(batch, prune_rate: float) -> torch.Tensor:
@@ -411,7 +406,7 @@ def everything(batch, prune_rate: float) -> torch.Tensor:
 
 
 def terms_not_zero(batch: Completions, prune_rate: float) -> torch.Tensor:
-    """All but terms that are exactly 0: equal rewards, unscorable or masked."""
+    """All but terms that are exactly 0: of a dead group, unscorable or masked."""
     return batch.live.double()
 
 
@@ -428,19 +423,15 @@ def low_advantages(batch: Completions, prune_rate: float) -> torch.Tensor:
 
 
 def proportional_to_size(batch: Completions, prune_rate: float) -> torch.Tensor:
-    """Ours: minimum variance at an expected 1 - r_o of the mini-batch's tokens. Completions without
-    gradient are dropped first. If the budget suffices for all others, they are kept with weight
-    1."""
+    """Ours: minimum variance at an expected 1 - r_o of the mini-batch's tokens. Terms that are 0
+    are dropped first. If the budget suffices for all others, they are kept with weight 1."""
     return pps_keep_prob(batch.size, batch.cost, (1.0 - prune_rate) * batch.cost.sum().item())
 
 
 def adaptive(batch: Completions, prune_rate: float) -> torch.Tensor:
-    """Ours: the least time x variance, at batch.rest_tokens. It keeps a large share of the
-    contributing terms where these are few or alike, and a small one where a few of many carry the
-    gradient."""
-    if batch.live.any() and not batch.rest_tokens > 0:
-        raise RuleError(f"needs rest_tokens above 0, not {batch.rest_tokens:g}")
-    return adaptive_keep_prob(batch.size, batch.cost, batch.rest_tokens)
+    """Ours: the least time x variance, at batch.rest. It keeps a large share of the terms that are
+    not 0 where these are few or alike, and a small one where a few of many carry the gradient."""
+    return adaptive_keep_prob(batch.size, batch.cost, batch.rest)
 
 
 def strata_order(batch: Completions, generator=None) -> torch.Tensor:
@@ -516,12 +507,10 @@ def loss_scale(
         constant      num_sequences x max_new_tokens
         batch tokens  num_tokens
     """
-    check_known("loss", loss, LOSSES)
     kind = LOSSES[loss].denominator
-    check_known(f"denominator (loss {loss!r})", kind, DENOMINATORS)
     if kind == "own length":
         return 1.0 / (lengths.double().clamp(min=1) * num_sequences)
-    denominator = num_sequences * max_new_tokens if kind == "constant" else num_tokens
+    denominator = {"constant": num_sequences * max_new_tokens, "batch tokens": num_tokens}[kind]
     return torch.full_like(lengths, 1.0 / max(denominator, 1.0), dtype=torch.float64)
 
 
@@ -541,7 +530,6 @@ def token_loss(
     `owner` [N] numbers the sequences from 0. The multiplier (weights / denominator) multiplies
     the result afterwards, so it cannot move the clip.
     """
-    check_known("loss", loss, LOSSES)
     log_ratio = logprobs - old_logprobs
     if LOSSES[loss].sequence_ratio:
         zeros = log_ratio.new_zeros(num_sequences)
@@ -551,8 +539,7 @@ def token_loss(
         terms = LOSSES[loss].surrogate(log_ratio.exp(), logprobs, advantages, eps_low, eps_high)
         shape = logprobs.shape
         if not isinstance(terms, tuple) or [part.shape for part in terms] != [shape] * 2:
-            wanted = f"two tensors of shape {list(shape)}"
-            raise RuleError(f"must return (loss, clipped), {wanted}")
+            raise RuleError(f"must return (loss, clipped), two tensors of shape {list(shape)}")
     return terms
 
 

@@ -76,16 +76,15 @@ def averages(prompt_weights, rewards, lengths, truncated, entropy) -> dict:
     }
 
 
-def history(score: torch.Tensor, window: torch.Tensor, kept: torch.Tensor) -> dict:
-    """Figures of a sampler.PromptHistory before a step's rollout, from its score [P], and of what
-    the step's draw kept [Q] of its window [Q]. A prompt is dull if its last group had equal
-    rewards."""
-    dull = score[window] == 0  # [Q]
+def history(past_advantage: torch.Tensor, candidates: torch.Tensor, kept: torch.Tensor) -> dict:
+    """Figures of a sampler.PromptHistory before a step's rollout, from its past_advantage [P], and
+    of what the step's draw kept [Q] of the candidates [Q]; dead are those whose last group was."""
+    dead = past_advantage[candidates] == 0  # [Q]
     return {
-        "history/never_rolled_out": score.isnan().double().mean().item(),
-        "history/dull": (score == 0).double().mean().item(),
-        "kept/dull_prompts": ratio((kept & dull).sum().item(), dull.sum().item()),
-        "kept/other_prompts": ratio((kept & ~dull).sum().item(), (~dull).sum().item()),
+        "history/never_rolled_out": past_advantage.isnan().double().mean().item(),
+        "history/dead": (past_advantage == 0).double().mean().item(),
+        "kept/dead_prompts": ratio((kept & dead).sum().item(), dead.sum().item()),
+        "kept/other_prompts": ratio((kept & ~dead).sum().item(), (~dead).sum().item()),
     }
 
 

@@ -184,12 +184,14 @@ def build_pack(
         trunk, length = starts[tuple(prompts[number])], len(prompts[number])
         lay(number, branches[number], length, range(trunk, trunk + length))
 
-    # 3. Who predicts what. A prompt's last token predicts its completion's first.
+    # 3. Who predicts what. A prompt's last token predicts its completion's first, and each token of
+    # the completion the next one.
     predictors, targets, owner = [], [], []
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        last = starts[tuple(prompt) if share_prompts else number] + len(prompt) - 1
-        first = starts[number] if share_prompts else last + 1
-        predictors += [last, *range(first, first + len(completion) - 1)][: len(completion)]
+        after_prompt = starts[tuple(prompt) if share_prompts else number] + len(prompt)
+        first = starts[number] if share_prompts else after_prompt  # the place of its first token
+        if completion:
+            predictors += [after_prompt - 1, *range(first, first + len(completion) - 1)]
         targets += completion
         owner += [number] * len(completion)
 

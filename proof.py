@@ -218,8 +218,7 @@ def toy_case(
     advantages = dppo.group_advantages(rewards, dppo.LOSSES[loss].scale_rewards)[rows]
     size = dppo.contribution_size(advantages, factor, (energy * sampled).sum(dim=-1)[rows], beta)
     cost = lengths.double() + 1  # the prompt is one token
-    rest = 0.3 * cost.sum().item()
-    batch = dppo.Completions(advantages, rewards[rows], cost, size, rest)
+    batch = dppo.Completions(advantages, rewards[rows], cost, size)
     return Case(gradient, batch, factor)
 
 

@@ -104,12 +104,12 @@ def prune_prompts(
     Each mini-batch has its own draw. With a single draw, the number kept for the first update would
     determine the number left for the second, whose parameters depend on the first.
     """
+    dppo.check_known("prompt rule", name, PROMPT_RULES)
     drawn = []
     for part in prompts.chunk(minibatches):
         batch = history.of(part)
-        drawn.append(
-            dppo.draw_by_rule("prompt rule", PROMPT_RULES, name, prune_rate, batch, generator)
-        )
+        with dppo.named("prompt rule", name):
+            drawn.append(PROMPT_RULES[name].draw(batch, prune_rate, generator))
     keep, weights = zip(*drawn, strict=True)
     return torch.cat(keep), torch.cat(weights)
 

@@ -207,9 +207,7 @@ class Trainer:
         for number in range(M):
             rows = minibatch == number  # [K]
             size = dppo.contribution_size(advantages[rows], factor[rows], energy[rows], cfg.beta)
-            # For the rule adaptive: the time of everything but training, in tokens trained on.
-            rest = cfg.rest * cost[rows].sum().item()
-            part = dppo.Completions(advantages[rows], rewards[rows], cost[rows], size, rest)
+            part = dppo.Completions(advantages[rows], rewards[rows], cost[rows], size, cfg.rest)
             keep[rows], weights[rows] = dppo.prune_completions(
                 cfg.completion_rule, cfg.completion_prune_rate, part, generator
             )

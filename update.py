@@ -25,7 +25,8 @@ from runtime.device import autocast, send
 class Sequence(NamedTuple):
     """A kept completion with its prompt. It may travel to another rank."""
 
-    place: int  # of the completion in the flattened tables: [K * G], or [k * G] of this rank
+    group: int  # of its prompt, among the K, or the k of this rank
+    place: int  # in the flattened tables: [K * G], or [k * G] of this rank
     prompt: list[int]
     completion: list[int]
     logprobs: torch.Tensor  # [tokens of the completion], the engine's
@@ -33,8 +34,8 @@ class Sequence(NamedTuple):
 
 
 class UpdateStats(NamedTuple):
-    """Sums over the completion tokens of one update. To add one, name it here and
-    in accumulate_gradients."""
+    """Sums over the completion tokens of one update: on the device, then counted on the host. To
+    add one, name it here and in accumulate_gradients, in its place."""
 
     loss: float  # with the full batch's denominator, the KL term included
     kl: float  # the KL term alone, before beta
@@ -67,7 +68,7 @@ def accumulate_gradients(
     sequences = share_out(kept_sequences(rollouts, keep, mine, old_logprobs))
     advantages, multiplier = advantages.double().flatten(), multiplier.double().flatten()  # [K * G]
 
-    measured, counts = [], []  # of each pack, by name: on the device, and on the host
+    measured, counts = [], []  # of each pack: on the device, and on the host
     for pack, members in packs(sequences, cfg, model.device, show_progress):
         lengths = torch.tensor([len(sequence.completion) for sequence in members], dtype=torch.long)
         place = torch.tensor([sequence.place for sequence in members], dtype=torch.long)
@@ -106,31 +107,22 @@ def accumulate_gradients(
 
         if not members:  # a dummy pack, which FSDP needs
             continue
-        figures = {
-            "loss": total,
-            "kl": (kl * token_multiplier).sum(),
-            "clipped": clipped.sum(),
-            "gap": (now - engine_logprobs).abs().sum(),
-            "importance": importance.sum(),
-            "capped": (importance > (cap or math.inf)).sum(),
-            "entropy": entropy.sum(),
-        }
-        measured.append({name: figure.detach() for name, figure in figures.items()})
+        # in the order of UpdateStats
+        figures = [
+            total, (kl * token_multiplier).sum(), clipped.sum(),
+            (now - engine_logprobs).abs().sum(), importance.sum(),
+            (importance > (cap or math.inf)).sum(), entropy.sum(),
+        ]  # fmt: skip
+        measured.append(torch.stack([figure.detach() for figure in figures]))
         tokens = pack.input_ids.shape[1]
-        slots = max(cfg.pack_tokens, tokens)
-        counts.append({"completion_tokens": len(place), "tokens": tokens, "slots": slots})
+        counts.append([len(place), tokens, max(cfg.pack_tokens, tokens)])
 
     ranks.sum_gradients(model)
     sums = torch.zeros(len(UpdateStats._fields), dtype=torch.float64)
     if counts:
         # Read only now: in the loop, the host would wait for the device.
-        tables = [torch.stack([*row.values()]) for row in measured]  # [figures] each
-        table = torch.stack(tables).cpu().double()  # [packs, figures]
-        host = torch.tensor([[*row.values()] for row in counts], dtype=torch.float64)
-        names = [*measured[0], *counts[0]]
-        totals = torch.cat([table, host], dim=1).sum(dim=0)
-        sum_of = dict(zip(names, totals, strict=True))
-        sums = torch.stack([sum_of[name] for name in UpdateStats._fields])
+        table = torch.stack(measured).cpu().double()  # [packs, figures]
+        sums = torch.cat([table, torch.tensor(counts).double()], dim=1).sum(dim=0)
     return UpdateStats(*ranks.all_reduce(sums).tolist())
 
 
@@ -167,6 +159,7 @@ def kept_sequences(rollouts, keep, mine, old_logprobs=None) -> list[Sequence]:
         length = rollouts.lengths[row, g].item()
         sequences.append(
             Sequence(
+                group=mine[row].item(),
                 place=mine[row].item() * G + g,
                 prompt=rollouts.prompt_ids[row],
                 completion=rollouts.completion_ids[row, g, :length].tolist(),
@@ -203,12 +196,11 @@ def packs(sequences: list[Sequence], cfg, device, show_progress=False):
     that runs out of sequences yields dummy packs without targets.
     """
     share = packing.shares_prompts(device)
-    names = lengths = None  # of the prompts that sequences share
+    shared = ()
     if share:
-        names = [id(sequence.prompt) for sequence in sequences]
-        lengths = [len(sequence.prompt) for sequence in sequences]
+        shared = ([each.group for each in sequences], [len(each.prompt) for each in sequences])
     tokens = [work(sequence) for sequence in sequences]
-    plan = packing.plan_packs(tokens, cfg.pack_tokens, packing.WINDOW, names, lengths)
+    plan = packing.plan_packs(tokens, cfg.pack_tokens, packing.WINDOW, *shared)
     if cfg.shard == "fsdp":
         most = ranks.all_reduce(torch.tensor(len(plan)), ranks.MAX).item()
         plan += [[]] * (most - len(plan))

@@ -223,10 +223,9 @@ def sums_of(run: Run, group_size: int, rest: float) -> torch.Tensor:
     for step in run.steps:
         size, signal = sizes(step, group_size, run.settings)
         cost = (step.cost * step.prompt_weights[:, None]).flatten()
-        rest_tokens = rest * cost.sum().item()
-        best = dppo.adaptive_keep_prob(size, cost, rest_tokens)
+        best = dppo.adaptive_keep_prob(size, cost, rest)
         keep_prob = torch.stack([(size > 0).double(), best])
-        time, noise = time_and_noise(keep_prob, size, cost, rest_tokens)
+        time, noise = time_and_noise(keep_prob, size, cost, rest)
         all_noise = size.square().sum()
         total += torch.stack(torch.broadcast_tensors(signal, time, noise, all_noise))
     return total
@@ -253,11 +252,11 @@ def sizes(step: Step, group_size: int, settings: dict) -> tuple[torch.Tensor, to
     return (size * weight.sqrt()).flatten(), signal
 
 
-def time_and_noise(keep_prob, size, cost, rest_tokens: float) -> tuple[torch.Tensor, torch.Tensor]:
+def time_and_noise(keep_prob, size, cost, rest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """T and V [...] of keep probabilities [..., n], as dppo.adaptive_keep_prob explains them."""
     live = size > 0
     noise = (size[live].square() / keep_prob[..., live]).sum(dim=-1)
-    return rest_tokens + (keep_prob * cost).sum(dim=-1), noise
+    return rest * cost.sum() + (keep_prob * cost).sum(dim=-1), noise
 
 
 def fastest(group_sizes: list[int], speed: torch.Tensor) -> list[int]:

@@ -204,8 +204,8 @@ class DPPOTrainer(trl.GRPOTrainer):
         else:
             weights = torch.ones(len(size), dtype=torch.float64)
         self.prompt_weights = weights[:, None]  # [K, 1]
-        rest = self.args.rest * cost.sum().item()
-        self.batch = dppo.Completions(advantages, rewards, cost, self.prompt_weights * size, rest)
+        sizes = self.prompt_weights * size
+        self.batch = dppo.Completions(advantages, rewards, cost, sizes, self.args.rest)
 
     def _calculate_rewards(self, *args) -> torch.Tensor:
         """TRL's [N, reward functions], of all ranks. Their weighted sum is kept for the rules; NaN

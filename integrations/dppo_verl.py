@@ -308,7 +308,7 @@ class DPPOTrainer(PPOTrainerSync):
         for part in update_of.unique().tolist():
             own = update_of == part  # [K]
             sizes = prompt_weights[own] * size[own]
-            rest = self.args.rest * cost[own].sum().item()
+            rest = self.args.rest
             look = dppo.Completions(advantages[own], rewards[own], cost[own], sizes, rest)
             generator = dppo.generator_for(self.seed, "completions", self.global_steps, part)
             _keep, drawn = dppo.prune_completions(

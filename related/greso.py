@@ -31,7 +31,7 @@ import train
 from rewards import score
 from runtime import InputError
 
-OF_THE_DRAW = ("history/", "kept/dull", "kept/other")  # columns; GRESO draws in another way
+OF_THE_DRAW = ("history/", "kept/dead", "kept/other")  # columns; GRESO draws in another way
 
 
 @dataclass

@@ -72,9 +72,7 @@ def objective_slope(
             advantages = advantages_of(ordered, divisor)
             ones = torch.ones_like(advantages)
             size = dppo.contribution_size(advantages, ones, ones, beta=0.0)
-            batch = dppo.Completions(
-                advantages, ordered, ones, size, rest_tokens=0.3 * ones.numel()
-            )
+            batch = dppo.Completions(advantages, ordered, ones, size, rest=0.3)
             trained = advantages * mean_weights(rule, prune_rate, batch)
             right, wrong = trained[ordered == 1].sum(), -trained[ordered == 0].sum()
             slope += binomial / 2 * (right / p + wrong / (1 - p)) / group_size

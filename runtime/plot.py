@@ -32,14 +32,14 @@ OF_PRUNED = {
 OF_PRUNED_PROMPTS = {
     "share kept": {"kept/prompts": "prompts", **OF_PRUNED["share kept"]},
     "largest weight": {"weight/max": "of a completion", "weight/prompt_max": "of a prompt"},
-    "share of all prompts": {"history/never_rolled_out": "not yet seen", "history/dull": "dull"},
-    "share of prompts kept": {"kept/dull_prompts": "dull", "kept/other_prompts": "others"},
+    "share of all prompts": {"history/never_rolled_out": "not yet seen", "history/dead": "dead"},
+    "share of prompts kept": {"kept/dead_prompts": "dead", "kept/other_prompts": "others"},
 }
 
 
 def draw_run(out_dir: Path) -> None:
     """Draw run.png: reward by step and by time, then the panels above. In a dead group all rewards
-    are equal; a prompt is dull if its last group was dead."""
+    are equal; a prompt is dead if its last group was."""
     # Not pyplot, whose backend is the caller's. Here, because a run goes on where it is missing.
     from matplotlib.figure import Figure
 

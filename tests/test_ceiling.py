@@ -27,19 +27,19 @@ def terms(n: int, seed: int, dead: int = 0):
     return size, cost
 
 
-@pytest.mark.parametrize("rest_tokens", [0.01, 10.0, 300.0])
+@pytest.mark.parametrize("rest", [0.01, 0.1, 2.0])
 @pytest.mark.parametrize(("n", "seed", "dead"), [(1, 0, 0), (3, 1, 1), (300, 3, 50)])
-def test_no_other_probabilities_are_better(n, seed, dead, rest_tokens):
+def test_no_other_probabilities_are_better(n, seed, dead, rest):
     """Neither more nor less of all, nor changes at random. Catches a wrong number of certain terms,
     T without the rest, V without the certain terms."""
     size, cost = terms(n, seed, dead)
-    keep_prob = dppo.adaptive_keep_prob(size, cost, rest_tokens)
-    product = math.prod(time_and_noise(keep_prob, size, cost, rest_tokens))
+    keep_prob = dppo.adaptive_keep_prob(size, cost, rest)
+    product = math.prod(time_and_noise(keep_prob, size, cost, rest))
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(50, n, generator=generator, dtype=torch.float64)
     for change in (0.99, 1.01, *(1 + 0.01 * noise), *(1 + 0.3 * noise)):
         other = (keep_prob * change).clamp(1e-9, 1) * (size > 0)
-        assert math.prod(time_and_noise(other, size, cost, rest_tokens)) >= product - 1e-12
+        assert math.prod(time_and_noise(other, size, cost, rest)) >= product - 1e-12
 
 
 def test_terms_of_no_cost_or_of_strange_sizes():
@@ -47,12 +47,12 @@ def test_terms_of_no_cost_or_of_strange_sizes():
     that leave float64."""
     size = torch.tensor([[1.0, 2.0, 0.5, 3.0], [0.0] * 4], dtype=torch.float64)
     cost = torch.tensor([[10.0, 10.0, 12.0, 9.0], [0.0] * 4], dtype=torch.float64)
-    keep_prob = dppo.adaptive_keep_prob(size, cost, 4.0)
-    alone = dppo.adaptive_keep_prob(size[:1], cost[:1], 4.0)
+    keep_prob = dppo.adaptive_keep_prob(size, cost, 0.1)
+    alone = dppo.adaptive_keep_prob(size[:1], cost[:1], 0.1)
     assert torch.equal(keep_prob, torch.cat([alone, 0 * alone]))
     assert 0 < alone.min() < 1
     for unit in (1e-160, 1e160):
-        assert torch.allclose(dppo.adaptive_keep_prob(unit * size, cost, 4.0), keep_prob)
+        assert torch.allclose(dppo.adaptive_keep_prob(unit * size, cost, 0.1), keep_prob)
     one = torch.ones(1, 1)
     assert dppo.adaptive_keep_prob(one, one, 1e-9).tolist() == [[1.0]]
 
@@ -61,15 +61,15 @@ def test_the_adaptive_rule():
     """It keeps by the batch's own sizes, tokens and rest. Catches a rest that is ignored."""
     size, cost = (values.view(5, 8) for values in terms(40, 6, dead=10))
     rule = dppo.COMPLETION_RULES["adaptive"].keep_prob
-    for rest_tokens in (0.1, 50.0, 1e14):
-        batch = dppo.Completions(size, size, cost, size, rest_tokens)
-        expected = dppo.adaptive_keep_prob(size, cost, rest_tokens)
+    for rest in (0.01, 2.0, 1e12):
+        batch = dppo.Completions(size, size, cost, size, rest)
+        expected = dppo.adaptive_keep_prob(size, cost, rest)
         assert torch.equal(rule(batch, 0.0), expected)
     assert torch.equal(expected, (size > 0).double()), "the cheaper training is, the more is kept"
     nothing = dppo.Completions(0 * size, size, cost, 0 * size)  # an update without prompts has none
     assert (rule(nothing, 0.0) == 0).all()
-    with pytest.raises(dppo.RuleError, match="needs rest_tokens above 0, not 0"):
-        rule(dppo.Completions(size, size, cost, size), 0.0)
+    usual = dppo.Completions(size, size, cost, size)
+    assert torch.equal(rule(usual, 0.0), dppo.adaptive_keep_prob(size, cost, dppo.REST))
 
 
 # ---------------------------------------------------------------------------- groups of a run

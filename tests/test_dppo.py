@@ -35,7 +35,7 @@ def batch_of(rewards, scale_rewards="group", scale=1.0, beta=0.0):
     advantages = dppo.group_advantages(rewards, scale_rewards)
     size = dppo.contribution_size(advantages, scale * torch.ones_like(rewards), steps, beta)
     cost = 3 * steps
-    return dppo.Completions(advantages, rewards, cost, size, rest_tokens=0.3 * cost.sum().item())
+    return dppo.Completions(advantages, rewards, cost, size)
 
 
 # ---------------------------------------------------------------------------- properties
@@ -286,9 +286,6 @@ def test_token_loss(loss, ratio, advantages, owner, clip, values, clipped, gradi
 
 
 REFUSED = {  # a misspelt name must not become another one; a rate must keep something
-    "unknown loss 'drgrpo': choose one of grpo, dr_grpo": lambda: scale("drgrpo", [1]),
-    "unknown loss 'drgrpo'": lambda: dppo.token_loss(
-        *[torch.ones(1)] * 4, loss="drgrpo", eps_low=0, eps_high=0, num_sequences=1),
     "unknown scale_rewards 'std': choose one of none, group": lambda: dppo.group_advantages(
         torch.zeros(1, 2), "std"),
     "unknown completion rule 'topk': choose one of none, nonzero": lambda: weights("topk", 0.5, A),

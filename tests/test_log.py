@@ -98,10 +98,10 @@ def test_a_group_that_cannot_be_scored_has_no_reward():
 
 
 def test_figures_of_the_history_by_hand():
-    """Prompts 1 and 2 are dull. Catches a share of the wrong prompts."""
+    """Prompts 1 and 2 are dead. Catches a share of the wrong prompts."""
     score, window = torch.tensor([nan, 0, 0, 1]), torch.tensor([1, 2, 3])
     found = metrics.history(score, window, torch.tensor([True, False, True]))
-    names = ("history/never_rolled_out", "history/dull", "kept/dull_prompts", "kept/other_prompts")
+    names = ("history/never_rolled_out", "history/dead", "kept/dead_prompts", "kept/other_prompts")
     assert found == dict(zip(names, (1 / 4, 2 / 4, 1 / 2, 1), strict=True))
 
 
@@ -170,7 +170,7 @@ def test_the_history_learns_from_full_groups(steps):
     """From the groups that were rolled out, whole, whatever is dropped or masked. A row shows the
     history before its step. Catches a history of what was kept, and figures of another window."""
     trainer, row, _ = steps(count=6, reward=some_fail, mask_truncated=True)
-    (*before, seen), taught, dull = trainer.steps, trainer.steps[-1].taught, {}
+    (*before, seen), taught, dead = trainer.steps, trainer.steps[-1].taught, {}
     assert 0 < seen.keep.sum() < seen.keep.numel()
     window = trainer.candidates(6)
     assert torch.equal(taught.prompts, window[seen.kept])
@@ -178,11 +178,11 @@ def test_the_history_learns_from_full_groups(steps):
     assert torch.equal(taught.lengths, seen.lengths)
     for one in before:
         equal = (one.advantages == 0).all(dim=1).tolist()
-        dull |= dict(zip(one.taught.prompts.tolist(), equal, strict=True))
-    kept = [is_kept for q, is_kept in zip(window.tolist(), seen.kept, strict=True) if dull.get(q)]
-    assert row["history/never_rolled_out"] == 1 - len(dull) / 16
-    assert row["history/dull"] == sum(dull.values()) / 16
-    assert row["kept/dull_prompts"] == sum(kept) / len(kept) != row["kept/other_prompts"]
+        dead |= dict(zip(one.taught.prompts.tolist(), equal, strict=True))
+    kept = [is_kept for q, is_kept in zip(window.tolist(), seen.kept, strict=True) if dead.get(q)]
+    assert row["history/never_rolled_out"] == 1 - len(dead) / 16
+    assert row["history/dead"] == sum(dead.values()) / 16
+    assert row["kept/dead_prompts"] == sum(kept) / len(kept) != row["kept/other_prompts"]
 
 
 # ---------------------------------------------------------------------------- the flags

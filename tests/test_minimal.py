@@ -35,7 +35,7 @@ def test_sizes_and_probabilities_are_those_of_adaptive(monkeypatch, rest):
         size = minimal.completion_size(live, factor, energy)
         wanted = dppo.contribution_size(live, factor, energy, beta=0.0)
         torch.testing.assert_close(size, wanted, rtol=1e-6, atol=0)
-        wanted = dppo.adaptive_keep_prob(wanted, cost, rest * cost.sum())
+        wanted = dppo.adaptive_keep_prob(wanted, cost, rest)
         torch.testing.assert_close(minimal.keep_prob(size, cost), wanted, rtol=1e-6, atol=0)
 
 

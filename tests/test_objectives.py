@@ -36,9 +36,7 @@ def sampled_gradient(divisor: str, rule: str, rate: float, G: int = 4):
         size = dppo.contribution_size(
             advantages, torch.ones_like(rewards), energy[texts][None], beta=0.0
         )
-        batch = dppo.Completions(
-            advantages, rewards, torch.ones_like(rewards), size, rest_tokens=0.5
-        )
+        batch = dppo.Completions(advantages, rewards, torch.ones_like(rewards), size)
         seen = tuple((rewards[0] if by_rank else texts).tolist())
         if seen not in of_batch:
             of_batch[seen] = [*proof.outcomes(dppo.COMPLETION_RULES[rule], rate, batch)]

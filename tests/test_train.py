@@ -75,7 +75,7 @@ NAMES = """
     grad_norm learning_rate step_time kept/prompts kept/completions kept/tokens kept/live_tokens
     weight/max weight/ess weight/prompt_max pack/density cost/sampled cost/kept tokens/generated
     tokens/trained time/rollout time/score time/train sampling/sampling_logp_difference/mean
-    history/never_rolled_out history/dull kept/dull_prompts kept/other_prompts
+    history/never_rolled_out history/dead kept/dead_prompts kept/other_prompts
 """
 
 

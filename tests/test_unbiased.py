@@ -63,8 +63,7 @@ def make(make_policy, make_rollouts):
         size = dppo.contribution_size(advantages, scale, per_token * lengths, beta)
         prompt_tokens = torch.tensor([[len(ids)] for ids in rollouts.prompt_ids])
         cost = prompt_tokens + lengths
-        rest = 0.3 * cost.sum().item()
-        batch = dppo.Completions(advantages, rewards, cost, size, rest)
+        batch = dppo.Completions(advantages, rewards, cost, size)
         return proof.Case(gradient, batch, scale)
 
     return make
