@@ -56,7 +56,7 @@ import models
 import rollout
 import sampler
 from flags import Config
-from rewards import math_reward, score
+from rewards import score
 from runtime import InputError, NotFiniteError, checkpoint, console, log, ranks
 from runtime.stop import Stop
 from runtime.timer import Timer
@@ -64,15 +64,18 @@ from update import accumulate_gradients, trainer_logprobs
 
 TOKENS_MEMORY = 10  # steps until a batch's token count weighs 1/e in the mean
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
-FEW = 100  # held-out problems, below which a run says how uncertain their mean is
 DEAD_STEPS = 5  # steps in a row with gradient 0, after which a run says so
 NOT_FINITE = (
     "step {} is not finite ({}): it is not saved, and --resume would repeat it. Start again in a "
     "new --out-dir from --model {}, with a lower --lr or --dtype float32"
 )
 SOME_NONE = (
-    "the reward is None for some completions of a prompt and a number for others. None leaves a "
-    "completion out of its group. Return 0.0 for a wrong one"
+    "the reward is None for some completions of a prompt, which leaves them out of their group. "
+    "Return 0.0 for a wrong one"
+)
+NOTHING_LEARNED = (
+    "the gradient was 0 for {} steps, so nothing was learned. Mean reward {} (nan: all are None), "
+    "and --max-new-tokens {} cut off {:.0%} of the completions. See {}/samples.jsonl"
 )
 
 
@@ -126,8 +129,9 @@ class Trainer:
     def step(self, step: int) -> tuple[dict, dict[str, list[dict]]]:
         """One step of DPPO; returns its row for log.jsonl, and the rows of other files by name.
 
-        GRPO is this step without the lines between `--- DPPO` and `---`. To keep the estimate
-        exact, do not let anything that was dropped change an advantage or a denominator.
+        GRPO is this step without the lines between `--- DPPO` and `---`: a test cuts them out. So
+        what they compute has GRPO's value first, which they overwrite. To keep the estimate exact,
+        do not let anything that was dropped change an advantage or a denominator.
         """
         cfg = self.cfg
         Q, G, M = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
@@ -186,8 +190,8 @@ class Trainer:
         # --- DPPO, for dapo and cispo, which divide by the batch's tokens: if prompts are pruned
         # these are not known, and dividing by this draw's estimate would be biased. The mean of the
         # last steps is used instead. The first step has none: it keeps all prompts and counts them.
-        if self.needs_mean_tokens:
-            num_tokens = self.mean_tokens or sampled_tokens
+        if self.needs_mean_tokens and self.mean_tokens is not None:
+            num_tokens = self.mean_tokens
         # ---
         scale = trained * dppo.loss_scale(
             lengths, cfg.loss, num_sequences=Q * G // M, num_tokens=num_tokens / M,
@@ -195,11 +199,9 @@ class Trainer:
         )  # [K, G]  # fmt: skip
         factor = prompt_weights[:, None] * scale  # [K, G]
 
-        # 6. Each update has its own part of the candidates, and its own draw. A prompt's place
-        # among the candidates says which part it is in. Its place among the kept prompts would not
-        # do: it depends on what else was kept, so the estimate would be biased.
-        # These are the parts that prune_prompts draws; M divides Q (config.py checks it).
-        minibatch = kept_prompts.nonzero()[:, 0] * M // Q  # [K]
+        # 6. Each update has its own part of the candidates, and its own draw: the parts that
+        # prune_prompts draws from, whatever is kept. Else the estimate would be biased.
+        minibatch = kept_prompts.nonzero()[:, 0] * M // Q  # [K], the update of each prompt
         cost = self.prompt_tokens[prompts, None] + lengths  # [K, G], tokens to train on
         keep = torch.ones_like(factor, dtype=torch.bool)  # [K, G]; GRPO keeps all
         weights = torch.ones_like(factor)  # [K, G]
@@ -248,9 +250,9 @@ class Trainer:
         # 8. Remember the groups. Later steps draw by what is known of their prompts.
         self.history.update(prompts, advantages, lengths)
         if self.needs_mean_tokens:
-            mean = self.mean_tokens or sampled_tokens
-            # If the mean is 0, forget it: the next step keeps all prompts and counts again.
-            self.mean_tokens = (mean + (sampled_tokens - mean) / TOKENS_MEMORY) or None
+            self.mean_tokens = num_tokens + (sampled_tokens - num_tokens) / TOKENS_MEMORY
+            if self.mean_tokens == 0:  # all were masked: the next step keeps all, and counts again
+                self.mean_tokens = None
 
         both_weights = prompt_weights[:, None] * weights  # [K, G], for the log
         row = metrics.row(
@@ -323,15 +325,8 @@ def run(trainer: Trainer, until: int | None = None) -> None:
     # In turns: each rank reads the whole state of the optimizer, and keeps its share. For 8B this
     # is 64 GB. `done`: steps that have ended.
     done = ranks.in_turns(restore, trainer) if trainer.saved else 0
-    if cfg.resume is True and done >= cfg.steps:
-        more = ", or give more --steps" if cfg.lr_schedule == "constant" else ""
-        raise InputError(
-            f"--resume: the run in {cfg.out_dir} has ended after its {done} steps: use another "
-            f"--out-dir{more}"
-        )
     logger = start_log(trainer, done) if trainer.is_main else None
     last = cfg.steps if until is None else min(cfg.steps, until)
-    saved_at = done  # the step of the newest checkpoint
     dead_steps = 0  # in a row
     row, others, is_written = {"step": 0}, {}, False
 
@@ -355,12 +350,12 @@ def run(trainer: Trainer, until: int | None = None) -> None:
                 if logger and row["frac_reward_some_none"] > 0:
                     logger.note(SOME_NONE)
                 if logger and dead_steps == DEAD_STEPS:
-                    logger.note(why_nothing_was_learned(row, cfg))
+                    of_row = row["reward"], cfg.max_new_tokens, row["completions/clipped_ratio"]
+                    logger.note(NOTHING_LEARNED.format(DEAD_STEPS, *of_row, out_dir))
                 stopped = stop.agreed()
                 due = cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps)
                 if due or stopped or (done == last and done < cfg.steps):
                     save_run(trainer, done)
-                    saved_at = done
         except NotFiniteError as error:
             saved = checkpoint.newest(out_dir) or cfg.model
             raise InputError(NOT_FINITE.format(done + is_written, error, saved)) from None
@@ -381,12 +376,7 @@ def run(trainer: Trainer, until: int | None = None) -> None:
                 print(console.summary(log.read_rows(logger.path)))
                 ceiling = f"python -m bench ceiling {out_dir}"
                 print(f"which group size and pruning would be fastest: {ceiling}")
-                written = [str(logger.path)]
-                if (out_dir / "run.png").exists():
-                    written.append(str(out_dir / "run.png"))
-                if saved_at == done:
-                    written.append(f"{checkpoint.newest(out_dir)}/")
-                print(f"done: {', '.join(written)}")
+                print(f"done: {out_dir}/")
     ranks.finish()
     if cfg.engine == "vllm":
         trainer.sampling.engine.close()
@@ -397,23 +387,6 @@ def stopped_after(step: int, trainer: Trainer) -> str:
     folder = shlex.quote(trainer.cfg.out_dir)
     command = f"{ranks.launcher()} {sys.argv[0]} --resume --out-dir {folder}"
     return f"stopped after step {step}; to continue: {command}"
-
-
-def why_nothing_was_learned(row: dict, cfg: Config) -> str:
-    """What the figures of a step without a gradient say."""
-    reward, cut_off = row["reward"], row["completions/clipped_ratio"]
-    if math.isnan(reward):
-        why = "the reward is None for all completions: no reference answer can be scored"
-    elif reward == 0:
-        why = "all rewards are 0: the problems are too hard, or the reward finds no answer"
-    else:
-        why = f"rewards do not differ within a group, and are {reward:.3g} on average"
-    if cut_off > 0.5:
-        why += f". --max-new-tokens {cfg.max_new_tokens} cut off {cut_off:.0%} of the completions"
-        why += ", which --mask-truncated masks" if cfg.mask_truncated else ""
-    samples = Path(cfg.out_dir, "samples.jsonl")
-    steps = f"the gradient was 0 for {DEAD_STEPS} steps, so nothing was learned"
-    return f"{steps}: {why}. See {samples}"
 
 
 def start_log(trainer: Trainer, done: int) -> log.Log:
@@ -437,23 +410,10 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
         f"{cfg.steps}, in {cfg.out_dir}/"
     )
     print(console.COLUMNS)
-    instruction = cfg.instruction
-    if instruction is None:
-        instruction = trainer.train_set[0].instruction
-    if instruction:
-        print(f"after each problem, prompts say: {instruction}")
-    notes = config.warnings(cfg)
-    adds = {*trainer.train_set[0].text, *instruction} <= {*"0123456789+=;?"}
-    if cfg.model == "tiny" and (trainer.reward is math_reward or not adds):
-        notes.append(
-            f"--model tiny can only add, and puts no answer in a box: for {cfg.data} name another "
-            f'model, or for a file of sums add --instruction "" and a reward of yours'
-        )
-    if cfg.eval_every and held_out < FEW:
-        notes.append(
-            f"{held_out} problems are held out: their avg@4 may be off by {held_out**-0.5:.2f}"
-        )
-    for note in notes:
+    said = trainer.train_set[0].instruction if cfg.instruction is None else cfg.instruction
+    if said:
+        print(f"after each problem, prompts say: {said}")
+    for note in config.warnings(cfg):
         logger.note(note)
     return logger
 

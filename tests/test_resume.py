@@ -270,9 +270,8 @@ def test_a_tilde_is_the_home(monkeypatch):
         assert tyro.cli(kind, args=args.split()) == tyro.cli(kind, args=expanded.split())
 
 
-def test_a_file_of_a_few_rows(tmp_path, capsys):
-    """Of eight, one is held out, and the error says so. The embedded model is said to be the wrong
-    one for boxed answers."""
+def test_a_file_of_a_few_rows(tmp_path):
+    """Of eight, one is held out, and the error says so."""
     problems = [{"problem": f"{n}+1?", "answer": "1"} for n in range(8)]
     log.append_rows(tmp_path / "few.jsonl", problems)
     options = {"data": str(tmp_path / "few.jsonl"), "instruction": "", "group_size": 2, "steps": 1}
@@ -281,7 +280,6 @@ def test_a_file_of_a_few_rows(tmp_path, capsys):
     with pytest.raises(InputError, match="the data hold only 7 without those held out; lower it"):
         train.main(cfg)
     train.main(replace(cfg, prompts_per_step=7))
-    assert "--model tiny can only add" in capsys.readouterr().out
 
 
 def program(args):
