@@ -12,8 +12,8 @@ same functions on a Qwen3 model.
 Letters: K prompts, G completions each, P parameters, N completion tokens, V vocabulary.
 """
 
+import argparse
 import importlib
-import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -112,7 +112,7 @@ def random_numbers(
 
 def outcomes(
     rule: dppo.Rule | dppo.BiasedRule, prune_rate: float, batch: dppo.Completions | sampler.Prompts
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
     """Every (keep, weights, probability) of a rule's own draw on a batch. Of a biased rule, which
     may draw as it likes, DRAWS draws."""
     prune_rate = rate_of(rule, prune_rate)
@@ -127,7 +127,8 @@ def outcomes(
         key = (*keep.flatten().tolist(), *weights.flatten().tolist())
         outcome = different.setdefault(key, [keep, weights, 0.0])
         outcome[2] += chance
-    yield from different.values()
+    assert abs(sum(chance for *_, chance in different.values()) - 1.0) < 1e-9
+    return [*different.values()]
 
 
 # ---------------------------------------------------------------------------- expectations
@@ -139,13 +140,9 @@ def expected_gradient(case: Case, rule: str, prune_rate: float, *, each=None) ->
     `each` saves computing case.of_each() again.
     """
     each = case.of_each() if each is None else each  # [K * G, P]
-    total, chances = torch.zeros_like(each[0]), 0.0
-    for keep, weights, chance in outcomes(dppo.COMPLETION_RULES[rule], prune_rate, case.batch):
-        total += chance * ((weights * keep).flatten() @ each)
-        chances += chance
-    if abs(chances - 1.0) > 1e-9:
-        raise ArithmeticError(f"the probabilities of {rule}'s outcomes sum to {chances}")
-    return total
+    with dppo.named("completion rule", rule):
+        drawn = outcomes(dppo.COMPLETION_RULES[rule], prune_rate, case.batch)
+    return sum(chance * ((weights * keep).flatten() @ each) for keep, weights, chance in drawn)
 
 
 def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -238,16 +235,14 @@ def both_levels(
     draw. A loss with "batch tokens" divides by KNOWN_TOKENS, fixed before the draw.
     """
     options = {"beta": beta, "num_tokens": KNOWN_TOKENS}
-    total, chances = torch.zeros(36, dtype=torch.float64), 0.0
-    draws = outcomes(sampler.PROMPT_RULES[prompt_rule], prune_rate, toy_prompts())
-    for keep, weights, chance in draws:
-        chances += chance
+    with dppo.named("prompt rule", prompt_rule):
+        drawn = outcomes(sampler.PROMPT_RULES[prompt_rule], prune_rate, toy_prompts())
+    total = torch.zeros(36, dtype=torch.float64)
+    for keep, weights, chance in drawn:
         if keep.any():  # else there is no gradient
             prompts = keep.nonzero().flatten().tolist()
             case = toy_case(loss, prompts=prompts, prompt_weights=weights[keep], **options)
             total += chance * expected_gradient(case, rule, prune_rate)
-    if abs(chances - 1.0) > 1e-9:
-        raise ArithmeticError(f"the probabilities of {prompt_rule}'s outcomes sum to {chances}")
     return total, toy_case(loss, **options).full()
 
 
@@ -255,22 +250,13 @@ def both_levels(
 
 
 def import_file(file: str) -> list[str]:
-    """Import a Python file that adds rules or losses; returns their names. As in a script, modules
-    beside the file are found. SystemExit with a line if it cannot be used."""
-    path = Path(file).resolve()
-    spec = importlib.util.spec_from_file_location(path.name, path)
-    if spec is None or not path.is_file():
-        raise SystemExit(f"error: {file} is not a Python file")
+    """Import a Python file that adds rules or losses, as modules beside it are; returns their
+    names."""
     tables = (dppo.COMPLETION_RULES, sampler.PROMPT_RULES, dppo.LOSSES)
     before = [entry for table in tables for entry in table.values()]
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))
-    sys.modules[path.name] = module  # a dataclass looks its module up
-    try:
-        spec.loader.exec_module(module)
-    except SystemExit:
-        guard = 'put train.cli() under if __name__ == "__main__":'
-        raise SystemExit(f"error: {file} starts a run when it is imported: {guard}") from None
+    path = Path(file)
+    sys.path.insert(0, str(path.resolve().parent))
+    importlib.import_module(path.stem)
     added = [name for table in tables for name, entry in table.items() if entry not in before]
     if not added:
         raise SystemExit(f"error: {file} adds no rule and no loss to the tables")
@@ -279,22 +265,14 @@ def import_file(file: str) -> list[str]:
 
 def of_completion_rule(rule: str, loss: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Gradients [P], expected and full, of a completion rule at r_o 0.5, for each of BETAS."""
-    pairs = []
-    for beta in BETAS:
-        case = toy_case(loss, beta=beta)
-        with dppo.named("completion rule", rule):
-            pairs.append((expected_gradient(case, rule, 0.5), case.full()))
-    return pairs
+    cases = [toy_case(loss, beta=beta) for beta in BETAS]
+    return [(expected_gradient(case, rule, 0.5), case.full()) for case in cases]
 
 
 def of_prompt_rule(rule: str, loss: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Gradients [P], expected and full, of a prompt rule, and pps after it, at rate 0.4, for each
     of BETAS."""
-    pairs = []
-    for beta in BETAS:
-        with dppo.named("prompt rule", rule):
-            pairs.append(both_levels(loss, rule, "pps", 0.4, beta=beta))
-    return pairs
+    return [both_levels(loss, rule, "pps", 0.4, beta=beta) for beta in BETAS]
 
 
 def largest_error(pairs) -> float:
@@ -339,8 +317,11 @@ def main(file: str | None = None) -> None:
 
     show("", dppo.LOSSES)
     print("Claimed to be unbiased: the largest error, relative to the gradient's largest entry")
+    wrong = []
     for name, row in unbiased.items():
-        show(name, [f"{largest_error(pairs):.0e}" for pairs in row.values()])
+        errors = {loss: largest_error(pairs) for loss, pairs in row.items()}
+        show(name, [f"{error:.0e}" for error in errors.values()])
+        wrong += [f"{name} with {loss}" for loss, error in errors.items() if not error < LIMIT]
     print(
         "Biased, or unbiased for another objective (python -m related.objectives): the error that "
         "is left after the\nbest rescaling, because Adam ignores a gradient's length, and the angle"
@@ -348,12 +329,6 @@ def main(file: str | None = None) -> None:
     for name, row in biased.items():
         show(name, [direction(pairs) for pairs in row.values()])
 
-    wrong = [
-        f"{name} with {loss}"
-        for name, row in unbiased.items()
-        for loss, pairs in row.items()
-        if not largest_error(pairs) < LIMIT
-    ]
     if wrong:
         why = "A loss that is off in every row lets a token's term depend on other sequences"
         raise SystemExit(f"NOT unbiased: {', '.join(wrong)}. {why}")
@@ -361,11 +336,10 @@ def main(file: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2 or "--help" in sys.argv:
-        print(__doc__.strip())
-        raise SystemExit(0 if "--help" in sys.argv else 2)
+    parser = argparse.ArgumentParser(description="Enumerate every outcome of every rule.")
+    parser.add_argument("file", nargs="?", help="a Python file that adds rules or losses")
     torch.set_num_threads(1)  # beside other programs, more would wait for each other
     try:
-        main(*sys.argv[1:])
+        main(parser.parse_args().file)
     except dppo.RuleError as problem:
         raise SystemExit(f"error: {problem}") from None
