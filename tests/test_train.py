@@ -10,7 +10,7 @@ import pytest
 import torch
 import toy
 from safetensors.torch import load_file
-from toy import assert_same, flags, in_processes, rows, timeless, toy_reward
+from toy import assert_same, in_processes, rows, timeless
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import config
@@ -24,40 +24,35 @@ from runtime import InputError, plot, timer
 from tasks import arithmetic
 
 
-def test_without_rates_dppo_is_grpo_bit_for_bit(run, tmp_path):
-    """Same rewards, losses and weights; with rates, the run differs.
+def test_grpo_is_the_special_case(policy_folder, run, tmp_path):
+    """--method grpo is a run with rates of 0, and one whose step has not the lines between `---
+    DPPO` and `---`, although both levels are pruned: bit for bit. With rates the run differs.
 
-    Catches pruning that is not the identity at rate 0, and draws that depend on the rates.
+    Catches a line of the method that is not marked, and a draw that rates of 0 change.
     """
-    common = {"save_every": 4, "eval_every": 2, "eval_problems": 3}
-    for row in run("grpo", method="grpo", **common)[1:]:
-        assert (row["weight/max"], row["kept/tokens"]) == (1, 1)
-        assert row["weight/ess"] == pytest.approx(24 * (1 - row["frac_reward_zero_std"]) or None)
-    run("dppo", method="dppo", prompt_prune_rate=0, completion_prune_rate=0, **common)
-    run("pruned", method="dppo", completion_prune_rate=0.5, **common)
-    assert_same(timeless(tmp_path / "grpo"), timeless(tmp_path / "dppo"))
-    assert timeless(tmp_path / "grpo")[0] != timeless(tmp_path / "pruned")[0]
-
-
-def test_without_the_marked_lines_the_step_is_grpo(policy_folder, run, tmp_path):
-    """Although both levels are pruned, a step from which the lines between `--- DPPO` and `---` are
-    cut out trains as --method grpo, bit for bit. Catches a line of the method that is not
-    marked."""
     source = textwrap.dedent(inspect.getsource(train.Trainer.step))
     plain, count = re.subn(r" *# --- DPPO.*?# ---\n", "", source, flags=re.DOTALL)
     assert count == 3
     names = vars(train).copy()
     exec(plain, names)
 
-    class Unmarked(train.Trainer):
+    class Cut(train.Trainer):
         step = names["step"]
 
     common = {"save_every": 4, "minibatches": 2, "loss": "dapo", "beta": 0.1}
-    run("grpo", method="grpo", **common)
-    own = {"method": "pps", "prompt_rule": "uniform"}
-    args = flags(policy_folder, str(tmp_path / "cut"), **own, **common)
-    train.main(config.parse_config(args), reward=toy_reward, trainer_class=Unmarked)
-    assert_same(timeless(tmp_path / "grpo"), timeless(tmp_path / "cut"))
+    both_levels = {"method": "pps", "prompt_rule": "uniform"}
+    no_rates = {"method": "dppo", "prompt_prune_rate": 0, "completion_prune_rate": 0}
+    for row in run("grpo", method="grpo", **common):
+        assert (row["weight/max"], row["kept/tokens"]) == (1, 1)
+    run("none", **no_rates, **common)
+    run("cut", trainer_class=Cut, **both_levels, **common)
+    run("pruned", **both_levels, **common)
+    grpo, none, cut, pruned = (
+        timeless(tmp_path / name) for name in ("grpo", "none", "cut", "pruned")
+    )
+    assert_same(grpo, none)
+    assert_same(grpo, cut)
+    assert grpo[0] != pruned[0]
 
 
 def test_a_default_run_repeats_itself(tmp_path):
