@@ -21,9 +21,7 @@ This is the gradient of one update before it is clipped by norm. Clipping and Ad
 You may add rules and losses: each is one function and one entry, in COMPLETION_RULES or LOSSES. The
 functions of draws and weights keep the estimate exact: do not change those.
 
-Public summaries say that the paper prunes a deterministic fraction; the random form here is our
-reconstruction. Two rules are ours: pps has the least variance for a given number of tokens, and
-adaptive the least time x variance.
+docs/method.md says what is the paper's and what is ours.
 
 Energy, here and elsewhere: the squared gradient of a completion's log-probs at the logits, the sum
 over its tokens of |onehot - softmax|^2.

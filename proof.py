@@ -219,33 +219,6 @@ def toy_case(
     return Case(gradient, batch, factor)
 
 
-def toy_prompts() -> sampler.Prompts:
-    """Three prompts. Two were rolled out before, with different advantages and lengths."""
-    nan = torch.nan
-    return sampler.Prompts(torch.tensor([0.2, 0.0, nan]), torch.tensor([9.0, 2.0, nan]))
-
-
-def both_levels(
-    loss: str, prompt_rule: str, rule: str, prune_rate: float, *, beta=0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expected gradients [P], pruned and full, with three prompts pruned by prompt_rule and then
-    their completions by `rule`, with keep probabilities computed from the prompts that are left.
-
-    Completion lengths differ between prompts, so the number of tokens rolled out depends on the
-    draw. A loss with "batch tokens" divides by KNOWN_TOKENS, fixed before the draw.
-    """
-    options = {"beta": beta, "num_tokens": KNOWN_TOKENS}
-    with dppo.named("prompt rule", prompt_rule):
-        drawn = outcomes(sampler.PROMPT_RULES[prompt_rule], prune_rate, toy_prompts())
-    total = torch.zeros(36, dtype=torch.float64)
-    for keep, weights, chance in drawn:
-        if keep.any():  # else there is no gradient
-            prompts = keep.nonzero().flatten().tolist()
-            case = toy_case(loss, prompts=prompts, prompt_weights=weights[keep], **options)
-            total += chance * expected_gradient(case, rule, prune_rate)
-    return total, toy_case(loss, **options).full()
-
-
 # ---------------------------------------------------------------------------- the table
 
 
@@ -270,9 +243,28 @@ def of_completion_rule(rule: str, loss: str) -> list[tuple[torch.Tensor, torch.T
 
 
 def of_prompt_rule(rule: str, loss: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Gradients [P], expected and full, of a prompt rule, and pps after it, at rate 0.4, for each
-    of BETAS."""
-    return [both_levels(loss, rule, "pps", 0.4, beta=beta) for beta in BETAS]
+    """Gradients [P], expected and full, of a prompt rule, and of pps on the prompts that it leaves,
+    at rate 0.4, for each of BETAS.
+
+    Two of the three prompts were rolled out before, with different advantages and lengths. Lengths
+    differ, so the number of tokens rolled out depends on the draw. A loss with "batch tokens"
+    divides by KNOWN_TOKENS, fixed before the draw.
+    """
+    nan = torch.nan
+    three = sampler.Prompts(torch.tensor([0.2, 0.0, nan]), torch.tensor([9.0, 2.0, nan]))
+    with dppo.named("prompt rule", rule):
+        drawn = outcomes(sampler.PROMPT_RULES[rule], 0.4, three)
+    pairs = []
+    for beta in BETAS:
+        options = {"beta": beta, "num_tokens": KNOWN_TOKENS}
+        total = torch.zeros(36, dtype=torch.float64)
+        for keep, weights, chance in drawn:
+            if keep.any():  # else there is no gradient
+                prompts = keep.nonzero().flatten().tolist()
+                case = toy_case(loss, prompts=prompts, prompt_weights=weights[keep], **options)
+                total += chance * expected_gradient(case, "pps", 0.4)
+        pairs.append((total, toy_case(loss, **options).full()))
+    return pairs
 
 
 def largest_error(pairs) -> float:
