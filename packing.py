@@ -219,25 +219,20 @@ def packed_attention(
     On CUDA in 16 bits it is one call of a variable-length kernel: flash-attn's if that is
     installed, else PyTorch's. Elsewhere it is one scaled_dot_product_attention for each run of
     equal segments."""
-    kernel = value.is_cuda and value.dtype.itemsize == 2 and (flash_attn_varlen_func or varlen_attn)
-    inside = _varlen if kernel else _by_runs
-    return _attend(inside, query, key, value, segments, scaling, dropout, kwargs)
-
-
-def _attend(inside, query, key, value, segments, scaling, dropout, kwargs):
-    for name in ("sliding_window", "softcap", "s_aux"):
+    kwargs["dropout"] = dropout or None
+    for name in ("sliding_window", "softcap", "s_aux", "dropout"):
         if kwargs.get(name) is not None:
-            problem = f"no {name}, so its log-probs would not be those of this model"
-            raise NotImplementedError(f"packed attention has {problem}")
-    if dropout:
-        problem = f"no dropout, and the model asks for {dropout}"
-        raise NotImplementedError(f"packed attention has {problem}")
+            raise NotImplementedError(
+                f"packed attention has no {name}, so its log-probs would not be those of this model"
+            )
     # Under autocast, normalized queries and keys are float32 while values are not.
     dtype = value.dtype
     query, key, value = (states[0].transpose(0, 1).to(dtype) for states in (query, key, value))
     if segments.key_index is not None:
         key = key.index_select(0, segments.key_index)  # [K, H_kv, D]
         value = value.index_select(0, segments.key_index)  # [K, H_kv, D]
+    kernel = value.is_cuda and dtype.itemsize == 2 and (flash_attn_varlen_func or varlen_attn)
+    inside = _varlen if kernel else _by_runs
     return inside(query, key, value, segments, scaling)[None], None  # [1, L, H, D]
 
 
