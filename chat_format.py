@@ -1,13 +1,18 @@
 """
-What chat models add to text: tokens that end turns, and marks around thoughts.
+What chat models add to text: a template, tokens that end turns, and marks around thoughts.
 
+    in_template        a chat as the text that the model continues
     end_tokens         every token that ends a completion
     open_thoughts      the mark of the thought that a prompt ends in
     decode             a completion's text, with the marks of thoughts
 """
 
 import contextlib
+import datetime
 import math
+import re
+
+from runtime import InputError, in_words
 
 # What opens and closes a thought. An answer inside a thought is not the model's answer.
 THOUGHTS = (
@@ -17,6 +22,46 @@ THOUGHTS = (
     ("◁think▷", "◁/think▷"),
 )
 MARKS = {mark for pair in THOUGHTS for mark in pair}
+# What a chat template calls for today's date, such as strftime_now("%d %B %Y").
+TODAY = re.compile(r"strftime_now\((?:\s*format\s*=)?\s*(['\"])(.*?)\1\s*\)")
+
+
+# ---------------------------------------------------------------------------- templates
+
+
+def fix_date(tokenizer, date: str) -> None:
+    """Let the chat template always say this date (2026-11-28), because the prompts of a run must
+    not change. `tokenizer.date` is then the date, or None if the template asks for none."""
+    tokenizer.date = None
+    if tokenizer.chat_template and TODAY.search(template := tokenizer.get_chat_template()):
+        tokenizer.date, day = date, datetime.date.fromisoformat(date)
+        tokenizer.chat_template = TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
+
+
+def in_template(messages: list[dict], tokenizer, ends: tuple[str, ...], thinking: bool) -> str:
+    """A chat as the text that the model continues, in the tokenizer's template. InputError if the
+    template refuses it, leaves out what is asked, or does not open the assistant's turn: if the
+    text still ends with one of `ends`."""
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        )
+        for turn in messages:
+            if turn["role"] in ("system", "user") and turn["content"].strip() not in text:
+                said = turn["content"][:60]
+                raise ValueError(f"it leaves out what the {turn['role']} says, {said!r}")
+        if text.rstrip().endswith(ends):
+            raise ValueError(f"the assistant's turn never begins: ...{text[-60:]!r}")
+    except Exception as error:  # jinja2's kinds, and whatever the template's expressions raise
+        roles = ", ".join(turn["role"] for turn in messages)
+        raise InputError(
+            f"the chat template cannot be used for a chat of {roles} ({in_words(error)}): use "
+            f"another model, change the data, or use --prompt-format plain"
+        ) from None
+    return text
+
+
+# ---------------------------------------------------------------------------- ends
 
 
 def end_tokens(tokenizer, model=None) -> list[int]:

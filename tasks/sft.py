@@ -9,16 +9,31 @@ solve some problems. A run is one process, and is not resumed: it takes minutes.
 """
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import flags
 
+
+@dataclass
+class Config(flags.Flags):
+    model: str = "smollm2"
+    data: tuple[str, ...] = ("words",)
+    """One or more sets with worked solutions: words, gsm8k, math, or files."""
+    steps: int = 100
+    """Optimizer updates."""
+    batch_size: int = 32
+    """Problems in an update."""
+    lr: float = 2e-4
+    """Learning rate of AdamW, times a warm-up of 10 steps, times a linear fall to 0."""
+    out_dir: str = "out/sft"
+    """The run folder: config.json, log.jsonl and, at the end, the checkpoint."""
+
+
 if __name__ == "__main__":
-    flags.answer_help(flags.SftConfig)
+    flags.answer_help(Config)
 
 import torch
-import tyro
 
 import chat_format
 import config
@@ -26,13 +41,25 @@ import data
 import models
 import packing
 import sampler
-from flags import SftConfig as Config
 from runtime import InputError, checkpoint, console, log, ranks
 from runtime.device import autocast, choose_device, choose_dtype
 from runtime.timer import clock
+from tasks import word_problems
 
 PACK_TOKENS = 2048  # tokens in one forward and backward pass
 WARMUP = 10  # steps until the learning rate is at its highest
+
+
+def worked(name: str) -> list[data.Problem]:
+    """The problems of a set that have a worked solution: of `words`, or of the rows to train on."""
+    if name == "words":
+        numbers = range(word_problems.SFT_PROBLEMS)
+        return [data.Problem(*word_problems.problem("sft", number)) for number in numbers]
+    problems, _ = data.problem_sets(name, None, 0)
+    solved = [problem for problem in problems if problem.solution]
+    if without := len(problems) - len(solved):
+        ranks.say(f"note: {without} of {len(problems)} problems of {name} have no worked solution")
+    return solved
 
 
 def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[int], list[int]]]:
@@ -40,7 +67,7 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
 
     The prompts are those that train.py samples from.
     """
-    problems = [problem for name in cfg.data for problem in data.sft_problems(name)]
+    problems = [problem for name in cfg.data for problem in worked(name)]
     problems, prompts = data.encode_prompts(
         problems, tokenizer, longest, cfg.prompt_format, False, cfg.instruction, model
     )
@@ -50,7 +77,7 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
         raise InputError(f"--model {cfg.model}: its template opens a thought, {way_out}")
     texts = [problem.solution for problem in problems]
     solutions = [[*ids, end] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    data.check_tokens(texts, solutions, tokenizer, model)
+    data.say_lost(data.lost_characters(texts, solutions, tokenizer, model))
     pairs = zip(prompts, solutions, strict=True)
     fitting = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
     if len(fitting) < cfg.batch_size:
@@ -106,7 +133,7 @@ def main(cfg: Config) -> None:
         if checkpoint.newest(out_dir):
             raise InputError(f"--out-dir {out_dir} holds a checkpoint: use another folder")
         model, tokenizer = models.load_policy(models.model_folder(cfg.model), device, samples=False)
-        data.fix_date(tokenizer, checkpoint.first_date(None))
+        chat_format.fix_date(tokenizer, checkpoint.first_date(None))
         pairs = encode(cfg, tokenizer, model.longest, model)
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
         record = log.Log(out_dir)
@@ -128,7 +155,7 @@ def main(cfg: Config) -> None:
 if __name__ == "__main__":
     console.go_on()
     try:
-        main(tyro.cli(Config))
+        main(flags.read(Config, sys.argv[1:]))
     except InputError as problem:
         ranks.report(problem)
         sys.exit(2)

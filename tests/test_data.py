@@ -16,11 +16,12 @@ import pytest
 from pyarrow import parquet
 from tokenizers import normalizers, processors
 
+import chat_format
 import data
 import eval as evaluation
-from flags import EvalConfig
+from eval import EvalConfig
 from runtime import InputError, checkpoint, log
-from tasks import arithmetic, word_problems
+from tasks import arithmetic
 
 
 def write(folder, *rows):
@@ -146,22 +147,19 @@ def test_a_pipe_is_read_once():
 
 
 CHAT = {"messages": [USER, SAYS], "answer": "2"}
-HALF = {"role": "system", "content": "\ud83d"}
-LINES = {  # a line of a.jsonl: what is wrong with row 1 of a.jsonl
+LINES = {  # a line of a.jsonl: what is wrong with it
     '{"question": "a", "label": "1"}': "it has none of the keys answer, final_answer",
-    '{"question": "a", "answer": ["1", null]}': "'answer' must be text or a number, got None",
+    '{"question": "a", "answer": ["1", null]}': "the value of 'answer' must be text or a number",
     '{"question": " ", "answer": "1"}': "nothing is asked under 'question'",
-    '{"question": null, "answer": "1"}': "text or a number, got None",
-    json.dumps({"prompt": [USER, SAYS]}): "chat under 'prompt' ends with an",
-    json.dumps(CHAT): "chat under 'messages' ends with",
-    json.dumps(CHAT | {"messages": [HALF, USER]}): "surrogates not allowed",
+    '{"question": null, "answer": "1"}': "the value of 'question' must be text or a number",
+    json.dumps({"prompt": [USER, SAYS]}): "the chat under 'prompt' ends with an",
+    json.dumps(CHAT): "the chat under 'messages' ends with",
     json.dumps(CHAT | {"messages": []}): "nothing is asked under 'messages'",
     json.dumps(CHAT | {"messages": [user([{"type": "image"}])]}): "KeyError: 'text'",
 }
 FILES = [  # name and text of a file, and what is wrong with it
-    *(("a.jsonl", line, f"row 1 of .*: .*{re.escape(why)}.*: cor") for line, why in LINES.items()),
-    ("a.jsonl", '\n{"question": "a", "answer": "1"}\n{oops}\n', "row 3 of .*: JSONDecodeError"),
-    ("a.jsonl", "\n", "has no rows"),
+    *(("a.jsonl", line, rf"row 1 of .*\({re.escape(why)}.*\): cor") for line, why in LINES.items()),
+    ("a.jsonl", '\n{"question": "a", "answer": "1"}\n{oops}\n', r"row 3 of .*\(JSONDecodeError"),
     ("a.json", '[{"problem": "p", "answer": "1"}, 7]', "row 2 of .* not a JSON object but int"),
     ("a.parquet", "no", "Parquet file size is 2 bytes"),
     ("a.txt", None, "No such file .*give a file of JSON or parquet, or one of arith"),
@@ -198,8 +196,6 @@ def test_the_last_twentieth_is_held_out(tmp_path, capsys):
     for count, share in ((2, 1), (45, 2), (51, 3)):  # rounded to the nearest number, but at least 1
         path = write(tmp_path, *count * [{"question": "q", "answer": "1"}])
         assert len(data.problem_sets(path, None, 300)[1]) == share
-    with pytest.raises(InputError, match="too few problems to hold some out"):
-        data.problem_sets(write(tmp_path, {"question": "q", "answer": "1"}), None, 300)
 
 
 SOURCES = {
@@ -221,27 +217,13 @@ def test_embedded_data(name):
         assert data.reward_function(name)(right, problem.answer) == 1.0
         assert len(right) < data.max_new_tokens(name) < data.max_new_tokens("file.jsonl")
     if name == "arithmetic-longer":
-        with pytest.raises(InputError, match="evaluation only: train on one of arithmetic, arith"):
+        with pytest.raises(InputError, match="evaluation only"):
             data.train_problems(name)
         return
     train, evaluated = data.problem_sets(name, None, 5)
     assert evaluated == held_out[:5]
     assert len(train) == 512
     assert not {problem.text for problem in train} & {problem.text for problem in held_out}
-
-
-def test_sft_problems(tmp_path, capsys, monkeypatch):
-    """Catches held-out rows or rows without a solution that would be learned."""
-    monkeypatch.setattr(word_problems, "SFT_PROBLEMS", 9)
-    *_, ninth = data.sft_problems("words")
-    assert ninth == data.Problem(*word_problems.problem("sft", 8))
-    rows = [{"question": f"q{n}", "answer": f"so #### {n}" if n % 2 else n} for n in range(40)]
-    found = data.sft_problems(write(tmp_path, *rows))
-    assert [problem.text for problem in found] == [f"q{n}" for n in range(1, 38, 2)]
-    said = "note: 19 of 38 problems have no worked solution and are left out\n"
-    assert capsys.readouterr().out == said
-    with pytest.raises(InputError, match="19 of 19 problems have no worked solution; use"):
-        data.sft_problems(write(tmp_path, *rows[::2]))
 
 
 def test_hub_sets(monkeypatch):
@@ -258,36 +240,22 @@ def test_hub_sets(monkeypatch):
 
 
 def test_reference_answers_that_cannot_be_scored_are_dropped(tmp_path, capsys):
-    """Catches problems that are dropped although the user has another reward."""
-    answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": " ", "u": ""}
+    """Catches placeholders that count as right answers, columns that are left out in silence, and
+    problems that are dropped although the user has another reward."""
+    answers = {"p": "1", "q": "", "r": None, "s": "x+1", "t": "Not found", "u": "proof", "v": "-"}
     rows = [{"problem": text, "answer": answer} for text, answer in answers.items()]
+    rows[0] |= {"choices": ["7", "8"], "question": "q", "subject": "s", "level": 0, "input": ""}
     path = write(tmp_path, *rows)
     train = data.train_problems(path)
-    said = capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
     assert [problem.text for problem in train] == ["p", "s"]
     assert data.eval_problems(path) == train
-    assert said == (
-        f"note: 4 of 6 reference answers of {path} cannot be scored, and their problems are "
-        "dropped: '' to 'q'; '' to 'r'; '' to 't'\n"
-    )
-    assert len(data.train_problems(path, len)) == len(data.eval_problems(path, reward=len)) == 6
-    with pytest.raises(InputError, match=r"1 of 1 reference answers of .* be scored: '' to 'q'"):
-        data.eval_problems(write(tmp_path, rows[1]), 3)
-
-
-def test_what_is_odd_about_a_file_is_said(tmp_path, capsys):
-    """Catches a note of columns that are empty or read."""
-    answers = ("proof", "7", "Not found", "proof", "-", "no proof")
-    rows = [{"prompt": "p", "answer": answer, "input": ""} for answer in answers]
-    rows[1] |= {"choices": ["7", "8"], "question": "q", "subject": "s", "solution": "so #### 7"}
-    rows[2] |= {"level": 0, "messages": None, "reward_model": {"style": "rule"}}
-    path = write(tmp_path, *rows)
-    assert len(data.train_problems(path)) == 6
-    assert capsys.readouterr().out.splitlines() == [
-        f"note: prompts leave out these columns of {path}: choices, level, prompt",
-        f"note: 4 of 6 reference answers of {path} look like placeholders, and count as right "
-        "answers: 'proof' (2), 'Not found' (1), '-' (1)",
+    assert said == [
+        f"note: prompts leave out these columns of {path}: choices, level, question",
+        f"note: 5 of 7 reference answers of {path} cannot be scored, and their problems are "
+        "dropped: '' to 'q'; '' to 'r'; 'Not found' to 't'",
     ]
+    assert len(data.train_problems(path, len)) == len(data.eval_problems(path, reward=len)) == 7
 
 
 def test_what_makes_a_problem_the_same():
@@ -321,16 +289,18 @@ def prompts(make_policy):
     return encode
 
 
-def test_prompts_that_do_not_fit_are_counted(prompts, capsys):
-    problems = [replace(PROBLEM, text=text) for text in ("short", "x" * 50, "")]
-    assert prompts(problems[:2], 50) == ["short", "x" * 50]
+def test_prompts_that_do_not_fit_are_counted(prompts, capsys, monkeypatch):
+    """Of all portions. Catches one that is lost, and one that is encoded with another's."""
+    monkeypatch.setattr(data, "PORTION", 2)
+    problems = [replace(PROBLEM, text=text) for text in ("short", "x" * 50, "", "b", "c")]
+    assert prompts([*problems[:2], *problems[3:]], 50) == ["short", "x" * 50, "b", "c"]
     assert capsys.readouterr().out == ""
-    kept, ids = data.encode_prompts(problems, prompts.tokenizer, 49)
-    assert (kept, len(ids)) == (problems[:1], 1), 'nothing predicts the first token after ""'
-    long, empty = "1 longer than the 49 tokens that --max-new-tokens leaves", "1 empty"
-    assert capsys.readouterr().out == f"dropped 2 of 3 prompts: {long}, {empty}\n"
-    with pytest.raises(InputError, match=r"dropped 1 of 1 prompts: .*, 1 empty; none is left"):
-        prompts(problems[2:])
+    kept, _ = data.encode_prompts(problems, prompts.tokenizer, 49)
+    assert kept == [problems[0], *problems[3:]], 'nothing predicts the first token after ""'
+    said = "dropped 2 of 5 prompts: they are empty, or longer than the 49 tokens that --max-new"
+    assert capsys.readouterr().out.startswith(said)
+    with pytest.raises(InputError, match=r"dropped 1 of 1 prompts: .*; none is left"):
+        prompts(problems[2:3])
 
 
 def test_characters_that_tokens_lose_are_noted(prompts, capsys):
@@ -344,7 +314,7 @@ def test_characters_that_tokens_lose_are_noted(prompts, capsys):
     assert capsys.readouterr().out == said
 
 
-def test_prompt_formats(prompts):
+def test_prompt_formats(prompts, capsys):
     """Catches an empty instruction that is read as the default."""
     texts = functools.partial(prompts, [replace(PROBLEM, instruction="Box it."), PROBLEM])
     plain = ["1+1?\nBox it.\n", "1+1?"]
@@ -360,6 +330,7 @@ def test_prompt_formats(prompts):
     assert texts(prompt_format="chat", thinking=True) == users
     assert texts(prompt_format="plain", thinking=True) == plain
     assert texts(thinking=True, instruction="Go.") == ["<user>1+1?\nGo.<assistant>"] * 2
+    assert capsys.readouterr().out.count("--thinking changes no prompt") == 1, "where it is plain"
 
 
 def test_ends_of_prompts(prompts):
@@ -423,7 +394,7 @@ def test_the_date_of_a_template(template):
     tokenizer, expected = arithmetic.make_tokenizer(), DATES[template]
     for of_tokenizer in (template, {"default": template or "", "tool_use": ""}):
         tokenizer.chat_template = of_tokenizer
-        data.fix_date(tokenizer, "2026-11-28")
+        chat_format.fix_date(tokenizer, "2026-11-28")
         assert tokenizer.date == (expected and "2026-11-28")
         assert not expected or tokenizer.apply_chat_template([USER], tokenize=False) == expected
 

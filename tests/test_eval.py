@@ -150,11 +150,16 @@ def test_bad_values_are_named(monkeypatch, capsys):
     for name, value in (("k", 0), ("temperature", -0.1), ("top_p", 0.0), ("top_k", -1)):
         with pytest.raises(InputError, match=f"--{name.replace('_', '-')} {value}: must be"):
             evaluation.main(EvalConfig("m", **{name: value}))
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", "/nowhere"])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
-    assert stop.value.code == 2
-    assert re.fullmatch("error: --model /nowhere cannot be loaded.*\n", capsys.readouterr().err)
+    for flags, error in {
+        "--model /nowhere": "--model /nowhere cannot be loaded",
+        "--model m --data a b --data=c": "--data is there twice",
+        "--model m --out-dir=": "--out-dir is empty",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["eval.py", *flags.split()])
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
+        assert stop.value.code == 2
+        assert re.fullmatch(f"error: {error}.*\n", capsys.readouterr().err)
 
 
 def test_every_flag_reaches_the_sampler(policy_folder, sampled):
@@ -249,13 +254,6 @@ def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):
     assert len(set(seeds)) == len(seeds) == 6
 
 
-def test_held_out_rows(evaluate, tmp_path):
-    """Fails if --held-out evaluates on training rows."""
-    path = write(tmp_path / "mine.jsonl", [{"problem": f"p{n}", "answer": "1"} for n in range(60)])
-    (rows,) = evaluate("evals", path, held_out=True).values()
-    assert [row["problem"] for row in rows] == ["p57", "p58", "p59"]
-
-
 # ---------------------------------------------------------------------------- stored completions
 
 
@@ -293,7 +291,7 @@ def test_an_interrupted_evaluation_continues(evaluate, tmp_path, sampled):
     path.write_text("\n".join(half) + '\n{"index": 3, "pro')
     sampled.clear()
     assert evaluate("part") == whole
-    assert [options["keys"] for *_, options in sampled] == [[2, 3], [4]]
+    assert [options["keys"] for *_, options in sampled] == [range(2, 4), range(4, 5)]
 
 
 def test_stored_completions_are_scored_again(evaluate, tmp_path, sampled):
@@ -309,6 +307,17 @@ def test_stored_completions_are_scored_again(evaluate, tmp_path, sampled):
     assert [row["completions"] for row in fewer] == [row["completions"] for row in rows]
     assert log.read_json(tmp_path / "evals" / "config.json")["reward"] == "quarter"
     assert not sampled
+
+
+def test_a_reward_that_raises_loses_no_completion(evaluate, tmp_path, sampled):
+    """Catches a batch that is stored only after it was scored."""
+    with pytest.raises(ZeroDivisionError):
+        evaluate("evals", reward=lambda *_: 1 / 0)
+    stored = log.read_rows(tmp_path / "evals" / "arithmetic.jsonl")
+    assert [row["rewards"] for row in stored] == [[None, None]] * 2
+    (rows,) = evaluate("evals", reward=quarter).values()
+    assert [row["completions"] for row in rows[:2]] == [row["completions"] for row in stored]
+    assert [options["keys"] for *_, options in sampled] == [range(2), range(2, 4), range(4, 5)]
 
 
 def test_completions_of_other_settings_are_refused(evaluate, policy_folder, monkeypatch):

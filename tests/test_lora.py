@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 import toy
+import transformers
 from safetensors.torch import load_file, save_file
 from test_memory import meta, resolved
 from test_unbiased import step_error
@@ -269,7 +270,16 @@ def without_a_weight(folder):
     save_file(weights, folder / "adapter_model.safetensors")
 
 
+def of_the_head(folder):
+    """Also adapts the head, which is the embedding's matrix."""
+    base = AutoModelForCausalLM.from_pretrained(folder.parent / "policy")
+    shape = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    peft.get_peft_model(base, shape).save_pretrained(folder)
+
+
 REFUSED = {
+    "one matrix": (of_the_head, "its logits are off by"),
+    "pissa": (edit(init_lora_weights="pissa_niter_4"), "began with random vectors"),
     "no base": (edit(base_model_name_or_path=None), "has no base_model_name_or_path"),
     "base away": (edit(base_model_name_or_path="/away"), "adapter of /away, cannot .*no such fold"),
     "a weight less": (without_a_weight, "other weights than its config: .*q_proj.lora_"),
@@ -284,6 +294,30 @@ def test_adapters_that_are_refused(adapter, case):
     with pytest.raises(InputError, match=f"--model {adapter}.*{message}") as caught:
         models.read(str(adapter))
     assert "\n" not in str(caught.value)
+
+
+def test_adapters_that_do_not_do_what_they_seem_to(adapter, capsys):
+    """Catches a folder of adapters that is its base, and one whose template is ignored."""
+    models.read(str(adapter))
+    assert "note" not in capsys.readouterr().out
+    edit(lora_alpha=0)(adapter)
+    (adapter / "chat_template.jinja").write_text("{{ messages }}")
+    models.read(str(adapter))
+    nothing, template = capsys.readouterr().out.splitlines()
+    assert "changes nothing: the model equals its base" in nothing
+    assert "has a chat template without a tokenizer" in template
+
+
+def test_experts_have_no_adapters():
+    """Catches a KeyError in the first step, and experts that stay as they were."""
+    shape = transformers.Qwen3MoeConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=4,
+        num_key_value_heads=2, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=4,
+        decoder_sparse_step=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(shape)
+    with pytest.raises(InputError, match=r"--lora 4: .*experts.* is no linear layer: train all"):
+        lora.inject(model, 4, 0)
 
 
 def test_without_peft(policy_folder, adapter, tmp_path, monkeypatch):

@@ -232,19 +232,20 @@ def test_not_finite_is_neither_applied_nor_saved(
 
 BAD_INPUT = """
 --prompt-prune-rate 1.0 | --prompt-prune-rate 1.0: must be at least 0 and below 1
---method grpo --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule none (--method grpo)
+--method grpo --prompt-prune-rate 0.5 | 0.5: must be 0 with --prompt-rule none, which has no
 --prompt-rule uniform --prompt-prune-rate 0.8 --minibatches 2 | an update would keep 0 of 2
 --minibatches 3 | --minibatches 3: must be a divisor of the step's 4 prompts
---completion-rule topk | --completion-rule topk: choose one of none, nonzero, uniform, dppo, pps
+--completion-rule topk | --completion-rule topk: must be one of none, nonzero, uniform, dppo, pps
 --group-size 1 | --group-size 1: must be at least 2
 --lr 0 | --lr 0.0: must be above 0 and finite
 --shard fsdp | --shard fsdp: no ranks share the weights; start train.py with torchrun
 --lora -1 | --lora -1: must be at least 0
 --lora 4 --shard fsdp | --lora 4: must be at least 0, and 0 with --shard fsdp
---prompt-format chat | --prompt-format chat: the tokenizer has no chat template; use plain
+--prompt-format chat | the chat template cannot be used for a chat of user (Cannot use
 --eval-every 1 --eval-data nothing.jsonl | nothing.jsonl cannot be read (FileNotFoundError
 --model /nowhere/model | --model /nowhere/model cannot be loaded
---max-new-tokens 512 | 512: a sequence has at most 512 tokens, prompt included
+--track= | --track is empty: give it a value, or leave it out
+--max-new-tokens 512 | 512: must be below 512, the most tokens of a sequence
 """  # arguments | a part of the message
 
 
@@ -277,7 +278,7 @@ def test_a_file_of_a_few_rows(tmp_path):
     options = {"data": str(tmp_path / "few.jsonl"), "instruction": "", "group_size": 2, "steps": 1}
     args = flags("tiny", tmp_path / "run", **options)
     cfg = config.parse_config([*args, "--prompts-per-step", "8"])
-    with pytest.raises(InputError, match="the data hold only 7 without those held out; lower it"):
+    with pytest.raises(InputError, match="8: must be at most 7, which is all that the data hold"):
         train.main(cfg)
     train.main(replace(cfg, prompts_per_step=7))
 
@@ -301,4 +302,4 @@ def test_bad_input_has_no_traceback(tmp_path):
     assert first.count("\n") == 1
     assert second == ""
     for said in (first, json.loads((tmp_path / "run.json").read_text())["message"]):
-        assert "bad.jsonl: JSONDecodeError: Expecting value" in said
+        assert "bad.jsonl cannot be read (JSONDecodeError: Expecting value" in said

@@ -11,7 +11,7 @@ from toy import rows
 
 import data
 from runtime import InputError, log
-from tasks import sft
+from tasks import sft, word_problems
 
 PROBLEMS = [
     {"problem": f"{'abc'[n % 3] * (n % 5 + 1)}{n}?", "answer": f"{n % 4 * 'so '}is \\boxed{{{n}}}"}
@@ -77,7 +77,7 @@ def test_prompts_and_solutions(make_policy, file, form, end):
     _, tokenizer = make_policy()
     tokenizer.chat_template = TURNS
     cfg = settings(file, prompt_format=form)
-    _, prompts = data.encode_prompts(data.sft_problems(file), tokenizer, 512, form)
+    _, prompts = data.encode_prompts(sft.worked(file), tokenizer, 512, form)
     pairs = sft.encode(cfg, tokenizer, 512)
     assert [prompt for prompt, _ in pairs] == prompts
     solutions = [row["answer"] + end for row in PROBLEMS[:-1]]
@@ -92,6 +92,18 @@ def test_prompts_and_solutions(make_policy, file, form, end):
     if form == "chat":
         with pytest.raises(InputError, match="opens a thought"):
             sft.encode(cfg, tokenizer, 512)
+
+
+def test_problems_with_a_solution(tmp_path, capsys, monkeypatch):
+    """Catches held-out rows or rows without a solution that would be learned."""
+    monkeypatch.setattr(word_problems, "SFT_PROBLEMS", 9)
+    *_, ninth = sft.worked("words")
+    assert ninth == data.Problem(*word_problems.problem("sft", 8))
+    rows = [{"question": f"q{n}", "answer": f"so #### {n}" if n % 2 else n} for n in range(40)]
+    log.append_rows(tmp_path / "mine.jsonl", rows)
+    found = sft.worked(str(tmp_path / "mine.jsonl"))
+    assert [problem.text for problem in found] == [f"q{n}" for n in range(1, 38, 2)]
+    assert capsys.readouterr().out.startswith("note: 19 of 38 problems of ")
 
 
 # ---------------------------------------------------------------------------- a run
