@@ -101,8 +101,7 @@ def train_py(folder, monkeypatch, flags):
     prompts and of completions in turn. The log-probs of its samples are moved, as after some
     updates, so that the clip acts."""
     options = "--steps 3 --prompts-per-step 6 --eval-every 0 --save-every 0 --device cpu"
-    rest = ["--rest", str(minimal.REST), "--out-dir", str(folder)]
-    cfg = config.parse_config([*options.split(), *rest, *flags])
+    cfg = config.parse_config([*options.split(), "--out-dir", str(folder), *flags])
     sample, systematic, draws = rollout.sample, dppo.systematic, []
     generator = torch.Generator().manual_seed(0)
 
@@ -214,7 +213,7 @@ def test_three_steps_are_those_of_train_py(flags, options, tmp_path, monkeypatch
             AutoModelForCausalLM.from_pretrained(arithmetic.BASE).parameters(),
         )
     )
-    assert (found - wanted).norm() < 0.02 * (wanted - base).norm()
+    assert (found - wanted).norm() < 1e-3 * (wanted - base).norm()
     lines = capsys.readouterr().out.splitlines()
     for line, step in zip(lines[1:4], trainer.steps, strict=True):
         tokens = f"{(step.cost * step.keep).sum():4.0f}/{step.cost.sum():.0f}"
