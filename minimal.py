@@ -21,7 +21,7 @@ This is the gradient before it is clipped by norm: clipping and Adam are not lin
 
 The rule for p here is train.py's default, adaptive: large gradients are kept for sure, and small
 ones rarely. It saves training, but no sampling. --prompts saves both: it drops prompts of low past
-|advantage|, the rule of the paper (arXiv:2603.04135) as we reconstruct it. The weights multiply.
+|advantage|, the rule of the paper (arXiv:2603.04135) as we reconstruct it. Both weights multiply.
 """
 
 import argparse
@@ -64,15 +64,15 @@ def keep_prob(size, cost):
     takes time x noise (notebook 00). It is least at p = min(1, tau size / sqrt(cost)).
 
     Sort by priority = size / sqrt(cost). The first m terms have p = 1, and over them tau^2 is
-    (rest + sum(cost)) / sum(size^2). m is the least that leaves the next p below 1. If m leaves it
-    below 1, so does m + 1: the term that joins has cost / size^2 = 1 / priority^2 above tau^2, so
-    tau^2 grows towards that, but not past it. So counting the m that do not finds the least.
+    (rest + sum(cost)) / sum(size^2). m is the smallest that leaves the next p below 1, which means
+    tau^2 below that term's cost / size^2. If that term joins the others, tau^2 moves towards its
+    cost / size^2, but not past it. Those of later terms are larger still, so all later p stay below
+    1. So m - 1 is the number of m for which the next p is not below 1.
     """
-    rest = REST * cost.sum()
     priority = size / cost.sqrt()
     order = priority.argsort(descending=True)
-    time_of_first = rest + cost[order].cumsum(0)
-    taus = (time_of_first / size[order].square().cumsum(0).clamp(min=1e-30)).sqrt()  # of each m
+    time_of_first = REST * cost.sum() + cost[order].cumsum(0)  # rest + sum(cost), of each m
+    taus = (time_of_first / size[order].square().cumsum(0).clamp(min=1e-30)).sqrt()
     m = 1 + (taus[:-1] * priority[order][1:] >= 1).sum()
     return (taus[m - 1] * priority).clamp(max=1.0)
 
@@ -140,7 +140,7 @@ def train(grpo=False, drop_prompts=False, seed=0, steps=STEPS):
     problems = [arithmetic.problem("train", i) for i in range(PROBLEMS)]
     held_out = [arithmetic.problem("heldout", i) for i in range(HELD_OUT)] * 4
     past = torch.full((PROBLEMS,), torch.nan)  # mean |advantage| of each prompt's last group
-    print(f"held-out accuracy {sample(model, held_out)[-1].mean():.3f}", flush=True)
+    print(f"held-out accuracy before: {sample(model, held_out)[-1].mean():.3f}", flush=True)
     for step in range(1, steps + 1):
         # Choose prompts, and drop some of them before they are sampled.
         prompts = torch.randperm(PROBLEMS)[:Q]  # [Q], in random order
@@ -177,7 +177,7 @@ def train(grpo=False, drop_prompts=False, seed=0, steps=STEPS):
         reward = weight @ mean[:, 0] / weight.sum()
         print(f"step {step:3} | reward {reward:.3f} | kept {len(kept):3}/{len(p)}", end=" | ")
         print(f"tokens trained on {cost[kept].sum():4.0f}/{cost.sum():.0f}", flush=True)
-    print(f"held-out accuracy {sample(model, held_out)[-1].mean():.3f}")
+    print(f"held-out accuracy after: {sample(model, held_out)[-1].mean():.3f}")
 
 
 if __name__ == "__main__":
