@@ -11,6 +11,7 @@ and a matrix of rank r.
     torchrun -m related.pruned train FLAGS    the same on several ranks
 """
 
+import contextlib
 import runpy
 import sys
 
@@ -19,6 +20,22 @@ import transformers
 from torch import nn
 
 NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}  # of a block's input
+
+
+def sublayer(model, name: str) -> nn.Module:
+    """The one that is named by its block and its kind, such as "7.self_attn"."""
+    return model.base_model.get_submodule(f"layers.{name}")
+
+
+@contextlib.contextmanager
+def hooked(modules, hook, **options):
+    """Meanwhile each of these modules has this forward hook."""
+    handles = [module.register_forward_hook(hook, **options) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class StandIn(nn.Module):
@@ -129,8 +146,6 @@ def rebuild(model, removed: list[str], rank: int | None = None, tensors: dict | 
 
 def main() -> None:
     """Run another program of this repository, with its flags, after `register`."""
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m related.pruned PROGRAM FLAGS")
     register()
     del sys.argv[0]  # PROGRAM is first now, as if it had been run itself
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -8,30 +8,37 @@ tokens in all, d hidden size, r rank.
 
 import torch
 
-from related import stream
+from related import pruned
 
 RIDGE = 1e-3  # relative to the inputs' mean square
 
 
 @torch.no_grad()
-def recover(model, sequences, removed: list[str], rank: int, ridge: float = RIDGE) -> dict:
-    """The tensors of the stand-ins of removed sub-layers, for `rebuild`.
+def recover(model, sequences, removed: list[str], rank: int) -> dict:
+    """The tensors of the stand-ins of removed sub-layers, for `pruned.rebuild`.
 
-    Each is fitted to what its sub-layer would add behind the stand-ins before it."""
-    tensors, h = {}, stream.embed(model, sequences)  # [N, T, d]
-    for name in stream.all_names(model):
-        x, change = stream.update(model, name, h)
-        if name in removed:
-            tokens = (x.flatten(0, 1).double(), change.flatten(0, 1).double())  # [m, d] each
-            bias, down, up = fit(*tokens, rank, ridge)
-            change = (bias + x.double() @ down.T @ up.T).to(h)
-            stand_in = {"bias": bias, "down.weight": down, "up.weight": up}
-            tensors |= {f"model.layers.{name}.{part}": t.to(h) for part, t in stand_in.items()}
-        h = h + change
+    One forward of the sequences [N, T] fits them all, and goes on with what each stand-in adds. So
+    each is fitted to what its sub-layer would add behind the stand-ins before it."""
+    name_of = {pruned.sublayer(model, name): name for name in removed}
+    tensors = {}
+
+    def stand_in(sublayer, args, kwargs, output):
+        x = args[0] if args else kwargs["hidden_states"]  # [N, T, d]
+        is_attention = isinstance(output, tuple)
+        change = output[0] if is_attention else output
+        bias, down, up = fit(x.flatten(0, 1).double(), change.flatten(0, 1).double(), rank)
+        fitted = {"bias": bias, "down.weight": down, "up.weight": up}
+        for part, tensor in fitted.items():
+            tensors[f"model.layers.{name_of[sublayer]}.{part}"] = tensor.to(x)
+        change = (bias + x.double() @ down.T @ up.T).to(x)
+        return (change, *output[1:]) if is_attention else change
+
+    with pruned.hooked(name_of, stand_in, with_kwargs=True):
+        model.base_model(sequences, use_cache=False)
     return tensors
 
 
-def fit(x, y, rank: int, ridge: float):
+def fit(x, y, rank: int, ridge: float = RIDGE):
     """(bias [d], down [r, d], up [d, r]) with bias + up down x nearest to y; x, y [m, d].
 
     Reduced-rank ridge regression: of all maps of this rank, the least squared error plus a penalty

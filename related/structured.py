@@ -7,7 +7,7 @@ Structured pruning: take neurons, attentions or whole blocks out of a language m
 by one. The depth metrics (arXiv:2407.16286) score each block once, on the whole model, and the
 blocks with the lowest scores go:
 
-    cosine, l2   how far the block moves the hidden state: 1 - cosine, |f(h)| / |h|
+    cosine, l2   how far the block moves the hidden state: 1 - cosine, |change| / |hidden state|
     loss         the loss if this block alone is gone
 
 What is removed adds nothing to the residual stream, or with --recovery what recovery.py fits.
@@ -16,12 +16,11 @@ DPPO's weights keep the expected gradient what it was. Here nothing does: a prun
 function, which only training mends. The scores are means over a little text, and scores on the
 whole model do not see what else goes.
 
-Letters: N sequences of T tokens, d hidden size, V vocabulary, L blocks, n neurons of an FFN.
+A sub-layer is named by its block and its kind: "3.self_attn", "3.mlp". Letters: N sequences of T
+tokens, L blocks, n neurons of an FFN.
 """
 
-import itertools
 import math
-import statistics
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -32,7 +31,7 @@ import torch.nn.functional as F
 import tyro
 
 import models
-from related import pruned, stream
+from related import pruned
 from related.recovery import recover
 from runtime import InputError
 from runtime.device import choose_device
@@ -42,26 +41,53 @@ ALPHA = 1.5  # of 2ssp, as published; with more, more attentions and fewer neuro
 SAMPLES, LENGTH = 16, 256  # windows of text to calibrate on, as many to evaluate on; their tokens
 
 
+def without(model, names: list[str]):
+    """A context in which these sub-layers add nothing."""
+
+    def nothing(_sublayer, _inputs, output):
+        if isinstance(output, tuple):  # of an attention: (output, its weights)
+            return torch.zeros_like(output[0]), *output[1:]
+        return torch.zeros_like(output)
+
+    return pruned.hooked([pruned.sublayer(model, name) for name in names], nothing)
+
+
+@torch.no_grad()
+def loss(model, sequences) -> float:
+    """Mean -log p of the tokens after the first, in nats; exp of it is the perplexity."""
+    losses = [model(ids, labels=ids, use_cache=False).loss for ids in sequences.split(1)]
+    return torch.stack(losses).mean().item()
+
+
+def size(module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
 # ------------------------------------------------------------------------- depth: one-shot scores
 
 
 @torch.no_grad()
 def importance(model, sequences, metric: str) -> torch.Tensor:
     """The score [L] of each block, on average over sequences [N, T]."""
-    names = stream.all_names(model)
-    scores = torch.zeros(len(names) // 2)
-    for ids in sequences.split(1):
-        hidden = stream.states(model, stream.embed(model, ids), names)[::2]  # around each block
-        for block, (before, after) in enumerate(itertools.pairwise(hidden)):
-            if metric == "cosine":
-                score = (1 - F.cosine_similarity(before, after, dim=-1)).mean().item()
-            elif metric == "l2":
-                score = ((after - before).norm(dim=-1) / before.norm(dim=-1)).mean().item()
-            else:
-                last = stream.states(model, before, names[2 * block + 2 :])[-1]
-                score = stream.loss(stream.logits(model, last), ids)
-            scores[block] += score
-    return scores / len(sequences)
+    blocks = model.base_model.layers
+    scores = []
+    if metric == "loss":
+        for block in range(len(blocks)):
+            with without(model, [f"{block}.{kind}" for kind in pruned.NORMS]):
+                scores.append(loss(model, sequences))
+        return torch.tensor(scores)
+
+    def see(_block, inputs, after):
+        before = inputs[0]  # [N, T, d]
+        if metric == "cosine":
+            score = 1 - F.cosine_similarity(before, after, dim=-1)
+        else:
+            score = (after - before).norm(dim=-1) / before.norm(dim=-1)
+        scores.append(score.mean().item())
+
+    with pruned.hooked(blocks, see):
+        model.base_model(sequences, use_cache=False)
+    return torch.tensor(scores)
 
 
 def least_important(scores: torch.Tensor, sparsity: float) -> list[str]:
@@ -89,40 +115,37 @@ def two_stage_counts(sparsity: float, blocks: int, width: int, attention: int, f
 def neuron_scores(model, sequences) -> torch.Tensor:
     """[L, n]: the L2 norm of each neuron's outputs over the tokens of a sequence, summed over
     sequences."""
-    names = stream.all_names(model)
-    scores = torch.zeros(len(names) // 2, model.config.intermediate_size)
-    for ids in sequences.split(1):
-        states = stream.states(model, stream.embed(model, ids), names)
-        for block, h in enumerate(states[1::2]):  # before each FFN
-            mlp, norm = stream.parts(model, f"{block}.mlp")
-            outputs = mlp.act_fn(mlp.gate_proj(norm(h))) * mlp.up_proj(norm(h))  # [1, T, n]
-            scores[block] += outputs[0].norm(dim=0).cpu()
-    return scores
+    scores = []
+
+    def see(_projection, inputs, _output):
+        scores.append(inputs[0].norm(dim=1).sum(dim=0))  # of [N, T, n]
+
+    with pruned.hooked([block.mlp.down_proj for block in model.base_model.layers], see):
+        model.base_model(sequences, use_cache=False)
+    return torch.stack(scores)
 
 
-@torch.no_grad()
 def cheapest_attentions(model, ids, count: int) -> list[str]:
     """Attentions in the order of their removal: each time the one without which the perplexity on
     ids [1, T] is lowest."""
+    left = [f"{block}.self_attn" for block in range(len(model.base_model.layers))]
     removed = []
-    while len(removed) < count:
-        names = [name for name in stream.all_names(model) if name not in removed]
-        states = stream.states(model, stream.embed(model, ids), names)
+    for _ in range(count):
         losses = {}
-        for place, name in enumerate(names):
-            if name.endswith("self_attn"):
-                last = stream.states(model, states[place], names[place + 1 :])[-1]
-                losses[name] = stream.loss(stream.logits(model, last), ids)
-        removed.append(min(losses, key=losses.get))
+        for name in left:
+            with without(model, [*removed, name]):
+                losses[name] = loss(model, ids)
+        cheapest = min(losses, key=losses.get)
+        left.remove(cheapest)
+        removed.append(cheapest)
     return removed
 
 
 def two_stage(model, sequences, sparsity: float) -> list[str]:
     """2ssp: narrow the FFNs of the model, in place; returns the attentions to remove."""
-    blocks, width = len(model.base_model.layers), model.config.intermediate_size
-    attention, ffn = (stream.size(stream.parts(model, f"0.{kind}")[0]) for kind in pruned.NORMS)
-    main = stream.size(model.base_model.layers)
-    removed, kept = two_stage_counts(sparsity, blocks, width, attention, ffn, main)
+    blocks, width = model.base_model.layers, model.config.intermediate_size
+    attention, ffn = size(blocks[0].self_attn), size(blocks[0].mlp)
+    removed, kept = two_stage_counts(sparsity, len(blocks), width, attention, ffn, size(blocks))
     best = neuron_scores(model, sequences).topk(kept).indices
     pruned.keep_neurons(model, best.sort().values)
     return cheapest_attentions(model, sequences[:1], removed)
@@ -146,11 +169,6 @@ def windows(tokenizer) -> torch.Tensor:
 
 def prune(model, sequences, method: str, sparsity: float, recovery: bool = False):
     """A new, smaller model, calibrated on sequences [N, T]. 2ssp narrows the given one, too."""
-    if model.config.model_type not in pruned.FAMILIES:
-        families = ", ".join(pruned.FAMILIES)
-        raise InputError(f"--model is of type {model.config.model_type}: use one of {families}")
-    if not 0 < sparsity < 1:
-        raise InputError(f"--sparsity {sparsity}: must be above 0 and below 1")
     if method == "2ssp":
         removed = two_stage(model, sequences, sparsity)
     else:
@@ -158,13 +176,6 @@ def prune(model, sequences, method: str, sparsity: float, recovery: bool = False
     if not recovery:
         return pruned.rebuild(model, removed)
     return pruned.rebuild(model, removed, RANK, recover(model, sequences, removed, RANK))
-
-
-@torch.no_grad()
-def sizes_and_perplexity(model, sequences) -> list[float]:
-    losses = [stream.loss(model(ids, use_cache=False).logits, ids) for ids in sequences.split(1)]
-    blocks = model.base_model.layers
-    return [stream.size(model), stream.size(blocks), math.exp(statistics.mean(losses))]
 
 
 def main(
@@ -187,13 +198,17 @@ def main(
     whole, tokenizer = models.load_policy(models.model_folder(model), device)
     whole.set_attn_implementation("sdpa")
     calibration, held_out = windows(tokenizer).to(device)
-    before = sizes_and_perplexity(whole, held_out)
+
+    def measure(model):
+        return size(model), size(model.base_model.layers), math.exp(loss(model, held_out))
+
+    before = measure(whole)
     smaller = prune(whole, calibration, method, sparsity, recovery).to(device)
     smaller.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
     print(f"{'':20}{'before':>14}{'after':>14}{'ratio':>8}")
     names = ("parameters", "of the blocks", "held-out perplexity")
-    for name, old, new in zip(names, before, sizes_and_perplexity(smaller, held_out), strict=True):
+    for name, old, new in zip(names, before, measure(smaller), strict=True):
         print(f"{name:20}{old:14,.6g}{new:14,.6g}{new / old:8.3f}")
     print(f"{out_dir} is of type {smaller.config.model_type}")
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import models
 import rollout
-from related import pruned, recovery, stream, structured
+from related import pruned, recovery, structured
 from runtime import InputError
 from tasks import arithmetic
 
@@ -48,17 +48,10 @@ def logits(model, ids=IDS):
     return model(ids, use_cache=False).logits
 
 
-@torch.no_grad()
 def without(model, removed, ids=IDS):
-    """Logits of the model with hooks that turn what these sub-layers add into zeros."""
-    hooks = []
-    for name in removed:
-        zero = lambda _m, _i, out: (0 * out[0], *out[1:]) if isinstance(out, tuple) else 0 * out
-        hooks.append(model.get_submodule(f"model.layers.{name}").register_forward_hook(zero))
-    result = logits(model, ids)
-    for hook in hooks:
-        hook.remove()
-    return result
+    """Logits of the model in which these sub-layers add nothing."""
+    with structured.without(model, removed):
+        return logits(model, ids)
 
 
 def nll(logits, ids=IDS):
@@ -78,8 +71,8 @@ def test_removal_is_the_masked_model(family, removed, tmp_path):
     pruned.register()
     model = make(family)
     smaller = pruned.rebuild(model, removed)
-    gone = sum(stream.size(part) for name in removed for part in stream.parts(model, name))
-    assert stream.size(smaller) == stream.size(model) - gone
+    gone = {name: structured.size(pruned.sublayer(model, name)) + 32 for name in removed}  # a norm
+    assert structured.size(smaller) == structured.size(model) - sum(gone.values())
     kind = model.config.model_type
     assert smaller.config.model_type == (kind if removed == BLOCKS else f"pruned_{kind}")
     loaded, _ = models.load_policy(save(smaller, tmp_path / "once"), "cpu")
@@ -157,9 +150,9 @@ def test_two_stage():
     """The shares of both stages add up to the sparsity; attentions are chosen greedily, by the loss
     of the narrow model without all that are gone so far."""
     narrow = make(num_hidden_layers=8)
-    before = stream.size(narrow.model.layers)
+    before = structured.size(narrow.model.layers)
     removed = structured.two_stage(narrow, IDS, 0.5)
-    after = stream.size(pruned.rebuild(narrow, removed).model.layers)
+    after = structured.size(pruned.rebuild(narrow, removed).model.layers)
     assert after / before == pytest.approx(0.5, abs=0.02)
     assert len(removed) > 1
     for count, name in enumerate(removed):
@@ -196,13 +189,19 @@ def test_stand_ins_are_fitted_behind_earlier_ones():
     model = make()
     removed = ["2.mlp", "0.self_attn", "0.mlp"]
     smaller = pruned.rebuild(model, removed, 2, recovery.recover(model, IDS, removed, 2))
-    with torch.no_grad():
-        h = stream.embed(model, IDS)
-        for name in stream.all_names(model):
-            wanted, added = (stream.update(each, name, h)[1] for each in (model, smaller))
-            assert torch.allclose(added.mean(dim=(0, 1)), wanted.mean(dim=(0, 1)), atol=1e-5)
-            h = h + added
-        assert torch.allclose(stream.logits(model, h), logits(smaller), atol=1e-5)
+    name_of = {pruned.sublayer(smaller, name): name for name in removed}
+    seen = []
+
+    def compare(stand_in, args, kwargs, output):
+        name = name_of[stand_in]
+        pair = output, pruned.sublayer(model, name)(*args, **kwargs)
+        added, wanted = (each[0] if "attn" in name else each for each in pair)
+        assert torch.allclose(added.mean(dim=(0, 1)), wanted.mean(dim=(0, 1)), atol=1e-5)
+        seen.append(name)
+
+    with pruned.hooked(name_of, compare, with_kwargs=True):
+        logits(smaller)
+    assert seen == ["0.self_attn", "0.mlp", "2.mlp"]
 
 
 # ------------------------------------------------------------------------- the commands
@@ -223,8 +222,7 @@ def test_command(monkeypatch, tmp_path, capsys):
     assert torch.equal(held_out[0], last[:20])
     model = make("Llama")
     options = {"model": save(model, tmp_path / "whole"), "out_dir": tmp_path / "half"}
-    options |= {"method": "l2", "sparsity": 0.5}
-    structured.main(**options)
+    structured.main(**options, method="l2", sparsity=0.5)
     shown = capsys.readouterr().out
     smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     wanted = [nll(logits(each, held_out), held_out).exp().item() for each in (model, smaller)]
@@ -233,8 +231,6 @@ def test_command(monkeypatch, tmp_path, capsys):
     assert re.search(r"of the blocks .* 0.500\n", shown)
     with pytest.raises(InputError, match=r"--out-dir .*half exists: give another"):
         structured.main(**options)
-    with pytest.raises(InputError, match=r"--sparsity 1\.0: must be above 0 and below 1"):
-        structured.prune(model, IDS, "l2", 1.0)
 
 
 def test_training_a_pruned_model(policy_folder, tmp_path, monkeypatch):
