@@ -56,16 +56,13 @@ class Engine:
             # The trainer uses the same threads, so do not pin them.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        try:
-            from vllm import LLM, SamplingParams
-        except ImportError as error:
-            way_out = "install vLLM, or use --engine loop"
-            raise InputError(f"--engine vllm: cannot import it ({error}); {way_out}") from None
-        self.make_params = SamplingParams
         self.vocab_size = vocab_size
         self.dtype = dtype
         self.sleeps = device == "cuda"  # between two calls, when the trainer needs the memory
         try:
+            from vllm import LLM, SamplingParams
+
+            self.make_params = SamplingParams
             self.llm = LLM(
                 folder,
                 load_format="dummy",  # `load` brings the weights
@@ -83,9 +80,9 @@ class Engine:
                 skip_tokenizer_init=True,
                 disable_log_stats=True,
             )
-        except (ValueError, RuntimeError) as error:
+        except (ImportError, ValueError, RuntimeError) as error:
             message = str(error).strip().splitlines()[-1]
-            way_out = "see --vllm-memory and --rollout-batch"
+            way_out = "use --engine loop, or see --vllm-memory and --rollout-batch"
             raise InputError(f"--engine vllm: cannot start it ({message}); {way_out}") from None
 
     def sample(
@@ -174,13 +171,11 @@ class Engine:
             if moved:
                 bound = MAX_MOVED_GAP * (ours - logprobs_of(rollouts)).abs().sum().item() / tokens
             if not gap <= bound:
-                when = (
-                    "after the weights were changed and sent" if moved else "for the same weights"
-                )
+                weights = "weights that were changed and sent" if moved else "the same weights"
                 raise InputError(
                     f"--engine vllm: its log-probs are {gap:.2g} nats a token from the trainer's "
-                    f"{when}, more than {bound:.2g} ({self.dtype}): it samples another policy. "
-                    "Use --engine loop"
+                    f"for {weights}, more than {bound:.2g} ({self.dtype}): it samples another "
+                    "policy. Use --engine loop"
                 )
 
 

@@ -8,9 +8,9 @@ rollout, so ratios are 1 and no clip acts. Every edge's noise is independent of 
 has the standard deviation that its log-prob has.
 
 All runs take turns, a step each, so that a busy machine slows all of them alike. Printed are the
-CPU seconds of one thread until the mean reward is TARGET, on the line between two evaluations,
-which are not timed; NaN if it is never reached. runs/branch.json also has the steps, the model's
-evaluations, and six methods that are no longer here.
+CPU seconds of one thread until the mean reward is TARGET; NaN if it is never reached. Evaluations
+are not timed. runs/branch.json also has the steps, the model's evaluations, and six methods that
+are no longer here.
 
 Letters: N nodes, L leaves, B trees of one shape.
 """
@@ -38,6 +38,7 @@ ANGLES = torch.arange(6) * torch.pi / 3
 MODES = 2 * torch.stack([ANGLES.cos(), ANGLES.sin()], dim=1)  # [6, 2]
 LIKED = MODES[:2]
 INDEPENDENT = trees.grow([16] + [1] * (DEPTHS - 1))
+CHAIN = trees.grow([1] * DEPTHS)
 TREE = trees.grow(trees.PUBLISHED)
 METHODS = {  # tree, and what is trained of it; "edges" has the exact advantages, too
     "grpo": (INDEPENDENT, "all"),
@@ -89,15 +90,23 @@ def pretrained() -> torch.nn.Module:
 
 
 @torch.no_grad()
+def roll_out(net, tree: trees.Tree, B: int, generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states of B trees, and the noise that made them, [B, N, 2] each."""
+    noise = torch.randn(B, len(tree.parent), 2, generator=generator)
+    states = noise.clone()  # the root is noise
+    for depth, (level, below) in enumerate(itertools.pairwise(tree.levels)):
+        x = states[:, level]
+        sigma = torch.tensor(1 - depth / DEPTHS)
+        v = velocity(net, x.flatten(0, 1), sigma).view_as(x)
+        mean = next_mean(x, v, sigma)[:, tree.parent[below] - level.start]
+        states[:, below] = mean + STD * noise[:, below]
+    return states, noise
+
+
 def mean_reward(net: torch.nn.Module) -> float:
     """Of 1,024 samples, always from the same noise."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1024, 2, generator=generator)
-    for depth in range(DEPTHS):
-        sigma = torch.tensor(1 - depth / DEPTHS)
-        x = next_mean(x, velocity(net, x, sigma), sigma)
-        x += STD * torch.randn(1024, 2, generator=generator)
-    return reward(x).mean().item()
+    states, _ = roll_out(net, CHAIN, 1024, torch.Generator().manual_seed(0))
+    return reward(states[:, -1]).mean().item()
 
 
 # ---------------------------------------------------------------------------- a method
@@ -114,11 +123,11 @@ class Run:
         self.generator = torch.Generator().manual_seed(dppo.seed_for(seed, "branch"))
         self.std = 1.0  # of the last step's rewards
         self.seconds = 0.0
-        self.curve = []  # (seconds, reward) of each evaluation
+        self.is_there = False
 
     def advance(self) -> None:
         started = time.process_time()
-        states, noise = self.roll_out()
+        states, noise = roll_out(self.net, self.tree, TREES, self.generator)
         values = trees.node_values(self.tree, reward(states[:, self.tree.levels[-1]]))  # [B, N]
         if self.pruning == "edges":
             factors = self.exact_factors(values, noise)
@@ -126,20 +135,6 @@ class Run:
             factors = self.published_factors(values)
         self.update(states, factors.float())
         self.seconds += time.process_time() - started
-
-    @torch.no_grad()
-    def roll_out(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """States and their noise, [B, N, 2]."""
-        tree = self.tree
-        noise = torch.randn(TREES, len(tree.parent), 2, generator=self.generator)
-        states = noise.clone()  # the root is noise
-        for depth, (level, below) in enumerate(itertools.pairwise(tree.levels)):
-            x = states[:, level]
-            sigma = torch.tensor(1 - depth / DEPTHS)
-            v = velocity(self.net, x.flatten(0, 1), sigma).view_as(x)
-            mean = next_mean(x, v, sigma)[:, tree.parent[below] - level.start]
-            states[:, below] = mean + STD * noise[:, below]
-        return states, noise
 
     def published_factors(self, values: torch.Tensor) -> torch.Tensor:
         """What multiplies each edge's log-prob in the objective, [B, N]; 0 is not trained."""
@@ -188,14 +183,13 @@ def main() -> None:
     torch.set_num_threads(1)
     net = pretrained()
     runs = [Run(method, seed, net) for seed in SEEDS for method in METHODS]
-    for step in range(STEPS + 1):
+    for _ in range(STEPS):
         for run in runs:
-            if step % 2 == 0 or step == STEPS:
-                run.curve.append((run.seconds, mean_reward(run.net)))
-            if step < STEPS:
+            if not run.is_there:
                 run.advance()
+                run.is_there = mean_reward(run.net) >= TARGET
     seconds = {
-        method: [seconds_to_target(run.curve) for run in runs if run.method == method]
+        method: [run.seconds if run.is_there else math.nan for run in runs if run.method == method]
         for method in METHODS
     }
     print(f"to a reward of {TARGET}, {len(SEEDS)} seeds: seconds, and their ratio to grpo's")
@@ -203,13 +197,6 @@ def main() -> None:
         ratios = [ours / grpo for ours, grpo in zip(each, seconds["grpo"], strict=True)]
         spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"{method:12}{statistics.median(each):6.2f}{statistics.median(ratios):6.2f} {spread}")
-
-
-def seconds_to_target(curve: list[tuple[float, float]]) -> float:
-    for (before, lower), (after, higher) in itertools.pairwise(curve):
-        if higher >= TARGET:
-            return before + (TARGET - lower) / (higher - lower) * (after - before)
-    return math.nan
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ Letters: P prompts of the data, Q prompts of a step, K of them rolled out, G com
 """
 
 import functools
-import itertools
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from unittest import mock
+from dataclasses import dataclass, replace
 
 import torch
 from numpy.random import Generator
@@ -31,8 +29,6 @@ import train
 from rewards import score
 from runtime import InputError
 
-OF_THE_DRAW = ("history/", "kept/dead", "kept/other")  # columns; GRESO draws in another way
-
 
 @dataclass
 class Round:
@@ -45,30 +41,22 @@ class Round:
 
 class GresoTrainer(train.Trainer):
     """A Trainer that decides by rewards which groups to train on, and so rolls out before it
-    decides. One process and one update a step."""
+    decides."""
 
     def __init__(self, cfg, reward=None):
         super().__init__(cfg, reward)
-        Q, prompts = self.cfg.prompts_per_step, len(self.train_set)
-        if self.cfg.prompt_rule != "none":
-            raise InputError(f"--prompt-rule {self.cfg.prompt_rule}: GRESO chooses the prompts")
-        if self.world > 1 or self.cfg.minibatches > 1:
-            raise InputError("GRESO needs one process, and --minibatches 1")
-        if prompts < 2 * Q:  # the first round takes 1.5 Q, and more may follow
-            few = f"GRESO needs {2 * Q} prompts, and the data have {prompts}"
-            raise InputError(f"--prompts-per-step {Q}: {few}")
-        self.greso = Greso(prompts)
+        if self.cfg.prompt_rule != "none" or self.world > 1:
+            raise InputError("GRESO chooses the prompts, in one process: leave out --prompt-rule")
+        Q, P = self.cfg.prompts_per_step, len(self.train_set)
+        if P < 2 * Q:  # the first round takes 1.5 Q, and more may follow
+            raise InputError(f"--prompts-per-step {Q}: GRESO needs {2 * Q} prompts, there are {P}")
+        self.greso = Greso(P)
 
     def step(self, step):
         """Trainer.step for the groups that GRESO uses. The log's averages are over all groups that
         it has rolled out."""
         sampling = self.sampling
-
-        def known_weights(*_args):
-            return torch.ones(len(self.weights), dtype=torch.bool), self.weights
-
-        with mock.patch.object(sampler, "prune_prompts", known_weights):
-            row, others = super().step(step)
+        row, others = super().step(step)
         self.sampling = sampling  # `candidates` has replaced it
         every = self.every.rollouts
         row |= metrics.averages(
@@ -77,25 +65,21 @@ class GresoTrainer(train.Trainer):
         )  # fmt: skip
         row["kept/prompts"] = len(every.lengths) / self.cfg.prompts_per_step
         row["tokens/generated"] = int(every.lengths.sum())
-        return {name: row[name] for name in row if not name.startswith(OF_THE_DRAW)}, others
+        return row, others
 
     def candidates(self, step):
         """Roll out until GRESO has what it wants; returns the prompts that it uses. The step gets
-        their completions and weights from here, and rewards them again."""
+        their completions from here, and rewards them again."""
         order = functools.partial(sampler.epoch_order, len(self.train_set), self.cfg.seed)
         generator = dppo.generator_for(self.cfg.seed, step, "select")
         roll_out = functools.partial(self.roll_out, step)
         Q = self.cfg.prompts_per_step
-        self.every, weights = self.greso.collect(roll_out, Q, order, generator)
-        places = (weights > 0).nonzero()[:, 0]
-        used = gather([self.every], places)
-
-        def known_rollouts(*_args, **_options):
-            return used.rollouts
-
-        self.sampling = replace(self.sampling, engine=types.SimpleNamespace(sample=known_rollouts))
-        self.weights = weights[places]
-        return used.prompts
+        self.every, used = self.greso.collect(roll_out, Q, order, generator)
+        ids, *columns = vars(self.every.rollouts).values()
+        rollouts = rollout.Rollouts([ids[k] for k in used], *(column[used] for column in columns))
+        engine = types.SimpleNamespace(sample=lambda *_args, **_options: rollouts)
+        self.sampling = replace(self.sampling, engine=engine)
+        return self.every.prompts[used]
 
     def roll_out(self, step: int, prompts: torch.Tensor, number: int) -> Round:
         """Round `number` of a step; each has other random numbers."""
@@ -120,20 +104,13 @@ class GresoTrainer(train.Trainer):
         vars(self.greso).update(state["greso"])
 
 
-def gather(rounds: list[Round], places: torch.Tensor | None = None) -> Round:
-    """The groups of these rounds, as if rolled out together: all, or those at `places` [K]."""
+def joined(rounds: list[Round]) -> Round:
+    """The groups of all rounds, as if rolled out together."""
+    ids = [ids for part in rounds for ids in part.rollouts.prompt_ids]
+    columns = zip(*([*vars(part.rollouts).values()][1:] for part in rounds), strict=True)
+    rollouts = rollout.Rollouts(ids, *map(torch.cat, columns))
     prompts = torch.cat([part.prompts for part in rounds])
-    places = torch.arange(len(prompts)) if places is None else places
-    columns = {}
-    for field in fields(rollout.Rollouts):
-        values = [getattr(part.rollouts, field.name) for part in rounds]
-        if isinstance(values[0], list):  # token ids
-            every = [*itertools.chain(*values)]
-            columns[field.name] = [every[k] for k in places.tolist()]
-        else:
-            columns[field.name] = torch.cat(values)[places]
-    rewards = torch.cat([part.rewards for part in rounds])
-    return Round(prompts[places], rollout.Rollouts(**columns), rewards[places])
+    return Round(prompts, rollouts, torch.cat([part.rewards for part in rounds]))
 
 
 # ---------------------------------------------------------------------------- GRESO
@@ -146,15 +123,16 @@ class Greso:
     A prompt that was all right (mean reward at least EASY) on each of its last z visits is rolled
     out with probability p_easy^z, at least FLOOR; all wrong (at most HARD): p_hard^z. Both
     probabilities follow the share of such groups in each step, towards ALPHA_EASY and ALPHA_HARD. A
-    step rolls out until about Q groups are live, and trains on these without weights. The original
-    uses groups of 8, where a mean beyond these bounds implies a dead group; here groups have any
-    size, so both are required.
+    step rolls out until Q groups are live, and trains on these without weights.
+
+    The original uses groups of 8, where a mean beyond these bounds implies a dead group; here
+    groups have any size, so both are required. It also stops after a round that was expected to
+    suffice, and trains on what there is; here another round follows.
     """
 
     EASY, HARD, FLOOR = 0.98, 0.11, 0.01
     ALPHA_EASY, ALPHA_HARD = 0.25 / 3, 2 * 0.25 / 3  # of a target of 0.25 dead groups
     CHANGE, LEAST, MOST = 0.01, 0.05, 0.95  # step size and bounds of p_easy and p_hard
-    LOADER = 32  # prompts loaded together
     ROUNDS = 20  # of rollouts in a step; ours: without live groups the original never stops
 
     def __init__(self, num_prompts: int):
@@ -162,24 +140,22 @@ class Greso:
         self.p_easy = self.p_hard = 0.5
         self.cursor = 0  # prompts visited since the run began, over all epochs
 
-    def keep_prob(self, prompts: torch.Tensor) -> torch.Tensor:
-        """Chance [K] of each prompt to be rolled out."""
-        easy = (self.p_easy ** self.easy[prompts].double()).clamp(min=self.FLOOR)
-        return easy * (self.p_hard ** self.hard[prompts].double()).clamp(min=self.FLOOR)
+    def keep_prob(self, prompt: int) -> float:
+        """Chance of a prompt to be rolled out."""
+        easy = max(self.p_easy ** self.easy[prompt].item(), self.FLOOR)
+        return easy * max(self.p_hard ** self.hard[prompt].item(), self.FLOOR)
 
     def select(self, count: int, order: Callable, generator: Generator) -> torch.Tensor:
         """The next `count` prompts that are not skipped; order(epoch) is the shuffle [P]."""
-        chosen = torch.zeros(0, dtype=torch.int64)
+        chosen = []
         while len(chosen) < count:
             epoch, position = divmod(self.cursor, len(self.easy))
-            loaded = order(epoch)[position : position + self.LOADER]
-            keep = dppo.independent(self.keep_prob(loaded), generator)
-            keep &= ~torch.isin(loaded, chosen)  # where an epoch ends in the middle of a round
-            before = keep.cumsum(dim=0) - keep.long()  # kept prompts ahead of each
-            used = int((before < count - len(chosen)).sum())  # the rest stays for the next call
-            chosen = torch.cat([chosen, loaded[:used][keep[:used]]])
-            self.cursor += used
-        return chosen
+            prompt = int(order(epoch)[position])
+            self.cursor += 1
+            # Where an epoch ends within a round, a prompt may come up again.
+            if prompt not in chosen and generator.random() < self.keep_prob(prompt):
+                chosen.append(prompt)
+        return torch.tensor(chosen)
 
     def update(self, prompts: torch.Tensor, rewards: torch.Tensor) -> None:
         """Streaks of the prompts [K] from their groups' rewards [K, G]."""
@@ -203,36 +179,28 @@ class Greso:
 
     def collect(
         self, roll_out: Callable, target: int, order: Callable, generator: Generator
-    ) -> tuple:
-        """(all rounds, weights [K]): roll out until `target` groups are live, or until the round
-        that was expected to suffice.
+    ) -> tuple[Round, torch.Tensor]:
+        """(all rounds, the places [n] of those that are used): roll out until `target` groups are
+        live, and use the first of these.
 
-        roll_out(prompts, number) returns a Round. The first `target` live groups of all K share the
-        update: their weights are target / their number. Dead and surplus groups get weight 0. The
-        first round is 1.5 times the target; later ones are between that and a quarter of it, like
-        the original's 384 and 64 of 256.
+        roll_out(prompts, number) returns a Round. The first round is 1.5 times the target; later
+        ones are between that and a quarter of it, like the original's 384 and 64 of 256.
         """
         first_epoch = self.cursor < len(self.easy)
-        rounds, alive = [], torch.zeros(0, dtype=torch.bool)
-        size = default = 3 * target // 2
-        last = False
-        while len(rounds) < self.ROUNDS:
+        rounds, num_live = [], 0
+        size = most = 3 * target // 2
+        while num_live < target and len(rounds) < self.ROUNDS:
             rounds.append(roll_out(self.select(size, order, generator), len(rounds)))
             self.update(rounds[-1].prompts, rounds[-1].rewards)
-            now = ~dppo.dead_groups(rounds[-1].rewards)
-            alive = torch.cat([alive, now])
-            missing = target - int(alive.sum())
-            if missing <= 0 or last:
-                break
-            live_share = now.double().mean().item()
-            estimate = int(1.25 * missing / live_share) if live_share else default + 1
-            size, last = max(min(estimate, default), target // 4, 1), estimate <= default
+            live = ~dppo.dead_groups(rounds[-1].rewards)
+            num_live += int(live.sum())
+            share = live.double().mean().item()
+            expected = 1.25 * (target - num_live) / share if share else most
+            size = min(max(int(expected), target // 4, 1), most)
+        every = joined(rounds)
         if not first_epoch:
-            self.adjust(torch.cat([part.rewards for part in rounds]))
-        rank = alive.cumsum(dim=0) - 1  # [K], among the live
-        used = alive & (rank < target)
-        count = max(1, int(used.sum()))
-        return gather(rounds), used.double() * target / count
+            self.adjust(every.rewards)
+        return every, (~dppo.dead_groups(every.rewards)).nonzero()[:target, 0]
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ expensive one is worth it. gamma is negative: the more is removed, the higher th
     python -m related.law    fit it to the rows of small runs, and predict others
 
 The rows are runs/law.json: models like that of the embedded task, in three widths, were trained on
-it, pruned by related/structured.py, and trained again (`git show 380940f:related/law.py`, half an
-hour of one core). The law is fitted to some of them and predicts the others.
+it, pruned by related/structured.py, and trained again. The law is fitted to some of them and
+predicts the others.
 
-The form is as a summary of the paper gives it. How it is fitted and the unit of a slope are our
-reconstruction.
+The form is as a summary of the paper gives it. How it is fitted is our reconstruction.
 
 Letters: R measurements.
 """
@@ -29,17 +28,15 @@ import torch
 ROWS = Path("runs/law.json")  # {method, width, rate, size, whole, pruned, step, tokens, loss}
 HUBER = 0.01  # nats; beyond, a residual counts linearly
 STARTS, ITERATIONS = 32, 300  # of the fit
+HELD_OUT = ("size", "rate", "step")
 CENTRE = (-2.0, -2.0, -4.0, -1.0, -1.0, 0.0, 0.0)  # of the random starts
-
-
-# ---------------------------------------------------------------------------- the law
 
 
 class Rows(NamedTuple):
     """Measurements, float64 [R] each. The constants absorb all units; values near 1 are best."""
 
-    size: torch.Tensor  # N0
-    tokens: torch.Tensor  # D, above 0
+    size: torch.Tensor  # N0, millions of parameters
+    tokens: torch.Tensor  # D, 100,000s, above 0
     rate: torch.Tensor  # rho, above 0
     whole: torch.Tensor  # L0, nats
     loss: torch.Tensor  # L, nats
@@ -49,51 +46,44 @@ class Rows(NamedTuple):
         return Rows(*(column[chosen] for column in self))
 
 
-class Law(NamedTuple):
-    """The constants, under the names of the equation."""
-
-    N_C: float
-    D_C: float
-    E: float
-    alpha: float
-    beta: float
-    gamma: float
-    delta: float
-
-    def predict(self, rows: Rows) -> torch.Tensor:
-        """The losses [R] that the law expects; rows.loss is not read."""
-        inner = self.N_C * rows.size**-self.alpha + self.D_C * rows.tokens**-self.beta + self.E
-        return rows.whole + rows.rate**-self.gamma * rows.size**-self.delta * inner
+def predict(rows: Rows, constants) -> torch.Tensor:
+    """The losses [R] that the law expects; rows.loss is not read. The constants are N_C, D_C, E,
+    alpha, beta, gamma and delta."""
+    N_C, D_C, E, alpha, beta, gamma, delta = constants
+    inner = N_C * rows.size**-alpha + D_C * rows.tokens**-beta + E
+    return rows.whole + rows.rate**-gamma * rows.size**-delta * inner
 
 
-def fit(rows: Rows) -> Law:
-    """The constants with the least mean Huber loss, from the best of several random starts."""
+def fit(rows: Rows) -> torch.Tensor:
+    """The constants [7] with the least mean Huber loss, from the best of several random starts."""
     generator = torch.Generator().manual_seed(0)
-    best, found = math.inf, None
+    ends = []
     for _ in range(STARTS):
         start = torch.tensor(CENTRE) + torch.randn(len(CENTRE), generator=generator)
-        loss, law = descend(rows, start.double())
-        if loss < best:  # False for a start that diverged to NaN
-            best, found = loss, law
-    return found
+        ends.append(descend(rows, start.double()))
+    ends = [end for end in ends if math.isfinite(end[0])]  # others diverged
+    _loss, constants = min(ends, key=lambda end: end[0])
+    return constants
 
 
-def descend(rows: Rows, start: torch.Tensor) -> tuple[float, Law]:
-    """(loss, law) at the end of one descent. All constants but gamma and delta are exponentials of
+def descend(rows: Rows, start: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """(loss, constants [7]) at the end of one descent. All but gamma and delta are exponentials of
     what is fitted, so that they stay positive."""
     free = start.requires_grad_()
     optimizer = torch.optim.LBFGS([free], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
 
+    def constants():
+        return torch.cat([free[:5].exp(), free[5:]])
+
     def huber():
         optimizer.zero_grad()
-        predicted = Law(*free[:5].exp(), *free[5:]).predict(rows)
+        predicted = predict(rows, constants())
         loss = torch.nn.functional.huber_loss(predicted, rows.loss, delta=HUBER)
         loss.backward()
         return loss
 
     optimizer.step(huber)
-    loss = huber().item()
-    return loss, Law(*free[:5].exp().tolist(), *free[5:].tolist())
+    return huber().item(), constants().detach()
 
 
 # ---------------------------------------------------------------------------- what it predicts
@@ -106,33 +96,25 @@ def as_rows(rows: list[dict]) -> Rows:
     return found._replace(size=found.size / 1e6, tokens=found.tokens / 1e5)
 
 
-def errors(rows: list[dict]) -> dict[str, float]:
-    """The mean errors, in nats, of the law that is fitted to all rows of a method, and of laws that
-    are fitted without the largest size, the highest rate or the most tokens (of each run), on these
-    rows."""
-    measured, step = as_rows(rows), torch.tensor([row["step"] for row in rows])
-    held_out = {
-        "nothing": torch.zeros(len(rows), dtype=torch.bool),
-        "size": measured.size == measured.size.max(),
-        "rate": measured.rate == measured.rate.max(),
-        "tokens": step == step.max(),
-    }
-    found = {}
-    for name, hidden in held_out.items():
-        tested = measured.where(hidden if hidden.any() else ~hidden)
-        error = fit(measured.where(~hidden)).predict(tested) - tested.loss
-        found[name] = error.abs().mean().item()
-    return found
+def error(rows: list[dict], held_out: str) -> float:
+    """The mean error, in nats, of the law that is fitted to the rows without those of the largest
+    `held_out` (size, rate or step of each run), on those."""
+    measured = as_rows(rows)
+    column = torch.tensor([row[held_out] for row in rows])
+    hidden = column == column.max()
+    tested = measured.where(hidden)
+    predicted = predict(tested, fit(measured.where(~hidden)))
+    return (predicted - tested.loss).abs().mean().item()
 
 
 def main() -> None:
     """Fit the law to the rows of runs/law.json, and print how well it predicts those that were
     held out."""
     rows = json.loads(ROWS.read_text())["rows"]
-    print("held out:", "nothing, the largest size, the highest rate, the most tokens")
+    print("held out: the largest size, the highest rate, the most tokens")
     for method in dict.fromkeys(row["method"] for row in rows):
-        found = errors([row for row in rows if row["method"] == method])
-        print(f"{method:8}", *(f"{error:8.3f}" for error in found.values()))
+        of_method = [row for row in rows if row["method"] == method]
+        print(f"{method:8}", *(f"{error(of_method, name):8.3f}" for name in HELD_OUT))
 
 
 if __name__ == "__main__":

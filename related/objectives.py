@@ -1,6 +1,7 @@
 """
-Which objective each rule ascends: `python -m related.objectives` prints the slope of each rule's
-objective, by exact sums over the number of right completions of a group (docs/method.md).
+Which objective each rule ascends: the slope of its objective, by exact sums over the number of
+right completions of a group. docs/method.md has the theorem, and notebooks/05_objectives.ipynb the
+pictures.
 
 Letters: K prompts, G completions each.
 """
@@ -15,25 +16,9 @@ import proof
 
 importlib.import_module("related.rivals")  # adds its rules
 
-PASS_RATES = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.97], dtype=torch.float64)
-OBJECTIVES = {  # what R - mean is divided by: the objective of every unbiased rule
-    "none": "p",
-    "group": "2 arcsin(sqrt(p))",
-    "variance": "logit(p)",
-    "mean": "log(p)",
-}
-TABLE = (  # rule, divisor, group size, prune rate
-    *(("none", divisor, G, 0.0) for divisor in OBJECTIVES for G in (8, 32)),
-    ("pods", "none", 8, 1 - 2 / 8), ("pods", "none", 32, 1 - 3 / 32),
-    ("pods", "none", 8, 1 - 4 / 8),
-    ("cppo", "none", 16, 1 - 3 / 16), ("cppo", "group", 16, 1 - 3 / 16),
-    ("cppo", "none", 16, 1 - 8 / 16),
-    ("dppo_floor", "none", 16, 0.7),
-)  # fmt: skip
-
 
 def advantages_of(rewards: torch.Tensor, divisor: str) -> torch.Tensor:
-    """Advantages [Q, G] of rewards of 0 and 1, [Q, G]: those of --scale-rewards, and with two more
+    """Advantages [K, G] of rewards of 0 and 1, [K, G]: those of --scale-rewards, and with two more
     divisors, which no run has."""
     if divisor in dppo.SCALES:
         return dppo.group_advantages(rewards, divisor)
@@ -87,32 +72,3 @@ def mean_weights(name: str, prune_rate: float, batch: dppo.Completions) -> torch
     if isinstance(rule, dppo.BiasedRule):
         return rule.draw(batch, prune_rate, None)[1]
     return (rule.keep_prob(batch, prune_rate) > 0).double()
-
-
-def objective_of(slope: torch.Tensor, pass_rates: torch.Tensor, group_size: int) -> str | None:
-    """The name of an objective whose slope is proportional to this one [n], if there is one. For
-    groups of two or three the divisors none, group and variance coincide, and it is "p"."""
-    for divisor, objective in OBJECTIVES.items():
-        ratio = slope / objective_slope(pass_rates, group_size, divisor)
-        if proof.relative_error(ratio, ratio.mean().expand_as(ratio)) < proof.LIMIT:
-            return objective
-    return None
-
-
-def main() -> None:
-    print(
-        "The objective F(p) that each rule ascends, with p a prompt's pass rate, for rewards of 0 "
-        "and 1 and\n--loss dr_grpo: F'(p) / F'(0.5), by exact sums over the number of right "
-        "completions. Every\nunbiased rule is as none. --scale-rewards has none and group only.\n"
-    )
-    heads = "".join(f"  p = {p:<5g}" for p in PASS_RATES.tolist())
-    print(f"  {'rule':12s} {'rate':5s} {'divided by':10s} {'G':>3s}{heads}  objective")
-    for rule, divisor, G, rate in TABLE:
-        slope = objective_slope(PASS_RATES, G, divisor, rule, rate)
-        cells = "".join(f"{value:10.2f}" for value in (slope / slope[2]).tolist())  # p = 0.5
-        name = objective_of(slope, PASS_RATES, G) or "another"
-        print(f"  {rule:12s} {rate:<5.2f} {divisor:10s} {G:3d}{cells}    {name}")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,25 +6,13 @@ the leaves have rewards. A node's value is the mean reward of the leaves below i
 trained with the advantage of the node that it leads to. In related/branch.py an edge is a denoising
 step of a diffusion model; it could as well be a segment of tokens.
 
-    depth_advantages  BIASED  The mean of a depth's n nodes contains the node itself, so the depth's
-                              gradient shrinks to (n - 1) / n. Each depth is divided by another
-                              standard deviation.
-    loo_advantages    exact   Ours: the baseline is the mean of a node's siblings. Divide all by one
-                              scale that is known before the rollout, say of earlier steps.
-    kept_mean         BIASED  Depths count by their number of nodes, and an edge counts by how many
-                              others are kept.
-    planned_mean      exact   Ours: a mean over the planned nodes of each depth, summed over depths.
-    width_keep        BIASED  Keeps the best edges.
-
-"Exact" means that with loo_advantages and planned_mean the expected gradient is that of the
-expected reward, also if edges are drawn by their size, as related/branch.py does;
-tests/test_trees.py enumerates it. Three things would break it:
-    - the number of children depends on what is drawn below. TreeRL (arXiv:2506.11902), for example,
-      branches at the most surprising tokens of finished texts
-    - children share their noise
-    - the log-probs are not those of the distribution that was sampled. The published code
-      multiplies the noise at splits by 4 but not the deviation in the log-prob, so scores there are
-      16 times the true ones
+The published forms (depth_advantages, kept_mean, width_keep) are biased, and ours (loo_advantages,
+planned_mean) are exact: the expected gradient is that of the expected reward, also if edges are
+drawn by their size, as related/branch.py does; tests/test_trees.py enumerates it. It needs
+advantages that are divided by one scale that is known before the rollout, numbers of children that
+do not depend on what is drawn below, and children with noise of their own, whose log-probs are
+those of the distribution that was sampled. (The published code multiplies the noise at splits by 4,
+but not the deviation in the log-prob, so scores there are 16 times the true ones.)
 
 Letters: N nodes, L leaves, B trees of one shape; `...` is nothing or B. An edge has the number of
 the node that it leads to, so the root, node 0, is never trained.
@@ -90,7 +78,9 @@ def node_values(tree: Tree, rewards: torch.Tensor) -> torch.Tensor:
 
 def depth_advantages(tree: Tree, values: torch.Tensor) -> torch.Tensor:
     """As published, [..., N] of values [..., N]: (value - mean) / (std + 1e-8) over the nodes of
-    each depth. It is 0 for a lone node, or if the deviation is below 1e-6."""
+    each depth. It is 0 for a lone node, or if the deviation is below 1e-6. Biased: the mean of n
+    nodes contains the node itself, so a depth's gradient shrinks to (n - 1) / n, and each depth is
+    divided by another deviation."""
     count = group_sizes(tree.depth).to(values.dtype)
     centred = values - group_sums(values, tree.depth) / count
     variance = group_sums(centred.square(), tree.depth) / (count - 1).clamp(min=1)
@@ -123,7 +113,8 @@ def planned_mean(tree: Tree) -> torch.Tensor:
 
 
 def kept_mean(keep: torch.Tensor) -> torch.Tensor:
-    """As published: 1 / kept edges of the tree, float64 [..., N], 0 for what is dropped."""
+    """As published: 1 / kept edges of the tree, float64 [..., N], 0 for what is dropped. Biased:
+    depths count by their number of nodes, and an edge by how many others are kept."""
     return keep.double() / keep.sum(dim=-1, keepdim=True).clamp(min=1)
 
 

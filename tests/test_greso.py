@@ -37,14 +37,14 @@ def test_streaks_by_hand():
     for _visit in range(3):
         seen.update(torch.arange(7), torch.tensor(groups))
     seen.p_hard = 0.25
-    assert seen.keep_prob(torch.arange(7)).tolist() == [0.5**3, 0.25**3, 1, 1, 1, 1, 1]
+    assert [*map(seen.keep_prob, range(7))] == [0.5**3, 0.25**3, 1, 1, 1, 1, 1]
 
     for _visit in range(17):
         seen.update(torch.tensor([0, 1]), torch.tensor([EASY, HARD]))
-    assert seen.keep_prob(torch.tensor([0, 1])).tolist() == [0.01, 0.01], "explored at 1 %"
+    assert [*map(seen.keep_prob, range(2))] == [0.01, 0.01], "explored at 1 %"
 
     seen.update(torch.tensor([0, 1]), torch.tensor([LIVE, LIVE]))
-    assert seen.keep_prob(torch.arange(7)).tolist() == [1.0] * 7, "a live group ends the streak"
+    assert [*map(seen.keep_prob, range(7))] == [1] * 7, "a live group ends the streak"
 
 
 def test_exploration_by_hand():
@@ -60,54 +60,53 @@ def test_exploration_by_hand():
 
 
 def collect(seen, target, live_of):
-    """(batch, weights, sizes of the rounds) of a step; live_of(prompts, number) are live groups."""
+    """(all rounds, places of the used groups, sizes of the rounds) of a step. In round `number` the
+    groups at live_of(number), a slice, are live."""
     sizes = []
 
     def roll_out(prompts, number):
         sizes.append(len(prompts))
         rewards = torch.zeros(len(prompts), 4)
-        rewards[live_of(prompts, number), 0] = 1.0
+        rewards[live_of(number), 0] = 1.0
         return round_of(prompts, rewards)
 
     def order(_epoch):
         return torch.arange(1000)
 
-    batch, weights = seen.collect(roll_out, target, order, dppo.generator_for(0))
-    return batch, weights, sizes
-
-
-def two_of_five(prompts, _number):
-    return torch.arange(len(prompts)) % 5 < 2
+    return *seen.collect(roll_out, target, order, dppo.generator_for(0)), sizes
 
 
 def test_rounds_until_enough_groups_are_live():
-    """Surplus groups have weight 0. Catches prompts that are visited twice, training on dead
-    groups, and an adjustment in the first epoch."""
+    """Catches prompts that are visited twice, dead or surplus groups that are used, and an
+    adjustment in the first epoch."""
     seen = greso.Greso(1000)
-    batch, weights, sizes = collect(seen, 64, two_of_five)
-    assert batch.prompts.tolist() == list(range(seen.cursor)), "in the epoch's order, none twice"
-    assert sizes == [96, 76], "39 live groups, then 1.25 x 25 / (39 / 96)"
-    alive = ~dppo.dead_groups(batch.rewards)
-    assert torch.equal((weights > 0).nonzero(), alive.nonzero()[:64])
-    assert weights.sum() == pytest.approx(64)
+    every, used, sizes = collect(seen, 64, lambda _number: slice(1, None, 2))
+    assert every.prompts.tolist() == list(range(seen.cursor)), "in the epoch's order, none twice"
+    assert sizes == [96, 40], "48 live groups, then 1.25 x 16 / (48 / 96)"
+    assert used.tolist() == list(range(1, 128, 2))
     assert (seen.p_easy, seen.p_hard) == (0.5, 0.5), "the first epoch only watches"
 
     seen.cursor = 2000
-    collect(seen, 64, two_of_five)
+    collect(seen, 64, lambda _number: slice(1, None, 2))
     assert (seen.p_easy, seen.p_hard) != (0.5, 0.5)
 
 
-@pytest.mark.parametrize(("live", "sizes"), [(0, [24] * 20), (15, [24, 4]), (16, [24])])
-def test_live_groups_share_the_update(live, sizes):
-    """Of the first round `live` groups are live, of the second none; sixteen are wanted. Catches a
-    round more than needed if exactly enough are live, one that is smaller than a quarter of the
-    target, a step that never ends, and weights that do not sum to the target."""
-    first = lambda prompts, number: slice(0, live if number == 0 else 0)
-    _, weights, rounds = collect(greso.Greso(1000), 16, first)
-    used = min(live, 16)
-    assert rounds == sizes
-    assert (used * weights[:used]).tolist() == pytest.approx([16] * used)
-    assert not weights[used:].any()
+SIZES = {
+    "none is live": ([0] * 20, [24] * 20),
+    "a quarter of the target at least": ([15, 1], [24, 4]),
+    "the first size at most": ([1, 0, 15], [24, 24, 24]),
+    "exactly enough": ([16], [24]),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes_of_rounds(case):
+    """Sixteen are wanted, and so many are live in each round. Catches a step that never ends, a
+    round more than needed, and sizes that are not bounded."""
+    live, sizes = SIZES[case]
+    _every, used, found = collect(greso.Greso(1000), 16, lambda number: slice(0, live[number]))
+    assert found == sizes
+    assert len(used) == sum(live)
 
 
 def test_a_round_has_no_prompt_twice():
@@ -132,9 +131,8 @@ def trainer_of(policy_folder, folder, **changes):
 
 
 def test_it_trains_on_live_groups(policy_folder, tmp_path, monkeypatch):
-    """Without weights, from several rounds: Q live groups, or as many as the last round left.
-    Catches training on dead groups, a surplus that counts, a group with another's rollouts, rounds
-    that roll out alike, and a rule that skips nothing."""
+    """Without weights, from several rounds. Catches training on dead groups, a surplus that counts,
+    a group with another's rollouts, rounds that roll out alike, and a rule that skips nothing."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 64)
     trainer = trainer_of(policy_folder, tmp_path, lr=3e-3, loss="dr_grpo")
     accumulate = mock.Mock(wraps=train.accumulate_gradients)
@@ -146,20 +144,15 @@ def test_it_trains_on_live_groups(policy_folder, tmp_path, monkeypatch):
         row, _ = trainer.step(step)
         every = trainer.every
         _model, rollouts, _advantages, factor, keep = accumulate.call_args.args
-        live = (~dppo.dead_groups(every.rewards)).nonzero()[:, 0]
-        used = live[:4]
+        used = (~dppo.dead_groups(every.rewards)).nonzero()[:4, 0]
         prompts = [trainer.train_ids[index] for index in every.prompts[used].tolist()]
         assert rollouts.prompt_ids == prompts, "the first live groups, and no dead one"
         assert torch.equal(rollouts.logprobs, every.rollouts.logprobs[used])
         assert keep.all()
-        weight = 4 / len(used)
-        expected = torch.full_like(factor, weight / (4 * 3 * 6))  # Q groups, of 3, of 6 tokens
-        assert torch.allclose(factor, expected)
-        assert row["weight/max"] == pytest.approx(weight)
+        assert torch.allclose(factor, torch.full_like(factor, 1 / (4 * 3 * 6)))  # Q x G x tokens
         assert row["kept/prompts"] == len(every.prompts) / 4 >= 1.5
         assert row["tokens/generated"] == every.rollouts.lengths.sum()
         assert row["reward"] == pytest.approx(every.rewards.mean().item()), "of all groups"
-        assert not any(name.startswith(greso.OF_THE_DRAW) for name in row)
         rolled_out.append(len(every.prompts))
     assert len(set(rolled_out)) > 1, "rounds"
     assert trainer.greso.cursor > sum(rolled_out), "some were skipped"
@@ -185,5 +178,5 @@ def test_resumed(run, tmp_path, monkeypatch):
 
 def test_too_few_prompts(policy_folder, tmp_path):
     """Catches a first round that never finds enough of them."""
-    with pytest.raises(InputError, match="GRESO needs 514 prompts, and the data have 512"):
+    with pytest.raises(InputError, match="GRESO needs 514 prompts, there are 512"):
         trainer_of(policy_folder, tmp_path, prompts_per_step=257)

@@ -78,7 +78,7 @@ def test_vllm_that_is_not_installed(run, monkeypatch, tmp_path):
     """Reported before anything is written. Catches a bare ImportError, and a folder that then holds
     a run."""
     monkeypatch.setitem(sys.modules, "vllm", None)
-    complaint = r"--engine vllm: cannot import it .*install vLLM, or use --engine loop"
+    complaint = r"--engine vllm: cannot start it .*use --engine loop"
     with pytest.raises(InputError, match=complaint):
         run("run", engine="vllm")
     assert not (tmp_path / "run").exists()
