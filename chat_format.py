@@ -1,7 +1,7 @@
 """
-What chat models add to text: a template, tokens that end turns, and marks around thoughts.
+Prompts, from problems to token ids, and what chat models add to text.
 
-    in_template        a chat as the text that the model continues
+    encode_prompts     the prompts of problems, in the chat template or as plain text
     end_tokens         every token that ends a completion
     open_thoughts      the mark of the thought that a prompt ends in
     decode             a completion's text, with the marks of thoughts
@@ -11,8 +11,11 @@ import contextlib
 import datetime
 import math
 import re
+from collections import Counter
 
-from runtime import InputError, in_words
+from runtime import InputError, in_words, ranks
+
+PORTION = 1000  # prompts that are made at once
 
 # What opens and closes a thought. An answer inside a thought is not the model's answer.
 THOUGHTS = (
@@ -24,6 +27,92 @@ THOUGHTS = (
 MARKS = {mark for pair in THOUGHTS for mark in pair}
 # What a chat template calls for today's date, such as strftime_now("%d %B %Y").
 TODAY = re.compile(r"strftime_now\((?:\s*format\s*=)?\s*(['\"])(.*?)\1\s*\)")
+
+
+# ---------------------------------------------------------------------------- prompts
+
+
+def encode_prompts(
+    problems: list, tokenizer, max_prompt_tokens: int, prompt_format: str = "auto",
+    thinking: bool = False, instruction: str | None = None, model=None,
+) -> tuple[list, list[list[int]]]:  # fmt: skip
+    """The data.Problems that fit and their prompt token ids; says how many were too long.
+
+    chat   problem and instruction are a user message in the tokenizer's chat template
+    plain  problem and instruction are text that the model continues
+    auto   chat if the tokenizer has a template
+
+    `instruction` replaces the problems' own. Raises InputError if no problem fits, if the template
+    leaves a question out, or if the `model` has no embedding for a token.
+    """
+    is_chat = prompt_format == "chat" or (prompt_format == "auto" and tokenizer.chat_template)
+    turn_ends = tuple(tokenizer.convert_ids_to_tokens(end_tokens(tokenizer)))
+    ends = end_tokens(tokenizer, model)
+
+    def text_of(problem, thinking: bool) -> str:
+        line = problem.instruction if instruction is None else instruction
+        if is_chat:
+            messages = problem.messages(line)
+            return in_template(messages, tokenizer, turn_ends, thinking)
+        if len(problem.turns) > 1:
+            raise InputError(
+                f"a chat of several turns, which ends with {problem.text[-60:]!r}, needs a chat "
+                f"template: use a model that has one, and not --prompt-format plain"
+            )
+        return f"{problem.text}\n{line}\n" if line else problem.text
+
+    if thinking and text_of(problems[0], True) == text_of(problems[0], False):
+        ranks.say("note: --thinking changes no prompt: the chat template has no enable_thinking")
+    prompt_ids, lost, shared = [], Counter(), {}
+    for start in ranks.progress(range(0, len(problems), PORTION), "prompts", f"{PORTION} prompts"):
+        texts = [text_of(problem, thinking) for problem in problems[start : start + PORTION]]
+        portion = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
+        lost += lost_characters(texts, portion, tokenizer, model)
+        # Some tokenizers end every text with an end token, after which a model would start anew.
+        portion = portion if is_chat else [_without_end(ids, ends) for ids in portion]
+        # One Python number for each token there is, not for each place: 8 bytes a token, not 36.
+        prompt_ids += [[shared.setdefault(token, token) for token in ids] for ids in portion]
+    say_lost(lost)
+
+    fits = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
+    if len(fits) < len(problems):
+        dropped = (
+            f"dropped {len(problems) - len(fits)} of {len(problems)} prompts: they are empty, or "
+            f"longer than the {max_prompt_tokens} tokens that --max-new-tokens leaves"
+        )
+        if not fits:
+            raise InputError(f"{dropped}; none is left")
+        ranks.say(dropped)
+    return [problems[index] for index in fits], [prompt_ids[index] for index in fits]
+
+
+def _without_end(ids: list[int], ends: list[int]) -> list[int]:
+    while ids and ids[-1] in ends:
+        ids.pop()
+    return ids
+
+
+def lost_characters(texts: list[str], all_ids: list[list[int]], tokenizer, model) -> Counter:
+    """Which characters of the texts their tokens lose, and how often. InputError if a token's id is
+    beyond the model's embedding."""
+    highest = max((max(ids, default=0) for ids in all_ids), default=0)
+    rows = model.get_input_embeddings().num_embeddings if model else math.inf
+    if highest >= rows:
+        raise InputError(
+            f"the tokenizer gives {tokenizer.decode([highest])!r} the id {highest}, but the "
+            f"model's embedding has {rows} rows: it is not this model's tokenizer"
+        )
+    lost = Counter()
+    for text, ids in zip(texts, all_ids, strict=True):
+        lost += Counter(text) - Counter(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    return lost
+
+
+def say_lost(lost: Counter) -> None:
+    """Say which characters are lost, if any are."""
+    if lost:
+        characters = " ".join(repr(character) for character, _count in lost.most_common(20))
+        ranks.say(f"note: these characters are lost, because no token holds them: {characters}")
 
 
 # ---------------------------------------------------------------------------- templates

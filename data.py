@@ -1,5 +1,5 @@
 """
-Problems and their prompts: from a row of a file, of the Hugging Face hub or of a task to token ids.
+Problems: from a row of a file, of the Hugging Face hub, or of a task.
 
 A row has the problem under `problem`, `question`, `prompt` or `messages`, as text or as a chat, and
 the reference answer under `answer`, `final_answer`, `target`, `solution`, `ground_truth` or
@@ -17,9 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import MAX_PREC, Context, Decimal
 
-from tqdm import tqdm
-
-import chat_format
 import dppo
 import rewards
 from runtime import InputError, in_words, ranks
@@ -50,7 +47,6 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 EVAL_PROBLEMS = 300  # default number of evaluation problems of an embedded split
 FILE_TOKENS = 1024  # default --max-new-tokens for data that are not embedded
 HELD_OUT_SHARE = 0.05  # of data that are not embedded: the last rows
-PORTION = 1000  # prompts that are made at once
 
 # A set of problems that a task computes: problem(split, index) of the task is (text, answer, source
 # and perhaps a solution). One to train on has the indices 0 to TRAIN_PROBLEMS - 1. `room` is the
@@ -197,7 +193,7 @@ def read_problems(data: str) -> list[Problem]:
     place = f"--data {data}"
     way_out = f"give a file of JSON or parquet, or one of {', '.join([*EMBEDDED, *HUB])}"
     try:
-        for number, line in progress(_rows(data), data, "row"):
+        for number, line in ranks.progress(_rows(data), data, "row"):
             place, way_out = f"row {number} of {data}", "correct or remove it"
             row = json.loads(line) if isinstance(line, str) else line
             problems.append(problem_of(row, data))
@@ -208,12 +204,6 @@ def read_problems(data: str) -> list[Problem]:
     if unread:
         ranks.say(f"note: prompts leave out these columns of {data}: {', '.join(sorted(unread))}")
     return problems
-
-
-def progress(items, name: str, unit: str):
-    """The items, with a progress bar if they take longer than seconds."""
-    bar = {"desc": name, "unit": unit, "delay": 3, "leave": False}
-    return tqdm(items, disable=not ranks.is_first(), **bar)
 
 
 def _rows(data: str):
@@ -364,89 +354,3 @@ def parts(text: str) -> tuple[str, str]:
     steps = re.sub(r"<<.*?>>", "", f"{lines}\n{before}").strip()
     solution = f"{steps}\n\\boxed{{{answer}}}" if mark and steps else ""
     return solution, answer if mark else text
-
-
-# ---------------------------------------------------------------------------- prompts
-
-
-def encode_prompts(
-    problems: list[Problem], tokenizer, max_prompt_tokens: int, prompt_format: str = "auto",
-    thinking: bool = False, instruction: str | None = None, model=None,
-) -> tuple[list[Problem], list[list[int]]]:  # fmt: skip
-    """The problems that fit and their prompt token ids; prints how many were too long.
-
-    chat   problem and instruction are a user message in the tokenizer's chat template
-    plain  problem and instruction are text that the model continues
-    auto   chat if the tokenizer has a template
-
-    `instruction` replaces the problems' own. Raises InputError if no problem fits, if the template
-    leaves a question out, or if the `model` has no embedding for a token.
-    """
-    is_chat = prompt_format == "chat" or (prompt_format == "auto" and tokenizer.chat_template)
-    turn_ends = tuple(tokenizer.convert_ids_to_tokens(chat_format.end_tokens(tokenizer)))
-    ends = chat_format.end_tokens(tokenizer, model)
-
-    def text_of(problem: Problem, thinking: bool) -> str:
-        line = problem.instruction if instruction is None else instruction
-        if is_chat:
-            messages = problem.messages(line)
-            return chat_format.in_template(messages, tokenizer, turn_ends, thinking)
-        if len(problem.turns) > 1:
-            raise InputError(
-                f"a chat of several turns, which ends with {problem.text[-60:]!r}, needs a chat "
-                f"template: use a model that has one, and not --prompt-format plain"
-            )
-        return f"{problem.text}\n{line}\n" if line else problem.text
-
-    if thinking and text_of(problems[0], True) == text_of(problems[0], False):
-        ranks.say("note: --thinking changes no prompt: the chat template has no enable_thinking")
-    prompt_ids, lost, shared = [], Counter(), {}
-    for start in progress(range(0, len(problems), PORTION), "prompts", f"{PORTION} prompts"):
-        texts = [text_of(problem, thinking) for problem in problems[start : start + PORTION]]
-        portion = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
-        lost += lost_characters(texts, portion, tokenizer, model)
-        # Some tokenizers end every text with an end token, after which a model would start anew.
-        portion = portion if is_chat else [_without_end(ids, ends) for ids in portion]
-        # One Python number for each token there is, not for each place: 8 bytes a token, not 36.
-        prompt_ids += [[shared.setdefault(token, token) for token in ids] for ids in portion]
-    say_lost(lost)
-
-    fits = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
-    if len(fits) < len(problems):
-        dropped = (
-            f"dropped {len(problems) - len(fits)} of {len(problems)} prompts: they are empty, or "
-            f"longer than the {max_prompt_tokens} tokens that --max-new-tokens leaves"
-        )
-        if not fits:
-            raise InputError(f"{dropped}; none is left")
-        ranks.say(dropped)
-    return [problems[index] for index in fits], [prompt_ids[index] for index in fits]
-
-
-def _without_end(ids: list[int], ends: list[int]) -> list[int]:
-    while ids and ids[-1] in ends:
-        ids.pop()
-    return ids
-
-
-def lost_characters(texts: list[str], all_ids: list[list[int]], tokenizer, model) -> Counter:
-    """Which characters of the texts their tokens lose, and how often. InputError if a token's id is
-    beyond the model's embedding."""
-    highest = max((max(ids, default=0) for ids in all_ids), default=0)
-    rows = model.get_input_embeddings().num_embeddings if model else math.inf
-    if highest >= rows:
-        raise InputError(
-            f"the tokenizer gives {tokenizer.decode([highest])!r} the id {highest}, but the "
-            f"model's embedding has {rows} rows: it is not this model's tokenizer"
-        )
-    lost = Counter()
-    for text, ids in zip(texts, all_ids, strict=True):
-        lost += Counter(text) - Counter(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-    return lost
-
-
-def say_lost(lost: Counter) -> None:
-    """Say which characters are lost, if any are."""
-    if lost:
-        characters = " ".join(repr(character) for character, _count in lost.most_common(20))
-        ranks.say(f"note: these characters are lost, because no token holds them: {characters}")

@@ -139,6 +139,8 @@ def load(cfg: EvalConfig, reward):
     chat_format.fix_date(tokenizer, checkpoint.first_date(cfg.out_dir))
     sets = []
     for name, (file, problems) in named.items():
+        if not problems:
+            raise InputError(f"--data {name} has no problem to evaluate on")
         room = cfg.max_new_tokens or data.max_new_tokens(name)
         fitting = models.encode(replace(cfg, max_new_tokens=room), model, tokenizer, problems)
         sets.append(ProblemSet(name, file, *fitting, room))
@@ -200,7 +202,7 @@ def complete(
         rows = rows[: len(rows) // chunk * chunk]
     if path:
         log.write_rows(path, [*rows, *later])
-    for start in data.progress(range(0, len(problems), chunk), name, "batch"):
+    for start in ranks.progress(range(0, len(problems), chunk), name, "batch"):
         batch = slice(start, start + chunk)
         if start >= len(rows):
             rollouts = rollout.sample(

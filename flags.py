@@ -110,57 +110,47 @@ class Config(SamplingFlags):
     """A pair of rules with their defaults: adaptive, pps, dppo, uniform, a rival or one of yours.
     grpo prunes nothing; nonzero only terms that are 0."""
     prompt_rule: str | None = None
-    """Which prompts are dropped before rollout. uniform (blindly) and dppo (the paper's, by past
-    |advantage|) are unbiased; dppo_floor is biased. none drops nothing. By default the method's
-    rule."""
+    """Which prompts are dropped before rollout: none, uniform (blindly), dppo (the paper's, by past
+    |advantage|), or dppo_floor, which is biased. By default the method's rule."""
     completion_rule: str | None = None
-    """Which completions are dropped after reward. nonzero (terms that are exactly 0), uniform, dppo
-    (by |advantage|), pps (ours, by size, a share of the tokens) and adaptive (ours, by size, as
-    many as pays) are unbiased. cppo, pods and dppo_floor keep by rank, which changes the objective
-    (docs/method.md); cppo_batch is biased. none drops nothing. By default the method's rule."""
+    """Which completions are dropped after reward: none, nonzero (terms that are 0), uniform, dppo
+    (by |advantage|), pps (ours, by size, a share of the tokens), adaptive (ours, by size, as many
+    as pays); cppo, pods, dppo_floor, which change the objective (docs/method.md), or cppo_batch,
+    which is biased. By default the method's rule."""
     prompt_prune_rate: float | None = None
-    """r_q, the share of prompts dropped; for dppo, the chance of dropping a prompt below the mean.
-    By default 0.3."""
+    """r_q, by default 0.3: the share of prompts dropped; for dppo, the chance below the mean."""
     completion_prune_rate: float | None = None
-    """r_o. uniform, cppo: the share of completions dropped. dppo: the chance of dropping one below
-    its group's mean. pps: the share of sampled tokens not trained on; higher means that less is
-    kept. By default 0.7."""
+    """r_o, by default 0.7. uniform, cppo: the share of completions dropped. dppo: the chance of
+    dropping one below its group's mean. pps: the share of sampled tokens not trained on."""
     rest: float | None = None
-    """For adaptive: the time of all of a step but training, above all the rollout, over the time of
-    training on everything that was sampled. Lower means that less is kept. By default 0.1, which
-    suits most runs (docs/method.md, section 4)."""
+    """For adaptive: the time of all of a step but training, over the time of training on everything
+    that was sampled. Lower: less is kept. By default 0.1 (docs/method.md, section 4)."""
 
     # ------------------------------------------------------------------------ loss
     loss: str | None = None
     """The surrogate loss, with its ratio, clip and denominator: grpo, dr_grpo, dapo, gspo, cispo,
     or one of yours. By default grpo, or dr_grpo with tiny."""
     scale_rewards: Literal["none", "group"] | None = None
-    """What R - mean is divided by in each group, which sets the objective: none (Dr. GRPO: the pass
-    rate p), or group (its standard deviation, GRPO: 2 arcsin(sqrt(p))). By default none for
-    dr_grpo, else group."""
+    """What R - mean is divided by in each group, which sets the objective: none (pass rate p; the
+    default of dr_grpo), or group (its standard deviation, GRPO: 2 arcsin(sqrt(p)))."""
     eps_low: float | None = None
-    """The ratio is clipped to at least 1 - eps_low. By default the loss's own, such as 0.2 for
-    grpo."""
+    """The ratio is clipped to at least 1 - eps_low. By default the loss's own: 0.2 for grpo."""
     eps_high: float | None = None
-    """The ratio is clipped to at most 1 + eps_high, also for cispo (TRL's is 1 + eps_high). By
-    default the loss's own."""
+    """The ratio is clipped to at most 1 + eps_high, also for cispo (TRL's is 1 + eps_high)."""
     importance_cap: float | None = None
     """Correct for the engine's rounding: multiply each token's loss by min(cap, trainer's
-    probability / engine's probability). 0: off. By default 2 with vLLM or in bfloat16, else 0."""
+    probability / engine's probability). 0: off, by default unless it is vLLM or bfloat16: 2."""
     beta: float = 0.0
-    """Coefficient of the KL term (k3) to the model that the run began with. 0 loads no reference
-    model."""
+    """Coefficient of the KL term (k3) to the model that the run began with. 0 loads none."""
     mask_truncated: bool = False
     """Completions that --max-new-tokens cut off carry no loss."""
 
     # ------------------------------------------------------------------------ model and data
     model: str = "tiny"
     lora: int = 0
-    """Train adapters of this rank beside all linear layers, in place of the weights (LoRA). 0: off.
-    It needs peft."""
+    """Train adapters of this rank beside all linear layers, in place of the weights. 0: off."""
     data: str = "arithmetic"
-    """The problems to train on: arithmetic, arithmetic-mixed, words, gsm8k, math, dapo, or a
-    file."""
+    """The problems to train on: arithmetic, arithmetic-mixed, words, gsm8k, math, dapo; a file."""
     eval_data: str | None = None
     """The problems to evaluate on. By default the held-out split, or the last 5 % of --data."""
 
@@ -168,8 +158,7 @@ class Config(SamplingFlags):
     steps: int = 100
     """Steps of the run. Each samples one batch and makes --minibatches optimizer updates."""
     prompts_per_step: int | None = None
-    """Q, the candidate prompts of a step, which also set the denominator. By default 64; with tiny
-    16."""
+    """Q, the prompts considered in a step, which set the denominator. By default 64; tiny: 16."""
     group_size: int = 8
     """G, the completions sampled for each prompt."""
     minibatches: int = 1
@@ -189,8 +178,7 @@ class Config(SamplingFlags):
 
     # ------------------------------------------------------------------------ packing and machine
     pack_tokens: int | None = None
-    """Tokens in a slot, the unit of one forward pass. By default 2,048 on the CPU, 8,192 on
-    CUDA."""
+    """Tokens in a slot, the unit of one forward pass. By default 2,048 on the CPU, else 8,192."""
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass: less memory, more time."""
     shard: Literal["none", "fsdp"] = "none"

@@ -134,7 +134,7 @@ def encode(cfg, model, tokenizer, problems: list) -> tuple[list, list[list[int]]
     room = model.longest - cfg.max_new_tokens
     limit = f"below {model.longest}, the most tokens of a sequence with its prompt"
     require(cfg, "max_new_tokens", room > 0, limit)
-    return data.encode_prompts(
+    return chat_format.encode_prompts(
         problems, tokenizer, room, cfg.prompt_format, cfg.thinking, cfg.instruction, model
     )
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from tqdm import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from runtime import InputError
@@ -89,6 +90,12 @@ def say(text: str) -> None:
     """Print a line, on the first rank only."""
     if is_first():
         print(text, flush=True)
+
+
+def progress(items, name: str, unit: str):
+    """The items, with a progress bar on the first rank if they take longer than seconds."""
+    bar = {"desc": name, "unit": unit, "delay": 3, "leave": False}
+    return tqdm(items, disable=not is_first(), **bar)
 
 
 def barrier() -> None:

@@ -68,7 +68,7 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
     The prompts are those that train.py samples from.
     """
     problems = [problem for name in cfg.data for problem in worked(name)]
-    problems, prompts = data.encode_prompts(
+    problems, prompts = chat_format.encode_prompts(
         problems, tokenizer, longest, cfg.prompt_format, False, cfg.instruction, model
     )
     end = end_of_solutions(cfg, tokenizer, model)
@@ -77,7 +77,7 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
         raise InputError(f"--model {cfg.model}: its template opens a thought, {way_out}")
     texts = [problem.solution for problem in problems]
     solutions = [[*ids, end] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    data.say_lost(data.lost_characters(texts, solutions, tokenizer, model))
+    chat_format.say_lost(chat_format.lost_characters(texts, solutions, tokenizer, model))
     pairs = zip(prompts, solutions, strict=True)
     fitting = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
     if len(fitting) < cfg.batch_size:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import re
 import types
 from dataclasses import replace
@@ -133,17 +132,6 @@ def test_numbers_in_parquet(tmp_path, name, column, answer):
     parquet.write_table(pyarrow.table({"problem": ["p"], name: column}), tmp_path / "a.PARQUET")
     (problem,) = data.read_problems(str(tmp_path / "a.PARQUET"))
     assert problem.answer == answer
-
-
-def test_a_pipe_is_read_once():
-    """--data <(zcat FILE): catches a second reading, which finds nothing."""
-    reader, writer = os.pipe()
-    for number in range(40):
-        os.write(writer, b'{"question": "q", "answer": %d}\n' % number)
-    os.close(writer)
-    train, evaluated = data.problem_sets(f"/dev/fd/{reader}", None, 9)
-    os.close(reader)
-    assert (len(train), len(evaluated)) == (38, 2)
 
 
 CHAT = {"messages": [USER, SAYS], "answer": "2"}
@@ -282,7 +270,7 @@ def prompts(make_policy):
     model, tokenizer = make_policy()
 
     def encode(problems, limit=200, **options):
-        _, ids = data.encode_prompts(problems, tokenizer, limit, model=model, **options)
+        _, ids = chat_format.encode_prompts(problems, tokenizer, limit, model=model, **options)
         return [tokenizer.decode(one) for one in ids]
 
     encode.model, encode.tokenizer = model, tokenizer
@@ -291,11 +279,11 @@ def prompts(make_policy):
 
 def test_prompts_that_do_not_fit_are_counted(prompts, capsys, monkeypatch):
     """Of all portions. Catches one that is lost, and one that is encoded with another's."""
-    monkeypatch.setattr(data, "PORTION", 2)
+    monkeypatch.setattr(chat_format, "PORTION", 2)
     problems = [replace(PROBLEM, text=text) for text in ("short", "x" * 50, "", "b", "c")]
     assert prompts([*problems[:2], *problems[3:]], 50) == ["short", "x" * 50, "b", "c"]
     assert capsys.readouterr().out == ""
-    kept, _ = data.encode_prompts(problems, prompts.tokenizer, 49)
+    kept, _ = chat_format.encode_prompts(problems, prompts.tokenizer, 49)
     assert kept == [problems[0], *problems[3:]], 'nothing predicts the first token after ""'
     said = "dropped 2 of 5 prompts: they are empty, or longer than the 49 tokens that --max-new"
     assert capsys.readouterr().out.startswith(said)

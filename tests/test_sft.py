@@ -9,6 +9,7 @@ import torch
 from test_packing import flat_grad, plain_logprobs
 from toy import rows
 
+import chat_format
 import data
 from runtime import InputError, log
 from tasks import sft, word_problems
@@ -77,7 +78,7 @@ def test_prompts_and_solutions(make_policy, file, form, end):
     _, tokenizer = make_policy()
     tokenizer.chat_template = TURNS
     cfg = settings(file, prompt_format=form)
-    _, prompts = data.encode_prompts(sft.worked(file), tokenizer, 512, form)
+    _, prompts = chat_format.encode_prompts(sft.worked(file), tokenizer, 512, form)
     pairs = sft.encode(cfg, tokenizer, 512)
     assert [prompt for prompt, _ in pairs] == prompts
     solutions = [row["answer"] + end for row in PROBLEMS[:-1]]
