@@ -3,13 +3,15 @@ Rewards: 1.0 for a right answer, 0.0 for a wrong one, None if the problem cannot
 
 A reward is a function of (completion, answer) or of (completion, answer, row): the model's text,
 the reference answer, and a dict of the problem, its answer, its source and all columns of its row.
-The text keeps the marks of thoughts, and begins with one if the prompt opened a thought.
+Each call gets its own copy. The text keeps the marks of thoughts, and begins with one if the prompt
+opened a thought.
 
 None leaves a completion out of its group's mean and standard deviation and gives it advantage 0. It
 is for reference answers that are missing or cannot be read. A completion that cannot be read is
 wrong: 0.0.
 """
 
+import copy
 import inspect
 import math
 import re
@@ -117,23 +119,24 @@ def score(rollouts, problems, tokenizer, reward) -> tuple[list[list[str]], torch
 
 def of_texts(texts: list[list[str]], problems, reward) -> list[list[float]]:
     """The rewards [K][G] of a batch of texts, whose comparing takes at most JUDGE_SECONDS."""
-    math_judge.budget = JUDGE_SECONDS
     pairs = zip(problems, texts, strict=True)
-    try:
-        return [[reward_of(text, problem, reward) for text in group] for problem, group in pairs]
-    finally:
-        if math_judge.budget <= 0:
+    with math_judge.budget(JUDGE_SECONDS) as is_spent:
+        found = [[reward_of(text, problem, reward) for text in group] for problem, group in pairs]
+        if is_spent():
             ranks.say(f"note: after {JUDGE_SECONDS:g} s of comparing, formulas count as wrong")
-        math_judge.budget = math.inf
+    return found
 
 
 def reward_of(completion: str, problem, reward) -> float:
     """What a reward returns, as a number; None becomes NaN."""
     answer = problem.answer
     which = f"the completion {completion[:80]!r}, with the reference answer {answer[:80]!r}"
-    row = {"problem": problem.text, "answer": answer, "source": problem.source} | problem.row
+    optional = {}
+    if takes_row(reward):  # a copy, because what one call changes would reach the next
+        known = {"problem": problem.text, "answer": answer, "source": problem.source}
+        optional["row"] = known | copy.deepcopy(problem.row)
     try:
-        value = reward(completion, answer, **({"row": row} if takes_row(reward) else {}))
+        value = reward(completion, answer, **optional)
     except Exception as error:
         error.add_note(f"The reward raised this for {which}.")
         raise

@@ -2,9 +2,11 @@
 
 import concurrent.futures
 import contextlib
+import copy
 import functools
 import math
 import multiprocessing
+import os
 import random
 import time
 from decimal import Decimal
@@ -31,6 +33,7 @@ needs_problems = pytest.mark.skipif(
 
 REWARDS = [  # a completion, the reference answer, its reward
     ("\\boxed{71} no, \\boxed{72}", "72", 1.0),  # the last box; both together would be a set
+    ("\\boxed{48/2+48}", "72", 0.0),  # whoever repeats a sum has not computed it
     ("\\boxed{72}</think> so I say 71", "72", 0.0),  # a box in a thought is not an answer
     ("<think>\\boxed{72}", "72", 0.0),  # thinking never ended
     ("</think>\\boxed{72} or <think>", "72", 0.0),  # it began again
@@ -56,6 +59,7 @@ def test_arithmetic_reward():
     assert rewards.arithmetic_reward("7+9=16", "sixteen") is None
 
 
+LONGEST = "1" * answers.LONGEST
 BOXES = {  # a text: the content of its last box
     "\\boxed\n {59}": "59",
     "so $\\boxed 59$, not 12": "59",
@@ -69,13 +73,15 @@ BOXES = {  # a text: the content of its last box
     "\\boxed{5}, in a \\boxed": "5",
     "\\boxedtext{5}": None,
     "\\boxed{5} or \\boxed{6": None,
+    f"\\boxed{{{LONGEST}}} .": LONGEST,
+    f"\\boxed{{{LONGEST}1}} .": None,
 }
 
 
-@pytest.mark.parametrize("text", BOXES)
-def test_boxes(text):
-    """Catches a spelling of a box that is overlooked, and an escaped brace that counts."""
-    assert rewards.final_answer(text) == BOXES[text]
+def test_boxes():
+    """Catches a spelling of a box that is overlooked, an escaped brace that counts, and a limit of
+    length that is off by one."""
+    assert {text: rewards.final_answer(text) for text in BOXES} == BOXES
 
 
 def rollouts_of(prompts, completions, answer="7"):
@@ -131,20 +137,24 @@ def test_what_a_reward_may_return():
 
 
 def test_a_reward_may_ask_for_the_row():
-    """The problem and all columns, for each call anew. Catches a column that is lost, and one that
-    makes another problem of the same question."""
-    row = {"problem": "1+6?", "answer": "7", "source": "book", "level": 3}
+    """The problem and all columns, in a copy for each call. Catches a column that is lost, one that
+    makes another problem of the same question, and a change that the next call sees."""
+    own = {"question": "1+6?", "answer": "so #### 7", "level": 3, "tests": [1, 2]}
+    problem = data.problem_of(own, "file")
     seen = []
-    asks = lambda text, answer, row: seen.append(dict(row)) or row.clear() or 1.0
+
+    def asks(text, answer, row):
+        seen.append(copy.deepcopy(row))
+        row.pop("tests").pop()
+        return 1.0
+
     optional = lambda text, answer, weight=1, row=None: asks(text, answer, row)
     keyword = lambda text, answer, *, row: asks(text, answer, row)
     for reward in (asks, optional, keyword):
-        assert rewards.reward_of("7", PROBLEM, reward) == 1.0
-    assert seen == [row] * 3
-    own = {"question": "1+6?", "answer": "so #### 7", "level": 3}
-    problem = data.problem_of(own, "file")
-    rewards.reward_of("7", problem, asks)
-    assert seen[-1] == {"problem": "1+6?", "source": "file"} | own
+        assert rewards.reward_of("7", problem, reward) == 1.0
+    assert seen == [{"problem": "1+6?", "source": "file"} | own] * 3
+    rewards.reward_of("7", PROBLEM, lambda text, answer, row: seen.append(row))
+    assert seen[-1] == {"problem": "1+6?", "answer": "7", "source": "book", "level": 3}
     again = data.problem_of(own | {"level": 4}, "file")
     assert (problem, hash(problem)) == (again, hash(again))
     assert data.content_hash([problem]) == data.content_hash([again])
@@ -159,14 +169,6 @@ def test_a_reward_that_cannot_be_called(reward):
     with pytest.raises(InputError, match=message):
         evaluation.main(evaluation.EvalConfig("missing"), reward=reward)
     assert not rewards.takes_row(lambda text, row: 1.0)
-
-
-def test_the_longest_answer():
-    """Exactly LONGEST characters in a box are an answer; one more is none. Catches a limit
-    that is off by one."""
-    longest = "1" * answers.LONGEST
-    assert rewards.final_answer(f"\\boxed{{{longest}}} .") == longest
-    assert rewards.final_answer(f"\\boxed{{{longest}1}} .") is None
 
 
 def test_long_texts_are_quick():
@@ -189,10 +191,15 @@ def fresh_judge(monkeypatch, tmp_path, old, new):
     assert old in source
     (tmp_path / "judge.py").write_text(source.replace(old, new))
     math_judge.ask.cache_clear()
-    monkeypatch.setattr(math_judge, "_judge", None)
+    monkeypatch.setattr(math_judge, "_judges", {})
     monkeypatch.setattr(math_judge, "__file__", str(tmp_path / "judge.py"))
     yield
     math_judge.ask.cache_clear()
+
+
+def judge_process():
+    """This process's judge."""
+    return math_judge._judges[os.getpid()]
 
 
 def verify(answer, given):
@@ -255,7 +262,7 @@ def test_a_batch_of_hostile_answers(fake_judge, monkeypatch, capsys):
     assert score(late) == [1]
     slow = score(*(f"\\boxed{{slow{number}}}" for number in range(9)))
     assert (slow[0], slow[-1]) == (1, 0)
-    rows = [{"completions": ["\\boxed{1spin}", "\\boxed{2spin}"]}, {"completions": [known]}]
+    rows = [{"completions": ["\\boxed{1+spin}", "\\boxed{2+spin}"]}, {"completions": [known]}]
     problems = [data.Problem("?", answer, "") for answer in ("x+1", "x+2")]
     evaluation.score(rows, problems, rewards.math_reward)
     assert [row["rewards"] for row in rows] == [[0, 0], [0]], "not None"
@@ -265,13 +272,13 @@ def test_a_batch_of_hostile_answers(fake_judge, monkeypatch, capsys):
 
 def judge_of(number):
     """The judge's verdict, and which process gave it. Runs in a forked process."""
-    return verify(f"x+{number}", f"{number}+x"), math_judge._judge.pid
+    return verify(f"x+{number}", f"{number}+x"), judge_process().pid
 
 
 def test_a_forked_process_has_its_own_judge():
     """Catches processes that read each other's verdicts, and a lock that stays locked."""
     assert verify("x+1", "1+x")
-    ours = math_judge._judge.pid
+    ours = judge_process().pid
     with multiprocessing.get_context("fork").Pool(2) as pool:
         found = pool.map_async(judge_of, range(2, 10)).get(timeout=60)
     assert all(verdict for verdict, _judge in found)
@@ -291,7 +298,7 @@ def test_many_threads_ask_one_judge():
     assert verdicts == [answer == given for answer, given in pairs]
 
 
-def test_without_math_verify(monkeypatch, tmp_path):
+def test_without_math_verify(monkeypatch, tmp_path, capfd):
     """Numbers need no judge; for others the error names what is missing.
 
     Catches a silent reward of 0 for every formula.
@@ -299,9 +306,9 @@ def test_without_math_verify(monkeypatch, tmp_path):
     missing = "from math_verify_that_is_not_there"
     with fresh_judge(monkeypatch, tmp_path, "from math_verify", missing):
         assert rewards.math_reward("\\boxed{3}", "3.0") == 1.0
-        message = "cannot start: ModuleNotFoundError: No module named 'math_verify_that"
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match="cannot start: its error is above"):
             rewards.math_reward("\\boxed{x}", "y")
+    assert "No module named 'math_verify_that" in capfd.readouterr().err
 
 
 def test_an_interrupted_query_leaves_no_verdict_behind(monkeypatch):
@@ -309,12 +316,15 @@ def test_an_interrupted_query_leaves_no_verdict_behind(monkeypatch):
     math_judge.ask.cache_clear()
     assert not verify("\\frac{1}{9}", "\\frac{2}{9}")
 
-    def interrupted(real=math_judge._judge.stdin.flush):
+    pipe = judge_process().stdin
+    real = pipe.flush
+
+    def interrupted():
         real()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(math_judge._judge.stdin, "flush", interrupted)
+        patch.setattr(pipe, "flush", interrupted)
         with pytest.raises(KeyboardInterrupt):
             verify("\\frac{3}{9}", "\\frac{1}{3}")
     assert not verify("\\frac{1}{9}", "\\frac{4}{9}")
