@@ -119,9 +119,9 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
     return table
 
 
+@console.result()
 def cli(reward=None) -> None:
     """The command line: evaluate with its flags. Bad input ends in one line and exit status 2."""
-    console.result()
     try:
         main(flags.read(EvalConfig, sys.argv[1:]), reward=reward)
     except (InputError, FloatingPointError) as problem:

@@ -192,7 +192,7 @@ class Config(SamplingFlags):
     auto starts one if there is none."""
     eval_every: int = 20
     """Steps between evaluations. 0 means never."""
-    eval_problems: int = 300
+    eval_problems: int = 150
     """Evaluate on at most this many problems, with 4 completions each."""
     save_every: int = 20
     """Steps between checkpoints. 0 means never."""

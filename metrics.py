@@ -97,7 +97,7 @@ def kept(cfg, prompt_weights, advantages, scale, cost, keep, weights) -> dict:
         "kept/prompts": len(prompt_weights) / num_prompts,
         "kept/completions": keep.sum().item() / (num_prompts * cfg.group_size),
         "kept/tokens": ratio((keep * cost).sum().item(), full_tokens),
-        "kept/live_tokens": ratio((keep * cost).sum().item(), (live * cost).sum().item()),
+        "kept/live_tokens": ratio((keep * live * cost).sum().item(), (live * cost).sum().item()),
         # prompt and completion tokens of what was rolled out, and of what was kept
         "cost/sampled": cost.sum().item(),
         "cost/kept": (cost * keep).sum().item(),

@@ -285,19 +285,34 @@ class Trainer:
         every = self.cfg.eval_every
         if not every or (step % every and step != self.cfg.steps):
             return {}
-        return {f"eval/avg@{EVAL_K}": self.accuracy(len(self.eval_set), step, "eval")}
+        scores = self.scores(len(self.eval_set), step, "eval")
+        return {f"eval/{name}": value for name, value in scores.items()}
 
     def accuracy(self, count: int, *purpose) -> float:
-        """avg@4 on the first `count` held-out problems, of all ranks. `purpose` ends the seed."""
+        """The avg@4 of `scores`."""
+        return self.scores(count, *purpose)[f"avg@{EVAL_K}"]
+
+    def scores(self, count: int, *purpose) -> dict[str, float]:
+        """avg@4 on the first `count` held-out problems, of all ranks. If the reward is the user's,
+        also `accuracy`, the same mean by the data's own. `purpose` ends the seed."""
         mine = slice(self.rank, count, self.world)
         lora.refresh(self.policy, self.model)
         rollouts = rollout.sample(
             self.policy, self.eval_ids[mine], self.sampling, group_size=EVAL_K,
             seed=dppo.seed_for(self.cfg.seed, *purpose), keys=range(count)[mine],
         )  # fmt: skip
-        rewards = torch.zeros(count, EVAL_K, dtype=torch.float64)
-        _, rewards[mine] = score(rollouts, self.eval_set[mine], self.tokenizer, self.eval_reward)
-        return evaluation.avg_at_k(ranks.all_reduce(rewards))
+        own = data.reward_function(self.cfg.eval_data or self.cfg.data)
+        judges = {f"avg@{EVAL_K}": self.eval_reward}
+        if self.eval_reward is not own:
+            judges["accuracy"] = own
+        found = {}
+        for name, judge in judges.items():
+            rewards = torch.zeros(count, EVAL_K, dtype=torch.float64)
+            _, rewards[mine] = score(rollouts, self.eval_set[mine], self.tokenizer, judge)
+            found[name] = evaluation.avg_at_k(ranks.all_reduce(rewards))
+        if math.isnan(found.get("accuracy", 0.0)):  # there are no reference answers
+            del found["accuracy"]
+        return found
 
     def state(self) -> dict:
         """What a checkpoint holds of this besides the model and the optimizer."""
@@ -400,14 +415,15 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
     checkpoint.write_config(out_dir, asdict(cfg), trainer.world, date, trainer.parts)
     millions = sum(parameter.numel() for parameter in trainer.policy.parameters()) / 1e6
     problems, held_out = len(trainer.train_set), len(trainer.eval_set)
+    trained = f"LoRA of rank {cfg.lora}" if cfg.lora else "all weights"
     print(
         f"{cfg.model}: {millions:.1f} M parameters on {trainer.world} x {cfg.device}, {cfg.dtype}; "
         f"{cfg.data}: {problems} problems to train on, {held_out} held out"
     )
     print(
         f"prompt rule {cfg.prompt_rule}, completion rule {cfg.completion_rule}, loss {cfg.loss}; "
-        f"{cfg.prompts_per_step} x {cfg.group_size} completions a step; from step {done} to "
-        f"{cfg.steps}, in {cfg.out_dir}/"
+        f"{trained}, learning rate {cfg.lr:g}; {cfg.prompts_per_step} x {cfg.group_size} "
+        f"completions a step; from step {done} to {cfg.steps}, in {cfg.out_dir}/"
     )
     print(console.COLUMNS)
     said = trainer.train_set[0].instruction if cfg.instruction is None else cfg.instruction
@@ -479,13 +495,17 @@ def main(cfg: Config, *, reward=None, until: int | None = None, trainer_class=Tr
     """One training run. Raises InputError for bad input before anything is written. `until`: stop
     after this step as if by SIGTERM; learning-rate schedules still end at cfg.steps."""
     ranks.start(cfg.device)  # only rank 0 owns the folder
-    with checkpoint.owned(cfg.out_dir):
-        run(trainer_class(cfg, reward), until)
+    threads = torch.get_num_threads()
+    try:
+        with checkpoint.owned(cfg.out_dir):
+            run(trainer_class(cfg, reward), until)
+    finally:
+        torch.set_num_threads(threads)
 
 
+@console.go_on()
 def cli(reward=None, trainer_class=Trainer, args: list[str] | None = None) -> None:
     """The command line: train with its flags. Bad input ends in one line and exit status 2."""
-    console.go_on()
     try:
         cfg = config.parse_config(sys.argv[1:] if args is None else args)
         main(cfg, reward=reward, trainer_class=trainer_class)

@@ -29,10 +29,10 @@ def main(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    console.result()  # tables have a ±
     transformers.utils.logging.disable_progress_bar()
-    try:
-        main()
-    except InputError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        sys.exit(2)
+    with console.result():  # tables have a ±
+        try:
+            main()
+        except InputError as problem:
+            print(f"error: {problem}", file=sys.stderr)
+            sys.exit(2)

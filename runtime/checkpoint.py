@@ -25,6 +25,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 try:
     import fcntl
@@ -35,11 +37,8 @@ from runtime import InputError, log, ranks
 
 NUMBERED = re.compile(r"checkpoint-\d{6,}")
 ROOT = Path(__file__).resolve().parents[1]
-# What a folder holds: a setting in its config.json that only this kind has.
-KINDS = {
-    "a training run": "method", "an evaluation": "weights", "a supervised start": "batch_size",
-    "a model": "model_type",
-}  # fmt: skip
+# What a folder may hold: a setting in its config.json that only this kind has.
+KINDS = {"a training run": "method", "an evaluation": "weights", "a supervised start": "batch_size"}
 
 
 @contextlib.contextmanager
@@ -48,43 +47,48 @@ def owned(folder: str | None):
     rank does it. None: there is no folder.
 
     The kernel frees the lock when the process ends, however it does. InputError if another process
-    has it, or if the folder cannot be written. A new folder is removed again if nothing was
-    written to it.
+    has it, or if the folder cannot hold a checkpoint. It is removed if nothing was written to it.
     """
     if folder is None or not ranks.is_first():
         yield
         return
     out_dir = Path(folder)
-    # os.path, because Path.exists raises where it may not look.
-    new = [place for place in (out_dir, *out_dir.parents) if not os.path.exists(place)]
     path = out_dir / "lock"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         file = open(path, "a")  # noqa: SIM115  open as long as the lock is held
     except OSError as error:
-        reason = error.strerror or error
-        problem = f"--out-dir {out_dir} cannot be written ({reason})"
-        raise InputError(f"{problem}: choose another folder") from None
+        raise InputError(f"--out-dir {out_dir} cannot be written: {error}") from None
     # A child that outlives this process must not hold the lock. To close twice does no harm.
     os.register_at_fork(after_in_child=file.close)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(
-                f"--out-dir {out_dir} is in use by another process: wait for it to end, or choose "
-                f"another folder"
-            ) from None
+            raise InputError(f"--out-dir {out_dir} is in use by another process") from None
         except OSError as error:  # some network file systems have no locks
             print(f"note: {path} cannot be locked ({error}): start only one process there")
         try:
+            _try_out(out_dir)
             yield
         finally:
-            with contextlib.suppress(OSError):  # others are in it, or somebody removed it
+            with contextlib.suppress(OSError):  # somebody else removed it
                 if {*out_dir.iterdir()} == {path}:
                     path.unlink()
-                for place in new:
-                    place.rmdir()
+                    out_dir.rmdir()
+
+
+def _try_out(out_dir):
+    """InputError now, not after hours, if a checkpoint could not be written. The library that saves
+    tokenizers takes only names that are UTF-8."""
+    trial = out_dir / "checkpoint.new"
+    try:
+        trial.mkdir(exist_ok=True)
+        Tokenizer(BPE()).save(str(trial / "tokenizer.json"))
+    except Exception as error:
+        raise InputError(f"--out-dir {out_dir} cannot hold a checkpoint ({error})") from None
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
 
 
 def save(
@@ -99,22 +103,21 @@ def save(
     final = out_dir / f"checkpoint-{state['step']:06d}"
     unfinished = out_dir / "checkpoint.new"
     shutil.rmtree(unfinished, ignore_errors=True)
-    with log.nothing_lost_if_full(unfinished, Exception):  # each library has errors of its own
-        model.save_pretrained(unfinished, state_dict=weights)
-        getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
-        torch.save(state, unfinished / "trainer.pt")
-        if base:
-            (unfinished / "base.json").write_text(json.dumps(base) + "\n")
-        follow_umask(unfinished)
-        paths = [path for path in unfinished.rglob("*") if path.is_file()]
-        sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in paths}
-        (unfinished / "files.json").write_text(json.dumps(sizes, indent=1) + "\n")
-        for path in [*paths, unfinished / "files.json"]:  # on disk before it gets the final name
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one, if the run resumed from before
-        unfinished.rename(final)
-        _link(out_dir, final)
+    model.save_pretrained(unfinished, state_dict=weights)
+    getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
+    torch.save(state, unfinished / "trainer.pt")
+    if base:
+        (unfinished / "base.json").write_text(json.dumps(base) + "\n")
+    follow_umask(unfinished)
+    paths = [path for path in unfinished.rglob("*") if path.is_file()]
+    sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in paths}
+    (unfinished / "files.json").write_text(json.dumps(sizes, indent=1) + "\n")
+    for path in [*paths, unfinished / "files.json"]:  # on disk before it gets the final name
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+    shutil.rmtree(final, ignore_errors=True)  # a damaged one, if the run resumed from before
+    unfinished.rename(final)
+    _link(out_dir, final)
     paths = _numbered(out_dir)
     for path in paths[: paths.index(final) + 1][:-keep]:
         shutil.rmtree(path, ignore_errors=True)
@@ -153,15 +156,13 @@ def follow_umask(folder: Path) -> None:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint has all of its files, with their sizes. InputError if nobody can know,
-    because they cannot be read."""
+    """Whether a checkpoint has all of its files, with their sizes. OSError if they cannot be read:
+    then they are not damaged, and must not be replaced."""
     try:
         sizes = json.loads((path / "files.json").read_text())
         return all((path / name).stat().st_size == size for name, size in sizes.items())
     except (FileNotFoundError, ValueError, AttributeError):  # AttributeError: no dictionary
         return False
-    except OSError as error:
-        raise InputError(f"--resume: {error.filename} cannot be read ({error.strerror})") from None
 
 
 def find(out_dir: Path) -> Path | None:
@@ -179,23 +180,16 @@ def find(out_dir: Path) -> Path | None:
 
 def load_state(folder: Path) -> dict:
     """The state that `save` was given, on the CPU."""
-    path = folder / "trainer.pt"
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged file leads to
-        why = " ".join(str(error).split())
-        raise InputError(f"--resume: {path} cannot be read ({why})") from None
+    return torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
 
 
 def stored_config(folder: Path, kind: str = "a training run") -> dict:
     """The settings in config.json of a folder. InputError if it is not of this kind."""
     path = folder / "config.json"
     stored = log.read_json(path) if path.exists() else {}
-    settings = stored.get("config", stored) if isinstance(stored, dict) else {}
-    keys = settings if isinstance(settings, dict) else {}
-    found = next((name for name, key in KINDS.items() if key in keys), "nothing of ours")
-    if found != kind:
-        raise InputError(f"{folder} holds {found} where {kind} should be: give another folder")
+    settings = stored.get("config", stored)
+    if KINDS[kind] not in settings:
+        raise InputError(f"{folder} does not hold {kind}: give another folder")
     return settings
 
 
@@ -207,8 +201,8 @@ def first_date(out_dir: str | None) -> str:
 
 
 def name_of(thing) -> str:
-    """module.name of a class, a function or another object that can be called. What a program
-    defines is in __main__, so it gets the name of the program's file instead."""
+    """module.name of a class or of something that can be called. What a program defines is in
+    __main__, so it gets the name of the program's file instead."""
     while isinstance(thing, functools.partial):
         thing = thing.func
     thing = thing if hasattr(thing, "__qualname__") else type(thing)
@@ -229,30 +223,17 @@ def check_parts(folder: Path, parts: dict) -> None:
             )
 
 
-def write_config(
-    out_dir: Path, config: dict, ranks: int, date: str | None, parts: dict | None = None
-) -> None:
-    """config.json: every resolved value, the program and its parts, the date of the prompts, the
-    versions, and the commit."""
-    # This clone's own repository: an archive may lie in another one.
-    own = ["git", "-C", str(ROOT), "--git-dir=.git", "--work-tree=."]
-    command = [*own, "describe", "--always", "--dirty", "--abbrev=40"]
-    commit = None
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no clone
-        answer = subprocess.run(command, capture_output=True, check=True)
-        commit = answer.stdout.decode().strip()  # it ends in -dirty if files differ from it
+def write_config(out_dir: Path, config: dict, ranks: int, date: str | None, parts=None) -> None:
+    """config.json: every resolved value, the program, its parts, the date of the prompts, versions,
+    and the commit, which ends in -dirty if files differ from it."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    # --git-dir: an archive of this repository may lie in another one.
+    command = "git --git-dir=.git --work-tree=. describe --always --dirty --abbrev=40"
+    git = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
     written = {
-        "config": config,
-        "program": sys.argv[0],
-        "parts": parts or {},
-        "date": date,
-        "versions": {
-            "python": sys.version.split()[0],
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "ranks": ranks,
-        "threads": torch.get_num_threads(),
-        "commit": commit,
-    }
+        "config": config, "program": sys.argv[0], "parts": parts or {}, "date": date,
+        "versions": {"python": sys.version.split()[0], **versions},
+        "ranks": ranks, "threads": torch.get_num_threads(),
+        "commit": git.stdout.strip() or None,
+    }  # fmt: skip
     log.write_text(out_dir / "config.json", json.dumps(written, indent=2) + "\n")

@@ -7,23 +7,23 @@ import contextlib
 import io
 import math
 import os
-import statistics
 import sys
 
 from runtime import timer
 
 COLUMNS = (
-    "kept: completions to train on; w_max: the largest of their weights, 1 / P(kept); gnorm: norm "
-    "of the gradient before clipping; avg@4: mean reward of 4 completions of each problem"
+    "kept: completions to train on; w_max: the largest of their weights, 1 / P(kept), and 100 is "
+    "normal; gnorm: norm of the gradient before clipping; avg@4: mean reward of 4 completions of "
+    "each problem"
 )
-SHOWN = 160  # characters of a sample's prompt and of its completion, the last ones
+SHOWN = 160  # characters of a sample's prompt, completion and answer, the last ones
 
 
 class Console:
-    """stdout or stderr. It drops what cannot be written: after `| head`, a Ctrl-C that also ended
+    """stdout or stderr, without what cannot be written: after `| head`, a Ctrl-C that also ended
     `tee`, a terminal that closed, on a full disk. ValueError: the stream is closed."""
 
-    def __init__(self, stream, errors=(OSError, ValueError)):
+    def __init__(self, stream, errors):
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  None: it was closed
         self.errors = errors
 
@@ -39,24 +39,29 @@ class Console:
             self.stream.flush()
 
 
-def result() -> None:
-    """For a program whose result is what it prints: only `| head` may close its console."""
-    escape()
-    sys.stdout = Console(sys.stdout, errors=[BrokenPipeError])
-
-
-def escape() -> None:
-    """Escape the characters that the console's encoding lacks; Python would raise an error."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not a notebook's
-            stream.reconfigure(errors="backslashreplace")
-
-
-def go_on() -> None:
-    """From here on, a console that cannot be written is no error."""
+@contextlib.contextmanager
+def go_on(*, errors=(OSError, ValueError)):
+    """In this block, a console that cannot be written is no error. The characters that its encoding
+    lacks are escaped, where Python would raise an error."""
+    before = sys.stdout, sys.stderr
+    handlers = {one: one.errors for one in before if isinstance(one, io.TextIOWrapper)}
     with contextlib.suppress(OSError):  # it flushes
-        escape()
-    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
+        for stream in handlers:
+            stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = (Console(stream, errors) for stream in before)
+    try:
+        yield
+    finally:
+        # If the console is broken it stays as it is, or Python would end in an error.
+        with contextlib.suppress(*errors):
+            for stream, handler in handlers.items():
+                stream.reconfigure(errors=handler)
+            sys.stdout, sys.stderr = before
+
+
+def result():
+    """For a program whose result is what it prints: only `| head` may close its console."""
+    return go_on(errors=(BrokenPipeError,))
 
 
 # ---------------------------------------------------------------------------- of a training run
@@ -64,76 +69,72 @@ def go_on() -> None:
 
 def lines(row: dict, samples: list[dict] | None, cfg) -> str:
     """An aligned line for a row of log.jsonl. Step 0 has evaluations only. After the first step and
-    after each evaluation, a line with the first of the step's samples follows."""
+    after each evaluation, a line with one of the step's samples follows."""
     parts = [f"step {row['step']:{len(str(cfg.steps))}d}/{cfg.steps}"]
     if row["step"] > 0:
-        entropy = row["entropy"]
-        if math.isnan(entropy):  # vLLM returns none
-            entropy = row["entropy/trained"]
         completions = cfg.prompts_per_step * cfg.group_size
         kept = round(row["kept/completions"] * completions)
+        update = (
+            f"kept {kept:{len(str(completions))}d}/{completions} | "
+            f"w_max {number(row['weight/max'], 1, width=5)} | gnorm {number(row['grad_norm'], 3)}"
+        )
+        if row["frac_reward_zero_std"] == 1 and row["grad_norm"] == 0:
+            update = "all groups equal: nothing to learn".ljust(len(update))
         parts += [
-            f"reward {number(row['reward'], 3)}",
-            f"kept {kept:{len(str(completions))}d}/{completions}",
-            f"w_max {number(row['weight/max'], 1, width=5)}",
-            f"entropy {number(entropy, 3)}",
-            f"gnorm {number(row['grad_norm'], 3)}",
-            f"rollout {row['time/rollout']:5.2f}s",
-            f"train {row['time/train']:5.2f}s",
-        ]
+            f"reward {number(row['reward'], 3)}", update,
+            f"rollout {row['time/rollout']:5.2f}s", f"train {row['time/train']:5.2f}s",
+        ]  # fmt: skip
     scores = evaluations(row)
-    parts += [f"{name} {number(value, 3)}" for name, value in scores]
+    parts += [f"held-out {name} {number(value, 3)}" for name, value in scores.items()]
     text = " | ".join(parts)
     if samples and (scores or row["step"] == 1):
-        first = samples[0]
-        prompt, completion = first["prompt"][-SHOWN:], first["completion"][-SHOWN:]
-        text += f"\n    a completion: {prompt!r} -> {completion!r}"
-        text += f": reward {number(first['reward'], 3)}"
+        text += "\n    " + example(samples)
     return text
+
+
+def example(samples: list[dict]) -> str:
+    """A line with the sample of the lowest reward: it shows most."""
+    shown = min(samples, key=lambda one: math.inf if math.isnan(one["reward"]) else one["reward"])
+    asked, said, right = (str(shown[k])[-SHOWN:] for k in ("prompt", "completion", "answer"))
+    use = f"kept with weight {shown['weight']:.1f}" if shown["kept"] else "dropped"
+    return (
+        f"a completion: {asked!r} -> {said!r}: reward {number(shown['reward'], 3)}, {use}; "
+        f"the reference answer is {right!r}"
+    )
 
 
 def summary(rows: list[dict]) -> str:
     """What a run has done, from all rows of its log.jsonl."""
+    scores = [found for row in rows if (found := evaluations(row))]
+    parts = [
+        f"held-out {name} from {number(scores[0].get(name), 3)} to {number(after, 3)}"
+        for name, after in (scores[-1].items() if scores else ())
+    ]
     steps = [row for row in rows if row["step"] > 0]
-    sampled, kept, seconds = (
-        sum(row[name] for row in steps) for name in ("cost/sampled", "cost/kept", "step_time")
+    sampled, kept, seconds, updates = (
+        sum(row[name] for row in steps)
+        for name in ("cost/sampled", "cost/kept", "step_time", "time/train")
     )
     share = number(100 * kept / sampled if sampled else math.nan, 0)
-    tokens = f"{sampled:,.0f} tokens of prompts and completions, {kept:,.0f} ({share} %) trained on"
-    parts = [tokens, f"{seconds:.0f} s of steps"]
-    scores = [score for row in rows for score in evaluations(row)]
-    if scores:
-        (name, before), (_, after) = scores[0], scores[-1]
-        parts.insert(0, f"{name} from {number(before, 3)} to {number(after, 3)}")
+    parts += [
+        f"{sampled:,.0f} tokens of prompts and completions, {kept:,.0f} ({share} %) trained on",
+        f"{seconds:.0f} s of steps",
+    ]
+    text = "; ".join(parts)
     rest = timer.measured_rest(rows)
     if rest is None:
-        return "; ".join(parts)
-    recent = timer.recent_steps(rows)
-    updates = sum(row["time/train"] for row in steps)
-    saved = timer.seconds_of_a_token(recent) * (sampled - kept)
-    rollouts = statistics.median_low(row["time/rollout"] / row["step_time"] for row in recent)
-    elsewhere = rest / (1 + rest)
-    return "; ".join(parts) + (
-        f"\nupdates took {updates:.0f} s; on every completion they would take about "
-        f"{updates + saved:.0f} s (an estimate). Rollouts were {rollouts:.0%} of a step"
-        f"\nrest is {rest:.2g}: without pruning, {elsewhere:.0%} of a step would not be training. "
-        f'{advice(rest)} (README.md, "Does it pay on your run?")'
+        return text
+    saved = timer.seconds_of_a_token(timer.recent_steps(rows)) * (sampled - kept)
+    return (
+        f"{text}\nupdates took {updates:.0f} s; on every completion they would take about "
+        f"{updates + saved:.0f} s (an estimate)\nrest {rest:.2g}: without pruning, updates would "
+        f'be {100 / (1 + rest):.0f} % of a step (README.md, "Does it pay")'
     )
 
 
-def advice(rest: float) -> str:
-    """What a run with this `rest` may gain, as the README's table has it."""
-    if rest < 0.5:
-        return "Updates dominate, and adaptive saves much of them"
-    if rest < 2:
-        return "adaptive saves little more than leaving out zeros"
-    return "Rollouts dominate, and dropping completions saves little"
-
-
-def evaluations(row: dict) -> list[tuple[str, float]]:
-    """(name, value) of the row's evaluations, such as ("avg@4", 0.5)."""
-    figures = [(name.split("/")[1], row[name]) for name in row if name.startswith("eval/")]
-    return [(f"held-out {name}", value) for name, value in figures]
+def evaluations(row: dict) -> dict[str, float]:
+    """{name: value} of the row's evaluations, such as {"avg@4": 0.5}."""
+    return {name[5:]: value for name, value in row.items() if name.startswith("eval/")}
 
 
 def number(value: float | None, digits: int, width: int = 0) -> str:

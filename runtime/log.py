@@ -10,7 +10,6 @@ import importlib
 import json
 import math
 import os
-import shutil
 import uuid
 from pathlib import Path
 
@@ -21,30 +20,20 @@ def read_rows(path: Path) -> list[dict]:
     """The complete rows of a JSON-lines file; none if there is no file."""
     if not path.exists():
         return []
-    lines = _read(path).split("\n")[:-1]
+    lines = path.read_text(errors="replace").split("\n")[:-1]
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def read_json(path: Path) -> dict:
     """The object in a small file of ours."""
-    return _parse(_read(path), path)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError as error:  # of a colleague's file, or of the disk
-        raise InputError(f"{path} cannot be read ({error.strerror})") from None
+    return _parse(path.read_text(errors="replace"), path)
 
 
 def _parse(text: str, where) -> dict:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        content = error
-    if not isinstance(content, dict):
-        raise InputError(f"{where} is not what was written there: remove it, or use another folder")
-    return content
+    with contextlib.suppress(ValueError):
+        if isinstance(content := json.loads(text), dict):
+            return content
+    raise InputError(f"{where} is not what was written there: remove it, or use another folder")
 
 
 def cut_rows(path: Path, keep) -> list[dict]:
@@ -56,13 +45,13 @@ def cut_rows(path: Path, keep) -> list[dict]:
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
-    """Replace a JSON-lines file. A kill leaves either the old file or the new one."""
+    """Replace a JSON-lines file."""
     write_text(path, "".join(as_json(row) + "\n" for row in rows))
 
 
 def append_rows(path: Path, rows: list[dict]) -> None:
     """Append rows to a JSON-lines file. They are on disk when this returns."""
-    with nothing_lost_if_full(path), open(path, "a") as file:
+    with open(path, "a") as file:
         file.writelines(as_json(row) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
@@ -71,33 +60,16 @@ def append_rows(path: Path, rows: list[dict]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace a small file. A kill, or a full disk, leaves either the old file or the new one."""
     new = path.with_suffix(".new")
-    with nothing_lost_if_full(path):
-        with open(new, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
+    with open(new, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
 
 
 def as_json(row: dict) -> str:
     """One line of JSON; NaN and infinities become null."""
     return json.dumps(json.loads(json.dumps(row), parse_constant=lambda _: None))
-
-
-@contextlib.contextmanager
-def nothing_lost_if_full(path: Path, errors: type = OSError):
-    """Turn the errors of a full disk while `path` is written into an InputError. A half-written
-    folder is removed, because it would keep the disk full."""
-    try:
-        yield
-    except errors as error:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        why = " ".join(str(error).split())
-        raise InputError(
-            f"{path} cannot be written ({why}): everything saved before is intact. Make room, then "
-            f"continue: train.py with --resume, eval.py with the same command"
-        ) from None
 
 
 # ---------------------------------------------------------------------------- a run's log
@@ -106,7 +78,7 @@ def nothing_lost_if_full(path: Path, errors: type = OSError):
 class Log:
     """The log of a run: console, log.jsonl, the files beside it, and a tracker if there is one."""
 
-    BESIDE = ("samples", "groups")  # .jsonl
+    FILES = ("log", "samples", "groups")  # .jsonl
 
     def __init__(self, out_dir: Path):
         self.out_dir = out_dir
@@ -117,13 +89,10 @@ class Log:
     def open(self, done: int) -> None:
         """Make the folder, and remove the rows of steps after `done`, which no checkpoint holds."""
         self.out_dir.mkdir(parents=True, exist_ok=True)
-        before = [row["step"] for row in read_rows(self.path)]
-        if not done and any(before):
-            print(
-                f"no checkpoint was saved: removing {len(before)} rows of log.jsonl and starting "
-                "at step 1"
-            )
-        for name in ("log", *self.BESIDE):
+        lost = sum(row["step"] > done for row in read_rows(self.path))
+        if lost:
+            print(f"removing {lost} rows of log.jsonl, of steps that no checkpoint holds")
+        for name in self.FILES:
             cut_rows(self.out_dir / f"{name}.jsonl", lambda row: done > 0 and row["step"] <= done)
 
     def start_tracker(self, name: str, config: dict) -> None:
@@ -134,8 +103,7 @@ class Log:
         try:
             tracker = importlib.import_module(name)
         except Exception as error:
-            message = f"--track {name}: cannot import it ({error}); pip install {name}"
-            raise InputError(message) from None
+            raise InputError(f"--track {name}: {error}") from None
         path = self.out_dir / "track-id"
         if not path.exists():
             write_text(path, f"{self.out_dir.name}-{uuid.uuid4().hex[:8]}")
@@ -149,23 +117,22 @@ class Log:
         """Print the line of a step, store its row and those of other files, and send its finite
         numbers to the tracker."""
         print(line, flush=True)
-        append_rows(self.path, [row])
-        for name, rows in others.items():
+        for name, rows in {"log": [row], **others}.items():
             append_rows(self.out_dir / f"{name}.jsonl", rows)
         if self.tracker:
-            numbers = {k: v for k, v in row.items() if not isinstance(v, list) and math.isfinite(v)}
+            numbers = {k: v for k, v in row.items() if math.isfinite(v)}
             with self.only_noted(f"the tracker misses steps, which {self.path} has"):
                 self.tracker.log(numbers, step=numbers.pop("step"))
 
     def note(self, text: str, why: str = "") -> None:
         """Print a note, once in a run."""
         if text not in self.notes:
+            self.notes.add(text)
             print(f"note: {text}{why}")
-        self.notes.add(text)
 
     @contextlib.contextmanager
     def only_noted(self, consequence: str):
-        """What fails here is only noted: a tracker out of reach, a picture on a full disk."""
+        """What fails here is only noted: a tracker out of reach, or a picture."""
         try:
             yield
         except Exception as error:

@@ -1,114 +1,103 @@
 """
-run.png: a run's log.jsonl in pictures. Those of pruning are there if something was pruned.
+run.png: a run's log.jsonl in pictures.
 
-    python -m runtime.plot out
+    python -m runtime.plot out             out/run.png, which a run also draws at its end
+    python -m runtime.plot out out-grpo    out/compare.png: a second run, dashed, beside the first
 
-A training run draws it at its end. This command redraws it at any time, even during the run.
+Both work at any time, even during a run.
 """
 
 import json
-import math
 import sys
 from pathlib import Path
 
-from runtime import console
+from runtime import console, timer
 
-CURVES = ("#0072B2", "#D55E00", "#009E73")  # of Okabe and Ito, for the colour-blind
-LEGEND = {"ncols": 3, "frameon": False, "fontsize": "small", "columnspacing": 1}
-REWARD = {"reward": "train", "eval/avg@4": "held out, avg@4"}
-HELD_OUT = {"eval/avg@4": None}
-# The y axis of a panel: {key of a row: name of its curve}. All begin at 0.
-OF_ALL = {
-    "seconds per step": {f"time/{part}": part for part in ("rollout", "train", "score")},
-    "share of dead groups": {"frac_reward_zero_std": None},
-    "tokens per completion": {"completions/mean_length": None},
-    "entropy, nats per token": {"entropy": None},
-    "gradient norm, unclipped": {"grad_norm": None},
-}
-OF_PRUNED = {
-    "share kept": {"kept/completions": "completions", "kept/tokens": "tokens"},
-    "largest weight": {"weight/max": None},
-}
-OF_PRUNED_PROMPTS = {
-    "share kept": {"kept/prompts": "prompts", **OF_PRUNED["share kept"]},
-    "largest weight": {"weight/max": "of a completion", "weight/prompt_max": "of a prompt"},
-    "share of all prompts": {"history/never_rolled_out": "not yet seen", "history/dead": "dead"},
-    "share of prompts kept": {"kept/dead_prompts": "dead", "kept/other_prompts": "others"},
-}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # of Okabe and Ito, for the colour-blind
+LINES = ("-", "--")  # of the first run, and of the second
+LEGEND = {"ncols": 2, "frameon": False, "fontsize": "small", "columnspacing": 1}
+TITLE = "{method} on {data}: {model}, seed {seed}"
+WORDS = "dead group: all rewards are equal; live token: of a completion whose term is not 0"
+# (x axis, y axis, {key of a row: name of its curve}) of each panel. All begin at 0.
+PANELS = [
+    ("seconds of steps", "reward, held out", {"eval/avg@4": None}),
+    ("step", "reward", {"reward": "train", "eval/avg@4": "held out, avg@4"}),
+    ("step", "seconds per step", {
+        "time/rollout": "rollout", "time/train": "train", "time/score": "score",
+        "train on all": "train on all (estimate)",
+    }),
+    ("step", "share of live tokens kept", {"kept/live_tokens": None}),
+    ("step", "largest weight", {"weight/max": "of completions", "weight/prompt_max": "of prompts"}),
+    ("step", "share of dead groups", {"frac_reward_zero_std": None}),
+    ("step", "tokens per completion", {"completions/mean_length": None}),
+    ("step", "entropy, nats per token", {"entropy": None}),
+    ("step", "gradient norm, unclipped", {"grad_norm": None}),
+]  # fmt: skip
 
 
-def draw_run(out_dir: Path) -> None:
-    """Draw run.png: reward by step and by time, then the panels above. In a dead group all rewards
-    are equal; a prompt is dead if its last group was."""
+def draw_run(folder: Path, other: Path | None = None) -> Path:
+    """Draw a run, or two beside each other; returns the picture's path."""
     # Not pyplot, whose backend is the caller's. Here, because a run goes on where it is missing.
     from matplotlib.figure import Figure
 
-    lines = (out_dir / "log.jsonl").read_text().split("\n")[:-1]  # without a half-written last line
+    runs = [read_run(one) for one in (folder, other) if one]
+    titles = [TITLE.format(**cfg).replace("$", r"\$") for _, cfg in runs]  # $: mathematics
+    if other:
+        titles = [f"solid: {titles[0]}", f"dashed: {titles[1]}"]
+    figure = Figure(figsize=(9.5, 8.4), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    figure.suptitle("\n".join([*titles, WORDS]), fontsize="medium")
+    for axis, panel in zip(figure.subplots(3, 3).flat, PANELS, strict=True):
+        draw_panel(axis, [rows for rows, _ in runs], *panel)
+    path = folder / ("compare.png" if other else "run.png")
+    figure.savefig(path, dpi=100)
+    return path
+
+
+def read_run(folder: Path) -> tuple[list[dict], dict]:
+    """(rows of a run's log, its settings). Rows get two more figures: the `seconds of steps` until
+    then, and how long it would have taken to `train on all` that was sampled."""
+    lines = (folder / "log.jsonl").read_text().split("\n")[:-1]  # without a half-written last line
     rows = [json.loads(line) for line in lines]
-    cfg = json.loads((out_dir / "config.json").read_text())["config"]
+    recent = timer.recent_steps(rows)
+    token = timer.seconds_of_a_token(recent) if recent else 0.0
     seconds = 0.0  # of training, without evaluations
     for row in rows:
         row["seconds of steps"] = seconds = seconds + row.get("step_time", 0.0)
-    panels = [("step", "reward", REWARD)]
-    if any("eval/avg@4" in row for row in rows):
-        panels.append(("seconds of steps", "reward, held out", HELD_OUT))
-    panels += [("step", name, curves) for name, curves in panels_of(rows).items()]
-
-    height = math.ceil(len(panels) / 3)  # in rows of at most three
-    figure = Figure(figsize=(9.5, 2.8 * height), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    title = "{method} on {data}: {model}, seed {seed}. In a dead group all rewards are equal."
-    figure.suptitle(title.format(**cfg), fontsize="medium")
-    for number, part in enumerate(figure.subfigures(height, 1, squeeze=False)[:, 0]):
-        first, end = (len(panels) * place // height for place in (number, number + 1))
-        axes = part.subplots(1, end - first, squeeze=False)[0]
-        for axis, panel in zip(axes, panels[first:end], strict=True):
-            draw_panel(axis, rows, *panel)
-    figure.savefig(out_dir / "run.png", dpi=100)
+        if row["step"] > 0:
+            dropped = row["cost/sampled"] - row["cost/kept"]
+            row["train on all"] = row["time/train"] + token * dropped
+    return rows, json.loads((folder / "config.json").read_text())["config"]
 
 
-def panels_of(rows: list[dict]) -> dict[str, dict]:
-    """The panels that a run needs, beside those of its reward."""
-    pruned = {
-        level: any((row.get(f"kept/{level}") or 1) < 1 for row in rows)
-        for level in ("prompts", "completions")
-    }
-    panels = OF_ALL
-    if pruned["completions"]:
-        panels = panels | OF_PRUNED
-    if pruned["prompts"]:
-        panels = panels | OF_PRUNED_PROMPTS
-    return panels
-
-
-def draw_panel(axis, rows: list[dict], x: str, name: str, curves: dict) -> None:
-    """The curves of one panel over `x`, a key of the rows, each where its figure exists."""
-    axis.set_prop_cycle(color=CURVES)
+def draw_panel(axis, runs: list[list[dict]], x: str, y: str, curves: dict) -> None:
+    """Each curve where its figure exists: a colour for each, a kind of line for each run."""
     axis.spines[["top", "right"]].set_visible(False)
-    for key, label in curves.items():
-        points = [(row[x], row[key]) for row in rows if row.get(key) is not None]
-        if points:
-            marker = "o" if key.startswith("eval/") else None
-            axis.plot(*zip(*points, strict=True), label=label, marker=marker)
-    axis.set(xlabel=x, ylabel=name)
+    for rows, line in zip(runs, LINES, strict=False):
+        for (key, label), colour in zip(curves.items(), COLOURS, strict=False):
+            points = [(row[x], row[key]) for row in rows if row.get(key) is not None]
+            style = {"color": colour, "label": label if rows is runs[0] else None}
+            if points:
+                marker = "o" if key.startswith("eval/") else None
+                axis.plot(*zip(*points, strict=True), line, marker=marker, **style)
+    axis.set(xlabel=x, ylabel=y)
     low, high = axis.get_ylim()
-    least = 1.05 if name.startswith(("share", "reward")) else 0
-    axis.set_ylim(min(0, low) if name.startswith("reward") else 0, max(least, high))
+    least = 1.05 if y.startswith(("share", "reward")) else 0
+    axis.set_ylim(min(0, low) if y.startswith("reward") else 0, max(least, high))
     if axis.get_legend_handles_labels()[0]:  # above the panel, where no curve is
         axis.legend(bbox_to_anchor=(0, 1), loc="lower left", **LEGEND)
 
 
-def main(folder: Path) -> None:
-    """Draw a run's picture, and print where it is. SystemExit says why there is none."""
+def main(*folders: str) -> None:
+    """Draw a picture, and print where it is. SystemExit says why there is none."""
     try:
-        draw_run(folder)
+        print(draw_run(*map(Path, folders)))
     except (ImportError, OSError, ValueError, KeyError, TypeError) as problem:
         kind = type(problem).__name__
-        print(f"error: {folder} is not drawn ({kind}: {problem})", file=sys.stderr)
+        print(f"error: {' '.join(folders)} not drawn ({kind}: {problem})", file=sys.stderr)
         sys.exit(2)
-    print(folder / "run.png")
 
 
 if __name__ == "__main__":
-    console.result()
-    main(Path(*sys.argv[1:]))
+    with console.result():
+        main(*sys.argv[1:])

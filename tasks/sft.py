@@ -153,9 +153,9 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    console.go_on()
-    try:
-        main(flags.read(Config, sys.argv[1:]))
-    except InputError as problem:
-        ranks.report(problem)
-        sys.exit(2)
+    with console.go_on():
+        try:
+            main(flags.read(Config, sys.argv[1:]))
+        except InputError as problem:
+            ranks.report(problem)
+            sys.exit(2)

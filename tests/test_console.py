@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 import toy
-from toy import ROOT, flags, in_processes, rows
+from matplotlib.figure import Figure
+from toy import flags, in_processes, rows
 
 import train
 from runtime import checkpoint, console, plot
@@ -42,18 +43,6 @@ def test_a_run_goes_on_without_its_console(policy_folder, tmp_path, console):
     assert checkpoint.is_complete(tmp_path / "run" / "checkpoint-000002")
 
 
-def in_ascii(args):
-    sys.stdout.reconfigure(encoding="ascii", errors="strict")
-    train.cli(toy.toy_reward, args=args)
-
-
-def test_characters_that_the_console_lacks(policy_folder, tmp_path):
-    """Catches a run that ends because its folder has a name that is not ASCII."""
-    args = flags(policy_folder, str(tmp_path / "größe-√2"), steps=1)
-    (said,) = in_processes(1, in_ascii, args)
-    assert r"gr\xf6\xdfe-\u221a2/log.jsonl" in said
-
-
 def test_a_run_without_matplotlib(run, pictures, monkeypatch, capsys):
     """As with the MPLBACKEND of a notebook. Catches an import that ends train.py or eval.py before
     it starts."""
@@ -63,75 +52,95 @@ def test_a_run_without_matplotlib(run, pictures, monkeypatch, capsys):
     assert "note: run.png could not be drawn" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("block", [console.go_on, console.result])
+def test_a_console_is_as_before(monkeypatch, block):
+    """In the block, characters that it lacks are escaped. Catches a traceback for a folder with a
+    name that is not ASCII, and a notebook whose stdout is wrapped once more by each run."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with block():
+        print("√2")
+    assert stream.buffer.getvalue() == b"\\u221a2\n"
+    assert sys.stdout is stream
+    assert stream.errors == "replace"
+
+
 def test_a_console_that_is_the_result(monkeypatch):
-    """eval.py's: characters are escaped, and `| head` is no error, but a full disk is one, because
-    the table is all that there is."""
-    said = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", said)
-    console.result()
-    print("√2", flush=True)
-    assert said.buffer.getvalue() == b"\\u221a2\n"
+    """eval.py's: `| head` is no error, but a full disk is one, because the table is all that there
+    is."""
     write = mock.Mock(side_effect=[BrokenPipeError, None, OSError("full")])
     monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(write=write))
-    console.result()
-    print("x")
-    with pytest.raises(OSError, match="full"):
+    with console.result():
         print("x")
+        with pytest.raises(OSError, match="full"):
+            print("x")
 
 
 # ---------------------------------------------------------------------------- of a training run
 
 CFG = types.SimpleNamespace(steps=20, prompts_per_step=4, group_size=6)
 ROW = {
-    "reward": 0.25, "kept/completions": 1 / 24, "weight/max": 12.5, "entropy": math.nan,
-    "entropy/trained": 0.5, "grad_norm": 0.0321, "time/rollout": 1.0, "time/train": 2.0,
-    "cost/sampled": 1500, "cost/kept": 300, "step_time": 3.4,
+    "reward": 0.25, "kept/completions": 1 / 24, "weight/max": 12.5, "grad_norm": 0.0321,
+    "time/rollout": 1.0, "time/train": 2.0,
+    "cost/sampled": 1500, "cost/kept": 300, "step_time": 3.4, "frac_reward_zero_std": 0.5,
 }  # fmt: skip
-SAMPLES = [{"prompt": "1+1?\n", "completion": "1+1=2", "reward": 1.0}, {"prompt": "never said"}]
-SAMPLE = "'1+1?\\n' -> '1+1=2': reward 1.000"
+SAMPLE = {"prompt": "1+1?\n", "completion": "1+1=2", "reward": 1.0, "answer": "2", "kept": False}
+WRONG = {"completion": "3", "reward": 0.25, "kept": True, "weight": 2.5}
+NONE = {"reward": math.nan}  # it cannot be scored
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "step  2/20 | reward 0.250 | kept  1/24 | w_max  12.5 | entropy 0.5"),
+        ({}, "step  2/20 | reward 0.250 | kept  1/24 | w_max  12.5 | gnorm 0.032 | rollout"),
         ({"reward": math.nan}, "reward - |"),
-        ({"eval/avg@4": 0.5}, "| held-out avg@4 0.500\n    a completion: " + SAMPLE),
+        ({"grad_norm": 0.0}, "| kept  1/24 | w_max  12.5 | gnorm 0.000 |"),  # dropped, but not dead
+        ({"grad_norm": 0.0, "frac_reward_zero_std": 1.0},
+         "| all groups equal: nothing to learn     | rollout"),
+        ({"eval/avg@4": 0.5}, "| held-out avg@4 0.500\n    a completion: '1+1?\\n' -> '3': reward "
+         "0.250, kept with weight 2.5; the reference answer is '2'"),
     ],
-)
+)  # fmt: skip
 def test_the_line_of_a_step(changes, said):
-    """Catches a share that rounds to 0.00, and a nan."""
-    assert said in console.lines(ROW | {"step": 2} | changes, SAMPLES, CFG)
+    """And of its samples the worst. Catches a step of all groups dead that looks like a fault, and
+    a nan."""
+    samples = [SAMPLE | NONE, SAMPLE, SAMPLE | WRONG]
+    assert said in console.lines(ROW | {"step": 2} | changes, samples, CFG)
+    assert "-> '1+1=2': reward 1.000, dropped" in console.example(samples[:2])
 
 
 def test_what_a_run_came_to():
     """Of all steps of its log, in which null stands for NaN; `rest` without the first one, which
-    warms up. Catches a sum of the last step alone, an estimate that only counts what was kept, and
-    a division by 0."""
+    warms up. Catches a sum of the last step alone, an estimate that only counts what was kept, a
+    division by 0, and the accuracy of one reward compared with that of another."""
     seconds = {"time/rollout": 1.0, "time/train": 2.0, "step_time": 3.5}
+    scores = {"eval/avg@4": None, "eval/accuracy": 0.5}
     rows = [
-        {"step": 0, "eval/avg@4": 0.25},
+        {"step": 0, "eval/avg@4": 0.25, "eval/accuracy": 0.125},
         ROW | {"step": 1},
-        *(ROW | {"step": step, "eval/avg@4": None} | seconds for step in (2, 3)),
+        *(ROW | {"step": step} | scores | seconds for step in (2, 3)),
     ]
-    said = console.summary(rows).splitlines()
-    assert said[0].startswith(
-        "held-out avg@4 from 0.250 to -; 4,500 tokens of prompts and completions"
-    )
-    assert said[0].endswith("900 (20 %) trained on; 10 s of steps")
-    assert said[1] == (
-        "updates took 6 s; on every completion they would take about 30 s (an estimate). Rollouts "
-        "were 29% of a step"
-    )
-    elsewhere = "without pruning, 13% of a step would not be training"  # 1.5 s over 10 s + 1.5 s
-    assert said[2].startswith(f"rest is 0.15: {elsewhere}. Updates dominate")
+    assert console.summary(rows).splitlines() == [
+        "held-out avg@4 from 0.250 to -; held-out accuracy from 0.125 to 0.500; 4,500 tokens of "
+        "prompts and completions, 900 (20 %) trained on; 10 s of steps",
+        "updates took 6 s; on every completion they would take about 30 s (an estimate)",
+        # 1.5 s over 10 s, and 10 s of 11.5 s
+        'rest 0.15: without pruning, updates would be 87 % of a step (README.md, "Does it pay")',
+    ]
     assert console.summary([]).startswith("0 tokens of prompts and completions, 0 (- %)")
 
 
-def test_advice():
-    """Catches other limits than those of the README's table."""
-    table = (ROOT / "README.md").read_text()
-    assert "`rest` below 0.5" in table
-    assert "`rest` above 2" in table
-    said = [console.advice(rest).split(",")[0] for rest in (0.49, 0.51, 1.99, 2.01)]
-    assert said[0] != said[1] == said[2] != said[3]
+def test_two_runs_in_one_picture(run, pictures, tmp_path, capsys):
+    """Catches a second run that is drawn like the first, and a name that is read as mathematics."""
+    run("one$_{", steps=2, method="pps", eval_every=1, eval_problems=1)
+    run("two", steps=1, method="grpo")
+    plot.main(str(tmp_path / "one$_{"), str(tmp_path / "two"))
+    (rows, _), axis = plot.read_run(tmp_path / "one$_{"), Figure().subplots()
+    assert (tmp_path / "one$_{" / "compare.png").stat().st_size > 10_000
+    assert rows[-1]["train on all"] > rows[-1]["time/train"]
+    assert rows[-1]["seconds of steps"] == rows[1]["step_time"] + rows[2]["step_time"]
+    plot.draw_panel(axis, [rows, rows[:]], "step", "reward", {"reward": "train"})
+    assert [line.get_linestyle() for line in axis.lines] == ["-", "--"]
+    with pytest.raises(SystemExit):
+        plot.main(str(tmp_path))
+    assert f"{tmp_path} not drawn (FileNotFoundError" in capsys.readouterr().err

@@ -301,7 +301,7 @@ def test_folders_that_hold_something_else(run, policy_folder, tmp_path):
     evals = {"out_dir": str(tmp_path / "evals"), "problems": 1, "k": 1, "max_new_tokens": 2}
     evaluation.main(evaluation.EvalConfig(policy_folder, **evals))
     for resume in ({}, {"resume": True}):
-        refused("evals holds an evaluation where a training run should be", "evals", **resume)
+        refused("evals does not hold a training run: give another", "evals", **resume)
     with checkpoint.owned(tmp_path / "held"):
         refused("held is in use by another process", "held")
         held = evaluation.EvalConfig(policy_folder, **evals | {"out_dir": str(tmp_path / "held")})

@@ -84,7 +84,8 @@ def test_figures_by_hand():
     assert row(importance_cap=2.0, beta=0.5) == pytest.approx(BY_HAND)
     plain = row(importance_cap=0, beta=0)
     assert BY_HAND.keys() - plain.keys() == {"kl", f"{IMPORTANCE}/mean", f"{IMPORTANCE}/capped"}
-    assert plain["weight/ess"] == 1, "without a KL term, only the first completion contributes"
+    # without a KL term only the first two completions contribute, and the first of them is kept
+    assert (plain["weight/ess"], plain["kept/live_tokens"]) == (1, 2 / (2 + 3))
 
 
 def test_a_group_that_cannot_be_scored_has_no_reward():
@@ -111,7 +112,7 @@ def steps(policy_folder, tmp_path, monkeypatch):
     other files). `trainer.steps` has what the steps did."""
     monkeypatch.setattr(arithmetic, "TRAIN_PROBLEMS", 16)
 
-    def go(count=8, reward=toy_reward, **changes):
+    def go(count, reward=toy_reward, **changes):
         own = {"method": "pps", "prompt_rule": "uniform", "prompts_per_step": 8}
         own |= {"prompt_prune_rate": 0.5, "completion_prune_rate": 0.5}
         args = flags(policy_folder, str(tmp_path / "run"), **(own | changes))
@@ -123,39 +124,39 @@ def steps(policy_folder, tmp_path, monkeypatch):
     return go
 
 
-def some_fail(completion, answer):
-    """1 for some completions of some prompts; elsewhere all are equal."""
-    return toy_reward(completion, answer) * (int(answer) % 2)
+def some_none(text, answer):
+    """None or 1 for some completions of some prompts; elsewhere all are equal."""
+    return None if text[:1] > "P" else toy_reward(text, answer) * (int(answer) % 2)
 
 
-def test_samples(steps):
-    """Of three prompts the first completion, whose weight is its prompt's times its own. Catches a
-    weight that is left out or counts twice, and another prompt's row."""
-    some_none = lambda text, answer: None if text[:1] > "P" else some_fail(text, answer)
+def test_a_step_and_its_files(steps):
+    """samples.jsonl: of three prompts the first completion, whose weight is its prompt's times its
+    own. groups.jsonl: of all groups what `bench ceiling` needs, without the weight of the prompt.
+    The history: groups that were rolled out, whole, whatever is dropped; a row shows it before its
+    step.
+
+    Catches another prompt's row, a weight that is left out or counts twice, a NaN that is no JSON,
+    a history of what was kept, and figures of other candidates."""
     trainer, row, others = steps(count=3, reward=some_none, minibatches=2)
-    seen, samples = trainer.steps[-1], others["samples"]
-    weights = sum(one.factor * one.keep for one in seen.updates) / seen.scale  # of both levels
+    (*before, seen), taught = trainer.steps, trainer.steps[-1].taught
     assert 0 < seen.keep.sum() < seen.keep.numel()
+    weights = sum(one.factor * one.keep for one in seen.updates) / seen.scale  # of both levels
     assert row["weight/max"] == pytest.approx(weights.max().item())
+    samples = others["samples"]
     assert len(samples) == 3
     for k, sample in enumerate(samples):
-        problem = trainer.train_set[seen.taught.prompts[k]]
+        problem = trainer.train_set[taught.prompts[k]]
         score = some_none(sample["completion"], problem.answer)
         wanted = {
             "step": 3, "prompt": problem.text, "answer": problem.answer,
             "reward": pytest.approx(nan if score is None else score, nan_ok=True),
-            "advantage": seen.advantages[k, 0], "weight": pytest.approx(weights[k, 0].item()),
-            "kept": seen.keep[k, 0],
+            "advantage": seen.advantages[k, 0], "kept": seen.keep[k, 0],
+            "weight": pytest.approx(weights[k, 0].item()),
         }  # fmt: skip
         assert {name: sample[name] for name in wanted} == wanted
 
-
-def test_groups(steps):
-    """Of all groups what `bench ceiling` needs, without the weight of the prompt. Catches another
-    prompt's row, and a NaN that is no JSON."""
-    trainer, _, others = steps(count=3, reward=lambda text, _: None if text[:1] > "P" else 1.0)
-    seen, (groups,) = trainer.steps[-1], others["groups"]
-    assert (groups["step"], groups["prompts"]) == (3, seen.taught.prompts.tolist())
+    (groups,) = others["groups"]
+    assert (groups["step"], groups["prompts"]) == (3, taught.prompts.tolist())
     assert groups["prompt_weights"] == seen.prompt_weights.tolist() == [2.0] * 4
     assert groups["tokens"] == seen.cost.tolist()
     rewards = log.as_json(groups).split('"rewards": ')[1].split(', "tokens"')[0]
@@ -165,21 +166,15 @@ def test_groups(steps):
     size = dppo.contribution_size(torch.ones(4, 6), seen.scale, energy, 0.0)
     assert torch.allclose(table(*groups["size_of_1"]), size, rtol=1e-4)
 
-
-def test_the_history_learns_from_full_groups(steps):
-    """From the groups that were rolled out, whole, whatever is dropped or masked. A row shows the
-    history before its step. Catches a history of what was kept, and figures of another window."""
-    trainer, row, _ = steps(count=6, reward=some_fail, mask_truncated=True)
-    (*before, seen), taught, dead = trainer.steps, trainer.steps[-1].taught, {}
-    assert 0 < seen.keep.sum() < seen.keep.numel()
-    window = trainer.candidates(6)
-    assert torch.equal(taught.prompts, window[seen.kept])
+    candidates, dead = trainer.candidates(3), {}
+    assert torch.equal(taught.prompts, candidates[seen.kept])
     assert torch.equal(taught.advantages, seen.advantages)
     assert torch.equal(taught.lengths, seen.lengths)
     for one in before:
         equal = (one.advantages == 0).all(dim=1).tolist()
         dead |= dict(zip(one.taught.prompts.tolist(), equal, strict=True))
-    kept = [is_kept for q, is_kept in zip(window.tolist(), seen.kept, strict=True) if dead.get(q)]
+    pairs = zip(candidates.tolist(), seen.kept, strict=True)
+    kept = [is_kept for prompt, is_kept in pairs if dead.get(prompt)]
     assert row["history/never_rolled_out"] == 1 - len(dead) / 16
     assert row["history/dead"] == sum(dead.values()) / 16
     assert row["kept/dead_prompts"] == sum(kept) / len(kept) != row["kept/other_prompts"]

@@ -100,11 +100,8 @@ def test_tracking(run, monkeypatch, tmp_path):
         numbers = {key: value for key, value in logged.items() if isinstance(value, int | float)}
         assert call.kwargs | call.args[0] == numbers
     assert "eval/avg@4" in fake.log.call_args_list[2].args[0]
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "halfway.py").write_text("raise TypeError('protobuf')")
-    for name, reason in (("nothing", "No module"), ("halfway", "protobuf")):
-        with pytest.raises(InputError, match=rf"--track {name}: .*{reason}.*; pip install {name}"):
-            run("other", track=name)
+    with pytest.raises(InputError, match="--track nothing: No module named 'nothing'"):
+        run("other", track="nothing")
 
 
 @pytest.mark.parametrize("call", ["init", "log", "finish"])

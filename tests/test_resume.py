@@ -97,12 +97,25 @@ def test_a_file_that_has_changed(run, tmp_path):
         run("run", steps=2, resume=True, **options)
 
 
+def test_a_run_leaves_its_caller_as_before(policy_folder, tmp_path):
+    """As in a notebook, where several follow each other. Catches a run after which everything has
+    one thread."""
+    before = sys.stdout, torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        changes = {"steps": 1, "instruction": "", "max_new_tokens": 2}
+        train.cli(toy.toy_reward, args=flags("tiny", str(tmp_path / "run"), **changes))
+        assert (sys.stdout, torch.get_num_threads()) == (before[0], 2)
+    finally:
+        torch.set_num_threads(before[1])
+
+
 def test_what_is_lost_is_said(run, capsys):
     """A resume before the first checkpoint starts over. Catches rows that go without a word."""
     run("run", steps=1)
     assert [row["step"] for row in run("run", steps=1, resume=True)] == [1]
     said = capsys.readouterr().out
-    assert "no checkpoint was saved: removing 1 rows of log.jsonl and starting at step 1" in said
+    assert "removing 1 rows of log.jsonl, of steps that no checkpoint holds" in said
 
 
 def test_a_checkpoint_is_whole_when_it_gets_its_name(run, monkeypatch):
@@ -171,7 +184,8 @@ def test_a_reward_that_raises_loses_no_step(run, tmp_path, monkeypatch, capsys, 
     run("part", **options | ({"resume": True} if last else {}))
     whole, part = timeless(tmp_path / "whole"), timeless(folder)
     if call == IN_AN_EVALUATION:
-        assert whole[0][2].pop("eval/avg@4") is not None
+        missing = [whole[0][2].pop(f"eval/{name}") for name in ("avg@4", "accuracy")]
+        assert None not in missing
     assert_same(whole, part)
 
 
@@ -205,7 +219,7 @@ def break_weights(trainer, *_args):
         (torch.nn.utils, "clip_grad_norm_", infinite,
          r"step 3 is not finite \(loss -?\d.*, gradient norm inf\)", 2),
         # found by the evaluation after step 2
-        (train.Trainer, "accuracy", break_weights,
+        (train.Trainer, "scores", break_weights,
          r"step 2 is not finite \(the model's logits", 1),
     ],
 )  # fmt: skip

@@ -161,7 +161,7 @@ def test_bad_input_leaves_nothing(teach, tmp_path):
     with pytest.raises(InputError, match="--lr nan: must be above 0"):
         teach("run", lr=math.nan)
     (tmp_path / "config.json").write_text('{"config": {"method": "pps"}}')
-    with pytest.raises(InputError, match="holds a training run where a supervised start should"):
+    with pytest.raises(InputError, match="does not hold a supervised start"):
         teach(".")
     assert not (tmp_path / "run").exists()
 

@@ -87,33 +87,24 @@ def test_more_signals_do_not_interrupt_the_save(run, tmp_path, monkeypatch, caps
 
 def test_only_the_second_interrupt_ends_at_once():
     """A second signal other than Ctrl-C changes nothing, because schedulers send two. Catches a
-    Ctrl-C that nobody can repeat, a scheduler's second signal that ends a run without a save, and
-    handlers that stay after the run."""
+    Ctrl-C that nobody can repeat, a scheduler's second signal that ends a run without a save,
+    handlers that stay after the run, and a run under nohup that ends when its terminal does."""
+    ours = {signal.SIGHUP: signal.SIG_IGN, signal.SIGINT: signal.default_int_handler}
+    outside = {number: signal.signal(number, handler) for number, handler in ours.items()}
     before = [signal.getsignal(number) for number in SIGNALS]
-    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
-    for first in heard:
+    for first in SIGNALS:
         stop = Stop()
         with stop.listening():
             signal.raise_signal(first)
-            assert stop.agreed()
+            assert stop.agreed() == (first != signal.SIGHUP)
             for other in set(SIGNALS) - {signal.SIGINT}:
                 signal.raise_signal(other)
             if first == signal.SIGINT:
                 with pytest.raises(KeyboardInterrupt):
                     signal.raise_signal(signal.SIGINT)
     assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
-def test_what_was_ignored_stays_ignored():
-    """Catches a run under nohup that ends when its terminal does."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        stop = Stop()
-        with stop.listening():
-            signal.raise_signal(signal.SIGHUP)
-            assert not stop.agreed()
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    for number, handler in outside.items():
+        signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------------------- programs
