@@ -142,7 +142,7 @@ class Run:
         advantages = trees.depth_advantages(tree, values)
         keep = tree.depth > 0
         if self.pruning == "half":
-            keep = trees.width_keep(tree, advantages, LAST_SPLIT)
+            keep = trees.width_keep(tree, LAST_SPLIT)
         return advantages * trees.kept_mean(keep)
 
     def exact_factors(self, values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

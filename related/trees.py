@@ -121,15 +121,10 @@ def kept_mean(keep: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------- the published pruning
 
 
-def width_keep(tree: Tree, advantages: torch.Tensor, after: int) -> torch.Tensor:
-    """Which edges [..., N] are trained, as published. All are up to depth `after`, that of the last
+def width_keep(tree: Tree, after: int) -> torch.Tensor:
+    """Which edges [N] are trained, as published. All are up to depth `after`, that of the last
     split's children. Below it each leaf has a chain of edges, and the half of each chain with the
-    largest advantages is trained. All are equal, because every depth has the same rewards, so a
-    stable sort keeps the first half of the chain."""
-    late = tree.depth > after
-    chains = int((tree.depth == tree.depth[-1]).sum())
-    scores = advantages[..., late].unflatten(-1, (-1, chains))  # [..., n, chains]
-    rank = scores.argsort(dim=-2, descending=True, stable=True).argsort(dim=-2)
-    keep = (tree.depth > 0).repeat(*advantages.shape[:-1], 1)
-    keep[..., late] = (rank < rank.shape[-2] // 2).flatten(-2)
-    return keep
+    largest advantages is trained. But all of a chain are equal, because every depth has the same
+    rewards, and the published code's sort keeps the first half."""
+    chain = int(tree.depth[-1]) - after
+    return (tree.depth > 0) & (tree.depth <= after + chain // 2)
