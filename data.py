@@ -19,6 +19,7 @@ from decimal import MAX_PREC, Context, Decimal
 
 import dppo
 import rewards
+from chat_format import encode_prompts, fix_date  # noqa: F401  what becomes of problems
 from runtime import InputError, in_words, ranks
 from runtime.answers import OR, equal
 from tasks import arithmetic, word_problems

@@ -17,10 +17,9 @@ completions are not sampled again, but scored again: the reward may have been co
 import json
 import math
 import sys
-from collections import Counter
+from collections import Counter, namedtuple
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import flags
 
@@ -67,12 +66,8 @@ FREE = ("data", "problems", "out_dir", "compare", "prompt", "vllm_memory", "devi
 VLLM_MEMORY = 0.8  # share of a GPU's memory that vLLM has by default, beside nothing else
 
 
-class ProblemSet(NamedTuple):
-    name: str
-    file: str  # of its completions, without .jsonl
-    problems: list[data.Problem]
-    prompt_ids: list[list[int]]
-    max_new_tokens: int
+# A set, encoded. `file` has its completions, without .jsonl; `room` is its longest completion.
+ProblemSet = namedtuple("ProblemSet", "name file problems prompt_ids room")
 
 
 def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
@@ -110,7 +105,7 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
             rows = complete(model, tokenizer, problem_set, sampling, cfg, path, reward)
             row = {"data": problem_set.name, **figures(rows)}
             print(as_line(row), flush=True)
-            table.append(row | settings | {"max_new_tokens": problem_set.max_new_tokens})
+            table.append(row | settings | {"max_new_tokens": problem_set.room})
     if len(table) > 1:
         mean = sum(row[f"avg@{cfg.k}"] for row in table) / len(table)
         print(f"{'average':36s} avg@{cfg.k} {mean:.3f}")
@@ -131,43 +126,34 @@ def cli(reward=None) -> None:
 
 def load(cfg: EvalConfig, reward):
     """(model, tokenizer, problem sets, sampling), ready to sample from."""
+    found = {}  # name -> its problems
     if cfg.prompt is not None:
-        named = {"prompt": ("prompt", [data.Problem(cfg.prompt, "", "prompt")])}
+        found["prompt"] = [data.Problem(cfg.prompt, "", "prompt")]
     else:
-        named = {name: read_set(name, cfg, reward) for name in cfg.data}
+        for name in cfg.data:
+            limit = None if data.is_file(name) else cfg.problems
+            found[name] = data.eval_problems(name, limit, reward)
     model, tokenizer = models.load_policy(models.model_folder(cfg.model), cfg.device, cfg.dtype)
     chat_format.fix_date(tokenizer, checkpoint.first_date(cfg.out_dir))
     sets = []
-    for name, (file, problems) in named.items():
+    for name, problems in found.items():
         if not problems:
             raise InputError(f"--data {name} has no problem to evaluate on")
+        # Two files may have the same name, so the contents of all problems name the completions.
+        file = f"{Path(name).stem}-{data.content_hash(problems)}" if data.is_file(name) else name
         room = cfg.max_new_tokens or data.max_new_tokens(name)
-        fitting = models.encode(replace(cfg, max_new_tokens=room), model, tokenizer, problems)
+        how = replace(cfg, max_new_tokens=room)
+        fitting = models.encode(how, model, tokenizer, problems[: cfg.problems])
         sets.append(ProblemSet(name, file, *fitting, room))
 
-    engine = cfg.engine
-    if engine == "vllm":
-        longest = max(len(ids) + each.max_new_tokens for each in sets for ids in each.prompt_ids)
-        share = cfg.vllm_memory or VLLM_MEMORY
-        engine = models.start_vllm(cfg, model, longest, cfg.batch_size, share)
+    longest = max(len(ids) + each.room for each in sets for ids in each.prompt_ids)
+    share = cfg.vllm_memory or VLLM_MEMORY
+    engine = models.start_engine(cfg, model, longest, cfg.batch_size, share)
     sampling = models.sampling(
-        model, tokenizer, max(each.max_new_tokens for each in sets), engine,
-        temperature=cfg.temperature, batch_size=cfg.batch_size, top_k=cfg.top_k, top_p=cfg.top_p,
-        show_progress=True,
+        model, tokenizer, max(each.room for each in sets), engine, temperature=cfg.temperature,
+        batch_size=cfg.batch_size, top_k=cfg.top_k, top_p=cfg.top_p, show_progress=True,
     )  # fmt: skip
     return model, tokenizer, sets, sampling
-
-
-def read_set(name: str, cfg: EvalConfig, reward) -> tuple[str, list[data.Problem]]:
-    """(name of the file of completions, problems) of a set.
-
-    A file's completions are named after the contents of all of its problems, because two files may
-    have the same name.
-    """
-    if not data.is_file(name):
-        return name, data.eval_problems(name, cfg.problems, reward)
-    problems = data.eval_problems(name, None, reward)
-    return f"{Path(name).stem}-{data.content_hash(problems)}", problems[: cfg.problems]
 
 
 # ---------------------------------------------------------------------------- sample and score

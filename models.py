@@ -38,7 +38,7 @@ from runtime.device import cast_weights, fuse_norms
 from tasks import arithmetic, gguf
 from update import trainer_logprobs
 
-# What --engine names. vLLM is started by whoever asks for it: see `make_sampling`.
+# What --engine names; vLLM is started, see `start_engine`.
 ENGINES = {"loop": None, "hf": hf}
 PACKING = ("layer_types", "sliding_window", "rope_parameters")  # what decides whether a model packs
 WHOLE = {"F64", "F32", "F16", "BF16"}  # types of weights that are no codes
@@ -148,37 +148,38 @@ def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> 
         sizes = (models.model, cfg, most, ranks.world())
         ranks.say(memory.report(*sizes, total))
         share = share or memory.vllm_share(memory.plan(*sizes), total)
-    vllm = None
-    if cfg.engine == "vllm":
-        vllm = start_vllm(cfg, models.model, most + cfg.max_new_tokens, cfg.rollout_batch, share)
+    most_tokens = most + cfg.max_new_tokens
+    engine = start_engine(cfg, models.model, most_tokens, cfg.rollout_batch, share)
     how = sampling(
-        models.model, models.tokenizer, cfg.max_new_tokens, vllm or cfg.engine,
-        temperature=cfg.temperature, batch_size=cfg.rollout_batch, show_progress=show_progress,
+        models.model, models.tokenizer, cfg.max_new_tokens, engine, temperature=cfg.temperature,
+        batch_size=cfg.rollout_batch, show_progress=show_progress,
     )  # fmt: skip
-    if vllm:
-        longest = sorted(prompts, key=len)[-4:]  # vLLM caches whole blocks of prompts
+    if cfg.engine == "vllm":
+        some = sorted(prompts, key=len)[-4:]  # the longest: vLLM caches whole blocks of prompts
         logprobs = lambda rollouts: trainer_logprobs(models.policy, rollouts, cfg)
-        vllm.check(models.policy, longest, how, logprobs)
+        engine.check(models.policy, some, how, logprobs)
     return how
 
 
-def start_vllm(cfg, model, max_tokens: int, sequences: int, share: float) -> vllm_engine.Engine:
-    """vLLM for so many sequences of at most max_tokens, with a share of the GPU's memory."""
+def start_engine(cfg, model, max_tokens: int, sequences: int, share: float | None):
+    """What --engine names; None is our loop. vLLM is started for so many sequences of at most
+    max_tokens, with a share of the GPU's memory."""
+    if cfg.engine != "vllm":
+        return ENGINES[cfg.engine]
     return vllm_engine.Engine(
         model.name_or_path, vocab_size=model.vocab_size, max_tokens=max_tokens,
         sequences=sequences, dtype=cfg.dtype, device=cfg.device, memory=share,
     )  # fmt: skip
 
 
-def sampling(model, tokenizer, max_new_tokens: int, engine="loop", **options) -> rollout.Sampling:
-    """How to sample from a loaded policy, with its end tokens and its pad token. `engine` is a name
-    of ENGINES, or a vLLM engine. `options` are other fields."""
+def sampling(model, tokenizer, max_new_tokens: int, engine=None, **options) -> rollout.Sampling:
+    """How to sample from a loaded policy, with its end tokens and its pad token. `options` are
+    other fields."""
     ends = chat_format.end_tokens(tokenizer, model)
     if not ends:
         name = model.name_or_path
         raise InputError(f"--model {name}: nothing names its end token: set eos_token")
     pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    engine = ENGINES.get(engine, engine)
     return rollout.Sampling(max_new_tokens, ends, pad, engine=engine, **options)
 
 

@@ -250,7 +250,7 @@ def test_end_tokens_come_from_the_policy(make_policy, of_generation, of_config, 
     model, tokenizer = make_policy()
     model.generation_config.eos_token_id = of_generation
     model.config.eos_token_id = of_config
-    found = models.sampling(model, tokenizer, 9, "hf", temperature=0.5)
+    found = models.sampling(model, tokenizer, 9, models.ENGINES["hf"], temperature=0.5)
     assert found == rollout.Sampling(9, ends, 257, temperature=0.5, engine=models.ENGINES["hf"])
 
 

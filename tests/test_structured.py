@@ -106,7 +106,7 @@ def test_engines_sample_from_a_pruned_model(tmp_path):
     loaded, tokenizer = models.load_policy(folder, "cpu")
 
     def sample(engine):
-        sampling = models.sampling(loaded, tokenizer, 6, engine)
+        sampling = models.sampling(loaded, tokenizer, 6, models.ENGINES[engine])
         return rollout.sample(loaded, [[1, 2, 3], [4], [5, 6]], sampling, group_size=3, seed=5)
 
     ours, theirs = sample("loop"), sample("hf")
