@@ -16,8 +16,6 @@ from typing import Annotated
 import torch
 import tyro
 
-from runtime import log
-
 JsonFile = Annotated[Path | None, tyro.conf.arg(name="json")]  # a parameter that is the flag --json
 
 COLORS = {  # of rules, in notebooks; safe for colour-blind readers (Okabe and Ito)
@@ -31,12 +29,6 @@ def write_json(path: Path | None, record: dict) -> None:
     """Write a record to the file of --json, if there is one."""
     if path:
         path.write_text(json.dumps(record | made_by(), indent=1) + "\n")
-
-
-def keep_log(run_log: str, record: str) -> None:
-    """Copy the log.jsonl of a run to a record."""
-    first, *others = log.read_rows(Path(run_log))
-    log.write_rows(Path(record), [first | made_by(), *others])
 
 
 def made_by() -> dict[str, str]:

@@ -5,15 +5,9 @@ Methods at equal steps, or until they reach an accuracy.
     python -m bench race --steps 40 --methods grpo nonzero adaptive pps
     python -m bench race --reach 0.98 --methods adaptive "small=--steps 200 --method nonzero"
 
-At equal steps the question is what pruning saves, if all other settings are left alone. Until an
-accuracy it is which method is best, and each should have the flags that suit it.
-
-Seconds are those for which a run's one thread computes steps (CPU time); evaluation is left out. On
-two cores, two runs at a time are about as fast as one alone. A seed of all methods is one block,
-and in it they take turns, because a shared machine is faster in one hour than in the next.
-
-A row is appended when its run ends, so the same command resumes after a stop. A run is never
-repeated for its result. Seconds compare only within one machine: give each its own --json.
+Until an accuracy, each method should have the flags that suit it. Seconds are CPU time of a run's
+one thread, without evaluation, and compare only within one machine. Methods take turns. A row is
+appended when its run ends, so the same command resumes after a stop.
 """
 
 import functools
@@ -29,7 +23,7 @@ import torch
 import config
 import train
 from bench import JsonFile, made_by, results
-from runtime import InputError, NotFiniteError, log
+from runtime import InputError, NotFiniteError, log, timer
 
 METHODS = {  # flags. Rates are the usual ones of each method; blind draws keep what pps keeps
     "grpo": "--method grpo",
@@ -46,21 +40,19 @@ METHODS = {  # flags. Rates are the usual ones of each method; blind draws keep 
 }
 BASE = "--loss dr_grpo --lr-schedule linear --warmup 5 --grad-clip 1"
 SFT = "out-smollm2/sft/checkpoint"  # SmolLM2's supervised start, by bash runs/smollm2.sh
-WORDS = f"--data words --prompt-format plain --rollout-batch 256 --model {SFT}"
 SETTINGS = {  # flags that all runs share; those of a method come after them
     "arithmetic": f"--data arithmetic --eval-problems 1000 {BASE}",
     "arithmetic-mixed": (
         f"--data arithmetic-mixed --eval-data arithmetic --eval-problems 1000 {BASE}"
     ),
-    "words": f"{WORDS} --eval-problems 256 {BASE} --warmup 2",  # few steps
+    "words": (
+        f"--data words --prompt-format plain --rollout-batch 256 --model {SFT} --eval-problems 256 "
+        f"{BASE} --warmup 2"
+    ),
 }
-CURVE = 4  # evaluations of a run of --steps, the last one included
 EVERY, PROBLEMS = 10, 150  # with --reach: steps between evaluations, and how many problems
-FIRST_SEED = 10
-OWN = Path("out-race/rows.jsonl")
 SUMS = {  # column of a row: the column of the log that it sums over all steps
-    "seconds": "seconds",  # CPU time
-    "prompts": "prompts",  # rolled out
+    "seconds": "seconds",
     "sampled": "cost/sampled",  # tokens of prompts and completions that were rolled out
     "trained": "cost/kept",  # and of those that were trained on
 }
@@ -94,9 +86,9 @@ def main(
     reach: float = 0,
     flags: str = "",
     seeds: int = 5,
-    first_seed: int = FIRST_SEED,
+    first_seed: int = 10,
     workers: int = 2,
-    json_file: JsonFile = OWN,
+    json_file: JsonFile = Path("out-race/rows.jsonl"),
 ) -> None:
     """Train each method for equal steps, or until an accuracy, and print the table.
 
@@ -119,8 +111,7 @@ def main(
         for seed in range(seeds)
         for method in methods
     ]
-    rows = make(planned, json_file, workers)
-    print(f"\n{table(rows)}")
+    print(f"\n{table(make(planned, json_file, workers))}")
 
 
 def arm(method: str, shared: str) -> tuple[str, str]:
@@ -133,18 +124,18 @@ def arm(method: str, shared: str) -> tuple[str, str]:
 
 def table(rows: list[dict]) -> str:
     """Markdown: what each method did, and its accuracy minus that of the first one, paired."""
-    cells, of_methods = [], {}
-    for row in rows:
-        of_methods.setdefault(row["method"], {})[row["seed"]] = row
+    of_methods = results.by_method(rows)
     first = next(iter(of_methods.values()))
+    cells = []
     for name, runs in of_methods.items():
-        mean = functools.partial(results.mean_of, runs)
-        gap = results.difference(results.accuracies(runs), results.accuracies(first))
-        share = mean("trained") / max(1, mean("sampled"))
+        steps, seconds, sampled, trained = (
+            sum(row[key] for row in runs.values()) / len(runs) for key in ("made", *SUMS)
+        )
+        accuracy = results.interval([row["accuracy"] for row in runs.values()])
+        gap = results.interval([row["accuracy"] - first[s]["accuracy"] for s, row in runs.items()])
         cells.append([
-            name, f"{mean('made'):.0f}", f"{mean('seconds'):.1f}", f"{share:.2f}",
-            results.show(results.interval(results.accuracies(runs))),
-            results.show(results.interval(gap), "+"),
+            name, f"{steps:.0f}", f"{seconds:.1f}", f"{trained / max(1, sampled):.2f}",
+            results.show(accuracy), results.show(gap, "+"),
         ])  # fmt: skip
     head = ["method", "steps", "CPU seconds", "trained on", "accuracy", "minus the first"]
     return results.as_markdown(head, cells)
@@ -161,8 +152,7 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
     missing = [run for run in runs if not any(map(run.is_row, rows))]
     for run in missing:
         run.config()  # a flag that is mistyped ends the command here
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         waiting = [pool.submit(make_one, run) for run in missing]
         try:
             for done in as_completed(waiting):
@@ -171,10 +161,8 @@ def make(runs: list[Run], file: Path, workers: int) -> list[dict]:
                 rows.append(row)
                 where = f"{row['setting']}, {row['method']}, seed {row['seed']}"
                 steps = f"{row['made']} steps in {row['seconds']:.1f} s"
-                print(
-                    f"{where}: {row['accuracy']:.3f} after {steps} {row['failed'] or ''}",
-                    flush=True,
-                )
+                failed = row["failed"] or ""
+                print(f"{where}: {row['accuracy']:.3f} after {steps} {failed}", flush=True)
         except BaseException:  # Ctrl-C, too: the runs that have not begun never will
             pool.shutdown(cancel_futures=True)
             raise
@@ -187,31 +175,26 @@ def make_one(run: Run) -> dict:
     torch.set_num_threads(1)
     warm_up(run.setting)
     rows = []  # of log.jsonl
-    curve = []  # [step, accuracy, seconds], before the last step
+    curve = []  # with --reach: [step, accuracy, seconds]
     accuracy, failed = 0.0, None
     trainer = train.Trainer(run.config())
-    steps = trainer.cfg.steps
-    every = EVERY if run.reach else max(1, steps // CURVE)
-    problems = PROBLEMS if run.reach else len(trainer.eval_set) // 4
     try:
-        for step in range(1, steps + 1):
+        for step in range(1, trainer.cfg.steps + 1):
             before = time.process_time()
             row, _others = trainer.step(step)
-            seconds = time.process_time() - before
-            prompts = row["kept/prompts"] * trainer.cfg.prompts_per_step
-            rows.append(row | {"seconds": seconds, "prompts": prompts})
-            is_last = step == steps and not run.reach  # it is evaluated below
-            if step % every == 0 and not is_last:
+            rows.append(row | {"seconds": time.process_time() - before})
+            if run.reach and step % EVERY == 0:
                 so_far = round(sum(row["seconds"] for row in rows), 3)
-                curve.append([step, round(trainer.accuracy(problems, "final"), 5), so_far])
-                if run.reach and curve[-1][1] >= run.reach:
+                curve.append([step, round(trainer.accuracy(PROBLEMS, "final"), 5), so_far])
+                if curve[-1][1] >= run.reach:
                     break
-        final = problems if run.reach else len(trainer.eval_set)
-        accuracy = round(trainer.accuracy(final, "final"), 5)
+        problems = PROBLEMS if run.reach else len(trainer.eval_set)
+        accuracy = round(trainer.accuracy(problems, "final"), 5)
     except NotFiniteError as problem:
         failed = str(problem)
     sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}
     result = {"made": len(rows), "accuracy": accuracy, "curve": curve, "failed": failed}
+    result["rest"] = timer.measured_rest(rows)
     return vars(run) | result | sums | made_by()
 
 

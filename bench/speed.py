@@ -1,6 +1,5 @@
 """
-How fast this machine samples a batch, with every engine but vLLM, and how fast it trains on it,
-with and without sharing the prompts of a group.
+How fast this machine samples a batch, with every engine but vLLM, and how fast it trains on it.
 
     python -m bench speed
     python -m bench speed --flags="--model Qwen/Qwen3-0.6B --data gsm8k"
@@ -12,13 +11,11 @@ import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from unittest import mock
 
 import torch
 
 import config
 import models
-import packing
 import rollout
 import train
 from bench import JsonFile, write_json
@@ -29,7 +26,6 @@ FLAGS = "--prompts-per-step 32 --group-size 16 --out-dir out-speed/never-written
 ENGINES = ("hf", "loop")
 AT_ONCE = (128, 512)  # sequences
 SHARES = {"all": 1.0, "a tenth": 0.1}  # of the completions, at random
-UPDATES = {"packed": False, "packed, shared prompts": True}  # whether prompts are shared
 
 
 def main(flags: str = "", rounds: int = 7, json_file: JsonFile = None) -> None:
@@ -52,12 +48,11 @@ def main(flags: str = "", rounds: int = 7, json_file: JsonFile = None) -> None:
         sampled[engine] = rollout.sample(trainer.policy, prompts, how, **options)
         return sampled[engine].lengths.sum().item()
 
-    def update(rollouts: rollout.Rollouts, keep: torch.Tensor, share_prompts: bool) -> int:
+    def update(rollouts: rollout.Rollouts, keep: torch.Tensor) -> int:
         advantages, factor = torch.ones(2, *keep.shape, dtype=torch.float64)
-        with mock.patch.object(packing, "shares_prompts", return_value=share_prompts):
-            accumulate_gradients(
-                model, rollouts, advantages, factor, keep, cfg=cfg, old_logprobs=rollouts.logprobs
-            )
+        accumulate_gradients(
+            model, rollouts, advantages, factor, keep, cfg=cfg, old_logprobs=rollouts.logprobs
+        )
         return rollouts.lengths[keep].sum().item()
 
     engines = {
@@ -70,14 +65,11 @@ def main(flags: str = "", rounds: int = 7, json_file: JsonFile = None) -> None:
         gap = (trainer_logprobs(model, rollouts, cfg) - rollouts.logprobs).abs().max()
         print(f"{engine}: log-probs differ from the trainer's by at most {gap:.1e}")
 
-    rollouts = sampled["loop"]
     draws = torch.rand(rollouts.lengths.shape, generator=torch.Generator().manual_seed(0))
-    for name, share in SHARES.items():
-        updates = {
-            variant: functools.partial(update, rollouts, draws < share, share_prompts)
-            for variant, share_prompts in UPDATES.items()
-        }
-        rows += in_turns(f"update, {name}", updates, rounds, cfg.device)
+    updates = {
+        name: functools.partial(update, rollouts, draws < share) for name, share in SHARES.items()
+    }
+    rows += in_turns("update", updates, rounds, cfg.device)
     write_json(json_file, {"rows": rows})
 
 

@@ -1,28 +1,25 @@
 #!/usr/bin/env bash
-# The rows of equal steps of docs/results.md, two runs at a time on 2 cores without a GPU and without
-# other programs.
-#   bash runs/results.sh savings   the default and the mixed task, 2 hours
+# The rows of docs/results.md, on CPU cores without a GPU and without other programs.
+#   bash runs/results.sh peers     train.py and TRL, an hour; after pip install -r requirements-trl.txt
+#   bash runs/results.sh savings   equal steps, an hour
 #   bash runs/results.sh words     SmolLM2, three hours; after bash runs/smollm2.sh
 #   bash runs/results.sh reach     seconds to an accuracy, two hours
 # The same command continues where it was stopped. `python -m bench results` prints and draws the rows.
-# Those of equal seconds were made by `git show 50494ff:runs/results.sh`: some of their flags are gone.
+# Those of reach.jsonl that are named adaptive alone measured their rest; it was not yet a constant.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-race() {
-    python -m bench race --json runs/savings.jsonl "$@"
-}
 case ${1:-} in
+peers)
+    PYTHONPATH=integrations python -m bench peers
+    ;;
 savings)
-    methods=(grpo nonzero adaptive adaptive_prompts pps uniform dppo pods cppo)
-    for setting in arithmetic arithmetic-mixed; do
-        for prompts in 32 64; do
-            race --setting $setting --steps 40 --methods "${methods[@]}" \
-                --flags="--group-size 16 --lr 6e-4 --prompts-per-step $prompts"
-        done
-    done
+    python -m bench race --json runs/savings.jsonl --steps 40 \
+        --methods grpo nonzero adaptive adaptive_prompts pps uniform dppo pods cppo \
+        --flags="--group-size 16 --lr 6e-4 --prompts-per-step 64"
     ;;
 words)
-    race --setting words --steps 8 --methods grpo nonzero adaptive pps dppo pods \
+    python -m bench race --json runs/savings.jsonl --setting words --steps 8 \
+        --methods grpo nonzero adaptive pps dppo pods \
         --flags="--group-size 16 --lr 2e-5 --prompts-per-step 16"
     ;;
 reach)
@@ -32,23 +29,20 @@ reach)
     four="--prompts-per-step 32 --group-size 4"
     eight="--prompts-per-step 16 --group-size 8"
     sixteen="--prompts-per-step 8 --group-size 16"
-    mixed="$sixteen --steps 200 --lr 4e-4"
-    until_accuracy --setting arithmetic-mixed --reach 0.95 --methods \
-        "adaptive, 8 x 16=--method adaptive $mixed" \
-        "nonzero, 8 x 16=--method nonzero $mixed" \
-        "pps, 8 x 16=--method pps --completion-prune-rate 0.9 $mixed" \
-        "adaptive, rest 0.1, 8 x 16=--method adaptive --rest 0.1 $mixed" \
-        "adaptive, 16 x 8=--method adaptive $eight --steps 150 --lr 2.5e-4" \
-        "nonzero, 16 x 8=--method nonzero $eight --steps 150 --lr 2.5e-4" \
-        "adaptive, 32 x 4=--method adaptive $four --steps 150 --lr 4e-4" \
-        "nonzero, 32 x 4=--method nonzero $four --steps 150 --lr 4e-4"
     until_accuracy --setting arithmetic --reach 0.98 --methods \
-        "adaptive, 16 x 8=--method adaptive $eight --steps 120 --lr 6e-4" \
+        "adaptive, rest 0.1, 16 x 8=--method adaptive $eight --steps 120 --lr 6e-4" \
         "nonzero, 16 x 8=--method nonzero $eight --steps 120 --lr 4e-4" \
-        "adaptive, 8 x 16=--method adaptive $sixteen --steps 150 --lr 4e-4" \
+        "adaptive, rest 0.1, 8 x 16=--method adaptive $sixteen --steps 150 --lr 4e-4" \
         "nonzero, 8 x 16=--method nonzero $sixteen --steps 150 --lr 6e-4" \
-        "adaptive, 32 x 4=--method adaptive $four --steps 120 --lr 6e-4" \
+        "adaptive, rest 0.1, 32 x 4=--method adaptive $four --steps 120 --lr 6e-4" \
         "nonzero, 32 x 4=--method nonzero $four --steps 120 --lr 9e-4"
+    until_accuracy --setting arithmetic-mixed --reach 0.95 --methods \
+        "adaptive, rest 0.1, 16 x 8=--method adaptive $eight --steps 150 --lr 2.5e-4" \
+        "nonzero, 16 x 8=--method nonzero $eight --steps 150 --lr 2.5e-4" \
+        "adaptive, rest 0.1, 8 x 16=--method adaptive $sixteen --steps 200 --lr 4e-4" \
+        "nonzero, 8 x 16=--method nonzero $sixteen --steps 200 --lr 4e-4" \
+        "adaptive, rest 0.1, 32 x 4=--method adaptive $four --steps 150 --lr 4e-4" \
+        "nonzero, 32 x 4=--method nonzero $four --steps 150 --lr 4e-4"
     ;;
 *) echo "unknown command ${1:-}: see the first lines of $0" >&2 && exit 2 ;;
 esac

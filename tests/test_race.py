@@ -2,11 +2,12 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from toy import FORKS
 
-from bench import race, results
+from bench import race
 from bench.race import Run
 from runtime import InputError, NotFiniteError, log
 
@@ -67,43 +68,25 @@ def test_bad_names_and_flags_end_it_first(fake_runs, tmp_path):
 
 def test_real_runs(tmp_path, monkeypatch, policy_folder):
     """In another process; a second call does not repeat them. Catches a half-written line that
-    stays, a run of other steps, and sums of other columns."""
+    stays, and sums of other columns."""
     monkeypatch.setattr(race.multiprocessing, "get_context", lambda _spawn: FORKS)  # sooner there
     file = tmp_path / "rows.jsonl"
     file.write_text('{"setting": "arith')
     flags = f"--model {policy_folder} --prompts-per-step 4 --group-size 2 --max-new-tokens 2"
-    flags += " --eval-problems 8"
-    blind = f"--method uniform --prompt-prune-rate 0.5 {flags}"
-    planned = [Run("arithmetic", "grpo", f"--method grpo {flags}", 0, steps=8)]
-    planned.append(Run("arithmetic", "uniform", blind, 0, steps=8))
-    whole, counted = race.make(planned, file, workers=1)
-    assert whole["prompts"] == 32
-    assert counted["made"] == 8
-    assert counted["prompts"] == 16, "half of 8 x 4"
-    assert [step for step, *_ in counted["curve"]] == [2, 4, 6]
-    assert counted["sampled"] > 16 * 2 * 2, "a prompt has more than 2 tokens"
-    assert 0 < counted["trained"] < counted["sampled"]
-    assert len(log.read_rows(file)) == 2
+    blind = f"--completion-rule uniform --completion-prune-rate 0.5 {flags} --eval-problems 8"
+    planned = [Run("arithmetic", "uniform", f"--method grpo {blind}", 0, steps=3)]
+    (row,) = race.make(planned, file, workers=1)
+    assert row["made"] == 3
+    assert row["sampled"] > 3 * 8 * 2, "a prompt has more than 2 tokens"
+    assert 0.3 < row["trained"] / row["sampled"] < 0.7
+    assert log.read_rows(file) == [row]
     monkeypatch.setattr(race, "make_one", lambda _run: pytest.fail("made again"))
-    assert race.make(planned[::-1], file, 1) == [counted, whole]
+    assert race.make(planned, file, 1) == [row]
 
 
-def test_a_run_that_diverges_is_a_row(monkeypatch, policy_folder):
-    """Catches a race that ends with its first failure, or that leaves the run out."""
-
-    def step(_trainer, _step):
-        raise NotFiniteError("loss nan")
-
-    monkeypatch.setattr(race, "warm_up", lambda _setting: None)
-    monkeypatch.setattr(race.train.Trainer, "step", step)
-    run = Run("arithmetic", "grpo", f"--method grpo --model {policy_folder}", 0, 8)
-    row = race.make_one(run)
-    assert (row["accuracy"], row["failed"], row["made"]) == (0.0, "loss nan", 0)
-
-
-def test_until_an_accuracy(monkeypatch, policy_folder):
+def test_until_an_accuracy_or_a_failure(monkeypatch, policy_folder):
     """Evaluated after every tenth step. Catches a run that goes on, one that ends before its own
-    steps, and seconds of other steps."""
+    steps, seconds of other steps, and a race that ends with its first run that diverges."""
     found = iter([0.2, 0.7, 0.7, 0.1, 0.2])
     monkeypatch.setattr(race, "warm_up", lambda _setting: None)
     monkeypatch.setattr(race.train.Trainer, "accuracy", lambda *_: next(found))
@@ -115,11 +98,18 @@ def test_until_an_accuracy(monkeypatch, policy_folder):
     row = race.make_one(replace(run, flags=f"{flags} --steps 12"))
     assert (row["made"], row["accuracy"], row["curve"][0][1]) == (12, 0.2, 0.1)
 
+    def step(_trainer, _step):
+        raise NotFiniteError("loss nan")
+
+    monkeypatch.setattr(race.train.Trainer, "step", step)
+    row = race.make_one(run)
+    assert (row["accuracy"], row["failed"], row["made"]) == (0.0, "loss nan", 0)
+
 
 def test_the_committed_rows_are_of_these_flags():
     """Catches flags of a method that no longer are those of docs/results.md."""
-    of_method = {row["method"]: row["flags"] for row in results.read_runs(results.SAVINGS)}
-    assert of_method.keys() == race.METHODS.keys()
-    for method, flags in of_method.items():
-        now = flags.replace("grpo_zero", "nonzero")
-        assert now.startswith(f"{race.METHODS[method]} --group-size 16")
+    rows = log.read_rows(Path("runs/savings.jsonl"))
+    assert {row["method"] for row in rows} == {*race.METHODS}
+    for row in rows:
+        now = row["flags"].replace("grpo_zero", "nonzero")  # its name until then
+        assert now.startswith(f"{race.METHODS[row['method']]} --group-size 16")

@@ -2,34 +2,48 @@
 
 from pathlib import Path
 
+import pytest
 from matplotlib.figure import Figure
 
 from bench import results
+from runtime import log
 
 
-def test_committed_tables():
-    """Every table of a page is one that `bench results` prints, and the law's prediction is the one
-    that was committed before its runs. Catches a figure that outlived its rows, a difference
-    that is not paired, normal quantiles, and a run that never arrives but does not count."""
+def test_committed_tables(monkeypatch, capsys):
+    """Every table of a page is one that `bench results` prints, and both pictures are drawn.
+    Catches a figure that outlived its rows, a difference that is not paired, and normal
+    quantiles."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda _figure, path: drawn.append(path))
+    results.main()
+    assert drawn == [Path("runs/peers.png"), Path("runs/public-steps.png")]
     pages = Path("docs/results.md").read_text() + Path("docs/method.md").read_text()
+    printed = capsys.readouterr().out
     for name, table in results.tables().items():
         assert table in pages, name
-    first = results.predictions("Before the runs", "arithmetic")
-    assert first[0.1, "zero"] == [1.0, 0.81, 0.68, 0.6, 0.55]
+        assert table in printed
 
 
-def test_pictures(monkeypatch, capsys):
-    """All four are drawn; the first points of the law's are GRPO without zeros, whose best size at
-    m = 0.1 is 2. Catches a picture of the progress, not of the time."""
-    drawn = {}
-    save = lambda figure, path: drawn.update({path: figure})
-    monkeypatch.setattr(Figure, "savefig", save)
-    results.main()
-    assert "race, default task\n\n| seconds | 5 | 20 | 80 |" in capsys.readouterr().out
-    names = ("savings", "race", "law-arithmetic", "law-arithmetic-mixed")
-    assert list(drawn) == [Path(f"runs/{name}.png") for name in names]
-    points = drawn[Path("runs/law-arithmetic.png")].axes[0].containers[0].lines[0]
-    sizes, times = points.get_data()
-    assert list(sizes) == [2, 4, 8, 16, 32]
-    assert times[0] == 1
-    assert min(times[1:]) > 1
+def test_runs_that_never_arrive_count():
+    """Three pairs, in one of which nonzero gave up after 30 seconds. Catches a pair that is left
+    out, which favours whoever failed, and seconds without an end."""
+    run = lambda *curve: {"curve": curve, "seconds": curve[-1][2]}
+    ours = [run([10, 0.9, 10.0]), run([10, 0.5, 10.0], [20, 0.9, 40.0]), run([10, 0.9, 5.0])]
+    theirs = [run([10, 0.9, 20.0]), run([10, 0.5, 30.0]), run([10, 0.9, 10.0])]
+    never, seconds = results.restricted([ours, theirs], 0.9)
+    assert never == [0, 1]
+    assert seconds == [[10, 30, 5], [20, 30, 10]]
+    assert results.speed(*seconds).startswith("1.59 (")  # 4 ** (1 / 3)
+
+
+def test_public_steps():
+    """rest is that of the parts that pruning saves. Catches a row that was edited in part."""
+    rows = log.read_rows(Path("runs/public-steps.jsonl"))
+    for row in rows:
+        training = sum(row[part] or 0 for part in ("old", "ref", "update"))
+        assert row["rest"] == pytest.approx(row["step"] / training - 1, abs=1e-3)
+    rests = [row["rest"] for row in rows if not row["asynchronous"]]
+    counts = [sum(map(in_band, rests)) for in_band in (lambda r: r < 0.5, lambda r: r > 2)]
+    said = "Of 18 synchronous runs, it is below 0.5 in 6, from 0.5 to 2 in 9, and above 2 in 3"
+    assert (len(rests), *counts) == (18, 6, 3)
+    assert said in " ".join(Path("docs/results.md").read_text().split())
