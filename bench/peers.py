@@ -5,9 +5,8 @@ How long an accuracy takes with TRL, and with train.py, on one core.
     PYTHONPATH=integrations python -m bench peers
 
 All runs have the same task, model, completions a step, loss, optimizer, schedule and evaluation.
-TRL's are tuned: one micro-batch for GRPOTrainer and four for DPPOTrainer, fused AdamW, and neither
-checkpointing nor a tracker. Seconds are CPU time of the loop without evaluation, and each run is a
-process with one thread. The same command resumes after a stop.
+TRL's are tuned: one micro-batch for GRPOTrainer and four for DPPOTrainer, fused AdamW, no tracker.
+Seconds are CPU time of the loop without evaluation. The same command resumes after a stop.
 """
 
 import multiprocessing
@@ -71,7 +70,7 @@ def make_one(run: dict) -> dict:
             curve, rest = run_ours(config.parse_config(f"{flags} {options}".split()))
         else:
             curve, rest = run_trl(config.parse_config(flags.split()), options, folder)
-    return run | {"rest": round(rest, 3), "curve": curve} | made_by()
+    return run | {"rest": rest, "curve": curve} | made_by()
 
 
 class Watch:
@@ -103,15 +102,15 @@ def run_ours(cfg: config.Config) -> tuple[list, float]:
 
 
 def run_trl(cfg: config.Config, options: dict, folder: str) -> tuple[list, float]:
-    """(curve, rest) of TRL's GRPOTrainer, or of DPPOTrainer if it has options."""
+    """(curve, rest) of TRL's GRPOTrainer; (curve, None) of DPPOTrainer, if it has options."""
     import transformers
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     from dppo_trl import DPPOConfig, DPPOTrainer
 
-    judge = train.Trainer(cfg)  # of the same problems and reward; it evaluates
-    cfg, watch = judge.cfg, Watch()
+    judge, watch = train.Trainer(cfg), Watch()  # of the same problems and reward; it evaluates
+    cfg = judge.cfg
     problems = [{"prompt": problem.text, "answer": problem.answer} for problem in judge.train_set]
     tiny = Path(train.__file__).parent / "tasks" / "arithmetic-base"
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
@@ -147,4 +146,5 @@ def run_trl(cfg: config.Config, options: dict, folder: str) -> tuple[list, float
         args=args, train_dataset=Dataset.from_list(problems), processing_class=tokenizer,
         callbacks=[Watching()], optimizers=(adamw, torch.optim.lr_scheduler.LambdaLR(adamw, rate)),
     ).train()  # fmt: skip
-    return watch.curve, watch.preparing / (watch.curve[-1][-1] - watch.preparing)
+    rest = watch.preparing / (watch.curve[-1][-1] - watch.preparing)
+    return watch.curve, None if options else rest  # a pruned step does not show it
