@@ -215,16 +215,12 @@ def test_embedded_data(name):
 
 
 def test_hub_sets(monkeypatch):
-    """Catches a wrong id, configuration or split, and a traceback."""
-    rows = [{"question": "q", "answer": "so 1+1=2 #### 2"}]
-    load = mock.Mock(side_effect=[rows, ConnectionError("Couldn't reach the hub")])
+    """Catches a wrong id, configuration or split."""
+    load = mock.Mock(return_value=[{"question": "q", "answer": "so 1+1=2 #### 2"}])
     monkeypatch.setattr(datasets, "load_dataset", load)
     (problem,) = data.eval_problems("gsm8k-test", None)
     assert (problem.text, problem.answer, problem.source) == ("q", "2", "gsm8k-test")
     load.assert_called_once_with("openai/gsm8k", "main", split="test")
-    message = r"--data gsm8k cannot be read \(ConnectionError: Couldn't reach the hub\)"
-    with pytest.raises(InputError, match=message):
-        data.train_problems("gsm8k")
 
 
 def test_reference_answers_that_cannot_be_scored_are_dropped(tmp_path, capsys):

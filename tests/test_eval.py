@@ -255,28 +255,21 @@ def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):
 # ---------------------------------------------------------------------------- stored completions
 
 
-def test_what_a_file_holds_names_its_completions(evaluate, tmp_path):
-    """Catches a set that takes over another one's completions."""
-    for name, rows in (("a", SUMS[:4]), ("b", SUMS)):
-        (tmp_path / name).mkdir()
-        write(tmp_path / name / "test.jsonl", rows)
-    a, b = (str(tmp_path / name / "test.jsonl") for name in "ab")
-    found = evaluate("evals", a, b)
-    assert sorted(map(len, found.values())) == [4, 12]
-    assert all(re.fullmatch(r"test-[0-9a-f]{16}\.jsonl", name) for name in found)
-    assert evaluate("evals", b, a, problems=3).keys() == found.keys()
-
-
 def test_only_what_a_file_holds_counts(evaluate, tmp_path, monkeypatch):
-    """Catches a draw by the path, or by the place of a row."""
+    """Catches a set that takes over another one's completions, and a draw by the path or by the
+    place of a row."""
+    (tmp_path / "again").mkdir()
     first = write(tmp_path / "first.jsonl", [*SUMS, SUMS[3]])
-    again = write(tmp_path / "again.jsonl", [SUMS[3], *SUMS[::-1]])
+    again = write(tmp_path / "again" / "first.jsonl", [SUMS[3], *SUMS[::-1]])
+    found = evaluate("both", first, again)
+    assert len(found) == 2
+    assert all(re.fullmatch(r"first-[0-9a-f]{16}\.jsonl", name) for name in found)
+    assert evaluate("both", again, first, problems=3).keys() == found.keys()
     monkeypatch.chdir(tmp_path)
-    said = []
-    for folder, path in (("a", first), ("b", "first.jsonl"), ("c", again)):
-        (rows,) = evaluate(folder, path).values()
-        said.append(sorted((row["problem"], row["completions"]) for row in rows))
-    assert said[0] == said[1] == said[2]
+    ((name, rows),) = evaluate("other", "first.jsonl").items()
+    assert rows == found[name], "by whatever path"
+    said = [sorted((row["problem"], row["completions"]) for row in rows) for rows in found.values()]
+    assert said[0] == said[1]
     one, other = (completions for problem, completions in said[0] if problem == "3+1?")
     assert one != other
 
