@@ -95,6 +95,7 @@ SIZES = {
     "none is live": ([0] * 20, [24] * 20),
     "a quarter of the target at least": ([15, 1], [24, 4]),
     "the first size at most": ([1, 0, 15], [24, 24, 24]),
+    "none is live after a small round": ([15, 0, 1], [24, 4, 24]),
     "exactly enough": ([16], [24]),
 }
 

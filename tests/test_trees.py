@@ -165,12 +165,11 @@ def test_a_step_of_each_method(method, monkeypatch):
     monkeypatch.setattr(run, "update", update)
     run.advance()
     states, factors = update.call_args.args
-    tree, edge = factors.nonzero(as_tuple=True)
-    assert abs(len(edge) - TRAINED[method] * branch.TREES) <= 1
-    parent = run.tree.parent[edge]
-    sigma = 1 - run.tree.depth[parent][:, None] / branch.DEPTHS
-    x = states[tree, parent]
-    noise = states[tree, edge] - branch.next_mean(x, before.expand_as(x), sigma)
+    assert abs(factors.count_nonzero() - TRAINED[method] * branch.TREES) <= 1
+    parent = run.tree.parent
+    x, sigma = states[:, parent], 1 - run.tree.depth[parent][:, None] / branch.DEPTHS
+    noise = states - branch.next_mean(x, before.expand_as(x), sigma)  # [B, N, 2]
+    assert noise[:, 1:].std().item() == pytest.approx(branch.STD, rel=0.05)
     slope = -(1 + 0.5 * branch.NOISE**2 * (1 - sigma) / sigma) / branch.DEPTHS  # d mean / d by
-    step = (factors[tree, edge, None] * noise / branch.STD**2 * slope).sum(dim=0) / branch.TREES
+    step = (factors[..., None] * noise / branch.STD**2 * slope).sum(dim=(0, 1)) / branch.TREES
     torch.testing.assert_close(run.net.by.detach() - before, step, atol=1e-4, rtol=1e-3)
