@@ -53,7 +53,8 @@ LINES = {  # of the picture: the color of the rule; dashed are TRL's
 def peers_table(rows: list[dict]) -> str:
     """Markdown: seconds of a step, and until two accuracies; medians and ranges over seeds."""
     cells = []
-    for name, runs in by_method(rows, "arm").items():
+    named = [row | {"method": f"{row['arm']}, groups of {row['group_size']}"} for row in rows]
+    for name, runs in by_method(named).items():
         line = [name, spread([row["curve"][-1][2] / peers.STEPS for row in runs.values()], 2)]
         for target in (0.95, 0.98):
             line.append(spread([seconds_to(row, target) for row in runs.values()]))
@@ -67,7 +68,7 @@ def draw_peers(rows: list[dict]):
     """Median accuracy over median seconds, a line for each arm of LINES."""
     figure, panel = new_figure((7, 3.8))
     for name, (color, style) in LINES.items():
-        curves = [row["curve"] for row in rows if row["arm"] == name]
+        curves = [row["curve"] for row in rows if (row["arm"], row["group_size"]) == (name, 8)]
         points = [[*zip(*point, strict=True)] for point in zip(*curves, strict=True)]
         seconds = [statistics.median(times) for _steps, _accuracies, times in points]
         accuracies = [statistics.median(found) for _steps, found, _times in points]
@@ -203,11 +204,11 @@ def draw_public(rows: list[dict]):
 # ---------------------------------------------------------------------------- rows and figures
 
 
-def by_method(rows: list[dict], column: str = "method") -> dict[str, dict[int, dict]]:
+def by_method(rows: list[dict]) -> dict[str, dict[int, dict]]:
     """{method: {seed: row}}, in the order of the rows."""
     found = {}
     for row in rows:
-        found.setdefault(row[column], {})[row["seed"]] = row
+        found.setdefault(row["method"], {})[row["seed"]] = row
     return found
 
 

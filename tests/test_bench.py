@@ -8,7 +8,7 @@ import pytest
 
 import bench
 from bench import __main__ as command_line
-from bench import speed
+from bench import peers, speed
 from runtime import InputError
 
 
@@ -58,3 +58,22 @@ def test_a_bench_without_matplotlib(monkeypatch):
     """As with the MPLBACKEND of a notebook. Catches an import that ends ceiling and race."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     runpy.run_path("bench/results.py")
+
+
+def test_the_clock_of_peers_stands_still_while_it_evaluates(monkeypatch):
+    """Ten steps of 3 seconds each, then an evaluation of 100 seconds, twice. Catches seconds of an
+    evaluation, and a run that is evaluated after every step."""
+    now = 50.0
+    monkeypatch.setattr(peers.time, "process_time", lambda: now)
+
+    class Judge:
+        def accuracy(self, *_purpose):
+            nonlocal now
+            now += 100
+            return 0.5
+
+    watch = peers.Watch()
+    for step in range(21):
+        watch.see(step, Judge())
+        now += 3
+    assert watch.curve == ([10, 0.5, 30.0], [20, 0.5, 60.0])
