@@ -6,12 +6,14 @@ import random
 import re
 import runpy
 import sys
+import types
 
 import pytest
 import torch
 import toy
 
 import config
+import data
 import dppo
 import eval as evaluation
 import proof
@@ -19,7 +21,7 @@ import rewards
 import sampler
 import train
 from runtime import InputError, checkpoint
-from tasks import arithmetic
+from tasks import arithmetic, sft
 
 README = (toy.ROOT / "README.md").read_text()
 REWARD, RULES = re.findall(r"^```python\n(import .*?)^```$", README, re.DOTALL | re.MULTILINE)
@@ -66,6 +68,20 @@ def test_reward_of_the_readme(tmp_path):
     assert names["my_reward"]("7+9=16", "", {"problem": "7+9?"}) is None
     args = toy.flags("tiny", str(tmp_path / "run"), steps=1, prompts_per_step=4, group_size=2)
     assert "step 1/1 | reward 0." in program(tmp_path, REWARD, *args)
+
+
+def test_task_of_the_page(policy_folder, tmp_path, monkeypatch):
+    """Catches a task whose problems, reward or worked solutions the page leaves out."""
+    page = (toy.ROOT / "docs/running.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    larger = types.ModuleType("larger")
+    exec(code, vars(larger))
+    row = re.search(r'"larger": (Embedded\(.*\)),', page)[1]
+    names = {"larger": larger, "Embedded": data.Embedded}
+    monkeypatch.setitem(data.EMBEDDED, "larger", eval(row, names))
+    (problem, *_) = sft.worked("larger")
+    assert data.reward_function("larger")(problem.solution, problem.answer) == 1.0
+    toy.main(toy.flags(policy_folder, str(tmp_path / "run"), data="larger", steps=1))
 
 
 def test_rules_and_loss_of_the_readme(policy_folder, tmp_path, monkeypatch, capsys):
