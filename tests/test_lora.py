@@ -27,17 +27,7 @@ from engines import memory, vllm_engine
 from runtime import InputError
 
 GIB = 2**30
-INJECT = lora.inject
 FILES = {"adapter_config.json", "adapter_model.safetensors", "trainer.pt", "tokenizer.json"}
-
-
-def inject_moved(model, rank, seed):
-    """lora.inject with a B that is not 0."""
-    INJECT(model, rank, seed)
-    generator = torch.Generator().manual_seed(1)
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            weight.data.normal_(std=0.02, generator=generator)
 
 
 @pytest.fixture
@@ -47,7 +37,7 @@ def adapted(make_policy):
     bias = torch.linspace(-1, 1, 32, dtype=torch.float64)  # as Qwen2 has
     model.model.layers[0].self_attn.q_proj.bias = torch.nn.Parameter(bias)
     base = copy.deepcopy(model)
-    inject_moved(model, 4, 0)
+    toy.inject_moved(model, 4, 0)
     return model.double(), base
 
 
@@ -57,7 +47,7 @@ def adapted(make_policy):
 def test_the_step_is_unbiased(policy_folder, tmp_path, monkeypatch):
     """Every outcome of both draws through train.py's own step, in float64. Catches adapters that
     are not the trained ones, and gradients that are lost."""
-    monkeypatch.setattr(lora, "inject", inject_moved)
+    monkeypatch.setattr(lora, "inject", toy.inject_moved)
     folder = lambda name: (policy_folder, str(tmp_path / name))
     assert step_error(folder, "grpo", "uniform", lora=4) <= 1e-10
 

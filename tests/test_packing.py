@@ -80,20 +80,6 @@ def test_an_empty_prompt_is_refused():
 # ------------------------------------------------------------------------- one slot
 
 
-def test_pack_layout_by_hand():
-    """The docstring's example. Catches predictors off by one, positions that do not restart,
-    mixed-up owners, and a last token that is forwarded for nothing."""
-    pack = packing.build_pack([[10, 11], [20]], [[12, 13], [21]])
-    assert pack.input_ids.tolist() == [[10, 11, 12, 20]]
-    assert pack.position_ids.tolist() == [[0, 1, 2, 0]]
-    assert pack.segments.runs == ((1, 3, 3), (1, 1, 1))
-    assert pack.segments.cu_queries.tolist() == pack.segments.cu_keys.tolist() == [0, 3, 4]
-    assert pack.segments.key_index is None
-    assert pack.predictors.tolist() == [1, 2, 3]
-    assert pack.targets.tolist() == [12, 13, 21]
-    assert pack.owner.tolist() == [0, 0, 1]
-
-
 def test_pack_layout_with_shared_prompts_by_hand():
     """Two prompts with two and three completions of 0 to 3 tokens; targets keep the caller's order.
     Catches a branch that sees another branch or the other prompt, positions that restart in a

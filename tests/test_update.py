@@ -1,7 +1,10 @@
 """The update: its sums and gradient are the formulas, in any slots; the chunked head is exact."""
 
+import copy
+
 import pytest
 import torch
+import toy
 from test_packing import flat_grad, plain_logprobs
 from transformers import Qwen3ForCausalLM
 
@@ -21,19 +24,27 @@ def resolved(loss, **changes):
 
 
 @pytest.mark.parametrize(
-    ("loss", "cap", "looked_up"),
-    [("grpo", 0, False), ("gspo", 0, False), ("cispo", 0, False), ("grpo", 1.2, False),
-     ("grpo", 1.2, True)],
+    ("loss", "cap", "looked_up", "rank"),
+    [("grpo", 0, False, 0), ("gspo", 0, False, 0), ("cispo", 0, False, 0), ("grpo", 1.2, False, 0),
+     ("grpo", 1.2, True, 0), ("grpo", 0, False, 4)],
 )  # fmt: skip
-def test_the_sums_are_the_formulas(make_policy, make_rollouts, monkeypatch, loss, cap, looked_up):
+def test_the_sums_are_the_formulas(
+    make_policy, make_rollouts, monkeypatch, loss, cap, looked_up, rank
+):
     """Every sum and the gradient against the formulas, completion by completion, with transformers'
     own attention in float64, though several share a slot, and a prompt if the loss is GRPO's.
     Groups of 2, lengths from 0 to T, advantages of 0, one scale of 0, and one that is not kept.
-    With a cap, old log-probs are current or looked up. Catches a KL term without its weight, its
+    With a cap, old log-probs are current or looked up. With a rank, adapters are trained, and the
+    reference is the model without them. Catches a KL term without its weight, its
     importance ratio or beta, a ratio, clip or gap with the wrong sign, a sum of another column or
     of what was dropped, a mean over a slot, and a weight that belongs to the place in the slot."""
     model, _ = make_policy(dtype=torch.float64)
     reference, _ = make_policy(seed=1, dtype=torch.float64)
+    frozen = reference  # what the update computes the reference with
+    if rank:
+        frozen, reference = model, copy.deepcopy(model)
+        toy.inject_moved(model, rank, 0)
+        model.double()
     rollouts = make_rollouts(model, 4, 2, drift=0.3)
     rollouts.lengths[0], rollouts.lengths[3] = torch.tensor([[1, 6], [0, 4]])
     generator = torch.Generator().manual_seed(1)
@@ -50,7 +61,7 @@ def test_the_sums_are_the_formulas(make_policy, make_rollouts, monkeypatch, loss
     model.zero_grad()
     got = update.accumulate_gradients(
         model, rollouts, advantages, scale, keep, cfg=cfg, old_logprobs=old_logprobs,
-        reference=reference,
+        reference=frozen,
     )  # fmt: skip
     grad = flat_grad(model)
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import config
 import dppo
+import lora
 import metrics
 import packing
 import rollout
@@ -78,6 +79,18 @@ def plain_logits(model, ids):
         logits = model(ids, use_cache=False).logits
     model.set_attn_implementation(packing.ATTENTION)
     return logits
+
+
+INJECT = lora.inject
+
+
+def inject_moved(model, rank, seed):
+    """lora.inject with a B that is not 0."""
+    INJECT(model, rank, seed)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(std=0.02, generator=generator)
 
 
 def rows(folder, file="log.jsonl"):
