@@ -15,7 +15,6 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from transformers.utils import find_adapter_config_file
 
 from runtime import InputError, ranks
@@ -59,11 +58,12 @@ def inject(model, rank: int, seed: int) -> None:
 @torch.no_grad()
 def load(model, folder: Path) -> None:
     """Give the adapters the weights of a checkpoint."""
-    stored = load_file(folder / "adapter_model.safetensors")
-    peft = need_peft("a checkpoint of adapters")
-    peft.set_peft_model_state_dict(
-        model, {name.removeprefix("base_model.model."): stored[name] for name in stored}
-    )
+    weights = {
+        name.removeprefix("base_model.model."): weight
+        for name, weight in stored(str(folder)).items()
+    }
+    found = need_peft("an adapter").set_peft_model_state_dict(model, weights)
+    assert not found.unexpected_keys, found.unexpected_keys
 
 
 @torch.no_grad()
