@@ -22,26 +22,17 @@ our reconstruction; shared prompts are our addition. Letters: L tokens in a slot
 K keys they attend to, N completion tokens to predict, H heads, D head width, V vocabulary.
 """
 
-import inspect
 from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from runtime.device import send
-
-try:
-    from flash_attn import flash_attn_varlen_func  # optional
-except ImportError:
-    flash_attn_varlen_func = None
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
 
 WINDOW = 64  # sequences that the packer chooses from at a time
 ATTENTION = "packed"  # packed_attention is registered under this name
@@ -216,9 +207,8 @@ def packed_attention(
     """Causal attention inside each segment; query [1, H, L, D], key and value [1, H_kv, L, D] ->
     [1, L, H, D].
 
-    On CUDA in 16 bits it is one call of a variable-length kernel: flash-attn's if that is
-    installed, else PyTorch's. Elsewhere it is one scaled_dot_product_attention for each run of
-    equal segments."""
+    On CUDA in 16 bits it is one call of PyTorch's variable-length kernel, elsewhere one
+    scaled_dot_product_attention for each run of equal segments."""
     kwargs["dropout"] = dropout or None
     for name in ("sliding_window", "softcap", "s_aux", "dropout"):
         if kwargs.get(name) is not None:
@@ -231,8 +221,7 @@ def packed_attention(
     if segments.key_index is not None:
         key = key.index_select(0, segments.key_index)  # [K, H_kv, D]
         value = value.index_select(0, segments.key_index)  # [K, H_kv, D]
-    kernel = value.is_cuda and dtype.itemsize == 2 and (flash_attn_varlen_func or varlen_attn)
-    inside = _varlen if kernel else _by_runs
+    inside = _varlen if value.is_cuda and dtype.itemsize == 2 else _by_runs
     return inside(query, key, value, segments, scaling)[None], None  # [1, L, H, D]
 
 
@@ -260,16 +249,11 @@ def _by_runs(query, key, value, segments, scaling):
 
 
 def _varlen(query, key, value, segments, scaling):
-    """Flash kernels; with more keys than queries they too let the last query see every key."""
+    """A flash kernel; with more keys than queries it too lets the last query see every key."""
     longest = [max(shape) for shape in zip(*(run[1:] for run in segments.runs), strict=True)]
     bounds = (segments.cu_queries, segments.cu_keys, *longest)
-    if flash_attn_varlen_func:
-        options = {"softmax_scale": scaling, "causal": True}
-        return flash_attn_varlen_func(query, key, value, *bounds, **options)
-    options = {"scale": scaling, "window_size": (-1, 0)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # required since torch 2.12
-        options["enable_gqa"] = True
-    return varlen_attn(query, key, value, *bounds, **options)
+    causal = {"window_size": (-1, 0), "enable_gqa": True}
+    return varlen_attn(query, key, value, *bounds, scale=scaling, **causal)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

@@ -17,9 +17,6 @@ import packing
 import rollout
 from runtime.device import cast_weights, fuse_norms
 
-KERNELS = {  # "torch 2.11" is a stand-in only
-    "flash": "flash_attn_varlen_func", "torch": "varlen_attn", "torch 2.11": "varlen_attn_of_2_11",
-}  # fmt: skip
 PRETEND = not torch.cuda.is_available()
 if PRETEND:
     pretend_cuda.install()
@@ -61,19 +58,7 @@ def sample():
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Choose packing's kernel: one of KERNELS, or none; returns a mock that counts its calls. Skips
-    a kernel that a real GPU's machine does not have."""
-
-    def use(name):
-        kernel = KERNELS.get(name, "")
-        function = getattr(pretend_cuda if PRETEND else packing, kernel, None)
-        if kernel and function is None:
-            pytest.skip(f"no {kernel} is installed")
-        # autospec keeps the signature, which packing.py looks at
-        chosen = mock.create_autospec(function, side_effect=function)
-        for attribute in ("flash_attn_varlen_func", "varlen_attn"):
-            is_chosen = kernel.removesuffix("_of_2_11") == attribute
-            monkeypatch.setattr(packing, attribute, chosen if is_chosen else None)
-        return chosen
-
-    return use
+    """packing's kernel, as a mock that counts its calls."""
+    function = (pretend_cuda if PRETEND else packing).varlen_attn
+    monkeypatch.setattr(packing, "varlen_attn", mock.Mock(side_effect=function))
+    return packing.varlen_attn

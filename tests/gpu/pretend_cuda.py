@@ -184,15 +184,6 @@ OWN = {
 # ------------------------------------------------------------------------- attention
 
 
-def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-    softmax_scale=None, causal=False,
-):  # fmt: skip
-    """Stand-in with flash-attn 2's signature."""
-    assert causal
-    return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale)
-
-
 def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
     enable_gqa=False,
@@ -201,14 +192,6 @@ def varlen_attn(
     assert query.shape[1] == key.shape[1] or enable_gqa
     assert tuple(window_size) == (-1, 0)
     return _attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale)
-
-
-def varlen_attn_of_2_11(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
-):
-    """Stand-in of the one of torch 2.11, which takes fewer heads of keys without being told."""
-    options = {"scale": scale, "window_size": window_size, "enable_gqa": True}
-    return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
 
 
 def _attend(query, key, value, cu_q, cu_k, max_q, max_k, scale):

@@ -8,15 +8,14 @@ import eval as evaluation
 import rollout
 from runtime import log
 
-RUNS = {  # changes of toy.flags, and the attention kernel
-    "dppo": ({"engine": "hf", "mask_truncated": True, "rollout_batch": 6}, "flash"),
-    "adaptive": ({"lora": 4, "beta": 0.05, "gradient_checkpointing": True}, "flash"),
-    "pps": ({"lr_schedule": "cosine", "beta": 0.05, "loss": "dr_grpo"}, "torch"),
-    "dppo_floor": (
-        {"minibatches": 2, "importance_cap": 2, "gradient_checkpointing": True, "dtype": "float32"},
-        "none",
-    ),
-}
+RUNS = {  # changes of toy.flags
+    "dppo": {"engine": "hf", "mask_truncated": True, "rollout_batch": 6},
+    "adaptive": {"lora": 4, "beta": 0.05, "gradient_checkpointing": True},
+    "pps": {"lr_schedule": "cosine", "beta": 0.05, "loss": "dr_grpo"},
+    "dppo_floor": {
+        "minibatches": 2, "importance_cap": 2, "gradient_checkpointing": True, "dtype": "float32"
+    },
+}  # fmt: skip
 EVALUATIONS = [
     {"engine": "hf", "dtype": "float32", "batch_size": 2},
     {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
@@ -43,9 +42,7 @@ def test_train_and_resume(run, kernel, pretend, devices, tmp_path, method):
     """Log, samples and weights as if never stopped, bit for bit on the pretend device; a real GPU
     adds up in no fixed order. Catches a tensor on the wrong device anywhere in a run, a copy that
     samples on the CPU, and an optimizer that is restored on the wrong device."""
-    changes, attention = RUNS[method]
-    kernel(attention)
-    common = {"steps": 2, "eval_every": 2, "eval_problems": 1, "save_every": 1} | changes
+    common = {"steps": 2, "eval_every": 2, "eval_problems": 1, "save_every": 1} | RUNS[method]
     rows = run("whole", device="cuda", method=method, **common)
     assert all(row["memory/peak_gib"] > 0 for row in rows[1:])
     run("part", device="cuda", method=method, until=1, **common)
