@@ -18,14 +18,12 @@ importance ratio):
 
 `factor` is the product of the first two. It is what the draw of completions sees.
 
-Several ranks: every rank holds the whole model, or with --shard fsdp a share of the weights that
-are trained. With --shard fsdp, or in bfloat16, it samples from a copy. Before the rollout, prompts
-are divided among the ranks so that each expects equally many tokens. Then every rank gets the
-rewards and lengths of all prompts, computes advantages and denominators from them, and draws the
-same keep decisions. After pruning, the kept completions are divided again, because pruning leaves
-the ranks with unequal work. All randomness is a function of (seed, step, purpose, prompt), so a
-resumed run repeats what an uninterrupted run would have done, given the same number of ranks and
-threads.
+Several ranks: each holds the whole model, or with --shard fsdp a share of the trained weights. It
+samples its share of the prompts. Then all ranks get the rewards and lengths of all prompts, compute
+the same advantages and denominators, and draw the same keep decisions. The kept completions are
+divided again, because pruning leaves the ranks with unequal work. All randomness is a function of
+(seed, step, purpose, prompt), so a resumed run repeats what an uninterrupted run would have done,
+given the same number of ranks and threads.
 
 Letters: Q candidates of a step, K prompts rolled out, k of them by this rank, G completions each,
 M mini-batches, which are the updates of a step.
