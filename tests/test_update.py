@@ -225,5 +225,5 @@ def test_scaled_logits_are_refused(policy_folder, monkeypatch):
         return out
 
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", scaled)
-    with pytest.raises(InputError, match="cannot be packed exactly"):
+    with pytest.raises(InputError, match="packing would change it"):
         models.load_policy(policy_folder, "cpu")
