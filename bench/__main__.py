@@ -33,6 +33,6 @@ if __name__ == "__main__":
     with console.result():  # tables have a ±
         try:
             main()
-        except InputError as problem:
+        except (InputError, ceiling.LogError) as problem:
             print(f"error: {problem}", file=sys.stderr)
             sys.exit(2)

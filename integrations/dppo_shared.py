@@ -14,12 +14,8 @@ from pathlib import Path
 import torch
 
 import dppo
+import dppo_sampler as sampler  # a link to sampler.py, because `sampler` may be the user's
 from dppo import RuleError
-
-try:
-    import dppo_sampler as sampler  # of the pip package: there, `sampler` may be the user's
-except ImportError:
-    import sampler
 
 # ---------------------------------------------------------------------------- options
 
@@ -107,6 +103,12 @@ def learn(
     mean = estimate if trainer.mean_tokens is None else trainer.mean_tokens
     # Nothing can be divided by 0, so a mean of 0 is not known either.
     trainer.mean_tokens = mean + (estimate - mean) / MEMORY or None
+
+
+def mark(folder: Path) -> None:
+    """Lets dppo-ceiling refuse what the library logs here, from which prompts are missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "dppo-pruned").touch()
 
 
 # ---------------------------------------------------------------------------- checkpoints

@@ -22,6 +22,7 @@ rows are spread over the ranks, n on each; B rows of a micro-batch, T tokens.
 """
 
 import math
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,7 @@ import torch
 import trl
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import dppo
 import dppo_shared
@@ -51,6 +53,31 @@ EXACT = {
 PADDED_LEFT = ("prompt_ids", "prompt_mask")  # TRL pads all other tensors on the right
 
 
+def clock() -> float:
+    """Seconds, after the device has done what was asked of it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class SampledLogprobs(LogitsProcessor):
+    """Collects the log-probs of the tokens that transformers' generate samples, which it does not
+    return. It is asked for each token before that is known, so the next call has it."""
+
+    def __init__(self, temperature: float):
+        self.temperature, self.of_next, self.table = temperature, None, []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.take(ids)
+        self.of_next = (scores.float() / self.temperature).log_softmax(dim=-1)  # [B, V]
+        return scores
+
+    def take(self, ids: torch.Tensor) -> None:
+        """The last tokens of ids [B, T] are those whose log-probs came before."""
+        if self.of_next is not None:
+            self.table.append(self.of_next.gather(1, ids[:, -1:]))
+
+
 def option(default, explanation: str):
     """A field of DPPOConfig. TrlParser's --help prints the explanation."""
     return field(default=default, metadata={"help": explanation})
@@ -69,7 +96,7 @@ class DPPOConfig(trl.GRPOConfig):
         0.7, "Share that is dropped: of tokens for pps; for dppo the chance of dropping one."
     )
     rest: float = option(
-        1.0, "For adaptive: the time of all of a step but training, over training on everything."
+        dppo.REST, "For adaptive: time of all of a step but training, over training on everything."
     )
     prompt_rule: str = option(
         "none", "Which prompts are dropped before rollout: none, uniform or dppo."
@@ -83,7 +110,9 @@ class DPPOTrainer(trl.GRPOTrainer):
     """GRPOTrainer with a rule that drops completions and one that drops prompts. `args` is a
     DPPOConfig."""
 
-    def __init__(self, model, reward_funcs, args: DPPOConfig, *others, **options):
+    def __init__(self, model, reward_funcs, args: DPPOConfig = None, *others, **options):
+        given = type(args).__name__
+        require(isinstance(args, DPPOConfig), f"args is of type {given}: give a DPPOConfig")
         super().__init__(model, reward_funcs, args, *others, **options)
         self.prunes_prompts = args.prompt_rule != "none"
         self.prunes = self.prunes_prompts or args.completion_rule != "none"
@@ -92,11 +121,15 @@ class DPPOTrainer(trl.GRPOTrainer):
         self.plan = None  # the update's micro-batches, one a micro-step; None: nothing to do
         self.multiplier = None  # [B], of the micro-batch whose loss is being computed
         self.mean_tokens = None  # of a generation batch; see dppo_shared.MEMORY
+        self.adds_logprobs = False  # to those of TRL
+        self.seconds = self.preparing = 0.0  # of steps, and of making their batches; for dppo/rest
 
         if self.prunes_prompts:
             prompts = list(self.train_dataset["prompt"])
             self.index = dppo_shared.index_prompts(prompts)
             self.history = sampler.PromptHistory(len(prompts))
+            if args.log_completions and args.should_save:
+                dppo_shared.mark(Path(args.output_dir, "completions"))
 
     def check(self) -> None:
         """RuleError for options with which pruning would not be exact."""
@@ -184,6 +217,8 @@ class DPPOTrainer(trl.GRPOTrainer):
         )
         mask = rows["completion_mask"] * rows.get("tool_mask", 1)  # [n, T], tokens with loss
         logprobs = rows.get("sampling_per_token_logps", rows.get("old_per_token_logps"))
+        if self.adds_logprobs:  # TRL's loss has none
+            rows.pop("sampling_per_token_logps", None)
         energy = dppo_shared.energy_of(logprobs, mask)
         cost = rows["prompt_mask"].sum(dim=1) + rows["completion_mask"].sum(dim=1)
         columns = (rows["advantages"], mask.sum(dim=1), cost, energy)
@@ -215,12 +250,41 @@ class DPPOTrainer(trl.GRPOTrainer):
         self.rewards = torch.where(of_each.isnan().all(dim=1), torch.nan, weighted.nansum(dim=1))
         return of_each
 
+    def _generate_single_turn(self, *args, **options):
+        """TRL's token ids and log-probs; also of generate's tokens, for the energies."""
+        self.adds_logprobs = False
+        if not (self.prunes and self.model.training):
+            return super()._generate_single_turn(*args, **options)
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        collector, generate = SampledLogprobs(self.temperature), model.generate
+
+        def collecting(**inputs):
+            found = generate(**inputs, logits_processor=LogitsProcessorList([collector]))
+            collector.take(found)
+            return found
+
+        model.generate = collecting
+        try:
+            ids, logprobs = super()._generate_single_turn(*args, **options)
+        finally:
+            del model.generate
+        if logprobs is None and collector.table:
+            self.adds_logprobs = True
+            rows = torch.cat(collector.table, dim=1).tolist()  # [n, T]
+            logprobs = [row[: len(some)] for row, some in zip(rows, ids, strict=True)]
+        return ids, logprobs
+
     # --------------------------------------------------------------------------------- completions
 
     def _prepare_inputs(self, inputs):
         """The micro-batch of this micro-step; None if it has nothing to do."""
-        if not (self.prunes and self.model.training):
+        if not self.model.training:
             return super()._prepare_inputs(inputs)
+        if not self.prunes:
+            began = clock()
+            inputs = super()._prepare_inputs(inputs)
+            self.preparing += clock() - began
+            return inputs
         step = self._step % self.args.gradient_accumulation_steps
         if step == 0:
             prompts = weights = None
@@ -303,6 +367,19 @@ class DPPOTrainer(trl.GRPOTrainer):
         return rows | {"multiplier": row_weights[index] * correction}
 
     # ------------------------------------------------------------------------------------ the loss
+
+    def training_step(self, *args, **options) -> torch.Tensor:
+        """TRL's. Without pruning, each generation batch logs the dppo/rest of its micro-steps."""
+        if self.prunes:
+            return super().training_step(*args, **options)
+        began = clock()
+        loss = super().training_step(*args, **options)
+        self.seconds += clock() - began
+        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
+            rest = self.preparing / (self.seconds - self.preparing)
+            self._metrics["train"]["dppo/rest"].append(rest)
+            self.seconds = self.preparing = 0.0
+        return loss
 
     def _compute_loss(self, model, inputs) -> torch.Tensor:
         """TRL's loss of a micro-batch, whose gradient carries the multipliers."""

@@ -2,7 +2,7 @@
 Unbiased pruning in verl: its synchronous trainer, with less work for the same expected gradient.
 
     VERL_USE_EXTERNAL_MODULES=dppo_verl python -m verl.trainer.main_ppo \
-        trainer.v1.trainer_mode=nanodppo +trainer.v1.nanodppo.rest=2.0 ...
+        trainer.v1.trainer_mode=nanodppo +trainer.v1.nanodppo.completion_rule=nonzero ...
 
 verl's methods are wrapped; none of its code is copied. Rules, draws and weights come from dppo.py
 and sampler.py.
@@ -47,7 +47,7 @@ from dppo_shared import require, sampler
 
 VERL = "0.9.1"  # the version whose methods are wrapped
 DEFAULTS = {
-    "completion_rule": "adaptive", "completion_prune_rate": 0.7, "rest": 1.0,
+    "completion_rule": "adaptive", "completion_prune_rate": 0.7, "rest": dppo.REST,
     "prompt_rule": "none", "prompt_prune_rate": 0.3,
 }  # fmt: skip
 LOSSES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "dro", "dppo_tv", "dppo_kl")
@@ -188,6 +188,8 @@ class DPPOTrainer(PPOTrainerSync):
             f"prompt_rule={self.args.prompt_rule} knows a prompt by its text; remove them, or set "
             "it to none",
         )
+        if folder := self.config.trainer.get("rollout_data_dir"):
+            dppo_shared.mark(Path(folder))
 
     def _next_train_batch(self, num_prompts=None) -> TensorDict:
         """verl's next Q prompts, or K of them. `groups` is {uid: (place among the Q, weight)}."""
@@ -308,8 +310,7 @@ class DPPOTrainer(PPOTrainerSync):
         for part in update_of.unique().tolist():
             own = update_of == part  # [K]
             sizes = prompt_weights[own] * size[own]
-            rest = self.args.rest
-            look = dppo.Completions(advantages[own], rewards[own], cost[own], sizes, rest)
+            look = dppo.Completions(advantages[own], rewards[own], cost[own], sizes, self.args.rest)
             generator = dppo.generator_for(self.seed, "completions", self.global_steps, part)
             _keep, drawn = dppo.prune_completions(
                 self.args.completion_rule, self.args.completion_prune_rate, look, generator

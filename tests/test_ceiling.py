@@ -2,20 +2,17 @@
 
 import json
 import math
-import shlex
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
+import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
 
-import config
 import dppo
 from bench import ceiling
-from bench.ceiling import Run, figures, time_and_noise
-from runtime import InputError
+from bench.ceiling import LogError, Run, figures
 
 
 def terms(n: int, seed: int, dead: int = 0):
@@ -25,6 +22,12 @@ def terms(n: int, seed: int, dead: int = 0):
     cost = 1 + 9 * torch.rand(n, generator=generator, dtype=torch.float64)
     size[:dead] = 0.0
     return size, cost
+
+
+def time_and_noise(keep_prob, size, cost, rest):
+    """T and V of dppo.adaptive_keep_prob."""
+    noise = (size[size > 0].square() / keep_prob[size > 0]).sum()
+    return rest * cost.sum() + (keep_prob * cost).sum(), noise
 
 
 @pytest.mark.parametrize("rest", [0.01, 0.1, 2.0])
@@ -114,11 +117,13 @@ def known_run() -> Run:
 
 
 @pytest.mark.parametrize(("place", "rho"), [*enumerate(ceiling.CORRELATIONS)])
-def test_figures_by_hand(place, rho):
+def test_figures_by_hand(monkeypatch, place, rho):
     """In closed form: without pruning T V is (rest + n) (sum a^2 + (G - 1) rho sum a^2), and the
     least T sum a^2 / p is (a_1 sqrt(rest + 1) + a_2 + ..)^2, if only the first has p = 1. Sizes
     here are a_1 = 1 and 1/4, three of them for pairs, seven for fours. Catches completions of a
-    prompt that are independent, and sums of the wrong steps."""
+    prompt that are independent, sums of the wrong steps, a rule that believes the run's rest, and
+    a time at another rest."""
+    monkeypatch.setattr(dppo, "REST", REST)
     p = 0.25 * 5**0.5  # of the small ones: tau is sqrt(rest + 1)
 
     def adaptive(n, G, signal):
@@ -129,26 +134,18 @@ def test_figures_by_hand(place, rho):
     zero2 = 1 / ((4 + 4) * (1 + 3 / 16) * (1 + rho))
     zero4 = 2**2 / ((4 + 8) * (1 + 7 / 16) * (1 + 3 * rho))
     found = figures(known_run(), "made up")
-    assert [found[rule].pop("fastest") for rule in ceiling.RULES] == [[4], [4]]
-    speeds = [speed[place] for rule in ceiling.RULES for speed in found[rule].pop("speed")]
+    speeds = [speed[place] for of_rule in found["speed"] for speed in of_rule[0]]
     wanted = (zero2, zero4, adaptive(3, 2, 1), adaptive(7, 4, 2))
     assert speeds == pytest.approx([speed / zero4 for speed in wanted])
-    assert found["zero"] == pytest.approx({"trained": 1, "faster": 1, "noise": 1})
-    time, noise = 5 + 7 * p, (1 + 7 / 16 / p) / (1 + 7 / 16)
-    wanted = {"trained": time / 8 - REST, "faster": 12 / time, "noise": noise}
-    assert found["adaptive"] == pytest.approx(wanted)
-    assert found["seconds"] == pytest.approx([8 / 12, 1])
-    other = figures(known_run(), "made up", rest=3.0)
-    assert other["rest"] == 3.0
-    assert other["adaptive"]["trained"] > found["adaptive"]["trained"]
-
-
-def test_group_sizes_that_may_be_the_fastest():
-    """Each is near the best at some correlation. Catches one that is near at none of them."""
-    speeds = torch.tensor([[0.5, 2.0], [0.8, 1.8], [1.0, 1.0], [0.9, 1.0]])
-    assert ceiling.fastest([2, 4, 8, 16], speeds) == [2, 4, 8, 16]
-    speeds[1] = torch.tensor([0.85, 1.7])
-    assert ceiling.fastest([2, 4, 8, 16], speeds) == [2, 8, 16]
+    trained, noise = 1 + 7 * p, (1 + 7 / 16 / p) / (1 + 7 / 16)
+    assert found["trained"] == pytest.approx([1, trained / 8])
+    assert found["noise"] == pytest.approx([1, noise])
+    assert found["faster"] == [pytest.approx([1]), pytest.approx([12 / (4 + trained)])]
+    four = figures(known_run()._replace(rest=None), "made up")  # RESTS
+    assert four["trained"] == pytest.approx(found["trained"])
+    assert four["faster"][1] == pytest.approx(
+        [8 * (1 + r) / (8 * r + trained) for r in (0.1, 0.3, 1, 3)]
+    )
 
 
 def test_a_prompt_of_weight_2_is_two_prompts():
@@ -164,33 +161,28 @@ def test_a_prompt_of_weight_2_is_two_prompts():
         places = [place for place in range(8) for _ in range(1 + place % 2)]
         twice.append(ceiling.Step(*(table[places] for table in step)))
         ignored.append(step)
-    one, two, other = (figures(Run(x, SETTINGS), "", 0.5) for x in (weighted, twice, ignored))
+    one, two, other = (figures(Run(x, SETTINGS, 0.5), "") for x in (weighted, twice, ignored))
     parts = [
-        (x["live_groups"], x["zero"]["trained"], x["adaptive"]["noise"], x["zero"]["speed"][0][0],
-         x["adaptive"]["speed"][1][0])
+        (x["live_groups"], *x["trained"], x["noise"][1], *x["speed"][1][0][1][:1])
         for x in (one, two, other)
-    ]  # fmt: skip
+    ]
     assert parts[0] == pytest.approx(parts[1], rel=1e-5)
     assert not any(a == pytest.approx(b, rel=1e-3) for a, b in zip(parts[0], parts[2], strict=True))
 
 
 def test_what_there_is_no_figure_for(tmp_path):
-    """Runs with too little, and rewards that say nothing of other group sizes. Catches a null that
-    ends the command."""
+    """Runs with too little, and rewards that say nothing of other group sizes."""
     steps = known_run().steps
-    with pytest.raises(InputError, match=r"run: rewards differ in 18 of 18 groups, and 20 are ne"):
+    with pytest.raises(LogError, match=r"run: rewards differ in 18 of 18 groups, and 20 are ne"):
         figures(Run(steps[1:], SETTINGS, REST), "run")
-    for rest in (None, 0.0, -1.0):
-        with pytest.raises(InputError, match=r"run: give --rest above 0, .*other-trainers\.md"):
-            figures(Run(steps, SETTINGS), "run", rest)
     partial = [made_up_step([[0.5, 0, 1, 0], [None, 1, 0, 0]])] * 10
     for scale_rewards, nothing in (("none", False), ("group", True)):
         run = Run(partial, SETTINGS | {"scale_rewards": scale_rewards}, REST)
-        said = ceiling.report(figures(run, "run"), run)
+        said = ceiling.report(figures(run, "run"), run, "run")
         assert ("Nothing can be said of other group sizes." in said) == nothing
     (tmp_path / "log.jsonl").write_text('{"step": 0}\n')
     for nowhere in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(InputError, match=r"no step is logged here\. There is neither"):
+        with pytest.raises(LogError, match=r"no step is logged here: neither"):
             ceiling.read(nowhere)
 
 
@@ -198,7 +190,8 @@ def test_what_there_is_no_figure_for(tmp_path):
 
 
 def test_what_trl_wrote(tmp_path):
-    """A file of TRL 1.16.0, somewhere in a folder. Catches rewards of another column."""
+    """A file of TRL 1.16.0, somewhere in a folder. Catches rewards of another column, and a zero
+    that float32 has hidden."""
     (tmp_path / "completions").mkdir()
     shutil.copy(TRL, tmp_path / "completions")
     run = ceiling.read(tmp_path)
@@ -207,73 +200,162 @@ def test_what_trl_wrote(tmp_path):
     found, expected = (dppo.group_advantages(x, "group") for x in (run.steps[0].rewards, right))
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
     assert run.trainer == "TRL"
+    third = torch.tensor([[1.0, 0.5, 0.0, 0.25, 0.75, 0.5]])
+    logged = dppo.group_advantages(third / 3, "group").float().double()
+    step = ceiling.Step(logged + 1e-8, logged * 0 + 1, logged * 0 + 1, torch.ones(1).double())
+    size, _signal = ceiling.sizes(step, 6, {"scale_rewards": "group", "beta": 0.0})
+    assert (size == 0).tolist() == [False, True, False, False, False, True]
 
 
-def test_what_verl_wrote(monkeypatch, capsys, tmp_path):
+def test_what_verl_wrote(monkeypatch, capsys):
     """A file of verl 0.9.1. Two of its six groups of 4 are live, with 179 of 1111 characters."""
     monkeypatch.setattr(ceiling, "ENOUGH", 2)
-    ceiling.main(VERL, rest=2.3, json_file=tmp_path / "found.json")
-    found = json.loads((tmp_path / "found.json").read_text())
+    run = ceiling.read(VERL)
+    found = figures(run._replace(rest=2.3), "")
     assert (found["steps"], found["prompts"], found["group_sizes"]) == (1, 6, [2, 4])
     assert found["live_groups"] == pytest.approx(2 / 6)
-    assert found["zero"]["faster"] == pytest.approx(3.3 / (2.3 + 179 / 1111))
-    assert "an objective of its own" in " ".join(capsys.readouterr().out.split())
-    ceiling.main(VERL, rest=2.3, scale_rewards="none")
-    assert "an objective of its own" not in " ".join(capsys.readouterr().out.split())
+    assert found["faster"][0] == pytest.approx([3.3 / (2.3 + 179 / 1111)])
+    for option, is_divided in ({}, True), ({"scale_rewards": "none"}, False):
+        ceiling.main(VERL, **option)
+        said = " ".join(capsys.readouterr().out.split())
+        assert "rest 0.1 rest 0.3 rest 1 rest 3" in said
+        assert ("its own objective" in said) == is_divided
 
 
-def test_rows_of_other_trainers(tmp_path):
-    """A prompt that was drawn twice, one that lost a completion, a chat, and a reward that is
-    missing. Catches a group of two steps, and rows that are out of order."""
-    chat = [{"role": "user", "content": "abc"}]
-    twice = [(1, "ab", "x" * length, length) for length in (1, 2, 3, 4)]
-    rows = [(1, chat, "", None), *twice, (1, chat, "xx", 5.0), (1, "lost", "x", 0.0)]
-    first, second = ceiling.as_steps([*rows, (2, "ab", "", 7.0), (2, "ab", "", 8.0)])
+def logged(folder, number, rows):
+    """A file as verl's, of rows (input, output, score, and what else there is)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    row = lambda asked, output, score, others=None: {
+        "input": asked, "output": output, "score": score, "step": number
+    } | (others or {})  # fmt: skip
+    text = "".join(json.dumps(row(*values)) + "\n" for values in rows)
+    (folder / f"{number}.jsonl").write_text(text)
+
+
+def test_groups_of_rows(tmp_path):
+    """A prompt that was drawn twice, one that lost a completion, chats, a reward that is missing,
+    and verl's uid. Catches a group of two files, rows that are out of order, a chat of which only
+    the last turn counts, and parts of a turn that count as Python prints them."""
+    turn = lambda content: {"role": "user", "content": content}
+    chat = [turn("ab"), turn([{"type": "text", "text": "c"}, {"type": "image", "text": None}])]
+    twice = [("ab", "x" * length, length) for length in (1, 2, 3, 4)]
+    rows = [(chat, "", None), *twice, (chat, [turn("x"), turn("x")], 5.0), ("lost", "x", 0.0)]
+    logged(tmp_path, 9, rows)
+    logged(tmp_path, 10, [("ab", "", 7.0), ("ab", "", 8.0)])
+    same = lambda uid: ("ab", "xyz", 1.0, {"uid": uid})
+    logged(tmp_path, 11, [same("a_0_0"), same("b_0_0"), same("b_1_0"), same("a_1_0")])
+    first, second, third = ceiling.read(tmp_path).steps
     assert first.rewards.nan_to_num(9).tolist() == [[9, 5], [1, 2], [3, 4]]
     assert first.cost.tolist() == [[3, 5], [3, 4], [5, 6]]
     assert first.size_of_1.square().round().tolist() == [[0, 2], [1, 2], [3, 4]]
     assert second.rewards.tolist() == [[7, 8]]
-    (tmp_path / "1.jsonl").write_text('{"step": 1, "input": "a"}\n')
-    with pytest.raises(InputError, match=r"1\.jsonl is no log with .*score \(KeyError\('output'\)"):
+    assert third.rewards.shape == (2, 2)
+
+
+def test_one_folder_is_one_run(tmp_path):
+    """Other folders are other runs, or validations; TRL logs a batch again while it uses it, and
+    evaluations, which always have the same prompts, in place of a step. Catches rows that count
+    twice, held-out problems, and a half-written file that hides the others."""
+    batch = lambda name, *rewards: [(f"{name} {q}", "x", r) for q in "ab" for r in rewards]
+    for number, rows in enumerate((batch("p", 0, 1), batch("p", 0, 1), batch("held out", 1, 1),
+                                   batch("q", 1, 0), batch("held out", 0, 1))):  # fmt: skip
+        logged(tmp_path / "rollouts", number, rows)
+    logged(tmp_path / "rollouts" / "val", 1, batch("other", 0, 0))
+    run = ceiling.read(tmp_path / "rollouts")
+    assert [step.rewards.tolist() for step in run.steps] == [[[0, 1]] * 2, [[1, 0]] * 2]
+    assert "Left out: 3 files that repeat" in run.note
+    with pytest.raises(LogError, match=r"logs of 2 runs: give one of .*rollouts/\*\.jsonl, .*val/"):
         ceiling.read(tmp_path)
-    (tmp_path / "half.parquet").write_bytes(TRL.read_bytes()[:1000])
-    with pytest.raises(InputError, match=r"half\.parquet is no log with the columns step, prom"):
-        ceiling.read(tmp_path / "half.parquet")
+    (tmp_path / "rollouts" / "dppo-pruned").touch()
+    with pytest.raises(LogError, match="this run dropped prompts; log one"):
+        ceiling.read(tmp_path / "rollouts")
+    for number in (1, 2):
+        shutil.copy(TRL, tmp_path / f"completions_{number}.parquet")
+    (tmp_path / "completions_2.parquet").write_bytes(TRL.read_bytes()[:1000])
+    run = ceiling.read(tmp_path)
+    assert (len(run.steps), run.note) == (
+        1,
+        "Left out: completions_2.parquet, which is not whole. ",
+    )
+    shutil.copy(TRL, tmp_path / "completions_3.parquet")
+    with pytest.raises(LogError, match=r"completions_2\.parquet cannot be read: Parquet magic"):
+        ceiling.read(tmp_path)
 
 
-# ---------------------------------------------------------------------------- the command
+@pytest.mark.parametrize("column", ["step", "input", "output", "score"])
+def test_values_that_say_nothing(tmp_path, column):
+    """One line with the file, the column and the value. Catches a traceback, and a reward of minus
+    infinity, after which all is said to be zero."""
+    good = {"step": 1, "input": "a", "output": "b", "score": 0.5}
+    for value in {"step": [None], "score": ["1.0", -math.inf, [1.0], {"acc": 1}]}.get(
+        column, [None, 3]
+    ):
+        (tmp_path / "1.jsonl").write_text(
+            json.dumps(good) + "\n" + json.dumps(good | {column: value}) + "\n"
+        )
+        with pytest.raises(
+            LogError, match=rf"1\.jsonl, row 2: {column} is .*cannot be read"
+        ) as caught:
+            ceiling.read(tmp_path)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "1.jsonl").write_text('{"step": 1, "input": "a"}\n')
+    with pytest.raises(LogError, match=r"row 1 is not of a log with the columns step, input, out"):
+        ceiling.read(tmp_path)
 
-CHANGES = {
-    "TRL": "one with num_generations=4, and all else",
-    "verl": "rollout.n=4 data.train_batch_size=4 and 2 times its",
-    "train.py": "--steps 46 --prompts-per-step 4 --group-size 4 --out-dir out-4x4",
-}
+
+# ---------------------------------------------------------------------------- rest
+
+VERL_LINE = (
+    "(TaskRunner pid=7) step:{step} - timing_s/gen:6.0 - timing_s/old_log_prob:{s} - timing_s/ref:"
+    "np.float64({s}) - timing_s/update_actor:{s} - timing_s/step:{whole} - actor/lr:1e-06\n"
+)
 
 
-@pytest.mark.parametrize("trainer", CHANGES)
-def test_two_runs_that_would_settle_it(trainer):
-    """Not with groups of 2, of which it warns. Catches a batch of fewer completions."""
-    rewards = [[1, 0, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 1, 0, 1, 0]]
-    run = Run([made_up_step(rewards)] * 10, SETTINGS | {"prompts_per_step": 2}, 1.0, trainer)
-    said = " ".join(ceiling.report(figures(run, "run"), run).split())
-    assert CHANGES[trainer] in said
-    assert "Beware of groups of 2: one of five" in said
+def test_rest_of_a_file(tmp_path):
+    """Of verl's console log, of the dicts that TRL prints, and of a tracker's row. Catches a first
+    step that counts although it warms up, one slow step that decides, a part that is left out, and
+    a run that pruned, whose training took less."""
+    times = [(1.0, 99.0), (1.0, 4.5), (1.0, 900.0), (2.0, 9.0)]
+    lines = [VERL_LINE.format(step=i, s=s, whole=whole) for i, (s, whole) in enumerate(times, 1)]
+    row = {"timing_s/update_actor": 2.0, "timing_s/old_log_prob": 1.0, "timing_s/step": 4.5}
+    trl = [{"loss": "0.1", "dppo/rest": rest} for rest in ("9.0", "0.4", "0.5", "0.6")]
+    file = tmp_path / "log"
+    for text, rest in (
+        ("".join(lines), 0.5),
+        (json.dumps(row), 0.5),
+        (json.dumps(row, indent=1), 0.5),
+        ("\n".join(map(str, trl)), 0.5),
+    ):
+        file.write_text("nothing\n" + text)
+        assert ceiling.rest_of(str(file)) == pytest.approx(rest)
+    file.write_text(str(trl[0] | {"dppo/kept_tokens": "0.3"}))
+    with pytest.raises(LogError, match="this run pruned; give the log of one that did not"):
+        ceiling.rest_of(str(file))
+    file.write_text("nothing")
+    for given in ("0", "-1", "inf", "nan", str(file), str(tmp_path / "nowhere")):
+        with pytest.raises(LogError, match=r"--rest .*: no number above 0\. DPPOTrainer with"):
+            ceiling.rest_of(given)
+    assert ceiling.rest_of("1e-1") == 0.1
 
 
-def test_the_command(run, tmp_path, capsys):
-    """From a run's files. Catches columns under other names than the reader's, and a proposed run
-    with another setting than this one."""
+def test_the_command(run, tmp_path, capsys, monkeypatch):
+    """From a run's files. Catches columns under other names than the
+    reader's, and a rest to which the first step counts, which warms up."""
     rates = {"completion_prune_rate": 0.8, "prompt_rule": "uniform", "prompt_prune_rate": 0.25}
     batch = {"steps": 8, "prompts_per_step": 8, "mask_truncated": True}
     run("run", method="pps", loss="dr_grpo", **batch, **rates)
-    ceiling.main(tmp_path / "run")
+    monkeypatch.setattr("sys.argv", ["dppo-ceiling", str(tmp_path / "run")])
+    ceiling.command()
     said = " ".join(capsys.readouterr().out.split())
     assert "8 steps of 6 prompts x 6 completions of train.py. " in said
-    assert "(measured in this run)." in said
-    settings = ceiling.read(tmp_path / "run").settings
-    proposed = shlex.split(ceiling.command(settings, group_size=3, prompts=16, steps=50))
-    again = asdict(config.resolve(config.parse_config(proposed[2:])))
-    wanted = {"method": "nonzero", "completion_rule": "nonzero", "prompt_rule": "none"}
-    wanted |= {"group_size": 3, "prompts_per_step": 16, "steps": 50, "out_dir": "out-16x3"}
-    unused = ("completion_prune_rate", "prompt_prune_rate", "rest", "eval_every")
-    assert {**again, **dict.fromkeys(unused)} == {**settings, **wanted, **dict.fromkeys(unused)}
+    assert said.endswith("To train with adaptive, leave out --method.")
+    log = tmp_path / "run" / "log.jsonl"
+    known = ceiling.read(tmp_path / "run").rest
+    rows = [line for line in log.read_text().splitlines(True) if '"step": 1,' not in line]
+    log.write_text("".join(rows))
+    assert len(rows) == 7
+    assert ceiling.read(tmp_path / "run").rest == known
+    monkeypatch.setattr("sys.argv", ["dppo-ceiling", "nowhere"])
+    with pytest.raises(SystemExit, match="2"):
+        ceiling.command()
+    assert capsys.readouterr().err.startswith("error: nowhere: no step is logged here")

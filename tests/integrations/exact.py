@@ -22,7 +22,7 @@ import torch
 
 import dppo
 import proof
-import sampler
+from dppo_shared import sampler
 
 G = 4
 RULES = ("completion_rule", "completion_prune_rate", "prompt_rule", "prompt_prune_rate", "rest")

@@ -14,8 +14,8 @@ from exact import NONE, calls_of, over_completions, over_prompts
 
 import dppo
 import dppo_shared
-import sampler
 from dppo import RuleError
+from dppo_shared import sampler
 from proof import relative_error
 
 LIBRARIES = filter(importlib.util.find_spec, ("trl", "verl"))

@@ -8,16 +8,25 @@ from unittest import mock
 import peft
 import pytest
 import torch
-from exact import assert_same_history, over_completions
+from exact import NONE, assert_same_history, calls_of, over_completions
+from test_packing import flat_grad
 from toy import ROOT
 
+import config
+import dppo
+import dppo_ceiling
+import dppo_shared
+import update
 from dppo import RuleError
 from proof import relative_error
 
 pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
 import trl
 import trl_toy
+from trl.trainer import utils
 from trl_toy import Toy, make
+
+import dppo_trl
 
 
 def test_evaluation_is_grpos():
@@ -72,6 +81,114 @@ def test_micro_batches_without_tokens():
     assert min(x["completion_mask"].sum() for x in toy.plan()) == 0, "else nothing was masked"
 
 
+def padded(rows, left=False):
+    """(values, mask) [B, T] of rows of unequal lengths."""
+    T = max(map(len, rows))
+    place = lambda row, fill: (
+        [fill] * (T - len(row)) + row if left else row + [fill] * (T - len(row))
+    )
+    values = [place(row, 0) for row in rows]
+    return torch.tensor(values), torch.tensor([place([1] * len(row), 0) for row in rows])
+
+
+@pytest.mark.parametrize("max_new_tokens", [6, 11])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("loss", dppo.LOSSES)
+def test_our_update_is_trls(make_policy, make_rollouts, loss, beta, masked, max_new_tokens):
+    """train.py's gradient from packed sequences, and TRL's from padded rows: the same tokens,
+    log-probs and advantages, off-policy, so that clips act. The KL term is GRPO's: TRL's default
+    multiplies it by the ratio. Catches a denominator, a clip, a ratio
+    of a sequence, a KL term or a mask that is not TRL's."""
+    model, _ = make_policy(dtype=torch.float64)
+    reference, _ = make_policy(seed=1, dtype=torch.float64)
+    rollouts = make_rollouts(model, 4, 3, drift=0.3)
+    rollouts.truncated = rollouts.lengths == 6
+    advantages = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).double()
+    low = 1.0 if loss == "cispo" else 0.1  # no lower bound, as TRL's
+    cfg = config.resolve(
+        config.Config(
+            loss=loss, beta=beta, eps_low=low, eps_high=0.15, max_new_tokens=max_new_tokens,
+            temperature=0.9, importance_cap=0.0, device="cpu", pack_tokens=16,
+        )
+    )  # fmt: skip
+    trained = 1.0 - rollouts.truncated.double() * masked
+    scale = trained * dppo.loss_scale(
+        rollouts.lengths, loss, num_sequences=12, max_new_tokens=max_new_tokens,
+        num_tokens=(trained * rollouts.lengths).sum().item(),
+    )  # fmt: skip
+    everything = torch.ones(4, 3, dtype=torch.bool)
+    update.accumulate_gradients(
+        model, rollouts, advantages, scale, everything, cfg=cfg, old_logprobs=rollouts.logprobs,
+        reference=reference,
+    )  # fmt: skip
+
+    theirs, of_reference = (make_policy(seed, dtype=torch.float64)[0] for seed in (0, 1))
+    for one in (theirs, of_reference):
+        one.set_attn_implementation("sdpa")
+    is_gspo = loss == "gspo"
+    trainer = make(
+        trl.GRPOTrainer, model=theirs, loss_type="grpo" if is_gspo else loss, num_generations=3,
+        importance_sampling_level="sequence" if is_gspo else "token", temperature=0.9,
+        epsilon=low, epsilon_high=1.15 if loss == "cispo" else 0.15,
+        max_completion_length=max_new_tokens, per_device_train_batch_size=12,
+        gradient_accumulation_steps=1, use_bias_correction_kl=False,
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps, trainer.beta = 1, beta
+    lengths = rollouts.lengths.flatten().tolist()
+    tokens = rollouts.completion_ids.flatten(0, 1).tolist()
+    prompts = [prompt for prompt in rollouts.prompt_ids for _ in range(3)]
+    prompt_ids, prompt_mask = padded(prompts, left=True)
+    ids, mask = padded([row[:length] for row, length in zip(tokens, lengths, strict=True)])
+    mask *= (trained > 0).flatten()[:, None]
+    inputs = {
+        "prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": ids,
+        "completion_mask": mask, "advantages": advantages.flatten(),
+        "old_per_token_logps": rollouts.logprobs.flatten(0, 1)[:, : ids.shape[1]],
+        "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    attends = torch.cat([prompt_mask, mask], dim=1)
+    with torch.no_grad():
+        logits = of_reference(torch.cat([prompt_ids, ids], dim=1), attention_mask=attends).logits
+    table = (logits[:, -ids.shape[1] - 1 : -1] / 0.9).log_softmax(dim=-1)
+    inputs["ref_per_token_logps"] = table.gather(2, ids[:, :, None])[:, :, 0]
+    with mock.patch.object(utils, "_ChunkedLogProbFunction", trl_toy.DoubleHead):
+        trainer._compute_loss(trainer.model, inputs).backward()
+    assert relative_error(flat_grad(model), flat_grad(theirs)) < 1e-6
+
+
+def test_log_probs_of_generate():
+    """Energies come from the tokens that transformers' generate has sampled. Catches log-probs of
+    another place or without the temperature, and a loss of TRL's that gets them."""
+    trainer = make(prompts=trl_toy.MANY, learning_rate=0.0, max_steps=1, max_completion_length=48)
+    with (
+        calls_of(dppo_shared, "energy_of") as energies,
+        calls_of(trl.GRPOTrainer, "_generate_and_score_completions") as generated,
+    ):
+        trainer.train()
+    (((logprobs, mask), _energy),), ((_args, rows),) = energies, generated
+    ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
+    attends = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
+    with torch.no_grad():
+        wanted, *_ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, attends, mask.shape[1]
+        )
+    assert mask.sum() < mask.numel()
+    torch.testing.assert_close(logprobs * mask, wanted.float() * mask, atol=1e-5, rtol=1e-5)
+    assert "sampling_per_token_logps" not in rows
+
+
+def test_rest_without_pruning(monkeypatch):
+    """Micro-steps of 10 seconds, the first of them with 13 of preparing, the others with 1. Catches
+    a rest of one micro-step, and preparation that counts as training."""
+    ends = [[0, 1, 14, 20], *([0, 1, 2, 10] for _ in range(3))]
+    times = (40 * step + time for step, part in enumerate(ends) for time in part)
+    monkeypatch.setattr(dppo_trl, "clock", lambda: next(times))
+    toy = Toy(**NONE)
+    toy.step()
+    assert toy.figures() == {"rest": (13 + 3) / (7 + 3 * 9)}
+
+
 def test_rewards_of_several_functions():
     """Fails if a reward has not TRL's weights, or if NaN of all functions is a reward."""
     trainer, nan = make(), torch.nan
@@ -88,7 +205,8 @@ def six_steps(folder, resume=None, prompts=trl_toy.MANY):
     repeat: the mean of tokens, the log without its times, the weights."""
     trainer = make(
         prompts=prompts, max_steps=6, output_dir=str(folder), save_strategy="steps", save_steps=2,
-        shuffle_dataset=True, prompt_rule="uniform",
+        shuffle_dataset=True, prompt_rule="uniform", log_completions=True,
+        num_completions_to_print=0,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     times = ("step_time", "train_", "total_flos")
@@ -113,6 +231,8 @@ def test_resumed_bit_for_bit(tmp_path):
     shares = [row["dppo/kept_prompts"] for row in whole.state.log_history[:6]]
     assert shares == [1.0] + [0.75] * 5, "the first batch gives the denominator"
     logged = {name for name in whole.state.log_history[0] if name.startswith("dppo/")}
+    logged.add("dppo/rest")  # test_rest_without_pruning
+    assert (tmp_path / "whole" / "completions" / dppo_ceiling.PRUNED).exists()
     page = ROOT.joinpath("docs", "other-trainers.md").read_text()
     assert logged == set(re.findall(r"`(dppo/\w+)`", page))
     with pytest.raises(RuleError, match=r"dppo\.pt: its history is of other prompts"):
@@ -150,5 +270,11 @@ def test_trainers_are_refused(monkeypatch):
             with pytest.raises(RuleError, match=message):
                 trainer.check()
     trainer.check()
+    for args, given in (
+        (trl.GRPOConfig(use_cpu=True, bf16=False), "GRPOConfig"),
+        (None, "NoneType"),
+    ):
+        with pytest.raises(RuleError, match=f"args is of type {given}: give a DPPOConfig"):
+            dppo_trl.DPPOTrainer(trainer.model, trl_toy.toy_reward, args)
     with pytest.raises(RuleError, match=r"images: .*set both rules to 'none'"):
         trainer.gather({"num_images": [1]}, None, None)

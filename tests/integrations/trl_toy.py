@@ -57,8 +57,9 @@ def toy_reward(completions, **columns):
     return [float(number(text, ".") % 3 == 0) for text in completions]
 
 
-def make(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, dtype="float64", **options):
+def make(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, dtype="float64", model=None, **options):
     folder, adapters = model_folder(), options.pop("peft_config", None)
+    model = model or transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     torch.manual_seed(0)  # of adapters
     options = {
         "output_dir": f"{folder}/out", "use_cpu": True, "bf16": False, "report_to": "none",
@@ -68,7 +69,7 @@ def make(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, dtype="float64", **options)
         "max_grad_norm": 0.0, "shuffle_dataset": False,
     } | options  # fmt: skip
     return kind(
-        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype),
+        model,
         toy_reward,
         args=dppo_trl.DPPOConfig(**options),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
@@ -163,7 +164,8 @@ class Toy(exact.Toy):
         return Toy(**self.options | NONE).step()
 
     def log(self):
-        return {name: x for name, x in self.trainer._metrics["train"].items() if "time" not in name}
+        rows = self.trainer._metrics["train"].items()
+        return {name: x for name, x in rows if name not in ("step_time", "dppo/rest")}
 
     def figures(self):
         rows = self.trainer._metrics["train"].items()

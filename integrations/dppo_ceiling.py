@@ -1,0 +1,1 @@
+../bench/ceiling.py
