@@ -1,5 +1,4 @@
-"""
-What leaving out zeros, adaptive and smaller groups would do for a training run, from its log.
+"""What leaving out zeros, adaptive and smaller groups would do for a training run, from its log.
 
     python -m bench ceiling out-grpo             a run of train.py --method grpo
     dppo-ceiling out-trl/completions             TRL's, with log_completions=True, logging_steps=1
@@ -34,7 +33,7 @@ import torch
 
 import dppo
 
-RESTS = (0.1, 0.3, 1.0, 3.0)  # of the tables, if the run's own is not known
+RESTS = (0.1, 0.3, 1.0, 3.0)  # if the run's own is not known
 CORRELATIONS = (0.0, 0.05, 0.1, 0.15, 0.2)  # measured: 0.14 and 0.16; fitted: 0.05 (docs/method.md)
 ENOUGH = 20  # groups with different rewards
 RULES = ("leaving out zeros", "adaptive")
@@ -53,8 +52,7 @@ WHERE_REST_IS = {
 }
 ADAPTIVE = {
     "train.py": "leave out --method.",
-    "TRL": 'take DPPOTrainer and DPPOConfig(completion_rule="adaptive") of dppo_trl, and try smaller '
-    "micro-batches.",
+    "TRL": 'take DPPOTrainer, DPPOConfig(completion_rule="adaptive"), and smaller micro-batches.',
     "verl": "add trainer.v1.trainer_mode=nanodppo.",
 }
 
@@ -87,8 +85,7 @@ def main(
 
     Args:
         path: a run's folder; or a file or a folder of completions that TRL or verl logged
-        rest: the time of everything but training, over that of training on all completions: a
-            number, or a file that shows it (a console log, or a tracker's row as JSON)
+        rest: a number, or a file that shows it: a console log, or a tracker's row as JSON
         scale_rewards: what the trainer divides R - mean by, if that is not its default
     """
     run = read(path)
@@ -105,8 +102,8 @@ def command() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--rest")
     parser.add_argument("--scale-rewards", choices=dppo.SCALES)
+    options = parser.parse_args()
     try:
-        options = parser.parse_args()
         main(options.path, options.rest, options.scale_rewards)
     except LogError as problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -266,8 +263,8 @@ def figures(run: Run, name: str) -> dict:
         )
     G = steps[0].rewards.shape[1]
     group_sizes = [size for size in range(2, G + 1) if G % size == 0]
-    table = torch.stack([sums_of(run, size) for size in group_sizes], dim=2)
-    signal, trained, noise, all_noise = table  # [rules, group sizes] each
+    sums = [sums_of(run, size) for size in group_sizes]
+    signal, trained, noise, all_noise = torch.stack(sums, dim=2)  # [rules, group sizes] each
     sampled = sum((step.cost * step.prompt_weights[:, None]).sum().item() for step in steps)
     time = sampled * torch.tensor(rests)[:, None, None] + trained  # [rests, rules, group sizes]
     # Correlated gradients of a prompt's completions add to V (Kish 1965).
