@@ -10,8 +10,6 @@ that was saved.
 import contextlib
 import copy
 import functools
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -82,9 +80,8 @@ def check_memory(cfg: Config) -> None:
             model = AutoModelForCausalLM.from_config(shape)
     except Exception:  # load_models will say what is wrong with the model
         return
-    command = f"{ranks.launcher()} {shlex.join(sys.argv)}"
     _, total = torch.cuda.mem_get_info()
-    if note := memory.check(model, cfg, ranks.world(), total, command):
+    if note := memory.check(model, cfg, ranks.world(), total):
         ranks.say(note)
 
 
@@ -145,9 +142,9 @@ def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> 
     share, most = cfg.vllm_memory, max(map(len, prompts))
     if cfg.device == "cuda":
         _, total = torch.cuda.mem_get_info()
-        sizes = (models.model, cfg, most, ranks.world())
-        ranks.say(memory.report(*sizes, total))
-        share = share or memory.vllm_share(memory.plan(*sizes), total)
+        parts = memory.plan(models.model, cfg, ranks.world())
+        ranks.say(memory.report(parts, total))
+        share = share or memory.vllm_share(parts, total)
     most_tokens = most + cfg.max_new_tokens
     engine = start_engine(cfg, models.model, most_tokens, cfg.rollout_batch, share)
     how = sampling(

@@ -38,6 +38,7 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"\\varnothing", r"\\emptyset"),
     (rf"\\(?:boldsymbol|bm|mathbf|mathrm(?=\{{[ei]\}}))\s*{BRACED}", r"\1"),
     *[(rf"\\(?:mbox|text(?:bf|rm|it|normal)?|mathrm)\s*{BRACED}", r" ~\1 ")] * 2,  # also nested
+    (r"(\\[dtc]?frac) ?(\d) ?(\d)", r"\1{\2}{\3}"),
     (r"(?:√|(?<![\\a-z])sqrt)\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[a-z]))", r"\\sqrt{\1\2\3}"),
     (r"(?<![\\a-z])(pi|sin|cos|tan|log|ln)(?![a-z])", r"\\\1 "),
     # around an answer, and between the parts of a list
@@ -51,7 +52,7 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
     (r"(?:\\times|\\cdot|\*) ?(?=\\sqrt|\\pi)", ""),
     # units, of which the base of a number is one
     (r"(?<=\d) ?_ ?\{?(\d+)\}?$", r" ~base\1"),
-    (r" ?(?:°|\^ ?\{? ?\\circ(?![a-z]) ?\}?)(?= ?(?:[,)\]}~a-z]|$))", " ~degree"),
+    (r" ?(?:°|\^ ?(?:\{ ?\\circ ?\}|\\circ\b))(?= ?(?:[,)\]}~a-z]|$))", " ~degree"),
     (r" ?(?:\\?%|~?\bper ?cent\b)", " ~percent"),
     (r"~?\bdollars?\b|\\\$", "$"),
     (r"([$¢-¥₠-⃏])(.*)", r"\2 ~\1"),
@@ -59,7 +60,7 @@ SPELLINGS = [  # (pattern, replacement), in this order, without regard to case
 SPELLINGS = [(re.compile(pattern, re.IGNORECASE), to) for pattern, to in SPELLINGS]
 SPACES = re.compile(r"(?<![\da-z,])\s+|\s+(?![\da-z\s])|(?<=\d) (?=[a-z]\b)", re.IGNORECASE)
 
-LABEL = re.compile(r"\(?([A-Z])(?:(?:\) ?|[.:] )(?![-,+*/=^(])(.+)|\)?)")  # the letter of a choice
+LABEL = re.compile(r"\(?([A-Z])(?:(?:\)|[.:] )(?! ?[-,+*/=^(])(.+)|\)?)")  # the letter of a choice
 CHANGES = (  # words that change the number before them: 2 million, 5 thousandths
     r"(?:plus|minus|times|squared|cubed|half|halves|dozen|(?:third|quarter|fif|six|seven|eigh|nin|ten|"
     r"hundred|thousand|\w+illion)(?:ths?|s)?)\b|[百千万億亿억](?![克米])|тысяч|миллион"
@@ -77,9 +78,9 @@ VALUE = re.compile(
     r"\\(?:sqrt|pi|infty|cup|emptyset) ?|\\?[{}]|[).,\[\]/^:;ei]|, |\b[a-z]=)+"
 )
 PAIR = re.compile(r"(\\{|\(|\[)[^()[\]|:]*,[^()[\]|:]*(?:\\}|\)|\])")  # or a set, or an interval
-# What is compared as text: words, and what math-verify misreads, such as 2:3:5 as 2/(3*5)
+# What is compared as text: words, and what math-verify misreads: 2:3:5, and 1^\circ 30'
 WORDS = rf"(?=.*(?:{LETTER}{{3}}|{FOREIGN}))(?:{LETTER}|[ ,.'-])+"
-WORDS = re.compile(rf"{WORDS}|[\d.]+(?::[\d.]+){{2,}}")
+WORDS = re.compile(rf"{WORDS}|[\d.]+(?::[\d.]+){{2,}}|.*\\circ(?![a-z]).*")
 WHOLE = r"\d+|\d{1,3}(?:,\d{2,3})*,\d{3}"  # 1,234,567 or, in India, 12,34,567
 NUMBER = re.compile(rf"-?(?:(?:{WHOLE})(?:\.\d*)?|\.\d+)(?:e[+-]?\d{{1,3}})?", re.IGNORECASE)
 

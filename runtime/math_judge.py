@@ -90,8 +90,7 @@ def judge() -> None:
         return parse(f"\\boxed{{{text}\\,}}", whole, parsing_timeout=None)
 
     def compare(answer, given):
-        # math-verify returns a list: what it read, and the text that it read it from
-        first, second = read(answer), read(given)
+        first, second = read(answer), read(given)  # lists: what was read, and from which text
         exact = "." not in answer + given
         values = first[0], second[0]
         if all(getattr(value, "is_number", False) and value.is_real for value in values):

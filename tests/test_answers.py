@@ -113,7 +113,9 @@ TABLE = {
     """,
     "spellings": r"""
         \frac{\sqrt6}2 ; \dfrac{\sqrt{6}}{2} ; 1
+        \frac72 ; \frac702 ; 0
         \sqrt{3} ; 2√3 ; 0
+        179^{\circ} 59^{\prime} ; 179^{\circ} 36^{\prime} ; 0
         \sqrt{12} ; √12 ; 1
         3\sqrt7 ; 3 sqrt(7) ; 1
         x^{n+1}-1 ; xⁿ⁺¹−1 ; 1
@@ -138,6 +140,8 @@ TABLE = {
         \textbf{(D)}\ 10 ; 10 ; 1
         B ; C. x = B ; 0
         B ; (B) and (C) ; 0
+        \text{(B)} ; \text{(B)}, 1 ; 0
+        \text{(C)} ; \text{(C)}^2 ; 0
     """,
 }
 

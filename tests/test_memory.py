@@ -1,6 +1,6 @@
 """The memory plan: its parts by hand, its activations measured, and what it advises."""
 
-import sys
+import re
 import types
 
 import pytest
@@ -51,26 +51,24 @@ def model_4b():
     return meta("4b")
 
 
-TABLE = [  # flags, GPUs, {part: GiB}; 4B has 4.022e9 parameters and caches 147,456 bytes a token
+TABLE = [  # flags, GPUs, {part: GiB}; 4B has 4.022e9 parameters
     ({}, 1, {"weights": 15.0, "gradients": 15.0, "optimizer": 30.0, "reference": 0,
-             "sampling copy": 7.5, "logits": 2.0, "keys and values": 512 * 1224 * 147_456 / GIB,
-             "one group": 16 * 1224 * 147_456 / GIB}),
+             "sampling copy": 7.5, "logits": 2.0}),
     ({"shard": "fsdp", "beta": 0.1}, 8, {"weights": 1.87, "optimizer": 3.75, "reference": 1.87,
-             "sampling copy": 7.5, "keys and values": 64 * 1224 * 147_456 / GIB}),
-    ({"engine": "vllm", "rollout_batch": 32}, 8, {"weights": 15.0, "sampling copy": 0,
-             "keys and values": 32 * 1224 * 147_456 / GIB}),
+             "sampling copy": 7.5}),
+    ({"engine": "vllm"}, 8, {"weights": 15.0, "sampling copy": 0}),
     ({"lora": 8, "beta": 0.1}, 1, {  # 57,344 a layer and rank in adapters
              "weights": 7.49 + 0.062, "gradients": 0.0615, "optimizer": 0.123, "reference": 0,
              "sampling copy": 7.5}),
-    ({"dtype": "float32", "pack_tokens": 256}, 1, {"sampling copy": 0, "logits":
-             256 * 151_936 * 16 / GIB, "keys and values": 512 * 1224 * 294_912 / GIB}),
+    ({"dtype": "float32", "pack_tokens": 256}, 1, {
+             "sampling copy": 0, "logits": 256 * 151_936 * 16 / GIB}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "world", "wanted"), TABLE)
 def test_parts_by_hand(model_4b, changes, world, wanted):
     """Catches a part that is not divided by the ranks, or that is, and bytes of another type."""
-    parts = memory.plan(model_4b, resolved(**changes), 200, world)
+    parts = memory.plan(model_4b, resolved(**changes), world)
     found = {name: parts[name] / GIB for name in wanted}
     assert found == pytest.approx(wanted, rel=0.005)
 
@@ -125,7 +123,7 @@ def test_activations_are_those_of_a_forward(monkeypatch, dtype, checkpointing, r
             device.cast_weights(model, dtype)
             lora.inject(model, rank, 0)
         measured.append(kept(model, cfg, 300))
-        planned.append(memory.plan(model, cfg, 9, 1)["activations"])
+        planned.append(memory.plan(model, cfg, 1)["activations"])
     width = shape.num_attention_heads * shape.head_dim * getattr(torch, dtype).itemsize
     casts = rank and dtype == "bfloat16"
     copied = 0 if checkpointing or casts else 2 * 300 * width
@@ -133,49 +131,35 @@ def test_activations_are_those_of_a_forward(monkeypatch, dtype, checkpointing, r
     assert found == pytest.approx(planned[1] - planned[0], rel=error)
 
 
-CHECKPOINTING = {"gradient_checkpointing": True}
-FIT = [  # shape, flags, GPUs, GiB of each: what fits
-    ("0.6b", {}, 1, 79, ""),
-    ("4b", {}, 1, 79, "this fits: CMD --gradient-checkpointing --pack-tokens 2048"),
-    ("4b", {}, 8, 47, "this fits: CMD --gradient-checkpointing --shard fsdp"),
-    ("4b", {}, 1, 47, "this fits: CMD --gradient-checkpointing --lora 16 --lr 1e-05"),
-    ("4b", CHECKPOINTING, 1, 79, "this fits: CMD --pack-tokens 2048"),
-    ("4b", CHECKPOINTING | {"shard": "fsdp", "max_new_tokens": 2**15}, 8, 79,
-     "this fits: CMD --max-new-tokens 16384"),
-    ("8b", {"lora": 32}, 1, 47, "this fits: CMD --gradient-checkpointing"),
-    ("8b", {}, 1, 15, "use a smaller model, or more GPUs"),
-]  # fmt: skip
+FIT = [  # shape, GiB of the GPU: what is said of a batch without checkpointing
+    ("0.6b", 79, "$"),
+    ("4b", 130, "note: an update needs 121.. GiB .* --pack-tokens 2048 it fits"),
+    ("4b", 79, "--model x: an update needs 121.. GiB of the GPU's 79.0; .* it fits"),
+    ("4b", 47, "--model x: .* or a smaller model"),
+]
 
 
-@pytest.mark.parametrize(("shape", "changes", "world", "gib", "way_out"), FIT)
-def test_a_command_that_fits(shape, changes, world, gib, way_out):
-    """Refused if the update alone is larger than the GPU, else noted. Catches advice that does not
-    help, a run that dies unwarned, and a learning rate of all weights for adapters."""
-    cfg, model = resolved(**changes), meta(shape)
-    parts = memory.plan(model, cfg, 0, world)
-    needed = memory.state(parts) + parts["logits"] + parts["activations"]
+@pytest.mark.parametrize(("shape", "gib", "wanted"), FIT)
+def test_what_fits(shape, gib, wanted):
+    """Refused if an update is larger than the GPU, else noted. Catches advice that does not help,
+    and a run that dies unwarned."""
     try:
-        said = memory.check(model, cfg, world, gib * GIB, "CMD")
-        assert needed <= gib * GIB
-        assert said.startswith("note: a step needs ") == bool(way_out)
+        said = memory.check(meta(shape), resolved(), 1, gib * GIB)
     except InputError as refusal:
         said = str(refusal)
-        assert needed > gib * GIB
-    assert said.endswith(way_out)
+    assert re.match(wanted, said)
 
 
 def test_it_is_checked_before_the_data(policy_folder, monkeypatch):
-    """Catches half an hour of downloads before the refusal, and advice without the command."""
-    monkeypatch.setattr(sys, "argv", ["my.py", "--lr", "1e-6"])
+    """Catches half an hour of downloads before the refusal."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**20))
     cfg = config.Config(model=policy_folder, device="cuda", data="nothing.jsonl")
-    with pytest.raises(InputError, match=f"--model {policy_folder}: a step needs .* or more GPUs"):
-        train.Trainer(cfg)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10 * GIB))
-    with pytest.raises(InputError, match=r"nothing\.jsonl cannot be read"):
-        train.Trainer(cfg)
+    said = {2**20: f"--model {policy_folder}: an update needs", 10 * GIB: "nothing.jsonl cannot be"}
+    for total, message in said.items():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda total=total: (0, total))
+        with pytest.raises(InputError, match=message):
+            train.Trainer(cfg)
 
 
 def test_vllm_gets_what_training_leaves(model_4b):
@@ -184,7 +168,7 @@ def test_vllm_gets_what_training_leaves(model_4b):
     shares = []
     for world, total in ((1, 140), (8, 79), (1, 40)):
         cfg = resolved(engine="vllm", shard="fsdp" if world > 1 else "none")
-        parts = memory.plan(model_4b, cfg, 200, world)
+        parts = memory.plan(model_4b, cfg, world)
         shares.append(memory.vllm_share(parts, total * GIB))
     assert shares == [0.47, 0.71, 0.05]
 

@@ -262,10 +262,9 @@ def test_a_batch_of_hostile_answers(fake_judge, monkeypatch, capsys):
     assert score(late) == [1]
     slow = score(*(f"\\boxed{{slow{number}}}" for number in range(9)))
     assert (slow[0], slow[-1]) == (1, 0)
-    rows = [{"completions": ["\\boxed{1+spin}", "\\boxed{2+spin}"]}, {"completions": [known]}]
+    texts = [["\\boxed{1+spin}", "\\boxed{2+spin}"], [known]]
     problems = [data.Problem("?", answer, "") for answer in ("x+1", "x+2")]
-    evaluation.score(rows, problems, rewards.math_reward)
-    assert [row["rewards"] for row in rows] == [[0, 0], [0]], "not None"
+    assert rewards.of_texts(texts, problems, rewards.math_reward) == [[0, 0], [0]], "not None"
     assert rewards.math_reward(hostile[2], "x+1") == 0.0
     assert rewards.math_reward("\\boxed{4+x}", "x+1") == 1.0
 
