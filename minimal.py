@@ -173,7 +173,7 @@ def train(grpo=False, drop_prompts=False, seed=0, steps=STEPS):
         falling = (steps + 1 - step) / max(1, steps + 1 - WARMUP)
         optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP, falling)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)  # if nothing is kept, a gradient of 0, not none
         reward = weight @ mean[:, 0] / weight.sum()
         print(f"step {step:3} | reward {reward:.3f} | kept {len(kept):3}/{len(p)}", end=" | ")
         print(f"tokens trained on {cost[kept].sum():4.0f}/{cost.sum():.0f}", flush=True)
