@@ -1,7 +1,7 @@
 """
 What a run leaves on disk, written so that a kill at any moment damages nothing.
 
-    config.json          every resolved value, versions, commit
+    config.json          every resolved value, the program, versions
     log.jsonl            one row a step, on disk before the step's checkpoint
     samples.jsonl        a few completions a step, with reward, advantage and keep decision
     checkpoint-000020/   after step 20: a Hugging Face folder, trainer.pt (optimizer, prompt
@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -36,7 +35,6 @@ except ModuleNotFoundError:
 from runtime import InputError, log, ranks
 
 NUMBERED = re.compile(r"checkpoint-\d{6,}")
-ROOT = Path(__file__).resolve().parents[1]
 # What a folder may hold: a setting in its config.json that only this kind has.
 KINDS = {"a training run": "method", "an evaluation": "weights", "a supervised start": "batch_size"}
 
@@ -224,16 +222,12 @@ def check_parts(folder: Path, parts: dict) -> None:
 
 
 def write_config(out_dir: Path, config: dict, ranks: int, date: str | None, parts=None) -> None:
-    """config.json: every resolved value, the program, its parts, the date of the prompts, versions,
-    and the commit, which ends in -dirty if files differ from it."""
+    """config.json: every resolved value, the program, its parts, the date of the prompts, and the
+    versions."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    # --git-dir: an archive of this repository may lie in another one.
-    command = "git --git-dir=.git --work-tree=. describe --always --dirty --abbrev=40"
-    git = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
     written = {
         "config": config, "program": sys.argv[0], "parts": parts or {}, "date": date,
         "versions": {"python": sys.version.split()[0], **versions},
         "ranks": ranks, "threads": torch.get_num_threads(),
-        "commit": git.stdout.strip() or None,
     }  # fmt: skip
     log.write_text(out_dir / "config.json", json.dumps(written, indent=2) + "\n")

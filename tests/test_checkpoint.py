@@ -1,12 +1,9 @@
 """What a run leaves on disk survives a kill at any moment."""
 
-import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
-import subprocess
 import time
 from unittest import mock
 
@@ -219,28 +216,3 @@ def test_a_file_on_a_full_disk(tmp_path, monkeypatch):
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n[1]\n')
     with pytest.raises(InputError, match=r"log.jsonl, line 2 is not what was written"):
         log.read_rows(tmp_path / "log.jsonl")
-
-
-def commit_of(folder):
-    checkpoint.write_config(folder, {"seed": 1}, 2, None)
-    written = json.loads((folder / "config.json").read_text())
-    assert (written["config"], written["ranks"]) == ({"seed": 1}, 2)
-    assert names(folder) == ["config.json"]
-    return written["commit"]
-
-
-def test_the_commit_is_the_clones_own(tmp_path, monkeypatch):
-    """Catches a run that fails where git is missing, and the commit of another repository, in which
-    an archive lies."""
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    (tmp_path / "archive").mkdir()
-    (tmp_path / "run").mkdir()
-    for words in ("init -q", "commit -q --allow-empty -m first"):
-        subprocess.run([*git, *words.split()], check=True)
-    monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
-    assert re.fullmatch("[0-9a-f]{40}", commit_of(tmp_path / "run"))
-    monkeypatch.setattr(checkpoint, "ROOT", tmp_path / "archive")
-    assert commit_of(tmp_path / "run") is None
-    monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
-    monkeypatch.setenv("PATH", "")
-    assert commit_of(tmp_path / "run") is None

@@ -9,7 +9,6 @@ import runpy
 import sys
 import time
 import types
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -250,6 +249,7 @@ BAD_INPUT = """
 --prompt-rule uniform --prompt-prune-rate 0.8 --minibatches 2 | an update would keep 0 of 2
 --minibatches 3 | --minibatches 3: must be a divisor of the step's 4 prompts
 --completion-rule topk | --completion-rule topk: must be one of none, nonzero, uniform, dppo, pps
+--prompts-per-step 513 | 513: must be at most 512, which is all that the data hold
 --group-size 1 | --group-size 1: must be at least 2
 --lr 0 | --lr 0.0: must be above 0 and finite
 --shard fsdp | --shard fsdp: no ranks share the weights; start train.py with torchrun
@@ -285,16 +285,13 @@ def test_a_tilde_is_the_home(monkeypatch):
         assert tyro.cli(kind, args=args.split()) == tyro.cli(kind, args=expanded.split())
 
 
-def test_a_file_of_a_few_rows(tmp_path):
-    """Of eight, one is held out, and the error says so."""
+def test_the_embedded_model_can_only_add(tmp_path, capsys):
+    """Catches hours of training it on answers in boxes without a word."""
     problems = [{"problem": f"{n}+1?", "answer": "1"} for n in range(8)]
     log.append_rows(tmp_path / "few.jsonl", problems)
-    options = {"data": str(tmp_path / "few.jsonl"), "instruction": "", "group_size": 2, "steps": 1}
-    args = flags("tiny", tmp_path / "run", **options)
-    cfg = config.parse_config([*args, "--prompts-per-step", "8"])
-    with pytest.raises(InputError, match="8: must be at most 7, which is all that the data hold"):
-        train.main(cfg)
-    train.main(replace(cfg, prompts_per_step=7))
+    options = {"data": tmp_path / "few.jsonl", "instruction": "", "group_size": 2, "steps": 1}
+    train.main(config.parse_config(flags("tiny", tmp_path / "run", **options)))
+    assert "--model tiny can only add" in capsys.readouterr().out
 
 
 def program(args):
