@@ -285,15 +285,6 @@ def test_a_tilde_is_the_home(monkeypatch):
         assert tyro.cli(kind, args=args.split()) == tyro.cli(kind, args=expanded.split())
 
 
-def test_the_embedded_model_can_only_add(tmp_path, capsys):
-    """Catches hours of training it on answers in boxes without a word."""
-    problems = [{"problem": f"{n}+1?", "answer": "1"} for n in range(8)]
-    log.append_rows(tmp_path / "few.jsonl", problems)
-    options = {"data": tmp_path / "few.jsonl", "instruction": "", "group_size": 2, "steps": 1}
-    train.main(config.parse_config(flags("tiny", tmp_path / "run", **options)))
-    assert "--model tiny can only add" in capsys.readouterr().out
-
-
 def program(args):
     """train.py as a program that ends with status 77 where it would wait for torchrun to end it."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = args[-1] + ".json"

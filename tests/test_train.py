@@ -80,6 +80,7 @@ def test_log_rows(run, pictures, tmp_path):
     log = run("run", steps=3, eval_every=2, eval_problems=3, **rates)
     assert [row["step"] for row in log] == [0, 1, 2, 3]
     assert set(log[0]) == {"step", "eval/avg@4", "eval/accuracy"}
+    assert log[0]["eval/accuracy"] == 0 < log[0]["eval/avg@4"], "by the data's own reward"
     assert ["eval/avg@4" in row for row in log] == [True, False, True, True]
     for row in log[1:]:
         assert set(row) - set(log[0]) | {"step"} == set(NAMES.split())
