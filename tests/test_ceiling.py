@@ -242,14 +242,14 @@ def test_groups_of_rows(tmp_path):
     rows = [(chat, "", None), *twice, (chat, [turn("x"), turn("x")], 5.0), ("lost", "x", 0.0)]
     logged(tmp_path, 9, rows)
     logged(tmp_path, 10, [("ab", "", 7.0), ("ab", "", 8.0)])
-    same = lambda uid: ("ab", "xyz", 1.0, {"uid": uid})
-    logged(tmp_path, 11, [same("a_0_0"), same("b_0_0"), same("b_1_0"), same("a_1_0")])
+    rows = [("ab", "xyz", float(uid[0] == "a"), {"uid": uid}) for uid in ("a_0_0", "b_0_0", "b_1_0")]
+    logged(tmp_path, 11, [*rows, ("ab", "xyz", 1.0, {"uid": "a_1_0"})])
     first, second, third = ceiling.read(tmp_path).steps
     assert first.rewards.nan_to_num(9).tolist() == [[9, 5], [1, 2], [3, 4]]
     assert first.cost.tolist() == [[3, 5], [3, 4], [5, 6]]
     assert first.size_of_1.square().round().tolist() == [[0, 2], [1, 2], [3, 4]]
     assert second.rewards.tolist() == [[7, 8]]
-    assert third.rewards.shape == (2, 2)
+    assert third.rewards.tolist() == [[1, 1], [0, 0]]
 
 
 def test_one_folder_is_one_run(tmp_path):
