@@ -226,7 +226,7 @@ def logged(folder, number, rows):
     """A file as verl's, of rows (input, output, score, and what else there is)."""
     folder.mkdir(parents=True, exist_ok=True)
     row = lambda asked, output, score, others=None: {
-        "input": asked, "output": output, "score": score, "step": number
+        "input": asked, "output": output, "score": score, "step": 1
     } | (others or {})  # fmt: skip
     text = "".join(json.dumps(row(*values)) + "\n" for values in rows)
     (folder / f"{number}.jsonl").write_text(text)
