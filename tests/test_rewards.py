@@ -7,11 +7,11 @@ import functools
 import math
 import multiprocessing
 import os
-import random
 import time
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,14 +46,11 @@ REWARDS = [  # a completion, the reference answer, its reward
 ]
 
 
-@pytest.mark.parametrize(("completion", "answer", "reward"), REWARDS)
-def test_math_reward(completion, answer, reward):
+def test_rewards():
     """Fails if the first box is used, one in a thought, or two as a set; if a completion earns 0
     although there is no reference answer; or if a hostile one ends the judging."""
-    assert rewards.math_reward(completion, answer) == reward
-
-
-def test_arithmetic_reward():
+    found = [(text, answer, rewards.math_reward(text, answer)) for text, answer, _ in REWARDS]
+    assert found == REWARDS
     assert rewards.arithmetic_reward("7+9=6;16+5=21", "21") == 1.0, "only the answer counts"
     assert rewards.arithmetic_reward("7+9=16;16+5=021", "21") == 0.0
     assert rewards.arithmetic_reward("7+9=16", "sixteen") is None
@@ -289,19 +286,15 @@ def test_a_forked_process_has_its_own_judge():
 def test_many_threads_ask_one_judge():
     """Fails if a thread reads another's verdict."""
     math_judge.ask.cache_clear()
-    rng = random.Random(0)
-    golds = [f"\\frac{{{n}}}{{7}}" for n in range(100)]
-    pairs = [(gold, rng.choice((gold, "\\frac{1}{9}"))) for gold in golds]
+    is_half = lambda n: verify("\\frac{1}{2}", f"\\frac{{{n}}}{{{2 * n + n % 2}}}")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        verdicts = list(pool.map(lambda pair: verify(*pair), pairs))
-    assert verdicts == [answer == given for answer, given in pairs]
+        verdicts = list(pool.map(is_half, range(1, 100)))
+    assert verdicts == [n % 2 == 0 for n in range(1, 100)]
 
 
 def test_without_math_verify(monkeypatch, tmp_path, capfd):
-    """Numbers need no judge; for others the error names what is missing.
-
-    Catches a silent reward of 0 for every formula.
-    """
+    """Numbers need no judge; for others an error names what is missing. Catches a silent reward of
+    0 for every formula."""
     missing = "from math_verify_that_is_not_there"
     with fresh_judge(monkeypatch, tmp_path, "from math_verify", missing):
         assert rewards.math_reward("\\boxed{3}", "3.0") == 1.0
@@ -310,22 +303,14 @@ def test_without_math_verify(monkeypatch, tmp_path, capfd):
     assert "No module named 'math_verify_that" in capfd.readouterr().err
 
 
-def test_an_interrupted_query_leaves_no_verdict_behind(monkeypatch):
+def test_an_interrupted_query_leaves_no_verdict_behind():
     """Fails if the next query reads the verdict of the interrupted one."""
     math_judge.ask.cache_clear()
     assert not verify("\\frac{1}{9}", "\\frac{2}{9}")
-
-    pipe = judge_process().stdin
-    real = pipe.flush
-
-    def interrupted():
-        real()
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pipe, "flush", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            verify("\\frac{3}{9}", "\\frac{1}{3}")
+    pipe = judge_process().stdout  # the question is sent, its verdict is not read
+    interrupted = mock.Mock(side_effect=KeyboardInterrupt)
+    with mock.patch.object(pipe, "readline", interrupted), pytest.raises(KeyboardInterrupt):
+        verify("\\frac{3}{9}", "\\frac{1}{3}")
     assert not verify("\\frac{1}{9}", "\\frac{4}{9}")
 
 
