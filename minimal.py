@@ -11,12 +11,12 @@ advantage likelier and the others less likely. It is a sum of terms l_i, one for
 and most of them hardly move the gradient.
 
 Keep l_i with probability p_i, and multiply it by 1 / p_i if it is kept. Its expectation is still
-l_i. So the expected gradient is that of all terms (Horvitz and Thompson, 1952), even if the draws
-of different terms depend on each other. There are four conditions:
+l_i. So, given what was sampled, the expected gradient is that of all terms (Horvitz and Thompson,
+1952), even if the draws of different terms depend on each other. There are four conditions:
     - advantages and denominators are those of the full groups and batch, whatever is dropped
     - p_i > 0 wherever l_i is not 0; a term that is exactly 0 (advantage 0) may go for free
     - p_i is the true probability of keeping l_i
-    - each update has its own draw, because the first one moves the parameters
+    - each update has its own draw, because the parameters depend on the draws before it
 This is the gradient before it is clipped by norm: clipping and Adam are not linear.
 
 The rule for p here is train.py's default, adaptive: large gradients are kept for sure, and small
@@ -47,9 +47,9 @@ PAD, END = tokenizer.pad_token_id, tokenizer.eos_token_id
 def completion_size(advantage, factor, energy):
     """Estimated gradient norm [N] of each completion's term, exactly 0 where the term is.
 
-    A term is factor x advantage x the sum of its tokens' log-probs. At the logits, the gradient of
-    a token's log-prob is onehot(token) - softmax. The gradients of different tokens are
-    uncorrelated, so their squared norms add up: the sum is the completion's energy.
+    Up to its sign, a term's gradient is that of factor x advantage x the sum of its tokens'
+    log-probs. At the logits, the gradient of a log-prob is onehot(token) - softmax. The gradients
+    of different tokens are uncorrelated, so their squared norms add up: this is the energy.
     """
     size = factor * advantage.abs() * energy.sqrt()
     live = advantage != 0
@@ -57,21 +57,21 @@ def completion_size(advantage, factor, energy):
 
 
 def keep_prob(size, cost):
-    """Keep probabilities p [n] of the least time x noise. Terms of size 0 get p = 0.
+    """The keep probabilities p [n] that make time x noise least. Terms of size 0 get p = 0.
 
-    A step takes the time rest + sum(p cost), in tokens. The noise of its gradient, of sampling and
-    of pruning, is about sum(size^2 / p), and averaging it away takes steps in proportion. So a run
-    takes time x noise (notebook 00). It is least at p = min(1, tau size / sqrt(cost)).
+    A step takes the time R + sum(p cost), in tokens, with R = REST x the cost of all. The noise of
+    its gradient, of sampling and of pruning, is about sum(size^2 / p). Averaging it away takes
+    steps in proportion, so a run's time goes with time x noise (notebook 00). This is least at
+    p = min(1, tau size / sqrt(cost)).
 
-    Sort by priority = size / sqrt(cost). The first m terms have p = 1, and over them tau^2 is
-    (rest + sum(cost)) / sum(size^2). m is the smallest that leaves the next p below 1, which means
-    tau^2 below that term's cost / size^2. If that term joins the others, tau^2 moves towards its
-    cost / size^2, but not past it. Those of later terms are larger still, so all later p stay below
-    1. So m - 1 is the number of m for which the next p is not below 1.
+    Sort by size / sqrt(cost), the largest first. If the first m terms have p = 1, tau^2 is
+    (R + their cost) / (their sum of size^2). m is the smallest number for which the next term gets
+    a p below 1; then all later terms do, too. So all smaller m have a next p of 1 or more, and
+    counting these gives m - 1.
     """
     priority = size / cost.sqrt()
     order = priority.argsort(descending=True)
-    time_of_first = REST * cost.sum() + cost[order].cumsum(0)  # rest + sum(cost), of each m
+    time_of_first = REST * cost.sum() + cost[order].cumsum(0)  # R + their cost, for each m
     taus = (time_of_first / size[order].square().cumsum(0).clamp(min=1e-30)).sqrt()
     m = 1 + (taus[:-1] * priority[order][1:] >= 1).sum()
     return (taus[m - 1] * priority).clamp(max=1.0)
@@ -82,7 +82,7 @@ def prune(p, order, start):
 
     Add up the p in `order`, from `start`, and keep each whose sum passes an integer: from 0.3,
     p = 0.5, 0.5, 1 give the sums 0.8, 1.3, 2.3, so the last two are kept. If `start` is uniform in
-    [0, 1), each is kept with probability p, and of any stretch sum(p), rounded up or down.
+    [0, 1), each term is kept with probability p, and neighbours keep sum(p), rounded up or down.
     """
     integers = (start + p[order].cumsum(0)).floor()  # how many were passed so far
     weights = torch.zeros_like(p)
@@ -92,8 +92,8 @@ def prune(p, order, start):
 
 @torch.no_grad()
 def sample(model, problems):
-    """A completion of each of N problems at temperature 1: token ids, which of them were sampled,
-    their log-probs, all [N, W + T] with W tokens of padded prompt, energies [N], rewards [N]."""
+    """A completion of each of N problems at temperature 1. Returns token ids, which of them were
+    sampled and their log-probs, [N, W + T] each (W: padded prompt), energies and rewards, [N]."""
     texts, answers, _ = zip(*problems, strict=True)
     token = tokenizer(list(texts), padding=True, return_tensors="pt").input_ids
     N, W = token.shape

@@ -7,9 +7,9 @@ temperature that the log-probabilities include, without top-k, top-p or a repeti
 top-k 20, top-p 0.95) plays no part, except for its end tokens.
 
 `decode` is the loop: it reads each prompt once, then samples its completions one token at a time.
-minimal.py's `sample` has the same loop. This one has three things more: completions of a prompt
-share a row of the batch while their texts are equal (on a CPU), the cache of keys and values grows
-in place, and random numbers that make a completion independent of what else is sampled.
+minimal.py's `sample` has the same loop. This one also reads each prompt once for its G completions,
+lets them share a row of the batch while their texts are equal (on a CPU), and gives each completion
+random numbers of its own, so that it does not depend on what else is sampled.
 
 Two engines take its place, and return the same: hf (transformers' model.generate, engines/hf.py)
 and vllm (for large models on GPUs, engines/vllm_engine.py).

@@ -140,7 +140,7 @@ class Trainer:
         candidates = self.candidates(step)  # [Q]
         kept_prompts = torch.ones_like(candidates, dtype=torch.bool)  # [Q]; GRPO keeps all
         prompt_weights = torch.ones_like(candidates, dtype=torch.float64)  # [Q]
-        # --- DPPO, before rollout: drop prompts at random, weight the rest by 1 / P(kept)
+        # --- DPPO, before rollout: drop prompts at random, weight what is kept by 1 / P(kept)
         counts_tokens = self.needs_mean_tokens and self.mean_tokens is None  # see 5
         prompt_rule = "none" if counts_tokens else cfg.prompt_rule
         kept_prompts, prompt_weights = sampler.prune_prompts(
@@ -203,7 +203,7 @@ class Trainer:
         cost = self.prompt_tokens[prompts, None] + lengths  # [K, G], tokens to train on
         keep = torch.ones_like(factor, dtype=torch.bool)  # [K, G]; GRPO keeps all
         weights = torch.ones_like(factor)  # [K, G]
-        # --- DPPO, after reward: drop completions by their size, weight the rest by 1 / P(kept)
+        # --- DPPO, after reward: drop completions by their size, weight what is kept by 1 / P(kept)
         for number in range(M):
             rows = minibatch == number  # [K]
             size = dppo.contribution_size(advantages[rows], factor[rows], energy[rows], cfg.beta)

@@ -242,7 +242,9 @@ def test_groups_of_rows(tmp_path):
     rows = [(chat, "", None), *twice, (chat, [turn("x"), turn("x")], 5.0), ("lost", "x", 0.0)]
     logged(tmp_path, 9, rows)
     logged(tmp_path, 10, [("ab", "", 7.0), ("ab", "", 8.0)])
-    rows = [("ab", "xyz", float(uid[0] == "a"), {"uid": uid}) for uid in ("a_0_0", "b_0_0", "b_1_0")]
+    rows = [
+        ("ab", "xyz", float(uid[0] == "a"), {"uid": uid}) for uid in ("a_0_0", "b_0_0", "b_1_0")
+    ]
     logged(tmp_path, 11, [*rows, ("ab", "xyz", 1.0, {"uid": "a_1_0"})])
     first, second, third = ceiling.read(tmp_path).steps
     assert first.rewards.nan_to_num(9).tolist() == [[9, 5], [1, 2], [3, 4]]

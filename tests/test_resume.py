@@ -69,13 +69,14 @@ def strict(completion, answer):
 def test_a_run_keeps_its_reward_and_its_trainer(run, tmp_path, monkeypatch):
     """Catches a run of a user's reward that `train.py --resume` continues with the data's own, and
     programs whose rewards have the same name."""
+    monkeypatch.setattr(sys, "argv", ["mine.py"])
     run("run", steps=1, save_every=1)
     again = {"steps": 2, "resume": True}
     for found, changes in (
         ("the reward toy.toy_reward, not rewards.arithmetic_reward", {"reward": None}),
         ("the trainer train.Trainer, not toy.Recorder", {"trainer_class": toy.Recorder}),
     ):
-        with pytest.raises(InputError, match=f"{found}: resume it with the program .*pytest"):
+        with pytest.raises(InputError, match=f"{found}: resume it with the program .*mine.py"):
             run("run", **again, **changes)
     for program in ("one", "two"):  # a function of a program, which Python calls __main__
         main = types.SimpleNamespace(__file__=f"/there/{program}.py")
