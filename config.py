@@ -139,6 +139,8 @@ def _check_values(cfg: Config) -> None:
     """InputError for a value that would be ignored, or train nothing or something else."""
     for level, table in (("prompt", sampler.PROMPT_RULES), ("completion", dppo.COMPLETION_RULES)):
         name, rule = f"{level}_prune_rate", getattr(cfg, f"{level}_rule")
+        is_rule = isinstance(table[rule], (dppo.Rule, dppo.BiasedRule))  # others set their weights
+        require(cfg, f"{level}_rule", is_rule, "a dppo.Rule or a dppo.BiasedRule")
         rate = getattr(cfg, name)
         limits = "at least 0 and below 1: at 1 nothing is kept, and no weight can mend it"
         require(cfg, name, 0 <= rate < 1, limits)

@@ -99,6 +99,8 @@ def problem_sets(
         train, evaluated = train[:end], train[end:][:limit]
     else:
         evaluated = [] if limit == 0 else eval_problems(eval_data or data, limit, reward)
+    if limit != 0 and not evaluated:
+        raise InputError(f"--eval-data {eval_data or data} has no problem to evaluate on")
     asked = {identity(problem) for problem in evaluated}
     trained = asked.intersection(map(identity, train))
     if common := sum(identity(problem) in trained for problem in evaluated):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROOM = 16  # tokens by which the cache is enlarged
+ROOM = 16  # tokens by which the cache is enlarged, at least
 
 
 def forward_of(model, length: int):
@@ -40,7 +40,8 @@ def forward_of(model, length: int):
 def is_known(model) -> bool:
     """Whether `Decoder` computes this model."""
     has_window = getattr(model.config, "sliding_window", None) is not None
-    return type(model).__name__ in FAMILIES and not has_window
+    is_exact = getattr(model, "has_exact_decoder", True)  # see `check`
+    return type(model).__name__ in FAMILIES and not has_window and is_exact
 
 
 class Decoder:
@@ -78,16 +79,20 @@ class Decoder:
 
 @torch.no_grad()
 def check(model) -> None:
-    """Assert that the logits are transformers'. The model is in float32."""
-    if not is_known(model):
+    """Set model.has_exact_decoder: whether `Decoder` has transformers' logits. In float32."""
+    model.has_exact_decoder = is_known(model)
+    if not model.has_exact_decoder:
         return
     ids = torch.arange(12, device=model.device).view(2, 6) % model.config.vocab_size
     with evaluation_mode(model):
         whole, cache = model(ids).logits[:, -1], new_cache()
         model(ids[:, :5], **{cache_name(model): cache})
         last = torch.full((2, 1), 5, device=model.device)
-        error = (Decoder(model, 6)(ids[:, 5:], last, cache) - whole).abs().max().item()
-    assert error < 1e-4 * max(1.0, whole.abs().max().item()), f"logits differ by {error:.1e}"
+        try:
+            ours = Decoder(model, 6)(ids[:, 5:], last, cache)
+        except RuntimeError:  # such as rotations of a part of each head
+            ours = torch.full_like(whole, torch.nan)
+    model.has_exact_decoder = torch.allclose(ours, whole, rtol=1e-4, atol=1e-4)
 
 
 class GrowingLayer(DynamicLayer):
@@ -104,7 +109,8 @@ class GrowingLayer(DynamicLayer):
         start, self.length = self.length, self.length + key_states.shape[2]
         missing = self.length - self.buffer.shape[3]
         if missing > 0:
-            self.buffer = F.pad(self.buffer, (0, 0, 0, missing + ROOM))
+            room = max(ROOM, self.length // 8)
+            self.buffer = F.pad(self.buffer, (0, 0, 0, missing + room))
         self.buffer[0, :, :, start : self.length] = key_states
         self.buffer[1, :, :, start : self.length] = value_states
         return self._show()

@@ -468,6 +468,10 @@ class Loss:
     sequence_ratio: bool = False  # the geometric mean of a sequence's ratios, for all its tokens
     scale_rewards: str = "group"  # default --scale-rewards, one of SCALES
 
+    def __post_init__(self):
+        check_known("denominator", self.denominator, DENOMINATORS)
+        check_known("scale_rewards", self.scale_rewards, SCALES)
+
 
 def clipped_ratio(ratio, logprobs, advantages, eps_low, eps_high):
     """-min(r A, clip(r) A) (arXiv:2402.03300)."""

@@ -75,15 +75,15 @@ class Flags:
     """Seed of every random draw."""
 
     def __post_init__(self):
-        link = (self.model or "").rstrip("/")
-        if os.path.basename(link) == "checkpoint" and os.path.islink(link):  # it will move on
-            self.model = os.path.join(os.path.dirname(link), os.readlink(link))
         for name in {"model", "data", "eval_data", "out_dir", "compare"} & {*vars(self)}:
             value = getattr(self, name)
             if isinstance(value, str):
                 setattr(self, name, os.path.expanduser(value))
             elif value is not None:
                 setattr(self, name, type(value)(map(os.path.expanduser, value)))
+        link = (self.model or "").rstrip("/")
+        if os.path.basename(link) == "checkpoint" and os.path.islink(link):  # it will move on
+            self.model = os.path.join(os.path.dirname(link), os.readlink(link))
 
 
 @dataclass

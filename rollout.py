@@ -42,8 +42,8 @@ FREE_SHARE = 0.6  # of a GPU's free memory: the rest is for logits, and for read
 # Tokens between two looks for completions that have ended. On a GPU the host waits at a look.
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
 BLOCK = 512  # tokens of the vocabulary that are summed together, see `draw`
+NOT_FINITE = "the model's logits are not finite"
 BELOW_1 = 1 - 2**-53  # the largest float64 below 1
-ROOM = 16
 
 
 @dataclass
@@ -128,7 +128,7 @@ def in_batches(sample_batch, model, prompt_ids, sampling, *, group_size, seed, k
     inside = torch.arange(T) < lengths[..., None]  # [K, G, T]
     logprobs, entropy, energy = torch.where(inside, figures, 0.0)
     if not logprobs.isfinite().all():
-        raise NotFiniteError("the model's logits are not finite")
+        raise NotFiniteError(NOT_FINITE)
     return Rollouts(prompt_ids, ids, logprobs, entropy.sum(-1), energy.sum(-1), lengths, ~ended)
 
 
@@ -216,14 +216,18 @@ class Record:
         rows, token = texts // V, texts[:, None] % V
         logprob = logprobs[rows, token[:, 0]]  # [C]
         entropy = torch.special.entr(probs).sum(dim=1)[rows]
-        others = probs[rows].scatter_(1, token, 0.0)  # then 1 - p does not cancel
+        others = probs if not shares and len(rows) == len(probs) else probs[rows]  # [C, V]
+        others.scatter_(1, token, 0.0)  # then 1 - p does not cancel
         energy = logprob.expm1().square() + others.square().sum(dim=1)
         self.ids[active, t] = token[text_of, 0]
         self.figures[:, active, t] = torch.stack([logprob, entropy, energy]).float()[:, text_of]
         return rows, token, text_of
 
     def ended(self, active, start: int, stop: int):
-        """Which of the completions `active` drew an end token from `start` to `stop`, bool [n]."""
+        """Which of the completions `active` drew an end token from `start` to `stop`, bool [n].
+        NotFiniteError if the model's logits were not finite."""
+        if not self.figures[0, active, start:stop].isfinite().all():
+            raise NotFiniteError(NOT_FINITE)
         return torch.isin(self.ids[active, start:stop], self.end_ids).any(dim=1)
 
 

@@ -95,10 +95,10 @@ def learn(
 
     TRL's and verl's advantages of equal rewards, such as 0.1, can be rounding errors over a tiny
     deviation. The score is made exactly 0 there, because a rule may tell by it which prompts were
-    dull.
+    dead.
     """
-    dull = dppo.dead_groups(rewards)[:, None]  # [K, 1]
-    trainer.history.update(prompts, torch.where(dull, 0.0, advantages), tokens)
+    dead = dppo.dead_groups(rewards)[:, None]  # [K, 1]
+    trainer.history.update(prompts, torch.where(dead, 0.0, advantages), tokens)
     estimate = (weights[:, None] * tokens).sum().item()  # of all Q prompts
     mean = estimate if trainer.mean_tokens is None else trainer.mean_tokens
     # Nothing can be divided by 0, so a mean of 0 is not known either.

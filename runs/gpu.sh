@@ -2,7 +2,7 @@
 # A first run on a GPU, in a few minutes: tests/gpu, then rollouts and updates of the embedded model,
 # or of yours. Rows: out-gpu/speed.json.
 #   bash runs/gpu.sh [flags of train.py, such as --model Qwen/Qwen3-0.6B --data gsm8k]
-# torch must be installed; the packages below come from the folder wheels if there is one, else from
+# torch 2.12 or later must be installed; the packages below come from the folder wheels if there is one, else from
 # PyPI. With internet access, this makes the folder:
 #   pip download -d wheels --only-binary :all: transformers==5.23.0 tyro tqdm matplotlib \
 #       pytest pytest-xdist

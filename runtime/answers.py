@@ -63,11 +63,14 @@ SPACES = re.compile(r"(?<![\da-z,])\s+|\s+(?![\da-z\s])|(?<=\d) (?=[a-z]\b)", re
 LABEL = re.compile(r"\(?([A-Z])(?:(?:\)|[.:] )(?! ?[-,+*/=^(])(.+)|\)?)")  # the letter of a choice
 CHANGES = (  # words that change the number before them: 2 million, 5 thousandths
     r"(?:plus|minus|times|squared|cubed|half|halves|dozen|(?:third|quarter|fif|six|seven|eigh|nin|ten|"
-    r"hundred|thousand|\w+illion)(?:ths?|s)?)\b|[百千万億亿억](?![克米])|тысяч|миллион"
+    r"hundred|thousand|\w+illion)(?:ths?|s)?|over|by|divided|multiplied|raised|power|factorial|choose|"
+    r"mod(?:ulo)?|less|more|below|above|add|then|upon|nor|through|eleven(?:th)?|twel\w+|\w+teen|"
+    r"(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b|[百千万億亿억](?![克米])|тысяч|миллион"
 )
-UNIT = re.compile(  # a word after a number; two letters that are not in \text may be algebra
+UNIT = re.compile(  # a word after a number; few letters, or without a space, may be algebra
     rf"(?:(?<=[\d)}}\]])|(?<=\\pi)|(?<=\d[a-z]))[ ~]*(?!{CHANGES})"
-    rf"(?:(?<=~)(?:base\d+|{LETTER}|[$¢-¥₠-⃏])|{LETTER}{{3}}|{FOREIGN}|[cm]m| (?:k[mg]|ft|m/s))"
+    rf"(?:(?<=~)(?:base\d+|{LETTER}|[$¢-¥₠-⃏])|(?<=[ ~]){LETTER}{{3}}|{FOREIGN}|[cm]m|"
+    rf" (?:k[mg]|ft|m/s))"
     rf"(?:{LETTER}|[ ~/.*'-]|\\cdot|\^ ?\{{?-?\d\}}?)*(?=$|[,)\]}}]|\\\}})", re.IGNORECASE,
 )  # fmt: skip
 ENDINGS = re.compile(r"[\s~.{}]|(?<=\w\w)(?:ies|y|es|e|s)\b")  # what may differ in a unit

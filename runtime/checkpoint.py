@@ -101,18 +101,22 @@ def save(
     final = out_dir / f"checkpoint-{state['step']:06d}"
     unfinished = out_dir / "checkpoint.new"
     shutil.rmtree(unfinished, ignore_errors=True)
-    model.save_pretrained(unfinished, state_dict=weights)
-    getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
-    torch.save(state, unfinished / "trainer.pt")
-    if base:
-        (unfinished / "base.json").write_text(json.dumps(base) + "\n")
-    follow_umask(unfinished)
-    paths = [path for path in unfinished.rglob("*") if path.is_file()]
-    sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in paths}
-    (unfinished / "files.json").write_text(json.dumps(sizes, indent=1) + "\n")
-    for path in [*paths, unfinished / "files.json"]:  # on disk before it gets the final name
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
+    try:
+        model.save_pretrained(unfinished, state_dict=weights)
+        getattr(tokenizer, "as_loaded", tokenizer).save_pretrained(unfinished)
+        torch.save(state, unfinished / "trainer.pt")
+        if base:
+            (unfinished / "base.json").write_text(json.dumps(base) + "\n")
+        follow_umask(unfinished)
+        paths = [path for path in unfinished.rglob("*") if path.is_file()]
+        sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in paths}
+        (unfinished / "files.json").write_text(json.dumps(sizes, indent=1) + "\n")
+        for path in [*paths, unfinished / "files.json"]:  # on disk before it gets the final name
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+    except BaseException:  # such as a full disk, which the rest of it would keep full
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     shutil.rmtree(final, ignore_errors=True)  # a damaged one, if the run resumed from before
     unfinished.rename(final)
     _link(out_dir, final)

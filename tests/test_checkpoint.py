@@ -203,6 +203,15 @@ def test_a_folder_that_cannot_hold_a_checkpoint(tmp_path):
     assert not names(tmp_path)
 
 
+def test_a_checkpoint_on_a_full_disk(policy_folder, tmp_path, monkeypatch):
+    """Catches a half-written checkpoint that keeps the disk full."""
+    model, tokenizer = models.load_policy(policy_folder, "cpu")
+    monkeypatch.setattr(torch, "save", mock.Mock(side_effect=OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(tmp_path / "run", model, model.state_dict(), tokenizer, {"step": 1})
+    assert not [*(tmp_path / "run").iterdir()]
+
+
 def test_a_file_on_a_full_disk(tmp_path, monkeypatch):
     """Catches an empty file in place of the one before, and a traceback from a file that another
     program left broken."""

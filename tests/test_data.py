@@ -397,3 +397,10 @@ def test_a_run_keeps_its_date(run, policy_folder, tmp_path, monkeypatch):
     assert len(run("run", steps=2, resume=True)) == 2
     assert (tmp_path / "run" / "checkpoint" / "chat_template.jinja").read_text() == template
     evaluation.main(cfg)  # goes on with the prompts of the day before
+
+
+def test_nothing_to_evaluate_on_is_found_at_the_start(tmp_path):
+    """Catches a run whose evaluations are all NaN."""
+    (tmp_path / "empty.jsonl").write_text('{"problem": "7+9?", "answer": ""}\n')
+    with pytest.raises(InputError, match=r"--eval-data .*empty.jsonl has no problem to evaluate"):
+        data.problem_sets("arithmetic", str(tmp_path / "empty.jsonl"), 9)

@@ -178,6 +178,14 @@ def test_entries(kind, row):
         use(rate)
 
 
+def test_an_entry_is_a_rule(monkeypatch):
+    """Catches an entry that sets weights of its own and says nothing of bias."""
+    own = types.SimpleNamespace(rate=None, draw=lambda *_: (torch.ones(1), torch.ones(1)))
+    monkeypatch.setitem(dppo.COMPLETION_RULES, "mine", own)
+    with pytest.raises(InputError, match=r"--completion-rule mine: must be a dppo.Rule or"):
+        config.resolve(config.Config(method="mine"))
+
+
 @pytest.mark.parametrize(
     ("kind", "make"), [("completion rule", gives), ("prompt rule", selects), ("loss", loses)]
 )

@@ -267,6 +267,7 @@ def test_a_policy_with_other_rows_and_tokens(make_policy, tmp_path):
     model.resize_token_embeddings(320)
     model.save_pretrained(tmp_path)
     loaded, tokenizer = models.load_policy(str(tmp_path), "cpu")
+    assert loaded.has_exact_decoder, "it was checked"
     assert (loaded.config.vocab_size, loaded.vocab_size, tokenizer.pad_token) == (320, 259, None)
     assert models.sampling(loaded, tokenizer, 9).pad_id == tokenizer.eos_token_id
 
