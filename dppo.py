@@ -235,9 +235,9 @@ def adaptive_keep_prob(size: torch.Tensor, cost: torch.Tensor, rest: float) -> t
     # tau, if the first 1, 2, ... terms are kept for sure
     time_of_first = rest * cost.sum().item() + costs[order].cumsum(dim=0)
     taus = (time_of_first / norms[order].square().cumsum(dim=0)).sqrt()
-    # The next term is kept for sure, too, if its probability would pass 1. If it would not, none
-    # after it would: its c / a^2 is above tau^2, so with it tau^2 rises, but stays below its c /
-    # a^2, and those of later terms are higher still.
+    # The next term is kept for sure, too, if its probability would pass 1. Once one would not, no
+    # later one would, so counting those that would is enough. (Its c / a^2 is above tau^2. Adding
+    # it to S raises tau^2, but not past its own c / a^2, and later terms have a larger one.)
     more = int((taus[:-1] * priority[order][1:] >= 1).sum())
     keep_prob[live] = (taus[more] * priority).clamp(max=1.0)
     return keep_prob

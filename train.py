@@ -72,8 +72,9 @@ SOME_NONE = (
     "Return 0.0 for a wrong one"
 )
 NOTHING_LEARNED = (
-    "the gradient was 0 for {} steps, so nothing was learned. Mean reward {} (nan: all are None), "
-    "and --max-new-tokens {} cut off {:.0%} of the completions. See {}/samples.jsonl"
+    "the gradient was 0 for {steps} steps, so nothing was learned. Mean reward {reward:.3g} (nan: "
+    "all rewards are None). --max-new-tokens {max_new_tokens} cut off {cut_off:.0%} of the "
+    "completions. See {folder}/samples.jsonl"
 )
 
 
@@ -127,9 +128,9 @@ class Trainer:
     def step(self, step: int) -> tuple[dict, dict[str, list[dict]]]:
         """One step of DPPO; returns its row for log.jsonl, and the rows of other files by name.
 
-        GRPO is this step without the lines between `--- DPPO` and `---`: a test cuts them out. So
-        what they compute has GRPO's value first, which they overwrite. To keep the estimate exact,
-        do not let anything that was dropped change an advantage or a denominator.
+        GRPO is this step without the lines between `--- DPPO` and `---`. A test cuts them out. So
+        each variable first gets GRPO's value, and the marked lines overwrite it. To keep the
+        estimate exact, do not let anything that was dropped change an advantage or a denominator.
         """
         cfg = self.cfg
         Q, G, M = cfg.prompts_per_step, cfg.group_size, cfg.minibatches
@@ -197,8 +198,8 @@ class Trainer:
         )  # [K, G]  # fmt: skip
         factor = prompt_weights[:, None] * scale  # [K, G]
 
-        # 6. Each update has its own part of the candidates, and its own draw: the parts that
-        # prune_prompts draws from, whatever is kept. Else the estimate would be biased.
+        # 6. Each update has a fixed part of the candidates, and its own draw. prune_prompts drew
+        # from the same parts. If a part depended on what was kept, the estimate would be biased.
         minibatch = kept_prompts.nonzero()[:, 0] * M // Q  # [K], the update of each prompt
         cost = self.prompt_tokens[prompts, None] + lengths  # [K, G], tokens to train on
         keep = torch.ones_like(factor, dtype=torch.bool)  # [K, G]; GRPO keeps all
@@ -363,8 +364,14 @@ def run(trainer: Trainer, until: int | None = None) -> None:
                 if logger and row["frac_reward_some_none"] > 0:
                     logger.note(SOME_NONE)
                 if logger and dead_steps == DEAD_STEPS:
-                    of_row = row["reward"], cfg.max_new_tokens, row["completions/clipped_ratio"]
-                    logger.note(NOTHING_LEARNED.format(DEAD_STEPS, *of_row, out_dir))
+                    note = NOTHING_LEARNED.format(
+                        steps=DEAD_STEPS,
+                        reward=row["reward"],
+                        max_new_tokens=cfg.max_new_tokens,
+                        cut_off=row["completions/clipped_ratio"],
+                        folder=out_dir,
+                    )
+                    logger.note(note)
                 stopped = stop.agreed()
                 due = cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps)
                 if due or stopped or (done == last and done < cfg.steps):

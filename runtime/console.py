@@ -12,8 +12,8 @@ import sys
 from runtime import timer
 
 COLUMNS = (
-    "kept: completions to train on; w_max: the largest of their weights, 1 / P(kept), and 100 is "
-    "normal; gnorm: norm of the gradient before clipping; avg@4: mean reward of 4 completions of "
+    "kept: completions to train on; w_max: the largest of their weights, 1 / P(kept) (100 is "
+    "normal); gnorm: norm of the gradient before clipping; avg@4: mean reward of 4 completions of "
     "each problem"
 )
 SHOWN = 160  # characters of a sample's prompt, completion and answer, the last ones

@@ -281,7 +281,7 @@ def test_weights_are_not_the_users(line, message):
 
 
 SILENT = [  # a reward, flags, the note
-    (lambda *_: 0.0, {}, "Mean reward 0.* --max-new-tokens 6 cut off 100% of the completions"),
+    (lambda *_: 0.0, {}, "Mean reward 0 .* --max-new-tokens 6 cut off 100% of the completions"),
     (toy.toy_reward, {}, None),
     # a reward that forgets to return, and one that cannot score some problems
     (lambda text, _: 1.0 if text[:1] < "@" else None, {"steps": 3}, "the reward is None for some"),
