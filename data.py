@@ -8,6 +8,7 @@ InputError names the row that cannot be used, before training starts.
 """
 
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -22,7 +23,6 @@ import rewards
 from chat_format import encode_prompts, fix_date  # noqa: F401  what becomes of problems
 from runtime import InputError, in_words, ranks
 from runtime.answers import OR, equal
-from tasks import arithmetic, word_problems
 
 HUB = {  # data name -> id, configuration and split on the hub
     "gsm8k": ("openai/gsm8k", "main", "train"),
@@ -49,17 +49,18 @@ EVAL_PROBLEMS = 300  # default number of evaluation problems of an embedded spli
 FILE_TOKENS = 1024  # default --max-new-tokens for data that are not embedded
 HELD_OUT_SHARE = 0.05  # of data that are not embedded: the last rows
 
-# A set of problems that a task computes: problem(split, index) of the task is (text, answer, source
-# and perhaps a solution). One to train on has the indices 0 to TRAIN_PROBLEMS - 1. `room` is the
-# default --max-new-tokens: the longest right answer and its end token.
+# A set of problems that a task computes, a module of tasks/: its problem(split, index) is (text,
+# answer, source and perhaps a solution). One to train on has the indices 0 to TRAIN_PROBLEMS - 1.
+# Without a reward here, the task has its own. `room` is the default --max-new-tokens: the longest
+# right answer and its end token.
 Embedded = namedtuple("Embedded", "task train_split eval_split reward room")
 sums = rewards.arithmetic_reward
 EMBEDDED = {  # data name -> its task. A new one needs a module in tasks/ and a row here.
-    "arithmetic": Embedded(arithmetic, "train", "heldout", sums, 55),
-    "arithmetic-mixed": Embedded(arithmetic, "mixed", "mixed-heldout", sums, 148),
-    "arithmetic-longer": Embedded(arithmetic, None, "longer", sums, 88),  # for evaluation only
+    "arithmetic": Embedded("arithmetic", "train", "heldout", sums, 55),
+    "arithmetic-mixed": Embedded("arithmetic", "mixed", "mixed-heldout", sums, 148),
+    "arithmetic-longer": Embedded("arithmetic", None, "longer", sums, 88),  # for evaluation only
     # The longest solution of 20,000 has 44 characters; a tokenizer may take more.
-    "words": Embedded(word_problems, "train", "heldout", rewards.math_reward, 60),
+    "words": Embedded("word_problems", "train", "heldout", rewards.math_reward, 60),
 }
 
 
@@ -112,22 +113,25 @@ def train_problems(data: str, reward=None) -> list[Problem]:
     """All problems to train on: an embedded split, or a whole set."""
     if data not in EMBEDDED:
         return _scorable(data, reward)
-    task, split, *_ = EMBEDDED[data]
+    task, split = _task(data), EMBEDDED[data].train_split
     if split is None:
         raise InputError(f"--data {data} is for evaluation only: train on another set")
-    return _computed(task, split, task.TRAIN_PROBLEMS)
+    return [Problem(*task.problem(split, index)) for index in range(task.TRAIN_PROBLEMS)]
 
 
 def eval_problems(data: str, limit: int | None = None, reward=None) -> list[Problem]:
     """At most `limit` problems to evaluate on: of a held-out embedded split, or of a whole set."""
     if data in EMBEDDED:
-        return _computed(EMBEDDED[data].task, EMBEDDED[data].eval_split, limit or EVAL_PROBLEMS)
+        task, split, count = _task(data), EMBEDDED[data].eval_split, limit or EVAL_PROBLEMS
+        return [Problem(*task.problem(split, index)) for index in range(count)]
     return _scorable(data, reward)[:limit]
 
 
 def reward_function(data: str) -> Callable:
     """The default reward of a data name: (completion, answer) -> 1.0, 0.0 or None."""
-    return EMBEDDED[data].reward if data in EMBEDDED else rewards.math_reward
+    if data not in EMBEDDED:
+        return rewards.math_reward
+    return EMBEDDED[data].reward or _task(data).reward
 
 
 def is_file(data: str) -> bool:
@@ -140,8 +144,8 @@ def max_new_tokens(data: str) -> int:
     return EMBEDDED[data].room if data in EMBEDDED else FILE_TOKENS
 
 
-def _computed(task, split: str, count: int) -> list[Problem]:
-    return [Problem(*task.problem(split, index)) for index in range(count)]
+def _task(data: str):
+    return importlib.import_module(f"tasks.{EMBEDDED[data].task}")
 
 
 def _scorable(data: str, reward) -> list[Problem]:

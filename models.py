@@ -30,10 +30,10 @@ import rewards
 import rollout
 from config import Config, require
 from dppo import seed_for
-from engines import hf, memory, vllm_engine
+from engines import hf, memory
 from runtime import InputError, checkpoint, in_words, log, ranks
 from runtime.device import cast_weights, fuse_norms
-from tasks import arithmetic, gguf
+from tasks import arithmetic
 from update import trainer_logprobs
 
 # What --engine names; vLLM is started, see `start_engine`.
@@ -68,7 +68,11 @@ def model_folder(model: str) -> str:
     """The folder, or the hub id, of a --model value."""
     if Path(model).name == "checkpoint":  # of a run, whose file system may have no links
         model = str(checkpoint.newest(Path(model).parent) or model)
-    return str(arithmetic.BASE) if model == "tiny" else gguf.model_folder(model)
+    if model == "smollm2" or model.lower().endswith(".gguf"):
+        from tasks import gguf
+
+        return gguf.model_folder(model)
+    return str(arithmetic.BASE) if model == "tiny" else model
 
 
 def check_memory(cfg: Config) -> None:
@@ -163,6 +167,8 @@ def start_engine(cfg, model, max_tokens: int, sequences: int, share: float | Non
     max_tokens, with a share of the GPU's memory."""
     if cfg.engine != "vllm":
         return ENGINES[cfg.engine]
+    from engines import vllm_engine
+
     return vllm_engine.Engine(
         model.name_or_path, vocab_size=model.vocab_size, max_tokens=max_tokens,
         sequences=sequences, dtype=cfg.dtype, device=cfg.device, memory=share,

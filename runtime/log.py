@@ -13,7 +13,7 @@ import os
 import uuid
 from pathlib import Path
 
-from runtime import InputError, plot
+from runtime import InputError
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -143,6 +143,8 @@ class Log:
         if self.path.exists():  # not if the run was stopped before its first row
             again = f"python -m runtime.plot {self.out_dir}"
             with self.only_noted(f"run.png could not be drawn; to try again: {again}"):
+                from runtime import plot
+
                 plot.draw_run(self.out_dir)
         if self.tracker:
             with self.only_noted("the tracker did not end its run"):

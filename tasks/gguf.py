@@ -26,12 +26,8 @@ SAMPLE = "It's 1,234 + 5.6 = ?\n\n  They  don't know: naïve 漢字 🙂"  # mus
 
 
 def model_folder(model: str) -> str:
-    """The folder of a --model value that is `smollm2` or a .gguf file; any other value unchanged.
-
-    The first call converts. InputError with the reason if the file cannot be read or converted.
-    """
-    if model != "smollm2" and not model.lower().endswith(".gguf"):
-        return model
+    """The folder of a --model value that is `smollm2` or a .gguf file. The first call converts.
+    InputError with the reason if the file cannot be read or converted."""
     try:
         return str(converted(_smollm2() if model == "smollm2" else Path(model)))
     except Exception as error:  # transformers and gguf raise errors of any kind

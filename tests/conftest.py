@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import types
 from functools import partial
 
 os.environ["OMP_NUM_THREADS"] = "1"  # the workers fill the cores; and a run must not choose by load
@@ -18,9 +17,10 @@ import config
 import packing
 import rollout
 import train
-from runtime import log, plot
+from runtime import plot
 from tasks import arithmetic
 
+draw_run = plot.draw_run
 collect_ignore_glob = ["integrations/verl_*.py"]  # tests/verl.sh
 if not importlib.util.find_spec("trl"):
     collect_ignore_glob.append("integrations/trl_*.py")
@@ -38,13 +38,13 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
     """Runs draw no run.png, which takes four times as long as the rest of a short run."""
-    monkeypatch.setattr(log, "plot", types.SimpleNamespace(draw_run=lambda out_dir: None))
+    monkeypatch.setattr(plot, "draw_run", lambda out_dir: None)
 
 
 @pytest.fixture
 def pictures(monkeypatch, no_pictures):
     """Runs draw run.png all the same."""
-    monkeypatch.setattr(log, "plot", plot)
+    monkeypatch.setattr(plot, "draw_run", draw_run)
 
 
 @pytest.fixture(scope="session")

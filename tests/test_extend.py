@@ -76,9 +76,9 @@ def test_task_of_the_page(policy_folder, tmp_path, monkeypatch):
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     larger = types.ModuleType("larger")
     exec(code, vars(larger))
+    monkeypatch.setitem(sys.modules, "tasks.larger", larger)
     row = re.search(r'"larger": (Embedded\(.*\)),', page)[1]
-    names = {"larger": larger, "Embedded": data.Embedded}
-    monkeypatch.setitem(data.EMBEDDED, "larger", eval(row, names))
+    monkeypatch.setitem(data.EMBEDDED, "larger", eval(row, {"Embedded": data.Embedded}))
     (problem, *_) = sft.worked("larger")
     assert data.reward_function("larger")(problem.solution, problem.answer) == 1.0
     toy.main(toy.flags(policy_folder, str(tmp_path / "run"), data="larger", steps=1))

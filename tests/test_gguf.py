@@ -172,7 +172,7 @@ def test_the_cache(tiny, cache, monkeypatch):
 
 def test_smollm2_and_other_names(tiny, monkeypatch):
     """Catches a hub id or a folder that is taken for a file."""
-    assert ours.model_folder("unsloth/Qwen3-4B-GGUF") == "unsloth/Qwen3-4B-GGUF"
+    assert models.model_folder("unsloth/Qwen3-4B-GGUF") == "unsloth/Qwen3-4B-GGUF"
     with pytest.raises(InputError, match=r"--model none.GGUF .*No such file.*docs/running\.md"):
         ours.model_folder("none.GGUF")
 

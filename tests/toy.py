@@ -29,7 +29,7 @@ import rollout
 import sampler
 import train
 import update
-from runtime import InputError, log, ranks
+from runtime import InputError, plot, ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 HANG = 1800  # seconds; everything that tests wait for takes a few, so only a hang lasts this long
@@ -151,7 +151,7 @@ def _start(rank, world, port, output, work, args):
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    log.plot = types.SimpleNamespace(draw_run=lambda out_dir: None)  # see conftest.no_pictures
+    plot.draw_run = lambda out_dir: None  # see conftest.no_pictures
     if world > 1:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
