@@ -6,7 +6,6 @@ May import: anything. Only tests, notebooks and runs/*.sh import bench.
 
 import datetime
 import functools
-import json
 import platform
 import re
 import subprocess
@@ -23,12 +22,6 @@ COLORS = {  # of rules, in notebooks; safe for colour-blind readers (Okabe and I
     "uniform": "#CC79A7", "dppo": "#0072B2", "cppo": "#D55E00", "pods": "#999933",
     "cppo_batch": "#E69F00", "dppo_floor": "#882255",
 }  # fmt: skip
-
-
-def write_json(path: Path | None, record: dict) -> None:
-    """Write a record to the file of --json, if there is one."""
-    if path:
-        path.write_text(json.dumps(record | made_by(), indent=1) + "\n")
 
 
 def made_by() -> dict[str, str]:

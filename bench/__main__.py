@@ -4,8 +4,7 @@ The measurements behind the tables in docs/. Run from the root of the repository
     python -m bench ceiling     what pruning and smaller groups would do for a run, from its log
     python -m bench peers       train.py against TRL, until an accuracy
     python -m bench race        methods at equal steps, or until an accuracy
-    python -m bench results     the tables and pictures of docs/, from their rows
-    python -m bench speed       tokens per second of rollouts and of updates
+    python -m bench results     the tables of docs/results.md, from their rows
 
 `--json FILE` writes the rows.
 """
@@ -15,10 +14,10 @@ import sys
 import transformers
 import tyro
 
-from bench import ceiling, peers, race, results, speed
+from bench import ceiling, peers, race, results
 from runtime import InputError, console, ranks
 
-MODULES = (ceiling, peers, race, results, speed)
+MODULES = (ceiling, peers, race, results)
 COMMANDS = {module.__name__.removeprefix("bench."): module.main for module in MODULES}
 
 

@@ -1,6 +1,5 @@
-"""The records of a bench, and `bench speed` from its command line to its rows."""
+"""The records of a bench, its command line, and the clock of `bench peers`."""
 
-import json
 import runpy
 import sys
 
@@ -8,42 +7,13 @@ import pytest
 
 import bench
 from bench import __main__ as command_line
-from bench import peers, speed
+from bench import peers
 from runtime import InputError
 
 
-def test_a_record_says_who_made_it(tmp_path):
+def test_a_record_says_who_made_it():
     """Fails if a record lacks commit, machine or date."""
-    bench.write_json(tmp_path / "table.json", {"rows": [1]})
-    record = json.loads((tmp_path / "table.json").read_text())
-    assert all(record[name] for name in ("rows", "commit", "machine", "date"))
-
-
-def test_speed(policy_folder, tmp_path, capsys):
-    """Catches a command that train.py has outgrown, log-probs of another model, and a part that is
-    not timed."""
-    flags = f"--model {policy_folder} --prompts-per-step 4 --group-size 4 --max-new-tokens 6"
-    file = str(tmp_path / "rows.json")
-    command_line.main(["speed", "--rounds", "1", f"--flags={flags}", "--json", file])
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["part"] for row in rows] == ["rollout"] * 4 + ["update"] * 2
-    assert all(row["tokens_per_s"] > 0 for row in rows)
-    assert rows[0]["ratio"] == rows[4]["ratio"] == 1
-    lines = capsys.readouterr().out.splitlines()
-    gaps = [float(line.split()[-1]) for line in lines if "by" in line]
-    assert len(gaps) == len(speed.ENGINES)
-    assert max(gaps) < 1e-4
-
-
-def test_turns(monkeypatch):
-    """Two variants of 10 tokens that take 1 and 2 s, then 3 and 2, after a round that warms up.
-    Catches a first round that counts, and a ratio of medians where the median of pairs belongs."""
-    times = iter([0, 9, 0, 9, 0, 1, 0, 2, 0, 3, 0, 2, 0, 1, 0, 4])  # started, ended
-    monkeypatch.setattr(speed, "clock", lambda _device: next(times))
-    first, second = speed.in_turns("part", dict.fromkeys(("a", "b"), lambda: 10), 3, "cpu")
-    assert (first["tokens_per_s"], first["ratio"]) == (10, 1)
-    assert second["tokens_per_s"] == 5
-    assert (second["ratio"], second["ratio_low"], second["ratio_high"]) == (0.5, 0.25, 1.5)
+    assert all(bench.made_by()[name] for name in ("commit", "machine", "date"))
 
 
 def test_several_processes_are_refused(monkeypatch):
