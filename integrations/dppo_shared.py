@@ -105,6 +105,12 @@ def learn(
     trainer.mean_tokens = mean + (estimate - mean) / MEMORY or None
 
 
+def mark(folder: Path) -> None:
+    """Lets dppo-ceiling refuse what the library logs here, from which prompts are missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "dppo-pruned").touch()
+
+
 # ---------------------------------------------------------------------------- checkpoints
 
 FILE = "dppo.pt"  # in the folder of the library's own checkpoint

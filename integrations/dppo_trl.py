@@ -128,6 +128,8 @@ class DPPOTrainer(trl.GRPOTrainer):
             prompts = list(self.train_dataset["prompt"])
             self.index = dppo_shared.index_prompts(prompts)
             self.history = sampler.PromptHistory(len(prompts))
+            if args.log_completions and args.should_save:
+                dppo_shared.mark(Path(args.output_dir, "completions"))
 
     def check(self) -> None:
         """RuleError for options with which pruning would not be exact."""

@@ -188,6 +188,8 @@ class DPPOTrainer(PPOTrainerSync):
             f"prompt_rule={self.args.prompt_rule} knows a prompt by its text; remove them, or set "
             "it to none",
         )
+        if folder := self.config.trainer.get("rollout_data_dir"):
+            dppo_shared.mark(Path(folder))
 
     def _next_train_batch(self, num_prompts=None) -> TensorDict:
         """verl's next Q prompts, or K of them. `groups` is {uid: (place among the Q, weight)}."""

@@ -190,9 +190,10 @@ def test_what_there_is_no_figure_for(tmp_path):
 
 
 def test_what_trl_wrote(tmp_path):
-    """A file of TRL 1.16.0 in a folder. Catches rewards of another column, and a zero that float32
-    has hidden."""
-    shutil.copy(TRL, tmp_path)
+    """A file of TRL 1.16.0, somewhere in a folder. Catches rewards of another column, and a zero
+    that float32 has hidden."""
+    (tmp_path / "completions").mkdir()
+    shutil.copy(TRL, tmp_path / "completions")
     run = ceiling.read(tmp_path)
     rows = pyarrow.parquet.ParquetFile(TRL).read().to_pylist()  # those of a prompt are together
     right = torch.tensor([row["right"] for row in rows], dtype=torch.float64).view(6, 8)
@@ -253,6 +254,92 @@ def test_groups_of_rows(tmp_path):
     assert third.rewards.tolist() == [[1, 1], [0, 0]]
 
 
+def test_one_folder_is_one_run(tmp_path):
+    """Other folders are other runs, or validations; TRL logs a batch again while it uses it, and
+    evaluations, which always have the same prompts, in place of a step. Catches rows that count
+    twice, held-out problems, and a half-written file that hides the others."""
+    batch = lambda name, *rewards: [(f"{name} {q}", "x", r) for q in "ab" for r in rewards]
+    for number, rows in enumerate((batch("p", 0, 1), batch("p", 0, 1), batch("held out", 1, 1),
+                                   batch("q", 1, 0), batch("held out", 0, 1))):  # fmt: skip
+        logged(tmp_path / "rollouts", number, rows)
+    logged(tmp_path / "rollouts" / "val", 1, batch("other", 0, 0))
+    run = ceiling.read(tmp_path / "rollouts")
+    assert [step.rewards.tolist() for step in run.steps] == [[[0, 1]] * 2, [[1, 0]] * 2]
+    assert "Left out: 3 files that repeat" in run.note
+    with pytest.raises(LogError, match=r"logs of 2 runs: give one of .*rollouts/\*\.jsonl, .*val/"):
+        ceiling.read(tmp_path)
+    (tmp_path / "rollouts" / "dppo-pruned").touch()
+    with pytest.raises(LogError, match="this run dropped prompts; log one"):
+        ceiling.read(tmp_path / "rollouts")
+    for number in (1, 2):
+        shutil.copy(TRL, tmp_path / f"completions_{number}.parquet")
+    (tmp_path / "completions_2.parquet").write_bytes(TRL.read_bytes()[:1000])
+    run = ceiling.read(tmp_path)
+    assert (len(run.steps), run.note) == (
+        1,
+        "Left out: completions_2.parquet, which is not whole. ",
+    )
+    shutil.copy(TRL, tmp_path / "completions_3.parquet")
+    with pytest.raises(LogError, match=r"completions_2\.parquet cannot be read: Parquet magic"):
+        ceiling.read(tmp_path)
+
+
+@pytest.mark.parametrize("column", ["step", "input", "output", "score"])
+def test_values_that_say_nothing(tmp_path, column):
+    """One line with the file, the column and the value. Catches a traceback, and a reward of minus
+    infinity, after which all is said to be zero."""
+    good = {"step": 1, "input": "a", "output": "b", "score": 0.5}
+    for value in {"step": [None], "score": ["1.0", -math.inf, [1.0], {"acc": 1}]}.get(
+        column, [None, 3]
+    ):
+        (tmp_path / "1.jsonl").write_text(
+            json.dumps(good) + "\n" + json.dumps(good | {column: value}) + "\n"
+        )
+        with pytest.raises(
+            LogError, match=rf"1\.jsonl, row 2: {column} is .*cannot be read"
+        ) as caught:
+            ceiling.read(tmp_path)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "1.jsonl").write_text('{"step": 1, "input": "a"}\n')
+    with pytest.raises(LogError, match=r"row 1 is not of a log with the columns step, input, out"):
+        ceiling.read(tmp_path)
+
+
+# ---------------------------------------------------------------------------- rest
+
+VERL_LINE = (
+    "(TaskRunner pid=7) step:{step} - timing_s/gen:6.0 - timing_s/old_log_prob:{s} - timing_s/ref:"
+    "np.float64({s}) - timing_s/update_actor:{s} - timing_s/step:{whole} - actor/lr:1e-06\n"
+)
+
+
+def test_rest_of_a_file(tmp_path):
+    """Of verl's console log, of the dicts that TRL prints, and of a tracker's row. Catches a first
+    step that counts although it warms up, one slow step that decides, a part that is left out, and
+    a run that pruned, whose training took less."""
+    times = [(1.0, 99.0), (1.0, 4.5), (1.0, 900.0), (2.0, 9.0)]
+    lines = [VERL_LINE.format(step=i, s=s, whole=whole) for i, (s, whole) in enumerate(times, 1)]
+    row = {"timing_s/update_actor": 2.0, "timing_s/old_log_prob": 1.0, "timing_s/step": 4.5}
+    trl = [{"loss": "0.1", "dppo/rest": rest} for rest in ("9.0", "0.4", "0.5", "0.6")]
+    file = tmp_path / "log"
+    for text, rest in (
+        ("".join(lines), 0.5),
+        (json.dumps(row), 0.5),
+        (json.dumps(row, indent=1), 0.5),
+        ("\n".join(map(str, trl)), 0.5),
+    ):
+        file.write_text("nothing\n" + text)
+        assert ceiling.rest_of(str(file)) == pytest.approx(rest)
+    file.write_text(str(trl[0] | {"dppo/kept_tokens": "0.3"}))
+    with pytest.raises(LogError, match="this run pruned; give the log of one that did not"):
+        ceiling.rest_of(str(file))
+    file.write_text("nothing")
+    for given in ("0", "-1", "inf", "nan", str(file), str(tmp_path / "nowhere")):
+        with pytest.raises(LogError, match=r"--rest .*: no number above 0\. DPPOTrainer with"):
+            ceiling.rest_of(given)
+    assert ceiling.rest_of("1e-1") == 0.1
+
+
 def test_the_command(run, tmp_path, capsys, monkeypatch):
     """From a run's files. Catches columns under other names than the
     reader's, and a rest to which the first step counts, which warms up."""
@@ -263,14 +350,13 @@ def test_the_command(run, tmp_path, capsys, monkeypatch):
     ceiling.command()
     said = " ".join(capsys.readouterr().out.split())
     assert "8 steps of 6 prompts x 6 completions of train.py. " in said
+    assert said.endswith("To train with adaptive, leave out --method.")
     log = tmp_path / "run" / "log.jsonl"
     known = ceiling.read(tmp_path / "run").rest
     rows = [line for line in log.read_text().splitlines(True) if '"step": 1,' not in line]
     log.write_text("".join(rows))
     assert len(rows) == 7
     assert ceiling.read(tmp_path / "run").rest == known
-    ceiling.main(tmp_path / "run", rest=0.25)
-    assert "rest 0.25" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["dppo-ceiling", "nowhere"])
     with pytest.raises(SystemExit, match="2"):
         ceiling.command()
