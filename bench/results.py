@@ -1,5 +1,5 @@
 """
-The tables of docs/results.md, and its first picture, from the rows of their runs.
+The tables and pictures of the pages, from the rows of their runs.
 
     python -m bench results
 
@@ -25,10 +25,11 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 1 to 9 degrees;
 
 
 def main() -> None:
-    """Print all tables, and draw the picture into runs/."""
+    """Print all tables, and draw the pictures into runs/."""
     for name, table in tables().items():
         print(f"\n{name}\n\n{table}")
     draw_peers(log.read_rows(peers.ROWS)).savefig(FOLDER / "peers.png")
+    draw_public(log.read_rows(FOLDER / "public-steps.jsonl")).savefig(FOLDER / "public-steps.png")
 
 
 def tables() -> dict[str, str]:
@@ -36,6 +37,7 @@ def tables() -> dict[str, str]:
         "train.py and TRL": peers_table(log.read_rows(peers.ROWS)),
         "equal steps": savings_table(log.read_rows(FOLDER / "savings.jsonl")),
         "seconds to an accuracy": reach_table(log.read_rows(FOLDER / "reach.jsonl")),
+        "adaptive over the best group size": law_table(log.read_rows(FOLDER / "law.jsonl")),
     }
 
 
@@ -64,10 +66,7 @@ def peers_table(rows: list[dict]) -> str:
 
 def draw_peers(rows: list[dict]):
     """Median accuracy over median seconds, a line for each arm of LINES."""
-    from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
-
-    figure = Figure(figsize=(7, 3.8), dpi=120, layout="constrained")
-    panel = figure.subplots()
+    figure, panel = new_figure((7, 3.8))
     for name, (color, style) in LINES.items():
         curves = [row["curve"] for row in rows if (row["arm"], row["group_size"]) == (name, 8)]
         points = [[*zip(*point, strict=True)] for point in zip(*curves, strict=True)]
@@ -77,8 +76,6 @@ def draw_peers(rows: list[dict]):
     panel.set(xscale="log", xlabel="CPU seconds of training", ylabel="accuracy, held out")
     panel.set_xticks([5, 10, 20, 50, 100], ["5", "10", "20", "50", "100"])
     panel.legend(frameon=False)
-    panel.grid(alpha=0.2)
-    panel.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -157,7 +154,54 @@ def speed(times, others) -> str:
     return f"{math.exp(mean):.2f} ({low:.2f} to {high:.2f})"
 
 
-# ---------------------------------------------------------------------------- rows and cells
+# ---------------------------------------------------------------------------- the law
+
+
+def law_table(rows: list[dict]) -> str:
+    """Markdown: the best group sizes, and how many times as fast adaptive with its best one is as
+    GRPO without zeros with its own; in each task, and pooled over the seeds of both."""
+
+    def best(*arm):
+        """(group size, times of the seeds), of the size that failed least and then was fastest."""
+        sizes = {
+            row["group_size"]: [time or math.inf for time in row["times"]]
+            for row in rows
+            if (row["rest"], row["task"], row["method"]) == arm
+        }
+        order = lambda size: (sizes[size].count(math.inf), statistics.median(sizes[size]))
+        size = min(sizes, key=order)
+        return size, sizes[size]
+
+    cells = []
+    for rest in sorted({row["rest"] for row in rows}):
+        line, pooled = [f"{rest:g}"], ([], [])
+        for task in TARGETS:
+            (ours, times), (theirs, others) = (best(rest, task, m) for m in ("adaptive", "nonzero"))
+            line += [f"{theirs} and {ours}", speed(times, others)]
+            pooled = (pooled[0] + times, pooled[1] + others)
+        cells.append([*line, speed(*pooled)])
+    columns = [f"{TASKS[task]}: {name}" for task in TARGETS for name in ("groups", "speed")]
+    return as_markdown(["rest", *columns, "both tasks"], cells)
+
+
+# ---------------------------------------------------------------------------- public runs
+
+
+def draw_public(rows: list[dict]):
+    """The rest of published steps, a point each; hollow if its author reports a fault."""
+    figure, panel = new_figure((7, 1.6))
+    for number, row in enumerate(rows):
+        face = "none" if row["fault"] else "C0"
+        place = row["asynchronous"] + 0.2 * (number % 3 - 1)
+        panel.plot(row["rest"], place, "o", color="C0", mfc=face)
+    panel.set(xscale="log", xlabel="rest", ylim=(-0.6, 1.6))
+    panel.set_yticks([0, 1], ["synchronous", "asynchronous"])
+    panel.set_xticks([0.1, 0.5, 1, 2, 4], ["0.1", "0.5", "1", "2", "4"])
+    panel.minorticks_off()
+    return figure
+
+
+# ---------------------------------------------------------------------------- rows and figures
 
 
 def by_method(rows: list[dict]) -> dict[str, dict[int, dict]]:
@@ -193,3 +237,14 @@ def spread(values: list[float], digits: int = 0) -> str:
 def as_markdown(head: list[str], cells: list[list[str]]) -> str:
     rows = [head, ["---"] * len(head), *cells]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def new_figure(size: tuple[float, float]):
+    """(figure, panel)."""
+    from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
+
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    panel = figure.subplots()
+    panel.grid(alpha=0.2)
+    panel.spines[["top", "right"]].set_visible(False)
+    return figure, panel

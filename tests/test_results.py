@@ -1,4 +1,4 @@
-"""The tables of docs/results.md, as they are committed."""
+"""The tables and pictures of the pages, as they are committed."""
 
 from pathlib import Path
 
@@ -10,15 +10,17 @@ from runtime import log
 
 
 def test_committed_tables(monkeypatch, capsys):
-    """Every table that `bench results` prints is in the page, and the picture is drawn. Catches a
-    figure that outlived its rows, a difference that is not paired, and normal quantiles."""
+    """Every table of a page is one that `bench results` prints, and both pictures are drawn.
+    Catches a figure that outlived its rows, a difference that is not paired, and normal
+    quantiles."""
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda _figure, path: drawn.append(path))
     results.main()
-    assert drawn == [Path("runs/peers.png")]
-    page, printed = Path("docs/results.md").read_text(), capsys.readouterr().out
+    assert drawn == [Path("runs/peers.png"), Path("runs/public-steps.png")]
+    pages = Path("docs/results.md").read_text() + Path("docs/method.md").read_text()
+    printed = capsys.readouterr().out
     for name, table in results.tables().items():
-        assert table in page, name
+        assert table in pages, name
         assert table in printed
 
 
