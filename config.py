@@ -8,7 +8,7 @@ loaded or written.
 import importlib
 import math
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import data
@@ -34,13 +34,8 @@ def parse_config(argv: list[str]) -> Config:
     cfg = flags.read(Config, argv)
     stored = Path(cfg.out_dir) / "config.json"
     if cfg.resume and os.path.exists(stored):
-        settings = checkpoint.stored_config(stored.parent)
-        if unknown := settings.keys() - {field.name for field in fields(Config)}:
-            raise InputError(
-                f"--resume: the run in {cfg.out_dir} is from another version, which had "
-                f"{', '.join(map(flag, sorted(unknown)))}: use another --out-dir"
-            )
-        run = replace(Config(**settings), out_dir=cfg.out_dir)  # the folder may have been moved
+        run = Config(**checkpoint.stored_config(stored.parent))
+        run = replace(run, out_dir=cfg.out_dir, resume=True)  # the folder may have been moved
         free = {*FREE_TO_CHANGE}
         if run.lr_schedule != "constant":
             free -= {"steps"}  # the schedule would change
@@ -196,10 +191,4 @@ def warnings(cfg: Config) -> list[str]:
             notes.append(f"--{level}-rule {name} changes the expected gradient: {rule.biased}")
     if (cfg.lora or cfg.beta) and checkpoint.NUMBERED.fullmatch(Path(cfg.model).name):
         notes.append(f"{cfg.model} must stay: to resume this run, and for the adapters of --lora")
-    if cfg.beta > 0 and cfg.completion_rule == "nonzero" and not cfg.mask_truncated:
-        why = "the KL term is never exactly zero"
-        notes.append(f"--completion-rule nonzero drops nothing with --beta above 0: {why}")
-    if cfg.loss == "gspo" and cfg.dtype == "bfloat16" and not cfg.importance_cap:
-        near = f"--loss gspo clips at {cfg.eps_high:g}"
-        notes.append(f"{near}: in bfloat16 engines are off by more, so keep --importance-cap")
     return notes

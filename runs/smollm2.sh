@@ -25,7 +25,7 @@ start() {  # start FOLDER FLAGS...: a supervised start, once
     [ -e "$1/checkpoint" ] || python -m tasks.sft "${common[@]}" --out-dir "$1" "${@:2}"
 }
 train() {  # train FOLDER FLAGS...: start a run, or continue it
-    python train.py "${common[@]}" --resume auto --out-dir "$1" "${@:2}"
+    python train.py "${common[@]}" --resume --out-dir "$1" "${@:2}"
     local steps; steps=$(sed -n 's/^ *"steps": \([0-9]*\),*$/\1/p' "$1/config.json")
     [ -e "$1/checkpoint-$(printf %06d "$steps")" ]  # one that was stopped ends this script
 }

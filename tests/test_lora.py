@@ -113,7 +113,7 @@ def test_a_run(run, policy_folder, tmp_path, capsys):
     assert max(gaps) < 1e-5, "it samples from what it trains"
     assert rows[0]["kl"] == 0 < rows[-1]["kl"], "the reference does not move"
     run("part", until=2, **options)
-    run("part", resume="auto", **options)
+    run("part", resume=True, **options)
     toy.assert_same(toy.timeless(tmp_path / "whole"), toy.timeless(tmp_path / "part"))
 
     saved = tmp_path / "whole" / "checkpoint"

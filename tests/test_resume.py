@@ -14,16 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import toy
-import tyro
 from safetensors.torch import load_file
 from toy import ROOT, assert_same, flags, in_processes, rows, timeless
 
 import config
 import dppo
-import eval as evaluation
 import train
 from runtime import InputError, checkpoint, log
-from tasks import sft
 
 
 def saved_step(folder):
@@ -31,8 +28,8 @@ def saved_step(folder):
 
 
 def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkeypatch):
-    """--resume needs no flag but the folder, which may have moved; a changed flag is refused, or
-    that of another version, and more steps are fine."""
+    """--resume needs no flag but the folder, which may have moved; a changed flag is refused, and
+    more steps are fine."""
     run("run", save_every=4, prompt_prune_rate=0.25)
     run("falling", steps=1, save_every=1, lr_schedule="linear")
     out, falling = (["--resume", "--out-dir", str(tmp_path / name)] for name in ("run", "falling"))
@@ -53,13 +50,8 @@ def test_resume_takes_the_runs_own_settings(policy_folder, run, tmp_path, monkey
     with pytest.raises(InputError, match="holds a run: give --resume to continue it, or another"):
         run("run")
     monkeypatch.chdir(tmp_path)
-    moved = (tmp_path / "run").rename(tmp_path / "out")
+    (tmp_path / "run").rename(tmp_path / "out")
     assert config.parse_config(["--resume"]).out_dir == "out", "not where it was"
-    written = json.loads((moved / "config.json").read_text())
-    written["config"]["epochs"] = 1
-    (moved / "config.json").write_text(json.dumps(written))
-    with pytest.raises(InputError, match="another version, which had --epochs: use another --out"):
-        config.parse_config(["--resume"])
 
 
 def strict(completion, answer):
@@ -272,18 +264,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, line)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_tilde_is_the_home(monkeypatch):
-    """Catches a folder that is called ~."""
-    monkeypatch.setenv("HOME", "/there")
-    for kind, args in (
-        (config.Config, "--model=~/a --data=~/b --eval-data=~/c --out-dir=~/d"),
-        (evaluation.EvalConfig, "--model=~/a --data ~/b ~/c --out-dir=~/d --compare ~/e ~/f"),
-        (sft.Config, "--model=~/a.gguf --data ~/b c --out-dir=~/d"),
-    ):
-        expanded = args.replace("~", "/there")
-        assert tyro.cli(kind, args=args.split()) == tyro.cli(kind, args=expanded.split())
 
 
 def program(args):

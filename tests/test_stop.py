@@ -65,7 +65,7 @@ def test_stopped_and_resumed(run, tmp_path, monkeypatch, capsys):
         with monkeypatch.context() as patched:
             if moment:
                 signal_at(patched, *moment)
-            run("part", until=None if moment else last, resume="auto", **options)
+            run("part", until=None if moment else last, resume=True, **options)
         assert rows(folder)[-1]["step"] == last
         saved = sorted(path.name for path in folder.glob("checkpoint-*"))
         assert saved == [f"checkpoint-00000{step}" for step in SAVED[last]]
