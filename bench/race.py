@@ -38,7 +38,7 @@ METHODS = {  # flags. Rates are the usual ones of each method; blind draws keep 
     "pods": "--method pods --completion-prune-rate 0.8",
     "cppo": "--method cppo --completion-prune-rate 0.8",
 }
-BASE = "--loss dr_grpo --lr-schedule linear --warmup 5 --grad-clip 1"
+BASE = "--loss dr_grpo --lr-schedule linear --warmup 5 --grad-clip 1 --eval-every 10"
 SFT = "out-smollm2/sft/checkpoint"  # SmolLM2's supervised start, by bash runs/smollm2.sh
 SETTINGS = {  # flags that all runs share; those of a method come after them
     "arithmetic": f"--data arithmetic --eval-problems 1000 {BASE}",
@@ -47,10 +47,10 @@ SETTINGS = {  # flags that all runs share; those of a method come after them
     ),
     "words": (
         f"--data words --prompt-format plain --rollout-batch 256 --model {SFT} --eval-problems 256 "
-        f"{BASE} --warmup 2"
+        f"{BASE} --warmup 2 --eval-every 3"
     ),
 }
-EVERY, PROBLEMS = 10, 150  # with --reach: steps between evaluations, and how many problems
+PROBLEMS = 150  # of an evaluation with --reach
 SUMS = {  # column of a row: the column of the log that it sums over all steps
     "seconds": "seconds",
     "sampled": "cost/sampled",  # tokens of prompts and completions that were rolled out
@@ -183,7 +183,7 @@ def make_one(run: Run) -> dict:
             before = time.process_time()
             row, _others = trainer.step(step)
             rows.append(row | {"seconds": time.process_time() - before})
-            if run.reach and step % EVERY == 0:
+            if run.reach and step % trainer.cfg.eval_every == 0:
                 so_far = round(sum(row["seconds"] for row in rows), 3)
                 curve.append([step, round(trainer.accuracy(PROBLEMS, "final"), 5), so_far])
                 if curve[-1][1] >= run.reach:
@@ -194,7 +194,7 @@ def make_one(run: Run) -> dict:
         failed = str(problem)
     sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}
     result = {"made": len(rows), "accuracy": accuracy, "curve": curve, "failed": failed}
-    result["rest"] = timer.measured_rest(rows)
+    result |= {"rest": timer.measured_rest(rows), "entropy": rows[-1]["entropy"]}
     return vars(run) | result | sums | made_by()
 
 
