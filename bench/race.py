@@ -111,7 +111,7 @@ def main(
         for seed in range(seeds)
         for method in methods
     ]
-    print(f"\n{table(make(planned, json_file, workers))}")
+    print(f"\n{results.steps_table(make(planned, json_file, workers))}")
 
 
 def arm(method: str, shared: str) -> tuple[str, str]:
@@ -120,25 +120,6 @@ def arm(method: str, shared: str) -> tuple[str, str]:
     if not equals and name not in METHODS:
         raise InputError(f"--methods {name}: give NAME=FLAGS, or one of {', '.join(METHODS)}")
     return name, f"{flags if equals else METHODS[name]} {shared}".strip()
-
-
-def table(rows: list[dict]) -> str:
-    """Markdown: what each method did, and its accuracy minus that of the first one, paired."""
-    of_methods = results.by_method(rows)
-    first = next(iter(of_methods.values()))
-    cells = []
-    for name, runs in of_methods.items():
-        steps, seconds, sampled, trained = (
-            sum(row[key] for row in runs.values()) / len(runs) for key in ("made", *SUMS)
-        )
-        accuracy = results.interval([row["accuracy"] for row in runs.values()])
-        gap = results.interval([row["accuracy"] - first[s]["accuracy"] for s, row in runs.items()])
-        cells.append([
-            name, f"{steps:.0f}", f"{seconds:.1f}", f"{trained / max(1, sampled):.2f}",
-            results.show(accuracy), results.show(gap, "+"),
-        ])  # fmt: skip
-    head = ["method", "steps", "CPU seconds", "trained on", "accuracy", "minus the first"]
-    return results.as_markdown(head, cells)
 
 
 # ---------------------------------------------------------------------------- runs

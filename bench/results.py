@@ -15,12 +15,7 @@ from bench import COLORS, peers
 from runtime import log
 
 FOLDER = Path("runs")
-METHODS = {
-    "grpo": "GRPO", "nonzero": "GRPO without zeros", "adaptive": "adaptive",
-    "adaptive_prompts": "adaptive, fewer prompts", "pps": "pps", "uniform": "blind draws",
-    "dppo": "dppo", "pods": "PODS", "cppo": "CPPO",
-}  # fmt: skip
-TASKS = {"arithmetic": "default task", "arithmetic-mixed": "mixed task", "words": "SmolLM2"}
+TASKS = {"arithmetic": "default task", "arithmetic-mixed": "mixed task"}
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 1 to 9 degrees; more use the last
 
 
@@ -33,9 +28,11 @@ def main() -> None:
 
 
 def tables() -> dict[str, str]:
+    of_task = lambda task, file: [row for row in log.read_rows(file) if row["setting"] == task]
     return {
         "train.py and TRL": peers_table(log.read_rows(peers.ROWS)),
-        "equal steps": savings_table(log.read_rows(FOLDER / "savings.jsonl")),
+        "equal steps": steps_table(of_task("arithmetic", FOLDER / "savings.jsonl")),
+        "SmolLM2": steps_table(log.read_rows(FOLDER / "words.jsonl")),
         "seconds to an accuracy": reach_table(log.read_rows(FOLDER / "reach.jsonl")),
         "adaptive over the best group size": law_table(log.read_rows(FOLDER / "law.jsonl")),
     }
@@ -53,6 +50,8 @@ LINES = {  # of the picture: the color of the rule; dashed are TRL's
 def peers_table(rows: list[dict]) -> str:
     """Markdown: seconds of a step, and until two accuracies; medians and ranges over seeds."""
     cells = []
+    order = lambda row: ([*peers.ARMS].index(row["arm"]), row["group_size"])
+    rows = sorted(rows, key=order)
     named = [row | {"method": f"{row['arm']}, groups of {row['group_size']}"} for row in rows]
     for name, runs in by_method(named).items():
         line = [name, spread([row["curve"][-1][2] / peers.STEPS for row in runs.values()], 2)]
@@ -82,28 +81,33 @@ def draw_peers(rows: list[dict]):
 # ---------------------------------------------------------------------------- equal steps
 
 
-def savings_table(rows: list[dict]) -> str:
-    """Markdown: for each method and task its accuracy minus GRPO's (SmolLM2: GRPO without zeros),
-    and the median of its seconds over GRPO's, whose own cells have its accuracy and seconds."""
-    head, cells = ["method"], [[title] for title in METHODS.values()]
-    for task in ("arithmetic", "words"):
-        head += [f"{TASKS[task]}: accuracy", "step time"]
-        runs_of = by_method([row for row in rows if row["setting"] == task])
-        full = runs_of["nonzero" if task == "words" else "grpo"]  # whom the others are paired with
-        for line, method in zip(cells, METHODS, strict=True):
-            runs = runs_of.get(method, {})
-            pairs = [(row, full[seed]) for seed, row in runs.items() if seed in full]
-            if runs is full:
-                seconds = [row["seconds"] / row["made"] for row in runs.values()]
-                accuracy = interval([row["accuracy"] for row in runs.values()])
-                line += [show(accuracy), f"{statistics.median(seconds):.2f} s"]
-            elif pairs:
-                gap = interval([row["accuracy"] - other["accuracy"] for row, other in pairs])
-                times = [row["seconds"] / other["seconds"] for row, other in pairs]
-                line += [show(gap, "+"), f"{statistics.median(times):.2f}"]
-            else:
-                line += ["", ""]
-    return as_markdown(head, cells)
+def steps_table(rows: list[dict]) -> str:
+    """Markdown: what each method did in all of its steps, and its accuracy minus the first one's.
+    With curves also how far it was when the quickest of all runs ended, minus the first one."""
+    of_methods = by_method(rows)
+    first = next(iter(of_methods.values()))
+    end = min((row["curve"][-1][2] for row in rows if row["curve"]), default=None)
+    head = ["method", "steps", "CPU seconds", "trained on", "accuracy", "minus the first"]
+    cells = []
+    for name, runs in of_methods.items():
+        steps, seconds, sampled, trained = (
+            statistics.mean(row[key] for row in runs.values())
+            for key in ("made", "seconds", "sampled", "trained")
+        )
+        accuracy = interval([row["accuracy"] for row in runs.values()])
+        gap = interval([row["accuracy"] - first[s]["accuracy"] for s, row in runs.items()])
+        line = [name, f"{steps:.0f}", f"{seconds:.1f}", f"{trained / max(1, sampled):.2f}"]
+        line += [show(accuracy), show(gap, "+")]
+        if end:
+            gaps = [accuracy_at(row, end) - accuracy_at(first[s], end) for s, row in runs.items()]
+            line.append(show(interval(gaps), "+"))
+        cells.append(line)
+    return as_markdown(head + ([f"at {end:.0f} s"] if end else []), cells)
+
+
+def accuracy_at(row: dict, seconds: float) -> float:
+    """Accuracy of a run's last evaluation in these seconds."""
+    return [accuracy for _step, accuracy, at in row["curve"] if at <= seconds][-1]
 
 
 # ---------------------------------------------------------------------------- until an accuracy
