@@ -175,7 +175,8 @@ def make_one(run: Run) -> dict:
         failed = str(problem)
     sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}
     result = {"made": len(rows), "accuracy": accuracy, "curve": curve, "failed": failed}
-    result |= {"rest": timer.measured_rest(rows), "entropy": rows[-1]["entropy"]}
+    result["rest"] = timer.measured_rest(rows)
+    result["entropy"] = rows[-1]["entropy"] if rows else None
     return vars(run) | result | sums | made_by()
 
 

@@ -83,10 +83,11 @@ def draw_peers(rows: list[dict]):
 
 def steps_table(rows: list[dict]) -> str:
     """Markdown: what each method did in all of its steps, and its accuracy minus the first one's.
-    With curves also how far it was when the quickest of all runs ended, minus the first one."""
+    If all runs were evaluated before the quickest ended, also minus the first one's by then."""
     of_methods = by_method(rows)
     first = next(iter(of_methods.values()))
-    end = min((row["curve"][-1][2] for row in rows if row["curve"]), default=None)
+    end = min(row["seconds"] for row in rows)
+    is_known = all(row["curve"] and row["curve"][0][2] <= end for row in rows)
     head = ["method", "steps", "CPU seconds", "trained on", "accuracy", "minus the first"]
     cells = []
     for name, runs in of_methods.items():
@@ -98,15 +99,15 @@ def steps_table(rows: list[dict]) -> str:
         gap = interval([row["accuracy"] - first[s]["accuracy"] for s, row in runs.items()])
         line = [name, f"{steps:.0f}", f"{seconds:.1f}", f"{trained / max(1, sampled):.2f}"]
         line += [show(accuracy), show(gap, "+")]
-        if end:
+        if is_known:
             gaps = [accuracy_at(row, end) - accuracy_at(first[s], end) for s, row in runs.items()]
             line.append(show(interval(gaps), "+"))
         cells.append(line)
-    return as_markdown(head + ([f"at {end:.0f} s"] if end else []), cells)
+    return as_markdown(head + [f"after {end:.0f} s"] * is_known, cells)
 
 
 def accuracy_at(row: dict, seconds: float) -> float:
-    """Accuracy of a run's last evaluation in these seconds."""
+    """A run's accuracy when it was last evaluated in these seconds."""
     return [accuracy for _step, accuracy, at in row["curve"] if at <= seconds][-1]
 
 

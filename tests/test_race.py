@@ -19,8 +19,9 @@ def fake_runs(monkeypatch):
 
     def make_one(run):
         made.append(run)
-        figures = {"made": 7, "seconds": 1.0, "sampled": 100.0, "trained": 50.0, "failed": None}
-        return vars(run) | figures | {"accuracy": 0.1 * run.seed * (run.method == "pps")}
+        sums = {"made": 7, "seconds": 1.0, "sampled": 100.0, "trained": 50.0}
+        accuracy = 0.1 * run.seed * (run.method == "pps")
+        return vars(run) | sums | {"accuracy": accuracy, "curve": [], "failed": None}
 
     monkeypatch.setattr(race, "make_one", make_one)
     monkeypatch.setattr(race, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
