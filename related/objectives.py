@@ -1,6 +1,6 @@
 """
 Which objective each rule ascends: the slope of its objective, by exact sums over the number of
-right completions of a group. docs/method.md has the theorem, and notebooks/05_objectives.ipynb the
+right completions of a group. notebooks/05_objectives.ipynb has the theorem and the
 pictures.
 
 Letters: K prompts, G completions each.

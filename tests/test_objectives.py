@@ -60,7 +60,7 @@ def test_slopes_by_enumeration(divisor, rule, rate):
 
 
 def test_slopes_in_closed_form():
-    """The formulas of docs/method.md, and that PODS ascends the logit if it keeps two or three.
+    """The formulas of notebook 05, and that PODS ascends the logit if it keeps two or three.
     Catches another divisor than the one that is named."""
     p = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.97], dtype=torch.float64)
     for G in (2, 5):
