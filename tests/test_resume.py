@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import toy
+import tyro
 from safetensors.torch import load_file
 from toy import ROOT, assert_same, flags, in_processes, rows, timeless
 
 import config
 import dppo
+import eval as evaluation
 import train
 from runtime import InputError, checkpoint, log
 
@@ -264,6 +266,17 @@ def test_bad_input_is_one_line_and_leaves_nothing(policy_folder, tmp_path, line)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_tilde_is_the_home(monkeypatch):
+    """Catches a folder that is called ~."""
+    monkeypatch.setenv("HOME", "/there")
+    for kind, args in (
+        (config.Config, "--model=~/a --data=~/b --eval-data=~/c --out-dir=~/d"),
+        (evaluation.EvalConfig, "--model=~/a --data ~/b ~/c --out-dir=~/d --compare ~/e ~/f"),
+    ):
+        expanded = args.replace("~", "/there")
+        assert tyro.cli(kind, args=args.split()) == tyro.cli(kind, args=expanded.split())
 
 
 def program(args):
