@@ -30,7 +30,6 @@ Letters: Q prompts of a step, K of them rolled out, G completions each, N comple
 n completions in any shape.
 """
 
-import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,18 +49,6 @@ REST = 0.1
 
 class RuleError(ValueError):
     """A rule or a loss cannot be used. The message names it, the value and the way out."""
-
-
-@contextlib.contextmanager
-def named(kind: str, name: str):
-    """Says which rule or loss raised: in the message of a RuleError, in a note of any other."""
-    try:
-        yield
-    except RuleError as error:
-        raise RuleError(f"{kind} {name!r} {error}") from None
-    except Exception as error:
-        error.add_note(f"(in the {kind} {name!r})")
-        raise
 
 
 def check_known(kind: str, name: str, known) -> None:
@@ -327,27 +314,20 @@ class Rule:
     rate: float | None  # the default; at 0 nothing is dropped. None: the rule has no rate
     order: Callable | None = any_order
 
-    def __init_subclass__(cls):
-        raise RuleError(
-            f"{cls.__name__}: a dppo.Rule cannot be subclassed, because its weights must be 1 / "
-            f"probability. Use dppo.BiasedRule(select, rate, biased='the reason') for others"
-        )
-
     def keep_prob(self, batch, prune_rate: float) -> torch.Tensor:
         """The probabilities, float64, checked."""
         p = self.chance(batch, prune_rate)
-        must = f"must return probabilities of shape {list(batch.live.shape)}"
-        if not torch.is_tensor(p) or p.shape != batch.live.shape:
-            shape = list(p.shape) if torch.is_tensor(p) else type(p).__name__
-            raise RuleError(f"{must}, not {shape}")
+        if p.shape != batch.live.shape:
+            wanted, found = list(batch.live.shape), list(p.shape)
+            raise RuleError(f"a rule must return probabilities of shape {wanted}, not {found}")
         valid = (p >= 0) & (p <= 1) & ((p > 0) | ~batch.live)  # NaN is not
         if not valid.all():
             raise RuleError(
-                f"{must}, from 0 to 1, and above 0 wherever batch.live is True, not "
-                f"{p[~valid][0].item():g}. A dppo.BiasedRule may keep with probability 0"
+                "a rule must return probabilities from 0 to 1, and above 0 wherever batch.live is "
+                f"True, not {p[~valid][0].item():g}. A dppo.BiasedRule may keep with probability 0"
             )
         if prune_rate == 0 and self.rate is not None and (p[batch.live] < 1).any():
-            raise RuleError("must keep all that is live at prune rate 0, or say rate=None")
+            raise RuleError("a rule must keep all that is live at prune rate 0, or say rate=None")
         return p.double()
 
     def draw(self, batch, prune_rate: float, generator: Generator) -> Drawn:
@@ -372,17 +352,11 @@ class BiasedRule:
     rate: float | None  # as of a Rule
     biased: str  # the reason, printed in the run's first lines
 
-    def __post_init__(self):
-        if not isinstance(self.biased, str) or not self.biased.strip():
-            raise RuleError("biased= must say what the rule does to the expected gradient")
-
     def draw(self, batch, prune_rate: float, generator: Generator) -> Drawn:
-        selected = self.select(batch, prune_rate, generator)
-        shape = batch.live.shape
-        is_pair = isinstance(selected, tuple) and len(selected) == 2
-        if not is_pair or not all(torch.is_tensor(x) and x.shape == shape for x in selected):
-            raise RuleError(f"must return (keep, weights), both of shape {list(shape)}")
-        keep, weights = selected
+        keep, weights = self.select(batch, prune_rate, generator)
+        if not keep.shape == weights.shape == batch.live.shape:
+            wanted = list(batch.live.shape)
+            raise RuleError(f"a rule must return (keep, weights), both of shape {wanted}")
         keep = keep.bool() & batch.live
         return keep, torch.where(keep, weights.double(), 0.0)
 
@@ -395,8 +369,7 @@ def prune_completions(
 ) -> Drawn:
     """(keep, weights) [K, G] of one of COMPLETION_RULES. Each draw serves exactly one update."""
     check_known("completion rule", name, COMPLETION_RULES)
-    with named("completion rule", name):
-        return COMPLETION_RULES[name].draw(batch, prune_rate, generator)
+    return COMPLETION_RULES[name].draw(batch, prune_rate, generator)
 
 
 def everything(batch, prune_rate: float) -> torch.Tensor:
@@ -451,8 +424,6 @@ COMPLETION_RULES = {
 
 # ---------------------------------------------------------------------------- losses
 
-DENOMINATORS = ("own length", "constant", "batch tokens")
-
 
 @dataclass(frozen=True)
 class Loss:
@@ -463,14 +434,10 @@ class Loss:
     """
 
     surrogate: Callable
-    denominator: str  # of the sum over tokens, one of DENOMINATORS; see loss_scale
+    denominator: str  # of the sum over tokens: own length, constant or batch tokens (loss_scale)
     clip: tuple[float, float] = (0.2, 0.2)  # default --eps-low and --eps-high
     sequence_ratio: bool = False  # the geometric mean of a sequence's ratios, for all its tokens
     scale_rewards: str = "group"  # default --scale-rewards, one of SCALES
-
-    def __post_init__(self):
-        check_known("denominator", self.denominator, DENOMINATORS)
-        check_known("scale_rewards", self.scale_rewards, SCALES)
 
 
 def clipped_ratio(ratio, logprobs, advantages, eps_low, eps_high):
@@ -537,12 +504,13 @@ def token_loss(
         zeros = log_ratio.new_zeros(num_sequences)
         lengths = zeros.index_add(0, owner, torch.ones_like(log_ratio)).clamp(min=1)
         log_ratio = (zeros.index_add(0, owner, log_ratio) / lengths)[owner]
-    with named("loss", loss):
-        terms = LOSSES[loss].surrogate(log_ratio.exp(), logprobs, advantages, eps_low, eps_high)
-        shape = logprobs.shape
-        if not isinstance(terms, tuple) or [part.shape for part in terms] != [shape] * 2:
-            raise RuleError(f"must return (loss, clipped), two tensors of shape {list(shape)}")
-    return terms
+    terms, clipped = LOSSES[loss].surrogate(
+        log_ratio.exp(), logprobs, advantages, eps_low, eps_high
+    )
+    if not terms.shape == clipped.shape == logprobs.shape:
+        wanted = list(logprobs.shape)
+        raise RuleError(f"--loss {loss} must return (loss, clipped), two tensors of shape {wanted}")
+    return terms, clipped
 
 
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:

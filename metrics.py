@@ -1,7 +1,7 @@
 """
 The figures of a step's row in log.jsonl, and the groups and sampled completions beside it.
 
-train.py adds step, learning_rate, step_time, time/*, eval/* and history/* (see `history`).
+train.py adds step, learning_rate, step_time, time/* and eval/*.
 Names are TRL's where it has one. A figure that does not exist in a step is NaN here and null in the
 file.
 
@@ -38,9 +38,6 @@ def row(
         "sampling/sampling_logp_difference/mean": ratio(first.gap, first.completion_tokens),
         "grad_norm": sum(grad_norms) / len(grad_norms),
         **kept(cfg, prompt_weights, advantages, scale, cost, keep, weights),
-        "pack/density": ratio(total.tokens, total.slots),
-        "tokens/generated": int(lengths.sum()),
-        "tokens/trained": int(total.tokens),
     }
     if cfg.importance_cap:
         name = "sampling/importance_sampling_ratio"
@@ -76,18 +73,6 @@ def averages(prompt_weights, rewards, lengths, truncated, entropy) -> dict:
     }
 
 
-def history(past_advantage: torch.Tensor, candidates: torch.Tensor, kept: torch.Tensor) -> dict:
-    """Figures of a sampler.PromptHistory before a step's rollout, from its past_advantage [P], and
-    of what the step's draw kept [Q] of the candidates [Q]; dead are those whose last group was."""
-    dead = past_advantage[candidates] == 0  # [Q]
-    return {
-        "history/never_rolled_out": past_advantage.isnan().double().mean().item(),
-        "history/dead": (past_advantage == 0).double().mean().item(),
-        "kept/dead_prompts": ratio((kept & dead).sum().item(), dead.sum().item()),
-        "kept/other_prompts": ratio((kept & ~dead).sum().item(), (~dead).sum().item()),
-    }
-
-
 def kept(cfg, prompt_weights, advantages, scale, cost, keep, weights) -> dict:
     """How much both prunings kept, and the weights that make up for the rest."""
     live = dppo.contributes(advantages, scale, cfg.beta)  # [K, G]
@@ -103,7 +88,6 @@ def kept(cfg, prompt_weights, advantages, scale, cost, keep, weights) -> dict:
         "cost/kept": (cost * keep).sum().item(),
         "weight/max": weights.max().item() if keep.any() else math.nan,
         "weight/prompt_max": prompt_weights.max().item() if len(prompt_weights) else math.nan,
-        "weight/ess": effective_sample_size(weights[live]),
     }
 
 
@@ -161,8 +145,3 @@ def samples(step: int, problems: list, texts, rewards, advantages, keep, weights
         }
         for row, problem in enumerate(problems[:3])
     ]
-
-
-def effective_sample_size(weights: torch.Tensor) -> float:
-    """(sum w)^2 / sum w^2 of all weights: how many equal weights would be as noisy (Kish 1965)."""
-    return (weights.sum().square() / weights.square().sum()).item()

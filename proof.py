@@ -140,8 +140,7 @@ def expected_gradient(case: Case, rule: str, prune_rate: float, *, each=None) ->
     `each` saves computing case.of_each() again.
     """
     each = case.of_each() if each is None else each  # [K * G, P]
-    with dppo.named("completion rule", rule):
-        drawn = outcomes(dppo.COMPLETION_RULES[rule], prune_rate, case.batch)
+    drawn = outcomes(dppo.COMPLETION_RULES[rule], prune_rate, case.batch)
     return sum(chance * ((weights * keep).flatten() @ each) for keep, weights, chance in drawn)
 
 
@@ -252,8 +251,7 @@ def of_prompt_rule(rule: str, loss: str) -> list[tuple[torch.Tensor, torch.Tenso
     """
     nan = torch.nan
     three = sampler.Prompts(torch.tensor([0.2, 0.0, nan]), torch.tensor([9.0, 2.0, nan]))
-    with dppo.named("prompt rule", rule):
-        drawn = outcomes(sampler.PROMPT_RULES[rule], 0.4, three)
+    drawn = outcomes(sampler.PROMPT_RULES[rule], 0.4, three)
     pairs = []
     for beta in BETAS:
         options = {"beta": beta, "num_tokens": KNOWN_TOKENS}

@@ -105,11 +105,8 @@ def prune_prompts(
     determine the number left for the second, whose parameters depend on the first.
     """
     dppo.check_known("prompt rule", name, PROMPT_RULES)
-    drawn = []
-    for part in prompts.chunk(minibatches):
-        batch = history.of(part)
-        with dppo.named("prompt rule", name):
-            drawn.append(PROMPT_RULES[name].draw(batch, prune_rate, generator))
+    parts = prompts.chunk(minibatches)
+    drawn = [PROMPT_RULES[name].draw(history.of(part), prune_rate, generator) for part in parts]
     keep, weights = zip(*drawn, strict=True)
     return torch.cat(keep), torch.cat(weights)
 

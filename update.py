@@ -34,8 +34,8 @@ class Sequence(NamedTuple):
 
 
 class UpdateStats(NamedTuple):
-    """Sums over the completion tokens of one update: on the device, then counted on the host. To
-    add one, name it here and in accumulate_gradients, in its place."""
+    """Sums over the completion tokens of one update. To add one, name it here and in
+    accumulate_gradients, in its place."""
 
     loss: float  # with the full batch's denominator, the KL term included
     kl: float  # the KL term alone, before beta
@@ -45,8 +45,6 @@ class UpdateStats(NamedTuple):
     capped: float  # tokens whose ratio is above it
     entropy: float  # nats
     completion_tokens: float
-    tokens: float  # forwarded, prompts included
-    slots: float  # room in the slots, in tokens, padding included
 
 
 def accumulate_gradients(
@@ -68,7 +66,7 @@ def accumulate_gradients(
     sequences = share_out(kept_sequences(rollouts, keep, mine, old_logprobs))
     advantages, multiplier = advantages.double().flatten(), multiplier.double().flatten()  # [K * G]
 
-    measured, counts = [], []  # of each pack: on the device, and on the host
+    measured = []  # of each pack, on the device
     for pack, members in packs(sequences, cfg, model.device, show_progress):
         lengths = torch.tensor([len(sequence.completion) for sequence in members], dtype=torch.long)
         place = torch.tensor([sequence.place for sequence in members], dtype=torch.long)
@@ -111,18 +109,15 @@ def accumulate_gradients(
         figures = [
             total, (kl * token_multiplier).sum(), clipped.sum(),
             (now - engine_logprobs).abs().sum(), importance.sum(),
-            (importance > (cap or math.inf)).sum(), entropy.sum(),
+            (importance > (cap or math.inf)).sum(), entropy.sum(), torch.ones_like(now).sum(),
         ]  # fmt: skip
         measured.append(torch.stack([figure.detach() for figure in figures]))
-        tokens = pack.input_ids.shape[1]
-        counts.append([len(place), tokens, max(cfg.pack_tokens, tokens)])
 
     ranks.sum_gradients(model)
     sums = torch.zeros(len(UpdateStats._fields), dtype=torch.float64)
-    if counts:
+    if measured:
         # Read only now: in the loop, the host would wait for the device.
-        table = torch.stack(measured).cpu().double()  # [packs, figures]
-        sums = torch.cat([table, torch.tensor(counts).double()], dim=1).sum(dim=0)
+        sums = torch.stack(measured).cpu().double().sum(dim=0)  # of [packs, figures]
     return UpdateStats(*ranks.all_reduce(sums).tolist())
 
 

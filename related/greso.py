@@ -64,7 +64,6 @@ class GresoTrainer(train.Trainer):
             every.lengths.double(), every.truncated.double(), every.entropy.double(),
         )  # fmt: skip
         row["kept/prompts"] = len(every.lengths) / self.cfg.prompts_per_step
-        row["tokens/generated"] = int(every.lengths.sum())
         return row, others
 
     def candidates(self, step):

@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dppo
-import metrics
 import proof
 from related import rivals
 
@@ -239,8 +238,6 @@ BY_HAND = {  # what it says: the call, what it must give; an exact 0 must be exa
     "scales by tokens": (
         lambda: [*scale("dapo", [1, 2]), *scale("cispo", [1, 0])], [1 / 50] * 4),
     "no token, one token": (lambda: [*scale("dapo", [1], 0), *scale("cispo", [1], 1)], [1, 1]),
-    "equal weights count": (lambda: [metrics.effective_sample_size(table([2, 2, 0, 0]))], [2]),
-    "others count less": (lambda: [metrics.effective_sample_size(table([3, 1]))], [1.6]),
 }  # fmt: skip
 
 

@@ -145,17 +145,17 @@ BOTH, LOSS = ("completion rule", "prompt rule"), ("loss",)
 gives = lambda value, **options: {"chance": lambda batch, *_: value(batch)} | options
 selects = lambda value: {"select": lambda *_: value(), "biased": "it picks"}
 loses = lambda value: {"surrogate": lambda *_: value(), "denominator": "constant"}
-shape = r"must return probabilities of shape "
-pair = r"must return \(keep, weights\), both of shape \["
-two = r"must return \(loss, clipped\), two tensors of shape \[3\]"
+shape = r"a rule must return probabilities of shape "
+pair = r"a rule must return \(keep, weights\), both of shape \["
+two = r"--loss mine must return \(loss, clipped\), two tensors of shape \[3\]"
 like = lambda batch: ones(batch.live.shape)
 times = lambda number, **options: gives(lambda batch: like(batch) * number, **options)
-none = shape + r".*, and above 0 wherever batch.live is True, not 0\. A dppo.BiasedRule may"
+values = r"a rule must return probabilities from 0 to 1, and above 0 wherever batch.live is True, "
 ENTRIES = [  # kinds, the entry, the rate, the message if it is wrong
     (BOTH, gives(lambda batch: like(batch)[:1]), 0.5, shape + r"\[.*, not \[1"),
-    (BOTH, times(1.5), 0.5, shape + ".*, from 0 to 1, .* not 1.5"),
-    (BOTH, times(0.0), 0.5, none),
-    (BOTH, times(0.5), 0.0, "must keep all that is live at prune rate 0, or say rate=None"),
+    (BOTH, times(1.5), 0.5, values + "not 1.5"),
+    (BOTH, times(0.0), 0.5, values + r"not 0\. A dppo.BiasedRule may"),
+    (BOTH, times(0.5), 0.0, "a rule must keep all that is live at prune rate 0, or say rate=None"),
     (BOTH, times(0.5, rate=None), 0.0, None),
     (BOTH[:1], gives(lambda batch: batch.live.double()), 0.5, None),
     (BOTH, selects(lambda: ones(2)), 0.5, pair),
@@ -174,7 +174,7 @@ def test_entries(kind, row):
         keep, weights = use(rate)
         assert torch.equal(weights > 0, keep)
         return
-    with pytest.raises(dppo.RuleError, match=f"^{kind} 'mine' {message}"):
+    with pytest.raises(dppo.RuleError, match=message):
         use(rate)
 
 
@@ -184,19 +184,6 @@ def test_an_entry_is_a_rule(monkeypatch):
     monkeypatch.setitem(dppo.COMPLETION_RULES, "mine", own)
     with pytest.raises(InputError, match=r"--completion-rule mine: must be a dppo.Rule or"):
         config.resolve(config.Config(method="mine"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "make"), [("completion rule", gives), ("prompt rule", selects), ("loss", loses)]
-)
-def test_an_exception_keeps_its_traceback(kind, make):
-    """It comes through as it is, with a note that names the entry."""
-    table, entry, use = KINDS[kind]
-    table["mine"] = entry(**make(lambda *_: 1 / 0))
-    with pytest.raises(ZeroDivisionError) as caught:
-        use(0.5)
-    assert caught.value.__notes__ == [f"(in the {kind} 'mine')"]
-    assert "1 / 0" in str(caught.traceback[-1].statement)
 
 
 rule = make_rule(**times(1.0))
@@ -236,10 +223,10 @@ HEAD = "import dppo, sampler\n"
 FILES = [  # a file, and what proof.py says of it
     (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.Rule(lambda batch, rate: "
      "(batch.size / batch.size.sum(1, keepdim=True)).clamp(max=1), rate=0.5)\n",
-     "completion rule 'mine' must return .* not nan"),  # dead groups
+     "a rule must return .* not nan"),  # dead groups
     (HEAD + "sampler.PROMPT_RULES['mine'] = dppo.Rule(lambda batch, rate: "
      "batch.past_advantage.clamp(0.1, 1), rate=0.5)\n",
-     "prompt rule 'mine' must return .* not nan"),  # new prompts
+     "a rule must return .* not nan"),  # new prompts
     (HEAD, "adds no rule and no loss"),
 ]  # fmt: skip
 
@@ -262,10 +249,7 @@ def clipped(batch, prune_rate, generator):
 """
 FORBIDDEN = [  # a line or two more, and the error's words
     ("dppo.COMPLETION_RULES['mine'] = dppo.BiasedRule(clipped, rate=0.7)", "argument: 'biased'"),
-    ("dppo.BiasedRule(clipped, rate=0.7, biased=' ')", "biased= must say what the rule does"),
     ("pps.draw = clipped", "cannot assign to field 'draw'"),
-    ("class Clipped(dppo.Rule):\n    def draw(self, *args): return clipped(*args)",
-     "Clipped: a dppo.Rule cannot be subclassed, .* Use dppo.BiasedRule"),
 ]  # fmt: skip
 
 
@@ -273,35 +257,24 @@ FORBIDDEN = [  # a line or two more, and the error's words
 def test_weights_are_not_the_users(line, message):
     """Refused where it is written. Catches weights that are clipped, or 1, without a word, and an
     AttributeError in place of the remedy."""
-    with pytest.raises((TypeError, AttributeError, ValueError), match=message):
+    with pytest.raises((TypeError, AttributeError), match=message):
         exec(CLIPPED + line, {})
 
 
 # ---------------------------------------------------------------------------- runs
 
 
-SILENT = [  # a reward, flags, the note
-    (lambda *_: 0.0, {}, "Mean reward 0 .* --max-new-tokens 6 cut off 100% of the completions"),
-    (toy.toy_reward, {}, None),
-    # a reward that forgets to return, and one that cannot score some problems
-    (lambda text, _: 1.0 if text[:1] < "@" else None, {"steps": 3}, "the reward is None for some"),
-    (lambda _, answer: None if int(answer) % 2 else 1.0, {"steps": 3}, None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("reward", "flags", "text"), SILENT)
-def test_a_run_without_signal_says_so(run, tmp_path, capsys, reward, flags, text):
-    """Once, after five steps in a row. Catches a run that trains nothing without a word, and a note
-    for a run whose groups are live."""
-    run("run", reward=reward, **{"steps": 12} | flags)
-    lines = capsys.readouterr().out.splitlines()
-    places = [i for i, line in enumerate(lines) if re.match("note: the (gradient|reward)", line)]
-    assert len(places) == bool(text)
-    for i in places:
-        assert re.search(text, lines[i])
-        if "gradient" in text:
-            assert lines[i - 1].startswith("step  5/12")
-            assert str(tmp_path / "run" / "samples.jsonl") in lines[i]
+@pytest.mark.parametrize(
+    ("reward", "is_said"),
+    [  # a reward that forgets to return, and one that cannot score some problems
+        (lambda text, _: 1.0 if text[:1] < "@" else None, True),
+        (lambda _, answer: None if int(answer) % 2 else 1.0, False),
+    ],
+)
+def test_a_reward_that_forgets_to_return_is_noticed(run, capsys, reward, is_said):
+    """Once. Catches completions that leave their group without a word."""
+    run("run", reward=reward, steps=3)
+    assert capsys.readouterr().out.count("note: the reward is None for some") == is_said
 
 
 def test_folders_that_hold_something_else(run, policy_folder, tmp_path):

@@ -152,7 +152,6 @@ def test_it_trains_on_live_groups(policy_folder, tmp_path, monkeypatch):
         assert keep.all()
         assert torch.allclose(factor, torch.full_like(factor, 1 / (4 * 3 * 6)))  # Q x G x tokens
         assert row["kept/prompts"] == len(every.prompts) / 4 >= 1.5
-        assert row["tokens/generated"] == every.rollouts.lengths.sum()
         assert row["reward"] == pytest.approx(every.rewards.mean().item()), "of all groups"
         rolled_out.append(len(every.prompts))
     assert len(set(rolled_out)) > 1, "rounds"

@@ -116,24 +116,23 @@ def test_slots_hold_exactly_what_is_forwarded(make_policy, make_rollouts, monkey
     def slots(rollouts, pack_tokens, share):
         monkeypatch.setattr(packing, "shares_prompts", lambda device: share)
         cfg = config.resolve(config.Config(device="cpu", pack_tokens=pack_tokens))
-        ones = torch.ones_like(rollouts.truncated, dtype=torch.float32)
-        args = (model, rollouts, ones, ones, ones.bool())
-        sums = update.accumulate_gradients(*args, cfg=cfg, old_logprobs=rollouts.logprobs)
-        return sums.tokens, sums.slots
+        everything = torch.ones_like(rollouts.truncated)
+        kept = update.kept_sequences(rollouts, everything, torch.arange(len(everything)))
+        return [pack.input_ids.shape[1] for pack, _ in update.packs(kept, cfg, "cpu")]
 
     rollouts = make_rollouts(model, 1, 4)
     rollouts.prompt_ids = [[1, 2]]
     rollouts.lengths = torch.tensor([[3, 1, 0, 1]])
-    assert slots(rollouts, 10, share=False) == (10, 10)
-    assert slots(rollouts, 9, share=False) == (10, 18)
+    assert slots(rollouts, 10, share=False) == [10]
+    assert slots(rollouts, 9, share=False) == [9, 1]
     rollouts = make_rollouts(model, 2, 2)
     rollouts.prompt_ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
     rollouts.lengths = torch.full((2, 2), 2)
-    assert slots(rollouts, 6, share=True) == (12, 12)
+    assert slots(rollouts, 6, share=True) == [6, 6]
     rollouts = make_rollouts(model, 1, 4)
     rollouts.prompt_ids = [[1, 2]]
     rollouts.lengths = torch.tensor([[4, 4, 2, 2]])
-    assert slots(rollouts, 8, share=False) == (16, 16)
+    assert slots(rollouts, 8, share=False) == [8, 8]
 
 
 def test_bfloat16_update(make_policy, make_rollouts):
