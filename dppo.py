@@ -314,6 +314,9 @@ class Rule:
     rate: float | None  # the default; at 0 nothing is dropped. None: the rule has no rate
     order: Callable | None = any_order
 
+    def __init_subclass__(cls):
+        raise RuleError(f"{cls.__name__}: a dppo.Rule makes its weights; use dppo.BiasedRule")
+
     def keep_prob(self, batch, prune_rate: float) -> torch.Tensor:
         """The probabilities, float64, checked."""
         p = self.chance(batch, prune_rate)

@@ -28,23 +28,17 @@ def learning_rate(all_weights: float) -> float:
     return round(10 * all_weights, 12)
 
 
-def need_peft(asked: str):
-    """The package. InputError if it is not installed."""
-    try:
-        import peft
-    except ImportError:
-        raise InputError(f"{asked} needs peft, which is not installed: pip install peft") from None
-    return peft
-
-
 def inject(model, rank: int, seed: int) -> None:
     """Add adapters to all linear layers but the head, and freeze everything else. InputError for
     weights of another kind, such as all experts of a layer in one."""
     for name, weight in model.named_parameters():
         if weight.dim() > 2:
             raise InputError(f"--lora {rank}: {name} is no linear layer: train all weights")
-    kind = need_peft(f"--lora {rank}").LoraConfig
-    shape = kind(r=rank, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    import peft
+
+    shape = peft.LoraConfig(
+        r=rank, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(shape)
@@ -58,11 +52,13 @@ def inject(model, rank: int, seed: int) -> None:
 @torch.no_grad()
 def load(model, folder: Path) -> None:
     """Give the adapters the weights of a checkpoint."""
+    import peft
+
     weights = {
         name.removeprefix("base_model.model."): weight
         for name, weight in stored(str(folder)).items()
     }
-    found = need_peft("an adapter").set_peft_model_state_dict(model, weights)
+    found = peft.set_peft_model_state_dict(model, weights)
     assert not found.unexpected_keys, found.unexpected_keys
 
 
@@ -113,7 +109,9 @@ def base_of(name: str) -> str | None:
 
 def stored(name: str) -> dict:
     """The weights of anybody's adapter, by name."""
-    return need_peft("an adapter").utils.load_peft_weights(name, device="cpu")
+    from peft.utils import load_peft_weights
+
+    return load_peft_weights(name, device="cpu")
 
 
 @torch.no_grad()
@@ -121,7 +119,8 @@ def merge(model, name: str):
     """The model with anybody's adapter merged. ValueError unless all of its weights are used, and
     the merged model computes what the adapted one did: of two layers that share a matrix, peft may
     adapt one, and a merge changes both."""
-    peft = need_peft("an adapter")
+    import peft
+
     ids = torch.linspace(0, model.config.vocab_size - 1, 32).long()[None]
     logits = lambda model: model.eval()(ids, use_cache=False).logits  # [1, 32, V]
     model.set_attn_implementation("sdpa")

@@ -62,6 +62,7 @@ from update import accumulate_gradients, trainer_logprobs
 
 TOKENS_MEMORY = 10  # steps until a batch's token count weighs 1/e in the mean
 EVAL_K = 4  # completions per evaluation problem, as in the log's eval/avg@4
+DEAD_STEPS = 5  # steps in a row with gradient 0, after which a run says so
 NOT_FINITE = (
     "step {} is not finite ({}): it is not saved, and --resume would repeat it. Start again in a "
     "new --out-dir from --model {}, with a lower --lr or --dtype float32"
@@ -69,6 +70,11 @@ NOT_FINITE = (
 SOME_NONE = (
     "the reward is None for some completions of a prompt, which leaves them out of their group. "
     "Return 0.0 for a wrong one"
+)
+NOTHING_LEARNED = (
+    "the gradient was 0 for {steps} steps, so nothing was learned. Mean reward {reward:.3g} (nan: "
+    "all rewards are None). --max-new-tokens {max_new_tokens} cut off {cut_off:.0%} of the "
+    "completions. See {folder}/samples.jsonl"
 )
 
 
@@ -333,6 +339,7 @@ def run(trainer: Trainer, until: int | None = None) -> None:
     done = ranks.in_turns(restore, trainer) if trainer.saved else 0
     logger = start_log(trainer, done) if trainer.is_main else None
     last = cfg.steps if until is None else min(cfg.steps, until)
+    dead_steps = 0  # in a row
     row, others, is_written = {"step": 0}, {}, False
 
     def write(row, others):
@@ -351,8 +358,18 @@ def run(trainer: Trainer, until: int | None = None) -> None:
                 row |= trainer.evaluate(done)
                 write(row, others)
                 is_written = True
+                dead_steps = dead_steps + 1 if row["grad_norm"] == 0 else 0
                 if logger and row["frac_reward_some_none"] > 0:
                     logger.note(SOME_NONE)
+                if logger and dead_steps == DEAD_STEPS:
+                    note = NOTHING_LEARNED.format(
+                        steps=DEAD_STEPS,
+                        reward=row["reward"],
+                        max_new_tokens=cfg.max_new_tokens,
+                        cut_off=row["completions/clipped_ratio"],
+                        folder=out_dir,
+                    )
+                    logger.note(note)
                 stopped = stop.agreed()
                 due = cfg.save_every and (done % cfg.save_every == 0 or done == cfg.steps)
                 if due or stopped or (done == last and done < cfg.steps):

@@ -49,7 +49,7 @@ class Engine:
     ):
         """`folder` is a hub id or folder, used for its config only. `vocab_size` excludes padding.
         `max_tokens` bounds prompt plus completion, `sequences` how many are sampled at once.
-        `memory` is a share of the GPU's, by default 0.3. InputError if vLLM cannot start."""
+        `memory` is a share of the GPU's, by default 0.3."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors are handed over in-process
         if device == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -59,38 +59,31 @@ class Engine:
         self.vocab_size = vocab_size
         self.dtype = dtype
         self.sleeps = device == "cuda"  # between two calls, when the trainer needs the memory
-        try:
-            from vllm import LLM, SamplingParams
+        from vllm import LLM, SamplingParams
 
-            self.make_params = SamplingParams
-            self.llm = LLM(
-                folder,
-                load_format="dummy",  # `load` brings the weights
-                hf_overrides={"vocab_size": vocab_size},  # the head's padding is not sampled
-                dtype=dtype,
-                max_model_len=max_tokens,
-                max_num_seqs=sequences,
-                gpu_memory_utilization=memory or 0.3,
-                enable_sleep_mode=self.sleeps,
-                enforce_eager=device == "cpu",
-                # Not "if there is a process group": a vLLM of one process leaves one of its own.
-                distributed_executor_backend="external_launcher" if ranks.are_several() else None,
-                logprobs_mode="processed_logprobs",  # after the temperature
-                generation_config="vllm",  # not the model's own temperature, top-k and top-p
-                skip_tokenizer_init=True,
-                disable_log_stats=True,
-            )
-        except (ImportError, ValueError, RuntimeError) as error:
-            message = str(error).strip().splitlines()[-1]
-            way_out = "use --engine loop, or see --vllm-memory and --rollout-batch"
-            raise InputError(f"--engine vllm: cannot start it ({message}); {way_out}") from None
+        self.make_params = SamplingParams
+        self.llm = LLM(
+            folder,
+            load_format="dummy",  # `load` brings the weights
+            hf_overrides={"vocab_size": vocab_size},  # the head's padding is not sampled
+            dtype=dtype,
+            max_model_len=max_tokens,
+            max_num_seqs=sequences,
+            gpu_memory_utilization=memory or 0.3,
+            enable_sleep_mode=self.sleeps,
+            enforce_eager=device == "cpu",
+            # Not "if there is a process group": a vLLM of one process leaves one of its own.
+            distributed_executor_backend="external_launcher" if ranks.are_several() else None,
+            logprobs_mode="processed_logprobs",  # after the temperature
+            generation_config="vllm",  # not the model's own temperature, top-k and top-p
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+        )
 
     def sample(
         self, model, prompt_ids, sampling: rollout.Sampling, *, group_size: int, seed: int, keys
     ) -> rollout.Rollouts:
         """Send the weights of `model`, then sample from them. See rollout.sample."""
-        if 0 < sampling.temperature < 0.01:
-            raise InputError(f"--temperature {sampling.temperature}: vLLM samples at 0.01 at least")
         self.load(model)
         seed = dppo.seed_for(seed, *keys)
         torch.manual_seed(seed)  # one of vLLM's runners draws from this generator

@@ -23,7 +23,7 @@ rows are spread over the ranks, n on each; B rows of a micro-batch, T tokens.
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -78,32 +78,16 @@ class SampledLogprobs(LogitsProcessor):
             self.table.append(self.of_next.gather(1, ids[:, -1:]))
 
 
-def option(default, explanation: str):
-    """A field of DPPOConfig. TrlParser's --help prints the explanation."""
-    return field(default=default, metadata={"help": explanation})
-
-
 @dataclass
 class DPPOConfig(trl.GRPOConfig):
     """GRPOConfig with the options of pruning. With both rules "none", DPPOTrainer is GRPOTrainer,
     bit for bit."""
 
-    completion_rule: str = option(
-        "adaptive",
-        "Which completions are dropped after reward: none, nonzero, uniform, dppo, pps, adaptive.",
-    )
-    completion_prune_rate: float = option(
-        0.7, "Share that is dropped: of tokens for pps; for dppo the chance of dropping one."
-    )
-    rest: float = option(
-        dppo.REST, "For adaptive: time of all of a step but training, over training on everything."
-    )
-    prompt_rule: str = option(
-        "none", "Which prompts are dropped before rollout: none, uniform or dppo."
-    )
-    prompt_prune_rate: float = option(
-        0.3, "Share of prompts that is dropped; for dppo the chance of dropping one."
-    )
+    completion_rule: str = "adaptive"  # none, nonzero, uniform, dppo or pps; after reward
+    completion_prune_rate: float = 0.7  # share dropped: pps of tokens; dppo: chance of dropping one
+    rest: float = dppo.REST  # for adaptive: time of all but training, over training on everything
+    prompt_rule: str = "none"  # uniform or dppo; before rollout
+    prompt_prune_rate: float = 0.3  # share dropped; dppo: chance of dropping one
 
 
 class DPPOTrainer(trl.GRPOTrainer):
@@ -111,8 +95,6 @@ class DPPOTrainer(trl.GRPOTrainer):
     DPPOConfig."""
 
     def __init__(self, model, reward_funcs, args: DPPOConfig = None, *others, **options):
-        given = type(args).__name__
-        require(isinstance(args, DPPOConfig), f"args is of type {given}: give a DPPOConfig")
         super().__init__(model, reward_funcs, args, *others, **options)
         self.prunes_prompts = args.prompt_rule != "none"
         self.prunes = self.prunes_prompts or args.completion_rule != "none"

@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import chat_format
-from runtime import InputError, checkpoint
+from runtime import checkpoint
 
 # Holds the converted folders.
 CACHE = Path(os.environ.get("NANODPPO_CACHE") or Path(__file__).resolve().parents[1] / ".cache")
@@ -26,14 +26,8 @@ SAMPLE = "It's 1,234 + 5.6 = ?\n\n  They  don't know: naïve 漢字 🙂"  # mus
 
 
 def model_folder(model: str) -> str:
-    """The folder of a --model value that is `smollm2` or a .gguf file. The first call converts.
-    InputError with the reason if the file cannot be read or converted."""
-    try:
-        return str(converted(_smollm2() if model == "smollm2" else Path(model)))
-    except Exception as error:  # transformers and gguf raise errors of any kind
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        remedy = "use the model's Hugging Face id or folder, or see Models in docs/running.md"
-        raise InputError(f"--model {model} cannot be converted ({reason}): {remedy}") from error
+    """The folder of a --model value that is `smollm2` or a .gguf file. The first call converts."""
+    return str(converted(_smollm2() if model == "smollm2" else Path(model)))
 
 
 def converted(file: Path) -> Path:

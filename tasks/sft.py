@@ -36,7 +36,6 @@ if __name__ == "__main__":
 import torch
 
 import chat_format
-import config
 import data
 import models
 import packing
@@ -79,11 +78,7 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
     solutions = [[*ids, end] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     chat_format.say_lost(chat_format.lost_characters(texts, solutions, tokenizer, model))
     pairs = zip(prompts, solutions, strict=True)
-    fitting = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
-    if len(fitting) < cfg.batch_size:
-        problem = f"only {len(fitting)} problems fit the model; lower it"
-        raise InputError(f"--batch-size {cfg.batch_size}: {problem}")
-    return fitting
+    return [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
 
 
 def end_of_solutions(cfg: Config, tokenizer, model) -> int:
@@ -122,8 +117,6 @@ def main(cfg: Config) -> None:
     """One supervised run: all steps, then a checkpoint. Raises InputError for bad input before
     anything is written."""
     ranks.check_single("tasks.sft")
-    for name in ("steps", "batch_size", "lr"):
-        config.require(cfg, name, getattr(cfg, name) > 0, "above 0")
     device = choose_device(cfg.device)
     cfg = replace(cfg, device=device, dtype=choose_dtype(cfg.dtype, device))
     out_dir = Path(cfg.out_dir)

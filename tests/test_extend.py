@@ -250,6 +250,8 @@ def clipped(batch, prune_rate, generator):
 FORBIDDEN = [  # a line or two more, and the error's words
     ("dppo.COMPLETION_RULES['mine'] = dppo.BiasedRule(clipped, rate=0.7)", "argument: 'biased'"),
     ("pps.draw = clipped", "cannot assign to field 'draw'"),
+    ("class Clipped(dppo.Rule):\n    def draw(self, *args): return clipped(*args)",
+     "Clipped: a dppo.Rule makes its weights; use dppo.BiasedRule"),
 ]  # fmt: skip
 
 
@@ -257,24 +259,35 @@ FORBIDDEN = [  # a line or two more, and the error's words
 def test_weights_are_not_the_users(line, message):
     """Refused where it is written. Catches weights that are clipped, or 1, without a word, and an
     AttributeError in place of the remedy."""
-    with pytest.raises((TypeError, AttributeError), match=message):
+    with pytest.raises((TypeError, AttributeError, ValueError), match=message):
         exec(CLIPPED + line, {})
 
 
 # ---------------------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize(
-    ("reward", "is_said"),
-    [  # a reward that forgets to return, and one that cannot score some problems
-        (lambda text, _: 1.0 if text[:1] < "@" else None, True),
-        (lambda _, answer: None if int(answer) % 2 else 1.0, False),
-    ],
-)
-def test_a_reward_that_forgets_to_return_is_noticed(run, capsys, reward, is_said):
-    """Once. Catches completions that leave their group without a word."""
-    run("run", reward=reward, steps=3)
-    assert capsys.readouterr().out.count("note: the reward is None for some") == is_said
+SILENT = [  # a reward, flags, the note
+    (lambda *_: 0.0, {}, "Mean reward 0 .* --max-new-tokens 6 cut off 100% of the completions"),
+    (toy.toy_reward, {}, None),
+    # a reward that forgets to return, and one that cannot score some problems
+    (lambda text, _: 1.0 if text[:1] < "@" else None, {"steps": 3}, "the reward is None for some"),
+    (lambda _, answer: None if int(answer) % 2 else 1.0, {"steps": 3}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reward", "flags", "text"), SILENT)
+def test_a_run_without_signal_says_so(run, tmp_path, capsys, reward, flags, text):
+    """Once, after five steps in a row. Catches a run that trains nothing without a word, and a note
+    for a run whose groups are live."""
+    run("run", reward=reward, **{"steps": 12} | flags)
+    lines = capsys.readouterr().out.splitlines()
+    places = [i for i, line in enumerate(lines) if re.match("note: the (gradient|reward)", line)]
+    assert len(places) == bool(text)
+    for i in places:
+        assert re.search(text, lines[i])
+        if "gradient" in text:
+            assert lines[i - 1].startswith("step  5/12")
+            assert str(tmp_path / "run" / "samples.jsonl") in lines[i]
 
 
 def test_folders_that_hold_something_else(run, policy_folder, tmp_path):

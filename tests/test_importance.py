@@ -1,7 +1,6 @@
 """An engine that differs from the policy is measured, and corrected by truncated weights."""
 
 import math
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from toy import Recorder, flags, toy_reward
 import config
 import train
 import update
-from runtime import InputError
 
 CFG = config.resolve(config.Config(device="cpu", loss="dr_grpo", max_new_tokens=3))
 
@@ -72,13 +70,3 @@ def test_the_cap_is_on_where_the_sampler_differs(given, cap):
     """By more than the clip tolerates. Fails if the correction is on where it is not needed, or off
     where it is, or if it cannot be turned off."""
     assert config.resolve(config.Config(device="cpu", **given)).importance_cap == cap
-
-
-def test_vllm_that_is_not_installed(run, monkeypatch, tmp_path):
-    """Reported before anything is written. Catches a bare ImportError, and a folder that then holds
-    a run."""
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    complaint = r"--engine vllm: cannot start it .*use --engine loop"
-    with pytest.raises(InputError, match=complaint):
-        run("run", engine="vllm")
-    assert not (tmp_path / "run").exists()

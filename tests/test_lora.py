@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-import sys
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -249,13 +248,6 @@ def test_experts_have_no_adapters():
     model = AutoModelForCausalLM.from_config(shape)
     with pytest.raises(InputError, match=r"--lora 4: .*experts.* is no linear layer: train all"):
         lora.inject(model, 4, 0)
-
-
-def test_without_peft(policy_folder, adapter, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    for model, rank in ((policy_folder, 4), (adapter, 0)):
-        with pytest.raises(InputError, match="needs peft, which is not installed: pip install"):
-            train_on(model, tmp_path / "run", lora=rank)
 
 
 # ---------------------------------------------------------------------------- memory

@@ -8,7 +8,6 @@ import math
 import multiprocessing
 import os
 import time
-from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -123,8 +122,7 @@ def test_what_a_reward_may_return():
         assert of(lambda _text, _answer, found=found: found) == 1.0
     assert math.isnan(of(lambda _text, _answer: None))
 
-    several = (torch.ones(2), np.ones(2), [1.0])
-    for found in ("11", math.inf, math.nan, *several, 10**5000, 1e31, Decimal("sNaN")):
+    for found in ("11", [1.0], math.inf, math.nan, 1e31):
         with pytest.raises(InputError, match=f"the reward is .* for {which}: return"):
             of(lambda _text, _answer, found=found: found)
     with pytest.raises(ZeroDivisionError) as caught:

@@ -270,11 +270,5 @@ def test_trainers_are_refused(monkeypatch):
             with pytest.raises(RuleError, match=message):
                 trainer.check()
     trainer.check()
-    for args, given in (
-        (trl.GRPOConfig(use_cpu=True, bf16=False), "GRPOConfig"),
-        (None, "NoneType"),
-    ):
-        with pytest.raises(RuleError, match=f"args is of type {given}: give a DPPOConfig"):
-            dppo_trl.DPPOTrainer(trainer.model, trl_toy.toy_reward, args)
     with pytest.raises(RuleError, match=r"images: .*set both rules to 'none'"):
         trainer.gather({"num_images": [1]}, None, None)
