@@ -124,7 +124,7 @@ def test_slots_hold_exactly_what_is_forwarded(make_policy, make_rollouts, monkey
     rollouts.prompt_ids = [[1, 2]]
     rollouts.lengths = torch.tensor([[3, 1, 0, 1]])
     assert slots(rollouts, 10, share=False) == [10]
-    assert slots(rollouts, 9, share=False) == [9, 1]
+    assert slots(rollouts, 9, share=False) == [8, 2]
     rollouts = make_rollouts(model, 2, 2)
     rollouts.prompt_ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
     rollouts.lengths = torch.full((2, 2), 2)
