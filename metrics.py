@@ -91,13 +91,12 @@ def kept(cfg, prompt_weights, advantages, scale, cost, keep, weights) -> dict:
     }
 
 
-def groups(step: int, prompts, prompt_weights, rewards, cost, scale, energy, weights) -> dict:
+def groups(step: int, prompts, prompt_weights, rewards, cost, scale, energy) -> dict:
     """A step's row for groups.jsonl, from which `bench ceiling` computes what other group sizes and
     other keep probabilities would have done. prompts and prompt_weights are [K], the others [K, G].
 
-    size_of_1  estimated gradient norm of a completion whose |advantage| is 1, without the weight of
-               its prompt (dppo.contribution_size); 0 if the completion is masked
-    weights    1 / P(the completion was kept), 0 if it was dropped
+    size_of_1: the estimated gradient norm of a completion whose |advantage| is 1, without the
+    weight of its prompt (dppo.contribution_size); 0 if the completion is masked.
     """
     size = scale * energy.double().sqrt()
     return {
@@ -107,7 +106,6 @@ def groups(step: int, prompts, prompt_weights, rewards, cost, scale, energy, wei
         "rewards": rewards.tolist(),
         "tokens": cost.tolist(),
         "size_of_1": [[float(f"{value:.5g}") for value in group] for group in size.tolist()],
-        "weights": [[float(f"{value:.5g}") for value in group] for group in weights.tolist()],
     }
 
 

@@ -245,12 +245,11 @@ def of_prompt_rule(rule: str, loss: str) -> list[tuple[torch.Tensor, torch.Tenso
     """Gradients [P], expected and full, of a prompt rule, and of pps on the prompts that it leaves,
     at rate 0.4, for each of BETAS.
 
-    Two of the three prompts were rolled out before, with different advantages and lengths. Lengths
-    differ, so the number of tokens rolled out depends on the draw. A loss with "batch tokens"
-    divides by KNOWN_TOKENS, fixed before the draw.
+    Two of the three prompts were rolled out before, with different advantages. Lengths differ, so
+    the number of tokens rolled out depends on the draw. A loss with "batch tokens" divides by
+    KNOWN_TOKENS, fixed before the draw.
     """
-    nan = torch.nan
-    three = sampler.Prompts(torch.tensor([0.2, 0.0, nan]), torch.tensor([9.0, 2.0, nan]))
+    three = sampler.Prompts(torch.tensor([0.2, 0.0, torch.nan]))
     drawn = outcomes(sampler.PROMPT_RULES[rule], 0.4, three)
     pairs = []
     for beta in BETAS:

@@ -13,7 +13,6 @@ Letters: P prompts of the data, Q candidates of a step, K of them rolled out, G 
 """
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -43,11 +42,11 @@ def candidates(num_prompts: int, prompts_per_step: int, seed: int, step: int) ->
 
 @dataclass
 class Prompts:
-    """What a prompt rule may look at: the candidates of one mini-batch, [n] each, and what is
-    remembered of each one's group at its last rollout. NaN: it was never rolled out."""
+    """What a prompt rule may look at: the candidates of one mini-batch, [n]."""
 
-    past_advantage: torch.Tensor  # float32, mean |advantage|: 0 if all rewards were equal
-    tokens: torch.Tensor  # float32, mean tokens of a completion
+    # float32, mean |advantage| of its group at its last rollout: 0 if all rewards were equal. NaN:
+    # it was never rolled out.
+    past_advantage: torch.Tensor
 
     @property
     def live(self) -> torch.Tensor:
@@ -56,36 +55,22 @@ class Prompts:
 
 
 class PromptHistory:
-    """What is remembered of all prompts: past_advantage and tokens, [P] each, as in Prompts."""
+    """What is remembered of all prompts: past_advantage [P], as in Prompts."""
 
     def __init__(self, num_prompts: int):
         self.past_advantage = torch.full((num_prompts,), torch.nan)
-        self.tokens = torch.full((num_prompts,), torch.nan)
 
     def restore(self, state: dict) -> None:
         """Take over vars() of another history."""
-        self.past_advantage, self.tokens = state["past_advantage"], state["tokens"]
+        self.past_advantage = state["past_advantage"]
 
-    def update(
-        self, prompts: torch.Tensor, advantages: torch.Tensor, lengths: torch.Tensor
-    ) -> None:
-        """Remember the full groups of the K prompts that were rolled out: advantages and lengths
-        [K, G]."""
+    def update(self, prompts: torch.Tensor, advantages: torch.Tensor) -> None:
+        """Remember the full groups of the K prompts that were rolled out: advantages [K, G]."""
         self.past_advantage[prompts] = advantages.abs().mean(dim=1).float()
-        self.tokens[prompts] = lengths.double().mean(dim=1).float()
 
     def of(self, prompts: torch.Tensor) -> Prompts:
         """What is remembered of these prompts [n]."""
-        return Prompts(self.past_advantage[prompts], self.tokens[prompts])
-
-    def expected_tokens(self, prompts: torch.Tensor) -> torch.Tensor:
-        """Tokens [n] that a completion of each prompt is expected to have: the mean of its last
-        group, or of all known groups."""
-        known = self.tokens[~self.tokens.isnan()].tolist()
-        average = 1.0  # any number: only ratios count
-        if known:  # fsum, because ranks with different thread counts must agree
-            average = math.fsum(known) / len(known)
-        return self.tokens[prompts].nan_to_num(average)
+        return Prompts(self.past_advantage[prompts])
 
 
 # ---------------------------------------------------------------------------- prompt rules

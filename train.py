@@ -151,9 +151,7 @@ class Trainer:
         prompts, prompt_weights = candidates[kept_prompts], prompt_weights[kept_prompts]  # [K], [K]
 
         # 2. Sample G completions of each prompt. Each rank has its share of the prompts.
-        expected = self.history.expected_tokens(prompts).tolist()  # [K]
-        rank_of = torch.tensor(ranks.largest_first(expected, self.world), dtype=torch.long)  # [K]
-        mine = (rank_of == self.rank).nonzero()[:, 0]  # [k], places among the K
+        mine = torch.arange(self.rank, len(prompts), self.world)  # [k], places among the K
         indices = prompts[mine].tolist()
         with self.timer.measure("rollout"):
             lora.refresh(self.policy, self.model)  # if it samples from a copy of the weights
@@ -245,7 +243,7 @@ class Trainer:
                 self.optimizer.zero_grad()  # now: rollouts and evaluations can use the memory
 
         # 8. Remember the groups. Later steps draw by what is known of their prompts.
-        self.history.update(prompts, advantages, lengths)
+        self.history.update(prompts, advantages)
         if self.needs_mean_tokens:
             self.mean_tokens = num_tokens + (sampled_tokens - num_tokens) / TOKENS_MEMORY
             if self.mean_tokens == 0:  # all were masked: the next step keeps all, and counts again
@@ -263,9 +261,7 @@ class Trainer:
         samples = metrics.samples(
             step, problems, texts, rewards[mine], advantages[mine], keep[mine], both_weights[mine]
         )
-        groups = metrics.groups(
-            step, prompts, prompt_weights, rewards, cost, scale, energy, weights
-        )
+        groups = metrics.groups(step, prompts, prompt_weights, rewards, cost, scale, energy)
         self.is_whole = True
         return row, {"samples": samples, "groups": [groups]}
 

@@ -350,8 +350,7 @@ def report(found: dict, run: Run, name: str) -> str:
         "Zeros are completions without a gradient, so leaving them out changes nothing. Adaptive "
         f"keeps the gradient on average, with about {found['noise'][1]:.2f} times the variance: by "
         "estimated sizes, for independent draws; the draw that trains adds less. A log of early "
-        "steps understates, because more groups die as the model learns: 20 steps of one run "
-        "predicted 1.6, and steps 21 to 40 were 2.3 times as fast.",
+        "steps understates, because more groups die as the model learns.",
         "",
         *about_group_sizes(found, run, cells),
         "",
@@ -381,11 +380,8 @@ def about_group_sizes(found: dict, run: Run, cells) -> list[str]:
         f"{'  groups of':30}{cells(found['group_sizes'])}",
         *rows,
         f"Ranges are for correlations of {CORRELATIONS[0]:g} to {CORRELATIONS[-1]:g} between the "
-        "gradients of a prompt's completions, which no log shows, and such predictions were off by "
-        "a factor of 1.16 in our mixed task. Two short runs would settle it, by their held-out "
-        "accuracy after as many seconds. Left out: smaller groups read more prompts, so where "
-        "prompts are long they gain less. And one of five of our runs never learned the mixed task "
-        "with groups of 2."
+        "gradients of a prompt's completions, which no log shows. Left out: smaller groups read "
+        "more prompts, so where prompts are long they gain less."
         + is_divided
         * " Rewards are divided by their deviation: each size has its own objective.",
     ]

@@ -98,7 +98,7 @@ def learn(
     dead.
     """
     dead = dppo.dead_groups(rewards)[:, None]  # [K, 1]
-    trainer.history.update(prompts, torch.where(dead, 0.0, advantages), tokens)
+    trainer.history.update(prompts, torch.where(dead, 0.0, advantages))
     estimate = (weights[:, None] * tokens).sum().item()  # of all Q prompts
     mean = estimate if trainer.mean_tokens is None else trainer.mean_tokens
     # Nothing can be divided by 0, so a mean of 0 is not known either.

@@ -17,11 +17,11 @@ def test_an_epoch_shows_each_prompt_once():
     assert first.tolist() != second.tolist()
 
 
-def see(history, prompts, rewards, tokens=5):
+def see(history, prompts, rewards):
     """history.update after rolling these prompts out; the advantages are the centred rewards."""
     rewards = torch.tensor(rewards, dtype=torch.float64)
     advantages = dppo.group_advantages(rewards, "none")
-    history.update(torch.tensor(prompts), advantages, torch.full(rewards.shape, tokens))
+    history.update(torch.tensor(prompts), advantages)
 
 
 def weights_of(history, window, rate=0.25, rule="dppo"):
@@ -33,19 +33,17 @@ def weights_of(history, window, rate=0.25, rule="dppo"):
 
 
 def test_the_history_remembers_the_last_group():
-    """Catches an earlier group that stays, a sum in place of a mean, prompts that are expected to
-    be empty, and the history of an older version, whose prompts would all count as new."""
+    """Catches an earlier group that stays, a sum in place of a mean, and the history of an older
+    version, whose prompts would all count as new."""
     history = sampler.PromptHistory(4)
-    assert history.expected_tokens(torch.arange(4)).tolist() == [1.0] * 4, "nothing is known"
-    see(history, [0, 2], [[1, 0, 0, 0], [1, 1, 1, 1]], tokens=8)
-    see(history, [2], [[2, 0, 2, 0]], tokens=4)
+    see(history, [0, 2], [[1, 0, 0, 0], [1, 1, 1, 1]])
+    see(history, [2], [[2, 0, 2, 0]])
     assert history.past_advantage.nan_to_num(-1).tolist() == [0.375, -1, 1.0, -1]
     advantages = torch.tensor([[0.5, -0.5]])
-    history.update(torch.tensor([0]), advantages, torch.tensor([[1, 3]]))
+    history.update(torch.tensor([0]), advantages)
     assert history.past_advantage[0] == 0.5
-    assert history.expected_tokens(torch.tensor([2, 1, 0])).tolist() == [4, 3, 2], "1: an average"
     with pytest.raises(KeyError, match="past_advantage"):
-        history.restore({"score": history.past_advantage, "tokens": history.tokens})
+        history.restore({"score": history.past_advantage})
 
 
 # ---------------------------------------------------------------------------- the rules

@@ -180,7 +180,7 @@ def step_error(folder, loss, prompt_rule, **more):
         trainer = InFloat64(config.parse_config(args), several_values, step=2)
         trainer.sampling.engine.rollouts.truncated = torch.arange(12).view(4, 3) % 5 == 0
         scores = table([[0, 0, 0], [3, -3, 3], [2, -2, 2], [1, 0, -1]])
-        trainer.history.update(trainer.candidates(2), scores, torch.ones(4, 3))
+        trainer.history.update(trainer.candidates(2), scores)
         return trainer
 
     whole = trainer_with("whole")

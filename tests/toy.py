@@ -195,10 +195,9 @@ class Recorder(train.Trainer):
             self.now.kept, weights = prune(*args)
             return self.now.kept, weights
 
-        def see_taught(prompts, advantages, lengths):
-            taught = {"prompts": prompts, "advantages": advantages, "lengths": lengths}
-            self.now.taught = types.SimpleNamespace(**taught)
-            learn(prompts, advantages, lengths)
+        def see_taught(prompts, advantages):
+            self.now.taught = types.SimpleNamespace(prompts=prompts, advantages=advantages)
+            learn(prompts, advantages)
 
         def see_row(cfg, **tensors):
             vars(self.now).update(tensors)

@@ -47,10 +47,9 @@ class Toy:
         return found
 
     def teach(self, mean_tokens=None):
-        """The history has seen different scores and lengths, by which rules draw."""
+        """The history has seen different scores, by which rules draw."""
         scores = torch.tensor([0.0, 0.3, 0.5, 0.7], dtype=torch.float64)[:, None].expand(4, G)
-        lengths = torch.tensor([6, 12, 4, 9])[:, None].expand(4, G)
-        self.trainer.history.update(torch.arange(4), scores, lengths)
+        self.trainer.history.update(torch.arange(4), scores)
         self.trainer.mean_tokens = mean_tokens
 
 
