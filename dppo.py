@@ -371,7 +371,6 @@ def prune_completions(
     name: str, prune_rate: float, batch: Completions, generator: Generator
 ) -> Drawn:
     """(keep, weights) [K, G] of one of COMPLETION_RULES. Each draw serves exactly one update."""
-    check_known("completion rule", name, COMPLETION_RULES)
     return COMPLETION_RULES[name].draw(batch, prune_rate, generator)
 
 

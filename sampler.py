@@ -89,7 +89,6 @@ def prune_prompts(
     Each mini-batch has its own draw. With a single draw, the number kept for the first update would
     determine the number left for the second, whose parameters depend on the first.
     """
-    dppo.check_known("prompt rule", name, PROMPT_RULES)
     parts = prompts.chunk(minibatches)
     drawn = [PROMPT_RULES[name].draw(history.of(part), prune_rate, generator) for part in parts]
     keep, weights = zip(*drawn, strict=True)

@@ -151,7 +151,7 @@ class Trainer:
         prompts, prompt_weights = candidates[kept_prompts], prompt_weights[kept_prompts]  # [K], [K]
 
         # 2. Sample G completions of each prompt. Each rank has its share of the prompts.
-        mine = torch.arange(self.rank, len(prompts), self.world)  # [k], places among the K
+        mine = torch.arange(len(prompts))[self.rank :: self.world]  # [k], places among the K
         indices = prompts[mine].tolist()
         with self.timer.measure("rollout"):
             lora.refresh(self.policy, self.model)  # if it samples from a copy of the weights

@@ -29,7 +29,6 @@ from pathlib import Path
 import torch
 import trl
 from accelerate.utils import broadcast_object_list, gather_object
-from datasets import Dataset
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import dppo
@@ -141,17 +140,9 @@ class DPPOTrainer(trl.GRPOTrainer):
             f"{config.model_type}: without rotary positions, padding would change what the model "
             "computes; use another model, or TRL's GRPOTrainer",
         )
-        if not self.prunes_prompts:
-            return
-        rule = self.args.prompt_rule
+        rule, world, G = args.prompt_rule, self.accelerator.num_processes, self.num_generations
         require(
-            isinstance(self.train_dataset, Dataset) and not self.environment_factories,
-            f"prompt_rule={rule!r} remembers every prompt: give a Dataset as train_dataset and no "
-            "environment_factory",
-        )
-        world, G = self.accelerator.num_processes, self.num_generations
-        require(
-            rule == "uniform" or G % world == 0,
+            rule in ("none", "uniform") or G % world == 0,
             f"prompt_rule={rule!r} keeps a varying number of prompts, so {world} processes must "
             f"divide num_generations={G}; or choose 'uniform'",
         )

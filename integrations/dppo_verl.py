@@ -181,13 +181,6 @@ class DPPOTrainer(PPOTrainerSync):
         prompts = [self.train_dataset[i]["raw_prompt"] for i in range(len(self.train_dataset))]
         self.index = dppo_shared.index_prompts(prompts)
         self.history = sampler.PromptHistory(len(prompts))
-        repeated = len(prompts) - len(self.index)
-        require(
-            repeated == 0,
-            f"data.train_files: {repeated} of {len(prompts)} prompts repeat others, but "
-            f"prompt_rule={self.args.prompt_rule} knows a prompt by its text; remove them, or set "
-            "it to none",
-        )
         if folder := self.config.trainer.get("rollout_data_dir"):
             dppo_shared.mark(Path(folder))
 

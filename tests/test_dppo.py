@@ -285,7 +285,6 @@ def test_token_loss(loss, ratio, advantages, owner, clip, values, clipped, gradi
 REFUSED = {  # a misspelt name must not become another one; a rate must keep something
     "unknown scale_rewards 'std': choose one of none, group": lambda: dppo.group_advantages(
         torch.zeros(1, 2), "std"),
-    "unknown completion rule 'topk': choose one of none, nonzero": lambda: weights("topk", 0.5, A),
     "needs each of 3 places once in order": lambda: dppo.systematic(
         torch.ones(3), torch.tensor([0, 1, 1]), 0.5),
     "0.9 keeps 0 of 6 completions, .* 1 or more": lambda: rivals.kept_count(6, 0.9),

@@ -67,9 +67,6 @@ def test_threshold_rule_by_hand():
 
     see(history, [2], [[6.0, 0, 6, 0]])
     assert weights_of(history, window) == [{0.0, 4 / 3}, {1.0}, {1.0}, {1.0}], "the last visit"
-    message = "unknown prompt rule 'gresso': choose one of none, uniform, dppo"
-    with pytest.raises(ValueError, match=message):
-        sampler.prune_prompts("gresso", 0.5, history, window, dppo.generator_for(0))
 
 
 @pytest.mark.parametrize(
