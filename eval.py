@@ -79,8 +79,6 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
     config.require(cfg, "temperature", 0 <= cfg.temperature < math.inf, "at least 0")
     config.require(cfg, "top_k", cfg.top_k >= 0, "at least 0")
     config.require(cfg, "top_p", 0 < cfg.top_p <= 1, "above 0 and at most 1")
-    if reward:
-        rewards.takes_row(reward)  # raises if it cannot be called
     if cfg.compare:
         return compare(*cfg.compare)
     config.require(cfg, "model", cfg.model, "a folder such as out/checkpoint, or another model")
@@ -90,8 +88,6 @@ def main(cfg: EvalConfig, *, reward=None) -> list[dict]:
     if cfg.prompt is not None:
         (row,) = complete(model, tokenizer, sets[0], sampling, replace(cfg, k=1))
         print(row["completions"][0])
-        if not row["completions"][0]:
-            ranks.say("note: the answer is empty, because the model ended at once")
         return [{"prompt": cfg.prompt, "completion": row["completions"][0]}]
 
     settings = {name: value for name, value in asdict(cfg).items() if name not in FREE}
@@ -127,12 +123,11 @@ def cli(reward=None) -> None:
 def load(cfg: EvalConfig, reward):
     """(model, tokenizer, problem sets, sampling), ready to sample from."""
     found = {}  # name -> its problems
+    for name in cfg.data if cfg.prompt is None else ():
+        limit = None if data.is_file(name) else cfg.problems
+        found[name] = data.eval_problems(name, limit, reward)
     if cfg.prompt is not None:
         found["prompt"] = [data.Problem(cfg.prompt, "", "prompt")]
-    else:
-        for name in cfg.data:
-            limit = None if data.is_file(name) else cfg.problems
-            found[name] = data.eval_problems(name, limit, reward)
     model, tokenizer = models.load_policy(models.model_folder(cfg.model), cfg.device, cfg.dtype)
     chat_format.fix_date(tokenizer, checkpoint.first_date(cfg.out_dir))
     sets = []
@@ -146,12 +141,10 @@ def load(cfg: EvalConfig, reward):
         fitting = models.encode(how, model, tokenizer, problems[: cfg.problems])
         sets.append(ProblemSet(name, file, *fitting, room))
 
-    longest = max(len(ids) + each.room for each in sets for ids in each.prompt_ids)
-    share = cfg.vllm_memory or VLLM_MEMORY
-    engine = models.start_engine(cfg, model, longest, cfg.batch_size, share)
+    most_tokens = max(len(ids) + each.room for each in sets for ids in each.prompt_ids)
     sampling = models.sampling(
-        model, tokenizer, max(each.room for each in sets), engine, temperature=cfg.temperature,
-        batch_size=cfg.batch_size, top_k=cfg.top_k, top_p=cfg.top_p, show_progress=True,
+        cfg, model, tokenizer, most_tokens, batch_size=cfg.batch_size, top_k=cfg.top_k,
+        vllm_memory=cfg.vllm_memory or VLLM_MEMORY, top_p=cfg.top_p, show_progress=True,
     )  # fmt: skip
     return model, tokenizer, sets, sampling
 
@@ -177,39 +170,39 @@ def complete(
     prompts = [data.digest(ids) for ids in prompt_ids]
 
     not_scored = {"rewards": [None] * cfg.k}
+    # Those of earlier runs, perhaps of more --problems.
     rows = [row | not_scored for row in log.read_rows(path)] if path else []
-    rows, later = rows[: len(problems)], rows[len(problems) :]  # later: of more --problems
-    if [row.get("prompt") for row in rows] != prompts[: len(rows)]:
+    if any(row["prompt"] != prompt for row, prompt in zip(rows, prompts, strict=False)):
         raise InputError(
             f"{path} has completions of other prompts than {name} now gives (its problems, the "
             f"chat template or the version changed): use another --out-dir"
         )
-    if len(rows) < len(problems):  # sample a batch again if some of it is missing
-        rows = rows[: len(rows) // chunk * chunk]
     if path:
-        log.write_rows(path, [*rows, *later])
+        log.write_rows(path, rows)
     for start in ranks.progress(range(0, len(problems), chunk), name, "batch"):
-        batch = slice(start, start + chunk)
-        if start >= len(rows):
+        batch = slice(start, min(start + chunk, len(problems)))
+        missing = slice(len(rows), batch.stop)
+        if missing.start < missing.stop:
             rollouts = rollout.sample(
-                model, prompt_ids[batch], sampling, group_size=cfg.k, seed=seed, keys=keys[batch]
-            )
+                model, prompt_ids[missing], sampling, group_size=cfg.k, seed=seed,
+                keys=keys[missing],
+            )  # fmt: skip
             texts = rewards.seen(rollouts, tokenizer)
             lengths, truncated = rollouts.lengths.tolist(), rollouts.truncated.tolist()
-            columns = (range(len(problems))[batch], prompts[batch], lengths, truncated, texts)
+            columns = (range(len(problems))[missing], prompts[missing], lengths, truncated, texts)
             names = ("index", "prompt", "lengths", "truncated", "completions")
             new = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
             rows += [row | not_scored for row in new]
             if path:
-                log.append_rows(path, rows[batch])
+                log.append_rows(path, rows[missing])
         texts = [row["completions"] for row in rows[batch]]
         found = rewards.of_texts(texts, problems[batch], reward)
         for row, problem, numbers in zip(rows[batch], problems[batch], found, strict=True):
             row |= {"problem": problem.text, "answer": problem.answer}
             row["rewards"] = [None if math.isnan(number) else number for number in numbers]
     if path:
-        log.write_rows(path, [*rows, *later])
-    return rows
+        log.write_rows(path, rows)
+    return rows[: len(problems)]
 
 
 def open_folder(folder: str, settings: dict) -> Path:

@@ -7,7 +7,6 @@ them full and finite, and if it can be packed exactly. Else it might be another 
 that was saved.
 """
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -26,7 +25,6 @@ import data
 import decoder
 import lora
 import packing
-import rewards
 import rollout
 from config import Config, require
 from dppo import seed_for
@@ -36,7 +34,7 @@ from runtime.device import cast_weights, fuse_norms
 from tasks import arithmetic
 from update import trainer_logprobs
 
-# What --engine names; vLLM is started, see `start_engine`.
+# What --engine names; None is our loop. vLLM is started, see `sampling`.
 ENGINES = {"loop": None, "hf": hf}
 PACKING = ("layer_types", "sliding_window", "rope_parameters")  # what decides whether a model packs
 WHOLE = {"F64", "F32", "F16", "BF16"}  # types of weights that are no codes
@@ -56,8 +54,6 @@ class Models(NamedTuple):
 def load_problems(cfg: Config, reward: Callable | None = None) -> tuple:
     """(problems of --data, problems to evaluate on if there are evaluations, their two rewards).
     `reward` replaces the data's own."""
-    if reward:
-        rewards.takes_row(reward)  # raises if it cannot be called
     limit = cfg.eval_problems if cfg.eval_every else 0
     sets = ranks.broadcast(data.problem_sets, cfg.data, cfg.eval_data, limit, reward)
     names = (cfg.data, cfg.eval_data or cfg.data)
@@ -73,20 +69,6 @@ def model_folder(model: str) -> str:
 
         return gguf.model_folder(model)
     return str(arithmetic.BASE) if model == "tiny" else model
-
-
-def check_memory(cfg: Config) -> None:
-    """InputError if no step can fit into the GPU, and a note if it may not. Reads only a config."""
-    source = ranks.broadcast(model_folder, cfg.model)
-    try:
-        shape = AutoConfig.from_pretrained(lora.base_of(source) or source)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(shape)
-    except Exception:  # load_models will say what is wrong with the model
-        return
-    _, total = torch.cuda.mem_get_info()
-    if note := memory.check(model, cfg, ranks.world(), total):
-        ranks.say(note)
 
 
 def load_models(cfg: Config, saved: Path | None) -> Models:
@@ -141,49 +123,47 @@ def encode(cfg, model, tokenizer, problems: list) -> tuple[list, list[list[int]]
 
 
 def make_sampling(cfg: Config, models: Models, prompts, show_progress: bool) -> rollout.Sampling:
-    """How the run samples, after it has said how much memory it will take. Starts vLLM for --engine
-    vllm and checks its log-probs."""
-    share, most = cfg.vllm_memory, max(map(len, prompts))
+    """How the run samples. Says what an update takes of a GPU's memory: InputError if it cannot
+    fit. Starts vLLM for --engine vllm and checks its log-probs."""
+    share = cfg.vllm_memory
     if cfg.device == "cuda":
         _, total = torch.cuda.mem_get_info()
         parts = memory.plan(models.model, cfg, ranks.world())
-        ranks.say(memory.report(parts, total))
+        ranks.say(memory.check(models.model, cfg, ranks.world(), total))
         share = share or memory.vllm_share(parts, total)
-    most_tokens = most + cfg.max_new_tokens
-    engine = start_engine(cfg, models.model, most_tokens, cfg.rollout_batch, share)
+    most_tokens = max(map(len, prompts)) + cfg.max_new_tokens
     how = sampling(
-        models.model, models.tokenizer, cfg.max_new_tokens, engine, temperature=cfg.temperature,
-        batch_size=cfg.rollout_batch, show_progress=show_progress,
+        cfg, models.model, models.tokenizer, most_tokens, batch_size=cfg.rollout_batch,
+        vllm_memory=share, show_progress=show_progress,
     )  # fmt: skip
     if cfg.engine == "vllm":
         some = sorted(prompts, key=len)[-4:]  # the longest: vLLM caches whole blocks of prompts
         logprobs = lambda rollouts: trainer_logprobs(models.policy, rollouts, cfg)
-        engine.check(models.policy, some, how, logprobs)
+        how.engine.check(models.policy, some, how, logprobs)
     return how
 
 
-def start_engine(cfg, model, max_tokens: int, sequences: int, share: float | None):
-    """What --engine names; None is our loop. vLLM is started for so many sequences of at most
-    max_tokens, with a share of the GPU's memory."""
-    if cfg.engine != "vllm":
-        return ENGINES[cfg.engine]
-    from engines import vllm_engine
-
-    return vllm_engine.Engine(
-        model.name_or_path, vocab_size=model.vocab_size, max_tokens=max_tokens,
-        sequences=sequences, dtype=cfg.dtype, device=cfg.device, memory=share,
-    )  # fmt: skip
-
-
-def sampling(model, tokenizer, max_new_tokens: int, engine=None, **options) -> rollout.Sampling:
-    """How to sample from a loaded policy, with its end tokens and its pad token. `options` are
-    other fields."""
+def sampling(
+    cfg, model, tokenizer, most_tokens: int, *, batch_size: int, vllm_memory=None, **options
+) -> rollout.Sampling:
+    """How to sample from a loaded policy, with its end tokens and its pad token. Starts vLLM, for
+    sequences of at most `most_tokens`. `options` are other fields."""
     ends = chat_format.end_tokens(tokenizer, model)
     if not ends:
-        name = model.name_or_path
-        raise InputError(f"--model {name}: nothing names its end token: set eos_token")
+        raise InputError(f"--model {cfg.model}: nothing names its end token: set eos_token")
     pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return rollout.Sampling(max_new_tokens, ends, pad, engine=engine, **options)
+    engine = ENGINES.get(cfg.engine)
+    if cfg.engine == "vllm":
+        from engines import vllm_engine
+
+        engine = vllm_engine.Engine(
+            model.name_or_path, vocab_size=model.vocab_size, max_tokens=most_tokens,
+            sequences=batch_size, dtype=cfg.dtype, device=cfg.device, memory=vllm_memory,
+        )  # fmt: skip
+    return rollout.Sampling(
+        cfg.max_new_tokens, ends, pad, temperature=cfg.temperature, batch_size=batch_size,
+        engine=engine, **options,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- one model
@@ -210,10 +190,7 @@ def read(name: str):
 
     The model has packed attention. `model.longest` is the number of tokens that a sequence may
     have, and `model.fingerprint` that of what was read. The tokenizer is as it was saved."""
-    shown = source = name
-    options = {"trust_remote_code": False}
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would print a table of the names of missing weights
+    source, options = name, {"trust_remote_code": False}
     try:
         types = stored_types(Path(name))
         base = lora.base_of(name)
@@ -221,7 +198,7 @@ def read(name: str):
             own = Path(name) / "base.json"
             if not Path(base).exists() and own.exists():  # it has moved: by the user's name
                 base = model_folder(log.read_json(own)["model"])
-            shown, source = f"{name}, an adapter of {base},", base
+            source = base
             types |= stored_types(Path(base))
         if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
             logging.disable_progress_bar()
@@ -233,8 +210,8 @@ def read(name: str):
             output_loading_info=True, ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
         check_weights(model, names)
-        own_tokenizer = not base or has_file(name, "tokenizer_config.json")
-        tokenizer = AutoTokenizer.from_pretrained(name if own_tokenizer else base, **options)
+        own = not base or has_file(name, "tokenizer_config.json")
+        tokenizer = AutoTokenizer.from_pretrained(name if own else base, **options)
         # For checkpoints. A call changes the tokenizer's padding and truncation settings.
         tokenizer.as_loaded = copy.deepcopy(tokenizer)
         model.fingerprint = fingerprint(model.parameters())
@@ -256,17 +233,13 @@ def read(name: str):
     except InputError:
         raise
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
-        where = "" if Path(source).exists() else " (there is no such folder)"
-        why = in_words(error)
-        raise InputError(f"--model {shown} cannot be loaded{where}: {why}") from None
-    finally:
-        logging.set_verbosity(verbosity)
+        raise InputError(f"--model {name} cannot be loaded: {in_words(error)}") from None
+    if not own and has_file(name, "chat_template.jinja"):
+        ranks.say(f"note: {name} has a chat template without a tokenizer: {base}'s is used")
     kind, saved_as = type(model).__name__, config.architectures or []
     code = getattr(config, "auto_map", None) or tokenizer.init_kwargs.get("auto_map")
     if code or (saved_as and kind not in saved_as):
         ranks.say(f"note: --model {name} names {code or saved_as}; it is read as {kind} instead")
-    if not own_tokenizer and has_file(name, "chat_template.jinja"):
-        ranks.say(f"note: {name} has a chat template without a tokenizer: {base}'s is used")
     return model, tokenizer
 
 
@@ -294,8 +267,7 @@ def check_base(folder: Path | None, model: str, found: int) -> None:
 
 def stored_types(folder: Path) -> set[str]:
     """The types of the weights in a folder. An exception for what transformers would not notice: an
-    adapter beside a model, and a generation config that is not whole; and for weights that are not,
-    whose file it would not name."""
+    adapter beside a model, and a generation config that is not whole."""
     if [*folder.glob("adapter*")] and [*folder.glob("model*"), *folder.glob("pytorch_model*")]:
         raise ValueError("it has an adapter beside a model: give a folder with one of them")
     if (folder / "generation_config.json").exists():
@@ -306,7 +278,7 @@ def stored_types(folder: Path) -> set[str]:
             with safe_open(path, "pt") as file:
                 keys = [key for key in file.offset_keys() if "weight" in key]
                 types |= {file.get_slice(key).get_dtype() for key in keys}
-        except Exception as error:
+        except Exception as error:  # which does not name the file
             raise ValueError(f"{path} cannot be read ({in_words(error)})") from None
     return types
 
@@ -352,10 +324,7 @@ def checkpoint_layers(model) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.train()  # transformers checkpoints in training mode only; sampling restores the mode
-    exact = False
-    with contextlib.suppress(NotImplementedError):  # packed attention has no dropout
-        exact = packs_exactly(model)
-    if not exact:
+    if not packs_exactly(model):
         raise InputError(
             "--gradient-checkpointing: this model has dropout, which training mode would enable"
         )

@@ -69,22 +69,19 @@ def vllm_share(parts: dict[str, int], total: int) -> float:
     return round(max(0.05, 1 - SPARE - sum(parts[name] for name in STATE) / total), 2)
 
 
-def report(parts: dict[str, int], total: int) -> str:
-    """The plan in GiB, for a GPU of `total` bytes."""
-    shown = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items() if size)
-    return f"an update's share of the GPU's {total / 2**30:.1f} GiB of memory: {shown}"
-
-
 def check(model, cfg, world: int, total: int) -> str:
-    """A note if an update may not fit into the GPU's `total` bytes; InputError if none can."""
-    needed = lambda cfg: sum(plan(model, cfg, world).values())
-    size, limit = needed(cfg), (1 - SPARE) * total
+    """The plan in GiB for a GPU of `total` bytes, and what helps if it may not fit. InputError if
+    it cannot."""
+    parts, limit = plan(model, cfg, world), (1 - SPARE) * total
+    size = sum(parts.values())
+    shown = ", ".join(f"{name} {bytes / 2**30:.1f}" for name, bytes in parts.items() if bytes)
+    text = f"an update needs {size / 2**30:.1f} GiB of the GPU's {total / 2**30:.1f}: {shown}"
     if size <= limit:
-        return ""
+        return text
     way_out = "use --lora, --shard fsdp on more GPUs, or a smaller model"
-    if needed(replace(cfg, gradient_checkpointing=True, pack_tokens=2048)) <= limit:
+    smaller = plan(model, replace(cfg, gradient_checkpointing=True, pack_tokens=2048), world)
+    if sum(smaller.values()) <= limit:
         way_out = "with --gradient-checkpointing --pack-tokens 2048 it fits"
-    text = f"an update needs {size / 2**30:.1f} GiB of the GPU's {total / 2**30:.1f}; {way_out}"
     if size > total:
-        raise InputError(f"--model {cfg.model}: {text}")
-    return f"note: {text}"
+        raise InputError(f"--model {cfg.model}: {text}; {way_out}")
+    return f"note: {text}; {way_out}"

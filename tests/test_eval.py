@@ -282,7 +282,7 @@ def test_an_interrupted_evaluation_continues(evaluate, tmp_path, sampled):
     path.write_text("\n".join(half) + '\n{"index": 3, "pro')
     sampled.clear()
     assert evaluate("part") == whole
-    assert [options["keys"] for *_, options in sampled] == [range(2, 4), range(4, 5)]
+    assert [options["keys"] for *_, options in sampled] == [range(3, 4), range(4, 5)]
 
 
 def test_stored_completions_are_scored_again(evaluate, tmp_path, sampled):

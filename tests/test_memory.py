@@ -12,7 +12,6 @@ import config
 import lora
 import models
 import packing
-import train
 from engines import memory, vllm_engine
 from runtime import InputError, device
 
@@ -132,9 +131,9 @@ def test_activations_are_those_of_a_forward(monkeypatch, dtype, checkpointing, r
 
 
 FIT = [  # shape, GiB of the GPU: what is said of a batch without checkpointing
-    ("0.6b", 79, "$"),
+    ("0.6b", 79, "an update needs .* weights 2.2, gradients 2.2, .*[0-9]$"),
     ("4b", 130, "note: an update needs 121.. GiB .* --pack-tokens 2048 it fits"),
-    ("4b", 79, "--model x: an update needs 121.. GiB of the GPU's 79.0; .* it fits"),
+    ("4b", 79, "--model x: an update needs 121.. GiB of the GPU's 79.0: .* it fits"),
     ("4b", 47, "--model x: .* or a smaller model"),
 ]
 
@@ -148,18 +147,6 @@ def test_what_fits(shape, gib, wanted):
     except InputError as refusal:
         said = str(refusal)
     assert re.match(wanted, said)
-
-
-def test_it_is_checked_before_the_data(policy_folder, monkeypatch):
-    """Catches half an hour of downloads before the refusal."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    cfg = config.Config(model=policy_folder, device="cuda", data="nothing.jsonl")
-    said = {2**20: f"--model {policy_folder}: an update needs", 10 * GIB: "nothing.jsonl cannot be"}
-    for total, message in said.items():
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda total=total: (0, total))
-        with pytest.raises(InputError, match=message):
-            train.Trainer(cfg)
 
 
 def test_vllm_gets_what_training_leaves(model_4b):

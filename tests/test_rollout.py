@@ -10,6 +10,7 @@ import pytest
 import torch
 from toy import plain_logits
 
+import config
 import decoder
 import models
 import packing
@@ -250,8 +251,10 @@ def test_end_tokens_come_from_the_policy(make_policy, of_generation, of_config, 
     model, tokenizer = make_policy()
     model.generation_config.eos_token_id = of_generation
     model.config.eos_token_id = of_config
-    found = models.sampling(model, tokenizer, 9, models.ENGINES["hf"], temperature=0.5)
-    assert found == rollout.Sampling(9, ends, 257, temperature=0.5, engine=models.ENGINES["hf"])
+    cfg = config.Config(engine="hf", max_new_tokens=9, temperature=0.5)
+    found = models.sampling(cfg, model, tokenizer, 20, batch_size=7)
+    engine = models.ENGINES["hf"]
+    assert found == rollout.Sampling(9, ends, 257, temperature=0.5, batch_size=7, engine=engine)
 
 
 def test_a_policy_with_other_rows_and_tokens(make_policy, tmp_path):
@@ -269,7 +272,8 @@ def test_a_policy_with_other_rows_and_tokens(make_policy, tmp_path):
     loaded, tokenizer = models.load_policy(str(tmp_path), "cpu")
     assert loaded.has_exact_decoder, "it was checked"
     assert (loaded.config.vocab_size, loaded.vocab_size, tokenizer.pad_token) == (320, 259, None)
-    assert models.sampling(loaded, tokenizer, 9).pad_id == tokenizer.eos_token_id
+    found = models.sampling(config.Config(), loaded, tokenizer, 9, batch_size=1)
+    assert found.pad_id == tokenizer.eos_token_id
 
 
 # ------------------------------------------------------------------------- the cache's budget

@@ -11,6 +11,7 @@ import toy
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+import config
 import models
 import rollout
 from related import pruned, recovery, structured
@@ -106,7 +107,8 @@ def test_engines_sample_from_a_pruned_model(tmp_path):
     loaded, tokenizer = models.load_policy(folder, "cpu")
 
     def sample(engine):
-        sampling = models.sampling(loaded, tokenizer, 6, models.ENGINES[engine])
+        cfg = config.Config(engine=engine, max_new_tokens=6)
+        sampling = models.sampling(cfg, loaded, tokenizer, 9, batch_size=9)
         return rollout.sample(loaded, [[1, 2, 3], [4], [5, 6]], sampling, group_size=3, seed=5)
 
     ours, theirs = sample("loop"), sample("hf")
