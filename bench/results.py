@@ -32,7 +32,6 @@ def tables() -> dict[str, str]:
     return {
         "train.py and TRL": peers_table(log.read_rows(peers.ROWS)),
         "equal steps": steps_table(of_task("arithmetic", FOLDER / "savings.jsonl")),
-        "SmolLM2": steps_table(log.read_rows(FOLDER / "words.jsonl")),
         "seconds to an accuracy": reach_table(log.read_rows(FOLDER / "reach.jsonl")),
         "adaptive over the best group size": law_table(log.read_rows(FOLDER / "law.jsonl")),
     }
@@ -52,7 +51,8 @@ def peers_table(rows: list[dict]) -> str:
     cells = []
     order = lambda row: ([*peers.ARMS].index(row["arm"]), row["group_size"])
     rows = sorted(rows, key=order)
-    named = [row | {"method": f"{row['arm']}, groups of {row['group_size']}"} for row in rows]
+    batch = lambda row: "" if row["group_size"] == 8 else f", groups of {row['group_size']}"
+    named = [row | {"method": row["arm"] + batch(row)} for row in rows]
     for name, runs in by_method(named).items():
         line = [name, spread([row["curve"][-1][2] / peers.STEPS for row in runs.values()], 2)]
         for target in (0.95, 0.98):
@@ -233,7 +233,7 @@ def show(figures: tuple[float, float], sign: str = "") -> str:
 def spread(values: list[float], digits: int = 0) -> str:
     """median (range)."""
     numbers = (statistics.median(values), min(values), max(values))
-    middle, low, high = (f"{number:.{digits}f}" for number in numbers)
+    middle, low, high = ("never" if math.isinf(n) else f"{n:.{digits}f}" for n in numbers)
     return middle if low == high else f"{middle} ({low} to {high})"
 
 

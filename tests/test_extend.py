@@ -63,8 +63,8 @@ def test_reward_of_the_readme(tmp_path):
         completion = arithmetic.worked_answer(prompt, arithmetic.CARRY_PROB, rng)
         reward = names["my_reward"](completion, answer, {"problem": prompt})
         assert (reward > 0.5) == rewards.arithmetic_reward(completion, answer)
-        found.append(reward)
-    assert {0.0, 0.1, 0.9, 1.0} >= {*found} > {0.1, 1.0}
+        found.append(reward > 0.5)
+    assert {*found} == {True, False}
     assert names["my_reward"]("7+9=16", "", {"problem": "7+9?"}) is None
     args = toy.flags("tiny", str(tmp_path / "run"), steps=1, prompts_per_step=4, group_size=2)
     assert "step 1/1 | reward 0." in program(tmp_path, REWARD, *args)
