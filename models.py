@@ -233,7 +233,8 @@ def read(name: str):
     except InputError:
         raise
     except Exception as error:  # transformers, safetensors and tokenizers raise errors of any kind
-        raise InputError(f"--model {name} cannot be loaded: {in_words(error)}") from None
+        where = "" if Path(source).exists() else " (there is no such folder)"
+        raise InputError(f"--model {name} cannot be loaded{where}: {in_words(error)}") from None
     if not own and has_file(name, "chat_template.jinja"):
         ranks.say(f"note: {name} has a chat template without a tokenizer: {base}'s is used")
     kind, saved_as = type(model).__name__, config.architectures or []

@@ -73,7 +73,7 @@ class Engine:
             enable_sleep_mode=self.sleeps,
             enforce_eager=device == "cpu",
             # Not "if there is a process group": a vLLM of one process leaves one of its own.
-            distributed_executor_backend="external_launcher" if ranks.are_several() else None,
+            distributed_executor_backend="external_launcher" if ranks.world() > 1 else None,
             logprobs_mode="processed_logprobs",  # after the temperature
             generation_config="vllm",  # not the model's own temperature, top-k and top-p
             skip_tokenizer_init=True,

@@ -14,6 +14,7 @@ There is no random state to save: all randomness is a function of (seed, step, p
 
 import contextlib
 import datetime
+import fcntl
 import functools
 import json
 import os
@@ -24,13 +25,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-
-try:
-    import fcntl
-except ModuleNotFoundError:
-    sys.exit("error: this needs Linux or macOS; Windows has no fcntl")
 
 from runtime import InputError, log, ranks
 
@@ -45,7 +39,7 @@ def owned(folder: str | None):
     rank does it. None: there is no folder.
 
     The kernel frees the lock when the process ends, however it does. InputError if another process
-    has it, or if the folder cannot hold a checkpoint. It is removed if nothing was written to it.
+    has it, or if the folder cannot be written. It is removed if nothing was written to it.
     """
     if folder is None or not ranks.is_first():
         yield
@@ -53,9 +47,10 @@ def owned(folder: str | None):
     out_dir = Path(folder)
     path = out_dir / "lock"
     try:
+        str(out_dir).encode()  # the library that saves tokenizers takes only names that are UTF-8
         out_dir.mkdir(parents=True, exist_ok=True)
         file = open(path, "a")  # noqa: SIM115  open as long as the lock is held
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise InputError(f"--out-dir {out_dir} cannot be written: {error}") from None
     # A child that outlives this process must not hold the lock. To close twice does no harm.
     os.register_at_fork(after_in_child=file.close)
@@ -67,26 +62,12 @@ def owned(folder: str | None):
         except OSError as error:  # some network file systems have no locks
             print(f"note: {path} cannot be locked ({error}): start only one process there")
         try:
-            _try_out(out_dir)
             yield
         finally:
             with contextlib.suppress(OSError):  # somebody else removed it
                 if {*out_dir.iterdir()} == {path}:
                     path.unlink()
                     out_dir.rmdir()
-
-
-def _try_out(out_dir):
-    """InputError now, not after hours, if a checkpoint could not be written. The library that saves
-    tokenizers takes only names that are UTF-8."""
-    trial = out_dir / "checkpoint.new"
-    try:
-        trial.mkdir(exist_ok=True)
-        Tokenizer(BPE()).save(str(trial / "tokenizer.json"))
-    except Exception as error:
-        raise InputError(f"--out-dir {out_dir} cannot hold a checkpoint ({error})") from None
-    finally:
-        shutil.rmtree(trial, ignore_errors=True)
 
 
 def save(

@@ -100,10 +100,7 @@ class Log:
 
         A resumed run continues the same run there. log.jsonl stays the record.
         """
-        try:
-            tracker = importlib.import_module(name)
-        except Exception as error:
-            raise InputError(f"--track {name}: {error}") from None
+        tracker = importlib.import_module(name)
         path = self.out_dir / "track-id"
         if not path.exists():
             write_text(path, f"{self.out_dir.name}-{uuid.uuid4().hex[:8]}")

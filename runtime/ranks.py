@@ -11,12 +11,10 @@ stops when its own completions end: it uses a whole copy of the model, refreshed
 
 import datetime
 import heapq
-import json
 import os
 import socket
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,16 +40,9 @@ def start(device: str) -> tuple[int, int]:
     schedulers and containers export WORLD_SIZE for programs that they do not launch."""
     if "RANK" in os.environ and not dist.is_initialized():
         cuda = choose_device(device) == "cuda"
-        try:
-            if cuda:
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=LIMIT)
-        except (KeyError, ValueError, RuntimeError) as error:
-            why = " ".join(str(error).split())
-            raise InputError(
-                f"RANK is {os.environ['RANK']} in the environment, but this process cannot join "
-                f"the others ({type(error).__name__}: {why}): start it with torchrun, or unset RANK"
-            ) from None
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=LIMIT)
     return rank(), world()
 
 
@@ -77,13 +68,9 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def are_several() -> bool:
-    return world() > 1
-
-
 def launcher() -> str:
     """The command that starts a program with as many processes."""
-    return f"torchrun --nproc-per-node {world()}" if are_several() else "python"
+    return f"torchrun --nproc-per-node {world()}" if world() > 1 else "python"
 
 
 def say(text: str) -> None:
@@ -134,23 +121,18 @@ def in_turns(work, *args, **kwargs):
 def finish() -> None:
     """Wait for the others at the end of a run: torchrun kills all ranks when one exits early."""
     barrier()
-    if are_several():
+    if world() > 1:
         time.sleep(0.2)  # gloo aborts a process that exits before its last tensors are released
 
 
-def report(problem: Exception | str) -> None:
-    """Print the error that ends this process. If rank 0 has it too, only rank 0 prints it."""
-    if os.environ.get("RANK", "0") != "0":  # there may be no process group yet
-        time.sleep(5)  # torchrun ends this rank if rank 0 has reported meanwhile
+def report(problem: Exception) -> None:
+    """Print the error that ends this process."""
     print(f"error: {problem}", file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's last lines show it again
-        content = {"message": f"error: {problem}", "timestamp": int(time.time())}
-        Path(path).write_text(json.dumps(content))
 
 
 def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
     """Reduce over ranks in place, by default to the sum; NaN stays NaN. One process: unchanged."""
-    if are_several():
+    if world() > 1:
         if dist.get_backend() == "nccl" and tensor.device.type == "cpu":
             tensor.copy_(all_reduce(tensor.cuda(), op))
         else:
@@ -160,9 +142,9 @@ def all_reduce(tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
 
 def all_gather(items) -> list:
     """The items of every rank, by rank; they are pickled. All ranks must call it."""
-    if not are_several():
+    if world() == 1:
         return [items]
-    of_ranks = [None] * dist.get_world_size()
+    of_ranks = [None] * world()
     dist.all_gather_object(of_ranks, items)
     return of_ranks
 

@@ -6,7 +6,6 @@ A second Ctrl-C ends it at once. A run that is killed loses the steps since its 
 
 import contextlib
 import signal
-import threading
 
 import torch
 
@@ -23,9 +22,6 @@ class Stop:
     @contextlib.contextmanager
     def listening(self):
         """Let signals ask for a stop. The previous handlers are restored at the end."""
-        if threading.current_thread() is not threading.main_thread():  # it cannot set handlers
-            yield
-            return
         # nohup ignores SIGHUP, and a shell ignores Ctrl-C for what it runs in the background.
         heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._handle) for number in heard}
