@@ -48,11 +48,11 @@ REST = 0.1
 
 
 class RuleError(ValueError):
-    """A rule or a loss cannot be used. The message names it, the value and the way out."""
+    """A rule or a loss cannot be used. The message says why, and the way out."""
 
 
 def check_known(kind: str, name: str, known) -> None:
-    """RuleError for a misspelt rule or loss, with the names there are."""
+    """RuleError for a misspelt name, with the names there are."""
     if name not in known:
         raise RuleError(f"unknown {kind} {name!r}: choose one of {', '.join(known)}")
 

@@ -42,7 +42,6 @@ FREE_SHARE = 0.6  # of a GPU's free memory: the rest is for logits, and for read
 # Tokens between two looks for completions that have ended. On a GPU the host waits at a look.
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
 BLOCK = 512  # tokens of the vocabulary that are summed together, see `draw`
-NOT_FINITE = "the model's logits are not finite"
 BELOW_1 = 1 - 2**-53  # the largest float64 below 1
 
 
@@ -122,7 +121,7 @@ def in_batches(sample_batch, model, prompt_ids, sampling, *, group_size, seed, k
     inside = torch.arange(T) < lengths[..., None]  # [K, G, T]
     logprobs, entropy, energy = torch.where(inside, figures, 0.0)
     if not logprobs.isfinite().all():
-        raise NotFiniteError(NOT_FINITE)
+        raise NotFiniteError("the model's logits are not finite")
     return Rollouts(prompt_ids, ids, logprobs, entropy.sum(-1), energy.sum(-1), lengths, ~ended)
 
 
@@ -218,10 +217,7 @@ class Record:
         return rows, token, text_of
 
     def ended(self, active, start: int, stop: int):
-        """Which of the completions `active` drew an end token from `start` to `stop`, bool [n].
-        NotFiniteError if the model's logits were not finite."""
-        if not self.figures[0, active, start:stop].isfinite().all():
-            raise NotFiniteError(NOT_FINITE)
+        """Which of the completions `active` drew an end token from `start` to `stop`, bool [n]."""
         return torch.isin(self.ids[active, start:stop], self.end_ids).any(dim=1)
 
 

@@ -386,8 +386,6 @@ def run(trainer: Trainer, until: int | None = None) -> None:
                 print(stopped_after(done, trainer), flush=True)
             else:
                 print(console.summary(log.read_rows(logger.path)))
-                ceiling = f"python -m bench ceiling {out_dir}"
-                print(f"which group size and pruning would be fastest: {ceiling}")
                 print(f"done: {out_dir}/")
     ranks.finish()
     if cfg.engine == "vllm":
