@@ -89,6 +89,12 @@ def sample(
     Raises NotFiniteError if the model's logits are not finite.
     """
     keys = range(len(prompt_ids)) if keys is None else keys
+    if sampling.temperature == 0 and group_size > 1:
+        # Greedy completions of a prompt are all equal, and vLLM refuses to return several.
+        single = sample(model, prompt_ids, sampling, group_size=1, seed=seed, keys=keys)
+        _, *columns = vars(single).values()
+        columns = (column.repeat_interleave(group_size, dim=1) for column in columns)
+        return Rollouts(prompt_ids, *columns)
     options = {"group_size": group_size, "seed": seed, "keys": keys}
     if sampling.engine:
         return sampling.engine.sample(model, prompt_ids, sampling, **options)
