@@ -38,6 +38,8 @@ def row(
         "sampling/sampling_logp_difference/mean": ratio(first.gap, first.completion_tokens),
         "grad_norm": sum(grad_norms) / len(grad_norms),
         **kept(cfg, prompt_weights, advantages, scale, cost, keep, weights),
+        "pack/density": ratio(total.tokens, total.slots),
+        "tokens/generated": lengths.sum().item(),
     }
     if cfg.importance_cap:
         name = "sampling/importance_sampling_ratio"

@@ -45,6 +45,8 @@ class UpdateStats(NamedTuple):
     capped: float  # tokens whose ratio is above it
     entropy: float  # nats
     completion_tokens: float
+    tokens: float  # forwarded, prompts included
+    slots: float  # room in the slots, in tokens, padding included
 
 
 def accumulate_gradients(
@@ -105,11 +107,12 @@ def accumulate_gradients(
 
         if not members:  # a dummy pack, which FSDP needs
             continue
-        # in the order of UpdateStats
-        figures = [
+        tokens = pack.input_ids.shape[1]
+        figures = [  # in the order of UpdateStats
             total, (kl * token_multiplier).sum(), clipped.sum(),
             (now - engine_logprobs).abs().sum(), importance.sum(),
             (importance > (cap or math.inf)).sum(), entropy.sum(), torch.ones_like(now).sum(),
+            now.new_full((), tokens), now.new_full((), max(tokens, cfg.pack_tokens)),
         ]  # fmt: skip
         measured.append(torch.stack([figure.detach() for figure in figures]))
 

@@ -24,7 +24,7 @@ def table(*rows):
 
 SUMS = {  # of the first of two updates
     "loss": 1, "kl": 2, "clipped": 3, "gap": 4, "importance": 5, "capped": 6, "entropy": 7,
-    "completion_tokens": 8,
+    "completion_tokens": 8, "tokens": 9, "slots": 10,
 }  # fmt: skip
 # Two prompts of the four candidates, three completions each; the second group is dead.
 BATCH = {
@@ -69,6 +69,8 @@ BY_HAND = {
     "cost/kept": 7,
     "weight/max": 4,
     "weight/prompt_max": 2,
+    "pack/density": 99 / 110,
+    "tokens/generated": 12,
 }
 
 

@@ -270,5 +270,7 @@ def test_trainers_are_refused(monkeypatch):
             with pytest.raises(RuleError, match=message):
                 trainer.check()
     trainer.check()
+    with pytest.raises(RuleError, match="args is of type GRPOConfig: give a DPPOConfig"):
+        dppo_trl.DPPOTrainer(trainer.model, trl_toy.toy_reward, trl.GRPOConfig(use_cpu=True))
     with pytest.raises(RuleError, match=r"images: .*set both rules to 'none'"):
         trainer.gather({"num_images": [1]}, None, None)
