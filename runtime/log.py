@@ -78,8 +78,6 @@ def as_json(row: dict) -> str:
 class Log:
     """The log of a run: console, log.jsonl, the files beside it, and a tracker if there is one."""
 
-    FILES = ("log", "samples", "groups")  # .jsonl
-
     def __init__(self, out_dir: Path):
         self.out_dir = out_dir
         self.path = out_dir / "log.jsonl"
@@ -92,7 +90,7 @@ class Log:
         lost = sum(row["step"] > done for row in read_rows(self.path))
         if lost:
             print(f"removing {lost} rows of log.jsonl, of steps that no checkpoint holds")
-        for name in self.FILES:
+        for name in ("log", "samples", "groups"):
             cut_rows(self.out_dir / f"{name}.jsonl", lambda row: done > 0 and row["step"] <= done)
 
     def start_tracker(self, name: str, config: dict) -> None:

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import resource
 import signal
 import sys
 import threading
@@ -74,8 +75,6 @@ def _start() -> Popen:
 
 def judge() -> None:
     """The child: it reads lines [answer, given] and writes [verdict, CPU seconds] for each."""
-    import resource
-
     # What the library says is not a verdict.
     verdicts, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115
 
