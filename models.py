@@ -195,9 +195,9 @@ def read(name: str):
         types = stored_types(Path(name))
         base = lora.base_of(name)
         if base:
-            own = Path(name) / "base.json"
-            if not Path(base).exists() and own.exists():  # it has moved: by the user's name
-                base = model_folder(log.read_json(own)["model"])
+            stored = Path(name) / "base.json"
+            if not Path(base).exists() and stored.exists():  # it has moved: by the user's name
+                base = model_folder(log.read_json(stored)["model"])
             source = base
             types |= stored_types(Path(base))
         if Path(source).is_dir():  # loading is instant; a download keeps its progress bar
