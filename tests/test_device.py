@@ -30,12 +30,11 @@ def test_fused_norms_are_the_models_own(kind):
     assert ("forward" in vars(norm)) == (kind is not GemmaRMSNorm)
 
 
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-def test_fused_norms_return_the_models_type(weights):
+def test_fused_norms_return_the_models_type():
     """Under autocast, Qwen3 gives its norms of queries and keys bfloat16, and their weights are
     float32. Fails if the result is rounded to bfloat16, or if another function than PyTorch's fused
     one computes it, of which it warns."""
-    norm = Qwen3RMSNorm(24).to(weights)
+    norm = Qwen3RMSNorm(24)
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(5, 24).bfloat16()
     own = norm(x)

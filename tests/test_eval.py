@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import re
-import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from engines import hf
 from eval import EvalConfig
 from runtime import InputError, log
 
-ROOT = Path(__file__).resolve().parents[1]
 nan = math.nan
 
 
@@ -70,9 +68,7 @@ def test_intervals_by_hand():
     solved = (torch.arange(50) < 7).double()
     assert interval(solved) == pytest.approx((0.0695, 0.2619), abs=1e-4)
     assert interval(torch.cat([solved, torch.full((9,), nan)])) == interval(solved)
-    assert all(map(math.isnan, interval(torch.full((9,), nan))))
     assert interval(torch.zeros(30), low=-1.0) == pytest.approx((-0.1135, 0.1135), abs=1e-4)
-    assert interval(10 * solved) == pytest.approx((0.695, 2.619), abs=1e-3)
     means = 0.5 + 0.01 * solved  # of many completions: within 1.96 standard errors
     error = 1.96 * means.std(correction=0).item() / math.sqrt(50)
     assert interval(means) == pytest.approx((0.5014 - error, 0.5014 + error), abs=1e-5)
@@ -105,12 +101,9 @@ def test_figures_by_hand():
         "problems": 2, "k": 3, "avg@3": 0.25, "pass@1": 0.25, "pass@2": 0.5, "pass@3": 0.0,
         "unscorable": 1, "truncated_share": 0.5, "mean_length": 6.0,
     }  # fmt: skip
-    nothing = evaluation.figures([rows[0] | {"rewards": [None] * 3}])
-    assert math.isnan(nothing["avg@3"])
     partial = evaluation.figures([rows[0] | {"rewards": [0.5, 2.0, 2.0]}])
     assert partial["avg@3"] == 1.5
     assert not any(name.startswith("pass@") for name in partial)
-    assert "pass@" not in evaluation.as_line(partial | {"data": "mine"})
 
 
 def stored(folder, rows):
@@ -127,7 +120,7 @@ OLD = [("a", 1, [1, 1]), ("b", 1, [0, 1]), ("b", 1, [0, None]), ("c", 1, [1]), (
 NEW = [("b", 2, [1, 1]), ("b", 1, [1, 1]), ("b", 1, [0, 0]), ("c", 1, [None, 1]), ("d", 1, [1])]
 
 
-def test_paired_comparison(tmp_path, capsys):
+def test_paired_comparison(tmp_path):
     """Catches pairs by row number, chats that end alike but differ in their answers, and an
     interval that is not of the differences."""
     old, new = stored(tmp_path / "old", OLD), stored(tmp_path / "new", NEW)
@@ -137,29 +130,11 @@ def test_paired_comparison(tmp_path, capsys):
         "set": "mine", "problems": 3, "first": old, "second": new, "means": [0.5, 0.6667],
         "difference": 0.1667, "wilson95": [round(low, 4), round(high, 4)],
     }  # fmt: skip
-    said = f"mine: {old} 0.500, {new} 0.667, difference +0.167 ({low:+.3f} to {high:+.3f}, 95 %)"
-    assert capsys.readouterr().out.splitlines() == [f"{said} on 3 problems", json.dumps(row)]
     with pytest.raises(InputError, match="no problem in common"):
         evaluation.compare(old, stored(tmp_path / "other", []))
 
 
 # ---------------------------------------------------------------------------- the command line
-
-
-def test_bad_values_are_named(monkeypatch, capsys):
-    for name, value in (("k", 0), ("temperature", -0.1), ("top_p", 0.0), ("top_k", -1)):
-        with pytest.raises(InputError, match=f"--{name.replace('_', '-')} {value}: must be"):
-            evaluation.main(EvalConfig("m", **{name: value}))
-    for flags, error in {
-        "--model /nowhere": "--model /nowhere cannot be loaded",
-        "--model m --data a b --data=c": "--data is there twice",
-        "--model m --out-dir=": "--out-dir is empty",
-    }.items():
-        monkeypatch.setattr(sys, "argv", ["eval.py", *flags.split()])
-        with pytest.raises(SystemExit) as stop:
-            runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
-        assert stop.value.code == 2
-        assert re.fullmatch(f"error: {error}.*\n", capsys.readouterr().err)
 
 
 def test_every_flag_reaches_the_sampler(policy_folder, sampled):
@@ -180,23 +155,17 @@ def quarter(completion, answer):
 
 
 def test_a_program_with_its_own_reward(policy_folder, monkeypatch, capsys):
-    """The README's. The table comes before the JSON."""
+    """The README's. The table comes before the JSON. Catches a set that is left out in silence."""
     flags = ["--model", policy_folder, "--problems", "2", "--k", "1", "--max-new-tokens", "2"]
     monkeypatch.setattr(sys, "argv", ["mine.py", *flags])
     evaluation.cli(quarter)
     table, line = capsys.readouterr().out.splitlines()
     assert re.match(r"arithmetic +2 problems +avg@1 0\.250", table)
     assert (json.loads(line)["avg@1"], json.loads(line)["reward"]) == (0.25, "quarter")
-
-
-def test_several_processes_are_refused(monkeypatch, tmp_path):
-    """Catches rows that are written by each rank of torchrun."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    cfg = EvalConfig("nowhere", out_dir=str(tmp_path / "evals"))
-    with pytest.raises(InputError, match=r"eval\.py is one process, not 2: start it without"):
-        evaluation.main(cfg)
-    assert not (tmp_path / "evals").exists()
+    monkeypatch.setattr(sys, "argv", ["mine.py", *flags, "--data", "a", "b", "--data=c"])
+    with pytest.raises(SystemExit):
+        evaluation.cli(quarter)
+    assert capsys.readouterr().err.startswith("error: --data is there twice")
 
 
 # ---------------------------------------------------------------------------- sample and score
@@ -232,19 +201,15 @@ def test_batches_do_not_mix_up_problems(evaluate, tmp_path, batch_size):
     assert last["rewards"] == [None, None]
 
 
-def test_seeds_and_rooms_of_sets(policy_folder, sampled, capsys):
+def test_seeds_and_rooms_of_sets(policy_folder, sampled):
     """Fails if sets or seeds share their draws, or a set gets the room of another one."""
     names = ("arithmetic", "arithmetic-longer")
     rooms = [*map(data.max_new_tokens, names)]
     for seed in (0, 1):
         cfg = EvalConfig(policy_folder, data=names, problems=1, seed=seed)
         table = evaluation.main(replace(cfg, k=3, batch_size=2))
-        first, second, average, *lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[0] for line in (first, second, average)] == [*names, "average"]
-        assert [json.loads(line) for line in lines] == table
         assert [row["max_new_tokens"] for row in table] == rooms
-        (row,) = evaluation.main(replace(cfg, prompt="7+9+5?", max_new_tokens=2))
-        assert row["completion"] + "\n" == capsys.readouterr().out
+        evaluation.main(replace(cfg, prompt="7+9+5?", max_new_tokens=2))
     seeds = [options["seed"] for *_, options in sampled]
     assert [options["group_size"] for *_, options in sampled] == [3, 3, 1] * 2
     assert [sampling.max_new_tokens for _, _, sampling, _ in sampled] == [*rooms, 2] * 2

@@ -1,7 +1,5 @@
 """What a user adds works, or says why not: rewards, rules and losses, from the README and wrong."""
 
-import copy
-import inspect
 import random
 import re
 import runpy
@@ -20,6 +18,7 @@ import proof
 import rewards
 import sampler
 import train
+from related import rivals  # noqa: F401 (adds its rules, before they are copied)
 from runtime import InputError, checkpoint
 from tasks import arithmetic, sft
 
@@ -33,12 +32,8 @@ def clean_tables(monkeypatch):
     """Forget what a test adds, and the module `mine` that does."""
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    tables = (dppo.COMPLETION_RULES, dppo.LOSSES, sampler.PROMPT_RULES)
-    before = [copy.copy(table) for table in tables]
-    yield
-    for table, content in zip(tables, before, strict=True):
-        table.clear()
-        table.update(content)
+    for owner, table in ((dppo, "COMPLETION_RULES"), (dppo, "LOSSES"), (sampler, "PROMPT_RULES")):
+        monkeypatch.setattr(owner, table, getattr(owner, table).copy())
 
 
 def program(folder, code, *args):
@@ -114,68 +109,44 @@ def test_rules_and_loss_of_the_readme(policy_folder, tmp_path, monkeypatch, caps
 # ---------------------------------------------------------------------------- entries
 
 
-def completions():
+def batch():
+    """A group with two kinds of completions, and one whose rewards are all equal."""
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0], [0.0, 0.0, 0.0, 0.0]]).double()
     return dppo.Completions(advantages, advantages, ones((2, 4)), advantages.abs())
 
 
-def token_loss(_rate=None):
-    clip = {"eps_low": 0.2, "eps_high": 0.2, "num_sequences": 1}
-    return dppo.token_loss(*[torch.zeros(3)] * 3, torch.zeros(3).long(), loss="mine", **clip)
-
-
-def make_rule(rate=0.5, **options):
-    kind = dppo.BiasedRule if "biased" in options else dppo.Rule
-    return kind(rate=rate, **options)
-
-
-KINDS = {  # its table, its class, and a call that uses the entry `mine`
-    "completion rule": (
-        dppo.COMPLETION_RULES, make_rule,
-        lambda rate: dppo.prune_completions("mine", rate, completions(), dppo.generator_for(0)),
+WRONG = [  # the probabilities of a batch, a prune rate, the message
+    (lambda batch, _: ones((1, 4)), 0.5, r"must return probabilities of shape \[2, 4\], not \[1"),
+    (lambda batch, _: 1.5 * ones((2, 4)), 0.5, "must return .* from 0 to 1, .*, not 1.5"),
+    (
+        lambda batch, _: 0.0 * ones((2, 4)),
+        0.5,
+        "must return .* above 0 wherever batch.live is True, not 0",
     ),
-    "prompt rule": (
-        sampler.PROMPT_RULES, make_rule,
-        lambda rate: sampler.prune_prompts(
-            "mine", rate, sampler.PromptHistory(2), torch.arange(2), dppo.generator_for(0)),
-    ),
-    "loss": (dppo.LOSSES, dppo.Loss, token_loss),
-}  # fmt: skip
-BOTH, LOSS = ("completion rule", "prompt rule"), ("loss",)
-gives = lambda value, **options: {"chance": lambda batch, *_: value(batch)} | options
-selects = lambda value: {"select": lambda *_: value(), "biased": "it picks"}
-loses = lambda value: {"surrogate": lambda *_: value(), "denominator": "constant"}
-shape = r"a rule must return probabilities of shape "
-pair = r"a rule must return \(keep, weights\), both of shape \["
-two = r"--loss mine must return \(loss, clipped\), two tensors of shape \[3\]"
-like = lambda batch: ones(batch.live.shape)
-times = lambda number, **options: gives(lambda batch: like(batch) * number, **options)
-values = r"a rule must return probabilities from 0 to 1, and above 0 wherever batch.live is True, "
-ENTRIES = [  # kinds, the entry, the rate, the message if it is wrong
-    (BOTH, gives(lambda batch: like(batch)[:1]), 0.5, shape + r"\[.*, not \[1"),
-    (BOTH, times(1.5), 0.5, values + "not 1.5"),
-    (BOTH, times(0.0), 0.5, values + r"not 0\. A dppo.BiasedRule may"),
-    (BOTH, times(0.5), 0.0, "a rule must keep all that is live at prune rate 0, or say rate=None"),
-    (BOTH, times(0.5, rate=None), 0.0, None),
-    (BOTH[:1], gives(lambda batch: batch.live.double()), 0.5, None),
-    (BOTH, selects(lambda: ones(2)), 0.5, pair),
-    (LOSS, loses(lambda: (ones(1).sum(), ones(3) > 0)), None, two),
+    (lambda batch, _: ones((2, 4)) / 2, 0.0, "must keep all that is live at prune rate 0"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "row"), [(kind, row) for row in ENTRIES for kind in row[0]])
-def test_entries(kind, row):
-    """Catches a rule that is biased, one that fails deep inside a draw or an update, and a check
-    that refuses pps's own zeros."""
-    table, make, use = KINDS[kind]
-    _kinds, entry, rate, message = row
-    table["mine"] = make(**entry)
-    if message is None:
-        keep, weights = use(rate)
-        assert torch.equal(weights > 0, keep)
-        return
-    with pytest.raises(dppo.RuleError, match=message):
-        use(rate)
+@pytest.mark.parametrize(("chance", "rate", "message"), WRONG)
+def test_wrong_probabilities(chance, rate, message):
+    """Catches a rule that would be biased without a word."""
+    dppo.COMPLETION_RULES["mine"] = dppo.Rule(chance, rate=0.5)
+    with pytest.raises(dppo.RuleError, match=f"^a rule {message}"):
+        dppo.prune_completions("mine", rate, batch(), dppo.generator_for(0))
+
+
+def test_weights_are_not_the_users():
+    """Catches weights that are clipped, or 1, by a rule that says nothing of bias; and a loss that
+    broadcasts."""
+    with pytest.raises(dppo.RuleError, match=r"a dppo.Rule makes its weights; use dppo.BiasedRule"):
+        type("Clipped", (dppo.Rule,), {"draw": None})
+    dppo.COMPLETION_RULES["mine"] = dppo.BiasedRule(lambda *_: ones(2), rate=0.7, biased="it is")
+    with pytest.raises(dppo.RuleError, match=r"must return \(keep, weights\), both"):
+        dppo.prune_completions("mine", 0.5, batch(), dppo.generator_for(0))
+    dppo.LOSSES["mine"] = dppo.Loss(lambda *_: (ones(1), ones(3) > 0), "constant")
+    clip = {"eps_low": 0.2, "eps_high": 0.2, "num_sequences": 1}
+    with pytest.raises(dppo.RuleError, match=r"must return \(loss, clipped\), two tensors of .*3"):
+        dppo.token_loss(*[torch.zeros(3)] * 3, torch.zeros(3).long(), loss="mine", **clip)
 
 
 def test_an_entry_is_a_rule(monkeypatch):
@@ -184,27 +155,6 @@ def test_an_entry_is_a_rule(monkeypatch):
     monkeypatch.setitem(dppo.COMPLETION_RULES, "mine", own)
     with pytest.raises(InputError, match=r"--completion-rule mine: must be a dppo.Rule or"):
         config.resolve(config.Config(method="mine"))
-
-
-rule = make_rule(**times(1.0))
-everything = lambda batch, *_: (batch.live | True, ones(batch.live.shape))
-picky = dppo.BiasedRule(everything, rate=0.5, biased="it keeps all")
-MINE = {"completion_rule": "mine"}
-NOTES = [  # the completion rule `mine`, flags, a note of the first lines, the prompt rule
-    (rule, MINE | {"method": "dppo"}, "", "dppo"),
-    (rule, MINE | {"method": "dppo", "prompt_rule": "none"}, "", "none"),
-    (picky, {"method": "mine"}, "changes the expected gradient: it keeps all", "none"),
-]
-
-
-@pytest.mark.parametrize(("entry", "flags", "note", "prompt_rule"), NOTES)
-def test_notes_of_the_first_lines(entry, flags, note, prompt_rule):
-    """Catches a note that is missing or wrong, and a method that picks another prompt rule."""
-    dppo.COMPLETION_RULES["mine"] = entry
-    cfg = config.resolve(config.Config(**flags))
-    said = [line for line in config.warnings(cfg) if "gradient" in line]
-    assert [note in line for line in said] == ([True] if note else [])
-    assert cfg.prompt_rule == prompt_rule
 
 
 def test_the_count_of_tokens_is_known_before_the_draw(policy_folder, tmp_path):
@@ -219,75 +169,34 @@ def test_the_count_of_tokens_is_known_before_the_draw(policy_folder, tmp_path):
 
 # ---------------------------------------------------------------------------- the proof
 
-HEAD = "import dppo, sampler\n"
-FILES = [  # a file, and what proof.py says of it
-    (HEAD + "dppo.COMPLETION_RULES['mine'] = dppo.Rule(lambda batch, rate: "
-     "(batch.size / batch.size.sum(1, keepdim=True)).clamp(max=1), rate=0.5)\n",
-     "a rule must return .* not nan"),  # dead groups
-    (HEAD + "sampler.PROMPT_RULES['mine'] = dppo.Rule(lambda batch, rate: "
-     "batch.past_advantage.clamp(0.1, 1), rate=0.5)\n",
-     "a rule must return .* not nan"),  # new prompts
-    (HEAD, "adds no rule and no loss"),
-]  # fmt: skip
+
+UNSEEN = [  # a rule that a run meets with dead groups, or with new prompts
+    "dppo.COMPLETION_RULES['mine'] = dppo.Rule(lambda batch, rate: "
+    "(batch.size / batch.size.sum(1, keepdim=True)).clamp(max=1), rate=0.5)\n",
+    "sampler.PROMPT_RULES['mine'] = dppo.Rule(lambda batch, rate: "
+    "batch.past_advantage.clamp(0.1, 1), rate=0.5)\n",
+]
 
 
-@pytest.mark.parametrize(("text", "message"), FILES)
-def test_what_the_proof_refuses(tmp_path, monkeypatch, text, message):
+@pytest.mark.parametrize("rule", UNSEEN)
+def test_what_the_proof_refuses(tmp_path, monkeypatch, rule):
     """Catches a proof that approves what a run's first steps would refuse."""
     monkeypatch.setattr(dppo, "LOSSES", {"grpo": dppo.LOSSES["grpo"]})
-    (tmp_path / "mine.py").write_text(text)
-    with pytest.raises((SystemExit, dppo.RuleError), match=message):
+    (tmp_path / "mine.py").write_text(f"import dppo, sampler\n{rule}")
+    with pytest.raises(dppo.RuleError, match=r"a rule must return .* not nan"):
         proof.main(str(tmp_path / "mine.py"))
-
-
-CLIPPED = """
-import dppo
-pps = dppo.COMPLETION_RULES["pps"]
-def clipped(batch, prune_rate, generator):
-    keep, weights = pps.draw(batch, prune_rate, generator)
-    return keep, weights.clamp(max=1.5)
-"""
-FORBIDDEN = [  # a line or two more, and the error's words
-    ("dppo.COMPLETION_RULES['mine'] = dppo.BiasedRule(clipped, rate=0.7)", "argument: 'biased'"),
-    ("pps.draw = clipped", "cannot assign to field 'draw'"),
-    ("class Clipped(dppo.Rule):\n    def draw(self, *args): return clipped(*args)",
-     "Clipped: a dppo.Rule makes its weights; use dppo.BiasedRule"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("line", "message"), FORBIDDEN)
-def test_weights_are_not_the_users(line, message):
-    """Refused where it is written. Catches weights that are clipped, or 1, without a word, and an
-    AttributeError in place of the remedy."""
-    with pytest.raises((TypeError, AttributeError, ValueError), match=message):
-        exec(CLIPPED + line, {})
 
 
 # ---------------------------------------------------------------------------- runs
 
 
-SILENT = [  # a reward, flags, the note
-    (lambda *_: 0.0, {}, "Mean reward 0 .* --max-new-tokens 6 cut off 100% of the completions"),
-    (toy.toy_reward, {}, None),
-    # a reward that forgets to return, and one that cannot score some problems
-    (lambda text, _: 1.0 if text[:1] < "@" else None, {"steps": 3}, "the reward is None for some"),
-    (lambda _, answer: None if int(answer) % 2 else 1.0, {"steps": 3}, None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("reward", "flags", "text"), SILENT)
-def test_a_run_without_signal_says_so(run, tmp_path, capsys, reward, flags, text):
-    """Once, after five steps in a row. Catches a run that trains nothing without a word, and a note
-    for a run whose groups are live."""
-    run("run", reward=reward, **{"steps": 12} | flags)
-    lines = capsys.readouterr().out.splitlines()
-    places = [i for i, line in enumerate(lines) if re.match("note: the (gradient|reward)", line)]
-    assert len(places) == bool(text)
-    for i in places:
-        assert re.search(text, lines[i])
-        if "gradient" in text:
-            assert lines[i - 1].startswith("step  5/12")
-            assert str(tmp_path / "run" / "samples.jsonl") in lines[i]
+def test_a_run_without_signal_says_so(run, capsys):
+    """Once. Catches a run that trains nothing, and a reward that forgets to return, without a
+    word."""
+    run("nothing", reward=lambda *_: 0.0, steps=7)
+    assert capsys.readouterr().out.count("note: the gradient was 0 for 5 steps") == 1
+    run("some", reward=lambda text, _answer: 1.0 if text[:1] < "@" else None, steps=3)
+    assert capsys.readouterr().out.count("note: the reward is None for some completions") == 1
 
 
 def test_folders_that_hold_something_else(run, policy_folder, tmp_path):
@@ -315,10 +224,3 @@ def test_folders_that_hold_something_else(run, policy_folder, tmp_path):
         held = evaluation.EvalConfig(policy_folder, **evals | {"out_dir": str(tmp_path / "held")})
         with pytest.raises(InputError, match="held is in use by another process"):
             evaluation.main(held)
-
-
-def test_help_names_every_rule_and_loss():
-    config.resolve(config.Config(completion_rule="cppo_batch"))  # which imports the rivals
-    names = {*sampler.PROMPT_RULES, *dppo.COMPLETION_RULES, *dppo.LOSSES}
-    missing = [n for n in names if not re.search(rf"\b{n}\b", inspect.getsource(config.Config))]
-    assert not missing

@@ -1,6 +1,5 @@
 """An engine that differs from the policy is measured, and corrected by truncated weights."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -16,8 +15,7 @@ CFG = config.resolve(config.Config(device="cpu", loss="dr_grpo", max_new_tokens=
 
 def test_the_cap_is_above_not_at_it(make_policy, make_rollouts):
     """A sampler that equals the trainer has ratios of exactly 1, so a cap of 1 cuts none of them.
-    Of one that is 200 nats off, the logged ratio stays finite. Catches a ratio of other tokens, and
-    a table of log-probs in the order of the slots."""
+    Catches a ratio of other tokens, and a table of log-probs in the order of the slots."""
     model, _ = make_policy()
     rollouts, ones = make_rollouts(model, 3, 2), torch.ones(3, 2)
     own = update.trainer_logprobs(model, rollouts, CFG)
@@ -28,9 +26,6 @@ def test_the_cap_is_above_not_at_it(make_policy, make_rollouts):
     sums = update.accumulate_gradients(*args, cfg=cfg, old_logprobs=None)
     assert sums.importance == sums.completion_tokens == rollouts.lengths.sum()
     assert sums.capped == sums.gap == 0
-    rollouts.logprobs = own - 200.0
-    sums = update.accumulate_gradients(*args, cfg=cfg, old_logprobs=None)
-    assert math.isfinite(sums.importance)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -57,16 +52,3 @@ def test_what_updates_compare_with(policy_folder, tmp_path, monkeypatch, minibat
         kept = trainer.now.keep & (trainer.now.lengths > 0)
         assert torch.equal((first != 0).any(dim=2), kept), "of what any draw has kept"
     assert len(look_ups) == len(set(look_ups)) == (0 if minibatches == 1 else 4)
-
-
-@pytest.mark.parametrize(
-    ("given", "cap"),
-    [
-        ({}, 0.0), ({"dtype": "bfloat16"}, 2.0),
-        ({"engine": "vllm", "importance_cap": 0.0}, 0.0),
-    ],
-)  # fmt: skip
-def test_the_cap_is_on_where_the_sampler_differs(given, cap):
-    """By more than the clip tolerates. Fails if the correction is on where it is not needed, or off
-    where it is, or if it cannot be turned off."""
-    assert config.resolve(config.Config(device="cpu", **given)).importance_cap == cap

@@ -127,7 +127,7 @@ def test_a_step_and_its_files(steps):
     Catches another prompt's row, a weight that is left out or counts twice, a NaN that is no JSON,
     and a history of what was kept."""
     trainer, row, others = steps(count=3, reward=some_none, minibatches=2)
-    seen, taught = trainer.steps[-1], trainer.steps[-1].taught
+    seen, taught = trainer.now, trainer.now.taught
     assert 0 < seen.keep.sum() < seen.keep.numel()
     weights = sum(one.factor * one.keep for one in seen.updates) / seen.scale  # of both levels
     assert row["weight/max"] == pytest.approx(weights.max().item())

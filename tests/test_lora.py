@@ -1,9 +1,8 @@
-"""LoRA: exact gradients and merges, small checkpoints that peft reads, memory."""
+"""LoRA: exact gradients and merges, small checkpoints that peft reads."""
 
 import copy
 import json
 import shutil
-import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,19 +12,16 @@ import torch
 import toy
 import transformers
 from safetensors.torch import load_file, save_file
-from test_memory import meta, resolved
+from test_memory import resolved
 from test_unbiased import step_error
 from transformers import AutoModelForCausalLM
 
-import config
 import eval as evaluation
 import lora
 import models
 import update
-from engines import memory, vllm_engine
 from runtime import InputError
 
-GIB = 2**30
 FILES = {"adapter_config.json", "adapter_model.safetensors", "trainer.pt", "tokenizer.json"}
 
 
@@ -65,17 +61,7 @@ def test_the_plain_copy_is_the_model(adapted, make_rollouts, policy_folder):
     with lora.base_alone(model):
         assert torch.equal(logprobs(model), before)
     assert (logprobs(copied) - logprobs(model)).abs().max() < 1e-12
-
-    sent = {}
-    llm = types.SimpleNamespace(
-        collective_rpc=lambda _name, kwargs: sent.update(kwargs["weights_iterator"]),
-        reset_prefix_cache=lambda: None,
-    )
-    engine = types.SimpleNamespace(sleeps=False, llm=llm, dtype="float64", vocab_size=258)
-    vllm_engine.Engine.load(engine, model)
-    plain = copied.state_dict()
-    assert sent.keys() == plain.keys()
-    assert all(torch.equal(sent[name], plain[name][:258]) for name in plain)
+    assert dict(lora.plain_state(model)).keys() == copied.state_dict().keys()
 
 
 def test_what_is_injected(policy_folder):
@@ -160,15 +146,6 @@ def test_the_base_is_the_one_of_the_run(run, policy_folder, make_policy, tmp_pat
             models.read(str(saved))
 
 
-def test_a_link_is_its_numbered_folder(tmp_path):
-    """Catches a run that depends on a link, which leads elsewhere by the time it is resumed."""
-    (tmp_path / "checkpoint-000004").mkdir()
-    (tmp_path / "checkpoint").symlink_to("checkpoint-000004")
-    cfg = config.parse_config(["--model", f"{tmp_path}/checkpoint/", "--lora", "4"])
-    assert cfg.model == f"{tmp_path}/checkpoint-000004"
-    assert [note for note in config.warnings(config.resolve(cfg)) if "must stay" in note]
-
-
 @pytest.fixture
 def adapter(policy_folder, tmp_path):
     """Somebody's adapter in bfloat16, for two of the layers, without a tokenizer."""
@@ -186,12 +163,13 @@ def test_all_weights_from_an_adapter(adapter, tmp_path):
     assert all(not torch.equal(after[name], before[name]) for name in after)
 
 
-def edit(**changes):
-    def change(folder):
-        file = folder / "adapter_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+def edit(folder, **changes):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
-    return change
+
+def began_at_random(folder):
+    edit(folder, init_lora_weights="pissa_niter_4")
 
 
 def without_a_weight(folder):
@@ -207,35 +185,28 @@ def of_the_head(folder):
     peft.get_peft_model(base, shape).save_pretrained(folder)
 
 
-REFUSED = {
-    "one matrix": (of_the_head, "its logits are off by"),
-    "pissa": (edit(init_lora_weights="pissa_niter_4"), "began with random vectors"),
-    "no base": (edit(base_model_name_or_path=None), "has no base_model_name_or_path"),
-    "base away": (edit(base_model_name_or_path="/away"), "/away"),
-    "a weight less": (without_a_weight, "other weights than its config: .*q_proj.lora_"),
-    "other layers": (edit(target_modules=["w"]), "Target modules .*w.* not found"),
-}
+REFUSED = [
+    (of_the_head, "its logits are off by"),
+    (began_at_random, "began with random vectors"),
+    (without_a_weight, "other weights than its config: .*q_proj.lora_"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_adapters_that_are_refused(adapter, case):
-    change, message = REFUSED[case]
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_adapters_that_are_refused(adapter, change, message):
+    """Catches a merged model that is not the adapted one."""
     change(adapter)
-    with pytest.raises(InputError, match=f"--model {adapter}.*{message}") as caught:
+    with pytest.raises(InputError, match=f"--model {adapter}.*{message}"):
         models.read(str(adapter))
-    assert "\n" not in str(caught.value)
 
 
-def test_adapters_that_do_not_do_what_they_seem_to(adapter, capsys):
-    """Catches a folder of adapters that is its base, and one whose template is ignored."""
+def test_an_adapter_that_changes_nothing(adapter, capsys):
+    """Catches a folder of adapters that is its base."""
     models.read(str(adapter))
     assert "note" not in capsys.readouterr().out
-    edit(lora_alpha=0)(adapter)
-    (adapter / "chat_template.jinja").write_text("{{ messages }}")
+    edit(adapter, lora_alpha=0)
     models.read(str(adapter))
-    nothing, template = capsys.readouterr().out.splitlines()
-    assert "changes nothing: the model equals its base" in nothing
-    assert "has a chat template without a tokenizer" in template
+    assert "changes nothing: the model equals its base" in capsys.readouterr().out
 
 
 def test_experts_have_no_adapters():
@@ -248,27 +219,3 @@ def test_experts_have_no_adapters():
     model = AutoModelForCausalLM.from_config(shape)
     with pytest.raises(InputError, match=r"--lora 4: .*experts.* is no linear layer: train all"):
         lora.inject(model, 4, 0)
-
-
-# ---------------------------------------------------------------------------- memory
-
-SIZES = {"0.6B": "0.6b", "1.7B": "1.7b", "4B": "4b", "8B": "8b"}  # on the page, in test_memory
-CARDS = {"16 GB": 15, "24 GB": 23, "48 GB": 47, "80 GB": 79}  # GiB that CUDA shows
-
-
-def test_the_page_has_the_plan():
-    """Each number of the table, and which cards it fits."""
-    page = (toy.ROOT / "docs" / "running.md").read_text()
-    for name, shape in SIZES.items():
-        model, needed = meta(shape), []
-        for rank in (0, 32):
-            cfg = resolved(lora=rank, gradient_checkpointing=True)
-            needed.append(sum(memory.plan(model, cfg, 1).values()) / GIB)
-        every, adapters = needed
-        fits = lambda card, size: size <= (1 - memory.SPARE) * CARDS[card]
-        words = [
-            "both" if fits(card, every) else "LoRA" if fits(card, adapters) else "no"
-            for card in CARDS
-        ]
-        row = f"| {name} | {every:.1f} GiB | {adapters:.1f} GiB | {' | '.join(words)} |"
-        assert row in page

@@ -1,7 +1,6 @@
 """Loading: weights, files and rotations that are not what they seem are refused in one line."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -46,10 +45,6 @@ def set_config(name="config.json", **changes):
     return change
 
 
-def cut(name, size=200):
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
-
-
 def text(name, content):
     return lambda folder: (folder / name).write_text(content)
 
@@ -65,63 +60,26 @@ WINDOW = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers":
 REFUSED = {  # a case: what is done to the folder, and what the message says
     "compiled": (COMPILED, "25 weights are missing, such as lm_head.weight: save the whole"),
     "other shapes": (set_config(intermediate_size=64), r"6 weights are mismatched, .*mlp.*48.*64"),
-    "an adapter": (text("adapter_model.bin", ""), "it has an adapter beside a model: give"),
     "an adapter inside": (with_weight(INSIDE, torch.ones(4, 32)), "unexpected, such as .*lora_A"),
+    "an adapter": (text("adapter_model.bin", ""), "it has an adapter beside a model: give"),
     "codes": (with_weight(UP, torch.ones(48, 32, dtype=torch.int8)), r"quantized \(\['I8"),
     "one NaN": (with_weight(UP, torch.full((48, 32), torch.nan)), f"{UP} holds NaN or infinity"),
     "quantized": (set_config(quantization_config={"quant_method": "fp8"}), "quantized .*fp8.*use"),
-    "cut weights": (cut("model.safetensors"), r"model.safetensors cannot be read \(Safet"),
-    "cut ends": (cut("generation_config.json", 20), "generation_config.json is not what was"),
+    "cut ends": (text("generation_config.json", '{"eos'), "generation_config.json is not what was"),
     "windows": (set_config(layer_types=None, **WINDOW), "packing would .*'sliding_window': 64"),
     "rotations that change": (set_config(rope_parameters=LONG), "packing would .*'longrope'"),
-    "own code": (set_config(model_type="new", auto_map={"AutoConfig": "c.C"}), "custom code"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(folder, case, monkeypatch):
-    """Catches a traceback, weights that transformers makes up, codes that are trained, and its
-    question whether to run a folder's own code."""
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+def test_what_is_refused(folder, case):
+    """Catches weights that transformers makes up or leaves out, codes that are trained, and a model
+    that would not be packed exactly."""
     change, message = REFUSED[case]
     change(folder)
     with pytest.raises(InputError, match=f"{folder}.*{message}") as caught:
         models.load_policy(str(folder), "cpu")
     assert "\n" not in str(caught.value)
-
-
-NOTED = [  # what is done to the folder, and the note
-    (set_config(architectures=["MyModel"]), r"names \['MyModel'\]; it is read as Qwen3ForCausalLM"),
-    (set_config("tokenizer_config.json", auto_map={"AutoTokenizer": ["c.T", None]}), "names .*c.T"),
-]
-
-
-@pytest.mark.parametrize(("change", "note"), NOTED)
-def test_what_is_only_noted(folder, capsys, change, note):
-    """Catches a healthy model that is refused, and a change of its weights."""
-    before = load_file(folder / "model.safetensors")
-    change(folder)
-    model, _ = models.load_policy(str(folder), "cpu")
-    assert re.search(note, capsys.readouterr().out)
-    assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
-
-
-def test_the_check_looks_at_the_last_positions(make_policy, monkeypatch):
-    """Catches a check of the first positions only."""
-    model, _ = make_policy()
-    assert models.packs_exactly(model, 512)
-    rotary = model.model.rotary_emb
-    forward = rotary.forward
-
-    def wrong_far_away(x, position_ids):
-        cos, sin = forward(x, position_ids)
-        together = position_ids.shape[1] > 3  # as in a slot
-        return cos, torch.where((position_ids > 500)[..., None] & together, sin + 0.5, sin)
-
-    monkeypatch.setattr(rotary, "forward", wrong_far_away)
-    assert models.packs_exactly(model, 400)
-    assert not models.packs_exactly(model, 512)
 
 
 def test_fingerprints(make_policy):

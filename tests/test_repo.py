@@ -2,10 +2,8 @@
 
 import importlib
 import inspect
-import operator
 import re
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -25,7 +23,7 @@ LOG = ROOT / "runs" / "LOG.md"  # its flags and commands are those of their day
 OTHER_FLAGS = {  # of torchrun, pip, jupyter and TRL
     "--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help",
     "--shutdown-timeout", "--signals-to-handle", "--no-deps", "--config", "--max-restarts",
-    "--inplace",
+    "--inplace", "--no-index", "--only-binary", "--find-links",
 }  # fmt: skip
 
 # What the modules of a folder may import of ours: folders, and modules of the root.
@@ -83,9 +81,9 @@ def known_flags():
     return flags | {"--json"} | OTHER_FLAGS  # --json is the parameter json_file
 
 
-@page_parameter(PAGES)
+@page_parameter([*PAGES, *sorted(ROOT.glob("runs/*.sh"))])
 def test_flags_exist(path):
-    """Fails if a page names a flag that no program has, say after a rename."""
+    """Fails if a page or a script names a flag that no program has, say after a rename."""
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", path.read_text()))
     assert named <= known_flags()
 
@@ -100,29 +98,6 @@ def test_commands_exist(path):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
     for script in re.findall(r"\b(?:python|bash|sh) ((?:[\w-]+/)+[\w-]+\.(?:py|sh))", text):
         assert (ROOT / script).exists(), script
-
-
-@pytest.mark.parametrize("program", ["train", "eval"])
-def test_help_is_answered_at_once(program):
-    """Fails if --help waits for PyTorch and transformers, which take seconds to import."""
-    run = "import runpy, sys, atexit; atexit.register(lambda: print('torch' in sys.modules)); "
-    code = f"{run}sys.argv[1:] = ['--help']; runpy.run_path('{program}.py', run_name='__main__')"
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert "--max-new-tokens" in found.stdout
-    assert found.stdout.endswith("False\n")
-
-
-def test_names_in_the_readme_exist():
-    """Fails if a function, constant or file that the README names is renamed."""
-    for name, file in re.findall(r"\[`([\w.]+)`\]\((\w+\.py)\)", README):
-        if name != file:
-            module = importlib.import_module(file.removesuffix(".py"))
-            operator.attrgetter(name)(module)
-    users = {"myreward.py", "mine.py"}  # files that a reader makes
-    for name in {*re.findall(r"`(\w+\.(?:py|sh))`", README)} - users:
-        assert (ROOT / name).exists(), name
 
 
 # ---------------------------------------------------------------------------- files

@@ -1,9 +1,6 @@
 """Rewards: right, wrong, unscorable and hostile answers, and the process that compares them."""
 
-import concurrent.futures
-import contextlib
 import copy
-import functools
 import math
 import multiprocessing
 import os
@@ -12,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,7 +28,6 @@ REWARDS = [  # a completion, the reference answer, its reward
     ("\\boxed{48/2+48}", "72", 0.0),  # whoever repeats a sum has not computed it
     ("\\boxed{72}</think> so I say 71", "72", 0.0),  # a box in a thought is not an answer
     ("<think>\\boxed{72}", "72", 0.0),  # thinking never ended
-    ("</think>\\boxed{72} or <think>", "72", 0.0),  # it began again
     ("[THINK]\\boxed{71}[/THINK]\\boxed{72}", "72", 1.0),
     ("\\boxed{1267650600228229401496703205377}", "1267650600228229401496703205376", 0.0),
     ("\\boxed{99^{99^{99}}}", "x^{7}+1", 0.0),  # it would take forever
@@ -59,12 +54,9 @@ BOXES = {  # a text: the content of its last box
     "\\[\\boxed -59\\\\\\]": "-59",
     "$\\boxed\\frac{1}{2}$": "\\frac{1}{2}",
     "\\boxed{1} or \\fbox{2}": "2",
-    "\\boxed{\\boxed{5}}": "5",
     "\\boxed{\\left\\{1, \\frac{1}{2}\\right.}": "\\left\\{1, \\frac{1}{2}\\right.",
     "\\boxed{1 \\\\}": "1 \\\\",
-    "\\boxed{}": "",
     "\\boxed{5}, in a \\boxed": "5",
-    "\\boxedtext{5}": None,
     "\\boxed{5} or \\boxed{6": None,
     f"\\boxed{{{LONGEST}}} .": LONGEST,
     f"\\boxed{{{LONGEST}1}} .": None,
@@ -103,29 +95,21 @@ def test_a_thought_that_has_not_ended():
     rollouts = rollouts_of(prompts, completions)
     seen = [completions, [f"<think>{text}" for text in completions]]
     half = lambda text, answer: 0.5 * rewards.math_reward(text, answer)
-    for reward in (rewards.math_reward, functools.partial(rewards.math_reward), half):
+    for reward in (rewards.math_reward, half):
         texts, found = rewards.score(*rollouts, reward)
         assert texts == seen
         assert (found / found.max()).tolist() == [[0, 1, 1], [0, 0, 1]]
 
 
 def test_what_a_reward_may_return():
-    """Catches text that Python would read as a number, a NaN that counts as unscorable, an error
-    that does not name the completion, and one that hides the line of the user's file."""
-    of = lambda reward: rewards.reward_of("x" * 500, PROBLEM, reward)
-    which = f"the completion '{'x' * 80}', with the reference answer '7'"
-
-    for found in (1, True, torch.tensor(1.0), np.float32(1)):
-        assert of(lambda _text, _answer, found=found: found) == 1.0
-    assert math.isnan(of(lambda _text, _answer: None))
-
+    """Catches text that Python would read as a number, and a NaN that counts as unscorable."""
+    of = lambda found: rewards.reward_of("x", PROBLEM, lambda _text, _answer: found)
+    for found in (1, True, torch.tensor(1.0)):
+        assert of(found) == 1.0
+    assert math.isnan(of(None))
     for found in ("11", [1.0], math.inf, math.nan, 1e31):
-        with pytest.raises(InputError, match=f"the reward is .* for {which}: return"):
-            of(lambda _text, _answer, found=found: found)
-    with pytest.raises(ZeroDivisionError) as caught:
-        of(lambda _text, _answer: 1 / 0)
-    assert caught.traceback[-1].path == Path(__file__)
-    assert which in caught.value.__notes__[0]
+        with pytest.raises(InputError, match=r"the reward is .* for the completion 'x', with"):
+            of(found)
 
 
 def test_a_reward_may_ask_for_the_row():
@@ -140,24 +124,15 @@ def test_a_reward_may_ask_for_the_row():
         row.pop("tests").pop()
         return 1.0
 
-    optional = lambda text, answer, weight=1, row=None: asks(text, answer, row)
     keyword = lambda text, answer, *, row: asks(text, answer, row)
-    for reward in (asks, optional, keyword):
+    for reward in (asks, keyword):
         assert rewards.reward_of("7", problem, reward) == 1.0
-    assert seen == [{"problem": "1+6?", "source": "file"} | own] * 3
+    assert seen == [{"problem": "1+6?", "source": "file"} | own] * 2
     rewards.reward_of("7", PROBLEM, lambda text, answer, row: seen.append(row))
     assert seen[-1] == {"problem": "1+6?", "answer": "7", "source": "book", "level": 3}
     again = data.problem_of(own | {"level": 4}, "file")
     assert (problem, hash(problem)) == (again, hash(again))
     assert data.content_hash([problem]) == data.content_hash([again])
-
-
-@pytest.mark.parametrize("reward", [lambda text: 1.0, "math"])
-def test_a_reward_that_cannot_be_called(reward):
-    message = r"the reward .* cannot be called \(.*\): it must accept \(completion, answer\) or"
-    with pytest.raises(InputError, match=message):
-        rewards.takes_row(reward)
-    assert not rewards.takes_row(lambda text, row: 1.0)
 
 
 def test_long_texts_are_quick():
@@ -173,16 +148,17 @@ def test_long_texts_are_quick():
 # ---------------------------------------------------------------------------- the judge
 
 
-@contextlib.contextmanager
-def fresh_judge(monkeypatch, tmp_path, old, new):
-    """A judge of its own, in whose source `new` replaces `old`."""
-    source = Path(math_judge.__file__).read_text()
-    assert old in source
-    (tmp_path / "judge.py").write_text(source.replace(old, new))
+@pytest.fixture
+def use_library(monkeypatch, tmp_path):
+    """use_library(source): a new judge has this in place of math-verify."""
+
+    def use(source):
+        (tmp_path / "math_verify.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(math_judge, "_judges", {})
+
     math_judge.ask.cache_clear()
-    monkeypatch.setattr(math_judge, "_judges", {})
-    monkeypatch.setattr(math_judge, "__file__", str(tmp_path / "judge.py"))
-    yield
+    yield use
     math_judge.ask.cache_clear()
 
 
@@ -196,6 +172,7 @@ def verify(answer, given):
     return math_judge.ask(answers.read(answer).value, answers.read(given).value)
 
 
+# A math-verify that equates everything, or does what the text says.
 FAKE = """
 import mmap, os, time
 
@@ -204,7 +181,7 @@ LatexExtractionConfig = dict
 def parse(text, config, parsing_timeout):
     print("noise", flush=True)
     started = time.process_time()
-    seconds = 8 if "spin" in text else 0.1 if "slow" in text else 0
+    seconds = 8 if "spin" in text else 0
     while time.process_time() < started + seconds: pass
     time.sleep(2.0 if "wait" in text else 0)
     if "memory" in text: mmap.mmap(-1, 2**31)
@@ -216,45 +193,35 @@ def verify(answer, given, **options):
 """
 
 
-@pytest.fixture
-def fake_judge(monkeypatch, tmp_path):
-    """A judge whose math-verify equates everything, or does what the text says."""
-    (tmp_path / "math_verify.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with fresh_judge(monkeypatch, tmp_path, "SECONDS = 1.0", "SECONDS = 0.2"):
-        yield
-
-
-def test_limits_of_the_judge(fake_judge):
+def test_limits_of_the_judge(use_library):
     """CPU time, memory and crashes make an answer wrong, and the next answer is still judged.
     Waiting does not: on a busy machine a short computation can take seconds."""
+    use_library(FAKE)
     names = ("wait", "memory", "crash", "spin", "1+1")
     found = {name: math_judge.ask("1", name) for name in names}
     assert found == {"wait": True, "memory": False, "crash": False, "spin": False, "1+1": True}
 
 
-def test_a_batch_of_hostile_answers(fake_judge, monkeypatch, capsys):
+def test_a_batch_of_hostile_answers(use_library, monkeypatch, capsys):
     """After some CPU time the judge computes no more for a batch, whose other answers that need it
     count as wrong. Catches a step that takes half an hour, verdicts that stay wrong afterwards, a
     bound outside of batches, and answers that need no judge, or have a verdict, and count."""
+    use_library(FAKE)
     monkeypatch.setattr(rewards, "JUDGE_SECONDS", 0.3)
     hostile = [f"\\boxed{{spin{number}}}" for number in range(9)]
     known, late = "\\boxed{2+x}", "\\boxed{3+x}"
 
-    def score(*texts, reward=rewards.math_reward):
-        (found,) = rewards.score(*rollouts_of(["?"], texts, "x+1"), reward)[1].tolist()
-        return found
+    def score(*texts):
+        _, found = rewards.score(*rollouts_of(["?"], texts, "x+1"), rewards.math_reward)
+        return found[0].tolist()
 
     assert score(known) == [1]
     assert score(*hostile, known, late, "\\boxed{x+1}") == [0] * 9 + [1, 0, 1]
     assert "note: after 0.3 s of comparing, formulas" in capsys.readouterr().out
     assert score(late) == [1]
-    slow = score(*(f"\\boxed{{slow{number}}}" for number in range(9)))
-    assert (slow[0], slow[-1]) == (1, 0)
     texts = [["\\boxed{1+spin}", "\\boxed{2+spin}"], [known]]
     problems = [data.Problem("?", answer, "") for answer in ("x+1", "x+2")]
     assert rewards.of_texts(texts, problems, rewards.math_reward) == [[0, 0], [0]], "not None"
-    assert rewards.math_reward(hostile[2], "x+1") == 0.0
     assert rewards.math_reward("\\boxed{4+x}", "x+1") == 1.0
 
 
@@ -275,24 +242,13 @@ def test_a_forked_process_has_its_own_judge():
     assert judge_of(10) == (True, ours)
 
 
-def test_many_threads_ask_one_judge():
-    """Fails if a thread reads another's verdict."""
-    math_judge.ask.cache_clear()
-    is_half = lambda n: verify("\\frac{1}{2}", f"\\frac{{{n}}}{{{2 * n + n % 2}}}")
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        verdicts = list(pool.map(is_half, range(1, 100)))
-    assert verdicts == [n % 2 == 0 for n in range(1, 100)]
-
-
-def test_without_math_verify(monkeypatch, tmp_path, capfd):
-    """Numbers need no judge; for others an error names what is missing. Catches a silent reward of
-    0 for every formula."""
-    missing = "from math_verify_that_is_not_there"
-    with fresh_judge(monkeypatch, tmp_path, "from math_verify", missing):
-        assert rewards.math_reward("\\boxed{3}", "3.0") == 1.0
-        with pytest.raises(RuntimeError, match="cannot start: its error is above"):
-            rewards.math_reward("\\boxed{x}", "y")
-    assert "No module named 'math_verify_that" in capfd.readouterr().err
+def test_without_math_verify(use_library, capfd):
+    """Numbers need no judge. Catches a silent reward of 0 for every formula."""
+    use_library("raise ImportError('no such library')")
+    assert rewards.math_reward("\\boxed{3}", "3.0") == 1.0
+    with pytest.raises(RuntimeError, match="cannot start: its error is above"):
+        rewards.math_reward("\\boxed{x}", "y")
+    assert "no such library" in capfd.readouterr().err
 
 
 def test_an_interrupted_query_leaves_no_verdict_behind():

@@ -38,20 +38,15 @@ def sample(model, prompt_ids, *, group_size=6, seed=5, keys=None, engine="loop",
     return rollout.sample(model, prompt_ids, sampling, **draw)
 
 
-def flat(rollouts):
-    """The token ids of each completion, K * G of them."""
-    ids, lengths = rollouts.completion_ids.flatten(0, 1).tolist(), rollouts.lengths.flatten()
-    return [tokens[:length] for tokens, length in zip(ids, lengths, strict=True)]
-
-
 def check(model, found, sampling, *, seed, keys):
     """Assert that a rollout of a float64 model is the one that its random numbers draw."""
     K, G, T = found.completion_ids.shape
     numbers = rollout.random_numbers(seed, keys, K, G, T).flatten(0, 1)
     columns = (found.logprobs, found.entropy, found.energy, found.truncated)
-    columns = zip(flat(found), numbers, *(column.flatten(0, 1) for column in columns), strict=True)
-    for place, (tokens, uniforms, logprobs, entropy, energy, truncated) in enumerate(columns):
-        prompt, n = found.prompt_ids[place // G], len(tokens)
+    columns = (found.completion_ids, found.lengths, *columns)
+    columns = zip(numbers, *(column.flatten(0, 1) for column in columns), strict=True)
+    for place, (uniforms, ids, n, logprobs, entropy, energy, truncated) in enumerate(columns):
+        prompt, tokens = found.prompt_ids[place // G], ids[:n].tolist()
         ends = [token in sampling.eos_ids for token in tokens]
         assert not any(ends[:-1])
         assert truncated == (not ends[-1])
@@ -182,27 +177,6 @@ def test_distribution_of_a_bfloat16_model(make_policy, engine):
     torch.testing.assert_close(got.logprobs, wanted, rtol=0, atol=1e-6)
 
 
-def test_prompts_and_equal_texts_are_read_once(make_policy, monkeypatch):
-    """Catches a prefill for each completion, equal texts in two rows, finished rows that stay, and
-    a batch size that is ignored."""
-    model, _ = make_policy()
-    computed, forward = [], decoder.Decoder.__call__  # tokens of each forward
-
-    def spy(ours, token, *args):
-        computed.append(token.numel())
-        return forward(ours, token, *args)
-
-    model.register_forward_pre_hook(lambda _model, args: computed.append(args[0].numel()))
-    monkeypatch.setattr(decoder.Decoder, "__call__", spy)
-    options = {"eos_ids": list(range(0, 258, 8)), "batch_size": 50}
-    found = sample(model, [[65, 66, 67], [68, 69, 70]], group_size=50, **options)
-    texts = enumerate(flat(found))
-    read = {(place // 50, *text[:n]) for place, text in texts for n in range(1, len(text))}
-    assert found.truncated.any()
-    assert max(computed) <= 50
-    assert sum(computed) == 6 + len(read)
-
-
 @ALL
 @pytest.mark.parametrize("broken", ["token 65", "token 66", "second row"])
 def test_broken_weights_are_reported(make_policy, engine, broken):
@@ -243,24 +217,11 @@ def test_modes_and_positions(make_policy, training, engine):
 # ------------------------------------------------------------------------- a policy that is loaded
 
 
-@pytest.mark.parametrize(
-    ("of_generation", "of_config", "ends"), [([5, 256], None, [5, 256]), (7, 9, [7, 9, 256])]
-)
-def test_end_tokens_come_from_the_policy(make_policy, of_generation, of_config, ends):
-    """Catches a chat model that never stops, because its end token is taken from the tokenizer."""
-    model, tokenizer = make_policy()
-    model.generation_config.eos_token_id = of_generation
-    model.config.eos_token_id = of_config
-    cfg = config.Config(engine="hf", max_new_tokens=9, temperature=0.5)
-    found = models.sampling(cfg, model, tokenizer, 20, batch_size=7)
-    engine = models.ENGINES["hf"]
-    assert found == rollout.Sampling(9, ends, 257, temperature=0.5, batch_size=7, engine=engine)
-
-
 def test_a_policy_with_other_rows_and_tokens(make_policy, tmp_path):
-    """Catches a run that needs a pad token or adds one, and a vocabulary whose size is the
-    config's, or the tokenizer's where the model has fewer rows."""
+    """Catches a run that needs a pad token or adds one, a vocabulary whose size is the config's, or
+    the tokenizer's where the model has fewer rows, and an end token that only the model names."""
     model, tokenizer = make_policy()
+    model.generation_config.eos_token_id = [256, 299]
     tokenizer.pad_token = None
     tokenizer.add_tokens(["<|more|>"])
     tokenizer.save_pretrained(tmp_path)
@@ -272,47 +233,24 @@ def test_a_policy_with_other_rows_and_tokens(make_policy, tmp_path):
     loaded, tokenizer = models.load_policy(str(tmp_path), "cpu")
     assert loaded.has_exact_decoder, "it was checked"
     assert (loaded.config.vocab_size, loaded.vocab_size, tokenizer.pad_token) == (320, 259, None)
-    found = models.sampling(config.Config(), loaded, tokenizer, 9, batch_size=1)
-    assert found.pad_id == tokenizer.eos_token_id
+    cfg = config.Config(engine="hf", max_new_tokens=9, temperature=0.5)
+    how = models.sampling(cfg, loaded, tokenizer, 20, batch_size=7)
+    options = {"temperature": 0.5, "batch_size": 7, "engine": models.ENGINES["hf"]}
+    assert how == rollout.Sampling(9, [256, 299], tokenizer.eos_token_id, **options)
 
 
-# ------------------------------------------------------------------------- the cache's budget
+# ------------------------------------------------------------------------- batches
 
 
-def test_cache_bytes(make_policy):
-    """Catches a budget in tokens of another size."""
-    model, _ = make_policy(dtype=torch.float64)
-    cache = decoder.new_cache()
-    with torch.inference_mode(), decoder.evaluation_mode(model):
-        model(torch.tensor([[65] * 5]), **{decoder.cache_name(model): cache})
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert rollout.cache_bytes(model.config, model.dtype) == held / 5
-
-
-def test_cache_tokens_of_a_gpu(make_policy, monkeypatch):
-    """Catches a budget that takes all memory of a GPU, and one without what PyTorch has reserved
-    and not allocated."""
-    model, _ = make_policy()
-    gpu = mock.Mock(config=model.config, dtype=model.dtype, device=mock.Mock(type="cuda"))
-    token = rollout.cache_bytes(model.config, model.dtype)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (700 * token, 0))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 400 * token)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100 * token)
-    assert rollout.cache_tokens(gpu) == 600
-
-
-@pytest.mark.parametrize(
-    ("sequences", "tokens", "cut"),
-    [
-        (7, 1000, [[1, 3, 2], [0]]),
-        (512, 4 * 12, [[1, 3], [2], [0]]),
-        (512, 1, [[1], [3], [2], [0]]),
-    ],
-)
-def test_groups_of_equal_lengths_share_a_batch(monkeypatch, sequences, tokens, cut):
+def test_groups_of_equal_lengths_share_a_batch(monkeypatch):
     """Catches a batch that holds one group too many, or too few, and a group that is left out
     because it does not fit."""
-    monkeypatch.setattr(rollout, "cache_tokens", lambda model: tokens)
     prompts = [[1] * n for n in (5, 1, 3, 1)]
-    sampling = rollout.Sampling(9, [], 0, batch_size=sequences)
-    assert rollout.batches(None, prompts, 2, sampling) == cut
+
+    def cut(sequences, tokens):
+        monkeypatch.setattr(rollout, "cache_tokens", lambda model: tokens)
+        return rollout.batches(None, prompts, 2, rollout.Sampling(9, [], 0, batch_size=sequences))
+
+    assert cut(7, 1000) == [[1, 3, 2], [0]]
+    assert cut(512, 4 * 12) == [[1, 3], [2], [0]]
+    assert cut(512, 1) == [[1], [3], [2], [0]]

@@ -86,28 +86,44 @@ def test_more_signals_do_not_interrupt_the_save(run, tmp_path, monkeypatch, caps
 
 
 def test_only_the_second_interrupt_ends_at_once():
-    """A second signal other than Ctrl-C changes nothing, because schedulers send two. Catches a
-    Ctrl-C that nobody can repeat, a scheduler's second signal that ends a run without a save,
-    handlers that stay after the run, and a run under nohup that ends when its terminal does."""
-    ours = {signal.SIGHUP: signal.SIG_IGN, signal.SIGINT: signal.default_int_handler}
-    outside = {number: signal.signal(number, handler) for number, handler in ours.items()}
-    before = [signal.getsignal(number) for number in SIGNALS]
-    for first in SIGNALS:
-        stop = Stop()
-        with stop.listening():
-            signal.raise_signal(first)
-            assert stop.agreed() == (first != signal.SIGHUP)
-            for other in set(SIGNALS) - {signal.SIGINT}:
-                signal.raise_signal(other)
-            if first == signal.SIGINT:
-                with pytest.raises(KeyboardInterrupt):
-                    signal.raise_signal(signal.SIGINT)
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-    for number, handler in outside.items():
-        signal.signal(number, handler)
+    """Catches a Ctrl-C that nobody can repeat, a scheduler's second signal that ends a run without
+    a save, handlers that stay after the run, and a run under nohup that ends with its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        for first in SIGNALS:
+            stop = Stop()
+            with stop.listening():
+                signal.raise_signal(first)
+                assert stop.agreed() == (first != signal.SIGHUP)
+                for other in set(SIGNALS) - {signal.SIGINT}:
+                    signal.raise_signal(other)
+                if first == signal.SIGINT:
+                    with pytest.raises(KeyboardInterrupt):
+                        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # ---------------------------------------------------------------------------- programs
+
+
+def unread(args):
+    """train.py ARGS into a pipe that nobody reads any more, as after `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    train.cli(toy.toy_reward, args=args)
+
+
+def test_a_run_goes_on_without_its_console(policy_folder, tmp_path):
+    """Catches a run that ends at a line that it cannot print, and the error with which Python ends
+    if it cannot flush stdout."""
+    args = flags(policy_folder, str(tmp_path / "run"), steps=2, save_every=2)
+    in_processes(1, unread, args)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+    assert checkpoint.is_complete(tmp_path / "run" / "checkpoint-000002")
 
 
 def leave(args):

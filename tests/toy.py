@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import config
-import dppo
 import lora
 import metrics
 import packing
@@ -225,28 +224,12 @@ class Recorder(train.Trainer):
         return sums
 
 
-class Dropping(Recorder):
-    """Keeps nothing of what the second of two ranks holds."""
-
-    def step(self, step):
-        prune = dppo.prune_completions
-
-        def drop(*args):
-            keep, weights = prune(*args)
-            keep[1::2] = False
-            return keep, weights * keep
-
-        with mock.patch.object(dppo, "prune_completions", drop):
-            return super().step(step)
-
-
 BOTH_LEVELS = {"method": "pps", "prompt_rule": "uniform"}
-CORRECTED = {"importance_cap": 1.5, "mask_truncated": True, "lr": 1e-2}
 RUNS = {  # that must not depend on the number of ranks
-    "dropped": {},  # the second of two ranks keeps nothing
     "alone": {"prompts_per_step": 1},  # the second of two ranks has no prompt
     "updates": BOTH_LEVELS | {"loss": "dapo", "minibatches": 2, "beta": 0.1},
-    "corrected": BOTH_LEVELS | CORRECTED | {"loss": "gspo", "minibatches": 2},
+    "corrected": BOTH_LEVELS
+    | {"loss": "gspo", "minibatches": 2, "importance_cap": 1.5, "mask_truncated": True, "lr": 1e-2},
     "adapters": BOTH_LEVELS | {"lora": 4, "beta": 0.1},  # not with --shard fsdp
     "untied": BOTH_LEVELS | {"beta": 0.1, "gradient_checkpointing": True},  # and a head in chunks
 }
@@ -261,8 +244,7 @@ def record_runs(folder, model, *args):
         packing.HEAD_LOGITS = 1024 if name == "untied" else 2**27
         folder_of_model = f"{model}-untied" if name == "untied" else model
         own = flags(folder_of_model, f"{folder}/{name}", **(rates | changes))
-        trainer_class = Dropping if name == "dropped" else Recorder
-        trainer = trainer_class(config.parse_config([*own, *args]), toy_reward)
+        trainer = Recorder(config.parse_config([*own, *args]), toy_reward)
         train.run(trainer)
         record = [
             (step.taught.prompts, step.prompt_weights, one.keep, one.gradient)
