@@ -4,11 +4,7 @@ import hashlib
 import random
 import re
 
-import torch
-from transformers import AutoModelForCausalLM
-
 import data
-import models
 from tasks import arithmetic
 
 SPLITS = ("train", "heldout", "longer", "mixed", "mixed-heldout", "base")
@@ -46,17 +42,3 @@ def test_longest_answers_fit():
     for name, longest in (("", 8), ("-longer", 12), ("-mixed", 18)):
         worked = arithmetic.worked_answer("+".join("9" * longest) + "?")
         assert data.max_new_tokens(f"arithmetic{name}") == len(worked) + 1
-
-
-def test_the_base_model_can_be_made_again(tmp_path):
-    """Catches a configuration of float16, which not every library computes in on a CPU."""
-    arithmetic.make_base(tmp_path, steps=2)
-    models.load_policy(str(tmp_path), "cpu")
-    files, parameters = [], []
-    for folder in (tmp_path, arithmetic.BASE):
-        files.append({path.name for path in folder.iterdir()})
-        weights = AutoModelForCausalLM.from_pretrained(folder).named_parameters()
-        parameters.append({name: (weight.shape, weight.dtype) for name, weight in weights})
-    assert files[0] == files[1]
-    assert parameters[0] == parameters[1]
-    assert {dtype for _, dtype in parameters[0].values()} == {torch.float32}

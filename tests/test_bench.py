@@ -1,38 +1,22 @@
-"""The records of a bench, its command line, and the clock of `bench peers`."""
-
-import runpy
-import sys
+"""What the benches share: one process, and a clock that stands still."""
 
 import pytest
 
-import bench
 from bench import __main__ as command_line
 from bench import peers
 from runtime import InputError
-
-
-def test_a_record_says_who_made_it():
-    """Fails if a record lacks commit, machine or date."""
-    assert all(bench.made_by()[name] for name in ("commit", "machine", "date"))
 
 
 def test_several_processes_are_refused(monkeypatch):
     """Catches rows of a race that are written by each rank of torchrun."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="bench is one process, not 2: start it without torchrun"):
+    with pytest.raises(InputError, match="bench is one process, not 2"):
         command_line.main(["ceiling", "nowhere"])
 
 
-def test_a_bench_without_matplotlib(monkeypatch):
-    """As with the MPLBACKEND of a notebook. Catches an import that ends ceiling and race."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    runpy.run_path("bench/results.py")
-
-
 def test_the_clock_of_peers_stands_still_while_it_evaluates(monkeypatch):
-    """Ten steps of 3 seconds each, then an evaluation of 100 seconds, twice. Catches seconds of an
-    evaluation, and a run that is evaluated after every step."""
+    """Ten steps of 3 seconds each, then an evaluation of 100 seconds, twice."""
     now = 50.0
     monkeypatch.setattr(peers.time, "process_time", lambda: now)
 
