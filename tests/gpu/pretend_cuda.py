@@ -188,21 +188,16 @@ def varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
     enable_gqa=False,
 ):  # fmt: skip
-    """Stand-in of torch.nn.attention.varlen.varlen_attn; window_size (-1, 0) is causal."""
-    assert query.shape[1] == key.shape[1] or enable_gqa
-    assert tuple(window_size) == (-1, 0)
-    return _attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale)
-
-
-def _attend(query, key, value, cu_q, cu_k, max_q, max_k, scale):
-    """Attention [tokens, heads, D] inside segments, in float32. A segment's last query sees all of
-    its keys, the one before it all but one, and so on. Raises where the kernels would refuse their
-    arguments, or read out of bounds."""
+    """Stand-in of torch.nn.attention.varlen.varlen_attn, in float32. A segment's last query sees
+    all of its keys, the one before it all but one, and so on. Raises where the kernels would refuse
+    their arguments, or read out of bounds."""
+    assert enable_gqa
+    assert tuple(window_size) == (-1, 0), "causal"
     for t in (query, key, value):
         if t.dtype != torch.bfloat16 or t.dim() != 3 or t.shape[-1] % 8 or t.stride(-1) != 1:
             raise RuntimeError(f"flash attention has no {t.dtype} {tuple(t.shape)} {t.stride()}")
     sizes = []
-    for cu, t, longest in ((cu_q, query, max_q), (cu_k, key, max_k)):
+    for cu, t, longest in ((cu_seq_q, query, max_q), (cu_seq_k, key, max_k)):
         bounds = _moved(cu, CPU).tolist()
         sizes.append([end - start for start, end in itertools.pairwise(bounds)])
         fits = bounds[0] == 0 and bounds[-1] == len(t) and min(sizes[-1]) >= 0
