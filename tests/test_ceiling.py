@@ -36,7 +36,8 @@ def test_no_other_probabilities_are_better(n, seed, dead, rest):
     """Neither more nor less of all, nor changes at random. Catches a wrong number of certain terms,
     T without the rest, V without the certain terms."""
     size, cost = terms(n, seed, dead)
-    keep_prob = dppo.adaptive_keep_prob(size, cost, rest)
+    batch = dppo.Completions(size, size, cost, size, rest)
+    keep_prob = dppo.COMPLETION_RULES["adaptive"].keep_prob(batch, 0.0)
     product = math.prod(time_and_noise(keep_prob, size, cost, rest))
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(50, n, generator=generator, dtype=torch.float64)
@@ -53,26 +54,8 @@ def test_terms_of_no_cost_or_of_strange_sizes():
     keep_prob = dppo.adaptive_keep_prob(size, cost, 0.1)
     alone = dppo.adaptive_keep_prob(size[:1], cost[:1], 0.1)
     assert torch.equal(keep_prob, torch.cat([alone, 0 * alone]))
-    assert 0 < alone.min() < 1
     for unit in (1e-160, 1e160):
         assert torch.allclose(dppo.adaptive_keep_prob(unit * size, cost, 0.1), keep_prob)
-    one = torch.ones(1, 1)
-    assert dppo.adaptive_keep_prob(one, one, 1e-9).tolist() == [[1.0]]
-
-
-def test_the_adaptive_rule():
-    """It keeps by the batch's own sizes, tokens and rest. Catches a rest that is ignored."""
-    size, cost = (values.view(5, 8) for values in terms(40, 6, dead=10))
-    rule = dppo.COMPLETION_RULES["adaptive"].keep_prob
-    for rest in (0.01, 2.0, 1e12):
-        batch = dppo.Completions(size, size, cost, size, rest)
-        expected = dppo.adaptive_keep_prob(size, cost, rest)
-        assert torch.equal(rule(batch, 0.0), expected)
-    assert torch.equal(expected, (size > 0).double()), "the cheaper training is, the more is kept"
-    nothing = dppo.Completions(0 * size, size, cost, 0 * size)  # an update without prompts has none
-    assert (rule(nothing, 0.0) == 0).all()
-    usual = dppo.Completions(size, size, cost, size)
-    assert torch.equal(rule(usual, 0.0), dppo.adaptive_keep_prob(size, cost, dppo.REST))
 
 
 # ---------------------------------------------------------------------------- groups of a run
@@ -121,8 +104,8 @@ def test_figures_by_hand(monkeypatch, place, rho):
     """In closed form: without pruning T V is (rest + n) (sum a^2 + (G - 1) rho sum a^2), and the
     least T sum a^2 / p is (a_1 sqrt(rest + 1) + a_2 + ..)^2, if only the first has p = 1. Sizes
     here are a_1 = 1 and 1/4, three of them for pairs, seven for fours. Catches completions of a
-    prompt that are independent, sums of the wrong steps, a rule that believes the run's rest, and
-    a time at another rest."""
+    prompt that are independent, sums of the wrong steps, and a rule that believes the run's
+    rest."""
     monkeypatch.setattr(dppo, "REST", REST)
     p = 0.25 * 5**0.5  # of the small ones: tau is sqrt(rest + 1)
 
@@ -141,11 +124,6 @@ def test_figures_by_hand(monkeypatch, place, rho):
     assert found["trained"] == pytest.approx([1, trained / 8])
     assert found["noise"] == pytest.approx([1, noise])
     assert found["faster"] == [pytest.approx([1]), pytest.approx([12 / (4 + trained)])]
-    four = figures(known_run()._replace(rest=None), "made up")  # RESTS
-    assert four["trained"] == pytest.approx(found["trained"])
-    assert four["faster"][1] == pytest.approx(
-        [8 * (1 + r) / (8 * r + trained) for r in (0.1, 0.3, 1, 3)]
-    )
 
 
 def test_a_prompt_of_weight_2_is_two_prompts():
@@ -153,24 +131,21 @@ def test_a_prompt_of_weight_2_is_two_prompts():
     the noise, the signal, or the count of groups."""
     draw = torch.Generator().manual_seed(0)
     rand = lambda: torch.rand(8, 6, generator=draw)
-    weighted, twice, ignored = [], [], []
+    weighted, twice = [], []
     for _ in range(6):
         rewards = (rand() < torch.tensor([[0.1], [0.6]] * 4)).double().tolist()
         step = made_up_step(rewards, tokens=(9 + 30 * rand()).tolist(), size=rand().tolist())
         weighted.append(step._replace(prompt_weights=torch.tensor([1.0, 2.0] * 4).double()))
         places = [place for place in range(8) for _ in range(1 + place % 2)]
         twice.append(ceiling.Step(*(table[places] for table in step)))
-        ignored.append(step)
-    one, two, other = (figures(Run(x, SETTINGS, 0.5), "") for x in (weighted, twice, ignored))
-    parts = [
-        (x["live_groups"], *x["trained"], x["noise"][1], *x["speed"][1][0][1][:1])
-        for x in (one, two, other)
-    ]
-    assert parts[0] == pytest.approx(parts[1], rel=1e-5)
-    assert not any(a == pytest.approx(b, rel=1e-3) for a, b in zip(parts[0], parts[2], strict=True))
+    one, two = (figures(Run(steps, SETTINGS, 0.5), "") for steps in (weighted, twice))
+    for name in ("live_groups", "trained", "noise"):
+        assert one[name] == pytest.approx(two[name], rel=1e-5)
+    uncorrelated = [x["speed"][1][0][1][0] for x in (one, two)]
+    assert uncorrelated[0] == pytest.approx(uncorrelated[1], rel=1e-5)
 
 
-def test_what_there_is_no_figure_for(tmp_path):
+def test_what_there_is_no_figure_for():
     """Runs with too little, and rewards that say nothing of other group sizes."""
     steps = known_run().steps
     with pytest.raises(LogError, match=r"run: rewards differ in 18 of 18 groups, and 20 are ne"):
@@ -180,10 +155,6 @@ def test_what_there_is_no_figure_for(tmp_path):
         run = Run(partial, SETTINGS | {"scale_rewards": scale_rewards}, REST)
         said = ceiling.report(figures(run, "run"), run, "run")
         assert ("Nothing can be said of other group sizes." in said) == nothing
-    (tmp_path / "log.jsonl").write_text('{"step": 0}\n')
-    for nowhere in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(LogError, match=r"no step is logged here: neither"):
-            ceiling.read(nowhere)
 
 
 # ---------------------------------------------------------------------------- logs
@@ -199,27 +170,21 @@ def test_what_trl_wrote(tmp_path):
     right = torch.tensor([row["right"] for row in rows], dtype=torch.float64).view(6, 8)
     found, expected = (dppo.group_advantages(x, "group") for x in (run.steps[0].rewards, right))
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
-    assert run.trainer == "TRL"
     third = torch.tensor([[1.0, 0.5, 0.0, 0.25, 0.75, 0.5]])
-    logged = dppo.group_advantages(third / 3, "group").float().double()
-    step = ceiling.Step(logged + 1e-8, logged * 0 + 1, logged * 0 + 1, torch.ones(1).double())
+    advantages = dppo.group_advantages(third / 3, "group").float().double() + 1e-8
+    ones = torch.ones(1, 6).double()
+    step = ceiling.Step(advantages, ones, ones, torch.ones(1).double())
     size, _signal = ceiling.sizes(step, 6, {"scale_rewards": "group", "beta": 0.0})
     assert (size == 0).tolist() == [False, True, False, False, False, True]
 
 
-def test_what_verl_wrote(monkeypatch, capsys):
+def test_what_verl_wrote(monkeypatch):
     """A file of verl 0.9.1. Two of its six groups of 4 are live, with 179 of 1111 characters."""
     monkeypatch.setattr(ceiling, "ENOUGH", 2)
-    run = ceiling.read(VERL)
-    found = figures(run._replace(rest=2.3), "")
+    found = figures(ceiling.read(VERL)._replace(rest=2.3), "")
     assert (found["steps"], found["prompts"], found["group_sizes"]) == (1, 6, [2, 4])
     assert found["live_groups"] == pytest.approx(2 / 6)
     assert found["faster"][0] == pytest.approx([3.3 / (2.3 + 179 / 1111)])
-    for option, is_divided in ({}, True), ({"scale_rewards": "none"}, False):
-        ceiling.main(VERL, **option)
-        said = " ".join(capsys.readouterr().out.split())
-        assert "rest 0.1 rest 0.3 rest 1 rest 3" in said
-        assert ("its own objective" in said) == is_divided
 
 
 def logged(folder, number, rows):
@@ -262,13 +227,13 @@ def test_one_folder_is_one_run(tmp_path):
     for number, rows in enumerate((batch("p", 0, 1), batch("p", 0, 1), batch("held out", 1, 1),
                                    batch("q", 1, 0), batch("held out", 0, 1))):  # fmt: skip
         logged(tmp_path / "rollouts", number, rows)
-    logged(tmp_path / "rollouts" / "val", 1, batch("other", 0, 0))
-    run = ceiling.read(tmp_path / "rollouts")
+    run = ceiling.read(tmp_path)
     assert [step.rewards.tolist() for step in run.steps] == [[[0, 1]] * 2, [[1, 0]] * 2]
     assert "Left out: 3 files that repeat" in run.note
+    logged(tmp_path / "val", 1, batch("other", 0, 0))
     with pytest.raises(LogError, match=r"logs of 2 runs: give one of .*rollouts/\*\.jsonl, .*val/"):
         ceiling.read(tmp_path)
-    (tmp_path / "rollouts" / "dppo-pruned").touch()
+    (tmp_path / "rollouts" / ceiling.PRUNED).touch()
     with pytest.raises(LogError, match="this run dropped prompts; log one"):
         ceiling.read(tmp_path / "rollouts")
     for number in (1, 2):
@@ -279,29 +244,17 @@ def test_one_folder_is_one_run(tmp_path):
         1,
         "Left out: completions_2.parquet, which is not whole. ",
     )
-    shutil.copy(TRL, tmp_path / "completions_3.parquet")
-    with pytest.raises(LogError, match=r"completions_2\.parquet cannot be read: Parquet magic"):
-        ceiling.read(tmp_path)
 
 
-@pytest.mark.parametrize("column", ["step", "input", "output", "score"])
-def test_values_that_say_nothing(tmp_path, column):
-    """One line with the file, the column and the value. Catches a traceback, and a reward of minus
-    infinity, after which all is said to be zero."""
+@pytest.mark.parametrize(
+    ("column", "value"), [("step", None), ("output", 3), ("score", "1.0"), ("score", -math.inf)]
+)
+def test_values_that_say_nothing(tmp_path, column, value):
+    """Catches a reward of minus infinity, after which all is said to be zero."""
     good = {"step": 1, "input": "a", "output": "b", "score": 0.5}
-    for value in {"step": [None], "score": ["1.0", -math.inf, [1.0], {"acc": 1}]}.get(
-        column, [None, 3]
-    ):
-        (tmp_path / "1.jsonl").write_text(
-            json.dumps(good) + "\n" + json.dumps(good | {column: value}) + "\n"
-        )
-        with pytest.raises(
-            LogError, match=rf"1\.jsonl, row 2: {column} is .*cannot be read"
-        ) as caught:
-            ceiling.read(tmp_path)
-        assert "\n" not in str(caught.value)
-    (tmp_path / "1.jsonl").write_text('{"step": 1, "input": "a"}\n')
-    with pytest.raises(LogError, match=r"row 1 is not of a log with the columns step, input, out"):
+    rows = (good, good | {column: value})
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(LogError, match=rf"1\.jsonl, row 2: {column} is .*cannot be read"):
         ceiling.read(tmp_path)
 
 
@@ -314,7 +267,7 @@ VERL_LINE = (
 
 
 def test_rest_of_a_file(tmp_path):
-    """Of verl's console log, of the dicts that TRL prints, and of a tracker's row. Catches a first
+    """Of verl's console log, of a tracker's row, and of the dicts that TRL prints. Catches a first
     step that counts although it warms up, one slow step that decides, a part that is left out, and
     a run that pruned, whose training took less."""
     times = [(1.0, 99.0), (1.0, 4.5), (1.0, 900.0), (2.0, 9.0)]
@@ -322,42 +275,31 @@ def test_rest_of_a_file(tmp_path):
     row = {"timing_s/update_actor": 2.0, "timing_s/old_log_prob": 1.0, "timing_s/step": 4.5}
     trl = [{"loss": "0.1", "dppo/rest": rest} for rest in ("9.0", "0.4", "0.5", "0.6")]
     file = tmp_path / "log"
-    for text, rest in (
-        ("".join(lines), 0.5),
-        (json.dumps(row), 0.5),
-        (json.dumps(row, indent=1), 0.5),
-        ("\n".join(map(str, trl)), 0.5),
-    ):
+    for text in ("".join(lines), json.dumps(row, indent=1), "\n".join(map(str, trl))):
         file.write_text("nothing\n" + text)
-        assert ceiling.rest_of(str(file)) == pytest.approx(rest)
+        assert ceiling.rest_of(str(file)) == pytest.approx(0.5)
     file.write_text(str(trl[0] | {"dppo/kept_tokens": "0.3"}))
     with pytest.raises(LogError, match="this run pruned; give the log of one that did not"):
         ceiling.rest_of(str(file))
     file.write_text("nothing")
-    for given in ("0", "-1", "inf", "nan", str(file), str(tmp_path / "nowhere")):
-        with pytest.raises(LogError, match=r"--rest .*: no number above 0\. DPPOTrainer with"):
+    for given in ("0", "inf", str(file)):
+        with pytest.raises(LogError, match=r"--rest .*: no number above 0\."):
             ceiling.rest_of(given)
     assert ceiling.rest_of("1e-1") == 0.1
 
 
 def test_the_command(run, tmp_path, capsys, monkeypatch):
-    """From a run's files. Catches columns under other names than the
-    reader's, and a rest to which the first step counts, which warms up."""
+    """From a run's files. Catches columns under other names than the reader's, and a rest to which
+    the first step counts, which warms up."""
     rates = {"completion_prune_rate": 0.8, "prompt_rule": "uniform", "prompt_prune_rate": 0.25}
-    batch = {"steps": 8, "prompts_per_step": 8, "mask_truncated": True}
-    run("run", method="pps", loss="dr_grpo", **batch, **rates)
+    run("run", method="pps", loss="dr_grpo", steps=8, prompts_per_step=8, **rates)
     monkeypatch.setattr("sys.argv", ["dppo-ceiling", str(tmp_path / "run")])
     ceiling.command()
     said = " ".join(capsys.readouterr().out.split())
     assert "8 steps of 6 prompts x 6 completions of train.py. " in said
-    assert said.endswith("To train with adaptive, leave out --method.")
     log = tmp_path / "run" / "log.jsonl"
     known = ceiling.read(tmp_path / "run").rest
     rows = [line for line in log.read_text().splitlines(True) if '"step": 1,' not in line]
     log.write_text("".join(rows))
     assert len(rows) == 7
     assert ceiling.read(tmp_path / "run").rest == known
-    monkeypatch.setattr("sys.argv", ["dppo-ceiling", "nowhere"])
-    with pytest.raises(SystemExit, match="2"):
-        ceiling.command()
-    assert capsys.readouterr().err.startswith("error: nowhere: no step is logged here")
