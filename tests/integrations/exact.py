@@ -8,7 +8,7 @@ which are the same in every step, at parameters that do not move. They also have
     OWN_LENGTH  those of them that are a mean over each completion's tokens
     DULL        options with which all completions of a prompt have one reward, and no other term
     STOCK       the library's trainer, and options with which a Toy equals it bit for bit
-    INEXACT     [(options, message)] of what is refused unless both rules are none
+    INEXACT     [options] that are refused unless both rules are none, for the first of each
 """
 
 import contextlib

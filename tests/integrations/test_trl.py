@@ -2,28 +2,21 @@
 do; .ci/run runs the program of the page.
 """
 
-import re
 from unittest import mock
 
 import peft
 import pytest
 import torch
 from exact import NONE, assert_same_history, calls_of, over_completions
-from test_packing import flat_grad
-from toy import ROOT
 
-import config
-import dppo
 import dppo_ceiling
 import dppo_shared
-import update
 from dppo import RuleError
 from proof import relative_error
 
 pytest.importorskip("trl", reason="tests/trl.sh runs these, with TRL")
 import trl
 import trl_toy
-from trl.trainer import utils
 from trl_toy import Toy, make
 
 import dppo_trl
@@ -42,33 +35,28 @@ def test_evaluation_is_grpos():
 def test_dropped_rows_are_not_forwarded():
     """The rows that a gradient is taken of are those that were kept, in the fewest micro-batches
     and without padding that all of them share. Catches work that is only masked."""
-    toy, forwards = Toy(loss_type="grpo", completion_prune_rate=0.6), []
+    toy, masks = Toy(loss_type="grpo", completion_prune_rate=0.6), []
 
     def record(_model, _args, options):
         if torch.is_grad_enabled():
-            forwards.append(options["attention_mask"])
+            masks.append(options["attention_mask"])
 
     toy.trainer.model.register_forward_pre_hook(record, with_kwargs=True)
     toy.gradient()
-    rows, plan = sum(map(len, forwards)), toy.plan()
-    assert rows == sum(len(x["multiplier"]) for x in plan) < 16
-    assert len(forwards) == len(plan) == -(-rows // 4)
-    assert toy.trainer.plan[: 4 - len(plan)] == [None] * (4 - len(plan))
-    assert all(mask.any(dim=0).all() for mask in forwards)
-    lengths = [int(mask.sum()) for x in forwards for mask in x]
+    rows = sum(map(len, masks))
+    assert rows == sum(len(x["multiplier"]) for x in toy.plan()) < 16
+    assert len(masks) == -(-rows // 4)
+    assert all(mask.any(dim=0).all() for mask in masks)
+    lengths = [int(mask.sum()) for x in masks for mask in x]
     assert lengths == sorted(lengths)
-    assert toy.figures()["forwards"] == len(plan) / 4
-    padded = Toy(pad_to_multiple_of=5)
-    padded.gradient()
-    assert all(x["completion_ids"].shape[1] == 10 for x in padded.plan()), "TRL's own"
+    assert toy.figures()["forwards"] == len(masks) / 4
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-def test_adapters_are_exact(beta):
+def test_adapters_are_exact():
     """With peft_config, by enumeration; TRL's reference is the base without adapters. Catches a
     weight that multiplies only a part of an adapter's gradient."""
     shape = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    toy = Toy(peft_config=shape, beta=beta, loss_type="grpo")
+    toy = Toy(peft_config=shape, loss_type="grpo")
     assert relative_error(over_completions(toy.gradient), toy.stock()) < 1e-12
 
 
@@ -79,82 +67,6 @@ def test_micro_batches_without_tokens():
     toy = Toy(mask_truncated_completions=True, **options, **rule)
     assert relative_error(toy.gradient(), toy.stock()) < 1e-12
     assert min(x["completion_mask"].sum() for x in toy.plan()) == 0, "else nothing was masked"
-
-
-def padded(rows, left=False):
-    """(values, mask) [B, T] of rows of unequal lengths."""
-    T = max(map(len, rows))
-    place = lambda row, fill: (
-        [fill] * (T - len(row)) + row if left else row + [fill] * (T - len(row))
-    )
-    values = [place(row, 0) for row in rows]
-    return torch.tensor(values), torch.tensor([place([1] * len(row), 0) for row in rows])
-
-
-@pytest.mark.parametrize("max_new_tokens", [6, 11])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-@pytest.mark.parametrize("loss", dppo.LOSSES)
-def test_our_update_is_trls(make_policy, make_rollouts, loss, beta, masked, max_new_tokens):
-    """train.py's gradient from packed sequences, and TRL's from padded rows: the same tokens,
-    log-probs and advantages, off-policy, so that clips act. The KL term is GRPO's: TRL's default
-    multiplies it by the ratio. Catches a denominator, a clip, a ratio
-    of a sequence, a KL term or a mask that is not TRL's."""
-    model, _ = make_policy(dtype=torch.float64)
-    reference, _ = make_policy(seed=1, dtype=torch.float64)
-    rollouts = make_rollouts(model, 4, 3, drift=0.3)
-    rollouts.truncated = rollouts.lengths == 6
-    advantages = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).double()
-    low = 1.0 if loss == "cispo" else 0.1  # no lower bound, as TRL's
-    cfg = config.resolve(
-        config.Config(
-            loss=loss, beta=beta, eps_low=low, eps_high=0.15, max_new_tokens=max_new_tokens,
-            temperature=0.9, importance_cap=0.0, device="cpu", pack_tokens=16,
-        )
-    )  # fmt: skip
-    trained = 1.0 - rollouts.truncated.double() * masked
-    scale = trained * dppo.loss_scale(
-        rollouts.lengths, loss, num_sequences=12, max_new_tokens=max_new_tokens,
-        num_tokens=(trained * rollouts.lengths).sum().item(),
-    )  # fmt: skip
-    everything = torch.ones(4, 3, dtype=torch.bool)
-    update.accumulate_gradients(
-        model, rollouts, advantages, scale, everything, cfg=cfg, old_logprobs=rollouts.logprobs,
-        reference=reference,
-    )  # fmt: skip
-
-    theirs, of_reference = (make_policy(seed, dtype=torch.float64)[0] for seed in (0, 1))
-    for one in (theirs, of_reference):
-        one.set_attn_implementation("sdpa")
-    is_gspo = loss == "gspo"
-    trainer = make(
-        trl.GRPOTrainer, model=theirs, loss_type="grpo" if is_gspo else loss, num_generations=3,
-        importance_sampling_level="sequence" if is_gspo else "token", temperature=0.9,
-        epsilon=low, epsilon_high=1.15 if loss == "cispo" else 0.15,
-        max_completion_length=max_new_tokens, per_device_train_batch_size=12,
-        gradient_accumulation_steps=1, use_bias_correction_kl=False,
-    )  # fmt: skip
-    trainer.current_gradient_accumulation_steps, trainer.beta = 1, beta
-    lengths = rollouts.lengths.flatten().tolist()
-    tokens = rollouts.completion_ids.flatten(0, 1).tolist()
-    prompts = [prompt for prompt in rollouts.prompt_ids for _ in range(3)]
-    prompt_ids, prompt_mask = padded(prompts, left=True)
-    ids, mask = padded([row[:length] for row, length in zip(tokens, lengths, strict=True)])
-    mask *= (trained > 0).flatten()[:, None]
-    inputs = {
-        "prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": ids,
-        "completion_mask": mask, "advantages": advantages.flatten(),
-        "old_per_token_logps": rollouts.logprobs.flatten(0, 1)[:, : ids.shape[1]],
-        "num_items_in_batch": mask.sum(),
-    }  # fmt: skip
-    attends = torch.cat([prompt_mask, mask], dim=1)
-    with torch.no_grad():
-        logits = of_reference(torch.cat([prompt_ids, ids], dim=1), attention_mask=attends).logits
-    table = (logits[:, -ids.shape[1] - 1 : -1] / 0.9).log_softmax(dim=-1)
-    inputs["ref_per_token_logps"] = table.gather(2, ids[:, :, None])[:, :, 0]
-    with mock.patch.object(utils, "_ChunkedLogProbFunction", trl_toy.DoubleHead):
-        trainer._compute_loss(trainer.model, inputs).backward()
-    assert relative_error(flat_grad(model), flat_grad(theirs)) < 1e-6
 
 
 def test_log_probs_of_generate():
@@ -169,13 +81,22 @@ def test_log_probs_of_generate():
     (((logprobs, mask), _energy),), ((_args, rows),) = energies, generated
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
     attends = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
+    inputs = trainer.model, ids, attends, mask.shape[1]
     with torch.no_grad():
-        wanted, *_ = trainer._get_per_token_logps_and_entropies(
-            trainer.model, ids, attends, mask.shape[1]
-        )
+        wanted, *_ = trainer._get_per_token_logps_and_entropies(*inputs)
     assert mask.sum() < mask.numel()
     torch.testing.assert_close(logprobs * mask, wanted.float() * mask, atol=1e-5, rtol=1e-5)
     assert "sampling_per_token_logps" not in rows
+
+
+def test_rewards_of_several_functions():
+    """Fails if a reward has not TRL's weights, or if NaN of all functions is a reward."""
+    trainer, nan = make(), torch.nan
+    trainer.reward_weights = torch.tensor([2.0, 1.0])
+    rewards = torch.tensor([[1.0, nan], [nan, nan], [0, 3], [1, 1]])
+    with mock.patch.object(trl.GRPOTrainer, "_calculate_rewards", return_value=rewards):
+        trainer._calculate_rewards()
+    torch.testing.assert_close(trainer.rewards, torch.tensor([2, nan, 3, 3]), equal_nan=True)
 
 
 def test_rest_without_pruning(monkeypatch):
@@ -187,17 +108,6 @@ def test_rest_without_pruning(monkeypatch):
     toy = Toy(**NONE)
     toy.step()
     assert toy.figures() == {"rest": (13 + 3) / (7 + 3 * 9)}
-
-
-def test_rewards_of_several_functions():
-    """Fails if a reward has not TRL's weights, or if NaN of all functions is a reward."""
-    trainer, nan = make(), torch.nan
-    trainer.reward_weights = torch.tensor([2.0, 1.0])
-    rewards = torch.tensor([[1.0, nan], [nan, nan], [0, 3], [1, 1]])
-    with mock.patch.object(trl.GRPOTrainer, "_calculate_rewards", return_value=rewards):
-        assert trainer._calculate_rewards() is rewards
-    wanted = torch.tensor([2, nan, 3, 3])
-    torch.testing.assert_close(trainer.rewards, wanted, equal_nan=True)
 
 
 def six_steps(folder, resume=None, prompts=trl_toy.MANY):
@@ -219,9 +129,9 @@ def six_steps(folder, resume=None, prompts=trl_toy.MANY):
 
 def test_resumed_bit_for_bit(tmp_path):
     """A run goes on from the checkpoint of step 4: the log, the weights, the draws and the history
-    are those of the run that went through. Catches a draw that starts over, a history that is
-    forgotten, a denominator that is, and a figure that the page does not explain. Resumed with
-    other prompts, it says so; a checkpoint of GRPOTrainer, without dppo.pt, is taken."""
+    are those of the run that went through. Catches a draw that starts over, a history or a
+    denominator that is forgotten, and a log that dppo-ceiling would take for a whole one. A
+    checkpoint of other prompts is refused; one of GRPOTrainer, without dppo.pt, is taken."""
     whole, figures, weights = six_steps(tmp_path / "whole")
     four = tmp_path / "whole" / "checkpoint-4"
     resumed, again, weights_again = six_steps(tmp_path / "resumed", str(four))
@@ -230,11 +140,7 @@ def test_resumed_bit_for_bit(tmp_path):
     assert_same_history(whole.history, resumed.history)
     shares = [row["dppo/kept_prompts"] for row in whole.state.log_history[:6]]
     assert shares == [1.0] + [0.75] * 5, "the first batch gives the denominator"
-    logged = {name for name in whole.state.log_history[0] if name.startswith("dppo/")}
-    logged.add("dppo/rest")  # test_rest_without_pruning
     assert (tmp_path / "whole" / "completions" / dppo_ceiling.PRUNED).exists()
-    page = ROOT.joinpath("docs", "other-trainers.md").read_text()
-    assert logged == set(re.findall(r"`(dppo/\w+)`", page))
     with pytest.raises(RuleError, match=r"dppo\.pt: its history is of other prompts"):
         six_steps(tmp_path / "other", str(four), trl_toy.MANY[:-1])
     (four / "dppo.pt").unlink()
@@ -258,19 +164,17 @@ def test_trainers_are_refused(monkeypatch):
     """Fails if methods of a TRL that nobody read are wrapped, or if positions that padding moves,
     images, or ranks among which no group can be divided pass."""
     trainer = make(prompt_rule="dppo")
-    ranks, version = type(trainer.accelerator), r"trl 1\.17\.0: .*pip install 'trl==1\.16\.\*'"
     text = trainer.model.config.get_text_config()
     for owner, name, value, message in (
-        (trl, "__version__", "1.17.0", version),
-        (text, "rope_parameters", None, "gpt_neox: without rotary .*use another model"),
-        (ranks, "num_processes", 3, "'dppo' .*3 processes must divide num_generations=4;"),
+        (trl, "__version__", "1.17.0", r"trl 1\.17\.0"),
+        (text, "rope_parameters", None, "without rotary"),
+        (type(trainer.accelerator), "num_processes", 3, "3 processes must divide"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             with pytest.raises(RuleError, match=message):
                 trainer.check()
-    trainer.check()
     with pytest.raises(RuleError, match="args is of type GRPOConfig: give a DPPOConfig"):
         dppo_trl.DPPOTrainer(trainer.model, trl_toy.toy_reward, trl.GRPOConfig(use_cpu=True))
-    with pytest.raises(RuleError, match=r"images: .*set both rules to 'none'"):
+    with pytest.raises(RuleError, match="images: "):
         trainer.gather({"num_images": [1]}, None, None)

@@ -57,9 +57,9 @@ def toy_reward(completions, **columns):
     return [float(number(text, ".") % 3 == 0) for text in completions]
 
 
-def make(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, dtype="float64", model=None, **options):
+def make(kind=dppo_trl.DPPOTrainer, prompts=PROMPTS, dtype="float64", **options):
     folder, adapters = model_folder(), options.pop("peft_config", None)
-    model = model or transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     torch.manual_seed(0)  # of adapters
     options = {
         "output_dir": f"{folder}/out", "use_cpu": True, "bf16": False, "report_to": "none",
@@ -125,11 +125,9 @@ PER_TOKEN, OWN_LENGTH = dppo_trl.PER_TOKEN, ("grpo", "sapo")
 DULL = {"beta": 0.0, "prompts": ["f"] * 4}
 STOCK = trl.GRPOTrainer, {}
 INEXACT = [
-    ({"loss_type": "bnpo"}, "loss_type='bnpo': .*choose 'grpo' or"),
-    ({"scale_rewards": "batch"}, "scale_rewards='batch': .*'none' or 'group', or"),
-    ({"num_iterations": 2}, "num_iterations=2: .*choose 1"),
-    ({"steps_per_generation": 8}, "steps_per_generation=8: .*choose 4,"),
-]
+    {"loss_type": "bnpo"}, {"scale_rewards": "batch"}, {"num_iterations": 2},
+    {"steps_per_generation": 8},
+]  # fmt: skip
 
 
 class Toy(exact.Toy):

@@ -65,23 +65,16 @@ FEW = {"prompts": ("bb", "ccc"), UPDATE: 2}
 DULL = {**NO_TERMS, "prompts": ("dddd", "hhhh"), UPDATE: 1}
 STOCK = PPOTrainerSync, {"ranks": 1, "trainer.v1.trainer_mode": "sync"}
 INEXACT = [
-    ({LOSS: "sapo"}, "loss_agg_mode=token-mean with sapo: .*set it to seq-mean-token-mean"),
-    ({UPDATE: 3}, "ppo_mini_batch_size=3 does not divide data.train_batch_size=4: .*a divisor"),
-    (
-        {MODE: "seq-mean-token-sum-norm", f"{ACTOR}loss_scale_factor": None},
-        "loss_scale_factor=null: .*set it to data.max_response_length",
-    ),
-]
+    {MODE: "token-mean", LOSS: "sapo"}, {UPDATE: 3},
+    {f"{ACTOR}loss_scale_factor": None, MODE: "seq-mean-token-sum-norm"},
+]  # fmt: skip
 initialize_config_module("verl.trainer.config", version_base=None)
 DEFAULTS = compose("ppo_trainer")
 for values, names in dppo_verl.EXACT:
     other = {"1": 2, "None": True, "True": False}.get(str(values[0]), "other")
-    choice = "null" if values[0] is None else values[0]
     for name in names:
         inside = name.split(".")[0] in DEFAULTS.actor_rollout_ref
-        option = f"actor_rollout_ref.{name}" if inside else name
-        said = f"{option}={other}: .*set it to {choice}"
-        INEXACT.append(({option: other}, said))
+        INEXACT.append({f"actor_rollout_ref.{name}" if inside else name: other})
 
 
 def configure(**changes):
