@@ -47,7 +47,7 @@ SETTINGS = {  # flags that all runs share; those of a method come after them
     ),
     "words": (
         f"--data words --prompt-format plain --rollout-batch 256 --model {SFT} --eval-problems 256 "
-        f"{BASE} --warmup 2 --eval-every 3"
+        f"{BASE} --warmup 2 --eval-every 4"
     ),
 }
 PROBLEMS = 150  # of an evaluation with --reach
@@ -169,8 +169,11 @@ def make_one(run: Run) -> dict:
                 curve.append([step, round(trainer.accuracy(PROBLEMS, "final"), 5), so_far])
                 if curve[-1][1] >= run.reach:
                     break
-        problems = PROBLEMS if run.reach else len(trainer.eval_set)
-        accuracy = round(trainer.accuracy(problems, "final"), 5)
+        if curve and curve[-1][0] == len(rows):
+            accuracy = curve[-1][1]
+        else:
+            problems = PROBLEMS if run.reach else len(trainer.eval_set)
+            accuracy = round(trainer.accuracy(problems, "final"), 5)
     except NotFiniteError as problem:
         failed = str(problem)
     sums = {name: round(sum(row[key] for row in rows), 3) for name, key in SUMS.items()}

@@ -82,7 +82,7 @@ def test_real_runs(tmp_path, monkeypatch, policy_folder):
 def test_until_an_accuracy_or_a_failure(monkeypatch, policy_folder):
     """Evaluated after every tenth step. Catches a run that goes on, seconds of other steps, and a
     race that ends with its first run that diverges."""
-    found = iter([0.2, 0.7, 0.7])
+    found = iter([0.2, 0.7])
     monkeypatch.setattr(race, "warm_up", lambda _setting: None)
     monkeypatch.setattr(race.train.Trainer, "accuracy", lambda *_: next(found))
     flags = f"--model {policy_folder} --prompts-per-step 1 --group-size 2 --max-new-tokens 1"
