@@ -227,7 +227,6 @@ class Trainer:
                 sums = accumulate_gradients(
                     self.model, rollouts, advantages, factor * weights, keep & in_update, cfg=cfg,
                     old_logprobs=old_logprobs, mine=mine, reference=self.reference,
-                    show_progress=self.show_progress,
                 )  # fmt: skip
                 norm = torch.nn.utils.clip_grad_norm_(
                     self.model.parameters(), cfg.grad_clip or math.inf

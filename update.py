@@ -50,9 +50,8 @@ class UpdateStats(NamedTuple):
 
 
 def accumulate_gradients(
-    model, rollouts, advantages, multiplier, keep, *, cfg, old_logprobs, mine=None,
-    reference=None, show_progress=False,
-) -> UpdateStats:  # fmt: skip
+    model, rollouts, advantages, multiplier, keep, *, cfg, old_logprobs, mine=None, reference=None
+) -> UpdateStats:
     """Add the gradient of every kept sequence of all ranks to .grad; returns the sums of all ranks.
 
     advantages, multiplier and keep are [K, G] and the same on every rank. `rollouts` hold the
@@ -69,7 +68,7 @@ def accumulate_gradients(
     advantages, multiplier = advantages.double().flatten(), multiplier.double().flatten()  # [K * G]
 
     measured = []  # of each pack, on the device
-    for pack, members in packs(sequences, cfg, model.device, show_progress):
+    for pack, members in packs(sequences, cfg, model.device):
         lengths = torch.tensor([len(sequence.completion) for sequence in members], dtype=torch.long)
         place = torch.tensor([sequence.place for sequence in members], dtype=torch.long)
         place = place.repeat_interleave(lengths)  # [N]
@@ -187,7 +186,7 @@ def work(sequence: Sequence) -> int:
     return len(sequence.prompt) + max(0, len(sequence.completion) - 1)
 
 
-def packs(sequences: list[Sequence], cfg, device, show_progress=False):
+def packs(sequences: list[Sequence], cfg, device):
     """Yield (pack, its sequences) for each slot.
 
     Under FSDP every forward is a collective, so every rank must run as many as every other. A rank
@@ -202,8 +201,9 @@ def packs(sequences: list[Sequence], cfg, device, show_progress=False):
     if cfg.shard == "fsdp":
         most = ranks.all_reduce(torch.tensor(len(plan)), ranks.MAX).item()
         plan += [[]] * (most - len(plan))
-    bar = {"desc": "update", "unit": "pack", "delay": 3, "leave": False}
-    for slot in tqdm(plan, **bar, disable=not show_progress):
+    quiet = None if ranks.is_first() else True  # None: unless this is a terminal
+    bar = {"desc": "update", "unit": "pack", "delay": 3, "leave": False, "disable": quiet}
+    for slot in tqdm(plan, **bar):
         members = [sequences[index] for index in slot]
         prompts = [sequence.prompt for sequence in members] or [[0]]
         completions = [sequence.completion for sequence in members] or [[]]
