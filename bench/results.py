@@ -28,10 +28,9 @@ def main() -> None:
 
 
 def tables() -> dict[str, str]:
-    of_task = lambda task, file: [row for row in log.read_rows(file) if row["setting"] == task]
     return {
         "train.py and TRL": peers_table(log.read_rows(peers.ROWS)),
-        "equal steps": steps_table(of_task("arithmetic", FOLDER / "savings.jsonl")),
+        "equal steps": steps_table(log.read_rows(FOLDER / "savings.jsonl")),
         "seconds to an accuracy": reach_table(log.read_rows(FOLDER / "reach.jsonl")),
         "adaptive over the best group size": law_table(log.read_rows(FOLDER / "law.jsonl")),
     }
@@ -82,13 +81,9 @@ def draw_peers(rows: list[dict]):
 
 
 def steps_table(rows: list[dict]) -> str:
-    """Markdown: what each method did in all of its steps, and its accuracy minus the first one's.
-    If all runs were evaluated before the quickest ended, also minus the first one's by then."""
+    """Markdown: what each method did in its steps, and its accuracy minus the first one's."""
     of_methods = by_method(rows)
     first = next(iter(of_methods.values()))
-    end = min(row["seconds"] for row in rows)
-    is_known = all(row["curve"] and row["curve"][0][2] <= end for row in rows)
-    head = ["method", "steps", "CPU seconds", "trained on", "accuracy", "minus the first"]
     cells = []
     for name, runs in of_methods.items():
         steps, seconds, sampled, trained = (
@@ -97,18 +92,12 @@ def steps_table(rows: list[dict]) -> str:
         )
         accuracy = interval([row["accuracy"] for row in runs.values()])
         gap = interval([row["accuracy"] - first[s]["accuracy"] for s, row in runs.items()])
-        line = [name, f"{steps:.0f}", f"{seconds:.1f}", f"{trained / max(1, sampled):.2f}"]
-        line += [show(accuracy), show(gap, "+")]
-        if is_known:
-            gaps = [accuracy_at(row, end) - accuracy_at(first[s], end) for s, row in runs.items()]
-            line.append(show(interval(gaps), "+"))
-        cells.append(line)
-    return as_markdown(head + [f"after {end:.0f} s"] * is_known, cells)
-
-
-def accuracy_at(row: dict, seconds: float) -> float:
-    """A run's accuracy when it was last evaluated in these seconds."""
-    return [accuracy for _step, accuracy, at in row["curve"] if at <= seconds][-1]
+        cells.append([
+            name, f"{steps:.0f}", f"{seconds:.1f}", f"{trained / max(1, sampled):.2f}",
+            show(accuracy), show(gap, "+"),
+        ])  # fmt: skip
+    head = ["method", "steps", "CPU seconds", "trained on", "accuracy", "minus the first"]
+    return as_markdown(head, cells)
 
 
 # ---------------------------------------------------------------------------- until an accuracy
