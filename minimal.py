@@ -21,7 +21,7 @@ This is the gradient before it is clipped by norm: clipping and Adam are not lin
 
 The rule for p here is train.py's default, adaptive: large gradients are kept for sure, and small
 ones rarely. It saves training, but no sampling. --prompts saves both: it drops prompts of low past
-|advantage|, the rule of the paper (arXiv:2603.04135) as we reconstruct it. Both weights multiply.
+|advantage|, the rule of the paper (arXiv:2603.04135) as we reconstruct it. The weights multiply.
 """
 
 import argparse
@@ -45,11 +45,11 @@ PAD, END = tokenizer.pad_token_id, tokenizer.eos_token_id
 
 
 def completion_size(advantage, factor, energy):
-    """Estimated gradient norm [N] of each completion's term, exactly 0 where the term is.
+    """In proportion to the estimated gradient norm [N] of each term, exactly 0 where the term is.
 
     Up to its sign, a term's gradient is that of factor x advantage x the sum of its tokens'
-    log-probs. At the logits, the gradient of a log-prob is onehot(token) - softmax. The gradients
-    of different tokens are uncorrelated, so their squared norms add up: this is the energy.
+    log-probs. At the logits, the gradient of a log-prob is onehot(token) - softmax. Each token has
+    logits of its own, so their squared norms add up: this is the energy. Sampling computes it.
     """
     size = factor * advantage.abs() * energy.sqrt()
     live = advantage != 0
@@ -65,9 +65,9 @@ def keep_prob(size, cost):
     p = min(1, tau size / sqrt(cost)).
 
     Sort by size / sqrt(cost), the largest first. If the first m terms have p = 1, tau^2 is
-    (R + their cost) / (their sum of size^2). m is the smallest number for which the next term gets
-    a p below 1; then all later terms do, too. So all smaller m have a next p of 1 or more, and
-    counting these gives m - 1.
+    (R + their cost) / (their sum of size^2). m is the smallest number, from 1, for which the next
+    term gets a p below 1; then all later terms do, too. For every smaller m, the next p is 1 or
+    more, so m is 1 + how many of the taus give that.
     """
     priority = size / cost.sqrt()
     order = priority.argsort(descending=True)
