@@ -15,6 +15,8 @@ from collections import Counter
 
 from runtime import InputError, in_words, ranks
 
+PORTION = 1000  # prompts that are made at once
+
 # What opens and closes a thought. An answer inside a thought is not the model's answer.
 THOUGHTS = (
     ("<think>", "</think>"),
@@ -61,14 +63,16 @@ def encode_prompts(
 
     if thinking and text_of(problems[0], True) == text_of(problems[0], False):
         ranks.say("note: --thinking changes no prompt: the chat template has no enable_thinking")
-    progress = ranks.progress(problems, "prompts", "prompt")
-    texts = [text_of(problem, thinking) for problem in progress]
-    prompt_ids = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
-    note_lost(texts, prompt_ids, tokenizer, model)
-    # Some tokenizers end every text with an end token, after which a model would start anew.
-    for ids in prompt_ids if not is_chat else ():
-        while ids and ids[-1] in ends:
-            ids.pop()
+    prompt_ids, lost, shared = [], Counter(), {}
+    for start in ranks.progress(range(0, len(problems), PORTION), "prompts", f"{PORTION} prompts"):
+        texts = [text_of(problem, thinking) for problem in problems[start : start + PORTION]]
+        portion = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
+        lost += lost_characters(texts, portion, tokenizer, model)
+        # Some tokenizers end every text with an end token, after which a model would start anew.
+        portion = portion if is_chat else [_without_end(ids, ends) for ids in portion]
+        # One Python number for each token there is, not for each place: 8 bytes a token, not 36.
+        prompt_ids += [[shared.setdefault(token, token) for token in ids] for ids in portion]
+    say_lost(lost)
 
     fits = [index for index, ids in enumerate(prompt_ids) if 0 < len(ids) <= max_prompt_tokens]
     if len(fits) < len(problems):
@@ -82,9 +86,15 @@ def encode_prompts(
     return [problems[index] for index in fits], [prompt_ids[index] for index in fits]
 
 
-def note_lost(texts: list[str], all_ids: list[list[int]], tokenizer, model) -> None:
-    """Say which characters of the texts their tokens lose. InputError if a token's id is beyond the
-    model's embedding."""
+def _without_end(ids: list[int], ends: list[int]) -> list[int]:
+    while ids and ids[-1] in ends:
+        ids.pop()
+    return ids
+
+
+def lost_characters(texts: list[str], all_ids: list[list[int]], tokenizer, model) -> Counter:
+    """Which characters of the texts their tokens lose, and how often. InputError if a token's id is
+    beyond the model's embedding."""
     highest = max((max(ids, default=0) for ids in all_ids), default=0)
     rows = model.get_input_embeddings().num_embeddings if model else math.inf
     if highest >= rows:
@@ -95,6 +105,11 @@ def note_lost(texts: list[str], all_ids: list[list[int]], tokenizer, model) -> N
     lost = Counter()
     for text, ids in zip(texts, all_ids, strict=True):
         lost += Counter(text) - Counter(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    return lost
+
+
+def say_lost(lost: Counter) -> None:
+    """Say which characters are lost, if any are."""
     if lost:
         characters = " ".join(repr(character) for character, _count in lost.most_common(20))
         ranks.say(f"note: these characters are lost, because no token holds them: {characters}")

@@ -74,11 +74,14 @@ def lines(row: dict, samples: list[dict] | None, cfg) -> str:
     if row["step"] > 0:
         completions = cfg.prompts_per_step * cfg.group_size
         kept = round(row["kept/completions"] * completions)
+        update = (
+            f"kept {kept:{len(str(completions))}d}/{completions} | "
+            f"w_max {number(row['weight/max'], 1, width=5)} | gnorm {number(row['grad_norm'], 3)}"
+        )
+        if row["frac_reward_zero_std"] == 1 and row["grad_norm"] == 0:
+            update = "all groups equal: nothing to learn".ljust(len(update))
         parts += [
-            f"reward {number(row['reward'], 3)}",
-            f"kept {kept:{len(str(completions))}d}/{completions}",
-            f"w_max {number(row['weight/max'], 1, width=5)}",
-            f"gnorm {number(row['grad_norm'], 3)}",
+            f"reward {number(row['reward'], 3)}", update,
             f"rollout {row['time/rollout']:5.2f}s", f"train {row['time/train']:5.2f}s",
         ]  # fmt: skip
     scores = evaluations(row)

@@ -76,7 +76,7 @@ def encode(cfg: Config, tokenizer, longest: int, model=None) -> list[tuple[list[
         raise InputError(f"--model {cfg.model}: its template opens a thought, {way_out}")
     texts = [problem.solution for problem in problems]
     solutions = [[*ids, end] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    chat_format.note_lost(texts, solutions, tokenizer, model)
+    chat_format.say_lost(chat_format.lost_characters(texts, solutions, tokenizer, model))
     pairs = zip(prompts, solutions, strict=True)
     return [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= longest]
 

@@ -227,7 +227,9 @@ def prompts(make_policy):
     return encode
 
 
-def test_prompts_that_do_not_fit_are_counted(prompts, capsys):
+def test_prompts_that_do_not_fit_are_counted(prompts, capsys, monkeypatch):
+    """Of all portions. Catches one that is lost, and one that is encoded with another's."""
+    monkeypatch.setattr(chat_format, "PORTION", 2)
     problems = [replace(PROBLEM, text=text) for text in ("short", "x" * 50, "", "b", "c")]
     assert prompts([*problems[:2], *problems[3:]], 50) == ["short", "x" * 50, "b", "c"]
     assert capsys.readouterr().out == ""
