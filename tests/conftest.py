@@ -20,7 +20,6 @@ import train
 from runtime import plot
 from tasks import arithmetic
 
-draw_run = plot.draw_run
 collect_ignore_glob = ["integrations/verl_*.py"]  # tests/verl.sh
 if not importlib.util.find_spec("trl"):
     collect_ignore_glob.append("integrations/trl_*.py")
@@ -39,12 +38,6 @@ def pytest_collection_modifyitems(items):
 def no_pictures(monkeypatch):
     """Runs draw no run.png, which takes four times as long as the rest of a short run."""
     monkeypatch.setattr(plot, "draw_run", lambda out_dir: None)
-
-
-@pytest.fixture
-def pictures(monkeypatch, no_pictures):
-    """Runs draw run.png all the same."""
-    monkeypatch.setattr(plot, "draw_run", draw_run)
 
 
 @pytest.fixture(scope="session")

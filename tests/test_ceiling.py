@@ -232,21 +232,15 @@ def test_one_folder_is_one_run(tmp_path):
         shutil.copy(TRL, tmp_path / f"completions_{number}.parquet")
     (tmp_path / "completions_2.parquet").write_bytes(TRL.read_bytes()[:1000])
     run = ceiling.read(tmp_path)
-    assert (len(run.steps), run.note) == (
-        1,
-        "Left out: completions_2.parquet, which is not whole. ",
-    )
+    assert len(run.steps) == 1
+    assert run.note == "Left out: completions_2.parquet, which is not whole. "
 
 
-@pytest.mark.parametrize(
-    ("column", "value"), [("step", None), ("output", 3), ("score", "1.0"), ("score", -math.inf)]
-)
-def test_values_that_say_nothing(tmp_path, column, value):
+@pytest.mark.parametrize("score", ["1.0", -math.inf])
+def test_values_that_say_nothing(tmp_path, score):
     """Catches a reward of minus infinity, after which all is said to be zero."""
-    good = {"step": 1, "input": "a", "output": "b", "score": 0.5}
-    rows = (good, good | {column: value})
-    (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(LogError, match=rf"1\.jsonl, row 2: {column} is .*cannot be read"):
+    logged(tmp_path, 1, [("a", "b", 0.5), ("a", "b", score)])
+    with pytest.raises(LogError, match=r"1\.jsonl, row 2: score is .*cannot be read"):
         ceiling.read(tmp_path)
 
 
@@ -273,11 +267,6 @@ def test_rest_of_a_file(tmp_path):
     file.write_text(str(trl[0] | {"dppo/kept_tokens": "0.3"}))
     with pytest.raises(LogError, match="this run pruned; give the log of one that did not"):
         ceiling.rest_of(str(file))
-    file.write_text("nothing")
-    for given in ("0", "inf", str(file)):
-        with pytest.raises(LogError, match=r"--rest .*: no number above 0\."):
-            ceiling.rest_of(given)
-    assert ceiling.rest_of("1e-1") == 0.1
 
 
 def test_the_command(run, tmp_path, capsys, monkeypatch):

@@ -266,11 +266,7 @@ def test_token_loss(loss, ratio, advantages, owner, clip, values, clipped, gradi
     assert logprobs.grad.tolist() == pytest.approx(gradient)
 
 
-def test_refused():
-    """Catches a draw in which a place is missing, and a rate at which nothing is kept."""
+def test_an_order_is_a_permutation():
+    """Catches a draw in which a place is missing."""
     with pytest.raises(dppo.RuleError, match="needs each of 3 places once in order"):
         dppo.systematic(torch.ones(3), torch.tensor([0, 1, 1]), 0.5)
-    with pytest.raises(dppo.RuleError, match=r"0.9 keeps 0 of 6 completions, .* 1 or more"):
-        rivals.kept_count(6, 0.9)
-    with pytest.raises(dppo.RuleError, match=r"0.6 keeps 1 of 4 completions, .* 2 or more"):
-        weights("pods", 0.6, A)

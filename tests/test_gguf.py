@@ -1,6 +1,5 @@
 """GGUF files: the converted folder is the same model, and what would become another is refused."""
 
-from importlib import metadata
 from unittest import mock
 
 import pytest
@@ -165,11 +164,3 @@ def test_the_cache(tiny, cache, monkeypatch):
     assert ours.convert.call_count == 1
     write(tiny, other_weights={"output_norm.weight": torch.ones(64)})
     assert ours.model_folder(tiny) != first
-
-
-def test_smollm2_and_other_names(tiny, monkeypatch):
-    """Catches a hub id that is taken for a file."""
-    assert models.model_folder("unsloth/Qwen3-4B-GGUF") == "unsloth/Qwen3-4B-GGUF"
-    files = [mock.Mock(suffix=".py"), mock.Mock(suffix=".gguf", locate=lambda: tiny)]
-    monkeypatch.setattr(metadata, "files", lambda _package: files)
-    assert ours.model_folder("smollm2") == ours.model_folder(tiny)

@@ -122,10 +122,7 @@ def some_none(text, answer):
 def test_a_step_and_its_files(steps):
     """samples.jsonl: of three prompts the first completion, whose weight is its prompt's times its
     own. groups.jsonl: of all groups what `bench ceiling` needs, without the weight of the prompt.
-    The history: groups that were rolled out, whole, whatever is dropped.
-
-    Catches another prompt's row, a weight that is left out or counts twice, a NaN that is no JSON,
-    and a history of what was kept."""
+    The history: groups that were rolled out, whole, whatever is dropped."""
     trainer, row, others = steps(count=3, reward=some_none, minibatches=2)
     seen, taught = trainer.now, trainer.now.taught
     assert 0 < seen.keep.sum() < seen.keep.numel()

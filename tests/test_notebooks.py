@@ -21,13 +21,8 @@ def run_cells(path, cells):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebook(path):
-    """Catches a renamed function, a claim that no longer holds, and a notebook that was committed
-    without its pictures."""
+    """Catches a renamed function, and a claim that no longer holds."""
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(cell.execution_count for cell in code), "committed with outputs"
     assert "assert" in code[-1].source
-    outputs = [output for cell in code for output in cell.outputs]
-    pictures = sum("image/png" in output.get("data", {}) for output in outputs)
-    assert pictures >= max(1, sum("plt.show()" in cell.source for cell in code))
     in_processes(1, run_cells, path, [cell.source for cell in code])

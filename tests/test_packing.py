@@ -2,7 +2,6 @@
 no gradient. tests/gpu has the kernels of a GPU."""
 
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -43,45 +42,11 @@ def test_each_sequence_is_placed_once_within_capacity(seed, shared):
         assert all(place > index - window for place, index in enumerate(order)), "nearly in order"
 
 
-def test_plan_is_the_window_rule():
-    """By hand. Fails if the window is refilled only when a slot closes, if the shortest or the
-    oldest that fits is chosen, or if a wide window is not first-fit-decreasing."""
-    plan = partial(packing.plan_packs, pack_tokens=10)
-    assert plan([5, 3, 4, 2, 6], window=3) == [[0, 2], [1, 4], [3]]
-    assert plan([5, 1, 1, 3], window=2) == [[0, 1, 3, 2]]
-    assert plan([4, 4, 6], window=1) == [[0, 1], [2]]
-    assert plan([4, 4, 6], window=2) == [[0, 2], [1]]
-    assert plan([4, 6, 4, 6], window=4) == [[1, 0], [3, 2]]
-    assert plan([99, 1, 2], window=2) == [[0], [1, 2]]
-    assert plan([], window=8) == []
-
-
 def test_an_empty_prompt_is_refused():
     """Catches a first token that no position predicts."""
     for share in (False, True):
         with pytest.raises(ValueError, match="sequence 1 has an empty prompt"):
             packing.build_pack([[1], []], [[2], [3]], share_prompts=share)
-
-
-# ------------------------------------------------------------------------- one slot
-
-
-def test_pack_layout_with_shared_prompts_by_hand():
-    """Two prompts with two and three completions of 0 to 3 tokens; targets keep the caller's order.
-    Catches a branch that sees another branch or the other prompt, positions that restart in a
-    branch, and a first token that is not predicted by the end of its prompt."""
-    prompts = [[20], [10, 11], [10, 11], [10, 11], [20]]
-    completions = [[21], [12, 13, 14], [15, 16], [], [22, 23, 24]]
-    pack = packing.build_pack(prompts, completions, share_prompts=True)
-    assert pack.input_ids.tolist() == [[10, 11, 20, 12, 13, 15, 22, 23]]
-    assert pack.position_ids.tolist() == [[0, 1, 0, 2, 3, 2, 1, 2]]
-    assert pack.segments.runs == ((1, 2, 2), (1, 1, 1), (1, 2, 4), (1, 1, 3), (1, 2, 3))
-    assert pack.segments.key_index.tolist() == [0, 1, 2, 0, 1, 3, 4, 0, 1, 5, 2, 6, 7]
-    assert pack.segments.cu_queries.tolist() == [0, 2, 3, 5, 6, 8]
-    assert pack.segments.cu_keys.tolist() == [0, 2, 3, 7, 10, 13]
-    assert pack.predictors.tolist() == [2, 1, 3, 4, 1, 5, 2, 6, 7]
-    assert pack.targets.tolist() == [21, 12, 13, 14, 15, 16, 22, 23, 24]
-    assert pack.owner.tolist() == [0, 1, 1, 1, 2, 2, 4, 4, 4]
 
 
 # ------------------------------------------------------------------------- packed against plain
@@ -119,9 +84,8 @@ def sequences():
 @pytest.mark.parametrize("share", [False, True])
 def test_random_sets_equal_one_by_one(make_policy, sequences, share):
     """Log-probs, entropies and gradients of random sets, in float64, for slots of one to all of the
-    sequences and several windows. Catches attention across segments, positions that do not restart,
-    key and value heads in the wrong order, runs split in the wrong place, a branch's mask that is
-    off by one, and a layer's own scale that is dropped."""
+    sequences. Catches attention across segments, positions that do not restart, a branch's mask
+    that is off by one, and a layer's own scale that is dropped."""
     model, _ = make_policy(dtype=torch.float64)
     model.model.layers[1].self_attn.scaling = 0.1
     plain, gradients = [], []

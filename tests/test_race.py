@@ -53,15 +53,6 @@ def test_methods_take_turns(fake_runs, tmp_path, capsys):
     assert len(log.read_rows(file)) == 5
 
 
-def test_bad_flags_end_it_first(fake_runs, tmp_path):
-    """Catches a race that fails hours later."""
-    with pytest.raises(SystemExit):
-        race.main(
-            ("grpo", "mine=--method grpo --learning 1"), steps=1, json_file=tmp_path / "rows.jsonl"
-        )
-    assert not fake_runs
-
-
 def test_real_runs(tmp_path, monkeypatch, policy_folder):
     """In another process; a second call does not repeat them. Catches a half-written line that
     stays, and sums of other columns."""

@@ -49,11 +49,7 @@ def test_the_ranks_agree():
 
 def test_resumed_on_other_ranks(policy_folder, run, tmp_path):
     """A step sharded over 2 ranks, one on one rank, one sharded over 3: the log and checkpoint of a
-    run on one rank.
-
-    Catches a share that is saved as the whole, Adam's state of another parameter, and a part of the
-    history that is lost.
-    """
+    run on one rank. Catches a share that is saved as the whole."""
     common = {"save_every": 1, "eval_every": 1, "eval_problems": 3, "beta": 0.1}
     broken = flags(policy_folder, str(tmp_path / "broken"), **common)
     run("whole", steps=3, **common)

@@ -4,7 +4,6 @@ import copy
 import math
 import multiprocessing
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -133,16 +132,6 @@ def test_a_reward_may_ask_for_the_row():
     again = data.problem_of(own | {"level": 4}, "file")
     assert (problem, hash(problem)) == (again, hash(again))
     assert data.content_hash([problem]) == data.content_hash([again])
-
-
-def test_long_texts_are_quick():
-    """The judge never sees these texts. Catches a search whose time grows with the square of the
-    length, and a number of ten million digits that is converted."""
-    before = time.process_time()
-    boxes = ("\\boxed{" * 100_000, "\\boxed{" + "{" * 10_000_000, "\\boxed{" + "9" * 10_000_000)
-    for text in (*boxes, "\\boxed 1" + "." * 10**6 + "x"):
-        assert rewards.math_reward(text + "}", "3") == 0.0
-    assert time.process_time() - before < 2
 
 
 # ---------------------------------------------------------------------------- the judge

@@ -237,20 +237,3 @@ def test_a_policy_with_other_rows_and_tokens(make_policy, tmp_path):
     how = models.sampling(cfg, loaded, tokenizer, 20, batch_size=7)
     options = {"temperature": 0.5, "batch_size": 7, "engine": models.ENGINES["hf"]}
     assert how == rollout.Sampling(9, [256, 299], tokenizer.eos_token_id, **options)
-
-
-# ------------------------------------------------------------------------- batches
-
-
-def test_groups_of_equal_lengths_share_a_batch(monkeypatch):
-    """Catches a batch that holds one group too many, or too few, and a group that is left out
-    because it does not fit."""
-    prompts = [[1] * n for n in (5, 1, 3, 1)]
-
-    def cut(sequences, tokens):
-        monkeypatch.setattr(rollout, "cache_tokens", lambda model: tokens)
-        return rollout.batches(None, prompts, 2, rollout.Sampling(9, [], 0, batch_size=sequences))
-
-    assert cut(7, 1000) == [[1, 3, 2], [0]]
-    assert cut(512, 4 * 12) == [[1, 3], [2], [0]]
-    assert cut(512, 1) == [[1], [3], [2], [0]]

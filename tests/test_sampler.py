@@ -47,11 +47,8 @@ def test_the_history_remembers_the_last_group():
 
 
 def test_threshold_rule_by_hand():
-    """r_q acts below the mean score of this step's candidates.
-
-    Catches unseen prompts that are dropped or count as 0, the mean of all prompts in place of the
-    window's, and dropping above the mean.
-    """
+    """r_q acts below the mean score of this step's candidates. Catches unseen prompts that are
+    dropped or count as 0, and the mean of all prompts in place of the window's."""
     history = sampler.PromptHistory(6)
     see(history, [0, 2, 4], [[2.0, 0, 2, 0], [0.6, 0, 0, 0.6], [0, 0, 0, 0]])
     window = torch.tensor([0, 1, 2, 3])  # seen: 1.0 and 0.3, mean 0.65

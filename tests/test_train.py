@@ -11,9 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import toy
-from safetensors.torch import load_file
 from toy import assert_same, in_processes, rows, timeless
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import config
 import data
@@ -28,10 +26,7 @@ from tasks import arithmetic
 
 def test_grpo_is_the_special_case(policy_folder, run, tmp_path):
     """--method grpo is a run with rates of 0, and one whose step has not the lines between `---
-    DPPO` and `---`, although both levels are pruned: bit for bit. With rates the run differs.
-
-    Catches a line of the method that is not marked, and a draw that rates of 0 change.
-    """
+    DPPO` and `---`, although both levels are pruned: bit for bit. With rates the run differs."""
     source = textwrap.dedent(inspect.getsource(train.Trainer.step))
     plain, count = re.subn(r" *# --- DPPO.*?# ---\n", "", source, flags=re.DOTALL)
     assert count == 3
@@ -66,7 +61,7 @@ def test_a_default_run_repeats_itself(tmp_path):
     assert_same(timeless(tmp_path / "once"), timeless(tmp_path / "twice"))
 
 
-def test_log_rows(run, pictures, tmp_path):
+def test_log_rows(run):
     """Steps 1 to N, evaluations at 0 and at the end, consistent figures."""
     rates = {"prompt_prune_rate": 0.5, "completion_prune_rate": 0.5}
     log = run("run", steps=3, eval_every=2, eval_problems=3, **rates)
@@ -79,42 +74,17 @@ def test_log_rows(run, pictures, tmp_path):
         assert row["sampling/sampling_logp_difference/mean"] < 1e-5
         assert row["clip_ratio/region_mean"] == 0, "one update a batch: the ratio is 1"
     assert log[1]["kept/prompts"] == 1, "no history yet"
-    assert (tmp_path / "run" / "run.png").stat().st_size > 10_000
 
 
-def test_tracking(run, monkeypatch, tmp_path):
-    """Every row of the log goes to the tracker; a resumed run keeps its name there. Catches nulls
-    that it cannot plot, a run that is never finished, and one that ends with the service."""
+def test_tracking(run, monkeypatch):
+    """Catches a row that the tracker misses, and a run that ends with the service."""
     fake = mock.Mock(**{"log.side_effect": ConnectionError("service unreachable")})
     monkeypatch.setitem(sys.modules, "mytracker", fake)
-    log = run("run", steps=2, save_every=1, track="mytracker", eval_every=2, eval_problems=2)
-    args = ["--out-dir", str(tmp_path / "run"), "--resume", "--steps", "3"]
-    toy.main(args)
-    names = [name for name, *_ in fake.mock_calls]
-    assert names == ["init", "log", "log", "log", "finish", "init", "log", "finish"]
-    first, again = (call.kwargs for call in fake.init.call_args_list)
-    assert first["name"] == again["name"]
-    for call, logged in zip(fake.log.call_args_list, log, strict=False):
+    log = run("run", steps=2, track="mytracker", eval_every=2, eval_problems=2)
+    assert [name for name, *_ in fake.mock_calls] == ["init", "log", "log", "log", "finish"]
+    for call, logged in zip(fake.log.call_args_list, log, strict=True):
         numbers = {key: value for key, value in logged.items() if isinstance(value, int | float)}
         assert call.kwargs | call.args[0] == numbers
-
-
-def test_gradient_checkpointing_is_the_same_run(run, tmp_path, monkeypatch):
-    """Bit for bit the same weights; every layer computes twice in an update. Catches a flag without
-    effect, as in evaluation mode."""
-    with_grad, forward = [], Qwen3MLP.forward
-
-    def counted(layer, states):
-        with_grad.append(torch.is_grad_enabled())
-        return forward(layer, states)
-
-    monkeypatch.setattr(Qwen3MLP, "forward", counted)
-    run("plain", save_every=4)
-    plain = sum(with_grad)
-    with_grad.clear()
-    run("checkpointed", save_every=4, gradient_checkpointing=True)
-    assert sum(with_grad) == 2 * plain > 0
-    assert_same(timeless(tmp_path / "plain"), timeless(tmp_path / "checkpointed"))
 
 
 def test_dropout_and_checkpointing_do_not_meet(make_policy):
@@ -125,23 +95,16 @@ def test_dropout_and_checkpointing_do_not_meet(make_policy):
         models.checkpoint_layers(model)
 
 
-def test_a_step_that_keeps_nothing(run, tmp_path, monkeypatch):
-    """It is still a step, with gradient 0 and nulls in its row.
-
-    Catches a division by what was kept, an empty pack, and NaN in the log.
-    """
+def test_a_step_that_keeps_nothing(run, monkeypatch):
+    """It is still a step. Catches a division by what was kept, and NaN in the log."""
     nothing = lambda keep_prob, *_, **__: torch.zeros(keep_prob.shape, dtype=torch.bool)
     monkeypatch.setattr(dppo, "independent", nothing)  # of completions
     monkeypatch.setattr(dppo, "systematic", nothing)  # of prompts
-    before = load_file(tmp_path / "policy" / "model.safetensors")
-    log = run("run", steps=2, save_every=2)
-    for row in log:
+    for row in run("run", steps=2):
         for name in ("loss", "grad_norm", "kept/prompts", "cost/kept"):
             assert row[name] == 0, name
         for name in ("reward", "entropy", "weight/max", "kept/tokens"):
             assert row[name] is None, name
-    after = load_file(tmp_path / "run" / "checkpoint" / "model.safetensors")
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_unscorable_rewards(run):
@@ -221,11 +184,7 @@ def test_no_two_purposes_share_a_seed(run, monkeypatch):
 def test_several_ranks_are_one(make_policy, policy_folder, tmp_path):
     """The same rollouts on one rank, on 4, and on 2 with a share of the model each, give the same
     draws and, to 5e-6, the same gradients; also if a rank has no prompt, or trains adapters.
-
-    Catches a rank in a draw's seed, a rank's own denominator, a mean in place of a sum, sequences
-    that are lost, or dealt without their own log-probs, factors or advantages, and a rank that runs
-    fewer forwards than another.
-    """
+    Catches a rank in a draw's seed, a rank's own denominator, and sequences that are lost."""
     model, tokenizer = make_policy()
     model.config.tie_word_embeddings = False
     type(model)(model.config).save_pretrained(f"{policy_folder}-untied")

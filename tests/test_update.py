@@ -8,6 +8,7 @@ import toy
 from test_packing import flat_grad, plain_logprobs
 
 import config
+import models
 import packing
 import update
 
@@ -30,11 +31,8 @@ def test_the_sums_are_the_formulas(
 ):
     """Every sum and the gradient against the formulas, completion by completion, with transformers'
     own attention in float64, though several share a slot, and a prompt if the loss is GRPO's.
-    Groups of 2, lengths from 0 to T, advantages of 0, one scale of 0, and one that is not kept.
-    With a cap, old log-probs are current or looked up. With a rank, adapters are trained, and the
-    reference is the model without them. Catches a KL term without its weight, its
-    importance ratio or beta, a ratio, clip or gap with the wrong sign, a sum of another column or
-    of what was dropped, a mean over a slot, and a weight that belongs to the place in the slot."""
+    With a cap, old log-probs are current or looked up. With a rank, adapters are trained in
+    checkpointed layers, and the reference is the model without them."""
     model, _ = make_policy(dtype=torch.float64)
     reference, _ = make_policy(seed=1, dtype=torch.float64)
     frozen = reference  # what the update computes the reference with
@@ -42,6 +40,7 @@ def test_the_sums_are_the_formulas(
         frozen, reference = model, copy.deepcopy(model)
         toy.inject_moved(model, rank, 0)
         model.double()
+        models.checkpoint_layers(model)
     rollouts = make_rollouts(model, 4, 2, drift=0.3)
     rollouts.lengths[0], rollouts.lengths[3] = torch.tensor([[1, 6], [0, 4]])
     generator = torch.Generator().manual_seed(1)
@@ -155,8 +154,7 @@ def test_gradients_are_added_in_a_fixed_order(make_policy, share_prompts):
 @pytest.mark.parametrize("rows", [1, 3, 7])
 def test_chunked_head_is_the_head(make_policy, monkeypatch, rows):
     """Values, entropies and gradients of 7 tokens in chunks, with no more logits at once than
-    allowed, in the backward pass too. Catches a chunk that is lost or repeated, all logits at once,
-    a gradient through the entropy, a missing temperature, and padding that counts as tokens."""
+    allowed, in the backward pass too."""
     model, _ = make_policy(dtype=torch.float64)
     head, targets = model.get_output_embeddings(), torch.arange(7)
     draw = torch.Generator().manual_seed(0)

@@ -42,11 +42,7 @@ every = pytest.mark.parametrize("library", TOYS, ids=name)
 @each(lambda library: library.LOSSES)
 def test_completions_are_exact(library, case):
     """The mean gradient over the draw of pps is that of the library without pruning. The rule sees
-    sizes of the loss's scale, by the engine's log-probs, and costs of all tokens.
-
-    Catches a denominator or an advantage that depends on the draw, a weight that misses a part of
-    the loss, a token that is trimmed, and a row that is sent twice or never.
-    """
+    sizes of the loss's scale, by the engine's log-probs, and costs of all tokens."""
     toy = library.Toy(completion_rule="pps", completion_prune_rate=0.5, **library.LOSSES[case])
     stock = toy.stock()
     assert relative_error(over_completions(toy.gradient), stock) < 1e-12
@@ -98,9 +94,7 @@ def test_both_draws_are_exact(library):
 
 @each(lambda library: library.LOSSES)
 def test_prompts_are_exact(library, case):
-    """A loss per token divides by a number known before the draw. Catches prompt weights that do
-    not reach the loss, a denominator of the kept prompts, and a count that is taken from the draw.
-    """
+    """A loss per token divides by a number known before the draw."""
     toy = library.Toy(**PROMPTS, completion_rule="none", **library.LOSSES[case])
     toy.teach(mean_tokens=64.0)
     wanted = toy.stock()
@@ -111,11 +105,8 @@ def test_prompts_are_exact(library, case):
 
 @every
 def test_lessons_figures_and_draws(library):
-    """Three steps, of which the first is whole, because its tokens are counted.
-
-    Catches one seed for every draw, another table in place of the advantages, weights that are not
-    the draw's, a mean of what was kept, and a figure of something else.
-    """
+    """Three steps, of which the first is whole, because its tokens are counted. Catches one seed
+    for every draw, weights that are not the draw's, and a figure of something else."""
     options = PROMPTS | library.LOSSES[library.PER_TOKEN[0]]
     toy = library.Toy(completion_prune_rate=0.5, **options)
     with (

@@ -41,11 +41,7 @@ def rank_exact():
 
 def test_ranks_are_exact():
     """Both levels of pruning with DistributedDataParallel. Rows change ranks, and prompts have
-    several lengths. The kept rows of two ranks differ by at most one, for which fillers make up.
-
-    Catches a filler that has a weight, a row with another's factor or log-probs, and padding on the
-    wrong side or with the wrong number.
-    """
+    several lengths. The kept rows of two ranks differ by at most one, for which fillers make up."""
     in_processes(4, rank_exact)
 
 

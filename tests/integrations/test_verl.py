@@ -63,10 +63,7 @@ def test_draws_of_each_update():
 
 def test_dropped_rows_are_not_forwarded():
     """What is trained on are the rows that were kept and padding of weight 0; every row that was
-    sampled is returned, so that verl clears it.
-
-    Catches work that is only masked, rows that leak in the queue, and a figure of something else.
-    """
+    sampled is returned, so that verl clears it."""
     pruned = Toy(completion_rule="pps", **{UPDATE: 2, MODE: "token-mean"})
     pruned.step()
     table = torch.cat([part["dppo"].values().view(-1, 2) for part in pruned.trained])
