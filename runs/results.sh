@@ -2,7 +2,7 @@
 # The rows of docs/results.md, on CPU cores without a GPU and without other programs.
 #   bash runs/results.sh peers     train.py and TRL, an hour; after pip install -r requirements-trl.txt
 #   bash runs/results.sh savings   equal steps, an hour
-#   bash runs/results.sh words     SmolLM2, three hours; after bash runs/smollm2.sh
+#   bash runs/results.sh words     SmolLM2, two hours; after bash runs/smollm2.sh
 #   bash runs/results.sh reach     seconds to an accuracy, two hours
 # The same command continues where it was stopped. `python -m bench results` prints and draws the rows.
 # Those of reach.jsonl that are named adaptive alone measured their rest; it was not yet a constant.
@@ -18,9 +18,16 @@ savings)
         --flags="--group-size 16 --lr 6e-4 --prompts-per-step 64"
     ;;
 words)
-    python -m bench race --json runs/savings.jsonl --setting words --steps 8 \
-        --methods grpo nonzero adaptive pps dppo pods \
-        --flags="--group-size 16 --lr 2e-5 --prompts-per-step 16"
+    batch="--prompts-per-step 16 --group-size 8"
+    equal_seconds() {
+        python -m bench race --json runs/words.jsonl --setting words --reach 1 "$@"
+    }
+    equal_seconds --seeds 5 --methods \
+        "nonzero, 16 x 8=--method nonzero $batch --steps 8 --lr 2e-5 --eval-every 8" \
+        "adaptive, 16 x 8=--method adaptive $batch --steps 16 --lr 2e-5 --eval-every 16"
+    equal_seconds --seeds 3 --methods \
+        "adaptive, LoRA 8 at 2e-4=--method adaptive $batch --steps 16 --lora 8 --lr 2e-4 --eval-every 16" \
+        "adaptive, LoRA 8 at 4e-4=--method adaptive $batch --steps 16 --lora 8 --lr 4e-4 --eval-every 16"
     ;;
 reach)
     until_accuracy() {
